@@ -1,0 +1,259 @@
+"""The configuration: one dataclass, a file of assignments, and the command line over it.
+
+    torchrun --nproc_per_node=4 train.py configs/gpt2_345m.py --tp=2 --lr=3e-4
+                                         |                    |
+                                         plain Python that    fields, one by one; the
+                                         assigns fields       last word wins
+
+A field's meaning is the comment beside it: `--help` prints those comments. The names are Megatron-LM's in
+snake case, so that its shell scripts can be read off one to one. A name that does not exist or a value of
+the wrong type is an error that names the nearest one; a layout that does not divide, or a scheme that is
+not built, is refused by `check` before anything is allocated.
+"""
+
+import difflib
+import inspect
+import re
+import runpy
+import traceback
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from errors import UserError
+
+
+@dataclass
+class Config:
+    # -- model
+    num_layers: int = 4  # transformer blocks
+    hidden_size: int = 128  # width h of the residual stream; the MLP is 4h wide
+    num_attention_heads: int = 4  # heads; each is hidden_size / num_attention_heads wide
+    seq_length: int = 256  # tokens in a training sample
+    max_position_embeddings: int = 0  # rows of the position embedding (0: seq_length)
+    vocab_size: int = 50257  # token ids the model knows; stored padded to a multiple of 128
+    dropout: float = 0.0  # on the embedding and on what each block adds (not on attention probabilities)
+    init_method_std: float = 0.02  # of initial weights; those that feed the residual: over sqrt(2 num_layers)
+
+    # -- data and batch
+    data_dir: str = "data/stdlib_bytes"  # folder that prepare.py wrote
+    micro_batch_size: int = 8  # samples that one forward and backward takes at once, on one data rank
+    global_batch_size: int = 8  # samples of one update, over all micro-batches and data ranks
+    rampup_batch_size: str = ""  # start,increment,samples: grow the global batch
+    train_iters: int = 0  # updates to train for (or say train_epochs)
+    train_epochs: float = 0.0  # passes over the training tokens; stands for train_iters
+    seed: int = 1234  # of initial weights, data order and dropout
+
+    # -- optimizer
+    optimizer: str = "adamw"  # adamw, sgd
+    lr: float = 1e-3  # peak learning rate
+    min_lr: float = 0.0  # learning rate at the end of the decay
+    lr_decay_style: str = "cosine"  # cosine, linear, constant, wsd (warm-up, stable, decay)
+    lr_decay_iters: int = 0  # updates over which the rate decays, warm-up included (0: train_iters)
+    lr_warmup_iters: int = -1  # updates of linear warm-up (-1: see lr_warmup_fraction)
+    lr_warmup_fraction: float = 0.0  # warm-up as a fraction of lr_decay_iters
+    lr_wsd_decay_iters: int = 0  # wsd: the last updates of lr_decay_iters, in which the rate falls linearly
+    weight_decay: float = 0.01  # decoupled; not on biases and LayerNorms
+    adam_beta1: float = 0.9  # decay of the first moment
+    adam_beta2: float = 0.999  # decay of the second moment
+    adam_eps: float = 1e-8  # added to the root of the second moment
+    clip_grad: float = 1.0  # largest global gradient norm (0: no clipping)
+
+    # -- numbers
+    dtype: str = "auto"  # fp64, fp32, bf16, fp16; auto: bf16 or fp16 on a GPU, fp32 on a CPU
+    initial_loss_scale: float = 2.0**32  # fp16: loss scale to start from
+    min_loss_scale: float = 1.0  # fp16: never below
+    loss_scale_window: int = 1000  # fp16: clean updates until the scale doubles
+    hysteresis: int = 2  # fp16: overflows until the scale is halved
+    kernels: str = "auto"  # auto, torch: the fused operations as written in reference.py
+
+    # -- layout (data parallel is what remains of the processes)
+    tp: int = 1  # tensor parallel ranks
+    pp: int = 1  # pipeline stages
+    sequence_parallel: bool = False  # shard over tp also what lies between the tensor parallel layers
+    zero: int = 0  # ZeRO stage
+    schedule: str = "1f1b"  # pipeline schedule
+    chunks: int = 1  # model chunks per pipeline rank
+    recompute: str = "none"  # none, full: keep a block's input only, and run it again in backward
+
+    # -- run
+    out_dir: str = ""  # checkpoints and metrics.jsonl (default: out/CONFIGNAME)
+    resume: str = "auto"  # auto: go on from out_dir's latest checkpoint; none; or a checkpoint's path
+    save_interval: int = 0  # updates between checkpoints (0: at the end only)
+    keep: int = 2  # latest checkpoints to keep (0: all)
+    log_interval: int = 10  # updates between log lines
+    eval_interval: int = 0  # updates between validations (0: at the end only)
+    eval_iters: int = 10  # global batches in a validation (0: none is taken)
+    eval_only: bool = False  # take the loss of a checkpoint, do not train
+    split: str = "val"  # eval_only: train, val or test tokens
+    ledger: bool = False  # print what was sent, beside the formulas, at the end
+    tensorboard: str = ""  # folder for TensorBoard logs
+    wandb: str = ""  # Weights & Biases project
+    comm_timeout: float = 600.0  # seconds that a rank waits for another
+
+    @property
+    def head_size(self):
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def padded_vocab_size(self):
+        """A multiple of 128 (tensor cores like it), whatever tp is, so that the parameters do not depend on it."""
+        return -(-self.vocab_size // 128) * 128
+
+    @property
+    def positions(self):
+        return self.max_position_embeddings or self.seq_length
+
+
+CHOICES = {
+    "optimizer": ("adamw", "sgd"),
+    "lr_decay_style": ("cosine", "linear", "constant", "wsd"),
+    "dtype": ("auto", "fp64", "fp32", "bf16", "fp16"),
+    "kernels": ("auto", "torch"),
+    "recompute": ("none", "full"),
+    "split": ("train", "val", "test"),
+}
+NOT_BUILT = {  # field: the one value that is built so far
+    "pp": 1,
+    "zero": 0,
+    "schedule": "1f1b",
+    "chunks": 1,
+    "rampup_batch_size": "",
+}
+POSITIVE = (
+    "num_layers hidden_size num_attention_heads seq_length vocab_size micro_batch_size global_batch_size "
+    "tp log_interval loss_scale_window hysteresis initial_loss_scale min_loss_scale adam_eps "
+    "comm_timeout init_method_std"
+).split()
+NOT_NEGATIVE = (
+    "max_position_embeddings train_iters train_epochs lr min_lr lr_decay_iters lr_warmup_fraction "
+    "lr_wsd_decay_iters weight_decay clip_grad save_interval keep eval_interval eval_iters"
+).split()
+
+
+def load(arguments, default="configs/tiny.py"):
+    """`[FILE] [--field=value ...]` -> Config. Without a file, `default`. Raises UserError."""
+    files = [a for a in arguments if not a.startswith("-")]
+    if len(files) > 1:
+        raise UserError(
+            f"one configuration file, please, not {' and '.join(files)} (fields are --field=value)"
+        )
+    path = Path(files[0] if files else default)
+    values, given = from_file(path), {}
+    for argument in arguments:
+        if argument.startswith("-"):
+            name, equals, text = argument.lstrip("-").partition("=")
+            field = field_named(name, f"--{name}")
+            if not equals and field.type is not bool:
+                raise UserError(f"--{name} wants a value: --{name}={field.default or field.type.__name__}")
+            given[name] = from_text(field, text if equals else "True")
+    for length, other in [("train_iters", "train_epochs"), ("train_epochs", "train_iters")]:
+        if length in given and other not in given:
+            values.pop(other, None)  # said on the command line, it stands for the file's
+    config = Config(**values | given)
+    config.out_dir = config.out_dir or f"out/{path.stem}"
+    return config
+
+
+def from_file(path):
+    """The fields that the Python file `path` assigns, by name. Raises UserError."""
+    if not path.is_file():
+        known = " ".join(sorted(str(p) for p in path.parent.glob("*.py"))) or "none there"
+        raise UserError(f"no configuration file {path} (there are: {known})")
+    try:
+        names = runpy.run_path(str(path))
+    except Exception as error:  # whatever the user's file raises is the user's to mend
+        at = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+        at = at[-1] if at else getattr(error, "lineno", "?")
+        raise UserError(f"{path}:{at}: {type(error).__name__}: {error}") from None
+    values = {}
+    for name, value in names.items():
+        if name.startswith("_") or inspect.ismodule(value) or callable(value):
+            continue
+        field = field_named(name, f"{path}: {name}")
+        if field.type is float and type(value) is int:
+            value = float(value)
+        if type(value) is not field.type:
+            raise UserError(f"{path}: {name}={value!r} should be {field.type.__name__}")
+        values[name] = value
+    return values
+
+
+def field_named(name, where):
+    known = {f.name: f for f in fields(Config)}
+    if name not in known:
+        near = difflib.get_close_matches(name.replace("-", "_"), known, n=1, cutoff=0.0)
+        raise UserError(f"{where}: there is no such field; the nearest is {near[0]}")
+    return known[name]
+
+
+def from_text(field, text):
+    try:
+        if field.type is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        return field.type(text)
+    except (ValueError, KeyError):
+        wanted = "True or False" if field.type is bool else field.type.__name__
+        raise UserError(f"--{field.name}={text}: should be {wanted}") from None
+
+
+def help_text():
+    """Every field with its default and the comment beside it, as they stand in `Config`."""
+    lines = ["python train.py [CONFIG.py] [--field=value ...]     (the default is configs/tiny.py)"]
+    for line in inspect.getsource(Config).splitlines():
+        if section := re.match(r"    # -- (.*)", line):
+            lines.append(f"\n{section[1]}")
+        elif row := re.match(r"    (\w+): (\w+) = (.*?)  # (.*)", line):
+            default = row[3].strip('"').replace("2.0**32", "2^32")
+            lines.append(f"  --{row[1] + '=' + default:<34} {row[4]}")
+    return "\n".join(lines)
+
+
+def check(config, world):
+    """Refuse, by name, what cannot work on `world` processes. Raises UserError; returns the data parallel size."""
+    c = config
+    for name, value in NOT_BUILT.items():
+        if getattr(c, name) != value:
+            raise UserError(f"{name}={getattr(c, name)}: not built yet; only {name}={value} works")
+    for name, choices in CHOICES.items():
+        if getattr(c, name) not in choices:
+            raise UserError(f"{name}={getattr(c, name)}: should be one of {', '.join(choices)}")
+    for name in POSITIVE + NOT_NEGATIVE:
+        value = getattr(c, name)
+        if not (value > 0 or (value == 0 and name in NOT_NEGATIVE)) or value == float("inf"):
+            raise UserError(f"{name}={value}: should be {'positive' if name in POSITIVE else 'zero or more'}")
+    for name, low, high in [("dropout", 0, 1), ("adam_beta1", 0, 1), ("adam_beta2", 0, 1)]:
+        if not low <= getattr(c, name) < high:
+            raise UserError(f"{name}={getattr(c, name)}: should be at least {low} and below {high}")
+    if c.lr_warmup_fraction > 1:
+        raise UserError(f"lr_warmup_fraction={c.lr_warmup_fraction}: a fraction of lr_decay_iters, at most 1")
+    if c.lr_decay_style == "wsd" and c.lr_wsd_decay_iters == 0:
+        raise UserError("lr_decay_style=wsd: say lr_wsd_decay_iters, the updates in which the rate falls")
+    if c.min_lr > c.lr:
+        raise UserError(f"min_lr={c.min_lr}: should be at most lr={c.lr}")
+    if not c.eval_only and (c.train_iters > 0) == (c.train_epochs > 0):
+        raise UserError(f"train_iters={c.train_iters}, train_epochs={c.train_epochs}: say one of the two")
+    if c.seq_length > c.positions:
+        raise UserError(
+            f"seq_length={c.seq_length}: should be at most max_position_embeddings={c.max_position_embeddings}"
+        )
+    return check_layout(c, world)
+
+
+def check_layout(c, world):
+    """What has to divide what. Raises UserError; returns the data parallel size."""
+
+    def divides(small, divisor, big, value, why=""):
+        if value % divisor:
+            raise UserError(f"{big}={value} is not a multiple of {small}={divisor}{why}")
+
+    divides("num_attention_heads", c.num_attention_heads, "hidden_size", c.hidden_size)
+    divides(
+        "tp", c.tp, "num_attention_heads", c.num_attention_heads, ": a tensor parallel rank has whole heads"
+    )
+    divides("tp", c.tp, "padded vocab_size", c.padded_vocab_size)
+    if c.sequence_parallel:
+        divides("tp", c.tp, "seq_length", c.seq_length, ": sequence_parallel shards the tokens")
+    divides("tp * pp", c.tp * c.pp, "the number of processes", world)
+    dp = world // (c.tp * c.pp)
+    divides("micro_batch_size * dp", c.micro_batch_size * dp, "global_batch_size", c.global_batch_size)
+    return dp

@@ -1,0 +1,29 @@
+# CodeParrot small, the whole of the Megatron-LM how-to's script (8 GPUs, about 12 hours).
+# python prepare.py codeparrot_data.json.gz ... --text_key=content --out=data/codeparrot_gpt2
+data_dir = "data/stdlib_gpt2"
+vocab_size = 50257
+
+num_layers = 12
+hidden_size = 768
+num_attention_heads = 12
+seq_length = 1024
+max_position_embeddings = 1024
+dropout = 0.1  # the script's silence means Megatron's default
+
+micro_batch_size = 12
+global_batch_size = 192
+train_iters = 150000
+
+lr = 0.0005
+lr_decay_style = "cosine"
+lr_decay_iters = 150000
+lr_warmup_iters = 2000
+weight_decay = 0.1
+adam_beta2 = 0.999
+
+dtype = "auto"  # the script has --fp16; auto takes bf16 where the GPU has it
+
+log_interval = 10
+save_interval = 2000
+eval_interval = 200
+eval_iters = 10

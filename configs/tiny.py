@@ -1,0 +1,22 @@
+# A small GPT on the source code of Python's standard library: minutes on a laptop.
+# python prepare.py --tokenizer=bytes
+data_dir = "data/stdlib_bytes"
+vocab_size = 257  # 256 bytes and <|endoftext|>
+
+num_layers = 4
+hidden_size = 128
+num_attention_heads = 4
+seq_length = 256
+
+micro_batch_size = 8
+global_batch_size = 32  # 32 * 256 = 8,192 tokens a step
+train_iters = 300
+
+lr = 2e-3
+min_lr = 2e-4
+lr_warmup_iters = 30
+adam_beta2 = 0.99
+weight_decay = 0.1
+
+log_interval = 10
+eval_interval = 100

@@ -1,0 +1,412 @@
+"""What a run says and leaves behind: its speed, the terminal's lines, and metrics.jsonl.
+
+What a training step costs is known before it runs. Only the matrices cost: a token meets each of their
+numbers in one multiplication and one addition, 2 FLOPs. Forward, one token:
+
+    weights of a block    qkv 3h^2, projection h^2, MLP 4h^2 + 4h^2      12h^2 numbers    24h^2 FLOPs
+    attention of a block  q k^T, and its softmax times v: 2sh each       no numbers        4sh
+    head                  h by V (the embedding's look-up is free)       Vh numbers        2Vh
+
+together 24Lh^2 + 4Lsh + 2Vh. Backward takes every product twice, once for the gradient of its input and once
+for that of its weight, so a step costs three forwards of all B sequences of s tokens:
+
+    model FLOPs     72BsLh^2 (1 + s/6h + V/12Lh)  =  Bs (6N + 12Lhs)  with N = 12Lh^2 + Vh
+    with recompute  96BsLh^2 (1 + s/6h + V/16Lh)     the blocks' forward, not the head's, runs a second time
+
+(Narayanan et al., arXiv 2104.04473, appendix. As Megatron-LM does, we count all s by s products of
+attention, though the causal mask needs half. The slide "Transformerのスケール則" counts 5.7 FLOPs per
+parameter and token; we count 6.) Per second and device these are the two speeds in the log. `tflops` says
+how fast the model learns, `hardware_tflops` how busy the devices are: recomputation raises only the second.
+`mfu`, the model FLOPs utilization (Chowdhery et al., arXiv 2204.02311), is `tflops` over the device's peak:
+0.5 is very good.
+
+From one row of numbers come Megatron-LM's line on the terminal, a line of out_dir/metrics.jsonl and, where
+asked for, a step in TensorBoard and Weights & Biases. So they cannot disagree.
+"""
+
+import dataclasses
+import importlib
+import json
+import math
+import os
+import re
+import resource
+import sys
+import time
+from collections import deque
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from errors import UserError
+
+# -- speed
+
+
+def model_flops(config, batch):
+    """FLOPs that a step of `batch` sequences needs: 72BsLh^2(1 + s/6h + V/12Lh) = Bs(6N + 12Lhs)."""
+    L, h, s, V = config.num_layers, config.hidden_size, config.seq_length, config.padded_vocab_size
+    return 72 * batch * s * L * h**2 * (1 + s / (6 * h) + V / (12 * L * h))
+
+
+def hardware_flops(config, batch):
+    """FLOPs that the devices run for it: with recompute=full, 96BsLh^2(1 + s/6h + V/16Lh)."""
+    if config.recompute == "none":
+        return model_flops(config, batch)
+    L, h, s, V = config.num_layers, config.hidden_size, config.seq_length, config.padded_vocab_size
+    return 96 * batch * s * L * h**2 * (1 + s / (6 * h) + V / (16 * L * h))
+
+
+# TFLOP/s of dense matrix products, from the makers' data sheets: no sparsity; sums in float32 (at half of the
+# rate that GeForce cards advertise); float32 without TF32; float64 on tensor cores where they have it.
+PEAK_TFLOPS = {  # bf16, fp16, fp32, fp64; None where there is no such path, or we are not sure of it
+    "V100 PCIE": (None, 112, 14, 7),
+    "V100 SXM2": (None, 125, 15.7, 7.8),
+    "T4": (None, 65, 8.1, None),
+    "A10": (125, 125, 31.2, None),
+    "A30": (165, 165, 10.3, 10.3),
+    "A40": (149.7, 149.7, 37.4, None),
+    "A100 PCIE": (312, 312, 19.5, 19.5),
+    "A100 SXM4": (312, 312, 19.5, 19.5),
+    "RTX 3090": (71, 71, 35.6, None),
+    "RTX 4090": (165.2, 165.2, 82.6, None),
+    "L4": (121, 121, 30.3, None),
+    "L40S": (362, 362, 91.6, None),
+    "H100": (989, 989, 67, 67),  # SXM
+    "H100 PCIE": (756, 756, 51, 51),
+    "H200": (989, 989, 67, 67),  # SXM
+    "GH200": (989, 989, 67, 67),
+    "B200": (2250, 2250, None, None),
+}
+
+
+def peak_tflops(device_name, dtype):
+    """The device's peak in TFLOP/s for `dtype` (bf16, fp16, fp32, fp64); None where it is not known.
+
+    `device_name` is CUDA's: "NVIDIA A100-SXM4-40GB", "NVIDIA H100 80GB HBM3". Maker and memory are set aside;
+    the rest is looked up whole, for "H200 NVL" is not an H200, nor "A100-SXM4-40GB MIG 1g.5gb" an A100.
+    """
+    name = re.sub(r"NVIDIA|Tesla|GeForce|\b\d+GB\b|\bHBM3e?\b|-", " ", device_name)
+    peaks = PEAK_TFLOPS.get(" ".join(name.upper().split()), (None,) * 4)
+    return dict(zip(("bf16", "fp16", "fp32", "fp64"), peaks, strict=True)).get(dtype)
+
+
+# -- where a step's time goes
+
+PHASES = ("forward-compute", "backward-compute", "grad-reduce", "optimizer", "batch-generator")
+
+
+class Timers:
+    """Time spent in each of PHASES: `with timers("forward-compute"): ...`, as often in a step as needed.
+
+    On a GPU the host runs ahead: a clock would time the queueing, not the work. There two events in the
+    current stream's queue bracket a phase, and the GPU says what time lay between them. Asking whether an
+    event has passed does not wait for it: each phase that ends books the oldest one that has, whose events
+    are used again, so there are never many more than the queue is deep. Nothing waits before `take`.
+    """
+
+    def __init__(self, device, clock=time.perf_counter):
+        self.on_gpu = torch.device(device).type == "cuda"
+        self.clock = clock
+        self.milliseconds = dict.fromkeys(PHASES, 0.0)
+        self.pending = deque()  # (phase, start, stop) that the GPU may not have passed yet
+        self.spare = []  # events to use again
+
+    @contextmanager
+    def __call__(self, phase):
+        start = self.mark()
+        yield
+        stop = self.mark()
+        if not self.on_gpu:
+            self.milliseconds[phase] += 1000 * (stop - start)
+            return
+        self.pending.append((phase, start, stop))
+        if self.pending[0][2].query():
+            self.book_oldest()
+
+    def mark(self):
+        if not self.on_gpu:
+            return self.clock()
+        event = self.spare.pop() if self.spare else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def book_oldest(self):
+        phase, start, stop = self.pending.popleft()
+        self.milliseconds[phase] += start.elapsed_time(stop)
+        self.spare += [start, stop]
+
+    def take(self, iterations):
+        """{phase: milliseconds per iteration} since the last `take`, in PHASES' order, without idle phases.
+
+        `iterations` is their number. Waits for the GPU: call it where a line is logged.
+        """
+        if self.pending:
+            torch.cuda.synchronize()
+        while self.pending:
+            self.book_oldest()
+        taken = {phase: total / iterations for phase, total in self.milliseconds.items() if total}
+        self.milliseconds = dict.fromkeys(PHASES, 0.0)
+        return taken
+
+
+# -- one row of numbers, and the lines made from it
+
+
+def metrics_row(
+    config,
+    world,  # devices that share the work
+    peak,  # TFLOP/s of one of them, or None
+    *,
+    iteration,  # counted from 1; the interval's last
+    train_iters,
+    consumed_samples,  # since training began
+    global_batch_size,
+    iterations,  # in this interval
+    seconds,  # that they took
+    lm_loss,  # mean over the interval, all micro-batches and replicas
+    grad_norm,  # before clipping; nan or inf where the update was skipped
+    lr,  # the one that this update used
+    loss_scale,
+    skipped_iterations,  # in this interval
+    nan_iterations,
+    timers_ms,  # from Timers.take
+    data_wait_ms,  # per iteration
+    validation_loss=None,
+):
+    """What metrics.jsonl keeps of a logged interval: a dict of numbers; mfu is "unknown" without a peak."""
+    per_second = iterations / seconds
+    per_device = per_second / world / 1e12
+    tflops = model_flops(config, global_batch_size) * per_device
+    row = {
+        "iteration": iteration,
+        "train_iters": train_iters,
+        "consumed_samples": consumed_samples,
+        "consumed_tokens": consumed_samples * config.seq_length,
+        "lm_loss": lm_loss,
+        "grad_norm": grad_norm,
+        "lr": lr,
+        "loss_scale": loss_scale,
+        "global_batch_size": global_batch_size,
+        "seq_length": config.seq_length,
+        "skipped_iterations": skipped_iterations,
+        "nan_iterations": nan_iterations,
+        "iteration_ms": 1000 * seconds / iterations,
+        "samples_per_second": global_batch_size * per_second,
+        "tokens_per_second": global_batch_size * config.seq_length * per_second,
+        "tflops": tflops,
+        "hardware_tflops": hardware_flops(config, global_batch_size) * per_device,
+        "mfu": tflops / peak if peak else "unknown",
+        "data_wait_ms": data_wait_ms,
+        "timers_ms": timers_ms,
+    }
+    return row if validation_loss is None else row | {"validation_loss": validation_loss}
+
+
+def iteration_line(row):
+    """Megatron-LM's line, field for field. Its TFLOPs count recomputation."""
+    return (
+        f" iteration {row['iteration']:8d}/{row['train_iters']:8d} |"
+        f" consumed samples: {row['consumed_samples']:12d} |"
+        f" consumed tokens: {row['consumed_tokens']:12d} |"
+        f" elapsed time per iteration (ms): {row['iteration_ms']:.1f} |"
+        f" learning rate: {row['lr']:.3E} |"
+        f" global batch size: {row['global_batch_size']:5d} |"
+        f" lm loss: {row['lm_loss']:.6E} |"
+        f" loss scale: {row['loss_scale']:.1f} |"
+        f" grad norm: {row['grad_norm']:.3f} |"
+        f" actual seqlen: {row['seq_length']:5d} |"
+        f" number of skipped iterations: {row['skipped_iterations']:3d} |"
+        f" number of nan iterations: {row['nan_iterations']:3d} |"
+        f" samples per second: {row['samples_per_second']:.3f} |"
+        f" TFLOPs: {row['hardware_tflops']:.2f} |"
+    )
+
+
+def timers_line(timers_ms):
+    return "time (ms) | " + " | ".join(f"{phase}: {ms:.2f}" for phase, ms in timers_ms.items())
+
+
+def validation_lines(iteration, loss):
+    """Three lines. The perplexity, exp(loss), is the number of equally likely tokens with that loss."""
+    ppl = math.exp(min(20, loss))  # Megatron's bound: a diverged loss must still print
+    what = f" validation loss at iteration {iteration}"
+    line = f"{what} | lm loss value: {loss:.6E} | lm loss PPL: {ppl:.6E} | "
+    dashes = "-" * (len(line) + 1)
+    return f"{dashes}\n{line}\n{dashes}"
+
+
+def memory_line(iteration, megabytes):
+    fields = " | ".join(f"{name}: {value}" for name, value in megabytes.items())
+    return f"[Rank 0] (after {iteration} iterations) memory (MB) | {fields}"
+
+
+def memory_in_use(device):
+    """{name: MB of 2^20 bytes}: what PyTorch holds of a GPU; else the process's resident memory."""
+    if torch.device(device).type == "cuda":
+        used = {
+            "allocated": torch.cuda.memory_allocated(device),
+            "max allocated": torch.cuda.max_memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device),
+            "max reserved": torch.cuda.max_memory_reserved(device),
+        }
+        return {name: count / 2**20 for name, count in used.items()}
+    status = Path("/proc/self/status")
+    if not status.exists():  # macOS tells only the peak, in bytes
+        return {"max resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+    kilobytes = dict(re.findall(r"(Vm\w+):\s*(\d+) kB", status.read_text()))
+    named = {"resident": "VmRSS", "max resident": "VmHWM"}
+    return {name: int(kilobytes[key]) / 2**10 for name, key in named.items() if key in kilobytes}
+
+
+# -- metrics.jsonl
+
+
+def to_json(row):
+    """A row as one line of JSON, numbers at full precision.
+
+    JSON has no nan or infinity; they become the strings "nan", "inf" and "-inf", which float() reads. null
+    would do for a plot, but an infinite gradient norm (an overflow, skipped) and a nan (a defect) must not
+    look alike.
+    """
+    strange = {name: repr(v) for name, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
+    return json.dumps(row | strange, allow_nan=False)
+
+
+def from_json(line):
+    row = json.loads(line)
+    return row | {name: float(v) for name, v in row.items() if v in ("nan", "inf", "-inf")}
+
+
+def read_metrics(path):
+    """{iteration: row} of a metrics.jsonl, in order, as the latest run tells it.
+
+    A run that goes on from a checkpoint repeats iterations: its row replaces the one that stood for that
+    iteration, and those after it. A line that a crash cut short is passed over.
+    """
+    rows = {}
+    for line in Path(path).read_bytes().splitlines():
+        try:
+            row = from_json(line)
+        except ValueError:
+            continue
+        while rows and next(reversed(rows)) >= row["iteration"]:
+            rows.popitem()
+        rows[row["iteration"]] = row
+    return rows
+
+
+class Logger:
+    """The voice of rank 0. Made on every rank: a missing package stops them all; the others are silent.
+
+    `device` and `dtype` (bf16, fp16, fp32, fp64) are what the run computes on and in, `iteration` where it
+    goes on from (0: afresh). Lines go to stdout; on a stderr that is a terminal, a bar makes way for them.
+    """
+
+    def __init__(self, config, device, world, *, rank, dtype, train_iters, iteration=0):
+        self.config, self.device, self.world, self.rank = config, torch.device(device), world, rank
+        self.train_iters = train_iters
+        tensorboard = imported("tensorboard", config.tensorboard, "torch.utils.tensorboard")
+        wandb = imported("wandb", config.wandb, "wandb")
+        silent = rank != 0 or not sys.stderr.isatty()
+        self.bar = tqdm(total=train_iters, initial=iteration, dynamic_ncols=True, disable=silent)
+        if rank != 0:
+            return
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        self.peak = peak_tflops(name, dtype)
+        self.memory_said = False
+        self.file = open_lines(Path(config.out_dir) / "metrics.jsonl")
+        self.board = tensorboard and tensorboard_writer(tensorboard, config, iteration)
+        self.run = wandb and wandb_run(wandb, config)
+
+    def advance(self):
+        """One more iteration is done: the bar moves."""
+        self.bar.update()
+
+    def say(self, text):
+        """Print `text`, on rank 0, past the bar."""
+        if self.rank == 0:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()  # so that a log in a file can be read while the run goes on
+
+    def log(self, **interval):
+        """Write, print and (on rank 0) return a row. Takes metrics_row's keywords, but for train_iters."""
+        if self.rank != 0:
+            return None
+        row = metrics_row(self.config, self.world, self.peak, train_iters=self.train_iters, **interval)
+        write_line(self.file, to_json(row))
+        self.say(iteration_line(row))
+        if not self.memory_said:
+            self.say(memory_line(row["iteration"], memory_in_use(self.device)))
+            self.memory_said = True
+        if row["timers_ms"]:
+            self.say(timers_line(row["timers_ms"]))
+        if "validation_loss" in row:
+            self.say(validation_lines(row["iteration"], row["validation_loss"]))
+        if self.board:
+            for name, value in scalars(row).items():
+                self.board.add_scalar(name, value, row["iteration"])
+        if self.run:
+            self.run.log(scalars(row), step=row["iteration"])
+        self.bar.set_postfix_str(f"loss {row['lm_loss']:.3f}, {row['tokens_per_second']:,.0f} tokens/s")
+        return row
+
+    def close(self):
+        self.bar.close()
+        if self.rank != 0:
+            return
+        os.close(self.file)
+        if self.board:
+            self.board.close()
+        if self.run:
+            self.run.finish()
+
+
+def imported(field, value, module):
+    """`module` where the field has a value, else None. Raises UserError where it is not installed."""
+    if not value:
+        return None
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise UserError(f"{field}={value}: {field} is not installed (pip install {field})") from None
+
+
+def tensorboard_writer(tensorboard, config, iteration):
+    # From here on, what an earlier run wrote is hidden.
+    return tensorboard.SummaryWriter(config.tensorboard, purge_step=iteration + 1)
+
+
+def wandb_run(wandb, config):
+    return wandb.init(
+        project=config.wandb,
+        name=Path(config.out_dir).name,
+        dir=config.out_dir,
+        config=dataclasses.asdict(config),
+        resume="auto",  # after a crash, go on in the same W&B run
+    )
+
+
+def scalars(row):
+    """The row's numbers by name, as a plot wants them: lm_loss, timers_ms/optimizer; no "unknown"."""
+    timers = {f"timers_ms/{phase}": ms for phase, ms in row["timers_ms"].items()}
+    return {name: value for name, value in row.items() if isinstance(value, int | float)} | timers
+
+
+def open_lines(path):
+    """A descriptor that appends to `path`. If a crash cut its last line short, the next one starts afresh."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    size = os.fstat(file).st_size
+    if size and os.pread(file, 1, size - 1) != b"\n":
+        os.write(file, b"\n")
+    return file
+
+
+def write_line(file, line):
+    """One write: nobody reads half a line, and a process that dies right after has not lost it."""
+    try:
+        os.write(file, f"{line}\n".encode())
+    except OSError as error:
+        raise UserError(f"metrics.jsonl: {error.strerror}; the run can go on from its checkpoint") from None

@@ -1,0 +1,108 @@
+"""The one door: everything that one process sends another goes through this file.
+
+                 before (ranks 0 | 1)      after                   what one rank sends, of a tensor of N bytes
+    all_reduce      a   |  b             a+b  | a+b                2 (n-1)/n N    (a reduce_scatter, an all_gather)
+    reduce_scatter  a a'|  b b'          a+b  | a'+b'                (n-1)/n N    N: the whole, before
+    all_gather      a   |  b             a b  | a b                  (n-1)/n N    N: the whole, after
+
+The right column is the ring algorithm's cost, which is optimal (Patarasuk and Yuan 2009), and what the ledger
+counts. Tensors are cut along their first dimension, so that nothing is ever rearranged to be sent.
+
+Each call starts the communication and returns `Pending`; `.wait()` gives the tensor. Between the two the
+caller may compute: that is all that "overlap" means here. On NCCL `wait` only orders the GPU's streams; on Gloo
+it blocks. On an axis of one rank nothing happens and nothing is counted.
+"""
+
+import functools
+
+import torch.distributed as dist
+
+# PyTorch 2.13 renamed these two, and warns at the older names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class CommunicationError(RuntimeError):
+    """A peer did not answer: it died, or takes another path through the program."""
+
+
+class Pending:
+    """A communication on its way. Holds the buffers until it is done."""
+
+    def __init__(self, result, start=None, describe=None):
+        self.result, self.describe, self.work = result, describe, None
+        if start:
+            self.work = self._watched(start)
+
+    def wait(self):
+        """The result; on a GPU, ready for what is enqueued from here on."""
+        if self.work:
+            self._watched(self.work.wait)
+            self.work = None
+        return self.result
+
+    def _watched(self, call):
+        try:
+            return call()
+        except RuntimeError as error:
+            raise CommunicationError(f"{self.describe()}: {error}") from error
+
+
+def all_reduce(x, axis, what, op="sum"):
+    """Combine `x` elementwise over the axis, in place, on every rank."""
+    if axis.size == 1:
+        return Pending(x)
+    return _send("all_reduce", axis, what, x, x, functools.partial(dist.all_reduce, x, OPS[op]))
+
+
+def all_gather(x, axis, what):
+    """[k, ...] on each rank -> [n k, ...], the ranks' parts in order."""
+    if axis.size == 1:
+        return Pending(x)
+    x = x.contiguous()
+    whole = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
+    return _send("all_gather", axis, what, whole, whole, functools.partial(_all_gather, whole, x))
+
+
+def reduce_scatter(x, axis, what):
+    """[n k, ...] on each rank -> [k, ...]: this rank's part of the sum."""
+    if axis.size == 1:
+        return Pending(x)
+    x = x.contiguous()
+    part = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
+    return _send("reduce_scatter", axis, what, x, part, functools.partial(_reduce_scatter, part, x))
+
+
+def _send(operation, axis, what, whole, result, call):
+    axis.ledger.count(operation, axis.name, axis.size, what, whole.numel() * whole.element_size())
+
+    def describe():
+        others = [r for i, r in enumerate(axis.ranks) if i != axis.rank]
+        return f"rank {axis.ranks[axis.rank]} waited for ranks {others} in {operation} of {what} over {axis.name}"
+
+    return Pending(result, functools.partial(call, group=axis.group, async_op=True), describe)
+
+
+def agree(axis, error_type, action):
+    """Run `action` on every rank; if it raises `error_type` on any, raise the first rank's error on all.
+
+    For what only some ranks can see (a file that one node lacks): nobody is left waiting for a rank that gave up.
+    Not counted by the ledger: it is not part of a step.
+    """
+    error = result = None
+    try:
+        result = action()
+    except error_type as raised:
+        error = raised
+    messages = [None if error is None else str(error)]
+    if axis.size > 1:
+        messages = [None] * axis.size
+        dist.all_gather_object(messages, None if error is None else str(error), group=axis.group)
+    for message in messages:
+        if message is not None:
+            agreed = error_type(message)
+            agreed.agreed = True  # every rank raises it: one of them is enough to tell
+            raise agreed from error
+    return result

@@ -1,0 +1,67 @@
+"""The mesh: which process does what (slide "3-D Parallelism").
+
+The processes are numbered along three axes, tensor parallel fastest, then pipeline, then data parallel:
+
+    rank = (dp_rank * pp + pp_rank) * tp + tp_rank          dp = 2, pp = 1, tp = 4:   dp 0 | 0 1 2 3
+                                                                                      dp 1 | 4 5 6 7
+                                                                                             ------- tp
+Neighbours in rank sit in one node, so the axis that communicates most (tp: several times a layer) gets the
+fastest wires, the pipeline (one message a stage) goes across a rack, and data parallelism (once a step)
+across racks. Each axis through a rank is a sub-communicator; all rank algebra is one `arange().reshape()`.
+
+Without torch.distributed (one process) every axis has one rank, and nothing is ever sent.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch.distributed as dist
+
+from parallel.ledger import Ledger
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One sub-communicator, seen from one of its ranks."""
+
+    name: str  # dp, pp, tp, or world: all of the mesh
+    ranks: tuple  # the members, as ranks of torch.distributed
+    rank: int  # this process's index in `ranks`
+    ledger: Ledger  # where what is sent is written down
+    group: object = None  # torch's process group; None where there is nobody to talk to
+
+    @property
+    def size(self):
+        return len(self.ranks)
+
+
+class Mesh:
+    """The axes dp, pp, tp (and world) through this process.
+
+    `size` processes, ranks 0 .. size-1 of torch.distributed, make the mesh (all of them by default). Every
+    process of the mesh must build it, at the same point of the program: groups are made here.
+    """
+
+    def __init__(self, tp=1, pp=1, size=None, timeout=600.0):
+        rank, size = (dist.get_rank(), size or dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        grid = np.arange(size).reshape(size // (pp * tp), pp, tp)
+        dp_rank, pp_rank, tp_rank = (int(i) for i in np.unravel_index(rank, grid.shape))
+        self.rank = rank
+        self.ledger = Ledger()
+
+        def axis(name, ranks, index):
+            ranks = tuple(int(r) for r in ranks)
+            # Only the members make a group, so that every axis of every process is one call here.
+            # World comes first and holds everybody: no two processes can disagree about the order.
+            group = None
+            if len(ranks) > 1:
+                group = dist.new_group(
+                    ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=True
+                )
+            return Axis(name, ranks, index, self.ledger, group)
+
+        self.world = axis("world", grid.flatten(), rank)
+        self.dp = axis("dp", grid[:, pp_rank, tp_rank], dp_rank)
+        self.pp = axis("pp", grid[dp_rank, :, tp_rank], pp_rank)
+        self.tp = axis("tp", grid[dp_rank, pp_rank, :], tp_rank)

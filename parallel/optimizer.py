@@ -1,0 +1,95 @@
+"""The update rules, on flat buffers; the loss scale; the learning rate.
+
+Slide "深層学習の用語説明" has SGD and Adam. Its Adam differs from Kingma and Ba's (arXiv 1412.6980) in three places: the
+gradient is added to the moments, not subtracted; epsilon stands outside the root; and the bias corrections (1 - beta^t)
+are missing. What is below is AdamW (Loshchilov and Hutter, arXiv 1711.05101): decay acts on the weight itself.
+
+    m = b1 m + (1 - b1) g      w -= lr (decay w + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))
+    v = b2 v + (1 - b2) g^2
+
+Weights, moments and gradients are in the master dtype: float32, or float64 in fp64 runs. All functions work in place on
+any piece of a flat buffer: elementwise rules do not care where a piece begins.
+"""
+
+import math
+
+PIECE = 1 << 17  # elements: a piece's five buffers stay in a core's cache from one line to the next
+
+
+def sgd(weight, gradient, moments, *, lr, decay, scale, **_):
+    """W -= lr (scale dL/dW + decay W). Slide "SGD (確率的勾配降下法)"; `moments` is empty."""
+    weight.mul_(1 - lr * decay).add_(gradient, alpha=-lr * scale)
+
+
+def adamw(weight, gradient, moments, *, lr, decay, scale, update, beta1, beta2, eps):
+    """AdamW. `scale` multiplies the gradient (clipping, 1 / loss scale); `update` counts from 1."""
+    correction1, correction2 = 1 - beta1**update, 1 - beta2**update
+    piece = weight.numel() if weight.is_cuda else PIECE
+    for w, g, m, v in zip(*(x.split(piece) for x in (weight, gradient, *moments)), strict=True):
+        m.mul_(beta1).add_(g, alpha=(1 - beta1) * scale)
+        v.mul_(beta2).addcmul_(g, g, value=(1 - beta2) * scale * scale)
+        root = v.sqrt().div_(math.sqrt(correction2)).add_(eps)
+        w.mul_(1 - lr * decay).addcdiv_(m, root, value=-lr / correction1)
+
+
+RULES = {"sgd": (sgd, 0), "adamw": (adamw, 2)}  # name: (rule, moments that it keeps)
+
+
+def learning_rate(c, update):
+    """The rate of the `update`-th update (from 1; skipped steps do not count). `c`: the configuration.
+
+    Linear warm-up to `lr`, then down to `min_lr` at `lr_decay_iters`; `min_lr` afterwards. A warm-up longer than the run,
+    or than the decay, is allowed: the rate then just rises as far as it comes.
+    """
+    end = c.lr_decay_iters or c.train_iters
+    warmup = c.lr_warmup_iters if c.lr_warmup_iters >= 0 else c.lr_warmup_fraction * end
+    if update <= warmup:
+        return c.lr * update / warmup
+    if c.lr_decay_style == "constant":
+        return c.lr
+    if update >= end:
+        return c.min_lr
+    if c.lr_decay_style == "wsd":  # warm-up, stable, decay (Hu et al., arXiv 2404.06395)
+        left = min(1.0, (end - update) / c.lr_wsd_decay_iters)
+    else:
+        left = (end - update) / (end - warmup)
+    if c.lr_decay_style == "cosine":
+        left = 0.5 * (1 + math.cos(math.pi * (1 - left)))
+    return c.min_lr + (c.lr - c.min_lr) * left
+
+
+class LossScale:
+    """fp16's dynamic loss scale: as large as it can be without overflow, so that small gradients do not vanish.
+
+    Micikevicius et al. (arXiv 1710.03740), section 3.2. Halved at an overflow once `hysteresis` of them have come;
+    doubled, and the hysteresis refilled, after `window` clean steps. In other dtypes it stays 1.
+    """
+
+    def __init__(self, config, dtype_name):
+        self.dynamic = dtype_name == "fp16"
+        self.scale = config.initial_loss_scale if self.dynamic else 1.0
+        self.minimum, self.window = config.min_loss_scale, config.loss_scale_window
+        self.hysteresis = self.patience = config.hysteresis
+        self.clean = 0
+
+    def update(self, overflow):
+        if not self.dynamic:
+            return
+        if overflow:
+            self.clean = 0
+            self.patience -= 1
+            if self.patience <= 0:
+                self.scale = max(self.scale / 2, self.minimum)
+        else:
+            self.clean += 1
+            if self.clean == self.window:
+                self.clean, self.patience = 0, self.hysteresis
+                self.scale *= 2
+
+    def state(self):
+        return {"dynamic": self.dynamic, "scale": self.scale, "clean": self.clean, "patience": self.patience}
+
+    def restore(self, state):
+        """Go on from a checkpoint's state; a run in another dtype than the checkpoint's starts afresh."""
+        if self.dynamic and state["dynamic"]:
+            self.scale, self.clean, self.patience = state["scale"], state["clean"], state["patience"]

@@ -1,0 +1,251 @@
+"""Tensor parallelism: a layer's matrices, cut over t ranks (slide "テンソル並列").
+
+Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3; sequence parallelism: Korthikanti et al. (arXiv 2205.05198),
+section 4.2. A transformer block is two pairs of linears. The first of a pair is cut by columns (its outputs), the second
+by rows (its inputs), so that between them every rank works on its own heads or its own part of the MLP:
+
+        x --f-->  Y_i = x A_i^T  -->  gelu / attention  -->  Z_i = Y_i B_i^T  --g-->  z = sum_i Z_i
+              column parallel            all local                row parallel
+
+                           forward            backward
+    enter   copy (f)       nothing            all_reduce of dx      x is whole on every rank
+            all_gather     all_gather of x    reduce_scatter of dx  x is cut by tokens (sequence parallel)
+    leave   all_reduce (g) all_reduce of y    nothing               y is whole on every rank
+            reduce_scatter reduce_scatter y   all_gather of dy      y is cut by tokens (sequence parallel)
+
+Activations are [n, h], n = b s the tokens of the micro-batch, sample after sample. Sequence parallelism gives each rank
+n/t consecutive rows of them wherever they are not inside a pair: LayerNorm, dropout and residual then cost 1/t of the
+memory and the work, and all_reduce = reduce_scatter + all_gather, so the bytes stay the same. It makes one thing new: what
+is replicated (LayerNorm, row-parallel bias, position embedding) now sees only part of the tokens on each rank, so that its
+gradient is a partial sum, which `zero.py` adds up over tp at the end of the step.
+
+**What can overlap.** The slide says that tensor parallel communication can't be hidden. In forward that is so: g's sum is the
+very next thing that is needed. In backward it is not: dx needs its all_reduce, but the weight gradient dW = dy^T x does
+not wait for it. `Linear.backward` starts the first, computes the second, then waits; with sequence parallelism the
+gather of x for dW likewise travels while dx is computed. What is left bare is g's half: the forward sums, and
+(sequence parallel) the gather of dy.
+
+Costs per layer and micro-batch: 8 bsh (t-1)/t elements sent (`ledger.py`); memory and work of the matrices 1/t.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from parallel.comm import all_gather, all_reduce, reduce_scatter
+
+# --- logical parameters ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One logical parameter: the same row in every layout. A rank holds it whole or cut along `tp_dim`."""
+
+    unit: str  # whose flat buffer it lives in: word, embedding, block3, head
+    name: str  # "block3.qkv.weight"; also the name of its file in a checkpoint
+    shape: tuple  # whole
+    tp_dim: int | None = None  # None: replicated over tp
+    decay: bool = False  # weight decay applies
+    std: float = 0.0  # initial values: normal, of this standard deviation ...
+    mean: float = 0.0  # ... around this
+
+    def local_shape(self, t):
+        return tuple(n // t if d == self.tp_dim else n for d, n in enumerate(self.shape))
+
+    def local_part(self, whole, axis):
+        """This rank's part of the whole tensor (a view)."""
+        return whole if self.tp_dim is None else whole.chunk(axis.size, self.tp_dim)[axis.rank]
+
+    def initial(self, seed):
+        """The whole initial tensor, float32 on the CPU: a function of (seed, name) and nothing else.
+
+        Drawn whole and then cut, so that no layout changes a number. Python's hash() differs between processes.
+        """
+        if not self.std:
+            return torch.full(self.shape, self.mean)
+        digest = hashlib.blake2b(f"{seed} {self.name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        return torch.randn(self.shape, generator=generator).mul_(self.std).add_(self.mean)
+
+
+def parameter(spec, tp):
+    """A parameter without storage yet: `zero.py` gives it its place in the unit's flat buffer."""
+    p = nn.Parameter(torch.empty(spec.local_shape(tp.size), device="meta"))
+    p.spec = spec
+    return p
+
+
+# --- linear ---------------------------------------------------------------------------------------------------------
+
+
+class Linear(torch.autograd.Function):
+    """y = leave(enter(x) W^T) + bias, the one linear that all layers are.
+
+    x [n or n/t, in], w [..., out, in] of this rank, bias [..., out] or None (added once, after the reduction);
+    enter: copy, all_gather or None (x is this rank's own columns); leave: all_reduce, reduce_scatter or None;
+    what: the ledger's name for what is sent. Gradients of w and bias are added to `.grad`, not returned.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w, bias, enter, leave, tp, what="activations"):
+        ctx.save_for_backward(x)  # with sequence parallelism n/t rows only: gathered again in backward
+        ctx.w, ctx.bias, ctx.enter, ctx.leave, ctx.tp, ctx.what = w, bias, enter, leave, tp, what
+        matrix = w.flatten(0, -2)  # qkv is [3, h/t, h]
+        if enter == "all_gather":
+            x = all_gather(x, tp, what).wait()
+        if leave is None:
+            return x @ matrix.T if bias is None else torch.addmm(bias.flatten(), x, matrix.T)
+        y = x @ matrix.T
+        if leave == "all_reduce":
+            y = all_reduce(y, tp, what).wait()
+        elif leave == "reduce_scatter":
+            y = reduce_scatter(y, tp, what).wait()
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        w, bias, tp, what = ctx.w, ctx.bias, ctx.tp, ctx.what
+        if bias is not None:
+            accumulate(bias, dy.sum(0).view_as(bias))  # before the gather: dy of this rank's tokens, once
+        if ctx.leave == "reduce_scatter":
+            dy = all_gather(dy, tp, what).wait()
+        gathering = all_gather(x, tp, what) if ctx.enter == "all_gather" else None
+        dx = dy @ w.flatten(0, -2)
+        if ctx.enter == "copy":
+            sending = all_reduce(dx, tp, what)
+        elif ctx.enter == "all_gather":
+            sending = reduce_scatter(dx, tp, what)
+        if gathering:
+            x = gathering.wait()
+        accumulate_product(w, dy, x)  # while dx travels
+        return (sending.wait() if ctx.enter else dx), None, None, None, None, None, None
+
+
+def accumulate(p, gradient):
+    """Add to the parameter's place in the unit's flat gradient buffer."""
+    p.grad.add_(gradient)
+
+
+def accumulate_product(w, dy, x):
+    """dW += dy^T x: without a temporary where buffer and operands have one dtype."""
+    gradient = w.grad.flatten(0, -2)
+    if gradient.dtype == dy.dtype:
+        gradient.addmm_(dy.T, x)
+    else:
+        gradient.add_(dy.T @ x)
+
+
+class ColumnParallelLinear(nn.Module):
+    """x [n, in] (n/t rows with sequence parallelism) -> [n, out/t]: this rank's outputs.
+
+    `shape` is the whole weight, [out, in] or, packed, [3, out, in]: cut along out.
+    """
+
+    def __init__(self, unit, name, shape, std, tp, sequence_parallel):
+        super().__init__()
+        cut = len(shape) - 2
+        self.weight = parameter(ParamSpec(unit, f"{unit}.{name}.weight", shape, cut, True, std), tp)
+        self.bias = parameter(ParamSpec(unit, f"{unit}.{name}.bias", shape[:-1], cut), tp)
+        self.tp, self.enter = tp, "all_gather" if sequence_parallel else "copy"
+
+    def forward(self, x):
+        return Linear.apply(x, self.weight, self.bias, self.enter, None, self.tp)
+
+
+class RowParallelLinear(nn.Module):
+    """x [n, in/t]: this rank's inputs -> [n, out] (n/t rows with sequence parallelism)."""
+
+    def __init__(self, unit, name, shape, std, tp, sequence_parallel):
+        super().__init__()
+        self.weight = parameter(ParamSpec(unit, f"{unit}.{name}.weight", shape, 1, True, std), tp)
+        self.bias = parameter(ParamSpec(unit, f"{unit}.{name}.bias", shape[:1]), tp)
+        self.tp, self.leave = tp, "reduce_scatter" if sequence_parallel else "all_reduce"
+
+    def forward(self, x):
+        return Linear.apply(x, self.weight, self.bias, None, self.leave, self.tp)
+
+
+# --- vocabulary -----------------------------------------------------------------------------------------------------
+
+
+class Embedding(torch.autograd.Function):
+    """Rows of the whole table from its shards: each rank looks up the ids that it has, and g adds up."""
+
+    @staticmethod
+    def forward(ctx, ids, w, leave, tp):
+        local = ids - tp.rank * w.shape[0]
+        mine = (local >= 0) & (local < w.shape[0])
+        local = local.where(mine, 0)
+        ctx.save_for_backward(local, mine)
+        ctx.w, ctx.leave, ctx.tp = w, leave, tp
+        y = w[local].mul_(mine[:, None])
+        if leave == "reduce_scatter":
+            return reduce_scatter(y, tp, "embedding").wait()
+        return all_reduce(y, tp, "embedding").wait()
+
+    @staticmethod
+    def backward(ctx, dy):
+        local, mine = ctx.saved_tensors
+        if ctx.leave == "reduce_scatter":
+            dy = all_gather(dy, ctx.tp, "embedding").wait()
+        gradient = ctx.w.grad
+        dy = (dy * mine[:, None]).to(gradient.dtype)
+        if dy.is_cuda:  # sorts the ids: sums in one order every time, which index_add_'s atomics do not
+            gradient.index_put_((local,), dy, accumulate=True)
+        else:
+            gradient.index_add_(0, local, dy)
+        return None, None, None, None
+
+
+class VocabParallelEmbedding(nn.Module):
+    """ids [n] -> [n, h] (n/t rows with sequence parallelism). Each rank has v/t consecutive rows of the table."""
+
+    def __init__(self, unit, vocab_size, hidden_size, std, tp, sequence_parallel):
+        super().__init__()
+        spec = ParamSpec(unit, f"{unit}.weight", (vocab_size, hidden_size), 0, True, std)
+        self.weight = parameter(spec, tp)
+        self.tp, self.leave = tp, "reduce_scatter" if sequence_parallel else "all_reduce"
+
+    def forward(self, ids):
+        return Embedding.apply(ids, self.weight, self.leave, self.tp)
+
+
+class CrossEntropy(torch.autograd.Function):
+    """-log softmax(logits)[target] per token, [n], from each rank's v/t columns. No rank ever sees a whole row.
+
+    Three numbers a token go over the wire: max_j z_j, sum_j exp(z_j - max) and z_target - max. Everything is
+    computed in float32 (float64 from float64). Columns from `vocab_size` on are padding: they get no probability.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, targets, vocab_size, tp):
+        columns = logits.shape[1]
+        start = tp.rank * columns
+        z = logits.double() if logits.dtype == torch.float64 else logits.float()
+        real = min(max(vocab_size - start, 0), columns)  # columns of this rank that are not padding
+        top = z.new_full(z.shape[:1], -math.inf) if real == 0 else z[:, :real].amax(1)
+        top = all_reduce(top, tp, "cross-entropy rows", op="max").wait()
+        z = z - top[:, None]
+        z[:, real:] = -math.inf
+        local = targets - start
+        mine = (local >= 0) & (local < columns)
+        local = local.where(mine, 0)[:, None]
+        target = z.gather(1, local)[:, 0].where(mine, 0.0)
+        p = z.exp_()
+        total, target = all_reduce(torch.stack([p.sum(1), target]), tp, "cross-entropy rows").wait()
+        p /= total[:, None]
+        ctx.save_for_backward(p, local, mine)
+        ctx.dtype = logits.dtype
+        return total.log() - target
+
+    @staticmethod
+    def backward(ctx, dloss):
+        """dz = dloss (softmax(z) - onehot(target))."""
+        p, local, mine = ctx.saved_tensors
+        dz = p * dloss[:, None]
+        dz.scatter_add_(1, local, -(dloss * mine)[:, None])
+        return dz.to(ctx.dtype), None, None, None

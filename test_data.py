@@ -1,0 +1,430 @@
+"""data.py: the shuffle, who takes what, resuming, files beyond 2^31 tokens, refusals, and the thread."""
+
+import gc
+import itertools
+import json
+import math
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data import Loader, Tokens, eval_batches, micro_batch_samples, permute, shuffle_key, training_samples
+from errors import UserError
+
+LAYOUTS = [(dp, b) for dp in (1, 2, 3, 4, 8) for b in (1, 2, 3, 5)]  # data ranks, micro_batch_size
+
+
+def write(folder, row, /, **changes):
+    """A data set as prepare.py leaves it, all splits the same; `changes` go into meta.json."""
+    for split in ("train", "val", "test"):
+        np.asarray(row, "<u2").tofile(folder / f"{split}.bin")
+    counts = dict.fromkeys(("train", "val", "test"), len(row))
+    meta = {"tokenizer": "bytes", "vocab_size": 257, "eot_id": 256, "dtype": "uint16", "tokens": counts}
+    (folder / "meta.json").write_text(json.dumps(meta | changes))
+    return folder
+
+
+@pytest.fixture
+def counted(tmp_path):
+    """53 windows of 7 tokens, in which every token is its own position (and 5 are left over)."""
+    return Tokens(write(tmp_path, range(53 * 7 + 1 + 5), vocab_size=1000), "train", 7, 1000)
+
+
+def keys(seed, epochs):
+    return shuffle_key(seed, np.arange(epochs))
+
+
+def chi_square(counts, expected):
+    """How many standard deviations a histogram lies above what chance gives it."""
+    degrees = counts.size - 1
+    return (((counts - expected) ** 2 / expected).sum() - degrees) / math.sqrt(2 * degrees)
+
+
+# -- the shuffle
+
+
+def test_permute_is_a_bijection_for_every_n_and_key():
+    for n in range(1, 201):
+        for key in keys(seed=n, epochs=3):
+            assert sorted(permute(np.arange(n), n, key)) == list(range(n))
+
+
+@pytest.mark.parametrize("n", [2**31 - 1, 2**31 + 1, 2**33 + 1, 2**40, 2**40 + 12345])
+def test_permute_is_a_bijection_for_large_n(n):
+    i = np.unique(
+        np.concatenate(
+            [np.arange(50_000), np.arange(n - 50_000, n), np.linspace(0, n - 1, 50_000, dtype=int)]
+        )
+    )
+    places = permute(i, n, keys(seed=1, epochs=1))
+    assert places.dtype == np.int64 and len(np.unique(places)) == len(i)
+    assert places.min() >= 0 and places.max() < n
+    assert chi_square(np.bincount(places * 64 // n, minlength=64), len(i) / 64) < 5
+
+
+def test_the_order_never_changes():
+    # These numbers are the contract: a run that was started with them must go on with them.
+    assert permute(np.arange(10), 10, keys(1234, 1)).tolist() == [2, 8, 5, 3, 6, 1, 9, 0, 7, 4]
+    assert permute(np.arange(5), 10**6, keys(1234, 1)).tolist() == [546811, 587208, 919336, 345507, 342174]
+    assert permute(np.array([0, 2**33]), 2**33 + 1, keys(-1, 5)[4:]).tolist() == [1419077843, 3495266281]
+
+
+def test_epochs_and_seeds_have_their_own_order():
+    n = 1000
+    orders = [permute(np.arange(n), n, key) for seed in (0, 1, 2, 1234, -1) for key in keys(seed, 4)]
+    for one, other in itertools.combinations(orders, 2):
+        assert (one == other).sum() < 12  # two random orders agree in one place, give or take one
+
+
+def test_a_place_depends_on_nothing_but_its_own_sample(counted):
+    numbers = np.arange(40, 70)  # the end of an epoch, the start of the next
+    together = counted.windows(numbers, seed=3)
+    assert [counted.windows(numbers[k : k + 1], seed=3).item() for k in range(30)] == together.tolist()
+
+
+@pytest.mark.parametrize("n", [10_007, 2**18, 2**18 + 1])
+def test_large_shuffles_look_random(n):
+    i, side = np.arange(n), math.isqrt(n - 1) + 1
+    for key in keys(seed=5, epochs=4):
+        places = permute(i, n, key)
+        assert abs(np.abs(places - i).mean() / n - 1 / 3) < 1.5 / math.sqrt(n)  # mean displacement n/3
+        assert (places == i).sum() < 10  # fixed points: one, give or take one
+        assert (np.abs(np.diff(places)) == 1).sum() < 16  # neighbours that stay neighbours: two
+        for apart in (1, 2, side - 1, side, side + 1, 2 * side):
+            distance = (np.roll(places, -apart) - places) % n
+            assert chi_square(np.bincount(distance * 64 // n, minlength=64), n / 64) < 6
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 10, 17, 30])
+def test_small_shuffles_put_every_sample_everywhere_equally_often(n):
+    epochs = 4000
+    for i in range(n):
+        places = permute(np.full(epochs, i), n, keys(seed=6, epochs=epochs))
+        assert chi_square(np.bincount(places, minlength=n), epochs / n) < 6
+
+
+# -- windows
+
+
+def test_windows_overlap_by_one_token_and_every_token_is_a_target_once(counted):
+    assert counted.num_samples == 53
+    rows = counted.batch(np.arange(53), seed=0)
+    assert rows.dtype == torch.int64 and rows.shape == (53, 8)
+    assert torch.equal(
+        rows[:, 1:], rows[:, :-1] + 1
+    )  # consecutive tokens: targets are inputs, shifted by one
+    rows = rows[rows[:, 0].argsort()]
+    assert torch.equal(rows[1:, 0], rows[:-1, -1])
+    assert rows[:, 1:].flatten().tolist() == list(range(1, 53 * 7 + 1))
+
+
+@pytest.mark.parametrize("tokens, samples", [(8, 1), (14, 1), (15, 2), (16, 2)])
+def test_a_window_is_counted_only_if_its_last_target_is_there(tmp_path, tokens, samples):
+    data = Tokens(write(tmp_path, range(tokens)), "val", 7, 257)
+    assert data.num_samples == samples
+    assert data.batch(np.arange(samples), seed=0).max() == samples * 7
+
+
+def test_offsets_beyond_2_to_the_31_tokens(tmp_path):
+    size, seq_length = 2**31 + 2**20, 256
+    write(tmp_path, [], tokens={"train": size})
+    path = tmp_path / "train.bin"
+    with open(path, "wb") as file:
+        file.truncate(2 * size)  # a hole: 4 GiB that take no room on the disk
+    data = Tokens(tmp_path, "train", seq_length, 257)
+    windows = data.windows(np.arange(20_000), seed=0)
+    numbers = np.flatnonzero(windows * seq_length > 2**31)
+    assert 0 < len(numbers) < 100
+    expected = np.random.default_rng(0).integers(1, 257, (len(numbers), seq_length + 1))
+    with open(path, "r+b") as file:
+        for window, row in zip(windows[numbers].tolist(), expected, strict=True):
+            file.seek(2 * window * seq_length)
+            file.write(row.astype("<u2").tobytes())
+    assert torch.equal(data.batch(numbers, seed=0), torch.from_numpy(expected))
+    assert path.stat().st_blocks * 512 < 2**24
+
+
+# -- who takes which samples
+
+
+def steps(dp, b, global_batch_size, consumed=0):
+    """The sample numbers of all data ranks together, step by step."""
+    micro_batches = global_batch_size // (dp * b)
+    ranks = [training_samples(consumed, lambda _: global_batch_size, r, dp, b) for r in range(dp)]
+    while True:
+        yield np.concatenate([next(rank) for rank in ranks for _ in range(micro_batches)])
+
+
+def test_micro_batches_deal_out_a_step():
+    assert micro_batch_samples(100, 0, 0, 2, 3).tolist() == [100, 101, 102]
+    assert micro_batch_samples(100, 0, 1, 2, 3).tolist() == [103, 104, 105]
+    assert micro_batch_samples(100, 1, 0, 2, 3).tolist() == [106, 107, 108]
+    assert micro_batch_samples(2**40, 0, 1, 2, 1).tolist() == [2**40 + 1]
+
+
+@pytest.mark.parametrize("dp, b", LAYOUTS)
+def test_every_window_of_an_epoch_exactly_once(counted, dp, b):
+    taken = np.concatenate(list(itertools.islice(steps(dp, b, 2 * dp * b), 200)))  # 53 divides no batch
+    for epoch in range(3):
+        assert 53 * (epoch + 1) < len(taken)
+        windows = counted.windows(np.sort(taken)[53 * epoch : 53 * (epoch + 1)], seed=0)
+        assert sorted(windows) == list(range(53))
+
+
+@pytest.mark.parametrize("dp, b", LAYOUTS)
+def test_a_step_takes_the_same_samples_in_every_layout(dp, b):
+    for step, taken in zip(range(3), steps(dp, b, 720, consumed=7), strict=False):
+        assert sorted(taken) == list(range(7 + 720 * step, 7 + 720 * (step + 1)))
+
+
+def test_the_batch_may_grow():
+    def batch_size(consumed):
+        return 4 if consumed < 8 else 8
+
+    ranks = [list(itertools.islice(training_samples(0, batch_size, r, 2, 2), 4)) for r in range(2)]
+    assert [n.tolist() for n in ranks[0]] == [[0, 1], [4, 5], [8, 9], [12, 13]]
+    assert [n.tolist() for n in ranks[1]] == [[2, 3], [6, 7], [10, 11], [14, 15]]
+
+
+def test_a_batch_is_a_pure_function_of_consumed_samples(counted):
+    def batches(consumed, steps):
+        with Loader(counted, training_samples(consumed, lambda _: 12, 1, 2, 3), seed=0) as loader:
+            return list(itertools.islice(loader, 2 * steps))  # two micro-batches a step
+
+    whole, resumed = batches(0, 10), batches(12 * 4, 6)  # the 5th step straddles the end of an epoch
+    for (tokens, numbers), (tokens_again, numbers_again) in zip(whole[8:], resumed, strict=True):
+        assert torch.equal(tokens, tokens_again) and torch.equal(numbers, numbers_again)
+        assert torch.equal(tokens, counted.batch(numbers.numpy(), seed=0))
+        assert numbers.dtype == torch.int64
+
+
+# -- validation
+
+
+@pytest.mark.parametrize("dp, b", LAYOUTS)
+@pytest.mark.parametrize("wanted", [1, 24, 1000])
+def test_validation_shares_out_the_same_windows_in_every_layout(counted, wanted, dp, b):
+    ranks = [list(eval_batches(counted, wanted, r, dp, b, seed=0)) for r in range(dp)]
+    rows = [tuple(row.tolist()) for rank in ranks for tokens, _ in rank for row in tokens]
+    first = counted.batch(np.arange(min(wanted, 53)), seed=0)
+    assert Counter(rows) == Counter(tuple(row.tolist()) for row in first)
+    assert all(len(numbers) == len(tokens) <= b for rank in ranks for tokens, numbers in rank)
+    assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
+
+
+def test_a_validation_that_is_left_early_leaves_no_thread(counted):
+    before = threading.active_count()
+    for _ in eval_batches(counted, 50, 0, 1, 2, seed=0):
+        break
+    gc.collect()
+    assert threading.active_count() == before
+
+
+# -- refusals
+
+
+def cut(folder, split, size):
+    with open(folder / f"{split}.bin", "r+b") as file:
+        file.truncate(size)
+
+
+def rewrite_meta(text):
+    return lambda folder: (folder / "meta.json").write_text(text)
+
+
+REFUSALS = {
+    "no folder": (
+        lambda folder: folder.rename(folder.parent / "elsewhere"),
+        r"data_dir=.*: is not there; to make it: python prepare.py --tokenizer=bytes --out=.*",
+    ),
+    "no meta.json": (
+        lambda folder: (folder / "meta.json").unlink(),
+        r"data_dir=.*: is unfinished or no data set .*: python prepare.py --tokenizer=bytes --out=.*",
+    ),
+    "meta.json is no JSON": (rewrite_meta('{"tokenizer": '), r".*meta.json: not as prepare.py writes it .*"),
+    "meta.json lacks a field": (rewrite_meta('{"tokenizer": "bytes"}'), r".*meta.json: .*'vocab_size'.*"),
+    "meta.json is a list": (rewrite_meta("[]"), r".*meta.json: not as prepare.py writes it .*"),
+    "a count is no number": (
+        lambda folder: write(folder, range(100), tokens={"train": "100"}),
+        r".*meta.json: .*whole numbers.*",
+    ),
+    "dtype": (
+        lambda folder: write(folder, range(100), dtype="uint32"),
+        r".*meta.json: dtype='uint32', but tokens are read as 'uint16'; prepare the data again",
+    ),
+    "vocabulary": (
+        lambda folder: write(folder, range(100), tokenizer="gpt2", vocab_size=50257),
+        r"vocab_size=257: .* was tokenized with 'gpt2', which has 50257 ids; set vocab_size=50257 or .*",
+    ),
+    "no such split": (
+        lambda folder: write(folder, range(100), tokens={"val": 100}),
+        r".*train.bin: meta.json knows no such split, only val",
+    ),
+    "no such file": (
+        lambda folder: (folder / "train.bin").unlink(),
+        r".*train.bin: missing or empty: 0 bytes, but meta.json says 100 tokens, which are 200 bytes; .*",
+    ),
+    "truncated": (
+        lambda folder: cut(folder, "train", 198),
+        r".*train.bin: truncated: 198 bytes, but .* 200 .*",
+    ),
+    "half a token": (lambda folder: cut(folder, "train", 199), r".*train.bin: truncated: 199 bytes, .*"),
+    "too long": (lambda folder: cut(folder, "train", 202), r".*train.bin: too long: 202 bytes, .*"),
+    "too short": (
+        lambda folder: write(folder, range(7)),
+        r"seq_length=7: a sample takes 8 tokens and .*train.bin has 7; use a smaller seq_length or .*",
+    ),
+    "empty": (
+        lambda folder: write(folder, []),
+        r"seq_length=7: a sample takes 8 tokens and .*train.bin has 0; .*",
+    ),
+    "an id beyond the vocabulary": (
+        lambda folder: write(folder, [*range(50), 257, *range(49)]),
+        r".*train.bin: id 257 at token 50, but meta.json says vocab_size=257: .*; prepare the data again",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refuses(tmp_path, name):
+    spoil, message = REFUSALS[name]
+    folder = tmp_path / "set"
+    folder.mkdir()
+    spoil(write(folder, range(100)))
+    with pytest.raises(UserError) as refusal:
+        Tokens(folder, "train", seq_length=7, vocab_size=257)
+    assert re.fullmatch(message, str(refusal.value)), refusal.value  # (. matches no newline: one line)
+
+
+def test_a_smaller_vocabulary_is_fine(tmp_path):
+    assert Tokens(write(tmp_path, range(100)), "train", 7, 50257).meta["vocab_size"] == 257
+
+
+def test_an_id_beyond_the_vocabulary_deep_in_the_file_is_found_in_its_batch(tmp_path):
+    tokens = np.zeros(2**17, int)
+    tokens[100_000] = 300
+    data = Tokens(write(tmp_path, tokens), "train", 7, 257)
+    with Loader(data, training_samples(0, lambda _: 64, 0, 1, 64), seed=0) as loader:
+        with pytest.raises(
+            UserError, match=r"train.bin: id 300 at token 100000, but meta.json says vocab_size=257"
+        ):
+            for _ in range(data.num_samples // 64 + 1):
+                next(loader)
+
+
+# -- the thread
+
+
+class Source:
+    """Stands in for Tokens: counts its batches, takes `seconds` for each, and fails at the `fails`th."""
+
+    def __init__(self, seconds=0.0, fails=None):
+        self.seconds, self.fails, self.count = seconds, fails, 0
+
+    def batch(self, numbers, seed):
+        self.count += 1
+        time.sleep(self.seconds)
+        if self.count == self.fails:
+            raise OSError("the disk is gone")
+        return torch.zeros(len(numbers), 9, dtype=torch.int64)
+
+
+def endless():
+    return training_samples(0, lambda _: 2, 0, 1, 2)
+
+
+def loader_threads():
+    return [t for t in threading.enumerate() if t.name.startswith("loader")]
+
+
+def wait_until(condition):
+    limit = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < limit, "waited in vain"
+        time.sleep(0.001)
+
+
+def test_an_exception_in_the_thread_is_raised_in_the_caller_each_time():
+    with Loader(Source(fails=3), endless(), seed=0) as loader:
+        assert len([next(loader), next(loader)]) == 2  # what was read before is delivered
+        for _ in range(2):
+            with pytest.raises(OSError, match="the disk is gone"):
+                next(loader)
+    assert not loader_threads()
+
+
+def test_the_end_of_the_numbers_is_the_end_of_the_loader():
+    numbers = [np.arange(2), np.arange(2, 3)]
+    with Loader(Source(), numbers, seed=0) as loader:
+        assert [n.tolist() for _, n in loader] == [[0, 1], [2]]
+        assert list(loader) == []
+    with Loader(Source(), [], seed=0) as loader:
+        assert list(loader) == []
+
+
+def test_reads_ahead_as_far_as_asked_and_closes_while_full():
+    source = Source()
+    loader = Loader(source, endless(), seed=0, depth=3)
+    wait_until(lambda: source.count == 3)
+    next(loader)
+    wait_until(lambda: source.count == 4)
+    time.sleep(0.02)
+    assert source.count == 4 and len(loader_threads()) == 1
+    loader.close()
+    loader.close()
+    assert not loader_threads()
+    assert len(list(loader)) == 3  # what was ready; then it ends, and does not wait for ever
+
+
+def test_closes_while_it_reads():
+    with Loader(Source(seconds=0.1), endless(), seed=0):
+        pass
+    assert not loader_threads()
+
+
+def test_a_dropped_loader_ends_its_thread():
+    loader = Loader(Source(), endless(), seed=0)
+    next(loader)
+    del loader
+    gc.collect()
+    assert not loader_threads()
+
+
+def test_a_loader_that_is_never_closed_does_not_keep_the_process():
+    code = """if True:
+        import test_data
+        loader = test_data.Loader(test_data.Source(), test_data.endless(), seed=0)
+        next(loader)
+        raise SystemExit(7)
+    """
+    root = Path(__file__).parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (7, "")
+
+
+def test_wait_seconds_counts_a_slow_source_and_can_be_reset():
+    with Loader(Source(seconds=0.2), endless(), seed=0) as loader:
+        next(loader)
+        next(loader)
+        assert 0.05 < loader.wait_seconds < 20
+        loader.wait_seconds = 0.0
+        next(loader)
+        assert 0 < loader.wait_seconds < 20
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_batches_arrive_whole_on_the_gpu(counted):
+    numbers = list(itertools.islice(training_samples(0, lambda _: 4, 0, 1, 4), 200))
+    with Loader(counted, numbers, seed=0, device="cuda", depth=2) as loader:
+        kept = [(tokens, n) for tokens, n in loader]
+    for (tokens, n), expected in zip(kept, numbers, strict=True):
+        assert tokens.is_cuda and n.tolist() == expected.tolist()
+        assert torch.equal(tokens.cpu(), counted.batch(expected, seed=0))

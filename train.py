@@ -1,0 +1,437 @@
+"""Trains a GPT: configuration, loop, checkpoints, log.
+
+    torchrun --nproc_per_node=4 train.py configs/tiny.py --tp=2
+
+Every process runs this file. `main` joins the processes and reads the configuration; `build` makes the model and its
+training state; `train_step` is one update:
+
+    for each micro-batch: forward, backward            parallel/pipeline.py    gradients into flat buffers,
+                                                                               their reduction started
+    wait for the reduction                             parallel/zero.py
+    one all_reduce of four numbers                     here                    loss, squared gradient norm, stop flags
+    skip (overflow), or clip and update                parallel/zero.py
+
+and `train` goes on with that until train_iters. Everything random is a function of (seed, position), so the state of a run
+is its weights and moments and the few counters in `Counters`.
+"""
+
+import fcntl
+import math
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import config as configuration
+import data
+from errors import UserError, exit_on_user_error
+from log import Logger, Timers, validation_lines
+from model import GPT
+from parallel import checkpoint, ledger
+from parallel.comm import agree, all_reduce
+from parallel.mesh import Mesh
+from parallel.optimizer import LossScale, learning_rate
+from parallel.pipeline import Executor
+from parallel.zero import Zero
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Counters:
+    """Where a run is. In a checkpoint, with the loss scale's, all that is not an array."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    updates: int = 0  # iterations that were not skipped
+
+
+@dataclass
+class Run:
+    """What the functions below share."""
+
+    config: configuration.Config
+    mesh: Mesh
+    device: torch.device
+    dtype: str
+    model: GPT
+    zero: Zero
+    loss_scale: LossScale
+    timers: Timers
+    executor: Executor
+    counters: Counters = field(default_factory=Counters)
+    steps: int = 0  # in this process
+
+
+@dataclass
+class Step:
+    """What an update leaves to be logged."""
+
+    loss: float  # mean over all micro-batches and data ranks
+    grad_norm: float  # global, before clipping
+    lr: float
+    loss_scale: float
+    skipped: bool
+    stop: bool  # some rank was asked to: all save
+    orphaned: bool  # some rank lost its launcher: nobody saves
+
+
+# --- build ----------------------------------------------------------------------------------------------------------
+
+
+def resolved_dtype(config, device):
+    """bf16 where the GPU has it, fp16 on older ones, fp32 on a CPU; or what the configuration says."""
+    if config.dtype != "auto":
+        return config.dtype
+    if device.type == "cpu":
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+
+def build(config, mesh, device):
+    """Model, flat buffers and initial weights of this rank."""
+    dtype = resolved_dtype(config, device)
+    model = GPT(config, mesh.tp)
+    zero = Zero(model, config, mesh, DTYPES[dtype], device)
+    timers = Timers(device)
+    executor = Executor(model, zero, config, mesh, timers)
+    return Run(config, mesh, device, dtype, model, zero, LossScale(config, dtype), timers, executor)
+
+
+def save(run, tokenizer):
+    state = {
+        "config": asdict(run.config),
+        "tokenizer": tokenizer,
+        "counters": asdict(run.counters),
+        "loss_scale": run.loss_scale.state(),
+    }
+    checkpoint.save(run.config.out_dir, run.counters.iteration, run.zero, state, run.config.keep)
+
+
+def restore(run, path):
+    """Weights, moments and counters from the checkpoint `path`, whatever layout wrote it."""
+    index = checkpoint.read_index(path)
+    agree(run.mesh.world, UserError, lambda: checkpoint.load(path, run.zero))
+    run.counters = Counters(**index["counters"])
+    run.loss_scale.restore(index["loss_scale"])
+
+
+def checkpoint_to_resume(config, tokenizer):
+    """The path of the checkpoint to go on from, or None. Raises UserError if it contradicts the configuration."""
+    place = config.out_dir if config.resume in ("auto", "none") else config.resume
+    path = checkpoint.find(place)
+    if path is None:
+        if config.resume not in ("auto", "none") or config.eval_only:
+            raise UserError(f"resume={config.resume}: there is no checkpoint in {place}")
+        return None
+    if config.resume == "none":
+        raise UserError(
+            f"resume=none: {config.out_dir} holds {path.name}; remove it, or say another --out_dir"
+        )
+    checkpoint.refuse_contradictions(path, checkpoint.read_index(path), config, tokenizer)
+    return path
+
+
+# --- the step -------------------------------------------------------------------------------------------------------
+
+
+def micro_batches(run, loader):
+    """The loader's samples as the model's MicroBatch."""
+    while True:
+        with run.timers("batch-generator"):
+            tokens, samples = next(loader)  # [b, s + 1], [b]
+            batch = run.model.micro_batch(tokens[:, :-1], tokens[:, 1:], samples)
+        yield batch
+
+
+def train_step(run, batches, stop=False, orphaned=False):
+    """One update from the iterator `batches`, skipped on all ranks if any rank's gradient overflowed."""
+    c, mesh, zero = run.config, run.mesh, run.zero
+    count = c.global_batch_size // (c.micro_batch_size * mesh.dp.size)
+    scale = run.loss_scale.scale
+    zero.zero_grad()
+    loss = run.executor.run(batches, count, scale, mesh.dp.size)
+    with run.timers("grad-reduce"):
+        zero.finish_reduction()
+
+    with run.timers("optimizer"):
+        mesh.ledger.phase = "step"
+        # What is the same on several ranks counts on one: the loss on the first of each tp group.
+        flags = [float(stop), float(orphaned)]
+        sums = torch.cat(
+            [
+                (loss if mesh.tp.rank == 0 else 0 * loss)[None],
+                zero.local_squared_norm()[None],
+                torch.tensor(flags, dtype=torch.float64, device=run.device),
+            ]
+        )
+        loss, squared_norm, stop, orphaned = all_reduce(sums, mesh.world, "scalars").wait().tolist()
+        norm = math.sqrt(squared_norm) / scale
+        skipped = not math.isfinite(norm)
+        lr = learning_rate(c, zero.updates + 1)
+        if not skipped:
+            clip = min(1.0, c.clip_grad / (norm + 1e-6)) if c.clip_grad else 1.0
+            zero.update(lr, clip / scale)
+        run.loss_scale.update(skipped)
+
+    run.steps += 1
+    run.counters.iteration += 1
+    run.counters.consumed_samples += (
+        c.global_batch_size
+    )  # a skipped step's data is gone; its learning rate is not
+    run.counters.updates = zero.updates
+    return Step(loss, norm, lr, scale, skipped, stop > 0, orphaned > 0)
+
+
+@torch.no_grad()
+def evaluate(run, tokens):
+    """Mean loss per token over the first eval_iters global batches of `tokens`, over all ranks."""
+    c, mesh = run.config, run.mesh
+    mesh.ledger.phase = "evaluate"
+    total = torch.zeros(2, dtype=torch.float64, device=run.device)
+    wanted = c.eval_iters * c.global_batch_size
+    share = data.eval_batches(
+        tokens, wanted, mesh.dp.rank, mesh.dp.size, c.micro_batch_size, c.seed, run.device
+    )
+    for ids, _ in share:
+        losses = run.model(run.model.micro_batch(ids[:, :-1], ids[:, 1:]))
+        total[0] += losses.sum(dtype=torch.float64)
+        total[1] += losses.numel()
+    if mesh.tp.rank != 0:
+        total.zero_()
+    loss, count = all_reduce(total, mesh.world, "evaluation").wait().tolist()
+    return loss / count
+
+
+# --- the loop -------------------------------------------------------------------------------------------------------
+
+
+class Signals:
+    """Reasons to stop between two steps: SIGTERM or Ctrl-C (a second Ctrl-C stops at once); a launcher that died."""
+
+    def __init__(self):
+        self.stop = False
+        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._received)
+
+    def _received(self, number, _):
+        self.stop = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    @property
+    def orphaned(self):
+        return self.launcher is not None and os.getppid() != self.launcher
+
+
+class Interval:
+    """What is summed up between two log lines."""
+
+    def __init__(self):
+        self.losses, self.skipped, self.nans = [], 0, 0
+        self.start = time.perf_counter()
+
+    def add(self, step):
+        self.losses.append(step.loss)
+        self.skipped += step.skipped
+        self.nans += not math.isfinite(step.loss)
+
+    def row(self, run, step, loader):
+        """The keywords of `log.metrics_row`. Every rank calls it: the longest wait for data counts."""
+        seconds, iterations = time.perf_counter() - self.start, len(self.losses)
+        wait = torch.tensor(loader.wait_seconds * 1000 / iterations, dtype=torch.float64, device=run.device)
+        run.mesh.ledger.phase = "setup"
+        wait = all_reduce(wait, run.mesh.world, "data wait", op="max").wait().item()
+        loader.wait_seconds = 0.0
+        return {
+            "iteration": run.counters.iteration,
+            "consumed_samples": run.counters.consumed_samples,
+            "global_batch_size": run.config.global_batch_size,
+            "iterations": iterations,
+            "seconds": seconds,
+            "lm_loss": sum(self.losses) / iterations,
+            "grad_norm": step.grad_norm,
+            "lr": step.lr,
+            "loss_scale": step.loss_scale,
+            "skipped_iterations": self.skipped,
+            "nan_iterations": self.nans,
+            "timers_ms": run.timers.take(iterations),
+            "data_wait_ms": wait,
+        }
+
+
+def train(run, tokens, validation, logger, signals):
+    """Steps until train_iters or a reason to stop. Returns True if all of train_iters are done."""
+    c, mesh, counters = run.config, run.mesh, run.counters
+    due = lambda interval: interval and counters.iteration % interval == 0  # noqa: E731
+    numbers = data.training_samples(
+        counters.consumed_samples,
+        lambda _: c.global_batch_size,
+        mesh.dp.rank,
+        mesh.dp.size,
+        c.micro_batch_size,
+    )
+    with data.Loader(tokens, numbers, c.seed, run.device) as loader:
+        batches, interval = micro_batches(run, loader), Interval()
+        while counters.iteration < c.train_iters:
+            step = train_step(run, batches, signals.stop, signals.orphaned)
+            interval.add(step)
+            logger.advance()
+            last = counters.iteration == c.train_iters
+            if step.orphaned:
+                raise UserError("the launcher of this or another process has died; nothing was saved")
+            validate = validation and (due(c.eval_interval) or last)
+            if due(c.log_interval) or validate or last or step.stop:
+                row = interval.row(run, step, loader)
+                if validate:
+                    row["validation_loss"] = evaluate(run, validation)
+                logger.log(**row)
+                interval = Interval()
+            if due(c.save_interval) or last or step.stop:
+                save(run, tokens.meta["tokenizer"])
+                interval = Interval() if not interval.losses else interval
+            if step.stop and not last:
+                logger.say(
+                    f"stopped after iteration {counters.iteration}; the same command goes on from there"
+                )
+                return False
+    return True
+
+
+def lock(out_dir):
+    """Keep a second run out of out_dir: returns the open file that holds the lock."""
+    try:
+        Path(out_dir).mkdir(parents=True, exist_ok=True)
+        file = open(Path(out_dir) / "lock", "w")
+    except OSError as error:
+        raise UserError(f"out_dir={out_dir}: {error.strerror}") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise UserError(f"out_dir={out_dir}: another run is training there; say another --out_dir") from None
+    return file
+
+
+def run_training(config, mesh, device):
+    """What `main` does once the processes stand: build, resume, train, save. Raises UserError on every rank."""
+
+    def open_all():
+        held = lock(config.out_dir) if mesh.rank == 0 and not config.eval_only else None
+        opened = {}
+        wanted = [config.split] if config.eval_only else ["train"] + ["val"] * (config.eval_iters > 0)
+        for split in wanted:
+            opened[split] = data.Tokens(config.data_dir, split, config.seq_length, config.vocab_size)
+        path = checkpoint_to_resume(config, opened[wanted[0]].meta["tokenizer"])
+        return held, opened, path
+
+    held, tokens, path = agree(mesh.world, UserError, open_all)
+    if config.train_epochs and not config.eval_only:
+        epoch = tokens["train"].num_samples / config.global_batch_size
+        config.train_iters = max(1, int(config.train_epochs * epoch))
+    run = build(config, mesh, device)
+    if path:
+        restore(run, path)
+        run.zero.updates = run.counters.updates
+    else:
+        run.zero.initialize(config.seed)
+    describe(run, path)
+
+    if config.eval_only:
+        loss = evaluate(run, tokens[config.split])
+        if mesh.rank == 0:
+            print(validation_lines(run.counters.iteration, loss), flush=True)
+        return
+    logger = agree(
+        mesh.world,
+        UserError,
+        lambda: Logger(
+            config,
+            device,
+            mesh.world.size,
+            rank=mesh.rank,
+            dtype=run.dtype,
+            train_iters=config.train_iters,
+            iteration=run.counters.iteration,
+        ),
+    )
+    try:
+        if run.counters.iteration >= config.train_iters:
+            logger.say(
+                f"nothing to do: {path} is at iteration {run.counters.iteration} of {config.train_iters}"
+            )
+        elif train(run, tokens["train"], tokens.get("val"), logger, Signals()):
+            logger.say(f"trained to iteration {run.counters.iteration}; python generate.py {config.out_dir}")
+        if config.ledger and run.steps:
+            logger.say(ledger_table(run))
+    finally:
+        logger.close()
+        if held:
+            held.close()
+
+
+def ledger_table(run):
+    item = DTYPES[run.dtype].itemsize
+    expected = ledger.formulas(
+        run.config, run.mesh, item, run.zero.master_dtype.itemsize, list(run.zero.units.values())
+    )
+    return ledger.report(run.mesh.ledger.per_step(run.steps), expected)
+
+
+def describe(run, path):
+    """What is about to run, in two lines."""
+    if run.mesh.rank == 0:
+        c, m = run.config, run.mesh
+        print(
+            f"{run.model.num_parameters():,} parameters, {c.num_layers} layers of {c.hidden_size}; "
+            f"dp={m.dp.size} tp={m.tp.size} sequence_parallel={c.sequence_parallel} recompute={c.recompute}; "
+            f"{run.dtype} on {run.device.type}\n"
+            f"{c.data_dir} -> {c.out_dir}, " + (f"from {path}" if path else "from initial weights"),
+            flush=True,
+        )
+
+
+# --- processes ------------------------------------------------------------------------------------------------------
+
+
+def join_processes():
+    """This process's device; with torchrun, connected to the others (NCCL between GPUs, else Gloo)."""
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
+def main():
+    arguments = sys.argv[1:]
+    if {"--help", "-h"} & set(arguments):
+        print(configuration.help_text())
+        return
+    device = join_processes()
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    try:
+        config = configuration.load(arguments)
+        configuration.check(config, world)
+        mesh = Mesh(config.tp, config.pp, timeout=config.comm_timeout)
+        run_training(config, mesh, device)
+    except UserError as error:
+        if rank != 0:
+            if not getattr(error, "agreed", isinstance(error, UserError)):
+                raise
+            time.sleep(1)  # rank 0 says it; torchrun ends all when the first one exits
+            sys.exit(2)
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    exit_on_user_error(main)
