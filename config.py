@@ -134,9 +134,7 @@ def load(arguments, default="configs/tiny.py"):
     """`[FILE] [--field=value ...]` -> Config. Without a file, `default`. Raises UserError."""
     files = [a for a in arguments if not a.startswith("-")]
     if len(files) > 1:
-        raise UserError(
-            f"one configuration file, please, not {' and '.join(files)} (fields are --field=value)"
-        )
+        raise UserError(f"one configuration file, please, not {' and '.join(files)} (fields are --field=value)")
     path = Path(files[0] if files else default)
     values, given = from_file(path), {}
     for argument in arguments:
@@ -247,9 +245,7 @@ def check_layout(c, world):
             raise UserError(f"{big}={value} is not a multiple of {small}={divisor}{why}")
 
     divides("num_attention_heads", c.num_attention_heads, "hidden_size", c.hidden_size)
-    divides(
-        "tp", c.tp, "num_attention_heads", c.num_attention_heads, ": a tensor parallel rank has whole heads"
-    )
+    divides("tp", c.tp, "num_attention_heads", c.num_attention_heads, ": a tensor parallel rank has whole heads")
     divides("tp", c.tp, "padded vocab_size", c.padded_vocab_size)
     if c.sequence_parallel:
         divides("tp", c.tp, "seq_length", c.seq_length, ": sequence_parallel shards the tokens")

@@ -30,6 +30,7 @@ is mapped, not loaded: its pages show up in the process's resident set, but they
 for all ranks of a host, dropped as soon as memory is wanted for something else.
 """
 
+import itertools
 import json
 import math
 import mmap
@@ -205,16 +206,14 @@ def micro_batch_samples(consumed_samples, micro_batch, dp_rank, dp, micro_batch_
     return np.arange(first, first + micro_batch_size, dtype=np.int64)
 
 
-def training_samples(consumed_samples, global_batch_size, dp_rank, dp, micro_batch_size):
+def training_samples(consumed_samples, dp_rank, dp, micro_batch_size):
     """A data rank's sample numbers, [b] int64 for every micro-batch from `consumed_samples` on, without end.
 
-    global_batch_size(consumed_samples) is a step's size (it may grow), a multiple of micro_batch_size * dp.
+    It need not know where steps end: a step is a whole number of micro-batches on every rank, and so ends where
+    the next begins, whatever its size. A global batch that grows changes nothing here.
     """
-    while True:
-        step = global_batch_size(consumed_samples)
-        for micro_batch in range(step // (micro_batch_size * dp)):
-            yield micro_batch_samples(consumed_samples, micro_batch, dp_rank, dp, micro_batch_size)
-        consumed_samples += step
+    for micro_batch in itertools.count():
+        yield micro_batch_samples(consumed_samples, micro_batch, dp_rank, dp, micro_batch_size)
 
 
 def eval_batches(tokens, samples_wanted, dp_rank, dp, micro_batch_size, seed, device="cpu"):
@@ -251,9 +250,7 @@ class Loader:
         source, closed = read(tokens, numbers, seed, self.device), threading.Event()
         # The thread knows nothing of the loader, so that a loader that is dropped is collected, and closed by
         # it; at the latest at exit, for Python must not end in the middle of what a thread does inside torch.
-        thread = threading.Thread(
-            target=fill, args=(source, self.ready, self.room, closed), name="loader", daemon=True
-        )
+        thread = threading.Thread(target=fill, args=(source, self.ready, self.room, closed), name="loader", daemon=True)
         self.close = weakref.finalize(self, end, thread, self.room, closed)
         thread.start()
 

@@ -42,7 +42,7 @@ from tqdm import tqdm
 
 from errors import UserError
 
-# -- speed
+# --- speed ------------------------------------------------------------------------------------------------------------
 
 
 def model_flops(config, batch):
@@ -53,7 +53,7 @@ def model_flops(config, batch):
 
 def hardware_flops(config, batch):
     """FLOPs that the devices run for it: with recompute=full, 96BsLh^2(1 + s/6h + V/16Lh)."""
-    if config.recompute == "none":
+    if config.recompute != "full":
         return model_flops(config, batch)
     L, h, s, V = config.num_layers, config.hidden_size, config.seq_length, config.padded_vocab_size
     return 96 * batch * s * L * h**2 * (1 + s / (6 * h) + V / (16 * L * h))
@@ -93,7 +93,7 @@ def peak_tflops(device_name, dtype):
     return dict(zip(("bf16", "fp16", "fp32", "fp64"), peaks, strict=True)).get(dtype)
 
 
-# -- where a step's time goes
+# --- where a step's time goes -----------------------------------------------------------------------------------------
 
 PHASES = ("forward-compute", "backward-compute", "grad-reduce", "optimizer", "batch-generator")
 
@@ -104,7 +104,8 @@ class Timers:
     On a GPU the host runs ahead: a clock would time the queueing, not the work. There two events in the
     current stream's queue bracket a phase, and the GPU says what time lay between them. Asking whether an
     event has passed does not wait for it: each phase that ends books the oldest one that has, whose events
-    are used again, so there are never many more than the queue is deep. Nothing waits before `take`.
+    are used again, so there are never many more than the queue is deep. Nothing waits before `take`. A host
+    that falls behind leaves the queue empty, and that, too, is time between two events.
     """
 
     def __init__(self, device, clock=time.perf_counter):
@@ -152,7 +153,7 @@ class Timers:
         return taken
 
 
-# -- one row of numbers, and the lines made from it
+# --- one row of numbers, and the lines made from it -------------------------------------------------------------------
 
 
 def metrics_row(
@@ -173,7 +174,7 @@ def metrics_row(
     skipped_iterations,  # in this interval
     nan_iterations,
     timers_ms,  # from Timers.take
-    data_wait_ms,  # per iteration
+    data_wait_ms,  # per iteration: the host's wait for its next batch
     validation_loss=None,
 ):
     """What metrics.jsonl keeps of a logged interval: a dict of numbers; mfu is "unknown" without a peak."""
@@ -231,7 +232,7 @@ def timers_line(timers_ms):
 
 def validation_lines(iteration, loss):
     """Three lines. The perplexity, exp(loss), is the number of equally likely tokens with that loss."""
-    ppl = math.exp(min(20, loss))  # Megatron's bound: a diverged loss must still print
+    ppl = math.exp(min(loss, 20))  # Megatron's bound: a diverged loss must still print
     what = f" validation loss at iteration {iteration}"
     line = f"{what} | lm loss value: {loss:.6E} | lm loss PPL: {ppl:.6E} | "
     dashes = "-" * (len(line) + 1)
@@ -261,7 +262,7 @@ def memory_in_use(device):
     return {name: int(kilobytes[key]) / 2**10 for name, key in named.items() if key in kilobytes}
 
 
-# -- metrics.jsonl
+# --- metrics.jsonl ----------------------------------------------------------------------------------------------------
 
 
 def to_json(row):
@@ -278,6 +279,25 @@ def to_json(row):
 def from_json(line):
     row = json.loads(line)
     return row | {name: float(v) for name, v in row.items() if v in ("nan", "inf", "-inf")}
+
+
+def open_lines(path):
+    """A descriptor that appends to `path`. If a crash cut its last line short, the next one starts afresh."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    size = os.fstat(file).st_size
+    if size and os.pread(file, 1, size - 1) != b"\n":
+        os.write(file, b"\n")
+    return file
+
+
+def write_line(file, line):
+    """One write: nobody reads half a line, and a process that dies right after has not lost it."""
+    data = f"{line}\n".encode()
+    try:
+        while data:  # a second write only where the disk is full, for the system to say so
+            data = data[os.write(file, data) :]
+    except OSError as error:
+        raise UserError(f"metrics.jsonl: {error.strerror}; the run can go on from its checkpoint") from None
 
 
 def read_metrics(path):
@@ -298,6 +318,9 @@ def read_metrics(path):
     return rows
 
 
+# --- the writer -------------------------------------------------------------------------------------------------------
+
+
 class Logger:
     """The voice of rank 0. Made on every rank: a missing package stops them all; the others are silent.
 
@@ -310,8 +333,6 @@ class Logger:
         self.train_iters = train_iters
         tensorboard = imported("tensorboard", config.tensorboard, "torch.utils.tensorboard")
         wandb = imported("wandb", config.wandb, "wandb")
-        silent = rank != 0 or not sys.stderr.isatty()
-        self.bar = tqdm(total=train_iters, initial=iteration, dynamic_ncols=True, disable=silent)
         if rank != 0:
             return
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
@@ -320,10 +341,13 @@ class Logger:
         self.file = open_lines(Path(config.out_dir) / "metrics.jsonl")
         self.board = tensorboard and tensorboard_writer(tensorboard, config, iteration)
         self.run = wandb and wandb_run(wandb, config)
+        plain = not sys.stderr.isatty()
+        self.bar = tqdm(total=train_iters, initial=iteration, dynamic_ncols=True, disable=plain)
 
     def advance(self):
         """One more iteration is done: the bar moves."""
-        self.bar.update()
+        if self.rank == 0:
+            self.bar.update()
 
     def say(self, text):
         """Print `text`, on rank 0, past the bar."""
@@ -354,9 +378,9 @@ class Logger:
         return row
 
     def close(self):
-        self.bar.close()
         if self.rank != 0:
             return
+        self.bar.close()
         os.close(self.file)
         if self.board:
             self.board.close()
@@ -380,33 +404,19 @@ def tensorboard_writer(tensorboard, config, iteration):
 
 
 def wandb_run(wandb, config):
-    return wandb.init(
-        project=config.wandb,
-        name=Path(config.out_dir).name,
-        dir=config.out_dir,
-        config=dataclasses.asdict(config),
-        resume="auto",  # after a crash, go on in the same W&B run
-    )
+    try:
+        return wandb.init(
+            project=config.wandb,
+            name=Path(config.out_dir).name,
+            dir=config.out_dir,
+            config=dataclasses.asdict(config),
+            resume="auto",  # after a crash, go on in the same W&B run
+        )
+    except wandb.Error as error:  # not logged in, no network
+        raise UserError(f"wandb={config.wandb}: {' '.join(str(error).split())}") from None
 
 
 def scalars(row):
     """The row's numbers by name, as a plot wants them: lm_loss, timers_ms/optimizer; no "unknown"."""
     timers = {f"timers_ms/{phase}": ms for phase, ms in row["timers_ms"].items()}
     return {name: value for name, value in row.items() if isinstance(value, int | float)} | timers
-
-
-def open_lines(path):
-    """A descriptor that appends to `path`. If a crash cut its last line short, the next one starts afresh."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    size = os.fstat(file).st_size
-    if size and os.pread(file, 1, size - 1) != b"\n":
-        os.write(file, b"\n")
-    return file
-
-
-def write_line(file, line):
-    """One write: nobody reads half a line, and a process that dies right after has not lost it."""
-    try:
-        os.write(file, f"{line}\n".encode())
-    except OSError as error:
-        raise UserError(f"metrics.jsonl: {error.strerror}; the run can go on from its checkpoint") from None

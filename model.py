@@ -67,9 +67,7 @@ class Embedding(nn.Module):
     def __init__(self, c, word, tp, ops):
         super().__init__()
         self.word = word
-        spec = ParamSpec(
-            "embedding", "embedding.position", (c.positions, c.hidden_size), None, True, c.init_method_std
-        )
+        spec = ParamSpec("embedding", "embedding.position", (c.positions, c.hidden_size), None, True, c.init_method_std)
         self.position = parameter(spec, tp)
         self.seed, self.ops = c.seed, ops
 
@@ -82,9 +80,7 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """One transformer layer: attention, then MLP, each added to the residual stream."""
 
-    recomputable = (
-        True  # it keeps some 34 bytes per element of x (bf16), and x is all that it needs to run again
-    )
+    recomputable = True  # it keeps some 34 bytes per element of x (bf16), and x is all that it needs to run again
 
     def __init__(self, c, index, tp, ops):
         super().__init__()

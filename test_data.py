@@ -4,6 +4,7 @@ import gc
 import itertools
 import json
 import math
+import queue
 import re
 import subprocess
 import sys
@@ -48,6 +49,27 @@ def chi_square(counts, expected):
     return (((counts - expected) ** 2 / expected).sum() - degrees) / math.sqrt(2 * degrees)
 
 
+def take(loader, count):
+    """The next `count` items, or as many as there are; waits for at most 20 seconds, so that a hang is a failure."""
+    results = queue.SimpleQueue()
+
+    def work():
+        try:
+            results.put(list(itertools.islice(loader, count)))
+        except Exception as error:
+            results.put(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    items = results.get(timeout=20)
+    if isinstance(items, Exception):
+        raise items
+    return items
+
+
+def loader_threads():
+    return [t for t in threading.enumerate() if t.name.startswith("loader")]
+
+
 # -- the shuffle
 
 
@@ -60,9 +82,7 @@ def test_permute_is_a_bijection_for_every_n_and_key():
 @pytest.mark.parametrize("n", [2**31 - 1, 2**31 + 1, 2**33 + 1, 2**40, 2**40 + 12345])
 def test_permute_is_a_bijection_for_large_n(n):
     i = np.unique(
-        np.concatenate(
-            [np.arange(50_000), np.arange(n - 50_000, n), np.linspace(0, n - 1, 50_000, dtype=int)]
-        )
+        np.concatenate([np.arange(50_000), np.arange(n - 50_000, n), np.linspace(0, n - 1, 50_000, dtype=int)])
     )
     places = permute(i, n, keys(seed=1, epochs=1))
     assert places.dtype == np.int64 and len(np.unique(places)) == len(i)
@@ -118,9 +138,7 @@ def test_windows_overlap_by_one_token_and_every_token_is_a_target_once(counted):
     assert counted.num_samples == 53
     rows = counted.batch(np.arange(53), seed=0)
     assert rows.dtype == torch.int64 and rows.shape == (53, 8)
-    assert torch.equal(
-        rows[:, 1:], rows[:, :-1] + 1
-    )  # consecutive tokens: targets are inputs, shifted by one
+    assert torch.equal(rows[:, 1:], rows[:, :-1] + 1)  # consecutive tokens: targets are inputs, shifted by one
     rows = rows[rows[:, 0].argsort()]
     assert torch.equal(rows[1:, 0], rows[:-1, -1])
     assert rows[:, 1:].flatten().tolist() == list(range(1, 53 * 7 + 1))
@@ -131,6 +149,11 @@ def test_a_window_is_counted_only_if_its_last_target_is_there(tmp_path, tokens, 
     data = Tokens(write(tmp_path, range(tokens)), "val", 7, 257)
     assert data.num_samples == samples
     assert data.batch(np.arange(samples), seed=0).max() == samples * 7
+
+
+def test_every_id_of_16_bits_arrives(tmp_path):
+    data = Tokens(write(tmp_path, range(2**16), vocab_size=2**16), "train", 2**16 - 1, 2**16)
+    assert torch.equal(data.batch(np.array([0]), seed=0)[0], torch.arange(2**16))
 
 
 def test_offsets_beyond_2_to_the_31_tokens(tmp_path):
@@ -149,7 +172,6 @@ def test_offsets_beyond_2_to_the_31_tokens(tmp_path):
             file.seek(2 * window * seq_length)
             file.write(row.astype("<u2").tobytes())
     assert torch.equal(data.batch(numbers, seed=0), torch.from_numpy(expected))
-    assert path.stat().st_blocks * 512 < 2**24
 
 
 # -- who takes which samples
@@ -158,7 +180,7 @@ def test_offsets_beyond_2_to_the_31_tokens(tmp_path):
 def steps(dp, b, global_batch_size, consumed=0):
     """The sample numbers of all data ranks together, step by step."""
     micro_batches = global_batch_size // (dp * b)
-    ranks = [training_samples(consumed, lambda _: global_batch_size, r, dp, b) for r in range(dp)]
+    ranks = [training_samples(consumed, r, dp, b) for r in range(dp)]
     while True:
         yield np.concatenate([next(rank) for rank in ranks for _ in range(micro_batches)])
 
@@ -172,7 +194,7 @@ def test_micro_batches_deal_out_a_step():
 
 @pytest.mark.parametrize("dp, b", LAYOUTS)
 def test_every_window_of_an_epoch_exactly_once(counted, dp, b):
-    taken = np.concatenate(list(itertools.islice(steps(dp, b, 2 * dp * b), 200)))  # 53 divides no batch
+    taken = np.concatenate(list(itertools.islice(steps(dp, b, 2 * dp * b), 200)))  # no batch divides 53
     for epoch in range(3):
         assert 53 * (epoch + 1) < len(taken)
         windows = counted.windows(np.sort(taken)[53 * epoch : 53 * (epoch + 1)], seed=0)
@@ -185,19 +207,17 @@ def test_a_step_takes_the_same_samples_in_every_layout(dp, b):
         assert sorted(taken) == list(range(7 + 720 * step, 7 + 720 * (step + 1)))
 
 
-def test_the_batch_may_grow():
-    def batch_size(consumed):
-        return 4 if consumed < 8 else 8
-
-    ranks = [list(itertools.islice(training_samples(0, batch_size, r, 2, 2), 4)) for r in range(2)]
-    assert [n.tolist() for n in ranks[0]] == [[0, 1], [4, 5], [8, 9], [12, 13]]
-    assert [n.tolist() for n in ranks[1]] == [[2, 3], [6, 7], [10, 11], [14, 15]]
+def test_a_run_goes_on_alike_wherever_it_was_stopped():
+    whole = list(itertools.islice(training_samples(0, 1, 2, 2), 6))
+    for done in range(6):  # micro-batches of each of 2 data ranks, 2 samples in each
+        resumed = itertools.islice(training_samples(done * 2 * 2, 1, 2, 2), 6 - done)
+        assert [n.tolist() for n in resumed] == [n.tolist() for n in whole[done:]]
 
 
 def test_a_batch_is_a_pure_function_of_consumed_samples(counted):
     def batches(consumed, steps):
-        with Loader(counted, training_samples(consumed, lambda _: 12, 1, 2, 3), seed=0) as loader:
-            return list(itertools.islice(loader, 2 * steps))  # two micro-batches a step
+        with Loader(counted, training_samples(consumed, 1, 2, 3), seed=0) as loader:
+            return take(loader, 2 * steps)  # two micro-batches a step
 
     whole, resumed = batches(0, 10), batches(12 * 4, 6)  # the 5th step straddles the end of an epoch
     for (tokens, numbers), (tokens_again, numbers_again) in zip(whole[8:], resumed, strict=True):
@@ -212,7 +232,7 @@ def test_a_batch_is_a_pure_function_of_consumed_samples(counted):
 @pytest.mark.parametrize("dp, b", LAYOUTS)
 @pytest.mark.parametrize("wanted", [1, 24, 1000])
 def test_validation_shares_out_the_same_windows_in_every_layout(counted, wanted, dp, b):
-    ranks = [list(eval_batches(counted, wanted, r, dp, b, seed=0)) for r in range(dp)]
+    ranks = [take(eval_batches(counted, wanted, r, dp, b, seed=0), 1000) for r in range(dp)]
     rows = [tuple(row.tolist()) for rank in ranks for tokens, _ in rank for row in tokens]
     first = counted.batch(np.arange(min(wanted, 53)), seed=0)
     assert Counter(rows) == Counter(tuple(row.tolist()) for row in first)
@@ -221,11 +241,10 @@ def test_validation_shares_out_the_same_windows_in_every_layout(counted, wanted,
 
 
 def test_a_validation_that_is_left_early_leaves_no_thread(counted):
-    before = threading.active_count()
     for _ in eval_batches(counted, 50, 0, 1, 2, seed=0):
         break
     gc.collect()
-    assert threading.active_count() == before
+    assert not loader_threads()
 
 
 # -- refusals
@@ -312,10 +331,8 @@ def test_an_id_beyond_the_vocabulary_deep_in_the_file_is_found_in_its_batch(tmp_
     tokens = np.zeros(2**17, int)
     tokens[100_000] = 300
     data = Tokens(write(tmp_path, tokens), "train", 7, 257)
-    with Loader(data, training_samples(0, lambda _: 64, 0, 1, 64), seed=0) as loader:
-        with pytest.raises(
-            UserError, match=r"train.bin: id 300 at token 100000, but meta.json says vocab_size=257"
-        ):
+    with Loader(data, training_samples(0, 0, 1, 64), seed=0) as loader:
+        with pytest.raises(UserError, match=r"train.bin: id 300 at token 100000, but meta.json says vocab_size=257"):
             for _ in range(data.num_samples // 64 + 1):
                 next(loader)
 
@@ -338,11 +355,7 @@ class Source:
 
 
 def endless():
-    return training_samples(0, lambda _: 2, 0, 1, 2)
-
-
-def loader_threads():
-    return [t for t in threading.enumerate() if t.name.startswith("loader")]
+    return training_samples(0, 0, 1, 2)
 
 
 def wait_until(condition):
@@ -354,40 +367,41 @@ def wait_until(condition):
 
 def test_an_exception_in_the_thread_is_raised_in_the_caller_each_time():
     with Loader(Source(fails=3), endless(), seed=0) as loader:
-        assert len([next(loader), next(loader)]) == 2  # what was read before is delivered
+        assert len(take(loader, 2)) == 2  # what was read before is delivered
         for _ in range(2):
             with pytest.raises(OSError, match="the disk is gone"):
-                next(loader)
+                take(loader, 1)
     assert not loader_threads()
 
 
 def test_the_end_of_the_numbers_is_the_end_of_the_loader():
     numbers = [np.arange(2), np.arange(2, 3)]
     with Loader(Source(), numbers, seed=0) as loader:
-        assert [n.tolist() for _, n in loader] == [[0, 1], [2]]
-        assert list(loader) == []
+        assert [n.tolist() for _, n in take(loader, 9)] == [[0, 1], [2]]
+        assert take(loader, 1) == []
     with Loader(Source(), [], seed=0) as loader:
-        assert list(loader) == []
+        assert take(loader, 1) == []
 
 
 def test_reads_ahead_as_far_as_asked_and_closes_while_full():
     source = Source()
     loader = Loader(source, endless(), seed=0, depth=3)
     wait_until(lambda: source.count == 3)
-    next(loader)
-    wait_until(lambda: source.count == 4)
+    take(loader, 10)
+    wait_until(lambda: source.count == 13)
     time.sleep(0.02)
-    assert source.count == 4 and len(loader_threads()) == 1
+    assert source.count == 13 and len(loader_threads()) == 1
     loader.close()
     loader.close()
     assert not loader_threads()
-    assert len(list(loader)) == 3  # what was ready; then it ends, and does not wait for ever
+    assert len(take(loader, 9)) == 3  # what was ready; then it ends, and does not wait for ever
 
 
 def test_closes_while_it_reads():
-    with Loader(Source(seconds=0.1), endless(), seed=0):
+    with Loader(Source(seconds=0.1), endless(), seed=0) as loader:
         pass
     assert not loader_threads()
+    assert len(take(loader, 9)) <= 1
 
 
 def test_a_dropped_loader_ends_its_thread():
@@ -422,7 +436,7 @@ def test_wait_seconds_counts_a_slow_source_and_can_be_reset():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_batches_arrive_whole_on_the_gpu(counted):
-    numbers = list(itertools.islice(training_samples(0, lambda _: 4, 0, 1, 4), 200))
+    numbers = list(itertools.islice(training_samples(0, 0, 1, 4), 200))
     with Loader(counted, numbers, seed=0, device="cuda", depth=2) as loader:
         kept = [(tokens, n) for tokens, n in loader]
     for (tokens, n), expected in zip(kept, numbers, strict=True):

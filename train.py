@@ -15,6 +15,7 @@ and `train` goes on with that until train_iters. Everything random is a function
 is its weights and moments and the few counters in `Counters`.
 """
 
+import contextlib
 import fcntl
 import math
 import os
@@ -33,8 +34,8 @@ from errors import UserError, exit_on_user_error
 from log import Logger, Timers, validation_lines
 from model import GPT
 from parallel import checkpoint, ledger
-from parallel.comm import agree, all_reduce
-from parallel.mesh import Mesh
+from parallel.comm import CommunicationError, agree, all_reduce
+from parallel.mesh import Mesh, everyone
 from parallel.optimizer import LossScale, learning_rate
 from parallel.pipeline import Executor
 from parallel.zero import Zero
@@ -97,7 +98,7 @@ def build(config, mesh, device):
     """Model, flat buffers and initial weights of this rank."""
     dtype = resolved_dtype(config, device)
     model = GPT(config, mesh.tp)
-    zero = Zero(model, config, mesh, DTYPES[dtype], device)
+    zero = Zero(model, config, mesh, DTYPES[dtype], device, training=not config.eval_only)
     timers = Timers(device)
     executor = Executor(model, zero, config, mesh, timers)
     return Run(config, mesh, device, dtype, model, zero, LossScale(config, dtype), timers, executor)
@@ -118,6 +119,7 @@ def restore(run, path):
     index = checkpoint.read_index(path)
     agree(run.mesh.world, UserError, lambda: checkpoint.load(path, run.zero))
     run.counters = Counters(**index["counters"])
+    run.zero.updates = run.counters.updates
     run.loss_scale.restore(index["loss_scale"])
 
 
@@ -130,9 +132,7 @@ def checkpoint_to_resume(config, tokenizer):
             raise UserError(f"resume={config.resume}: there is no checkpoint in {place}")
         return None
     if config.resume == "none":
-        raise UserError(
-            f"resume=none: {config.out_dir} holds {path.name}; remove it, or say another --out_dir"
-        )
+        raise UserError(f"resume=none: {config.out_dir} holds {path.name}; remove it, or say another --out_dir")
     checkpoint.refuse_contradictions(path, checkpoint.read_index(path), config, tokenizer)
     return path
 
@@ -181,9 +181,7 @@ def train_step(run, batches, stop=False, orphaned=False):
 
     run.steps += 1
     run.counters.iteration += 1
-    run.counters.consumed_samples += (
-        c.global_batch_size
-    )  # a skipped step's data is gone; its learning rate is not
+    run.counters.consumed_samples += c.global_batch_size  # a skipped step's data is gone; its learning rate is not
     run.counters.updates = zero.updates
     return Step(loss, norm, lr, scale, skipped, stop > 0, orphaned > 0)
 
@@ -195,9 +193,7 @@ def evaluate(run, tokens):
     mesh.ledger.phase = "evaluate"
     total = torch.zeros(2, dtype=torch.float64, device=run.device)
     wanted = c.eval_iters * c.global_batch_size
-    share = data.eval_batches(
-        tokens, wanted, mesh.dp.rank, mesh.dp.size, c.micro_batch_size, c.seed, run.device
-    )
+    share = data.eval_batches(tokens, wanted, mesh.dp.rank, mesh.dp.size, c.micro_batch_size, c.seed, run.device)
     for ids, _ in share:
         losses = run.model(run.model.micro_batch(ids[:, :-1], ids[:, 1:]))
         total[0] += losses.sum(dtype=torch.float64)
@@ -268,14 +264,11 @@ class Interval:
 def train(run, tokens, validation, logger, signals):
     """Steps until train_iters or a reason to stop. Returns True if all of train_iters are done."""
     c, mesh, counters = run.config, run.mesh, run.counters
-    due = lambda interval: interval and counters.iteration % interval == 0  # noqa: E731
-    numbers = data.training_samples(
-        counters.consumed_samples,
-        lambda _: c.global_batch_size,
-        mesh.dp.rank,
-        mesh.dp.size,
-        c.micro_batch_size,
-    )
+
+    def due(interval):
+        return interval and counters.iteration % interval == 0
+
+    numbers = data.training_samples(counters.consumed_samples, mesh.dp.rank, mesh.dp.size, c.micro_batch_size)
     with data.Loader(tokens, numbers, c.seed, run.device) as loader:
         batches, interval = micro_batches(run, loader), Interval()
         while counters.iteration < c.train_iters:
@@ -296,82 +289,68 @@ def train(run, tokens, validation, logger, signals):
                 save(run, tokens.meta["tokenizer"])
                 interval = Interval() if not interval.losses else interval
             if step.stop and not last:
-                logger.say(
-                    f"stopped after iteration {counters.iteration}; the same command goes on from there"
-                )
+                logger.say(f"stopped after iteration {counters.iteration}; the same command goes on from there")
                 return False
     return True
 
 
+@contextlib.contextmanager
 def lock(out_dir):
-    """Keep a second run out of out_dir: returns the open file that holds the lock."""
+    """Keep a second run out of out_dir. The system lets go of the lock when this process ends, however it ends."""
     try:
         Path(out_dir).mkdir(parents=True, exist_ok=True)
         file = open(Path(out_dir) / "lock", "w")
     except OSError as error:
         raise UserError(f"out_dir={out_dir}: {error.strerror}") from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise UserError(f"out_dir={out_dir}: another run is training there; say another --out_dir") from None
-    return file
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"out_dir={out_dir}: another run is training there; say another --out_dir") from None
+        yield
 
 
 def run_training(config, mesh, device):
-    """What `main` does once the processes stand: build, resume, train, save. Raises UserError on every rank."""
+    """What `main` does once the processes stand: open, build, resume, train, save. Raises UserError on every rank."""
+    with contextlib.ExitStack() as stack:
 
-    def open_all():
-        held = lock(config.out_dir) if mesh.rank == 0 and not config.eval_only else None
-        opened = {}
-        wanted = [config.split] if config.eval_only else ["train"] + ["val"] * (config.eval_iters > 0)
-        for split in wanted:
-            opened[split] = data.Tokens(config.data_dir, split, config.seq_length, config.vocab_size)
-        path = checkpoint_to_resume(config, opened[wanted[0]].meta["tokenizer"])
-        return held, opened, path
+        def open_files():
+            if mesh.rank == 0 and not config.eval_only:
+                stack.enter_context(lock(config.out_dir))
+            splits = [config.split] if config.eval_only else ["train", "val"][: 1 + (config.eval_iters > 0)]
+            tokens = {s: data.Tokens(config.data_dir, s, config.seq_length, config.vocab_size) for s in splits}
+            return tokens, checkpoint_to_resume(config, tokens[splits[0]].meta["tokenizer"])
 
-    held, tokens, path = agree(mesh.world, UserError, open_all)
-    if config.train_epochs and not config.eval_only:
-        epoch = tokens["train"].num_samples / config.global_batch_size
-        config.train_iters = max(1, int(config.train_epochs * epoch))
-    run = build(config, mesh, device)
-    if path:
-        restore(run, path)
-        run.zero.updates = run.counters.updates
-    else:
-        run.zero.initialize(config.seed)
-    describe(run, path)
+        tokens, path = agree(mesh.world, UserError, open_files)
+        if config.train_epochs and not config.eval_only:
+            samples = config.train_epochs * tokens["train"].num_samples
+            config.train_iters = max(1, int(samples / config.global_batch_size))
+        run = build(config, mesh, device)
+        if path:
+            restore(run, path)
+        else:
+            run.zero.initialize(config.seed)
+        describe(run, path)
+        if config.eval_only:
+            loss = evaluate(run, tokens[config.split])
+            if mesh.rank == 0:
+                print(validation_lines(run.counters.iteration, loss), flush=True)
+            return
 
-    if config.eval_only:
-        loss = evaluate(run, tokens[config.split])
-        if mesh.rank == 0:
-            print(validation_lines(run.counters.iteration, loss), flush=True)
-        return
-    logger = agree(
-        mesh.world,
-        UserError,
-        lambda: Logger(
-            config,
-            device,
-            mesh.world.size,
-            rank=mesh.rank,
-            dtype=run.dtype,
-            train_iters=config.train_iters,
-            iteration=run.counters.iteration,
-        ),
-    )
-    try:
-        if run.counters.iteration >= config.train_iters:
-            logger.say(
-                f"nothing to do: {path} is at iteration {run.counters.iteration} of {config.train_iters}"
+        def open_log():
+            size, iteration = mesh.world.size, run.counters.iteration
+            return Logger(
+                config, device, size, rank=mesh.rank, dtype=run.dtype, train_iters=config.train_iters, iteration=iteration
             )
+
+        logger = agree(mesh.world, UserError, open_log)
+        stack.callback(logger.close)
+        if run.counters.iteration >= config.train_iters:
+            logger.say(f"nothing to do: {path} is at iteration {run.counters.iteration} of {config.train_iters}")
         elif train(run, tokens["train"], tokens.get("val"), logger, Signals()):
             logger.say(f"trained to iteration {run.counters.iteration}; python generate.py {config.out_dir}")
         if config.ledger and run.steps:
             logger.say(ledger_table(run))
-    finally:
-        logger.close()
-        if held:
-            held.close()
 
 
 def ledger_table(run):
@@ -415,22 +394,26 @@ def main():
         print(configuration.help_text())
         return
     device = join_processes()
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    try:
+    world = everyone()
+
+    def read_configuration():
         config = configuration.load(arguments)
-        configuration.check(config, world)
-        mesh = Mesh(config.tp, config.pp, timeout=config.comm_timeout)
-        run_training(config, mesh, device)
+        configuration.check(config, world.size)
+        return config
+
+    try:
+        config = agree(world, UserError, read_configuration)
+        run_training(config, Mesh(config.tp, config.pp, timeout=config.comm_timeout), device)
     except UserError as error:
-        if rank != 0:
-            if not getattr(error, "agreed", isinstance(error, UserError)):
-                raise
-            time.sleep(1)  # rank 0 says it; torchrun ends all when the first one exits
+        if world.rank != 0 and getattr(error, "agreed", False):
+            time.sleep(1)  # rank 0 says it; torchrun ends all as soon as one exits
             sys.exit(2)
         raise
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    except CommunicationError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(1)  # nothing is to be had from the others any more, a tidy farewell least of all
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

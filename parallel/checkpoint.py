@@ -220,9 +220,7 @@ def load(path, zero):
     dtype = np.dtype(index["dtype"])
     for unit, i, spec, begin, end in pieces(zero, lambda unit: (0, unit.size)):
         if index["shapes"].get(spec.name) != list(spec.shape):
-            raise UserError(
-                f"{path}: {spec.name} is {index['shapes'].get(spec.name)} there, {list(spec.shape)} here"
-            )
+            raise UserError(f"{path}: {spec.name} is {index['shapes'].get(spec.name)} there, {list(spec.shape)} here")
         for name, flat in files(unit, spec):
             whole = _open(Path(path) / name, dtype, math.prod(spec.shape))
             local = np.empty(end - begin, dtype)
@@ -235,9 +233,7 @@ def load(path, zero):
 def _open(path, dtype, elements):
     try:
         if path.stat().st_size != elements * dtype.itemsize:
-            raise UserError(
-                f"{path}: {path.stat().st_size} bytes instead of {elements * dtype.itemsize}: damaged"
-            )
+            raise UserError(f"{path}: {path.stat().st_size} bytes instead of {elements * dtype.itemsize}: damaged")
         return np.memmap(path, dtype, "r")
     except OSError as error:
         raise UserError(f"{path}: {error}") from None

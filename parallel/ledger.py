@@ -50,7 +50,7 @@ def formulas(c, mesh, item, master_item, units):
     c: configuration; item: bytes of an activation's element, master_item: of a gradient's; units: the stored units,
     for P and the part of it that is replicated over tp.
     """
-    n, t = mesh.dp.size, mesh.tp.size
+    n = mesh.dp.size
     m = c.global_batch_size // (c.micro_batch_size * n)
     bs, L, recompute = c.micro_batch_size * c.seq_length, c.num_layers, c.recompute == "full"
     stored = sum(unit.size for unit in units)
@@ -92,14 +92,10 @@ def report(measured, expected):
     rows = [head]
     for key in sorted(measured.keys() | expected.keys()):
         calls, count = measured.get(key, (0, 0))
-        rows.append(
-            (*key, f"{float(calls):g}", f"{float(count):,.0f}", f"{float(expected.get(key, (0, 0))[1]):,.0f}")
-        )
+        rows.append((*key, f"{float(calls):g}", f"{float(count):,.0f}", f"{float(expected.get(key, (0, 0))[1]):,.0f}"))
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     lines = [
-        " | ".join(
-            x.ljust(w) if i < 3 else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))
-        )
+        " | ".join(x.ljust(w) if i < 3 else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True)))
         for row in rows
     ]
     return "\n".join(["sent per step by rank 0", lines[0], "-" * len(lines[0]), *lines[1:]])

@@ -37,14 +37,13 @@ class Axis:
 
 
 class Mesh:
-    """The axes dp, pp, tp (and world) through this process.
+    """The axes dp, pp, tp (and world) through this process; `timeout` in seconds.
 
-    `size` processes, ranks 0 .. size-1 of torch.distributed, make the mesh (all of them by default). Every
-    process of the mesh must build it, at the same point of the program: groups are made here.
+    Every process must build it, at the same point of the program: groups are made here.
     """
 
-    def __init__(self, tp=1, pp=1, size=None, timeout=600.0):
-        rank, size = (dist.get_rank(), size or dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    def __init__(self, tp=1, pp=1, timeout=600.0):
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         grid = np.arange(size).reshape(size // (pp * tp), pp, tp)
         dp_rank, pp_rank, tp_rank = (int(i) for i in np.unravel_index(rank, grid.shape))
         self.rank = rank
@@ -52,16 +51,20 @@ class Mesh:
 
         def axis(name, ranks, index):
             ranks = tuple(int(r) for r in ranks)
-            # Only the members make a group, so that every axis of every process is one call here.
-            # World comes first and holds everybody: no two processes can disagree about the order.
+            # Only the members make a group: one call per axis and process, the same four in the same order.
             group = None
             if len(ranks) > 1:
-                group = dist.new_group(
-                    ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=True
-                )
+                group = dist.new_group(ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=True)
             return Axis(name, ranks, index, self.ledger, group)
 
         self.world = axis("world", grid.flatten(), rank)
         self.dp = axis("dp", grid[:, pp_rank, tp_rank], dp_rank)
         self.pp = axis("pp", grid[dp_rank, :, tp_rank], pp_rank)
         self.tp = axis("tp", grid[dp_rank, pp_rank, :], tp_rank)
+
+
+def everyone():
+    """All processes as one axis, before the mesh stands."""
+    if not dist.is_initialized():
+        return Axis("world", (0,), 0, Ledger())
+    return Axis("world", tuple(range(dist.get_world_size())), dist.get_rank(), Ledger(), dist.group.WORLD)

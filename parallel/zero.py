@@ -35,11 +35,11 @@ ALIGN = 16  # elements: every parameter and every shard begins at a multiple of 
 class Unit:
     """The flat buffers of the parameters that are gathered, reduced and updated together.
 
-    params: this rank's, in the buffer's order; offsets[i]: where params[i] begins; size: elements, padding included;
+    param, grad, master, moments: the buffers; params: this rank's parameters, in the buffers' order; offsets[i]: where params[i] begins; size: elements, padding included;
     ranges: [(begin, end, cut over tp, decays)] in order, without the padding at the end.
     """
 
-    def __init__(self, name, params, dp, dtype, master_dtype, moments, device):
+    def __init__(self, name, params, dp, dtype, master_dtype, moments, device, training):
         self.name, self.dp = name, dp
         self.params = sorted(params, key=lambda p: (p.spec.tp_dim is None, not p.spec.decay))
         self.offsets, self.ranges, end = [], [], 0
@@ -52,11 +52,13 @@ class Unit:
             self.ranges.append((begin, end, *kind))
         self.size = math.ceil(end / (ALIGN * dp.size)) * ALIGN * dp.size
 
-        self.param = torch.zeros(self.size, dtype=dtype, device=device)
-        self.grad = torch.zeros(self.size, dtype=master_dtype, device=device)
-        same = dtype == master_dtype
-        self.master = self.param if same else torch.zeros(self.size, dtype=master_dtype, device=device)
-        self.moments = [torch.zeros(self.size, dtype=master_dtype, device=device) for _ in range(moments)]
+        def flat(dtype):
+            return torch.zeros(self.size, dtype=dtype, device=device)
+
+        self.param = flat(dtype)
+        self.master = flat(master_dtype) if training and dtype != master_dtype else self.param
+        self.grad = flat(master_dtype) if training else None
+        self.moments = [flat(master_dtype) for _ in range(moments)] if training else []
 
     def view(self, flat, i):
         """Parameter i's place in one of the flat buffers, in its shape."""
@@ -73,10 +75,10 @@ class Zero:
     """The training state of a model: its units' buffers, and the end of a step on them.
 
     Takes over the model's parameters: each becomes a view into its unit's flat buffer, its `.grad` a view into the flat
-    gradient, so that whatever backward adds lands where it is reduced.
+    gradient, so that whatever backward adds lands where it is reduced. Without `training` there are parameters only.
     """
 
-    def __init__(self, model, config, mesh, dtype, device):
+    def __init__(self, model, config, mesh, dtype, device, training=True):
         self.config, self.mesh = config, mesh
         self.rule, moments = RULES[config.optimizer]
         self.master_dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -87,7 +89,7 @@ class Zero:
         for p in model.parameters():
             members.setdefault(p.spec.unit, []).append(p)
         self.units = {
-            name: Unit(name, params, mesh.dp, dtype, self.master_dtype, moments, device)
+            name: Unit(name, params, mesh.dp, dtype, self.master_dtype, moments, device, training)
             for name, params in members.items()
         }
         self._place(model)
@@ -99,8 +101,9 @@ class Zero:
             for i, p in enumerate(unit.params):
                 view = nn.Parameter(unit.view(unit.param, i))
                 view.spec = p.spec
-                view.grad_dtype = self.master_dtype
-                view.grad = unit.view(unit.grad, i)
+                if unit.grad is not None:
+                    view.grad_dtype = self.master_dtype
+                    view.grad = unit.view(unit.grad, i)
                 unit.params[i] = placed[p.spec.name] = view
         for module in model.modules():
             for key, p in module._parameters.items():

@@ -1,0 +1,110 @@
+"""Writes text with a checkpoint of any layout, on one process.
+
+    python generate.py out/tiny --prompt "def hello_world():" --temperature=0.8 --top_k=50
+
+The prompt goes through the model once; then each new token does, alone. What attention needs of the tokens before, their keys
+and values, is kept in a cache, so that a token costs one pass over the weights and not over the text. Sampling: divide the
+logits by the temperature, keep the `top_k` largest and of these the fewest that hold `top_p` of the probability (nucleus
+sampling, Holtzman et al., arXiv 1904.09751), draw.
+"""
+
+import argparse
+import codecs
+import dataclasses
+
+import torch
+
+from config import Config
+from errors import UserError, exit_on_user_error
+from model import GPT
+from parallel import checkpoint
+from parallel.mesh import Mesh
+from parallel.zero import Zero
+from prepare import load_tokenizer
+
+
+def load_model(path, device):
+    """(model, its configuration, its tokenizer) of the checkpoint at `path`, or the latest one in the folder `path`."""
+    found = checkpoint.find(path)
+    if found is None:
+        raise UserError(f"{path}: there is no checkpoint (train one: torchrun train.py configs/tiny.py)")
+    index = checkpoint.read_index(found)
+    known = {field.name for field in dataclasses.fields(Config)}
+    config = Config(**{k: v for k, v in index["config"].items() if k in known})
+    config.tp, config.sequence_parallel = 1, False
+    mesh = Mesh()
+    model = GPT(config, mesh.tp)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    checkpoint.load(found, Zero(model, config, mesh, dtype, device, training=False))
+    return model, config, load_tokenizer(index["tokenizer"])
+
+
+def draw(logits, temperature, top_k, top_p, generator):
+    """The next token's id, an int. logits [v]; temperature 0 takes the largest."""
+    if temperature == 0:
+        return int(logits.argmax())
+    logits, ids = (logits.float() / temperature).sort(descending=True)
+    p = torch.softmax(logits[:top_k] if top_k else logits, 0)
+    if top_p < 1:
+        p = p[: int((p.cumsum(0) < top_p).sum()) + 1]  # the one that reaches top_p still counts
+    return int(ids[torch.multinomial(p, 1, generator=generator)])
+
+
+@torch.no_grad()
+def generate(model, ids, count, temperature=1.0, top_k=0, top_p=1.0, generator=None):
+    """Yields `count` ids that go on from the list `ids`. Raises nothing: a text longer than the model's positions goes on
+    with its last half as the context."""
+    device = next(model.parameters()).device
+    positions = model.config.positions
+    ids, new, start, caches = list(ids), list(ids), 0, [[] for _ in range(model.config.num_layers)]
+    for _ in range(count):
+        if start + len(new) > positions:
+            start, new, caches = 0, ids[-max(1, positions // 2) :], [[] for _ in caches]
+        batch = model.micro_batch(torch.tensor([new], device=device), start=start, caches=caches)
+        token = draw(model(batch)[-1], temperature, top_k, top_p, generator)
+        start, new = start + len(new), [token]
+        ids.append(token)
+        yield token
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description="Writes text with a checkpoint.")
+    parser.add_argument("checkpoint", help="a run's out_dir, or one of its step_N folders")
+    parser.add_argument("--prompt", default="", help="text to go on from (default: the beginning of a document)")
+    parser.add_argument("--max_tokens", type=int, default=300, help="tokens to write at most (%(default)s)")
+    parser.add_argument("--num_samples", type=int, default=1, help="texts to write (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest (%(default)s)")
+    parser.add_argument("--top_k", type=int, default=0, help="draw from the k likeliest; 0: from all (%(default)s)")
+    parser.add_argument("--top_p", type=float, default=1.0, help="draw from this much probability (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed writes the same text (%(default)s)")
+    a = parser.parse_args()
+    for name, right in [("max_tokens", a.max_tokens > 0), ("num_samples", a.num_samples > 0), ("top_k", a.top_k >= 0)]:
+        if not right:
+            raise UserError(f"--{name}={getattr(a, name)}: should be a positive number")
+    if not a.temperature >= 0:
+        raise UserError(f"--temperature={a.temperature}: should be 0 or more")
+    if not 0 < a.top_p <= 1:
+        raise UserError(f"--top_p={a.top_p}: should be above 0 and at most 1")
+    return a
+
+
+def main():
+    a = arguments()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, _, tokenizer = load_model(a.checkpoint, device)
+    prompt = tokenizer.encode_ordinary(a.prompt) or [tokenizer.eot_token]
+    for sample in range(a.num_samples):
+        if a.num_samples > 1:
+            print(f"--- sample {sample + 1} of {a.num_samples}")
+        print(a.prompt, end="", flush=True)
+        text = codecs.getincrementaldecoder("utf-8")("replace")  # a character may be spread over tokens
+        generator = torch.Generator(device).manual_seed(a.seed + sample)
+        for token in generate(model, prompt, a.max_tokens, a.temperature, a.top_k, a.top_p, generator):
+            if token == tokenizer.eot_token:
+                break
+            print(text.decode(tokenizer.decode_single_token_bytes(token)), end="", flush=True)
+        print(text.decode(b"", final=True), flush=True)
+
+
+if __name__ == "__main__":
+    exit_on_user_error(main)

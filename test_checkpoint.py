@@ -1,0 +1,209 @@
+"""Checkpoints: any layout loads what any other saved, resuming changes no bit, nothing half-written is ever seen."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import log
+import train
+from config import Config
+from conftest import write_tokens
+from errors import UserError
+from parallel import checkpoint
+from parallel.mesh import Mesh
+from parallel.tensor import ParamSpec
+from test_layouts import TINY, tiny_config
+
+CPU = torch.device("cpu")
+
+
+# --- the arithmetic of runs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape, tp_dim", [((3, 8, 4), 1), ((8, 4), 0), ((6, 8), 1), ((3, 8), 1), ((7,), None)])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("cuts", [1, 2, 3, 5])
+def test_runs_say_where_every_element_of_a_part_of_a_part_lies(shape, tp_dim, tp, cuts):
+    """The tensor is cut over tp ranks, each part is flattened and cut again at any element."""
+    spec = ParamSpec("u", "u.w", shape, tp_dim)
+    whole = torch.arange(np.prod(shape)).view(shape)
+    rebuilt = torch.full((whole.numel(),), -1)
+    for rank in range(tp if tp_dim is not None else 1):
+        local = whole if tp_dim is None else whole.chunk(tp, tp_dim)[rank]
+        local = local.flatten()
+        edges = [len(local) * i // cuts for i in range(cuts + 1)]
+        for begin, end in zip(edges, edges[1:], strict=False):
+            for at, offset, length in checkpoint.runs(spec, begin, end, rank, tp):
+                assert begin <= at and at + length <= end and length > 0
+                assert (rebuilt[offset : offset + length] == -1).all(), "written twice"
+                rebuilt[offset : offset + length] = local[at : at + length]
+    assert torch.equal(rebuilt, whole.flatten())
+
+
+# --- resuming -------------------------------------------------------------------------------------------------------
+
+
+def configured(out_dir, tokens_dir, **fields):
+    fields = {"data_dir": tokens_dir, "out_dir": str(out_dir), "log_interval": 1, "eval_iters": 1} | fields
+    return Config(**{**TINY, "micro_batch_size": 2, "dropout": 0.1, "lr_decay_iters": 10, "train_iters": 10} | fields)
+
+
+def go(config):
+    train.run_training(config, Mesh(config.tp, timeout=60.0), CPU)
+
+
+def curve(out_dir):
+    rows = log.read_metrics(Path(out_dir) / "metrics.jsonl")
+    fields = "lm_loss", "grad_norm", "lr", "loss_scale", "consumed_samples"
+    return [[row[field] for field in fields] for row in rows.values()]
+
+
+def arrays(folder):
+    """{file: bytes} of a checkpoint's tensors."""
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "index.json"}
+
+
+@pytest.fixture(scope="module")
+def straight(workers, tokens_dir, tmp_path_factory):
+    """Ten steps in one go: {(ranks, tp): out_dir}."""
+    made = {}
+
+    def run(ranks=1, **fields):
+        key = ranks, tuple(fields.items())
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("straight")
+            workers.run(ranks, go, configured(made[key], tokens_dir, **fields))
+        return made[key]
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "bf16", "fp16"])
+@pytest.mark.parametrize("ranks, tp, parts", [(1, 1, (5, 10)), (1, 1, (3, 6, 10)), (4, 2, (3, 6, 10))])
+def test_resuming_changes_no_bit(workers, straight, tokens_dir, tmp_path, ranks, tp, parts, dtype):
+    """10 = 5 + 5 = 3 + 3 + 4: weights, moments, losses, norms, learning rates, loss scales and the data's position.
+
+    fp16 starts with a loss scale that overflows a few times and has a short window, so that all its counters move.
+    """
+    fields = dict(tp=tp, dtype=dtype)
+    if dtype == "fp16":
+        fields |= dict(initial_loss_scale=2.0**26, loss_scale_window=2, hysteresis=2)
+    reference = straight(ranks, **fields)
+    for stop in parts:
+        workers.run(ranks, go, configured(tmp_path, tokens_dir, **fields, train_iters=stop))
+    assert repr(curve(tmp_path)) == repr(curve(reference)) and len(curve(tmp_path)) == 10
+    assert arrays(tmp_path / "step_10") == arrays(reference / "step_10")
+    if dtype == "fp16":
+        scales = [row[3] for row in curve(reference)]
+        assert min(scales) < scales[0] and any(b > a for a, b in zip(scales, scales[1:], strict=False))
+
+
+@pytest.mark.parametrize("before, after", [((1, 1, False), (4, 2, True)), ((4, 2, True), (3, 1, False)), ((4, 4, False), (2, 1, False))])
+def test_any_layout_goes_on_from_any_other(workers, straight, tokens_dir, tmp_path, before, after):
+    """Five steps in one layout, five in another, in float64: the curve of one process, to ten digits."""
+    reference = straight(1, dtype="fp64")
+    for (ranks, tp, sp), stop in [(before, 5), (after, 10)]:
+        config = configured(tmp_path, tokens_dir, train_iters=stop, tp=tp, sequence_parallel=sp)
+        workers.run(ranks, go, config)
+    for ours, theirs in zip(curve(tmp_path), curve(reference), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-10)
+    ours, theirs = arrays(tmp_path / "step_10"), arrays(reference / "step_10")
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        a, b = np.frombuffer(ours[name]), np.frombuffer(theirs[name])
+        assert np.abs(a - b).max() <= 1e-10 * max(1, np.abs(b).max()), name
+
+
+def test_files_are_whole_tensors(straight):
+    """Anybody can read them: raw values in C order, shapes in the index."""
+    folder = straight(4, tp=2, dtype="bf16") / "step_10"
+    index = json.loads((folder / "index.json").read_text())
+    assert index["dtype"] == "float32" and index["moments"] == 2
+    assert set(index["shapes"]) == set(tiny_specs())
+    for name, shape in index["shapes"].items():
+        for file in (name, f"{name}.moment0", f"{name}.moment1"):
+            values = np.fromfile(folder / file, "<f4")
+            assert values.size == np.prod(shape) and np.isfinite(values).all()
+    ln = np.fromfile(folder / "block0.ln1.weight", "<f4")
+    assert np.abs(ln - 1).max() < 0.5 and ln.std() > 0
+
+
+def tiny_specs():
+    from model import GPT
+
+    return GPT(tiny_config(1), Mesh().tp).specs()
+
+
+def test_what_contradicts_the_checkpoint_is_refused_by_name(straight, tokens_dir, tmp_path):
+    out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
+    other = dict(num_layers=3, hidden_size=32, num_attention_heads=4, seq_length=4, vocab_size=51, seed=1, optimizer="sgd")
+    for name, value in other.items():
+        with pytest.raises(UserError, match=rf"^{name}={value}: the checkpoint .*/step_10 has {name}="):
+            go(configured(out, tokens_dir, train_iters=12, **{name: value}))
+    other_tokens = write_tokens(tmp_path / "gpt2", tokenizer="gpt2")
+    with pytest.raises(UserError, match=r"^data_dir=.*: its tokenizer is gpt2, but the checkpoint .* has bytes"):
+        go(configured(out, other_tokens, train_iters=12))
+
+
+def test_where_to_resume_from(straight, tokens_dir, tmp_path, capsys):
+    reference = straight(1, dtype="fp64")
+    with pytest.raises(UserError, match=r"^resume=.*nowhere: there is no checkpoint in"):
+        go(configured(tmp_path / "a", tokens_dir, resume=str(tmp_path / "nowhere")))
+    go(configured(tmp_path / "a", tokens_dir, resume=str(reference / "step_10"), train_iters=11))
+    assert checkpoint.all_steps(tmp_path / "a") == [11]
+    with pytest.raises(UserError, match=r"^resume=none: .* holds step_11; remove it, or say another --out_dir"):
+        go(configured(tmp_path / "a", tokens_dir, resume="none"))
+    capsys.readouterr()
+    go(configured(tmp_path / "a", tokens_dir, train_iters=11))
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_keeps_the_latest(tokens_dir, tmp_path):
+    go(configured(tmp_path, tokens_dir, save_interval=2, keep=2))
+    assert checkpoint.all_steps(tmp_path) == [8, 10]
+    assert checkpoint.find(tmp_path).name == "step_10"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["lock", "metrics.jsonl", "step_10", "step_8"]
+
+
+def test_a_half_written_checkpoint_is_never_seen(tokens_dir, tmp_path, monkeypatch):
+    """The disk fills up in the middle of the second save: one line, the first checkpoint untouched, no remains."""
+    real, written = checkpoint.os.pwrite, []
+
+    def pwrite(fd, data, offset):
+        written.append(len(data))
+        if len(written) > 120:
+            raise OSError(28, "No space left on device")
+        return real(fd, data[: max(1, len(data) // 2)], offset)  # and every write stops half-way
+
+    monkeypatch.setattr(checkpoint.os, "pwrite", pwrite)
+    monkeypatch.setattr(checkpoint, "_write_arrays", lambda *a, f=checkpoint._write_arrays: (f(*a), written.clear())[0])
+    with pytest.raises(UserError, match=r"out_dir=.*: can't write the checkpoint: .*No space left on device"):
+        go(configured(tmp_path, tokens_dir, save_interval=5))
+    assert not list(tmp_path.glob("*.writing")) and checkpoint.find(tmp_path) is None
+
+
+def test_remains_of_a_crash_are_passed_over(straight, tokens_dir, tmp_path):
+    out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
+    shutil.copytree(out / "step_10", out / "step_12.writing")
+    (out / "step_junk").mkdir()
+    assert checkpoint.find(out).name == "step_10"
+    go(configured(out, tokens_dir, train_iters=12))
+    assert checkpoint.find(out).name == "step_12" and not (out / "step_12.writing").exists()
+
+
+def test_a_damaged_checkpoint_is_named(straight, tokens_dir, tmp_path):
+    out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
+    file = out / "step_10" / "block0.qkv.weight"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(UserError, match=r"block0.qkv.weight: 6136 bytes instead of 6144: damaged"):
+        go(configured(out, tokens_dir, train_iters=12))
+    file.unlink()
+    with pytest.raises(UserError, match=r"block0.qkv.weight.*No such file"):
+        go(configured(out, tokens_dir, train_iters=12))
+    (out / "step_10" / "index.json").write_text("{")
+    with pytest.raises(UserError, match=r"step_10: not a checkpoint"):
+        go(configured(out, tokens_dir, train_iters=12))

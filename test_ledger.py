@@ -1,0 +1,126 @@
+"""What was sent equals the formulas: exactly, in every row, small terms included."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+import train
+from parallel import comm, ledger
+from parallel.mesh import Axis, Mesh
+from test_layouts import LAYOUTS, micro_batches, tiny_config
+
+
+def counted(config, steps=2):
+    run = train.build(config, Mesh(config.tp), torch.device("cpu"))
+    run.zero.initialize(config.seed)
+    batches = micro_batches(run)
+    for _ in range(steps):
+        train.train_step(run, batches)
+    item = train.DTYPES[run.dtype].itemsize
+    units = list(run.zero.units.values())
+    expected = ledger.formulas(config, run.mesh, item, run.zero.master_dtype.itemsize, units)
+    sizes = {name: unit.size for name, unit in run.zero.units.items()}
+    return run.mesh.ledger.per_step(steps), expected, sizes, train.ledger_table(run)
+
+
+@pytest.mark.parametrize("dp, tp, sp", [x for x in LAYOUTS if x[:2] in [(2, 1), (1, 2), (3, 2), (2, 2), (1, 4)]])
+@pytest.mark.parametrize("recompute, dtype", [("none", "fp64"), ("full", "bf16")])
+def test_the_ledger_equals_the_formulas(workers, dp, tp, sp, recompute, dtype):
+    config = tiny_config(dp, tp, sequence_parallel=sp, recompute=recompute, dtype=dtype)
+    for measured, expected, _, table in workers.run(dp * tp, counted, config):
+        assert measured == expected
+        assert all(f"{float(count):,.0f}" in table for _, count in expected.values())
+
+
+def test_the_formulas_are_the_lectures(workers):
+    """By hand, for 2 layers, h = 16, s = 8: the 8 (12 with recomputation) and 10 of DESIGN's table, and 2P(n-1)/n."""
+    bsh, m, L = 4 * 8 * 16, 3, 2
+    for recompute, per_layer in [("none", 8), ("full", 12)]:
+        measured, *_ = workers.run(4, counted, tiny_config(2, 2, recompute=recompute, dtype="fp32"))[0]
+        assert measured["tp", "activations", "all_reduce"][1] == per_layer * bsh * m * L * Fraction(1, 2) * 4
+    measured, _, sizes, _ = workers.run(4, counted, tiny_config(2, 2, sequence_parallel=True, dtype="fp32"))[0]
+    both = sum(measured["tp", "activations", operation][1] for operation in ("all_gather", "reduce_scatter"))
+    assert both == 10 * bsh * m * L * Fraction(1, 2) * 4
+    assert measured["dp", "gradients", "all_reduce"] == (5, 2 * sum(sizes.values()) * Fraction(1, 2) * 4)
+
+
+def test_one_process_sends_nothing():
+    measured, expected, *_ = counted(tiny_config(1))
+    assert measured == expected == {}
+
+
+def check_collectives():
+    """all_reduce, all_gather, reduce_scatter do what the table in comm.py says, and count what it says."""
+    mesh = Mesh()
+    n, rank = mesh.dp.size, mesh.dp.rank
+    x = torch.arange(6.0) + 10 * rank
+    assert comm.all_reduce(x.clone(), mesh.dp, "t").wait().tolist() == [n * i + 10 * sum(range(n)) for i in range(6)]
+    assert comm.all_reduce(x.clone(), mesh.dp, "t", op="max").wait().tolist() == [i + 10 * (n - 1) for i in range(6)]
+    gathered = comm.all_gather(x.view(3, 2), mesh.dp, "t").wait()
+    assert gathered.shape == (3 * n, 2) and gathered.flatten().tolist() == [i + 10 * r for r in range(n) for i in range(6)]
+    part = comm.reduce_scatter(torch.arange(2.0 * n) + rank, mesh.dp, "t").wait()
+    assert part.tolist() == [n * i + sum(range(n)) for i in (2 * rank, 2 * rank + 1)]
+    assert mesh.ledger.rows == {
+        ("setup", "dp", "t", "all_reduce"): [2, 2 * Fraction(2 * (n - 1) * 24, n)],
+        ("setup", "dp", "t", "all_gather"): [1, Fraction((n - 1) * 24 * n, n)],
+        ("setup", "dp", "t", "reduce_scatter"): [1, Fraction((n - 1) * 8 * n, n)],
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_collectives(workers, ranks):
+    workers.check(ranks, check_collectives)
+
+
+def rank_algebra(tp):
+    mesh = Mesh(tp)
+    axes = mesh.world, mesh.dp, mesh.pp, mesh.tp
+    return [(axis.name, axis.ranks, axis.rank) for axis in axes]
+
+
+def test_tensor_parallel_ranks_are_neighbours(workers):
+    """rank = (dp_rank * pp + pp_rank) * tp + tp_rank."""
+    for rank, (world, dp, pp, tp) in enumerate(workers.run(6, rank_algebra, 2)):
+        assert world == ("world", (0, 1, 2, 3, 4, 5), rank)
+        assert dp == ("dp", (rank % 2, rank % 2 + 2, rank % 2 + 4), rank // 2)
+        assert pp == ("pp", (rank,), 0)
+        assert tp == ("tp", (rank // 2 * 2, rank // 2 * 2 + 1), rank % 2)
+
+
+def waits_in_vain():
+    """Rank 1 stays away from a sum: what rank 0 is told."""
+    mesh = Mesh(timeout=1.0)
+    if mesh.rank == 1:
+        import time
+
+        time.sleep(2.5)
+        return None
+    try:
+        comm.all_reduce(torch.zeros(3), mesh.dp, "gradients").wait()
+    except comm.CommunicationError as error:
+        return str(error)
+
+
+def test_a_rank_that_waits_too_long_says_for_whom(workers):
+    said, _ = workers.run(2, waits_in_vain)
+    assert said.startswith("rank 0 waited for ranks [1] in all_reduce of gradients over dp: ")
+
+
+def agrees(bad_rank):
+    axis = Mesh().world if torch.distributed.is_initialized() else Axis("world", (0,), 0, ledger.Ledger())
+
+    def action():
+        if axis.rank == bad_rank:
+            raise KeyError(f"rank {axis.rank} has no file")
+        return axis.rank
+
+    try:
+        return comm.agree(axis, KeyError, action)
+    except KeyError as error:
+        return error.args[0]
+
+
+def test_what_one_rank_cannot_do_stops_all_with_its_message(workers):
+    assert workers.run(3, agrees, None) == [0, 1, 2]
+    assert workers.run(3, agrees, 1) == ["'rank 1 has no file'"] * 3

@@ -1,0 +1,157 @@
+"""The model: its size, its function against plain PyTorch, and the step that runs it unit by unit."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import config as configuration
+import train
+from model import GPT
+from parallel.mesh import Mesh
+from test_layouts import micro_batches, tiny_config
+
+CPU = torch.device("cpu")
+
+PARAMETERS = {  # configs/NAME.py: parameters, the padded vocabulary included
+    "gpt2_345m": 354_871_296,  # as Megatron-LM counts them
+    "gpt2_7b": 6_658_498_560,  # with 2,024 positions
+    "gpt2_124m": 124_475_904,
+    "codeparrot_110m": 124_475_904,
+    "gpt3_1b3": 1_315_819_520,
+    "gpt3_13b": 12_853_626_880,
+    "tiny": 875_264,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_number_of_parameters(name):
+    """Counted without allocating any: parameters have no storage before zero.py gives it."""
+    c = configuration.load([f"configs/{name}.py"])
+    assert GPT(c, Mesh().tp).num_parameters() == PARAMETERS[name]
+    h, L, V = c.hidden_size, c.num_layers, c.padded_vocab_size
+    assert PARAMETERS[name] == V * h + c.positions * h + L * (12 * h * h + 13 * h) + 2 * h
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_every_configuration_runs_somewhere(name):
+    c = configuration.load([f"configs/{name}.py"])
+    assert configuration.check(c, world=c.tp) == 1
+
+
+def plain_gpt(run, ids, targets):
+    """The same model in plain PyTorch on the same weights: the loss of every token."""
+    c, w = run.config, {p.spec.name: p for p in run.model.parameters()}
+
+    def norm(x, name):
+        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"])
+
+    b, s = ids.shape
+    x = F.embedding(ids, w["word.weight"]) + w["embedding.position"][:s]
+    for i in range(c.num_layers):
+        qkv_w, qkv_b = w[f"block{i}.qkv.weight"].flatten(0, 1), w[f"block{i}.qkv.bias"].flatten()
+        q, k, v = F.linear(norm(x, f"block{i}.ln1"), qkv_w, qkv_b).chunk(3, -1)
+        q, k, v = (t.view(b, s, c.num_attention_heads, -1).transpose(1, 2) for t in (q, k, v))
+        scores = (q @ k.transpose(2, 3) / math.sqrt(c.head_size)).masked_fill(torch.ones(s, s).triu(1) > 0, -torch.inf)
+        y = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        x = x + F.linear(y, w[f"block{i}.proj.weight"], w[f"block{i}.proj.bias"])
+        y = F.gelu(F.linear(norm(x, f"block{i}.ln2"), w[f"block{i}.fc1.weight"], w[f"block{i}.fc1.bias"]), approximate="tanh")
+        x = x + F.linear(y, w[f"block{i}.fc2.weight"], w[f"block{i}.fc2.bias"])
+    logits = F.linear(norm(x, "head.ln"), w["word.weight"])[..., : c.vocab_size]
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+
+
+@pytest.fixture
+def run():
+    run = train.build(tiny_config(1, init_method_std=0.2), Mesh(), CPU)
+    run.zero.initialize(1)
+    return run
+
+
+def samples(run, b=3):
+    return torch.randint(0, 50, (b, run.config.seq_length + 1), generator=torch.Generator().manual_seed(9))
+
+
+def test_losses_and_gradients_are_those_of_plain_pytorch(run):
+    """Through the executor: unit by unit, two micro-batches, all of `torch.autograd` left out of the hand-written parts."""
+    tokens = samples(run, 6)
+    with torch.no_grad():
+        batch = run.model.micro_batch(tokens[:, :-1], tokens[:, 1:])
+        expected = plain_gpt(run, tokens[:, :-1], tokens[:, 1:])
+        assert torch.allclose(run.model(batch), expected, rtol=1e-12)
+
+    parts = iter([run.model.micro_batch(t[:, :-1], t[:, 1:]) for t in tokens.split(3)])
+    run.zero.zero_grad()
+    loss = run.executor.run(parts, 2, 8.0, 1)
+    ours = {p.spec.name: p.grad.clone() for p in run.model.parameters()}
+    for p in run.model.parameters():
+        p.grad = None
+    mean = plain_gpt(run, tokens[:, :-1], tokens[:, 1:]).mean()
+    mean.backward()
+    assert torch.allclose(loss, mean.detach(), rtol=1e-12)
+    for p in run.model.parameters():  # eight times: the loss scale
+        assert torch.allclose(ours[p.spec.name], 8 * p.grad, rtol=1e-10, atol=1e-14), p.spec.name
+
+
+def test_the_token_after_is_not_seen(run):
+    """Changing id number 5 changes no loss before it."""
+    tokens = samples(run)
+    changed = tokens.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % 50
+    with torch.no_grad():
+        a, b = (run.model(run.model.micro_batch(t[:, :-1], tokens[:, 1:])).view(3, -1) for t in (tokens, changed))
+    assert torch.equal(a[:, :5], b[:, :5]) and not torch.isclose(a[:, 5:], b[:, 5:]).any()
+
+
+def test_padded_entries_of_the_vocabulary_get_no_gradient(run):
+    tokens = samples(run)
+    run.zero.zero_grad()
+    run.executor.run(iter([run.model.micro_batch(tokens[:, :-1], tokens[:, 1:])]), 1, 1.0, 1)
+    gradient = dict((p.spec.name, p.grad) for p in run.model.parameters())["word.weight"]
+    assert gradient.shape == (128, 16) and not gradient[50:].any() and gradient[:50].any(1).all()
+
+
+def test_dropout_acts_in_training_only_and_on_every_site():
+    """Embedding and both branches of each block drop their own elements; evaluation drops none."""
+    config = tiny_config(1, dropout=0.5)
+    run = train.build(config, Mesh(), CPU)
+    run.zero.initialize(1)
+    sites = []
+    run.model.units[0].ops = run.model.units[1].ops = run.model.units[2].ops = type("Ops", (), {
+        **{name: staticmethod(getattr(run.model.units[0].ops, name)) for name in ("layer_norm", "gelu", "attention")},
+        "dropout": staticmethod(lambda x, rows, rate, seed, site: sites.append((site, rate, seed)) or x),
+    })  # fmt: skip
+    tokens = samples(run)
+    run.model(run.model.micro_batch(tokens[:, :-1], tokens[:, 1:], torch.arange(3)))
+    assert sites == [(site, 0.5, config.seed) for site in range(5)]
+    sites.clear()
+    run.model(run.model.micro_batch(tokens[:, :-1], tokens[:, 1:]))
+    assert [rate for _, rate, _ in sites] == [0.0] * 5
+
+
+def test_flat_buffers_hold_everything_in_its_range(run):
+    """Parameters are views; ranges are cut/decay, in order; alignment; the padding is never written."""
+    batches = micro_batches(run)
+    for _ in range(2):
+        train.train_step(run, batches)
+    assert set(run.zero.units) == {"word", "embedding", "block0", "block1", "head"}
+    for unit in run.zero.units.values():
+        covered = torch.zeros(unit.size)
+        for i, p in enumerate(unit.params):
+            begin, end = unit.offsets[i], unit.offsets[i] + p.numel()
+            assert p.data_ptr() == unit.param[begin:].data_ptr() and p.grad.data_ptr() == unit.grad[begin:].data_ptr()
+            assert begin % 16 == 0
+            (kind,) = [r[2:] for r in unit.ranges if r[0] <= begin and end <= r[1]]
+            assert kind == (p.spec.tp_dim is not None, p.spec.decay)
+            covered[begin:end] += 1
+        assert covered.max() == 1 and not unit.param[covered == 0].any()
+    block = run.zero.units["block0"]
+    assert [r[2:] for r in block.ranges] == [(True, True), (True, False), (False, False)]
+    tied = [p for unit in run.model.units for p in unit.parameters() if p.spec.name == "word.weight"]
+    assert len(tied) == 2 and tied[0] is tied[1]
+
+
+def test_the_tied_table_is_reduced_after_its_first_user(run):
+    """Backward leaves the head first: its half of the tied gradient is not the whole."""
+    assert run.executor.completes == [["embedding", "word"], ["block0"], ["block1"], ["head"]]

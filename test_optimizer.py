@@ -1,0 +1,201 @@
+"""Update rules against PyTorch's own; loss scale and learning rate against the log of a real run."""
+
+import math
+
+import pytest
+import torch
+
+import train
+from config import Config
+from parallel import optimizer
+from parallel.mesh import Mesh
+from parallel.optimizer import LossScale, learning_rate
+from test_layouts import micro_batches, tiny_config
+
+CPU = torch.device("cpu")
+
+
+def drawn(n, seed):
+    return torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("size", [5, optimizer.PIECE + 3])
+def test_adamw_is_torch_adamw(size):
+    w, moments = drawn(size, 0), [torch.zeros(size, dtype=torch.float64) for _ in range(2)]
+    theirs = torch.nn.Parameter(w.clone())
+    reference = torch.optim.AdamW([theirs], lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+    for update in range(1, 6):
+        theirs.grad = drawn(size, update)
+        reference.step()
+        optimizer.adamw(
+            w, theirs.grad * 4, moments, lr=1e-2, decay=0.1, scale=0.25, update=update, beta1=0.8, beta2=0.95, eps=1e-6
+        )
+        assert torch.allclose(w, theirs.detach(), rtol=1e-12)
+
+
+def test_sgd_is_torch_sgd():
+    w = drawn(5, 0)
+    theirs = torch.nn.Parameter(w.clone())
+    reference = torch.optim.SGD([theirs], lr=1e-2, weight_decay=0.1)
+    for update in range(5):
+        theirs.grad = drawn(5, update + 1)
+        reference.step()
+        optimizer.sgd(w, theirs.grad * 4, [], lr=1e-2, decay=0.1, scale=0.25)
+        assert torch.allclose(w, theirs.detach(), rtol=1e-12)
+
+
+# --- learning rate --------------------------------------------------------------------------------------------------
+
+
+def rates(updates, **fields):
+    c = Config(**{"lr": 1.0, "min_lr": 0.1, "train_iters": 100} | fields)
+    return [learning_rate(c, u) for u in updates]
+
+
+def test_cosine():
+    got = rates([1, 5, 10, 55, 100, 1000], lr_warmup_iters=10)
+    assert got == pytest.approx([0.1, 0.5, 1.0, 0.55, 0.1, 0.1])
+    assert rates([32], lr_warmup_iters=10) == pytest.approx([0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 22 / 90))])
+
+
+def test_linear_constant_and_wsd():
+    assert rates([5, 10, 55, 100], lr_warmup_iters=10, lr_decay_style="linear") == pytest.approx([0.5, 1, 0.55, 0.1])
+    assert rates([5, 10, 55, 500], lr_warmup_iters=10, lr_decay_style="constant") == pytest.approx([0.5, 1, 1, 1])
+    wsd = dict(lr_warmup_iters=10, lr_decay_style="wsd", lr_wsd_decay_iters=20)
+    assert rates([5, 10, 79, 80, 90, 100], **wsd) == pytest.approx([0.5, 1, 1, 1, 0.55, 0.1])
+
+
+def test_warmup_by_iterations_wins_over_the_fraction_of_the_decay():
+    assert rates([10], lr_warmup_fraction=0.5, lr_decay_iters=40) == pytest.approx([0.5])
+    assert rates([1], lr_warmup_iters=2, lr_warmup_fraction=0.5) == pytest.approx([0.5])
+    assert rates([1], lr_warmup_iters=0, lr_warmup_fraction=0.5)[0] > 0.99
+
+
+def test_a_warmup_longer_than_the_run_is_allowed():
+    assert rates([1, 100, 200, 201], lr_warmup_iters=200) == pytest.approx([0.005, 0.5, 1.0, 0.1])
+
+
+def test_learning_rates_of_a_real_log():
+    """Megatron-DeepSpeed's 345M: (iteration, skipped so far, learning rate). A skipped step does not move the schedule."""
+    c = Config(lr=0.00015, min_lr=1e-5, lr_decay_iters=320000, lr_warmup_fraction=0.01, train_iters=500000)
+    rows = [(100, 15, "3.984E-06"), (200, 15, "8.672E-06"), (600, 17, "2.733E-05"), (3000, 19, "1.397E-04")]
+    assert [f"{learning_rate(c, i - skipped):.3E}" for i, skipped, _ in rows] == [rate for *_, rate in rows]
+
+
+# --- loss scale -----------------------------------------------------------------------------------------------------
+
+
+def scales(overflows, scale=None, **fields):
+    loss_scale = scale or LossScale(Config(**fields), "fp16")
+    path = []
+    for overflow in overflows:
+        loss_scale.update(overflow)
+        path.append(loss_scale.scale)
+    return path
+
+
+def test_loss_scale_of_a_real_log():
+    """2^32; 15 overflows leave 2^18 (the first only uses up the hysteresis); two more by iteration 600 leave 2^16; it
+    doubles, and its patience is back, after 1,000 clean steps; of the two overflows by 2,800 only the second halves it."""
+    scale = LossScale(Config(), "fp16")
+    assert scales([True] * 15, scale)[-1] == 2**18
+    assert scales([False] * 485 + [True] * 2, scale)[-1] == 2**16
+    assert scales([False] * 999, scale)[-1] == 2**16 and scales([False], scale) == [2**17]
+    assert scales([False] * 1000, scale)[-1] == 2**18
+    assert scales([True, True], scale) == [2**18, 2**17]
+
+
+def test_loss_scale_has_a_floor_and_a_clean_count_starts_over():
+    assert scales([True] * 5, initial_loss_scale=4.0, hysteresis=1)[-1] == 1.0
+    path = scales([False, False, True, False, False, False], initial_loss_scale=8.0, loss_scale_window=3)
+    assert path == [8, 8, 8, 8, 8, 16]
+    assert scales([True] * 9, LossScale(Config(), "bf16")) == [1.0] * 9
+
+
+# --- the end of a step ----------------------------------------------------------------------------------------------
+
+
+def step_of(dtype="fp64", **fields):
+    run = train.build(tiny_config(1, dtype=dtype, **fields), Mesh(), CPU)
+    run.zero.initialize(1)
+    return run, micro_batches(run)
+
+
+def test_weight_decay_spares_biases_and_layer_norms():
+    """With no gradient at all, only what decays moves."""
+    run, _ = step_of(optimizer="sgd", weight_decay=0.5)
+    before = {p.spec.name: p.detach().clone() for p in run.model.parameters()}
+    run.zero.update(lr=0.1, scale=1.0)
+    for p in run.model.parameters():
+        expected = before[p.spec.name] * (0.95 if p.spec.decay else 1.0)
+        assert torch.allclose(p.detach(), expected), p.spec.name
+
+
+def test_the_clip_scales_the_update_and_the_log_has_the_norm_before_it():
+    (free, batches), (clipped, same_batches) = step_of(optimizer="sgd", clip_grad=0.0), step_of(optimizer="sgd", clip_grad=0.01)
+    start = [u.param.clone() for u in free.zero.units.values()]
+    a, b = train.train_step(free, batches), train.train_step(clipped, same_batches)
+    assert a.grad_norm == b.grad_norm > 0.01
+    for x, y, z in zip(start, free.zero.units.values(), clipped.zero.units.values(), strict=True):
+        w = x * (1 - 0.1 * a.lr)  # decay is not clipped; x has undecayed parts, where the difference cancels
+        moved, less = y.param - x, z.param - x
+        decayed = w - x
+        mask = torch.zeros_like(x)
+        for begin, end, _, decays in y.ranges:
+            mask[begin:end] = decays
+        expected = (moved - decayed * mask) * (0.01 / (a.grad_norm + 1e-6)) + decayed * mask
+        assert torch.allclose(less, expected, rtol=1e-9, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype, distance", [("fp32", 1e-4), ("bf16", 0.03), ("fp16", 0.01)])
+def test_lower_precision_trains_close_to_float64(dtype, distance):
+    """8 steps: every loss within the stated relative distance of float64's (fp16 without its 2^32 start, which skips)."""
+    exact, batches = step_of()
+    exact = [train.train_step(exact, batches).loss for _ in range(8)]
+    run, batches = step_of(dtype, initial_loss_scale=2.0**10)
+    steps = [train.train_step(run, batches) for _ in range(8)]
+    assert not any(step.skipped for step in steps)
+    assert max(abs(s.loss - e) / e for s, e in zip(steps, exact, strict=True)) < distance
+    assert exact[-1] < exact[0] - 0.1 and run.zero.units["block0"].master.dtype == torch.float32
+    if dtype != "fp32":  # 2 + 4 + 4 + 8 bytes a parameter
+        assert run.zero.units["block0"].param.dtype == train.DTYPES[dtype]
+
+
+def poisoned_step(config, victim, value):
+    """Three steps; in the second, rank `victim` finds `value` in one gradient. What each rank did, and its parameters."""
+    run = train.build(config, Mesh(config.tp), CPU)
+    run.zero.initialize(1)
+    batches, steps = micro_batches(run), []
+    for i in range(3):
+        if i == 1 and run.mesh.rank == victim:
+            reduce = run.zero.reduce
+
+            def poison(name, reduce=reduce):
+                if name == "block1":
+                    run.zero.units[name].grad[3] = value
+                reduce(name)
+
+            run.zero.reduce = poison
+        before = run.zero.units["block0"].param.clone()
+        step = train.train_step(run, batches)
+        if i == 1 and run.mesh.rank == victim:
+            run.zero.reduce = reduce
+        moved = not torch.equal(before, run.zero.units["block0"].param)
+        steps.append((step.skipped, moved, step.lr, step.loss_scale))
+    return steps, vars(run.counters), run.loss_scale.scale
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("dp, tp, sp", [(2, 1, False), (1, 2, True), (2, 2, False)])
+def test_an_overflow_on_one_rank_makes_every_rank_skip(workers, dp, tp, sp, value):
+    """Skipped steps advance the data, not the learning rate; the loss scale falls on every rank alike."""
+    config = tiny_config(
+        dp, tp, sequence_parallel=sp, dtype="fp16", initial_loss_scale=2.0**8, hysteresis=1, global_batch_size=8
+    )
+    results = workers.run(dp * tp, poisoned_step, config, dp * tp - 1, value)
+    assert all(result == results[0] for result in results)
+    steps, counters, scale = results[0]
+    assert [(skipped, moved) for skipped, moved, *_ in steps] == [(False, True), (True, False), (False, True)]
+    assert steps[1][2] == steps[2][2] == learning_rate(config, 2)
+    assert (steps[1][3], steps[2][3], scale) == (2.0**8, 2.0**7, 2.0**7)
+    assert counters == {"iteration": 3, "consumed_samples": 24, "updates": 2}

@@ -1,0 +1,284 @@
+"""Every hand-written forward and backward of tensor.py and reference.py against torch.nn.functional, in float64.
+
+What a layout does to one layer is held here to 1e-12: outputs, input gradients and weight gradients, each rank's part
+against the part of the whole. (What it does to the model: test_layouts.py.)
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import reference
+from model import GPT
+from parallel.mesh import Mesh, everyone
+from parallel.tensor import CrossEntropy, Embedding, Linear, ParamSpec
+from test_layouts import tiny_config
+
+SEED = 11
+
+
+def random(*shape, seed=SEED, **options):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed), **options)
+
+
+def with_buffer(p):
+    """A parameter as zero.py makes it: with a place for its gradient."""
+    p = torch.nn.Parameter(p.clone())
+    p.grad = torch.zeros_like(p)
+    return p
+
+
+def all_ranks_as_tp():
+    return Mesh(tp=everyone().size).tp
+
+
+def close(a, b):
+    assert a.shape == b.shape and torch.allclose(a, b, rtol=1e-12, atol=1e-12), (a - b).abs().max()
+
+
+# --- linear ---------------------------------------------------------------------------------------------------------
+
+
+def whole_linear(n, i, o):
+    """x, w, bias, dy and what F.linear makes of them: y, dx, dw, db."""
+    x, w, bias, dy = random(n, i).requires_grad_(), random(o, i, seed=1), random(o, seed=2), random(n, o, seed=3)
+    w, bias = w.requires_grad_(), bias.requires_grad_()
+    y = F.linear(x, w, bias)
+    y.backward(dy)
+    return x.detach(), w.detach(), bias.detach(), dy, y.detach(), x.grad, w.grad, bias.grad
+
+
+def check_column_parallel(enter, packed):
+    tp = all_ranks_as_tp()
+    x, w, bias, dy, y, dx, dw, db = whole_linear(8, 6, 24)
+
+    def mine(t, dim):
+        """This rank's part; of a packed tensor, of each of the three in it."""
+        if not packed:
+            return t.chunk(tp.size, dim)[tp.rank]
+        t = t.unflatten(dim, (3, -1))
+        return t.chunk(tp.size, dim + 1)[tp.rank].flatten(dim, dim + 1)
+
+    rows = slice(None) if enter == "copy" else slice(8 // tp.size * tp.rank, 8 // tp.size * (tp.rank + 1))
+    x = x[rows].clone().requires_grad_()
+    shape = (3, -1) if packed else (-1,)
+    our_w = with_buffer(mine(w, 0).unflatten(0, shape))
+    our_bias = with_buffer(mine(bias, 0).unflatten(0, shape))
+    out = Linear.apply(x, our_w, our_bias, enter, None, tp)
+    close(out.detach(), mine(y, 1))
+    out.backward(mine(dy, 1))
+    close(x.grad, dx[rows])
+    close(our_w.grad.flatten(0, -2), mine(dw, 0))
+    close(our_bias.grad.flatten(), mine(db, 0))
+
+
+def check_row_parallel(leave):
+    tp = all_ranks_as_tp()
+    x, w, bias, dy, y, dx, dw, db = whole_linear(8, 24, 6)
+    rows = slice(None) if leave == "all_reduce" else slice(8 // tp.size * tp.rank, 8 // tp.size * (tp.rank + 1))
+    x = x.chunk(tp.size, 1)[tp.rank].clone().requires_grad_()
+    our_w, our_bias = with_buffer(w.chunk(tp.size, 1)[tp.rank]), with_buffer(bias)
+    out = Linear.apply(x, our_w, our_bias, None, leave, tp)
+    close(out.detach(), y[rows])
+    out.backward(dy[rows])
+    close(x.grad, dx.chunk(tp.size, 1)[tp.rank])
+    close(our_w.grad, dw.chunk(tp.size, 1)[tp.rank])
+    close(our_bias.grad, dy[rows].sum(0))  # whole without sequence parallelism, else this rank's share
+    assert leave == "reduce_scatter" or torch.allclose(our_bias.grad, db)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("enter", ["copy", "all_gather"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_column_parallel_linear(workers, tp, enter, packed):
+    workers.check(tp, check_column_parallel, enter, packed)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("leave", ["all_reduce", "reduce_scatter"])
+def test_row_parallel_linear(workers, tp, leave):
+    workers.check(tp, check_row_parallel, leave)
+
+
+def test_gradients_accumulate_in_float32_under_bf16():
+    """What a micro-batch adds is not rounded to the parameter's dtype: 1 + 2^-9 needs more digits than bf16 has."""
+    w = torch.nn.Parameter(torch.ones(1, 1, dtype=torch.bfloat16))
+    w.grad_dtype = torch.float32
+    w.grad = torch.zeros(1, 1)
+    for x in (1.0, 2.0**-9):
+        x = torch.full((1, 1), x, dtype=torch.bfloat16, requires_grad=True)
+        Linear.apply(x, w, None, "copy", None, Mesh().tp).backward(torch.ones(1, 1, dtype=torch.bfloat16))
+    assert w.grad.item() == 1 + 2.0**-9
+
+
+# --- vocabulary -----------------------------------------------------------------------------------------------------
+
+V, REAL = 32, 27  # padded to 32: with 8 ranks of 4, the seventh holds three ids and the last none
+EDGES = [0, 3, 4, 7, 8, 15, 16, 19, 20, 23, 24, 26]  # first and last id of every shard
+
+
+def check_embedding(leave):
+    tp = all_ranks_as_tp()
+    table, ids = random(V, 6), torch.tensor([*EDGES, 3, 3, 0, 26])
+    dy = random(len(ids), 6, seed=1)
+    whole = table.clone().requires_grad_()
+    y = F.embedding(ids, whole)
+    y.backward(dy)
+    share = len(ids) // tp.size
+    rows = slice(None) if leave == "all_reduce" else slice(share * tp.rank, share * (tp.rank + 1))
+    ours = with_buffer(table.chunk(tp.size)[tp.rank])
+    out = Embedding.apply(ids, ours, leave, tp)
+    close(out.detach(), y.detach()[rows])
+    out.backward(dy[rows])
+    close(ours.grad, whole.grad.chunk(tp.size)[tp.rank])
+
+
+def check_cross_entropy(scale):
+    tp = all_ranks_as_tp()
+    logits, targets = random(len(EDGES), V) * scale, torch.tensor(EDGES)
+    logits[:, REAL:] = 1e6  # whatever a padded entry holds, it takes no part
+    logits[0, :REAL] = -1e4
+    logits[1, 5] = 1e4
+    dloss = random(len(EDGES), seed=1)
+    whole = logits[:, :REAL].clone().requires_grad_()
+    losses = F.cross_entropy(whole, targets, reduction="none")
+    losses.backward(dloss)
+    ours = logits.chunk(tp.size, 1)[tp.rank].clone().requires_grad_()
+    out = CrossEntropy.apply(ours, targets, REAL, tp)
+    close(out.detach(), losses.detach())
+    out.backward(dloss)
+    padded = F.pad(whole.grad, (0, V - REAL))
+    close(ours.grad, padded.chunk(tp.size, 1)[tp.rank])
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("leave", ["all_reduce", "reduce_scatter"])
+def test_vocab_parallel_embedding(workers, tp, leave):
+    workers.check(tp, check_embedding, leave)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_vocab_parallel_cross_entropy(workers, tp, scale):
+    workers.check(tp, check_cross_entropy, scale)
+
+
+def test_cross_entropy_gradcheck():
+    targets = torch.tensor([0, 4, 2])
+    logits = random(3, 8).requires_grad_()
+    assert torch.autograd.gradcheck(lambda z: CrossEntropy.apply(z, targets, 5, Mesh().tp), logits)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
+def test_cross_entropy_computes_in_float32(dtype, tolerance):
+    logits = (random(4, 50000) * 3).to(dtype).requires_grad_()
+    targets = torch.tensor([0, 1, 2, 3])
+    losses = CrossEntropy.apply(logits, targets, 50000, Mesh().tp)
+    exact = F.cross_entropy(logits.double(), targets, reduction="none")
+    assert losses.dtype == torch.float32 and torch.allclose(losses.double(), exact, rtol=1e-6)
+    losses.sum().backward()
+    expected = torch.softmax(logits.detach().double(), 1)
+    expected[range(4), targets] -= 1
+    assert logits.grad.dtype == dtype and torch.allclose(logits.grad.double(), expected, rtol=tolerance, atol=1e-7)
+
+
+# --- reference.py ---------------------------------------------------------------------------------------------------
+
+
+def test_layer_norm_and_gelu_are_what_their_docstrings_say():
+    x, w, b = random(5, 7), random(7, seed=1), random(7, seed=2)
+    expected = (x - x.mean(1, keepdim=True)) / (x.var(1, correction=0, keepdim=True) + 1e-5).sqrt() * w + b
+    close(reference.layer_norm(x, w, b), expected)
+    close(reference.gelu(x), x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))))
+
+
+def test_attention_is_causal_softmax():
+    b, s, heads, d = 2, 5, 3, 4
+    qkv = random(b, s, 3, heads, d)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    scores = (q @ k.transpose(2, 3) / d**0.5).masked_fill(torch.ones(s, s).triu(1).bool(), -torch.inf)
+    close(reference.attention(qkv), (scores.softmax(-1) @ v).transpose(1, 2))
+
+
+def test_attention_with_a_cache_is_attention_without():
+    qkv, cache = random(2, 6, 3, 2, 4), []
+    steps = [reference.attention(qkv[:, :3], cache)] + [reference.attention(qkv[:, i : i + 1], cache) for i in (3, 4, 5)]
+    close(torch.cat(steps, 1), reference.attention(qkv))
+
+
+def mask(rows, columns=64, rate=0.25, seed=1, site=0):
+    return reference.dropout_mask(torch.as_tensor(rows), columns, rate, seed, site)
+
+
+def test_dropout_masks_are_functions_of_seed_site_row_and_column():
+    rows = torch.arange(100) + 2**40  # a long run: sample number * s exceeds 32 bits
+    whole = mask(rows)
+    assert torch.equal(whole[40:60], mask(rows[40:60])), "a shard of the rows has the shard of the mask"
+    assert torch.equal(whole, mask(rows)), "replayed, it is the same"
+    others = [mask(rows, seed=2), mask(rows, site=1), mask(rows + 100), mask(rows + 2**32)]
+    for other in others:  # independent: they agree as often as chance has it, 0.75^2 + 0.25^2
+        assert abs((whole == other).double().mean() - 0.625) < 0.03
+
+
+def test_dropout_masks_look_random():
+    m = mask(torch.arange(4096), columns=256, rate=0.1).double()
+    assert abs(m.mean() - 0.9) < 0.002  # 1e6 draws: 0.0003 is one standard deviation
+    assert (m.mean(0) - 0.9).abs().max() < 0.025 and (m.mean(1) - 0.9).abs().max() < 0.1
+    z = (m - 0.9) / 0.3
+    for down, right in [(0, 1), (1, 0), (1, 1), (0, 2), (2, 0), (64, 0), (256, 0), (1, 255)]:
+        shifted = z[down:, right:] * z[: 4096 - down, : 256 - right]
+        assert abs(shifted.mean()) < 6 / shifted.numel() ** 0.5, (down, right)
+
+
+def test_dropout_masks_never_change():
+    """A run that resumes under a newer version of this code must go on with the masks that it had."""
+    bits = mask(torch.tensor([0, 1, 10**12]), columns=16, rate=0.5, seed=1234, site=3).int()
+    assert ["".join(map(str, row)) for row in bits.tolist()] == GOLDEN
+
+
+GOLDEN = ["1010001100011000", "1101100000100001", "1000001100101101"]
+
+
+def test_dropout_scales_and_its_backward_uses_the_same_mask():
+    x, rows = random(6, 8).requires_grad_(), torch.arange(6)
+    y = reference.dropout(x, rows, 0.25, seed=1, site=2)
+    close(y.detach(), x.detach() * mask(rows, 8, site=2).double() / 0.75)
+    y.sum().backward()
+    close(x.grad, mask(rows, 8, site=2).double() / 0.75)
+    assert torch.autograd.gradcheck(lambda x: reference.dropout(x, rows, 0.25, 1, 2), x)
+    assert reference.dropout(x, rows, 0.0, 1, 2) is x
+
+
+# --- logical parameters ---------------------------------------------------------------------------------------------
+
+
+def test_initial_weights_depend_on_seed_and_name_only():
+    spec = ParamSpec("block0", "block0.fc1.weight", (64, 16), 0, True, 0.02)
+    assert torch.equal(spec.initial(1), spec.initial(1))
+    assert not torch.equal(spec.initial(1), spec.initial(2))
+    other = ParamSpec("block1", "block1.fc1.weight", (64, 16), 0, True, 0.02)
+    assert not torch.equal(spec.initial(1), other.initial(1))
+    assert abs(spec.initial(1).std() - 0.02) < 0.002 and spec.initial(1).dtype == torch.float32
+
+
+def test_initial_weights_never_change():
+    spec = ParamSpec("word", "word.weight", (4,), 0, True, 1.0)
+    assert spec.initial(1234).tolist() == pytest.approx(GOLDEN_WEIGHTS, abs=1e-6)
+
+
+GOLDEN_WEIGHTS = [0.053421, 1.114251, 1.515838, 0.976252]
+
+
+def test_the_table_of_names():
+    """Every parameter once; matrices decay, biases and LayerNorms do not; what feeds the residual starts smaller."""
+    config = tiny_config(1)
+    specs = GPT(config, Mesh().tp).specs()
+    assert len(specs) == 2 + 12 * config.num_layers + 2
+    for name, spec in specs.items():
+        assert spec.decay == (len(spec.shape) > 1 and not name.endswith("bias")), name
+        residual = "proj.weight" in name or "fc2.weight" in name
+        std = 0.02 / 2 if residual else 0.02  # sqrt(2 * 2 layers) = 2
+        assert spec.std == (pytest.approx(std) if spec.decay else 0.0), name
+        assert spec.mean == (1.0 if ".ln" in name and name.endswith("weight") else 0.0), name
+    assert specs["block1.qkv.weight"].shape == (3, 16, 16) and specs["block1.qkv.weight"].tp_dim == 1
+    assert specs["block1.qkv.bias"].shape == (3, 16) and specs["block1.qkv.bias"].tp_dim == 1
