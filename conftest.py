@@ -3,8 +3,8 @@
     def test_something(workers):
         results = workers.run(4, function, *arguments)      # by ranks 0 .. 3, results in their order
 
-`function` is a module-level function of a test file; an exception in any rank fails the test with that rank's traceback. A run
-in which some rank never answers is ended, and the processes are started anew for the next test.
+`function` is a module-level function of a test file; an exception in any rank fails the test with that rank's
+traceback. A run in which some rank never answers is ended, and the processes are started anew for the next test.
 """
 
 import json

@@ -2,10 +2,10 @@
 
     python generate.py out/tiny --prompt "def hello_world():" --temperature=0.8 --top_k=50
 
-The prompt goes through the model once; then each new token does, alone. What attention needs of the tokens before, their keys
-and values, is kept in a cache, so that a token costs one pass over the weights and not over the text. Sampling: divide the
-logits by the temperature, keep the `top_k` largest and of these the fewest that hold `top_p` of the probability (nucleus
-sampling, Holtzman et al., arXiv 1904.09751), draw.
+The prompt goes through the model once; then each new token does, alone. What attention needs of the tokens before,
+their keys and values, is kept in a cache, so that a token costs one pass over the weights and not over the text.
+Sampling: divide the logits by the temperature, keep the `top_k` largest and of these the fewest that hold `top_p` of
+the probability (nucleus sampling, Holtzman et al., arXiv 1904.09751), draw.
 """
 
 import argparse
@@ -52,8 +52,11 @@ def draw(logits, temperature, top_k, top_p, generator):
 
 @torch.no_grad()
 def generate(model, ids, count, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-    """Yields `count` ids that go on from the list `ids`. Raises nothing: a text longer than the model's positions goes on
-    with its last half as the context."""
+    """Yields `count` ids that go on from the list `ids`.
+
+    The model knows no position beyond its last: a text that gets there goes on with its last `positions // 2` tokens as
+    the context.
+    """
     device = next(model.parameters()).device
     positions = model.config.positions
     ids, new, start, caches = list(ids), list(ids), 0, [[] for _ in range(model.config.num_layers)]

@@ -157,7 +157,7 @@ class GPT(nn.Module):
         return sum(math.prod(spec.shape) for spec in self.specs().values())
 
     def micro_batch(self, ids, targets=None, samples=None, start=0, caches=None):
-        """ids, targets [b, s]; samples [b]: their numbers in the run, None without dropout; start: the first position."""
+        """ids, targets [b, s]; samples [b]: their numbers in the run, None: no dropout; start: the first position."""
         b, s = ids.shape
         row = torch.arange(b * s, device=ids.device)
         if self.config.sequence_parallel:

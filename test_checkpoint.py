@@ -1,5 +1,6 @@
 """Checkpoints: any layout loads what any other saved, resuming changes no bit, nothing half-written is ever seen."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -36,7 +37,7 @@ def test_runs_say_where_every_element_of_a_part_of_a_part_lies(shape, tp_dim, tp
         local = whole if tp_dim is None else whole.chunk(tp, tp_dim)[rank]
         local = local.flatten()
         edges = [len(local) * i // cuts for i in range(cuts + 1)]
-        for begin, end in zip(edges, edges[1:], strict=False):
+        for begin, end in itertools.pairwise(edges):
             for at, offset, length in checkpoint.runs(spec, begin, end, rank, tp):
                 assert begin <= at and at + length <= end and length > 0
                 assert (rebuilt[offset : offset + length] == -1).all(), "written twice"
@@ -99,10 +100,14 @@ def test_resuming_changes_no_bit(workers, straight, tokens_dir, tmp_path, ranks,
     assert arrays(tmp_path / "step_10") == arrays(reference / "step_10")
     if dtype == "fp16":
         scales = [row[3] for row in curve(reference)]
-        assert min(scales) < scales[0] and any(b > a for a, b in zip(scales, scales[1:], strict=False))
+        assert min(scales) < scales[0] and any(b > a for a, b in itertools.pairwise(scales))
 
 
-@pytest.mark.parametrize("before, after", [((1, 1, False), (4, 2, True)), ((4, 2, True), (3, 1, False)), ((4, 4, False), (2, 1, False))])
+@pytest.mark.parametrize(
+    "before, after",
+    [((1, 1, False), (4, 2, True)), ((4, 2, True), (3, 1, False)), ((4, 4, False), (2, 1, False))],
+    ids=str,
+)
 def test_any_layout_goes_on_from_any_other(workers, straight, tokens_dir, tmp_path, before, after):
     """Five steps in one layout, five in another, in float64: the curve of one process, to ten digits."""
     reference = straight(1, dtype="fp64")
@@ -140,8 +145,8 @@ def tiny_specs():
 
 def test_what_contradicts_the_checkpoint_is_refused_by_name(straight, tokens_dir, tmp_path):
     out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
-    other = dict(num_layers=3, hidden_size=32, num_attention_heads=4, seq_length=4, vocab_size=51, seed=1, optimizer="sgd")
-    for name, value in other.items():
+    other = dict(num_layers=3, hidden_size=32, num_attention_heads=4, seq_length=4, vocab_size=51, seed=1)
+    for name, value in (other | dict(optimizer="sgd")).items():
         with pytest.raises(UserError, match=rf"^{name}={value}: the checkpoint .*/step_10 has {name}="):
             go(configured(out, tokens_dir, train_iters=12, **{name: value}))
     other_tokens = write_tokens(tmp_path / "gpt2", tokenizer="gpt2")

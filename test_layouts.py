@@ -1,9 +1,9 @@
 """The central promise: every layout trains the same model.
 
-In float64, a layout's losses and gradient norms must equal those of one process, its initial parameters bit for bit, and
-its parameters after eight steps to ten digits. Clipping acts in every step, there are at least three micro-batches,
-and each layout runs under SGD (where a wrong gradient scale shows at once) and AdamW, with and without dropout, with and
-without recomputation. Red when (each was put in by hand once): see DEFECTS below.
+In float64, a layout's losses and gradient norms must equal those of one process, its initial parameters bit for bit,
+and its parameters after eight steps to ten digits. Clipping acts in every step, there are at least three
+micro-batches, and each layout runs under SGD (where a wrong gradient scale shows at once) and AdamW, with and without
+dropout, with and without recomputation. Red when (each was put in by hand once): see DEFECTS below.
 """
 
 import functools
@@ -41,7 +41,7 @@ def tiny_config(dp, tp=1, **fields):
 
 
 def micro_batches(run, vocab_size=50):
-    """The data of every layout: sample g is a function of g, and worth learning (an id is mostly the last one plus 1)."""
+    """The data of every layout: sample g is a function of g, and worth learning (most ids are the last one plus 1)."""
     c, dp = run.config, run.mesh.dp
     dice = torch.randint(0, vocab_size, (1000, c.seq_length + 1), generator=torch.Generator().manual_seed(5))
     table = (dice // 10 - 1).clamp(1).cumsum(1).add(dice[:, :1]) % vocab_size
@@ -109,9 +109,7 @@ def specs():
 @pytest.mark.parametrize("dp, tp, sp", LAYOUTS, ids=lambda x: str(x))
 def test_every_layout_trains_the_same_model(workers, dp, tp, sp):
     for optimizer, dropout, recompute in MODES:
-        config = tiny_config(
-            dp, tp, sequence_parallel=sp, optimizer=optimizer, dropout=dropout, recompute=recompute
-        )
+        config = tiny_config(dp, tp, sequence_parallel=sp, optimizer=optimizer, dropout=dropout, recompute=recompute)
         results = workers.run(dp * tp, train_tiny, config)
         assert_same_model(results, one_process(optimizer, dropout), config, specs())
 

@@ -58,7 +58,8 @@ def check_collectives():
     assert comm.all_reduce(x.clone(), mesh.dp, "t").wait().tolist() == [n * i + 10 * sum(range(n)) for i in range(6)]
     assert comm.all_reduce(x.clone(), mesh.dp, "t", op="max").wait().tolist() == [i + 10 * (n - 1) for i in range(6)]
     gathered = comm.all_gather(x.view(3, 2), mesh.dp, "t").wait()
-    assert gathered.shape == (3 * n, 2) and gathered.flatten().tolist() == [i + 10 * r for r in range(n) for i in range(6)]
+    assert gathered.shape == (3 * n, 2)
+    assert gathered.flatten().tolist() == [i + 10 * r for r in range(n) for i in range(6)]
     part = comm.reduce_scatter(torch.arange(2.0 * n) + rank, mesh.dp, "t").wait()
     assert part.tolist() == [n * i + sum(range(n)) for i in (2 * rank, 2 * rank + 1)]
     assert mesh.ledger.rows == {

@@ -56,8 +56,8 @@ def plain_gpt(run, ids, targets):
         scores = (q @ k.transpose(2, 3) / math.sqrt(c.head_size)).masked_fill(torch.ones(s, s).triu(1) > 0, -torch.inf)
         y = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
         x = x + F.linear(y, w[f"block{i}.proj.weight"], w[f"block{i}.proj.bias"])
-        y = F.gelu(F.linear(norm(x, f"block{i}.ln2"), w[f"block{i}.fc1.weight"], w[f"block{i}.fc1.bias"]), approximate="tanh")
-        x = x + F.linear(y, w[f"block{i}.fc2.weight"], w[f"block{i}.fc2.bias"])
+        y = F.linear(norm(x, f"block{i}.ln2"), w[f"block{i}.fc1.weight"], w[f"block{i}.fc1.bias"])
+        x = x + F.linear(F.gelu(y, approximate="tanh"), w[f"block{i}.fc2.weight"], w[f"block{i}.fc2.bias"])
     logits = F.linear(norm(x, "head.ln"), w["word.weight"])[..., : c.vocab_size]
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
 
@@ -74,7 +74,7 @@ def samples(run, b=3):
 
 
 def test_losses_and_gradients_are_those_of_plain_pytorch(run):
-    """Through the executor: unit by unit, two micro-batches, all of `torch.autograd` left out of the hand-written parts."""
+    """Through the executor: unit by unit, two micro-batches."""
     tokens = samples(run, 6)
     with torch.no_grad():
         batch = run.model.micro_batch(tokens[:, :-1], tokens[:, 1:])
@@ -85,6 +85,7 @@ def test_losses_and_gradients_are_those_of_plain_pytorch(run):
     run.zero.zero_grad()
     loss = run.executor.run(parts, 2, 8.0, 1)
     ours = {p.spec.name: p.grad.clone() for p in run.model.parameters()}
+    squared_norm = run.zero.local_squared_norm()
     for p in run.model.parameters():
         p.grad = None
     mean = plain_gpt(run, tokens[:, :-1], tokens[:, 1:]).mean()
@@ -92,6 +93,8 @@ def test_losses_and_gradients_are_those_of_plain_pytorch(run):
     assert torch.allclose(loss, mean.detach(), rtol=1e-12)
     for p in run.model.parameters():  # eight times: the loss scale
         assert torch.allclose(ours[p.spec.name], 8 * p.grad, rtol=1e-10, atol=1e-14), p.spec.name
+    norm = torch.nn.utils.get_total_norm([p.grad for p in run.model.parameters()])  # the tied table is in there once
+    assert torch.allclose(squared_norm.sqrt(), 8 * norm, rtol=1e-12)
 
 
 def test_the_token_after_is_not_seen(run):

@@ -76,7 +76,7 @@ def test_a_warmup_longer_than_the_run_is_allowed():
 
 
 def test_learning_rates_of_a_real_log():
-    """Megatron-DeepSpeed's 345M: (iteration, skipped so far, learning rate). A skipped step does not move the schedule."""
+    """Megatron-DeepSpeed's 345M: (iteration, skipped so far, learning rate). A skipped step moves no schedule."""
     c = Config(lr=0.00015, min_lr=1e-5, lr_decay_iters=320000, lr_warmup_fraction=0.01, train_iters=500000)
     rows = [(100, 15, "3.984E-06"), (200, 15, "8.672E-06"), (600, 17, "2.733E-05"), (3000, 19, "1.397E-04")]
     assert [f"{learning_rate(c, i - skipped):.3E}" for i, skipped, _ in rows] == [rate for *_, rate in rows]
@@ -95,8 +95,8 @@ def scales(overflows, scale=None, **fields):
 
 
 def test_loss_scale_of_a_real_log():
-    """2^32; 15 overflows leave 2^18 (the first only uses up the hysteresis); two more by iteration 600 leave 2^16; it
-    doubles, and its patience is back, after 1,000 clean steps; of the two overflows by 2,800 only the second halves it."""
+    """2^32; 15 overflows leave 2^18 (the first only uses up the hysteresis); two more by iteration 600 leave 2^16;
+    after 1,000 clean steps it doubles, and its patience is back: of two overflows by 2,800 only one halves it."""
     scale = LossScale(Config(), "fp16")
     assert scales([True] * 15, scale)[-1] == 2**18
     assert scales([False] * 485 + [True] * 2, scale)[-1] == 2**16
@@ -132,7 +132,8 @@ def test_weight_decay_spares_biases_and_layer_norms():
 
 
 def test_the_clip_scales_the_update_and_the_log_has_the_norm_before_it():
-    (free, batches), (clipped, same_batches) = step_of(optimizer="sgd", clip_grad=0.0), step_of(optimizer="sgd", clip_grad=0.01)
+    free, batches = step_of(optimizer="sgd", clip_grad=0.0)
+    clipped, same_batches = step_of(optimizer="sgd", clip_grad=0.01)
     start = [u.param.clone() for u in free.zero.units.values()]
     a, b = train.train_step(free, batches), train.train_step(clipped, same_batches)
     assert a.grad_norm == b.grad_norm > 0.01
@@ -149,7 +150,7 @@ def test_the_clip_scales_the_update_and_the_log_has_the_norm_before_it():
 
 @pytest.mark.parametrize("dtype, distance", [("fp32", 1e-4), ("bf16", 0.03), ("fp16", 0.01)])
 def test_lower_precision_trains_close_to_float64(dtype, distance):
-    """8 steps: every loss within the stated relative distance of float64's (fp16 without its 2^32 start, which skips)."""
+    """8 steps: every loss within the stated relative distance of float64's (fp16 from a scale that does not skip)."""
     exact, batches = step_of()
     exact = [train.train_step(exact, batches).loss for _ in range(8)]
     run, batches = step_of(dtype, initial_loss_scale=2.0**10)
@@ -162,7 +163,7 @@ def test_lower_precision_trains_close_to_float64(dtype, distance):
 
 
 def poisoned_step(config, victim, value):
-    """Three steps; in the second, rank `victim` finds `value` in one gradient. What each rank did, and its parameters."""
+    """Three steps; in the second, rank `victim` finds `value` in one gradient. What this rank did."""
     run = train.build(config, Mesh(config.tp), CPU)
     run.zero.initialize(1)
     batches, steps = micro_batches(run), []

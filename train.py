@@ -11,8 +11,8 @@ training state; `train_step` is one update:
     one all_reduce of four numbers                     here                    loss, squared gradient norm, stop flags
     skip (overflow), or clip and update                parallel/zero.py
 
-and `train` goes on with that until train_iters. Everything random is a function of (seed, position), so the state of a run
-is its weights and moments and the few counters in `Counters`.
+and `train` goes on with that until train_iters. Everything random is a function of (seed, position), so the state of
+a run is its weights and moments and the few counters in `Counters`.
 """
 
 import contextlib
@@ -210,11 +210,15 @@ def evaluate(run, tokens):
 class Signals:
     """Reasons to stop between two steps: SIGTERM or Ctrl-C (a second Ctrl-C stops at once); a launcher that died."""
 
-    def __init__(self):
+    def __enter__(self):
         self.stop = False
         self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._received)
+        self.before = [(number, signal.signal(number, self._received)) for number in (signal.SIGTERM, signal.SIGINT)]
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.before:
+            signal.signal(number, handler)
 
     def _received(self, number, _):
         self.stop = True
@@ -231,6 +235,13 @@ class Interval:
     def __init__(self):
         self.losses, self.skipped, self.nans = [], 0, 0
         self.start = time.perf_counter()
+
+    @contextlib.contextmanager
+    def paused(self):
+        """What is not training does not count as its time."""
+        began = time.perf_counter()
+        yield
+        self.start += time.perf_counter() - began
 
     def add(self, step):
         self.losses.append(step.loss)
@@ -262,7 +273,10 @@ class Interval:
 
 
 def train(run, tokens, validation, logger, signals):
-    """Steps until train_iters or a reason to stop. Returns True if all of train_iters are done."""
+    """Steps until train_iters or a reason to stop. Returns True if all of train_iters are done.
+
+    tokens, validation: `data.Tokens`; validation may be None.
+    """
     c, mesh, counters = run.config, run.mesh, run.counters
 
     def due(interval):
@@ -286,8 +300,8 @@ def train(run, tokens, validation, logger, signals):
                 logger.log(**row)
                 interval = Interval()
             if due(c.save_interval) or last or step.stop:
-                save(run, tokens.meta["tokenizer"])
-                interval = Interval() if not interval.losses else interval
+                with interval.paused():
+                    save(run, tokens.meta["tokenizer"])
             if step.stop and not last:
                 logger.say(f"stopped after iteration {counters.iteration}; the same command goes on from there")
                 return False
@@ -340,14 +354,20 @@ def run_training(config, mesh, device):
         def open_log():
             size, iteration = mesh.world.size, run.counters.iteration
             return Logger(
-                config, device, size, rank=mesh.rank, dtype=run.dtype, train_iters=config.train_iters, iteration=iteration
+                config,
+                device,
+                size,
+                rank=mesh.rank,
+                dtype=run.dtype,
+                train_iters=config.train_iters,
+                iteration=iteration,
             )
 
         logger = agree(mesh.world, UserError, open_log)
         stack.callback(logger.close)
         if run.counters.iteration >= config.train_iters:
             logger.say(f"nothing to do: {path} is at iteration {run.counters.iteration} of {config.train_iters}")
-        elif train(run, tokens["train"], tokens.get("val"), logger, Signals()):
+        elif train(run, tokens["train"], tokens.get("val"), logger, stack.enter_context(Signals())):
             logger.say(f"trained to iteration {run.counters.iteration}; python generate.py {config.out_dir}")
         if config.ledger and run.steps:
             logger.say(ledger_table(run))

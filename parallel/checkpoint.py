@@ -6,10 +6,11 @@
         block0.qkv.weight.moment0  ...    AdamW's two moments
         ...
 
-A rank has, of each unit's flat buffer, one piece to write: its data parallel shard (`Unit.shard`), which may begin and end
-in the middle of a parameter that is itself a tensor parallel part of the logical one. Both cuts together are a list of
-byte runs (`runs`), written with `pwrite` into the one file that all ranks share, and read back by the same runs from a
-memmap by whatever ranks a later layout has. There is no conversion tool because there is nothing to convert.
+A rank has, of each unit's flat buffer, one piece to write: its data parallel shard (`Unit.shard`), which may begin
+and end in the middle of a parameter that is itself a tensor parallel part of the logical one. Both cuts together are
+a list of byte runs (`runs`), written with `pwrite` into the one file that all ranks share, and read back by the same
+runs from a memmap by whatever ranks a later layout has. There is no conversion tool because there is nothing to
+convert.
 
 A checkpoint is written into `step_N.writing`, flushed by every rank, and renamed when all are done: under its final
 name it is always whole. The latest one is found by looking. Nothing is ever unpickled.
@@ -206,7 +207,8 @@ def refuse_contradictions(path, index, config, tokenizer):
             raise UserError(f"{name}={now[name]}: the checkpoint {path} has {name}={then[name]}")
     if index["tokenizer"] != tokenizer:
         raise UserError(
-            f"data_dir={config.data_dir}: its tokenizer is {tokenizer}, but the checkpoint {path} has {index['tokenizer']}"
+            f"data_dir={config.data_dir}: its tokenizer is {tokenizer}, "
+            f"but the checkpoint {path} has {index['tokenizer']}"
         )
 
 

@@ -1,8 +1,8 @@
 """The update rules, on flat buffers; the loss scale; the learning rate.
 
-Slide "深層学習の用語説明" has SGD and Adam. Its Adam differs from Kingma and Ba's (arXiv 1412.6980) in three places: the
-gradient is added to the moments, not subtracted; epsilon stands outside the root; and the bias corrections (1 - beta^t)
-are missing. What is below is AdamW (Loshchilov and Hutter, arXiv 1711.05101): decay acts on the weight itself.
+Slide "深層学習の用語説明" has SGD and Adam. Its Adam differs from Kingma and Ba's (arXiv 1412.6980) in three places:
+they add the gradient to the moments, where the slide subtracts it; their epsilon stands outside the root; and where the
+slide has a factor b^(t+1), they divide the moments by 1 - beta^t. What is below is AdamW (Loshchilov and Hutter, arXiv 1711.05101): decay acts on the weight itself.
 
     m = b1 m + (1 - b1) g      w -= lr (decay w + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))
     v = b2 v + (1 - b2) g^2
@@ -38,8 +38,8 @@ RULES = {"sgd": (sgd, 0), "adamw": (adamw, 2)}  # name: (rule, moments that it k
 def learning_rate(c, update):
     """The rate of the `update`-th update (from 1; skipped steps do not count). `c`: the configuration.
 
-    Linear warm-up to `lr`, then down to `min_lr` at `lr_decay_iters`; `min_lr` afterwards. A warm-up longer than the run,
-    or than the decay, is allowed: the rate then just rises as far as it comes.
+    Linear warm-up to `lr`, then down to `min_lr` at `lr_decay_iters`; `min_lr` afterwards. A warm-up longer than the
+    run, or than the decay, is allowed: the rate then just rises as far as it comes.
     """
     end = c.lr_decay_iters or c.train_iters
     warmup = c.lr_warmup_iters if c.lr_warmup_iters >= 0 else c.lr_warmup_fraction * end

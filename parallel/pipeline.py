@@ -9,10 +9,10 @@ with the gradient that the unit after it left at its input:
     forward     x0 -> [embedding] -> y0 | x1 = y0.detach() -> [block] -> y1 | ...  -> [head] -> losses
     backward    dL/dx1 = x1.grad  <-  [block].backward(x2.grad)  <-  ...
 
-So everything that a scheme wants to do between two units is a plain line here, not a hook: with full recomputation a block
-keeps only x and runs again just before its backward (one block's activations at a time; Chen et al., arXiv 1604.06174);
-a unit's gradients are reduced as soon as the last micro-batch has left it, while those below still compute (slide
-"データ並列 (DP)"; overlap as in PyTorch's DDP, Li et al., arXiv 2006.15704).
+So everything that a scheme wants to do between two units is a plain line here, not a hook: with full recomputation a
+block keeps only x and runs again just before its backward (one block's activations at a time; Chen et al., arXiv
+1604.06174); a unit's gradients are reduced as soon as the last micro-batch has left it, while those below still
+compute (slide "データ並列 (DP)"; overlap as in PyTorch's DDP, Li et al., arXiv 2006.15704).
 """
 
 import torch
@@ -30,7 +30,8 @@ class Executor:
     def _last_users(self):
         """completes[i]: the stored units whose gradient is whole once backward has left unit i of the model.
 
-        Backward runs from the last unit to the first, so that a tied table is whole after the *first* unit that uses it.
+        Backward runs from the last unit to the first, so that a tied table is whole after the *first* unit that uses
+        it.
         """
         completes, seen = [], set()
         for unit in self.model.units:
@@ -42,8 +43,8 @@ class Executor:
     def run(self, micro_batches, count, loss_scale, data_ranks):
         """Forward and backward of `count` micro-batches, drawn from the iterator `micro_batches`.
 
-        Gradients are left in the units' flat buffers, their reduction started. Returns this data rank's part of the mean
-        loss over all micro-batches and data ranks, a float64 scalar on the device.
+        Gradients are left in the units' flat buffers, their reduction started. Returns this data rank's part of the
+        mean loss over all micro-batches and data ranks, a float64 scalar on the device.
 
         The loss that is back-propagated is divided here, once: the mean over a micro-batch's tokens, over the step's
         micro-batches and over the data ranks (whose gradients are then summed), times the loss scale.

@@ -1,8 +1,9 @@
 """Tensor parallelism: a layer's matrices, cut over t ranks (slide "テンソル並列").
 
-Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3; sequence parallelism: Korthikanti et al. (arXiv 2205.05198),
-section 4.2. A transformer block is two pairs of linears. The first of a pair is cut by columns (its outputs), the second
-by rows (its inputs), so that between them every rank works on its own heads or its own part of the MLP:
+Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3; sequence parallelism: Korthikanti et al. (arXiv
+2205.05198), section 4.2. A transformer block is two pairs of linears. The first of a pair is cut by columns (its
+outputs), the second by rows (its inputs), so that between them every rank works on its own heads or its own part of
+the MLP:
 
         x --f-->  Y_i = x A_i^T  -->  gelu / attention  -->  Z_i = Y_i B_i^T  --g-->  z = sum_i Z_i
               column parallel            all local                row parallel
@@ -13,17 +14,17 @@ by rows (its inputs), so that between them every rank works on its own heads or 
     leave   all_reduce (g) all_reduce of y    nothing               y is whole on every rank
             reduce_scatter reduce_scatter y   all_gather of dy      y is cut by tokens (sequence parallel)
 
-Activations are [n, h], n = b s the tokens of the micro-batch, sample after sample. Sequence parallelism gives each rank
-n/t consecutive rows of them wherever they are not inside a pair: LayerNorm, dropout and residual then cost 1/t of the
-memory and the work, and all_reduce = reduce_scatter + all_gather, so the bytes stay the same. It makes one thing new: what
-is replicated (LayerNorm, row-parallel bias, position embedding) now sees only part of the tokens on each rank, so that its
-gradient is a partial sum, which `zero.py` adds up over tp at the end of the step.
+Activations are [n, h], n = b s the tokens of the micro-batch, sample after sample. Sequence parallelism gives each
+rank n/t consecutive rows of them wherever they are not inside a pair: LayerNorm, dropout and residual then cost 1/t
+of the memory and the work, and all_reduce = reduce_scatter + all_gather, so the bytes stay the same. It makes one
+thing new: what is replicated (LayerNorm, row-parallel bias, position embedding) now sees only part of the tokens on
+each rank, so that its gradient is a partial sum, which `zero.py` adds up over tp at the end of the step.
 
-**What can overlap.** The slide says that tensor parallel communication can't be hidden. In forward that is so: g's sum is the
-very next thing that is needed. In backward it is not: dx needs its all_reduce, but the weight gradient dW = dy^T x does
-not wait for it. `Linear.backward` starts the first, computes the second, then waits; with sequence parallelism the
-gather of x for dW likewise travels while dx is computed. What is left bare is g's half: the forward sums, and
-(sequence parallel) the gather of dy.
+**What can overlap.** The slide says that tensor parallel communication can't be hidden. In forward that is so: g's
+sum is the very next thing that is needed. In backward it is not: dx needs its all_reduce, but the weight gradient dW
+= dy^T x does not wait for it. `Linear.backward` starts the first, computes the second, then waits; with sequence
+parallelism the gather of x for dW likewise travels while dx is computed. What is left bare is g's half: the forward
+sums, and (sequence parallel) the gather of dy.
 
 Costs per layer and micro-batch: 8 bsh (t-1)/t elements sent (`ledger.py`); memory and work of the matrices 1/t.
 """

@@ -8,8 +8,8 @@ the n data parallel ranks share out instead of each keeping a copy:
       0     whole                                       whole        whole         all_reduce of gradients: 2P (n-1)/n
       1-3   the next chapters: shared out, from left to right
 
-This file has stage 0, plain data parallelism, laid out for the others: everything is per unit; a buffer is padded so that
-it divides into n equal shards; reduction, norm and update never look inside a buffer beyond its four ranges:
+This file has stage 0, plain data parallelism, laid out for the others: everything is per unit; a buffer is padded so
+that it divides into n equal shards; reduction, norm and update never look inside a buffer beyond its four ranges:
 
     | cut over tp, decays | cut over tp, no decay | replicated, decays | replicated, no decay | padding |
                                                    ^-- its norm counts once over tp; partial under sequence parallelism
@@ -17,8 +17,8 @@ it divides into n equal shards; reduction, norm and update never look inside a b
 so that the global norm and weight decay are arithmetic on ranges, wherever a shard begins or ends.
 
 Bytes per parameter (bf16): parameters 2, gradients 4, master weights 4, moments 8: 18. In fp32 the parameters are
-their own master weights: 16. Gradients accumulate over micro-batches in the master dtype, float32 (float64 in fp64 runs),
-whatever the parameters are in.
+their own master weights: 16. Gradients accumulate over micro-batches in the master dtype, float32 (float64 in fp64
+runs), whatever the parameters are in.
 """
 
 import math
@@ -35,8 +35,9 @@ ALIGN = 16  # elements: every parameter and every shard begins at a multiple of 
 class Unit:
     """The flat buffers of the parameters that are gathered, reduced and updated together.
 
-    param, grad, master, moments: the buffers; params: this rank's parameters, in the buffers' order; offsets[i]: where params[i] begins; size: elements, padding included;
-    ranges: [(begin, end, cut over tp, decays)] in order, without the padding at the end.
+    param, grad, master, moments: the buffers; params: this rank's parameters, in the buffers' order; offsets[i]:
+    where params[i] begins; size: elements, padding included; ranges: [(begin, end, cut over tp, decays)] in order,
+    without the padding at the end.
     """
 
     def __init__(self, name, params, dp, dtype, master_dtype, moments, device, training):

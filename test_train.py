@@ -1,0 +1,264 @@
+"""The program as its users run it: torchrun, signals, mistakes, and what is left behind."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import log
+import train
+from conftest import write_tokens
+from errors import UserError
+from parallel import checkpoint
+from parallel.mesh import Mesh
+from test_checkpoint import configured, curve, go
+from test_layouts import micro_batches
+
+HERE = Path(__file__).parent
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def config_file(tokens_dir, tmp_path):
+    """A tiny run as a file; its out_dir is tmp_path/out."""
+    file = tmp_path / "micro.py"
+    file.write_text(
+        f"data_dir = {tokens_dir!r}\nout_dir = {str(tmp_path / 'out')!r}\nvocab_size = 50\nnum_layers = 2\n"
+        "hidden_size = 16\nnum_attention_heads = 2\nseq_length = 8\nmicro_batch_size = 2\nglobal_batch_size = 8\n"
+        "train_iters = 6\nlog_interval = 2\nlr = 1e-2\ndtype = 'fp64'\n"
+    )
+    return str(file)
+
+
+def torchrun(ranks, *arguments, **options):
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--master_port=0"]
+    command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "train.py", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, cwd=HERE, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def test_torchrun_trains_and_reports(config_file, tmp_path):
+    """Megatron's line, the memory line, the timers, validation, the ledger; metrics.jsonl and a checkpoint."""
+    process = torchrun(2, config_file, "--tp=2", "--sequence_parallel", "--ledger", "--eval_iters=2")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "8,768 parameters, 2 layers of 16; dp=1 tp=2 sequence_parallel=True recompute=none; fp64 on cpu" in out
+    assert len(re.findall(r"^ iteration +\d+/ +6 \| consumed samples: .* \| TFLOPs: [\d.]+ \|$", out, re.M)) == 3
+    assert "[Rank 0] (after 2 iterations) memory (MB) | resident" in out
+    phases = ["forward-compute", "backward-compute", "grad-reduce", "optimizer", "batch-generator"]
+    assert re.search(r"time \(ms\) \| " + r" \| ".join(rf"{p}: [\d.]+" for p in phases), out)
+    assert "validation loss at iteration 6 | lm loss value: " in out
+    rows = [
+        [cell.strip() for cell in line.split("|")] for line in out.splitlines() if line.startswith(("tp ", "world "))
+    ]
+    assert len(rows) == 9 and all(measured == formula for *_, measured, formula in rows)
+    assert ["tp", "activations", "all_gather"] in [row[:3] for row in rows]
+    metrics = log.read_metrics(tmp_path / "out" / "metrics.jsonl")
+    assert list(metrics) == [2, 4, 6] and metrics[6]["consumed_tokens"] == 6 * 8 * 8
+    assert "validation_loss" in metrics[6] and "validation_loss" not in metrics[4]
+    assert checkpoint.all_steps(tmp_path / "out") == [6]
+
+
+def wait_for(condition, process, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.05)
+
+
+def workers_of(launcher):
+    """The train.py processes that a torchrun started, as the system lists them."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    return [int(pid) for pid in children]
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+
+
+@linux
+def test_sigterm_on_one_rank_saves_the_same_step_everywhere(config_file, tmp_path):
+    """Each process exits with 0, and the same command goes on from there."""
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    process = torchrun(2, config_file, "--train_iters=100000", "--log_interval=1")
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
+    os.kill(workers_of(process)[1], signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    (step,) = checkpoint.all_steps(tmp_path / "out")
+    assert f"stopped after iteration {step}; the same command goes on from there" in out
+    assert list(log.read_metrics(metrics))[-1] == step
+    index = checkpoint.read_index(tmp_path / "out" / f"step_{step}")
+    assert index["counters"] == {"iteration": step, "consumed_samples": 8 * step, "updates": step}
+
+
+@linux
+def test_a_killed_rank_stops_the_others_and_nobody_saves(config_file, tmp_path):
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    process = torchrun(2, config_file, "--train_iters=100000", "--log_interval=1")
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
+    os.kill(workers_of(process)[1], signal.SIGKILL)
+    process.communicate(timeout=90)
+    assert process.returncode != 0 and checkpoint.all_steps(tmp_path / "out") == []
+
+
+@linux
+def test_workers_stop_when_their_launcher_dies(config_file, tmp_path):
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    process = torchrun(2, config_file, "--train_iters=100000", "--log_interval=1")
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
+    pids = workers_of(process)
+    process.kill()
+    deadline = time.monotonic() + 60
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, "orphans go on training"
+        time.sleep(0.1)
+    process.communicate()
+    assert checkpoint.all_steps(tmp_path / "out") == []
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_mistake_is_one_line_from_rank_0_and_exit_code_2(config_file):
+    process = torchrun(2, config_file, "--tp=3")
+    out, err = process.communicate(timeout=120)
+    ours = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert ours == ["error: num_attention_heads=2 is not a multiple of tp=3: a tensor parallel rank has whole heads"]
+    assert process.returncode != 0 and "exitcode  : 2" in err and "Traceback" not in out
+
+
+def main(monkeypatch, capsys, *arguments):
+    """train.py in this process: (exit code, stdout, stderr)."""
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest's handlers stay
+    code = 0
+    try:
+        train.exit_on_user_error(train.main)
+    except SystemExit as stop:
+        code = stop.code
+    return code, *capsys.readouterr()
+
+
+def test_one_process_without_torchrun(config_file, monkeypatch, capsys, tmp_path):
+    code, out, _ = main(monkeypatch, capsys, config_file)
+    assert code == 0 and f"trained to iteration 6; python generate.py {tmp_path}/out" in out
+    code, out, _ = main(monkeypatch, capsys, config_file)
+    assert code == 0 and "nothing to do" in out
+    code, out, _ = main(monkeypatch, capsys, "--help")
+    assert code == 0 and "--lr_warmup_fraction=0.0" in out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--tp=2"], "the number of processes=1 is not a multiple of tp * pp=2"),
+        (["--data_dir=nowhere"], "nowhere"),
+        (["--vocab_size=49"], "vocab_size=49"),
+        (["--seq_length=5000"], "seq_length=5000"),
+        (["--resume=nowhere"], "resume=nowhere: there is no checkpoint in nowhere"),
+        (["--eval_only"], "resume=auto: there is no checkpoint in"),
+        (["--out_dir=/dev/null/x"], "out_dir=/dev/null/x: Not a directory"),
+        (["--tensorboard=x"], "tensorboard=x: tensorboard is not installed"),
+    ],
+)
+def test_mistakes_stop_before_training(config_file, monkeypatch, capsys, arguments, message):
+    if arguments == ["--tensorboard=x"]:
+        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    code, out, err = main(monkeypatch, capsys, config_file, *arguments)
+    assert code == 2 and message in err and err.startswith("error: ") and err.count("\n") == 1
+    assert "iteration        " not in out
+
+
+def test_a_second_run_in_the_same_folder_is_refused(config_file, tokens_dir, tmp_path):
+    with train.lock(tmp_path / "out"), pytest.raises(UserError, match="another run is training there"):
+        go(configured(tmp_path / "out", tokens_dir))
+    go(configured(tmp_path / "out", tokens_dir, train_iters=1))
+
+
+def validation_losses(config):
+    go(config)
+    return list(log.read_metrics(Path(config.out_dir) / "metrics.jsonl").values())[-1]["validation_loss"]
+
+
+@pytest.mark.parametrize("ranks, tp, size", [(3, 1, 1), (4, 2, 2), (1, 1, 5)])
+def test_validation_is_over_all_ranks(workers, tokens_dir, tmp_path, ranks, tp, size):
+    """The same windows whatever dp, tp and micro-batch: 87 of them, which nothing here divides."""
+    fields = dict(train_iters=1, eval_iters=100, dtype="fp64", global_batch_size=60)
+    expected = validation_losses(configured(tmp_path / "one", tokens_dir, micro_batch_size=30, **fields))
+    config = configured(tmp_path / "many", tokens_dir, tp=tp, micro_batch_size=size, **fields)
+    assert workers.run(ranks, validation_losses, config) == pytest.approx([expected] * ranks, rel=1e-12)
+
+
+def test_eval_only_takes_a_checkpoints_loss_on_any_split(tokens_dir, tmp_path, capsys):
+    """Not one file changes, and training could go on meanwhile: no lock is asked for."""
+    config = configured(tmp_path, tokens_dir, train_iters=4, eval_iters=100)
+    trained = validation_losses(config)
+    before = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*"))
+    said = {}
+    with train.lock(tmp_path / "elsewhere"):
+        for split in ("val", "test"):
+            config = configured(tmp_path, tokens_dir, train_iters=0, eval_iters=100, eval_only=True, split=split)
+            capsys.readouterr()
+            go(config)
+            said[split] = capsys.readouterr().out
+    assert f"validation loss at iteration 4 | lm loss value: {trained:.6E}" in said["val"]
+    assert "lm loss value" in said["test"] and said["test"] != said["val"]
+    after = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*") if "elsewhere" not in str(p))
+    assert [p for p in after if p[0] != tmp_path] == [p for p in before if p[0] != tmp_path]
+
+
+def test_epochs_stand_for_iterations(tokens_dir, tmp_path):
+    """3,999 // 8 = 499 samples an epoch, 24 a step: half an epoch is 10 steps."""
+    go(configured(tmp_path, tokens_dir, train_iters=0, train_epochs=0.5, lr_decay_iters=0))
+    assert checkpoint.all_steps(tmp_path) == [10]
+
+
+def test_the_logged_loss_is_the_mean_over_interval_micro_batches_and_ranks(workers, tokens_dir, tmp_path):
+    go(configured(tmp_path / "each", tokens_dir, train_iters=4))
+    workers.run(3, go, configured(tmp_path / "three", tokens_dir, train_iters=4, log_interval=4))
+    losses = [row[0] for row in curve(tmp_path / "each")]
+    assert curve(tmp_path / "three")[0][0] == pytest.approx(sum(losses) / 4, rel=1e-12)
+
+
+def test_an_empty_validation_split_is_an_error_only_for_who_reads_it(tmp_path):
+    data_dir = write_tokens(tmp_path / "tokens", val=0)
+    with pytest.raises(UserError, match="val"):
+        go(configured(tmp_path / "a", data_dir))
+    go(configured(tmp_path / "b", data_dir, eval_iters=0, train_iters=1))
+
+
+def test_a_nan_loss_is_counted_and_does_not_touch_the_weights(tokens_dir, tmp_path):
+    run = train.build(configured(tmp_path, tokens_dir), Mesh(), CPU)
+    run.zero.initialize(1)
+    run.zero.units["head"].master.fill_(torch.nan)
+    before = run.zero.units["block0"].param.clone()
+    step = train.train_step(run, micro_batches(run))
+    interval = train.Interval()
+    interval.add(step)
+    assert step.skipped and (interval.nans, interval.skipped) == (1, 1)
+    assert torch.equal(before, run.zero.units["block0"].param)
+
+
+def test_metrics_are_json_at_full_precision(tokens_dir, tmp_path):
+    go(configured(tmp_path, tokens_dir, train_iters=2))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    promised = (
+        "iteration consumed_samples consumed_tokens lm_loss grad_norm lr loss_scale global_batch_size "
+        "skipped_iterations nan_iterations iteration_ms samples_per_second tokens_per_second tflops hardware_tflops "
+        "mfu data_wait_ms"
+    ).split()
+    assert all(set(promised) <= set(row) for row in rows) and len(rows) == 2
+    assert rows[0]["mfu"] == "unknown" and len(repr(rows[0]["lm_loss"])) > 12
