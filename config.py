@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from errors import UserError
+from parallel import schedules
 
 
 @dataclass
@@ -38,13 +39,13 @@ class Config:
     data_dir: str = "data/stdlib_bytes"  # folder that prepare.py wrote
     micro_batch_size: int = 8  # samples that one forward and backward takes at once, on one data rank
     global_batch_size: int = 8  # samples of one update, over all micro-batches and data ranks
-    rampup_batch_size: str = ""  # start,increment,samples: grow the global batch
+    rampup_batch_size: str = ""  # start,increment,samples: grow the global batch to its size over so many samples
     train_iters: int = 0  # updates to train for (or say train_epochs)
     train_epochs: float = 0.0  # passes over the training tokens; stands for train_iters
     seed: int = 1234  # of initial weights, data order and dropout
 
     # -- optimizer
-    optimizer: str = "adamw"  # adamw, sgd
+    optimizer: str = "adamw"  # adamw, sgd; lamb and lars: a rate for each tensor, for large batches
     lr: float = 1e-3  # peak learning rate
     min_lr: float = 0.0  # learning rate at the end of the decay
     lr_decay_style: str = "cosine"  # cosine, linear, constant, wsd (warm-up, stable, decay)
@@ -56,6 +57,7 @@ class Config:
     adam_beta1: float = 0.9  # decay of the first moment
     adam_beta2: float = 0.999  # decay of the second moment
     adam_eps: float = 1e-8  # added to the root of the second moment
+    lars_coefficient: float = 1e-3  # lars: how far a step may move a tensor, relative to its norm
     clip_grad: float = 1.0  # largest global gradient norm (0: no clipping)
 
     # -- numbers
@@ -70,9 +72,10 @@ class Config:
     tp: int = 1  # tensor parallel ranks
     pp: int = 1  # pipeline stages
     sequence_parallel: bool = False  # shard over tp also what lies between the tensor parallel layers
-    zero: int = 0  # ZeRO stage
-    schedule: str = "1f1b"  # pipeline schedule
-    chunks: int = 1  # model chunks per pipeline rank
+    zero: int = 0  # share over dp: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too
+    schedule: str = "1f1b"  # pipeline schedule: gpipe, 1f1b, interleaved, zb-h1, zb-h2, chimera
+    chunks: int = 1  # interleaved: parts of the model that each pipeline rank holds
+    offload: bool = False  # optimizer state, and its update, in the CPU's memory
     recompute: str = "none"  # none, full: keep a block's input only, and run it again in backward
 
     # -- run
@@ -105,23 +108,17 @@ class Config:
 
 
 CHOICES = {
-    "optimizer": ("adamw", "sgd"),
+    "optimizer": ("adamw", "sgd", "lamb", "lars"),
     "lr_decay_style": ("cosine", "linear", "constant", "wsd"),
     "dtype": ("auto", "fp64", "fp32", "bf16", "fp16"),
     "kernels": ("auto", "torch"),
     "recompute": ("none", "full"),
     "split": ("train", "val", "test"),
-}
-NOT_BUILT = {  # field: the one value that is built so far
-    "pp": 1,
-    "zero": 0,
-    "schedule": "1f1b",
-    "chunks": 1,
-    "rampup_batch_size": "",
+    "zero": (0, 1, 2, 3),
 }
 POSITIVE = (
     "num_layers hidden_size num_attention_heads seq_length vocab_size micro_batch_size global_batch_size "
-    "tp log_interval loss_scale_window hysteresis initial_loss_scale min_loss_scale adam_eps "
+    "tp pp chunks log_interval loss_scale_window hysteresis initial_loss_scale min_loss_scale adam_eps "
     "comm_timeout init_method_std"
 ).split()
 NOT_NEGATIVE = (
@@ -194,6 +191,27 @@ def from_text(field, text):
         raise UserError(f"--{field.name}={text}: should be {wanted}") from None
 
 
+def rampup(c):
+    """(start, increment, samples) of `rampup_batch_size`; without one, the batch starts at its size. Raises UserError."""
+    if not c.rampup_batch_size:
+        return c.global_batch_size, c.global_batch_size, 1
+    numbers = re.fullmatch(r"(\d+),(\d+),(\d+)", c.rampup_batch_size.replace(" ", ""))
+    start, increment, samples = map(int, numbers.groups()) if numbers else (0, 0, 0)
+    if not (0 < start <= c.global_batch_size and increment > 0 and samples > 0):
+        raise UserError(
+            f"rampup_batch_size={c.rampup_batch_size}: should be start,increment,samples, as 16,8,30000, "
+            f"with a start of at most global_batch_size={c.global_batch_size}"
+        )
+    return start, increment, samples
+
+
+def global_batch_size_at(c, consumed_samples):
+    """The global batch of the step that begins after so many samples. Slide "データ並列": 途中からbatch sizeを上げる."""
+    start, increment, samples = rampup(c)
+    steps = (c.global_batch_size - start) // increment  # of growth, spread evenly over `samples`
+    return start + increment * min(steps, consumed_samples * steps // samples)
+
+
 def help_text():
     """Every field with its default and the comment beside it, as they stand in `Config`."""
     lines = ["python train.py [CONFIG.py] [--field=value ...]     (the default is configs/tiny.py)"]
@@ -209,12 +227,9 @@ def help_text():
 def check(config, world):
     """Refuse, by name, what cannot work on `world` processes. Raises UserError; returns the data parallel size."""
     c = config
-    for name, value in NOT_BUILT.items():
-        if getattr(c, name) != value:
-            raise UserError(f"{name}={getattr(c, name)}: not built yet; only {name}={value} works")
     for name, choices in CHOICES.items():
         if getattr(c, name) not in choices:
-            raise UserError(f"{name}={getattr(c, name)}: should be one of {', '.join(choices)}")
+            raise UserError(f"{name}={getattr(c, name)}: should be one of {', '.join(map(str, choices))}")
     for name in POSITIVE + NOT_NEGATIVE:
         value = getattr(c, name)
         if not (value > 0 or (value == 0 and name in NOT_NEGATIVE)) or value == float("inf"):
@@ -251,5 +266,17 @@ def check_layout(c, world):
         divides("tp", c.tp, "seq_length", c.seq_length, ": sequence_parallel shards the tokens")
     divides("tp * pp", c.tp * c.pp, "the number of processes", world)
     dp = world // (c.tp * c.pp)
-    divides("micro_batch_size * dp", c.micro_batch_size * dp, "global_batch_size", c.global_batch_size)
+    start, increment, _ = rampup(c)
+    divides(
+        "the increment of rampup_batch_size", increment, "the growth of global_batch_size", c.global_batch_size - start
+    )
+    for size in range(start, c.global_batch_size + 1, increment):
+        divides("micro_batch_size * dp", c.micro_batch_size * dp, "global_batch_size", size)
+        plan = schedules.build(c.schedule, c.pp, size // (c.micro_batch_size * dp), c.chunks)
+    parts = max(plan.parts) + 1
+    if c.num_layers < parts - 2:
+        raise UserError(
+            f"num_layers={c.num_layers}: too few for the {parts} parts of pp={c.pp}, chunks={c.chunks}; "
+            f"should be at least {parts - 2}"
+        )
     return dp

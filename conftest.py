@@ -83,7 +83,10 @@ class Workers:
                 self.stop()
                 pytest.fail(f"{function.__name__}: no answer from ranks {sorted(set(range(ranks)) - set(results))}")
             for pipe in ready:
-                good, value = pipe.recv()
+                try:
+                    good, value = pipe.recv()
+                except EOFError:
+                    good, value = False, "the process died"
                 results[self.pipes.index(pipe)] = value
                 if not good:  # the others may wait for it for ever
                     self.stop()

@@ -31,11 +31,11 @@ def load_model(path, device):
     index = checkpoint.read_index(found)
     known = {field.name for field in dataclasses.fields(Config)}
     config = Config(**{k: v for k, v in index["config"].items() if k in known})
-    config.tp, config.sequence_parallel = 1, False
+    config.tp, config.sequence_parallel, config.zero = 1, False, 0
     mesh = Mesh()
     model = GPT(config, mesh.tp)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    checkpoint.load(found, Zero(model, config, mesh, dtype, device, training=False))
+    checkpoint.load(found, Zero(model.units, lambda _: mesh.pp, config, mesh, dtype, device, training=False))
     return model, config, load_tokenizer(index["tokenizer"])
 
 

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import train
-from config import Config
+from config import Config, check
 from data import training_samples
+from errors import UserError
+from model import GPT
 from parallel.mesh import Mesh
 
 STEPS = 8
@@ -52,13 +54,18 @@ def micro_batches(run, vocab_size=50):
 
 
 def parameters(run):
-    """{name: this rank's part}, copied."""
-    return {p.spec.name: p.detach().clone() for unit in run.zero.units.values() for p in unit.params}
+    """{name: this rank's part over tp}, copied."""
+    parts = {}
+    for name, unit in run.zero.units.items():
+        run.zero.gather(name)
+        parts |= {p.spec.name: p.detach().clone() for p in unit.params}
+        run.zero.release(name)
+    return parts
 
 
 def train_tiny(config, steps=STEPS):
     """On one rank: (losses, gradient norms, parameters before, parameters after)."""
-    run = train.build(config, Mesh(config.tp), torch.device("cpu"))
+    run = train.build(config, Mesh(config.tp, config.pp), torch.device("cpu"))
     run.zero.initialize(config.seed)
     before, batches = parameters(run), micro_batches(run)
     done = [train.train_step(run, batches) for _ in range(steps)]
@@ -67,23 +74,22 @@ def train_tiny(config, steps=STEPS):
 
 
 @functools.cache
-def one_process(optimizer, dropout):
-    return train_tiny(tiny_config(1, optimizer=optimizer, dropout=dropout))
+def one_process(optimizer, dropout, steps=STEPS, **fields):
+    return train_tiny(tiny_config(1, optimizer=optimizer, dropout=dropout, **fields), steps)
 
 
 def gathered(parts, config, specs):
-    """Whole tensors from the parts of all ranks; what is replicated must be equal on all of them, bit for bit."""
+    """Whole tensors from the parts of all ranks. Copies must be equal bit for bit: on all data ranks, on all pipeline
+    ranks that hold a name (a tied table, Chimera's twins), and on all tensor ranks where it is not cut."""
     whole = {}
     for name, spec in specs.items():
-        mine = [part[name] for part in parts]
-        groups = [mine[i : i + config.tp] for i in range(0, len(mine), config.tp)]  # one per data rank
-        for group in groups:
-            assert all(torch.equal(a, b) for a, b in zip(group, groups[0], strict=True)), f"data ranks differ in {name}"
+        by_tp_rank = [[part[name] for part in parts[t :: config.tp] if name in part] for t in range(config.tp)]
+        for copies in by_tp_rank:
+            assert copies and all(torch.equal(copy, copies[0]) for copy in copies), f"copies of {name} differ"
+        pieces = [copies[0] for copies in by_tp_rank]
         if spec.tp_dim is None:
-            assert all(torch.equal(part, mine[0]) for part in mine), f"tensor ranks differ in {name}"
-            whole[name] = mine[0]
-        else:
-            whole[name] = torch.cat(groups[0], spec.tp_dim)
+            assert all(torch.equal(piece, pieces[0]) for piece in pieces), f"tensor ranks differ in {name}"
+        whole[name] = pieces[0] if spec.tp_dim is None else torch.cat(pieces, spec.tp_dim)
     return whole
 
 
@@ -100,10 +106,8 @@ def assert_same_model(results, reference, config, specs):
         assert distance <= 1e-10 * max(1, after[name].abs().max()), f"{name} is off by {distance:.1e}"
 
 
-def specs():
-    from model import GPT
-
-    return GPT(tiny_config(1), Mesh().tp).specs()
+def specs(num_layers=2):
+    return GPT(tiny_config(1, num_layers=num_layers), Mesh().tp).specs()
 
 
 @pytest.mark.parametrize("dp, tp, sp", LAYOUTS, ids=lambda x: str(x))
@@ -121,3 +125,94 @@ def test_micro_batches_and_recomputation_on_one_process(optimizer, dropout, reco
     for size in (1, 24):
         config = tiny_config(1, micro_batch_size=size, optimizer=optimizer, dropout=dropout, recompute=recompute)
         assert_same_model([train_tiny(config)], reference, config, specs())
+
+
+# --- the grid -------------------------------------------------------------------------------------------------------
+
+AXES = {
+    "dp": [1, 2, 4, 8],
+    "tp": [1, 2, 4, 8],
+    "pp": [1, 2, 4, 8],
+    "schedule": ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "chimera"],
+    "zero": [0, 1, 2, 3],
+    "sequence_parallel": [False, True],
+    "recompute": ["none", "full"],
+    "optimizer": ["sgd", "adamw", "lamb"],
+    "micro_batches": ["one", "fewer than stages", "stages", "not a multiple", "twice"],
+}
+
+
+def number_of_micro_batches(word, pp):
+    return {"one": 1, "fewer than stages": pp - 1, "stages": pp, "not a multiple": pp + 1, "twice": 2 * pp}[word]
+
+
+def fitted(dp, tp, pp, schedule, micro_batches, **fields):
+    """(configuration, processes) of a point of the grid; None if it does not fit, or is another point by another name."""
+    m = number_of_micro_batches(micro_batches, pp)
+    redundant = (
+        not 2 <= dp * tp * pp <= 8
+        or (pp == 1 and (schedule != "1f1b" or micro_batches in ("fewer than stages", "stages")))
+        or (pp == 2 and micro_batches == "fewer than stages")
+        or (dp == 1 and fields["zero"])
+        or (tp == 1 and fields["sequence_parallel"])
+    )
+    if redundant:
+        return None
+    chunks = 2 if schedule == "interleaved" else 1
+    layers = max(
+        3, pp * chunks - 1
+    )  # three, which two stages do not divide; or some stages of one block and some of none
+    config = tiny_config(
+        dp, tp, pp=pp, schedule=schedule, chunks=chunks, num_layers=layers, micro_batch_size=2,
+        global_batch_size=2 * dp * m, lr=5e-3, dropout=0.1, **fields,
+    )  # fmt: skip
+    try:
+        check(config, dp * tp * pp)
+    except UserError:  # a schedule that wants another number of micro-batches or stages
+        return None
+    return config, dp * tp * pp
+
+
+def points():
+    for values in itertools.product(*AXES.values()):
+        point = dict(zip(AXES, values, strict=True))
+        if fitted(**point):
+            yield point
+
+
+def covering(points):
+    """Points, chosen one after another for how many new pairs of values they bring, until every pair that fits is in."""
+    pairs = {i: set(itertools.combinations(point.items(), 2)) for i, point in enumerate(points)}
+    left, chosen = set().union(*pairs.values()), []
+    while left:
+        best = max(pairs, key=lambda i: len(pairs[i] & left))
+        left -= pairs[best]
+        chosen.append(points[best])
+    return chosen
+
+
+def check_point(workers, point):
+    config, ranks = fitted(**point)
+    same = dict(
+        num_layers=config.num_layers, global_batch_size=config.global_batch_size, micro_batch_size=2, lr=config.lr
+    )
+    reference = one_process(config.optimizer, config.dropout, 6, **same)
+    assert_same_model(workers.run(ranks, train_tiny, config, 6), reference, config, specs(config.num_layers))
+
+
+def name(point):
+    return "-".join(map(str, point.values())).replace(" ", "_")
+
+
+ALL_POINTS = list(points())
+
+
+@pytest.mark.parametrize("point", covering(ALL_POINTS), ids=name)
+def test_the_grid_covered(workers, point):
+    check_point(workers, point)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("point", ALL_POINTS, ids=name)
+def test_the_whole_grid(workers, point):
+    check_point(workers, point)

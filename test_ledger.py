@@ -12,23 +12,48 @@ from test_layouts import LAYOUTS, micro_batches, tiny_config
 
 
 def counted(config, steps=2):
-    run = train.build(config, Mesh(config.tp), torch.device("cpu"))
+    run = train.build(config, Mesh(config.tp, config.pp), torch.device("cpu"))
     run.zero.initialize(config.seed)
     batches = micro_batches(run)
     for _ in range(steps):
         train.train_step(run, batches)
-    item = train.DTYPES[run.dtype].itemsize
-    units = list(run.zero.units.values())
-    expected = ledger.formulas(config, run.mesh, item, run.zero.master_dtype.itemsize, units)
+    (m,) = run.steps
+    expected = ledger.formulas(config, run.mesh, run.executor, run.zero, m)
     sizes = {name: unit.size for name, unit in run.zero.units.items()}
-    return run.mesh.ledger.per_step(steps), expected, sizes, train.ledger_table(run)
+    return run.mesh.ledger.per_step(steps), expected, sizes, train.ledger_tables(run)
 
 
 @pytest.mark.parametrize("dp, tp, sp", [x for x in LAYOUTS if x[:2] in [(2, 1), (1, 2), (3, 2), (2, 2), (1, 4)]])
 @pytest.mark.parametrize("recompute, dtype", [("none", "fp64"), ("full", "bf16")])
 def test_the_ledger_equals_the_formulas(workers, dp, tp, sp, recompute, dtype):
     config = tiny_config(dp, tp, sequence_parallel=sp, recompute=recompute, dtype=dtype)
-    for measured, expected, _, table in workers.run(dp * tp, counted, config):
+    check_ledger(workers.run(dp * tp, counted, config))
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(
+    "dp, tp, pp, schedule", [(3, 1, 1, "1f1b"), (2, 2, 1, "1f1b"), (2, 1, 2, "zb-h1"), (2, 1, 4, "chimera")]
+)
+def test_the_ledger_of_zero_and_pipelines(workers, zero, dp, tp, pp, schedule):
+    size = 3 if schedule == "chimera" else 8 // dp
+    config = tiny_config(
+        dp, tp, pp=pp, schedule=schedule, zero=zero, micro_batch_size=size, dtype="bf16", recompute="full"
+    )
+    check_ledger(workers.run(dp * tp * pp, counted, config))
+
+
+@pytest.mark.parametrize(
+    "schedule, chunks", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h2", 1), ("chimera", 1)]
+)
+def test_the_ledger_of_every_schedule(workers, schedule, chunks):
+    config = tiny_config(
+        1, 2, pp=2, schedule=schedule, chunks=chunks, sequence_parallel=True, micro_batch_size=6, num_layers=4
+    )
+    check_ledger(workers.run(4, counted, config))
+
+
+def check_ledger(results):
+    for measured, expected, _, table in results:
         assert measured == expected
         assert all(f"{float(count):,.0f}" in table for _, count in expected.values())
 

@@ -83,7 +83,7 @@ def test_losses_and_gradients_are_those_of_plain_pytorch(run):
 
     parts = iter([run.model.micro_batch(t[:, :-1], t[:, 1:]) for t in tokens.split(3)])
     run.zero.zero_grad()
-    loss = run.executor.run(parts, 2, 8.0, 1)
+    loss = run.executor.run(parts, 2, 8.0)
     ours = {p.spec.name: p.grad.clone() for p in run.model.parameters()}
     squared_norm = run.zero.local_squared_norm()
     for p in run.model.parameters():
@@ -110,7 +110,7 @@ def test_the_token_after_is_not_seen(run):
 def test_padded_entries_of_the_vocabulary_get_no_gradient(run):
     tokens = samples(run)
     run.zero.zero_grad()
-    run.executor.run(iter([run.model.micro_batch(tokens[:, :-1], tokens[:, 1:])]), 1, 1.0, 1)
+    run.executor.run(iter([run.model.micro_batch(tokens[:, :-1], tokens[:, 1:])]), 1, 1.0)
     gradient = dict((p.spec.name, p.grad) for p in run.model.parameters())["word.weight"]
     assert gradient.shape == (128, 16) and not gradient[50:].any() and gradient[:50].any(1).all()
 
@@ -157,4 +157,6 @@ def test_flat_buffers_hold_everything_in_its_range(run):
 
 def test_the_tied_table_is_reduced_after_its_first_user(run):
     """Backward leaves the head first: its half of the tied gradient is not the whole."""
-    assert run.executor.completes == [["embedding", "word"], ["block0"], ["block1"], ["head"]]
+    (chunk,) = run.executor.chunks.values()
+    assert chunk.first == [["embedding", "word"], ["block0"], ["block1"], ["head"]]
+    assert chunk.last == [["embedding"], ["block0"], ["block1"], ["head", "word"]]

@@ -171,10 +171,10 @@ def poisoned_step(config, victim, value):
         if i == 1 and run.mesh.rank == victim:
             reduce = run.zero.reduce
 
-            def poison(name, reduce=reduce):
+            def poison(name, last, reduce=reduce):
                 if name == "block1":
                     run.zero.units[name].grad[3] = value
-                reduce(name)
+                reduce(name, last)
 
             run.zero.reduce = poison
         before = run.zero.units["block0"].param.clone()

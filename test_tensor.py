@@ -24,7 +24,7 @@ def random(*shape, seed=SEED, **options):
 def with_buffer(p):
     """A parameter as zero.py makes it: with a place for its gradient."""
     p = torch.nn.Parameter(p.clone())
-    p.grad = torch.zeros_like(p)
+    p.grad, p.deferred = torch.zeros_like(p), None
     return p
 
 
@@ -104,7 +104,7 @@ def test_gradients_accumulate_in_float32_under_bf16():
     """What a micro-batch adds is not rounded to the parameter's dtype: 1 + 2^-9 needs more digits than bf16 has."""
     w = torch.nn.Parameter(torch.ones(1, 1, dtype=torch.bfloat16))
     w.grad_dtype = torch.float32
-    w.grad = torch.zeros(1, 1)
+    w.grad, w.deferred = torch.zeros(1, 1), None
     for x in (1.0, 2.0**-9):
         x = torch.full((1, 1), x, dtype=torch.bfloat16, requires_grad=True)
         Linear.apply(x, w, None, "copy", None, Mesh().tp).backward(torch.ones(1, 1, dtype=torch.bfloat16))

@@ -22,6 +22,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -33,8 +34,8 @@ import data
 from errors import UserError, exit_on_user_error
 from log import Logger, Timers, validation_lines
 from model import GPT
-from parallel import checkpoint, ledger
-from parallel.comm import CommunicationError, agree, all_reduce
+from parallel import checkpoint, ledger, pipeline, schedules
+from parallel.comm import CommunicationError, agree, all_reduce, gather_objects
 from parallel.mesh import Mesh, everyone
 from parallel.optimizer import LossScale, learning_rate
 from parallel.pipeline import Executor
@@ -66,7 +67,7 @@ class Run:
     timers: Timers
     executor: Executor
     counters: Counters = field(default_factory=Counters)
-    steps: int = 0  # in this process
+    steps: Counter = field(default_factory=Counter)  # in this process, by their number of micro-batches
 
 
 @dataclass
@@ -77,6 +78,7 @@ class Step:
     grad_norm: float  # global, before clipping
     lr: float
     loss_scale: float
+    samples: int  # the global batch
     skipped: bool
     stop: bool  # some rank was asked to: all save
     orphaned: bool  # some rank lost its launcher: nobody saves
@@ -98,9 +100,17 @@ def build(config, mesh, device):
     """Model, flat buffers and initial weights of this rank."""
     dtype = resolved_dtype(config, device)
     model = GPT(config, mesh.tp)
-    zero = Zero(model, config, mesh, DTYPES[dtype], device, training=not config.eval_only)
+    count = config.global_batch_size // (config.micro_batch_size * mesh.dp.size)
+    plan = schedules.build(config.schedule, mesh.pp.size, count, config.chunks)
+    held = pipeline.held_units(model, plan)  # by pipeline rank
+    modules = list(held[mesh.pp.rank])
+
+    def holders(name):
+        return mesh.holders([rank for rank, units in enumerate(held) if name in pipeline.stored(units)])
+
+    zero = Zero(modules, holders, config, mesh, DTYPES[dtype], device, training=not config.eval_only)
     timers = Timers(device)
-    executor = Executor(model, zero, config, mesh, timers)
+    executor = Executor(model, zero, config, mesh, plan, timers)
     return Run(config, mesh, device, dtype, model, zero, LossScale(config, dtype), timers, executor)
 
 
@@ -152,10 +162,11 @@ def micro_batches(run, loader):
 def train_step(run, batches, stop=False, orphaned=False):
     """One update from the iterator `batches`, skipped on all ranks if any rank's gradient overflowed."""
     c, mesh, zero = run.config, run.mesh, run.zero
-    count = c.global_batch_size // (c.micro_batch_size * mesh.dp.size)
+    samples = configuration.global_batch_size_at(c, run.counters.consumed_samples)
+    count = samples // (c.micro_batch_size * mesh.dp.size)
     scale = run.loss_scale.scale
     zero.zero_grad()
-    loss = run.executor.run(batches, count, scale, mesh.dp.size)
+    loss = run.executor.run(batches, count, scale)
     with run.timers("grad-reduce"):
         zero.finish_reduction()
 
@@ -179,11 +190,11 @@ def train_step(run, batches, stop=False, orphaned=False):
             zero.update(lr, clip / scale)
         run.loss_scale.update(skipped)
 
-    run.steps += 1
+    run.steps[count] += 1
     run.counters.iteration += 1
-    run.counters.consumed_samples += c.global_batch_size  # a skipped step's data is gone; its learning rate is not
+    run.counters.consumed_samples += samples  # a skipped step's data is gone; its learning rate is not
     run.counters.updates = zero.updates
-    return Step(loss, norm, lr, scale, skipped, stop > 0, orphaned > 0)
+    return Step(loss, norm, lr, scale, samples, skipped, stop > 0, orphaned > 0)
 
 
 @torch.no_grad()
@@ -195,9 +206,10 @@ def evaluate(run, tokens):
     wanted = c.eval_iters * c.global_batch_size
     share = data.eval_batches(tokens, wanted, mesh.dp.rank, mesh.dp.size, c.micro_batch_size, c.seed, run.device)
     for ids, _ in share:
-        losses = run.model(run.model.micro_batch(ids[:, :-1], ids[:, 1:]))
-        total[0] += losses.sum(dtype=torch.float64)
-        total[1] += losses.numel()
+        losses = run.executor.evaluate(run.model.micro_batch(ids[:, :-1], ids[:, 1:]))
+        if losses is not None:
+            total[0] += losses.sum(dtype=torch.float64)
+            total[1] += losses.numel()
     if mesh.tp.rank != 0:
         total.zero_()
     loss, count = all_reduce(total, mesh.world, "evaluation").wait().tolist()
@@ -258,7 +270,7 @@ class Interval:
         return {
             "iteration": run.counters.iteration,
             "consumed_samples": run.counters.consumed_samples,
-            "global_batch_size": run.config.global_batch_size,
+            "global_batch_size": step.samples,
             "iterations": iterations,
             "seconds": seconds,
             "lm_loss": sum(self.losses) / iterations,
@@ -337,8 +349,7 @@ def run_training(config, mesh, device):
 
         tokens, path = agree(mesh.world, UserError, open_files)
         if config.train_epochs and not config.eval_only:
-            samples = config.train_epochs * tokens["train"].num_samples
-            config.train_iters = max(1, int(samples / config.global_batch_size))
+            config.train_iters = iterations(config, config.train_epochs * tokens["train"].num_samples)
         run = build(config, mesh, device)
         if path:
             restore(run, path)
@@ -370,15 +381,23 @@ def run_training(config, mesh, device):
         elif train(run, tokens["train"], tokens.get("val"), logger, stack.enter_context(Signals())):
             logger.say(f"trained to iteration {run.counters.iteration}; python generate.py {config.out_dir}")
         if config.ledger and run.steps:
-            logger.say(ledger_table(run))
+            logger.say(ledger_tables(run))
 
 
-def ledger_table(run):
-    item = DTYPES[run.dtype].itemsize
-    expected = ledger.formulas(
-        run.config, run.mesh, item, run.zero.master_dtype.itemsize, list(run.zero.units.values())
-    )
-    return ledger.report(run.mesh.ledger.per_step(run.steps), expected)
+def iterations(config, samples):
+    """How many updates take at most `samples` samples; at least one."""
+    count = consumed = 0
+    while (consumed := consumed + configuration.global_batch_size_at(config, consumed)) <= samples:
+        count += 1
+    return max(1, count)
+
+
+def ledger_tables(run):
+    """The ledger of rank 0, and of the other pipeline ranks beside it, as text. Every rank calls it."""
+    tables = [(ledger.formulas(run.config, run.mesh, run.executor, run.zero, m), k) for m, k in run.steps.items()]
+    measured = run.mesh.ledger.per_step(run.steps.total())
+    text = ledger.report(measured, ledger.average(tables), f"rank {run.mesh.rank}")
+    return "\n\n".join(gather_objects(text, run.mesh.pp))
 
 
 def describe(run, path):

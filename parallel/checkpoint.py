@@ -6,7 +6,7 @@
         block0.qkv.weight.moment0  ...    AdamW's two moments
         ...
 
-A rank has, of each unit's flat buffer, one piece to write: its data parallel shard (`Unit.shard`), which may begin
+A rank has, of each unit's flat buffers, one piece to write: its data parallel shard (`Unit.shard`), which may begin
 and end in the middle of a parameter that is itself a tensor parallel part of the logical one. Both cuts together are
 a list of byte runs (`runs`), written with `pwrite` into the one file that all ranks share, and read back by the same
 runs from a memmap by whatever ranks a later layout has. There is no conversion tool because there is nothing to
@@ -67,7 +67,7 @@ def pieces(zero, begin_end):
 
 
 def files(unit, spec):
-    """(file name, flat buffer) of a parameter's weight and moments."""
+    """(file name, this rank's piece of the flat buffer, from unit.owned[0] on) of a parameter's weight and moments."""
     yield spec.name, unit.master
     for k, moment in enumerate(unit.moments):
         yield f"{spec.name}.moment{k}", moment
@@ -130,11 +130,12 @@ class _writing_to:
 
 def _write_arrays(folder, zero):
     mesh = zero.mesh
-    for unit, i, spec, begin, end in pieces(zero, lambda unit: unit.shard()):
-        if spec.tp_dim is None and mesh.tp.rank != 0:
-            continue  # the same on every tp rank
+    for unit, i, spec, begin, end in pieces(zero, lambda unit: unit.shard):
+        if unit.holders.rank != 0 or (spec.tp_dim is None and mesh.tp.rank != 0):
+            continue  # another rank has the same
         for name, flat in files(unit, spec):
-            local = flat[unit.offsets[i] + begin : unit.offsets[i] + end].cpu().numpy()
+            first = unit.offsets[i] - unit.owned[0]
+            local = flat[first + begin : first + end].cpu().numpy()
             bytes_ = memoryview(local).cast("B")
             size = local.itemsize
             fd = os.open(folder / name, os.O_CREAT | os.O_WRONLY, 0o644)
@@ -220,7 +221,7 @@ def load(path, zero):
     """
     index, mesh = read_index(path), zero.mesh
     dtype = np.dtype(index["dtype"])
-    for unit, i, spec, begin, end in pieces(zero, lambda unit: (0, unit.size)):
+    for unit, i, spec, begin, end in pieces(zero, lambda unit: unit.owned):
         if index["shapes"].get(spec.name) != list(spec.shape):
             raise UserError(f"{path}: {spec.name} is {index['shapes'].get(spec.name)} there, {list(spec.shape)} here")
         for name, flat in files(unit, spec):
@@ -228,8 +229,9 @@ def load(path, zero):
             local = np.empty(end - begin, dtype)
             for at, offset, length in runs(spec, begin, end, mesh.tp.rank, mesh.tp.size):
                 local[at - begin : at - begin + length] = whole[offset : offset + length]
-            flat[unit.offsets[i] + begin : unit.offsets[i] + end].copy_(torch.from_numpy(local))
-    zero.cast_parameters()
+            first = unit.offsets[i] - unit.owned[0]
+            flat[first + begin : first + end].copy_(torch.from_numpy(local))
+    zero.parameters_from_master()
 
 
 def _open(path, dtype, elements):

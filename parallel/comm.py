@@ -5,6 +5,8 @@
     reduce_scatter  a a'|  b b'          a+b  | a'+b'                (n-1)/n N    N: the whole, before
     all_gather      a   |  b             a b  | a b                  (n-1)/n N    N: the whole, after
 
+    send            a   |  -              a   | a                    N
+
 The right column is the ring algorithm's cost, which is optimal (Patarasuk and Yuan 2009), and what the ledger
 counts. Tensors are cut along their first dimension, so that nothing is ever rearranged to be sent.
 
@@ -15,6 +17,7 @@ it blocks. On an axis of one rank nothing happens and nothing is counted.
 
 import functools
 
+import torch
 import torch.distributed as dist
 
 # PyTorch 2.13 renamed these two, and warns at the older names.
@@ -43,6 +46,9 @@ class Pending:
             self.work = None
         return self.result
 
+    def done(self):
+        return self.work is None or self.work.is_completed()
+
     def _watched(self, call):
         try:
             return call()
@@ -54,28 +60,46 @@ def all_reduce(x, axis, what, op="sum"):
     """Combine `x` elementwise over the axis, in place, on every rank."""
     if axis.size == 1:
         return Pending(x)
-    return _send("all_reduce", axis, what, x, x, functools.partial(dist.all_reduce, x, OPS[op]))
+    return _collective("all_reduce", axis, what, x, x, functools.partial(dist.all_reduce, x, OPS[op]))
 
 
-def all_gather(x, axis, what):
-    """[k, ...] on each rank -> [n k, ...], the ranks' parts in order."""
+def all_gather(x, axis, what, out=None):
+    """[k, ...] on each rank -> [n k, ...], the ranks' parts in order; into `out`, of which x may be this rank's part."""
     if axis.size == 1:
         return Pending(x)
     x = x.contiguous()
-    whole = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
-    return _send("all_gather", axis, what, whole, whole, functools.partial(_all_gather, whole, x))
+    whole = x.new_empty(axis.size * x.shape[0], *x.shape[1:]) if out is None else out
+    return _collective("all_gather", axis, what, whole, whole, functools.partial(_all_gather, whole, x))
 
 
-def reduce_scatter(x, axis, what):
-    """[n k, ...] on each rank -> [k, ...]: this rank's part of the sum."""
+def reduce_scatter(x, axis, what, out=None):
+    """[n k, ...] on each rank -> [k, ...]: this rank's part of the sum; into `out`, which may be that part of x."""
     if axis.size == 1:
         return Pending(x)
     x = x.contiguous()
-    part = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
-    return _send("reduce_scatter", axis, what, x, part, functools.partial(_reduce_scatter, part, x))
+    part = x.new_empty(x.shape[0] // axis.size, *x.shape[1:]) if out is None else out
+    return _collective("reduce_scatter", axis, what, x, part, functools.partial(_reduce_scatter, part, x))
 
 
-def _send(operation, axis, what, whole, result, call):
+def send(x, axis, to, what, tag=0):
+    """Send x to the axis's rank `to`. The buffer must live, unchanged, until it is gone: `Pending` holds it."""
+    x = x.contiguous()
+    axis.ledger.count("send", axis.name, axis.size, what, x.numel() * x.element_size())
+    call = functools.partial(dist.isend, x, axis.ranks[to], group=axis.group, tag=tag)
+    return Pending(x, call, lambda: f"rank {axis.ranks[axis.rank]} waited for rank {axis.ranks[to]} to take {what}")
+
+
+def receive(shape, like, axis, source, tag=0):
+    """Post the receipt of a tensor of `shape`, and of `like`'s dtype and device, from the axis's rank `source`.
+
+    What two ranks send each other must be posted by both in one order; a tag helps Gloo to tell messages apart.
+    """
+    x = torch.empty(shape, dtype=like.dtype, device=like.device)
+    call = functools.partial(dist.irecv, x, axis.ranks[source], group=axis.group, tag=tag)
+    return Pending(x, call, lambda: f"rank {axis.ranks[axis.rank]} waited for rank {axis.ranks[source]} to send")
+
+
+def _collective(operation, axis, what, whole, result, call):
     axis.ledger.count(operation, axis.name, axis.size, what, whole.numel() * whole.element_size())
 
     def describe():
@@ -96,13 +120,17 @@ def agree(axis, error_type, action):
         result = action()
     except error_type as raised:
         error = raised
-    messages = [None if error is None else str(error)]
-    if axis.size > 1:
-        messages = [None] * axis.size
-        dist.all_gather_object(messages, None if error is None else str(error), group=axis.group)
-    for message in messages:
+    for message in gather_objects(None if error is None else str(error), axis):
         if message is not None:
             agreed = error_type(message)
             agreed.agreed = True  # every rank raises it: one of them is enough to tell
             raise agreed from error
     return result
+
+
+def gather_objects(x, axis):
+    """[x of each rank], in order. For small Python objects outside of a step: not counted by the ledger."""
+    gathered = [x] * axis.size
+    if axis.size > 1:
+        dist.all_gather_object(gathered, x, group=axis.group)
+    return gathered

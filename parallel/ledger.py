@@ -1,19 +1,26 @@
 """The ledger: what every scheme sends, counted at the door and held against the lecture's formulas.
 
-Slides "データ並列 (DP)" and "テンソル並列 (TP)" say for each scheme what is sent, by which operation and how often;
-this file prints that table from a run, with the bytes. Letters: b micro-batch, s sequence, h hidden, t = tp,
-n = dp, L layers, m micro-batches, P this rank's parameters as stored (padding included). Per step and rank:
+Slide "分散並列学習" says for each scheme what is sent, by which operation and how often; this file prints that table from a
+run, with the bytes. Letters: b micro-batch, s sequence, h hidden, t = tp, n = dp, L layers (of this pipeline rank), m
+micro-batches, P this rank's parameters as stored (padding included). Per step and rank:
 
-    axis  what                     operation                      elements sent
-    dp    gradients                all_reduce                     2 P (n-1)/n
-    tp    activations              2 forward + 2 backward         8 bsh (t-1)/t    per layer and micro-batch
-          ... with recomputation   the 2 forward once more        12
-          ... sequence parallel    2 + 2 all_gather, 2 + 2        10: two all_gathers more in backward,
-                                   reduce_scatter, 2 all_gather   because only bsh/t of the input is kept
-                                                                  (14 with recomputation)
+    axis  what                         operation                               elements sent
+    dp    gradients          stage 0   all_reduce                              2 P (n-1)/n
+                             stage 1   reduce_scatter (1)                      P (n-1)/n
+                             2 and 3   reduce_scatter (m)                      m P (n-1)/n
+          parameters         1 and 2   all_gather (1)                          P (n-1)/n
+                             stage 3   all_gather (m forward, m backward)      2m P (n-1)/n
+    tp    activations                  2 forward + 2 backward                  8 bsh (t-1)/t    per layer and micro-batch
+          ... with recomputation       the 2 forward once more                 12
+          ... sequence parallel        2 + 2 all_gather, 2 + 2 reduce_scatter, 10: two all_gathers more in backward,
+                                       2 all_gather                            as only bsh/t of the input is kept
+                                                                               (14 with recomputation)
+    pp    activations, and             send                                    bsh per boundary, micro-batch and direction
+          gradients of activations                                             (bsh/t with sequence parallelism)
 
 and the small terms: embedding (one all_reduce forward), head (one backward), the cross-entropy's three row vectors,
-the gradients that are partial under sequence parallelism, and the scalars of the step.
+the gradients that are partial under sequence parallelism, those of parameters that several pipeline ranks hold (twins),
+and the scalars of the step.
 """
 
 from fractions import Fraction
@@ -32,7 +39,7 @@ class Ledger:
     def count(self, operation, axis, ranks, what, whole_bytes):
         row = self.rows.setdefault((self.phase, axis, what, operation), [0, Fraction(0)])
         row[0] += 1
-        row[1] += Fraction(RING[operation] * (ranks - 1) * whole_bytes, ranks)
+        row[1] += whole_bytes if operation == "send" else Fraction(RING[operation] * (ranks - 1) * whole_bytes, ranks)
 
     def per_step(self, steps):
         """{(axis, what, operation): (calls, bytes)} of a training step, the phases added up."""
@@ -44,49 +51,88 @@ class Ledger:
         return table
 
 
-def formulas(c, mesh, item, master_item, units):
-    """The table above in numbers: {(axis, what, operation): (calls, bytes)} per step and rank.
+def formulas(c, mesh, executor, zero, m):
+    """The table above in numbers: {(axis, what, operation): (calls, bytes)} of a step of m micro-batches on this rank.
 
-    c: configuration; item: bytes of an activation's element, master_item: of a gradient's; units: the stored units,
-    for P and the part of it that is replicated over tp.
+    c: configuration. What a rank has of the model and of the schedule it reads off `executor` and `zero`.
     """
-    n = mesh.dp.size
-    m = c.global_batch_size // (c.micro_batch_size * n)
-    bs, L, recompute = c.micro_batch_size * c.seq_length, c.num_layers, c.recompute == "full"
-    stored = sum(unit.size for unit in units)
-    replicated = [end - begin for unit in units for begin, end, cut, _ in unit.ranges if not cut]
+    item, master_item = zero.dtype.itemsize, zero.master_dtype.itemsize
     table = {}
 
     def row(axis, what, operation, calls, elements, item):
-        ranks = getattr(mesh, axis).size
-        if ranks > 1:
-            table[axis, what, operation] = (
-                calls,
-                Fraction(RING[operation] * (ranks - 1) * elements * item, ranks),
-            )
+        ranks = getattr(mesh, axis).size if isinstance(axis, str) else axis.size
+        name = axis if isinstance(axis, str) else axis.name
+        if ranks > 1 and calls:
+            sent = elements * item
+            if operation != "send":
+                sent = Fraction(RING[operation] * (ranks - 1) * sent, ranks)
+            before = table.get((name, what, operation), (0, 0))
+            table[name, what, operation] = before[0] + calls, before[1] + sent
 
-    bsh = bs * c.hidden_size
-    if c.sequence_parallel:
-        gathers, scatters = m * L * (6 + 2 * recompute), m * L * (4 + 2 * recompute)
-        row("tp", "activations", "all_gather", gathers, gathers * bsh, item)
-        row("tp", "activations", "reduce_scatter", scatters, scatters * bsh, item)
-        row("tp", "embedding", "reduce_scatter", m, m * bsh, item)
-        row("tp", "embedding", "all_gather", m, m * bsh, item)
-        row("tp", "head", "all_gather", 2 * m, 2 * m * bsh, item)
-        row("tp", "head", "reduce_scatter", m, m * bsh, item)
-        row("tp", "partial gradients", "all_reduce", len(replicated), sum(replicated), master_item)
-    else:
-        sums = m * L * (4 + 2 * recompute)
-        row("tp", "activations", "all_reduce", sums, sums * bsh, item)
-        row("tp", "embedding", "all_reduce", m, m * bsh, item)
-        row("tp", "head", "all_reduce", m, m * bsh, item)
-    row("tp", "cross-entropy rows", "all_reduce", 2 * m, 3 * m * bs, master_item)
-    row("dp", "gradients", "all_reduce", len(units), stored, master_item)
+    blocks, embeddings, heads, sends = executor.work(m)
+    _tensor_rows(row, c, blocks, embeddings, heads, item, master_item)
+    rows = c.micro_batch_size * c.seq_length // (c.tp if c.sequence_parallel else 1)
+    for what, count in sends.items():
+        row("pp", what, "send", count, count * rows * c.hidden_size, item)
+    passes = executor.passes_in_a_step(m)
+    for unit in zero.units.values():
+        _data_rows(row, unit, passes[unit.name], item, master_item)
+        if c.sequence_parallel:
+            for begin, end, cut, _ in unit.owned_ranges():
+                if not cut:
+                    row("tp", "partial gradients", "all_reduce", 1, end - begin, master_item)
+        row(unit.holders, "twin gradients", "all_reduce", 1, unit.owned[1] - unit.owned[0], master_item)
+    if zero.apply:  # layer-wise rates: two norms of every parameter, float64
+        norms = 2 * sum(len(unit.params) for unit in zero.units.values())
+        row("tp", "parameter norms", "all_reduce", 1, norms, 8)
+        row("dp", "parameter norms", "all_reduce", int(c.zero >= 1), norms, 8)
     row("world", "scalars", "all_reduce", 1, SCALARS, 8)
     return table
 
 
-def report(measured, expected):
+def average(tables):
+    """The mean of [(table, how many steps had it)]: a batch that grows has another m now and then."""
+    steps, mean = sum(count for _, count in tables), {}
+    for table, count in tables:
+        for key, (calls, sent) in table.items():
+            before = mean.get(key, (0, 0))
+            mean[key] = before[0] + Fraction(calls * count, steps), before[1] + Fraction(sent * count, steps)
+    return mean
+
+
+def _tensor_rows(row, c, blocks, embeddings, heads, item, master_item):
+    """blocks, embeddings, heads: how many times a micro-batch passes a block, the embedding, the head here in a step."""
+    bs, recompute = c.micro_batch_size * c.seq_length, c.recompute == "full"
+    bsh = bs * c.hidden_size
+    if c.sequence_parallel:
+        gathers, scatters = blocks * (6 + 2 * recompute), blocks * (4 + 2 * recompute)
+        row("tp", "activations", "all_gather", gathers, gathers * bsh, item)
+        row("tp", "activations", "reduce_scatter", scatters, scatters * bsh, item)
+        row("tp", "embedding", "reduce_scatter", embeddings, embeddings * bsh, item)
+        row("tp", "embedding", "all_gather", embeddings, embeddings * bsh, item)
+        row("tp", "head", "all_gather", 2 * heads, 2 * heads * bsh, item)
+        row("tp", "head", "reduce_scatter", heads, heads * bsh, item)
+    else:
+        sums = blocks * (4 + 2 * recompute)
+        row("tp", "activations", "all_reduce", sums, sums * bsh, item)
+        row("tp", "embedding", "all_reduce", embeddings, embeddings * bsh, item)
+        row("tp", "head", "all_reduce", heads, heads * bsh, item)
+    row("tp", "cross-entropy rows", "all_reduce", 2 * heads, 3 * heads * bs, master_item)
+
+
+def _data_rows(row, unit, m, item, master_item):
+    """m: how many micro-batches give this unit a gradient."""
+    P = unit.size
+    if unit.stage == 0:
+        row("dp", "gradients", "all_reduce", 1, P, master_item)
+        return
+    reduces = 1 if unit.stage == 1 else m
+    gathers = 2 * m if unit.stage == 3 else 1
+    row("dp", "gradients", "reduce_scatter", reduces, reduces * P, master_item)
+    row("dp", "parameters", "all_gather", gathers, gathers * P, item)
+
+
+def report(measured, expected, who="rank 0"):
     """The lecture's table as text: what one rank sent in a step, measured beside the formula."""
     head = ("axis", "what is sent", "operation", "calls", "bytes", "formula")
     rows = [head]
@@ -98,4 +144,4 @@ def report(measured, expected):
         " | ".join(x.ljust(w) if i < 3 else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True)))
         for row in rows
     ]
-    return "\n".join(["sent per step by rank 0", lines[0], "-" * len(lines[0]), *lines[1:]])
+    return "\n".join([f"sent per step by {who}", lines[0], "-" * len(lines[0]), *lines[1:]])

@@ -47,20 +47,29 @@ class Mesh:
         grid = np.arange(size).reshape(size // (pp * tp), pp, tp)
         dp_rank, pp_rank, tp_rank = (int(i) for i in np.unravel_index(rank, grid.shape))
         self.rank = rank
-        self.ledger = Ledger()
+        self.ledger, self.timeout, self._holders = Ledger(), timedelta(seconds=timeout), {}
+        self.world = self._axis("world", grid.flatten(), rank)
+        self.dp = self._axis("dp", grid[:, pp_rank, tp_rank], dp_rank)
+        self.pp = self._axis("pp", grid[dp_rank, :, tp_rank], pp_rank)
+        self.tp = self._axis("tp", grid[dp_rank, pp_rank, :], tp_rank)
 
-        def axis(name, ranks, index):
-            ranks = tuple(int(r) for r in ranks)
-            # Only the members make a group: one call per axis and process, the same four in the same order.
-            group = None
-            if len(ranks) > 1:
-                group = dist.new_group(ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=True)
-            return Axis(name, ranks, index, self.ledger, group)
+    def holders(self, stages):
+        """The axis of those pipeline ranks, `stages` (this one among them), that hold the same parameters.
 
-        self.world = axis("world", grid.flatten(), rank)
-        self.dp = axis("dp", grid[:, pp_rank, tp_rank], dp_rank)
-        self.pp = axis("pp", grid[dp_rank, :, tp_rank], pp_rank)
-        self.tp = axis("tp", grid[dp_rank, pp_rank, :], tp_rank)
+        All of them must ask for it, at the same point of the program.
+        """
+        stages = tuple(sorted(stages))
+        if stages not in self._holders:
+            ranks = [self.pp.ranks[i] for i in stages]
+            self._holders[stages] = self._axis("holders", ranks, stages.index(self.pp.rank))
+        return self._holders[stages]
+
+    def _axis(self, name, ranks, index):
+        ranks = tuple(int(r) for r in ranks)
+        group = None
+        if len(ranks) > 1:  # only the members make a group: they must all have made the same number before
+            group = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=True)
+        return Axis(name, ranks, index, self.ledger, group)
 
 
 def everyone():

@@ -2,7 +2,8 @@
 
 Slide "深層学習の用語説明" has SGD and Adam. Its Adam differs from Kingma and Ba's (arXiv 1412.6980) in three places:
 they add the gradient to the moments, where the slide subtracts it; their epsilon stands outside the root; and where the
-slide has a factor b^(t+1), they divide the moments by 1 - beta^t. What is below is AdamW (Loshchilov and Hutter, arXiv 1711.05101): decay acts on the weight itself.
+slide has a factor b^(t+1), they divide the moments by 1 - beta^t. What is below is AdamW (Loshchilov and Hutter, arXiv
+1711.05101): decay acts on the weight itself.
 
     m = b1 m + (1 - b1) g      w -= lr (decay w + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))
     v = b2 v + (1 - b2) g^2
@@ -13,6 +14,8 @@ any piece of a flat buffer: elementwise rules do not care where a piece begins.
 
 import math
 
+import torch
+
 PIECE = 1 << 17  # elements: a piece's five buffers stay in a core's cache from one line to the next
 
 
@@ -21,7 +24,7 @@ def sgd(weight, gradient, moments, *, lr, decay, scale, **_):
     weight.mul_(1 - lr * decay).add_(gradient, alpha=-lr * scale)
 
 
-def adamw(weight, gradient, moments, *, lr, decay, scale, update, beta1, beta2, eps):
+def adamw(weight, gradient, moments, *, lr, decay, scale, update, beta1, beta2, eps, **_):
     """AdamW. `scale` multiplies the gradient (clipping, 1 / loss scale); `update` counts from 1."""
     correction1, correction2 = 1 - beta1**update, 1 - beta2**update
     piece = weight.numel() if weight.is_cuda else PIECE
@@ -32,7 +35,49 @@ def adamw(weight, gradient, moments, *, lr, decay, scale, update, beta1, beta2, 
         w.mul_(1 - lr * decay).addcdiv_(m, root, value=-lr / correction1)
 
 
-RULES = {"sgd": (sgd, 0), "adamw": (adamw, 2)}  # name: (rule, moments that it keeps)
+# --- layer-wise rates, for large batches ------------------------------------------------------------------------------
+#
+# Slide "データ並列": a large global batch generalises worse; LARS and LAMB are one remedy. Both give every parameter tensor
+# ("layer") a rate of its own, by which a step moves it in proportion to its norm. So a step has two halves: an elementwise
+# one that leaves its result in the gradient's place, then, once the norms of whole tensors are known (they may be cut
+# over tp and dp: `Zero.parameter_norms`), the update. What does not decay, biases and LayerNorms, keeps the plain rate.
+
+
+def lamb(weight, gradient, moments, *, decay, scale, update, beta1, beta2, eps, **_):
+    """First half of LAMB (You et al., arXiv 1904.00962, Algorithm 2): AdamW's direction, decay included."""
+    m, v = moments
+    m.mul_(beta1).add_(gradient, alpha=(1 - beta1) * scale)
+    v.mul_(beta2).addcmul_(gradient, gradient, value=(1 - beta2) * scale * scale)
+    root = v.sqrt().div_(math.sqrt(1 - beta2**update)).add_(eps)
+    torch.div(m, root, out=gradient).div_(1 - beta1**update).add_(weight, alpha=decay)
+
+
+def apply_lamb(weight, direction, moments, weight_norm, norm, *, lr, decay, **_):
+    """w -= lr (|w| / |direction|) direction."""
+    ratio = weight_norm / norm if decay and weight_norm > 0 and norm > 0 else 1.0
+    weight.add_(direction, alpha=-lr * ratio)
+
+
+def lars(weight, gradient, moments, *, scale, **_):
+    """First half of LARS (You et al., arXiv 1708.03888, Algorithm 1): the gradient itself."""
+    gradient.mul_(scale)
+
+
+def apply_lars(weight, gradient, moments, weight_norm, norm, *, lr, decay, beta1, lars_coefficient, **_):
+    """v = b1 v + lr c |w| / (|g| + decay |w|) (g + decay w);  w -= v."""
+    ratio = 1.0
+    if decay and weight_norm > 0 and norm > 0:
+        ratio = lars_coefficient * weight_norm / (norm + decay * weight_norm)
+    moments[0].mul_(beta1).add_(gradient.add_(weight, alpha=decay), alpha=lr * ratio)
+    weight.sub_(moments[0])
+
+
+RULES = {  # name: (rule, moments that it keeps, second half of a layer-wise rule)
+    "sgd": (sgd, 0, None),
+    "adamw": (adamw, 2, None),
+    "lamb": (lamb, 2, apply_lamb),
+    "lars": (lars, 1, apply_lars),
+}
 
 
 def learning_rate(c, update):

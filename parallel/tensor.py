@@ -29,6 +29,7 @@ sums, and (sequence parallel) the gather of dy.
 Costs per layer and micro-batch: 8 bsh (t-1)/t elements sent (`ledger.py`); memory and work of the matrices 1/t.
 """
 
+import functools
 import hashlib
 import math
 from dataclasses import dataclass
@@ -132,7 +133,14 @@ def accumulate(p, gradient):
 
 
 def accumulate_product(w, dy, x):
-    """dW += dy^T x: without a temporary where buffer and operands have one dtype."""
+    """dW += dy^T x, now, or when the schedule says W. Without a temporary where buffer and operands have one dtype."""
+    if w.deferred is not None:
+        w.deferred.append(functools.partial(_add_product, w, dy, x))
+    else:
+        _add_product(w, dy, x)
+
+
+def _add_product(w, dy, x):
     gradient = w.grad.flatten(0, -2)
     if gradient.dtype == dy.dtype:
         gradient.addmm_(dy.T, x)

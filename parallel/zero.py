@@ -1,24 +1,31 @@
 """ZeRO is where three buffers live (slides "データ並列 (DP)" and "ZeRO (FSDP)").
 
 Rajbhandari et al. (arXiv 1910.02054), section 5. The model's parameters are stored by *unit* (word table, position
-embedding, each block, head). A unit has three kinds of flat buffers, and a ZeRO stage says which of them
-the n data parallel ranks share out instead of each keeping a copy:
+embedding, each block, head). A unit has three kinds of flat buffers, and the stage says which of them the n data
+parallel ranks share out (each owns 1/n) instead of each keeping a copy:
 
-    stage   optimizer state (master weights, moments)   gradients    parameters    sent per step
-      0     whole                                       whole        whole         all_reduce of gradients: 2P (n-1)/n
-      1-3   the next chapters: shared out, from left to right
+    stage   optimizer state   gradients   parameters     sent per step and rank, in units of P (n-1)/n elements
+      0     whole             whole       whole          2       all_reduce of gradients
+      1     1/n               whole       whole          2       reduce_scatter of gradients, all_gather of parameters
+      2     1/n               1/n         whole          m + 1   the same, but gradients after each of m micro-batches
+      3     1/n               1/n         1/n            3m      and parameters gathered for each forward and backward
 
-This file has stage 0, plain data parallelism, laid out for the others: everything is per unit; a buffer is padded so
-that it divides into n equal shards; reduction, norm and update never look inside a buffer beyond its four ranges:
+With m = 1 these are the slide's 2, 2, 2 and 3. Stages 2 and 3 save memory because a unit's whole buffer then exists
+only while the unit computes; stage 3 gathers the next unit's parameters while this one computes.
+
+Bytes per parameter (bf16): parameters 2, gradients 4, master weights 4, moments 8: 18, of which stage 1 divides 12 by
+n, stage 2 also 4, stage 3 all. In fp32 the parameters are their own master weights: 16. Gradients accumulate over
+micro-batches in the master dtype, float32 (float64 in fp64 runs), whatever the parameters are in.
+
+With `offload` the optimizer's state stays in the CPU's memory and the update happens there: gradients go down,
+weights come back, once a step (Ren et al., ZeRO-Offload, arXiv 2101.06840).
+
+Nothing here looks inside a buffer beyond its four ranges:
 
     | cut over tp, decays | cut over tp, no decay | replicated, decays | replicated, no decay | padding |
-                                                   ^-- its norm counts once over tp; partial under sequence parallelism
+                                                  ^-- its norm counts once over tp; partial under sequence parallelism
 
 so that the global norm and weight decay are arithmetic on ranges, wherever a shard begins or ends.
-
-Bytes per parameter (bf16): parameters 2, gradients 4, master weights 4, moments 8: 18. In fp32 the parameters are
-their own master weights: 16. Gradients accumulate over micro-batches in the master dtype, float32 (float64 in fp64
-runs), whatever the parameters are in.
 """
 
 import math
@@ -26,7 +33,7 @@ import math
 import torch
 from torch import nn
 
-from parallel.comm import all_reduce
+from parallel.comm import all_gather, all_reduce, reduce_scatter
 from parallel.optimizer import RULES
 
 ALIGN = 16  # elements: every parameter and every shard begins at a multiple of 32 bytes or more
@@ -35,13 +42,36 @@ ALIGN = 16  # elements: every parameter and every shard begins at a multiple of 
 class Unit:
     """The flat buffers of the parameters that are gathered, reduced and updated together.
 
-    param, grad, master, moments: the buffers; params: this rank's parameters, in the buffers' order; offsets[i]:
-    where params[i] begins; size: elements, padding included; ranges: [(begin, end, cut over tp, decays)] in order,
-    without the padding at the end.
+    param, grad: the whole buffers, [size], of which a sharded one has storage only while it is in use; own_param,
+    own_grad, master, moments: this rank's piece of each, elements `owned` = (begin, end). params: this rank's
+    parameters in the buffers' order, params[i] from offsets[i] on; ranges: [(begin, end, cut over tp, decays)] in
+    order, without the padding at the end; size: elements, padding included.
     """
 
-    def __init__(self, name, params, dp, dtype, master_dtype, moments, device, training):
-        self.name, self.dp = name, dp
+    def __init__(self, name, params, holders, dp, stage, dtype, master_dtype, moments, device, state_device, training):
+        self.name, self.holders, self.dp = name, holders, dp
+        self.stage = stage if dp.size > 1 else 0  # one rank has nobody to share with
+        self.lay_out(params)
+        length = self.size // dp.size
+        self.shard = dp.rank * length, (dp.rank + 1) * length
+        self.owned = begin, end = self.shard if self.stage >= 1 else (0, self.size)
+
+        def flat(size, dtype, device=device):
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self.param = flat(self.size, dtype)
+        self.own_param = flat(length, dtype) if self.stage == 3 else self.param[begin:end]
+        if training:
+            self.grad = flat(self.size, master_dtype)
+            self.own_grad = flat(length, master_dtype) if self.stage >= 2 else self.grad[begin:end]
+            same = dtype == master_dtype and torch.device(device) == state_device
+            self.master = self.own_param if same else flat(end - begin, master_dtype, state_device)
+            self.moments = [flat(end - begin, master_dtype, state_device) for _ in range(moments)]
+        else:
+            self.grad, self.own_grad, self.master, self.moments = None, None, self.own_param, []
+
+    def lay_out(self, params):
+        """Order, offsets, ranges and size."""
         self.params = sorted(params, key=lambda p: (p.spec.tp_dim is None, not p.spec.decay))
         self.offsets, self.ranges, end = [], [], 0
         for p in self.params:
@@ -51,144 +81,249 @@ class Unit:
             if self.ranges and self.ranges[-1][2:] == kind:
                 begin = self.ranges.pop()[0]  # the range goes on
             self.ranges.append((begin, end, *kind))
-        self.size = math.ceil(end / (ALIGN * dp.size)) * ALIGN * dp.size
-
-        def flat(dtype):
-            return torch.zeros(self.size, dtype=dtype, device=device)
-
-        self.param = flat(dtype)
-        self.master = flat(master_dtype) if training and dtype != master_dtype else self.param
-        self.grad = flat(master_dtype) if training else None
-        self.moments = [flat(master_dtype) for _ in range(moments)] if training else []
+        self.size = math.ceil(end / (ALIGN * self.dp.size)) * ALIGN * self.dp.size
 
     def view(self, flat, i):
-        """Parameter i's place in one of the flat buffers, in its shape."""
+        """Parameter i's place in a whole flat buffer, in its shape."""
         shape = self.params[i].shape
         return flat[self.offsets[i] : self.offsets[i] + math.prod(shape)].view(shape)
 
-    def shard(self):
-        """(begin, end) of the piece that is this data parallel rank's to save, equal on all ranks."""
-        length = self.size // self.dp.size
-        return self.dp.rank * length, (self.dp.rank + 1) * length
+    def defer_to(self, products):
+        """Weight gradients of linears go to the list `products` as calls to make later; None: they are added at once."""
+        for p in self.params:
+            p.deferred = products
+
+    def owned_ranges(self):
+        """The ranges as far as this rank owns them, in elements of its own piece."""
+        low, high = self.owned
+        for begin, end, cut, decays in self.ranges:
+            if max(begin, low) < min(end, high):
+                yield max(begin, low) - low, min(end, high) - low, cut, decays
+
+
+def allocate(flat):
+    """Give a flat buffer its storage (back): views into it, the parameters, are good again. Its content is undefined."""
+    flat.untyped_storage().resize_(flat.numel() * flat.element_size())
+
+
+def free(flat):
+    flat.untyped_storage().resize_(0)
 
 
 class Zero:
-    """The training state of a model: its units' buffers, and the end of a step on them.
+    """The training state of this rank's part of the model: its units' buffers, and what a step does with them.
 
-    Takes over the model's parameters: each becomes a view into its unit's flat buffer, its `.grad` a view into the flat
-    gradient, so that whatever backward adds lands where it is reduced. Without `training` there are parameters only.
+    Takes over the modules' parameters: each becomes a view into its unit's flat buffer, its `.grad` a view into the
+    flat gradient, so that whatever backward adds lands where it is reduced. Without `training` there are parameters
+    only.
+
+    modules: those of the model's units that this rank runs; holders(name): the axis of pipeline ranks that hold a unit.
     """
 
-    def __init__(self, model, config, mesh, dtype, device, training=True):
-        self.config, self.mesh = config, mesh
-        self.rule, moments = RULES[config.optimizer]
+    def __init__(self, modules, holders, config, mesh, dtype, device, training=True):
+        self.config, self.mesh, self.dtype, self.device = config, mesh, dtype, device
+        self.rule, moments, self.apply = RULES[config.optimizer]
         self.master_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.updates = 0  # steps that were not skipped
-        self.pending = []
+        self.gathering, self.reducing = {}, {}  # unit name: Pending
 
-        members = {}
-        for p in model.parameters():
-            members.setdefault(p.spec.unit, []).append(p)
-        self.units = {
-            name: Unit(name, params, mesh.dp, dtype, self.master_dtype, moments, device, training)
-            for name, params in members.items()
-        }
-        self._place(model)
+        members = {}  # unit name: {parameter name: parameter}, a tied one once
+        for module in modules:
+            for p in module.parameters():
+                members.setdefault(p.spec.unit, {})[p.spec.name] = p
+        state_device = torch.device("cpu") if config.offload else device
+        shape = mesh.dp, config.zero, dtype, self.master_dtype, moments, device, state_device, training
+        self.units = {name: Unit(name, ps.values(), holders(name), *shape) for name, ps in members.items()}
+        self._place(modules)
 
-    def _place(self, model):
+    def _place(self, modules):
         """Replace the storage-less parameters of the modules by views into the flat buffers."""
         placed = {}
         for unit in self.units.values():
             for i, p in enumerate(unit.params):
                 view = nn.Parameter(unit.view(unit.param, i))
-                view.spec = p.spec
+                view.spec, view.deferred = p.spec, None
                 if unit.grad is not None:
                     view.grad_dtype = self.master_dtype
                     view.grad = unit.view(unit.grad, i)
                 unit.params[i] = placed[p.spec.name] = view
-        for module in model.modules():
-            for key, p in module._parameters.items():
-                if p is not None:
-                    module._parameters[key] = placed[p.spec.name]
+            if unit.stage == 3:
+                free(unit.param)
+            if unit.stage >= 2 and unit.grad is not None:
+                free(unit.grad)
+        for module in modules:
+            for child in module.modules():
+                for key, p in child._parameters.items():
+                    if p is not None:
+                        child._parameters[key] = placed[p.spec.name]
 
     @torch.no_grad()
     def initialize(self, seed):
-        """Initial weights: drawn whole, then cut (`ParamSpec.initial`)."""
+        """Initial weights: drawn whole, then cut over tp, then over dp (`ParamSpec.initial`)."""
         for unit in self.units.values():
+            low, high = unit.owned
             for i, p in enumerate(unit.params):
-                whole = p.spec.initial(seed)
-                unit.view(unit.master, i).copy_(p.spec.local_part(whole, self.mesh.tp))
-        self.cast_parameters()
+                begin, end = max(unit.offsets[i], low), min(unit.offsets[i] + p.numel(), high)
+                if begin < end:
+                    local = p.spec.local_part(p.spec.initial(seed), self.mesh.tp).flatten()
+                    unit.master[begin - low : end - low] = local[begin - unit.offsets[i] : end - unit.offsets[i]]
+        self.parameters_from_master()
 
-    def cast_parameters(self):
-        """Parameters from master weights, where these are two."""
+    @torch.no_grad()
+    def parameters_from_master(self):
+        """After the master weights have changed: cast them where they are two, and give each other the pieces."""
+        gathers = []
         for unit in self.units.values():
-            if unit.param is not unit.master:
-                unit.param.copy_(unit.master)
+            if unit.own_param is not unit.master:
+                unit.own_param.copy_(unit.master)
+            if unit.stage in (1, 2):
+                gathers.append(all_gather(unit.own_param, unit.dp, "parameters", out=unit.param))
+        for pending in gathers:
+            pending.wait()
 
-    # --- the step: zero_grad, (backward, reduce) per unit, finish_reduction, total_norm, update ----------------------
+    # --- parameters, before and after a unit computes ----------------------------------------------------------------
+
+    def start_gather(self, name):
+        """Stage 3: begin to bring unit `name`'s parameters together. Elsewhere they are there."""
+        unit = self.units[name]
+        if unit.stage == 3 and name not in self.gathering:
+            allocate(unit.param)
+            # `.data`: autograd must not take the same values, back in the same place, for a change of the parameters.
+            self.gathering[name] = all_gather(unit.own_param, unit.dp, "parameters", out=unit.param.data)
+
+    def gather(self, name):
+        """Unit `name`'s parameters are there, until `release`."""
+        self.start_gather(name)
+        if name in self.gathering:
+            self.gathering[name].wait()
+
+    def release(self, name):
+        """Unit `name`'s parameters are not needed until the next `gather`."""
+        if self.units[name].stage == 3:
+            del self.gathering[name]
+            free(self.units[name].param)
+
+    # --- gradients, before and after a unit's backward ---------------------------------------------------------------
 
     def zero_grad(self):
         for unit in self.units.values():
+            (unit.grad if unit.stage < 2 else unit.own_grad).zero_()
+
+    def ready_for_gradient(self, name):
+        """Backward may add to unit `name`'s gradient."""
+        unit = self.units[name]
+        if name in self.reducing:  # what is on its way must not change
+            self._settle(name)
+        if unit.stage >= 2 and not unit.grad.untyped_storage().size():
+            allocate(unit.grad)
             unit.grad.zero_()
 
-    def reduce(self, name):
-        """Unit `name` has its whole gradient: start adding it up over the data parallel ranks, and go on.
+    def reduce(self, name, last):
+        """Unit `name` has a micro-batch's whole gradient, of the `last` one or not: add it up over the data ranks.
 
-        One unit is one bucket: large enough for the wire, and complete at one known moment.
+        Starts the sum and goes on: it travels while the units below compute. One unit is one bucket: large enough for
+        the wire, and complete at one known moment. Stages 0 and 1 have room to wait for the last micro-batch.
         """
-        self.pending.append(all_reduce(self.units[name].grad, self.mesh.dp, "gradients"))
+        unit = self.units[name]
+        low, high = unit.shard
+        if unit.stage >= 2:
+            for earlier in list(self.reducing)[:-1]:  # two whole buffers at a time: one travels, one is filled
+                self._settle(earlier)
+            self.reducing[name] = reduce_scatter(unit.grad, unit.dp, "gradients", out=unit.grad[low:high])
+        elif last and unit.stage == 1:
+            self.reducing[name] = reduce_scatter(unit.grad, unit.dp, "gradients", out=unit.grad[low:high])
+        elif last:
+            self.reducing[name] = all_reduce(unit.grad, unit.dp, "gradients")
+
+    def _settle(self, name):
+        """Wait for unit `name`'s sum; in stages 2 and 3 add this rank's piece to what it has, and free the whole."""
+        unit = self.units[name]
+        piece = self.reducing.pop(name).wait()
+        if unit.stage >= 2:
+            unit.own_grad.add_(piece)
+            free(unit.grad)
+
+    # --- the end of a step: finish_reduction, local_squared_norm, update ----------------------------------------------
 
     def finish_reduction(self):
-        """Wait for all sums over dp; then, under sequence parallelism, over tp for what is replicated there.
+        """All sums over dp; then, on what is left of a buffer, the sums over those who hold the same parameter.
 
-        Each tp rank saw only its own tokens of a replicated parameter's input. Sums commute: this one comes last and
-        is small (13 h numbers a block).
+        Over the pipeline ranks that hold the same unit (a tied table); and, under sequence parallelism, over tp for
+        what is replicated there, of which each tp rank saw only its own tokens (13 h numbers a block). Sums commute:
+        each is done once, where the buffer is smallest.
         """
-        for pending in self.pending:
+        for name in list(self.reducing):
+            self._settle(name)
+        by_name = (self.units[name] for name in sorted(self.units))  # holders may have met them in another order
+        sums = [all_reduce(unit.own_grad, unit.holders, "twin gradients") for unit in by_name]
+        for pending in sums:
             pending.wait()
-        self.pending.clear()
         if self.config.sequence_parallel:
             sums = [
-                all_reduce(unit.grad[begin:end], self.mesh.tp, "partial gradients")
+                all_reduce(unit.own_grad[begin:end], self.mesh.tp, "partial gradients")
                 for unit in self.units.values()
-                for begin, end, cut, _ in unit.ranges
+                for begin, end, cut, _ in unit.owned_ranges()
                 if not cut
             ]
             for pending in sums:
                 pending.wait()
 
+    def counts(self, unit, cut):
+        """Whether this rank is the one that speaks for its piece of a range of `unit`, of all that have a copy."""
+        first_of_dp = unit.stage >= 1 or unit.dp.rank == 0
+        return first_of_dp and unit.holders.rank == 0 and (cut or self.mesh.tp.rank == 0)
+
     def local_squared_norm(self):
         """This rank's share of the squared global gradient norm: each logical element counts on one rank. float64 [].
 
-        Data parallel replicas hold the same gradient: the first counts. What is replicated over tp: likewise.
         Squares are added in float64, so that a large loss scale does not overflow the sum of the units.
         """
-        total = torch.zeros((), dtype=torch.float64, device=next(iter(self.units.values())).grad.device)
-        if self.mesh.dp.rank == 0:
-            for unit in self.units.values():
-                for begin, end, cut, _ in unit.ranges:
-                    if cut or self.mesh.tp.rank == 0:
-                        total += torch.linalg.vector_norm(unit.grad[begin:end]).double() ** 2
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for unit in self.units.values():
+            for begin, end, cut, _ in unit.owned_ranges():
+                if self.counts(unit, cut):
+                    total += torch.linalg.vector_norm(unit.own_grad[begin:end]).double() ** 2
         return total
 
     @torch.no_grad()
     def update(self, lr, scale):
-        """One update with the gradients times `scale`."""
+        """One update of what this rank owns, with the gradients times `scale`; then everybody has the parameters."""
         c = self.config
         self.updates += 1
+        numbers = dict(lr=lr, scale=scale, update=self.updates, beta1=c.adam_beta1, beta2=c.adam_beta2, eps=c.adam_eps)
+        gradients = {unit: unit.own_grad.to(unit.master.device) for unit in self.units.values()}  # a copy if offloaded
+        for unit, gradient in gradients.items():
+            for begin, end, _, decays in unit.owned_ranges():
+                w, g, *moments = (x[begin:end] for x in (unit.master, gradient, *unit.moments))
+                self.rule(w, g, moments, decay=c.weight_decay if decays else 0.0, **numbers)
+        if self.apply:
+            norms = self.parameter_norms(gradients)
+            for (unit, begin, end, spec), (weight_norm, norm) in zip(self._tensors(), norms.tolist(), strict=True):
+                w, g, *moments = (x[begin:end] for x in (unit.master, gradients[unit], *unit.moments))
+                decay, coefficient = c.weight_decay if spec.decay else 0.0, c.lars_coefficient
+                self.apply(w, g, moments, weight_norm, norm, decay=decay, lars_coefficient=coefficient, **numbers)
+        self.parameters_from_master()
+
+    def _tensors(self):
+        """(unit, begin, end, spec) of every parameter that this rank has a part of, as far as it owns it (maybe not)."""
         for unit in self.units.values():
-            for begin, end, _, decays in unit.ranges:
-                self.rule(
-                    unit.master[begin:end],
-                    unit.grad[begin:end],
-                    [m[begin:end] for m in unit.moments],
-                    lr=lr,
-                    decay=c.weight_decay if decays else 0.0,
-                    scale=scale,
-                    update=self.updates,
-                    beta1=c.adam_beta1,
-                    beta2=c.adam_beta2,
-                    eps=c.adam_eps,
-                )
-        self.cast_parameters()
+            low, high = unit.owned
+            for i, p in enumerate(unit.params):
+                begin, end = max(unit.offsets[i], low), min(unit.offsets[i] + p.numel(), high)
+                yield unit, begin - low, max(begin, end) - low, p.spec
+
+    def parameter_norms(self, gradients):
+        """|weight| and |gradient buffer| of every whole parameter tensor, float64 [number of them, 2].
+
+        A shard may cut a tensor in two, and tp cuts most: squares are added over both. gradients: {unit: own piece}.
+        """
+        tensors, device = list(self._tensors()), next(iter(gradients.values())).device
+        squares = torch.zeros(len(tensors), 2, dtype=torch.float64, device=device)
+        for i, (unit, begin, end, spec) in enumerate(tensors):
+            if spec.tp_dim is not None or self.mesh.tp.rank == 0:
+                for k, x in enumerate((unit.master, gradients[unit])):
+                    squares[i, k] = torch.linalg.vector_norm(x[begin:end]).double() ** 2
+        squares = squares.to(self.device)
+        if self.config.zero >= 1:
+            squares = all_reduce(squares, self.mesh.dp, "parameter norms").wait()
+        return all_reduce(squares, self.mesh.tp, "parameter norms").wait().sqrt()

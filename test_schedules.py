@@ -1,0 +1,665 @@
+"""Each action once, in an order that can be; the bubbles of the papers; messages that never deadlock; what is drawn.
+
+What a list of actions must satisfy is written down here a second time, from the dependencies, so that the checker of
+schedules.py is itself checked. The published numbers are data below.
+"""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from errors import UserError, exit_on_user_error
+from parallel import schedules
+from parallel.schedules import (
+    SCHEDULES,
+    Action,
+    Schedule,
+    alternate,
+    build,
+    check,
+    downstream,
+    each,
+    main,
+    messages,
+    pipelines,
+    routes,
+    simulate,
+    straight,
+    upstream,
+)
+
+COST = {"F": 1.0, "B": 2.1, "I": 1.2, "W": 0.9}
+UNIT = {"F": 1, "B": 1, "I": 1, "W": 1}
+
+
+def all_of_them(stages, microbatches):
+    """Every schedule of these sizes that there is: (name, p, m, chunks)."""
+    for name, p, m in itertools.product(SCHEDULES, stages, microbatches):
+        if name == "interleaved":
+            yield from ((name, p, m, v) for v in (2, 3) if m % p == 0)
+        elif name != "chimera" or p % 2 == 0 or p == 1:
+            yield name, p, m, 1
+
+
+# --- what a schedule does ---------------------------------------------------------------------------------------------
+
+
+def test_every_action_once_in_an_order_that_can_be():
+    """Any m, also m < p and m = 1: actions are complete, and none starts before what it needs has ended and arrived."""
+    comm = 0.3
+    for sizes in all_of_them(range(1, 9), range(1, 13)):
+        schedule = build(*sizes)
+        name, p, m, _ = sizes
+        assert schedule.name == name and len(schedule.actions) == p and schedule.microbatches == m
+        kinds = "FIW" if name.startswith("zb") else "FB"
+        taken = routes(schedule)
+        wanted = {Action(kind, j, chunk) for j in range(m) for chunk in taken[j] for kind in kinds}
+        events = {event.action: event for event in simulate(schedule, COST, comm).events}
+        assert len(events) == sum(len(actions) for actions in schedule.actions) and events.keys() == wanted, sizes
+        for (kind, j, chunk), event in events.items():
+            assert event.rank == schedule.placement[chunk] and event.end - event.start == pytest.approx(COST[kind])
+            needs = [("W", "I", chunk), ("I", "F", chunk), ("B", "F", chunk)]
+            needs += [("F", "F", upstream(schedule, chunk))]
+            needs += [(back, back, downstream(schedule, chunk)) for back in "BI"]
+            for _, before, there in (need for need in needs if need[0] == kind and need[2] is not None):
+                other = events[Action(before, j, there)]
+                assert other.end + comm * (other.rank != event.rank) <= event.start + 1e-9, (sizes, event, other)
+        for rank, actions in enumerate(schedule.actions):
+            own = sorted((e for e in events.values() if e.rank == rank), key=lambda e: e.start)
+            assert [e.action for e in own] == actions
+            assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(own))
+
+
+def test_each_rank_holds_its_stages():
+    for name in ("gpipe", "1f1b", "zb-h1", "zb-h2"):
+        schedule = build(name, 4, 8)
+        assert schedule.parts == schedule.placement == [0, 1, 2, 3] and pipelines(schedule) == [[0, 1, 2, 3]]
+    schedule = build("interleaved", 4, 8, 2)
+    assert schedule.parts == list(range(8)) and schedule.placement == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert pipelines(schedule) == [list(range(8))]
+    schedule = build("chimera", 4, 8)
+    assert schedule.parts == [0, 1, 2, 3, 0, 1, 2, 3] and schedule.placement == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert pipelines(schedule) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [upstream(schedule, c) for c in range(8)] == [None, 0, 1, 2, None, 4, 5, 6]
+    assert [downstream(schedule, c) for c in range(8)] == [1, 2, 3, None, 5, 6, 7, None]
+
+
+def test_in_chimera_half_of_the_micro_batches_go_each_way():
+    for p, m in itertools.product((2, 4, 6, 8), range(1, 20)):
+        schedule = build("chimera", p, m)
+        down, up = pipelines(schedule)
+        assert routes(schedule) == {j: up if j % 2 else down for j in range(m)}
+
+
+def short(actions):
+    return " ".join(f"{kind}{j}" for kind, j, _ in actions)
+
+
+@pytest.mark.parametrize(
+    "name, list_of_it",
+    [
+        ("gpipe", "F0 F1 F2 B0 B1 B2"),
+        ("1f1b", "F0 B0 F1 B1 F2 B2"),
+        ("chimera", "F0 B0 F1 B1 F2 B2"),
+        ("interleaved", "F0 B0 F1 B1 F2 B2"),
+        ("zb-h1", "F0 I0 W0 F1 I1 W1 F2 I2 W2"),
+        ("zb-h2", "F0 I0 W0 F1 I1 W1 F2 I2 W2"),
+    ],
+)
+def test_one_stage(name, list_of_it):
+    schedule = build(name, 1, 3)
+    assert short(schedule.actions[0]) == list_of_it and schedule.parts == schedule.placement == [0]
+    assert simulate(schedule, COST).bubble == pytest.approx(0) and messages(schedule) == []
+
+
+def test_the_papers_pictures():
+    """The first and the last rank of four, as they are drawn (zero-bubble paper, figures 2 and 3)."""
+    lists = {name: [short(actions) for actions in build(name, 4, 8).actions] for name in ("1f1b", "zb-h1", "zb-h2")}
+    assert lists["1f1b"][0] == "F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7"
+    assert lists["1f1b"][3] == "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7"
+    assert lists["zb-h1"][0] == "F0 F1 F2 F3 I0 W0 F4 I1 W1 F5 I2 W2 F6 I3 W3 F7 I4 W4 I5 W5 I6 W6 I7 W7"
+    assert lists["zb-h1"][3] == "F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4 W5 W6 W7"
+    assert lists["zb-h2"][0] == "F0 F1 F2 F3 F4 F5 F6 I0 W0 F7 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5 I6 W6 I7 W7"
+    assert lists["zb-h2"][3] == "F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 F6 I6 W0 F7 I7 W1 W2 W3 W4 W5 W6 W7"
+    first = build("interleaved", 2, 4, 2).actions[0]  # rank 0 has chunks 0 and 2
+    assert " ".join(f"{kind}{j}.{chunk}" for kind, j, chunk in first) == (
+        "F0.0 F1.0 F0.2 F1.2 F2.0 B0.2 F3.0 B1.2 F2.2 B0.0 F3.2 B1.0 B2.2 B3.2 B2.0 B3.0"
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("interleaved", 4, 6, 2), "microbatches=6: interleaved wants a multiple of stages=4, such as 4 or 8"),
+        (("interleaved", 4, 3, 2), "microbatches=3: interleaved wants a multiple of stages=4, such as 4"),
+        (("interleaved", 4, 8, 1), "chunks=1: interleaved wants 2 or more chunks per rank (with one it would be 1f1b)"),
+        (("chimera", 3, 4), "stages=3: chimera wants an even number, such as 2 or 4 (and any microbatches)"),
+        (("chimera", 4, 4, 2), "chunks=2: chimera does not cut a rank's share into chunks; interleaved does"),
+        (("1f1b", 4, 8, 2), "chunks=2: 1f1b does not cut a rank's share into chunks; interleaved does"),
+        (("1f1b", 0, 8), "stages=0: should be 1 or more"),
+        (("1f1b", 4, 0), "microbatches=0: should be 1 or more"),
+        (("interleaved", 4, 8, 0), "chunks=0: should be 1 or more"),
+        (("zb-h3", 4, 8), "schedule=zb-h3: should be one of gpipe, 1f1b, interleaved, zb-h1, zb-h2, chimera"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(arguments, message):
+    with pytest.raises(UserError) as error:
+        build(*arguments)
+    assert str(error.value) == message
+
+
+# --- published numbers ------------------------------------------------------------------------------------------------
+
+ZERO_BUBBLE = [  # Qi et al., arXiv 2401.10241, tables 5 and 6: p, m, ms of F, B (here I), W, message; bubble rates
+    (8, 24, 18.522, 18.086, 9.337, 0.601, {"1f1b": 0.2431, "zb-h1": 0.1585, "zb-h2": 0.1083}),
+    (8, 32, 18.513, 18.086, 9.331, 0.626, {"1f1b": 0.1985, "zb-h1": 0.1242, "zb-h2": 0.0837}),
+    (8, 64, 18.546, 18.097, 9.321, 0.762, {"1f1b": 0.1240, "zb-h1": 0.0674, "zb-h2": 0.0444}),
+    (16, 48, 11.347, 11.248, 8.132, 0.377, {"1f1b": 0.2552, "zb-h1": 0.1397, "zb-h2": 0.0672}),
+    (16, 64, 11.307, 11.254, 8.101, 0.379, {"1f1b": 0.2082, "zb-h1": 0.1088, "zb-h2": 0.0516}),
+    (16, 128, 11.325, 11.308, 8.109, 0.378, {"1f1b": 0.1251, "zb-h1": 0.0576, "zb-h2": 0.0266}),
+]
+
+
+@pytest.mark.parametrize("p, m, F, I, W, comm, published", ZERO_BUBBLE)
+def test_the_zero_bubble_papers_rates_to_all_four_decimals(p, m, F, I, W, comm, published):
+    cost = {"F": F, "B": I + W, "I": I, "W": W}
+    assert {name: round(simulate(build(name, p, m), cost, comm).bubble, 4) for name in published} == published
+
+
+def test_bubbles_in_closed_form():
+    """With messages that take no time, for every size and whatever the costs, but where the formula says otherwise."""
+    for p, m in itertools.product(range(1, 9), (*range(1, 10), 12, 16, 24)):
+        for F, I, W in [(1, 1, 1), (1, 1.2, 0.9), (2, 3, 0.5)]:
+            cost = {"F": F, "B": I + W, "I": I, "W": W}
+            for name in ("gpipe", "1f1b"):
+                assert simulate(build(name, p, m), cost).bubble == pytest.approx((p - 1) / (m + p - 1))
+            for v in (2, 3, 4) if p > 1 and m % p == 0 else ():
+                bubble = simulate(build("interleaved", p, m, v), cost).bubble
+                assert bubble == pytest.approx((p - 1) / (v * m + p - 1))
+            for name, factor, enough in [("zb-h1", 1, p), ("zb-h2", 2, 2 * p - 1)]:
+                idle = (p - 1) * (F + I - factor * W)
+                if m >= enough:
+                    bubble = simulate(build(name, p, m), cost).bubble
+                    assert bubble == pytest.approx(idle / (m * (F + I + W) + idle), abs=1e-9)
+        if p % 2 == 0 and m % p == 0:  # N = D and, by direct concatenation, its multiples; F and B equal
+            assert simulate(build("chimera", p, m), UNIT).bubble == pytest.approx((p - 2) / (2 * m + p - 2))
+
+
+def test_activations_in_flight():
+    for p, m in itertools.product(range(1, 9), (*range(1, 10), 12, 16, 24)):
+        peak = {name: simulate(build(name, p, m), COST).peak for name in ("gpipe", "1f1b", "zb-h1", "zb-h2")}
+        assert peak["gpipe"] == [m] * p
+        assert peak["1f1b"] == [min(p - rank, m) for rank in range(p)]
+        assert peak["zb-h1"] == [min(p, m)] * p
+        assert peak["zb-h2"] == [min(2 * p - 1, m)] * p
+        if p % 2 == 0 and m >= p:  # the paper: between p/2 + 1 and p, most in the middle
+            assert simulate(build("chimera", p, m), COST).peak == [p // 2 + 1 + min(r, p - 1 - r) for r in range(p)]
+        if p > 1 and m % p == 0:
+            for v in (2, 3):
+                wanted = [min((v - 1) * p + 2 * (p - 1 - rank) + 1, v * m) for rank in range(p)]
+                assert simulate(build("interleaved", p, m, v), COST).peak == wanted
+
+
+def test_the_printed_formulas_are_the_simulations():
+    """Wherever the command line puts a formula beside a number, they agree; and the table of the docstring has them."""
+    for name, p, m, v in all_of_them(range(2, 7), range(1, 14)):
+        for costs in ({"F": 1, "B": 2, "I": 1, "W": 1}, {"F": 2, "B": 2, "I": 1.2, "W": 0.8}):
+            formula, letters = schedules.FORMULAS[name], dict(p=p, m=m, v=v, **costs)
+            line = simulate(build(name, p, m, v), costs)
+            assert [schedules.by_formula(formula.peak, r=r, **letters) for r in range(p)] == line.peak
+            if schedules.by_formula(formula.where, **letters):
+                assert schedules.by_formula(formula.bubble, **letters) == pytest.approx(line.bubble, abs=1e-9)
+
+
+def test_the_bubble_of_uneven_ranks_is_their_mean_idle_time():
+    """A schedule in which rank 1 has two stages and rank 0 one: spans of 6, busy 3 and 6."""
+    F, B = [Action("F", 0, c) for c in range(3)], [Action("B", 0, c) for c in range(3)]
+    line = simulate(Schedule("uneven", [0, 1, 2], [0, 1, 1], [[F[0], B[0]], [F[1], F[2], B[2], B[1]]]), COST)
+    assert line.makespan == line.span == pytest.approx(9.3) and line.bubble == pytest.approx(1 - (3.1 + 6.2) / 2 / 9.3)
+    assert line.peak == [1, 2]
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+def unfinished(schedule, order, per_pair=False):
+    """Carries out a schedule's messages in `order` on a strict machine: the actions that never run (none: good).
+
+    A rank has one queue for all that it sends and receives, whoever the other is; it posts from the front as far as it
+    has produced what it sends. Or, per_pair, one for each other rank, and it posts no further than what it has produced
+    or wants next. A message takes place when it is at the front of its queue at both ends and both have posted it. An
+    action runs when its message has taken place. No step ever makes another impossible, so it does not matter in
+    which order they are tried: how fast ranks and messages are changes nothing.
+    """
+    queues, posted, done, position = {}, {}, {}, [0] * len(schedule.actions)
+    for message in order:
+        for rank, other in (message[:2], message[1::-1]):
+            queues.setdefault((rank, other if per_pair else None), []).append(message)
+    posted, done = dict.fromkeys(queues, 0), dict.fromkeys(queues, 0)
+    awaited, ran, arrived = {message.consumer: message for message in order}, set(), set()
+
+    def ready(rank, i, queue):
+        """Whether a rank that stands at its action i posts the next message of this queue."""
+        if not queue or queue[0].source == rank:
+            return bool(queue) and queue[0].producer in ran
+        if not per_pair:
+            return True
+        wanted = awaited.get(schedule.actions[rank][i]) if i < len(schedule.actions[rank]) else None
+        return wanted in queue or any(m.source == rank and m.producer in ran for m in queue)
+
+    def ends(message):
+        a, b = message[:2]
+        return (a, b if per_pair else None), (b, a if per_pair else None)
+
+    moved = True
+    while moved:
+        moved = False
+        for (rank, lane), queue in queues.items():
+            here = rank, lane
+            while ready(rank, position[rank], queue[posted[here] :]):
+                posted[here], moved = posted[here] + 1, True
+            while done[here] < posted[here]:
+                message = queue[done[here]]
+                if not all(done[end] < posted[end] and queues[end][done[end]] is message for end in ends(message)):
+                    break
+                for end in ends(message):
+                    done[end], moved = done[end] + 1, True
+                arrived.add(message)
+        for rank, actions in enumerate(schedule.actions):
+            while position[rank] < len(actions):
+                action = actions[position[rank]]
+                if action in awaited and awaited[action] not in arrived:
+                    break
+                ran.add(action)
+                position[rank], moved = position[rank] + 1, True
+    return [action for actions in schedule.actions for action in actions if action not in ran]
+
+
+def test_messages_in_their_order_never_deadlock():
+    for sizes in all_of_them(range(2, 9), range(1, 13)):
+        schedule = build(*sizes)
+        order = messages(schedule)
+        assert unfinished(schedule, order) == [], sizes
+        assert unfinished(schedule, order, per_pair=True) == [], sizes
+        assert len(order) == len(set(order))
+
+
+@pytest.mark.parametrize("name, chunks", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("chimera", 1)])
+def test_there_is_one_message_per_boundary_and_direction(name, chunks):
+    schedule = build(name, 4, 8, chunks)
+    back = "I" if name.startswith("zb") else "B"
+    wanted = set()
+    for j, chunk in ((j, chunk) for j, pipeline in routes(schedule).items() for chunk in pipeline[:-1]):
+        a, b = schedule.placement[chunk], schedule.placement[chunk + 1]
+        wanted.add((a, b, "activation", j, Action("F", j, chunk), Action("F", j, chunk + 1)))
+        wanted.add((b, a, "gradient", j, Action(back, j, chunk + 1), Action(back, j, chunk)))
+    assert set(messages(schedule)) == wanted
+
+
+def test_chunks_on_one_rank_send_each_other_nothing():
+    """A V: down with the first chunk of each rank, up with the second; rank 1's two are neighbours."""
+    chunks = range(4)
+    F, B = [Action("F", 0, c) for c in chunks], [Action("B", 0, c) for c in chunks]
+    schedule = Schedule("v", list(chunks), [0, 1, 1, 0], [[F[0], F[3], B[3], B[0]], [F[1], F[2], B[2], B[1]]])
+    assert [message[:3] for message in messages(schedule)] == [
+        (0, 1, "activation"),
+        (1, 0, "activation"),
+        (0, 1, "gradient"),
+        (1, 0, "gradient"),
+    ]
+
+
+def test_messages_in_another_order_do_deadlock():
+    """By chunk, or all activations first: what a rank must send then stands behind what waits for it."""
+    schedule = build("1f1b", 4, 8)
+    order = messages(schedule)
+    for key in (lambda message: message.producer.chunk, lambda message: message.kind):
+        assert unfinished(schedule, sorted(order, key=key))
+
+
+# --- what is wrong with a schedule ------------------------------------------------------------------------------------
+
+
+def test_your_own_schedule(monkeypatch, capsys):
+    """1F1B with half the warm-up: it is right, holds less, and takes longer."""
+
+    def mine(stages, microbatches, chunks=1):
+        actions = []
+        for rank in range(stages):
+            F, B = each("F", microbatches, rank), each("B", microbatches, rank)
+            warmup = (stages - rank) // 2
+            actions.append(F[:warmup] + alternate(F[warmup:], B))
+        return straight("mine", chunks, actions)
+
+    monkeypatch.setitem(SCHEDULES, "mine", mine)
+    main(["mine", "1f1b"])
+    text = capsys.readouterr().out
+    assert "bubble 0.5294 of 51\npeak   3 2 2 1 in flight\n" in text and "bubble 0.2727 of 33 " in text
+
+
+def refusal(schedule, microbatches=None):
+    with pytest.raises(UserError) as error:
+        check(schedule, microbatches)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_deadlock_is_explained():
+    """Rank 1 forgets that rank 0 waits for its first backward: each waits for what the other comes to only later."""
+    schedule = build("1f1b", 2, 3)
+    schedule.actions[1][:] = each("F", 3, 1) + each("B", 3, 1)
+    assert refusal(schedule) == (
+        "1f1b: deadlock: rank 0, action 2 (B of micro-batch 0, chunk 0) waits for B of micro-batch 0, chunk 1, which is"
+        " rank 1's action 3; rank 1, action 2 (F of micro-batch 2, chunk 1) waits for F of micro-batch 2, chunk 0,"
+        " which is rank 0's action 3"
+    )
+    with pytest.raises(UserError, match="deadlock"):
+        simulate(schedule, COST)
+    with pytest.raises(UserError, match="deadlock"):
+        messages(schedule)
+
+
+def test_an_action_before_what_it_needs_on_its_own_rank_is_explained():
+    schedule = build("zb-h1", 2, 2)
+    actions = schedule.actions[1]
+    i, w = actions.index(Action("I", 0, 1)), actions.index(Action("W", 0, 1))
+    actions[i], actions[w] = actions[w], actions[i]
+    assert refusal(schedule) == (
+        "zb-h1: deadlock: rank 1, action 1 (W of micro-batch 0, chunk 1) waits for I of micro-batch 0, chunk 1, which "
+        "is its own action 4"
+    )
+    schedule = build("1f1b", 2, 2)
+    schedule.actions[1][:2] = reversed(schedule.actions[1][:2])
+    assert refusal(schedule) == (
+        "1f1b: deadlock: rank 1, action 0 (B of micro-batch 0, chunk 1) waits for F of micro-batch 0, chunk 1, which "
+        "is its own action 1"
+    )
+
+
+def test_a_skipped_action_is_named():
+    schedule = build("1f1b", 4, 8)
+    schedule.actions[2].remove(Action("B", 7, 2))
+    assert refusal(schedule) == "1f1b: rank 2 skips B of micro-batch 7, chunk 2"
+    schedule.actions[2].remove(Action("F", 5, 2))
+    assert refusal(schedule) == "1f1b: rank 2 skips F of micro-batch 5, chunk 2 (and 1 more is missing)"
+    split = build("zb-h1", 4, 8)
+    split.actions[0].remove(Action("W", 3, 0))
+    assert refusal(split) == "zb-h1: rank 0 skips W of micro-batch 3, chunk 0"
+
+
+def test_a_skipped_micro_batch_is_named():
+    """Even the last one, which the lists by themselves do not tell."""
+    assert refusal(build("1f1b", 4, 7), 8) == "1f1b: micro-batch 7 of 8 is skipped: no rank has any action of it"
+    assert refusal(build("1f1b", 4, 9), 8) == "1f1b: has a micro-batch 8; of 8, the last is 7"
+
+
+def test_a_repeated_action_is_named():
+    schedule = build("1f1b", 4, 8)
+    schedule.actions[3].insert(6, Action("F", 2, 3))
+    assert refusal(schedule) == (
+        "1f1b: rank 3, action 6 (F of micro-batch 2, chunk 3): runs a second time; the first was action 4"
+    )
+
+
+@pytest.mark.parametrize(
+    "rank, i, action, message",
+    [
+        (1, 0, Action("F", 0, 2), "(F of micro-batch 0, chunk 2): chunk 2 is placed on rank 2, not here"),
+        (1, 0, Action("F", 0, 4), "(F of micro-batch 0, chunk 4): micro-batches count from 0, chunks from 0 to 3"),
+        (1, 0, Action("F", -1, 1), "(F of micro-batch -1, chunk 1): micro-batches count from 0, chunks from 0 to 3"),
+        (1, 0, Action("G", 0, 1), "(G of micro-batch 0, chunk 1): kind 'G' should be F, B, I or W"),
+    ],
+)
+def test_an_action_in_the_wrong_place_is_named(rank, i, action, message):
+    schedule = build("1f1b", 4, 8)
+    schedule.actions[rank][i] = action
+    assert refusal(schedule) == f"1f1b: rank {rank}, action {i} {message}"
+
+
+def test_a_backward_is_whole_or_in_two():
+    schedule = build("1f1b", 4, 8)
+    schedule.actions[2].append(Action("W", 7, 2))
+    assert refusal(schedule) == "1f1b: micro-batch 7, chunk 2 has B and W: should be B, or I and W"
+    mixed = build("1f1b", 2, 1)  # but one stage may be whole and its neighbour in two
+    mixed.actions[1][:] = [Action("F", 0, 1), Action("I", 0, 1), Action("W", 0, 1)]
+    check(mixed)
+    assert [message.producer.kind for message in messages(mixed)] == ["F", "I"]
+
+
+def test_a_micro_batch_takes_one_pipeline():
+    schedule = build("chimera", 4, 4)
+    i = schedule.actions[1].index(Action("F", 0, 1))
+    schedule.actions[1][i] = Action("F", 0, 6)
+    assert refusal(schedule) == (
+        "chimera: micro-batch 0 has actions in chunk 0's pipeline and in chunk 4's; each micro-batch takes one"
+    )
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            dict(parts=[0, 1, 3, 2]),
+            "parts=[0, 1, 3, 2]: should count 0, 1, 2 ..., and from 0 again for another pipeline",
+        ),
+        (
+            dict(parts=[0, 1, 2, 0]),
+            "parts=[0, 1, 2, 0]: should count 0, 1, 2 ..., and from 0 again for another pipeline",
+        ),
+        (
+            dict(placement=[0, 1, 2, 4]),
+            "placement=[0, 1, 2, 4]: should have one of the 4 ranks for each of [0, 1, 2, 3]",
+        ),
+        (dict(placement=[0, 1, 2]), "placement=[0, 1, 2]: should have one of the 4 ranks for each of [0, 1, 2, 3]"),
+        (dict(actions=[[], [], [], []]), "no rank has anything to do"),
+    ],
+)
+def test_parts_and_placement_are_checked(change, message):
+    assert refusal(build("1f1b", 4, 8)._replace(**change)) == f"1f1b: {message}"
+
+
+def test_a_cost_that_is_not_given_is_named():
+    with pytest.raises(UserError, match=r"^cost=.*: zb-h1 also has I and W$"):
+        simulate(build("zb-h1", 2, 2), {"F": 1, "B": 2})
+
+
+# --- the drawing ------------------------------------------------------------------------------------------------------
+
+
+def drawn(capsys, *arguments):
+    """What the command line prints: its lines."""
+    main([str(argument) for argument in arguments])
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_docstrings_picture_is_drawn(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "120")
+    picture = [line.rstrip() for line in drawn(capsys, "1f1b") if line.startswith("rank ")]
+    assert "\n".join(f"    {line}" for line in picture) in schedules.__doc__
+
+
+def test_the_drawing(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert drawn(capsys, "1f1b", "zb-h1", "--stages=2", "--microbatches=3") == [
+        "F forward   B backward   I backward, input   W backward, weights   .. idle",
+        "",
+        "1f1b: 2 stages, 3 micro-batches",
+        "rank 0  F0 F1 ......B0--- F2 B1--- ...B2--- ",
+        "rank 1  ...F0 B0--- F1 B1--- F2 B2--- ......",
+        "bubble 0.2500 of 12   (p-1) / (m+p-1) = 0.2500",
+        "peak   2 1 in flight   min(p-r, m) = 2 1",
+        "",
+        "zb-h1: 2 stages, 3 micro-batches",
+        "rank 0  F0 F1 ...I0 W0 F2 I1 W1 I2 W2 ",
+        "rank 1  ...F0 I0 F1 I1 W0 F2 I2 W1 W2 ",
+        "bubble 0.1000 of 10   (p-1)*(F+I-W) / (m*(F+I+W) + (p-1)*(F+I-W)) = 0.1000",
+        "peak   2 2 in flight   min(p, m) = 2 2",
+    ]
+
+
+def test_costs_and_messages_are_drawn(capsys):
+    """--cost is of a stage: two chunks cost half each. B is I and W, unless it is given."""
+    lines = drawn(capsys, "interleaved", "zb-h1", "--stages=2", "--microbatches=2", "--cost=F:2,I:3,W:1", "--comm=0.5")
+    assert sum(line.endswith(" at --comm=0") for line in lines) == 2  # the formulas'
+    stage = {"F": 2, "I": 3, "W": 1, "B": 4}
+    half = {kind: duration / 2 for kind, duration in stage.items()}
+    for sizes, cost in [(("interleaved", 2, 2, 2), half), (("zb-h1", 2, 2), stage)]:
+        line = simulate(build(*sizes), cost, 0.5)
+        assert any(text.startswith(f"bubble {line.bubble:.4f} of {line.span:.4g} ") for text in lines)
+    assert schedules.parse_cost("B:5,F:0.5") == {"F": 0.5, "B": 5, "I": 1, "W": 1}
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120, 200])
+def test_the_drawing_fits_the_terminal(monkeypatch, capsys, columns):
+    """Rows of at most that many columns, on one time axis, with numbers while there is room."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = drawn(capsys, *SCHEDULES, "--stages=8", "--microbatches=16", "--cost=F:1,I:1.3,W:0.7")
+    rows = [line for line in lines if line.startswith("rank ")]
+    assert len(rows) == 8 * len(SCHEDULES) and max(len(row) for row in rows) <= columns
+    assert ("F15" in "".join(rows)) == (columns >= 200)
+    lengths = [len(rows[8 * i]) for i in range(len(SCHEDULES))]
+    assert lengths[0] == lengths[1] > lengths[2] > lengths[4]  # gpipe, 1f1b, interleaved, zb-h2
+
+
+def test_several_schedules_share_one_axis_and_chunks_is_for_those_that_have_them(capsys):
+    lines = drawn(capsys, "1f1b", "interleaved", "--chunks=4")
+    assert "1f1b: 4 stages, 8 micro-batches" in lines
+    assert "interleaved: 4 stages, 8 micro-batches, 4 chunks per rank" in lines
+    assert any(line.startswith("bubble 0.0857 ") for line in lines)  # 3 / (4 * 8 + 3)
+
+
+def test_colour_where_it_can(monkeypatch, capsys):
+    """On a terminal, unless NO_COLOR is set (to anything but nothing); the text without escapes is as wide."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    plain = drawn(capsys, "chimera")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    coloured = drawn(capsys, "chimera")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert drawn(capsys, "chimera") == plain
+    assert "\x1b" not in "".join(plain) and "\x1b[48;5;" in "".join(coloured)
+    bare = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in coloured]
+    assert [len(line) for line in bare if line.startswith("rank")] == [len(x) for x in plain if x.startswith("rank")]
+
+
+def test_svg(tmp_path, capsys):
+    """A box for every action, to scale, all schedules on one axis."""
+    drawn(capsys, "1f1b", "zb-h1", f"--svg={tmp_path}/two.svg")
+    root = ElementTree.parse(tmp_path / "two.svg").getroot()
+    tag = "{http://www.w3.org/2000/svg}"
+    boxes = {}
+    for group in root.iter(f"{tag}g"):
+        title, rect = group.find(f"{tag}title").text, group.find(f"{tag}rect")
+        boxes.setdefault(title, []).append((float(rect.get("x")), float(rect.get("width"))))
+    assert sum(len(found) for found in boxes.values()) == 4 * (2 * 8 + 3 * 8)
+    (x0, width), other = boxes["F of micro-batch 0, chunk 0: 0 to 1"]
+    assert other == (x0, width)  # of both schedules
+    ((x, _),) = boxes["B of micro-batch 7, chunk 0: 31 to 33"]
+    assert (x - x0) / 31 == pytest.approx(1460 / 33, rel=1e-3)
+    assert "bubble 0.1111" in [text.text for text in root.iter(f"{tag}text")]
+
+
+# --- a recorded run ---------------------------------------------------------------------------------------------------
+
+
+def trace_of(schedule, steps, chunks=1, late=0.0):
+    """What the executor writes: each F takes 1 ms, B 2 ms, a message 0.25 ms; one rank starts `late` ms."""
+    events = []
+    for step in steps:
+        for rank, action, start, end in simulate(schedule, {"F": 1, "B": 2, "I": 1, "W": 1}, 0.25).events:
+            start, end = (1000 * (t + 100 * step + late * (rank == 1)) for t in (start, end))
+            args = {"kind": action.kind, "microbatch": action.microbatch, "chunk": action.chunk, "step": step}
+            name = f"{action.kind}{action.microbatch}"
+            time = {"ts": start, "dur": end - start, "pid": 0, "tid": rank}
+            events.append({"name": name, "cat": action.kind, "ph": "X", **time, "args": args})
+            events.append({"name": "send", "cat": "message", "ph": "X", **time, "args": {}})
+    other = {"schedule": schedule.name, "stages": len(schedule.actions), "microbatches": schedule.microbatches}
+    return {"traceEvents": events, "otherData": {**other, "chunks": chunks, "step": steps[-1]}}
+
+
+@pytest.mark.parametrize("name, chunks", [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("chimera", 1)])
+def test_a_recorded_run_is_drawn_under_the_ideal_one(tmp_path, capsys, name, chunks):
+    schedule = build(name, 2, 4, chunks)
+    trace = trace_of(schedule, [5, 6, 7], chunks)
+    del trace["traceEvents"][-2]  # step 7 was cut short
+    (tmp_path / "trace.json").write_text(json.dumps(trace))
+    lines = drawn(capsys, f"--trace={tmp_path}/trace.json", f"--svg={tmp_path}/trace.svg")
+    assert lines[2].startswith(f"{name}, ideal: F 1 ms, ") and lines[2].endswith(", messages no time")
+    assert f"{name}, recorded: step 6" in lines
+    ideal, real = (simulate(schedule, {"F": 1, "B": 2, "I": 1, "W": 1}, comm) for comm in (0, 0.25))
+    assert ideal.bubble < real.bubble
+    assert [line for line in lines if line.startswith("bubble")] == [
+        f"bubble {line.bubble:.4f} of {line.span:.4g} ms" for line in (ideal, real)
+    ]
+    ElementTree.parse(tmp_path / "trace.svg")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            lambda trace: trace["traceEvents"].pop(-2),
+            "no step in it is whole; the last, 3, lacks B of micro-batch 3, chunk 0 on rank 0",
+        ),
+        (
+            lambda trace: trace["traceEvents"].append(trace["traceEvents"][0]),
+            "no step in it is whole; the last, 3, has more than the 16 actions of 1f1b",
+        ),
+        (lambda trace: trace["traceEvents"].clear(), "has no actions"),
+        (lambda trace: trace.pop("otherData"), "not a trace as train.py writes it (KeyError('otherData'))"),
+        (lambda trace: trace["otherData"].update(stages="2"), "not a trace as train.py writes it (TypeError("),
+    ],
+)
+def test_a_trace_that_cannot_be_drawn(tmp_path, change, message):
+    trace = trace_of(build("1f1b", 2, 4), [3])
+    change(trace)
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(trace))
+    with pytest.raises(UserError) as error:
+        main([f"--trace={path}"])
+    assert str(error.value).startswith(f"--trace={path}: {message}")
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "which schedule? python -m parallel.schedules NAME ..., of gpipe, 1f1b, "),
+        (["1f1c"], "schedule=1f1c: should be one of gpipe, 1f1b, "),
+        (["1f1b", "--chunks=2"], "chunks=2: 1f1b does not cut"),
+        (["interleaved", "--chunks=0"], "chunks=0: should be 1 or more"),
+        (
+            ["1f1b", "--stages=four"],
+            "argument --stages: invalid int value: 'four' (python -m parallel.schedules --help",
+        ),
+        (["1f1b", "--cost=F:1,X:2"], "--cost=F:1,X:2: 'X:2' should be one of F, B, I, W and a positive number"),
+        (["1f1b", "--cost=F:0"], "--cost=F:0: 'F:0' should be one of"),
+        (["1f1b", "--cost=F"], "--cost=F: 'F' should be one of"),
+        (["1f1b", "--comm=-1"], "--comm=-1.0: should be zero or more"),
+        (["1f1b", "--trace=x.json"], "--trace says itself which schedule it is of"),
+        (["--trace=nowhere/x.json"], "--trace=nowhere/x.json: No such file or directory"),
+        (["1f1b", "--svg=nowhere/x.svg"], "--svg=nowhere/x.svg: No such file or directory"),
+    ],
+)
+def test_mistakes_are_one_line(capsys, arguments, message):
+    with pytest.raises(SystemExit) as end:
+        exit_on_user_error(lambda: main(arguments))
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_it_needs_no_torch():
+    program = (
+        "import runpy, sys; sys.argv[1:] = ['zb-h1']; "
+        "runpy.run_module('parallel.schedules', run_name='__main__'); assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert done.returncode == 0 and "bubble 0.1111" in done.stdout, done.stderr
