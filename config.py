@@ -89,6 +89,7 @@ class Config:
     eval_only: bool = False  # take the loss of a checkpoint, do not train
     split: str = "val"  # eval_only: train, val or test tokens
     ledger: bool = False  # print what was sent, beside the formulas, at the end
+    trace: str = ""  # file for a record of every action and message of the last steps, in Chrome's trace format
     tensorboard: str = ""  # folder for TensorBoard logs
     wandb: str = ""  # Weights & Biases project
     comm_timeout: float = 600.0  # seconds that a rank waits for another

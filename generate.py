@@ -20,7 +20,7 @@ from model import GPT
 from parallel import checkpoint
 from parallel.mesh import Mesh
 from parallel.zero import Zero
-from prepare import load_tokenizer
+from tokenizer import load_tokenizer
 
 
 def load_model(path, device):

@@ -5,44 +5,37 @@
     python prepare.py 'shards/*.jsonl.gz' --out=data/web --text_key=content
 
 A `.bin` file is nothing but uint16 numbers, little-endian, one per token, so that data.py can map it into memory.
-A document is one text file or one JSON line. It is encoded as ordinary text (a literal "<|endoftext|>" in it is eleven
-characters like any others) and closed by the end-of-text token; an empty one is that token alone. Which split it goes
-to is a hash of its running number. A byte-order mark at the start of a file is dropped, blank JSON lines are no
-documents, line ends stay as they are.
+A document is one text file or one JSON line. It is encoded as ordinary text (a literal "<|endoftext|>" in it is
+thirteen characters like any others) and closed by the end-of-text token; an empty one is that token alone. Which split
+it goes to is a hash of its position: the number of its file and the line on which it starts. A byte-order mark at the
+start of a file is dropped, blank JSON lines are no documents, line ends stay as they are.
 
     this process                        one process per core              this process
-    read, cut into blocks  --256 KiB--> decode, parse, encode --uint16--> append in the order of the input
+    read, cut into blocks  --512 KiB--> decode, parse, encode --uint16--> append in the order of the input
 
 Encoding is all the work: one core reads and cuts a gigabyte per second, and encodes ten megabytes. So the reader
 touches bytes only, and at most a few blocks per worker are on their way at a time: memory does not depend on the size
 of the input, and the output does not depend on the number of workers.
 
-The one subtle thing is to cut a long document where the encoding does not notice; see `cut_points`. And the one thing
-for a week-long run: after a crash the same command reads the blocks that were done once more, which is a hundred times
-faster than encoding them, drops them, and goes on.
+The one subtle thing is to cut a long document where the encoding does not notice; see `tokenizer.cut_points`. And the
+one thing for a week-long run: after a crash the same command reads the blocks that were done once more, which is a
+hundred times faster than encoding them, drops them, and goes on.
 """
 
 import argparse
-import bz2
-import codecs
 import contextlib
-import difflib
+import fcntl
 import functools
-import glob
-import gzip
 import hashlib
-import io
+import itertools
 import json
-import lzma
 import multiprocessing
 import os
 import signal
 import sys
-import sysconfig
 import threading
 import time
 import unicodedata
-import zlib
 from collections import Counter, deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -52,324 +45,29 @@ from typing import NamedTuple
 import tiktoken
 from tqdm import tqdm
 
+from documents import (
+    KINDS,
+    MAX_RUN,
+    PACKINGS,
+    PIECE,
+    BadInput,
+    Part,
+    document_text,
+    find_files,
+    read_blocks,
+    split_suffixes,
+)
 from errors import UserError, exit_on_user_error
+from tokenizer import load_tokenizer
 
 SPLITS = ("train", "val", "test")
-KINDS = (".txt", ".md", ".py", ".jsonl")
-PACKINGS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-
-PIECE = 256 << 10  # bytes of text that a worker encodes at a time
-MAX_RUN = 1 << 20  # bytes without a boundary; the encoder needs more than linear time for such a run
-MAX_LINE = 64 << 20  # bytes of one JSON line, which has to be parsed in one go
+SAVE_EVERY = 5.0  # seconds of work that a crash may cost
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# fork starts at once and shares the vocabulary; it wants no threads here, so numpy is left to the workers. macOS can't.
+START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 
 
-# ---- Tokenizers ------------------------------------------------------------------------------------------------
-
-ENDOFTEXT = "<|endoftext|>"
-# Any 32 characters make a pre-token: no two bytes ever merge, so the length only sets the speed (1: 10 MB/s, 32: 45).
-BYTES_PATTERN = r"[\s\S]{1,32}"
-# GPT-2's pattern as tiktoken has spelled it over the years; r50k_base and the p50k family share it.
-GPT2_PATTERNS = (
-    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
-    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?[\p{L}]+| ?[\p{N}]+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-)
-TOO_LARGE = {
-    "cl100k_base": 100277,
-    "o200k_base": 200019,
-    "o200k_harmony": 201088,
-}  # refused before any download
-
-
-@functools.cache
-def load_tokenizer(name: str) -> tiktoken.Encoding:
-    """The encoding called `name`: `bytes`, or one of tiktoken's whose ids fit in uint16.
-
-    Its end-of-text id is `.eot_token`. Raises UserError for an unknown name, a vocabulary over 65,536, and where
-    tiktoken has to fetch the vocabulary and can't.
-    """
-    if name == "bytes":
-        ranks = {bytes([i]): i for i in range(256)}
-        return tiktoken.Encoding(
-            "bytes", pat_str=BYTES_PATTERN, mergeable_ranks=ranks, special_tokens={ENDOFTEXT: 256}
-        )
-    names = ["bytes", *tiktoken.list_encoding_names()]
-    if name not in names:
-        near = (difflib.get_close_matches(name, names, n=1, cutoff=0.4) or ["gpt2"])[0]
-        raise UserError(
-            f"--tokenizer={name}: no such tokenizer, did you mean {near}? (bytes, gpt2, r50k_base ...)"
-        )
-    try:
-        vocab_size = TOO_LARGE.get(name) or (encoding := tiktoken.get_encoding(name)).n_vocab
-    except (OSError, ValueError) as error:  # requests' errors are OSErrors; a broken download is a ValueError
-        raise UserError(
-            f"--tokenizer={name}: tiktoken has to fetch this vocabulary once and could not ({type(error).__name__}). "
-            f"Where there is network, run TIKTOKEN_CACHE_DIR=DIR python -c 'import tiktoken; "
-            f'tiktoken.get_encoding("{name}")\'; then copy DIR here and set TIKTOKEN_CACHE_DIR to it. '
-            f"Or use --tokenizer=bytes, which needs no vocabulary"
-        ) from None
-    if vocab_size > 65536:
-        raise UserError(
-            f"--tokenizer={name}: {vocab_size:,} ids do not fit in uint16 (65,536): gpt2 or bytes would do"
-        )
-    if ENDOFTEXT not in encoding.special_tokens_set:
-        raise UserError(
-            f"--tokenizer={name}: has no {ENDOFTEXT} to close a document with: gpt2 or bytes would do"
-        )
-    return encoding
-
-
-# ---- Where a long document may be cut ----------------------------------------------------------------------------
-
-WHITE_SPACE = set("\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000") | {
-    chr(c) for c in range(0x2000, 0x200B)
-}
-
-
-@functools.cache
-def character_class(c: str) -> str | None:
-    """What GPT-2's pattern takes `c` for: "space", "L"etter, "N"umber or "other"; None where it is better not to know.
-
-    Python and tiktoken may hold different Unicode versions, so only what has been the same from version 3.2 to this
-    Python's counts (and no bytes that are not UTF-8, which arrive here as surrogates).
-    """
-    if c in WHITE_SPACE:
-        return "space"
-    category = unicodedata.category(c)[0]
-    if category in "CZ" or category != unicodedata.ucd_3_2_0.category(c)[0]:
-        return None
-    return category if category in "LN" else "other"
-
-
-def cut_points(text: str, pattern: str):
-    """Yields the i at which encode(text) == encode(text[:i]) + encode(text[i:]), whatever comes before and after text.
-
-    BPE never merges across pre-tokens, so i must be where the pre-tokenizer cuts anyway. GPT-2's pattern is
-
-        's 't 're 've 'm 'll 'd | ?letters | ?numbers | ?others | whitespace before whitespace | whitespace
-
-    where ? is one optional space. No pre-token holds a character that is no space followed by one of another class,
-    but for the apostrophe and its letters. And of a run of whitespace before a word the last one starts afresh: it is
-    the optional space, or a pre-token by itself. The pattern never looks back, so what follows i is not changed by
-    the cut; it looks ahead only from whitespace, to see whether more follows, so what precedes i isn't either: it ends in
-    no whitespace, or in a run of which all stays together with or without the cut.
-    """
-    if pattern == BYTES_PATTERN:  # anywhere between two whole characters
-        yield from (i for i in range(1, len(text)) if not ("\udc80" <= text[i] <= "\udcff"))
-    elif pattern in GPT2_PATTERNS:
-        kinds = [character_class(c) for c in text]
-        for i in range(1, len(text)):
-            before, here = kinds[i - 1], kinds[i]
-            if before == here == "space":
-                if i + 1 < len(text) and kinds[i + 1] not in ("space", None):
-                    yield i
-            elif before and here and before != here and before != "space":
-                if not (text[i - 1] == "'" and here == "L"):
-                    yield i
-
-
-def find_cut(data: bytes, pattern: str) -> int:
-    """Where to cut `data`: at the last boundary of its first PIECE bytes, else at the first one up to MAX_RUN; or 0.
-
-    A piece longer than PIECE is therefore one run and nothing else. (That matters: tiktoken panics on a million
-    spaces *followed by a word*.)
-    """
-
-    def size(text):
-        return len(text.encode("utf-8", "surrogateescape"))
-
-    for window in (64, 4096, PIECE):
-        start = max(0, PIECE - window)
-        text = data[start:PIECE].decode("utf-8", "surrogateescape")
-        if points := list(cut_points(text, pattern)):
-            return start + size(text[: points[-1]])
-    text = data[: MAX_RUN + 8].decode("utf-8", "surrogateescape")  # 8: two characters to look ahead at
-    cut = size(text[: next(cut_points(text, pattern), 0)])
-    return cut if cut <= MAX_RUN else 0
-
-
-# ---- What to read ------------------------------------------------------------------------------------------------
-
-
-class BadInput(Exception):
-    """A document that can't be read: where it is, and the reason it is counted under."""
-
-    def __init__(self, where: str, reason: str, detail: str = ""):
-        super().__init__(f"{where}: {reason}{detail and f' ({detail})'}")
-        self.reason = reason
-
-
-def find_files(inputs: list[str]) -> list[str]:
-    """The files that `inputs` name, each once: in the order given, a folder's in the order of their names."""
-    if not inputs:
-        stdlib = sysconfig.get_paths()["stdlib"]
-        return [
-            path
-            for path in walk(stdlib, leave_out=("site-packages", "dist-packages"))
-            if path.endswith(".py")
-        ]
-    found = {}
-    for name in inputs:
-        if os.path.isfile(name):
-            here = [name]  # whatever its suffix: who names a file wants it read, or hears why it can't be
-        else:
-            here = []
-            for match in [name] if os.path.isdir(name) else sorted(glob.glob(name, recursive=True)):
-                here += walk(match) if os.path.isdir(match) else [match] if is_text(match) else []
-        if not here and not glob.has_magic(name) and not os.path.exists(name):
-            raise UserError(f"input {name}: no such file or folder")
-        if not here:
-            raise UserError(
-                f"input {name}: no file there ends in {' '.join(KINDS)} (nor one of these and {' '.join(PACKINGS)})"
-            )
-        for path in here:
-            found.setdefault(os.path.realpath(path), path)
-    return list(found.values())
-
-
-def walk(folder: str, leave_out=()):
-    """Yields the text files below `folder`, sorted; hidden ones and __pycache__ left out."""
-
-    def stop(error):
-        raise UserError(f"input folder {error.filename}: {error.strerror}")
-
-    for here, folders, names in os.walk(folder, onerror=stop):
-        folders[:] = sorted(f for f in folders if f[0] != "." and f != "__pycache__" and f not in leave_out)
-        yield from (os.path.join(here, name) for name in sorted(names) if name[0] != "." and is_text(name))
-
-
-def split_suffixes(path: str) -> tuple[str, str, str]:
-    """'a/b.v2.jsonl.gz' -> ('a/b.v2', '.jsonl', '.gz')"""
-    stem, packing = os.path.splitext(path)
-    if packing not in PACKINGS:
-        stem, packing = path, ""
-    stem, kind = os.path.splitext(stem)
-    return stem, kind, packing
-
-
-def is_text(path: str) -> bool:
-    return split_suffixes(path)[1] in KINDS
-
-
-# ---- Reading: files to blocks, bytes only ------------------------------------------------------------------------
-
-
-class Part(NamedTuple):
-    """Some bytes of one file: a whole text, a piece of a long one, or some whole JSON lines."""
-
-    path: str
-    file: int  # number of the file
-    start: int = 1  # line on which the (first) document starts: with `file`, its position
-    line: int = 1  # line on which the data starts
-    data: bytes = b""
-    json_lines: bool = False
-    begins: bool = True  # False: the document began in an earlier part
-    ends: bool = True  # False: it goes on in a later one
-    problem: BadInput | None = None  # in place of data
-    used: int = 0  # bytes of the file (compressed, where it is) that were read for it
-
-
-def read_blocks(files: list[str], text_key: str, pattern: str):
-    """Yields lists of Parts, in order: short documents together, about PIECE bytes of them; pieces of a long one alone."""
-    block, size = [], 0
-    for number, path in enumerate(files):
-        for part in read_parts(path, number, text_key, pattern):
-            whole = part.begins and part.ends
-            if block and (not whole or size + len(part.data) > PIECE):
-                yield block
-                block, size = [], 0
-            block.append(part)
-            size += len(part.data)
-            if not whole:
-                yield block
-                block, size = [], 0
-    if block:
-        yield block
-
-
-def read_parts(path: str, number: int, text_key: str, pattern: str):
-    """Yields the Parts of one file. What can't be read is a Part too, so that it is reported in its turn."""
-    part, used = None, 0
-    try:
-        _, kind, packing = split_suffixes(path)
-        if kind not in KINDS:
-            raise BadInput(
-                path, "unknown kind of file", f"known: {' '.join(KINDS)}, each also {' '.join(PACKINGS)}"
-            )
-        with open(path, "rb") as raw, PACKINGS.get(packing, contextlib.nullcontext)(raw) as stream:
-            if stream.peek(3).startswith(codecs.BOM_UTF8):
-                stream.read(3)
-            empty = Part(path, number)
-            parts = (
-                json_parts(stream, empty, text_key, pattern)
-                if kind == ".jsonl"
-                else text_parts(stream, empty, pattern)
-            )
-            for part in parts:
-                yield part._replace(used=raw.tell() - used)
-                used = raw.tell()
-        return
-    except BadInput as error:
-        problem = error
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        problem = BadInput(path, "unreadable", getattr(error, "strerror", None) or str(error))
-    yield Part(path, number, begins=part is None or part.ends, problem=problem)
-
-
-def text_parts(stream, part: Part, pattern: str):
-    """Yields `part` with the bytes of `stream`, in pieces where they are many; holds little more than MAX_RUN at a time."""
-    data = stream.read(MAX_RUN + 8)
-    while len(data) > PIECE:
-        cut = find_cut(data, pattern)
-        if not cut and len(data) <= MAX_RUN:
-            break  # the rest is one run
-        if not cut:
-            decode(
-                data, part.path, part.line, final=False
-            )  # perhaps nothing is a boundary because nothing is text
-            raise BadInput(f"{part.path}:{part.line}", "more than 1 MiB without a boundary to cut at")
-        yield part._replace(data=data[:cut], ends=False)
-        part = part._replace(begins=False, line=part.line + data.count(b"\n", 0, cut))
-        data = data[cut:] + stream.read(cut)
-    yield part._replace(data=data)
-
-
-def json_parts(stream, part: Part, text_key: str, pattern: str):
-    """Yields whole JSON lines, about PIECE bytes of them at a time; a longer line is parsed here, its text cut in pieces."""
-    while data := stream.read(PIECE):
-        if not data.endswith(b"\n"):
-            data += stream.readline(MAX_LINE + 2)
-        last = data.rfind(b"\n", 0, len(data) - 1) + 1  # where the last line starts
-        if len(data) - last <= PIECE:
-            last = len(data)
-        if last:
-            part = part._replace(data=data[:last], json_lines=True)
-            yield part
-            line = part.start + data.count(b"\n", 0, last)
-            part = part._replace(start=line, line=line, data=b"", json_lines=False)
-        if last < len(data):
-            data = data[last:]
-            yield from long_line_parts(data, part, text_key, pattern)
-            while data and not data.endswith(b"\n"):  # a line over MAX_LINE: to its end
-                data = stream.readline(PIECE)
-            part = part._replace(start=part.start + 1, line=part.start + 1)
-
-
-def long_line_parts(data: bytes, part: Part, text_key: str, pattern: str):
-    """Yields the text of one JSON line in pieces, or the problem that it has."""
-    where, piece = f"{part.path}:{part.start}", None
-    try:
-        if len(data.rstrip(b"\r\n")) > MAX_LINE:
-            raise BadInput(where, "a JSON line over 64 MiB")
-        text = json_text(data, where, text_key).encode()
-        for piece in text_parts(io.BytesIO(text), part, pattern):
-            yield piece
-    except BadInput as error:
-        yield part._replace(begins=piece is None or piece.ends, problem=BadInput(where, error.reason))
-
-
-# ---- Encoding: blocks to tokens, in the workers ------------------------------------------------------------------
+# --- encoding: blocks to tokens, in the workers ---------------------------------------------------------------------
 
 
 class Job(NamedTuple):
@@ -404,70 +102,32 @@ def encode_block(job: Job, block: list[Part]) -> Encoded:
                 examples += [str(problem)] if len(examples) < 3 else []
                 continue
             split = split_of(part.file, part.start + i, job.split)
-            # The same ids as encode_ordinary's, without a Python integer for each. No text is special: disallowed=().
-            tokens[split].append(
-                encoding.encode_to_numpy(text, disallowed_special=()).astype("<u2").tobytes()
-            )
+            tokens[split].append(encode(encoding, text))
             if part.ends:
                 tokens[split].append(endoftext)
                 documents[split] += 1
     return Encoded([b"".join(pieces) for pieces in tokens], documents, skipped, examples)
 
 
-def document_text(part: Part, line: int, data: bytes, text_key: str) -> str:
-    if part.problem:
-        raise part.problem
-    if part.json_lines:
-        return json_text(data, f"{part.path}:{line}", text_key)
-    return decode(data, part.path, line)
-
-
-def json_text(data: bytes, where: str, text_key: str) -> str:
-    """The text that a JSON line holds under `text_key`."""
-    try:
-        value = json.loads(decode(data, *where.rsplit(":", 1)))
-    except json.JSONDecodeError as error:
-        raise BadInput(where, "not JSON", f"{error.msg} at character {error.pos + 1}") from None
-    except (ValueError, RecursionError) as error:  # an integer of 5,000 digits, 5,000 brackets
-        raise BadInput(where, "not JSON that Python reads", str(error)) from None
-    if not isinstance(value, dict):
-        raise BadInput(where, "not a JSON object", f"but {type(value).__name__}")
-    if text_key not in value:
-        raise BadInput(
-            where, f"no key '{text_key}'", f"it has {', '.join(value)[:80] or 'none'}; see --text_key"
-        )
-    text = value[text_key]
-    if not isinstance(text, str):
-        raise BadInput(where, f"'{text_key}' is no string", f"but {type(text).__name__}")
-    try:
-        text.isascii() or text.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which is no character
-        raise BadInput(where, "not Unicode", f"a lone surrogate at character {error.start + 1}") from None
-    return text
-
-
-def decode(data: bytes, path: str, line: int | str, final: bool = True) -> str:
-    """Strict UTF-8. The error counts lines from `line`; final=False forgives a character that is cut off at the end."""
-    try:
-        return codecs.getincrementaldecoder("utf-8")().decode(data, final)
-    except UnicodeDecodeError as error:
-        line = int(line) + data.count(b"\n", 0, error.start)
-        raise BadInput(
-            f"{path}:{line}", "not UTF-8", f"byte 0x{data[error.start]:02x}: {error.reason}"
-        ) from None
+def encode(encoding: tiktoken.Encoding, text: str) -> bytes:
+    """encode_ordinary(text) as little-endian uint16, without making a Python integer of each id."""
+    if encoding.name == "bytes":  # an id is a byte, and this is a byte with a zero after it
+        return text.encode().decode("latin-1").encode("utf-16-le")
+    return encoding.encode_to_numpy(text, disallowed_special=()).astype("<u2").tobytes()
 
 
 def split_of(file: int, line: int, weights) -> int:
     """Which split (0 train, 1 val, 2 test) the document goes to that starts on this line of this file."""
-    digest = hashlib.blake2b(f"{file}:{line}".encode(), digest_size=8).digest()
-    point = int.from_bytes(digest, "little") / 2**64 * sum(weights)
+    digest = hashlib.blake2b(f"{file}:{line}".encode(), digest_size=4).digest()
+    point = int.from_bytes(digest, "little") / 2**32 * sum(weights)
     return 0 if point < weights[0] else 1 if point < weights[0] + weights[1] or not weights[2] else 2
 
 
 def start_worker():
-    """A worker leaves signals to the parent, and dies with it, however the parent died."""
+    """A worker leaves Ctrl-C to its parent, and dies with it, however the parent died."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def follow():
         multiprocessing.parent_process().join()
@@ -477,12 +137,13 @@ def start_worker():
 
 
 def encoded_blocks(job: Job, blocks, workers: int):
-    """Yields (block, Encoded) in the order of `blocks`, encoded by `workers` processes with a few blocks each at hand."""
-    # fork shares the vocabulary and starts at once (this process has no threads yet); macOS needs spawn
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    pool = ProcessPoolExecutor(workers, context, initializer=start_worker)
+    """Yields (block, Encoded) in the order of `blocks`; each of the `workers` processes has a few of them at hand."""
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context(START_METHOD), initializer=start_worker)
     pending = deque()
     try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # for the workers, until start_worker has set them right
+        pool.submit(int)  # forks them
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         for block in blocks:
             pending.append((block, pool.submit(encode_block, job, block)))
             if len(pending) > 4 * workers:
@@ -507,14 +168,13 @@ class Progress:
     """How far the .part files are whole. Saved every few seconds, so that a run that was killed can go on."""
 
     made_from: dict  # what the output depends on; another command must not go on with these files
+    cut: str  # what the blocks depend on
     blocks: int = 0  # done
     tokens: list[int] = field(default_factory=lambda: [0, 0, 0])
     documents: list[int] = field(default_factory=lambda: [0, 0, 0])
     skipped: dict[str, int] = field(default_factory=dict)
     examples: list[str] = field(default_factory=list)
-    whole: list[int] = field(
-        default_factory=lambda: [0, 0, 0]
-    )  # tokens before the long document that is being written
+    whole: list[int] = field(default_factory=lambda: [0, 0, 0])  # tokens before the long document that is being written
     dropping: bool = False  # that document turned out bad: the rest of it is left out
 
 
@@ -524,7 +184,7 @@ class Output:
     def __init__(self, folder: str, made_from: dict):
         self.folder = folder
         self.progress = self.load_progress(made_from)
-        self.files = [open(path + ".part", "ab", buffering=0) for path in self.paths()]  # noqa: SIM115
+        self.files = [open(path + ".part", "ab", buffering=0) for path in self.paths()]
         self.truncate(self.progress.tokens)
         self.saved_at = time.monotonic()
 
@@ -533,25 +193,318 @@ class Output:
 
     def load_progress(self, made_from: dict) -> Progress:
         """What an earlier run of the same command has done; nothing where there was none or its files are not whole."""
+        fresh = Progress(made_from, cut=f"PIECE {PIECE}, MAX_RUN {MAX_RUN}, Unicode {unicodedata.unidata_version}")
         try:
             with open(self.journal(), encoding="utf-8") as file:
                 progress = Progress(**json.load(file))
         except (OSError, ValueError, TypeError):
-            return Progress(made_from)
+            return fresh
         for path in self.paths():  # killed between the renames of finish(): take them back
             if os.path.exists(path) and not os.path.exists(path + ".part"):
                 os.rename(path, path + ".part")
-        sizes = [
-            os.path.getsize(path + ".part") if os.path.exists(path + ".part") else 0 for path in self.paths()
-        ]
-        if progress.made_from != made_from or any(
-            s < 2 * n for s, n in zip(sizes, progress.tokens, strict=True)
-        ):
-            print(f"{self.folder}: what an earlier run left unfinished does not fit, starting over")
-            return Progress(made_from)
+        sizes = [os.path.getsize(path + ".part") if os.path.exists(path + ".part") else 0 for path in self.paths()]
+        same = (progress.made_from, progress.cut) == (fresh.made_from, fresh.cut)
+        if not same or any(size < 2 * n for size, n in zip(sizes, progress.tokens, strict=True)):
+            print(f"{self.folder}: what is unfinished there is another command's or damaged, starting over")
+            return fresh
         if progress.blocks:
             print(f"{self.folder}: going on after {sum(progress.tokens):,} tokens")
         return progress
 
     def journal(self):
         return os.path.join(self.folder, "progress.json")
+
+    def write(self, block: list[Part], encoded: Encoded):
+        """Appends what a block became. A long document that turns out bad is taken back from its beginning on."""
+        p = self.progress
+        p.blocks += 1
+        if block[0].begins:
+            p.whole, p.dropping = list(p.tokens), False
+        if p.dropping:
+            return
+        long = not (block[0].begins and block[-1].ends)
+        if encoded.skipped:
+            for reason, count in encoded.skipped.items():
+                p.skipped[reason] = p.skipped.get(reason, 0) + count
+            p.examples = (p.examples + encoded.examples)[:3]
+            if long:
+                p.tokens, p.dropping = list(p.whole), True
+                self.truncate(p.tokens)
+                return
+        for i, file in enumerate(self.files):
+            append(file, encoded.tokens[i])
+            p.tokens[i] += len(encoded.tokens[i]) // 2
+            p.documents[i] += encoded.documents[i]
+        if time.monotonic() - self.saved_at > SAVE_EVERY:
+            self.save()
+
+    def save(self):
+        """Everything up to here survives a crash, even of the machine."""
+        for file in self.files:
+            os.fsync(file.fileno())
+        write_whole(self.journal(), asdict(self.progress))
+        self.saved_at = time.monotonic()
+
+    def truncate(self, tokens: list[int]):
+        for file, n in zip(self.files, tokens, strict=True):
+            os.ftruncate(file.fileno(), 2 * n)
+
+    def fill_empty_splits(self, weights):
+        """A split that should have something and has nothing gets its share of train's last tokens.
+
+        (One big text file is one document, and goes to one split; should that not be train, its tokens are shared out.)
+        """
+        tokens = self.progress.tokens
+        giver = 0 if tokens[0] else max(1, 2, key=lambda i: tokens[i])
+        total = end = tokens[giver]
+        for i in (2, 1, 0):
+            share = round(total * weights[i] / sum(weights))
+            if tokens[i] or not share:
+                continue
+            with open(self.files[giver].name, "rb") as source:
+                source.seek(2 * (end - share))
+                for at in range(0, 2 * share, 1 << 20):
+                    append(self.files[i], source.read(min(1 << 20, 2 * share - at)))
+            end -= share
+            tokens[i] = share
+            print(f"{SPLITS[i]} had no document: it gets the last {share:,} tokens of {SPLITS[giver]}")
+        tokens[giver] = end
+        self.truncate(tokens)
+
+    def finish(self, meta: dict):
+        """Gives the files their names, meta.json last: where it is, everything is."""
+        for file, path in zip(self.files, self.paths(), strict=True):
+            os.fsync(file.fileno())
+            os.rename(path + ".part", path)
+        write_whole(os.path.join(self.folder, "meta.json"), meta)
+        os.remove(self.journal())
+
+    def discard(self):
+        for path in [self.journal(), *(path + ".part" for path in self.paths())]:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(path)
+
+    def close(self):
+        for file in self.files:
+            file.close()
+
+
+def append(file, data: bytes):
+    """Unbuffered files may take less than they are given; what they can't take raises here, not at some later flush."""
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
+
+
+def write_whole(path: str, value: dict):
+    """`value` as JSON; at every moment `path` holds the old file or the new one."""
+    with open(path + ".part", "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path + ".part", path)
+
+
+@contextlib.contextmanager
+def locked(folder: str):
+    """Only one prepare.py may write into `folder`. The lock is the process's: it goes when that dies, however."""
+    path = os.path.join(folder, "prepare.lock")
+    with open(path, "w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise UserError(f"--out={folder}: another prepare.py is writing there") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+        os.remove(path)
+
+
+# ---- The command -------------------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """Mistakes are one line here too."""
+
+    def error(self, message):
+        raise UserError(f"{message} (python prepare.py --help lists the options)")
+
+
+def parse_arguments():
+    parser = Parser(
+        prog="prepare.py",
+        description="Text to tokens on disk: DIR/{train,val,test}.bin (uint16) and DIR/meta.json.",
+        epilog="The same command again goes on where it was stopped or killed; on a finished DIR it does nothing.",
+        allow_abbrev=False,
+        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=24, width=120),
+    )
+    add = parser.add_argument
+    kinds = f"{' '.join(KINDS)}, each also {' '.join(PACKINGS)}"
+    skips = "skip for the standard library, where some files are bad on purpose"
+    add(
+        "inputs",
+        nargs="*",
+        metavar="INPUT",
+        help=f"files, 'globs' or folders of {kinds} (default: the standard library)",
+    )
+    add("--out", metavar="DIR", help="where to write (default: data/SOURCE_TOKENIZER, as in data/stdlib_gpt2)")
+    add("--tokenizer", default="gpt2", help="gpt2, bytes, r50k_base ... (default: gpt2; bytes needs no download)")
+    add("--split", default="969,30,1", help="shares of train,val,test (default: 969,30,1)")
+    add("--workers", metavar="N", help="processes that encode (default: one per core)")
+    add("--text_key", default="text", metavar="KEY", help="where a JSON line has its text (default: text)")
+    add("--on_error", metavar="stop|skip", help=f"what to do about a bad document (default: stop; {skips})")
+    return parser.parse_args()
+
+
+def parse_split(value: str) -> list[float]:
+    try:
+        weights = [float(share) for share in value.split(",")]
+    except ValueError:
+        weights = []
+    if len(weights) != 3 or not all(0 <= w < float("inf") for w in weights) or not weights[0]:
+        raise UserError(f"--split={value}: should be three shares, train's not zero, like 969,30,1")
+    return weights
+
+
+def parse_workers(value: str | None) -> int:
+    if value is None:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if not value.isdecimal() or not int(value):
+        raise UserError(f"--workers={value}: should be a whole number from 1 on")
+    return int(value)
+
+
+def default_out(inputs: list[str], files: list[str], tokenizer: str) -> str:
+    """data/SOURCE_TOKENIZER: the standard library is "stdlib", a/b.jsonl.gz is "b", it and two more "b_and_2_more"."""
+    if not inputs:
+        source = "stdlib"
+    elif len(inputs) == 1 and os.path.isdir(inputs[0]):
+        source = os.path.basename(os.path.abspath(inputs[0]))
+    else:
+        source = os.path.basename(split_suffixes(files[0])[0])
+        source += f"_and_{len(files) - 1}_more" if len(files) > 1 else ""
+    return os.path.join("data", f"{source}_{tokenizer}")
+
+
+def describe(files: list[str]) -> dict:
+    """What tells one input from another: number of files, bytes, and a hash of names, sizes and times."""
+    digest, size = hashlib.blake2b(digest_size=16), 0
+    for path in files:
+        with contextlib.suppress(OSError):  # a link to nowhere is reported when it is read
+            stat = os.stat(path)
+            digest.update(f"{os.path.abspath(path)!r} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+            size += stat.st_size
+    return {"files": len(files), "bytes": size, "hash": digest.hexdigest()}
+
+
+def is_finished(out: str, made_from: dict) -> bool:
+    """Whether `out` holds what this command would make. Anything else that is there is refused, never overwritten."""
+    try:
+        with open(os.path.join(out, "meta.json"), encoding="utf-8") as file:
+            meta = json.load(file)
+            there, tokens = meta["made_from"], meta["tokens"]
+    except FileNotFoundError:
+        if not os.path.exists(os.path.join(out, "progress.json")):
+            for name in (f"{split}.bin" for split in SPLITS):
+                if os.path.exists(os.path.join(out, name)):
+                    raise UserError(
+                        f"--out={out}: holds a {name} but no meta.json; remove it, or choose another --out"
+                    ) from None
+        return False
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"--out={out}: its meta.json is not prepare.py's; remove it, or choose another --out") from None
+    for split in SPLITS:
+        path = os.path.join(out, f"{split}.bin")
+        if not os.path.exists(path) or os.path.getsize(path) != 2 * tokens[split]:
+            raise UserError(f"--out={out}: {split}.bin is not as meta.json says; remove the folder to make it again")
+    for key, value in made_from.items():
+        if there.get(key) != value:
+            change = "made from other files, or earlier versions of them"
+            if key != "input":
+                change = f"made with --{key}={there.get(key)}, not {value}"
+            raise UserError(f"--out={out}: holds another data set, {change}; remove it, or choose another --out")
+    return True
+
+
+def prepare(args):
+    """Checks the options, makes the data set, says what came out."""
+    weights, workers = parse_split(args.split), parse_workers(args.workers)
+    on_error = args.on_error or ("stop" if args.inputs else "skip")
+    if on_error not in ("stop", "skip"):
+        raise UserError(f"--on_error={on_error}: should be stop or skip")
+    load_tokenizer(args.tokenizer)  # before anything is read or written
+    files = find_files(args.inputs)
+    out = args.out or default_out(args.inputs, files, args.tokenizer)
+    split = ",".join(f"{weight:.12g}" for weight in weights)
+    made_from = {"tokenizer": args.tokenizer, "split": split, "text_key": args.text_key, "input": describe(files)}
+    try:
+        if is_finished(out, made_from):
+            print(f"{out} is finished already: nothing to do")
+            return
+        os.makedirs(out, exist_ok=True)
+        with locked(out):
+            if not is_finished(out, made_from):  # by another, just now
+                with contextlib.closing(Output(out, made_from)) as output:
+                    make(files, Job(args.tokenizer, args.text_key, weights), output, workers, on_error)
+    except OSError as error:
+        raise UserError(
+            f"--out={out}: {error.strerror or error}; what is written is kept, the same command goes on with it"
+        ) from None
+    is_default = not args.out and not args.inputs
+    config = "tiny" if args.tokenizer == "bytes" else "gpt2_124m"
+    print(f"next: torchrun train.py configs/{config}.py" + ("" if is_default else f" --data_dir={out}"))
+
+
+def make(files: list[str], job: Job, output: "Output", workers: int, on_error: str):
+    """Reads, encodes and writes everything into `output`."""
+    encoding, progress = load_tokenizer(job.tokenizer), output.progress
+    blocks = read_blocks(files, job.text_key, encoding._pat_str)
+    began, before = time.monotonic(), sum(progress.tokens)
+    tqdm.monitor_interval = 0  # its thread would be there before the workers are forked
+    with (
+        tqdm(total=progress.made_from["input"]["bytes"], unit="B", unit_scale=True, smoothing=0.05) as bar,
+        contextlib.closing(encoded_blocks(job, blocks, workers)) as results,
+    ):
+        for block in itertools.islice(blocks, progress.blocks):  # done by an earlier run
+            bar.update(sum(part.used for part in block))
+        for block, encoded in results:
+            if encoded.examples and on_error == "stop":
+                output.save()
+                raise UserError(f"{encoded.examples[0]}; mend it, or leave such documents out with --on_error=skip")
+            output.write(block, encoded)
+            bar.update(sum(part.used for part in block))
+    skipped = sum(progress.skipped.values())
+    if sum(progress.tokens) == sum(progress.documents):
+        output.discard()
+        first = f", the first of {skipped:,} that were skipped: {progress.examples[0]}" if skipped else ""
+        raise UserError(f"the input is empty: no text in {len(files):,} files{first}")
+    output.save()
+    output.fill_empty_splits(job.split)
+    output.finish(
+        {
+            "tokenizer": job.tokenizer,
+            "vocab_size": encoding.n_vocab,
+            "eot_id": encoding.eot_token,
+            "dtype": "uint16",
+            "tokens": dict(zip(SPLITS, progress.tokens, strict=True)),
+            "documents": dict(zip(SPLITS, progress.documents, strict=True)),
+            "skipped": progress.skipped,
+            "made_from": progress.made_from,
+        }
+    )
+    for split, tokens, documents in zip(SPLITS, progress.tokens, progress.documents, strict=True):
+        print(f"{split:<5} {tokens:>16,} tokens {documents:>12,} documents")
+    if skipped:
+        print(f"skipped {skipped:,}:", ", ".join(f"{n:,} {reason}" for reason, n in progress.skipped.items()))
+        print(*progress.examples, sep="\n", file=sys.stderr)  # which prints any file name there can be
+    seconds = time.monotonic() - began
+    print(f"{output.folder}: whole, in {seconds:.1f} s, {(sum(progress.tokens) - before) / seconds:,.0f} tokens/s")
+
+
+def main():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C does it: quietly, and to go on with
+    prepare(parse_arguments())
+
+
+if __name__ == "__main__":
+    exit_on_user_error(main)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import generate
-import prepare
+import tokenizer
 import train
 from errors import UserError
 from parallel.mesh import Mesh
@@ -110,7 +110,7 @@ def test_characters_of_several_tokens_are_written_whole(trained, capsys, monkeyp
 
 
 def test_it_stops_at_the_end_of_the_text(trained, capsys, monkeypatch):
-    end = prepare.load_tokenizer("bytes").eot_token
+    end = tokenizer.load_tokenizer("bytes").eot_token
     monkeypatch.setattr(generate, "generate", lambda *_: iter([ord("a"), end, ord("b")]))
     assert written(capsys, monkeypatch, trained, "--prompt", "x") == "xa\n"
 

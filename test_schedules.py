@@ -391,6 +391,8 @@ def test_a_skipped_action_is_named():
     split = build("zb-h1", 4, 8)
     split.actions[0].remove(Action("W", 3, 0))
     assert refusal(split) == "zb-h1: rank 0 skips W of micro-batch 3, chunk 0"
+    split.actions[0].remove(Action("I", 3, 0))
+    assert refusal(split) == "zb-h1: rank 0 skips I of micro-batch 3, chunk 0 (and 1 more is missing)"
 
 
 def test_a_skipped_micro_batch_is_named():

@@ -34,7 +34,7 @@ import data
 from errors import UserError, exit_on_user_error
 from log import Logger, Timers, validation_lines
 from model import GPT
-from parallel import checkpoint, ledger, pipeline, schedules
+from parallel import checkpoint, ledger, pipeline, schedules, trace
 from parallel.comm import CommunicationError, agree, all_reduce, gather_objects
 from parallel.mesh import Mesh, everyone
 from parallel.optimizer import LossScale, learning_rate
@@ -111,6 +111,8 @@ def build(config, mesh, device):
     zero = Zero(modules, holders, config, mesh, DTYPES[dtype], device, training=not config.eval_only)
     timers = Timers(device)
     executor = Executor(model, zero, config, mesh, plan, timers)
+    if config.trace:
+        executor.trace = trace.Trace(mesh, device)
     return Run(config, mesh, device, dtype, model, zero, LossScale(config, dtype), timers, executor)
 
 
@@ -381,7 +383,10 @@ def run_training(config, mesh, device):
         elif train(run, tokens["train"], tokens.get("val"), logger, stack.enter_context(Signals())):
             logger.say(f"trained to iteration {run.counters.iteration}; python generate.py {config.out_dir}")
         if config.ledger and run.steps:
-            logger.say(ledger_tables(run))
+            tables = ledger_tables(run)  # of all pipeline ranks, so every rank has a part in it
+            logger.say(tables)
+        if config.trace and run.steps:
+            agree(mesh.world, UserError, lambda: write_trace(run))
 
 
 def iterations(config, samples):
@@ -400,14 +405,22 @@ def ledger_tables(run):
     return "\n\n".join(gather_objects(text, run.mesh.pp))
 
 
+def write_trace(run):
+    c = run.config
+    count = configuration.global_batch_size_at(c, run.counters.consumed_samples) // c.micro_batch_size
+    trace.write(c.trace, run.executor.trace, run.mesh, c.schedule, count // run.mesh.dp.size, c.chunks)
+
+
 def describe(run, path):
     """What is about to run, in two lines."""
     if run.mesh.rank == 0:
         c, m = run.config, run.mesh
         print(
             f"{run.model.num_parameters():,} parameters, {c.num_layers} layers of {c.hidden_size}; "
-            f"dp={m.dp.size} tp={m.tp.size} sequence_parallel={c.sequence_parallel} recompute={c.recompute}; "
-            f"{run.dtype} on {run.device.type}\n"
+            f"dp={m.dp.size} tp={m.tp.size} pp={m.pp.size}"
+            + (f" {c.schedule}" if m.pp.size > 1 else "")
+            + f" zero={c.zero} "
+            f"sequence_parallel={c.sequence_parallel} recompute={c.recompute}; {run.dtype} on {run.device.type}\n"
             f"{c.data_dir} -> {c.out_dir}, " + (f"from {path}" if path else "from initial weights"),
             flush=True,
         )

@@ -27,6 +27,7 @@ buffer lives until its message is gone, and what was sent is freed then: backwar
 its values.
 """
 
+import contextlib
 from collections import Counter, deque
 
 import torch
@@ -100,7 +101,7 @@ class Executor:
         self.kept = {}  # (micro-batch, chunk): what forward left for backward
         self.deferred = {}  # (micro-batch, chunk): what I left for W
         self.local = {}  # outputs and gradients between two chunks on this rank
-        self.trace = None  # a list: record (kind, micro-batch, chunk, start, end) of every action
+        self.trace = None  # a parallel.trace.Trace, where one is wanted
 
     def run(self, micro_batches, count, loss_scale):
         """Forward and backward of `count` micro-batches, drawn from the iterator `micro_batches`.
@@ -112,6 +113,8 @@ class Executor:
         micro-batches and over the data ranks (whose gradients are then summed), times the loss scale.
         """
         actions, order = self._schedule(count)
+        if self.trace:
+            self.trace.begin_step()
         self.share, self.scale = 1.0 / (count * self.mesh.dp.size), loss_scale
         self.total = torch.zeros((), dtype=torch.float64, device=self.zero.device)
         self.batches, self.micro_batches = {}, micro_batches
@@ -161,10 +164,12 @@ class Executor:
             self.batches[len(self.batches)] = next(self.micro_batches)
         return self.batches[j]
 
+    @contextlib.contextmanager
     def watched(self, action):
-        """The phase's timer; with a trace, a record."""
-        name = "forward-compute" if action.kind == "F" else "backward-compute"
-        return self.timers(name) if self.trace is None else self.trace.watch(action, self.timers(name))
+        """Around an action: the phase's timer, and a record where one is kept."""
+        record = self.trace.action(action) if self.trace else contextlib.nullcontext()
+        with self.timers("forward-compute" if action.kind == "F" else "backward-compute"), record:
+            yield
 
     # --- the actions --------------------------------------------------------------------------------------------------
 
@@ -258,7 +263,8 @@ class Executor:
     def _take(self, kind, j, c):
         if (kind, j, c) in self.local:
             return self.local.pop((kind, j, c))
-        return self.mail.receive((kind, j, c))
+        with self.trace.wait(kind, j, c) if self.trace else contextlib.nullcontext():
+            return self.mail.receive((kind, j, c))
 
     @torch.no_grad()
     def evaluate(self, batch):

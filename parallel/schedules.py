@@ -303,6 +303,7 @@ def check_complete(schedule, microbatches):
     if (last := schedule.microbatches - 1) >= microbatches:
         raise UserError(f"{name}: has a micro-batch {last}; of {microbatches}, the last is {microbatches - 1}")
     taken, missing = routes(schedule), []
+    usual = "IW" if any("I" in found for found in kinds.values()) else "B"
     for j in range(microbatches):
         if j not in taken:
             raise UserError(f"{name}: micro-batch {j} of {microbatches} is skipped: no rank has any action of it")
@@ -311,8 +312,8 @@ def check_complete(schedule, microbatches):
             if "B" in found and found & set("IW"):
                 both = " and ".join(sorted(found - {"F"}))
                 raise UserError(f"{name}: micro-batch {j}, chunk {chunk} has {both}: should be B, or I and W")
-            split = "IW" if found & set("IW") else "B"
-            missing += [Action(kind, j, chunk) for kind in "F" + split if kind not in found]
+            backward = "IW" if found & set("IW") else "B" if "B" in found else usual
+            missing += [Action(kind, j, chunk) for kind in "F" + backward if kind not in found]
     if missing:
         rank, more = schedule.placement[missing[0].chunk], len(missing) - 1
         others = f" (and {more} more {'is' if more == 1 else 'are'} missing)" if more else ""
@@ -749,8 +750,8 @@ def recorded(path):
     The trace is Chrome's JSON (chrome://tracing and Perfetto open it too): of its "traceEvents" those of a kind F, B, I
     or W, with "ts" and "dur" in microseconds, "tid" the rank, "args" microbatch, chunk and step; "otherData" says
     schedule, stages, microbatches, chunks. The first picture is the schedule simulated with each kind's mean duration
-    and messages that take no time: it has as much work, so what it has less of idle time is what waiting, messages and
-    uneven stages cost. Raises UserError where the file is not such a trace, or has no step in which every action is.
+    and messages that take no time: as much work, so that what differs is due to messages and to stages or steps that
+    are uneven. Raises UserError where the file is not such a trace, or has no step in which every action is.
     """
     try:
         trace = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -758,7 +759,7 @@ def recorded(path):
         asked = [said["schedule"], said["stages"], said["microbatches"], said["chunks"]]
         steps = {}
         for e in trace["traceEvents"]:
-            if e["ph"] == "X" and e.get("cat") in NOMINAL:
+            if e["ph"] == "X" and e.get("cat") in NOMINAL and e["pid"] == 0:  # of all replicas, the first
                 action = Action(e["cat"], e["args"]["microbatch"], e["args"]["chunk"])
                 event = Event(e["tid"], action, e["ts"] / 1000, (e["ts"] + e["dur"]) / 1000)
                 steps.setdefault(e["args"]["step"], []).append(event)
