@@ -193,7 +193,7 @@ def from_text(field, text):
 
 
 def rampup(c):
-    """(start, increment, samples) of `rampup_batch_size`; without one, the batch starts at its size. Raises UserError."""
+    """(start, increment, samples) of `rampup_batch_size`; without one, of a batch that has its size."""
     if not c.rampup_batch_size:
         return c.global_batch_size, c.global_batch_size, 1
     numbers = re.fullmatch(r"(\d+),(\d+),(\d+)", c.rampup_batch_size.replace(" ", ""))
@@ -207,7 +207,7 @@ def rampup(c):
 
 
 def global_batch_size_at(c, consumed_samples):
-    """The global batch of the step that begins after so many samples. Slide "データ並列": 途中からbatch sizeを上げる."""
+    """The global batch of the step after so many samples. Slide "データ並列": 途中からbatch sizeを上げる."""
     start, increment, samples = rampup(c)
     steps = (c.global_batch_size - start) // increment  # of growth, spread evenly over `samples`
     return start + increment * min(steps, consumed_samples * steps // samples)

@@ -217,18 +217,21 @@ def training_samples(consumed_samples, dp_rank, dp, micro_batch_size):
 
 
 def eval_batches(tokens, samples_wanted, dp_rank, dp, micro_batch_size, seed, device="cpu"):
-    """A data rank's share of a validation: yields (tokens [b, seq_length + 1], numbers [b]) on `device`.
+    """A data rank's share of a validation: yields (tokens [b, seq_length + 1] on `device`, whether they count).
 
     All ranks together take the first min(samples_wanted, num_samples) samples, each once: the same windows at
-    every validation, whatever dp and micro_batch_size. The last micro-batch may be short, and a rank may have
-    one less than another or none: sum losses and counts over the ranks, and divide at the end.
+    every validation, whatever dp and micro_batch_size. The last micro-batch may be short: sum losses and counts over
+    the ranks, and divide at the end. A rank that has nothing left in the last round gets a stand-in that does not
+    count: all ranks must run the model equally often, for they may have to gather its parameters together.
     """
     samples = min(samples_wanted, tokens.num_samples)
     micro_batches = -(-samples // (micro_batch_size * dp))
-    shares = (micro_batch_samples(0, j, dp_rank, dp, micro_batch_size) for j in range(micro_batches))
-    numbers = (n[n < samples] for n in shares if n[0] < samples)
+    shares = [micro_batch_samples(0, j, dp_rank, dp, micro_batch_size) for j in range(micro_batches)]
+    counts = [bool(n[0] < samples) for n in shares]
+    numbers = [n[n < samples] if c else np.zeros(1, np.int64) for n, c in zip(shares, counts, strict=True)]
     with Loader(tokens, numbers, seed, device) as batches:
-        yield from batches
+        for (batch, _), c in zip(batches, counts, strict=True):
+            yield batch, c
 
 
 # -- batches ahead of time

@@ -1,5 +1,6 @@
 """Users' mistakes: one line that names the field, the value and what would be right, and exit code 2."""
 
+import os
 import sys
 
 
@@ -8,7 +9,10 @@ class UserError(Exception):
 
 
 def exit_on_user_error(main):
-    """Call `main()`; a UserError becomes its one line on stderr and exit code 2, Ctrl-C exit code 130."""
+    """Call `main()`; a UserError becomes its one line on stderr and exit code 2, Ctrl-C exit code 130.
+
+    Output that nobody reads any more (`| head`) is no error.
+    """
     try:
         main()
     except UserError as error:
@@ -16,3 +20,6 @@ def exit_on_user_error(main):
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
+        sys.exit(141)

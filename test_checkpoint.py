@@ -54,7 +54,7 @@ def configured(out_dir, tokens_dir, **fields):
 
 
 def go(config):
-    train.run_training(config, Mesh(config.tp, timeout=60.0), CPU)
+    train.run_training(config, Mesh(config.tp, config.pp, timeout=60.0), CPU)
 
 
 def curve(out_dir):

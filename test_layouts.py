@@ -147,7 +147,7 @@ def number_of_micro_batches(word, pp):
 
 
 def fitted(dp, tp, pp, schedule, micro_batches, **fields):
-    """(configuration, processes) of a point of the grid; None if it does not fit, or is another point by another name."""
+    """(configuration, processes) of a point of the grid; None if it does not fit, or is another one by another name."""
     m = number_of_micro_batches(micro_batches, pp)
     redundant = (
         not 2 <= dp * tp * pp <= 8
@@ -181,7 +181,7 @@ def points():
 
 
 def covering(points):
-    """Points, chosen one after another for how many new pairs of values they bring, until every pair that fits is in."""
+    """Points chosen one after another for how many new pairs of values they bring, until every pair is in."""
     pairs = {i: set(itertools.combinations(point.items(), 2)) for i, point in enumerate(points)}
     left, chosen = set().union(*pairs.values()), []
     while left:

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from errors import UserError, exit_on_user_error
-from parallel import schedules
+from parallel import drawing, schedules
+from parallel.drawing import main
 from parallel.schedules import (
     SCHEDULES,
     Action,
@@ -25,7 +26,6 @@ from parallel.schedules import (
     check,
     downstream,
     each,
-    main,
     messages,
     pipelines,
     routes,
@@ -514,7 +514,7 @@ def test_costs_and_messages_are_drawn(capsys):
     for sizes, cost in [(("interleaved", 2, 2, 2), half), (("zb-h1", 2, 2), stage)]:
         line = simulate(build(*sizes), cost, 0.5)
         assert any(text.startswith(f"bubble {line.bubble:.4f} of {line.span:.4g} ") for text in lines)
-    assert schedules.parse_cost("B:5,F:0.5") == {"F": 0.5, "B": 5, "I": 1, "W": 1}
+    assert drawing.parse_cost("B:5,F:0.5") == {"F": 0.5, "B": 5, "I": 1, "W": 1}
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120, 200])

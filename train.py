@@ -207,9 +207,9 @@ def evaluate(run, tokens):
     total = torch.zeros(2, dtype=torch.float64, device=run.device)
     wanted = c.eval_iters * c.global_batch_size
     share = data.eval_batches(tokens, wanted, mesh.dp.rank, mesh.dp.size, c.micro_batch_size, c.seed, run.device)
-    for ids, _ in share:
+    for ids, counts in share:
         losses = run.executor.evaluate(run.model.micro_batch(ids[:, :-1], ids[:, 1:]))
-        if losses is not None:
+        if losses is not None and counts:
             total[0] += losses.sum(dtype=torch.float64)
             total[1] += losses.numel()
     if mesh.tp.rank != 0:

@@ -64,7 +64,7 @@ def all_reduce(x, axis, what, op="sum"):
 
 
 def all_gather(x, axis, what, out=None):
-    """[k, ...] on each rank -> [n k, ...], the ranks' parts in order; into `out`, of which x may be this rank's part."""
+    """[k, ...] on each rank -> [n k, ...], the ranks' parts in order; into `out`, of which x may be a part."""
     if axis.size == 1:
         return Pending(x)
     x = x.contiguous()

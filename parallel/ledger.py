@@ -1,8 +1,8 @@
 """The ledger: what every scheme sends, counted at the door and held against the lecture's formulas.
 
-Slide "分散並列学習" says for each scheme what is sent, by which operation and how often; this file prints that table from a
-run, with the bytes. Letters: b micro-batch, s sequence, h hidden, t = tp, n = dp, L layers (of this pipeline rank), m
-micro-batches, P this rank's parameters as stored (padding included). Per step and rank:
+Slide "分散並列学習" says for each scheme what is sent, by which operation and how often; this file prints that table
+from a run, with the bytes. Letters: b micro-batch, s sequence, h hidden, t = tp, n = dp, L layers (of this pipeline
+rank), m micro-batches, P this rank's parameters as stored (padding included). Per step and rank:
 
     axis  what                         operation                               elements sent
     dp    gradients          stage 0   all_reduce                              2 P (n-1)/n
@@ -10,12 +10,12 @@ micro-batches, P this rank's parameters as stored (padding included). Per step a
                              2 and 3   reduce_scatter (m)                      m P (n-1)/n
           parameters         1 and 2   all_gather (1)                          P (n-1)/n
                              stage 3   all_gather (m forward, m backward)      2m P (n-1)/n
-    tp    activations                  2 forward + 2 backward                  8 bsh (t-1)/t    per layer and micro-batch
+    tp    activations                  2 forward + 2 backward                  8 bsh (t-1)/t per layer and micro-batch
           ... with recomputation       the 2 forward once more                 12
           ... sequence parallel        2 + 2 all_gather, 2 + 2 reduce_scatter, 10: two all_gathers more in backward,
                                        2 all_gather                            as only bsh/t of the input is kept
                                                                                (14 with recomputation)
-    pp    activations, and             send                                    bsh per boundary, micro-batch and direction
+    pp    activations, and             send                                    bsh per boundary, direction, micro-batch
           gradients of activations                                             (bsh/t with sequence parallelism)
 
 and the small terms: embedding (one all_reduce forward), head (one backward), the cross-entropy's three row vectors,
@@ -101,7 +101,7 @@ def average(tables):
 
 
 def _tensor_rows(row, c, blocks, embeddings, heads, item, master_item):
-    """blocks, embeddings, heads: how many times a micro-batch passes a block, the embedding, the head here in a step."""
+    """blocks, embeddings, heads: how often a micro-batch passes a block, the embedding, the head here in a step."""
     bs, recompute = c.micro_batch_size * c.seq_length, c.recompute == "full"
     bsh = bs * c.hidden_size
     if c.sequence_parallel:

@@ -37,10 +37,10 @@ def adamw(weight, gradient, moments, *, lr, decay, scale, update, beta1, beta2, 
 
 # --- layer-wise rates, for large batches ------------------------------------------------------------------------------
 #
-# Slide "データ並列": a large global batch generalises worse; LARS and LAMB are one remedy. Both give every parameter tensor
-# ("layer") a rate of its own, by which a step moves it in proportion to its norm. So a step has two halves: an elementwise
-# one that leaves its result in the gradient's place, then, once the norms of whole tensors are known (they may be cut
-# over tp and dp: `Zero.parameter_norms`), the update. What does not decay, biases and LayerNorms, keeps the plain rate.
+# Slide "データ並列": a large global batch generalises worse; LARS and LAMB are one remedy. Both give every parameter
+# tensor ("layer") a rate of its own, by which a step moves it in proportion to its norm. So a step has two halves: an
+# elementwise one that leaves its result in the gradient's place; then, once the norms of whole tensors are known (they
+# may be cut over tp and dp: `Zero.parameter_norms`), the update. Biases and LayerNorms keep the plain rate.
 
 
 def lamb(weight, gradient, moments, *, decay, scale, update, beta1, beta2, eps, **_):

@@ -1,12 +1,12 @@
 """Executes a schedule: this rank's forwards and backwards, unit by unit, and the messages between ranks.
 
-Slide "パイプライン並列". The model's units (embedding, blocks, head) are cut into consecutive *parts*, one for each chunk of
-the schedule (`parallel/schedules.py`); a rank holds the chunks that the schedule places on it, and runs its list of
+Slide "パイプライン並列". The model's units (embedding, blocks, head) are cut into consecutive *parts*, one for each
+chunk of the schedule (`schedules.py`); a rank holds the chunks that the schedule places on it, and runs its list of
 actions:
 
-    F j    receive x, run the chunk's units, send y                 (the embedding's chunk reads ids, the head's gives losses)
-    B j    receive dL/dy, run the units backwards, send dL/dx
-    I, W   B in two halves: I finds dL/dx and keeps (dy, x) of every linear; W makes dW = dy^T x of them, when there is time
+    F j     receive x, run the chunk's units, send y (the embedding's chunk reads ids, the head's gives losses)
+    B j     receive dL/dy, run the units backwards, send dL/dx
+    I, W    B in two halves: I finds dL/dx and keeps (dy, x) of every linear; W makes dW = dy^T x of them, later
 
 The executor knows actions, not schedules: it does what the list says, in its order. Per boundary and direction, one
 micro-batch sends bsh elements (bsh/t with sequence parallelism).
@@ -146,7 +146,7 @@ class Executor:
         return passes
 
     def work(self, count):
-        """What `count` micro-batches do here: passes of a block, of the embedding, of the head; {what: messages sent}."""
+        """What `count` micro-batches do here: passes of a block, of the embedding, of the head; {what: messages}."""
         actions, order = self._schedule(count)
         passed = [unit for kind, _, c in actions if kind == "F" for unit in self.chunks[c].units]
         ends = [sum(unit is end for unit in passed) for end in (self.model.units[0], self.model.units[-1])]
@@ -268,7 +268,7 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, batch):
-        """The losses [n] of one micro-batch, forward only, through the first pipeline; None where its end is elsewhere."""
+        """The losses [n] of one micro-batch, forward only, through the first pipeline; None if its end is elsewhere."""
         y, rank, sent = None, self.mesh.pp.rank, None
         rows = len(batch.ids) // (self.mesh.tp.size if self.config.sequence_parallel else 1)
         pipeline = schedules.pipelines(self.plan)[0]

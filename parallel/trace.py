@@ -1,11 +1,11 @@
-"""What really happened in a pipeline: every action and every wait for a message, of every rank, in Chrome's trace format.
+"""What really happened in a pipeline: every action and every wait for a message, in Chrome's trace format.
 
     torchrun ... train.py configs/tiny.py --pp=2 --schedule=zb-h1 --trace=trace.json
     python -m parallel.schedules --trace=trace.json         the last step, drawn under the ideal one
 
-Perfetto (ui.perfetto.dev) and chrome://tracing open the file: a process is one replica of the pipeline (a data parallel and
-a tensor parallel rank), its threads are the pipeline's ranks. On a GPU every action then waits for the device, which
-costs some speed; without `--trace` nothing is recorded.
+Perfetto (ui.perfetto.dev) and chrome://tracing open the file: a process is one replica of the pipeline (a data
+parallel and a tensor parallel rank), its threads are the pipeline's ranks. On a GPU every action then waits for the
+device, which costs some speed; without `--trace` nothing is recorded.
 """
 
 import json
@@ -22,7 +22,7 @@ STEPS = 10  # the latest, which are kept: a week of training leaves a small file
 
 
 class Trace:
-    """This rank's record. Times are the system's clock, in microseconds, so that the ranks' can be laid side by side."""
+    """This rank's record. Times are the system's clock in microseconds, so that ranks can be laid side by side."""
 
     def __init__(self, mesh, device):
         self.replica, self.rank = mesh.dp.rank * mesh.tp.size + mesh.tp.rank, mesh.pp.rank

@@ -89,7 +89,7 @@ class Unit:
         return flat[self.offsets[i] : self.offsets[i] + math.prod(shape)].view(shape)
 
     def defer_to(self, products):
-        """Weight gradients of linears go to the list `products` as calls to make later; None: they are added at once."""
+        """Weight gradients of linears go to the list `products` as calls for later; None: they are added at once."""
         for p in self.params:
             p.deferred = products
 
@@ -102,7 +102,7 @@ class Unit:
 
 
 def allocate(flat):
-    """Give a flat buffer its storage (back): views into it, the parameters, are good again. Its content is undefined."""
+    """Give a flat buffer its storage (back): views into it, the parameters, are good again. Its content is not."""
     flat.untyped_storage().resize_(flat.numel() * flat.element_size())
 
 
@@ -305,7 +305,7 @@ class Zero:
         self.parameters_from_master()
 
     def _tensors(self):
-        """(unit, begin, end, spec) of every parameter that this rank has a part of, as far as it owns it (maybe not)."""
+        """(unit, begin, end, spec) of every parameter that this rank has a part of, as far as it owns it."""
         for unit in self.units.values():
             low, high = unit.owned
             for i, p in enumerate(unit.params):

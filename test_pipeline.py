@@ -1,0 +1,245 @@
+"""The executor: what it does between the units, and that nothing but the list of actions decides what comes out.
+
+That every schedule trains the same model is in test_layouts.py, what it sends in test_ledger.py, what a schedule is in
+test_schedules.py.
+"""
+
+import itertools
+import json
+import random
+import time
+
+import pytest
+import torch
+
+import train
+from config import Config
+from model import GPT
+from parallel import drawing, pipeline, schedules
+from parallel.mesh import Mesh
+from test_checkpoint import configured, go
+from test_layouts import STEPS, micro_batches, tiny_config, train_tiny
+from test_train import validation_losses
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "layers, parts, expected",
+    [
+        *[(4, 1, [6]), (4, 2, [3, 3]), (5, 2, [4, 3]), (5, 3, [3, 2, 2]), (4, 3, [2, 2, 2])],
+        *[(7, 4, [3, 2, 2, 2]), (2, 4, [1, 1, 1, 1]), (9, 4, [3, 3, 2, 3])],
+    ],
+)
+def test_blocks_are_spread_evenly_and_the_ends_take_fewer(layers, parts, expected):
+    """Units per part; the first part has the embedding and the last the head besides their blocks."""
+    units = ["embedding", *range(layers), "head"]
+    cut = pipeline.split(units, parts)
+    assert [unit for part in cut for unit in part] == units and [len(part) for part in cut] == expected
+    blocks = [sum(isinstance(unit, int) for unit in part) for part in cut]
+    assert max(blocks) - min(blocks) <= 1
+
+
+def test_who_holds_what():
+    model = GPT(tiny_config(1, num_layers=4), Mesh().tp)
+    held = [pipeline.stored(units) for units in pipeline.held_units(model, schedules.build("1f1b", 3, 4))]
+    assert [set(names) for names in held] == [
+        {"word", "embedding", "block0"}, {"block1", "block2"}, {"block3", "head", "word"}
+    ]  # fmt: skip
+    held = [pipeline.stored(units) for units in pipeline.held_units(model, schedules.build("chimera", 2, 4))]
+    assert set(held[0]) == set(held[1]) == {"word", "embedding", "block0", "block1", "block2", "block3", "head"}
+
+
+def sleepy(config, seed):
+    """train_tiny, with this rank asleep for a random while before every action and every message."""
+    dice = random.Random(seed + torch.distributed.get_rank())
+    for owner, method in [
+        (pipeline.Executor, "forward"),
+        (pipeline.Executor, "_backward"),
+        (pipeline.Executor, "weight_gradient"),
+        (pipeline.Mailbox, "send"),
+        (pipeline.Mailbox, "receive"),
+    ]:
+        original = getattr(owner, method)
+
+        def slow(*arguments, original=original):
+            time.sleep(dice.choice([0, 0, 0.001, 0.004, 0.01]))
+            return original(*arguments)
+
+        setattr(owner, method, slow)
+    try:
+        return train_tiny(config, 2)
+    finally:
+        for owner, method in [(pipeline.Executor, m) for m in ("forward", "_backward", "weight_gradient")]:
+            setattr(owner, method, getattr(owner, method).__kwdefaults__["original"])
+        for method in ("send", "receive"):
+            setattr(pipeline.Mailbox, method, getattr(pipeline.Mailbox, method).__kwdefaults__["original"])
+
+
+@pytest.mark.parametrize("schedule, zero", [("1f1b", 0), ("zb-h2", 3), ("chimera", 2), ("interleaved", 1)])
+def test_random_sleeps_on_every_rank_change_no_bit(workers, schedule, zero):
+    dp, pp = (1, 4) if schedule == "1f1b" else (2, 2)
+    config = tiny_config(
+        dp,
+        pp=pp,
+        schedule=schedule,
+        zero=zero,
+        num_layers=4,
+        micro_batch_size=3,
+        chunks=1 + (schedule == "interleaved"),
+    )
+    awake = workers.run(4, train_tiny, config, 2)
+    for seed in (1, 2):
+        for a, b in zip(awake, workers.run(4, sleepy, config, seed), strict=True):
+            assert a[:2] == b[:2] and all(torch.equal(a[3][name], b[3][name]) for name in a[3])
+
+
+def holdings(config):
+    """Of a step: micro-batches this rank kept at most; bytes left of outputs it sent; what is left at its end."""
+    run = train.build(config, Mesh(config.tp, config.pp), CPU)
+    run.zero.initialize(1)
+    executor, most, sizes = run.executor, 0, []
+    forward = executor.forward
+
+    def watching(j, c):
+        nonlocal most
+        forward(j, c)
+        most = max(most, len(executor.kept))
+        sizes.append([kept[-1][1].untyped_storage().size() for kept in executor.kept.values()])
+
+    executor.forward = watching
+    train.train_step(run, micro_batches(run))
+    left = len(executor.kept) + len(executor.deferred) + len(executor.local)
+    return most, sizes[-1], left
+
+
+@pytest.mark.parametrize(
+    "schedule, expected", [("gpipe", [8, 8, 8, 8]), ("1f1b", [4, 3, 2, 1]), ("zb-h2", [7, 5, 3, 1])]
+)
+def test_activations_in_flight_are_the_schedules(workers, schedule, expected):
+    """And of what was sent, only the last few outputs still have their values: backward does not need them."""
+    config = tiny_config(1, pp=4, schedule=schedule, num_layers=4, micro_batch_size=3)
+    plan = schedules.build(schedule, 4, 8)
+    assert [max(0, n) for n in in_flight_until_backward(plan)] == expected
+    results = workers.run(4, holdings, config)
+    assert [most for most, _, _ in results] == expected
+    assert all(left == 0 for *_, left in results)
+    for _, sizes, _ in results[:-1]:
+        assert sum(size > 0 for size in sizes) <= pipeline.IN_TRANSIT + 1
+
+
+def in_flight_until_backward(plan):
+    """By rank: forwards that have run minus backwards (B or I), at its largest."""
+    peaks = []
+    for actions in plan.actions:
+        level = peak = 0
+        for action in actions:
+            level += {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
+            peak = max(peak, level)
+        peaks.append(peak)
+    return peaks
+
+
+def storages(config):
+    """Stage 3: which stored units have their whole buffers, while the middle computes and between steps."""
+    run = train.build(config, Mesh(config.tp, config.pp), CPU)
+    run.zero.initialize(1)
+    block, seen = run.model.units[2], []
+    forward = block.forward
+
+    def whole():
+        sizes = {name: (u.param.untyped_storage().size(), u.grad.untyped_storage().size()) for name, u in units.items()}
+        return {name for name, size in sizes.items() if size[0]}, {name for name, size in sizes.items() if size[1]}
+
+    def watching(*arguments):
+        seen.append(whole())
+        return forward(*arguments)
+
+    units, block.forward = run.zero.units, watching
+    train.train_step(run, micro_batches(run))
+    return seen[0], whole()
+
+
+def test_stage_3_holds_a_unit_only_while_it_computes(workers):
+    """block1's and, on its way, the next; the tied table, which the head will use again; no gradients in forward."""
+    config = tiny_config(2, zero=3, num_layers=4)
+    for (parameters, gradients), at_rest in workers.run(2, storages, config):
+        assert parameters == {"block1", "block2", "word"} and gradients == set()
+        assert at_rest == (set(), set())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(pp=2, schedule="interleaved", chunks=2),
+        dict(pp=4, schedule="chimera", zero=3),
+        dict(pp=2, tp=2, sequence_parallel=True, zero=3),
+        dict(zero=3),
+    ],
+    ids=str,
+)
+def test_validation_is_the_same_in_every_layout(workers, tokens_dir, tmp_path, layout):
+    """87 windows, which no number of data ranks here divides: with ZeRO-3 all of them must gather equally often."""
+    fields = dict(train_iters=1, eval_iters=100, dtype="fp64", global_batch_size=96, num_layers=4)
+    expected = validation_losses(configured(tmp_path / "one", tokens_dir, micro_batch_size=24, **fields))
+    config = configured(tmp_path / "many", tokens_dir, micro_batch_size=4, **fields, **layout)
+    ranks = 8 if layout.get("pp") == 4 else 6 if layout == dict(zero=3) else 4
+    assert workers.run(ranks, validation_losses, config) == pytest.approx([expected] * ranks, rel=1e-12)
+
+
+def test_a_trace_holds_every_action_of_every_rank(workers, tokens_dir, tmp_path):
+    """As Perfetto reads it, and as `python -m parallel.schedules --trace` does."""
+    trace = tmp_path / "trace.json"
+    config = configured(
+        tmp_path / "out", tokens_dir, pp=2, schedule="zb-h1", train_iters=12, micro_batch_size=3, num_layers=3,
+        trace=str(trace), eval_iters=0,
+    )  # fmt: skip
+    workers.run(4, go, config)
+    content = json.loads(trace.read_text())
+    m = config.global_batch_size // (3 * 2)
+    assert content["otherData"] == {"schedule": "zb-h1", "stages": 2, "microbatches": m, "chunks": 1}
+    events = content["traceEvents"]
+    assert {(e["pid"], e["tid"]) for e in events} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert {e["args"]["step"] for e in events} == set(range(3, 13))  # the last ten
+    plan = schedules.build("zb-h1", 2, m)
+    for replica in (0, 1):
+        for rank in (0, 1):
+            mine = [e for e in events if (e["pid"], e["tid"], e["args"]["step"]) == (replica, rank, 12)]
+            done = [e for e in mine if e["cat"] != "message"]
+            ran = [(e["cat"], e["args"]["microbatch"], e["args"]["chunk"]) for e in done]
+            assert ran == [tuple(action) for action in plan.actions[rank]]
+            assert all(a["ts"] + a["dur"] <= b["ts"] + 1 for a, b in itertools.pairwise(done))
+            assert sum(e["cat"] == "message" for e in mine) == m
+    ideal, recorded = drawing.recorded(str(trace))
+    assert "step 12" in recorded.title and ideal.schedule == plan
+
+
+def grown(config):
+    run = train.build(config, Mesh(config.tp, config.pp), CPU)
+    run.zero.initialize(1)
+    batches = micro_batches(run)
+    steps = [train.train_step(run, batches) for _ in range(STEPS)]
+    return [s.samples for s in steps], [s.loss for s in steps], train.ledger_tables(run)
+
+
+@pytest.mark.parametrize("layout", [dict(pp=2, schedule="zb-h2", zero=2), dict(zero=3), dict(pp=4, zero=0)], ids=str)
+def test_the_batch_grows_alike_in_every_layout(workers, layout):
+    """8 samples, then 16 from the 24th on, then 24 from the 48th; the ledger's formulas follow."""
+    fields = dict(rampup_batch_size="8,8,48", micro_batch_size=2)
+    samples, losses, _ = grown(tiny_config(1, num_layers=4, **fields))
+    assert samples == [8, 8, 8, 16, 16, 24, 24, 24]
+    for got, ours, tables in workers.run(4, grown, tiny_config(1, num_layers=4, **fields, **layout)):
+        assert got == samples and ours == pytest.approx(losses, rel=1e-10)
+        for line in tables.splitlines():
+            cells = [cell.strip() for cell in line.split("|")]
+            assert len(cells) != 6 or cells[4] in ("bytes", cells[5])
+
+
+def test_offload_changes_no_bit(workers):
+    config = tiny_config(2, zero=1)
+    for a, b in zip(
+        workers.run(2, train_tiny, config),
+        workers.run(2, train_tiny, Config(**vars(config) | {"offload": True})),
+        strict=True,
+    ):
+        assert a[:2] == b[:2] and all(torch.equal(a[3][name], b[3][name]) for name in a[3])
