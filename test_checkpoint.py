@@ -11,7 +11,7 @@ import torch
 
 import log
 import train
-from config import Config
+from config import Config, check
 from conftest import write_tokens
 from errors import UserError
 from parallel import checkpoint
@@ -105,14 +105,23 @@ def test_resuming_changes_no_bit(workers, straight, tokens_dir, tmp_path, ranks,
 
 @pytest.mark.parametrize(
     "before, after",
-    [((1, 1, False), (4, 2, True)), ((4, 2, True), (3, 1, False)), ((4, 4, False), (2, 1, False))],
+    [
+        ((1, {}), (4, dict(tp=2, sequence_parallel=True))),
+        ((4, dict(tp=2, sequence_parallel=True)), (3, dict(zero=3))),
+        ((8, dict(tp=2, pp=2, zero=2, schedule="zb-h1")), (4, dict(zero=1))),
+        ((4, dict(zero=3)), (4, dict(pp=4, schedule="chimera"))),
+        ((8, dict(pp=4, zero=3, schedule="chimera")), (4, dict(pp=2, zero=2, schedule="interleaved", chunks=2))),
+        ((4, dict(pp=2, schedule="interleaved", chunks=2, zero=1)), (8, dict(tp=4, zero=3))),
+        ((4, dict(pp=2, tp=2, sequence_parallel=True)), (1, {})),
+    ],
     ids=str,
 )
 def test_any_layout_goes_on_from_any_other(workers, straight, tokens_dir, tmp_path, before, after):
     """Five steps in one layout, five in another, in float64: the curve of one process, to ten digits."""
-    reference = straight(1, dtype="fp64")
-    for (ranks, tp, sp), stop in [(before, 5), (after, 10)]:
-        config = configured(tmp_path, tokens_dir, train_iters=stop, tp=tp, sequence_parallel=sp)
+    reference = straight(1, dtype="fp64", num_layers=3)
+    for (ranks, layout), stop in [(before, 5), (after, 10)]:
+        config = configured(tmp_path, tokens_dir, train_iters=stop, num_layers=3, **layout)
+        check(config, ranks)
         workers.run(ranks, go, config)
     for ours, theirs in zip(curve(tmp_path), curve(reference), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-10)

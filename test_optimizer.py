@@ -44,6 +44,44 @@ def test_sgd_is_torch_sgd():
         assert torch.allclose(w, theirs.detach(), rtol=1e-12)
 
 
+def by_tensor(name, w, g, state, c, lr, update, decay):
+    """LAMB and LARS as their papers have them, on one whole tensor."""
+    if name == "lamb":
+        m, v = state.setdefault("m", torch.zeros_like(w)), state.setdefault("v", torch.zeros_like(w))
+        m.copy_(c.adam_beta1 * m + (1 - c.adam_beta1) * g)
+        v.copy_(c.adam_beta2 * v + (1 - c.adam_beta2) * g * g)
+        m_hat, v_hat = m / (1 - c.adam_beta1**update), v / (1 - c.adam_beta2**update)
+        direction = m_hat / (v_hat.sqrt() + c.adam_eps) + decay * w
+        ratio = w.norm() / direction.norm() if decay else 1.0
+        return w - lr * ratio * direction
+    velocity = state.setdefault("v", torch.zeros_like(w))
+    ratio = c.lars_coefficient * w.norm() / (g.norm() + decay * w.norm()) if decay else 1.0
+    velocity.copy_(c.adam_beta1 * velocity + lr * ratio * (g + decay * w))
+    return w - velocity
+
+
+@pytest.mark.parametrize("name", ["lamb", "lars"])
+def test_layerwise_rates_are_the_papers(name):
+    run = train.build(tiny_config(1, optimizer=name, lr=0.5, clip_grad=0.1, weight_decay=0.1), Mesh(), CPU)
+    run.zero.initialize(1)
+    batches, states = micro_batches(run), {}
+    whole = {p.spec.name: p.detach().clone() for p in run.model.parameters()}
+    for update in range(1, 5):
+        gradients, original = {}, run.zero.update
+
+        def watching(lr, scale, original=original, gradients=gradients):
+            gradients.update({p.spec.name: p.grad * scale for p in run.model.parameters()})
+            original(lr, scale)
+
+        run.zero.update = watching
+        lr = train.train_step(run, batches).lr
+        run.zero.update = original
+        for p in run.model.parameters():
+            n, decay = p.spec.name, 0.1 if p.spec.decay else 0.0
+            whole[n] = by_tensor(name, whole[n], gradients[n], states.setdefault(n, {}), run.config, lr, update, decay)
+            assert torch.allclose(p.detach(), whole[n], rtol=1e-10, atol=1e-13), (update, n)
+
+
 # --- learning rate --------------------------------------------------------------------------------------------------
 
 

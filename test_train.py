@@ -114,6 +114,27 @@ def test_a_killed_rank_stops_the_others_and_nobody_saves(config_file, tmp_path):
 
 
 @linux
+@pytest.mark.parametrize("layout", [["--tp=2"], ["--pp=2", "--schedule=zb-h1"], ["--zero=3"]], ids=str)
+def test_a_rank_that_hangs_is_named_by_those_who_wait(config_file, tmp_path, layout):
+    """Within comm_timeout seconds: who waited, for whom, on what. And then the run is over, nothing saved."""
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    options = ["--train_iters=100000", "--log_interval=1", "--comm_timeout=3", *layout]
+    process = torchrun(2, config_file, *options)
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
+    first, second = workers_of(process)
+    os.kill(second, signal.SIGSTOP)
+    began = time.monotonic()
+    while alive(first) and time.monotonic() < began + 30:
+        time.sleep(0.05)
+    seconds = time.monotonic() - began
+    os.kill(second, signal.SIGKILL)
+    _, err = process.communicate(timeout=90)
+    assert process.returncode != 0 and seconds < 25
+    assert re.search(r"^error: rank 0 waited for rank(s \[1\]| 1) ", err, re.M), err
+    assert checkpoint.all_steps(tmp_path / "out") == []
+
+
+@linux
 def test_workers_stop_when_their_launcher_dies(config_file, tmp_path):
     metrics = tmp_path / "out" / "metrics.jsonl"
     process = torchrun(2, config_file, "--train_iters=100000", "--log_interval=1")

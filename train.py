@@ -118,6 +118,7 @@ def build(config, mesh, device):
 
 def save(run, tokenizer):
     state = {
+        "shapes": {name: list(spec.shape) for name, spec in run.model.specs().items()},
         "config": asdict(run.config),
         "tokenizer": tokenizer,
         "counters": asdict(run.counters),

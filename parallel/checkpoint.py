@@ -74,7 +74,7 @@ def files(unit, spec):
 
 
 def save(out_dir, step, zero, state, keep=0):
-    """Write `out_dir/step_N`: called by every rank of the mesh, with the same `state` (JSON: configuration, counters).
+    """Write `out_dir/step_N`: called by every rank of the mesh, with the same `state`, the rest of index.json.
 
     Keeps the `keep` latest (0: all). Raises UserError on every rank if any can't write; nothing half-written stays.
     """
@@ -156,7 +156,6 @@ def _write_index(folder, zero, state):
     index = {
         "dtype": str(zero.master_dtype).removeprefix("torch."),
         "moments": len(first.moments),
-        "shapes": {p.spec.name: list(p.spec.shape) for unit in zero.units.values() for p in unit.params},
         **state,
     }
     with open(folder / "index.json", "w") as file:
