@@ -18,6 +18,7 @@ from data import training_samples
 from errors import UserError
 from model import GPT
 from parallel.mesh import Mesh
+from parallel.schedules import SCHEDULES
 
 STEPS = 8
 TINY = dict(
@@ -133,7 +134,7 @@ AXES = {
     "dp": [1, 2, 4, 8],
     "tp": [1, 2, 4, 8],
     "pp": [1, 2, 4, 8],
-    "schedule": ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "chimera"],
+    "schedule": list(SCHEDULES),  # a new one is in the grid by being there
     "zero": [0, 1, 2, 3],
     "sequence_parallel": [False, True],
     "recompute": ["none", "full"],

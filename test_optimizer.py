@@ -202,36 +202,48 @@ def test_lower_precision_trains_close_to_float64(dtype, distance):
 
 def poisoned_step(config, victim, value):
     """Three steps; in the second, rank `victim` finds `value` in one gradient. What this rank did."""
-    run = train.build(config, Mesh(config.tp), CPU)
+    run = train.build(config, Mesh(config.tp, config.pp), CPU)
     run.zero.initialize(1)
-    batches, steps = micro_batches(run), []
+    batches, steps, block = micro_batches(run), [], list(run.zero.units.values())[-2]
     for i in range(3):
         if i == 1 and run.mesh.rank == victim:
             reduce = run.zero.reduce
 
             def poison(name, last, reduce=reduce):
-                if name == "block1":
+                if name == "head":
                     run.zero.units[name].grad[3] = value
                 reduce(name, last)
 
             run.zero.reduce = poison
-        before = run.zero.units["block0"].param.clone()
+        before = block.master.clone()
         step = train.train_step(run, batches)
         if i == 1 and run.mesh.rank == victim:
             run.zero.reduce = reduce
-        moved = not torch.equal(before, run.zero.units["block0"].param)
+        moved = not torch.equal(before, block.master)
         steps.append((step.skipped, moved, step.lr, step.loss_scale))
     return steps, vars(run.counters), run.loss_scale.scale
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-@pytest.mark.parametrize("dp, tp, sp", [(2, 1, False), (1, 2, True), (2, 2, False)])
-def test_an_overflow_on_one_rank_makes_every_rank_skip(workers, dp, tp, sp, value):
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(dp=2),
+        dict(dp=1, tp=2, sequence_parallel=True),
+        dict(dp=2, tp=2),
+        dict(dp=2, zero=1),
+        dict(dp=2, zero=3),
+        dict(dp=1, pp=2, schedule="zb-h1"),
+        dict(dp=2, pp=2, zero=2, schedule="chimera"),
+    ],
+    ids=str,
+)
+def test_an_overflow_on_one_rank_makes_every_rank_skip(workers, layout, value):
     """Skipped steps advance the data, not the learning rate; the loss scale falls on every rank alike."""
-    config = tiny_config(
-        dp, tp, sequence_parallel=sp, dtype="fp16", initial_loss_scale=2.0**8, hysteresis=1, global_batch_size=8
-    )
-    results = workers.run(dp * tp, poisoned_step, config, dp * tp - 1, value)
+    fields = dict(dtype="fp16", initial_loss_scale=2.0**8, hysteresis=1, global_batch_size=8, micro_batch_size=2)
+    config = tiny_config(**layout | fields)
+    ranks = layout["dp"] * config.tp * config.pp
+    results = workers.run(ranks, poisoned_step, config, ranks - 1, value)
     assert all(result == results[0] for result in results)
     steps, counters, scale = results[0]
     assert [(skipped, moved) for skipped, moved, *_ in steps] == [(False, True), (True, False), (False, True)]

@@ -218,6 +218,8 @@ class Executor:
             if gradient is None:  # y are the losses: d(scale * mean)/d(loss of a token)
                 gradient = torch.full_like(y, self.share * self.scale / len(y))
             torch.autograd.backward(y, gradient)
+            for name in chunk.stored[i]:
+                self.zero.units[name].defer_to(None)  # or the parameters would keep what they deferred
             gradient = None if x is None else x.grad
             for name in chunk.first[i]:
                 self.zero.release(name)

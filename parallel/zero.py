@@ -276,13 +276,13 @@ class Zero:
     def local_squared_norm(self):
         """This rank's share of the squared global gradient norm: each logical element counts on one rank. float64 [].
 
+        Not finite if anything on this rank is not, counted or not (0 times infinity is nan): then all skip the step.
         Squares are added in float64, so that a large loss scale does not overflow the sum of the units.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for unit in self.units.values():
             for begin, end, cut, _ in unit.owned_ranges():
-                if self.counts(unit, cut):
-                    total += torch.linalg.vector_norm(unit.own_grad[begin:end]).double() ** 2
+                total += self.counts(unit, cut) * torch.linalg.vector_norm(unit.own_grad[begin:end]).double() ** 2
         return total
 
     @torch.no_grad()
