@@ -52,6 +52,14 @@ def test_the_ledger_of_every_schedule(workers, schedule, chunks):
     check_ledger(workers.run(4, counted, config))
 
 
+@pytest.mark.parametrize(
+    "layout", [dict(dp=2, tp=2, zero=1), dict(dp=1, tp=2, pp=2), dict(dp=2, pp=2, schedule="chimera")], ids=str
+)
+def test_the_ledger_of_layerwise_rates(workers, layout):
+    config = tiny_config(**layout, optimizer="lamb", micro_batch_size=3)
+    check_ledger(workers.run(4, counted, config))
+
+
 def check_ledger(results):
     for measured, expected, _, table in results:
         assert measured == expected

@@ -86,6 +86,10 @@ def formulas(c, mesh, executor, zero, m):
         norms = 2 * sum(len(unit.params) for unit in zero.units.values())
         row("tp", "parameter norms", "all_reduce", 1, norms, 8)
         row("dp", "parameter norms", "all_reduce", int(c.zero >= 1), norms, 8)
+        shared = [unit for unit in zero.units.values() if unit.holders.size > 1]
+        if shared:
+            norms = 2 * sum(len(unit.params) for unit in shared)
+            row(shared[0].holders, "parameter norms", "all_reduce", 1, norms, 8)
     row("world", "scalars", "all_reduce", 1, SCALARS, 8)
     return table
 

@@ -326,4 +326,19 @@ class Zero:
         squares = squares.to(self.device)
         if self.config.zero >= 1:
             squares = all_reduce(squares, self.mesh.dp, "parameter norms").wait()
-        return all_reduce(squares, self.mesh.tp, "parameter norms").wait().sqrt()
+        squares = all_reduce(squares, self.mesh.tp, "parameter norms").wait()
+        self._agree_with_holders(squares, tensors)
+        return squares.sqrt()
+
+    def _agree_with_holders(self, squares, tensors):
+        """Of a tensor that several pipeline ranks hold, all take the first one's norms.
+
+        Theirs are sums of the same squares, but over another tp group and at another place of a buffer, so perhaps in
+        another order: the copies would drift apart by a rounding.
+        """
+        shared = sorted((spec.name, i) for i, (unit, _, _, spec) in enumerate(tensors) if unit.holders.size > 1)
+        if shared:
+            rows = [i for _, i in shared]
+            holders = tensors[rows[0]][0].holders
+            first = squares[rows] if holders.rank == 0 else torch.zeros_like(squares[rows])
+            squares[rows] = all_reduce(first, holders, "parameter norms").wait()
