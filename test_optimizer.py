@@ -10,7 +10,7 @@ from config import Config
 from parallel import optimizer
 from parallel.mesh import Mesh
 from parallel.optimizer import LossScale, learning_rate
-from test_layouts import micro_batches, tiny_config
+from test_layouts import micro_batches, tiny_config, train_tiny
 
 CPU = torch.device("cpu")
 
@@ -198,6 +198,22 @@ def test_lower_precision_trains_close_to_float64(dtype, distance):
     assert exact[-1] < exact[0] - 0.1 and run.zero.units["block0"].master.dtype == torch.float32
     if dtype != "fp32":  # 2 + 4 + 4 + 8 bytes a parameter
         assert run.zero.units["block0"].param.dtype == train.DTYPES[dtype]
+
+
+def curve_and_parameters(config):
+    losses, norms, _, after = train_tiny(config, 4)
+    return losses, norms, after
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_with_one_micro_batch_every_stage_gives_the_same_bits(workers, dtype):
+    """Master weights, casts and gathers included: a + b is b + a, so two ranks' sums are the same however they are made."""
+    fields = dict(dtype=dtype, global_batch_size=8, micro_batch_size=4, clip_grad=0.0)  # the norm is summed otherwise
+    (losses, norms, whole), _ = workers.run(2, curve_and_parameters, tiny_config(2, **fields))
+    for zero in (1, 2, 3):
+        for ours in workers.run(2, curve_and_parameters, tiny_config(2, zero=zero, **fields)):
+            assert ours[0] == losses and ours[1] == pytest.approx(norms, rel=1e-6)
+            assert all(torch.equal(ours[2][name], whole[name]) for name in whole)
 
 
 def poisoned_step(config, victim, value):
