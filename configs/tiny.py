@@ -8,15 +8,15 @@ hidden_size = 128
 num_attention_heads = 4
 seq_length = 256
 
-micro_batch_size = 8
-global_batch_size = 32  # 32 * 256 = 8,192 tokens a step
-train_iters = 300
+micro_batch_size = 4
+global_batch_size = 16  # 16 * 256 = 4,096 tokens a step
+train_iters = 600
 
 lr = 2e-3
 min_lr = 2e-4
-lr_warmup_iters = 30
+lr_warmup_iters = 60
 adam_beta2 = 0.99
 weight_decay = 0.1
 
-log_interval = 10
-eval_interval = 100
+log_interval = 20
+eval_interval = 200
