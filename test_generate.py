@@ -66,7 +66,7 @@ def test_sampling():
 
 @pytest.fixture(scope="module")
 def trained(workers, tmp_path_factory):
-    """A model of bytes, trained for a few steps on 2 x 2 processes on a text that repeats itself."""
+    """A model of bytes, trained for a few steps on two processes on a text that repeats itself."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text.txt").write_text("abcdefg" * 2000)
     command = [sys.executable, "prepare.py", str(folder / "text.txt"), "--tokenizer=bytes", f"--out={folder}/tokens"]
@@ -76,7 +76,7 @@ def trained(workers, tmp_path_factory):
         clip_grad=1.0, tp=2, sequence_parallel=True, dropout=0.0, seq_length=16, dtype="fp32",
         global_batch_size=16, hidden_size=32,
     )  # fmt: skip
-    workers.run(4, train_it, config)
+    workers.run(2, train_it, config)
     return folder / "out"
 
 

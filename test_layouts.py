@@ -36,6 +36,7 @@ LAYOUTS = [
 ]
 ALL_MODES = list(itertools.product(["sgd", "adamw"], [0.0, 0.1], ["none", "full"]))
 MODES = [ALL_MODES[i] for i in (0, 3, 5, 6)]  # every value, and every pair of values of two of them
+FEWER_MODES = [ALL_MODES[i] for i in (0, 7)]  # every value: for eight processes, which two cores take long to run
 
 
 def tiny_config(dp, tp=1, **fields):
@@ -113,7 +114,7 @@ def specs(num_layers=2):
 
 @pytest.mark.parametrize("dp, tp, sp", LAYOUTS, ids=lambda x: str(x))
 def test_every_layout_trains_the_same_model(workers, dp, tp, sp):
-    for optimizer, dropout, recompute in MODES:
+    for optimizer, dropout, recompute in MODES if dp * tp < 8 else FEWER_MODES:
         config = tiny_config(dp, tp, sequence_parallel=sp, optimizer=optimizer, dropout=dropout, recompute=recompute)
         results = workers.run(dp * tp, train_tiny, config)
         assert_same_model(results, one_process(optimizer, dropout), config, specs())

@@ -207,7 +207,7 @@ def curve_and_parameters(config):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_with_one_micro_batch_every_stage_gives_the_same_bits(workers, dtype):
-    """Master weights, casts and gathers included: a + b is b + a, so two ranks' sums are the same however they are made."""
+    """Master weights, casts and gathers included: a + b is b + a, so two ranks have one sum, however it is made."""
     fields = dict(dtype=dtype, global_batch_size=8, micro_batch_size=4, clip_grad=0.0)  # the norm is summed otherwise
     (losses, norms, whole), _ = workers.run(2, curve_and_parameters, tiny_config(2, **fields))
     for zero in (1, 2, 3):
