@@ -88,7 +88,7 @@ class Config:
     eval_iters: int = 10  # global batches in a validation (0: none is taken)
     eval_only: bool = False  # take the loss of a checkpoint, do not train
     split: str = "val"  # eval_only: train, val or test tokens
-    ledger: bool = False  # print what was sent, beside the formulas, at the end
+    ledger: bool = False  # print what was sent and what was kept, beside the formulas, at the end
     trace: str = ""  # file for a record of every action and message of the last steps, in Chrome's trace format
     tensorboard: str = ""  # folder for TensorBoard logs
     wandb: str = ""  # Weights & Biases project

@@ -34,7 +34,7 @@ import data
 from errors import UserError, exit_on_user_error
 from log import Logger, Timers, validation_lines
 from model import GPT
-from parallel import checkpoint, ledger, pipeline, schedules, trace
+from parallel import checkpoint, ledger, memory, pipeline, schedules, trace
 from parallel.comm import CommunicationError, agree, all_reduce, gather_objects
 from parallel.mesh import Mesh, everyone
 from parallel.optimizer import LossScale, learning_rate
@@ -379,13 +379,15 @@ def run_training(config, mesh, device):
 
         logger = agree(mesh.world, UserError, open_log)
         stack.callback(logger.close)
+        if config.ledger:
+            meter = stack.enter_context(memory.Activations(run.executor))
         if run.counters.iteration >= config.train_iters:
             logger.say(f"nothing to do: {path} is at iteration {run.counters.iteration} of {config.train_iters}")
         elif train(run, tokens["train"], tokens.get("val"), logger, stack.enter_context(Signals())):
             logger.say(f"trained to iteration {run.counters.iteration}; python generate.py {config.out_dir}")
         if config.ledger and run.steps:
-            tables = ledger_tables(run)  # of all pipeline ranks, so every rank has a part in it
-            logger.say(tables)
+            accounts = ledger_tables(run), memory_tables(run, meter.peak)  # every rank has a part in them
+            logger.say("\n\n".join(accounts))
         if config.trace and run.steps:
             agree(mesh.world, UserError, lambda: write_trace(run))
 
@@ -403,6 +405,14 @@ def ledger_tables(run):
     tables = [(ledger.formulas(run.config, run.mesh, run.executor, run.zero, m), k) for m, k in run.steps.items()]
     measured = run.mesh.ledger.per_step(run.steps.total())
     text = ledger.report(measured, ledger.average(tables), f"rank {run.mesh.rank}")
+    return "\n\n".join(gather_objects(text, run.mesh.pp))
+
+
+def memory_tables(run, peak):
+    """What rank 0 keeps, and the other pipeline ranks beside it, as text. peak: bytes of activations. All call it."""
+    expected, measured = memory.formulas(run.executor), memory.measured(run.executor, peak)
+    stored, padding = memory.stored(run.zero), memory.padding(run.zero)
+    text = memory.report(measured, expected, stored, padding, f"rank {run.mesh.rank}")
     return "\n\n".join(gather_objects(text, run.mesh.pp))
 
 

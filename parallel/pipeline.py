@@ -102,6 +102,7 @@ class Executor:
         self.deferred = {}  # (micro-batch, chunk): what I left for W
         self.local = {}  # outputs and gradients between two chunks on this rank
         self.trace = None  # a parallel.trace.Trace, where one is wanted
+        self.meter = None  # a parallel.memory.Activations, where what is kept for backward is counted
 
     def run(self, micro_batches, count, loss_scale):
         """Forward and backward of `count` micro-batches, drawn from the iterator `micro_batches`.
@@ -119,7 +120,7 @@ class Executor:
         self.total = torch.zeros((), dtype=torch.float64, device=self.zero.device)
         self.batches, self.micro_batches = {}, micro_batches
         self.passes = self.passes_in_a_step(count)
-        self.mail = Mailbox(order, self.mesh, self._message_shape(), self.zero)
+        self.mail = Mailbox(order, self.mesh, self._message_shape(), self.zero, self.meter)
         run = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradient}
         for action in actions:
             self.mail.post()
@@ -185,6 +186,8 @@ class Executor:
             with torch.set_grad_enabled(not again):
                 y = unit(x, batch)
             kept.append((x, None if again else y))
+            if self.meter:
+                self.meter.hold(x, y)
             for name in chunk.last[i]:
                 self.zero.release(name)
         self.kept[j, c] = kept
@@ -197,7 +200,7 @@ class Executor:
         self._backward(j, c, None)
 
     def input_gradient(self, j, c):
-        self.deferred[j, c] = []
+        self.deferred[j, c] = self.meter.operands() if self.meter else []
         self._backward(j, c, self.deferred[j, c])
 
     def _backward(self, j, c, deferred):
@@ -214,6 +217,8 @@ class Executor:
             if y is None:
                 self.mesh.ledger.phase = "recompute"
                 y = chunk.units[i](x, batch)
+                if self.meter:
+                    self.meter.hold(y)
             self.mesh.ledger.phase = "backward"
             if gradient is None:  # y are the losses: d(scale * mean)/d(loss of a token)
                 gradient = torch.full_like(y, self.share * self.scale / len(y))
@@ -233,8 +238,9 @@ class Executor:
         names = [name for names in reversed(self.chunks[c].first) for name in names]
         for name in names:
             self.zero.ready_for_gradient(name)
-        for add_product in self.deferred.pop((j, c)):
-            add_product()
+        products = self.deferred.pop((j, c))
+        while products:  # emptied: the parameters know this list until the next I, and would keep its operands
+            products.pop(0)()
         for name in names:
             self._reduce(name)
 
@@ -297,12 +303,12 @@ class Executor:
 class Mailbox:
     """This rank's messages of a step, in the order in which all ranks have agreed to post theirs."""
 
-    def __init__(self, order, mesh, shape, like):
-        self.pp, self.shape, self.like = mesh.pp, shape, like
+    def __init__(self, order, mesh, shape, like, meter=None):
+        self.pp, self.shape, self.like, self.meter = mesh.pp, shape, like, meter
         rank = mesh.pp.rank
         self.queue = deque((i, m) for i, m in enumerate(order) if rank in (m.source, m.destination))
         self.arriving = {}  # (kind, micro-batch, chunk): Pending
-        self.leaving = deque()  # (Pending, what to free when it is gone)
+        self.leaving = deque()  # (Pending, what to free when it is gone, or None)
 
     def post(self):
         """Post receives up to the next message that is ours to send; free what is gone."""
@@ -310,20 +316,28 @@ class Mailbox:
             tag, m = self.queue.popleft()
             key = m.kind, m.microbatch, m.consumer.chunk
             self.arriving[key] = receive(self.shape, self.like, self.pp, m.source, tag)
+            if self.meter:
+                self.meter.hold(self.arriving[key].result)
         while len(self.leaving) > IN_TRANSIT or (self.leaving and self.leaving[0][0].done()):
             self._let_go()
 
     def _let_go(self):
         pending, x = self.leaving.popleft()
         pending.wait()
-        if x.grad_fn is not None:  # an output, from which backward will begin: its values have done their duty
-            free(x.detach())
+        if x is not None:
+            free(x)
+            if self.meter:
+                self.meter.forget(x)
 
     def send(self, key, x):
         self.post()
         tag, m = self.queue.popleft()
         assert key == (m.kind, m.microbatch, m.consumer.chunk), f"{key} is sent where {m} should be"
-        self.leaving.append((send(x.detach(), self.pp, m.destination, SENT[m.kind], tag), x))
+        values = x.detach()  # without the graph, whose input would otherwise live as long as the message
+        done = values if x.grad_fn is not None else None  # an output: backward begins at it, not at its values
+        self.leaving.append((send(values, self.pp, m.destination, SENT[m.kind], tag), done))
+        if self.meter:
+            self.meter.hold(values)
 
     def receive(self, key):
         self.post()

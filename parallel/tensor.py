@@ -135,7 +135,8 @@ def accumulate(p, gradient):
 def accumulate_product(w, dy, x):
     """dW += dy^T x, now, or when the schedule says W. Without a temporary where buffer and operands have one dtype."""
     if w.deferred is not None:
-        w.deferred.append(functools.partial(_add_product, w, dy, x))
+        # Detached: x's graph would keep the unit's input, and its gradient, until W.
+        w.deferred.append(functools.partial(_add_product, w, dy, x.detach()))
     else:
         _add_product(w, dy, x)
 
