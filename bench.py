@@ -2,6 +2,7 @@
 
     python bench.py                   lists them
     python bench.py prepare --mb=200  throughput and memory of prepare.py
+    python bench.py layouts           a step of every layout beside PyTorch's own (bench_layouts.py)
 
 A measurement is a function below whose keyword arguments are its options; its docstring is its help. Machines are
 shared and their clocks move, so what is compared runs in turns, several times, and the table shows the median of the
@@ -209,9 +210,24 @@ def memory_of_tree(root: int) -> dict[str, int]:
     return total
 
 
+# ---- layouts -----------------------------------------------------------------------------------------------------
+
+
+def layouts(layers: int = 4, hidden: int = 256, seq: int = 128, vocab: int = 2048, repeats: int = 15, only: str = ""):
+    """A step of ours beside PyTorch's own, same model, samples, processes and threads (goal: a ratio of at most 1).
+
+    --layers, --hidden, --seq, --vocab   the model; a micro-batch is 4 samples
+    --repeats                            how often each of the two makes a step, in turns
+    --only                               part of a layout's name: measure only those
+    """
+    from bench_layouts import compare
+
+    compare(layers, hidden, seq, vocab, repeats, only)
+
+
 # ---- the command line ----------------------------------------------------------------------------------------------
 
-MEASUREMENTS = {"prepare": prepare}
+MEASUREMENTS = {"prepare": prepare, "layouts": layouts}
 
 
 def main():

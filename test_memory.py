@@ -1,6 +1,9 @@
 """What a rank keeps equals the formulas: model states in every stage, activations at their peak, to the byte.
 
-Red when (each was put in by hand once): see DEFECTS below.
+Red when (each was put in by hand once): a storage counts for each of its buffers; gradients of stage 2, moments of
+stage 1 or parameters of stage 3 stay whole; fp32 has master weights of its own; the mailbox keeps the graph of what it
+sends; an operand of W keeps its graph; the gathered input of a linear, or a dropout's mask, is saved; recomputation
+saves a graph the first time; an output, operand or message is not held, or held after it is freed; parameters count.
 """
 
 import contextlib
@@ -279,6 +282,17 @@ def test_measuring_changes_no_bit(workers, dp, tp, fields):
 
 def a_meter():
     return memory.Activations(types.SimpleNamespace(zero=types.SimpleNamespace(units={}), meter=None))
+
+
+def test_a_saved_tensor_counts_while_the_graph_has_it():
+    x, factor = torch.ones(5, requires_grad=True), torch.ones(5)
+    with a_meter() as meter:
+        y, z = x * factor, factor[1:] * x[1:]
+    assert meter.current == 20  # once, though two have saved it
+    del y
+    assert meter.current == 20
+    z.sum().backward()
+    assert meter.storages == {}  # though z and the factor live on
 
 
 def test_changing_a_saved_tensor_is_still_an_error():

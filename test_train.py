@@ -118,18 +118,18 @@ def test_a_killed_rank_stops_the_others_and_nobody_saves(config_file, tmp_path):
 def test_a_rank_that_hangs_is_named_by_those_who_wait(config_file, tmp_path, layout):
     """Within comm_timeout seconds: who waited, for whom, on what. And then the run is over, nothing saved."""
     metrics = tmp_path / "out" / "metrics.jsonl"
-    options = ["--train_iters=100000", "--log_interval=1", "--comm_timeout=3", *layout]
+    options = ["--train_iters=100000", "--log_interval=1", "--comm_timeout=5", *layout]
     process = torchrun(2, config_file, *options)
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
     first, second = workers_of(process)
     os.kill(second, signal.SIGSTOP)
     began = time.monotonic()
-    while alive(first) and time.monotonic() < began + 30:
+    while alive(first) and time.monotonic() < began + 60:
         time.sleep(0.05)
     seconds = time.monotonic() - began
     os.kill(second, signal.SIGKILL)
     _, err = process.communicate(timeout=90)
-    assert process.returncode != 0 and seconds < 25
+    assert process.returncode != 0 and seconds < 50
     assert re.search(r"^error: rank 0 waited for rank(s \[1\]| 1) ", err, re.M), err
     assert checkpoint.all_steps(tmp_path / "out") == []
 

@@ -451,6 +451,12 @@ def join_processes():
     return device
 
 
+def leave(error, code):
+    """Say what is wrong and be gone: a tidy farewell would wait for peers that may not answer."""
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    os._exit(code)
+
+
 def main():
     arguments = sys.argv[1:]
     if {"--help", "-h"} & set(arguments):
@@ -468,13 +474,14 @@ def main():
         config = agree(world, UserError, read_configuration)
         run_training(config, Mesh(config.tp, config.pp, timeout=config.comm_timeout), device)
     except UserError as error:
-        if world.rank != 0 and getattr(error, "agreed", False):
-            time.sleep(1)  # rank 0 says it; torchrun ends all as soon as one exits
-            sys.exit(2)
-        raise
+        if not dist.is_initialized():
+            raise
+        if world.rank == 0 or not getattr(error, "agreed", False):
+            leave(error, 2)
+        time.sleep(1)  # rank 0 says it; torchrun ends all as soon as one exits
+        os._exit(2)
     except CommunicationError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        os._exit(1)  # nothing is to be had from the others any more, a tidy farewell least of all
+        leave(error, 1)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -163,7 +163,7 @@ class Activations:
     def pack(self, tensor):
         """What autograd keeps in `tensor`'s place: an alias, which dies when the graph lets go of it.
 
-        Not the tensor itself: an operation that saves what it returns would keep itself alive.
+        Not the tensor itself, which may be wanted elsewhere for longer, and saved again in a later version.
         """
         alias = tensor.detach()
         alias.version = tensor._version
@@ -374,7 +374,7 @@ def measured(executor, peak):
 
 
 def formulas(executor):
-    """The same by the formulas."""
+    """The same by the formulas, for a step of the whole global batch."""
     c, plan, rank = executor.config, executor.plan, executor.mesh.pp.rank
     return expected_states(executor.zero) | {PEAK: activation_formula(c, plan, rank, sizes(c, executor.zero))}
 

@@ -1,0 +1,435 @@
+"""A training step of every layout beside PyTorch's own: DDP, FSDP2, DTensor, torch.distributed.pipelining.
+
+    python bench.py layouts --only=zero
+
+Both train the same GPT from the same weights on the same samples: in one set of processes (Gloo, one thread each)
+that take turns, ours, theirs, theirs, ours ... That they do the same is checked before anything is timed: losses and
+gradient norms of the first three steps agree to 1e-4. Theirs is written as PyTorch's tutorials would have it, with
+whatever makes it fastest: fused AdamW, gradients that are views into buckets, no copy or message that the layout does
+not need. It is `Plain` below; then each of their four ways to spread it over processes; then the timing.
+"""
+
+import contextlib
+import multiprocessing
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import train
+from bench import print_table, spread
+from config import Config
+from errors import UserError
+from parallel.comm import all_reduce
+from parallel.mesh import Mesh
+from parallel.pipeline import split
+
+
+def compare(layers, hidden, seq, vocab, repeats, only):
+    """What `python bench.py layouts` does; the options are explained there."""
+    fields = dict(num_layers=layers, hidden_size=hidden, seq_length=seq, vocab_size=vocab, num_attention_heads=8)
+    print(
+        f"PyTorch {torch.__version__}, Gloo, a thread per process; {layers} layers of {hidden}, {seq} tokens, "
+        f"vocabulary {vocab}, fp32\nms per step, ours / theirs: median (smallest-largest) of {repeats}"
+    )
+    rows = []
+    for processes in sorted({row[1] for row in LAYOUTS}):
+        names = [name for name, n, *_ in LAYOUTS if n == processes and only in name]
+        rows += together(processes, in_turns, names, fields, repeats) if names else []
+    head = ["", "processes", "against", "ours, ms", "PyTorch's, ms", "ratio", "by CPU time", "ours is"]
+    print_table(head, rows)
+
+
+# --- theirs: the model ------------------------------------------------------------------------------------------------
+
+
+class PlainEmbedding(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.word = nn.Embedding(c.padded_vocab_size, c.hidden_size)
+        self.position = nn.Embedding(c.positions, c.hidden_size)
+        self.positions = torch.arange(c.seq_length)
+
+    def forward(self, ids):  # [b, s] -> [b, s, h]
+        return self.word(ids) + self.position(self.positions)
+
+
+class PlainBlock(nn.Module):
+    """The outputs of qkv lie head by head, [a, 3, d], so that a consecutive part of them is whole heads."""
+
+    def __init__(self, c):
+        super().__init__()
+        h, self.head_size = c.hidden_size, c.head_size
+        self.ln1, self.qkv, self.proj = nn.LayerNorm(h), nn.Linear(h, 3 * h), nn.Linear(h, h)
+        self.ln2, self.fc1, self.fc2 = nn.LayerNorm(h), nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
+
+    def forward(self, x):  # [b, s, h]
+        qkv = self.qkv(self.ln1(x)).unflatten(-1, (-1, 3, self.head_size))  # [b, s, a, 3, d]
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).flatten(2))
+        return x + self.fc2(F.gelu(self.fc1(self.ln2(x)), approximate="tanh"))
+
+
+class PlainHead(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.ln = nn.LayerNorm(c.hidden_size)
+        self.word = nn.Linear(c.hidden_size, c.padded_vocab_size, bias=False)
+
+    def forward(self, x):
+        return self.word(self.ln(x))  # [b, s, v]
+
+
+class Plain(nn.Module):
+    """The same GPT in plain PyTorch, with our initial weights."""
+
+    def __init__(self, c, tied=True):
+        super().__init__()
+        self.units = nn.ModuleList([PlainEmbedding(c), *(PlainBlock(c) for _ in range(c.num_layers)), PlainHead(c)])
+        self.load(c)
+        if tied:
+            self.tie()
+
+    def tie(self):
+        self.units[-1].word.weight = self.units[0].word.weight
+
+    def forward(self, ids):
+        for unit in self.units:
+            ids = unit(ids)
+        return ids
+
+    @torch.no_grad()
+    def load(self, c):
+        for spec in train.GPT(c, Mesh().tp).specs().values():
+            weight = spec.initial(c.seed)
+            if ".qkv." in spec.name:  # ours is [3, a d, ...]
+                weight = weight.unflatten(1, (-1, c.head_size)).transpose(0, 1).flatten(0, 2)
+            unit, _, name = spec.name.partition(".")
+            if unit == "word":
+                self.units[0].word.weight.copy_(weight)
+                self.units[-1].word.weight.copy_(weight)
+            elif unit == "embedding":
+                self.units[0].position.weight.copy_(weight)
+            else:
+                i = -1 if unit == "head" else 1 + int(unit.removeprefix("block"))
+                self.units[i].get_parameter(name).copy_(weight)
+
+
+def loss_of(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def make_optimizer(model, c):
+    """AdamW, fused. Its one kernel takes no mixture of DTensors and others: they are different groups."""
+    groups = {}
+    for p in dict.fromkeys(model.parameters()):
+        groups.setdefault((p.ndim > 1, type(p)), []).append(p)
+    groups = [dict(params=ps, weight_decay=c.weight_decay * decays) for (decays, _), ps in groups.items()]
+    return torch.optim.AdamW(groups, c.lr, (c.adam_beta1, c.adam_beta2), c.adam_eps, fused=True)
+
+
+def clip(optimizer, c):
+    """The gradient norm before clipping."""
+    norms = []
+    for params in (
+        [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, dist.tensor.DTensor) == cut]
+        for cut in (False, True)
+    ):
+        norm = nn.utils.get_total_norm([p.grad for p in params], foreach=True)
+        norms.append(norm.full_tensor() if isinstance(norm, dist.tensor.DTensor) else norm)
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    for group in optimizer.param_groups:
+        nn.utils.clip_grads_with_norm_(group["params"], c.clip_grad, norm, foreach=True)
+    return norm
+
+
+# --- theirs: the layouts ----------------------------------------------------------------------------------------------
+#
+# Each takes (configuration, mesh, [(ids [b, s], targets [b, s])] of this data rank's micro-batches) and returns a
+# function that makes a step: (mean loss of its micro-batches, or 0 where it has none; gradient norm).
+
+
+def accumulated(model, c, batches, before_backward=lambda last: contextlib.nullcontext(), context=None):
+    """A step of a model that is whole on its data rank: gradients of the micro-batches add up in `.grad`."""
+    optimizer = make_optimizer(model, c)
+
+    def step():
+        total = 0.0
+        for j, (ids, targets) in enumerate(batches):
+            with before_backward(last=j == len(batches) - 1), context() if context else contextlib.nullcontext():
+                loss = loss_of(model(ids), targets) / len(batches)
+                loss.backward()
+            total += loss.detach()
+        norm = clip(optimizer, c)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total, norm
+
+    return step
+
+
+def one_process(c, mesh, batches):
+    return accumulated(Plain(c), c, batches)
+
+
+def ddp(c, mesh, batches):
+    model = nn.parallel.DistributedDataParallel(Plain(c), process_group=mesh.dp.group, gradient_as_bucket_view=True)
+    return accumulated(model, c, batches, lambda last: contextlib.nullcontext() if last else model.no_sync())
+
+
+def fsdp(c, mesh, batches, free_after_forward):
+    """`fully_shard` of every block and of the rest.
+
+    Without `free_after_forward` it is ZeRO-2: parameters are gathered once a step, gradients reduced after each
+    micro-batch. With it, ZeRO-3.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    model, axis = Plain(c), dist.init_device_mesh("cpu", (mesh.dp.size,))
+    for block in model.units[1:-1]:
+        fully_shard(block, mesh=axis, reshard_after_forward=free_after_forward)
+    fully_shard(model, mesh=axis, reshard_after_forward=free_after_forward)
+
+    def before_backward(last):
+        model.set_reshard_after_backward(free_after_forward or last)
+        return contextlib.nullcontext()
+
+    return accumulated(model, c, batches, before_backward)
+
+
+def dtensor(c, mesh, batches):
+    """`parallelize_module`, with the loss computed on cut logits; with c.sequence_parallel, between the layers too."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        loss_parallel,
+        parallelize_module,
+    )
+
+    model, axis = Plain(c), dist.init_device_mesh("cpu", (mesh.tp.size,))
+    tokens = Shard(1) if c.sequence_parallel else Replicate()
+    column = ColwiseParallel(input_layouts=tokens)
+    row = RowwiseParallel(output_layouts=tokens)
+    plan = {
+        "units.0.word": RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
+        f"units.{c.num_layers + 1}.word": ColwiseParallel(
+            input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    for i in range(1, c.num_layers + 1):
+        plan |= {f"units.{i}.{name}": column for name in ("qkv", "fc1")}
+        plan |= {f"units.{i}.{name}": row for name in ("proj", "fc2")}
+        if c.sequence_parallel:
+            plan |= {f"units.{i}.{name}": SequenceParallel() for name in ("ln1", "ln2")}
+    if c.sequence_parallel:
+        plan[f"units.{c.num_layers + 1}.ln"] = SequenceParallel()
+        plan["units.0.position"] = SequenceParallel(sequence_dim=0, use_local_output=True)
+        model.units[0].positions = model.units[0].positions.chunk(mesh.tp.size)[mesh.tp.rank]
+    parallelize_module(model, axis, plan)
+    model.tie()
+    return accumulated(model, c, batches, context=loss_parallel)
+
+
+def pipelining(c, mesh, batches, schedule, chunks=1, vee=False):
+    """`torch.distributed.pipelining`. It ties nothing: the two word tables' gradients are added by hand.
+
+    vee: chunks go down the ranks and up again, so that the first rank has both tables.
+    """
+    from torch.distributed import pipelining as pp
+
+    n, rank, device = mesh.pp.size, mesh.pp.rank, torch.device("cpu")
+    model = Plain(c, tied=False)
+    parts = split(model.units, n * chunks)
+    mine = [rank, 2 * n - 1 - rank] if vee else list(range(rank, n * chunks, n))
+    modules = {i: nn.Sequential(*parts[i]) for i in mine}
+    stages = [pp.PipelineStage(module, i, n * chunks, device, group=mesh.pp.group) for i, module in modules.items()]
+    runner = getattr(pp, schedule)(
+        stages if chunks > 1 else stages[0],
+        len(batches),
+        loss_fn=lambda logits, targets: loss_of(logits, targets) / len(batches),
+        scale_grads=False,
+    )
+    optimizer = make_optimizer(nn.ModuleList(modules.values()), c)
+    tables = [unit.word.weight for unit in (model.units[0], model.units[-1])]
+    tables = [table for table, i in zip(tables, (0, n * chunks - 1), strict=True) if i in modules]
+    first, last = 0 in modules, n * chunks - 1 in modules
+    if first != last:
+        twins = mesh.holders([0, n - 1])
+    ids, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+
+    def step():
+        losses = []
+        runner.step(*[ids][:first], target=targets if last else None, losses=losses, return_outputs=False)
+        twice = torch.zeros(())  # of the squared norm: the tables' gradients after the sum
+        if first and last:
+            tables[0].grad += tables[1].grad
+            tables[1].grad = tables[0].grad.clone()
+        elif first or last:
+            dist.all_reduce(tables[0].grad, group=twins.group)
+        if last:
+            twice = torch.linalg.vector_norm(tables[-1].grad) ** 2
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = nn.utils.get_total_norm([p.grad for p in params], foreach=True) ** 2 - twice
+        dist.all_reduce(norm, group=mesh.pp.group)
+        norm = norm.sqrt()
+        nn.utils.clip_grads_with_norm_(params, c.clip_grad, norm, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        return sum(loss.detach() for loss in losses), norm
+
+    return step
+
+
+LAYOUTS = [  # name, processes, our fields, micro-batches, what of PyTorch's, its function, its options
+    ("one process", 1, {}, 2, "eager", one_process, {}),
+    ("dp=2", 2, {}, 2, "DistributedDataParallel", ddp, {}),
+    ("dp=2 zero=2", 2, {"zero": 2}, 2, "fully_shard, ZeRO-2", fsdp, {"free_after_forward": False}),
+    ("dp=2 zero=3", 2, {"zero": 3}, 2, "fully_shard, ZeRO-3", fsdp, {"free_after_forward": True}),
+    ("tp=2", 2, {"tp": 2}, 2, "DTensor", dtensor, {}),
+    ("tp=2 sequence_parallel", 2, {"tp": 2, "sequence_parallel": True}, 2, "DTensor, SequenceParallel", dtensor, {}),
+    ("pp=2 gpipe", 2, {"pp": 2, "schedule": "gpipe"}, 4, "ScheduleGPipe", pipelining, {"schedule": "ScheduleGPipe"}),
+    ("pp=2 1f1b", 2, {"pp": 2}, 4, "Schedule1F1B", pipelining, {"schedule": "Schedule1F1B"}),
+    (
+        "pp=2 interleaved chunks=2", 2, {"pp": 2, "schedule": "interleaved", "chunks": 2}, 4,
+        "ScheduleInterleaved1F1B", pipelining, {"schedule": "ScheduleInterleaved1F1B", "chunks": 2},
+    ),
+    (
+        "pp=2 zb-h1 (a)", 2, {"pp": 2, "schedule": "zb-h1"}, 4,
+        "ScheduleInterleavedZeroBubble", pipelining, {"schedule": "ScheduleInterleavedZeroBubble", "chunks": 2},
+    ),
+    (
+        "pp=2 zb-h1 (b)", 2, {"pp": 2, "schedule": "zb-h1"}, 4,
+        "ScheduleZBVZeroBubble", pipelining, {"schedule": "ScheduleZBVZeroBubble", "chunks": 2, "vee": True},
+    ),
+    ("dp=4", 4, {}, 2, "DistributedDataParallel", ddp, {}),
+    ("dp=4 zero=3", 4, {"zero": 3}, 2, "fully_shard, ZeRO-3", fsdp, {"free_after_forward": True}),
+    ("tp=4", 4, {"tp": 4}, 2, "DTensor", dtensor, {}),
+    ("pp=4 1f1b", 4, {"pp": 4}, 8, "Schedule1F1B", pipelining, {"schedule": "Schedule1F1B"}),
+]  # fmt: skip
+
+
+# --- the timing -------------------------------------------------------------------------------------------------------
+
+
+def in_turns(names, fields, repeats):
+    """On one rank: a table row for every layout of these names."""
+    return [measured(*row, fields, repeats) for row in LAYOUTS if row[0] in names]
+
+
+def measured(name, processes, ours, count, against, theirs, options, fields, repeats):
+    sizes = {"tp": 1, "pp": 1} | ours
+    mesh = Mesh(sizes["tp"], sizes["pp"])
+    c = Config(
+        **fields, **ours, micro_batch_size=4, global_batch_size=4 * count * mesh.dp.size, train_iters=1000,
+        lr_decay_style="constant", dtype="fp32",
+    )  # fmt: skip
+    tokens = torch.randint(c.vocab_size, (count, mesh.dp.size, 4, c.seq_length + 1), generator=seeded(c.seed))
+    mine = tokens[:, mesh.dp.rank]
+    steps = [
+        our_step(c, mesh, mine),
+        theirs(c, mesh, [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in mine], **options),
+    ]
+    for i in range(3):
+        ours_did, (loss, norm) = (step() for step in steps)
+        check_same(name, i + 1, ours_did, (whole_loss(mesh, loss), norm.item()))
+    times = [[], []], [[], []]  # wall clock, CPU; of ours, theirs
+    for i in range(2 * repeats):
+        which = (0, 1, 1, 0)[i % 4]
+        for kind, value in zip(times, timed(steps[which]), strict=True):
+            kind[which].append(value)
+    ours, theirs = times[0]
+    ratio, cpu_ratio = ([a / b for a, b in zip(*kind, strict=True)] for kind in times)
+    low, _, high = statistics.quantiles(ratio, n=4)
+    verdict = "faster" if high < 1 else "slower" if low > 1 else "as fast"
+    return [
+        name, processes, against, spread(ours, "{:.0f}"), spread(theirs, "{:.0f}"), spread(ratio), spread(cpu_ratio),
+        verdict,
+    ]  # fmt: skip
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def our_step(c, mesh, tokens):
+    """As `accumulated`: tokens [m, b, s + 1] are this data rank's micro-batches."""
+    run = train.build(c, mesh, torch.device("cpu"))
+    run.zero.initialize(c.seed)
+
+    def batches():
+        while True:
+            for batch in tokens:
+                yield run.model.micro_batch(batch[:, :-1], batch[:, 1:])
+
+    batches = batches()
+
+    def step():
+        done = train.train_step(run, batches)
+        return done.loss, done.grad_norm
+
+    return step
+
+
+def whole_loss(mesh, loss):
+    """Mean over the data ranks, from what theirs left on each rank (of the last pipeline rank's, or 0)."""
+    loss = loss.full_tensor() if isinstance(loss, dist.tensor.DTensor) else torch.as_tensor(loss)
+    share = loss.double() / (mesh.dp.size * mesh.tp.size)
+    return all_reduce(share, mesh.world, "loss").wait().item()
+
+
+def check_same(name, step, ours, theirs):
+    for what, a, b in zip(("loss", "gradient norm"), ours, theirs, strict=True):
+        if abs(a - b) > 1e-4 * abs(b):
+            raise UserError(f"{name}: {what} of step {step} is {a} for us, {b} for PyTorch: not the same training")
+
+
+def timed(step):
+    """(ms from when all ranks are ready until all are done, CPU ms of all ranks together)."""
+    if dist.is_initialized():
+        dist.barrier()
+    start, cpu = time.perf_counter(), time.process_time()
+    step()
+    cpu = torch.tensor(time.process_time() - cpu)
+    if dist.is_initialized():
+        dist.all_reduce(cpu)
+    return 1000 * (time.perf_counter() - start), 1000 * cpu.item()
+
+
+def together(processes, function, *arguments):
+    """`function(*arguments)` in so many processes joined by Gloo: what it returned on rank 0."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        here, there = context.Pipe()
+        inputs = there, str(Path(folder, "rendezvous")), processes, function, arguments
+        workers = [context.Process(target=work, args=(rank, *inputs), daemon=True) for rank in range(processes)]
+        for worker in workers:
+            worker.start()
+        there.close()
+        try:
+            return here.recv()
+        except EOFError:
+            raise UserError(f"the {processes} processes ended without an answer; what they said is above") from None
+        finally:
+            for worker in workers:
+                worker.join(10)
+
+
+def work(rank, answer, rendezvous, processes, function, arguments):
+    torch.set_num_threads(1)  # a core per process, where there are as many
+    if rank:
+        answer.close()
+    if processes > 1:
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=processes)
+    result = function(*arguments)
+    if rank == 0:
+        answer.send(result)
+    if processes > 1:
+        dist.destroy_process_group()
