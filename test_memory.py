@@ -1,9 +1,8 @@
 """What a rank keeps equals the formulas: model states in every stage, activations at their peak, to the byte.
 
-Red when (each was put in by hand once): a storage counts for each of its buffers; gradients of stage 2, moments of
-stage 1 or parameters of stage 3 stay whole; fp32 has master weights of its own; the mailbox keeps the graph of what it
-sends; an operand of W keeps its graph; the gathered input of a linear, or a dropout's mask, is saved; recomputation
-saves a graph the first time; an output, operand or message is not held, or held after it is freed; parameters count.
+Red when (each was put in by hand once): a storage counts for each of its buffers; gradients of stage 2 or parameters of
+stage 3 stay whole; fp32 has master weights of its own; the mailbox keeps the graph of what it sends; an operand of W
+keeps its graph; an output, a recomputed output or an operand is not held; what was sent counts after it is freed.
 """
 
 import contextlib

@@ -239,7 +239,7 @@ class Executor:
         for name in names:
             self.zero.ready_for_gradient(name)
         products = self.deferred.pop((j, c))
-        while products:  # emptied: the parameters know this list until the next I, and would keep its operands
+        while products:  # emptied as it goes: two operands less to keep with every product
             products.pop(0)()
         for name in names:
             self._reduce(name)
