@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import train
-from bench import print_table, spread
+from bench import spread
 from config import Config
 from errors import UserError
 from parallel.comm import all_reduce
@@ -35,14 +35,17 @@ def compare(layers, hidden, seq, vocab, repeats, only):
     fields = dict(num_layers=layers, hidden_size=hidden, seq_length=seq, vocab_size=vocab, num_attention_heads=8)
     print(
         f"PyTorch {torch.__version__}, Gloo, a thread per process; {layers} layers of {hidden}, {seq} tokens, "
-        f"vocabulary {vocab}, fp32\nms per step, ours / theirs: median (smallest-largest) of {repeats}"
+        f"vocabulary {vocab}, fp32\nms per step, ours / theirs: median (smallest-largest) of {repeats}, on n processes"
     )
-    rows = []
+    print_row("", "n", "ours, ms", "PyTorch's, ms", "ratio", "by CPU time", "ours is", "against")
     for processes in sorted({row[1] for row in LAYOUTS}):
         names = [name for name, n, *_ in LAYOUTS if n == processes and only in name]
-        rows += together(processes, in_turns, names, fields, repeats) if names else []
-    head = ["", "processes", "against", "ours, ms", "PyTorch's, ms", "ratio", "by CPU time", "ours is"]
-    print_table(head, rows)
+        if names:
+            together(processes, in_turns, names, fields, repeats)
+
+
+def print_row(name, *cells):
+    print(f"{name:<26}{'{:>4}{:>16}{:>16}{:>18}{:>18}{:>9}  {}'.format(*cells)}", flush=True)
 
 
 # --- theirs: the model ------------------------------------------------------------------------------------------------
@@ -89,10 +92,10 @@ class PlainHead(nn.Module):
 class Plain(nn.Module):
     """The same GPT in plain PyTorch, with our initial weights."""
 
-    def __init__(self, c, tied=True):
+    def __init__(self, c, tp, tied=True):
         super().__init__()
         self.units = nn.ModuleList([PlainEmbedding(c), *(PlainBlock(c) for _ in range(c.num_layers)), PlainHead(c)])
-        self.load(c)
+        self.load(c, tp)
         if tied:
             self.tie()
 
@@ -105,8 +108,8 @@ class Plain(nn.Module):
         return ids
 
     @torch.no_grad()
-    def load(self, c):
-        for spec in train.GPT(c, Mesh().tp).specs().values():
+    def load(self, c, tp):
+        for spec in train.GPT(c, tp).specs().values():
             weight = spec.initial(c.seed)
             if ".qkv." in spec.name:  # ours is [3, a d, ...]
                 weight = weight.unflatten(1, (-1, c.head_size)).transpose(0, 1).flatten(0, 2)
@@ -175,11 +178,11 @@ def accumulated(model, c, batches, before_backward=lambda last: contextlib.nullc
 
 
 def one_process(c, mesh, batches):
-    return accumulated(Plain(c), c, batches)
+    return accumulated(Plain(c, mesh.tp), c, batches)
 
 
 def ddp(c, mesh, batches):
-    model = nn.parallel.DistributedDataParallel(Plain(c), process_group=mesh.dp.group, gradient_as_bucket_view=True)
+    model = nn.parallel.DistributedDataParallel(Plain(c, mesh.tp), process_group=mesh.dp.group, gradient_as_bucket_view=True)
     return accumulated(model, c, batches, lambda last: contextlib.nullcontext() if last else model.no_sync())
 
 
@@ -191,7 +194,7 @@ def fsdp(c, mesh, batches, free_after_forward):
     """
     from torch.distributed.fsdp import fully_shard
 
-    model, axis = Plain(c), dist.init_device_mesh("cpu", (mesh.dp.size,))
+    model, axis = Plain(c, mesh.tp), dist.init_device_mesh("cpu", (mesh.dp.size,))
     for block in model.units[1:-1]:
         fully_shard(block, mesh=axis, reshard_after_forward=free_after_forward)
     fully_shard(model, mesh=axis, reshard_after_forward=free_after_forward)
@@ -214,7 +217,7 @@ def dtensor(c, mesh, batches):
         parallelize_module,
     )
 
-    model, axis = Plain(c), dist.init_device_mesh("cpu", (mesh.tp.size,))
+    model, axis = Plain(c, mesh.tp), dist.init_device_mesh("cpu", (mesh.tp.size,))
     tokens = Shard(1) if c.sequence_parallel else Replicate()
     column = ColwiseParallel(input_layouts=tokens)
     row = RowwiseParallel(output_layouts=tokens)
@@ -246,7 +249,7 @@ def pipelining(c, mesh, batches, schedule, chunks=1, vee=False):
     from torch.distributed import pipelining as pp
 
     n, rank, device = mesh.pp.size, mesh.pp.rank, torch.device("cpu")
-    model = Plain(c, tied=False)
+    model = Plain(c, mesh.tp, tied=False)
     parts = split(model.units, n * chunks)
     mine = [rank, 2 * n - 1 - rank] if vee else list(range(rank, n * chunks, n))
     modules = {i: nn.Sequential(*parts[i]) for i in mine}
@@ -320,8 +323,12 @@ LAYOUTS = [  # name, processes, our fields, micro-batches, what of PyTorch's, it
 
 
 def in_turns(names, fields, repeats):
-    """On one rank: a table row for every layout of these names."""
-    return [measured(*row, fields, repeats) for row in LAYOUTS if row[0] in names]
+    """On one rank: each layout of these names, and on rank 0 its row of the table as soon as it is there."""
+    for row in LAYOUTS:
+        if row[0] in names:
+            cells = measured(*row, fields, repeats)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                print_row(*cells)
 
 
 def measured(name, processes, ours, count, against, theirs, options, fields, repeats):
@@ -349,10 +356,8 @@ def measured(name, processes, ours, count, against, theirs, options, fields, rep
     ratio, cpu_ratio = ([a / b for a, b in zip(*kind, strict=True)] for kind in times)
     low, _, high = statistics.quantiles(ratio, n=4)
     verdict = "faster" if high < 1 else "slower" if low > 1 else "as fast"
-    return [
-        name, processes, against, spread(ours, "{:.0f}"), spread(theirs, "{:.0f}"), spread(ratio), spread(cpu_ratio),
-        verdict,
-    ]  # fmt: skip
+    milliseconds = spread(ours, "{:.0f}"), spread(theirs, "{:.0f}")
+    return [name, processes, *milliseconds, spread(ratio), spread(cpu_ratio), verdict, against]
 
 
 def seeded(seed):
@@ -423,6 +428,7 @@ def together(processes, function, *arguments):
 
 
 def work(rank, answer, rendezvous, processes, function, arguments):
+
     torch.set_num_threads(1)  # a core per process, where there are as many
     if rank:
         answer.close()
