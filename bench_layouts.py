@@ -182,7 +182,9 @@ def one_process(c, mesh, batches):
 
 
 def ddp(c, mesh, batches):
-    model = nn.parallel.DistributedDataParallel(Plain(c, mesh.tp), process_group=mesh.dp.group, gradient_as_bucket_view=True)
+    model = nn.parallel.DistributedDataParallel(
+        Plain(c, mesh.tp), process_group=mesh.dp.group, gradient_as_bucket_view=True
+    )
     return accumulated(model, c, batches, lambda last: contextlib.nullcontext() if last else model.no_sync())
 
 

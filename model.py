@@ -26,13 +26,14 @@ from torch import nn
 import reference
 from parallel.tensor import (
     ColumnParallelLinear,
-    CrossEntropy,
     Linear,
+    LinearCrossEntropy,
     ParamSpec,
     RowParallelLinear,
     VocabParallelEmbedding,
     parameter,
 )
+from reference import Drop
 
 
 @dataclass
@@ -46,6 +47,11 @@ class MicroBatch:
     rows: torch.Tensor  # [n or n/t] of this rank's rows, in the whole run: what dropout masks depend on
     dropout: float
     caches: list | None = None  # generating: one list of past keys and values per block
+    weight: float | None = None  # training: what each token's loss is multiplied by on the way back
+
+    def drop(self, seed, site):
+        """The dropout of this micro-batch at one place in the model; None: there is none."""
+        return Drop(self.rows, self.dropout, seed, site) if self.dropout else None
 
 
 class LayerNorm(nn.Module):
@@ -74,7 +80,7 @@ class Embedding(nn.Module):
     def forward(self, _, batch):
         x = self.word(batch.ids)  # [n, h], or [n/t, h]
         x = x + F.embedding(batch.positions, self.position)
-        return self.ops.dropout(x, batch.rows, batch.dropout, self.seed, site=0)
+        return self.ops.dropout(x, batch.drop(self.seed, site=0))
 
 
 class Block(nn.Module):
@@ -91,21 +97,21 @@ class Block(nn.Module):
         self.qkv = ColumnParallelLinear(unit, "qkv", (3, h, h), std, *cut)
         self.proj = RowParallelLinear(unit, "proj", (h, h), residual_std, *cut)
         self.ln2 = LayerNorm(unit, "ln2", h, tp, ops)
-        self.fc1 = ColumnParallelLinear(unit, "fc1", (4 * h, h), std, *cut)
+        self.fc1 = ColumnParallelLinear(unit, "fc1", (4 * h, h), std, *cut, adds_bias=False)
         self.fc2 = RowParallelLinear(unit, "fc2", (h, 4 * h), residual_std, *cut)
         self.index, self.seed, self.head_size, self.ops = index, c.seed, c.head_size, ops
 
     def forward(self, x, batch):
-        x = x + self.dropout(self.proj(self.attention(self.qkv(self.ln1(x)), batch)), batch, 1)
-        return x + self.dropout(self.fc2(self.ops.gelu(self.fc1(self.ln2(x)))), batch, 2)
+        drops = [batch.drop(self.seed, site=2 * self.index + which) for which in (1, 2)]
+        y = self.proj(self.attention(self.qkv(self.ln1(x)), batch))
+        x, y = self.ops.add_layer_norm(x, y, self.proj.bias, self.ln2.weight, self.ln2.bias, drops[0])
+        y = self.fc2(self.ops.gelu(self.fc1(y), self.fc1.bias))
+        return self.ops.add(x, y, self.fc2.bias, drops[1])
 
     def attention(self, qkv, batch):
         qkv = qkv.view(*batch.shape, 3, -1, self.head_size)  # [b, s, 3, heads/t, d]
         y = self.ops.attention(qkv, batch.caches and batch.caches[self.index])
         return y.reshape(len(batch.ids), -1)  # [n, h/t]
-
-    def dropout(self, x, batch, which):
-        return self.ops.dropout(x, batch.rows, batch.dropout, self.seed, site=2 * self.index + which)
 
 
 class Head(nn.Module):
@@ -117,15 +123,16 @@ class Head(nn.Module):
         super().__init__()
         self.ln = LayerNorm("head", "ln", c.hidden_size, tp, ops)
         self.word = word
-        self.vocab_size, self.tp = c.vocab_size, tp
+        self.vocab_size, self.tp, self.ops = c.vocab_size, tp, ops
         self.enter = "all_gather" if c.sequence_parallel else "copy"
 
     def forward(self, x, batch):
         x = self.ln(x)
-        logits = Linear.apply(x, self.word.weight, None, self.enter, None, self.tp, "head")  # [n, v/t]
         if batch.targets is None:
+            logits = Linear.apply(x, self.word.weight, None, self.enter, None, self.tp)  # [n, v/t]
             return logits[:, : self.vocab_size]
-        return CrossEntropy.apply(logits, batch.targets, self.vocab_size, self.tp)
+        rest = self.vocab_size, batch.weight, self.enter, self.tp, self.ops
+        return LinearCrossEntropy.apply(x, self.word.weight, batch.targets, *rest)
 
 
 class GPT(nn.Module):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import config as configuration
 import train
-from model import GPT
+from model import GPT, MicroBatch
 from parallel.mesh import Mesh
 from test_layouts import micro_batches, tiny_config
 
@@ -115,22 +115,25 @@ def test_padded_entries_of_the_vocabulary_get_no_gradient(run):
     assert gradient.shape == (128, 16) and not gradient[50:].any() and gradient[:50].any(1).all()
 
 
-def test_dropout_acts_in_training_only_and_on_every_site():
+def test_dropout_acts_in_training_only_and_on_every_site(monkeypatch):
     """Embedding and both branches of each block drop their own elements; evaluation drops none."""
     config = tiny_config(1, dropout=0.5)
     run = train.build(config, Mesh(), CPU)
     run.zero.initialize(1)
-    sites = []
-    run.model.units[0].ops = run.model.units[1].ops = run.model.units[2].ops = type("Ops", (), {
-        **{name: staticmethod(getattr(run.model.units[0].ops, name)) for name in ("layer_norm", "gelu", "attention")},
-        "dropout": staticmethod(lambda x, rows, rate, seed, site: sites.append((site, rate, seed)) or x),
-    })  # fmt: skip
-    tokens = samples(run)
-    run.model(run.model.micro_batch(tokens[:, :-1], tokens[:, 1:], torch.arange(3)))
-    assert sites == [(site, 0.5, config.seed) for site in range(5)]
-    sites.clear()
-    run.model(run.model.micro_batch(tokens[:, :-1], tokens[:, 1:]))
-    assert [rate for _, rate, _ in sites] == [0.0] * 5
+    tokens, sites = samples(run), []
+
+    def drop(batch, seed, site):
+        sites.append((site, seed))
+        return original(batch, seed, site)
+
+    original = MicroBatch.drop
+    monkeypatch.setattr(MicroBatch, "drop", drop)
+    with torch.no_grad():
+        dropped = run.model(run.model.micro_batch(tokens[:, :-1], tokens[:, 1:], torch.arange(3)))
+        assert sites == [(site, config.seed) for site in range(5)]
+        whole = run.model(run.model.micro_batch(tokens[:, :-1], tokens[:, 1:]))
+    assert torch.allclose(whole, plain_gpt(run, tokens[:, :-1], tokens[:, 1:]), rtol=1e-12)
+    assert not torch.allclose(dropped, whole, rtol=1e-3)
 
 
 def test_flat_buffers_hold_everything_in_its_range(run):

@@ -10,6 +10,7 @@ from config import Config
 from parallel import optimizer
 from parallel.mesh import Mesh
 from parallel.optimizer import LossScale, learning_rate
+from reference import Numbers, adamw
 from test_layouts import micro_batches, tiny_config, train_tiny
 
 CPU = torch.device("cpu")
@@ -19,18 +20,28 @@ def drawn(n, seed):
     return torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("size", [5, optimizer.PIECE + 3])
-def test_adamw_is_torch_adamw(size):
-    w, moments = drawn(size, 0), [torch.zeros(size, dtype=torch.float64) for _ in range(2)]
-    theirs = torch.nn.Parameter(w.clone())
-    reference = torch.optim.AdamW([theirs], lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
-    for update in range(1, 6):
-        theirs.grad = drawn(size, update)
-        reference.step()
-        optimizer.adamw(
-            w, theirs.grad * 4, moments, lr=1e-2, decay=0.1, scale=0.25, update=update, beta1=0.8, beta2=0.95, eps=1e-6
-        )
-        assert torch.allclose(w, theirs.detach(), rtol=1e-12)
+def numbers(lr, scale, update, skip=False):
+    kinds = torch.float64, torch.float64, torch.int64, torch.bool
+    return Numbers(*(torch.tensor(x, dtype=kind) for x, kind in zip((lr, scale, update, skip), kinds, strict=True)))
+
+
+def test_adamw_is_its_formula():
+    """The four lines of optimizer.py's head, on two ranges of which one decays; a skipped update changes nothing."""
+    w, m, v, lr, b1, b2, eps = drawn(48, 0), torch.zeros(48), torch.zeros(48), 1e-2, 0.8, 0.95, 1e-6
+    m, v, decay = m.double(), v.double(), 0.1 * (torch.arange(48) < 32)
+    ours, moments, cast = w.clone(), [m.clone(), v.clone()], torch.zeros(48, dtype=torch.bfloat16)
+    for t in range(1, 6):
+        g = drawn(48, t)
+        m = b1 * m + (1 - b1) * g
+        v = b2 * v + (1 - b2) * g**2
+        w = w - lr * (decay * w + (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + eps))
+        for skip in (True, False):
+            arguments = numbers(lr, 0.25, t, skip), [(0, 32, True), (32, 48, False)]
+            before = ours.clone()
+            adamw(ours, g * 4, moments, *arguments, decay=0.1, beta1=b1, beta2=b2, eps=eps, out=cast)
+            assert not skip or torch.equal(ours, before)
+        assert torch.allclose(ours, w, rtol=1e-12) and torch.equal(cast, ours.bfloat16())
+        assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(moments, (m, v), strict=True))
 
 
 def test_sgd_is_torch_sgd():
@@ -69,9 +80,9 @@ def test_layerwise_rates_are_the_papers(name):
     for update in range(1, 5):
         gradients, original = {}, run.zero.update
 
-        def watching(lr, scale, original=original, gradients=gradients):
-            gradients.update({p.spec.name: p.grad * scale for p in run.model.parameters()})
-            original(lr, scale)
+        def watching(numbers, original=original, gradients=gradients):
+            gradients.update({p.spec.name: p.grad * numbers.scale for p in run.model.parameters()})
+            original(numbers)
 
         run.zero.update = watching
         lr = train.train_step(run, batches).lr
@@ -163,7 +174,7 @@ def test_weight_decay_spares_biases_and_layer_norms():
     """With no gradient at all, only what decays moves."""
     run, _ = step_of(optimizer="sgd", weight_decay=0.5)
     before = {p.spec.name: p.detach().clone() for p in run.model.parameters()}
-    run.zero.update(lr=0.1, scale=1.0)
+    run.zero.update(numbers(lr=0.1, scale=1.0, update=1))
     for p in run.model.parameters():
         expected = before[p.spec.name] * (0.95 if p.spec.decay else 1.0)
         assert torch.allclose(p.detach(), expected), p.spec.name
@@ -237,7 +248,7 @@ def poisoned_step(config, victim, value):
             run.zero.reduce = reduce
         moved = not torch.equal(before, block.master)
         steps.append((step.skipped, moved, step.lr, step.loss_scale))
-    return steps, vars(run.counters), run.loss_scale.scale
+    return steps, vars(run.counters), run.zero.updates.item(), run.loss_scale.scale
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -261,8 +272,8 @@ def test_an_overflow_on_one_rank_makes_every_rank_skip(workers, layout, value):
     ranks = layout["dp"] * config.tp * config.pp
     results = workers.run(ranks, poisoned_step, config, ranks - 1, value)
     assert all(result == results[0] for result in results)
-    steps, counters, scale = results[0]
+    steps, counters, updates, scale = results[0]
     assert [(skipped, moved) for skipped, moved, *_ in steps] == [(False, True), (True, False), (False, True)]
     assert steps[1][2] == steps[2][2] == learning_rate(config, 2)
     assert (steps[1][3], steps[2][3], scale) == (2.0**8, 2.0**7, 2.0**7)
-    assert counters == {"iteration": 3, "consumed_samples": 24, "updates": 2}
+    assert counters == {"iteration": 3, "consumed_samples": 24} and updates == 2

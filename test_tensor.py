@@ -10,8 +10,10 @@ import torch.nn.functional as F
 
 import reference
 from model import GPT
+from parallel import tensor
 from parallel.mesh import Mesh, everyone
-from parallel.tensor import CrossEntropy, Embedding, Linear, ParamSpec
+from parallel.tensor import Embedding, Linear, LinearCrossEntropy, ParamSpec
+from reference import Drop
 from test_layouts import tiny_config
 
 SEED = 11
@@ -74,17 +76,15 @@ def check_column_parallel(enter, packed):
 
 def check_row_parallel(leave):
     tp = all_ranks_as_tp()
-    x, w, bias, dy, y, dx, dw, db = whole_linear(8, 24, 6)
+    x, w, bias, dy, y, dx, dw, _ = whole_linear(8, 24, 6)
     rows = slice(None) if leave == "all_reduce" else slice(8 // tp.size * tp.rank, 8 // tp.size * (tp.rank + 1))
     x = x.chunk(tp.size, 1)[tp.rank].clone().requires_grad_()
-    our_w, our_bias = with_buffer(w.chunk(tp.size, 1)[tp.rank]), with_buffer(bias)
-    out = Linear.apply(x, our_w, our_bias, None, leave, tp)
-    close(out.detach(), y[rows])
+    our_w = with_buffer(w.chunk(tp.size, 1)[tp.rank])
+    out = Linear.apply(x, our_w, None, None, leave, tp)
+    close(out.detach() + bias, y[rows])
     out.backward(dy[rows])
     close(x.grad, dx.chunk(tp.size, 1)[tp.rank])
     close(our_w.grad, dw.chunk(tp.size, 1)[tp.rank])
-    close(our_bias.grad, dy[rows].sum(0))  # whole without sequence parallelism, else this rank's share
-    assert leave == "reduce_scatter" or torch.allclose(our_bias.grad, db)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -133,22 +133,28 @@ def check_embedding(leave):
     close(ours.grad, whole.grad.chunk(tp.size)[tp.rank])
 
 
-def check_cross_entropy(scale):
-    tp = all_ranks_as_tp()
-    logits, targets = random(len(EDGES), V) * scale, torch.tensor(EDGES)
-    logits[:, REAL:] = 1e6  # whatever a padded entry holds, it takes no part
-    logits[0, :REAL] = -1e4
-    logits[1, 5] = 1e4
-    dloss = random(len(EDGES), seed=1)
-    whole = logits[:, :REAL].clone().requires_grad_()
-    losses = F.cross_entropy(whole, targets, reduction="none")
-    losses.backward(dloss)
-    ours = logits.chunk(tp.size, 1)[tp.rank].clone().requires_grad_()
-    out = CrossEntropy.apply(ours, targets, REAL, tp)
+def check_linear_cross_entropy(enter, scale, chunk):
+    """Rows of the identity make the logits whatever the table says: `scale` times normal, and extremes."""
+    tp, weight, tensor.CHUNK = all_ranks_as_tp(), 0.3, chunk
+    n = len(EDGES) + 4
+    table, targets = random(V, n) * scale, torch.tensor([*EDGES, 3, 3, 0, 26])
+    table[REAL:] = 1e6  # whatever a padded entry holds, it takes no part
+    table[:REAL, 0] = -1e4
+    table[5, 1] = 1e4
+    x = torch.eye(n, dtype=torch.float64)
+    whole, w = x.clone().requires_grad_(), table[:REAL].clone().requires_grad_()
+    losses = F.cross_entropy(whole @ w.T, targets, reduction="none")
+    losses.backward(torch.full_like(losses, weight))
+    rows = slice(None) if enter == "copy" else slice(n // tp.size * tp.rank, n // tp.size * (tp.rank + 1))
+    ours, our_w = x[rows].clone().requires_grad_(), with_buffer(table.chunk(tp.size)[tp.rank])
+    our_w.grad += 1  # it is added to what is there
+    out = LinearCrossEntropy.apply(ours, our_w, targets, REAL, weight, enter, tp, reference)
     close(out.detach(), losses.detach())
-    out.backward(dloss)
-    padded = F.pad(whole.grad, (0, V - REAL))
-    close(ours.grad, padded.chunk(tp.size, 1)[tp.rank])
+    out.backward(torch.full_like(out, weight))
+    close(ours.grad / 1e4, whole.grad[rows] / 1e4)  # dx = dz W, where |W| is 1e4
+    close(our_w.grad - 1, F.pad(w.grad, (0, 0, 0, V - REAL)).chunk(tp.size)[tp.rank])
+    with torch.no_grad():
+        close(LinearCrossEntropy.apply(ours, our_w, targets, REAL, None, enter, tp, reference), losses.detach())
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
@@ -158,28 +164,23 @@ def test_vocab_parallel_embedding(workers, tp, leave):
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-@pytest.mark.parametrize("scale", [1.0, 1e4])
-def test_vocab_parallel_cross_entropy(workers, tp, scale):
-    workers.check(tp, check_cross_entropy, scale)
-
-
-def test_cross_entropy_gradcheck():
-    targets = torch.tensor([0, 4, 2])
-    logits = random(3, 8).requires_grad_()
-    assert torch.autograd.gradcheck(lambda z: CrossEntropy.apply(z, targets, 5, Mesh().tp), logits)
+@pytest.mark.parametrize("enter", ["copy", "all_gather"])
+@pytest.mark.parametrize("scale, chunk", [(1.0, 64), (1e4, 5)])
+def test_linear_cross_entropy(workers, tp, enter, scale, chunk):
+    workers.check(tp, check_linear_cross_entropy, enter, scale, chunk)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
 def test_cross_entropy_computes_in_float32(dtype, tolerance):
-    logits = (random(4, 50000) * 3).to(dtype).requires_grad_()
+    logits = (random(4, 50000) * 3).to(dtype)
     targets = torch.tensor([0, 1, 2, 3])
-    losses = CrossEntropy.apply(logits, targets, 50000, Mesh().tp)
+    gradient = logits.clone()
+    losses = reference.cross_entropy_(gradient, targets, 50000, 1.0)
     exact = F.cross_entropy(logits.double(), targets, reduction="none")
     assert losses.dtype == torch.float32 and torch.allclose(losses.double(), exact, rtol=1e-6)
-    losses.sum().backward()
-    expected = torch.softmax(logits.detach().double(), 1)
+    expected = torch.softmax(logits.double(), 1)
     expected[range(4), targets] -= 1
-    assert logits.grad.dtype == dtype and torch.allclose(logits.grad.double(), expected, rtol=tolerance, atol=1e-7)
+    assert torch.allclose(gradient.double(), expected, rtol=tolerance, atol=1e-7)
 
 
 # --- reference.py ---------------------------------------------------------------------------------------------------
@@ -189,7 +190,12 @@ def test_layer_norm_and_gelu_are_what_their_docstrings_say():
     x, w, b = random(5, 7), random(7, seed=1), random(7, seed=2)
     expected = (x - x.mean(1, keepdim=True)) / (x.var(1, correction=0, keepdim=True) + 1e-5).sqrt() * w + b
     close(reference.layer_norm(x, w, b), expected)
-    close(reference.gelu(x), x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))))
+    y = x - b
+    close(reference.gelu(y, b), x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))))
+    close(reference.add(x, y, w), x + y + w)
+    z, normed = reference.add_layer_norm(x, y, w, b, w)
+    close(z, x + y + w)
+    close(normed, reference.layer_norm(x + y + w, b, w))
 
 
 def test_attention_is_causal_softmax():
@@ -198,6 +204,7 @@ def test_attention_is_causal_softmax():
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
     scores = (q @ k.transpose(2, 3) / d**0.5).masked_fill(torch.ones(s, s).triu(1).bool(), -torch.inf)
     close(reference.attention(qkv), (scores.softmax(-1) @ v).transpose(1, 2))
+    close(reference.causal_softmax(q @ k.transpose(2, 3), d**-0.5), scores.softmax(-1))
 
 
 def test_attention_with_a_cache_is_attention_without():
@@ -207,7 +214,7 @@ def test_attention_with_a_cache_is_attention_without():
 
 
 def mask(rows, columns=64, rate=0.25, seed=1, site=0):
-    return reference.dropout_mask(torch.as_tensor(rows), columns, rate, seed, site)
+    return reference.dropout_mask(columns, Drop(torch.as_tensor(rows), rate, seed, site))
 
 
 def test_dropout_masks_are_functions_of_seed_site_row_and_column():
@@ -241,12 +248,14 @@ GOLDEN = ["1010001100011000", "1101100000100001", "1000001100101101"]
 
 def test_dropout_scales_and_its_backward_uses_the_same_mask():
     x, rows = random(6, 8).requires_grad_(), torch.arange(6)
-    y = reference.dropout(x, rows, 0.25, seed=1, site=2)
+    drop = Drop(rows, 0.25, seed=1, site=2)
+    y = reference.dropout(x, drop)
     close(y.detach(), x.detach() * mask(rows, 8, site=2).double() / 0.75)
     y.sum().backward()
     close(x.grad, mask(rows, 8, site=2).double() / 0.75)
-    assert torch.autograd.gradcheck(lambda x: reference.dropout(x, rows, 0.25, 1, 2), x)
-    assert reference.dropout(x, rows, 0.0, 1, 2) is x
+    assert torch.autograd.gradcheck(lambda x: reference.dropout(x, drop), x)
+    assert reference.dropout(x) is x
+    close(reference.add(x, x, x[0], drop), x + reference.dropout(x + x[0], drop))
 
 
 # --- logical parameters ---------------------------------------------------------------------------------------------

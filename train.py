@@ -17,6 +17,7 @@ a run is its weights and moments and the few counters in `Counters`.
 
 import contextlib
 import fcntl
+import functools
 import math
 import os
 import signal
@@ -40,17 +41,17 @@ from parallel.mesh import Mesh, everyone
 from parallel.optimizer import LossScale, learning_rate
 from parallel.pipeline import Executor
 from parallel.zero import Zero
+from reference import Numbers
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
 class Counters:
-    """Where a run is. In a checkpoint, with the loss scale's, all that is not an array."""
+    """Where a run is. (How many iterations were not skipped, the device knows: `Zero.updates`.)"""
 
     iteration: int = 0
     consumed_samples: int = 0
-    updates: int = 0  # iterations that were not skipped
 
 
 @dataclass
@@ -66,22 +67,59 @@ class Run:
     loss_scale: LossScale
     timers: Timers
     executor: Executor
+    rates: torch.Tensor  # the learning rate of each update, float64 on the device
     counters: Counters = field(default_factory=Counters)
     steps: Counter = field(default_factory=Counter)  # in this process, by their number of micro-batches
 
 
-@dataclass
 class Step:
-    """What an update leaves to be logged."""
+    """What an update leaves to be logged. Its numbers come from the device: to read one is to wait for the step."""
 
-    loss: float  # mean over all micro-batches and data ranks
-    grad_norm: float  # global, before clipping
-    lr: float
-    loss_scale: float
-    samples: int  # the global batch
-    skipped: bool
-    stop: bool  # some rank was asked to: all save
-    orphaned: bool  # some rank lost its launcher: nobody saves
+    FIELDS = "loss", "grad_norm", "lr", "skipped", "stop", "orphaned"
+
+    def __init__(self, numbers, loss_scale, samples):
+        """numbers: FIELDS, float64 [6] on the device. They are copied from there when it has come so far."""
+        self.loss_scale, self.samples = loss_scale, samples  # samples: the global batch
+        self.numbers, self.copied = numbers, None
+        if numbers.is_cuda:
+            self.numbers = torch.empty(len(numbers), dtype=numbers.dtype, pin_memory=True)
+            self.numbers.copy_(numbers, non_blocking=True)
+            self.copied = torch.cuda.Event()
+            self.copied.record()
+
+    @functools.cached_property
+    def values(self):
+        if self.copied:
+            self.copied.synchronize()
+        return dict(zip(self.FIELDS, self.numbers.tolist(), strict=True))
+
+    @property
+    def loss(self):
+        """Mean over all micro-batches and data ranks."""
+        return self.values["loss"]
+
+    @property
+    def grad_norm(self):
+        """Global, before clipping."""
+        return self.values["grad_norm"]
+
+    @property
+    def lr(self):
+        return self.values["lr"]
+
+    @property
+    def skipped(self):
+        return self.values["skipped"] > 0
+
+    @property
+    def stop(self):
+        """Some rank was asked to: all save."""
+        return self.values["stop"] > 0
+
+    @property
+    def orphaned(self):
+        """Some rank lost its launcher: nobody saves."""
+        return self.values["orphaned"] > 0
 
 
 # --- build ----------------------------------------------------------------------------------------------------------
@@ -113,7 +151,9 @@ def build(config, mesh, device):
     executor = Executor(model, zero, config, mesh, plan, timers)
     if config.trace:
         executor.trace = trace.Trace(mesh, device)
-    return Run(config, mesh, device, dtype, model, zero, LossScale(config, dtype), timers, executor)
+    rates = [learning_rate(config, update) for update in range(1, config.train_iters + 1)]
+    rates = torch.tensor(rates, dtype=torch.float64, device=device)
+    return Run(config, mesh, device, dtype, model, zero, LossScale(config, dtype), timers, executor, rates)
 
 
 def save(run, tokenizer):
@@ -121,7 +161,7 @@ def save(run, tokenizer):
         "shapes": {name: list(spec.shape) for name, spec in run.model.specs().items()},
         "config": asdict(run.config),
         "tokenizer": tokenizer,
-        "counters": asdict(run.counters),
+        "counters": asdict(run.counters) | {"updates": run.zero.updates.item()},
         "loss_scale": run.loss_scale.state(),
     }
     checkpoint.save(run.config.out_dir, run.counters.iteration, run.zero, state, run.config.keep)
@@ -131,8 +171,9 @@ def restore(run, path):
     """Weights, moments and counters from the checkpoint `path`, whatever layout wrote it."""
     index = checkpoint.read_index(path)
     agree(run.mesh.world, UserError, lambda: checkpoint.load(path, run.zero))
-    run.counters = Counters(**index["counters"])
-    run.zero.updates = run.counters.updates
+    counters = index["counters"]
+    run.zero.updates.fill_(counters.pop("updates"))
+    run.counters = Counters(**counters)
     run.loss_scale.restore(index["loss_scale"])
 
 
@@ -163,7 +204,7 @@ def micro_batches(run, loader):
 
 
 def train_step(run, batches, stop=False, orphaned=False):
-    """One update from the iterator `batches`, skipped on all ranks if any rank's gradient overflowed."""
+    """One update from the iterator `batches`, skipped on all ranks if any rank's gradient overflowed: a `Step`."""
     c, mesh, zero = run.config, run.mesh, run.zero
     samples = configuration.global_batch_size_at(c, run.counters.consumed_samples)
     count = samples // (c.micro_batch_size * mesh.dp.size)
@@ -176,28 +217,24 @@ def train_step(run, batches, stop=False, orphaned=False):
     with run.timers("optimizer"):
         mesh.ledger.phase = "step"
         # What is the same on several ranks counts on one: the loss on the first of each tp group.
-        flags = [float(stop), float(orphaned)]
-        sums = torch.cat(
-            [
-                (loss if mesh.tp.rank == 0 else 0 * loss)[None],
-                zero.local_squared_norm()[None],
-                torch.tensor(flags, dtype=torch.float64, device=run.device),
-            ]
-        )
-        loss, squared_norm, stop, orphaned = all_reduce(sums, mesh.world, "scalars").wait().tolist()
-        norm = math.sqrt(squared_norm) / scale
-        skipped = not math.isfinite(norm)
-        lr = learning_rate(c, zero.updates + 1)
-        if not skipped:
-            clip = min(1.0, c.clip_grad / (norm + 1e-6)) if c.clip_grad else 1.0
-            zero.update(lr, clip / scale)
-        run.loss_scale.update(skipped)
+        loss = loss if mesh.tp.rank == 0 else 0 * loss
+        flags = [loss.new_full((), float(flag)) for flag in (stop, orphaned)]
+        sums = torch.stack([loss, zero.local_squared_norm(), *flags])
+        loss, squared_norm, *flags = all_reduce(sums, mesh.world, "scalars").wait()
+        # From here on nobody looks at a number: the device goes on with it, the host with the next step.
+        norm = squared_norm.sqrt() / scale
+        skip = ~norm.isfinite()
+        clip = (c.clip_grad / (norm + 1e-6)).clamp(max=1.0) if c.clip_grad else torch.ones_like(norm)
+        lr = run.rates.take(zero.updates.clamp(max=len(run.rates) - 1))
+        zero.update(Numbers(lr, clip / scale, zero.updates + 1, skip))
+        done = Step(torch.stack([loss, norm, lr, skip, *flags]), scale, samples)
+        if run.loss_scale.dynamic:  # but in fp16: the next step's scale depends on this step's overflow
+            run.loss_scale.update(done.skipped)
 
     run.steps[count] += 1
     run.counters.iteration += 1
     run.counters.consumed_samples += samples  # a skipped step's data is gone; its learning rate is not
-    run.counters.updates = zero.updates
-    return Step(loss, norm, lr, scale, samples, skipped, stop > 0, orphaned > 0)
+    return done
 
 
 @torch.no_grad()
@@ -248,7 +285,7 @@ class Interval:
     """What is summed up between two log lines."""
 
     def __init__(self):
-        self.losses, self.skipped, self.nans = [], 0, 0
+        self.steps = []
         self.start = time.perf_counter()
 
     @contextlib.contextmanager
@@ -258,14 +295,11 @@ class Interval:
         yield
         self.start += time.perf_counter() - began
 
-    def add(self, step):
-        self.losses.append(step.loss)
-        self.skipped += step.skipped
-        self.nans += not math.isfinite(step.loss)
-
-    def row(self, run, step, loader):
+    def row(self, run, loader):
         """The keywords of `log.metrics_row`. Every rank calls it: the longest wait for data counts."""
-        seconds, iterations = time.perf_counter() - self.start, len(self.losses)
+        steps, step = self.steps, self.steps[-1]
+        losses = [step.loss for step in steps]  # the host has waited for the last step before it looks at the clock
+        seconds, iterations = time.perf_counter() - self.start, len(steps)
         wait = torch.tensor(loader.wait_seconds * 1000 / iterations, dtype=torch.float64, device=run.device)
         run.mesh.ledger.phase = "setup"
         wait = all_reduce(wait, run.mesh.world, "data wait", op="max").wait().item()
@@ -276,12 +310,12 @@ class Interval:
             "global_batch_size": step.samples,
             "iterations": iterations,
             "seconds": seconds,
-            "lm_loss": sum(self.losses) / iterations,
+            "lm_loss": sum(losses) / iterations,
             "grad_norm": step.grad_norm,
             "lr": step.lr,
             "loss_scale": step.loss_scale,
-            "skipped_iterations": self.skipped,
-            "nan_iterations": self.nans,
+            "skipped_iterations": sum(step.skipped for step in steps),
+            "nan_iterations": sum(not math.isfinite(loss) for loss in losses),
             "timers_ms": run.timers.take(iterations),
             "data_wait_ms": wait,
         }
@@ -299,25 +333,27 @@ def train(run, tokens, validation, logger, signals):
 
     numbers = data.training_samples(counters.consumed_samples, mesh.dp.rank, mesh.dp.size, c.micro_batch_size)
     with data.Loader(tokens, numbers, c.seed, run.device) as loader:
-        batches, interval = micro_batches(run, loader), Interval()
+        batches, interval, step = micro_batches(run, loader), Interval(), None
         while counters.iteration < c.train_iters:
-            step = train_step(run, batches, signals.stop, signals.orphaned)
-            interval.add(step)
+            before, step = step, train_step(run, batches, signals.stop, signals.orphaned)
+            interval.steps.append(step)
             logger.advance()
             last = counters.iteration == c.train_iters
-            if step.orphaned:
+            # Flags are read a step late: by then they are there, and the device has work meanwhile.
+            stop = before is not None and before.stop
+            if before is not None and before.orphaned:
                 raise UserError("the launcher of this or another process has died; nothing was saved")
             validate = validation and (due(c.eval_interval) or last)
-            if due(c.log_interval) or validate or last or step.stop:
-                row = interval.row(run, step, loader)
+            if due(c.log_interval) or validate or last or stop:
+                row = interval.row(run, loader)
                 if validate:
                     row["validation_loss"] = evaluate(run, validation)
                 logger.log(**row)
                 interval = Interval()
-            if due(c.save_interval) or last or step.stop:
+            if due(c.save_interval) or last or stop:
                 with interval.paused():
                     save(run, tokens.meta["tokenizer"])
-            if step.stop and not last:
+            if stop and not last:
                 logger.say(f"stopped after iteration {counters.iteration}; the same command goes on from there")
                 return False
     return True

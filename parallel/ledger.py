@@ -23,7 +23,10 @@ the gradients that are partial under sequence parallelism, those of parameters t
 and the scalars of the step.
 """
 
+import math
 from fractions import Fraction
+
+from parallel.tensor import CHUNK
 
 RING = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}  # times (n-1)/n of the whole tensor
 SCALARS = 4  # float64s that a step ends with: loss, squared norm, and two reasons to stop
@@ -114,14 +117,14 @@ def _tensor_rows(row, c, blocks, embeddings, heads, item, master_item):
         row("tp", "activations", "reduce_scatter", scatters, scatters * bsh, item)
         row("tp", "embedding", "reduce_scatter", embeddings, embeddings * bsh, item)
         row("tp", "embedding", "all_gather", embeddings, embeddings * bsh, item)
-        row("tp", "head", "all_gather", 2 * heads, 2 * heads * bsh, item)
+        row("tp", "head", "all_gather", heads, heads * bsh, item)  # once: its weight gradient is made in forward
         row("tp", "head", "reduce_scatter", heads, heads * bsh, item)
     else:
         sums = blocks * (4 + 2 * recompute)
         row("tp", "activations", "all_reduce", sums, sums * bsh, item)
         row("tp", "embedding", "all_reduce", embeddings, embeddings * bsh, item)
         row("tp", "head", "all_reduce", heads, heads * bsh, item)
-    row("tp", "cross-entropy rows", "all_reduce", 2 * heads, 3 * heads * bs, master_item)
+    row("tp", "cross-entropy rows", "all_reduce", 2 * heads * math.ceil(bs / CHUNK), 3 * heads * bs, master_item)
 
 
 def _data_rows(row, unit, m, item, master_item):

@@ -33,8 +33,9 @@ from its forward to its backward. Ours in elements of bsh; theirs in bytes of it
     ... full recomputation      1            2           and one block's whole sum while it runs again
 
 In bf16 ours are thus 8 + 24/t bytes: theirs without masks and matrix. To these come what they drop as small (two
-numbers per token and LayerNorm, one per token and head: the softmax's log-sum-exp), the embedding's ids and the head's
-float32 probabilities, [bs, v/t], which are not small. All of it times the micro-batches in flight (`schedules.py`).
+numbers per token and LayerNorm, one per token and head: the softmax's log-sum-exp), the embedding's ids, and bsh of the
+head, whose logits never exist whole (`tensor.LinearCrossEntropy`). All of it times the micro-batches in flight
+(`schedules.py`).
 
 The first half of a backward frees nothing: I turns what a block saved into what W needs, the (dy, x) of four linears,
 and these come to the same 4 + 12/t (x 2 + 5/t, dy 2 + 7/t). So a micro-batch is in flight until W, at its full size;
@@ -279,11 +280,8 @@ def kept(c, z):
         turning = 4 * whole - 2 * outside - 2 * z.statistic * z.rows - block["log-sum-exp"]
     block = Kept(saved, outside, 4 * whole + 12 * whole // c.tp, turning, c.recompute == "full")
 
-    columns = c.padded_vocab_size // c.tp
-    probabilities, logits = z.wide * z.tokens * columns, z.item * z.tokens * columns
-    saved = outside + 2 * z.statistic * z.rows + probabilities + ids  # first LayerNorm's output and statistics
-    turning = max(0, logits + whole * gathered - probabilities - ids)
-    head = Kept(saved, z.wide * z.tokens, whole + logits, turning)
+    # The head: of its LayerNorm the statistics, and dL/dx of the matrix, which was made together with the loss.
+    head = Kept(whole + 2 * z.statistic * z.rows, z.wide * z.tokens)
     return {"embedding": embedding, "block": block, "head": head}
 
 

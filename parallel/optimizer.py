@@ -2,11 +2,15 @@
 
 Slide "深層学習の用語説明" has SGD and Adam. Its Adam differs from Kingma and Ba's (arXiv 1412.6980) in three places:
 they add the gradient to the moments, where the slide subtracts it; their epsilon stands outside the root; and where the
-slide has a factor b^(t+1), they divide the moments by 1 - beta^t. What is below is AdamW (Loshchilov and Hutter, arXiv
-1711.05101): decay acts on the weight itself.
+slide has a factor b^(t+1), they divide the moments by 1 - beta^t. AdamW is Loshchilov and Hutter's (arXiv 1711.05101),
+where decay acts on the weight itself:
 
     m = b1 m + (1 - b1) g      w -= lr (decay w + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))
     v = b2 v + (1 - b2) g^2
+
+A model has 16 bytes or more per parameter of them, so that a line of these read and written on its own is what AdamW
+costs. It is therefore one of the operations that are fused (`reference.adamw`, `kernels.adamw`), and the only rule
+whose numbers stay on the device; the rules below are plain.
 
 Weights, moments and gradients are in the master dtype: float32, or float64 in fp64 runs. All functions work in place on
 any piece of a flat buffer: elementwise rules do not care where a piece begins.
@@ -16,23 +20,10 @@ import math
 
 import torch
 
-PIECE = 1 << 17  # elements: a piece's five buffers stay in a core's cache from one line to the next
-
 
 def sgd(weight, gradient, moments, *, lr, decay, scale, **_):
     """W -= lr (scale dL/dW + decay W). Slide "SGD (確率的勾配降下法)"; `moments` is empty."""
     weight.mul_(1 - lr * decay).add_(gradient, alpha=-lr * scale)
-
-
-def adamw(weight, gradient, moments, *, lr, decay, scale, update, beta1, beta2, eps, **_):
-    """AdamW. `scale` multiplies the gradient (clipping, 1 / loss scale); `update` counts from 1."""
-    correction1, correction2 = 1 - beta1**update, 1 - beta2**update
-    piece = weight.numel() if weight.is_cuda else PIECE
-    for w, g, m, v in zip(*(x.split(piece) for x in (weight, gradient, *moments)), strict=True):
-        m.mul_(beta1).add_(g, alpha=(1 - beta1) * scale)
-        v.mul_(beta2).addcmul_(g, g, value=(1 - beta2) * scale * scale)
-        root = v.sqrt().div_(math.sqrt(correction2)).add_(eps)
-        w.mul_(1 - lr * decay).addcdiv_(m, root, value=-lr / correction1)
 
 
 # --- layer-wise rates, for large batches ------------------------------------------------------------------------------
@@ -44,7 +35,10 @@ def adamw(weight, gradient, moments, *, lr, decay, scale, update, beta1, beta2, 
 
 
 def lamb(weight, gradient, moments, *, decay, scale, update, beta1, beta2, eps, **_):
-    """First half of LAMB (You et al., arXiv 1904.00962, Algorithm 2): AdamW's direction, decay included."""
+    """First half of LAMB (You et al., arXiv 1904.00962, Algorithm 2): AdamW's direction, decay included.
+
+    scale multiplies the gradient (clipping, 1 / loss scale); update counts from 1.
+    """
     m, v = moments
     m.mul_(beta1).add_(gradient, alpha=(1 - beta1) * scale)
     v.mul_(beta2).addcmul_(gradient, gradient, value=(1 - beta2) * scale * scale)
@@ -74,7 +68,7 @@ def apply_lars(weight, gradient, moments, weight_norm, norm, *, lr, decay, beta1
 
 RULES = {  # name: (rule, moments that it keeps, second half of a layer-wise rule)
     "sgd": (sgd, 0, None),
-    "adamw": (adamw, 2, None),
+    "adamw": (None, 2, None),  # the fused one
     "lamb": (lamb, 2, apply_lamb),
     "lars": (lars, 1, apply_lars),
 }

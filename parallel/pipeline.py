@@ -182,6 +182,8 @@ class Executor:
         for i, unit in enumerate(chunk.units):
             self._gather(chunk, i, +1)
             x = None if y is None else y.detach().requires_grad_()
+            if unit is self.model.units[-1]:
+                self._prepare_loss(chunk.stored[i], batch)
             again = self.recompute and unit.recomputable
             with torch.set_grad_enabled(not again):
                 y = unit(x, batch)
@@ -195,6 +197,12 @@ class Executor:
             self.total += y.detach().mean(dtype=torch.float64) * self.share
         else:
             self._give("activation", j, schedules.downstream(plan, c), y)
+
+    def _prepare_loss(self, names, batch):
+        """The head makes its word table's gradient together with the loss (`tensor.LinearCrossEntropy`)."""
+        for name in names:
+            self.zero.ready_for_gradient(name)
+        batch.weight = self.share * self.scale / len(batch.ids)  # d(scale * mean loss of the step) / d(a token's loss)
 
     def backward(self, j, c):
         self._backward(j, c, None)
@@ -220,8 +228,8 @@ class Executor:
                 if self.meter:
                     self.meter.hold(y)
             self.mesh.ledger.phase = "backward"
-            if gradient is None:  # y are the losses: d(scale * mean)/d(loss of a token)
-                gradient = torch.full_like(y, self.share * self.scale / len(y))
+            if gradient is None:  # y are the losses
+                gradient = torch.full_like(y, batch.weight)
             torch.autograd.backward(y, gradient)
             for name in chunk.stored[i]:
                 self.zero.units[name].defer_to(None)  # or the parameters would keep what they deferred

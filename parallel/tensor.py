@@ -31,13 +31,14 @@ Costs per layer and micro-batch: 8 bsh (t-1)/t elements sent (`ledger.py`); memo
 
 import functools
 import hashlib
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from parallel.comm import all_gather, all_reduce, reduce_scatter
+
+CHUNK = 4096  # tokens whose logits exist at a time: 412 MB in bf16 at 50,304 columns, and a matrix product's worth
 
 # --- logical parameters ---------------------------------------------------------------------------------------------
 
@@ -84,67 +85,57 @@ def parameter(spec, tp):
 
 
 class Linear(torch.autograd.Function):
-    """y = leave(enter(x) W^T) + bias, the one linear that all layers are.
+    """y = leave(enter(x) W^T + bias), the one linear that all layers are.
 
-    x [n or n/t, in], w [..., out, in] of this rank, bias [..., out] or None (added once, after the reduction);
-    enter: copy, all_gather or None (x is this rank's own columns); leave: all_reduce, reduce_scatter or None;
-    what: the ledger's name for what is sent. Gradients of w and bias are added to `.grad`, not returned.
+    x [n or n/t, in], w [..., out, in] of this rank, bias [..., out] or None; enter: copy, all_gather or None (x is
+    this rank's own columns); leave: all_reduce, reduce_scatter or None. Gradients of w and bias are added to `.grad`,
+    not returned.
     """
 
     @staticmethod
-    def forward(ctx, x, w, bias, enter, leave, tp, what="activations"):
+    def forward(ctx, x, w, bias, enter, leave, tp):
         ctx.save_for_backward(x)  # with sequence parallelism n/t rows only: gathered again in backward
-        ctx.w, ctx.bias, ctx.enter, ctx.leave, ctx.tp, ctx.what = w, bias, enter, leave, tp, what
+        ctx.w, ctx.bias, ctx.enter, ctx.leave, ctx.tp = w, bias, enter, leave, tp
         matrix = w.flatten(0, -2)  # qkv is [3, h/t, h]
         if enter == "all_gather":
-            x = all_gather(x, tp, what).wait()
-        if leave is None:
-            return x @ matrix.T if bias is None else torch.addmm(bias.flatten(), x, matrix.T)
-        y = x @ matrix.T
+            x = all_gather(x, tp, "activations").wait()
+        y = x @ matrix.T if bias is None else torch.addmm(bias.flatten(), x, matrix.T)
         if leave == "all_reduce":
-            y = all_reduce(y, tp, what).wait()
+            y = all_reduce(y, tp, "activations").wait()
         elif leave == "reduce_scatter":
-            y = reduce_scatter(y, tp, what).wait()
-        return y if bias is None else y.add_(bias)
+            y = reduce_scatter(y, tp, "activations").wait()
+        return y
 
     @staticmethod
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
-        w, bias, tp, what = ctx.w, ctx.bias, ctx.tp, ctx.what
+        w, bias, tp = ctx.w, ctx.bias, ctx.tp
         if bias is not None:
-            accumulate(bias, dy.sum(0).view_as(bias))  # before the gather: dy of this rank's tokens, once
+            bias.grad.add_(dy.sum(0).view_as(bias))
         if ctx.leave == "reduce_scatter":
-            dy = all_gather(dy, tp, what).wait()
-        gathering = all_gather(x, tp, what) if ctx.enter == "all_gather" else None
+            dy = all_gather(dy, tp, "activations").wait()
+        gathering = all_gather(x, tp, "activations") if ctx.enter == "all_gather" else None
         dx = dy @ w.flatten(0, -2)
         if ctx.enter == "copy":
-            sending = all_reduce(dx, tp, what)
+            sending = all_reduce(dx, tp, "activations")
         elif ctx.enter == "all_gather":
-            sending = reduce_scatter(dx, tp, what)
+            sending = reduce_scatter(dx, tp, "activations")
         if gathering:
             x = gathering.wait()
-        accumulate_product(w, dy, x)  # while dx travels
-        return (sending.wait() if ctx.enter else dx), None, None, None, None, None, None
+        if w.deferred is None:
+            add_product(w, dy, x)  # while dx travels
+        else:  # Detached: x's graph would keep the unit's input, and its gradient, until W.
+            w.deferred.append(functools.partial(add_product, w, dy, x.detach()))
+        return (sending.wait() if ctx.enter else dx), None, None, None, None, None
 
 
-def accumulate(p, gradient):
-    """Add to the parameter's place in the unit's flat gradient buffer."""
-    p.grad.add_(gradient)
-
-
-def accumulate_product(w, dy, x):
-    """dW += dy^T x, now, or when the schedule says W. Without a temporary where buffer and operands have one dtype."""
-    if w.deferred is not None:
-        # Detached: x's graph would keep the unit's input, and its gradient, until W.
-        w.deferred.append(functools.partial(_add_product, w, dy, x.detach()))
-    else:
-        _add_product(w, dy, x)
-
-
-def _add_product(w, dy, x):
+def add_product(w, dy, x):
+    """dW += dy^T x, in the flat gradient buffer's dtype, without a temporary where the matrix product can add there."""
     gradient = w.grad.flatten(0, -2)
     if gradient.dtype == dy.dtype:
         gradient.addmm_(dy.T, x)
+    elif dy.is_cuda:  # 16-bit factors, a float32 sum: no other pass over dW, and no rounding of a micro-batch's share
+        torch.addmm(gradient, dy.T, x, out_dtype=gradient.dtype, out=gradient)
     else:
         gradient.add_(dy.T @ x)
 
@@ -152,22 +143,26 @@ def _add_product(w, dy, x):
 class ColumnParallelLinear(nn.Module):
     """x [n, in] (n/t rows with sequence parallelism) -> [n, out/t]: this rank's outputs.
 
-    `shape` is the whole weight, [out, in] or, packed, [3, out, in]: cut along out.
+    `shape` is the whole weight, [out, in] or, packed, [3, out, in]: cut along out. Without `adds_bias`, and in a
+    RowParallelLinear always, the bias is left to the operation that comes next, which has the output in its hands.
     """
 
-    def __init__(self, unit, name, shape, std, tp, sequence_parallel):
+    def __init__(self, unit, name, shape, std, tp, sequence_parallel, adds_bias=True):
         super().__init__()
         cut = len(shape) - 2
         self.weight = parameter(ParamSpec(unit, f"{unit}.{name}.weight", shape, cut, True, std), tp)
         self.bias = parameter(ParamSpec(unit, f"{unit}.{name}.bias", shape[:-1], cut), tp)
-        self.tp, self.enter = tp, "all_gather" if sequence_parallel else "copy"
+        self.tp, self.enter, self.adds_bias = tp, "all_gather" if sequence_parallel else "copy", adds_bias
 
     def forward(self, x):
-        return Linear.apply(x, self.weight, self.bias, self.enter, None, self.tp)
+        return Linear.apply(x, self.weight, self.bias if self.adds_bias else None, self.enter, None, self.tp)
 
 
 class RowParallelLinear(nn.Module):
-    """x [n, in/t]: this rank's inputs -> [n, out] (n/t rows with sequence parallelism)."""
+    """x [n, in/t]: this rank's inputs -> [n, out] (n/t rows with sequence parallelism), without the bias.
+
+    The bias is added once, to the sum over the ranks: on rows that each rank has, or has its part of.
+    """
 
     def __init__(self, unit, name, shape, std, tp, sequence_parallel):
         super().__init__()
@@ -176,7 +171,7 @@ class RowParallelLinear(nn.Module):
         self.tp, self.leave = tp, "reduce_scatter" if sequence_parallel else "all_reduce"
 
     def forward(self, x):
-        return Linear.apply(x, self.weight, self.bias, None, self.leave, self.tp)
+        return Linear.apply(x, self.weight, None, None, self.leave, self.tp)
 
 
 # --- vocabulary -----------------------------------------------------------------------------------------------------
@@ -224,38 +219,41 @@ class VocabParallelEmbedding(nn.Module):
         return Embedding.apply(ids, self.weight, self.leave, self.tp)
 
 
-class CrossEntropy(torch.autograd.Function):
-    """-log softmax(logits)[target] per token, [n], from each rank's v/t columns. No rank ever sees a whole row.
+class LinearCrossEntropy(torch.autograd.Function):
+    """The loss of every token, [n], from x [n or n/t, h] and the word table w [v/t, h], and at once its gradient.
 
-    Three numbers a token go over the wire: max_j z_j, sum_j exp(z_j - max) and z_target - max. Everything is
-    computed in float32 (float64 from float64). Columns from `vocab_size` on are padding: they get no probability.
+    A token's logits are its largest activation by far (v numbers; a block keeps 16 h). So they never exist whole: CHUNK
+    tokens at a time, logits = x W^T become losses, then in the same place the gradient dz of `weight` * losses, which
+    gives dx = dz W and dW += dz^T x and is forgotten. `weight`, what the losses will be multiplied by on the way back,
+    must be known for that (None: no gradient is wanted); backward only hands on dx. Each token's row of logits is cut
+    over tp: max, sum and target's logit are three numbers a token that go over the wire, no rank sees a whole row.
     """
 
     @staticmethod
-    def forward(ctx, logits, targets, vocab_size, tp):
-        columns = logits.shape[1]
-        start = tp.rank * columns
-        z = logits.double() if logits.dtype == torch.float64 else logits.float()
-        real = min(max(vocab_size - start, 0), columns)  # columns of this rank that are not padding
-        top = z.new_full(z.shape[:1], -math.inf) if real == 0 else z[:, :real].amax(1)
-        top = all_reduce(top, tp, "cross-entropy rows", op="max").wait()
-        z = z - top[:, None]
-        z[:, real:] = -math.inf
-        local = targets - start
-        mine = (local >= 0) & (local < columns)
-        local = local.where(mine, 0)[:, None]
-        target = z.gather(1, local)[:, 0].where(mine, 0.0)
-        p = z.exp_()
-        total, target = all_reduce(torch.stack([p.sum(1), target]), tp, "cross-entropy rows").wait()
-        p /= total[:, None]
-        ctx.save_for_backward(p, local, mine)
-        ctx.dtype = logits.dtype
-        return total.log() - target
+    def forward(ctx, x, w, targets, vocab_size, weight, enter, tp, ops):
+        ctx.enter, ctx.tp = enter, tp
+        if enter == "all_gather":
+            x = all_gather(x, tp, "head").wait()
+        start = tp.rank * len(w)
+        columns = min(max(vocab_size - start, 0), len(w))  # of this rank that are not padding
+        reduce = None if tp.size == 1 else lambda x, op: all_reduce(x, tp, "cross-entropy rows", op).wait()
+        losses, dx = [], None if weight is None else torch.empty_like(x)
+        for begin in range(0, len(x), CHUNK):
+            rows = slice(begin, begin + CHUNK)
+            z = x[rows] @ w.T
+            losses.append(ops.cross_entropy_(z, targets[rows] - start, columns, weight, reduce))
+            if weight is not None:
+                torch.mm(z, w, out=dx[rows])
+                add_product(w, z, x[rows])
+        if weight is not None:
+            ctx.save_for_backward(dx)
+        return torch.cat(losses)
 
     @staticmethod
-    def backward(ctx, dloss):
-        """dz = dloss (softmax(z) - onehot(target))."""
-        p, local, mine = ctx.saved_tensors
-        dz = p * dloss[:, None]
-        dz.scatter_add_(1, local, -(dloss * mine)[:, None])
-        return dz.to(ctx.dtype), None, None, None
+    def backward(ctx, _):
+        dx = ctx.saved_tensors[0].detach()  # communication may hold its tensor a little longer than this graph lives
+        if ctx.enter == "all_gather":
+            dx = reduce_scatter(dx, ctx.tp, "head").wait()
+        else:
+            dx = all_reduce(dx, ctx.tp, "head").wait()
+        return dx, None, None, None, None, None, None, None

@@ -28,13 +28,16 @@ Nothing here looks inside a buffer beyond its four ranges:
 so that the global norm and weight decay are arithmetic on ranges, wherever a shard begins or ends.
 """
 
+import itertools
 import math
 
 import torch
 from torch import nn
 
+import reference
 from parallel.comm import all_gather, all_reduce, reduce_scatter
 from parallel.optimizer import RULES
+from reference import Numbers
 
 ALIGN = 16  # elements: every parameter and every shard begins at a multiple of 32 bytes or more
 
@@ -120,12 +123,13 @@ class Zero:
     modules: those of the model's units that this rank runs; holders(name): the axis of pipeline ranks that hold a unit.
     """
 
-    def __init__(self, modules, holders, config, mesh, dtype, device, training=True):
-        self.config, self.mesh, self.dtype, self.device = config, mesh, dtype, device
+    def __init__(self, modules, holders, config, mesh, dtype, device, ops=reference, training=True):
+        self.config, self.mesh, self.dtype, self.device, self.ops = config, mesh, dtype, device, ops
         self.rule, moments, self.apply = RULES[config.optimizer]
         self.master_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        self.updates = 0  # steps that were not skipped
+        self.updates = torch.zeros((), dtype=torch.int64, device=device)  # steps that were not skipped
         self.gathering, self.reducing = {}, {}  # unit name: Pending
+        self.counted = None
 
         members = {}  # unit name: {parameter name: parameter}, a tied one once
         for module in modules:
@@ -170,11 +174,11 @@ class Zero:
         self.parameters_from_master()
 
     @torch.no_grad()
-    def parameters_from_master(self):
+    def parameters_from_master(self, cast=True):
         """After the master weights have changed: cast them where they are two, and give each other the pieces."""
         gathers = []
         for unit in self.units.values():
-            if unit.own_param is not unit.master:
+            if cast and unit.own_param is not unit.master:
                 unit.own_param.copy_(unit.master)
             if unit.stage in (1, 2):
                 gathers.append(all_gather(unit.own_param, unit.dp, "parameters", out=unit.param))
@@ -279,30 +283,58 @@ class Zero:
         Not finite if anything on this rank is not, counted or not (0 times infinity is nan): then all skip the step.
         Squares are added in float64, so that a large loss scale does not overflow the sum of the units.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        pieces = self._counted_pieces()
+        if not pieces:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        if self.counted is None:  # made once: to bring numbers to a GPU is to wait for it
+            self.counted = torch.tensor([count for _, count in pieces], dtype=torch.float64, device=self.device)
+        return (self.ops.squared_norms([piece for piece, _ in pieces]) * self.counted).sum()
+
+    def _counted_pieces(self):
+        """[(consecutive ranges of a gradient that this rank owns, whether it speaks for them)]."""
+        pieces = []
         for unit in self.units.values():
-            for begin, end, cut, _ in unit.owned_ranges():
-                total += self.counts(unit, cut) * torch.linalg.vector_norm(unit.own_grad[begin:end]).double() ** 2
-        return total
+            parts = ((begin, end, self.counts(unit, cut)) for begin, end, cut, _ in unit.owned_ranges())
+            for count, group in itertools.groupby(parts, key=lambda part: part[2]):
+                group = list(group)
+                pieces.append((unit.own_grad[group[0][0] : group[-1][1]], count))
+        return pieces
 
     @torch.no_grad()
-    def update(self, lr, scale):
-        """One update of what this rank owns, with the gradients times `scale`; then everybody has the parameters."""
+    def update(self, numbers):
+        """One update of what this rank owns, or none; then everybody has the parameters. numbers: `reference.Numbers`.
+
+        With AdamW the host learns nothing, not even whether the step was skipped: it only enqueues. Other rules ask.
+        """
         c = self.config
-        self.updates += 1
-        numbers = dict(lr=lr, scale=scale, update=self.updates, beta1=c.adam_beta1, beta2=c.adam_beta2, eps=c.adam_eps)
         gradients = {unit: unit.own_grad.to(unit.master.device) for unit in self.units.values()}  # a copy if offloaded
+        constants = dict(beta1=c.adam_beta1, beta2=c.adam_beta2, eps=c.adam_eps)
+        if self.rule is None:
+            rule = reference.adamw if c.offload else self.ops.adamw
+            there = Numbers(*(x.to("cpu" if c.offload else self.device) for x in numbers))
+            for unit, gradient in gradients.items():
+                ranges = [(begin, end, decays) for begin, end, _, decays in unit.owned_ranges()]
+                out = None if unit.own_param is unit.master else unit.own_param
+                rule(unit.master, gradient, unit.moments, there, ranges, decay=c.weight_decay, out=out, **constants)
+        elif not numbers.skip:
+            constants |= dict(lr=numbers.lr.item(), scale=numbers.scale.item(), update=numbers.update.item())
+            self._update_plainly(gradients, constants)
+        self.updates += ~numbers.skip
+        self.parameters_from_master(cast=self.rule is not None)
+
+    def _update_plainly(self, gradients, constants):
+        """A rule of `optimizer.py`, and its second half where it is layer-wise. gradients: {unit: own piece}."""
+        c = self.config
         for unit, gradient in gradients.items():
             for begin, end, _, decays in unit.owned_ranges():
                 w, g, *moments = (x[begin:end] for x in (unit.master, gradient, *unit.moments))
-                self.rule(w, g, moments, decay=c.weight_decay if decays else 0.0, **numbers)
+                self.rule(w, g, moments, decay=c.weight_decay * decays, **constants)
         if self.apply:
             norms = self.parameter_norms(gradients)
             for (unit, begin, end, spec), (weight_norm, norm) in zip(self._tensors(), norms.tolist(), strict=True):
                 w, g, *moments = (x[begin:end] for x in (unit.master, gradients[unit], *unit.moments))
-                decay, coefficient = c.weight_decay if spec.decay else 0.0, c.lars_coefficient
-                self.apply(w, g, moments, weight_norm, norm, decay=decay, lars_coefficient=coefficient, **numbers)
-        self.parameters_from_master()
+                decay, coefficient = c.weight_decay * spec.decay, c.lars_coefficient
+                self.apply(w, g, moments, weight_norm, norm, decay=decay, lars_coefficient=coefficient, **constants)
 
     def _tensors(self):
         """(unit, begin, end, spec) of every parameter that this rank has a part of, as far as it owns it."""
