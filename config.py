@@ -66,7 +66,7 @@ class Config:
     min_loss_scale: float = 1.0  # fp16: never below
     loss_scale_window: int = 1000  # fp16: clean updates until the scale doubles
     hysteresis: int = 2  # fp16: overflows until the scale is halved
-    kernels: str = "auto"  # auto, torch: the fused operations as written in reference.py
+    kernels: str = "auto"  # the operations around the matrices: auto, triton (kernels.py), torch (reference.py)
 
     # -- layout (data parallel is what remains of the processes)
     tp: int = 1  # tensor parallel ranks
@@ -112,7 +112,7 @@ CHOICES = {
     "optimizer": ("adamw", "sgd", "lamb", "lars"),
     "lr_decay_style": ("cosine", "linear", "constant", "wsd"),
     "dtype": ("auto", "fp64", "fp32", "bf16", "fp16"),
-    "kernels": ("auto", "torch"),
+    "kernels": ("auto", "triton", "torch"),
     "recompute": ("none", "full"),
     "split": ("train", "val", "test"),
     "zero": (0, 1, 2, 3),

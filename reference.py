@@ -1,10 +1,7 @@
 """The operations around the matrices, in plain PyTorch: what they mean, and what runs where nothing faster does.
 
-A few lines each: the specification and the oracle of `kernels.py`, which has the same functions by the same names.
-
-    layer_norm              add                 gelu        cross_entropy_    dropout, dropout_mask
-    add_layer_norm          (bias, dropout,     (bias       attention         adamw
-    (add, then the norm)     residual)           first)     causal_softmax    squared_norms
+A few lines each: the specification and the oracle of `kernels.py`, which has the same functions by the same names. The
+model asks for OPERATIONS, from whichever of the two it is given.
 
 What comes right after a matrix product takes the product's bias with it: a bias of its own would be one more pass over
 the whole activation. Letters: n tokens, h hidden, a heads, d head size, s sequence, b samples, v vocabulary.
@@ -17,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.optim.adamw import adamw as torch_adamw
 
+OPERATIONS = "layer_norm add add_layer_norm gelu attention cross_entropy_ dropout adamw squared_norms".split()
 EPS = 1e-5  # LayerNorm's, as GPT-2 has it
 
 
@@ -183,6 +181,14 @@ class Numbers(NamedTuple):
     scale: torch.Tensor  # float64; multiplies the gradient: clipping, 1 / loss scale
     update: torch.Tensor  # int64, counted from 1
     skip: torch.Tensor  # bool: leave all as it is
+    correction1: torch.Tensor  # float64: 1 - beta1^update
+    correction2: torch.Tensor  # float64: 1 - beta2^update
+
+
+def numbers(lr, scale, update, skip, beta1, beta2):
+    """Numbers of the first four and of AdamW's two constants."""
+    update64 = update.double()
+    return Numbers(lr, scale, update, skip, 1 - beta1**update64, 1 - beta2**update64)
 
 
 def adamw(weight, gradient, moments, numbers, ranges, *, decay, beta1, beta2, eps, out=None):

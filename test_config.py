@@ -79,7 +79,7 @@ def test_mistakes_in_a_file(tmp_path, text, message):
         (1, dict(rampup_batch_size="2,4,100"), "the growth of global_batch_size=6 is not a multiple of the increment"),
         (1, dict(rampup_batch_size="4,4,100"), "global_batch_size=4 is not a multiple of micro_batch_size * dp=8"),
         (1, dict(optimizer="lion"), "optimizer=lion: should be one of adamw, sgd, lamb, lars"),
-        (1, dict(kernels="triton"), "kernels=triton: should be one of auto, torch"),
+        (1, dict(kernels="cuda"), "kernels=cuda: should be one of auto, triton, torch"),
         (1, dict(dtype="fp8"), "dtype=fp8: should be one of auto, fp64, fp32, bf16, fp16"),
         (1, dict(hidden_size=130), "hidden_size=130 is not a multiple of num_attention_heads=4"),
         (8, dict(tp=8), "num_attention_heads=4 is not a multiple of tp=8"),

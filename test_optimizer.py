@@ -5,12 +5,13 @@ import math
 import pytest
 import torch
 
+import reference
 import train
 from config import Config
 from parallel import optimizer
 from parallel.mesh import Mesh
 from parallel.optimizer import LossScale, learning_rate
-from reference import Numbers, adamw
+from reference import adamw
 from test_layouts import micro_batches, tiny_config, train_tiny
 
 CPU = torch.device("cpu")
@@ -20,9 +21,10 @@ def drawn(n, seed):
     return torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def numbers(lr, scale, update, skip=False):
+def numbers(lr, scale, update, skip=False, beta1=0.9, beta2=0.999):
     kinds = torch.float64, torch.float64, torch.int64, torch.bool
-    return Numbers(*(torch.tensor(x, dtype=kind) for x, kind in zip((lr, scale, update, skip), kinds, strict=True)))
+    tensors = (torch.tensor(x, dtype=kind) for x, kind in zip((lr, scale, update, skip), kinds, strict=True))
+    return reference.numbers(*tensors, beta1, beta2)
 
 
 def test_adamw_is_its_formula():
@@ -36,7 +38,7 @@ def test_adamw_is_its_formula():
         v = b2 * v + (1 - b2) * g**2
         w = w - lr * (decay * w + (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + eps))
         for skip in (True, False):
-            arguments = numbers(lr, 0.25, t, skip), [(0, 32, True), (32, 48, False)]
+            arguments = numbers(lr, 0.25, t, skip, b1, b2), [(0, 32, True), (32, 48, False)]
             before = ours.clone()
             adamw(ours, g * 4, moments, *arguments, decay=0.1, beta1=b1, beta2=b2, eps=eps, out=cast)
             assert not skip or torch.equal(ours, before)

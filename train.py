@@ -26,12 +26,14 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
 import config as configuration
 import data
+import reference
 from errors import UserError, exit_on_user_error
 from log import Logger, Timers, validation_lines
 from model import GPT
@@ -41,7 +43,7 @@ from parallel.mesh import Mesh, everyone
 from parallel.optimizer import LossScale, learning_rate
 from parallel.pipeline import Executor
 from parallel.zero import Zero
-from reference import Numbers
+from reference import numbers
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -134,10 +136,37 @@ def resolved_dtype(config, device):
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
+def operations(choice, device, dtype):
+    """The functions of `reference.py` or their fused forms, operation by operation, for --kernels=`choice`.
+
+    auto: on a GPU, Triton's, but for attention, for which PyTorch has the better kernels. Raises UserError.
+    """
+    gpu = device.type == "cuda"
+    if choice == "torch" or (choice == "auto" and (not gpu or dtype == "fp64")):
+        return reference
+    try:
+        import kernels
+    except ImportError:
+        if choice == "auto":
+            return reference
+        raise UserError("kernels=triton: triton is not installed; pip install triton, or say kernels=torch") from None
+    if dtype == "fp64":
+        raise UserError("kernels=triton: they compute in float32, dtype=fp64 does not; say kernels=torch")
+    if not gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        raise UserError(
+            "kernels=triton: there is no GPU here; say kernels=torch, or set TRITON_INTERPRET=1 for a trial"
+        )
+    ops = {name: getattr(kernels, name) for name in reference.OPERATIONS}
+    if choice == "auto":
+        ops["attention"] = reference.attention
+    return SimpleNamespace(**ops)
+
+
 def build(config, mesh, device):
     """Model, flat buffers and initial weights of this rank."""
     dtype = resolved_dtype(config, device)
-    model = GPT(config, mesh.tp)
+    ops = operations(config.kernels, device, dtype)
+    model = GPT(config, mesh.tp, ops)
     count = config.global_batch_size // (config.micro_batch_size * mesh.dp.size)
     plan = schedules.build(config.schedule, mesh.pp.size, count, config.chunks)
     held = pipeline.held_units(model, plan)  # by pipeline rank
@@ -146,7 +175,7 @@ def build(config, mesh, device):
     def holders(name):
         return mesh.holders([rank for rank, units in enumerate(held) if name in pipeline.stored(units)])
 
-    zero = Zero(modules, holders, config, mesh, DTYPES[dtype], device, training=not config.eval_only)
+    zero = Zero(modules, holders, config, mesh, DTYPES[dtype], device, ops, training=not config.eval_only)
     timers = Timers(device)
     executor = Executor(model, zero, config, mesh, plan, timers)
     if config.trace:
@@ -226,7 +255,7 @@ def train_step(run, batches, stop=False, orphaned=False):
         skip = ~norm.isfinite()
         clip = (c.clip_grad / (norm + 1e-6)).clamp(max=1.0) if c.clip_grad else torch.ones_like(norm)
         lr = run.rates.take(zero.updates.clamp(max=len(run.rates) - 1))
-        zero.update(Numbers(lr, clip / scale, zero.updates + 1, skip))
+        zero.update(numbers(lr, clip / scale, zero.updates + 1, skip, c.adam_beta1, c.adam_beta2))
         done = Step(torch.stack([loss, norm, lr, skip, *flags]), scale, samples)
         if run.loss_scale.dynamic:  # but in fp16: the next step's scale depends on this step's overflow
             run.loss_scale.update(done.skipped)

@@ -1,0 +1,136 @@
+"""What Triton's compiler makes of a kernel, for a GPU that need not be there. For tests only.
+
+`report` compiles ahead of time and reads the machine code with the disassemblers that come with Triton. There it is
+written whether a kernel spills registers, loads 2 bytes where it could load 16, or misses the tensor cores:
+
+    r = compiled.report(copy, "*bf16 *bf16 i32", {"BLOCK": 1024}, 90, num_warps=4)
+    assert r.spills == 0 and r.wide_loads == r.loads
+
+The compiler wants Triton as it is, the other tests on a CPU want the interpreter (TRITON_INTERPRET=1, sanitizer.py),
+and one process can have but one of them. So `reports` does the same for a list of kernels, in a process of its own:
+
+    [a, b] = compiled.reports([("copies:copy", "*bf16 *bf16 i32", {"BLOCK": 1024}, arch) for arch in (80, 90)])
+
+It takes 0.1 to 0.3 seconds for an elementwise kernel, up to 3 for attention, and as long again for `import triton`.
+Numbers differ a little between versions of Triton.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Report(NamedTuple):
+    """registers: per thread; 255 is the most. stack: bytes per thread, shared: bytes per program. The others count
+    instructions in the machine code, each once however often a loop runs it."""
+
+    registers: int
+    stack: int
+    shared: int
+    spills: int  # stores to and loads from the stack (STL, LDL): registers that did not suffice
+    loads: int  # from global memory (LDG); what goes to shared memory by itself counts below
+    wide_loads: int  # 16 bytes or more per lane: what reaches the full bandwidth
+    narrow_loads: int  # 1 or 2 bytes per lane
+    stores: int  # to global memory (STG)
+    wide_stores: int
+    narrow_stores: int
+    async_copies: int  # global to shared memory, beside the arithmetic (LDGSTS)
+    hgmma: int  # Hopper's tensor cores (HGMMA)
+    hmma: int  # the tensor cores of Ampere and before (HMMA)
+    barriers: int  # all warps of a program wait for each other (BAR)
+
+
+def report(kernel, types, constants, arch, **options):
+    """Compile a `@triton.jit` function and count.
+
+    types: of the arguments that are not in `constants`, in their order, as in "*bf16 *fp32 i32 fp32"; * is a pointer.
+    Pointers and integers are taken to be divisible by 16, as Triton finds them at a launch; "i32:1" is an integer that
+    is not, "*bf16:1" a pointer. constants: name -> value of the `tl.constexpr`, and of arguments that are None.
+    arch: 80 (A100), 90 (H100, H200), ... options: num_warps, num_stages, ...
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    if not isinstance(kernel, triton.JITFunction):
+        raise TypeError(f"{kernel!r} can not be compiled: no @triton.jit function, or TRITON_INTERPRET was set")
+    runtime = [name for name in kernel.arg_names if name not in constants]
+    written = dict(zip(runtime, types.split(), strict=True))
+    signature = {name: written.get(name, "constexpr").removesuffix(":1") for name in kernel.arg_names}
+    divisible = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if re.fullmatch(r"(\*.*|[iu]\d+)(?<!:1)", written.get(name, ""))
+    }
+    source = ASTSource(kernel, signature, constants, divisible)
+    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    usage = disassembled("cuobjdump", "-res-usage", binary.asm["cubin"])
+    code = disassembled("nvdisasm", "-c", binary.asm["cubin"])
+
+    def count(instruction):
+        return len(re.findall(rf"\b{instruction}", code))
+
+    return Report(
+        registers=int(re.search(r"REG:(\d+)", usage)[1]),
+        stack=int(re.search(r"STACK:(\d+)", usage)[1]),
+        shared=binary.metadata.shared,
+        spills=count(r"(STL|LDL)\b"),
+        loads=count(r"LDG\b"),
+        wide_loads=count(r"LDG\.\S*(128|256)\b"),
+        narrow_loads=count(r"LDG\.\S*[US](8|16)\b"),
+        stores=count(r"STG\b"),
+        wide_stores=count(r"STG\.\S*(128|256)\b"),
+        narrow_stores=count(r"STG\.\S*[US](8|16)\b"),
+        async_copies=count(r"LDGSTS\b"),
+        hgmma=count(r"HGMMA\b"),
+        hmma=count(r"HMMA\b"),
+        barriers=count(r"BAR\b"),
+    )
+
+
+def tool(name):
+    """Path of a disassembler in Triton's package (found without importing Triton)."""
+    package = Path(importlib.util.find_spec("triton").origin).parent
+    return package / "backends/nvidia/bin" / name
+
+
+def disassembled(name, option, cubin):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool(name), option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def reports(jobs, path=()):
+    """[Report] of jobs (kernel as "module:name", types, constants, arch[, options]), compiled in another process.
+
+    Values of constants and options: what JSON has. path: folders in which to look for modules before the others.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([*map(str, path), str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-m", "compiled"], input=json.dumps(jobs), env=environment, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"compilation failed:\n{done.stderr}")
+    return [Report(*r) for r in json.loads(done.stdout.splitlines()[-1])]
+
+
+def main():
+    results = []
+    for kernel, types, constants, arch, *options in json.load(sys.stdin):
+        module, name = kernel.split(":")
+        kernel = getattr(importlib.import_module(module), name)
+        results.append(report(kernel, types, constants, arch, **(options[0] if options else {})))
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

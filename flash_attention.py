@@ -1,0 +1,435 @@
+"""Causal attention in Triton: the masked softmax on its own, and attention that never forms the [s, s] matrix.
+
+Row i (a query) looks at the keys j <= i only. What is above the diagonal is neither read nor, tile by tile, computed.
+
+Both kernels take powers of 2, not of e: exp(x) = 2^(x log2 e) is one instruction (`ex2`) where exp is five, and the
+factor log2 e joins the scale, which is multiplied in anyway. The product and the subtraction of the maximum are one
+`fma`, rounded once; the rounding error that m has is then one common factor of the row, which the sum divides out.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(math.log2(math.e))
+
+# --- causal scaled softmax ------------------------------------------------------------------------------------------
+#
+#     p_ij = exp(c x_ij - m_i) / sum_j' exp(c x_ij' - m_i)   for j, j' <= i;   p_ij = 0 for j > i      m_i = max c x_ij
+#
+#     forward     one row a program, held in registers: load, max, exp, sum, divide, store
+#     backward    p is what the forward saved: dx = c p (dp - sum_j p_j dp_j), from d softmax / dx = diag(p) - p p^T
+#
+# The classic of Megatron-LM (`scaled_upper_triang_masked_softmax`; Shoeybi et al., arXiv 1909.08053). What it fuses
+# are scale, mask, softmax and the two casts: five passes over memory in plain PyTorch, one here. Floor per element of
+# [s, s] in bf16: half of x read, all of p written, 3 bytes; backward half of p and of dp read, all of dx written, 4.
+# Read in groups of 8, see below, that becomes 3 + 8/s and 4 + 16/s: 3.008 and 4.016 at s = 1024.
+
+
+@triton.jit
+def _causal_row(s, BLOCK: tl.constexpr):
+    """This program's row: (offset of its first element, columns, which to load, which count, which exist).
+
+    Loaded are groups of 8 columns of which the diagonal reaches one: a mask that is the same for 8 neighbours leaves
+    a load of 16 bytes whole, where `column <= i` would make eight of it.
+    """
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    i = row % s
+    exists = column < s
+    return row.to(tl.int64) * s, column, exists & (column // 8 <= i // 8), column <= i, exists
+
+
+@triton.jit
+def causal_softmax_forward(X, P, s, scale, BLOCK: tl.constexpr):
+    row, column, load, seen, exists = _causal_row(s, BLOCK)
+    x = tl.load(X + row + column, mask=load, other=0.0).to(tl.float32)
+    x = tl.where(seen, x, float("-inf"))
+    c = scale * LOG2E
+    p = tl.exp2(tl.fma(x, c, -(tl.max(x, 0) * c)))  # 2^-inf = 0 above the diagonal
+    tl.store(P + row + column, p * (1.0 / tl.sum(p, 0)), mask=exists)  # one division a row, not s
+
+
+@triton.jit
+def causal_softmax_backward(P, DP, DX, s, scale, BLOCK: tl.constexpr):
+    row, column, load, seen, exists = _causal_row(s, BLOCK)
+    p = tl.load(P + row + column, mask=load, other=0.0).to(tl.float32)  # 0 above the diagonal, as it was written
+    dp = tl.load(DP + row + column, mask=load, other=0.0).to(tl.float32)
+    dp = tl.where(seen, dp, 0.0)  # may be anything there, nan too
+    dx = p * scale * (dp - tl.sum(p * dp, 0))
+    tl.store(DX + row + column, dx, mask=exists)
+
+
+def row_options(s):
+    """One row a program, 8 elements a lane: a 16-byte load of bf16."""
+    block = triton.next_power_of_2(s)
+    return dict(BLOCK=block, num_warps=min(max(block // 256, 1), 16))
+
+
+class CausalSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scores, scale):
+        scores = scores.contiguous()
+        s = scores.shape[-1]
+        p = torch.empty_like(scores)
+        with torch.cuda.device_of(scores):
+            causal_softmax_forward[(scores.numel() // s,)](scores, p, s, scale, **row_options(s))
+        ctx.save_for_backward(p)
+        ctx.scale = scale
+        return p
+
+    @staticmethod
+    def backward(ctx, dp):
+        (p,) = ctx.saved_tensors
+        s = p.shape[-1]
+        dx = torch.empty_like(p)
+        with torch.cuda.device_of(p):
+            causal_softmax_backward[(p.numel() // s,)](p, dp.contiguous(), dx, s, ctx.scale, **row_options(s))
+        return dx, None
+
+
+def causal_softmax(scores, scale):
+    """softmax(scale * scores) over the columns up to the diagonal, 0 above it. [..., s, s] -> [..., s, s].
+
+    float32, float16 or bfloat16, computed in float32; scale > 0. Equals, and differs from only by rounding,
+    `(scale * scores).masked_fill(torch.ones(s, s).triu(1).bool(), -inf).softmax(-1)`.
+    """
+    return CausalSoftmax.apply(scores, float(scale))
+
+
+# --- attention ------------------------------------------------------------------------------------------------------
+#
+#     S = q k^T / sqrt(d)      P = causal softmax of S      o = P v         per sample and head: [s, s] and [s, d]
+#
+# FlashAttention-2 (Dao, arXiv 2307.08691): P is made tile by tile on the chip and never stored. The softmax of a row
+# needs its maximum m and its sum l before the first weight is known. *Online* (Milakov and Gimelshein, arXiv
+# 1805.02867) both are kept for the keys so far, and what was added up under an older maximum is scaled down:
+#
+#     for every tile of keys:     m' = max(m, max_j S_j)      alpha = 2^(m - m')      P_j = 2^(S_j - m')
+#                                 l = alpha l + sum_j P_j     o = alpha o + P v       m = m'
+#     at the end:                 o = o / l                   L = m + log2 l          (S, m, L in units of log 2)
+#
+# L, the log of the sum of exponentials, is all that backward needs to make any tile of P again: P = 2^(S - L).
+#
+#     dv = P^T do      dP = do v^T      dS = P (dP - delta)      dq = dS k / sqrt(d)      dk = dS^T q / sqrt(d)
+#
+# with delta_i = sum_j P_ij dP_ij = sum_d o_id do_id (section 3.1 there): the softmax's backward without a row of P.
+# Two kernels, each the only writer of what it computes: for a tile of keys over the queries below it (dk, dv), for a
+# tile of queries over the keys before it (dq). No atomics, so two runs agree to the bit; the price is that S and dP
+# are computed twice, 7 products instead of 5.
+#
+# Causality by tiles. A query tile of ROWS first meets the key tiles wholly before it, where no mask is needed, then
+# the ROWS / COLUMNS tiles on its diagonal, where one is:
+#
+#     keys       0   1   2   3   4   5
+#     queries 0  \   \                       \  on the diagonal: masked
+#             1  .   .   \   \               .  below: not masked
+#             2  .   .   .   .   \   \          above: not visited
+#
+# Costs per head. Operations: forward 2 products of 2 s^2 d, half of it causal: 2 s^2 d, + ROWS/s for the diagonal's
+# halves; backward 7 s^2 d (floor 5). Memory traffic, bf16, per element of o: forward 8 bytes (q, k, v, o) + 4/d,
+# backward 28 (delta 4; dk, dv 12; dq 12), if the chip's cache holds the tiles that neighbouring programs read again.
+# Kept for backward: qkv, o and 4 bytes of L a row, where the plain form keeps s times as many.
+
+
+@triton.jit
+def _pointers(X, first, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """To the tile [ROWS, WIDTH] of X at row `first`, which counts in int64: s * stride may pass 2^31."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    return X + tl.cast(first, tl.int64) * stride + (row[:, None] * stride + column[None, :])
+
+
+@triton.jit
+def _inside(first, s, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Which elements of that tile exist: rows below s, columns below D (WIDTH is D, up to a power of two)."""
+    inside = (first + tl.arange(0, ROWS) < s)[:, None]
+    if D < WIDTH:
+        inside = inside & (tl.arange(0, WIDTH) < D)[None, :]
+    return inside
+
+
+@triton.jit
+def _load(X, first, stride, s, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows first .. first + ROWS of X, [ROWS, WIDTH]; what does not exist is 0."""
+    inside = _inside(first, s, D, ROWS, WIDTH)
+    return tl.load(_pointers(X, first, stride, ROWS, WIDTH), mask=inside, other=0.0)
+
+
+@triton.jit
+def _store(X, x, first, stride, s, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    inside = _inside(first, s, D, ROWS, WIDTH)
+    tl.store(_pointers(X, first, stride, ROWS, WIDTH), x.to(X.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _over_keys(
+    o, l, m, q, K, V, first, start, stop, stride, s, c,
+    MASKED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries over the keys start .. stop: the recurrence above."""
+    for j in range(start, stop, COLUMNS):
+        k = _load(K, j, stride, s, D, COLUMNS, WIDTH)
+        x = tl.dot(q, tl.trans(k), input_precision="ieee")  # [ROWS, COLUMNS]
+        if MASKED:
+            seen = (j + tl.arange(0, COLUMNS))[None, :] <= (first + tl.arange(0, ROWS))[:, None]
+            x = tl.where(seen, x, float("-inf"))
+        above = tl.maximum(m, tl.max(x, 1) * c)  # finite: every row sees the first key
+        p = tl.exp2(tl.fma(x, c, -above[:, None]))
+        alpha = tl.exp2(m - above)
+        l = tl.fma(l, alpha, tl.sum(p, 1))
+        m = above
+        v = _load(V, j, stride, s, D, COLUMNS, WIDTH)
+        o = tl.dot(p.to(v.dtype), v, o * alpha[:, None], input_precision="ieee")
+    return o, l, m
+
+
+@triton.jit
+def attention_forward(
+    QKV, O, L, s, a, stride_b, stride_s, stride_3, stride_a, scale,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """o [b, s, a, d] and L [b, a, s] float32 of one tile of queries. Grid: b a heads times cdiv(s, ROWS) tiles."""
+    tiles = tl.cdiv(s, ROWS)
+    tile = tiles - 1 - tl.program_id(0) % tiles  # the last queries see the most keys: longest first
+    head = tl.program_id(0) // tiles
+    sample = (head // a).to(tl.int64)
+    Q = QKV + sample * stride_b + (head % a) * stride_a
+    K, V = Q + stride_3, Q + 2 * stride_3
+    first = tile * ROWS
+    stop = tl.minimum(first + ROWS, s)
+    c = scale * LOG2E
+    q = _load(Q, first, stride_s, s, D, ROWS, WIDTH)
+    o = tl.zeros([ROWS, WIDTH], tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    o, l, m = _over_keys(o, l, m, q, K, V, first, 0, first, stride_s, s, c, False, D, ROWS, COLUMNS, WIDTH)
+    o, l, m = _over_keys(o, l, m, q, K, V, first, first, stop, stride_s, s, c, True, D, ROWS, COLUMNS, WIDTH)
+    row = first + tl.arange(0, ROWS)
+    tl.store(L + head.to(tl.int64) * s + row, m + tl.log2(l), mask=row < s)
+    O += sample * s * a * D + (head % a) * D
+    _store(O, o * (1.0 / l)[:, None], first, a * D, s, D, ROWS, WIDTH)
+
+
+@triton.jit
+def attention_delta(O, DO, DELTA, s, a, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """delta = sum over d of o do, [b, a, s] float32: 4 bytes read per element of o, in bf16."""
+    tiles = tl.cdiv(s, ROWS)
+    first = tl.program_id(0) % tiles * ROWS
+    head = tl.program_id(0) // tiles
+    offset = (head // a).to(tl.int64) * s * a * D + (head % a) * D
+    o = _load(O + offset, first, a * D, s, D, ROWS, WIDTH).to(tl.float32)
+    do = _load(DO + offset, first, a * D, s, D, ROWS, WIDTH).to(tl.float32)
+    row = first + tl.arange(0, ROWS)
+    tl.store(DELTA + head.to(tl.int64) * s + row, tl.sum(o * do, 1), mask=row < s)
+
+
+@triton.jit
+def _over_queries(
+    dk, dv, k, v, Q, DO, L, DELTA, first, start, stop, stride, stride_o, s, c,
+    MASKED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys over the queries start .. stop. Keys are the rows of all tiles here (P^T, dS^T), so that both
+    are left operands of the next product, which tensor cores take straight from registers.
+
+    Queries from s on need no mask: q = do = 0 and L = delta = 0 there, so that P = 1, and both P do and dS are 0.
+    """
+    for i in range(start, stop, ROWS):
+        row = i + tl.arange(0, ROWS)
+        q = _load(Q, i, stride, s, D, ROWS, WIDTH)
+        x = tl.dot(k, tl.trans(q), input_precision="ieee")  # [COLUMNS, ROWS]
+        if MASKED:
+            x = tl.where((first + tl.arange(0, COLUMNS))[:, None] <= row[None, :], x, float("-inf"))
+        p = tl.exp2(tl.fma(x, c, -tl.load(L + row, mask=row < s, other=0.0)[None, :]))
+        do = _load(DO, i, stride_o, s, D, ROWS, WIDTH)
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+        dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+        ds = p * (dp - tl.load(DELTA + row, mask=row < s, other=0.0)[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit
+def attention_backward_keys(
+    QKV, DO, L, DELTA, DQKV, s, a, stride_b, stride_s, stride_3, stride_a, scale,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one tile of COLUMNS keys, into dqkv [b, s, 3, a, d]. Grid: b a heads times cdiv(s, COLUMNS)."""
+    tiles = tl.cdiv(s, COLUMNS)
+    first = tl.program_id(0) % tiles * COLUMNS  # the first keys are seen by the most queries: longest first
+    head = tl.program_id(0) // tiles
+    sample = (head // a).to(tl.int64)
+    Q = QKV + sample * stride_b + (head % a) * stride_a
+    K, V = Q + stride_3, Q + 2 * stride_3
+    DO += sample * s * a * D + (head % a) * D
+    L += head.to(tl.int64) * s
+    DELTA += head.to(tl.int64) * s
+    stop = tl.minimum(first + COLUMNS, s)
+    c = scale * LOG2E
+    k = _load(K, first, stride_s, s, D, COLUMNS, WIDTH)
+    v = _load(V, first, stride_s, s, D, COLUMNS, WIDTH)
+    dk = tl.zeros([COLUMNS, WIDTH], tl.float32)
+    dv = tl.zeros([COLUMNS, WIDTH], tl.float32)
+    dk, dv = _over_queries(
+        dk, dv, k, v, Q, DO, L, DELTA, first, first, stop, stride_s, a * D, s, c, True, D, ROWS, COLUMNS, WIDTH
+    )
+    dk, dv = _over_queries(
+        dk, dv, k, v, Q, DO, L, DELTA, first, stop, s, stride_s, a * D, s, c, False, D, ROWS, COLUMNS, WIDTH
+    )
+    DK = DQKV + sample * s * 3 * a * D + (a + head % a) * D
+    _store(DK, dk * scale, first, 3 * a * D, s, D, COLUMNS, WIDTH)
+    _store(DK + a * D, dv, first, 3 * a * D, s, D, COLUMNS, WIDTH)
+
+
+@triton.jit
+def _over_keys_backward(
+    dq, q, do, log, delta, K, V, first, start, stop, stride, s, c,
+    MASKED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries over the keys start .. stop once more, for dq."""
+    for j in range(start, stop, COLUMNS):
+        k = _load(K, j, stride, s, D, COLUMNS, WIDTH)
+        x = tl.dot(q, tl.trans(k), input_precision="ieee")  # [ROWS, COLUMNS]
+        if MASKED:
+            seen = (j + tl.arange(0, COLUMNS))[None, :] <= (first + tl.arange(0, ROWS))[:, None]
+            x = tl.where(seen, x, float("-inf"))
+        p = tl.exp2(tl.fma(x, c, -log[:, None]))
+        v = _load(V, j, stride, s, D, COLUMNS, WIDTH)
+        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    return dq
+
+
+@triton.jit
+def attention_backward_queries(
+    QKV, DO, L, DELTA, DQKV, s, a, stride_b, stride_s, stride_3, stride_a, scale,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dq of one tile of ROWS queries, into dqkv [b, s, 3, a, d]. Grid: b a heads times cdiv(s, ROWS) tiles."""
+    tiles = tl.cdiv(s, ROWS)
+    first = (tiles - 1 - tl.program_id(0) % tiles) * ROWS
+    head = tl.program_id(0) // tiles
+    sample = (head // a).to(tl.int64)
+    Q = QKV + sample * stride_b + (head % a) * stride_a
+    K, V = Q + stride_3, Q + 2 * stride_3
+    stop = tl.minimum(first + ROWS, s)
+    c = scale * LOG2E
+    q = _load(Q, first, stride_s, s, D, ROWS, WIDTH)
+    do = _load(DO + sample * s * a * D + (head % a) * D, first, a * D, s, D, ROWS, WIDTH)
+    row = first + tl.arange(0, ROWS)
+    log = tl.load(L + head.to(tl.int64) * s + row, mask=row < s, other=0.0)
+    delta = tl.load(DELTA + head.to(tl.int64) * s + row, mask=row < s, other=0.0)
+    dq = tl.zeros([ROWS, WIDTH], tl.float32)
+    dq = _over_keys_backward(
+        dq, q, do, log, delta, K, V, first, 0, first, stride_s, s, c, False, D, ROWS, COLUMNS, WIDTH
+    )
+    dq = _over_keys_backward(
+        dq, q, do, log, delta, K, V, first, first, stop, stride_s, s, c, True, D, ROWS, COLUMNS, WIDTH
+    )
+    DQ = DQKV + sample * s * 3 * a * D + (head % a) * D
+    _store(DQ, dq * scale, first, 3 * a * D, s, D, ROWS, WIDTH)
+
+
+# (ROWS, COLUMNS, warps, stages) by (tensor cores that read shared memory themselves: sm_90 and sm_100; width).
+# The bound is registers: 255 a thread, and an accumulator [ROWS, WIDTH] of float32 takes ROWS WIDTH / (32 warps).
+TILES = {
+    (True, 64): dict(forward=(128, 64, 8, 3), keys=(64, 64, 4, 3), queries=(64, 64, 4, 3)),
+    (True, 128): dict(forward=(128, 64, 8, 3), keys=(32, 64, 4, 2), queries=(64, 64, 4, 2)),
+    (False, 64): dict(forward=(128, 64, 8, 3), keys=(32, 128, 8, 3), queries=(64, 32, 4, 3)),
+    (False, 128): dict(forward=(128, 32, 8, 3), keys=(32, 64, 8, 2), queries=(128, 32, 8, 2)),
+}
+EXACT = dict(forward=(32, 32, 4, 1), keys=(32, 32, 4, 1), queries=(32, 32, 4, 1))  # float32: no tensor cores
+
+
+def attention_options(d, dtype, capability):
+    """Constants and launch options of each kernel for head size d, dtype and compute capability (9, 0)."""
+    width = max(triton.next_power_of_2(d), 16)
+    table = EXACT if dtype == torch.float32 else TILES[capability[0] in (9, 10), 64 if width <= 64 else 128]
+    options = {
+        which: dict(D=d, WIDTH=width, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages)
+        for which, (rows, columns, warps, stages) in table.items()
+    }
+    return options | {"delta": dict(D=d, WIDTH=width, ROWS=128, num_warps=8)}
+
+
+def capability(device):
+    """Of the GPU; under the interpreter, which has none, of the kind that the tiles are cut for first."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+class Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv):
+        b, s, _, a, d = qkv.shape
+        if qkv.stride(-1) != 1:
+            qkv = qkv.contiguous()
+        ctx.options = attention_options(d, qkv.dtype, capability(qkv.device))
+        o = qkv.new_empty(b, s, a, d)
+        log = qkv.new_empty(b, a, s, dtype=torch.float32)
+        launch(attention_forward, ctx.options["forward"], b * a, s, "ROWS", qkv, o, log, s, a, *strides(qkv))
+        ctx.save_for_backward(qkv, o, log)
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        qkv, o, log = ctx.saved_tensors
+        b, s, _, a, _ = qkv.shape
+        do = do.contiguous()
+        delta = torch.empty_like(log)
+        dqkv = qkv.new_empty(qkv.shape)
+        launch(attention_delta, ctx.options["delta"], b * a, s, "ROWS", o, do, delta, s, a)
+        shared = qkv, do, log, delta, dqkv, s, a, *strides(qkv)
+        launch(attention_backward_keys, ctx.options["keys"], b * a, s, "COLUMNS", *shared)
+        launch(attention_backward_queries, ctx.options["queries"], b * a, s, "ROWS", *shared)
+        return dqkv
+
+
+def strides(qkv):
+    return *qkv.stride()[:4], qkv.shape[-1] ** -0.5
+
+
+def launch(kernel, options, heads, s, along, *arguments):
+    """One program per head and tile of s, on the GPU where the tensors lie; under the interpreter on the CPU."""
+    with torch.cuda.device_of(arguments[0]):
+        kernel[(heads * triton.cdiv(s, options[along]),)](*arguments, **options)
+
+
+def attention(qkv, cache=None):
+    """Causal attention, softmax(q k^T / sqrt(d)) v, per head. qkv [b, s, 3, a, d] -> [b, s, a, d] of its dtype.
+
+    float32, float16 or bfloat16; products in that dtype, sums in float32; d up to 128, best a power of two. Any
+    strides, the last of them 1 (else it is copied). Deterministic. Its plain form is `reference.attention`.
+    """
+    assert cache is None, "generating goes by reference.attention"
+    return Attention.apply(qkv)
+
+
+# --- what the model uses, for compiling without a GPU ----------------------------------------------------------------
+
+
+def configurations(capability, dtypes=("bf16", "fp16"), sizes=(64, 128), s=1024):
+    """[(name, kernel, types of the arguments that are not constants, constants and options)] as the model launches.
+
+    types: "*bf16 *fp32 i32 fp32 ..." in order, as Triton's compiler names them.
+    """
+    found = []
+    for t in dtypes:
+        dtype = dict(bf16=torch.bfloat16, fp16=torch.float16, fp32=torch.float32)[t]
+        softmax = row_options(s)
+        found.append((f"causal_softmax_forward {t} s={s}", causal_softmax_forward, f"*{t} *{t} i32 fp32", softmax))
+        found.append(
+            (f"causal_softmax_backward {t} s={s}", causal_softmax_backward, f"*{t} *{t} *{t} i32 fp32", softmax)
+        )
+        for d in sizes:
+            options = attention_options(d, dtype, capability)
+            backward = f"*{t} *{t} *fp32 *fp32 *{t} i32 i32 i32 i32 i32 i32 fp32"
+            for which, kernel, types in (
+                ("forward", attention_forward, f"*{t} *{t} *fp32 i32 i32 i32 i32 i32 i32 fp32"),
+                ("delta", attention_delta, f"*{t} *{t} *fp32 i32 i32"),
+                ("keys", attention_backward_keys, backward),
+                ("queries", attention_backward_queries, backward),
+            ):
+                found.append((f"{kernel.__name__} {t} d={d}", kernel, types, options[which]))
+    return found

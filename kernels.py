@@ -1,0 +1,520 @@
+"""Why fused kernels are faster, and the kernels: `reference.py`'s functions by the same names, in Triton.
+
+Between two matrix products a GPU does next to nothing per element, and fetching the element takes all the time: an H200
+multiplies 160 times in bf16 for every byte that it reads. Each plain operation reads its operands from memory and
+writes its result there, for the next one to read. A fused kernel does with an element all that is to be done while it
+has it. What that saves, for one block of the 345M model (b s = 8 x 1024 tokens of h = 1024, 16 heads; bf16; MiB):
+
+    forward                                      plain operations                            unfused   fused
+    LayerNorm 1                                  one kernel already                               32      32
+    qkv's bias                                   in the product's own epilogue                     0       0
+    attention                                    scale, mask, softmax: [s, s] twice            2,368      64
+    proj's bias, residual, LayerNorm 2           + bias; + x; LayerNorm                          112      64
+    fc1's bias, GELU                             + bias; GELU                                    256     128
+    fc2's bias, residual                         + bias; + x                                      80      48
+    sum                                                                                        2,848     336
+
+(Plain attention reads q, k, v, writes and reads S, the scaled S, the masked S and P, [16, s, s] per sample each, halved
+by nothing. A dropout would add its mask, written and read twice.) Backward is twice that and more: it also sums up the
+gradients of four biases and two LayerNorms, each another pass over an activation, which here come out of the pass that
+is made anyway. A whole step has 24 of these blocks; then the head, whose logits are 50,304 numbers a token, and
+the optimizer, 30 bytes a parameter. Their floors stand at each kernel.
+
+How to read a kernel: `@triton.jit` functions are what one *program* does; the launch `kernel[grid](...)` starts many.
+A program works on blocks, `tl.arange` wide, which the compiler spreads over its threads (a warp is 32 of them). Names
+in capitals are pointers, or constants that are compiled in. Every 8 consecutive bf16 travel in one 16-byte load, if the
+compiler can see that neither a mask nor an odd row length cuts them. Row offsets are int64: b s v passes 2^31.
+
+Everything is computed in float32, whatever the tensors are in, and no kernel adds up with atomics: two runs agree to
+the bit. Sums over rows (gradients of biases and LayerNorms) are made by a few *persistent* programs, each of which goes
+over many rows with the sum in its registers and writes it once; a last small sum adds up theirs.
+
+That they are right, how many bytes they move, and what the compiler makes of them is in test_kernels.py, for which no
+GPU is needed; how fast they are, `python bench.py kernels` says on one.
+"""
+
+import math
+import os
+
+import torch
+import triton
+import triton.language as tl
+
+from flash_attention import attention, causal_softmax  # noqa: F401  (a chapter of its own)
+
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # a * b + c is one fma: said aloud, as 3.10 changes the default
+
+LOG2E = tl.constexpr(math.log2(math.e))  # exp(x) = 2^(x log2 e): one instruction, where exp is five
+EPS = tl.constexpr(1e-5)
+
+
+def persistent(x, each=4):
+    """How many programs fill the GPU `each` times over. (Under the interpreter two are enough to be told apart.)"""
+    return each * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
+
+
+def one_row(width):
+    """Launch options for programs that hold a row of `width` elements in registers, 8 a thread or more."""
+    block = triton.next_power_of_2(width)
+    return dict(BLOCK=block, num_warps=min(max(block // 256, 1), 16))
+
+
+# --- dropout --------------------------------------------------------------------------------------------------------
+#
+# The mask is a function of (seed, site, row, column), bit for bit that of `reference.dropout_mask`: backward computes
+# it again, at some ten integer instructions an element, and nothing is stored or read.
+
+
+@triton.jit
+def _mix(x):
+    """MurmurHash3's finalizer, on uint64."""
+    x = (x ^ (x >> 33)) * 0xFF51AFD7ED558CCD
+    x = (x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53
+    return x ^ (x >> 33)
+
+
+@triton.jit
+def _stays(ROWS, row, column, place, threshold):
+    """Which elements of this row stay; `place` and `threshold` as `_numbers_of` gives them."""
+    key = _mix((tl.load(ROWS + row) + place).to(tl.uint64))
+    low, high = key.to(tl.int32), (key >> 32).to(tl.int32)
+    x = (column * -1640531527 + low) ^ high
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x7B935975
+    x = x ^ ((x >> 16) & 0xFFFF)
+    return x >= threshold
+
+
+def _numbers_of(drop):
+    """(rows, place, threshold, factor) of a `reference.Drop`: what `_stays` needs, and 1 / (1 - rate)."""
+    if drop is None:
+        return None, 0, 0, 1.0
+    x = drop.seed * 1009 + drop.site
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        x = (x ^ (x >> 33)) * factor % 2**64
+    x ^= x >> 33
+    place = x - 2**64 if x >= 2**63 else x
+    return drop.rows, place, int(drop.rate * 2**32) - 2**31, 1 / (1 - drop.rate)
+
+
+@triton.jit
+def dropout_row(X, OUT, ROWS, width, place, threshold, factor, BLOCK: tl.constexpr):
+    """One row: read, mask, write. Floor 4 bytes an element, in bf16."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    exists = column < width
+    x = tl.load(X + row * width + column, mask=exists, other=0.0).to(tl.float32)
+    x = tl.where(_stays(ROWS, row, column, place, threshold), x * factor, 0.0)
+    tl.store(OUT + row * width + column, x.to(OUT.dtype.element_ty), mask=exists)
+
+
+class Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, rows, *rest):
+        ctx.save_for_backward(rows)
+        ctx.rest = rest
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        dropout_row[(len(x),)](x, out, rows, x.shape[1], *rest, **one_row(x.shape[1]))
+        return out
+
+    @staticmethod
+    def backward(ctx, dy):
+        (rows,) = ctx.saved_tensors
+        return Dropout.apply(dy, rows, *ctx.rest), None, None, None, None
+
+
+def dropout(x, drop=None):
+    return x if drop is None else Dropout.apply(x, *_numbers_of(drop))
+
+
+def dropout_mask(columns, drop):
+    return dropout(torch.ones(len(drop.rows), columns, device=drop.rows.device), drop) > 0
+
+
+# --- bias + dropout + residual + LayerNorm --------------------------------------------------------------------------
+#
+#     z = x + dropout(y + bias)        mean = sum_c z / h      r = 1 / sqrt(sum_c (z - mean)^2 / h + eps)
+#     out = n weight + norm_bias       n = (z - mean) r
+#
+# Forward: one row a program, held in registers from its only load to its only store. z is rounded to the activations'
+# dtype *before* the statistics are taken, so that backward, which has the rounded z, sees the same n. Floor 8 bytes an
+# element in bf16: x, y read, z, out written.
+#
+# Backward. With g = weight dout (the gradient at n), and since both mean and r depend on every element of the row,
+#
+#     dz = r (g - sum_c g / h - n sum_c (g n) / h) + (what comes to z past the norm)
+#     dx = dz      dy = dropout(dz)
+#     dbias = sum_rows dy      dweight = sum_rows dout n      dnorm_bias = sum_rows dout
+#
+# Persistent programs: the sums over rows stay in registers, [3, h] float32 a program. Floor 8 bytes an element: dout,
+# z, and the gradient past the norm read, dx written; dy is dx, unless there is dropout (10 bytes).
+#
+# One pair of kernels serves `layer_norm` (no y), `add` (no norm) and `add_layer_norm`: ADD, NORM and DROP are
+# constants, and what they exclude is not compiled. Ba et al. (arXiv 1607.06450).
+
+
+@triton.jit
+def residual_forward(
+    X, Y, BIAS, Z, WEIGHT, NORM_BIAS, OUT, MEAN, R, ROWS, width, place, threshold, factor,
+    ADD: tl.constexpr, NORM: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    exists = column < width
+    here = row * width + column
+    z = tl.load(X + here, mask=exists, other=0.0).to(tl.float32)
+    if ADD:
+        y = tl.load(Y + here, mask=exists, other=0.0).to(tl.float32)
+        y += tl.load(BIAS + column, mask=exists, other=0.0).to(tl.float32)
+        if DROP:
+            y = tl.where(_stays(ROWS, row, column, place, threshold), y * factor, 0.0)
+        rounded = (z + y).to(Z.dtype.element_ty)
+        tl.store(Z + here, rounded, mask=exists)
+        z = rounded.to(tl.float32)
+    if NORM:
+        mean = tl.sum(z, 0) / width
+        centred = tl.where(exists, z - mean, 0.0)
+        r = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / width + EPS)
+        weight = tl.load(WEIGHT + column, mask=exists, other=0.0).to(tl.float32)
+        norm_bias = tl.load(NORM_BIAS + column, mask=exists, other=0.0).to(tl.float32)
+        out = tl.fma(centred * r, weight, norm_bias)
+        tl.store(OUT + here, out.to(OUT.dtype.element_ty), mask=exists)
+        tl.store(MEAN + row, mean)
+        tl.store(R + row, r)
+
+
+@triton.jit
+def residual_backward(
+    DZ, DOUT, Z, WEIGHT, MEAN, R, DX, DY, SUMS, ROWS, rows, width, place, threshold, factor,
+    PAST: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """PAST: DZ, the gradient past the norm, is there. SUMS [programs, 3, width]: dweight, dnorm_bias, dbias."""
+    column = tl.arange(0, BLOCK)
+    exists = column < width
+    d_weight = tl.zeros([BLOCK], tl.float32)
+    d_norm_bias = tl.zeros([BLOCK], tl.float32)
+    d_bias = tl.zeros([BLOCK], tl.float32)
+    if NORM:
+        weight = tl.load(WEIGHT + column, mask=exists, other=0.0).to(tl.float32)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        here = tl.cast(row, tl.int64) * width + column
+        dz = tl.zeros([BLOCK], tl.float32)
+        if PAST:
+            dz = tl.load(DZ + here, mask=exists, other=0.0).to(tl.float32)
+        if NORM:
+            dout = tl.load(DOUT + here, mask=exists, other=0.0).to(tl.float32)
+            z = tl.load(Z + here, mask=exists, other=0.0).to(tl.float32)
+            r = tl.load(R + row)
+            n = (z - tl.load(MEAN + row)) * r  # beyond the row's end g is 0, so that no n there counts
+            g = dout * weight
+            dz += r * (g - tl.sum(g, 0) / width - n * (tl.sum(g * n, 0) / width))
+            d_weight += dout * n
+            d_norm_bias += dout
+            tl.store(DX + here, dz.to(DX.dtype.element_ty), mask=exists)
+        if ADD:
+            if DROP:
+                dz = tl.where(_stays(ROWS, row, column, place, threshold), dz * factor, 0.0)
+                tl.store(DY + here, dz.to(DY.dtype.element_ty), mask=exists)
+            d_bias += dz
+    sums = SUMS + tl.program_id(0) * 3 * width + column
+    if NORM:
+        tl.store(sums, d_weight, mask=exists)
+        tl.store(sums + width, d_norm_bias, mask=exists)
+    if ADD:
+        tl.store(sums + 2 * width, d_bias, mask=exists)
+
+
+class Residual(torch.autograd.Function):
+    """(z, out) of the formulas above; z is x where y is None, out is None where weight is None."""
+
+    @staticmethod
+    def forward(ctx, x, y, bias, weight, norm_bias, *drop):
+        x = x.contiguous()
+        y = None if y is None else y.contiguous()
+        width, rows = x.shape[1], drop[0]
+        ctx.set_materialize_grads(False)
+        ctx.parts = dict(ADD=y is not None, NORM=weight is not None, DROP=rows is not None)
+        z = torch.empty_like(x) if ctx.parts["ADD"] else x
+        out = torch.empty_like(x) if ctx.parts["NORM"] else None
+        mean, r = torch.empty(2, len(x), dtype=torch.float32, device=x.device) if ctx.parts["NORM"] else (None, None)
+        residual_forward[(len(x),)](
+            x, y, bias, z, weight, norm_bias, out, mean, r, rows, width, *drop[1:], **ctx.parts, **one_row(width)
+        )
+        ctx.save_for_backward(z if out is not None else None, weight, mean, r, rows)
+        ctx.drop = drop[1:]
+        return (z if y is not None else None), out
+
+    @staticmethod
+    def backward(ctx, dz, dout):
+        z, weight, mean, r, rows = ctx.saved_tensors
+        dz = None if dz is None else dz.contiguous()
+        dout = None if dout is None else dout.contiguous()
+        like = dz if dout is None else dout
+        n, width = like.shape
+        parts = ctx.parts | dict(PAST=dz is not None, NORM=dout is not None)
+        dx = torch.empty_like(like) if parts["NORM"] else dz
+        dy = torch.empty_like(like) if parts["DROP"] else dx
+        programs = min(n, persistent(like))
+        sums = torch.empty(programs, 3, width, dtype=torch.float32, device=like.device)
+        residual_backward[(programs,)](
+            dz, dout, z, weight, mean, r, dx, dy, sums, rows, n, width, *ctx.drop, **parts, **one_row(width)
+        )
+        d_weight, d_norm_bias, d_bias = sums.sum(0)
+        if not parts["ADD"]:
+            dy = d_bias = None
+        if not parts["NORM"]:
+            d_weight = d_norm_bias = None
+        return dx, dy, d_bias, d_weight, d_norm_bias, None, None, None, None
+
+
+def layer_norm(x, weight, bias):
+    return Residual.apply(x, None, None, weight, bias, *_numbers_of(None))[1]
+
+
+def add(x, y, bias, drop=None):
+    return Residual.apply(x, y, bias, None, None, *_numbers_of(drop))[0]
+
+
+def add_layer_norm(x, y, bias, weight, norm_bias, drop=None):
+    return Residual.apply(x, y, bias, weight, norm_bias, *_numbers_of(drop))
+
+
+# --- bias + GELU ----------------------------------------------------------------------------------------------------
+#
+#     x = y + bias      u = sqrt(2/pi) (x + 0.044715 x^3)      gelu = x/2 (1 + tanh u) = x S      S = 1 / (1 + e^-2u)
+#     gelu' = S + x S (1 - S) 2 u'                              u' = sqrt(2/pi) (1 + 3 * 0.044715 x^2)
+#
+# The sigmoid form takes one exponential and cannot overflow into nan. Floor, bf16: forward 4 bytes an element (y read,
+# the result written), backward 6 (dout, y read, dy written; x and S are computed again, which costs no memory). dbias
+# is summed up by programs that go down the rows of one stripe of columns.
+
+
+@triton.jit
+def _gelu(x):
+    """(S, u') of the formulas above."""
+    squared = x * x
+    u = 0.7978845608028654 * x * tl.fma(squared, 0.044715, 1.0)
+    sigmoid = 1.0 / (1.0 + tl.exp2(u * (-2 * LOG2E)))
+    return sigmoid, 0.7978845608028654 * tl.fma(squared, 3 * 0.044715, 1.0)
+
+
+@triton.jit
+def gelu_forward(Y, BIAS, OUT, rows, width, TALL: tl.constexpr, WIDE: tl.constexpr):
+    row = tl.program_id(0) * TALL + tl.arange(0, TALL)
+    column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    exists = (row < rows)[:, None] & (column < width)[None, :]
+    here = row.to(tl.int64)[:, None] * width + column[None, :]
+    bias = tl.load(BIAS + column, mask=column < width, other=0.0).to(tl.float32)
+    x = tl.load(Y + here, mask=exists, other=0.0).to(tl.float32) + bias[None, :]
+    sigmoid, _ = _gelu(x)
+    tl.store(OUT + here, (x * sigmoid).to(OUT.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def gelu_backward(DOUT, Y, BIAS, DY, SUMS, rows, width, TALL: tl.constexpr, WIDE: tl.constexpr):
+    """SUMS [programs along the rows, width]: dbias."""
+    column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    bias = tl.load(BIAS + column, mask=column < width, other=0.0).to(tl.float32)
+    total = tl.zeros([TALL, WIDE], tl.float32)
+    for first in range(tl.program_id(0) * TALL, rows, tl.num_programs(0) * TALL):
+        row = first + tl.arange(0, TALL)
+        exists = (row < rows)[:, None] & (column < width)[None, :]
+        here = row.to(tl.int64)[:, None] * width + column[None, :]
+        x = tl.load(Y + here, mask=exists, other=0.0).to(tl.float32) + bias[None, :]
+        dout = tl.load(DOUT + here, mask=exists, other=0.0).to(tl.float32)
+        sigmoid, slope = _gelu(x)
+        dy = dout * sigmoid * tl.fma(x * (1.0 - sigmoid), 2.0 * slope, 1.0)
+        tl.store(DY + here, dy.to(DY.dtype.element_ty), mask=exists)
+        total += dy
+    tl.store(SUMS + tl.program_id(0).to(tl.int64) * width + column, tl.sum(total, 0), mask=column < width)
+
+
+GELU_TILE = dict(TALL=8, WIDE=256, num_warps=8)
+
+
+class Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, bias):
+        y = y.contiguous()
+        ctx.save_for_backward(y, bias)
+        out, (rows, width) = torch.empty_like(y), y.shape
+        grid = triton.cdiv(rows, GELU_TILE["TALL"]), triton.cdiv(width, GELU_TILE["WIDE"])
+        gelu_forward[grid](y, bias, out, rows, width, **GELU_TILE)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        y, bias = ctx.saved_tensors
+        dy, (rows, width) = torch.empty_like(y), y.shape
+        stripes = triton.cdiv(width, GELU_TILE["WIDE"])
+        programs = min(triton.cdiv(rows, GELU_TILE["TALL"]), triton.cdiv(persistent(y, each=8), stripes))
+        sums = torch.empty(programs, width, dtype=torch.float32, device=y.device)
+        gelu_backward[(programs, stripes)](dout.contiguous(), y, bias, dy, sums, rows, width, **GELU_TILE)
+        return dy, sums.sum(0)
+
+
+def gelu(y, bias):
+    return Gelu.apply(y, bias)
+
+
+# --- cross-entropy --------------------------------------------------------------------------------------------------
+#
+#     loss = log sum_j exp(z_j - top) - (z_target - top)        dz_j = weight (exp(z_j - top) / total - [j = target])
+#
+# One row a program, in two passes over its columns: one for top = max z and total = sum exp(z - top), made together
+# (online: what was added up under a smaller maximum is scaled down; Milakov and Gimelshein, arXiv 1805.02867), one that
+# writes dz in the place of z. A row of 50,304 bf16 is 100 KB, which the second pass finds in the cache: floor 4 bytes a
+# logit, one read and one write. With tp between the two passes stands a sum over ranks of three floats a row: 6 bytes.
+#
+# Masks that decide what is loaded go by the padded width, a multiple of 128; which columns are real (50,257) is only
+# arithmetic. Otherwise every load would be of 2 bytes.
+
+
+@triton.jit
+def _statistics(Z, columns, width, BLOCK: tl.constexpr):
+    """(top, total) of a row of `width` columns, the first `columns` of which count."""
+    top, total = -1e38, 0.0  # finite: a rank whose columns are all padding has total 0 under it
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        z = tl.load(Z + column, mask=column < width, other=0.0).to(tl.float32)
+        z = tl.where(column < columns, z, float("-inf"))
+        higher = tl.maximum(top, tl.max(z, 0))
+        total = total * tl.exp2((top - higher) * LOG2E) + tl.sum(tl.exp2((z - higher) * LOG2E), 0)
+        top = higher
+    return top, total
+
+
+@triton.jit
+def _gradient(Z, target, top, total, columns, width, weight, BLOCK: tl.constexpr):
+    factor = weight / total
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        z = tl.load(Z + column, mask=column < width, other=0.0).to(tl.float32)
+        dz = tl.where(column < columns, tl.exp2((z - top) * LOG2E) * factor, 0.0)
+        dz = tl.where(column == target, dz - weight, dz)
+        tl.store(Z + column, dz.to(Z.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
+def _target_logit(Z, target, columns):
+    """z_target, or 0 where it is not among this rank's columns."""
+    return tl.load(Z + target, mask=(target >= 0) & (target < columns), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def cross_entropy_whole(Z, TARGETS, LOSSES, columns, width, weight, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
+    """Both passes: this rank has all columns."""
+    row = tl.program_id(0).to(tl.int64)
+    Z += row * width
+    target = tl.load(TARGETS + row)
+    z_target = _target_logit(Z, target, columns)
+    top, total = _statistics(Z, columns, width, BLOCK)
+    tl.store(LOSSES + row, tl.log2(total) / LOG2E - (z_target - top))
+    if GRADIENT:
+        _gradient(Z, target, top, total, columns, width, weight, BLOCK)
+
+
+@triton.jit
+def cross_entropy_statistics(Z, TARGETS, TOP, TOTAL, TARGET_LOGIT, columns, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    Z += row * width
+    top, total = _statistics(Z, columns, width, BLOCK)
+    tl.store(TOP + row, top)
+    tl.store(TOTAL + row, total)
+    tl.store(TARGET_LOGIT + row, _target_logit(Z, tl.load(TARGETS + row), columns))
+
+
+@triton.jit
+def cross_entropy_gradient(Z, TARGETS, TOP, TOTAL, columns, width, weight, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    target, top, total = tl.load(TARGETS + row), tl.load(TOP + row), tl.load(TOTAL + row)
+    _gradient(Z + row * width, target, top, total, columns, width, weight, BLOCK)
+
+
+CROSS_ENTROPY = dict(BLOCK=4096, num_warps=8)
+
+
+def cross_entropy_(logits, targets, columns, weight=None, reduce=None):
+    assert logits.is_contiguous()
+    n, width = logits.shape
+    if reduce is None:
+        losses, gradient = torch.empty(n, dtype=torch.float32, device=logits.device), weight is not None
+        cross_entropy_whole[(n,)](
+            logits, targets, losses, columns, width, weight or 0.0, GRADIENT=gradient, **CROSS_ENTROPY
+        )
+        return losses
+    own, total, target = torch.empty(3, n, dtype=torch.float32, device=logits.device)
+    cross_entropy_statistics[(n,)](logits, targets, own, total, target, columns, width, **CROSS_ENTROPY)
+    top = reduce(own.clone(), "max")
+    mine = (targets >= 0) & (targets < columns)
+    total, target = reduce(torch.stack([total * (own - top).exp(), (target - top).where(mine, 0.0)]), "sum")
+    if weight is not None:
+        cross_entropy_gradient[(n,)](logits, targets, top, total, columns, width, weight, **CROSS_ENTROPY)
+    return total.log() - target
+
+
+# --- the end of a step ----------------------------------------------------------------------------------------------
+#
+# AdamW touches everything that there is of a parameter, once: weight, gradient and two moments read; weight, moments
+# and the rounded weight written: 16 + 14 = 30 bytes (28 if the gradient were bf16). Where weight decay applies is a
+# matter of at most two ranges of a flat buffer, so that one launch does a unit. What changes from step to step (rate,
+# scale, the two corrections, whether the step is skipped) is read from the device: the host need not know it yet.
+
+
+@triton.jit
+def adamw_flat(
+    W, G, M, V, OUT, LR, SCALE, CORRECTION1, CORRECTION2, SKIP, size, decay_from, decay_to, decay_from2, decay_to2,
+    decay, beta1, beta2, eps, CAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if tl.load(SKIP) == 0:
+        here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        exists = here < size
+        lr = tl.load(LR).to(tl.float32)
+        g = tl.load(G + here, mask=exists, other=0.0) * tl.load(SCALE).to(tl.float32)
+        m = tl.load(M + here, mask=exists, other=0.0)
+        v = tl.load(V + here, mask=exists, other=0.0)
+        w = tl.load(W + here, mask=exists, other=0.0)
+        m = tl.fma(m, beta1, g * (1.0 - beta1))
+        v = tl.fma(v, beta2, g * g * (1.0 - beta2))
+        root = tl.sqrt(v * (1.0 / tl.load(CORRECTION2).to(tl.float32))) + eps
+        decays = ((here >= decay_from) & (here < decay_to)) | ((here >= decay_from2) & (here < decay_to2))
+        w *= 1.0 - lr * tl.where(decays, decay, 0.0)
+        w -= (lr / tl.load(CORRECTION1).to(tl.float32)) * (m / root)
+        tl.store(M + here, m, mask=exists)
+        tl.store(V + here, v, mask=exists)
+        tl.store(W + here, w, mask=exists)
+        if CAST:
+            tl.store(OUT + here, w.to(OUT.dtype.element_ty), mask=exists)
+
+
+ADAMW = dict(BLOCK=1024, num_warps=4)
+
+
+def adamw(weight, gradient, moments, numbers, ranges, *, decay, beta1, beta2, eps, out=None):
+    size = weight.numel()
+    decaying = [(begin, end) for begin, end, decays in ranges if decays] + [(0, 0), (0, 0)]
+    (begin, end), (begin2, end2) = decaying[:2]
+    adamw_flat[(triton.cdiv(size, ADAMW["BLOCK"]),)](
+        weight, gradient, *moments, out, numbers.lr, numbers.scale, numbers.correction1, numbers.correction2,
+        numbers.skip, size, begin, end, begin2, end2, decay, beta1, beta2, eps, CAST=out is not None, **ADAMW,
+    )  # fmt: skip
+
+
+@triton.jit
+def squared_norm(X, SUMS, size, BLOCK: tl.constexpr):
+    """Each program's share, over blocks that are dealt out in turn. Floor: one read, 4 bytes an element of float32."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
+        here = first + tl.arange(0, BLOCK)
+        x = tl.load(X + here, mask=here < size, other=0.0).to(tl.float32)
+        total = tl.fma(x, x, total)
+    tl.store(SUMS + tl.program_id(0), tl.sum(total, 0))
+
+
+def squared_norms(flats):
+    programs = persistent(flats[0])
+    sums = torch.empty(len(flats), programs, dtype=torch.float32, device=flats[0].device)
+    for row, flat in zip(sums, flats, strict=True):
+        squared_norm[(programs,)](flat, row, flat.numel(), BLOCK=1024, num_warps=4)
+    return sums.double().sum(1)

@@ -1,0 +1,473 @@
+"""Triton kernels on the CPU, told what a GPU would not forgive. For tests only.
+
+With TRITON_INTERPRET=1, Triton runs a kernel in numpy, one program after another. That makes kernels testable without a
+GPU, but the interpreter as it comes (seen: 3.6.0, 3.9.0) is too kind, and wrong in bfloat16. `install()` mends it:
+
+    bfloat16        is kept as bits in uint16, and arithmetic was done on those bits; float32 became bfloat16 by
+                    cutting. Now: computed in float32, rounded to nearest even. One operation on two bfloat16 is exactly
+                    rounded so, since float32 has more than twice bfloat16's digits; what comes from float64 or from
+                    integers goes by way of float32. `tl.dot` multiplies exactly and adds in float32. Sums along an axis
+                    and `tl.fma` of bfloat16 are refused: their result on a GPU depends on the order of the additions,
+                    or on the architecture.
+    out of bounds   nobody looked, unless the process died. Now OutOfBounds names argument, element and program. Every
+                    pointer carries, in the 16 bits that addresses do not use, which argument it was made from: to run
+                    over one tensor's end into the next is an error, and so is the gap between the rows of a view.
+    races           cannot happen if programs run in turn. Now Race is raised if two programs of one launch touch one
+                    element and one of them changes it, unless both do so atomically; if two lanes of one store hit one
+                    element; and if a program reads or overwrites what another of its own lanes stored, with no
+                    `tl.debug_barrier()` in between (a lane is a position in the block).
+    device_assert   did nothing. Now it raises AssertionError.
+    traffic         was not counted. Now `with traffic() as t` has the bytes that kernels loaded and stored. A kernel
+                    that is bound by memory is as fast as it moves few bytes, so its speed becomes a unit test.
+
+Exceptions come out of a launch as they are, not as the interpreter's InterpreterError. Integers wrap silently, as in a
+kernel that is compiled without debug=True.
+
+    sanitizer.install()
+    with sanitizer.traffic() as t:
+        copy[grid](x, y, n, BLOCK=1024)
+    assert t.loaded == t.stored == n * x.element_size() and t.by_argument["x"].stored == 0
+
+It cannot see what one lane of a load needs of another lane's registers, how the hardware orders the additions of a
+`tl.dot` or `tl.sum`, tf32, or speed. (compiled.py sees the machine code.)
+"""
+
+import functools
+import warnings
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+if not isinstance(tl.sum, interpreter.InterpretedFunction):
+    raise ImportError("sanitizer: set the environment variable TRITON_INTERPRET=1 before the first `import triton`")
+
+
+class OutOfBounds(IndexError):
+    """A lane that is not masked reads or writes outside of the tensor that its pointer was made from."""
+
+
+class Race(RuntimeError):
+    """What an element holds depends on which program, or which lane, comes first."""
+
+
+# --- traffic ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Bytes:
+    """What moved through one argument. Lanes that are masked off count nothing; an atomic both loads and stores.
+
+    loaded, stored: summed over the lanes of all accesses. *_unique: each element once per launch, as if a perfect
+    cache had served the rest.
+    """
+
+    loaded: int = 0
+    stored: int = 0
+    loaded_unique: int = 0
+    stored_unique: int = 0
+
+
+@dataclass
+class Traffic:
+    """Of one launch (`last`), or of all within a `with traffic()`. by_argument: the kernel's argument -> Bytes."""
+
+    launches: int = 0
+    programs: int = 0
+    by_argument: dict = field(default_factory=lambda: defaultdict(Bytes))
+
+    loaded = property(lambda self: sum(b.loaded for b in self.by_argument.values()))
+    stored = property(lambda self: sum(b.stored for b in self.by_argument.values()))
+    loaded_unique = property(lambda self: sum(b.loaded_unique for b in self.by_argument.values()))
+    stored_unique = property(lambda self: sum(b.stored_unique for b in self.by_argument.values()))
+
+    def add(self, other):
+        self.launches += other.launches
+        self.programs += other.programs
+        for name, moved in other.by_argument.items():
+            total = self.by_argument[name]
+            for kind, count in vars(moved).items():
+                setattr(total, kind, getattr(total, kind) + count)
+
+
+last = Traffic()  # of the latest launch: read it as `sanitizer.last`
+_counting = []  # the open `with traffic()`
+_launch = None  # the launch that runs now
+
+
+@contextmanager
+def traffic():
+    """A Traffic that sums over the launches within; complete after each of them."""
+    total = Traffic()
+    _counting.append(total)
+    try:
+        yield total
+    finally:
+        _counting[:] = [t for t in _counting if t is not total]
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+TAG = np.uint64(48)  # addresses of user space have 47 bits; above them stands the number of the argument, from 1
+ADDRESS = np.uint64((1 << 48) - 1)
+NOBODY, SEVERAL = -1, -2  # beside the numbers of programs
+
+
+class Memory:
+    """What the arguments that share one storage have in common: who touched which unit of it in this launch.
+
+    A unit is the smallest element of these arguments. Arguments may overlap: views of one packed tensor, or the same
+    tensor as input and output.
+    """
+
+    def __init__(self, arguments):
+        self.start = min(a.address for a in arguments)
+        self.unit = min(a.item for a in arguments)
+        size = (max(a.address + a.count * a.item for a in arguments) - self.start) // self.unit
+        # the program that loaded, stored, or updated atomically
+        self.loads, self.stores, self.atomics = (np.full(size, NOBODY, np.int32) for _ in range(3))
+        self.lane = np.full(size, NOBODY, np.int32)  # which lane stored, since its program's latest barrier
+
+    def units(self, argument, elements):
+        first = (argument.address - self.start + elements * argument.item) // self.unit
+        per_element = argument.item // self.unit
+        return (first[:, None] + np.arange(per_element)).reshape(-1)
+
+
+class Argument:
+    """One tensor of a launch: the addresses that a pointer made from it may touch."""
+
+    def __init__(self, name, tensor):
+        self.name, self.address, self.item = name, tensor.data_ptr(), tensor.element_size()
+        self.storage = tensor.untyped_storage().data_ptr()
+        reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        self.count = reach if tensor.numel() else 0
+        self.what = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        self.belongs = None  # of a view with gaps: which elements from its first to its last are its own
+        if self.count > tensor.numel():
+            self.what += f", strides {list(tensor.stride())}"
+            self.belongs = np.zeros(self.count, bool)
+            self.belongs[torch.arange(self.count).as_strided(tensor.shape, tensor.stride()).reshape(-1).numpy()] = True
+        self.moved = Bytes()
+        self.loaded, self.stored = np.zeros(self.count, bool), np.zeros(self.count, bool)
+
+    def elements(self, addresses, size):
+        """[lanes] indices of what is addressed, and which of them (bool [lanes]) are not this tensor's."""
+        if size != self.item:
+            raise TypeError(f"{self.name} ({self.what}) is accessed as elements of {size} bytes: not supported")
+        elements, rest = np.divmod(addresses.astype(np.int64) - self.address, self.item)
+        outside = (elements < 0) | (elements >= self.count) | (rest != 0)
+        if self.belongs is not None:
+            outside |= ~self.belongs[elements.clip(0, self.count - 1)]
+        return elements, outside
+
+    def count_bytes(self, elements, loads, stores):
+        if loads:
+            self.moved.loaded += elements.size * self.item
+            self.loaded[elements] = True
+        if stores:
+            self.moved.stored += elements.size * self.item
+            self.stored[elements] = True
+
+    def bytes(self):
+        self.moved.loaded_unique = int(self.loaded.sum()) * self.item
+        self.moved.stored_unique = int(self.stored.sum()) * self.item
+        return self.moved
+
+
+class Launch:
+    """One launch: its arguments, the memory behind them, and the checks of every access."""
+
+    def __init__(self):
+        self.arguments, self.tags, self.memories = [], {}, {}
+        self.program = None
+        self.unordered = []  # (memory, units) that this program stored since its latest barrier
+
+    def add_arguments(self, named):
+        """named: (name, value) of every argument; lists in tuples and tensors in descriptors are found."""
+        for name, value in named:
+            value = getattr(value, "base", value)  # of a TensorDescriptor, of triton.reinterpret(tensor, dtype)
+            if isinstance(value, tuple):
+                self.add_arguments((f"{name}[{i}]", part) for i, part in enumerate(value))
+            elif isinstance(value, torch.Tensor):
+                self.arguments.append(Argument(name, value))
+                self.tags[id(value)] = len(self.arguments)  # alive as long as the launch, so its id is its own
+        for storage in {a.storage for a in self.arguments}:
+            self.memories[storage] = Memory([a for a in self.arguments if a.storage == storage])
+
+    def where(self, program=None):
+        """`program (x, y, z)`: of the one that runs, or of the one with this number."""
+        _, y, z = interpreter.interpreter_builder.grid_dim
+        program = self.program if program is None else int(program)
+        return f"program ({program // (y * z)}, {program // z % y}, {program % z})"
+
+    def access(self, pointers, mask, loads=False, stores=False):
+        """Check and count one access; return its pointers as the addresses that they stand for.
+
+        pointers, mask: TensorHandle of one shape, or of shapes that broadcast. loads and stores: an atomic.
+        """
+        x, y, z = interpreter.interpreter_builder.grid_idx
+        _, height, depth = interpreter.interpreter_builder.grid_dim
+        program = (x * height + y) * depth + z
+        if program != self.program:
+            self.program, self.unordered = program, []
+        tagged, mask = np.broadcast_arrays(pointers.data, np.asarray(mask.data))
+        lanes = np.flatnonzero(mask)
+        tagged = tagged.reshape(-1)[lanes]
+        size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        tags = tagged >> TAG
+        for tag in np.unique(tags):
+            chosen = tags == tag
+            self.check(int(tag), tagged[chosen] & ADDRESS, size, lanes[chosen], loads, stores)
+        return TensorHandle(pointers.data & ADDRESS, pointers.dtype)
+
+    def check(self, tag, addresses, size, lanes, loads, stores):
+        does = "atomically updates" if loads and stores else "loads" if loads else "stores"
+        if not 1 <= tag <= len(self.arguments):
+            raise OutOfBounds(f"{self.where()} {does} at address {addresses[0]:#x}, far from every tensor argument")
+        argument = self.arguments[tag - 1]
+        elements, outside = argument.elements(addresses, size)
+        if outside.any():
+            element = elements[outside][0]
+            raise OutOfBounds(
+                f"{self.where()}, lane {lanes[outside][0]}, {does} {argument.name}[{element}]: {argument.name} is "
+                f"{argument.what}, elements 0 to {argument.count - 1}" + (" with gaps" * (argument.belongs is not None))
+            )
+        argument.count_bytes(elements, loads, stores)
+        memory = self.memories[argument.storage]
+        units = memory.units(argument, elements)
+        lanes = np.repeat(lanes, len(units) // len(elements))
+
+        def named(wrong):
+            element = (int(units[wrong][0]) * memory.unit + memory.start - argument.address) // argument.item
+            return f"{argument.name}[{element}]"
+
+        def refuse_if_others(by, did):
+            wrong = (by[units] != NOBODY) & (by[units] != self.program)
+            if wrong.any():
+                other = by[units][wrong][0]
+                who = "several other programs" if other == SEVERAL else self.where(other)
+                raise Race(f"{self.where()} {does} {named(wrong)}, which {who} {did} in the same launch")
+
+        atomic = loads and stores
+        refuse_if_others(memory.stores, "stored")
+        if not atomic:
+            refuse_if_others(memory.atomics, "updated atomically")
+        if stores:
+            refuse_if_others(memory.loads, "loaded")
+        before = memory.lane[units]
+        wrong = (before != NOBODY) & (before != lanes)
+        if wrong.any():
+            raise Race(
+                f"{self.where()}, lane {lanes[wrong][0]}, {does} {named(wrong)}, which its lane {before[wrong][0]} "
+                "stored: tl.debug_barrier() is missing in between"
+            )
+        if stores and not atomic:
+            memory.lane[units] = lanes
+            wrong = memory.lane[units] != lanes
+            if wrong.any():
+                both = lanes[wrong][0], memory.lane[units][wrong][0]
+                raise Race(f"lanes {both[0]} and {both[1]} of one store by {self.where()} hit {named(wrong)}")
+            self.unordered.append((memory, units))
+        by = memory.atomics if atomic else memory.loads if loads else memory.stores
+        by[units] = np.where((by[units] == NOBODY) | (by[units] == self.program), self.program, SEVERAL)
+
+    def barrier(self):
+        for memory, units in self.unordered:
+            memory.lane[units] = NOBODY
+        self.unordered = []
+
+    def traffic(self):
+        """What has moved so far."""
+        programs = int(np.prod(getattr(interpreter.interpreter_builder, "grid_dim", 0)))
+        launch = Traffic(1, programs)
+        for argument in self.arguments:
+            launch.by_argument[argument.name] = argument.bytes()
+        return launch
+
+
+# --- bfloat16 ---------------------------------------------------------------------------------------------------------
+
+
+def to_float32(bits):
+    """uint16 -> float32: bfloat16 is the upper half of float32."""
+    return (np.asarray(bits).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def to_bfloat16(values):
+    """float32 -> uint16, to nearest; of two as near, to the even one. NaN becomes the one quiet NaN of cvt.rn.bf16."""
+    bits = np.asarray(values, np.float32).view(np.uint32)
+    half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return np.where(np.isnan(values), np.uint16(0x7FFF), ((bits + half) >> np.uint32(16)).astype(np.uint16))
+
+
+def is_bfloat16(handle):
+    return isinstance(handle, TensorHandle) and handle.dtype.scalar == tl.bfloat16
+
+
+def widened(handle):
+    return TensorHandle(to_float32(handle.data), tl.float32) if is_bfloat16(handle) else handle
+
+
+def rounded(handle):
+    """float32 -> bfloat16; what is no float32 (a comparison's result) stays."""
+    return TensorHandle(to_bfloat16(handle.data), tl.bfloat16) if handle.data.dtype == np.float32 else handle
+
+
+# --- installation -----------------------------------------------------------------------------------------------------
+
+
+def replaces(owner, name):
+    """Decorator of f(original, *arguments): from now on, this is what `owner.name(*arguments)` does."""
+
+    def decorate(function):
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def replacement(*arguments, **options):
+            return function(original, *arguments, **options)
+
+        setattr(owner, name, replacement)
+
+    return decorate
+
+
+@functools.cache
+def install():
+    """Mend the interpreter of this process. Once is enough; more does nothing."""
+    _install_launch()
+    _install_memory()
+    _install_bfloat16()
+    # sanitize_overflow would raise where hashes wrap on purpose
+    options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
+    interpreter.interpreter_builder.options = options
+
+    @replaces(interpreter, "_patch_lang_tensor")
+    def patch_tensor(original, tensor, scope):
+        """Triton 3.6 converts [1] to int, which numpy 2.4 no longer does: `range(runtime value)`."""
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+def _install_launch():
+    @replaces(interpreter.GridExecutor, "__call__")
+    def call(original, self, *arguments, **options):
+        global _launch, last
+        _launch = Launch()
+        try:
+            # A GPU makes inf and NaN, and wraps integers, without a word; numpy warns. So only here, only of those:
+            # all that is not arithmetic still warns.
+            with np.errstate(over="ignore", invalid="ignore", divide="ignore"), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "All-NaN (slice|axis) encountered", RuntimeWarning)  # of tl.max
+                original(self, *arguments, **options)
+        except interpreter.InterpreterError as error:
+            while error.__cause__ is not None:  # one for the launch, one for each function that was called
+                error = error.__cause__
+            raise error from None
+        finally:
+            last, _launch = _launch.traffic(), None
+            for total in _counting:
+                total.add(last)
+
+    @replaces(interpreter.GridExecutor, "_init_args_hst")
+    def arguments_on_host(original, self, positional, keywords):
+        """The tensors whose addresses the kernel will see: copies, if the arguments are on a GPU."""
+        on_host = original(self, positional, keywords)
+        _launch.add_arguments([*zip(self.arg_names, on_host[0], strict=False), *on_host[1].items()])
+        return on_host
+
+    @replaces(interpreter, "_implicit_cvt")
+    def convert(original, value):
+        """Tensor -> pointer: here it gets its argument's number."""
+        result = original(value)
+        tag = _launch.tags.get(id(getattr(value, "base", value))) if hasattr(value, "data_ptr") else None
+        if tag is not None:
+            result.handle.data = result.handle.data | (np.uint64(tag) << TAG)
+        return result
+
+
+def _install_memory():
+    @replaces(InterpreterBuilder, "create_masked_load")
+    def load(original, self, pointers, mask, *rest, **options):
+        return original(self, _launch.access(pointers, mask, loads=True), mask, *rest, **options)
+
+    @replaces(InterpreterBuilder, "create_masked_store")
+    def store(original, self, pointers, value, mask, *rest, **options):
+        return original(self, _launch.access(pointers, mask, stores=True), value, mask, *rest, **options)
+
+    @replaces(InterpreterBuilder, "create_atomic_rmw")
+    def update(original, self, operation, pointers, value, mask, *rest):
+        if is_bfloat16(value):
+            raise TypeError("the interpreter has no atomics on bfloat16")
+        pointers = _launch.access(pointers, mask, loads=True, stores=True)
+        return original(self, operation, pointers, value, mask, *rest)
+
+    @replaces(InterpreterBuilder, "create_atomic_cas")
+    def compare_and_swap(original, self, pointers, *rest):
+        everywhere = TensorHandle(np.ones(pointers.data.shape, bool), tl.int1)
+        return original(self, _launch.access(pointers, everywhere, loads=True, stores=True), *rest)
+
+    @replaces(InterpreterBuilder, "create_barrier")
+    def barrier(original, self):
+        _launch.barrier()
+        return original(self)
+
+
+def _install_bfloat16():
+    @replaces(InterpreterBuilder, "binary_op")
+    def binary(original, self, left, right, operation):
+        if not (is_bfloat16(left) or is_bfloat16(right)):
+            return original(self, left, right, operation)
+        return rounded(original(self, widened(left), widened(right), operation))
+
+    @replaces(InterpreterBuilder, "unary_op")
+    def unary(original, self, value, operation):
+        result = original(self, widened(value), operation)
+        return rounded(result) if is_bfloat16(value) else result
+
+    @replaces(InterpreterBuilder, "ternary_op")
+    def ternary(original, self, first, second, third, operation):
+        if operation is np.where or not is_bfloat16(third):  # to choose is no arithmetic
+            return original(self, first, second, third, operation)
+        return rounded(original(self, *map(widened, (first, second, third)), operation))
+
+    @replaces(InterpreterBuilder, "create_fma")
+    def fma(original, self, *factors):
+        if any(map(is_bfloat16, factors)):
+            raise TypeError("tl.fma of bfloat16: convert to float32 first")
+        return original(self, *factors)
+
+    @replaces(InterpreterBuilder, "create_dot")
+    def dot(original, self, left, right, *rest):
+        return original(self, widened(left), widened(right), *rest)
+
+    @replaces(InterpreterBuilder, "cast_impl")
+    def cast(original, self, value, to):
+        if to.scalar == tl.bfloat16 and not is_bfloat16(value):
+            return rounded(original(self, value, tl.float32))
+        if is_bfloat16(value) and to.scalar != tl.bfloat16:
+            return original(self, widened(value), to)
+        return original(self, value, to)
+
+    @replaces(InterpreterBuilder, "create_fp_to_fp")
+    def cast_rounding(original, self, value, to, rounding):
+        from_or_to_bfloat16 = is_bfloat16(value) or to.scalar == tl.bfloat16
+        if from_or_to_bfloat16 and to.scalar.primitive_bitwidth >= 16 and rounding != interpreter._ir.ROUNDING_MODE.RTZ:
+            return self.cast_impl(value, to)
+        return original(self, value, to, rounding)
+
+    def constant(self, value):
+        return rounded(self.get_fp32(value))
+
+    InterpreterBuilder.get_bf16 = constant  # which Triton 3.6 lacks
+
+    @replaces(interpreter.ReduceScanOpInterface, "apply")
+    def reduce(original, self, value):
+        if any(part.dtype.scalar == tl.bfloat16 for part in (value if isinstance(value, tuple) else (value,))):
+            raise TypeError("a reduction or scan of bfloat16 rounds at every step, in no known order: use float32")
+        return original(self, value)

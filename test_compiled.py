@@ -1,0 +1,77 @@
+"""compiled.py: it sees that a kernel is compiled well, and that it is not. No GPU is needed, Triton's tools are."""
+
+import importlib.util
+
+import pytest
+
+import compiled
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+for tool in ("cuobjdump", "nvdisasm"):
+    if not compiled.tool(tool).exists():
+        pytest.skip(f"this Triton comes without {tool}", allow_module_level=True)
+
+KERNELS = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def scale(x, y, bias, a, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + i, mask=i < n).to(tl.float32) * a
+    if bias is not None:
+        value += tl.load(bias)
+    tl.store(y + i, value, mask=i < n)
+
+@triton.jit
+def multiply(a, b, c, k, N: tl.constexpr):
+    i = tl.arange(0, N)
+    at = i[:, None] * N + i[None, :]
+    total = tl.zeros([N, N], tl.float32)
+    for step in range(k):
+        total = tl.dot(tl.load(a + at + step * N * N), tl.load(b + at + step * N * N), total)
+    tl.store(c + at, total)
+"""
+
+
+@pytest.fixture
+def reports(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "planted_kernels.py").write_text(KERNELS)
+    return lambda jobs: compiled.reports([(f"planted_kernels:{name}", *job) for name, *job in jobs], [tmp_path])
+
+
+def test_a_kernel_that_is_fine_and_one_that_is_careless(reports):
+    """The size is a mask's limit: if it may be odd, neighbours may be masked apart, and each loads its own 2 bytes."""
+    constants = {"bias": None, "BLOCK": 1024}
+    jobs = [("scale", f"*bf16 *bf16 fp32 {n}", constants, arch) for arch in (80, 90) for n in ("i32", "i32:1")]
+    a100, careless_a100, h100, careless_h100 = reports(jobs)
+    for r in (a100, h100):
+        assert r.spills == r.stack == r.shared == r.barriers == 0 and 0 < r.registers <= 32
+        assert r.loads == r.wide_loads == 1 and r.stores == r.wide_stores == 1  # 8 elements of 128 lanes: 1024
+        assert r.narrow_loads == r.narrow_stores == 0
+    for r in (careless_a100, careless_h100):
+        assert r.loads == r.narrow_loads == 8 and r.stores == r.narrow_stores == 8
+        assert r.wide_loads == r.wide_stores == 0
+
+
+def test_tensor_cores_and_spills(reports):
+    """Ampere's and Hopper's; and a tile that is too large for one warp's registers."""
+    types, options = "*bf16 *bf16 *fp32 i32", {"num_warps": 4}
+    jobs = [("multiply", types, {"N": 64}, arch, options) for arch in (80, 90)]
+    a100, h100, crowded = reports([*jobs, ("multiply", types, {"N": 128}, 80, {"num_warps": 1})])
+    assert a100.hmma and not a100.hgmma and h100.hgmma and not h100.hmma
+    for r in (a100, h100):
+        assert r.async_copies and r.shared and r.barriers and not r.spills and not r.loads
+    assert crowded.spills and crowded.stack and crowded.registers >= 254
+
+
+def test_mistakes_are_named(reports):
+    with pytest.raises(RuntimeError, match=r"zip\(\) argument 2 is shorter"):
+        reports([("scale", "*bf16", {"bias": None, "BLOCK": 64}, 90)])
+
+
+def test_an_interpreted_function_can_not_be_compiled():
+    with pytest.raises(TypeError, match="TRITON_INTERPRET"):
+        compiled.report(len, "", {}, 90)

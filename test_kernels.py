@@ -1,0 +1,444 @@
+"""The Triton kernels without a GPU: against reference.py in float64; their traffic; what the compiler makes of them.
+
+The sanitized interpreter (sanitizer.py) makes accesses out of bounds and races errors everywhere below. The bound on an
+error is not a number that happened to pass: it is twice the error that plain PyTorch makes in the same dtype on the
+same input, and a rounding. (Attention: test_flash_attention.py.)
+"""
+
+import importlib.util
+
+import pytest
+import torch
+
+import reference
+from reference import Drop
+
+pytest.importorskip("triton", reason="no Triton on this machine: reference.py serves alone")
+if torch.cuda.is_available():
+    pytest.skip("there is a GPU: Triton is itself here, not interpreted (bench.py checks it)", allow_module_level=True)
+
+import compiled
+import kernels
+import sanitizer
+import train
+from parallel.mesh import Mesh, everyone
+from parallel.tensor import LinearCrossEntropy
+from test_layouts import micro_batches, tiny_config
+
+sanitizer.install()
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Memory that a kernel is given to write holds nan: what it leaves out shows."""
+    for name in ("empty", "empty_like"):
+        real = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, real=real, **k: poison(real(*a, **k)))
+
+
+def poison(x):
+    return x.fill_(torch.nan) if x.is_floating_point() and not x.is_meta else x
+
+
+def random(*shape, dtype=torch.float32, seed=0, size=1.0):
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * size).to(dtype)
+
+
+def results(f, inputs, wanted=None):
+    """[outputs of f, gradients of its inputs], from gradients `wanted` of the outputs (drawn, if None)."""
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    outputs = f(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    seeds = [random(*y.shape, dtype=y.dtype, seed=90 + i) for i, y in enumerate(outputs)] if wanted is None else wanted
+    torch.autograd.backward(outputs, seeds)
+    return [y.detach() for y in outputs] + [x.grad for x in inputs], seeds
+
+
+def check(name, inputs, *rest):
+    """kernels.name and reference.name of `inputs`, both against reference.name in float64 on the same numbers."""
+    fused, plain = (lambda *x, ops=ops: getattr(ops, name)(*x, *rest) for ops in (kernels, reference))
+    ours, seeds = results(fused, inputs)
+    theirs, _ = results(plain, inputs, seeds)
+    exact, _ = results(plain, [x.double() for x in inputs], [x.double() for x in seeds])
+    dtype = inputs[0].dtype
+    for i, (a, b, right) in enumerate(zip(ours, theirs, exact, strict=True)):
+        assert a.dtype == dtype
+        size = right.abs().max() + 1e-30
+        error, of_plain = ((x.double() - right).abs().max() / size for x in (a, b))
+        assert error <= 2 * of_plain + torch.finfo(dtype).eps + 8 * torch.finfo(torch.float32).eps, (i, error, of_plain)
+
+
+# --- LayerNorm, bias, dropout, residual -------------------------------------------------------------------------------
+
+SIZES = [(1, 16), (5, 37), (3, 130), (2, 1024)]  # one row; odd; past the block; the real width
+
+
+def dropping(n, rate=0.3):
+    return Drop(torch.arange(n) * 3 + 2**40, rate, 1234, 7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n, h", SIZES)
+def test_layer_norm(n, h, dtype):
+    check("layer_norm", [random(n, h, dtype=dtype), *(random(h, dtype=dtype, seed=i) for i in (1, 2))])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("n, h", SIZES)
+def test_add_and_add_layer_norm(n, h, dropped, dtype):
+    x, y = (random(n, h, dtype=dtype, seed=i) for i in (1, 2))
+    vectors = [random(h, dtype=dtype, seed=i) for i in (3, 4, 5)]
+    drop = dropping(n) if dropped else None
+    check("add", [x, y, vectors[0]], drop)
+    check("add_layer_norm", [x, y, *vectors], drop)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "add_layer_norm"])
+def test_layer_norm_of_extreme_rows(name):
+    """Far from 0, where mean(x^2) - mean(x)^2 has no digit left; all alike; all but one alike."""
+    x = random(3, 64)
+    x[0] += 1e4
+    x[1] = 7.0
+    x[2] = 0.0
+    x[2, 9] = 1e4
+    vectors = [random(64, seed=i) for i in (3, 4)]
+    check(name, [x, *vectors] if name == "layer_norm" else [x, x * 0, vectors[0] * 0, *vectors])
+
+
+def test_only_one_of_two_results_is_used():
+    inputs = [random(4, 32, seed=1), random(4, 32, seed=2), *(random(32, seed=i) for i in (3, 4, 5))]
+    for which in (0, 1):
+        got, _ = results(lambda *x, which=which: kernels.add_layer_norm(*x)[which], inputs)
+        right, _ = results(lambda *x, which=which: reference.add_layer_norm(*x)[which], inputs)
+        for a, b in zip(got, right, strict=True):
+            assert (a is None and b is None) or torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+# --- GELU -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n, h", [(1, 8), (5, 37), (17, 300), (8, 4096)])
+def test_gelu(n, h, dtype):
+    check("gelu", [random(n, h, dtype=dtype, size=2), random(h, dtype=dtype, seed=1)])
+
+
+def test_gelu_of_large_numbers():
+    check("gelu", [torch.tensor([[-1e4, -60.0, -10.0, -5.0, 0.0, 5.0, 10.0, 60.0, 1e4]]), torch.zeros(9)])
+
+
+# --- dropout ----------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_masks_are_the_references_bit_for_bit():
+    for rate, seed, site in [(0.1, 1234, 0), (0.5, 0, 3), (0.9, 2**31, 47), (0.001, 7, 1)]:
+        rows = torch.cat([torch.arange(5), torch.arange(3) + 2**31 - 1, torch.arange(3) + 10**12])
+        drop = Drop(rows, rate, seed, site)
+        assert torch.equal(kernels.dropout_mask(300, drop), reference.dropout_mask(300, drop)), drop[1:]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dropout(dtype):
+    check("dropout", [random(4, 130, dtype=dtype)], dropping(4))
+    x = random(2, 2)
+    assert kernels.dropout(x) is x
+
+
+# --- cross-entropy ----------------------------------------------------------------------------------------------------
+
+
+def check_cross_entropy(logits, targets, columns, reduce=None):
+    weight, dtype = 0.7, logits.dtype
+    exact, plain, ours = logits.double(), logits.clone(), logits.clone()
+    right = reference.cross_entropy_(exact, targets, columns, weight)
+    reference.cross_entropy_(plain, targets, columns, weight)
+    losses = kernels.cross_entropy_(ours, targets, columns, weight, reduce)
+    assert losses.dtype == torch.float32 and torch.allclose(losses.double(), right, rtol=1e-6, atol=2e-6)
+    error, of_plain = ((z.double() - exact).abs().max() for z in (ours, plain))
+    assert error <= 2 * of_plain + torch.finfo(dtype).eps / 4 and not ours[:, columns:].any()
+    unchanged = logits.clone()
+    assert torch.equal(kernels.cross_entropy_(unchanged, targets, columns, None, reduce), losses)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduce", [None, lambda x, op: x], ids=["one pass", "two passes"])
+@pytest.mark.parametrize("n, columns, width", [(1, 3, 128), (5, 130, 256), (3, 4097, 4224), (2, 50257, 50304)])
+def test_cross_entropy(n, columns, width, reduce, dtype):
+    logits = random(n, width, dtype=dtype, size=4)
+    logits[:, columns:] = 6e4  # whatever padding holds, it takes no part
+    check_cross_entropy(logits, torch.tensor([0, columns - 1, 1, 2, 0][:n]), columns, reduce)
+
+
+@pytest.mark.parametrize("reduce", [None, lambda x, op: x], ids=["one pass", "two passes"])
+def test_cross_entropy_of_extreme_logits(reduce):
+    logits = random(4, 5120, size=3)  # two blocks, the second not full
+    logits[0], logits[1], logits[2, 4500] = -1e4, 1e4, 1e4
+    logits[3] = -torch.inf  # all masked
+    logits[3, 17] = 0.5  # but one
+    check_cross_entropy(logits, torch.tensor([0, 7, 5, 17]), 5000, reduce)
+
+
+def check_linear_cross_entropy(columns, n):
+    """Cut over tp as the model does it; some rank may hold nothing but padding."""
+    sanitizer.install()
+    tp = Mesh(tp=everyone().size).tp
+    x, table = random(n, 24), random(256, 24, seed=1, size=0.5)
+    shard = 256 // tp.size
+    targets = torch.tensor([0, shard - 1, shard, columns - 1, *range(n - 4)]).clamp(max=columns - 1)
+    whole, w = x.double().requires_grad_(), table[:columns].double().requires_grad_()
+    losses = torch.nn.functional.cross_entropy(whole @ w.T, targets, reduction="none")
+    losses.backward(torch.full_like(losses, 0.3))
+    x.requires_grad_()
+    ours = torch.nn.Parameter(table.chunk(tp.size)[tp.rank].clone())
+    ours.grad = torch.zeros_like(ours)
+    out = LinearCrossEntropy.apply(x, ours, targets, columns, 0.3, "copy", tp, kernels)
+    out.backward(torch.full_like(out, 0.3))
+    right = torch.nn.functional.pad(w.grad, (0, 0, 0, 256 - columns)).chunk(tp.size)[tp.rank]
+    for a, b in [(out, losses), (x.grad, whole.grad), (ours.grad, right)]:
+        assert torch.allclose(a.double(), b, rtol=1e-5, atol=1e-6), (a - b).abs().max()
+
+
+@pytest.mark.parametrize("tp, columns", [(1, 250), (2, 200), (4, 180)])
+def test_linear_cross_entropy_cut_over_ranks(workers, tp, columns):
+    workers.check(tp, check_linear_cross_entropy, columns, 6)
+
+
+# --- the end of a step ------------------------------------------------------------------------------------------------
+
+RANGES = [(0, 512, True), (512, 640, False), (640, 1040, True), (1040, 1056, False)]
+
+
+def numbers(skip=False):
+    scalars = [torch.tensor(x, dtype=torch.float64) for x in (1e-2, 0.25)]
+    return reference.numbers(*scalars, torch.tensor(3), torch.tensor(skip), 0.9, 0.99)
+
+
+def buffers(size):
+    return [random(size, seed=i) for i in range(3)] + [random(size, seed=3) ** 2]  # weight, gradient, m, v
+
+
+@pytest.mark.parametrize("out", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ranges", [RANGES, [(0, 16, True)], [(0, 2000, False)]], ids=len)
+def test_adamw(ranges, out):
+    options = dict(decay=0.1, beta1=0.9, beta2=0.99, eps=1e-8)
+    ours = buffers(ranges[-1][1])
+    exact = [x.double() for x in ours]
+    cast = None if out is None else torch.full_like(ours[0], torch.nan, dtype=out)
+    kernels.adamw(ours[0], ours[1], ours[2:], numbers(), ranges, out=cast, **options)
+    reference.adamw(exact[0], exact[1], exact[2:], numbers(), ranges, **options)
+    for i in (0, 2, 3):
+        assert torch.allclose(ours[i].double(), exact[i], rtol=2e-6, atol=1e-7)
+    assert out is None or torch.equal(cast, ours[0].to(out))
+
+
+def test_a_skipped_adamw_touches_nothing():
+    ours = buffers(1056)
+    before = [x.clone() for x in ours]
+    ours[1][5], cast = torch.nan, torch.ones(1056, dtype=torch.bfloat16)
+    kernels.adamw(
+        ours[0], ours[1], ours[2:], numbers(skip=True), RANGES, decay=0.1, beta1=0.9, beta2=0.99, eps=1e-8, out=cast
+    )
+    assert all(torch.equal(ours[i], before[i]) for i in (0, 2, 3)) and (cast == 1).all()
+
+
+def test_squared_norms():
+    flats = [random(size, seed=size) for size in (1, 16, 1024, 5003)]
+    exact = reference.squared_norms([flat.double() for flat in flats])
+    assert torch.allclose(kernels.squared_norms(flats), exact, rtol=1e-6)
+    for bad in (torch.inf, torch.nan):
+        flats[3][4999] = bad
+        assert kernels.squared_norms(flats).isfinite().tolist() == [True, True, True, False]
+
+
+# --- traffic ----------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_per_element_are_the_floors():
+    """bf16, what is small beside the activations (vectors of h, of n, partial sums) counted apart."""
+    n, h = 8, 256
+    x, y, dy, dz = (random(n, h, dtype=torch.bfloat16, seed=i) for i in range(4))
+    bias, weight, norm_bias = (random(h, dtype=torch.bfloat16, seed=i) for i in range(4, 7))
+
+    def per_element(t, *names, elements=n * h):
+        """Of the activations among the arguments; every element moves once."""
+        moved = [t.by_argument[name] for name in names]
+        assert t.launches == 1 and all(m.loaded == m.loaded_unique and m.stored == m.stored_unique for m in moved)
+        return sum(m.loaded for m in moved) / elements, sum(m.stored for m in moved) / elements
+
+    for drop, dropped in ((None, 0), (dropping(n), 2)):
+        inputs = [t.clone().requires_grad_() for t in (x, y, bias, weight, norm_bias)]
+        with sanitizer.traffic() as t:
+            z, out = kernels.add_layer_norm(*inputs, drop)
+        assert per_element(t, "X", "Y", "Z", "OUT") == (4, 4)
+        with sanitizer.traffic() as t:
+            torch.autograd.backward([z, out], [dz, dy])
+        assert per_element(t, *["DZ", "DOUT", "Z", "DX"] + ["DY"] * bool(drop)) == (6, 2 + dropped)
+        with sanitizer.traffic() as t:
+            z = kernels.add(*inputs[:3], drop)
+        assert per_element(t, "X", "Y", "Z") == (4, 2)
+        with sanitizer.traffic() as t:
+            z.backward(dz)
+        assert per_element(t, *["DZ"] + ["DY"] * bool(drop)) == (2, dropped)
+    inputs = [t.clone().requires_grad_() for t in (x, bias)]
+    with sanitizer.traffic() as t:
+        out = kernels.gelu(*inputs)
+    assert per_element(t, "Y", "OUT") == (2, 2)
+    with sanitizer.traffic() as t:
+        out.backward(dy)
+    assert per_element(t, "DOUT", "Y", "DY") == (4, 2)
+
+
+def test_bytes_per_logit_are_the_floors():
+    """4 through memory: the second read of a row comes from the cache; with tp between the passes it may not, 6."""
+    logits, targets = random(3, 8192, dtype=torch.bfloat16), torch.tensor([1, 2, 3])
+    with sanitizer.traffic() as t:
+        kernels.cross_entropy_(logits, targets, 8000, 0.1)
+    row = 2 * logits.numel()
+    z = t.by_argument["Z"]
+    assert (z.loaded_unique, z.stored, z.loaded) == (row, row, 2 * row + 3 * 2)  # and the target's logit
+    with sanitizer.traffic() as t:
+        kernels.cross_entropy_(logits, targets, 8000, 0.1, lambda x, op: x)
+    z = t.by_argument["Z"]
+    assert (z.loaded, z.stored) == (2 * row + 3 * 2, row)
+
+
+def test_bytes_per_parameter_are_the_floors():
+    ours, out = buffers(2048), torch.zeros(2048, dtype=torch.bfloat16)
+    with sanitizer.traffic() as t:
+        kernels.adamw(
+            ours[0],
+            ours[1],
+            ours[2:],
+            numbers(),
+            [(0, 2048, True)],
+            decay=0.1,
+            beta1=0.9,
+            beta2=0.99,
+            eps=1e-8,
+            out=out,
+        )
+    flat = [t.by_argument[name] for name in ("W", "G", "M", "V", "OUT")]
+    assert sum(b.loaded for b in flat) == 16 * 2048 and sum(b.stored for b in flat) == 14 * 2048
+    with sanitizer.traffic() as t:
+        kernels.squared_norms(ours[:1])
+    assert t.by_argument["X"].loaded == 4 * 2048 and t.stored == 4 * 2  # and a float32 from each program
+
+
+# --- what the compiler makes of them ----------------------------------------------------------------------------------
+
+
+def configurations():
+    """{name: (kernel, types of the arguments that are no constants, constants, options, most registers)}, in bf16."""
+    table, b = {}, "*bf16"
+
+    def add(name, kernel, types, most, options, **constants):
+        options = dict(options)
+        launch = {key: options.pop(key) for key in ("num_warps",)}
+        table[name] = f"kernels:{kernel}", types, constants | options, launch, most
+
+    for h in (768, 1024):
+        row, rest = kernels.one_row(h), "i32 i64 i32 fp32"
+        both = dict(ADD=True, NORM=True)
+        forward, backward = f"{b} {b} {b} {b} {b} {b} {b} *fp32 *fp32", f"{b} {b} {b} {b} *fp32 *fp32 {b} {b} *fp32"
+        add(f"add_layer_norm {h}", "residual_forward", f"{forward} {rest}", 40, row, ROWS=None, DROP=False, **both)
+        add(f"... dropped {h}", "residual_forward", f"{forward} *i64 {rest}", 40, row, DROP=True, **both)
+        both |= dict(PAST=True)
+        add(f"its backward {h}", "residual_backward", f"{backward} i32 {rest}", 80, row, ROWS=None, DROP=False, **both)
+        add(f"... dropped {h}", "residual_backward", f"{backward} *i64 i32 {rest}", 80, row, DROP=True, **both)
+        none = dict.fromkeys(["DOUT", "Z", "WEIGHT", "MEAN", "R", "DX", "ROWS"])
+        parts = dict(PAST=True, ADD=True, NORM=False, DROP=False)
+        add(f"add backward {h}", "residual_backward", f"{b} {b} *fp32 i32 {rest}", 40, row, **none, **parts)
+    add("gelu", "gelu_forward", f"{b} {b} {b} i32 i32", 40, kernels.GELU_TILE)
+    add("gelu backward", "gelu_backward", f"{b} {b} {b} {b} *fp32 i32 i32", 80, kernels.GELU_TILE)
+    options = kernels.CROSS_ENTROPY  # i32:1: 50257 real columns are no multiple of 16
+    add("cross-entropy", "cross_entropy_whole", f"{b} *i64 *fp32 i32:1 i32 fp32", 48, options, GRADIENT=True)
+    add("statistics", "cross_entropy_statistics", f"{b} *i64 *fp32 *fp32 *fp32 i32:1 i32", 40, options)
+    add("gradient", "cross_entropy_gradient", f"{b} *i64 *fp32 *fp32 i32:1 i32 fp32", 40, options)
+    types = "*fp32 *fp32 *fp32 *fp32 *bf16 *fp64 *fp64 *fp64 *fp64 *i1 i32 i32 i32 i32 i32 fp32 fp32 fp32 fp32"
+    add("adamw", "adamw_flat", types, 64, kernels.ADAMW, CAST=True)
+    add("squared norm", "squared_norm", "*fp32 *fp32 i32", 40, dict(BLOCK=1024, num_warps=4))
+    return table
+
+
+WIDE = {  # loads and stores of 16 bytes or more: one for each 8 bf16 or 4 float32 of a thread's share of an activation
+    "add_layer_norm": (2, 2), "... dropped": (2, 2), "its backward": (3, 1), "add backward": (1, 0), "gelu": (1, 1),
+    "gelu backward": (2, 1), "cross-entropy": (4, 2), "statistics": (2, 0), "gradient": (2, 2), "adamw": (8, 7),
+    "squared norm": (2, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_compiled(arch):
+    """Nothing is spilled, registers stay within the budget, and activations travel 16 bytes at a time."""
+    if not compiled.tool("cuobjdump").exists():
+        pytest.skip("this Triton comes without disassemblers")
+    table = configurations()
+    jobs = [(kernel, types, constants, arch, options) for kernel, types, constants, options, _ in table.values()]
+    for (name, (*_, most)), r in zip(table.items(), compiled.reports(jobs), strict=True):
+        loads, stores = WIDE[name.rstrip("0123456789 ")]
+        assert r.spills == 0 and r.stack == 0 and r.registers <= most, (name, r)
+        assert r.wide_loads >= loads and r.wide_stores >= stores and r.narrow_stores == 0 and r.narrow_loads <= 1, (
+            name,
+            r,
+        )
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def trained(config, steps=3):
+    run = train.build(config, Mesh(config.tp, config.pp), torch.device("cpu"))
+    run.zero.initialize(config.seed)
+    batches = micro_batches(run)
+    done = [train.train_step(run, batches) for _ in range(steps)]
+    return [(step.loss, step.grad_norm) for step in done]
+
+
+def trained_by_kernels(config):
+    sanitizer.install()
+    return trained(config)
+
+
+@pytest.mark.parametrize(
+    "dp, fields",
+    [
+        (1, dict(dtype="fp32", dropout=0.1)),
+        (1, dict(dtype="bf16", recompute="full")),
+        (1, dict(dtype="fp32", tp=2, sequence_parallel=True)),
+        (2, dict(dtype="fp32", zero=3, dropout=0.1)),
+    ],
+    ids=str,
+)
+def test_the_whole_model_on_the_kernels(workers, dp, fields):
+    """Every operation, attention too, in training as it is, beside reference.py's."""
+    fields = dict(micro_batch_size=2, global_batch_size=4) | fields
+    config = tiny_config(dp, fields.pop("tp", 1), **fields, kernels="torch")
+    ranks = dp * config.tp
+    plain = workers.run(ranks, trained, config)[0]
+    config.kernels = "triton"
+    fused = workers.run(ranks, trained_by_kernels, config)[0]
+    assert fused != plain, "the same bits: were the kernels used at all?"
+    tolerance = 3e-5 if config.dtype == "fp32" else 2e-2
+    for ours, theirs in zip(fused, plain, strict=True):
+        assert ours == pytest.approx(theirs, rel=tolerance)
+
+
+def test_without_triton_everything_runs_on_reference(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "kernels", None)
+    assert train.operations("auto", torch.device("cuda"), "bf16") is reference
+    with pytest.raises(train.UserError, match="kernels=triton: triton is not installed"):
+        train.operations("triton", torch.device("cuda"), "bf16")
+
+
+def test_which_operations_are_used():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert train.operations("auto", cpu, "fp32") is train.operations("torch", gpu, "bf16") is reference
+    assert train.operations("auto", gpu, "fp64") is reference
+    auto, all_of_them = (train.operations(choice, gpu, "bf16") for choice in ("auto", "triton"))
+    assert auto.attention is reference.attention and all_of_them.attention is kernels.attention
+    assert auto.adamw is all_of_them.adamw is kernels.adamw
+    with pytest.raises(train.UserError, match="kernels=triton: they compute in float32"):
+        train.operations("triton", gpu, "fp64")
+    assert importlib.util.find_spec("triton")
