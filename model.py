@@ -103,7 +103,8 @@ class Block(nn.Module):
 
     def forward(self, x, batch):
         drops = [batch.drop(self.seed, site=2 * self.index + which) for which in (1, 2)]
-        y = self.proj(self.attention(self.qkv(self.ln1(x)), batch))
+        x, y = self.ops.add_layer_norm(x, None, None, self.ln1.weight, self.ln1.bias)
+        y = self.proj(self.attention(self.qkv(y), batch))
         x, y = self.ops.add_layer_norm(x, y, self.proj.bias, self.ln2.weight, self.ln2.bias, drops[0])
         y = self.fc2(self.ops.gelu(self.fc1(y), self.fc1.bias))
         return self.ops.add(x, y, self.fc2.bias, drops[1])

@@ -32,8 +32,11 @@ def add(x, y, bias, drop=None):
 
 
 def add_layer_norm(x, y, bias, weight, norm_bias, drop=None):
-    """(z, layer_norm(z)), both [n, h], with z = add(x, y, bias, drop)."""
-    z = add(x, y, bias, drop)
+    """(z, layer_norm(z)), both [n, h], with z = add(x, y, bias, drop), or x where y is None.
+
+    z goes on past the norm; that both come from one operation lets a fused backward add their two gradients.
+    """
+    z = x if y is None else add(x, y, bias, drop)
     return z, layer_norm(z, weight, norm_bias)
 
 

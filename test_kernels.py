@@ -95,6 +95,19 @@ def test_add_and_add_layer_norm(n, h, dropped, dtype):
     check("add_layer_norm", [x, y, *vectors], drop)
 
 
+def with_nothing_added(ops):
+    return lambda x, *vectors: ops.add_layer_norm(x * 1, None, None, *vectors)
+
+
+@pytest.mark.parametrize("n, h", SIZES)
+def test_the_gradient_past_a_norm(n, h):
+    inputs = [random(n, h), *(random(h, seed=i) for i in (1, 2))]
+    ours, seeds = results(with_nothing_added(kernels), inputs)
+    exact, _ = results(with_nothing_added(reference), [x.double() for x in inputs], [x.double() for x in seeds])
+    for a, b in zip(ours, exact, strict=True):
+        assert torch.allclose(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["layer_norm", "add_layer_norm"])
 def test_layer_norm_of_extreme_rows(name):
     """Far from 0, where mean(x^2) - mean(x)^2 has no digit left; all alike; all but one alike."""

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import config as configuration
 import train
@@ -134,6 +135,33 @@ def test_dropout_acts_in_training_only_and_on_every_site(monkeypatch):
         whole = run.model(run.model.micro_batch(tokens[:, :-1], tokens[:, 1:]))
     assert torch.allclose(whole, plain_gpt(run, tokens[:, :-1], tokens[:, 1:]), rtol=1e-12)
     assert not torch.allclose(dropped, whole, rtol=1e-3)
+
+
+class Reads(TorchDispatchMode):
+    """Notes the operations with which the host asks a tensor for a number, and so waits for the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ in ("_local_scalar_dense", "equal", "nonzero", "is_nonzero"):
+            self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "fields", [dict(dropout=0.1), dict(recompute="full"), dict(dtype="bf16", clip_grad=0.0)], ids=str
+)
+def test_the_host_reads_no_number_within_a_step(fields):
+    run = train.build(tiny_config(1, **{"dtype": "fp32"} | fields), Mesh(), CPU)
+    run.zero.initialize(1)
+    batches = micro_batches(run)
+    with Reads() as reads:
+        steps = [train.train_step(run, batches) for _ in range(2)]
+        assert reads.names == []
+        assert torch.ones(()).item() and reads.names == ["aten._local_scalar_dense.default"]  # it would have been seen
+    assert not any(step.skipped for step in steps)
 
 
 def test_flat_buffers_hold_everything_in_its_range(run):
