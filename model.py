@@ -55,14 +55,12 @@ class MicroBatch:
 
 
 class LayerNorm(nn.Module):
-    def __init__(self, unit, name, width, tp, ops):
+    """A LayerNorm's two parameters; what is done with them is fused with what comes before."""
+
+    def __init__(self, unit, name, width, tp):
         super().__init__()
         self.weight = parameter(ParamSpec(unit, f"{unit}.{name}.weight", (width,), mean=1.0), tp)
         self.bias = parameter(ParamSpec(unit, f"{unit}.{name}.bias", (width,)), tp)
-        self.ops = ops
-
-    def forward(self, x):
-        return self.ops.layer_norm(x, self.weight, self.bias)
 
 
 class Embedding(nn.Module):
@@ -93,10 +91,10 @@ class Block(nn.Module):
         h, std = c.hidden_size, c.init_method_std
         residual_std = std / math.sqrt(2 * c.num_layers)  # 2L terms are added up: keep the sum's size
         unit, cut = f"block{index}", (tp, c.sequence_parallel)
-        self.ln1 = LayerNorm(unit, "ln1", h, tp, ops)
+        self.ln1 = LayerNorm(unit, "ln1", h, tp)
         self.qkv = ColumnParallelLinear(unit, "qkv", (3, h, h), std, *cut)
         self.proj = RowParallelLinear(unit, "proj", (h, h), residual_std, *cut)
-        self.ln2 = LayerNorm(unit, "ln2", h, tp, ops)
+        self.ln2 = LayerNorm(unit, "ln2", h, tp)
         self.fc1 = ColumnParallelLinear(unit, "fc1", (4 * h, h), std, *cut, adds_bias=False)
         self.fc2 = RowParallelLinear(unit, "fc2", (h, 4 * h), residual_std, *cut)
         self.index, self.seed, self.head_size, self.ops = index, c.seed, c.head_size, ops
@@ -118,17 +116,17 @@ class Block(nn.Module):
 class Head(nn.Module):
     """The last unit: vectors to the loss of every token, [n]; without targets, to the logits."""
 
-    recomputable = False  # its backward comes right after its forward
+    recomputable = False  # its gradient is made together with the loss
 
     def __init__(self, c, word, tp, ops):
         super().__init__()
-        self.ln = LayerNorm("head", "ln", c.hidden_size, tp, ops)
+        self.ln = LayerNorm("head", "ln", c.hidden_size, tp)
         self.word = word
         self.vocab_size, self.tp, self.ops = c.vocab_size, tp, ops
         self.enter = "all_gather" if c.sequence_parallel else "copy"
 
     def forward(self, x, batch):
-        x = self.ln(x)
+        x = self.ops.layer_norm(x, self.ln.weight, self.ln.bias)
         if batch.targets is None:
             logits = Linear.apply(x, self.word.weight, None, self.enter, None, self.tp)  # [n, v/t]
             return logits[:, : self.vocab_size]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import train
-from parallel import comm, ledger
+from parallel import comm, ledger, tensor
 from parallel.mesh import Axis, Mesh
 from test_layouts import LAYOUTS, micro_batches, tiny_config
 
@@ -76,6 +76,31 @@ def test_the_formulas_are_the_lectures(workers):
     both = sum(measured["tp", "activations", operation][1] for operation in ("all_gather", "reduce_scatter"))
     assert both == 10 * bsh * m * L * Fraction(1, 2) * 4
     assert measured["dp", "gradients", "all_reduce"] == (5, 2 * sum(sizes.values()) * Fraction(1, 2) * 4)
+
+
+@pytest.mark.parametrize("m, factors", [(1, (2, 2, 2, 3)), (3, (2, 2, 4, 9))])
+def test_the_lectures_2_2_3(workers, m, factors):
+    """Slide "ZeRO (FSDP)", in units of P (n-1)/n: at m = 1 stages 0 to 2 send 2, stage 3 sends 3; else 2, 2, m + 1, 3m."""
+    for stage, factor in enumerate(factors):
+        config = tiny_config(2, zero=stage, dtype="fp32", micro_batch_size=12 // m)
+        for measured, _, sizes, table in workers.run(2, counted, config):
+            sent = sum(count for (axis, *_), (_, count) in measured.items() if axis == "dp")
+            assert sent == factor * sum(sizes.values()) * Fraction(1, 2) * 4
+            assert f"stage {stage}: {factor} x P (n-1)/n elements" in table and f"m = {m} micro-batches" in table
+
+
+def counted_in_chunks(config):
+    tensor.CHUNK = ledger.CHUNK = 20  # of 64 tokens: four chunks, the last smaller
+    try:
+        return counted(config)
+    finally:
+        tensor.CHUNK = ledger.CHUNK = 4096
+
+
+def test_the_ledger_of_a_head_in_chunks(workers):
+    results = workers.run(2, counted_in_chunks, tiny_config(1, 2))
+    check_ledger(results)
+    assert results[0][0]["tp", "cross-entropy rows", "all_reduce"][0] == 2 * 4 * 3
 
 
 def test_one_process_sends_nothing():

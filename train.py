@@ -470,6 +470,7 @@ def ledger_tables(run):
     tables = [(ledger.formulas(run.config, run.mesh, run.executor, run.zero, m), k) for m, k in run.steps.items()]
     measured = run.mesh.ledger.per_step(run.steps.total())
     text = ledger.report(measured, ledger.average(tables), f"rank {run.mesh.rank}")
+    text += "\n" + ledger.lecture(measured, run.zero, sum(m * k for m, k in run.steps.items()) / run.steps.total())
     return "\n\n".join(gather_objects(text, run.mesh.pp))
 
 

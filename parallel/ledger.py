@@ -139,6 +139,23 @@ def _data_rows(row, unit, m, item, master_item):
     row("dp", "parameters", "all_gather", gathers, gathers * P, item)
 
 
+def lecture(measured, zero, m):
+    """The lecture's 2, 2, 3 (slide "ZeRO (FSDP)") beside what was sent, as a line; m: micro-batches of a step."""
+    n, stage = zero.mesh.dp.size, zero.config.zero
+    if n == 1:
+        return "data parallel: one rank, nothing is sent"
+    bytes_of = {"gradients": zero.master_dtype.itemsize, "parameters": zero.dtype.itemsize}
+    elements = sum(
+        sent / bytes_of[what] for (axis, what, _), (_, sent) in measured.items() if axis == "dp" and what in bytes_of
+    )
+    unit = Fraction(sum(unit.size for unit in zero.units.values()) * (n - 1), n)
+    formula, at_one = [("2", 2), ("2", 2), ("m + 1", 2), ("3m", 3)][stage]
+    return (
+        f"data parallel, stage {stage}: {float(elements / unit):g} x P (n-1)/n elements; the formula says {formula}, "
+        f"with m = {float(m):g} micro-batches; the lecture's {at_one} is m = 1"
+    )
+
+
 def report(measured, expected, who="rank 0"):
     """The lecture's table as text: what one rank sent in a step, measured beside the formula."""
     head = ("axis", "what is sent", "operation", "calls", "bytes", "formula")
