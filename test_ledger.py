@@ -80,7 +80,7 @@ def test_the_formulas_are_the_lectures(workers):
 
 @pytest.mark.parametrize("m, factors", [(1, (2, 2, 2, 3)), (3, (2, 2, 4, 9))])
 def test_the_lectures_2_2_3(workers, m, factors):
-    """Slide "ZeRO (FSDP)", in units of P (n-1)/n: at m = 1 stages 0 to 2 send 2, stage 3 sends 3; else 2, 2, m + 1, 3m."""
+    """Slide "ZeRO (FSDP)", in units of P (n-1)/n: 2, 2, 2, 3 at m = 1; in general 2, 2, m + 1, 3m."""
     for stage, factor in enumerate(factors):
         config = tiny_config(2, zero=stage, dtype="fp32", micro_batch_size=12 // m)
         for measured, _, sizes, table in workers.run(2, counted, config):
