@@ -279,3 +279,25 @@ def test_an_overflow_on_one_rank_makes_every_rank_skip(workers, layout, value):
     assert steps[1][2] == steps[2][2] == learning_rate(config, 2)
     assert (steps[1][3], steps[2][3], scale) == (2.0**8, 2.0**7, 2.0**7)
     assert counters == {"iteration": 3, "consumed_samples": 24} and updates == 2
+
+
+def test_a_skipped_step_is_as_if_its_data_had_not_been():
+    """To the bit: no moment, no bias correction and no rate has moved."""
+    (run, batches), (other, rest) = step_of("fp32"), step_of("fp32")
+    train.train_step(run, batches)
+    train.train_step(other, rest)
+    reduce = run.zero.reduce
+
+    def poison(name, last):
+        run.zero.units[name].grad[0] = math.nan
+        reduce(name, last)
+
+    run.zero.reduce = poison
+    assert train.train_step(run, batches).skipped
+    run.zero.reduce = reduce
+    for _ in range(run.config.global_batch_size // run.config.micro_batch_size):
+        next(rest)
+    other.counters.consumed_samples += run.config.global_batch_size
+    assert train.train_step(run, batches).lr == train.train_step(other, rest).lr
+    for name, unit in run.zero.units.items():
+        assert torch.equal(unit.master, other.zero.units[name].master)

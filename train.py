@@ -43,7 +43,6 @@ from parallel.mesh import Mesh, everyone
 from parallel.optimizer import LossScale, learning_rate
 from parallel.pipeline import Executor
 from parallel.zero import Zero
-from reference import numbers
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -255,7 +254,7 @@ def train_step(run, batches, stop=False, orphaned=False):
         skip = ~norm.isfinite()
         clip = (c.clip_grad / (norm + 1e-6)).clamp(max=1.0) if c.clip_grad else torch.ones_like(norm)
         lr = run.rates.take(zero.updates.clamp(max=len(run.rates) - 1))
-        zero.update(numbers(lr, clip / scale, zero.updates + 1, skip, c.adam_beta1, c.adam_beta2))
+        zero.update(reference.numbers(lr, clip / scale, zero.updates + 1, skip, c.adam_beta1, c.adam_beta2))
         done = Step(torch.stack([loss, norm, lr, skip, *flags]), scale, samples)
         if run.loss_scale.dynamic:  # but in fp16: the next step's scale depends on this step's overflow
             run.loss_scale.update(done.skipped)
