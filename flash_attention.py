@@ -130,7 +130,7 @@ def causal_softmax(scores, scale):
 #
 # Costs per head. Operations: forward 2 products of 2 s^2 d, half of it causal: 2 s^2 d, + ROWS/s for the diagonal's
 # halves; backward 7 s^2 d (floor 5). Memory traffic, bf16, per element of o: forward 8 bytes (q, k, v, o) + 4/d,
-# backward 28 (delta 4; dk, dv 12; dq 12), if the chip's cache holds the tiles that neighbouring programs read again.
+# backward 26 (delta 4; dk, dv 12; dq 10) + 28/d, if the chip's cache holds the tiles that neighbours read again.
 # Kept for backward: qkv, o and 4 bytes of L a row, where the plain form keeps s times as many.
 
 
@@ -332,26 +332,34 @@ def attention_backward_queries(
     _store(DQ, dq * scale, first, 3 * a * D, s, D, ROWS, WIDTH)
 
 
-# (ROWS, COLUMNS, warps, stages) by (tensor cores that read shared memory themselves: sm_90 and sm_100; width).
-# The bound is registers: 255 a thread, and an accumulator [ROWS, WIDTH] of float32 takes ROWS WIDTH / (32 warps).
+# (ROWS, COLUMNS, warps, stages) by how the products are computed and by width. ROWS is a multiple of COLUMNS, in the
+# keys' kernel COLUMNS of ROWS, so that tiles end where the diagonal begins. What bounds them are the 255 registers of
+# a thread: an accumulator [ROWS, WIDTH] takes ROWS WIDTH / (32 warps) of them, and what spills goes to memory. Two or
+# three programs on a processor hide each other's softmax behind products; small tiles waste less on the diagonal,
+# large ones read k and v from the cache less often. "hopper" (sm_90, sm_100) has tensor cores that read shared memory
+# themselves; "ampere" fits into the 99 KB that all others have of it; float32 has no tensor cores. None spills (the
+# float32 row by two words in one Triton version): chosen by the compiler's report, not by the clock.
 TILES = {
-    (True, 64): dict(forward=(128, 64, 8, 3), keys=(64, 64, 4, 3), queries=(64, 64, 4, 3)),
-    (True, 128): dict(forward=(128, 64, 8, 3), keys=(32, 64, 4, 2), queries=(64, 64, 4, 2)),
-    (False, 64): dict(forward=(128, 64, 8, 3), keys=(32, 128, 8, 3), queries=(64, 32, 4, 3)),
-    (False, 128): dict(forward=(128, 32, 8, 3), keys=(32, 64, 8, 2), queries=(128, 32, 8, 2)),
+    ("hopper", 64): dict(forward=(128, 64, 8, 3), keys=(64, 64, 4, 3), queries=(64, 64, 4, 3)),
+    ("hopper", 128): dict(forward=(128, 64, 8, 3), keys=(32, 64, 4, 2), queries=(64, 64, 4, 2)),
+    ("ampere", 64): dict(forward=(128, 64, 8, 3), keys=(32, 128, 8, 2), queries=(64, 32, 4, 3)),
+    ("ampere", 128): dict(forward=(128, 32, 8, 3), keys=(32, 64, 8, 2), queries=(128, 32, 8, 2)),
+    ("float32", 64): dict(forward=(32, 32, 8, 1), keys=(16, 32, 8, 1), queries=(32, 32, 8, 1)),
+    ("float32", 128): dict(forward=(16, 16, 8, 1), keys=(16, 16, 8, 1), queries=(16, 16, 8, 1)),
 }
-EXACT = dict(forward=(32, 32, 4, 1), keys=(32, 32, 4, 1), queries=(32, 32, 4, 1))  # float32: no tensor cores
 
 
 def attention_options(d, dtype, capability):
     """Constants and launch options of each kernel for head size d, dtype and compute capability (9, 0)."""
-    width = max(triton.next_power_of_2(d), 16)
-    table = EXACT if dtype == torch.float32 else TILES[capability[0] in (9, 10), 64 if width <= 64 else 128]
+    if d > 128:
+        raise ValueError(f"attention: head size {d}; tiles are cut for at most 128")
+    products = "float32" if dtype == torch.float32 else "hopper" if capability[0] in (9, 10) else "ampere"
+    width = max(triton.next_power_of_2(d), 16)  # tensor cores take no less
     options = {
         which: dict(D=d, WIDTH=width, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages)
-        for which, (rows, columns, warps, stages) in table.items()
+        for which, (rows, columns, warps, stages) in TILES[products, max(width, 64)].items()
     }
-    return options | {"delta": dict(D=d, WIDTH=width, ROWS=128, num_warps=8)}
+    return options | {"delta": dict(D=d, WIDTH=width, ROWS=64, num_warps=4)}
 
 
 def capability(device):
@@ -400,9 +408,10 @@ def attention(qkv, cache=None):
     """Causal attention, softmax(q k^T / sqrt(d)) v, per head. qkv [b, s, 3, a, d] -> [b, s, a, d] of its dtype.
 
     float32, float16 or bfloat16; products in that dtype, sums in float32; d up to 128, best a power of two. Any
-    strides, the last of them 1 (else it is copied). Deterministic. Its plain form is `reference.attention`.
+    strides, the last of them 1 (else it is copied). Deterministic. Its plain form is `reference.attention`, which alone
+    has a `cache`, for generating.
     """
-    assert cache is None, "generating goes by reference.attention"
+    assert cache is None
     return Attention.apply(qkv)
 
 
@@ -417,11 +426,9 @@ def configurations(capability, dtypes=("bf16", "fp16"), sizes=(64, 128), s=1024)
     found = []
     for t in dtypes:
         dtype = dict(bf16=torch.bfloat16, fp16=torch.float16, fp32=torch.float32)[t]
-        softmax = row_options(s)
-        found.append((f"causal_softmax_forward {t} s={s}", causal_softmax_forward, f"*{t} *{t} i32 fp32", softmax))
-        found.append(
-            (f"causal_softmax_backward {t} s={s}", causal_softmax_backward, f"*{t} *{t} *{t} i32 fp32", softmax)
-        )
+        softmax, types = row_options(s), f"*{t} *{t} i32 fp32"
+        found.append((f"causal_softmax_forward {t} s={s}", causal_softmax_forward, types, softmax))
+        found.append((f"causal_softmax_backward {t} s={s}", causal_softmax_backward, f"*{t} {types}", softmax))
         for d in sizes:
             options = attention_options(d, dtype, capability)
             backward = f"*{t} *{t} *fp32 *fp32 *{t} i32 i32 i32 i32 i32 i32 fp32"

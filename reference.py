@@ -27,8 +27,12 @@ def layer_norm(x, weight, bias):
 
 
 def add(x, y, bias, drop=None):
-    """x + dropout(y + bias): what a block's linear y [n, h] adds to the residual stream x. drop: a `Drop`, or None."""
-    return x + y + bias if drop is None else x + dropout(y + bias, drop)
+    """x + dropout(y + bias): what a block's linear y [n, h] adds to the residual stream x. drop: a `Drop`, or None.
+
+    y is used up: the sum may take its place.
+    """
+    y += bias
+    return y.add_(x) if drop is None else x + dropout(y, drop)
 
 
 def add_layer_norm(x, y, bias, weight, norm_bias, drop=None):
@@ -44,8 +48,12 @@ def add_layer_norm(x, y, bias, weight, norm_bias, drop=None):
 
 
 def gelu(y, bias):
-    """GPT-2's GELU of x = y + bias: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))); Hendrycks, Gimpel (1606.08415)."""
-    return F.gelu(y + bias, approximate="tanh")
+    """GPT-2's GELU of x = y + bias: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))); Hendrycks, Gimpel (1606.08415).
+
+    y is used up: x may take its place.
+    """
+    y += bias
+    return F.gelu(y, approximate="tanh")
 
 
 def attention(qkv, cache=None):

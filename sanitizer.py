@@ -79,6 +79,7 @@ class Traffic:
 
     launches: int = 0
     programs: int = 0
+    flops: int = 0  # of `tl.dot`: 2 m n k each
     by_argument: dict = field(default_factory=lambda: defaultdict(Bytes))
 
     loaded = property(lambda self: sum(b.loaded for b in self.by_argument.values()))
@@ -89,6 +90,7 @@ class Traffic:
     def add(self, other):
         self.launches += other.launches
         self.programs += other.programs
+        self.flops += other.flops
         for name, moved in other.by_argument.items():
             total = self.by_argument[name]
             for kind, count in vars(moved).items():
@@ -185,7 +187,7 @@ class Launch:
 
     def __init__(self):
         self.arguments, self.tags, self.memories = [], {}, {}
-        self.program = None
+        self.program, self.flops = None, 0
         self.unordered = []  # (memory, units) that this program stored since its latest barrier
 
     def add_arguments(self, named):
@@ -285,7 +287,7 @@ class Launch:
     def traffic(self):
         """What has moved so far."""
         programs = int(np.prod(getattr(interpreter.interpreter_builder, "grid_dim", 0)))
-        launch = Traffic(1, programs)
+        launch = Traffic(1, programs, self.flops)
         for argument in self.arguments:
             launch.by_argument[argument.name] = argument.bytes()
         return launch
@@ -440,10 +442,14 @@ def _install_bfloat16():
     def fma(original, self, *factors):
         if any(map(is_bfloat16, factors)):
             raise TypeError("tl.fma of bfloat16: convert to float32 first")
-        return original(self, *factors)
+        if factors[0].data.dtype != np.float32:
+            return original(self, *factors)
+        x, y, z = (factor.data.astype(np.float64) for factor in factors)  # Triton 3.6 would round twice
+        return TensorHandle((x * y + z).astype(np.float32), factors[0].dtype)
 
     @replaces(InterpreterBuilder, "create_dot")
     def dot(original, self, left, right, *rest):
+        _launch.flops += 2 * left.data.size * right.data.shape[-1]
         return original(self, widened(left), widened(right), *rest)
 
     @replaces(InterpreterBuilder, "cast_impl")

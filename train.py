@@ -135,12 +135,12 @@ def resolved_dtype(config, device):
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
-def operations(choice, device, dtype):
-    """The functions of `reference.py` or their fused forms, operation by operation, for --kernels=`choice`.
+def operations(config, device, dtype):
+    """The functions of `reference.py` or their fused forms, operation by operation, as --kernels says.
 
     auto: on a GPU, Triton's, but for attention, for which PyTorch has the better kernels. Raises UserError.
     """
-    gpu = device.type == "cuda"
+    choice, gpu = config.kernels, device.type == "cuda"
     if choice == "torch" or (choice == "auto" and (not gpu or dtype == "fp64")):
         return reference
     try:
@@ -158,13 +158,15 @@ def operations(choice, device, dtype):
     ops = {name: getattr(kernels, name) for name in reference.OPERATIONS}
     if choice == "auto":
         ops["attention"] = reference.attention
+    elif config.head_size > 128:
+        raise UserError(f"kernels=triton: heads of {config.head_size} are too wide for its attention, at most 128")
     return SimpleNamespace(**ops)
 
 
 def build(config, mesh, device):
     """Model, flat buffers and initial weights of this rank."""
     dtype = resolved_dtype(config, device)
-    ops = operations(config.kernels, device, dtype)
+    ops = operations(config, device, dtype)
     model = GPT(config, mesh.tp, ops)
     count = config.global_batch_size // (config.micro_batch_size * mesh.dp.size)
     plan = schedules.build(config.schedule, mesh.pp.size, count, config.chunks)

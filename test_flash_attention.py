@@ -1,0 +1,229 @@
+"""The fused attention against float64, under Triton's interpreter, and what the compiler makes of it for two GPUs.
+
+The bound on an error is not a number that happened to pass: it is twice the error that plain PyTorch makes in the same
+dtype on the same input, one rounding of the largest value and four of float32 (where plain happens to be exact).
+
+Red when (each was put in by hand once; all turned a test red): the mask off by one, in the softmax, in attention's
+forward, in dk and dv, in dq; no scale in the softmax's backward, in dk, in dq; v read with k's stride, do with q's;
+heads taken for packed; a block of the grid, of the queries left out; no bound on rows, on columns; delta of o o, delta
+not subtracted; scores above the diagonal not masked, gradients there used, zeros there not written; the sum, or the
+result, not scaled down to a new maximum; the log without the maximum, no maximum at all; blocks above the diagonal
+visited; a last stride of more than 1 not seen.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="no Triton on this machine: reference.py serves alone")
+if torch.cuda.is_available():
+    pytest.skip("there is a GPU: Triton is itself here, not interpreted (bench.py checks it)", allow_module_level=True)
+
+import compiled
+import flash_attention
+import sanitizer
+from flash_attention import attention, causal_softmax
+from reference import causal_softmax as plain_softmax
+
+sanitizer.install()
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Memory that a kernel is given to write holds nan: what it leaves out shows."""
+    empty_like, new_empty = torch.empty_like, torch.Tensor.new_empty
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty_like(*a, **k).fill_(torch.nan))
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: new_empty(*a, **k).fill_(torch.nan))
+
+
+def random(*shape, dtype, seed=0, size=1.0):
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * size).to(dtype)
+
+
+def plain_attention(qkv):
+    q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))  # [b, a, s, d]
+    q = q * qkv.shape[-1] ** -0.5  # before the product, which would overflow float16 in the test of large scores
+    return (plain_softmax(q @ k.mT, 1) @ v).transpose(1, 2)
+
+
+def with_gradient(f, x, dy):
+    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    y = f(x)
+    y.backward(dy)
+    return y.detach(), x.grad
+
+
+def check(fused, plain, x, dy):
+    """Result and gradient of both against float64 on the same numbers. -> relative errors, (ours, plain) for each."""
+    exact = with_gradient(plain, x.double(), dy.double())
+    errors = []
+    for ours, theirs, right in zip(with_gradient(fused, x, dy), with_gradient(plain, x, dy), exact, strict=True):
+        assert ours.dtype == x.dtype
+        size = right.abs().max() + 1e-30
+        error, of_plain = ((y.double() - right).abs().max() / size for y in (ours, theirs))
+        errors.append((error.item(), of_plain.item()))
+        assert error <= 2 * of_plain + torch.finfo(x.dtype).eps + 4 * torch.finfo(torch.float32).eps, errors
+    return errors
+
+
+# --- causal softmax -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("s", [1, 7, 40, 128, 131])
+def test_causal_softmax(s, dtype):
+    x, dy = random(2, s, s, dtype=dtype, size=3), random(2, s, s, dtype=dtype, seed=1)
+    check(lambda x: causal_softmax(x, 0.3), lambda x: plain_softmax(x, 0.3), x, dy)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_causal_softmax_of_large_scores(dtype):
+    x, dy = random(1, 33, 33, dtype=dtype).sign() * 1e4, random(1, 33, 33, dtype=dtype, seed=1)
+    x[0, :, 5] += 16
+    check(lambda x: causal_softmax(x, 0.125), lambda x: plain_softmax(x, 0.125), x, dy)
+
+
+def test_causal_softmax_ignores_what_is_above_the_diagonal():
+    x, dy = random(2, 20, 20, dtype=torch.float32), random(2, 20, 20, dtype=torch.float32, seed=1)
+    above = torch.ones(20, 20, dtype=torch.bool).triu(1)
+    clean = with_gradient(lambda x: causal_softmax(x, 1), x, dy)
+    x, dy = x.masked_fill(above, torch.nan), dy.masked_fill(above, torch.nan)
+    dirty = with_gradient(lambda x: causal_softmax(x, 1), x, dy)
+    for a, b in zip(clean, dirty, strict=True):
+        assert torch.equal(a, b) and not b[:, above].any()
+
+
+def test_causal_softmax_traffic():
+    """3 and 4 bytes per element of [s, s] in bf16, and the rest of the diagonal's groups of 8."""
+    s = 64
+    x = random(1, s, s, dtype=torch.bfloat16).requires_grad_()
+    read = sum(8 * (i // 8 + 1) for i in range(s))  # s^2/2 + 4s
+    with sanitizer.traffic() as t:
+        y = causal_softmax(x, 1)
+    assert (t.loaded, t.stored) == (2 * read, 2 * s * s)
+    with sanitizer.traffic() as t:
+        y.backward(random(1, s, s, dtype=torch.bfloat16))
+    assert (t.loaded, t.stored) == (4 * read, 2 * s * s)
+
+
+# --- attention ------------------------------------------------------------------------------------------------------
+
+
+def of_shape(b, s, a, d, dtype, size=1.0):
+    return random(b, s, 3, a, d, dtype=dtype, size=size), random(b, s, a, d, dtype=dtype, seed=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("b, s, a", [(2, 1, 3), (2, 33, 3), (1, 128, 2), (1, 301, 2)])
+def test_attention(b, s, a, dtype):
+    check(attention, plain_attention, *of_shape(b, s, a, 64, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d", [16, 24, 32, 80, 128])
+def test_attention_head_sizes(d, dtype):
+    check(attention, plain_attention, *of_shape(1, 150, 1, d, dtype))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_attention_tiles_of_every_gpu(capability, monkeypatch):
+    monkeypatch.setattr(flash_attention, "capability", lambda device: capability)
+    for d in (64, 128):
+        check(attention, plain_attention, *of_shape(1, 200, 1, d, torch.float16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_of_large_scores(dtype):
+    """Scores to about 1e4 on both sides: the softmax is all but one-hot, and no power of 2 overflows."""
+    qkv, do = of_shape(1, 150, 2, 64, dtype)
+    qkv[:, :, :2] *= 60
+    q, k, _ = qkv.double().unbind(2)
+    assert torch.einsum("bsad, btad -> bast", q, k).div(8).abs().max() > 1e4
+    errors = check(attention, plain_attention, qkv, do)
+    assert max(ours for ours, _ in errors) < 0.02  # plain in 16 bits rounds the scores themselves: no measure here
+
+
+def test_attention_of_views():
+    """Any strides but the last, which is copied if it must be."""
+    dtype = torch.float16
+    whole, do = of_shape(2, 40, 2, 16, dtype)
+    expected = with_gradient(attention, whole, do)
+    wide = random(2, 40, 3, 2, 50, dtype=dtype)
+    wide[..., 7:23] = whole
+    turned = whole.permute(2, 3, 1, 0, 4).contiguous().permute(3, 2, 0, 1, 4)  # memory: [3, a, s, b, d]
+    last = whole.transpose(1, 4).contiguous().transpose(1, 4)
+    for view in (wide[..., 7:23], turned, last):
+        assert not view.is_contiguous()
+        x = view.detach().requires_grad_()
+        y = attention(x)
+        y.backward(do.transpose(0, 1).contiguous().transpose(0, 1))
+        assert torch.equal(y, expected[0]) and torch.equal(x.grad, expected[1])
+
+
+def test_attention_twice_is_equal_to_the_bit():
+    x, do = of_shape(1, 150, 2, 32, torch.bfloat16)
+    for a, b in zip(with_gradient(attention, x, do), with_gradient(attention, x, do), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_attention_refuses_heads_it_has_no_tiles_for():
+    with pytest.raises(ValueError, match="head size 160"):
+        attention(torch.zeros(1, 4, 3, 1, 160))
+
+
+def test_attention_looks_at_no_later_token():
+    """Bit by bit: what comes after token 100 changes no result up to it."""
+    x, _ = of_shape(1, 150, 1, 16, torch.float16)
+    y = attention(x)[:, :100]
+    x[:, 100:] = 7
+    assert torch.equal(attention(x)[:, :100], y)
+
+
+def test_attention_work_and_traffic():
+    """No product above the diagonal's tiles; each tensor is stored once, and read as often as the head has tiles."""
+    b, s, a, d = 1, 512, 2, 64
+    x, do = of_shape(b, s, a, d, torch.bfloat16)
+    options = flash_attention.attention_options(d, torch.bfloat16, flash_attention.capability(x.device))
+    seen = []
+    original = flash_attention.launch
+
+    def launch(kernel, *arguments):
+        original(kernel, *arguments)
+        seen.append((sanitizer.last.flops, sanitizer.last.stored, sanitizer.last.loaded_unique))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flash_attention, "launch", launch)
+        with_gradient(attention, x, do)
+    product = 2 * s * s * d * a // 2  # one product of the causal half
+    n = b * s * a * d  # elements of o
+    rows = b * a * s * 4  # bytes of L, or of delta
+    tile = {which: max(options[which]["ROWS"], options[which]["COLUMNS"]) for which in ("forward", "keys", "queries")}
+    assert seen == [
+        (2 * product * (s + tile["forward"]) // s, 2 * n + rows, 6 * n),
+        (0, rows, 4 * n),
+        (4 * product * (s + tile["keys"]) // s, 4 * n, 8 * n + 2 * rows),
+        (3 * product * (s + tile["queries"]) // s, 2 * n, 8 * n + 2 * rows),
+    ]
+
+
+# --- what the compiler makes of it ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_compiled(arch):
+    """No spills, registers and shared memory within the budget, 16-byte loads, tensor cores, async copies."""
+    if not compiled.tool("cuobjdump").exists():
+        pytest.skip("this Triton comes without disassemblers")
+    table, jobs = flash_attention.configurations((arch // 10, 0)), []
+    for _, kernel, types, options in table:
+        launch = {key: options[key] for key in ("num_warps", "num_stages") if key in options}
+        constants = {key: value for key, value in options.items() if key not in launch}
+        jobs.append((f"flash_attention:{kernel.__name__}", types, constants, arch, launch))
+    for (name, *_), r in zip(table, compiled.reports(jobs), strict=True):
+        small = "softmax" in name or "delta" in name
+        assert r.spills == r.stack == 0 and r.registers <= (64 if small else 255), (name, r)
+        if small:
+            assert r.loads == r.wide_loads > 0, (name, r)
+        else:
+            assert r.wide_loads > 0 and r.async_copies > 0 and (r.hgmma if arch == 90 else r.hmma) > 0, (name, r)
+        assert r.shared <= (227 if arch == 90 else 99) * 1024, (name, r)
