@@ -225,9 +225,33 @@ def layouts(layers: int = 4, hidden: int = 256, seq: int = 128, vocab: int = 204
     compare(layers, hidden, seq, vocab, repeats, only)
 
 
+# ---- kernels and training on a GPU ---------------------------------------------------------------------------------
+
+
+def kernels(
+    only: str = "",
+    repeats: int = 20,
+    dtype: str = "bf16",
+    hidden: int = 1024,
+    tokens: int = 32768,
+    seq: int = 1024,
+    vocab: int = 50257,
+):
+    """Every operation on its own: right or not, its time beside PyTorch's, its share of what the GPU can do.
+
+    --only                      part of an operation's name: measure only those
+    --repeats                   how often each variant is measured, in turns
+    --dtype                     of the activations: bf16, fp16, fp32
+    --hidden, --tokens, --seq, --vocab   the model's width; tokens of a micro-batch, of a sample; words
+    """
+    from bench_kernels import compare
+
+    compare(only, repeats, dtype, hidden, tokens, seq, vocab)
+
+
 # ---- the command line ----------------------------------------------------------------------------------------------
 
-MEASUREMENTS = {"prepare": prepare, "layouts": layouts}
+MEASUREMENTS = {"prepare": prepare, "layouts": layouts, "kernels": kernels}
 
 
 def main():
