@@ -3,6 +3,8 @@
     python bench.py                   lists them
     python bench.py prepare --mb=200  throughput and memory of prepare.py
     python bench.py layouts           a step of every layout beside PyTorch's own (bench_layouts.py)
+    python bench.py kernels           every operation on its own, right and how fast, on a GPU (bench_kernels.py)
+    python bench.py train             a whole step beside plain PyTorch, and its profile, on a GPU (bench_train.py)
 
 A measurement is a function below whose keyword arguments are its options; its docstring is its help. Machines are
 shared and their clocks move, so what is compared runs in turns, several times, and the table shows the median of the
@@ -249,9 +251,24 @@ def kernels(
     compare(only, repeats, dtype, hidden, tokens, seq, vocab)
 
 
+def training(
+    configs: str = "gpt2_124m,gpt2_345m", micro_batch_sizes: str = "8,16,32", steps: int = 10, repeats: int = 3
+):
+    """Tokens per second of a whole step beside plain PyTorch and Hugging Face, and its profile, kernel by kernel.
+
+    --configs             files of configs/, without .py
+    --micro_batch_sizes   samples of a step
+    --steps               in a turn
+    --repeats             turns of each, in turn
+    """
+    from bench_train import compare
+
+    compare(configs, micro_batch_sizes, steps, repeats)
+
+
 # ---- the command line ----------------------------------------------------------------------------------------------
 
-MEASUREMENTS = {"prepare": prepare, "layouts": layouts, "kernels": kernels}
+MEASUREMENTS = {"prepare": prepare, "layouts": layouts, "kernels": kernels, "train": training}
 
 
 def main():
