@@ -481,10 +481,12 @@ class Found:
     def cell(self, i):
         return spread([times[i] for times in self.times], "{:,.1f}") if self.times else self.failure
 
-    @classmethod
-    def failed(cls, error):
-        out_of_memory = isinstance(error, torch.cuda.OutOfMemoryError)
-        return cls(failure="out of memory" if out_of_memory else f"failed: {type(error).__name__}: {error}"[:300])
+
+def what_went_wrong(error):
+    """In one line: what fails is a cell of the table, and the others go on."""
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return "out of memory"
+    return f"failed: {type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
 def examine(machine, operation, variants, repeats):
@@ -496,7 +498,7 @@ def examine(machine, operation, variants, repeats):
             found[name] = checked(judge, function)
         del judge
     except Exception as error:  # without an exact result nothing is known to be right
-        return {name: Found.failed(error) for name in variants}
+        return {name: Found(failure=what_went_wrong(error)) for name in variants}
     gc.collect()
     copies = [operation.inputs(seed) for seed in range(number_of_copies(operation.inputs(0)))]
     seeds = None
@@ -510,7 +512,7 @@ def examine(machine, operation, variants, repeats):
             try:
                 times = timed(machine, variants[name], copies, seeds)
             except Exception as error:
-                found[name] = Found.failed(error)
+                found[name] = Found(failure=what_went_wrong(error))
                 continue
             found[name].times += [times] * (i > 0)
     return found
@@ -520,7 +522,7 @@ def checked(judge, function):
     try:
         return Found(judge.of(function) if function not in another(judge.operation) else 0.0)
     except Exception as error:
-        return Found.failed(error)
+        return Found(failure=what_went_wrong(error))
 
 
 def another(operation):

@@ -46,7 +46,7 @@ import bench_kernels
 import config as configuration
 import train
 from bench import print_table, spread
-from bench_kernels import NO_GPU, copy_rate
+from bench_kernels import NO_GPU, copy_rate, what_went_wrong
 from bench_layouts import Plain, loss_of, make_optimizer
 from errors import UserError
 from log import model_flops, peak_tflops
@@ -337,12 +337,6 @@ def surviving(who):
         who.failure = what_went_wrong(error)
     if who.failure:
         who.model.forget()
-
-
-def what_went_wrong(error):
-    if isinstance(error, torch.cuda.OutOfMemoryError):
-        return "out of memory"
-    return f"failed: {type(error).__name__}: {error}"[:300]
 
 
 def state_bytes(model):

@@ -185,3 +185,60 @@ def test_floors_are_those_of_the_operations():
         assert floors[kernel] == L * block + ops["layer_norm"][i]
     assert (floors["gelu_forward"], floors["gelu_backward"]) == tuple(L * x for x in ops["gelu"])
     assert floors["cross_entropy_whole"] == ops["cross_entropy_"][0]
+
+
+# --- the machine ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """A `Gpu` whose every call of torch.cuda is there, is written down, and does nothing."""
+    calls = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def elapsed_time(self, stop):
+            return 0.5  # ms
+
+        record = synchronize = lambda self: None
+
+    def pretend(name, answer=None):
+        monkeypatch.setattr(torch.cuda, name, lambda *arguments: calls.append((name, *arguments)) or answer)
+
+    for name in ("_sleep", "empty_cache", "reset_peak_memory_stats", "set_sync_debug_mode", "synchronize"):
+        pretend(name)
+    for name, answer in (("memory_allocated", 100), ("max_memory_allocated", 400), ("get_device_name", "NVIDIA H200")):
+        pretend(name, answer)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(bench_train.Gpu, "synchronize", lambda self: None)
+    machine = bench_train.Gpu()
+    machine.device, machine.compile, machine.yardstick = torch.device("cpu"), lambda f: f, (1024, 16)
+    machine.kernels = bench_train.Cpu.kernels
+    return machine, calls
+
+
+def test_what_is_asked_of_a_gpu(pretended, small, capsys):
+    machine, calls = pretended
+    assert machine.timed(lambda: 7) == (500, 7) and calls[-1] == ("_sleep", bench_kernels.HEAD_START)
+    assert machine.peak(lambda: None) == 300
+    assert bench_kernels.on_gpu(machine, SIZES, "bf16", 1, "gelu")
+    bench_train.on_gpu(machine, tiny("bf16"), [2], 1, 1, ("torch",), bench_kernels.copy_rate(machine))
+    out = capsys.readouterr().out
+    assert "500.0 (500.0-500.0)" not in out and "250.0 (250.0-250.0)" in out  # each of two copies
+    assert "MFU of 989 TFLOP/s" in out and "the host waits for nothing" in out
+    assert calls.index(("set_sync_debug_mode", "error")) < calls.index(("set_sync_debug_mode", "default"))
+
+
+def test_a_step_that_waits_is_reported(pretended, capsys, monkeypatch):
+    machine, calls = pretended
+
+    def step():
+        if calls[-1] == ("set_sync_debug_mode", "error"):
+            raise RuntimeError("called a synchronizing CUDA operation\nand more")
+
+    (who,) = bench_train.Ours(tiny("fp32"), machine).contestants(["torch"])
+    who.step = step
+    assert bench_train.waits(machine, who).endswith("within it: called a synchronizing CUDA operation")
+    assert calls[-1] == ("set_sync_debug_mode", "default")
