@@ -3,6 +3,8 @@
     python bench.py                   lists them
     python bench.py prepare --mb=200  throughput and memory of prepare.py
     python bench.py layouts           a step of every layout beside PyTorch's own (bench_layouts.py)
+    python bench.py kernels           every operation on its own, right and how fast, on a GPU (bench_kernels.py)
+    python bench.py train             a whole step beside plain PyTorch, and its profile, on a GPU (bench_train.py)
 
 A measurement is a function below whose keyword arguments are its options; its docstring is its help. Machines are
 shared and their clocks move, so what is compared runs in turns, several times, and the table shows the median of the
@@ -31,7 +33,8 @@ def print_table(head: list[str], rows: list[list]):
     rows = [[str(cell) for cell in row] for row in [head, *rows]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print("  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))))
+        cells = (c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        print("  ".join(cells), flush=True)
 
 
 def spread(values, form="{:.2f}") -> str:
@@ -225,9 +228,48 @@ def layouts(layers: int = 4, hidden: int = 256, seq: int = 128, vocab: int = 204
     compare(layers, hidden, seq, vocab, repeats, only)
 
 
+# ---- kernels and training on a GPU ---------------------------------------------------------------------------------
+
+
+def kernels(
+    only: str = "",
+    repeats: int = 20,
+    dtype: str = "bf16",
+    hidden: int = 1024,
+    tokens: int = 32768,
+    seq: int = 1024,
+    vocab: int = 50257,
+):
+    """Every operation on its own: right or not, its time beside PyTorch's, its share of what the GPU can do.
+
+    --only                      part of an operation's name: measure only those
+    --repeats                   how often each variant is measured, in turns
+    --dtype                     of the activations: bf16, fp16, fp32
+    --hidden, --tokens, --seq, --vocab   the model's width; tokens of a micro-batch, of a sample; words
+    """
+    from bench_kernels import compare
+
+    compare(only, repeats, dtype, hidden, tokens, seq, vocab)
+
+
+def training(
+    configs: str = "gpt2_124m,gpt2_345m", micro_batch_sizes: str = "8,16,32", steps: int = 10, repeats: int = 3
+):
+    """Tokens per second of a whole step beside plain PyTorch and Hugging Face, and its profile, kernel by kernel.
+
+    --configs             files of configs/, without .py
+    --micro_batch_sizes   samples of a step
+    --steps               in a turn
+    --repeats             turns of each, in turn
+    """
+    from bench_train import compare
+
+    compare(configs, micro_batch_sizes, steps, repeats)
+
+
 # ---- the command line ----------------------------------------------------------------------------------------------
 
-MEASUREMENTS = {"prepare": prepare, "layouts": layouts}
+MEASUREMENTS = {"prepare": prepare, "layouts": layouts, "kernels": kernels, "train": training}
 
 
 def main():

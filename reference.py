@@ -212,11 +212,12 @@ def adamw(weight, gradient, moments, numbers, ranges, *, decay, beta1, beta2, ep
     new weights, in its own dtype. The two formulas are PyTorch's kernel, which reads and writes everything once.
     """
     gradient *= numbers.scale
+    lr = numbers.lr.float() if weight.is_cuda else numbers.lr  # the GPU's kernel reads the rate as float32
     before, skip = (numbers.update - 1).float(), numbers.skip.float()
     for begin, end, decays in ranges:
         w, g, m, v = ([x[begin:end]] for x in (weight, gradient, *moments))
         torch_adamw(
-            w, g, m, v, [], [before.clone()], fused=True, found_inf=skip, lr=numbers.lr, beta1=beta1, beta2=beta2,
+            w, g, m, v, [], [before.clone()], fused=True, found_inf=skip, lr=lr, beta1=beta1, beta2=beta2,
             eps=eps, weight_decay=decay * decays, amsgrad=False, maximize=False,
         )  # fmt: skip
     if out is not None:

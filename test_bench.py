@@ -1,0 +1,244 @@
+"""bench.py's measurements of kernels and training, without a GPU: what they print there, and their GPU path on a CPU.
+
+The GPU path is given `Cpu` for a machine, whose clock is the host's and which compiles nothing: every line runs but
+those of class `Gpu`. Nothing here looks at a time.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="no Triton on this machine: there are no kernels to measure")
+if torch.cuda.is_available():
+    pytest.skip("there is a GPU: bench.py itself runs there", allow_module_level=True)
+
+import bench_kernels
+import bench_train
+import kernels
+import sanitizer
+from bench_kernels import Cpu, as_tuple
+from config import Config
+from errors import UserError
+
+SIZES = dict(n=16, h=64, s=16, v=200)
+NAMES = [op.name for op in bench_kernels.operations(torch.device("cpu"), torch.float32, **SIZES)]
+
+
+def bench(*arguments):
+    command = [sys.executable, Path(__file__).parent / "bench.py", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("no GPU here: ")
+    return done.stdout
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_without_a_gpu():
+    rows = bench("kernels").splitlines()
+    assert "WRONG" not in str(rows)
+    for name in NAMES:
+        assert any(row.startswith(name) for row in rows)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(bench_kernels, "L2", 1)
+    sanitizer.install()
+
+
+def measured(capsys, only="", dtype="bf16", repeats=1):
+    """(whether all is right, the rows) of the path that a GPU takes."""
+    right = bench_kernels.on_gpu(Cpu(), SIZES, dtype, repeats, only)
+    return right, capsys.readouterr().out.splitlines()
+
+
+def test_kernels_on_the_path_of_a_gpu(small, capsys):
+    right, rows = measured(capsys)
+    assert right
+    for name in NAMES:
+        (*_, last) = (row for row in rows if row.startswith(name))
+        failed = [part for part in last.split(";") if "failed" in part]
+        assert "WRONG" not in last and len(failed) == ("attention" == name), last  # a CPU has no cudnn
+    assert rows[-2].startswith("kernels=auto takes ") and rows[-1].startswith("measured otherwise: ")
+
+
+def test_a_wrong_kernel_is_reported(small, capsys, monkeypatch):
+    monkeypatch.setattr(kernels, "gelu", lambda y, bias: torch.nn.functional.gelu(1.1 * y + bias))
+    right, rows = measured(capsys, only="gelu", dtype="fp32")
+    assert not right and "WRONG" in rows[3]
+
+
+def test_what_fails_is_a_cell(small, capsys, monkeypatch):
+    def exhausted(*_):
+        raise torch.cuda.OutOfMemoryError("4 TiB")
+
+    machine = Cpu()
+    (gelu,) = (op for op in bench_kernels.operations(machine.device, torch.float32, **SIZES) if op.name == "gelu")
+    gelu.own["broken"] = exhausted
+    variants = bench_kernels.variants_of(gelu, kernels, machine)
+    found = bench_kernels.examine(machine, gelu, variants, 2)
+    assert found["broken"].cell(0) == "out of memory" and found["Triton"].right
+    assert [len(found[name].times) for name in ("Triton", "reference.py", "compiled", "broken")] == [2, 2, 2, 0]
+    bench_kernels.print_row(*bench_kernels.cells(gelu, 1, "backward", found, 1e9))
+    assert "broken out of memory" in capsys.readouterr().out
+
+
+def test_variants_of_an_operation_do_the_same():
+    """Each of PyTorch's own that is said to, in float64 here, where all of them are exact."""
+    for op in bench_kernels.operations(torch.device("cpu"), torch.float64, **SIZES):
+        plain = as_tuple(op.run(bench_kernels.reference, *op.draw(0)))
+        for name, own in op.own.items():
+            if name not in (*op.another, "cudnn"):
+                for a, b in zip(as_tuple(own(*op.draw(0))), plain, strict=True):
+                    assert torch.allclose(a.double(), b.double(), rtol=1e-5, atol=1e-6), (op.name, name)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def tiny(dtype):
+    return Config(
+        num_layers=2, hidden_size=32, num_attention_heads=2, seq_length=16, vocab_size=128, train_iters=1000,
+        lr_decay_style="constant", lr_warmup_iters=0, dtype=dtype, kernels="auto",
+    )  # fmt: skip
+
+
+def test_training_without_a_gpu():
+    out = bench("train")
+    assert out.count("gpt2_124m") == out.count("gpt2_345m") == 2
+    assert "plain PyTorch, eager " in out and "failed" not in out
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_training_on_the_path_of_a_gpu(capsys, dtype):
+    bench_train.on_gpu(bench_train.Cpu(), tiny(dtype), [2, 3], 1, 2, ("auto", "torch"), 1e9)
+    out = capsys.readouterr().out
+    assert "failed" not in out and out.count("\nmicro-batch of ") == 2
+    for name in ("ours, kernels=auto", "ours, kernels=torch", "plain PyTorch, eager", "plain PyTorch, compiled"):
+        assert out.count(name) >= 3  # losses, two tables
+    assert "a step of ours, kernels=auto, micro-batch 3: the host waits for nothing" in out
+    assert "aten::addmm" in out and "\nother (" in out and "of a step the GPU worked" in out
+
+
+def test_out_of_memory_is_a_cell_and_not_the_end(capsys, monkeypatch):
+    step, train_step = bench_train.Theirs.step, bench_train.train.train_step
+
+    def exhausted(self, loss):
+        if len(self.sample[0]) == 3:
+            raise torch.cuda.OutOfMemoryError("4 TiB")
+        return step(self, loss)
+
+    def take(self, batches):
+        self.sample, self.batches = batches[0], bench_train.itertools.cycle(batches)
+
+    def ours(run, batches):
+        if run.config.micro_batch_size == 3:
+            raise ValueError("too much")
+        return train_step(run, batches)
+
+    monkeypatch.setattr(bench_train.Theirs, "step", exhausted)
+    monkeypatch.setattr(bench_train.Theirs, "take", take)
+    monkeypatch.setattr(bench_train.train, "train_step", ours)
+    bench_train.on_gpu(bench_train.Cpu(), tiny("fp32"), [2, 3], 1, 1, ("torch",), 1e9)
+    out = capsys.readouterr().out
+    assert out.count("out of memory") == 2 and "ours, kernels=torch failed: ValueError: too much" in out
+    assert "no profile of ours, kernels=torch, micro-batch 3" in out
+    assert "a step of ours, kernels=torch, micro-batch 2: " in out
+
+
+def test_another_training_is_refused(monkeypatch):
+    restart = bench_train.Theirs.restart
+    monkeypatch.setattr(bench_train.Theirs, "restart", lambda self: changed(self, restart))
+    with pytest.raises(UserError, match="do not train the same"):
+        bench_train.on_gpu(bench_train.Cpu(), tiny("fp32"), [2], 1, 1, ("torch",), 1e9)
+
+
+def changed(theirs, restart):
+    restart(theirs)
+    with torch.no_grad():
+        theirs.model.units[-1].word.weight *= 20
+
+
+def test_busy_time_counts_what_overlaps_once(capsys):
+    steps = bench_train.PROFILED
+    kernels = [("a", 0, 1000), ("void at::native::b<int>", 500, 2000), ("c", 3000, 4000)]
+    assert bench_train.busy_and_span(kernels) == (3000, 4000)
+    bench_train.print_profile(kernels * steps, {"a": 500_000}, 1e9, 5e-3)
+    out = capsys.readouterr().out.splitlines()
+    assert out[1].split() == ["b<int>", "1", "1.500", "42.9%"]
+    assert out[2].split() == ["a", "1", "1.000", "28.6%", "0.500", "50%"]
+
+
+def test_floors_are_those_of_the_operations():
+    """A step's floors, of the whole model, against those of bench_kernels, operation by operation."""
+    c = tiny("bf16")
+    c.hidden_size, c.seq_length, c.vocab_size = 64, 16, 200
+    ops = {op.name: op.floor for op in bench_kernels.operations(torch.device("cpu"), torch.bfloat16, **SIZES)}
+    floors, L = bench_train.own_floors(c, SIZES["n"]), c.num_layers
+    for i, kernel in enumerate(("residual_forward", "residual_backward")):
+        block = sum(ops[name][i] for name in ("add_layer_norm, nothing added", "add_layer_norm", "add"))
+        assert floors[kernel] == L * block + ops["layer_norm"][i]
+    assert (floors["gelu_forward"], floors["gelu_backward"]) == tuple(L * x for x in ops["gelu"])
+    assert floors["cross_entropy_whole"] == ops["cross_entropy_"][0]
+
+
+# --- the machine ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """A `Gpu` whose every call of torch.cuda is there, is written down, and does nothing."""
+    calls = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def elapsed_time(self, stop):
+            return 0.5  # ms
+
+        record = synchronize = lambda self: None
+
+    def pretend(name, answer=None):
+        monkeypatch.setattr(torch.cuda, name, lambda *arguments: calls.append((name, *arguments)) or answer)
+
+    for name in ("_sleep", "empty_cache", "reset_peak_memory_stats", "set_sync_debug_mode", "synchronize"):
+        pretend(name)
+    for name, answer in (("memory_allocated", 100), ("max_memory_allocated", 400), ("get_device_name", "NVIDIA H200")):
+        pretend(name, answer)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(bench_train.Gpu, "synchronize", lambda self: None)
+    machine = bench_train.Gpu()
+    machine.device, machine.compile, machine.yardstick = torch.device("cpu"), lambda f: f, (1024, 16)
+    machine.kernels = bench_train.Cpu.kernels
+    return machine, calls
+
+
+def test_what_is_asked_of_a_gpu(pretended, small, capsys):
+    machine, calls = pretended
+    assert machine.timed(lambda: 7) == (500, 7) and calls[-1] == ("_sleep", bench_kernels.HEAD_START)
+    assert machine.peak(lambda: None) == 300
+    assert bench_kernels.on_gpu(machine, SIZES, "bf16", 1, "gelu")
+    bench_train.on_gpu(machine, tiny("bf16"), [2], 1, 1, ("torch",), bench_kernels.copy_rate(machine))
+    out = capsys.readouterr().out
+    assert "500.0 (500.0-500.0)" not in out and "250.0 (250.0-250.0)" in out  # each of two copies
+    assert "MFU of 989 TFLOP/s" in out and "the host waits for nothing" in out
+    assert calls.index(("set_sync_debug_mode", "error")) < calls.index(("set_sync_debug_mode", "default"))
+
+
+def test_a_step_that_waits_is_reported(pretended, capsys, monkeypatch):
+    machine, calls = pretended
+
+    def step():
+        if calls[-1] == ("set_sync_debug_mode", "error"):
+            raise RuntimeError("called a synchronizing CUDA operation\nand more")
+
+    (who,) = bench_train.Ours(tiny("fp32"), machine).contestants(["torch"])
+    who.step = step
+    assert bench_train.waits(machine, who).endswith("within it: called a synchronizing CUDA operation")
+    assert calls[-1] == ("set_sync_debug_mode", "default")
