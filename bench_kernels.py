@@ -38,6 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import reference
 import train
 from bench import print_table, spread
+from config import Config
 from errors import UserError
 from parallel.mesh import Mesh
 from parallel.tensor import CHUNK, LinearCrossEntropy
@@ -440,7 +441,7 @@ def on_gpu(machine, sizes, dtype, repeats, only):
             totals.append((operation, *(found[which].total() for which in ("Triton", "reference.py"))))
             del variants, found
         machine.clean()
-    print(verdict(train.operations("auto", machine.device, dtype_name), totals))
+    print(verdict(train.operations(Config(kernels="auto"), machine.device, dtype_name), totals))
     return right
 
 

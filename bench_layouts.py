@@ -314,6 +314,10 @@ LAYOUTS = [  # name, processes, our fields, micro-batches, what of PyTorch's, it
         "pp=2 zb-h1 (b)", 2, {"pp": 2, "schedule": "zb-h1"}, 4,
         "ScheduleZBVZeroBubble", pipelining, {"schedule": "ScheduleZBVZeroBubble", "chunks": 2, "vee": True},
     ),
+    (
+        "pp=2 zb-h2", 2, {"pp": 2, "schedule": "zb-h2"}, 4,
+        "ScheduleZBVZeroBubble", pipelining, {"schedule": "ScheduleZBVZeroBubble", "chunks": 2, "vee": True},
+    ),
     ("dp=4", 4, {}, 2, "DistributedDataParallel", ddp, {}),
     ("dp=4 zero=3", 4, {"zero": 3}, 2, "fully_shard, ZeRO-3", fsdp, {"free_after_forward": True}),
     ("tp=4", 4, {"tp": 4}, 2, "DTensor", dtensor, {}),

@@ -170,7 +170,8 @@ class Ours:
 
     def contestants(self, choices):
         for choice in choices:
-            ops = train.operations(choice, self.run.device, self.run.dtype)
+            config = dataclasses.replace(self.run.config, kernels=choice)
+            ops = train.operations(config, self.run.device, self.run.dtype)
             yield Contestant(f"ours, kernels={choice}", self, self.step, functools.partial(self.use, ops))
 
     def use(self, ops):

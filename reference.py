@@ -26,12 +26,17 @@ def layer_norm(x, weight, bias):
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps=EPS)
 
 
+def biased(y, bias):
+    """y + bias in the place of y, a matrix product that nobody else wants; but a leaf of the graph is left alone."""
+    return y + bias if y.is_leaf else y.add_(bias)
+
+
 def add(x, y, bias, drop=None):
     """x + dropout(y + bias): what a block's linear y [n, h] adds to the residual stream x. drop: a `Drop`, or None.
 
-    y is used up: the sum may take its place.
+    y is used up, see `biased`.
     """
-    y += bias
+    y = biased(y, bias)
     return y.add_(x) if drop is None else x + dropout(y, drop)
 
 
@@ -50,10 +55,9 @@ def add_layer_norm(x, y, bias, weight, norm_bias, drop=None):
 def gelu(y, bias):
     """GPT-2's GELU of x = y + bias: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))); Hendrycks, Gimpel (1606.08415).
 
-    y is used up: x may take its place.
+    y is used up, see `biased`.
     """
-    y += bias
-    return F.gelu(y, approximate="tanh")
+    return F.gelu(biased(y, bias), approximate="tanh")
 
 
 def attention(qkv, cache=None):
@@ -211,14 +215,17 @@ def adamw(weight, gradient, moments, numbers, ranges, *, decay, beta1, beta2, ep
     g is numbers.scale * gradient; ranges: [(begin, end, decays)], which cover the buffers; out: another buffer for the
     new weights, in its own dtype. The two formulas are PyTorch's kernel, which reads and writes everything once.
     """
-    gradient *= numbers.scale
-    lr = numbers.lr.float() if weight.is_cuda else numbers.lr  # the GPU's kernel reads the rate as float32
-    before, skip = (numbers.update - 1).float(), numbers.skip.float()
+    before, skip, divisor = (numbers.update - 1).float(), numbers.skip.float(), (1 / numbers.scale).float()
+    if weight.dtype == torch.float64:  # for which a float32 divisor is too coarse
+        gradient *= numbers.scale
+        divisor = None
+    # On a GPU that kernel reads a rate that is a tensor as float32; as float64 it would refuse it.
+    lr = numbers.lr.float() if weight.is_cuda else numbers.lr
     for begin, end, decays in ranges:
         w, g, m, v = ([x[begin:end]] for x in (weight, gradient, *moments))
         torch_adamw(
-            w, g, m, v, [], [before.clone()], fused=True, found_inf=skip, lr=lr, beta1=beta1, beta2=beta2,
-            eps=eps, weight_decay=decay * decays, amsgrad=False, maximize=False,
+            w, g, m, v, [], [before.clone()], fused=True, grad_scale=divisor, found_inf=skip, lr=lr, beta1=beta1,
+            beta2=beta2, eps=eps, weight_decay=decay * decays, amsgrad=False, maximize=False,
         )  # fmt: skip
     if out is not None:
         out.copy_(weight)
