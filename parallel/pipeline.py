@@ -7,6 +7,7 @@ actions:
     F j     receive x, run the chunk's units, send y (the embedding's chunk reads ids, the head's gives losses)
     B j     receive dL/dy, run the units backwards, send dL/dx
     I, W    B in two halves: I finds dL/dx and keeps (dy, x) of every linear; W makes dW = dy^T x of them, later
+            (but of the head's: that one is made in F, together with the loss; `tensor.LinearCrossEntropy`)
 
 The executor knows actions, not schedules: it does what the list says, in its order. Per boundary and direction, one
 micro-batch sends bsh elements (bsh/t with sequence parallelism).
