@@ -1,7 +1,7 @@
 """Why fused kernels are faster, and the kernels: `reference.py`'s functions by the same names, in Triton.
 
 Between two matrix products a GPU does next to nothing per element, and fetching the element takes all the time: an H200
-could multiply 200 times in bf16 in the time in which it reads one byte. Each plain operation reads its operands from
+makes 200 operations of a matrix product in the time in which it reads one byte. Each plain operation reads its operands from
 memory and writes its result there, for the next one to read. A fused kernel does with an element all that is to be done
 while it has it. What that saves in one block of the 345M model (8 x 1024 tokens of h = 1024, 16 heads, bf16; MiB moved;
 one activation of h is 16):
@@ -17,7 +17,7 @@ one activation of h is 16):
     sum                               2,400                            336   3,536                                 512
 
 (Plain attention writes and reads [s, s] per head, 256 MiB, at each of its steps. What is left to gain over PyTorch with
-a fused attention is the rest: 576 forward and backward, against 880.) Then the head, whose logits are 50,304 numbers
+a fused attention is the rest: 656 forward and backward, against 880.) Then the head, whose logits are 50,304 numbers
 a token, and the optimizer, 30 bytes a parameter. The floor of each stands at its kernel.
 
 How to read a kernel: `@triton.jit` functions are what one *program* does; the launch `kernel[grid](...)` starts many.
