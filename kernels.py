@@ -1,10 +1,10 @@
 """Why fused kernels are faster, and the kernels: `reference.py`'s functions by the same names, in Triton.
 
 Between two matrix products a GPU does next to nothing per element, and fetching the element takes all the time: an H200
-makes 200 operations of a matrix product in the time in which it reads one byte. Each plain operation reads its operands from
-memory and writes its result there, for the next one to read. A fused kernel does with an element all that is to be done
-while it has it. What that saves in one block of the 345M model (8 x 1024 tokens of h = 1024, 16 heads, bf16; MiB moved;
-one activation of h is 16):
+makes 200 operations of a matrix product in the time in which it reads one byte. Each plain operation reads its operands
+from memory and writes its result there, for the next one to read. A fused kernel does with an element all that is to be
+done while it has it. What that saves in one block of the 345M model (8 x 1024 tokens of h = 1024, 16 heads, bf16; MiB
+moved; one activation of h is 16):
 
                                       forward                                backward
                                       plain                          fused   plain                               fused
