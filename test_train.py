@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -271,8 +272,9 @@ def test_a_nan_loss_is_counted_and_does_not_touch_the_weights(tokens_dir, tmp_pa
     before = run.zero.units["block0"].param.clone()
     step = train.train_step(run, micro_batches(run))
     interval = train.Interval()
-    interval.add(step)
-    assert step.skipped and (interval.nans, interval.skipped) == (1, 1)
+    interval.steps.append(step)
+    row = interval.row(run, types.SimpleNamespace(wait_seconds=0.0))
+    assert step.skipped and (row["nan_iterations"], row["skipped_iterations"]) == (1, 1)
     assert torch.equal(before, run.zero.units["block0"].param)
 
 
