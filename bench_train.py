@@ -432,7 +432,7 @@ def profile(machine, who):
     """[(name, start, end)] of all kernels, in microseconds, of PROFILED steps."""
     activity, kind = machine.kernels
     machine.synchronize()
-    with torch.profiler.profile(activities=[activity]) as record:
+    with torch.profiler.profile(activities=[activity], acc_events=True) as record:
         for _ in range(PROFILED):
             who.step()
         machine.synchronize()
