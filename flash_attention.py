@@ -164,17 +164,27 @@ def _store(X, x, first, stride, s, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: t
 
 
 @triton.jit
+def _scores(
+    q, K, j, first, stride, s,
+    MASKED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """(k, q k^T) of the keys from j on, [COLUMNS, WIDTH] and [ROWS, COLUMNS]; later keys than the query's: -inf."""
+    k = _load(K, j, stride, s, D, COLUMNS, WIDTH)
+    x = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if MASKED:
+        seen = (j + tl.arange(0, COLUMNS))[None, :] <= (first + tl.arange(0, ROWS))[:, None]
+        x = tl.where(seen, x, float("-inf"))
+    return k, x
+
+
+@triton.jit
 def _over_keys(
     o, l, m, q, K, V, first, start, stop, stride, s, c,
     MASKED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries over the keys start .. stop: the recurrence above."""
     for j in range(start, stop, COLUMNS):
-        k = _load(K, j, stride, s, D, COLUMNS, WIDTH)
-        x = tl.dot(q, tl.trans(k), input_precision="ieee")  # [ROWS, COLUMNS]
-        if MASKED:
-            seen = (j + tl.arange(0, COLUMNS))[None, :] <= (first + tl.arange(0, ROWS))[:, None]
-            x = tl.where(seen, x, float("-inf"))
+        _, x = _scores(q, K, j, first, stride, s, MASKED, D, ROWS, COLUMNS, WIDTH)
         above = tl.maximum(m, tl.max(x, 1) * c)  # finite: every row sees the first key
         p = tl.exp2(tl.fma(x, c, -above[:, None]))
         alpha = tl.exp2(m - above)
@@ -289,11 +299,7 @@ def _over_keys_backward(
 ):  # fmt: skip
     """One tile of queries over the keys start .. stop once more, for dq."""
     for j in range(start, stop, COLUMNS):
-        k = _load(K, j, stride, s, D, COLUMNS, WIDTH)
-        x = tl.dot(q, tl.trans(k), input_precision="ieee")  # [ROWS, COLUMNS]
-        if MASKED:
-            seen = (j + tl.arange(0, COLUMNS))[None, :] <= (first + tl.arange(0, ROWS))[:, None]
-            x = tl.where(seen, x, float("-inf"))
+        k, x = _scores(q, K, j, first, stride, s, MASKED, D, ROWS, COLUMNS, WIDTH)
         p = tl.exp2(tl.fma(x, c, -log[:, None]))
         v = _load(V, j, stride, s, D, COLUMNS, WIDTH)
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")

@@ -159,6 +159,7 @@ def residual_forward(
     X, Y, BIAS, Z, WEIGHT, NORM_BIAS, OUT, MEAN, R, ROWS, width, place, threshold, factor,
     ADD: tl.constexpr, NORM: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """X, Y, Z, OUT [rows, width]; BIAS, WEIGHT, NORM_BIAS [width]; MEAN, R [rows] float32. A program for each row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     exists = column < width
@@ -269,6 +270,7 @@ class Residual(torch.autograd.Function):
 
 
 def layer_norm(x, weight, bias):
+    """As `reference.layer_norm`; the gradients of weight and bias are float32."""
     return Residual.apply(x, None, None, weight, bias, *_numbers_of(None))[1]
 
 
@@ -355,6 +357,7 @@ class Gelu(torch.autograd.Function):
 
 
 def gelu(y, bias):
+    """As `reference.gelu`, but y is left as it is, and kept for backward; the bias's gradient is float32."""
     return Gelu.apply(y, bias)
 
 
@@ -436,6 +439,7 @@ CROSS_ENTROPY = dict(BLOCK=4096, num_warps=8)
 
 
 def cross_entropy_(logits, targets, columns, weight=None, reduce=None):
+    """As `reference.cross_entropy_`: losses [n] float32; logits [n, v/t], contiguous, become their gradient."""
     assert logits.is_contiguous()
     n, width = logits.shape
     if reduce is None:
@@ -467,6 +471,7 @@ def adamw_flat(
     W, G, M, V, OUT, LR, SCALE, CORRECTION1, CORRECTION2, SKIP, size, decay_from, decay_to, decay_from2, decay_to2,
     decay, beta1, beta2, eps, CAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """W, G, M, V [size] float32, OUT [size] in any dtype; LR .. SKIP one number each; decay: in the two ranges."""
     if tl.load(SKIP) == 0:
         here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         exists = here < size
@@ -492,6 +497,7 @@ ADAMW = dict(BLOCK=1024, num_warps=4)
 
 
 def adamw(weight, gradient, moments, numbers, ranges, *, decay, beta1, beta2, eps, out=None):
+    """As `reference.adamw`, on float32 buffers; at most two of the ranges decay."""
     size = weight.numel()
     decaying = [(begin, end) for begin, end, decays in ranges if decays] + [(0, 0), (0, 0)]
     (begin, end), (begin2, end2) = decaying[:2]
@@ -513,6 +519,7 @@ def squared_norm(X, SUMS, size, BLOCK: tl.constexpr):
 
 
 def squared_norms(flats):
+    """As `reference.squared_norms`; what one program adds up, it adds in float32."""
     programs = persistent(flats[0])
     sums = torch.empty(len(flats), programs, dtype=torch.float32, device=flats[0].device)
     for row, flat in zip(sums, flats, strict=True):
