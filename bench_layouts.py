@@ -338,6 +338,7 @@ def in_turns(names, fields, repeats):
 
 
 def measured(name, processes, ours, count, against, theirs, options, fields, repeats):
+    """The cells of a row of LAYOUTS' table. Raises UserError where the two do not train the same."""
     sizes = {"tp": 1, "pp": 1} | ours
     mesh = Mesh(sizes["tp"], sizes["pp"])
     c = Config(
@@ -434,6 +435,7 @@ def together(processes, function, *arguments):
 
 
 def work(rank, answer, rendezvous, processes, function, arguments):
+    """What a process of `together` does; rank 0 sends what `function` returned down the pipe `answer`."""
 
     torch.set_num_threads(1)  # a core per process, where there are as many
     if rank:

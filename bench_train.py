@@ -361,6 +361,7 @@ def rounds(machine, contestants, batches, steps, repeats):
 
 
 def turn(machine, who, steps):
+    """One of a contestant's turns: a step for its peak of memory (bytes), then `steps` for the clock (seconds each)."""
     who.choose()
     peak = machine.peak(who.step)
     who.bytes = state_bytes(who.model) + peak
@@ -373,6 +374,7 @@ def turn(machine, who, steps):
 
 
 def table(machine, c, contestants, size, steps, repeats):
+    """Prints a row for each contestant: what `rounds` found with micro-batches of `size` samples."""
     tokens, peak = size * c.seq_length, peak_tflops(machine.name, c.dtype)
     print(
         f"\nmicro-batch of {size} x {c.seq_length} tokens, {model_flops(c, 1) / c.seq_length / 1e9:.3f} GFLOP a token; "

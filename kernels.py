@@ -499,8 +499,9 @@ ADAMW = dict(BLOCK=1024, num_warps=4)
 def adamw(weight, gradient, moments, numbers, ranges, *, decay, beta1, beta2, eps, out=None):
     """As `reference.adamw`, on float32 buffers; at most two of the ranges decay."""
     size = weight.numel()
-    decaying = [(begin, end) for begin, end, decays in ranges if decays] + [(0, 0), (0, 0)]
-    (begin, end), (begin2, end2) = decaying[:2]
+    decaying = [(begin, end) for begin, end, decays in ranges if decays]
+    assert len(decaying) <= 2
+    (begin, end), (begin2, end2) = [*decaying, (0, 0), (0, 0)][:2]
     adamw_flat[(triton.cdiv(size, ADAMW["BLOCK"]),)](
         weight, gradient, *moments, out, numbers.lr, numbers.scale, numbers.correction1, numbers.correction2,
         numbers.skip, size, begin, end, begin2, end2, decay, beta1, beta2, eps, CAST=out is not None, **ADAMW,

@@ -419,6 +419,8 @@ def run_training(config, mesh, device):
         tokens, path = agree(mesh.world, UserError, open_files)
         if config.train_epochs and not config.eval_only:
             config.train_iters = iterations(config, config.train_epochs * tokens["train"].num_samples)
+        # What one node may lack is found out before the ranks build their groups together.
+        agree(mesh.world, UserError, lambda: operations(config, device, resolved_dtype(config, device)))
         run = build(config, mesh, device)
         if path:
             restore(run, path)
@@ -525,6 +527,7 @@ def leave(error, code):
 
 
 def main():
+    """The command line. Exit code 0: done, or stopped and saved; 2: a mistake of the user's; 1: a peer is gone."""
     arguments = sys.argv[1:]
     if {"--help", "-h"} & set(arguments):
         print(configuration.help_text())
