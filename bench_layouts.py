@@ -307,15 +307,15 @@ LAYOUTS = [  # name, processes, our fields, micro-batches, what of PyTorch's, it
         "ScheduleInterleaved1F1B", pipelining, {"schedule": "ScheduleInterleaved1F1B", "chunks": 2},
     ),
     (
-        "pp=2 zb-h1 (a)", 2, {"pp": 2, "schedule": "zb-h1"}, 4,
+        "pp=2 zb-h1", 2, {"pp": 2, "schedule": "zb-h1"}, 4,
         "ScheduleInterleavedZeroBubble", pipelining, {"schedule": "ScheduleInterleavedZeroBubble", "chunks": 2},
     ),
     (
-        "pp=2 zb-h1 (b)", 2, {"pp": 2, "schedule": "zb-h1"}, 4,
+        "pp=2 zb-h2", 2, {"pp": 2, "schedule": "zb-h2"}, 4,
         "ScheduleZBVZeroBubble", pipelining, {"schedule": "ScheduleZBVZeroBubble", "chunks": 2, "vee": True},
     ),
     (
-        "pp=2 zb-h2", 2, {"pp": 2, "schedule": "zb-h2"}, 4,
+        "pp=2 zb-v chunks=2", 2, {"pp": 2, "schedule": "zb-v", "chunks": 2}, 4,
         "ScheduleZBVZeroBubble", pipelining, {"schedule": "ScheduleZBVZeroBubble", "chunks": 2, "vee": True},
     ),
     ("dp=4", 4, {}, 2, "DistributedDataParallel", ddp, {}),

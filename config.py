@@ -73,8 +73,8 @@ class Config:
     pp: int = 1  # pipeline stages
     sequence_parallel: bool = False  # shard over tp also what lies between the tensor parallel layers
     zero: int = 0  # share over dp: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too
-    schedule: str = "1f1b"  # pipeline schedule: gpipe, 1f1b, interleaved, zb-h1, zb-h2, chimera
-    chunks: int = 1  # interleaved: parts of the model that each pipeline rank holds
+    schedule: str = "1f1b"  # pipeline schedule: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, chimera
+    chunks: int = 1  # parts of the model that each pipeline rank holds: 2 with zb-v, 2 or more with interleaved
     offload: bool = False  # optimizer state, and its update, in the CPU's memory
     recompute: str = "none"  # none, full: keep a block's input only, and run it again in backward
 

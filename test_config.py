@@ -71,7 +71,7 @@ def test_mistakes_in_a_file(tmp_path, text, message):
         (1, dict(zero=4), "zero=4: should be one of 0, 1, 2, 3"),
         (3, dict(pp=2), "the number of processes=3 is not a multiple of tp * pp=2"),
         (1, dict(schedule="zb-h3"), "schedule=zb-h3: should be one of gpipe, 1f1b"),
-        (1, dict(chunks=2), "chunks=2: 1f1b does not cut a rank's share into chunks; interleaved does"),
+        (1, dict(chunks=2), "chunks=2: 1f1b does not cut a rank's share into chunks; interleaved and zb-v do"),
         (2, dict(pp=2, chunks=2, schedule="interleaved", micro_batch_size=8), "microbatches=1"),
         (8, dict(pp=8), "num_layers=4: too few for the 8 parts of pp=8, chunks=1; should be at least 6"),
         (1, dict(rampup_batch_size="8"), "rampup_batch_size=8: should be start,increment,samples, as 16,8,30000"),

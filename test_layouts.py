@@ -160,10 +160,8 @@ def fitted(dp, tp, pp, schedule, micro_batches, **fields):
     )
     if redundant:
         return None
-    chunks = 2 if schedule == "interleaved" else 1
-    layers = max(
-        3, pp * chunks - 1
-    )  # three, which two stages do not divide; or some stages of one block and some of none
+    chunks = 2 if schedule in ("interleaved", "zb-v") else 1
+    layers = max(3, pp * chunks - 1)  # three, which two stages do not divide; or stages of one block, and one of none
     config = tiny_config(
         dp, tp, pp=pp, schedule=schedule, chunks=chunks, num_layers=layers, micro_batch_size=2,
         global_batch_size=2 * dp * m, lr=5e-3, dropout=0.1, **fields,

@@ -43,7 +43,7 @@ def test_the_ledger_of_zero_and_pipelines(workers, zero, dp, tp, pp, schedule):
 
 
 @pytest.mark.parametrize(
-    "schedule, chunks", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h2", 1), ("chimera", 1)]
+    "schedule, chunks", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h2", 1), ("zb-v", 2), ("chimera", 1)]
 )
 def test_the_ledger_of_every_schedule(workers, schedule, chunks):
     config = tiny_config(

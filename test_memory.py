@@ -169,7 +169,8 @@ def test_peak_of_longer_pipelines(workers):
 
 def test_several_chunks_on_a_rank(workers):
     """Exact without dropout; with it the formula counts a row number, 8 bytes, for each chunk that has it in flight."""
-    configs = modes(1, pp=2, schedule="interleaved", chunks=2, num_layers=4, micro_batch_size=6)
+    fields = dict(pp=2, chunks=2, num_layers=4, micro_batch_size=6)
+    configs = [config for name in ("interleaved", "zb-v") for config in modes(1, schedule=name, **fields)]
     for found in workers.run(2, peaks, configs):
         for (measured, expected), c in zip(found, configs, strict=True):
             twice = 4 * c.micro_batch_size * c.seq_length  # all four micro-batches at most

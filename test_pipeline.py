@@ -76,7 +76,7 @@ def sleepy(config, seed):
             setattr(pipeline.Mailbox, method, getattr(pipeline.Mailbox, method).__kwdefaults__["original"])
 
 
-@pytest.mark.parametrize("schedule, zero", [("1f1b", 0), ("zb-h2", 3), ("chimera", 2), ("interleaved", 1)])
+@pytest.mark.parametrize("schedule, zero", [("1f1b", 0), ("zb-h2", 3), ("chimera", 2), ("interleaved", 1), ("zb-v", 3)])
 def test_random_sleeps_on_every_rank_change_no_bit(workers, schedule, zero):
     dp, pp = (1, 4) if schedule == "1f1b" else (2, 2)
     config = tiny_config(
@@ -86,7 +86,7 @@ def test_random_sleeps_on_every_rank_change_no_bit(workers, schedule, zero):
         zero=zero,
         num_layers=4,
         micro_batch_size=3,
-        chunks=1 + (schedule == "interleaved"),
+        chunks=1 + (schedule in ("interleaved", "zb-v")),
     )
     awake = workers.run(4, train_tiny, config, 2)
     for seed in (1, 2):
@@ -172,6 +172,7 @@ def test_stage_3_holds_a_unit_only_while_it_computes(workers):
     "layout",
     [
         dict(pp=2, schedule="interleaved", chunks=2),
+        dict(pp=2, schedule="zb-v", chunks=2, zero=2),
         dict(pp=4, schedule="chimera", zero=3),
         dict(pp=2, tp=2, sequence_parallel=True, zero=3),
         dict(zero=3),

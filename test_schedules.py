@@ -43,6 +43,8 @@ def all_of_them(stages, microbatches):
     for name, p, m in itertools.product(SCHEDULES, stages, microbatches):
         if name == "interleaved":
             yield from ((name, p, m, v) for v in (2, 3) if m % p == 0)
+        elif name == "zb-v":
+            yield name, p, m, 2
         elif name != "chimera" or p % 2 == 0 or p == 1:
             yield name, p, m, 1
 
@@ -83,6 +85,8 @@ def test_each_rank_holds_its_stages():
     schedule = build("interleaved", 4, 8, 2)
     assert schedule.parts == list(range(8)) and schedule.placement == [0, 1, 2, 3, 0, 1, 2, 3]
     assert pipelines(schedule) == [list(range(8))]
+    schedule = build("zb-v", 4, 8, 2)
+    assert schedule.parts == list(range(8)) and schedule.placement == [0, 1, 2, 3, 3, 2, 1, 0]
     schedule = build("chimera", 4, 8)
     assert schedule.parts == [0, 1, 2, 3, 0, 1, 2, 3] and schedule.placement == [0, 1, 2, 3, 3, 2, 1, 0]
     assert pipelines(schedule) == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -110,6 +114,7 @@ def short(actions):
         ("interleaved", "F0 B0 F1 B1 F2 B2"),
         ("zb-h1", "F0 I0 W0 F1 I1 W1 F2 I2 W2"),
         ("zb-h2", "F0 I0 W0 F1 I1 W1 F2 I2 W2"),
+        ("zb-v", "F0 I0 W0 F1 I1 W1 F2 I2 W2"),
     ],
 )
 def test_one_stage(name, list_of_it):
@@ -133,6 +138,22 @@ def test_the_papers_pictures():
     )
 
 
+def test_the_vees_picture():
+    """ZB-V on four ranks as its paper draws it: its first and its last rank; small letters on the way up."""
+    lists = [
+        " ".join(f"{kind.lower() if chunk > 3 else kind}{j}" for kind, j, chunk in actions)
+        for actions in build("zb-v", 4, 8, 2).actions
+    ]
+    assert lists[0] == (
+        "F0 F1 F2 F3 F4 F5 F6 f0 i0 w0 f1 i1 w1 f2 i2 w2 f3 i3 w3 F7 I0 W0 f4 i4 w4 I1 W1 f5 i5 w5 I2 W2 f6 i6 w6 "
+        "I3 W3 f7 i7 w7 I4 W4 I5 W5 I6 W6 I7 W7"
+    )
+    assert lists[3] == (
+        "F0 f0 F1 f1 F2 f2 F3 f3 i0 w0 F4 I0 W0 f4 i1 w1 F5 I1 W1 f5 i2 w2 F6 I2 W2 f6 i3 w3 F7 I3 W3 f7 i4 w4 "
+        "I4 i5 I5 i6 I6 i7 I7 w5 w6 w7 W4 W5 W6 W7"
+    )
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -140,12 +161,14 @@ def test_the_papers_pictures():
         (("interleaved", 4, 3, 2), "microbatches=3: interleaved wants a multiple of stages=4, such as 4"),
         (("interleaved", 4, 8, 1), "chunks=1: interleaved wants 2 or more chunks per rank (with one it would be 1f1b)"),
         (("chimera", 3, 4), "stages=3: chimera wants an even number, such as 2 or 4 (and any microbatches)"),
-        (("chimera", 4, 4, 2), "chunks=2: chimera does not cut a rank's share into chunks; interleaved does"),
-        (("1f1b", 4, 8, 2), "chunks=2: 1f1b does not cut a rank's share into chunks; interleaved does"),
+        (("chimera", 4, 4, 2), "chunks=2: chimera does not cut a rank's share into chunks; interleaved and zb-v do"),
+        (("1f1b", 4, 8, 2), "chunks=2: 1f1b does not cut a rank's share into chunks; interleaved and zb-v do"),
+        (("zb-v", 4, 8, 1), "chunks=1: zb-v wants 2 per rank, one on the way down and one on the way up"),
+        (("zb-v", 1, 8, 3), "chunks=3: zb-v wants 2 per rank, one on the way down and one on the way up"),
         (("1f1b", 0, 8), "stages=0: should be 1 or more"),
         (("1f1b", 4, 0), "microbatches=0: should be 1 or more"),
         (("interleaved", 4, 8, 0), "chunks=0: should be 1 or more"),
-        (("zb-h3", 4, 8), "schedule=zb-h3: should be one of gpipe, 1f1b, interleaved, zb-h1, zb-h2, chimera"),
+        (("zb-h3", 4, 8), "schedule=zb-h3: should be one of gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, chimera"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(arguments, message):
@@ -187,12 +210,18 @@ def test_bubbles_in_closed_form():
                 if m >= enough:
                     bubble = simulate(build(name, p, m), cost).bubble
                     assert bubble == pytest.approx(idle / (m * (F + I + W) + idle), abs=1e-9)
+            if p > 1 and m >= 2 * p - 1:
+                idle = (p - 1) * (I - W)  # the paper: none where they are equal; here W <= F <= I
+                bubble = simulate(build("zb-v", p, m, 2), cost).bubble
+                assert bubble == pytest.approx(idle / (m * (F + I + W) + idle), abs=1e-9)
         if p % 2 == 0 and m % p == 0:  # N = D and, by direct concatenation, its multiples; F and B equal
             assert simulate(build("chimera", p, m), UNIT).bubble == pytest.approx((p - 2) / (2 * m + p - 2))
 
 
 def test_activations_in_flight():
     for p, m in itertools.product(range(1, 9), (*range(1, 10), 12, 16, 24)):
+        if m >= 2 * p - 1:
+            assert simulate(build("zb-v", p, m, 2), COST).peak == [2 * p] * p  # of half a stage each
         peak = {name: simulate(build(name, p, m), COST).peak for name in ("gpipe", "1f1b", "zb-h1", "zb-h2")}
         assert peak["gpipe"] == [m] * p
         assert peak["1f1b"] == [min(p - rank, m) for rank in range(p)]
@@ -209,7 +238,7 @@ def test_activations_in_flight():
 def test_the_printed_formulas_are_the_simulations():
     """Wherever the command line puts a formula beside a number, they agree; and the table of the docstring has them."""
     for name, p, m, v in all_of_them(range(2, 7), range(1, 14)):
-        for costs in ({"F": 1, "B": 2, "I": 1, "W": 1}, {"F": 2, "B": 2, "I": 1.2, "W": 0.8}):
+        for costs in (COST, {"F": 1, "B": 2, "I": 1, "W": 1}, {"F": 2, "B": 2, "I": 1.2, "W": 0.8}):
             formula, letters = schedules.FORMULAS[name], dict(p=p, m=m, v=v, **costs)
             line = simulate(build(name, p, m, v), costs)
             assert [schedules.by_formula(formula.peak, r=r, **letters) for r in range(p)] == line.peak

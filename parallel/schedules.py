@@ -17,6 +17,7 @@ and a backward as long as two forwards, as `python -m parallel.schedules 1f1b` d
     interleaved    (p-1) / (vm+p-1)                              p + (p-2r-1)/v           v times the messages
     zb-h1          (p-1)(F+I-W) / (m(F+I+W) + (p-1)(F+I-W))      p                        gradients kept until W
     zb-h2          (p-1)(F+I-2W) / (m(F+I+W) + (p-1)(F+I-2W))    2p-1                     gradients kept until W
+    zb-v           (p-1)(I-W) / (m(F+I+W) + (p-1)(I-W))          p                        both; v = 2, W <= F <= I
     chimera        (p-2) / (2m+p-2)  where F = B                 p/2+1 .. p               parameters twice
 
 p stages, m micro-batches, v chunks per rank; F, I, W the durations of forward, input and weight gradient of a stage; in
@@ -168,6 +169,39 @@ def zero_bubble(stages, microbatches, factor):
     return actions
 
 
+def zb_v(stages, microbatches, chunks=2):
+    """ZB-V: the bubble of ZB-H2 in the memory of ZB-H1, for twice the messages.
+
+    Rank r holds a slice of the model on the way down (chunk r) and one on the way up (chunk 2p-1-r): a V. Rank 0 thus
+    has both ends, its first backward follows its forward at once, and all ranks come to hold the same. They work in
+    turns. In turn k, of those micro-batches that there are, the way up has F of k, I and W of k-r; the way down F of
+    p-r+k, I and W of k-p+1. At first the way down goes ahead with F, while a rank would wait for the first to come up;
+    at the end I goes before W, because others wait for it. No bubble is left where F, I and W take the same time and
+    m >= 2p-1 (fewer than p micro-batches are the first of p). Qi et al., arXiv 2401.10241 (but not in the conference's
+    version of it) and 2405.15362 (V-ZB). Raises UserError for another number of chunks.
+    """
+    p, m = stages, max(stages, microbatches)
+    if p == chunks == 1:  # nowhere to turn
+        return straight("zb-v", chunks, zero_bubble(p, microbatches, 1))
+    if chunks != 2:
+        raise UserError(f"chunks={chunks}: zb-v wants 2 per rank, one on the way down and one on the way up")
+    actions = []
+    for rank in range(p):
+        F, I, W = (each(kind, m, rank) for kind in "FIW")  # on the way down
+        f, i, w = (each(kind, m, 2 * p - 1 - rank) for kind in "FIW")  # on the way up
+        ahead, pause = 2 * (p - rank) - 1, [None]
+        turns = alternate(
+            f,
+            pause * rank + i,
+            pause * rank + w[: m - rank],
+            F[ahead : ahead + rank] + pause * (p - 1 - rank) + F[ahead + rank :],
+            pause * (p - 1) + I,
+            pause * (p - 1) + W[: m - p] + pause * rank + w[m - rank :] + W[m - p :],
+        )
+        actions.append([action for action in F[:ahead] + turns if action.microbatch < microbatches])
+    return Schedule("zb-v", list(range(2 * p)), [*range(p), *reversed(range(p))], actions)
+
+
 def chimera(stages, microbatches, chunks=1):
     """Chimera: two pipelines through the same ranks, one down and one up, each filling the other's bubble.
 
@@ -213,7 +247,7 @@ def straight(name, chunks, actions):
 
 def one_chunk(name, chunks):
     if chunks != 1:
-        raise UserError(f"chunks={chunks}: {name} does not cut a rank's share into chunks; interleaved does")
+        raise UserError(f"chunks={chunks}: {name} does not cut a rank's share into chunks; interleaved and zb-v do")
 
 
 # Add your own: write a function like those above (say, 1F1B with half the warm-up), give it a name here, and
@@ -224,6 +258,7 @@ SCHEDULES = {
     "interleaved": interleaved,
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
+    "zb-v": zb_v,
     "chimera": chimera,
 }
 
@@ -510,6 +545,7 @@ FORMULAS = {
     "zb-h2": Formula(
         "(p-1)*(F+I-2*W) / (m*(F+I+W) + (p-1)*(F+I-2*W))", "m >= 2*p-1 and W <= min(F, I)", "min(2*p-1, m)"
     ),
+    "zb-v": Formula("(p-1)*(I-W) / (m*(F+I+W) + (p-1)*(I-W))", "m >= 2*p-1 and W <= F <= I", "min(m+1+r, 2*m, 2*p)"),
     "chimera": Formula("(p-2) / (2*m+p-2)", "F == B and m % p == 0", "min(p//2, p-r, (m+1)//2) + min(p//2, r+1, m//2)"),
 }
 
