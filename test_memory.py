@@ -167,6 +167,13 @@ def test_peak_of_longer_pipelines(workers):
     assert_equal_peaks(workers.run(4, peaks, configs), configs)
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+def test_chunks_that_follow_one_another_on_one_rank(schedule):
+    """What one hands to the other, there and back, is kept as long as a message would be."""
+    configs = [c for layers in (2, 4) for c in modes(1, schedule=schedule, chunks=2, num_layers=layers)]
+    assert_equal_peaks([peaks(configs)], configs)
+
+
 def test_several_chunks_on_a_rank(workers):
     """Exact without dropout; with it the formula counts a row number, 8 bytes, for each chunk that has it in flight."""
     fields = dict(pp=2, chunks=2, num_layers=4, micro_batch_size=6)

@@ -46,8 +46,8 @@ tensor that autograd saves, and the executor tells it what that keeps besides: i
 W, buffers of messages. A storage counts once, for as long as any such tensor lives; parameters do not count. On the
 CPU both equal the formulas to the byte, but for this. A message that was sent counts, by formula, until IN_TRANSIT more
 have been sent; NCCL may tell sooner that it is gone. Several chunks on a rank share the numbers that dropout masks are
-made of, and may hand activations to one another: the formula counts both for each. An I that has gathered operands can
-be done with those numbers before its peak. On a GPU, fused attention keeps a little more: its generator's state, and
+made of: the formula counts them for each. An I that has gathered operands can be done with those numbers before its
+peak. On a GPU, fused attention keeps a little more: its generator's state, and
 padded copies for head sizes that its kernel lacks.
 
 **What is in neither**: what lives only within an operation or between two of them (logits, a gradient not yet used),
@@ -332,32 +332,37 @@ def changes(c, plan, rank, z):
             yield -sum(unit.operands for unit in units)
         else:
             handed_on = not c.dropout and z.rows == z.tokens  # dL/dy is the dy of the last linear, and waits for W
-            yield from backward_changes(
-                units, message * crosses(below), message * crosses(above), kind == "I", handed_on
-            )
+            # A y that was sent is gone. One that went to a chunk on this rank is its x; with recomputation only that.
+            y_gone = crosses(below) or (below is not None and units[-1].again)
+            own_x = crosses(above) or (above is not None and chunks[above][-1].again)
+            ends = [message * there for there in (below is not None, y_gone, above is not None, own_x)]
+            yield from backward_changes(units, *ends, kind == "I", handed_on)
         if kind != "W" and crosses(below if kind == "F" else above):
             mail.popleft()
             leaving += 1
 
 
-def backward_changes(units, received, sent, halved, handed_on):
-    """Of a B, or an I (`halved`), through a chunk. received, sent: bytes of dL/dy and dL/dx as messages; else 0."""
-    message = elsewhere = received  # elsewhere: where dL/dy came from there went y, whose bytes count as a message's
+def backward_changes(units, dy, y_gone, dx, own_x, halved, handed_on):
+    """Of a B, or an I (`halved`), through a chunk.
+
+    In bytes, or 0 where there is none: the gradient that it gets, an output that is no longer here (recomputation makes
+    it again), the gradient that it hands on, an input that nothing else keeps.
+    """
     for i, unit in reversed(list(enumerate(units))):
         if unit.again:
-            yield unit.saved + elsewhere  # a y that was not sent is still there, as the next unit's input
-            elsewhere = 0
-        spent = unit.saved + message
+            yield unit.saved + y_gone  # another y is still there, as the next unit's input
+            y_gone = 0
+        spent = unit.saved + dy
         if halved:
-            new = unit.turning - message * handed_on
+            new = unit.turning - dy * handed_on
             yield new
             spent += new - unit.operands
         yield -spent
         if i == 0:
-            yield sent
-        yield elsewhere - unit.output
-        elsewhere = message = 0
-    yield -sent  # x, which was received
+            yield dx
+        yield y_gone - unit.output
+        y_gone = dy = 0
+    yield -own_x
 
 
 # --- side by side -----------------------------------------------------------------------------------------------------

@@ -274,6 +274,8 @@ class Executor:
         self.mesh.ledger.phase = "forward" if kind == "activation" else "backward"
         if c in self.chunks:
             self.local[kind, j, c] = x.detach()
+            if self.meter:
+                self.meter.hold(self.local[kind, j, c])
         else:
             self.mail.send((kind, j, c), x)
 
