@@ -47,8 +47,8 @@ W, buffers of messages. A storage counts once, for as long as any such tensor li
 CPU both equal the formulas to the byte, but for this. A message that was sent counts, by formula, until IN_TRANSIT more
 have been sent; NCCL may tell sooner that it is gone. Several chunks on a rank share the numbers that dropout masks are
 made of: the formula counts them for each. An I that has gathered operands can be done with those numbers before its
-peak. On a GPU, fused attention keeps a little more: its generator's state, and
-padded copies for head sizes that its kernel lacks.
+peak. On a GPU, fused attention keeps a little more: its generator's state, and padded copies for head sizes that its
+kernel lacks.
 
 **What is in neither**: what lives only within an operation or between two of them (logits, a gradient not yet used),
 and under stages 2 and 3 the whole buffers of the units that compute or travel just then (at most two of a kind).
