@@ -1,4 +1,4 @@
-"""Measurements: every number in the README comes from one of these, and each prints the command's own table.
+"""Measurements beside what people would use instead: each prints a table as the README has it.
 
     python bench.py                   lists them
     python bench.py prepare --mb=200  throughput and memory of prepare.py

@@ -6,9 +6,9 @@
                                          assigns fields       last word wins
 
 A field's meaning is the comment beside it: `--help` prints those comments. The names are Megatron-LM's in
-snake case, so that its shell scripts can be read off one to one. A name that does not exist or a value of
-the wrong type is an error that names the nearest one; a layout that does not divide, or a scheme that is
-not built, is refused by `check` before anything is allocated.
+snake case wherever it has one, so that its shell scripts can be read off. A name that does not exist or a value of
+the wrong type is an error that names the nearest one; a layout that does not divide, or a choice that
+does not exist, is refused by `check` before anything is allocated.
 """
 
 import difflib
@@ -246,6 +246,8 @@ def check(config, world):
         raise UserError(f"min_lr={c.min_lr}: should be at most lr={c.lr}")
     if not c.eval_only and (c.train_iters > 0) == (c.train_epochs > 0):
         raise UserError(f"train_iters={c.train_iters}, train_epochs={c.train_epochs}: say one of the two")
+    if c.eval_only and not c.eval_iters:
+        raise UserError("eval_iters=0: eval_only takes a loss over so many global batches; should be 1 or more")
     if c.seq_length > c.positions:
         raise UserError(
             f"seq_length={c.seq_length}: should be at most max_position_embeddings={c.max_position_embeddings}"

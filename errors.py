@@ -1,11 +1,19 @@
 """Users' mistakes: one line that names the field, the value and what would be right, and exit code 2."""
 
+import argparse
 import os
 import sys
 
 
 class UserError(Exception):
     """What the person at the keyboard can mend. The message is one line, written for that person."""
+
+
+class Parser(argparse.ArgumentParser):
+    """The standard library's, whose mistakes are one line too."""
+
+    def error(self, message):
+        raise UserError(f"{message} ({self.prog} --help lists the options)")
 
 
 def exit_on_user_error(main):

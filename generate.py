@@ -8,14 +8,13 @@ Sampling: divide the logits by the temperature, keep the `top_k` largest and of 
 the probability (nucleus sampling, Holtzman et al., arXiv 1904.09751), draw.
 """
 
-import argparse
 import codecs
 import dataclasses
 
 import torch
 
 from config import Config
-from errors import UserError, exit_on_user_error
+from errors import Parser, UserError, exit_on_user_error
 from model import GPT
 from parallel import checkpoint
 from parallel.mesh import Mesh
@@ -35,8 +34,12 @@ def load_model(path, device):
     mesh = Mesh()
     model = GPT(config, mesh.tp)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    checkpoint.load(found, Zero(model.units, lambda _: mesh.pp, config, mesh, dtype, device, training=False))
-    return model, config, load_tokenizer(index["tokenizer"])
+    zero = Zero(model.units, lambda _: mesh.pp, config, mesh, dtype, device, training=False)
+    checkpoint.load(found, zero)
+    zero.parameters_from_master()
+    tokenizer = load_tokenizer(index["tokenizer"])
+    model.units[-1].vocab_size = min(config.vocab_size, tokenizer.n_vocab)  # a model may have ids that are no text
+    return model, config, tokenizer
 
 
 def draw(logits, temperature, top_k, top_p, generator):
@@ -71,7 +74,7 @@ def generate(model, ids, count, temperature=1.0, top_k=0, top_p=1.0, generator=N
 
 
 def arguments():
-    parser = argparse.ArgumentParser(description="Writes text with a checkpoint.")
+    parser = Parser(prog="python generate.py", description="Writes text with a checkpoint.", allow_abbrev=False)
     parser.add_argument("checkpoint", help="a run's out_dir, or one of its step_N folders")
     parser.add_argument("--prompt", default="", help="text to go on from (default: the beginning of a document)")
     parser.add_argument("--max_tokens", type=int, default=300, help="tokens to write at most (%(default)s)")
@@ -81,11 +84,12 @@ def arguments():
     parser.add_argument("--top_p", type=float, default=1.0, help="draw from this much probability (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="the same seed writes the same text (%(default)s)")
     a = parser.parse_args()
-    for name, right in [("max_tokens", a.max_tokens > 0), ("num_samples", a.num_samples > 0), ("top_k", a.top_k >= 0)]:
-        if not right:
-            raise UserError(f"--{name}={getattr(a, name)}: should be a positive number")
-    if not a.temperature >= 0:
-        raise UserError(f"--temperature={a.temperature}: should be 0 or more")
+    for name in ("max_tokens", "num_samples"):
+        if getattr(a, name) < 1:
+            raise UserError(f"--{name}={getattr(a, name)}: should be 1 or more")
+    for name in ("temperature", "top_k"):
+        if not getattr(a, name) >= 0:
+            raise UserError(f"--{name}={getattr(a, name)}: should be 0 or more")
     if not 0 < a.top_p <= 1:
         raise UserError(f"--top_p={a.top_p}: should be above 0 and at most 1")
     return a
@@ -93,6 +97,7 @@ def arguments():
 
 def main():
     a = arguments()
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan anew for every length of the cache
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, _, tokenizer = load_model(a.checkpoint, device)
     prompt = tokenizer.encode_ordinary(a.prompt) or [tokenizer.eot_token]

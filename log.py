@@ -101,6 +101,7 @@ PHASES = ("forward-compute", "backward-compute", "grad-reduce", "optimizer", "ba
 class Timers:
     """Time spent in each of PHASES: `with timers("forward-compute"): ...`, as often in a step as needed.
 
+    The batch generator's is part of the forward's, and waits for messages are part of what waits for them.
     On a GPU the host runs ahead: a clock would time the queueing, not the work. There two events in the
     current stream's queue bracket a phase, and the GPU says what time lay between them. Asking whether an
     event has passed does not wait for it: each phase that ends books the oldest one that has, whose events
@@ -166,6 +167,7 @@ def metrics_row(
     consumed_samples,  # since training began
     global_batch_size,
     iterations,  # in this interval
+    samples,  # of all of them
     seconds,  # that they took
     lm_loss,  # mean over the interval, all micro-batches and replicas
     grad_norm,  # before clipping; nan or inf where the update was skipped
@@ -178,9 +180,8 @@ def metrics_row(
     validation_loss=None,
 ):
     """What metrics.jsonl keeps of a logged interval: a dict of numbers; mfu is "unknown" without a peak."""
-    per_second = iterations / seconds
-    per_device = per_second / world / 1e12
-    tflops = model_flops(config, global_batch_size) * per_device
+    per_device = 1 / seconds / world / 1e12
+    tflops = model_flops(config, samples) * per_device
     row = {
         "iteration": iteration,
         "train_iters": train_iters,
@@ -195,10 +196,10 @@ def metrics_row(
         "skipped_iterations": skipped_iterations,
         "nan_iterations": nan_iterations,
         "iteration_ms": 1000 * seconds / iterations,
-        "samples_per_second": global_batch_size * per_second,
-        "tokens_per_second": global_batch_size * config.seq_length * per_second,
+        "samples_per_second": samples / seconds,
+        "tokens_per_second": samples * config.seq_length / seconds,
         "tflops": tflops,
-        "hardware_tflops": hardware_flops(config, global_batch_size) * per_device,
+        "hardware_tflops": hardware_flops(config, samples) * per_device,
         "mfu": tflops / peak if peak else "unknown",
         "data_wait_ms": data_wait_ms,
         "timers_ms": timers_ms,
@@ -283,7 +284,10 @@ def from_json(line):
 
 def open_lines(path):
     """A descriptor that appends to `path`. If a crash cut its last line short, the next one starts afresh."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
     size = os.fstat(file).st_size
     if size and os.pread(file, 1, size - 1) != b"\n":
         os.write(file, b"\n")

@@ -84,7 +84,7 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """One transformer layer: attention, then MLP, each added to the residual stream."""
 
-    recomputable = True  # it keeps some 34 bytes per element of x (bf16), and x is all that it needs to run again
+    recomputable = True  # it keeps some 32 bytes per element of x (bf16), and x is all that it needs to run again
 
     def __init__(self, c, index, tp, ops):
         super().__init__()
@@ -148,7 +148,7 @@ class GPT(nn.Module):
         self.units = nn.ModuleList([Embedding(c, word, tp, ops), *blocks, Head(c, word, tp, ops)])
 
     def forward(self, batch):
-        """The loss of every token, [n], or logits. The plain way, for evaluation and generation."""
+        """The loss of every token, [n], or logits. The plain way, on one process: for generation."""
         x = None
         for unit in self.units:
             x = unit(x, batch)

@@ -57,7 +57,7 @@ from documents import (
     read_blocks,
     split_suffixes,
 )
-from errors import UserError, exit_on_user_error
+from errors import Parser, UserError, exit_on_user_error
 from tokenizer import load_tokenizer
 
 SPLITS = ("train", "val", "test")
@@ -323,16 +323,9 @@ def locked(folder: str):
 # ---- The command -------------------------------------------------------------------------------------------------
 
 
-class Parser(argparse.ArgumentParser):
-    """Mistakes are one line here too."""
-
-    def error(self, message):
-        raise UserError(f"{message} (python prepare.py --help lists the options)")
-
-
 def parse_arguments():
     parser = Parser(
-        prog="prepare.py",
+        prog="python prepare.py",
         description="Text to tokens on disk: DIR/{train,val,test}.bin (uint16) and DIR/meta.json.",
         epilog="The same command again goes on where it was stopped or killed; on a finished DIR it does nothing.",
         allow_abbrev=False,

@@ -1,7 +1,7 @@
 """The operations around the matrices, in plain PyTorch: what they mean, and what runs where nothing faster does.
 
-A few lines each: the specification and the oracle of `kernels.py`, which has the same functions by the same names. The
-model asks for OPERATIONS, from whichever of the two it is given.
+A few lines each: the specification and the oracle of `kernels.py`, which has the OPERATIONS by the same names. The
+model asks for these, from whichever of the two it is given.
 
 What comes right after a matrix product takes the product's bias with it: a bias of its own would be one more pass over
 the whole activation. Letters: n tokens, h hidden, a heads, d head size, s sequence, b samples, v vocabulary.

@@ -136,7 +136,7 @@ def test_files_are_whole_tensors(straight):
     """Anybody can read them: raw values in C order, shapes in the index."""
     folder = straight(4, tp=2, dtype="bf16") / "step_10"
     index = json.loads((folder / "index.json").read_text())
-    assert index["dtype"] == "float32" and index["moments"] == 2
+    assert index["dtype"] == "float32"
     assert set(index["shapes"]) == set(tiny_specs())
     for name, shape in index["shapes"].items():
         for file in (name, f"{name}.moment0", f"{name}.moment1"):
@@ -176,6 +176,18 @@ def test_where_to_resume_from(straight, tokens_dir, tmp_path, capsys):
     assert "nothing to do" in capsys.readouterr().out
 
 
+def test_what_is_later_than_the_resumed_step_is_not_left_for_the_next_run_to_find(tokens_dir, tmp_path):
+    """Nor thrown away: step 4 of the first attempt is not step 4 of the second."""
+    go(configured(tmp_path, tokens_dir, save_interval=2, train_iters=6, keep=0))
+    back = configured(tmp_path, tokens_dir, resume=str(tmp_path / "step_2"), train_iters=3, keep=2)
+    with pytest.raises(UserError, match=r"^resume=.*step_2: .* holds step_6, which is later; remove what is later"):
+        go(back)
+    for step in (4, 6):
+        shutil.rmtree(tmp_path / f"step_{step}")
+    go(back)
+    assert checkpoint.all_steps(tmp_path) == [2, 3]
+
+
 def test_keeps_the_latest(tokens_dir, tmp_path):
     go(configured(tmp_path, tokens_dir, save_interval=2, keep=2))
     assert checkpoint.all_steps(tmp_path) == [8, 10]
@@ -207,6 +219,23 @@ def test_remains_of_a_crash_are_passed_over(straight, tokens_dir, tmp_path):
     assert checkpoint.find(out).name == "step_10"
     go(configured(out, tokens_dir, train_iters=12))
     assert checkpoint.find(out).name == "step_12" and not (out / "step_12.writing").exists()
+
+
+def fails(config):
+    try:
+        go(config)
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("layout", [dict(zero=1), dict(zero=2, tp=2)], ids=str)
+def test_damage_that_one_rank_sees_stops_all(workers, straight, tokens_dir, tmp_path, layout):
+    """The last bytes of a file, of which each rank reads its own part: nobody waits for the one that gave up."""
+    out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
+    file = out / "step_10" / "block0.qkv.weight"
+    file.write_bytes(file.read_bytes()[:-8])
+    for said in workers.run(4, fails, configured(out, tokens_dir, train_iters=12, **layout)):
+        assert said.endswith("block0.qkv.weight: 6136 bytes instead of 6144: damaged")
 
 
 def test_a_damaged_checkpoint_is_named(straight, tokens_dir, tmp_path):

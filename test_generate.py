@@ -18,6 +18,11 @@ from test_layouts import tiny_config
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 @pytest.fixture(scope="module")
 def model():
     run = train.build(tiny_config(1, init_method_std=0.3, max_position_embeddings=12), Mesh(), CPU)
@@ -103,6 +108,13 @@ def test_seeds_and_samples(trained, capsys, monkeypatch):
     assert one.startswith("--- sample 1 of 2\n") and one.removeprefix("--- sample 1 of 2\n") != two
 
 
+def test_ids_that_are_no_text_are_never_drawn(tokens_dir, tmp_path, capsys, monkeypatch):
+    """A model of 300 ids on bytes, of which there are 257: an untrained one would draw any."""
+    config = configured(tmp_path, tokens_dir, vocab_size=300, train_iters=1, eval_iters=0)
+    train_it(config)
+    written(capsys, monkeypatch, tmp_path, "--temperature=1000", "--num_samples=20", "--max_tokens=50")
+
+
 def test_characters_of_several_tokens_are_written_whole(trained, capsys, monkeypatch):
     ids = [*"é".encode(), *"日".encode(), 0xE6, ord("x")]
     monkeypatch.setattr(generate, "generate", lambda *_: iter(ids))
@@ -122,7 +134,8 @@ def test_it_stops_at_the_end_of_the_text(trained, capsys, monkeypatch):
         (["x", "--temperature=-1"], "--temperature=-1.0: should be 0 or more"),
         (["x", "--top_p=0"], "--top_p=0.0: should be above 0 and at most 1"),
         (["x", "--max_tokens=0"], "--max_tokens=0: should be"),
-        (["x", "--top_k=-1"], "--top_k=-1: should be"),
+        (["x", "--top_k=-1"], "--top_k=-1: should be 0 or more"),
+        (["x", "--topk=1"], "unrecognized arguments: --topk=1 (python generate.py --help lists the options)"),
     ],
 )
 def test_mistakes(monkeypatch, arguments, message):

@@ -89,6 +89,12 @@ def test_the_lectures_2_2_3(workers, m, factors):
             assert f"stage {stage}: {factor} x P (n-1)/n elements" in table and f"m = {m} micro-batches" in table
 
 
+def test_the_lectures_line_says_where_units_have_an_m_of_their_own(workers):
+    """Of Chimera's four micro-batches each pipeline takes two: a unit of one of them has m = 2."""
+    for *_, table in workers.run(4, counted, tiny_config(2, pp=2, schedule="chimera", zero=2, micro_batch_size=3)):
+        assert "m = 4 micro-batches of its own for each unit, by the chunks that use it" in table
+
+
 def counted_in_chunks(config):
     tensor.CHUNK = ledger.CHUNK = 20  # of 64 tokens: four chunks, the last smaller
     try:

@@ -95,6 +95,7 @@ def published_row(printed, config=GPT2_345M):
         consumed_samples=int(printed["iteration"]) * int(printed["batch"]),
         global_batch_size=int(printed["batch"]),
         iterations=100,
+        samples=100 * int(printed["batch"]),
         seconds=elapsed(printed),
         lm_loss=float(printed["loss"]),
         grad_norm=float(printed["norm"]),
@@ -245,6 +246,7 @@ def interval(**changes):
         "consumed_samples": 100,
         "global_batch_size": 10,
         "iterations": 10,
+        "samples": 100,
         "seconds": 4.0,
         "lm_loss": 1 / 3,
         "grad_norm": 0.1,
@@ -277,6 +279,13 @@ def test_a_row_has_every_number_with_its_unit():
     assert set(wanted.split()) <= set(row)
     assert "validation_loss" not in row
     assert row_of(validation_loss=2.5)["validation_loss"] == 2.5
+
+
+def test_rates_are_of_the_samples_that_there_were():
+    """A batch that grew from 2 to 10 within the interval."""
+    row = row_of(Config(), samples=60, peak=0.5)
+    assert row["samples_per_second"] == 15 and row["tokens_per_second"] == 15 * 256
+    assert row["tflops"] == pytest.approx(0.6 * row_of(Config())["tflops"], rel=1e-14)
 
 
 def test_mfu_is_unknown_where_the_peak_is():

@@ -95,6 +95,20 @@ def test_layerwise_rates_are_the_papers(name):
             assert torch.allclose(p.detach(), whole[n], rtol=1e-10, atol=1e-13), (update, n)
 
 
+@pytest.mark.parametrize("name", ["lamb", "lars"])
+def test_layerwise_rates_do_not_ask_for_weight_decay(name):
+    """Without it as with next to none: a matrix keeps a rate of its own, a bias has none."""
+    after = []
+    for decay in (0.0, 1e-14):
+        run = train.build(tiny_config(1, optimizer=name, lr=0.5, weight_decay=decay), Mesh(), CPU)
+        run.zero.initialize(1)
+        batches = micro_batches(run)
+        train.train_step(run, batches)
+        train.train_step(run, batches)
+        after.append(torch.cat([p.detach().flatten() for p in run.model.parameters()]))
+    assert torch.allclose(*after, rtol=1e-9, atol=1e-12)
+
+
 # --- learning rate --------------------------------------------------------------------------------------------------
 
 

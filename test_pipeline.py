@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 
+import log
 import train
 from config import Config
 from model import GPT
@@ -168,6 +169,27 @@ def test_stage_3_holds_a_unit_only_while_it_computes(workers):
         assert at_rest == (set(), set())
 
 
+def gradients_at_the_reductions(config):
+    """How many units have their whole gradients when W reduces each."""
+    run = train.build(config, Mesh(config.tp, config.pp), CPU)
+    run.zero.initialize(1)
+    alive, reduce = [], run.zero.reduce
+
+    def watching(name, last):
+        alive.append(sum(unit.grad.untyped_storage().size() > 0 for unit in run.zero.units.values()))
+        reduce(name, last)
+
+    run.zero.reduce = watching
+    train.train_step(run, micro_batches(run))
+    return alive
+
+
+def test_a_late_weight_gradient_lets_go_of_each_unit_as_it_is_done(workers):
+    """Of head, four blocks, word table and embedding, all of which I has begun: W's last finds three."""
+    for alive in workers.run(2, gradients_at_the_reductions, tiny_config(2, zero=2, schedule="zb-h1", num_layers=4)):
+        assert alive[:7] == [7, 7, 7, 6, 5, 4, 3]
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -213,6 +235,19 @@ def test_a_trace_holds_every_action_of_every_rank(workers, tokens_dir, tmp_path)
             assert sum(e["cat"] == "message" for e in mine) == m
     ideal, recorded = drawing.recorded(str(trace))
     assert "step 12" in recorded.title and ideal.schedule == plan
+
+
+def test_a_trace_of_a_growing_batch_is_of_the_last_step(tokens_dir, tmp_path):
+    """Batches of 2, 2, 4, 4, 6, 6: after the last the next would have 8."""
+    trace = tmp_path / "trace.json"
+    config = configured(
+        tmp_path / "out", tokens_dir, train_iters=6, micro_batch_size=1, global_batch_size=8, eval_iters=0,
+        rampup_batch_size="2,2,24", trace=str(trace),
+    )  # fmt: skip
+    go(config)
+    steps = [row["global_batch_size"] for row in log.read_metrics(tmp_path / "out" / "metrics.jsonl").values()]
+    assert json.loads(trace.read_text())["otherData"]["microbatches"] == steps[-1] != 8
+    assert "step 6" in drawing.recorded(str(trace))[1].title
 
 
 def grown(config):

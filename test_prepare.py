@@ -120,7 +120,7 @@ def test_encode_is_encode_ordinary(name, request):
     ],
 )
 def test_tokenizers_that_can_not_be_are_refused_by_name(name, expected):
-    with pytest.raises(UserError, match=regex.escape(f"--tokenizer={name}: ")) as error:
+    with pytest.raises(UserError, match=regex.escape(f"tokenizer={name}: ")) as error:
         tokenizer.load_tokenizer(name)
     assert expected in str(error.value)
 

@@ -18,12 +18,19 @@ import train
 from conftest import write_tokens
 from errors import UserError
 from parallel import checkpoint
-from parallel.mesh import Mesh
+from parallel.comm import CommunicationError, agree
+from parallel.ledger import Ledger
+from parallel.mesh import Axis, Mesh
 from test_checkpoint import configured, curve, go
 from test_layouts import micro_batches
 
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture
@@ -41,7 +48,7 @@ def config_file(tokens_dir, tmp_path):
 def torchrun(ranks, *arguments, **options):
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--master_port=0"]
     command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "train.py", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
         command, cwd=HERE, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
     )
@@ -195,6 +202,7 @@ def test_one_process_without_torchrun(config_file, monkeypatch, capsys, tmp_path
         (["--seq_length=5000"], "seq_length=5000"),
         (["--resume=nowhere"], "resume=nowhere: there is no checkpoint in nowhere"),
         (["--eval_only"], "resume=auto: there is no checkpoint in"),
+        (["--eval_only", "--eval_iters=0"], "eval_iters=0: eval_only takes a loss over so many global batches"),
         (["--out_dir=/dev/null/x"], "out_dir=/dev/null/x: Not a directory"),
         (["--tensorboard=x"], "tensorboard=x: tensorboard is not installed"),
     ],
@@ -205,6 +213,42 @@ def test_mistakes_stop_before_training(config_file, monkeypatch, capsys, argumen
     code, out, err = main(monkeypatch, capsys, config_file, *arguments)
     assert code == 2 and message in err and err.startswith("error: ") and err.count("\n") == 1
     assert "iteration        " not in out
+
+
+def test_a_log_that_cannot_be_written_is_one_line(config_file, monkeypatch, capsys, tmp_path):
+    (tmp_path / "out" / "metrics.jsonl").mkdir(parents=True)
+    code, _, err = main(monkeypatch, capsys, config_file)
+    assert code == 2 and err.endswith("metrics.jsonl: Is a directory\n") and err.count("\n") == 1
+
+
+def test_more_processes_than_gpus_is_one_line(config_file, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    code, _, err = main(monkeypatch, capsys, config_file)
+    assert code == 2 and err.startswith(
+        "error: nproc_per_node=4: there are 2 GPUs, one for each process; say at most 2"
+    )
+
+
+def test_operations_that_do_not_run_are_one_line(tokens_dir, tmp_path, monkeypatch):
+    def broken(_):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable")
+
+    monkeypatch.setattr(train.reference, "squared_norms", broken)
+    with pytest.raises(UserError) as error:
+        go(configured(tmp_path, tokens_dir))
+    assert str(error.value) == "kernels=auto: they do not run here (Failed to find C compiler.); say kernels=torch"
+
+
+def test_who_waits_for_an_agreement_says_so(monkeypatch):
+    def gone(*_, **__):
+        raise RuntimeError("connection closed by peer")
+
+    monkeypatch.setattr(train.dist, "all_gather_object", gone)
+    axis = Axis("world", (0, 1), 0, Ledger())
+    with pytest.raises(CommunicationError, match=r"^rank 0 waited for ranks \[1\] to agree with it: connection closed"):
+        agree(axis, UserError, lambda: None)
 
 
 def test_a_second_run_in_the_same_folder_is_refused(config_file, tokens_dir, tmp_path):

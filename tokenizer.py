@@ -40,20 +40,20 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
     names = ["bytes", *tiktoken.list_encoding_names()]
     if name not in names:
         near = (difflib.get_close_matches(name, names, n=1, cutoff=0.4) or ["gpt2"])[0]
-        raise UserError(f"--tokenizer={name}: no such tokenizer, did you mean {near}? (bytes, gpt2, r50k_base ...)")
+        raise UserError(f"tokenizer={name}: no such tokenizer, did you mean {near}? (bytes, gpt2, r50k_base ...)")
     try:
         vocab_size = TOO_LARGE.get(name) or (encoding := tiktoken.get_encoding(name)).n_vocab
     except (OSError, ValueError) as error:  # requests' errors are OSErrors; a broken download is a ValueError
         raise UserError(
-            f"--tokenizer={name}: tiktoken has to fetch this vocabulary once and could not ({type(error).__name__}). "
+            f"tokenizer={name}: tiktoken has to fetch this vocabulary once and could not ({type(error).__name__}). "
             f"Where there is network, run TIKTOKEN_CACHE_DIR=DIR python -c 'import tiktoken; "
             f'tiktoken.get_encoding("{name}")\'; then copy DIR here and set TIKTOKEN_CACHE_DIR to it. '
-            f"Or use --tokenizer=bytes, which needs no vocabulary"
+            f"Or use tokenizer=bytes, which needs no vocabulary"
         ) from None
     if vocab_size > 65536:
-        raise UserError(f"--tokenizer={name}: {vocab_size:,} ids do not fit in uint16 (65,536): gpt2 or bytes would do")
+        raise UserError(f"tokenizer={name}: {vocab_size:,} ids do not fit in uint16 (65,536): gpt2 or bytes would do")
     if ENDOFTEXT not in encoding.special_tokens_set:
-        raise UserError(f"--tokenizer={name}: has no {ENDOFTEXT} to close a document with: gpt2 or bytes would do")
+        raise UserError(f"tokenizer={name}: has no {ENDOFTEXT} to close a document with: gpt2 or bytes would do")
     return encoding
 
 

@@ -163,6 +163,16 @@ def operations(config, device, dtype):
     return SimpleNamespace(**ops)
 
 
+def try_operations(config, device):
+    """Run one of the `operations`: Triton needs a C compiler and Python's headers on every node. Raises UserError."""
+    ops = operations(config, device, resolved_dtype(config, device))
+    try:
+        ops.squared_norms([torch.ones(16, device=device)])
+    except Exception as error:  # whatever Triton's compiler, the one it calls, or the driver says
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"kernels={config.kernels}: they do not run here ({reason}); say kernels=torch") from error
+
+
 def build(config, mesh, device):
     """Model, flat buffers and initial weights of this rank."""
     dtype = resolved_dtype(config, device)
@@ -201,6 +211,7 @@ def restore(run, path):
     """Weights, moments and counters from the checkpoint `path`, whatever layout wrote it."""
     index = checkpoint.read_index(path)
     agree(run.mesh.world, UserError, lambda: checkpoint.load(path, run.zero))
+    run.zero.parameters_from_master()
     counters = index["counters"]
     run.zero.updates.fill_(counters.pop("updates"))
     run.counters = Counters(**counters)
@@ -217,7 +228,14 @@ def checkpoint_to_resume(config, tokenizer):
         return None
     if config.resume == "none":
         raise UserError(f"resume=none: {config.out_dir} holds {path.name}; remove it, or say another --out_dir")
-    checkpoint.refuse_contradictions(path, checkpoint.read_index(path), config, tokenizer)
+    index = checkpoint.read_index(path)
+    checkpoint.refuse_contradictions(path, index, config, tokenizer)
+    later = [step for step in checkpoint.all_steps(config.out_dir) if step > index["counters"]["iteration"]]
+    if later and not config.eval_only:  # the next time, these would be taken for the latest of this run
+        raise UserError(
+            f"resume={config.resume}: {config.out_dir} holds step_{later[-1]}, which is later; "
+            "remove what is later, or say another --out_dir"
+        )
     return path
 
 
@@ -339,6 +357,7 @@ class Interval:
             "consumed_samples": run.counters.consumed_samples,
             "global_batch_size": step.samples,
             "iterations": iterations,
+            "samples": sum(step.samples for step in steps),
             "seconds": seconds,
             "lm_loss": sum(losses) / iterations,
             "grad_norm": step.grad_norm,
@@ -384,7 +403,8 @@ def train(run, tokens, validation, logger, signals):
                 with interval.paused():
                     save(run, tokens.meta["tokenizer"])
             if stop and not last:
-                logger.say(f"stopped after iteration {counters.iteration}; the same command goes on from there")
+                command = "the same command" + ("" if c.resume == "auto" else " without --resume")
+                logger.say(f"stopped after iteration {counters.iteration}; {command} goes on from there")
                 return False
     return True
 
@@ -420,7 +440,7 @@ def run_training(config, mesh, device):
         if config.train_epochs and not config.eval_only:
             config.train_iters = iterations(config, config.train_epochs * tokens["train"].num_samples)
         # What one node may lack is found out before the ranks build their groups together.
-        agree(mesh.world, UserError, lambda: operations(config, device, resolved_dtype(config, device)))
+        agree(mesh.world, UserError, lambda: try_operations(config, device))
         run = build(config, mesh, device)
         if path:
             restore(run, path)
@@ -457,7 +477,7 @@ def run_training(config, mesh, device):
             accounts = ledger_tables(run), memory_tables(run, meter.peak)  # every rank has a part in them
             logger.say("\n\n".join(accounts))
         if config.trace and run.steps:
-            agree(mesh.world, UserError, lambda: write_trace(run))
+            agree(mesh.world, UserError, lambda: trace.write(config, run.executor.trace, mesh))
 
 
 def iterations(config, samples):
@@ -485,12 +505,6 @@ def memory_tables(run, peak):
     return "\n\n".join(gather_objects(text, run.mesh.pp))
 
 
-def write_trace(run):
-    c = run.config
-    count = configuration.global_batch_size_at(c, run.counters.consumed_samples) // c.micro_batch_size
-    trace.write(c.trace, run.executor.trace, run.mesh, c.schedule, count // run.mesh.dp.size, c.chunks)
-
-
 def describe(run, path):
     """What is about to run, in two lines."""
     if run.mesh.rank == 0:
@@ -511,9 +525,14 @@ def describe(run, path):
 
 def join_processes():
     """This process's device; with torchrun, connected to the others (NCCL between GPUs, else Gloo)."""
-    local = int(os.environ.get("LOCAL_RANK", 0))
+    local, here = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
+        if here > (gpus := torch.cuda.device_count()):
+            raise UserError(
+                f"nproc_per_node={here}: there are {gpus} GPUs, one for each process; say at most {gpus}, "
+                "or CUDA_VISIBLE_DEVICES= (nothing) to train on the CPU"
+            )
         torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")

@@ -1,6 +1,6 @@
 # CodeParrot small, the whole of the Megatron-LM how-to's script (8 GPUs, about 12 hours).
-# python prepare.py codeparrot_data.json.gz ... --text_key=content --out=data/codeparrot_gpt2
-data_dir = "data/stdlib_gpt2"
+# python prepare.py codeparrot_data.jsonl --text_key=content --out=data/codeparrot_gpt2
+data_dir = "data/codeparrot_gpt2"
 vocab_size = 50257
 
 num_layers = 12

@@ -1,6 +1,6 @@
 # GPT-2 medium, 354,871,296 parameters, with the hyper-parameters of Megatron-DeepSpeed's
 # examples/pretrain_gpt_distributed.sh, line by line.
-# python prepare.py --tokenizer=gpt2 --split=949,50,1
+# python prepare.py --tokenizer=gpt2        (the script's split is prepare.py's --split=949,50,1)
 data_dir = "data/stdlib_gpt2"
 vocab_size = 50257
 

@@ -96,11 +96,7 @@ def save(out_dir, step, zero, state, keep=0):
         with _writing_to(out_dir):
             if first:
                 _write_index(writing, zero, state)
-                replaced = final.with_name(final.name + ".replaced")
-                if final.exists():  # a run that went back to an earlier step comes here again
-                    final.rename(replaced)
                 writing.rename(final)
-                shutil.rmtree(replaced, ignore_errors=True)
                 _flush(out_dir)
                 for old in all_steps(out_dir)[:-keep] if keep else []:
                     shutil.rmtree(step_path(out_dir, old), ignore_errors=True)
@@ -152,12 +148,7 @@ def _write_arrays(folder, zero):
 
 
 def _write_index(folder, zero, state):
-    first = next(iter(zero.units.values()))
-    index = {
-        "dtype": str(zero.master_dtype).removeprefix("torch."),
-        "moments": len(first.moments),
-        **state,
-    }
+    index = {"dtype": str(zero.master_dtype).removeprefix("torch."), **state}
     with open(folder / "index.json", "w") as file:
         json.dump(index, file, indent=1)
         file.flush()
@@ -214,9 +205,10 @@ def refuse_contradictions(path, index, config, tokenizer):
 
 @torch.no_grad()
 def load(path, zero):
-    """Fill the units' master weights, moments and parameters from the checkpoint `path`. Raises UserError.
+    """Fill the units' master weights and moments from the checkpoint `path`. Raises UserError, on any rank by itself.
 
-    Each rank reads its own parts only: of the files, whole or cut over tp; of the pages, those that it needs.
+    Each rank reads its own parts only: of the files, whole or cut over tp; of the pages, those that it needs. Once all
+    have theirs, `zero.parameters_from_master` makes the parameters of them.
     """
     index, mesh = read_index(path), zero.mesh
     dtype = np.dtype(index["dtype"])
@@ -230,7 +222,6 @@ def load(path, zero):
                 local[at - begin : at - begin + length] = whole[offset : offset + length]
             first = unit.offsets[i] - unit.owned[0]
             flat[first + begin : first + end].copy_(torch.from_numpy(local))
-    zero.parameters_from_master()
 
 
 def _open(path, dtype, elements):

@@ -11,8 +11,9 @@ The right column is the ring algorithm's cost, which is optimal (Patarasuk and Y
 counts. Tensors are cut along their first dimension, so that nothing is ever rearranged to be sent.
 
 Each call starts the communication and returns `Pending`; `.wait()` gives the tensor. Between the two the
-caller may compute: that is all that "overlap" means here. On NCCL `wait` only orders the GPU's streams; on Gloo
-it blocks. On an axis of one rank nothing happens and nothing is counted.
+caller may compute: that is all that "overlap" means here. On NCCL `wait` only orders the GPU's streams, and a peer
+that does not answer within the timeout is found by NCCL's watchdog, which ends the process with a message of its own;
+on Gloo it blocks, and says who waited for whom. On an axis of one rank nothing happens and nothing is counted.
 """
 
 import functools
@@ -102,11 +103,13 @@ def receive(shape, like, axis, source, tag=0):
 def _collective(operation, axis, what, whole, result, call):
     axis.ledger.count(operation, axis.name, axis.size, what, whole.numel() * whole.element_size())
 
-    def describe():
-        others = [r for i, r in enumerate(axis.ranks) if i != axis.rank]
-        return f"rank {axis.ranks[axis.rank]} waited for ranks {others} in {operation} of {what} over {axis.name}"
+    call = functools.partial(call, group=axis.group, async_op=True)
+    return Pending(result, call, lambda: f"{_waited(axis)} in {operation} of {what} over {axis.name}")
 
-    return Pending(result, functools.partial(call, group=axis.group, async_op=True), describe)
+
+def _waited(axis):
+    others = [rank for i, rank in enumerate(axis.ranks) if i != axis.rank]
+    return f"rank {axis.ranks[axis.rank]} waited for ranks {others}"
 
 
 def agree(axis, error_type, action):
@@ -132,5 +135,8 @@ def gather_objects(x, axis):
     """[x of each rank], in order. For small Python objects outside of a step: not counted by the ledger."""
     gathered = [x] * axis.size
     if axis.size > 1:
-        dist.all_gather_object(gathered, x, group=axis.group)
+        try:
+            dist.all_gather_object(gathered, x, group=axis.group)
+        except RuntimeError as error:
+            raise CommunicationError(f"{_waited(axis)} to agree with it: {error}") from error
     return gathered

@@ -7,7 +7,6 @@ A picture is a timeline (`schedules.simulate`) as one row of boxes per rank; sev
 each: its bubble and peak of activations in flight, beside what the papers' formulas say.
 """
 
-import argparse
 import html
 import json
 import math
@@ -17,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from errors import UserError
+from errors import Parser, UserError
 from parallel.schedules import (
     FORMULAS,
     NOMINAL,
@@ -304,13 +303,6 @@ def last_whole(path, schedule, steps):
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
-
-
-class Parser(argparse.ArgumentParser):
-    """Mistakes are one line here too."""
-
-    def error(self, message):
-        raise UserError(f"{message} (python -m parallel.schedules --help lists the options)")
 
 
 def parse_arguments(arguments):

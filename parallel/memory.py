@@ -51,7 +51,8 @@ peak. On a GPU, fused attention keeps a little more: its generator's state, and 
 kernel lacks.
 
 **What is in neither**: what lives only within an operation or between two of them (logits, a gradient not yet used),
-and under stages 2 and 3 the whole buffers of the units that compute or travel just then (at most two of a kind).
+and under stages 2 and 3 the whole buffers of the units that compute or travel just then: two of parameters, three of
+gradients and the tied table's, but where I and W are apart the gradients of all chunks in between.
 """
 
 import itertools

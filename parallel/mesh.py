@@ -25,7 +25,7 @@ from parallel.ledger import Ledger
 class Axis:
     """One sub-communicator, seen from one of its ranks."""
 
-    name: str  # dp, pp, tp, or world: all of the mesh
+    name: str  # dp, pp, tp, world (all of the mesh), or holders (pipeline ranks with the same parameters)
     ranks: tuple  # the members, as ranks of torch.distributed
     rank: int  # this process's index in `ranks`
     ledger: Ledger  # where what is sent is written down

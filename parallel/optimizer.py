@@ -8,9 +8,9 @@ where decay acts on the weight itself:
     m = b1 m + (1 - b1) g      w -= lr (decay w + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))
     v = b2 v + (1 - b2) g^2
 
-A model has 16 bytes or more per parameter of them, so that a line of these read and written on its own is what AdamW
-costs. It is therefore one of the operations that are fused (`reference.adamw`, `kernels.adamw`), and the only rule
-whose numbers stay on the device; the rules below are plain.
+Weights, moments and gradients take 16 bytes or more per parameter, and each line above, done on its own, would read and
+write some of them again. AdamW is therefore one of the operations that are fused (`reference.adamw`, `kernels.adamw`),
+and the only rule whose numbers stay on the device; the rules below are plain.
 
 Weights, moments and gradients are in the master dtype: float32, or float64 in fp64 runs. All functions work in place on
 any piece of a flat buffer: elementwise rules do not care where a piece begins.
@@ -31,7 +31,8 @@ def sgd(weight, gradient, moments, *, lr, decay, scale, **_):
 # Slide "データ並列": a large global batch generalises worse; LARS and LAMB are one remedy. Both give every parameter
 # tensor ("layer") a rate of its own, by which a step moves it in proportion to its norm. So a step has two halves: an
 # elementwise one that leaves its result in the gradient's place; then, once the norms of whole tensors are known (they
-# may be cut over tp and dp: `Zero.parameter_norms`), the update. Biases and LayerNorms keep the plain rate.
+# may be cut over tp and dp: `Zero.parameter_norms`), the update. Biases and LayerNorms, for which `layerwise` is False,
+# keep the plain rate.
 
 
 def lamb(weight, gradient, moments, *, decay, scale, update, beta1, beta2, eps, **_):
@@ -46,9 +47,9 @@ def lamb(weight, gradient, moments, *, decay, scale, update, beta1, beta2, eps, 
     torch.div(m, root, out=gradient).div_(1 - beta1**update).add_(weight, alpha=decay)
 
 
-def apply_lamb(weight, direction, moments, weight_norm, norm, *, lr, decay, **_):
+def apply_lamb(weight, direction, moments, weight_norm, norm, *, lr, layerwise, **_):
     """w -= lr (|w| / |direction|) direction."""
-    ratio = weight_norm / norm if decay and weight_norm > 0 and norm > 0 else 1.0
+    ratio = weight_norm / norm if layerwise and weight_norm > 0 and norm > 0 else 1.0
     weight.add_(direction, alpha=-lr * ratio)
 
 
@@ -57,10 +58,10 @@ def lars(weight, gradient, moments, *, scale, **_):
     gradient.mul_(scale)
 
 
-def apply_lars(weight, gradient, moments, weight_norm, norm, *, lr, decay, beta1, lars_coefficient, **_):
+def apply_lars(weight, gradient, moments, weight_norm, norm, *, lr, decay, layerwise, beta1, lars_coefficient, **_):
     """v = b1 v + lr c |w| / (|g| + decay |w|) (g + decay w);  w -= v."""
     ratio = 1.0
-    if decay and weight_norm > 0 and norm > 0:
+    if layerwise and weight_norm > 0 and norm > 0:
         ratio = lars_coefficient * weight_norm / (norm + decay * weight_norm)
     moments[0].mul_(beta1).add_(gradient.add_(weight, alpha=decay), alpha=lr * ratio)
     weight.sub_(moments[0])

@@ -25,7 +25,7 @@ they are whole, while those below still compute (as in PyTorch's DDP, Li et al.,
 
 Sends do not block, receives are posted as far ahead as the agreed order of messages allows (`schedules.messages`), a
 buffer lives until its message is gone, and what was sent is freed then: backward needs y's place in the graph, not
-its values.
+its values. (A rank that is more than IN_TRANSIT messages ahead of its neighbour does wait for it.)
 """
 
 import contextlib
@@ -116,7 +116,7 @@ class Executor:
         """
         actions, order = self._schedule(count)
         if self.trace:
-            self.trace.begin_step()
+            self.trace.begin_step(count)
         self.share, self.scale = 1.0 / (count * self.mesh.dp.size), loss_scale
         self.total = torch.zeros((), dtype=torch.float64, device=self.zero.device)
         self.batches, self.micro_batches = {}, micro_batches
@@ -161,7 +161,7 @@ class Executor:
         return rows, c.hidden_size
 
     def batch(self, j):
-        """Micro-batch j. Some schedules do not begin with 0: what comes before is kept until it is its turn."""
+        """Micro-batch j, kept for the whole step. Some schedules do not begin with 0: what comes before waits."""
         while j not in self.batches:
             self.batches[len(self.batches)] = next(self.micro_batches)
         return self.batches[j]
@@ -248,9 +248,9 @@ class Executor:
         for name in names:
             self.zero.ready_for_gradient(name)
         products = self.deferred.pop((j, c))
-        while products:  # emptied as it goes: two operands less to keep with every product
-            products.pop(0)()
-        for name in names:
+        for name in names:  # backward's order, in which I has left its products
+            while products and products[0].args[0].spec.unit == name:
+                products.pop(0)()  # and two operands less to keep
             self._reduce(name)
 
     # --- around them --------------------------------------------------------------------------------------------------

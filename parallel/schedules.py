@@ -14,14 +14,15 @@ and a backward as long as two forwards, as `python -m parallel.schedules 1f1b` d
                    bubble                                        in flight on rank r      costs
     gpipe          (p-1) / (m+p-1)                               m
     1f1b           (p-1) / (m+p-1)                               p-r
-    interleaved    (p-1) / (vm+p-1)                              p + (p-2r-1)/v           v times the messages
+    interleaved    (p-1) / (vm+p-1)                              p + (p-2r-1)/v           v times the messages, and more
     zb-h1          (p-1)(F+I-W) / (m(F+I+W) + (p-1)(F+I-W))      p                        gradients kept until W
     zb-h2          (p-1)(F+I-2W) / (m(F+I+W) + (p-1)(F+I-2W))    2p-1                     gradients kept until W
-    zb-v           (p-1)(I-W) / (m(F+I+W) + (p-1)(I-W))          p                        both; v = 2, W <= F <= I
+    zb-v           (p-1)(I-W) / (m(F+I+W) + (p-1)(I-W))          p                        twice the messages; the same
     chimera        (p-2) / (2m+p-2)  where F = B                 p/2+1 .. p               parameters twice
 
 p stages, m micro-batches, v chunks per rank; F, I, W the durations of forward, input and weight gradient of a stage; in
-flight counted in stages' activations, where m is large enough. Each micro-batch sends bsh elements forward and bsh
+flight counted in stages' activations, where m is large enough (and for zb-h1 and zb-h2 W <= F, I; for zb-v also
+F <= I: FORMULAS, below, says it exactly). Each micro-batch sends bsh elements forward and bsh
 backward over every boundary between ranks.
 
 A schedule is data, so the same lists are checked, simulated, drawn (`drawing.py`) and executed (`pipeline.py`). Below:
@@ -120,7 +121,8 @@ def interleaved(stages, microbatches, chunks=2):
 
     Rank r holds chunks r, p + r, 2p + r ... (the slide has two of them): a micro-batch goes round all ranks `chunks`
     times. Each rank takes p micro-batches through one chunk, then the same p through its next. Narayanan et al., arXiv
-    2104.04473, section 2.2.2. Raises UserError where m is not a multiple of p, or for one chunk (that is 1f1b).
+    2104.04473, section 2.2.2. Raises UserError where m is not a multiple of p, or several ranks have one chunk each
+    (that is 1f1b).
     """
     p, v = stages, chunks
     if v < 2 and p > 1:
@@ -170,7 +172,7 @@ def zero_bubble(stages, microbatches, factor):
 
 
 def zb_v(stages, microbatches, chunks=2):
-    """ZB-V: the bubble of ZB-H2 in the memory of ZB-H1, for twice the messages.
+    """ZB-V: no larger bubble than ZB-H2's in the memory of ZB-H1, for twice the messages.
 
     Rank r holds a slice of the model on the way down (chunk r) and one on the way up (chunk 2p-1-r): a V. Rank 0 thus
     has both ends, its first backward follows its forward at once, and all ranks come to hold the same. They work in

@@ -16,17 +16,19 @@ the MLP:
 
 Activations are [n, h], n = b s the tokens of the micro-batch, sample after sample. Sequence parallelism gives each
 rank n/t consecutive rows of them wherever they are not inside a pair: LayerNorm, dropout and residual then cost 1/t
-of the memory and the work, and all_reduce = reduce_scatter + all_gather, so the bytes stay the same. It makes one
-thing new: what is replicated (LayerNorm, row-parallel bias, position embedding) now sees only part of the tokens on
-each rank, so that its gradient is a partial sum, which `zero.py` adds up over tp at the end of the step.
+of the memory and the work, and all_reduce = reduce_scatter + all_gather, so the bytes stay the same (but for x, which
+is stored cut and gathered again in backward). It makes one thing new: what is replicated (LayerNorm, row-parallel
+bias, position embedding) now sees only part of the tokens on each rank, so that its gradient is a partial sum, which
+`zero.py` adds up over tp at the end of the step.
 
 **What can overlap.** The slide says that tensor parallel communication can't be hidden. In forward that is so: g's
 sum is the very next thing that is needed. In backward it is not: dx needs its all_reduce, but the weight gradient dW
 = dy^T x does not wait for it. `Linear.backward` starts the first, computes the second, then waits; with sequence
-parallelism the gather of x for dW likewise travels while dx is computed. What is left bare is g's half: the forward
-sums, and (sequence parallel) the gather of dy.
+parallelism the gather of x for dW likewise travels while dx is computed. What is left bare is all of forward; of
+backward, with sequence parallelism, the gather of dy; and what the embedding and the head send.
 
-Costs per layer and micro-batch: 8 bsh (t-1)/t elements sent (`ledger.py`); memory and work of the matrices 1/t.
+Costs per layer and micro-batch: 8 bsh (t-1)/t elements sent, 10 with sequence parallelism (`ledger.py`); memory and
+work of the matrices 1/t.
 """
 
 import functools

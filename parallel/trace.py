@@ -26,16 +26,16 @@ class Trace:
 
     def __init__(self, mesh, device):
         self.replica, self.rank = mesh.dp.rank * mesh.tp.size + mesh.tp.rank, mesh.pp.rank
-        self.device, self.step = device, 0
+        self.device, self.step, self.microbatches = device, 0, None
         self.steps = deque(maxlen=STEPS)
 
-    def begin_step(self):
-        self.step += 1
+    def begin_step(self, microbatches):
+        self.step, self.microbatches = self.step + 1, microbatches
         self.steps.append([])
 
     def now(self):
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()  # not what is still to be received
         return time.time_ns() / 1000
 
     @contextmanager
@@ -59,14 +59,17 @@ class Trace:
         self.steps[-1].append(event | {"pid": self.replica, "tid": self.rank, "args": what | {"step": self.step}})
 
 
-def write(path, trace, mesh, schedule, microbatches, chunks):
-    """Collect the ranks' records in one file. Every rank calls it; rank 0 writes. Raises UserError on rank 0."""
+def write(c, trace, mesh):
+    """Collect the ranks' records in one file. Every rank calls it; rank 0 writes. Raises UserError on rank 0.
+
+    c: the configuration. The number of micro-batches is the last step's.
+    """
     mine = [event for step in trace.steps for event in step]
     events = [event for events in gather_objects(mine, mesh.world) for event in events]
-    about = {"schedule": schedule, "stages": mesh.pp.size, "microbatches": microbatches, "chunks": chunks}
+    about = {"schedule": c.schedule, "stages": c.pp, "microbatches": trace.microbatches, "chunks": c.chunks}
     if mesh.rank == 0:
         try:
-            with open(path, "w") as file:
+            with open(c.trace, "w") as file:
                 json.dump({"traceEvents": events, "otherData": about}, file)
         except OSError as error:
-            raise UserError(f"trace={path}: {error.strerror}") from None
+            raise UserError(f"trace={c.trace}: {error.strerror}") from None

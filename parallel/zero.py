@@ -11,7 +11,8 @@ parallel ranks share out (each owns 1/n) instead of each keeping a copy:
       3     1/n               1/n         1/n            3m      and parameters gathered for each forward and backward
 
 With m = 1 these are the slide's 2, 2, 2 and 3. Stages 2 and 3 save memory because a unit's whole buffer then exists
-only while the unit computes; stage 3 gathers the next unit's parameters while this one computes.
+only while the unit computes; stage 3 gathers the next unit's parameters while this one computes. (Where a schedule
+splits the backward, a chunk's whole gradients exist from I, which makes those of LayerNorms and biases, to W.)
 
 Bytes per parameter (bf16): parameters 2, gradients 4, master weights 4, moments 8: 18, of which stage 1 divides 12 by
 n, stage 2 also 4, stage 3 all. In fp32 the parameters are their own master weights: 16. Gradients accumulate over
@@ -137,29 +138,30 @@ class Zero:
                 members.setdefault(p.spec.unit, {})[p.spec.name] = p
         state_device = torch.device("cpu") if config.offload else device
         shape = mesh.dp, config.zero, dtype, self.master_dtype, moments, device, state_device, training
-        self.units = {name: Unit(name, ps.values(), holders(name), *shape) for name, ps in members.items()}
-        self._place(modules)
-
-    def _place(self, modules):
-        """Replace the storage-less parameters of the modules by views into the flat buffers."""
-        placed = {}
-        for unit in self.units.values():
-            for i, p in enumerate(unit.params):
-                view = nn.Parameter(unit.view(unit.param, i))
-                view.spec, view.deferred = p.spec, None
-                if unit.grad is not None:
-                    view.grad_dtype = self.master_dtype
-                    view.grad = unit.view(unit.grad, i)
-                unit.params[i] = placed[p.spec.name] = view
-            if unit.stage == 3:
-                free(unit.param)
-            if unit.stage >= 2 and unit.grad is not None:
-                free(unit.grad)
+        self.units, placed = {}, {}
+        for name, ps in members.items():  # of the buffers that are shared out, one unit's at a time is whole
+            self.units[name] = unit = Unit(name, ps.values(), holders(name), *shape)
+            placed |= self._placed(unit)
         for module in modules:
             for child in module.modules():
                 for key, p in child._parameters.items():
                     if p is not None:
                         child._parameters[key] = placed[p.spec.name]
+
+    def _placed(self, unit):
+        """{name: parameter} of a unit: views into its flat buffers, in the place of those without storage."""
+        for i, p in enumerate(unit.params):
+            view = nn.Parameter(unit.view(unit.param, i))
+            view.spec, view.deferred = p.spec, None
+            if unit.grad is not None:
+                view.grad_dtype = self.master_dtype
+                view.grad = unit.view(unit.grad, i)
+            unit.params[i] = view
+        if unit.stage == 3:
+            free(unit.param)
+        if unit.stage >= 2 and unit.grad is not None:
+            free(unit.grad)
+        return {p.spec.name: p for p in unit.params}
 
     @torch.no_grad()
     def initialize(self, seed):
@@ -231,7 +233,7 @@ class Zero:
         unit = self.units[name]
         low, high = unit.shard
         if unit.stage >= 2:
-            for earlier in list(self.reducing)[:-1]:  # two whole buffers at a time: one travels, one is filled
+            for earlier in list(self.reducing)[:-1]:  # three whole buffers at a time: two travel, one is filled
                 self._settle(earlier)
             self.reducing[name] = reduce_scatter(unit.grad, unit.dp, "gradients", out=unit.grad[low:high])
         elif last and unit.stage == 1:
@@ -333,8 +335,8 @@ class Zero:
             norms = self.parameter_norms(gradients)
             for (unit, begin, end, spec), (weight_norm, norm) in zip(self._tensors(), norms.tolist(), strict=True):
                 w, g, *moments = (x[begin:end] for x in (unit.master, gradients[unit], *unit.moments))
-                decay, coefficient = c.weight_decay * spec.decay, c.lars_coefficient
-                self.apply(w, g, moments, weight_norm, norm, decay=decay, lars_coefficient=coefficient, **constants)
+                constants |= dict(decay=c.weight_decay * spec.decay, layerwise=spec.decay)
+                self.apply(w, g, moments, weight_norm, norm, lars_coefficient=c.lars_coefficient, **constants)
 
     def _tensors(self):
         """(unit, begin, end, spec) of every parameter that this rank has a part of, as far as it owns it."""
