@@ -74,7 +74,9 @@ def compare(configs, micro_batch_sizes, steps, repeats):
         return
     machine = Gpu()
     copy = copy_rate(machine)
-    print(f"{machine.name}, PyTorch {torch.__version__}, bf16; copy {copy / 1e9:,.0f} GB/s")
+    print(
+        f"{machine.name}, PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, bf16; copy {copy / 1e9:,.0f} GB/s"
+    )
     for name, c in loaded.items():
         print(f"\n{name}")
         on_gpu(machine, c, sizes, steps, repeats, ("auto", "triton", "torch"), copy)

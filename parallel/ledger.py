@@ -159,14 +159,18 @@ def lecture(measured, zero, m):
 
 def report(measured, expected, who="rank 0"):
     """The lecture's table as text: what one rank sent in a step, measured beside the formula."""
-    head = ("axis", "what is sent", "operation", "calls", "bytes", "formula")
-    rows = [head]
+    rows = [("axis", "what is sent", "operation", "calls", "bytes", "formula")]
     for key in sorted(measured.keys() | expected.keys()):
         calls, count = measured.get(key, (0, 0))
         rows.append((*key, f"{float(calls):g}", f"{float(count):,.0f}", f"{float(expected.get(key, (0, 0))[1]):,.0f}"))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    lines = [
-        " | ".join(x.ljust(w) if i < 3 else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True)))
+    return f"sent per step by {who}\n{aligned(rows, 3)}"
+
+
+def aligned(rows, words):
+    """Rows of strings, the first their heads, in columns: the first `words` of them flush left, numbers flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    head, *lines = (
+        " | ".join(x.ljust(w) if i < words else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True)))
         for row in rows
-    ]
-    return "\n".join([f"sent per step by {who}", lines[0], "-" * len(lines[0]), *lines[1:]])
+    )
+    return "\n".join([head, "-" * len(head), *lines])

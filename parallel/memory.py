@@ -64,6 +64,7 @@ from typing import NamedTuple
 import torch
 
 from parallel import schedules
+from parallel.ledger import aligned
 from parallel.optimizer import RULES
 from parallel.pipeline import IN_TRANSIT, split
 
@@ -390,10 +391,5 @@ def report(measured, expected, elements, padded, who="rank 0"):
     for what, parts in [*((what, [what]) for what in states), ("model states", states), (PEAK, [PEAK])]:
         ours, theirs = (sum(table[part] for part in parts) for table in (measured, expected))
         rows.append((what, f"{float(ours):,.0f}", f"{float(theirs):,.0f}", f"{float(ours) / elements:.2f}"))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = [
-        " | ".join(x.rjust(w) if i else x.ljust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    ]
     stored = f"P = {elements:,} parameters as stored, {padded:,} of them padding"
-    return "\n".join([f"kept by {who}", lines[0], "-" * len(lines[0]), *lines[1:], stored])
+    return f"kept by {who}\n{aligned(rows, 1)}\n{stored}"
