@@ -45,6 +45,7 @@ from parallel.tensor import CHUNK, LinearCrossEntropy
 from reference import Drop
 
 NO_GPU = "no GPU here: "
+VERSIONS = f"PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
 
 
 def compare(only, repeats, dtype, hidden, tokens, seq, vocab):
@@ -421,7 +422,7 @@ def on_gpu(machine, sizes, dtype, repeats, only):
     dtype_name, dtype = dtype, train.DTYPES[dtype]
     rates = {False: copy_rate(machine), True: product_rate(machine, dtype)}
     print(
-        f"{machine.name}, PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, {dtype_name}; copy {rates[False] / 1e9:,.0f} GB/s, "
+        f"{machine.name}, {VERSIONS}, {dtype_name}; copy {rates[False] / 1e9:,.0f} GB/s, "
         f"product {rates[True] / 1e12:,.1f} TFLOP/s; " + ", ".join(f"{k} = {v}" for k, v in sizes.items())
     )
     print(

@@ -46,7 +46,7 @@ import bench_kernels
 import config as configuration
 import train
 from bench import print_table, spread
-from bench_kernels import NO_GPU, copy_rate, what_went_wrong
+from bench_kernels import NO_GPU, VERSIONS, copy_rate, what_went_wrong
 from bench_layouts import Plain, loss_of, make_optimizer
 from errors import UserError
 from log import model_flops, peak_tflops
@@ -74,9 +74,7 @@ def compare(configs, micro_batch_sizes, steps, repeats):
         return
     machine = Gpu()
     copy = copy_rate(machine)
-    print(
-        f"{machine.name}, PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, bf16; copy {copy / 1e9:,.0f} GB/s"
-    )
+    print(f"{machine.name}, {VERSIONS}, bf16; copy {copy / 1e9:,.0f} GB/s")
     for name, c in loaded.items():
         print(f"\n{name}")
         on_gpu(machine, c, sizes, steps, repeats, ("auto", "triton", "torch"), copy)
