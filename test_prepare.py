@@ -134,7 +134,7 @@ def test_without_network_the_message_explains_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
     with pytest.raises(UserError) as error:
         tokenizer.load_tokenizer.__wrapped__("gpt2")
-    assert "TIKTOKEN_CACHE_DIR" in str(error.value) and "--tokenizer=bytes" in str(error.value)
+    assert "TIKTOKEN_CACHE_DIR" in str(error.value) and "use tokenizer=bytes" in str(error.value)
     assert "\n" not in str(error.value)
 
 
