@@ -6,14 +6,14 @@ micro-batches, and each layout runs under SGD (where a wrong gradient scale show
 dropout, with and without recomputation.
 
 Red when (each was put in by hand once): shards are initialised alike; the loss is not divided by micro-batches or data
-ranks, or by the stages too; gradients are reduced with every micro-batch (stage 0) or with the first (1), only the last
-one's count (2), what is on its way is added to, weight gradients count for the last micro-batch only or are reduced
-before W; parameters are not gathered (1); sequence parallelism's partial gradients are not summed, or where a whole
-unit's shard would lie, or whole ones are; the norm counts what is replicated over tp, over dp or by several holders more
-than once, or one data rank's shards only; LAMB takes the norms of shards or of tensor parallel parts; a tied table is
-not summed over its holders, or twice; a rank takes targets for its own columns' numbers, padding is in the softmax, the
-maximum is the shard's only; an output is freed while it is sent, a message goes to another micro-batch; recomputation
-draws another mask, a stage counts its layers from 0.
+ranks, or by the stages too; gradients are reduced with every micro-batch (stage 0) or with the first (1), only the
+last one's count (2), what is on its way is added to; weight gradients count for the last micro-batch only, or are
+reduced before W; parameters are not gathered (1); under sequence parallelism partial gradients are not summed, or as
+if the unit were whole, and without it whole ones are; the norm counts twice what is replicated over tp or dp or has
+two holders, or one data rank's shards only; LAMB takes the norms of shards, or of tensor parallel parts; a tied table
+is not summed over its holders, or twice; targets are not counted from the shard's first column, padding is in the
+softmax, the maximum is the shard's only; an output is freed while it is sent, a message goes to another micro-batch;
+recomputation draws another mask, a stage counts its layers from 0.
 """
 
 import functools
