@@ -92,7 +92,7 @@ def test_the_lectures_2_2_3(workers, m, factors):
 def test_the_lectures_line_says_where_units_have_an_m_of_their_own(workers):
     """Of Chimera's four micro-batches each pipeline takes two: a unit of one of them has m = 2."""
     for *_, table in workers.run(4, counted, tiny_config(2, pp=2, schedule="chimera", zero=2, micro_batch_size=3)):
-        assert "m = 4 micro-batches of its own for each unit, by the chunks that use it" in table
+        assert "m = 4 micro-batches (here each unit has its own m: how often" in table
 
 
 def counted_in_chunks(config):

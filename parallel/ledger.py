@@ -150,7 +150,7 @@ def lecture(measured, zero, m):
     )
     unit = Fraction(sum(unit.size for unit in zero.units.values()) * (n - 1), n)
     formula, factor, at_one = [("2", 2, 2), ("2", 2, 2), ("m + 1", m + 1, 2), ("3m", 3 * m, 3)][stage]
-    own = "" if elements == factor * unit else " of its own for each unit, by the chunks that use it"
+    own = "" if elements == factor * unit else " (here each unit has its own m: how often the chunks that use it run)"
     return (
         f"data parallel, stage {stage}: {float(elements / unit):g} x P (n-1)/n elements; the formula says {formula}, "
         f"with m = {float(m):g} micro-batches{own}; the lecture's {at_one} is m = 1"
