@@ -16,7 +16,7 @@ import log
 import train
 from config import Config
 from model import GPT
-from parallel import drawing, pipeline, schedules
+from parallel import drawing, pipeline, schedules, tensor
 from parallel.mesh import Mesh
 from test_checkpoint import configured, go
 from test_layouts import STEPS, micro_batches, tiny_config, train_tiny
@@ -169,25 +169,29 @@ def test_stage_3_holds_a_unit_only_while_it_computes(workers):
         assert at_rest == (set(), set())
 
 
-def gradients_at_the_reductions(config):
-    """How many units have their whole gradients when W reduces each."""
+def whole_gradients_at_products(config):
+    """{unit: how many units had their whole gradients when W made a product of this one}."""
     run = train.build(config, Mesh(config.tp, config.pp), CPU)
     run.zero.initialize(1)
-    alive, reduce = [], run.zero.reduce
+    alive, product = {}, tensor.add_product
 
-    def watching(name, last):
-        alive.append(sum(unit.grad.untyped_storage().size() > 0 for unit in run.zero.units.values()))
-        reduce(name, last)
+    def watching(w, dy, x):
+        alive[w.spec.unit] = sum(unit.grad.untyped_storage().size() > 0 for unit in run.zero.units.values())
+        product(w, dy, x)
 
-    run.zero.reduce = watching
-    train.train_step(run, micro_batches(run))
+    tensor.add_product = watching
+    try:
+        train.train_step(run, micro_batches(run))
+    finally:
+        tensor.add_product = product
     return alive
 
 
 def test_a_late_weight_gradient_lets_go_of_each_unit_as_it_is_done(workers):
-    """Of head, four blocks, word table and embedding, all of which I has begun: W's last finds three."""
-    for alive in workers.run(2, gradients_at_the_reductions, tiny_config(2, zero=2, schedule="zb-h1", num_layers=4)):
-        assert alive[:7] == [7, 7, 7, 6, 5, 4, 3]
+    """Of head, four blocks, word table and embedding, all of which I has begun."""
+    config = tiny_config(2, zero=2, schedule="zb-h1", num_layers=4)
+    for alive in workers.run(2, whole_gradients_at_products, config):
+        assert [alive[f"block{i}"] for i in (3, 2, 1, 0)] == [7, 7, 6, 5]
 
 
 @pytest.mark.parametrize(
@@ -238,15 +242,16 @@ def test_a_trace_holds_every_action_of_every_rank(workers, tokens_dir, tmp_path)
 
 
 def test_a_trace_of_a_growing_batch_is_of_the_last_step(tokens_dir, tmp_path):
-    """Batches of 2, 2, 4, 4, 6, 6: after the last the next would have 8."""
+    """Batches of 2, 2, 2, 2, 4, 4; the next would have 6. And a row of the log is of all sixteen samples."""
     trace = tmp_path / "trace.json"
     config = configured(
         tmp_path / "out", tokens_dir, train_iters=6, micro_batch_size=1, global_batch_size=8, eval_iters=0,
-        rampup_batch_size="2,2,24", trace=str(trace),
+        rampup_batch_size="2,2,24", trace=str(trace), log_interval=6,
     )  # fmt: skip
     go(config)
-    steps = [row["global_batch_size"] for row in log.read_metrics(tmp_path / "out" / "metrics.jsonl").values()]
-    assert json.loads(trace.read_text())["otherData"]["microbatches"] == steps[-1] != 8
+    (row,) = log.read_metrics(tmp_path / "out" / "metrics.jsonl").values()
+    assert row["samples_per_second"] * 6 * row["iteration_ms"] / 1000 == pytest.approx(16)
+    assert json.loads(trace.read_text())["otherData"]["microbatches"] == row["global_batch_size"] == 4
     assert "step 6" in drawing.recorded(str(trace))[1].title
 
 
