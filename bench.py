@@ -273,6 +273,7 @@ MEASUREMENTS = {"prepare": prepare, "layouts": layouts, "kernels": kernels, "tra
 
 
 def main():
+    """The command line: a measurement and its options; without one, the list. Raises UserError."""
     if len(sys.argv) < 2 or sys.argv[1] not in MEASUREMENTS:
         for name, measurement in MEASUREMENTS.items():
             options = " ".join(f"--{p.name}={p.default}" for p in inspect.signature(measurement).parameters.values())

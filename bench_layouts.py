@@ -436,7 +436,6 @@ def together(processes, function, *arguments):
 
 def work(rank, answer, rendezvous, processes, function, arguments):
     """What a process of `together` does; rank 0 sends what `function` returned down the pipe `answer`."""
-
     torch.set_num_threads(1)  # a core per process, where there are as many
     if rank:
         answer.close()

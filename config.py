@@ -5,10 +5,10 @@
                                          plain Python that    fields, one by one; the
                                          assigns fields       last word wins
 
-A field's meaning is the comment beside it: `--help` prints those comments. The names are Megatron-LM's in
-snake case wherever it has one, so that its shell scripts can be read off. A name that does not exist or a value of
-the wrong type is an error that names the nearest one; a layout that does not divide, or a choice that
-does not exist, is refused by `check` before anything is allocated.
+A field's meaning is the comment beside it: `--help` prints those comments. Where Megatron-LM has a name, it is
+that one in snake case, so that its shell scripts can be read off. A name that does not exist or a value of
+the wrong type is an error that names the nearest one; a layout that does not divide, or a choice that does
+not exist, is refused by `check` before anything is allocated.
 """
 
 import difflib

@@ -74,6 +74,7 @@ def generate(model, ids, count, temperature=1.0, top_k=0, top_p=1.0, generator=N
 
 
 def arguments():
+    """The command line. Raises UserError."""
     parser = Parser(prog="python generate.py", description="Writes text with a checkpoint.", allow_abbrev=False)
     parser.add_argument("checkpoint", help="a run's out_dir, or one of its step_N folders")
     parser.add_argument("--prompt", default="", help="text to go on from (default: the beginning of a document)")
@@ -96,6 +97,7 @@ def arguments():
 
 
 def main():
+    """Writes each sample as it comes, character by character, up to an end of text or max_tokens. Raises UserError."""
     a = arguments()
     torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan anew for every length of the cache
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

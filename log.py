@@ -167,8 +167,8 @@ def metrics_row(
     consumed_samples,  # since training began
     global_batch_size,
     iterations,  # in this interval
-    samples,  # of all of them
-    seconds,  # that they took
+    samples,  # in this interval, over all data ranks
+    seconds,  # that it took
     lm_loss,  # mean over the interval, all micro-batches and replicas
     grad_norm,  # before clipping; nan or inf where the update was skipped
     lr,  # the one that this update used
@@ -408,6 +408,7 @@ def tensorboard_writer(tensorboard, config, iteration):
 
 
 def wandb_run(wandb, config):
+    """The run that rows are sent to. Raises UserError."""
     try:
         return wandb.init(
             project=config.wandb,

@@ -88,6 +88,7 @@ class Encoded(NamedTuple):
 
 
 def encode_block(job: Job, block: list[Part]) -> Encoded:
+    """What a worker does: a block's parts to tokens, each document in its split; bad ones counted and left out."""
     encoding = load_tokenizer(job.tokenizer)
     endoftext = encoding.eot_token.to_bytes(2, "little")
     tokens, documents, skipped, examples = [[], [], []], [0, 0, 0], Counter(), []
@@ -324,6 +325,7 @@ def locked(folder: str):
 
 
 def parse_arguments():
+    """The command line. Raises UserError."""
     parser = Parser(
         prog="python prepare.py",
         description="Text to tokens on disk: DIR/{train,val,test}.bin (uint16) and DIR/meta.json.",

@@ -1,4 +1,5 @@
 # CodeParrot small, the whole of the Megatron-LM how-to's script (8 GPUs, about 12 hours).
+# mv codeparrot_data.json codeparrot_data.jsonl     (the how-to's name for its JSON lines)
 # python prepare.py codeparrot_data.jsonl --text_key=content --out=data/codeparrot_gpt2
 data_dir = "data/codeparrot_gpt2"
 vocab_size = 50257

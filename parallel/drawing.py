@@ -82,6 +82,7 @@ def columns_per_time(pictures, columns):
 
 
 def row(picture, rank, scale, box, colour):
+    """A rank's actions as text, `scale` columns a unit of time, each drawn by `box`; without what has no column."""
     text, column = "", 0
     for event in picture.timeline.events:
         if event.rank == rank:
@@ -306,6 +307,7 @@ def last_whole(path, schedule, steps):
 
 
 def parse_arguments(arguments):
+    """The options; None: what the command line says. Raises UserError."""
     parser = Parser(
         prog="python -m parallel.schedules",
         description="Draw pipeline schedules, and count their bubble and the activations they hold.",

@@ -252,6 +252,7 @@ class Executor:
             while products and products[0].args[0].spec.unit == name:
                 products.pop(0)()  # and two operands less to keep
             self._reduce(name)
+        assert not products, "a weight gradient of a unit that is not this chunk's"
 
     # --- around them --------------------------------------------------------------------------------------------------
 
