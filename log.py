@@ -36,6 +36,7 @@ import time
 from collections import deque
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -154,7 +155,70 @@ class Timers:
         return taken
 
 
-# --- one row of numbers, and the lines made from it -------------------------------------------------------------------
+# --- from steps to a row of numbers -----------------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """One update, as numbers on the host."""
+
+    loss: float  # mean over all micro-batches and data ranks
+    grad_norm: float  # global, before clipping; nan or inf where the update was skipped
+    lr: float  # the one that this update used
+    skipped: bool  # some gradient overflowed
+    stop: bool  # some rank was asked to stop: all ranks save
+    orphaned: bool  # some rank lost its launcher: no rank saves
+    loss_scale: float
+    samples: int  # the global batch
+
+
+class PendingStep:
+    """An update whose numbers the device may still have to compute: `read` waits for them."""
+
+    def __init__(self, numbers, loss_scale, samples):
+        """numbers: Step's first six fields, float64 [6] on the device. A GPU copies them once it has computed them."""
+        self.host_fields = loss_scale, samples
+        self.numbers, self.copied, self.step = numbers, None, None
+        if numbers.is_cuda:
+            self.numbers = torch.empty(len(numbers), dtype=numbers.dtype, pin_memory=True)
+            self.numbers.copy_(numbers, non_blocking=True)
+            self.copied = torch.cuda.Event()
+            self.copied.record()
+
+    def read(self):
+        """The `Step`. The first call waits for the device; later calls return the same Step."""
+        if self.step is None:
+            if self.copied:
+                self.copied.synchronize()
+            loss, grad_norm, lr, *flags = self.numbers.tolist()
+            self.step = Step(loss, grad_norm, lr, *(flag > 0 for flag in flags), *self.host_fields)
+        return self.step
+
+
+class Interval:
+    """The steps between two log lines, and the time that they take."""
+
+    def __init__(self):
+        self.steps = []  # of PendingStep
+        self.start = time.perf_counter()
+
+    @contextmanager
+    def paused(self):
+        """Leave the block's time out of the interval: the block is no training."""
+        began = time.perf_counter()
+        yield
+        self.start += time.perf_counter() - began
+
+    def row(self, iteration, consumed_samples, timers, data_wait_seconds):
+        """The keywords of `metrics_row`. data_wait_seconds: the wait for batches in the whole interval."""
+        steps = [step.read() for step in self.steps]  # first: the clock below must count the wait for the last step
+        return {
+            "iteration": iteration,
+            "consumed_samples": consumed_samples,
+            "steps": steps,
+            "seconds": time.perf_counter() - self.start,
+            "timers_ms": timers.take(len(steps)),
+            "data_wait_ms": 1000 * data_wait_seconds / len(steps),
+        }
 
 
 def metrics_row(
@@ -162,24 +226,18 @@ def metrics_row(
     world,  # devices that share the work
     peak,  # TFLOP/s of one of them, or None
     *,
-    iteration,  # counted from 1; the interval's last
     train_iters,
+    iteration,  # counted from 1; the interval's last
     consumed_samples,  # since training began
-    global_batch_size,
-    iterations,  # in this interval
-    samples,  # in this interval, over all data ranks
-    seconds,  # that it took
-    lm_loss,  # mean over the interval, all micro-batches and replicas
-    grad_norm,  # before clipping; nan or inf where the update was skipped
-    lr,  # the one that this update used
-    loss_scale,
-    skipped_iterations,  # in this interval
-    nan_iterations,
+    steps,  # the interval's, each a Step
+    seconds,  # that they took
     timers_ms,  # from Timers.take
     data_wait_ms,  # per iteration: the host's wait for its next batch
     validation_loss=None,
 ):
-    """What metrics.jsonl keeps of a logged interval: a dict of numbers; mfu is "unknown" without a peak."""
+    """A logged interval as metrics.jsonl keeps it: a dict of numbers; mfu is "unknown" without a peak."""
+    losses, last = [step.loss for step in steps], steps[-1]
+    samples = sum(step.samples for step in steps)
     per_device = 1 / seconds / world / 1e12
     tflops = model_flops(config, samples) * per_device
     row = {
@@ -187,15 +245,15 @@ def metrics_row(
         "train_iters": train_iters,
         "consumed_samples": consumed_samples,
         "consumed_tokens": consumed_samples * config.seq_length,
-        "lm_loss": lm_loss,
-        "grad_norm": grad_norm,
-        "lr": lr,
-        "loss_scale": loss_scale,
-        "global_batch_size": global_batch_size,
+        "lm_loss": sum(losses) / len(steps),
+        "grad_norm": last.grad_norm,
+        "lr": last.lr,
+        "loss_scale": last.loss_scale,
+        "global_batch_size": last.samples,
         "seq_length": config.seq_length,
-        "skipped_iterations": skipped_iterations,
-        "nan_iterations": nan_iterations,
-        "iteration_ms": 1000 * seconds / iterations,
+        "skipped_iterations": sum(step.skipped for step in steps),
+        "nan_iterations": sum(not math.isfinite(loss) for loss in losses),
+        "iteration_ms": 1000 * seconds / len(steps),
         "samples_per_second": samples / seconds,
         "tokens_per_second": samples * config.seq_length / seconds,
         "tflops": tflops,
@@ -205,6 +263,9 @@ def metrics_row(
         "timers_ms": timers_ms,
     }
     return row if validation_loss is None else row | {"validation_loss": validation_loss}
+
+
+# --- the lines made from a row ----------------------------------------------------------------------------------------
 
 
 def iteration_line(row):
@@ -360,7 +421,7 @@ class Logger:
             sys.stdout.flush()  # so that a log in a file can be read while the run goes on
 
     def log(self, **interval):
-        """Write, print and (on rank 0) return a row. Takes metrics_row's keywords, but for train_iters."""
+        """Write, print and (on rank 0) return a row. Takes metrics_row's keywords, without train_iters."""
         if self.rank != 0:
             return None
         row = metrics_row(self.config, self.world, self.peak, train_iters=self.train_iters, **interval)

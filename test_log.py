@@ -85,24 +85,23 @@ def elapsed(printed):
     return (least + most) / 2 / 10
 
 
+def published_steps(printed):
+    """100 steps, the skipped ones first. Each has the interval's mean loss and its last norm, rate and scale."""
+    loss, norm, lr, scale = (float(printed[name]) for name in ("loss", "norm", "lr", "scale"))
+    skipped, batch = int(printed["skipped"]), int(printed["batch"])
+    return [log.Step(loss, norm, lr, i < skipped, False, False, scale, batch) for i in range(100)]
+
+
 def published_row(printed, config=GPT2_345M):
     return log.metrics_row(
         config,
         world=int(printed["gpus"]),
         peak=312,
-        iteration=int(printed["iteration"]),
         train_iters=500000,
+        iteration=int(printed["iteration"]),
         consumed_samples=int(printed["iteration"]) * int(printed["batch"]),
-        global_batch_size=int(printed["batch"]),
-        iterations=100,
-        samples=100 * int(printed["batch"]),
+        steps=published_steps(printed),
         seconds=elapsed(printed),
-        lm_loss=float(printed["loss"]),
-        grad_norm=float(printed["norm"]),
-        lr=float(printed["lr"]),
-        loss_scale=float(printed["scale"]),
-        skipped_iterations=int(printed["skipped"]),
-        nan_iterations=0,
         timers_ms={},
         data_wait_ms=0.0,
     )
@@ -236,24 +235,74 @@ def test_peak_of_a_device_by_its_real_name(name, dtype, peak):
     assert log.peak_tflops(name, dtype) == peak
 
 
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+NUMBERS = torch.tensor([2.5, 0.75, 1e-3, 0.0, 1.0, 0.0], dtype=torch.float64)  # Step's first six fields
+
+
+def test_a_pending_step_is_read_once():
+    numbers = NUMBERS.clone()
+    pending = log.PendingStep(numbers, 1024.0, 48)
+    step = pending.read()
+    assert step == log.Step(2.5, 0.75, 1e-3, skipped=False, stop=True, orphaned=False, loss_scale=1024.0, samples=48)
+    assert [type(flag) for flag in (step.skipped, step.stop, step.orphaned)] == [bool] * 3
+    numbers.zero_()
+    assert pending.read() is step
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_pending_step_waits_for_a_real_gpu():
+    late, numbers = NUMBERS.cuda(), torch.zeros(6, dtype=torch.float64, device="cuda")
+    log.PendingStep(numbers, 1.0, 2).read()  # the first one allocates pinned memory, which may wait
+    torch.cuda._sleep(10**8)  # cycles: tens of milliseconds
+    numbers.copy_(late)
+    assert log.PendingStep(numbers, 1.0, 2).read() == (2.5, 0.75, 1e-3, False, True, False, 1.0, 2)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_an_interval_ends_when_its_last_step_is_done(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(log.time, "perf_counter", clock)
+
+    class LatePendingStep(log.PendingStep):
+        def read(self):
+            clock.now += 2.0
+            return super().read()
+
+    timers, interval = log.Timers("cpu", clock), log.Interval()
+    with timers("optimizer"):
+        clock.now += 1.0
+    interval.steps += [LatePendingStep(NUMBERS, 1.0, samples) for samples in (2, 6)]
+    with interval.paused():
+        clock.now += 100.0
+    assert interval.row(7, 56, timers, data_wait_seconds=0.5) == {
+        "iteration": 7,
+        "consumed_samples": 56,
+        "steps": [step.read() for step in interval.steps],
+        "seconds": 5.0,
+        "timers_ms": {"optimizer": 500.0},
+        "data_wait_ms": 250.0,
+    }
+
+
 # --- a row ------------------------------------------------------------------------------------------------------------
 
+STEP = log.Step(1 / 3, 0.1, 1e-3, skipped=False, stop=False, orphaned=False, loss_scale=1.0, samples=50)
 
-def interval(**changes):
-    """What train.py hands over: iterations 1 to 10, 10 sequences of 256 tokens each, in 4 seconds."""
+
+def interval(step=STEP, **changes):
+    """What train.py hands over: iterations 9 and 10, each of 50 sequences of 256 tokens, in 4 seconds."""
     given = {
         "iteration": 10,
         "consumed_samples": 100,
-        "global_batch_size": 10,
-        "iterations": 10,
-        "samples": 100,
+        "steps": [step, step],
         "seconds": 4.0,
-        "lm_loss": 1 / 3,
-        "grad_norm": 0.1,
-        "lr": 1e-3,
-        "loss_scale": 1.0,
-        "skipped_iterations": 0,
-        "nan_iterations": 0,
         "timers_ms": {"forward-compute": 100.0, "optimizer": 2 / 3},
         "data_wait_ms": 0.25,
     }
@@ -267,11 +316,11 @@ def row_of(config=None, world=2, peak=None, **changes):
 def test_a_row_has_every_number_with_its_unit():
     config = Config(recompute="full")
     row = row_of(config, peak=0.5)
-    assert row["iteration_ms"] == 400
+    assert row["iteration_ms"] == 2000
     assert row["samples_per_second"] == 25 and row["tokens_per_second"] == 25 * 256  # over all devices
     assert row["consumed_tokens"] == 100 * 256
-    assert row["tflops"] == pytest.approx(log.model_flops(config, 10) / 0.4 / 2 / 1e12, rel=1e-14)  # per device
-    assert row["hardware_tflops"] == pytest.approx(log.hardware_flops(config, 10) / 0.4 / 2 / 1e12, rel=1e-14)
+    assert row["tflops"] == pytest.approx(log.model_flops(config, 50) / 2 / 2 / 1e12, rel=1e-14)  # per device
+    assert row["hardware_tflops"] == pytest.approx(log.hardware_flops(config, 50) / 2 / 2 / 1e12, rel=1e-14)
     assert row["mfu"] == row["tflops"] / 0.5
     wanted = """iteration consumed_samples consumed_tokens lm_loss grad_norm lr loss_scale global_batch_size
         skipped_iterations nan_iterations iteration_ms samples_per_second tokens_per_second tflops
@@ -281,9 +330,22 @@ def test_a_row_has_every_number_with_its_unit():
     assert row_of(validation_loss=2.5)["validation_loss"] == 2.5
 
 
+def test_a_row_has_the_mean_loss_and_the_last_step_s_other_numbers():
+    steps = [
+        STEP._replace(loss=4.0, grad_norm=math.inf, skipped=True, loss_scale=8.0),
+        STEP._replace(loss=2.0, grad_norm=3.0, lr=1e-4, loss_scale=4.0),
+        STEP._replace(loss=1.5, grad_norm=2.0, lr=2e-4, loss_scale=2.0, samples=60),
+    ]
+    names = "lm_loss grad_norm lr loss_scale global_batch_size skipped_iterations nan_iterations".split()
+    row = row_of(steps=steps)
+    assert [row[name] for name in names] == [2.5, 2.0, 2e-4, 2.0, 60, 1, 0]
+    row = row_of(steps=[*steps, STEP._replace(loss=math.nan, skipped=True), STEP._replace(loss=math.inf)])
+    assert (row["skipped_iterations"], row["nan_iterations"]) == (2, 2) and math.isnan(row["lm_loss"])
+
+
 def test_rates_are_of_the_samples_that_there_were():
-    """A batch that grew from 2 to 10 within the interval."""
-    row = row_of(Config(), samples=60, peak=0.5)
+    """A batch that grew from 10 to 50 within the interval."""
+    row = row_of(Config(), steps=[STEP._replace(samples=10), STEP], peak=0.5)
     assert row["samples_per_second"] == 15 and row["tokens_per_second"] == 15 * 256
     assert row["tflops"] == pytest.approx(0.6 * row_of(Config())["tflops"], rel=1e-14)
 
@@ -300,13 +362,6 @@ def test_mfu_counts_no_recomputation():
 
 
 # --- timers -----------------------------------------------------------------------------------------------------------
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def test_timers_add_up_a_phase_and_divide_by_the_iterations():
@@ -428,7 +483,10 @@ def logger_of(config, rank=0, **changes):
 
 def test_rows_come_back_at_full_precision(config):
     logger = logger_of(config)
-    rows = [logger.log(**interval(iteration=i, lm_loss=math.pi / i, validation_loss=math.e / i)) for i in (1, 2, 3)]
+    rows = [
+        logger.log(**interval(STEP._replace(loss=math.pi / i), iteration=i, validation_loss=math.e / i))
+        for i in (1, 2, 3)
+    ]
     logger.close()
     assert list(log.read_metrics(written(config)).values()) == rows
     assert rows[2]["lm_loss"] == math.pi / 3 and rows[2]["train_iters"] == 300
@@ -436,7 +494,7 @@ def test_rows_come_back_at_full_precision(config):
 
 def test_the_terminal_line_can_be_made_again_from_the_file(config, capsys):
     logger = logger_of(config)
-    logger.log(**interval(grad_norm=math.inf))
+    logger.log(**interval(STEP._replace(grad_norm=math.inf)))
     logger.close()
     row = log.read_metrics(written(config))[10]
     assert capsys.readouterr().out.splitlines()[0] == log.iteration_line(row)
@@ -444,7 +502,8 @@ def test_the_terminal_line_can_be_made_again_from_the_file(config, capsys):
 
 def test_any_json_reader_reads_numbers_that_are_not(config):
     logger = logger_of(config)
-    logger.log(**interval(iteration=1, grad_norm=math.nan, lm_loss=math.inf, lr=-math.inf))
+    strange = STEP._replace(grad_norm=math.nan, loss=math.inf, lr=-math.inf)
+    logger.log(**interval(strange, iteration=1))
     logger.close()
 
     def refuse(word):
@@ -462,7 +521,7 @@ def test_a_repeated_iteration_replaces_the_first_and_what_followed_it(config):
     for iteration, losses in [(0, {10: 5.0, 20: 4.0, 30: 3.0, 40: 2.0}), (10, {20: 4.5}), (20, {30: 3.5})]:
         logger = logger_of(config, iteration=iteration)
         for i, loss in losses.items():
-            logger.log(**interval(iteration=i, lm_loss=loss))
+            logger.log(**interval(STEP._replace(loss=loss), iteration=i))
         logger.close()
     rows = log.read_metrics(written(config))
     assert [(i, row["lm_loss"]) for i, row in rows.items()] == [(10, 5.0), (20, 4.5), (30, 3.5)]

@@ -17,8 +17,6 @@ a run is its weights and moments and the few counters in `Counters`.
 
 import contextlib
 import fcntl
-import functools
-import math
 import os
 import signal
 import sys
@@ -35,7 +33,7 @@ import config as configuration
 import data
 import reference
 from errors import UserError, exit_on_user_error
-from log import Logger, Timers, validation_lines
+from log import Interval, Logger, PendingStep, Timers, validation_lines
 from model import GPT
 from parallel import checkpoint, ledger, memory, pipeline, schedules, trace
 from parallel.comm import CommunicationError, agree, all_reduce, gather_objects
@@ -71,56 +69,6 @@ class Run:
     rates: torch.Tensor  # the learning rate of each update, float64 on the device
     counters: Counters = field(default_factory=Counters)
     steps: Counter = field(default_factory=Counter)  # in this process, by their number of micro-batches
-
-
-class Step:
-    """What an update leaves to be logged. Its numbers come from the device: to read one is to wait for the step."""
-
-    FIELDS = "loss", "grad_norm", "lr", "skipped", "stop", "orphaned"
-
-    def __init__(self, numbers, loss_scale, samples):
-        """numbers: FIELDS, float64 [6] on the device. They are copied from there when it has come so far."""
-        self.loss_scale, self.samples = loss_scale, samples  # samples: the global batch
-        self.numbers, self.copied = numbers, None
-        if numbers.is_cuda:
-            self.numbers = torch.empty(len(numbers), dtype=numbers.dtype, pin_memory=True)
-            self.numbers.copy_(numbers, non_blocking=True)
-            self.copied = torch.cuda.Event()
-            self.copied.record()
-
-    @functools.cached_property
-    def values(self):
-        if self.copied:
-            self.copied.synchronize()
-        return dict(zip(self.FIELDS, self.numbers.tolist(), strict=True))
-
-    @property
-    def loss(self):
-        """Mean over all micro-batches and data ranks."""
-        return self.values["loss"]
-
-    @property
-    def grad_norm(self):
-        """Global, before clipping."""
-        return self.values["grad_norm"]
-
-    @property
-    def lr(self):
-        return self.values["lr"]
-
-    @property
-    def skipped(self):
-        return self.values["skipped"] > 0
-
-    @property
-    def stop(self):
-        """Some rank was asked to: all save."""
-        return self.values["stop"] > 0
-
-    @property
-    def orphaned(self):
-        """Some rank lost its launcher: nobody saves."""
-        return self.values["orphaned"] > 0
 
 
 # --- build ----------------------------------------------------------------------------------------------------------
@@ -252,7 +200,7 @@ def micro_batches(run, loader):
 
 
 def train_step(run, batches, stop=False, orphaned=False):
-    """One update from the iterator `batches`, skipped on all ranks if any rank's gradient overflowed: a `Step`."""
+    """Make one update from the iterator `batches`: a `PendingStep`. An overflow on any rank skips it on all ranks."""
     c, mesh, zero = run.config, run.mesh, run.zero
     samples = configuration.global_batch_size_at(c, run.counters.consumed_samples)
     count = samples // (c.micro_batch_size * mesh.dp.size)
@@ -275,9 +223,9 @@ def train_step(run, batches, stop=False, orphaned=False):
         clip = (c.clip_grad / (norm + 1e-6)).clamp(max=1.0) if c.clip_grad else torch.ones_like(norm)
         lr = run.rates.take(zero.updates.clamp(max=len(run.rates) - 1))
         zero.update(reference.numbers(lr, clip / scale, zero.updates + 1, skip, c.adam_beta1, c.adam_beta2))
-        done = Step(torch.stack([loss, norm, lr, skip, *flags]), scale, samples)
+        done = PendingStep(torch.stack([loss, norm, lr, skip, *flags]), scale, samples)
         if run.loss_scale.dynamic:  # but in fp16: the next step's scale depends on this step's overflow
-            run.loss_scale.update(done.skipped)
+            run.loss_scale.update(done.read().skipped)
 
     run.steps[count] += 1
     run.counters.iteration += 1
@@ -329,45 +277,12 @@ class Signals:
         return self.launcher is not None and os.getppid() != self.launcher
 
 
-class Interval:
-    """What is summed up between two log lines."""
-
-    def __init__(self):
-        self.steps = []
-        self.start = time.perf_counter()
-
-    @contextlib.contextmanager
-    def paused(self):
-        """What is not training does not count as its time."""
-        began = time.perf_counter()
-        yield
-        self.start += time.perf_counter() - began
-
-    def row(self, run, loader):
-        """The keywords of `log.metrics_row`. Every rank calls it: the longest wait for data counts."""
-        steps, step = self.steps, self.steps[-1]
-        losses = [step.loss for step in steps]  # the host has waited for the last step before it looks at the clock
-        seconds, iterations = time.perf_counter() - self.start, len(steps)
-        wait = torch.tensor(loader.wait_seconds * 1000 / iterations, dtype=torch.float64, device=run.device)
-        run.mesh.ledger.phase = "setup"
-        wait = all_reduce(wait, run.mesh.world, "data wait", op="max").wait().item()
-        loader.wait_seconds = 0.0
-        return {
-            "iteration": run.counters.iteration,
-            "consumed_samples": run.counters.consumed_samples,
-            "global_batch_size": step.samples,
-            "iterations": iterations,
-            "samples": sum(step.samples for step in steps),
-            "seconds": seconds,
-            "lm_loss": sum(losses) / iterations,
-            "grad_norm": step.grad_norm,
-            "lr": step.lr,
-            "loss_scale": step.loss_scale,
-            "skipped_iterations": sum(step.skipped for step in steps),
-            "nan_iterations": sum(not math.isfinite(loss) for loss in losses),
-            "timers_ms": run.timers.take(iterations),
-            "data_wait_ms": wait,
-        }
+def longest_data_wait(run, loader):
+    """Seconds that a host waited for batches since the last call, the most of all ranks. Every rank calls it."""
+    run.mesh.ledger.phase = "setup"
+    seconds = torch.tensor(loader.wait_seconds, dtype=torch.float64, device=run.device)
+    loader.wait_seconds = 0.0
+    return all_reduce(seconds, run.mesh.world, "data wait", op="max").wait().item()
 
 
 def train(run, tokens, validation, logger, signals):
@@ -389,12 +304,13 @@ def train(run, tokens, validation, logger, signals):
             logger.advance()
             last = counters.iteration == c.train_iters
             # Flags are read a step late: by then they are there, and the device has work meanwhile.
-            stop = before is not None and before.stop
-            if before is not None and before.orphaned:
+            stop = before is not None and before.read().stop
+            if before is not None and before.read().orphaned:
                 raise UserError("the launcher of this or another process has died; nothing was saved")
             validate = validation and (due(c.eval_interval) or last)
             if due(c.log_interval) or validate or last or stop:
-                row = interval.row(run, loader)
+                wait = longest_data_wait(run, loader)
+                row = interval.row(counters.iteration, counters.consumed_samples, run.timers, wait)
                 if validate:
                     row["validation_loss"] = evaluate(run, validation)
                 logger.log(**row)
