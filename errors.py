@@ -1,6 +1,8 @@
 """Users' mistakes: one line that names the field, the value and what would be right, and exit code 2."""
 
 import argparse
+import contextlib
+import fcntl
 import os
 import sys
 
@@ -31,3 +33,25 @@ def exit_on_user_error(main):
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
         sys.exit(141)
+
+
+@contextlib.contextmanager
+def locked(path, message):
+    """Hold the lock of the file `path`, which is made. Raises UserError(message) if another process holds it.
+
+    The system takes the lock back when this process ends, however it ends.
+    """
+    try:
+        file = open(path, "w")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    with file:
+        try:
+            # lockf, for its lock belongs to this process alone. Workers that the process forks would share an flock,
+            # and one that outlives the process would keep it.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise UserError(message) from None
+        except OSError:
+            pass  # the file system has no locks
+        yield

@@ -24,7 +24,6 @@ hundred times faster than encoding them, drops them, and goes on.
 
 import argparse
 import contextlib
-import fcntl
 import functools
 import hashlib
 import itertools
@@ -57,7 +56,7 @@ from documents import (
     read_blocks,
     split_suffixes,
 )
-from errors import Parser, UserError, exit_on_user_error
+from errors import Parser, UserError, exit_on_user_error, locked
 from tokenizer import load_tokenizer
 
 SPLITS = ("train", "val", "test")
@@ -306,21 +305,6 @@ def write_whole(path: str, value: dict):
     os.replace(path + ".part", path)
 
 
-@contextlib.contextmanager
-def locked(folder: str):
-    """Only one prepare.py may write into `folder`. The lock is the process's: it goes when that dies, however."""
-    path = os.path.join(folder, "prepare.lock")
-    with open(path, "w") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            raise UserError(f"--out={folder}: another prepare.py is writing there") from None
-        except OSError:
-            pass  # a file system without locks
-        yield
-        os.remove(path)
-
-
 # ---- The command -------------------------------------------------------------------------------------------------
 
 
@@ -437,10 +421,12 @@ def prepare(args):
             print(f"{out} is finished already: nothing to do")
             return
         os.makedirs(out, exist_ok=True)
-        with locked(out):
+        lock = os.path.join(out, "prepare.lock")
+        with locked(lock, f"--out={out}: another prepare.py is writing there"):
             if not is_finished(out, made_from):  # by another, just now
                 with contextlib.closing(Output(out, made_from)) as output:
                     make(files, Job(args.tokenizer, args.text_key, weights), output, workers, on_error)
+            os.remove(lock)
     except OSError as error:
         raise UserError(
             f"--out={out}: {error.strerror or error}; what is written is kept, the same command goes on with it"

@@ -22,6 +22,7 @@ from parallel.comm import CommunicationError, agree
 from parallel.ledger import Ledger
 from parallel.mesh import Axis, Mesh
 from test_checkpoint import configured, curve, go
+from test_errors import held_elsewhere
 from test_layouts import micro_batches
 
 HERE = Path(__file__).parent
@@ -252,7 +253,8 @@ def test_who_waits_for_an_agreement_says_so(monkeypatch):
 
 
 def test_a_second_run_in_the_same_folder_is_refused(config_file, tokens_dir, tmp_path):
-    with train.lock(tmp_path / "out"), pytest.raises(UserError, match="another run is training there"):
+    (tmp_path / "out").mkdir()
+    with held_elsewhere(tmp_path / "out" / "lock"), pytest.raises(UserError, match="another run is training there"):
         go(configured(tmp_path / "out", tokens_dir))
     go(configured(tmp_path / "out", tokens_dir, train_iters=1))
 
@@ -275,9 +277,9 @@ def test_eval_only_takes_a_checkpoints_loss_on_any_split(tokens_dir, tmp_path, c
     """Not one file changes, and training could go on meanwhile: no lock is asked for."""
     config = configured(tmp_path, tokens_dir, train_iters=4, eval_iters=100)
     trained = validation_losses(config)
-    before = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*"))
     said = {}
-    with train.lock(tmp_path / "elsewhere"):
+    with held_elsewhere(tmp_path / "lock"):
+        before = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*"))
         for split in ("val", "test"):
             config = configured(tmp_path, tokens_dir, train_iters=0, eval_iters=100, eval_only=True, split=split)
             capsys.readouterr()
@@ -285,8 +287,7 @@ def test_eval_only_takes_a_checkpoints_loss_on_any_split(tokens_dir, tmp_path, c
             said[split] = capsys.readouterr().out
     assert f"validation loss at iteration 4 | lm loss value: {trained:.6E}" in said["val"]
     assert "lm loss value" in said["test"] and said["test"] != said["val"]
-    after = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*") if "elsewhere" not in str(p))
-    assert [p for p in after if p[0] != tmp_path] == [p for p in before if p[0] != tmp_path]
+    assert sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*")) == before
 
 
 def test_epochs_stand_for_iterations(tokens_dir, tmp_path):

@@ -16,7 +16,6 @@ a run is its weights and moments and the few counters in `Counters`.
 """
 
 import contextlib
-import fcntl
 import os
 import signal
 import sys
@@ -32,7 +31,7 @@ import torch.distributed as dist
 import config as configuration
 import data
 import reference
-from errors import UserError, exit_on_user_error
+from errors import UserError, exit_on_user_error, locked
 from log import Interval, Logger, PendingStep, Timers, validation_lines
 from model import GPT
 from parallel import checkpoint, ledger, memory, pipeline, schedules, trace
@@ -325,20 +324,14 @@ def train(run, tokens, validation, logger, signals):
     return True
 
 
-@contextlib.contextmanager
 def lock(out_dir):
-    """Keep a second run out of out_dir. The system lets go of the lock when this process ends, however it ends."""
+    """Make out_dir, and a context that keeps a second run out of it. Raises UserError."""
     try:
         Path(out_dir).mkdir(parents=True, exist_ok=True)
-        file = open(Path(out_dir) / "lock", "w")
     except OSError as error:
         raise UserError(f"out_dir={out_dir}: {error.strerror}") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"out_dir={out_dir}: another run is training there; say another --out_dir") from None
-        yield
+    message = f"out_dir={out_dir}: another run is training there; say another --out_dir"
+    return locked(Path(out_dir) / "lock", message)
 
 
 def run_training(config, mesh, device):
