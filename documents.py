@@ -26,6 +26,7 @@ from tokenizer import first_cut, last_cut
 
 KINDS = (".txt", ".md", ".py", ".jsonl")
 PACKINGS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+KNOWN = f"{' '.join(KINDS)}, each also {' '.join(PACKINGS)}"  # in words
 
 PIECE = 512 << 10  # bytes of text that a worker encodes at a time
 MAX_RUN = 1 << 20  # bytes without a boundary; the encoder needs more than linear time for such a run
@@ -137,7 +138,7 @@ def read_parts(path: str, number: int, text_key: str, pattern: str):
     try:
         _, kind, packing = split_suffixes(path)
         if kind not in KINDS:
-            raise BadInput(path, "unknown kind of file", f"known: {' '.join(KINDS)}, each also {' '.join(PACKINGS)}")
+            raise BadInput(path, "unknown kind of file", f"known: {KNOWN}")
         with open(path, "rb") as raw, PACKINGS.get(packing, contextlib.nullcontext)(raw) as stream:
             if stream.peek(3).startswith(codecs.BOM_UTF8):
                 stream.read(3)

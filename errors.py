@@ -1,4 +1,7 @@
-"""Users' mistakes: one line that names the field, the value and what would be right, and exit code 2."""
+"""Users' mistakes: one line that names the field, the value and what would be right, and exit code 2.
+
+One of them is a second run in the same folder: `locked` refuses it.
+"""
 
 import argparse
 import contextlib

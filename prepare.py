@@ -45,9 +45,8 @@ import tiktoken
 from tqdm import tqdm
 
 from documents import (
-    KINDS,
+    KNOWN,
     MAX_RUN,
-    PACKINGS,
     PIECE,
     BadInput,
     Part,
@@ -318,13 +317,12 @@ def parse_arguments():
         formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=24, width=120),
     )
     add = parser.add_argument
-    kinds = f"{' '.join(KINDS)}, each also {' '.join(PACKINGS)}"
     skips = "skip for the standard library, where some files are bad on purpose"
     add(
         "inputs",
         nargs="*",
         metavar="INPUT",
-        help=f"files, 'globs' or folders of {kinds} (default: the standard library)",
+        help=f"files, 'globs' or folders of {KNOWN} (default: the standard library)",
     )
     add("--out", metavar="DIR", help="where to write (default: data/SOURCE_TOKENIZER, as in data/stdlib_gpt2)")
     add("--tokenizer", default="gpt2", help="gpt2, bytes, r50k_base ... (default: gpt2; bytes needs no download)")
