@@ -30,7 +30,7 @@ the bit. Sums over rows (gradients of biases and LayerNorms) are made by a few *
 over many rows with the sum in its registers and writes it once; a last small sum adds up theirs.
 
 That they are right, how many bytes they move, and what the compiler makes of them is in test_kernels.py, for which no
-GPU is needed; how fast they are, `python bench.py kernels` says on one.
+GPU is needed; how fast they are, `python -m bench kernels` says on one.
 """
 
 import math

@@ -1,9 +1,10 @@
-"""bench.py's measurements of kernels and training, without a GPU: what they print there, and their GPU path on a CPU.
+"""The measurements of bench/: the command line; those of kernels and training without a GPU, and their GPU path.
 
-The GPU path is given `Cpu` for a machine, whose clock is the host's and which compiles nothing: every line runs but
+The GPU path gets `Cpu` for a machine, whose clock is the host's and which compiles nothing: every line runs except
 those of class `Gpu`. Nothing here looks at a time.
 """
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +14,16 @@ import torch
 
 pytest.importorskip("triton", reason="no Triton on this machine: there are no kernels to measure")
 if torch.cuda.is_available():
-    pytest.skip("there is a GPU: bench.py itself runs there", allow_module_level=True)
+    pytest.skip("there is a GPU: python -m bench itself runs there", allow_module_level=True)
 
-import bench_kernels
-import bench_train
 import kernels
 import sanitizer
-from bench_kernels import Cpu, as_tuple
+from bench import __main__ as command_line
+from bench import kernels as bench_kernels
+from bench import machine as bench_machine
+from bench import train as bench_train
+from bench.kernels import as_tuple
+from bench.machine import Cpu
 from config import Config
 from errors import UserError
 
@@ -27,19 +31,65 @@ SIZES = dict(n=16, h=64, s=16, v=200)
 NAMES = [op.name for op in bench_kernels.operations(torch.device("cpu"), torch.float32, **SIZES)]
 
 
+def run_python(*arguments):
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=Path(__file__).parent)
+
+
 def bench(*arguments):
-    command = [sys.executable, Path(__file__).parent / "bench.py", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = run_python("-m", "bench", *arguments)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("no GPU here: ")
     return done.stdout
+
+
+def bench_without_a_gpu(name):
+    out = bench(name)
+    assert out.startswith("no GPU here: ")
+    return out
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def test_without_a_name_it_lists_the_measurements():
+    out = bench()
+    for name in ("prepare", "layouts", "kernels", "train"):
+        measure = command_line.measurement(name)
+        (line,) = (line for line in out.splitlines() if line.startswith(f"python -m bench {name} "))
+        for option, parameter in inspect.signature(measure).parameters.items():
+            assert f" --{option}={parameter.default}" in line and f"--{option}" in measure.__doc__
+        assert measure.__doc__ in out
+    assert bench("--help") == out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["layout"], "no measurement layout; there are: prepare, layouts, kernels, train"),
+        (["train", "--step=1"], "--step=1: train has the options --configs, --micro_batch_sizes, --steps, --repeats"),
+        (["train", "--steps=few"], "--steps=few: should be like --steps=10"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_named(monkeypatch, arguments, message):
+    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+    with pytest.raises(UserError) as error:
+        command_line.main()
+    assert str(error.value) == message
+
+
+def test_options_are_parsed_as_their_defaults(monkeypatch):
+    taken = {}
+    monkeypatch.setattr(bench_train, "measure", lambda steps=10, configs="tiny": taken.update(s=steps, c=configs))
+    monkeypatch.setattr(sys, "argv", ["bench", "train", "--steps=3", "--configs=a=b"])
+    command_line.main()
+    assert taken == {"s": 3, "c": "a=b"}
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
 def test_kernels_without_a_gpu():
-    rows = bench("kernels").splitlines()
+    rows = bench_without_a_gpu("kernels").splitlines()
     assert "WRONG" not in str(rows)
     for name in NAMES:
         assert any(row.startswith(name) for row in rows)
@@ -84,7 +134,7 @@ def test_what_fails_is_a_cell(small, capsys, monkeypatch):
     found = bench_kernels.examine(machine, gelu, variants, 2)
     assert found["broken"].cell(0) == "out of memory" and found["Triton"].right
     assert [len(found[name].times) for name in ("Triton", "reference.py", "compiled", "broken")] == [2, 2, 2, 0]
-    bench_kernels.print_row(*bench_kernels.cells(gelu, 1, "backward", found, 1e9))
+    bench_kernels.print_row(bench_kernels.ROW, *bench_kernels.cells(gelu, 1, "backward", found, 1e9))
     assert "broken out of memory" in capsys.readouterr().out
 
 
@@ -109,14 +159,14 @@ def tiny(dtype):
 
 
 def test_training_without_a_gpu():
-    out = bench("train")
+    out = bench_without_a_gpu("train")
     assert out.count("gpt2_124m") == out.count("gpt2_345m") == 2
     assert "plain PyTorch, eager " in out and "failed" not in out
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_training_on_the_path_of_a_gpu(capsys, dtype):
-    bench_train.on_gpu(bench_train.Cpu(), tiny(dtype), [2, 3], 1, 2, ("auto", "torch"), 1e9)
+    bench_train.on_gpu(Cpu(), tiny(dtype), [2, 3], 1, 2, ("auto", "torch"), 1e9)
     out = capsys.readouterr().out
     assert "failed" not in out and out.count("\nmicro-batch of ") == 2
     for name in ("ours, kernels=auto", "ours, kernels=torch", "plain PyTorch, eager", "plain PyTorch, compiled"):
@@ -144,7 +194,7 @@ def test_out_of_memory_is_a_cell_and_not_the_end(capsys, monkeypatch):
     monkeypatch.setattr(bench_train.Theirs, "step", exhausted)
     monkeypatch.setattr(bench_train.Theirs, "take", take)
     monkeypatch.setattr(bench_train.train, "train_step", ours)
-    bench_train.on_gpu(bench_train.Cpu(), tiny("fp32"), [2, 3], 1, 1, ("torch",), 1e9)
+    bench_train.on_gpu(Cpu(), tiny("fp32"), [2, 3], 1, 1, ("torch",), 1e9)
     out = capsys.readouterr().out
     assert out.count("out of memory") == 2 and "ours, kernels=torch failed: ValueError: too much" in out
     assert "no profile of ours, kernels=torch, micro-batch 3" in out
@@ -155,7 +205,7 @@ def test_another_training_is_refused(monkeypatch):
     restart = bench_train.Theirs.restart
     monkeypatch.setattr(bench_train.Theirs, "restart", lambda self: changed(self, restart))
     with pytest.raises(UserError, match="do not train the same"):
-        bench_train.on_gpu(bench_train.Cpu(), tiny("fp32"), [2], 1, 1, ("torch",), 1e9)
+        bench_train.on_gpu(Cpu(), tiny("fp32"), [2], 1, 1, ("torch",), 1e9)
 
 
 def changed(theirs, restart):
@@ -175,7 +225,7 @@ def test_busy_time_counts_what_overlaps_once(capsys):
 
 
 def test_floors_are_those_of_the_operations():
-    """A step's floors, of the whole model, against those of bench_kernels, operation by operation."""
+    """A step's floors, of the whole model, against those of bench/kernels.py, operation by operation."""
     c = tiny("bf16")
     c.hidden_size, c.seq_length, c.vocab_size = 64, 16, 200
     ops = {op.name: op.floor for op in bench_kernels.operations(torch.device("cpu"), torch.bfloat16, **SIZES)}
@@ -212,19 +262,19 @@ def pretended(monkeypatch):
     for name, answer in (("memory_allocated", 100), ("max_memory_allocated", 400), ("get_device_name", "NVIDIA H200")):
         pretend(name, answer)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(bench_train.Gpu, "synchronize", lambda self: None)
-    machine = bench_train.Gpu()
+    monkeypatch.setattr(bench_machine.Gpu, "synchronize", lambda self: None)
+    machine = bench_machine.Gpu()
     machine.device, machine.compile, machine.yardstick = torch.device("cpu"), lambda f: f, (1024, 16)
-    machine.kernels = bench_train.Cpu.kernels
+    machine.profiled = Cpu.profiled
     return machine, calls
 
 
 def test_what_is_asked_of_a_gpu(pretended, small, capsys):
     machine, calls = pretended
-    assert machine.timed(lambda: 7) == (500, 7) and calls[-1] == ("_sleep", bench_kernels.HEAD_START)
+    assert machine.timed(lambda: 7) == (500, 7) and calls[-1] == ("_sleep", bench_machine.HEAD_START)
     assert machine.peak(lambda: None) == 300
     assert bench_kernels.on_gpu(machine, SIZES, "bf16", 1, "gelu")
-    bench_train.on_gpu(machine, tiny("bf16"), [2], 1, 1, ("torch",), bench_kernels.copy_rate(machine))
+    bench_train.on_gpu(machine, tiny("bf16"), [2], 1, 1, ("torch",), bench_machine.copy_rate(machine))
     out = capsys.readouterr().out
     assert "500.0 (500.0-500.0)" not in out and "250.0 (250.0-250.0)" in out  # each of two copies
     assert "MFU of 989 TFLOP/s" in out and "the host waits for nothing" in out

@@ -28,7 +28,7 @@ from reference import Drop
 
 pytest.importorskip("triton", reason="no Triton on this machine: reference.py serves alone")
 if torch.cuda.is_available():
-    pytest.skip("there is a GPU: Triton is itself here, not interpreted (bench.py checks it)", allow_module_level=True)
+    pytest.skip("there is a GPU: Triton is itself here, not interpreted (bench/ checks it)", allow_module_level=True)
 
 import compiled
 import kernels

@@ -603,7 +603,7 @@ def test_mistakes_in_the_command_are_one_line(arguments, expected, tmp_path):
 
 @pytest.mark.parametrize("kind", ["a.txt", "a.txt.gz", "a.jsonl"])
 def test_memory_does_not_grow_with_the_input(kind, tmp_path):
-    """48 MB cost the parent and the largest worker at most 12 MB more than 3 MB do. (bench.py measures the rest.)"""
+    """48 MB cost the parent and the largest worker at most 12 MB more than 3 MB do. (bench/ measures the rest.)"""
     report = "import atexit, resource; parent = os.getpid(); "
     report += "atexit.register(lambda: os.getpid() != parent or print('peak', "
     report += "open('/proc/self/status').read().split('VmHWM:')[1].split()[0], "  # ru_maxrss would count pytest's own

@@ -1,59 +1,38 @@
-"""Measurements beside what people would use instead: each prints a table as the README has it.
+"""prepare.py: its throughput beside one thread of the tokenizer alone, and the memory of its processes.
 
-    python bench.py                   lists them
-    python bench.py prepare --mb=200  throughput and memory of prepare.py
-    python bench.py layouts           a step of every layout beside PyTorch's own (bench_layouts.py)
-    python bench.py kernels           every operation on its own, right and how fast, on a GPU (bench_kernels.py)
-    python bench.py train             a whole step beside plain PyTorch, and its profile, on a GPU (bench_train.py)
+    python -m bench prepare --mb=200
 
-A measurement is a function below whose keyword arguments are its options; its docstring is its help. Machines are
-shared and their clocks move, so what is compared runs in turns, several times, and the table shows the median of the
-ratios with the smallest and the largest.
+Machines are shared and their clocks move, so what is compared runs in turns, several times, and the table shows the
+median of the ratios with the smallest and the largest.
 """
 
-import inspect
 import json
 import os
 import random
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from errors import UserError, exit_on_user_error
-
-HERE = Path(__file__).parent
-
-
-def print_table(head: list[str], rows: list[list]):
-    """Columns as wide as they need to be; the first one left-aligned."""
-    rows = [[str(cell) for cell in row] for row in [head, *rows]]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        print("  ".join(cells), flush=True)
+import prepare
+from bench.tables import print_table, spread
+from documents import find_files
+from errors import UserError
+from tokenizer import load_tokenizer
 
 
-def spread(values, form="{:.2f}") -> str:
-    """'1.02 (0.97-1.05)': the median, the smallest and the largest."""
-    low, middle, high = (form.format(f(values)) for f in (min, statistics.median, max))
-    return f"{middle} ({low}-{high})"
-
-
-# ---- prepare -----------------------------------------------------------------------------------------------------
-
-
-def prepare(
+def measure(
     mb: int = 200, line_mb: int = 200, repeats: int = 5, tokenizers: str = "gpt2,bytes", parts: str = "speed,memory"
 ):
     """prepare.py: throughput against one thread of encode_ordinary (goal: 0.85 x cores), peak memory of its processes.
 
-    --mb        size of the text whose throughput is measured, start-up included
-    --line_mb   size of the text file that is a single line; the large text file has twice that
-    --repeats   how often the two are measured, in turns
+    --mb          size of the text whose throughput is measured, start-up included
+    --line_mb     size of the text file that is a single line; the large text file has twice that
+    --repeats     how often the two are measured, in turns
+    --tokenizers  measure the throughput with each of them
+    --parts       speed, memory or both
     """
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder:
         if "speed" in parts:
@@ -68,10 +47,7 @@ def prepare_throughput(folder: Path, mb: int, repeats: int, tokenizers: list[str
     The last column is what is left of the other when somebody else keeps the cores busy: bytes per CPU second, of
     prepare.py with all its processes and of encode_ordinary.
     """
-    import prepare as prepare_py
-    from tokenizer import load_tokenizer
-
-    cores = prepare_py.parse_workers(None)
+    cores = prepare.parse_workers(None)
     documents = list(sample_documents(mb << 20))
     inputs = {"one text file": folder / "text.txt", "JSON lines": folder / "lines.jsonl"}
     inputs["one text file"].write_bytes(b"".join(d.encode() for d in documents))
@@ -154,8 +130,6 @@ MEMORY_CASES = {
 
 def sample_documents(size: int):
     """Yields the standard library's sources in random orders, over and over, the same ones every time, `size` bytes."""
-    from documents import find_files
-
     paths = find_files([])
     order = random.Random(0)
     while size > 0:
@@ -178,7 +152,7 @@ def run_prepare(path: Path, out: Path, tokenizer: str, *options, sample_memory=F
     """Runs prepare.py into a fresh `out`; returns the seconds it took, and its processes' peak memory if asked."""
     for file in out.glob("*"):
         file.unlink()
-    command = [sys.executable, HERE / "prepare.py", path, f"--out={out}", f"--tokenizer={tokenizer}", *options]
+    command = [sys.executable, prepare.__file__, path, f"--out={out}", f"--tokenizer={tokenizer}", *options]
     start, peak = time.perf_counter(), {"Rss": 0, "Pss": 0}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         while sample_memory and process.poll() is None:
@@ -211,91 +185,3 @@ def memory_of_tree(root: int) -> dict[str, int]:
         except (FileNotFoundError, ProcessLookupError):
             pass
     return total
-
-
-# ---- layouts -----------------------------------------------------------------------------------------------------
-
-
-def layouts(layers: int = 4, hidden: int = 256, seq: int = 128, vocab: int = 2048, repeats: int = 15, only: str = ""):
-    """A step of ours beside PyTorch's own, same model, samples, processes and threads (goal: a ratio of at most 1).
-
-    --layers, --hidden, --seq, --vocab   the model; a micro-batch is 4 samples
-    --repeats                            how often each of the two makes a step, in turns
-    --only                               part of a layout's name: measure only those
-    """
-    from bench_layouts import compare
-
-    compare(layers, hidden, seq, vocab, repeats, only)
-
-
-# ---- kernels and training on a GPU ---------------------------------------------------------------------------------
-
-
-def kernels(
-    only: str = "",
-    repeats: int = 20,
-    dtype: str = "bf16",
-    hidden: int = 1024,
-    tokens: int = 32768,
-    seq: int = 1024,
-    vocab: int = 50257,
-):
-    """Every operation on its own: right or not, its time beside PyTorch's, its share of what the GPU can do.
-
-    --only                      part of an operation's name: measure only those
-    --repeats                   how often each variant is measured, in turns
-    --dtype                     of the activations: bf16, fp16, fp32
-    --hidden, --tokens, --seq, --vocab   the model's width; tokens of a micro-batch, of a sample; words
-    """
-    from bench_kernels import compare
-
-    compare(only, repeats, dtype, hidden, tokens, seq, vocab)
-
-
-def training(
-    configs: str = "gpt2_124m,gpt2_345m", micro_batch_sizes: str = "8,16,32", steps: int = 10, repeats: int = 3
-):
-    """Tokens per second of a whole step beside plain PyTorch and Hugging Face, and its profile, kernel by kernel.
-
-    --configs             files of configs/, without .py
-    --micro_batch_sizes   samples of a step
-    --steps               in a turn
-    --repeats             turns of each, in turn
-    """
-    from bench_train import compare
-
-    compare(configs, micro_batch_sizes, steps, repeats)
-
-
-# ---- the command line ----------------------------------------------------------------------------------------------
-
-MEASUREMENTS = {"prepare": prepare, "layouts": layouts, "kernels": kernels, "train": training}
-
-
-def main():
-    """The command line: a measurement and its options; without one, the list. Raises UserError."""
-    if len(sys.argv) < 2 or sys.argv[1] not in MEASUREMENTS:
-        for name, measurement in MEASUREMENTS.items():
-            options = " ".join(f"--{p.name}={p.default}" for p in inspect.signature(measurement).parameters.values())
-            print(f"python bench.py {name} {options}\n    {measurement.__doc__}")
-        if len(sys.argv) > 1 and sys.argv[1] not in ("-h", "--help"):
-            raise UserError(f"no measurement {sys.argv[1]}; there are: {', '.join(MEASUREMENTS)}")
-        return
-    measurement = MEASUREMENTS[sys.argv[1]]
-    options = {}
-    parameters = inspect.signature(measurement).parameters
-    for argument in sys.argv[2:]:
-        key, _, value = argument.removeprefix("--").partition("=")
-        if key not in parameters:
-            raise UserError(
-                f"{argument}: {sys.argv[1]} has the options {', '.join('--' + name for name in parameters)}"
-            )
-        try:
-            options[key] = type(parameters[key].default)(value)
-        except ValueError:
-            raise UserError(f"{argument}: should be like --{key}={parameters[key].default}") from None
-    measurement(**options)
-
-
-if __name__ == "__main__":
-    exit_on_user_error(main)

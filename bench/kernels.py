@@ -1,22 +1,21 @@
 """Every operation on its own: is it right, how many microseconds, how near to what the GPU can do at all.
 
-    python bench.py kernels --only=gelu
+    python -m bench kernels --only=gelu
 
 An operation is drawn, checked and timed as the model has it: as many tokens, parameters whose gradients are float32,
 forward and backward apart. Beside ours in Triton stand `reference.py` as it is and under torch.compile, and the one
 fused operation that PyTorch itself has for the purpose, if it has one.
 
-What is right is `reference.py` in float64 on the same inputs. The error allowed is what the tests allow, and no number
+The exact result is `reference.py` in float64 on the same inputs. The error allowed is that of the tests, and no number
 that happened to pass: twice the error that `reference.py` makes in the inputs' own dtype, and a rounding.
 
-What is timed is the GPU, not Python. Before each measurement the GPU is kept spinning for two milliseconds, in which
-the host queues what is to come, so that no kernel waits to be launched. The variants take turns, and each goes over
-several copies of its inputs in a row, which together do not fit into the L2 cache: nothing is found there that a
-training step would not find there.
+The time is the GPU's, not Python's. Before each measurement the GPU spins for two milliseconds; meanwhile the host
+queues the work, so that no kernel waits to be launched. The variants take turns, and each goes over several copies of
+its inputs in a row, which together do not fit into the L2 cache: as in a training step, the inputs are not there yet.
 
 The yardsticks are measured in the same run: bytes per second of a plain copy, read and write; FLOP/s of a large matrix
-product. An operation's *floor* is what it must at least move, each byte once, or multiply; its share of the yardstick
-says what is left to gain. The floors are derived in kernels.py and flash_attention.py, operation by operation.
+product. An operation's *floor* is the least that it must move, each byte once, or multiply; its share of the yardstick
+says how much is left to gain. kernels.py and flash_attention.py derive the floors, operation by operation.
 
 Without a GPU the kernels run in Triton's interpreter, small: the same check, and the bytes that they move, counted.
 """
@@ -26,7 +25,6 @@ import gc
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -37,19 +35,34 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import reference
 import train
-from bench import print_table, spread
+from bench.machine import NO_GPU, VERSIONS, Gpu, copy_rate, product_rate, what_went_wrong
+from bench.tables import print_row, print_table, spread
 from config import Config
 from errors import UserError
 from parallel.mesh import Mesh
 from parallel.tensor import CHUNK, LinearCrossEntropy
 from reference import Drop
 
-NO_GPU = "no GPU here: "
-VERSIONS = f"PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
+L2 = 200 << 20  # bytes that are not in the cache any more when they are used again: 50 MB fit into an H200's
+ROW = "{:<30}{:<9}{:>13}{:>28}{:>17}{:>6}{:>28}{:>28}{:>7}  {}"
 
 
-def compare(only, repeats, dtype, hidden, tokens, seq, vocab):
-    """What `python bench.py kernels` does; the options are explained there."""
+def measure(
+    only: str = "",
+    repeats: int = 20,
+    dtype: str = "bf16",
+    hidden: int = 1024,
+    tokens: int = 32768,
+    seq: int = 1024,
+    vocab: int = 50257,
+):
+    """Every operation on its own: right or not, its time beside PyTorch's, its share of what the GPU can do.
+
+    --only                      part of an operation's name: measure only those
+    --repeats                   how often each variant is measured, in turns
+    --dtype                     of the activations: bf16, fp16, fp32
+    --hidden, --tokens, --seq, --vocab   the model's width; tokens of a micro-batch, of a sample; words
+    """
     if dtype not in ("bf16", "fp16", "fp32"):
         raise UserError(f"--dtype={dtype}: should be bf16, fp16 or fp32")
     if hidden % 64 or tokens % seq:
@@ -58,68 +71,6 @@ def compare(only, repeats, dtype, hidden, tokens, seq, vocab):
     right = on_gpu(Gpu(), sizes, dtype, repeats, only) if torch.cuda.is_available() else interpreted(only)
     if not right:
         sys.exit(1)
-
-
-# --- the machine ------------------------------------------------------------------------------------------------------
-
-HEAD_START = 4_000_000  # clock cycles, about 2 ms: longer than the host takes to queue a measurement
-L2 = 200 << 20  # bytes that are not in the cache any more when they are used again: 50 MB fit into an H200's
-
-
-class Gpu:
-    """What a measurement asks of the device. (Tests give it `Cpu`: the same path by the host's clock.)"""
-
-    def __init__(self):
-        self.device, self.name = torch.device("cuda"), torch.cuda.get_device_name()
-        self.compile = functools.partial(torch.compile, dynamic=False)
-        self.yardstick = 1 << 29, 8192  # bytes that are copied; rows and columns of the product
-
-    def timed(self, call):
-        """(microseconds that the GPU takes for what `call()` queues, what it returns)."""
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(HEAD_START)
-        start.record()
-        result = call()
-        stop.record()
-        stop.synchronize()
-        return 1000 * start.elapsed_time(stop), result
-
-    def clean(self):
-        """Give back what nobody holds any more: memory, and compiled code."""
-        gc.collect()
-        torch._dynamo.reset()
-        torch.cuda.empty_cache()
-
-
-class Cpu:
-    def __init__(self):
-        self.device, self.name = torch.device("cpu"), "CPU"
-        self.compile = lambda function: function
-        self.yardstick = 1 << 20, 64
-
-    def timed(self, call):
-        start = time.perf_counter()
-        result = call()
-        return 1e6 * (time.perf_counter() - start), result
-
-    def clean(self):
-        gc.collect()
-
-
-def copy_rate(machine):
-    """Bytes per second, read and written, of a plain copy."""
-    size, _ = machine.yardstick
-    pairs = [[torch.ones(size, dtype=torch.uint8, device=machine.device) for _ in range(2)] for _ in range(2)]
-    runs = [machine.timed(lambda: [to.copy_(source) for to, source in pairs])[0] for _ in range(10)]
-    return 2 * 2 * size / (statistics.median(runs) * 1e-6)
-
-
-def product_rate(machine, dtype):
-    """FLOP/s of a large matrix product."""
-    _, n = machine.yardstick
-    a, b = (torch.randn(n, n, device=machine.device).to(dtype) for _ in range(2))
-    runs = [machine.timed(lambda: a @ b)[0] for _ in range(10)]
-    return 2 * n**3 / (statistics.median(runs) * 1e-6)
 
 
 # --- the operations ---------------------------------------------------------------------------------------------------
@@ -152,7 +103,7 @@ class Operation:
         return ("forward", "backward") if len(self.floor) == 2 else ("whole",)
 
     def inputs(self, seed):
-        """Drawn; those that backward goes to want a gradient: of parameters (the vectors) in float32, as in training"""
+        """Draw them, and let backward reach them. A parameter (a vector) has a float32 gradient, as in training."""
         inputs = self.draw(seed)
         for x in inputs:
             if len(self.floor) == 2 and x.is_floating_point():
@@ -239,15 +190,21 @@ def losses(device, dtype, n, h, v):
 
     The latter over all columns, padding included: PyTorch's own would have to cut a row to an odd length.
     """
-    width, chunk, tp = -(-v // 128) * 128, min(n, CHUNK), Mesh().tp
+    width = -(-v // 128) * 128
+    return [loss_of_logits(device, dtype, min(n, CHUNK), v, width), loss_of_head(device, dtype, n, h, v, width)]
 
-    def draw_logits(seed):
+
+def draw_targets(device, seed, count, v):
+    return torch.randint(v, (count,), generator=torch.Generator(device).manual_seed(seed), device=device)
+
+
+def loss_of_logits(device, dtype, chunk, v, width):
+    """The loss of a chunk's logits [chunk, width], and its gradient in their place."""
+
+    def draw(seed):
         (z,) = randoms(device, dtype, seed, (chunk, width))
         z[:, v:] = -1e4  # so that it makes no difference whether padding takes part: PyTorch's knows of none
-        return [z, draw_targets(seed, chunk)]
-
-    def draw_targets(seed, count):
-        return torch.randint(v, (count,), generator=torch.Generator(device).manual_seed(seed), device=device)
+        return [z, draw_targets(device, seed, chunk, v)]
 
     def run(ops, z, targets):
         return ops.cross_entropy_(z, targets, v, 1 / chunk), z
@@ -257,46 +214,49 @@ def losses(device, dtype, n, h, v):
         losses = F.cross_entropy(z, targets, reduction="none")
         return losses.detach(), *torch.autograd.grad(losses, z, torch.full_like(losses, 1 / chunk))
 
-    def draw_head(seed):
-        x, w = randoms(device, dtype, seed, (n, h), (width, h))
-        return [x, w.mul_(0.02), draw_targets(seed, n)]
+    return Operation(
+        "cross_entropy_", "cross_entropy_", draw, run, (2 * chunk * width * dtype.itemsize,), chunk * width,
+        own={"F.cross_entropy": own},
+    )  # fmt: skip
 
-    def run_head(ops, x, w, targets):
+
+def loss_of_head(device, dtype, n, h, v, width):
+    """The loss of all tokens from x [n, h] and the word table w [width, h], and the gradients of both."""
+
+    def draw(seed):
+        x, w = randoms(device, dtype, seed, (n, h), (width, h))
+        return [x, w.mul_(0.02), draw_targets(device, seed, n, v)]
+
+    def run(ops, x, w, targets):
         w = nn.Parameter(w)
         w.grad_dtype = torch.promote_types(w.dtype, torch.float32)
         w.grad, w.deferred = torch.zeros_like(w, dtype=w.grad_dtype), None
         x = x.detach().requires_grad_()
-        loss = LinearCrossEntropy.apply(x, w, targets, width, 1 / n, "copy", tp, ops).mean()
+        loss = LinearCrossEntropy.apply(x, w, targets, width, 1 / n, "copy", Mesh().tp, ops).mean()
         return loss.detach(), *torch.autograd.grad(loss, x), w.grad
 
-    def whole(function):
-        """Of a mean loss (x, w, targets): it and its gradients."""
-
-        def run(x, w, targets):
-            x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
-            loss = function(x, w, targets)
-            return loss.detach(), *torch.autograd.grad(loss, (x, w))
-
-        return run
-
     def compiled(compile):
-        return whole(compile(lambda x, w, targets: F.cross_entropy((x @ w.T).float(), targets)))
+        return with_gradients(compile(lambda x, w, targets: F.cross_entropy((x @ w.T).float(), targets)))
 
-    own_head = {}
+    own = {}
     if hasattr(nn, "LinearCrossEntropyOptions"):  # from PyTorch 2.13 on
         options = dict(options=nn.LinearCrossEntropyOptions())
-        own_head["F.linear_cross_entropy"] = whole(functools.partial(F.linear_cross_entropy, **options))
-    item = dtype.itemsize
-    return [
-        Operation(
-            "cross_entropy_", "cross_entropy_", draw_logits, run, (2 * chunk * width * item,), chunk * width,
-            own={"F.cross_entropy": own},
-        ),
-        Operation(
-            "linear + cross_entropy_", "cross_entropy_", draw_head, run_head, (6 * n * h * width,), n * width,
-            flops=True, own=own_head, compiled=compiled,
-        ),
-    ]  # fmt: skip
+        own["F.linear_cross_entropy"] = with_gradients(functools.partial(F.linear_cross_entropy, **options))
+    return Operation(
+        "linear + cross_entropy_", "cross_entropy_", draw, run, (6 * n * h * width,), n * width,
+        flops=True, own=own, compiled=compiled,
+    )  # fmt: skip
+
+
+def with_gradients(function):
+    """Of a mean loss (x, w, targets): it and its gradients."""
+
+    def run(x, w, targets):
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        loss = function(x, w, targets)
+        return loss.detach(), *torch.autograd.grad(loss, (x, w))
+
+    return run
 
 
 def updates(device, dtype, h):
@@ -367,13 +327,18 @@ def as_tuple(outputs):
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
+def random_seeds(outputs):
+    """One random gradient for each output: backward starts from them."""
+    return [randoms(y.device, y.dtype, 90 + i, y.shape)[0] for i, y in enumerate(outputs)]
+
+
 def passes(operation, function, inputs, seeds=None):
     """(function's outputs, their gradients' source `seeds`, and, in the same list, the gradients of its inputs)."""
     outputs = as_tuple(function(*inputs))
     if len(operation.floor) == 1:
         return [*outputs], None
     if seeds is None:
-        seeds = [randoms(y.device, y.dtype, 90 + i, y.shape)[0] for i, y in enumerate(outputs)]
+        seeds = random_seeds(outputs)
     gradients = torch.autograd.grad(outputs, [x for x in inputs if x.requires_grad], seeds)
     return [*(y.detach() for y in outputs), *gradients], seeds
 
@@ -392,7 +357,7 @@ class Judge:
         self.of_plain = [relative_error(x, right) for x, right in zip(results, self.exact, strict=True)]
 
     def worst(self, results):
-        """The largest of the results' errors, in units of what is allowed: right is what is at most 1."""
+        """The largest of the results' errors, in units of the allowed error: results are right up to 1."""
         shares = []
         for x, right, of_plain in zip(results, self.exact, self.of_plain, strict=True):
             rounding = torch.finfo(x.dtype).eps + 8 * torch.finfo(torch.float32).eps
@@ -416,7 +381,7 @@ def judged(share):
 
 
 def on_gpu(machine, sizes, dtype, repeats, only):
-    """Prints the table, a row as soon as it is there, and what it means for kernels=auto. False: ours was wrong."""
+    """Print the table, a row as soon as it is there, and its meaning for kernels=auto. False: ours was wrong."""
     import kernels
 
     dtype_name, dtype = dtype, train.DTYPES[dtype]
@@ -429,8 +394,8 @@ def on_gpu(machine, sizes, dtype, repeats, only):
         f"microseconds, median (smallest-largest) of {repeats}; error: the largest, 1 is what is allowed "
         "(twice reference.py's in this dtype, and a rounding)"
     )
-    print_row("", "", "error", "Triton", "rate", "share", "reference.py", "compiled", "", "PyTorch's own")
-    machine.clean()
+    print_row(ROW, "", "", "error", "Triton", "rate", "share", "reference.py", "compiled", "", "PyTorch's own")
+    machine.forget_compiled()
     totals, right = [], True
     for operation in operations(machine.device, dtype, **sizes):
         if only in operation.name:
@@ -438,17 +403,12 @@ def on_gpu(machine, sizes, dtype, repeats, only):
             found = examine(machine, operation, variants, repeats)
             right &= found["Triton"].right
             for i, direction in enumerate(operation.directions):
-                print_row(*cells(operation, i, direction, found, rates[operation.flops]))
+                print_row(ROW, *cells(operation, i, direction, found, rates[operation.flops]))
             totals.append((operation, *(found[which].total() for which in ("Triton", "reference.py"))))
             del variants, found
-        machine.clean()
+        machine.forget_compiled()
     print(verdict(train.operations(Config(kernels="auto"), machine.device, dtype_name), totals))
     return right
-
-
-def print_row(*cells):
-    form = "{:<30}{:<9}{:>13}{:>28}{:>17}{:>6}{:>28}{:>28}{:>7}  {}"
-    print(form.format(*cells), flush=True)
 
 
 def variants_of(operation, kernels, machine):
@@ -464,7 +424,7 @@ def variants_of(operation, kernels, machine):
 
 @dataclass
 class Found:
-    """What was found out about one variant: its error; microseconds of a copy in each direction; or why it failed."""
+    """The findings about one variant: its error; microseconds of a copy in each direction; or why it failed."""
 
     error: float | None = None
     times: list = field(default_factory=list)  # of tuples, one number per direction
@@ -484,13 +444,6 @@ class Found:
         return spread([times[i] for times in self.times], "{:,.1f}") if self.times else self.failure
 
 
-def what_went_wrong(error):
-    """In one line: what fails is a cell of the table, and the others go on."""
-    if isinstance(error, torch.cuda.OutOfMemoryError):
-        return "out of memory"
-    return f"failed: {type(error).__name__}: {' '.join(str(error).split())}"[:300]
-
-
 def examine(machine, operation, variants, repeats):
     """{variant: Found}: each checked, then timed in turns."""
     found = {}
@@ -505,9 +458,7 @@ def examine(machine, operation, variants, repeats):
     copies = [operation.inputs(seed) for seed in range(number_of_copies(operation.inputs(0)))]
     seeds = None
     if len(operation.floor) == 2:
-        shapes = as_tuple(operation.run(reference, *copies[0]))
-        seeds = [randoms(y.device, y.dtype, 90 + i, y.shape)[0] for i, y in enumerate(shapes)]
-        del shapes
+        seeds = random_seeds(as_tuple(operation.run(reference, *copies[0])))
     for i in range(repeats + 1):  # the first time does not count
         names = [name for name, what in found.items() if not what.failure]
         for name in names[i % len(names) :] + names[: i % len(names)] if names else []:
@@ -532,7 +483,7 @@ def another(operation):
 
 
 def number_of_copies(inputs):
-    """So many that what the first one had in the cache is gone when it is its turn again; two at least."""
+    """So many that the first one is gone from the cache when it is its turn again; two at least."""
     return max(2, -(-L2 // sum(x.nbytes for x in inputs)))
 
 
@@ -567,14 +518,14 @@ def cells(operation, i, direction, found, rate):
 
 
 def note(operation, name, what):
-    """What has to be said about one of PyTorch's own besides its time."""
+    """A remark about one of PyTorch's own, beside its time."""
     if name in operation.another:
         return " (another function)"
     return "" if what.right or what.failure else f" (error {judged(what.error)})"
 
 
 def verdict(auto, totals):
-    """What kernels=auto takes of the two that it has the choice of, and where the measurement says otherwise."""
+    """The choice of kernels=auto for each operation that has both, and where the measurement says otherwise."""
     chosen = {op.ops: "torch" if getattr(auto, op.ops, None) is getattr(reference, op.ops) else "triton"
               for op, *_ in totals if op.ops in reference.OPERATIONS}  # fmt: skip
     taken = {which: [name for name in chosen if chosen[name] == which] for which in ("triton", "torch")}
@@ -591,7 +542,7 @@ def verdict(auto, totals):
 
 
 def interpreted(only):
-    """The check under Triton's interpreter, and the bytes that kernels moved beside the floor. False: wrong."""
+    """Print the check under Triton's interpreter, and the bytes that kernels moved beside the floor. False: wrong."""
     os.environ["TRITON_INTERPRET"] = "1"  # Triton looks once, when it is imported
     try:
         import kernels

@@ -1,15 +1,17 @@
 """A training step of every layout beside PyTorch's own: DDP, FSDP2, DTensor, torch.distributed.pipelining.
 
-    python bench.py layouts --only=zero
+    python -m bench layouts --only=zero
 
 Both train the same GPT from the same weights on the same samples: in one set of processes (Gloo, one thread each)
-that take turns, ours, theirs, theirs, ours ... That they do the same is checked before anything is timed: losses and
-gradient norms of the first three steps agree to 1e-4. Theirs is written as PyTorch's tutorials would have it, with
-whatever makes it fastest: fused AdamW, gradients that are views into buckets, no copy or message that the layout does
-not need. It is `Plain` below; then each of their four ways to spread it over processes; then the timing.
+that take turns, ours, theirs, theirs, ours ... A check comes before the timing: losses and gradient norms of the first
+three steps agree to 1e-4. Theirs is written as PyTorch's tutorials would have it, with everything that makes it
+fastest: fused AdamW, gradients that are views into buckets, no copy or message that the layout does not need. Its
+model is `Plain` of plain.py; four functions below, one for each of PyTorch's ways, spread it over processes; then
+comes the timing.
 """
 
 import contextlib
+import itertools
 import multiprocessing
 import statistics
 import tempfile
@@ -18,123 +20,43 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 import train
-from bench import spread
+from bench.plain import STEADY, Plain, loss_of, make_optimizer, samples
+from bench.tables import print_row, ratios, spread
 from config import Config
 from errors import UserError
 from parallel.comm import all_reduce
 from parallel.mesh import Mesh
 from parallel.pipeline import split
 
+ROW = "{:<26}{:>4}{:>16}{:>16}{:>18}{:>18}{:>9}  {}"
 
-def compare(layers, hidden, seq, vocab, repeats, only):
-    """What `python bench.py layouts` does; the options are explained there."""
+
+def measure(layers: int = 4, hidden: int = 256, seq: int = 128, vocab: int = 2048, repeats: int = 15, only: str = ""):
+    """A step of ours beside PyTorch's own, same model, samples, processes and threads (goal: a ratio of at most 1).
+
+    --layers, --hidden, --seq, --vocab   the model; a micro-batch is 4 samples
+    --repeats                            how often each of the two makes a step, in turns
+    --only                               part of a layout's name: measure only those
+    """
     fields = dict(num_layers=layers, hidden_size=hidden, seq_length=seq, vocab_size=vocab, num_attention_heads=8)
     print(
         f"PyTorch {torch.__version__}, Gloo, a thread per process; {layers} layers of {hidden}, {seq} tokens, "
         f"vocabulary {vocab}, fp32\nms per step, ours / theirs: median (smallest-largest) of {repeats}, on n processes"
     )
-    print_row("", "n", "ours, ms", "PyTorch's, ms", "ratio", "by CPU time", "ours is", "against")
+    print_row(ROW, "", "n", "ours, ms", "PyTorch's, ms", "ratio", "by CPU time", "ours is", "against")
     for processes in sorted({row[1] for row in LAYOUTS}):
         names = [name for name, n, *_ in LAYOUTS if n == processes and only in name]
         if names:
             together(processes, in_turns, names, fields, repeats)
 
 
-def print_row(name, *cells):
-    print(f"{name:<26}{'{:>4}{:>16}{:>16}{:>18}{:>18}{:>9}  {}'.format(*cells)}", flush=True)
-
-
-# --- theirs: the model ------------------------------------------------------------------------------------------------
-
-
-class PlainEmbedding(nn.Module):
-    def __init__(self, c):
-        super().__init__()
-        self.word = nn.Embedding(c.padded_vocab_size, c.hidden_size)
-        self.position = nn.Embedding(c.positions, c.hidden_size)
-        self.positions = torch.arange(c.seq_length)
-
-    def forward(self, ids):  # [b, s] -> [b, s, h]
-        return self.word(ids) + self.position(self.positions)
-
-
-class PlainBlock(nn.Module):
-    """The outputs of qkv lie head by head, [a, 3, d], so that a consecutive part of them is whole heads."""
-
-    def __init__(self, c):
-        super().__init__()
-        h, self.head_size = c.hidden_size, c.head_size
-        self.ln1, self.qkv, self.proj = nn.LayerNorm(h), nn.Linear(h, 3 * h), nn.Linear(h, h)
-        self.ln2, self.fc1, self.fc2 = nn.LayerNorm(h), nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
-
-    def forward(self, x):  # [b, s, h]
-        qkv = self.qkv(self.ln1(x)).unflatten(-1, (-1, 3, self.head_size))  # [b, s, a, 3, d]
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(y.transpose(1, 2).flatten(2))
-        return x + self.fc2(F.gelu(self.fc1(self.ln2(x)), approximate="tanh"))
-
-
-class PlainHead(nn.Module):
-    def __init__(self, c):
-        super().__init__()
-        self.ln = nn.LayerNorm(c.hidden_size)
-        self.word = nn.Linear(c.hidden_size, c.padded_vocab_size, bias=False)
-
-    def forward(self, x):
-        return self.word(self.ln(x))  # [b, s, v]
-
-
-class Plain(nn.Module):
-    """The same GPT in plain PyTorch, with our initial weights."""
-
-    def __init__(self, c, tp, tied=True):
-        super().__init__()
-        self.units = nn.ModuleList([PlainEmbedding(c), *(PlainBlock(c) for _ in range(c.num_layers)), PlainHead(c)])
-        self.load(c, tp)
-        if tied:
-            self.tie()
-
-    def tie(self):
-        self.units[-1].word.weight = self.units[0].word.weight
-
-    def forward(self, ids):
-        for unit in self.units:
-            ids = unit(ids)
-        return ids
-
-    @torch.no_grad()
-    def load(self, c, tp):
-        for spec in train.GPT(c, tp).specs().values():
-            weight = spec.initial(c.seed)
-            if ".qkv." in spec.name:  # ours is [3, a d, ...]
-                weight = weight.unflatten(1, (-1, c.head_size)).transpose(0, 1).flatten(0, 2)
-            unit, _, name = spec.name.partition(".")
-            if unit == "word":
-                self.units[0].word.weight.copy_(weight)
-                self.units[-1].word.weight.copy_(weight)
-            elif unit == "embedding":
-                self.units[0].position.weight.copy_(weight)
-            else:
-                i = -1 if unit == "head" else 1 + int(unit.removeprefix("block"))
-                self.units[i].get_parameter(name).copy_(weight)
-
-
-def loss_of(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def make_optimizer(model, c):
-    """AdamW, fused. Its one kernel takes no mixture of DTensors and others: they are different groups."""
-    groups = {}
-    for p in dict.fromkeys(model.parameters()):
-        groups.setdefault((p.ndim > 1, type(p)), []).append(p)
-    groups = [dict(params=ps, weight_decay=c.weight_decay * decays) for (decays, _), ps in groups.items()]
-    return torch.optim.AdamW(groups, c.lr, (c.adam_beta1, c.adam_beta2), c.adam_eps, fused=True)
+# --- theirs -----------------------------------------------------------------------------------------------------------
+#
+# Each takes (configuration, mesh, [(ids [b, s], targets [b, s])] of this data rank's micro-batches) and returns a
+# function that makes a step: (mean loss of its micro-batches, or 0 where it has none; gradient norm).
 
 
 def clip(optimizer, c):
@@ -150,12 +72,6 @@ def clip(optimizer, c):
     for group in optimizer.param_groups:
         nn.utils.clip_grads_with_norm_(group["params"], c.clip_grad, norm, foreach=True)
     return norm
-
-
-# --- theirs: the layouts ----------------------------------------------------------------------------------------------
-#
-# Each takes (configuration, mesh, [(ids [b, s], targets [b, s])] of this data rank's micro-batches) and returns a
-# function that makes a step: (mean loss of its micro-batches, or 0 where it has none; gradient norm).
 
 
 def accumulated(model, c, batches, before_backward=lambda last: contextlib.nullcontext(), context=None):
@@ -293,7 +209,7 @@ def pipelining(c, mesh, batches, schedule, chunks=1, vee=False):
     return step
 
 
-LAYOUTS = [  # name, processes, our fields, micro-batches, what of PyTorch's, its function, its options
+LAYOUTS = [  # name, processes, our fields, micro-batches, the name of PyTorch's, its function, its options
     ("one process", 1, {}, 2, "eager", one_process, {}),
     ("dp=2", 2, {}, 2, "DistributedDataParallel", ddp, {}),
     ("dp=2 zero=2", 2, {"zero": 2}, 2, "fully_shard, ZeRO-2", fsdp, {"free_after_forward": False}),
@@ -329,12 +245,12 @@ LAYOUTS = [  # name, processes, our fields, micro-batches, what of PyTorch's, it
 
 
 def in_turns(names, fields, repeats):
-    """On one rank: each layout of these names, and on rank 0 its row of the table as soon as it is there."""
+    """On one rank: measure each layout of these names; rank 0 prints its row of the table as soon as it is there."""
     for row in LAYOUTS:
         if row[0] in names:
             cells = measured(*row, fields, repeats)
             if not dist.is_initialized() or dist.get_rank() == 0:
-                print_row(*cells)
+                print_row(ROW, *cells)
 
 
 def measured(name, processes, ours, count, against, theirs, options, fields, repeats):
@@ -342,15 +258,12 @@ def measured(name, processes, ours, count, against, theirs, options, fields, rep
     sizes = {"tp": 1, "pp": 1} | ours
     mesh = Mesh(sizes["tp"], sizes["pp"])
     c = Config(
-        **fields, **ours, micro_batch_size=4, global_batch_size=4 * count * mesh.dp.size, train_iters=1000,
-        lr_decay_style="constant", dtype="fp32",
+        **fields, **ours, **STEADY, micro_batch_size=4, global_batch_size=4 * count * mesh.dp.size, dtype="fp32"
     )  # fmt: skip
-    tokens = torch.randint(c.vocab_size, (count, mesh.dp.size, 4, c.seq_length + 1), generator=seeded(c.seed))
-    mine = tokens[:, mesh.dp.rank]
-    steps = [
-        our_step(c, mesh, mine),
-        theirs(c, mesh, [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in mine], **options),
-    ]
+    generator = torch.Generator().manual_seed(c.seed)
+    tokens = torch.randint(c.vocab_size, (count, mesh.dp.size, 4, c.seq_length + 1), generator=generator)
+    mine = samples(tokens[:, mesh.dp.rank])
+    steps = [our_step(c, mesh, mine), theirs(c, mesh, mine, **options)]
     for i in range(3):
         ours_did, (loss, norm) = (step() for step in steps)
         check_same(name, i + 1, ours_did, (whole_loss(mesh, loss), norm.item()))
@@ -360,44 +273,36 @@ def measured(name, processes, ours, count, against, theirs, options, fields, rep
         for kind, value in zip(times, timed(steps[which]), strict=True):
             kind[which].append(value)
     ours, theirs = times[0]
-    ratio, cpu_ratio = ([a / b for a, b in zip(*kind, strict=True)] for kind in times)
+    ratio, cpu_ratio = (ratios(*kind) for kind in times)
     low, _, high = statistics.quantiles(ratio, n=4)
     verdict = "faster" if high < 1 else "slower" if low > 1 else "as fast"
     milliseconds = spread(ours, "{:.0f}"), spread(theirs, "{:.0f}")
     return [name, processes, *milliseconds, spread(ratio), spread(cpu_ratio), verdict, against]
 
 
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
-
-
-def our_step(c, mesh, tokens):
-    """As `accumulated`: tokens [m, b, s + 1] are this data rank's micro-batches."""
+def our_step(c, mesh, batches):
+    """The same from train.py: a function that makes a step on this data rank's micro-batches."""
     run = train.build(c, mesh, torch.device("cpu"))
     run.zero.initialize(c.seed)
 
-    def batches():
-        while True:
-            for batch in tokens:
-                yield run.model.micro_batch(batch[:, :-1], batch[:, 1:])
-
-    batches = batches()
+    over_and_over = (run.model.micro_batch(*batch) for batch in itertools.cycle(batches))
 
     def step():
-        done = train.train_step(run, batches)
+        done = train.train_step(run, over_and_over)
         return done.loss, done.grad_norm
 
     return step
 
 
 def whole_loss(mesh, loss):
-    """Mean over the data ranks, from what theirs left on each rank (of the last pipeline rank's, or 0)."""
+    """Mean over the data ranks, from the loss that theirs left on each rank (0 on all but the last pipeline rank)."""
     loss = loss.full_tensor() if isinstance(loss, dist.tensor.DTensor) else torch.as_tensor(loss)
     share = loss.double() / (mesh.dp.size * mesh.tp.size)
     return all_reduce(share, mesh.world, "loss").wait().item()
 
 
 def check_same(name, step, ours, theirs):
+    """Raises UserError where (loss, gradient norm) of ours and of theirs are further apart than 1e-4."""
     for what, a, b in zip(("loss", "gradient norm"), ours, theirs, strict=True):
         if abs(a - b) > 1e-4 * abs(b):
             raise UserError(f"{name}: {what} of step {step} is {a} for us, {b} for PyTorch: not the same training")
@@ -416,7 +321,7 @@ def timed(step):
 
 
 def together(processes, function, *arguments):
-    """`function(*arguments)` in so many processes joined by Gloo: what it returned on rank 0."""
+    """The result on rank 0 of `function(*arguments)` in so many processes joined by Gloo."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         here, there = context.Pipe()
@@ -428,14 +333,14 @@ def together(processes, function, *arguments):
         try:
             return here.recv()
         except EOFError:
-            raise UserError(f"the {processes} processes ended without an answer; what they said is above") from None
+            raise UserError(f"the {processes} processes ended without an answer; their errors are above") from None
         finally:
             for worker in workers:
                 worker.join(10)
 
 
 def work(rank, answer, rendezvous, processes, function, arguments):
-    """What a process of `together` does; rank 0 sends what `function` returned down the pipe `answer`."""
+    """The work of one process of `together`; rank 0 sends the result of `function` down the pipe `answer`."""
     torch.set_num_threads(1)  # a core per process, where there are as many
     if rank:
         answer.close()

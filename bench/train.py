@@ -1,32 +1,31 @@
 """A whole training step on one GPU: tokens per second beside plain PyTorch and Hugging Face, and where the time goes.
 
-    python bench.py train --configs=gpt2_345m --micro_batch_sizes=8
+    python -m bench train --configs=gpt2_345m --micro_batch_sizes=8
 
 The same GPT on the same batches, an update from each micro-batch, without dropout and recomputation:
 
     ours                bf16 with float32 master weights (parallel/zero.py), with each choice of --kernels
-    plain PyTorch       `Plain` of bench_layouts.py, the way it is usually written: float32 weights under
+    plain PyTorch       `Plain` of plain.py, trained the way it is usually written: float32 weights under
                         torch.autocast(bf16), fused AdamW, clip_grad_norm_; eager, and under torch.compile
     Hugging Face        transformers' GPT-2 with attn_implementation="sdpa", trained the same way, under torch.compile;
                         where it is installed
 
-A run takes minutes, most of them torch.compile's: the tables come as they are ready. First: that ours, whatever the
-kernels, and plain PyTorch train the same, in the losses of the first three steps, to 1% (they start from the same
-weights, and Hugging Face's does not; theirs lets the vocabulary's padding take part in the softmax, a tenth of that).
-Then they take turns in one process: of a turn, the first step is not timed, as it gets its memory back from the device;
-its peak is what the table shows, with the weights, gradients and moments of that model alone. Models stay in memory
-while others take their turn. So "out of memory" means: beside the others' states, whose size is said above the table.
+A run takes minutes, most of them torch.compile's: the tables come as they are ready. A check comes first: the losses
+of the first three steps, ours with each choice of kernels and plain PyTorch's, agree to 1%. (They start from the same
+weights, Hugging Face's does not. Theirs lets the vocabulary's padding take part in the softmax: a tenth of that.)
+Then they take turns in one process. The first step of a turn is not timed, as it gets its memory back from the device;
+the table shows its peak, with the weights, gradients and moments of that model alone. Models stay in memory while
+others take their turn. So "out of memory" means: beside the others' states; a line above the table has their size.
 
-Then a step of ours, kernel by kernel. Matrix products take what they take; what our own kernels take is shown beside
-their floor, the bytes that they must move at the rate of a plain copy measured in the same run. How long the GPU did
-nothing is what a CUDA graph, or a faster host, could gain. And that the host waits for nothing within a step is not
-only said: a step runs in PyTorch's mode in which waiting is an error.
+The last table is a step of ours, kernel by kernel. It shows the time of our own kernels beside their floor: the bytes
+that they must move, at the rate of a plain copy measured in the same run. Matrix products have no floor there. A CUDA
+graph, or a faster host, could gain the time in which the GPU did nothing. A check comes with it: the host waits for
+nothing within a step; that step runs in PyTorch's mode in which waiting is an error.
 """
 
 import contextlib
 import dataclasses
 import functools
-import gc
 import importlib.util
 import itertools
 import re
@@ -39,15 +38,12 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity
 
-import bench_kernels
 import config as configuration
 import train
-from bench import print_table, spread
-from bench_kernels import NO_GPU, VERSIONS, copy_rate, what_went_wrong
-from bench_layouts import Plain, loss_of, make_optimizer
+from bench.machine import NO_GPU, VERSIONS, Cpu, Gpu, copy_rate, what_went_wrong
+from bench.plain import STEADY, Plain, loss_of, make_optimizer, samples
+from bench.tables import print_table, ratios, spread
 from errors import UserError
 from log import model_flops, peak_tflops
 from model import GPT
@@ -60,8 +56,16 @@ ROWS = 25  # of the profile
 GIB = 2**30
 
 
-def compare(configs, micro_batch_sizes, steps, repeats):
-    """What `python bench.py train` does; the options are explained there."""
+def measure(
+    configs: str = "gpt2_124m,gpt2_345m", micro_batch_sizes: str = "8,16,32", steps: int = 10, repeats: int = 3
+):
+    """Tokens per second of a whole step beside plain PyTorch and Hugging Face, and its profile, kernel by kernel.
+
+    --configs             files of configs/, without .py
+    --micro_batch_sizes   samples of a step
+    --steps               in a turn
+    --repeats             turns of each, in turn
+    """
     try:
         sizes = [int(size) for size in micro_batch_sizes.split(",")]
     except ValueError:
@@ -78,69 +82,15 @@ def compare(configs, micro_batch_sizes, steps, repeats):
     for name, c in loaded.items():
         print(f"\n{name}")
         on_gpu(machine, c, sizes, steps, repeats, ("auto", "triton", "torch"), copy)
-        machine.clean()
+        machine.forget_compiled()
 
 
 def load(name):
-    """The configuration without what plain PyTorch has not, and with a rate that does not move."""
-    c = configuration.load([str(Path(__file__).parent / f"configs/{name}.py")])
+    """The configuration in bf16, without the parts that plain PyTorch does not have."""
+    c = configuration.load([str(Path(__file__).parents[1] / f"configs/{name}.py")])
     return dataclasses.replace(
-        c, dtype="bf16", dropout=0.0, recompute="none", train_iters=1000, lr_decay_style="constant", lr_warmup_iters=0,
-        lr_warmup_fraction=0.0, rampup_batch_size="",
-    )  # fmt: skip
-
-
-# --- the machine ------------------------------------------------------------------------------------------------------
-
-
-class Gpu(bench_kernels.Gpu):
-    """What is asked of the device for a whole step, besides."""
-
-    kernels = ProfilerActivity.CUDA, DeviceType.CUDA  # what to profile, and how it is marked
-    synchronize = staticmethod(torch.cuda.synchronize)
-
-    def __init__(self):
-        super().__init__()
-        torch._dynamo.config.recompile_limit = 64  # one for each size: past the limit it would silently run eagerly
-
-    def give_back(self):
-        """Memory that nobody holds, to the device: the next one to come forms its own blocks of it."""
-        gc.collect()
-        torch.cuda.empty_cache()
-
-    def peak(self, call):
-        """Bytes that `call()` had in use at once, beyond what there was before."""
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-
-    @contextlib.contextmanager
-    def no_waiting(self):
-        """To wait for the device is a RuntimeError."""
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
-class Cpu(bench_kernels.Cpu):
-    kernels = ProfilerActivity.CPU, DeviceType.CPU
-
-    def synchronize(self):
-        pass
-
-    def give_back(self):
-        gc.collect()
-
-    def peak(self, call):
-        call()
-        return 0
-
-    no_waiting = staticmethod(contextlib.nullcontext)
+        c, dtype="bf16", dropout=0.0, recompute="none", lr_warmup_fraction=0.0, rampup_batch_size="", **STEADY
+    )
 
 
 # --- who takes part ---------------------------------------------------------------------------------------------------
@@ -197,7 +147,7 @@ class Ours:
         self.run.zero.parameters_from_master()
 
     def forget(self):
-        """What a step that did not come to its end left behind."""
+        """Drop the remains of a step that did not come to its end."""
         self.run.executor.kept.clear()
         self.run.executor.local.clear()
 
@@ -209,7 +159,7 @@ class Ours:
 class Theirs:
     """A model in plain PyTorch, ids [b, s] -> logits(model(ids)) [b, s, v], trained as PyTorch's tutorials have it.
 
-    What is compiled is the model with its loss. modes: of eager, compiled.
+    torch.compile gets the model with its loss. modes: of eager, compiled.
     """
 
     def __init__(self, c, machine, model, name, modes, logits=lambda output: output):
@@ -281,7 +231,7 @@ def on_gpu(machine, c, sizes, steps, repeats, choices, copy):
     if importlib.util.find_spec("transformers"):
         try:
             contestants += hugging_face(dataclasses.replace(c), machine).contestants()
-        except Exception as error:  # whichever version there is, it is not ours to mend
+        except Exception as error:  # an unknown version of it may fail anywhere
             print(f"no comparison with Hugging Face: {what_went_wrong(error)}")
     else:
         print("no comparison with Hugging Face: transformers is not installed")
@@ -295,14 +245,14 @@ def on_gpu(machine, c, sizes, steps, repeats, choices, copy):
 
 
 def batches_of(c, size, machine):
-    """[(ids [b, s], targets [b, s])], at random."""
+    """BATCHES random micro-batches of `size` samples: [(ids [b, s], targets [b, s])]."""
     generator = torch.Generator().manual_seed(c.seed)
     tokens = torch.randint(c.vocab_size, (BATCHES, size, c.seq_length + 1), generator=generator).to(machine.device)
-    return [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in tokens]
+    return samples(tokens)
 
 
 def check_same(machine, contestants, batches):
-    """The losses of the first steps from the same weights. Raises UserError where they differ by more than 1%."""
+    """Print the losses of the first steps from the same weights. Raises UserError where they differ by more than 1%."""
     losses = {}
     for who in contestants:
         who.model.restart()
@@ -331,7 +281,7 @@ def value(loss):
 
 @contextlib.contextmanager
 def surviving(who):
-    """Whatever happens to one contestant is its cell of the table, and the others go on."""
+    """Write an exception of one contestant into its cell of the table; the others go on."""
     try:
         yield
     except Exception as error:
@@ -345,7 +295,7 @@ def state_bytes(model):
 
 
 def rounds(machine, contestants, batches, steps, repeats):
-    """Fills in `seconds`, `bytes` and `failure` of each contestant, taking turns; the first turn warms up."""
+    """Fill in `seconds`, `bytes` and `failure` of each contestant, taking turns; the first turn warms up."""
     for who in contestants:
         who.seconds, who.bytes, who.failure = [], 0, ""
     for i in range(repeats + 1):
@@ -374,7 +324,7 @@ def turn(machine, who, steps):
 
 
 def table(machine, c, contestants, size, steps, repeats):
-    """Prints a row for each contestant: what `rounds` found with micro-batches of `size` samples."""
+    """Print a row for each contestant: the findings of `rounds` with micro-batches of `size` samples."""
     tokens, peak = size * c.seq_length, peak_tflops(machine.name, c.dtype)
     print(
         f"\nmicro-batch of {size} x {c.seq_length} tokens, {model_flops(c, 1) / c.seq_length / 1e9:.3f} GFLOP a token; "
@@ -387,7 +337,7 @@ def table(machine, c, contestants, size, steps, repeats):
             continue
         speed = [tokens / seconds for seconds in who.seconds]
         mfu = [model_flops(c, size) / seconds / (peak * 1e12) for seconds in who.seconds] if peak else None
-        ratio = spread([a / b for a, b in zip(first, who.seconds, strict=True)]) if first else ""
+        ratio = spread(ratios(first, who.seconds)) if first else ""
         milliseconds = spread([1000 * seconds for seconds in who.seconds], "{:.1f}")
         mfu = f"{statistics.median(mfu):.1%}" if mfu else "?"
         rows.append([who.name, milliseconds, spread(speed, "{:,.0f}"), mfu, f"{who.bytes / GIB:.1f}", ratio])
@@ -432,7 +382,7 @@ def waits(machine, who):
 
 def profile(machine, who):
     """[(name, start, end)] of all kernels, in microseconds, of PROFILED steps."""
-    activity, kind = machine.kernels
+    activity, kind = machine.profiled
     machine.synchronize()
     with torch.profiler.profile(activities=[activity], acc_events=True) as record:
         for _ in range(PROFILED):
@@ -481,7 +431,7 @@ def busy_and_span(kernels):
 
 
 def short(name):
-    """A C++ function's name without what every such name has."""
+    """A C++ function's name without the parts that every such name has."""
     name = re.sub(r"^void |\(anonymous namespace\)::|at::native::|c10::|std::", "", name)
     return name if len(name) <= 90 else name[:87] + "..."
 
@@ -512,7 +462,7 @@ DATA_SHEET = {"H100 SXM": (3.35, 989), "H200 SXM": (4.8, 989)}  # TB/s of memory
 
 
 def floors(configs, size):
-    """What a step of `size` samples takes at least: products at the peak; our kernels' bytes; those of the update."""
+    """Print the least time of a step of `size` samples: products at the peak; our kernels' bytes; the update's."""
     rows = []
     for name, c in configs.items():
         moved = own_floors(c, size * c.seq_length)
@@ -534,9 +484,8 @@ def floors(configs, size):
 def toy(steps, repeats):
     """The comparison at a size for which a CPU is enough, in float32."""
     c = configuration.Config(
-        num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=512, dtype="fp32",
-        train_iters=1000, lr_decay_style="constant", lr_warmup_iters=0,
-    )  # fmt: skip
+        num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=512, dtype="fp32", **STEADY
+    )
     machine = Cpu()
     contestants = [*Ours(c, machine).contestants(["torch"]), *plain(dataclasses.replace(c), machine).contestants()]
     contestants = [who for who in contestants if not who.name.endswith("compiled")]

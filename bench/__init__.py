@@ -1,0 +1,1 @@
+"""Measurements beside what people would use instead; `python -m bench` lists them."""

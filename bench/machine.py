@@ -1,0 +1,118 @@
+"""The device as the measurements see it: `Gpu`, and `Cpu` for tests and for machines without a GPU.
+
+`Cpu` takes the same path by the host's clock, small, and compiles nothing.
+"""
+
+import contextlib
+import functools
+import gc
+import statistics
+import time
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
+
+NO_GPU = "no GPU here: "
+VERSIONS = f"PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
+
+HEAD_START = 4_000_000  # clock cycles, about 2 ms: longer than the host takes to queue a measurement
+
+
+class Gpu:
+    profiled = ProfilerActivity.CUDA, DeviceType.CUDA  # the profiler's name for its kernels, and their mark
+    synchronize = staticmethod(torch.cuda.synchronize)
+
+    def __init__(self):
+        self.device, self.name = torch.device("cuda"), torch.cuda.get_device_name()
+        self.compile = functools.partial(torch.compile, dynamic=False)
+        self.yardstick = 1 << 29, 8192  # bytes that are copied; rows and columns of the product
+        torch._dynamo.config.recompile_limit = 64  # one for each size: past the limit it would silently run eagerly
+
+    def timed(self, call):
+        """(microseconds that the GPU takes for the work that `call()` queues, the result of `call()`)."""
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(HEAD_START)
+        start.record()
+        result = call()
+        stop.record()
+        stop.synchronize()
+        return 1000 * start.elapsed_time(stop), result
+
+    def peak(self, call):
+        """Bytes that `call()` had in use at once, beyond those in use before."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    @contextlib.contextmanager
+    def no_waiting(self):
+        """Within it, to wait for the device is a RuntimeError."""
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def give_back(self):
+        """Return the memory that nobody holds to the device: the next one to come forms its own blocks of it."""
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def forget_compiled(self):
+        """Drop compiled code, and the memory that it held."""
+        torch._dynamo.reset()
+        self.give_back()
+
+
+class Cpu:
+    profiled = ProfilerActivity.CPU, DeviceType.CPU
+    no_waiting = staticmethod(contextlib.nullcontext)
+
+    def __init__(self):
+        self.device, self.name = torch.device("cpu"), "CPU"
+        self.compile = lambda function: function
+        self.yardstick = 1 << 20, 64
+
+    def synchronize(self):
+        pass
+
+    def timed(self, call):
+        start = time.perf_counter()
+        result = call()
+        return 1e6 * (time.perf_counter() - start), result
+
+    def peak(self, call):
+        call()
+        return 0
+
+    def give_back(self):
+        gc.collect()
+
+    forget_compiled = give_back
+
+
+def copy_rate(machine):
+    """Bytes per second, read and written, of a plain copy."""
+    size, _ = machine.yardstick
+    pairs = [[torch.ones(size, dtype=torch.uint8, device=machine.device) for _ in range(2)] for _ in range(2)]
+    runs = [machine.timed(lambda: [to.copy_(source) for to, source in pairs])[0] for _ in range(10)]
+    return 2 * 2 * size / (statistics.median(runs) * 1e-6)
+
+
+def product_rate(machine, dtype):
+    """FLOP/s of a large matrix product."""
+    _, n = machine.yardstick
+    a, b = (torch.randn(n, n, device=machine.device).to(dtype) for _ in range(2))
+    runs = [machine.timed(lambda: a @ b)[0] for _ in range(10)]
+    return 2 * n**3 / (statistics.median(runs) * 1e-6)
+
+
+def what_went_wrong(error):
+    """An exception in one line: it is a cell of the table, and the others go on."""
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return "out of memory"
+    return f"failed: {type(error).__name__}: {' '.join(str(error).split())}"[:300]

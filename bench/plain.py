@@ -1,0 +1,100 @@
+"""The same GPT in plain PyTorch, with our initial weights: the model that the measurements set beside ours."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from model import GPT
+
+STEADY = dict(train_iters=1000, lr_decay_style="constant", lr_warmup_iters=0)  # a learning rate that does not move
+
+
+def samples(tokens):
+    """[(ids [b, s], targets [b, s])], one pair for each micro-batch of tokens [m, b, s + 1]."""
+    return [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in tokens]
+
+
+class PlainEmbedding(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.word = nn.Embedding(c.padded_vocab_size, c.hidden_size)
+        self.position = nn.Embedding(c.positions, c.hidden_size)
+        self.positions = torch.arange(c.seq_length)
+
+    def forward(self, ids):  # [b, s] -> [b, s, h]
+        return self.word(ids) + self.position(self.positions)
+
+
+class PlainBlock(nn.Module):
+    """The outputs of qkv lie head by head, [a, 3, d], so that a consecutive part of them is whole heads."""
+
+    def __init__(self, c):
+        super().__init__()
+        h, self.head_size = c.hidden_size, c.head_size
+        self.ln1, self.qkv, self.proj = nn.LayerNorm(h), nn.Linear(h, 3 * h), nn.Linear(h, h)
+        self.ln2, self.fc1, self.fc2 = nn.LayerNorm(h), nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
+
+    def forward(self, x):  # [b, s, h]
+        qkv = self.qkv(self.ln1(x)).unflatten(-1, (-1, 3, self.head_size))  # [b, s, a, 3, d]
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).flatten(2))
+        return x + self.fc2(F.gelu(self.fc1(self.ln2(x)), approximate="tanh"))
+
+
+class PlainHead(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.ln = nn.LayerNorm(c.hidden_size)
+        self.word = nn.Linear(c.hidden_size, c.padded_vocab_size, bias=False)
+
+    def forward(self, x):
+        return self.word(self.ln(x))  # [b, s, v]
+
+
+class Plain(nn.Module):
+    """The same GPT in plain PyTorch, with our initial weights."""
+
+    def __init__(self, c, tp, tied=True):
+        super().__init__()
+        self.units = nn.ModuleList([PlainEmbedding(c), *(PlainBlock(c) for _ in range(c.num_layers)), PlainHead(c)])
+        self.load(c, tp)
+        if tied:
+            self.tie()
+
+    def tie(self):
+        self.units[-1].word.weight = self.units[0].word.weight
+
+    def forward(self, ids):
+        for unit in self.units:
+            ids = unit(ids)
+        return ids
+
+    @torch.no_grad()
+    def load(self, c, tp):
+        for spec in GPT(c, tp).specs().values():
+            weight = spec.initial(c.seed)
+            if ".qkv." in spec.name:  # ours is [3, a d, ...]
+                weight = weight.unflatten(1, (-1, c.head_size)).transpose(0, 1).flatten(0, 2)
+            unit, _, name = spec.name.partition(".")
+            if unit == "word":
+                self.units[0].word.weight.copy_(weight)
+                self.units[-1].word.weight.copy_(weight)
+            elif unit == "embedding":
+                self.units[0].position.weight.copy_(weight)
+            else:
+                i = -1 if unit == "head" else 1 + int(unit.removeprefix("block"))
+                self.units[i].get_parameter(name).copy_(weight)
+
+
+def loss_of(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def make_optimizer(model, c):
+    """AdamW, fused. Its one kernel takes no mixture of DTensors and others: they are different groups."""
+    groups = {}
+    for p in dict.fromkeys(model.parameters()):
+        groups.setdefault((p.ndim > 1, type(p)), []).append(p)
+    groups = [dict(params=ps, weight_decay=c.weight_decay * decays) for (decays, _), ps in groups.items()]
+    return torch.optim.AdamW(groups, c.lr, (c.adam_beta1, c.adam_beta2), c.adam_eps, fused=True)
