@@ -2,8 +2,7 @@
 
     python -m bench prepare --mb=200
 
-Machines are shared and their clocks move, so what is compared runs in turns, several times, and the table shows the
-median of the ratios with the smallest and the largest.
+The text is the standard library's sources, in an order that is the same every time.
 """
 
 import json
@@ -17,7 +16,7 @@ import time
 from pathlib import Path
 
 import prepare
-from bench.tables import print_table, spread
+from bench.tables import print_table, ratios, spread
 from documents import find_files
 from errors import UserError
 from tokenizer import load_tokenizer
@@ -36,16 +35,16 @@ def measure(
     """
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder:
         if "speed" in parts:
-            prepare_throughput(Path(folder), mb, repeats, tokenizers.split(","))
+            throughput(Path(folder), mb, repeats, tokenizers.split(","))
         if "memory" in parts:
-            prepare_memory(Path(folder), line_mb)
+            memory(Path(folder), line_mb)
 
 
-def prepare_throughput(folder: Path, mb: int, repeats: int, tokenizers: list[str]):
+def throughput(folder: Path, mb: int, repeats: int, tokenizers: list[str]):
     """One table: text and JSON lines with each tokenizer, all cores and start-up included.
 
-    The last column is what is left of the other when somebody else keeps the cores busy: bytes per CPU second, of
-    prepare.py with all its processes and of encode_ordinary.
+    The last column counts CPU time, not the clock's: bytes per CPU second of prepare.py with all its processes, over
+    those of encode_ordinary. It still means something when somebody else keeps the cores busy.
     """
     cores = prepare.parse_workers(None)
     documents = list(sample_documents(mb << 20))
@@ -67,9 +66,9 @@ def prepare_throughput(folder: Path, mb: int, repeats: int, tokenizers: list[str
                 seconds, _ = run_prepare(path, folder / "out", tokenizer)
                 many.append(size / seconds)
                 cpu.append(one_cpu / (cpu_of_children() - start_cpu))
-            ratio = [m / (o * cores) for m, o in zip(many, one, strict=True)]
+            per_core = [ratio / cores for ratio in ratios(many, one)]
             rows.append(
-                [f"{tokenizer}, {name}", spread(one, "{:.1f}"), spread(many, "{:.1f}"), spread(ratio), spread(cpu)]
+                [f"{tokenizer}, {name}", spread(one, "{:.1f}"), spread(many, "{:.1f}"), spread(per_core), spread(cpu)]
             )
     print(
         f"{size:.0f} MB of text, {cores} cores; MB/s, median (smallest-largest) of {repeats}; goal of the ratio: 0.85"
@@ -85,7 +84,7 @@ def cpu_of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def prepare_memory(folder: Path, line_mb: int):
+def memory(folder: Path, line_mb: int):
     """One table: peak memory of parent and workers together, for the inputs that are hard on memory."""
     rows = []
     for name, write in MEMORY_CASES.items():
