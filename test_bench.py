@@ -85,6 +85,13 @@ def test_options_are_parsed_as_their_defaults(monkeypatch):
     assert taken == {"s": 3, "c": "a=b"}
 
 
+def test_the_old_command_names_the_new_one():
+    done = run_python("bench.py", "layouts", "--x=1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: python bench.py is now: python -m bench layouts --x=1\n"
+    assert Path(command_line.__file__).parent.name == "bench"  # `import bench` has found the folder
+
+
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
