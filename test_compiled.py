@@ -1,10 +1,10 @@
-"""compiled.py: it sees that a kernel is compiled well, and that it is not. No GPU is needed, Triton's tools are."""
+"""testing/compiled.py sees that a kernel is compiled well, or badly. It needs no GPU, only Triton's own tools."""
 
 import importlib.util
 
 import pytest
 
-import compiled
+from testing import compiled
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)

@@ -1,4 +1,4 @@
-"""sanitizer.py: every defect that it promises to see, planted in a small kernel; and kernels in which there is none."""
+"""testing/sanitizer.py sees every defect that it promises to see, each in a small kernel, and no others."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ import triton.language as tl  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 try:
-    import sanitizer
+    from testing import sanitizer
 except ImportError as error:
     pytest.skip(str(error), allow_module_level=True)
 
@@ -27,7 +27,7 @@ def random(*shape, dtype=torch.float32, seed=0):
 
 
 def same(a, b):
-    """Bit for bit, but for the payload of NaN."""
+    """Bit for bit, except for the payload of NaN."""
     assert a.dtype == b.dtype and a.shape == b.shape
     assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0), b.nan_to_num(0))
 
@@ -475,7 +475,7 @@ def test_workers_interpret_too(workers):
 
 def test_too_late_is_an_error():
     """Triton looks at the variable as it is imported."""
-    code = "import triton, os; os.environ['TRITON_INTERPRET'] = '1'; import sanitizer"
+    code = "import triton, os; os.environ['TRITON_INTERPRET'] = '1'; from testing import sanitizer"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.path.dirname(os.path.abspath(__file__))
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)

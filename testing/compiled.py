@@ -1,4 +1,4 @@
-"""What Triton's compiler makes of a kernel, for a GPU that need not be there. For tests only.
+"""Compiles a kernel for a GPU that need not be there, and counts what its machine code contains. For tests only.
 
 `report` compiles ahead of time and reads the machine code with the disassemblers that come with Triton. There it is
 written whether a kernel spills registers, loads 2 bytes where it could load 16, or misses the tensor cores:
@@ -7,7 +7,7 @@ written whether a kernel spills registers, loads 2 bytes where it could load 16,
     assert r.spills == 0 and r.wide_loads == r.loads
 
 The compiler wants Triton as it is, the other tests on a CPU want the interpreter (TRITON_INTERPRET=1, sanitizer.py),
-and one process can have but one of them. So `reports` does the same for a list of kernels, in a process of its own:
+and one process can have only one of them. So `reports` does the same for a list of kernels, in a process of its own:
 
     [a, b] = compiled.reports([("copies:copy", "*bf16 *bf16 i32", {"BLOCK": 1024}, arch) for arch in (80, 90)])
 
@@ -114,9 +114,13 @@ def reports(jobs, path=()):
     Values of constants and options: what JSON has. path: folders in which to look for modules before the others.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([*map(str, path), str(Path(__file__).parent), *sys.path])
+    environment["PYTHONPATH"] = os.pathsep.join([*map(str, path), str(Path(__file__).parent.parent), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-m", "compiled"], input=json.dumps(jobs), env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "testing.compiled"],
+        input=json.dumps(jobs),
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         raise RuntimeError(f"compilation failed:\n{done.stderr}")

@@ -1,4 +1,4 @@
-"""Triton kernels on the CPU, told what a GPU would not forgive. For tests only.
+"""Runs Triton kernels on the CPU and reports the mistakes that a GPU would not forgive. For tests only.
 
 With TRITON_INTERPRET=1, Triton runs a kernel in numpy, one program after another. That makes kernels testable without a
 GPU, but the interpreter as it comes (seen: 3.6.0, 3.9.0) is too kind, and wrong in bfloat16. `install()` mends it:
@@ -345,6 +345,7 @@ def install():
     _install_launch()
     _install_memory()
     _install_bfloat16()
+    _install_bfloat16_casts()
     # sanitize_overflow would raise where hashes wrap on purpose
     options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
     interpreter.interpreter_builder.options = options
@@ -452,6 +453,14 @@ def _install_bfloat16():
         _launch.flops += 2 * left.data.size * right.data.shape[-1]
         return original(self, widened(left), widened(right), *rest)
 
+    @replaces(interpreter.ReduceScanOpInterface, "apply")
+    def reduce(original, self, value):
+        if any(part.dtype.scalar == tl.bfloat16 for part in (value if isinstance(value, tuple) else (value,))):
+            raise TypeError("a reduction or scan of bfloat16 rounds at every step, in no known order: use float32")
+        return original(self, value)
+
+
+def _install_bfloat16_casts():
     @replaces(InterpreterBuilder, "cast_impl")
     def cast(original, self, value, to):
         if to.scalar == tl.bfloat16 and not is_bfloat16(value):
@@ -471,9 +480,3 @@ def _install_bfloat16():
         return rounded(self.get_fp32(value))
 
     InterpreterBuilder.get_bf16 = constant  # which Triton 3.6 lacks
-
-    @replaces(interpreter.ReduceScanOpInterface, "apply")
-    def reduce(original, self, value):
-        if any(part.dtype.scalar == tl.bfloat16 for part in (value if isinstance(value, tuple) else (value,))):
-            raise TypeError("a reduction or scan of bfloat16 rounds at every step, in no known order: use float32")
-        return original(self, value)
