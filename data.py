@@ -96,7 +96,7 @@ def permute(i, n, key):
 
 
 class Tokens:
-    """One split of a data set, opened and checked: `meta` (of meta.json), `num_tokens`, `num_samples`.
+    """One split of a data set, opened and checked: `meta` (of meta.json), `num_samples`.
 
     num_samples counts the windows of an epoch; vocab_size is the model's. Raises UserError where the data is
     missing, damaged or not for this model.
@@ -106,13 +106,11 @@ class Tokens:
         self.path = Path(data_dir) / f"{split}.bin"
         self.seq_length = seq_length
         self.meta = read_meta(Path(data_dir), vocab_size)
-        self.num_tokens = count_tokens(self.path, self.meta)
-        self.num_samples = (self.num_tokens - 1) // seq_length
+        num_tokens = count_tokens(self.path, self.meta)
+        self.num_samples = (num_tokens - 1) // seq_length
         if self.num_samples < 1:
-            raise UserError(
-                f"seq_length={seq_length}: a sample takes {seq_length + 1} tokens and {self.path} has "
-                f"{self.num_tokens}; use a smaller seq_length or prepare more text"
-            )
+            lack = f"a sample takes {seq_length + 1} tokens and {self.path} has {num_tokens}"
+            raise UserError(f"seq_length={seq_length}: {lack}; use a smaller seq_length or prepare more text")
         self.tokens = map_tokens(self.path)
         self.check_ids(self.tokens[None, : 2**16], [0])  # all ranks find a wrong file before they start
 
@@ -136,10 +134,8 @@ class Tokens:
         ids = self.meta["vocab_size"]
         if rows.max() >= ids:
             row, column = np.argwhere(rows >= ids)[0]
-            raise UserError(
-                f"{self.path}: id {rows[row, column]} at token {starts[row] + column}, but meta.json says "
-                f"vocab_size={ids}: the file is damaged or another's; prepare the data again"
-            )
+            where = f"id {rows[row, column]} at token {starts[row] + column}, but meta.json says vocab_size={ids}"
+            raise UserError(f"{self.path}: {where}: the file is damaged or another's; prepare the data again")
 
 
 def read_meta(data_dir, vocab_size):
@@ -147,8 +143,7 @@ def read_meta(data_dir, vocab_size):
     path = data_dir / "meta.json"
     if not path.is_file():  # prepare.py writes it last
         what = "is unfinished or no data set (it has no meta.json)" if data_dir.is_dir() else "is not there"
-        tokenizer = "gpt2" if vocab_size >= 50257 else "bytes"
-        command = f"python prepare.py --tokenizer={tokenizer} --out={data_dir}"
+        command = f"python prepare.py --tokenizer={'gpt2' if vocab_size >= 50257 else 'bytes'} --out={data_dir}"
         raise UserError(f"data_dir={data_dir}: {what}; to make it: {command}")
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
@@ -160,10 +155,9 @@ def read_meta(data_dir, vocab_size):
     if dtype != "uint16":
         raise UserError(f"{path}: dtype={dtype!r}, but tokens are read as 'uint16'; prepare the data again")
     if ids > vocab_size:
-        raise UserError(
-            f"vocab_size={vocab_size}: {data_dir} was tokenized with {tokenizer!r}, which has {ids} ids; "
-            f"set vocab_size={ids} or prepare the data with another tokenizer"
-        )
+        why = f"{data_dir} was tokenized with {tokenizer!r}, which has {ids} ids"
+        what = f"set vocab_size={ids} or prepare the data with another tokenizer"
+        raise UserError(f"vocab_size={vocab_size}: {why}; {what}")
     return meta
 
 
@@ -175,10 +169,8 @@ def count_tokens(path, meta):
         raise UserError(f"{path}: meta.json knows no such split, only {', '.join(meta['tokens'])}")
     if size != 2 * said:
         what = ("truncated" if size else "missing or empty") if size < 2 * said else "too long"
-        raise UserError(
-            f"{path}: {what}: {size} bytes, but meta.json says {said} tokens, which are {2 * said} bytes; "
-            "prepare the data again"
-        )
+        why = f"{size} bytes, but meta.json says {said} tokens, which are {2 * said} bytes"
+        raise UserError(f"{path}: {what}: {why}; prepare the data again")
     return said
 
 
@@ -226,12 +218,12 @@ def eval_batches(tokens, samples_wanted, dp_rank, dp, micro_batch_size, seed, de
     """
     samples = min(samples_wanted, tokens.num_samples)
     micro_batches = -(-samples // (micro_batch_size * dp))
-    shares = [micro_batch_samples(0, j, dp_rank, dp, micro_batch_size) for j in range(micro_batches)]
-    counts = [bool(n[0] < samples) for n in shares]
-    numbers = [n[n < samples] if c else np.zeros(1, np.int64) for n, c in zip(shares, counts, strict=True)]
-    with Loader(tokens, numbers, seed, device) as batches:
-        for (batch, _), c in zip(batches, counts, strict=True):
-            yield batch, c
+    rounds = itertools.islice(training_samples(0, dp_rank, dp, micro_batch_size), micro_batches)
+    shares = [numbers[numbers < samples] for numbers in rounds]
+    stand_in = np.zeros(1, np.int64)
+    with Loader(tokens, [share if len(share) else stand_in for share in shares], seed, device) as batches:
+        for (batch, _), share in zip(batches, shares, strict=True):
+            yield batch, len(share) > 0
 
 
 # -- batches ahead of time
@@ -245,9 +237,7 @@ class Loader:
     """
 
     def __init__(self, tokens, numbers, seed, device="cpu", depth=4):
-        self.device = torch.device(device)
-        if self.device == torch.device("cuda"):
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = torch.empty(0, device=device).device  # "cuda" with its number, for the thread
         self.wait_seconds = 0.0
         self.ready, self.room = queue.SimpleQueue(), threading.Semaphore(depth)
         source, closed = read(tokens, numbers, seed, self.device), threading.Event()

@@ -55,18 +55,15 @@ def find_files(inputs: list[str]) -> list[str]:
         return [path for path in walk(stdlib, leave_out=("site-packages", "dist-packages")) if path.endswith(".py")]
     found = {}
     for name in inputs:
-        if os.path.isfile(name):
-            here = [name]  # whatever its suffix: who names a file wants it read, or hears why it can't be
-        else:
-            here = []
-            for match in [name] if os.path.isdir(name) else sorted(glob.glob(name, recursive=True)):
-                here += walk(match) if os.path.isdir(match) else [match] if is_text(match) else []
+        is_file = os.path.isfile(name)  # whatever its suffix: who names it wants it read, or hears why it can't be
+        here = []
+        for match in [name] if is_file or os.path.isdir(name) else sorted(glob.glob(name, recursive=True)):
+            here += walk(match) if os.path.isdir(match) else [match] if is_file or is_text(match) else []
         if not here and not glob.has_magic(name) and not os.path.exists(name):
             raise UserError(f"input {name}: no such file or folder")
         if not here:
-            raise UserError(
-                f"input {name}: no file there ends in {' '.join(KINDS)} (nor one of these and {' '.join(PACKINGS)})"
-            )
+            suffixes = f"{' '.join(KINDS)} (nor one of these and {' '.join(PACKINGS)})"
+            raise UserError(f"input {name}: no file there ends in {suffixes}")
         for path in here:
             found.setdefault(os.path.realpath(path), path)
     return list(found.values())
@@ -85,11 +82,10 @@ def walk(folder: str, leave_out=()):
 
 def split_suffixes(path: str) -> tuple[str, str, str]:
     """'a/b.v2.jsonl.gz' -> ('a/b.v2', '.jsonl', '.gz')"""
-    stem, packing = os.path.splitext(path)
+    packing = os.path.splitext(path)[1]
     if packing not in PACKINGS:
-        stem, packing = path, ""
-    stem, kind = os.path.splitext(stem)
-    return stem, kind, packing
+        packing = ""
+    return *os.path.splitext(path.removesuffix(packing)), packing
 
 
 def is_text(path: str) -> bool:
@@ -119,15 +115,12 @@ def read_blocks(files: list[str], text_key: str, pattern: str):
     block, size = [], 0
     for number, path in enumerate(files):
         for part in read_parts(path, number, text_key, pattern):
-            whole = part.begins and part.ends
-            if block and (not whole or size + len(part.data) > PIECE):
+            takes = len(part.data) if part.begins and part.ends else PIECE + 1  # a piece fills a block
+            if block and size + takes > PIECE:
                 yield block
                 block, size = [], 0
             block.append(part)
-            size += len(part.data)
-            if not whole:
-                yield block
-                block, size = [], 0
+            size += takes
     if block:
         yield block
 
@@ -171,9 +164,8 @@ def text_parts(stream, part: Part, pattern: str):
                 break  # the rest of the document is one run
             if not 0 < cut <= MAX_RUN:
                 decode(data, part.path, part.line, final=False)  # perhaps it is no text at all
-                raise BadInput(
-                    f"{part.path}:{part.line}", "more than 1 MiB without a boundary", f"from byte {at:,} of the text on"
-                )
+                where = f"{part.path}:{part.line}"
+                raise BadInput(where, "more than 1 MiB without a boundary", f"from byte {at:,} of the text on")
         yield part._replace(data=data[:cut], ends=False)
         part = part._replace(begins=False, line=part.line + data.count(b"\n", 0, cut))
         at += cut
@@ -184,6 +176,7 @@ def text_parts(stream, part: Part, pattern: str):
 
 def json_parts(stream, part: Part, text_key: str, pattern: str):
     """Yields whole JSON lines, about PIECE bytes at a time. A longer line is parsed here and its text cut in pieces."""
+    line = 1
     while data := stream.read(PIECE):
         if not data.endswith(b"\n"):
             data += stream.readline(MAX_LINE + 2)
@@ -191,16 +184,14 @@ def json_parts(stream, part: Part, text_key: str, pattern: str):
         if len(data) - last <= PIECE:
             last = len(data)
         if last:
-            part = part._replace(data=data[:last], json_lines=True)
-            yield part
-            line = part.start + data.count(b"\n", 0, last)
-            part = part._replace(start=line, line=line, data=b"", json_lines=False)
+            yield part._replace(start=line, line=line, data=data[:last], json_lines=True)
+            line += data.count(b"\n", 0, last)
         if last < len(data):
             data = data[last:]
-            yield from long_line_parts(data, part, text_key, pattern)
+            yield from long_line_parts(data, part._replace(start=line, line=line), text_key, pattern)
             while data and not data.endswith(b"\n"):  # a line over MAX_LINE: to its end
                 data = stream.readline(PIECE)
-            part = part._replace(start=part.start + 1, line=part.start + 1)
+            line += 1
 
 
 def long_line_parts(data: bytes, part: Part, text_key: str, pattern: str):

@@ -24,7 +24,6 @@ hundred times faster than encoding them, drops them, and goes on.
 
 import argparse
 import contextlib
-import functools
 import hashlib
 import itertools
 import json
@@ -39,22 +38,13 @@ from collections import Counter, deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import tiktoken
 from tqdm import tqdm
 
-from documents import (
-    KNOWN,
-    MAX_RUN,
-    PIECE,
-    BadInput,
-    Part,
-    document_text,
-    find_files,
-    read_blocks,
-    split_suffixes,
-)
+from documents import KNOWN, MAX_RUN, PIECE, BadInput, Part, document_text, find_files, read_blocks, split_suffixes
 from errors import Parser, UserError, exit_on_user_error, locked
 from tokenizer import load_tokenizer
 
@@ -151,10 +141,8 @@ def encoded_blocks(job: Job, blocks, workers: int):
         for block, future in pending:
             yield block, future.result()
     except BrokenProcessPool:
-        raise UserError(
-            f"a worker was killed, perhaps for lack of memory: the same command goes on where it was, "
-            f"a smaller --workers than {workers} needs less"
-        ) from None
+        remedy = f"the same command goes on where it was, a smaller --workers than {workers} needs less"
+        raise UserError(f"a worker was killed, perhaps for lack of memory: {remedy}") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -181,37 +169,30 @@ class Output:
     """The three files that grow in `folder`, and the Progress beside them."""
 
     def __init__(self, folder: str, made_from: dict):
-        self.folder = folder
+        self.folder, self.journal = folder, os.path.join(folder, "progress.json")
+        for path in bin_paths(folder):  # killed between the renames of finish(): take them back
+            if os.path.exists(path) and not os.path.exists(path + ".part"):
+                os.rename(path, path + ".part")
+        self.files = [open(path + ".part", "ab", buffering=0) for path in bin_paths(folder)]
         self.progress = self.load_progress(made_from)
-        self.files = [open(path + ".part", "ab", buffering=0) for path in self.paths()]
-        self.truncate(self.progress.tokens)
+        self.truncate()
         self.saved_at = time.monotonic()
-
-    def paths(self):
-        return [os.path.join(self.folder, f"{split}.bin") for split in SPLITS]
 
     def load_progress(self, made_from: dict) -> Progress:
         """What an earlier run of the same command has done; nothing where there was none or its files are not whole."""
         fresh = Progress(made_from, cut=f"PIECE {PIECE}, MAX_RUN {MAX_RUN}, Unicode {unicodedata.unidata_version}")
         try:
-            with open(self.journal(), encoding="utf-8") as file:
-                progress = Progress(**json.load(file))
+            progress = Progress(**json.loads(Path(self.journal).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return fresh
-        for path in self.paths():  # killed between the renames of finish(): take them back
-            if os.path.exists(path) and not os.path.exists(path + ".part"):
-                os.rename(path, path + ".part")
-        sizes = [os.path.getsize(path + ".part") if os.path.exists(path + ".part") else 0 for path in self.paths()]
+        # a file that is opened to append is at its end, so tell() is its size
         same = (progress.made_from, progress.cut) == (fresh.made_from, fresh.cut)
-        if not same or any(size < 2 * n for size, n in zip(sizes, progress.tokens, strict=True)):
+        if not same or any(file.tell() < 2 * n for file, n in zip(self.files, progress.tokens, strict=True)):
             print(f"{self.folder}: what is unfinished there is another command's or damaged, starting over")
             return fresh
         if progress.blocks:
             print(f"{self.folder}: going on after {sum(progress.tokens):,} tokens")
         return progress
-
-    def journal(self):
-        return os.path.join(self.folder, "progress.json")
 
     def write(self, block: list[Part], encoded: Encoded):
         """Appends what a block became. A long document that turns out bad is taken back from its beginning on."""
@@ -221,15 +202,12 @@ class Output:
             p.whole, p.dropping = list(p.tokens), False
         if p.dropping:
             return
-        long = not (block[0].begins and block[-1].ends)
-        if encoded.skipped:
-            for reason, count in encoded.skipped.items():
-                p.skipped[reason] = p.skipped.get(reason, 0) + count
-            p.examples = (p.examples + encoded.examples)[:3]
-            if long:
-                p.tokens, p.dropping = list(p.whole), True
-                self.truncate(p.tokens)
-                return
+        p.skipped = dict(Counter(p.skipped) + encoded.skipped)
+        p.examples = (p.examples + encoded.examples)[:3]
+        if encoded.skipped and not (block[0].begins and block[-1].ends):
+            p.tokens, p.dropping = list(p.whole), True
+            self.truncate()
+            return
         for i, file in enumerate(self.files):
             append(file, encoded.tokens[i])
             p.tokens[i] += len(encoded.tokens[i]) // 2
@@ -241,11 +219,11 @@ class Output:
         """Everything up to here survives a crash, even of the machine."""
         for file in self.files:
             os.fsync(file.fileno())
-        write_whole(self.journal(), asdict(self.progress))
+        write_whole(self.journal, asdict(self.progress))
         self.saved_at = time.monotonic()
 
-    def truncate(self, tokens: list[int]):
-        for file, n in zip(self.files, tokens, strict=True):
+    def truncate(self):
+        for file, n in zip(self.files, self.progress.tokens, strict=True):
             os.ftruncate(file.fileno(), 2 * n)
 
     def fill_empty_splits(self, weights):
@@ -258,34 +236,35 @@ class Output:
         total = end = tokens[giver]
         for i in (2, 1, 0):
             share = round(total * weights[i] / sum(weights))
-            if tokens[i] or not share:
-                continue
-            with open(self.files[giver].name, "rb") as source:
-                source.seek(2 * (end - share))
-                for at in range(0, 2 * share, 1 << 20):
-                    append(self.files[i], source.read(min(1 << 20, 2 * share - at)))
-            end -= share
-            tokens[i] = share
-            print(f"{SPLITS[i]} had no document: it gets the last {share:,} tokens of {SPLITS[giver]}")
+            if share and not tokens[i]:
+                tokens[i], end = share, end - share
+                with open(self.files[giver].name, "rb") as source:
+                    source.seek(2 * end)
+                    for at in range(0, 2 * share, 1 << 20):
+                        append(self.files[i], source.read(min(1 << 20, 2 * share - at)))
+                print(f"{SPLITS[i]} had no document: it gets the last {share:,} tokens of {SPLITS[giver]}")
         tokens[giver] = end
-        self.truncate(tokens)
+        self.truncate()
 
     def finish(self, meta: dict):
         """Gives the files their names, meta.json last: where it is, everything is."""
-        for file, path in zip(self.files, self.paths(), strict=True):
+        for file, path in zip(self.files, bin_paths(self.folder), strict=True):
             os.fsync(file.fileno())
-            os.rename(path + ".part", path)
+            os.rename(file.name, path)
         write_whole(os.path.join(self.folder, "meta.json"), meta)
-        os.remove(self.journal())
+        os.remove(self.journal)
 
     def discard(self):
-        for path in [self.journal(), *(path + ".part" for path in self.paths())]:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(path)
+        for path in [self.journal, *(file.name for file in self.files)]:
+            os.remove(path)
 
     def close(self):
         for file in self.files:
             file.close()
+
+
+def bin_paths(folder: str) -> list[str]:
+    return [os.path.join(folder, f"{split}.bin") for split in SPLITS]
 
 
 def append(file, data: bytes):
@@ -309,21 +288,14 @@ def write_whole(path: str, value: dict):
 
 def parse_arguments():
     """The command line. Raises UserError."""
-    parser = Parser(
-        prog="python prepare.py",
-        description="Text to tokens on disk: DIR/{train,val,test}.bin (uint16) and DIR/meta.json.",
-        epilog="The same command again goes on where it was stopped or killed; on a finished DIR it does nothing.",
-        allow_abbrev=False,
-        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=24, width=120),
-    )
+    parser = Parser("python prepare.py", allow_abbrev=False)
+    parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=120)
+    parser.description = "Text to tokens on disk: DIR/{train,val,test}.bin (uint16) and DIR/meta.json."
+    parser.epilog = "The same command again goes on where it was stopped or killed; on a finished DIR it does nothing."
     add = parser.add_argument
+    sources = f"files, 'globs' or folders of {KNOWN}"
     skips = "skip for the standard library, where some files are bad on purpose"
-    add(
-        "inputs",
-        nargs="*",
-        metavar="INPUT",
-        help=f"files, 'globs' or folders of {KNOWN} (default: the standard library)",
-    )
+    add("inputs", nargs="*", metavar="INPUT", help=f"{sources} (default: the standard library)")
     add("--out", metavar="DIR", help="where to write (default: data/SOURCE_TOKENIZER, as in data/stdlib_gpt2)")
     add("--tokenizer", default="gpt2", help="gpt2, bytes, r50k_base ... (default: gpt2; bytes needs no download)")
     add("--split", default="969,30,1", help="shares of train,val,test (default: 969,30,1)")
@@ -376,30 +348,26 @@ def describe(files: list[str]) -> dict:
 
 def is_finished(out: str, made_from: dict) -> bool:
     """Whether `out` holds what this command would make. Anything else that is there is refused, never overwritten."""
+    remedy = "remove it, or choose another --out"
     try:
-        with open(os.path.join(out, "meta.json"), encoding="utf-8") as file:
-            meta = json.load(file)
-            there, tokens = meta["made_from"], meta["tokens"]
+        meta = json.loads(Path(out, "meta.json").read_text(encoding="utf-8"))
+        there, tokens = meta["made_from"], meta["tokens"]
     except FileNotFoundError:
-        if not os.path.exists(os.path.join(out, "progress.json")):
-            for name in (f"{split}.bin" for split in SPLITS):
-                if os.path.exists(os.path.join(out, name)):
-                    raise UserError(
-                        f"--out={out}: holds a {name} but no meta.json; remove it, or choose another --out"
-                    ) from None
+        strangers = [os.path.basename(path) for path in bin_paths(out) if os.path.exists(path)]
+        if strangers and not os.path.exists(os.path.join(out, "progress.json")):
+            raise UserError(f"--out={out}: holds a {strangers[0]} but no meta.json; {remedy}") from None
         return False
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"--out={out}: its meta.json is not prepare.py's; remove it, or choose another --out") from None
-    for split in SPLITS:
-        path = os.path.join(out, f"{split}.bin")
+        raise UserError(f"--out={out}: its meta.json is not prepare.py's; {remedy}") from None
+    for split, path in zip(SPLITS, bin_paths(out), strict=True):
         if not os.path.exists(path) or os.path.getsize(path) != 2 * tokens[split]:
             raise UserError(f"--out={out}: {split}.bin is not as meta.json says; remove the folder to make it again")
     for key, value in made_from.items():
         if there.get(key) != value:
-            change = "made from other files, or earlier versions of them"
-            if key != "input":
-                change = f"made with --{key}={there.get(key)}, not {value}"
-            raise UserError(f"--out={out}: holds another data set, {change}; remove it, or choose another --out")
+            change = f"made with --{key}={there.get(key)}, not {value}"
+            if key == "input":
+                change = "made from other files, or earlier versions of them"
+            raise UserError(f"--out={out}: holds another data set, {change}; {remedy}")
     return True
 
 
@@ -426,12 +394,10 @@ def prepare(args):
                     make(files, Job(args.tokenizer, args.text_key, weights), output, workers, on_error)
             os.remove(lock)
     except OSError as error:
-        raise UserError(
-            f"--out={out}: {error.strerror or error}; what is written is kept, the same command goes on with it"
-        ) from None
-    is_default = not args.out and not args.inputs
+        why = error.strerror or error
+        raise UserError(f"--out={out}: {why}; what is written is kept, the same command goes on with it") from None
     config = "tiny" if args.tokenizer == "bytes" else "gpt2_124m"
-    print(f"next: torchrun train.py configs/{config}.py" + ("" if is_default else f" --data_dir={out}"))
+    print(f"next: torchrun train.py configs/{config}.py" + (f" --data_dir={out}" if args.out or args.inputs else ""))
 
 
 def make(files: list[str], job: Job, output: "Output", workers: int, on_error: str):
@@ -440,10 +406,8 @@ def make(files: list[str], job: Job, output: "Output", workers: int, on_error: s
     blocks = read_blocks(files, job.text_key, encoding._pat_str)
     began, before = time.monotonic(), sum(progress.tokens)
     tqdm.monitor_interval = 0  # its thread would be there before the workers are forked
-    with (
-        tqdm(total=progress.made_from["input"]["bytes"], unit="B", unit_scale=True, smoothing=0.05) as bar,
-        contextlib.closing(encoded_blocks(job, blocks, workers)) as results,
-    ):
+    bar = tqdm(total=progress.made_from["input"]["bytes"], unit="B", unit_scale=True, smoothing=0.05)
+    with bar, contextlib.closing(encoded_blocks(job, blocks, workers)) as results:
         for block in itertools.islice(blocks, progress.blocks):  # done by an earlier run
             bar.update(sum(part.used for part in block))
         for block, encoded in results:
@@ -452,25 +416,24 @@ def make(files: list[str], job: Job, output: "Output", workers: int, on_error: s
                 raise UserError(f"{encoded.examples[0]}; mend it, or leave such documents out with --on_error=skip")
             output.write(block, encoded)
             bar.update(sum(part.used for part in block))
+    output.save()
     skipped = sum(progress.skipped.values())
     if sum(progress.tokens) == sum(progress.documents):
         output.discard()
         first = f", the first of {skipped:,} that were skipped: {progress.examples[0]}" if skipped else ""
         raise UserError(f"the input is empty: no text in {len(files):,} files{first}")
-    output.save()
     output.fill_empty_splits(job.split)
-    output.finish(
-        {
-            "tokenizer": job.tokenizer,
-            "vocab_size": encoding.n_vocab,
-            "eot_id": encoding.eot_token,
-            "dtype": "uint16",
-            "tokens": dict(zip(SPLITS, progress.tokens, strict=True)),
-            "documents": dict(zip(SPLITS, progress.documents, strict=True)),
-            "skipped": progress.skipped,
-            "made_from": progress.made_from,
-        }
-    )
+    meta = {
+        "tokenizer": job.tokenizer,
+        "vocab_size": encoding.n_vocab,
+        "eot_id": encoding.eot_token,
+        "dtype": "uint16",
+        "tokens": dict(zip(SPLITS, progress.tokens, strict=True)),
+        "documents": dict(zip(SPLITS, progress.documents, strict=True)),
+        "skipped": progress.skipped,
+        "made_from": progress.made_from,
+    }
+    output.finish(meta)
     for split, tokens, documents in zip(SPLITS, progress.tokens, progress.documents, strict=True):
         print(f"{split:<5} {tokens:>16,} tokens {documents:>12,} documents")
     if skipped:

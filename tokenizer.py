@@ -94,15 +94,13 @@ def cut_points(text: str, pattern: str):
     if pattern == BYTES_PATTERN:  # anywhere between two whole characters
         yield from (i for i in range(1, len(text)) if not ("\udc80" <= text[i] <= "\udcff"))
     elif pattern in GPT2_PATTERNS:
-        kinds = [character_class(c) for c in text]
+        kinds = [*map(character_class, text), None]
         for i in range(1, len(text)):
-            before, here = kinds[i - 1], kinds[i]
-            if before == here == "space":
-                if i + 1 < len(text) and kinds[i + 1] not in ("space", None):
-                    yield i
-            elif before and here and before != here and before != "space":
-                if not (text[i - 1] == "'" and here == "L"):
-                    yield i
+            before, here, after = kinds[i - 1], kinds[i], kinds[i + 1]
+            if before == here == "space" and after not in ("space", None):
+                yield i
+            elif before and here and before not in (here, "space") and not (text[i - 1] == "'" and here == "L"):
+                yield i
 
 
 def size(text: str) -> int:
