@@ -62,9 +62,9 @@ def causal_softmax_backward(P, DP, DX, s, scale, BLOCK: tl.constexpr):
     tl.store(DX + row + column, dx, mask=exists)
 
 
-def row_options(s):
-    """One row a program, 8 elements a lane: a 16-byte load of bf16."""
-    block = triton.next_power_of_2(s)
+def one_row(width):
+    """Launch options for programs that hold one row in registers: 8 elements a thread, a 16-byte load of bf16."""
+    block = triton.next_power_of_2(width)
     return dict(BLOCK=block, num_warps=min(max(block // 256, 1), 16))
 
 
@@ -75,7 +75,7 @@ class CausalSoftmax(torch.autograd.Function):
         s = scores.shape[-1]
         p = torch.empty_like(scores)
         with torch.cuda.device_of(scores):
-            causal_softmax_forward[(scores.numel() // s,)](scores, p, s, scale, **row_options(s))
+            causal_softmax_forward[(scores.numel() // s,)](scores, p, s, scale, **one_row(s))
         ctx.save_for_backward(p)
         ctx.scale = scale
         return p
@@ -86,7 +86,7 @@ class CausalSoftmax(torch.autograd.Function):
         s = p.shape[-1]
         dx = torch.empty_like(p)
         with torch.cuda.device_of(p):
-            causal_softmax_backward[(p.numel() // s,)](p, dp.contiguous(), dx, s, ctx.scale, **row_options(s))
+            causal_softmax_backward[(p.numel() // s,)](p, dp.contiguous(), dx, s, ctx.scale, **one_row(s))
         return dx, None
 
 
@@ -432,7 +432,7 @@ def configurations(capability, dtypes=("bf16", "fp16"), sizes=(64, 128), s=1024)
     found = []
     for t in dtypes:
         dtype = dict(bf16=torch.bfloat16, fp16=torch.float16, fp32=torch.float32)[t]
-        softmax, types = row_options(s), f"*{t} *{t} i32 fp32"
+        softmax, types = one_row(s), f"*{t} *{t} i32 fp32"
         found.append((f"causal_softmax_forward {t} s={s}", causal_softmax_forward, types, softmax))
         found.append((f"causal_softmax_backward {t} s={s}", causal_softmax_backward, f"*{t} {types}", softmax))
         for d in sizes:

@@ -33,6 +33,7 @@ That they are right, how many bytes they move, and what the compiler makes of th
 GPU is needed; how fast they are, `python -m bench kernels` says on one.
 """
 
+import functools
 import math
 import os
 
@@ -40,7 +41,8 @@ import torch
 import triton
 import triton.language as tl
 
-from flash_attention import attention, causal_softmax  # noqa: F401  (a chapter of its own)
+from flash_attention import attention, causal_softmax, one_row  # noqa: F401  (a chapter of its own)
+from reference import mix
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # a * b + c is one fma: said aloud, as 3.10 changes the default
 
@@ -53,12 +55,6 @@ def persistent(x, each=4):
     return each * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
 
 
-def one_row(width):
-    """Launch options for programs that hold a row of `width` elements in registers, 8 a thread or more."""
-    block = triton.next_power_of_2(width)
-    return dict(BLOCK=block, num_warps=min(max(block // 256, 1), 16))
-
-
 # --- dropout --------------------------------------------------------------------------------------------------------
 #
 # The mask is a function of (seed, site, row, column), bit for bit that of `reference.dropout_mask`: backward computes
@@ -67,7 +63,7 @@ def one_row(width):
 
 @triton.jit
 def _mix(x):
-    """MurmurHash3's finalizer, on uint64."""
+    """`reference.mix` on uint64, in Triton, which cannot call it."""
     x = (x ^ (x >> 33)) * 0xFF51AFD7ED558CCD
     x = (x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53
     return x ^ (x >> 33)
@@ -75,7 +71,7 @@ def _mix(x):
 
 @triton.jit
 def _stays(ROWS, row, column, place, threshold):
-    """Which elements of this row stay; `place` and `threshold` as `_numbers_of` gives them."""
+    """Which elements of this row stay; `place` and `threshold` as `_mask_arguments` gives them."""
     key = _mix((tl.load(ROWS + row) + place).to(tl.uint64))
     low, high = key.to(tl.int32), (key >> 32).to(tl.int32)
     x = (column * -1640531527 + low) ^ high
@@ -85,16 +81,17 @@ def _stays(ROWS, row, column, place, threshold):
     return x >= threshold
 
 
-def _numbers_of(drop):
-    """(rows, place, threshold, factor) of a `reference.Drop`: what `_stays` needs, and 1 / (1 - rate)."""
+@functools.cache  # a training run has few seeds and sites, and asks for them at every micro-batch
+def _place(seed, site):
+    """The number that the kernels add to each row's number; `reference.dropout_mask` adds the same."""
+    return mix(torch.tensor(seed * 1009 + site)).item()
+
+
+def _mask_arguments(drop):
+    """(rows, place, threshold, factor): the arguments of `_stays`, and 1 / (1 - rate). drop: a `Drop` or None."""
     if drop is None:
         return None, 0, 0, 1.0
-    x = drop.seed * 1009 + drop.site
-    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
-        x = (x ^ (x >> 33)) * factor % 2**64
-    x ^= x >> 33
-    place = x - 2**64 if x >= 2**63 else x
-    return drop.rows, place, int(drop.rate * 2**32) - 2**31, 1 / (1 - drop.rate)
+    return drop.rows, _place(drop.seed, drop.site), int(drop.rate * 2**32) - 2**31, 1 / (1 - drop.rate)
 
 
 @triton.jit
@@ -110,22 +107,22 @@ def dropout_row(X, OUT, ROWS, width, place, threshold, factor, BLOCK: tl.constex
 
 class Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, rows, *rest):
+    def forward(ctx, x, rows, place, threshold, factor):
         ctx.save_for_backward(rows)
-        ctx.rest = rest
+        ctx.constants = place, threshold, factor
         x = x.contiguous()
         out = torch.empty_like(x)
-        dropout_row[(len(x),)](x, out, rows, x.shape[1], *rest, **one_row(x.shape[1]))
+        dropout_row[(len(x),)](x, out, rows, x.shape[1], place, threshold, factor, **one_row(x.shape[1]))
         return out
 
     @staticmethod
     def backward(ctx, dy):
         (rows,) = ctx.saved_tensors
-        return Dropout.apply(dy, rows, *ctx.rest), None, None, None, None
+        return Dropout.apply(dy, rows, *ctx.constants), None, None, None, None
 
 
 def dropout(x, drop=None):
-    return x if drop is None else Dropout.apply(x, *_numbers_of(drop))
+    return x if drop is None else Dropout.apply(x, *_mask_arguments(drop))
 
 
 def dropout_mask(columns, drop):
@@ -150,8 +147,8 @@ def dropout_mask(columns, drop):
 # Persistent programs: the sums over rows stay in registers, [3, h] float32 a program. Floor 8 bytes an element: dout,
 # z, and the gradient past the norm read, dx written; dy is dx, unless there is dropout (10 bytes).
 #
-# One pair of kernels serves `layer_norm` (no y), `add` (no norm) and `add_layer_norm`: ADD, NORM and DROP are
-# constants, and what they exclude is not compiled. Ba et al. (arXiv 1607.06450).
+# One pair of kernels serves `layer_norm` (no y), `add_` (no norm) and `add_layer_norm_`: ADD, NORM and DROP are
+# constants, and the compiler leaves out the parts that they exclude. Ba et al. (arXiv 1607.06450).
 
 
 @triton.jit
@@ -230,20 +227,20 @@ class Residual(torch.autograd.Function):
     """(z, out) of the formulas above; z is x itself where y is None, out is None where weight is None."""
 
     @staticmethod
-    def forward(ctx, x, y, bias, weight, norm_bias, *drop):
+    def forward(ctx, x, y, bias, weight, norm_bias, rows, place, threshold, factor):
         x = x.contiguous()
         y = None if y is None else y.contiguous()
-        width, rows = x.shape[1], drop[0]
+        width = x.shape[1]
+        ctx.constants = place, threshold, factor
         ctx.set_materialize_grads(False)
         ctx.parts = dict(ADD=y is not None, NORM=weight is not None, DROP=rows is not None)
         z = torch.empty_like(x) if ctx.parts["ADD"] else x
         out = torch.empty_like(x) if ctx.parts["NORM"] else None
         mean, r = torch.empty(2, len(x), dtype=torch.float32, device=x.device) if ctx.parts["NORM"] else (None, None)
         residual_forward[(len(x),)](
-            x, y, bias, z, weight, norm_bias, out, mean, r, rows, width, *drop[1:], **ctx.parts, **one_row(width)
+            x, y, bias, z, weight, norm_bias, out, mean, r, rows, width, *ctx.constants, **ctx.parts, **one_row(width)
         )
         ctx.save_for_backward(z if out is not None else None, weight, mean, r, rows)
-        ctx.drop = drop[1:]
         return z, out  # x itself, if nothing is added: its gradient past the norm then comes to `backward`, too
 
     @staticmethod
@@ -259,7 +256,7 @@ class Residual(torch.autograd.Function):
         programs = min(n, persistent(like))
         sums = torch.empty(programs, 3, width, dtype=torch.float32, device=like.device)
         residual_backward[(programs,)](
-            dz, dout, z, weight, mean, r, dx, dy, sums, rows, n, width, *ctx.drop, **parts, **one_row(width)
+            dz, dout, z, weight, mean, r, dx, dy, sums, rows, n, width, *ctx.constants, **parts, **one_row(width)
         )
         d_weight, d_norm_bias, d_bias = sums.sum(0)
         if not parts["ADD"]:
@@ -271,15 +268,17 @@ class Residual(torch.autograd.Function):
 
 def layer_norm(x, weight, bias):
     """As `reference.layer_norm`; the gradients of weight and bias are float32."""
-    return Residual.apply(x, None, None, weight, bias, *_numbers_of(None))[1]
+    return Residual.apply(x, None, None, weight, bias, *_mask_arguments(None))[1]
 
 
-def add(x, y, bias, drop=None):
-    return Residual.apply(x, y, bias, None, None, *_numbers_of(drop))[0]
+def add_(y, x, bias, drop=None):
+    """As `reference.add_`, but y keeps its values; the bias's gradient is float32."""
+    return Residual.apply(x, y, bias, None, None, *_mask_arguments(drop))[0]
 
 
-def add_layer_norm(x, y, bias, weight, norm_bias, drop=None):
-    return Residual.apply(x, y, bias, weight, norm_bias, *_numbers_of(drop))
+def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
+    """As `reference.add_layer_norm_`, but y keeps its values; the gradients of the three vectors are float32."""
+    return Residual.apply(x, y, bias, weight, norm_bias, *_mask_arguments(drop))
 
 
 # --- bias + GELU ----------------------------------------------------------------------------------------------------
@@ -356,8 +355,8 @@ class Gelu(torch.autograd.Function):
         return dy, sums.sum(0)
 
 
-def gelu(y, bias):
-    """As `reference.gelu`, but y is left as it is, and kept for backward; the bias's gradient is float32."""
+def gelu_(y, bias):
+    """As `reference.gelu_`, but y keeps its values, which backward reads; the bias's gradient is float32."""
     return Gelu.apply(y, bias)
 
 
@@ -369,6 +368,7 @@ def gelu(y, bias):
 # (online: what was added up under a smaller maximum is scaled down; Milakov and Gimelshein, arXiv 1805.02867), one that
 # writes dz in the place of z. A row of 50,304 bf16 is 100 KB, which the second pass finds in the cache: floor 4 bytes a
 # logit, one read and one write. With tp between the two passes stands a sum over ranks of three floats a row: 6 bytes.
+# Each row adds 16 bytes: its target (8) and its weight (4) are read, its loss (4) is written.
 #
 # Masks that decide what is loaded go by the padded width, a multiple of 128; which columns are real (50,257) is only
 # arithmetic. Otherwise every load would be of 2 bytes.
@@ -406,8 +406,8 @@ def _target_logit(Z, target, columns):
 
 
 @triton.jit
-def cross_entropy_whole(Z, TARGETS, LOSSES, columns, width, weight, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
-    """Both passes: this rank has all columns."""
+def cross_entropy_whole(Z, TARGETS, WEIGHTS, LOSSES, columns, width, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
+    """Both passes: this rank has all columns. TARGETS, WEIGHTS, LOSSES [rows]; a program for each row."""
     row = tl.program_id(0).to(tl.int64)
     Z += row * width
     target = tl.load(TARGETS + row)
@@ -415,7 +415,7 @@ def cross_entropy_whole(Z, TARGETS, LOSSES, columns, width, weight, GRADIENT: tl
     top, total = _statistics(Z, columns, width, BLOCK)
     tl.store(LOSSES + row, tl.log2(total) / LOG2E - (z_target - top))
     if GRADIENT:
-        _gradient(Z, target, top, total, columns, width, weight, BLOCK)
+        _gradient(Z, target, top, total, columns, width, tl.load(WEIGHTS + row), BLOCK)
 
 
 @triton.jit
@@ -429,32 +429,31 @@ def cross_entropy_statistics(Z, TARGETS, TOP, TOTAL, TARGET_LOGIT, columns, widt
 
 
 @triton.jit
-def cross_entropy_gradient(Z, TARGETS, TOP, TOTAL, columns, width, weight, BLOCK: tl.constexpr):
+def cross_entropy_gradient(Z, TARGETS, WEIGHTS, TOP, TOTAL, columns, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     target, top, total = tl.load(TARGETS + row), tl.load(TOP + row), tl.load(TOTAL + row)
-    _gradient(Z + row * width, target, top, total, columns, width, weight, BLOCK)
+    _gradient(Z + row * width, target, top, total, columns, width, tl.load(WEIGHTS + row), BLOCK)
 
 
 CROSS_ENTROPY = dict(BLOCK=4096, num_warps=8)
 
 
-def cross_entropy_(logits, targets, columns, weight=None, reduce=None):
+def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
     """As `reference.cross_entropy_`: losses [n] float32; logits [n, v/t], contiguous, become their gradient."""
-    assert logits.is_contiguous()
+    assert logits.is_contiguous() and (weights is None or weights.dtype == torch.float32)
     n, width = logits.shape
+    weights = None if weights is None else weights.contiguous()  # the gradient of a sum is one number, expanded
     if reduce is None:
-        losses, gradient = torch.empty(n, dtype=torch.float32, device=logits.device), weight is not None
-        cross_entropy_whole[(n,)](
-            logits, targets, losses, columns, width, weight or 0.0, GRADIENT=gradient, **CROSS_ENTROPY
-        )
+        losses, gradient = torch.empty(n, dtype=torch.float32, device=logits.device), weights is not None
+        cross_entropy_whole[(n,)](logits, targets, weights, losses, columns, width, GRADIENT=gradient, **CROSS_ENTROPY)
         return losses
     own, total, target = torch.empty(3, n, dtype=torch.float32, device=logits.device)
     cross_entropy_statistics[(n,)](logits, targets, own, total, target, columns, width, **CROSS_ENTROPY)
     top = reduce(own.clone(), "max")
     mine = (targets >= 0) & (targets < columns)
     total, target = reduce(torch.stack([total * (own - top).exp(), (target - top).where(mine, 0.0)]), "sum")
-    if weight is not None:
-        cross_entropy_gradient[(n,)](logits, targets, top, total, columns, width, weight, **CROSS_ENTROPY)
+    if weights is not None:
+        cross_entropy_gradient[(n,)](logits, targets, weights, top, total, columns, width, **CROSS_ENTROPY)
     return total.log() - target
 
 
@@ -496,15 +495,15 @@ def adamw_flat(
 ADAMW = dict(BLOCK=1024, num_warps=4)
 
 
-def adamw(weight, gradient, moments, numbers, ranges, *, decay, beta1, beta2, eps, out=None):
-    """As `reference.adamw`, on float32 buffers; at most two of the ranges decay."""
+def adamw_(weight, gradient, moments, scalars, ranges, *, decay, beta1, beta2, eps, out=None):
+    """As `reference.adamw_`, on float32 buffers; at most two of the ranges decay."""
     size = weight.numel()
     decaying = [(begin, end) for begin, end, decays in ranges if decays]
     assert len(decaying) <= 2
     (begin, end), (begin2, end2) = [*decaying, (0, 0), (0, 0)][:2]
     adamw_flat[(triton.cdiv(size, ADAMW["BLOCK"]),)](
-        weight, gradient, *moments, out, numbers.lr, numbers.scale, numbers.correction1, numbers.correction2,
-        numbers.skip, size, begin, end, begin2, end2, decay, beta1, beta2, eps, CAST=out is not None, **ADAMW,
+        weight, gradient, *moments, out, scalars.lr, scalars.scale, scalars.correction1, scalars.correction2,
+        scalars.skip, size, begin, end, begin2, end2, decay, beta1, beta2, eps, CAST=out is not None, **ADAMW,
     )  # fmt: skip
 
 

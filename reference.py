@@ -1,10 +1,13 @@
-"""The operations around the matrices, in plain PyTorch: what they mean, and what runs where nothing faster does.
+"""The operations around the matrix products, in plain PyTorch: the specification of `kernels.py`.
 
-A few lines each: the specification and the oracle of `kernels.py`, which has the OPERATIONS by the same names. The
-model asks for these, from whichever of the two it is given.
+Each operation takes a few lines here. `kernels.py` has the same OPERATIONS under the same names and is tested against
+this file. The model takes its operations from one of the two files. This one runs wherever nothing faster does.
 
-What comes right after a matrix product takes the product's bias with it: a bias of its own would be one more pass over
-the whole activation. Letters: n tokens, h hidden, a heads, d head size, s sequence, b samples, v vocabulary.
+A name that ends in `_`, as in PyTorch, says that the operation uses up its first argument: it may overwrite that
+tensor, and the caller must not read it again. The operation that follows a matrix product also adds the product's
+bias: an addition of its own would be one more pass over the whole activation.
+
+Letters: n tokens, h hidden, a heads, d head size, s sequence, b samples, v vocabulary, t tensor parallel ranks.
 """
 
 import math
@@ -14,8 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch.optim.adamw import adamw as torch_adamw
 
-OPERATIONS = "layer_norm add add_layer_norm gelu attention cross_entropy_ dropout adamw squared_norms".split()
-EPS = 1e-5  # LayerNorm's, as GPT-2 has it
+# Add your own: a function in this file, called in model.py as `self.ops.NAME`. It needs no kernel and no other place.
+# A kernel of the same name in kernels.py replaces it once the name stands here, too.
+OPERATIONS = "layer_norm add_ add_layer_norm_ gelu_ attention cross_entropy_ dropout adamw_ squared_norms".split()
+EPS = 1e-5  # of LayerNorm, as in GPT-2
 
 
 # --- LayerNorm, and the residual stream around it ---------------------------------------------------------------------
@@ -26,52 +31,53 @@ def layer_norm(x, weight, bias):
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps=EPS)
 
 
-def biased(y, bias):
-    """y + bias in the place of y, a matrix product that nobody else wants; but a leaf of the graph is left alone."""
+def add_bias_(y, bias):
+    """y + bias, written over y: y is a matrix product that nobody else reads. A leaf of the graph is copied instead."""
     return y + bias if y.is_leaf else y.add_(bias)
 
 
-def add(x, y, bias, drop=None):
-    """x + dropout(y + bias): what a block's linear y [n, h] adds to the residual stream x. drop: a `Drop`, or None.
+def add_(y, x, bias, drop=None):
+    """x + dropout(y + bias): adds a block's linear y [n, h] to the residual stream x [n, h]; y is used up.
 
-    y is used up, see `biased`.
+    drop: a `Drop`; None: no dropout.
     """
-    y = biased(y, bias)
+    y = add_bias_(y, bias)
     return y.add_(x) if drop is None else x + dropout(y, drop)
 
 
-def add_layer_norm(x, y, bias, weight, norm_bias, drop=None):
-    """(z, layer_norm(z)), both [n, h], with z = add(x, y, bias, drop), or x where y is None.
+def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
+    """(z, layer_norm(z)), both [n, h], with z = add_(y, x, bias, drop); y is used up. y and bias None: z is x.
 
-    z goes on past the norm; that both come from one operation lets a fused backward add their two gradients.
+    The residual stream z continues past the norm. One operation gives both results, so that a fused backward can add
+    their two gradients.
     """
-    z = x if y is None else add(x, y, bias, drop)
+    z = x if y is None else add_(y, x, bias, drop)
     return z, layer_norm(z, weight, norm_bias)
 
 
 # --- between two linears ----------------------------------------------------------------------------------------------
 
 
-def gelu(y, bias):
-    """GPT-2's GELU of x = y + bias: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))); Hendrycks, Gimpel (1606.08415).
+def gelu_(y, bias):
+    """GPT-2's GELU of x = y + bias: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))); y [n, 4h] is used up.
 
-    y is used up, see `biased`.
+    Hendrycks and Gimpel (arXiv 1606.08415).
     """
-    return F.gelu(biased(y, bias), approximate="tanh")
+    return F.gelu(add_bias_(y, bias), approximate="tanh")
 
 
 def attention(qkv, cache=None):
     """Causal attention, softmax(q k^T / sqrt(d)) v, per head. qkv [b, s, 3, a, d] -> [b, s, a, d].
 
-    No dropout on the probabilities: the [s, s] matrix that it would act on is never formed, here or in any fused
-    attention. `cache`, a list of the keys and values of the tokens before, [b, a, s', d], grows by these s.
+    There is no dropout on the probabilities: it would act on the [s, s] matrix, which no fused attention forms.
+    cache: a list with the keys and values of the tokens before, [b, a, s', d]; it grows by these s tokens.
     """
     q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))  # [b, a, s, d]
     if cache is not None:
         if cache:
             k, v = torch.cat([cache[0], k], 2), torch.cat([cache[1], v], 2)
         cache[:] = [k, v]
-    # One new token sees all before it: no mask. PyTorch's causal mask is right for s = s' only.
+    # One new token sees all before it and needs no mask. PyTorch's causal mask is right for s = s' only.
     y = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] == k.shape[2])
     return y.transpose(1, 2)
 
@@ -85,16 +91,18 @@ def causal_softmax(scores, scale):
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
-def cross_entropy_(logits, targets, columns, weight=None, reduce=None):
-    """-log softmax(logits)[target] of each token, [n]; `logits` then hold the gradient of weight * their sum.
+def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
+    """-log softmax(logits)[target] of each token, [n]; then `logits` hold their own gradient, row by row.
 
-    logits [n, v/t]: this rank's columns, of which the first `columns` are real: padding gets no probability.
-    targets [n] int64, counted from this rank's first column: one that is not among them is another rank's. weight: None
-    where no gradient is wanted (what is left in `logits` is then nothing). reduce(x, "max" or "sum") combines what the
-    tp ranks have, three numbers a token: max_j z_j, sum_j exp(z_j - max) and z_target - max; None: there is one rank.
-    Computed in float32 (float64 from float64), whatever the logits are.
+    logits: [n, v/t], this rank's columns. The first `columns` of them are real; padding gets no probability.
+    targets: [n] int64, counted from this rank's first column. Another rank has the targets outside of its range.
+    weights: [n] float32 (float64 for float64 logits), the gradient that arrives at each token's loss. Row i of
+        `logits` becomes weights[i] * d loss_i / d logits. None: no gradient is wanted, `logits` hold nothing useful.
+    reduce(x, "max" or "sum"): combines three numbers a token over the tp ranks: max_j z_j, sum_j exp(z_j - max) and
+        z_target - max. None: there is one rank.
+    Computes in float32 (in float64 for float64 logits), whatever the dtype of the logits is.
     """
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32))  # itself, if it is that wide
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))  # `logits` itself, if it is that wide
     z[:, columns:] = -math.inf
     top = z.amax(1)
     if reduce:
@@ -107,9 +115,9 @@ def cross_entropy_(logits, targets, columns, weight=None, reduce=None):
     total = p.sum(1)
     if reduce:
         total, target = reduce(torch.stack([total, target]), "sum")
-    if weight is not None:  # weight (softmax - onehot)
-        p *= (weight / total)[:, None]
-        p.scatter_add_(1, local, -weight * mine[:, None].to(p.dtype))
+    if weights is not None:  # weight (softmax - onehot)
+        p *= (weights / total)[:, None]
+        p.scatter_add_(1, local, -(weights * mine)[:, None])
         if p is not logits:
             logits.copy_(p)
     return total.log() - target
@@ -155,18 +163,18 @@ def dropout_mask(columns, drop):
 
 
 class Dropout(torch.autograd.Function):
-    """x * mask / (1 - rate). Backward computes the mask again: nothing of x's size is kept."""
+    """x * mask / (1 - rate). Backward computes the mask again: it keeps nothing of x's size."""
 
     @staticmethod
-    def forward(ctx, x, rows, *rest):
+    def forward(ctx, x, rows, rate, seed, site):
         ctx.save_for_backward(rows)
-        ctx.rest = rest
-        return Dropout.masked(x, Drop(rows, *rest))
+        ctx.rate, ctx.seed, ctx.site = rate, seed, site
+        return Dropout.masked(x, Drop(rows, rate, seed, site))
 
     @staticmethod
     def backward(ctx, dy):
         (rows,) = ctx.saved_tensors
-        return Dropout.masked(dy, Drop(rows, *ctx.rest)), None, None, None, None
+        return Dropout.masked(dy, Drop(rows, ctx.rate, ctx.seed, ctx.site)), None, None, None, None
 
     @staticmethod
     def masked(x, drop):
@@ -174,7 +182,7 @@ class Dropout(torch.autograd.Function):
 
 
 def dropout(x, drop=None):
-    """x [n, h] with each element dropped with probability `drop.rate`, the others scaled; None: x."""
+    """Drops each element of x [n, h] with probability `drop.rate` and scales the others up; drop None: gives x."""
     return x if drop is None else Dropout.apply(x, *drop)
 
 
@@ -186,10 +194,10 @@ def squared_norms(flats):
     return torch.stack([torch.linalg.vector_norm(flat) for flat in flats]).double() ** 2
 
 
-class Numbers(NamedTuple):
-    """What an update depends on besides its buffers: 0-dimensional tensors, on the buffers' device.
+class UpdateScalars(NamedTuple):
+    """The scalars of one update: 0-dimensional tensors on the buffers' device.
 
-    They were computed there: nobody waits until the host has seen them.
+    The device computes them, so that the host need not wait for their values.
     """
 
     lr: torch.Tensor  # float64
@@ -200,27 +208,27 @@ class Numbers(NamedTuple):
     correction2: torch.Tensor  # float64: 1 - beta2^update
 
 
-def numbers(lr, scale, update, skip, beta1, beta2):
-    """Numbers of the first four and of AdamW's two constants."""
+def update_scalars(lr, scale, update, skip, beta1, beta2):
+    """UpdateScalars from the first four of them and AdamW's two constants."""
     update64 = update.double()
-    return Numbers(lr, scale, update, skip, 1 - beta1**update64, 1 - beta2**update64)
+    return UpdateScalars(lr, scale, update, skip, 1 - beta1**update64, 1 - beta2**update64)
 
 
-def adamw(weight, gradient, moments, numbers, ranges, *, decay, beta1, beta2, eps, out=None):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), in place on flat buffers; `gradient` is used up.
+def adamw_(weight, gradient, moments, scalars, ranges, *, decay, beta1, beta2, eps, out=None):
+    """AdamW on flat buffers, in place: changes `weight` and `moments`, uses up `gradient`.
 
-        m = b1 m + (1 - b1) g      w -= lr (decay w + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))
-        v = b2 v + (1 - b2) g^2
+    The same formula as `parallel/optimizer.py`'s `adamw`, which is the specification, done in one pass by PyTorch's
+    fused kernel. Its gradient g is scalars.scale * gradient.
 
-    g is numbers.scale * gradient; ranges: [(begin, end, decays)], which cover the buffers; out: another buffer for the
-    new weights, in its own dtype. The two formulas are PyTorch's kernel, which reads and writes everything once.
+    scalars: an `UpdateScalars`; ranges: [(begin, end, decays)], which cover the buffers; out: another buffer for the
+    new weights, in its own dtype.
     """
-    before, skip, divisor = (numbers.update - 1).float(), numbers.skip.float(), (1 / numbers.scale).float()
+    before, skip, divisor = (scalars.update - 1).float(), scalars.skip.float(), (1 / scalars.scale).float()
     if weight.dtype == torch.float64:  # for which a float32 divisor is too coarse
-        gradient *= numbers.scale
+        gradient *= scalars.scale
         divisor = None
     # On a GPU that kernel reads a rate that is a tensor as float32; as float64 it would refuse it.
-    lr = numbers.lr.float() if weight.is_cuda else numbers.lr
+    lr = scalars.lr.float() if weight.is_cuda else scalars.lr
     for begin, end, decays in ranges:
         w, g, m, v = ([x[begin:end]] for x in (weight, gradient, *moments))
         torch_adamw(

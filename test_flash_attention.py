@@ -14,30 +14,14 @@ visited; a last stride of more than 1 not seen.
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="no Triton on this machine: reference.py serves alone")
-if torch.cuda.is_available():
-    pytest.skip("there is a GPU: Triton is itself here, not interpreted (bench/ checks it)", allow_module_level=True)
+from testing.interpreted import DTYPES, poisoned, random  # noqa: F401  (first: it skips this file without Triton)
 
-import compiled
+# isort: split
+
 import flash_attention
-import sanitizer
 from flash_attention import attention, causal_softmax
 from reference import causal_softmax as plain_softmax
-
-sanitizer.install()
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """Memory that a kernel is given to write holds nan: what it leaves out shows."""
-    empty_like, new_empty = torch.empty_like, torch.Tensor.new_empty
-    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty_like(*a, **k).fill_(torch.nan))
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: new_empty(*a, **k).fill_(torch.nan))
-
-
-def random(*shape, dtype, seed=0, size=1.0):
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * size).to(dtype)
+from testing import compiled, sanitizer
 
 
 def plain_attention(qkv):
@@ -53,8 +37,11 @@ def with_gradient(f, x, dy):
     return y.detach(), x.grad
 
 
-def check(fused, plain, x, dy):
-    """Result and gradient of both against float64 on the same numbers. -> relative errors, (ours, plain) for each."""
+def check(fused, plain, x, dy, more=0.0):
+    """Result and gradient of both against float64 on the same numbers. -> relative errors, (ours, plain) for each.
+
+    more: an error that ours may have and plain has not.
+    """
     exact = with_gradient(plain, x.double(), dy.double())
     errors = []
     for ours, theirs, right in zip(with_gradient(fused, x, dy), with_gradient(plain, x, dy), exact, strict=True):
@@ -62,7 +49,7 @@ def check(fused, plain, x, dy):
         size = right.abs().max() + 1e-30
         error, of_plain = ((y.double() - right).abs().max() / size for y in (ours, theirs))
         errors.append((error.item(), of_plain.item()))
-        assert error <= 2 * of_plain + torch.finfo(x.dtype).eps + 4 * torch.finfo(torch.float32).eps, errors
+        assert error <= 2 * of_plain + torch.finfo(x.dtype).eps + 4 * torch.finfo(torch.float32).eps + more, errors
     return errors
 
 
@@ -134,12 +121,17 @@ def test_attention_tiles_of_every_gpu(capability, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_of_large_scores(dtype):
-    """Scores to about 1e4 on both sides: the softmax is all but one-hot, and no power of 2 overflows."""
+    """Scores to about 1e4 on both sides: the softmax is nearly one-hot, and no power of 2 overflows.
+
+    Backward computes the scores anew, as k q^T. Where that sum has another order than q k^T (which libraries and GPUs
+    decide), a score differs by a rounding, and P = exp(S - L) by as much: half of eps times the score.
+    """
     qkv, do = of_shape(1, 150, 2, 64, dtype)
     qkv[:, :, :2] *= 60
     q, k, _ = qkv.double().unbind(2)
-    assert torch.einsum("bsad, btad -> bast", q, k).div(8).abs().max() > 1e4
-    errors = check(attention, plain_attention, qkv, do)
+    largest = torch.einsum("bsad, btad -> bast", q, k).div(8).abs().max()
+    assert largest > 1e4
+    errors = check(attention, plain_attention, qkv, do, more=largest * torch.finfo(torch.float32).eps / 2)
     assert max(ours for ours, _ in errors) < 0.02  # plain in 16 bits rounds the scores themselves: no measure here
 
 
