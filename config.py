@@ -21,6 +21,7 @@ from pathlib import Path
 
 from errors import UserError
 from parallel import schedules
+from parallel.optimizer import RULES
 
 
 @dataclass
@@ -45,10 +46,10 @@ class Config:
     seed: int = 1234  # of initial weights, data order and dropout
 
     # -- optimizer
-    optimizer: str = "adamw"  # adamw, sgd; lamb and lars: a rate for each tensor, for large batches
+    optimizer: str = "adamw"  # update rule; lamb and lars have a rate for each tensor, for large batches
     lr: float = 1e-3  # peak learning rate
     min_lr: float = 0.0  # learning rate at the end of the decay
-    lr_decay_style: str = "cosine"  # cosine, linear, constant, wsd (warm-up, stable, decay)
+    lr_decay_style: str = "cosine"  # how the rate falls; wsd: warm-up, stable, decay
     lr_decay_iters: int = 0  # updates over which the rate decays, warm-up included (0: train_iters)
     lr_warmup_iters: int = -1  # updates of linear warm-up (-1: see lr_warmup_fraction)
     lr_warmup_fraction: float = 0.0  # warm-up as a fraction of lr_decay_iters
@@ -61,22 +62,22 @@ class Config:
     clip_grad: float = 1.0  # largest global gradient norm (0: no clipping)
 
     # -- numbers
-    dtype: str = "auto"  # fp64, fp32, bf16, fp16; auto: bf16 or fp16 on a GPU, fp32 on a CPU
+    dtype: str = "auto"  # of parameters and activations; auto: bf16 or fp16 on a GPU, fp32 on a CPU
     initial_loss_scale: float = 2.0**32  # fp16: loss scale to start from
     min_loss_scale: float = 1.0  # fp16: never below
     loss_scale_window: int = 1000  # fp16: clean updates until the scale doubles
     hysteresis: int = 2  # fp16: overflows until the scale is halved
-    kernels: str = "auto"  # the operations around the matrices: auto, triton (kernels.py), torch (reference.py)
+    kernels: str = "auto"  # the operations around the matrices: triton is kernels.py, torch is reference.py
 
     # -- layout (data parallel is what remains of the processes)
     tp: int = 1  # tensor parallel ranks
     pp: int = 1  # pipeline stages
     sequence_parallel: bool = False  # shard over tp also what lies between the tensor parallel layers
-    zero: int = 0  # share over dp: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too
-    schedule: str = "1f1b"  # pipeline schedule: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, chimera
+    zero: int = 0  # shard over dp: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too
+    schedule: str = "1f1b"  # order of work in the pipeline
     chunks: int = 1  # parts of the model that each pipeline rank holds: 2 with zb-v, 2 or more with interleaved
     offload: bool = False  # optimizer state, and its update, in the CPU's memory
-    recompute: str = "none"  # none, full: keep a block's input only, and run it again in backward
+    recompute: str = "none"  # full: keep a block's input only, and run it again in backward
 
     # -- run
     out_dir: str = ""  # checkpoints and metrics.jsonl (default: out/CONFIGNAME)
@@ -87,7 +88,7 @@ class Config:
     eval_interval: int = 0  # updates between validations (0: at the end only)
     eval_iters: int = 10  # global batches in a validation (0: none is taken)
     eval_only: bool = False  # take the loss of a checkpoint, do not train
-    split: str = "val"  # eval_only: train, val or test tokens
+    split: str = "val"  # eval_only: whose tokens
     ledger: bool = False  # print what was sent and what was kept, beside the formulas, at the end
     trace: str = ""  # file for a record of every action and message of the last steps, in Chrome's trace format
     tensorboard: str = ""  # folder for TensorBoard logs
@@ -109,18 +110,18 @@ class Config:
 
 
 CHOICES = {
-    "optimizer": ("adamw", "sgd", "lamb", "lars"),
+    "optimizer": tuple(RULES),
     "lr_decay_style": ("cosine", "linear", "constant", "wsd"),
     "dtype": ("auto", "fp64", "fp32", "bf16", "fp16"),
     "kernels": ("auto", "triton", "torch"),
     "recompute": ("none", "full"),
     "split": ("train", "val", "test"),
     "zero": (0, 1, 2, 3),
+    "schedule": tuple(schedules.SCHEDULES),
 }
 POSITIVE = (
-    "num_layers hidden_size num_attention_heads seq_length vocab_size micro_batch_size global_batch_size "
-    "tp pp chunks log_interval loss_scale_window hysteresis initial_loss_scale min_loss_scale adam_eps "
-    "comm_timeout init_method_std"
+    "num_layers hidden_size num_attention_heads seq_length vocab_size micro_batch_size global_batch_size tp pp chunks "
+    "log_interval loss_scale_window hysteresis initial_loss_scale min_loss_scale adam_eps comm_timeout init_method_std"
 ).split()
 NOT_NEGATIVE = (
     "max_position_embeddings train_iters train_epochs lr min_lr lr_decay_iters lr_warmup_fraction "
@@ -135,16 +136,14 @@ def load(arguments, default="configs/tiny.py"):
         raise UserError(f"one configuration file, please, not {' and '.join(files)} (fields are --field=value)")
     path = Path(files[0] if files else default)
     values, given = from_file(path), {}
-    for argument in arguments:
-        if argument.startswith("-"):
-            name, equals, text = argument.lstrip("-").partition("=")
-            field = field_named(name, f"--{name}")
-            if not equals and field.type is not bool:
-                raise UserError(f"--{name} wants a value: --{name}={field.default or field.type.__name__}")
-            given[name] = from_text(field, text if equals else "True")
-    for length, other in [("train_iters", "train_epochs"), ("train_epochs", "train_iters")]:
-        if length in given and other not in given:
-            values.pop(other, None)  # said on the command line, it stands for the file's
+    for option in [a for a in arguments if a.startswith("-")]:
+        name, equals, text = option.lstrip("-").partition("=")
+        field = field_named(name, f"--{name}")
+        if not equals and field.type is not bool:
+            raise UserError(f"--{name} wants a value: --{name}={field.default or field.type.__name__}")
+        given[name] = from_text(field, text if equals else "True")
+    if "train_iters" in given or "train_epochs" in given:  # one said here stands for the file's
+        values |= {"train_iters": 0, "train_epochs": 0.0}
     config = Config(**values | given)
     config.out_dir = config.out_dir or f"out/{path.stem}"
     return config
@@ -192,17 +191,21 @@ def from_text(field, text):
         raise UserError(f"--{field.name}={text}: should be {wanted}") from None
 
 
+def require(c, name, fits, why):
+    """Refuse the value of the field `name` unless it `fits`. Raises UserError, which says why."""
+    if not fits:
+        raise UserError(f"{name}={getattr(c, name)}: {why}")
+
+
 def rampup(c):
     """(start, increment, samples) of `rampup_batch_size`; without one, of a batch that has its size."""
     if not c.rampup_batch_size:
         return c.global_batch_size, c.global_batch_size, 1
     numbers = re.fullmatch(r"(\d+),(\d+),(\d+)", c.rampup_batch_size.replace(" ", ""))
     start, increment, samples = map(int, numbers.groups()) if numbers else (0, 0, 0)
-    if not (0 < start <= c.global_batch_size and increment > 0 and samples > 0):
-        raise UserError(
-            f"rampup_batch_size={c.rampup_batch_size}: should be start,increment,samples, as 16,8,30000, "
-            f"with a start of at most global_batch_size={c.global_batch_size}"
-        )
+    fits = 0 < start <= c.global_batch_size and increment > 0 and samples > 0
+    limit = f"with a start of at most global_batch_size={c.global_batch_size}"
+    require(c, "rampup_batch_size", fits, f"should be start,increment,samples, as 16,8,30000, {limit}")
     return start, increment, samples
 
 
@@ -213,6 +216,19 @@ def global_batch_size_at(c, consumed_samples):
     return start + increment * min(steps, consumed_samples * steps // samples)
 
 
+def micro_batches(c, samples, dp):
+    """m, the micro-batches of a step of `samples` samples on each of `dp` data ranks."""
+    return samples // (c.micro_batch_size * dp)
+
+
+def iterations(config, samples):
+    """How many updates take at most `samples` samples; at least one."""
+    count = consumed = 0
+    while (consumed := consumed + global_batch_size_at(config, consumed)) <= samples:
+        count += 1
+    return max(1, count)
+
+
 def help_text():
     """Every field with its default and the comment beside it, as they stand in `Config`."""
     lines = ["python train.py [CONFIG.py] [--field=value ...]     (the default is configs/tiny.py)"]
@@ -221,37 +237,31 @@ def help_text():
             lines.append(f"\n{section[1]}")
         elif row := re.match(r"    (\w+): (\w+) = (.*?)  # (.*)", line):
             default = row[3].strip('"').replace("2.0**32", "2^32")
-            lines.append(f"  --{row[1] + '=' + default:<34} {row[4]}")
+            choices = f" ({', '.join(map(str, CHOICES[row[1]]))})" if row[1] in CHOICES else ""
+            lines.append(f"  --{row[1] + '=' + default:<34} {row[4]}{choices}")
     return "\n".join(lines)
 
 
-def check(config, world):
+def check(c, world):
     """Refuse, by name, what cannot work on `world` processes. Raises UserError; returns the data parallel size."""
-    c = config
     for name, choices in CHOICES.items():
-        if getattr(c, name) not in choices:
-            raise UserError(f"{name}={getattr(c, name)}: should be one of {', '.join(map(str, choices))}")
-    for name in POSITIVE + NOT_NEGATIVE:
-        value = getattr(c, name)
-        if not (value > 0 or (value == 0 and name in NOT_NEGATIVE)) or value == float("inf"):
-            raise UserError(f"{name}={value}: should be {'positive' if name in POSITIVE else 'zero or more'}")
-    for name, low, high in [("dropout", 0, 1), ("adam_beta1", 0, 1), ("adam_beta2", 0, 1)]:
-        if not low <= getattr(c, name) < high:
-            raise UserError(f"{name}={getattr(c, name)}: should be at least {low} and below {high}")
-    if c.lr_warmup_fraction > 1:
-        raise UserError(f"lr_warmup_fraction={c.lr_warmup_fraction}: a fraction of lr_decay_iters, at most 1")
-    if c.lr_decay_style == "wsd" and c.lr_wsd_decay_iters == 0:
-        raise UserError("lr_decay_style=wsd: say lr_wsd_decay_iters, the updates in which the rate falls")
-    if c.min_lr > c.lr:
-        raise UserError(f"min_lr={c.min_lr}: should be at most lr={c.lr}")
+        require(c, name, getattr(c, name) in choices, f"should be one of {', '.join(map(str, choices))}")
+    for name in POSITIVE:
+        require(c, name, 0 < getattr(c, name) < float("inf"), "should be positive")
+    for name in NOT_NEGATIVE:
+        require(c, name, 0 <= getattr(c, name) < float("inf"), "should be zero or more")
+    for name in ("dropout", "adam_beta1", "adam_beta2"):
+        require(c, name, 0 <= getattr(c, name) < 1, "should be at least 0 and below 1")
+    require(c, "lr_warmup_fraction", c.lr_warmup_fraction <= 1, "a fraction of lr_decay_iters, at most 1")
+    falls = c.lr_decay_style != "wsd" or c.lr_wsd_decay_iters > 0
+    require(c, "lr_decay_style", falls, "say lr_wsd_decay_iters, the updates in which the rate falls")
+    require(c, "min_lr", c.min_lr <= c.lr, f"should be at most lr={c.lr}")
     if not c.eval_only and (c.train_iters > 0) == (c.train_epochs > 0):
         raise UserError(f"train_iters={c.train_iters}, train_epochs={c.train_epochs}: say one of the two")
-    if c.eval_only and not c.eval_iters:
-        raise UserError("eval_iters=0: eval_only takes a loss over so many global batches; should be 1 or more")
-    if c.seq_length > c.positions:
-        raise UserError(
-            f"seq_length={c.seq_length}: should be at most max_position_embeddings={c.max_position_embeddings}"
-        )
+    enough = c.eval_iters > 0 or not c.eval_only
+    require(c, "eval_iters", enough, "eval_only takes a loss over so many global batches; should be 1 or more")
+    limit = f"should be at most max_position_embeddings={c.max_position_embeddings}"
+    require(c, "seq_length", c.seq_length <= c.positions, limit)
     return check_layout(c, world)
 
 
@@ -270,16 +280,12 @@ def check_layout(c, world):
     divides("tp * pp", c.tp * c.pp, "the number of processes", world)
     dp = world // (c.tp * c.pp)
     start, increment, _ = rampup(c)
-    divides(
-        "the increment of rampup_batch_size", increment, "the growth of global_batch_size", c.global_batch_size - start
-    )
+    growth = c.global_batch_size - start
+    divides("the increment of rampup_batch_size", increment, "the growth of global_batch_size", growth)
     for size in range(start, c.global_batch_size + 1, increment):
         divides("micro_batch_size * dp", c.micro_batch_size * dp, "global_batch_size", size)
-        plan = schedules.build(c.schedule, c.pp, size // (c.micro_batch_size * dp), c.chunks)
-    parts = max(plan.parts) + 1
-    if c.num_layers < parts - 2:
-        raise UserError(
-            f"num_layers={c.num_layers}: too few for the {parts} parts of pp={c.pp}, chunks={c.chunks}; "
-            f"should be at least {parts - 2}"
-        )
+        schedule = schedules.build(c.schedule, c.pp, micro_batches(c, size, dp), c.chunks)
+    parts = max(schedule.parts) + 1
+    why = f"too few for the {parts} parts of pp={c.pp}, chunks={c.chunks}; should be at least {parts - 2}"
+    require(c, "num_layers", c.num_layers >= parts - 2, why)
     return dp

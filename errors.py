@@ -39,15 +39,22 @@ def exit_on_user_error(main):
 
 
 @contextlib.contextmanager
+def explained(what):
+    """In the block, what the system refuses becomes a UserError: `what`, say the file's name, and the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what}: {error.strerror}") from None
+
+
+@contextlib.contextmanager
 def locked(path, message):
     """Hold the lock of the file `path`, which is made. Raises UserError(message) if another process holds it.
 
     The system takes the lock back when this process ends, however it ends.
     """
-    try:
+    with explained(path):
         file = open(path, "w")
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
     with file:
         try:
             # lockf, for its lock belongs to this process alone. Workers that the process forks would share an flock,

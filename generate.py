@@ -16,7 +16,8 @@ import torch
 from config import Config
 from errors import Parser, UserError, exit_on_user_error
 from model import GPT
-from parallel import checkpoint
+from parallel import checkpoint, schedules
+from parallel.layout import Layout
 from parallel.mesh import Mesh
 from parallel.zero import Zero
 from tokenizer import load_tokenizer
@@ -29,12 +30,13 @@ def load_model(path, device):
         raise UserError(f"{path}: there is no checkpoint (train one: torchrun train.py configs/tiny.py)")
     index = checkpoint.read_index(found)
     known = {field.name for field in dataclasses.fields(Config)}
-    config = Config(**{k: v for k, v in index["config"].items() if k in known})
-    config.tp, config.sequence_parallel, config.zero = 1, False, 0
+    alone = dict(tp=1, pp=1, schedule="1f1b", chunks=1, sequence_parallel=False, zero=0)
+    config = Config(**{k: v for k, v in index["config"].items() if k in known} | alone)
     mesh = Mesh()
     model = GPT(config, mesh.tp)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    zero = Zero(model.units, lambda _: mesh.pp, config, mesh, dtype, device, training=False)
+    layout = Layout(config, 1, model.table, schedules.build(config.schedule, 1, 1))
+    zero = Zero(model, layout, config, mesh, dtype, device, training=False)
     checkpoint.load(found, zero)
     zero.parameters_from_master()
     tokenizer = load_tokenizer(index["tokenizer"])
@@ -85,12 +87,9 @@ def arguments():
     parser.add_argument("--top_p", type=float, default=1.0, help="draw from this much probability (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="the same seed writes the same text (%(default)s)")
     a = parser.parse_args()
-    for name in ("max_tokens", "num_samples"):
-        if getattr(a, name) < 1:
-            raise UserError(f"--{name}={getattr(a, name)}: should be 1 or more")
-    for name in ("temperature", "top_k"):
-        if not getattr(a, name) >= 0:
-            raise UserError(f"--{name}={getattr(a, name)}: should be 0 or more")
+    for name, least in [("max_tokens", 1), ("num_samples", 1), ("temperature", 0), ("top_k", 0)]:
+        if not getattr(a, name) >= least:  # refuses nan, too
+            raise UserError(f"--{name}={getattr(a, name)}: should be {least} or more")
     if not 0 < a.top_p <= 1:
         raise UserError(f"--top_p={a.top_p}: should be above 0 and at most 1")
     return a

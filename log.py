@@ -24,7 +24,6 @@ From one row of numbers come Megatron-LM's line on the terminal, a line of out_d
 asked for, a step in TensorBoard and Weights & Biases. So they cannot disagree.
 """
 
-import dataclasses
 import importlib
 import json
 import math
@@ -34,30 +33,31 @@ import resource
 import sys
 import time
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
-from errors import UserError
+from errors import UserError, explained
 
 # --- speed ------------------------------------------------------------------------------------------------------------
 
 
-def model_flops(config, batch):
-    """FLOPs that a step of `batch` sequences needs: 72BsLh^2(1 + s/6h + V/12Lh) = Bs(6N + 12Lhs)."""
+def model_flops(config, batch, block_forwards=3):
+    """FLOPs that a step of `batch` sequences needs: 72BsLh^2(1 + s/6h + V/12Lh) = Bs(6N + 12Lhs).
+
+    block_forwards: how many forwards of the blocks a step costs; of the head it costs three.
+    """
     L, h, s, V = config.num_layers, config.hidden_size, config.seq_length, config.padded_vocab_size
-    return 72 * batch * s * L * h**2 * (1 + s / (6 * h) + V / (12 * L * h))
+    return batch * s * (block_forwards * (24 * L * h**2 + 4 * L * s * h) + 3 * 2 * V * h)
 
 
 def hardware_flops(config, batch):
     """FLOPs that the devices run for it: with recompute=full, 96BsLh^2(1 + s/6h + V/16Lh)."""
-    if config.recompute != "full":
-        return model_flops(config, batch)
-    L, h, s, V = config.num_layers, config.hidden_size, config.seq_length, config.padded_vocab_size
-    return 96 * batch * s * L * h**2 * (1 + s / (6 * h) + V / (16 * L * h))
+    return model_flops(config, batch, block_forwards=4 if config.recompute == "full" else 3)
 
 
 # TFLOP/s of dense matrix products, from the makers' data sheets: no sparsity; sums in float32 (at half of the
@@ -150,9 +150,8 @@ class Timers:
             torch.cuda.synchronize()
         while self.pending:
             self.book_oldest()
-        taken = {phase: total / iterations for phase, total in self.milliseconds.items() if total}
-        self.milliseconds = dict.fromkeys(PHASES, 0.0)
-        return taken
+        totals, self.milliseconds = self.milliseconds, dict.fromkeys(PHASES, 0.0)
+        return {phase: total / iterations for phase, total in totals.items() if total}
 
 
 # --- from steps to a row of numbers -----------------------------------------------------------------------------------
@@ -176,13 +175,9 @@ class PendingStep:
 
     def __init__(self, numbers, loss_scale, samples):
         """numbers: Step's first six fields, float64 [6] on the device. A GPU copies them once it has computed them."""
-        self.host_fields = loss_scale, samples
-        self.numbers, self.copied, self.step = numbers, None, None
-        if numbers.is_cuda:
-            self.numbers = torch.empty(len(numbers), dtype=numbers.dtype, pin_memory=True)
-            self.numbers.copy_(numbers, non_blocking=True)
-            self.copied = torch.cuda.Event()
-            self.copied.record()
+        self.host_fields, self.step = (loss_scale, samples), None
+        self.numbers = numbers.to("cpu", non_blocking=True)  # from a GPU into pinned memory
+        self.copied = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
 
     def read(self):
         """The `Step`. The first call waits for the device; later calls return the same Step."""
@@ -222,27 +217,22 @@ class Interval:
 
 
 def metrics_row(
-    config,
-    world,  # devices that share the work
-    peak,  # TFLOP/s of one of them, or None
-    *,
-    train_iters,
-    iteration,  # counted from 1; the interval's last
-    consumed_samples,  # since training began
-    steps,  # the interval's, each a Step
-    seconds,  # that they took
-    timers_ms,  # from Timers.take
-    data_wait_ms,  # per iteration: the host's wait for its next batch
-    validation_loss=None,
+    config, world, peak, *, iteration, consumed_samples, steps, seconds, timers_ms, data_wait_ms, validation_loss=None
 ):
-    """A logged interval as metrics.jsonl keeps it: a dict of numbers; mfu is "unknown" without a peak."""
+    """A logged interval as metrics.jsonl keeps it: a dict of numbers; mfu is "unknown" without a peak.
+
+    world: the number of devices that share the work. peak: TFLOP/s of one of them, or None.
+    iteration: the interval's last, counted from 1. consumed_samples: since training began.
+    steps: the interval's, each a Step. seconds: that they took. timers_ms: from `Timers.take`.
+    data_wait_ms: per iteration, the host's wait for its next batch.
+    """
     losses, last = [step.loss for step in steps], steps[-1]
     samples = sum(step.samples for step in steps)
     per_device = 1 / seconds / world / 1e12
     tflops = model_flops(config, samples) * per_device
     row = {
         "iteration": iteration,
-        "train_iters": train_iters,
+        "train_iters": config.train_iters,
         "consumed_samples": consumed_samples,
         "consumed_tokens": consumed_samples * config.seq_length,
         "lm_loss": sum(losses) / len(steps),
@@ -295,8 +285,7 @@ def timers_line(timers_ms):
 def validation_lines(iteration, loss):
     """Three lines. The perplexity, exp(loss), is the number of equally likely tokens with that loss."""
     ppl = math.exp(min(loss, 20))  # Megatron's bound: a diverged loss must still print
-    what = f" validation loss at iteration {iteration}"
-    line = f"{what} | lm loss value: {loss:.6E} | lm loss PPL: {ppl:.6E} | "
+    line = f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {ppl:.6E} | "
     dashes = "-" * (len(line) + 1)
     return f"{dashes}\n{line}\n{dashes}"
 
@@ -345,10 +334,8 @@ def from_json(line):
 
 def open_lines(path):
     """A descriptor that appends to `path`. If a crash cut its last line short, the next one starts afresh."""
-    try:
+    with explained(path):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
     size = os.fstat(file).st_size
     if size and os.pread(file, 1, size - 1) != b"\n":
         os.write(file, b"\n")
@@ -373,13 +360,11 @@ def read_metrics(path):
     """
     rows = {}
     for line in Path(path).read_bytes().splitlines():
-        try:
+        with suppress(ValueError):
             row = from_json(line)
-        except ValueError:
-            continue
-        while rows and next(reversed(rows)) >= row["iteration"]:
-            rows.popitem()
-        rows[row["iteration"]] = row
+            while rows and next(reversed(rows)) >= row["iteration"]:
+                rows.popitem()
+            rows[row["iteration"]] = row
     return rows
 
 
@@ -393,9 +378,8 @@ class Logger:
     goes on from (0: afresh). Lines go to stdout; on a stderr that is a terminal, a bar makes way for them.
     """
 
-    def __init__(self, config, device, world, *, rank, dtype, train_iters, iteration=0):
+    def __init__(self, config, device, world, *, rank, dtype, iteration=0):
         self.config, self.device, self.world, self.rank = config, torch.device(device), world, rank
-        self.train_iters = train_iters
         tensorboard = imported("tensorboard", config.tensorboard, "torch.utils.tensorboard")
         wandb = imported("wandb", config.wandb, "wandb")
         if rank != 0:
@@ -404,10 +388,11 @@ class Logger:
         self.peak = peak_tflops(name, dtype)
         self.memory_said = False
         self.file = open_lines(Path(config.out_dir) / "metrics.jsonl")
-        self.board = tensorboard and tensorboard_writer(tensorboard, config, iteration)
+        # purge_step: from here on, what an earlier run wrote is hidden.
+        self.board = tensorboard and tensorboard.SummaryWriter(config.tensorboard, purge_step=iteration + 1)
         self.run = wandb and wandb_run(wandb, config)
-        plain = not sys.stderr.isatty()
-        self.bar = tqdm(total=train_iters, initial=iteration, dynamic_ncols=True, disable=plain)
+        # disable=None: no bar where stderr is not a terminal.
+        self.bar = tqdm(total=config.train_iters, initial=iteration, dynamic_ncols=True, disable=None)
 
     def advance(self):
         """One more iteration is done: the bar moves."""
@@ -421,10 +406,10 @@ class Logger:
             sys.stdout.flush()  # so that a log in a file can be read while the run goes on
 
     def log(self, **interval):
-        """Write, print and (on rank 0) return a row. Takes metrics_row's keywords, without train_iters."""
+        """Write, print and (on rank 0) return a row. Takes metrics_row's keywords."""
         if self.rank != 0:
             return None
-        row = metrics_row(self.config, self.world, self.peak, train_iters=self.train_iters, **interval)
+        row = metrics_row(self.config, self.world, self.peak, **interval)
         write_line(self.file, to_json(row))
         self.say(iteration_line(row))
         if not self.memory_said:
@@ -455,29 +440,17 @@ class Logger:
 
 def imported(field, value, module):
     """`module` where the field has a value, else None. Raises UserError where it is not installed."""
-    if not value:
-        return None
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(module) if value else None
     except ImportError:
         raise UserError(f"{field}={value}: {field} is not installed (pip install {field})") from None
 
 
-def tensorboard_writer(tensorboard, config, iteration):
-    # From here on, what an earlier run wrote is hidden.
-    return tensorboard.SummaryWriter(config.tensorboard, purge_step=iteration + 1)
-
-
 def wandb_run(wandb, config):
-    """The run that rows are sent to. Raises UserError."""
+    """The run that rows are sent to; after a crash, the same one (resume="auto"). Raises UserError."""
+    out = config.out_dir
     try:
-        return wandb.init(
-            project=config.wandb,
-            name=Path(config.out_dir).name,
-            dir=config.out_dir,
-            config=dataclasses.asdict(config),
-            resume="auto",  # after a crash, go on in the same W&B run
-        )
+        return wandb.init(project=config.wandb, name=Path(out).name, dir=out, config=asdict(config), resume="auto")
     except wandb.Error as error:  # not logged in, no network
         raise UserError(f"wandb={config.wandb}: {' '.join(str(error).split())}") from None
 

@@ -2,22 +2,24 @@
 
     ids [n] -> word + position embedding -> dropout -> L blocks -> LayerNorm -> logits (tied to the word table) -> loss
 
-    block:   x + dropout(proj(attention(qkv(ln1(x)))))          x is [n, h]: n = b s tokens, sample after sample
-             x + dropout(fc2(gelu(fc1(ln2(x)))))                (n/t of them, where sequence parallelism cuts them)
+    block:   x + dropout(proj(attention(qkv(ln1(x)))))
+             x + dropout(fc2(gelu(fc1(ln2(x)))))
 
+x is [n, h]: n = b s tokens, sample after sample; n/t of them where sequence parallelism cuts the rows.
 Radford et al. 2019: pre-LayerNorm, learned positions, tanh-GELU, biases everywhere, and the word table used twice.
 Dropout acts on the embedding and on what each block adds; on attention probabilities there is none.
 
-All parallelism is in the four layers of `parallel/tensor.py` that this is built from. A model is a list of *units*
-(embedding, blocks, head), each a function of (x, micro-batch), so that whoever runs them can gather, free, recompute
-or reduce between two of them. Parameters have no storage of their own: `parallel/zero.py` gives every unit's
-parameters one flat buffer. The tied word table is used by two units and is therefore stored as one of its own.
+Parallelism is in the layers of `parallel/tensor.py` that this is built from. A model is a list of *units* (embedding,
+blocks, head), each a function of (x, micro-batch), so that the executor can gather, free, recompute or reduce between
+two of them. A layer declares its parameters as `ParamSpec`s: a model has no storage until `parallel/zero.py` puts views
+into flat buffers in their place. Two units use the word table; it is a bucket of its own.
 
 Parameters: V h + s h + L (12 h^2 + 13 h) + 2 h, with V the padded vocabulary: 354,871,296 at 24 x 1024.
 """
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +33,8 @@ from parallel.tensor import (
     ParamSpec,
     RowParallelLinear,
     VocabParallelEmbedding,
-    parameter,
+    next_token_losses,
+    specs,
 )
 from reference import Drop
 
@@ -47,38 +50,10 @@ class MicroBatch:
     rows: torch.Tensor  # [n or n/t] of this rank's rows, in the whole run: what dropout masks depend on
     dropout: float
     caches: list | None = None  # generating: one list of past keys and values per block
-    weight: float | None = None  # training: what each token's loss is multiplied by on the way back
 
     def drop(self, seed, site):
         """The dropout of this micro-batch at one place in the model; None: there is none."""
         return Drop(self.rows, self.dropout, seed, site) if self.dropout else None
-
-
-class LayerNorm(nn.Module):
-    """A LayerNorm's two parameters; what is done with them is fused with what comes before."""
-
-    def __init__(self, unit, name, width, tp):
-        super().__init__()
-        self.weight = parameter(ParamSpec(unit, f"{unit}.{name}.weight", (width,), mean=1.0), tp)
-        self.bias = parameter(ParamSpec(unit, f"{unit}.{name}.bias", (width,)), tp)
-
-
-class Embedding(nn.Module):
-    """The first unit: ids to vectors."""
-
-    recomputable = False  # it keeps no activations
-
-    def __init__(self, c, word, tp, ops):
-        super().__init__()
-        self.word = word
-        spec = ParamSpec("embedding", "embedding.position", (c.positions, c.hidden_size), None, True, c.init_method_std)
-        self.position = parameter(spec, tp)
-        self.seed, self.ops = c.seed, ops
-
-    def forward(self, _, batch):
-        x = self.word(batch.ids)  # [n, h], or [n/t, h]
-        x = x + F.embedding(batch.positions, self.position)
-        return self.ops.dropout(x, batch.drop(self.seed, site=0))
 
 
 class Block(nn.Module):
@@ -88,50 +63,122 @@ class Block(nn.Module):
 
     def __init__(self, c, index, tp, ops):
         super().__init__()
-        h, std = c.hidden_size, c.init_method_std
+        h, std, sp, name = c.hidden_size, c.init_method_std, c.sequence_parallel, f"block{index}"
         residual_std = std / math.sqrt(2 * c.num_layers)  # 2L terms are added up: keep the sum's size
-        unit, cut = f"block{index}", (tp, c.sequence_parallel)
-        self.ln1 = LayerNorm(unit, "ln1", h, tp)
-        self.qkv = ColumnParallelLinear(unit, "qkv", (3, h, h), std, *cut)
-        self.proj = RowParallelLinear(unit, "proj", (h, h), residual_std, *cut)
-        self.ln2 = LayerNorm(unit, "ln2", h, tp)
-        self.fc1 = ColumnParallelLinear(unit, "fc1", (4 * h, h), std, *cut, adds_bias=False)
-        self.fc2 = RowParallelLinear(unit, "fc2", (h, 4 * h), residual_std, *cut)
+        self.ln1 = LayerNorm(f"{name}.ln1", h)
+        self.qkv = ColumnParallelLinear(f"{name}.qkv", (3, h, h), std, tp, sp)
+        self.proj = RowParallelLinear(f"{name}.proj", (h, h), residual_std, tp, sp)
+        self.ln2 = LayerNorm(f"{name}.ln2", h)
+        self.fc1 = ColumnParallelLinear(f"{name}.fc1", (4 * h, h), std, tp, sp, adds_bias=False)
+        self.fc2 = RowParallelLinear(f"{name}.fc2", (h, 4 * h), residual_std, tp, sp)
         self.index, self.seed, self.head_size, self.ops = index, c.seed, c.head_size, ops
 
     def forward(self, x, batch):
-        drops = [batch.drop(self.seed, site=2 * self.index + which) for which in (1, 2)]
-        x, y = self.ops.add_layer_norm(x, None, None, self.ln1.weight, self.ln1.bias)
-        y = self.proj(self.attention(self.qkv(y), batch))
-        x, y = self.ops.add_layer_norm(x, y, self.proj.bias, self.ln2.weight, self.ln2.bias, drops[0])
-        y = self.fc2(self.ops.gelu(self.fc1(y), self.fc1.bias))
-        return self.ops.add(x, y, self.fc2.bias, drops[1])
+        x = ResidualStream(x, self.ops)
+        x += self.attention(self.ln1(x), batch)
+        x += self.mlp(self.ln2(x), batch)
+        return x.tensor()
 
-    def attention(self, qkv, batch):
-        qkv = qkv.view(*batch.shape, 3, -1, self.head_size)  # [b, s, 3, heads/t, d]
-        y = self.ops.attention(qkv, batch.caches and batch.caches[self.index])
-        return y.reshape(len(batch.ids), -1)  # [n, h/t]
+    def attention(self, x, batch):
+        qkv = self.qkv(x).view(*batch.shape, 3, -1, self.head_size)  # [b, s, 3, heads/t, d]
+        y = self.ops.attention(qkv, batch.caches and batch.caches[self.index])  # [b, s, heads/t, d]
+        y = self.proj(y.reshape(len(batch.ids), -1))  # [n, h/t] -> [n, h]
+        return Branch(y, self.proj.bias, batch.drop(self.seed, site=2 * self.index + 1))
+
+    def mlp(self, x, batch):
+        """Another activation: a function like `reference.gelu_`, beside it, called here. It needs no kernel."""
+        y = self.fc2(self.ops.gelu_(self.fc1(x), self.fc1.bias))  # [n, h] -> [n, 4h/t] -> [n, h]
+        return Branch(y, self.fc2.bias, batch.drop(self.seed, site=2 * self.index + 2))
+
+
+class Branch(NamedTuple):
+    """A layer's output that is to be added to the residual stream: dropout(y + bias), not yet computed."""
+
+    y: torch.Tensor  # [n, h]
+    bias: torch.Tensor  # [h]
+    drop: Drop | None
+
+
+class ResidualStream:
+    """x, to which each layer adds. `x += branch` only notes the branch; the LayerNorm that reads x next adds it.
+
+    So the sum and the norm are one operation, which a fused kernel makes in one pass over memory
+    (`kernels.add_layer_norm_`).
+    """
+
+    def __init__(self, x, ops):
+        self.x, self.ops, self.branch = x, ops, None
+
+    def __iadd__(self, branch):
+        self.tensor()
+        self.branch = branch
+        return self
+
+    def norm(self, weight, bias):
+        """Add the branch, and return the LayerNorm of the sum, [n, h]."""
+        y, y_bias, drop = self.branch or (None, None, None)
+        self.x, normed = self.ops.add_layer_norm_(y, self.x, y_bias, weight, bias, drop)
+        self.branch = None
+        return normed
+
+    def tensor(self):
+        """Add the branch, and return the sum, [n, h]."""
+        if self.branch:
+            self.x, self.branch = self.ops.add_(self.branch.y, self.x, *self.branch[1:]), None
+        return self.x
+
+
+class LayerNorm(nn.Module):
+    """A ResidualStream -> its LayerNorm [n, h]."""
+
+    def __init__(self, name, width):
+        super().__init__()
+        self.weight = ParamSpec(f"{name}.weight", (width,), mean=1.0)
+        self.bias = ParamSpec(f"{name}.bias", (width,))
+
+    def forward(self, stream):
+        return stream.norm(self.weight, self.bias)
+
+
+class Embedding(nn.Module):
+    """The first unit: ids to vectors."""
+
+    recomputable = False  # it keeps no activations
+
+    def __init__(self, c, word, ops):
+        super().__init__()
+        self.position = ParamSpec("embedding.position", (c.positions, c.hidden_size), None, True, c.init_method_std)
+        self.word = word
+        self.seed, self.ops = c.seed, ops
+
+    def forward(self, _, batch):
+        x = self.word(batch.ids)  # [n, h], or [n/t, h]
+        x = x + F.embedding(batch.positions, self.position)
+        return self.ops.dropout(x, batch.drop(self.seed, site=0))
 
 
 class Head(nn.Module):
-    """The last unit: vectors to the loss of every token, [n]; without targets, to the logits."""
+    """The last unit: vectors to the loss of every token, [n]; without targets (generating, t = 1), to the logits.
 
-    recomputable = False  # its gradient is made together with the loss
+    In training the losses are made in backward, together with their gradient: until then they are nan.
+    """
+
+    recomputable = False  # it keeps only the matrix product's input
 
     def __init__(self, c, word, tp, ops):
         super().__init__()
-        self.ln = LayerNorm("head", "ln", c.hidden_size, tp)
+        self.ln = LayerNorm("head.ln", c.hidden_size)
         self.word = word
         self.vocab_size, self.tp, self.ops = c.vocab_size, tp, ops
         self.enter = "all_gather" if c.sequence_parallel else "copy"
 
     def forward(self, x, batch):
-        x = self.ops.layer_norm(x, self.ln.weight, self.ln.bias)
+        x = self.ln(ResidualStream(x, self.ops))
         if batch.targets is None:
-            logits = Linear.apply(x, self.word.weight, None, self.enter, None, self.tp)  # [n, v/t]
+            logits = Linear.apply(x, self.word.weight, None, self.enter, None, self.tp)
             return logits[:, : self.vocab_size]
-        rest = self.vocab_size, batch.weight, self.enter, self.tp, self.ops
-        return LinearCrossEntropy.apply(x, self.word.weight, batch.targets, *rest)
+        losses = LinearCrossEntropy.apply if torch.is_grad_enabled() else next_token_losses
+        return losses(x, self.word.weight, batch.targets, self.vocab_size, self.enter, self.tp, self.ops)
 
 
 class GPT(nn.Module):
@@ -145,18 +192,19 @@ class GPT(nn.Module):
             "word", c.padded_vocab_size, c.hidden_size, c.init_method_std, tp, c.sequence_parallel
         )
         blocks = [Block(c, i, tp, ops) for i in range(c.num_layers)]
-        self.units = nn.ModuleList([Embedding(c, word, tp, ops), *blocks, Head(c, word, tp, ops)])
+        self.units = nn.ModuleList([Embedding(c, word, ops), *blocks, Head(c, word, tp, ops)])
+        self.table = [specs(unit) for unit in self.units]  # of each unit, the parameters that it uses
 
     def forward(self, batch):
-        """The loss of every token, [n], or logits. The plain way, on one process: for generation."""
+        """The loss of every token, [n], or logits. All units in a row, on one process: for generation."""
         x = None
         for unit in self.units:
             x = unit(x, batch)
         return x
 
     def specs(self):
-        """The table of names: every logical parameter once, tied ones too."""
-        return {p.spec.name: p.spec for p in self.parameters()}
+        """{name: ParamSpec}: every logical parameter once, tied ones too."""
+        return {spec.name: spec for unit in self.table for spec in unit}
 
     def num_parameters(self):
         """Whole, over all tensor parallel ranks, the padded vocabulary included."""
@@ -173,3 +221,8 @@ class GPT(nn.Module):
         rate = 0.0 if samples is None else self.config.dropout
         targets = None if targets is None else targets.flatten()
         return MicroBatch((b, s), ids.flatten(), targets, positions, rows, rate, caches)
+
+
+def parameter_table(config):
+    """[ParamSpecs of each unit] of the model: no process and no tensor is needed."""
+    return GPT(config, tp=None).table

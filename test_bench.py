@@ -17,7 +17,6 @@ if torch.cuda.is_available():
     pytest.skip("there is a GPU: python -m bench itself runs there", allow_module_level=True)
 
 import kernels
-import sanitizer
 from bench import __main__ as command_line
 from bench import kernels as bench_kernels
 from bench import machine as bench_machine
@@ -26,6 +25,7 @@ from bench.kernels import as_tuple
 from bench.machine import Cpu
 from config import Config
 from errors import UserError
+from testing import sanitizer
 
 SIZES = dict(n=16, h=64, s=16, v=200)
 NAMES = [op.name for op in bench_kernels.operations(torch.device("cpu"), torch.float32, **SIZES)]
@@ -92,6 +92,21 @@ def test_the_old_command_names_the_new_one():
     assert Path(command_line.__file__).parent.name == "bench"  # `import bench` has found the folder
 
 
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def test_layouts_in_processes_of_their_own():
+    """Every row is there; a row is printed only after ours and theirs have trained the same."""
+    sizes = "--repeats=1", "--layers=2", "--hidden=64", "--seq=32", "--vocab=256"
+    rows = bench("layouts", *sizes, "--only=dp=2").splitlines()[3:]
+    assert [row.split("  ")[0] for row in rows] == ["dp=2", "dp=2 zero=2", "dp=2 zero=3"]
+    assert [row.split("  ")[-1] for row in rows] == [
+        "DistributedDataParallel",
+        "fully_shard, ZeRO-2",
+        "fully_shard, ZeRO-3",
+    ]
+
+
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
@@ -125,7 +140,7 @@ def test_kernels_on_the_path_of_a_gpu(small, capsys):
 
 
 def test_a_wrong_kernel_is_reported(small, capsys, monkeypatch):
-    monkeypatch.setattr(kernels, "gelu", lambda y, bias: torch.nn.functional.gelu(1.1 * y + bias))
+    monkeypatch.setattr(kernels, "gelu_", lambda y, bias: torch.nn.functional.gelu(1.1 * y + bias))
     right, rows = measured(capsys, only="gelu", dtype="fp32")
     assert not right and "WRONG" in rows[3]
 

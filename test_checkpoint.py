@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("cuts", [1, 2, 3, 5])
 def test_runs_say_where_every_element_of_a_part_of_a_part_lies(shape, tp_dim, tp, cuts):
     """The tensor is cut over tp ranks, each part is flattened and cut again at any element."""
-    spec = ParamSpec("u", "u.w", shape, tp_dim)
+    spec = ParamSpec("u.w", shape, tp_dim)
     whole = torch.arange(np.prod(shape)).view(shape)
     rebuilt = torch.full((whole.numel(),), -1)
     for rank in range(tp if tp_dim is not None else 1):

@@ -7,6 +7,8 @@ import pytest
 import config as configuration
 from config import Config
 from errors import UserError
+from parallel.optimizer import RULES
+from parallel.schedules import SCHEDULES
 
 
 def test_a_file_assigns_fields_and_the_command_line_has_the_last_word(tmp_path):
@@ -78,7 +80,7 @@ def test_mistakes_in_a_file(tmp_path, text, message):
         (1, dict(rampup_batch_size="16,8,100"), "rampup_batch_size=16,8,100: should be start,increment,samples"),
         (1, dict(rampup_batch_size="2,4,100"), "the growth of global_batch_size=6 is not a multiple of the increment"),
         (1, dict(rampup_batch_size="4,4,100"), "global_batch_size=4 is not a multiple of micro_batch_size * dp=8"),
-        (1, dict(optimizer="lion"), "optimizer=lion: should be one of adamw, sgd, lamb, lars"),
+        (1, dict(optimizer="adam2"), f"optimizer=adam2: should be one of {', '.join(RULES)}"),
         (1, dict(kernels="cuda"), "kernels=cuda: should be one of auto, triton, torch"),
         (1, dict(dtype="fp8"), "dtype=fp8: should be one of auto, fp64, fp32, bf16, fp16"),
         (1, dict(hidden_size=130), "hidden_size=130 is not a multiple of num_attention_heads=4"),
@@ -113,4 +115,6 @@ def test_help_lists_every_field_with_default_and_meaning():
         line = lines[f"--{field.name}"]
         assert len(line.split(maxsplit=1)[1]) > 5, field.name
         default = "2^32" if field.default == 2.0**32 else str(field.default)
+        assert field.name != "optimizer" or all(name in line for name in RULES)
+        assert field.name != "schedule" or all(name in line for name in SCHEDULES)
         assert default in line or float(default) == float(line.split("=")[1].split()[0])

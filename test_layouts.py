@@ -18,6 +18,7 @@ recomputation draws another mask, a stage counts its layers from 0.
 
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,7 +29,8 @@ from data import training_samples
 from errors import UserError
 from model import GPT
 from parallel.mesh import Mesh
-from parallel.schedules import SCHEDULES
+from parallel.optimizer import RULES
+from parallel.schedules import SCHEDULES, usual_chunks
 
 STEPS = 8
 TINY = dict(
@@ -68,19 +70,19 @@ def micro_batches(run, vocab_size=50):
 def parameters(run):
     """{name: this rank's part over tp}, copied."""
     parts = {}
-    for name, unit in run.zero.units.items():
+    for name, bucket in run.zero.buckets.items():
         run.zero.gather(name)
-        parts |= {p.spec.name: p.detach().clone() for p in unit.params}
+        parts |= {p.spec.name: p.detach().clone() for p in bucket.params}
         run.zero.release(name)
     return parts
 
 
-def train_tiny(config, steps=STEPS):
+def train_tiny(config, steps=STEPS, mesh=None):
     """On one rank: (losses, gradient norms, parameters before, parameters after)."""
-    run = train.build(config, Mesh(config.tp, config.pp), torch.device("cpu"))
+    run = train.build(config, mesh or Mesh(config.tp, config.pp), torch.device("cpu"))
     run.zero.initialize(config.seed)
     before, batches = parameters(run), micro_batches(run)
-    done = [train.train_step(run, batches) for _ in range(steps)]
+    done = [train.train_step(run, batches).read() for _ in range(steps)]
     assert all(step.grad_norm > config.clip_grad for step in done), "the clip must act"
     return [s.loss for s in done], [s.grad_norm for s in done], before, parameters(run)
 
@@ -145,11 +147,11 @@ AXES = {
     "dp": [1, 2, 4, 8],
     "tp": [1, 2, 4, 8],
     "pp": [1, 2, 4, 8],
-    "schedule": list(SCHEDULES),  # a new one is in the grid by being there
+    "schedule": list(SCHEDULES),  # a new schedule or optimizer is in the grid by its name
     "zero": [0, 1, 2, 3],
     "sequence_parallel": [False, True],
     "recompute": ["none", "full"],
-    "optimizer": ["sgd", "adamw", "lamb"],
+    "optimizer": list(RULES),
     "micro_batches": ["one", "fewer than stages", "stages", "not a multiple", "twice"],
 }
 
@@ -170,7 +172,7 @@ def fitted(dp, tp, pp, schedule, micro_batches, **fields):
     )
     if redundant:
         return None
-    chunks = 2 if schedule in ("interleaved", "zb-v") else 1
+    chunks = usual_chunks(schedule)
     layers = max(3, pp * chunks - 1)  # three, which two stages do not divide; or stages of one block, and one of none
     config = tiny_config(
         dp, tp, pp=pp, schedule=schedule, chunks=chunks, num_layers=layers, micro_batch_size=2,
@@ -201,13 +203,21 @@ def covering(points):
     return chosen
 
 
-def check_point(workers, point):
+def train_with_each(optimizers, config, steps):
+    """train_tiny with each of the optimizers, in the same process groups."""
+    mesh = Mesh(config.tp, config.pp)
+    return [train_tiny(replace(config, optimizer=optimizer), steps, mesh) for optimizer in optimizers]
+
+
+def check_point(workers, point, optimizers, steps):
     config, ranks = fitted(**point)
     same = dict(
         num_layers=config.num_layers, global_batch_size=config.global_batch_size, micro_batch_size=2, lr=config.lr
     )
-    reference = one_process(config.optimizer, config.dropout, 6, **same)
-    assert_same_model(workers.run(ranks, train_tiny, config, 6), reference, config, specs(config.num_layers))
+    by_rank = workers.run(ranks, train_with_each, optimizers, config, steps)
+    for optimizer, results in zip(optimizers, zip(*by_rank, strict=True), strict=True):
+        reference = one_process(optimizer, config.dropout, steps, **same)
+        assert_same_model(results, reference, replace(config, optimizer=optimizer), specs(config.num_layers))
 
 
 def name(point):
@@ -219,10 +229,11 @@ ALL_POINTS = list(points())
 
 @pytest.mark.parametrize("point", covering(ALL_POINTS), ids=name)
 def test_the_grid_covered(workers, point):
-    check_point(workers, point)
+    check_point(workers, point, [point["optimizer"]], steps=6)
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("point", ALL_POINTS, ids=name)
+@pytest.mark.parametrize("point", [p for p in ALL_POINTS if p["optimizer"] == next(iter(RULES))], ids=name)
 def test_the_whole_grid(workers, point):
-    check_point(workers, point)
+    """Every point, the optimizers of one layout one after another; the id names the first."""
+    check_point(workers, point, list(RULES), steps=3)

@@ -4,9 +4,14 @@ from fractions import Fraction
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import config as configuration
 import train
-from parallel import comm, ledger, tensor
+from config import Config
+from model import parameter_table
+from parallel import comm, ledger, memory, report, schedules, tensor
+from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
 from test_layouts import LAYOUTS, micro_batches, tiny_config
 
@@ -18,9 +23,12 @@ def counted(config, steps=2):
     for _ in range(steps):
         train.train_step(run, batches)
     (m,) = run.steps
-    expected = ledger.formulas(config, run.mesh, run.executor, run.zero, m)
-    sizes = {name: unit.size for name, unit in run.zero.units.items()}
-    return run.mesh.ledger.per_step(steps), expected, sizes, train.ledger_tables(run)
+    ranks, widths = (run.mesh.pp.rank, run.mesh.dp.rank), (run.zero.dtype.itemsize, run.zero.master_dtype.itemsize)
+    expected = ledger.predict(
+        run.layout, schedules.build(config.schedule, config.pp, m, config.chunks), *ranks, *widths
+    )
+    sizes = {name: bucket.size for name, bucket in run.zero.buckets.items()}
+    return run.mesh.ledger.per_step(steps), expected, sizes, report.sent_by_ranks(run)
 
 
 @pytest.mark.parametrize("dp, tp, sp", [x for x in LAYOUTS if x[:2] in [(2, 1), (1, 2), (3, 2), (2, 2), (1, 4)]])
@@ -42,10 +50,9 @@ def test_the_ledger_of_zero_and_pipelines(workers, zero, dp, tp, pp, schedule):
     check_ledger(workers.run(dp * tp * pp, counted, config))
 
 
-@pytest.mark.parametrize(
-    "schedule, chunks", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h2", 1), ("zb-v", 2), ("chimera", 1)]
-)
-def test_the_ledger_of_every_schedule(workers, schedule, chunks):
+@pytest.mark.parametrize("schedule", schedules.SCHEDULES)
+def test_the_ledger_of_every_schedule(workers, schedule):
+    chunks = schedules.usual_chunks(schedule)
     config = tiny_config(
         1, 2, pp=2, schedule=schedule, chunks=chunks, sequence_parallel=True, micro_batch_size=6, num_layers=4
     )
@@ -79,8 +86,8 @@ def test_the_formulas_are_the_lectures(workers):
 
 
 @pytest.mark.parametrize("m, factors", [(1, (2, 2, 2, 3)), (3, (2, 2, 4, 9))])
-def test_the_lectures_2_2_3(workers, m, factors):
-    """Slide "ZeRO (FSDP)", in units of P (n-1)/n: 2, 2, 2, 3 at m = 1; in general 2, 2, m + 1, 3m."""
+def test_the_papers_2_2_2_3(workers, m, factors):
+    """ZeRO's paper, section 7, in units of P (n-1)/n: 2, 2, 2, 3 at m = 1; in general 2, 2, m + 1, 3m."""
     for stage, factor in enumerate(factors):
         config = tiny_config(2, zero=stage, dtype="fp32", micro_batch_size=12 // m)
         for measured, _, sizes, table in workers.run(2, counted, config):
@@ -89,10 +96,17 @@ def test_the_lectures_2_2_3(workers, m, factors):
             assert f"stage {stage}: {factor} x P (n-1)/n elements" in table and f"m = {m} micro-batches" in table
 
 
-def test_the_lectures_line_says_where_units_have_an_m_of_their_own(workers):
-    """Of Chimera's four micro-batches each pipeline takes two: a unit of one of them has m = 2."""
+def test_a_bucket_without_a_micro_batch_is_not_reduced(workers):
+    """Chimera with one micro-batch: the second pipeline has none."""
+    for zero in (0, 1, 2, 3):
+        config = tiny_config(2, pp=2, schedule="chimera", zero=zero, global_batch_size=8, micro_batch_size=4)
+        check_ledger(workers.run(4, counted, config))
+
+
+def test_the_papers_line_says_where_buckets_have_an_m_of_their_own(workers):
+    """Of Chimera's four micro-batches each pipeline takes two: a bucket of one of them has m = 2."""
     for *_, table in workers.run(4, counted, tiny_config(2, pp=2, schedule="chimera", zero=2, micro_batch_size=3)):
-        assert "m = 4 micro-batches (here each unit has its own m: how often" in table
+        assert "m = 4 micro-batches (each bucket has its own m here: how often" in table
 
 
 def counted_in_chunks(config):
@@ -173,7 +187,7 @@ def test_a_rank_that_waits_too_long_says_for_whom(workers):
 
 
 def agrees(bad_rank):
-    axis = Mesh().world if torch.distributed.is_initialized() else Axis("world", (0,), 0, ledger.Ledger())
+    axis = Mesh().world if torch.distributed.is_initialized() else Axis("world", (0,), 0, comm.Ledger())
 
     def action():
         if axis.rank == bad_rank:
@@ -189,3 +203,48 @@ def agrees(bad_rank):
 def test_what_one_rank_cannot_do_stops_all_with_its_message(workers):
     assert workers.run(3, agrees, None) == [0, 1, 2]
     assert workers.run(3, agrees, 1) == ["'rank 1 has no file'"] * 3
+
+
+# --- predictions without a run ----------------------------------------------------------------------------------------
+
+
+class NoTensors(TorchDispatchMode):
+    """Refuses every operation on tensors."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        raise AssertionError(f"{function} makes a tensor")
+
+
+@pytest.mark.parametrize(
+    "pp, schedule, chunks, m", [(16, "1f1b", 1, 48), (16, "interleaved", 2, 48), (64, "zb-h1", 1, 128)]
+)
+def test_predictions_for_4096_ranks_need_no_process_and_no_tensor(pp, schedule, chunks, m):
+    """A GPT-3 of 175B parameters in bf16: bytes sent and kept, against the formulas by hand."""
+    dp, t, L, h, s, b, v = 4096 // (8 * pp), 8, 96, 12288, 2048, 1, 51200
+    config = Config(
+        num_layers=L, hidden_size=h, num_attention_heads=96, seq_length=s, vocab_size=v, micro_batch_size=b, tp=t,
+        pp=pp, schedule=schedule, chunks=chunks, zero=1, sequence_parallel=True, global_batch_size=b * dp * m,
+        train_iters=1,
+    )  # fmt: skip
+    with NoTensors():
+        assert configuration.check(config, 4096) == dp
+        plan = schedules.build(schedule, pp, m, chunks)
+        layout = Layout(config, dp, parameter_table(config), plan)
+        sizes = memory.sizes(config, item=2, wide=4, on_cpu=False)
+        for rank in (0, 1, pp - 1):
+            sent, kept = ledger.predict(layout, plan, rank, 0, 2, 4), memory.predict(layout, plan, rank, sizes)
+            blocks = sum(name.startswith("block") for name in layout.buckets(rank))
+            P, bsh = layout.stored(rank), b * s * h
+            both = sum(sent["tp", "activations", operation][1] for operation in ("all_gather", "reduce_scatter"))
+            assert both == 10 * bsh * blocks * m * Fraction(t - 1, t) * 2
+            assert sent["dp", "gradients", "reduce_scatter"] == (
+                len(layout.buckets(rank)),
+                P * Fraction(dp - 1, dp) * 4,
+            )
+            messages = sum(sent[key][0] for key in sent if key[0] == "pp")
+            assert messages == m * (2 * chunks if 0 < rank < pp - 1 else 2 * chunks - 1)
+            assert sum(sent[key][1] for key in sent if key[0] == "pp") == messages * bsh // t * 2
+            assert sum(kept[what] for what in kept if what != memory.PEAK) == 6 * P + Fraction(12 * P, dp)
+            in_flight = {"1f1b": pp - rank, "zb-h1": pp}.get(schedule, pp * chunks + pp - 2 * rank - 1)
+            assert kept[memory.PEAK] > in_flight * blocks // chunks * 16 * bsh // t * 2  # 16/t a block, and small terms
+    assert not torch.distributed.is_initialized()

@@ -18,7 +18,7 @@ from errors import UserError
 
 # --- the published run: 1 GPU with batch 8, then 8 GPUs with batch 64; fp16 with --checkpoint-activations -------------
 
-SHAPE = {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 1024}
+SHAPE = {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 1024, "train_iters": 500000}
 GPT2_345M = Config(**SHAPE, recompute="full")
 
 COLUMNS = "gpus batch iteration ms lr loss scale norm skipped per_second tflops".split()
@@ -97,7 +97,6 @@ def published_row(printed, config=GPT2_345M):
         config,
         world=int(printed["gpus"]),
         peak=312,
-        train_iters=500000,
         iteration=int(printed["iteration"]),
         consumed_samples=int(printed["iteration"]) * int(printed["batch"]),
         steps=published_steps(printed),
@@ -310,7 +309,7 @@ def interval(step=STEP, **changes):
 
 
 def row_of(config=None, world=2, peak=None, **changes):
-    return log.metrics_row(config or Config(), world, peak, train_iters=300, **interval(**changes))
+    return log.metrics_row(config or Config(), world, peak, **interval(**changes))
 
 
 def test_a_row_has_every_number_with_its_unit():
@@ -470,7 +469,7 @@ def test_timers_on_a_real_gpu():
 @pytest.fixture
 def config(tmp_path):
     (tmp_path / "tiny").mkdir()
-    return Config(out_dir=str(tmp_path / "tiny"))
+    return Config(out_dir=str(tmp_path / "tiny"), train_iters=300)
 
 
 def written(config):
@@ -478,7 +477,7 @@ def written(config):
 
 
 def logger_of(config, rank=0, **changes):
-    return log.Logger(config, "cpu", 2, **{"rank": rank, "dtype": "fp32", "train_iters": 300} | changes)
+    return log.Logger(config, "cpu", 2, rank=rank, dtype="fp32", **changes)
 
 
 def test_rows_come_back_at_full_precision(config):

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import train
-from parallel import memory
+from parallel import memory, meter, report
 from parallel.mesh import Mesh
+from parallel.pipeline import Unwatched
 from test_layouts import micro_batches, parameters, tiny_config
 
 # --- model states -----------------------------------------------------------------------------------------------------
@@ -35,7 +36,7 @@ def test_zeros_table_1():
     for n, rows in TABLE_1.items():
         for elements, cells in rows.items():
             for stage, cell in enumerate(cells, start=1):
-                exact = sum(memory.model_state_formulas(int(elements), n, stage, gradients=2).values()) / 10**9
+                exact = sum(memory.model_states(int(elements), n, stage, gradients=2).values()) / 10**9
                 unit = 10 ** len(str(cell).partition(".")[2])  # the digits that the paper prints
                 assert round(cell * unit) in (int(exact * unit), int(exact * unit + 0.5)), (n, elements, stage)
 
@@ -44,7 +45,7 @@ def test_bytes_per_parameter():
     """By hand, for n = 4: zero.py's 18 bytes in bf16, 16 in fp32, and which of them each stage divides."""
 
     def per_parameter(*widths):
-        return [float(sum(memory.model_state_formulas(1000, 4, stage, *widths).values())) / 1000 for stage in range(4)]
+        return [float(sum(memory.model_states(1000, 4, stage, *widths).values())) / 1000 for stage in range(4)]
 
     assert per_parameter() == [18, 6 + 12 / 4, 2 + 16 / 4, 18 / 4]
     assert per_parameter(4, 4, 0, 8) == [16, 8 + 8 / 4, 4 + 12 / 4, 16 / 4]
@@ -65,7 +66,17 @@ def alive():
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu"]
     tensors = [x for x in tensors if x.is_floating_point() and x.numel() > 12]
-    return {memory.identity(x): x.untyped_storage().nbytes() for x in tensors}
+    return {meter.identity(x): x.untyped_storage().nbytes() for x in tensors}
+
+
+def predicted(run):
+    """{what: bytes} of this rank by the formulas of memory.py."""
+    sizes = memory.sizes(run.config, run.zero.dtype.itemsize, run.zero.master_dtype.itemsize, on_cpu=True)
+    return memory.predict(run.layout, run.schedule, run.mesh.pp.rank, sizes)
+
+
+def expected_states(run):
+    return {what: count for what, count in predicted(run).items() if what != memory.PEAK}
 
 
 def started(config, mesh=None):
@@ -81,8 +92,8 @@ def check_states(configs):
         with newly_alive() as alive:
             run, batches = started(config, mesh)
             train.train_step(run, batches)
-            measured, where = memory.model_states(run.zero), f"{config.dtype} {config.optimizer} zero={config.zero}"
-            assert measured == memory.expected_states(run.zero), where
+            measured, where = meter.model_states(run.zero), f"{config.dtype} {config.optimizer} zero={config.zero}"
+            assert measured == expected_states(run), where
             assert sum(measured.values()) == sum(alive().values()), where
 
 
@@ -100,11 +111,11 @@ def test_model_states_equal_the_formulas(workers, dp, tp, pp):
 def test_padding():
     """By hand. h = 16, v = 128, s = 8: every parameter is a multiple of 16 elements, and one rank needs none."""
     run, _ = started(tiny_config(1))
-    assert memory.padding(run.zero) == 0
-    assert memory.stored(run.zero) == 128 * 16 + 8 * 16 + 2 * (12 * 16**2 + 13 * 16) + 2 * 16  # model.py's count
+    assert run.layout.padding(0) == 0
+    assert run.layout.stored(0) == 128 * 16 + 8 * 16 + 2 * (12 * 16**2 + 13 * 16) + 2 * 16  # model.py's count
     # h = 8: a block's four LayerNorm vectors and the biases of proj and fc2 from 8 to 16, qkv's from 24 to 32
     run, _ = started(tiny_config(1, hidden_size=8, num_attention_heads=2))
-    assert memory.padding(run.zero) == 2 * (6 * 8 + 8) + 2 * 8
+    assert run.layout.padding(0) == 2 * (6 * 8 + 8) + 2 * 8
 
 
 # --- activations ------------------------------------------------------------------------------------------------------
@@ -115,14 +126,14 @@ def peaks(configs):
     found, mesh = [], Mesh(configs[0].tp, configs[0].pp)
     for config in configs:
         run, batches = started(config, mesh)
-        with memory.Activations(run.executor) as meter:
+        with meter.Activations(run.executor) as account:
             train.train_step(run, batches)
             deadline = time.monotonic() + 5  # Gloo's threads may let go of a tensor a moment after it is there
-            while meter.storages and time.monotonic() < deadline:
+            while account.storages and time.monotonic() < deadline:
                 time.sleep(0.01)
-            assert meter.current == 0 and not meter.storages, "after a step the account must be empty"
-        assert run.executor.meter is None
-        found.append((meter.peak, memory.formulas(run.executor)[memory.PEAK]))
+            assert account.current == 0 and not account.storages, "after a step the account must be empty"
+        assert isinstance(run.executor.meter, Unwatched)
+        found.append((account.peak, predicted(run)[memory.PEAK]))
     return found
 
 
@@ -189,7 +200,7 @@ def test_the_formula_is_korthikantis_without_masks_and_matrix():
     for t, sp in [(1, False), (2, False), (4, False), (2, True), (4, True)]:
         c = tiny_config(1, t, sequence_parallel=sp)
         tokens = c.micro_batch_size * c.seq_length
-        z = memory.Sizes(2, 4, 4, tokens, tokens // t if sp else tokens)
+        z = memory.Sizes(2, 4, 4, tokens, tokens // t if sp else tokens, apart=True)
         ours = memory.block_activations(c, z)
         small = {"LayerNorms' statistics": 4 * 4 * z.rows, "log-sum-exp": 4 * tokens * c.num_attention_heads // t}
         assert {what: ours.pop(what) for what in small} == small
@@ -200,8 +211,8 @@ def test_the_formula_is_korthikantis_without_masks_and_matrix():
 L, n, h, v, a, e = 2, 64, 16, 128, 8, 8  # of tiny_config(1), whose elements are float64
 BLOCK = e * n * (16 * h + 2 * 2 + a)  # its input, 15 h more, statistics, log-sum-exp
 EMBEDDING = n * (8 + 1 + 8)
-HEAD = e * n * (2 * h + 2 + 1)  # input, the gradient that is made with the loss, LayerNorm's statistics, losses
-OPERANDS = L * e * n * 16 * h  # the head has none: its weight gradient, too, is made with the loss
+HEAD = e * n * (2 * h + 2 + 1)  # input, its LayerNorm, that one's statistics, losses
+OPERANDS = L * e * n * 16 * h  # the head has none: I makes its weight gradient
 
 
 def test_peaks_by_hand():
@@ -221,12 +232,12 @@ def test_operands_wait_for_w():
     waiting, weight_gradient = [], run.executor.weight_gradient
 
     def watched(j, c):
-        waiting.append(meter.current)
+        waiting.append(account.current)
         weight_gradient(j, c)
-        waiting.append(meter.current)
+        waiting.append(account.current)
 
     run.executor.weight_gradient = watched
-    with memory.Activations(run.executor) as meter:
+    with meter.Activations(run.executor) as account:
         train.train_step(run, batches)
     assert waiting == [OPERANDS, 0] * 3
 
@@ -239,9 +250,9 @@ def test_the_meter_counts_what_lives(schedule, recompute):
     def watched(action):
         def call(j, c):
             action(j, c)
-            now = {key: size for key, size in alive().items() if key not in meter.left_out}
-            integers = meter.current - sum(now.values())
-            assert now.keys() <= meter.storages.keys()
+            now = {key: size for key, size in alive().items() if key not in account.left_out}
+            integers = account.current - sum(now.values())
+            assert now.keys() <= account.storages.keys()
             assert integers in range(3 * (EMBEDDING + 8 * n + 9 * n) + 1), "ids and row numbers, of 3 micro-batches"
             sizes.append(len(now))
 
@@ -251,7 +262,7 @@ def test_the_meter_counts_what_lives(schedule, recompute):
     with newly_alive() as alive:
         for name in ["forward", "backward", "input_gradient", "weight_gradient"]:
             setattr(run.executor, name, watched(getattr(run.executor, name)))
-        with memory.Activations(run.executor) as meter:
+        with meter.Activations(run.executor) as account:
             train.train_step(run, batches)
     assert max(sizes) > 10 and sizes[-1] == 0
 
@@ -261,11 +272,11 @@ def trained(config, metered):
     (run, batches), done = started(config), []
     for _ in range(3):
         if metered:
-            with memory.Activations(run.executor):
+            with meter.Activations(run.executor):
                 done.append(train.train_step(run, batches))
         else:
             done.append(train.train_step(run, batches))
-    return [(step.loss, step.grad_norm) for step in done], parameters(run)
+    return [(step.read().loss, step.read().grad_norm) for step in done], parameters(run)
 
 
 @pytest.mark.parametrize(
@@ -288,18 +299,18 @@ def test_measuring_changes_no_bit(workers, dp, tp, fields):
 
 
 def a_meter():
-    return memory.Activations(types.SimpleNamespace(zero=types.SimpleNamespace(units={}), meter=None))
+    return meter.Activations(types.SimpleNamespace(zero=types.SimpleNamespace(buckets={}), meter=None))
 
 
 def test_a_saved_tensor_counts_while_the_graph_has_it():
     x, factor = torch.ones(5, requires_grad=True), torch.ones(5)
-    with a_meter() as meter:
+    with a_meter() as account:
         y, z = x * factor, factor[1:] * x[1:]
-    assert meter.current == 20  # once, though two have saved it
+    assert account.current == 20  # once, though two have saved it
     del y
-    assert meter.current == 20
+    assert account.current == 20
     z.sum().backward()
-    assert meter.storages == {}  # though z and the factor live on
+    assert account.storages == {}  # though z and the factor live on
 
 
 def test_changing_a_saved_tensor_is_still_an_error():
@@ -312,29 +323,28 @@ def test_changing_a_saved_tensor_is_still_an_error():
 
 
 def test_a_storage_counts_once_until_it_is_gone_or_freed():
-    meter, x = a_meter(), torch.zeros(10)
-    meter.hold(x, x[2:4], None)
+    account, x = a_meter(), torch.zeros(10)
+    account.hold(x, x[2:4], None)
     y = x.view(2, 5)
-    meter.hold(y)
-    assert meter.current == 40
+    account.hold(y)
+    assert account.current == 40
     del x
-    assert meter.current == 40  # y is left
+    assert account.current == 40  # y is left
     y.untyped_storage().resize_(0)
-    meter.forget(y)
-    assert (meter.current, meter.peak) == (0, 40)
+    account.forget(y)
+    assert (account.current, account.peak) == (0, 40)
     del y
-    assert meter.storages == {}
+    assert account.storages == {}
 
 
 def test_the_report():
     run, batches = started(tiny_config(1, dtype="bf16"))
-    with memory.Activations(run.executor) as meter:
+    with meter.Activations(run.executor) as account:
         train.train_step(run, batches)
-    measured, expected = memory.measured(run.executor, meter.peak), memory.formulas(run.executor)
-    elements = memory.stored(run.zero)
-    lines = memory.report(measured, expected, elements, memory.padding(run.zero)).splitlines()
+    elements = run.layout.stored(0)
+    lines = report.kept_by_ranks(run, account.peak).splitlines()
     cells = {name.strip(): [x.strip() for x in rest] for name, *rest in (line.split(" | ") for line in lines)}
     assert cells["model states"] == [f"{18 * elements:,}", f"{18 * elements:,}", "18.00"]
     assert cells["gradients"][-1] == "4.00"
-    assert cells[memory.PEAK][:2] == [f"{meter.peak:,}"] * 2
+    assert cells[memory.PEAK][:2] == [f"{account.peak:,}"] * 2
     assert lines[-1] == f"P = {elements:,} parameters as stored, 0 of them padding"

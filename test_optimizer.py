@@ -11,7 +11,7 @@ from config import Config
 from parallel import optimizer
 from parallel.mesh import Mesh
 from parallel.optimizer import LossScale, learning_rate
-from reference import adamw
+from reference import adamw_
 from test_layouts import micro_batches, tiny_config, train_tiny
 
 CPU = torch.device("cpu")
@@ -21,29 +21,36 @@ def drawn(n, seed):
     return torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def numbers(lr, scale, update, skip=False, beta1=0.9, beta2=0.999):
+def scalars(lr, scale, update, skip=False, beta1=0.9, beta2=0.999):
     kinds = torch.float64, torch.float64, torch.int64, torch.bool
     tensors = (torch.tensor(x, dtype=kind) for x, kind in zip((lr, scale, update, skip), kinds, strict=True))
-    return reference.numbers(*tensors, beta1, beta2)
+    return reference.update_scalars(*tensors, beta1, beta2)
 
 
-def test_adamw_is_its_formula():
-    """The four lines of optimizer.py's head, on two ranges of which one decays; a skipped update changes nothing."""
+def test_adamw_is_its_formula_and_the_fused_one_is_the_same():
+    """The docstring's lines, on two ranges of which one decays; a skipped update of the fused one changes nothing."""
     w, m, v, lr, b1, b2, eps = drawn(48, 0), torch.zeros(48), torch.zeros(48), 1e-2, 0.8, 0.95, 1e-6
     m, v, decay = m.double(), v.double(), 0.1 * (torch.arange(48) < 32)
     ours, moments, cast = w.clone(), [m.clone(), v.clone()], torch.zeros(48, dtype=torch.bfloat16)
+    plain, plain_moments = w.clone(), [m.clone(), v.clone()]
     for t in range(1, 6):
         g = drawn(48, t)
         m = b1 * m + (1 - b1) * g
         v = b2 * v + (1 - b2) * g**2
         w = w - lr * (decay * w + (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + eps))
         for skip in (True, False):
-            arguments = numbers(lr, 0.25, t, skip, b1, b2), [(0, 32, True), (32, 48, False)]
+            arguments = scalars(lr, 0.25, t, skip, b1, b2), [(0, 32, True), (32, 48, False)]
             before = ours.clone()
-            adamw(ours, g * 4, moments, *arguments, decay=0.1, beta1=b1, beta2=b2, eps=eps, out=cast)
+            adamw_(ours, g * 4, moments, *arguments, decay=0.1, beta1=b1, beta2=b2, eps=eps, out=cast)
             assert not skip or torch.equal(ours, before)
-        assert torch.allclose(ours, w, rtol=1e-12) and torch.equal(cast, ours.bfloat16())
-        assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(moments, (m, v), strict=True))
+        for part, weight_decay in [(slice(0, 32), 0.1), (slice(32, 48), 0.0)]:
+            buffers = plain[part], g[part] * 4, [x[part] for x in plain_moments]
+            constants = dict(beta1=b1, beta2=b2, eps=eps)
+            optimizer.adamw(*buffers, lr=lr, decay=weight_decay, scale=0.25, update=t, **constants)
+        assert torch.allclose(plain, w, rtol=1e-12) and torch.allclose(ours, w, rtol=1e-12)
+        assert torch.equal(cast, ours.bfloat16())
+        for a, b, c in zip(moments, plain_moments, (m, v), strict=True):
+            assert torch.allclose(a, c, rtol=1e-12) and torch.allclose(b, c, rtol=1e-12)
 
 
 def test_sgd_is_torch_sgd():
@@ -82,12 +89,12 @@ def test_layerwise_rates_are_the_papers(name):
     for update in range(1, 5):
         gradients, original = {}, run.zero.update
 
-        def watching(numbers, original=original, gradients=gradients):
-            gradients.update({p.spec.name: p.grad * numbers.scale for p in run.model.parameters()})
-            original(numbers)
+        def watching(scalars, original=original, gradients=gradients):
+            gradients.update({p.spec.name: p.grad * scalars.scale for p in run.model.parameters()})
+            original(scalars)
 
         run.zero.update = watching
-        lr = train.train_step(run, batches).lr
+        lr = train.train_step(run, batches).read().lr
         run.zero.update = original
         for p in run.model.parameters():
             n, decay = p.spec.name, 0.1 if p.spec.decay else 0.0
@@ -190,7 +197,7 @@ def test_weight_decay_spares_biases_and_layer_norms():
     """With no gradient at all, only what decays moves."""
     run, _ = step_of(optimizer="sgd", weight_decay=0.5)
     before = {p.spec.name: p.detach().clone() for p in run.model.parameters()}
-    run.zero.update(numbers(lr=0.1, scale=1.0, update=1))
+    run.zero.update(scalars(lr=0.1, scale=1.0, update=1))
     for p in run.model.parameters():
         expected = before[p.spec.name] * (0.95 if p.spec.decay else 1.0)
         assert torch.allclose(p.detach(), expected), p.spec.name
@@ -199,10 +206,10 @@ def test_weight_decay_spares_biases_and_layer_norms():
 def test_the_clip_scales_the_update_and_the_log_has_the_norm_before_it():
     free, batches = step_of(optimizer="sgd", clip_grad=0.0)
     clipped, same_batches = step_of(optimizer="sgd", clip_grad=0.01)
-    start = [u.param.clone() for u in free.zero.units.values()]
-    a, b = train.train_step(free, batches), train.train_step(clipped, same_batches)
+    start = [b.param.clone() for b in free.zero.buckets.values()]
+    a, b = train.train_step(free, batches).read(), train.train_step(clipped, same_batches).read()
     assert a.grad_norm == b.grad_norm > 0.01
-    for x, y, z in zip(start, free.zero.units.values(), clipped.zero.units.values(), strict=True):
+    for x, y, z in zip(start, free.zero.buckets.values(), clipped.zero.buckets.values(), strict=True):
         w = x * (1 - 0.1 * a.lr)  # decay is not clipped; x has undecayed parts, where the difference cancels
         moved, less = y.param - x, z.param - x
         decayed = w - x
@@ -217,14 +224,14 @@ def test_the_clip_scales_the_update_and_the_log_has_the_norm_before_it():
 def test_lower_precision_trains_close_to_float64(dtype, distance):
     """8 steps: every loss within the stated relative distance of float64's (fp16 from a scale that does not skip)."""
     exact, batches = step_of()
-    exact = [train.train_step(exact, batches).loss for _ in range(8)]
+    exact = [train.train_step(exact, batches).read().loss for _ in range(8)]
     run, batches = step_of(dtype, initial_loss_scale=2.0**10)
-    steps = [train.train_step(run, batches) for _ in range(8)]
+    steps = [train.train_step(run, batches).read() for _ in range(8)]
     assert not any(step.skipped for step in steps)
     assert max(abs(s.loss - e) / e for s, e in zip(steps, exact, strict=True)) < distance
-    assert exact[-1] < exact[0] - 0.1 and run.zero.units["block0"].master.dtype == torch.float32
+    assert exact[-1] < exact[0] - 0.1 and run.zero.buckets["block0"].master.dtype == torch.float32
     if dtype != "fp32":  # 2 + 4 + 4 + 8 bytes a parameter
-        assert run.zero.units["block0"].param.dtype == train.DTYPES[dtype]
+        assert run.zero.buckets["block0"].param.dtype == train.DTYPES[dtype]
 
 
 def curve_and_parameters(config):
@@ -247,19 +254,19 @@ def poisoned_step(config, victim, value):
     """Three steps; in the second, rank `victim` finds `value` in one gradient. What this rank did."""
     run = train.build(config, Mesh(config.tp, config.pp), CPU)
     run.zero.initialize(1)
-    batches, steps, block = micro_batches(run), [], list(run.zero.units.values())[-2]
+    batches, steps, block = micro_batches(run), [], list(run.zero.buckets.values())[-2]
     for i in range(3):
         if i == 1 and run.mesh.rank == victim:
             reduce = run.zero.reduce
 
             def poison(name, last, reduce=reduce):
                 if name == "head":
-                    run.zero.units[name].grad[3] = value
+                    run.zero.buckets[name].grad[3] = value
                 reduce(name, last)
 
             run.zero.reduce = poison
         before = block.master.clone()
-        step = train.train_step(run, batches)
+        step = train.train_step(run, batches).read()
         if i == 1 and run.mesh.rank == victim:
             run.zero.reduce = reduce
         moved = not torch.equal(before, block.master)
@@ -295,23 +302,24 @@ def test_an_overflow_on_one_rank_makes_every_rank_skip(workers, layout, value):
     assert counters == {"iteration": 3, "consumed_samples": 24} and updates == 2
 
 
-def test_a_skipped_step_is_as_if_its_data_had_not_been():
+@pytest.mark.parametrize("name", optimizer.RULES)
+def test_a_skipped_step_is_as_if_its_data_had_not_been(name):
     """To the bit: no moment, no bias correction and no rate has moved."""
-    (run, batches), (other, rest) = step_of("fp32"), step_of("fp32")
+    (run, batches), (other, rest) = step_of("fp32", optimizer=name), step_of("fp32", optimizer=name)
     train.train_step(run, batches)
     train.train_step(other, rest)
     reduce = run.zero.reduce
 
     def poison(name, last):
-        run.zero.units[name].grad[0] = math.nan
+        run.zero.buckets[name].grad[0] = math.nan
         reduce(name, last)
 
     run.zero.reduce = poison
-    assert train.train_step(run, batches).skipped
+    assert train.train_step(run, batches).read().skipped
     run.zero.reduce = reduce
     for _ in range(run.config.global_batch_size // run.config.micro_batch_size):
         next(rest)
     other.counters.consumed_samples += run.config.global_batch_size
-    assert train.train_step(run, batches).lr == train.train_step(other, rest).lr
-    for name, unit in run.zero.units.items():
-        assert torch.equal(unit.master, other.zero.units[name].master)
+    assert train.train_step(run, batches).read().lr == train.train_step(other, rest).read().lr
+    for name, bucket in run.zero.buckets.items():
+        assert torch.equal(bucket.master, other.zero.buckets[name].master)

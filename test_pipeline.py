@@ -15,11 +15,13 @@ import torch
 import log
 import train
 from config import Config
-from model import GPT
-from parallel import drawing, pipeline, schedules, tensor
+from model import parameter_table
+from parallel import draw, meter, pipeline, report, schedules, tensor
+from parallel.layout import Layout, split
 from parallel.mesh import Mesh
+from parallel.schedules import Action
 from test_checkpoint import configured, go
-from test_layouts import STEPS, micro_batches, tiny_config, train_tiny
+from test_layouts import STEPS, assert_same_model, micro_batches, specs, tiny_config, train_tiny
 from test_train import validation_losses
 
 CPU = torch.device("cpu")
@@ -35,20 +37,22 @@ CPU = torch.device("cpu")
 def test_blocks_are_spread_evenly_and_the_ends_take_fewer(layers, parts, expected):
     """Units per part; the first part has the embedding and the last the head besides their blocks."""
     units = ["embedding", *range(layers), "head"]
-    cut = pipeline.split(units, parts)
+    cut = split(units, parts)
     assert [unit for part in cut for unit in part] == units and [len(part) for part in cut] == expected
     blocks = [sum(isinstance(unit, int) for unit in part) for part in cut]
     assert max(blocks) - min(blocks) <= 1
 
 
 def test_who_holds_what():
-    model = GPT(tiny_config(1, num_layers=4), Mesh().tp)
-    held = [pipeline.stored(units) for units in pipeline.held_units(model, schedules.build("1f1b", 3, 4))]
-    assert [set(names) for names in held] == [
+    config = tiny_config(1, num_layers=4)
+    layout = Layout(config, 1, parameter_table(config), schedules.build("1f1b", 3, 4))
+    assert [set(layout.buckets(rank)) for rank in range(3)] == [
         {"word", "embedding", "block0"}, {"block1", "block2"}, {"block3", "head", "word"}
     ]  # fmt: skip
-    held = [pipeline.stored(units) for units in pipeline.held_units(model, schedules.build("chimera", 2, 4))]
-    assert set(held[0]) == set(held[1]) == {"word", "embedding", "block0", "block1", "block2", "block3", "head"}
+    assert layout.holders("word") == [0, 2] and layout.holders("block2") == [1]
+    layout = Layout(config, 1, parameter_table(config), schedules.build("chimera", 2, 4))
+    everything = {"word", "embedding", "block0", "block1", "block2", "block3", "head"}
+    assert set(layout.buckets(0)) == set(layout.buckets(1)) == everything
 
 
 def sleepy(config, seed):
@@ -87,12 +91,40 @@ def test_random_sleeps_on_every_rank_change_no_bit(workers, schedule, zero):
         zero=zero,
         num_layers=4,
         micro_batch_size=3,
-        chunks=1 + (schedule in ("interleaved", "zb-v")),
+        chunks=schedules.usual_chunks(schedule),
     )
     awake = workers.run(4, train_tiny, config, 2)
     for seed in (1, 2):
         for a, b in zip(awake, workers.run(4, sleepy, config, seed), strict=True):
             assert a[:2] == b[:2] and all(torch.equal(a[3][name], b[3][name]) for name in a[3])
+
+
+def pair(stages, microbatches, chunks=1):
+    """Two pipelines side by side, each of half of the ranks and for every second micro-batch."""
+    half = stages // 2
+    actions = []
+    for rank in range(stages):
+        F, B = ([Action(kind, j, rank) for j in range(rank // half, microbatches, 2)] for kind in "FB")
+        warmup = half - 1 - rank % half
+        actions.append(F[:warmup] + schedules.alternate(F[warmup:], B))
+    return schedules.Schedule("pair", [*range(half)] * 2, [*range(stages)], actions)
+
+
+def trained_in_pairs(config):
+    schedules.SCHEDULES["pair"] = pair
+    try:
+        return train_tiny(config, 3)
+    finally:
+        del schedules.SCHEDULES["pair"]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lamb"])
+def test_a_schedule_whose_ranks_hold_different_buckets_with_different_ranks(workers, optimizer):
+    """The word table on all four ranks, others on two. Three micro-batches: the last two ranks have one of them."""
+    fields = dict(optimizer=optimizer, num_layers=2)
+    config = tiny_config(1, pp=4, schedule="pair", **fields)
+    reference = train_tiny(tiny_config(1, **fields), 3)
+    assert_same_model(workers.run(4, trained_in_pairs, config), reference, config, specs())
 
 
 def holdings(config):
@@ -120,8 +152,7 @@ def holdings(config):
 def test_activations_in_flight_are_the_schedules(workers, schedule, expected):
     """And of what was sent, only the last few outputs still have their values: backward does not need them."""
     config = tiny_config(1, pp=4, schedule=schedule, num_layers=4, micro_batch_size=3)
-    plan = schedules.build(schedule, 4, 8)
-    assert [max(0, n) for n in in_flight_until_backward(plan)] == expected
+    assert [max(0, n) for n in in_flight_until_backward(schedules.build(schedule, 4, 8))] == expected
     results = workers.run(4, holdings, config)
     assert [most for most, _, _ in results] == expected
     assert all(left == 0 for *_, left in results)
@@ -129,10 +160,10 @@ def test_activations_in_flight_are_the_schedules(workers, schedule, expected):
         assert sum(size > 0 for size in sizes) <= pipeline.IN_TRANSIT + 1
 
 
-def in_flight_until_backward(plan):
+def in_flight_until_backward(schedule):
     """By rank: forwards that have run minus backwards (B or I), at its largest."""
     peaks = []
-    for actions in plan.actions:
+    for actions in schedule.actions:
         level = peak = 0
         for action in actions:
             level += {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
@@ -142,26 +173,28 @@ def in_flight_until_backward(plan):
 
 
 def storages(config):
-    """Stage 3: which stored units have their whole buffers, while the middle computes and between steps."""
+    """Stage 3: which buckets have their whole buffers, while the middle computes and between steps."""
     run = train.build(config, Mesh(config.tp, config.pp), CPU)
     run.zero.initialize(1)
     block, seen = run.model.units[2], []
     forward = block.forward
 
     def whole():
-        sizes = {name: (u.param.untyped_storage().size(), u.grad.untyped_storage().size()) for name, u in units.items()}
+        sizes = {
+            name: (b.param.untyped_storage().size(), b.grad.untyped_storage().size()) for name, b in buckets.items()
+        }
         return {name for name, size in sizes.items() if size[0]}, {name for name, size in sizes.items() if size[1]}
 
     def watching(*arguments):
         seen.append(whole())
         return forward(*arguments)
 
-    units, block.forward = run.zero.units, watching
+    buckets, block.forward = run.zero.buckets, watching
     train.train_step(run, micro_batches(run))
     return seen[0], whole()
 
 
-def test_stage_3_holds_a_unit_only_while_it_computes(workers):
+def test_stage_3_holds_a_bucket_only_while_it_computes(workers):
     """block1's and, on its way, the next; the tied table, which the head will use again; no gradients in forward."""
     config = tiny_config(2, zero=3, num_layers=4)
     for (parameters, gradients), at_rest in workers.run(2, storages, config):
@@ -170,13 +203,13 @@ def test_stage_3_holds_a_unit_only_while_it_computes(workers):
 
 
 def whole_gradients_at_products(config):
-    """{unit: how many units had their whole gradients when W made a product of this one}."""
+    """{bucket: how many buckets had their whole gradients when W made a product of this one}."""
     run = train.build(config, Mesh(config.tp, config.pp), CPU)
     run.zero.initialize(1)
     alive, product = {}, tensor.add_product
 
     def watching(w, dy, x):
-        alive[w.spec.unit] = sum(unit.grad.untyped_storage().size() > 0 for unit in run.zero.units.values())
+        alive[w.spec.bucket] = sum(b.grad.untyped_storage().size() > 0 for b in run.zero.buckets.values())
         product(w, dy, x)
 
     tensor.add_product = watching
@@ -187,7 +220,7 @@ def whole_gradients_at_products(config):
     return alive
 
 
-def test_a_late_weight_gradient_lets_go_of_each_unit_as_it_is_done(workers):
+def test_a_late_weight_gradient_lets_go_of_each_bucket_as_it_is_done(workers):
     """Of head, four blocks, word table and embedding, all of which I has begun."""
     config = tiny_config(2, zero=2, schedule="zb-h1", num_layers=4)
     for alive in workers.run(2, whole_gradients_at_products, config):
@@ -214,8 +247,22 @@ def test_validation_is_the_same_in_every_layout(workers, tokens_dir, tmp_path, l
     assert workers.run(ranks, validation_losses, config) == pytest.approx([expected] * ranks, rel=1e-12)
 
 
+def test_a_validation_is_not_watched_and_watching_goes_on_after_it():
+    run = train.build(tiny_config(1), Mesh(), CPU)
+    run.zero.initialize(1)
+    batches = micro_batches(run)
+    with meter.Activations(run.executor) as account:
+        train.train_step(run, batches)
+        peak, account.peak = account.peak, 0
+        run.timers.take(1)
+        run.executor.evaluate(next(batches))
+        assert account.peak == 0 and run.timers.take(1) == {}
+        train.train_step(run, batches)
+        assert account.peak == peak and run.timers.take(1)["forward-compute"] > 0
+
+
 def test_a_trace_holds_every_action_of_every_rank(workers, tokens_dir, tmp_path):
-    """As Perfetto reads it, and as `python -m parallel.schedules --trace` does."""
+    """As Perfetto reads it, and as `python -m parallel.draw --trace` does."""
     trace = tmp_path / "trace.json"
     config = configured(
         tmp_path / "out", tokens_dir, pp=2, schedule="zb-h1", train_iters=12, micro_batch_size=3, num_layers=3,
@@ -228,17 +275,17 @@ def test_a_trace_holds_every_action_of_every_rank(workers, tokens_dir, tmp_path)
     events = content["traceEvents"]
     assert {(e["pid"], e["tid"]) for e in events} == {(0, 0), (0, 1), (1, 0), (1, 1)}
     assert {e["args"]["step"] for e in events} == set(range(3, 13))  # the last ten
-    plan = schedules.build("zb-h1", 2, m)
+    schedule = schedules.build("zb-h1", 2, m)
     for replica in (0, 1):
         for rank in (0, 1):
             mine = [e for e in events if (e["pid"], e["tid"], e["args"]["step"]) == (replica, rank, 12)]
             done = [e for e in mine if e["cat"] != "message"]
             ran = [(e["cat"], e["args"]["microbatch"], e["args"]["chunk"]) for e in done]
-            assert ran == [tuple(action) for action in plan.actions[rank]]
+            assert ran == [tuple(action) for action in schedule.actions[rank]]
             assert all(a["ts"] + a["dur"] <= b["ts"] + 1 for a, b in itertools.pairwise(done))
             assert sum(e["cat"] == "message" for e in mine) == m
-    ideal, recorded = drawing.recorded(str(trace))
-    assert "step 12" in recorded.title and ideal.schedule == plan
+    ideal, recorded = draw.recorded(str(trace))
+    assert "step 12" in recorded.title and ideal.schedule == schedule
 
 
 def test_a_trace_of_a_growing_batch_is_of_the_last_step(tokens_dir, tmp_path):
@@ -252,15 +299,15 @@ def test_a_trace_of_a_growing_batch_is_of_the_last_step(tokens_dir, tmp_path):
     (row,) = log.read_metrics(tmp_path / "out" / "metrics.jsonl").values()
     assert row["samples_per_second"] * 6 * row["iteration_ms"] / 1000 == pytest.approx(16)
     assert json.loads(trace.read_text())["otherData"]["microbatches"] == row["global_batch_size"] == 4
-    assert "step 6" in drawing.recorded(str(trace))[1].title
+    assert "step 6" in draw.recorded(str(trace))[1].title
 
 
 def grown(config):
     run = train.build(config, Mesh(config.tp, config.pp), CPU)
     run.zero.initialize(1)
     batches = micro_batches(run)
-    steps = [train.train_step(run, batches) for _ in range(STEPS)]
-    return [s.samples for s in steps], [s.loss for s in steps], train.ledger_tables(run)
+    steps = [train.train_step(run, batches).read() for _ in range(STEPS)]
+    return [s.samples for s in steps], [s.loss for s in steps], report.sent_by_ranks(run)
 
 
 @pytest.mark.parametrize("layout", [dict(pp=2, schedule="zb-h2", zero=2), dict(zero=3), dict(pp=4, zero=0)], ids=str)

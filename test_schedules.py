@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from errors import UserError, exit_on_user_error
-from parallel import drawing, schedules
-from parallel.drawing import main
+from parallel import draw, schedules
+from parallel.draw import main
 from parallel.schedules import (
     SCHEDULES,
     Action,
@@ -32,6 +32,7 @@ from parallel.schedules import (
     simulate,
     straight,
     upstream,
+    usual_chunks,
 )
 
 COST = {"F": 1.0, "B": 2.1, "I": 1.2, "W": 0.9}
@@ -45,8 +46,11 @@ def all_of_them(stages, microbatches):
             yield from ((name, p, m, v) for v in (2, 3) if m % p == 0)
         elif name == "zb-v":
             yield name, p, m, 2
-        elif name != "chimera" or p % 2 == 0 or p == 1:
-            yield name, p, m, 1
+        elif name == "chimera":
+            if p % 2 == 0 or p == 1:
+                yield name, p, m, 1
+        else:
+            yield name, p, m, usual_chunks(name)
 
 
 # --- what a schedule does ---------------------------------------------------------------------------------------------
@@ -168,7 +172,7 @@ def test_the_vees_picture():
         (("1f1b", 0, 8), "stages=0: should be 1 or more"),
         (("1f1b", 4, 0), "microbatches=0: should be 1 or more"),
         (("interleaved", 4, 8, 0), "chunks=0: should be 1 or more"),
-        (("zb-h3", 4, 8), "schedule=zb-h3: should be one of gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, chimera"),
+        (("zb-h3", 4, 8), f"schedule=zb-h3: should be one of {', '.join(SCHEDULES)}"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(arguments, message):
@@ -238,6 +242,8 @@ def test_activations_in_flight():
 def test_the_printed_formulas_are_the_simulations():
     """Wherever the command line puts a formula beside a number, they agree; and the table of the docstring has them."""
     for name, p, m, v in all_of_them(range(2, 7), range(1, 14)):
+        if name not in schedules.FORMULAS:  # a schedule may have none
+            continue
         for costs in (COST, {"F": 1, "B": 2, "I": 1, "W": 1}, {"F": 2, "B": 2, "I": 1.2, "W": 0.8}):
             formula, letters = schedules.FORMULAS[name], dict(p=p, m=m, v=v, **costs)
             line = simulate(build(name, p, m, v), costs)
@@ -543,19 +549,20 @@ def test_costs_and_messages_are_drawn(capsys):
     for sizes, cost in [(("interleaved", 2, 2, 2), half), (("zb-h1", 2, 2), stage)]:
         line = simulate(build(*sizes), cost, 0.5)
         assert any(text.startswith(f"bubble {line.bubble:.4f} of {line.span:.4g} ") for text in lines)
-    assert drawing.parse_cost("B:5,F:0.5") == {"F": 0.5, "B": 5, "I": 1, "W": 1}
+    assert draw.parse_cost("B:5,F:0.5") == {"F": 0.5, "B": 5, "I": 1, "W": 1}
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120, 200])
 def test_the_drawing_fits_the_terminal(monkeypatch, capsys, columns):
     """Rows of at most that many columns, on one time axis, with numbers while there is room."""
     monkeypatch.setenv("COLUMNS", str(columns))
-    lines = drawn(capsys, *SCHEDULES, "--stages=8", "--microbatches=16", "--cost=F:1,I:1.3,W:0.7")
+    names = ["gpipe", "1f1b", "interleaved", "zb-h2"]
+    lines = drawn(capsys, *names, "--stages=8", "--microbatches=16", "--cost=F:1,I:1.3,W:0.7")
     rows = [line for line in lines if line.startswith("rank ")]
-    assert len(rows) == 8 * len(SCHEDULES) and max(len(row) for row in rows) <= columns
+    assert len(rows) == 8 * len(names) and max(len(row) for row in rows) <= columns
     assert ("F15" in "".join(rows)) == (columns >= 200)
-    lengths = [len(rows[8 * i]) for i in range(len(SCHEDULES))]
-    assert lengths[0] == lengths[1] > lengths[2] > lengths[4]  # gpipe, 1f1b, interleaved, zb-h2
+    lengths = [len(row) for row in rows[::8]]
+    assert lengths[0] == lengths[1] > lengths[2] > lengths[3]
 
 
 def test_several_schedules_share_one_axis_and_chunks_is_for_those_that_have_them(capsys):
@@ -663,13 +670,13 @@ def test_a_trace_that_cannot_be_drawn(tmp_path, change, message):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "which schedule? python -m parallel.schedules NAME ..., of gpipe, 1f1b, "),
+        ([], "which schedule? python -m parallel.draw NAME ..., of gpipe, 1f1b, "),
         (["1f1c"], "schedule=1f1c: should be one of gpipe, 1f1b, "),
         (["1f1b", "--chunks=2"], "chunks=2: 1f1b does not cut"),
         (["interleaved", "--chunks=0"], "chunks=0: should be 1 or more"),
         (
             ["1f1b", "--stages=four"],
-            "argument --stages: invalid int value: 'four' (python -m parallel.schedules --help",
+            "argument --stages: invalid int value: 'four' (python -m parallel.draw --help",
         ),
         (["1f1b", "--cost=F:1,X:2"], "--cost=F:1,X:2: 'X:2' should be one of F, B, I, W and a positive number"),
         (["1f1b", "--cost=F:0"], "--cost=F:0: 'F:0' should be one of"),
@@ -687,10 +694,19 @@ def test_mistakes_are_one_line(capsys, arguments, message):
     assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
+def test_the_old_command_says_the_new_one():
+    command = [sys.executable, "-m", "parallel.schedules", "1f1b"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert done.returncode == 2 and not done.stdout
+    assert (
+        done.stderr == "error: python -m parallel.schedules is now: python -m parallel.draw (with the same arguments)\n"
+    )
+
+
 def test_it_needs_no_torch():
     program = (
         "import runpy, sys; sys.argv[1:] = ['zb-h1']; "
-        "runpy.run_module('parallel.schedules', run_name='__main__'); assert not {'torch', 'numpy'} & set(sys.modules)"
+        "runpy.run_module('parallel.draw', run_name='__main__'); assert not {'torch', 'numpy'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parent, capture_output=True, text=True)
     assert done.returncode == 0 and "bubble 0.1111" in done.stdout, done.stderr

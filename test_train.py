@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,7 @@ import train
 from conftest import write_tokens
 from errors import UserError
 from parallel import checkpoint
-from parallel.comm import CommunicationError, agree
-from parallel.ledger import Ledger
+from parallel.comm import CommunicationError, Ledger, agree
 from parallel.mesh import Axis, Mesh
 from test_checkpoint import configured, curve, go
 from test_errors import held_elsewhere
@@ -313,14 +311,14 @@ def test_an_empty_validation_split_is_an_error_only_for_who_reads_it(tmp_path):
 def test_a_nan_loss_is_counted_and_does_not_touch_the_weights(tokens_dir, tmp_path):
     run = train.build(configured(tmp_path, tokens_dir), Mesh(), CPU)
     run.zero.initialize(1)
-    run.zero.units["head"].master.fill_(torch.nan)
-    before = run.zero.units["block0"].param.clone()
+    run.zero.buckets["head"].master.fill_(torch.nan)
+    before = run.zero.buckets["block0"].param.clone()
     step = train.train_step(run, micro_batches(run))
-    interval = train.Interval()
+    interval = log.Interval()
     interval.steps.append(step)
-    row = interval.row(run, types.SimpleNamespace(wait_seconds=0.0))
-    assert step.skipped and (row["nan_iterations"], row["skipped_iterations"]) == (1, 1)
-    assert torch.equal(before, run.zero.units["block0"].param)
+    row = log.metrics_row(run.config, 1, None, **interval.row(1, 8, run.timers, 0.0))
+    assert step.read().skipped and (row["nan_iterations"], row["skipped_iterations"]) == (1, 1)
+    assert torch.equal(before, run.zero.buckets["block0"].param)
 
 
 def test_metrics_are_json_at_full_precision(tokens_dir, tmp_path):

@@ -1,240 +1,87 @@
-"""Trains a GPT: configuration, loop, checkpoints, log.
+"""Trains a GPT: the step, the loop, the command line.
 
     torchrun --nproc_per_node=4 train.py configs/tiny.py --tp=2
 
-Every process runs this file. `main` joins the processes and reads the configuration; `build` makes the model and its
-training state; `train_step` is one update:
-
-    for each micro-batch: forward, backward            parallel/pipeline.py    gradients into flat buffers,
-                                                                               their reduction started
-    wait for the reduction                             parallel/zero.py
-    one all_reduce of four numbers                     here                    loss, squared gradient norm, stop flags
-    skip (overflow), or clip and update                parallel/zero.py
-
-and `train` goes on with that until train_iters. Everything random is a function of (seed, position), so the state of
-a run is its weights and moments and the few counters in `Counters`.
+Every process runs this file. Everything random is a function of (seed, position). So the state of a run is its weights
+and moments, the loss scale, and the counters in `Counters` and `Zero.updates`.
 """
 
 import contextlib
-import os
-import signal
 import sys
-import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 
 import config as configuration
 import data
+import operations
 import reference
-from errors import UserError, exit_on_user_error, locked
+from errors import UserError, exit_on_user_error, explained, locked
 from log import Interval, Logger, PendingStep, Timers, validation_lines
 from model import GPT
-from parallel import checkpoint, ledger, memory, pipeline, schedules, trace
-from parallel.comm import CommunicationError, agree, all_reduce, gather_objects
+from operations import DTYPES
+from parallel import checkpoint, meter, processes, report, schedules, trace
+from parallel.comm import agree, all_reduce
+from parallel.layout import Layout
 from parallel.mesh import Mesh, everyone
 from parallel.optimizer import LossScale, learning_rate
 from parallel.pipeline import Executor
 from parallel.zero import Zero
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass
-class Counters:
-    """Where a run is. (How many iterations were not skipped, the device knows: `Zero.updates`.)"""
-
-    iteration: int = 0
-    consumed_samples: int = 0
-
-
-@dataclass
-class Run:
-    """What the functions below share."""
-
-    config: configuration.Config
-    mesh: Mesh
-    device: torch.device
-    dtype: str
-    model: GPT
-    zero: Zero
-    loss_scale: LossScale
-    timers: Timers
-    executor: Executor
-    rates: torch.Tensor  # the learning rate of each update, float64 on the device
-    counters: Counters = field(default_factory=Counters)
-    steps: Counter = field(default_factory=Counter)  # in this process, by their number of micro-batches
-
-
-# --- build ----------------------------------------------------------------------------------------------------------
-
-
-def resolved_dtype(config, device):
-    """bf16 where the GPU has it, fp16 on older ones, fp32 on a CPU; or what the configuration says."""
-    if config.dtype != "auto":
-        return config.dtype
-    if device.type == "cpu":
-        return "fp32"
-    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-
-
-def operations(config, device, dtype):
-    """The functions of `reference.py` or their fused forms, operation by operation, as --kernels says.
-
-    auto: on a GPU, Triton's, but for attention, for which PyTorch has the better kernels. Raises UserError.
-    """
-    choice, gpu = config.kernels, device.type == "cuda"
-    if choice == "torch" or (choice == "auto" and (not gpu or dtype == "fp64")):
-        return reference
-    try:
-        import kernels
-    except ImportError:
-        if choice == "auto":
-            return reference
-        raise UserError("kernels=triton: triton is not installed; pip install triton, or say kernels=torch") from None
-    if dtype == "fp64":
-        raise UserError("kernels=triton: they compute in float32, dtype=fp64 does not; say kernels=torch")
-    if not gpu and os.environ.get("TRITON_INTERPRET") != "1":
-        raise UserError(
-            "kernels=triton: there is no GPU here; say kernels=torch, or set TRITON_INTERPRET=1 for a trial"
-        )
-    ops = {name: getattr(kernels, name) for name in reference.OPERATIONS}
-    if choice == "auto":
-        ops["attention"] = reference.attention
-    elif config.head_size > 128:
-        raise UserError(f"kernels=triton: heads of {config.head_size} are too wide for its attention, at most 128")
-    return SimpleNamespace(**ops)
-
-
-def try_operations(config, device):
-    """Run one of the `operations`: Triton needs a C compiler and Python's headers on every node. Raises UserError."""
-    ops = operations(config, device, resolved_dtype(config, device))
-    try:
-        ops.squared_norms([torch.ones(16, device=device)])
-    except Exception as error:  # whatever Triton's compiler, the one it calls, or the driver says
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"kernels={config.kernels}: they do not run here ({reason}); say kernels=torch") from error
-
-
-def build(config, mesh, device):
-    """Model, flat buffers and initial weights of this rank."""
-    dtype = resolved_dtype(config, device)
-    ops = operations(config, device, dtype)
-    model = GPT(config, mesh.tp, ops)
-    count = config.global_batch_size // (config.micro_batch_size * mesh.dp.size)
-    plan = schedules.build(config.schedule, mesh.pp.size, count, config.chunks)
-    held = pipeline.held_units(model, plan)  # by pipeline rank
-    modules = list(held[mesh.pp.rank])
-
-    def holders(name):
-        return mesh.holders([rank for rank, units in enumerate(held) if name in pipeline.stored(units)])
-
-    zero = Zero(modules, holders, config, mesh, DTYPES[dtype], device, ops, training=not config.eval_only)
-    timers = Timers(device)
-    executor = Executor(model, zero, config, mesh, plan, timers)
-    if config.trace:
-        executor.trace = trace.Trace(mesh, device)
-    rates = [learning_rate(config, update) for update in range(1, config.train_iters + 1)]
-    rates = torch.tensor(rates, dtype=torch.float64, device=device)
-    return Run(config, mesh, device, dtype, model, zero, LossScale(config, dtype), timers, executor, rates)
-
-
-def save(run, tokenizer):
-    state = {
-        "shapes": {name: list(spec.shape) for name, spec in run.model.specs().items()},
-        "config": asdict(run.config),
-        "tokenizer": tokenizer,
-        "counters": asdict(run.counters) | {"updates": run.zero.updates.item()},
-        "loss_scale": run.loss_scale.state(),
-    }
-    checkpoint.save(run.config.out_dir, run.counters.iteration, run.zero, state, run.config.keep)
-
-
-def restore(run, path):
-    """Weights, moments and counters from the checkpoint `path`, whatever layout wrote it."""
-    index = checkpoint.read_index(path)
-    agree(run.mesh.world, UserError, lambda: checkpoint.load(path, run.zero))
-    run.zero.parameters_from_master()
-    counters = index["counters"]
-    run.zero.updates.fill_(counters.pop("updates"))
-    run.counters = Counters(**counters)
-    run.loss_scale.restore(index["loss_scale"])
-
-
-def checkpoint_to_resume(config, tokenizer):
-    """The path of the checkpoint to go on from, or None. Raises UserError if it contradicts the configuration."""
-    place = config.out_dir if config.resume in ("auto", "none") else config.resume
-    path = checkpoint.find(place)
-    if path is None:
-        if config.resume not in ("auto", "none") or config.eval_only:
-            raise UserError(f"resume={config.resume}: there is no checkpoint in {place}")
-        return None
-    if config.resume == "none":
-        raise UserError(f"resume=none: {config.out_dir} holds {path.name}; remove it, or say another --out_dir")
-    index = checkpoint.read_index(path)
-    checkpoint.refuse_contradictions(path, index, config, tokenizer)
-    later = [step for step in checkpoint.all_steps(config.out_dir) if step > index["counters"]["iteration"]]
-    if later and not config.eval_only:  # the next time, these would be taken for the latest of this run
-        raise UserError(
-            f"resume={config.resume}: {config.out_dir} holds step_{later[-1]}, which is later; "
-            "remove what is later, or say another --out_dir"
-        )
-    return path
-
-
 # --- the step -------------------------------------------------------------------------------------------------------
 
 
-def micro_batches(run, loader):
-    """The loader's samples as the model's MicroBatch."""
-    while True:
-        with run.timers("batch-generator"):
-            tokens, samples = next(loader)  # [b, s + 1], [b]
-            batch = run.model.micro_batch(tokens[:, :-1], tokens[:, 1:], samples)
-        yield batch
-
-
 def train_step(run, batches, stop=False, orphaned=False):
-    """Make one update from the iterator `batches`: a `PendingStep`. An overflow on any rank skips it on all ranks."""
+    """Make one update from the iterator `batches`: a `PendingStep`.
+
+    If one rank's gradient is inf or nan, its squared norm is not finite, and so the sum over all ranks is not: every
+    rank skips. Weights, moments and `zero.updates` (hence the learning rate) stay; the data is used up. fp16's loss
+    scale is halved if this is the `hysteresis`-th overflow since it last grew, or a later one (`LossScale`).
+
+    stop, orphaned: this rank's reasons to stop (`processes.Signals`), of which all ranks hear in the same step.
+    """
     c, mesh, zero = run.config, run.mesh, run.zero
     samples = configuration.global_batch_size_at(c, run.counters.consumed_samples)
-    count = samples // (c.micro_batch_size * mesh.dp.size)
+    m = configuration.micro_batches(c, samples, mesh.dp.size)
+    share = 1 / (m * mesh.dp.size)  # the loss is the mean over m micro-batches and the data ranks
     scale = run.loss_scale.scale
+
+    # Forward and backward, micro-batch by micro-batch. Sums of gradients over the data ranks start in between.
     zero.zero_grad()
-    loss = run.executor.run(batches, count, scale)
+    loss = share * run.executor.run(batches, m, share * scale)
     with run.timers("grad-reduce"):
-        zero.finish_reduction()
+        zero.finish()
 
     with run.timers("optimizer"):
+        # One all_reduce tells every rank the loss, the squared gradient norm, and whether to stop.
         mesh.ledger.phase = "step"
-        # What is the same on several ranks counts on one: the loss on the first of each tp group.
-        loss = loss if mesh.tp.rank == 0 else 0 * loss
+        loss = loss if mesh.tp.rank == 0 else 0 * loss  # all tp ranks have the same loss: one adds it
         flags = [loss.new_full((), float(flag)) for flag in (stop, orphaned)]
-        sums = torch.stack([loss, zero.local_squared_norm(), *flags])
+        sums = torch.stack([loss, zero.squared_norm(), *flags])
         loss, squared_norm, *flags = all_reduce(sums, mesh.world, "scalars").wait()
-        # From here on nobody looks at a number: the device goes on with it, the host with the next step.
+
+        # Skip, or clip and update. The host reads no number: the device computes on, the host enqueues the next step.
         norm = squared_norm.sqrt() / scale
         skip = ~norm.isfinite()
         clip = (c.clip_grad / (norm + 1e-6)).clamp(max=1.0) if c.clip_grad else torch.ones_like(norm)
         lr = run.rates.take(zero.updates.clamp(max=len(run.rates) - 1))
-        zero.update(reference.numbers(lr, clip / scale, zero.updates + 1, skip, c.adam_beta1, c.adam_beta2))
+        zero.update(reference.update_scalars(lr, clip / scale, zero.updates + 1, skip, c.adam_beta1, c.adam_beta2))
+        zero.publish()
         done = PendingStep(torch.stack([loss, norm, lr, skip, *flags]), scale, samples)
-        if run.loss_scale.dynamic:  # but in fp16: the next step's scale depends on this step's overflow
+        if run.loss_scale.dynamic:  # fp16 only: the next step's scale depends on this step's overflow
             run.loss_scale.update(done.read().skipped)
 
-    run.steps[count] += 1
+    run.steps[m] += 1
     run.counters.iteration += 1
-    run.counters.consumed_samples += samples  # a skipped step's data is gone; its learning rate is not
+    run.counters.consumed_samples += samples  # of a skipped step, too
     return done
 
 
 @torch.no_grad()
 def evaluate(run, tokens):
-    """Mean loss per token over the first eval_iters global batches of `tokens`, over all ranks."""
+    """Mean loss per token, over all ranks, of the first eval_iters global batches of `tokens`, or of all there are."""
     c, mesh = run.config, run.mesh
     mesh.ledger.phase = "evaluate"
     total = torch.zeros(2, dtype=torch.float64, device=run.device)
@@ -252,36 +99,6 @@ def evaluate(run, tokens):
 
 
 # --- the loop -------------------------------------------------------------------------------------------------------
-
-
-class Signals:
-    """Reasons to stop between two steps: SIGTERM or Ctrl-C (a second Ctrl-C stops at once); a launcher that died."""
-
-    def __enter__(self):
-        self.stop = False
-        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        self.before = [(number, signal.signal(number, self._received)) for number in (signal.SIGTERM, signal.SIGINT)]
-        return self
-
-    def __exit__(self, *_):
-        for number, handler in self.before:
-            signal.signal(number, handler)
-
-    def _received(self, number, _):
-        self.stop = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    @property
-    def orphaned(self):
-        return self.launcher is not None and os.getppid() != self.launcher
-
-
-def longest_data_wait(run, loader):
-    """Seconds that a host waited for batches since the last call, the most of all ranks. Every rank calls it."""
-    run.mesh.ledger.phase = "setup"
-    seconds = torch.tensor(loader.wait_seconds, dtype=torch.float64, device=run.device)
-    loader.wait_seconds = 0.0
-    return all_reduce(seconds, run.mesh.world, "data wait", op="max").wait().item()
 
 
 def train(run, tokens, validation, logger, signals):
@@ -324,134 +141,167 @@ def train(run, tokens, validation, logger, signals):
     return True
 
 
-def lock(out_dir):
-    """Make out_dir, and a context that keeps a second run out of it. Raises UserError."""
-    try:
-        Path(out_dir).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"out_dir={out_dir}: {error.strerror}") from None
-    message = f"out_dir={out_dir}: another run is training there; say another --out_dir"
-    return locked(Path(out_dir) / "lock", message)
+def micro_batches(run, loader):
+    """The loader's samples as the model's MicroBatch."""
+    while True:
+        with run.timers("batch-generator"):
+            tokens, samples = next(loader)  # [b, s + 1], [b]
+            batch = run.model.micro_batch(tokens[:, :-1], tokens[:, 1:], samples)
+        yield batch
+
+
+def longest_data_wait(run, loader):
+    """Seconds that a host waited for batches since the last call, the most of all ranks. Every rank calls it."""
+    run.mesh.ledger.phase = "setup"
+    seconds = torch.tensor(loader.wait_seconds, dtype=torch.float64, device=run.device)
+    loader.wait_seconds = 0.0
+    return all_reduce(seconds, run.mesh.world, "data wait", op="max").wait().item()
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Counters:
+    """Where a run is. The updates that were not skipped are counted on the device (`Zero.updates`)."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+
+
+@dataclass
+class Run:
+    """What the functions of this file share."""
+
+    config: configuration.Config
+    mesh: Mesh
+    device: torch.device
+    dtype: str
+    model: GPT
+    layout: Layout
+    schedule: schedules.Schedule  # of a whole global batch
+    zero: Zero
+    loss_scale: LossScale
+    timers: Timers
+    executor: Executor
+    rates: torch.Tensor  # the learning rate of each update, float64 on the device
+    counters: Counters = field(default_factory=Counters)
+    steps: Counter = field(default_factory=Counter)  # in this process, by their number of micro-batches
+
+
+def build(config, mesh, device):
+    """The Run of this rank, its buckets allocated; the weights are still 0 (`Zero.initialize`, `restore`)."""
+    dtype = operations.resolved_dtype(config, device)
+    ops = operations.choose(config, device, dtype)
+    model = GPT(config, mesh.tp, ops)
+    m = configuration.micro_batches(config, config.global_batch_size, mesh.dp.size)
+    schedule = schedules.build(config.schedule, mesh.pp.size, m, config.chunks)
+    layout = Layout(config, mesh.dp.size, model.table, schedule)
+    zero = Zero(model, layout, config, mesh, DTYPES[dtype], device, ops, training=not config.eval_only)
+    timers = Timers(device)
+    executor = Executor(model, zero, config, mesh, layout, schedule, timers)
+    if config.trace:
+        executor.trace = trace.Trace(mesh, device)
+    rates = [learning_rate(config, update) for update in range(1, config.train_iters + 1)]
+    rates = torch.tensor(rates, dtype=torch.float64, device=device)
+    scale = LossScale(config, dtype)
+    return Run(config, mesh, device, dtype, model, layout, schedule, zero, scale, timers, executor, rates)
+
+
+def save(run, tokenizer):
+    state = {
+        "shapes": {name: list(spec.shape) for name, spec in run.model.specs().items()},
+        "config": asdict(run.config),
+        "tokenizer": tokenizer,
+        "counters": asdict(run.counters) | {"updates": run.zero.updates.item()},
+        "loss_scale": run.loss_scale.state(),
+    }
+    checkpoint.save(run.config.out_dir, run.counters.iteration, run.zero, state, run.config.keep)
+
+
+def restore(run, path):
+    """Weights, moments and counters from the checkpoint `path`, whatever layout wrote it."""
+    index = checkpoint.read_index(path)
+    agree(run.mesh.world, UserError, lambda: checkpoint.load(path, run.zero))
+    run.zero.parameters_from_master()
+    counters = index["counters"]
+    run.zero.updates.fill_(counters.pop("updates"))
+    run.counters = Counters(**counters)
+    run.loss_scale.restore(index["loss_scale"])
+
+
+def describe(run, path):
+    """Print what is about to run, in two lines."""
+    c, m = run.config, run.mesh
+    schedule = f" {c.schedule}" if m.pp.size > 1 else ""
+    print(
+        f"{run.model.num_parameters():,} parameters, {c.num_layers} layers of {c.hidden_size}; "
+        f"dp={m.dp.size} tp={m.tp.size} pp={m.pp.size}{schedule} zero={c.zero} "
+        f"sequence_parallel={c.sequence_parallel} recompute={c.recompute}; {run.dtype} on {run.device.type}\n"
+        f"{c.data_dir} -> {c.out_dir}, from {path or 'initial weights'}",
+        flush=True,
+    )
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
 
 
 def run_training(config, mesh, device):
-    """What `main` does once the processes stand: open, build, resume, train, save. Raises UserError on every rank."""
+    """What `main` does once the processes are connected: open, build, resume, train. Raises UserError on every rank."""
     with contextlib.ExitStack() as stack:
-
-        def open_files():
-            if mesh.rank == 0 and not config.eval_only:
-                stack.enter_context(lock(config.out_dir))
-            splits = [config.split] if config.eval_only else ["train", "val"][: 1 + (config.eval_iters > 0)]
-            tokens = {s: data.Tokens(config.data_dir, s, config.seq_length, config.vocab_size) for s in splits}
-            return tokens, checkpoint_to_resume(config, tokens[splits[0]].meta["tokenizer"])
-
-        tokens, path = agree(mesh.world, UserError, open_files)
+        tokens, path = agree(mesh.world, UserError, lambda: open_files(config, mesh, stack))
         if config.train_epochs and not config.eval_only:
-            config.train_iters = iterations(config, config.train_epochs * tokens["train"].num_samples)
-        # What one node may lack is found out before the ranks build their groups together.
-        agree(mesh.world, UserError, lambda: try_operations(config, device))
+            config.train_iters = configuration.iterations(config, config.train_epochs * tokens["train"].num_samples)
+        # Before the ranks build their groups together: one node may lack what the operations need.
+        agree(mesh.world, UserError, lambda: operations.trial(config, device))
         run = build(config, mesh, device)
         if path:
             restore(run, path)
         else:
             run.zero.initialize(config.seed)
-        describe(run, path)
+        if mesh.rank == 0:
+            describe(run, path)
         if config.eval_only:
             loss = evaluate(run, tokens[config.split])
             if mesh.rank == 0:
                 print(validation_lines(run.counters.iteration, loss), flush=True)
-            return
-
-        def open_log():
-            size, iteration = mesh.world.size, run.counters.iteration
-            return Logger(
-                config,
-                device,
-                size,
-                rank=mesh.rank,
-                dtype=run.dtype,
-                train_iters=config.train_iters,
-                iteration=iteration,
-            )
-
-        logger = agree(mesh.world, UserError, open_log)
-        stack.callback(logger.close)
-        if config.ledger:
-            meter = stack.enter_context(memory.Activations(run.executor))
-        if run.counters.iteration >= config.train_iters:
-            logger.say(f"nothing to do: {path} is at iteration {run.counters.iteration} of {config.train_iters}")
-        elif train(run, tokens["train"], tokens.get("val"), logger, stack.enter_context(Signals())):
-            logger.say(f"trained to iteration {run.counters.iteration}; python generate.py {config.out_dir}")
-        if config.ledger and run.steps:
-            accounts = ledger_tables(run), memory_tables(run, meter.peak)  # every rank has a part in them
-            logger.say("\n\n".join(accounts))
-        if config.trace and run.steps:
-            agree(mesh.world, UserError, lambda: trace.write(config, run.executor.trace, mesh))
+        else:
+            train_and_report(run, tokens, path, stack)
 
 
-def iterations(config, samples):
-    """How many updates take at most `samples` samples; at least one."""
-    count = consumed = 0
-    while (consumed := consumed + configuration.global_batch_size_at(config, consumed)) <= samples:
-        count += 1
-    return max(1, count)
+def open_files(config, mesh, stack):
+    """({split: Tokens}, the checkpoint to go on from or None), with out_dir locked. Raises UserError."""
+    if mesh.rank == 0 and not config.eval_only:
+        stack.enter_context(lock(config.out_dir))
+    splits = [config.split] if config.eval_only else ["train", "val"][: 1 + (config.eval_iters > 0)]
+    tokens = {s: data.Tokens(config.data_dir, s, config.seq_length, config.vocab_size) for s in splits}
+    return tokens, checkpoint.to_resume(config, tokens[splits[0]].meta["tokenizer"])
 
 
-def ledger_tables(run):
-    """The ledger of rank 0, and of the other pipeline ranks beside it, as text. Every rank calls it."""
-    tables = [(ledger.formulas(run.config, run.mesh, run.executor, run.zero, m), k) for m, k in run.steps.items()]
-    measured = run.mesh.ledger.per_step(run.steps.total())
-    text = ledger.report(measured, ledger.average(tables), f"rank {run.mesh.rank}")
-    text += "\n" + ledger.lecture(measured, run.zero, sum(m * k for m, k in run.steps.items()) / run.steps.total())
-    return "\n\n".join(gather_objects(text, run.mesh.pp))
+def train_and_report(run, tokens, path, stack):
+    """Train to the end, log, and print the tables that were asked for. tokens: {split: Tokens}; path: resumed from."""
+    config, mesh = run.config, run.mesh
+    place = dict(rank=mesh.rank, dtype=run.dtype, iteration=run.counters.iteration)
+    logger = agree(mesh.world, UserError, lambda: Logger(config, run.device, mesh.world.size, **place))
+    stack.callback(logger.close)
+    if config.ledger:
+        activations = stack.enter_context(meter.Activations(run.executor))
+    if run.counters.iteration >= config.train_iters:
+        logger.say(f"nothing to do: {path} is at iteration {run.counters.iteration} of {config.train_iters}")
+    elif train(run, tokens["train"], tokens.get("val"), logger, stack.enter_context(processes.Signals())):
+        logger.say(f"trained to iteration {run.counters.iteration}; python generate.py {config.out_dir}")
+    if config.ledger and run.steps:
+        tables = report.sent_by_ranks(run), report.kept_by_ranks(run, activations.peak)  # every rank has a part in them
+        logger.say("\n\n".join(tables))
+    if config.trace and run.steps:
+        agree(mesh.world, UserError, lambda: trace.write(config, run.executor.trace, mesh))
 
 
-def memory_tables(run, peak):
-    """What rank 0 keeps, and the other pipeline ranks beside it, as text. peak: bytes of activations. All call it."""
-    expected, measured = memory.formulas(run.executor), memory.measured(run.executor, peak)
-    stored, padding = memory.stored(run.zero), memory.padding(run.zero)
-    text = memory.report(measured, expected, stored, padding, f"rank {run.mesh.rank}")
-    return "\n\n".join(gather_objects(text, run.mesh.pp))
-
-
-def describe(run, path):
-    """What is about to run, in two lines."""
-    if run.mesh.rank == 0:
-        c, m = run.config, run.mesh
-        print(
-            f"{run.model.num_parameters():,} parameters, {c.num_layers} layers of {c.hidden_size}; "
-            f"dp={m.dp.size} tp={m.tp.size} pp={m.pp.size}"
-            + (f" {c.schedule}" if m.pp.size > 1 else "")
-            + f" zero={c.zero} "
-            f"sequence_parallel={c.sequence_parallel} recompute={c.recompute}; {run.dtype} on {run.device.type}\n"
-            f"{c.data_dir} -> {c.out_dir}, " + (f"from {path}" if path else "from initial weights"),
-            flush=True,
-        )
-
-
-# --- processes ------------------------------------------------------------------------------------------------------
-
-
-def join_processes():
-    """This process's device; with torchrun, connected to the others (NCCL between GPUs, else Gloo)."""
-    local, here = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        if here > (gpus := torch.cuda.device_count()):
-            raise UserError(
-                f"nproc_per_node={here}: there are {gpus} GPUs, one for each process; say at most {gpus}, "
-                "or CUDA_VISIBLE_DEVICES= (nothing) to train on the CPU"
-            )
-        torch.cuda.set_device(device)
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return device
-
-
-def leave(error, code):
-    """Say what is wrong and be gone: a tidy farewell would wait for peers that may not answer."""
-    print(f"error: {error}", file=sys.stderr, flush=True)
-    os._exit(code)
+def lock(out_dir):
+    """Make out_dir, and a context that keeps a second run out of it. Raises UserError."""
+    with explained(f"out_dir={out_dir}"):
+        Path(out_dir).mkdir(parents=True, exist_ok=True)
+    return locked(Path(out_dir) / "lock", f"out_dir={out_dir}: another run is training there; say another --out_dir")
 
 
 def main():
@@ -460,7 +310,7 @@ def main():
     if {"--help", "-h"} & set(arguments):
         print(configuration.help_text())
         return
-    device = join_processes()
+    device = processes.join()
     world = everyone()
 
     def read_configuration():
@@ -468,20 +318,11 @@ def main():
         configuration.check(config, world.size)
         return config
 
-    try:
+    def work():
         config = agree(world, UserError, read_configuration)
         run_training(config, Mesh(config.tp, config.pp, timeout=config.comm_timeout), device)
-    except UserError as error:
-        if not dist.is_initialized():
-            raise
-        if world.rank == 0 or not getattr(error, "agreed", False):
-            leave(error, 2)
-        time.sleep(1)  # rank 0 says it; torchrun ends all as soon as one exits
-        os._exit(2)
-    except CommunicationError as error:
-        leave(error, 1)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+
+    processes.together(world, work)
 
 
 if __name__ == "__main__":

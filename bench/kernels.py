@@ -39,6 +39,7 @@ from bench.machine import NO_GPU, VERSIONS, Gpu, copy_rate, product_rate, what_w
 from bench.tables import print_row, print_table, spread
 from config import Config
 from errors import UserError
+from operations import choose
 from parallel.mesh import Mesh
 from parallel.tensor import CHUNK, LinearCrossEntropy
 from reference import Drop
@@ -129,24 +130,24 @@ def operations(device, dtype, n, h, s, v):
     own_dropout = {"F.dropout": lambda x: F.dropout(x, drop.rate)}
     return [
         Operation("layer_norm", "layer_norm", draw(x, vector, vector), plain("layer_norm"), (2 * mib, 3 * mib), n * h),
-        Operation("add", "add", draw(x, x, vector), plain("add"), (3 * mib, mib), n * h),
+        Operation("add", "add_", draw(x, x, vector), plain("add_"), (3 * mib, mib), n * h),
         Operation(
-            "add_layer_norm, nothing added", "add_layer_norm", draw(x, vector, vector),
-            lambda ops, x, *norm: ops.add_layer_norm(x, None, None, *norm), (2 * mib, 4 * mib), n * h,
+            "add_layer_norm, nothing added", "add_layer_norm_", draw(x, vector, vector),
+            lambda ops, x, *norm: ops.add_layer_norm_(None, x, None, *norm), (2 * mib, 4 * mib), n * h,
         ),
         Operation(
-            "add_layer_norm", "add_layer_norm", draw(x, x, vector, vector, vector), plain("add_layer_norm"),
+            "add_layer_norm", "add_layer_norm_", draw(x, x, vector, vector, vector), plain("add_layer_norm_"),
             (4 * mib, 4 * mib), n * h,
         ),
         Operation(
-            "add_layer_norm, dropout", "add_layer_norm", draw(x, x, vector, vector, vector),
-            plain("add_layer_norm", drop), (4 * mib, 5 * mib), n * h,
+            "add_layer_norm, dropout", "add_layer_norm_", draw(x, x, vector, vector, vector),
+            plain("add_layer_norm_", drop), (4 * mib, 5 * mib), n * h,
         ),
         Operation(
             "dropout", "dropout", draw(x), plain("dropout", drop), (2 * mib, 2 * mib), n * h,
             own=own_dropout, another=("F.dropout",),
         ),
-        Operation("gelu", "gelu", draw(wide, (4 * h,)), plain("gelu"), (8 * mib, 12 * mib), 4 * n * h),
+        Operation("gelu", "gelu_", draw(wide, (4 * h,)), plain("gelu_"), (8 * mib, 12 * mib), 4 * n * h),
         *attentions(draw, plain, item, n, h, s),
         *losses(device, dtype, n, h, v),
         *updates(device, dtype, h),
@@ -207,7 +208,8 @@ def loss_of_logits(device, dtype, chunk, v, width):
         return [z, draw_targets(device, seed, chunk, v)]
 
     def run(ops, z, targets):
-        return ops.cross_entropy_(z, targets, v, 1 / chunk), z
+        weights = torch.full((chunk,), 1 / chunk, dtype=torch.promote_types(z.dtype, torch.float32), device=device)
+        return ops.cross_entropy_(z, targets, v, weights), z
 
     def own(z, targets):
         z = z.detach().requires_grad_()
@@ -232,8 +234,9 @@ def loss_of_head(device, dtype, n, h, v, width):
         w.grad_dtype = torch.promote_types(w.dtype, torch.float32)
         w.grad, w.deferred = torch.zeros_like(w, dtype=w.grad_dtype), None
         x = x.detach().requires_grad_()
-        loss = LinearCrossEntropy.apply(x, w, targets, width, 1 / n, "copy", Mesh().tp, ops).mean()
-        return loss.detach(), *torch.autograd.grad(loss, x), w.grad
+        losses = LinearCrossEntropy.apply(x, w, targets, width, "copy", Mesh().tp, ops)
+        dx = torch.autograd.grad(losses, x, torch.full_like(losses, 1 / n))  # which makes the losses, too
+        return losses.detach().mean(), *dx, w.grad
 
     def compiled(compile):
         return with_gradients(compile(lambda x, w, targets: F.cross_entropy((x @ w.T).float(), targets)))
@@ -265,7 +268,7 @@ def updates(device, dtype, h):
     ranges, options = [(0, matrices, True), (matrices, size, False)], dict(beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1)
     lr, scale = (torch.tensor(x, dtype=torch.float64, device=device) for x in (1e-3, 1.0))
     update, skip = torch.tensor(3, device=device), torch.tensor(False, device=device)
-    numbers = reference.numbers(lr, scale, update, skip, options["beta1"], options["beta2"])
+    scalars = reference.update_scalars(lr, scale, update, skip, options["beta1"], options["beta2"])
     cast = dtype != torch.float32  # else the weights are their own master weights
 
     def draw(seed):
@@ -273,7 +276,7 @@ def updates(device, dtype, h):
         return [w, g, m, v.square_(), *([w.to(dtype)] if cast else [])]
 
     def run(ops, w, g, m, v, *out):
-        ops.adamw(w, g, [m, v], numbers, ranges, out=out[0] if out else None, **options)
+        ops.adamw_(w, g, [m, v], scalars, ranges, out=out[0] if out else None, **options)
         return w, m, v, *out
 
     def draw_flats(seed):
@@ -281,7 +284,7 @@ def updates(device, dtype, h):
 
     return [
         Operation(
-            "adamw", "adamw", draw, run, ((28 + cast * dtype.itemsize) * size,), size,
+            "adamw", "adamw_", draw, run, ((28 + cast * dtype.itemsize) * size,), size,
             own={"AdamW(fused=True)": OwnAdamW(ranges, lr.item(), options)},
         ),
         Operation(
@@ -407,7 +410,7 @@ def on_gpu(machine, sizes, dtype, repeats, only):
             totals.append((operation, *(found[which].total() for which in ("Triton", "reference.py"))))
             del variants, found
         machine.forget_compiled()
-    print(verdict(train.operations(Config(kernels="auto"), machine.device, dtype_name), totals))
+    print(verdict(choose(Config(kernels="auto"), machine.device, dtype_name), totals))
     return right
 
 
@@ -546,7 +549,7 @@ def interpreted(only):
     os.environ["TRITON_INTERPRET"] = "1"  # Triton looks once, when it is imported
     try:
         import kernels
-        import sanitizer
+        from testing import sanitizer
     except ImportError as error:
         print(f"{NO_GPU}and no interpreter of Triton either ({error}): nothing to check")
         return True

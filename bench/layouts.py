@@ -28,8 +28,8 @@ from bench.tables import print_row, ratios, spread
 from config import Config
 from errors import UserError
 from parallel.comm import all_reduce
+from parallel.layout import split
 from parallel.mesh import Mesh
-from parallel.pipeline import split
 
 ROW = "{:<26}{:>4}{:>16}{:>16}{:>18}{:>18}{:>9}  {}"
 
@@ -274,7 +274,7 @@ def measured(name, processes, ours, count, against, theirs, options, fields, rep
             kind[which].append(value)
     ours, theirs = times[0]
     ratio, cpu_ratio = (ratios(*kind) for kind in times)
-    low, _, high = statistics.quantiles(ratio, n=4)
+    low, _, high = statistics.quantiles(ratio, n=4) if len(ratio) > 1 else ratio * 3
     verdict = "faster" if high < 1 else "slower" if low > 1 else "as fast"
     milliseconds = spread(ours, "{:.0f}"), spread(theirs, "{:.0f}")
     return [name, processes, *milliseconds, spread(ratio), spread(cpu_ratio), verdict, against]
@@ -288,7 +288,7 @@ def our_step(c, mesh, batches):
     over_and_over = (run.model.micro_batch(*batch) for batch in itertools.cycle(batches))
 
     def step():
-        done = train.train_step(run, over_and_over)
+        done = train.train_step(run, over_and_over).read()
         return done.loss, done.grad_norm
 
     return step

@@ -40,12 +40,13 @@ import torch
 from torch import nn
 
 import config as configuration
+import operations
 import train
 from bench.machine import NO_GPU, VERSIONS, Cpu, Gpu, copy_rate, what_went_wrong
 from bench.plain import STEADY, Plain, loss_of, make_optimizer, samples
 from bench.tables import print_table, ratios, spread
 from errors import UserError
-from log import model_flops, peak_tflops
+from log import PendingStep, model_flops, peak_tflops
 from model import GPT
 from parallel.mesh import Mesh
 
@@ -98,7 +99,7 @@ def load(name):
 
 @dataclass
 class Contestant:
-    """A way to make a step of a model: step() -> its loss (a tensor, or a train.Step). choose(): it is its turn."""
+    """A way to make a step of a model: step() -> its loss (a tensor, or a PendingStep). choose(): it is its turn."""
 
     name: str
     model: object  # Ours, Theirs; several contestants may share one
@@ -115,13 +116,13 @@ class Ours:
     def __init__(self, c, machine):
         self.run = train.build(c, Mesh(), machine.device)
         self.run.zero.initialize(c.seed)
-        self.units = self.run.zero.units.values()
+        self.units = self.run.zero.buckets.values()
         self.initial = [unit.master.clone() for unit in self.units]
 
     def contestants(self, choices):
         for choice in choices:
             config = dataclasses.replace(self.run.config, kernels=choice)
-            ops = train.operations(config, self.run.device, self.run.dtype)
+            ops = operations.choose(config, self.run.device, self.run.dtype)
             yield Contestant(f"ours, kernels={choice}", self, self.step, functools.partial(self.use, ops))
 
     def use(self, ops):
@@ -276,7 +277,7 @@ def check_same(machine, contestants, batches):
 
 
 def value(loss):
-    return loss.loss if isinstance(loss, train.Step) else loss.item()
+    return loss.read().loss if isinstance(loss, PendingStep) else loss.item()
 
 
 @contextlib.contextmanager

@@ -6,11 +6,10 @@
         block0.qkv.weight.moment0  ...    AdamW's two moments
         ...
 
-A rank has, of each unit's flat buffers, one piece to write: its data parallel shard (`Unit.shard`), which may begin
-and end in the middle of a parameter that is itself a tensor parallel part of the logical one. Both cuts together are
-a list of byte runs (`runs`), written with `pwrite` into the one file that all ranks share, and read back by the same
-runs from a memmap by whatever ranks a later layout has. There is no conversion tool because there is nothing to
-convert.
+A rank writes its data parallel shard of each bucket (`Bucket.shard`). The shard may begin and end in the middle of a
+parameter, which is itself a tensor parallel part of the logical one. Both cuts together are a list of byte runs
+(`runs`), written with `pwrite` into the one file that all ranks share. Whatever ranks a later layout has read their
+own runs back from a memmap. There is no conversion tool because there is nothing to convert.
 
 A checkpoint is written into `step_N.writing`, flushed by every rank, and renamed when all are done: under its final
 name it is always whole. The latest one is found by looking. Nothing is ever unpickled.
@@ -23,6 +22,7 @@ import math
 import os
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,9 +31,8 @@ import torch
 from errors import UserError
 from parallel.comm import agree
 
-MUST_MATCH = (  # what a checkpoint can't be continued without
-    "num_layers hidden_size num_attention_heads seq_length max_position_embeddings vocab_size seed optimizer"
-).split()
+# What a checkpoint can't be continued without.
+MUST_MATCH = "num_layers hidden_size num_attention_heads seq_length max_position_embeddings vocab_size seed optimizer"
 
 
 def runs(spec, begin, end, tp_rank, tp):
@@ -53,24 +52,17 @@ def runs(spec, begin, end, tp_rank, tp):
         begin += length
 
 
-def pieces(zero, begin_end):
-    """(unit, parameter index, spec, begin, end) of every parameter that meets `begin_end(unit)` in the unit's buffer.
+def files(bucket, begin, end):
+    """(file name, Piece, its elements) of every weight and moment that meets begin .. end of a bucket's flat buffer.
 
-    begin, end: in elements of the local parameter.
+    The elements are a view into `master` or a moment, which have the bucket's elements from owned[0] on.
     """
-    for unit in zero.units.values():
-        low, high = begin_end(unit)
-        for i, p in enumerate(unit.params):
-            begin, end = max(low - unit.offsets[i], 0), min(high - unit.offsets[i], p.numel())
-            if begin < end:
-                yield unit, i, p.spec, begin, end
-
-
-def files(unit, spec):
-    """(file name, this rank's piece of the flat buffer, from unit.owned[0] on) of a parameter's weight and moments."""
-    yield spec.name, unit.master
-    for k, moment in enumerate(unit.moments):
-        yield f"{spec.name}.moment{k}", moment
+    first = bucket.owned[0]
+    for piece in bucket.layout.pieces(begin, end):
+        if piece.begin < piece.end:
+            yield piece.spec.name, piece, piece.of(bucket.master[begin - first : end - first])
+            for k, moment in enumerate(bucket.moments):
+                yield f"{piece.spec.name}.moment{k}", piece, piece.of(moment[begin - first : end - first])
 
 
 def save(out_dir, step, zero, state, keep=0):
@@ -78,73 +70,55 @@ def save(out_dir, step, zero, state, keep=0):
 
     Keeps the `keep` latest (0: all). Raises UserError on every rank if any can't write; nothing half-written stays.
     """
-    final = Path(out_dir) / f"step_{step}"
+    final = step_path(out_dir, step)
     writing = final.with_name(final.name + ".writing")
     world, first = zero.mesh.world, zero.mesh.rank == 0
 
     def prepare():
-        with _writing_to(out_dir):
-            if first:
-                shutil.rmtree(writing, ignore_errors=True)
-                writing.mkdir(parents=True)
-
-    def write():
-        with _writing_to(out_dir):
-            _write_arrays(writing, zero)
+        if first:
+            shutil.rmtree(writing, ignore_errors=True)
+            writing.mkdir(parents=True)
 
     def publish():
-        with _writing_to(out_dir):
-            if first:
-                _write_index(writing, zero, state)
-                writing.rename(final)
-                _flush(out_dir)
-                for old in all_steps(out_dir)[:-keep] if keep else []:
-                    shutil.rmtree(step_path(out_dir, old), ignore_errors=True)
+        if first:
+            _write_index(writing, zero, state)
+            writing.rename(final)
+            _flush(out_dir)
+            for old in all_steps(out_dir)[:-keep] if keep else []:
+                shutil.rmtree(step_path(out_dir, old), ignore_errors=True)
+
+    def attempt(action):
+        """A full disk or a read-only folder becomes one line."""
+        try:
+            action()
+        except OSError as error:
+            raise UserError(f"out_dir={out_dir}: can't write the checkpoint: {error}") from error
 
     try:
-        for action in (prepare, write, publish):
-            agree(world, UserError, action)
+        for action in (prepare, partial(_write_arrays, writing, zero), publish):
+            agree(world, UserError, partial(attempt, action))
     except UserError:
         if first:
             shutil.rmtree(writing, ignore_errors=True)
         raise
 
 
-class _writing_to:
-    """Turns a full disk or a read-only folder into one line."""
-
-    def __init__(self, out_dir):
-        self.out_dir = out_dir
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        if isinstance(error, OSError):
-            raise UserError(f"out_dir={self.out_dir}: can't write the checkpoint: {error}") from error
-
-
 def _write_arrays(folder, zero):
-    mesh = zero.mesh
-    for unit, i, spec, begin, end in pieces(zero, lambda unit: unit.shard):
-        if unit.holders.rank != 0 or (spec.tp_dim is None and mesh.tp.rank != 0):
-            continue  # another rank has the same
-        for name, flat in files(unit, spec):
-            first = unit.offsets[i] - unit.owned[0]
-            local = flat[first + begin : first + end].cpu().numpy()
-            bytes_ = memoryview(local).cast("B")
-            size = local.itemsize
-            fd = os.open(folder / name, os.O_CREAT | os.O_WRONLY, 0o644)
-            try:
-                for at, whole, length in runs(spec, begin, end, mesh.tp.rank, mesh.tp.size):
-                    part = bytes_[(at - begin) * size : (at - begin + length) * size]
-                    offset = whole * size
+    tp = zero.mesh.tp
+    for bucket in zero.buckets.values():
+        for name, piece, flat in files(bucket, *bucket.shard):
+            if bucket.holders.rank != 0 or (piece.spec.tp_dim is None and tp.rank != 0):
+                continue  # another rank has the same
+            local = flat.cpu().numpy()
+            # Not open(folder / name, "wb"): that would throw away what other ranks have written into the file.
+            with open(os.open(folder / name, os.O_CREAT | os.O_WRONLY, 0o644), "wb") as file:
+                for at, whole, length in runs(piece.spec, piece.begin, piece.end, tp.rank, tp.size):
+                    begin, offset = at - piece.begin, whole * local.itemsize
+                    part = memoryview(local[begin : begin + length]).cast("B")
                     while part:  # a write may stop half-way (2 GiB on Linux, a full disk)
-                        written = os.pwrite(fd, part, offset)
+                        written = os.pwrite(file.fileno(), part, offset)
                         part, offset = part[written:], offset + written
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+                os.fsync(file.fileno())
 
 
 def _write_index(folder, zero, state):
@@ -193,35 +167,52 @@ def read_index(path):
 def refuse_contradictions(path, index, config, tokenizer):
     """What would silently train another model is an error. Raises UserError that names the field."""
     then, now = index["config"], vars(config)
-    for name in MUST_MATCH:
+    for name in MUST_MATCH.split():
         if then[name] != now[name]:
             raise UserError(f"{name}={now[name]}: the checkpoint {path} has {name}={then[name]}")
     if index["tokenizer"] != tokenizer:
-        raise UserError(
-            f"data_dir={config.data_dir}: its tokenizer is {tokenizer}, "
-            f"but the checkpoint {path} has {index['tokenizer']}"
-        )
+        there = f"the checkpoint {path} has {index['tokenizer']}"
+        raise UserError(f"data_dir={config.data_dir}: its tokenizer is {tokenizer}, but {there}")
+
+
+def to_resume(config, tokenizer):
+    """The path of the checkpoint to go on from, or None. Raises UserError if it contradicts the configuration."""
+    place = config.out_dir if config.resume in ("auto", "none") else config.resume
+    path = find(place)
+    if path is None:
+        if config.resume not in ("auto", "none") or config.eval_only:
+            raise UserError(f"resume={config.resume}: there is no checkpoint in {place}")
+        return None
+    if config.resume == "none":
+        raise UserError(f"resume=none: {config.out_dir} holds {path.name}; remove it, or say another --out_dir")
+    index = read_index(path)
+    refuse_contradictions(path, index, config, tokenizer)
+    later = [step for step in all_steps(config.out_dir) if step > index["counters"]["iteration"]]
+    if later and not config.eval_only:  # the next time, these would be taken for the latest of this run
+        advice = "remove what is later, or say another --out_dir"
+        raise UserError(f"resume={config.resume}: {config.out_dir} holds step_{later[-1]}, which is later; {advice}")
+    return path
 
 
 @torch.no_grad()
 def load(path, zero):
-    """Fill the units' master weights and moments from the checkpoint `path`. Raises UserError, on any rank by itself.
+    """Fill the buckets' master weights and moments from the checkpoint `path`. Raises UserError, on any rank by itself.
 
     Each rank reads its own parts only: of the files, whole or cut over tp; of the pages, those that it needs. Once all
     have theirs, `zero.parameters_from_master` makes the parameters of them.
     """
-    index, mesh = read_index(path), zero.mesh
+    index, tp = read_index(path), zero.mesh.tp
     dtype = np.dtype(index["dtype"])
-    for unit, i, spec, begin, end in pieces(zero, lambda unit: unit.owned):
-        if index["shapes"].get(spec.name) != list(spec.shape):
-            raise UserError(f"{path}: {spec.name} is {index['shapes'].get(spec.name)} there, {list(spec.shape)} here")
-        for name, flat in files(unit, spec):
+    for bucket in zero.buckets.values():
+        for name, (spec, begin, end, _), flat in files(bucket, *bucket.owned):
+            if index["shapes"].get(spec.name) != list(spec.shape):
+                there = index["shapes"].get(spec.name)
+                raise UserError(f"{path}: {spec.name} is {there} there, {list(spec.shape)} here")
             whole = _open(Path(path) / name, dtype, math.prod(spec.shape))
             local = np.empty(end - begin, dtype)
-            for at, offset, length in runs(spec, begin, end, mesh.tp.rank, mesh.tp.size):
+            for at, offset, length in runs(spec, begin, end, tp.rank, tp.size):
                 local[at - begin : at - begin + length] = whole[offset : offset + length]
-            first = unit.offsets[i] - unit.owned[0]
-            flat[first + begin : first + end].copy_(torch.from_numpy(local))
+            flat.copy_(torch.from_numpy(local))
 
 
 def _open(path, dtype, elements):

@@ -1,4 +1,4 @@
-"""The one door: everything that one process sends another goes through this file.
+"""The one door: everything that one process sends another goes through this file, and a step's tensors are counted.
 
                  before (ranks 0 | 1)      after                   what one rank sends, of a tensor of N bytes
     all_reduce      a   |  b             a+b  | a+b                2 (n-1)/n N    (a reduce_scatter, an all_gather)
@@ -17,6 +17,7 @@ on Gloo it blocks, and says who waited for whom. On an axis of one rank nothing 
 """
 
 import functools
+from fractions import Fraction
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,37 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+RING = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}  # times (n-1)/n of the whole tensor
+NOT_A_STEP = ("setup", "evaluate")  # phases that `Ledger.per_step` leaves out
+
+
+class Ledger:
+    """Counts calls and bytes by (phase, axis, what, operation). The code that runs a step sets `phase`."""
+
+    def __init__(self):
+        self.phase = "setup"
+        self.rows = {}
+
+    def count(self, operation, axis, ranks, what, whole_bytes):
+        row = self.rows.setdefault((self.phase, axis, what, operation), [0, Fraction(0)])
+        row[0] += 1
+        row[1] += sent_bytes(operation, ranks, whole_bytes)
+
+    def per_step(self, steps):
+        """{(axis, what, operation): (calls, bytes)} of one training step: the sum over phases, divided by `steps`."""
+        table = {}
+        for (phase, *key), (calls, count) in self.rows.items():
+            if phase not in NOT_A_STEP:
+                before = table.get(tuple(key), (0, 0))
+                table[tuple(key)] = before[0] + Fraction(calls, steps), before[1] + count / steps
+        return table
+
+
+def sent_bytes(operation, ranks, whole_bytes):
+    """Bytes that one of `ranks` ranks sends in an operation on a tensor of `whole_bytes`: the table above."""
+    return whole_bytes if operation == "send" else Fraction(RING[operation] * (ranks - 1) * whole_bytes, ranks)
 
 
 class CommunicationError(RuntimeError):

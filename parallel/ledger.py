@@ -1,8 +1,10 @@
-"""The ledger: what every scheme sends, counted at the door and held against the lecture's formulas.
+"""The ledger's formulas: what every scheme sends, from the configuration alone.
 
-Slide "分散並列学習" says for each scheme what is sent, by which operation and how often; this file prints that table
-from a run, with the bytes. Letters: b micro-batch, s sequence, h hidden, t = tp, n = dp, L layers (of this pipeline
-rank), m micro-batches, P this rank's parameters as stored (padding included). Per step and rank:
+Slide "分散並列学習" says for each scheme what is sent, by which operation and how often. This file predicts that table,
+with the bytes, for any number of ranks; `comm.Ledger` counts it in a run; `report.py` prints both.
+
+Letters: b micro-batch, s sequence, h hidden, t = tp, n = dp, L layers (of this pipeline rank), m micro-batches, P this
+rank's parameters as stored (padding included). Per step and rank:
 
     axis  what                         operation                               elements sent
     dp    gradients          stage 0   all_reduce                              2 P (n-1)/n
@@ -20,81 +22,80 @@ rank), m micro-batches, P this rank's parameters as stored (padding included). P
 
 and the small terms: embedding (one all_reduce forward), head (one backward), the cross-entropy's three row vectors,
 the gradients that are partial under sequence parallelism, those of parameters that several pipeline ranks hold (twins),
-and the scalars of the step.
+the norms of every parameter (LAMB and LARS), and the scalars of the step.
 """
 
 import math
+from collections import Counter
 from fractions import Fraction
 
+from parallel import schedules
+from parallel.comm import sent_bytes
+from parallel.layout import rows_outside
+from parallel.optimizer import RULES
+from parallel.pipeline import SENT
 from parallel.tensor import CHUNK
 
-RING = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}  # times (n-1)/n of the whole tensor
 SCALARS = 4  # float64s that a step ends with: loss, squared norm, and two reasons to stop
 
 
-class Ledger:
-    """Counts calls and bytes by (phase, axis, what, operation). `phase` is set by whoever runs the step."""
+def predict(layout, schedule, pp_rank, dp_rank, item, master_item):
+    """The table above in numbers: {(axis, what, operation): (calls, bytes)} of a step on one rank.
 
-    def __init__(self):
-        self.phase = "setup"
-        self.rows = {}
-
-    def count(self, operation, axis, ranks, what, whole_bytes):
-        row = self.rows.setdefault((self.phase, axis, what, operation), [0, Fraction(0)])
-        row[0] += 1
-        row[1] += whole_bytes if operation == "send" else Fraction(RING[operation] * (ranks - 1) * whole_bytes, ranks)
-
-    def per_step(self, steps):
-        """{(axis, what, operation): (calls, bytes)} of a training step, the phases added up."""
-        table = {}
-        for (phase, *key), (calls, count) in self.rows.items():
-            if phase not in ("setup", "evaluate"):
-                before = table.get(tuple(key), (0, 0))
-                table[tuple(key)] = before[0] + Fraction(calls, steps), before[1] + count / steps
-        return table
-
-
-def formulas(c, mesh, executor, zero, m):
-    """The table above in numbers: {(axis, what, operation): (calls, bytes)} of a step of m micro-batches on this rank.
-
-    c: configuration. What a rank has of the model and of the schedule it reads off `executor` and `zero`.
+    layout: a `layout.Layout`; schedule: the step's Schedule. item, master_item: bytes of a parameter or activation, and
+    of a gradient. No process and no tensor is needed.
     """
-    item, master_item = zero.dtype.itemsize, zero.master_dtype.itemsize
-    table = {}
+    c, table = layout.config, {}
+    sizes = {"dp": layout.dp, "tp": c.tp, "pp": c.pp, "world": layout.dp * c.tp * c.pp}
 
     def row(axis, what, operation, calls, elements, item):
-        ranks = getattr(mesh, axis).size if isinstance(axis, str) else axis.size
-        name = axis if isinstance(axis, str) else axis.name
+        """axis: a name in `sizes`, or the pipeline ranks that hold the same parameters."""
+        ranks, name = (sizes[axis], axis) if axis in sizes else (len(axis), "holders")
         if ranks > 1 and calls:
-            sent = elements * item
-            if operation != "send":
-                sent = Fraction(RING[operation] * (ranks - 1) * sent, ranks)
             before = table.get((name, what, operation), (0, 0))
+            sent = sent_bytes(operation, ranks, elements * item)
             table[name, what, operation] = before[0] + calls, before[1] + sent
 
-    blocks, embeddings, heads, sends = executor.work(m)
-    _tensor_rows(row, c, blocks, embeddings, heads, item, master_item)
-    rows = c.micro_batch_size * c.seq_length // (c.tp if c.sequence_parallel else 1)
-    for what, count in sends.items():
-        row("pp", what, "send", count, count * rows * c.hidden_size, item)
-    passes = executor.passes_in_a_step(m)
-    for unit in zero.units.values():
-        _data_rows(row, unit, passes[unit.name], item, master_item)
+    _tensor_rows(row, c, *unit_passes(layout, schedule, pp_rank), item, master_item)
+    message = rows_outside(c) * c.hidden_size
+    for what, count in sends(schedule, pp_rank).items():
+        row("pp", what, "send", count, count * message, item)
+    buckets, micro_batches = layout.buckets(pp_rank), layout.passes(schedule, pp_rank)
+    for name, bucket in buckets.items():
+        _data_rows(row, bucket.size, layout.stage, micro_batches[name], item, master_item)
+        begin, end = bucket.owned(dp_rank, layout.stage)
         if c.sequence_parallel:
-            for begin, end, cut, _ in unit.owned_ranges():
-                if not cut:
-                    row("tp", "partial gradients", "all_reduce", 1, end - begin, master_item)
-        row(unit.holders, "twin gradients", "all_reduce", 1, unit.owned[1] - unit.owned[0], master_item)
-    if zero.apply:  # layer-wise rates: two norms of every parameter, float64
-        norms = 2 * sum(len(unit.params) for unit in zero.units.values())
-        row("tp", "parameter norms", "all_reduce", 1, norms, 8)
-        row("dp", "parameter norms", "all_reduce", int(c.zero >= 1), norms, 8)
-        shared = [unit for unit in zero.units.values() if unit.holders.size > 1]
-        if shared:
-            norms = 2 * sum(len(unit.params) for unit in shared)
-            row(shared[0].holders, "parameter norms", "all_reduce", 1, norms, 8)
+            for r in bucket.ranges_in(begin, end):
+                if not r.cut:
+                    row("tp", "partial gradients", "all_reduce", 1, r.end - r.begin, master_item)
+        row(tuple(layout.holders(name)), "twin gradients", "all_reduce", 1, end - begin, master_item)
+    if RULES[c.optimizer].layerwise:  # two norms of every parameter, float64
+        norms = {name: 2 * len(bucket.specs) for name, bucket in buckets.items()}
+        row("tp", "parameter norms", "all_reduce", 1, sum(norms.values()), 8)
+        row("dp", "parameter norms", "all_reduce", int(c.zero >= 1), sum(norms.values()), 8)
+        groups = {tuple(layout.holders(name)) for name in norms}
+        for group in groups:
+            shared = sum(norms[name] for name in norms if tuple(layout.holders(name)) == group)
+            row(group, "parameter norms", "all_reduce", 1, shared, 8)
     row("world", "scalars", "all_reduce", 1, SCALARS, 8)
     return table
+
+
+def unit_passes(layout, schedule, rank):
+    """How often a micro-batch passes a block, the embedding and the head in a step on pipeline rank `rank`."""
+    last = len(layout.table) - 1
+    passed = Counter(u for kind, _, c in schedule.actions[rank] if kind == "F" for u in layout.units[c])
+    return passed.total() - passed[0] - passed[last], passed[0], passed[last]
+
+
+def sends(schedule, rank):
+    """{what: messages} that pipeline rank `rank` sends in a step."""
+    count = Counter()
+    for kind, _, chunk in schedule.actions[rank]:
+        to = {"F": schedules.downstream, "W": lambda *_: None}.get(kind, schedules.upstream)(schedule, chunk)
+        if to is not None and schedule.placement[to] != rank:
+            count[SENT["activation" if kind == "F" else "gradient"]] += 1
+    return count
 
 
 def average(tables):
@@ -117,7 +118,7 @@ def _tensor_rows(row, c, blocks, embeddings, heads, item, master_item):
         row("tp", "activations", "reduce_scatter", scatters, scatters * bsh, item)
         row("tp", "embedding", "reduce_scatter", embeddings, embeddings * bsh, item)
         row("tp", "embedding", "all_gather", embeddings, embeddings * bsh, item)
-        row("tp", "head", "all_gather", heads, heads * bsh, item)  # once: its weight gradient is made in forward
+        row("tp", "head", "all_gather", heads, heads * bsh, item)  # once, in backward, where the loss is made
         row("tp", "head", "reduce_scatter", heads, heads * bsh, item)
     else:
         sums = blocks * (4 + 2 * recompute)
@@ -127,50 +128,12 @@ def _tensor_rows(row, c, blocks, embeddings, heads, item, master_item):
     row("tp", "cross-entropy rows", "all_reduce", 2 * heads * math.ceil(bs / CHUNK), 3 * heads * bs, master_item)
 
 
-def _data_rows(row, unit, m, item, master_item):
-    """m: how many micro-batches give this unit a gradient."""
-    P = unit.size
-    if unit.stage == 0:
-        row("dp", "gradients", "all_reduce", 1, P, master_item)
+def _data_rows(row, P, stage, m, item, master_item):
+    """P: elements of a bucket; m: how many micro-batches give it a gradient."""
+    if stage == 0:
+        row("dp", "gradients", "all_reduce", min(m, 1), P, master_item)
         return
-    reduces = 1 if unit.stage == 1 else m
-    gathers = 2 * m if unit.stage == 3 else 1
+    reduces = min(m, 1) if stage == 1 else m
+    gathers = 2 * m if stage == 3 else 1
     row("dp", "gradients", "reduce_scatter", reduces, reduces * P, master_item)
     row("dp", "parameters", "all_gather", gathers, gathers * P, item)
-
-
-def lecture(measured, zero, m):
-    """The lecture's 2, 2, 3 (slide "ZeRO (FSDP)") beside what was sent, as a line; m: micro-batches of a step."""
-    n, stage = zero.mesh.dp.size, zero.config.zero
-    if n == 1:
-        return "data parallel: one rank, nothing is sent"
-    bytes_of = {"gradients": zero.master_dtype.itemsize, "parameters": zero.dtype.itemsize}
-    elements = sum(
-        sent / bytes_of[what] for (axis, what, _), (_, sent) in measured.items() if axis == "dp" and what in bytes_of
-    )
-    unit = Fraction(sum(unit.size for unit in zero.units.values()) * (n - 1), n)
-    formula, factor, at_one = [("2", 2, 2), ("2", 2, 2), ("m + 1", m + 1, 2), ("3m", 3 * m, 3)][stage]
-    own = "" if elements == factor * unit else " (here each unit has its own m: how often the chunks that use it run)"
-    return (
-        f"data parallel, stage {stage}: {float(elements / unit):g} x P (n-1)/n elements; the formula says {formula}, "
-        f"with m = {float(m):g} micro-batches{own}; the lecture's {at_one} is m = 1"
-    )
-
-
-def report(measured, expected, who="rank 0"):
-    """The lecture's table as text: what one rank sent in a step, measured beside the formula."""
-    rows = [("axis", "what is sent", "operation", "calls", "bytes", "formula")]
-    for key in sorted(measured.keys() | expected.keys()):
-        calls, count = measured.get(key, (0, 0))
-        rows.append((*key, f"{float(calls):g}", f"{float(count):,.0f}", f"{float(expected.get(key, (0, 0))[1]):,.0f}"))
-    return f"sent per step by {who}\n{aligned(rows, 3)}"
-
-
-def aligned(rows, words):
-    """Rows of strings, the first their heads, in columns: the first `words` of them flush left, numbers flush right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    head, *lines = (
-        " | ".join(x.ljust(w) if i < words else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    )
-    return "\n".join([head, "-" * len(head), *lines])

@@ -5,9 +5,10 @@ The processes are numbered along three axes, tensor parallel fastest, then pipel
     rank = (dp_rank * pp + pp_rank) * tp + tp_rank          dp = 2, pp = 1, tp = 4:   dp 0 | 0 1 2 3
                                                                                       dp 1 | 4 5 6 7
                                                                                              ------- tp
-Neighbours in rank sit in one node, so the axis that communicates most (tp: several times a layer) gets the
-fastest wires, the pipeline (one message a stage) goes across a rack, and data parallelism (once a step)
-across racks. Each axis through a rank is a sub-communicator; all rank algebra is one `arange().reshape()`.
+Neighbours in rank sit in one node, so the axis that communicates most (tp: several times a layer) gets the fastest
+wires, the pipeline (one message per stage and micro-batch) goes across a rack, and data parallelism (once a step; under
+ZeRO-2 and 3 more often) across racks. Each axis through a rank is a sub-communicator; all rank algebra is one
+`arange().reshape()`.
 
 Without torch.distributed (one process) every axis has one rank, and nothing is ever sent.
 """
@@ -18,7 +19,7 @@ from datetime import timedelta
 import numpy as np
 import torch.distributed as dist
 
-from parallel.ledger import Ledger
+from parallel.comm import Ledger
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Axis:
     name: str  # dp, pp, tp, world (all of the mesh), or holders (pipeline ranks with the same parameters)
     ranks: tuple  # the members, as ranks of torch.distributed
     rank: int  # this process's index in `ranks`
-    ledger: Ledger  # where what is sent is written down
+    ledger: Ledger  # counts what this rank sends
     group: object = None  # torch's process group; None where there is nobody to talk to
 
     @property
@@ -53,16 +54,16 @@ class Mesh:
         self.pp = self._axis("pp", grid[dp_rank, :, tp_rank], pp_rank)
         self.tp = self._axis("tp", grid[dp_rank, pp_rank, :], tp_rank)
 
-    def holders(self, stages):
-        """The axis of those pipeline ranks, `stages` (this one among them), that hold the same parameters.
+    def holders(self, pp_ranks):
+        """The axis of those pipeline ranks (this one among them, ascending) that hold the same parameters.
 
         All of them must ask for it, at the same point of the program.
         """
-        stages = tuple(sorted(stages))
-        if stages not in self._holders:
-            ranks = [self.pp.ranks[i] for i in stages]
-            self._holders[stages] = self._axis("holders", ranks, stages.index(self.pp.rank))
-        return self._holders[stages]
+        key = tuple(pp_ranks)
+        if key not in self._holders:
+            ranks = [self.pp.ranks[i] for i in key]
+            self._holders[key] = self._axis("holders", ranks, key.index(self.pp.rank))
+        return self._holders[key]
 
     def _axis(self, name, ranks, index):
         ranks = tuple(int(r) for r in ranks)

@@ -1,16 +1,16 @@
 """Executes a schedule: this rank's forwards and backwards, unit by unit, and the messages between ranks.
 
-Slide "パイプライン並列". The model's units (embedding, blocks, head) are cut into consecutive *parts*, one for each
-chunk of the schedule (`schedules.py`); a rank holds the chunks that the schedule places on it, and runs its list of
-actions:
+Slide "パイプライン並列". The model's units (embedding, blocks, head) are cut into consecutive *parts*; a chunk of the
+schedule holds one part (`layout.py`, `schedules.py`). A rank holds the chunks that the schedule places on it, and runs
+its list of actions:
 
     F j     receive x, run the chunk's units, send y (the embedding's chunk reads ids, the head's gives losses)
     B j     receive dL/dy, run the units backwards, send dL/dx
-    I, W    B in two halves: I finds dL/dx and keeps (dy, x) of every linear; W makes dW = dy^T x of them, later
-            (but of the head's: that one is made in F, together with the loss; `tensor.LinearCrossEntropy`)
+    I, W    B in two halves. I finds dL/dx, and leaves a WeightGradient (w, dy, x) of every linear of the blocks in
+            `Executor.deferred`. W, later, adds dW = dy^T x of each to its bucket and lets go of it.
 
 The executor knows actions, not schedules: it does what the list says, in its order. Per boundary and direction, one
-micro-batch sends bsh elements (bsh/t with sequence parallelism).
+micro-batch sends bsh elements (bsh/t with sequence parallelism). A validation is a list of F alone.
 
 Between two units the graph is cut: each unit gets a detached input, and its backward is one `torch.autograd.backward`
 with the gradient that the unit after it left at its input:
@@ -23,299 +23,245 @@ block keeps only x and runs again just before its backward (one block's activati
 1604.06174); ZeRO-3 gathers a unit's parameters before and frees them after; a unit's gradients are reduced as soon as
 they are whole, while those below still compute (as in PyTorch's DDP, Li et al., arXiv 2006.15704).
 
-Sends do not block, receives are posted as far ahead as the agreed order of messages allows (`schedules.messages`), a
-buffer lives until its message is gone, and what was sent is freed then: backward needs y's place in the graph, not
-its values. (A rank that is more than IN_TRANSIT messages ahead of its neighbour does wait for it.)
+A send does not block. A receive is posted as early as the agreed order of messages allows; that order is also why two
+ranks that both send do not deadlock (`schedules.messages` has the proof). A buffer lives until its message has left.
+Then the values of a sent y are freed: backward needs y's graph, not its values. A rank that is more than IN_TRANSIT
+messages ahead of its neighbours waits for them.
 """
 
 import contextlib
-from collections import Counter, deque
+from collections import deque
 
 import torch
 
 from parallel import schedules
 from parallel.comm import receive, send
+from parallel.layout import rows_outside
 from parallel.zero import free
 
 SENT = {"activation": "activations", "gradient": "gradients of activations"}  # the ledger's names
 IN_TRANSIT = 2  # messages that may be on their way before we wait for the oldest (Gloo does not tell what has arrived)
 
 
-def split(units, parts):
-    """`units` (embedding, blocks, head) as `parts` consecutive lists, blocks spread evenly.
+class Unwatched:
+    """Does nothing, in the place of a meter (`meter.py`), a trace (`trace.py`) or timers (`log.Timers`)."""
 
-    What does not divide goes to the parts in the middle: the first and the last have the embedding and the head
-    besides.
-    """
-    blocks = len(units) - 2
-    counts = [blocks // parts] * parts
-    middle_first = sorted(range(parts), key=lambda i: (i in (0, parts - 1), i))
-    for i in middle_first[: blocks % parts]:
-        counts[i] += 1
-    ends = [1 + sum(counts[: i + 1]) for i in range(parts)]
-    begins = [0, *ends[:-1]]
-    ends[-1] += 1
-    return [list(units[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+    def nothing(self, *_):
+        pass
+
+    def context(self, *_):
+        return contextlib.nullcontext()
+
+    hold = forget = begin_step = nothing
+    __call__ = action = wait = context
 
 
-def held_units(model, plan):
-    """The units of the model that each pipeline rank runs: [rank][...], in the order of its chunks."""
-    parts = split(model.units, max(plan.parts) + 1)
-    held = [[] for _ in plan.actions]
-    for part, rank in zip(plan.parts, plan.placement, strict=True):
-        held[rank] += parts[part]
-    return held
+class Deferred(list):
+    """The `tensor.WeightGradient`s of one micro-batch in one chunk, from I to W. A meter counts their tensors."""
 
+    def __init__(self, meter):
+        super().__init__()
+        self.meter = meter
 
-def stored(units):
-    """The names of the stored units (of parameters) that some of the model's units use, each once."""
-    return list(dict.fromkeys(p.spec.unit for unit in units for p in unit.parameters()))
+    def append(self, product):
+        super().append(product)
+        self.meter.hold(product.dy, product.x)
 
 
 class Chunk:
-    """Some consecutive units on this rank: `units`, and for each the stored units (of parameters) that it uses."""
+    """Some consecutive units on this rank; for each, the names of the buckets that it uses.
 
-    def __init__(self, index, units):
-        self.index, self.units = index, units
-        self.stored = [stored([unit]) for unit in units]
-        # first[i]: what no unit before i uses: backward, which comes the other way, leaves it whole after i.
-        # last[i]: what no unit after i uses: forward is done with it after i.
-        self.first, self.last, seen, left = [], [], set(), set()
-        for names in self.stored:
-            self.first.append([name for name in names if name not in seen])
+    reduce_after[i]: the buckets whose gradient is complete once backward has passed unit i, as no unit before i uses
+    them. release_after[i]: the buckets that forward no longer needs after unit i, as no unit after i uses them.
+    """
+
+    def __init__(self, units, buckets):
+        self.units, self.buckets = units, buckets
+        self.reduce_after, self.release_after, seen, left = [], [], set(), set()
+        for names in buckets:
+            self.reduce_after.append([name for name in names if name not in seen])
             seen.update(names)
-        for names in reversed(self.stored):
-            self.last.insert(0, [name for name in names if name not in left])
+        for names in reversed(buckets):
+            self.release_after.insert(0, [name for name in names if name not in left])
             left.update(names)
 
 
 class Executor:
-    """One process's part of every step. `timers(name)` is a context manager that watches a phase."""
+    """One process's part of every step. schedule: a step's, of any number of micro-batches; timers: a `log.Timers`."""
 
-    def __init__(self, model, zero, config, mesh, plan, timers):
-        self.model, self.zero, self.config, self.mesh, self.timers = model, zero, config, mesh, timers
-        self.recompute = config.recompute == "full"
-        self.plan, self.plans = plan, {}
-        parts = split(model.units, max(plan.parts) + 1)
-        mine = [c for c, rank in enumerate(plan.placement) if rank == mesh.pp.rank]
-        self.chunks = {c: Chunk(c, parts[plan.parts[c]]) for c in mine}
+    def __init__(self, model, zero, config, mesh, layout, schedule, timers):
+        self.zero, self.config, self.mesh, self.layout = zero, config, mesh, layout
+        self.timers, self.schedules = timers, {}  # number of micro-batches: (Schedule, Messages, passes of buckets)
+        validation = schedules.forward_only(schedule)
+        self.validation = validation, schedules.messages(validation)
+        self.chunks = {}
+        for chunk in layout.chunks(mesh.pp.rank):
+            numbers = layout.units[chunk]
+            self.chunks[chunk] = Chunk([model.units[i] for i in numbers], [layout.names([i]) for i in numbers])
         self.kept = {}  # (micro-batch, chunk): what forward left for backward
         self.deferred = {}  # (micro-batch, chunk): what I left for W
         self.local = {}  # outputs and gradients between two chunks on this rank
-        self.trace = None  # a parallel.trace.Trace, where one is wanted
-        self.meter = None  # a parallel.memory.Activations, where what is kept for backward is counted
+        self.trace = self.meter = Unwatched()
 
-    def run(self, micro_batches, count, loss_scale):
+    def run(self, micro_batches, count, weight):
         """Forward and backward of `count` micro-batches, drawn from the iterator `micro_batches`.
 
-        Gradients are left in the units' flat buffers, their reduction started. Returns this rank's part of the mean
-        loss over all micro-batches and data ranks, a float64 scalar on the device: of the last pipeline rank's, or 0.
-
-        The loss that is back-propagated is divided here, once: the mean over a micro-batch's tokens, over the step's
-        micro-batches and over the data ranks (whose gradients are then summed), times the loss scale.
+        weight: what each micro-batch's mean loss is multiplied by before it is back-propagated. Leaves gradients in the
+        buckets' flat buffers, their reduction started. Returns this rank's sum of the micro-batches' mean losses, not
+        multiplied: a float64 scalar on the device, 0 on ranks without the head.
         """
-        actions, order = self._schedule(count)
-        if self.trace:
-            self.trace.begin_step(count)
-        self.share, self.scale = 1.0 / (count * self.mesh.dp.size), loss_scale
+        if count not in self.schedules:
+            schedule = schedules.build(self.config.schedule, self.mesh.pp.size, count, self.config.chunks)
+            passes = self.layout.passes(schedule, self.mesh.pp.rank)
+            self.schedules[count] = schedule, schedules.messages(schedule), passes
+        schedule, messages, passes = self.schedules[count]
+        self.trace.begin_step(count)
+        self.weight, self.passes = weight, dict(passes)  # passes: how often each bucket will still get a gradient
         self.total = torch.zeros((), dtype=torch.float64, device=self.zero.device)
-        self.batches, self.micro_batches = {}, micro_batches
-        self.passes = self.passes_in_a_step(count)
-        self.mail = Mailbox(order, self.mesh, self._message_shape(), self.zero, self.meter)
-        run = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradient}
-        for action in actions:
-            self.mail.post()
-            with self.watched(action):
-                run[action.kind](action.microbatch, action.chunk)
-        self.mail.post()
-        self.mail.close()
+        self._execute(schedule, messages, micro_batches, rows_outside(self.config))
+        self.batch(count - 1)  # draw them all, also those that have no action on this rank
         return self.total
 
-    def _schedule(self, count):
-        """This rank's actions, and all messages in their order, for `count` micro-batches."""
-        if count not in self.plans:
-            c = self.config
-            plan = schedules.build(c.schedule, self.mesh.pp.size, count, c.chunks)
-            self.plans[count] = plan.actions[self.mesh.pp.rank], schedules.messages(plan)
-        return self.plans[count]
+    @torch.no_grad()
+    def evaluate(self, batch):
+        """The losses [n] of one micro-batch, forward only, through the first pipeline; None if its end is elsewhere."""
+        watchers, self.losses = (self.timers, self.meter, self.trace), None
+        self.timers = self.meter = self.trace = Unwatched()
+        self._execute(*self.validation, iter([batch]), len(batch.positions))  # the last batch may be short
+        self.timers, self.meter, self.trace = watchers
+        return self.losses
 
-    def passes_in_a_step(self, count):
-        """{stored unit: how many of `count` micro-batches give it a gradient here}."""
-        passes = dict.fromkeys(self.zero.units, 0)
-        for kind, _, c in self._schedule(count)[0]:
-            for name in stored(self.chunks[c].units) if kind == "F" else []:
-                passes[name] += 1
-        return passes
-
-    def work(self, count):
-        """What `count` micro-batches do here: passes of a block, of the embedding, of the head; {what: messages}."""
-        actions, order = self._schedule(count)
-        passed = [unit for kind, _, c in actions if kind == "F" for unit in self.chunks[c].units]
-        ends = [sum(unit is end for unit in passed) for end in (self.model.units[0], self.model.units[-1])]
-        sends = Counter(SENT[m.kind] for m in order if m.source == self.mesh.pp.rank)
-        return len(passed) - sum(ends), *ends, sends
-
-    def _message_shape(self):
-        c = self.config
-        rows = c.micro_batch_size * c.seq_length // (c.tp if c.sequence_parallel else 1)
-        return rows, c.hidden_size
+    def _execute(self, schedule, messages, micro_batches, rows):
+        """This rank's actions, in order; before each, the messages that come first. rows: of a micro-batch."""
+        self.schedule, self.batches, self.micro_batches = schedule, {}, micro_batches
+        self.mail = Mailbox(messages, self.mesh, (rows, self.config.hidden_size), self.zero, self.meter)
+        run = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradient}
+        for action in schedule.actions[self.mesh.pp.rank]:
+            self.mail.post()
+            phase = "forward-compute" if action.kind == "F" else "backward-compute"
+            with self.timers(phase), self.trace.action(action):
+                run[action.kind](action.microbatch, action.chunk)
+        self.mail.close()
 
     def batch(self, j):
-        """Micro-batch j, kept for the whole step. Some schedules do not begin with 0: what comes before waits."""
+        """Micro-batch j, kept for the whole step. Some schedules do not begin with 0: the earlier ones are kept too."""
         while j not in self.batches:
             self.batches[len(self.batches)] = next(self.micro_batches)
         return self.batches[j]
 
-    @contextlib.contextmanager
-    def watched(self, action):
-        """Around an action: the phase's timer, and a record where one is kept."""
-        record = self.trace.action(action) if self.trace else contextlib.nullcontext()
-        with self.timers("forward-compute" if action.kind == "F" else "backward-compute"), record:
-            yield
-
     # --- the actions --------------------------------------------------------------------------------------------------
 
     def forward(self, j, c):
-        plan, chunk, batch = self.plan, self.chunks[c], self.batch(j)
-        x = None if plan.parts[c] == 0 else self._take("activation", j, c)
-        self.mesh.ledger.phase = "forward"
-        kept, y = [], x
+        chunk, batch, training = self.chunks[c], self.batch(j), torch.is_grad_enabled()
+        y = None if self.schedule.parts[c] == 0 else self._take("activation", j, c)
+        self.mesh.ledger.phase = "forward" if training else "evaluate"
+        kept = []
         for i, unit in enumerate(chunk.units):
             self._gather(chunk, i, +1)
-            x = None if y is None else y.detach().requires_grad_()
-            if unit is self.model.units[-1]:
-                self._prepare_loss(chunk.stored[i], batch)
-            again = self.recompute and unit.recomputable
-            with torch.set_grad_enabled(not again):
+            x = None if y is None else y.detach().requires_grad_(training)
+            again = self.config.recompute == "full" and unit.recomputable
+            with torch.set_grad_enabled(training and not again):
                 y = unit(x, batch)
-            kept.append((x, None if again else y))
-            if self.meter:
+            if training:
+                kept.append((x, None if again else y))
                 self.meter.hold(x, y)
-            for name in chunk.last[i]:
+            for name in chunk.release_after[i]:
                 self.zero.release(name)
-        self.kept[j, c] = kept
-        if schedules.downstream(plan, c) is None:
-            self.total += y.detach().mean(dtype=torch.float64) * self.share
-        else:
-            self._give("activation", j, schedules.downstream(plan, c), y)
-
-    def _prepare_loss(self, names, batch):
-        """The head makes its word table's gradient together with the loss (`tensor.LinearCrossEntropy`)."""
-        for name in names:
-            self.zero.ready_for_gradient(name)
-        batch.weight = self.share * self.scale / len(batch.ids)  # d(scale * mean loss of the step) / d(a token's loss)
+        if training:
+            self.kept[j, c] = kept
+        after = schedules.downstream(self.schedule, c)
+        if after is not None:
+            self._give("activation", j, after, y)
+        elif not training:
+            self.losses = y
 
     def backward(self, j, c):
         self._backward(j, c, None)
 
     def input_gradient(self, j, c):
-        self.deferred[j, c] = self.meter.operands() if self.meter else []
+        self.deferred[j, c] = Deferred(self.meter)
         self._backward(j, c, self.deferred[j, c])
 
     def _backward(self, j, c, deferred):
         """Backward of a chunk. With `deferred`, a list, the linears leave their weight gradients there."""
-        plan, chunk, batch, kept = self.plan, self.chunks[c], self.batch(j), self.kept.pop((j, c))
-        last = schedules.downstream(plan, c) is None
-        gradient = None if last else self._take("gradient", j, c)
+        chunk, batch, kept = self.chunks[c], self.batch(j), self.kept.pop((j, c))
+        before, after = schedules.upstream(self.schedule, c), schedules.downstream(self.schedule, c)
+        gradient = None if after is None else self._take("gradient", j, c)
         for i in reversed(range(len(chunk.units))):
             self._gather(chunk, i, -1)
-            for name in chunk.stored[i]:
-                self.zero.ready_for_gradient(name)
-                self.zero.units[name].defer_to(deferred)
+            for name in chunk.buckets[i]:
+                self.zero.open_gradient(name)
+                self.zero.buckets[name].defer_to(deferred)
             x, y = kept.pop()
             if y is None:
                 self.mesh.ledger.phase = "recompute"
                 y = chunk.units[i](x, batch)
-                if self.meter:
-                    self.meter.hold(y)
+                self.meter.hold(y)
             self.mesh.ledger.phase = "backward"
-            if gradient is None:  # y are the losses
-                gradient = torch.full_like(y, batch.weight)
+            is_loss = gradient is None
+            if is_loss:  # y [n] is still nan: the head fills it in backward, together with the gradient
+                gradient = torch.full_like(y, self.weight / len(y))  # of their mean
             torch.autograd.backward(y, gradient)
-            for name in chunk.stored[i]:
-                self.zero.units[name].defer_to(None)  # or the parameters would keep what they deferred
+            if is_loss:
+                self.total += y.detach().mean(dtype=torch.float64)
+            for name in chunk.buckets[i]:
+                self.zero.buckets[name].defer_to(None)  # or the parameters would keep what they deferred
             gradient = None if x is None else x.grad
-            for name in chunk.first[i]:
+            for name in chunk.reduce_after[i]:
                 self.zero.release(name)
                 if deferred is None:
                     self._reduce(name)
-        if gradient is not None:
-            self._give("gradient", j, schedules.upstream(plan, c), gradient)
+        if before is not None:
+            self.mesh.ledger.phase = "backward"
+            self._give("gradient", j, before, gradient)
 
     @torch.no_grad()
     def weight_gradient(self, j, c):
-        names = [name for names in reversed(self.chunks[c].first) for name in names]
+        names = [name for names in reversed(self.chunks[c].reduce_after) for name in names]
         for name in names:
-            self.zero.ready_for_gradient(name)
-        products = self.deferred.pop((j, c))
+            self.zero.open_gradient(name)
+        products = deque(self.deferred.pop((j, c)))
         for name in names:  # backward's order, in which I has left its products
-            while products and products[0].args[0].spec.unit == name:
-                products.pop(0)()  # and two operands less to keep
+            while products and products[0].w.spec.bucket == name:
+                products.popleft().add()  # and two operands less to keep
             self._reduce(name)
-        assert not products, "a weight gradient of a unit that is not this chunk's"
+        assert not products, "a weight gradient of a bucket that is not this chunk's"
 
     # --- around them --------------------------------------------------------------------------------------------------
 
     def _gather(self, chunk, i, step):
-        """Unit i's parameters are there, and those of the unit that comes next are on their way."""
-        for name in chunk.stored[i]:
+        """Make unit i's parameters whole, and start to gather those of the unit that comes next."""
+        for name in chunk.buckets[i]:
             self.zero.gather(name)
         if 0 <= i + step < len(chunk.units):
-            for name in chunk.stored[i + step]:
+            for name in chunk.buckets[i + step]:
                 self.zero.start_gather(name)
 
     def _reduce(self, name):
-        """Stored unit `name` has all that one micro-batch gives it."""
+        """Bucket `name` has the whole gradient that one micro-batch gives it."""
         self.mesh.ledger.phase = "reduce"
         self.passes[name] -= 1
         self.zero.reduce(name, last=self.passes[name] == 0)
 
     def _give(self, kind, j, c, x):
         """Hand x, [rows, h], to chunk c, on whichever rank it is."""
-        self.mesh.ledger.phase = "forward" if kind == "activation" else "backward"
         if c in self.chunks:
             self.local[kind, j, c] = x.detach()
-            if self.meter:
-                self.meter.hold(self.local[kind, j, c])
+            self.meter.hold(self.local[kind, j, c])
         else:
             self.mail.send((kind, j, c), x)
 
     def _take(self, kind, j, c):
         if (kind, j, c) in self.local:
             return self.local.pop((kind, j, c))
-        with self.trace.wait(kind, j, c) if self.trace else contextlib.nullcontext():
+        with self.trace.wait(kind, j, c):
             return self.mail.receive((kind, j, c))
-
-    @torch.no_grad()
-    def evaluate(self, batch):
-        """The losses [n] of one micro-batch, forward only, through the first pipeline; None if its end is elsewhere."""
-        y, rank, sent = None, self.mesh.pp.rank, None
-        rows = len(batch.ids) // (self.mesh.tp.size if self.config.sequence_parallel else 1)
-        pipeline = schedules.pipelines(self.plan)[0]
-        for c in pipeline:
-            source, here = self.plan.placement[c - 1], self.plan.placement[c]
-            if here != rank:
-                continue
-            if self.plan.parts[c] > 0 and source != rank:
-                y = receive((rows, self.config.hidden_size), self.zero, self.mesh.pp, source).wait()
-            chunk = self.chunks[c]
-            for i, unit in enumerate(chunk.units):
-                self._gather(chunk, i, +1)
-                y = unit(y, batch)
-                for name in chunk.last[i]:
-                    self.zero.release(name)
-            after = schedules.downstream(self.plan, c)
-            if after is not None and self.plan.placement[after] != rank:
-                sent = send(y, self.mesh.pp, self.plan.placement[after], "activations")
-        if sent:
-            sent.wait()
-        return y if self.plan.placement[pipeline[-1]] == rank else None
 
 
 class Mailbox:
     """This rank's messages of a step, in the order in which all ranks have agreed to post theirs."""
 
-    def __init__(self, order, mesh, shape, like, meter=None):
+    def __init__(self, order, mesh, shape, like, meter):
         self.pp, self.shape, self.like, self.meter = mesh.pp, shape, like, meter
         rank = mesh.pp.rank
         self.queue = deque((i, m) for i, m in enumerate(order) if rank in (m.source, m.destination))
@@ -328,8 +274,7 @@ class Mailbox:
             tag, m = self.queue.popleft()
             key = m.kind, m.microbatch, m.consumer.chunk
             self.arriving[key] = receive(self.shape, self.like, self.pp, m.source, tag)
-            if self.meter:
-                self.meter.hold(self.arriving[key].result)
+            self.meter.hold(self.arriving[key].result)
         while len(self.leaving) > IN_TRANSIT or (self.leaving and self.leaving[0][0].done()):
             self._let_go()
 
@@ -338,20 +283,20 @@ class Mailbox:
         pending.wait()
         if x is not None:
             free(x)
-            if self.meter:
-                self.meter.forget(x)
+            self.meter.forget(x)
 
     def send(self, key, x):
+        """Send x, the output of a unit or a gradient, without waiting."""
         self.post()
         tag, m = self.queue.popleft()
         assert key == (m.kind, m.microbatch, m.consumer.chunk), f"{key} is sent where {m} should be"
         values = x.detach()  # without the graph, whose input would otherwise live as long as the message
         done = values if x.grad_fn is not None else None  # an output: backward begins at it, not at its values
         self.leaving.append((send(values, self.pp, m.destination, SENT[m.kind], tag), done))
-        if self.meter:
-            self.meter.hold(values)
+        self.meter.hold(values)
 
     def receive(self, key):
+        """Wait for a message: the tensor."""
         self.post()
         return self.arriving.pop(key).wait()
 

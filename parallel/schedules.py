@@ -4,7 +4,7 @@ The model is cut into stages, one per rank, and the batch into micro-batches tha
 While the first is on its way down and the last on its way up, ranks have nothing to do: the bubble. And what has gone
 forward but not yet backward is in flight, and fills memory. A schedule trades the two. It is nothing but the order in
 which each rank works, a list of actions per rank, made by one of the functions below. Four ranks, eight micro-batches,
-and a backward as long as two forwards, as `python -m parallel.schedules 1f1b` draws it (F forward, B backward, . idle):
+and a backward as long as two forwards, as `python -m parallel.draw 1f1b` draws it (F forward, B backward, . idle):
 
     rank 0  F0 F1 F2 F3 ..................B0--- F4 B1--- F5 B2--- F6 B3--- F7 B4--- ...B5--- ...B6--- ...B7---
     rank 1  ...F0 F1 F2 ............B0--- F3 B1--- F4 B2--- F5 B3--- F6 B4--- F7 B5--- ...B6--- ...B7--- ......
@@ -17,7 +17,7 @@ and a backward as long as two forwards, as `python -m parallel.schedules 1f1b` d
     interleaved    (p-1) / (vm+p-1)                              p + (p-2r-1)/v           v times the messages, and more
     zb-h1          (p-1)(F+I-W) / (m(F+I+W) + (p-1)(F+I-W))      p                        gradients kept until W
     zb-h2          (p-1)(F+I-2W) / (m(F+I+W) + (p-1)(F+I-2W))    2p-1                     gradients kept until W
-    zb-v           (p-1)(I-W) / (m(F+I+W) + (p-1)(I-W))          p                        twice the messages; the same
+    zb-v           (p-1)(I-W) / (m(F+I+W) + (p-1)(I-W))          p                        twice the messages; as zb-h1
     chimera        (p-2) / (2m+p-2)  where F = B                 p/2+1 .. p               parameters twice
 
 p stages, m micro-batches, v chunks per rank; F, I, W the durations of forward, input and weight gradient of a stage; in
@@ -25,7 +25,7 @@ flight counted in stages' activations, where m is large enough (and for zb-h1 an
 F <= I: FORMULAS, below, says it exactly). Each micro-batch sends bsh elements forward and bsh
 backward over every boundary between ranks.
 
-A schedule is data, so the same lists are checked, simulated, drawn (`drawing.py`) and executed (`pipeline.py`). Below:
+A schedule is data, so the same lists are checked, simulated, drawn (`draw.py`) and executed (`pipeline.py`). Below:
 the schedules; what makes one right; how long it takes; who sends what when, without a deadlock; what the papers say.
 """
 
@@ -75,6 +75,14 @@ def upstream(schedule, chunk):
 def downstream(schedule, chunk):
     """The chunk that reads the output of `chunk`; None where a pipeline ends, in the loss."""
     return chunk + 1 if chunk + 1 < len(schedule.parts) and schedule.parts[chunk + 1] > 0 else None
+
+
+def forward_only(schedule):
+    """A validation as a Schedule: one micro-batch forward through the first pipeline of `schedule`."""
+    actions = [[] for _ in schedule.actions]
+    for chunk in pipelines(schedule)[0]:
+        actions[schedule.placement[chunk]].append(Action("F", 0, chunk))
+    return schedule._replace(name=f"{schedule.name}, forward only", actions=actions)
 
 
 def routes(schedule):
@@ -253,7 +261,7 @@ def one_chunk(name, chunks):
 
 
 # Add your own: write a function like those above (say, 1F1B with half the warm-up), give it a name here, and
-# `python -m parallel.schedules mine` draws it, or says what is wrong with it; `train.py --schedule=mine` runs it.
+# `python -m parallel.draw mine` draws it, or says what is wrong with it; `train.py --schedule=mine` runs it.
 SCHEDULES = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -263,6 +271,11 @@ SCHEDULES = {
     "zb-v": zb_v,
     "chimera": chimera,
 }
+
+
+def usual_chunks(name):
+    """Chunks per rank where nobody says how many: the default of the schedule's function."""
+    return (SCHEDULES[name].__defaults__ or (1,))[-1]
 
 
 def build(name, stages, microbatches, chunks=1):
@@ -490,7 +503,7 @@ class Message(NamedTuple):
 
 
 def messages(schedule):
-    """All messages of a step, in the one order in which every rank posts its own, sends and receives alike.
+    """All messages of a checked schedule, in the one order in which every rank posts its own, sends and receives alike.
 
     NCCL carries out what two ranks send each other one by one, in the order in which each of them posts it, and a send
     waits for its receive: two ranks that both post a send first wait for ever. So all ranks must agree on an order, and
@@ -503,16 +516,16 @@ def messages(schedule):
     Posting does not wait (isend, irecv; the buffer lives until done). Receives are thus posted ahead, as far as the
     order allows. **This never deadlocks**, not even if each rank carried out its whole queue strictly one by one.
     Suppose that it did, and of all actions that never run take that which starts first in the simulation. It waits for
-    a message. What produces that one, and all that come before it in the order, ends before this start in the
-    simulation, so it starts earlier still, and so it has run. Hence nothing holds up the posting of these messages, at
-    either end; they take place, from the first on; and the action has its message. The order need only follow *some*
-    timeline in which no action takes no time. How long actions really take does not matter.
+    a message. The action that produces this message, and those that produce all earlier messages, end before this start
+    in the simulation. So they start earlier still, and so they have run. Hence nothing holds up the posting of these
+    messages, at either end; they take place, from the first on; and the action has its message. The order need only
+    follow *some* timeline in which no action takes no time. How long actions really take does not matter.
 
-    Where each pair of ranks has a queue of its own (a communicator per pair), a receive may be posted as late as before
-    the action that consumes it, for fewer buffers: the same proof, with "before it between these two ranks".
+    An alternative, not used here: if each pair of ranks has a queue of its own (a communicator per pair), a receive may
+    be posted as late as before the action that consumes it, for fewer buffers. The proof is the same, with "earlier
+    between these two ranks".
     Two chunks on one rank pass on what they have without a message.
     """
-    check(schedule)
     consumers = {}  # producer: consumer, on another rank; no action has two
     for action, needs in prerequisites(schedule).items():
         for producer in needs:
@@ -556,7 +569,9 @@ def by_formula(text, **letters):
     return eval(text, {"min": min}, letters)  # one of FORMULAS, nothing that anybody typed
 
 
-if __name__ == "__main__":  # the drawing is another chapter; it imports this one under its proper name
-    from parallel.drawing import main
+def moved():
+    raise UserError("python -m parallel.schedules is now: python -m parallel.draw (with the same arguments)")
 
-    exit_on_user_error(main)
+
+if __name__ == "__main__":
+    exit_on_user_error(moved)

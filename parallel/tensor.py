@@ -24,16 +24,16 @@ bias, position embedding) now sees only part of the tokens on each rank, so that
 **What can overlap.** The slide says that tensor parallel communication can't be hidden. In forward that is so: g's
 sum is the very next thing that is needed. In backward it is not: dx needs its all_reduce, but the weight gradient dW
 = dy^T x does not wait for it. `Linear.backward` starts the first, computes the second, then waits; with sequence
-parallelism the gather of x for dW likewise travels while dx is computed. What is left bare is all of forward; of
-backward, with sequence parallelism, the gather of dy; and what the embedding and the head send.
+parallelism the gather of x for dW likewise travels while dx is computed. Computation cannot hide all of forward; in
+backward, with sequence parallelism, the gather of dy; and the messages of the embedding and the head.
 
 Costs per layer and micro-batch: 8 bsh (t-1)/t elements sent, 10 with sequence parallelism (`ledger.py`); memory and
 work of the matrices 1/t.
 """
 
-import functools
 import hashlib
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -47,15 +47,23 @@ CHUNK = 4096  # tokens whose logits exist at a time: 412 MB in bf16 at 50,304 co
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One logical parameter: the same row in every layout. A rank holds it whole or cut along `tp_dim`."""
+    """One logical parameter: the same row in every layout. A rank holds it whole or cut along `tp_dim`.
 
-    unit: str  # whose flat buffer it lives in: word, embedding, block3, head
+    A layer declares a parameter with `self.weight = ParamSpec(...)`. `zero.py` puts an nn.Parameter, a view into a flat
+    buffer, in its place.
+    """
+
     name: str  # "block3.qkv.weight"; also the name of its file in a checkpoint
     shape: tuple  # whole
     tp_dim: int | None = None  # None: replicated over tp
     decay: bool = False  # weight decay applies
     std: float = 0.0  # initial values: normal, of this standard deviation ...
     mean: float = 0.0  # ... around this
+
+    @property
+    def bucket(self):
+        """The bucket that it is stored in, the first word of its name: word, embedding, block3, head."""
+        return self.name.partition(".")[0]
 
     def local_shape(self, t):
         return tuple(n // t if d == self.tp_dim else n for d, n in enumerate(self.shape))
@@ -76,11 +84,9 @@ class ParamSpec:
         return torch.randn(self.shape, generator=generator).mul_(self.std).add_(self.mean)
 
 
-def parameter(spec, tp):
-    """A parameter without storage yet: `zero.py` gives it its place in the unit's flat buffer."""
-    p = nn.Parameter(torch.empty(spec.local_shape(tp.size), device="meta"))
-    p.spec = spec
-    return p
+def specs(unit):
+    """The ParamSpecs that stand in a unit of the model and in the modules in it, in order."""
+    return [spec for module in unit.modules() for spec in vars(module).values() if isinstance(spec, ParamSpec)]
 
 
 # --- linear ---------------------------------------------------------------------------------------------------------
@@ -127,8 +133,19 @@ class Linear(torch.autograd.Function):
         if w.deferred is None:
             add_product(w, dy, x)  # while dx travels
         else:  # Detached: x's graph would keep the unit's input, and its gradient, until W.
-            w.deferred.append(functools.partial(add_product, w, dy, x.detach()))
+            w.deferred.append(WeightGradient(w, dy, x.detach()))
         return (sending.wait() if ctx.enter else dx), None, None, None, None, None
+
+
+class WeightGradient(NamedTuple):
+    """The product dW = dy^T x that I leaves for W."""
+
+    w: nn.Parameter
+    dy: torch.Tensor
+    x: torch.Tensor
+
+    def add(self):
+        add_product(*self)
 
 
 def add_product(w, dy, x):
@@ -149,11 +166,11 @@ class ColumnParallelLinear(nn.Module):
     RowParallelLinear always, the bias is left to the operation that comes next, which has the output in its hands.
     """
 
-    def __init__(self, unit, name, shape, std, tp, sequence_parallel, adds_bias=True):
+    def __init__(self, name, shape, std, tp, sequence_parallel, adds_bias=True):
         super().__init__()
         cut = len(shape) - 2
-        self.weight = parameter(ParamSpec(unit, f"{unit}.{name}.weight", shape, cut, True, std), tp)
-        self.bias = parameter(ParamSpec(unit, f"{unit}.{name}.bias", shape[:-1], cut), tp)
+        self.weight = ParamSpec(f"{name}.weight", shape, cut, True, std)
+        self.bias = ParamSpec(f"{name}.bias", shape[:-1], cut)
         self.tp, self.enter, self.adds_bias = tp, "all_gather" if sequence_parallel else "copy", adds_bias
 
     def forward(self, x):
@@ -166,10 +183,10 @@ class RowParallelLinear(nn.Module):
     The bias is added once, to the sum over the ranks: on rows that each rank has, or has its part of.
     """
 
-    def __init__(self, unit, name, shape, std, tp, sequence_parallel):
+    def __init__(self, name, shape, std, tp, sequence_parallel):
         super().__init__()
-        self.weight = parameter(ParamSpec(unit, f"{unit}.{name}.weight", shape, 1, True, std), tp)
-        self.bias = parameter(ParamSpec(unit, f"{unit}.{name}.bias", shape[:1]), tp)
+        self.weight = ParamSpec(f"{name}.weight", shape, 1, True, std)
+        self.bias = ParamSpec(f"{name}.bias", shape[:1])
         self.tp, self.leave = tp, "reduce_scatter" if sequence_parallel else "all_reduce"
 
     def forward(self, x):
@@ -179,7 +196,7 @@ class RowParallelLinear(nn.Module):
 # --- vocabulary -----------------------------------------------------------------------------------------------------
 
 
-class Embedding(torch.autograd.Function):
+class EmbeddingLookup(torch.autograd.Function):
     """Rows of the whole table from its shards: each rank looks up the ids that it has, and g adds up."""
 
     @staticmethod
@@ -211,51 +228,66 @@ class Embedding(torch.autograd.Function):
 class VocabParallelEmbedding(nn.Module):
     """ids [n] -> [n, h] (n/t rows with sequence parallelism). Each rank has v/t consecutive rows of the table."""
 
-    def __init__(self, unit, vocab_size, hidden_size, std, tp, sequence_parallel):
+    def __init__(self, name, vocab_size, hidden_size, std, tp, sequence_parallel):
         super().__init__()
-        spec = ParamSpec(unit, f"{unit}.weight", (vocab_size, hidden_size), 0, True, std)
-        self.weight = parameter(spec, tp)
+        self.weight = ParamSpec(f"{name}.weight", (vocab_size, hidden_size), 0, True, std)
         self.tp, self.leave = tp, "reduce_scatter" if sequence_parallel else "all_reduce"
 
     def forward(self, ids):
-        return Embedding.apply(ids, self.weight, self.leave, self.tp)
+        return EmbeddingLookup.apply(ids, self.weight, self.leave, self.tp)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The loss of every token, [n], from x [n or n/t, h] and the word table w [v/t, h], and at once its gradient.
+    """The loss of every token, [n], from x [n or n/t, h] and the word table w [v/t, h]: **made in backward**.
 
-    A token's logits are its largest activation by far (v numbers; a block keeps 16 h). So they never exist whole: CHUNK
-    tokens at a time, logits = x W^T become losses, then in the same place the gradient dz of `weight` * losses, which
-    gives dx = dz W and dW += dz^T x and is forgotten. `weight`, what the losses will be multiplied by on the way back,
-    must be known for that (None: no gradient is wanted); backward only hands on dx. Each token's row of logits is cut
-    over tp: max, sum and target's logit are three numbers a token that go over the wire, no rank sees a whole row.
+    A token's logits are its largest activation by far (v numbers; a block keeps 16 h). So they never exist whole.
+    Forward only reserves the losses (nan) and keeps x. Backward works on CHUNK tokens at a time: logits = x W^T become
+    losses, then, in the same place, their gradient dz; dz gives dx = dz W and dW += dz^T x, and is freed. Each logit is
+    thus computed once. `next_token_losses` is the same without a gradient.
     """
 
     @staticmethod
-    def forward(ctx, x, w, targets, vocab_size, weight, enter, tp, ops):
-        ctx.enter, ctx.tp = enter, tp
-        if enter == "all_gather":
-            x = all_gather(x, tp, "head").wait()
-        start = tp.rank * len(w)
-        columns = min(max(vocab_size - start, 0), len(w))  # of this rank that are not padding
-        reduce = None if tp.size == 1 else lambda x, op: all_reduce(x, tp, "cross-entropy rows", op).wait()
-        losses, dx = [], None if weight is None else torch.empty_like(x)
-        for begin in range(0, len(x), CHUNK):
-            rows = slice(begin, begin + CHUNK)
-            z = x[rows] @ w.T
-            losses.append(ops.cross_entropy_(z, targets[rows] - start, columns, weight, reduce))
-            if weight is not None:
-                torch.mm(z, w, out=dx[rows])
-                add_product(w, z, x[rows])
-        if weight is not None:
-            ctx.save_for_backward(dx)
-        return torch.cat(losses)
+    def forward(ctx, x, w, targets, vocab_size, enter, tp, ops):
+        losses = x.new_full(targets.shape, torch.nan, dtype=torch.promote_types(x.dtype, torch.float32))
+        ctx.save_for_backward(x)
+        ctx.losses = losses.detach()  # the same memory without the graph, which would be a circle of references
+        ctx.w, ctx.targets, ctx.vocab_size, ctx.enter, ctx.tp, ctx.ops = w, targets, vocab_size, enter, tp, ops
+        return losses
 
     @staticmethod
-    def backward(ctx, _):
-        dx = ctx.saved_tensors[0].detach()  # communication may hold its tensor a little longer than this graph lives
+    def backward(ctx, weights):
+        (x,), w, tp = ctx.saved_tensors, ctx.w, ctx.tp
         if ctx.enter == "all_gather":
-            dx = reduce_scatter(dx, ctx.tp, "head").wait()
-        else:
-            dx = all_reduce(dx, ctx.tp, "head").wait()
-        return dx, None, None, None, None, None, None, None
+            x = all_gather(x, tp, "head").wait()
+        dx = torch.empty_like(x)
+        for rows in chunks(x):
+            z = x[rows] @ w.T
+            ctx.losses[rows] = cross_entropy_(z, w, ctx.targets[rows], ctx.vocab_size, weights[rows], tp, ctx.ops)
+            torch.mm(z, w, out=dx[rows])
+            add_product(w, z, x[rows])
+        dx = (reduce_scatter if ctx.enter == "all_gather" else all_reduce)(dx, tp, "head").wait()
+        return dx, None, None, None, None, None, None
+
+
+def next_token_losses(x, w, targets, vocab_size, enter, tp, ops):
+    """`LinearCrossEntropy` at once and without a gradient."""
+    if enter == "all_gather":
+        x = all_gather(x, tp, "head").wait()
+    return torch.cat([cross_entropy_(x[rows] @ w.T, w, targets[rows], vocab_size, None, tp, ops) for rows in chunks(x)])
+
+
+def chunks(x):
+    """The rows of x [n, h], CHUNK at a time."""
+    return [slice(begin, begin + CHUNK) for begin in range(0, len(x), CHUNK)]
+
+
+def cross_entropy_(z, w, targets, vocab_size, weights, tp, ops):
+    """The losses [n] of logits z [n, v/t], which become `weights` [n] times the gradient (None: none is wanted).
+
+    Each token's row of logits is cut over tp. Its maximum, its sum and the target's logit are three numbers a token
+    that are combined over tp; no rank sees a whole row.
+    """
+    start = tp.rank * len(w)
+    columns = min(max(vocab_size - start, 0), len(w))  # of this rank that are not padding
+    reduce = None if tp.size == 1 else lambda x, op: all_reduce(x, tp, "cross-entropy rows", op).wait()
+    return ops.cross_entropy_(z, targets - start, columns, weights, reduce)

@@ -1,7 +1,7 @@
 """What really happened in a pipeline: every action and every wait for a message, in Chrome's trace format.
 
     torchrun ... train.py configs/tiny.py --pp=2 --schedule=zb-h1 --trace=trace.json
-    python -m parallel.schedules --trace=trace.json         the last step, drawn under the ideal one
+    python -m parallel.draw --trace=trace.json         the last step, drawn under the ideal one
 
 Perfetto (ui.perfetto.dev) and chrome://tracing open the file: a process is one replica of the pipeline (a data
 parallel and a tensor parallel rank), its threads are the pipeline's ranks. On a GPU every action then waits for the
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
-from errors import UserError
+from errors import explained
 from parallel.comm import gather_objects
 
 STEPS = 10  # the latest, which are kept: a week of training leaves a small file
@@ -68,8 +68,5 @@ def write(c, trace, mesh):
     events = [event for events in gather_objects(mine, mesh.world) for event in events]
     about = {"schedule": c.schedule, "stages": c.pp, "microbatches": trace.microbatches, "chunks": c.chunks}
     if mesh.rank == 0:
-        try:
-            with open(c.trace, "w") as file:
-                json.dump({"traceEvents": events, "otherData": about}, file)
-        except OSError as error:
-            raise UserError(f"trace={c.trace}: {error.strerror}") from None
+        with explained(f"trace={c.trace}"), open(c.trace, "w") as file:
+            json.dump({"traceEvents": events, "otherData": about}, file)

@@ -1,7 +1,7 @@
 """Draws schedules, simulated or recorded: in the terminal, in colour where it can, and as SVG for a slide.
 
-    python -m parallel.schedules 1f1b zb-h1 --stages=4 --microbatches=8 --svg=pipelines.svg
-    python -m parallel.schedules --trace=trace.json         a real step under the ideal one (`train.py --trace` records)
+    python -m parallel.draw 1f1b zb-h1 --stages=4 --microbatches=8 --svg=pipelines.svg
+    python -m parallel.draw --trace=trace.json         a real step under the ideal one (`train.py --trace` records)
 
 A picture is a timeline (`schedules.simulate`) as one row of boxes per rank; several are drawn on one time axis. Below
 each: its bubble and peak of activations in flight, beside what the papers' formulas say.
@@ -14,27 +14,17 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
-from errors import Parser, UserError
-from parallel.schedules import (
-    FORMULAS,
-    NOMINAL,
-    SCHEDULES,
-    Action,
-    Event,
-    Schedule,
-    Timeline,
-    build,
-    by_formula,
-    pipelines,
-    simulate,
-    timeline,
-)
+from errors import Parser, UserError, exit_on_user_error, explained
+from parallel import schedules
+from parallel.schedules import Action, Event, Schedule, Timeline, simulate
 
 COLOURS = {"F": "#2f6fb7", "B": "#1f9655", "I": "#12908e", "W": "#d08a1e"}
 GREY, IDLE = "#808080", "fill='#808080' opacity='.18'"  # to be seen on white and on black
 MEANINGS = {"F": "forward", "B": "backward", "I": "backward, input", "W": "backward, weights"}
+WIDTH, LEFT, RIGHT, HEIGHT = 1600, 80, 60, 26  # of an SVG: the whole, its margins, a row
 
 
 class Picture(NamedTuple):
@@ -60,12 +50,11 @@ def terminal(pictures, columns, colour):
     """
     label = len(f"rank {max(len(p.schedule.actions) for p in pictures) - 1}  ")
     scale = columns_per_time(pictures, columns - label)
-    box = colour_box if colour else plain_box
     lines = [legend(pictures, colour)]
     for picture in pictures:
         lines += ["", picture.title]
         for rank in range(len(picture.schedule.actions)):
-            lines.append(f"rank {rank}".ljust(label) + row(picture, rank, scale, box, colour))
+            lines.append(f"rank {rank}".ljust(label) + row(picture, rank, scale, colour))
         lines += picture.notes
     return "\n".join(lines)
 
@@ -81,9 +70,9 @@ def columns_per_time(pictures, columns):
     return whole / shortest if whole and even else min(columns / total, widest / shortest)
 
 
-def row(picture, rank, scale, box, colour):
-    """A rank's actions as text, `scale` columns a unit of time, each drawn by `box`; without what has no column."""
-    text, column = "", 0
+def row(picture, rank, scale, colour):
+    """A rank's actions as text, `scale` columns a unit of time; without what has no column."""
+    text, column, box = "", 0, colour_box if colour else plain_box
     for event in picture.timeline.events:
         if event.rank == rank:
             start, end = max(column, round(event.start * scale)), round(event.end * scale)
@@ -151,40 +140,37 @@ def several(pictures):
 
 def svg(pictures, unit=""):
     """The same as SVG, transparent, for a slide of either brightness. unit: of time, for the axis."""
-    width, left, right, height, gap = 1600, 80, 60, 26, 4  # of the whole, of a row
     total = max(picture.timeline.makespan for picture in pictures)
-    scale = (width - left - right) / total
-    parts, y = svg_legend(pictures, left), 40
+    scale = (WIDTH - LEFT - RIGHT) / total
+    parts, y = svg_legend(pictures), 40
     for picture in pictures:
         line = picture.timeline
-        parts.append(svg_text(left, y + 24, picture.title, "start", 17, weight="bold"))
-        parts.append(svg_text(width - right, y + 24, f"bubble {line.bubble:.4f}", "end", 17))
-        parts.append(svg_text(width, y + 24, "peak", "end", 14))
+        parts.append(svg_text(LEFT, y + 24, picture.title, "start", 17, weight="bold"))
+        parts.append(svg_text(WIDTH - RIGHT, y + 24, f"bubble {line.bubble:.4f}", "end", 17))
+        parts.append(svg_text(WIDTH, y + 24, "peak", "end", 14))
         y += 36
-        for rank in range(len(picture.schedule.actions)):
-            parts.append(svg_text(left - 10, y + 18, f"rank {rank}", "end", 14))
-            parts.append(svg_text(width, y + 18, line.peak[rank], "end", 14))
-            parts.append(svg_rect(left, y, line.makespan * scale, height, IDLE))
-            for event in line.events:
-                if event.rank == rank:
-                    x, shade = left + event.start * scale, picture.shades[event.action.chunk]
-                    parts.append(svg_box(event, x, y, (event.end - event.start) * scale, height, shade))
-            y += height + gap
+        for rank, peak in enumerate(line.peak):
+            parts.append(svg_text(LEFT - 10, y + 18, f"rank {rank}", "end", 14))
+            parts.append(svg_text(WIDTH, y + 18, peak, "end", 14))
+            parts.append(svg_rect(LEFT, y, line.makespan * scale, HEIGHT, IDLE))
+            parts += [svg_box(event, y, scale, picture.shades) for event in line.events if event.rank == rank]
+            y += HEIGHT + 4
         y += 14
-    parts.append(svg_axis(left, y, scale, total, unit))
-    box, font = f"0 0 {width} {y + 30}", "Helvetica, Arial, sans-serif"
+    parts.append(svg_axis(y, scale, total, unit))
+    box, font = f"0 0 {WIDTH} {y + 30}", "Helvetica, Arial, sans-serif"
     head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='{box}' font-family='{font}'>"
     return "\n".join([head, *parts, "</svg>", ""])
 
 
-def svg_box(event, x, y, width, height, shade):
-    ground, ink = ("#{:02x}{:02x}{:02x}".format(*rgb) for rgb in shaded(event.action.kind, shade))
+def svg_box(event, y, scale, shades):
+    _, (kind, j, chunk), start, end = event
+    x, width = LEFT + start * scale, (end - start) * scale
+    ground, ink = ("#{:02x}{:02x}{:02x}".format(*rgb) for rgb in shaded(kind, shades[chunk]))
     edge = min(0.6, width / 10)  # a hair of what is behind, between two boxes
-    box = svg_rect(x + edge, y, width - 2 * edge, height, f"fill='{ground}' rx='2'")
-    hint = f"<title>{event.action}: {event.start:g} to {event.end:g}</title>"  # where the pointer rests on it
-    number = str(event.action.microbatch)
-    size = min(14, (width - 3) / (0.6 * len(number)))
-    text = svg_text(x + width / 2, y + height / 2 + 0.36 * size, number, "middle", size, ink) if size >= 7 else ""
+    box = svg_rect(x + edge, y, width - 2 * edge, HEIGHT, f"fill='{ground}' rx='2'")
+    hint = f"<title>{event.action}: {start:g} to {end:g}</title>"  # where the pointer rests on it
+    size = min(14, (width - 3) / (0.6 * len(str(j))))
+    text = svg_text(x + width / 2, y + HEIGHT / 2 + 0.36 * size, j, "middle", size, ink) if size >= 7 else ""
     return f"<g>{hint}{box}{text}</g>"
 
 
@@ -197,22 +183,22 @@ def svg_text(x, y, text, anchor, size, colour=GREY, weight="normal"):
     return f"<text x='{x:.2f}' y='{y:.2f}' {style}>{html.escape(str(text))}</text>"
 
 
-def svg_legend(pictures, x):
-    items = [(f"fill='{COLOURS[kind]}' rx='2'", MEANINGS[kind]) for kind in kinds_in(pictures)] + [(IDLE, "idle")]
-    parts = []
-    for style, meaning in items:
+def svg_legend(pictures):
+    items = [(f"fill='{COLOURS[kind]}' rx='2'", MEANINGS[kind]) for kind in kinds_in(pictures)]
+    parts, x = [], LEFT
+    for style, meaning in [*items, (IDLE, "idle")]:
         parts += [svg_rect(x, 8, 22, 16, style), svg_text(x + 30, 21, meaning, "start", 14)]
         x += 60 + 7 * len(meaning)
     return [*parts, svg_text(x, 21, "lighter: a rank's second chunk", "start", 14)] if several(pictures) else parts
 
 
-def svg_axis(left, y, scale, total, unit):
+def svg_axis(y, scale, total, unit):
     """Ticks at 1, 2 or 5 times a power of ten, a dozen or fewer."""
     step = 10 ** math.floor(math.log10(total / 12))
     step *= next(n for n in (1, 2, 5, 10) if total / (step * n) <= 12)
-    parts = [f"<path d='M{left} {y} H{left + total * scale:.2f}' stroke='{GREY}'/>"]
+    parts = [f"<path d='M{LEFT} {y} H{LEFT + total * scale:.2f}' stroke='{GREY}'/>"]
     for i in range(int(total / step + 1e-9) + 1):
-        x, value = left + i * step * scale, f"{i * step:g} {unit}".strip()
+        x, value = LEFT + i * step * scale, f"{i * step:g} {unit}".strip()
         parts.append(f"<path d='M{x:.2f} {y} v5' stroke='{GREY}'/>" + svg_text(x, y + 20, value, "middle", 13))
     return "\n".join(parts)
 
@@ -220,31 +206,31 @@ def svg_axis(left, y, scale, total, unit):
 # --- what to draw -----------------------------------------------------------------------------------------------------
 
 
-def simulated(name, stages, microbatches, chunks, cost, comm):
+def simulated(name, chunks, stages, microbatches, cost, comm):
     """The Picture of a schedule. cost: of a whole stage, so that schedules with several chunks do the same work."""
-    schedule = build(name, stages, microbatches, chunks)
-    v = len(pipelines(schedule)[0]) // stages
+    schedule = schedules.build(name, stages, microbatches, chunks)
+    v = len(schedules.pipelines(schedule)[0]) // stages
     line = simulate(schedule, {kind: duration / v for kind, duration in cost.items()}, comm)
     title = f"{name}: {stages} stages, {microbatches} micro-batches" + (f", {v} chunks per rank" if v > 1 else "")
-    said = ["", ""]
-    if name in FORMULAS and stages > 1:
-        said = papers_say(FORMULAS[name], comm, p=stages, m=microbatches, v=v, **cost)
-    return Picture(title, schedule, line, [note + more for note, more in zip(notes(line), said, strict=True)])
+    formula = schedules.FORMULAS.get(name) if stages > 1 else None
+    said = papers_say(formula, comm, p=stages, m=microbatches, v=v, **cost) if formula else ()
+    return Picture(title, schedule, line, notes(line, "", *said))
 
 
-def notes(line, unit=""):
-    peak = " ".join(str(n) for n in line.peak)
-    return [f"bubble {line.bubble:.4f} of {line.span:.4g} {unit}".rstrip(), f"peak   {peak} in flight"]
+def notes(line, unit="", bubble="", peak=""):
+    """The two lines below a picture; each ends with what the papers say."""
+    peaks = " ".join(str(n) for n in line.peak)
+    return [f"bubble {line.bubble:.4f} of {line.span:.4g} {unit}".rstrip() + bubble, f"peak   {peaks} in flight{peak}"]
 
 
 def papers_say(formula, comm, **letters):
     """What to print beside the simulation's bubble and peak."""
     bubble = f"   {formula.bubble}"
-    if by_formula(formula.where, **letters):
-        bubble += f" = {by_formula(formula.bubble, **letters):.4f}" + (" at --comm=0" if comm else "")
+    if schedules.by_formula(formula.where, **letters):
+        bubble += f" = {schedules.by_formula(formula.bubble, **letters):.4f}" + (" at --comm=0" if comm else "")
     else:
         bubble += f" where {formula.where}"
-    peaks = [str(by_formula(formula.peak, r=r, **letters)) for r in range(letters["p"])]
+    peaks = [str(schedules.by_formula(formula.peak, r=r, **letters)) for r in range(letters["p"])]
     unit = f", each 1/{letters['v']} of a stage's" if letters["v"] > 1 else ""
     return [bubble, f"{unit}   {formula.peak} = {' '.join(peaks)}"]
 
@@ -260,15 +246,13 @@ def recorded(path):
     """
     try:
         trace = json.loads(Path(path).read_text(encoding="utf-8"))
-        said = trace["otherData"]
-        asked = [said["schedule"], said["stages"], said["microbatches"], said["chunks"]]
-        steps = {}
+        said, steps = trace["otherData"], {}
         for e in trace["traceEvents"]:
-            if e["ph"] == "X" and e.get("cat") in NOMINAL and e["pid"] == 0:  # of all replicas, the first
+            if e["ph"] == "X" and e.get("cat") in MEANINGS and e["pid"] == 0:  # of all replicas, the first
                 action = Action(e["cat"], e["args"]["microbatch"], e["args"]["chunk"])
                 event = Event(e["tid"], action, e["ts"] / 1000, (e["ts"] + e["dur"]) / 1000)
                 steps.setdefault(e["args"]["step"], []).append(event)
-        schedule = build(*asked)
+        schedule = schedules.build(said["schedule"], said["stages"], said["microbatches"], said["chunks"])
     except OSError as error:
         raise UserError(f"--trace={path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -276,14 +260,12 @@ def recorded(path):
     step, events = last_whole(path, schedule, steps)
     begin = min(event.start for event in events)
     events = [Event(e.rank, e.action, e.start - begin, e.end - begin) for e in events]
-    cost = {}
-    for kind in {event.action.kind for event in events}:
-        durations = [e.end - e.start for e in events if e.action.kind == kind]
-        cost[kind] = sum(durations) / len(durations)
+    kinds = {event.action.kind for event in events}
+    cost = {k: fmean(e.end - e.start for e in events if e.action.kind == k) for k in COLOURS if k in kinds}
     if not all(cost.values()):
         raise UserError(f"--trace={path}: has actions that took no time")
-    lines = simulate(schedule, cost), timeline(events, len(schedule.actions))
-    means = ", ".join(f"{kind} {cost[kind]:.3g} ms" for kind in COLOURS if kind in cost)
+    lines = simulate(schedule, cost), schedules.timeline(events, len(schedule.actions))
+    means = ", ".join(f"{kind} {cost[kind]:.3g} ms" for kind in cost)
     titles = f"{schedule.name}, ideal: {means}, messages no time", f"{schedule.name}, recorded: step {step}"
     return [Picture(title, schedule, line, notes(line, "ms")) for title, line in zip(titles, lines, strict=True)]
 
@@ -309,9 +291,9 @@ def last_whole(path, schedule, steps):
 def parse_arguments(arguments):
     """The options; None: what the command line says. Raises UserError."""
     parser = Parser(
-        prog="python -m parallel.schedules",
+        prog="python -m parallel.draw",
         description="Draw pipeline schedules, and count their bubble and the activations they hold.",
-        epilog=f"Schedules: {', '.join(SCHEDULES)}. To add one, see SCHEDULES in parallel/schedules.py.",
+        epilog=f"Schedules: {', '.join(schedules.SCHEDULES)}. To add one, see SCHEDULES in parallel/schedules.py.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -335,43 +317,39 @@ def parse_cost(text):
             cost[kind] = float(duration)
         except ValueError:
             cost[kind] = -1.0
-        if kind not in NOMINAL or not 0 < cost[kind] < math.inf:
+        if kind not in MEANINGS or not 0 < cost[kind] < math.inf:
             raise UserError(f"--cost={text}: {item!r} should be one of F, B, I, W and a positive number, like F:1.5")
     return {"B": cost["I"] + cost["W"]} | cost
+
+
+def pictures_of(options):
+    """The Pictures that are asked for. --chunks is not for a schedule of one chunk beside others of more."""
+    if options.trace:
+        if options.names:
+            raise UserError("--trace says itself which schedule it is of; leave out the name")
+        return recorded(options.trace)
+    if not options.names:
+        raise UserError(f"which schedule? python -m parallel.draw NAME ..., of {', '.join(schedules.SCHEDULES)}")
+    shared = options.stages, options.microbatches, parse_cost(options.cost), options.comm
+    if not 0 <= options.comm < math.inf:
+        raise UserError(f"--comm={options.comm}: should be zero or more")
+    chunks = {name: schedules.usual_chunks(name) for name in options.names if name in schedules.SCHEDULES}
+    if options.chunks is not None:
+        most = max(chunks.values(), default=1)
+        chunks = {name: options.chunks if usual > 1 or most == 1 else 1 for name, usual in chunks.items()}
+    return [simulated(name, chunks.get(name, 1), *shared) for name in options.names]
 
 
 def main(arguments=None):
     """Draws in the terminal; in colour if it is one and NO_COLOR is not set (no-color.org)."""
     options = parse_arguments(arguments)
-    if options.trace:
-        if options.names:
-            raise UserError("--trace says itself which schedule it is of; leave out the name")
-        pictures, unit = recorded(options.trace), "ms"
-    else:
-        if not options.names:
-            raise UserError(f"which schedule? python -m parallel.schedules NAME ..., of {', '.join(SCHEDULES)}")
-        pictures, unit = asked_pictures(options), ""
+    pictures = pictures_of(options)
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     print(terminal(pictures, shutil.get_terminal_size((120, 0)).columns, colour))
     if options.svg:
-        try:
-            Path(options.svg).write_text(svg(pictures, unit), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--svg={options.svg}: {error.strerror}") from None
+        with explained(f"--svg={options.svg}"):
+            Path(options.svg).write_text(svg(pictures, "ms" if options.trace else ""), encoding="utf-8")
 
 
-def asked_pictures(options):
-    cost = parse_cost(options.cost)
-    if not 0 <= options.comm < math.inf:
-        raise UserError(f"--comm={options.comm}: should be zero or more")
-    return [
-        simulated(name, options.stages, options.microbatches, chunks_for(name, options), cost, options.comm)
-        for name in options.names
-    ]
-
-
-def chunks_for(name, options):
-    """--chunks, but 1 for a schedule that knows only that while it is drawn beside others that know more."""
-    own = {n: (SCHEDULES[n].__defaults__ or (1,))[-1] for n in options.names if n in SCHEDULES}
-    alone = max(own.values(), default=1) == 1
-    return options.chunks if options.chunks is not None and (alone or own.get(name) != 1) else own.get(name, 1)
+if __name__ == "__main__":
+    exit_on_user_error(main)

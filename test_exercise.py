@@ -1,0 +1,83 @@
+"""The README's exercises, pasted into a copy of the tree as it tells: what must stay green there stays green."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+README = (HERE / "README.md").read_text(encoding="utf-8")
+
+
+def function_in_readme(name):
+    """The Python block of README.md that defines `name`."""
+    return re.search(rf"```python\n(def {name}\(.*?)```", README, re.DOTALL)[1]
+
+
+def paste(file, function, table, row):
+    """Put a function before the comment that invites to, and its row at the end of the table."""
+    text = file.read_text(encoding="utf-8")
+    assert text.count("# Add your own:") == 1
+    text = text.replace("# Add your own:", f"{function}\n\n# Add your own:")
+    text, pasted = re.subn(rf"(?ms)^({table} = {{.*?)^}}", rf"\1    {row}\n}}", text, count=1)
+    assert pasted == 1
+    file.write_text(text, encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of the tree with the schedule and the optimizer of the README."""
+    copy = tmp_path_factory.mktemp("tree") / "nanoparallel"
+    shutil.copytree(HERE, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "data", "out"))
+    paste(copy / "parallel/schedules.py", function_in_readme("half_warmup"), "SCHEDULES", '"half-warmup": half_warmup,')
+    paste(copy / "parallel/optimizer.py", function_in_readme("momentum"), "RULES", '"momentum": Rule(momentum, 1),')
+    return copy
+
+
+def run(tree, *command):
+    environment = os.environ | {"COLUMNS": "120"}
+    return subprocess.run([sys.executable, *command], cwd=tree, env=environment, capture_output=True, text=True)
+
+
+def test_the_drawing_is_the_readmes(tree):
+    """And 1f1b beside it has the numbers that the README compares with."""
+    drawn = run(tree, "-m", "parallel.draw", "half-warmup").stdout
+    shown = re.search(r"```\n(half-warmup: 4 stages.*?)\n```", README, re.DOTALL)[1]
+    assert shown in drawn
+    assert "bubble 0.2727 of 33" in run(tree, "-m", "parallel.draw", "1f1b").stdout
+
+
+def test_a_backward_before_its_forward_is_refused_in_the_readmes_words(tree, tmp_path):
+    copy = shutil.copytree(tree, tmp_path / "wrong")
+    file = copy / "parallel/schedules.py"
+    before, after = file.read_text(encoding="utf-8").split("def half_warmup")
+    wrong = after.replace("alternate(F[warmup:], B)", "alternate(B, F[warmup:])", 1)
+    file.write_text(f"{before}def half_warmup{wrong}", encoding="utf-8")
+    done = run(copy, "-m", "parallel.draw", "half-warmup")
+    assert done.returncode == 2 and done.stderr in README and done.stderr.startswith("error: half-warmup: deadlock: ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["test_schedules.py"],
+        ["test_config.py"],
+        ["test_layouts.py", "-k", "covered and (half-warmup or momentum)"],
+        ["test_ledger.py", "-k", "half-warmup"],
+    ],
+    ids=" ".join,
+)
+def test_the_tests_stay_green(tree, arguments):
+    done = run(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]
+
+
+def test_help_and_mistakes_know_them(tree):
+    text = run(tree, "train.py", "--help").stdout
+    assert re.search(r"--schedule=.*half-warmup", text) and re.search(r"--optimizer=.*momentum", text)
+    done = run(tree, "train.py", "configs/tiny.py", "--optimizer=nonesuch")
+    assert done.returncode == 2 and "momentum" in done.stderr
