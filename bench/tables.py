@@ -6,14 +6,12 @@ shows the median of the ratios with the smallest and the largest.
 
 import statistics
 
+from parallel.report import aligned
+
 
 def print_table(head: list[str], rows: list[list]):
     """Columns as wide as they need to be; the first one left-aligned."""
-    rows = [[str(cell) for cell in row] for row in [head, *rows]]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        print("  ".join(cells), flush=True)
+    print(aligned([[str(cell) for cell in row] for row in [head, *rows]], words=1), flush=True)
 
 
 def print_row(form: str, *cells):
