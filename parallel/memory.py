@@ -38,14 +38,13 @@ numbers per token and LayerNorm, one per token and head: the softmax's log-sum-e
 of the head's matrix, whose logits never exist whole (`tensor.LinearCrossEntropy`). All of it times the micro-batches in
 flight (`schedules.py`).
 
-The first half of a backward frees nothing: I turns what a block saved into what W needs, the (dy, x) of four linears,
-and these come to the same 4 + 12/t (x 2 + 5/t, dy 2 + 7/t). So a micro-batch is in flight until W, at its full size;
-with sequence parallelism at more than that, because the operands have been gathered: 4 + 12/t where 16/t were saved.
+I frees no memory. It replaces the tensors that a block saved by those that W needs, (dy, x) of four linears. The size
+is the same, 4 + 12/t (x 2 + 5/t, dy 2 + 7/t). So a micro-batch takes its full size until W. With sequence parallelism
+it takes more, because x and dy are then gathered: 4 + 12/t, where 16/t were saved.
 
-**What is in neither** the formulas nor the measurement: what lives only within an operation or between two of them
-(logits, a gradient not yet used), and under stages 2 and 3 the whole buffers of the units that compute or travel just
-then: two of parameters, three of gradients and the tied table's, but where I and W are apart the gradients of all
-chunks in between.
+**Not counted**, in the formulas and in the measurement: tensors that live only within an operation or between two
+(logits, a gradient not yet used); in stages 2 and 3, the whole buffers in use: two of parameters, three of gradients,
+and the tied table's. If I and W are apart, also the gradients of every chunk between its I and its W.
 """
 
 import itertools

@@ -1,12 +1,17 @@
 """The memory account's meter: the bytes that one rank really keeps in a run, beside which `memory.py` has the formulas.
 
-`model_states` adds up the storages that the flat buffers really have. `Activations` sees every tensor that autograd
-saves, and the executor tells it what that keeps besides: inputs and outputs of units, operands of W, buffers of
-messages. A storage counts once, for as long as any such tensor lives; parameters do not count. On the CPU both equal
-the formulas to the byte, but for this. A message that was sent counts, by formula, until IN_TRANSIT more have been
-sent; NCCL may tell sooner that it is gone. Several chunks on a rank share the numbers that dropout masks are made of:
-the formula counts them for each. An I that has gathered operands can be done with those numbers before its peak. On a
-GPU, fused attention keeps a little more: its generator's state, and padded copies for head sizes that its kernel lacks.
+`model_states` adds up the storages that the flat buffers really have. `Activations` counts every tensor that autograd
+saves. The executor tells it about the others: inputs and outputs of units, operands of W, buffers of messages. A
+storage counts once, for as long as any such tensor lives; parameters do not count.
+
+On the CPU both equal the formulas to the byte, except:
+
+    - a sent message counts, by formula, until IN_TRANSIT more have been sent; NCCL may tell sooner that it has left
+    - chunks on one rank share the row numbers that dropout masks are made of; the formula counts them for each chunk
+    - with sequence parallelism an I may be done with these row numbers before its peak
+
+On a GPU, fused attention keeps a little more: its generator's state, and padded copies for head sizes that its kernel
+lacks.
 """
 
 import weakref
@@ -28,7 +33,7 @@ def buffers(bucket):
 
 
 def identity(tensor):
-    """Of a tensor's storage. Not its address: a storage that is resized to nothing has none."""
+    """A key for a tensor's storage. (Its address will not do: a storage that is resized to 0 has none.)"""
     return tensor.untyped_storage()._cdata
 
 
@@ -53,8 +58,8 @@ class Activations:
         meter.peak
 
     Within `with`, autograd hands every tensor that it saves to `pack` (torch.autograd.graph.saved_tensors_hooks), and
-    the executor calls `hold` and `forget`. No number of the step changes, not by a bit. A tensor counts
-    while it lives: nobody has to say when it is given back.
+    the executor calls `hold` and `forget`. The step's numbers stay the same, to the bit. A tensor counts while it
+    lives: a weak reference notices its end.
     """
 
     def __init__(self, executor):
