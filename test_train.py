@@ -244,7 +244,7 @@ def test_who_waits_for_an_agreement_says_so(monkeypatch):
     def gone(*_, **__):
         raise RuntimeError("connection closed by peer")
 
-    monkeypatch.setattr(train.dist, "all_gather_object", gone)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gone)
     axis = Axis("world", (0, 1), 0, Ledger())
     with pytest.raises(CommunicationError, match=r"^rank 0 waited for ranks \[1\] to agree with it: connection closed"):
         agree(axis, UserError, lambda: None)
