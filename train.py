@@ -305,7 +305,7 @@ def lock(out_dir):
 
 
 def main():
-    """The command line. Exit code 0: done, or stopped and saved; 2: a mistake of the user's; 1: a peer is gone."""
+    """The command line. Exit code 0: done, or saved and stopped; 2: mistakes, a dead launcher; 1: a dead peer."""
     arguments = sys.argv[1:]
     if {"--help", "-h"} & set(arguments):
         print(configuration.help_text())

@@ -6,7 +6,8 @@ heads.
 
 **Model states** (slide "ZeRO (FSDP)"; Rajbhandari et al., arXiv 1910.02054, section 5 and Table 1). Bytes per rank, at
 rest between two steps. The paper keeps 2-byte gradients, we accumulate in float32; where the parameters are float32
-themselves, they are their own master weights. (With `offload` the last two numbers are of the CPU's memory.)
+themselves, they are their own master weights. With `offload` on a GPU, the last two numbers are of the CPU's memory,
+and float32 has master weights there, too.
 
     stage    the paper (2 + 2 + 12)     bf16 (2 + 4 + 4 + 8)     fp32 (4 + 4 + 0 + 8)
       0      16P                        18P                      16P                     all whole

@@ -55,7 +55,7 @@ def leave(error, code):
 
 
 class Signals:
-    """Reasons to stop between two steps: SIGTERM or Ctrl-C (a second Ctrl-C stops at once); a launcher that died."""
+    """Reasons to stop between two steps: SIGTERM, Ctrl-C (once more: stops at once), a launcher that died."""
 
     def __enter__(self):
         self.stop = False

@@ -513,13 +513,14 @@ def messages(schedule):
         before its first action and after each: post from the front of its queue, up to the first send not yet produced
         before an action: wait for the message that this action consumes
 
-    Posting does not wait (isend, irecv; the buffer lives until done). Receives are thus posted ahead, as far as the
-    order allows. **This never deadlocks**, not even if each rank carried out its whole queue strictly one by one.
-    Suppose that it did, and of all actions that never run take that which starts first in the simulation. It waits for
-    a message. The action that produces this message, and those that produce all earlier messages, end before this start
-    in the simulation. So they start earlier still, and so they have run. Hence nothing holds up the posting of these
-    messages, at either end; they take place, from the first on; and the action has its message. The order need only
-    follow *some* timeline in which no action takes no time. How long actions really take does not matter.
+    Posting does not wait (isend, irecv; the buffer lives until done). `pipeline.Mailbox` waits for old sends of its
+    own, whose receives were posted by the same order. Receives are thus posted ahead, as far as the order allows.
+    **This never deadlocks**, not even if each rank carried out its whole queue strictly one by one. Suppose that it
+    did, and of all actions that never run take that which starts first in the simulation. It waits for a message. The
+    action that produces this message, and those that produce all earlier messages, end before this start in the
+    simulation. So they start earlier still, and so they have run. Hence nothing holds up the posting of these messages,
+    at either end; they take place, from the first on; and the action has its message. The order need only follow *some*
+    timeline in which no action takes no time. How long actions really take does not matter.
 
     An alternative, not used here: if each pair of ranks has a queue of its own (a communicator per pair), a receive may
     be posted as late as before the action that consumes it, for fewer buffers. The proof is the same, with "earlier
