@@ -5,16 +5,18 @@
     block:   x + dropout(proj(attention(qkv(ln1(x)))))
              x + dropout(fc2(gelu(fc1(ln2(x)))))
 
-x is [n, h]: n = b s tokens, sample after sample; n/t of them where sequence parallelism cuts the rows.
-Radford et al. 2019: pre-LayerNorm, learned positions, tanh-GELU, biases everywhere, and the word table used twice.
-Dropout acts on the embedding and on what each block adds; on attention probabilities there is none.
+x is [n, h]: n = b s tokens, sample after sample. With sequence parallelism each tensor parallel rank has n/t of the
+rows. GPT-2 (Radford et al. 2019) has LayerNorm before attention and MLP, learned positions, tanh-GELU and biases in
+every block, and uses the word table twice. Dropout acts on the embedding and on the outputs of attention and MLP. The
+attention probabilities have no dropout.
 
-Parallelism is in the layers of `parallel/tensor.py` that this is built from. A model is a list of *units* (embedding,
-blocks, head), each a function of (x, micro-batch), so that the executor can gather, free, recompute or reduce between
-two of them. A layer declares its parameters as `ParamSpec`s: a model has no storage until `parallel/zero.py` puts views
-into flat buffers in their place. Two units use the word table; it is a bucket of its own.
+The layers of `parallel/tensor.py` contain the parallelism. A model is a list of *units* (embedding, blocks, head). Each
+unit is a function of (x, micro-batch). Between two units the executor (`parallel/pipeline.py`) can gather, free,
+recompute or reduce. A layer declares its parameters as `ParamSpec`s, which have no storage. `parallel/zero.py` replaces
+each ParamSpec by a view into a flat buffer. Two units use the word table, so it is a bucket of its own.
 
-Parameters: V h + s h + L (12 h^2 + 13 h) + 2 h, with V the padded vocabulary: 354,871,296 at 24 x 1024.
+Number of parameters: V h + s h + L (12 h^2 + 13 h) + 2 h, where V is the padded vocabulary. This is 354,871,296 for
+L = 24 and h = s = 1024.
 """
 
 import math
@@ -41,30 +43,30 @@ from reference import Drop
 
 @dataclass
 class MicroBatch:
-    """b samples of s tokens, as the units of one rank need them."""
+    """One micro-batch, b samples of s tokens, as the input of the units on one rank."""
 
     shape: tuple  # (b, s)
     ids: torch.Tensor  # [n] int64
-    targets: torch.Tensor | None  # [n] int64: the id after each; None when generating
-    positions: torch.Tensor  # [n or n/t] of this rank's rows, in the sample
-    rows: torch.Tensor  # [n or n/t] of this rank's rows, in the whole run: what dropout masks depend on
+    targets: torch.Tensor | None  # [n] int64: the next id of each token; None in generation
+    positions: torch.Tensor  # [n or n/t] of this rank's rows: the position in the sample
+    rows: torch.Tensor  # [n or n/t] of this rank's rows: sample number * s + position, for dropout masks
     dropout: float
-    caches: list | None = None  # generating: one list of past keys and values per block
+    caches: list | None = None  # in generation: for each block a list of past keys and values
 
     def drop(self, seed, site):
-        """The dropout of this micro-batch at one place in the model; None: there is none."""
+        """Return the dropout of this micro-batch at `site`, a place in the model. None: no dropout."""
         return Drop(self.rows, self.dropout, seed, site) if self.dropout else None
 
 
 class Block(nn.Module):
-    """One transformer layer: attention, then MLP, each added to the residual stream."""
+    """One transformer layer: attention, then MLP. The output of each is added to the residual stream."""
 
-    recomputable = True  # it keeps some 32 bytes per element of x (bf16), and x is all that it needs to run again
+    recomputable = True  # a block keeps about 32 bytes per element of x (bf16), and can run again from x alone
 
     def __init__(self, c, index, tp, ops):
         super().__init__()
         h, std, sp, name = c.hidden_size, c.init_method_std, c.sequence_parallel, f"block{index}"
-        residual_std = std / math.sqrt(2 * c.num_layers)  # 2L terms are added up: keep the sum's size
+        residual_std = std / math.sqrt(2 * c.num_layers)  # 2L outputs are added to x; this keeps x's size
         self.ln1 = LayerNorm(f"{name}.ln1", h)
         self.qkv = ColumnParallelLinear(f"{name}.qkv", (3, h, h), std, tp, sp)
         self.proj = RowParallelLinear(f"{name}.proj", (h, h), residual_std, tp, sp)
@@ -86,13 +88,13 @@ class Block(nn.Module):
         return Branch(y, self.proj.bias, batch.drop(self.seed, site=2 * self.index + 1))
 
     def mlp(self, x, batch):
-        """Another activation: a function like `reference.gelu_`, beside it, called here. It needs no kernel."""
+        """Return the MLP's output. To change the activation, write one beside `reference.gelu_` and call it here."""
         y = self.fc2(self.ops.gelu_(self.fc1(x), self.fc1.bias))  # [n, h] -> [n, 4h/t] -> [n, h]
         return Branch(y, self.fc2.bias, batch.drop(self.seed, site=2 * self.index + 2))
 
 
 class Branch(NamedTuple):
-    """A layer's output that is to be added to the residual stream: dropout(y + bias), not yet computed."""
+    """An output of attention or MLP. The residual stream adds dropout(y + bias), which is not yet computed."""
 
     y: torch.Tensor  # [n, h]
     bias: torch.Tensor  # [h]
@@ -100,9 +102,9 @@ class Branch(NamedTuple):
 
 
 class ResidualStream:
-    """x, to which each layer adds. `x += branch` only notes the branch; the LayerNorm that reads x next adds it.
+    """The residual stream x. `x += branch` only stores the branch. The next LayerNorm adds the branch to x.
 
-    So the sum and the norm are one operation, which a fused kernel makes in one pass over memory
+    So addition and LayerNorm are one operation, and a fused kernel needs one pass over memory for both
     (`kernels.add_layer_norm_`).
     """
 
@@ -129,7 +131,7 @@ class ResidualStream:
 
 
 class LayerNorm(nn.Module):
-    """A ResidualStream -> its LayerNorm [n, h]."""
+    """The LayerNorm of a ResidualStream, [n, h]."""
 
     def __init__(self, name, width):
         super().__init__()
@@ -141,9 +143,9 @@ class LayerNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The first unit: ids to vectors."""
+    """The first unit: maps ids to vectors."""
 
-    recomputable = False  # it keeps no activations
+    recomputable = False  # the embedding keeps no activations
 
     def __init__(self, c, word, ops):
         super().__init__()
@@ -158,12 +160,13 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """The last unit: vectors to the loss of every token, [n]; without targets (generating, t = 1), to the logits.
+    """The last unit: maps vectors to the loss of every token, [n], or without targets (generation, t = 1) to logits.
 
-    In training the losses are made in backward, together with their gradient: until then they are nan.
+    In training, backward computes the losses together with their gradient. Until then the losses are nan
+    (`LinearCrossEntropy`).
     """
 
-    recomputable = False  # it keeps only the matrix product's input
+    recomputable = False  # the head keeps only the input of its matrix product
 
     def __init__(self, c, word, tp, ops):
         super().__init__()
@@ -182,7 +185,7 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    """The units in order. `config` as in config.py; `tp` the tensor parallel axis; `ops` the operations to use."""
+    """The units in order. config: a `config.Config`; tp: the tensor parallel axis; ops: the operations to use."""
 
     def __init__(self, config, tp, ops=reference):
         super().__init__()
@@ -193,25 +196,28 @@ class GPT(nn.Module):
         )
         blocks = [Block(c, i, tp, ops) for i in range(c.num_layers)]
         self.units = nn.ModuleList([Embedding(c, word, ops), *blocks, Head(c, word, tp, ops)])
-        self.table = [specs(unit) for unit in self.units]  # of each unit, the parameters that it uses
+        self.table = [specs(unit) for unit in self.units]  # table[i]: the ParamSpecs that unit i uses
 
     def forward(self, batch):
-        """The loss of every token, [n], or logits. All units in a row, on one process: for generation."""
+        """Run all units on one process, for generation. Return logits, or with targets the losses [n]."""
         x = None
         for unit in self.units:
             x = unit(x, batch)
         return x
 
     def specs(self):
-        """{name: ParamSpec}: every logical parameter once, tied ones too."""
+        """Return {name: ParamSpec}: every logical parameter once, also a tied one."""
         return {spec.name: spec for unit in self.table for spec in unit}
 
     def num_parameters(self):
-        """Whole, over all tensor parallel ranks, the padded vocabulary included."""
+        """Return the number of parameters of the whole model, with the padded vocabulary."""
         return sum(math.prod(spec.shape) for spec in self.specs().values())
 
     def micro_batch(self, ids, targets=None, samples=None, start=0, caches=None):
-        """ids, targets [b, s]; samples [b]: their numbers in the run, None: no dropout; start: the first position."""
+        """Return a MicroBatch. ids, targets: [b, s]. start: the first position.
+
+        samples: [b], the numbers of the samples in the run. None: no dropout.
+        """
         b, s = ids.shape
         row = torch.arange(b * s, device=ids.device)
         if self.config.sequence_parallel:
@@ -224,5 +230,5 @@ class GPT(nn.Module):
 
 
 def parameter_table(config):
-    """[ParamSpecs of each unit] of the model: no process and no tensor is needed."""
+    """Return the model's table, [ParamSpecs of each unit]. It needs no process and no tensor."""
     return GPT(config, tp=None).table

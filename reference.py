@@ -1,11 +1,11 @@
-"""The operations around the matrix products, in plain PyTorch: the specification of `kernels.py`.
+"""Operations around the matrix products in plain PyTorch: the specification of `kernels.py`.
 
-Each operation takes a few lines here. `kernels.py` has the same OPERATIONS under the same names and is tested against
-this file. The model takes its operations from one of the two files. This one runs wherever nothing faster does.
+Each operation is a few lines here. `kernels.py` has the same OPERATIONS under the same names and is tested against this
+file. The model takes each operation from one of the two files (`operations.py`). This file runs on every device.
 
-A name that ends in `_`, as in PyTorch, says that the operation uses up its first argument: it may overwrite that
-tensor, and the caller must not read it again. The operation that follows a matrix product also adds the product's
-bias: an addition of its own would be one more pass over the whole activation.
+The name of an operation that overwrites an argument ends in `_`, as in PyTorch. If an argument is *used up*, the
+operation may overwrite it, and the caller must not read it again. The operation after a matrix product also adds the
+product's bias, because a separate addition would be one more pass over the whole activation.
 
 Letters: n tokens, h hidden, a heads, d head size, s sequence, b samples, v vocabulary, t tensor parallel ranks.
 """
@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch.optim.adamw import adamw as torch_adamw
 
-# Add your own: a function in this file, called in model.py as `self.ops.NAME`. It needs no kernel and no other place.
-# A kernel of the same name in kernels.py replaces it once the name stands here, too.
+# Add your own: write a function in this file, and call it in model.py as `self.ops.NAME`. It needs no kernel. To use a
+# kernel of the same name from kernels.py, also add the name to this list.
 OPERATIONS = "layer_norm add_ add_layer_norm_ gelu_ attention cross_entropy_ dropout adamw_ squared_norms".split()
 EPS = 1e-5  # of LayerNorm, as in GPT-2
 
@@ -27,17 +27,17 @@ EPS = 1e-5  # of LayerNorm, as in GPT-2
 
 
 def layer_norm(x, weight, bias):
-    """(x - mean) / sqrt(var + 1e-5) * weight + bias over the last dimension. x [n, h]; Ba et al. (arXiv 1607.06450)."""
+    """LayerNorm of x [n, h]: (x - mean) / sqrt(var + 1e-5) * weight + bias. Ba et al. (arXiv 1607.06450)."""
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps=EPS)
 
 
 def add_bias_(y, bias):
-    """y + bias, written over y: y is a matrix product that nobody else reads. A leaf of the graph is copied instead."""
+    """Return y + bias, written over y. If y is a leaf of the graph, return a new tensor: a leaf must not change."""
     return y + bias if y.is_leaf else y.add_(bias)
 
 
 def add_(y, x, bias, drop=None):
-    """x + dropout(y + bias): adds a block's linear y [n, h] to the residual stream x [n, h]; y is used up.
+    """Add a linear's output y [n, h] to the residual stream x [n, h]: x + dropout(y + bias). y is used up.
 
     drop: a `Drop`; None: no dropout.
     """
@@ -46,10 +46,10 @@ def add_(y, x, bias, drop=None):
 
 
 def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
-    """(z, layer_norm(z)), both [n, h], with z = add_(y, x, bias, drop); y is used up. y and bias None: z is x.
+    """Return (z, layer_norm(z)), both [n, h], with z = add_(y, x, bias, drop). y is used up. If y is None, z is x.
 
-    The residual stream z continues past the norm. One operation gives both results, so that a fused backward can add
-    their two gradients.
+    The residual stream continues with z. One operation returns both, so that one fused backward can add their
+    gradients.
     """
     z = x if y is None else add_(y, x, bias, drop)
     return z, layer_norm(z, weight, norm_bias)
@@ -69,21 +69,22 @@ def gelu_(y, bias):
 def attention(qkv, cache=None):
     """Causal attention, softmax(q k^T / sqrt(d)) v, per head. qkv [b, s, 3, a, d] -> [b, s, a, d].
 
-    There is no dropout on the probabilities: it would act on the [s, s] matrix, which no fused attention forms.
-    cache: a list with the keys and values of the tokens before, [b, a, s', d]; it grows by these s tokens.
+    The probabilities have no dropout: it would act on the [s, s] matrix, which no fused attention forms.
+    cache: a list with the keys and values of earlier tokens, [b, a, s', d]. This call appends those of the s tokens. If
+    the cache is not empty, s must be 1.
     """
     q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))  # [b, a, s, d]
     if cache is not None:
         if cache:
             k, v = torch.cat([cache[0], k], 2), torch.cat([cache[1], v], 2)
         cache[:] = [k, v]
-    # One new token sees all before it and needs no mask. PyTorch's causal mask is right for s = s' only.
+    # One new token sees all tokens and needs no mask. PyTorch's causal mask is right only for as many queries as keys.
     y = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] == k.shape[2])
     return y.transpose(1, 2)
 
 
 def causal_softmax(scores, scale):
-    """softmax(scale * scores) over the last dimension, of the keys up to the query's own. scores [..., s, s]."""
+    """Return softmax(scale * scores) over the keys that are not after the query. scores [..., s, s]."""
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     return (scores * scale).masked_fill(hidden, -math.inf).softmax(-1)
 
@@ -92,17 +93,17 @@ def causal_softmax(scores, scale):
 
 
 def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
-    """-log softmax(logits)[target] of each token, [n]; then `logits` hold their own gradient, row by row.
+    """Return -log softmax(logits)[target] of each token, [n]. Overwrite `logits` with their gradient.
 
     logits: [n, v/t], this rank's columns. The first `columns` of them are real; padding gets no probability.
-    targets: [n] int64, counted from this rank's first column. Another rank has the targets outside of its range.
-    weights: [n] float32 (float64 for float64 logits), the gradient that arrives at each token's loss. Row i of
-        `logits` becomes weights[i] * d loss_i / d logits. None: no gradient is wanted, `logits` hold nothing useful.
-    reduce(x, "max" or "sum"): combines three numbers a token over the tp ranks: max_j z_j, sum_j exp(z_j - max) and
-        z_target - max. None: there is one rank.
-    Computes in float32 (in float64 for float64 logits), whatever the dtype of the logits is.
+    targets: [n] int64, counted from this rank's first column. Targets outside 0 .. columns - 1 belong to other ranks.
+    weights: [n] float32 (float64 for float64 logits), the gradient that arrives at each loss. Row i of `logits` becomes
+        weights[i] * d loss_i / d logits. None: compute no gradient; `logits` are used up.
+    reduce(x, "max" or "sum"): combines three numbers per token over the tp ranks: max_j z_j, sum_j exp(z_j - max) and
+        z_target - max. None: one rank.
+    Computes in float32 (float64 for float64 logits), for every dtype of the logits.
     """
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32))  # `logits` itself, if it is that wide
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))  # `logits` itself if it has this dtype
     z[:, columns:] = -math.inf
     top = z.amax(1)
     if reduce:
@@ -127,18 +128,18 @@ def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
 
 
 class Drop(NamedTuple):
-    """One dropout of the model on some rows of the run."""
+    """One dropout of the model, applied to some tokens."""
 
-    rows: torch.Tensor  # [n] int64: the token's place in the whole run, sample number * s + position
+    rows: torch.Tensor  # [n] int64: number of the token in the run, sample number * s + position
     rate: float
     seed: int
-    site: int  # which dropout of the model
+    site: int  # number of the dropout in the model, from 0
 
 
 def mix(x):
-    """A bijection of int64 that scatters its bits (the finalizer of MurmurHash3, 64 bits)."""
+    """Return x with mixed bits: a bijection of int64 (fmix64 of MurmurHash3)."""
 
-    def shifted(x, bits):  # logical, not arithmetic
+    def shifted(x, bits):  # logical shift, not arithmetic
         return (x >> bits) & ((1 << (64 - bits)) - 1)
 
     x = (x ^ shifted(x, 33)) * -0x00AE502812AA7333  # 0xff51afd7ed558ccd
@@ -147,9 +148,9 @@ def mix(x):
 
 
 def dropout_mask(columns, drop):
-    """Which elements stay: bool [n, columns]. A function of (seed, site, row, column) and nothing else.
+    """Return the mask, bool [n, columns], True for elements that stay. A function of (seed, site, row, column) only.
 
-    So a mask depends neither on the layout nor on how often it is computed. The hash is two rounds of 32-bit multiply
+    So a mask does not depend on the layout, or on how often it is computed. The hash is two rounds of 32-bit multiply
     and xor-shift over the columns, from a 64-bit key per row.
     """
     key = mix(drop.rows + mix(torch.full_like(drop.rows, drop.seed * 1009 + drop.site)))  # [n]
@@ -163,7 +164,7 @@ def dropout_mask(columns, drop):
 
 
 class Dropout(torch.autograd.Function):
-    """x * mask / (1 - rate). Backward computes the mask again: it keeps nothing of x's size."""
+    """x * mask / (1 - rate). Backward computes the mask again, so no tensor of x's size is kept."""
 
     @staticmethod
     def forward(ctx, x, rows, rate, seed, site):
@@ -182,7 +183,7 @@ class Dropout(torch.autograd.Function):
 
 
 def dropout(x, drop=None):
-    """Drops each element of x [n, h] with probability `drop.rate` and scales the others up; drop None: gives x."""
+    """Set each element of x [n, h] to 0 with probability `drop.rate`, and scale the others up. drop None: return x."""
     return x if drop is None else Dropout.apply(x, *drop)
 
 
@@ -190,44 +191,44 @@ def dropout(x, drop=None):
 
 
 def squared_norms(flats):
-    """The squared norm of each of these tensors, float64 [number of them]. Squares are added in their own dtype."""
+    """Return the squared norm of each tensor, float64 [number of tensors]. Squares are added in the tensor's dtype."""
     return torch.stack([torch.linalg.vector_norm(flat) for flat in flats]).double() ** 2
 
 
 class UpdateScalars(NamedTuple):
     """The scalars of one update: 0-dimensional tensors on the buffers' device.
 
-    The device computes them, so that the host need not wait for their values.
+    The device computes them, so the host does not wait for their values.
     """
 
     lr: torch.Tensor  # float64
     scale: torch.Tensor  # float64; multiplies the gradient: clipping, 1 / loss scale
     update: torch.Tensor  # int64, counted from 1
-    skip: torch.Tensor  # bool: leave all as it is
+    skip: torch.Tensor  # bool: change nothing
     correction1: torch.Tensor  # float64: 1 - beta1^update
     correction2: torch.Tensor  # float64: 1 - beta2^update
 
 
 def update_scalars(lr, scale, update, skip, beta1, beta2):
-    """UpdateScalars from the first four of them and AdamW's two constants."""
+    """Return UpdateScalars, from its first four fields and AdamW's beta1 and beta2."""
     update64 = update.double()
     return UpdateScalars(lr, scale, update, skip, 1 - beta1**update64, 1 - beta2**update64)
 
 
 def adamw_(weight, gradient, moments, scalars, ranges, *, decay, beta1, beta2, eps, out=None):
-    """AdamW on flat buffers, in place: changes `weight` and `moments`, uses up `gradient`.
+    """AdamW on flat buffers: changes `weight` and `moments` in place; `gradient` is used up.
 
-    The same formula as `parallel/optimizer.py`'s `adamw`, which is the specification, done in one pass by PyTorch's
-    fused kernel. Its gradient g is scalars.scale * gradient.
+    The specification is `adamw` in `parallel/optimizer.py`. PyTorch's fused kernel does the same in one pass. Its
+    gradient g is scalars.scale * gradient.
 
     scalars: an `UpdateScalars`; ranges: [(begin, end, decays)], which cover the buffers; out: another buffer for the
     new weights, in its own dtype.
     """
     before, skip, divisor = (scalars.update - 1).float(), scalars.skip.float(), (1 / scalars.scale).float()
-    if weight.dtype == torch.float64:  # for which a float32 divisor is too coarse
+    if weight.dtype == torch.float64:  # a float32 divisor is not exact enough
         gradient *= scalars.scale
         divisor = None
-    # On a GPU that kernel reads a rate that is a tensor as float32; as float64 it would refuse it.
+    # On a GPU the fused kernel accepts a learning rate tensor only in float32.
     lr = scalars.lr.float() if weight.is_cuda else scalars.lr
     for begin, end, decays in ranges:
         w, g, m, v = ([x[begin:end]] for x in (weight, gradient, *moments))

@@ -1,19 +1,19 @@
-"""The one door: everything that one process sends another goes through this file, and a step's tensors are counted.
+"""All communication between processes goes through this file. The ledger counts the tensors that a step sends.
 
                  before (ranks 0 | 1)      after                   what one rank sends, of a tensor of N bytes
     all_reduce      a   |  b             a+b  | a+b                2 (n-1)/n N    (a reduce_scatter, an all_gather)
-    reduce_scatter  a a'|  b b'          a+b  | a'+b'                (n-1)/n N    N: the whole, before
-    all_gather      a   |  b             a b  | a b                  (n-1)/n N    N: the whole, after
+    reduce_scatter  a a'|  b b'          a+b  | a'+b'                (n-1)/n N    N: the input
+    all_gather      a   |  b             a b  | a b                  (n-1)/n N    N: the output
 
     send            a   |  -              a   | a                    N
 
-The right column is the ring algorithm's cost, which is optimal (Patarasuk and Yuan 2009), and what the ledger
-counts. Tensors are cut along their first dimension, so that nothing is ever rearranged to be sent.
+The right column is the cost of the ring algorithm, which is optimal (Patarasuk and Yuan 2009). The ledger counts these
+bytes. Tensors are cut along their first dimension, so no element is rearranged before it is sent.
 
-Each call starts the communication and returns `Pending`; `.wait()` gives the tensor. Between the two the
-caller may compute: that is all that "overlap" means here. On NCCL `wait` only orders the GPU's streams, and a peer
-that does not answer within the timeout is found by NCCL's watchdog, which ends the process with a message of its own;
-on Gloo it blocks, and says who waited for whom. On an axis of one rank nothing happens and nothing is counted.
+Each call starts the communication and returns a `Pending`. `.wait()` returns the tensor. The caller may compute between
+the two; this is the overlap of communication and computation. On NCCL, `wait` only orders the GPU's streams. If a peer
+does not answer within the timeout, NCCL's watchdog ends the process with its own message. On Gloo, `wait` blocks the
+host. Its error names the rank that waited and the other ranks. On an axis of one rank nothing is sent or counted.
 """
 
 import functools
@@ -22,19 +22,22 @@ from fractions import Fraction
 import torch
 import torch.distributed as dist
 
-# PyTorch 2.13 renamed these two, and warns at the older names.
+# PyTorch 2.13 renamed these two functions, and warns about the older names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
-RING = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}  # times (n-1)/n of the whole tensor
-NOT_A_STEP = ("setup", "evaluate")  # phases that `Ledger.per_step` leaves out
+RING = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}  # multiples of (n-1)/n of the whole tensor
+NOT_A_STEP = ("setup", "evaluate")  # phases that do not belong to a training step
 
 
 class Ledger:
-    """Counts calls and bytes by (phase, axis, what, operation). The code that runs a step sets `phase`."""
+    """Counts calls and bytes by (phase, axis, what, operation). what: a name for the data, for example "gradients".
+
+    The code that runs a step sets `phase`.
+    """
 
     def __init__(self):
         self.phase = "setup"
@@ -46,7 +49,7 @@ class Ledger:
         row[1] += sent_bytes(operation, ranks, whole_bytes)
 
     def per_step(self, steps):
-        """{(axis, what, operation): (calls, bytes)} of one training step: the sum over phases, divided by `steps`."""
+        """Return {(axis, what, operation): (calls, bytes)}, summed over the phases of a step and divided by `steps`."""
         table = {}
         for (phase, *key), (calls, count) in self.rows.items():
             if phase not in NOT_A_STEP:
@@ -56,16 +59,16 @@ class Ledger:
 
 
 def sent_bytes(operation, ranks, whole_bytes):
-    """Bytes that one of `ranks` ranks sends in an operation on a tensor of `whole_bytes`: the table above."""
+    """Return the bytes that one of `ranks` ranks sends for a tensor of `whole_bytes` (N in the table above)."""
     return whole_bytes if operation == "send" else Fraction(RING[operation] * (ranks - 1) * whole_bytes, ranks)
 
 
 class CommunicationError(RuntimeError):
-    """A peer did not answer: it died, or takes another path through the program."""
+    """A peer did not answer: it died, or it did not make the same call."""
 
 
 class Pending:
-    """A communication on its way. Holds the buffers until it is done."""
+    """A communication in progress. It keeps the buffers until it is done."""
 
     def __init__(self, result, start=None, describe=None):
         self.result, self.describe, self.work = result, describe, None
@@ -73,7 +76,7 @@ class Pending:
             self.work = self._watched(start)
 
     def wait(self):
-        """The result; on a GPU, ready for what is enqueued from here on."""
+        """Return the result. On a GPU, operations that are enqueued afterwards may read it."""
         if self.work:
             self._watched(self.work.wait)
             self.work = None
@@ -97,7 +100,7 @@ def all_reduce(x, axis, what, op="sum"):
 
 
 def all_gather(x, axis, what, out=None):
-    """[k, ...] on each rank -> [n k, ...], the ranks' parts in order; into `out`, of which x may be a part."""
+    """Gather [k, ...] of each rank into [n k, ...], in the order of the ranks. x may be a part of `out`."""
     if axis.size == 1:
         return Pending(x)
     x = x.contiguous()
@@ -106,7 +109,7 @@ def all_gather(x, axis, what, out=None):
 
 
 def reduce_scatter(x, axis, what, out=None):
-    """[n k, ...] on each rank -> [k, ...]: this rank's part of the sum; into `out`, which may be that part of x."""
+    """Sum [n k, ...] over the ranks, and return this rank's [k, ...] of the sum. `out` may be that part of x."""
     if axis.size == 1:
         return Pending(x)
     x = x.contiguous()
@@ -115,17 +118,17 @@ def reduce_scatter(x, axis, what, out=None):
 
 
 def send(x, axis, to, what, tag=0):
-    """Send x to the axis's rank `to`. The buffer must live, unchanged, until it is gone: `Pending` holds it."""
+    """Send x to rank `to` of the axis. x must not change or be freed until it is sent: `Pending` keeps it."""
     x = x.contiguous()
     axis.ledger.count("send", axis.name, axis.size, what, x.numel() * x.element_size())
     call = functools.partial(dist.isend, x, axis.ranks[to], group=axis.group, tag=tag)
-    return Pending(x, call, lambda: f"rank {axis.ranks[axis.rank]} waited for rank {axis.ranks[to]} to take {what}")
+    return Pending(x, call, lambda: f"rank {axis.ranks[axis.rank]} waited for rank {axis.ranks[to]} to receive {what}")
 
 
 def receive(shape, like, axis, source, tag=0):
-    """Post the receipt of a tensor of `shape`, and of `like`'s dtype and device, from the axis's rank `source`.
+    """Post a receive from rank `source` of the axis: a tensor of `shape`, with the dtype and device of `like`.
 
-    What two ranks send each other must be posted by both in one order; a tag helps Gloo to tell messages apart.
+    Two ranks must post their messages to each other in the same order. A tag helps Gloo to tell messages apart.
     """
     x = torch.empty(shape, dtype=like.dtype, device=like.device)
     call = functools.partial(dist.irecv, x, axis.ranks[source], group=axis.group, tag=tag)
@@ -145,10 +148,10 @@ def _waited(axis):
 
 
 def agree(axis, error_type, action):
-    """Run `action` on every rank; if it raises `error_type` on any, raise the first rank's error on all.
+    """Run `action` on every rank. If it raises `error_type` on some ranks, raise the first rank's error on all ranks.
 
-    For what only some ranks can see (a file that one node lacks): nobody is left waiting for a rank that gave up.
-    Not counted by the ledger: it is not part of a step.
+    Use it for errors that only some ranks see (a file is missing on one node), so that no rank waits for a rank that
+    has stopped. The ledger does not count it, because it is not part of a step.
     """
     error = result = None
     try:
@@ -158,13 +161,13 @@ def agree(axis, error_type, action):
     for message in gather_objects(None if error is None else str(error), axis):
         if message is not None:
             agreed = error_type(message)
-            agreed.agreed = True  # every rank raises it: one of them is enough to tell
+            agreed.agreed = True  # every rank raises this error, so it is enough if one rank prints it
             raise agreed from error
     return result
 
 
 def gather_objects(x, axis):
-    """[x of each rank], in order. For small Python objects outside of a step: not counted by the ledger."""
+    """Return [x of each rank], in order, for small Python objects outside of a step. The ledger does not count it."""
     gathered = [x] * axis.size
     if axis.size > 1:
         try:

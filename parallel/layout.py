@@ -1,34 +1,34 @@
-"""Who holds what: a layout's units, buckets and shards, from the configuration alone.
+"""The units, buckets and shards of each rank, computed from the configuration alone.
 
-A *layout* says how a model is spread over dp * tp * pp ranks. Everything here is arithmetic: it needs no process and no
-tensor, and serves a real run (`zero.py`, `pipeline.py`, `checkpoint.py`) and a prediction (`ledger.py`, `memory.py`)
-alike. The model is given as a *table*: for each unit (embedding, blocks, head) the ParamSpecs that it uses
-(`model.parameter_table`).
+A *layout* describes how a model is spread over dp * tp * pp ranks. This file contains only arithmetic: it needs no
+process and no tensor. A real run (`zero.py`, `pipeline.py`, `checkpoint.py`) and a prediction (`ledger.py`,
+`memory.py`) both use it. A *table* describes the model: for each unit (embedding, blocks, head) the ParamSpecs that the
+unit uses (`model.parameter_table`).
 
-    units       cut into consecutive parts; a chunk of the schedule holds one part; a rank has the chunks placed on it
+    units       are cut into consecutive parts; a chunk of the schedule is one part, placed on one rank
     bucket      the parameters that are gathered, reduced and updated together: word table, position table, each block,
-                the head. All of a rank's units that use a bucket share it (the tied word table)
+                the head. All units of a rank that use a bucket share one copy of it (the tied word table)
     holders     the pipeline ranks whose units use a bucket
-    shard       one data rank's 1/n of a bucket
+    shard       the 1/dp of a bucket that one data rank owns
 
-A bucket's flat buffer has its parameters in this order, each from a multiple of ALIGN elements on:
+The parameters of a bucket lie in its flat buffer in this order. Each parameter begins at a multiple of ALIGN elements:
 
     | cut over tp, decays | cut over tp, no decay | replicated, decays | replicated, no decay | padding |
                                                   ^
-    Parameters right of the mark are copied on every tp rank: only tp rank 0 counts it in the norm. Under sequence
-    parallelism each copy's gradient is a partial sum.
+    Parameters to the right of the mark are replicated over tp: only tp rank 0 counts them in the gradient norm. With
+    sequence parallelism each copy's gradient is a partial sum.
 
-So the global norm and weight decay are arithmetic on ranges, wherever a shard begins or ends.
+So the gradient norm and the weight decay work on ranges of elements, also if a shard begins or ends inside a parameter.
 """
 
 import math
 from typing import NamedTuple
 
-ALIGN = 16  # elements: every parameter and every shard begins at a multiple of 32 bytes or more
+ALIGN = 16  # elements: every parameter and every shard begins at a multiple of at least 32 bytes
 
 
 class Range(NamedTuple):
-    """Consecutive elements of a flat buffer whose parameters are of one kind."""
+    """Consecutive elements of a flat buffer whose parameters are of one kind (cut or not, decays or not)."""
 
     begin: int
     end: int
@@ -37,23 +37,23 @@ class Range(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The common part of a parameter and a range of its bucket's flat buffer. It may be empty."""
+    """The overlap of a parameter with a range of its bucket's flat buffer. The overlap may be empty."""
 
     spec: object  # ParamSpec
-    begin: int  # in elements of this rank's part of the parameter
+    begin: int  # in elements of the parameter as this rank keeps it
     end: int
-    at: int  # where `begin` lies, counted from the range's first element
+    at: int  # position of `begin` in the range
 
     def of(self, flat):
-        """This piece of `flat`, a tensor that has the range's elements."""
+        """Return this piece of `flat`, a tensor with the elements of the range."""
         return flat[self.at : self.at + self.end - self.begin]
 
 
 class BucketLayout:
-    """Where the parameters of one bucket lie on ranks of a (tp, dp) layout.
+    """Positions of one bucket's parameters in the flat buffer, for given tp and dp.
 
-    specs: in the buffer's order, specs[i] from offsets[i] on; ranges: Ranges in order, without the padding at the end;
-    size: elements, padding included; dp divides it.
+    specs: ParamSpecs in the order of the buffer; specs[i] begins at offsets[i]. ranges: Ranges in order, without the
+    padding at the end. size: number of elements with padding, a multiple of dp.
     """
 
     def __init__(self, name, specs, tp, dp):
@@ -66,26 +66,29 @@ class BucketLayout:
             begin, end = end, end + math.ceil(length / ALIGN) * ALIGN
             kind = (spec.tp_dim is not None, spec.decay)
             if self.ranges and self.ranges[-1][2:] == kind:
-                begin = self.ranges.pop().begin  # the range goes on
+                begin = self.ranges.pop().begin  # extend the last range
             self.ranges.append(Range(begin, end, *kind))
         self.size = math.ceil(end / (ALIGN * dp)) * ALIGN * dp
 
     def shard(self, dp_rank):
-        """(begin, end) of a data rank's shard."""
+        """Return (begin, end) of a data rank's shard."""
         length = self.size // self.dp
         return dp_rank * length, (dp_rank + 1) * length
 
     def owned(self, dp_rank, stage):
-        """(begin, end) of the elements that a data rank updates: from stage 1 on its shard, else all."""
+        """Return (begin, end) of the elements that a data rank updates.
+
+        These are its shard with ZeRO stage 1 or higher, otherwise the whole buffer.
+        """
         return self.shard(dp_rank) if stage >= 1 else (0, self.size)
 
     def ranges_in(self, begin, end):
-        """The Ranges as far as they lie in begin .. end, counted from `begin`."""
+        """Return the overlaps of the Ranges with begin .. end, counted from `begin`."""
         met = (Range(max(r.begin, begin) - begin, min(r.end, end) - begin, r.cut, r.decays) for r in self.ranges)
         return [r for r in met if r.begin < r.end]
 
     def pieces(self, begin, end):
-        """A Piece for every parameter: its common part with begin .. end."""
+        """Yield a Piece for every parameter: its overlap with begin .. end."""
         for spec, offset, length in zip(self.specs, self.offsets, self.lengths, strict=True):
             low = min(max(begin - offset, 0), length)
             high = max(min(end - offset, length), low)
@@ -93,10 +96,10 @@ class BucketLayout:
 
 
 def split(units, parts):
-    """`units` (embedding, blocks, head) as `parts` consecutive lists, blocks spread evenly.
+    """Cut `units` (embedding, blocks, head) into `parts` consecutive lists. The numbers of blocks differ by at most 1.
 
-    Where the blocks do not divide, the parts in the middle take one more: the first and the last part have the
-    embedding and the head besides.
+    The middle parts are the first to get one block more, because the first and the last part also have the embedding
+    and the head.
     """
     blocks = len(units) - 2
     counts = [blocks // parts] * parts
@@ -110,50 +113,53 @@ def split(units, parts):
 
 
 class Layout:
-    """The layout of `config` on `dp` data ranks. table: [ParamSpecs of each unit]; schedule: one of its Schedules.
+    """The layout of `config` on `dp` data ranks. table: [ParamSpecs of each unit]; schedule: any Schedule of the run.
 
-    Only the schedule's chunks and their placement count here, which do not depend on the number of micro-batches.
+    Only the schedule's parts and placement are used. They do not depend on the number of micro-batches.
     """
 
     def __init__(self, config, dp, table, schedule):
         self.config, self.dp, self.table = config, dp, table
-        self.stage = config.zero if dp > 1 else 0  # one rank has nobody to share with
+        self.stage = config.zero if dp > 1 else 0  # one data rank shards nothing
         parts = split(range(len(table)), max(schedule.parts) + 1)
-        self.units = [parts[part] for part in schedule.parts]  # units[chunk]: numbers of the model's units
+        self.units = [parts[part] for part in schedule.parts]  # units[chunk]: indices of the model's units
         self.placement = schedule.placement
-        specs = {}  # bucket name: {parameter name: ParamSpec}, a tied one once
+        specs = {}  # bucket name: {parameter name: ParamSpec}, a tied parameter once
         for spec in (spec for unit in table for spec in unit):
             specs.setdefault(spec.bucket, {})[spec.name] = spec
         self.all_buckets = {name: BucketLayout(name, s.values(), config.tp, dp) for name, s in specs.items()}
 
     def chunks(self, rank):
-        """The chunks on pipeline rank `rank`."""
+        """Return the chunks on pipeline rank `rank`."""
         return [chunk for chunk, placed in enumerate(self.placement) if placed == rank]
 
     def names(self, units):
-        """The names of the buckets that some units use, each once."""
+        """Return the names of the buckets that some units use, each name once."""
         return list(dict.fromkeys(spec.bucket for unit in units for spec in self.table[unit]))
 
     def buckets(self, rank):
-        """{name: BucketLayout} of pipeline rank `rank`."""
+        """Return {name: BucketLayout} of pipeline rank `rank`."""
         held = self.names(unit for chunk in self.chunks(rank) for unit in self.units[chunk])
         return {name: self.all_buckets[name] for name in held}
 
     def holders(self, name):
-        """The pipeline ranks that hold the bucket `name`, ascending."""
+        """Return the pipeline ranks that hold the bucket `name`, ascending."""
         chunks = [chunk for chunk, units in enumerate(self.units) if name in self.names(units)]
         return sorted({self.placement[chunk] for chunk in chunks})
 
     def stored(self, rank):
-        """P: elements of the buckets of pipeline rank `rank`, padding included."""
+        """Return P, the number of elements of the buckets of pipeline rank `rank`, with padding."""
         return sum(bucket.size for bucket in self.buckets(rank).values())
 
     def padding(self, rank):
-        """Those of P that are no parameter's: they align parameters, and let dp divide every bucket."""
+        """Return the number of padding elements in P. They align parameters and make dp divide every bucket."""
         return sum(bucket.size - sum(bucket.lengths) for bucket in self.buckets(rank).values())
 
     def passes(self, schedule, rank):
-        """{bucket name: how many micro-batches of a step give it a gradient on pipeline rank `rank`}."""
+        """Return {bucket name: number of gradients that the bucket gets in a step on pipeline rank `rank`}.
+
+        This is one gradient per micro-batch and chunk that uses the bucket.
+        """
         count = dict.fromkeys(self.buckets(rank), 0)
         for kind, _, chunk in schedule.actions[rank]:
             for name in self.names(self.units[chunk]) if kind == "F" else []:
@@ -162,5 +168,5 @@ class Layout:
 
 
 def rows_outside(c):
-    """Rows of a micro-batch that a rank has outside the pairs of linears: bs; bs/t with sequence parallelism."""
+    """Return a rank's rows of a micro-batch outside attention and MLP: bs, with sequence parallelism bs/t."""
     return c.micro_batch_size * c.seq_length // (c.tp if c.sequence_parallel else 1)

@@ -1,16 +1,17 @@
-"""The mesh: which process does what (slide "3-D Parallelism").
+"""The mesh: the place of each process on the axes dp, pp and tp (slide "3-D Parallelism").
 
-The processes are numbered along three axes, tensor parallel fastest, then pipeline, then data parallel:
+The processes are numbered along three axes. Tensor parallel is the fastest axis, then pipeline, then data parallel:
 
     rank = (dp_rank * pp + pp_rank) * tp + tp_rank          dp = 2, pp = 1, tp = 4:   dp 0 | 0 1 2 3
                                                                                       dp 1 | 4 5 6 7
                                                                                              ------- tp
-Neighbours in rank sit in one node, so the axis that communicates most (tp: several times a layer) gets the fastest
-wires, the pipeline (one message per stage and micro-batch) goes across a rack, and data parallelism (once a step; under
-ZeRO-2 and 3 more often) across racks. Each axis through a rank is a sub-communicator; all rank algebra is one
-`arange().reshape()`.
 
-Without torch.distributed (one process) every axis has one rank, and nothing is ever sent.
+Ranks with neighbouring numbers are on one node. So tp, which communicates most (several times a layer), gets the
+fastest connections. The pipeline (one message per stage and micro-batch) uses the connections inside a rack. Data
+parallelism (once a step, more often with ZeRO-2 and 3) uses the connections between racks. A rank belongs to one
+sub-communicator per axis, and one `arange().reshape()` gives the members of all of them.
+
+Without torch.distributed (one process) every axis has one rank, and nothing is sent.
 """
 
 from dataclasses import dataclass
@@ -24,13 +25,13 @@ from parallel.comm import Ledger
 
 @dataclass(frozen=True)
 class Axis:
-    """One sub-communicator, seen from one of its ranks."""
+    """A sub-communicator and this process's place in it."""
 
     name: str  # dp, pp, tp, world (all of the mesh), or holders (pipeline ranks with the same parameters)
     ranks: tuple  # the members, as ranks of torch.distributed
     rank: int  # this process's index in `ranks`
     ledger: Ledger  # counts what this rank sends
-    group: object = None  # torch's process group; None where there is nobody to talk to
+    group: object = None  # torch's process group; None if the axis has one rank
 
     @property
     def size(self):
@@ -38,9 +39,9 @@ class Axis:
 
 
 class Mesh:
-    """The axes dp, pp, tp (and world) through this process; `timeout` in seconds.
+    """The axes dp, pp, tp and world of this process. timeout: in seconds.
 
-    Every process must build it, at the same point of the program: groups are made here.
+    Every process must build its Mesh at the same point of the program, because the Mesh makes the process groups.
     """
 
     def __init__(self, tp=1, pp=1, timeout=600.0):
@@ -55,9 +56,9 @@ class Mesh:
         self.tp = self._axis("tp", grid[dp_rank, pp_rank, :], tp_rank)
 
     def holders(self, pp_ranks):
-        """The axis of those pipeline ranks (this one among them, ascending) that hold the same parameters.
+        """Return the axis of the pipeline ranks `pp_ranks` (ascending, with this rank), which hold the same parameters.
 
-        All of them must ask for it, at the same point of the program.
+        All these ranks must call this at the same point of the program.
         """
         key = tuple(pp_ranks)
         if key not in self._holders:
@@ -68,13 +69,13 @@ class Mesh:
     def _axis(self, name, ranks, index):
         ranks = tuple(int(r) for r in ranks)
         group = None
-        if len(ranks) > 1:  # only the members make a group: they must all have made the same number before
+        if len(ranks) > 1:  # only the members make a group; all of them must have made equally many groups before
             group = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=True)
         return Axis(name, ranks, index, self.ledger, group)
 
 
 def everyone():
-    """All processes as one axis, before the mesh stands."""
+    """Return the axis of all processes, for use before the mesh exists."""
     if not dist.is_initialized():
         return Axis("world", (0,), 0, Ledger())
     return Axis("world", tuple(range(dist.get_world_size())), dist.get_rank(), Ledger(), dist.group.WORLD)

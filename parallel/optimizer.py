@@ -1,20 +1,21 @@
-"""The update rules, on flat buffers; the loss scale; the learning rate.
+"""Update rules on flat buffers, the loss scale, and the learning rate.
 
-Slide "深層学習の用語説明" has SGD and Adam. Its Adam differs from Kingma and Ba's (arXiv 1412.6980) in three places:
-they add the gradient to the moments, where the slide subtracts it; their epsilon stands outside the root; and where the
-slide has a factor b^(t+1), they divide the moments by 1 - beta^t.
+Slide "深層学習の用語説明" has SGD and Adam. Its Adam differs from Kingma and Ba's (arXiv 1412.6980) in three places.
+The slide subtracts the gradient from the moments; the paper adds it. The slide has epsilon inside the root; the paper
+has it outside. The slide has a factor b^(t+1); the paper divides the moments by 1 - beta^t. This file follows the
+paper.
 
-A rule works in place on any range of a rank's flat buffers: it is elementwise, so it does not matter where a range
-begins. All tensors have the master dtype, float32 (float64 in fp64 runs). Its keywords:
+A rule changes any range of a rank's flat buffers in place. It is elementwise, so a range may begin anywhere. All
+tensors have the master dtype, float32 (float64 in fp64 runs). Keyword arguments of a rule:
 
     lr       the learning rate          scale    multiplies the gradient: clipping (`Zero.squared_norm`), 1 / loss scale
     decay    weight decay, or 0         update   the number of this update, from 1
-    beta1, beta2, eps                   as in the configuration (for a second half also lars_coefficient)
+    beta1, beta2, eps                   as in the configuration
 
-The functions below are the specification. If a rule names a *fused* operation, training runs that operation and not
-the function: in `reference.py` PyTorch's kernel, in `kernels.py` Triton's. It makes the same update in one pass over
-memory; the functions below take a pass per line. Its lr and scale stay on the device, so the host does not wait. A test
-compares the two. To change such a rule, change the function, and drop `fused` from its row.
+The functions below are the specification. If a rule names a *fused* operation, training runs this operation instead of
+the function: PyTorch's kernel in `reference.py`, or Triton's in `kernels.py`. The fused operation makes the same update
+in one pass over memory, instead of one pass per line. It reads lr and scale on the device, so the host does not wait. A
+test compares the two. To change such a rule, change the function and drop `fused` from its row.
 """
 
 import math
@@ -25,14 +26,14 @@ import torch
 
 
 def sgd(weight, gradient, moments, *, lr, decay, scale, **_):
-    """w -= lr (scale g + decay w). Slide "SGD (確率的勾配降下法)"; `moments` is empty."""
+    """SGD: w -= lr (scale g + decay w). Slide "SGD (確率的勾配降下法)". `moments` is empty."""
     weight.mul_(1 - lr * decay).add_(gradient, alpha=-lr * scale)
 
 
 def adamw(weight, gradient, moments, *, lr, decay, scale, update, beta1, beta2, eps, **_):
     """AdamW: Adam whose decay acts on the weight itself. Loshchilov and Hutter (arXiv 1711.05101), Algorithm 2.
 
-    (Training runs the fused `adamw_`, which makes the same update.)
+    Training runs the fused `adamw_` instead, which makes the same update.
 
     m = b1 m + (1 - b1) g      w -= lr (decay w + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))
     v = b2 v + (1 - b2) g^2    where g = scale * gradient
@@ -51,33 +52,33 @@ def adam_direction(gradient, m, v, scale, update, beta1, beta2, eps):
 
 # --- layer-wise rates, for large batches ------------------------------------------------------------------------------
 #
-# Slide "データ並列": a large global batch generalises worse; LARS and LAMB are one remedy. Both give every parameter
-# tensor ("layer") a rate of its own, so that a step moves it in proportion to its norm. Such an update has two halves.
-# The first is elementwise and leaves a direction in the gradient's place. The second needs the norms of whole tensors,
-# which may be cut over tp and dp (`Zero.tensor_norms`). Biases and LayerNorms, for which `layerwise` is False, keep the
-# plain rate.
+# Slide "データ並列": a large global batch generalises worse. LARS and LAMB are remedies. They give every parameter
+# tensor ("layer") a rate of its own, so that the size of its update is proportional to its norm. Such a rule has two
+# halves. The first is elementwise and overwrites the gradient with a direction. The second needs the norms of whole
+# tensors, which may be cut over tp and dp (`Zero.tensor_norms`), and also gets `layerwise` and `lars_coefficient`.
+# Biases and LayerNorms have `layerwise` False and use the plain rate.
 
 
 def lamb(weight, gradient, moments, *, decay, scale, update, beta1, beta2, eps, **_):
-    """First half of LAMB (You et al., arXiv 1904.00962, Algorithm 2): AdamW's direction, decay included."""
+    """First half of LAMB (You et al., arXiv 1904.00962, Algorithm 2): the direction of AdamW, with decay."""
     m, v = moments
     direction = adam_direction(gradient, m, v, scale, update, beta1, beta2, eps)
     torch.add(direction, weight, alpha=decay, out=gradient)
 
 
 def apply_lamb(weight, direction, moments, weight_norm, norm, *, lr, layerwise, **_):
-    """w -= lr (|w| / |direction|) direction."""
+    """Second half of LAMB: w -= lr (|w| / |direction|) direction."""
     ratio = weight_norm / norm if layerwise and weight_norm > 0 and norm > 0 else 1.0
     weight.add_(direction, alpha=-lr * ratio)
 
 
 def lars(weight, gradient, moments, *, scale, **_):
-    """First half of LARS (You et al., arXiv 1708.03888, Algorithm 1): the gradient itself."""
+    """First half of LARS (You et al., arXiv 1708.03888, Algorithm 1): the direction is the scaled gradient."""
     gradient.mul_(scale)
 
 
 def apply_lars(weight, gradient, moments, weight_norm, norm, *, lr, decay, layerwise, beta1, lars_coefficient, **_):
-    """v = b1 v + lr c |w| / (|g| + decay |w|) (g + decay w);  w -= v."""
+    """Second half of LARS: v = b1 v + lr c |w| / (|g| + decay |w|) (g + decay w);  w -= v."""
     ratio = 1.0
     if layerwise and weight_norm > 0 and norm > 0:
         ratio = lars_coefficient * weight_norm / (norm + decay * weight_norm)
@@ -86,15 +87,15 @@ def apply_lars(weight, gradient, moments, weight_norm, norm, *, lr, decay, layer
 
 
 class Rule(NamedTuple):
-    """A row of RULES."""
+    """One row of RULES."""
 
-    step: Callable  # on any range of the flat buffers
-    moments: int  # buffers of the weight's size that it keeps
-    layerwise: Callable | None = None  # the second half, tensor by tensor
-    fused: str | None = None  # the operation that does the same as `step` in one pass
+    step: Callable  # the update (or its first half) of any range of the flat buffers
+    moments: int  # number of moment buffers, each of the weight's size
+    layerwise: Callable | None = None  # the second half, called for each tensor
+    fused: str | None = None  # name of an operation that does the same as `step` in one pass
 
 
-# Add your own: write a function like those above, and a row here. `train.py --optimizer=mine` runs it.
+# Add your own: write a function like the ones above, and add a row here. `train.py --optimizer=mine` runs it.
 RULES = {
     "sgd": Rule(sgd, 0),
     "adamw": Rule(adamw, 2, fused="adamw_"),
@@ -104,21 +105,21 @@ RULES = {
 
 
 class Shard(NamedTuple):
-    """The elements of one bucket that this rank updates: tensors of one length, of which `gradient` is used up."""
+    """The elements of one bucket that this rank updates: tensors of equal length. `update` may overwrite `gradient`."""
 
     weight: torch.Tensor  # master weights
     gradient: torch.Tensor
     moments: list
-    ranges: list  # layout.Ranges that cover them
-    pieces: list  # a layout.Piece for each parameter, `at` counted from the shard's begin
-    cast: torch.Tensor | None  # the parameters, where they are not the master weights
+    ranges: list  # layout.Ranges that cover the elements
+    pieces: list  # a layout.Piece for each parameter; its `at` counts from the begin of the shard
+    cast: torch.Tensor | None  # the parameters; None if they are the master weights
 
 
 def update(c, shards, scalars, ops, tensor_norms):
-    """Update every shard; c: the configuration, scalars: `reference.UpdateScalars`.
+    """Update every shard. c: the configuration. scalars: `reference.UpdateScalars`. ops: for fused rules.
 
-    ops: the operations, for a fused rule; tensor_norms([(Shard, Piece)]): the norms of whole tensors, for a layer-wise
-    one (`Zero.tensor_norms`). A rule that is not fused reads the scalars on the host, so the host waits for the device.
+    tensor_norms([(Shard, Piece)]): returns the norms of whole tensors, for layer-wise rules (`Zero.tensor_norms`). A
+    rule that is not fused reads the scalars on the host, so the host waits for the device.
     """
     rule, constants = RULES[c.optimizer], dict(beta1=c.adam_beta1, beta2=c.adam_beta2, eps=c.adam_eps)
     if rule.fused:
@@ -146,10 +147,11 @@ def update(c, shards, scalars, ops, tensor_norms):
 
 
 def learning_rate(c, update):
-    """The rate of the `update`-th update (from 1; skipped steps do not count). `c`: the configuration.
+    """Return the rate of the `update`-th update (from 1; skipped steps do not count). c: the configuration.
 
-    Linear warm-up to `lr`, then, except for `constant`, down to `min_lr` at `lr_decay_iters` and after it. A warm-up
-    longer than the run, or than the decay, is allowed: the rate then rises as far as it comes.
+    A linear warm-up rises to `lr`. With lr_decay_style `constant` the rate stays at `lr`. Otherwise it falls to
+    `min_lr`, which it reaches at `lr_decay_iters` (0: `train_iters`). A warm-up may end after `lr_decay_iters`, or
+    after the run.
     """
     end = c.lr_decay_iters or c.train_iters
     warmup = c.lr_warmup_iters if c.lr_warmup_iters >= 0 else c.lr_warmup_fraction * end
@@ -169,10 +171,11 @@ def learning_rate(c, update):
 
 
 class LossScale:
-    """fp16's dynamic loss scale: as large as it can be without overflow, so that small gradients do not vanish.
+    """Dynamic loss scale of fp16: as large as possible without overflow, so that small gradients do not become 0.
 
-    Micikevicius et al. (arXiv 1710.03740), section 3.2. Halved at an overflow once `hysteresis` of them have come;
-    doubled, and the hysteresis refilled, after `window` clean steps. In other dtypes it stays 1.
+    Micikevicius et al. (arXiv 1710.03740), section 3.2. From the `hysteresis`-th overflow on, each overflow halves the
+    scale. After `window` steps in a row without overflow, the scale doubles and the count of overflows starts again at
+    0. In other dtypes the scale stays 1.
     """
 
     def __init__(self, config, dtype_name):
@@ -200,6 +203,6 @@ class LossScale:
         return {"dynamic": self.dynamic, "scale": self.scale, "clean": self.clean, "patience": self.patience}
 
     def restore(self, state):
-        """Go on from a checkpoint's state; a run in another dtype than the checkpoint's starts afresh."""
+        """Continue from a checkpoint's state. If the checkpoint or this run is not fp16, keep the initial state."""
         if self.dynamic and state["dynamic"]:
             self.scale, self.clean, self.patience = state["scale"], state["clean"], state["patience"]

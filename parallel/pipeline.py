@@ -1,32 +1,32 @@
-"""Executes a schedule: this rank's forwards and backwards, unit by unit, and the messages between ranks.
+"""Execute a schedule: this rank's forwards and backwards, unit by unit, and the messages between ranks.
 
-Slide "パイプライン並列". The model's units (embedding, blocks, head) are cut into consecutive *parts*; a chunk of the
-schedule holds one part (`layout.py`, `schedules.py`). A rank holds the chunks that the schedule places on it, and runs
-its list of actions:
+Slide "パイプライン並列". The model's units (embedding, blocks, head) are cut into consecutive *parts*. A chunk of
+the schedule is one part, placed on one rank (`layout.py`, `schedules.py`). A rank runs its list of actions. For
+micro-batch j:
 
-    F j     receive x, run the chunk's units, send y (the embedding's chunk reads ids, the head's gives losses)
+    F j     receive x, run the chunk's units, send y (the embedding reads ids instead, the head returns losses)
     B j     receive dL/dy, run the units backwards, send dL/dx
-    I, W    B in two halves. I finds dL/dx, and leaves a WeightGradient (w, dy, x) of every linear of the blocks in
-            `Executor.deferred`. W, later, adds dW = dy^T x of each to its bucket and lets go of it.
+    I, W    the two halves of B. I computes dL/dx, and stores a WeightGradient (w, dy, x) for every linear of the blocks
+            in `Executor.deferred`. Later W adds each dW = dy^T x to its bucket, and frees dy and x.
 
-The executor knows actions, not schedules: it does what the list says, in its order. Per boundary and direction, one
-micro-batch sends bsh elements (bsh/t with sequence parallelism). A validation is a list of F alone.
+The executor does not know schedules. It runs the list in its order. Per boundary and direction, one micro-batch sends
+bsh elements (bsh/t with sequence parallelism). A validation is a list of F only.
 
-Between two units the graph is cut: each unit gets a detached input, and its backward is one `torch.autograd.backward`
-with the gradient that the unit after it left at its input:
+The graph is cut between two units. Each unit gets a detached input. A unit's backward is one `torch.autograd.backward`;
+it starts from the gradient of the next unit's input:
 
     forward     x0 -> [embedding] -> y0 | x1 = y0.detach() -> [block] -> y1 | ...  -> [head] -> losses
     backward    dL/dx1 = x1.grad  <-  [block].backward(x2.grad)  <-  ...
 
-So everything that a scheme wants to do between two units is a plain line here, not a hook: with full recomputation a
-block keeps only x and runs again just before its backward (one block's activations at a time; Chen et al., arXiv
-1604.06174); ZeRO-3 gathers a unit's parameters before and frees them after; a unit's gradients are reduced as soon as
-they are whole, while those below still compute (as in PyTorch's DDP, Li et al., arXiv 2006.15704).
+So each scheme is a plain line of code between two units, not a hook. With full recomputation a block keeps only x and
+runs again just before its backward, so only one block's activations exist at a time (Chen et al., arXiv 1604.06174).
+ZeRO-3 gathers a unit's parameters before the unit and frees them after it. A bucket's gradient is reduced as soon as it
+is complete, while backward continues with earlier units (as in PyTorch's DDP, Li et al., arXiv 2006.15704).
 
-A send does not block. A receive is posted as early as the agreed order of messages allows; that order is also why two
-ranks that both send do not deadlock (`schedules.messages` has the proof). A buffer lives until its message has left.
-Then the values of a sent y are freed: backward needs y's graph, not its values. A rank that is more than IN_TRANSIT
-messages ahead of its neighbours waits for them.
+A send does not block. All ranks post their messages in one common order, a receive as early as this order allows. The
+order also prevents a deadlock of two ranks that both send (proof: `schedules.messages`). A buffer lives until its
+message is sent. Then the values of a sent output y are freed, because backward needs only y's graph. A rank with more
+than IN_TRANSIT unfinished sends waits for the oldest.
 """
 
 import contextlib
@@ -39,12 +39,12 @@ from parallel.comm import receive, send
 from parallel.layout import rows_outside
 from parallel.zero import free
 
-SENT = {"activation": "activations", "gradient": "gradients of activations"}  # the ledger's names
-IN_TRANSIT = 2  # messages that may be on their way before we wait for the oldest (Gloo does not tell what has arrived)
+SENT = {"activation": "activations", "gradient": "gradients of activations"}  # names in the ledger
+IN_TRANSIT = 2  # unfinished sends before we wait for the oldest (Gloo does not tell which sends have finished)
 
 
 class Unwatched:
-    """Does nothing, in the place of a meter (`meter.py`), a trace (`trace.py`) or timers (`log.Timers`)."""
+    """Replaces a meter (`meter.py`), a trace (`trace.py`) or timers (`log.Timers`), and does nothing."""
 
     def nothing(self, *_):
         pass
@@ -57,7 +57,7 @@ class Unwatched:
 
 
 class Deferred(list):
-    """The `tensor.WeightGradient`s of one micro-batch in one chunk, from I to W. A meter counts their tensors."""
+    """The `tensor.WeightGradient`s of one micro-batch in one chunk, from I to W. The meter (`meter.py`) counts them."""
 
     def __init__(self, meter):
         super().__init__()
@@ -69,7 +69,7 @@ class Deferred(list):
 
 
 class Chunk:
-    """Some consecutive units on this rank; for each, the names of the buckets that it uses.
+    """Consecutive units on this rank. buckets[i]: the names of the buckets that unit i uses.
 
     reduce_after[i]: the buckets whose gradient is complete once backward has passed unit i, as no unit before i uses
     them. release_after[i]: the buckets that forward no longer needs after unit i, as no unit after i uses them.
@@ -87,7 +87,7 @@ class Chunk:
 
 
 class Executor:
-    """One process's part of every step. schedule: a step's, of any number of micro-batches; timers: a `log.Timers`."""
+    """This rank's part of every step. schedule: a Schedule with any number of micro-batches; timers: a `log.Timers`."""
 
     def __init__(self, model, zero, config, mesh, layout, schedule, timers):
         self.zero, self.config, self.mesh, self.layout = zero, config, mesh, layout
@@ -98,17 +98,17 @@ class Executor:
         for chunk in layout.chunks(mesh.pp.rank):
             numbers = layout.units[chunk]
             self.chunks[chunk] = Chunk([model.units[i] for i in numbers], [layout.names([i]) for i in numbers])
-        self.kept = {}  # (micro-batch, chunk): what forward left for backward
-        self.deferred = {}  # (micro-batch, chunk): what I left for W
-        self.local = {}  # outputs and gradients between two chunks on this rank
+        self.kept = {}  # (micro-batch, chunk): [(input, output) of each unit], from F to B
+        self.deferred = {}  # (micro-batch, chunk): Deferred, from I to W
+        self.local = {}  # (kind, micro-batch, chunk): a tensor for another chunk on this rank
         self.trace = self.meter = Unwatched()
 
     def run(self, micro_batches, count, weight):
-        """Forward and backward of `count` micro-batches, drawn from the iterator `micro_batches`.
+        """Run forward and backward of `count` micro-batches from the iterator `micro_batches`.
 
-        weight: what each micro-batch's mean loss is multiplied by before it is back-propagated. Leaves gradients in the
-        buckets' flat buffers, their reduction started. Returns this rank's sum of the micro-batches' mean losses, not
-        multiplied: a float64 scalar on the device, 0 on ranks without the head.
+        weight: the factor by which each micro-batch's mean loss is multiplied before backward. The gradients are left
+        in the buckets' flat buffers, and their reduction has started. Return the sum of the mean losses, without
+        `weight`: a float64 scalar on the device, 0 on ranks without the head.
         """
         if count not in self.schedules:
             schedule = schedules.build(self.config.schedule, self.mesh.pp.size, count, self.config.chunks)
@@ -116,15 +116,18 @@ class Executor:
             self.schedules[count] = schedule, schedules.messages(schedule), passes
         schedule, messages, passes = self.schedules[count]
         self.trace.begin_step(count)
-        self.weight, self.passes = weight, dict(passes)  # passes: how often each bucket will still get a gradient
+        self.weight, self.passes = weight, dict(passes)  # passes: number of gradients that each bucket still gets
         self.total = torch.zeros((), dtype=torch.float64, device=self.zero.device)
         self._execute(schedule, messages, micro_batches, rows_outside(self.config))
-        self.batch(count - 1)  # draw them all, also those that have no action on this rank
+        self.batch(count - 1)  # read all micro-batches, also those without an action on this rank
         return self.total
 
     @torch.no_grad()
     def evaluate(self, batch):
-        """The losses [n] of one micro-batch, forward only, through the first pipeline; None if its end is elsewhere."""
+        """Return the losses [n] of one micro-batch, forward only, or None on a rank without the pipeline's last chunk.
+
+        If the schedule has two pipelines (Chimera), the first one runs.
+        """
         watchers, self.losses = (self.timers, self.meter, self.trace), None
         self.timers = self.meter = self.trace = Unwatched()
         self._execute(*self.validation, iter([batch]), len(batch.positions))  # the last batch may be short
@@ -132,7 +135,7 @@ class Executor:
         return self.losses
 
     def _execute(self, schedule, messages, micro_batches, rows):
-        """This rank's actions, in order; before each, the messages that come first. rows: of a micro-batch."""
+        """Run this rank's actions in order, and post messages before each. rows: of a micro-batch here."""
         self.schedule, self.batches, self.micro_batches = schedule, {}, micro_batches
         self.mail = Mailbox(messages, self.mesh, (rows, self.config.hidden_size), self.zero, self.meter)
         run = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradient}
@@ -144,7 +147,7 @@ class Executor:
         self.mail.close()
 
     def batch(self, j):
-        """Micro-batch j, kept for the whole step. Some schedules do not begin with 0: the earlier ones are kept too."""
+        """Return micro-batch j. The step keeps it and all earlier ones; some schedules do not begin with 0."""
         while j not in self.batches:
             self.batches[len(self.batches)] = next(self.micro_batches)
         return self.batches[j]
@@ -183,7 +186,7 @@ class Executor:
         self._backward(j, c, self.deferred[j, c])
 
     def _backward(self, j, c, deferred):
-        """Backward of a chunk. With `deferred`, a list, the linears leave their weight gradients there."""
+        """Run backward of a chunk. deferred: a list to which linears append their weight gradients, or None."""
         chunk, batch, kept = self.chunks[c], self.batch(j), self.kept.pop((j, c))
         before, after = schedules.upstream(self.schedule, c), schedules.downstream(self.schedule, c)
         gradient = None if after is None else self._take("gradient", j, c)
@@ -199,13 +202,13 @@ class Executor:
                 self.meter.hold(y)
             self.mesh.ledger.phase = "backward"
             is_loss = gradient is None
-            if is_loss:  # y [n] is still nan: the head fills it in backward, together with the gradient
-                gradient = torch.full_like(y, self.weight / len(y))  # of their mean
+            if is_loss:  # y [n] is still nan: the head's backward fills it
+                gradient = torch.full_like(y, self.weight / len(y))  # d(weight * mean) / dy
             torch.autograd.backward(y, gradient)
             if is_loss:
                 self.total += y.detach().mean(dtype=torch.float64)
             for name in chunk.buckets[i]:
-                self.zero.buckets[name].defer_to(None)  # or the parameters would keep what they deferred
+                self.zero.buckets[name].defer_to(None)  # else the parameters would keep the list alive
             gradient = None if x is None else x.grad
             for name in chunk.reduce_after[i]:
                 self.zero.release(name)
@@ -221,16 +224,16 @@ class Executor:
         for name in names:
             self.zero.open_gradient(name)
         products = deque(self.deferred.pop((j, c)))
-        for name in names:  # backward's order, in which I has left its products
+        for name in names:  # in the order of backward, in which I appended the products
             while products and products[0].w.spec.bucket == name:
-                products.popleft().add()  # and two operands less to keep
+                products.popleft().add()  # frees dy and x after each product
             self._reduce(name)
-        assert not products, "a weight gradient of a bucket that is not this chunk's"
+        assert not products, "a weight gradient of a bucket that this chunk does not use"
 
     # --- around them --------------------------------------------------------------------------------------------------
 
     def _gather(self, chunk, i, step):
-        """Make unit i's parameters whole, and start to gather those of the unit that comes next."""
+        """Make the parameters of unit i whole, and start to gather those of unit i + step, which runs next."""
         for name in chunk.buckets[i]:
             self.zero.gather(name)
         if 0 <= i + step < len(chunk.units):
@@ -238,13 +241,13 @@ class Executor:
                 self.zero.start_gather(name)
 
     def _reduce(self, name):
-        """Bucket `name` has the whole gradient that one micro-batch gives it."""
+        """Reduce bucket `name`, whose gradient of one micro-batch is complete."""
         self.mesh.ledger.phase = "reduce"
         self.passes[name] -= 1
         self.zero.reduce(name, last=self.passes[name] == 0)
 
     def _give(self, kind, j, c, x):
-        """Hand x, [rows, h], to chunk c, on whichever rank it is."""
+        """Pass x, [rows, h], to chunk c: directly if chunk c is on this rank, else by a message."""
         if c in self.chunks:
             self.local[kind, j, c] = x.detach()
             self.meter.hold(self.local[kind, j, c])
@@ -259,17 +262,17 @@ class Executor:
 
 
 class Mailbox:
-    """This rank's messages of a step, in the order in which all ranks have agreed to post theirs."""
+    """This rank's messages of a step. All ranks post their messages in the same order."""
 
     def __init__(self, order, mesh, shape, like, meter):
         self.pp, self.shape, self.like, self.meter = mesh.pp, shape, like, meter
         rank = mesh.pp.rank
         self.queue = deque((i, m) for i, m in enumerate(order) if rank in (m.source, m.destination))
         self.arriving = {}  # (kind, micro-batch, chunk): Pending
-        self.leaving = deque()  # (Pending, what to free when it is gone, or None)
+        self.leaving = deque()  # (Pending, tensor to free when it is sent, or None)
 
     def post(self):
-        """Post receives up to the next message that is ours to send; free what is gone."""
+        """Post receives up to this rank's next send. Free sent tensors."""
         while self.queue and self.queue[0][1].source != self.pp.rank:
             tag, m = self.queue.popleft()
             key = m.kind, m.microbatch, m.consumer.chunk
@@ -286,22 +289,22 @@ class Mailbox:
             self.meter.forget(x)
 
     def send(self, key, x):
-        """Send x, the output of a unit or a gradient, without waiting."""
+        """Send x, a unit's output or a gradient, without waiting."""
         self.post()
         tag, m = self.queue.popleft()
-        assert key == (m.kind, m.microbatch, m.consumer.chunk), f"{key} is sent where {m} should be"
-        values = x.detach()  # without the graph, whose input would otherwise live as long as the message
-        done = values if x.grad_fn is not None else None  # an output: backward begins at it, not at its values
+        assert key == (m.kind, m.microbatch, m.consumer.chunk), f"{key} is sent, but the next message is {m}"
+        values = x.detach()  # without the graph, which would keep the unit's input until the message is sent
+        done = values if x.grad_fn is not None else None  # an output: backward needs its graph, not its values
         self.leaving.append((send(values, self.pp, m.destination, SENT[m.kind], tag), done))
         self.meter.hold(values)
 
     def receive(self, key):
-        """Wait for a message: the tensor."""
+        """Wait for a message, and return its tensor."""
         self.post()
         return self.arriving.pop(key).wait()
 
     def close(self):
-        """The end of a step: everything has gone."""
+        """Wait at the end of a step until all messages are sent."""
         self.post()
         while self.leaving:
             self._let_go()

@@ -1,9 +1,9 @@
-"""Tensor parallelism: a layer's matrices, cut over t ranks (slide "テンソル並列").
+"""Tensor parallelism: the matrices of a layer are cut over t ranks (slide "テンソル並列").
 
-Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3; sequence parallelism: Korthikanti et al. (arXiv
-2205.05198), section 4.2. A transformer block is two pairs of linears. The first of a pair is cut by columns (its
-outputs), the second by rows (its inputs), so that between them every rank works on its own heads or its own part of
-the MLP:
+Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3; sequence parallelism: Korthikanti et al. (arXiv 2205.05198),
+section 4.2. A transformer block has two pairs of linears: qkv and proj, fc1 and fc2. The first of a pair is cut by
+columns (its outputs), the second by rows (its inputs). Inside a pair each rank computes its own heads or its own part
+of the MLP, without communication:
 
         x --f-->  Y_i = x A_i^T  -->  gelu / attention  -->  Z_i = Y_i B_i^T  --g-->  z = sum_i Z_i
               column parallel            all local                row parallel
@@ -14,18 +14,18 @@ the MLP:
     leave   all_reduce (g) all_reduce of y    nothing               y is whole on every rank
             reduce_scatter reduce_scatter y   all_gather of dy      y is cut by tokens (sequence parallel)
 
-Activations are [n, h], n = b s the tokens of the micro-batch, sample after sample. Sequence parallelism gives each
-rank n/t consecutive rows of them wherever they are not inside a pair: LayerNorm, dropout and residual then cost 1/t
-of the memory and the work, and all_reduce = reduce_scatter + all_gather, so the bytes stay the same (but for x, which
-is stored cut and gathered again in backward). It makes one thing new: what is replicated (LayerNorm, row-parallel
-bias, position embedding) now sees only part of the tokens on each rank, so that its gradient is a partial sum, which
-`zero.py` adds up over tp at the end of the step.
+Activations are [n, h]: the n = b s tokens of the micro-batch, sample after sample. With sequence parallelism each rank
+has n/t consecutive rows of an activation outside of the pairs. LayerNorm, dropout and residual stream then cost 1/t of
+the memory and the work. The bytes of communication stay the same, because all_reduce = reduce_scatter + all_gather,
+with one exception: x is stored cut, so backward gathers it again. A replicated parameter (LayerNorm, row-parallel bias,
+position embedding) now sees only part of the tokens on each rank. Its gradient is a partial sum there, and `zero.py`
+sums it over tp at the end of the step.
 
-**What can overlap.** The slide says that tensor parallel communication can't be hidden. In forward that is so: g's
-sum is the very next thing that is needed. In backward it is not: dx needs its all_reduce, but the weight gradient dW
-= dy^T x does not wait for it. `Linear.backward` starts the first, computes the second, then waits; with sequence
-parallelism the gather of x for dW likewise travels while dx is computed. Computation cannot hide all of forward; in
-backward, with sequence parallelism, the gather of dy; and the messages of the embedding and the head.
+**What can overlap.** The slide says that tensor parallel communication can't be hidden. This is true in forward: the
+next operation needs the sum of g. It is not true in backward: dx needs its all_reduce, but the weight gradient dW =
+dy^T x does not. `Linear.backward` starts the all_reduce, computes dW, then waits. With sequence parallelism, the
+all_gather of x for dW also overlaps with the computation of dx. Three things are not hidden: all communication in
+forward, the all_gather of dy in backward (sequence parallelism), and the communication of the embedding and the head.
 
 Costs per layer and micro-batch: 8 bsh (t-1)/t elements sent, 10 with sequence parallelism (`ledger.py`); memory and
 work of the matrices 1/t.
@@ -40,42 +40,43 @@ from torch import nn
 
 from parallel.comm import all_gather, all_reduce, reduce_scatter
 
-CHUNK = 4096  # tokens whose logits exist at a time: 412 MB in bf16 at 50,304 columns, and a matrix product's worth
+CHUNK = 4096  # tokens whose logits exist at a time: 412 MB (bf16, v = 50,304), enough for an efficient matrix product
 
 # --- logical parameters ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One logical parameter: the same row in every layout. A rank holds it whole or cut along `tp_dim`.
+    """One logical parameter, the same in every layout. A rank keeps it whole or cut along `tp_dim`.
 
-    A layer declares a parameter with `self.weight = ParamSpec(...)`. `zero.py` puts an nn.Parameter, a view into a flat
-    buffer, in its place.
+    A layer declares a parameter with `self.weight = ParamSpec(...)`. `zero.py` replaces the ParamSpec by an
+    nn.Parameter, which is a view into a flat buffer.
     """
 
     name: str  # "block3.qkv.weight"; also the name of its file in a checkpoint
     shape: tuple  # whole
     tp_dim: int | None = None  # None: replicated over tp
     decay: bool = False  # weight decay applies
-    std: float = 0.0  # initial values: normal, of this standard deviation ...
-    mean: float = 0.0  # ... around this
+    std: float = 0.0  # initial values: normal with this standard deviation
+    mean: float = 0.0  # mean of the initial values
 
     @property
     def bucket(self):
-        """The bucket that it is stored in, the first word of its name: word, embedding, block3, head."""
+        """Name of the parameter's bucket, the first word of the parameter's name: word, embedding, block3, head."""
         return self.name.partition(".")[0]
 
     def local_shape(self, t):
         return tuple(n // t if d == self.tp_dim else n for d, n in enumerate(self.shape))
 
     def local_part(self, whole, axis):
-        """This rank's part of the whole tensor (a view)."""
+        """Return this rank's slice of the whole tensor (a view)."""
         return whole if self.tp_dim is None else whole.chunk(axis.size, self.tp_dim)[axis.rank]
 
     def initial(self, seed):
-        """The whole initial tensor, float32 on the CPU: a function of (seed, name) and nothing else.
+        """Return the whole initial tensor, float32 on the CPU: a function of (seed, name) and nothing else.
 
-        Drawn whole and then cut, so that no layout changes a number. Python's hash() differs between processes.
+        The caller cuts it, so a weight has the same value in every layout. Python's hash() cannot be the seed: its
+        value differs between processes.
         """
         if not self.std:
             return torch.full(self.shape, self.mean)
@@ -85,7 +86,7 @@ class ParamSpec:
 
 
 def specs(unit):
-    """The ParamSpecs that stand in a unit of the model and in the modules in it, in order."""
+    """Return the ParamSpecs of a unit and of the modules inside it, in order."""
     return [spec for module in unit.modules() for spec in vars(module).values() if isinstance(spec, ParamSpec)]
 
 
@@ -93,16 +94,16 @@ def specs(unit):
 
 
 class Linear(torch.autograd.Function):
-    """y = leave(enter(x) W^T + bias), the one linear that all layers are.
+    """y = leave(enter(x) W^T + bias). Every linear of the model is this function.
 
-    x [n or n/t, in], w [..., out, in] of this rank, bias [..., out] or None; enter: copy, all_gather or None (x is
-    this rank's own columns); leave: all_reduce, reduce_scatter or None. Gradients of w and bias are added to `.grad`,
-    not returned.
+    x: [n or n/t, in]. w: [..., out, in] of this rank. bias: [..., out] or None.
+    enter: copy, all_gather or None (x has only this rank's columns). leave: all_reduce, reduce_scatter or None.
+    Backward adds the gradients of w and bias to `.grad` and does not return them.
     """
 
     @staticmethod
     def forward(ctx, x, w, bias, enter, leave, tp):
-        ctx.save_for_backward(x)  # with sequence parallelism n/t rows only: gathered again in backward
+        ctx.save_for_backward(x)  # with sequence parallelism n/t rows, gathered again in backward
         ctx.w, ctx.bias, ctx.enter, ctx.leave, ctx.tp = w, bias, enter, leave, tp
         matrix = w.flatten(0, -2)  # qkv is [3, h/t, h]
         if enter == "all_gather":
@@ -131,14 +132,14 @@ class Linear(torch.autograd.Function):
         if gathering:
             x = gathering.wait()
         if w.deferred is None:
-            add_product(w, dy, x)  # while dx travels
-        else:  # Detached: x's graph would keep the unit's input, and its gradient, until W.
+            add_product(w, dy, x)  # while dx is sent
+        else:  # detach: the graph of x would keep the unit's input and its gradient until W
             w.deferred.append(WeightGradient(w, dy, x.detach()))
         return (sending.wait() if ctx.enter else dx), None, None, None, None, None
 
 
 class WeightGradient(NamedTuple):
-    """The product dW = dy^T x that I leaves for W."""
+    """The factors of dW = dy^T x, which I stores and W multiplies."""
 
     w: nn.Parameter
     dy: torch.Tensor
@@ -149,21 +150,21 @@ class WeightGradient(NamedTuple):
 
 
 def add_product(w, dy, x):
-    """dW += dy^T x, in the flat gradient buffer's dtype, without a temporary where the matrix product can add there."""
+    """Add dy^T x to dW in the dtype of the flat gradient buffer, where possible without a temporary tensor."""
     gradient = w.grad.flatten(0, -2)
     if gradient.dtype == dy.dtype:
         gradient.addmm_(dy.T, x)
-    elif dy.is_cuda:  # 16-bit factors, a float32 sum: no other pass over dW, and no rounding of a micro-batch's share
+    elif dy.is_cuda:  # 16-bit factors, float32 sum: one pass over dW, and dy^T x is not rounded to 16 bits
         torch.addmm(gradient, dy.T, x, out_dtype=gradient.dtype, out=gradient)
     else:
         gradient.add_(dy.T @ x)
 
 
 class ColumnParallelLinear(nn.Module):
-    """x [n, in] (n/t rows with sequence parallelism) -> [n, out/t]: this rank's outputs.
+    """Linear cut by its outputs: x [n, in] (n/t rows with sequence parallelism) -> [n, out/t].
 
-    `shape` is the whole weight, [out, in] or, packed, [3, out, in]: cut along out. Without `adds_bias`, and in a
-    RowParallelLinear always, the bias is left to the operation that comes next, which has the output in its hands.
+    shape: the whole weight's, [out, in] or, packed, [3, out, in]. The weight is cut along out. With adds_bias=False,
+    and always after a RowParallelLinear, the next operation adds the bias, because it reads the whole output anyway.
     """
 
     def __init__(self, name, shape, std, tp, sequence_parallel, adds_bias=True):
@@ -178,9 +179,9 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """x [n, in/t]: this rank's inputs -> [n, out] (n/t rows with sequence parallelism), without the bias.
+    """Linear cut by its inputs: x [n, in/t] -> [n, out] (n/t rows with sequence parallelism), without the bias.
 
-    The bias is added once, to the sum over the ranks: on rows that each rank has, or has its part of.
+    The bias is replicated over tp. The next operation adds it after the sum over tp.
     """
 
     def __init__(self, name, shape, std, tp, sequence_parallel):
@@ -197,7 +198,10 @@ class RowParallelLinear(nn.Module):
 
 
 class EmbeddingLookup(torch.autograd.Function):
-    """Rows of the whole table from its shards: each rank looks up the ids that it has, and g adds up."""
+    """Look up ids in a table that is cut over tp.
+
+    Each rank fills the rows of the ids that it has, and leaves 0 in the others. The sum over tp gives all rows.
+    """
 
     @staticmethod
     def forward(ctx, ids, w, leave, tp):
@@ -218,7 +222,7 @@ class EmbeddingLookup(torch.autograd.Function):
             dy = all_gather(dy, ctx.tp, "embedding").wait()
         gradient = ctx.w.grad
         dy = (dy * mine[:, None]).to(gradient.dtype)
-        if dy.is_cuda:  # sorts the ids: sums in one order every time, which index_add_'s atomics do not
+        if dy.is_cuda:  # sorts the ids and sums in a fixed order; index_add_ with atomics does not
             gradient.index_put_((local,), dy, accumulate=True)
         else:
             gradient.index_add_(0, local, dy)
@@ -238,19 +242,19 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The loss of every token, [n], from x [n or n/t, h] and the word table w [v/t, h]: **made in backward**.
+    """The loss of every token, [n], from x [n or n/t, h] and the word table w [v/t, h]. **Backward computes it.**
 
-    A token's logits are its largest activation by far (v numbers; a block keeps 16 h). So they never exist whole.
-    Forward only reserves the losses (nan) and keeps x. Backward works on CHUNK tokens at a time: logits = x W^T become
-    losses, then, in the same place, their gradient dz; dz gives dx = dz W and dW += dz^T x, and is freed. Each logit is
-    thus computed once. `next_token_losses` is the same without a gradient.
+    The logits, v numbers per token, would be the largest activation tensor. So they never exist whole. Forward only
+    allocates the losses (nan) and keeps x. Backward works on CHUNK tokens at a time: it computes their logits x W^T and
+    their losses, and overwrites the logits with their gradient dz. Then it computes dx = dz W and dW += dz^T x, and
+    frees dz. So each logit is computed only once. `next_token_losses` returns the same losses without a gradient.
     """
 
     @staticmethod
     def forward(ctx, x, w, targets, vocab_size, enter, tp, ops):
         losses = x.new_full(targets.shape, torch.nan, dtype=torch.promote_types(x.dtype, torch.float32))
         ctx.save_for_backward(x)
-        ctx.losses = losses.detach()  # the same memory without the graph, which would be a circle of references
+        ctx.losses = losses.detach()  # the same memory without the graph, to avoid a reference cycle
         ctx.w, ctx.targets, ctx.vocab_size, ctx.enter, ctx.tp, ctx.ops = w, targets, vocab_size, enter, tp, ops
         return losses
 
@@ -270,24 +274,24 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def next_token_losses(x, w, targets, vocab_size, enter, tp, ops):
-    """`LinearCrossEntropy` at once and without a gradient."""
+    """Return the losses of `LinearCrossEntropy`, computed in forward and without a gradient."""
     if enter == "all_gather":
         x = all_gather(x, tp, "head").wait()
     return torch.cat([cross_entropy_(x[rows] @ w.T, w, targets[rows], vocab_size, None, tp, ops) for rows in chunks(x)])
 
 
 def chunks(x):
-    """The rows of x [n, h], CHUNK at a time."""
+    """Return slices of CHUNK rows that together are all rows of x [n, h]."""
     return [slice(begin, begin + CHUNK) for begin in range(0, len(x), CHUNK)]
 
 
 def cross_entropy_(z, w, targets, vocab_size, weights, tp, ops):
-    """The losses [n] of logits z [n, v/t], which become `weights` [n] times the gradient (None: none is wanted).
+    """Return the losses [n] of logits z [n, v/t]. z becomes `weights` [n] times its gradient (None: no gradient).
 
-    Each token's row of logits is cut over tp. Its maximum, its sum and the target's logit are three numbers a token
-    that are combined over tp; no rank sees a whole row.
+    Each token's row of logits is cut over tp, and no rank sees a whole row. The ranks combine three numbers per token:
+    the maximum, the sum of exponentials and the logit of the target.
     """
     start = tp.rank * len(w)
-    columns = min(max(vocab_size - start, 0), len(w))  # of this rank that are not padding
+    columns = min(max(vocab_size - start, 0), len(w))  # this rank's columns without padding
     reduce = None if tp.size == 1 else lambda x, op: all_reduce(x, tp, "cross-entropy rows", op).wait()
     return ops.cross_entropy_(z, targets - start, columns, weights, reduce)

@@ -1,16 +1,18 @@
-"""ZeRO is where three buffers live (slides "データ並列 (DP)" and "ZeRO (FSDP)").
+"""ZeRO: shards three kinds of buffers over the data ranks (slides "データ並列 (DP)" and "ZeRO (FSDP)").
 
 Rajbhandari et al. (arXiv 1910.02054), section 5. The parameters are stored in *buckets* (word table, position table,
-each block, head; `layout.py`). A bucket has three kinds of flat buffers. The stage says which of them the n data
-parallel ranks shard (each has 1/n); the others are replicated, a copy on each rank:
+each block, head; `layout.py`). A bucket has three kinds of flat buffers: optimizer state, gradients, parameters. The
+stage selects the kinds that are sharded over the n data parallel ranks, 1/n on each. The others are replicated, with a
+whole copy on each rank. P: elements of a rank's buckets; m: micro-batches.
 
     stage   optimizer state   gradients   parameters     sent per step and rank, in units of P (n-1)/n elements
       0     replicated        replicated  replicated     2       all_reduce of gradients
       1     1/n               replicated  replicated     2       reduce_scatter of gradients, all_gather of parameters
-      2     1/n               1/n         replicated     m + 1   the same, but gradients after each of m micro-batches
-      3     1/n               1/n         1/n            3m      and parameters gathered for each forward and backward
+      2     1/n               1/n         replicated     m + 1   as stage 1, but gradients after each micro-batch
+      3     1/n               1/n         1/n            3m      as stage 2, but parameters before each F and each B
 
-With m = 1 these are the 2, 2, 2 and 3 of the paper's section 7. The calls of a step, in its order and in this file's:
+With m = 1 this is 2, 2, 2 and 3, as in section 7 of the paper. The calls of a step, in the order of a step and of this
+file:
 
     call           when                    stage 0          1                 2                        3
     zero_grad      at the start            clear            clear             clear 1/n                clear 1/n
@@ -21,21 +23,22 @@ With m = 1 these are the 2, 2, 2 and 3 of the paper's section 7. The calls of a 
       ... the last of a step               all_reduce       reduce_scatter    reduce_scatter           reduce_scatter
     finish         after all backwards     wait             wait              wait, add, free          wait, add, free
                                            then the sums over the holders of a bucket and over tp
-    squared_norm   once                    each element counts on one rank
+    squared_norm   once                    each element is counted on one rank
     update         once                    everything       1/n               1/n                      1/n
     publish        once                    -                all_gather        all_gather               -
 
-Stages 2 and 3 save memory because a bucket's whole buffer exists only while a unit computes with it or while it
-travels; stage 3 gathers the next unit's parameters while this one computes. If a schedule splits B into I and W, a
-chunk's whole gradients exist from I to W: I already adds the gradients of LayerNorms, biases, head and embedding to
-them.
+Stages 2 and 3 save memory because a bucket's whole buffer exists only while a unit uses it or while it is sent. In
+stage 3 the parameters of the next unit are gathered while this unit computes. If a schedule splits B into I and W, the
+whole gradients of a chunk exist from I to W, because I already adds the gradients of LayerNorms, biases, head and
+embedding to them.
 
-Bytes per parameter (bf16): parameters 2, gradients 4, master weights 4, moments 8: 18, of which stage 1 divides 12 by
-n, stage 2 also 4, stage 3 all. In fp32, without offload, the parameters are their own master weights: 16. Gradients
-accumulate over micro-batches in the master dtype, float32 (float64 in fp64 runs), whatever the parameters are in.
+Bytes per parameter in bf16: parameter 2, gradient 4, master weight 4, two moments 8; 18 in total. Stage 1 divides 12 of
+these by n, stage 2 divides 16, stage 3 divides 18. In fp32 without offload the parameters are also the master weights:
+16. Gradients accumulate over micro-batches in the master dtype, float32 (float64 in fp64 runs), for every dtype of the
+parameters.
 
-With `offload` the optimizer's state stays in the CPU's memory and the update happens there: gradients go down,
-weights come back, once a step (Ren et al., ZeRO-Offload, arXiv 2101.06840).
+With `offload` the optimizer state stays in the CPU's memory, and the CPU makes the update. Once a step, gradients go to
+the CPU and weights come back (Ren et al., ZeRO-Offload, arXiv 2101.06840).
 """
 
 import itertools
@@ -52,23 +55,24 @@ from parallel.tensor import ParamSpec
 
 
 class Storage(NamedTuple):
-    """How buffers are stored: the same for all buckets of a run."""
+    """Dtypes and devices of the buffers, the same for all buckets of a run."""
 
     dtype: torch.dtype  # of parameters
     master_dtype: torch.dtype  # of gradients, master weights and moments
     device: torch.device
     state_device: torch.device  # of master weights and moments
-    moments: int  # buffers that the optimizer keeps
+    moments: int  # number of moment buffers of the optimizer
     training: bool  # False: parameters only
 
 
 class Bucket:
     """One bucket's flat buffers on this rank.
 
-    param, grad: whole, [size]; a sharded one has storage only while it is in use. own_param, own_grad, master, moments:
-    the elements `owned` = (begin, end) of each, which this rank reduces and updates; from stage 1 on these are its
-    shard. ranges, pieces: the layout's Ranges and Pieces of these elements. params: the nn.Parameters, views into
-    `param`, in the order of layout.specs.
+    param, grad: whole, [size]. A sharded buffer has storage only while it is in use.
+    owned: (begin, end) of the elements that this rank updates, with stage 1 or higher its shard.
+    own_param, own_grad, master, moments: the elements `owned` of each kind; master: the master weights.
+    ranges, pieces: the layout's Ranges and Pieces of the elements `owned`.
+    params: the nn.Parameters, views into `param`, in the order of layout.specs.
     """
 
     def __init__(self, layout, stage, dp, holders, storage):
@@ -98,7 +102,7 @@ class Bucket:
             free(self.grad)
 
     def _parameter(self, piece, master_dtype):
-        """An nn.Parameter for a ParamSpec: it and its gradient are views into the flat buffers."""
+        """Return an nn.Parameter for a Piece. The parameter and its gradient are views into the flat buffers."""
         shape = piece.spec.local_shape(self.layout.tp)
         p = nn.Parameter(piece.of(self.param).view(shape))
         p.spec, p.deferred = piece.spec, None
@@ -108,13 +112,13 @@ class Bucket:
         return p
 
     def defer_to(self, products):
-        """Weight gradients of linears go to the list `products`, for W; None: they are added at once."""
+        """Let linears append their weight gradients to the list `products`, for W. None: add them at once."""
         for p in self.params:
             p.deferred = products
 
 
 def allocate(flat):
-    """Give a freed flat buffer its storage back. Views into it can be used again; its content is lost."""
+    """Give a freed flat buffer its storage again. Views into the buffer are valid again; its old values are lost."""
     flat.untyped_storage().resize_(flat.numel() * flat.element_size())
 
 
@@ -123,10 +127,10 @@ def free(flat):
 
 
 class Zero:
-    """The training state of this rank's part of the model: its buckets, and a step's calls of the table above.
+    """Training state of this rank's part of the model: its buckets, and the calls of a step in the table above.
 
-    Puts an nn.Parameter in the place of each ParamSpec in the units that this rank runs. Its `.grad` is a view into the
-    flat gradient, so that whatever backward adds lands where it is reduced.
+    Replaces each ParamSpec in this rank's units by an nn.Parameter. The parameter's `.grad` is a view into the flat
+    gradient buffer, so backward adds directly to the buffer that is reduced.
 
     layout: a `layout.Layout` of the model. training: False for parameters only.
     """
@@ -140,8 +144,8 @@ class Zero:
         state_device = torch.device("cpu") if config.offload else device
         storage = Storage(dtype, self.master_dtype, device, state_device, RULES[config.optimizer].moments, training)
         places, self.buckets = layout.buckets(mesh.pp.rank), {}
-        holders = {name: mesh.holders(layout.holders(name)) for name in sorted(places)}  # in one order on all ranks
-        for name, place in places.items():  # sharded buffers are freed one by one: two are never whole together
+        holders = {name: mesh.holders(layout.holders(name)) for name in sorted(places)}  # same order on all ranks
+        for name, place in places.items():  # whole buffers of a sharded bucket are freed before the next one is made
             self.buckets[name] = Bucket(place, layout.stage, mesh.dp, holders[name], storage)
         params = {p.spec: p for bucket in self.buckets.values() for p in bucket.params}
         units = [model.units[unit] for chunk in layout.chunks(mesh.pp.rank) for unit in layout.units[chunk]]
@@ -152,7 +156,7 @@ class Zero:
 
     @torch.no_grad()
     def initialize(self, seed):
-        """Initial weights: drawn whole, then cut over tp, then over dp (`ParamSpec.initial`)."""
+        """Set the initial weights. They are drawn whole, then cut over tp, then over dp (`ParamSpec.initial`)."""
         for bucket in self.buckets.values():
             for piece in bucket.pieces:
                 if piece.begin < piece.end:
@@ -162,7 +166,7 @@ class Zero:
 
     @torch.no_grad()
     def parameters_from_master(self):
-        """Make the parameters of new master weights: cast them where the two are separate buffers, then publish."""
+        """Copy the master weights to the parameters, unless they are the same buffers. Then publish."""
         for bucket in self.buckets.values():
             if bucket.own_param is not bucket.master:
                 bucket.own_param.copy_(bucket.master)
@@ -171,7 +175,7 @@ class Zero:
     # --- zero_grad; gather, release: parameters, before and after a unit computes ------------------------------------
 
     def zero_grad(self):
-        """Clear what the last step has left in the gradients."""
+        """Set the gradients of the last step to 0."""
         for bucket in self.buckets.values():
             (bucket.grad if bucket.stage < 2 else bucket.own_grad).zero_()
 
@@ -180,21 +184,21 @@ class Zero:
         bucket = self.buckets[name]
         if bucket.stage == 3 and name not in self.gathering:
             allocate(bucket.param)
-            # `.data`: autograd must not take the same values, back in the same place, for a change of the parameters.
+            # The values do not change, so `.data` hides this write from autograd's check for in-place changes.
             self.gathering[name] = all_gather(bucket.own_param, bucket.dp, "parameters", out=bucket.param.data)
 
     def gather(self, name):
-        """Make a bucket's parameters whole, until `release`.
+        """Wait until a bucket's parameters are whole. They stay whole until `release`.
 
-        In stage 3 a block is gathered 2m times a step: for the F and for the B (or I) of each micro-batch. After each
-        of them the executor calls `release`, which frees it.
+        In stage 3 a block is gathered 2m times a step: for the F and for the B (or I) of each micro-batch. The executor
+        calls `release` after each F and each B.
         """
         self.start_gather(name)
         if name in self.gathering:
             self.gathering[name].wait()
 
     def release(self, name):
-        """Free a bucket's whole parameters (stage 3): they are not needed until the next `gather`."""
+        """Free a bucket's whole parameters (stage 3) until the next `gather`."""
         if self.buckets[name].stage == 3:
             del self.gathering[name]
             free(self.buckets[name].param)
@@ -202,7 +206,7 @@ class Zero:
     # --- open_gradient, reduce: gradients, before and after a unit's backward ----------------------------------------
 
     def open_gradient(self, name):
-        """Let backward add to a bucket's gradient: wait for its earlier sum, give it storage (stages 2 and 3)."""
+        """Prepare a bucket's gradient for backward. Wait for its last sum over dp, and allocate it (stages 2 and 3)."""
         bucket = self.buckets[name]
         if name in self.reducing:  # a buffer must not change while it is sent
             self._settle(name)
@@ -211,15 +215,16 @@ class Zero:
             bucket.grad.zero_()
 
     def reduce(self, name, last):
-        """A bucket has one micro-batch's whole gradient (`last`: the last of the step): sum it over the data ranks.
+        """Sum a bucket's gradient over the data ranks after one micro-batch. last: the bucket's last one in the step.
 
-        The executor calls it when B has passed the first unit that uses the bucket (`Chunk.reduce_after`), or in W. It
-        starts the sum, which travels while the units below compute. Stages 0 and 1 wait for the last micro-batch.
+        The executor calls this when B has passed the first unit that uses the bucket (`Chunk.reduce_after`), or in W.
+        The sum starts here and runs while backward continues with earlier units. Stages 0 and 1 sum only once, after
+        the last micro-batch.
         """
         bucket = self.buckets[name]
         low, high = bucket.shard
         if bucket.stage >= 2:
-            for earlier in list(self.reducing)[:-1]:  # then two buffers travel while backward fills a third
+            for earlier in list(self.reducing)[:-1]:  # with this one, two buffers are sent while backward fills a third
                 self._settle(earlier)
         if bucket.stage >= 2 or (bucket.stage == 1 and last):
             self.reducing[name] = reduce_scatter(bucket.grad, bucket.dp, "gradients", out=bucket.grad[low:high])
@@ -227,7 +232,7 @@ class Zero:
             self.reducing[name] = all_reduce(bucket.grad, bucket.dp, "gradients")
 
     def _settle(self, name):
-        """Wait for a bucket's sum. In stages 2 and 3 add this rank's shard to `own_grad`, and free the whole."""
+        """Wait for a bucket's sum. In stages 2 and 3 add this rank's shard to `own_grad` and free the whole buffer."""
         bucket = self.buckets[name]
         shard = self.reducing.pop(name).wait()
         if bucket.stage >= 2:
@@ -237,16 +242,15 @@ class Zero:
     # --- finish: after all backwards ---------------------------------------------------------------------------------
 
     def finish(self):
-        """Wait for all sums over dp. Then sum what is left of a buffer over the ranks that hold the same parameters.
+        """Wait for all sums over dp. Then sum over the holders of each bucket and, with sequence parallelism, over tp.
 
-        A tied table is held by several pipeline ranks: its gradient is summed over them. Under sequence parallelism
-        each tp rank has seen only its own tokens. So the gradient of a parameter that is replicated over tp (6 h
-        numbers a block) is partial, and is summed over tp. The order of sums does not matter: each is done where its
-        buffer is smallest.
+        Several pipeline ranks hold a tied table, so its gradient is summed over its holders. With sequence parallelism
+        each tp rank has seen only its own tokens. So the gradient of a replicated parameter (6 h elements per block) is
+        a partial sum, and is summed over tp. These sums commute, so each is done where its buffer is smallest.
         """
         for name in list(self.reducing):
             self._settle(name)
-        by_name = [self.buckets[name] for name in sorted(self.buckets)]  # in one order, whatever chunks a rank has
+        by_name = [self.buckets[name] for name in sorted(self.buckets)]  # all holders need the same order
         sums = [all_reduce(bucket.own_grad, bucket.holders, "twin gradients") for bucket in by_name]
         for pending in sums:
             pending.wait()
@@ -263,18 +267,19 @@ class Zero:
     # --- squared_norm ------------------------------------------------------------------------------------------------
 
     def counts(self, bucket, cut):
-        """True on exactly one rank of those that hold a copy of a range, so that the norm counts each element once.
+        """Return True on exactly one of the ranks that hold a range, so that the norm counts each element once.
 
-        For a LayerNorm: tp rank 0 of the first holder, there data rank 0 or, from stage 1 on, the owner of the shard.
+        For a LayerNorm: the first holder, tp rank 0, and dp rank 0 (stage 0) or the shard's owner (other stages).
         """
         first_of_dp = bucket.stage >= 1 or bucket.dp.rank == 0
         return first_of_dp and bucket.holders.rank == 0 and (cut or self.mesh.tp.rank == 0)
 
     def squared_norm(self):
-        """This rank's share of the squared global gradient norm: each logical element counts on one rank. float64 [].
+        """Return this rank's share of the squared global gradient norm, float64 []. Each element counts on one rank.
 
-        Not finite if anything on this rank is not, counted or not (0 times infinity is nan): then all skip the step.
-        The buckets' squares are added in float64, so that a large loss scale does not overflow their sum.
+        The share is not finite if any gradient on this rank is not finite, also a gradient that does not count (0 times
+        infinity is nan). Then all ranks skip the step. The buckets' squares are added in float64, so that a large loss
+        scale does not overflow their sum.
         """
         pieces = self._counted_pieces()
         if not pieces:
@@ -284,7 +289,7 @@ class Zero:
         return (self.ops.squared_norms([piece for piece, _ in pieces]) * self.counted).sum()
 
     def _counted_pieces(self):
-        """[(consecutive ranges of a gradient that this rank owns, whether they count here)]."""
+        """Return [(consecutive ranges of a gradient that this rank owns, True if they count on this rank)]."""
         pieces = []
         for bucket in self.buckets.values():
             for counts, group in itertools.groupby(bucket.ranges, lambda r, bucket=bucket: self.counts(bucket, r.cut)):
@@ -300,7 +305,7 @@ class Zero:
         offload = self.config.offload
         shards = []
         for bucket in self.buckets.values():
-            gradient = bucket.own_grad.to(bucket.master.device)  # a copy if offloaded
+            gradient = bucket.own_grad.to(bucket.master.device)  # a copy with offload
             cast = None if bucket.own_param is bucket.master else bucket.own_param
             buffers = bucket.master, gradient, bucket.moments
             shards.append(optimizer.Shard(*buffers, bucket.ranges, bucket.pieces, cast))
@@ -309,7 +314,7 @@ class Zero:
         self.updates += ~scalars.skip
 
     def publish(self):
-        """Give every rank the new parameters: all-gather the shards (stages 1 and 2)."""
+        """All-gather the new parameters from their shards (stages 1 and 2)."""
         gathers = [
             all_gather(bucket.own_param, bucket.dp, "parameters", out=bucket.param)
             for bucket in self.buckets.values()
@@ -319,10 +324,10 @@ class Zero:
             pending.wait()
 
     def tensor_norms(self, tensors):
-        """|weight| and |gradient buffer| of whole parameter tensors, float64 [number of them, 2].
+        """Return |weight| and |gradient buffer| of whole parameter tensors, float64 [number of tensors, 2].
 
-        tensors: [(Shard, Piece)], every parameter of this rank's buckets in order. A shard may cut a tensor in two, and
-        tp cuts most: squares are added over both.
+        tensors: [(Shard, Piece)], every parameter of this rank's buckets in order. A tensor may be cut by shards and
+        over tp, so its squares are summed over dp and tp.
         """
         squares = torch.zeros(len(tensors), 2, dtype=torch.float64, device=tensors[0][0].weight.device)
         for i, (shard, piece) in enumerate(tensors):
@@ -337,12 +342,12 @@ class Zero:
         return squares.sqrt()
 
     def _agree_with_holders(self, squares, specs):
-        """Give all pipeline ranks that hold a tensor the first holder's norms.
+        """Copy the first holder's norms to all pipeline ranks that hold the same tensor.
 
-        All holders add the same squares, but perhaps in another order, so their sums may differ by a rounding. Then the
+        The holders add the same squares, but perhaps in another order, so rounding can make their sums differ. Then the
         copies of a weight would drift apart.
         """
-        shared = {}  # Axis of holders: rows of `squares`
+        shared = {}  # {Axis of holders: rows of `squares`}
         for i in sorted(range(len(specs)), key=lambda i: specs[i].name):
             holders = self.buckets[specs[i].bucket].holders
             if holders.size > 1:
