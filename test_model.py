@@ -1,4 +1,4 @@
-"""The model: its size, its function against plain PyTorch, and the step that runs it unit by unit."""
+"""Tests of the model: its size, its losses against plain PyTorch, and the step that runs it unit by unit."""
 
 import math
 
@@ -15,8 +15,8 @@ from test_layouts import micro_batches, tiny_config
 
 CPU = torch.device("cpu")
 
-PARAMETERS = {  # configs/NAME.py: parameters, the padded vocabulary included
-    "gpt2_345m": 354_871_296,  # as Megatron-LM counts them
+PARAMETERS = {  # configs/NAME.py: number of parameters, with the padded vocabulary
+    "gpt2_345m": 354_871_296,  # equals Megatron-LM's number
     "gpt2_7b": 6_658_498_560,  # with 2,024 positions
     "gpt2_124m": 124_475_904,
     "codeparrot_110m": 124_475_904,
@@ -28,7 +28,7 @@ PARAMETERS = {  # configs/NAME.py: parameters, the padded vocabulary included
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_number_of_parameters(name):
-    """Counted without a tensor: a model is a table of names until zero.py gives it storage."""
+    """No tensor is needed: before zero.py gives it storage, a model has only ParamSpecs."""
     c = configuration.load([f"configs/{name}.py"])
     assert GPT(c, Mesh().tp).num_parameters() == PARAMETERS[name]
     h, L, V = c.hidden_size, c.num_layers, c.padded_vocab_size
@@ -42,7 +42,7 @@ def test_every_configuration_runs_somewhere(name):
 
 
 def plain_gpt(run, ids, targets):
-    """The same model in plain PyTorch on the same weights: the loss of every token."""
+    """Return the loss of every token, computed by the same model in plain PyTorch with the same weights."""
     c, w = run.config, {p.spec.name: p for p in run.model.parameters()}
 
     def norm(x, name):
@@ -75,7 +75,7 @@ def samples(run, b=3):
 
 
 def test_losses_and_gradients_are_those_of_plain_pytorch(run):
-    """Through the executor: unit by unit, two micro-batches."""
+    """The executor runs the units one by one, with two micro-batches."""
     tokens = samples(run, 6)
     with torch.no_grad():
         batch = run.model.micro_batch(tokens[:, :-1], tokens[:, 1:])
@@ -92,14 +92,14 @@ def test_losses_and_gradients_are_those_of_plain_pytorch(run):
     mean = plain_gpt(run, tokens[:, :-1], tokens[:, 1:]).mean()
     mean.backward()
     assert torch.allclose(loss, mean.detach(), rtol=1e-12)
-    for p in run.model.parameters():  # eight times: the loss scale
+    for p in run.model.parameters():  # 8 is the loss scale
         assert torch.allclose(ours[p.spec.name], 8 * p.grad, rtol=1e-10, atol=1e-14), p.spec.name
-    norm = torch.nn.utils.get_total_norm([p.grad for p in run.model.parameters()])  # the tied table is in there once
+    norm = torch.nn.utils.get_total_norm([p.grad for p in run.model.parameters()])  # contains the tied table once
     assert torch.allclose(squared_norm.sqrt(), 8 * norm, rtol=1e-12)
 
 
 def test_the_token_after_is_not_seen(run):
-    """Changing id number 5 changes no loss before it."""
+    """A change of id number 5 changes no loss at positions 0 to 4."""
     tokens = samples(run)
     changed = tokens.clone()
     changed[:, 5] = (changed[:, 5] + 1) % 50
@@ -117,7 +117,7 @@ def test_padded_entries_of_the_vocabulary_get_no_gradient(run):
 
 
 def test_dropout_acts_in_training_only_and_on_every_site(monkeypatch):
-    """Embedding and both branches of each block drop their own elements; evaluation drops none."""
+    """The embedding and both outputs of each block have a site of their own. Evaluation has no dropout."""
     config = tiny_config(1, dropout=0.5)
     run = train.build(config, Mesh(), CPU)
     run.zero.initialize(1)
@@ -138,7 +138,7 @@ def test_dropout_acts_in_training_only_and_on_every_site(monkeypatch):
 
 
 class Reads(TorchDispatchMode):
-    """Notes the operations with which the host asks a tensor for a number, and so waits for the device."""
+    """Records the operations that read a tensor's value on the host, because the host then waits for the device."""
 
     def __init__(self):
         super().__init__()
@@ -160,12 +160,12 @@ def test_the_host_reads_no_number_within_a_step(fields):
     with Reads() as reads:
         steps = [train.train_step(run, batches) for _ in range(2)]
         assert reads.names == []
-        assert torch.ones(()).item() and reads.names == ["aten._local_scalar_dense.default"]  # it would have been seen
+        assert torch.ones(()).item() and reads.names == ["aten._local_scalar_dense.default"]  # Reads detects a read
     assert not any(step.read().skipped for step in steps)
 
 
 def test_flat_buffers_hold_everything_in_its_range(run):
-    """Parameters are views; ranges are cut/decay, in order; alignment; the padding is never written."""
+    """Parameters are aligned views. Ranges are (cut, decays), in order. The padding is never written."""
     batches = micro_batches(run)
     for _ in range(2):
         train.train_step(run, batches)
@@ -188,7 +188,7 @@ def test_flat_buffers_hold_everything_in_its_range(run):
 
 
 def test_the_tied_table_is_reduced_after_its_first_user(run):
-    """Backward leaves the head first: its half of the tied gradient is not the whole."""
+    """Backward begins with the head, where the gradient of the tied table is not yet complete."""
     (chunk,) = run.executor.chunks.values()
     assert chunk.reduce_after == [["embedding", "word"], ["block0"], ["block1"], ["head"]]
     assert chunk.release_after == [["embedding"], ["block0"], ["block1"], ["head", "word"]]

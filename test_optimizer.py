@@ -1,4 +1,7 @@
-"""Update rules against PyTorch's own; loss scale and learning rate against the log of a real run."""
+"""Tests of the update rules against PyTorch and the papers' formulas.
+
+The loss scale and the learning rate are compared with the log of a real run.
+"""
 
 import math
 
@@ -28,7 +31,7 @@ def scalars(lr, scale, update, skip=False, beta1=0.9, beta2=0.999):
 
 
 def test_adamw_is_its_formula_and_the_fused_one_is_the_same():
-    """The docstring's lines, on two ranges of which one decays; a skipped update of the fused one changes nothing."""
+    """Two ranges: one decays, one does not. A skipped update of the fused operation changes nothing."""
     w, m, v, lr, b1, b2, eps = drawn(48, 0), torch.zeros(48), torch.zeros(48), 1e-2, 0.8, 0.95, 1e-6
     m, v, decay = m.double(), v.double(), 0.1 * (torch.arange(48) < 32)
     ours, moments, cast = w.clone(), [m.clone(), v.clone()], torch.zeros(48, dtype=torch.bfloat16)
@@ -65,7 +68,7 @@ def test_sgd_is_torch_sgd():
 
 
 def by_tensor(name, w, g, state, c, lr, update, decay):
-    """LAMB and LARS as their papers have them, on one whole tensor."""
+    """Return the new weight: LAMB or LARS as in the paper, on one whole tensor."""
     if name == "lamb":
         m, v = state.setdefault("m", torch.zeros_like(w)), state.setdefault("v", torch.zeros_like(w))
         m.copy_(c.adam_beta1 * m + (1 - c.adam_beta1) * g)
@@ -104,7 +107,7 @@ def test_layerwise_rates_are_the_papers(name):
 
 @pytest.mark.parametrize("name", ["lamb", "lars"])
 def test_layerwise_rates_do_not_ask_for_weight_decay(name):
-    """Without it as with next to none: a matrix keeps a rate of its own, a bias has none."""
+    """Weight decay 0 and 1e-14 give the same weights: a matrix has a rate of its own in both runs."""
     after = []
     for decay in (0.0, 1e-14):
         run = train.build(tiny_config(1, optimizer=name, lr=0.5, weight_decay=decay), Mesh(), CPU)
@@ -148,7 +151,7 @@ def test_a_warmup_longer_than_the_run_is_allowed():
 
 
 def test_learning_rates_of_a_real_log():
-    """Megatron-DeepSpeed's 345M: (iteration, skipped so far, learning rate). A skipped step moves no schedule."""
+    """Megatron-DeepSpeed's 345M: (iteration, skipped so far, learning rate). Skipped steps do not change the rate."""
     c = Config(lr=0.00015, min_lr=1e-5, lr_decay_iters=320000, lr_warmup_fraction=0.01, train_iters=500000)
     rows = [(100, 15, "3.984E-06"), (200, 15, "8.672E-06"), (600, 17, "2.733E-05"), (3000, 19, "1.397E-04")]
     assert [f"{learning_rate(c, i - skipped):.3E}" for i, skipped, _ in rows] == [rate for *_, rate in rows]
@@ -167,8 +170,11 @@ def scales(overflows, scale=None, **fields):
 
 
 def test_loss_scale_of_a_real_log():
-    """2^32; 15 overflows leave 2^18 (the first only uses up the hysteresis); two more by iteration 600 leave 2^16;
-    after 1,000 clean steps it doubles, and its patience is back: of two overflows by 2,800 only one halves it."""
+    """The scale starts at 2^32.
+
+    15 overflows: 2^18, because the first one only uses up the hysteresis. 2 more by iteration 600: 2^16. 1,000 steps
+    without overflow: 2^17, and the hysteresis is restored. 2 overflows by iteration 2,800: only the second halves it.
+    """
     scale = LossScale(Config(), "fp16")
     assert scales([True] * 15, scale)[-1] == 2**18
     assert scales([False] * 485 + [True] * 2, scale)[-1] == 2**16
@@ -194,7 +200,7 @@ def step_of(dtype="fp64", **fields):
 
 
 def test_weight_decay_spares_biases_and_layer_norms():
-    """With no gradient at all, only what decays moves."""
+    """With gradient 0, only the parameters that decay change."""
     run, _ = step_of(optimizer="sgd", weight_decay=0.5)
     before = {p.spec.name: p.detach().clone() for p in run.model.parameters()}
     run.zero.update(scalars(lr=0.1, scale=1.0, update=1))
@@ -210,7 +216,7 @@ def test_the_clip_scales_the_update_and_the_log_has_the_norm_before_it():
     a, b = train.train_step(free, batches).read(), train.train_step(clipped, same_batches).read()
     assert a.grad_norm == b.grad_norm > 0.01
     for x, y, z in zip(start, free.zero.buckets.values(), clipped.zero.buckets.values(), strict=True):
-        w = x * (1 - 0.1 * a.lr)  # decay is not clipped; x has undecayed parts, where the difference cancels
+        w = x * (1 - 0.1 * a.lr)  # decay is not clipped; `mask` selects the elements that decay
         moved, less = y.param - x, z.param - x
         decayed = w - x
         mask = torch.zeros_like(x)
@@ -222,7 +228,7 @@ def test_the_clip_scales_the_update_and_the_log_has_the_norm_before_it():
 
 @pytest.mark.parametrize("dtype, distance", [("fp32", 1e-4), ("bf16", 0.03), ("fp16", 0.01)])
 def test_lower_precision_trains_close_to_float64(dtype, distance):
-    """8 steps: every loss within the stated relative distance of float64's (fp16 from a scale that does not skip)."""
+    """8 steps: each loss is within the relative `distance` of float64's. The fp16 scale does not overflow."""
     exact, batches = step_of()
     exact = [train.train_step(exact, batches).read().loss for _ in range(8)]
     run, batches = step_of(dtype, initial_loss_scale=2.0**10)
@@ -241,8 +247,8 @@ def curve_and_parameters(config):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_with_one_micro_batch_every_stage_gives_the_same_bits(workers, dtype):
-    """Master weights, casts and gathers included: a + b is b + a, so two ranks have one sum, however it is made."""
-    fields = dict(dtype=dtype, global_batch_size=8, micro_batch_size=4, clip_grad=0.0)  # the norm is summed otherwise
+    """Also with master weights, casts and gathers. A sum over two ranks has one result, because a + b is b + a."""
+    fields = dict(dtype=dtype, global_batch_size=8, micro_batch_size=4, clip_grad=0.0)  # norms differ by rounding
     (losses, norms, whole), _ = workers.run(2, curve_and_parameters, tiny_config(2, **fields))
     for zero in (1, 2, 3):
         for ours in workers.run(2, curve_and_parameters, tiny_config(2, zero=zero, **fields)):
@@ -251,7 +257,7 @@ def test_with_one_micro_batch_every_stage_gives_the_same_bits(workers, dtype):
 
 
 def poisoned_step(config, victim, value):
-    """Three steps; in the second, rank `victim` finds `value` in one gradient. What this rank did."""
+    """Run three steps, with `value` in one gradient of rank `victim` in the second. Return this rank's results."""
     run = train.build(config, Mesh(config.tp, config.pp), CPU)
     run.zero.initialize(1)
     batches, steps, block = micro_batches(run), [], list(run.zero.buckets.values())[-2]
@@ -289,7 +295,7 @@ def poisoned_step(config, victim, value):
     ids=str,
 )
 def test_an_overflow_on_one_rank_makes_every_rank_skip(workers, layout, value):
-    """Skipped steps advance the data, not the learning rate; the loss scale falls on every rank alike."""
+    """A skipped step advances the data, but not the learning rate. The loss scale falls on all ranks."""
     fields = dict(dtype="fp16", initial_loss_scale=2.0**8, hysteresis=1, global_batch_size=8, micro_batch_size=2)
     config = tiny_config(**layout | fields)
     ranks = layout["dp"] * config.tp * config.pp
@@ -304,7 +310,7 @@ def test_an_overflow_on_one_rank_makes_every_rank_skip(workers, layout, value):
 
 @pytest.mark.parametrize("name", optimizer.RULES)
 def test_a_skipped_step_is_as_if_its_data_had_not_been(name):
-    """To the bit: no moment, no bias correction and no rate has moved."""
+    """The weights are equal bit for bit: the skipped step changes no moment, no bias correction and no rate."""
     (run, batches), (other, rest) = step_of("fp32", optimizer=name), step_of("fp32", optimizer=name)
     train.train_step(run, batches)
     train.train_step(other, rest)

@@ -1,7 +1,7 @@
-"""The executor: what it does between the units, and that nothing but the list of actions decides what comes out.
+"""Tests of the executor: its work between the units, and that its results depend only on the list of actions.
 
-That every schedule trains the same model is in test_layouts.py, what it sends in test_ledger.py, what a schedule is in
-test_schedules.py.
+Other tests of the pipeline: test_layouts.py (every schedule trains the same model), test_ledger.py (bytes sent),
+test_schedules.py (the schedules).
 """
 
 import itertools
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
     ],
 )
 def test_blocks_are_spread_evenly_and_the_ends_take_fewer(layers, parts, expected):
-    """Units per part; the first part has the embedding and the last the head besides their blocks."""
+    """expected: units per part. The first part also has the embedding, the last part the head."""
     units = ["embedding", *range(layers), "head"]
     cut = split(units, parts)
     assert [unit for part in cut for unit in part] == units and [len(part) for part in cut] == expected
@@ -56,7 +56,7 @@ def test_who_holds_what():
 
 
 def sleepy(config, seed):
-    """train_tiny, with this rank asleep for a random while before every action and every message."""
+    """Run train_tiny. This rank sleeps for a random time before every action and every message."""
     dice = random.Random(seed + torch.distributed.get_rank())
     for owner, method in [
         (pipeline.Executor, "forward"),
@@ -100,7 +100,7 @@ def test_random_sleeps_on_every_rank_change_no_bit(workers, schedule, zero):
 
 
 def pair(stages, microbatches, chunks=1):
-    """Two pipelines side by side, each of half of the ranks and for every second micro-batch."""
+    """Return a schedule of two pipelines. Each uses half of the ranks and every second micro-batch."""
     half = stages // 2
     actions = []
     for rank in range(stages):
@@ -120,7 +120,7 @@ def trained_in_pairs(config):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "lamb"])
 def test_a_schedule_whose_ranks_hold_different_buckets_with_different_ranks(workers, optimizer):
-    """The word table on all four ranks, others on two. Three micro-batches: the last two ranks have one of them."""
+    """Four ranks hold the word table, two each other bucket. Of three micro-batches the last two ranks run one."""
     fields = dict(optimizer=optimizer, num_layers=2)
     config = tiny_config(1, pp=4, schedule="pair", **fields)
     reference = train_tiny(tiny_config(1, **fields), 3)
@@ -128,7 +128,9 @@ def test_a_schedule_whose_ranks_hold_different_buckets_with_different_ranks(work
 
 
 def holdings(config):
-    """Of a step: micro-batches this rank kept at most; bytes left of outputs it sent; what is left at its end."""
+    """Run a step. Return (most kept micro-batches, bytes of each kept output after the last F, entries left at the
+    end).
+    """
     run = train.build(config, Mesh(config.tp, config.pp), CPU)
     run.zero.initialize(1)
     executor, most, sizes = run.executor, 0, []
@@ -150,7 +152,7 @@ def holdings(config):
     "schedule, expected", [("gpipe", [8, 8, 8, 8]), ("1f1b", [4, 3, 2, 1]), ("zb-h2", [7, 5, 3, 1])]
 )
 def test_activations_in_flight_are_the_schedules(workers, schedule, expected):
-    """And of what was sent, only the last few outputs still have their values: backward does not need them."""
+    """Only the last few sent outputs still have values, because backward does not need the values."""
     config = tiny_config(1, pp=4, schedule=schedule, num_layers=4, micro_batch_size=3)
     assert [max(0, n) for n in in_flight_until_backward(schedules.build(schedule, 4, 8))] == expected
     results = workers.run(4, holdings, config)
@@ -161,7 +163,7 @@ def test_activations_in_flight_are_the_schedules(workers, schedule, expected):
 
 
 def in_flight_until_backward(schedule):
-    """By rank: forwards that have run minus backwards (B or I), at its largest."""
+    """Return for each rank the largest number of forwards minus backwards (B or I)."""
     peaks = []
     for actions in schedule.actions:
         level = peak = 0
@@ -173,7 +175,7 @@ def in_flight_until_backward(schedule):
 
 
 def storages(config):
-    """Stage 3: which buckets have their whole buffers, while the middle computes and between steps."""
+    """Run a step in stage 3. Return the buckets with whole (parameters, gradients) in block1's F and after the step."""
     run = train.build(config, Mesh(config.tp, config.pp), CPU)
     run.zero.initialize(1)
     block, seen = run.model.units[2], []
@@ -195,7 +197,7 @@ def storages(config):
 
 
 def test_stage_3_holds_a_bucket_only_while_it_computes(workers):
-    """block1's and, on its way, the next; the tied table, which the head will use again; no gradients in forward."""
+    """Whole in block1's F: block1, block2 (its gather has started), and the tied table, which the head will use."""
     config = tiny_config(2, zero=3, num_layers=4)
     for (parameters, gradients), at_rest in workers.run(2, storages, config):
         assert parameters == {"block1", "block2", "word"} and gradients == set()
@@ -203,7 +205,7 @@ def test_stage_3_holds_a_bucket_only_while_it_computes(workers):
 
 
 def whole_gradients_at_products(config):
-    """{bucket: how many buckets had their whole gradients when W made a product of this one}."""
+    """Return {bucket: number of buckets with whole gradients when W adds a product to this bucket}."""
     run = train.build(config, Mesh(config.tp, config.pp), CPU)
     run.zero.initialize(1)
     alive, product = {}, tensor.add_product
@@ -221,7 +223,7 @@ def whole_gradients_at_products(config):
 
 
 def test_a_late_weight_gradient_lets_go_of_each_bucket_as_it_is_done(workers):
-    """Of head, four blocks, word table and embedding, all of which I has begun."""
+    """I has allocated seven gradients: head, four blocks, word table, embedding. W frees them one by one."""
     config = tiny_config(2, zero=2, schedule="zb-h1", num_layers=4)
     for alive in workers.run(2, whole_gradients_at_products, config):
         assert [alive[f"block{i}"] for i in (3, 2, 1, 0)] == [7, 7, 6, 5]
@@ -239,7 +241,7 @@ def test_a_late_weight_gradient_lets_go_of_each_bucket_as_it_is_done(workers):
     ids=str,
 )
 def test_validation_is_the_same_in_every_layout(workers, tokens_dir, tmp_path, layout):
-    """87 windows, which no number of data ranks here divides: with ZeRO-3 all of them must gather equally often."""
+    """2 and 6 data ranks do not divide the 87 windows. With ZeRO-3 all data ranks must gather equally often."""
     fields = dict(train_iters=1, eval_iters=100, dtype="fp64", global_batch_size=96, num_layers=4)
     expected = validation_losses(configured(tmp_path / "one", tokens_dir, micro_batch_size=24, **fields))
     config = configured(tmp_path / "many", tokens_dir, micro_batch_size=4, **fields, **layout)
@@ -262,7 +264,7 @@ def test_a_validation_is_not_watched_and_watching_goes_on_after_it():
 
 
 def test_a_trace_holds_every_action_of_every_rank(workers, tokens_dir, tmp_path):
-    """As Perfetto reads it, and as `python -m parallel.draw --trace` does."""
+    """The file is a trace for Perfetto, and `python -m parallel.draw --trace` can read it."""
     trace = tmp_path / "trace.json"
     config = configured(
         tmp_path / "out", tokens_dir, pp=2, schedule="zb-h1", train_iters=12, micro_batch_size=3, num_layers=3,
@@ -274,7 +276,7 @@ def test_a_trace_holds_every_action_of_every_rank(workers, tokens_dir, tmp_path)
     assert content["otherData"] == {"schedule": "zb-h1", "stages": 2, "microbatches": m, "chunks": 1}
     events = content["traceEvents"]
     assert {(e["pid"], e["tid"]) for e in events} == {(0, 0), (0, 1), (1, 0), (1, 1)}
-    assert {e["args"]["step"] for e in events} == set(range(3, 13))  # the last ten
+    assert {e["args"]["step"] for e in events} == set(range(3, 13))  # the last ten steps
     schedule = schedules.build("zb-h1", 2, m)
     for replica in (0, 1):
         for rank in (0, 1):
@@ -289,7 +291,7 @@ def test_a_trace_holds_every_action_of_every_rank(workers, tokens_dir, tmp_path)
 
 
 def test_a_trace_of_a_growing_batch_is_of_the_last_step(tokens_dir, tmp_path):
-    """Batches of 2, 2, 2, 2, 4, 4; the next would have 6. And a row of the log is of all sixteen samples."""
+    """Batches of 2, 2, 2, 2, 4, 4 samples; a next one would have 6. The log's row covers all sixteen samples."""
     trace = tmp_path / "trace.json"
     config = configured(
         tmp_path / "out", tokens_dir, train_iters=6, micro_batch_size=1, global_batch_size=8, eval_iters=0,
@@ -312,7 +314,7 @@ def grown(config):
 
 @pytest.mark.parametrize("layout", [dict(pp=2, schedule="zb-h2", zero=2), dict(zero=3), dict(pp=4, zero=0)], ids=str)
 def test_the_batch_grows_alike_in_every_layout(workers, layout):
-    """8 samples, then 16 from the 24th on, then 24 from the 48th; the ledger's formulas follow."""
+    """A step has 8 samples, from sample 24 on 16, from sample 48 on 24. The ledger's formulas match the bytes."""
     fields = dict(rampup_batch_size="8,8,48", micro_batch_size=2)
     samples, losses, _ = grown(tiny_config(1, num_layers=4, **fields))
     assert samples == [8, 8, 8, 16, 16, 24, 24, 24]
