@@ -1,27 +1,29 @@
-"""What a run says and leaves behind: its speed, the terminal's lines, and metrics.jsonl.
+"""FLOPs, timers, the lines on the terminal, and metrics.jsonl. (curve.py draws the losses of metrics.jsonl.)
 
-What a training step costs is known before it runs. Only the matrices cost: a token meets each of their
-numbers in one multiplication and one addition, 2 FLOPs. Forward, one token:
+The FLOPs of a training step follow from the model's shape. The letters are those of Narayanan et al. (arXiv
+2104.04473, appendix): L layers, hidden size h, padded vocabulary V, and B sequences of s tokens in a step.
+Only matrix products are counted. For each token, each number of a weight costs one multiplication and one
+addition, 2 FLOPs. The forward of one token costs:
 
     weights of a block    qkv 3h^2, projection h^2, MLP 4h^2 + 4h^2      12h^2 numbers    24h^2 FLOPs
     attention of a block  q k^T, and its softmax times v: 2sh each       no numbers        4sh
     head                  h by V (the embedding's look-up is free)       Vh numbers        2Vh
 
-together 24Lh^2 + 4Lsh + 2Vh. Backward takes every product twice, once for the gradient of its input and once
-for that of its weight, so a step costs three forwards of all B sequences of s tokens:
+The sum is 24Lh^2 + 4Lsh + 2Vh. Backward computes two products for each product of forward: the gradient of the
+input and the gradient of the weight. So a step costs as much as three forwards of all B sequences:
 
     model FLOPs     72BsLh^2 (1 + s/6h + V/12Lh)  =  Bs (6N + 12Lhs)  with N = 12Lh^2 + Vh
-    with recompute  96BsLh^2 (1 + s/6h + V/16Lh)     the blocks' forward, not the head's, runs a second time
+    with recompute  96BsLh^2 (1 + s/6h + V/16Lh)     a second forward of the blocks, but not of the head
 
-(Narayanan et al., arXiv 2104.04473, appendix. As Megatron-LM does, we count all s by s products of
-attention, though the causal mask needs half. The slide "Transformerのスケール則" counts 5.7 FLOPs per
-parameter and token; we count 6.) Per second and device these are the two speeds in the log. `tflops` says
-how fast the model learns, `hardware_tflops` how busy the devices are: recomputation raises only the second.
-`mfu`, the model FLOPs utilization (Chowdhery et al., arXiv 2204.02311), is `tflops` over the device's peak:
-0.5 is very good.
+Like Megatron-LM we count all s by s products of attention, although the causal mask needs half of them. (The
+slide "Transformerのスケール則" counts 5.7 FLOPs per parameter and token; we count 6.)
 
-From one row of numbers come Megatron-LM's line on the terminal, a line of out_dir/metrics.jsonl and, where
-asked for, a step in TensorBoard and Weights & Biases. So they cannot disagree.
+The log has two speeds per second and device. `tflops` counts the model FLOPs: it measures how fast training
+proceeds. `hardware_tflops` also counts recomputation: it measures how busy the devices are. `mfu`, the model
+FLOPs utilization (Chowdhery et al., arXiv 2204.02311), is `tflops` divided by the device's peak. 0.5 is very good.
+
+`Logger.log` makes one row of numbers and writes it everywhere: as Megatron-LM's line to the terminal, as a line to
+out_dir/metrics.jsonl and, if configured, to TensorBoard and Weights & Biases. So all of them show the same numbers.
 """
 
 import importlib
@@ -47,22 +49,22 @@ from errors import UserError, explained
 
 
 def model_flops(config, batch, block_forwards=3):
-    """FLOPs that a step of `batch` sequences needs: 72BsLh^2(1 + s/6h + V/12Lh) = Bs(6N + 12Lhs).
+    """Return the FLOPs of a step of `batch` sequences: 72BsLh^2(1 + s/6h + V/12Lh) = Bs(6N + 12Lhs).
 
-    block_forwards: how many forwards of the blocks a step costs; of the head it costs three.
+    block_forwards: the cost of the blocks in a step, in forwards. The head always costs three forwards.
     """
     L, h, s, V = config.num_layers, config.hidden_size, config.seq_length, config.padded_vocab_size
     return batch * s * (block_forwards * (24 * L * h**2 + 4 * L * s * h) + 3 * 2 * V * h)
 
 
 def hardware_flops(config, batch):
-    """FLOPs that the devices run for it: with recompute=full, 96BsLh^2(1 + s/6h + V/16Lh)."""
+    """Return `model_flops` plus the recomputation: with recompute=full, 96BsLh^2(1 + s/6h + V/16Lh)."""
     return model_flops(config, batch, block_forwards=4 if config.recompute == "full" else 3)
 
 
-# TFLOP/s of dense matrix products, from the makers' data sheets: no sparsity; sums in float32 (at half of the
-# rate that GeForce cards advertise); float32 without TF32; float64 on tensor cores where they have it.
-PEAK_TFLOPS = {  # bf16, fp16, fp32, fp64; None where there is no such path, or we are not sure of it
+# TFLOP/s of dense matrix products, from the makers' data sheets. bf16 and fp16 are summed in float32, which on
+# GeForce cards has half of the advertised rate. fp32 is without TF32. fp64 is on tensor cores if the device has them.
+PEAK_TFLOPS = {  # bf16, fp16, fp32, fp64; None: the device cannot do it, or the rate is not certain
     "V100 PCIE": (None, 112, 14, 7),
     "V100 SXM2": (None, 125, 15.7, 7.8),
     "T4": (None, 65, 8.1, None),
@@ -84,10 +86,10 @@ PEAK_TFLOPS = {  # bf16, fp16, fp32, fp64; None where there is no such path, or 
 
 
 def peak_tflops(device_name, dtype):
-    """The device's peak in TFLOP/s for `dtype` (bf16, fp16, fp32, fp64); None where it is not known.
+    """Return the device's peak in TFLOP/s for `dtype` (bf16, fp16, fp32, fp64), or None if it is unknown.
 
-    `device_name` is CUDA's: "NVIDIA A100-SXM4-40GB", "NVIDIA H100 80GB HBM3". Maker and memory are set aside;
-    the rest is looked up whole, for "H200 NVL" is not an H200, nor "A100-SXM4-40GB MIG 1g.5gb" an A100.
+    `device_name` is CUDA's name, such as "NVIDIA A100-SXM4-40GB" or "NVIDIA H100 80GB HBM3". The maker and the
+    memory are removed. The rest must match exactly: "H200 NVL" is not an H200, "A100-SXM4-40GB MIG 1g.5gb" is a slice.
     """
     name = re.sub(r"NVIDIA|Tesla|GeForce|\b\d+GB\b|\bHBM3e?\b|-", " ", device_name)
     peaks = PEAK_TFLOPS.get(" ".join(name.upper().split()), (None,) * 4)
@@ -100,22 +102,22 @@ PHASES = ("forward-compute", "backward-compute", "grad-reduce", "optimizer", "ba
 
 
 class Timers:
-    """Time spent in each of PHASES: `with timers("forward-compute"): ...`, as often in a step as needed.
+    """Time spent in each of PHASES: `with timers("forward-compute"): ...`, any number of times in a step.
 
-    The batch generator's is part of the forward's, and waits for messages are part of what waits for them.
-    On a GPU the host runs ahead: a clock would time the queueing, not the work. There two events in the
-    current stream's queue bracket a phase, and the GPU says what time lay between them. Asking whether an
-    event has passed does not wait for it: each phase that ends books the oldest one that has, whose events
-    are used again, so there are never many more than the queue is deep. Nothing waits before `take`. A host
-    that falls behind leaves the queue empty, and that, too, is time between two events.
+    The time of batch-generator is also a part of forward-compute. The wait for a message is a part of the phase that
+    waits. On a GPU the host runs ahead: a host clock would time only the launch of the work. So two CUDA events in
+    the current stream bracket a phase, and the GPU measures the time between them. This includes the time in which
+    the GPU has no work because the host is slow. At the end of each phase we ask, without waiting, if the oldest
+    pending phase has finished on the GPU. If so, its time is added and its events are used again. So the number of
+    events stays close to the number of phases in the GPU's queue. Only `take` waits for the GPU.
     """
 
     def __init__(self, device, clock=time.perf_counter):
         self.on_gpu = torch.device(device).type == "cuda"
         self.clock = clock
         self.milliseconds = dict.fromkeys(PHASES, 0.0)
-        self.pending = deque()  # (phase, start, stop) that the GPU may not have passed yet
-        self.spare = []  # events to use again
+        self.pending = deque()  # (phase, start, stop) that the GPU may not have finished yet
+        self.spare = []  # finished events, to be used again
 
     @contextmanager
     def __call__(self, phase):
@@ -142,9 +144,9 @@ class Timers:
         self.spare += [start, stop]
 
     def take(self, iterations):
-        """{phase: milliseconds per iteration} since the last `take`, in PHASES' order, without idle phases.
+        """Return {phase: milliseconds per iteration} since the last `take`, in PHASES' order, without unused phases.
 
-        `iterations` is their number. Waits for the GPU: call it where a line is logged.
+        iterations: the number of iterations since the last `take`. `take` waits for the GPU: call it once a log line.
         """
         if self.pending:
             torch.cuda.synchronize()
@@ -158,29 +160,29 @@ class Timers:
 
 
 class Step(NamedTuple):
-    """One update, as numbers on the host."""
+    """The numbers of one update, on the host."""
 
     loss: float  # mean over all micro-batches and data ranks
-    grad_norm: float  # global, before clipping; nan or inf where the update was skipped
-    lr: float  # the one that this update used
-    skipped: bool  # some gradient overflowed
-    stop: bool  # some rank was asked to stop: all ranks save
-    orphaned: bool  # some rank lost its launcher: no rank saves
+    grad_norm: float  # of all ranks, before clipping; nan or inf if the update was skipped
+    lr: float  # learning rate of this update
+    skipped: bool  # a gradient overflowed on some rank
+    stop: bool  # some rank received a stop signal: all ranks save and stop
+    orphaned: bool  # torchrun died on some node: all ranks stop without saving
     loss_scale: float
-    samples: int  # the global batch
+    samples: int  # global batch size
 
 
 class PendingStep:
-    """An update whose numbers the device may still have to compute: `read` waits for them."""
+    """An update that the device may still be computing. `read` waits for its numbers."""
 
     def __init__(self, numbers, loss_scale, samples):
-        """numbers: Step's first six fields, float64 [6] on the device. A GPU copies them once it has computed them."""
+        """numbers: the first six fields of `Step`, float64 [6] on the device. Start their copy to the host."""
         self.host_fields, self.step = (loss_scale, samples), None
-        self.numbers = numbers.to("cpu", non_blocking=True)  # from a GPU into pinned memory
+        self.numbers = numbers.to("cpu", non_blocking=True)  # from a GPU: asynchronous, into pinned memory
         self.copied = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
 
     def read(self):
-        """The `Step`. The first call waits for the device; later calls return the same Step."""
+        """Return the `Step`. The first call waits for the device; later calls return the same Step."""
         if self.step is None:
             if self.copied:
                 self.copied.synchronize()
@@ -190,7 +192,7 @@ class PendingStep:
 
 
 class Interval:
-    """The steps between two log lines, and the time that they take."""
+    """The steps between two log lines, and their time."""
 
     def __init__(self):
         self.steps = []  # of PendingStep
@@ -198,14 +200,14 @@ class Interval:
 
     @contextmanager
     def paused(self):
-        """Leave the block's time out of the interval: the block is no training."""
+        """Exclude the time of a `with` block from the interval, for example a save."""
         began = time.perf_counter()
         yield
         self.start += time.perf_counter() - began
 
     def row(self, iteration, consumed_samples, timers, data_wait_seconds):
-        """The keywords of `metrics_row`. data_wait_seconds: the wait for batches in the whole interval."""
-        steps = [step.read() for step in self.steps]  # first: the clock below must count the wait for the last step
+        """Return the keyword arguments of `metrics_row`. data_wait_seconds: the wait for batches in the interval."""
+        steps = [step.read() for step in self.steps]  # before the clock below, which counts this wait
         return {
             "iteration": iteration,
             "consumed_samples": consumed_samples,
@@ -219,12 +221,12 @@ class Interval:
 def metrics_row(
     config, world, peak, *, iteration, consumed_samples, steps, seconds, timers_ms, data_wait_ms, validation_loss=None
 ):
-    """A logged interval as metrics.jsonl keeps it: a dict of numbers; mfu is "unknown" without a peak.
+    """Return the row of metrics.jsonl for one interval: a dict of numbers. mfu is "unknown" if `peak` is None.
 
-    world: the number of devices that share the work. peak: TFLOP/s of one of them, or None.
-    iteration: the interval's last, counted from 1. consumed_samples: since training began.
-    steps: the interval's, each a Step. seconds: that they took. timers_ms: from `Timers.take`.
-    data_wait_ms: per iteration, the host's wait for its next batch.
+    world: the number of devices. peak: TFLOP/s of one device, or None.
+    iteration: the last iteration of the interval, counted from 1. consumed_samples: since training began.
+    steps: the `Step`s of the interval. seconds: the duration of the interval. timers_ms: from `Timers.take`.
+    data_wait_ms: the host's wait for its next batch, per iteration.
     """
     losses, last = [step.loss for step in steps], steps[-1]
     samples = sum(step.samples for step in steps)
@@ -259,7 +261,7 @@ def metrics_row(
 
 
 def iteration_line(row):
-    """Megatron-LM's line, field for field. Its TFLOPs count recomputation."""
+    """Return Megatron-LM's line, with the same fields. Its TFLOPs include recomputation."""
     return (
         f" iteration {row['iteration']:8d}/{row['train_iters']:8d} |"
         f" consumed samples: {row['consumed_samples']:12d} |"
@@ -282,10 +284,14 @@ def timers_line(timers_ms):
     return "time (ms) | " + " | ".join(f"{phase}: {ms:.2f}" for phase, ms in timers_ms.items())
 
 
-def validation_lines(iteration, loss):
-    """Three lines. The perplexity, exp(loss), is the number of equally likely tokens with that loss."""
-    ppl = math.exp(min(loss, 20))  # Megatron's bound: a diverged loss must still print
-    line = f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {ppl:.6E} | "
+def validation_lines(iteration, loss, split="val"):
+    """Return three lines with the loss of a split (train, val, test) and its perplexity exp(loss).
+
+    A model that always chooses among k equally likely tokens has perplexity k.
+    """
+    name = "validation" if split == "val" else split
+    ppl = math.exp(min(loss, 20))  # Megatron-LM's bound: the exp of a diverged loss would overflow
+    line = f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {ppl:.6E} | "
     dashes = "-" * (len(line) + 1)
     return f"{dashes}\n{line}\n{dashes}"
 
@@ -296,7 +302,7 @@ def memory_line(iteration, megabytes):
 
 
 def memory_in_use(device):
-    """{name: MB of 2^20 bytes}: what PyTorch holds of a GPU; else the process's resident memory."""
+    """Return {name: MB of 2^20 bytes}: PyTorch's memory on a GPU, or the resident memory of a process on a CPU."""
     if torch.device(device).type == "cuda":
         used = {
             "allocated": torch.cuda.memory_allocated(device),
@@ -306,7 +312,7 @@ def memory_in_use(device):
         }
         return {name: count / 2**20 for name, count in used.items()}
     status = Path("/proc/self/status")
-    if not status.exists():  # macOS tells only the peak, in bytes
+    if not status.exists():  # macOS has only the peak, in bytes
         return {"max resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
     kilobytes = dict(re.findall(r"(Vm\w+):\s*(\d+) kB", status.read_text()))
     named = {"resident": "VmRSS", "max resident": "VmHWM"}
@@ -317,11 +323,10 @@ def memory_in_use(device):
 
 
 def to_json(row):
-    """A row as one line of JSON, numbers at full precision.
+    """Return a row as one line of JSON, with numbers at full precision.
 
-    JSON has no nan or infinity; they become the strings "nan", "inf" and "-inf", which float() reads. null
-    would do for a plot, but an infinite gradient norm (an overflow, skipped) and a nan (a defect) must not
-    look alike.
+    JSON has no nan or infinity. They become the strings "nan", "inf" and "-inf", which float() reads. We do not
+    write null, because an infinite gradient norm (an overflow: the step is skipped) and a nan (a bug) must differ.
     """
     strange = {name: repr(v) for name, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
     return json.dumps(row | strange, allow_nan=False)
@@ -333,7 +338,7 @@ def from_json(line):
 
 
 def open_lines(path):
-    """A descriptor that appends to `path`. If a crash cut its last line short, the next one starts afresh."""
+    """Return a file descriptor that appends to `path`. After a line that a crash cut off, begin a new line."""
     with explained(path):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     size = os.fstat(file).st_size
@@ -343,20 +348,21 @@ def open_lines(path):
 
 
 def write_line(file, line):
-    """One write: nobody reads half a line, and a process that dies right after has not lost it."""
+    """Append a line with one write: no reader sees half of the line, and a crash right after does not lose the line."""
     data = f"{line}\n".encode()
     try:
-        while data:  # a second write only where the disk is full, for the system to say so
+        while data:  # a write is partial if the disk is full: the next one raises the error
             data = data[os.write(file, data) :]
     except OSError as error:
-        raise UserError(f"metrics.jsonl: {error.strerror}; the run can go on from its checkpoint") from None
+        why = f"metrics.jsonl: {error.strerror}"
+        raise UserError(f"{why}; the same command resumes from the latest checkpoint, if there is one") from None
 
 
 def read_metrics(path):
-    """{iteration: row} of a metrics.jsonl, in order, as the latest run tells it.
+    """Return {iteration: row} of a metrics.jsonl, in the order of iterations.
 
-    A run that goes on from a checkpoint repeats iterations: its row replaces the one that stood for that
-    iteration, and those after it. A line that a crash cut short is passed over.
+    A run that resumes from a checkpoint repeats iterations. A row of the resumed run replaces the earlier rows of
+    the same iteration and of later iterations. A line that a crash cut off is skipped.
     """
     rows = {}
     for line in Path(path).read_bytes().splitlines():
@@ -372,10 +378,11 @@ def read_metrics(path):
 
 
 class Logger:
-    """The voice of rank 0. Made on every rank: a missing package stops them all; the others are silent.
+    """Prints and writes the log on rank 0. The other ranks only check that tensorboard and wandb are installed.
 
-    `device` and `dtype` (bf16, fp16, fp32, fp64) are what the run computes on and in, `iteration` where it
-    goes on from (0: afresh). Lines go to stdout; on a stderr that is a terminal, a bar makes way for them.
+    device, dtype (bf16, fp16, fp32 or fp64): the device and the dtype of the computation.
+    iteration: the last iteration of the checkpoint from which the run resumes, or 0.
+    Lines go to stdout. A progress bar goes to stderr if it is a terminal.
     """
 
     def __init__(self, config, device, world, *, rank, dtype, iteration=0):
@@ -388,25 +395,25 @@ class Logger:
         self.peak = peak_tflops(name, dtype)
         self.memory_said = False
         self.file = open_lines(Path(config.out_dir) / "metrics.jsonl")
-        # purge_step: from here on, what an earlier run wrote is hidden.
+        # purge_step: TensorBoard hides what an earlier run wrote for this iteration and later ones.
         self.board = tensorboard and tensorboard.SummaryWriter(config.tensorboard, purge_step=iteration + 1)
         self.run = wandb and wandb_run(wandb, config)
         # disable=None: no bar where stderr is not a terminal.
         self.bar = tqdm(total=config.train_iters, initial=iteration, dynamic_ncols=True, disable=None)
 
     def advance(self):
-        """One more iteration is done: the bar moves."""
+        """Move the bar by one iteration."""
         if self.rank == 0:
             self.bar.update()
 
     def say(self, text):
-        """Print `text`, on rank 0, past the bar."""
+        """Print `text` on rank 0, above the bar."""
         if self.rank == 0:
             tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()  # so that a log in a file can be read while the run goes on
+            sys.stdout.flush()  # a log in a file can be read during the run
 
     def log(self, **interval):
-        """Write, print and (on rank 0) return a row. Takes metrics_row's keywords."""
+        """Write, print and return a row; None on ranks other than 0. interval: keyword arguments of `metrics_row`."""
         if self.rank != 0:
             return None
         row = metrics_row(self.config, self.world, self.peak, **interval)
@@ -439,7 +446,7 @@ class Logger:
 
 
 def imported(field, value, module):
-    """`module` where the field has a value, else None. Raises UserError where it is not installed."""
+    """Import `module` if the field has a value, otherwise return None. Raises UserError if it is not installed."""
     try:
         return importlib.import_module(module) if value else None
     except ImportError:
@@ -447,7 +454,7 @@ def imported(field, value, module):
 
 
 def wandb_run(wandb, config):
-    """The run that rows are sent to; after a crash, the same one (resume="auto"). Raises UserError."""
+    """Return the W&B run that receives the rows. resume="auto": after a crash the same W&B run. Raises UserError."""
     out = config.out_dir
     try:
         return wandb.init(project=config.wandb, name=Path(out).name, dir=out, config=asdict(config), resume="auto")
@@ -456,6 +463,6 @@ def wandb_run(wandb, config):
 
 
 def scalars(row):
-    """The row's numbers by name, as a plot wants them: lm_loss, timers_ms/optimizer; no "unknown"."""
+    """Return {name: number} of a row for plots, timers as timers_ms/optimizer, without an "unknown" mfu."""
     timers = {f"timers_ms/{phase}": ms for phase, ms in row["timers_ms"].items()}
     return {name: value for name, value in row.items() if isinstance(value, int | float)} | timers
