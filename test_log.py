@@ -1,4 +1,7 @@
-"""log.py, held to a published run: 33 log lines of Megatron-DeepSpeed's GPT-2 345M, digit for digit."""
+"""log.py prints the 33 lines of a published log, Megatron-DeepSpeed's GPT-2 345M, digit for digit.
+
+At the end: the pictures of curve.py.
+"""
 
 import io
 import json
@@ -7,14 +10,17 @@ import os
 import sys
 import time
 import types
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import curve
 import log
 from config import Config
-from errors import UserError
+from errors import UserError, exit_on_user_error
 
 # --- the published run: 1 GPU with batch 8, then 8 GPUs with batch 64; fp16 with --checkpoint-activations -------------
 
@@ -59,7 +65,7 @@ PUBLISHED = """
 """
 PUBLISHED = [dict(zip(COLUMNS, line.split(), strict=True)) for line in PUBLISHED.split("\n") if line]
 
-LINES = {  # the same rows as they stood on the terminal, to hold the spaces
+LINES = {  # three of these rows as printed, to check the spaces
     ("1", "100"): " iteration      100/  500000 | consumed samples:          800 | consumed tokens:       819200 | "
     "elapsed time per iteration (ms): 2994.9 | learning rate: 3.984E-06 | global batch size:     8 | "
     "lm loss: 9.500946E+00 | loss scale: 262144.0 | grad norm: 3.752 | actual seqlen:  1024 | "
@@ -77,7 +83,10 @@ LINES = {  # the same rows as they stood on the terminal, to hold the spaces
 
 
 def elapsed(printed):
-    """Seconds of 100 iterations: the middle of what rounds to both the printed ms and samples per second."""
+    """Return the seconds of 100 iterations.
+
+    Many values round to the printed ms and to the printed samples per second: return the middle of these values.
+    """
     batch, ms, per_second = int(printed["batch"]), float(printed["ms"]), float(printed["per_second"])
     least = max(ms - 0.05, 1000 * batch / (per_second + 0.0005))
     most = min(ms + 0.05, 1000 * batch / (per_second - 0.0005))
@@ -86,7 +95,7 @@ def elapsed(printed):
 
 
 def published_steps(printed):
-    """100 steps, the skipped ones first. Each has the interval's mean loss and its last norm, rate and scale."""
+    """Return 100 equal steps with the printed loss, norm, rate and scale. The first ones are marked as skipped."""
     loss, norm, lr, scale = (float(printed[name]) for name in ("loss", "norm", "lr", "scale"))
     skipped, batch = int(printed["skipped"]), int(printed["batch"])
     return [log.Step(loss, norm, lr, i < skipped, False, False, scale, batch) for i in range(100)]
@@ -107,7 +116,7 @@ def published_row(printed, config=GPT2_345M):
 
 
 def line_as_printed(printed):
-    """The line put together from the printed words: no number is formatted here."""
+    """Return the published line. It is made of the printed words, without formatting a number."""
     samples = int(printed["iteration"]) * int(printed["batch"])
     return (
         f" iteration {printed['iteration']:>8}/  500000 | consumed samples: {samples:>12} |"
@@ -157,8 +166,15 @@ def test_published_timers_memory_and_validation_lines():
             f" validation loss at iteration {iteration} | lm loss value: {loss} | lm loss PPL: {ppl} | \n"
             f"{'-' * 96}"
         )
-    assert "PPL: 4.851652E+08" in log.validation_lines(1, 1e9)  # exp(20): a diverged loss does not overflow
+    assert "PPL: 4.851652E+08" in log.validation_lines(1, 1e9)  # exp(20) instead of an overflow
     assert "PPL: NAN" in log.validation_lines(1, math.nan)
+
+
+@pytest.mark.parametrize("split, name", [("val", "validation"), ("test", "test"), ("train", "train")])
+def test_validation_lines_name_the_split(split, name):
+    dashes, line, end = log.validation_lines(7, 2.0, split).split("\n")
+    assert line == f" {name} loss at iteration 7 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
+    assert dashes == end == "-" * (len(line) + 1)
 
 
 # --- FLOPs, peaks, MFU ------------------------------------------------------------------------------------------------
@@ -194,7 +210,7 @@ def test_model_flops_count_every_product_of_the_blocks_and_the_head():
 
 def test_recomputation_adds_one_forward_of_the_blocks():
     recompute, plain = GPT2_345M, Config(**SHAPE)
-    head = 6 * 8 * 1024 * 1024 * 50304  # three times two FLOPs for each of the head's numbers and 8 x 1024 tokens
+    head = 6 * 8 * 1024 * 1024 * 50304  # 3 forwards x 2 FLOPs x 8 x 1024 tokens x the head's numbers
     blocks = log.model_flops(plain, 8) - head
     assert log.hardware_flops(recompute, 8) == pytest.approx(4 / 3 * blocks + head, rel=1e-14)
     assert log.model_flops(recompute, 8) == log.model_flops(plain, 8)
@@ -236,7 +252,7 @@ def test_peak_of_a_device_by_its_real_name(name, dtype, peak):
 
 # --- steps ------------------------------------------------------------------------------------------------------------
 
-NUMBERS = torch.tensor([2.5, 0.75, 1e-3, 0.0, 1.0, 0.0], dtype=torch.float64)  # Step's first six fields
+NUMBERS = torch.tensor([2.5, 0.75, 1e-3, 0.0, 1.0, 0.0], dtype=torch.float64)  # the first six fields of Step
 
 
 def test_a_pending_step_is_read_once():
@@ -296,7 +312,7 @@ STEP = log.Step(1 / 3, 0.1, 1e-3, skipped=False, stop=False, orphaned=False, los
 
 
 def interval(step=STEP, **changes):
-    """What train.py hands over: iterations 9 and 10, each of 50 sequences of 256 tokens, in 4 seconds."""
+    """Return the arguments of train.py: iterations 9 and 10, each of 50 sequences of 256 tokens, in 4 seconds."""
     given = {
         "iteration": 10,
         "consumed_samples": 100,
@@ -342,8 +358,8 @@ def test_a_row_has_the_mean_loss_and_the_last_step_s_other_numbers():
     assert (row["skipped_iterations"], row["nan_iterations"]) == (2, 2) and math.isnan(row["lm_loss"])
 
 
-def test_rates_are_of_the_samples_that_there_were():
-    """A batch that grew from 10 to 50 within the interval."""
+def test_rates_count_the_samples_of_each_step():
+    """The batch grows from 10 to 50 within the interval."""
     row = row_of(Config(), steps=[STEP._replace(samples=10), STEP], peak=0.5)
     assert row["samples_per_second"] == 15 and row["tokens_per_second"] == 15 * 256
     assert row["tflops"] == pytest.approx(0.6 * row_of(Config())["tflops"], rel=1e-14)
@@ -374,11 +390,11 @@ def test_timers_add_up_a_phase_and_divide_by_the_iterations():
                 clock.now += 2.0
                 with timers("batch-generator"):
                     clock.now += 0.25
-        clock.now += 100.0  # between phases: nobody's
+        clock.now += 100.0  # between phases: counts for no phase
     assert timers.take(2) == {"forward-compute": 6750.0, "optimizer": 500.0, "batch-generator": 750.0}
     with timers("optimizer"):
         clock.now += 1.0
-    assert list(timers.take(4).items()) == [("optimizer", 250.0)]  # anew, and no idle phase
+    assert list(timers.take(4).items()) == [("optimizer", 250.0)]  # begins at 0 again, without unused phases
     assert timers.take(1) == {}
 
 
@@ -397,7 +413,7 @@ def test_a_phase_that_does_not_exist_is_an_error():
 
 
 def fake_gpu(monkeypatch, depth):
-    """Events of a GPU that lags `depth` commands behind the host; command number i runs for i seconds."""
+    """Replace CUDA events by those of a GPU that is `depth` commands behind the host. Command i runs for i seconds."""
     gpu = types.SimpleNamespace(queued=0, passed=0, events=0, waits=0)
 
     class Event:
@@ -535,7 +551,7 @@ def test_a_torn_last_line_is_passed_over_and_does_not_spoil_the_next(config, kep
     with open(written(config), "rb+") as file:
         first, second = file.read().splitlines(keepends=True)
         file.truncate(len(first) + len(second[:kept]))
-    whole = [10, 20] if kept == -1 else [10]  # only the newline is missing: nothing is lost
+    whole = [10, 20] if kept == -1 else [10]  # -1: only the newline is missing, the row is whole
     assert list(log.read_metrics(written(config))) == whole
     logger = logger_of(config, iteration=20)
     logger.log(**interval(iteration=30))
@@ -572,7 +588,7 @@ def test_a_full_disk_is_one_sentence(config):
 # --- the terminal -----------------------------------------------------------------------------------------------------
 
 
-def test_what_stands_on_the_terminal(config, capsys):
+def test_the_lines_on_the_terminal(config, capsys):
     logger = logger_of(config)
     rows = [
         logger.log(**interval(iteration=10)),
@@ -587,7 +603,7 @@ def test_what_stands_on_the_terminal(config, capsys):
     assert memory.startswith("[Rank 0] (after 10 iterations) memory (MB) | ") and "resident: " in memory
     assert out.splitlines() == [
         log.iteration_line(rows[0]),
-        memory,  # once, after the first interval
+        memory,  # only after the first interval
         time_line,
         log.iteration_line(rows[1]),
         time_line,
@@ -629,17 +645,17 @@ def test_other_ranks_are_silent(tmp_path, capsys, monkeypatch):
 def test_memory_of_this_process_is_near_what_it_holds():
     held = torch.ones(2**24)  # 64 MB
     used = log.memory_in_use("cpu")
-    assert set(used) <= {"resident", "max resident"}  # what the system tells
+    assert set(used) <= {"resident", "max resident"}  # which ones depends on the system
     assert 64 < max(used.values()) < 2**20 and held[0] == 1
 
 
-# --- TensorBoard and Weights & Biases: neither need be installed, here or with you ------------------------------------
+# --- TensorBoard and Weights & Biases (neither needs to be installed) -------------------------------------------------
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])
 def test_a_package_that_is_not_installed_is_one_sentence_on_every_rank(tmp_path, monkeypatch, package, rank):
-    monkeypatch.setitem(sys.modules, package, None)  # as if it were not
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     config = Config(out_dir=str(tmp_path), **{package: "mine"})
     message = rf"^{package}=mine: {package} is not installed \(pip install {package}\)$"
@@ -706,3 +722,187 @@ def test_wandb_s_refusal_is_one_sentence(config, monkeypatch):
     config.wandb = "lecture"
     with pytest.raises(UserError, match=r"^wandb=lecture: No API key configured\. Use `wandb login` to log in\.$"):
         logger_of(config)
+
+
+# --- curve.py ---------------------------------------------------------------------------------------------------------
+
+LOSSES = {20: 4.5, 40: 3.25, 60: 2.75, 80: 2.5, 100: 2.375}
+VALIDATION = {60: 3.0, 100: 2.625}
+
+
+def run_folder(path, losses, validation=()):
+    """Make an out_dir with the rows {iteration: loss} and {iteration: validation loss}; 1,000 tokens an iteration."""
+    path.mkdir()
+    for i, loss in losses.items():
+        row = {"iteration": i, "consumed_tokens": 1000 * i, "lm_loss": loss}
+        row |= {"validation_loss": validation[i]} if i in validation else {}
+        with open(path / "metrics.jsonl", "a") as file:
+            print(log.to_json(row), file=file)
+    return str(path)
+
+
+def drawn(path):
+    """Read an SVG: return [(name, training points, validation points)] of its runs, in the units of its ticks."""
+    tag, texts, paths, circles = "{http://www.w3.org/2000/svg}", [], {}, {}
+    for element in ElementTree.parse(path).getroot():
+        if element.tag == tag + "text":
+            texts.append((element.get("text-anchor"), float(element.get("x")), float(element.get("y")), element.text))
+        elif element.get("fill") == "none":
+            of_run = paths if element.tag == tag + "path" else circles
+            of_run.setdefault(element.get("stroke"), []).append(element)
+    xs = [(x, float(words)) for anchor, x, _, words in texts if anchor == "middle"]
+    ys = [(y - 5, float(words)) for anchor, x, y, words in texts if anchor == "end" and x < 50]
+
+    def unscaled(ticks, position):
+        (a, low), (b, high) = ticks[0], ticks[-1]
+        return low + (high - low) * (position - a) / (b - a)
+
+    for ticks in (xs, ys):
+        assert [unscaled(ticks, at) for at, _ in ticks] == pytest.approx([value for _, value in ticks], abs=1e-3)
+    names = [words for anchor, *_, words in texts if anchor == "start"][1:]  # after the title
+    runs = []
+    for name, colour in zip(names, paths, strict=True):
+        line = paths[colour][0].get("d").removesuffix("h0")  # [1] is the line of the legend
+        pieces = [piece.strip(" h0").split(" L") for piece in line.split("M")[1:]]
+        places = [[tuple(map(float, place.split(","))) for place in piece] for piece in pieces]
+        rings = [(float(c.get("cx")), float(c.get("cy"))) for c in circles[colour][:-1]]  # the last is the legend's
+        places = [[(unscaled(xs, x), unscaled(ys, y)) for x, y in piece] for piece in [*places, rings]]
+        runs.append((name, places[:-1], places[-1]))
+    return runs
+
+
+def near(losses):
+    """The points of {x: loss}, equal up to half of an SVG's 0.01 pixels."""
+    return [pytest.approx((x, loss), rel=1e-4) for x, loss in losses.items()]
+
+
+def test_points_of_a_curve_equal_the_metrics(tmp_path):
+    curve.main([run_folder(tmp_path / "tiny", LOSSES, VALIDATION), f"--svg={tmp_path}/loss.svg"])
+    assert drawn(tmp_path / "loss.svg") == [("tiny", [near(LOSSES)], near(VALIDATION))]
+
+
+def test_a_curve_over_tokens(tmp_path):
+    curve.main([run_folder(tmp_path / "tiny", LOSSES), "--tokens", f"--svg={tmp_path}/loss.svg"])
+    assert drawn(tmp_path / "loss.svg") == [("tiny", [near({i / 1000: loss for i, loss in LOSSES.items()})], [])]
+
+
+def test_two_runs_in_one_picture_have_the_same_axes(tmp_path):
+    other = {50: 9.5, 150: 7.25}
+    folders = run_folder(tmp_path / "tiny", LOSSES, VALIDATION), run_folder(tmp_path / "a<b", other)
+    curve.main([*folders, f"--svg={tmp_path}/loss.svg"])
+    assert drawn(tmp_path / "loss.svg") == [("tiny", [near(LOSSES)], near(VALIDATION)), ("a<b", [near(other)], [])]
+
+
+def test_a_loss_that_is_not_finite_is_a_gap(tmp_path):
+    losses = LOSSES | {60: math.nan, 80: math.inf}
+    curve.main([run_folder(tmp_path / "tiny", losses, {20: math.nan, 40: 3.0}), f"--svg={tmp_path}/loss.svg"])
+    pieces = [near({i: LOSSES[i] for i in piece}) for piece in ((20, 40), (100,))]
+    assert drawn(tmp_path / "loss.svg") == [("tiny", pieces, near({40: 3.0}))]
+
+
+PICTURE = """\
+   4.5 |         *                b
+       |
+       |
+     4 |
+       |
+       |
+   3.5 |
+       |
+       |                  *
+     3 |                          A
+       |                          a
+       |                                            A
+   2.5 |                                   a
+       |                                            a
+       |
+     2 |
+       +---------------------------------------------
+        0        20       40      60       80       100
+x: iterations   a: one, training   A: validation   b: two, training   B: validation   *: several runs
+"""
+
+
+def test_a_curve_in_the_terminal(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    shorter = {i: LOSSES[i] for i in (20, 40)} | {60: 4.5}
+    curve.main([run_folder(tmp_path / "one", LOSSES, VALIDATION), run_folder(tmp_path / "two", shorter)])
+    assert capsys.readouterr().out == PICTURE
+
+
+@pytest.mark.parametrize(
+    "values, ticks",
+    [
+        ([0, 600], [0, 100, 200, 300, 400, 500, 600]),
+        ([0, 701], [0, 200, 400, 600, 800]),
+        ([1.94, 4.55], [1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5]),
+        ([2.001, 2.0015], [2.001, 2.0011, 2.0012, 2.0013, 2.0014, 2.0015]),
+        ([3], [3, 3.1]),
+        ([0], [0, 0.1]),
+    ],
+)
+def test_ticks_enclose_the_values(values, ticks):
+    found, position = curve.axis(values, 7, 100, 200)
+    assert found == pytest.approx(ticks) and (position(ticks[0]), position(ticks[-1])) == (100, pytest.approx(200))
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (None, r"tiny/metrics\.jsonl: No such file or directory$"),
+        ("", "metrics.jsonl: has no loss to draw"),
+        ('{"iteration": 20, "lm_l', "metrics.jsonl: has no loss to draw"),  # cut off by a crash, and no whole line
+        ('{"iteration": 20, "consumed_tokens": 1, "lm_loss": "nan"}', "metrics.jsonl: has no loss to draw"),
+        ('{"iteration": 20, "lm_loss": 4.5}\n3\n', "a line is not a row of metrics.jsonl with iteration and lm_loss$"),
+        ('{"iteration": 20}', "a line is not a row"),
+        ('{"step": 20}', "a line is not a row"),
+        ('{"iteration": "20", "lm_loss": 4.5}', "a line is not a row"),
+        ('{"iteration": 20, "lm_loss": "low"}', "a line is not a row"),
+        ('{"iteration": 20, "lm_loss": 4.5, "validation_loss": null}', "a line is not a row"),
+    ],
+)
+def test_metrics_that_cannot_be_drawn_are_one_line(tmp_path, content, message):
+    (tmp_path / "tiny").mkdir()
+    if content is not None:
+        (tmp_path / "tiny" / "metrics.jsonl").write_text(content)
+    with pytest.raises(UserError, match=message):
+        curve.main([str(tmp_path / "tiny")])
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["out/nowhere"], "out/nowhere: No such file or directory"),
+        (["n" * 300], "n" * 300 + ": File name too long"),
+        (["tiny", "--svg=nowhere/loss.svg"], "--svg=nowhere/loss.svg: No such file or directory"),
+        ([], "the following arguments are required: RUN (python curve.py --help lists the options)"),
+        (["tiny", "--sgv=x"], "unrecognized arguments: --sgv=x (python curve.py --help lists the options)"),
+    ],
+)
+def test_mistakes_of_a_command_line_are_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    run_folder(tmp_path / "tiny", LOSSES)
+    with pytest.raises(SystemExit) as exit:
+        exit_on_user_error(lambda: curve.main(arguments))
+    assert exit.value.code == 2 and capsys.readouterr() == ("", f"error: {message}\n")
+
+
+def test_a_line_that_a_crash_cut_off_is_not_drawn(tmp_path):
+    folder = run_folder(tmp_path / "tiny", LOSSES)
+    with open(tmp_path / "tiny" / "metrics.jsonl", "a") as file:
+        file.write('{"iteration": 120, "consumed_to')
+    assert curve.read_curve(folder, "iterations").training == list(LOSSES.items())
+
+
+PICTURES = Path(__file__).parent / "pictures"
+
+
+def test_the_readme_s_picture_shows_equal_runs_and_can_be_drawn_again(tmp_path):
+    """python curve.py pictures/tiny.jsonl pictures/tiny_2x2.jsonl --svg=pictures/loss.svg"""
+    runs = [str(PICTURES / f"{name}.jsonl") for name in ("tiny", "tiny_2x2")]
+    curve.main([*runs, f"--svg={tmp_path}/loss.svg"])
+    assert (tmp_path / "loss.svg").read_bytes() == (PICTURES / "loss.svg").read_bytes()
+    one, four = (curve.read_curve(run, "iterations") for run in runs)
+    assert len(one.training) == 30 and len(one.validation) == 3
+    assert four.training == [pytest.approx(point, abs=3e-4) for point in one.training]
+    assert four.validation == [pytest.approx(point, abs=3e-4) for point in one.validation]
