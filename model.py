@@ -66,7 +66,7 @@ class Block(nn.Module):
     def __init__(self, c, index, tp, ops):
         super().__init__()
         h, std, sp, name = c.hidden_size, c.init_method_std, c.sequence_parallel, f"block{index}"
-        residual_std = std / math.sqrt(2 * c.num_layers)  # 2L outputs are added to x; this keeps x's size
+        residual_std = std / math.sqrt(2 * c.num_layers)  # 2L outputs are added to x; its variance stays
         self.ln1 = LayerNorm(f"{name}.ln1", h)
         self.qkv = ColumnParallelLinear(f"{name}.qkv", (3, h, h), std, tp, sp)
         self.proj = RowParallelLinear(f"{name}.proj", (h, h), residual_std, tp, sp)
@@ -88,7 +88,7 @@ class Block(nn.Module):
         return Branch(y, self.proj.bias, batch.drop(self.seed, site=2 * self.index + 1))
 
     def mlp(self, x, batch):
-        """Return the MLP's output. To change the activation, write one beside `reference.gelu_` and call it here."""
+        """Return the MLP's output. For another activation, put its function beside `reference.gelu_`."""
         y = self.fc2(self.ops.gelu_(self.fc1(x), self.fc1.bias))  # [n, h] -> [n, 4h/t] -> [n, h]
         return Branch(y, self.fc2.bias, batch.drop(self.seed, site=2 * self.index + 2))
 
@@ -160,7 +160,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """The last unit: maps vectors to the loss of every token, [n], or without targets (generation, t = 1) to logits.
+    """The last unit: maps vectors to the loss of every token, [n]. In generation (no targets, t = 1): to logits.
 
     In training, backward computes the losses together with their gradient. Until then the losses are nan
     (`LinearCrossEntropy`).
@@ -206,7 +206,7 @@ class GPT(nn.Module):
         return x
 
     def specs(self):
-        """Return {name: ParamSpec}: every logical parameter once, also a tied one."""
+        """Return {name: ParamSpec}: every parameter of the model. A tied parameter appears once."""
         return {spec.name: spec for unit in self.table for spec in unit}
 
     def num_parameters(self):
@@ -216,7 +216,7 @@ class GPT(nn.Module):
     def micro_batch(self, ids, targets=None, samples=None, start=0, caches=None):
         """Return a MicroBatch. ids, targets: [b, s]. start: the first position.
 
-        samples: [b], the numbers of the samples in the run. None: no dropout.
+        samples: [b], the index of each sample in the run. None: no dropout.
         """
         b, s = ids.shape
         row = torch.arange(b * s, device=ids.device)

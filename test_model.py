@@ -99,7 +99,7 @@ def test_losses_and_gradients_are_those_of_plain_pytorch(run):
 
 
 def test_the_token_after_is_not_seen(run):
-    """A change of id number 5 changes no loss at positions 0 to 4."""
+    """A new id at position 5 changes no loss at positions 0 to 4."""
     tokens = samples(run)
     changed = tokens.clone()
     changed[:, 5] = (changed[:, 5] + 1) % 50
@@ -165,7 +165,7 @@ def test_the_host_reads_no_number_within_a_step(fields):
 
 
 def test_flat_buffers_hold_everything_in_its_range(run):
-    """Parameters are aligned views. Ranges are (cut, decays), in order. The padding is never written."""
+    """Parameters are aligned views. Ranges are ordered by (cut, decays). The padding is never written."""
     batches = micro_batches(run)
     for _ in range(2):
         train.train_step(run, batches)

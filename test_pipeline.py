@@ -120,7 +120,7 @@ def trained_in_pairs(config):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "lamb"])
 def test_a_schedule_whose_ranks_hold_different_buckets_with_different_ranks(workers, optimizer):
-    """Four ranks hold the word table, two each other bucket. Of three micro-batches the last two ranks run one."""
+    """Four ranks hold the word table, and two ranks any other bucket. The last two ranks run one micro-batch of three."""
     fields = dict(optimizer=optimizer, num_layers=2)
     config = tiny_config(1, pp=4, schedule="pair", **fields)
     reference = train_tiny(tiny_config(1, **fields), 3)
@@ -128,8 +128,8 @@ def test_a_schedule_whose_ranks_hold_different_buckets_with_different_ranks(work
 
 
 def holdings(config):
-    """Run a step. Return (most kept micro-batches, bytes of each kept output after the last F, entries left at the
-    end).
+    """Run a step. Return (most micro-batches kept at once, bytes of each kept output after the last F, entries left at
+    the end).
     """
     run = train.build(config, Mesh(config.tp, config.pp), CPU)
     run.zero.initialize(1)
@@ -175,7 +175,7 @@ def in_flight_until_backward(schedule):
 
 
 def storages(config):
-    """Run a step in stage 3. Return the buckets with whole (parameters, gradients) in block1's F and after the step."""
+    """Run a step in stage 3. Return which (parameters, gradients) are whole in block1's F and after the step."""
     run = train.build(config, Mesh(config.tp, config.pp), CPU)
     run.zero.initialize(1)
     block, seen = run.model.units[2], []
@@ -223,7 +223,9 @@ def whole_gradients_at_products(config):
 
 
 def test_a_late_weight_gradient_lets_go_of_each_bucket_as_it_is_done(workers):
-    """I has allocated seven gradients: head, four blocks, word table, embedding. W frees them one by one."""
+    """After the action I, seven gradients exist: head, four blocks, word table, embedding. W frees each once it is
+    sent.
+    """
     config = tiny_config(2, zero=2, schedule="zb-h1", num_layers=4)
     for alive in workers.run(2, whole_gradients_at_products, config):
         assert [alive[f"block{i}"] for i in (3, 2, 1, 0)] == [7, 7, 6, 5]
@@ -241,7 +243,9 @@ def test_a_late_weight_gradient_lets_go_of_each_bucket_as_it_is_done(workers):
     ids=str,
 )
 def test_validation_is_the_same_in_every_layout(workers, tokens_dir, tmp_path, layout):
-    """2 and 6 data ranks do not divide the 87 windows. With ZeRO-3 all data ranks must gather equally often."""
+    """2 and 6 do not divide the number of validation samples, 87. With ZeRO-3 all data ranks must gather equally
+    often.
+    """
     fields = dict(train_iters=1, eval_iters=100, dtype="fp64", global_batch_size=96, num_layers=4)
     expected = validation_losses(configured(tmp_path / "one", tokens_dir, micro_batch_size=24, **fields))
     config = configured(tmp_path / "many", tokens_dir, micro_batch_size=4, **fields, **layout)
@@ -314,7 +318,9 @@ def grown(config):
 
 @pytest.mark.parametrize("layout", [dict(pp=2, schedule="zb-h2", zero=2), dict(zero=3), dict(pp=4, zero=0)], ids=str)
 def test_the_batch_grows_alike_in_every_layout(workers, layout):
-    """A step has 8 samples, from sample 24 on 16, from sample 48 on 24. The ledger's formulas match the bytes."""
+    """A step has 8 samples; after 24 samples it has 16; after 48 samples it has 24. The ledger's formulas match the
+    bytes.
+    """
     fields = dict(rampup_batch_size="8,8,48", micro_batch_size=2)
     samples, losses, _ = grown(tiny_config(1, num_layers=4, **fields))
     assert samples == [8, 8, 8, 16, 16, 24, 24, 24]

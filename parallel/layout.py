@@ -18,13 +18,13 @@ The parameters of a bucket lie in its flat buffer in this order. Each parameter 
     Parameters to the right of the mark are replicated over tp: only tp rank 0 counts them in the gradient norm. With
     sequence parallelism each copy's gradient is a partial sum.
 
-So the gradient norm and the weight decay work on ranges of elements, also if a shard begins or ends inside a parameter.
+With this order, gradient norm and weight decay work on ranges, even if a shard begins or ends inside a parameter.
 """
 
 import math
 from typing import NamedTuple
 
-ALIGN = 16  # elements: every parameter and every shard begins at a multiple of at least 32 bytes
+ALIGN = 16  # elements: every parameter and every shard is aligned to 32 bytes or more
 
 
 class Range(NamedTuple):
@@ -37,7 +37,7 @@ class Range(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The overlap of a parameter with a range of its bucket's flat buffer. The overlap may be empty."""
+    """The part of a parameter inside begin .. end of its flat buffer. The part may be empty."""
 
     spec: object  # ParamSpec
     begin: int  # in elements of the parameter as this rank keeps it
@@ -115,7 +115,7 @@ def split(units, parts):
 class Layout:
     """The layout of `config` on `dp` data ranks. table: [ParamSpecs of each unit]; schedule: any Schedule of the run.
 
-    Only the schedule's parts and placement are used. They do not depend on the number of micro-batches.
+    Of the schedule, only the part and the rank of each chunk are used. The number of micro-batches does not matter.
     """
 
     def __init__(self, config, dp, table, schedule):
@@ -168,5 +168,5 @@ class Layout:
 
 
 def rows_outside(c):
-    """Return a rank's rows of a micro-batch outside attention and MLP: bs, with sequence parallelism bs/t."""
+    """Return the number of rows of x on a rank between two units: bs, with sequence parallelism bs/t."""
     return c.micro_batch_size * c.seq_length // (c.tp if c.sequence_parallel else 1)

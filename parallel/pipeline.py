@@ -18,15 +18,15 @@ it starts from the gradient of the next unit's input:
     forward     x0 -> [embedding] -> y0 | x1 = y0.detach() -> [block] -> y1 | ...  -> [head] -> losses
     backward    dL/dx1 = x1.grad  <-  [block].backward(x2.grad)  <-  ...
 
-So each scheme is a plain line of code between two units, not a hook. With full recomputation a block keeps only x and
+So recomputation and ZeRO are plain code between units, not hooks. With full recomputation a block keeps only x and
 runs again just before its backward, so only one block's activations exist at a time (Chen et al., arXiv 1604.06174).
 ZeRO-3 gathers a unit's parameters before the unit and frees them after it. A bucket's gradient is reduced as soon as it
 is complete, while backward continues with earlier units (as in PyTorch's DDP, Li et al., arXiv 2006.15704).
 
-A send does not block. All ranks post their messages in one common order, a receive as early as this order allows. The
-order also prevents a deadlock of two ranks that both send (proof: `schedules.messages`). A buffer lives until its
-message is sent. Then the values of a sent output y are freed, because backward needs only y's graph. A rank with more
-than IN_TRANSIT unfinished sends waits for the oldest.
+A send does not block. All ranks post their messages in one common order. A receive is posted as early as this order
+allows. The order also prevents a deadlock of two ranks that both send (proof: `schedules.messages`). A buffer lives
+until its message is sent. Then the values of a sent output y are freed, because backward needs only y's graph. A rank
+with more than IN_TRANSIT unfinished sends waits for the oldest.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from parallel.comm import receive, send
 from parallel.layout import rows_outside
 from parallel.zero import free
 
-SENT = {"activation": "activations", "gradient": "gradients of activations"}  # names in the ledger
+SENT = {"activation": "activations", "gradient": "gradients of activations"}  # the words that comm.py counts them under
 IN_TRANSIT = 2  # unfinished sends before we wait for the oldest (Gloo does not tell which sends have finished)
 
 
@@ -135,7 +135,7 @@ class Executor:
         return self.losses
 
     def _execute(self, schedule, messages, micro_batches, rows):
-        """Run this rank's actions in order, and post messages before each. rows: of a micro-batch here."""
+        """Run this rank's actions in order; post messages before each. rows: the number of rows of a micro-batch."""
         self.schedule, self.batches, self.micro_batches = schedule, {}, micro_batches
         self.mail = Mailbox(messages, self.mesh, (rows, self.config.hidden_size), self.zero, self.meter)
         run = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradient}
@@ -147,7 +147,7 @@ class Executor:
         self.mail.close()
 
     def batch(self, j):
-        """Return micro-batch j. The step keeps it and all earlier ones; some schedules do not begin with 0."""
+        """Return micro-batch j. All micro-batches up to j are kept, because some schedules do not begin with 0."""
         while j not in self.batches:
             self.batches[len(self.batches)] = next(self.micro_batches)
         return self.batches[j]
@@ -224,7 +224,7 @@ class Executor:
         for name in names:
             self.zero.open_gradient(name)
         products = deque(self.deferred.pop((j, c)))
-        for name in names:  # in the order of backward, in which I appended the products
+        for name in names:  # in the order of backward, which is also the order of the products
             while products and products[0].w.spec.bucket == name:
                 products.popleft().add()  # frees dy and x after each product
             self._reduce(name)

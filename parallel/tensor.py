@@ -16,8 +16,8 @@ of the MLP, without communication:
 
 Activations are [n, h]: the n = b s tokens of the micro-batch, sample after sample. With sequence parallelism each rank
 has n/t consecutive rows of an activation outside of the pairs. LayerNorm, dropout and residual stream then cost 1/t of
-the memory and the work. The bytes of communication stay the same, because all_reduce = reduce_scatter + all_gather,
-with one exception: x is stored cut, so backward gathers it again. A replicated parameter (LayerNorm, row-parallel bias,
+the memory and the work. An all_reduce sends as many bytes as a reduce_scatter and an all_gather. One all_gather is
+added: x is stored cut, so backward gathers it again. A replicated parameter (LayerNorm, row-parallel bias,
 position embedding) now sees only part of the tokens on each rank. Its gradient is a partial sum there, and `zero.py`
 sums it over tp at the end of the step.
 
@@ -133,13 +133,13 @@ class Linear(torch.autograd.Function):
             x = gathering.wait()
         if w.deferred is None:
             add_product(w, dy, x)  # while dx is sent
-        else:  # detach: the graph of x would keep the unit's input and its gradient until W
+        else:  # detach: x's graph would keep the unit's input alive until W runs
             w.deferred.append(WeightGradient(w, dy, x.detach()))
         return (sending.wait() if ctx.enter else dx), None, None, None, None, None
 
 
 class WeightGradient(NamedTuple):
-    """The factors of dW = dy^T x, which I stores and W multiplies."""
+    """The factors of dW = dy^T x. The action I stores them, and the action W multiplies them."""
 
     w: nn.Parameter
     dy: torch.Tensor
@@ -163,8 +163,8 @@ def add_product(w, dy, x):
 class ColumnParallelLinear(nn.Module):
     """Linear cut by its outputs: x [n, in] (n/t rows with sequence parallelism) -> [n, out/t].
 
-    shape: the whole weight's, [out, in] or, packed, [3, out, in]. The weight is cut along out. With adds_bias=False,
-    and always after a RowParallelLinear, the next operation adds the bias, because it reads the whole output anyway.
+    shape: of the whole weight, [out, in], or [3, out, in] for qkv. The weight is cut along out. adds_bias=False: the
+    next operation adds the bias, because it reads the whole output anyway.
     """
 
     def __init__(self, name, shape, std, tp, sequence_parallel, adds_bias=True):
@@ -286,7 +286,8 @@ def chunks(x):
 
 
 def cross_entropy_(z, w, targets, vocab_size, weights, tp, ops):
-    """Return the losses [n] of logits z [n, v/t]. z becomes `weights` [n] times its gradient (None: no gradient).
+    """Return the losses [n] of logits z [n, v/t]. z becomes weights * dlosses/dz, or stays undefined
+    if weights [n] is None.
 
     Each token's row of logits is cut over tp, and no rank sees a whole row. The ranks combine three numbers per token:
     the maximum, the sum of exponentials and the logit of the target.

@@ -29,13 +29,13 @@ file:
 
 Stages 2 and 3 save memory because a bucket's whole buffer exists only while a unit uses it or while it is sent. In
 stage 3 the parameters of the next unit are gathered while this unit computes. If a schedule splits B into I and W, the
-whole gradients of a chunk exist from I to W, because I already adds the gradients of LayerNorms, biases, head and
-embedding to them.
+unsharded gradients of a chunk exist from I to W: the action I adds the gradients of LayerNorms, biases, head and
+embedding, and the action W adds the others.
 
-Bytes per parameter in bf16: parameter 2, gradient 4, master weight 4, two moments 8; 18 in total. Stage 1 divides 12 of
-these by n, stage 2 divides 16, stage 3 divides 18. In fp32 without offload the parameters are also the master weights:
-16. Gradients accumulate over micro-batches in the master dtype, float32 (float64 in fp64 runs), for every dtype of the
-parameters.
+Bytes per parameter in bf16: parameter 2, gradient 4, master weight 4, two moments 8; 18 in total. Stage 1 divides 12
+of these by n, stage 2 divides 16, stage 3 divides 18. In fp32 without offload the total is 16, because the parameters
+are also the master weights. Gradients accumulate over micro-batches in the master dtype, float32 (float64 in fp64
+runs), for every dtype of the parameters.
 
 With `offload` the optimizer state stays in the CPU's memory, and the CPU makes the update. Once a step, gradients go to
 the CPU and weights come back (Ren et al., ZeRO-Offload, arXiv 2101.06840).
@@ -184,7 +184,7 @@ class Zero:
         bucket = self.buckets[name]
         if bucket.stage == 3 and name not in self.gathering:
             allocate(bucket.param)
-            # The values do not change, so `.data` hides this write from autograd's check for in-place changes.
+            # Gathering restores the old values, so `.data` hides this write from autograd's in-place check.
             self.gathering[name] = all_gather(bucket.own_param, bucket.dp, "parameters", out=bucket.param.data)
 
     def gather(self, name):
@@ -206,7 +206,7 @@ class Zero:
     # --- open_gradient, reduce: gradients, before and after a unit's backward ----------------------------------------
 
     def open_gradient(self, name):
-        """Prepare a bucket's gradient for backward. Wait for its last sum over dp, and allocate it (stages 2 and 3)."""
+        """Prepare a bucket's gradient for backward: wait for its previous sum over dp; stages 2 and 3: allocate it."""
         bucket = self.buckets[name]
         if name in self.reducing:  # a buffer must not change while it is sent
             self._settle(name)
@@ -215,7 +215,7 @@ class Zero:
             bucket.grad.zero_()
 
     def reduce(self, name, last):
-        """Sum a bucket's gradient over the data ranks after one micro-batch. last: the bucket's last one in the step.
+        """Sum a bucket's gradient over the data ranks after one micro-batch. last: no other sum follows in the step.
 
         The executor calls this when B has passed the first unit that uses the bucket (`Chunk.reduce_after`), or in W.
         The sum starts here and runs while backward continues with earlier units. Stages 0 and 1 sum only once, after
@@ -246,7 +246,8 @@ class Zero:
 
         Several pipeline ranks hold a tied table, so its gradient is summed over its holders. With sequence parallelism
         each tp rank has seen only its own tokens. So the gradient of a replicated parameter (6 h elements per block) is
-        a partial sum, and is summed over tp. These sums commute, so each is done where its buffer is smallest.
+        a partial sum, and is summed over tp. The sums may be done in any order. This order has the
+        smallest buffers.
         """
         for name in list(self.reducing):
             self._settle(name)
@@ -324,7 +325,7 @@ class Zero:
             pending.wait()
 
     def tensor_norms(self, tensors):
-        """Return |weight| and |gradient buffer| of whole parameter tensors, float64 [number of tensors, 2].
+        """Return the norms of whole weights and of their gradient buffers, float64 [number of tensors, 2].
 
         tensors: [(Shard, Piece)], every parameter of this rank's buckets in order. A tensor may be cut by shards and
         over tp, so its squares are summed over dp and tp.
