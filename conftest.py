@@ -1,13 +1,13 @@
-"""The fixtures that tests share: processes joined by Gloo (`testing/workers.py`), and a tiny data set.
+"""Define the fixtures that tests share: processes connected by Gloo (`testing/workers.py`), and a tiny data set.
 
-The environment variables are set before anything imports torch or Triton, which read them at that moment.
+The environment variables are set before the imports of torch and Triton, because an import reads them.
 """
 
 import json
 import os
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # eight processes on a laptop's cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # because up to eight processes share a laptop's cores
 vocabulary = Path(__file__).parent / "../shared/tiktoken"
 if vocabulary.is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(vocabulary.resolve()))
@@ -16,10 +16,10 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-if not torch.cuda.is_available():  # the workers inherit it
+if not torch.cuda.is_available():  # the workers inherit the environment
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-pytest.register_assert_rewrite("testing")  # so that its asserts, too, say which values they compared
+pytest.register_assert_rewrite("testing")  # its failing asserts then print the compared values
 from testing.workers import Workers  # noqa: E402
 
 
@@ -31,7 +31,7 @@ def workers(tmp_path_factory):
 
 
 def write_tokens(folder, train=4000, val=700, test=300, vocab_size=50, tokenizer="bytes", seed=0):
-    """A data set of random tokens that are worth learning: each is likely to follow from the one before."""
+    """Write a data set of random tokens. A model can learn it, because the next token is often the last one plus 1."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(seed)
     counts = {"train": train, "val": val, "test": test}

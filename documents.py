@@ -1,11 +1,11 @@
-"""Documents on disk: which files there are, and their bytes in blocks that can be encoded one by one.
+"""Find the input files and read their documents in blocks. Each block can be encoded independently.
 
-A document is one text file (.txt .md .py) or one line of a .jsonl file; each file may be packed (.gz .bz2 .xz) and is
-then streamed, never unpacked whole. A block is some short documents together, or one piece of a long one, cut where
-the tokenizer does not notice (`tokenizer.cut_points`). So whatever the input, only some blocks are in memory at a
-time.
+A document is one text file (.txt .md .py) or one line of a .jsonl file. A file may be compressed (.gz .bz2 .xz). Such a
+file is decompressed as a stream. A block contains several short documents or one piece of a long document. A long
+document is cut only at the tokenizer's cut points (`tokenizer.cut_points`). So for any input, only a few blocks are in
+memory.
 
-What can't be read is a `BadInput` with file, line and reason, in the place where the document would have been.
+If a document can't be read, a `BadInput` with file, line and reason takes its place in the block.
 """
 
 import bz2
@@ -26,21 +26,21 @@ from tokenizer import first_cut, last_cut
 
 KINDS = (".txt", ".md", ".py", ".jsonl")
 PACKINGS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-KNOWN = f"{' '.join(KINDS)}, each also {' '.join(PACKINGS)}"  # in words
+KNOWN = f"{' '.join(KINDS)}, each also {' '.join(PACKINGS)}"  # for messages
 
 PIECE = 512 << 10  # bytes of text that a worker encodes at a time
-MAX_RUN = 1 << 20  # bytes without a boundary; the encoder needs more than linear time for such a run
-MAX_LINE = 64 << 20  # bytes of one JSON line, which has to be parsed in one go
+MAX_RUN = 1 << 20  # most bytes of a run, a text without a cut point; its encoding takes more than linear time
+MAX_LINE = 64 << 20  # most bytes of one JSON line, which is parsed as a whole
 
 
 # --- what to read ---------------------------------------------------------------------------------------------------
 
 
 class BadInput(Exception):
-    """A document that can't be read: where it is, and the reason it is counted under."""
+    """A document that can't be read: its file and line, the reason (errors are counted by reason), and a detail."""
 
     def __init__(self, where: str, reason: str, detail: str = ""):
-        super().__init__(where, reason, detail)  # as they came, so that it can be pickled
+        super().__init__(where, reason, detail)  # pickle needs the same three arguments
         self.reason = reason
 
     def __str__(self):
@@ -49,28 +49,28 @@ class BadInput(Exception):
 
 
 def find_files(inputs: list[str]) -> list[str]:
-    """The files that `inputs` name, each once: in the order given, a folder's in the order of their names."""
+    """Return the files of `inputs` in this order, each once. A folder's own files come before its subfolders."""
     if not inputs:
         stdlib = sysconfig.get_paths()["stdlib"]
         return [path for path in walk(stdlib, leave_out=("site-packages", "dist-packages")) if path.endswith(".py")]
     found = {}
     for name in inputs:
-        is_file = os.path.isfile(name)  # whatever its suffix: who names it wants it read, or hears why it can't be
+        is_file = os.path.isfile(name)  # take a named file with any suffix; read_parts reports an unknown one
         here = []
         for match in [name] if is_file or os.path.isdir(name) else sorted(glob.glob(name, recursive=True)):
             here += walk(match) if os.path.isdir(match) else [match] if is_file or is_text(match) else []
         if not here and not glob.has_magic(name) and not os.path.exists(name):
             raise UserError(f"input {name}: no such file or folder")
         if not here:
-            suffixes = f"{' '.join(KINDS)} (nor one of these and {' '.join(PACKINGS)})"
-            raise UserError(f"input {name}: no file there ends in {suffixes}")
+            suffixes = f"{' '.join(KINDS)} (also with {' '.join(PACKINGS)})"
+            raise UserError(f"input {name}: no file ends in {suffixes}")
         for path in here:
             found.setdefault(os.path.realpath(path), path)
     return list(found.values())
 
 
 def walk(folder: str, leave_out=()):
-    """Yields the text files below `folder`, sorted; hidden ones and __pycache__ left out."""
+    """Yield the text files below `folder`, sorted, except hidden files and folders, __pycache__ and `leave_out`."""
 
     def stop(error):
         raise UserError(f"input folder {error.filename}: {error.strerror}")
@@ -81,7 +81,7 @@ def walk(folder: str, leave_out=()):
 
 
 def split_suffixes(path: str) -> tuple[str, str, str]:
-    """'a/b.v2.jsonl.gz' -> ('a/b.v2', '.jsonl', '.gz')"""
+    """Split 'a/b.v2.jsonl.gz' into ('a/b.v2', '.jsonl', '.gz')."""
     packing = os.path.splitext(path)[1]
     if packing not in PACKINGS:
         packing = ""
@@ -96,26 +96,26 @@ def is_text(path: str) -> bool:
 
 
 class Part(NamedTuple):
-    """Some bytes of one file: a whole text, a piece of a long one, or some whole JSON lines."""
+    """Some bytes of one file: a complete text, a piece of a long text, or several complete JSON lines."""
 
     path: str
     file: int  # number of the file
-    start: int = 1  # line on which the (first) document starts: with `file`, its position
-    line: int = 1  # line on which the data starts
+    start: int = 1  # line of the (first) document's start; (file, start) is its position
+    line: int = 1  # line of the data's start
     data: bytes = b""
     json_lines: bool = False
     begins: bool = True  # False: the document began in an earlier part
-    ends: bool = True  # False: it goes on in a later one
-    problem: BadInput | None = None  # in place of data
-    used: int = 0  # bytes of the file (compressed, where it is) that were read for it
+    ends: bool = True  # False: the document continues in a later part
+    problem: BadInput | None = None  # set instead of data if the document can't be read
+    used: int = 0  # bytes of the file (compressed, if it is) that were read for this part
 
 
 def read_blocks(files: list[str], text_key: str, pattern: str):
-    """Yields lists of Parts, in order: short documents together, PIECE bytes or less; pieces of a long one alone."""
+    """Yield blocks (lists of Parts) in order: short documents of up to PIECE bytes, or one piece of a long document."""
     block, size = [], 0
     for number, path in enumerate(files):
         for part in read_parts(path, number, text_key, pattern):
-            takes = len(part.data) if part.begins and part.ends else PIECE + 1  # a piece fills a block
+            takes = len(part.data) if part.begins and part.ends else PIECE + 1  # a piece gets its own block
             if block and size + takes > PIECE:
                 yield block
                 block, size = [], 0
@@ -126,7 +126,7 @@ def read_blocks(files: list[str], text_key: str, pattern: str):
 
 
 def read_parts(path: str, number: int, text_key: str, pattern: str):
-    """Yields the Parts of one file. What can't be read is a Part too, so that it is reported in its turn."""
+    """Yield the Parts of one file. A read error is a Part too, so errors are reported in the order of the input."""
     part, used = None, 0
     try:
         _, kind, packing = split_suffixes(path)
@@ -149,11 +149,11 @@ def read_parts(path: str, number: int, text_key: str, pattern: str):
 
 
 def text_parts(stream, part: Part, pattern: str):
-    """Yields `part` with the bytes of `stream`, in pieces where they are many.
+    """Yield copies of `part` with the bytes of `stream`: one if they fit in PIECE bytes, otherwise several pieces.
 
-    A piece over PIECE is one run and nothing else. (That matters: tiktoken panics on a million spaces *and a word*.)
+    A piece over PIECE bytes is exactly one run. This is necessary: tiktoken crashes on a million spaces *and a word*.
     """
-    ahead = 8  # bytes, two characters: cut_points looks at what follows
+    ahead = 8  # bytes of two characters: a cut point depends on the two after it
     at, data = 0, stream.read(PIECE + ahead)
     while len(data) > PIECE:
         cut = last_cut(data[:PIECE], pattern)
@@ -163,9 +163,9 @@ def text_parts(stream, part: Part, pattern: str):
             if not cut and len(data) <= MAX_RUN:
                 break  # the rest of the document is one run
             if not 0 < cut <= MAX_RUN:
-                decode(data, part.path, part.line, final=False)  # perhaps it is no text at all
+                decode(data, part.path, part.line, final=False)  # raises if the data is not text, a clearer error
                 where = f"{part.path}:{part.line}"
-                raise BadInput(where, "more than 1 MiB without a boundary", f"from byte {at:,} of the text on")
+                raise BadInput(where, "more than 1 MiB without a word boundary", f"from byte {at:,} of the text")
         yield part._replace(data=data[:cut], ends=False)
         part = part._replace(begins=False, line=part.line + data.count(b"\n", 0, cut))
         at += cut
@@ -175,12 +175,12 @@ def text_parts(stream, part: Part, pattern: str):
 
 
 def json_parts(stream, part: Part, text_key: str, pattern: str):
-    """Yields whole JSON lines, about PIECE bytes at a time. A longer line is parsed here and its text cut in pieces."""
+    """Yield complete JSON lines, about PIECE bytes per Part. A longer line is parsed here, and its text is cut."""
     line = 1
     while data := stream.read(PIECE):
         if not data.endswith(b"\n"):
             data += stream.readline(MAX_LINE + 2)
-        last = data.rfind(b"\n", 0, len(data) - 1) + 1  # where the last line starts
+        last = data.rfind(b"\n", 0, len(data) - 1) + 1  # start of the last line
         if len(data) - last <= PIECE:
             last = len(data)
         if last:
@@ -189,16 +189,16 @@ def json_parts(stream, part: Part, text_key: str, pattern: str):
         if last < len(data):
             data = data[last:]
             yield from long_line_parts(data, part._replace(start=line, line=line), text_key, pattern)
-            while data and not data.endswith(b"\n"):  # a line over MAX_LINE: to its end
+            while data and not data.endswith(b"\n"):  # skip the rest of a line over MAX_LINE
                 data = stream.readline(PIECE)
             line += 1
 
 
 def long_line_parts(data: bytes, part: Part, text_key: str, pattern: str):
-    """Yields the text of one JSON line in pieces, or the problem that it has."""
+    """Yield the text of one JSON line in pieces, or a Part with its problem."""
     where, piece = f"{part.path}:{part.start}", None
     try:
-        if len(data) > MAX_LINE + 2:  # 2: its line end
+        if len(data) > MAX_LINE + 2:  # 2 bytes for the line end
             raise BadInput(where, "a JSON line over 64 MiB")
         text = json_text(data, where, text_key).encode()
         for piece in text_parts(io.BytesIO(text), part, pattern):
@@ -211,6 +211,7 @@ def long_line_parts(data: bytes, part: Part, text_key: str, pattern: str):
 
 
 def document_text(part: Part, line: int, data: bytes, text_key: str) -> str:
+    """Return the text of one document of a Part (`data` begins on `line`), or raise BadInput."""
     if part.problem:
         raise part.problem
     if part.json_lines:
@@ -219,30 +220,30 @@ def document_text(part: Part, line: int, data: bytes, text_key: str) -> str:
 
 
 def json_text(data: bytes, where: str, text_key: str) -> str:
-    """The text that a JSON line holds under `text_key`."""
+    """Return the text under the key `text_key` of a JSON line."""
     try:
         value = json.loads(decode(data, *where.rsplit(":", 1)))
     except json.JSONDecodeError as error:
         raise BadInput(where, "not JSON", f"{error.msg} at character {error.pos + 1}") from None
-    except (ValueError, RecursionError) as error:  # an integer of 5,000 digits, 5,000 brackets
-        raise BadInput(where, "not JSON that Python reads", str(error)) from None
+    except (ValueError, RecursionError) as error:  # for example an integer of 5,000 digits, or 5,000 nested brackets
+        raise BadInput(where, "JSON that Python can't read", str(error)) from None
     if not isinstance(value, dict):
-        raise BadInput(where, "not a JSON object", f"but {type(value).__name__}")
+        raise BadInput(where, "not a JSON object", f"but a {type(value).__name__}")
     if text_key not in value:
         keys = ", ".join(map(repr, value))[:80] or "none"
         raise BadInput(where, f"no key '{text_key}'", f"it has {keys}; see --text_key")
     text = value[text_key]
     if not isinstance(text, str):
-        raise BadInput(where, f"'{text_key}' is no string", f"but {type(text).__name__}")
+        raise BadInput(where, f"'{text_key}' is not a string", f"but a {type(text).__name__}")
     try:
         text.isascii() or text.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which is no character
+    except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair, which is not a character
         raise BadInput(where, "not Unicode", f"a lone surrogate at character {error.start + 1}") from None
     return text
 
 
 def decode(data: bytes, path: str, line: int | str, final: bool = True) -> str:
-    """Strict UTF-8. The error counts lines from `line`; final=False forgives a character that is cut off at the end."""
+    """Decode strict UTF-8. An error counts lines from `line`. final=False allows an incomplete last character."""
     try:
         return codecs.getincrementaldecoder("utf-8")().decode(data, final)
     except UnicodeDecodeError as error:

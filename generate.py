@@ -1,11 +1,11 @@
-"""Writes text with a checkpoint of any layout, on one process.
+"""Generate text with a checkpoint of any layout, on one process.
 
     python generate.py out/tiny --prompt "def hello_world():" --temperature=0.8 --top_k=50
 
-The prompt goes through the model once; then each new token does, alone. What attention needs of the tokens before,
-their keys and values, is kept in a cache, so that a token costs one pass over the weights and not over the text.
-Sampling: divide the logits by the temperature, keep the `top_k` largest and of these the fewest that hold `top_p` of
-the probability (nucleus sampling, Holtzman et al., arXiv 1904.09751), draw.
+First, the prompt goes through the model. Then each new token goes through the model alone. A cache keeps the keys and
+values of all earlier tokens for attention, so earlier tokens are not computed again.
+To sample a token, divide the logits by the temperature and keep the `top_k` largest. Of these, keep the fewest tokens
+whose probabilities sum to `top_p` or more (nucleus sampling, Holtzman et al., arXiv 1904.09751). Draw one of them.
 """
 
 import codecs
@@ -24,7 +24,7 @@ from tokenizer import load_tokenizer
 
 
 def load_model(path, device):
-    """(model, its configuration, its tokenizer) of the checkpoint at `path`, or the latest one in the folder `path`."""
+    """Return (model, configuration, tokenizer) of the checkpoint `path`, or of the latest one in the folder `path`."""
     found = checkpoint.find(path)
     if found is None:
         raise UserError(f"{path}: there is no checkpoint (train one: torchrun train.py configs/tiny.py)")
@@ -40,27 +40,27 @@ def load_model(path, device):
     checkpoint.load(found, zero)
     zero.parameters_from_master()
     tokenizer = load_tokenizer(index["tokenizer"])
-    model.units[-1].vocab_size = min(config.vocab_size, tokenizer.n_vocab)  # a model may have ids that are no text
+    model.units[-1].vocab_size = min(config.vocab_size, tokenizer.n_vocab)  # the model may have ids without text
     return model, config, tokenizer
 
 
 def draw(logits, temperature, top_k, top_p, generator):
-    """The next token's id, an int. logits [v]; temperature 0 takes the largest."""
+    """Return the next token's id, an int. logits [v]. With temperature 0 it is the id of the largest logit."""
     if temperature == 0:
         return int(logits.argmax())
     logits, ids = (logits.float() / temperature).sort(descending=True)
     p = torch.softmax(logits[:top_k] if top_k else logits, 0)
     if top_p < 1:
-        p = p[: int((p.cumsum(0) < top_p).sum()) + 1]  # the one that reaches top_p still counts
+        p = p[: int((p.cumsum(0) < top_p).sum()) + 1]  # includes the token that reaches top_p
     return int(ids[torch.multinomial(p, 1, generator=generator)])
 
 
 @torch.no_grad()
 def generate(model, ids, count, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-    """Yields `count` ids that go on from the list `ids`.
+    """Yield `count` ids that continue the list `ids`.
 
-    The model knows no position beyond its last: a text that gets there goes on with its last `positions // 2` tokens as
-    the context.
+    The model has a fixed number of positions. When the text has filled them, its last `positions // 2` tokens become
+    the new context at positions 0, 1, ...
     """
     device = next(model.parameters()).device
     positions = model.config.positions
@@ -78,17 +78,17 @@ def generate(model, ids, count, temperature=1.0, top_k=0, top_p=1.0, generator=N
 def arguments():
     """The command line. Raises UserError."""
     parser = Parser(prog="python generate.py", description="Writes text with a checkpoint.", allow_abbrev=False)
-    parser.add_argument("checkpoint", help="a run's out_dir, or one of its step_N folders")
-    parser.add_argument("--prompt", default="", help="text to go on from (default: the beginning of a document)")
-    parser.add_argument("--max_tokens", type=int, default=300, help="tokens to write at most (%(default)s)")
-    parser.add_argument("--num_samples", type=int, default=1, help="texts to write (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest (%(default)s)")
-    parser.add_argument("--top_k", type=int, default=0, help="draw from the k likeliest; 0: from all (%(default)s)")
-    parser.add_argument("--top_p", type=float, default=1.0, help="draw from this much probability (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed writes the same text (%(default)s)")
+    parser.add_argument("checkpoint", help="out_dir of a run, or one of its step_N folders")
+    parser.add_argument("--prompt", default="", help="text to continue (default: new document)")
+    parser.add_argument("--max_tokens", type=int, default=300, help="most tokens to generate (%(default)s)")
+    parser.add_argument("--num_samples", type=int, default=1, help="number of texts to generate (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (%(default)s)")
+    parser.add_argument("--top_k", type=int, default=0, help="draw from the k likeliest tokens; 0: all (%(default)s)")
+    parser.add_argument("--top_p", type=float, default=1.0, help="total probability to draw from (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (%(default)s)")
     a = parser.parse_args()
     for name, least in [("max_tokens", 1), ("num_samples", 1), ("temperature", 0), ("top_k", 0)]:
-        if not getattr(a, name) >= least:  # refuses nan, too
+        if not getattr(a, name) >= least:  # `not >=` also refuses nan
             raise UserError(f"--{name}={getattr(a, name)}: should be {least} or more")
     if not 0 < a.top_p <= 1:
         raise UserError(f"--top_p={a.top_p}: should be above 0 and at most 1")
@@ -96,9 +96,9 @@ def arguments():
 
 
 def main():
-    """Writes each sample as it comes, character by character, up to an end of text or max_tokens. Raises UserError."""
+    """Print each sample while it is generated, up to an end-of-text token or max_tokens. Raises UserError."""
     a = arguments()
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan anew for every length of the cache
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it would make a new plan for each length of the cache
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, _, tokenizer = load_model(a.checkpoint, device)
     prompt = tokenizer.encode_ordinary(a.prompt) or [tokenizer.eot_token]
@@ -106,7 +106,7 @@ def main():
         if a.num_samples > 1:
             print(f"--- sample {sample + 1} of {a.num_samples}")
         print(a.prompt, end="", flush=True)
-        text = codecs.getincrementaldecoder("utf-8")("replace")  # a character may be spread over tokens
+        text = codecs.getincrementaldecoder("utf-8")("replace")  # one character may need several tokens
         generator = torch.Generator(device).manual_seed(a.seed + sample)
         for token in generate(model, prompt, a.max_tokens, a.temperature, a.top_k, a.top_p, generator):
             if token == tokenizer.eot_token:

@@ -1,25 +1,25 @@
-"""Text to tokens on disk: `DIR/{train,val,test}.bin` and `DIR/meta.json`.
+"""Convert text to tokens on disk: `DIR/{train,val,test}.bin` and `DIR/meta.json`.
 
     python prepare.py --tokenizer=bytes             # the standard library's sources -> data/stdlib_bytes
     python prepare.py corpus/ --tokenizer=gpt2      # a folder of text               -> data/corpus_gpt2
     python prepare.py 'shards/*.jsonl.gz' --out=data/web --text_key=content
 
-A `.bin` file is nothing but uint16 numbers, little-endian, one per token, so that data.py can map it into memory.
-A document is one text file or one JSON line. It is encoded as ordinary text (a literal "<|endoftext|>" in it is
-thirteen characters like any others) and closed by the end-of-text token; an empty one is that token alone. Which split
-it goes to is a hash of its position: the number of its file and the line on which it starts. A byte-order mark at the
-start of a file is dropped, blank JSON lines are no documents, line ends stay as they are.
+A `.bin` file contains only the token ids as little-endian uint16, so data.py can map it into memory. A document is one
+text file or one JSON line. It is encoded as ordinary text: the characters "<|endoftext|>" in a document have no special
+meaning. The end-of-text token follows each document; an empty document is only this token. A hash of the document's
+position (number of its file, line of its start) selects its split. A byte-order mark at the start of a file is removed,
+blank JSON lines are ignored, and line ends do not change.
 
     this process                        one process per core              this process
     read, cut into blocks  --512 KiB--> decode, parse, encode --uint16--> append in the order of the input
 
-Encoding is all the work: one core reads and cuts a gigabyte per second, and encodes ten megabytes. So the reader
-touches bytes only, and at most a few blocks per worker are on their way at a time: memory does not depend on the size
-of the input, and the output does not depend on the number of workers.
+Encoding takes nearly all the time. One core reads and cuts 1 GB per second, but encodes only 10 MB per second. So the
+main process handles only bytes, and at most a few blocks per worker are in memory. The memory does not depend on the
+size of the input, and the output does not depend on the number of workers.
 
-The one subtle thing is to cut a long document where the encoding does not notice; see `tokenizer.cut_points`. And the
-one thing for a week-long run: after a crash the same command reads the blocks that were done once more, which is a
-hundred times faster than encoding them, drops them, and goes on.
+A long document is cut only where the cut does not change its tokens (`tokenizer.cut_points`). After a crash, the same
+command resumes: it reads the finished blocks again without encoding them, which is a hundred times faster, and
+continues with the next block.
 """
 
 import argparse
@@ -49,9 +49,9 @@ from errors import Parser, UserError, exit_on_user_error, locked
 from tokenizer import load_tokenizer
 
 SPLITS = ("train", "val", "test")
-SAVE_EVERY = 5.0  # seconds of work that a crash may cost
+SAVE_EVERY = 5.0  # seconds between two saves; a crash loses about so much work
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# fork starts at once and shares the vocabulary; it wants no threads here, so numpy is left to the workers. macOS can't.
+# fork is fast and shares the vocabulary, but needs a process without threads: only workers import numpy. macOS: spawn.
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 
 
@@ -59,7 +59,7 @@ START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 
 
 class Job(NamedTuple):
-    """What a worker has to know."""
+    """The options that a worker needs."""
 
     tokenizer: str
     text_key: str
@@ -67,16 +67,16 @@ class Job(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """What a worker makes of a block; lists of three go by SPLITS."""
+    """The result of a worker for one block. tokens and documents have one entry per split, in the order of SPLITS."""
 
     tokens: list[bytes]
     documents: list[int]
-    skipped: Counter  # reason -> count
-    examples: list[str]  # the first of these in words
+    skipped: Counter  # reason -> number of bad documents
+    examples: list[str]  # messages of the first three
 
 
 def encode_block(job: Job, block: list[Part]) -> Encoded:
-    """What a worker does: a block's parts to tokens, each document in its split; bad ones counted and left out."""
+    """Encode the parts of a block, each document into its split. Count bad documents and leave them out."""
     encoding = load_tokenizer(job.tokenizer)
     endoftext = encoding.eot_token.to_bytes(2, "little")
     tokens, documents, skipped, examples = [[], [], []], [0, 0, 0], Counter(), []
@@ -99,21 +99,21 @@ def encode_block(job: Job, block: list[Part]) -> Encoded:
 
 
 def encode(encoding: tiktoken.Encoding, text: str) -> bytes:
-    """encode_ordinary(text) as little-endian uint16, without making a Python integer of each id."""
-    if encoding.name == "bytes":  # an id is a byte, and this is a byte with a zero after it
+    """Return encode_ordinary(text) as little-endian uint16, without a Python integer for each id."""
+    if encoding.name == "bytes":  # the id is the byte; UTF-16 adds a zero byte
         return text.encode().decode("latin-1").encode("utf-16-le")
     return encoding.encode_to_numpy(text, disallowed_special=()).astype("<u2").tobytes()
 
 
 def split_of(file: int, line: int, weights) -> int:
-    """Which split (0 train, 1 val, 2 test) the document goes to that starts on this line of this file."""
+    """Return the split (0 train, 1 val, 2 test) of the document that starts on this line of file number `file`."""
     digest = hashlib.blake2b(f"{file}:{line}".encode(), digest_size=4).digest()
     point = int.from_bytes(digest, "little") / 2**32 * sum(weights)
     return 0 if point < weights[0] else 1 if point < weights[0] + weights[1] or not weights[2] else 2
 
 
 def start_worker():
-    """A worker leaves Ctrl-C to its parent, and dies with it, however the parent died."""
+    """Set up a worker: it ignores Ctrl-C, and it exits when its parent process ends for any reason."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -126,12 +126,12 @@ def start_worker():
 
 
 def encoded_blocks(job: Job, blocks, workers: int):
-    """Yields (block, Encoded) in the order of `blocks`; each of the `workers` processes has a few of them at hand."""
+    """Yield (block, Encoded) in the order of `blocks`. Up to 4 blocks per worker wait in the pool."""
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context(START_METHOD), initializer=start_worker)
     pending = deque()
     try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # for the workers, until start_worker has set them right
-        pool.submit(int)  # forks them
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # also blocked in the workers, until start_worker
+        pool.submit(int)  # forks the workers
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         for block in blocks:
             pending.append((block, pool.submit(encode_block, job, block)))
@@ -141,36 +141,36 @@ def encoded_blocks(job: Job, blocks, workers: int):
         for block, future in pending:
             yield block, future.result()
     except BrokenProcessPool:
-        remedy = f"the same command goes on where it was, a smaller --workers than {workers} needs less"
+        remedy = f"run the same command again to resume; fewer --workers than {workers} need less memory"
         raise UserError(f"a worker was killed, perhaps for lack of memory: {remedy}") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-# ---- Writing: in order, and nothing half-written under a final name ------------------------------------------------
+# ---- Writing: in the order of the input; a file gets its final name when it is complete ----------------------------
 
 
 @dataclass
 class Progress:
-    """How far the .part files are whole. Saved every few seconds, so that a run that was killed can go on."""
+    """The valid content of the .part files. It is saved every few seconds, so a killed run can be resumed."""
 
-    made_from: dict  # what the output depends on; another command must not go on with these files
-    cut: str  # what the blocks depend on
-    blocks: int = 0  # done
+    made_from: dict  # the options and inputs; a command with other ones must not resume
+    cut: str  # settings that decide where blocks are cut; they must be equal too
+    blocks: int = 0  # finished blocks
     tokens: list[int] = field(default_factory=lambda: [0, 0, 0])
     documents: list[int] = field(default_factory=lambda: [0, 0, 0])
     skipped: dict[str, int] = field(default_factory=dict)
     examples: list[str] = field(default_factory=list)
-    whole: list[int] = field(default_factory=lambda: [0, 0, 0])  # tokens before the long document that is being written
-    dropping: bool = False  # that document turned out bad: the rest of it is left out
+    whole: list[int] = field(default_factory=lambda: [0, 0, 0])  # tokens before the current long document
+    dropping: bool = False  # the current long document is bad: leave out its other pieces
 
 
 class Output:
-    """The three files that grow in `folder`, and the Progress beside them."""
+    """The three .part files in `folder`, and the Progress file progress.json."""
 
     def __init__(self, folder: str, made_from: dict):
         self.folder, self.journal = folder, os.path.join(folder, "progress.json")
-        for path in bin_paths(folder):  # killed between the renames of finish(): take them back
+        for path in bin_paths(folder):  # a run was killed in finish(): undo its renames
             if os.path.exists(path) and not os.path.exists(path + ".part"):
                 os.rename(path, path + ".part")
         self.files = [open(path + ".part", "ab", buffering=0) for path in bin_paths(folder)]
@@ -179,23 +179,23 @@ class Output:
         self.saved_at = time.monotonic()
 
     def load_progress(self, made_from: dict) -> Progress:
-        """What an earlier run of the same command has done; nothing where there was none or its files are not whole."""
+        """Return the Progress of an earlier run of the same command, or a new one if its files can't be continued."""
         fresh = Progress(made_from, cut=f"PIECE {PIECE}, MAX_RUN {MAX_RUN}, Unicode {unicodedata.unidata_version}")
         try:
             progress = Progress(**json.loads(Path(self.journal).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return fresh
-        # a file that is opened to append is at its end, so tell() is its size
+        # tell() is the file's size, because append mode starts at the end
         same = (progress.made_from, progress.cut) == (fresh.made_from, fresh.cut)
         if not same or any(file.tell() < 2 * n for file, n in zip(self.files, progress.tokens, strict=True)):
-            print(f"{self.folder}: what is unfinished there is another command's or damaged, starting over")
+            print(f"{self.folder}: its unfinished files are damaged or from another command; starting over")
             return fresh
         if progress.blocks:
-            print(f"{self.folder}: going on after {sum(progress.tokens):,} tokens")
+            print(f"{self.folder}: resuming after {sum(progress.tokens):,} tokens")
         return progress
 
     def write(self, block: list[Part], encoded: Encoded):
-        """Appends what a block became. A long document that turns out bad is taken back from its beginning on."""
+        """Append the tokens of a block. If a later piece of a long document is bad, remove all its tokens."""
         p = self.progress
         p.blocks += 1
         if block[0].begins:
@@ -216,7 +216,7 @@ class Output:
             self.save()
 
     def save(self):
-        """Everything up to here survives a crash, even of the machine."""
+        """Save all tokens so far and the Progress. They survive a crash, also of the machine (fsync)."""
         for file in self.files:
             os.fsync(file.fileno())
         write_whole(self.journal, asdict(self.progress))
@@ -227,9 +227,10 @@ class Output:
             os.ftruncate(file.fileno(), 2 * n)
 
     def fill_empty_splits(self, weights):
-        """A split that should have something and has nothing gets its share of train's last tokens.
+        """Give each empty split with a share > 0 this share of train's last tokens.
 
-        (One big text file is one document, and goes to one split; should that not be train, its tokens are shared out.)
+        Example: one big text file is one document, so all its tokens go to one split. If train is empty, the larger
+        of the other two splits replaces train here.
         """
         tokens = self.progress.tokens
         giver = 0 if tokens[0] else max(1, 2, key=lambda i: tokens[i])
@@ -242,12 +243,12 @@ class Output:
                     source.seek(2 * end)
                     for at in range(0, 2 * share, 1 << 20):
                         append(self.files[i], source.read(min(1 << 20, 2 * share - at)))
-                print(f"{SPLITS[i]} had no document: it gets the last {share:,} tokens of {SPLITS[giver]}")
+                print(f"{SPLITS[i]} had no document, so it gets the last {share:,} tokens of {SPLITS[giver]}")
         tokens[giver] = end
         self.truncate()
 
     def finish(self, meta: dict):
-        """Gives the files their names, meta.json last: where it is, everything is."""
+        """Rename the files to their final names and write meta.json last. A folder with meta.json is complete."""
         for file, path in zip(self.files, bin_paths(self.folder), strict=True):
             os.fsync(file.fileno())
             os.rename(file.name, path)
@@ -268,14 +269,14 @@ def bin_paths(folder: str) -> list[str]:
 
 
 def append(file, data: bytes):
-    """Unbuffered files may take less than they are given; what they can't take raises here, not at some later flush."""
+    """Write all data: an unbuffered file may write less per call. A full disk raises here, not at a later flush."""
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]
 
 
 def write_whole(path: str, value: dict):
-    """`value` as JSON; at every moment `path` holds the old file or the new one."""
+    """Write `value` as JSON. After a crash, `path` is either the complete old or the complete new file."""
     with open(path + ".part", "w", encoding="utf-8") as file:
         json.dump(value, file, indent=1)
         file.flush()
@@ -291,17 +292,17 @@ def parse_arguments():
     parser = Parser("python prepare.py", allow_abbrev=False)
     parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=120)
     parser.description = "Text to tokens on disk: DIR/{train,val,test}.bin (uint16) and DIR/meta.json."
-    parser.epilog = "The same command again goes on where it was stopped or killed; on a finished DIR it does nothing."
+    parser.epilog = "After a stop or a crash, run the same command again to resume. It does not change a finished DIR."
     add = parser.add_argument
     sources = f"files, 'globs' or folders of {KNOWN}"
-    skips = "skip for the standard library, where some files are bad on purpose"
+    skips = "skip for the standard library, where some test files are invalid on purpose"
     add("inputs", nargs="*", metavar="INPUT", help=f"{sources} (default: the standard library)")
-    add("--out", metavar="DIR", help="where to write (default: data/SOURCE_TOKENIZER, as in data/stdlib_gpt2)")
+    add("--out", metavar="DIR", help="output folder (default: data/SOURCE_TOKENIZER, for example data/stdlib_gpt2)")
     add("--tokenizer", default="gpt2", help="gpt2, bytes, r50k_base ... (default: gpt2; bytes needs no download)")
-    add("--split", default="969,30,1", help="shares of train,val,test (default: 969,30,1)")
-    add("--workers", metavar="N", help="processes that encode (default: one per core)")
-    add("--text_key", default="text", metavar="KEY", help="where a JSON line has its text (default: text)")
-    add("--on_error", metavar="stop|skip", help=f"what to do about a bad document (default: stop; {skips})")
+    add("--split", default="969,30,1", help="relative sizes of train,val,test (default: 969,30,1)")
+    add("--workers", metavar="N", help="number of processes that encode (default: one per core)")
+    add("--text_key", default="text", metavar="KEY", help="key of the text in a JSON line (default: text)")
+    add("--on_error", metavar="stop|skip", help=f"stop at a bad document, or skip it (default: stop; {skips})")
     return parser.parse_args()
 
 
@@ -311,7 +312,7 @@ def parse_split(value: str) -> list[float]:
     except ValueError:
         weights = []
     if len(weights) != 3 or not all(0 <= w < float("inf") for w in weights) or not weights[0]:
-        raise UserError(f"--split={value}: should be three shares, train's not zero, like 969,30,1")
+        raise UserError(f"--split={value}: should be three shares, the first above zero, like 969,30,1")
     return weights
 
 
@@ -319,12 +320,12 @@ def parse_workers(value: str | None) -> int:
     if value is None:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if not value.isdecimal() or not int(value):
-        raise UserError(f"--workers={value}: should be a whole number from 1 on")
+        raise UserError(f"--workers={value}: should be a positive integer")
     return int(value)
 
 
 def default_out(inputs: list[str], files: list[str], tokenizer: str) -> str:
-    """data/SOURCE_TOKENIZER: the standard library is "stdlib", a/b.jsonl.gz is "b", it and two more "b_and_2_more"."""
+    """Return data/SOURCE_TOKENIZER. SOURCE is "stdlib", a folder's name, or the first file's ("b", "b_and_2_more")."""
     if not inputs:
         source = "stdlib"
     elif len(inputs) == 1 and os.path.isdir(inputs[0]):
@@ -336,10 +337,10 @@ def default_out(inputs: list[str], files: list[str], tokenizer: str) -> str:
 
 
 def describe(files: list[str]) -> dict:
-    """What tells one input from another: number of files, bytes, and a hash of names, sizes and times."""
+    """Identify the input: number of files, bytes, and a hash of the files' paths, sizes and modification times."""
     digest, size = hashlib.blake2b(digest_size=16), 0
     for path in files:
-        with contextlib.suppress(OSError):  # a link to nowhere is reported when it is read
+        with contextlib.suppress(OSError):  # a broken link is reported later, when it is read
             stat = os.stat(path)
             digest.update(f"{os.path.abspath(path)!r} {stat.st_size} {stat.st_mtime_ns}\n".encode())
             size += stat.st_size
@@ -347,7 +348,7 @@ def describe(files: list[str]) -> dict:
 
 
 def is_finished(out: str, made_from: dict) -> bool:
-    """Whether `out` holds what this command would make. Anything else that is there is refused, never overwritten."""
+    """Return True if `out` has the complete data set of this command. Raise UserError if it has another one."""
     remedy = "remove it, or choose another --out"
     try:
         meta = json.loads(Path(out, "meta.json").read_text(encoding="utf-8"))
@@ -355,72 +356,72 @@ def is_finished(out: str, made_from: dict) -> bool:
     except FileNotFoundError:
         strangers = [os.path.basename(path) for path in bin_paths(out) if os.path.exists(path)]
         if strangers and not os.path.exists(os.path.join(out, "progress.json")):
-            raise UserError(f"--out={out}: holds a {strangers[0]} but no meta.json; {remedy}") from None
+            raise UserError(f"--out={out}: contains a {strangers[0]} but no meta.json; {remedy}") from None
         return False
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"--out={out}: its meta.json is not prepare.py's; {remedy}") from None
+        raise UserError(f"--out={out}: its meta.json was not written by prepare.py; {remedy}") from None
     for split, path in zip(SPLITS, bin_paths(out), strict=True):
         if not os.path.exists(path) or os.path.getsize(path) != 2 * tokens[split]:
-            raise UserError(f"--out={out}: {split}.bin is not as meta.json says; remove the folder to make it again")
+            raise UserError(f"--out={out}: {split}.bin does not match meta.json; remove the folder and run again")
     for key, value in made_from.items():
         if there.get(key) != value:
             change = f"made with --{key}={there.get(key)}, not {value}"
             if key == "input":
-                change = "made from other files, or earlier versions of them"
-            raise UserError(f"--out={out}: holds another data set, {change}; {remedy}")
+                change = "made from other files or from earlier versions"
+            raise UserError(f"--out={out}: contains another data set, {change}; {remedy}")
     return True
 
 
 def prepare(args):
-    """Checks the options, makes the data set, says what came out."""
+    """Check the options and make the data set."""
     weights, workers = parse_split(args.split), parse_workers(args.workers)
     on_error = args.on_error or ("stop" if args.inputs else "skip")
     if on_error not in ("stop", "skip"):
         raise UserError(f"--on_error={on_error}: should be stop or skip")
-    load_tokenizer(args.tokenizer)  # before anything is read or written
+    load_tokenizer(args.tokenizer)  # an error here comes before any work
     files = find_files(args.inputs)
     out = args.out or default_out(args.inputs, files, args.tokenizer)
     split = ",".join(f"{weight:.12g}" for weight in weights)
     made_from = {"tokenizer": args.tokenizer, "split": split, "text_key": args.text_key, "input": describe(files)}
     try:
         if is_finished(out, made_from):
-            print(f"{out} is finished already: nothing to do")
+            print(f"{out} is already finished: nothing to do")
             return
         os.makedirs(out, exist_ok=True)
         lock = os.path.join(out, "prepare.lock")
-        with locked(lock, f"--out={out}: another prepare.py is writing there"):
-            if not is_finished(out, made_from):  # by another, just now
+        with locked(lock, f"--out={out}: another prepare.py is writing to this folder"):
+            if not is_finished(out, made_from):  # another run may have finished it before this one got the lock
                 with contextlib.closing(Output(out, made_from)) as output:
                     make(files, Job(args.tokenizer, args.text_key, weights), output, workers, on_error)
             os.remove(lock)
     except OSError as error:
         why = error.strerror or error
-        raise UserError(f"--out={out}: {why}; what is written is kept, the same command goes on with it") from None
+        raise UserError(f"--out={out}: {why}; the files are kept; run the same command again to resume") from None
     config = "tiny" if args.tokenizer == "bytes" else "gpt2_124m"
     print(f"next: torchrun train.py configs/{config}.py" + (f" --data_dir={out}" if args.out or args.inputs else ""))
 
 
 def make(files: list[str], job: Job, output: "Output", workers: int, on_error: str):
-    """Reads, encodes and writes everything into `output`."""
+    """Read, encode and write all documents into `output`."""
     encoding, progress = load_tokenizer(job.tokenizer), output.progress
     blocks = read_blocks(files, job.text_key, encoding._pat_str)
     began, before = time.monotonic(), sum(progress.tokens)
-    tqdm.monitor_interval = 0  # its thread would be there before the workers are forked
+    tqdm.monitor_interval = 0  # without tqdm's thread: see START_METHOD
     bar = tqdm(total=progress.made_from["input"]["bytes"], unit="B", unit_scale=True, smoothing=0.05)
     with bar, contextlib.closing(encoded_blocks(job, blocks, workers)) as results:
-        for block in itertools.islice(blocks, progress.blocks):  # done by an earlier run
+        for block in itertools.islice(blocks, progress.blocks):  # finished by an earlier run
             bar.update(sum(part.used for part in block))
         for block, encoded in results:
             if encoded.examples and on_error == "stop":
                 output.save()
-                raise UserError(f"{encoded.examples[0]}; mend it, or leave such documents out with --on_error=skip")
+                raise UserError(f"{encoded.examples[0]}; correct it, or skip bad documents with --on_error=skip")
             output.write(block, encoded)
             bar.update(sum(part.used for part in block))
     output.save()
     skipped = sum(progress.skipped.values())
     if sum(progress.tokens) == sum(progress.documents):
         output.discard()
-        first = f", the first of {skipped:,} that were skipped: {progress.examples[0]}" if skipped else ""
+        first = f"; skipped {skipped:,}, the first: {progress.examples[0]}" if skipped else ""
         raise UserError(f"the input is empty: no text in {len(files):,} files{first}")
     output.fill_empty_splits(job.split)
     meta = {
@@ -438,13 +439,13 @@ def make(files: list[str], job: Job, output: "Output", workers: int, on_error: s
         print(f"{split:<5} {tokens:>16,} tokens {documents:>12,} documents")
     if skipped:
         print(f"skipped {skipped:,}:", ", ".join(f"{n:,} {reason}" for reason, n in progress.skipped.items()))
-        print(*progress.examples, sep="\n", file=sys.stderr)  # which prints any file name there can be
+        print(*progress.examples, sep="\n", file=sys.stderr)  # stderr can print any file name
     seconds = time.monotonic() - began
-    print(f"{output.folder}: whole, in {seconds:.1f} s, {(sum(progress.tokens) - before) / seconds:,.0f} tokens/s")
+    print(f"{output.folder}: complete in {seconds:.1f} s, {(sum(progress.tokens) - before) / seconds:,.0f} tokens/s")
 
 
 def main():
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C does it: quietly, and to go on with
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl-C: exit without a traceback
     prepare(parse_arguments())
 
 

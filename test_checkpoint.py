@@ -1,4 +1,4 @@
-"""Checkpoints: any layout loads what any other saved, resuming changes no bit, nothing half-written is ever seen."""
+"""Test checkpoints: any layout loads any other's, resuming changes no bit, an incomplete checkpoint is never used."""
 
 import itertools
 import json
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("cuts", [1, 2, 3, 5])
 def test_runs_say_where_every_element_of_a_part_of_a_part_lies(shape, tp_dim, tp, cuts):
-    """The tensor is cut over tp ranks, each part is flattened and cut again at any element."""
+    """Cut a tensor over tp, flatten each part and cut it again at any element. `runs` must put it together again."""
     spec = ParamSpec("u.w", shape, tp_dim)
     whole = torch.arange(np.prod(shape)).view(shape)
     rebuilt = torch.full((whole.numel(),), -1)
@@ -64,13 +64,13 @@ def curve(out_dir):
 
 
 def arrays(folder):
-    """{file: bytes} of a checkpoint's tensors."""
+    """Return {file: bytes} of a checkpoint's tensors."""
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "index.json"}
 
 
 @pytest.fixture(scope="module")
 def straight(workers, tokens_dir, tmp_path_factory):
-    """Ten steps in one go: {(ranks, tp): out_dir}."""
+    """Return a function that trains ten steps without a stop and returns the out_dir. Each run is made once."""
     made = {}
 
     def run(ranks=1, **fields):
@@ -86,9 +86,9 @@ def straight(workers, tokens_dir, tmp_path_factory):
 @pytest.mark.parametrize("dtype", ["fp64", "bf16", "fp16"])
 @pytest.mark.parametrize("ranks, tp, parts", [(1, 1, (5, 10)), (1, 1, (3, 6, 10)), (4, 2, (3, 6, 10))])
 def test_resuming_changes_no_bit(workers, straight, tokens_dir, tmp_path, ranks, tp, parts, dtype):
-    """10 = 5 + 5 = 3 + 3 + 4: weights, moments, losses, norms, learning rates, loss scales and the data's position.
+    """Train 10 steps, 5 + 5 steps and 3 + 3 + 4 steps. All weights, moments and logged numbers must be equal.
 
-    fp16 starts with a loss scale that overflows a few times and has a short window, so that all its counters move.
+    fp16 starts with a loss scale that overflows a few times, and its window is short. So all its counters change.
     """
     fields = dict(tp=tp, dtype=dtype)
     if dtype == "fp16":
@@ -117,7 +117,7 @@ def test_resuming_changes_no_bit(workers, straight, tokens_dir, tmp_path, ranks,
     ids=str,
 )
 def test_any_layout_goes_on_from_any_other(workers, straight, tokens_dir, tmp_path, before, after):
-    """Five steps in one layout, five in another, in float64: the curve of one process, to ten digits."""
+    """Train five steps in each of two layouts in float64. The curve must equal one process's to ten digits."""
     reference = straight(1, dtype="fp64", num_layers=3)
     for (ranks, layout), stop in [(before, 5), (after, 10)]:
         config = configured(tmp_path, tokens_dir, train_iters=stop, num_layers=3, **layout)
@@ -133,7 +133,7 @@ def test_any_layout_goes_on_from_any_other(workers, straight, tokens_dir, tmp_pa
 
 
 def test_files_are_whole_tensors(straight):
-    """Anybody can read them: raw values in C order, shapes in the index."""
+    """Files have raw values in C order, and the index has the shapes, so any program can read them."""
     folder = straight(4, tp=2, dtype="bf16") / "step_10"
     index = json.loads((folder / "index.json").read_text())
     assert index["dtype"] == "float32"
@@ -169,7 +169,7 @@ def test_where_to_resume_from(straight, tokens_dir, tmp_path, capsys):
         go(configured(tmp_path / "a", tokens_dir, resume=str(tmp_path / "nowhere")))
     go(configured(tmp_path / "a", tokens_dir, resume=str(reference / "step_10"), train_iters=11))
     assert checkpoint.all_steps(tmp_path / "a") == [11]
-    with pytest.raises(UserError, match=r"^resume=none: .* holds step_11; remove it, or say another --out_dir"):
+    with pytest.raises(UserError, match=r"^resume=none: .* contains step_11; remove it, or use another --out_dir"):
         go(configured(tmp_path / "a", tokens_dir, resume="none"))
     capsys.readouterr()
     go(configured(tmp_path / "a", tokens_dir, train_iters=11))
@@ -177,10 +177,10 @@ def test_where_to_resume_from(straight, tokens_dir, tmp_path, capsys):
 
 
 def test_what_is_later_than_the_resumed_step_is_not_left_for_the_next_run_to_find(tokens_dir, tmp_path):
-    """Nor thrown away: step 4 of the first attempt is not step 4 of the second."""
+    """Later checkpoints of an earlier run are an error: step 4 of the first run is not step 4 of the second."""
     go(configured(tmp_path, tokens_dir, save_interval=2, train_iters=6, keep=0))
     back = configured(tmp_path, tokens_dir, resume=str(tmp_path / "step_2"), train_iters=3, keep=2)
-    with pytest.raises(UserError, match=r"^resume=.*step_2: .* holds step_6, which is later; remove what is later"):
+    with pytest.raises(UserError, match=r"^resume=.*step_2: .* contains the later step_6; remove the later check"):
         go(back)
     for step in (4, 6):
         shutil.rmtree(tmp_path / f"step_{step}")
@@ -196,14 +196,14 @@ def test_keeps_the_latest(tokens_dir, tmp_path):
 
 
 def test_a_half_written_checkpoint_is_never_seen(tokens_dir, tmp_path, monkeypatch):
-    """The disk fills up in the middle of the second save: one line, the first checkpoint untouched, no remains."""
+    """The disk is full in the middle of a save. The error is one line, and the incomplete checkpoint is removed."""
     real, written = checkpoint.os.pwrite, []
 
     def pwrite(fd, data, offset):
         written.append(len(data))
         if len(written) > 120:
             raise OSError(28, "No space left on device")
-        return real(fd, data[: max(1, len(data) // 2)], offset)  # and every write stops half-way
+        return real(fd, data[: max(1, len(data) // 2)], offset)  # every call writes only half
 
     monkeypatch.setattr(checkpoint.os, "pwrite", pwrite)
     monkeypatch.setattr(checkpoint, "_write_arrays", lambda *a, f=checkpoint._write_arrays: (f(*a), written.clear())[0])
@@ -230,7 +230,7 @@ def fails(config):
 
 @pytest.mark.parametrize("layout", [dict(zero=1), dict(zero=2, tp=2)], ids=str)
 def test_damage_that_one_rank_sees_stops_all(workers, straight, tokens_dir, tmp_path, layout):
-    """The last bytes of a file, of which each rank reads its own part: nobody waits for the one that gave up."""
+    """A file lacks its last bytes, and each rank reads another part of it. All ranks must stop."""
     out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
     file = out / "step_10" / "block0.qkv.weight"
     file.write_bytes(file.read_bytes()[:-8])

@@ -1,4 +1,4 @@
-"""data.py: the shuffle, who takes what, resuming, files beyond 2^31 tokens, refusals, and the thread."""
+"""Test data.py: shuffle, samples of each rank, resuming, files beyond 2^31 tokens, errors, and the thread."""
 
 import gc
 import itertools
@@ -24,7 +24,7 @@ LAYOUTS = [(dp, b) for dp in (1, 2, 3, 4, 8) for b in (1, 2, 3, 5)]  # data rank
 
 
 def write(folder, row, /, **changes):
-    """A data set as prepare.py leaves it, all splits the same; `changes` go into meta.json."""
+    """Write a data set like prepare.py. All splits have the tokens `row`. `changes` replace fields of meta.json."""
     for split in ("train", "val", "test"):
         np.asarray(row, "<u2").tofile(folder / f"{split}.bin")
     counts = dict.fromkeys(("train", "val", "test"), len(row))
@@ -35,7 +35,7 @@ def write(folder, row, /, **changes):
 
 @pytest.fixture
 def counted(tmp_path):
-    """53 windows of 7 tokens, in which every token is its own position (and 5 are left over)."""
+    """53 windows of 7 tokens, and 5 tokens that fill no window. The id of each token is its position."""
     return Tokens(write(tmp_path, range(53 * 7 + 1 + 5), vocab_size=1000), "train", 7, 1000)
 
 
@@ -44,13 +44,13 @@ def keys(seed, epochs):
 
 
 def chi_square(counts, expected):
-    """How many standard deviations a histogram lies above what chance gives it."""
+    """Return the chi-square of a histogram, in standard deviations above its expectation for uniform counts."""
     degrees = counts.size - 1
     return (((counts - expected) ** 2 / expected).sum() - degrees) / math.sqrt(2 * degrees)
 
 
 def take(loader, count):
-    """The next `count` items, or as many as there are; waits for at most 20 seconds, so that a hang is a failure."""
+    """Return the next `count` items, or all if there are fewer. A wait of more than 20 seconds is a failure."""
     results = queue.SimpleQueue()
 
     def work():
@@ -91,7 +91,7 @@ def test_permute_is_a_bijection_for_large_n(n):
 
 
 def test_the_order_never_changes():
-    # These numbers are the contract: a run that was started with them must go on with them.
+    # These numbers must never change, because an older run must resume with the same order.
     assert permute(np.arange(10), 10, keys(1234, 1)).tolist() == [2, 8, 5, 3, 6, 1, 9, 0, 7, 4]
     assert permute(np.arange(5), 10**6, keys(1234, 1)).tolist() == [546811, 587208, 919336, 345507, 342174]
     assert permute(np.array([0, 2**33]), 2**33 + 1, keys(-1, 5)[4:]).tolist() == [1419077843, 3495266281]
@@ -101,11 +101,11 @@ def test_epochs_and_seeds_have_their_own_order():
     n = 1000
     orders = [permute(np.arange(n), n, key) for seed in (0, 1, 2, 1234, -1) for key in keys(seed, 4)]
     for one, other in itertools.combinations(orders, 2):
-        assert (one == other).sum() < 12  # two random orders agree in one place, give or take one
+        assert (one == other).sum() < 12  # two random orders agree in 1 place on average
 
 
 def test_a_place_depends_on_nothing_but_its_own_sample(counted):
-    numbers = np.arange(40, 70)  # the end of an epoch, the start of the next
+    numbers = np.arange(40, 70)  # the end of one epoch and the start of the next
     together = counted.windows(numbers, seed=3)
     assert [counted.windows(numbers[k : k + 1], seed=3).item() for k in range(30)] == together.tolist()
 
@@ -116,8 +116,8 @@ def test_large_shuffles_look_random(n):
     for key in keys(seed=5, epochs=4):
         places = permute(i, n, key)
         assert abs(np.abs(places - i).mean() / n - 1 / 3) < 1.5 / math.sqrt(n)  # mean displacement n/3
-        assert (places == i).sum() < 10  # fixed points: one, give or take one
-        assert (np.abs(np.diff(places)) == 1).sum() < 16  # neighbours that stay neighbours: two
+        assert (places == i).sum() < 10  # fixed points: 1 on average
+        assert (np.abs(np.diff(places)) == 1).sum() < 16  # neighbours that stay neighbours: 2 on average
         for apart in (1, 2, side - 1, side, side + 1, 2 * side):
             distance = (np.roll(places, -apart) - places) % n
             assert chi_square(np.bincount(distance * 64 // n, minlength=64), n / 64) < 6
@@ -138,7 +138,7 @@ def test_windows_overlap_by_one_token_and_every_token_is_a_target_once(counted):
     assert counted.num_samples == 53
     rows = counted.batch(np.arange(53), seed=0)
     assert rows.dtype == torch.int64 and rows.shape == (53, 8)
-    assert torch.equal(rows[:, 1:], rows[:, :-1] + 1)  # consecutive tokens: targets are inputs, shifted by one
+    assert torch.equal(rows[:, 1:], rows[:, :-1] + 1)  # consecutive tokens: the targets are the inputs shifted by one
     rows = rows[rows[:, 0].argsort()]
     assert torch.equal(rows[1:, 0], rows[:-1, -1])
     assert rows[:, 1:].flatten().tolist() == list(range(1, 53 * 7 + 1))
@@ -161,7 +161,7 @@ def test_offsets_beyond_2_to_the_31_tokens(tmp_path):
     write(tmp_path, [], tokens={"train": size})
     path = tmp_path / "train.bin"
     with open(path, "wb") as file:
-        file.truncate(2 * size)  # a hole: 4 GiB that take no room on the disk
+        file.truncate(2 * size)  # a sparse file: 4 GiB that use no disk space
     data = Tokens(tmp_path, "train", seq_length, 257)
     windows = data.windows(np.arange(20_000), seed=0)
     numbers = np.flatnonzero(windows * seq_length > 2**31)
@@ -174,11 +174,11 @@ def test_offsets_beyond_2_to_the_31_tokens(tmp_path):
     assert torch.equal(data.batch(numbers, seed=0), torch.from_numpy(expected))
 
 
-# -- who takes which samples
+# -- samples of a data rank
 
 
 def steps(dp, b, global_batch_size, consumed=0):
-    """The sample numbers of all data ranks together, step by step."""
+    """Yield the sample numbers of each step, of all data ranks together."""
     micro_batches = global_batch_size // (dp * b)
     ranks = [training_samples(consumed, r, dp, b) for r in range(dp)]
     while True:
@@ -194,7 +194,7 @@ def test_micro_batches_deal_out_a_step():
 
 @pytest.mark.parametrize("dp, b", LAYOUTS)
 def test_every_window_of_an_epoch_exactly_once(counted, dp, b):
-    taken = np.concatenate(list(itertools.islice(steps(dp, b, 2 * dp * b), 200)))  # no batch divides 53
+    taken = np.concatenate(list(itertools.islice(steps(dp, b, 2 * dp * b), 200)))  # no global batch size divides 53
     for epoch in range(3):
         assert 53 * (epoch + 1) < len(taken)
         windows = counted.windows(np.sort(taken)[53 * epoch : 53 * (epoch + 1)], seed=0)
@@ -209,7 +209,7 @@ def test_a_step_takes_the_same_samples_in_every_layout(dp, b):
 
 def test_a_run_goes_on_alike_wherever_it_was_stopped():
     whole = list(itertools.islice(training_samples(0, 1, 2, 2), 6))
-    for done in range(6):  # micro-batches of each of 2 data ranks, 2 samples in each
+    for done in range(6):  # micro-batches of 2 samples, on each of 2 data ranks
         resumed = itertools.islice(training_samples(done * 2 * 2, 1, 2, 2), 6 - done)
         assert [n.tolist() for n in resumed] == [n.tolist() for n in whole[done:]]
 
@@ -217,9 +217,9 @@ def test_a_run_goes_on_alike_wherever_it_was_stopped():
 def test_a_batch_is_a_pure_function_of_consumed_samples(counted):
     def batches(consumed, steps):
         with Loader(counted, training_samples(consumed, 1, 2, 3), seed=0) as loader:
-            return take(loader, 2 * steps)  # two micro-batches a step
+            return take(loader, 2 * steps)  # two micro-batches in each step
 
-    whole, resumed = batches(0, 10), batches(12 * 4, 6)  # the 5th step straddles the end of an epoch
+    whole, resumed = batches(0, 10), batches(12 * 4, 6)  # an epoch ends inside the 5th step
     for (tokens, numbers), (tokens_again, numbers_again) in zip(whole[8:], resumed, strict=True):
         assert torch.equal(tokens, tokens_again) and torch.equal(numbers, numbers_again)
         assert torch.equal(tokens, counted.batch(numbers.numpy(), seed=0))
@@ -237,7 +237,7 @@ def test_validation_shares_out_the_same_windows_in_every_layout(counted, wanted,
     first = counted.batch(np.arange(min(wanted, 53)), seed=0)
     assert Counter(rows) == Counter(tuple(row.tolist()) for row in first)
     assert all(1 <= len(tokens) <= b for rank in ranks for tokens, _ in rank)
-    assert len(set(map(len, ranks))) == 1  # all run the model equally often
+    assert len(set(map(len, ranks))) == 1  # all ranks run the model equally often
 
 
 def test_a_validation_that_is_left_early_leaves_no_thread(counted):
@@ -247,7 +247,7 @@ def test_a_validation_that_is_left_early_leaves_no_thread(counted):
     assert not loader_threads()
 
 
-# -- refusals
+# -- errors
 
 
 def cut(folder, split, size):
@@ -262,18 +262,18 @@ def rewrite_meta(text):
 REFUSALS = {
     "no folder": (
         lambda folder: folder.rename(folder.parent / "elsewhere"),
-        r"data_dir=.*: is not there; to make it: python prepare.py --tokenizer=bytes --out=.*",
+        r"data_dir=.*: no such folder; create it with: python prepare.py --tokenizer=bytes --out=.*",
     ),
     "no meta.json": (
         lambda folder: (folder / "meta.json").unlink(),
-        r"data_dir=.*: is unfinished or no data set .*: python prepare.py --tokenizer=bytes --out=.*",
+        r"data_dir=.*: not a finished data set .*: python prepare.py --tokenizer=bytes --out=.*",
     ),
-    "meta.json is no JSON": (rewrite_meta('{"tokenizer": '), r".*meta.json: not as prepare.py writes it .*"),
+    "meta.json is no JSON": (rewrite_meta('{"tokenizer": '), r".*meta.json: not a valid meta.json of prepare.py .*"),
     "meta.json lacks a field": (rewrite_meta('{"tokenizer": "bytes"}'), r".*meta.json: .*'vocab_size'.*"),
-    "meta.json is a list": (rewrite_meta("[]"), r".*meta.json: not as prepare.py writes it .*"),
+    "meta.json is a list": (rewrite_meta("[]"), r".*meta.json: not a valid meta.json of prepare.py .*"),
     "a count is no number": (
         lambda folder: write(folder, range(100), tokens={"train": "100"}),
-        r".*meta.json: .*whole numbers.*",
+        r".*meta.json: .*integers.*",
     ),
     "dtype": (
         lambda folder: write(folder, range(100), dtype="uint32"),
@@ -285,11 +285,11 @@ REFUSALS = {
     ),
     "no such split": (
         lambda folder: write(folder, range(100), tokens={"val": 100}),
-        r".*train.bin: meta.json knows no such split, only val",
+        r".*train.bin: meta.json has no such split, only val",
     ),
     "no such file": (
         lambda folder: (folder / "train.bin").unlink(),
-        r".*train.bin: missing or empty: 0 bytes, but meta.json says 100 tokens, which are 200 bytes; .*",
+        r".*train.bin: missing or empty: 0 bytes, but meta.json has 100 tokens, which are 200 bytes; .*",
     ),
     "truncated": (
         lambda folder: cut(folder, "train", 198),
@@ -299,15 +299,15 @@ REFUSALS = {
     "too long": (lambda folder: cut(folder, "train", 202), r".*train.bin: too long: 202 bytes, .*"),
     "too short": (
         lambda folder: write(folder, range(7)),
-        r"seq_length=7: a sample takes 8 tokens and .*train.bin has 7; use a smaller seq_length or .*",
+        r"seq_length=7: a sample needs 8 tokens, but .*train.bin has 7; use a smaller seq_length or .*",
     ),
     "empty": (
         lambda folder: write(folder, []),
-        r"seq_length=7: a sample takes 8 tokens and .*train.bin has 0; .*",
+        r"seq_length=7: a sample needs 8 tokens, but .*train.bin has 0; .*",
     ),
     "an id beyond the vocabulary": (
         lambda folder: write(folder, [*range(50), 257, *range(49)]),
-        r".*train.bin: id 257 at token 50, but meta.json says vocab_size=257: .*; prepare the data again",
+        r".*train.bin: id 257 at token 50, but meta.json has vocab_size=257; .*; prepare the data again",
     ),
 }
 
@@ -320,7 +320,7 @@ def test_refuses(tmp_path, name):
     spoil(write(folder, range(100)))
     with pytest.raises(UserError) as refusal:
         Tokens(folder, "train", seq_length=7, vocab_size=257)
-    assert re.fullmatch(message, str(refusal.value)), refusal.value  # (. matches no newline: one line)
+    assert re.fullmatch(message, str(refusal.value)), refusal.value  # one line: `.` matches no newline
 
 
 def test_a_smaller_vocabulary_is_fine(tmp_path):
@@ -332,7 +332,7 @@ def test_an_id_beyond_the_vocabulary_deep_in_the_file_is_found_in_its_batch(tmp_
     tokens[100_000] = 300
     data = Tokens(write(tmp_path, tokens), "train", 7, 257)
     with Loader(data, training_samples(0, 0, 1, 64), seed=0) as loader:
-        with pytest.raises(UserError, match=r"train.bin: id 300 at token 100000, but meta.json says vocab_size=257"):
+        with pytest.raises(UserError, match=r"train.bin: id 300 at token 100000, but meta.json has vocab_size=257"):
             for _ in range(data.num_samples // 64 + 1):
                 next(loader)
 
@@ -341,7 +341,7 @@ def test_an_id_beyond_the_vocabulary_deep_in_the_file_is_found_in_its_batch(tmp_
 
 
 class Source:
-    """Stands in for Tokens: counts its batches, takes `seconds` for each, and fails at the `fails`th."""
+    """Replace Tokens: count the batches, need `seconds` for each, raise an error in batch number `fails`."""
 
     def __init__(self, seconds=0.0, fails=None):
         self.seconds, self.fails, self.count = seconds, fails, 0
@@ -361,13 +361,13 @@ def endless():
 def wait_until(condition):
     limit = time.monotonic() + 20
     while not condition():
-        assert time.monotonic() < limit, "waited in vain"
+        assert time.monotonic() < limit, "no success within 20 seconds"
         time.sleep(0.001)
 
 
 def test_an_exception_in_the_thread_is_raised_in_the_caller_each_time():
     with Loader(Source(fails=3), endless(), seed=0) as loader:
-        assert len(take(loader, 2)) == 2  # what was read before is delivered
+        assert len(take(loader, 2)) == 2  # batches read before the error are delivered
         for _ in range(2):
             with pytest.raises(OSError, match="the disk is gone"):
                 take(loader, 1)
@@ -394,7 +394,7 @@ def test_reads_ahead_as_far_as_asked_and_closes_while_full():
     loader.close()
     loader.close()
     assert not loader_threads()
-    assert len(take(loader, 9)) == 3  # what was ready; then it ends, and does not wait for ever
+    assert len(take(loader, 9)) == 3  # 3 items were ready; then the iteration ends
 
 
 def test_closes_while_it_reads():

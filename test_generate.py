@@ -1,4 +1,4 @@
-"""Text from a checkpoint: the cache changes nothing, sampling does what it says, any layout's checkpoint will do."""
+"""Test generate.py: the cache does not change the text, sampling is correct, and a checkpoint of tp=2 can be used."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ def model():
 
 
 def greedy(model, ids, count):
-    """Without a cache: the whole text through the model for each token; beyond 12 positions the last 6 go on."""
+    """Generate without a cache: run the whole text for each token. Beyond 12 positions, keep the last 6 tokens."""
     ids, context = list(ids), list(ids)
     for _ in range(count):
         if len(context) > 12:
@@ -45,7 +45,7 @@ def greedy(model, ids, count):
 
 @pytest.mark.parametrize("prompt", [[7], [1, 2, 3, 4], list(range(30))])
 def test_the_cache_changes_nothing(model, prompt):
-    """Also beyond the model's positions, and for a prompt that is longer than they are."""
+    """Test also texts beyond the model's last position, and a prompt that is longer than the positions."""
     got = prompt + list(generate.generate(model, prompt, 25, temperature=0))
     if len(prompt) > 12:
         prompt, got = prompt[-6:], got[-31:]
@@ -71,7 +71,7 @@ def test_sampling():
 
 @pytest.fixture(scope="module")
 def trained(workers, tmp_path_factory):
-    """A model of bytes, trained for a few steps on two processes on a text that repeats itself."""
+    """Train a model of bytes for 100 steps on two processes, on a text that repeats itself."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text.txt").write_text("abcdefg" * 2000)
     command = [sys.executable, "prepare.py", str(folder / "text.txt"), "--tokenizer=bytes", f"--out={folder}/tokens"]
@@ -109,7 +109,7 @@ def test_seeds_and_samples(trained, capsys, monkeypatch):
 
 
 def test_ids_that_are_no_text_are_never_drawn(tokens_dir, tmp_path):
-    """A model of 300 ids on bytes, of which there are 257: an untrained one would draw any."""
+    """The model has 300 ids, but the tokenizer `bytes` has 257. An untrained model gives all ids some probability."""
     train_it(configured(tmp_path, tokens_dir, vocab_size=300, train_iters=1, eval_iters=0))
     model, config, _ = generate.load_model(tmp_path, CPU)
     ids = list(generate.generate(model, [0], 1000, temperature=1000.0, generator=torch.Generator().manual_seed(0)))

@@ -1,8 +1,7 @@
-"""prepare.py as a specification: what is on disk equals encoding every document whole, whatever happens on the way.
+"""Test prepare.py: the files equal the encoding of each whole document, also after crashes and with any settings.
 
-Most tests run the command itself, in a process of its own, with small limits (`PIECE=64` instead of half a megabyte)
-so that short texts are cut many times; a line of code put before the command stands for the crash, the full disk, the
-missing network.
+Most tests run the command in its own process with small limits (`PIECE=64` instead of half a megabyte), so short texts
+are cut many times. To simulate a crash or a full disk, a test inserts a line of code before the command.
 """
 
 import bz2
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import regex  # tiktoken needs it, so it is there
+import regex  # installed, because tiktoken needs it
 import tiktoken
 
 import documents
@@ -30,8 +29,9 @@ from errors import UserError
 HERE = Path(__file__).parent
 BYTES = tokenizer.load_tokenizer("bytes")
 SMALL = "documents.PIECE, documents.MAX_RUN = 64, 512"
-# What GPT-2's pattern treats differently, or Python and Rust might: letters, digits, apostrophes, contractions, spaces
-# of every kind, separators that are no spaces, marks, scripts, emoji (new to Unicode 3.2), an end-of-text in the text
+# Characters of all classes of GPT-2's pattern, and characters that Python and Rust may classify differently: letters,
+# digits, apostrophes, contractions, all kinds of spaces, other separators, marks, scripts, emoji (newer than Unicode
+# 3.2), and the text of an end-of-text token
 ATOMS = [
     *"aZé中한ж9٣½'\u2019!.\u0301_-<|>", *" \n\r\t\xa0\u2028\u3000\x1c\x1f\x85\u200b\x00\u180e", *" \n" * 6, *"'ts" * 3,
     "'s", "'ll", "'re", "n't", "  ", "\r\n", "😀", "\U0001f6d8", "ꟊ", "<|endoftext|>", "hello", "12345", "!!!", "。",
@@ -43,7 +43,7 @@ def gpt2():
     try:
         return tokenizer.load_tokenizer("gpt2")
     except UserError as error:
-        pytest.skip(f"GPT-2's vocabulary is not to be had here: {error}")
+        pytest.skip(f"GPT-2's vocabulary is not available: {error}")
 
 
 def random_text(rng: random.Random, length: int) -> str:
@@ -51,7 +51,7 @@ def random_text(rng: random.Random, length: int) -> str:
 
 
 def run(*arguments, before="", code=0, **keywords):
-    """Runs the command after the line of code `before`; returns its output after checking the exit code."""
+    """Run the line of code `before` and then the command. Check the exit code and return the output."""
     program = f"import os, signal, documents, prepare, tokenizer\n{before}\nprepare.exit_on_user_error(prepare.main)"
     command = [sys.executable, "-W", "error", "-c", program, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(HERE)}
@@ -63,7 +63,7 @@ def run(*arguments, before="", code=0, **keywords):
 
 
 def error_of(*arguments, **keywords) -> str:
-    """The one line that a run which must fail leaves behind (after the bar)."""
+    """Run a command that must fail. Return its error, the one line after the progress bar."""
     last = run(*arguments, code=2, **keywords).splitlines()[-1]
     assert last.startswith("error: ")
     return last
@@ -82,7 +82,7 @@ def files_in(folder) -> dict[str, bytes]:
 
 
 def whole(encoding, documents) -> list[int]:
-    """The specification: each document encoded in one go, and an end-of-text."""
+    """Return the expected tokens: each document encoded as a whole, and an end-of-text token after each."""
     return [token for text in documents for token in [*encoding.encode_ordinary(text), encoding.eot_token]]
 
 
@@ -168,7 +168,7 @@ def test_no_cut_in_an_unknown_pattern():
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
 def test_long_documents_equal_whole_ones(name, kind, request, tmp_path, monkeypatch):
-    """Random texts, cut hundreds of times each: the tokens are those of encoding each in one go."""
+    """Cut random texts hundreds of times. Their tokens must equal the encoding of each whole text."""
     encoding = BYTES if name == "bytes" else request.getfixturevalue(name)
     monkeypatch.setattr(documents, "PIECE", 40)
     monkeypatch.setattr(documents, "MAX_RUN", 300)
@@ -185,7 +185,7 @@ def test_long_documents_equal_whole_ones(name, kind, request, tmp_path, monkeypa
     assert not any(e.skipped for e in encoded)
     assert np.frombuffer(b"".join(e.tokens[0] for e in encoded), "<u2").tolist() == whole(encoding, texts)
     assert sum(e.documents[0] for e in encoded) == len(texts)
-    assert sum(not part.begins for block in blocks for part in block) > 500  # cut, and often
+    assert sum(not part.begins for block in blocks for part in block) > 500  # the texts are really cut, and often
 
 
 @pytest.mark.parametrize("more", [0, 1])
@@ -294,7 +294,7 @@ def test_documents_go_to_splits_by_a_hash_of_their_position(tmp_path):
         assert meta["tokens"][split] == len(tokens[split])
         expected = [t for i, t in enumerate(texts) if prepare.SPLITS[prepare.split_of(0, i + 1, (80, 15, 5))] == split]
         assert tokens[split] == whole(BYTES, expected)
-    # the hash itself must never change, or an old data set's validation texts land in a new one's training set
+    # the hash must never change: validation texts of an old data set would be training texts of a new one
     assert [prepare.split_of(0, line, (1, 1, 1)) for line in range(1, 13)] == [0, 2, 1, 0, 0, 2, 1, 1, 1, 1, 2, 0]
 
 
@@ -315,7 +315,7 @@ def test_a_split_that_would_be_empty_gets_its_share_of_trains_last_tokens(tmp_pa
     tokens = tokens_in(tmp_path / "out")
     assert (len(tokens["train"]), len(tokens["val"]), len(tokens["test"])) == (900, 100, 0)
     assert tokens["train"] + tokens["val"] == whole(BYTES, [text])
-    assert "val had no document: it gets the last 100 tokens of train" in output
+    assert "val had no document, so it gets the last 100 tokens of train" in output
     assert meta_in(tmp_path / "out")["tokens"] == {"train": 900, "val": 100, "test": 0}
 
 
@@ -334,7 +334,7 @@ def test_train_is_never_the_empty_one(tmp_path):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """A long text, many short ones, JSON lines short and long; what one undisturbed run makes of them."""
+    """A command with a long text, short texts and JSON lines as input, and the output files of its first run."""
     folder, rng = tmp_path_factory.mktemp("corpus"), random.Random(5)
     (folder / "in").mkdir()
     (folder / "in" / "long.txt").write_bytes(random_text(rng, 9000).encode())
@@ -354,7 +354,7 @@ def test_the_output_does_not_depend_on_workers_nor_on_pieces(corpus, tmp_path, w
 
 
 def test_the_order_is_the_inputs_whoever_is_first(corpus, tmp_path):
-    """The first block is the last one to come back."""
+    """The first block is the last one to be finished."""
     slow = "import time; encode = prepare.encode"
     slow += "\nprepare.encode = lambda e, text: (time.sleep(0.2 if text.startswith('late') else 0), encode(e, text))[1]"
     texts = ["late" + "x" * 80, *(f"{i:080}" for i in range(30))]
@@ -406,7 +406,7 @@ def test_after_kill_9_the_same_command_ends_in_the_same_bytes(corpus, tmp_path, 
     assert "meta.json" not in files_in(tmp_path / "out")
     output = run(*command, f"--out={tmp_path}/out", "--workers=3", before=SMALL)
     assert files_in(tmp_path / "out") == expected
-    assert ("going on after" in output) == (crash != "while the state is saved")
+    assert ("resuming after" in output) == (crash != "while the state is saved")
 
 
 def test_nothing_is_under_a_final_name_before_it_is_whole(corpus, tmp_path):
@@ -423,8 +423,8 @@ def test_nothing_is_under_a_final_name_before_it_is_whole(corpus, tmp_path):
 
 def test_workers_die_with_their_parent(corpus, tmp_path):
     command, _ = corpus
-    die = "prepare.Output.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)"  # and nobody else
-    # run() returns when the last process that holds the pipe has ended
+    die = "prepare.Output.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)"  # kill only the parent
+    # run() returns when the last process with the output pipe has ended
     run(*command, f"--out={tmp_path}/out", before=f"{SMALL}\n{die}", code=-signal.SIGKILL, timeout=60)
 
 
@@ -434,9 +434,9 @@ def test_signals_end_it_quietly_and_it_goes_on(corpus, tmp_path, number, code):
     send = "write = prepare.Output.write\nprepare.Output.write = lambda self, *a: "
     send += f"(write(self, *a), self.progress.blocks == 100 and os.killpg(0, {int(number)}))"
     before = f"{SMALL}\nprepare.SAVE_EVERY = 0\n"
-    before += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore Ctrl-C
+    before += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background jobs of a shell ignore SIGINT
     run(*command, f"--out={tmp_path}/out", before=before + send, code=code)
-    assert "going on after" in run(*command, f"--out={tmp_path}/out", before=before)
+    assert "resuming after" in run(*command, f"--out={tmp_path}/out", before=before)
     assert files_in(tmp_path / "out") == expected
 
 
@@ -447,7 +447,7 @@ def test_a_full_disk_is_one_clear_error_and_no_loss(corpus, tmp_path):
     )
     assert f"--out={tmp_path}/out: File too large" in error_of(*command, f"--out={tmp_path}/out", before=limit)
     output = run(*command, f"--out={tmp_path}/out", before=SMALL)
-    assert "going on after" in output
+    assert "resuming after" in output
     assert files_in(tmp_path / "out") == expected
 
 
@@ -458,22 +458,22 @@ def test_a_finished_folder_is_left_alone(corpus, tmp_path):
     command, expected = corpus
     out = f"--out={tmp_path}/out"
     run(*command, out)
-    assert "is finished already" in run(*command, out, "--workers=1")
+    assert "is already finished" in run(*command, out, "--workers=1")
     assert "made with --split=6,3,1, not 1,1,1;" in error_of(*command, out, "--split=1,1,1")
     assert "made from other files" in error_of(command[0] / "long.txt", *command[1:], out)
     assert files_in(tmp_path / "out") == expected
     (tmp_path / "out" / "val.bin").write_bytes(b"")
-    assert "val.bin is not as meta.json says" in error_of(*command, out)
+    assert "val.bin does not match meta.json" in error_of(*command, out)
 
 
 def test_a_strangers_files_are_never_overwritten(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "train.bin").write_bytes(b"precious")
-    assert "holds a train.bin but no meta.json" in error_of(
+    assert "contains a train.bin but no meta.json" in error_of(
         tmp_path / "a.txt", f"--out={tmp_path}", "--tokenizer=bytes"
     )
     (tmp_path / "meta.json").write_text("{}")
-    assert "its meta.json is not prepare.py's" in error_of(tmp_path / "a.txt", f"--out={tmp_path}", "--tokenizer=bytes")
+    assert "its meta.json was not written by" in error_of(tmp_path / "a.txt", f"--out={tmp_path}", "--tokenizer=bytes")
     assert (tmp_path / "train.bin").read_bytes() == b"precious"
 
 
@@ -490,27 +490,28 @@ def test_two_runs_in_one_folder_are_refused(corpus, tmp_path):
     (tmp_path / "out").mkdir()
     with open(tmp_path / "out" / "prepare.lock", "w") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
-        assert "another prepare.py is writing there" in error_of(*command, f"--out={tmp_path}/out")
+        assert "another prepare.py is writing to this folder" in error_of(*command, f"--out={tmp_path}/out")
 
 
 # ---- Bad input -------------------------------------------------------------------------------------------------------
 
 GOOD = b'{"text": "good"}\n'
 LONG = b"one two\n" * 999
-# name of the case: file, what is in it (a JSON line between two good ones, a text), what the message says
+# case: (bad JSON line, message). The line is put between two good lines of a.jsonl.
 BAD_LINES = {
     "not JSON": (b'{"text": "x"', "not JSON ("),
-    "a JSON list": (b'["x"]', "not a JSON object (but list)"),
+    "a JSON list": (b'["x"]', "not a JSON object (but a list)"),
     "a missing key": (b'{"texts": "x"}', "no key 'text' (it has 'texts'; see --text_key)"),
-    "no string": (b'{"text": null}', "'text' is no string (but NoneType)"),
+    "no string": (b'{"text": null}', "'text' is not a string (but a NoneType)"),
     "a lone surrogate": (b'{"text": "x\\ud800"}', "not Unicode (a lone surrogate at character 2)"),
-    "deep JSON": (b"[" * 99999, "not JSON that Python reads"),
-    "a long integer": (b'{"text": ' + b"1" * 9999 + b"}", "not JSON that Python reads"),
+    "deep JSON": (b"[" * 99999, "JSON that Python can't read"),
+    "a long integer": (b'{"text": ' + b"1" * 9999 + b"}", "JSON that Python can't read"),
     "JSON not UTF-8": (b'{"text": "\xff"}', "not UTF-8 (byte 0xff"),
     "a surrogate in UTF-8": (b'{"text": "\xed\xa0\x80"}', "not UTF-8 (byte 0xed"),
-    "a long run in JSON": (b'{"text": "1 2\\n3 %s"}' % (b"x" * 9999), "more than 1 MiB without a boundary"),
+    "a long run in JSON": (b'{"text": "1 2\\n3 %s"}' % (b"x" * 9999), "more than 1 MiB without a word boundary"),
     "a long JSON line": (b'{"text": "%s"}' % (b"x " * 99999), "a JSON line over 64 MiB"),
 }
+# case: (file name, content, message)
 BAD = {
     **{case: ("a.jsonl", GOOD + line + b"\n" + GOOD, f":2: {message}") for case, (line, message) in BAD_LINES.items()},
     "text not UTF-8": ("a.txt", b"one\ntwo \xe9 x\n", ":2: not UTF-8 (byte 0xe9"),
@@ -520,7 +521,7 @@ BAD = {
     "a long run": (
         "a.txt",
         LONG + b"x" * 9999 + b"\n" + LONG,
-        ":999: more than 1 MiB without a boundary (from byte 7,991",
+        ":999: more than 1 MiB without a word boundary (from byte 7,991",
     ),
     "half a .gz": (
         "a.txt.gz",
@@ -544,7 +545,7 @@ def test_bad_input_stops_with_its_place_or_is_skipped_and_counted(case, tmp_path
     (tmp_path / "z.txt").write_text("after")
     command = [tmp_path / "0.txt", tmp_path / name, tmp_path / "z.txt", "--tokenizer=bytes", "--split=1,0,0"]
     limits = LIMITS
-    if "run" in case:  # bytes may be cut anywhere; so let GPT-2's rule be theirs
+    if "run" in case:  # the tokenizer `bytes` can cut anywhere, so use GPT-2's cut points
         limits += "; cut = tokenizer.cut_points; tokenizer.cut_points = lambda t, _: cut(t, tokenizer.GPT2_PATTERNS[0])"
     error = error_of(*command, f"--out={tmp_path}/out", before=limits)
     assert f"error: {message}" in error and "--on_error=skip" in error
@@ -561,7 +562,7 @@ def test_bad_input_stops_with_its_place_or_is_skipped_and_counted(case, tmp_path
 def test_an_unreadable_file_is_named(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.txt").symlink_to("nowhere")
-    (tmp_path / "b.md").symlink_to("/proc/self/mem")  # opens, and can't be read, by root neither
+    (tmp_path / "b.md").symlink_to("/proc/self/mem")  # can be opened, but not read, not even by root
     command = [tmp_path, f"--out={tmp_path}/out", "--tokenizer=bytes", "--split=1,0,0"]
     assert f"{tmp_path}/b.md: unreadable (Input/output error)" in error_of(*command)
     run(*command, "--on_error=skip")
@@ -573,18 +574,18 @@ def test_an_unreadable_file_is_named(tmp_path):
     "arguments, expected",
     [
         (["nothing.txt"], "input nothing.txt: no such file or folder"),
-        (["*.json"], "input *.json: no file there ends in .txt .md .py .jsonl"),
-        (["empty"], "input empty: no file there ends in"),
+        (["*.json"], "input *.json: no file ends in .txt .md .py .jsonl"),
+        (["empty"], "input empty: no file ends in"),
         (["empty.txt"], "the input is empty: no text in 1 files"),
         (
             ["bad.jsonl", "--on_error=skip"],
-            "no text in 1 files, the first of 2 that were skipped: bad.jsonl:1: not JSON",
+            "no text in 1 files; skipped 2, the first: bad.jsonl:1: not JSON",
         ),
         (["a.txt", "--split=1,2"], "--split=1,2: should be three shares"),
-        (["a.txt", "--split=0,1,1"], "--split=0,1,1: should be three shares, train's not zero"),
+        (["a.txt", "--split=0,1,1"], "--split=0,1,1: should be three shares, the first above zero"),
         (["a.txt", "--split=1,nan,1"], "should be three shares"),
-        (["a.txt", "--workers=0"], "--workers=0: should be a whole number from 1 on"),
-        (["a.txt", "--workers=all"], "--workers=all: should be a whole number from 1 on"),
+        (["a.txt", "--workers=0"], "--workers=0: should be a positive integer"),
+        (["a.txt", "--workers=all"], "--workers=all: should be a positive integer"),
         (["a.txt", "--on_error=ignore"], "--on_error=ignore: should be stop or skip"),
         (["a.txt", "--worker=2"], "unrecognized arguments: --worker=2"),
         (["a.txt", "--out=a.txt"], "--out=a.txt: "),
@@ -603,10 +604,10 @@ def test_mistakes_in_the_command_are_one_line(arguments, expected, tmp_path):
 
 @pytest.mark.parametrize("kind", ["a.txt", "a.txt.gz", "a.jsonl"])
 def test_memory_does_not_grow_with_the_input(kind, tmp_path):
-    """48 MB cost the parent and the largest worker at most 12 MB more than 3 MB do. (bench/ measures the rest.)"""
+    """For 48 MB of input, the parent and the largest worker need at most 12 MB more than for 3 MB."""
     report = "import atexit, resource; parent = os.getpid(); "
     report += "atexit.register(lambda: os.getpid() != parent or print('peak', "
-    report += "open('/proc/self/status').read().split('VmHWM:')[1].split()[0], "  # ru_maxrss would count pytest's own
+    report += "open('/proc/self/status').read().split('VmHWM:')[1].split()[0], "  # ru_maxrss includes pytest's memory
     report += "resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))"
     peaks = []
     for megabytes in (3, 48):
@@ -622,7 +623,7 @@ def test_memory_does_not_grow_with_the_input(kind, tmp_path):
 
 
 def test_importing_it_is_light():
-    """The command starts in a blink, and nothing that starts threads is there before the workers are forked."""
+    """The command starts fast, and no import starts threads before the workers are forked."""
     code = "import sys, prepare; print('torch' in sys.modules, 'numpy' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=HERE, text=True).split() == ["False", "False"]
 

@@ -1,5 +1,6 @@
-# CodeParrot small, the whole of the Megatron-LM how-to's script (8 GPUs, about 12 hours).
-# mv codeparrot_data.json codeparrot_data.jsonl     (the how-to's name for its JSON lines)
+# CodeParrot small (110M). Source of all values: the script in "How to train a Language Model with Megatron-LM",
+# huggingface.co/blog/megatron-training, which needs about 12 hours on 8 GPUs. The blog names its JSON lines .json:
+# mv codeparrot_data.json codeparrot_data.jsonl
 # python prepare.py codeparrot_data.jsonl --text_key=content --out=data/codeparrot_gpt2
 data_dir = "data/codeparrot_gpt2"
 vocab_size = 50257
@@ -9,7 +10,7 @@ hidden_size = 768
 num_attention_heads = 12
 seq_length = 1024
 max_position_embeddings = 1024
-dropout = 0.1  # the script's silence means Megatron's default
+dropout = 0.1  # Megatron-LM's default; the script does not set it
 
 micro_batch_size = 12
 global_batch_size = 192
@@ -22,7 +23,7 @@ lr_warmup_iters = 2000
 weight_decay = 0.1
 adam_beta2 = 0.999
 
-dtype = "auto"  # the script has --fp16; auto takes bf16 where the GPU has it
+dtype = "auto"  # the script sets --fp16; auto uses bf16 if the GPU has it
 
 log_interval = 10
 save_interval = 2000

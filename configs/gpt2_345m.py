@@ -1,6 +1,6 @@
-# GPT-2 medium, 354,871,296 parameters, with the hyper-parameters of Megatron-DeepSpeed's
-# examples/pretrain_gpt_distributed.sh, line by line.
-# python prepare.py --tokenizer=gpt2        (the script's split is prepare.py's --split=949,50,1)
+# GPT-2 medium, 354,871,296 parameters.
+# Source of all values: Megatron-DeepSpeed's script examples/pretrain_gpt_distributed.sh.
+# python prepare.py --tokenizer=gpt2        (add --split=949,50,1 for the split of the script)
 data_dir = "data/stdlib_gpt2"
 vocab_size = 50257
 
@@ -9,7 +9,7 @@ hidden_size = 1024
 num_attention_heads = 16
 seq_length = 1024
 max_position_embeddings = 1024
-dropout = 0.1  # the script's silence means Megatron's default
+dropout = 0.1  # Megatron-LM's default; the script does not set it
 
 micro_batch_size = 8
 global_batch_size = 64
@@ -24,7 +24,7 @@ weight_decay = 1e-2
 clip_grad = 1.0
 
 recompute = "full"  # --checkpoint-activations
-dtype = "auto"  # the script has --fp16; auto takes bf16 where the GPU has it
+dtype = "auto"  # the script sets --fp16; auto uses bf16 if the GPU has it
 
 log_interval = 100
 save_interval = 10000

@@ -1,9 +1,10 @@
-# GPT-3 13B (Brown et al. 2020, Table 2.1): batch 2M tokens, 300B tokens.
+# GPT-3 13B. Source: Brown et al. 2020. Sizes, batch (2M tokens), lr and length (300B tokens) are in Table 2.1.
+# Decay, warm-up, adam_beta2 and weight_decay are in Appendix B. The other values are this project's choice.
 data_dir = "data/stdlib_gpt2"
 vocab_size = 50257
 
 num_layers = 40
-hidden_size = 5120  # the table's 5,140 is not 40 heads of 128
+hidden_size = 5120  # 40 heads of 128; Table 2.1 prints 5140
 num_attention_heads = 40
 seq_length = 2048
 

@@ -1,10 +1,11 @@
-# GPT-3 XL, 1.3B (Brown et al. 2020, Table 2.1): batch 1M tokens, 300B tokens.
+# GPT-3 XL, 1.3B. Source: Brown et al. 2020. Sizes, batch (1M tokens), lr and length (300B tokens) are in Table 2.1.
+# Decay, warm-up, adam_beta2 and weight_decay are in Appendix B. The other values are this project's choice.
 data_dir = "data/stdlib_gpt2"
 vocab_size = 50257
 
 num_layers = 24
 hidden_size = 2048
-num_attention_heads = 16  # the table's 24 heads of 128 do not make 2,048
+num_attention_heads = 16  # Table 2.1 prints 24, but 24 heads of 128 are not 2,048
 seq_length = 2048
 
 micro_batch_size = 4

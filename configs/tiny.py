@@ -1,4 +1,5 @@
-# A small GPT on the source code of Python's standard library: minutes on a laptop.
+# A small GPT for the source code of Python's standard library. It trains in minutes on a laptop.
+# The values are this project's choice.
 # python prepare.py --tokenizer=bytes
 data_dir = "data/stdlib_bytes"
 vocab_size = 257  # 256 bytes and <|endoftext|>

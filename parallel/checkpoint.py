@@ -1,20 +1,21 @@
-"""Checkpoints: the disk holds logical tensors, so that what one layout saved any other layout loads.
+"""Save and load checkpoints. They contain whole tensors, so any layout can load the checkpoint of any other layout.
 
     out/tiny/step_300/
-        index.json                        shapes, dtype, configuration, counters: all that is not an array
-        block0.qkv.weight                 the whole tensor, C order, master dtype, nothing else in the file
+        index.json                        shapes, dtype, configuration, counters, ...
+        block0.qkv.weight                 the whole tensor, C order, master dtype, no header
         block0.qkv.weight.moment0  ...    AdamW's two moments
         ...
 
-A rank writes its data parallel shard of each bucket (`Bucket.shard`). The shard may begin and end in the middle of a
-parameter, which is itself a tensor parallel part of the logical one. Both cuts together are a list of byte runs
-(`runs`), written with `pwrite` into the one file that all ranks share. Whatever ranks a later layout has read their
-own runs back from a memmap. There is no conversion tool because there is nothing to convert.
+A rank writes its shard of each bucket (`Bucket.shard`). The shard may begin and end in the middle of a parameter, and
+the parameter may be cut over tp. So a rank's elements are a list of runs (consecutive elements) in the whole tensor.
+The function `runs` computes this list. All ranks write their runs into the same file with `pwrite`. The ranks of a
+later layout read their own runs with a memmap. No conversion tool is necessary.
 
-A checkpoint is written into `step_N.writing`, flushed by every rank, and renamed when all are done: under its final
-name it is always whole. The latest one is found by looking. Nothing is ever unpickled.
+Every rank writes into the folder `step_N.writing` and flushes its files. Then rank 0 renames the folder to `step_N`, so
+a folder with the final name is always complete. The latest checkpoint is the `step_N` with the largest N. No file is
+unpickled, so loading a checkpoint runs no code from it.
 
-(Positioned writes, not shared writable memmaps: on network file systems two hosts that write to one page lose updates.)
+Shared writable memmaps would be wrong: on network file systems, two hosts that write to the same page lose updates.
 """
 
 import json
@@ -31,15 +32,15 @@ import torch
 from errors import UserError
 from parallel.comm import agree
 
-# What a checkpoint can't be continued without.
+# Fields of the configuration that must equal the checkpoint's.
 MUST_MATCH = "num_layers hidden_size num_attention_heads seq_length max_position_embeddings vocab_size seed optimizer"
 
 
 def runs(spec, begin, end, tp_rank, tp):
-    """How elements begin .. end of a rank's local tensor (flattened) lie in the whole one.
+    """Yield the runs of the elements begin .. end of a rank's local tensor (flattened) in the whole tensor.
 
-    Yields (local offset, whole offset, length), in elements, in order. Cut along `tp_dim`, the whole tensor is
-    rows [outer, tp, inner]: a rank has, of each outer row, `inner` consecutive elements.
+    Each run is (local offset, whole offset, length), in elements, in order. If the tensor is cut along `tp_dim`, its
+    shape can be written as [outer, tp, inner]. Then a rank has `inner` consecutive elements of each outer row.
     """
     if spec.tp_dim is None:
         yield begin, begin, end - begin
@@ -53,9 +54,9 @@ def runs(spec, begin, end, tp_rank, tp):
 
 
 def files(bucket, begin, end):
-    """(file name, Piece, its elements) of every weight and moment that meets begin .. end of a bucket's flat buffer.
+    """Yield (file name, Piece, elements) of each weight and moment in begin .. end of a bucket's flat buffer.
 
-    The elements are a view into `master` or a moment, which have the bucket's elements from owned[0] on.
+    The elements are a view into `master` or a moment. Index 0 of these tensors is element owned[0] of the bucket.
     """
     first = bucket.owned[0]
     for piece in bucket.layout.pieces(begin, end):
@@ -66,9 +67,10 @@ def files(bucket, begin, end):
 
 
 def save(out_dir, step, zero, state, keep=0):
-    """Write `out_dir/step_N`: called by every rank of the mesh, with the same `state`, the rest of index.json.
+    """Write `out_dir/step_N`. Every rank of the mesh calls this with the same `state` (entries of index.json).
 
-    Keeps the `keep` latest (0: all). Raises UserError on every rank if any can't write; nothing half-written stays.
+    Keeps the `keep` latest checkpoints (0: all). If one rank can't write, raises UserError on every rank and removes
+    the incomplete checkpoint.
     """
     final = step_path(out_dir, step)
     writing = final.with_name(final.name + ".writing")
@@ -88,7 +90,7 @@ def save(out_dir, step, zero, state, keep=0):
                 shutil.rmtree(step_path(out_dir, old), ignore_errors=True)
 
     def attempt(action):
-        """A full disk or a read-only folder becomes one line."""
+        """Turn an OSError (a full disk, a read-only folder) into a UserError."""
         try:
             action()
         except OSError as error:
@@ -108,14 +110,14 @@ def _write_arrays(folder, zero):
     for bucket in zero.buckets.values():
         for name, piece, flat in files(bucket, *bucket.shard):
             if bucket.holders.rank != 0 or (piece.spec.tp_dim is None and tp.rank != 0):
-                continue  # another rank has the same
+                continue  # another rank writes the same elements
             local = flat.cpu().numpy()
-            # Not open(folder / name, "wb"): that would throw away what other ranks have written into the file.
+            # Not open(folder / name, "wb"), because it would delete what other ranks have written into the file.
             with open(os.open(folder / name, os.O_CREAT | os.O_WRONLY, 0o644), "wb") as file:
                 for at, whole, length in runs(piece.spec, piece.begin, piece.end, tp.rank, tp.size):
                     begin, offset = at - piece.begin, whole * local.itemsize
                     part = memoryview(local[begin : begin + length]).cast("B")
-                    while part:  # a write may stop half-way (2 GiB on Linux, a full disk)
+                    while part:  # one call may write only a part (on Linux at most 2 GiB)
                         written = os.pwrite(file.fileno(), part, offset)
                         part, offset = part[written:], offset + written
                 os.fsync(file.fileno())
@@ -131,14 +133,14 @@ def _write_index(folder, zero, state):
 
 
 def _flush(folder):
-    """Names in a folder are data of the folder: they, too, must reach the disk."""
+    """Flush a folder to disk. A new file name is data of its folder, so fsync of the file is not enough."""
     fd = os.open(folder, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
 
 
 def all_steps(out_dir):
-    """The steps of the whole checkpoints in out_dir, ascending."""
+    """Return the steps of the complete checkpoints in out_dir, ascending."""
     names = (re.fullmatch(r"step_(\d+)", path.name) for path in Path(out_dir).glob("step_*"))
     return sorted(int(name[1]) for name in names if name)
 
@@ -148,7 +150,7 @@ def step_path(out_dir, step):
 
 
 def find(path):
-    """The checkpoint at `path`: itself one, or a folder of which the latest is taken. None if there is none."""
+    """Return the checkpoint `path`, or the latest checkpoint in the folder `path`, or None."""
     path = Path(path)
     if (path / "index.json").is_file():
         return path
@@ -157,7 +159,7 @@ def find(path):
 
 
 def read_index(path):
-    """index.json of the checkpoint `path`. Raises UserError."""
+    """Return the content of index.json of the checkpoint `path`. Raises UserError."""
     try:
         return json.loads((Path(path) / "index.json").read_text())
     except (OSError, ValueError) as error:
@@ -165,7 +167,7 @@ def read_index(path):
 
 
 def refuse_contradictions(path, index, config, tokenizer):
-    """What would silently train another model is an error. Raises UserError that names the field."""
+    """Raise UserError if a field of MUST_MATCH or the tokenizer differs from the checkpoint's."""
     then, now = index["config"], vars(config)
     for name in MUST_MATCH.split():
         if then[name] != now[name]:
@@ -176,7 +178,7 @@ def refuse_contradictions(path, index, config, tokenizer):
 
 
 def to_resume(config, tokenizer):
-    """The path of the checkpoint to go on from, or None. Raises UserError if it contradicts the configuration."""
+    """Return the path of the checkpoint to resume from, or None. Raises UserError for a contradiction."""
     place = config.out_dir if config.resume in ("auto", "none") else config.resume
     path = find(place)
     if path is None:
@@ -184,22 +186,22 @@ def to_resume(config, tokenizer):
             raise UserError(f"resume={config.resume}: there is no checkpoint in {place}")
         return None
     if config.resume == "none":
-        raise UserError(f"resume=none: {config.out_dir} holds {path.name}; remove it, or say another --out_dir")
+        raise UserError(f"resume=none: {config.out_dir} contains {path.name}; remove it, or use another --out_dir")
     index = read_index(path)
     refuse_contradictions(path, index, config, tokenizer)
     later = [step for step in all_steps(config.out_dir) if step > index["counters"]["iteration"]]
-    if later and not config.eval_only:  # the next time, these would be taken for the latest of this run
-        advice = "remove what is later, or say another --out_dir"
-        raise UserError(f"resume={config.resume}: {config.out_dir} holds step_{later[-1]}, which is later; {advice}")
+    if later and not config.eval_only:  # the next run would resume from these
+        advice = "remove the later checkpoints, or use another --out_dir"
+        raise UserError(f"resume={config.resume}: {config.out_dir} contains the later step_{later[-1]}; {advice}")
     return path
 
 
 @torch.no_grad()
 def load(path, zero):
-    """Fill the buckets' master weights and moments from the checkpoint `path`. Raises UserError, on any rank by itself.
+    """Fill the buckets' master weights and moments from the checkpoint `path`. Can raise UserError on some ranks only.
 
-    Each rank reads its own parts only: of the files, whole or cut over tp; of the pages, those that it needs. Once all
-    have theirs, `zero.parameters_from_master` makes the parameters of them.
+    Each rank reads only its own elements. A memmap reads only the pages that contain them. When all ranks have loaded,
+    call `zero.parameters_from_master` to make the parameters.
     """
     index, tp = read_index(path), zero.mesh.tp
     dtype = np.dtype(index["dtype"])
@@ -207,7 +209,7 @@ def load(path, zero):
         for name, (spec, begin, end, _), flat in files(bucket, *bucket.owned):
             if index["shapes"].get(spec.name) != list(spec.shape):
                 there = index["shapes"].get(spec.name)
-                raise UserError(f"{path}: {spec.name} is {there} there, {list(spec.shape)} here")
+                raise UserError(f"{path}: {spec.name} has the shape {there}, the model needs {list(spec.shape)}")
             whole = _open(Path(path) / name, dtype, math.prod(spec.shape))
             local = np.empty(end - begin, dtype)
             for at, offset, length in runs(spec, begin, end, tp.rank, tp.size):
