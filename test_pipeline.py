@@ -120,7 +120,7 @@ def trained_in_pairs(config):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "lamb"])
 def test_a_schedule_whose_ranks_hold_different_buckets_with_different_ranks(workers, optimizer):
-    """Four ranks hold the word table, and two ranks any other bucket. The last two ranks run one micro-batch of three."""
+    """Four ranks hold the word table, and two ranks any other one. The last two ranks run one micro-batch of three."""
     fields = dict(optimizer=optimizer, num_layers=2)
     config = tiny_config(1, pp=4, schedule="pair", **fields)
     reference = train_tiny(tiny_config(1, **fields), 3)
