@@ -10,10 +10,11 @@ rows. GPT-2 (Radford et al. 2019) has LayerNorm before attention and MLP, learne
 every block, and uses the word table twice. Dropout acts on the embedding and on the outputs of attention and MLP. The
 attention probabilities have no dropout.
 
-The layers of `parallel/tensor.py` contain the parallelism. A model is a list of *units* (embedding, blocks, head). Each
-unit is a function of (x, micro-batch). Between two units the executor (`parallel/pipeline.py`) can gather, free,
-recompute or reduce. A layer declares its parameters as `ParamSpec`s, which have no storage. `parallel/zero.py` replaces
-each ParamSpec by a view into a flat buffer. Two units use the word table, so it is a bucket of its own.
+The layers of `parallel/tensor.py` contain the parallelism. A model is a list of *units* (embedding, blocks, head).
+Each unit is a function of (x, micro-batch). Between two units the executor (`parallel/pipeline.py`) can gather or free
+parameters, recompute a unit, or reduce gradients. A layer declares its parameters as `ParamSpec`s, which have no
+storage. `parallel/zero.py` replaces each ParamSpec by a view into a flat buffer. Two units use the word table, so it
+is a bucket of its own.
 
 Number of parameters: V h + s h + L (12 h^2 + 13 h) + 2 h, where V is the padded vocabulary. This is 354,871,296 for
 L = 24 and h = s = 1024.
@@ -66,7 +67,7 @@ class Block(nn.Module):
     def __init__(self, c, index, tp, ops):
         super().__init__()
         h, std, sp, name = c.hidden_size, c.init_method_std, c.sequence_parallel, f"block{index}"
-        residual_std = std / math.sqrt(2 * c.num_layers)  # 2L outputs are added to x; its variance stays
+        residual_std = std / math.sqrt(2 * c.num_layers)  # x is a sum of 2L outputs; its variance shall not grow with L
         self.ln1 = LayerNorm(f"{name}.ln1", h)
         self.qkv = ColumnParallelLinear(f"{name}.qkv", (3, h, h), std, tp, sp)
         self.proj = RowParallelLinear(f"{name}.proj", (h, h), residual_std, tp, sp)
@@ -166,7 +167,7 @@ class Head(nn.Module):
     (`LinearCrossEntropy`).
     """
 
-    recomputable = False  # the head keeps only the input of its matrix product
+    recomputable = False  # the head keeps little: backward computes the logits
 
     def __init__(self, c, word, tp, ops):
         super().__init__()

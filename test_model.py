@@ -28,7 +28,7 @@ PARAMETERS = {  # configs/NAME.py: number of parameters, with the padded vocabul
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_number_of_parameters(name):
-    """No tensor is needed: before zero.py gives it storage, a model has only ParamSpecs."""
+    """No tensor is needed: a model has only ParamSpecs until zero.py gives it storage."""
     c = configuration.load([f"configs/{name}.py"])
     assert GPT(c, Mesh().tp).num_parameters() == PARAMETERS[name]
     h, L, V = c.hidden_size, c.num_layers, c.padded_vocab_size

@@ -1,4 +1,4 @@
-"""Tests of the executor: its work between the units, and that its results depend only on the list of actions.
+"""Tests of the executor: its work between units. The speed of the ranks must not change a result.
 
 Other tests of the pipeline: test_layouts.py (every schedule trains the same model), test_ledger.py (bytes sent),
 test_schedules.py (the schedules).
@@ -120,7 +120,9 @@ def trained_in_pairs(config):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "lamb"])
 def test_a_schedule_whose_ranks_hold_different_buckets_with_different_ranks(workers, optimizer):
-    """Four ranks hold the word table, and two ranks any other one. The last two ranks run one micro-batch of three."""
+    """Four ranks hold the word table, and two ranks each of the other buckets. The last two ranks run one micro-batch
+    of three.
+    """
     fields = dict(optimizer=optimizer, num_layers=2)
     config = tiny_config(1, pp=4, schedule="pair", **fields)
     reference = train_tiny(tiny_config(1, **fields), 3)
@@ -243,7 +245,7 @@ def test_a_late_weight_gradient_lets_go_of_each_bucket_as_it_is_done(workers):
     ids=str,
 )
 def test_validation_is_the_same_in_every_layout(workers, tokens_dir, tmp_path, layout):
-    """2 and 6 do not divide the number of validation samples, 87. With ZeRO-3 all data ranks must gather equally
+    """2 and 6 data ranks do not divide the 87 validation samples. With ZeRO-3 all data ranks must gather equally
     often.
     """
     fields = dict(train_iters=1, eval_iters=100, dtype="fp64", global_batch_size=96, num_layers=4)
@@ -318,8 +320,8 @@ def grown(config):
 
 @pytest.mark.parametrize("layout", [dict(pp=2, schedule="zb-h2", zero=2), dict(zero=3), dict(pp=4, zero=0)], ids=str)
 def test_the_batch_grows_alike_in_every_layout(workers, layout):
-    """A step has 8 samples; after 24 samples it has 16; after 48 samples it has 24. The ledger's formulas match the
-    bytes.
+    """A step has 8 samples; after 24 samples it has 16; after 48 samples it has 24. The bytes sent equal the formulas
+    of ledger.py.
     """
     fields = dict(rampup_batch_size="8,8,48", micro_batch_size=2)
     samples, losses, _ = grown(tiny_config(1, num_layers=4, **fields))

@@ -2,8 +2,8 @@
 
 A *layout* describes how a model is spread over dp * tp * pp ranks. This file contains only arithmetic: it needs no
 process and no tensor. A real run (`zero.py`, `pipeline.py`, `checkpoint.py`) and a prediction (`ledger.py`,
-`memory.py`) both use it. A *table* describes the model: for each unit (embedding, blocks, head) the ParamSpecs that the
-unit uses (`model.parameter_table`).
+`memory.py`) both use it. A *table* describes the model: for each unit (embedding, blocks, head) the parameters, as
+`tensor.ParamSpec`s, that the unit uses (`model.parameter_table`).
 
     units       are cut into consecutive parts; a chunk of the schedule is one part, placed on one rank
     bucket      the parameters that are gathered, reduced and updated together: word table, position table, each block,
@@ -18,7 +18,7 @@ The parameters of a bucket lie in its flat buffer in this order. Each parameter 
     Parameters to the right of the mark are replicated over tp: only tp rank 0 counts them in the gradient norm. With
     sequence parallelism each copy's gradient is a partial sum.
 
-With this order, gradient norm and weight decay work on ranges, even if a shard begins or ends inside a parameter.
+So gradient norm and weight decay need only a few slices, even if a shard begins or ends inside a parameter.
 """
 
 import math
@@ -37,12 +37,12 @@ class Range(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The part of a parameter inside begin .. end of its flat buffer. The part may be empty."""
+    """The elements of a parameter that lie in a slice of a flat buffer, perhaps none."""
 
     spec: object  # ParamSpec
-    begin: int  # in elements of the parameter as this rank keeps it
+    begin: int  # index into this rank's part of the parameter, flattened
     end: int
-    at: int  # position of `begin` in the range
+    at: int  # index of the same element in the slice
 
     def of(self, flat):
         """Return this piece of `flat`, a tensor with the elements of the range."""

@@ -9,8 +9,8 @@ micro-batch j:
     I, W    the two halves of B. I computes dL/dx, and stores a WeightGradient (w, dy, x) for every linear of the blocks
             in `Executor.deferred`. Later W adds each dW = dy^T x to its bucket, and frees dy and x.
 
-The executor does not know schedules. It runs the list in its order. Per boundary and direction, one micro-batch sends
-bsh elements (bsh/t with sequence parallelism). A validation is a list of F only.
+The executor has no code for a particular schedule. It runs the list in its order. Between two neighbour stages one
+micro-batch sends bsh elements in each direction (bsh/t with sequence parallelism). A validation is a list of F only.
 
 The graph is cut between two units. Each unit gets a detached input. A unit's backward is one `torch.autograd.backward`;
 it starts from the gradient of the next unit's input:
@@ -39,7 +39,7 @@ from parallel.comm import receive, send
 from parallel.layout import rows_outside
 from parallel.zero import free
 
-SENT = {"activation": "activations", "gradient": "gradients of activations"}  # the words that comm.py counts them under
+SENT = {"activation": "activations", "gradient": "gradients of activations"}  # names in the ledger of comm.py
 IN_TRANSIT = 2  # unfinished sends before we wait for the oldest (Gloo does not tell which sends have finished)
 
 

@@ -16,16 +16,17 @@ of the MLP, without communication:
 
 Activations are [n, h]: the n = b s tokens of the micro-batch, sample after sample. With sequence parallelism each rank
 has n/t consecutive rows of an activation outside of the pairs. LayerNorm, dropout and residual stream then cost 1/t of
-the memory and the work. An all_reduce sends as many bytes as a reduce_scatter and an all_gather. One all_gather is
-added: x is stored cut, so backward gathers it again. A replicated parameter (LayerNorm, row-parallel bias,
+the memory and the work. An all_reduce sends as many bytes as reduce_scatter plus all_gather. Each pair needs one
+all_gather more: x is stored cut, so backward gathers it again. A replicated parameter (LayerNorm, row-parallel bias,
 position embedding) now sees only part of the tokens on each rank. Its gradient is a partial sum there, and `zero.py`
 sums it over tp at the end of the step.
 
 **What can overlap.** The slide says that tensor parallel communication can't be hidden. This is true in forward: the
-next operation needs the sum of g. It is not true in backward: dx needs its all_reduce, but the weight gradient dW =
-dy^T x does not. `Linear.backward` starts the all_reduce, computes dW, then waits. With sequence parallelism, the
-all_gather of x for dW also overlaps with the computation of dx. Three things are not hidden: all communication in
-forward, the all_gather of dy in backward (sequence parallelism), and the communication of the embedding and the head.
+next operation needs the sum that g computes. It is not true in backward: dx needs its all_reduce, but the weight
+gradient dW = dy^T x does not. `Linear.backward` starts the all_reduce, computes dW, then waits. With sequence
+parallelism, the all_gather of x for dW also overlaps with the computation of dx. Three things are not hidden: all
+communication in forward, the all_gather of dy in backward (sequence parallelism), and the communication of the
+embedding and the head.
 
 Costs per layer and micro-batch: 8 bsh (t-1)/t elements sent, 10 with sequence parallelism (`ledger.py`); memory and
 work of the matrices 1/t.
@@ -133,7 +134,7 @@ class Linear(torch.autograd.Function):
             x = gathering.wait()
         if w.deferred is None:
             add_product(w, dy, x)  # while dx is sent
-        else:  # detach: x's graph would keep the unit's input alive until W runs
+        else:  # detach: x's graph would keep the unit's input alive until the action W
             w.deferred.append(WeightGradient(w, dy, x.detach()))
         return (sending.wait() if ctx.enter else dx), None, None, None, None, None
 
@@ -222,7 +223,7 @@ class EmbeddingLookup(torch.autograd.Function):
             dy = all_gather(dy, ctx.tp, "embedding").wait()
         gradient = ctx.w.grad
         dy = (dy * mine[:, None]).to(gradient.dtype)
-        if dy.is_cuda:  # sorts the ids and sums in a fixed order; index_add_ with atomics does not
+        if dy.is_cuda:  # sorts the ids, so the order of the sum is fixed; index_add_ on CUDA has no fixed order
             gradient.index_put_((local,), dy, accumulate=True)
         else:
             gradient.index_add_(0, local, dy)
@@ -286,7 +287,7 @@ def chunks(x):
 
 
 def cross_entropy_(z, w, targets, vocab_size, weights, tp, ops):
-    """Return the losses [n] of logits z [n, v/t]. z becomes weights * dlosses/dz, or stays undefined
+    """Return the losses [n] of logits z [n, v/t]. Afterwards z is weights * dlosses/dz, or undefined
     if weights [n] is None.
 
     Each token's row of logits is cut over tp, and no rank sees a whole row. The ranks combine three numbers per token:

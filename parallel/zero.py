@@ -27,7 +27,7 @@ file:
     update         once                    everything       1/n               1/n                      1/n
     publish        once                    -                all_gather        all_gather               -
 
-Stages 2 and 3 save memory because a bucket's whole buffer exists only while a unit uses it or while it is sent. In
+Stages 2 and 3 save memory because a sharded buffer is whole only while a unit uses it or while it is sent. In
 stage 3 the parameters of the next unit are gathered while this unit computes. If a schedule splits B into I and W, the
 unsharded gradients of a chunk exist from I to W: the action I adds the gradients of LayerNorms, biases, head and
 embedding, and the action W adds the others.
@@ -184,7 +184,7 @@ class Zero:
         bucket = self.buckets[name]
         if bucket.stage == 3 and name not in self.gathering:
             allocate(bucket.param)
-            # Gathering restores the old values, so `.data` hides this write from autograd's in-place check.
+            # Gathered values equal the old ones. `.data` hides this write from autograd's in-place check.
             self.gathering[name] = all_gather(bucket.own_param, bucket.dp, "parameters", out=bucket.param.data)
 
     def gather(self, name):
@@ -217,14 +217,14 @@ class Zero:
     def reduce(self, name, last):
         """Sum a bucket's gradient over the data ranks after one micro-batch. last: no other sum follows in the step.
 
-        The executor calls this when B has passed the first unit that uses the bucket (`Chunk.reduce_after`), or in W.
-        The sum starts here and runs while backward continues with earlier units. Stages 0 and 1 sum only once, after
-        the last micro-batch.
+        The executor calls this in B when no unit that B has still to run uses the bucket (`Chunk.reduce_after`), or in
+        W. The sum starts here and runs while backward continues with earlier units. Stages 0 and 1 sum only once,
+        after the last micro-batch.
         """
         bucket = self.buckets[name]
         low, high = bucket.shard
         if bucket.stage >= 2:
-            for earlier in list(self.reducing)[:-1]:  # with this one, two buffers are sent while backward fills a third
+            for earlier in list(self.reducing)[:-1]:  # so at most two sums run while backward fills a third buffer
                 self._settle(earlier)
         if bucket.stage >= 2 or (bucket.stage == 1 and last):
             self.reducing[name] = reduce_scatter(bucket.grad, bucket.dp, "gradients", out=bucket.grad[low:high])
