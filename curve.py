@@ -2,9 +2,9 @@
 
     python curve.py out/tiny out/tiny_2x2 --svg=loss.svg
 
-The training loss is a line. Each point is the mean over the iterations of one log line (`lm_loss`), drawn at the last
-of these iterations. The validation loss is circles. A loss of nan or inf leaves a gap. In the SVG the line of each
-further run is dashed and its circles are larger, so that equal curves stay visible.
+A line shows the training loss. Each of its points is the mean over the iterations of one log line (`lm_loss`), drawn at
+the last of these iterations. Circles show the validation loss. A loss of nan or inf leaves a gap. In the SVG each run
+after the first has a dashed line and larger circles, so that equal curves stay visible.
 """
 
 import html
@@ -17,9 +17,9 @@ from typing import NamedTuple
 from errors import Parser, UserError, exit_on_user_error, explained
 from log import read_metrics
 
-UNITS = {"iterations": ("iteration", 1), "million tokens": ("consumed_tokens", 10**6)}  # of x: (field of a row, size)
-GREY, COLOURS = "#7a7a7a", ("#3a7fd0", "#cc6a1c", "#1f9655", "#9a5fd0")  # legible on white and on black
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 700, 380, 50, 670, 40, 330  # of an SVG and of its axes, in pixels
+UNITS = {"iterations": ("iteration", 1), "million tokens": ("consumed_tokens", 10**6)}  # {unit of x: (field, divisor)}
+GREY, COLOURS = "#7a7a7a", ("#3a7fd0", "#cc6a1c", "#1f9655", "#9a5fd0")  # readable on white and on black
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 700, 380, 50, 670, 40, 330  # the SVG's size and its axes, in pixels
 
 
 class Curve(NamedTuple):
@@ -31,7 +31,7 @@ class Curve(NamedTuple):
 
 
 def read_curve(path, unit):
-    """Return the `Curve` of a run's out_dir or of one file like metrics.jsonl. unit: of x, a key of UNITS."""
+    """Return the `Curve` of a run's out_dir or of one file like metrics.jsonl. unit: the unit of x, a key of UNITS."""
     with explained(path):
         file = Path(path, "metrics.jsonl") if Path(path).is_dir() else Path(path)
     field, size = UNITS[unit]
@@ -43,7 +43,7 @@ def read_curve(path, unit):
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
         raise UserError(f"{file}: a line is not a row of metrics.jsonl with {field} and lm_loss") from None
     if not any(map(drawable, training)):
-        raise UserError(f"{file}: has no loss to draw; train.py writes one every log_interval iterations")
+        raise UserError(f"{file}: has no loss to draw; train.py writes a loss every log_interval iterations")
     name = Path(path).resolve().name.removesuffix(".jsonl").encode(errors="replace").decode()
     return Curve(name, training, list(filter(drawable, validation)))
 
@@ -62,7 +62,7 @@ def axes(curves, left, right, bottom, top):
 def axis(values, most, begin, end):
     """Return the ticks of an axis, and the function that maps values linearly to positions from begin to end.
 
-    The ticks are multiples of 1, 2 or 5 times a power of ten. They enclose the values in `most` steps or fewer.
+    The ticks are multiples of 1, 2 or 5 times a power of ten. They enclose the values in at most `most` steps.
     """
     low, high = min(values), max(values)
     power = 10.0 ** math.floor(math.log10((high - low or abs(high) or 1) / most))
@@ -103,7 +103,7 @@ def svg(curves, unit):
         parts.append(f"<path d='M{x(at):.2f} {BOTTOM} v6' stroke='{GREY}'/>")
         parts.append(text(x(at), BOTTOM + 22, "middle", f"{at:g}"))
     parts.append(text(RIGHT, HEIGHT - 8, "end", unit))
-    left = RIGHT - 60 - 8 * max(len(curve.name) for curve in curves)  # of the legend
+    left = RIGHT - 60 - 8 * max(len(curve.name) for curve in curves)  # x of the legend
     for i, curve in enumerate(curves):
         height = TOP + 20 + 24 * i
         sample = Curve("", [(left, height), (left + 40, height)], [(left + 20, height)])

@@ -2,12 +2,12 @@
 
 The FLOPs of a training step follow from the model's shape. The letters are those of Narayanan et al. (arXiv
 2104.04473, appendix): L layers, hidden size h, padded vocabulary V, and B sequences of s tokens in a step.
-Only matrix products are counted. For each token, each number of a weight costs one multiplication and one
+Only matrix products are counted. For each token, each element of a weight costs one multiplication and one
 addition, 2 FLOPs. The forward of one token costs:
 
-    weights of a block    qkv 3h^2, projection h^2, MLP 4h^2 + 4h^2      12h^2 numbers    24h^2 FLOPs
-    attention of a block  q k^T, and its softmax times v: 2sh each       no numbers        4sh
-    head                  h by V (the embedding's look-up is free)       Vh numbers        2Vh
+    weights of a block    qkv 3h^2, projection h^2, MLP 4h^2 + 4h^2      12h^2 elements   24h^2 FLOPs
+    attention of a block  q k^T, and its softmax times v: 2sh each       no elements       4sh
+    head                  h by V (the embedding's look-up is free)       Vh elements       2Vh
 
 The sum is 24Lh^2 + 4Lsh + 2Vh. Backward computes two products for each product of forward: the gradient of the
 input and the gradient of the weight. So a step costs as much as three forwards of all B sequences:
@@ -18,12 +18,12 @@ input and the gradient of the weight. So a step costs as much as three forwards 
 Like Megatron-LM we count all s by s products of attention, although the causal mask needs half of them. (The
 slide "Transformerのスケール則" counts 5.7 FLOPs per parameter and token; we count 6.)
 
-The log has two speeds per second and device. `tflops` counts the model FLOPs: it measures how fast training
+The log has two speeds of one device, in TFLOP/s. `tflops` counts the model FLOPs: it measures how fast training
 proceeds. `hardware_tflops` also counts recomputation: it measures how busy the devices are. `mfu`, the model
 FLOPs utilization (Chowdhery et al., arXiv 2204.02311), is `tflops` divided by the device's peak. 0.5 is very good.
 
 `Logger.log` makes one row of numbers and writes it everywhere: as Megatron-LM's line to the terminal, as a line to
-out_dir/metrics.jsonl and, if configured, to TensorBoard and Weights & Biases. So all of them show the same numbers.
+out_dir/metrics.jsonl and, if configured, to TensorBoard and Weights & Biases (W&B). So all outputs show equal numbers.
 """
 
 import importlib
@@ -62,8 +62,8 @@ def hardware_flops(config, batch):
     return model_flops(config, batch, block_forwards=4 if config.recompute == "full" else 3)
 
 
-# TFLOP/s of dense matrix products, from the makers' data sheets. bf16 and fp16 are summed in float32, which on
-# GeForce cards has half of the advertised rate. fp32 is without TF32. fp64 is on tensor cores if the device has them.
+# TFLOP/s of dense matrix products, from the makers' data sheets. bf16 and fp16 products are summed in float32;
+# on GeForce cards this has half of the advertised rate. fp32 is without TF32. fp64 uses tensor cores where possible.
 PEAK_TFLOPS = {  # bf16, fp16, fp32, fp64; None: the device cannot do it, or the rate is not certain
     "V100 PCIE": (None, 112, 14, 7),
     "V100 SXM2": (None, 125, 15.7, 7.8),
@@ -88,8 +88,9 @@ PEAK_TFLOPS = {  # bf16, fp16, fp32, fp64; None: the device cannot do it, or the
 def peak_tflops(device_name, dtype):
     """Return the device's peak in TFLOP/s for `dtype` (bf16, fp16, fp32, fp64), or None if it is unknown.
 
-    `device_name` is CUDA's name, such as "NVIDIA A100-SXM4-40GB" or "NVIDIA H100 80GB HBM3". The maker and the
-    memory are removed. The rest must match exactly: "H200 NVL" is not an H200, "A100-SXM4-40GB MIG 1g.5gb" is a slice.
+    `device_name` is CUDA's name, such as "NVIDIA A100-SXM4-40GB" or "NVIDIA H100 80GB HBM3". The maker and the memory
+    are removed. The rest must match exactly: "H200 NVL" is not an H200, and "A100-SXM4-40GB MIG 1g.5gb" is only a part
+    of an A100.
     """
     name = re.sub(r"NVIDIA|Tesla|GeForce|\b\d+GB\b|\bHBM3e?\b|-", " ", device_name)
     peaks = PEAK_TFLOPS.get(" ".join(name.upper().split()), (None,) * 4)
@@ -105,11 +106,12 @@ class Timers:
     """Time spent in each of PHASES: `with timers("forward-compute"): ...`, any number of times in a step.
 
     The time of batch-generator is also a part of forward-compute. The wait for a message is a part of the phase that
-    waits. On a GPU the host runs ahead: a host clock would time only the launch of the work. So two CUDA events in
-    the current stream bracket a phase, and the GPU measures the time between them. This includes the time in which
-    the GPU has no work because the host is slow. At the end of each phase we ask, without waiting, if the oldest
-    pending phase has finished on the GPU. If so, its time is added and its events are used again. So the number of
-    events stays close to the number of phases in the GPU's queue. Only `take` waits for the GPU.
+    waits. On a GPU the host runs ahead: a host clock would time only the launch of the work. So we record a CUDA event
+    in the current stream before a phase and another one after it. The GPU measures the time between the two events.
+    This includes the time in which the GPU has no work because the host is slow. At the end of each phase we test,
+    without waiting, if the oldest pending phase has finished on the GPU. If so, its time is added and its events are
+    used again. So the number of events stays close to the number of phases in the GPU's queue. Only `take` waits for
+    the GPU.
     """
 
     def __init__(self, device, clock=time.perf_counter):
@@ -207,7 +209,7 @@ class Interval:
 
     def row(self, iteration, consumed_samples, timers, data_wait_seconds):
         """Return the keyword arguments of `metrics_row`. data_wait_seconds: the wait for batches in the interval."""
-        steps = [step.read() for step in self.steps]  # before the clock below, which counts this wait
+        steps = [step.read() for step in self.steps]  # may wait for the device; `seconds` includes this wait
         return {
             "iteration": iteration,
             "consumed_samples": consumed_samples,
@@ -302,7 +304,7 @@ def memory_line(iteration, megabytes):
 
 
 def memory_in_use(device):
-    """Return {name: MB of 2^20 bytes}: PyTorch's memory on a GPU, or the resident memory of a process on a CPU."""
+    """Return {name: MB of 2^20 bytes}: PyTorch's memory on a GPU, or the process's resident memory on a CPU."""
     if torch.device(device).type == "cuda":
         used = {
             "allocated": torch.cuda.memory_allocated(device),
@@ -348,7 +350,7 @@ def open_lines(path):
 
 
 def write_line(file, line):
-    """Append a line with one write: no reader sees half of the line, and a crash right after does not lose the line."""
+    """Append a line with one write: no reader sees half of the line, and a crash after the write does not lose it."""
     data = f"{line}\n".encode()
     try:
         while data:  # a write is partial if the disk is full: the next one raises the error
@@ -395,7 +397,7 @@ class Logger:
         self.peak = peak_tflops(name, dtype)
         self.memory_said = False
         self.file = open_lines(Path(config.out_dir) / "metrics.jsonl")
-        # purge_step: TensorBoard hides what an earlier run wrote for this iteration and later ones.
+        # purge_step: TensorBoard hides the points of an earlier run from this iteration on.
         self.board = tensorboard and tensorboard.SummaryWriter(config.tensorboard, purge_step=iteration + 1)
         self.run = wandb and wandb_run(wandb, config)
         # disable=None: no bar where stderr is not a terminal.
@@ -410,10 +412,10 @@ class Logger:
         """Print `text` on rank 0, above the bar."""
         if self.rank == 0:
             tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()  # a log in a file can be read during the run
+            sys.stdout.flush()  # if stdout is a file, it can be read during the run
 
     def log(self, **interval):
-        """Write, print and return a row; None on ranks other than 0. interval: keyword arguments of `metrics_row`."""
+        """Write, print and return a row on rank 0, else None. interval: keyword arguments of `metrics_row`."""
         if self.rank != 0:
             return None
         row = metrics_row(self.config, self.world, self.peak, **interval)
@@ -454,7 +456,7 @@ def imported(field, value, module):
 
 
 def wandb_run(wandb, config):
-    """Return the W&B run that receives the rows. resume="auto": after a crash the same W&B run. Raises UserError."""
+    """Return the W&B run that receives the rows. After a crash, a restart continues this run. Raises UserError."""
     out = config.out_dir
     try:
         return wandb.init(project=config.wandb, name=Path(out).name, dir=out, config=asdict(config), resume="auto")
@@ -463,6 +465,6 @@ def wandb_run(wandb, config):
 
 
 def scalars(row):
-    """Return {name: number} of a row for plots, timers as timers_ms/optimizer, without an "unknown" mfu."""
+    """Return {name: number} of a row, for plots. Timers are named timers_ms/optimizer; an "unknown" mfu is left out."""
     timers = {f"timers_ms/{phase}": ms for phase, ms in row["timers_ms"].items()}
     return {name: value for name, value in row.items() if isinstance(value, int | float)} | timers

@@ -1,4 +1,4 @@
-"""Choose the functions around the matrix products: those of `reference.py` or their fused forms in `kernels.py`."""
+"""Choose the operations around the matrix products: from `reference.py`, or their fused forms from `kernels.py`."""
 
 import os
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ def resolved_dtype(config, device):
 def choose(config, device, dtype):
     """Return the operations that --kernels selects. dtype: the name of the run's dtype. Raises UserError.
 
-    auto, on a GPU: the Triton kernels, except for attention, because PyTorch has the better kernels for it.
+    auto, on a GPU: the Triton kernels, except for attention, for which PyTorch has better kernels.
     """
     choice, gpu = config.kernels, device.type == "cuda"
     if choice == "torch" or (choice == "auto" and (not gpu or dtype == "fp64")):
@@ -35,7 +35,9 @@ def choose(config, device, dtype):
             return reference
         raise UserError("kernels=triton: triton is not installed; pip install triton, or set --kernels=torch") from None
     if dtype == "fp64":
-        raise UserError("kernels=triton: they compute in float32, but dtype=fp64 needs float64; set --kernels=torch")
+        raise UserError(
+            "kernels=triton: the kernels compute in float32, but dtype=fp64 needs float64; set --kernels=torch"
+        )
     if not gpu and os.environ.get("TRITON_INTERPRET") != "1":
         raise UserError(
             "kernels=triton: there is no GPU here; set --kernels=torch, or set TRITON_INTERPRET=1 for a trial"
@@ -55,4 +57,4 @@ def trial(config, device):
         ops.squared_norms([torch.ones(16, device=device)])
     except Exception as error:  # from Triton, from the C compiler or from the driver
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"kernels={config.kernels}: they do not run here ({reason}); say kernels=torch") from error
+        raise UserError(f"kernels={config.kernels}: cannot run here ({reason}); set --kernels=torch") from error

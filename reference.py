@@ -3,7 +3,7 @@
 Each operation is a few lines here. `kernels.py` has the same OPERATIONS under the same names and is tested against this
 file. The model takes each operation from one of the two files (`operations.py`). This file runs on every device.
 
-The name of an operation that overwrites an argument ends in `_`, as in PyTorch. If an argument is *used up*, the
+If an operation overwrites an argument, its name ends in `_`, as in PyTorch. If an argument is *used up*, the
 operation may overwrite it, and the caller must not read it again. The operation after a matrix product also adds the
 product's bias, because a separate addition would be one more pass over the whole activation.
 
@@ -69,16 +69,16 @@ def gelu_(y, bias):
 def attention(qkv, cache=None):
     """Causal attention, softmax(q k^T / sqrt(d)) v, per head. qkv [b, s, 3, a, d] -> [b, s, a, d].
 
-    The probabilities have no dropout: it would act on the [s, s] matrix, which no fused attention forms.
-    cache: a list with the keys and values of earlier tokens, [b, a, s', d]. This call appends those of the s tokens. If
-    the cache is not empty, s must be 1.
+    The probabilities have no dropout: they are an [s, s] matrix, which fused attention never stores.
+    cache: a list with the keys and values of earlier tokens, [b, a, s', d]. This call appends the keys
+    and values of the s tokens. If the cache is not empty, s must be 1.
     """
     q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))  # [b, a, s, d]
     if cache is not None:
         if cache:
             k, v = torch.cat([cache[0], k], 2), torch.cat([cache[1], v], 2)
         cache[:] = [k, v]
-    # One new token sees all tokens and needs no mask. PyTorch's causal mask is right only for as many queries as keys.
+    # One new token sees all tokens and needs no mask. PyTorch's causal mask needs as many queries as keys.
     y = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] == k.shape[2])
     return y.transpose(1, 2)
 
@@ -124,16 +124,16 @@ def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
     return total.log() - target
 
 
-# --- dropout whose mask is a function, not a state --------------------------------------------------------------------
+# --- dropout with a mask that needs no random state -------------------------------------------------------------------
 
 
 class Drop(NamedTuple):
     """One dropout of the model, applied to some tokens."""
 
-    rows: torch.Tensor  # [n] int64: number of the token in the run, sample number * s + position
+    rows: torch.Tensor  # [n] int64: index of each token in the run, sample index * s + position
     rate: float
     seed: int
-    site: int  # number of the dropout in the model, from 0
+    site: int  # index of the dropout in the model, from 0
 
 
 def mix(x):
@@ -142,23 +142,23 @@ def mix(x):
     def shifted(x, bits):  # logical shift, not arithmetic
         return (x >> bits) & ((1 << (64 - bits)) - 1)
 
-    x = (x ^ shifted(x, 33)) * -0x00AE502812AA7333  # 0xff51afd7ed558ccd
-    x = (x ^ shifted(x, 33)) * -0x3B314601E57A13AD  # 0xc4ceb9fe1a85ec53
+    x = (x ^ shifted(x, 33)) * -0x00AE502812AA7333  # 0xff51afd7ed558ccd as int64
+    x = (x ^ shifted(x, 33)) * -0x3B314601E57A13AD  # 0xc4ceb9fe1a85ec53 as int64
     return x ^ shifted(x, 33)
 
 
 def dropout_mask(columns, drop):
-    """Return the mask, bool [n, columns], True for elements that stay. A function of (seed, site, row, column) only.
+    """Return the mask, bool [n, columns], True for elements that stay. It depends on (seed, site, row, column) only.
 
-    So a mask does not depend on the layout, or on how often it is computed. The hash is two rounds of 32-bit multiply
-    and xor-shift over the columns, from a 64-bit key per row.
+    So the layout does not change a mask, and backward can compute it again. Each row has a 64-bit key. Two rounds of
+    32-bit multiply and xor-shift hash the key and the column index.
     """
     key = mix(drop.rows + mix(torch.full_like(drop.rows, drop.seed * 1009 + drop.site)))  # [n]
     low, high = key.to(torch.int32), (key >> 32).to(torch.int32)
-    x = torch.arange(columns, dtype=torch.int32, device=key.device) * -1640531527  # 2^32 / golden ratio
+    x = torch.arange(columns, dtype=torch.int32, device=key.device) * -1640531527  # 2^32 / golden ratio, as int32
     x = (x[None] + low[:, None]) ^ high[:, None]  # [n, columns]; int32 wraps
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x7B935975  # 0x846ca68b
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x7B935975  # 0x846ca68b as int32
     x = x ^ ((x >> 16) & 0xFFFF)
     return x >= int(drop.rate * 2**32) - 2**31
 
@@ -218,11 +218,11 @@ def update_scalars(lr, scale, update, skip, beta1, beta2):
 def adamw_(weight, gradient, moments, scalars, ranges, *, decay, beta1, beta2, eps, out=None):
     """AdamW on flat buffers: changes `weight` and `moments` in place; `gradient` is used up.
 
-    The specification is `adamw` in `parallel/optimizer.py`. PyTorch's fused kernel does the same in one pass. Its
-    gradient g is scalars.scale * gradient.
+    The specification is `adamw` in `parallel/optimizer.py`. PyTorch's fused kernel makes the same update in one
+    pass. The gradient g of the specification is scalars.scale * gradient.
 
-    scalars: an `UpdateScalars`; ranges: [(begin, end, decays)], which cover the buffers; out: another buffer for the
-    new weights, in its own dtype.
+    scalars: an `UpdateScalars`; ranges: [(begin, end, decays)], which cover the buffers; out: None, or a
+    buffer of any dtype that also receives the new weights.
     """
     before, skip, divisor = (scalars.update - 1).float(), scalars.skip.float(), (1 / scalars.scale).float()
     if weight.dtype == torch.float64:  # a float32 divisor is not exact enough

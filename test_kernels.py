@@ -462,7 +462,7 @@ def test_which_operations_are_used(monkeypatch):
     auto, all_of_them = (operations(choice, "cuda", "bf16") for choice in ("auto", "triton"))
     assert auto.attention is reference.attention and all_of_them.attention is kernels.attention
     assert auto.adamw_ is all_of_them.adamw_ is kernels.adamw_
-    with pytest.raises(train.UserError, match="kernels=triton: they compute in float32"):
+    with pytest.raises(train.UserError, match="kernels=triton: the kernels compute in float32"):
         operations("triton", "cuda", "fp64")
     with pytest.raises(train.UserError, match="kernels=triton: heads of 256 are too wide"):
         operations("triton", "cuda", "bf16", num_attention_heads=1, hidden_size=256)

@@ -1,6 +1,6 @@
-"""log.py prints the 33 lines of a published log, Megatron-DeepSpeed's GPT-2 345M, digit for digit.
+"""Tests of log.py and curve.py.
 
-At the end: the pictures of curve.py.
+log.py prints the 33 lines of a published log, Megatron-DeepSpeed's of GPT-2 345M, digit for digit.
 """
 
 import io
@@ -85,7 +85,7 @@ LINES = {  # three of these rows as printed, to check the spaces
 def elapsed(printed):
     """Return the seconds of 100 iterations.
 
-    Many values round to the printed ms and to the printed samples per second: return the middle of these values.
+    Many durations fit both the printed ms and the printed samples per second: return the middle one.
     """
     batch, ms, per_second = int(printed["batch"]), float(printed["ms"]), float(printed["per_second"])
     least = max(ms - 0.05, 1000 * batch / (per_second + 0.0005))
@@ -95,7 +95,7 @@ def elapsed(printed):
 
 
 def published_steps(printed):
-    """Return 100 equal steps with the printed loss, norm, rate and scale. The first ones are marked as skipped."""
+    """Return 100 equal steps with the printed loss, norm, rate and scale. The first steps are marked as skipped."""
     loss, norm, lr, scale = (float(printed[name]) for name in ("loss", "norm", "lr", "scale"))
     skipped, batch = int(printed["skipped"]), int(printed["batch"])
     return [log.Step(loss, norm, lr, i < skipped, False, False, scale, batch) for i in range(100)]
@@ -116,7 +116,7 @@ def published_row(printed, config=GPT2_345M):
 
 
 def line_as_printed(printed):
-    """Return the published line. It is made of the printed words, without formatting a number."""
+    """Return the published line. It is built from the printed strings: no number is formatted."""
     samples = int(printed["iteration"]) * int(printed["batch"])
     return (
         f" iteration {printed['iteration']:>8}/  500000 | consumed samples: {samples:>12} |"
@@ -210,7 +210,7 @@ def test_model_flops_count_every_product_of_the_blocks_and_the_head():
 
 def test_recomputation_adds_one_forward_of_the_blocks():
     recompute, plain = GPT2_345M, Config(**SHAPE)
-    head = 6 * 8 * 1024 * 1024 * 50304  # 3 forwards x 2 FLOPs x 8 x 1024 tokens x the head's numbers
+    head = 6 * 8 * 1024 * 1024 * 50304  # 3 forwards x 2 FLOPs x 8 x 1024 tokens x the head's elements
     blocks = log.model_flops(plain, 8) - head
     assert log.hardware_flops(recompute, 8) == pytest.approx(4 / 3 * blocks + head, rel=1e-14)
     assert log.model_flops(recompute, 8) == log.model_flops(plain, 8)
@@ -268,7 +268,7 @@ def test_a_pending_step_is_read_once():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_pending_step_waits_for_a_real_gpu():
     late, numbers = NUMBERS.cuda(), torch.zeros(6, dtype=torch.float64, device="cuda")
-    log.PendingStep(numbers, 1.0, 2).read()  # the first one allocates pinned memory, which may wait
+    log.PendingStep(numbers, 1.0, 2).read()  # allocates pinned memory, and so may wait for the GPU
     torch.cuda._sleep(10**8)  # cycles: tens of milliseconds
     numbers.copy_(late)
     assert log.PendingStep(numbers, 1.0, 2).read() == (2.5, 0.75, 1e-3, False, True, False, 1.0, 2)
@@ -312,7 +312,7 @@ STEP = log.Step(1 / 3, 0.1, 1e-3, skipped=False, stop=False, orphaned=False, los
 
 
 def interval(step=STEP, **changes):
-    """Return the arguments of train.py: iterations 9 and 10, each of 50 sequences of 256 tokens, in 4 seconds."""
+    """Return arguments of `Logger.log`: iterations 9 and 10, each of 50 sequences of 256 tokens, in 4 seconds."""
     given = {
         "iteration": 10,
         "consumed_samples": 100,
@@ -332,7 +332,7 @@ def test_a_row_has_every_number_with_its_unit():
     config = Config(recompute="full")
     row = row_of(config, peak=0.5)
     assert row["iteration_ms"] == 2000
-    assert row["samples_per_second"] == 25 and row["tokens_per_second"] == 25 * 256  # over all devices
+    assert row["samples_per_second"] == 25 and row["tokens_per_second"] == 25 * 256  # of all devices
     assert row["consumed_tokens"] == 100 * 256
     assert row["tflops"] == pytest.approx(log.model_flops(config, 50) / 2 / 2 / 1e12, rel=1e-14)  # per device
     assert row["hardware_tflops"] == pytest.approx(log.hardware_flops(config, 50) / 2 / 2 / 1e12, rel=1e-14)
@@ -390,7 +390,7 @@ def test_timers_add_up_a_phase_and_divide_by_the_iterations():
                 clock.now += 2.0
                 with timers("batch-generator"):
                     clock.now += 0.25
-        clock.now += 100.0  # between phases: counts for no phase
+        clock.now += 100.0  # between phases: no phase includes this time
     assert timers.take(2) == {"forward-compute": 6750.0, "optimizer": 500.0, "batch-generator": 750.0}
     with timers("optimizer"):
         clock.now += 1.0
@@ -413,7 +413,7 @@ def test_a_phase_that_does_not_exist_is_an_error():
 
 
 def fake_gpu(monkeypatch, depth):
-    """Replace CUDA events by those of a GPU that is `depth` commands behind the host. Command i runs for i seconds."""
+    """Replace CUDA events. The simulated GPU is `depth` commands behind the host; command i runs for i seconds."""
     gpu = types.SimpleNamespace(queued=0, passed=0, events=0, waits=0)
 
     class Event:
@@ -476,7 +476,7 @@ def test_timers_on_a_real_gpu():
     assert 1000 * queued < sum(taken.values()) < 1000 * whole
     assert taken["forward-compute"] > 5 * taken["optimizer"]
     assert list(log.memory_in_use("cuda")) == ["allocated", "max allocated", "reserved", "max reserved"]
-    assert log.memory_in_use("cuda")["max allocated"] >= 3 * 64  # x and y, 64 MB each, and the product before y
+    assert log.memory_in_use("cuda")["max allocated"] >= 3 * 64  # x, the old y and the new y, 64 MB each
 
 
 # --- metrics.jsonl ----------------------------------------------------------------------------------------------------
@@ -645,7 +645,7 @@ def test_other_ranks_are_silent(tmp_path, capsys, monkeypatch):
 def test_memory_of_this_process_is_near_what_it_holds():
     held = torch.ones(2**24)  # 64 MB
     used = log.memory_in_use("cpu")
-    assert set(used) <= {"resident", "max resident"}  # which ones depends on the system
+    assert set(used) <= {"resident", "max resident"}  # some systems have only one of them
     assert 64 < max(used.values()) < 2**20 and held[0] == 1
 
 
@@ -742,7 +742,7 @@ def run_folder(path, losses, validation=()):
 
 
 def drawn(path):
-    """Read an SVG: return [(name, training points, validation points)] of its runs, in the units of its ticks."""
+    """Return [(name, training points, validation points)] of the runs in an SVG, in the units of its ticks."""
     tag, texts, paths, circles = "{http://www.w3.org/2000/svg}", [], {}, {}
     for element in ElementTree.parse(path).getroot():
         if element.tag == tag + "text":
@@ -765,14 +765,14 @@ def drawn(path):
         line = paths[colour][0].get("d").removesuffix("h0")  # [1] is the line of the legend
         pieces = [piece.strip(" h0").split(" L") for piece in line.split("M")[1:]]
         places = [[tuple(map(float, place.split(","))) for place in piece] for piece in pieces]
-        rings = [(float(c.get("cx")), float(c.get("cy"))) for c in circles[colour][:-1]]  # the last is the legend's
+        rings = [(float(c.get("cx")), float(c.get("cy"))) for c in circles[colour][:-1]]  # [-1] is of the legend
         places = [[(unscaled(xs, x), unscaled(ys, y)) for x, y in piece] for piece in [*places, rings]]
         runs.append((name, places[:-1], places[-1]))
     return runs
 
 
 def near(losses):
-    """The points of {x: loss}, equal up to half of an SVG's 0.01 pixels."""
+    """Return the points of {x: loss}, with a tolerance for the SVG's rounding to 0.01 pixels."""
     return [pytest.approx((x, loss), rel=1e-4) for x, loss in losses.items()]
 
 
@@ -851,7 +851,7 @@ def test_ticks_enclose_the_values(values, ticks):
     [
         (None, r"tiny/metrics\.jsonl: No such file or directory$"),
         ("", "metrics.jsonl: has no loss to draw"),
-        ('{"iteration": 20, "lm_l', "metrics.jsonl: has no loss to draw"),  # cut off by a crash, and no whole line
+        ('{"iteration": 20, "lm_l', "metrics.jsonl: has no loss to draw"),  # a crash cut off the only line
         ('{"iteration": 20, "consumed_tokens": 1, "lm_loss": "nan"}', "metrics.jsonl: has no loss to draw"),
         ('{"iteration": 20, "lm_loss": 4.5}\n3\n', "a line is not a row of metrics.jsonl with iteration and lm_loss$"),
         ('{"iteration": 20}', "a line is not a row"),

@@ -68,7 +68,7 @@ def test_sgd_is_torch_sgd():
 
 
 def by_tensor(name, w, g, state, c, lr, update, decay):
-    """Return the new weight: LAMB or LARS as in the paper, on one whole tensor."""
+    """Return the weight after an update by LAMB or LARS, written as in the paper, on one whole tensor."""
     if name == "lamb":
         m, v = state.setdefault("m", torch.zeros_like(w)), state.setdefault("v", torch.zeros_like(w))
         m.copy_(c.adam_beta1 * m + (1 - c.adam_beta1) * g)
@@ -107,7 +107,7 @@ def test_layerwise_rates_are_the_papers(name):
 
 @pytest.mark.parametrize("name", ["lamb", "lars"])
 def test_layerwise_rates_do_not_ask_for_weight_decay(name):
-    """Weight decay 0 and 1e-14 give the same weights: a matrix has a rate of its own in both runs."""
+    """Weight decay 0 and 1e-14 give the same weights: both runs use layer-wise rates."""
     after = []
     for decay in (0.0, 1e-14):
         run = train.build(tiny_config(1, optimizer=name, lr=0.5, weight_decay=decay), Mesh(), CPU)
@@ -172,8 +172,9 @@ def scales(overflows, scale=None, **fields):
 def test_loss_scale_of_a_real_log():
     """The scale starts at 2^32.
 
-    15 overflows: 2^18, because the first one only uses up the hysteresis. 2 more by iteration 600: 2^16. 1,000 steps
-    without overflow: 2^17, and the hysteresis is restored. 2 overflows by iteration 2,800: only the second halves it.
+    The hysteresis is 2: only the second overflow and later ones halve the scale. So the scale is 2^18 after 15
+    overflows, and 2^16 after 2 more by iteration 600. After 1,000 steps without overflow it is 2^17, and the count of
+    overflows is 0 again. Of 2 overflows by iteration 2,800, only the second halves the scale.
     """
     scale = LossScale(Config(), "fp16")
     assert scales([True] * 15, scale)[-1] == 2**18
@@ -216,7 +217,7 @@ def test_the_clip_scales_the_update_and_the_log_has_the_norm_before_it():
     a, b = train.train_step(free, batches).read(), train.train_step(clipped, same_batches).read()
     assert a.grad_norm == b.grad_norm > 0.01
     for x, y, z in zip(start, free.zero.buckets.values(), clipped.zero.buckets.values(), strict=True):
-        w = x * (1 - 0.1 * a.lr)  # decay is not clipped; `mask` selects the elements that decay
+        w = x * (1 - 0.1 * a.lr)  # the decay is not clipped; mask: 1 for elements that decay
         moved, less = y.param - x, z.param - x
         decayed = w - x
         mask = torch.zeros_like(x)
@@ -247,7 +248,7 @@ def curve_and_parameters(config):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_with_one_micro_batch_every_stage_gives_the_same_bits(workers, dtype):
-    """Also with master weights, casts and gathers. A sum over two ranks has one result, because a + b is b + a."""
+    """Master weights, casts and gathers keep the bits. A sum over two ranks has one result, because a + b is b + a."""
     fields = dict(dtype=dtype, global_batch_size=8, micro_batch_size=4, clip_grad=0.0)  # norms differ by rounding
     (losses, norms, whole), _ = workers.run(2, curve_and_parameters, tiny_config(2, **fields))
     for zero in (1, 2, 3):
@@ -257,7 +258,7 @@ def test_with_one_micro_batch_every_stage_gives_the_same_bits(workers, dtype):
 
 
 def poisoned_step(config, victim, value):
-    """Run three steps, with `value` in one gradient of rank `victim` in the second. Return this rank's results."""
+    """Run three steps. In the second, put `value` into a gradient of rank `victim`. Return this rank's results."""
     run = train.build(config, Mesh(config.tp, config.pp), CPU)
     run.zero.initialize(1)
     batches, steps, block = micro_batches(run), [], list(run.zero.buckets.values())[-2]

@@ -237,7 +237,7 @@ def test_operations_that_do_not_run_are_one_line(tokens_dir, tmp_path, monkeypat
     monkeypatch.setattr(train.reference, "squared_norms", broken)
     with pytest.raises(UserError) as error:
         go(configured(tmp_path, tokens_dir))
-    assert str(error.value) == "kernels=auto: they do not run here (Failed to find C compiler.); say kernels=torch"
+    assert str(error.value) == "kernels=auto: cannot run here (Failed to find C compiler.); set --kernels=torch"
 
 
 def test_who_waits_for_an_agreement_says_so(monkeypatch):
@@ -246,7 +246,7 @@ def test_who_waits_for_an_agreement_says_so(monkeypatch):
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gone)
     axis = Axis("world", (0, 1), 0, Ledger())
-    with pytest.raises(CommunicationError, match=r"^rank 0 waited for ranks \[1\] to agree with it: connection closed"):
+    with pytest.raises(CommunicationError, match=r"^rank 0 waited for ranks \[1\] to send objects: connection closed"):
         agree(axis, UserError, lambda: None)
 
 

@@ -1,19 +1,21 @@
 """All communication between processes goes through this file. The ledger counts the tensors that a step sends.
 
-                 before (ranks 0 | 1)      after                   what one rank sends, of a tensor of N bytes
-    all_reduce      a   |  b             a+b  | a+b                2 (n-1)/n N    (a reduce_scatter, an all_gather)
+                 before (ranks 0 | 1)      after                   bytes that each of n ranks sends
+    all_reduce      a   |  b             a+b  | a+b                2 (n-1)/n N    N: the tensor
     reduce_scatter  a a'|  b b'          a+b  | a'+b'                (n-1)/n N    N: the input
     all_gather      a   |  b             a b  | a b                  (n-1)/n N    N: the output
 
     send            a   |  -              a   | a                    N
 
-The right column is the cost of the ring algorithm, which is optimal (Patarasuk and Yuan 2009). The ledger counts these
-bytes. Tensors are cut along their first dimension, so no element is rearranged before it is sent.
+N is a size in bytes. The right column is the cost of the ring algorithm, which is optimal (Patarasuk and Yuan 2009).
+Its all_reduce is a reduce_scatter and then an all_gather. The ledger counts these bytes. Tensors are cut along their
+first dimension, so no element is rearranged before it is sent.
 
-Each call starts the communication and returns a `Pending`. `.wait()` returns the tensor. The caller may compute between
-the two; this is the overlap of communication and computation. On NCCL, `wait` only orders the GPU's streams. If a peer
-does not answer within the timeout, NCCL's watchdog ends the process with its own message. On Gloo, `wait` blocks the
-host. Its error names the rank that waited and the other ranks. On an axis of one rank nothing is sent or counted.
+Each call starts the communication and returns a `Pending`. `.wait()` returns the tensor. The caller may compute
+between the two; this is the overlap of communication and computation. On NCCL, `wait` makes only the GPU wait. If a
+peer does not answer within the timeout, NCCL's watchdog ends the process with its own message. On Gloo, `wait` blocks
+the host. The error of `wait` names the rank that waited and the other ranks. On an axis of one rank nothing is sent or
+counted.
 """
 
 import functools
@@ -29,7 +31,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
-RING = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}  # multiples of (n-1)/n of the whole tensor
+RING = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}  # the factor of (n-1)/n N in the table above
 NOT_A_STEP = ("setup", "evaluate")  # phases that do not belong to a training step
 
 
@@ -59,7 +61,7 @@ class Ledger:
 
 
 def sent_bytes(operation, ranks, whole_bytes):
-    """Return the bytes that one of `ranks` ranks sends for a tensor of `whole_bytes` (N in the table above)."""
+    """Return the bytes that a rank sends. ranks: how many there are. whole_bytes: N in the table above."""
     return whole_bytes if operation == "send" else Fraction(RING[operation] * (ranks - 1) * whole_bytes, ranks)
 
 
@@ -68,7 +70,7 @@ class CommunicationError(RuntimeError):
 
 
 class Pending:
-    """A communication in progress. It keeps the buffers until it is done."""
+    """A communication in progress. The object keeps the buffers until the communication is done."""
 
     def __init__(self, result, start=None, describe=None):
         self.result, self.describe, self.work = result, describe, None
@@ -76,7 +78,7 @@ class Pending:
             self.work = self._watched(start)
 
     def wait(self):
-        """Return the result. On a GPU, operations that are enqueued afterwards may read it."""
+        """Return the result. On a GPU, operations that are enqueued after `wait` may read the result."""
         if self.work:
             self._watched(self.work.wait)
             self.work = None
@@ -100,7 +102,7 @@ def all_reduce(x, axis, what, op="sum"):
 
 
 def all_gather(x, axis, what, out=None):
-    """Gather [k, ...] of each rank into [n k, ...], in the order of the ranks. x may be a part of `out`."""
+    """Gather [k, ...] of each rank into [n k, ...], in the order of the ranks. x may lie inside `out`."""
     if axis.size == 1:
         return Pending(x)
     x = x.contiguous()
@@ -109,7 +111,7 @@ def all_gather(x, axis, what, out=None):
 
 
 def reduce_scatter(x, axis, what, out=None):
-    """Sum [n k, ...] over the ranks, and return this rank's [k, ...] of the sum. `out` may be that part of x."""
+    """Sum [n k, ...] over the ranks, and return this rank's [k, ...] of the sum. `out` may be the same rows of x."""
     if axis.size == 1:
         return Pending(x)
     x = x.contiguous()
@@ -126,9 +128,10 @@ def send(x, axis, to, what, tag=0):
 
 
 def receive(shape, like, axis, source, tag=0):
-    """Post a receive from rank `source` of the axis: a tensor of `shape`, with the dtype and device of `like`.
+    """Start to receive a tensor of `shape` from rank `source` of the axis. like: has its dtype and device.
 
-    Two ranks must post their messages to each other in the same order. A tag helps Gloo to tell messages apart.
+    Two ranks must start all messages between them, in both directions, in the same order. Gloo matches a send and a
+    receive by their tag.
     """
     x = torch.empty(shape, dtype=like.dtype, device=like.device)
     call = functools.partial(dist.irecv, x, axis.ranks[source], group=axis.group, tag=tag)
@@ -150,8 +153,8 @@ def _waited(axis):
 def agree(axis, error_type, action):
     """Run `action` on every rank. If it raises `error_type` on some ranks, raise the first rank's error on all ranks.
 
-    Use it for errors that only some ranks see (a file is missing on one node), so that no rank waits for a rank that
-    has stopped. The ledger does not count it, because it is not part of a step.
+    Use `agree` for errors that only some ranks see, for example a missing file on one node. Then no rank waits for a
+    rank that has stopped. The ledger does not count `agree`, because it is not part of a step.
     """
     error = result = None
     try:
@@ -167,11 +170,11 @@ def agree(axis, error_type, action):
 
 
 def gather_objects(x, axis):
-    """Return [x of each rank], in order, for small Python objects outside of a step. The ledger does not count it."""
+    """Return [x of each rank], in order of ranks. For small Python objects outside of a step; not in the ledger."""
     gathered = [x] * axis.size
     if axis.size > 1:
         try:
             dist.all_gather_object(gathered, x, group=axis.group)
         except RuntimeError as error:
-            raise CommunicationError(f"{_waited(axis)} to agree with it: {error}") from error
+            raise CommunicationError(f"{_waited(axis)} to send objects: {error}") from error
     return gathered

@@ -8,8 +8,8 @@ The processes are numbered along three axes. Tensor parallel is the fastest axis
 
 Ranks with neighbouring numbers are on one node. So tp, which communicates most (several times a layer), gets the
 fastest connections. The pipeline (one message per stage and micro-batch) uses the connections inside a rack. Data
-parallelism (once a step, more often with ZeRO-2 and 3) uses the connections between racks. A rank belongs to one
-sub-communicator per axis, and one `arange().reshape()` gives the members of all of them.
+parallelism (once a step, more often with ZeRO-2 and 3) uses the connections between racks. A rank is in one
+process group per axis. One `arange().reshape()` gives the members of all these groups.
 
 Without torch.distributed (one process) every axis has one rank, and nothing is sent.
 """
@@ -25,9 +25,9 @@ from parallel.comm import Ledger
 
 @dataclass(frozen=True)
 class Axis:
-    """A sub-communicator and this process's place in it."""
+    """The ranks along one axis, and this process's place among them."""
 
-    name: str  # dp, pp, tp, world (all of the mesh), or holders (pipeline ranks with the same parameters)
+    name: str  # dp, pp, tp, world (all ranks), or holders (pipeline ranks with the same parameters)
     ranks: tuple  # the members, as ranks of torch.distributed
     rank: int  # this process's index in `ranks`
     ledger: Ledger  # counts what this rank sends
@@ -56,7 +56,7 @@ class Mesh:
         self.tp = self._axis("tp", grid[dp_rank, pp_rank, :], tp_rank)
 
     def holders(self, pp_ranks):
-        """Return the axis of the pipeline ranks `pp_ranks` (ascending, with this rank), which hold the same parameters.
+        """Return the axis of the pipeline ranks `pp_ranks` (ascending, with this rank), which keep the same bucket.
 
         All these ranks must call this at the same point of the program.
         """
@@ -69,7 +69,9 @@ class Mesh:
     def _axis(self, name, ranks, index):
         ranks = tuple(int(r) for r in ranks)
         group = None
-        if len(ranks) > 1:  # only the members make a group; all of them must have made equally many groups before
+        if len(ranks) > 1:
+            # Only the members make a group. All of them must have made the same number of groups before, because torch
+            # uses this number in the group's name.
             group = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=True)
         return Axis(name, ranks, index, self.ledger, group)
 

@@ -2,20 +2,20 @@
 
 Slide "深層学習の用語説明" has SGD and Adam. Its Adam differs from Kingma and Ba's (arXiv 1412.6980) in three places.
 The slide subtracts the gradient from the moments; the paper adds it. The slide has epsilon inside the root; the paper
-has it outside. The slide has a factor b^(t+1); the paper divides the moments by 1 - beta^t. This file follows the
-paper.
+has it outside. Where the slide has b^(t+1), the paper divides the moments by 1 - b^t (b: beta1 or beta2). This file
+follows the paper.
 
 A rule changes any range of a rank's flat buffers in place. It is elementwise, so a range may begin anywhere. All
 tensors have the master dtype, float32 (float64 in fp64 runs). Keyword arguments of a rule:
 
-    lr       the learning rate          scale    multiplies the gradient: clipping (`Zero.squared_norm`), 1 / loss scale
+    lr       the learning rate          scale    factor on the gradient: clipping (`Zero.squared_norm`), 1 / loss scale
     decay    weight decay, or 0         update   the number of this update, from 1
     beta1, beta2, eps                   as in the configuration
 
 The functions below are the specification. If a rule names a *fused* operation, training runs this operation instead of
 the function: PyTorch's kernel in `reference.py`, or Triton's in `kernels.py`. The fused operation makes the same update
-in one pass over memory, instead of one pass per line. It reads lr and scale on the device, so the host does not wait. A
-test compares the two. To change such a rule, change the function and drop `fused` from its row.
+in one pass over memory, instead of one pass per line of the function. It reads lr and scale on the device, so the host
+does not wait. A test compares the two. To change such a rule, edit its function and remove its `fused` in RULES.
 """
 
 import math
@@ -53,10 +53,10 @@ def adam_direction(gradient, m, v, scale, update, beta1, beta2, eps):
 # --- layer-wise rates, for large batches ------------------------------------------------------------------------------
 #
 # Slide "データ並列": a large global batch generalises worse. LARS and LAMB are remedies. They give every parameter
-# tensor ("layer") a rate of its own, so that the size of its update is proportional to its norm. Such a rule has two
-# halves. The first is elementwise and overwrites the gradient with a direction. The second needs the norms of whole
-# tensors, which may be cut over tp and dp (`Zero.tensor_norms`), and also gets `layerwise` and `lars_coefficient`.
-# Biases and LayerNorms have `layerwise` False and use the plain rate.
+# tensor ("layer") its own rate: the norm of an update becomes proportional to the norm of the tensor. Such a rule has
+# two halves. The first half is elementwise and overwrites the gradient with a direction. The second half needs the
+# norms of whole tensors (`Zero.tensor_norms`), because a tensor may be cut over tp and dp. Its argument `layerwise` is
+# False for biases and LayerNorms, which use the plain rate.
 
 
 def lamb(weight, gradient, moments, *, decay, scale, update, beta1, beta2, eps, **_):
@@ -105,18 +105,18 @@ RULES = {
 
 
 class Shard(NamedTuple):
-    """The elements of one bucket that this rank updates: tensors of equal length. `update` may overwrite `gradient`."""
+    """The elements of a bucket that this rank updates, as flat tensors. `update()` may overwrite `gradient`."""
 
     weight: torch.Tensor  # master weights
     gradient: torch.Tensor
     moments: list
     ranges: list  # layout.Ranges that cover the elements
-    pieces: list  # a layout.Piece for each parameter; its `at` counts from the begin of the shard
+    pieces: list  # layout.Pieces: the position of each parameter in these tensors
     cast: torch.Tensor | None  # the parameters; None if they are the master weights
 
 
 def update(c, shards, scalars, ops, tensor_norms):
-    """Update every shard. c: the configuration. scalars: `reference.UpdateScalars`. ops: for fused rules.
+    """Update every shard. c: the configuration. scalars: `reference.UpdateScalars`. ops: has the fused operations.
 
     tensor_norms([(Shard, Piece)]): returns the norms of whole tensors, for layer-wise rules (`Zero.tensor_norms`). A
     rule that is not fused reads the scalars on the host, so the host waits for the device.
@@ -147,11 +147,11 @@ def update(c, shards, scalars, ops, tensor_norms):
 
 
 def learning_rate(c, update):
-    """Return the rate of the `update`-th update (from 1; skipped steps do not count). c: the configuration.
+    """Return the learning rate of an update. update: counted from 1, without skipped steps. c: the configuration.
 
-    A linear warm-up rises to `lr`. With lr_decay_style `constant` the rate stays at `lr`. Otherwise it falls to
-    `min_lr`, which it reaches at `lr_decay_iters` (0: `train_iters`). A warm-up may end after `lr_decay_iters`, or
-    after the run.
+    A linear warm-up rises to `lr`. With lr_decay_style `constant` the rate stays at `lr`. Otherwise it falls and
+    reaches `min_lr` at `lr_decay_iters` (0: at `train_iters`). A warm-up may end after `lr_decay_iters`, or after the
+    run.
     """
     end = c.lr_decay_iters or c.train_iters
     warmup = c.lr_warmup_iters if c.lr_warmup_iters >= 0 else c.lr_warmup_fraction * end
