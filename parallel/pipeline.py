@@ -91,7 +91,7 @@ class Executor:
 
     def __init__(self, model, zero, config, mesh, layout, schedule, timers):
         self.zero, self.config, self.mesh, self.layout = zero, config, mesh, layout
-        self.timers, self.schedules = timers, {}  # number of micro-batches: (Schedule, Messages, passes of buckets)
+        self.timers, self.schedules = timers, {}  # number of micro-batches: (Schedule, Messages, passes: see `run`)
         validation = schedules.forward_only(schedule)
         self.validation = validation, schedules.messages(validation)
         self.chunks = {}
