@@ -106,7 +106,7 @@ def test_a_bucket_without_a_micro_batch_is_not_reduced(workers):
 def test_the_papers_line_says_where_buckets_have_an_m_of_their_own(workers):
     """Of Chimera's four micro-batches each pipeline takes two: a bucket of one of them has m = 2."""
     for *_, table in workers.run(4, counted, tiny_config(2, pp=2, schedule="chimera", zero=2, micro_batch_size=3)):
-        assert "m = 4 micro-batches (each bucket has its own m here: how often" in table
+        assert "m = 4 micro-batches (here a bucket's m counts the runs of its chunks)" in table
 
 
 def counted_in_chunks(config):

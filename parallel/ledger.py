@@ -1,28 +1,35 @@
-"""The ledger's formulas: what every scheme sends, from the configuration alone.
+"""The ledger's formulas: bytes sent in a step, computed from the configuration alone.
 
-Slide "分散並列学習" says for each scheme what is sent, by which operation and how often. This file predicts that table,
-with the bytes, for any number of ranks; `comm.Ledger` counts it in a run; `report.py` prints both.
+Slide "分散並列学習" names for each kind of parallelism what is sent (通信内容), the operation (通信形式) and how often
+(通信頻度). This file predicts that table and its bytes for any number of ranks. `comm.Ledger` counts the same table in
+a run. `report.py` prints both tables side by side.
 
-Letters: b micro-batch, s sequence, h hidden, t = tp, n = dp, L layers (of this pipeline rank), m micro-batches, P this
-rank's parameters as stored (padding included). Per step and rank:
+Letters: b samples of a micro-batch, s tokens of a sample, h hidden size, t = tp, n = dp, L layers of this pipeline
+rank, m micro-batches, P parameters of this rank as stored (padding included). Each rank sends in a step:
 
-    axis  what                         operation                               elements sent
-    dp    gradients          stage 0   all_reduce                              2 P (n-1)/n
-                             stage 1   reduce_scatter (1)                      P (n-1)/n
-                             2 and 3   reduce_scatter (m)                      m P (n-1)/n
-          parameters         1 and 2   all_gather (1)                          P (n-1)/n
-                             stage 3   all_gather (m forward, m backward)      2m P (n-1)/n
-    tp    activations                  2 forward + 2 backward                  8 bsh (t-1)/t per layer and micro-batch
-          ... with recomputation       the 2 forward once more                 12
-          ... sequence parallel        2 + 2 all_gather, 2 + 2 reduce_scatter, 10: two all_gathers more in backward,
-                                       2 all_gather                            as only bsh/t of the input is kept
-                                                                               (14 with recomputation)
-    pp    activations, and             send                                    bsh per boundary, direction, micro-batch
-          gradients of activations                                             (bsh/t with sequence parallelism)
+    axis  what                     operation                        how often (per)          elements
+    dp    gradients       stage 0  all_reduce                       bucket and step          2 P (n-1)/n
+                          stage 1  reduce_scatter                   bucket and step          P (n-1)/n
+                          2 and 3  reduce_scatter                   bucket and micro-batch   m P (n-1)/n
+          parameters      1 and 2  all_gather                       bucket and step          P (n-1)/n
+                          stage 3  2 all_gather (before F, B)       bucket and micro-batch   2m P (n-1)/n
+    tp    activations              4 all_reduce (2 in F, 2 in B)    layer and micro-batch    8 Lm bsh (t-1)/t
+          ... recomputation        6 all_reduce (F runs twice)      layer and micro-batch    12 Lm bsh (t-1)/t
+          ... sequence parallel    6 all_gather, 4 reduce_scatter   layer and micro-batch    10 Lm bsh (t-1)/t
+          ... both                 8 all_gather, 6 reduce_scatter   layer and micro-batch    14 Lm bsh (t-1)/t
+    pp    activations              send to the next chunk           boundary and micro-batch m bsh for each boundary
+          gradients of ...         send to the chunk before         boundary and micro-batch the same
+          ... sequence parallel                                                              1/t of it
 
-and the small terms: embedding (one all_reduce forward), head (one backward), the cross-entropy's three row vectors,
-the gradients that are partial under sequence parallelism, those of parameters that several pipeline ranks hold (twins),
-the norms of every parameter (LAMB and LARS), and the scalars of the step.
+A boundary lies between two consecutive chunks on different ranks. Sequence parallelism needs two all_gathers more in
+backward, because a rank keeps only bsh/t of the input of a linear. The small terms are:
+
+    embedding, head       one all_reduce per micro-batch, the embedding's in forward, the head's in backward
+    cross-entropy rows    three numbers per token
+    partial gradients     under sequence parallelism, gradients of replicated parameters, summed over tp
+    twin gradients        gradients of a bucket that several pipeline ranks keep, summed over its holders
+    parameter norms       two norms of every parameter, for LAMB and LARS
+    scalars               SCALARS numbers, summed over all ranks
 """
 
 import math
@@ -36,30 +43,41 @@ from parallel.optimizer import RULES
 from parallel.pipeline import SENT
 from parallel.tensor import CHUNK
 
-SCALARS = 4  # float64s that a step ends with: loss, squared norm, and two reasons to stop
+SCALARS = 4  # float64 numbers at the end of a step: loss, squared norm, and two flags that ask to stop
 
 
 def predict(layout, schedule, pp_rank, dp_rank, item, master_item):
-    """The table above in numbers: {(axis, what, operation): (calls, bytes)} of a step on one rank.
+    """Return the table above in numbers: {(axis, what, operation): (calls, bytes)} of a step on one rank.
 
-    layout: a `layout.Layout`; schedule: the step's Schedule. item, master_item: bytes of a parameter or activation, and
-    of a gradient. No process and no tensor is needed.
+    layout: a `layout.Layout`; schedule: the step's Schedule. item: bytes of an element of a parameter or an activation;
+    master_item: bytes of an element of a gradient. The prediction needs no process and no tensor.
     """
+    table = rows(layout, schedule, pp_rank, dp_rank, item, master_item)
+    return {key: (calls, sent) for key, (calls, sent, _) in table.items()}
+
+
+def how_often(layout, schedule, pp_rank):
+    """Return the column 通信頻度 of the same rows: {(axis, what, operation): "layer and micro-batch", ...}."""
+    return {key: per for key, (_, _, per) in rows(layout, schedule, pp_rank, 0, 1, 1).items()}
+
+
+def rows(layout, schedule, pp_rank, dp_rank, item, master_item):
+    """Return {(axis, what, operation): (calls, bytes, how often)} of a step on one rank."""
     c, table = layout.config, {}
     sizes = {"dp": layout.dp, "tp": c.tp, "pp": c.pp, "world": layout.dp * c.tp * c.pp}
 
-    def row(axis, what, operation, calls, elements, item):
-        """axis: a name in `sizes`, or the pipeline ranks that hold the same parameters."""
+    def row(axis, what, operation, per, calls, elements, item):
+        """Add to a row. axis: a name in `sizes`, or a tuple of holders. per: how often, in words."""
         ranks, name = (sizes[axis], axis) if axis in sizes else (len(axis), "holders")
         if ranks > 1 and calls:
             before = table.get((name, what, operation), (0, 0))
             sent = sent_bytes(operation, ranks, elements * item)
-            table[name, what, operation] = before[0] + calls, before[1] + sent
+            table[name, what, operation] = before[0] + calls, before[1] + sent, per
 
     _tensor_rows(row, c, *unit_passes(layout, schedule, pp_rank), item, master_item)
     message = rows_outside(c) * c.hidden_size
     for what, count in sends(schedule, pp_rank).items():
-        row("pp", what, "send", count, count * message, item)
+        row("pp", what, "send", "boundary and micro-batch", count, count * message, item)
     buckets, micro_batches = layout.buckets(pp_rank), layout.passes(schedule, pp_rank)
     for name, bucket in buckets.items():
         _data_rows(row, bucket.size, layout.stage, micro_batches[name], item, master_item)
@@ -67,29 +85,24 @@ def predict(layout, schedule, pp_rank, dp_rank, item, master_item):
         if c.sequence_parallel:
             for r in bucket.ranges_in(begin, end):
                 if not r.cut:
-                    row("tp", "partial gradients", "all_reduce", 1, r.end - r.begin, master_item)
-        row(tuple(layout.holders(name)), "twin gradients", "all_reduce", 1, end - begin, master_item)
-    if RULES[c.optimizer].layerwise:  # two norms of every parameter, float64
-        norms = {name: 2 * len(bucket.specs) for name, bucket in buckets.items()}
-        row("tp", "parameter norms", "all_reduce", 1, sum(norms.values()), 8)
-        row("dp", "parameter norms", "all_reduce", int(c.zero >= 1), sum(norms.values()), 8)
-        groups = {tuple(layout.holders(name)) for name in norms}
-        for group in groups:
-            shared = sum(norms[name] for name in norms if tuple(layout.holders(name)) == group)
-            row(group, "parameter norms", "all_reduce", 1, shared, 8)
-    row("world", "scalars", "all_reduce", 1, SCALARS, 8)
+                    row("tp", "partial gradients", "all_reduce", "bucket and step", 1, r.end - r.begin, master_item)
+        holders = tuple(layout.holders(name))
+        row(holders, "twin gradients", "all_reduce", "bucket and step", 1, end - begin, master_item)
+    if RULES[c.optimizer].layerwise:
+        _norm_rows(row, layout, buckets)
+    row("world", "scalars", "all_reduce", "step", 1, SCALARS, 8)
     return table
 
 
 def unit_passes(layout, schedule, rank):
-    """How often a micro-batch passes a block, the embedding and the head in a step on pipeline rank `rank`."""
+    """Return how many times a step's micro-batches pass (a block, the embedding, the head) on pipeline rank `rank`."""
     last = len(layout.table) - 1
     passed = Counter(u for kind, _, c in schedule.actions[rank] if kind == "F" for u in layout.units[c])
     return passed.total() - passed[0] - passed[last], passed[0], passed[last]
 
 
 def sends(schedule, rank):
-    """{what: messages} that pipeline rank `rank` sends in a step."""
+    """Return {what: number of messages} that pipeline rank `rank` sends in a step."""
     count = Counter()
     for kind, _, chunk in schedule.actions[rank]:
         to = {"F": schedules.downstream, "W": lambda *_: None}.get(kind, schedules.upstream)(schedule, chunk)
@@ -99,7 +112,7 @@ def sends(schedule, rank):
 
 
 def average(tables):
-    """The mean of [(table, how many steps had it)]: a batch that grows has another m now and then."""
+    """Return the mean of [(table, number of steps with this table)]. Tables differ if the global batch grows."""
     steps, mean = sum(count for _, count in tables), {}
     for table, count in tables:
         for key, (calls, sent) in table.items():
@@ -109,31 +122,43 @@ def average(tables):
 
 
 def _tensor_rows(row, c, blocks, embeddings, heads, item, master_item):
-    """blocks, embeddings, heads: how often a micro-batch passes a block, the embedding, the head here in a step."""
+    """blocks, embeddings, heads: the three numbers of `unit_passes`."""
     bs, recompute = c.micro_batch_size * c.seq_length, c.recompute == "full"
-    bsh = bs * c.hidden_size
+    bsh, layer, once = bs * c.hidden_size, "layer and micro-batch", "micro-batch"
     if c.sequence_parallel:
         gathers, scatters = blocks * (6 + 2 * recompute), blocks * (4 + 2 * recompute)
-        row("tp", "activations", "all_gather", gathers, gathers * bsh, item)
-        row("tp", "activations", "reduce_scatter", scatters, scatters * bsh, item)
-        row("tp", "embedding", "reduce_scatter", embeddings, embeddings * bsh, item)
-        row("tp", "embedding", "all_gather", embeddings, embeddings * bsh, item)
-        row("tp", "head", "all_gather", heads, heads * bsh, item)  # once, in backward, where the loss is made
-        row("tp", "head", "reduce_scatter", heads, heads * bsh, item)
+        row("tp", "activations", "all_gather", layer, gathers, gathers * bsh, item)
+        row("tp", "activations", "reduce_scatter", layer, scatters, scatters * bsh, item)
+        row("tp", "embedding", "reduce_scatter", once, embeddings, embeddings * bsh, item)
+        row("tp", "embedding", "all_gather", once, embeddings, embeddings * bsh, item)
+        row("tp", "head", "all_gather", once, heads, heads * bsh, item)  # not in forward: backward computes the loss
+        row("tp", "head", "reduce_scatter", once, heads, heads * bsh, item)
     else:
         sums = blocks * (4 + 2 * recompute)
-        row("tp", "activations", "all_reduce", sums, sums * bsh, item)
-        row("tp", "embedding", "all_reduce", embeddings, embeddings * bsh, item)
-        row("tp", "head", "all_reduce", heads, heads * bsh, item)
-    row("tp", "cross-entropy rows", "all_reduce", 2 * heads * math.ceil(bs / CHUNK), 3 * heads * bs, master_item)
+        row("tp", "activations", "all_reduce", layer, sums, sums * bsh, item)
+        row("tp", "embedding", "all_reduce", once, embeddings, embeddings * bsh, item)
+        row("tp", "head", "all_reduce", once, heads, heads * bsh, item)
+    calls = 2 * heads * math.ceil(bs / CHUNK)
+    row("tp", "cross-entropy rows", "all_reduce", once, calls, 3 * heads * bs, master_item)
 
 
 def _data_rows(row, P, stage, m, item, master_item):
-    """P: elements of a bucket; m: how many micro-batches give it a gradient."""
+    """P: elements of a bucket; m: number of micro-batches that give this bucket a gradient."""
+    step, each = "bucket and step", "bucket and micro-batch"
     if stage == 0:
-        row("dp", "gradients", "all_reduce", min(m, 1), P, master_item)
+        row("dp", "gradients", "all_reduce", step, min(m, 1), P, master_item)
         return
-    reduces = min(m, 1) if stage == 1 else m
-    gathers = 2 * m if stage == 3 else 1
-    row("dp", "gradients", "reduce_scatter", reduces, reduces * P, master_item)
-    row("dp", "parameters", "all_gather", gathers, gathers * P, item)
+    reduces, often = (min(m, 1), step) if stage == 1 else (m, each)
+    row("dp", "gradients", "reduce_scatter", often, reduces, reduces * P, master_item)
+    gathers, often = (2 * m, each) if stage == 3 else (1, step)
+    row("dp", "parameters", "all_gather", often, gathers, gathers * P, item)
+
+
+def _norm_rows(row, layout, buckets):
+    """Two norms of every parameter, in float64."""
+    norms = {name: 2 * len(bucket.specs) for name, bucket in buckets.items()}
+    row("tp", "parameter norms", "all_reduce", "step", 1, sum(norms.values()), 8)
+    row("dp", "parameter norms", "all_reduce", "step", int(layout.config.zero >= 1), sum(norms.values()), 8)
+    for group in {tuple(layout.holders(name)) for name in norms}:
+        shared = sum(norms[name] for name in norms if tuple(layout.holders(name)) == group)
+        row(group, "parameter norms", "all_reduce", "step", 1, shared, 8)

@@ -1,17 +1,18 @@
-"""The memory account's meter: the bytes that one rank really keeps in a run, beside which `memory.py` has the formulas.
+"""Measures the bytes that one rank really keeps in a run. `memory.py` predicts the same bytes.
 
-`model_states` adds up the storages that the flat buffers really have. `Activations` counts every tensor that autograd
-saves. The executor tells it about the others: inputs and outputs of units, operands of W, buffers of messages. A
-storage counts once, for as long as any such tensor lives; parameters do not count.
+`model_states` adds up the storages of the flat buffers. `Activations` counts every tensor that autograd saves. The
+executor reports the tensors that autograd does not save: inputs and outputs of units, operands of W, buffers of
+messages. A storage counts once, as long as a reported or saved tensor on it lives. Parameters do not count.
 
-On the CPU both equal the formulas to the byte, except:
+On the CPU the measured bytes equal the formulas exactly, with three exceptions:
 
-    - a sent message counts, by formula, until IN_TRANSIT more have been sent; NCCL may tell sooner that it has left
-    - chunks on one rank share the row numbers that dropout masks are made of; the formula counts them for each chunk
-    - with sequence parallelism an I may be done with these row numbers before its peak
+    - The formula counts a sent message until IN_TRANSIT more messages have been sent. NCCL may report its end sooner.
+    - Dropout needs the numbers of a micro-batch's rows. Chunks on one rank share them, but the formula counts them
+      for each chunk.
+    - With sequence parallelism, the row numbers may be freed in I before the peak.
 
-On a GPU, fused attention keeps a little more: its generator's state, and padded copies for head sizes that its kernel
-lacks.
+On a GPU, fused attention keeps a little more: the state of its random generator, and padded copies if its kernel does
+not support the head size.
 """
 
 import weakref
@@ -22,7 +23,7 @@ from parallel.pipeline import Unwatched
 
 
 def buffers(bucket):
-    """The flat buffers of a `zero.Bucket` by what they hold. Where two share a storage, it is the first one's."""
+    """Return {what: flat buffers} of a `zero.Bucket`. Two names may share a storage: it belongs to the first name."""
     table = {
         "parameters": [bucket.param, bucket.own_param],
         "gradients": [bucket.grad, bucket.own_grad],
@@ -33,12 +34,12 @@ def buffers(bucket):
 
 
 def identity(tensor):
-    """A key for a tensor's storage. (Its address will not do: a storage that is resized to 0 has none.)"""
+    """Return a key for a tensor's storage. The address is no key, because a storage of size 0 has no address."""
     return tensor.untyped_storage()._cdata
 
 
 def model_states(zero):
-    """{what: bytes} of the storages behind a `Zero`'s buffers, each once, as they are now: to be called at rest."""
+    """Return {what: bytes} of the storages behind a `Zero`'s buffers, each counted once. Call it between two steps."""
     table, seen = {}, set()
     for bucket in zero.buckets.values():
         for what, flats in buffers(bucket).items():
@@ -51,15 +52,15 @@ def model_states(zero):
 
 
 class Activations:
-    """A meter of what this rank keeps for backward; `current` and `peak` in bytes. After a step it is back at 0.
+    """Measures what this rank keeps for backward: `current` and `peak`, in bytes. After a step `current` is 0.
 
         with Activations(run.executor) as meter:
             train_step(run, batches)
         meter.peak
 
-    Within `with`, autograd hands every tensor that it saves to `pack` (torch.autograd.graph.saved_tensors_hooks), and
-    the executor calls `hold` and `forget`. The step's numbers stay the same, to the bit. A tensor counts while it
-    lives: a weak reference notices its end.
+    Within `with`, autograd passes every tensor that it saves to `pack` (torch.autograd.graph.saved_tensors_hooks), and
+    the executor calls `hold` and `forget`. The results of the step stay bitwise equal. A tensor counts while it lives:
+    a weak reference calls `_gone` at its end.
     """
 
     def __init__(self, executor):
@@ -67,7 +68,7 @@ class Activations:
         self.left_out = {
             identity(flat) for bucket in all_buckets for flats in buffers(bucket).values() for flat in flats
         }
-        self.storages = {}  # identity: [tensors that count on it, bytes]
+        self.storages = {}  # identity: [number of living tensors, bytes]
         self.current = self.peak = 0
 
     def __enter__(self):
@@ -81,9 +82,9 @@ class Activations:
         self.hooks.__exit__(*error)
 
     def pack(self, tensor):
-        """What autograd keeps in `tensor`'s place: an alias, which dies when the graph lets go of it.
+        """Return an alias that autograd keeps instead of `tensor`. The alias dies when the graph frees it.
 
-        Not the tensor itself, which may be wanted elsewhere for longer, and saved again in a later version.
+        The tensor itself may live longer elsewhere, and autograd may save a later version of it.
         """
         alias = tensor.detach()
         alias.version = tensor._version
@@ -91,13 +92,13 @@ class Activations:
         return alias
 
     def unpack(self, alias):
-        """The saved tensor. Where there are hooks, it is theirs to notice that it was changed in place meanwhile."""
+        """Return the saved tensor. Autograd leaves the check for changes in place to the hooks."""
         if alias._version != alias.version:
             raise RuntimeError(f"a tensor {list(alias.shape)} that backward needs was modified by an inplace operation")
         return alias
 
     def hold(self, *tensors):
-        """Count each of these (None: nothing) until it is gone."""
+        """Count each of these tensors as long as it lives. None counts nothing."""
         for tensor in tensors:
             if tensor is None or identity(tensor) in self.left_out:
                 continue
@@ -115,7 +116,7 @@ class Activations:
             self.current -= self.storages.pop(key)[1]
 
     def forget(self, tensor):
-        """The storage of `tensor` was freed, though the tensor lives on."""
+        """Stop counting a storage that was freed although `tensor` still lives."""
         if entry := self.storages.get(identity(tensor)):
             self.current -= entry[1]
             entry[1] = 0
