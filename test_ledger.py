@@ -1,6 +1,7 @@
-"""What was sent equals the formulas: exactly, in every row, small terms included."""
+"""Bytes sent equal the formulas exactly, in every row, with the small terms. Predictions need no run."""
 
 from fractions import Fraction
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import config as configuration
 import train
 from config import Config
+from errors import exit_on_user_error
 from model import parameter_table
-from parallel import comm, ledger, memory, report, schedules, tensor
+from parallel import comm, ledger, memory, report, schedules, tensor, traffic
 from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
 from test_layouts import LAYOUTS, micro_batches, tiny_config
@@ -74,7 +76,7 @@ def check_ledger(results):
 
 
 def test_the_formulas_are_the_lectures(workers):
-    """By hand, for 2 layers, h = 16, s = 8: the 8 (12 with recomputation) and 10 of DESIGN's table, and 2P(n-1)/n."""
+    """For 2 layers, h = 16, s = 8, computed by hand: factors 8, 12 and 10 of ledger.py's table, and 2P (n-1)/n."""
     bsh, m, L = 4 * 8 * 16, 3, 2
     for recompute, per_layer in [("none", 8), ("full", 12)]:
         measured, *_ = workers.run(4, counted, tiny_config(2, 2, recompute=recompute, dtype="fp32"))[0]
@@ -87,7 +89,7 @@ def test_the_formulas_are_the_lectures(workers):
 
 @pytest.mark.parametrize("m, factors", [(1, (2, 2, 2, 3)), (3, (2, 2, 4, 9))])
 def test_the_papers_2_2_2_3(workers, m, factors):
-    """ZeRO's paper, section 7, in units of P (n-1)/n: 2, 2, 2, 3 at m = 1; in general 2, 2, m + 1, 3m."""
+    """Section 7 of the ZeRO paper, in units of P (n-1)/n: 2, 2, 2, 3 for m = 1. For any m: 2, 2, m + 1, 3m."""
     for stage, factor in enumerate(factors):
         config = tiny_config(2, zero=stage, dtype="fp32", micro_batch_size=12 // m)
         for measured, _, sizes, table in workers.run(2, counted, config):
@@ -97,20 +99,20 @@ def test_the_papers_2_2_2_3(workers, m, factors):
 
 
 def test_a_bucket_without_a_micro_batch_is_not_reduced(workers):
-    """Chimera with one micro-batch: the second pipeline has none."""
+    """Chimera with one micro-batch: the second pipeline has no micro-batch."""
     for zero in (0, 1, 2, 3):
         config = tiny_config(2, pp=2, schedule="chimera", zero=zero, global_batch_size=8, micro_batch_size=4)
         check_ledger(workers.run(4, counted, config))
 
 
 def test_the_papers_line_says_where_buckets_have_an_m_of_their_own(workers):
-    """Of Chimera's four micro-batches each pipeline takes two: a bucket of one of them has m = 2."""
+    """Chimera gives two of four micro-batches to each pipeline. A bucket in one pipeline has m = 2."""
     for *_, table in workers.run(4, counted, tiny_config(2, pp=2, schedule="chimera", zero=2, micro_batch_size=3)):
         assert "m = 4 micro-batches (here a bucket's m counts the runs of its chunks)" in table
 
 
 def counted_in_chunks(config):
-    tensor.CHUNK = ledger.CHUNK = 20  # of 64 tokens: four chunks, the last smaller
+    tensor.CHUNK = ledger.CHUNK = 20  # tokens of 64: four chunks, the last one is smaller
     try:
         return counted(config)
     finally:
@@ -123,13 +125,47 @@ def test_the_ledger_of_a_head_in_chunks(workers):
     assert results[0][0]["tp", "cross-entropy rows", "all_reduce"][0] == 2 * 4 * 3
 
 
+def test_every_row_has_the_slides_three_columns(workers):
+    """The slide names what, operation and how often. A table of a small run is narrower than 110 columns."""
+    fields = dict(pp=2, zero=2, schedule="zb-h1", sequence_parallel=True, optimizer="lamb")
+    results = workers.run(8, counted, tiny_config(2, 2, **fields))
+    for measured, *_, table in results:
+        for text in table.split("\n\n"):
+            rows = [line for line in text.splitlines() if line.count(" | ") == 6]
+            assert len(rows) > 8 and max(map(len, rows)) < 110
+            assert all(row.split(" | ")[3].strip() for row in rows)
+        assert measured
+    cells = [[cell.strip() for cell in line.split(" | ")] for line in results[0][-1].splitlines()]
+    often = {tuple(row[:3]): row[3] for row in cells if len(row) == 7}
+    assert often["tp", "activations", "all_gather"] == "layer, micro-batch"
+    assert often["pp", "activations", "send"] == "boundary, micro-batch"
+    assert often["dp", "gradients", "reduce_scatter"] == "bucket, micro-batch"
+    assert often["dp", "parameters", "all_gather"] == "bucket, step"
+    assert often["tp", "embedding", "all_gather"] == "micro-batch"
+    assert often["world", "scalars", "all_reduce"] == "step"
+
+
+def test_how_often_depends_on_the_zero_stage():
+    step, each, per = "bucket and step", "bucket and micro-batch", []
+    for zero in range(4):
+        often = traffic.predict(tiny_config(2, zero=zero), 2).often
+        per.append([often[key] for key in sorted(often) if key[0] == "dp"])
+    assert per == [[step], [step, step], [each, step], [each, each]]  # gradients, parameters
+
+
+def test_a_difference_shows_in_the_table():
+    key = "dp", "gradients", "all_reduce"
+    table = report.sent_table("rank 0", {key: (1, 10)}, {key: "bucket and step"}, {key: (1, 11)})
+    assert table.splitlines()[-1].split() == "dp | gradients | all_reduce | bucket, step | 1 | 11 | 10".split()
+
+
 def test_one_process_sends_nothing():
     measured, expected, *_ = counted(tiny_config(1))
     assert measured == expected == {}
 
 
 def check_collectives():
-    """all_reduce, all_gather, reduce_scatter do what the table in comm.py says, and count what it says."""
+    """all_reduce, all_gather and reduce_scatter return and count the values of the table in comm.py."""
     mesh = Mesh()
     n, rank = mesh.dp.size, mesh.dp.rank
     x = torch.arange(6.0) + 10 * rank
@@ -168,7 +204,7 @@ def test_tensor_parallel_ranks_are_neighbours(workers):
 
 
 def waits_in_vain():
-    """Rank 1 stays away from a sum: what rank 0 is told."""
+    """Return the error on rank 0 if rank 1 does not join an all_reduce."""
     mesh = Mesh(timeout=3.0)
     if mesh.rank == 1:
         import time
@@ -209,7 +245,7 @@ def test_what_one_rank_cannot_do_stops_all_with_its_message(workers):
 
 
 class NoTensors(TorchDispatchMode):
-    """Refuses every operation on tensors."""
+    """Raises an error at every operation on tensors."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         raise AssertionError(f"{function} makes a tensor")
@@ -219,7 +255,7 @@ class NoTensors(TorchDispatchMode):
     "pp, schedule, chunks, m", [(16, "1f1b", 1, 48), (16, "interleaved", 2, 48), (64, "zb-h1", 1, 128)]
 )
 def test_predictions_for_4096_ranks_need_no_process_and_no_tensor(pp, schedule, chunks, m):
-    """A GPT-3 of 175B parameters in bf16: bytes sent and kept, against the formulas by hand."""
+    """Bytes sent and kept equal formulas written by hand, for GPT-3 with 175B parameters in bf16."""
     dp, t, L, h, s, b, v = 4096 // (8 * pp), 8, 96, 12288, 2048, 1, 51200
     config = Config(
         num_layers=L, hidden_size=h, num_attention_heads=96, seq_length=s, vocab_size=v, micro_batch_size=b, tp=t,
@@ -246,5 +282,79 @@ def test_predictions_for_4096_ranks_need_no_process_and_no_tensor(pp, schedule, 
             assert sum(sent[key][1] for key in sent if key[0] == "pp") == messages * bsh // t * 2
             assert sum(kept[what] for what in kept if what != memory.PEAK) == 6 * P + Fraction(12 * P, dp)
             in_flight = {"1f1b": pp - rank, "zb-h1": pp}.get(schedule, pp * chunks + pp - 2 * rank - 1)
-            assert kept[memory.PEAK] > in_flight * blocks // chunks * 16 * bsh // t * 2  # 16/t a block, and small terms
+            assert kept[memory.PEAK] > in_flight * blocks // chunks * 16 * bsh // t * 2  # more than 16/t per block
     assert not torch.distributed.is_initialized()
+
+
+# --- the picture: who sends what --------------------------------------------------------------------------------------
+
+
+def texts(picture):
+    """Return the lines of a picture's table, {y: its texts from left to right}."""
+    found = {}
+    for element in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text"):
+        found.setdefault(element.get("y"), []).append(element.text or "")
+    return found
+
+
+@pytest.mark.parametrize(
+    "ranks, fields",
+    [
+        (8, dict(dp=2, tp=2, pp=2, zero=2, schedule="zb-h1")),
+        (8, dict(dp=2, pp=4, schedule="chimera", micro_batch_size=3)),
+        (12, dict(dp=1, tp=2, pp=6, num_layers=6, sequence_parallel=True, micro_batch_size=4)),
+    ],
+)
+def test_the_numbers_in_the_picture_are_the_ledgers(ranks, fields):
+    config = tiny_config(**fields)
+    with NoTensors():
+        p = traffic.predict(config, ranks)
+        picture, tables = traffic.svg(p), traffic.tables(p)
+    lines = list(texts(picture).values())
+    stages = [stage for stage in traffic.shown(config.pp) if stage is not None]
+    for stage in range(config.pp):
+        expected = ledger.predict(p.layout, p.schedule, stage, 0, 8, 8)  # fp64
+        for key, (_, sent) in expected.items():
+            number = f"{float(sent):,.0f}"
+            assert number in tables
+            if stage in stages:
+                per = ledger.how_often(p.layout, p.schedule, stage)[key]
+                row = next(line for line in lines if line[:3] == list(key))
+                assert row[3] == f"per {per}" and row[4 + stages.index(stage)] == number
+    drawn = {text for line in lines for text in line}
+    assert {"0", str(ranks - 1), *(f"pipeline stage {stage}" for stage in stages)} <= drawn
+
+
+def test_a_picture_leaves_out_ranks_in_the_middle():
+    assert traffic.shown(4) == [0, 1, 2, 3] and traffic.shown(5) == [0, 1, None, 4]
+
+
+def test_the_picture_of_one_rank():
+    p = traffic.predict(tiny_config(1), 1)
+    picture = traffic.svg(p)
+    assert "One rank sends nothing." in picture and "marker-end" not in picture
+    assert "data parallel: one rank, nothing is sent" in traffic.tables(p)
+
+
+def test_the_command_writes_the_picture(tmp_path, capsys):
+    path = tmp_path / "a.svg"
+    traffic.main(["configs/tiny.py", "--ranks=4", "--pp=2", f"--svg={path}"])
+    out = capsys.readouterr().out
+    assert "sent per step by rank 0, predicted" in out and "kept by rank 1, predicted" in out
+    assert path.read_text(encoding="utf-8").startswith("<svg ")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--tp=2"], "required: --ranks"),
+        (["--ranks=0"], "--ranks=0: should be positive"),
+        (["--ranks=3", "--tp=2"], "the number of processes=3 is not a multiple of tp * pp=2"),
+        (["--ranks=2", "--svg=/no/such/folder/a.svg"], "--svg=/no/such/folder/a.svg: No such file or directory"),
+    ],
+)
+def test_a_mistake_ends_the_command_with_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        exit_on_user_error(lambda: traffic.main(["configs/tiny.py", *arguments]))
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and message in error and error.count("\n") == 1

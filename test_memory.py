@@ -1,8 +1,8 @@
-"""What a rank keeps equals the formulas: model states in every stage, activations at their peak, to the byte.
+"""Bytes kept by a rank equal the formulas exactly: model states in every stage, and the peak of activations.
 
-Red when (each was put in by hand once): a storage counts for each of its buffers; gradients of stage 2 or parameters of
-stage 3 stay whole; fp32 has master weights of its own; the mailbox keeps the graph of what it sends; an operand of W
-keeps its graph; an output, a recomputed output or an operand is not held; what was sent counts after it is freed.
+These mistakes, put in by hand once each, make a test fail: a storage counts once per buffer; gradients in stage 2 or
+parameters in stage 3 stay whole; fp32 has separate master weights; the mailbox keeps the graph of a sent tensor; an
+operand of W keeps its graph; the meter misses an output, a recomputed output or an operand; a freed message counts.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from test_layouts import micro_batches, parameters, tiny_config
 
 # --- model states -----------------------------------------------------------------------------------------------------
 
-# ZeRO, Table 1: GB (1e9 bytes) per device, {dp: {parameters: stages 1, 2, 3}}. The paper cuts some, rounds others.
+# ZeRO, Table 1: GB (1e9 bytes) per device, {dp: {parameters: stages 1, 2, 3}}. The paper truncates or rounds.
 TABLE_1 = {
     1: {7.5e9: (120, 120, 120), 1e12: (16000, 16000, 16000)},
     4: {7.5e9: (52.5, 41.3, 30), 1e12: (7000, 5500, 4000)},
@@ -37,12 +37,12 @@ def test_zeros_table_1():
         for elements, cells in rows.items():
             for stage, cell in enumerate(cells, start=1):
                 exact = sum(memory.model_states(int(elements), n, stage, gradients=2).values()) / 10**9
-                unit = 10 ** len(str(cell).partition(".")[2])  # the digits that the paper prints
+                unit = 10 ** len(str(cell).partition(".")[2])  # of the last digit that the paper prints
                 assert round(cell * unit) in (int(exact * unit), int(exact * unit + 0.5)), (n, elements, stage)
 
 
 def test_bytes_per_parameter():
-    """By hand, for n = 4: zero.py's 18 bytes in bf16, 16 in fp32, and which of them each stage divides."""
+    """Computed by hand, for n = 4: 18 bytes in bf16, 16 in fp32, 8 without moments. Each stage divides some by n."""
 
     def per_parameter(*widths):
         return [float(sum(memory.model_states(1000, 4, stage, *widths).values())) / 1000 for stage in range(4)]
@@ -54,8 +54,11 @@ def test_bytes_per_parameter():
 
 @contextlib.contextmanager
 def newly_alive():
-    """Gives a function: {storage: bytes} of all floating-point tensors made since, but for a few scalars."""
-    gc.freeze()  # what there is already is left out of the garbage collector's lists
+    """Yield a function that returns {storage: bytes} of the floating-point tensors made in the block.
+
+    The function leaves out tensors of at most 12 elements.
+    """
+    gc.freeze()  # hides the objects that exist now from gc.get_objects()
     try:
         yield alive
     finally:
@@ -70,7 +73,7 @@ def alive():
 
 
 def predicted(run):
-    """{what: bytes} of this rank by the formulas of memory.py."""
+    """Return {what: bytes} of this rank by memory.py."""
     sizes = memory.sizes(run.config, run.zero.dtype.itemsize, run.zero.master_dtype.itemsize, on_cpu=True)
     return memory.predict(run.layout, run.schedule, run.mesh.pp.rank, sizes)
 
@@ -86,7 +89,7 @@ def started(config, mesh=None):
 
 
 def check_states(configs):
-    """After a step: measured = formula, in each row; and nothing else lives."""
+    """After a step, each row equals its formula, and no other tensor lives."""
     mesh = Mesh(configs[0].tp, configs[0].pp)
     for config in configs:
         with newly_alive() as alive:
@@ -109,11 +112,11 @@ def test_model_states_equal_the_formulas(workers, dp, tp, pp):
 
 
 def test_padding():
-    """By hand. h = 16, v = 128, s = 8: every parameter is a multiple of 16 elements, and one rank needs none."""
+    """By hand. h = 16, v = 128, s = 8: every parameter is a multiple of 16 elements. One rank needs no padding."""
     run, _ = started(tiny_config(1))
     assert run.layout.padding(0) == 0
-    assert run.layout.stored(0) == 128 * 16 + 8 * 16 + 2 * (12 * 16**2 + 13 * 16) + 2 * 16  # model.py's count
-    # h = 8: a block's four LayerNorm vectors and the biases of proj and fc2 from 8 to 16, qkv's from 24 to 32
+    assert run.layout.stored(0) == 128 * 16 + 8 * 16 + 2 * (12 * 16**2 + 13 * 16) + 2 * 16  # counted from model.py
+    # h = 8: padding from 8 to 16 for four LayerNorm vectors and two biases of a block, from 24 to 32 for qkv's bias
     run, _ = started(tiny_config(1, hidden_size=8, num_attention_heads=2))
     assert run.layout.padding(0) == 2 * (6 * 8 + 8) + 2 * 8
 
@@ -122,13 +125,13 @@ def test_padding():
 
 
 def peaks(configs):
-    """On one rank, of each configuration: (measured peak, peak by formula)."""
+    """Return (measured peak, predicted peak) of each configuration on this rank."""
     found, mesh = [], Mesh(configs[0].tp, configs[0].pp)
     for config in configs:
         run, batches = started(config, mesh)
         with meter.Activations(run.executor) as account:
             train.train_step(run, batches)
-            deadline = time.monotonic() + 5  # Gloo's threads may let go of a tensor a moment after it is there
+            deadline = time.monotonic() + 5  # Gloo's threads may free a tensor a moment after its arrival
             while account.storages and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert account.current == 0 and not account.storages, "after a step the account must be empty"
@@ -145,7 +148,7 @@ def assert_equal_peaks(results, configs):
 
 
 def modes(dp, tp=1, **fields):
-    """Every value, and every pair of values of two of them."""
+    """Return configurations with every pair of values of (recompute, dropout, dtype)."""
     numbers = [("none", 0.0, "fp64"), ("none", 0.1, "bf16"), ("full", 0.1, "fp64"), ("full", 0.0, "bf16")]
     return [tiny_config(dp, tp, recompute=r, dropout=d, dtype=dtype, **fields) for r, d, dtype in numbers]
 
@@ -180,23 +183,23 @@ def test_peak_of_longer_pipelines(workers):
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_chunks_that_follow_one_another_on_one_rank(schedule):
-    """What one hands to the other, there and back, is kept as long as a message would be."""
+    """Two neighbouring chunks on one rank keep the tensors between them as long as a message is kept."""
     configs = [c for layers in (2, 4) for c in modes(1, schedule=schedule, chunks=2, num_layers=layers)]
     assert_equal_peaks([peaks(configs)], configs)
 
 
 def test_several_chunks_on_a_rank(workers):
-    """Exact without dropout; with it the formula counts a row number, 8 bytes, for each chunk that has it in flight."""
+    """Exact without dropout. With dropout the formula counts the row numbers, 8 bytes each, in each chunk in flight."""
     fields = dict(pp=2, chunks=2, num_layers=4, micro_batch_size=6)
     configs = [config for name in ("interleaved", "zb-v") for config in modes(1, schedule=name, **fields)]
     for found in workers.run(2, peaks, configs):
         for (measured, expected), c in zip(found, configs, strict=True):
-            twice = 4 * c.micro_batch_size * c.seq_length  # all four micro-batches at most
+            twice = 4 * c.micro_batch_size * c.seq_length  # row numbers of at most four micro-batches
             assert expected - 8 * twice * bool(c.dropout) <= measured <= expected
 
 
 def test_the_formula_is_korthikantis_without_masks_and_matrix():
-    """Their Table 2 in bytes of bsh: 10 + 24/t + 5as/ht, with sequence parallelism 34/t + 5as/ht."""
+    """Korthikanti et al., Table 2, bytes per bsh: 10 + 24/t + 5as/ht, with sequence parallelism 34/t + 5as/ht."""
     for t, sp in [(1, False), (2, False), (4, False), (2, True), (4, True)]:
         c = tiny_config(1, t, sequence_parallel=sp)
         tokens = c.micro_batch_size * c.seq_length
@@ -208,11 +211,11 @@ def test_the_formula_is_korthikantis_without_masks_and_matrix():
         assert sum(ours.values()) == (theirs - masks) * tokens * c.hidden_size
 
 
-L, n, h, v, a, e = 2, 64, 16, 128, 8, 8  # of tiny_config(1), whose elements are float64
-BLOCK = e * n * (16 * h + 2 * 2 + a)  # its input, 15 h more, statistics, log-sum-exp
+L, n, h, v, a, e = 2, 64, 16, 128, 8, 8  # of tiny_config(1). e: bytes of a float64
+BLOCK = e * n * (16 * h + 2 * 2 + a)  # 16 h with its input, statistics, log-sum-exp
 EMBEDDING = n * (8 + 1 + 8)
-HEAD = e * n * (2 * h + 2 + 1)  # input, its LayerNorm, that one's statistics, losses
-OPERANDS = L * e * n * 16 * h  # the head has none: I makes its weight gradient
+HEAD = e * n * (2 * h + 2 + 1)  # input, LayerNorm's output and statistics, losses
+OPERANDS = L * e * n * 16 * h  # none for the head: I computes its weight gradient
 
 
 def test_peaks_by_hand():
@@ -221,13 +224,13 @@ def test_peaks_by_hand():
     x = e * n * h
     assert none == EMBEDDING + L * BLOCK + HEAD
     assert three == 3 * none
-    assert full == EMBEDDING + (L - 1) * x + BLOCK + x  # the last block's, and its output
-    # At the end of F; or in I of the last block, the head gone but for its input: fc2's dy is there already.
+    assert full == EMBEDDING + (L - 1) * x + BLOCK + x  # the last block runs again: its tensors and its output
+    # The peak is at the end of F, or in I of the last block: the head's input and fc2's dy exist there.
     assert halves == EMBEDDING + L * BLOCK + max(HEAD, 2 * x)
 
 
 def test_operands_wait_for_w():
-    """After I nothing is left but the (dy, x) of the linears, and after W nothing at all."""
+    """After I only the operands (dy, x) of the linears are kept. After W nothing is kept."""
     run, batches = started(tiny_config(1, schedule="zb-h1"))
     waiting, weight_gradient = [], run.executor.weight_gradient
 
@@ -244,7 +247,7 @@ def test_operands_wait_for_w():
 
 @pytest.mark.parametrize("schedule, recompute", [("gpipe", "none"), ("gpipe", "full"), ("zb-h1", "none")])
 def test_the_meter_counts_what_lives(schedule, recompute):
-    """After every action: of all floating-point tensors, those that the step has brought and that live, and no dead."""
+    """After every action the meter counts exactly the living floating-point tensors that the step made."""
     sizes = []
 
     def watched(action):
@@ -268,7 +271,7 @@ def test_the_meter_counts_what_lives(schedule, recompute):
 
 
 def trained(config, metered):
-    """(losses and norms, parameters) of three steps."""
+    """Return (losses and norms, parameters) after three steps."""
     (run, batches), done = started(config), []
     for _ in range(3):
         if metered:
@@ -306,11 +309,11 @@ def test_a_saved_tensor_counts_while_the_graph_has_it():
     x, factor = torch.ones(5, requires_grad=True), torch.ones(5)
     with a_meter() as account:
         y, z = x * factor, factor[1:] * x[1:]
-    assert account.current == 20  # once, though two have saved it
+    assert account.current == 20  # once, although two operations have saved it
     del y
     assert account.current == 20
     z.sum().backward()
-    assert account.storages == {}  # though z and the factor live on
+    assert account.storages == {}  # although z and the factor still live
 
 
 def test_changing_a_saved_tensor_is_still_an_error():
@@ -329,7 +332,7 @@ def test_a_storage_counts_once_until_it_is_gone_or_freed():
     account.hold(y)
     assert account.current == 40
     del x
-    assert account.current == 40  # y is left
+    assert account.current == 40  # y still lives
     y.untyped_storage().resize_(0)
     account.forget(y)
     assert (account.current, account.peak) == (0, 40)

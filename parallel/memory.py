@@ -1,51 +1,55 @@
-"""The memory account's formulas: the bytes that one rank keeps, from the configuration alone.
+"""The formulas of memory: bytes that one rank keeps, computed from the configuration alone.
 
-`ledger.py` predicts what is sent, this file what is kept; `meter.py` measures it in a run; `report.py` prints both.
-Letters: P parameters of this rank as stored (padding included), n = dp, t = tp, b micro-batch, s sequence, h hidden, a
+`meter.py` measures these bytes in a run, and `report.py` prints them beside the formulas. Letters: P parameters of this
+rank as stored (padding included), n = dp, t = tp, b samples of a micro-batch, s tokens of a sample, h hidden size, a
 heads.
 
-**Model states** (slide "ZeRO (FSDP)"; Rajbhandari et al., arXiv 1910.02054, section 5 and Table 1). Bytes per rank, at
-rest between two steps. The paper keeps 2-byte gradients, we accumulate in float32; where the parameters are float32
-themselves, they are their own master weights. With `offload` on a GPU, the last two numbers are of the CPU's memory,
-and float32 has master weights there, too.
+**Model states** (slide "ZeRO (FSDP)"; Rajbhandari et al., arXiv 1910.02054, section 5 and Table 1). The table shows the
+bytes of a rank between two steps. A head such as (2 + 4 + 4 + 8) lists the bytes per parameter of parameters,
+gradients, master weights and moments. The paper keeps 2-byte gradients, our gradients are float32. In fp32 the
+parameters are their own master weights. With `offload` on a GPU, master weights and moments lie in the CPU's memory,
+and fp32 has separate master weights, too.
 
     stage    the paper (2 + 2 + 12)     bf16 (2 + 4 + 4 + 8)     fp32 (4 + 4 + 0 + 8)
-      0      16P                        18P                      16P                     all whole
+      0      16P                        18P                      16P                     nothing is sharded
       1       4P + 12P/n                 6P + 12P/n               8P +  8P/n             master weights, moments 1/n
       2       2P + 14P/n                 2P + 16P/n               4P + 12P/n             gradients too
       3            16P/n                      18P/n                    16P/n             parameters too
 
-**Activations** (Korthikanti et al., arXiv 2205.05198, section 4 and Table 2). What a block keeps of one micro-batch
-from its forward to its backward. Ours in elements of bsh; theirs in bytes of it, with 2 bytes an element:
+**Activations** (Korthikanti et al., arXiv 2205.05198, section 4 and Table 2). A block keeps these tensors of one
+micro-batch from its forward to its backward. Our column counts elements in units of bsh. The paper's column counts
+bytes in units of bsh, with 2 bytes per element:
 
-    kept for backward           ours         theirs
+    kept for backward           ours         the paper
     LayerNorm 1's input x       1            2           with sequence parallelism 1/t
-    qkv's input                 1            2           likewise
+    qkv's input                 1            2           the same
     q, k, v                     3/t          6/t
     softmax and its dropout     -            5as/ht      fused attention never forms an [s, s] matrix
     proj's input                1/t          2/t
     dropout's mask              -            1           computed again: a function of (seed, token, column)
     LayerNorm 2's input         1            2           with sequence parallelism 1/t
-    fc1's input                 1            2           likewise
+    fc1's input                 1            2           the same
     gelu's input                4/t          8/t
     fc2's input                 4/t          8/t
     dropout's mask              -            1
     sum                         4 + 12/t     10 + 24/t + 5as/ht
     ... sequence parallel       16/t         34/t + 5as/ht
-    ... full recomputation      1            2           and one block's whole sum while it runs again
+    ... full recomputation      1            2           and one block's sum while its forward runs again
 
-In bf16 ours are thus 8 + 24/t bytes: theirs without masks and matrix. To these come what they drop as small (two
-numbers per token and LayerNorm, one per token and head: the softmax's log-sum-exp), the embedding's ids, and the input
-of the head's matrix, whose logits never exist whole (`tensor.LinearCrossEntropy`). All of it times the micro-batches in
-flight (`schedules.py`).
+In bf16 our sum is 8 + 24/t bytes: the paper's sum without the dropout masks and the [s, s] matrix. Four small terms
+are added here: two numbers per token and LayerNorm, one number per token and head (log-sum-exp of the softmax), the
+ids of the embedding, and the input of the head's matrix. The logits never exist whole (`tensor.LinearCrossEntropy`).
+The micro-batches in flight multiply all these terms (`schedules.py`).
 
-I frees no memory. It replaces the tensors that a block saved by those that W needs, (dy, x) of four linears. The size
-is the same, 4 + 12/t (x 2 + 5/t, dy 2 + 7/t). So a micro-batch takes its full size until W. With sequence parallelism
-it takes more, because x and dy are then gathered: 4 + 12/t, where 16/t were saved.
+I frees no memory. It replaces the tensors that a block saved by the tensors that W needs: the gradient dy of the output
+and the input x of four linears. Their size is equal, 4 + 12/t (x: 2 + 5/t, dy: 2 + 7/t), so a micro-batch keeps its
+full size until W. With sequence parallelism the size grows from 16/t to 4 + 12/t, because x and dy are gathered.
 
-**Not counted**, in the formulas and in the measurement: tensors that live only within an operation or between two
-(logits, a gradient not yet used); in stages 2 and 3, the whole buffers in use: two of parameters, three of gradients,
-and the tied table's. If I and W are apart, also the gradients of every chunk between its I and its W.
+**Not counted**, by the formulas and by the meter:
+
+    - tensors that live only within an operation or between two operations (logits, a gradient before its use)
+    - in ZeRO stages 2 and 3, whole buffers in use: two of parameters, three of gradients, and the tied table's
+    - the same, if a schedule splits B: the whole gradients of every chunk between its I and its W
 """
 
 import itertools
@@ -62,27 +66,27 @@ PEAK = "activations at their peak"
 
 
 class Sizes(NamedTuple):
-    """What a number takes, in bytes, and how many rows there are."""
+    """Bytes of a number by its kind, and rows of a micro-batch. A row is a token's vector."""
 
     item: int  # a parameter, or an element of an activation
-    wide: int  # what is computed in float32 (in fp64 runs float64): gradients, master weights, moments, losses
-    statistic: int  # LayerNorm's mean and 1/deviation: on a GPU `wide`, on a CPU as the activations
-    tokens: int  # bs of a micro-batch: rows within a pair of linears
-    rows: int  # rows outside: bs/t with sequence parallelism, else bs
-    apart: bool  # the master weights are a buffer of their own
+    wide: int  # a float32 number (float64 in fp64 runs): gradients, master weights, moments, losses
+    statistic: int  # LayerNorm's mean and 1/deviation: `wide` on a GPU, `item` on a CPU
+    tokens: int  # bs: rows between a column parallel and a row parallel linear
+    rows: int  # rows elsewhere: bs/t with sequence parallelism, otherwise bs
+    apart: bool  # master weights have their own buffer
 
 
 def sizes(c, item, wide, on_cpu):
-    """The Sizes of configuration c with `item` and `wide` bytes a number."""
+    """Return the Sizes of configuration c. item, wide: as in Sizes."""
     apart = item != wide or (c.offload and not on_cpu)
     tokens = c.micro_batch_size * c.seq_length
     return Sizes(item, wide, item if on_cpu else wide, tokens, rows_outside(c), apart)
 
 
 def predict(layout, schedule, rank, z):
-    """{what: bytes} that pipeline rank `rank` keeps: its model states, and activations at their peak in a step.
+    """Return {what: bytes} that pipeline rank `rank` keeps: model states, and the peak of activations in a step.
 
-    layout: a `layout.Layout`; schedule: the step's Schedule; z: Sizes. No process and no tensor is needed.
+    layout: a `layout.Layout`; schedule: the step's Schedule; z: Sizes. The prediction needs no process and no tensor.
     """
     c = layout.config
     widths = z.item, z.wide, z.wide * z.apart, z.wide * RULES[c.optimizer].moments
@@ -94,11 +98,12 @@ def predict(layout, schedule, rank, z):
 
 
 def model_states(elements, n, stage, parameters=2, gradients=4, master=4, moments=8):
-    """{what: bytes}, as Fractions, for P = `elements` stored parameters and n data ranks: the first table above.
+    """Return the first table above as {what: bytes}, in Fractions. elements: P; n: data ranks; stage: ZeRO stage.
 
-    parameters .. moments: bytes per element of each. The defaults are bf16 with AdamW; ZeRO's Table 1 has gradients=2.
+    parameters, gradients, master, moments: bytes per element. The defaults are bf16 with AdamW. Table 1 of the paper
+    has gradients=2.
     """
-    table = {  # bytes per element, and the stage that begins to share them
+    table = {  # bytes per element, and the first ZeRO stage that shards them
         "parameters": (parameters, 3),
         "gradients": (gradients, 2),
         "master weights": (master, 1),
@@ -111,7 +116,7 @@ def model_states(elements, n, stage, parameters=2, gradients=4, master=4, moment
 
 
 def block_activations(c, z):
-    """{what: bytes} that one block saves of one micro-batch: the second table above, and the small terms."""
+    """Return the second table above with its small terms: {what: bytes} that one block saves of one micro-batch."""
     outside, inside = z.item * z.rows * c.hidden_size, z.item * z.tokens * c.hidden_size // c.tp
     return {
         "LayerNorm 1's input": outside,
@@ -128,39 +133,39 @@ def block_activations(c, z):
 
 
 class Kept(NamedTuple):
-    """Bytes that a unit keeps of one micro-batch. Its input is counted as the output of the one before."""
+    """Bytes that a unit keeps of one micro-batch. Its input counts as the output of the unit before."""
 
-    saved: int  # in its graph, from F (with recomputation: only while it runs backwards) to B or I
+    saved: int  # in its graph, from F to B or I (with recomputation only during B or I)
     output: int
     operands: int = 0  # from I to W
-    turning: int = 0  # what I has at most above `saved`, while it turns that into `operands`
-    again: bool = False  # recomputed
+    turning: int = 0  # largest excess over `saved` while I replaces it by `operands`
+    again: bool = False  # recomputation runs it again
 
 
 def kept(c, z):
-    """{unit: Kept} for the embedding, a block and the head."""
+    """Return {unit: Kept} for the embedding, a block and the head."""
     outside, whole = z.item * z.rows * c.hidden_size, z.item * z.tokens * c.hidden_size
     gathered = z.rows < z.tokens
-    ids = (8 + 1) * z.tokens  # int64 and bool: which row of this rank's table, and whether it has it at all
-    embedding = Kept(ids + 8 * z.rows, outside)  # and the positions
+    ids = (8 + 1) * z.tokens  # for each id: its row in this rank's table (int64), and if the row is here (bool)
+    embedding = Kept(ids + 8 * z.rows, outside)  # plus the positions, int64
 
     block = block_activations(c, z)
-    saved = sum(block.values()) - outside  # LayerNorm 1's input is the unit's
-    turning = whole  # fc2's dy comes before anything goes; from then on as much goes as comes
-    if gathered:  # the most is there after qkv's: all four linears' operands, attention and LayerNorm 2 gone
+    saved = sum(block.values()) - outside  # minus LayerNorm 1's input, which is the unit's input
+    turning = whole  # fc2's dy is added first; after that each operand replaces a saved tensor of its size
+    if gathered:  # peak after qkv's operands: all operands are kept, attention and LayerNorm 2 are freed
         turning = 4 * whole - 2 * outside - 2 * z.statistic * z.rows - block["log-sum-exp"]
     block = Kept(saved, outside, 4 * whole + 12 * whole // c.tp, turning, c.recompute == "full")
 
-    # The head: its LayerNorm's statistics and the matrix product's input. I makes its weight gradient at once.
+    # The head saves its LayerNorm's statistics and the input of its matrix. Its weight gradient is part of I.
     head = Kept(outside + 2 * z.statistic * z.rows, z.wide * z.tokens)
     return {"embedding": embedding, "block": block, "head": head}
 
 
 def kept_by_chunk(c, schedule, z):
-    """For each chunk of the Schedule the Kept of its units, in order.
+    """Return a list for each chunk of the Schedule: the Kept of its units, in order.
 
-    With dropout, the numbers of a micro-batch's rows are kept too: once, whoever uses them. Here the chunk's first unit
-    has them, or, where that runs again, each block that does.
+    Dropout also keeps the numbers of a micro-batch's rows, int64, once for a chunk. They count for the chunk's first
+    unit. If recomputation runs that unit again, they count for each block.
     """
     table, chunks = kept(c, z), []
     names = split(["embedding", *["block"] * c.num_layers, "head"], max(schedule.parts) + 1)
@@ -175,23 +180,23 @@ def kept_by_chunk(c, schedule, z):
 
 
 def peak_of_activations(c, schedule, rank, z):
-    """Peak bytes of activations on pipeline rank `rank`. c: configuration; schedule: a step's Schedule; z: Sizes."""
+    """Return the peak bytes of activations on a pipeline rank. c: configuration; schedule: a step's; z: Sizes."""
     return max(itertools.accumulate(changes(c, schedule, rank, z)))
 
 
 def changes(c, schedule, rank, z):
-    """Yield what a rank's account gains and loses in a step, one after the other: the executor, reduced to bytes."""
+    """Yield every change of a rank's kept bytes in a step, in order. It follows `pipeline.Executor` without tensors."""
     message = z.item * z.rows * c.hidden_size
     chunks = kept_by_chunk(c, schedule, z)
     mail = deque(m.source == rank for m in schedules.messages(schedule) if rank in (m.source, m.destination))
-    leaving = 0  # messages that were sent and may not be gone
+    leaving = 0  # sent messages that may still be in transit
 
     def crosses(chunk):
         return chunk is not None and schedule.placement[chunk] != rank
 
     for kind, _, chunk in schedule.actions[rank]:
         units, above, below = chunks[chunk], schedules.upstream(schedule, chunk), schedules.downstream(schedule, chunk)
-        while mail and not mail[0]:  # receives are posted ahead, up to the next send
+        while mail and not mail[0]:  # the rank posts receives early, up to its next send
             mail.popleft()
             yield message
         yield -message * max(0, leaving - IN_TRANSIT)
@@ -208,7 +213,7 @@ def changes(c, schedule, rank, z):
                 dx=message * (above is not None),
                 own_x=message * (crosses(above) or (above is not None and chunks[above][-1].again)),
             )
-            # Without dropout and gathers, dL/dy itself is the dy of the last linear, and waits for W.
+            # Without dropout and gathers, dL/dy is also the dy of the last linear, and is kept until W.
             handed_on = kind == "I" and not c.dropout and z.rows == z.tokens
             yield from backward_changes(units, ends, kind == "I", handed_on)
         if kind != "W" and crosses(below if kind == "F" else above):
@@ -217,20 +222,23 @@ def changes(c, schedule, rank, z):
 
 
 class Ends(NamedTuple):
-    """Bytes at the two ends of a chunk in its backward; 0 for a tensor that does not exist."""
+    """Bytes at the two ends of a chunk in its backward. A tensor that does not exist has 0."""
 
-    dy: int  # the gradient that it gets
-    y_gone: int  # its output, if that was freed: it was sent, or recomputation makes it again
-    dx: int  # the gradient that it hands on
+    dy: int  # the gradient of its output
+    y_gone: int  # its output, if freed: after a send, or because recomputation computes it again
+    dx: int  # the gradient of its input
     own_x: int  # its input, if no other chunk keeps it
 
 
 def backward_changes(units, ends, halved, handed_on):
-    """Yield the change in bytes at each point of a B, or of an I (`halved`), through a chunk's units."""
+    """Yield the changes in bytes while B, or I (`halved`), runs through a chunk's units.
+
+    handed_on: True if the chunk's dL/dy is also an operand of W.
+    """
     dy, y_gone = ends.dy, ends.y_gone
     for i, unit in reversed(list(enumerate(units))):
         if unit.again:
-            yield unit.saved + y_gone  # otherwise y is still there, as the next unit's input
+            yield unit.saved + y_gone  # y_gone is 0 if y still counts, as the next unit's input
             y_gone = 0
         spent = unit.saved + dy
         if halved:

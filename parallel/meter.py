@@ -6,7 +6,8 @@ messages. A storage counts once, as long as a reported or saved tensor on it liv
 
 On the CPU the measured bytes equal the formulas exactly, with three exceptions:
 
-    - The formula counts a sent message until IN_TRANSIT more messages have been sent. NCCL may report its end sooner.
+    - The formula counts a sent message until IN_TRANSIT (`pipeline.py`) more have been sent. NCCL may report the end
+      of a message sooner.
     - Dropout needs the numbers of a micro-batch's rows. Chunks on one rank share them, but the formula counts them
       for each chunk.
     - With sequence parallelism, the row numbers may be freed in I before the peak.
