@@ -73,8 +73,8 @@ def zeros_line(sent, layout, pp_rank, item, master_item, m):
     formula, factor, at_one = [("2", 2, 2), ("2", 2, 2), ("m + 1", m + 1, 2), ("3m", 3 * m, 3)][stage]
     own = "" if elements == factor * unit else " (here a bucket's m counts the runs of its chunks)"
     return (
-        f"data parallel, stage {stage}: {float(elements / unit):g} x P (n-1)/n elements; the formula says {formula}, "
-        f"with m = {float(m):g} micro-batches{own}; ZeRO's paper says {at_one}, with m = 1"
+        f"data parallel, ZeRO stage {stage}: {float(elements / unit):g} x P (n-1)/n elements. "
+        f"Formula: {formula} with m = {float(m):g} micro-batches{own}. ZeRO paper: {at_one} with m = 1."
     )
 
 
