@@ -328,7 +328,7 @@ def to_json(row):
     """Return a row as one line of JSON, with numbers at full precision.
 
     JSON has no nan or infinity. They become the strings "nan", "inf" and "-inf", which float() reads. We do not
-    write null, because an infinite gradient norm (an overflow: the step is skipped) and a nan (a bug) must differ.
+    write null, because inf and nan would then look the same.
     """
     strange = {name: repr(v) for name, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
     return json.dumps(row | strange, allow_nan=False)

@@ -89,13 +89,13 @@ class Block(nn.Module):
         return Branch(y, self.proj.bias, batch.drop(self.seed, site=2 * self.index + 1))
 
     def mlp(self, x, batch):
-        """Return the MLP's output. For another activation, put its function beside `reference.gelu_`."""
+        """Return the MLP's output. Add another activation function beside `reference.gelu_`."""
         y = self.fc2(self.ops.gelu_(self.fc1(x), self.fc1.bias))  # [n, h] -> [n, 4h/t] -> [n, h]
         return Branch(y, self.fc2.bias, batch.drop(self.seed, site=2 * self.index + 2))
 
 
 class Branch(NamedTuple):
-    """An output of attention or MLP. The residual stream adds dropout(y + bias), which is not yet computed."""
+    """An output of attention or MLP, still without bias and dropout. The stream adds dropout(y + bias)."""
 
     y: torch.Tensor  # [n, h]
     bias: torch.Tensor  # [h]
@@ -231,5 +231,5 @@ class GPT(nn.Module):
 
 
 def parameter_table(config):
-    """Return the model's table, [ParamSpecs of each unit]. It needs no process and no tensor."""
+    """Return the model's table, [ParamSpecs of each unit]. It needs no other rank and no tensor."""
     return GPT(config, tp=None).table

@@ -40,7 +40,7 @@ def choose(config, device, dtype):
         )
     if not gpu and os.environ.get("TRITON_INTERPRET") != "1":
         raise UserError(
-            "kernels=triton: there is no GPU here; set --kernels=torch, or set TRITON_INTERPRET=1 for a trial"
+            "kernels=triton: there is no GPU here; set --kernels=torch, or TRITON_INTERPRET=1 for a slow test"
         )
     if choice == "triton" and config.head_size > 128:
         raise UserError(f"kernels=triton: heads of {config.head_size} are too wide for attention: at most 128")

@@ -150,8 +150,8 @@ def mix(x):
 def dropout_mask(columns, drop):
     """Return the mask, bool [n, columns], True for elements that stay. It depends on (seed, site, row, column) only.
 
-    So the layout does not change a mask, and backward can compute it again. Each row has a 64-bit key. Two rounds of
-    32-bit multiply and xor-shift hash the key and the column index.
+    So the layout does not change a mask, and backward can compute it again. Each row has a 64-bit key. The key and
+    the column index are hashed in two rounds of 32-bit multiply and xor-shift.
     """
     key = mix(drop.rows + mix(torch.full_like(drop.rows, drop.seed * 1009 + drop.site)))  # [n]
     low, high = key.to(torch.int32), (key >> 32).to(torch.int32)

@@ -1,6 +1,6 @@
 """Tests of log.py and curve.py.
 
-log.py prints the 33 lines of a published log, Megatron-DeepSpeed's of GPT-2 345M, digit for digit.
+log.py prints the 33 lines of Megatron-DeepSpeed's published log of GPT-2 345M, digit for digit.
 """
 
 import io

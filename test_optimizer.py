@@ -217,10 +217,10 @@ def test_the_clip_scales_the_update_and_the_log_has_the_norm_before_it():
     a, b = train.train_step(free, batches).read(), train.train_step(clipped, same_batches).read()
     assert a.grad_norm == b.grad_norm > 0.01
     for x, y, z in zip(start, free.zero.buckets.values(), clipped.zero.buckets.values(), strict=True):
-        w = x * (1 - 0.1 * a.lr)  # the decay is not clipped; mask: 1 for elements that decay
+        w = x * (1 - 0.1 * a.lr)  # the decay is not clipped
         moved, less = y.param - x, z.param - x
         decayed = w - x
-        mask = torch.zeros_like(x)
+        mask = torch.zeros_like(x)  # 1 for elements that decay
         for begin, end, _, decays in y.ranges:
             mask[begin:end] = decays
         expected = (moved - decayed * mask) * (0.01 / (a.grad_norm + 1e-6)) + decayed * mask
@@ -229,7 +229,7 @@ def test_the_clip_scales_the_update_and_the_log_has_the_norm_before_it():
 
 @pytest.mark.parametrize("dtype, distance", [("fp32", 1e-4), ("bf16", 0.03), ("fp16", 0.01)])
 def test_lower_precision_trains_close_to_float64(dtype, distance):
-    """8 steps: each loss is within the relative `distance` of float64's. The fp16 scale does not overflow."""
+    """8 steps: each loss is within the relative `distance` of float64's. No fp16 step overflows."""
     exact, batches = step_of()
     exact = [train.train_step(exact, batches).read().loss for _ in range(8)]
     run, batches = step_of(dtype, initial_loss_scale=2.0**10)
@@ -248,7 +248,7 @@ def curve_and_parameters(config):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_with_one_micro_batch_every_stage_gives_the_same_bits(workers, dtype):
-    """Master weights, casts and gathers keep the bits. A sum over two ranks has one result, because a + b is b + a."""
+    """Each stage casts and gathers to the same bits. A sum over two ranks has one result, because a + b is b + a."""
     fields = dict(dtype=dtype, global_batch_size=8, micro_batch_size=4, clip_grad=0.0)  # norms differ by rounding
     (losses, norms, whole), _ = workers.run(2, curve_and_parameters, tiny_config(2, **fields))
     for zero in (1, 2, 3):

@@ -120,8 +120,8 @@ def trained_in_pairs(config):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "lamb"])
 def test_a_schedule_whose_ranks_hold_different_buckets_with_different_ranks(workers, optimizer):
-    """Four ranks hold the word table, and two ranks each of the other buckets. The last two ranks run one micro-batch
-    of three.
+    """Four ranks hold the word table, and two ranks hold every other bucket. The last two ranks run only one of the 3
+    micro-batches.
     """
     fields = dict(optimizer=optimizer, num_layers=2)
     config = tiny_config(1, pp=4, schedule="pair", **fields)
@@ -130,7 +130,7 @@ def test_a_schedule_whose_ranks_hold_different_buckets_with_different_ranks(work
 
 
 def holdings(config):
-    """Run a step. Return (most micro-batches kept at once, bytes of each kept output after the last F, entries left at
+    """Run a step. Return (most micro-batches kept at once, bytes of each kept output after the last F, tensors left at
     the end).
     """
     run = train.build(config, Mesh(config.tp, config.pp), CPU)

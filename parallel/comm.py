@@ -111,7 +111,7 @@ def all_gather(x, axis, what, out=None):
 
 
 def reduce_scatter(x, axis, what, out=None):
-    """Sum [n k, ...] over the ranks, and return this rank's [k, ...] of the sum. `out` may be the same rows of x."""
+    """Sum [n k, ...] over the ranks, and return this rank's [k, ...] of the sum. `out` may be this rank's rows of x."""
     if axis.size == 1:
         return Pending(x)
     x = x.contiguous()

@@ -2,8 +2,8 @@
 
 A *layout* describes how a model is spread over dp * tp * pp ranks. This file contains only arithmetic: it needs no
 process and no tensor. A real run (`zero.py`, `pipeline.py`, `checkpoint.py`) and a prediction (`ledger.py`,
-`memory.py`) both use it. A *table* describes the model: for each unit (embedding, blocks, head) the parameters, as
-`tensor.ParamSpec`s, that the unit uses (`model.parameter_table`).
+`memory.py`) both use it. A *table* describes the model: table[i] is the list of the `tensor.ParamSpec`s that unit i
+uses (`model.parameter_table`).
 
     units       are cut into consecutive parts; a chunk of the schedule is one part, placed on one rank
     bucket      the parameters that are gathered, reduced and updated together: word table, position table, each block,
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
     at: int  # index of the same element in the slice
 
     def of(self, flat):
-        """Return this piece of `flat`, a tensor with the elements of the range."""
+        """Return this piece of `flat`, a tensor with the elements of the slice."""
         return flat[self.at : self.at + self.end - self.begin]
 
 
@@ -113,7 +113,7 @@ def split(units, parts):
 
 
 class Layout:
-    """The layout of `config` on `dp` data ranks. table: [ParamSpecs of each unit]; schedule: any Schedule of the run.
+    """The layout of `config` on `dp` data ranks. table: [ParamSpecs of each unit]; schedule: a Schedule for any m.
 
     Of the schedule, only the part and the rank of each chunk are used. The number of micro-batches does not matter.
     """

@@ -1,6 +1,6 @@
 """The mesh: the place of each process on the axes dp, pp and tp (slide "3-D Parallelism").
 
-The processes are numbered along three axes. Tensor parallel is the fastest axis, then pipeline, then data parallel:
+The processes are numbered along three axes. The tp index changes fastest, then pp, then dp:
 
     rank = (dp_rank * pp + pp_rank) * tp + tp_rank          dp = 2, pp = 1, tp = 4:   dp 0 | 0 1 2 3
                                                                                       dp 1 | 4 5 6 7

@@ -2,13 +2,13 @@
 
 Slide "深層学習の用語説明" has SGD and Adam. Its Adam differs from Kingma and Ba's (arXiv 1412.6980) in three places.
 The slide subtracts the gradient from the moments; the paper adds it. The slide has epsilon inside the root; the paper
-has it outside. Where the slide has b^(t+1), the paper divides the moments by 1 - b^t (b: beta1 or beta2). This file
-follows the paper.
+has it outside. The slide multiplies the update by b^(t+1); the paper divides m by 1 - b1^t and v by 1 - b2^t.
+This file follows the paper.
 
 A rule changes any range of a rank's flat buffers in place. It is elementwise, so a range may begin anywhere. All
 tensors have the master dtype, float32 (float64 in fp64 runs). Keyword arguments of a rule:
 
-    lr       the learning rate          scale    factor on the gradient: clipping (`Zero.squared_norm`), 1 / loss scale
+    lr       the learning rate          scale    factor on the gradient: clipping's factor / loss scale
     decay    weight decay, or 0         update   the number of this update, from 1
     beta1, beta2, eps                   as in the configuration
 
@@ -78,7 +78,7 @@ def lars(weight, gradient, moments, *, scale, **_):
 
 
 def apply_lars(weight, gradient, moments, weight_norm, norm, *, lr, decay, layerwise, beta1, lars_coefficient, **_):
-    """Second half of LARS: v = b1 v + lr c |w| / (|g| + decay |w|) (g + decay w);  w -= v."""
+    """Second half of LARS: v = b1 v + lr (c |w| / (|g| + decay |w|)) (g + decay w);  w -= v."""
     ratio = 1.0
     if layerwise and weight_norm > 0 and norm > 0:
         ratio = lars_coefficient * weight_norm / (norm + decay * weight_norm)
@@ -110,9 +110,9 @@ class Shard(NamedTuple):
     weight: torch.Tensor  # master weights
     gradient: torch.Tensor
     moments: list
-    ranges: list  # layout.Ranges that cover the elements
+    ranges: list  # layout.Ranges: which elements decay
     pieces: list  # layout.Pieces: the position of each parameter in these tensors
-    cast: torch.Tensor | None  # the parameters; None if they are the master weights
+    cast: torch.Tensor | None  # the parameters (in bf16, fp16, or not offloaded); None if they are the master weights
 
 
 def update(c, shards, scalars, ops, tensor_norms):

@@ -39,7 +39,7 @@ from parallel.comm import receive, send
 from parallel.layout import rows_outside
 from parallel.zero import free
 
-SENT = {"activation": "activations", "gradient": "gradients of activations"}  # names in the ledger of comm.py
+SENT = {"activation": "activations", "gradient": "gradients of activations"}  # comm.py counts bytes by these names
 IN_TRANSIT = 2  # unfinished sends before we wait for the oldest (Gloo does not tell which sends have finished)
 
 
@@ -57,7 +57,7 @@ class Unwatched:
 
 
 class Deferred(list):
-    """The `tensor.WeightGradient`s of one micro-batch in one chunk, from I to W. The meter (`meter.py`) counts them."""
+    """The `tensor.WeightGradient`s of one micro-batch in one chunk, from I to W. `meter.py` measures their bytes."""
 
     def __init__(self, meter):
         super().__init__()

@@ -8,6 +8,8 @@ of the MLP, without communication:
         x --f-->  Y_i = x A_i^T  -->  gelu / attention  -->  Z_i = Y_i B_i^T  --g-->  z = sum_i Z_i
               column parallel            all local                row parallel
 
+    enter: communication of x before a linear          leave: communication of its output y
+
                            forward            backward
     enter   copy (f)       nothing            all_reduce of dx      x is whole on every rank
             all_gather     all_gather of x    reduce_scatter of dx  x is cut by tokens (sequence parallel)
@@ -16,8 +18,8 @@ of the MLP, without communication:
 
 Activations are [n, h]: the n = b s tokens of the micro-batch, sample after sample. With sequence parallelism each rank
 has n/t consecutive rows of an activation outside of the pairs. LayerNorm, dropout and residual stream then cost 1/t of
-the memory and the work. An all_reduce sends as many bytes as reduce_scatter plus all_gather. Each pair needs one
-all_gather more: x is stored cut, so backward gathers it again. A replicated parameter (LayerNorm, row-parallel bias,
+the memory and the work. An all_reduce sends as many bytes as reduce_scatter plus all_gather. But each pair needs one
+more all_gather: x is stored cut, and backward gathers it again. A replicated parameter (LayerNorm, row-parallel bias,
 position embedding) now sees only part of the tokens on each rank. Its gradient is a partial sum there, and `zero.py`
 sums it over tp at the end of the step.
 
@@ -41,7 +43,7 @@ from torch import nn
 
 from parallel.comm import all_gather, all_reduce, reduce_scatter
 
-CHUNK = 4096  # tokens whose logits exist at a time: 412 MB (bf16, v = 50,304), enough for an efficient matrix product
+CHUNK = 4096  # tokens whose logits exist at a time: enough for an efficient matrix product; 412 MB (bf16, v = 50,304)
 
 # --- logical parameters ---------------------------------------------------------------------------------------------
 
@@ -287,8 +289,8 @@ def chunks(x):
 
 
 def cross_entropy_(z, w, targets, vocab_size, weights, tp, ops):
-    """Return the losses [n] of logits z [n, v/t]. Afterwards z is weights * dlosses/dz, or undefined
-    if weights [n] is None.
+    """Return the losses [n] of logits z [n, v/t]. z is overwritten by its gradient for the loss
+    sum(weights * losses); weights [n] None: z is undefined afterwards.
 
     Each token's row of logits is cut over tp, and no rank sees a whole row. The ranks combine three numbers per token:
     the maximum, the sum of exponentials and the logit of the target.

@@ -166,7 +166,7 @@ class Zero:
 
     @torch.no_grad()
     def parameters_from_master(self):
-        """Copy the master weights to the parameters, unless they are the same buffers. Then publish."""
+        """Publish the parameters. First copy the master weights to them if these are separate buffers."""
         for bucket in self.buckets.values():
             if bucket.own_param is not bucket.master:
                 bucket.own_param.copy_(bucket.master)
@@ -217,9 +217,9 @@ class Zero:
     def reduce(self, name, last):
         """Sum a bucket's gradient over the data ranks after one micro-batch. last: no other sum follows in the step.
 
-        The executor calls this in B when no unit that B has still to run uses the bucket (`Chunk.reduce_after`), or in
-        W. The sum starts here and runs while backward continues with earlier units. Stages 0 and 1 sum only once,
-        after the last micro-batch.
+        The executor calls this in B after the last unit of B that uses the bucket (`Chunk.reduce_after`), or in W. The
+        sum starts here and runs while backward continues with earlier units. Stages 0 and 1 sum only once, after the
+        last micro-batch.
         """
         bucket = self.buckets[name]
         low, high = bucket.shard
@@ -246,8 +246,7 @@ class Zero:
 
         Several pipeline ranks hold a tied table, so its gradient is summed over its holders. With sequence parallelism
         each tp rank has seen only its own tokens. So the gradient of a replicated parameter (6 h elements per block) is
-        a partial sum, and is summed over tp. The sums may be done in any order. This order has the
-        smallest buffers.
+        a partial sum, and is summed over tp. The sum over dp comes first: after it, only shards need to be summed.
         """
         for name in list(self.reducing):
             self._settle(name)
@@ -278,8 +277,8 @@ class Zero:
     def squared_norm(self):
         """Return this rank's share of the squared global gradient norm, float64 []. Each element counts on one rank.
 
-        The share is not finite if any gradient on this rank is not finite, also a gradient that does not count (0 times
-        infinity is nan). Then all ranks skip the step. The buckets' squares are added in float64, so that a large loss
+        An inf or nan in any gradient of this rank makes the share inf or nan, even where a gradient does not count (0
+        times inf is nan). Then all ranks skip the step. The buckets' squares are added in float64, so that a large loss
         scale does not overflow their sum.
         """
         pieces = self._counted_pieces()
@@ -325,7 +324,7 @@ class Zero:
             pending.wait()
 
     def tensor_norms(self, tensors):
-        """Return the norms of whole weights and of their gradient buffers, float64 [number of tensors, 2].
+        """Return the norm of each whole weight and of its gradient (times the loss scale), float64 [tensors, 2].
 
         tensors: [(Shard, Piece)], every parameter of this rank's buckets in order. A tensor may be cut by shards and
         over tp, so its squares are summed over dp and tp.
