@@ -31,7 +31,7 @@ def workers(tmp_path_factory):
 
 
 def write_tokens(folder, train=4000, val=700, test=300, vocab_size=50, tokenizer="bytes", seed=0):
-    """Write a data set of random tokens. A model can learn it, because the next token is often the last one plus 1."""
+    """Write a data set of random tokens. A model can learn it, because a token is often the previous one plus 1."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(seed)
     counts = {"train": train, "val": val, "test": test}

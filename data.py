@@ -1,4 +1,4 @@
-"""Read shuffled batches of tokens from disk. The number of consumed samples alone determines a batch.
+"""Read shuffled batches of tokens from disk. The seed and the number of consumed samples determine a batch.
 
 For each split, `prepare.py` writes one file with a long row of uint16 tokens. A sample is a window of this row.
 Its inputs are seq_length tokens, and its targets are the inputs shifted by one token. Neighbouring windows share
@@ -24,8 +24,8 @@ data ranks and two samples in a micro-batch:
     data rank      0    0    1    1   |   0    0    1    1
     micro-batch             0         |           1
 
-A step takes the same samples for every number of ranks. The number of ranks only decides which rank takes a
-sample. All ranks of a tensor or pipeline group have the same data rank, so they read the same batch.
+A step takes the same samples for any number of ranks. The number of ranks only decides which rank takes a sample. All
+ranks of a tensor or pipeline group have the same data rank, so they read the same batch.
 
 A micro-batch of b samples reads b * (seq_length + 1) * 2 bytes. A separate thread reads while the model computes.
 The file is mapped into memory, not loaded. Its pages count as resident memory of the process, but they belong to
@@ -51,10 +51,10 @@ from errors import UserError
 
 ROUNDS = 8
 # A Feistel round adds a hash of one half of a number to the other half. The round can be inverted for any hash,
-# so any number of rounds is a bijection. More rounds shuffle better. With 4 rounds, the positions of samples
-# sqrt(n) apart are still correlated (chi-square test, n = 10^6). With 5 or more rounds, the test finds nothing for
-# n >= 1,000. Smaller n need more rounds. With 8 rounds and 40,000 keys, the pairs of two samples' positions
-# are uniform (for n < 10 to a few percent).
+# so any number of rounds is a bijection. More rounds shuffle better. Let n be the number of samples. With 4 rounds
+# and n = 10^6, the positions of two samples i and i + sqrt(n) are still correlated (chi-square test). With 5 or more
+# rounds, the test finds no correlation for n >= 1,000. Smaller n need more rounds. With 8 rounds and 40,000 keys, two
+# samples take each pair of positions equally often. For n < 10, the frequencies differ by a few percent.
 
 
 def mix(x):
@@ -72,12 +72,12 @@ def shuffle_key(seed, epoch):
 def permute(i, n, key):
     """Return the position of each i in a shuffle of range(n), without a table. Each key gives a bijection of range(n).
 
-    i [b] int64, each in range(n); key [b] or [1] uint64. Returns [b] int64. It costs about 0.1 ms a batch and
-    0.1 us a sample. Do not change this function: an older run could not be resumed with its own data order.
+    i [b] int64, each in range(n); key [b] or [1] uint64. Returns [b] int64. A call takes about 0.1 ms, and
+    0.1 us more for each sample. Do not change this function, because an older run would resume with another data order.
 
     A number is split into two digits of base `side`, the smallest base with side * side >= n. The rounds permute
     range(side * side). Some results lie outside range(n), at most a share of 2 / sqrt(n). The rounds are repeated
-    on these until they lie inside (cycle walking; Black and Rogaway 2002). The result is still a bijection.
+    on these results until they lie inside (cycle walking; Black and Rogaway 2002). The result is still a bijection.
     """
     side = np.uint64(math.isqrt(n - 1) + 1)  # ceil(sqrt(n))
 
@@ -101,7 +101,7 @@ def permute(i, n, key):
 class Tokens:
     """One split of a data set. The constructor opens and checks its files.
 
-    meta: the content of meta.json. num_samples: windows in an epoch. The argument vocab_size is the model's.
+    meta: the content of meta.json. num_samples: windows in an epoch. The argument vocab_size: ids of the model.
     Raises UserError if the data is missing, damaged or not usable for this model.
     """
 
@@ -118,7 +118,7 @@ class Tokens:
         self.check_ids(self.tokens[None, : 2**16], [0])  # every rank finds a wrong file before training starts
 
     def windows(self, numbers, seed):
-        """Return the windows of samples. numbers (counted through all epochs) [b] int64 -> [b] int64"""
+        """Return the index of each sample's window. numbers (of samples, through all epochs) [b] int64 -> [b] int64"""
         epoch, i = np.divmod(numbers, self.num_samples)
         return permute(i, self.num_samples, shuffle_key(seed, epoch))
 
@@ -130,7 +130,7 @@ class Tokens:
         return torch.from_numpy(rows.astype(np.int64))
 
     def check_ids(self, rows, starts):
-        """Raise UserError for an id that the tokenizer does not have. It could lie beyond the embedding's last row.
+        """Raise UserError for an id that the tokenizer does not have. The id could lie beyond the embedding's last row.
 
         Each batch is checked when it is read, which takes microseconds. A check of the whole file would take minutes.
         """
@@ -180,10 +180,9 @@ def count_tokens(path, meta):
 def map_tokens(path):
     """Map the file as a read-only array, [num_tokens] uint16. A page is read from disk at its first use.
 
-    One mapping is used for the whole run. nanoGPT opens a new one for every batch to avoid a memory leak. But the
-    memory that grows is the page cache, and the kernel frees this memory when it needs it, with any mapping. If
-    the file is truncated or the disk fails during the run, the process ends with the signal SIGBUS, not with an
-    exception.
+    One mapping is used for the whole run. nanoGPT opens a new mapping for every batch to avoid a memory leak. But
+    only the page cache grows, and the kernel frees the page cache when memory is short. If the file is truncated or
+    the disk fails during the run, the process ends with the signal SIGBUS, not with an exception.
     """
     with open(path, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -214,13 +213,13 @@ def training_samples(consumed_samples, dp_rank, dp, micro_batch_size):
 
 
 def eval_batches(tokens, samples_wanted, dp_rank, dp, micro_batch_size, seed, device="cpu"):
-    """Yield a data rank's micro-batches of a validation: (tokens [b, seq_length + 1] on `device`, counts).
+    """Yield (tokens [b, seq_length + 1] on `device`, is_real) for each micro-batch of a data rank in a validation.
 
-    All ranks together take the first min(samples_wanted, num_samples) samples once. So every validation uses the
-    same windows, for any dp and micro_batch_size. The last micro-batch may be smaller. The caller therefore sums
-    losses and token counts over the ranks and divides at the end. A rank without samples in the last round gets one
-    sample with counts = False, and the caller ignores its loss. All ranks must run the model equally often, because
-    ZeRO-3 gathers the parameters on all of them together.
+    All ranks together take the first min(samples_wanted, num_samples) samples once. So every validation uses the same
+    windows, for any dp and micro_batch_size. The last micro-batch may be smaller. The caller therefore sums losses and
+    token counts over the ranks and divides at the end. If a rank has no samples in the last micro-batch, it gets one
+    sample with is_real = False, and the caller ignores the loss of this sample. All ranks must run the model equally
+    often, because ZeRO-3 gathers the parameters on all of them together.
     """
     samples = min(samples_wanted, tokens.num_samples)
     micro_batches = -(-samples // (micro_batch_size * dp))
@@ -262,7 +261,7 @@ class Loader:
         item = self.ready.get()
         self.wait_seconds += time.perf_counter() - start
         if isinstance(item, BaseException):
-            self.ready.put(item)  # the next call raises it again
+            self.ready.put(item)  # the next call raises the exception again
             raise item
         self.room.release()
         # The copy runs on the stream of the computation, so no synchronization between streams is necessary. A copy of
@@ -287,7 +286,7 @@ def read(tokens, numbers, seed, device):
 
 
 def fill(source, ready, room, closed):
-    """Put the items of `source` into `ready` while `room` allows, and at the end an exception. The thread runs this."""
+    """Put the items of `source` into `ready` while it has room. The last item is an exception. The thread runs this."""
     try:
         while room.acquire() and not closed.is_set():
             ready.put(next(source))
@@ -297,7 +296,10 @@ def fill(source, ready, room, closed):
 
 
 def end(thread, room, closed):
-    """End the thread, even if it waits for room. A disk that hangs delays this by 10 s at most (a daemon thread)."""
+    """End the thread, even if it waits for room. If a disk hangs, continue after 10 s.
+
+    The thread is a daemon, so Python can exit although the thread still runs.
+    """
     closed.set()
     room.release()
     thread.join(timeout=10)

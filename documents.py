@@ -29,8 +29,8 @@ PACKINGS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 KNOWN = f"{' '.join(KINDS)}, each also {' '.join(PACKINGS)}"  # for messages
 
 PIECE = 512 << 10  # bytes of text that a worker encodes at a time
-MAX_RUN = 1 << 20  # most bytes of a run, a text without a cut point; its encoding takes more than linear time
-MAX_LINE = 64 << 20  # most bytes of one JSON line, which is parsed as a whole
+MAX_RUN = 1 << 20  # maximum bytes of a run (a text without a cut point); encoding a run takes superlinear time
+MAX_LINE = 64 << 20  # maximum bytes of a JSON line, because a line is parsed as a whole
 
 
 # --- what to read ---------------------------------------------------------------------------------------------------
@@ -49,13 +49,13 @@ class BadInput(Exception):
 
 
 def find_files(inputs: list[str]) -> list[str]:
-    """Return the files of `inputs` in this order, each once. A folder's own files come before its subfolders."""
+    """Return the files of `inputs` in this order, each once. A folder's files come before its subfolders."""
     if not inputs:
         stdlib = sysconfig.get_paths()["stdlib"]
         return [path for path in walk(stdlib, leave_out=("site-packages", "dist-packages")) if path.endswith(".py")]
     found = {}
     for name in inputs:
-        is_file = os.path.isfile(name)  # take a named file with any suffix; read_parts reports an unknown one
+        is_file = os.path.isfile(name)  # take a named file with any suffix; read_parts reports an unknown suffix
         here = []
         for match in [name] if is_file or os.path.isdir(name) else sorted(glob.glob(name, recursive=True)):
             here += walk(match) if os.path.isdir(match) else [match] if is_file or is_text(match) else []
@@ -99,19 +99,19 @@ class Part(NamedTuple):
     """Some bytes of one file: a complete text, a piece of a long text, or several complete JSON lines."""
 
     path: str
-    file: int  # number of the file
-    start: int = 1  # line of the (first) document's start; (file, start) is its position
-    line: int = 1  # line of the data's start
+    file: int  # index of the file in the input
+    start: int = 1  # line where the (first) document starts; (file, start) is the document's position
+    line: int = 1  # line where `data` starts
     data: bytes = b""
     json_lines: bool = False
     begins: bool = True  # False: the document began in an earlier part
     ends: bool = True  # False: the document continues in a later part
     problem: BadInput | None = None  # set instead of data if the document can't be read
-    used: int = 0  # bytes of the file (compressed, if it is) that were read for this part
+    used: int = 0  # bytes that were read from the file for this part (before decompression)
 
 
 def read_blocks(files: list[str], text_key: str, pattern: str):
-    """Yield blocks (lists of Parts) in order: short documents of up to PIECE bytes, or one piece of a long document."""
+    """Yield blocks (lists of Parts) in order: about PIECE bytes of short documents, or one piece of a long document."""
     block, size = [], 0
     for number, path in enumerate(files):
         for part in read_parts(path, number, text_key, pattern):
@@ -149,11 +149,12 @@ def read_parts(path: str, number: int, text_key: str, pattern: str):
 
 
 def text_parts(stream, part: Part, pattern: str):
-    """Yield copies of `part` with the bytes of `stream`: one if they fit in PIECE bytes, otherwise several pieces.
+    """Yield copies of `part` with the bytes of `stream`: one copy for up to PIECE bytes, otherwise several.
 
-    A piece over PIECE bytes is exactly one run. This is necessary: tiktoken crashes on a million spaces *and a word*.
+    A piece over PIECE bytes is exactly one run, because tiktoken crashes on a million spaces followed by a word. It can
+    encode a million spaces alone.
     """
-    ahead = 8  # bytes of two characters: a cut point depends on the two after it
+    ahead = 8  # bytes of two characters: a cut point depends on the two characters after it
     at, data = 0, stream.read(PIECE + ahead)
     while len(data) > PIECE:
         cut = last_cut(data[:PIECE], pattern)
@@ -163,7 +164,7 @@ def text_parts(stream, part: Part, pattern: str):
             if not cut and len(data) <= MAX_RUN:
                 break  # the rest of the document is one run
             if not 0 < cut <= MAX_RUN:
-                decode(data, part.path, part.line, final=False)  # raises if the data is not text, a clearer error
+                decode(data, part.path, part.line, final=False)  # if the data is not text, raises a clearer error
                 where = f"{part.path}:{part.line}"
                 raise BadInput(where, "more than 1 MiB without a word boundary", f"from byte {at:,} of the text")
         yield part._replace(data=data[:cut], ends=False)
@@ -195,7 +196,7 @@ def json_parts(stream, part: Part, text_key: str, pattern: str):
 
 
 def long_line_parts(data: bytes, part: Part, text_key: str, pattern: str):
-    """Yield the text of one JSON line in pieces, or a Part with its problem."""
+    """Yield the text of one JSON line in pieces, or a Part with a problem."""
     where, piece = f"{part.path}:{part.start}", None
     try:
         if len(data) > MAX_LINE + 2:  # 2 bytes for the line end
@@ -243,7 +244,7 @@ def json_text(data: bytes, where: str, text_key: str) -> str:
 
 
 def decode(data: bytes, path: str, line: int | str, final: bool = True) -> str:
-    """Decode strict UTF-8. An error counts lines from `line`. final=False allows an incomplete last character."""
+    """Decode strict UTF-8. `data` begins on `line` (for errors). final=False allows an incomplete last character."""
     try:
         return codecs.getincrementaldecoder("utf-8")().decode(data, final)
     except UnicodeDecodeError as error:

@@ -76,15 +76,15 @@ def generate(model, ids, count, temperature=1.0, top_k=0, top_p=1.0, generator=N
 
 
 def arguments():
-    """The command line. Raises UserError."""
+    """Return the parsed command line. Raises UserError."""
     parser = Parser(prog="python generate.py", description="Writes text with a checkpoint.", allow_abbrev=False)
     parser.add_argument("checkpoint", help="out_dir of a run, or one of its step_N folders")
     parser.add_argument("--prompt", default="", help="text to continue (default: new document)")
-    parser.add_argument("--max_tokens", type=int, default=300, help="most tokens to generate (%(default)s)")
+    parser.add_argument("--max_tokens", type=int, default=300, help="maximum number of new tokens (%(default)s)")
     parser.add_argument("--num_samples", type=int, default=1, help="number of texts to generate (%(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (%(default)s)")
     parser.add_argument("--top_k", type=int, default=0, help="draw from the k likeliest tokens; 0: all (%(default)s)")
-    parser.add_argument("--top_p", type=float, default=1.0, help="total probability to draw from (%(default)s)")
+    parser.add_argument("--top_p", type=float, default=1.0, help="keep tokens up to this probability sum (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (%(default)s)")
     a = parser.parse_args()
     for name, least in [("max_tokens", 1), ("num_samples", 1), ("temperature", 0), ("top_k", 0)]:
@@ -98,7 +98,7 @@ def arguments():
 def main():
     """Print each sample while it is generated, up to an end-of-text token or max_tokens. Raises UserError."""
     a = arguments()
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it would make a new plan for each length of the cache
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would prepare a new kernel for each cache length
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, _, tokenizer = load_model(a.checkpoint, device)
     prompt = tokenizer.encode_ordinary(a.prompt) or [tokenizer.eot_token]

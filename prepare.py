@@ -7,7 +7,7 @@
 A `.bin` file contains only the token ids as little-endian uint16, so data.py can map it into memory. A document is one
 text file or one JSON line. It is encoded as ordinary text: the characters "<|endoftext|>" in a document have no special
 meaning. The end-of-text token follows each document; an empty document is only this token. A hash of the document's
-position (number of its file, line of its start) selects its split. A byte-order mark at the start of a file is removed,
+position (index of its file, line of its start) selects its split. A byte-order mark at the start of a file is removed,
 blank JSON lines are ignored, and line ends do not change.
 
     this process                        one process per core              this process
@@ -49,9 +49,10 @@ from errors import Parser, UserError, exit_on_user_error, locked
 from tokenizer import load_tokenizer
 
 SPLITS = ("train", "val", "test")
-SAVE_EVERY = 5.0  # seconds between two saves; a crash loses about so much work
+SAVE_EVERY = 5.0  # seconds between two saves; a crash loses about this much work
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# fork is fast and shares the vocabulary, but needs a process without threads: only workers import numpy. macOS: spawn.
+# fork is fast and shares the vocabulary, but it needs a parent without threads. Importing numpy may start threads, so
+# only the workers import it. macOS needs spawn.
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 
 
@@ -72,7 +73,7 @@ class Encoded(NamedTuple):
     tokens: list[bytes]
     documents: list[int]
     skipped: Counter  # reason -> number of bad documents
-    examples: list[str]  # messages of the first three
+    examples: list[str]  # messages of the first three bad documents
 
 
 def encode_block(job: Job, block: list[Part]) -> Encoded:
@@ -106,7 +107,7 @@ def encode(encoding: tiktoken.Encoding, text: str) -> bytes:
 
 
 def split_of(file: int, line: int, weights) -> int:
-    """Return the split (0 train, 1 val, 2 test) of the document that starts on this line of file number `file`."""
+    """Return the split (0 train, 1 val, 2 test) of the document that starts on `line` of the file with index `file`."""
     digest = hashlib.blake2b(f"{file}:{line}".encode(), digest_size=4).digest()
     point = int.from_bytes(digest, "little") / 2**32 * sum(weights)
     return 0 if point < weights[0] else 1 if point < weights[0] + weights[1] or not weights[2] else 2
@@ -131,7 +132,7 @@ def encoded_blocks(job: Job, blocks, workers: int):
     pending = deque()
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # also blocked in the workers, until start_worker
-        pool.submit(int)  # forks the workers
+        pool.submit(int)  # starts the workers
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         for block in blocks:
             pending.append((block, pool.submit(encode_block, job, block)))
@@ -152,10 +153,13 @@ def encoded_blocks(job: Job, blocks, workers: int):
 
 @dataclass
 class Progress:
-    """The valid content of the .part files. It is saved every few seconds, so a killed run can be resumed."""
+    """Counts of the tokens and documents in the unfinished .bin files (`train.bin.part` ...), and of skipped documents.
 
-    made_from: dict  # the options and inputs; a command with other ones must not resume
-    cut: str  # settings that decide where blocks are cut; they must be equal too
+    Progress is saved every few seconds, so a killed run can be resumed.
+    """
+
+    made_from: dict  # options and inputs; a command with other options or inputs must not resume
+    cut: str  # settings that decide where blocks are cut; they must also be equal to resume
     blocks: int = 0  # finished blocks
     tokens: list[int] = field(default_factory=lambda: [0, 0, 0])
     documents: list[int] = field(default_factory=lambda: [0, 0, 0])
@@ -170,7 +174,7 @@ class Output:
 
     def __init__(self, folder: str, made_from: dict):
         self.folder, self.journal = folder, os.path.join(folder, "progress.json")
-        for path in bin_paths(folder):  # a run was killed in finish(): undo its renames
+        for path in bin_paths(folder):  # if a run was killed in finish(), undo its renames
             if os.path.exists(path) and not os.path.exists(path + ".part"):
                 os.rename(path, path + ".part")
         self.files = [open(path + ".part", "ab", buffering=0) for path in bin_paths(folder)]
@@ -179,7 +183,7 @@ class Output:
         self.saved_at = time.monotonic()
 
     def load_progress(self, made_from: dict) -> Progress:
-        """Return the Progress of an earlier run of the same command, or a new one if its files can't be continued."""
+        """Return the Progress of an earlier run of the same command, or a new one if its files are unusable."""
         fresh = Progress(made_from, cut=f"PIECE {PIECE}, MAX_RUN {MAX_RUN}, Unicode {unicodedata.unidata_version}")
         try:
             progress = Progress(**json.loads(Path(self.journal).read_text(encoding="utf-8")))
@@ -195,7 +199,7 @@ class Output:
         return progress
 
     def write(self, block: list[Part], encoded: Encoded):
-        """Append the tokens of a block. If a later piece of a long document is bad, remove all its tokens."""
+        """Append the tokens of a block. If a piece of a long document is bad, remove the whole document."""
         p = self.progress
         p.blocks += 1
         if block[0].begins:
@@ -216,7 +220,7 @@ class Output:
             self.save()
 
     def save(self):
-        """Save all tokens so far and the Progress. They survive a crash, also of the machine (fsync)."""
+        """Save all tokens so far and the Progress. Both survive a crash, even of the machine (fsync)."""
         for file in self.files:
             os.fsync(file.fileno())
         write_whole(self.journal, asdict(self.progress))
@@ -227,10 +231,10 @@ class Output:
             os.ftruncate(file.fileno(), 2 * n)
 
     def fill_empty_splits(self, weights):
-        """Give each empty split with a share > 0 this share of train's last tokens.
+        """Fill each empty split with its share (--split) of train's tokens, taken from the end of train.
 
-        Example: one big text file is one document, so all its tokens go to one split. If train is empty, the larger
-        of the other two splits replaces train here.
+        Example: one big text file is one document, so all its tokens go to one split. If train is empty, the tokens
+        come from the larger of the other two splits.
         """
         tokens = self.progress.tokens
         giver = 0 if tokens[0] else max(1, 2, key=lambda i: tokens[i])
@@ -269,7 +273,7 @@ def bin_paths(folder: str) -> list[str]:
 
 
 def append(file, data: bytes):
-    """Write all data: an unbuffered file may write less per call. A full disk raises here, not at a later flush."""
+    """Write all of `data`: one call of `write` may write less. Without a buffer, a full disk raises an error here."""
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]
@@ -288,7 +292,7 @@ def write_whole(path: str, value: dict):
 
 
 def parse_arguments():
-    """The command line. Raises UserError."""
+    """Return the parsed command line. Raises UserError."""
     parser = Parser("python prepare.py", allow_abbrev=False)
     parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=120)
     parser.description = "Text to tokens on disk: DIR/{train,val,test}.bin (uint16) and DIR/meta.json."
@@ -325,7 +329,7 @@ def parse_workers(value: str | None) -> int:
 
 
 def default_out(inputs: list[str], files: list[str], tokenizer: str) -> str:
-    """Return data/SOURCE_TOKENIZER. SOURCE is "stdlib", a folder's name, or the first file's ("b", "b_and_2_more")."""
+    """Return data/SOURCE_TOKENIZER. SOURCE: "stdlib", or the name of the folder or first file ("b", "b_and_2_more")."""
     if not inputs:
         source = "stdlib"
     elif len(inputs) == 1 and os.path.isdir(inputs[0]):
@@ -367,7 +371,7 @@ def is_finished(out: str, made_from: dict) -> bool:
         if there.get(key) != value:
             change = f"made with --{key}={there.get(key)}, not {value}"
             if key == "input":
-                change = "made from other files or from earlier versions"
+                change = "made from other files or from earlier versions of these files"
             raise UserError(f"--out={out}: contains another data set, {change}; {remedy}")
     return True
 
@@ -378,7 +382,7 @@ def prepare(args):
     on_error = args.on_error or ("stop" if args.inputs else "skip")
     if on_error not in ("stop", "skip"):
         raise UserError(f"--on_error={on_error}: should be stop or skip")
-    load_tokenizer(args.tokenizer)  # an error here comes before any work
+    load_tokenizer(args.tokenizer)  # raises its errors before any work
     files = find_files(args.inputs)
     out = args.out or default_out(args.inputs, files, args.tokenizer)
     split = ",".join(f"{weight:.12g}" for weight in weights)
@@ -390,7 +394,7 @@ def prepare(args):
         os.makedirs(out, exist_ok=True)
         lock = os.path.join(out, "prepare.lock")
         with locked(lock, f"--out={out}: another prepare.py is writing to this folder"):
-            if not is_finished(out, made_from):  # another run may have finished it before this one got the lock
+            if not is_finished(out, made_from):  # another run may have finished before this run got the lock
                 with contextlib.closing(Output(out, made_from)) as output:
                     make(files, Job(args.tokenizer, args.text_key, weights), output, workers, on_error)
             os.remove(lock)
@@ -439,7 +443,7 @@ def make(files: list[str], job: Job, output: "Output", workers: int, on_error: s
         print(f"{split:<5} {tokens:>16,} tokens {documents:>12,} documents")
     if skipped:
         print(f"skipped {skipped:,}:", ", ".join(f"{n:,} {reason}" for reason, n in progress.skipped.items()))
-        print(*progress.examples, sep="\n", file=sys.stderr)  # stderr can print any file name
+        print(*progress.examples, sep="\n", file=sys.stderr)  # stdout fails if a file name is not UTF-8
     seconds = time.monotonic() - began
     print(f"{output.folder}: complete in {seconds:.1f} s, {(sum(progress.tokens) - before) / seconds:,.0f} tokens/s")
 

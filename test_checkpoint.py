@@ -1,4 +1,4 @@
-"""Test checkpoints: any layout loads any other's, resuming changes no bit, an incomplete checkpoint is never used."""
+"""Test checkpoints: any layout loads those of any other, resuming changes no bit, incomplete ones are never used."""
 
 import itertools
 import json
@@ -70,7 +70,7 @@ def arrays(folder):
 
 @pytest.fixture(scope="module")
 def straight(workers, tokens_dir, tmp_path_factory):
-    """Return a function that trains ten steps without a stop and returns the out_dir. Each run is made once."""
+    """Return a function that trains ten steps without a stop and returns the out_dir. Equal runs are made only once."""
     made = {}
 
     def run(ranks=1, **fields):
@@ -88,7 +88,7 @@ def straight(workers, tokens_dir, tmp_path_factory):
 def test_resuming_changes_no_bit(workers, straight, tokens_dir, tmp_path, ranks, tp, parts, dtype):
     """Train 10 steps, 5 + 5 steps and 3 + 3 + 4 steps. All weights, moments and logged numbers must be equal.
 
-    fp16 starts with a loss scale that overflows a few times, and its window is short. So all its counters change.
+    fp16 starts with a loss scale that overflows a few times, and its window is short. So the scaler's counters change.
     """
     fields = dict(tp=tp, dtype=dtype)
     if dtype == "fp16":
@@ -117,7 +117,7 @@ def test_resuming_changes_no_bit(workers, straight, tokens_dir, tmp_path, ranks,
     ids=str,
 )
 def test_any_layout_goes_on_from_any_other(workers, straight, tokens_dir, tmp_path, before, after):
-    """Train five steps in each of two layouts in float64. The curve must equal one process's to ten digits."""
+    """Train five steps in each of two layouts in float64. The curve must equal that of one process to ten digits."""
     reference = straight(1, dtype="fp64", num_layers=3)
     for (ranks, layout), stop in [(before, 5), (after, 10)]:
         config = configured(tmp_path, tokens_dir, train_iters=stop, num_layers=3, **layout)

@@ -24,7 +24,7 @@ LAYOUTS = [(dp, b) for dp in (1, 2, 3, 4, 8) for b in (1, 2, 3, 5)]  # data rank
 
 
 def write(folder, row, /, **changes):
-    """Write a data set like prepare.py. All splits have the tokens `row`. `changes` replace fields of meta.json."""
+    """Write files as prepare.py does. All splits have the tokens `row`. `changes` replace fields of meta.json."""
     for split in ("train", "val", "test"):
         np.asarray(row, "<u2").tofile(folder / f"{split}.bin")
     counts = dict.fromkeys(("train", "val", "test"), len(row))
@@ -341,7 +341,7 @@ def test_an_id_beyond_the_vocabulary_deep_in_the_file_is_found_in_its_batch(tmp_
 
 
 class Source:
-    """Replace Tokens: count the batches, need `seconds` for each, raise an error in batch number `fails`."""
+    """Replace Tokens. Count the batches, sleep `seconds` in each, and raise an error in batch number `fails`."""
 
     def __init__(self, seconds=0.0, fails=None):
         self.seconds, self.fails, self.count = seconds, fails, 0

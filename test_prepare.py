@@ -29,9 +29,9 @@ from errors import UserError
 HERE = Path(__file__).parent
 BYTES = tokenizer.load_tokenizer("bytes")
 SMALL = "documents.PIECE, documents.MAX_RUN = 64, 512"
-# Characters of all classes of GPT-2's pattern, and characters that Python and Rust may classify differently: letters,
-# digits, apostrophes, contractions, all kinds of spaces, other separators, marks, scripts, emoji (newer than Unicode
-# 3.2), and the text of an end-of-text token
+# Characters of all classes of GPT-2's pattern, and characters that Python and tiktoken may classify differently:
+# letters, digits, apostrophes, contractions, all kinds of spaces, other separators, marks, scripts, emoji (newer than
+# Unicode 3.2), and the text of an end-of-text token
 ATOMS = [
     *"aZé中한ж9٣½'\u2019!.\u0301_-<|>", *" \n\r\t\xa0\u2028\u3000\x1c\x1f\x85\u200b\x00\u180e", *" \n" * 6, *"'ts" * 3,
     "'s", "'ll", "'re", "n't", "  ", "\r\n", "😀", "\U0001f6d8", "ꟊ", "<|endoftext|>", "hello", "12345", "!!!", "。",
@@ -63,7 +63,7 @@ def run(*arguments, before="", code=0, **keywords):
 
 
 def error_of(*arguments, **keywords) -> str:
-    """Run a command that must fail. Return its error, the one line after the progress bar."""
+    """Run a command that must fail. Return its error, the last line of the output."""
     last = run(*arguments, code=2, **keywords).splitlines()[-1]
     assert last.startswith("error: ")
     return last
@@ -354,7 +354,7 @@ def test_the_output_does_not_depend_on_workers_nor_on_pieces(corpus, tmp_path, w
 
 
 def test_the_order_is_the_inputs_whoever_is_first(corpus, tmp_path):
-    """The first block is the last one to be finished."""
+    """Delay the first block, so it is finished last."""
     slow = "import time; encode = prepare.encode"
     slow += "\nprepare.encode = lambda e, text: (time.sleep(0.2 if text.startswith('late') else 0), encode(e, text))[1]"
     texts = ["late" + "x" * 80, *(f"{i:080}" for i in range(30))]
@@ -411,6 +411,8 @@ def test_after_kill_9_the_same_command_ends_in_the_same_bytes(corpus, tmp_path, 
 
 def test_nothing_is_under_a_final_name_before_it_is_whole(corpus, tmp_path):
     command, _ = corpus
+    # at each rename: the file is not empty, and neither its final name nor meta.json exists
+    # after each write: no file has a final name
     check = (
         "rename = os.rename\ndef check(a, b):\n    names = os.listdir(os.path.dirname(b))\n"
         "    assert os.path.getsize(a) > 0 and 'meta.json' not in names and os.path.basename(b) not in names\n"
@@ -424,7 +426,7 @@ def test_nothing_is_under_a_final_name_before_it_is_whole(corpus, tmp_path):
 def test_workers_die_with_their_parent(corpus, tmp_path):
     command, _ = corpus
     die = "prepare.Output.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)"  # kill only the parent
-    # run() returns when the last process with the output pipe has ended
+    # run() returns when the last process that has the output pipe open has ended
     run(*command, f"--out={tmp_path}/out", before=f"{SMALL}\n{die}", code=-signal.SIGKILL, timeout=60)
 
 
@@ -605,9 +607,10 @@ def test_mistakes_in_the_command_are_one_line(arguments, expected, tmp_path):
 @pytest.mark.parametrize("kind", ["a.txt", "a.txt.gz", "a.jsonl"])
 def test_memory_does_not_grow_with_the_input(kind, tmp_path):
     """For 48 MB of input, the parent and the largest worker need at most 12 MB more than for 3 MB."""
+    # Only the parent prints. Its peak comes from VmHWM, because its own ru_maxrss would include pytest's memory.
     report = "import atexit, resource; parent = os.getpid(); "
     report += "atexit.register(lambda: os.getpid() != parent or print('peak', "
-    report += "open('/proc/self/status').read().split('VmHWM:')[1].split()[0], "  # ru_maxrss includes pytest's memory
+    report += "open('/proc/self/status').read().split('VmHWM:')[1].split()[0], "
     report += "resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))"
     peaks = []
     for megabytes in (3, 48):

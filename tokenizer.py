@@ -64,7 +64,7 @@ WHITE_SPACE = set("\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000") | {
 
 @functools.lru_cache(1 << 16)
 def character_class(c: str) -> str | None:
-    """Return the class of `c` in GPT-2's pattern ("space", "L" letter, "N" number, "other"), or None if not certain.
+    """Return the class of `c` in GPT-2's pattern ("space", "L" letter, "N" number, "other"), or None if uncertain.
 
     Python and tiktoken may use different versions of Unicode. The class is certain if it is the same in Unicode 3.2 and
     in this Python's version. Bytes that are not UTF-8 give None (surrogates represent them in `c`).
@@ -78,16 +78,17 @@ def character_class(c: str) -> str | None:
 
 
 def cut_points(text: str, pattern: str):
-    """Yield each i with encode(text) == encode(text[:i]) + encode(text[i:]), for any characters before and after text.
+    """Yield cut points i: encode(text) == encode(text[:i]) + encode(text[i:]), also if text is part of a longer text.
 
-    BPE never merges across pre-tokens, so a pre-token must begin at i in any case. GPT-2's pattern is
+    BPE never merges across pre-tokens. So i can be a cut point only if a pre-token begins at i also without the cut.
+    GPT-2's pattern is
 
         's 't 're 've 'm 'll 'd | ?letters | ?numbers | ?others | whitespace before whitespace | whitespace
 
     where ? is one optional space. A pre-token certainly begins in two cases:
-    1. i is between a non-space character and a character of another class. Only an apostrophe and the letters after it
-       can be in one pre-token, so this pair is excluded.
-    2. i is before the last of several whitespace characters, and a non-space character follows. The last one is either
+    1. i is between a non-space character and a character of another class. An apostrophe and a letter are an exception,
+       because one pre-token can contain them.
+    2. i is before the last of several whitespace characters, and a non-space character follows. This last one is either
        the optional space of the next pre-token or a pre-token of its own.
     The cut does not change the pre-tokens after i, because the pattern never looks back. It does not change
     the pre-tokens before i, because the pattern looks ahead only from whitespace, and only for more whitespace. In case
@@ -110,7 +111,7 @@ def size(text: str) -> int:
 
 
 def last_cut(data: bytes, pattern: str) -> int:
-    """Return the last cut point of `data`, or 0. Try the last 64 bytes first: they nearly always have one."""
+    """Return the last cut point of `data`, or 0. First try the last 64 bytes, which nearly always have one."""
     for window in (64, 4096, len(data)):
         start = max(0, len(data) - window)
         text = data[start:].decode("utf-8", "surrogateescape")

@@ -1,5 +1,5 @@
 # CodeParrot small (110M). Source of all values: the script in "How to train a Language Model with Megatron-LM",
-# huggingface.co/blog/megatron-training, which needs about 12 hours on 8 GPUs. The blog names its JSON lines .json:
+# huggingface.co/blog/megatron-training, which needs about 12 hours on 8 GPUs. Rename the blog's file to .jsonl:
 # mv codeparrot_data.json codeparrot_data.jsonl
 # python prepare.py codeparrot_data.jsonl --text_key=content --out=data/codeparrot_gpt2
 data_dir = "data/codeparrot_gpt2"

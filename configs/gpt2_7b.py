@@ -1,6 +1,6 @@
 # GPT-2 7B, 6,658,498,560 parameters. Source of all values: ds_gpt2_7b.sh and ds_config_gpt2_7b_4.json in the article
 # "大規模言語モデル(LLM)の作り方 Megatron-DeepSpeed編 Part1" (2023).
-# The script also sets --fp16 and ZeRO stage 1 (here: --zero=1).
+# The script also sets --fp16 and ZeRO stage 1. This file sets neither (add --dtype=fp16 --zero=1).
 data_dir = "data/stdlib_gpt2"
 vocab_size = 50257
 

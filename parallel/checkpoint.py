@@ -15,7 +15,7 @@ Every rank writes into the folder `step_N.writing` and flushes its files. Then r
 a folder with the final name is always complete. The latest checkpoint is the `step_N` with the largest N. No file is
 unpickled, so loading a checkpoint runs no code from it.
 
-Shared writable memmaps would be wrong: on network file systems, two hosts that write to the same page lose updates.
+Writing with shared memmaps would be wrong: on network file systems, two hosts that write to the same page lose updates.
 """
 
 import json
@@ -32,15 +32,16 @@ import torch
 from errors import UserError
 from parallel.comm import agree
 
-# Fields of the configuration that must equal the checkpoint's.
+# Fields that must be equal in the configuration and in the checkpoint.
 MUST_MATCH = "num_layers hidden_size num_attention_heads seq_length max_position_embeddings vocab_size seed optimizer"
 
 
 def runs(spec, begin, end, tp_rank, tp):
-    """Yield the runs of the elements begin .. end of a rank's local tensor (flattened) in the whole tensor.
+    """Yield the runs of a rank: where its local elements begin .. end lie in the whole tensor.
 
-    Each run is (local offset, whole offset, length), in elements, in order. If the tensor is cut along `tp_dim`, its
-    shape can be written as [outer, tp, inner]. Then a rank has `inner` consecutive elements of each outer row.
+    begin and end count elements of the rank's flattened local tensor. Each run is (local offset, whole offset, length),
+    in elements, in order. If the tensor is cut along `tp_dim`, its shape can be written as [outer, tp, inner]. Then a
+    rank has `inner` consecutive elements of each of the `outer` rows.
     """
     if spec.tp_dim is None:
         yield begin, begin, end - begin
@@ -56,7 +57,8 @@ def runs(spec, begin, end, tp_rank, tp):
 def files(bucket, begin, end):
     """Yield (file name, Piece, elements) of each weight and moment in begin .. end of a bucket's flat buffer.
 
-    The elements are a view into `master` or a moment. Index 0 of these tensors is element owned[0] of the bucket.
+    A Piece is the part of one parameter in begin .. end. The elements are a view into `master` or a moment. Both
+    tensors contain only the bucket's elements owned[0] .. owned[1], so owned[0] is subtracted.
     """
     first = bucket.owned[0]
     for piece in bucket.layout.pieces(begin, end):
@@ -112,7 +114,7 @@ def _write_arrays(folder, zero):
             if bucket.holders.rank != 0 or (piece.spec.tp_dim is None and tp.rank != 0):
                 continue  # another rank writes the same elements
             local = flat.cpu().numpy()
-            # Not open(folder / name, "wb"), because it would delete what other ranks have written into the file.
+            # open(folder / name, "wb") would delete the elements that other ranks have written into the file.
             with open(os.open(folder / name, os.O_CREAT | os.O_WRONLY, 0o644), "wb") as file:
                 for at, whole, length in runs(piece.spec, piece.begin, piece.end, tp.rank, tp.size):
                     begin, offset = at - piece.begin, whole * local.itemsize
@@ -133,7 +135,7 @@ def _write_index(folder, zero, state):
 
 
 def _flush(folder):
-    """Flush a folder to disk. A new file name is data of its folder, so fsync of the file is not enough."""
+    """Flush a folder to disk. A file name is data of its folder, so fsync of the file is not enough."""
     fd = os.open(folder, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
@@ -178,7 +180,7 @@ def refuse_contradictions(path, index, config, tokenizer):
 
 
 def to_resume(config, tokenizer):
-    """Return the path of the checkpoint to resume from, or None. Raises UserError for a contradiction."""
+    """Return the path of the checkpoint to resume from, or None. Raises UserError if it can't be used."""
     place = config.out_dir if config.resume in ("auto", "none") else config.resume
     path = find(place)
     if path is None:
@@ -190,7 +192,7 @@ def to_resume(config, tokenizer):
     index = read_index(path)
     refuse_contradictions(path, index, config, tokenizer)
     later = [step for step in all_steps(config.out_dir) if step > index["counters"]["iteration"]]
-    if later and not config.eval_only:  # the next run would resume from these
+    if later and not config.eval_only:  # the next run would resume from the latest of these
         advice = "remove the later checkpoints, or use another --out_dir"
         raise UserError(f"resume={config.resume}: {config.out_dir} contains the later step_{later[-1]}; {advice}")
     return path
@@ -198,10 +200,10 @@ def to_resume(config, tokenizer):
 
 @torch.no_grad()
 def load(path, zero):
-    """Fill the buckets' master weights and moments from the checkpoint `path`. Can raise UserError on some ranks only.
+    """Fill the buckets' master weights and moments from the checkpoint `path`. May raise UserError on some ranks only.
 
     Each rank reads only its own elements. A memmap reads only the pages that contain them. When all ranks have loaded,
-    call `zero.parameters_from_master` to make the parameters.
+    call `zero.parameters_from_master` to set the parameters.
     """
     index, tp = read_index(path), zero.mesh.tp
     dtype = np.dtype(index["dtype"])
