@@ -1,10 +1,11 @@
-"""Causal attention in Triton: the masked softmax on its own, and attention that never forms the [s, s] matrix.
+"""Causal attention in Triton: the masked softmax alone, and attention that never stores the [s, s] matrix.
 
-Row i (a query) looks at the keys j <= i only. What is above the diagonal is neither read nor, tile by tile, computed.
+Row i (a query) uses the keys j <= i only. The kernels do not read elements above the diagonal. Attention computes
+[s, s] in tiles and skips the tiles above the diagonal.
 
-Both kernels take powers of 2, not of e: exp(x) = 2^(x log2 e) is one instruction (`ex2`) where exp is five, and the
-factor log2 e joins the scale, which is multiplied in anyway. The product and the subtraction of the maximum are one
-`fma`, rounded once; the rounding error that m has is then one common factor of the row, which the sum divides out.
+Both compute powers of 2 instead of e: exp(x) = 2^(x log2 e). `ex2` is one instruction, exp is five. The factor log2 e
+is multiplied into the softmax's scale. In 2^(scale x - m), m is the row's maximum. The product and the subtraction are
+one `fma`, rounded once. A rounding error of m scales the whole row; the division by the row's sum cancels this factor.
 """
 
 import math
@@ -22,18 +23,18 @@ LOG2E = tl.constexpr(math.log2(math.e))
 #     forward     one row a program, held in registers: load, max, exp, sum, divide, store
 #     backward    p is what the forward saved: dx = c p (dp - sum_j p_j dp_j), from d softmax / dx = diag(p) - p p^T
 #
-# The classic of Megatron-LM (`scaled_upper_triang_masked_softmax`; Shoeybi et al., arXiv 1909.08053). What it fuses
-# are scale, mask, softmax and the two casts: five passes over memory in plain PyTorch, one here. Floor per element of
-# [s, s] in bf16: half of x read, all of p written, 3 bytes; backward half of p and of dp read, all of dx written, 4.
-# Read in groups of 8, see below, that becomes 3 + 8/s and 4 + 16/s: 3.008 and 4.016 at s = 1024.
+# This kernel is known from Megatron-LM (`scaled_upper_triang_masked_softmax`; Shoeybi et al., arXiv 1909.08053). It
+# fuses scale, mask, softmax and two casts: five passes over memory in plain PyTorch, one here. Floor per element of
+# [s, s] in bf16: forward 3 bytes (half of x read, all of p written), backward 4 (half of p and half of dp read, all of
+# dx written). `_causal_row` reads groups of 8 columns, which makes 3 + 8/s and 4 + 16/s: 3.008 and 4.016 at s = 1024.
 
 
 @triton.jit
 def _causal_row(s, BLOCK: tl.constexpr):
-    """This program's row: (offset of its first element, columns, which to load, which count, which exist).
+    """Return this program's row: (offset of its first element, columns, three masks: to load, j <= i, inside the row).
 
-    Loaded are groups of 8 columns of which the diagonal reaches one: a mask that is the same for 8 neighbours leaves
-    a load of 16 bytes whole, where `column <= i` would make eight of it.
+    The load mask is equal for each group of 8 columns; the last loaded group contains the diagonal. Such a mask allows
+    16-byte loads. The mask `column <= i` would split each of them into eight.
     """
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -49,21 +50,21 @@ def causal_softmax_forward(X, P, s, scale, BLOCK: tl.constexpr):
     x = tl.where(seen, x, float("-inf"))
     c = scale * LOG2E
     p = tl.exp2(tl.fma(x, c, -(tl.max(x, 0) * c)))  # 2^-inf = 0 above the diagonal
-    tl.store(P + row + column, p * (1.0 / tl.sum(p, 0)), mask=exists)  # one division a row, not s
+    tl.store(P + row + column, p * (1.0 / tl.sum(p, 0)), mask=exists)  # one division a row instead of s
 
 
 @triton.jit
 def causal_softmax_backward(P, DP, DX, s, scale, BLOCK: tl.constexpr):
     row, column, load, seen, exists = _causal_row(s, BLOCK)
-    p = tl.load(P + row + column, mask=load, other=0.0).to(tl.float32)  # 0 above the diagonal, as it was written
+    p = tl.load(P + row + column, mask=load, other=0.0).to(tl.float32)  # 0 above the diagonal
     dp = tl.load(DP + row + column, mask=load, other=0.0).to(tl.float32)
-    dp = tl.where(seen, dp, 0.0)  # may be anything there, nan too
+    dp = tl.where(seen, dp, 0.0)  # dp above the diagonal may be nan
     dx = p * scale * (dp - tl.sum(p * dp, 0))
     tl.store(DX + row + column, dx, mask=exists)
 
 
 def one_row(width):
-    """Launch options for programs that hold one row in registers: 8 elements a thread, a 16-byte load of bf16."""
+    """Return launch options for programs with one row in registers: 8 elements a thread, one 16-byte load of bf16."""
     block = triton.next_power_of_2(width)
     return dict(BLOCK=block, num_warps=min(max(block // 256, 1), 16))
 
@@ -91,9 +92,9 @@ class CausalSoftmax(torch.autograd.Function):
 
 
 def causal_softmax(scores, scale):
-    """softmax(scale * scores) over the columns up to the diagonal, 0 above it. [..., s, s] -> [..., s, s].
+    """Return softmax(scale * scores) over the columns up to the diagonal, 0 above it. [..., s, s] -> [..., s, s].
 
-    float32, float16 or bfloat16, computed in float32; scale > 0. Equals, and differs from only by rounding,
+    scores: float32, float16 or bfloat16; scale > 0. Computes in float32. Except for rounding, the result equals
     `(scale * scores).masked_fill(torch.ones(s, s).triu(1).bool(), -inf).softmax(-1)`.
     """
     return CausalSoftmax.apply(scores, float(scale))
@@ -103,47 +104,47 @@ def causal_softmax(scores, scale):
 #
 #     S = q k^T / sqrt(d)      P = causal softmax of S      o = P v         per sample and head: [s, s] and [s, d]
 #
-# FlashAttention-2 (Dao, arXiv 2307.08691): P is made tile by tile on the chip and never stored. The softmax of a row
-# needs its maximum m and its sum l before the first weight is known. *Online* (Milakov and Gimelshein, arXiv
-# 1805.02867) both are kept for the keys so far, and what was added up under an older maximum is scaled down:
+# FlashAttention-2 (Dao, arXiv 2307.08691) computes P tile by tile on the chip and never stores it. The softmax of a row
+# needs the row's maximum m and sum l. The *online* softmax (Milakov and Gimelshein, arXiv 1805.02867) keeps m and l of
+# the keys so far. When the maximum grows, it scales down l and o:
 #
 #     for every tile of keys:     m' = max(m, max_j S_j)      alpha = 2^(m - m')      P_j = 2^(S_j - m')
 #                                 l = alpha l + sum_j P_j     o = alpha o + P v       m = m'
 #     at the end:                 o = o / l                   L = m + log2 l          (S, m, L in units of log 2)
 #
-# L, the log of the sum of exponentials, is all that backward needs to make any tile of P again: P = 2^(S - L).
+# L is the log of the row's sum of exponentials. From L, backward computes any tile of P again: P = 2^(S - L).
 #
 #     dv = P^T do      dP = do v^T      dS = P (dP - delta)      dq = dS k / sqrt(d)      dk = dS^T q / sqrt(d)
 #
-# with delta_i = sum_j P_ij dP_ij = sum_d o_id do_id (section 3.1 there): the softmax's backward without a row of P.
-# Two kernels, each the only writer of what it computes: for a tile of keys over the queries below it (dk, dv), for a
-# tile of queries over the keys before it (dq). No atomics, so two runs agree to the bit; the price is that S and dP
-# are computed twice, 7 products instead of 5.
+# with delta_i = sum_j P_ij dP_ij = sum_d o_id do_id (section 3.1 of the paper). So backward needs no whole row of P.
+# Backward has two kernels. For each tile of keys, one loops over the queries below the diagonal and writes dk and dv.
+# For each tile of queries, the other loops over the keys before them and writes dq. Each element has one writer, so
+# there are no atomics and two runs give the same bits. But S and dP are computed twice: 7 products instead of 5.
 #
-# Causality by tiles. A query tile of ROWS first meets the key tiles wholly before it, where no mask is needed, then
-# the ROWS / COLUMNS tiles on its diagonal, where one is:
+# Causality by tiles: a program of ROWS queries first loops over the key tiles below the diagonal without a mask, then
+# over the ROWS / COLUMNS tiles on the diagonal with a mask. Numbers of the tiles, with ROWS = 2 COLUMNS:
 #
 #     keys       0   1   2   3   4   5
 #     queries 0  \   \                       \  on the diagonal: masked
 #             1  .   .   \   \               .  below: not masked
-#             2  .   .   .   .   \   \          above: not visited
+#             2  .   .   .   .   \   \          above: skipped
 #
-# Costs per head. Operations: forward 2 products of 2 s^2 d, half of it causal: 2 s^2 d, + ROWS/s for the diagonal's
-# halves; backward 7 s^2 d (floor 5). Memory traffic, bf16, per element of o: forward 8 bytes (q, k, v, o) + 4/d,
-# backward 26 (delta 4; dk, dv 12; dq 10) + 28/d, if the chip's cache holds the tiles that neighbours read again.
-# Kept for backward: qkv, o and 4 bytes of L a row, where the plain form keeps s times as many.
+# Operations per head: forward 2 products of 2 s^2 d each; the causal half is 2 s^2 d in total. The masked halves of the
+# diagonal tiles add a share of ROWS/s. Backward: 7 s^2 d (floor 5). Memory traffic in bf16, per element of o: forward
+# 8 bytes (q, k, v, o) + 4/d; backward 26 bytes (delta 4; dk, dv 12; dq 10) + 20/d, if tiles that neighbours read again
+# come from the cache. Kept for backward: qkv, o and L, 4 bytes a row. Plain attention keeps s numbers of P a row.
 
 
 @triton.jit
 def _pointers(X, first, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """To the tile [ROWS, WIDTH] of X at row `first`, which counts in int64: s * stride may pass 2^31."""
+    """Return pointers to the tile [ROWS, WIDTH] of X at row `first`, in int64 because s * stride may exceed 2^31."""
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     return X + tl.cast(first, tl.int64) * stride + (row[:, None] * stride + column[None, :])
 
 
 @triton.jit
 def _inside(first, s, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Which elements of that tile exist: rows below s, columns below D (WIDTH is D, up to a power of two)."""
+    """Return the mask of a tile's elements in rows < s and columns < D (WIDTH is D rounded up to a power of two)."""
     inside = (first + tl.arange(0, ROWS) < s)[:, None]
     if D < WIDTH:
         inside = inside & (tl.arange(0, WIDTH) < D)[None, :]
@@ -152,7 +153,7 @@ def _inside(first, s, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _load(X, first, stride, s, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows first .. first + ROWS of X, [ROWS, WIDTH]; what does not exist is 0."""
+    """Return rows first .. first + ROWS of X, [ROWS, WIDTH], with 0 for elements outside of X."""
     inside = _inside(first, s, D, ROWS, WIDTH)
     return tl.load(_pointers(X, first, stride, ROWS, WIDTH), mask=inside, other=0.0)
 
@@ -168,7 +169,7 @@ def _scores(
     q, K, j, first, stride, s,
     MASKED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """(k, q k^T) of the keys from j on, [COLUMNS, WIDTH] and [ROWS, COLUMNS]; later keys than the query's: -inf."""
+    """Return (k [COLUMNS, WIDTH], q k^T [ROWS, COLUMNS]) of the keys from j on. MASKED: -inf above the diagonal."""
     k = _load(K, j, stride, s, D, COLUMNS, WIDTH)
     x = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
@@ -182,7 +183,7 @@ def _over_keys(
     o, l, m, q, K, V, first, start, stop, stride, s, c,
     MASKED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries over the keys start .. stop: the recurrence above."""
+    """Loop one tile of queries over the keys start .. stop (the online softmax above)."""
     for j in range(start, stop, COLUMNS):
         _, x = _scores(q, K, j, first, stride, s, MASKED, D, ROWS, COLUMNS, WIDTH)
         above = tl.maximum(m, tl.max(x, 1) * c)  # finite: every row sees the first key
@@ -200,9 +201,9 @@ def attention_forward(
     QKV, O, L, s, a, stride_b, stride_s, stride_3, stride_a, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """o [b, s, a, d] and L [b, a, s] float32 of one tile of queries. Grid: b a heads times cdiv(s, ROWS) tiles."""
+    """Compute o [b, s, a, d] and L [b, a, s] float32 of one query tile. Grid: b a heads times cdiv(s, ROWS) tiles."""
     tiles = tl.cdiv(s, ROWS)
-    tile = tiles - 1 - tl.program_id(0) % tiles  # the last queries see the most keys: longest first
+    tile = tiles - 1 - tl.program_id(0) % tiles  # longest first: the last queries see the most keys
     head = tl.program_id(0) // tiles
     sample = (head // a).to(tl.int64)
     Q = QKV + sample * stride_b + (head % a) * stride_a
@@ -224,7 +225,7 @@ def attention_forward(
 
 @triton.jit
 def attention_delta(O, DO, DELTA, s, a, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """delta = sum over d of o do, [b, a, s] float32: 4 bytes read per element of o, in bf16."""
+    """Compute delta = sum over d of o do, [b, a, s] float32. It reads 4 bytes per element of o in bf16."""
     tiles = tl.cdiv(s, ROWS)
     first = tl.program_id(0) % tiles * ROWS
     head = tl.program_id(0) // tiles
@@ -240,10 +241,10 @@ def _over_queries(
     dk, dv, k, v, Q, DO, L, DELTA, first, start, stop, stride, stride_o, s, c,
     MASKED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys over the queries start .. stop. Keys are the rows of all tiles here (P^T, dS^T), so that both
-    are left operands of the next product, which tensor cores take straight from registers.
+    """Loop one tile of keys over the queries start .. stop, and add to dk and dv.
 
-    Queries from s on need no mask: q = do = 0 and L = delta = 0 there, so that P = 1, and both P do and dS are 0.
+    It computes P^T and dS^T, with keys as rows. They are left operands of the next product, which tensor cores read
+    from registers. Queries from s on need no mask: q = do = 0 and L = delta = 0 make P = 1 and P^T do = dS = 0.
     """
     for i in range(start, stop, ROWS):
         row = i + tl.arange(0, ROWS)
@@ -265,9 +266,9 @@ def attention_backward_keys(
     QKV, DO, L, DELTA, DQKV, s, a, stride_b, stride_s, stride_3, stride_a, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of COLUMNS keys, into dqkv [b, s, 3, a, d]. Grid: b a heads times cdiv(s, COLUMNS)."""
+    """Write dk and dv of one tile of COLUMNS keys to dqkv [b, s, 3, a, d]. Grid: b a heads times cdiv(s, COLUMNS)."""
     tiles = tl.cdiv(s, COLUMNS)
-    first = tl.program_id(0) % tiles * COLUMNS  # the first keys are seen by the most queries: longest first
+    first = tl.program_id(0) % tiles * COLUMNS  # longest first: the most queries see the first keys
     head = tl.program_id(0) // tiles
     sample = (head // a).to(tl.int64)
     Q = QKV + sample * stride_b + (head % a) * stride_a
@@ -297,7 +298,7 @@ def _over_keys_backward(
     dq, q, do, log, delta, K, V, first, start, stop, stride, s, c,
     MASKED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries over the keys start .. stop once more, for dq."""
+    """Loop one tile of queries over the keys start .. stop, and add to dq."""
     for j in range(start, stop, COLUMNS):
         k, x = _scores(q, K, j, first, stride, s, MASKED, D, ROWS, COLUMNS, WIDTH)
         p = tl.exp2(tl.fma(x, c, -log[:, None]))
@@ -313,7 +314,7 @@ def attention_backward_queries(
     QKV, DO, L, DELTA, DQKV, s, a, stride_b, stride_s, stride_3, stride_a, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of ROWS queries, into dqkv [b, s, 3, a, d]. Grid: b a heads times cdiv(s, ROWS) tiles."""
+    """Write dq of one tile of ROWS queries to dqkv [b, s, 3, a, d]. Grid: b a heads times cdiv(s, ROWS) tiles."""
     tiles = tl.cdiv(s, ROWS)
     first = (tiles - 1 - tl.program_id(0) % tiles) * ROWS
     head = tl.program_id(0) // tiles
@@ -338,13 +339,14 @@ def attention_backward_queries(
     _store(DQ, dq * scale, first, 3 * a * D, s, D, ROWS, WIDTH)
 
 
-# (ROWS, COLUMNS, warps, stages) by how the products are computed and by width. ROWS is a multiple of COLUMNS, in the
-# keys' kernel COLUMNS of ROWS, so that tiles end where the diagonal begins. What bounds them are the 255 registers of
-# a thread: an accumulator [ROWS, WIDTH] takes ROWS WIDTH / (32 warps) of them, and what spills goes to memory. Two or
-# three programs on a processor hide each other's softmax behind products; small tiles waste less on the diagonal,
-# large ones read k and v from the cache less often. "hopper" (sm_90, sm_100) has tensor cores that read shared memory
-# themselves; "ampere" fits into the 99 KB that all others have of it; float32 has no tensor cores. None spills (the
-# float32 row by two words in one Triton version): chosen by the compiler's report, not by the clock.
+# (ROWS, COLUMNS, warps, stages) for each kind of product and each width. In `forward` and `queries` ROWS is a multiple
+# of COLUMNS, in `keys` COLUMNS is a multiple of ROWS, so that masked and unmasked loops both cover whole tiles. The
+# tiles must fit into the 255 registers of a thread: an accumulator [ROWS, WIDTH] needs ROWS WIDTH / (32 warps) of them.
+# Values that do not fit *spill* to memory. Two or three programs share a multiprocessor: one computes products while
+# another computes its softmax. Small tiles waste less work on the diagonal, large tiles read k and v less often.
+# "hopper" (sm_90, sm_100): tensor cores read shared memory directly. "ampere": at most 99 KB of shared memory, which
+# every other GPU has. "float32": no tensor cores. Nothing spills, except two words of float32 in one Triton version.
+# The tiles were chosen by the compiler's report, not by measured time.
 TILES = {
     ("hopper", 64): dict(forward=(128, 64, 8, 3), keys=(64, 64, 4, 3), queries=(64, 64, 4, 3)),
     ("hopper", 128): dict(forward=(128, 64, 8, 3), keys=(32, 64, 4, 2), queries=(64, 64, 4, 2)),
@@ -356,11 +358,11 @@ TILES = {
 
 
 def attention_options(d, dtype, capability):
-    """Constants and launch options of each kernel for head size d, dtype and compute capability (9, 0)."""
+    """Return constants and launch options of each kernel. capability: the GPU's compute capability, such as (9, 0)."""
     if d > 128:
-        raise ValueError(f"attention: head size {d}; tiles are cut for at most 128")
+        raise ValueError(f"attention: head size {d} is too large, at most 128")
     products = "float32" if dtype == torch.float32 else "hopper" if capability[0] in (9, 10) else "ampere"
-    width = max(triton.next_power_of_2(d), 16)  # tensor cores take no less
+    width = max(triton.next_power_of_2(d), 16)  # the minimum of tensor cores
     options = {
         which: dict(D=d, WIDTH=width, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages)
         for which, (rows, columns, warps, stages) in TILES[products, max(width, 64)].items()
@@ -369,7 +371,7 @@ def attention_options(d, dtype, capability):
 
 
 def capability(device):
-    """Of the GPU; under the interpreter, which has none, of the kind that the tiles are cut for first."""
+    """Return the GPU's compute capability, or (9, 0) under the interpreter, which has none."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
@@ -405,29 +407,29 @@ def strides(qkv):
 
 
 def launch(kernel, options, heads, s, along, *arguments):
-    """One program per head and tile of s, on the GPU where the tensors lie; under the interpreter on the CPU."""
+    """Run one program per head and tile of s on the tensors' device."""
     with torch.cuda.device_of(arguments[0]):
         kernel[(heads * triton.cdiv(s, options[along]),)](*arguments, **options)
 
 
 def attention(qkv, cache=None):
-    """Causal attention, softmax(q k^T / sqrt(d)) v, per head. qkv [b, s, 3, a, d] -> [b, s, a, d] of its dtype.
+    """Return softmax(q k^T / sqrt(d)) v per head, causal: qkv [b, s, 3, a, d] -> [b, s, a, d] of the same dtype.
 
-    float32, float16 or bfloat16; products in that dtype, sums in float32; d up to 128, best a power of two. Any
-    strides, the last of them 1 (else it is copied). Deterministic. Its plain form is `reference.attention`, which alone
-    has a `cache`, for generating.
+    qkv: float32, float16 or bfloat16. Products are in this dtype, sums in float32. d is at most 128, best a power of
+    two. qkv may have any strides; it is copied if the last stride is not 1. The result is deterministic.
+    `reference.attention` is the plain form. Only the plain form supports a `cache`, for generation.
     """
     assert cache is None
     return Attention.apply(qkv)
 
 
-# --- what the model uses, for compiling without a GPU ----------------------------------------------------------------
+# --- the model's launches, for compiling without a GPU ---------------------------------------------------------------
 
 
 def configurations(capability, dtypes=("bf16", "fp16"), sizes=(64, 128), s=1024):
-    """[(name, kernel, types of the arguments that are not constants, constants and options)] as the model launches.
+    """Return [(name, kernel, types of the non-constant arguments, constants and options)] of the model's launches.
 
-    types: "*bf16 *fp32 i32 fp32 ..." in order, as Triton's compiler names them.
+    types: the types in order, in the notation of Triton's compiler, such as "*bf16 *fp32 i32 fp32".
     """
     found = []
     for t in dtypes:

@@ -1,36 +1,42 @@
-"""Why fused kernels are faster, and the kernels: `reference.py`'s functions by the same names, in Triton.
+"""The operations of `reference.py` as fused Triton kernels, under the same names, and why they are faster.
 
-Between two matrix products a GPU does next to nothing per element, and fetching the element takes all the time: an H200
-makes 200 operations of a matrix product in the time in which it reads one byte. Each plain operation reads its operands
-from memory and writes its result there, for the next one to read. A fused kernel does with an element all that is to be
-done while it has it. What that saves in one block of the 345M model (8 x 1024 tokens of h = 1024, 16 heads, bf16; MiB
-moved; one activation of h is 16):
+Between two matrix products a GPU computes almost nothing per element. Memory traffic takes nearly all the time: while
+an H200 reads one byte, it can do 200 operations of a matrix product. Each operation of plain PyTorch reads its operands
+from memory and writes its result back for the next operation. A fused kernel reads an element once, does all operations
+on it, and writes it once.
+
+The table shows the memory traffic of one block of the 345M model, in MiB: 8 samples of 1024 tokens, h = 1024, 16 heads,
+bf16. One activation [8192, h] is 16 MiB. The notes name the passes over memory of plain PyTorch.
 
                                       forward                                backward
                                       plain                          fused   plain                               fused
-    LayerNorm 1                          32                             32     128  dx; dweight, dbias; + past      64
-    qkv's bias                            -  in the product              -      48  its sum over tokens             48
-    attention                         2,112  S, scaled, masked, P       64   2,944  four products, three passes    128
-    proj's bias, residual, LayerNorm 2   80  add; LayerNorm             64     144  as above, and dbias             64
-    fc1's bias, GELU                    128  bias in the product       128     256  GELU; dbias                    192
+    LayerNorm 1                          32                             32     128  dx; dweight, dbias; add         64
+    qkv's bias                            0  within qkv's product        0      48  sum over tokens                 48
+    attention                         2,112  scores, scale, mask, P     64   2,944  four products, three passes    128
+    proj's bias, residual, LayerNorm 2   80  add; LayerNorm             64     144  like LayerNorm 1; dbias         64
+    fc1's bias, GELU                    128  GELU                      128     256  GELU; dbias                    192
     fc2's bias, residual                 48  add                        48      16  dbias                           16
     sum                               2,400                            336   3,536                                 512
 
-(Plain attention writes and reads [s, s] per head, 256 MiB, at each of its steps. What is left to gain over PyTorch with
-a fused attention is the rest: 656 forward and backward, against 880.) Then the head, whose logits are 50,304 numbers
-a token, and the optimizer, 30 bytes a parameter. The floor of each stands at its kernel.
+Each step of plain attention writes and reads an [s, s] matrix per head, 256 MiB for all heads. PyTorch has a fused
+attention, too. The other rows move 880 MiB plain and 656 MiB fused, forward and backward together. After the blocks
+come the head, with 50,304 logits a token, and the optimizer, with 30 bytes a parameter.
 
-How to read a kernel: `@triton.jit` functions are what one *program* does; the launch `kernel[grid](...)` starts many.
-A program works on blocks, `tl.arange` wide, which the compiler spreads over its threads (a warp is 32 of them). Names
-in capitals are pointers, or constants that are compiled in. Every 8 consecutive bf16 travel in one 16-byte load, if the
-compiler can see that neither a mask nor an odd row length cuts them. Row offsets are int64: b s v passes 2^31.
+The *floor* of an operation is the least memory traffic that it needs: each input is read once, each result written
+once. The comment above each kernel derives the floor.
 
-Everything is computed in float32, whatever the tensors are in, and no kernel adds up with atomics: two runs agree to
-the bit. Sums over rows (gradients of biases and LayerNorms) are made by a few *persistent* programs, each of which goes
-over many rows with the sum in its registers and writes it once; a last small sum adds up theirs.
+How to read a kernel: a `@triton.jit` function is the code of one *program*. The launch `kernel[grid](...)` starts many
+programs. A program works on blocks of `tl.arange` elements. The compiler spreads a block over the program's
+threads; 32 threads are a *warp*. Names in capitals are pointers or compile-time constants. One 16-byte load reads 8
+consecutive bf16, if the compiler can prove that no mask and no odd row length splits these 8. Row offsets are int64
+because a tensor may have more than 2^31 elements.
 
-That they are right, how many bytes they move, and what the compiler makes of them is in test_kernels.py, for which no
-GPU is needed; how fast they are, `python -m bench kernels` says on one.
+All kernels compute in float32, whatever dtype the tensors have. They use no atomics, so two runs give the same bits.
+A few *persistent* programs compute the sums over rows (gradients of biases and LayerNorms). Each of these programs adds
+up many rows in its registers and writes its sum once. A small last sum adds up these partial sums.
+
+test_kernels.py checks the results, the bytes moved and the compiled machine code. It needs no GPU. On a GPU,
+`python -m bench kernels` measures the speed.
 """
 
 import functools
@@ -44,26 +50,26 @@ import triton.language as tl
 from flash_attention import attention, causal_softmax, one_row  # noqa: F401  (a chapter of its own)
 from reference import mix
 
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # a * b + c is one fma: said aloud, as 3.10 changes the default
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # a * b + c becomes one fma; Triton 3.10 changes the default
 
-LOG2E = tl.constexpr(math.log2(math.e))  # exp(x) = 2^(x log2 e): one instruction, where exp is five
+LOG2E = tl.constexpr(math.log2(math.e))  # exp(x) = 2^(x log2 e): exp2 is one instruction, exp is five
 EPS = tl.constexpr(1e-5)
 
 
 def persistent(x, each=4):
-    """How many programs fill the GPU `each` times over. (Under the interpreter two are enough to be told apart.)"""
+    """Return the number of persistent programs: `each` per multiprocessor of the GPU, or 2 under the interpreter."""
     return each * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
 
 
 # --- dropout --------------------------------------------------------------------------------------------------------
 #
-# The mask is a function of (seed, site, row, column), bit for bit that of `reference.dropout_mask`: backward computes
-# it again, at some ten integer instructions an element, and nothing is stored or read.
+# The mask is a function of (seed, site, row, column), with the same bits as `reference.dropout_mask`. Backward computes
+# the mask again with about ten integer instructions an element. No mask is stored or read.
 
 
 @triton.jit
 def _mix(x):
-    """`reference.mix` on uint64, in Triton, which cannot call it."""
+    """`reference.mix` in Triton, on uint64."""
     x = (x ^ (x >> 33)) * 0xFF51AFD7ED558CCD
     x = (x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53
     return x ^ (x >> 33)
@@ -71,7 +77,7 @@ def _mix(x):
 
 @triton.jit
 def _stays(ROWS, row, column, place, threshold):
-    """Which elements of this row stay; `place` and `threshold` as `_mask_arguments` gives them."""
+    """Return the mask of the elements that dropout keeps in this row. `_mask_arguments` gives place and threshold."""
     key = _mix((tl.load(ROWS + row) + place).to(tl.uint64))
     low, high = key.to(tl.int32), (key >> 32).to(tl.int32)
     x = (column * -1640531527 + low) ^ high
@@ -81,14 +87,14 @@ def _stays(ROWS, row, column, place, threshold):
     return x >= threshold
 
 
-@functools.cache  # a training run has few seeds and sites, and asks for them at every micro-batch
+@functools.cache  # a training run has few seeds and sites and needs them in every micro-batch
 def _place(seed, site):
-    """The number that the kernels add to each row's number; `reference.dropout_mask` adds the same."""
+    """Return the number that `_stays` and `reference.dropout_mask` add to each element of `drop.rows`."""
     return mix(torch.tensor(seed * 1009 + site)).item()
 
 
 def _mask_arguments(drop):
-    """(rows, place, threshold, factor): the arguments of `_stays`, and 1 / (1 - rate). drop: a `Drop` or None."""
+    """Return (rows, place, threshold, factor): arguments of `_stays`, and 1 / (1 - rate). drop: a `Drop` or None."""
     if drop is None:
         return None, 0, 0, 1.0
     return drop.rows, _place(drop.seed, drop.site), int(drop.rate * 2**32) - 2**31, 1 / (1 - drop.rate)
@@ -96,7 +102,7 @@ def _mask_arguments(drop):
 
 @triton.jit
 def dropout_row(X, OUT, ROWS, width, place, threshold, factor, BLOCK: tl.constexpr):
-    """One row: read, mask, write. Floor 4 bytes an element, in bf16."""
+    """Read, mask and write one row. Floor in bf16: 4 bytes an element."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     exists = column < width
@@ -134,21 +140,21 @@ def dropout_mask(columns, drop):
 #     z = x + dropout(y + bias)        mean = sum_c z / h      r = 1 / sqrt(sum_c (z - mean)^2 / h + eps)
 #     out = n weight + norm_bias       n = (z - mean) r
 #
-# Forward: one row a program, held in registers from its only load to its only store. z is rounded to the activations'
-# dtype *before* the statistics are taken, so that backward, which has the rounded z, sees the same n. Floor 8 bytes an
-# element in bf16: x, y read, z, out written.
+# Forward: each program computes one row. It loads the row once, keeps it in registers and stores it once. z is rounded
+# to the activations' dtype *before* mean and r are computed. So backward computes the same n from the rounded z.
+# Floor in bf16: 8 bytes an element (x, y read; z, out written).
 #
-# Backward. With g = weight dout (the gradient at n), and since both mean and r depend on every element of the row,
+# Backward: g = weight dout is the gradient of n. mean and r depend on every element of the row, so
 #
-#     dz = r (g - sum_c g / h - n sum_c (g n) / h) + (what comes to z past the norm)
+#     dz = r (g - sum_c g / h - n sum_c (g n) / h) + (the gradient past the norm: z is also the residual stream)
 #     dx = dz      dy = dropout(dz)
 #     dbias = sum_rows dy      dweight = sum_rows dout n      dnorm_bias = sum_rows dout
 #
-# Persistent programs: the sums over rows stay in registers, [3, h] float32 a program. Floor 8 bytes an element: dout,
-# z, and the gradient past the norm read, dx written; dy is dx, unless there is dropout (10 bytes).
+# The programs are persistent: each keeps its sums over rows, [3, h] float32, in registers. Floor in bf16: 8 bytes an
+# element (dout, z and the gradient past the norm read; dx written). Without dropout dy is dx; with it, 10 bytes.
 #
-# One pair of kernels serves `layer_norm` (no y), `add_` (no norm) and `add_layer_norm_`: ADD, NORM and DROP are
-# constants, and the compiler leaves out the parts that they exclude. Ba et al. (arXiv 1607.06450).
+# One pair of kernels serves `layer_norm` (no y), `add_` (no norm) and `add_layer_norm_`. ADD, NORM and DROP are
+# constants; the compiler omits the code of the parts that are False. Ba et al. (arXiv 1607.06450).
 
 
 @triton.jit
@@ -156,7 +162,7 @@ def residual_forward(
     X, Y, BIAS, Z, WEIGHT, NORM_BIAS, OUT, MEAN, R, ROWS, width, place, threshold, factor,
     ADD: tl.constexpr, NORM: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """X, Y, Z, OUT [rows, width]; BIAS, WEIGHT, NORM_BIAS [width]; MEAN, R [rows] float32. A program for each row."""
+    """X, Y, Z, OUT [rows, width]; BIAS, WEIGHT, NORM_BIAS [width]; MEAN, R [rows] float32. One program a row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     exists = column < width
@@ -187,7 +193,7 @@ def residual_backward(
     DZ, DOUT, Z, WEIGHT, MEAN, R, DX, DY, SUMS, ROWS, rows, width, place, threshold, factor,
     PAST: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """PAST: DZ, the gradient past the norm, is there. SUMS [programs, 3, width]: dweight, dnorm_bias, dbias."""
+    """PAST: whether DZ, the gradient past the norm, is given. SUMS [programs, 3, width]: dweight, dnorm_bias, dbias."""
     column = tl.arange(0, BLOCK)
     exists = column < width
     d_weight = tl.zeros([BLOCK], tl.float32)
@@ -204,7 +210,7 @@ def residual_backward(
             dout = tl.load(DOUT + here, mask=exists, other=0.0).to(tl.float32)
             z = tl.load(Z + here, mask=exists, other=0.0).to(tl.float32)
             r = tl.load(R + row)
-            n = (z - tl.load(MEAN + row)) * r  # beyond the row's end g is 0, so that no n there counts
+            n = (z - tl.load(MEAN + row)) * r  # beyond the row's end dout and g are 0: any n is harmless
             g = dout * weight
             dz += r * (g - tl.sum(g, 0) / width - n * (tl.sum(g * n, 0) / width))
             d_weight += dout * n
@@ -224,7 +230,7 @@ def residual_backward(
 
 
 class Residual(torch.autograd.Function):
-    """(z, out) of the formulas above; z is x itself where y is None, out is None where weight is None."""
+    """Compute (z, out) of the formulas above. If y is None, z is x itself. If weight is None, out is None."""
 
     @staticmethod
     def forward(ctx, x, y, bias, weight, norm_bias, rows, place, threshold, factor):
@@ -241,7 +247,7 @@ class Residual(torch.autograd.Function):
             x, y, bias, z, weight, norm_bias, out, mean, r, rows, width, *ctx.constants, **ctx.parts, **one_row(width)
         )
         ctx.save_for_backward(z if out is not None else None, weight, mean, r, rows)
-        return z, out  # x itself, if nothing is added: its gradient past the norm then comes to `backward`, too
+        return z, out  # z is an output even if z is x: so `backward` gets the gradient past the norm, too
 
     @staticmethod
     def backward(ctx, dz, dout):
@@ -267,17 +273,17 @@ class Residual(torch.autograd.Function):
 
 
 def layer_norm(x, weight, bias):
-    """As `reference.layer_norm`; the gradients of weight and bias are float32."""
+    """Do the same as `reference.layer_norm`. The gradients of weight and bias are float32."""
     return Residual.apply(x, None, None, weight, bias, *_mask_arguments(None))[1]
 
 
 def add_(y, x, bias, drop=None):
-    """As `reference.add_`, but y keeps its values; the bias's gradient is float32."""
+    """Do the same as `reference.add_`, but leave y unchanged. The bias's gradient is float32."""
     return Residual.apply(x, y, bias, None, None, *_mask_arguments(drop))[0]
 
 
 def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
-    """As `reference.add_layer_norm_`, but y keeps its values; the gradients of the three vectors are float32."""
+    """Do the same as `reference.add_layer_norm_`, but leave y unchanged. The three vectors' gradients are float32."""
     return Residual.apply(x, y, bias, weight, norm_bias, *_mask_arguments(drop))
 
 
@@ -286,14 +292,14 @@ def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
 #     x = y + bias      u = sqrt(2/pi) (x + 0.044715 x^3)      gelu = x/2 (1 + tanh u) = x S      S = 1 / (1 + e^-2u)
 #     gelu' = S + x S (1 - S) 2 u'                              u' = sqrt(2/pi) (1 + 3 * 0.044715 x^2)
 #
-# The sigmoid form takes one exponential and cannot overflow into nan. Floor, bf16: forward 4 bytes an element (y read,
-# the result written), backward 6 (dout, y read, dy written; x and S are computed again, which costs no memory). dbias
-# is summed up by programs that go down the rows of one stripe of columns.
+# The form with the sigmoid S needs one exponential and cannot overflow to nan. Floor in bf16: forward 4 bytes an
+# element (y read, the result written), backward 6 (dout, y read; dy written). Backward computes x and S again, which
+# needs no memory traffic. For dbias each program adds up many rows of one stripe of columns.
 
 
 @triton.jit
 def _gelu(x):
-    """(S, u') of the formulas above."""
+    """Return (S, u') of the formulas above."""
     squared = x * x
     u = 0.7978845608028654 * x * tl.fma(squared, 0.044715, 1.0)
     sigmoid = 1.0 / (1.0 + tl.exp2(u * (-2 * LOG2E)))
@@ -314,7 +320,7 @@ def gelu_forward(Y, BIAS, OUT, rows, width, TALL: tl.constexpr, WIDE: tl.constex
 
 @triton.jit
 def gelu_backward(DOUT, Y, BIAS, DY, SUMS, rows, width, TALL: tl.constexpr, WIDE: tl.constexpr):
-    """SUMS [programs along the rows, width]: dbias."""
+    """SUMS [programs along the rows, width]: partial sums of dbias."""
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     bias = tl.load(BIAS + column, mask=column < width, other=0.0).to(tl.float32)
     total = tl.zeros([TALL, WIDE], tl.float32)
@@ -356,7 +362,7 @@ class Gelu(torch.autograd.Function):
 
 
 def gelu_(y, bias):
-    """As `reference.gelu_`, but y keeps its values, which backward reads; the bias's gradient is float32."""
+    """Do the same as `reference.gelu_`, but leave y unchanged for backward. The bias's gradient is float32."""
     return Gelu.apply(y, bias)
 
 
@@ -364,20 +370,21 @@ def gelu_(y, bias):
 #
 #     loss = log sum_j exp(z_j - top) - (z_target - top)        dz_j = weight (exp(z_j - top) / total - [j = target])
 #
-# One row a program, in two passes over its columns: one for top = max z and total = sum exp(z - top), made together
-# (online: what was added up under a smaller maximum is scaled down; Milakov and Gimelshein, arXiv 1805.02867), one that
-# writes dz in the place of z. A row of 50,304 bf16 is 100 KB, which the second pass finds in the cache: floor 4 bytes a
-# logit, one read and one write. With tp between the two passes stands a sum over ranks of three floats a row: 6 bytes.
-# Each row adds 16 bytes: its target (8) and its weight (4) are read, its loss (4) is written.
+# Each program computes one row, in two passes over its columns. The first pass computes top = max z and
+# total = sum exp(z - top) together. It is *online*: when the maximum grows, the sum so far is scaled down (Milakov and
+# Gimelshein, arXiv 1805.02867). The second pass overwrites z with dz. A row of 50,304 bf16 is 100 KB, so the second
+# pass reads it from the cache. Floor: 4 bytes a logit, one read and one write. With tp, the ranks combine three floats
+# a row between the passes, and the second pass may read from memory: 6 bytes. Each row adds 16 bytes: its target (8)
+# and its weight (4) are read, its loss (4) is written.
 #
-# Masks that decide what is loaded go by the padded width, a multiple of 128; which columns are real (50,257) is only
-# arithmetic. Otherwise every load would be of 2 bytes.
+# Loads are masked by the padded width, a multiple of 128. A mask by the number of real columns (50,257) would split
+# each load into loads of 2 bytes. So padding is loaded, too, and then replaced by -inf or 0.
 
 
 @triton.jit
 def _statistics(Z, columns, width, BLOCK: tl.constexpr):
-    """(top, total) of a row of `width` columns, the first `columns` of which count."""
-    top, total = -1e38, 0.0  # finite: a rank whose columns are all padding has total 0 under it
+    """Return (top, total) of the first `columns` elements of a row; the row is padded to `width`."""
+    top, total = -1e38, 0.0  # finite: if all columns of a rank are padding, -inf would make total nan instead of 0
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
         z = tl.load(Z + column, mask=column < width, other=0.0).to(tl.float32)
@@ -401,13 +408,13 @@ def _gradient(Z, target, top, total, columns, width, weight, BLOCK: tl.constexpr
 
 @triton.jit
 def _target_logit(Z, target, columns):
-    """z_target, or 0 where it is not among this rank's columns."""
+    """Return z_target, or 0 if another rank has the target's column."""
     return tl.load(Z + target, mask=(target >= 0) & (target < columns), other=0.0).to(tl.float32)
 
 
 @triton.jit
 def cross_entropy_whole(Z, TARGETS, WEIGHTS, LOSSES, columns, width, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
-    """Both passes: this rank has all columns. TARGETS, WEIGHTS, LOSSES [rows]; a program for each row."""
+    """Do both passes on a rank that has all columns. TARGETS, WEIGHTS, LOSSES [rows]. One program a row."""
     row = tl.program_id(0).to(tl.int64)
     Z += row * width
     target = tl.load(TARGETS + row)
@@ -439,10 +446,10 @@ CROSS_ENTROPY = dict(BLOCK=4096, num_warps=8)
 
 
 def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
-    """As `reference.cross_entropy_`: losses [n] float32; logits [n, v/t], contiguous, become their gradient."""
+    """Do the same as `reference.cross_entropy_`. logits [n, v/t] must be contiguous; the losses [n] are float32."""
     assert logits.is_contiguous() and (weights is None or weights.dtype == torch.float32)
     n, width = logits.shape
-    weights = None if weights is None else weights.contiguous()  # the gradient of a sum is one number, expanded
+    weights = None if weights is None else weights.contiguous()  # stride 0 if they come from a sum's backward
     if reduce is None:
         losses, gradient = torch.empty(n, dtype=torch.float32, device=logits.device), weights is not None
         cross_entropy_whole[(n,)](logits, targets, weights, losses, columns, width, GRADIENT=gradient, **CROSS_ENTROPY)
@@ -459,10 +466,10 @@ def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
 
 # --- the end of a step ----------------------------------------------------------------------------------------------
 #
-# AdamW touches everything that there is of a parameter, once: weight, gradient and two moments read; weight, moments
-# and the rounded weight written: 16 + 14 = 30 bytes (28 if the gradient were bf16). Where weight decay applies is a
-# matter of at most two ranges of a flat buffer, so that one launch does a unit. What changes from step to step (rate,
-# scale, the two corrections, whether the step is skipped) is read from the device: the host need not know it yet.
+# AdamW reads weight, gradient and two moments of each parameter (16 bytes), and writes weight, moments and the rounded
+# weight (14 bytes). Floor: 30 bytes a parameter (28 with a bf16 gradient). Weight decay applies to at most two ranges
+# of a flat buffer, so one launch updates a bucket. Numbers that change from step to step (learning rate, scale, two
+# bias corrections, the skip flag) lie on the device: the host does not wait for them.
 
 
 @triton.jit
@@ -470,7 +477,7 @@ def adamw_flat(
     W, G, M, V, OUT, LR, SCALE, CORRECTION1, CORRECTION2, SKIP, size, decay_from, decay_to, decay_from2, decay_to2,
     decay, beta1, beta2, eps, CAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """W, G, M, V [size] float32, OUT [size] in any dtype; LR .. SKIP one number each; decay: in the two ranges."""
+    """W, G, M, V [size] float32; OUT [size] of any dtype; LR .. SKIP one number each. decay applies in two ranges."""
     if tl.load(SKIP) == 0:
         here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         exists = here < size
@@ -496,7 +503,7 @@ ADAMW = dict(BLOCK=1024, num_warps=4)
 
 
 def adamw_(weight, gradient, moments, scalars, ranges, *, decay, beta1, beta2, eps, out=None):
-    """As `reference.adamw_`, on float32 buffers; at most two of the ranges decay."""
+    """Do the same as `reference.adamw_` on float32 buffers. At most two of the ranges may decay."""
     size = weight.numel()
     decaying = [(begin, end) for begin, end, decays in ranges if decays]
     assert len(decaying) <= 2
@@ -509,7 +516,7 @@ def adamw_(weight, gradient, moments, scalars, ranges, *, decay, beta1, beta2, e
 
 @triton.jit
 def squared_norm(X, SUMS, size, BLOCK: tl.constexpr):
-    """Each program's share, over blocks that are dealt out in turn. Floor: one read, 4 bytes an element of float32."""
+    """Add up the squares of every num_programs-th block. Floor: one read, 4 bytes an element of float32."""
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
         here = first + tl.arange(0, BLOCK)
@@ -519,7 +526,7 @@ def squared_norm(X, SUMS, size, BLOCK: tl.constexpr):
 
 
 def squared_norms(flats):
-    """As `reference.squared_norms`; what one program adds up, it adds in float32."""
+    """Do the same as `reference.squared_norms`. Each program adds up its share in float32."""
     programs = persistent(flats[0])
     sums = torch.empty(len(flats), programs, dtype=torch.float32, device=flats[0].device)
     for row, flat in zip(sums, flats, strict=True):
