@@ -345,8 +345,8 @@ def attention_backward_queries(
 # Values that do not fit *spill* to memory. Two or three programs share a multiprocessor: one computes products while
 # another computes its softmax. Small tiles waste less work on the diagonal, large tiles read k and v less often.
 # "hopper" (sm_90, sm_100): tensor cores read shared memory directly. "ampere": at most 99 KB of shared memory, which
-# every other GPU has. "float32": no tensor cores. Nothing spills, except two words of float32 in one Triton version.
-# The tiles were chosen by the compiler's report, not by measured time.
+# all others since Ampere have. "float32": no tensor cores. Nothing spills, except two words of float32 in one Triton
+# version. The tiles were chosen by the compiler's report, not by measured time.
 TILES = {
     ("hopper", 64): dict(forward=(128, 64, 8, 3), keys=(64, 64, 4, 3), queries=(64, 64, 4, 3)),
     ("hopper", 128): dict(forward=(128, 64, 8, 3), keys=(32, 64, 4, 2), queries=(64, 64, 4, 2)),

@@ -1,1 +1,1 @@
-"""Instruments that only tests and developers need. No file of the program imports them."""
+"""Tools for tests and developers. No file of the program imports them."""

@@ -1,18 +1,18 @@
-"""Compiles a kernel for a GPU that need not be there, and counts what its machine code contains. For tests only.
+"""Compiles a kernel without needing its GPU, and counts instructions in the machine code. For tests only.
 
-`report` compiles ahead of time and reads the machine code with the disassemblers that come with Triton. There it is
-written whether a kernel spills registers, loads 2 bytes where it could load 16, or misses the tensor cores:
+`report` compiles ahead of time and reads the machine code with Triton's disassemblers. The machine code shows whether a
+kernel spills registers to memory, loads 2 bytes instead of 16, or does not use the tensor cores:
 
     r = compiled.report(copy, "*bf16 *bf16 i32", {"BLOCK": 1024}, 90, num_warps=4)
     assert r.spills == 0 and r.wide_loads == r.loads
 
-The compiler wants Triton as it is, the other tests on a CPU want the interpreter (TRITON_INTERPRET=1, sanitizer.py),
-and one process can have only one of them. So `reports` does the same for a list of kernels, in a process of its own:
+A process can use Triton's compiler or its interpreter (TRITON_INTERPRET=1, sanitizer.py), not both. The other tests on
+a CPU need the interpreter. So `reports` compiles a list of kernels in a separate process:
 
     [a, b] = compiled.reports([("copies:copy", "*bf16 *bf16 i32", {"BLOCK": 1024}, arch) for arch in (80, 90)])
 
-It takes 0.1 to 0.3 seconds for an elementwise kernel, up to 3 for attention, and as long again for `import triton`.
-Numbers differ a little between versions of Triton.
+An elementwise kernel takes 0.1 to 0.3 seconds, attention up to 3, and `import triton` up to 3 more. The counts differ a
+little between versions of Triton.
 """
 
 import importlib.util
@@ -27,31 +27,31 @@ from typing import NamedTuple
 
 
 class Report(NamedTuple):
-    """registers: per thread; 255 is the most. stack: bytes per thread, shared: bytes per program. The others count
-    instructions in the machine code, each once however often a loop runs it."""
+    """registers: per thread, at most 255. stack: bytes per thread. shared: bytes per program. The other fields count
+    instructions in the machine code. An instruction in a loop counts once."""
 
     registers: int
     stack: int
     shared: int
-    spills: int  # stores to and loads from the stack (STL, LDL): registers that did not suffice
-    loads: int  # from global memory (LDG); what goes to shared memory by itself counts below
-    wide_loads: int  # 16 bytes or more per lane: what reaches the full bandwidth
+    spills: int  # stores to and loads from the stack (STL, LDL), because there are too few registers
+    loads: int  # from global memory to registers (LDG)
+    wide_loads: int  # 16 bytes or more per lane, which the full bandwidth needs
     narrow_loads: int  # 1 or 2 bytes per lane
     stores: int  # to global memory (STG)
     wide_stores: int
     narrow_stores: int
-    async_copies: int  # global to shared memory, beside the arithmetic (LDGSTS)
+    async_copies: int  # from global to shared memory, in parallel with arithmetic (LDGSTS)
     hgmma: int  # Hopper's tensor cores (HGMMA)
     hmma: int  # the tensor cores of Ampere and before (HMMA)
     barriers: int  # all warps of a program wait for each other (BAR)
 
 
 def report(kernel, types, constants, arch, **options):
-    """Compile a `@triton.jit` function and count.
+    """Compile a `@triton.jit` function and return its Report.
 
-    types: of the arguments that are not in `constants`, in their order, as in "*bf16 *fp32 i32 fp32"; * is a pointer.
-    Pointers and integers are taken to be divisible by 16, as Triton finds them at a launch; "i32:1" is an integer that
-    is not, "*bf16:1" a pointer. constants: name -> value of the `tl.constexpr`, and of arguments that are None.
+    types: types of the arguments that are not in `constants`, in order, as in "*bf16 *fp32 i32 fp32"; * is a pointer.
+    Pointers and integers count as divisible by 16, which Triton checks at a real launch. "i32:1" and "*bf16:1" are not
+    divisible. constants: {name: value} of each `tl.constexpr` and of each argument that is None.
     arch: 80 (A100), 90 (H100, H200), ... options: num_warps, num_stages, ...
     """
     import triton
@@ -59,7 +59,7 @@ def report(kernel, types, constants, arch, **options):
     from triton.compiler import ASTSource
 
     if not isinstance(kernel, triton.JITFunction):
-        raise TypeError(f"{kernel!r} can not be compiled: no @triton.jit function, or TRITON_INTERPRET was set")
+        raise TypeError(f"{kernel!r} cannot be compiled: it has no @triton.jit, or TRITON_INTERPRET is set")
     runtime = [name for name in kernel.arg_names if name not in constants]
     written = dict(zip(runtime, types.split(), strict=True))
     signature = {name: written.get(name, "constexpr").removesuffix(":1") for name in kernel.arg_names}
@@ -95,7 +95,7 @@ def report(kernel, types, constants, arch, **options):
 
 
 def tool(name):
-    """Path of a disassembler in Triton's package (found without importing Triton)."""
+    """Return the path of a disassembler in Triton's package, without importing Triton."""
     package = Path(importlib.util.find_spec("triton").origin).parent
     return package / "backends/nvidia/bin" / name
 
@@ -109,9 +109,9 @@ def disassembled(name, option, cubin):
 
 
 def reports(jobs, path=()):
-    """[Report] of jobs (kernel as "module:name", types, constants, arch[, options]), compiled in another process.
+    """Return a Report of each job ("module:kernel", types, constants, arch[, options]), compiled in another process.
 
-    Values of constants and options: what JSON has. path: folders in which to look for modules before the others.
+    The values of constants and options must be JSON values. path: folders that are searched first for modules.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([*map(str, path), str(Path(__file__).parent.parent), *sys.path])

@@ -1,9 +1,9 @@
-"""Lines of code of every tracked Python file, by group.
+"""Counts the lines of code of every tracked Python file, by group.
 
     python -m testing.count_lines
 
-A line of code holds a token of Python. Blank lines, comments and the docstrings of modules, classes and functions do
-not count; a statement over several lines counts as many.
+A line of code contains a token of Python. Blank lines, comments and the docstrings of modules, classes and functions do
+not count. A statement of n lines counts n.
 """
 
 import ast
@@ -20,13 +20,13 @@ NO_CODE = {getattr(tokenize, name) for name in "COMMENT NL NEWLINE INDENT DEDENT
 
 
 def tracked():
-    """The paths of the Python files that git knows, relative to the current folder."""
+    """Return the paths of all Python files tracked by git, relative to the current folder."""
     listed = subprocess.run(["git", "ls-files", "-z", "*.py"], capture_output=True, text=True, check=True)
     return [path for path in listed.stdout.split("\0") if path]
 
 
 def group_of(path):
-    """One of GROUPS, or "exercises"."""
+    """Return one of GROUPS, or "exercises"."""
     folder, _, name = path.rpartition("/")
     if path in CORE:
         return "core"
@@ -44,7 +44,7 @@ def in_program(path):
 
 
 def lines_of_code(source):
-    """How many lines of this source hold code."""
+    """Return the number of lines of code in this source."""
     lines, docstrings = set(), docstrings_of(ast.parse(source))
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         within = (begin <= token.start and token.end <= end for begin, end in docstrings)
@@ -54,7 +54,7 @@ def lines_of_code(source):
 
 
 def docstrings_of(tree):
-    """[((line, column) of its begin, of its end)] of every docstring."""
+    """Return [((line, column) of the begin, (line, column) of the end)] of all docstrings."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

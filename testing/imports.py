@@ -1,15 +1,15 @@
-"""Shows which of our files imports which, and finds imports that break the rules.
+"""Shows the imports between the project's files, and finds imports that break the rules.
 
     python -m testing.imports
 
-prints each file of the program with its level and its imports. A file of level 0 imports nothing of ours; any other
-file is one level above the highest file that it imports. Imports inside of functions count as well.
+prints each file of the program with its level and its imports. A file of level 0 imports no other file of the project.
+Any other file is one level above the highest file that it imports. Imports inside functions count, too.
 
-The rules, each with one line for every finding, and exit code 1 if there is any:
+These are the rules and their reasons. The command prints a line for each violation and exits with code 1 if any exists.
 
-    no circle                                     else no file of the circle can be read, or tested, first
-    the program imports no bench, testing, test   it must run without them
-    only tests and bench import train.py          train.py puts the parts together; a part does not know the whole
+    no circle                                     the files of a circle cannot be read or tested one after another
+    the program imports no bench, testing, test   the program must run without them
+    only tests and bench import train.py          train.py joins all parts; a part must not depend on the whole
 """
 
 import ast
@@ -19,12 +19,12 @@ from testing.count_lines import group_of, in_program, tracked
 
 
 def module_of(path):
-    """The name under which other files import this one: parallel/mesh.py is parallel.mesh."""
+    """Return the module's name for imports: parallel.mesh for parallel/mesh.py."""
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def imported(tree, modules):
-    """The paths of our files that this tree imports. modules: {module's name: path}."""
+    """Return the paths of the project's files that this tree imports. modules: {module's name: path}."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -33,14 +33,14 @@ def imported(tree, modules):
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     found = set()
     for name in names:
-        while name and name not in modules:  # `from a.b import f` may name a function of a.b, or a file a/b/f.py
+        while name and name not in modules:  # in `from a.b import f`, f may be a function of a.b or a file a/b/f.py
             name = name.rpartition(".")[0]
         found |= {modules[name]} if name else set()
     return found
 
 
 def graph():
-    """{path: the paths of our files that it imports} of every tracked Python file."""
+    """Return {path: paths of the project's files that it imports} for every tracked Python file."""
     paths = tracked()
     modules = {module_of(path): path for path in paths}
     found = {}
@@ -51,7 +51,10 @@ def graph():
 
 
 def circles(imports):
-    """Lists of files, each of which imports the next one, and the last one the first. At least one of each knot."""
+    """Return import circles as lists of files: each file imports the next, the last one imports the first.
+
+    If several circles share files, the result contains at least one of them.
+    """
     found, done = [], set()
 
     def visit(path, above):
@@ -68,7 +71,7 @@ def circles(imports):
 
 
 def levels(imports):
-    """{path: its level}; a file of a circle, or above one, has none."""
+    """Return {path: level}, without the files that are in a circle or import one, directly or indirectly."""
     known, grown = {}, True
     while grown:
         ready = {path for path in imports if path not in known and all(other in known for other in imports[path])}
@@ -78,12 +81,12 @@ def levels(imports):
 
 
 def findings(imports):
-    """One line for each import that breaks a rule."""
+    """Return one line for each violation of a rule."""
     lines = ["circle: " + " -> ".join([*circle, circle[0]]) for circle in circles(imports)]
     for path in sorted(imports):
         for other in sorted(imports[path]):
             if in_program(path) and group_of(other) in ("tests", "bench", "testing"):
-                lines.append(f"{path}, of the program, imports {other}")
+                lines.append(f"{path} belongs to the program and imports {other}")
             if other == "train.py" and group_of(path) not in ("tests", "bench"):
                 lines.append(f"{path} imports train.py")
     return lines

@@ -1,16 +1,16 @@
-"""The common beginning of test files that run Triton's kernels on the CPU, in the sanitized interpreter.
+"""Prepares test files that run Triton kernels on the CPU, in the interpreter that sanitizer.py changes.
 
     from testing.interpreted import DTYPES, poisoned, random  # noqa: F401
 
-skips the importing test file where its kernels cannot be interpreted. So it stands before `import kernels`.
+skips the importing test file if its kernels cannot be interpreted. Write this line before `import kernels`.
 """
 
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="no Triton on this machine: reference.py serves alone")
+pytest.importorskip("triton", reason="Triton is not installed: the program uses reference.py alone")
 if torch.cuda.is_available():
-    pytest.skip("there is a GPU: Triton is itself here, not interpreted (bench/ checks it)", allow_module_level=True)
+    pytest.skip("there is a GPU: Triton compiles its kernels (bench/ checks them)", allow_module_level=True)
 
 from testing import sanitizer
 
@@ -20,7 +20,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """Fills the memory that a kernel is given to write with nan: an element that the kernel leaves out shows."""
+    """Fill new memory with nan, so that tests find elements that a kernel does not write."""
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, real=real, **k: poison(real(*a, **k)))
@@ -31,5 +31,5 @@ def poison(x):
 
 
 def random(*shape, dtype=torch.float32, seed=0, size=1.0):
-    """Normal random numbers of standard deviation `size`; the same for the same seed."""
+    """Return normal random numbers of standard deviation `size`. Equal seeds give equal numbers."""
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * size).to(dtype)

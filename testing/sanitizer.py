@@ -1,26 +1,27 @@
-"""Runs Triton kernels on the CPU and reports the mistakes that a GPU would not forgive. For tests only.
+"""Runs Triton kernels on the CPU and reports mistakes that a GPU does not report. For tests only.
 
-With TRITON_INTERPRET=1, Triton runs a kernel in numpy, one program after another. That makes kernels testable without a
-GPU, but the interpreter as it comes (seen: 3.6.0, 3.9.0) is too kind, and wrong in bfloat16. `install()` mends it:
+With TRITON_INTERPRET=1, Triton runs a kernel in numpy, one program after another. So a kernel can be tested without a
+GPU. But Triton's own interpreter (versions 3.6.0 and 3.9.0) misses mistakes and computes bfloat16 wrongly. `install()`
+changes it:
 
-    bfloat16        is kept as bits in uint16, and arithmetic was done on those bits; float32 became bfloat16 by
-                    cutting. Now: computed in float32, rounded to nearest even. One operation on two bfloat16 is exactly
-                    rounded so, since float32 has more than twice bfloat16's digits; what comes from float64 or from
-                    integers goes by way of float32. `tl.dot` multiplies exactly and adds in float32. Sums along an axis
-                    and `tl.fma` of bfloat16 are refused: their result on a GPU depends on the order of the additions,
+    bfloat16        Triton stores bfloat16 as bits in uint16, computes with these bits as integers, and truncates
+                    float32 to bfloat16. Now: computes in float32 and rounds to nearest even. This rounds one operation
+                    on two bfloat16 exactly, because float32 has more than twice bfloat16's digits. float64 and integers
+                    are converted via float32. `tl.dot` multiplies exactly and adds in float32. Sums along an axis and
+                    `tl.fma` of bfloat16 raise TypeError: their result on a GPU depends on the order of the additions
                     or on the architecture.
-    out of bounds   nobody looked, unless the process died. Now OutOfBounds names argument, element and program. Every
-                    pointer carries, in the 16 bits that addresses do not use, which argument it was made from: to run
-                    over one tensor's end into the next is an error, and so is the gap between the rows of a view.
-    races           cannot happen if programs run in turn. Now Race is raised if two programs of one launch touch one
-                    element and one of them changes it, unless both do so atomically; if two lanes of one store hit one
-                    element; and if a program reads or overwrites what another of its own lanes stored, with no
-                    `tl.debug_barrier()` in between (a lane is a position in the block).
-    device_assert   did nothing. Now it raises AssertionError.
-    traffic         was not counted. Now `with traffic() as t` has the bytes that kernels loaded and stored. A kernel
-                    that is bound by memory is as fast as it moves few bytes, so its speed becomes a unit test.
+    out of bounds   Triton does not check addresses. Now: OutOfBounds names argument, element and program. 16 bits of a
+                    pointer that addresses do not use contain the number of its argument. So an access outside of this
+                    argument is an error even inside another tensor or in a gap between a view's rows.
+    races           Programs that run in turn cannot race. Now: Race is raised in three cases. Two programs of one launch
+                    access one element and one of them changes it (unless both are atomic). Two lanes of one store
+                    write one element (a lane is a position in the block). A lane reads or overwrites an element that
+                    another lane of its program stored, without a `tl.debug_barrier()` in between.
+    device_assert   Triton ignores it. Now: raises AssertionError.
+    traffic         Triton does not count it. Now: `with traffic() as t` counts the bytes that kernels load and store.
+                    The speed of a memory-bound kernel depends on these bytes, so a unit test can check it.
 
-Exceptions come out of a launch as they are, not as the interpreter's InterpreterError. Integers wrap silently, as in a
+A launch raises the original exception instead of the interpreter's InterpreterError. Integers wrap silently, as in a
 kernel that is compiled without debug=True.
 
     sanitizer.install()
@@ -28,8 +29,8 @@ kernel that is compiled without debug=True.
         copy[grid](x, y, n, BLOCK=1024)
     assert t.loaded == t.stored == n * x.element_size() and t.by_argument["x"].stored == 0
 
-It cannot see what one lane of a load needs of another lane's registers, how the hardware orders the additions of a
-`tl.dot` or `tl.sum`, tf32, or speed. (compiled.py sees the machine code.)
+It does not model the exchange of registers between lanes, the hardware's order of additions in `tl.dot` or `tl.sum`,
+tf32, or speed. (compiled.py examines the machine code.)
 """
 
 import functools
@@ -49,11 +50,11 @@ if not isinstance(tl.sum, interpreter.InterpretedFunction):
 
 
 class OutOfBounds(IndexError):
-    """A lane that is not masked reads or writes outside of the tensor that its pointer was made from."""
+    """An unmasked lane reads or writes outside of its pointer's tensor."""
 
 
 class Race(RuntimeError):
-    """What an element holds depends on which program, or which lane, comes first."""
+    """The value of an element depends on the order of programs or of lanes."""
 
 
 # --- traffic ----------------------------------------------------------------------------------------------------------
@@ -61,10 +62,10 @@ class Race(RuntimeError):
 
 @dataclass
 class Bytes:
-    """What moved through one argument. Lanes that are masked off count nothing; an atomic both loads and stores.
+    """Bytes moved through one argument. Masked lanes do not count; an atomic counts as a load and a store.
 
-    loaded, stored: summed over the lanes of all accesses. *_unique: each element once per launch, as if a perfect
-    cache had served the rest.
+    loaded, stored: summed over the lanes of all accesses. *_unique: each element counts once per launch, as with a
+    perfect cache.
     """
 
     loaded: int = 0
@@ -75,7 +76,7 @@ class Bytes:
 
 @dataclass
 class Traffic:
-    """Of one launch (`last`), or of all within a `with traffic()`. by_argument: the kernel's argument -> Bytes."""
+    """Traffic of one launch (`last`) or of all launches in a `with traffic()`. by_argument: {argument: Bytes}."""
 
     launches: int = 0
     programs: int = 0
@@ -97,14 +98,14 @@ class Traffic:
                 setattr(total, kind, getattr(total, kind) + count)
 
 
-last = Traffic()  # of the latest launch: read it as `sanitizer.last`
-_counting = []  # the open `with traffic()`
-_launch = None  # the launch that runs now
+last = Traffic()  # of the latest launch; read it as `sanitizer.last`
+_counting = []  # Traffic of each open `with traffic()`
+_launch = None  # the current launch
 
 
 @contextmanager
 def traffic():
-    """A Traffic that sums over the launches within; complete after each of them."""
+    """Yield a Traffic that sums over the launches in the `with` block. Each launch adds its numbers at its end."""
     total = Traffic()
     _counting.append(total)
     try:
@@ -115,25 +116,25 @@ def traffic():
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
-TAG = np.uint64(48)  # addresses of user space have 47 bits; above them stands the number of the argument, from 1
+TAG = np.uint64(48)  # user-space addresses have 47 bits; the bits from here on contain the argument's number, from 1
 ADDRESS = np.uint64((1 << 48) - 1)
-NOBODY, SEVERAL = -1, -2  # beside the numbers of programs
+NOBODY, SEVERAL = -1, -2  # instead of a program's number
 
 
 class Memory:
-    """What the arguments that share one storage have in common: who touched which unit of it in this launch.
+    """The accesses of this launch to one storage, unit by unit.
 
-    A unit is the smallest element of these arguments. Arguments may overlap: views of one packed tensor, or the same
-    tensor as input and output.
+    A unit has the size of the smallest element of the arguments in this storage. Arguments may overlap: views of one
+    packed tensor, or the same tensor as input and output.
     """
 
     def __init__(self, arguments):
         self.start = min(a.address for a in arguments)
         self.unit = min(a.item for a in arguments)
         size = (max(a.address + a.count * a.item for a in arguments) - self.start) // self.unit
-        # the program that loaded, stored, or updated atomically
+        # per unit: the program that loaded it, stored it, updated it atomically
         self.loads, self.stores, self.atomics = (np.full(size, NOBODY, np.int32) for _ in range(3))
-        self.lane = np.full(size, NOBODY, np.int32)  # which lane stored, since its program's latest barrier
+        self.lane = np.full(size, NOBODY, np.int32)  # the lane that stored it since its program's latest barrier
 
     def units(self, argument, elements):
         first = (argument.address - self.start + elements * argument.item) // self.unit
@@ -142,7 +143,7 @@ class Memory:
 
 
 class Argument:
-    """One tensor of a launch: the addresses that a pointer made from it may touch."""
+    """One tensor of a launch, with the addresses that its pointers may access."""
 
     def __init__(self, name, tensor):
         self.name, self.address, self.item = name, tensor.data_ptr(), tensor.element_size()
@@ -150,7 +151,7 @@ class Argument:
         reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         self.count = reach if tensor.numel() else 0
         self.what = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        self.belongs = None  # of a view with gaps: which elements from its first to its last are its own
+        self.belongs = None  # for a view with gaps: mask of its own elements, from its first to its last
         if self.count > tensor.numel():
             self.what += f", strides {list(tensor.stride())}"
             self.belongs = np.zeros(self.count, bool)
@@ -159,7 +160,7 @@ class Argument:
         self.loaded, self.stored = np.zeros(self.count, bool), np.zeros(self.count, bool)
 
     def elements(self, addresses, size):
-        """[lanes] indices of what is addressed, and which of them (bool [lanes]) are not this tensor's."""
+        """Return the indices of the addressed elements [lanes], and a mask [lanes] of those outside of this tensor."""
         if size != self.item:
             raise TypeError(f"{self.name} ({self.what}) is accessed as elements of {size} bytes: not supported")
         elements, rest = np.divmod(addresses.astype(np.int64) - self.address, self.item)
@@ -183,7 +184,7 @@ class Argument:
 
 
 class Launch:
-    """One launch: its arguments, the memory behind them, and the checks of every access."""
+    """One launch: its arguments, their memory, and the checks of every access."""
 
     def __init__(self):
         self.arguments, self.tags, self.memories = [], {}, {}
@@ -191,27 +192,27 @@ class Launch:
         self.unordered = []  # (memory, units) that this program stored since its latest barrier
 
     def add_arguments(self, named):
-        """named: (name, value) of every argument; lists in tuples and tensors in descriptors are found."""
+        """Register the tensors of [(name, value)], also tensors in tuples and in descriptors."""
         for name, value in named:
-            value = getattr(value, "base", value)  # of a TensorDescriptor, of triton.reinterpret(tensor, dtype)
+            value = getattr(value, "base", value)  # a TensorDescriptor or triton.reinterpret(tensor, dtype) has a base
             if isinstance(value, tuple):
                 self.add_arguments((f"{name}[{i}]", part) for i, part in enumerate(value))
             elif isinstance(value, torch.Tensor):
                 self.arguments.append(Argument(name, value))
-                self.tags[id(value)] = len(self.arguments)  # alive as long as the launch, so its id is its own
+                self.tags[id(value)] = len(self.arguments)  # it lives during the launch, so its id is unique
         for storage in {a.storage for a in self.arguments}:
             self.memories[storage] = Memory([a for a in self.arguments if a.storage == storage])
 
     def where(self, program=None):
-        """`program (x, y, z)`: of the one that runs, or of the one with this number."""
+        """Return "program (x, y, z)" of the current program, or of the program with this number."""
         _, y, z = interpreter.interpreter_builder.grid_dim
         program = self.program if program is None else int(program)
         return f"program ({program // (y * z)}, {program // z % y}, {program % z})"
 
     def access(self, pointers, mask, loads=False, stores=False):
-        """Check and count one access; return its pointers as the addresses that they stand for.
+        """Check and count one access. Return the pointers as plain addresses, without the argument's number.
 
-        pointers, mask: TensorHandle of one shape, or of shapes that broadcast. loads and stores: an atomic.
+        pointers, mask: TensorHandles whose shapes broadcast. An atomic both loads and stores.
         """
         x, y, z = interpreter.interpreter_builder.grid_idx
         _, height, depth = interpreter.interpreter_builder.grid_dim
@@ -285,7 +286,7 @@ class Launch:
         self.unordered = []
 
     def traffic(self):
-        """What has moved so far."""
+        """Return the Traffic of this launch so far."""
         programs = int(np.prod(getattr(interpreter.interpreter_builder, "grid_dim", 0)))
         launch = Traffic(1, programs, self.flops)
         for argument in self.arguments:
@@ -297,12 +298,12 @@ class Launch:
 
 
 def to_float32(bits):
-    """uint16 -> float32: bfloat16 is the upper half of float32."""
+    """Convert bfloat16 bits (uint16) to float32. They are the upper half of float32's bits."""
     return (np.asarray(bits).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def to_bfloat16(values):
-    """float32 -> uint16, to nearest; of two as near, to the even one. NaN becomes the one quiet NaN of cvt.rn.bf16."""
+    """Round float32 to bfloat16 bits (uint16), to nearest even. NaN becomes the quiet NaN of PTX's cvt.rn.bf16."""
     bits = np.asarray(values, np.float32).view(np.uint32)
     half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     return np.where(np.isnan(values), np.uint16(0x7FFF), ((bits + half) >> np.uint32(16)).astype(np.uint16))
@@ -317,7 +318,7 @@ def widened(handle):
 
 
 def rounded(handle):
-    """float32 -> bfloat16; what is no float32 (a comparison's result) stays."""
+    """Round float32 to bfloat16. Return other dtypes (a comparison's result) unchanged."""
     return TensorHandle(to_bfloat16(handle.data), tl.bfloat16) if handle.data.dtype == np.float32 else handle
 
 
@@ -325,7 +326,7 @@ def rounded(handle):
 
 
 def replaces(owner, name):
-    """Decorator of f(original, *arguments): from now on, this is what `owner.name(*arguments)` does."""
+    """Return a decorator that makes `owner.name(*arguments)` call the decorated f(original, *arguments)."""
 
     def decorate(function):
         original = getattr(owner, name)
@@ -341,18 +342,18 @@ def replaces(owner, name):
 
 @functools.cache
 def install():
-    """Mend the interpreter of this process. Once is enough; more does nothing."""
+    """Change the interpreter of this process as described above. A second call does nothing."""
     _install_launch()
     _install_memory()
     _install_bfloat16()
     _install_bfloat16_casts()
-    # sanitize_overflow would raise where hashes wrap on purpose
+    # sanitize_overflow would raise when hashes wrap on purpose
     options = interpreter.InterpreterOptions(debug=True, sanitize_overflow=False)
     interpreter.interpreter_builder.options = options
 
     @replaces(interpreter, "_patch_lang_tensor")
     def patch_tensor(original, tensor, scope):
-        """Triton 3.6 converts [1] to int, which numpy 2.4 no longer does: `range(runtime value)`."""
+        """Make `range(runtime value)` work: Triton 3.6 converts an array [1] to int, numpy 2.4 does not allow it."""
         original(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
@@ -363,13 +364,13 @@ def _install_launch():
         global _launch, last
         _launch = Launch()
         try:
-            # A GPU makes inf and NaN, and wraps integers, without a word; numpy warns. So only here, only of those:
-            # all that is not arithmetic still warns.
+            # A GPU computes inf and NaN, and wraps integers, without a warning. Only these warnings of numpy are
+            # switched off, and only during a launch.
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "All-NaN (slice|axis) encountered", RuntimeWarning)  # of tl.max
+                warnings.filterwarnings("ignore", "All-NaN (slice|axis) encountered", RuntimeWarning)  # from tl.max
                 original(self, *arguments, **options)
         except interpreter.InterpreterError as error:
-            while error.__cause__ is not None:  # one for the launch, one for each function that was called
+            while error.__cause__ is not None:  # the launch and each called function wrap the error once
                 error = error.__cause__
             raise error from None
         finally:
@@ -379,14 +380,14 @@ def _install_launch():
 
     @replaces(interpreter.GridExecutor, "_init_args_hst")
     def arguments_on_host(original, self, positional, keywords):
-        """The tensors whose addresses the kernel will see: copies, if the arguments are on a GPU."""
+        """Register the tensors whose addresses the kernel gets: copies, if the arguments are on a GPU."""
         on_host = original(self, positional, keywords)
         _launch.add_arguments([*zip(self.arg_names, on_host[0], strict=False), *on_host[1].items()])
         return on_host
 
     @replaces(interpreter, "_implicit_cvt")
     def convert(original, value):
-        """Tensor -> pointer: here it gets its argument's number."""
+        """Convert a tensor to a pointer, and add its argument's number."""
         result = original(value)
         tag = _launch.tags.get(id(getattr(value, "base", value))) if hasattr(value, "data_ptr") else None
         if tag is not None:
@@ -435,7 +436,7 @@ def _install_bfloat16():
 
     @replaces(InterpreterBuilder, "ternary_op")
     def ternary(original, self, first, second, third, operation):
-        if operation is np.where or not is_bfloat16(third):  # to choose is no arithmetic
+        if operation is np.where or not is_bfloat16(third):  # np.where does not round
             return original(self, first, second, third, operation)
         return rounded(original(self, *map(widened, (first, second, third)), operation))
 
@@ -456,7 +457,7 @@ def _install_bfloat16():
     @replaces(interpreter.ReduceScanOpInterface, "apply")
     def reduce(original, self, value):
         if any(part.dtype.scalar == tl.bfloat16 for part in (value if isinstance(value, tuple) else (value,))):
-            raise TypeError("a reduction or scan of bfloat16 rounds at every step, in no known order: use float32")
+            raise TypeError("a reduction or scan of bfloat16 rounds at every step, in an unknown order: use float32")
         return original(self, value)
 
 
@@ -479,4 +480,4 @@ def _install_bfloat16_casts():
     def constant(self, value):
         return rounded(self.get_fp32(value))
 
-    InterpreterBuilder.get_bf16 = constant  # which Triton 3.6 lacks
+    InterpreterBuilder.get_bf16 = constant  # Triton 3.6 has no get_bf16
