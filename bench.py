@@ -1,4 +1,4 @@
-"""`python bench.py NAME` is now `python -m bench NAME`; this file only says so. `import bench` finds the folder."""
+"""Tells users of `python bench.py NAME` the new command, `python -m bench NAME`. `import bench` imports the folder."""
 
 import shlex
 import sys

@@ -1,7 +1,7 @@
-"""The measurements of bench/: the command line; those of kernels and training without a GPU, and their GPU path.
+"""Tests bench/: the command line, and the measurements of kernels and training without a GPU and on the GPU path.
 
-The GPU path gets `Cpu` for a machine, whose clock is the host's and which compiles nothing: every line runs except
-those of class `Gpu`. Nothing here looks at a time.
+On the GPU path the tests replace `Gpu` by `Cpu`, which uses the host's clock and compiles nothing. So every line runs
+except class `Gpu`. No test checks a time.
 """
 
 import inspect
@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="no Triton on this machine: there are no kernels to measure")
+pytest.importorskip("triton", reason="Triton is not installed: there are no kernels to measure")
 if torch.cuda.is_available():
-    pytest.skip("there is a GPU: python -m bench itself runs there", allow_module_level=True)
+    pytest.skip("there is a GPU: run python -m bench instead", allow_module_level=True)
 
 import kernels
 from bench import __main__ as command_line
@@ -65,7 +65,7 @@ def test_without_a_name_it_lists_the_measurements():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["layout"], "no measurement layout; there are: prepare, layouts, kernels, train"),
+        (["layout"], "layout is no measurement; the measurements are prepare, layouts, kernels, train"),
         (["train", "--step=1"], "--step=1: train has the options --configs, --micro_batch_sizes, --steps, --repeats"),
         (["train", "--steps=few"], "--steps=few: should be like --steps=10"),
     ],
@@ -96,7 +96,7 @@ def test_the_old_command_names_the_new_one():
 
 
 def test_layouts_in_processes_of_their_own():
-    """Every row is there; a row is printed only after ours and theirs have trained the same."""
+    """The table has every row. bench prints a row only after checking that ours and theirs train the same."""
     sizes = "--repeats=1", "--layers=2", "--hidden=64", "--seq=32", "--vocab=256"
     rows = bench("layouts", *sizes, "--only=dp=2").splitlines()[3:]
     assert [row.split("  ")[0] for row in rows] == ["dp=2", "dp=2 zero=2", "dp=2 zero=3"]
@@ -124,7 +124,7 @@ def small(monkeypatch):
 
 
 def measured(capsys, only="", dtype="bf16", repeats=1):
-    """(whether all is right, the rows) of the path that a GPU takes."""
+    """Run the GPU path on the CPU. Return (whether all results are right, the printed rows)."""
     right = bench_kernels.on_gpu(Cpu(), SIZES, dtype, repeats, only)
     return right, capsys.readouterr().out.splitlines()
 
@@ -136,7 +136,7 @@ def test_kernels_on_the_path_of_a_gpu(small, capsys):
         (*_, last) = (row for row in rows if row.startswith(name))
         failed = [part for part in last.split(";") if "failed" in part]
         assert "WRONG" not in last and len(failed) == ("attention" == name), last  # a CPU has no cudnn
-    assert rows[-2].startswith("kernels=auto takes ") and rows[-1].startswith("measured otherwise: ")
+    assert rows[-2].startswith("kernels=auto uses ") and rows[-1].startswith("the other choice is faster for: ")
 
 
 def test_a_wrong_kernel_is_reported(small, capsys, monkeypatch):
@@ -161,7 +161,7 @@ def test_what_fails_is_a_cell(small, capsys, monkeypatch):
 
 
 def test_variants_of_an_operation_do_the_same():
-    """Each of PyTorch's own that is said to, in float64 here, where all of them are exact."""
+    """PyTorch's own variants, except those in `another`, equal reference.py. In float64 all of them are exact."""
     for op in bench_kernels.operations(torch.device("cpu"), torch.float64, **SIZES):
         plain = as_tuple(op.run(bench_kernels.reference, *op.draw(0)))
         for name, own in op.own.items():
@@ -193,8 +193,8 @@ def test_training_on_the_path_of_a_gpu(capsys, dtype):
     assert "failed" not in out and out.count("\nmicro-batch of ") == 2
     for name in ("ours, kernels=auto", "ours, kernels=torch", "plain PyTorch, eager", "plain PyTorch, compiled"):
         assert out.count(name) >= 3  # losses, two tables
-    assert "a step of ours, kernels=auto, micro-batch 3: the host waits for nothing" in out
-    assert "\naten::" in out and "\nother (" in out and "of a step the GPU worked" in out
+    assert "a step of ours, kernels=auto, micro-batch 3: the host never waits" in out
+    assert "\naten::" in out and "\nother (" in out and "the GPU works " in out
 
 
 def test_out_of_memory_is_a_cell_and_not_the_end(capsys, monkeypatch):
@@ -247,7 +247,7 @@ def test_busy_time_counts_what_overlaps_once(capsys):
 
 
 def test_floors_are_those_of_the_operations():
-    """A step's floors, of the whole model, against those of bench/kernels.py, operation by operation."""
+    """The floors of the model's step equal the sums of the operations' floors in bench/kernels.py."""
     c = tiny("bf16")
     c.hidden_size, c.seq_length, c.vocab_size = 64, 16, 200
     ops = {op.name: op.floor for op in bench_kernels.operations(torch.device("cpu"), torch.bfloat16, **SIZES)}
@@ -264,7 +264,7 @@ def test_floors_are_those_of_the_operations():
 
 @pytest.fixture
 def pretended(monkeypatch):
-    """A `Gpu` whose every call of torch.cuda is there, is written down, and does nothing."""
+    """Return a `Gpu` and the list of its calls of torch.cuda, which are recorded and do nothing."""
     calls = []
 
     class Event:
@@ -298,8 +298,8 @@ def test_what_is_asked_of_a_gpu(pretended, small, capsys):
     assert bench_kernels.on_gpu(machine, SIZES, "bf16", 1, "gelu")
     bench_train.on_gpu(machine, tiny("bf16"), [2], 1, 1, ("torch",), bench_machine.copy_rate(machine))
     out = capsys.readouterr().out
-    assert "500.0 (500.0-500.0)" not in out and "250.0 (250.0-250.0)" in out  # each of two copies
-    assert "MFU of 989 TFLOP/s" in out and "the host waits for nothing" in out
+    assert "500.0 (500.0-500.0)" not in out and "250.0 (250.0-250.0)" in out  # time of one of two copies
+    assert "MFU of 989 TFLOP/s" in out and "the host never waits" in out
     assert calls.index(("set_sync_debug_mode", "error")) < calls.index(("set_sync_debug_mode", "default"))
 
 
@@ -312,5 +312,5 @@ def test_a_step_that_waits_is_reported(pretended, capsys, monkeypatch):
 
     (who,) = bench_train.Ours(tiny("fp32"), machine).contestants(["torch"])
     who.step = step
-    assert bench_train.waits(machine, who).endswith("within it: called a synchronizing CUDA operation")
+    assert bench_train.waits(machine, who).endswith("for the GPU: called a synchronizing CUDA operation")
     assert calls[-1] == ("set_sync_debug_mode", "default")

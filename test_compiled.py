@@ -1,4 +1,4 @@
-"""testing/compiled.py sees that a kernel is compiled well, or badly. It needs no GPU, only Triton's own tools."""
+"""Tests that testing/compiled.py tells good machine code from bad. It needs no GPU, only Triton's own tools."""
 
 import importlib.util
 
@@ -10,7 +10,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 for tool in ("cuobjdump", "nvdisasm"):
     if not compiled.tool(tool).exists():
-        pytest.skip(f"this Triton comes without {tool}", allow_module_level=True)
+        pytest.skip(f"this version of Triton has no {tool}", allow_module_level=True)
 
 KERNELS = """
 import triton
@@ -43,13 +43,13 @@ def reports(tmp_path, monkeypatch):
 
 
 def test_a_kernel_that_is_fine_and_one_that_is_careless(reports):
-    """The size is a mask's limit: if it may be odd, neighbours may be masked apart, and each loads its own 2 bytes."""
+    """n is the mask's limit. If n may be odd, a mask may separate neighbours, so each lane loads 2 bytes at a time."""
     constants = {"bias": None, "BLOCK": 1024}
     jobs = [("scale", f"*bf16 *bf16 fp32 {n}", constants, arch) for arch in (80, 90) for n in ("i32", "i32:1")]
     a100, careless_a100, h100, careless_h100 = reports(jobs)
     for r in (a100, h100):
         assert r.spills == r.stack == r.shared == r.barriers == 0 and 0 < r.registers <= 32
-        assert r.loads == r.wide_loads == 1 and r.stores == r.wide_stores == 1  # 8 elements of 128 lanes: 1024
+        assert r.loads == r.wide_loads == 1 and r.stores == r.wide_stores == 1  # 8 elements in each of 128 lanes: 1024
         assert r.narrow_loads == r.narrow_stores == 0
     for r in (careless_a100, careless_h100):
         assert r.loads == r.narrow_loads == 8 and r.stores == r.narrow_stores == 8
@@ -57,7 +57,7 @@ def test_a_kernel_that_is_fine_and_one_that_is_careless(reports):
 
 
 def test_tensor_cores_and_spills(reports):
-    """Ampere's and Hopper's; and a tile that is too large for one warp's registers."""
+    """Count tensor core instructions of Ampere and Hopper, and spills of a tile too large for one warp's registers."""
     types, options = "*bf16 *bf16 *fp32 i32", {"num_warps": 4}
     jobs = [("multiply", types, {"N": 64}, arch, options) for arch in (80, 90)]
     a100, h100, crowded = reports([*jobs, ("multiply", types, {"N": 128}, 80, {"num_warps": 1})])

@@ -1,14 +1,35 @@
-"""The fused attention against float64, under Triton's interpreter, and what the compiler makes of it for two GPUs.
+"""Tests fused attention in Triton's interpreter: results compared with float64, traffic, machine code for two GPUs.
 
-The bound on an error is not a number that happened to pass: it is twice the error that plain PyTorch makes in the same
-dtype on the same input, one rounding of the largest value and four of float32 (where plain happens to be exact).
+The allowed error is twice the error of plain PyTorch in the same dtype on the same input, plus one rounding of the
+largest value, plus four roundings of float32 (in case plain PyTorch is exact).
 
-Red when (each was put in by hand once; all turned a test red): the mask off by one, in the softmax, in attention's
-forward, in dk and dv, in dq; no scale in the softmax's backward, in dk, in dq; v read with k's stride, do with q's;
-heads taken for packed; a block of the grid, of the queries left out; no bound on rows, on columns; delta of o o, delta
-not subtracted; scores above the diagonal not masked, gradients there used, zeros there not written; the sum, or the
-result, not scaled down to a new maximum; the log without the maximum, no maximum at all; blocks above the diagonal
-visited; a last stride of more than 1 not seen.
+Each of these defects was inserted once and turned a test red:
+
+    causal softmax: the mask is off by one
+    causal softmax: backward has no scale
+    causal softmax: scores above the diagonal are not masked
+    causal softmax: gradients above the diagonal are used
+    causal softmax: zeros above the diagonal are not written
+    forward: the mask is off by one
+    dk and dv: the mask is off by one
+    dq: the mask is off by one
+    dk: no scale
+    dq: no scale
+    v is read with k's stride
+    do is read with q's stride
+    the strides of the heads are ignored
+    one tile of the grid is not computed
+    one tile of queries is not read
+    loads have no bound on rows
+    loads have no bound on columns
+    delta is the sum of o o
+    delta is not subtracted
+    the sum l is not scaled down to a new maximum
+    the result o is not scaled down to a new maximum
+    L does not contain the maximum
+    the softmax does not subtract a maximum
+    tiles above the diagonal are computed
+    a last stride of more than 1 is ignored
 """
 
 import pytest
@@ -26,7 +47,7 @@ from testing import compiled, sanitizer
 
 def plain_attention(qkv):
     q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))  # [b, a, s, d]
-    q = q * qkv.shape[-1] ** -0.5  # before the product, which would overflow float16 in the test of large scores
+    q = q * qkv.shape[-1] ** -0.5  # before the product, because large scores overflow float16
     return (plain_softmax(q @ k.mT, 1) @ v).transpose(1, 2)
 
 
@@ -38,9 +59,9 @@ def with_gradient(f, x, dy):
 
 
 def check(fused, plain, x, dy, more=0.0):
-    """Result and gradient of both against float64 on the same numbers. -> relative errors, (ours, plain) for each.
+    """Compare the result and the gradient of `fused` and `plain` with float64 on the same numbers.
 
-    more: an error that ours may have and plain has not.
+    more: an additional allowed error of `fused`. Returns relative errors [(fused, plain)] of result and gradient.
     """
     exact = with_gradient(plain, x.double(), dy.double())
     errors = []
@@ -81,7 +102,7 @@ def test_causal_softmax_ignores_what_is_above_the_diagonal():
 
 
 def test_causal_softmax_traffic():
-    """3 and 4 bytes per element of [s, s] in bf16, and the rest of the diagonal's groups of 8."""
+    """3 and 4 bytes per element of [s, s] in bf16, plus the elements of the diagonal's groups of 8 above it."""
     s = 64
     x = random(1, s, s, dtype=torch.bfloat16).requires_grad_()
     read = sum(8 * (i // 8 + 1) for i in range(s))  # s^2/2 + 4s
@@ -121,10 +142,10 @@ def test_attention_tiles_of_every_gpu(capability, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_of_large_scores(dtype):
-    """Scores to about 1e4 on both sides: the softmax is nearly one-hot, and no power of 2 overflows.
+    """Scores reach 1e4 and -1e4: the softmax is nearly one-hot, and no power of 2 overflows.
 
-    Backward computes the scores anew, as k q^T. Where that sum has another order than q k^T (which libraries and GPUs
-    decide), a score differs by a rounding, and P = exp(S - L) by as much: half of eps times the score.
+    Backward computes the scores again, as k q^T. This product may add in another order than q k^T, depending on the
+    library or GPU. Then a score differs by a rounding, and P = exp(S - L) by the same: half of eps times the score.
     """
     qkv, do = of_shape(1, 150, 2, 64, dtype)
     qkv[:, :, :2] *= 60
@@ -132,11 +153,11 @@ def test_attention_of_large_scores(dtype):
     largest = torch.einsum("bsad, btad -> bast", q, k).div(8).abs().max()
     assert largest > 1e4
     errors = check(attention, plain_attention, qkv, do, more=largest * torch.finfo(torch.float32).eps / 2)
-    assert max(ours for ours, _ in errors) < 0.02  # plain in 16 bits rounds the scores themselves: no measure here
+    assert max(ours for ours, _ in errors) < 0.02  # `of_plain` is useless: plain rounds scores to 16 bits
 
 
 def test_attention_of_views():
-    """Any strides but the last, which is copied if it must be."""
+    """Attention accepts any strides. It copies qkv if the last stride is not 1."""
     dtype = torch.float16
     whole, do = of_shape(2, 40, 2, 16, dtype)
     expected = with_gradient(attention, whole, do)
@@ -164,7 +185,7 @@ def test_attention_refuses_heads_it_has_no_tiles_for():
 
 
 def test_attention_looks_at_no_later_token():
-    """Bit by bit: what comes after token 100 changes no result up to it."""
+    """Changes after token 100 change no bit of the results before."""
     x, _ = of_shape(1, 150, 1, 16, torch.float16)
     y = attention(x)[:, :100]
     x[:, 100:] = 7
@@ -172,7 +193,7 @@ def test_attention_looks_at_no_later_token():
 
 
 def test_attention_work_and_traffic():
-    """No product above the diagonal's tiles; each tensor is stored once, and read as often as the head has tiles."""
+    """No product above the diagonal's tiles. Each launch stores every result once and reads the expected tensors."""
     b, s, a, d = 1, 512, 2, 64
     x, do = of_shape(b, s, a, d, torch.bfloat16)
     options = flash_attention.attention_options(d, torch.bfloat16, flash_attention.capability(x.device))
@@ -186,7 +207,7 @@ def test_attention_work_and_traffic():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flash_attention, "launch", launch)
         with_gradient(attention, x, do)
-    product = 2 * s * s * d * a // 2  # one product of the causal half
+    product = 2 * s * s * d * a // 2  # FLOP of one product's causal half
     n = b * s * a * d  # elements of o
     rows = b * a * s * 4  # bytes of L, or of delta
     tile = {which: max(options[which]["ROWS"], options[which]["COLUMNS"]) for which in ("forward", "keys", "queries")}
@@ -198,14 +219,14 @@ def test_attention_work_and_traffic():
     ]
 
 
-# --- what the compiler makes of it ----------------------------------------------------------------------------------
+# --- machine code ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_compiled(arch):
-    """No spills, registers and shared memory within the budget, 16-byte loads, tensor cores, async copies."""
+    """The kernels have no spills, enough registers and shared memory, 16-byte loads, tensor cores, async copies."""
     if not compiled.tool("cuobjdump").exists():
-        pytest.skip("this Triton comes without disassemblers")
+        pytest.skip("this version of Triton has no disassemblers")
     table, jobs = flash_attention.configurations((arch // 10, 0)), []
     for _, kernel, types, options in table:
         launch = {key: options[key] for key in ("num_warps", "num_stages") if key in options}

@@ -1,4 +1,4 @@
-"""The order of the house: which file may import which, how long a function may be, and the counters that measure it."""
+"""Tests the rules for imports and for the length of functions, and the tools in testing/ that measure them."""
 
 import ast
 import subprocess
@@ -11,12 +11,12 @@ from testing.count_lines import group_of, in_program, lines_of_code, tracked
 from testing.imports import circles, findings, graph, imported, levels, module_of
 
 ROOT = Path(__file__).parent
-LONGEST = 50  # lines of a function, from `def` on: a page
-LONGER = {  # "file function": the reason
+LONGEST = 50  # lines of a function, including `def`: one page
+LONGER = {  # {"file function": reason}
 }
 
 
-pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only git knows which files are the project's")
+pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git lists the project's files")
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def test_kernels_and_reference_import_only_each_other_and_flash_attention():
 
 
 def test_schedules_can_be_read_without_torch():
-    """A schedule is a pure function: to draw or to check one, nobody needs a GPU, or PyTorch."""
+    """A schedule is a pure function. Drawing or checking it needs neither a GPU nor PyTorch."""
     code = "import sys, parallel.schedules; assert 'torch' not in sys.modules, 'torch is imported'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -95,7 +95,7 @@ def test_the_command_shows_every_file_of_the_program():
 
 
 def functions(path):
-    """(name, number of lines) of every function of a file, those inside of others too."""
+    """Yield (name, number of lines) of every function of a file, nested functions included."""
     for node in ast.walk(ast.parse(Path(path).read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name, node.end_lineno - node.lineno + 1
@@ -105,7 +105,7 @@ def test_no_function_is_longer_than_a_page():
     measured = [path for path in tracked() if in_program(path) or group_of(path) == "testing"]
     long = {f"{path} {name}": lines for path in measured for name, lines in functions(path) if lines > LONGEST}
     assert long.keys() - LONGER.keys() == set(), long
-    assert LONGER.keys() - long.keys() == set(), "short now: take it off the list"
+    assert LONGER.keys() - long.keys() == set(), "this function is short now: remove it from LONGER"
 
 
 # --- the counter of lines ---------------------------------------------------------------------------------------------

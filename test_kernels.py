@@ -1,23 +1,33 @@
-"""The Triton kernels without a GPU: against reference.py in float64; their traffic; their machine code.
+"""Tests the Triton kernels without a GPU: results compared with reference.py in float64, memory traffic, machine code.
 
-The sanitized interpreter (testing/sanitizer.py) makes accesses out of bounds and races errors everywhere below. The
-bound on an error is not a number that happened to pass: it is twice the error that plain PyTorch makes in the same
-dtype on the same input, and a rounding. (Attention: test_flash_attention.py.)
+The interpreter of testing/sanitizer.py turns every race and every access out of bounds into an error. The allowed error
+of a result is twice the error of plain PyTorch in the same dtype on the same input, plus a rounding.
+test_flash_attention.py tests attention.
 
-Defects put in by hand, and what they did to these tests:
+Each of these defects was inserted once and turned a test red:
 
-    red    LayerNorm: past the row's end into the variance; the mean of g n dropped in backward; statistics of the sum
-           before it is rounded; the last row left out
-    red    dbias: of one row only; a partial sum dropped
-    red    dropout: no 1 / (1 - rate) in backward; one shift of the hash less
-    red    GELU's slope without its factor 2
-    red    cross-entropy: mask off by one; the older sum not scaled down; the gradient without weight; the target found
-           by its place in the block; rows of the real columns' length; the weight of another row
-    red    a load masked by the real columns (2 bytes at a time), and AdamW's gradient loaded twice: as traffic, and as
-           the compiler's narrow loads
-    red    AdamW: one of two ranges does not decay; no bias correction of v
-    red    squared norm: no mask at the end
-    green  row offsets in int32: they overflow from 2^31 elements on, which no test here has memory for
+    LayerNorm: the variance includes elements beyond the row's end
+    LayerNorm: backward omits the mean of g n
+    LayerNorm: mean and variance are those of the sum before rounding
+    LayerNorm: the last row is not computed
+    bias gradient: it includes one row only
+    bias gradient: one partial sum is missing
+    dropout: backward omits 1 / (1 - rate)
+    dropout: the hash has one shift less
+    GELU: the derivative lacks its factor 2
+    cross-entropy: the column mask is off by one
+    cross-entropy: the older sum is not scaled down
+    cross-entropy: the gradient lacks its weight
+    cross-entropy: the target is compared with the column's place in the block
+    cross-entropy: the row stride is the number of real columns
+    cross-entropy: a row uses another row's weight
+    cross-entropy: loads are masked by the real columns (the compiler makes narrow loads)
+    AdamW: the gradient is loaded twice (the traffic grows)
+    AdamW: one of two ranges does not decay
+    AdamW: v has no bias correction
+    squared norm: the last block has no mask
+
+This defect is not found: row offsets in int32. They overflow from 2^31 elements on, which need too much memory here.
 """
 
 import pytest
@@ -39,9 +49,9 @@ from testing import compiled, sanitizer
 
 
 def results(f, inputs, wanted=None):
-    """[outputs of f, gradients of its inputs], from gradients `wanted` of the outputs (drawn, if None)."""
+    """Return ([outputs of f, gradients of its inputs], gradients of the outputs: `wanted`, or random if None)."""
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
-    outputs = f(*(x.clone() for x in inputs))  # some may be used up
+    outputs = f(*(x.clone() for x in inputs))  # f may overwrite its inputs
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     seeds = [random(*y.shape, dtype=y.dtype, seed=90 + i) for i, y in enumerate(outputs)] if wanted is None else wanted
     torch.autograd.backward(outputs, seeds)
@@ -49,7 +59,7 @@ def results(f, inputs, wanted=None):
 
 
 def check(name, inputs, *rest):
-    """kernels.name and reference.name of `inputs`, both against reference.name in float64 on the same numbers."""
+    """Compare kernels.name and reference.name with reference.name in float64, all on the same inputs."""
     fused, plain = (lambda *x, ops=ops: getattr(ops, name)(*x, *rest) for ops in (kernels, reference))
     ours, seeds = results(fused, inputs)
     theirs, _ = results(plain, inputs, seeds)
@@ -64,7 +74,7 @@ def check(name, inputs, *rest):
 
 # --- LayerNorm, bias, dropout, residual -------------------------------------------------------------------------------
 
-SIZES = [(1, 16), (5, 37), (3, 130), (2, 1024)]  # one row; odd; past the block; the real width
+SIZES = [(1, 16), (5, 37), (3, 130), (2, 1024)]  # one row; odd width; no power of two; the 345M model's width
 
 
 def dropping(n, rate=0.3):
@@ -89,7 +99,7 @@ def test_add_and_add_layer_norm(n, h, dropped, dtype):
 
 
 def test_the_norm_is_that_of_the_rounded_sum():
-    """Around 256 bfloat16 has every second integer: backward, which knows the rounded sum, must see the same norm."""
+    """Forward must normalize the rounded sum, as backward does. Above 256, bfloat16 has even integers only."""
     x, y = random(4, 64, dtype=torch.bfloat16) + 256, random(4, 64, dtype=torch.bfloat16, seed=1)
     z, out = kernels.add_layer_norm_(y, x, y[0] * 0, torch.ones(64).bfloat16(), torch.zeros(64).bfloat16())
     exact = torch.nn.functional.layer_norm(z.double(), [64], eps=1e-5)
@@ -111,7 +121,7 @@ def test_the_gradient_past_a_norm(n, h):
 
 @pytest.mark.parametrize("name", ["layer_norm", "add_layer_norm_"])
 def test_layer_norm_of_extreme_rows(name):
-    """Far from 0, where mean(x^2) - mean(x)^2 has no digit left; all alike; all but one alike."""
+    """Three rows: far from 0, where mean(x^2) - mean(x)^2 loses all digits; all equal; all but one equal."""
     x = random(3, 64)
     x[0] += 1e4
     x[1] = 7.0
@@ -164,7 +174,7 @@ def test_dropout(dtype):
 
 
 def check_cross_entropy(logits, targets, columns, reduce=None):
-    """Losses, and gradients of which every row has a weight of its own."""
+    """Compare losses and gradients. Each row has a different weight."""
     dtype, weights = logits.dtype, torch.tensor([0.5, 0.0, -0.25, 0.125, 0.0625])[: len(logits)]
     exact, plain, ours = logits.double(), logits.clone(), logits.clone()
     right = reference.cross_entropy_(exact, targets, columns, weights.double())
@@ -182,22 +192,22 @@ def check_cross_entropy(logits, targets, columns, reduce=None):
 @pytest.mark.parametrize("n, columns, width", [(1, 3, 128), (5, 130, 256), (3, 4097, 4224), (2, 50257, 50304)])
 def test_cross_entropy(n, columns, width, reduce, dtype):
     logits = random(n, width, dtype=dtype, size=4)
-    logits[:, columns:] = 6e4  # whatever padding holds, it takes no part
+    logits[:, columns:] = 6e4  # padding must not change the result
     check_cross_entropy(logits, torch.tensor([0, columns - 1, 1, 2, 0][:n]), columns, reduce)
 
 
 @pytest.mark.parametrize("reduce", [None, lambda x, op: x], ids=["one pass", "two passes"])
 def test_cross_entropy_of_extreme_logits(reduce):
-    logits = random(4, 5120, size=3)  # two blocks, the second not full
+    logits = random(4, 5120, size=3)  # two blocks, the second is not full
     logits[0], logits[1], logits[2, 4500] = -1e4, 1e4, 1e4
-    logits[3] = -torch.inf  # all masked
-    logits[3, 17] = 0.5  # but one
+    logits[3] = -torch.inf  # all masked, except one
+    logits[3, 17] = 0.5
     check_cross_entropy(logits, torch.tensor([0, 7, 5, 17]), 5000, reduce)
 
 
 @pytest.mark.parametrize("reduce", [None, lambda x, op: x], ids=["one pass", "two passes"])
 def test_cross_entropy_of_weights_that_are_one_number(reduce):
-    """The gradient of losses.sum() is one number, expanded: the rows' weights do not lie side by side in memory."""
+    """The gradient of losses.sum() is one expanded number with stride 0, so the weights are not contiguous."""
     logits, targets = random(3, 128), torch.tensor([5, 6, 7])
     expanded, written = logits.clone(), logits.clone()
     kernels.cross_entropy_(expanded, targets, 100, torch.tensor(0.3).expand(3), reduce)
@@ -206,7 +216,7 @@ def test_cross_entropy_of_weights_that_are_one_number(reduce):
 
 
 def check_linear_cross_entropy(columns, n):
-    """Cut over tp as the model does it; some rank may hold nothing but padding."""
+    """Cut the word table over tp as the model does. A rank may have padding columns only."""
     sanitizer.install()
     tp = Mesh(tp=everyone().size).tp
     x, table = random(n, 24), random(256, 24, seed=1, size=0.5)
@@ -281,13 +291,13 @@ def test_squared_norms():
 
 
 def test_bytes_per_element_are_the_floors():
-    """bf16, what is small beside the activations (vectors of h, of n, partial sums) counted apart."""
+    """Count the bytes of bf16 activations, without the small tensors (vectors of h or n, partial sums)."""
     n, h = 8, 256
     x, y, dy, dz = (random(n, h, dtype=torch.bfloat16, seed=i) for i in range(4))
     bias, weight, norm_bias = (random(h, dtype=torch.bfloat16, seed=i) for i in range(4, 7))
 
     def per_element(t, *names, elements=n * h):
-        """Of the activations among the arguments; every element moves once."""
+        """Return bytes (loaded, stored) per element of the named arguments. Each element must move only once."""
         moved = [t.by_argument[name] for name in names]
         assert t.launches == 1 and all(m.loaded == m.loaded_unique and m.stored == m.stored_unique for m in moved)
         return sum(m.loaded for m in moved) / elements, sum(m.stored for m in moved) / elements
@@ -316,13 +326,13 @@ def test_bytes_per_element_are_the_floors():
 
 
 def test_bytes_per_logit_are_the_floors():
-    """4 through memory: the second read of a row comes from the cache; with tp between the passes it may not, 6."""
+    """4 bytes, because the second pass reads from the cache. With tp, it may read from memory: 6 bytes."""
     logits, targets, weights = random(3, 8192, dtype=torch.bfloat16), torch.tensor([1, 2, 3]), torch.full((3,), 0.1)
     with sanitizer.traffic() as t:
         kernels.cross_entropy_(logits, targets, 8000, weights)
     row = 2 * logits.numel()
     z = t.by_argument["Z"]
-    assert (z.loaded_unique, z.stored, z.loaded) == (row, row, 2 * row + 3 * 2)  # and the target's logit
+    assert (z.loaded_unique, z.stored, z.loaded) == (row, row, 2 * row + 3 * 2)  # plus the target's logit
     assert t.loaded == z.loaded + 3 * (8 + 4) and t.stored == z.stored + 3 * 4  # target and weight; loss
     with sanitizer.traffic() as t:
         kernels.cross_entropy_(logits, targets, 8000, weights, lambda x, op: x)
@@ -330,7 +340,7 @@ def test_bytes_per_logit_are_the_floors():
     assert (z.loaded, z.stored) == (2 * row + 3 * 2, row) and t.by_argument["WEIGHTS"].loaded == 3 * 4
     with sanitizer.traffic() as t:
         kernels.cross_entropy_(logits, targets, 8000)
-    assert (t.loaded, t.stored) == (row + 3 * (2 + 8), 3 * 4)  # no gradient: one pass, nothing but losses is written
+    assert (t.loaded, t.stored) == (row + 3 * (2 + 8), 3 * 4)  # no gradient: one pass writes only losses
 
 
 def test_bytes_per_parameter_are_the_floors():
@@ -343,14 +353,14 @@ def test_bytes_per_parameter_are_the_floors():
     assert sum(b.loaded for b in flat) == 16 * 2048 and sum(b.stored for b in flat) == 14 * 2048
     with sanitizer.traffic() as t:
         kernels.squared_norms(ours[:1])
-    assert t.by_argument["X"].loaded == 4 * 2048 and t.stored == 4 * 2  # and a float32 from each program
+    assert t.by_argument["X"].loaded == 4 * 2048 and t.stored == 4 * 2  # plus one float32 of each program
 
 
-# --- what the compiler makes of them ----------------------------------------------------------------------------------
+# --- machine code -----------------------------------------------------------------------------------------------------
 
 
 def configurations():
-    """{name: (kernel, types of the arguments that are no constants, constants, options, most registers)}, in bf16."""
+    """Return {name: (kernel, types of non-constant arguments, constants, options, maximum of registers)}, in bf16."""
     table, b = {}, "*bf16"
 
     def add(name, kernel, types, most, options, **constants):
@@ -372,7 +382,7 @@ def configurations():
         add(f"add backward {h}", "residual_backward", f"{b} {b} *fp32 i32 {rest}", 40, row, **none, **parts)
     add("gelu", "gelu_forward", f"{b} {b} {b} i32 i32", 40, kernels.GELU_TILE)
     add("gelu backward", "gelu_backward", f"{b} {b} {b} {b} *fp32 i32 i32", 80, kernels.GELU_TILE)
-    options = kernels.CROSS_ENTROPY  # i32:1: 50257 real columns are no multiple of 16
+    options = kernels.CROSS_ENTROPY  # i32:1: 50257 real columns, not divisible by 16
     add("cross-entropy", "cross_entropy_whole", f"{b} *i64 *fp32 *fp32 i32:1 i32", 48, options, GRADIENT=True)
     add("statistics", "cross_entropy_statistics", f"{b} *i64 *fp32 *fp32 *fp32 i32:1 i32", 40, options)
     add("gradient", "cross_entropy_gradient", f"{b} *i64 *fp32 *fp32 *fp32 i32:1 i32", 40, options)
@@ -382,7 +392,7 @@ def configurations():
     return table
 
 
-WIDE = {  # loads and stores of 16 bytes or more: one for each 8 bf16 or 4 float32 of a thread's share of an activation
+WIDE = {  # (loads, stores) of 16 bytes or more in a thread: one for each 8 bf16 or 4 float32 of its elements
     "add_layer_norm": (2, 2), "... dropped": (2, 2), "its backward": (3, 1), "add backward": (1, 0), "gelu": (1, 1),
     "gelu backward": (2, 1), "cross-entropy": (4, 2), "statistics": (2, 0), "gradient": (2, 2), "adamw": (8, 7),
     "squared norm": (2, 0),
@@ -391,9 +401,9 @@ WIDE = {  # loads and stores of 16 bytes or more: one for each 8 bf16 or 4 float
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_compiled(arch):
-    """Nothing is spilled, registers stay within the budget, and activations travel 16 bytes at a time."""
+    """No kernel spills or exceeds its registers, and activations are loaded and stored 16 bytes at a time."""
     if not compiled.tool("cuobjdump").exists():
-        pytest.skip("this Triton comes without disassemblers")
+        pytest.skip("this version of Triton has no disassemblers")
     table = configurations()
     jobs = [(kernel, types, constants, arch, options) for kernel, types, constants, options, _ in table.values()]
     for (name, (*_, most)), r in zip(table.items(), compiled.reports(jobs), strict=True):
@@ -432,14 +442,14 @@ def trained_by_kernels(config):
     ids=str,
 )
 def test_the_whole_model_on_the_kernels(workers, dp, fields):
-    """Every operation, attention too, in training as it is, beside reference.py's."""
+    """Train with all kernels, attention included, and compare with training on reference.py."""
     fields = dict(micro_batch_size=2, global_batch_size=4) | fields
     config = tiny_config(dp, fields.pop("tp", 1), **fields, kernels="torch")
     ranks = dp * config.tp
     plain = workers.run(ranks, trained, config)[0]
     config.kernels = "triton"
     fused = workers.run(ranks, trained_by_kernels, config)[0]
-    assert fused != plain, "the same bits: were the kernels used at all?"
+    assert fused != plain, "equal bits: the kernels were not used"
     tolerance = 3e-5 if config.dtype == "fp32" else 2e-2
     for ours, theirs in zip(fused, plain, strict=True):
         assert ours == pytest.approx(theirs, rel=tolerance)

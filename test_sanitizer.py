@@ -1,4 +1,4 @@
-"""testing/sanitizer.py sees every defect that it promises to see, each in a small kernel, and no others."""
+"""Tests that testing/sanitizer.py finds each kind of defect in a small kernel, and accepts correct kernels."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def random(*shape, dtype=torch.float32, seed=0):
 
 
 def same(a, b):
-    """Bit for bit, except for the payload of NaN."""
+    """Require equal bits, except for the payload of NaN."""
     assert a.dtype == b.dtype and a.shape == b.shape
     assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0), b.nan_to_num(0))
 
@@ -56,7 +56,7 @@ def test_what_is_within_bounds_is_computed():
 
 @pytest.mark.parametrize("offset", [1, -1, 1 << 20, 1 << 40, -(1 << 30)])
 def test_loads_out_of_bounds(offset):
-    """One element beside the tensor, and so far away that the process would die."""
+    """Addresses one element beside the tensor, and so far away that the process would crash."""
     x, y = random(37), torch.zeros(37)
     program, lane, element = (2, 4, 37) if offset == 1 else (0, 0, offset)
     said = rf"program \({program}, 0, 0\), lane {lane}, loads x\[{element}\]: x is float32 \[37\]"
@@ -71,7 +71,7 @@ def test_stores_out_of_bounds():
 
 
 def test_one_argument_does_not_lead_into_another():
-    """Two halves of one buffer: what follows the first is there, and is another argument's."""
+    """Two halves of one buffer: the memory after the first half exists, but belongs to another argument."""
     both, y = random(64), torch.zeros(64)
     x, z = both[:32], both[32:]
     with pytest.raises(sanitizer.OutOfBounds, match=r"loads x\[32\]"):
@@ -82,14 +82,14 @@ def test_one_argument_does_not_lead_into_another():
 
 @triton.jit
 def copy_heads(q, y, s, h, row, D: tl.constexpr):
-    """One head's rows: q [s, *, heads, d], rows `row` elements apart -> y [s, d]"""
+    """Copy one head's rows of q [s, *, heads, d] to y [s, d]. Rows of q are `row` elements apart."""
     i = tl.arange(0, D)
     for t in range(s):
         tl.store(y + t * D + i, tl.load(q + t * row + h * D + i))
 
 
 def test_strided_views():
-    """Of qkv [s, 3, heads, d], passed as a whole, all may be read; of its view q, only q."""
+    """The argument qkv [s, 3, heads, d] allows reads of all its elements. Its view q allows only reads of q."""
     qkv, y = random(5, 3, 2, 4), torch.zeros(5, 4)
     for h in range(6):
         copy_heads[1,](qkv, y, 5, h, 24, D=4)
@@ -106,7 +106,7 @@ def test_strided_views():
 
 @triton.jit
 def copy_tiles(source, pair, rows, BLOCK: tl.constexpr):
-    """source: a tensor descriptor; pair: two tensors. Both become the source."""
+    """Copy the tensor descriptor `source` to both tensors of `pair`."""
     at = tl.program_id(0) * BLOCK
     tile = source.load([at, 0])
     i, j = tl.arange(0, BLOCK), tl.arange(0, 8)
@@ -115,7 +115,7 @@ def copy_tiles(source, pair, rows, BLOCK: tl.constexpr):
 
 
 def test_descriptors_and_tuples():
-    """A descriptor's own bounds mask what is outside of it; but they must be the tensor's."""
+    """A descriptor masks accesses outside of its bounds. Bounds larger than the tensor are an error."""
     x, y, z = random(5, 8), torch.zeros(5, 8), torch.zeros(4, 8)
     with sanitizer.traffic() as t:
         copy_tiles[3,](TensorDescriptor.from_tensor(x, [2, 8]), (y, y.clone()), 5, BLOCK=2)
@@ -154,13 +154,13 @@ def test_two_programs_store_one_element():
 
 @triton.jit
 def shift(x, y, BLOCK: tl.constexpr, BACK: tl.constexpr):
-    """y[i] = x[i - 1], or x[i + 1]: with y = x, each program reads an element that its neighbour stores."""
+    """Store y[i] = x[i - 1], or x[i + 1]. With y = x, each program reads an element that its neighbour stores."""
     i = 1 + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y + i, tl.load(x + i + (-1 if BACK else 1)))
 
 
 def test_a_program_loads_what_another_stores():
-    """Before it did (the interpreter runs programs in order) or after: on a GPU, who knows."""
+    """The interpreter runs programs in order, so the load is before or after the store. On a GPU it is undefined."""
     x = random(18)
     for back in (True, False):
         shift[4,](x, torch.zeros(18), BLOCK=4, BACK=back)
@@ -189,7 +189,7 @@ def test_one_program_stores_what_all_load(writer, others):
 
 @triton.jit
 def count_and_look(x, y, LOADS: tl.constexpr, FIRST: tl.constexpr):
-    """One program adds to x[0], one loads it or stores it."""
+    """One program adds to x[0], the other one loads or stores x[0]."""
     if (tl.program_id(0) == 0) == FIRST:
         tl.atomic_add(x, 1.0)
     elif LOADS:
@@ -242,7 +242,7 @@ def test_a_program_waits_for_its_own_lanes():
 
 @triton.jit
 def add_in_place(x, scale, bias, y, n, BLOCK: tl.constexpr):
-    """y = x scale (+ bias); scale: one element."""
+    """Store y = x scale (+ bias). scale: one element."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + i, mask=i < n) * tl.load(scale)
     if bias is not None:
@@ -252,7 +252,7 @@ def add_in_place(x, scale, bias, y, n, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_in_place_is_no_race(dtype):
-    """Input and output the same tensor, a scalar that all programs read, no bias; then all four the same."""
+    """Input and output are one tensor, all programs read a scalar, bias is None. Then all four are one tensor."""
     x, scale = random(50, dtype=dtype), torch.tensor(3.0, dtype=dtype)
     expected = x * 3
     with sanitizer.traffic() as t:
@@ -307,7 +307,7 @@ def test_every_bfloat16_is_what_torch_has_it_be():
 
 
 def test_rounding_is_to_nearest_even():
-    """The ties between neighbours and what lies beside them, among normal and subnormal numbers; and the ends."""
+    """Ties between neighbours and the numbers next to them, normal and subnormal; then extreme numbers."""
     below = torch.arange(0, 0x7F80, 3, dtype=torch.int32)[: 1 << 13] << 16
     x = torch.cat([below + 0x7FFF, below + 0x8000, below + 0x8001, below]).view(torch.float32)
     x = torch.cat([x, -x])
@@ -359,7 +359,7 @@ def test_dot(dtype):
     a, b, c = random(32, 32, dtype=dtype), random(32, 32, dtype=dtype, seed=1), torch.zeros(32, 32)
     multiply[1,](a, b, c, N=32)
     exact = a.double() @ b.double()
-    assert (c - exact).abs().max() < 1e-5 and (c - exact).abs().max() > 0  # float32's sums; bfloat16's would be 1e-1
+    assert (c - exact).abs().max() < 1e-5 and (c - exact).abs().max() > 0  # sums in float32; in bfloat16: 1e-1
     a, b = a.mul(4).round(), b.mul(4).round()  # small integers: no rounding
     multiply[1,](a, b, c, N=32)
     assert torch.equal(c, (a.double() @ b.double()).float())
@@ -396,7 +396,7 @@ def test_traffic_of_a_copy():
 
 @triton.jit
 def softmax_of_a_row(x, y, n, BLOCK: tl.constexpr):
-    """Reads its row twice: for the sum, and for the quotient."""
+    """Read the row twice: for the sum and for the quotient."""
     row = tl.program_id(0) * n
     s = 0.0
     for start in range(0, n, BLOCK):
@@ -446,7 +446,7 @@ def test_what_a_gpu_does_silently_does_not_warn():
     x, y = torch.tensor([1, -1, 1 << 30, -(1 << 31)], dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     careless[1,](x, y, INTEGER=True, BLOCK=4)
     assert torch.equal(y, x * 0x7FEB352D + 0x7FFFFFFF)
-    with pytest.warns(RuntimeWarning, match="overflow"):  # outside of a launch, numpy warns as ever
+    with pytest.warns(RuntimeWarning, match="overflow"):  # outside of a launch, numpy warns as before
         np.float32(1e38) * np.float32(1e38)
 
 
@@ -454,7 +454,7 @@ def test_after_an_error_all_is_as_before():
     x, y = random(32), torch.zeros(31)
     with pytest.raises(sanitizer.OutOfBounds):
         copy_unmasked[2,](x, y, BLOCK=16)
-    sanitizer.install()  # a second time: nothing
+    sanitizer.install()  # a second call does nothing
     with sanitizer.traffic() as t:
         copy[2,](x, y, 31, 0, BLOCK=16)
     assert torch.equal(y, x[:31]) and t.loaded == 31 * 4
@@ -474,7 +474,7 @@ def test_workers_interpret_too(workers):
 
 
 def test_too_late_is_an_error():
-    """Triton looks at the variable as it is imported."""
+    """Triton reads TRITON_INTERPRET during its import."""
     code = "import triton, os; os.environ['TRITON_INTERPRET'] = '1'; from testing import sanitizer"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.path.dirname(os.path.abspath(__file__))

@@ -1,1 +1,1 @@
-"""Measurements beside what people would use instead; `python -m bench` lists them."""
+"""Measurements of nanoparallel and of its alternatives; `python -m bench` lists them."""

@@ -1,14 +1,14 @@
-"""The command line of the measurements: each prints a table as the README has it.
+"""The command line of the measurements. Each measurement prints tables like those in the README.
 
-    python -m bench                   lists them
+    python -m bench                   list the measurements
     python -m bench prepare --mb=200  throughput and memory of prepare.py
-    python -m bench layouts           a step of every layout beside PyTorch's own
-    python -m bench kernels           every operation on its own, right and how fast, on a GPU
-    python -m bench train             a whole step beside plain PyTorch, and its profile, on a GPU
+    python -m bench layouts           a training step of every layout, ours and PyTorch's own
+    python -m bench kernels           correctness and speed of every operation, on a GPU
+    python -m bench train             a whole step, ours and plain PyTorch's, and a profile, on a GPU
 
-The measurement NAME is the function `measure` of bench/NAME.py. Its keyword arguments are the options; its docstring
-is the help. Imports run downward: this file imports a measurement when it is asked for, the measurements import
-`machine`, `plain` and `tables`, and nothing outside bench/ imports bench.
+The measurement NAME is the function `measure` of bench/NAME.py. Its keyword arguments are the options, its docstring
+is the help. This file imports only the requested measurement. The measurements import `machine`, `plain` and `tables`.
+No file outside bench/ imports bench, except its tests.
 """
 
 import importlib
@@ -32,7 +32,7 @@ def print_list():
 
 
 def parse_options(name, arguments, parameters):
-    """{option: value} from arguments like --key=value; a value has the type of the default. Raises UserError."""
+    """Return {option: value} from arguments like --key=value. A value has its default's type. Raises UserError."""
     options = {}
     for argument in arguments:
         key, _, value = argument.removeprefix("--").partition("=")
@@ -46,12 +46,12 @@ def parse_options(name, arguments, parameters):
 
 
 def main():
-    """Run a measurement with its options; without one, print the list. Raises UserError."""
+    """Run the named measurement with its options. Without a name, print the list. Raises UserError."""
     name, *arguments = sys.argv[1:] or ["--help"]
     if name not in NAMES:
         print_list()
         if name not in ("-h", "--help"):
-            raise UserError(f"no measurement {name}; there are: {', '.join(NAMES)}")
+            raise UserError(f"{name} is no measurement; the measurements are {', '.join(NAMES)}")
         return
     measure = measurement(name)
     measure(**parse_options(name, arguments, inspect.signature(measure).parameters))

@@ -1,23 +1,24 @@
-"""Every operation on its own: is it right, how many microseconds, how near to what the GPU can do at all.
+"""Measures every operation: its error, its time, and its rate compared with the GPU's rates for copies and products.
 
     python -m bench kernels --only=gelu
 
-An operation is drawn, checked and timed as the model has it: as many tokens, parameters whose gradients are float32,
-forward and backward apart. Beside ours in Triton stand `reference.py` as it is and under torch.compile, and the one
-fused operation that PyTorch itself has for the purpose, if it has one.
+Each operation gets inputs like in the model: the same number of tokens, and parameters with float32 gradients. Forward
+and backward are timed separately. Each row compares our Triton kernel with `reference.py` (eager and under
+torch.compile) and with PyTorch's own fused operation, if one exists.
 
-The exact result is `reference.py` in float64 on the same inputs. The error allowed is that of the tests, and no number
-that happened to pass: twice the error that `reference.py` makes in the inputs' own dtype, and a rounding.
+The exact result is `reference.py` in float64 on the same inputs. The allowed error is the one of the tests: twice the
+error of `reference.py` in the inputs' own dtype, plus one rounding.
 
-The time is the GPU's, not Python's. Before each measurement the GPU spins for two milliseconds; meanwhile the host
-queues the work, so that no kernel waits to be launched. The variants take turns, and each goes over several copies of
-its inputs in a row, which together do not fit into the L2 cache: as in a training step, the inputs are not there yet.
+The times are GPU times. Before each measurement the GPU waits for two milliseconds. Meanwhile the host queues the work,
+so no kernel waits for its launch. The variants take turns. Each variant processes several copies of its inputs, which
+together do not fit into the L2 cache. So the inputs are not in the cache, as in a training step.
 
-The yardsticks are measured in the same run: bytes per second of a plain copy, read and write; FLOP/s of a large matrix
-product. An operation's *floor* is the least that it must move, each byte once, or multiply; its share of the yardstick
-says how much is left to gain. kernels.py and flash_attention.py derive the floors, operation by operation.
+Each run also measures the rate of a plain copy (bytes read and written per second) and of a large matrix product
+(FLOP/s). An operation's *floor* is the least number of bytes that it must move, or of FLOP that it must compute. Its
+rate is floor / time. A rate near that of the copy or product leaves little to gain. The comments in kernels.py and
+flash_attention.py derive the floors.
 
-Without a GPU the kernels run in Triton's interpreter, small: the same check, and the bytes that they move, counted.
+Without a GPU the kernels run in Triton's interpreter at a small size. It checks the errors and counts the moved bytes.
 """
 
 import functools
@@ -44,7 +45,7 @@ from parallel.mesh import Mesh
 from parallel.tensor import CHUNK, LinearCrossEntropy
 from reference import Drop
 
-L2 = 200 << 20  # bytes that are not in the cache any more when they are used again: 50 MB fit into an H200's
+L2 = 200 << 20  # bytes: inputs of this size leave the L2 cache before they are used again; an H200 has 50 MB
 ROW = "{:<30}{:<9}{:>13}{:>28}{:>17}{:>6}{:>28}{:>28}{:>7}  {}"
 
 
@@ -57,17 +58,17 @@ def measure(
     seq: int = 1024,
     vocab: int = 50257,
 ):
-    """Every operation on its own: right or not, its time beside PyTorch's, its share of what the GPU can do.
+    """Check every operation, and compare its time with PyTorch's and with the GPU's rates for copies and products.
 
-    --only                      part of an operation's name: measure only those
-    --repeats                   how often each variant is measured, in turns
-    --dtype                     of the activations: bf16, fp16, fp32
-    --hidden, --tokens, --seq, --vocab   the model's width; tokens of a micro-batch, of a sample; words
+    --only                      measure only operations whose name contains this text
+    --repeats                   number of measurements of each variant; the variants take turns
+    --dtype                     dtype of the activations: bf16, fp16, fp32
+    --hidden, --tokens, --seq, --vocab   hidden size; tokens of a micro-batch; tokens of a sample; vocabulary
     """
     if dtype not in ("bf16", "fp16", "fp32"):
         raise UserError(f"--dtype={dtype}: should be bf16, fp16 or fp32")
     if hidden % 64 or tokens % seq:
-        raise UserError(f"--hidden={hidden} --tokens={tokens}: should be multiples of a head, 64, and of --seq={seq}")
+        raise UserError(f"--hidden={hidden} --tokens={tokens}: should be multiples of 64 (a head) and of --seq={seq}")
     sizes = dict(n=tokens, h=hidden, s=seq, v=vocab)
     right = on_gpu(Gpu(), sizes, dtype, repeats, only) if torch.cuda.is_available() else interpreted(only)
     if not right:
@@ -79,13 +80,13 @@ def measure(
 
 @dataclass
 class Operation:
-    """One row or two of the table.
+    """One operation, which is one row of the table (whole) or two (forward, backward).
 
-    name: of the row; ops: of the function of reference.py that it is; draw(seed): its inputs; run(ops, *inputs): a
-    call of it, with the functions of `kernels` or `reference`. floor: what forward and backward must move in bytes, or
-    with `flops` multiply; one number if it is no function with a backward, but a step. elements: by which the bytes are
-    counted. own {name: function(*inputs)}: PyTorch's; of these, `another` are not the same function, only near it.
-    compiled(compile): `run` under torch.compile, where that is more than compiling `run`.
+    name: the row's name. ops: the function's name in reference.py. draw(seed): returns its inputs. run(ops, *inputs):
+    calls it from the module `kernels` or `reference`. floor: the bytes that forward and backward must move, or with
+    `flops` the FLOP; one number for an operation without backward. elements: the divisor for bytes per element.
+    own {name: function(*inputs)}: PyTorch's own variants. another: names in `own` of similar but different functions.
+    compiled(compile): returns the compiled variant, if compiling `run` is not enough.
     """
 
     name: str
@@ -104,7 +105,7 @@ class Operation:
         return ("forward", "backward") if len(self.floor) == 2 else ("whole",)
 
     def inputs(self, seed):
-        """Draw them, and let backward reach them. A parameter (a vector) has a float32 gradient, as in training."""
+        """Return inputs with requires_grad. A parameter (a vector) has a float32 gradient, as in training."""
         inputs = self.draw(seed)
         for x in inputs:
             if len(self.floor) == 2 and x.is_floating_point():
@@ -115,14 +116,14 @@ class Operation:
 
 
 def operations(device, dtype, n, h, s, v):
-    """All of them: n tokens in samples of s, h wide, heads of 64, v words."""
+    """Return all operations for n tokens, in samples of s tokens. Heads have size 64."""
     item = dtype.itemsize
 
     def draw(*shapes):
         return lambda seed: randoms(device, dtype, seed, *shapes)
 
     def plain(name, *rest):
-        """run of a function that takes its tensors, then `rest`"""
+        """Return `run` of a function with the arguments (*tensors, *rest)."""
         return lambda ops, *inputs: getattr(ops, name)(*inputs, *rest)
 
     drop = Drop(torch.arange(n, device=device), 0.1, 1234, 1)
@@ -160,7 +161,10 @@ def randoms(device, dtype, seed, *shapes):
 
 
 def attentions(draw, plain, item, n, h, s):
-    """The masked softmax on its own (a few samples: 2 a s bytes a token), and attention: s^2 d a head and product."""
+    """Return two operations: the masked softmax of at most 4 samples (2 a s bytes a token in bf16), and attention.
+
+    Attention's causal half of a product has s^2 d FLOP per head.
+    """
     b, a = n // s, h // 64
     scores = min(b, 4) * a * s * s
     products = b * a * s * s * 64
@@ -187,9 +191,9 @@ def attentions(draw, plain, item, n, h, s):
 
 
 def losses(device, dtype, n, h, v):
-    """The loss together with its gradient, of a chunk's logits; and with the products around it, of all tokens.
+    """Return two operations: the loss of some tokens' logits, and the loss of all tokens with its matrix products.
 
-    The latter over all columns, padding included: PyTorch's own would have to cut a row to an odd length.
+    The second uses all columns, padding included. Otherwise PyTorch's own variant would need rows of an odd length.
     """
     width = -(-v // 128) * 128
     return [loss_of_logits(device, dtype, min(n, CHUNK), v, width), loss_of_head(device, dtype, n, h, v, width)]
@@ -200,11 +204,11 @@ def draw_targets(device, seed, count, v):
 
 
 def loss_of_logits(device, dtype, chunk, v, width):
-    """The loss of a chunk's logits [chunk, width], and its gradient in their place."""
+    """Return the operation: the loss of the logits [chunk, width], which become their gradient."""
 
     def draw(seed):
         (z,) = randoms(device, dtype, seed, (chunk, width))
-        z[:, v:] = -1e4  # so that it makes no difference whether padding takes part: PyTorch's knows of none
+        z[:, v:] = -1e4  # padding adds 0 to the softmax, because PyTorch's loss cannot exclude columns
         return [z, draw_targets(device, seed, chunk, v)]
 
     def run(ops, z, targets):
@@ -223,7 +227,7 @@ def loss_of_logits(device, dtype, chunk, v, width):
 
 
 def loss_of_head(device, dtype, n, h, v, width):
-    """The loss of all tokens from x [n, h] and the word table w [width, h], and the gradients of both."""
+    """Return the operation: the loss of all tokens from x [n, h] and word table w [width, h], and both gradients."""
 
     def draw(seed):
         x, w = randoms(device, dtype, seed, (n, h), (width, h))
@@ -235,14 +239,14 @@ def loss_of_head(device, dtype, n, h, v, width):
         w.grad, w.deferred = torch.zeros_like(w, dtype=w.grad_dtype), None
         x = x.detach().requires_grad_()
         losses = LinearCrossEntropy.apply(x, w, targets, width, "copy", Mesh().tp, ops)
-        dx = torch.autograd.grad(losses, x, torch.full_like(losses, 1 / n))  # which makes the losses, too
+        dx = torch.autograd.grad(losses, x, torch.full_like(losses, 1 / n))  # computes the losses, too
         return losses.detach().mean(), *dx, w.grad
 
     def compiled(compile):
         return with_gradients(compile(lambda x, w, targets: F.cross_entropy((x @ w.T).float(), targets)))
 
     own = {}
-    if hasattr(nn, "LinearCrossEntropyOptions"):  # from PyTorch 2.13 on
+    if hasattr(nn, "LinearCrossEntropyOptions"):  # PyTorch 2.13 or later
         options = dict(options=nn.LinearCrossEntropyOptions())
         own["F.linear_cross_entropy"] = with_gradients(functools.partial(F.linear_cross_entropy, **options))
     return Operation(
@@ -252,7 +256,7 @@ def loss_of_head(device, dtype, n, h, v, width):
 
 
 def with_gradients(function):
-    """Of a mean loss (x, w, targets): it and its gradients."""
+    """Return a function that computes the mean loss function(x, w, targets) and its gradients of x and w."""
 
     def run(x, w, targets):
         x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
@@ -263,13 +267,13 @@ def with_gradients(function):
 
 
 def updates(device, dtype, h):
-    """The end of a step, on a block's flat buffer: matrices, which decay, and after them vectors."""
+    """Return the operations at the end of a step, on a block's flat buffer: matrices (with decay), then vectors."""
     matrices, size = 12 * h * h, 12 * h * h + 13 * h
     ranges, options = [(0, matrices, True), (matrices, size, False)], dict(beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1)
     lr, scale = (torch.tensor(x, dtype=torch.float64, device=device) for x in (1e-3, 1.0))
     update, skip = torch.tensor(3, device=device), torch.tensor(False, device=device)
     scalars = reference.update_scalars(lr, scale, update, skip, options["beta1"], options["beta2"])
-    cast = dtype != torch.float32  # else the weights are their own master weights
+    cast = dtype != torch.float32  # in float32 the weights are the master weights
 
     def draw(seed):
         w, g, m, v = randoms(device, torch.float32, seed, *[(size,)] * 4)
@@ -295,7 +299,7 @@ def updates(device, dtype, h):
 
 
 class OwnAdamW:
-    """torch.optim.AdamW on the same buffers: an optimizer for each copy of them, kept."""
+    """torch.optim.AdamW on the same buffers. It keeps one optimizer for each copy of the buffers."""
 
     def __init__(self, ranges, lr, options):
         self.ranges, self.optimizers = ranges, {}
@@ -315,7 +319,7 @@ class OwnAdamW:
         for begin, end, decays in self.ranges:
             p = nn.Parameter(w[begin:end])
             p.grad = g[begin:end]
-            step = torch.tensor(2.0, device=w.device)  # two updates were made
+            step = torch.tensor(2.0, device=w.device)  # two updates are done
             states[p] = dict(step=step, exp_avg=m[begin:end], exp_avg_sq=v[begin:end])
             groups.append(dict(params=[p], weight_decay=self.decay * decays))
         optimizer = torch.optim.AdamW(groups, **self.options)
@@ -331,12 +335,12 @@ def as_tuple(outputs):
 
 
 def random_seeds(outputs):
-    """One random gradient for each output: backward starts from them."""
+    """Return a random gradient for each output, from which backward starts."""
     return [randoms(y.device, y.dtype, 90 + i, y.shape)[0] for i, y in enumerate(outputs)]
 
 
 def passes(operation, function, inputs, seeds=None):
-    """(function's outputs, their gradients' source `seeds`, and, in the same list, the gradients of its inputs)."""
+    """Return ([outputs, then gradients of the inputs], seeds: the outputs' gradients, None without backward)."""
     outputs = as_tuple(function(*inputs))
     if len(operation.floor) == 1:
         return [*outputs], None
@@ -347,7 +351,7 @@ def passes(operation, function, inputs, seeds=None):
 
 
 class Judge:
-    """Knows the exact results of an operation on inputs(0), and how far `reference.py` is from them in their dtype."""
+    """The exact results of an operation on inputs(0), and the error of `reference.py` in the inputs' dtype."""
 
     def __init__(self, operation):
         self.operation = operation
@@ -360,7 +364,7 @@ class Judge:
         self.of_plain = [relative_error(x, right) for x, right in zip(results, self.exact, strict=True)]
 
     def worst(self, results):
-        """The largest of the results' errors, in units of the allowed error: results are right up to 1."""
+        """Return the largest error of the results, divided by the allowed error. Up to 1 the results are right."""
         shares = []
         for x, right, of_plain in zip(results, self.exact, self.of_plain, strict=True):
             rounding = torch.finfo(x.dtype).eps + 8 * torch.finfo(torch.float32).eps
@@ -372,7 +376,7 @@ class Judge:
 
 
 def relative_error(x, right):
-    """The largest error of an element, relative to the largest element."""
+    """Return the largest error of an element over the largest element."""
     return ((x.double() - right).abs().max() / (right.abs().max() + 1e-30)).item()
 
 
@@ -384,7 +388,7 @@ def judged(share):
 
 
 def on_gpu(machine, sizes, dtype, repeats, only):
-    """Print the table, a row as soon as it is there, and its meaning for kernels=auto. False: ours was wrong."""
+    """Print the table row by row, and where it disagrees with kernels=auto. Return whether our results are right."""
     import kernels
 
     dtype_name, dtype = dtype, train.DTYPES[dtype]
@@ -394,8 +398,8 @@ def on_gpu(machine, sizes, dtype, repeats, only):
         f"product {rates[True] / 1e12:,.1f} TFLOP/s; " + ", ".join(f"{k} = {v}" for k, v in sizes.items())
     )
     print(
-        f"microseconds, median (smallest-largest) of {repeats}; error: the largest, 1 is what is allowed "
-        "(twice reference.py's in this dtype, and a rounding)"
+        f"microseconds: median (smallest-largest) of {repeats}; error: the largest one over the allowed one "
+        "(twice reference.py's in this dtype, plus a rounding)"
     )
     print_row(ROW, "", "", "error", "Triton", "rate", "share", "reference.py", "compiled", "", "PyTorch's own")
     machine.forget_compiled()
@@ -415,7 +419,7 @@ def on_gpu(machine, sizes, dtype, repeats, only):
 
 
 def variants_of(operation, kernels, machine):
-    """{name: function(*inputs)}."""
+    """Return {name: function(*inputs)}."""
     plain = functools.partial(operation.run, reference)
     return {
         "Triton": functools.partial(operation.run, kernels),
@@ -427,10 +431,10 @@ def variants_of(operation, kernels, machine):
 
 @dataclass
 class Found:
-    """The findings about one variant: its error; microseconds of a copy in each direction; or why it failed."""
+    """The results of one variant: its error, its microseconds for one copy in each direction, or its failure."""
 
     error: float | None = None
-    times: list = field(default_factory=list)  # of tuples, one number per direction
+    times: list = field(default_factory=list)  # one tuple a repeat, with one number per direction
     failure: str = ""
 
     @property
@@ -448,21 +452,21 @@ class Found:
 
 
 def examine(machine, operation, variants, repeats):
-    """{variant: Found}: each checked, then timed in turns."""
+    """Check each variant, then time them in turns. Return {variant: Found}."""
     found = {}
     try:
         judge = Judge(operation)
         for name, function in variants.items():
             found[name] = checked(judge, function)
         del judge
-    except Exception as error:  # without an exact result nothing is known to be right
+    except Exception as error:  # without an exact result, no variant can be checked
         return {name: Found(failure=what_went_wrong(error)) for name in variants}
     gc.collect()
     copies = [operation.inputs(seed) for seed in range(number_of_copies(operation.inputs(0)))]
     seeds = None
     if len(operation.floor) == 2:
         seeds = random_seeds(as_tuple(operation.run(reference, *copies[0])))
-    for i in range(repeats + 1):  # the first time does not count
+    for i in range(repeats + 1):  # the first one is a warm-up and does not count
         names = [name for name, what in found.items() if not what.failure]
         for name in names[i % len(names) :] + names[: i % len(names)] if names else []:
             try:
@@ -486,12 +490,12 @@ def another(operation):
 
 
 def number_of_copies(inputs):
-    """So many that the first one is gone from the cache when it is its turn again; two at least."""
+    """Return the number of copies, at least two, that together exceed the L2 cache."""
     return max(2, -(-L2 // sum(x.nbytes for x in inputs)))
 
 
 def timed(machine, function, copies, seeds):
-    """Microseconds of a copy, (forward, backward) or, without seeds, (whole,): the mean of all copies in a row."""
+    """Return mean microseconds per copy: (forward, backward), or (whole,) without seeds."""
     forward, outputs = machine.timed(lambda: [as_tuple(function(*inputs)) for inputs in copies])
     if seeds is None:
         return (forward / len(copies),)
@@ -504,14 +508,14 @@ def timed(machine, function, copies, seeds):
 
 
 def cells(operation, i, direction, found, rate):
-    """A row of the table; the ratio is the fastest of the others over ours: above 1 ours is faster."""
+    """Return a row of the table. Its ratio is the fastest other variant's time over ours: above 1 ours is faster."""
     ours, others = found["Triton"], [name for name in found if name != "Triton"]
     achieved = operation.floor[i] / (ours.median(i) * 1e-6)
     unit = f"{achieved / 1e12:,.1f} TFLOP/s" if operation.flops else f"{achieved / 1e9:,.0f} GB/s"
     best = min(found[name].median(i) for name in others if name not in operation.another)
     error = judged(ours.error) if ours.error is not None else ""
     remarks = [f"{name} {found[name].cell(i)}{note(operation, name, found[name])}" for name in operation.own]
-    for name in ("Triton", "reference.py", "compiled"):  # whose cells are narrow
+    for name in ("Triton", "reference.py", "compiled"):  # their cells are too narrow for a message
         if not found[name].right:
             remarks.append(f"{name}: {found[name].failure or 'error ' + judged(found[name].error)}")
     plain, compiled = (found[name].cell(i)[:26] for name in ("reference.py", "compiled"))
@@ -521,14 +525,14 @@ def cells(operation, i, direction, found, rate):
 
 
 def note(operation, name, what):
-    """A remark about one of PyTorch's own, beside its time."""
+    """Return a remark on one of PyTorch's own variants, for the cell with its time."""
     if name in operation.another:
         return " (another function)"
     return "" if what.right or what.failure else f" (error {judged(what.error)})"
 
 
 def verdict(auto, totals):
-    """The choice of kernels=auto for each operation that has both, and where the measurement says otherwise."""
+    """Return lines with the choice of kernels=auto for each operation, and with the faster choices measured here."""
     chosen = {op.ops: "torch" if getattr(auto, op.ops, None) is getattr(reference, op.ops) else "triton"
               for op, *_ in totals if op.ops in reference.OPERATIONS}  # fmt: skip
     taken = {which: [name for name in chosen if chosen[name] == which] for which in ("triton", "torch")}
@@ -538,23 +542,23 @@ def verdict(auto, totals):
         for op, ours, plain in totals
         if op.ops in chosen and (ours < plain) != (chosen[op.ops] == "triton")
     ]
-    return f"\nkernels=auto takes {lines}\nmeasured otherwise: {'; '.join(otherwise) or 'nowhere'}"
+    return f"\nkernels=auto uses {lines}\nthe other choice is faster for: {'; '.join(otherwise) or 'nothing'}"
 
 
 # --- without a GPU ----------------------------------------------------------------------------------------------------
 
 
 def interpreted(only):
-    """Print the check under Triton's interpreter, and the bytes that kernels moved beside the floor. False: wrong."""
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton looks once, when it is imported
+    """Check in Triton's interpreter. Print errors and moved bytes with their floors. Return whether all is right."""
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it once, during its import
     try:
         import kernels
         from testing import sanitizer
     except ImportError as error:
-        print(f"{NO_GPU}and no interpreter of Triton either ({error}): nothing to check")
+        print(f"{NO_GPU}Triton's interpreter does not run either ({error}), so nothing is checked")
         return True
     sanitizer.install()
-    print(NO_GPU + "checked under Triton's interpreter, in bf16, small; microseconds need one")
+    print(NO_GPU + "a check in Triton's interpreter, in bf16, at a small size; times need a GPU")
     rows, right = [], True
     for operation in operations(torch.device("cpu"), torch.bfloat16, n=64, h=128, s=32, v=500):
         if only not in operation.name:
@@ -575,6 +579,6 @@ def interpreted(only):
             measured = (traffic.loaded_unique + traffic.stored_unique) / operation.elements
             floor = "products" if operation.flops else f"{floor / operation.elements:.2f}"
             rows.append([operation.name, direction, floor, f"{measured:.2f}", judged(share)])
-    print_table(["bytes per element", "", "floor", "moved", "error (1: allowed)"], rows)
-    print("moved: each byte of a launch once, with vectors and partial sums, which count only at so small a size")
+    print_table(["bytes per element", "", "floor", "moved", "error / allowed"], rows)
+    print("moved: each byte once per launch; vectors and partial sums are included, which matter only at a small size")
     return right

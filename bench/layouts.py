@@ -1,13 +1,12 @@
-"""A training step of every layout beside PyTorch's own: DDP, FSDP2, DTensor, torch.distributed.pipelining.
+"""Measures a training step of every layout, ours and PyTorch's own: DDP, FSDP2, DTensor, torch.distributed.pipelining.
 
     python -m bench layouts --only=zero
 
-Both train the same GPT from the same weights on the same samples: in one set of processes (Gloo, one thread each)
-that take turns, ours, theirs, theirs, ours ... A check comes before the timing: losses and gradient norms of the first
-three steps agree to 1e-4. Theirs is written as PyTorch's tutorials would have it, with everything that makes it
-fastest: fused AdamW, gradients that are views into buckets, no copy or message that the layout does not need. Its
-model is `Plain` of plain.py; four functions below, one for each of PyTorch's ways, spread it over processes; then
-comes the timing.
+Ours and PyTorch's ("theirs") train the same GPT from the same weights on the same samples. They take turns in the same
+processes (Gloo, one thread each): ours, theirs, theirs, ours ... First, a check compares losses and gradient norms of
+three steps (to 1e-4). Theirs follows PyTorch's tutorials and uses every option that makes it faster: fused AdamW,
+gradients as views into buckets, no unnecessary copies or messages. Its model is `Plain` of plain.py. The functions
+`ddp`, `fsdp`, `dtensor` and `pipelining` spread the model over processes.
 """
 
 import contextlib
@@ -35,15 +34,15 @@ ROW = "{:<26}{:>4}{:>16}{:>16}{:>18}{:>18}{:>9}  {}"
 
 
 def measure(layers: int = 4, hidden: int = 256, seq: int = 128, vocab: int = 2048, repeats: int = 15, only: str = ""):
-    """A step of ours beside PyTorch's own, same model, samples, processes and threads (goal: a ratio of at most 1).
+    """Compare our step with PyTorch's: same model, samples, processes and threads (goal: a ratio of at most 1).
 
     --layers, --hidden, --seq, --vocab   the model; a micro-batch is 4 samples
-    --repeats                            how often each of the two makes a step, in turns
-    --only                               part of a layout's name: measure only those
+    --repeats                            number of timed steps of each; ours and theirs take turns
+    --only                               measure only layouts whose name contains this text
     """
     fields = dict(num_layers=layers, hidden_size=hidden, seq_length=seq, vocab_size=vocab, num_attention_heads=8)
     print(
-        f"PyTorch {torch.__version__}, Gloo, a thread per process; {layers} layers of {hidden}, {seq} tokens, "
+        f"PyTorch {torch.__version__}, Gloo, one thread per process; {layers} layers of {hidden}, {seq} tokens, "
         f"vocabulary {vocab}, fp32\nms per step, ours / theirs: median (smallest-largest) of {repeats}, on n processes"
     )
     print_row(ROW, "", "n", "ours, ms", "PyTorch's, ms", "ratio", "by CPU time", "ours is", "against")
@@ -55,12 +54,13 @@ def measure(layers: int = 4, hidden: int = 256, seq: int = 128, vocab: int = 204
 
 # --- theirs -----------------------------------------------------------------------------------------------------------
 #
-# Each takes (configuration, mesh, [(ids [b, s], targets [b, s])] of this data rank's micro-batches) and returns a
-# function that makes a step: (mean loss of its micro-batches, or 0 where it has none; gradient norm).
+# Each function has the arguments c (the configuration), mesh, and batches: [(ids [b, s], targets [b, s])], the
+# micro-batches of this data rank. It returns a function step() -> (loss, gradient norm). The loss is the mean of the
+# micro-batches, or 0 on a rank that computes no loss.
 
 
 def clip(optimizer, c):
-    """The gradient norm before clipping."""
+    """Clip the gradients. Return their norm before clipping."""
     norms = []
     for params in (
         [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, dist.tensor.DTensor) == cut]
@@ -75,7 +75,7 @@ def clip(optimizer, c):
 
 
 def accumulated(model, c, batches, before_backward=lambda last: contextlib.nullcontext(), context=None):
-    """A step of a model that is whole on its data rank: gradients of the micro-batches add up in `.grad`."""
+    """Return the step of a model without pipeline stages. Gradients of the micro-batches add up in `.grad`."""
     optimizer = make_optimizer(model, c)
 
     def step():
@@ -105,10 +105,10 @@ def ddp(c, mesh, batches):
 
 
 def fsdp(c, mesh, batches, free_after_forward):
-    """`fully_shard` of every block and of the rest.
+    """Apply `fully_shard` to every block and to the rest.
 
-    Without `free_after_forward` it is ZeRO-2: parameters are gathered once a step, gradients reduced after each
-    micro-batch. With it, ZeRO-3.
+    free_after_forward False is ZeRO-2: parameters are gathered once a step, gradients reduced after each micro-batch.
+    True is ZeRO-3.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -125,7 +125,7 @@ def fsdp(c, mesh, batches, free_after_forward):
 
 
 def dtensor(c, mesh, batches):
-    """`parallelize_module`, with the loss computed on cut logits; with c.sequence_parallel, between the layers too."""
+    """Apply `parallelize_module`, also to logits and loss, and with c.sequence_parallel to the LayerNorms."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -160,9 +160,9 @@ def dtensor(c, mesh, batches):
 
 
 def pipelining(c, mesh, batches, schedule, chunks=1, vee=False):
-    """`torch.distributed.pipelining`. It ties nothing: the two word tables' gradients are added by hand.
+    """Use `torch.distributed.pipelining`. It has no tied weights, so the step adds the two word tables' gradients.
 
-    vee: chunks go down the ranks and up again, so that the first rank has both tables.
+    vee: the chunks run from the first rank to the last and back, so the first rank has both tables.
     """
     from torch.distributed import pipelining as pp
 
@@ -189,7 +189,7 @@ def pipelining(c, mesh, batches, schedule, chunks=1, vee=False):
     def step():
         losses = []
         runner.step(*[ids][:first], target=targets if last else None, losses=losses, return_outputs=False)
-        twice = torch.zeros(())  # of the squared norm: the tables' gradients after the sum
+        twice = torch.zeros(())  # the tied gradient's squared norm, which is counted twice
         if first and last:
             tables[0].grad += tables[1].grad
             tables[1].grad = tables[0].grad.clone()
@@ -209,7 +209,7 @@ def pipelining(c, mesh, batches, schedule, chunks=1, vee=False):
     return step
 
 
-LAYOUTS = [  # name, processes, our fields, micro-batches, the name of PyTorch's, its function, its options
+LAYOUTS = [  # name, processes, our fields, micro-batches, name of PyTorch's variant, its function, its options
     ("one process", 1, {}, 2, "eager", one_process, {}),
     ("dp=2", 2, {}, 2, "DistributedDataParallel", ddp, {}),
     ("dp=2 zero=2", 2, {"zero": 2}, 2, "fully_shard, ZeRO-2", fsdp, {"free_after_forward": False}),
@@ -245,7 +245,7 @@ LAYOUTS = [  # name, processes, our fields, micro-batches, the name of PyTorch's
 
 
 def in_turns(names, fields, repeats):
-    """On one rank: measure each layout of these names; rank 0 prints its row of the table as soon as it is there."""
+    """Measure each named layout; runs on every rank. Rank 0 prints each row of the table as soon as it is measured."""
     for row in LAYOUTS:
         if row[0] in names:
             cells = measured(*row, fields, repeats)
@@ -254,7 +254,7 @@ def in_turns(names, fields, repeats):
 
 
 def measured(name, processes, ours, count, against, theirs, options, fields, repeats):
-    """The cells of a row of LAYOUTS' table. Raises UserError where the two do not train the same."""
+    """Return the table's cells of one row of LAYOUTS. Raises UserError if ours and theirs do not train the same."""
     sizes = {"tp": 1, "pp": 1} | ours
     mesh = Mesh(sizes["tp"], sizes["pp"])
     c = Config(
@@ -267,7 +267,7 @@ def measured(name, processes, ours, count, against, theirs, options, fields, rep
     for i in range(3):
         ours_did, (loss, norm) = (step() for step in steps)
         check_same(name, i + 1, ours_did, (whole_loss(mesh, loss), norm.item()))
-    times = [[], []], [[], []]  # wall clock, CPU; of ours, theirs
+    times = [[], []], [[], []]  # wall clock of ours, theirs; CPU time of ours, theirs
     for i in range(2 * repeats):
         which = (0, 1, 1, 0)[i % 4]
         for kind, value in zip(times, timed(steps[which]), strict=True):
@@ -281,7 +281,7 @@ def measured(name, processes, ours, count, against, theirs, options, fields, rep
 
 
 def our_step(c, mesh, batches):
-    """The same from train.py: a function that makes a step on this data rank's micro-batches."""
+    """Return the same step from train.py, on this data rank's micro-batches."""
     run = train.build(c, mesh, torch.device("cpu"))
     run.zero.initialize(c.seed)
 
@@ -295,21 +295,21 @@ def our_step(c, mesh, batches):
 
 
 def whole_loss(mesh, loss):
-    """Mean over the data ranks, from the loss that theirs left on each rank (0 on all but the last pipeline rank)."""
+    """Return the mean over the data ranks of PyTorch's loss. `loss` is 0 on ranks that compute none."""
     loss = loss.full_tensor() if isinstance(loss, dist.tensor.DTensor) else torch.as_tensor(loss)
     share = loss.double() / (mesh.dp.size * mesh.tp.size)
     return all_reduce(share, mesh.world, "loss").wait().item()
 
 
 def check_same(name, step, ours, theirs):
-    """Raises UserError where (loss, gradient norm) of ours and of theirs are further apart than 1e-4."""
+    """Raise UserError if (loss, gradient norm) of ours and of theirs differ by more than 1e-4, relative to theirs."""
     for what, a, b in zip(("loss", "gradient norm"), ours, theirs, strict=True):
         if abs(a - b) > 1e-4 * abs(b):
-            raise UserError(f"{name}: {what} of step {step} is {a} for us, {b} for PyTorch: not the same training")
+            raise UserError(f"{name}: the {what} of step {step} differs: ours {a}, PyTorch's {b}")
 
 
 def timed(step):
-    """(ms from when all ranks are ready until all are done, CPU ms of all ranks together)."""
+    """Run a step between two synchronizations. Return (ms of wall clock, CPU ms of all ranks together)."""
     if dist.is_initialized():
         dist.barrier()
     start, cpu = time.perf_counter(), time.process_time()
@@ -321,7 +321,7 @@ def timed(step):
 
 
 def together(processes, function, *arguments):
-    """The result on rank 0 of `function(*arguments)` in so many processes joined by Gloo."""
+    """Run `function(*arguments)` in this many processes joined by Gloo. Return rank 0's result."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         here, there = context.Pipe()
@@ -333,15 +333,15 @@ def together(processes, function, *arguments):
         try:
             return here.recv()
         except EOFError:
-            raise UserError(f"the {processes} processes ended without an answer; their errors are above") from None
+            raise UserError(f"the {processes} processes failed; their errors are printed above") from None
         finally:
             for worker in workers:
                 worker.join(10)
 
 
 def work(rank, answer, rendezvous, processes, function, arguments):
-    """The work of one process of `together`; rank 0 sends the result of `function` down the pipe `answer`."""
-    torch.set_num_threads(1)  # a core per process, where there are as many
+    """Run one process of `together`. Rank 0 sends the result of `function` through the pipe `answer`."""
+    torch.set_num_threads(1)  # one core per process, if the machine has enough
     if rank:
         answer.close()
     if processes > 1:

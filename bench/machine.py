@@ -1,6 +1,6 @@
-"""The device as the measurements see it: `Gpu`, and `Cpu` for tests and for machines without a GPU.
+"""The devices of the measurements: `Gpu`, and `Cpu` for tests and for machines without a GPU.
 
-`Cpu` takes the same path by the host's clock, small, and compiles nothing.
+`Cpu` has the same methods. It uses the host's clock, small sizes and no compiler.
 """
 
 import contextlib
@@ -16,21 +16,21 @@ from torch.profiler import ProfilerActivity
 NO_GPU = "no GPU here: "
 VERSIONS = f"PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
 
-HEAD_START = 4_000_000  # clock cycles, about 2 ms: longer than the host takes to queue a measurement
+HEAD_START = 4_000_000  # clock cycles, about 2 ms: the GPU waits so long while the host queues a measurement
 
 
 class Gpu:
-    profiled = ProfilerActivity.CUDA, DeviceType.CUDA  # the profiler's name for its kernels, and their mark
+    profiled = ProfilerActivity.CUDA, DeviceType.CUDA  # activity to record, type of its kernels' events
     synchronize = staticmethod(torch.cuda.synchronize)
 
     def __init__(self):
         self.device, self.name = torch.device("cuda"), torch.cuda.get_device_name()
         self.compile = functools.partial(torch.compile, dynamic=False)
-        self.yardstick = 1 << 29, 8192  # bytes that are copied; rows and columns of the product
-        torch._dynamo.config.recompile_limit = 64  # one for each size: past the limit it would silently run eagerly
+        self.yardstick = 1 << 29, 8192  # bytes of a copy; rows and columns of a matrix product
+        torch._dynamo.config.recompile_limit = 64  # each size compiles; above the limit code runs eagerly
 
     def timed(self, call):
-        """(microseconds that the GPU takes for the work that `call()` queues, the result of `call()`)."""
+        """Return (microseconds of GPU time for the work that `call()` queues, the result of `call()`)."""
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(HEAD_START)
         start.record()
@@ -40,7 +40,7 @@ class Gpu:
         return 1000 * start.elapsed_time(stop), result
 
     def peak(self, call):
-        """Bytes that `call()` had in use at once, beyond those in use before."""
+        """Return the peak of memory that `call()` uses, in bytes, in addition to the memory in use before."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -50,7 +50,7 @@ class Gpu:
 
     @contextlib.contextmanager
     def no_waiting(self):
-        """Within it, to wait for the device is a RuntimeError."""
+        """In this `with` block, waiting for the device raises RuntimeError."""
         torch.cuda.set_sync_debug_mode("error")
         try:
             yield
@@ -58,12 +58,12 @@ class Gpu:
             torch.cuda.set_sync_debug_mode("default")
 
     def give_back(self):
-        """Return the memory that nobody holds to the device: the next one to come forms its own blocks of it."""
+        """Return unused memory to the device, so that the next contestant can allocate blocks of other sizes."""
         gc.collect()
         torch.cuda.empty_cache()
 
     def forget_compiled(self):
-        """Drop compiled code, and the memory that it held."""
+        """Delete compiled code, and free its memory."""
         torch._dynamo.reset()
         self.give_back()
 
@@ -96,7 +96,7 @@ class Cpu:
 
 
 def copy_rate(machine):
-    """Bytes per second, read and written, of a plain copy."""
+    """Measure a plain copy. Return bytes read plus bytes written, per second."""
     size, _ = machine.yardstick
     pairs = [[torch.ones(size, dtype=torch.uint8, device=machine.device) for _ in range(2)] for _ in range(2)]
     runs = [machine.timed(lambda: [to.copy_(source) for to, source in pairs])[0] for _ in range(10)]
@@ -104,7 +104,7 @@ def copy_rate(machine):
 
 
 def product_rate(machine, dtype):
-    """FLOP/s of a large matrix product."""
+    """Measure a large matrix product. Return FLOP/s."""
     _, n = machine.yardstick
     a, b = (torch.randn(n, n, device=machine.device).to(dtype) for _ in range(2))
     runs = [machine.timed(lambda: a @ b)[0] for _ in range(10)]
@@ -112,7 +112,7 @@ def product_rate(machine, dtype):
 
 
 def what_went_wrong(error):
-    """An exception in one line: it is a cell of the table, and the others go on."""
+    """Return an exception as one line, for a cell of the table. The other measurements continue."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return "out of memory"
     return f"failed: {type(error).__name__}: {' '.join(str(error).split())}"[:300]

@@ -1,4 +1,4 @@
-"""The same GPT in plain PyTorch, with our initial weights: the model that the measurements set beside ours."""
+"""The same GPT in plain PyTorch, with our initial weights. The measurements compare it with ours."""
 
 import torch
 import torch.nn.functional as F
@@ -6,11 +6,11 @@ from torch import nn
 
 from model import GPT
 
-STEADY = dict(train_iters=1000, lr_decay_style="constant", lr_warmup_iters=0)  # a learning rate that does not move
+STEADY = dict(train_iters=1000, lr_decay_style="constant", lr_warmup_iters=0)  # constant learning rate
 
 
 def samples(tokens):
-    """[(ids [b, s], targets [b, s])], one pair for each micro-batch of tokens [m, b, s + 1]."""
+    """Return [(ids [b, s], targets [b, s])], one pair for each micro-batch of tokens [m, b, s + 1]."""
     return [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in tokens]
 
 
@@ -26,7 +26,7 @@ class PlainEmbedding(nn.Module):
 
 
 class PlainBlock(nn.Module):
-    """The outputs of qkv lie head by head, [a, 3, d], so that a consecutive part of them is whole heads."""
+    """One block. The outputs of qkv are ordered by head, [a, 3, d], so that DTensor can cut them between heads."""
 
     def __init__(self, c):
         super().__init__()
@@ -92,7 +92,7 @@ def loss_of(logits, targets):
 
 
 def make_optimizer(model, c):
-    """AdamW, fused. Its one kernel takes no mixture of DTensors and others: they are different groups."""
+    """Return fused AdamW. DTensors get their own groups, because the fused kernel refuses mixed lists."""
     groups = {}
     for p in dict.fromkeys(model.parameters()):
         groups.setdefault((p.ndim > 1, type(p)), []).append(p)

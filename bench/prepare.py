@@ -1,8 +1,8 @@
-"""prepare.py: its throughput beside one thread of the tokenizer alone, and the memory of its processes.
+"""Measures prepare.py: its throughput compared with one thread of the tokenizer, and the memory of its processes.
 
     python -m bench prepare --mb=200
 
-The text is the standard library's sources, in an order that is the same every time.
+The text consists of the standard library's sources, in the same order every time.
 """
 
 import json
@@ -25,12 +25,12 @@ from tokenizer import load_tokenizer
 def measure(
     mb: int = 200, line_mb: int = 200, repeats: int = 5, tokenizers: str = "gpt2,bytes", parts: str = "speed,memory"
 ):
-    """prepare.py: throughput against one thread of encode_ordinary (goal: 0.85 x cores), peak memory of its processes.
+    """Measure prepare.py's throughput over that of one thread of encode_ordinary (goal: 0.85 x cores), and its memory.
 
-    --mb          size of the text whose throughput is measured, start-up included
-    --line_mb     size of the text file that is a single line; the large text file has twice that
-    --repeats     how often the two are measured, in turns
-    --tokenizers  measure the throughput with each of them
+    --mb          size of the text for the throughput, in MiB; the time includes start-up
+    --line_mb     size of the text file with a single line, in MiB; the large text file has twice this size
+    --repeats     number of measurements; prepare.py and encode_ordinary take turns
+    --tokenizers  tokenizers for the throughput
     --parts       speed, memory or both
     """
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder:
@@ -41,10 +41,10 @@ def measure(
 
 
 def throughput(folder: Path, mb: int, repeats: int, tokenizers: list[str]):
-    """One table: text and JSON lines with each tokenizer, all cores and start-up included.
+    """Print a table: text and JSON lines with each tokenizer, on all cores. The time includes start-up.
 
-    The last column counts CPU time, not the clock's: bytes per CPU second of prepare.py with all its processes, over
-    those of encode_ordinary. It still means something when somebody else keeps the cores busy.
+    The last column is a ratio of bytes per CPU second: prepare.py with all its processes over encode_ordinary. It does
+    not depend on how busy the cores are with other work.
     """
     cores = prepare.parse_workers(None)
     documents = list(sample_documents(mb << 20))
@@ -71,7 +71,7 @@ def throughput(folder: Path, mb: int, repeats: int, tokenizers: list[str]):
                 [f"{tokenizer}, {name}", spread(one, "{:.1f}"), spread(many, "{:.1f}"), spread(per_core), spread(cpu)]
             )
     print(
-        f"{size:.0f} MB of text, {cores} cores; MB/s, median (smallest-largest) of {repeats}; goal of the ratio: 0.85"
+        f"{size:.0f} MB of text, {cores} cores; MB/s: median (smallest-largest) of {repeats}; goal of the ratio: 0.85"
     )
     print_table(
         ["", "encode_ordinary, 1 thread", f"prepare.py, {cores} workers", "ratio per core", "by CPU time"], rows
@@ -79,13 +79,13 @@ def throughput(folder: Path, mb: int, repeats: int, tokenizers: list[str]):
 
 
 def cpu_of_children() -> float:
-    """CPU seconds of all processes that this one, or one of them, started and waited for."""
+    """Return the CPU seconds of all finished child processes and their descendants."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def memory(folder: Path, line_mb: int):
-    """One table: peak memory of parent and workers together, for the inputs that are hard on memory."""
+    """Print a table: peak memory of parent and workers together, for inputs that need much memory."""
     rows = []
     for name, write in MEMORY_CASES.items():
         path = folder / f"case{'.jsonl' if 'JSON' in name else '.txt'}"
@@ -100,7 +100,7 @@ def memory(folder: Path, line_mb: int):
 
 
 def words(size: int) -> bytes:
-    """About `size` bytes of text without a line end, nor anything that JSON would have to escape."""
+    """Return at least `size` bytes of text without line ends and without characters that JSON escapes."""
     block = " ".join(sample_text(1 << 20).split()).encode("ascii", "ignore") + b" "
     block = block.translate(None, bytes(range(32)) + b'\\"\x7f')
     return block * (size // len(block) + 1)
@@ -128,7 +128,7 @@ MEMORY_CASES = {
 
 
 def sample_documents(size: int):
-    """Yields the standard library's sources in random orders, over and over, the same ones every time, `size` bytes."""
+    """Yield about `size` bytes of the standard library's sources, repeated in random orders from a fixed seed."""
     paths = find_files([])
     order = random.Random(0)
     while size > 0:
@@ -148,7 +148,7 @@ def sample_text(size: int) -> str:
 
 
 def run_prepare(path: Path, out: Path, tokenizer: str, *options, sample_memory=False):
-    """Runs prepare.py into a fresh `out`; returns the seconds it took, and its processes' peak memory if asked."""
+    """Empty `out` and run prepare.py into it. Return its seconds, and with sample_memory its processes' peak memory."""
     for file in out.glob("*"):
         file.unlink()
     command = [sys.executable, prepare.__file__, path, f"--out={out}", f"--tokenizer={tokenizer}", *options]
@@ -165,14 +165,15 @@ def run_prepare(path: Path, out: Path, tokenizer: str, *options, sample_memory=F
 
 
 def memory_of_tree(root: int) -> dict[str, int]:
-    """Bytes of resident memory of a process and its descendants: Rss counts shared pages once each, Pss once in all."""
+    """Return bytes of resident memory of a process and its descendants. Rss counts a page that n processes share n
+    times, Pss once."""
     parent_of, total = {}, {"Rss": 0, "Pss": 0}
     for entry in os.listdir("/proc"):
         try:
             if entry.isdigit():
                 parent_of[int(entry)] = int(Path("/proc", entry, "stat").read_text().rsplit(")", 1)[1].split()[1])
         except (FileNotFoundError, ProcessLookupError):
-            pass  # it has just ended
+            pass  # the process has just ended
     family = [root]
     for pid in family:
         family += [child for child, parent in parent_of.items() if parent == pid]

@@ -1,7 +1,7 @@
-"""How the measurements print.
+"""Prints the tables of the measurements.
 
-Machines are shared and their clocks move. So the things that are compared run in turns, several times, and a table
-shows the median of the ratios with the smallest and the largest.
+Other users and changing clock rates disturb a measurement. So the compared variants take turns, several times. A table
+shows the median of the ratios, the smallest and the largest.
 """
 
 import statistics
@@ -10,21 +10,21 @@ from parallel.report import aligned
 
 
 def print_table(head: list[str], rows: list[list]):
-    """Columns as wide as they need to be; the first one left-aligned."""
+    """Print columns as wide as their cells. The first column is left-aligned."""
     print(aligned([[str(cell) for cell in row] for row in [head, *rows]], words=1), flush=True)
 
 
 def print_row(form: str, *cells):
-    """One row of a table whose rows come as they are ready: `form` has the width of each column."""
+    """Print one row at once, before the next rows are measured. `form` contains the width of each column."""
     print(form.format(*cells), flush=True)
 
 
 def spread(values, form="{:.2f}") -> str:
-    """'1.02 (0.97-1.05)': the median, the smallest and the largest."""
+    """Return the median, the smallest and the largest value, as in '1.02 (0.97-1.05)'."""
     low, middle, high = (form.format(f(values)) for f in (min, statistics.median, max))
     return f"{middle} ({low}-{high})"
 
 
 def ratios(values, others) -> list[float]:
-    """Turn by turn, each value over the other's of the same turn."""
+    """Return the ratio of the two values of each turn."""
     return [a / b for a, b in zip(values, others, strict=True)]

@@ -1,26 +1,27 @@
-"""A whole training step on one GPU: tokens per second beside plain PyTorch and Hugging Face, and where the time goes.
+"""Measures a whole training step on one GPU: ours, plain PyTorch's and Hugging Face's, and a profile of ours.
 
     python -m bench train --configs=gpt2_345m --micro_batch_sizes=8
 
-The same GPT on the same batches, an update from each micro-batch, without dropout and recomputation:
+All contestants train the same GPT on the same batches, with one update per micro-batch, no dropout, no recomputation:
 
     ours                bf16 with float32 master weights (parallel/zero.py), with each choice of --kernels
-    plain PyTorch       `Plain` of plain.py, trained the way it is usually written: float32 weights under
-                        torch.autocast(bf16), fused AdamW, clip_grad_norm_; eager, and under torch.compile
+    plain PyTorch       `Plain` of plain.py, trained in the usual way: float32 weights under torch.autocast(bf16),
+                        fused AdamW, clip_grad_norm_; eager, and under torch.compile
     Hugging Face        transformers' GPT-2 with attn_implementation="sdpa", trained the same way, under torch.compile;
-                        where it is installed
+                        only if transformers is installed
 
-A run takes minutes, most of them torch.compile's: the tables come as they are ready. A check comes first: the losses
-of the first three steps, ours with each choice of kernels and plain PyTorch's, agree to 1%. (They start from the same
-weights, Hugging Face's does not. Theirs lets the vocabulary's padding take part in the softmax: a tenth of that.)
-Then they take turns in one process. The first step of a turn is not timed, as it gets its memory back from the device;
-the table shows its peak, with the weights, gradients and moments of that model alone. Models stay in memory while
-others take their turn. So "out of memory" means: beside the others' states; a line above the table has their size.
+A run takes minutes, mainly for torch.compile. Each table is printed as soon as it is measured. First, a check compares
+the losses of three steps: ours with each choice of kernels and plain PyTorch's agree to 1%. (Plain PyTorch's softmax
+includes the vocabulary's padding, which changes a loss by about 0.01%. Hugging Face's model is not checked, because it
+starts from other weights.) Then the contestants take turns in one process. The first step of a turn is not timed,
+because it allocates memory from the device again. The table shows the peak memory of this step plus the weights,
+gradients and moments of its model. All models stay in memory during the measurement. A line above the table shows their
+size. A contestant that is "out of memory" may fit without the others.
 
-The last table is a step of ours, kernel by kernel. It shows the time of our own kernels beside their floor: the bytes
-that they must move, at the rate of a plain copy measured in the same run. Matrix products have no floor there. A CUDA
-graph, or a faster host, could gain the time in which the GPU did nothing. A check comes with it: the host waits for
-nothing within a step; that step runs in PyTorch's mode in which waiting is an error.
+The last table profiles our step, kernel by kernel. For our own kernels it shows the floor: the bytes that the kernel
+must move, at the rate of a plain copy in the same run. Matrix products have no floor in this table. A CUDA graph or a
+faster host could save the GPU's idle time. One step runs in PyTorch's mode in which waiting is an error, to check that
+the host never waits for the GPU within a step.
 """
 
 import contextlib
@@ -50,22 +51,22 @@ from log import PendingStep, model_flops, peak_tflops
 from model import GPT
 from parallel.mesh import Mesh
 
-BATCHES = 4  # different ones, over and over
-CHECKED = 3  # steps whose losses are compared
+BATCHES = 4  # different batches, used in a cycle
+CHECKED = 3  # steps with a comparison of the losses
 PROFILED = 3  # steps
-ROWS = 25  # of the profile
+ROWS = 25  # rows of the profile
 GIB = 2**30
 
 
 def measure(
     configs: str = "gpt2_124m,gpt2_345m", micro_batch_sizes: str = "8,16,32", steps: int = 10, repeats: int = 3
 ):
-    """Tokens per second of a whole step beside plain PyTorch and Hugging Face, and its profile, kernel by kernel.
+    """Compare tokens per second of our step, plain PyTorch's and Hugging Face's, and profile ours kernel by kernel.
 
     --configs             files of configs/, without .py
     --micro_batch_sizes   samples of a step
-    --steps               in a turn
-    --repeats             turns of each, in turn
+    --steps               steps of a turn
+    --repeats             turns of each contestant
     """
     try:
         sizes = [int(size) for size in micro_batch_sizes.split(",")]
@@ -73,7 +74,7 @@ def measure(
         raise UserError(f"--micro_batch_sizes={micro_batch_sizes}: should be like 8,16,32") from None
     loaded = {name: load(name) for name in configs.split(",")}
     if not torch.cuda.is_available():
-        print(NO_GPU + "what a step takes at least, by formula, and ours beside plain PyTorch at a toy's size")
+        print(NO_GPU + "the least time of a step, computed, and ours and plain PyTorch's at a small size")
         floors(loaded, sizes[0])
         toy(steps=5, repeats=repeats)
         return
@@ -87,22 +88,22 @@ def measure(
 
 
 def load(name):
-    """The configuration in bf16, without the parts that plain PyTorch does not have."""
+    """Return the configuration in bf16, without the features that plain PyTorch lacks."""
     c = configuration.load([str(Path(__file__).parents[1] / f"configs/{name}.py")])
     return dataclasses.replace(
         c, dtype="bf16", dropout=0.0, recompute="none", lr_warmup_fraction=0.0, rampup_batch_size="", **STEADY
     )
 
 
-# --- who takes part ---------------------------------------------------------------------------------------------------
+# --- the contestants --------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Contestant:
-    """A way to make a step of a model: step() -> its loss (a tensor, or a PendingStep). choose(): it is its turn."""
+    """One way to train a model. step() returns the loss (a tensor or a PendingStep). choose() prepares its turn."""
 
     name: str
-    model: object  # Ours, Theirs; several contestants may share one
+    model: object  # Ours or Theirs; several contestants may share one
     step: Callable
     choose: Callable = lambda: None
     seconds: list = field(default_factory=list)  # per step
@@ -111,7 +112,7 @@ class Contestant:
 
 
 class Ours:
-    """One model and training state; the contestants differ in whose functions it calls."""
+    """Our model and its training state. Its contestants differ in the operations (reference.py or kernels.py)."""
 
     def __init__(self, c, machine):
         self.run = train.build(c, Mesh(), machine.device)
@@ -148,7 +149,7 @@ class Ours:
         self.run.zero.parameters_from_master()
 
     def forget(self):
-        """Drop the remains of a step that did not come to its end."""
+        """Delete the activations of a step that failed."""
         self.run.executor.kept.clear()
         self.run.executor.local.clear()
 
@@ -158,9 +159,9 @@ class Ours:
 
 
 class Theirs:
-    """A model in plain PyTorch, ids [b, s] -> logits(model(ids)) [b, s, v], trained as PyTorch's tutorials have it.
+    """A model in plain PyTorch, ids [b, s] -> logits(model(ids)) [b, s, v], trained as in PyTorch's tutorials.
 
-    torch.compile gets the model with its loss. modes: of eager, compiled.
+    modes: some of "eager" and "compiled". torch.compile compiles the model together with its loss.
     """
 
     def __init__(self, c, machine, model, name, modes, logits=lambda output: output):
@@ -226,19 +227,19 @@ def hugging_face(c, machine):
 
 
 def on_gpu(machine, c, sizes, steps, repeats, choices, copy):
-    """Everything of one configuration: the check, a table for each micro-batch size, the profile of the last."""
+    """Print the check of one configuration, a table for each micro-batch size, and the profile."""
     ours = Ours(c, machine)
     contestants = [*ours.contestants(choices), *plain(dataclasses.replace(c), machine).contestants()]
     if importlib.util.find_spec("transformers"):
         try:
             contestants += hugging_face(dataclasses.replace(c), machine).contestants()
-        except Exception as error:  # an unknown version of it may fail anywhere
+        except Exception as error:  # an unknown version of transformers may fail anywhere
             print(f"no comparison with Hugging Face: {what_went_wrong(error)}")
     else:
         print("no comparison with Hugging Face: transformers is not installed")
     check_same(machine, contestants, batches_of(c, sizes[0], machine))
     resident = {id(who.model): state_bytes(who.model) for who in contestants}
-    print(f"all the models' states together, which stay in memory: {sum(resident.values()) / GIB:.1f} GiB")
+    print(f"the states of all models, which stay in memory: {sum(resident.values()) / GIB:.1f} GiB")
     for size in sizes:
         rounds(machine, contestants, batches_of(c, size, machine), steps, repeats)
         table(machine, c, contestants, size, steps, repeats)
@@ -246,14 +247,14 @@ def on_gpu(machine, c, sizes, steps, repeats, choices, copy):
 
 
 def batches_of(c, size, machine):
-    """BATCHES random micro-batches of `size` samples: [(ids [b, s], targets [b, s])]."""
+    """Return BATCHES random micro-batches of `size` samples: [(ids [b, s], targets [b, s])]."""
     generator = torch.Generator().manual_seed(c.seed)
     tokens = torch.randint(c.vocab_size, (BATCHES, size, c.seq_length + 1), generator=generator).to(machine.device)
     return samples(tokens)
 
 
 def check_same(machine, contestants, batches):
-    """Print the losses of the first steps from the same weights. Raises UserError where they differ by more than 1%."""
+    """Print the losses of the first steps from the same weights. Raises UserError if they differ by more than 1%."""
     losses = {}
     for who in contestants:
         who.model.restart()
@@ -267,9 +268,9 @@ def check_same(machine, contestants, batches):
             losses[who.name] = seen
         machine.give_back()
     for model in {id(who.model): who.model for who in contestants}.values():
-        model.initial = None  # memory that training would not need
+        model.initial = None  # training does not need this memory
     if not losses:
-        raise UserError(f"micro-batch {len(batches[0][0])}: nobody could make a step; a smaller one?")
+        raise UserError(f"micro-batch {len(batches[0][0])}: all contestants failed; use a smaller one")
     first = next(iter(losses))
     for name, seen in losses.items():
         if any(not abs(a - b) <= 0.01 * abs(b) for a, b in zip(seen, losses[first], strict=True)):
@@ -282,7 +283,7 @@ def value(loss):
 
 @contextlib.contextmanager
 def surviving(who):
-    """Write an exception of one contestant into its cell of the table; the others go on."""
+    """Store an exception of one contestant for its cell of the table. The others continue."""
     try:
         yield
     except Exception as error:
@@ -296,7 +297,7 @@ def state_bytes(model):
 
 
 def rounds(machine, contestants, batches, steps, repeats):
-    """Fill in `seconds`, `bytes` and `failure` of each contestant, taking turns; the first turn warms up."""
+    """Run the contestants in turns, and fill in their `seconds`, `bytes` and `failure`. The first turn warms up."""
     for who in contestants:
         who.seconds, who.bytes, who.failure = [], 0, ""
     for i in range(repeats + 1):
@@ -312,7 +313,7 @@ def rounds(machine, contestants, batches, steps, repeats):
 
 
 def turn(machine, who, steps):
-    """One of a contestant's turns: a step for its peak of memory (bytes), then `steps` for the clock (seconds each)."""
+    """Run one turn of a contestant: a step for its peak memory (bytes), then `steps` timed steps (seconds each)."""
     who.choose()
     peak = machine.peak(who.step)
     who.bytes = state_bytes(who.model) + peak
@@ -325,7 +326,7 @@ def turn(machine, who, steps):
 
 
 def table(machine, c, contestants, size, steps, repeats):
-    """Print a row for each contestant: the findings of `rounds` with micro-batches of `size` samples."""
+    """Print a row for each contestant with the results of `rounds`, for micro-batches of `size` samples."""
     tokens, peak = size * c.seq_length, peak_tflops(machine.name, c.dtype)
     print(
         f"\nmicro-batch of {size} x {c.seq_length} tokens, {model_flops(c, 1) / c.seq_length / 1e9:.3f} GFLOP a token; "
@@ -348,11 +349,11 @@ def table(machine, c, contestants, size, steps, repeats):
             print(f"{who.name} {who.failure}", flush=True)
 
 
-# --- where the time goes ----------------------------------------------------------------------------------------------
+# --- the profile ------------------------------------------------------------------------------------------------------
 
 
 def profiled(machine, c, who, sizes, copy):
-    """Of the first contestant, at the largest micro-batch that it can: the profile, the idle time, whether it waits."""
+    """Print the profile, the idle time and the waits of one contestant, at the largest micro-batch that fits."""
     for size in sorted(sizes, reverse=True):
         who.failure = ""
         with surviving(who):
@@ -370,19 +371,19 @@ def profiled(machine, c, who, sizes, copy):
 
 
 def waits(machine, who):
-    """Whether the host waits for the device within a step, in words."""
+    """Return a message: whether the host waits for the device within a step."""
     try:
         with machine.no_waiting():
             who.step()
     except RuntimeError as error:
         who.model.forget()
-        return f"the host waits for the GPU within it: {str(error).splitlines()[0]}"
+        return f"the host waits for the GPU: {str(error).splitlines()[0]}"
     machine.synchronize()
-    return "the host waits for nothing within it (set_sync_debug_mode('error') raised nothing)"
+    return "the host never waits for the GPU (set_sync_debug_mode('error') raises no error)"
 
 
 def profile(machine, who):
-    """[(name, start, end)] of all kernels, in microseconds, of PROFILED steps."""
+    """Return [(name, start, end)] of all kernels of PROFILED steps, in microseconds."""
     activity, kind = machine.profiled
     machine.synchronize()
     with torch.profiler.profile(activities=[activity], acc_events=True) as record:
@@ -394,7 +395,7 @@ def profile(machine, who):
 
 
 def print_profile(kernels, floors, copy, seconds):
-    """kernels: of PROFILED steps; floors {kernel: bytes of a step}; seconds of a step without the profiler."""
+    """Print the table. kernels: from `profile`; floors {kernel: bytes of a step}; seconds: a step without profiler."""
     calls, total = defaultdict(int), defaultdict(float)
     for name, start, end in kernels:
         calls[name] += 1
@@ -413,7 +414,7 @@ def print_profile(kernels, floors, copy, seconds):
         rows.append([f"other ({len(rest)} names)", *count, f"{time:.3f}", f"{time / whole:.1%}", "", ""])
     print_table(["kernel", "calls", "ms", "share", "floor, ms", "floor / time"], rows)
     print(
-        f"of a step the GPU worked {busy:.2f} ms: idle {max(0, 1 - busy / span):.1%} of {span:.2f} ms while profiled, "
+        f"the GPU works {busy:.2f} ms per step: idle {max(0, 1 - busy / span):.1%} of {span:.2f} ms with the profiler, "
         f"{max(0, 1 - busy / (1000 * seconds)):.1%} of {1000 * seconds:.2f} ms without the profiler"
     )
 
@@ -423,7 +424,7 @@ def counted(calls):
 
 
 def busy_and_span(kernels):
-    """Microseconds in which at least one kernel ran, and from the first one's start to the last one's end."""
+    """Return microseconds with at least one running kernel, and microseconds from the first start to the last end."""
     busy, reached = 0.0, float("-inf")
     for _, start, end in sorted(kernels, key=lambda kernel: kernel[1]):
         busy += max(0.0, end - max(start, reached))
@@ -432,18 +433,18 @@ def busy_and_span(kernels):
 
 
 def short(name):
-    """A C++ function's name without the parts that every such name has."""
+    """Return a C++ function's name without its common namespaces, at most 90 characters."""
     name = re.sub(r"^void |\(anonymous namespace\)::|at::native::|c10::|std::", "", name)
     return name if len(name) <= 90 else name[:87] + "..."
 
 
 def own_floors(c, tokens):
-    """{our kernel: bytes that it must move in a step of so many tokens}; the derivations are in kernels.py."""
+    """Return {our kernel: bytes that it must move in a step}. kernels.py and flash_attention.py derive the numbers."""
     h, L, item = c.hidden_size, c.num_layers, train.DTYPES[c.dtype].itemsize
     x = tokens * h * item  # an activation
     parameters = GPT(c, Mesh().tp).num_parameters()
     return {
-        "residual_forward": x * (L * (2 + 4 + 3) + 2),  # of a block: norm, add and norm, add; of the head: norm
+        "residual_forward": x * (L * (2 + 4 + 3) + 2),  # block: norm 2, add and norm 4, add 3; head: norm 2
         "residual_backward": x * (L * (4 + 4 + 1) + 3),
         "gelu_forward": x * L * 4 * 2,
         "gelu_backward": x * L * 4 * 3,
@@ -463,7 +464,7 @@ DATA_SHEET = {"H100 SXM": (3.35, 989), "H200 SXM": (4.8, 989)}  # TB/s of memory
 
 
 def floors(configs, size):
-    """Print the least time of a step of `size` samples: products at the peak; our kernels' bytes; the update's."""
+    """Print the least time of a step of `size` samples: matrix products at the peak, and our kernels' bytes."""
     rows = []
     for name, c in configs.items():
         moved = own_floors(c, size * c.seq_length)
@@ -478,12 +479,12 @@ def floors(configs, size):
                  *(f"{x:.1f}" for x in milliseconds), f"{speed:,.0f}"]
             )  # fmt: skip
     head = ["", "parameters", "GFLOP/token", "update, GB", "kernels, GB", "products, ms", "kernels, ms", "tokens/s"]
-    print(f"floors of a step of {size} samples, at the data sheet's peaks; nobody reaches the last column")
+    print(f"floors of a step of {size} samples, at the data sheet's peaks; no program reaches the last column")
     print_table(head, rows)
 
 
 def toy(steps, repeats):
-    """The comparison at a size for which a CPU is enough, in float32."""
+    """Run the comparison on a CPU, in float32 at a small size."""
     c = configuration.Config(
         num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=512, dtype="fp32", **STEADY
     )

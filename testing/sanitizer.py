@@ -5,15 +5,15 @@ GPU. But Triton's own interpreter (versions 3.6.0 and 3.9.0) misses mistakes and
 changes it:
 
     bfloat16        Triton stores bfloat16 as bits in uint16, computes with these bits as integers, and truncates
-                    float32 to bfloat16. Now: computes in float32 and rounds to nearest even. This rounds one operation
-                    on two bfloat16 exactly, because float32 has more than twice bfloat16's digits. float64 and integers
-                    are converted via float32. `tl.dot` multiplies exactly and adds in float32. Sums along an axis and
-                    `tl.fma` of bfloat16 raise TypeError: their result on a GPU depends on the order of the additions
-                    or on the architecture.
+                    float32 to bfloat16. Now: computes in float32 and rounds to nearest even. The result of one
+                    operation is correctly rounded, because float32 has more than twice bfloat16's digits. float64 and
+                    integers become float32 first. `tl.dot` multiplies exactly and adds in float32. Sums along an
+                    axis and `tl.fma` of bfloat16 raise TypeError: their result on a GPU depends on the order of the
+                    additions or on the architecture.
     out of bounds   Triton does not check addresses. Now: OutOfBounds names argument, element and program. 16 bits of a
                     pointer that addresses do not use contain the number of its argument. So an access outside of this
                     argument is an error even inside another tensor or in a gap between a view's rows.
-    races           Programs that run in turn cannot race. Now: Race is raised in three cases. Two programs of one launch
+    races           Programs that run in turn cannot race. Now: three cases raise Race. Two programs of one launch
                     access one element and one of them changes it (unless both are atomic). Two lanes of one store
                     write one element (a lane is a position in the block). A lane reads or overwrites an element that
                     another lane of its program stored, without a `tl.debug_barrier()` in between.
