@@ -1,7 +1,7 @@
 """Causal attention in Triton: the masked softmax alone, and attention that never stores the [s, s] matrix.
 
-Row i (a query) uses the keys j <= i only. The kernels do not read elements above the diagonal. Attention computes
-[s, s] in tiles and skips the tiles above the diagonal.
+Row i (a query) uses the keys j <= i only. The softmax kernel reads a row up to the diagonal, in groups of 8 columns.
+Attention computes [s, s] in tiles and skips the tiles above the diagonal.
 
 Both compute powers of 2 instead of e: exp(x) = 2^(x log2 e). `ex2` is one instruction, exp is five. The factor log2 e
 is multiplied into the softmax's scale. In 2^(scale x - m), m is the row's maximum. The product and the subtraction are
@@ -243,8 +243,8 @@ def _over_queries(
 ):  # fmt: skip
     """Loop one tile of keys over the queries start .. stop, and add to dk and dv.
 
-    It computes P^T and dS^T, with keys as rows. They are left operands of the next product, which tensor cores read
-    from registers. Queries from s on need no mask: q = do = 0 and L = delta = 0 make P = 1 and P^T do = dS = 0.
+    P^T and dS^T have keys as rows. Each is the left operand of the next product; tensor cores read left operands from
+    registers. Queries from s on need no mask: q = do = 0 and L = delta = 0 make P = 1 and P^T do = dS = 0.
     """
     for i in range(start, stop, ROWS):
         row = i + tl.arange(0, ROWS)

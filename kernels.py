@@ -6,7 +6,8 @@ from memory and writes its result back for the next operation. A fused kernel re
 on it, and writes it once.
 
 The table shows the memory traffic of one block of the 345M model, in MiB: 8 samples of 1024 tokens, h = 1024, 16 heads,
-bf16. One activation [8192, h] is 16 MiB. The notes name the passes over memory of plain PyTorch.
+bf16. One activation [8192, h] is 16 MiB. The notes name plain PyTorch's passes over memory. "add" in backward adds the
+residual's gradient.
 
                                       forward                                backward
                                       plain                          fused   plain                               fused
@@ -57,7 +58,7 @@ EPS = tl.constexpr(1e-5)
 
 
 def persistent(x, each=4):
-    """Return the number of persistent programs: `each` per multiprocessor of the GPU, or 2 under the interpreter."""
+    """Return the number of persistent programs: `each` per multiprocessor of a GPU, 2 in Triton's interpreter."""
     return each * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
 
 
@@ -151,10 +152,10 @@ def dropout_mask(columns, drop):
 #     dbias = sum_rows dy      dweight = sum_rows dout n      dnorm_bias = sum_rows dout
 #
 # The programs are persistent: each keeps its sums over rows, [3, h] float32, in registers. Floor in bf16: 8 bytes an
-# element (dout, z and the gradient past the norm read; dx written). Without dropout dy is dx; with it, 10 bytes.
+# element (dout, z and the gradient past the norm read; dx written; dy is dx). With dropout, dy is written: 10 bytes.
 #
 # One pair of kernels serves `layer_norm` (no y), `add_` (no norm) and `add_layer_norm_`. ADD, NORM and DROP are
-# constants; the compiler omits the code of the parts that are False. Ba et al. (arXiv 1607.06450).
+# constants; the compiler omits the code of the parts that are False. LayerNorm: Ba et al. (arXiv 1607.06450).
 
 
 @triton.jit

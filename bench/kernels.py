@@ -2,9 +2,9 @@
 
     python -m bench kernels --only=gelu
 
-Each operation gets inputs like in the model: the same number of tokens, and parameters with float32 gradients. Forward
-and backward are timed separately. Each row compares our Triton kernel with `reference.py` (eager and under
-torch.compile) and with PyTorch's own fused operation, if one exists.
+Each operation has inputs as in the model: as many tokens, and parameters with float32 gradients. Forward and backward
+are timed separately. Each row compares our Triton kernel with `reference.py` (eager and under torch.compile) and with
+PyTorch's own fused operation, if one exists.
 
 The exact result is `reference.py` in float64 on the same inputs. The allowed error is the one of the tests: twice the
 error of `reference.py` in the inputs' own dtype, plus one rounding.

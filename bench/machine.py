@@ -58,7 +58,7 @@ class Gpu:
             torch.cuda.set_sync_debug_mode("default")
 
     def give_back(self):
-        """Return unused memory to the device, so that the next contestant can allocate blocks of other sizes."""
+        """Return unused memory to the device, so that the next measurement can allocate blocks of other sizes."""
         gc.collect()
         torch.cuda.empty_cache()
 

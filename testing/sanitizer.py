@@ -2,7 +2,7 @@
 
 With TRITON_INTERPRET=1, Triton runs a kernel in numpy, one program after another. So a kernel can be tested without a
 GPU. But Triton's own interpreter (versions 3.6.0 and 3.9.0) misses mistakes and computes bfloat16 wrongly. `install()`
-changes it:
+changes this ("Now" is after the call):
 
     bfloat16        Triton stores bfloat16 as bits in uint16, computes with these bits as integers, and truncates
                     float32 to bfloat16. Now: computes in float32 and rounds to nearest even. The result of one
@@ -29,8 +29,8 @@ kernel that is compiled without debug=True.
         copy[grid](x, y, n, BLOCK=1024)
     assert t.loaded == t.stored == n * x.element_size() and t.by_argument["x"].stored == 0
 
-It does not model the exchange of registers between lanes, the hardware's order of additions in `tl.dot` or `tl.sum`,
-tf32, or speed. (compiled.py examines the machine code.)
+The interpreter does not model the exchange of registers between lanes, the hardware's order of additions in `tl.dot`
+or `tl.sum`, tf32, or speed. (compiled.py examines the machine code.)
 """
 
 import functools
