@@ -1,24 +1,22 @@
-"""The configuration: one dataclass, a file of assignments, and the command line over it.
+"""The configuration: one dataclass, a file of assignments, and the command line.
 
     torchrun --nproc_per_node=4 train.py configs/gpt2_345m.py --tp=2 --lr=3e-4
-                                         |                    |
-                                         plain Python that    fields, one by one; the
-                                         assigns fields       last word wins
 
-A field's meaning is the comment beside it: `--help` prints those comments. Where Megatron-LM has a name, it is
-that one in snake case, so that its shell scripts can be read off. A name that does not exist or a value of
-the wrong type is an error that names the nearest one; a layout that does not divide, or a choice that does
-not exist, is refused by `check` before anything is allocated.
+The file is plain Python that assigns fields. A field on the command line replaces the file's value. `--help` prints the
+comment beside each field. Most fields have Megatron-LM's names, in snake case; a comment gives Megatron-LM's name where
+it differs. `load` refuses an unknown name and a value of a wrong type. `check` refuses sizes that do not divide and
+unknown choices, before anything is allocated.
 """
 
-import difflib
 import inspect
+import os
 import re
 import runpy
 import traceback
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+import flags
 from errors import UserError
 from parallel import schedules
 from parallel.optimizer import RULES
@@ -28,72 +26,72 @@ from parallel.optimizer import RULES
 class Config:
     # -- model
     num_layers: int = 4  # transformer blocks
-    hidden_size: int = 128  # width h of the residual stream; the MLP is 4h wide
-    num_attention_heads: int = 4  # heads; each is hidden_size / num_attention_heads wide
+    hidden_size: int = 128  # width h of the residual stream; the MLP has 4h
+    num_attention_heads: int = 4  # each head has hidden_size / num_attention_heads columns
     seq_length: int = 256  # tokens in a training sample
     max_position_embeddings: int = 0  # rows of the position embedding (0: seq_length)
-    vocab_size: int = 50257  # token ids the model knows; stored padded to a multiple of 128
-    dropout: float = 0.0  # on the embedding and on what each block adds (not on attention probabilities)
-    init_method_std: float = 0.02  # of initial weights; those that feed the residual: over sqrt(2 num_layers)
+    vocab_size: int = 50257  # token ids of the model; stored padded to a multiple of 128
+    dropout: float = 0.0  # after the embedding and in each block, not in attention (Megatron-LM: --hidden-dropout)
+    init_method_std: float = 0.02  # standard deviation of initial weights; a block's outputs: / sqrt(2 num_layers)
 
     # -- data and batch
-    data_dir: str = "data/stdlib_bytes"  # folder that prepare.py wrote
-    micro_batch_size: int = 8  # samples that one forward and backward takes at once, on one data rank
-    global_batch_size: int = 8  # samples of one update, over all micro-batches and data ranks
-    rampup_batch_size: str = ""  # start,increment,samples: grow the global batch to its size over so many samples
-    train_iters: int = 0  # updates to train for (or say train_epochs)
-    train_epochs: float = 0.0  # passes over the training tokens; stands for train_iters
-    seed: int = 1234  # of initial weights, data order and dropout
+    data_dir: str = "data/stdlib_bytes"  # folder that prepare.py wrote (Megatron-LM: --data-path)
+    micro_batch_size: int = 8  # samples of one forward and backward on one data rank
+    global_batch_size: int = 8  # samples of one update: all micro-batches of all data ranks
+    rampup_batch_size: str = ""  # start,increment,samples: the batch grows to global_batch_size over these samples
+    train_iters: int = 0  # updates of the run (or set train_epochs)
+    train_epochs: float = 0.0  # passes over the training tokens, instead of train_iters
+    seed: int = 1234  # determines initial weights, data order and dropout
 
     # -- optimizer
-    optimizer: str = "adamw"  # update rule; lamb and lars have a rate for each tensor, for large batches
+    optimizer: str = "adamw"  # update rule; lamb and lars scale the rate of each tensor, for large batches
     lr: float = 1e-3  # peak learning rate
     min_lr: float = 0.0  # learning rate at the end of the decay
-    lr_decay_style: str = "cosine"  # how the rate falls; wsd: warm-up, stable, decay
+    lr_decay_style: str = "cosine"  # curve of the learning rate; wsd is warm-up, stable, decay
     lr_decay_iters: int = 0  # updates over which the rate decays, warm-up included (0: train_iters)
-    lr_warmup_iters: int = -1  # updates of linear warm-up (-1: see lr_warmup_fraction)
+    lr_warmup_iters: int = -1  # updates of linear warm-up (-1: use lr_warmup_fraction)
     lr_warmup_fraction: float = 0.0  # warm-up as a fraction of lr_decay_iters
-    lr_wsd_decay_iters: int = 0  # wsd: the last updates of lr_decay_iters, in which the rate falls linearly
-    weight_decay: float = 0.01  # decoupled; not on biases and LayerNorms
+    lr_wsd_decay_iters: int = 0  # wsd: the learning rate falls linearly over so many last updates of lr_decay_iters
+    weight_decay: float = 0.01  # AdamW's, outside of the gradient; none on biases and LayerNorms
     adam_beta1: float = 0.9  # decay of the first moment
     adam_beta2: float = 0.999  # decay of the second moment
     adam_eps: float = 1e-8  # added to the root of the second moment
-    lars_coefficient: float = 1e-3  # lars: how far a step may move a tensor, relative to its norm
+    lars_coefficient: float = 1e-3  # lars: norm of a tensor's step / (lr x the tensor's norm)
     clip_grad: float = 1.0  # largest global gradient norm (0: no clipping)
 
     # -- numbers
-    dtype: str = "auto"  # of parameters and activations; auto: bf16 or fp16 on a GPU, fp32 on a CPU
-    initial_loss_scale: float = 2.0**32  # fp16: loss scale to start from
-    min_loss_scale: float = 1.0  # fp16: never below
-    loss_scale_window: int = 1000  # fp16: clean updates until the scale doubles
-    hysteresis: int = 2  # fp16: overflows until the scale is halved
-    kernels: str = "auto"  # the operations around the matrices: triton is kernels.py, torch is reference.py
+    dtype: str = "auto"  # auto: bf16 on a GPU that has it, fp16 on others, fp32 on a CPU (Megatron-LM: --fp16, --bf16)
+    initial_loss_scale: float = 2.0**32  # fp16: first loss scale
+    min_loss_scale: float = 1.0  # fp16: smallest loss scale
+    loss_scale_window: int = 1000  # fp16: updates without overflow until the loss scale doubles
+    hysteresis: int = 2  # fp16: overflows until the loss scale is halved
+    kernels: str = "auto"  # operations between the matrix products: triton is kernels.py, torch is reference.py
 
-    # -- layout (data parallel is what remains of the processes)
-    tp: int = 1  # tensor parallel ranks
-    pp: int = 1  # pipeline stages
-    sequence_parallel: bool = False  # shard over tp also what lies between the tensor parallel layers
-    zero: int = 0  # shard over dp: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too
-    schedule: str = "1f1b"  # order of work in the pipeline
-    chunks: int = 1  # parts of the model that each pipeline rank holds: 2 with zb-v, 2 or more with interleaved
-    offload: bool = False  # optimizer state, and its update, in the CPU's memory
-    recompute: str = "none"  # full: keep a block's input only, and run it again in backward
+    # -- layout (the data parallel size is dp = processes / (tp * pp))
+    tp: int = 1  # tensor parallel ranks (Megatron-LM: --tensor-model-parallel-size)
+    pp: int = 1  # pipeline stages (Megatron-LM: --pipeline-model-parallel-size)
+    sequence_parallel: bool = False  # also shard over tp the activations between the tensor parallel layers
+    zero: int = 0  # shard over dp: 1 optimizer state, 2 also gradients, 3 also parameters (Megatron-LM: --zero-stage)
+    schedule: str = "1f1b"  # order of the work in the pipeline
+    chunks: int = 1  # per rank; zb-v: 2, interleaved: 2 or more (Megatron-LM: --num-virtual-stages-per-pipeline-rank)
+    offload: bool = False  # keep the optimizer state in CPU memory and update there (Megatron-LM: --cpu-optimizer)
+    recompute: str = "none"  # full: keep each block's input, repeat its forward (Megatron-LM: --checkpoint-activations)
 
     # -- run
-    out_dir: str = ""  # checkpoints and metrics.jsonl (default: out/CONFIGNAME)
-    resume: str = "auto"  # auto: go on from out_dir's latest checkpoint; none; or a checkpoint's path
+    out_dir: str = ""  # folder of checkpoints and metrics.jsonl (default: out/CONFIGNAME) (Megatron-LM: --save)
+    resume: str = "auto"  # auto: from out_dir's latest checkpoint; none; or a checkpoint's path (Megatron-LM: --load)
     save_interval: int = 0  # updates between checkpoints (0: at the end only)
     keep: int = 2  # latest checkpoints to keep (0: all)
     log_interval: int = 10  # updates between log lines
     eval_interval: int = 0  # updates between validations (0: at the end only)
-    eval_iters: int = 10  # global batches in a validation (0: none is taken)
-    eval_only: bool = False  # take the loss of a checkpoint, do not train
-    split: str = "val"  # eval_only: whose tokens
-    ledger: bool = False  # print what was sent and what was kept, beside the formulas, at the end
-    trace: str = ""  # file for a record of every action and message of the last steps, in Chrome's trace format
-    tensorboard: str = ""  # folder for TensorBoard logs
-    wandb: str = ""  # Weights & Biases project
-    comm_timeout: float = 600.0  # seconds that a rank waits for another
+    eval_iters: int = 10  # global batches of a validation (0: no validation)
+    eval_only: bool = False  # only print the loss of a checkpoint
+    split: str = "val"  # eval_only: the tokens of this split
+    ledger: bool = False  # at the end, print the bytes that were sent and kept, beside the formulas
+    trace: str = ""  # file with every action and message of the last steps, in Chrome's trace format
+    tensorboard: str = ""  # folder for TensorBoard logs (Megatron-LM: --tensorboard-dir)
+    wandb: str = ""  # Weights & Biases project (Megatron-LM: --wandb-project)
+    comm_timeout: float = 600.0  # seconds that a rank waits for another (Megatron-LM: --distributed-timeout-minutes)
 
     @property
     def head_size(self):
@@ -101,7 +99,7 @@ class Config:
 
     @property
     def padded_vocab_size(self):
-        """A multiple of 128 (tensor cores like it), whatever tp is, so that the parameters do not depend on it."""
+        """vocab_size rounded up to a multiple of 128, which is fast on tensor cores. It does not depend on tp."""
         return -(-self.vocab_size // 128) * 128
 
     @property
@@ -127,22 +125,24 @@ NOT_NEGATIVE = (
     "max_position_embeddings train_iters train_epochs lr min_lr lr_decay_iters lr_warmup_fraction "
     "lr_wsd_decay_iters weight_decay clip_grad save_interval keep eval_interval eval_iters"
 ).split()
+NO_EFFECT = (  # on the weights of a run
+    "out_dir resume save_interval keep log_interval eval_interval eval_iters eval_only split ledger trace tensorboard "
+    "wandb comm_timeout"
+).split()
 
 
 def load(arguments, default="configs/tiny.py"):
-    """`[FILE] [--field=value ...]` -> Config. Without a file, `default`. Raises UserError."""
-    files = [a for a in arguments if not a.startswith("-")]
+    """Read the words `[FILE] [--field=value | --field value ...]`. Without FILE, read `default`. Raises UserError."""
+    files, pairs = flags.split(arguments, {f.name for f in fields(Config) if f.type is bool})
+    pairs = [(field_named(flag, flag), text) for flag, text in pairs]
+    given = {field.name: from_text(field, text) for field, text in pairs}
+    if numbers := list(filter(flags.NUMBER.fullmatch, files)):
+        raise UserError(f"{numbers[0]}: a value without a field; a list needs commas: --rampup_batch_size=16,8,30000")
     if len(files) > 1:
-        raise UserError(f"one configuration file, please, not {' and '.join(files)} (fields are --field=value)")
+        raise UserError(f"more than one configuration file: {' '.join(files)} (fields are --field=value)")
     path = Path(files[0] if files else default)
-    values, given = from_file(path), {}
-    for option in [a for a in arguments if a.startswith("-")]:
-        name, equals, text = option.lstrip("-").partition("=")
-        field = field_named(name, f"--{name}")
-        if not equals and field.type is not bool:
-            raise UserError(f"--{name} wants a value: --{name}={field.default or field.type.__name__}")
-        given[name] = from_text(field, text if equals else "True")
-    if "train_iters" in given or "train_epochs" in given:  # one said here stands for the file's
+    values = from_file(path)
+    if "train_iters" in given or "train_epochs" in given:  # replaces either of them in the file
         values |= {"train_iters": 0, "train_epochs": 0.0}
     config = Config(**values | given)
     config.out_dir = config.out_dir or f"out/{path.stem}"
@@ -150,22 +150,22 @@ def load(arguments, default="configs/tiny.py"):
 
 
 def from_file(path):
-    """The fields that the Python file `path` assigns, by name. Raises UserError."""
-    if not path.is_file():
-        known = " ".join(sorted(str(p) for p in path.parent.glob("*.py"))) or "none there"
+    """{field: value} of the assignments in the Python file `path`. Raises UserError."""
+    if not os.path.isfile(path):  # False also for a name that is too long
+        known = " ".join(sorted(str(p) for p in Path("configs").glob("*.py"))) or "none there"
         raise UserError(f"no configuration file {path} (there are: {known})")
     try:
         names = runpy.run_path(str(path))
-    except Exception as error:  # whatever the user's file raises is the user's to mend
+    except (Exception, SystemExit) as error:
         at = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
         at = at[-1] if at else getattr(error, "lineno", "?")
-        raise UserError(f"{path}:{at}: {type(error).__name__}: {error}") from None
+        raise UserError(f"{path}:{at}: {type(error).__name__}: {' '.join(str(error).split())}") from None
     values = {}
     for name, value in names.items():
         if name.startswith("_") or inspect.ismodule(value) or callable(value):
             continue
         field = field_named(name, f"{path}: {name}")
-        if field.type is float and type(value) is int:
+        if field.type is float and type(value) is int and abs(value) < 2**1023:  # float's range
             value = float(value)
         if type(value) is not field.type:
             raise UserError(f"{path}: {name}={value!r} should be {field.type.__name__}")
@@ -174,31 +174,32 @@ def from_file(path):
 
 
 def field_named(name, where):
+    """The dataclass field `name`; in `name`, - is _. Raises UserError, which begins with `where`."""
     known = {f.name: f for f in fields(Config)}
-    if name not in known:
-        near = difflib.get_close_matches(name.replace("-", "_"), known, n=1, cutoff=0.0)
-        raise UserError(f"{where}: there is no such field; the nearest is {near[0]}")
-    return known[name]
+    if flags.plain(name) not in known:
+        raise UserError(f"{where}: {flags.unknown(name, known, 'python train.py')}")
+    return known[flags.plain(name)]
 
 
 def from_text(field, text):
+    """Convert `text` to the type of `field`; None is a missing value. Raises UserError."""
+    if text is None:
+        raise UserError(f"--{field.name}: the value is missing (default: --{field.name}={field.default})")
     try:
-        if field.type is bool:
-            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        return field.type(text)
+        return flags.BOOLEANS[text.lower()] if field.type is bool else field.type(text)
     except (ValueError, KeyError):
-        wanted = "True or False" if field.type is bool else field.type.__name__
-        raise UserError(f"--{field.name}={text}: should be {wanted}") from None
+        kind = "True or False" if field.type is bool else field.type.__name__
+        raise UserError(f"--{field.name}={text}: should be {kind}") from None
 
 
 def require(c, name, fits, why):
-    """Refuse the value of the field `name` unless it `fits`. Raises UserError, which says why."""
+    """Raise UserError with the reason `why`, unless the value of the field `name` fits."""
     if not fits:
         raise UserError(f"{name}={getattr(c, name)}: {why}")
 
 
 def rampup(c):
-    """(start, increment, samples) of `rampup_batch_size`; without one, of a batch that has its size."""
+    """(start, increment, samples) of `rampup_batch_size`. If it is empty, start is global_batch_size."""
     if not c.rampup_batch_size:
         return c.global_batch_size, c.global_batch_size, 1
     numbers = re.fullmatch(r"(\d+),(\d+),(\d+)", c.rampup_batch_size.replace(" ", ""))
@@ -210,42 +211,45 @@ def rampup(c):
 
 
 def global_batch_size_at(c, consumed_samples):
-    """The global batch of the step after so many samples. Slide "データ並列": 途中からbatch sizeを上げる."""
+    """The global batch size of the step after `consumed_samples` (slide "データ並列": 途中からbatch sizeを上げる)."""
     start, increment, samples = rampup(c)
-    steps = (c.global_batch_size - start) // increment  # of growth, spread evenly over `samples`
+    steps = (c.global_batch_size - start) // increment  # increments, spread evenly over `samples`
     return start + increment * min(steps, consumed_samples * steps // samples)
 
 
 def micro_batches(c, samples, dp):
-    """m, the micro-batches of a step of `samples` samples on each of `dp` data ranks."""
+    """m, the micro-batches on each of `dp` data ranks in a step of `samples` samples."""
     return samples // (c.micro_batch_size * dp)
 
 
 def iterations(config, samples):
-    """How many updates take at most `samples` samples; at least one."""
+    """The number of updates that use at most `samples` samples, but at least 1."""
     count = consumed = 0
     while (consumed := consumed + global_batch_size_at(config, consumed)) <= samples:
         count += 1
     return max(1, count)
 
 
+def differences(c, index):
+    """Return "lr=0.002 (the checkpoint: 0.001), ...": values of `c` that differ from those in a checkpoint's index."""
+    saved, texts = index["config"], []
+    for name, value in vars(c).items():
+        if name not in NO_EFFECT and name in saved and saved[name] != value:
+            first = name == "init_method_std" or (name == "initial_loss_scale" and index["loss_scale"]["dynamic"])
+            texts.append(f"{name}={value} (the checkpoint: {saved[name]}{', which stays' if first else ''})")
+    return ", ".join(texts)
+
+
 def help_text():
-    """Every field with its default and the comment beside it, as they stand in `Config`."""
-    lines = ["python train.py [CONFIG.py] [--field=value ...]     (the default is configs/tiny.py)"]
-    for line in inspect.getsource(Config).splitlines():
-        if section := re.match(r"    # -- (.*)", line):
-            lines.append(f"\n{section[1]}")
-        elif row := re.match(r"    (\w+): (\w+) = (.*?)  # (.*)", line):
-            default = row[3].strip('"').replace("2.0**32", "2^32")
-            choices = f" ({', '.join(map(str, CHOICES[row[1]]))})" if row[1] in CHOICES else ""
-            lines.append(f"  --{row[1] + '=' + default:<34} {row[4]}{choices}")
-    return "\n".join(lines)
+    """The text of --help: every field of `Config` with its default and its comment, then the table of other flags."""
+    return flags.help_text(inspect.getsource(Config), CHOICES)
 
 
 def check(c, world):
-    """Refuse, by name, what cannot work on `world` processes. Raises UserError; returns the data parallel size."""
+    """Raise UserError if a run with `c` cannot work on `world` processes. Return dp, the data parallel size."""
     for name, choices in CHOICES.items():
-        require(c, name, getattr(c, name) in choices, f"should be one of {', '.join(map(str, choices))}")
+        more = "; prepare.py --split=949,50,1 sets the shares" if name == "split" and "," in c.split else ""
+        require(c, name, getattr(c, name) in choices, f"should be one of {', '.join(map(str, choices))}{more}")
     for name in POSITIVE:
         require(c, name, 0 < getattr(c, name) < float("inf"), "should be positive")
     for name in NOT_NEGATIVE:
@@ -254,19 +258,18 @@ def check(c, world):
         require(c, name, 0 <= getattr(c, name) < 1, "should be at least 0 and below 1")
     require(c, "lr_warmup_fraction", c.lr_warmup_fraction <= 1, "a fraction of lr_decay_iters, at most 1")
     falls = c.lr_decay_style != "wsd" or c.lr_wsd_decay_iters > 0
-    require(c, "lr_decay_style", falls, "say lr_wsd_decay_iters, the updates in which the rate falls")
+    require(c, "lr_decay_style", falls, "set lr_wsd_decay_iters, the updates in which the rate falls")
     require(c, "min_lr", c.min_lr <= c.lr, f"should be at most lr={c.lr}")
     if not c.eval_only and (c.train_iters > 0) == (c.train_epochs > 0):
-        raise UserError(f"train_iters={c.train_iters}, train_epochs={c.train_epochs}: say one of the two")
+        raise UserError(f"train_iters={c.train_iters}, train_epochs={c.train_epochs}: set one of the two")
     enough = c.eval_iters > 0 or not c.eval_only
-    require(c, "eval_iters", enough, "eval_only takes a loss over so many global batches; should be 1 or more")
-    limit = f"should be at most max_position_embeddings={c.max_position_embeddings}"
-    require(c, "seq_length", c.seq_length <= c.positions, limit)
+    require(c, "eval_iters", enough, "eval_only needs global batches to average the loss over; should be 1 or more")
+    require(c, "seq_length", c.seq_length <= c.positions, f"should be at most max_position_embeddings={c.positions}")
     return check_layout(c, world)
 
 
 def check_layout(c, world):
-    """What has to divide what. Raises UserError; returns the data parallel size."""
+    """Raise UserError if the sizes of the layout do not divide. Return dp."""
 
     def divides(small, divisor, big, value, why=""):
         if value % divisor:

@@ -1,46 +1,82 @@
-"""Users' mistakes: one line that names the field, the value and what would be right, and exit code 2.
+"""Mistakes of a user: one line with the field, its value and what would be right, and exit code 2.
 
-One of them is a second run in the same folder: `locked` refuses it.
+`locked` refuses a second run in a folder. `report` also gives the line to torchrun.
 """
 
 import argparse
 import contextlib
 import fcntl
+import json
 import os
 import sys
+import time
+
+import flags
 
 
 class UserError(Exception):
-    """What the person at the keyboard can mend. The message is one line, written for that person."""
+    """A mistake that the user can correct. The message is one line for the user."""
 
 
 class Parser(argparse.ArgumentParser):
-    """The standard library's, whose mistakes are one line too."""
+    """argparse's parser, with one line for each mistake. `-` is `_` in a flag. `flags` answers unknown flags."""
+
+    def parse_args(self, words=None):
+        words, known = list(sys.argv[1:] if words is None else words), self._option_string_actions
+        for i, word in enumerate(words[: words.index("--") if "--" in words else None]):
+            flag, equals, value = word.partition("=")
+            if flag.startswith("--"):
+                words[i] = f"--{flags.plain(flag)}{equals}{value}"
+                if f"--{flags.plain(flag)}" not in known:
+                    names = [name for option in known if (name := flags.plain(option))]
+                    raise UserError(f"{flag}: {flags.unknown(flag, names, self.prog)}")
+        return super().parse_args(words)
 
     def error(self, message):
         raise UserError(f"{message} ({self.prog} --help lists the options)")
 
+    def format_help(self):
+        return super().format_help() + flags.table_text(self.prog)
+
+
+def report(error, late=0):
+    """Print an error's line on stderr. Under torchrun, also write it into the error file of this process.
+
+    torchrun ends with a "Root Cause": the error file with the smallest time stamp. late: seconds added to the time, so
+    that the report of a rank that only lost a peer comes after the report of the peer.
+    """
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    write_error_file(f"error: {error}", late)
+
+
+def write_error_file(text, late=0):
+    """Write `text` as torch.distributed.elastic's ErrorHandler does: the time is an int, in seconds, as a string."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()) + late)}
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+
 
 def exit_on_user_error(main):
-    """Call `main()`; a UserError becomes its one line on stderr and exit code 2, Ctrl-C exit code 130.
+    """Call `main()`. A UserError is reported and ends the program with exit code 2, Ctrl-C with exit code 130.
 
-    Output that nobody reads any more (`| head`) is no error.
+    A reader that closes the pipe early (`| head`) is no error.
     """
     try:
         main()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        report(error)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail
         sys.exit(141)
 
 
 @contextlib.contextmanager
 def explained(what):
-    """In the block, what the system refuses becomes a UserError: `what`, say the file's name, and the reason."""
+    """Turn an OSError in the block into a UserError: `what`, for example a file's name, and the system's reason."""
     try:
         yield
     except OSError as error:
@@ -49,16 +85,16 @@ def explained(what):
 
 @contextlib.contextmanager
 def locked(path, message):
-    """Hold the lock of the file `path`, which is made. Raises UserError(message) if another process holds it.
+    """Create the file `path` and hold its lock. Raises UserError(message) if another process holds the lock.
 
-    The system takes the lock back when this process ends, however it ends.
+    The system releases the lock when this process ends, also when the process is killed.
     """
     with explained(path):
         file = open(path, "w")
     with file:
         try:
-            # lockf, for its lock belongs to this process alone. Workers that the process forks would share an flock,
-            # and one that outlives the process would keep it.
+            # lockf, because its lock belongs to this process only. Forked workers share a lock of flock, and a worker
+            # that lives longer than this process would keep that lock.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             raise UserError(message) from None

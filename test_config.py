@@ -1,10 +1,16 @@
-"""The configuration: files, command line, and one clear line for every mistake."""
+"""Tests of the configuration: its file, its command line, --help, and one line for every mistake."""
 
 import dataclasses
+import inspect
+import re
+import sys
 
 import pytest
 
 import config as configuration
+import flags
+import generate
+import prepare
 from config import Config
 from errors import UserError
 from parallel.optimizer import RULES
@@ -29,32 +35,170 @@ def test_epochs_on_the_command_line_stand_for_the_files_iterations():
 
 
 @pytest.mark.parametrize(
+    "flag", [["--num-layers", "24"], ["--num_layers", "24"], ["--num-layers=24"], ["--num_layers=24"]]
+)
+def test_a_flag_has_four_forms_before_and_after_the_file(flag):
+    for words in (
+        ["configs/gpt2_124m.py", *flag],
+        [*flag, "configs/gpt2_124m.py"],
+        ["--tp", "2", *flag, "--seed", "7"],
+    ):
+        c = configuration.load(words)
+        assert c.num_layers == 24 and c.hidden_size == (768 if "configs/gpt2_124m.py" in words else 128)
+
+
+@pytest.mark.parametrize(
+    "words, value",
+    [
+        (["--ledger"], True),
+        (["--ledger", "--tp=2"], True),
+        (["--ledger", "configs/gpt2_124m.py"], True),
+        (["--ledger", "True"], True),
+        (["--ledger", "true", "configs/gpt2_124m.py"], True),
+        (["--ledger", "False", "configs/gpt2_124m.py"], False),
+        (["configs/gpt2_124m.py", "--ledger", "0"], False),
+        (["--ledger=False", "configs/gpt2_124m.py"], False),
+    ],
+)
+def test_the_value_of_a_boolean_may_be_left_out(words, value):
+    c = configuration.load(words)
+    assert c.ledger is value and c.num_layers == (12 if "configs/gpt2_124m.py" in words else 4)
+
+
+def test_negative_numbers_are_values():
+    c = configuration.load(["--lr-warmup-iters", "-1", "--lr", "-1e-3", "--min_lr", "-.5", "--train_epochs", "-inf"])
+    assert (c.lr_warmup_iters, c.lr, c.min_lr, c.train_epochs) == (-1, -1e-3, -0.5, float("-inf"))
+
+
+COMMAS = "a list needs commas: --rampup_batch_size=16,8,30000"
+
+
+@pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--hiden_size=3"], "--hiden_size: there is no such field; the nearest is hidden_size"),
-        (["--micro-batch-size=3"], "--micro-batch-size: there is no such field; the nearest is micro_batch_size"),
+        (["--hiden_size=3"], "--hiden_size: no such field; the nearest is hidden_size"),
+        (["--micro-batchsize=3"], "--micro-batchsize: no such field; the nearest is micro_batch_size"),
+        (["--foo"], "--foo: no such field; python train.py --help lists all"),
+        (["--foo", "3"], "--foo: no such field; python train.py --help lists all"),
         (["--lr=fast"], "--lr=fast: should be float"),
+        (["--lr="], "--lr=: should be float"),
         (["--num_layers=2.5"], "--num_layers=2.5: should be int"),
         (["--ledger=yes"], "--ledger=yes: should be True or False"),
-        (["--lr"], "--lr wants a value: --lr=0.001"),
-        (["configs/none.py"], "no configuration file configs/none.py (there are: configs/codeparrot_110m.py"),
-        (["configs/tiny.py", "configs/gpt2_124m.py"], "one configuration file, please"),
-        (["--lr", "0.1"], "no configuration file 0.1"),
+        (["--lr"], "--lr: the value is missing (default: --lr=0.001)"),
+        (["--lr", "--seed", "3"], "--lr: the value is missing (default: --lr=0.001)"),
+        (["--out-dir", "--lr=1"], "--out_dir: the value is missing (default: --out_dir=)"),
+        (["--lr", "configs/tiny.py"], "--lr=configs/tiny.py: should be float"),
+        (["--rampup-batch-size", "16", "8", "300"], "8: a value without a field; " + COMMAS),
+        (["configs/tiny.py", "0.1"], "0.1: a value without a field; " + COMMAS),
+        (["a.py", "b.py"], "more than one configuration file: a.py b.py (fields are --field=value)"),
     ],
 )
 def test_mistakes_on_the_command_line(arguments, message):
     with pytest.raises(UserError) as error:
         configuration.load(arguments)
-    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("arguments", [["configs/none.py"], ["--ledger", "yes"], ["x" * 5000]])
+def test_a_missing_file_is_answered_with_the_files_of_configs(arguments):
+    with pytest.raises(UserError) as error:
+        configuration.load(arguments)
+    name = arguments[-1]
+    assert str(error.value).startswith(
+        f"no configuration file {name} (there are: configs/codeparrot_110m.py configs/gpt2"
+    )
+    assert str(error.value).endswith("configs/tiny.py)")
+
+
+# Every flag of the training scripts of the Megatron-LM and DeepSpeed how-tos, with those of their launchers.
+HOW_TO_TRAIN = """
+--adam-beta2 --bf16 --checkpoint-activations --clip-grad --data-impl --data-path --deepspeed
+--deepspeed-activation-checkpointing --deepspeed_config --distributed-backend --eval-interval --eval-iters --fp16
+--global-batch-size --hidden-size --load --local-rank --local_rank --log-interval --lr --lr-decay-iters --lr-decay-style
+--lr-warmup-fraction --lr-warmup-iters --master_addr --master_port --max-position-embeddings --merge-file
+--micro-batch-size --min-lr --nnodes --no-masked-softmax-fusion --node_rank --nproc_per_node --num-attention-heads
+--num-layers --num_gpus --num_nodes --override-lr-scheduler --pipeline-model-parallel-size --save --save-interval
+--seed --seq-length --split --tensor-model-parallel-size --tensorboard-dir --train-iters --vocab-file --weight-decay
+--zero-stage
+""".split()
+HOW_TO_PREPARE = """
+--append-eod --chunk-size --dataset-impl --input --json-keys --merge-file --output-prefix --tokenizer-type --vocab
+--workers
+""".split()
+NOT_HERE = " (python train.py --help lists such flags)"
+
+
+def test_every_flag_of_the_how_tos_is_a_field_or_is_answered():
+    for command, known in (("train.py", HOW_TO_TRAIN), ("prepare.py", HOW_TO_PREPARE)):
+        for flag in known:
+            has, answer = flags.plain(flag) in flags.names(command), flags.answers(command).get(flags.plain(flag))
+            assert has != bool(answer), f"{command} {flag}"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size: use --tp" + NOT_HERE),
+        (["--pipeline_model_parallel_size=2"], "--pipeline_model_parallel_size: use --pp" + NOT_HERE),
+        (["--zero-stage", "1"], "--zero-stage: use --zero" + NOT_HERE),
+        (["--fp16"], "--fp16: use --dtype=fp16" + NOT_HERE),
+        (["--fp16", "configs/tiny.py"], "--fp16: use --dtype=fp16" + NOT_HERE),
+        (["--save", "out"], "--save: use --out_dir" + NOT_HERE),
+        (["--checkpoint-activations"], "--checkpoint-activations: use --recompute=full" + NOT_HERE),
+        (["--data-path", "x"], "--data-path: use --data_dir, a folder that prepare.py wrote" + NOT_HERE),
+        (["--vocab-file=x"], "--vocab-file: not needed: prepare.py --tokenizer=gpt2 has the vocabulary" + NOT_HERE),
+        (["--num_gpus", "4"], "--num_gpus: use torchrun --nproc_per_node=N train.py ..." + NOT_HERE),
+        (["--json-keys=x"], "--json-keys: belongs to prepare.py (use --text_key)"),
+        (["--tokenizer=bytes"], "--tokenizer: belongs to prepare.py"),
+        (["--top-k=3"], "--top-k: belongs to generate.py"),
+    ],
+)
+def test_a_flag_with_another_name_here_is_answered(arguments, message):
+    with pytest.raises(UserError) as error:
+        configuration.load(arguments)
+    assert str(error.value) == message
+
+
+def test_megatrons_split_is_explained():
+    with pytest.raises(UserError) as error:
+        configuration.check(configuration.load(["--split", "949,50,1"]), 1)
+    more = "prepare.py --split=949,50,1 sets the shares"
+    assert str(error.value) == f"split=949,50,1: should be one of train, val, test; {more}"
+
+
+def test_answers_name_fields_that_exist():
+    fields = {field.name for field in dataclasses.fields(Config)}
+    others = {"nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "help", "tokenizer"}
+    for name, answer in flags.answers("train.py").items():
+        assert name not in fields and set(re.findall(r"--(\w+)", answer)) <= fields | others, name
+    for name, answer in [*flags.answers("prepare.py").items(), *flags.answers("generate.py").items()]:
+        options = flags.names("prepare.py") + flags.names("generate.py")
+        assert name not in options and set(re.findall(r"--(\w+)", answer)) <= set(options), name
+
+
+def test_the_names_of_the_commands_are_those_of_their_parsers(monkeypatch, capsys):
+    assert flags.names("train.py") == [field.name for field in dataclasses.fields(Config)]
+    for command, parse in (("prepare.py", prepare.parse_arguments), ("generate.py", generate.arguments)):
+        monkeypatch.setattr(sys, "argv", [command, "--help"])
+        with pytest.raises(SystemExit):
+            parse()
+        text = capsys.readouterr().out
+        options = re.findall(r"^  (?:-h, )?--(\w+)", text.partition("Megatron-LM")[0], re.M)
+        assert options == ["help", *flags.names(command)]
+        assert text.endswith(flags.TABLES[command]) and max(map(len, text.splitlines())) <= 120
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("hiden_size = 3", "hiden_size: there is no such field; the nearest is hidden_size"),
+        ("hiden_size = 3", "hiden_size: no such field; the nearest is hidden_size"),
         ("num_layers = 2.0", "num_layers=2.0 should be int"),
         ("tp = True", "tp=True should be int"),
         ("lr = '1e-3'", "lr='1e-3' should be float"),
+        ("tensor_model_parallel_size = 2", "tensor_model_parallel_size: use --tp" + NOT_HERE),
+        ("lr = 10**400", "00 should be float"),
+        ("raise SystemExit", ":1: SystemExit: "),
+        ("raise ValueError('a\\nb')", ":1: ValueError: a b"),
         ("lr = \n", ":1: SyntaxError"),
         ("\n\nlr = x", ":3: NameError: name 'x' is not defined"),
     ],
@@ -64,7 +208,7 @@ def test_mistakes_in_a_file(tmp_path, text, message):
     file.write_text(text)
     with pytest.raises(UserError) as error:
         configuration.load([str(file)])
-    assert message in str(error.value) and str(file) in str(error.value)
+    assert message in str(error.value) and str(file) in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +234,8 @@ def test_mistakes_in_a_file(tmp_path, text, message):
         (4, dict(), "global_batch_size=8 is not a multiple of micro_batch_size * dp=32"),
         (2, dict(tp=2, sequence_parallel=True, seq_length=33), "seq_length=33 is not a multiple of tp=2"),
         (5, dict(tp=5, num_attention_heads=5, hidden_size=100), "padded vocab_size=50304 is not a multiple of tp=5"),
-        (1, dict(train_epochs=1.0), "train_iters=10, train_epochs=1.0: say one of the two"),
-        (1, dict(train_iters=0), "train_iters=0, train_epochs=0.0: say one of the two"),
+        (1, dict(train_epochs=1.0), "train_iters=10, train_epochs=1.0: set one of the two"),
+        (1, dict(train_iters=0), "train_iters=0, train_epochs=0.0: set one of the two"),
         (1, dict(lr=-1.0), "lr=-1.0: should be zero or more"),
         (1, dict(lr=float("nan")), "lr=nan: should be zero or more"),
         (1, dict(num_layers=0), "num_layers=0: should be positive"),
@@ -99,7 +243,7 @@ def test_mistakes_in_a_file(tmp_path, text, message):
         (1, dict(dropout=1.0), "dropout=1.0: should be at least 0 and below 1"),
         (1, dict(min_lr=1.0), "min_lr=1.0: should be at most lr=0.001"),
         (1, dict(max_position_embeddings=100), "seq_length=256: should be at most max_position_embeddings=100"),
-        (1, dict(lr_decay_style="wsd"), "lr_decay_style=wsd: say lr_wsd_decay_iters"),
+        (1, dict(lr_decay_style="wsd"), "lr_decay_style=wsd: set lr_wsd_decay_iters"),
         (1, dict(lr_warmup_fraction=2.0), "lr_warmup_fraction=2.0: a fraction of lr_decay_iters, at most 1"),
     ],
 )
@@ -110,11 +254,29 @@ def test_what_cannot_work_is_refused_by_name(world, fields, message):
 
 
 def test_help_lists_every_field_with_default_and_meaning():
-    lines = {line.split("=")[0].strip(): line for line in configuration.help_text().splitlines()}
+    text = configuration.help_text()
+    entries = re.split(r"\n  (?=--)", text)
+    entries = {entry[2:].split("=")[0]: " ".join(entry.split()) for entry in entries}
     for field in dataclasses.fields(Config):
-        line = lines[f"--{field.name}"]
-        assert len(line.split(maxsplit=1)[1]) > 5, field.name
+        entry = entries[field.name]
+        assert len(entry.split(maxsplit=1)[1]) > 5, field.name
         default = "2^32" if field.default == 2.0**32 else str(field.default)
-        assert field.name != "optimizer" or all(name in line for name in RULES)
-        assert field.name != "schedule" or all(name in line for name in SCHEDULES)
-        assert default in line or float(default) == float(line.split("=")[1].split()[0])
+        assert field.name != "optimizer" or all(name in entry for name in RULES)
+        assert field.name != "schedule" or all(name in entry for name in SCHEDULES)
+        assert default in entry or float(default) == float(entry.split("=")[1].split()[0])
+
+
+def test_help_has_an_example_and_the_table_in_120_columns():
+    text = configuration.help_text()
+    assert max(map(len, text.splitlines())) <= 120
+    assert "\nexample: torchrun --nproc_per_node=4 train.py configs/gpt2_345m.py --tp=2 --zero=1 --lr=3e-4\n" in text
+    assert "\nlayout (the data parallel size is dp = processes / (tp * pp))\n" in text
+    assert flags.TABLES["train.py"].rstrip() in text
+
+
+def test_megatrons_names_in_the_comments_are_in_the_table():
+    found = re.findall(r"    (\w+): .*\(Megatron-LM: (.*)\)", inspect.getsource(Config))
+    assert len(found) == 14
+    for field, names in found:
+        for name in names.split(", "):
+            assert re.match(rf"use --{field}\b", flags.answers("train.py")[flags.plain(name)]), name

@@ -1,17 +1,19 @@
-"""errors.py: what one process locks, others are refused, and a lock ends with the process that holds it."""
+"""Tests of errors.py: one line for a mistake, also for torchrun; options of the commands; the lock of a folder."""
 
 import contextlib
 import errno
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import errors
-from errors import UserError, locked
+from errors import Parser, UserError, locked
 
-# The holder forks a worker. Both wait for the end of their input.
+# The holder takes the lock and forks a worker. Both processes then wait until their stdin is closed.
 HOLDER = """
 import os, sys
 from errors import locked
@@ -24,7 +26,7 @@ with locked(sys.argv[1], ""):
 
 @contextlib.contextmanager
 def held_elsewhere(path):
-    """Another process, with a worker, that holds the lock of the file `path` while the block runs."""
+    """Start another process, which holds the lock of the file `path` while the block runs. It has a worker."""
     command = [sys.executable, "-c", HOLDER, str(path)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=Path(__file__).parent, stdin=pipe, stdout=pipe) as process:
@@ -61,3 +63,87 @@ def test_a_file_system_without_locks_is_used_without_them(tmp_path, monkeypatch)
     monkeypatch.setattr(errors.fcntl, "lockf", lockf)
     with locked(tmp_path / "lock", "it is taken"):
         assert (tmp_path / "lock").exists()
+
+
+# --- reports ----------------------------------------------------------------------------------------------------------
+
+
+def mistake():
+    raise UserError("lr=-1: should be zero or more")
+
+
+def test_a_mistake_is_one_line_and_exit_code_2(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    with pytest.raises(SystemExit) as stop:
+        errors.exit_on_user_error(mistake)
+    assert stop.value.code == 2 and capsys.readouterr() == ("", "error: lr=-1: should be zero or more\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_torchrun_reads_the_line_as_its_root_cause(monkeypatch, tmp_path):
+    """A lost peer is reported one second late, so that the peer's own mistake is the root cause."""
+    reports = {0: ("rank 0 waited for ranks [1]", 1), 1: ("out_dir=x: No space left on device", 0)}
+    for rank, (text, late) in reports.items():
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{rank}.json"))
+        errors.report(UserError(text), late)
+    failures = {rank: ProcessFailure(rank, 1000 + rank, 2, str(tmp_path / f"{rank}.json")) for rank in reports}
+    assert [f.timestamp - int(time.time()) for f in failures.values()] in ([1, 0], [0, -1])
+    lines = ChildFailedError("train.py", failures).format_msg().splitlines()
+    assert lines[-2] == "  traceback : error: out_dir=x: No space left on device"
+
+
+def test_an_error_file_that_cannot_be_written_changes_nothing(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "missing" / "error.json"))
+    with pytest.raises(SystemExit) as stop:
+        errors.exit_on_user_error(mistake)
+    assert stop.value.code == 2 and capsys.readouterr().err == "error: lr=-1: should be zero or more\n"
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+def parse(prog, *words):
+    """The values of a parser with the options --text_key and --workers and with INPUTs."""
+    parser = Parser(prog, allow_abbrev=False)
+    parser.add_argument("inputs", nargs="*")
+    parser.add_argument("--text_key")
+    parser.add_argument("--workers", type=int)
+    return vars(parser.parse_args(words))
+
+
+def test_dashes_and_underscores_are_equal_in_an_option():
+    expected = {"inputs": ["a-b"], "text_key": "c-d", "workers": 2}
+    for words in (["--text-key=c-d", "a-b", "--workers=2"], ["--text_key", "c-d", "--workers", "2", "a-b"]):
+        assert parse("python prepare.py", *words) == expected
+    assert parse("python prepare.py", "--", "--text-key")["inputs"] == ["--text-key"]
+
+
+TABLE = "(python prepare.py --help lists such flags)"
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--input", "a.jsonl"], f"--input: write the files without a flag: python prepare.py FILE ... {TABLE}"),
+        (["--output-prefix=x"], f"--output-prefix: use --out, a folder {TABLE}"),
+        (["--append_eod"], f"--append_eod: not needed: every document ends with the end-of-text token {TABLE}"),
+        (["--num-layers", "24"], "--num-layers: belongs to train.py"),
+        (["--zero-stage=1"], "--zero-stage: belongs to train.py (use --zero)"),
+        (["--text-keys=a"], "--text-keys: no such option; the nearest is text_key"),
+        (["--foo"], "--foo: no such option; python prepare.py --help lists all"),
+        (["--workers"], "argument --workers: expected one argument (python prepare.py --help lists the options)"),
+        (["--workers=x"], "argument --workers: invalid int value: 'x' (python prepare.py --help lists the options)"),
+    ],
+)
+def test_mistakes_in_options(words, message):
+    with pytest.raises(UserError) as error:
+        parse("python prepare.py", *words)
+    assert str(error.value) == message
+
+
+def test_generates_table():
+    with pytest.raises(UserError) as error:
+        parse("python generate.py", "--load", "out/tiny")
+    answer = "write the folder without a flag: python generate.py out/tiny (python generate.py --help lists such flags)"
+    assert str(error.value) == f"--load: {answer}"

@@ -1,4 +1,4 @@
-"""The program as its users run it: torchrun, signals, mistakes, and what is left behind."""
+"""Tests of the program as users run it: torchrun, signals, mistakes, and the files of a run."""
 
 import json
 import os
@@ -16,7 +16,7 @@ import log
 import train
 from conftest import write_tokens
 from errors import UserError
-from parallel import checkpoint
+from parallel import checkpoint, processes
 from parallel.comm import CommunicationError, Ledger, agree
 from parallel.mesh import Axis, Mesh
 from test_checkpoint import configured, curve, go
@@ -86,7 +86,7 @@ def wait_for(condition, process, seconds=60):
 
 
 def workers_of(launcher):
-    """The train.py processes that a torchrun started, as the system lists them."""
+    """The process ids of the train.py processes that a torchrun started."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     return [int(pid) for pid in children]
 
@@ -96,7 +96,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 
 @linux
 def test_sigterm_on_one_rank_saves_the_same_step_everywhere(config_file, tmp_path):
-    """Each process exits with 0, and the same command goes on from there."""
+    """Each process exits with 0, and the same command resumes the run."""
     metrics = tmp_path / "out" / "metrics.jsonl"
     process = torchrun(2, config_file, "--train_iters=100000", "--log_interval=1")
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
@@ -104,7 +104,7 @@ def test_sigterm_on_one_rank_saves_the_same_step_everywhere(config_file, tmp_pat
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     (step,) = checkpoint.all_steps(tmp_path / "out")
-    assert f"stopped after iteration {step}; the same command goes on from there" in out
+    assert f"stopped after iteration {step}; the same command resumes the run" in out
     assert list(log.read_metrics(metrics))[-1] == step
     index = checkpoint.read_index(tmp_path / "out" / f"step_{step}")
     assert index["counters"] == {"iteration": step, "consumed_samples": 8 * step, "updates": step}
@@ -123,7 +123,7 @@ def test_a_killed_rank_stops_the_others_and_nobody_saves(config_file, tmp_path):
 @linux
 @pytest.mark.parametrize("layout", [["--tp=2"], ["--pp=2", "--schedule=zb-h1"], ["--zero=3"]], ids=str)
 def test_a_rank_that_hangs_is_named_by_those_who_wait(config_file, tmp_path, layout):
-    """Within comm_timeout seconds: who waited, for whom, on what. And then the run is over, nothing saved."""
+    """Within comm_timeout seconds, a line names the waiting rank and its peer. The run ends without a checkpoint."""
     metrics = tmp_path / "out" / "metrics.jsonl"
     options = ["--train_iters=100000", "--log_interval=1", "--comm_timeout=5", *layout]
     process = torchrun(2, config_file, *options)
@@ -150,7 +150,7 @@ def test_workers_stop_when_their_launcher_dies(config_file, tmp_path):
     process.kill()
     deadline = time.monotonic() + 60
     while any(alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, "orphans go on training"
+        assert time.monotonic() < deadline, "a worker outlives its launcher"
         time.sleep(0.1)
     process.communicate()
     assert checkpoint.all_steps(tmp_path / "out") == []
@@ -164,17 +164,31 @@ def alive(pid):
 
 
 def test_a_mistake_is_one_line_from_rank_0_and_exit_code_2(config_file):
+    """torchrun's report ends with its root cause, which is the same line."""
     process = torchrun(2, config_file, "--tp=3")
     out, err = process.communicate(timeout=120)
-    ours = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert ours == ["error: num_attention_heads=2 is not a multiple of tp=3: a tensor parallel rank has whole heads"]
+    line = "error: num_attention_heads=2 is not a multiple of tp=3: a tensor parallel rank has whole heads"
+    assert [text for text in err.splitlines() if text.startswith("error: ")] == [line]
     assert process.returncode != 0 and "exitcode  : 2" in err and "Traceback" not in out
+    root = err.rpartition("Root Cause (first observed failure):\n")[2].splitlines()
+    assert root[0] == "[0]:" and root[-2] == f"  traceback : {line}" and set(root[-1]) == {"="}
+
+
+def test_a_traceback_is_torchruns_root_cause(monkeypatch, tmp_path):
+    def work():
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        processes.together(Axis("world", (0,), 0, Ledger()), work)
+    text = json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]["py_callstack"]
+    assert text.startswith("Traceback") and text.endswith("RuntimeError: out of memory\n")
 
 
 def main(monkeypatch, capsys, *arguments):
     """train.py in this process: (exit code, stdout, stderr)."""
     monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest's handlers stay
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # keep pytest's handlers
     code = 0
     try:
         train.exit_on_user_error(train.main)
@@ -187,9 +201,48 @@ def test_one_process_without_torchrun(config_file, monkeypatch, capsys, tmp_path
     code, out, _ = main(monkeypatch, capsys, config_file)
     assert code == 0 and f"trained to iteration 6; python generate.py {tmp_path}/out" in out
     code, out, _ = main(monkeypatch, capsys, config_file)
-    assert code == 0 and "nothing to do" in out
+    assert code == 0 and out.endswith(f"\nnothing to do: train_iters=6 are done ({tmp_path}/out/step_6)\n")
+    assert "changed" not in out.lower()
     code, out, _ = main(monkeypatch, capsys, "--help")
     assert code == 0 and "--lr_warmup_fraction=0.0" in out
+
+
+ANEW = "To begin anew, set another --out_dir"
+
+
+def test_a_second_run_names_the_fields_that_differ(config_file, monkeypatch, capsys, tmp_path):
+    """Its values are used, except those of the start. Fields without an effect on the training are not named."""
+    main(monkeypatch, capsys, config_file, "--train-iters", "4")
+    changed = "lr=0.5 (the checkpoint: 0.01), zero=1 (the checkpoint: 0)"
+    start = "init_method_std=0.5 (the checkpoint: 0.02, which stays)"
+    command = [config_file, "--lr", "0.5", "--init-method-std", "0.5", "--zero", "1", "--ledger", "--log_interval=1"]
+
+    code, out, _ = main(monkeypatch, capsys, *command, "--train_iters=4")
+    line = f"nothing to do: train_iters=4 are done ({tmp_path}/out/step_4). Changed without effect: "
+    assert code == 0 and out.splitlines()[2:] == [f"{line}{start}, {changed}. {ANEW}"]
+
+    code, out, _ = main(monkeypatch, capsys, *command)
+    iters = "train_iters=6 (the checkpoint: 4)"
+    line = f"changed since {tmp_path}/out/step_4: {start}, {iters}, {changed}. This run uses its own values. {ANEW}"
+    assert code == 0 and out.splitlines()[2] == line
+    rows = log.read_metrics(tmp_path / "out" / "metrics.jsonl")
+    assert rows[4]["lr"] < 0.01 and 0.01 < rows[5]["lr"] < 0.5
+
+    resume = f"--resume={tmp_path}/out/step_6"
+    code, out, _ = main(monkeypatch, capsys, *command, resume, "--lr=0.25")
+    line = f"nothing to do: train_iters=6 are done ({tmp_path}/out/step_6). Changed without effect: "
+    assert code == 0 and out.splitlines()[2] == f"{line}lr=0.25 (the checkpoint: 0.5). {ANEW} and no --resume"
+
+
+def test_the_loss_scale_of_an_fp16_checkpoint_stays(config_file, monkeypatch, capsys):
+    """fp16 on a CPU is announced with its cost."""
+    code, out, _ = main(monkeypatch, capsys, config_file, "--dtype=fp16", "--train_iters=1", "--initial_loss_scale=16")
+    cost = "dtype=fp16 on a CPU: a step takes about 10 times as long as with dtype=fp32"
+    assert code == 0 and out.splitlines()[2] == cost
+    code, out, _ = main(monkeypatch, capsys, config_file, "--dtype=fp16", "--train_iters=1", "--initial_loss_scale=8")
+    assert "Changed without effect: initial_loss_scale=8.0 (the checkpoint: 16.0, which stays). To begin" in out
+    code, out, _ = main(monkeypatch, capsys, config_file, "--dtype=fp32", "--eval_only")
+    assert code == 0 and "dtype=fp16" not in out and "hanged" not in out
 
 
 @pytest.mark.parametrize(
@@ -201,7 +254,12 @@ def test_one_process_without_torchrun(config_file, monkeypatch, capsys, tmp_path
         (["--seq_length=5000"], "seq_length=5000"),
         (["--resume=nowhere"], "resume=nowhere: there is no checkpoint in nowhere"),
         (["--eval_only"], "resume=auto: there is no checkpoint in"),
-        (["--eval_only", "--eval_iters=0"], "eval_iters=0: eval_only takes a loss over so many global batches"),
+        (["--eval_only", "--eval_iters=0"], "eval_iters=0: eval_only needs global batches to average the loss over"),
+        (["--zero-stage", "2"], "--zero-stage: use --zero (python train.py --help lists such flags)"),
+        (
+            ["--split", "949,50,1"],
+            "split=949,50,1: should be one of train, val, test; prepare.py --split=949,50,1 sets",
+        ),
         (["--out_dir=/dev/null/x"], "out_dir=/dev/null/x: Not a directory"),
         (["--tensorboard=x"], "tensorboard=x: tensorboard is not installed"),
     ],
@@ -226,7 +284,7 @@ def test_more_processes_than_gpus_is_one_line(config_file, monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     code, _, err = main(monkeypatch, capsys, config_file)
     assert code == 2 and err.startswith(
-        "error: nproc_per_node=4: there are 2 GPUs, one for each process; say at most 2"
+        "error: nproc_per_node=4: there are 2 GPUs, one for each process; set at most 2"
     )
 
 
@@ -264,7 +322,7 @@ def validation_losses(config):
 
 @pytest.mark.parametrize("ranks, tp, size", [(3, 1, 1), (4, 2, 2), (1, 1, 5)])
 def test_validation_is_over_all_ranks(workers, tokens_dir, tmp_path, ranks, tp, size):
-    """The same windows whatever dp, tp and micro-batch: 87 of them, which nothing here divides."""
+    """The 87 validation samples are the same for every dp, tp and micro_batch_size. None of these divides 87."""
     fields = dict(train_iters=1, eval_iters=100, dtype="fp64", global_batch_size=60)
     expected = validation_losses(configured(tmp_path / "one", tokens_dir, micro_batch_size=30, **fields))
     config = configured(tmp_path / "many", tokens_dir, tp=tp, micro_batch_size=size, **fields)
@@ -272,7 +330,7 @@ def test_validation_is_over_all_ranks(workers, tokens_dir, tmp_path, ranks, tp, 
 
 
 def test_eval_only_takes_a_checkpoints_loss_on_any_split(tokens_dir, tmp_path, capsys):
-    """Not one file changes, and training could go on meanwhile: no lock is asked for."""
+    """It changes no file and takes no lock, so it also works during a training."""
     config = configured(tmp_path, tokens_dir, train_iters=4, eval_iters=100)
     trained = validation_losses(config)
     said = {}
@@ -284,12 +342,12 @@ def test_eval_only_takes_a_checkpoints_loss_on_any_split(tokens_dir, tmp_path, c
             go(config)
             said[split] = capsys.readouterr().out
     assert f"validation loss at iteration 4 | lm loss value: {trained:.6E}" in said["val"]
-    assert "lm loss value" in said["test"] and said["test"] != said["val"]
+    assert " test loss at iteration 4 | lm loss value: " in said["test"] and "validation" not in said["test"]
     assert sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*")) == before
 
 
 def test_epochs_stand_for_iterations(tokens_dir, tmp_path):
-    """3,999 // 8 = 499 samples an epoch, 24 a step: half an epoch is 10 steps."""
+    """An epoch has 3,999 // 8 = 499 samples and a step 24, so half an epoch is 10 steps."""
     go(configured(tmp_path, tokens_dir, train_iters=0, train_epochs=0.5, lr_decay_iters=0))
     assert checkpoint.all_steps(tmp_path) == [10]
 

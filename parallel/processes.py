@@ -1,25 +1,29 @@
-"""The plumbing of processes: how they join, how a run is asked to stop, how a process leaves after an error."""
+"""The start and the end of a process of a run: join the others, stop on a signal, leave after an error."""
 
 import os
 import signal
-import sys
 import time
+import traceback
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from errors import UserError
+from errors import UserError, explained, locked, report, write_error_file
 from parallel.comm import CommunicationError
 
 
 def join():
-    """This process's device; under torchrun, connected to the others (NCCL between GPUs, else Gloo)."""
+    """Return this process's device. Under torchrun, also connect the processes (NCCL on GPUs, otherwise Gloo)."""
     local, here = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         if here > (gpus := torch.cuda.device_count()):
+            if local:  # local rank 0 reports it
+                time.sleep(1)
+                os._exit(2)
             raise UserError(
-                f"nproc_per_node={here}: there are {gpus} GPUs, one for each process; say at most {gpus}, "
+                f"nproc_per_node={here}: there are {gpus} GPUs, one for each process; set at most {gpus}, "
                 "or CUDA_VISIBLE_DEVICES= (nothing) to train on the CPU"
             )
         torch.cuda.set_device(device)
@@ -29,9 +33,9 @@ def join():
 
 
 def together(world, work):
-    """Call `work()` on every rank of the axis `world`, and end the process with one line if it cannot go on.
+    """Call `work()` on every rank of the axis `world`. After an error, end the process with one line on stderr.
 
-    Exit code 2: a mistake of the user's; 1: a peer is gone. One process raises its UserError instead.
+    Exit code 2 is a mistake of the user, 1 a lost peer. Without torchrun, the UserError is raised to the caller.
     """
     try:
         work()
@@ -40,22 +44,33 @@ def together(world, work):
             raise
         if world.rank == 0 or not getattr(error, "agreed", False):
             leave(error, 2)
-        time.sleep(1)  # rank 0 says it; torchrun ends all as soon as one exits
+        time.sleep(1)  # rank 0 reports the error first, then torchrun ends the other ranks
+        write_error_file(f"error: {error}", late=1)  # for the torchrun of another node than rank 0's
         os._exit(2)
     except CommunicationError as error:
         leave(error, 1)
+    except Exception:  # a defect, or a GPU without memory: the traceback becomes torchrun's root cause
+        write_error_file(traceback.format_exc())
+        raise
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def leave(error, code):
-    """Say what is wrong and exit at once: the usual exit would wait for peers that may not answer."""
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    """Report the error and exit at once, because the normal exit would wait for peers that may be dead."""
+    report(error, late=int(code == 1))
     os._exit(code)
 
 
+def lock(out_dir):
+    """Make out_dir, and return a context that refuses a second run in it. Raises UserError."""
+    with explained(f"out_dir={out_dir}"):
+        Path(out_dir).mkdir(parents=True, exist_ok=True)
+    return locked(Path(out_dir) / "lock", f"out_dir={out_dir}: another run is training there; set another --out_dir")
+
+
 class Signals:
-    """Reasons to stop between two steps: SIGTERM, Ctrl-C (once more: stops at once), a launcher that died."""
+    """Reasons to stop between two steps: SIGTERM, Ctrl-C, a dead launcher. A second Ctrl-C stops at once."""
 
     def __enter__(self):
         self.stop = False
