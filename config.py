@@ -32,7 +32,7 @@ class Config:
     max_position_embeddings: int = 0  # rows of the position embedding (0: seq_length)
     vocab_size: int = 50257  # token ids of the model; stored padded to a multiple of 128
     dropout: float = 0.0  # after the embedding and in each block, not in attention (Megatron-LM: --hidden-dropout)
-    init_method_std: float = 0.02  # standard deviation of initial weights; a block's outputs: / sqrt(2 num_layers)
+    init_method_std: float = 0.02  # standard deviation of initial weights (a block's outputs: / sqrt(2 num_layers))
 
     # -- data and batch
     data_dir: str = "data/stdlib_bytes"  # folder that prepare.py wrote (Megatron-LM: --data-path)
@@ -52,7 +52,7 @@ class Config:
     lr_warmup_iters: int = -1  # updates of linear warm-up (-1: use lr_warmup_fraction)
     lr_warmup_fraction: float = 0.0  # warm-up as a fraction of lr_decay_iters
     lr_wsd_decay_iters: int = 0  # wsd: the learning rate falls linearly over so many last updates of lr_decay_iters
-    weight_decay: float = 0.01  # AdamW's, outside of the gradient; none on biases and LayerNorms
+    weight_decay: float = 0.01  # factor of the weight decay; biases and LayerNorms have none
     adam_beta1: float = 0.9  # decay of the first moment
     adam_beta2: float = 0.999  # decay of the second moment
     adam_eps: float = 1e-8  # added to the root of the second moment
@@ -71,10 +71,10 @@ class Config:
     tp: int = 1  # tensor parallel ranks (Megatron-LM: --tensor-model-parallel-size)
     pp: int = 1  # pipeline stages (Megatron-LM: --pipeline-model-parallel-size)
     sequence_parallel: bool = False  # also shard over tp the activations between the tensor parallel layers
-    zero: int = 0  # shard over dp: 1 optimizer state, 2 also gradients, 3 also parameters (Megatron-LM: --zero-stage)
+    zero: int = 0  # shard over dp: 1 optimizer state, 2 also gradients, 3 also parameters (DeepSpeed: --zero-stage)
     schedule: str = "1f1b"  # order of the work in the pipeline
     chunks: int = 1  # per rank; zb-v: 2, interleaved: 2 or more (Megatron-LM: --num-virtual-stages-per-pipeline-rank)
-    offload: bool = False  # keep the optimizer state in CPU memory and update there (Megatron-LM: --cpu-optimizer)
+    offload: bool = False  # keep the optimizer state in CPU memory and update there (DeepSpeed: --cpu-optimizer)
     recompute: str = "none"  # full: keep each block's input, repeat its forward (Megatron-LM: --checkpoint-activations)
 
     # -- run

@@ -1,4 +1,4 @@
-"""Mistakes of a user: one line with the field, its value and what would be right, and exit code 2.
+"""Mistakes of a user: one line with the field, its value and the remedy, and exit code 2.
 
 `locked` refuses a second run in a folder. `report` also gives the line to torchrun.
 """
@@ -15,11 +15,11 @@ import flags
 
 
 class UserError(Exception):
-    """A mistake that the user can correct. The message is one line for the user."""
+    """A mistake that the user can correct. Its message is one line."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, with one line for each mistake. `-` is `_` in a flag. `flags` answers unknown flags."""
+    """argparse's parser, with one line for each mistake. In a flag, `-` is `_`. `flags.unknown` answers other flags."""
 
     def parse_args(self, words=None):
         words, known = list(sys.argv[1:] if words is None else words), self._option_string_actions
@@ -40,10 +40,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def report(error, late=0):
-    """Print an error's line on stderr. Under torchrun, also write it into the error file of this process.
+    """Print an error's line on stderr. Under torchrun, also write the line into the error file of this process.
 
-    torchrun ends with a "Root Cause": the error file with the smallest time stamp. late: seconds added to the time, so
-    that the report of a rank that only lost a peer comes after the report of the peer.
+    At its end, torchrun prints the error file with the smallest time as the "Root Cause". late: seconds that are added
+    to the time, so that a rank that only lost a peer does not become the root cause.
     """
     print(f"error: {error}", file=sys.stderr, flush=True)
     write_error_file(f"error: {error}", late)

@@ -1,8 +1,9 @@
-"""Names on the command lines: flags of Megatron-LM and DeepSpeed, unknown names, and the text of train.py --help.
+"""The flags of the command lines: how words become flags and values, and answers to flags that a command lacks.
 
-`-` and `_` are equal in a name: --num-layers is --num_layers. Most flags of Megatron-LM have the same name here. The
-tables below list the other ones: a command answers such a flag with the text beside it, and --help prints the table.
-This file imports no other file of the project, so that `errors.Parser` can use it.
+`-` and `_` are equal in a name: --num-layers is --num_layers. Many flags of Megatron-LM have the same name here. The
+tables list flags of Megatron-LM, DeepSpeed and their launchers that have another name here, or are not needed. A
+command answers such a flag with the text beside it, and --help prints the command's table. This file imports no other
+file of the project, because `errors.Parser` uses it.
 """
 
 import difflib
@@ -98,7 +99,7 @@ TABLES = {
   --greedy                                 use --temperature=0
 """,
 }
-OPTIONS = {  # of the commands that are no fields of train.py
+OPTIONS = {  # of the other commands; the fields of train.py are in config.py
     "prepare.py": "out tokenizer split workers text_key on_error".split(),
     "generate.py": "prompt max_tokens num_samples temperature top_k top_p seed".split(),
 }
@@ -147,7 +148,7 @@ def answers(command):
 
 
 def names(command):
-    """The flags that a command has. Those of train.py are read from config.py: an import would load torch."""
+    """The flags that a command has. For train.py, read the text of config.py, because its import would load torch."""
     if command in OPTIONS:
         return OPTIONS[command]
     source = Path(__file__).with_name("config.py").read_text(encoding="utf-8")
@@ -155,7 +156,7 @@ def names(command):
 
 
 def unknown(name, known, prog):
-    """Return one line about a `name` that is not among the `known` names of the command `prog`: what to use instead."""
+    """Return the answer to a `name` that is not among the `known` names of the command `prog`, in one line."""
     key, command = plain(name), prog.split()[-1]
     if answer := answers(command).get(key):
         return f"{answer} ({prog} --help lists such flags)"
@@ -163,7 +164,7 @@ def unknown(name, known, prog):
         if other != command and (key in names(other) or key in answers(other)):
             answer = answers(other).get(key)
             return f"belongs to {other}" + (f" ({answer})" if answer else "")
-    near = difflib.get_close_matches(key, known, n=1)  # at least 0.6 of 1 alike
+    near = difflib.get_close_matches(key, known, n=1)  # a similarity of at least 0.6, difflib's default
     kind = "field" if command == "train.py" else "option"
     return f"no such {kind}; " + (f"the nearest is {near[0]}" if near else f"{prog} --help lists all")
 

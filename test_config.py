@@ -90,6 +90,7 @@ COMMAS = "a list needs commas: --rampup_batch_size=16,8,30000"
         (["--lr", "configs/tiny.py"], "--lr=configs/tiny.py: should be float"),
         (["--rampup-batch-size", "16", "8", "300"], "8: a value without a field; " + COMMAS),
         (["configs/tiny.py", "0.1"], "0.1: a value without a field; " + COMMAS),
+        (["configs/tiny.py", "-5"], "-5: a value without a field; " + COMMAS),
         (["a.py", "b.py"], "more than one configuration file: a.py b.py (fields are --field=value)"),
     ],
 )
@@ -275,7 +276,7 @@ def test_help_has_an_example_and_the_table_in_120_columns():
 
 
 def test_megatrons_names_in_the_comments_are_in_the_table():
-    found = re.findall(r"    (\w+): .*\(Megatron-LM: (.*)\)", inspect.getsource(Config))
+    found = re.findall(r"    (\w+): .*\((?:Megatron-LM|DeepSpeed): (.*)\)", inspect.getsource(Config))
     assert len(found) == 14
     for field, names in found:
         for name in names.split(", "):

@@ -26,7 +26,7 @@ with locked(sys.argv[1], ""):
 
 @contextlib.contextmanager
 def held_elsewhere(path):
-    """Start another process, which holds the lock of the file `path` while the block runs. It has a worker."""
+    """Start a process that holds the lock of the file `path` while the block runs. The process has a worker."""
     command = [sys.executable, "-c", HOLDER, str(path)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=Path(__file__).parent, stdin=pipe, stdout=pipe) as process:

@@ -34,7 +34,7 @@ def on_the_cpu(monkeypatch):
 
 @pytest.fixture
 def config_file(tokens_dir, tmp_path):
-    """A tiny run as a file; its out_dir is tmp_path/out."""
+    """The configuration file of a tiny run in tmp_path/out."""
     file = tmp_path / "micro.py"
     file.write_text(
         f"data_dir = {tokens_dir!r}\nout_dir = {str(tmp_path / 'out')!r}\nvocab_size = 50\nnum_layers = 2\n"
@@ -54,7 +54,7 @@ def torchrun(ranks, *arguments, **options):
 
 
 def test_torchrun_trains_and_reports(config_file, tmp_path):
-    """Megatron's line, the memory line, the timers, validation, the ledger; metrics.jsonl and a checkpoint."""
+    """It prints Megatron's line, memory, timers, validation and ledger, and writes metrics.jsonl and a checkpoint."""
     process = torchrun(2, config_file, "--tp=2", "--sequence_parallel", "--ledger", "--eval_iters=2")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
@@ -211,7 +211,7 @@ ANEW = "To begin anew, set another --out_dir"
 
 
 def test_a_second_run_names_the_fields_that_differ(config_file, monkeypatch, capsys, tmp_path):
-    """Its values are used, except those of the start. Fields without an effect on the training are not named."""
+    """The run uses its own values, except init_method_std. Fields without an effect on the weights are not named."""
     main(monkeypatch, capsys, config_file, "--train-iters", "4")
     changed = "lr=0.5 (the checkpoint: 0.01), zero=1 (the checkpoint: 0)"
     start = "init_method_std=0.5 (the checkpoint: 0.02, which stays)"
@@ -235,7 +235,7 @@ def test_a_second_run_names_the_fields_that_differ(config_file, monkeypatch, cap
 
 
 def test_the_loss_scale_of_an_fp16_checkpoint_stays(config_file, monkeypatch, capsys):
-    """fp16 on a CPU is announced with its cost."""
+    """A run in fp16 on a CPU prints its cost."""
     code, out, _ = main(monkeypatch, capsys, config_file, "--dtype=fp16", "--train_iters=1", "--initial_loss_scale=16")
     cost = "dtype=fp16 on a CPU: a step takes about 10 times as long as with dtype=fp32"
     assert code == 0 and out.splitlines()[2] == cost
@@ -322,7 +322,7 @@ def validation_losses(config):
 
 @pytest.mark.parametrize("ranks, tp, size", [(3, 1, 1), (4, 2, 2), (1, 1, 5)])
 def test_validation_is_over_all_ranks(workers, tokens_dir, tmp_path, ranks, tp, size):
-    """The 87 validation samples are the same for every dp, tp and micro_batch_size. None of these divides 87."""
+    """The 87 validation samples are the same for every dp, tp and micro_batch_size."""
     fields = dict(train_iters=1, eval_iters=100, dtype="fp64", global_batch_size=60)
     expected = validation_losses(configured(tmp_path / "one", tokens_dir, micro_batch_size=30, **fields))
     config = configured(tmp_path / "many", tokens_dir, tp=tp, micro_batch_size=size, **fields)

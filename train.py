@@ -54,7 +54,7 @@ def train_step(run, batches, stop=False, orphaned=False):
         zero.finish()
 
     with run.timers("optimizer"):
-        # One all_reduce tells every rank the loss, the squared gradient norm, and whether to stop.
+        # One all_reduce gives every rank the loss, the squared gradient norm, and whether to stop.
         mesh.ledger.phase = "step"
         loss = loss if mesh.tp.rank == 0 else 0 * loss  # the tp ranks have equal losses: count one
         flags = [loss.new_full((), float(flag)) for flag in (stop, orphaned)]

@@ -1,4 +1,4 @@
-"""The start and the end of a process of a run: join the others, stop on a signal, leave after an error."""
+"""Start and end of the processes of a run: join the others, lock out_dir, stop on a signal, leave after an error."""
 
 import os
 import signal
