@@ -589,7 +589,7 @@ def test_an_unreadable_file_is_named(tmp_path):
         (["a.txt", "--workers=0"], "--workers=0: should be a positive integer"),
         (["a.txt", "--workers=all"], "--workers=all: should be a positive integer"),
         (["a.txt", "--on_error=ignore"], "--on_error=ignore: should be stop or skip"),
-        (["a.txt", "--worker=2"], "unrecognized arguments: --worker=2"),
+        (["a.txt", "--worker=2"], "--worker: no such option; the nearest is workers"),
         (["a.txt", "--out=a.txt"], "--out=a.txt: "),
     ],
 )
