@@ -1,4 +1,4 @@
-"""Bytes sent equal the formulas exactly, in every row, with the small terms. Predictions need no run."""
+"""The bytes that a run sends equal ledger.py's prediction exactly, in every row. A prediction needs no run."""
 
 from fractions import Fraction
 from xml.etree import ElementTree
@@ -76,7 +76,7 @@ def check_ledger(results):
 
 
 def test_the_formulas_are_the_lectures(workers):
-    """For 2 layers, h = 16, s = 8, computed by hand: factors 8, 12 and 10 of ledger.py's table, and 2P (n-1)/n."""
+    """The factors 8, 12 and 10 of ledger.py's table, and 2P (n-1)/n: computed by hand for 2 layers, h = 16, s = 8."""
     bsh, m, L = 4 * 8 * 16, 3, 2
     for recompute, per_layer in [("none", 8), ("full", 12)]:
         measured, *_ = workers.run(4, counted, tiny_config(2, 2, recompute=recompute, dtype="fp32"))[0]
@@ -106,13 +106,13 @@ def test_a_bucket_without_a_micro_batch_is_not_reduced(workers):
 
 
 def test_the_papers_line_says_where_buckets_have_an_m_of_their_own(workers):
-    """Chimera gives two of four micro-batches to each pipeline. A bucket in one pipeline has m = 2."""
+    """Chimera gives two of four micro-batches to each pipeline. A bucket in only one pipeline gets two gradients."""
     for *_, table in workers.run(4, counted, tiny_config(2, pp=2, schedule="chimera", zero=2, micro_batch_size=3)):
-        assert "m = 4 micro-batches (here a bucket's m counts the runs of its chunks)" in table
+        assert "m = 4 micro-batches (here some buckets get more or fewer than m gradients)" in table
 
 
 def counted_in_chunks(config):
-    tensor.CHUNK = ledger.CHUNK = 20  # tokens of 64: four chunks, the last one is smaller
+    tensor.CHUNK = ledger.CHUNK = 20  # the head works on 20, 20, 20 and 4 of the 64 tokens
     try:
         return counted(config)
     finally:
@@ -126,7 +126,7 @@ def test_the_ledger_of_a_head_in_chunks(workers):
 
 
 def test_every_row_has_the_slides_three_columns(workers):
-    """The slide names what, operation and how often. A table of a small run is narrower than 110 columns."""
+    """The columns are what, operation, and how often. The table of a small run is narrower than 110 characters."""
     fields = dict(pp=2, zero=2, schedule="zb-h1", sequence_parallel=True, optimizer="lamb")
     results = workers.run(8, counted, tiny_config(2, 2, **fields))
     for measured, *_, table in results:
@@ -282,7 +282,8 @@ def test_predictions_for_4096_ranks_need_no_process_and_no_tensor(pp, schedule, 
             assert sum(sent[key][1] for key in sent if key[0] == "pp") == messages * bsh // t * 2
             assert sum(kept[what] for what in kept if what != memory.PEAK) == 6 * P + Fraction(12 * P, dp)
             in_flight = {"1f1b": pp - rank, "zb-h1": pp}.get(schedule, pp * chunks + pp - 2 * rank - 1)
-            assert kept[memory.PEAK] > in_flight * blocks // chunks * 16 * bsh // t * 2  # more than 16/t per block
+            # memory.py's table: a block keeps 16 bsh/t elements, and small terms
+            assert kept[memory.PEAK] > in_flight * blocks // chunks * 16 * bsh // t * 2
     assert not torch.distributed.is_initialized()
 
 
@@ -290,7 +291,7 @@ def test_predictions_for_4096_ranks_need_no_process_and_no_tensor(pp, schedule, 
 
 
 def texts(picture):
-    """Return the lines of a picture's table, {y: its texts from left to right}."""
+    """Return the lines of text in a picture: {y: the texts at this y from left to right}."""
     found = {}
     for element in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text"):
         found.setdefault(element.get("y"), []).append(element.text or "")

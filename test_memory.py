@@ -1,8 +1,8 @@
 """Bytes kept by a rank equal the formulas exactly: model states in every stage, and the peak of activations.
 
-These mistakes, put in by hand once each, make a test fail: a storage counts once per buffer; gradients in stage 2 or
-parameters in stage 3 stay whole; fp32 has separate master weights; the mailbox keeps the graph of a sent tensor; an
-operand of W keeps its graph; the meter misses an output, a recomputed output or an operand; a freed message counts.
+Each of these mistakes, put in by hand, makes a test fail: a storage in two buffers counts twice; gradients in stage 2
+or parameters in stage 3 stay whole; fp32 has separate master weights; a sent tensor or an operand of W keeps its graph;
+the meter misses an output, a recomputed output or an operand; a freed message counts.
 """
 
 import contextlib
@@ -37,12 +37,12 @@ def test_zeros_table_1():
         for elements, cells in rows.items():
             for stage, cell in enumerate(cells, start=1):
                 exact = sum(memory.model_states(int(elements), n, stage, gradients=2).values()) / 10**9
-                unit = 10 ** len(str(cell).partition(".")[2])  # of the last digit that the paper prints
+                unit = 10 ** len(str(cell).partition(".")[2])  # 10 to the number of decimals that the paper prints
                 assert round(cell * unit) in (int(exact * unit), int(exact * unit + 0.5)), (n, elements, stage)
 
 
 def test_bytes_per_parameter():
-    """Computed by hand, for n = 4: 18 bytes in bf16, 16 in fp32, 8 without moments. Each stage divides some by n."""
+    """By hand, for n = 4: 18 bytes in bf16, 16 in fp32, 8 without moments. Stages 1 to 3 divide some of them by n."""
 
     def per_parameter(*widths):
         return [float(sum(memory.model_states(1000, 4, stage, *widths).values())) / 1000 for stage in range(4)]
@@ -54,7 +54,7 @@ def test_bytes_per_parameter():
 
 @contextlib.contextmanager
 def newly_alive():
-    """Yield a function that returns {storage: bytes} of the floating-point tensors made in the block.
+    """Yield a function that returns {storage: bytes} of the floating-point tensors made in the `with` block.
 
     The function leaves out tensors of at most 12 elements.
     """
@@ -73,7 +73,7 @@ def alive():
 
 
 def predicted(run):
-    """Return {what: bytes} of this rank by memory.py."""
+    """Return {what: bytes} that memory.py predicts for this rank."""
     sizes = memory.sizes(run.config, run.zero.dtype.itemsize, run.zero.master_dtype.itemsize, on_cpu=True)
     return memory.predict(run.layout, run.schedule, run.mesh.pp.rank, sizes)
 
@@ -112,11 +112,12 @@ def test_model_states_equal_the_formulas(workers, dp, tp, pp):
 
 
 def test_padding():
-    """By hand. h = 16, v = 128, s = 8: every parameter is a multiple of 16 elements. One rank needs no padding."""
+    """By hand. h = 16, v = 128, s = 8: every parameter has a multiple of 16 elements, so nothing is padded."""
     run, _ = started(tiny_config(1))
     assert run.layout.padding(0) == 0
     assert run.layout.stored(0) == 128 * 16 + 8 * 16 + 2 * (12 * 16**2 + 13 * 16) + 2 * 16  # counted from model.py
-    # h = 8: padding from 8 to 16 for four LayerNorm vectors and two biases of a block, from 24 to 32 for qkv's bias
+    # h = 8: in a block, four LayerNorm vectors and two biases are padded from 8 to 16, and qkv's bias from 24 to 32.
+    # In the head, two LayerNorm vectors are padded from 8 to 16.
     run, _ = started(tiny_config(1, hidden_size=8, num_attention_heads=2))
     assert run.layout.padding(0) == 2 * (6 * 8 + 8) + 2 * 8
 
@@ -148,7 +149,7 @@ def assert_equal_peaks(results, configs):
 
 
 def modes(dp, tp=1, **fields):
-    """Return configurations with every pair of values of (recompute, dropout, dtype)."""
+    """Return 4 configurations. For any two of recompute, dropout and dtype, every pair of values occurs."""
     numbers = [("none", 0.0, "fp64"), ("none", 0.1, "bf16"), ("full", 0.1, "fp64"), ("full", 0.0, "bf16")]
     return [tiny_config(dp, tp, recompute=r, dropout=d, dtype=dtype, **fields) for r, d, dtype in numbers]
 
@@ -183,18 +184,18 @@ def test_peak_of_longer_pipelines(workers):
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_chunks_that_follow_one_another_on_one_rank(schedule):
-    """Two neighbouring chunks on one rank keep the tensors between them as long as a message is kept."""
+    """Two consecutive chunks on one rank hand over tensors without a message. The formula is still exact."""
     configs = [c for layers in (2, 4) for c in modes(1, schedule=schedule, chunks=2, num_layers=layers)]
     assert_equal_peaks([peaks(configs)], configs)
 
 
 def test_several_chunks_on_a_rank(workers):
-    """Exact without dropout. With dropout the formula counts the row numbers, 8 bytes each, in each chunk in flight."""
+    """Exact without dropout. With dropout the formula counts row indices (8 bytes each) for each chunk in flight."""
     fields = dict(pp=2, chunks=2, num_layers=4, micro_batch_size=6)
     configs = [config for name in ("interleaved", "zb-v") for config in modes(1, schedule=name, **fields)]
     for found in workers.run(2, peaks, configs):
         for (measured, expected), c in zip(found, configs, strict=True):
-            twice = 4 * c.micro_batch_size * c.seq_length  # row numbers of at most four micro-batches
+            twice = 4 * c.micro_batch_size * c.seq_length  # row indices of at most four micro-batches
             assert expected - 8 * twice * bool(c.dropout) <= measured <= expected
 
 
@@ -212,10 +213,10 @@ def test_the_formula_is_korthikantis_without_masks_and_matrix():
 
 
 L, n, h, v, a, e = 2, 64, 16, 128, 8, 8  # of tiny_config(1). e: bytes of a float64
-BLOCK = e * n * (16 * h + 2 * 2 + a)  # 16 h with its input, statistics, log-sum-exp
+BLOCK = e * n * (16 * h + 2 * 2 + a)  # 16 h (input included), LayerNorms' statistics, log-sum-exp
 EMBEDDING = n * (8 + 1 + 8)
 HEAD = e * n * (2 * h + 2 + 1)  # input, LayerNorm's output and statistics, losses
-OPERANDS = L * e * n * 16 * h  # none for the head: I computes its weight gradient
+OPERANDS = L * e * n * 16 * h  # only of blocks: the head's weight gradient is computed in I
 
 
 def test_peaks_by_hand():
@@ -230,7 +231,7 @@ def test_peaks_by_hand():
 
 
 def test_operands_wait_for_w():
-    """After I only the operands (dy, x) of the linears are kept. After W nothing is kept."""
+    """After the action I, only the operands (dy, x) of the linears are kept. After W nothing is kept."""
     run, batches = started(tiny_config(1, schedule="zb-h1"))
     waiting, weight_gradient = [], run.executor.weight_gradient
 
@@ -256,7 +257,7 @@ def test_the_meter_counts_what_lives(schedule, recompute):
             now = {key: size for key, size in alive().items() if key not in account.left_out}
             integers = account.current - sum(now.values())
             assert now.keys() <= account.storages.keys()
-            assert integers in range(3 * (EMBEDDING + 8 * n + 9 * n) + 1), "ids and row numbers, of 3 micro-batches"
+            assert integers in range(3 * (EMBEDDING + 8 * n + 9 * n) + 1), "ids and row indices of 3 micro-batches"
             sizes.append(len(now))
 
         return call
@@ -309,11 +310,11 @@ def test_a_saved_tensor_counts_while_the_graph_has_it():
     x, factor = torch.ones(5, requires_grad=True), torch.ones(5)
     with a_meter() as account:
         y, z = x * factor, factor[1:] * x[1:]
-    assert account.current == 20  # once, although two operations have saved it
+    assert account.current == 20  # `factor` counts once, although two operations have saved it
     del y
     assert account.current == 20
     z.sum().backward()
-    assert account.storages == {}  # although z and the factor still live
+    assert account.storages == {}  # although z and `factor` still live
 
 
 def test_changing_a_saved_tensor_is_still_an_error():

@@ -2,7 +2,7 @@
 
 Slide "分散並列学習" names for each kind of parallelism what is sent (通信内容), the operation (通信形式) and how often
 (通信頻度). This file predicts that table and its bytes for any number of ranks. `comm.Ledger` counts the same table in
-a run. `report.py` prints both tables side by side.
+a run, and `report.py` prints both side by side.
 
 Letters: b samples of a micro-batch, s tokens of a sample, h hidden size, t = tp, n = dp, L layers of this pipeline
 rank, m micro-batches, P parameters of this rank as stored (padding included). Each rank sends in a step:
@@ -18,11 +18,11 @@ rank, m micro-batches, P parameters of this rank as stored (padding included). E
           ... sequence parallel    6 all_gather, 4 reduce_scatter   layer and micro-batch    10 Lm bsh (t-1)/t
           ... both                 8 all_gather, 6 reduce_scatter   layer and micro-batch    14 Lm bsh (t-1)/t
     pp    activations              send to the next chunk           boundary and micro-batch m bsh for each boundary
-          gradients of ...         send to the chunk before         boundary and micro-batch the same
-          ... sequence parallel                                                              1/t of it
+          gradients of activations send to the previous chunk       boundary and micro-batch m bsh for each boundary
+          ... sequence parallel    both sends                       boundary and micro-batch 1/t of these elements
 
-A boundary lies between two consecutive chunks on different ranks. Sequence parallelism needs two all_gathers more in
-backward, because a rank keeps only bsh/t of the input of a linear. The small terms are:
+A boundary lies between two consecutive chunks on different ranks. Sequence parallelism needs two more all_gathers in
+backward, because a rank keeps only bsh/t elements of a linear's input. The small terms are:
 
     embedding, head       one all_reduce per micro-batch, the embedding's in forward, the head's in backward
     cross-entropy rows    three numbers per token
@@ -43,21 +43,23 @@ from parallel.optimizer import RULES
 from parallel.pipeline import SENT
 from parallel.tensor import CHUNK
 
-SCALARS = 4  # float64 numbers at the end of a step: loss, squared norm, and two flags that ask to stop
+SCALARS = 4  # float64 numbers at the end of a step: loss, squared gradient norm, two flags that end the training
 
 
 def predict(layout, schedule, pp_rank, dp_rank, item, master_item):
-    """Return the table above in numbers: {(axis, what, operation): (calls, bytes)} of a step on one rank.
+    """Return the table above as {(axis, what, operation): (calls, bytes)} for a step on one rank.
 
     layout: a `layout.Layout`; schedule: the step's Schedule. item: bytes of an element of a parameter or an activation;
-    master_item: bytes of an element of a gradient. The prediction needs no process and no tensor.
+    master_item: of a parameter's gradient, or of a number in the cross-entropy rows.
+
+    The prediction needs no process and no tensor.
     """
     table = rows(layout, schedule, pp_rank, dp_rank, item, master_item)
     return {key: (calls, sent) for key, (calls, sent, _) in table.items()}
 
 
 def how_often(layout, schedule, pp_rank):
-    """Return the column 通信頻度 of the same rows: {(axis, what, operation): "layer and micro-batch", ...}."""
+    """Return the column 通信頻度 (how often): {(axis, what, operation): "layer and micro-batch", ...}."""
     return {key: per for key, (_, _, per) in rows(layout, schedule, pp_rank, 0, 1, 1).items()}
 
 
@@ -67,7 +69,7 @@ def rows(layout, schedule, pp_rank, dp_rank, item, master_item):
     sizes = {"dp": layout.dp, "tp": c.tp, "pp": c.pp, "world": layout.dp * c.tp * c.pp}
 
     def row(axis, what, operation, per, calls, elements, item):
-        """Add to a row. axis: a name in `sizes`, or a tuple of holders. per: how often, in words."""
+        """Add calls and bytes to a row. axis: a name in `sizes`, or a tuple of holders. per: how often, in words."""
         ranks, name = (sizes[axis], axis) if axis in sizes else (len(axis), "holders")
         if ranks > 1 and calls:
             before = table.get((name, what, operation), (0, 0))
@@ -95,7 +97,7 @@ def rows(layout, schedule, pp_rank, dp_rank, item, master_item):
 
 
 def unit_passes(layout, schedule, rank):
-    """Return how many times a step's micro-batches pass (a block, the embedding, the head) on pipeline rank `rank`."""
+    """Return the numbers of forwards in a step on pipeline rank `rank`: (all its blocks, the embedding, the head)."""
     last = len(layout.table) - 1
     passed = Counter(u for kind, _, c in schedule.actions[rank] if kind == "F" for u in layout.units[c])
     return passed.total() - passed[0] - passed[last], passed[0], passed[last]
@@ -112,7 +114,7 @@ def sends(schedule, rank):
 
 
 def average(tables):
-    """Return the mean of [(table, number of steps with this table)]. Tables differ if the global batch grows."""
+    """Return the mean of [(table, number of steps with this table)]. The tables differ if the global batch grows."""
     steps, mean = sum(count for _, count in tables), {}
     for table, count in tables:
         for key, (calls, sent) in table.items():
@@ -122,7 +124,7 @@ def average(tables):
 
 
 def _tensor_rows(row, c, blocks, embeddings, heads, item, master_item):
-    """blocks, embeddings, heads: the three numbers of `unit_passes`."""
+    """Add the rows of tp, except norms and partial gradients. blocks, embeddings, heads: from `unit_passes`."""
     bs, recompute = c.micro_batch_size * c.seq_length, c.recompute == "full"
     bsh, layer, once = bs * c.hidden_size, "layer and micro-batch", "micro-batch"
     if c.sequence_parallel:
@@ -143,7 +145,7 @@ def _tensor_rows(row, c, blocks, embeddings, heads, item, master_item):
 
 
 def _data_rows(row, P, stage, m, item, master_item):
-    """P: elements of a bucket; m: number of micro-batches that give this bucket a gradient."""
+    """Add a bucket's rows of dp. P: elements of the bucket; m: number of gradients that it gets (`Layout.passes`)."""
     step, each = "bucket and step", "bucket and micro-batch"
     if stage == 0:
         row("dp", "gradients", "all_reduce", step, min(m, 1), P, master_item)
@@ -155,7 +157,7 @@ def _data_rows(row, P, stage, m, item, master_item):
 
 
 def _norm_rows(row, layout, buckets):
-    """Two norms of every parameter, in float64."""
+    """Add the rows of parameter norms: two norms of every parameter, in float64."""
     norms = {name: 2 * len(bucket.specs) for name, bucket in buckets.items()}
     row("tp", "parameter norms", "all_reduce", "step", 1, sum(norms.values()), 8)
     row("dp", "parameter norms", "all_reduce", "step", int(layout.config.zero >= 1), sum(norms.values()), 8)

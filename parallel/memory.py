@@ -5,10 +5,10 @@ rank as stored (padding included), n = dp, t = tp, b samples of a micro-batch, s
 heads.
 
 **Model states** (slide "ZeRO (FSDP)"; Rajbhandari et al., arXiv 1910.02054, section 5 and Table 1). The table shows the
-bytes of a rank between two steps. A head such as (2 + 4 + 4 + 8) lists the bytes per parameter of parameters,
-gradients, master weights and moments. The paper keeps 2-byte gradients, our gradients are float32. In fp32 the
-parameters are their own master weights. With `offload` on a GPU, master weights and moments lie in the CPU's memory,
-and fp32 has separate master weights, too.
+bytes of a rank between two steps. A column title such as (2 + 4 + 4 + 8) lists the bytes per parameter of parameters,
+gradients, master weights and moments. The paper has 2-byte gradients, our gradients are float32. In fp32 the parameters
+are also the master weights. With `offload` on a GPU, master weights and moments lie in the CPU's memory, and fp32 also
+has separate master weights.
 
     stage    the paper (2 + 2 + 12)     bf16 (2 + 4 + 4 + 8)     fp32 (4 + 4 + 0 + 8)
       0      16P                        18P                      16P                     nothing is sharded
@@ -26,7 +26,7 @@ bytes in units of bsh, with 2 bytes per element:
     q, k, v                     3/t          6/t
     softmax and its dropout     -            5as/ht      fused attention never forms an [s, s] matrix
     proj's input                1/t          2/t
-    dropout's mask              -            1           computed again: a function of (seed, token, column)
+    dropout's mask              -            1           computed again from (seed, token, column)
     LayerNorm 2's input         1            2           with sequence parallelism 1/t
     fc1's input                 1            2           the same
     gelu's input                4/t          8/t
@@ -34,22 +34,23 @@ bytes in units of bsh, with 2 bytes per element:
     dropout's mask              -            1
     sum                         4 + 12/t     10 + 24/t + 5as/ht
     ... sequence parallel       16/t         34/t + 5as/ht
-    ... full recomputation      1            2           and one block's sum while its forward runs again
+    ... full recomputation      1            2           plus one block's sum during its recomputation and backward
 
-In bf16 our sum is 8 + 24/t bytes: the paper's sum without the dropout masks and the [s, s] matrix. Four small terms
-are added here: two numbers per token and LayerNorm, one number per token and head (log-sum-exp of the softmax), the
-ids of the embedding, and the input of the head's matrix. The logits never exist whole (`tensor.LinearCrossEntropy`).
-The micro-batches in flight multiply all these terms (`schedules.py`).
+In bf16 our sum is 8 + 24/t bytes: the paper's sum without the dropout masks and the [s, s] matrix. The formulas add
+small terms: two numbers per token and LayerNorm, one number per token and attention head (log-sum-exp of the softmax),
+the ids of the embedding, and the output of the last LayerNorm. The logits never exist whole
+(`tensor.LinearCrossEntropy`). All these terms are multiplied by the micro-batches in flight (`schedules.py`).
 
-I frees no memory. It replaces the tensors that a block saved by the tensors that W needs: the gradient dy of the output
-and the input x of four linears. Their size is equal, 4 + 12/t (x: 2 + 5/t, dy: 2 + 7/t), so a micro-batch keeps its
-full size until W. With sequence parallelism the size grows from 16/t to 4 + 12/t, because x and dy are gathered.
+The action I frees a block's saved tensors, but keeps the operands of W: for each of four linears the input x and the
+gradient dy of its output. The operands have the same size, 4 + 12/t (x: 2 + 5/t, dy: 2 + 7/t). So this memory is free
+only after W. With sequence parallelism the size even grows in I, from 16/t to 4 + 12/t, because x and dy are gathered.
 
 **Not counted**, by the formulas and by the meter:
 
     - tensors that live only within an operation or between two operations (logits, a gradient before its use)
-    - in ZeRO stages 2 and 3, whole buffers in use: two of parameters, three of gradients, and the tied table's
-    - the same, if a schedule splits B: the whole gradients of every chunk between its I and its W
+    - in ZeRO stages 2 and 3, whole gradients in use: at most three buckets and the tied word table
+    - in ZeRO stages 2 and 3, if a schedule splits B: the whole gradients of each chunk from its I to its W
+    - in ZeRO stage 3, whole parameters in use: at most two buckets and the tied word table
 """
 
 import itertools
@@ -66,14 +67,14 @@ PEAK = "activations at their peak"
 
 
 class Sizes(NamedTuple):
-    """Bytes of a number by its kind, and rows of a micro-batch. A row is a token's vector."""
+    """Bytes of one number of each kind, and rows of a micro-batch. A row is a token's vector."""
 
     item: int  # a parameter, or an element of an activation
     wide: int  # a float32 number (float64 in fp64 runs): gradients, master weights, moments, losses
     statistic: int  # LayerNorm's mean and 1/deviation: `wide` on a GPU, `item` on a CPU
-    tokens: int  # bs: rows between a column parallel and a row parallel linear
+    tokens: int  # bs: rows between a column parallel linear and the next row parallel linear
     rows: int  # rows elsewhere: bs/t with sequence parallelism, otherwise bs
-    apart: bool  # master weights have their own buffer
+    apart: bool  # True if master weights have their own buffer
 
 
 def sizes(c, item, wide, on_cpu):
@@ -116,7 +117,7 @@ def model_states(elements, n, stage, parameters=2, gradients=4, master=4, moment
 
 
 def block_activations(c, z):
-    """Return the second table above with its small terms: {what: bytes} that one block saves of one micro-batch."""
+    """Return {what: bytes} that one block saves of one micro-batch: the second table above, plus small terms."""
     outside, inside = z.item * z.rows * c.hidden_size, z.item * z.tokens * c.hidden_size // c.tp
     return {
         "LayerNorm 1's input": outside,
@@ -135,28 +136,28 @@ def block_activations(c, z):
 class Kept(NamedTuple):
     """Bytes that a unit keeps of one micro-batch. Its input counts as the output of the unit before."""
 
-    saved: int  # in its graph, from F to B or I (with recomputation only during B or I)
+    saved: int  # in its graph, from F to B or I (with recomputation, only during B or I)
     output: int
     operands: int = 0  # from I to W
-    turning: int = 0  # largest excess over `saved` while I replaces it by `operands`
-    again: bool = False  # recomputation runs it again
+    turning: int = 0  # most bytes above `saved` while the action I frees saved tensors and stores operands
+    again: bool = False  # True if recomputation runs this unit again
 
 
 def kept(c, z):
     """Return {unit: Kept} for the embedding, a block and the head."""
     outside, whole = z.item * z.rows * c.hidden_size, z.item * z.tokens * c.hidden_size
     gathered = z.rows < z.tokens
-    ids = (8 + 1) * z.tokens  # for each id: its row in this rank's table (int64), and if the row is here (bool)
+    ids = (8 + 1) * z.tokens  # for each id: its row in this rank's table (int64), True if this rank has the row (bool)
     embedding = Kept(ids + 8 * z.rows, outside)  # plus the positions, int64
 
     block = block_activations(c, z)
     saved = sum(block.values()) - outside  # minus LayerNorm 1's input, which is the unit's input
-    turning = whole  # fc2's dy is added first; after that each operand replaces a saved tensor of its size
-    if gathered:  # peak after qkv's operands: all operands are kept, attention and LayerNorm 2 are freed
+    turning = whole  # fc2's dy comes first; after it, a saved tensor of equal size is freed for each operand
+    if gathered:  # peak: all operands exist, and of `saved` still qkv's input and LayerNorm 1's statistics
         turning = 4 * whole - 2 * outside - 2 * z.statistic * z.rows - block["log-sum-exp"]
     block = Kept(saved, outside, 4 * whole + 12 * whole // c.tp, turning, c.recompute == "full")
 
-    # The head saves its LayerNorm's statistics and the input of its matrix. Its weight gradient is part of I.
+    # The head saves the output and the statistics of its LayerNorm. Its weight gradient is computed in B or I.
     head = Kept(outside + 2 * z.statistic * z.rows, z.wide * z.tokens)
     return {"embedding": embedding, "block": block, "head": head}
 
@@ -164,8 +165,8 @@ def kept(c, z):
 def kept_by_chunk(c, schedule, z):
     """Return a list for each chunk of the Schedule: the Kept of its units, in order.
 
-    Dropout also keeps the numbers of a micro-batch's rows, int64, once for a chunk. They count for the chunk's first
-    unit. If recomputation runs that unit again, they count for each block.
+    Dropout also keeps the index of each row (`MicroBatch.rows`, int64), once for a chunk. The indices count for the
+    chunk's first unit. If recomputation runs that unit again, they count for each block.
     """
     table, chunks = kept(c, z), []
     names = split(["embedding", *["block"] * c.num_layers, "head"], max(schedule.parts) + 1)
@@ -180,12 +181,12 @@ def kept_by_chunk(c, schedule, z):
 
 
 def peak_of_activations(c, schedule, rank, z):
-    """Return the peak bytes of activations on a pipeline rank. c: configuration; schedule: a step's; z: Sizes."""
+    """Return the peak bytes of activations on pipeline rank `rank`. c: configuration; schedule: Schedule; z: Sizes."""
     return max(itertools.accumulate(changes(c, schedule, rank, z)))
 
 
 def changes(c, schedule, rank, z):
-    """Yield every change of a rank's kept bytes in a step, in order. It follows `pipeline.Executor` without tensors."""
+    """Yield every change of a rank's kept bytes in a step, in the order of `pipeline.Executor`."""
     message = z.item * z.rows * c.hidden_size
     chunks = kept_by_chunk(c, schedule, z)
     mail = deque(m.source == rank for m in schedules.messages(schedule) if rank in (m.source, m.destination))
@@ -213,7 +214,7 @@ def changes(c, schedule, rank, z):
                 dx=message * (above is not None),
                 own_x=message * (crosses(above) or (above is not None and chunks[above][-1].again)),
             )
-            # Without dropout and gathers, dL/dy is also the dy of the last linear, and is kept until W.
+            # Without dropout and gathers, the gradient of the chunk's output is also fc2's dy, which W needs.
             handed_on = kind == "I" and not c.dropout and z.rows == z.tokens
             yield from backward_changes(units, ends, kind == "I", handed_on)
         if kind != "W" and crosses(below if kind == "F" else above):
@@ -222,23 +223,23 @@ def changes(c, schedule, rank, z):
 
 
 class Ends(NamedTuple):
-    """Bytes at the two ends of a chunk in its backward. A tensor that does not exist has 0."""
+    """Bytes of a chunk's input x, its output y and their gradients in its backward. A missing tensor has 0 bytes."""
 
-    dy: int  # the gradient of its output
-    y_gone: int  # its output, if freed: after a send, or because recomputation computes it again
-    dx: int  # the gradient of its input
-    own_x: int  # its input, if no other chunk keeps it
+    dy: int  # the gradient of y
+    y_gone: int  # y, if this chunk has not kept its values: y was sent, or recomputation makes it again
+    dx: int  # the gradient of x
+    own_x: int  # x, if no other chunk keeps it
 
 
 def backward_changes(units, ends, halved, handed_on):
     """Yield the changes in bytes while B, or I (`halved`), runs through a chunk's units.
 
-    handed_on: True if the chunk's dL/dy is also an operand of W.
+    handed_on: True if the gradient of the chunk's output is also an operand of W.
     """
     dy, y_gone = ends.dy, ends.y_gone
     for i, unit in reversed(list(enumerate(units))):
         if unit.again:
-            yield unit.saved + y_gone  # y_gone is 0 if y still counts, as the next unit's input
+            yield unit.saved + y_gone  # y_gone is 0 if y still counts as the next unit's input
             y_gone = 0
         spent = unit.saved + dy
         if halved:

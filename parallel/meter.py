@@ -2,18 +2,19 @@
 
 `model_states` adds up the storages of the flat buffers. `Activations` counts every tensor that autograd saves. The
 executor reports the tensors that autograd does not save: inputs and outputs of units, operands of W, buffers of
-messages. A storage counts once, as long as a reported or saved tensor on it lives. Parameters do not count.
+messages. A storage counts once, until the last reported or saved tensor on it is freed. Parameters do not count.
 
-On the CPU the measured bytes equal the formulas exactly, with three exceptions:
+On the CPU the measured bytes equal the formulas exactly, with two exceptions:
 
-    - The formula counts a sent message until IN_TRANSIT (`pipeline.py`) more have been sent. NCCL may report the end
-      of a message sooner.
-    - Dropout needs the numbers of a micro-batch's rows. Chunks on one rank share them, but the formula counts them
-      for each chunk.
-    - With sequence parallelism, the row numbers may be freed in I before the peak.
+    - Dropout needs the index of each row (`MicroBatch.rows`). Chunks on one rank share these indices, but the formula
+      counts them for each chunk.
+    - With sequence parallelism, the indices may be freed in the action I before the peak.
 
-On a GPU, fused attention keeps a little more: the state of its random generator, and padded copies if its kernel does
-not support the head size.
+On a GPU there are two more differences:
+
+    - The formula counts the last two sent messages (`pipeline.IN_TRANSIT`). NCCL may report sooner that they are sent.
+    - Fused attention keeps the state of its random generator, and padded copies if its kernel does not support the
+      head size.
 """
 
 import weakref
@@ -24,7 +25,7 @@ from parallel.pipeline import Unwatched
 
 
 def buffers(bucket):
-    """Return {what: flat buffers} of a `zero.Bucket`. Two names may share a storage: it belongs to the first name."""
+    """Return {what: flat buffers} of a `zero.Bucket`. If two names share a storage, it counts for the first."""
     table = {
         "parameters": [bucket.param, bucket.own_param],
         "gradients": [bucket.grad, bucket.own_grad],
@@ -35,12 +36,12 @@ def buffers(bucket):
 
 
 def identity(tensor):
-    """Return a key for a tensor's storage. The address is no key, because a storage of size 0 has no address."""
+    """Return a key for a tensor's storage. Its address cannot be the key: a storage of size 0 has no address."""
     return tensor.untyped_storage()._cdata
 
 
 def model_states(zero):
-    """Return {what: bytes} of the storages behind a `Zero`'s buffers, each counted once. Call it between two steps."""
+    """Return {what: bytes} of a `Zero`'s buffers. Each storage counts once. Call this function between two steps."""
     table, seen = {}, set()
     for bucket in zero.buckets.values():
         for what, flats in buffers(bucket).items():
@@ -61,7 +62,7 @@ class Activations:
 
     Within `with`, autograd passes every tensor that it saves to `pack` (torch.autograd.graph.saved_tensors_hooks), and
     the executor calls `hold` and `forget`. The results of the step stay bitwise equal. A tensor counts while it lives:
-    a weak reference calls `_gone` at its end.
+    a weak reference calls `_gone` when the tensor is freed.
     """
 
     def __init__(self, executor):
@@ -83,9 +84,9 @@ class Activations:
         self.hooks.__exit__(*error)
 
     def pack(self, tensor):
-        """Return an alias that autograd keeps instead of `tensor`. The alias dies when the graph frees it.
+        """Return an alias that autograd keeps instead of `tensor`. The alias lives until the graph is freed.
 
-        The tensor itself may live longer elsewhere, and autograd may save a later version of it.
+        `tensor` itself may live longer elsewhere, and autograd may save a later version of it.
         """
         alias = tensor.detach()
         alias.version = tensor._version
@@ -93,13 +94,13 @@ class Activations:
         return alias
 
     def unpack(self, alias):
-        """Return the saved tensor. Autograd leaves the check for changes in place to the hooks."""
+        """Return the saved tensor. With hooks, autograd does not check for in-place changes, so this function does."""
         if alias._version != alias.version:
             raise RuntimeError(f"a tensor {list(alias.shape)} that backward needs was modified by an inplace operation")
         return alias
 
     def hold(self, *tensors):
-        """Count each of these tensors as long as it lives. None counts nothing."""
+        """Count each of these tensors as long as it lives. None and the flat buffers are skipped."""
         for tensor in tensors:
             if tensor is None or identity(tensor) in self.left_out:
                 continue

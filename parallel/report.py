@@ -28,13 +28,13 @@ def sent_by_ranks(run):
 
 
 def kept_by_ranks(run, peak):
-    """Return as text the bytes that the same ranks keep. peak: measured bytes of activations.
+    """Return as text the bytes that rank 0 and the other pipeline ranks of its replica keep.
 
-    Every rank must call this function.
+    peak: measured bytes of activations. Every rank must call this function.
     """
     layout, rank, zero = run.layout, run.mesh.pp.rank, run.zero
     sizes = memory.sizes(run.config, zero.dtype.itemsize, zero.master_dtype.itemsize, zero.device.type == "cpu")
-    schedule = run.executor.schedules[max(run.steps)][0]  # of the step with the most micro-batches
+    schedule = run.executor.schedules[max(run.steps)][0]  # that of a step with the most micro-batches
     expected = memory.predict(layout, schedule, rank, sizes)
     measured = meter.model_states(zero) | {memory.PEAK: peak}
     text = kept_table(f"rank {run.mesh.rank}", expected, layout.stored(rank), layout.padding(rank), measured)
@@ -60,7 +60,7 @@ def sent_table(who, expected, often, measured=None):
 def zeros_line(sent, layout, pp_rank, item, master_item, m):
     """Return one line that compares the elements sent over dp with section 7 of the ZeRO paper.
 
-    The paper counts 2, 2, 2 and 3 times P elements for stages 0 to 3. m: micro-batches of a step.
+    The paper counts 2P, 2P, 2P and 3P elements for stages 0 to 3. m: micro-batches of a step.
     """
     n, stage = layout.dp, layout.config.zero
     if n == 1:
@@ -71,7 +71,7 @@ def zeros_line(sent, layout, pp_rank, item, master_item, m):
     )
     unit = Fraction(layout.stored(pp_rank) * (n - 1), n)
     formula, factor, at_one = [("2", 2, 2), ("2", 2, 2), ("m + 1", m + 1, 2), ("3m", 3 * m, 3)][stage]
-    own = "" if elements == factor * unit else " (here a bucket's m counts the runs of its chunks)"
+    own = "" if elements == factor * unit else " (here some buckets get more or fewer than m gradients)"
     return (
         f"data parallel, ZeRO stage {stage}: {float(elements / unit):g} x P (n-1)/n elements. "
         f"Formula: {formula} with m = {float(m):g} micro-batches{own}. ZeRO paper: {at_one} with m = 1."
@@ -79,9 +79,9 @@ def zeros_line(sent, layout, pp_rank, item, master_item, m):
 
 
 def kept_table(who, expected, elements, padded, measured=None):
-    """Return the bytes that one rank keeps, as text. elements: P with padding; padded: padding elements in P.
+    """Return the bytes that one rank keeps, as text. elements: P, with padding; padded: padding elements in P.
 
-    expected: `memory.predict`; measured: the same from a meter, or None.
+    expected: `memory.predict`; measured: the same table from a meter, or None.
     """
     found = expected if measured is None else measured
     rows = [("what is kept", "bytes", "formula", "bytes per parameter")]
@@ -102,7 +102,7 @@ def number(count):
 def aligned(rows, words):
     """Return rows of strings as text in columns: `words` columns left-aligned, the others right-aligned.
 
-    The first row is the head.
+    The first row has the titles of the columns.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     head, *lines = (

@@ -3,11 +3,11 @@
     python -m parallel.traffic configs/tiny.py --ranks=8 --tp=2 --pp=2 --zero=2 --svg=traffic.svg
 
 prints the tables of `train.py --ledger` with predicted numbers, for each pipeline rank (dp rank 0, tp rank 0). With
---svg it also draws a picture that belongs to two slides:
+--svg it also draws a picture with elements of two slides:
 
-    grid      a row is a data replica, a column a pipeline stage, a box a rank; the boxes of a cell are its tensor
-              parallel ranks (slide "3-D Parallelism")
-    arrows    connect ranks that send to each other; the colour is the axis
+    grid      a row is a data replica, a column is a pipeline stage, a box is a rank; the boxes of a cell are its
+              tensor parallel ranks (slide "3-D Parallelism")
+    arrows    connect ranks that send to each other; the colour shows the axis
     table     what is sent, the operation, how often, and the bytes (slide "分散並列学習")
 
 dtype=auto is predicted for a CPU (fp32). Any other dtype is predicted for a GPU.
@@ -29,12 +29,12 @@ from parallel.layout import Layout
 from parallel.pipeline import SENT
 
 COLOURS = {"tp": "#c07a14", "pp": "#2f6fb7", "dp": "#1f9655", "holders": "#9a5fc0", "world": GREY}
-WIDTH, LEFT, TOP = 900, 90, 150  # of the picture; of its first cell
+WIDTH, LEFT, TOP = 900, 90, 150  # the picture's width; x and y of the first cell's upper left corner
 CELL, BESIDE, BELOW, BETWEEN = 46, 46, 64, 20  # height of a cell; gaps beside a cell, below a cell, between two boxes
 
 
 class Prediction(NamedTuple):
-    """A step of a configuration on some ranks."""
+    """The prediction of one step of a configuration."""
 
     layout: Layout
     schedule: schedules.Schedule
@@ -154,7 +154,7 @@ def between_stages(p, stages, lefts, width, y):
 
 
 def table(p, stages, y):
-    """Return the table below the grid, from y on, and its end. It has a column of bytes for each of `stages`."""
+    """Return (SVG elements of the table, y of its bottom). y: its column titles; stages: its columns of bytes."""
     room = (WIDTH - 555) / len(stages)
     rights = [WIDTH - 10 - room * i for i in reversed(range(len(stages)))]
 
@@ -180,7 +180,7 @@ def table(p, stages, y):
 
 
 def arrow(axis, path, what=""):
-    """Return an arrow along `path`: with one head for a message, otherwise with two. Gradients are dashed."""
+    """Return an arrow along `path`: with one tip for a message, otherwise with two. Gradients are dashed."""
     start = "" if axis == "pp" else f"marker-start='url(#{axis})'"
     dashes = "stroke-dasharray='5 3'" if what == SENT["gradient"] else ""
     stroke = f"stroke='{COLOURS[axis]}' stroke-width='2' {dashes}"
