@@ -80,7 +80,7 @@ def svg(p):
     fields = f"schedule={c.schedule} zero={c.zero} sequence_parallel={c.sequence_parallel} recompute={c.recompute}"
     numbers = f"{p.schedule.microbatches} micro-batches on each data rank; {p.sizes.item} bytes per parameter"
     reading = "Box: rank. Row: data replica (dp). Column: pipeline stage (pp). Boxes of one cell: tensor ranks (tp)."
-    arrows = "Arrows join ranks that send to each other. Their colour is the axis in the table below."
+    arrows = "Arrows join ranks that send to each other. The colour shows the axis (see the table below)."
     parts = [text(10, 24, title, 18, weight="bold"), text(10, 48, f"{fields}; {numbers}")]
     parts += [text(10, 72, reading), text(10, 90, arrows)]
     stages, replicas, ranks = shown(c.pp), shown(dp), shown(c.tp)
