@@ -106,9 +106,9 @@ def test_a_bucket_without_a_micro_batch_is_not_reduced(workers):
 
 
 def test_the_papers_line_says_where_buckets_have_an_m_of_their_own(workers):
-    """Chimera gives two of four micro-batches to each pipeline. A bucket in only one pipeline gets two gradients."""
+    """Chimera gives two of four micro-batches to each pipeline. A bucket of one pipeline is used by two backwards."""
     for *_, table in workers.run(4, counted, tiny_config(2, pp=2, schedule="chimera", zero=2, micro_batch_size=3)):
-        assert "m = 4 micro-batches (here some buckets get more or fewer than m gradients)" in table
+        assert "m = 4 micro-batches (here m differs from bucket to bucket)" in table
 
 
 def counted_in_chunks(config):
@@ -126,7 +126,7 @@ def test_the_ledger_of_a_head_in_chunks(workers):
 
 
 def test_every_row_has_the_slides_three_columns(workers):
-    """The columns are what, operation, and how often. The table of a small run is narrower than 110 characters."""
+    """The columns: data, operation, how often. The table of a small run is narrower than 110 characters."""
     fields = dict(pp=2, zero=2, schedule="zb-h1", sequence_parallel=True, optimizer="lamb")
     results = workers.run(8, counted, tiny_config(2, 2, **fields))
     for measured, *_, table in results:
@@ -165,7 +165,7 @@ def test_one_process_sends_nothing():
 
 
 def check_collectives():
-    """all_reduce, all_gather and reduce_scatter return and count the values of the table in comm.py."""
+    """all_reduce, all_gather and reduce_scatter return and count what the table in comm.py says."""
     mesh = Mesh()
     n, rank = mesh.dp.size, mesh.dp.rank
     x = torch.arange(6.0) + 10 * rank
@@ -255,7 +255,7 @@ class NoTensors(TorchDispatchMode):
     "pp, schedule, chunks, m", [(16, "1f1b", 1, 48), (16, "interleaved", 2, 48), (64, "zb-h1", 1, 128)]
 )
 def test_predictions_for_4096_ranks_need_no_process_and_no_tensor(pp, schedule, chunks, m):
-    """Bytes sent and kept equal formulas written by hand, for GPT-3 with 175B parameters in bf16."""
+    """Formulas written by hand give the same bytes, for GPT-3 with 175B parameters in bf16."""
     dp, t, L, h, s, b, v = 4096 // (8 * pp), 8, 96, 12288, 2048, 1, 51200
     config = Config(
         num_layers=L, hidden_size=h, num_attention_heads=96, seq_length=s, vocab_size=v, micro_batch_size=b, tp=t,

@@ -37,7 +37,7 @@ def test_zeros_table_1():
         for elements, cells in rows.items():
             for stage, cell in enumerate(cells, start=1):
                 exact = sum(memory.model_states(int(elements), n, stage, gradients=2).values()) / 10**9
-                unit = 10 ** len(str(cell).partition(".")[2])  # 10 to the number of decimals that the paper prints
+                unit = 10 ** len(str(cell).partition(".")[2])  # 10 to the power of the paper's number of decimals
                 assert round(cell * unit) in (int(exact * unit), int(exact * unit + 0.5)), (n, elements, stage)
 
 
@@ -190,7 +190,7 @@ def test_chunks_that_follow_one_another_on_one_rank(schedule):
 
 
 def test_several_chunks_on_a_rank(workers):
-    """Exact without dropout. With dropout the formula counts row indices (8 bytes each) for each chunk in flight."""
+    """Exact without dropout. With dropout the formula counts the row indices (8 bytes each) once for each chunk."""
     fields = dict(pp=2, chunks=2, num_layers=4, micro_batch_size=6)
     configs = [config for name in ("interleaved", "zb-v") for config in modes(1, schedule=name, **fields)]
     for found in workers.run(2, peaks, configs):
@@ -226,7 +226,7 @@ def test_peaks_by_hand():
     assert none == EMBEDDING + L * BLOCK + HEAD
     assert three == 3 * none
     assert full == EMBEDDING + (L - 1) * x + BLOCK + x  # the last block runs again: its tensors and its output
-    # The peak is at the end of F, or in I of the last block: the head's input and fc2's dy exist there.
+    # The peak is at the end of F, or in the last block's I, where the head's input and fc2's dy exist.
     assert halves == EMBEDDING + L * BLOCK + max(HEAD, 2 * x)
 
 

@@ -1,11 +1,11 @@
 """The ledger's formulas: bytes sent in a step, computed from the configuration alone.
 
-Slide "分散並列学習" names for each kind of parallelism what is sent (通信内容), the operation (通信形式) and how often
+Slide "分散並列学習" lists what each kind of parallelism sends (通信内容), the operation (通信形式) and how often
 (通信頻度). This file predicts that table and its bytes for any number of ranks. `comm.Ledger` counts the same table in
 a run, and `report.py` prints both side by side.
 
 Letters: b samples of a micro-batch, s tokens of a sample, h hidden size, t = tp, n = dp, L layers of this pipeline
-rank, m micro-batches, P parameters of this rank as stored (padding included). Each rank sends in a step:
+rank, m micro-batches, P elements of this rank's buckets (padding included). Each rank sends in a step:
 
     axis  what                     operation                        how often (per)          elements
     dp    gradients       stage 0  all_reduce                       bucket and step          2 P (n-1)/n
@@ -50,7 +50,7 @@ def predict(layout, schedule, pp_rank, dp_rank, item, master_item):
     """Return the table above as {(axis, what, operation): (calls, bytes)} for a step on one rank.
 
     layout: a `layout.Layout`; schedule: the step's Schedule. item: bytes of an element of a parameter or an activation;
-    master_item: of a parameter's gradient, or of a number in the cross-entropy rows.
+    master_item: bytes of an element of the gradients and of the cross-entropy rows.
 
     The prediction needs no process and no tensor.
     """
@@ -145,7 +145,7 @@ def _tensor_rows(row, c, blocks, embeddings, heads, item, master_item):
 
 
 def _data_rows(row, P, stage, m, item, master_item):
-    """Add a bucket's rows of dp. P: elements of the bucket; m: number of gradients that it gets (`Layout.passes`)."""
+    """Add a bucket's rows of dp. P: elements of the bucket; m: how many backwards use it (`Layout.passes`)."""
     step, each = "bucket and step", "bucket and micro-batch"
     if stage == 0:
         row("dp", "gradients", "all_reduce", step, min(m, 1), P, master_item)

@@ -1,7 +1,7 @@
 """The formulas of memory: bytes that one rank keeps, computed from the configuration alone.
 
-`meter.py` measures these bytes in a run, and `report.py` prints them beside the formulas. Letters: P parameters of this
-rank as stored (padding included), n = dp, t = tp, b samples of a micro-batch, s tokens of a sample, h hidden size, a
+`meter.py` measures these bytes in a run, and `report.py` prints them beside the formulas. Letters: P elements of this
+rank's buckets (padding included), n = dp, t = tp, b samples of a micro-batch, s tokens of a sample, h hidden size, a
 heads.
 
 **Model states** (slide "ZeRO (FSDP)"; Rajbhandari et al., arXiv 1910.02054, section 5 and Table 1). The table shows the
@@ -37,13 +37,14 @@ bytes in units of bsh, with 2 bytes per element:
     ... full recomputation      1            2           plus one block's sum during its recomputation and backward
 
 In bf16 our sum is 8 + 24/t bytes: the paper's sum without the dropout masks and the [s, s] matrix. The formulas add
-small terms: two numbers per token and LayerNorm, one number per token and attention head (log-sum-exp of the softmax),
+small terms: for each token two numbers in each LayerNorm and one in each attention head (log-sum-exp),
 the ids of the embedding, and the output of the last LayerNorm. The logits never exist whole
 (`tensor.LinearCrossEntropy`). All these terms are multiplied by the micro-batches in flight (`schedules.py`).
 
 The action I frees a block's saved tensors, but keeps the operands of W: for each of four linears the input x and the
-gradient dy of its output. The operands have the same size, 4 + 12/t (x: 2 + 5/t, dy: 2 + 7/t). So this memory is free
-only after W. With sequence parallelism the size even grows in I, from 16/t to 4 + 12/t, because x and dy are gathered.
+gradient dy of its output. The operands are as large as the freed tensors, 4 + 12/t (x: 2 + 5/t, dy: 2 + 7/t). So this
+memory is free only after W. With sequence parallelism the size even grows in I, from 16/t to 4 + 12/t, because x and
+dy are gathered.
 
 **Not counted**, by the formulas and by the meter:
 
@@ -139,7 +140,7 @@ class Kept(NamedTuple):
     saved: int  # in its graph, from F to B or I (with recomputation, only during B or I)
     output: int
     operands: int = 0  # from I to W
-    turning: int = 0  # most bytes above `saved` while the action I frees saved tensors and stores operands
+    turning: int = 0  # largest excess over `saved` while I frees saved tensors and stores operands
     again: bool = False  # True if recomputation runs this unit again
 
 
@@ -152,8 +153,8 @@ def kept(c, z):
 
     block = block_activations(c, z)
     saved = sum(block.values()) - outside  # minus LayerNorm 1's input, which is the unit's input
-    turning = whole  # fc2's dy comes first; after it, a saved tensor of equal size is freed for each operand
-    if gathered:  # peak: all operands exist, and of `saved` still qkv's input and LayerNorm 1's statistics
+    turning = whole  # fc2's dy comes first; each later operand replaces a saved tensor of equal size
+    if gathered:  # peak: all operands, qkv's input and LayerNorm 1's statistics; all else is freed
         turning = 4 * whole - 2 * outside - 2 * z.statistic * z.rows - block["log-sum-exp"]
     block = Kept(saved, outside, 4 * whole + 12 * whole // c.tp, turning, c.recompute == "full")
 
@@ -166,7 +167,7 @@ def kept_by_chunk(c, schedule, z):
     """Return a list for each chunk of the Schedule: the Kept of its units, in order.
 
     Dropout also keeps the index of each row (`MicroBatch.rows`, int64), once for a chunk. The indices count for the
-    chunk's first unit. If recomputation runs that unit again, they count for each block.
+    chunk's first unit. With recomputation of that unit, the indices count for each block.
     """
     table, chunks = kept(c, z), []
     names = split(["embedding", *["block"] * c.num_layers, "head"], max(schedule.parts) + 1)
@@ -197,7 +198,7 @@ def changes(c, schedule, rank, z):
 
     for kind, _, chunk in schedule.actions[rank]:
         units, above, below = chunks[chunk], schedules.upstream(schedule, chunk), schedules.downstream(schedule, chunk)
-        while mail and not mail[0]:  # the rank posts receives early, up to its next send
+        while mail and not mail[0]:  # receives start early, up to the rank's next send
             mail.popleft()
             yield message
         yield -message * max(0, leaving - IN_TRANSIT)
@@ -226,7 +227,7 @@ class Ends(NamedTuple):
     """Bytes of a chunk's input x, its output y and their gradients in its backward. A missing tensor has 0 bytes."""
 
     dy: int  # the gradient of y
-    y_gone: int  # y, if this chunk has not kept its values: y was sent, or recomputation makes it again
+    y_gone: int  # y, if its values were freed: y was sent, or recomputation computes it again
     dx: int  # the gradient of x
     own_x: int  # x, if no other chunk keeps it
 
@@ -239,7 +240,7 @@ def backward_changes(units, ends, halved, handed_on):
     dy, y_gone = ends.dy, ends.y_gone
     for i, unit in reversed(list(enumerate(units))):
         if unit.again:
-            yield unit.saved + y_gone  # y_gone is 0 if y still counts as the next unit's input
+            yield unit.saved + y_gone  # y_gone is 0 if y is counted already: as a later unit's input
             y_gone = 0
         spent = unit.saved + dy
         if halved:

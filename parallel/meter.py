@@ -8,7 +8,7 @@ On the CPU the measured bytes equal the formulas exactly, with two exceptions:
 
     - Dropout needs the index of each row (`MicroBatch.rows`). Chunks on one rank share these indices, but the formula
       counts them for each chunk.
-    - With sequence parallelism, the indices may be freed in the action I before the peak.
+    - With sequence parallelism, the action I may free the indices before its peak.
 
 On a GPU there are two more differences:
 
@@ -60,8 +60,8 @@ class Activations:
             train_step(run, batches)
         meter.peak
 
-    Within `with`, autograd passes every tensor that it saves to `pack` (torch.autograd.graph.saved_tensors_hooks), and
-    the executor calls `hold` and `forget`. The results of the step stay bitwise equal. A tensor counts while it lives:
+    Within `with`, autograd calls `pack` with every tensor that it saves (torch.autograd.graph.saved_tensors_hooks).
+    The executor calls `hold` and `forget`. The results of the step stay bitwise equal. A tensor counts while it lives:
     a weak reference calls `_gone` when the tensor is freed.
     """
 
@@ -86,7 +86,7 @@ class Activations:
     def pack(self, tensor):
         """Return an alias that autograd keeps instead of `tensor`. The alias lives until the graph is freed.
 
-        `tensor` itself may live longer elsewhere, and autograd may save a later version of it.
+        `tensor` itself may live longer, and may be saved again after an in-place change.
         """
         alias = tensor.detach()
         alias.version = tensor._version

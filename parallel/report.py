@@ -10,7 +10,7 @@ from parallel.comm import gather_objects
 
 
 def sent_by_ranks(run):
-    """Return as text the bytes that rank 0 and the other pipeline ranks of its replica sent in a step.
+    """Return as text the bytes that each rank of rank 0's pipeline sent in a step.
 
     The text holds one table for each pipeline rank. Every rank must call this function.
     """
@@ -28,7 +28,7 @@ def sent_by_ranks(run):
 
 
 def kept_by_ranks(run, peak):
-    """Return as text the bytes that rank 0 and the other pipeline ranks of its replica keep.
+    """Return as text the bytes that each rank of rank 0's pipeline keeps.
 
     peak: measured bytes of activations. Every rank must call this function.
     """
@@ -71,7 +71,7 @@ def zeros_line(sent, layout, pp_rank, item, master_item, m):
     )
     unit = Fraction(layout.stored(pp_rank) * (n - 1), n)
     formula, factor, at_one = [("2", 2, 2), ("2", 2, 2), ("m + 1", m + 1, 2), ("3m", 3 * m, 3)][stage]
-    own = "" if elements == factor * unit else " (here some buckets get more or fewer than m gradients)"
+    own = "" if elements == factor * unit else " (here m differs from bucket to bucket)"
     return (
         f"data parallel, ZeRO stage {stage}: {float(elements / unit):g} x P (n-1)/n elements. "
         f"Formula: {formula} with m = {float(m):g} micro-batches{own}. ZeRO paper: {at_one} with m = 1."
@@ -79,7 +79,8 @@ def zeros_line(sent, layout, pp_rank, item, master_item, m):
 
 
 def kept_table(who, expected, elements, padded, measured=None):
-    """Return the bytes that one rank keeps, as text. elements: P, with padding; padded: padding elements in P.
+    """Return the bytes that one rank keeps, as text. elements: all elements of its buckets; padded: those that are
+    padding.
 
     expected: `memory.predict`; measured: the same table from a meter, or None.
     """
@@ -100,7 +101,7 @@ def number(count):
 
 
 def aligned(rows, words):
-    """Return rows of strings as text in columns: `words` columns left-aligned, the others right-aligned.
+    """Return rows of strings as text in columns: the first `words` left-aligned, the others right-aligned.
 
     The first row has the titles of the columns.
     """

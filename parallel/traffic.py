@@ -59,7 +59,7 @@ def predict(config, ranks):
 
 
 def tables(p):
-    """Return the tables of bytes sent and of bytes kept as text, for each pipeline rank."""
+    """Return as text the tables of bytes sent and of bytes kept, for each pipeline rank."""
     texts = []
     for stage, sent in enumerate(p.sent):
         who = f"rank {stage * p.layout.config.tp}, predicted"
@@ -154,7 +154,7 @@ def between_stages(p, stages, lefts, width, y):
 
 
 def table(p, stages, y):
-    """Return (SVG elements of the table, y of its bottom). y: its column titles; stages: its columns of bytes."""
+    """Return (SVG elements of the table, y of its bottom). y: of the column titles; stages: a column each."""
     room = (WIDTH - 555) / len(stages)
     rights = [WIDTH - 10 - room * i for i in reversed(range(len(stages)))]
 
