@@ -1,4 +1,6 @@
-"""Tells users of `python bench.py NAME` the new command, `python -m bench NAME`. `import bench` imports the folder."""
+"""Tells users of `python bench.py NAME` the new command, `python -m bench NAME`. `import bench` imports the folder
+bench/, not this file.
+"""
 
 import shlex
 import sys

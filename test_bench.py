@@ -1,7 +1,7 @@
-"""Tests bench/: the command line, and the measurements of kernels and training without a GPU and on the GPU path.
+"""Tests bench/: the command line, and the measurements on a CPU. A measurement has two paths: without and with a GPU.
 
-On the GPU path the tests replace `Gpu` by `Cpu`, which uses the host's clock and compiles nothing. So every line runs
-except class `Gpu`. No test checks a time.
+On the GPU path the tests replace `Gpu` by `Cpu`, which uses the host's clock and compiles nothing. The last tests run
+class `Gpu` itself with replaced functions of torch.cuda. No test checks a time.
 """
 
 import inspect
@@ -96,7 +96,7 @@ def test_the_old_command_names_the_new_one():
 
 
 def test_layouts_in_processes_of_their_own():
-    """The table has every row. bench prints a row only after checking that ours and theirs train the same."""
+    """The table has every row. bench prints a row only after checking that ours and PyTorch's train the same."""
     sizes = "--repeats=1", "--layers=2", "--hidden=64", "--seq=32", "--vocab=256"
     rows = bench("layouts", *sizes, "--only=dp=2").splitlines()[3:]
     assert [row.split("  ")[0] for row in rows] == ["dp=2", "dp=2 zero=2", "dp=2 zero=3"]
@@ -161,7 +161,7 @@ def test_what_fails_is_a_cell(small, capsys, monkeypatch):
 
 
 def test_variants_of_an_operation_do_the_same():
-    """PyTorch's own variants, except those in `another`, equal reference.py. In float64 all of them are exact."""
+    """PyTorch's own variants, except cudnn and the names in `another`, equal reference.py on float64 inputs."""
     for op in bench_kernels.operations(torch.device("cpu"), torch.float64, **SIZES):
         plain = as_tuple(op.run(bench_kernels.reference, *op.draw(0)))
         for name, own in op.own.items():
@@ -192,7 +192,7 @@ def test_training_on_the_path_of_a_gpu(capsys, dtype):
     out = capsys.readouterr().out
     assert "failed" not in out and out.count("\nmicro-batch of ") == 2
     for name in ("ours, kernels=auto", "ours, kernels=torch", "plain PyTorch, eager", "plain PyTorch, compiled"):
-        assert out.count(name) >= 3  # losses, two tables
+        assert out.count(name) >= 3  # in the losses and in two tables
     assert "a step of ours, kernels=auto, micro-batch 3: the host never waits" in out
     assert "\naten::" in out and "\nother (" in out and "the GPU works " in out
 
@@ -264,7 +264,7 @@ def test_floors_are_those_of_the_operations():
 
 @pytest.fixture
 def pretended(monkeypatch):
-    """Return a `Gpu` and the list of its calls of torch.cuda, which are recorded and do nothing."""
+    """Return a `Gpu` and the list of its calls of torch.cuda. These calls are only recorded."""
     calls = []
 
     class Event:
@@ -298,8 +298,8 @@ def test_what_is_asked_of_a_gpu(pretended, small, capsys):
     assert bench_kernels.on_gpu(machine, SIZES, "bf16", 1, "gelu")
     bench_train.on_gpu(machine, tiny("bf16"), [2], 1, 1, ("torch",), bench_machine.copy_rate(machine))
     out = capsys.readouterr().out
-    assert "500.0 (500.0-500.0)" not in out and "250.0 (250.0-250.0)" in out  # time of one of two copies
-    assert "MFU of 989 TFLOP/s" in out and "the host never waits" in out
+    assert "500.0 (500.0-500.0)" not in out and "250.0 (250.0-250.0)" in out  # 500 us / 2 copies of the inputs
+    assert "MFU relative to 989 TFLOP/s" in out and "the host never waits" in out
     assert calls.index(("set_sync_debug_mode", "error")) < calls.index(("set_sync_debug_mode", "default"))
 
 

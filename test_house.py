@@ -16,7 +16,7 @@ LONGER = {  # {"file function": reason}
 }
 
 
-pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git lists the project's files")
+pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no git to list the project's files")
 
 
 @pytest.fixture(autouse=True)
@@ -125,13 +125,13 @@ class A:
         """Counts not
         either."""
         text = """a string that is no docstring
-        counts, all three lines
+        counts, all four lines
 
         # this one, too"""
-        return [  # three with the next two
+        return [  # counts three lines, with `x,` and `]`
 
             x,
-        ]  # a comment above adds nothing
+        ]  # a blank line adds nothing
 '''
 
 

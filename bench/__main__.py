@@ -7,8 +7,8 @@
     python -m bench train             a whole step, ours and plain PyTorch's, and a profile, on a GPU
 
 The measurement NAME is the function `measure` of bench/NAME.py. Its keyword arguments are the options, its docstring
-is the help. This file imports only the requested measurement. The measurements import `machine`, `plain` and `tables`.
-No file outside bench/ imports bench, except its tests.
+is the help. This file imports a measurement only when it is needed. The measurements share machine.py, plain.py and
+tables.py. No file outside bench/ imports bench, except its tests.
 """
 
 import importlib

@@ -1,24 +1,25 @@
-"""Measures every operation: its error, its time, and its rate compared with the GPU's rates for copies and products.
+"""Measures every operation: its error, its time, and its rate compared with a memory copy or a matrix product.
 
     python -m bench kernels --only=gelu
 
-Each operation has inputs as in the model: as many tokens, and parameters with float32 gradients. Forward and backward
-are timed separately. Each row compares our Triton kernel with `reference.py` (eager and under torch.compile) and with
-PyTorch's own fused operation, if one exists.
+The inputs are as in the model: the tokens of one micro-batch, and parameters with float32 gradients. Forward and
+backward are timed separately. Each row compares our Triton kernel with `reference.py` (eager and under torch.compile)
+and with PyTorch's own fused operation, if one exists.
 
-The exact result is `reference.py` in float64 on the same inputs. The allowed error is the one of the tests: twice the
-error of `reference.py` in the inputs' own dtype, plus one rounding.
+The exact result is `reference.py` in float64 on the same inputs. The allowed error is the same as in the tests: twice
+the error of `reference.py` in the inputs' own dtype, plus one rounding.
 
 The times are GPU times. Before each measurement the GPU waits for two milliseconds. Meanwhile the host queues the work,
 so no kernel waits for its launch. The variants take turns. Each variant processes several copies of its inputs, which
 together do not fit into the L2 cache. So the inputs are not in the cache, as in a training step.
 
 Each run also measures the rate of a plain copy (bytes read and written per second) and of a large matrix product
-(FLOP/s). An operation's *floor* is the least number of bytes that it must move, or of FLOP that it must compute. Its
-rate is floor / time. A rate near that of the copy or product leaves little to gain. The comments in kernels.py and
-flash_attention.py derive the floors.
+(FLOP/s). An operation's *floor* is the least number of bytes that it must move, or of FLOP that it must compute. The
+operation's rate is floor / time. If this rate is near the rate of the copy or the product, a faster kernel gains
+little. The comments in kernels.py and flash_attention.py derive the floors.
 
-Without a GPU the kernels run in Triton's interpreter at a small size. It checks the errors and counts the moved bytes.
+Without a GPU the kernels run in Triton's interpreter at a small size. The measurement then checks the
+errors and counts the moved bytes.
 """
 
 import functools
@@ -45,7 +46,7 @@ from parallel.mesh import Mesh
 from parallel.tensor import CHUNK, LinearCrossEntropy
 from reference import Drop
 
-L2 = 200 << 20  # bytes: inputs of this size leave the L2 cache before they are used again; an H200 has 50 MB
+L2 = 200 << 20  # bytes of all copies of the inputs: more than the L2 cache, which has 50 MB on an H200
 ROW = "{:<30}{:<9}{:>13}{:>28}{:>17}{:>6}{:>28}{:>28}{:>7}  {}"
 
 
@@ -58,7 +59,7 @@ def measure(
     seq: int = 1024,
     vocab: int = 50257,
 ):
-    """Check every operation, and compare its time with PyTorch's and with the GPU's rates for copies and products.
+    """Check every operation. Compare its time with PyTorch's, and its rate with a memory copy or a matrix product.
 
     --only                      measure only operations whose name contains this text
     --repeats                   number of measurements of each variant; the variants take turns
@@ -82,11 +83,11 @@ def measure(
 class Operation:
     """One operation, which is one row of the table (whole) or two (forward, backward).
 
-    name: the row's name. ops: the function's name in reference.py. draw(seed): returns its inputs. run(ops, *inputs):
-    calls it from the module `kernels` or `reference`. floor: the bytes that forward and backward must move, or with
-    `flops` the FLOP; one number for an operation without backward. elements: the divisor for bytes per element.
-    own {name: function(*inputs)}: PyTorch's own variants. another: names in `own` of similar but different functions.
-    compiled(compile): returns the compiled variant, if compiling `run` is not enough.
+    name: the row's name. ops: the function's name in reference.py. draw(seed): returns its inputs. run(module,
+    *inputs): calls it from the module `kernels` or `reference`. floor: the bytes that forward and backward must move,
+    or with `flops` the FLOP; one number for an operation without backward. elements: moved bytes are printed divided by
+    this number. own {name: function(*inputs)}: PyTorch's own variants. another: names in `own` of similar but different
+    functions. compiled(compile): returns the compiled variant, if compiling `run` is not enough.
     """
 
     name: str
@@ -123,7 +124,7 @@ def operations(device, dtype, n, h, s, v):
         return lambda seed: randoms(device, dtype, seed, *shapes)
 
     def plain(name, *rest):
-        """Return `run` of a function with the arguments (*tensors, *rest)."""
+        """Return a `run` that calls function `name` with the arguments (*inputs, *rest)."""
         return lambda ops, *inputs: getattr(ops, name)(*inputs, *rest)
 
     drop = Drop(torch.arange(n, device=device), 0.1, 1234, 1)
@@ -161,9 +162,9 @@ def randoms(device, dtype, seed, *shapes):
 
 
 def attentions(draw, plain, item, n, h, s):
-    """Return two operations: the masked softmax of at most 4 samples (2 a s bytes a token in bf16), and attention.
+    """Return two operations: the masked softmax of at most 4 samples, and attention.
 
-    Attention's causal half of a product has s^2 d FLOP per head.
+    The scores have 2 a s bytes per token in bf16. A matrix product of causal attention has s^2 d FLOP per head.
     """
     b, a = n // s, h // 64
     scores = min(b, 4) * a * s * s
@@ -191,9 +192,10 @@ def attentions(draw, plain, item, n, h, s):
 
 
 def losses(device, dtype, n, h, v):
-    """Return two operations: the loss of some tokens' logits, and the loss of all tokens with its matrix products.
+    """Return two operations: the loss from the logits of some tokens, and the loss of all tokens with its products.
 
-    The second uses all columns, padding included. Otherwise PyTorch's own variant would need rows of an odd length.
+    The second operation uses all columns, padding included. PyTorch's own variant cannot exclude columns. Without
+    padding its matrix products would have an odd number of columns, such as 50257, which is slow.
     """
     width = -(-v // 128) * 128
     return [loss_of_logits(device, dtype, min(n, CHUNK), v, width), loss_of_head(device, dtype, n, h, v, width)]
@@ -204,11 +206,11 @@ def draw_targets(device, seed, count, v):
 
 
 def loss_of_logits(device, dtype, chunk, v, width):
-    """Return the operation: the loss of the logits [chunk, width], which become their gradient."""
+    """Return the operation: the loss of logits [chunk, width]. Their gradient overwrites them."""
 
     def draw(seed):
         (z,) = randoms(device, dtype, seed, (chunk, width))
-        z[:, v:] = -1e4  # padding adds 0 to the softmax, because PyTorch's loss cannot exclude columns
+        z[:, v:] = -1e4  # PyTorch's loss cannot exclude columns; this padding adds 0 to the softmax
         return [z, draw_targets(device, seed, chunk, v)]
 
     def run(ops, z, targets):
@@ -256,7 +258,7 @@ def loss_of_head(device, dtype, n, h, v, width):
 
 
 def with_gradients(function):
-    """Return a function that computes the mean loss function(x, w, targets) and its gradients of x and w."""
+    """Return a function that computes the mean loss with `function`, and its gradients with respect to x and w."""
 
     def run(x, w, targets):
         x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
@@ -267,7 +269,7 @@ def with_gradients(function):
 
 
 def updates(device, dtype, h):
-    """Return the operations at the end of a step, on a block's flat buffer: matrices (with decay), then vectors."""
+    """Return the operations at the end of a step, on a block's flat buffer: matrices (weight decay), then vectors."""
     matrices, size = 12 * h * h, 12 * h * h + 13 * h
     ranges, options = [(0, matrices, True), (matrices, size, False)], dict(beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1)
     lr, scale = (torch.tensor(x, dtype=torch.float64, device=device) for x in (1e-3, 1.0))
@@ -319,7 +321,7 @@ class OwnAdamW:
         for begin, end, decays in self.ranges:
             p = nn.Parameter(w[begin:end])
             p.grad = g[begin:end]
-            step = torch.tensor(2.0, device=w.device)  # two updates are done
+            step = torch.tensor(2.0, device=w.device)  # as after two updates
             states[p] = dict(step=step, exp_avg=m[begin:end], exp_avg_sq=v[begin:end])
             groups.append(dict(params=[p], weight_decay=self.decay * decays))
         optimizer = torch.optim.AdamW(groups, **self.options)
@@ -340,7 +342,7 @@ def random_seeds(outputs):
 
 
 def passes(operation, function, inputs, seeds=None):
-    """Return ([outputs, then gradients of the inputs], seeds: the outputs' gradients, None without backward)."""
+    """Return (results, seeds). Results: outputs, then input gradients. Seeds: output gradients, or None."""
     outputs = as_tuple(function(*inputs))
     if len(operation.floor) == 1:
         return [*outputs], None
@@ -364,7 +366,7 @@ class Judge:
         self.of_plain = [relative_error(x, right) for x, right in zip(results, self.exact, strict=True)]
 
     def worst(self, results):
-        """Return the largest error of the results, divided by the allowed error. Up to 1 the results are right."""
+        """Return the largest error of the results, divided by the allowed error. At most 1 means right."""
         shares = []
         for x, right, of_plain in zip(results, self.exact, self.of_plain, strict=True):
             rounding = torch.finfo(x.dtype).eps + 8 * torch.finfo(torch.float32).eps
@@ -376,7 +378,7 @@ class Judge:
 
 
 def relative_error(x, right):
-    """Return the largest error of an element over the largest element."""
+    """Return the largest error of an element, divided by the largest exact element."""
     return ((x.double() - right).abs().max() / (right.abs().max() + 1e-30)).item()
 
 
@@ -388,7 +390,7 @@ def judged(share):
 
 
 def on_gpu(machine, sizes, dtype, repeats, only):
-    """Print the table row by row, and where it disagrees with kernels=auto. Return whether our results are right."""
+    """Print the table, and for which operations kernels=auto is the slower choice. Return whether ours are right."""
     import kernels
 
     dtype_name, dtype = dtype, train.DTYPES[dtype]
@@ -398,7 +400,7 @@ def on_gpu(machine, sizes, dtype, repeats, only):
         f"product {rates[True] / 1e12:,.1f} TFLOP/s; " + ", ".join(f"{k} = {v}" for k, v in sizes.items())
     )
     print(
-        f"microseconds: median (smallest-largest) of {repeats}; error: the largest one over the allowed one "
+        f"microseconds: median (smallest-largest) of {repeats}; error: the largest error / the allowed error "
         "(twice reference.py's in this dtype, plus a rounding)"
     )
     print_row(ROW, "", "", "error", "Triton", "rate", "share", "reference.py", "compiled", "", "PyTorch's own")
@@ -431,10 +433,10 @@ def variants_of(operation, kernels, machine):
 
 @dataclass
 class Found:
-    """The results of one variant: its error, its microseconds for one copy in each direction, or its failure."""
+    """The results of one variant: its error, its times (microseconds for one copy of the inputs), or its failure."""
 
     error: float | None = None
-    times: list = field(default_factory=list)  # one tuple a repeat, with one number per direction
+    times: list = field(default_factory=list)  # one tuple per repeat, with one number per direction
     failure: str = ""
 
     @property
@@ -466,7 +468,7 @@ def examine(machine, operation, variants, repeats):
     seeds = None
     if len(operation.floor) == 2:
         seeds = random_seeds(as_tuple(operation.run(reference, *copies[0])))
-    for i in range(repeats + 1):  # the first one is a warm-up and does not count
+    for i in range(repeats + 1):  # the first turn is a warm-up and does not count
         names = [name for name, what in found.items() if not what.failure]
         for name in names[i % len(names) :] + names[: i % len(names)] if names else []:
             try:
@@ -508,7 +510,7 @@ def timed(machine, function, copies, seeds):
 
 
 def cells(operation, i, direction, found, rate):
-    """Return a row of the table. Its ratio is the fastest other variant's time over ours: above 1 ours is faster."""
+    """Return a row of the table. Its ratio is the fastest other variant's time / our time: above 1 ours is faster."""
     ours, others = found["Triton"], [name for name in found if name != "Triton"]
     achieved = operation.floor[i] / (ours.median(i) * 1e-6)
     unit = f"{achieved / 1e12:,.1f} TFLOP/s" if operation.flops else f"{achieved / 1e9:,.0f} GB/s"
@@ -525,14 +527,14 @@ def cells(operation, i, direction, found, rate):
 
 
 def note(operation, name, what):
-    """Return a remark on one of PyTorch's own variants, for the cell with its time."""
+    """Return a remark that is printed after the time of one of PyTorch's own variants."""
     if name in operation.another:
         return " (another function)"
     return "" if what.right or what.failure else f" (error {judged(what.error)})"
 
 
 def verdict(auto, totals):
-    """Return lines with the choice of kernels=auto for each operation, and with the faster choices measured here."""
+    """Return lines: the choice of kernels=auto for each operation, and the operations where this choice is slower."""
     chosen = {op.ops: "torch" if getattr(auto, op.ops, None) is getattr(reference, op.ops) else "triton"
               for op, *_ in totals if op.ops in reference.OPERATIONS}  # fmt: skip
     taken = {which: [name for name in chosen if chosen[name] == which] for which in ("triton", "torch")}
@@ -549,7 +551,7 @@ def verdict(auto, totals):
 
 
 def interpreted(only):
-    """Check in Triton's interpreter. Print errors and moved bytes with their floors. Return whether all is right."""
+    """Check the kernels in Triton's interpreter. Print errors, moved bytes and floors. Return whether all is right."""
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it once, during its import
     try:
         import kernels
@@ -580,5 +582,5 @@ def interpreted(only):
             floor = "products" if operation.flops else f"{floor / operation.elements:.2f}"
             rows.append([operation.name, direction, floor, f"{measured:.2f}", judged(share)])
     print_table(["bytes per element", "", "floor", "moved", "error / allowed"], rows)
-    print("moved: each byte once per launch; vectors and partial sums are included, which matter only at a small size")
+    print("moved counts each byte once per launch, also of vectors and partial sums (they matter only at a small size)")
     return right

@@ -34,16 +34,17 @@ ROW = "{:<26}{:>4}{:>16}{:>16}{:>18}{:>18}{:>9}  {}"
 
 
 def measure(layers: int = 4, hidden: int = 256, seq: int = 128, vocab: int = 2048, repeats: int = 15, only: str = ""):
-    """Compare our step with PyTorch's: same model, samples, processes and threads (goal: a ratio of at most 1).
+    """Compare our step with PyTorch's: same model, samples, processes and threads (goal: ours / theirs at most 1).
 
     --layers, --hidden, --seq, --vocab   the model; a micro-batch is 4 samples
-    --repeats                            number of timed steps of each; ours and theirs take turns
+    --repeats                            number of timed steps of ours and of theirs, which take turns
     --only                               measure only layouts whose name contains this text
     """
     fields = dict(num_layers=layers, hidden_size=hidden, seq_length=seq, vocab_size=vocab, num_attention_heads=8)
     print(
         f"PyTorch {torch.__version__}, Gloo, one thread per process; {layers} layers of {hidden}, {seq} tokens, "
-        f"vocabulary {vocab}, fp32\nms per step, ours / theirs: median (smallest-largest) of {repeats}, on n processes"
+        f"vocabulary {vocab}, fp32\nms per step of n processes; ratio: ours / PyTorch's; median (smallest-largest) of "
+        f"{repeats}"
     )
     print_row(ROW, "", "n", "ours, ms", "PyTorch's, ms", "ratio", "by CPU time", "ours is", "against")
     for processes in sorted({row[1] for row in LAYOUTS}):
@@ -107,8 +108,8 @@ def ddp(c, mesh, batches):
 def fsdp(c, mesh, batches, free_after_forward):
     """Apply `fully_shard` to every block and to the rest.
 
-    free_after_forward False is ZeRO-2: parameters are gathered once a step, gradients reduced after each micro-batch.
-    True is ZeRO-3.
+    free_after_forward=False is ZeRO-2: parameters are gathered once a step, gradients reduced after each micro-batch.
+    free_after_forward=True is ZeRO-3.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -125,7 +126,7 @@ def fsdp(c, mesh, batches, free_after_forward):
 
 
 def dtensor(c, mesh, batches):
-    """Apply `parallelize_module`, also to logits and loss, and with c.sequence_parallel to the LayerNorms."""
+    """Cut layers, logits and loss over tp. With c.sequence_parallel each rank normalizes only its tokens."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -160,7 +161,7 @@ def dtensor(c, mesh, batches):
 
 
 def pipelining(c, mesh, batches, schedule, chunks=1, vee=False):
-    """Use `torch.distributed.pipelining`. It has no tied weights, so the step adds the two word tables' gradients.
+    """Use `torch.distributed.pipelining`. It lacks tied weights, so the step adds the gradients of the two word tables.
 
     vee: the chunks run from the first rank to the last and back, so the first rank has both tables.
     """
@@ -245,7 +246,7 @@ LAYOUTS = [  # name, processes, our fields, micro-batches, name of PyTorch's var
 
 
 def in_turns(names, fields, repeats):
-    """Measure each named layout; runs on every rank. Rank 0 prints each row of the table as soon as it is measured."""
+    """Measure each named layout, on every rank. Rank 0 prints each row of the table as soon as it is measured."""
     for row in LAYOUTS:
         if row[0] in names:
             cells = measured(*row, fields, repeats)
@@ -281,7 +282,7 @@ def measured(name, processes, ours, count, against, theirs, options, fields, rep
 
 
 def our_step(c, mesh, batches):
-    """Return the same step from train.py, on this data rank's micro-batches."""
+    """Return our step() -> (loss, gradient norm): train.py's step on this data rank's micro-batches."""
     run = train.build(c, mesh, torch.device("cpu"))
     run.zero.initialize(c.seed)
 

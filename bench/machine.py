@@ -16,18 +16,18 @@ from torch.profiler import ProfilerActivity
 NO_GPU = "no GPU here: "
 VERSIONS = f"PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
 
-HEAD_START = 4_000_000  # clock cycles, about 2 ms: the GPU waits so long while the host queues a measurement
+HEAD_START = 4_000_000  # clock cycles, about 2 ms: the GPU waits this long while the host queues the work
 
 
 class Gpu:
-    profiled = ProfilerActivity.CUDA, DeviceType.CUDA  # activity to record, type of its kernels' events
+    profiled = ProfilerActivity.CUDA, DeviceType.CUDA  # activity to record, device type of kernel events
     synchronize = staticmethod(torch.cuda.synchronize)
 
     def __init__(self):
         self.device, self.name = torch.device("cuda"), torch.cuda.get_device_name()
         self.compile = functools.partial(torch.compile, dynamic=False)
         self.yardstick = 1 << 29, 8192  # bytes of a copy; rows and columns of a matrix product
-        torch._dynamo.config.recompile_limit = 64  # each size compiles; above the limit code runs eagerly
+        torch._dynamo.config.recompile_limit = 64  # each size is compiled; above the limit: eager code
 
     def timed(self, call):
         """Return (microseconds of GPU time for the work that `call()` queues, the result of `call()`)."""
@@ -40,7 +40,7 @@ class Gpu:
         return 1000 * start.elapsed_time(stop), result
 
     def peak(self, call):
-        """Return the peak of memory that `call()` uses, in bytes, in addition to the memory in use before."""
+        """Return the peak of GPU memory during `call()`, minus the memory in use before, in bytes."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -25,11 +25,11 @@ from tokenizer import load_tokenizer
 def measure(
     mb: int = 200, line_mb: int = 200, repeats: int = 5, tokenizers: str = "gpt2,bytes", parts: str = "speed,memory"
 ):
-    """Measure prepare.py's throughput over that of one thread of encode_ordinary (goal: 0.85 x cores), and its memory.
+    """Compare prepare.py's throughput with one thread of the tokenizer (goal: 0.85 x cores), and measure its memory.
 
-    --mb          size of the text for the throughput, in MiB; the time includes start-up
-    --line_mb     size of the text file with a single line, in MiB; the large text file has twice this size
-    --repeats     number of measurements; prepare.py and encode_ordinary take turns
+    --mb          for the throughput: size of the text, in MiB; the time includes start-up
+    --line_mb     for the memory: size of the file with a single line, in MiB; another text file has twice this size
+    --repeats     number of throughput measurements; prepare.py and the tokenizer take turns
     --tokenizers  tokenizers for the throughput
     --parts       speed, memory or both
     """
@@ -43,8 +43,8 @@ def measure(
 def throughput(folder: Path, mb: int, repeats: int, tokenizers: list[str]):
     """Print a table: text and JSON lines with each tokenizer, on all cores. The time includes start-up.
 
-    The last column is a ratio of bytes per CPU second: prepare.py with all its processes over encode_ordinary. It does
-    not depend on how busy the cores are with other work.
+    The last column compares bytes per CPU second: all processes of prepare.py / the tokenizer's encode_ordinary. This
+    ratio does not depend on how busy the cores are with other work.
     """
     cores = prepare.parse_workers(None)
     documents = list(sample_documents(mb << 20))
@@ -148,7 +148,7 @@ def sample_text(size: int) -> str:
 
 
 def run_prepare(path: Path, out: Path, tokenizer: str, *options, sample_memory=False):
-    """Empty `out` and run prepare.py into it. Return its seconds, and with sample_memory its processes' peak memory."""
+    """Empty `out` and run prepare.py into it. Return the seconds, and with sample_memory the peak memory."""
     for file in out.glob("*"):
         file.unlink()
     command = [sys.executable, prepare.__file__, path, f"--out={out}", f"--tokenizer={tokenizer}", *options]
@@ -165,8 +165,9 @@ def run_prepare(path: Path, out: Path, tokenizer: str, *options, sample_memory=F
 
 
 def memory_of_tree(root: int) -> dict[str, int]:
-    """Return bytes of resident memory of a process and its descendants. Rss counts a page that n processes share n
-    times, Pss once."""
+    """Return bytes of resident memory of a process and its descendants. Rss counts a shared page once per
+    process, Pss only once.
+    """
     parent_of, total = {}, {"Rss": 0, "Pss": 0}
     for entry in os.listdir("/proc"):
         try:

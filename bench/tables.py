@@ -1,7 +1,7 @@
 """Prints the tables of the measurements.
 
 Other users and changing clock rates disturb a measurement. So the compared variants take turns, several times. A table
-shows the median of the ratios, the smallest and the largest.
+shows the median, the smallest and the largest value of all turns.
 """
 
 import statistics

@@ -4,24 +4,25 @@
 
 All contestants train the same GPT on the same batches, with one update per micro-batch, no dropout, no recomputation:
 
-    ours                bf16 with float32 master weights (parallel/zero.py), with each choice of --kernels
+    ours                bf16 with float32 master weights (parallel/zero.py); with each choice of --kernels:
+                        kernels.py (triton), reference.py (torch) or a mixture of both (auto)
     plain PyTorch       `Plain` of plain.py, trained in the usual way: float32 weights under torch.autocast(bf16),
                         fused AdamW, clip_grad_norm_; eager, and under torch.compile
     Hugging Face        transformers' GPT-2 with attn_implementation="sdpa", trained the same way, under torch.compile;
                         only if transformers is installed
 
 A run takes minutes, mainly for torch.compile. Each table is printed as soon as it is measured. First, a check compares
-the losses of three steps: ours with each choice of kernels and plain PyTorch's agree to 1%. (Plain PyTorch's softmax
-includes the vocabulary's padding, which changes a loss by about 0.01%. Hugging Face's model is not checked, because it
-starts from other weights.) Then the contestants take turns in one process. The first step of a turn is not timed,
-because it allocates memory from the device again. The table shows the peak memory of this step plus the weights,
-gradients and moments of its model. All models stay in memory during the measurement. A line above the table shows their
-size. A contestant that is "out of memory" may fit without the others.
+the losses of three steps: our losses and plain PyTorch's must agree to 1%. (Plain PyTorch's softmax includes the
+vocabulary's padding, which changes a loss by about 0.01%. Hugging Face's model is not checked, because it starts from
+other weights.) Then the contestants take turns in one process. The first step of a turn is not timed, because it
+allocates memory from the device again. The table shows the peak memory of this step plus the weights, gradients and
+moments of its model. All models stay in memory during the measurement. A line above the table shows their size. A
+contestant that is "out of memory" may fit without the others.
 
-The last table profiles our step, kernel by kernel. For our own kernels it shows the floor: the bytes that the kernel
-must move, at the rate of a plain copy in the same run. Matrix products have no floor in this table. A CUDA graph or a
-faster host could save the GPU's idle time. One step runs in PyTorch's mode in which waiting is an error, to check that
-the host never waits for the GPU within a step.
+The last table profiles our step, kernel by kernel. For each of our own kernels it shows the floor: the time of a plain
+copy of the bytes that the kernel must move. Matrix products have no floor in this table. The last line shows how long
+the GPU is idle. A CUDA graph or a faster host could save this time. One more step runs in a mode of PyTorch in which
+waiting for the GPU raises an error. This checks that the host never waits within a step.
 """
 
 import contextlib
@@ -74,7 +75,7 @@ def measure(
         raise UserError(f"--micro_batch_sizes={micro_batch_sizes}: should be like 8,16,32") from None
     loaded = {name: load(name) for name in configs.split(",")}
     if not torch.cuda.is_available():
-        print(NO_GPU + "the least time of a step, computed, and ours and plain PyTorch's at a small size")
+        print(NO_GPU + "only a computed least time of a step, and a comparison with plain PyTorch at a small size")
         floors(loaded, sizes[0])
         toy(steps=5, repeats=repeats)
         return
@@ -100,10 +101,10 @@ def load(name):
 
 @dataclass
 class Contestant:
-    """One way to train a model. step() returns the loss (a tensor or a PendingStep). choose() prepares its turn."""
+    """One way to train a model. step() returns the loss (a tensor or a PendingStep). choose() runs before its steps."""
 
     name: str
-    model: object  # Ours or Theirs; several contestants may share one
+    model: object  # Ours or Theirs; several contestants may share a model
     step: Callable
     choose: Callable = lambda: None
     seconds: list = field(default_factory=list)  # per step
@@ -112,7 +113,7 @@ class Contestant:
 
 
 class Ours:
-    """Our model and its training state. Its contestants differ in the operations (reference.py or kernels.py)."""
+    """Our model and its training state. The contestants that share it differ in the operations."""
 
     def __init__(self, c, machine):
         self.run = train.build(c, Mesh(), machine.device)
@@ -268,9 +269,9 @@ def check_same(machine, contestants, batches):
             losses[who.name] = seen
         machine.give_back()
     for model in {id(who.model): who.model for who in contestants}.values():
-        model.initial = None  # training does not need this memory
+        model.initial = None  # the initial weights are not needed again
     if not losses:
-        raise UserError(f"micro-batch {len(batches[0][0])}: all contestants failed; use a smaller one")
+        raise UserError(f"micro-batch {len(batches[0][0])}: all contestants failed; use a smaller micro-batch")
     first = next(iter(losses))
     for name, seen in losses.items():
         if any(not abs(a - b) <= 0.01 * abs(b) for a, b in zip(seen, losses[first], strict=True)):
@@ -313,7 +314,7 @@ def rounds(machine, contestants, batches, steps, repeats):
 
 
 def turn(machine, who, steps):
-    """Run one turn of a contestant: a step for its peak memory (bytes), then `steps` timed steps (seconds each)."""
+    """Run one turn of a contestant: one step to measure the peak memory, then `steps` timed steps."""
     who.choose()
     peak = machine.peak(who.step)
     who.bytes = state_bytes(who.model) + peak
@@ -330,7 +331,7 @@ def table(machine, c, contestants, size, steps, repeats):
     tokens, peak = size * c.seq_length, peak_tflops(machine.name, c.dtype)
     print(
         f"\nmicro-batch of {size} x {c.seq_length} tokens, {model_flops(c, 1) / c.seq_length / 1e9:.3f} GFLOP a token; "
-        f"MFU of {peak or '?'} TFLOP/s; median (smallest-largest) of {repeats} turns of {steps} steps"
+        f"MFU relative to {peak or '?'} TFLOP/s; median (smallest-largest) of {repeats} turns of {steps} steps"
     )
     rows, first = [], contestants[0].seconds
     for who in contestants:
@@ -343,7 +344,7 @@ def table(machine, c, contestants, size, steps, repeats):
         milliseconds = spread([1000 * seconds for seconds in who.seconds], "{:.1f}")
         mfu = f"{statistics.median(mfu):.1%}" if mfu else "?"
         rows.append([who.name, milliseconds, spread(speed, "{:,.0f}"), mfu, f"{who.bytes / GIB:.1f}", ratio])
-    print_table(["", "ms per step", "tokens/s", "MFU", "peak, GiB", f"over {contestants[0].name}"], rows)
+    print_table(["", "ms per step", "tokens/s", "MFU", "peak, GiB", f"speed / {contestants[0].name}"], rows)
     for who in contestants:
         if ":" in who.failure:
             print(f"{who.name} {who.failure}", flush=True)
@@ -395,7 +396,7 @@ def profile(machine, who):
 
 
 def print_profile(kernels, floors, copy, seconds):
-    """Print the table. kernels: from `profile`; floors {kernel: bytes of a step}; seconds: a step without profiler."""
+    """Print the table. kernels: from `profile`. floors: {kernel: bytes per step}. seconds: a step without profiler."""
     calls, total = defaultdict(int), defaultdict(float)
     for name, start, end in kernels:
         calls[name] += 1
@@ -441,10 +442,10 @@ def short(name):
 def own_floors(c, tokens):
     """Return {our kernel: bytes that it must move in a step}. kernels.py and flash_attention.py derive the numbers."""
     h, L, item = c.hidden_size, c.num_layers, train.DTYPES[c.dtype].itemsize
-    x = tokens * h * item  # an activation
+    x = tokens * h * item  # bytes of an activation [tokens, h]
     parameters = GPT(c, Mesh().tp).num_parameters()
     return {
-        "residual_forward": x * (L * (2 + 4 + 3) + 2),  # block: norm 2, add and norm 4, add 3; head: norm 2
+        "residual_forward": x * (L * (2 + 4 + 3) + 2),  # passes over x: norm 2, add and norm 4, add 3; head: norm 2
         "residual_backward": x * (L * (4 + 4 + 1) + 3),
         "gelu_forward": x * L * 4 * 2,
         "gelu_backward": x * L * 4 * 3,
@@ -464,7 +465,7 @@ DATA_SHEET = {"H100 SXM": (3.35, 989), "H200 SXM": (4.8, 989)}  # TB/s of memory
 
 
 def floors(configs, size):
-    """Print the least time of a step of `size` samples: matrix products at the peak, and our kernels' bytes."""
+    """Print the least time of a step of `size` samples: matrix products at the peak rate, then our kernels' bytes."""
     rows = []
     for name, c in configs.items():
         moved = own_floors(c, size * c.seq_length)

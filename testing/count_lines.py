@@ -54,7 +54,7 @@ def lines_of_code(source):
 
 
 def docstrings_of(tree):
-    """Return [((line, column) of the begin, (line, column) of the end)] of all docstrings."""
+    """Return [((line, column) of the start, (line, column) of the end)] of all docstrings."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
