@@ -29,7 +29,7 @@ ranks of a tensor or pipeline group have the same data rank, so they read the sa
 
 A micro-batch of b samples reads b * (seq_length + 1) * 2 bytes. A separate thread reads while the model computes.
 The file is mapped into memory, not loaded. Its pages count as resident memory of the process, but they belong to
-the kernel's page cache. All ranks of a host share one copy, and the kernel drops it when it needs the memory.
+the kernel's page cache. All ranks of a host share one copy, and the kernel drops this copy when memory is short.
 """
 
 import itertools
@@ -53,8 +53,9 @@ ROUNDS = 8
 # A Feistel round adds a hash of one half of a number to the other half. The round can be inverted for any hash,
 # so any number of rounds is a bijection. More rounds shuffle better. Let n be the number of samples. With 4 rounds
 # and n = 10^6, the positions of two samples i and i + sqrt(n) are still correlated (chi-square test). With 5 or more
-# rounds, the test finds no correlation for n >= 1,000. Smaller n need more rounds. With 8 rounds and 40,000 keys, two
-# samples take each pair of positions equally often. For n < 10, the frequencies differ by a few percent.
+# rounds, the test finds no correlation for n >= 1,000. Smaller n need more rounds. With 8 rounds and n >= 10, two
+# samples take each pair of positions equally often (counted in 40,000 shuffles). For n < 10, the frequencies differ by
+# a few percent.
 
 
 def mix(x):
@@ -101,7 +102,7 @@ def permute(i, n, key):
 class Tokens:
     """One split of a data set. The constructor opens and checks its files.
 
-    meta: the content of meta.json. num_samples: windows in an epoch. The argument vocab_size: ids of the model.
+    meta: the content of meta.json. num_samples: windows in an epoch. vocab_size: number of the model's ids.
     Raises UserError if the data is missing, damaged or not usable for this model.
     """
 
@@ -118,7 +119,7 @@ class Tokens:
         self.check_ids(self.tokens[None, : 2**16], [0])  # every rank finds a wrong file before training starts
 
     def windows(self, numbers, seed):
-        """Return the index of each sample's window. numbers (of samples, through all epochs) [b] int64 -> [b] int64"""
+        """Return the index of each sample's window. numbers: sample numbers, [b] int64 -> [b] int64"""
         epoch, i = np.divmod(numbers, self.num_samples)
         return permute(i, self.num_samples, shuffle_key(seed, epoch))
 
@@ -298,7 +299,7 @@ def fill(source, ready, room, closed):
 def end(thread, room, closed):
     """End the thread, even if it waits for room. If a disk hangs, continue after 10 s.
 
-    The thread is a daemon, so Python can exit although the thread still runs.
+    Then Python can exit, because the thread is a daemon and waits for the disk, outside of torch code.
     """
     closed.set()
     room.release()

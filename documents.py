@@ -26,7 +26,7 @@ from tokenizer import first_cut, last_cut
 
 KINDS = (".txt", ".md", ".py", ".jsonl")
 PACKINGS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-KNOWN = f"{' '.join(KINDS)}, each also {' '.join(PACKINGS)}"  # for messages
+KNOWN = f"{' '.join(KINDS)}, also compressed as {' '.join(PACKINGS)}"  # for messages
 
 PIECE = 512 << 10  # bytes of text that a worker encodes at a time
 MAX_RUN = 1 << 20  # maximum bytes of a run (a text without a cut point); encoding a run takes superlinear time
@@ -151,8 +151,8 @@ def read_parts(path: str, number: int, text_key: str, pattern: str):
 def text_parts(stream, part: Part, pattern: str):
     """Yield copies of `part` with the bytes of `stream`: one copy for up to PIECE bytes, otherwise several.
 
-    A piece over PIECE bytes is exactly one run, because tiktoken crashes on a million spaces followed by a word. It can
-    encode a million spaces alone.
+    A piece over PIECE bytes is exactly one run. tiktoken can encode a million spaces alone, but it crashes if a word
+    follows them.
     """
     ahead = 8  # bytes of two characters: a cut point depends on the two characters after it
     at, data = 0, stream.read(PIECE + ahead)

@@ -3,9 +3,10 @@
 Row i (a query) uses the keys j <= i only. The softmax kernel reads a row up to the diagonal, in groups of 8 columns.
 Attention computes [s, s] in tiles and skips the tiles above the diagonal.
 
-Both compute powers of 2 instead of e: exp(x) = 2^(x log2 e). `ex2` is one instruction, exp is five. The factor log2 e
-is multiplied into the softmax's scale. In 2^(scale x - m), m is the row's maximum. The product and the subtraction are
-one `fma`, rounded once. A rounding error of m scales the whole row; the division by the row's sum cancels this factor.
+Both compute powers of 2 instead of e: exp(x) = 2^(x log2 e). `ex2` is one instruction, exp is five. The kernels
+multiply log2 e into the softmax's scale: c = scale log2 e. In 2^(c x - m), m is the maximum of c x in the row. The
+product and the subtraction are one `fma`, rounded once. A rounding error of m scales the whole row; the division by
+the row's sum cancels this factor.
 """
 
 import math
@@ -18,23 +19,25 @@ LOG2E = tl.constexpr(math.log2(math.e))
 
 # --- causal scaled softmax ------------------------------------------------------------------------------------------
 #
-#     p_ij = exp(c x_ij - m_i) / sum_j' exp(c x_ij' - m_i)   for j, j' <= i;   p_ij = 0 for j > i      m_i = max c x_ij
+#     p_ij = exp(scale x_ij - m_i) / sum_j' exp(scale x_ij' - m_i)   for j, j' <= i;   p_ij = 0 for j > i
+#     m_i = max_j (scale x_ij)                                       for j <= i
 #
 #     forward     one row a program, held in registers: load, max, exp, sum, divide, store
-#     backward    p is what the forward saved: dx = c p (dp - sum_j p_j dp_j), from d softmax / dx = diag(p) - p p^T
+#     backward    p is saved by forward: dx = scale p (dp - sum_j p_j dp_j), from d softmax / dx = diag(p) - p p^T
 #
 # This kernel is known from Megatron-LM (`scaled_upper_triang_masked_softmax`; Shoeybi et al., arXiv 1909.08053). It
 # fuses scale, mask, softmax and two casts: five passes over memory in plain PyTorch, one here. Floor per element of
 # [s, s] in bf16: forward 3 bytes (half of x read, all of p written), backward 4 (half of p and half of dp read, all of
-# dx written). `_causal_row` reads groups of 8 columns, which makes 3 + 8/s and 4 + 16/s: 3.008 and 4.016 at s = 1024.
+# dx written). `_causal_row` reads groups of 8 columns, on average 4 more columns a row: 3 + 8/s and 4 + 16/s bytes, or
+# 3.008 and 4.016 at s = 1024.
 
 
 @triton.jit
 def _causal_row(s, BLOCK: tl.constexpr):
     """Return this program's row: (offset of its first element, columns, three masks: to load, j <= i, inside the row).
 
-    The load mask is equal for each group of 8 columns; the last loaded group contains the diagonal. Such a mask allows
-    16-byte loads. The mask `column <= i` would split each of them into eight.
+    The load mask is constant in each group of 8 columns, and the last loaded group contains the diagonal. Such a mask
+    allows 16-byte loads. The mask `column <= i` would split each of these loads into eight.
     """
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -106,23 +109,24 @@ def causal_softmax(scores, scale):
 #
 # FlashAttention-2 (Dao, arXiv 2307.08691) computes P tile by tile on the chip and never stores it. The softmax of a row
 # needs the row's maximum m and sum l. The *online* softmax (Milakov and Gimelshein, arXiv 1805.02867) keeps m and l of
-# the keys so far. When the maximum grows, it scales down l and o:
+# the keys so far. When the maximum grows, it scales down l and o. In these formulas, S is multiplied by log2 e:
 #
 #     for every tile of keys:     m' = max(m, max_j S_j)      alpha = 2^(m - m')      P_j = 2^(S_j - m')
 #                                 l = alpha l + sum_j P_j     o = alpha o + P v       m = m'
-#     at the end:                 o = o / l                   L = m + log2 l          (S, m, L in units of log 2)
+#     at the end:                 o = o / l                   L = m + log2 l
 #
-# L is the log of the row's sum of exponentials. From L, backward computes any tile of P again: P = 2^(S - L).
+# L is log2 of the row's sum of exponentials. From L, backward computes any tile of P again: P = 2^(S - L).
 #
 #     dv = P^T do      dP = do v^T      dS = P (dP - delta)      dq = dS k / sqrt(d)      dk = dS^T q / sqrt(d)
 #
 # with delta_i = sum_j P_ij dP_ij = sum_d o_id do_id (section 3.1 of the paper). So backward needs no whole row of P.
-# Backward has two kernels. For each tile of keys, one loops over the queries below the diagonal and writes dk and dv.
-# For each tile of queries, the other loops over the keys before them and writes dq. Each element has one writer, so
-# there are no atomics and two runs give the same bits. But S and dP are computed twice: 7 products instead of 5.
+# Backward launches three kernels. The first computes delta. The second computes dk and dv: a program has one tile of
+# keys and loops over the queries that see them. The third computes dq: a program has one tile of queries and loops
+# over the keys that they see. Each element has one writer, so there are no atomics and two runs give the same bits.
+# But S and dP are computed twice: 7 products instead of 5.
 #
 # Causality by tiles: a program of ROWS queries first loops over the key tiles below the diagonal without a mask, then
-# over the ROWS / COLUMNS tiles on the diagonal with a mask. Numbers of the tiles, with ROWS = 2 COLUMNS:
+# over the ROWS / COLUMNS tiles on the diagonal with a mask. Indices of the tiles, with ROWS = 2 COLUMNS:
 #
 #     keys       0   1   2   3   4   5
 #     queries 0  \   \                       \  on the diagonal: masked
@@ -131,8 +135,9 @@ def causal_softmax(scores, scale):
 #
 # Operations per head: forward 2 products of 2 s^2 d each; the causal half is 2 s^2 d in total. The masked halves of the
 # diagonal tiles add a share of ROWS/s. Backward: 7 s^2 d (floor 5). Memory traffic in bf16, per element of o: forward
-# 8 bytes (q, k, v, o) + 4/d; backward 26 bytes (delta 4; dk, dv 12; dq 10) + 20/d, if tiles that neighbours read again
-# come from the cache. Kept for backward: qkv, o and L, 4 bytes a row. Plain attention keeps s numbers of P a row.
+# 8 bytes (q, k, v, o) + 4/d (L); backward 26 bytes (delta 4; dk, dv 12; dq 10) + 20/d (L, delta). If several programs
+# of a launch read the same tile, it counts once: the cache should serve the other reads. Kept for backward: qkv, o, and
+# L with 4 bytes a row. Plain attention keeps s numbers of P a row.
 
 
 @triton.jit
@@ -183,10 +188,10 @@ def _over_keys(
     o, l, m, q, K, V, first, start, stop, stride, s, c,
     MASKED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Loop one tile of queries over the keys start .. stop (the online softmax above)."""
+    """Update o, l and m of one tile of queries with the keys start .. stop (the online softmax above)."""
     for j in range(start, stop, COLUMNS):
         _, x = _scores(q, K, j, first, stride, s, MASKED, D, ROWS, COLUMNS, WIDTH)
-        above = tl.maximum(m, tl.max(x, 1) * c)  # finite: every row sees the first key
+        above = tl.maximum(m, tl.max(x, 1) * c)  # finite: every query sees the first key
         p = tl.exp2(tl.fma(x, c, -above[:, None]))
         alpha = tl.exp2(m - above)
         l = tl.fma(l, alpha, tl.sum(p, 1))
@@ -203,7 +208,7 @@ def attention_forward(
 ):  # fmt: skip
     """Compute o [b, s, a, d] and L [b, a, s] float32 of one query tile. Grid: b a heads times cdiv(s, ROWS) tiles."""
     tiles = tl.cdiv(s, ROWS)
-    tile = tiles - 1 - tl.program_id(0) % tiles  # longest first: the last queries see the most keys
+    tile = tiles - 1 - tl.program_id(0) % tiles  # longest first: the last queries have the most keys
     head = tl.program_id(0) // tiles
     sample = (head // a).to(tl.int64)
     Q = QKV + sample * stride_b + (head % a) * stride_a
@@ -241,7 +246,7 @@ def _over_queries(
     dk, dv, k, v, Q, DO, L, DELTA, first, start, stop, stride, stride_o, s, c,
     MASKED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Loop one tile of keys over the queries start .. stop, and add to dk and dv.
+    """Add the share of the queries start .. stop to dk and dv of one tile of keys.
 
     P^T and dS^T have keys as rows. Each is the left operand of the next product; tensor cores read left operands from
     registers. Queries from s on need no mask: q = do = 0 and L = delta = 0 make P = 1 and P^T do = dS = 0.
@@ -268,7 +273,7 @@ def attention_backward_keys(
 ):  # fmt: skip
     """Write dk and dv of one tile of COLUMNS keys to dqkv [b, s, 3, a, d]. Grid: b a heads times cdiv(s, COLUMNS)."""
     tiles = tl.cdiv(s, COLUMNS)
-    first = tl.program_id(0) % tiles * COLUMNS  # longest first: the most queries see the first keys
+    first = tl.program_id(0) % tiles * COLUMNS  # longest first: the first keys have the most queries
     head = tl.program_id(0) // tiles
     sample = (head // a).to(tl.int64)
     Q = QKV + sample * stride_b + (head % a) * stride_a
@@ -298,7 +303,7 @@ def _over_keys_backward(
     dq, q, do, log, delta, K, V, first, start, stop, stride, s, c,
     MASKED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Loop one tile of queries over the keys start .. stop, and add to dq."""
+    """Add the share of the keys start .. stop to dq of one tile of queries."""
     for j in range(start, stop, COLUMNS):
         k, x = _scores(q, K, j, first, stride, s, MASKED, D, ROWS, COLUMNS, WIDTH)
         p = tl.exp2(tl.fma(x, c, -log[:, None]))
@@ -340,13 +345,14 @@ def attention_backward_queries(
 
 
 # (ROWS, COLUMNS, warps, stages) for each kind of product and each width. In `forward` and `queries` ROWS is a multiple
-# of COLUMNS, in `keys` COLUMNS is a multiple of ROWS, so that masked and unmasked loops both cover whole tiles. The
-# tiles must fit into the 255 registers of a thread: an accumulator [ROWS, WIDTH] needs ROWS WIDTH / (32 warps) of them.
-# Values that do not fit *spill* to memory. Two or three programs share a multiprocessor: one computes products while
-# another computes its softmax. Small tiles waste less work on the diagonal, large tiles read k and v less often.
-# "hopper" (sm_90, sm_100): tensor cores read shared memory directly. "ampere": at most 99 KB of shared memory, which
-# all others since Ampere have. "float32": no tensor cores. Nothing spills, except two words of float32 in one Triton
-# version. The tiles were chosen by the compiler's report, not by measured time.
+# of COLUMNS, in `keys` COLUMNS is a multiple of ROWS, so the masked loop and the unmasked loop cover whole tiles. The
+# tiles must fit into the 255 registers of a thread: an accumulator [ROWS, WIDTH] needs ROWS WIDTH / (32 warps) of
+# them. Values that do not fit *spill* to memory. Two or three programs share a multiprocessor: one computes products
+# while another computes its softmax. Small tiles waste less work on the diagonal, large tiles read k and v less often.
+# "hopper" (sm_90, sm_100): tensor cores read shared memory directly. "ampere" (all other GPUs): the tiles need at most
+# 99 KB of shared memory, which every GPU since Ampere has. "float32": no tensor cores. Nothing spills, except two
+# registers with "float32" in one version of Triton. The tiles were chosen by the compiler's report, not by measured
+# time.
 TILES = {
     ("hopper", 64): dict(forward=(128, 64, 8, 3), keys=(64, 64, 4, 3), queries=(64, 64, 4, 3)),
     ("hopper", 128): dict(forward=(128, 64, 8, 3), keys=(32, 64, 4, 2), queries=(64, 64, 4, 2)),

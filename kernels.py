@@ -9,15 +9,15 @@ The table shows the memory traffic of one block of the 345M model, in MiB: 8 sam
 bf16. One activation [8192, h] is 16 MiB. The notes name plain PyTorch's passes over memory. "add" in backward adds the
 residual's gradient.
 
-                                      forward                                backward
-                                      plain                          fused   plain                               fused
-    LayerNorm 1                          32                             32     128  dx; dweight, dbias; add         64
-    qkv's bias                            0  within qkv's product        0      48  sum over tokens                 48
-    attention                         2,112  scores, scale, mask, P     64   2,944  four products, three passes    128
-    proj's bias, residual, LayerNorm 2   80  add; LayerNorm             64     144  like LayerNorm 1; dbias         64
-    fc1's bias, GELU                    128  GELU                      128     256  GELU; dbias                    192
-    fc2's bias, residual                 48  add                        48      16  dbias                           16
-    sum                               2,400                            336   3,536                                 512
+                                      forward                               backward
+                                      plain                         fused  plain                                  fused
+    LayerNorm 1                          32                            32    128  dx; dweight, dbias; add            64
+    qkv's bias                            0  within qkv's product       0     48  sum over tokens                    48
+    attention                         2,112  scores, scale, mask, P    64  2,944  4 products, softmax, mask, scale  128
+    proj's bias, residual, LayerNorm 2   80  add; LayerNorm            64    144  like LayerNorm 1; dbias            64
+    fc1's bias, GELU                    128  GELU                     128    256  GELU; dbias                       192
+    fc2's bias, residual                 48  add                       48     16  dbias                              16
+    sum                               2,400                           336  3,536                                    512
 
 Each step of plain attention writes and reads an [s, s] matrix per head, 256 MiB for all heads. PyTorch has a fused
 attention, too. The other rows move 880 MiB plain and 656 MiB fused, forward and backward together. After the blocks
@@ -27,10 +27,10 @@ The *floor* of an operation is the least memory traffic that it needs: each inpu
 once. The comment above each kernel derives the floor.
 
 How to read a kernel: a `@triton.jit` function is the code of one *program*. The launch `kernel[grid](...)` starts many
-programs. A program works on blocks of `tl.arange` elements. The compiler spreads a block over the program's
-threads; 32 threads are a *warp*. Names in capitals are pointers or compile-time constants. One 16-byte load reads 8
-consecutive bf16, if the compiler can prove that no mask and no odd row length splits these 8. Row offsets are int64
-because a tensor may have more than 2^31 elements.
+programs. A program computes on small arrays (blocks); `tl.arange` gives their indices. The compiler spreads a block
+over the program's threads; 32 threads are a *warp*. Names in capitals are pointers or compile-time constants. One
+16-byte load reads 8 consecutive bf16. For this, the compiler must prove that row lengths are multiples of 8 and that
+the mask is equal for all 8. Row offsets are int64 because a tensor may have more than 2^31 elements.
 
 All kernels compute in float32, whatever dtype the tensors have. They use no atomics, so two runs give the same bits.
 A few *persistent* programs compute the sums over rows (gradients of biases and LayerNorms). Each of these programs adds
@@ -147,12 +147,12 @@ def dropout_mask(columns, drop):
 #
 # Backward: g = weight dout is the gradient of n. mean and r depend on every element of the row, so
 #
-#     dz = r (g - sum_c g / h - n sum_c (g n) / h) + (the gradient past the norm: z is also the residual stream)
+#     dz = r (g - sum_c g / h - n sum_c (g n) / h) + (the residual stream's gradient, which bypasses the norm)
 #     dx = dz      dy = dropout(dz)
 #     dbias = sum_rows dy      dweight = sum_rows dout n      dnorm_bias = sum_rows dout
 #
 # The programs are persistent: each keeps its sums over rows, [3, h] float32, in registers. Floor in bf16: 8 bytes an
-# element (dout, z and the gradient past the norm read; dx written; dy is dx). With dropout, dy is written: 10 bytes.
+# element (dout, z, the residual stream's gradient read; dx written; dy is dx). With dropout, dy is written: 10 bytes.
 #
 # One pair of kernels serves `layer_norm` (no y), `add_` (no norm) and `add_layer_norm_`. ADD, NORM and DROP are
 # constants; the compiler omits the code of the parts that are False. LayerNorm: Ba et al. (arXiv 1607.06450).
@@ -194,7 +194,7 @@ def residual_backward(
     DZ, DOUT, Z, WEIGHT, MEAN, R, DX, DY, SUMS, ROWS, rows, width, place, threshold, factor,
     PAST: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """PAST: whether DZ, the gradient past the norm, is given. SUMS [programs, 3, width]: dweight, dnorm_bias, dbias."""
+    """PAST: DZ (the residual stream's gradient) is given. SUMS [programs, 3, width]: dweight, dnorm_bias, dbias."""
     column = tl.arange(0, BLOCK)
     exists = column < width
     d_weight = tl.zeros([BLOCK], tl.float32)
@@ -248,7 +248,7 @@ class Residual(torch.autograd.Function):
             x, y, bias, z, weight, norm_bias, out, mean, r, rows, width, *ctx.constants, **ctx.parts, **one_row(width)
         )
         ctx.save_for_backward(z if out is not None else None, weight, mean, r, rows)
-        return z, out  # z is an output even if z is x: so `backward` gets the gradient past the norm, too
+        return z, out  # z is an output even if z is x, so `backward` gets the residual stream's gradient
 
     @staticmethod
     def backward(ctx, dz, dout):
@@ -450,7 +450,7 @@ def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
     """Do the same as `reference.cross_entropy_`. logits [n, v/t] must be contiguous; the losses [n] are float32."""
     assert logits.is_contiguous() and (weights is None or weights.dtype == torch.float32)
     n, width = logits.shape
-    weights = None if weights is None else weights.contiguous()  # stride 0 if they come from a sum's backward
+    weights = None if weights is None else weights.contiguous()  # the backward of a sum gives stride 0
     if reduce is None:
         losses, gradient = torch.empty(n, dtype=torch.float32, device=logits.device), weights is not None
         cross_entropy_whole[(n,)](logits, targets, weights, losses, columns, width, GRADIENT=gradient, **CROSS_ENTROPY)
@@ -468,9 +468,10 @@ def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
 # --- the end of a step ----------------------------------------------------------------------------------------------
 #
 # AdamW reads weight, gradient and two moments of each parameter (16 bytes), and writes weight, moments and the rounded
-# weight (14 bytes). Floor: 30 bytes a parameter (28 with a bf16 gradient). Weight decay applies to at most two ranges
-# of a flat buffer, so one launch updates a bucket. Numbers that change from step to step (learning rate, scale, two
-# bias corrections, the skip flag) lie on the device: the host does not wait for them.
+# weight (14 bytes). Floor: 30 bytes a parameter (28 with a bf16 gradient). At most two ranges of a flat buffer have
+# weight decay. The kernel gets both ranges as arguments, so one launch updates a bucket. Numbers that change from step
+# to step (learning rate, scale, two bias corrections, the skip flag) lie on the device, so the host does not wait for
+# them.
 
 
 @triton.jit

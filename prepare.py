@@ -77,7 +77,7 @@ class Encoded(NamedTuple):
 
 
 def encode_block(job: Job, block: list[Part]) -> Encoded:
-    """Encode the parts of a block, each document into its split. Count bad documents and leave them out."""
+    """Encode the documents of a block, each into its split. Count bad documents and leave them out."""
     encoding = load_tokenizer(job.tokenizer)
     endoftext = encoding.eot_token.to_bytes(2, "little")
     tokens, documents, skipped, examples = [[], [], []], [0, 0, 0], Counter(), []
@@ -159,7 +159,7 @@ class Progress:
     """
 
     made_from: dict  # options and inputs; a command with other options or inputs must not resume
-    cut: str  # settings that decide where blocks are cut; they must also be equal to resume
+    cut: str  # settings that cut the blocks; a run with other settings must not resume
     blocks: int = 0  # finished blocks
     tokens: list[int] = field(default_factory=lambda: [0, 0, 0])
     documents: list[int] = field(default_factory=lambda: [0, 0, 0])

@@ -1,4 +1,4 @@
-"""Test checkpoints: any layout loads those of any other, resuming changes no bit, incomplete ones are never used."""
+"""Test checkpoints: any layout loads any other's, resuming changes no bit, an incomplete checkpoint is never used."""
 
 import itertools
 import json
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("cuts", [1, 2, 3, 5])
 def test_runs_say_where_every_element_of_a_part_of_a_part_lies(shape, tp_dim, tp, cuts):
-    """Cut a tensor over tp, flatten each part and cut it again at any element. `runs` must put it together again."""
+    """Cut a tensor over tp, flatten each piece and cut it again at any element. `runs` must rebuild the tensor."""
     spec = ParamSpec("u.w", shape, tp_dim)
     whole = torch.arange(np.prod(shape)).view(shape)
     rebuilt = torch.full((whole.numel(),), -1)
@@ -177,7 +177,7 @@ def test_where_to_resume_from(straight, tokens_dir, tmp_path, capsys):
 
 
 def test_what_is_later_than_the_resumed_step_is_not_left_for_the_next_run_to_find(tokens_dir, tmp_path):
-    """Later checkpoints of an earlier run are an error: step 4 of the first run is not step 4 of the second."""
+    """To resume from step 2 while steps 4 and 6 exist is an error: the second run would make another step 4."""
     go(configured(tmp_path, tokens_dir, save_interval=2, train_iters=6, keep=0))
     back = configured(tmp_path, tokens_dir, resume=str(tmp_path / "step_2"), train_iters=3, keep=2)
     with pytest.raises(UserError, match=r"^resume=.*step_2: .* contains the later step_6; remove the later check"):

@@ -43,13 +43,13 @@ def reports(tmp_path, monkeypatch):
 
 
 def test_a_kernel_that_is_fine_and_one_that_is_careless(reports):
-    """n is the mask's limit. If n may be odd, a mask may separate neighbours, so each lane loads 2 bytes at a time."""
+    """n is the mask's limit. If n may be odd, a mask may separate neighbours, so a thread loads 2 bytes at a time."""
     constants = {"bias": None, "BLOCK": 1024}
     jobs = [("scale", f"*bf16 *bf16 fp32 {n}", constants, arch) for arch in (80, 90) for n in ("i32", "i32:1")]
     a100, careless_a100, h100, careless_h100 = reports(jobs)
     for r in (a100, h100):
         assert r.spills == r.stack == r.shared == r.barriers == 0 and 0 < r.registers <= 32
-        assert r.loads == r.wide_loads == 1 and r.stores == r.wide_stores == 1  # 8 elements in each of 128 lanes: 1024
+        assert r.loads == r.wide_loads == 1 and r.stores == r.wide_stores == 1  # 8 elements in each of 128 threads
         assert r.narrow_loads == r.narrow_stores == 0
     for r in (careless_a100, careless_h100):
         assert r.loads == r.narrow_loads == 8 and r.stores == r.narrow_stores == 8

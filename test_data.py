@@ -44,7 +44,7 @@ def keys(seed, epochs):
 
 
 def chi_square(counts, expected):
-    """Return the chi-square of a histogram, in standard deviations above its expectation for uniform counts."""
+    """Return (chi-square - mean) / standard deviation of a histogram whose counts should all be near `expected`."""
     degrees = counts.size - 1
     return (((counts - expected) ** 2 / expected).sum() - degrees) / math.sqrt(2 * degrees)
 
@@ -194,7 +194,7 @@ def test_micro_batches_deal_out_a_step():
 
 @pytest.mark.parametrize("dp, b", LAYOUTS)
 def test_every_window_of_an_epoch_exactly_once(counted, dp, b):
-    taken = np.concatenate(list(itertools.islice(steps(dp, b, 2 * dp * b), 200)))  # no global batch size divides 53
+    taken = np.concatenate(list(itertools.islice(steps(dp, b, 2 * dp * b), 200)))  # the first epoch ends inside a step
     for epoch in range(3):
         assert 53 * (epoch + 1) < len(taken)
         windows = counted.windows(np.sort(taken)[53 * epoch : 53 * (epoch + 1)], seed=0)

@@ -1,7 +1,7 @@
 """Tests fused attention in Triton's interpreter: results compared with float64, traffic, machine code for two GPUs.
 
-The allowed error is twice the error of plain PyTorch in the same dtype on the same input, plus one rounding of the
-largest value, plus four roundings of float32 (in case plain PyTorch is exact).
+The allowed error of a result, relative to its largest value, is twice the error of plain PyTorch in the same dtype on
+the same input, plus eps of this dtype, plus 4 eps of float32 (in case plain PyTorch is exact).
 
 Each of these defects was inserted once and turned a test red:
 
@@ -102,7 +102,7 @@ def test_causal_softmax_ignores_what_is_above_the_diagonal():
 
 
 def test_causal_softmax_traffic():
-    """3 and 4 bytes per element of [s, s] in bf16, plus the elements of the diagonal's groups of 8 above it."""
+    """3 and 4 bytes per element of [s, s] in bf16, plus the elements above the diagonal in a row's last group of 8."""
     s = 64
     x = random(1, s, s, dtype=torch.bfloat16).requires_grad_()
     read = sum(8 * (i // 8 + 1) for i in range(s))  # s^2/2 + 4s
@@ -145,7 +145,8 @@ def test_attention_of_large_scores(dtype):
     """Scores reach 1e4 and -1e4: the softmax is nearly one-hot, and no power of 2 overflows.
 
     Backward computes the scores again, as k q^T. This product may add in another order than q k^T, depending on the
-    library or GPU. Then a score differs by a rounding, and P = exp(S - L) by the same: half of eps times the score.
+    library or GPU. Then a score S differs by up to S eps / 2 (one rounding), so P = exp(S - L) has a relative error
+    of up to S eps / 2.
     """
     qkv, do = of_shape(1, 150, 2, 64, dtype)
     qkv[:, :, :2] *= 60
@@ -193,7 +194,7 @@ def test_attention_looks_at_no_later_token():
 
 
 def test_attention_work_and_traffic():
-    """No product above the diagonal's tiles. Each launch stores every result once and reads the expected tensors."""
+    """Compute no product above the diagonal's tiles. Each launch stores results once and reads the expected tensors."""
     b, s, a, d = 1, 512, 2, 64
     x, do = of_shape(b, s, a, d, torch.bfloat16)
     options = flash_attention.attention_options(d, torch.bfloat16, flash_attention.capability(x.device))

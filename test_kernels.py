@@ -1,8 +1,9 @@
 """Tests the Triton kernels without a GPU: results compared with reference.py in float64, memory traffic, machine code.
 
-The interpreter of testing/sanitizer.py turns every race and every access out of bounds into an error. The allowed error
-of a result is twice the error of plain PyTorch in the same dtype on the same input, plus a rounding.
-test_flash_attention.py tests attention.
+The interpreter of testing/sanitizer.py turns every race and every access out of bounds into an error. The allowed
+error of a result, relative to its largest value, is twice the error of plain PyTorch in the same dtype on the same
+input, plus eps of this dtype, plus 8 eps of float32 (in case plain PyTorch is exact). test_flash_attention.py tests
+attention.
 
 Each of these defects was inserted once and turned a test red:
 
@@ -49,7 +50,10 @@ from testing import compiled, sanitizer
 
 
 def results(f, inputs, wanted=None):
-    """Return ([outputs of f, gradients of its inputs], gradients of the outputs: `wanted`, or random if None)."""
+    """Return (outputs of f and gradients of its inputs, seeds).
+
+    seeds: the gradients of the outputs, equal to `wanted`, or random if `wanted` is None.
+    """
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     outputs = f(*(x.clone() for x in inputs))  # f may overwrite its inputs
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -392,7 +396,7 @@ def configurations():
     return table
 
 
-WIDE = {  # (loads, stores) of 16 bytes or more in a thread: one for each 8 bf16 or 4 float32 of its elements
+WIDE = {  # minimum of 16-byte (loads, stores) in a thread: one for each 8 bf16 or 4 float32 of the thread
     "add_layer_norm": (2, 2), "... dropped": (2, 2), "its backward": (3, 1), "add backward": (1, 0), "gelu": (1, 1),
     "gelu backward": (2, 1), "cross-entropy": (4, 2), "statistics": (2, 0), "gradient": (2, 2), "adamw": (8, 7),
     "squared norm": (2, 0),
@@ -401,7 +405,7 @@ WIDE = {  # (loads, stores) of 16 bytes or more in a thread: one for each 8 bf16
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_compiled(arch):
-    """No kernel spills or exceeds its registers, and activations are loaded and stored 16 bytes at a time."""
+    """No kernel spills or exceeds its maximum of registers. Activations are loaded and stored 16 bytes at a time."""
     if not compiled.tool("cuobjdump").exists():
         pytest.skip("this version of Triton has no disassemblers")
     table = configurations()

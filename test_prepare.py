@@ -29,9 +29,9 @@ from errors import UserError
 HERE = Path(__file__).parent
 BYTES = tokenizer.load_tokenizer("bytes")
 SMALL = "documents.PIECE, documents.MAX_RUN = 64, 512"
-# Characters of all classes of GPT-2's pattern, and characters that Python and tiktoken may classify differently:
-# letters, digits, apostrophes, contractions, all kinds of spaces, other separators, marks, scripts, emoji (newer than
-# Unicode 3.2), and the text of an end-of-text token
+# All classes of GPT-2's pattern: letters, numbers, apostrophes, contractions, all kinds of spaces, separators, marks.
+# Also characters that Python and tiktoken may classify differently, for example emoji newer than Unicode 3.2, and the
+# text of an end-of-text token.
 ATOMS = [
     *"aZé中한ж9٣½'\u2019!.\u0301_-<|>", *" \n\r\t\xa0\u2028\u3000\x1c\x1f\x85\u200b\x00\u180e", *" \n" * 6, *"'ts" * 3,
     "'s", "'ll", "'re", "n't", "  ", "\r\n", "😀", "\U0001f6d8", "ꟊ", "<|endoftext|>", "hello", "12345", "!!!", "。",
@@ -426,7 +426,7 @@ def test_nothing_is_under_a_final_name_before_it_is_whole(corpus, tmp_path):
 def test_workers_die_with_their_parent(corpus, tmp_path):
     command, _ = corpus
     die = "prepare.Output.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)"  # kill only the parent
-    # run() returns when the last process that has the output pipe open has ended
+    # run() returns only when no process has the output pipe open, so every worker has ended
     run(*command, f"--out={tmp_path}/out", before=f"{SMALL}\n{die}", code=-signal.SIGKILL, timeout=60)
 
 
@@ -607,7 +607,8 @@ def test_mistakes_in_the_command_are_one_line(arguments, expected, tmp_path):
 @pytest.mark.parametrize("kind", ["a.txt", "a.txt.gz", "a.jsonl"])
 def test_memory_does_not_grow_with_the_input(kind, tmp_path):
     """For 48 MB of input, the parent and the largest worker need at most 12 MB more than for 3 MB."""
-    # Only the parent prints. Its peak comes from VmHWM, because its own ru_maxrss would include pytest's memory.
+    # Only the parent prints. It reads its peak memory from /proc (VmHWM), because ru_maxrss would also count the
+    # memory of pytest, which started it.
     report = "import atexit, resource; parent = os.getpid(); "
     report += "atexit.register(lambda: os.getpid() != parent or print('peak', "
     report += "open('/proc/self/status').read().split('VmHWM:')[1].split()[0], "

@@ -27,7 +27,7 @@ def random(*shape, dtype=torch.float32, seed=0):
 
 
 def same(a, b):
-    """Require equal bits, except for the payload of NaN."""
+    """Require equal dtypes, shapes and values. NaN equals NaN."""
     assert a.dtype == b.dtype and a.shape == b.shape
     assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0), b.nan_to_num(0))
 
@@ -56,7 +56,7 @@ def test_what_is_within_bounds_is_computed():
 
 @pytest.mark.parametrize("offset", [1, -1, 1 << 20, 1 << 40, -(1 << 30)])
 def test_loads_out_of_bounds(offset):
-    """Addresses one element beside the tensor, and so far away that the process would crash."""
+    """Some offsets lead one element outside of the tensor. The others lead far away, where the process could crash."""
     x, y = random(37), torch.zeros(37)
     program, lane, element = (2, 4, 37) if offset == 1 else (0, 0, offset)
     said = rf"program \({program}, 0, 0\), lane {lane}, loads x\[{element}\]: x is float32 \[37\]"
@@ -160,7 +160,7 @@ def shift(x, y, BLOCK: tl.constexpr, BACK: tl.constexpr):
 
 
 def test_a_program_loads_what_another_stores():
-    """The interpreter runs programs in order, so the load is before or after the store. On a GPU it is undefined."""
+    """In the interpreter, the order of the load and the store is fixed. On a GPU, this order is undefined."""
     x = random(18)
     for back in (True, False):
         shift[4,](x, torch.zeros(18), BLOCK=4, BACK=back)
@@ -252,7 +252,7 @@ def add_in_place(x, scale, bias, y, n, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_in_place_is_no_race(dtype):
-    """Input and output are one tensor, all programs read a scalar, bias is None. Then all four are one tensor."""
+    """First, x and y are the same tensor and bias is None. In the second launch, all four are the same tensor."""
     x, scale = random(50, dtype=dtype), torch.tensor(3.0, dtype=dtype)
     expected = x * 3
     with sanitizer.traffic() as t:
@@ -359,7 +359,7 @@ def test_dot(dtype):
     a, b, c = random(32, 32, dtype=dtype), random(32, 32, dtype=dtype, seed=1), torch.zeros(32, 32)
     multiply[1,](a, b, c, N=32)
     exact = a.double() @ b.double()
-    assert (c - exact).abs().max() < 1e-5 and (c - exact).abs().max() > 0  # sums in float32; in bfloat16: 1e-1
+    assert (c - exact).abs().max() < 1e-5 and (c - exact).abs().max() > 0  # with bfloat16 sums, the error is 0.1
     a, b = a.mul(4).round(), b.mul(4).round()  # small integers: no rounding
     multiply[1,](a, b, c, N=32)
     assert torch.equal(c, (a.double() @ b.double()).float())

@@ -78,12 +78,14 @@ def character_class(c: str) -> str | None:
 
 
 def cut_points(text: str, pattern: str):
-    """Yield cut points i: encode(text) == encode(text[:i]) + encode(text[i:]), also if text is part of a longer text.
+    """Yield the cut points i of a text: encode(text) == encode(text[:i]) + encode(text[i:]).
+
+    If the text is part of a longer text, these are also cut points of the longer text.
 
     BPE never merges across pre-tokens. So i can be a cut point only if a pre-token begins at i also without the cut.
     GPT-2's pattern is
 
-        's 't 're 've 'm 'll 'd | ?letters | ?numbers | ?others | whitespace before whitespace | whitespace
+        's 't 're 've 'm 'll 'd | ?letters | ?numbers | ?others | whitespace before whitespace or end | whitespace
 
     where ? is one optional space. A pre-token certainly begins in two cases:
     1. i is between a non-space character and a character of another class. An apostrophe and a letter are an exception,

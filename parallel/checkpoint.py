@@ -37,7 +37,7 @@ MUST_MATCH = "num_layers hidden_size num_attention_heads seq_length max_position
 
 
 def runs(spec, begin, end, tp_rank, tp):
-    """Yield the runs of a rank: where its local elements begin .. end lie in the whole tensor.
+    """Yield the runs of a rank: the places of its elements [begin, end) in the whole tensor.
 
     begin and end count elements of the rank's flattened local tensor. Each run is (local offset, whole offset, length),
     in elements, in order. If the tensor is cut along `tp_dim`, its shape can be written as [outer, tp, inner]. Then a
@@ -57,8 +57,8 @@ def runs(spec, begin, end, tp_rank, tp):
 def files(bucket, begin, end):
     """Yield (file name, Piece, elements) of each weight and moment in begin .. end of a bucket's flat buffer.
 
-    A Piece is the part of one parameter in begin .. end. The elements are a view into `master` or a moment. Both
-    tensors contain only the bucket's elements owned[0] .. owned[1], so owned[0] is subtracted.
+    A Piece is the part of one parameter in begin .. end. The elements are a view into `master` or a moment. These
+    tensors begin at element owned[0] of the buffer: a rank keeps only the elements that it updates (`Bucket.owned`).
     """
     first = bucket.owned[0]
     for piece in bucket.layout.pieces(begin, end):

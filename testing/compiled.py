@@ -35,8 +35,8 @@ class Report(NamedTuple):
     shared: int
     spills: int  # stores to and loads from the stack (STL, LDL), because there are too few registers
     loads: int  # from global memory to registers (LDG)
-    wide_loads: int  # 16 bytes or more per lane, which the full bandwidth needs
-    narrow_loads: int  # 1 or 2 bytes per lane
+    wide_loads: int  # 16 bytes or more per thread, for the full bandwidth
+    narrow_loads: int  # 1 or 2 bytes per thread
     stores: int  # to global memory (STG)
     wide_stores: int
     narrow_stores: int

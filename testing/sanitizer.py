@@ -10,13 +10,13 @@ changes this ("Now" is after the call):
                     integers become float32 first. `tl.dot` multiplies exactly and adds in float32. Sums along an
                     axis and `tl.fma` of bfloat16 raise TypeError: their result on a GPU depends on the order of the
                     additions or on the architecture.
-    out of bounds   Triton does not check addresses. Now: OutOfBounds names argument, element and program. 16 bits of a
-                    pointer that addresses do not use contain the number of its argument. So an access outside of this
-                    argument is an error even inside another tensor or in a gap between a view's rows.
+    out of bounds   Triton does not check addresses. Now: OutOfBounds names argument, element and program. A pointer
+                    contains its argument's index in the 16 bits that addresses do not use. So an access outside of
+                    this argument is an error even inside another tensor or in a gap between a view's rows.
     races           Programs that run in turn cannot race. Now: three cases raise Race. Two programs of one launch
-                    access one element and one of them changes it (unless both are atomic). Two lanes of one store
-                    write one element (a lane is a position in the block). A lane reads or overwrites an element that
-                    another lane of its program stored, without a `tl.debug_barrier()` in between.
+                    access the same element and one of them changes it (unless both are atomic). Two lanes of one
+                    store (positions in the stored array) write the same element. A lane reads or overwrites an element
+                    that another lane of its program stored, without a `tl.debug_barrier()` in between.
     device_assert   Triton ignores it. Now: raises AssertionError.
     traffic         Triton does not count it. Now: `with traffic() as t` counts the bytes that kernels load and store.
                     The speed of a memory-bound kernel depends on these bytes, so a unit test can check it.
@@ -105,7 +105,7 @@ _launch = None  # the current launch
 
 @contextmanager
 def traffic():
-    """Yield a Traffic that sums over the launches in the `with` block. Each launch adds its numbers at its end."""
+    """Yield a Traffic that sums over the launches in the `with` block. Each launch adds its counts at its end."""
     total = Traffic()
     _counting.append(total)
     try:
@@ -116,16 +116,16 @@ def traffic():
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
-TAG = np.uint64(48)  # user-space addresses have 47 bits; the bits from here on contain the argument's number, from 1
+TAG = np.uint64(48)  # user-space addresses have 47 bits; the bits from here on contain the argument's index, from 1
 ADDRESS = np.uint64((1 << 48) - 1)
-NOBODY, SEVERAL = -1, -2  # instead of a program's number
+NOBODY, SEVERAL = -1, -2  # instead of a program's index
 
 
 class Memory:
-    """The accesses of this launch to one storage, unit by unit.
+    """The accesses of this launch to one storage.
 
-    A unit has the size of the smallest element of the arguments in this storage. Arguments may overlap: views of one
-    packed tensor, or the same tensor as input and output.
+    Here a *unit* is a cell of the storage, as large as the smallest element of the arguments in this storage. Arguments
+    may overlap: views of one packed tensor, or the same tensor as input and output.
     """
 
     def __init__(self, arguments):
@@ -151,7 +151,7 @@ class Argument:
         reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         self.count = reach if tensor.numel() else 0
         self.what = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        self.belongs = None  # for a view with gaps: mask of its own elements, from its first to its last
+        self.belongs = None  # for a view with gaps: True for its elements, False for the gaps
         if self.count > tensor.numel():
             self.what += f", strides {list(tensor.stride())}"
             self.belongs = np.zeros(self.count, bool)
@@ -199,18 +199,18 @@ class Launch:
                 self.add_arguments((f"{name}[{i}]", part) for i, part in enumerate(value))
             elif isinstance(value, torch.Tensor):
                 self.arguments.append(Argument(name, value))
-                self.tags[id(value)] = len(self.arguments)  # it lives during the launch, so its id is unique
+                self.tags[id(value)] = len(self.arguments)  # the tensor lives during the launch, so its id is unique
         for storage in {a.storage for a in self.arguments}:
             self.memories[storage] = Memory([a for a in self.arguments if a.storage == storage])
 
     def where(self, program=None):
-        """Return "program (x, y, z)" of the current program, or of the program with this number."""
+        """Return "program (x, y, z)" of the current program, or of the program with this index."""
         _, y, z = interpreter.interpreter_builder.grid_dim
         program = self.program if program is None else int(program)
         return f"program ({program // (y * z)}, {program // z % y}, {program % z})"
 
     def access(self, pointers, mask, loads=False, stores=False):
-        """Check and count one access. Return the pointers as plain addresses, without the argument's number.
+        """Check and count one access. Return the pointers as plain addresses, without the argument's index.
 
         pointers, mask: TensorHandles whose shapes broadcast. An atomic both loads and stores.
         """
@@ -303,7 +303,7 @@ def to_float32(bits):
 
 
 def to_bfloat16(values):
-    """Round float32 to bfloat16 bits (uint16), to nearest even. NaN becomes the quiet NaN of PTX's cvt.rn.bf16."""
+    """Round float32 to bfloat16 bits (uint16), to nearest even. NaN becomes 0x7FFF, as on a GPU."""
     bits = np.asarray(values, np.float32).view(np.uint32)
     half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     return np.where(np.isnan(values), np.uint16(0x7FFF), ((bits + half) >> np.uint32(16)).astype(np.uint16))
@@ -387,7 +387,7 @@ def _install_launch():
 
     @replaces(interpreter, "_implicit_cvt")
     def convert(original, value):
-        """Convert a tensor to a pointer, and add its argument's number."""
+        """Convert a tensor to a pointer, and add its argument's index."""
         result = original(value)
         tag = _launch.tags.get(id(getattr(value, "base", value))) if hasattr(value, "data_ptr") else None
         if tag is not None:
