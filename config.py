@@ -4,8 +4,8 @@
 
 The file is plain Python that assigns fields. A field on the command line replaces the file's value. `--help` prints the
 comment beside each field. Most fields have Megatron-LM's names, in snake case; a comment gives Megatron-LM's name where
-it differs. `load` refuses an unknown name and a value of a wrong type. `check` refuses sizes that do not divide and
-unknown choices, before anything is allocated.
+it differs. `load` refuses an unknown name and a value of a wrong type. `check` refuses unknown choices and sizes that
+are not divisible, before anything is allocated.
 """
 
 import inspect
@@ -30,9 +30,9 @@ class Config:
     num_attention_heads: int = 4  # each head has hidden_size / num_attention_heads columns
     seq_length: int = 256  # tokens in a training sample
     max_position_embeddings: int = 0  # rows of the position embedding (0: seq_length)
-    vocab_size: int = 50257  # token ids of the model; stored padded to a multiple of 128
+    vocab_size: int = 50257  # number of token ids; the word table is padded to a multiple of 128 rows
     dropout: float = 0.0  # after the embedding and in each block, not in attention (Megatron-LM: --hidden-dropout)
-    init_method_std: float = 0.02  # standard deviation of initial weights (a block's outputs: / sqrt(2 num_layers))
+    init_method_std: float = 0.02  # standard deviation of initial weights (proj, fc2: divided by sqrt(2 num_layers))
 
     # -- data and batch
     data_dir: str = "data/stdlib_bytes"  # folder that prepare.py wrote (Megatron-LM: --data-path)
@@ -51,7 +51,7 @@ class Config:
     lr_decay_iters: int = 0  # updates over which the rate decays, warm-up included (0: train_iters)
     lr_warmup_iters: int = -1  # updates of linear warm-up (-1: use lr_warmup_fraction)
     lr_warmup_fraction: float = 0.0  # warm-up as a fraction of lr_decay_iters
-    lr_wsd_decay_iters: int = 0  # wsd: the learning rate falls linearly over so many last updates of lr_decay_iters
+    lr_wsd_decay_iters: int = 0  # wsd: updates of the linear decay, which ends at lr_decay_iters
     weight_decay: float = 0.01  # factor of the weight decay; biases and LayerNorms have none
     adam_beta1: float = 0.9  # decay of the first moment
     adam_beta2: float = 0.999  # decay of the second moment
@@ -87,7 +87,7 @@ class Config:
     eval_iters: int = 10  # global batches of a validation (0: no validation)
     eval_only: bool = False  # only print the loss of a checkpoint
     split: str = "val"  # eval_only: the tokens of this split
-    ledger: bool = False  # at the end, print the bytes that were sent and kept, beside the formulas
+    ledger: bool = False  # at the end, print the bytes sent and kept, as measured and as predicted
     trace: str = ""  # file with every action and message of the last steps, in Chrome's trace format
     tensorboard: str = ""  # folder for TensorBoard logs (Megatron-LM: --tensorboard-dir)
     wandb: str = ""  # Weights & Biases project (Megatron-LM: --wandb-project)
@@ -142,7 +142,7 @@ def load(arguments, default="configs/tiny.py"):
         raise UserError(f"more than one configuration file: {' '.join(files)} (fields are --field=value)")
     path = Path(files[0] if files else default)
     values = from_file(path)
-    if "train_iters" in given or "train_epochs" in given:  # replaces either of them in the file
+    if "train_iters" in given or "train_epochs" in given:  # the file's two values are ignored
         values |= {"train_iters": 0, "train_epochs": 0.0}
     config = Config(**values | given)
     config.out_dir = config.out_dir or f"out/{path.stem}"
@@ -174,7 +174,7 @@ def from_file(path):
 
 
 def field_named(name, where):
-    """The dataclass field `name`; in `name`, - is _. Raises UserError, which begins with `where`."""
+    """Return the field `name`, in which - and _ are equal. Raises UserError, which begins with `where`."""
     known = {f.name: f for f in fields(Config)}
     if flags.plain(name) not in known:
         raise UserError(f"{where}: {flags.unknown(name, known, 'python train.py')}")
@@ -184,7 +184,7 @@ def field_named(name, where):
 def from_text(field, text):
     """Convert `text` to the type of `field`; None is a missing value. Raises UserError."""
     if text is None:
-        raise UserError(f"--{field.name}: the value is missing (default: --{field.name}={field.default})")
+        raise UserError(f"--{field.name}: the value is missing (default: {field.default!r})")
     try:
         return flags.BOOLEANS[text.lower()] if field.type is bool else field.type(text)
     except (ValueError, KeyError):
@@ -269,7 +269,7 @@ def check(c, world):
 
 
 def check_layout(c, world):
-    """Raise UserError if the sizes of the layout do not divide. Return dp."""
+    """Raise UserError if a size is not divisible as the layout needs. Return dp."""
 
     def divides(small, divisor, big, value, why=""):
         if value % divisor:
@@ -284,11 +284,12 @@ def check_layout(c, world):
     dp = world // (c.tp * c.pp)
     start, increment, _ = rampup(c)
     growth = c.global_batch_size - start
-    divides("the increment of rampup_batch_size", increment, "the growth of global_batch_size", growth)
+    divides("increment", increment, "rampup_batch_size: global_batch_size - start", growth)
     for size in range(start, c.global_batch_size + 1, increment):
-        divides("micro_batch_size * dp", c.micro_batch_size * dp, "global_batch_size", size)
+        name = "global_batch_size" if size == c.global_batch_size else "rampup_batch_size: batch size"
+        divides("micro_batch_size * dp", c.micro_batch_size * dp, name, size)
         schedule = schedules.build(c.schedule, c.pp, micro_batches(c, size, dp), c.chunks)
     parts = max(schedule.parts) + 1
-    why = f"too few for the {parts} parts of pp={c.pp}, chunks={c.chunks}; should be at least {parts - 2}"
+    why = f"should be at least {parts - 2}: pp={c.pp}, chunks={c.chunks} make {parts} parts of embedding, blocks, head"
     require(c, "num_layers", c.num_layers >= parts - 2, why)
     return dp

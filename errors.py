@@ -19,7 +19,7 @@ class UserError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, with one line for each mistake. In a flag, `-` is `_`. `flags.unknown` answers other flags."""
+    """argparse's parser, with one line for a mistake. In a flag, `-` is `_`. `flags.unknown` answers unknown flags."""
 
     def parse_args(self, words=None):
         words, known = list(sys.argv[1:] if words is None else words), self._option_string_actions
@@ -43,7 +43,7 @@ def report(error, late=0):
     """Print an error's line on stderr. Under torchrun, also write the line into the error file of this process.
 
     At its end, torchrun prints the error file with the smallest time as the "Root Cause". late: seconds that are added
-    to the time, so that a rank that only lost a peer does not become the root cause.
+    to the time. Therefore a rank that only lost a peer does not become the root cause.
     """
     print(f"error: {error}", file=sys.stderr, flush=True)
     write_error_file(f"error: {error}", late)
@@ -70,7 +70,7 @@ def exit_on_user_error(main):
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the flush at exit fails
         sys.exit(141)
 
 

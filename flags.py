@@ -1,9 +1,9 @@
 """The flags of the command lines: how words become flags and values, and answers to flags that a command lacks.
 
 `-` and `_` are equal in a name: --num-layers is --num_layers. Many flags of Megatron-LM have the same name here. The
-tables list flags of Megatron-LM, DeepSpeed and their launchers that have another name here, or are not needed. A
-command answers such a flag with the text beside it, and --help prints the command's table. This file imports no other
-file of the project, because `errors.Parser` uses it.
+tables list flags of Megatron-LM, DeepSpeed and their launchers that have another name here, or none. A command answers
+such a flag with the text beside it, and --help prints the command's table. This file imports no other file of the
+project, because `errors.Parser` uses it.
 """
 
 import difflib
@@ -13,13 +13,13 @@ from pathlib import Path
 
 WIDTH = 120  # columns of --help
 
-# Rows of flags and their answer, two or more spaces apart.
+# A row: flags, two or more spaces, and the answer to these flags.
 TABLES = {
     "train.py": """
   --tensor-model-parallel-size --model-parallel-size   use --tp
   --pipeline-model-parallel-size                       use --pp
   --num-virtual-stages-per-pipeline-rank               use --chunks with --schedule=interleaved
-  --num-layers-per-virtual-pipeline-stage              use --schedule=interleaved --chunks=V, V = num_layers / (pp * N)
+  --num-layers-per-virtual-pipeline-stage              use --schedule=interleaved --chunks=num_layers/(pp * its value)
   --context-parallel-size                              not available: the axes are dp, tp and pp
   --expert-model-parallel-size --num-experts           not available: the model has no experts
   --zero-stage                                         use --zero
@@ -33,12 +33,13 @@ TABLES = {
   --checkpoint-activations --recompute-activations     use --recompute=full
   --deepspeed-activation-checkpointing                 use --recompute=full
   --recompute-granularity                              use --recompute=full; selective is not available
-  --recompute-method --recompute-num-layers            not needed: --recompute=full is for each block
-  --checkpoint-num-layers                              not needed: --recompute=full is for each block
-  --partition-activations --checkpoint-in-cpu          not available: each rank keeps the inputs of its blocks
+  --recompute-method --recompute-num-layers            not needed: --recompute=full recomputes every block
+  --checkpoint-num-layers                              not needed: --recompute=full recomputes every block
+  --partition-activations                              use --sequence_parallel, which also cuts the saved inputs over tp
+  --checkpoint-in-cpu                                  not available: the saved inputs stay on their rank's GPU
   --fp16                                               use --dtype=fp16
   --bf16                                               use --dtype=bf16
-  --loss-scale                                         not available: the scale changes; see --initial_loss_scale
+  --loss-scale                                         not available: always dynamic; see --initial_loss_scale
   --batch-size                                         use --micro_batch_size
   --hidden-dropout                                     use --dropout
   --attention-dropout                                  not available: attention probabilities have no dropout
@@ -57,30 +58,32 @@ TABLES = {
   --valid-data-path --test-data-path                   not needed: --data_dir has the three splits
   --data-impl --num-workers --dataloader-type          not needed: the tokens are mapped into memory
   --vocab-file --merge-file                            not needed: prepare.py --tokenizer=gpt2 has the vocabulary
-  --tokenizer-type --tokenizer-model                   not needed: use prepare.py --tokenizer=gpt2
+  --tokenizer-type --tokenizer-model                   use prepare.py --tokenizer=gpt2
   --save                                               use --out_dir
   --load                                               use --resume; without it, a run resumes from --out_dir
-  --no-load-optim --no-load-rng --finetune             not available: a run resumes all that its checkpoint has
+  --no-load-optim --no-load-rng --finetune             not available: a run resumes everything in its checkpoint
   --exit-interval --exit-duration-in-mins              not available: SIGTERM or Ctrl-C saves and stops
   --exit-signal-handler                                not needed: SIGTERM or Ctrl-C saves and stops
   --tensorboard-dir                                    use --tensorboard
   --wandb-project                                      use --wandb
   --wandb-exp-name                                     not needed: the name is that of --out_dir
   --log-throughput                                     not needed: always on
-  --no-masked-softmax-fusion --no-bias-gelu-fusion     use --kernels=torch, which fuses nothing
-  --no-bias-dropout-fusion                             use --kernels=torch, which fuses nothing
-  --use-flash-attn --attention-backend                 use --kernels
+  --no-masked-softmax-fusion --no-bias-gelu-fusion     use --kernels=torch, plain PyTorch
+  --no-bias-dropout-fusion                             use --kernels=torch, plain PyTorch
+  --use-flash-attn --attention-backend                 not needed: PyTorch chooses; see also --kernels=triton
   --transformer-impl --use-mcore-models                not needed: the model has one implementation
   --distributed-backend                                not needed: NCCL on GPUs, Gloo on CPUs
   --distributed-timeout-minutes                        use --comm_timeout, in seconds
-  --deepspeed --no-pipeline-parallel                   not needed: ZeRO is --zero, the pipeline --pp
-  --deepspeed-config                                   not needed: use the fields of train.py --help
+  --deepspeed --no-pipeline-parallel                   not needed: ZeRO is --zero, the pipeline is --pp
+  --deepspeed-config                                   use the fields of train.py --help
   --nproc-per-node --num-gpus                          use torchrun --nproc_per_node=N train.py ...
-  --nnodes --num-nodes                                 use torchrun --nnodes=N train.py ... on each node
-  --node-rank                                          use torchrun --node_rank=R train.py ... on node R
-  --master-addr --master-port                          use torchrun --master_addr=A --master_port=P train.py ...
-  --hostfile --include --exclude                       not available: start torchrun on each node
-  --local-rank                                         not needed: torchrun sets LOCAL_RANK, other launchers may not
+  --nnodes --num-nodes                                 on node R: torchrun --nnodes=N --node_rank=R --master_addr=A ...
+  --node-rank                                          on node R: torchrun --nnodes=N --node_rank=R --master_addr=A ...
+  --master-addr                                        use torchrun --master_addr=A train.py ..., A of node 0
+  --master-port                                        use torchrun --master_port=P train.py ..., equal on all nodes
+  --hostfile                                           not available: start torchrun on each node
+  --include --exclude                                  not available: set CUDA_VISIBLE_DEVICES for torchrun on each node
+  --local-rank                                         not needed: start with torchrun, which sets LOCAL_RANK
 """,
     "prepare.py": """
   --input                                  write the files without a flag: python prepare.py FILE ...
@@ -172,7 +175,7 @@ def unknown(name, known, prog):
 def table_text(prog):
     """The table of a command as a section of its --help. prog: "python prepare.py"."""
     command = prog.split()[-1]
-    title = "flags of Megatron-LM, DeepSpeed and their launchers that have another name here, or are not needed:"
+    title = "flags of Megatron-LM, DeepSpeed and their launchers that have another name here, or none:"
     return f"\n{title}{TABLES[command]}" if command in TABLES else ""
 
 
@@ -182,7 +185,7 @@ torchrun --nproc_per_node=N train.py [CONFIG.py] [--field=value ...]         N p
 
 example: torchrun --nproc_per_node=4 train.py configs/gpt2_345m.py --tp=2 --zero=1 --lr=3e-4
 
-CONFIG.py is a Python file that assigns fields (default: configs/tiny.py). A value on the command line replaces it.
+CONFIG.py is a Python file that assigns fields (default: configs/tiny.py). The command line replaces its values.
 --num_layers=24, --num_layers 24 and --num-layers 24 are the same. True may be left out: --ledger is --ledger=True."""
 
 

@@ -84,9 +84,9 @@ COMMAS = "a list needs commas: --rampup_batch_size=16,8,30000"
         (["--lr="], "--lr=: should be float"),
         (["--num_layers=2.5"], "--num_layers=2.5: should be int"),
         (["--ledger=yes"], "--ledger=yes: should be True or False"),
-        (["--lr"], "--lr: the value is missing (default: --lr=0.001)"),
-        (["--lr", "--seed", "3"], "--lr: the value is missing (default: --lr=0.001)"),
-        (["--out-dir", "--lr=1"], "--out_dir: the value is missing (default: --out_dir=)"),
+        (["--lr"], "--lr: the value is missing (default: 0.001)"),
+        (["--lr", "--seed", "3"], "--lr: the value is missing (default: 0.001)"),
+        (["--out-dir", "--lr=1"], "--out_dir: the value is missing (default: '')"),
         (["--lr", "configs/tiny.py"], "--lr=configs/tiny.py: should be float"),
         (["--rampup-batch-size", "16", "8", "300"], "8: a value without a field; " + COMMAS),
         (["configs/tiny.py", "0.1"], "0.1: a value without a field; " + COMMAS),
@@ -111,7 +111,8 @@ def test_a_missing_file_is_answered_with_the_files_of_configs(arguments):
     assert str(error.value).endswith("configs/tiny.py)")
 
 
-# Every flag of the training scripts of the Megatron-LM and DeepSpeed how-tos, with those of their launchers.
+# Flags of the scripts and launchers in how-tos of Megatron-LM and DeepSpeed, for example
+# huggingface.co/blog/megatron-training.
 HOW_TO_TRAIN = """
 --adam-beta2 --bf16 --checkpoint-activations --clip-grad --data-impl --data-path --deepspeed
 --deepspeed-activation-checkpointing --deepspeed_config --distributed-backend --eval-interval --eval-iters --fp16
@@ -220,11 +221,11 @@ def test_mistakes_in_a_file(tmp_path, text, message):
         (1, dict(schedule="zb-h3"), "schedule=zb-h3: should be one of gpipe, 1f1b"),
         (1, dict(chunks=2), "chunks=2: 1f1b does not cut a rank's share into chunks; interleaved and zb-v do"),
         (2, dict(pp=2, chunks=2, schedule="interleaved", micro_batch_size=8), "microbatches=1"),
-        (8, dict(pp=8), "num_layers=4: too few for the 8 parts of pp=8, chunks=1; should be at least 6"),
+        (8, dict(pp=8), "num_layers=4: should be at least 6: pp=8, chunks=1 make 8 parts of"),
         (1, dict(rampup_batch_size="8"), "rampup_batch_size=8: should be start,increment,samples, as 16,8,30000"),
         (1, dict(rampup_batch_size="16,8,100"), "rampup_batch_size=16,8,100: should be start,increment,samples"),
-        (1, dict(rampup_batch_size="2,4,100"), "the growth of global_batch_size=6 is not a multiple of the increment"),
-        (1, dict(rampup_batch_size="4,4,100"), "global_batch_size=4 is not a multiple of micro_batch_size * dp=8"),
+        (1, dict(rampup_batch_size="2,4,100"), "rampup_batch_size: global_batch_size - start=6 is not a multiple"),
+        (1, dict(rampup_batch_size="4,4,100"), "rampup_batch_size: batch size=4 is not a multiple of micro_batch_size"),
         (1, dict(optimizer="adam2"), f"optimizer=adam2: should be one of {', '.join(RULES)}"),
         (1, dict(kernels="cuda"), "kernels=cuda: should be one of auto, triton, torch"),
         (1, dict(dtype="fp8"), "dtype=fp8: should be one of auto, fp64, fp32, bf16, fp16"),

@@ -54,7 +54,7 @@ def torchrun(ranks, *arguments, **options):
 
 
 def test_torchrun_trains_and_reports(config_file, tmp_path):
-    """It prints Megatron's line, memory, timers, validation and ledger, and writes metrics.jsonl and a checkpoint."""
+    """The run prints log lines, memory, timers, validation and ledger, and writes metrics.jsonl and a checkpoint."""
     process = torchrun(2, config_file, "--tp=2", "--sequence_parallel", "--ledger", "--eval_iters=2")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
@@ -186,7 +186,7 @@ def test_a_traceback_is_torchruns_root_cause(monkeypatch, tmp_path):
 
 
 def main(monkeypatch, capsys, *arguments):
-    """train.py in this process: (exit code, stdout, stderr)."""
+    """Run train.py in this process. Return (exit code, stdout, stderr)."""
     monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # keep pytest's handlers
     code = 0
@@ -211,7 +211,7 @@ ANEW = "To begin anew, set another --out_dir"
 
 
 def test_a_second_run_names_the_fields_that_differ(config_file, monkeypatch, capsys, tmp_path):
-    """The run uses its own values, except init_method_std. Fields without an effect on the weights are not named."""
+    """The run uses the new values, except init_method_std. Fields without an effect on the weights are not named."""
     main(monkeypatch, capsys, config_file, "--train-iters", "4")
     changed = "lr=0.5 (the checkpoint: 0.01), zero=1 (the checkpoint: 0)"
     start = "init_method_std=0.5 (the checkpoint: 0.02, which stays)"
@@ -223,7 +223,7 @@ def test_a_second_run_names_the_fields_that_differ(config_file, monkeypatch, cap
 
     code, out, _ = main(monkeypatch, capsys, *command)
     iters = "train_iters=6 (the checkpoint: 4)"
-    line = f"changed since {tmp_path}/out/step_4: {start}, {iters}, {changed}. This run uses its own values. {ANEW}"
+    line = f"changed since {tmp_path}/out/step_4: {start}, {iters}, {changed}. This run uses the new values. {ANEW}"
     assert code == 0 and out.splitlines()[2] == line
     rows = log.read_metrics(tmp_path / "out" / "metrics.jsonl")
     assert rows[4]["lr"] < 0.01 and 0.01 < rows[5]["lr"] < 0.5
@@ -235,10 +235,10 @@ def test_a_second_run_names_the_fields_that_differ(config_file, monkeypatch, cap
 
 
 def test_the_loss_scale_of_an_fp16_checkpoint_stays(config_file, monkeypatch, capsys):
-    """A run in fp16 on a CPU prints its cost."""
+    """A line also warns that fp16 on a CPU is slow."""
     code, out, _ = main(monkeypatch, capsys, config_file, "--dtype=fp16", "--train_iters=1", "--initial_loss_scale=16")
-    cost = "dtype=fp16 on a CPU: a step takes about 10 times as long as with dtype=fp32"
-    assert code == 0 and out.splitlines()[2] == cost
+    warning = "dtype=fp16 on a CPU: a step takes about 10 times as long as with dtype=fp32"
+    assert code == 0 and out.splitlines()[2] == warning
     code, out, _ = main(monkeypatch, capsys, config_file, "--dtype=fp16", "--train_iters=1", "--initial_loss_scale=8")
     assert "Changed without effect: initial_loss_scale=8.0 (the checkpoint: 16.0, which stays). To begin" in out
     code, out, _ = main(monkeypatch, capsys, config_file, "--dtype=fp32", "--eval_only")
@@ -284,7 +284,7 @@ def test_more_processes_than_gpus_is_one_line(config_file, monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     code, _, err = main(monkeypatch, capsys, config_file)
     assert code == 2 and err.startswith(
-        "error: nproc_per_node=4: there are 2 GPUs, one for each process; set at most 2"
+        "error: nproc_per_node=4: each process needs a GPU, and there are 2; set at most 2"
     )
 
 
@@ -330,7 +330,7 @@ def test_validation_is_over_all_ranks(workers, tokens_dir, tmp_path, ranks, tp, 
 
 
 def test_eval_only_takes_a_checkpoints_loss_on_any_split(tokens_dir, tmp_path, capsys):
-    """It changes no file and takes no lock, so it also works during a training."""
+    """eval_only changes no file and takes no lock. Therefore it also works during a training."""
     config = configured(tmp_path, tokens_dir, train_iters=4, eval_iters=100)
     trained = validation_losses(config)
     said = {}

@@ -2,8 +2,9 @@
 
     torchrun --nproc_per_node=4 train.py configs/tiny.py --tp=2
 
-Every process runs this file. Every random number is a function of (seed, position). Therefore a checkpoint needs only
-the weights, the moments, the loss scale, and the counters in `Counters` and `Zero.updates`.
+Every process runs this file. Every random number is a function of the seed and of the place where it is used.
+Therefore a checkpoint needs only the weights, the moments, the loss scale, and the counters in `Counters` and
+`Zero.updates`.
 """
 
 import contextlib
@@ -37,9 +38,10 @@ def train_step(run, batches, stop=False, orphaned=False):
 
     If the gradient of one rank has an inf or nan, the sum of the squared norms over all ranks is not finite, and every
     rank skips the update. A skipped update changes no weight, no moment and not `zero.updates`, on which the learning
-    rate depends. Its samples still count as consumed. In fp16 it may halve the loss scale (`LossScale`).
+    rate depends. Its samples still count as consumed. In fp16 a skipped update may halve the loss scale (`LossScale`).
 
-    stop, orphaned: this rank's reasons to stop (`processes.Signals`). All ranks learn them in the same step.
+    stop: this rank received a signal to stop. orphaned: its launcher died (`processes.Signals`). All ranks learn both
+    in the same step.
     """
     c, mesh, zero = run.config, run.mesh, run.zero
     samples = configuration.global_batch_size_at(c, run.counters.consumed_samples)
@@ -80,7 +82,7 @@ def train_step(run, batches, stop=False, orphaned=False):
 
 @torch.no_grad()
 def evaluate(run, tokens):
-    """Return the mean loss per token over the first eval_iters global batches of `tokens`, or over all if fewer."""
+    """Return the mean loss per token of `tokens`, over at most eval_iters global batches from the start."""
     c, mesh = run.config, run.mesh
     mesh.ledger.phase = "evaluate"
     total = torch.zeros(2, dtype=torch.float64, device=run.device)
@@ -121,7 +123,7 @@ def train(run, tokens, validation, logger, signals):
             # Read the flags of the step before: its results are ready, and the device already works on this step.
             stop = before is not None and before.read().stop
             if before is not None and before.read().orphaned:
-                raise UserError("the launcher of this or another process has died; nothing was saved")
+                raise UserError("the launcher of a process died; the steps after the last checkpoint are lost")
             validate = validation and (due(c.eval_interval) or last)
             if due(c.log_interval) or validate or last or stop:
                 wait = longest_data_wait(run, loader)
@@ -178,7 +180,7 @@ class Run:
     dtype: str
     model: GPT
     layout: Layout
-    schedule: schedules.Schedule  # for the micro-batches of a whole global batch
+    schedule: schedules.Schedule  # for a step of global_batch_size samples, after the batch ramp-up
     zero: Zero
     loss_scale: LossScale
     timers: Timers
@@ -229,7 +231,7 @@ def restore(run, path):
     run.loss_scale.restore(index["loss_scale"])
 
 
-# CPU time of configs/tiny.py, 13 steps of each dtype in turn, one thread on a busy machine: 9.0 to 11.1, median 9.9.
+# CPU time of a step of configs/tiny.py, fp16 / fp32 (13 steps of each, one thread): 9.0 to 11.1, median 9.9.
 FP16_ON_CPU = "dtype=fp16 on a CPU: a step takes about 10 times as long as with dtype=fp32"
 
 
@@ -284,7 +286,7 @@ def open_files(config, mesh, stack):
 
 
 def train_and_report(run, tokens, path, stack):
-    """Train, log, and print the ledger. tokens: {split: Tokens}; path: of the checkpoint it resumed from, or None."""
+    """Train and log. With --ledger, print the bytes sent and kept. tokens: {split: Tokens}. path: as `open_files`."""
     config, mesh = run.config, run.mesh
     place = dict(rank=mesh.rank, dtype=run.dtype, iteration=run.counters.iteration)
     logger = agree(mesh.world, UserError, lambda: Logger(config, run.device, mesh.world.size, **place))
@@ -297,7 +299,7 @@ def train_and_report(run, tokens, path, stack):
         changed = changed and f". Changed without effect: {changed}{anew}"
         logger.say(f"nothing to do: train_iters={config.train_iters} are done ({path}){changed}")
     elif changed:
-        logger.say(f"changed since {path}: {changed}. This run uses its own values{anew}")
+        logger.say(f"changed since {path}: {changed}. This run uses the new values{anew}")
     if not done and train(run, tokens["train"], tokens.get("val"), logger, stack.enter_context(processes.Signals())):
         logger.say(f"trained to iteration {run.counters.iteration}; python generate.py {config.out_dir}")
     if config.ledger and run.steps:
@@ -308,7 +310,7 @@ def train_and_report(run, tokens, path, stack):
 
 
 def main():
-    """Run the command line. Exit codes: 0 done, or saved and stopped; 1 a dead peer; 2 a mistake, a dead launcher."""
+    """Run the command line. Exit codes: 0 done, or saved and stopped; 1 a dead peer; 2 a mistake or a dead launcher."""
     arguments = sys.argv[1:]
     if {"--help", "-h"} & set(arguments):
         print(configuration.help_text())

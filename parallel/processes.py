@@ -19,11 +19,11 @@ def join():
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         if here > (gpus := torch.cuda.device_count()):
-            if local:  # local rank 0 reports it
+            if local:  # local rank 0 reports the error
                 time.sleep(1)
                 os._exit(2)
             raise UserError(
-                f"nproc_per_node={here}: there are {gpus} GPUs, one for each process; set at most {gpus}, "
+                f"nproc_per_node={here}: each process needs a GPU, and there are {gpus}; set at most {gpus}, "
                 "or CUDA_VISIBLE_DEVICES= (nothing) to train on the CPU"
             )
         torch.cuda.set_device(device)
@@ -35,7 +35,7 @@ def join():
 def together(world, work):
     """Call `work()` on every rank of the axis `world`. After an error, end the process with one line on stderr.
 
-    Exit code 2 is a mistake of the user, 1 a lost peer. Without torchrun, the UserError is raised to the caller.
+    Exit code 2 means a mistake of the user, 1 a lost peer. Without torchrun, the UserError is raised to the caller.
     """
     try:
         work()
@@ -45,7 +45,7 @@ def together(world, work):
         if world.rank == 0 or not getattr(error, "agreed", False):
             leave(error, 2)
         time.sleep(1)  # rank 0 reports the error first, then torchrun ends the other ranks
-        write_error_file(f"error: {error}", late=1)  # for the torchrun of another node than rank 0's
+        write_error_file(f"error: {error}", late=1)  # for torchrun on the nodes without rank 0
         os._exit(2)
     except CommunicationError as error:
         leave(error, 1)
