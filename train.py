@@ -201,8 +201,6 @@ def build(config, mesh, device):
     zero = Zero(model, layout, config, mesh, DTYPES[dtype], device, ops, training=not config.eval_only)
     timers = Timers(device)
     executor = Executor(model, zero, config, mesh, layout, schedule, timers)
-    if config.trace:
-        executor.trace = trace.Trace(mesh, device)
     rates = [learning_rate(config, update) for update in range(1, config.train_iters + 1)]
     rates = torch.tensor(rates, dtype=torch.float64, device=device)
     scale = LossScale(config, dtype)
@@ -293,6 +291,8 @@ def train_and_report(run, tokens, path, stack):
     stack.callback(logger.close)
     if config.ledger:
         activations = stack.enter_context(meter.Activations(run.executor))
+    if config.trace:
+        run.executor.trace = trace.Trace(mesh, run.device, run.counters.iteration)
     changed = configuration.differences(config, checkpoint.read_index(path)) if path else ""
     anew = ". To begin anew, set another --out_dir" + (" and no --resume" if config.resume != "auto" else "")
     if done := run.counters.iteration >= config.train_iters:

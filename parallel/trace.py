@@ -24,9 +24,9 @@ STEPS = 10  # the latest, which are kept: a week of training leaves a small file
 class Trace:
     """This rank's record. Times are the system's clock in microseconds, so that ranks can be laid side by side."""
 
-    def __init__(self, mesh, device):
+    def __init__(self, mesh, device, iteration):
         self.replica, self.rank = mesh.dp.rank * mesh.tp.size + mesh.tp.rank, mesh.pp.rank
-        self.device, self.step, self.microbatches = device, 0, None
+        self.device, self.step, self.microbatches = device, iteration, None
         self.steps = deque(maxlen=STEPS)
 
     def begin_step(self, microbatches):
