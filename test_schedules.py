@@ -1,9 +1,10 @@
-"""Each action once, in an order that can be; the bubbles of the papers; messages that never deadlock; what is drawn.
+"""Schedules have each action once in a possible order, the papers' bubbles, and messages that never deadlock.
 
-What a list of actions must satisfy is written down here a second time, from the dependencies, so that the checker of
-schedules.py is itself checked. The published numbers are data below.
+The rules for a list of actions are written here a second time, from the dependencies. So the checker of schedules.py is
+tested too. The published numbers are data below. The drawings and the command line are tested at the end.
 """
 
+import contextlib
 import itertools
 import json
 import re
@@ -40,7 +41,7 @@ UNIT = {"F": 1, "B": 1, "I": 1, "W": 1}
 
 
 def all_of_them(stages, microbatches):
-    """Every schedule of these sizes that there is: (name, p, m, chunks)."""
+    """Yield (name, p, m, chunks) for each schedule and each of these sizes that the schedule accepts."""
     for name, p, m in itertools.product(SCHEDULES, stages, microbatches):
         if name == "interleaved":
             yield from ((name, p, m, v) for v in (2, 3) if m % p == 0)
@@ -50,20 +51,22 @@ def all_of_them(stages, microbatches):
             if p % 2 == 0 or p == 1:
                 yield name, p, m, 1
         else:
-            yield name, p, m, usual_chunks(name)
+            with contextlib.suppress(UserError):  # an added schedule may refuse some sizes
+                SCHEDULES[name](p, m, usual_chunks(name))
+                yield name, p, m, usual_chunks(name)
 
 
 # --- what a schedule does ---------------------------------------------------------------------------------------------
 
 
 def test_every_action_once_in_an_order_that_can_be():
-    """Any m, also m < p and m = 1: actions are complete, and none starts before what it needs has ended and arrived."""
+    """For any m, also m < p and m = 1: no action is missing, and none starts before its inputs have arrived."""
     comm = 0.3
     for sizes in all_of_them(range(1, 9), range(1, 13)):
         schedule = build(*sizes)
         name, p, m, _ = sizes
         assert schedule.name == name and len(schedule.actions) == p and schedule.microbatches == m
-        kinds = "FIW" if name.startswith("zb") else "FB"
+        kinds = "FIW" if any(action.kind == "I" for action in schedule.actions[0]) else "FB"
         taken = routes(schedule)
         wanted = {Action(kind, j, chunk) for j in range(m) for chunk in taken[j] for kind in kinds}
         events = {event.action: event for event in simulate(schedule, COST, comm).events}
@@ -128,7 +131,7 @@ def test_one_stage(name, list_of_it):
 
 
 def test_the_papers_pictures():
-    """The first and the last rank of four, as they are drawn (zero-bubble paper, figures 2 and 3)."""
+    """The first and the last of four ranks are as in the zero-bubble paper, figures 2 and 3."""
     lists = {name: [short(actions) for actions in build(name, 4, 8).actions] for name in ("1f1b", "zb-h1", "zb-h2")}
     assert lists["1f1b"][0] == "F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7"
     assert lists["1f1b"][3] == "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7"
@@ -143,7 +146,7 @@ def test_the_papers_pictures():
 
 
 def test_the_vees_picture():
-    """ZB-V on four ranks as its paper draws it: its first and its last rank; small letters on the way up."""
+    """The first and the last of four ranks of ZB-V are as in its paper. Small letters are chunks on the way up."""
     lists = [
         " ".join(f"{kind.lower() if chunk > 3 else kind}{j}" for kind, j, chunk in actions)
         for actions in build("zb-v", 4, 8, 2).actions
@@ -161,14 +164,14 @@ def test_the_vees_picture():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("interleaved", 4, 6, 2), "microbatches=6: interleaved wants a multiple of stages=4, such as 4 or 8"),
-        (("interleaved", 4, 3, 2), "microbatches=3: interleaved wants a multiple of stages=4, such as 4"),
-        (("interleaved", 4, 8, 1), "chunks=1: interleaved wants 2 or more chunks per rank (with one it would be 1f1b)"),
-        (("chimera", 3, 4), "stages=3: chimera wants an even number, such as 2 or 4 (and any microbatches)"),
+        (("interleaved", 4, 6, 2), "microbatches=6: interleaved needs a multiple of stages=4, such as 4 or 8"),
+        (("interleaved", 4, 3, 2), "microbatches=3: interleaved needs a multiple of stages=4, such as 4"),
+        (("interleaved", 4, 8, 1), "chunks=1: interleaved needs 2 or more chunks per rank (with one it would be 1f1b)"),
+        (("chimera", 3, 4), "stages=3: chimera needs an even number, such as 2 or 4 (and any microbatches)"),
         (("chimera", 4, 4, 2), "chunks=2: chimera does not cut a rank's share into chunks; interleaved and zb-v do"),
         (("1f1b", 4, 8, 2), "chunks=2: 1f1b does not cut a rank's share into chunks; interleaved and zb-v do"),
-        (("zb-v", 4, 8, 1), "chunks=1: zb-v wants 2 per rank, one on the way down and one on the way up"),
-        (("zb-v", 1, 8, 3), "chunks=3: zb-v wants 2 per rank, one on the way down and one on the way up"),
+        (("zb-v", 4, 8, 1), "chunks=1: zb-v needs 2 per rank, one on the way down and one on the way up"),
+        (("zb-v", 1, 8, 3), "chunks=3: zb-v needs 2 per rank, one on the way down and one on the way up"),
         (("1f1b", 0, 8), "stages=0: should be 1 or more"),
         (("1f1b", 4, 0), "microbatches=0: should be 1 or more"),
         (("interleaved", 4, 8, 0), "chunks=0: should be 1 or more"),
@@ -183,7 +186,8 @@ def test_what_does_not_fit_is_refused_by_name(arguments, message):
 
 # --- published numbers ------------------------------------------------------------------------------------------------
 
-ZERO_BUBBLE = [  # Qi et al., arXiv 2401.10241, tables 5 and 6: p, m, ms of F, B (here I), W, message; bubble rates
+# Qi et al., arXiv 2401.10241, tables 5 and 6: p, m, milliseconds of F, I (the paper's B), W and a message, bubble rates
+ZERO_BUBBLE = [
     (8, 24, 18.522, 18.086, 9.337, 0.601, {"1f1b": 0.2431, "zb-h1": 0.1585, "zb-h2": 0.1083}),
     (8, 32, 18.513, 18.086, 9.331, 0.626, {"1f1b": 0.1985, "zb-h1": 0.1242, "zb-h2": 0.0837}),
     (8, 64, 18.546, 18.097, 9.321, 0.762, {"1f1b": 0.1240, "zb-h1": 0.0674, "zb-h2": 0.0444}),
@@ -200,7 +204,7 @@ def test_the_zero_bubble_papers_rates_to_all_four_decimals(p, m, F, I, W, comm, 
 
 
 def test_bubbles_in_closed_form():
-    """With messages that take no time, for every size and whatever the costs, but where the formula says otherwise."""
+    """The simulated bubble equals the formula for every size and cost in its range. Messages take no time here."""
     for p, m in itertools.product(range(1, 9), (*range(1, 10), 12, 16, 24)):
         for F, I, W in [(1, 1, 1), (1, 1.2, 0.9), (2, 3, 0.5)]:
             cost = {"F": F, "B": I + W, "I": I, "W": W}
@@ -215,23 +219,23 @@ def test_bubbles_in_closed_form():
                     bubble = simulate(build(name, p, m), cost).bubble
                     assert bubble == pytest.approx(idle / (m * (F + I + W) + idle), abs=1e-9)
             if p > 1 and m >= 2 * p - 1:
-                idle = (p - 1) * (I - W)  # the paper: none where they are equal; here W <= F <= I
+                idle = (p - 1) * (I - W)  # needs W <= F <= I; the paper's 0 if all are equal
                 bubble = simulate(build("zb-v", p, m, 2), cost).bubble
                 assert bubble == pytest.approx(idle / (m * (F + I + W) + idle), abs=1e-9)
-        if p % 2 == 0 and m % p == 0:  # N = D and, by direct concatenation, its multiples; F and B equal
+        if p % 2 == 0 and m % p == 0:  # in the paper N = m, D = p; needs F = B
             assert simulate(build("chimera", p, m), UNIT).bubble == pytest.approx((p - 2) / (2 * m + p - 2))
 
 
 def test_activations_in_flight():
     for p, m in itertools.product(range(1, 9), (*range(1, 10), 12, 16, 24)):
         if m >= 2 * p - 1:
-            assert simulate(build("zb-v", p, m, 2), COST).peak == [2 * p] * p  # of half a stage each
+            assert simulate(build("zb-v", p, m, 2), COST).peak == [2 * p] * p  # each is half a stage's
         peak = {name: simulate(build(name, p, m), COST).peak for name in ("gpipe", "1f1b", "zb-h1", "zb-h2")}
         assert peak["gpipe"] == [m] * p
         assert peak["1f1b"] == [min(p - rank, m) for rank in range(p)]
         assert peak["zb-h1"] == [min(p, m)] * p
         assert peak["zb-h2"] == [min(2 * p - 1, m)] * p
-        if p % 2 == 0 and m >= p:  # the paper: between p/2 + 1 and p, most in the middle
+        if p % 2 == 0 and m >= p:  # the paper: from p/2 + 1 at the ends to p in the middle
             assert simulate(build("chimera", p, m), COST).peak == [p // 2 + 1 + min(r, p - 1 - r) for r in range(p)]
         if p > 1 and m % p == 0:
             for v in (2, 3):
@@ -240,9 +244,9 @@ def test_activations_in_flight():
 
 
 def test_the_printed_formulas_are_the_simulations():
-    """Wherever the command line puts a formula beside a number, they agree; and the table of the docstring has them."""
+    """Each formula that the command line prints beside a simulated number gives the same number."""
     for name, p, m, v in all_of_them(range(2, 7), range(1, 14)):
-        if name not in schedules.FORMULAS:  # a schedule may have none
+        if name not in schedules.FORMULAS:  # an added schedule may have no formula
             continue
         for costs in (COST, {"F": 1, "B": 2, "I": 1, "W": 1}, {"F": 2, "B": 2, "I": 1.2, "W": 0.8}):
             formula, letters = schedules.FORMULAS[name], dict(p=p, m=m, v=v, **costs)
@@ -253,7 +257,7 @@ def test_the_printed_formulas_are_the_simulations():
 
 
 def test_the_bubble_of_uneven_ranks_is_their_mean_idle_time():
-    """A schedule in which rank 1 has two stages and rank 0 one: spans of 6, busy 3 and 6."""
+    """Rank 0 has one stage and is busy for 3.1, rank 1 has two stages and is busy for 6.2. The longest span is 9.3."""
     F, B = [Action("F", 0, c) for c in range(3)], [Action("B", 0, c) for c in range(3)]
     line = simulate(Schedule("uneven", [0, 1, 2], [0, 1, 1], [[F[0], B[0]], [F[1], F[2], B[2], B[1]]]), COST)
     assert line.makespan == line.span == pytest.approx(9.3) and line.bubble == pytest.approx(1 - (3.1 + 6.2) / 2 / 9.3)
@@ -264,13 +268,13 @@ def test_the_bubble_of_uneven_ranks_is_their_mean_idle_time():
 
 
 def unfinished(schedule, order, per_pair=False):
-    """Carries out a schedule's messages in `order` on a strict machine: the actions that never run (none: good).
+    """Run a schedule whose ranks post messages in `order`, and return the actions that never run (none is right).
 
-    A rank has one queue for all that it sends and receives, whoever the other is; it posts from the front as far as it
-    has produced what it sends. Or, per_pair, one for each other rank, and it posts no further than what it has produced
-    or wants next. A message takes place when it is at the front of its queue at both ends and both have posted it. An
-    action runs when its message has taken place. No step ever makes another impossible, so it does not matter in
-    which order they are tried: how fast ranks and messages are changes nothing.
+    Each rank has one queue for all messages that it sends or receives. It posts from the front of the queue, up to the
+    first send whose tensor is not yet computed. With per_pair, a rank has one queue for each other rank, and posts no
+    receive earlier than the action that needs it. A message runs when it is at the front of its queue at both ends and
+    both ends have posted it. An action runs when its message has arrived. No step makes another step impossible, so the
+    order in which this function tries the steps does not matter, and neither does the speed of ranks and messages.
     """
     queues, posted, done, position = {}, {}, {}, [0] * len(schedule.actions)
     for message in order:
@@ -280,7 +284,7 @@ def unfinished(schedule, order, per_pair=False):
     awaited, ran, arrived = {message.consumer: message for message in order}, set(), set()
 
     def ready(rank, i, queue):
-        """Whether a rank that stands at its action i posts the next message of this queue."""
+        """Return True if a rank whose next action is i posts the next message of this queue."""
         if not queue or queue[0].source == rank:
             return bool(queue) and queue[0].producer in ran
         if not per_pair:
@@ -338,7 +342,7 @@ def test_there_is_one_message_per_boundary_and_direction(name, chunks):
 
 
 def test_chunks_on_one_rank_send_each_other_nothing():
-    """A V: down with the first chunk of each rank, up with the second; rank 1's two are neighbours."""
+    """A V on two ranks: chunks 0 and 1 go down, 2 and 3 come up. Chunks 1 and 2 are neighbours on rank 1."""
     chunks = range(4)
     F, B = [Action("F", 0, c) for c in chunks], [Action("B", 0, c) for c in chunks]
     schedule = Schedule("v", list(chunks), [0, 1, 1, 0], [[F[0], F[3], B[3], B[0]], [F[1], F[2], B[2], B[1]]])
@@ -351,7 +355,7 @@ def test_chunks_on_one_rank_send_each_other_nothing():
 
 
 def test_messages_in_another_order_do_deadlock():
-    """By chunk, or all activations first: what a rank must send then stands behind what waits for it."""
+    """Sorted by chunk, or with all activations first, a send stands in the queue behind a receive that needs it."""
     schedule = build("1f1b", 4, 8)
     order = messages(schedule)
     for key in (lambda message: message.producer.chunk, lambda message: message.kind):
@@ -362,7 +366,7 @@ def test_messages_in_another_order_do_deadlock():
 
 
 def test_your_own_schedule(monkeypatch, capsys):
-    """1F1B with half the warm-up: it is right, holds less, and takes longer."""
+    """1F1B with about half the warm-up passes the checks, keeps fewer activations and has a larger bubble."""
 
     def mine(stages, microbatches, chunks=1):
         actions = []
@@ -386,7 +390,7 @@ def refusal(schedule, microbatches=None):
 
 
 def test_a_deadlock_is_explained():
-    """Rank 1 forgets that rank 0 waits for its first backward: each waits for what the other comes to only later."""
+    """Rank 1 runs all its forwards first, but rank 0 needs rank 1's first backward before its last forward."""
     schedule = build("1f1b", 2, 3)
     schedule.actions[1][:] = each("F", 3, 1) + each("B", 3, 1)
     assert refusal(schedule) == (
@@ -431,9 +435,9 @@ def test_a_skipped_action_is_named():
 
 
 def test_a_skipped_micro_batch_is_named():
-    """Even the last one, which the lists by themselves do not tell."""
+    """Also the last micro-batch, which needs the number of micro-batches as an argument."""
     assert refusal(build("1f1b", 4, 7), 8) == "1f1b: micro-batch 7 of 8 is skipped: no rank has any action of it"
-    assert refusal(build("1f1b", 4, 9), 8) == "1f1b: has a micro-batch 8; of 8, the last is 7"
+    assert refusal(build("1f1b", 4, 9), 8) == "1f1b: has a micro-batch 8, but the last of 8 is 7"
 
 
 def test_a_repeated_action_is_named():
@@ -463,7 +467,7 @@ def test_a_backward_is_whole_or_in_two():
     schedule = build("1f1b", 4, 8)
     schedule.actions[2].append(Action("W", 7, 2))
     assert refusal(schedule) == "1f1b: micro-batch 7, chunk 2 has B and W: should be B, or I and W"
-    mixed = build("1f1b", 2, 1)  # but one stage may be whole and its neighbour in two
+    mixed = build("1f1b", 2, 1)  # one stage may have B while its neighbour has I and W
     mixed.actions[1][:] = [Action("F", 0, 1), Action("I", 0, 1), Action("W", 0, 1)]
     check(mixed)
     assert [message.producer.kind for message in messages(mixed)] == ["F", "I"]
@@ -510,7 +514,7 @@ def test_a_cost_that_is_not_given_is_named():
 
 
 def drawn(capsys, *arguments):
-    """What the command line prints: its lines."""
+    """Return the lines that the command line prints."""
     main([str(argument) for argument in arguments])
     return capsys.readouterr().out.splitlines()
 
@@ -524,7 +528,7 @@ def test_the_docstrings_picture_is_drawn(monkeypatch, capsys):
 def test_the_drawing(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     assert drawn(capsys, "1f1b", "zb-h1", "--stages=2", "--microbatches=3") == [
-        "F forward   B backward   I backward, input   W backward, weights   .. idle",
+        "F forward   B backward   I input gradient   W weight gradient   .. idle",
         "",
         "1f1b: 2 stages, 3 micro-batches",
         "rank 0  F0 F1 ......B0--- F2 B1--- ...B2--- ",
@@ -537,11 +541,19 @@ def test_the_drawing(monkeypatch, capsys):
         "rank 1  ...F0 I0 F1 I1 W0 F2 I2 W1 W2 ",
         "bubble 0.1000 of 10   (p-1)*(F+I-W) / (m*(F+I+W) + (p-1)*(F+I-W)) = 0.1000",
         "peak   2 2 in flight   min(p, m) = 2 2",
+        "",
+        draw.BUBBLE,
     ]
 
 
+def test_a_formula_is_printed_only_where_it_applies(capsys):
+    assert "(p-2) / (2*m+p-2) = 0.1111" in "".join(drawn(capsys, "chimera", "--cost=F:1,B:1"))
+    for arguments in (["--cost=F:1,B:2"], ["--cost=F:1,B:1", "--microbatches=6"]):
+        assert "(p-2)" not in "".join(drawn(capsys, "chimera", *arguments))
+
+
 def test_costs_and_messages_are_drawn(capsys):
-    """--cost is of a stage: two chunks cost half each. B is I and W, unless it is given."""
+    """--cost is for a whole stage, so each of two chunks takes half. The default of B is I + W."""
     lines = drawn(capsys, "interleaved", "zb-h1", "--stages=2", "--microbatches=2", "--cost=F:2,I:3,W:1", "--comm=0.5")
     assert sum(line.endswith(" at --comm=0") for line in lines) == 2  # the formulas'
     stage = {"F": 2, "I": 3, "W": 1, "B": 4}
@@ -554,7 +566,7 @@ def test_costs_and_messages_are_drawn(capsys):
 
 @pytest.mark.parametrize("columns", [40, 80, 120, 200])
 def test_the_drawing_fits_the_terminal(monkeypatch, capsys, columns):
-    """Rows of at most that many columns, on one time axis, with numbers while there is room."""
+    """No row is longer than the terminal, and all schedules have the same time axis."""
     monkeypatch.setenv("COLUMNS", str(columns))
     names = ["gpipe", "1f1b", "interleaved", "zb-h2"]
     lines = drawn(capsys, *names, "--stages=8", "--microbatches=16", "--cost=F:1,I:1.3,W:0.7")
@@ -565,6 +577,18 @@ def test_the_drawing_fits_the_terminal(monkeypatch, capsys, columns):
     assert lengths[0] == lengths[1] > lengths[2] > lengths[3]
 
 
+@pytest.mark.parametrize("cost", ["F:1,B:2", "F:1,I:1.3,W:0.7"])
+def test_a_narrow_terminal_is_told_how_many_columns_the_numbers_need(monkeypatch, capsys, cost):
+    monkeypatch.setenv("COLUMNS", "80")
+    arguments = "interleaved", "zb-v", "--microbatches=12", f"--cost={cost}"
+    pattern = r"numbers are left out: they need (\d+) columns, not 80; or use --svg=FILE"
+    needed = re.fullmatch(pattern, drawn(capsys, *arguments)[-1])[1]
+    monkeypatch.setenv("COLUMNS", needed)
+    lines = drawn(capsys, *arguments)
+    numbers = [box for line in lines if line.startswith("rank ") for box in re.findall(r"[FBIW]\d+", line[8:].upper())]
+    assert len(numbers) == 4 * 12 * 2 * (2 + 3) and lines[-1] == draw.BUBBLE
+
+
 def test_several_schedules_share_one_axis_and_chunks_is_for_those_that_have_them(capsys):
     lines = drawn(capsys, "1f1b", "interleaved", "--chunks=4")
     assert "1f1b: 4 stages, 8 micro-batches" in lines
@@ -573,7 +597,7 @@ def test_several_schedules_share_one_axis_and_chunks_is_for_those_that_have_them
 
 
 def test_colour_where_it_can(monkeypatch, capsys):
-    """On a terminal, unless NO_COLOR is set (to anything but nothing); the text without escapes is as wide."""
+    """A terminal gets colours unless NO_COLOR is set and not empty. The rows are as wide as without colours."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("NO_COLOR", raising=False)
     plain = drawn(capsys, "chimera")
@@ -587,27 +611,34 @@ def test_colour_where_it_can(monkeypatch, capsys):
 
 
 def test_svg(tmp_path, capsys):
-    """A box for every action, to scale, all schedules on one axis."""
+    """Every action has a box of the right place and width, and all schedules have the same time axis."""
     drawn(capsys, "1f1b", "zb-h1", f"--svg={tmp_path}/two.svg")
     root = ElementTree.parse(tmp_path / "two.svg").getroot()
     tag = "{http://www.w3.org/2000/svg}"
     boxes = {}
-    for group in root.iter(f"{tag}g"):
+    for group in root.iterfind(f".//{tag}g[{tag}title]"):
         title, rect = group.find(f"{tag}title").text, group.find(f"{tag}rect")
         boxes.setdefault(title, []).append((float(rect.get("x")), float(rect.get("width"))))
     assert sum(len(found) for found in boxes.values()) == 4 * (2 * 8 + 3 * 8)
     (x0, width), other = boxes["F of micro-batch 0, chunk 0: 0 to 1"]
     assert other == (x0, width)  # of both schedules
     ((x, _),) = boxes["B of micro-batch 7, chunk 0: 31 to 33"]
-    assert (x - x0) / 31 == pytest.approx(1460 / 33, rel=1e-3)
-    assert "bubble 0.1111" in [text.text for text in root.iter(f"{tag}text")]
+    assert (x - x0) / 31 == pytest.approx(786 / 33, rel=1e-3)
+    assert "bubble 0.1111 of 27" in [text.text for text in root.iter(f"{tag}text")]
+
+
+def test_the_svg_is_widened_until_all_numbers_fit(tmp_path, capsys):
+    drawn(capsys, "interleaved", "--stages=8", "--microbatches=24", f"--svg={tmp_path}/wide.svg")
+    text = (tmp_path / "wide.svg").read_text()
+    assert text.count("<title>") == text.count("</text></g>") == 8 * 24 * 2 * 2
+    assert 900 < float(re.search("viewBox='0 0 ([0-9.]+) ", text)[1]) <= 3600
 
 
 # --- a recorded run ---------------------------------------------------------------------------------------------------
 
 
 def trace_of(schedule, steps, chunks=1, late=0.0):
-    """What the executor writes: each F takes 1 ms, B 2 ms, a message 0.25 ms; one rank starts `late` ms."""
+    """Return a trace as trace.py writes it. F takes 1 ms, B 2 ms, a message 0.25 ms; rank 1 is `late` ms late."""
     events = []
     for step in steps:
         for rank, action, start, end in simulate(schedule, {"F": 1, "B": 2, "I": 1, "W": 1}, 0.25).events:
@@ -625,14 +656,14 @@ def trace_of(schedule, steps, chunks=1, late=0.0):
 def test_a_recorded_run_is_drawn_under_the_ideal_one(tmp_path, capsys, name, chunks):
     schedule = build(name, 2, 4, chunks)
     trace = trace_of(schedule, [5, 6, 7], chunks)
-    del trace["traceEvents"][-2]  # step 7 was cut short
+    del trace["traceEvents"][-2]  # step 7 is not complete
     (tmp_path / "trace.json").write_text(json.dumps(trace))
     lines = drawn(capsys, f"--trace={tmp_path}/trace.json", f"--svg={tmp_path}/trace.svg")
     assert lines[2].startswith(f"{name}, ideal: F 1 ms, ") and lines[2].endswith(", messages no time")
     assert f"{name}, recorded: step 6" in lines
     ideal, real = (simulate(schedule, {"F": 1, "B": 2, "I": 1, "W": 1}, comm) for comm in (0, 0.25))
     assert ideal.bubble < real.bubble
-    assert [line for line in lines if line.startswith("bubble")] == [
+    assert [line for line in lines if line.startswith("bubble 0")] == [
         f"bubble {line.bubble:.4f} of {line.span:.4g} ms" for line in (ideal, real)
     ]
     ElementTree.parse(tmp_path / "trace.svg")
@@ -643,11 +674,11 @@ def test_a_recorded_run_is_drawn_under_the_ideal_one(tmp_path, capsys, name, chu
     [
         (
             lambda trace: trace["traceEvents"].pop(-2),
-            "no step in it is whole; the last, 3, lacks B of micro-batch 3, chunk 0 on rank 0",
+            "no step in it is complete; the last, 3, lacks B of micro-batch 3, chunk 0 on rank 0",
         ),
         (
             lambda trace: trace["traceEvents"].append(trace["traceEvents"][0]),
-            "no step in it is whole; the last, 3, has more than the 16 actions of 1f1b",
+            "no step in it is complete; the last, 3, has more than the 16 actions of 1f1b",
         ),
         (lambda trace: trace["traceEvents"].clear(), "has no actions"),
         (lambda trace: trace.pop("otherData"), "not a trace as train.py writes it (KeyError('otherData'))"),
@@ -682,7 +713,7 @@ def test_a_trace_that_cannot_be_drawn(tmp_path, change, message):
         (["1f1b", "--cost=F:0"], "--cost=F:0: 'F:0' should be one of"),
         (["1f1b", "--cost=F"], "--cost=F: 'F' should be one of"),
         (["1f1b", "--comm=-1"], "--comm=-1.0: should be zero or more"),
-        (["1f1b", "--trace=x.json"], "--trace says itself which schedule it is of"),
+        (["1f1b", "--trace=x.json"], "--trace: the file names its schedule; leave out the name"),
         (["--trace=nowhere/x.json"], "--trace=nowhere/x.json: No such file or directory"),
         (["1f1b", "--svg=nowhere/x.svg"], "--svg=nowhere/x.svg: No such file or directory"),
     ],
@@ -694,7 +725,7 @@ def test_mistakes_are_one_line(capsys, arguments, message):
     assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
-def test_the_old_command_says_the_new_one():
+def test_the_old_command_prints_the_new_one():
     command = [sys.executable, "-m", "parallel.schedules", "1f1b"]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
     assert done.returncode == 2 and not done.stdout

@@ -1,10 +1,11 @@
-"""Draws schedules, simulated or recorded: in the terminal, in colour where it can, and as SVG for a slide.
+"""Draw schedules, simulated or recorded, in the terminal and as SVG.
 
     python -m parallel.draw 1f1b zb-h1 --stages=4 --microbatches=8 --svg=pipelines.svg
-    python -m parallel.draw --trace=trace.json         a real step under the ideal one (`train.py --trace` records)
+    python -m parallel.draw --trace=trace.json         a recorded step below its simulation (`train.py --trace` records)
 
-A picture is a timeline (`schedules.simulate`) as one row of boxes per rank; several are drawn on one time axis. Below
-each: its bubble and peak of activations in flight, beside what the papers' formulas say.
+A picture shows a timeline (`schedules.simulate`) as one row of boxes per rank. Several pictures share one time axis.
+Two lines below each picture give the bubble and the peak of activations in flight. The papers' formulas are printed
+beside both numbers, each where it applies.
 """
 
 import html
@@ -21,10 +22,16 @@ from errors import Parser, UserError, exit_on_user_error, explained
 from parallel import schedules
 from parallel.schedules import Action, Event, Schedule, Timeline, simulate
 
-COLOURS = {"F": "#2f6fb7", "B": "#1f9655", "I": "#12908e", "W": "#d08a1e"}
-GREY, IDLE = "#808080", "fill='#808080' opacity='.18'"  # to be seen on white and on black
-MEANINGS = {"F": "forward", "B": "backward", "I": "backward, input", "W": "backward, weights"}
-WIDTH, LEFT, RIGHT, HEIGHT = 1600, 80, 60, 26  # of an SVG: the whole, its margins, a row
+COLOURS = {"F": "#2f6fb7", "B": "#1b8049", "I": "#0f7c7a", "W": "#a86a0c"}  # white numbers are legible on all four
+GREY, IDLE = "#797979", "fill='#808080' opacity='.18'"  # equally visible on a white page and on GitHub's dark one
+MEANINGS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+WIDTH, LEFT, RIGHT, HEIGHT = 900, 50, 64, 18  # of an SVG in pixels: smallest width, left and right margin, row
+END = "text-anchor='end'"
+BUBBLE = (
+    "bubble B of T: T = longest time from a rank's first action to its last; B = 1 - (mean busy time of the ranks) / T"
+)
+LATER_CHUNK = "{}: not the rank's first chunk"
+IN_FLIGHT = "in flight: the most activations that a rank keeps at once, counted in micro-batches on a whole stage"
 
 
 class Picture(NamedTuple):
@@ -33,45 +40,53 @@ class Picture(NamedTuple):
     title: str
     schedule: Schedule
     timeline: Timeline
-    notes: list  # lines below it
+    notes: list  # lines below the picture
 
     @property
     def shades(self):
-        """{chunk: which of its rank's chunks it is, 0 ..}, drawn in lighter shades."""
+        """{chunk: its number among the chunks of its rank, from 0}. A higher number is drawn lighter."""
         placement = self.schedule.placement
         return {chunk: placement[:chunk].count(rank) for chunk, rank in enumerate(placement)}
 
 
 def terminal(pictures, columns, colour):
-    """The pictures under one another on one time axis, as text of at most `columns` columns. colour: with escapes.
+    """Return the pictures under one another on one time axis, as text of at most `columns` columns a row.
 
-    A box shows its micro-batch where there is room. Without colour it shows its kind, in a small letter if it is not
-    in its rank's first chunk.
+    A box shows the number of its micro-batch if it is wide enough. With `colour`, escape codes give the kind. Without
+    it a letter does, a small one if the action is not in the first chunk of its rank.
     """
     label = len(f"rank {max(len(p.schedule.actions) for p in pictures) - 1}  ")
-    scale = columns_per_time(pictures, columns - label)
+    scale, needed = columns_per_time(pictures, columns - label, colour)
     lines = [legend(pictures, colour)]
     for picture in pictures:
         lines += ["", picture.title]
         for rank in range(len(picture.schedule.actions)):
             lines.append(f"rank {rank}".ljust(label) + row(picture, rank, scale, colour))
         lines += picture.notes
+    lines += ["", BUBBLE]
+    if columns < label + needed:
+        lines.append(f"numbers are left out: they need {label + needed} columns, not {columns}; or use --svg=FILE")
     return "\n".join(lines)
 
 
-def columns_per_time(pictures, columns):
-    """The scale: where it fits, a whole number of columns for the shortest action, so that equal boxes look equal."""
+def columns_per_time(pictures, columns, colour):
+    """Return (columns per unit of time, columns at which every box has room for its number).
+
+    If possible the shortest action gets a whole number of columns. Then actions of equal length look equal.
+    """
     events = [event for picture in pictures for event in picture.timeline.events]
     durations = {event.end - event.start for event in events} - {0}
     shortest, total = min(durations), max(picture.timeline.makespan for picture in pictures)
-    widest = len(str(max(event.action.microbatch for event in events))) + 2
-    whole = min(widest, int(columns * shortest / total + 1e-6))
+    number = len(str(max(event.action.microbatch for event in events)))
+    whole = min(number + 2, int(columns * shortest / total + 1e-6))
     even = all(abs(d / shortest - round(d / shortest)) < 1e-6 for d in durations)
-    return whole / shortest if whole and even else min(columns / total, widest / shortest)
+    box = number + (not colour) + (not even)  # a letter without colour; a column that rounding may take
+    scale = whole / shortest if whole and even else min(columns / total, (number + 2) / shortest)
+    return scale, math.ceil(total / shortest * box - 1e-6)
 
 
 def row(picture, rank, scale, colour):
-    """A rank's actions as text, `scale` columns a unit of time; without what has no column."""
+    """Return a rank's actions as text, `scale` columns a unit of time. Actions that round to 0 columns are left out."""
     text, column, box = "", 0, colour_box if colour else plain_box
     for event in picture.timeline.events:
         if event.rank == rank:
@@ -97,7 +112,7 @@ def colour_box(action, width, shade):
     number = str(action.microbatch) if len(str(action.microbatch)) <= width else ""
     ground, ink = shaded(action.kind, shade)
     edge = "|" if width > len(number) else ""
-    if not edge and action.microbatch % 2:  # what tells neighbours apart where there is no room for an edge
+    if not edge and action.microbatch % 2:  # no room for an edge: every second box is darker
         ground = tuple(c * 4 // 5 for c in ground)
     dark = palette(tuple(c // 2 for c in ground))
     number = number.center(width - len(edge))
@@ -105,14 +120,14 @@ def colour_box(action, width, shade):
 
 
 def shaded(kind, shade):
-    """Colours of a box and of its number, (r, g, b): lighter for a rank's second chunk, and again for its third."""
+    """Return the colours (r, g, b) of a box and of its number. Each later chunk of a rank is lighter."""
     light = 1 - 0.55**shade
     ground = tuple(round(c + (255 - c) * light) for c in bytes.fromhex(COLOURS[kind][1:]))
     return ground, (0, 0, 0) if shade else (255, 255, 255)
 
 
 def palette(rgb):
-    """The nearest colour of the 256 that every terminal has: a cube of 6 levels."""
+    """Return the number of the nearest of 216 colours that terminals have: a cube with 6 levels of r, g and b."""
     levels = (0, 95, 135, 175, 215, 255)
     r, g, b = (min(range(6), key=lambda i: abs(levels[i] - c)) for c in rgb)
     return 16 + 36 * r + 6 * g + b
@@ -124,7 +139,7 @@ def legend(pictures, colour):
         mark = f"\x1b[48;5;{palette(shaded(kind, 0)[0])}m  \x1b[0m" if colour else kind
         items.append(f"{mark} {MEANINGS[kind]}")
     if several(pictures):
-        items.append("lighter: a rank's second chunk" if colour else "small letter: not a rank's first chunk")
+        items.append(LATER_CHUNK.format("lighter" if colour else "small letter"))
     return "   ".join([*items, f"{idle(2, colour)} idle"])
 
 
@@ -134,72 +149,81 @@ def kinds_in(pictures):
 
 
 def several(pictures):
-    """Whether there is a rank with more than one chunk."""
+    """Return True if a rank has more than one chunk."""
     return any(max(picture.shades.values()) > 0 for picture in pictures)
 
 
 def svg(pictures, unit=""):
-    """The same as SVG, transparent, for a slide of either brightness. unit: of time, for the axis."""
+    """Return the pictures as SVG with a transparent background. unit: of time, for the axis.
+
+    The width is 900 pixels, which GitHub shows unscaled. It is up to 4 times as wide if the numbers need it.
+    """
+    events = [event for picture in pictures for event in picture.timeline.events]
+    shortest = min(event.end - event.start for event in events if event.end > event.start)
     total = max(picture.timeline.makespan for picture in pictures)
-    scale = (WIDTH - LEFT - RIGHT) / total
-    parts, y = svg_legend(pictures), 40
+    number = 3 + 5 * len(str(max(event.action.microbatch for event in events)))  # pixels of the smallest legible one
+    scale = min(max(WIDTH, LEFT + RIGHT + number * total / shortest), 4 * WIDTH) - LEFT - RIGHT
+    width, scale = scale + LEFT + RIGHT, scale / total
+    parts, y = svg_legend(pictures), 26
     for picture in pictures:
-        line = picture.timeline
-        parts.append(svg_text(LEFT, y + 24, picture.title, "start", 17, weight="bold"))
-        parts.append(svg_text(WIDTH - RIGHT, y + 24, f"bubble {line.bubble:.4f}", "end", 17))
-        parts.append(svg_text(WIDTH, y + 24, "peak", "end", 14))
-        y += 36
+        line, v = picture.timeline, chunks_per_rank(picture.schedule)
+        parts.append(svg_text(LEFT, y + 18, picture.title, "font-weight='bold'"))
+        parts.append(svg_text(width - RIGHT, y + 18, f"bubble {line.bubble:.4f} of {line.span:.4g} {unit}", END))
+        parts.append(svg_text(width, y + 18, "in flight", END))
+        y += 24
         for rank, peak in enumerate(line.peak):
-            parts.append(svg_text(LEFT - 10, y + 18, f"rank {rank}", "end", 14))
-            parts.append(svg_text(WIDTH, y + 18, peak, "end", 14))
-            parts.append(svg_rect(LEFT, y, line.makespan * scale, HEIGHT, IDLE))
+            parts.append(svg_text(LEFT - 8, y + 13, f"rank {rank}", END))
+            parts.append(svg_text(width, y + 13, f"{peak / v:g}", END))
+            parts.append(svg_rect(LEFT, y, line.makespan * scale, IDLE) + "<g text-anchor='middle' fill='#ffffff'>")
             parts += [svg_box(event, y, scale, picture.shades) for event in line.events if event.rank == rank]
-            y += HEIGHT + 4
-        y += 14
+            parts.append("</g>")
+            y += HEIGHT + 2
+        y += 8
     parts.append(svg_axis(y, scale, total, unit))
-    box, font = f"0 0 {WIDTH} {y + 30}", "Helvetica, Arial, sans-serif"
-    head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='{box}' font-family='{font}'>"
-    return "\n".join([head, *parts, "</svg>", ""])
+    parts += [svg_text(LEFT, y + 40 + 18 * i, text) for i, text in enumerate((BUBBLE, IN_FLIGHT))]
+    head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width:.6g} {y + 68}' font-size='12' fill='{GREY}'"
+    return "\n".join([f"{head} font-family='Helvetica, Arial, sans-serif'>", *parts, "</svg>", ""])
 
 
 def svg_box(event, y, scale, shades):
     _, (kind, j, chunk), start, end = event
     x, width = LEFT + start * scale, (end - start) * scale
     ground, ink = ("#{:02x}{:02x}{:02x}".format(*rgb) for rgb in shaded(kind, shades[chunk]))
-    edge = min(0.6, width / 10)  # a hair of what is behind, between two boxes
-    box = svg_rect(x + edge, y, width - 2 * edge, HEIGHT, f"fill='{ground}' rx='2'")
-    hint = f"<title>{event.action}: {start:g} to {end:g}</title>"  # where the pointer rests on it
-    size = min(14, (width - 3) / (0.6 * len(str(j))))
-    text = svg_text(x + width / 2, y + HEIGHT / 2 + 0.36 * size, j, "middle", size, ink) if size >= 7 else ""
+    edge = min(0.6, width / 10)  # leaves a thin line between two boxes
+    box = svg_rect(x + edge, y, width - 2 * edge, f"fill='{ground}' rx='2'")
+    hint = f"<title>{event.action}: {start:g} to {end:g}</title>"  # a browser shows it under the pointer
+    size = min(12, int((width - 3) / (0.6 * len(str(j)))))
+    style = f"font-size='{size}'" * (size < 12) + f" fill='{ink}'" * (ink != "#ffffff")
+    text = svg_text(x + width / 2, y + HEIGHT / 2 + 4, j, style) if size >= 8 else ""
     return f"<g>{hint}{box}{text}</g>"
 
 
-def svg_rect(x, y, width, height, style):
-    return f"<rect x='{x:.2f}' y='{y}' width='{width:.2f}' height='{height}' {style}/>"
+def svg_rect(x, y, width, style):
+    return f"<rect x='{x:.5g}' y='{y}' width='{width:.5g}' height='{HEIGHT}' {style}/>"
 
 
-def svg_text(x, y, text, anchor, size, colour=GREY, weight="normal"):
-    style = f"text-anchor='{anchor}' font-size='{size:.1f}' font-weight='{weight}' fill='{colour}'"
-    return f"<text x='{x:.2f}' y='{y:.2f}' {style}>{html.escape(str(text))}</text>"
+def svg_text(x, y, text, style=""):
+    return f"<text x='{x:.5g}' y='{y:g}' {style}".rstrip() + f">{html.escape(str(text).strip())}</text>"
 
 
 def svg_legend(pictures):
-    items = [(f"fill='{COLOURS[kind]}' rx='2'", MEANINGS[kind]) for kind in kinds_in(pictures)]
+    items = [(f"fill='{COLOURS[kind]}' rx='2'", f"{kind} {MEANINGS[kind]}") for kind in kinds_in(pictures)]
     parts, x = [], LEFT
     for style, meaning in [*items, (IDLE, "idle")]:
-        parts += [svg_rect(x, 8, 22, 16, style), svg_text(x + 30, 21, meaning, "start", 14)]
-        x += 60 + 7 * len(meaning)
-    return [*parts, svg_text(x, 21, "lighter: a rank's second chunk", "start", 14)] if several(pictures) else parts
+        parts += [svg_rect(x, 4, 22, style), svg_text(x + 28, 17, meaning)]
+        x += 48 + 6.5 * len(meaning)
+    return [*parts, svg_text(x, 17, LATER_CHUNK.format("lighter"))] if several(pictures) else parts
 
 
 def svg_axis(y, scale, total, unit):
-    """Ticks at 1, 2 or 5 times a power of ten, a dozen or fewer."""
+    """Return ticks at multiples of 1, 2 or 5 times a power of ten, at most a dozen."""
     step = 10 ** math.floor(math.log10(total / 12))
     step *= next(n for n in (1, 2, 5, 10) if total / (step * n) <= 12)
-    parts = [f"<path d='M{LEFT} {y} H{LEFT + total * scale:.2f}' stroke='{GREY}'/>"]
+    parts = [f"<path d='M{LEFT} {y} h{total * scale:.6g}' stroke='{GREY}'/>"]
     for i in range(int(total / step + 1e-9) + 1):
-        x, value = LEFT + i * step * scale, f"{i * step:g} {unit}".strip()
-        parts.append(f"<path d='M{x:.2f} {y} v5' stroke='{GREY}'/>" + svg_text(x, y + 20, value, "middle", 13))
+        x = LEFT + i * step * scale
+        parts.append(f"<path d='M{x:.6g} {y} v5' stroke='{GREY}'/>")
+        parts.append(svg_text(x, y + 18, f"{i * step:g} {unit}", "text-anchor='middle'"))
     return "\n".join(parts)
 
 
@@ -207,48 +231,52 @@ def svg_axis(y, scale, total, unit):
 
 
 def simulated(name, chunks, stages, microbatches, cost, comm):
-    """The Picture of a schedule. cost: of a whole stage, so that schedules with several chunks do the same work."""
+    """Return the Picture of a schedule. cost: durations of a whole stage; each of v chunks takes 1/v of them."""
     schedule = schedules.build(name, stages, microbatches, chunks)
-    v = len(schedules.pipelines(schedule)[0]) // stages
+    v = chunks_per_rank(schedule)
     line = simulate(schedule, {kind: duration / v for kind, duration in cost.items()}, comm)
     title = f"{name}: {stages} stages, {microbatches} micro-batches" + (f", {v} chunks per rank" if v > 1 else "")
     formula = schedules.FORMULAS.get(name) if stages > 1 else None
-    said = papers_say(formula, comm, p=stages, m=microbatches, v=v, **cost) if formula else ()
-    return Picture(title, schedule, line, notes(line, "", *said))
+    published = by_the_papers(formula, comm, p=stages, m=microbatches, v=v, **cost) if formula else ()
+    return Picture(title, schedule, line, notes(line, "", *published))
+
+
+def chunks_per_rank(schedule):
+    """Return into how many chunks a pipeline cuts the share of a rank (1 for chimera, which has two pipelines)."""
+    return len(schedules.pipelines(schedule)[0]) // len(schedule.actions)
 
 
 def notes(line, unit="", bubble="", peak=""):
-    """The two lines below a picture; each ends with what the papers say."""
+    """Return the two lines below a picture. `bubble` and `peak` end them: the papers' formulas, or nothing."""
     peaks = " ".join(str(n) for n in line.peak)
     return [f"bubble {line.bubble:.4f} of {line.span:.4g} {unit}".rstrip() + bubble, f"peak   {peaks} in flight{peak}"]
 
 
-def papers_say(formula, comm, **letters):
-    """What to print beside the simulation's bubble and peak."""
-    bubble = f"   {formula.bubble}"
+def by_the_papers(formula, comm, **letters):
+    """Return the text beside the simulated bubble, empty if the formula does not apply, and the one beside the peak."""
+    bubble = ""
     if schedules.by_formula(formula.where, **letters):
-        bubble += f" = {schedules.by_formula(formula.bubble, **letters):.4f}" + (" at --comm=0" if comm else "")
-    else:
-        bubble += f" where {formula.where}"
+        value = schedules.by_formula(formula.bubble, **letters)
+        bubble = f"   {formula.bubble} = {value:.4f}" + (" at --comm=0" if comm else "")
     peaks = [str(schedules.by_formula(formula.peak, r=r, **letters)) for r in range(letters["p"])]
     unit = f", each 1/{letters['v']} of a stage's" if letters["v"] > 1 else ""
-    return [bubble, f"{unit}   {formula.peak} = {' '.join(peaks)}"]
+    return bubble, f"{unit}   {formula.peak} = {' '.join(peaks)}"
 
 
 def recorded(path):
-    """Two Pictures of the last whole step in a trace that train.py wrote: how it should have been, and how it was.
+    """Return two Pictures of the last complete step in a trace that train.py wrote: simulated and recorded.
 
-    The trace is Chrome's JSON (chrome://tracing and Perfetto open it too): of its "traceEvents" those of a kind F, B, I
-    or W, with "ts" and "dur" in microseconds, "tid" the rank, "args" microbatch, chunk and step; "otherData" says
-    schedule, stages, microbatches, chunks. The first picture is the schedule simulated with each kind's mean duration
-    and messages that take no time: as much work, so that what differs is due to messages and to stages or steps that
-    are uneven. Raises UserError where the file is not such a trace, or has no step in which every action is.
+    The trace is Chrome's JSON, as `trace.py` writes it. "otherData" has schedule, stages, microbatches and chunks. Of
+    "traceEvents", those of category F, B, I or W are read: "ts" and "dur" in microseconds, "tid" the pipeline rank,
+    "args" with microbatch, chunk and step. The simulation uses the mean duration of each kind, and messages take no
+    time. So the pictures differ only where messages take time or actions of one kind take different times. Raises
+    UserError if the file is not such a trace, or if no step in it is complete.
     """
     try:
         trace = json.loads(Path(path).read_text(encoding="utf-8"))
         said, steps = trace["otherData"], {}
         for e in trace["traceEvents"]:
-            if e["ph"] == "X" and e.get("cat") in MEANINGS and e["pid"] == 0:  # of all replicas, the first
+            if e["ph"] == "X" and e.get("cat") in MEANINGS and e["pid"] == 0:  # only the first pipeline
                 action = Action(e["cat"], e["args"]["microbatch"], e["args"]["chunk"])
                 event = Event(e["tid"], action, e["ts"] / 1000, (e["ts"] + e["dur"]) / 1000)
                 steps.setdefault(e["args"]["step"], []).append(event)
@@ -271,7 +299,7 @@ def recorded(path):
 
 
 def last_whole(path, schedule, steps):
-    """The highest step whose events are the schedule's actions, each once on its rank: (step, events)."""
+    """Return (step, events) of the last step with each of the schedule's actions once, on its rank."""
     wanted = sorted((rank, action) for rank, actions in enumerate(schedule.actions) for action in actions)
     for step in sorted(steps, reverse=True):
         if sorted((event.rank, event.action) for event in steps[step]) == wanted:
@@ -282,34 +310,41 @@ def last_whole(path, schedule, steps):
     found = {(event.rank, event.action) for event in steps[last]}
     lacks = next((f"lacks {action} on rank {rank}" for rank, action in wanted if (rank, action) not in found), None)
     why = lacks or f"has more than the {len(wanted)} actions of {schedule.name}"
-    raise UserError(f"--trace={path}: no step in it is whole; the last, {last}, {why}")
+    raise UserError(f"--trace={path}: no step in it is complete; the last, {last}, {why}")
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
 def parse_arguments(arguments):
-    """The options; None: what the command line says. Raises UserError."""
+    """Return the options in `arguments`, by default those of the command line. Raises UserError."""
     parser = Parser(
         prog="python -m parallel.draw",
-        description="Draw pipeline schedules, and count their bubble and the activations they hold.",
+        description="Draw pipeline schedules. Below each, print its bubble and its peak of activations in flight.",
         epilog=f"Schedules: {', '.join(schedules.SCHEDULES)}. To add one, see SCHEDULES in parallel/schedules.py.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("names", nargs="*", metavar="SCHEDULE", help="drawn under one another on one time axis")
-    add("--stages", type=int, default=4, metavar="P", help="pipeline ranks (default: 4)")
-    add("--microbatches", type=int, default=8, metavar="M", help="micro-batches of a step (default: 8)")
-    add("--chunks", type=int, metavar="V", help="chunks per rank, of schedules that have them (default: 2)")
-    add("--cost", default="", metavar="F:1,B:2,I:1,W:1", help="durations of a stage's actions (these; B: I and W)")
-    add("--comm", type=float, default=0.0, metavar="T", help="what a message takes, in the same unit (default: 0)")
-    add("--trace", metavar="FILE", help="draw a recorded step instead, under the ideal one")
-    add("--svg", metavar="FILE", help="write the drawing there too, for a slide")
+    add("names", nargs="*", metavar="SCHEDULE", help="schedules to draw under one another; example: 1f1b zb-h1")
+    stages = "pipeline stages, one on each rank; example: --stages=8 (default: 4)"
+    add("--stages", type=int, default=4, metavar="P", help=stages)
+    microbatches = "micro-batches in a step; example: --microbatches=16 (default: 8)"
+    add("--microbatches", type=int, default=8, metavar="M", help=microbatches)
+    chunks = "chunks per rank, for schedules with several; example: interleaved --chunks=4 (default: 2)"
+    add("--chunks", type=int, metavar="V", help=chunks)
+    cost = "durations of a stage's forward, backward, input gradient and weight gradient, in any unit of time"
+    cost += "; example: --cost=F:1,I:1.5,W:0.5 (default: F, I and W take 1, and B takes I + W)"
+    add("--cost", default="", metavar="F:1,B:2,I:1,W:1", help=cost)
+    comm = "time that a message takes, in the unit of --cost; example: --comm=0.1 (default: 0)"
+    add("--comm", type=float, default=0.0, metavar="T", help=comm)
+    trace = "draw the last complete step that `train.py --trace=FILE` recorded, below its simulation"
+    add("--trace", metavar="FILE", help=f"{trace}; example: --trace=trace.json")
+    add("--svg", metavar="FILE", help="also write the pictures to a file, as SVG; example: --svg=pipelines.svg")
     return parser.parse_args(arguments)
 
 
 def parse_cost(text):
-    """ "F:1,W:0.5" -> {kind: duration}; what is not said is 1, and B as much as I and W together."""
+    """Return {kind: duration} of a text such as "F:1,W:0.5". The default is 1 for F, I and W, and I + W for B."""
     cost = {"F": 1.0, "I": 1.0, "W": 1.0}
     for item in filter(None, text.split(",")):
         kind, _, duration = item.partition(":")
@@ -323,10 +358,13 @@ def parse_cost(text):
 
 
 def pictures_of(options):
-    """The Pictures that are asked for. --chunks is not for a schedule of one chunk beside others of more."""
+    """Return the Pictures that the options ask for. Raises UserError.
+
+    If schedules with one and with several chunks per rank are drawn together, --chunks applies only to the latter.
+    """
     if options.trace:
         if options.names:
-            raise UserError("--trace says itself which schedule it is of; leave out the name")
+            raise UserError("--trace: the file names its schedule; leave out the name")
         return recorded(options.trace)
     if not options.names:
         raise UserError(f"which schedule? python -m parallel.draw NAME ..., of {', '.join(schedules.SCHEDULES)}")
@@ -341,7 +379,7 @@ def pictures_of(options):
 
 
 def main(arguments=None):
-    """Draws in the terminal; in colour if it is one and NO_COLOR is not set (no-color.org)."""
+    """Print the pictures, in colour on a terminal if NO_COLOR is not set (no-color.org), and write the SVG."""
     options = parse_arguments(arguments)
     pictures = pictures_of(options)
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")

@@ -1,32 +1,33 @@
-"""Pipeline schedules: which rank computes what, in which order (slide "パイプライン並列").
+"""Pipeline schedules: the order in which each rank computes (slide "パイプライン並列").
 
-The model is cut into stages, one per rank, and the batch into micro-batches that follow one another through them.
-While the first is on its way down and the last on its way up, ranks have nothing to do: the bubble. And what has gone
-forward but not yet backward is in flight, and fills memory. A schedule trades the two. It is nothing but the order in
-which each rank works, a list of actions per rank, made by one of the functions below. Four ranks, eight micro-batches,
-and a backward as long as two forwards, as `python -m parallel.draw 1f1b` draws it (F forward, B backward, . idle):
+The model is cut into stages, one on each rank, and the batch into micro-batches. A micro-batch runs forward from the
+first stage to the last, then backward to the first. A rank waits until a micro-batch arrives: the bubble. A micro-batch
+in flight, between its forward and its backward, fills memory with activations. A schedule is a list of actions for each
+rank, made by one of the functions below. It chooses between a smaller bubble and less memory. An example is 1F1B with
+four ranks, eight micro-batches and a backward as long as two forwards. `python -m parallel.draw 1f1b` draws it
+(F forward, B backward, . idle):
 
     rank 0  F0 F1 F2 F3 ..................B0--- F4 B1--- F5 B2--- F6 B3--- F7 B4--- ...B5--- ...B6--- ...B7---
     rank 1  ...F0 F1 F2 ............B0--- F3 B1--- F4 B2--- F5 B3--- F6 B4--- F7 B5--- ...B6--- ...B7--- ......
     rank 2  ......F0 F1 ......B0--- F2 B1--- F3 B2--- F4 B3--- F5 B4--- F6 B5--- F7 B6--- ...B7--- ............
     rank 3  .........F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5--- F6 B6--- F7 B7--- ..................
 
-                   bubble                                        in flight on rank r      costs
+                   bubble                                        in flight on rank r   costs
     gpipe          (p-1) / (m+p-1)                               m
     1f1b           (p-1) / (m+p-1)                               p-r
-    interleaved    (p-1) / (vm+p-1)                              p + (p-2r-1)/v           v times the messages, and more
-    zb-h1          (p-1)(F+I-W) / (m(F+I+W) + (p-1)(F+I-W))      p                        gradients kept until W
-    zb-h2          (p-1)(F+I-2W) / (m(F+I+W) + (p-1)(F+I-2W))    2p-1                     gradients kept until W
-    zb-v           (p-1)(I-W) / (m(F+I+W) + (p-1)(I-W))          p                        twice the messages; as zb-h1
-    chimera        (p-2) / (2m+p-2)  where F = B                 p/2+1 .. p               parameters twice
+    interleaved    (p-1) / (vm+p-1)                              p + (p-2r-1)/v        more than v times the messages
+    zb-h1          (p-1)(F+I-W) / (m(F+I+W) + (p-1)(F+I-W))      p                     keeps gradients until W
+    zb-h2          (p-1)(F+I-2W) / (m(F+I+W) + (p-1)(F+I-2W))    2p-1                  keeps gradients until W
+    zb-v           (p-1)(I-W) / (m(F+I+W) + (p-1)(I-W))          p                     as zb-h1, twice the messages
+    chimera        (p-2) / (2m+p-2)  if F = B                    p/2+1 .. p            twice the parameters
 
-p stages, m micro-batches, v chunks per rank; F, I, W the durations of forward, input and weight gradient of a stage; in
-flight counted in stages' activations, where m is large enough (and for zb-h1 and zb-h2 W <= F, I; for zb-v also
-F <= I: FORMULAS, below, says it exactly). Each micro-batch sends bsh elements forward and bsh
-backward over every boundary between ranks.
+p stages, m micro-batches, v chunks per rank. F, I and W are the durations of forward, input gradient and weight
+gradient on a whole stage. "In flight" counts activations of a whole stage, if m is large enough. The formulas of zb-h1
+and zb-h2 need W <= F and W <= I, and that of zb-v needs W <= F <= I. `FORMULAS` below has the exact conditions. Each
+micro-batch sends bsh elements forward and bsh elements backward over every boundary between ranks.
 
-A schedule is data, so the same lists are checked, simulated, drawn (`draw.py`) and executed (`pipeline.py`). Below:
-the schedules; what makes one right; how long it takes; who sends what when, without a deadlock; what the papers say.
+A schedule is data. The same lists are checked, simulated, drawn (`draw.py`) and executed (`pipeline.py`). The sections
+below are: the schedules, their checks, their simulation, their messages without a deadlock, and the papers' formulas.
 """
 
 from itertools import zip_longest
@@ -34,27 +35,27 @@ from typing import NamedTuple
 
 from errors import UserError, exit_on_user_error
 
-# --- what a schedule is -----------------------------------------------------------------------------------------------
+# --- the data of a schedule -------------------------------------------------------------------------------------------
 
 
 class Action(NamedTuple):
-    """What a rank does next, with one micro-batch in one chunk of the model."""
+    """One computation of a rank, for one micro-batch in one chunk of the model."""
 
-    kind: str  # F forward; B backward; or in its place I, the gradient of the input, and later W, of the weights
+    kind: str  # F forward; then B backward, or its two halves: I input gradient and later W weight gradient
     microbatch: int  # 0 .. m-1
-    chunk: int  # of all chunks, over all ranks
+    chunk: int  # chunks are numbered over all ranks
 
     def __str__(self):
         return f"{self.kind} of micro-batch {self.microbatch}, chunk {self.chunk}"
 
 
 class Schedule(NamedTuple):
-    """Who does what in which order: plain data. Ranks, chunks and micro-batches count from 0."""
+    """The actions of all ranks, as plain data. Ranks, chunks and micro-batches count from 0."""
 
     name: str
-    parts: list  # parts[chunk]: which consecutive part of the model a chunk holds; 0 begins a pipeline
-    placement: list  # placement[chunk]: its rank
-    actions: list  # actions[rank]: its Actions, in the order in which it runs them
+    parts: list  # parts[chunk]: the number of the model's part that this chunk runs; a pipeline begins at part 0
+    placement: list  # placement[chunk]: the rank that runs this chunk
+    actions: list  # actions[rank]: the Actions of this rank, in their order
 
     @property
     def microbatches(self):
@@ -62,23 +63,23 @@ class Schedule(NamedTuple):
 
 
 def pipelines(schedule):
-    """The chunks of each pipeline, in the order of the model: [[0 .. p-1]], for Chimera [[0 .. p-1], [p .. 2p-1]]."""
+    """Return the chunks of each pipeline in the model's order: [[0 .. p-1]], for Chimera [[0 .. p-1], [p .. 2p-1]]."""
     starts = [chunk for chunk, part in enumerate(schedule.parts) if part == 0]
     return [list(range(a, b)) for a, b in zip(starts, [*starts[1:], len(schedule.parts)], strict=True)]
 
 
 def upstream(schedule, chunk):
-    """The chunk whose output `chunk` reads, and to which it sends its gradient; None where a pipeline begins."""
+    """Return the chunk whose output `chunk` reads, or None for the first chunk of a pipeline."""
     return chunk - 1 if schedule.parts[chunk] > 0 else None
 
 
 def downstream(schedule, chunk):
-    """The chunk that reads the output of `chunk`; None where a pipeline ends, in the loss."""
+    """Return the chunk that reads the output of `chunk`, or None for the last chunk of a pipeline."""
     return chunk + 1 if chunk + 1 < len(schedule.parts) and schedule.parts[chunk + 1] > 0 else None
 
 
 def forward_only(schedule):
-    """A validation as a Schedule: one micro-batch forward through the first pipeline of `schedule`."""
+    """Return a Schedule for validation: the forward of one micro-batch through the first pipeline of `schedule`."""
     actions = [[] for _ in schedule.actions]
     for chunk in pipelines(schedule)[0]:
         actions[schedule.placement[chunk]].append(Action("F", 0, chunk))
@@ -86,9 +87,9 @@ def forward_only(schedule):
 
 
 def routes(schedule):
-    """Which pipeline each micro-batch takes, {micro-batch: its chunks}: that in which its actions are.
+    """Return {micro-batch: the chunks of the pipeline through which it runs}.
 
-    Raises UserError for a micro-batch that has actions in two.
+    Raises UserError if a micro-batch has actions in two pipelines.
     """
     pipeline_of = {chunk: pipeline for pipeline in pipelines(schedule) for chunk in pipeline}
     taken = {}
@@ -106,38 +107,38 @@ def routes(schedule):
 
 
 def gpipe(stages, microbatches, chunks=1):
-    """GPipe: all forwards, then all backwards, with all m in flight in between. Huang et al., arXiv 1811.06965."""
+    """GPipe: all forwards, then all backwards. All m are in flight in between. Huang et al., arXiv 1811.06965."""
     return straight("gpipe", chunks, [each("F", microbatches, r) + each("B", microbatches, r) for r in range(stages)])
 
 
 def one_f_one_b(stages, microbatches, chunks=1):
-    """1F1B, also PipeDream-flush: a backward as soon as there is one, so that at most p - rank are in flight.
+    """1F1B, also PipeDream-Flush: after the warm-up, a backward follows each forward. At most p - rank are in flight.
 
-    Narayanan et al., arXiv 2006.09503 (PipeDream-Flush), and 2104.04473, section 2.2.1. (The slide's PipeDream, arXiv
-    1806.03377, is asynchronous: it does not wait for the step's end, and so needs several versions of the weights.)
+    Narayanan et al., arXiv 2006.09503 (PipeDream-Flush), and 2104.04473, section 2.2.1. The slide's PipeDream (arXiv
+    1806.03377) is asynchronous: it does not wait for the end of a step, so it needs several versions of the weights.
     """
     actions = []
     for rank in range(stages):
         F, B = each("F", microbatches, rank), each("B", microbatches, rank)
-        warmup = stages - 1 - rank  # the first backward has to come back from as many ranks
+        warmup = stages - 1 - rank  # the first backward arrives through this many later ranks
         actions.append(F[:warmup] + alternate(F[warmup:], B))
     return straight("1f1b", chunks, actions)
 
 
 def interleaved(stages, microbatches, chunks=2):
-    """Interleaved 1F1B: each rank holds `chunks` slices of the model, and the bubble shrinks by that factor.
+    """Interleaved 1F1B: each rank has `chunks` chunks, and the bubble is about `chunks` times smaller.
 
-    Rank r holds chunks r, p + r, 2p + r ... (the slide has two of them): a micro-batch goes round all ranks `chunks`
-    times. Each rank takes p micro-batches through one chunk, then the same p through its next. Narayanan et al., arXiv
-    2104.04473, section 2.2.2. Raises UserError where m is not a multiple of p, or several ranks have one chunk each
-    (that is 1f1b).
+    Rank r has the chunks r, p + r, 2p + r ... (two on the slide). So a micro-batch runs through all ranks `chunks`
+    times. Each rank runs p micro-batches through one chunk, then the same p through its next chunk. Narayanan et al.,
+    arXiv 2104.04473, section 2.2.2. Raises UserError if m is not a multiple of p, or if p > 1 and chunks is 1 (which is
+    1f1b).
     """
     p, v = stages, chunks
     if v < 2 and p > 1:
-        raise UserError(f"chunks={v}: interleaved wants 2 or more chunks per rank (with one it would be 1f1b)")
+        raise UserError(f"chunks={v}: interleaved needs 2 or more chunks per rank (with one it would be 1f1b)")
     if over := microbatches % p:
         near = " or ".join(str(m) for m in (microbatches - over, microbatches - over + p) if m)
-        raise UserError(f"microbatches={microbatches}: interleaved wants a multiple of stages={p}, such as {near}")
+        raise UserError(f"microbatches={microbatches}: interleaved needs a multiple of stages={p}, such as {near}")
     actions = []
     for rank in range(p):
         F, B = [], []
@@ -145,32 +146,34 @@ def interleaved(stages, microbatches, chunks=2):
             group = range(first, first + p)
             F += [Action("F", j, c * p + rank) for c in range(v) for j in group]
             B += [Action("B", j, c * p + rank) for c in reversed(range(v)) for j in group]
-        # The first group through all chunks but the last; then what the last chunk's way down and up again takes.
+        # (v-1) p: the first group runs through all chunks except the last. 2 (p-1-rank): the first micro-batch then
+        # passes p-1-rank later ranks, and its backward returns through as many.
         warmup = (v - 1) * p + 2 * (p - 1 - rank)
         actions.append(F[:warmup] + alternate(F[warmup:], B))
     return Schedule("interleaved", list(range(v * p)), [c % p for c in range(v * p)], actions)
 
 
 def zb_h1(stages, microbatches, chunks=1):
-    """ZB-H1: 1F1B with the backward in two, the weight gradients put where ranks would be idle, in 1F1B's memory.
+    """ZB-H1: 1F1B with B cut into I and W. W fills time in which a rank of 1F1B is idle.
 
-    The rank above waits for I only, so W can come when there is nothing better to do: on rank r, r micro-batches later.
-    Then every rank has p in flight, as 1F1B's rank 0 has. Qi et al., arXiv 2401.10241, section 2.1, figure 3.
+    The previous rank waits only for I, so W can be late: on rank r by r micro-batches. Then every rank has p
+    micro-batches in flight, as many as rank 0 of 1F1B. Qi et al., arXiv 2401.10241, section 2.1, figure 3.
     """
     return straight("zb-h1", chunks, zero_bubble(stages, microbatches, 1))
 
 
 def zb_h2(stages, microbatches, chunks=1):
-    """ZB-H2: with twice the warm-up and twice the delay no bubble is left where F, I and W take the same time.
+    """ZB-H2: no bubble if F, I and W take equal time and m >= 2p-1, with 2p-1 micro-batches in flight.
 
-    From m = 2p-1 on, and for 2p-1 in flight. The ranks still begin and end one after the other: that is no bubble if
-    nothing makes them wait for one another between steps. Qi et al., arXiv 2401.10241, section 2.2, figure 3.
+    The warm-up and the delay of W are twice those of ZB-H1. The ranks begin and end a step one after another. This is
+    no bubble if a rank can begin its next step at once. (In train.py it cannot: all ranks wait for the gradient norm.)
+    Qi et al., arXiv 2401.10241, section 2.2, figure 3.
     """
     return straight("zb-h2", chunks, zero_bubble(stages, microbatches, 2))
 
 
 def zero_bubble(stages, microbatches, factor):
-    """The lists of both: `factor` times 1F1B's warm-up, W `factor` * rank micro-batches after its I."""
+    """Return the actions of ZB-H1 (factor 1) or ZB-H2 (factor 2). factor: of 1F1B's warm-up and of the delay of W."""
     actions = []
     for rank in range(stages):
         F, I, W = (each(kind, microbatches, rank) for kind in "FIW")
@@ -180,53 +183,54 @@ def zero_bubble(stages, microbatches, factor):
 
 
 def zb_v(stages, microbatches, chunks=2):
-    """ZB-V: no larger bubble than ZB-H2's in the memory of ZB-H1, for twice the messages.
+    """ZB-V: a bubble no larger than ZB-H2's, as much memory as ZB-H1, for twice the messages.
 
-    Rank r holds a slice of the model on the way down (chunk r) and one on the way up (chunk 2p-1-r): a V. Rank 0 thus
-    has both ends, its first backward follows its forward at once, and all ranks come to hold the same. They work in
-    turns. In turn k, of those micro-batches that there are, the way up has F of k, I and W of k-r; the way down F of
-    p-r+k, I and W of k-p+1. At first the way down goes ahead with F, while a rank would wait for the first to come up;
-    at the end I goes before W, because others wait for it. No bubble is left where F, I and W take the same time and
-    m >= 2p-1 (fewer than p micro-batches are the first of p). Qi et al., arXiv 2401.10241 (but not in the conference's
-    version of it) and 2405.15362 (V-ZB). Raises UserError for another number of chunks.
+    Rank r has chunk r on the way down (from rank 0 to rank p-1) and chunk 2p-1-r on the way up. Rank 0 has both ends of
+    the model, so its first backward follows its forward at once. All ranks have equally many activations in flight. A
+    rank begins with 2(p-r)-1 forwards on the way down. Then it works in turns k = 0, 1, 2 ... A turn has at most one
+    action of each list below, in this order. In the last turns I runs before W, because other ranks wait for I. The
+    bubble is 0 if F, I and W take equal time and m >= 2p-1. If m < p, the lists are those of p micro-batches without
+    the last p-m. Qi et al., arXiv 2401.10241 (not in the conference version) and 2405.15362 (V-ZB). Raises UserError if
+    chunks is not 2.
     """
     p, m = stages, max(stages, microbatches)
-    if p == chunks == 1:  # nowhere to turn
+    if p == chunks == 1:  # one stage: no way down and up
         return straight("zb-v", chunks, zero_bubble(p, microbatches, 1))
     if chunks != 2:
-        raise UserError(f"chunks={chunks}: zb-v wants 2 per rank, one on the way down and one on the way up")
+        raise UserError(f"chunks={chunks}: zb-v needs 2 per rank, one on the way down and one on the way up")
     actions = []
     for rank in range(p):
         F, I, W = (each(kind, m, rank) for kind in "FIW")  # on the way down
         f, i, w = (each(kind, m, 2 * p - 1 - rank) for kind in "FIW")  # on the way up
         ahead, pause = 2 * (p - rank) - 1, [None]
         turns = alternate(
-            f,
-            pause * rank + i,
-            pause * rank + w[: m - rank],
-            F[ahead : ahead + rank] + pause * (p - 1 - rank) + F[ahead + rank :],
-            pause * (p - 1) + I,
-            pause * (p - 1) + W[: m - p] + pause * rank + w[m - rank :] + W[m - p :],
+            f,  # turn k: F of micro-batch k on the way up
+            pause * rank + i,  # I of k-r
+            pause * rank + w[: m - rank],  # W of k-r
+            F[ahead : ahead + rank] + pause * (p - 1 - rank) + F[ahead + rank :],  # down: from turn p-1 on, F of k+p-r
+            pause * (p - 1) + I,  # I of k-p+1
+            pause * (p - 1) + W[: m - p] + pause * rank + w[m - rank :] + W[m - p :],  # W of k-p+1, later at the end
         )
         actions.append([action for action in F[:ahead] + turns if action.microbatch < microbatches])
     return Schedule("zb-v", list(range(2 * p)), [*range(p), *reversed(range(p))], actions)
 
 
 def chimera(stages, microbatches, chunks=1):
-    """Chimera: two pipelines through the same ranks, one down and one up, each filling the other's bubble.
+    """Chimera: two pipelines on the same ranks, one down and one up. Each fills the other's bubble.
 
-    Rank r holds stage r of the down pipeline (chunk r) and stage p-1-r of the up pipeline (chunk 2p-1-r): twice the
-    parameters, whose gradients are summed at the end. Even micro-batches go down, odd ones up. Let F and B take a slot
-    of time each: then, of p micro-batches, the k-th of a direction has F in slot stage + 2k and B in 2p-1 - stage + 2k.
-    As p is even, the two directions never want the same slot. The next p micro-batches follow 2p slots later, and fit
-    in between as well ("direct concatenation"). Li and Hoefler, arXiv 2107.06925, section 3, figure 3. Any number of
-    micro-batches will do, a multiple of p is best. Raises UserError where p is odd.
+    Rank r has stage r of the down pipeline (chunk r) and stage p-1-r of the up pipeline (chunk 2p-1-r). So it has twice
+    the parameters, and the gradients of both copies are summed at the end. Even micro-batches go down (from rank 0 to
+    rank p-1), odd ones up. In a group of p micro-batches, number those of one direction k = 0, 1 ... If F and B take
+    one time slot each, micro-batch k has its F in slot stage + 2k and its B in slot 2p-1 - stage + 2k. Because p is
+    even, the two directions never need the same slot. The next group follows 2p slots later, in slots that are still
+    free ("direct concatenation"). Any m is allowed; a multiple of p is best. Li and Hoefler, arXiv 2107.06925, section
+    3, figure 3. Raises UserError if p is odd.
     """
     p = stages
-    if p == 1:  # nobody to meet
+    if p == 1:  # one stage: both directions are the same
         return straight("chimera", chunks, one_f_one_b(1, microbatches).actions)
     if p % 2:
-        raise UserError(f"stages={p}: chimera wants an even number, such as {p - 1} or {p + 1} (and any microbatches)")
+        raise UserError(f"stages={p}: chimera needs an even number, such as {p - 1} or {p + 1} (and any microbatches)")
     one_chunk("chimera", chunks)
     slots = [{} for _ in range(p)]  # slots[rank][time] = action
     for j in range(microbatches):
@@ -245,12 +249,12 @@ def each(kind, microbatches, chunk):
 
 
 def alternate(*lists):
-    """One of each list in turn, for as long as there are any: a0 b0 a1 b1 ... A None is left out."""
+    """Return one item of each list in turn, until all lists end: a0 b0 a1 b1 ... Each None is left out."""
     return [action for turn in zip_longest(*lists) for action in turn if action]
 
 
 def straight(name, chunks, actions):
-    """The usual pipeline: one chunk per rank, from the first rank to the last."""
+    """Return the Schedule of a pipeline with one chunk per rank, from the first rank to the last."""
     one_chunk(name, chunks)
     return Schedule(name, list(range(len(actions))), list(range(len(actions))), actions)
 
@@ -260,8 +264,8 @@ def one_chunk(name, chunks):
         raise UserError(f"chunks={chunks}: {name} does not cut a rank's share into chunks; interleaved and zb-v do")
 
 
-# Add your own: write a function like those above (say, 1F1B with half the warm-up), give it a name here, and
-# `python -m parallel.draw mine` draws it, or says what is wrong with it; `train.py --schedule=mine` runs it.
+# Add your own: write a function like those above and give it a name in this table, for example "mine".
+# `python -m parallel.draw mine` draws it or prints the mistake in it. `train.py --schedule=mine` trains with it.
 SCHEDULES = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -274,12 +278,12 @@ SCHEDULES = {
 
 
 def usual_chunks(name):
-    """Chunks per rank where nobody says how many: the default of the schedule's function."""
+    """Return the default number of chunks per rank: the default argument of the schedule's function."""
     return (SCHEDULES[name].__defaults__ or (1,))[-1]
 
 
 def build(name, stages, microbatches, chunks=1):
-    """The checked Schedule by that name. Raises UserError: no such schedule, numbers that do not fit, wrong lists."""
+    """Return the checked Schedule `name`. Raises UserError if the name, a number or a list of actions is wrong."""
     if name not in SCHEDULES:
         raise UserError(f"schedule={name}: should be one of {', '.join(SCHEDULES)}")
     for field, value in [("stages", stages), ("microbatches", microbatches), ("chunks", chunks)]:
@@ -290,17 +294,17 @@ def build(name, stages, microbatches, chunks=1):
     return schedule
 
 
-# --- what is right ----------------------------------------------------------------------------------------------------
+# --- checks -----------------------------------------------------------------------------------------------------------
 
-NOMINAL = {"F": 1, "B": 2, "I": 1, "W": 1}  # durations, for want of measured ones: a product forward, two backward
+NOMINAL = {"F": 1, "B": 2, "I": 1, "W": 1}  # assumed durations: a linear has one matrix product in F, two in B
 
 
 def check(schedule, microbatches=None):
-    """Refuse a schedule that skips an action, runs one twice or in the wrong place, or comes to a standstill.
+    """Refuse a schedule that skips an action, runs an action twice or in the wrong place, or deadlocks.
 
-    `microbatches`: how many there should be (default: as many as the highest number in the lists says). Raises
-    UserError, which names the action, and for a standstill the circle of ranks that wait for one another. Ranks,
-    chunks, micro-batches and a rank's actions are counted from 0.
+    microbatches: how many the schedule must have (default: the highest number in the lists plus 1). Raises UserError,
+    which names the action, or for a deadlock the ranks that wait for one another. Ranks, chunks, micro-batches and a
+    rank's actions count from 0.
     """
     check_places(schedule)
     check_complete(schedule, microbatches or schedule.microbatches)
@@ -308,7 +312,7 @@ def check(schedule, microbatches=None):
 
 
 def check_places(schedule):
-    """Chunks on ranks that exist, pipelines that are the whole model, and each action where its chunk is, once."""
+    """Refuse a chunk on a missing rank, a pipeline with a missing part, and an action on the wrong rank or repeated."""
     name, parts, placement, lists = schedule
 
     def refuse(rank, i, why):
@@ -336,14 +340,14 @@ def check_places(schedule):
 
 
 def check_complete(schedule, microbatches):
-    """Every micro-batch takes one pipeline, and in each of its chunks has F and either B or both I and W."""
+    """Refuse a micro-batch in two pipelines, or one whose actions in a chunk are neither F, B nor F, I, W."""
     name = schedule.name
-    kinds = {}  # (micro-batch, chunk): the kinds of action there are
+    kinds = {}  # (micro-batch, chunk): the kinds of its actions
     for actions in schedule.actions:
         for kind, j, chunk in actions:
             kinds.setdefault((j, chunk), set()).add(kind)
     if (last := schedule.microbatches - 1) >= microbatches:
-        raise UserError(f"{name}: has a micro-batch {last}; of {microbatches}, the last is {microbatches - 1}")
+        raise UserError(f"{name}: has a micro-batch {last}, but the last of {microbatches} is {microbatches - 1}")
     taken, missing = routes(schedule), []
     usual = "IW" if any("I" in found for found in kinds.values()) else "B"
     for j in range(microbatches):
@@ -363,7 +367,7 @@ def check_complete(schedule, microbatches):
 
 
 def prerequisites(schedule):
-    """What must have ended before an action can start: {action: [actions]}, on its own rank or another."""
+    """Return {action: [actions that must end before it can start]}, on the same rank or another."""
     backward = {(a.microbatch, a.chunk): a for actions in schedule.actions for a in actions if a.kind in "BI"}
     needs = {}
     for actions in schedule.actions:
@@ -384,10 +388,10 @@ def where(schedule, rank, i):
     return f"rank {rank}, action {i} ({schedule.actions[rank][i]})"
 
 
-def standstill(schedule, needs, position, done):
-    """Why nobody can go on: the circle of ranks, each of which waits for what the next has yet to come to.
+def deadlock(schedule, needs, position, done):
+    """Return the message of a deadlock: a circle of ranks, each of which waits for a later action of the next rank.
 
-    position[rank]: the action at which it stands; done: the actions that have run.
+    position[rank]: the index of the action that waits; done: the actions that have run.
     """
     place = {action: (rank, i) for rank, actions in enumerate(schedule.actions) for i, action in enumerate(actions)}
 
@@ -419,21 +423,22 @@ class Event(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """What a step looks like, simulated or recorded."""
+    """The events of one step, simulated or recorded, and numbers about them."""
 
-    events: list  # of Event, by start
-    makespan: float  # from the first start of all to the last end
-    span: float  # the longest of the ranks' own, each from its first start to its last end
-    bubble: float  # the fraction of it that a rank is idle, 0 .. 1, their mean
-    peak: list  # peak[rank]: most activations in flight at once, each of one micro-batch in one chunk
+    events: list  # Events, sorted by start
+    makespan: float  # time from the first start on any rank to the last end on any rank
+    span: float  # longest time from one rank's first start to its last end
+    bubble: float  # share of `span` in which a rank is idle, 0 .. 1: the mean over the ranks
+    peak: list  # peak[rank]: most activations in flight at once, counted as (micro-batch, chunk) pairs
 
 
 def simulate(schedule, cost, comm=0):
-    """The Timeline of a schedule. Raises UserError for lists that are not right (see `check`).
+    """Return the Timeline of a schedule. Raises UserError for a schedule that `check` refuses.
 
-    Each rank runs its list in order. An action starts when its rank is free and what it needs has arrived: `comm` after
-    the producer's end, at once if that was on the same rank. Sending occupies nobody. `cost`: {kind: duration of one
-    chunk's action}, in any unit of time; `comm` in the same. As Qi et al. count, arXiv 2401.10241, section 5.
+    Each rank runs its list in order. An action starts when its rank is free and its inputs have arrived. An input from
+    another rank arrives `comm` after the action that produces it ends. A rank can compute while it sends. cost: {kind:
+    duration of an action of one chunk}, in any unit of time, which is also the unit of `comm`. This is the model of Qi
+    et al., arXiv 2401.10241, section 5.
     """
     check_places(schedule)
     check_complete(schedule, schedule.microbatches)
@@ -443,12 +448,12 @@ def simulate(schedule, cost, comm=0):
 
 
 def run_in_order(schedule, cost, comm):
-    """The Events of a schedule that is complete. Raises UserError where the ranks wait for one another for ever."""
+    """Return the Events of a complete schedule. Raises UserError if the ranks wait for one another for ever."""
     needs, ends, events = prerequisites(schedule), {}, []
     position, free = [0] * len(schedule.actions), [0] * len(schedule.actions)
-    standing = False
-    while not standing:
-        standing = True
+    progress = True
+    while progress:
+        progress = False
         for rank, actions in enumerate(schedule.actions):
             while position[rank] < len(actions):
                 action = actions[position[rank]]
@@ -459,18 +464,18 @@ def run_in_order(schedule, cost, comm):
                 ends[action] = free[rank] = start + cost[action.kind]
                 events.append(Event(rank, action, start, free[rank]))
                 position[rank] += 1
-                standing = False
+                progress = True
     if len(events) < len(needs):
-        raise UserError(standstill(schedule, needs, position, ends))
+        raise UserError(deadlock(schedule, needs, position, ends))
     return events
 
 
 def timeline(events, ranks):
-    """The Timeline of events, simulated or recorded.
+    """Return the Timeline of events, simulated or recorded.
 
-    Bubble: (span - busy) / span with span the longest of the ranks' own, first start to last end (that is how the
-    zero-bubble paper counts: at the end of a step no rank has to wait for another), busy their mean. An activation is
-    in flight from F to W, or to B where the backward is whole.
+    The bubble is (span - busy) / span. `span` is the longest time from one rank's first start to its last end, `busy`
+    the mean time in which a rank computes. The zero-bubble paper counts like this, because there no rank waits for
+    another at the end of a step. An activation is in flight from its F to its B, or to its W if B is cut into I and W.
     """
     events = sorted(events, key=lambda e: (e.start, e.end))
     spans, peak, busy = [], [], 0
@@ -492,7 +497,7 @@ def timeline(events, ranks):
 
 
 class Message(NamedTuple):
-    """What one rank sends another: its producer's output, or gradient, that its consumer waits for."""
+    """A tensor that one rank sends to another: the output of its producer, or the gradient, for its consumer."""
 
     source: int  # rank
     destination: int  # rank
@@ -503,31 +508,33 @@ class Message(NamedTuple):
 
 
 def messages(schedule):
-    """All messages of a checked schedule, in the one order in which every rank posts its own, sends and receives alike.
+    """Return all messages of a checked schedule in one order. Every rank posts its sends and receives in this order.
 
-    NCCL carries out what two ranks send each other one by one, in the order in which each of them posts it, and a send
-    waits for its receive: two ranks that both post a send first wait for ever. So all ranks must agree on an order, and
-    here it is: by when the messages are ready in a simulation with nominal costs. What a rank has to do:
+    NCCL runs the messages between two ranks one by one, in the order in which each of the two ranks posts them. A send
+    waits for its receive. If two ranks both post a send first, they wait for ever. So all ranks must agree on an order.
+    Here it is the order in which the messages become ready in a simulation with nominal durations. Each rank has a
+    queue: the messages that it sends or receives, in this order. The rank does the following.
 
-        its queue: the messages that it sends or receives, in this order
-        before its first action and after each: post from the front of its queue, up to the first send not yet produced
+        before its first action and after each action: post from the front of the queue, up to the first send whose
+            tensor is not yet computed
         before an action: wait for the message that this action consumes
 
-    Posting does not wait (isend, irecv; the buffer lives until done). `pipeline.Mailbox` waits for old sends of its
-    own, whose receives were posted by the same order. Receives are thus posted ahead, as far as the order allows.
-    **This never deadlocks**, not even if each rank carried out its whole queue strictly one by one. Suppose that it
-    did, and of all actions that never run take that which starts first in the simulation. It waits for a message. The
-    action that produces this message, and those that produce all earlier messages, end before this start in the
-    simulation. So they start earlier still, and so they have run. Hence nothing holds up the posting of these messages,
-    at either end; they take place, from the first on; and the action has its message. The order need only follow *some*
-    timeline in which no action takes no time. How long actions really take does not matter.
+    Posting does not wait (isend, irecv; the tensor is kept until the message is done). `pipeline.Mailbox` also waits
+    for its own old sends. Their receives are posted too, because both ends follow the order. A rank posts receives as
+    early as the order allows.
 
-    An alternative, not used here: if each pair of ranks has a queue of its own (a communicator per pair), a receive may
-    be posted as late as before the action that consumes it, for fewer buffers. The proof is the same, with "earlier
-    between these two ranks".
-    Two chunks on one rank pass on what they have without a message.
+    **This never deadlocks**, even if each rank ran its queue strictly one by one. Proof: suppose that some actions
+    never run. Of these, let A start first in the simulation. A waits for a message M. In the simulation, the actions
+    that produce M and all messages before M end no later than A starts. Each takes some time, so each starts before A,
+    so each has run. Then both ends post M and all messages before M. These messages run one after another, and A gets
+    M, which is a contradiction. The proof uses any timeline in which every action takes some time. Real durations do
+    not matter.
+
+    An alternative is a queue for each pair of ranks (a communicator per pair). Then a rank can post a receive just
+    before the action that consumes it, which needs fewer buffers. The proof is the same, with "before M between these
+    two ranks". Two chunks on one rank need no message.
     """
-    consumers = {}  # producer: consumer, on another rank; no action has two
+    consumers = {}  # {producer: consumer on another rank}; no producer has two
     for action, needs in prerequisites(schedule).items():
         for producer in needs:
             if schedule.placement[producer.chunk] != schedule.placement[action.chunk]:
@@ -542,15 +549,15 @@ def messages(schedule):
     return ordered
 
 
-# --- what the papers say ----------------------------------------------------------------------------------------------
+# --- the papers' formulas ---------------------------------------------------------------------------------------------
 
 
 class Formula(NamedTuple):
-    """In Python, so that what is printed is what is computed. p stages, m micro-batches, v chunks, r the rank."""
+    """Formulas as Python text, which is both printed and evaluated. p stages, m micro-batches, v chunks, r the rank."""
 
-    bubble: str  # of F, B, I, W, the costs of a stage, with messages that take no time
-    where: str  # what that asks for
-    peak: str  # activations in flight on rank r, each of a chunk
+    bubble: str  # F, B, I and W are durations on a whole stage; messages take no time
+    where: str  # the condition under which `bubble` is correct
+    peak: str  # activations in flight on rank r, counted as (micro-batch, chunk) pairs
 
 
 FORMULAS = {
@@ -567,7 +574,7 @@ FORMULAS = {
 
 
 def by_formula(text, **letters):
-    return eval(text, {"min": min}, letters)  # one of FORMULAS, nothing that anybody typed
+    return eval(text, {"min": min}, letters)  # the text is from FORMULAS, never from a user
 
 
 def moved():

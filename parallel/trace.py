@@ -1,11 +1,11 @@
-"""What really happened in a pipeline: every action and every wait for a message, in Chrome's trace format.
+"""Records when each rank runs each action and waits for each message, in Chrome's trace format.
 
     torchrun ... train.py configs/tiny.py --pp=2 --schedule=zb-h1 --trace=trace.json
     python -m parallel.draw --trace=trace.json         the last step, drawn under the ideal one
 
-Perfetto (ui.perfetto.dev) and chrome://tracing open the file: a process is one replica of the pipeline (a data
-parallel and a tensor parallel rank), its threads are the pipeline's ranks. On a GPU every action then waits for the
-device, which costs some speed; without `--trace` nothing is recorded.
+Perfetto (ui.perfetto.dev) and chrome://tracing open the file. A "process" there is one pipeline (one dp rank and one
+tp rank), and its "threads" are the pp ranks. With `--trace` on a GPU, every action waits for the device, which costs
+some speed. Without `--trace` nothing is recorded.
 """
 
 import json
@@ -18,11 +18,14 @@ import torch
 from errors import explained
 from parallel.comm import gather_objects
 
-STEPS = 10  # the latest, which are kept: a week of training leaves a small file
+STEPS = 10  # only the latest steps are kept, so a long run leaves a small file too
 
 
 class Trace:
-    """This rank's record. Times are the system's clock in microseconds, so that ranks can be laid side by side."""
+    """The record of one rank. Times are in microseconds of the system's clock, which the ranks of a machine share.
+
+    iteration: the number of iterations that the run has done before; the first recorded step is the next one.
+    """
 
     def __init__(self, mesh, device, iteration):
         self.replica, self.rank = mesh.dp.rank * mesh.tp.size + mesh.tp.rank, mesh.pp.rank
@@ -35,19 +38,19 @@ class Trace:
 
     def now(self):
         if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # not what is still to be received
+            torch.cuda.current_stream(self.device).synchronize()  # receives run on NCCL's own stream
         return time.time_ns() / 1000
 
     @contextmanager
     def action(self, action):
-        """Around an action. What it begins with waiting for is no part of it (`waited`)."""
+        """Context: record an action. Its time begins after the wait for its message (`wait` moves `began`)."""
         self.began = self.now()
         yield
         self._record(f"{action.kind}{action.microbatch}", action.kind, self.began, action._asdict())
 
     @contextmanager
     def wait(self, kind, microbatch, chunk):
-        """Around the wait for a message, which comes first in an action."""
+        """Context: record the wait for a message. An action waits before it computes."""
         began = self.now()
         yield
         asked_for = {"kind": kind, "microbatch": microbatch, "chunk": chunk}
@@ -62,7 +65,7 @@ class Trace:
 def write(c, trace, mesh):
     """Collect the ranks' records in one file. Every rank calls it; rank 0 writes. Raises UserError on rank 0.
 
-    c: the configuration. The number of micro-batches is the last step's.
+    c: the configuration. The file names the number of micro-batches of the last step.
     """
     mine = [event for step in trace.steps for event in step]
     events = [event for events in gather_objects(mine, mesh.world) for event in events]
