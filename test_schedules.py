@@ -12,6 +12,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -667,6 +668,19 @@ def test_a_recorded_run_is_drawn_under_the_ideal_one(tmp_path, capsys, name, chu
         f"bubble {line.bubble:.4f} of {line.span:.4g} ms" for line in (ideal, real)
     ]
     ElementTree.parse(tmp_path / "trace.svg")
+
+
+def test_a_trace_of_a_resumed_run_has_the_runs_iterations():
+    """Trace is given the 20 iterations before the resume, and the first recorded step is 21."""
+    from parallel.trace import Trace, torch  # here, because nothing else in this file needs torch
+
+    first = SimpleNamespace(rank=0, size=1)
+    record = Trace(SimpleNamespace(dp=first, tp=first, pp=first), torch.device("cpu"), 20)
+    for step in (21, 22):
+        record.begin_step(2)
+        with record.action(Action("F", 0, 0)):
+            pass
+        assert [event["args"]["step"] for event in record.steps[-1]] == [step]
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ def svg_axis(y, scale, total, unit):
     return "\n".join(parts)
 
 
-# --- what to draw -----------------------------------------------------------------------------------------------------
+# --- the pictures -----------------------------------------------------------------------------------------------------
 
 
 def simulated(name, chunks, stages, microbatches, cost, comm):
@@ -237,23 +237,23 @@ def simulated(name, chunks, stages, microbatches, cost, comm):
     line = simulate(schedule, {kind: duration / v for kind, duration in cost.items()}, comm)
     title = f"{name}: {stages} stages, {microbatches} micro-batches" + (f", {v} chunks per rank" if v > 1 else "")
     formula = schedules.FORMULAS.get(name) if stages > 1 else None
-    published = by_the_papers(formula, comm, p=stages, m=microbatches, v=v, **cost) if formula else ()
-    return Picture(title, schedule, line, notes(line, "", *published))
+    more = formula_notes(formula, comm, p=stages, m=microbatches, v=v, **cost) if formula else ()
+    return Picture(title, schedule, line, notes(line, "", *more))
 
 
 def chunks_per_rank(schedule):
-    """Return into how many chunks a pipeline cuts the share of a rank (1 for chimera, which has two pipelines)."""
+    """Return how many chunks of one pipeline a rank has (1 for Chimera, whose two chunks are of two pipelines)."""
     return len(schedules.pipelines(schedule)[0]) // len(schedule.actions)
 
 
 def notes(line, unit="", bubble="", peak=""):
-    """Return the two lines below a picture. `bubble` and `peak` end them: the papers' formulas, or nothing."""
+    """Return the two lines below a picture. They end with `bubble` and `peak`, the texts of `formula_notes`."""
     peaks = " ".join(str(n) for n in line.peak)
     return [f"bubble {line.bubble:.4f} of {line.span:.4g} {unit}".rstrip() + bubble, f"peak   {peaks} in flight{peak}"]
 
 
-def by_the_papers(formula, comm, **letters):
-    """Return the text beside the simulated bubble, empty if the formula does not apply, and the one beside the peak."""
+def formula_notes(formula, comm, **letters):
+    """Return the texts to print after the bubble (empty if its formula does not apply) and after the peak."""
     bubble = ""
     if schedules.by_formula(formula.where, **letters):
         value = schedules.by_formula(formula.bubble, **letters)
@@ -274,13 +274,13 @@ def recorded(path):
     """
     try:
         trace = json.loads(Path(path).read_text(encoding="utf-8"))
-        said, steps = trace["otherData"], {}
+        about, steps = trace["otherData"], {}
         for e in trace["traceEvents"]:
             if e["ph"] == "X" and e.get("cat") in MEANINGS and e["pid"] == 0:  # only the first pipeline
                 action = Action(e["cat"], e["args"]["microbatch"], e["args"]["chunk"])
                 event = Event(e["tid"], action, e["ts"] / 1000, (e["ts"] + e["dur"]) / 1000)
                 steps.setdefault(e["args"]["step"], []).append(event)
-        schedule = schedules.build(said["schedule"], said["stages"], said["microbatches"], said["chunks"])
+        schedule = schedules.build(about["schedule"], about["stages"], about["microbatches"], about["chunks"])
     except OSError as error:
         raise UserError(f"--trace={path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
