@@ -582,7 +582,7 @@ def test_the_drawing_fits_the_terminal(monkeypatch, capsys, columns):
 def test_a_narrow_terminal_is_told_how_many_columns_the_numbers_need(monkeypatch, capsys, cost):
     monkeypatch.setenv("COLUMNS", "80")
     arguments = "interleaved", "zb-v", "--microbatches=12", f"--cost={cost}"
-    pattern = r"numbers are left out: they need (\d+) columns, not 80; or use --svg=FILE"
+    pattern = r"some numbers are left out: all of them need (\d+) columns, not 80; or use --svg=FILE"
     needed = re.fullmatch(pattern, drawn(capsys, *arguments)[-1])[1]
     monkeypatch.setenv("COLUMNS", needed)
     lines = drawn(capsys, *arguments)

@@ -65,7 +65,8 @@ def terminal(pictures, columns, colour):
         lines += picture.notes
     lines += ["", BUBBLE]
     if columns < label + needed:
-        lines.append(f"numbers are left out: they need {label + needed} columns, not {columns}; or use --svg=FILE")
+        needed += label
+        lines.append(f"some numbers are left out: all of them need {needed} columns, not {columns}; or use --svg=FILE")
     return "\n".join(lines)
 
 
