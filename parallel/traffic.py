@@ -24,7 +24,7 @@ from errors import Parser, UserError, exit_on_user_error, explained
 from model import parameter_table
 from operations import DTYPES, resolved_dtype
 from parallel import ledger, memory, report, schedules
-from parallel.draw import GREY, svg_rect, svg_text
+from parallel.draw import GREY, svg_text
 from parallel.layout import Layout
 from parallel.pipeline import SENT
 
@@ -100,8 +100,8 @@ def svg(p):
     listed, bottom = table(p, [stage for stage in stages if stage is not None], y + CELL + BELOW + 14)
     tip = "viewBox='0 0 8 8' refX='7' refY='4' markerWidth='4' markerHeight='4' orient='auto-start-reverse'"
     tips = [f"<marker id='{axis}' {tip}><path d='M0 0L8 4L0 8z' fill='{COLOURS[axis]}'/></marker>" for axis in COLOURS]
-    box, font = f"0 0 {WIDTH} {bottom}", "Helvetica, Arial, sans-serif"
-    head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='{box}' font-family='{font}'><title>{title}</title>"
+    view, font = f"0 0 {WIDTH} {bottom}", "Helvetica, Arial, sans-serif"
+    head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='{view}' font-family='{font}'><title>{title}</title>"
     return "\n".join([head, "<defs>", *tips, "</defs>", *parts, *listed, "</svg>", ""])
 
 
@@ -120,11 +120,11 @@ def units(layout, stage):
 
 def cell(x, y, width, first, ranks, arrows_up):
     """Return a cell with a box for each of `ranks`, and the arrows of tp and dp. first: the rank of its first box."""
-    parts = [svg_rect(x, y, width, CELL, f"fill='none' stroke='{GREY}' rx='6'")]
+    parts = [box(x, y, width, CELL, f"fill='none' stroke='{GREY}' rx='6'")]
     step = (width - 12 + BETWEEN) / len(ranks)
     for i, rank in enumerate(ranks):
         left, centre = x + 6 + i * step, x + 6 + i * step + (step - BETWEEN) / 2
-        parts.append(svg_rect(left, y + 7, step - BETWEEN, CELL - 14, f"fill='{GREY}' opacity='.2' rx='4'"))
+        parts.append(box(left, y + 7, step - BETWEEN, CELL - 14, f"fill='{GREY}' opacity='.2' rx='4'"))
         number = "..." if None in (first, rank) else str(first + rank)
         parts.append(text(centre, y + 28, number, min(13, 1.4 * (step - BETWEEN) / len(number)), "middle"))
         if i:
@@ -188,7 +188,12 @@ def arrow(axis, path, what=""):
 
 
 def text(x, y, words, size=13, anchor="start", weight="normal"):
-    return svg_text(x, y, words, anchor, size, weight=weight)
+    style = f"text-anchor='{anchor}' font-size='{size:.1f}' font-weight='{weight}' fill='{GREY}'"
+    return svg_text(x, y, words, style)
+
+
+def box(x, y, width, height, style):
+    return f"<rect x='{x:.2f}' y='{y}' width='{width:.2f}' height='{height}' {style}/>"
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
