@@ -1,0 +1,154 @@
+"""README.md and MEASURED.md are true: their names exist, their commands run, their pictures and transcripts are redrawn.
+
+Times differ from run to run, so they are masked before two texts are compared.
+"""
+
+import ast
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import config
+from testing.count_lines import tracked
+
+HERE = Path(__file__).parent
+README = (HERE / "README.md").read_text(encoding="utf-8")
+MEASURED = (HERE / "MEASURED.md").read_text(encoding="utf-8")
+PICTURES = {  # file: the command that draws it
+    "pipelines.svg": "-m parallel.draw gpipe 1f1b interleaved chimera zb-h1 zb-h2 zb-v --stages=4 --microbatches=8",
+    "who_sends_what.svg": "-m parallel.traffic configs/tiny.py --ranks=8 --tp=2 --pp=2 --zero=2 --schedule=zb-h1",
+    "loss.svg": "curve.py pictures/tiny.jsonl pictures/tiny_2x2.jsonl",
+}
+TIME = re.compile(r"(elapsed time per iteration \(ms\): |: )\d+\.\d\d?\b|\d[\d,]* tokens/s|in \d+\.\d s")
+
+
+def run(*command, cwd=HERE, **fields):
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, **fields)
+    assert done.returncode == 0, f"{shlex.join(map(str, command))}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    return done.stdout
+
+
+def section(title):
+    return re.search(rf"(?ms)^## {title}\n(.*?)(?=^## |\Z)", README)[1]
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_lines_are_short():
+    assert [line for line in README.splitlines() if len(line) > 120] == []
+
+
+def test_every_file_and_picture_exists():
+    """The list of files names every file of the program, and every path in the text exists."""
+    listed = set(re.findall(r"[\w/]+\.py", section("The files, in reading order").replace("  ", "\n")))
+    names = {Path(path).name for path in listed}
+    program = [p for p in tracked() if "/" not in p or p.startswith("parallel/")]
+    program = {Path(p).name for p in program if p.endswith(".py") and not p.startswith(("test_", "conftest", "bench"))}
+    assert program - names == set()
+    paths = re.findall(r"`((?:parallel/|testing/|bench/|configs/)?\w+\.(?:py|md|txt))`", README + MEASURED)
+    paths += re.findall(r"\]\(([\w/.]+)\)", README + MEASURED)
+    missing = [path for path in paths if not any((HERE / folder / path).exists() for folder in (".", "parallel"))]
+    assert missing == []
+
+
+ENTRIES = re.findall(r"(?m)^\*\*(.+?)\*\*.*\n(?:.+\n)*?- run: `(.+)`\n- code: (.+)\n- test: (.+)", README)
+
+
+def names_in(path):
+    """The functions, classes and methods (`Class.method`) that a file defines."""
+    names = set()
+    for node in ast.parse((HERE / path).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+            names |= {f"{node.name}.{n.name}" for n in getattr(node, "body", []) if isinstance(n, ast.FunctionDef)}
+    return names
+
+
+@pytest.mark.parametrize("slide, command, code, test", ENTRIES, ids=[entry[0] for entry in ENTRIES])
+def test_the_map_from_the_slides(slide, command, code, test):
+    """The names exist in the file before them; the command is accepted."""
+    path, found = None, 0
+    for word in re.findall(r"`(.+?)`", f"{code} {test}"):
+        if word.endswith(".py"):
+            path = word
+        else:
+            assert word in names_in(path), f"{path} has no {word}"
+            found += 1
+    assert found >= 1
+    program, *arguments = shlex.split(command)
+    if program == "torchrun":
+        ranks = int(arguments.pop(0).partition("=")[2]) if arguments[0].startswith("--nproc") else 1
+        assert arguments[0] == "train.py"
+        config.check(config.load(arguments[1:]), ranks)
+    elif program == "pytest":
+        assert all((HERE / file).exists() for file in arguments)
+    elif arguments[:2] != ["-m", "bench"]:
+        assert program == "python" and run(sys.executable, *arguments)
+
+
+def test_the_map_has_every_slide():
+    assert len(ENTRIES) == README.count("\n- run: `") >= 16
+
+
+def test_every_test_file_is_in_the_table_of_tests():
+    table = section("Tests")
+    assert [p for p in tracked() if re.match(r"test_\w+\.py$", p) and f"`{p}`" not in table] == []
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("picture", PICTURES)
+def test_a_picture_is_what_its_command_draws(picture, tmp_path):
+    run(sys.executable, *shlex.split(PICTURES[picture]), f"--svg={tmp_path / picture}")
+    drawn, shown = ((folder / picture).read_text(encoding="utf-8") for folder in (tmp_path, HERE / "pictures"))
+    assert drawn == shown, f"pictures/{picture} is old: python {PICTURES[picture]} --svg=pictures/{picture}"
+    assert f"(pictures/{picture})" in README
+
+
+# --- transcripts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory):
+    """The two commands of the README, in a folder of their own: (their output, the text that the model writes, rows)."""
+    folder = tmp_path_factory.mktemp("first_run")
+    program = str(HERE / "train.py")
+    text = run(sys.executable, HERE / "prepare.py", "--tokenizer=bytes", cwd=folder)
+    text += run("torchrun", program, str(HERE / "configs/tiny.py"), cwd=folder)
+    written = run(sys.executable, HERE / "generate.py", "out/tiny", "--prompt", "def hello_world():", cwd=folder)
+    rows = [json.loads(line) for line in open(folder / "out/tiny/metrics.jsonl")]
+    return text, written, rows
+
+
+def test_the_first_run_logs_these_losses(first_run):
+    """Digits depend on the processor and on the version of Python, whose library is the data."""
+    shown = [json.loads(line) for line in open(HERE / "pictures/tiny.jsonl")]
+    for ours, theirs in zip(first_run[2], shown, strict=True):
+        assert ours["iteration"] == theirs["iteration"]
+        assert abs(ours["lm_loss"] - theirs["lm_loss"]) < 0.05 * theirs["lm_loss"]
+
+
+def test_the_first_transcript(first_run):
+    """Every line that the README shows is printed, times aside."""
+    text, written, rows = first_run
+    shown = re.findall(r"```\n(.*?)\n```", section("What it looks like"), re.DOTALL)
+    same = rows[-1]["lm_loss"] == json.loads(open(HERE / "pictures/tiny.jsonl").readlines()[-1])["lm_loss"]
+    print("the digits are those of the README's machine" if same else "another processor or Python: digits masked")
+
+    def masked(text):
+        text = TIME.sub("TIME", text)
+        return [line if same else re.sub(r"[\d.,E+-]+", "#", line) for line in text.splitlines()]
+
+    printed = masked(text)
+    for line in masked(shown[0]):
+        parts = ".*".join(re.escape(part.strip()) for part in line.split("..."))
+        assert any(re.fullmatch(parts, other.strip()) for other in printed), f"no such line is printed: {line}"
+    if same:
+        assert written.startswith(shown[1].split("\n", 1)[1])
