@@ -247,7 +247,7 @@ def test_busy_time_counts_what_overlaps_once(capsys):
 
 
 def test_floors_are_those_of_the_operations():
-    """The floors of the model's step equal the sums of the operations' floors in bench/kernels.py."""
+    """The bytes that a step must move (floors) are the sums of those of the operations in bench/kernels.py."""
     c = tiny("bf16")
     c.hidden_size, c.seq_length, c.vocab_size = 64, 16, 200
     ops = {op.name: op.floor for op in bench_kernels.operations(torch.device("cpu"), torch.bfloat16, **SIZES)}

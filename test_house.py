@@ -118,11 +118,11 @@ import os  # counts
 
 
 class A:
-    """Counts not."""
+    """Not code."""
 
     def f(self, x):  # one
 
-        """Counts not
+        """Not code
         either."""
         text = """a string that is no docstring
         counts, all four lines

@@ -333,7 +333,7 @@ def test_a_picture_leaves_out_ranks_in_the_middle():
 def test_the_picture_of_one_rank():
     p = traffic.predict(tiny_config(1), 1)
     picture = traffic.svg(p)
-    assert "One rank sends nothing." in picture and "marker-end" not in picture
+    assert "Nothing is sent." in picture and "marker-end" not in picture
     assert "data parallel: one rank, nothing is sent" in traffic.tables(p)
 
 

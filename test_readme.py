@@ -1,6 +1,6 @@
-"""README.md and MEASURED.md are true: their names exist, their commands run, their pictures and transcripts are redrawn.
+"""Tests of README.md and MEASURED.md: names exist, commands run, pictures and transcripts are made again.
 
-Times differ from run to run, so they are masked before two texts are compared.
+Times differ from run to run, so a mask replaces them before two texts are compared.
 """
 
 import ast
@@ -117,7 +117,7 @@ def test_a_picture_is_what_its_command_draws(picture, tmp_path):
 
 @pytest.fixture(scope="module")
 def first_run(tmp_path_factory):
-    """The two commands of the README, in a folder of their own: (their output, the text that the model writes, rows)."""
+    """Run the README's two commands in a new folder. Return (output, text of the model, rows of metrics.jsonl)."""
     folder = tmp_path_factory.mktemp("first_run")
     program = str(HERE / "train.py")
     text = run(sys.executable, HERE / "prepare.py", "--tokenizer=bytes", cwd=folder)

@@ -69,7 +69,7 @@ def measure(
     if dtype not in ("bf16", "fp16", "fp32"):
         raise UserError(f"--dtype={dtype}: should be bf16, fp16 or fp32")
     if hidden % 64 or tokens % seq:
-        raise UserError(f"--hidden={hidden} --tokens={tokens}: should be multiples of 64 (a head) and of --seq={seq}")
+        raise UserError(f"--hidden={hidden}: should be a multiple of 64 (a head), --tokens={tokens} one of --seq={seq}")
     sizes = dict(n=tokens, h=hidden, s=seq, v=vocab)
     right = on_gpu(Gpu(), sizes, dtype, repeats, only) if torch.cuda.is_available() else interpreted(only)
     if not right:
@@ -84,7 +84,7 @@ class Operation:
     """One operation, which is one row of the table (whole) or two (forward, backward).
 
     name: the row's name. ops: the function's name in reference.py. draw(seed): returns its inputs. run(module,
-    *inputs): calls it from the module `kernels` or `reference`. floor: the bytes that forward and backward must move,
+    *inputs): calls that function of `kernels` or `reference`. floor: the bytes that forward and backward must move,
     or with `flops` the FLOP; one number for an operation without backward. elements: moved bytes are printed divided by
     this number. own {name: function(*inputs)}: PyTorch's own variants. another: names in `own` of similar but different
     functions. compiled(compile): returns the compiled variant, if compiling `run` is not enough.
@@ -192,7 +192,7 @@ def attentions(draw, plain, item, n, h, s):
 
 
 def losses(device, dtype, n, h, v):
-    """Return two operations: the loss from the logits of some tokens, and the loss of all tokens with its products.
+    """Return two operations: the loss from some tokens' logits, and all tokens' loss with its matrix products.
 
     The second operation uses all columns, padding included. PyTorch's own variant cannot exclude columns. Without
     padding its matrix products would have an odd number of columns, such as 50257, which is slow.
@@ -390,7 +390,7 @@ def judged(share):
 
 
 def on_gpu(machine, sizes, dtype, repeats, only):
-    """Print the table, and for which operations kernels=auto is the slower choice. Return whether ours are right."""
+    """Print the table, and where the program's choice (kernels=auto) is slower. Return whether ours are right."""
     import kernels
 
     dtype_name, dtype = dtype, train.DTYPES[dtype]
@@ -582,5 +582,5 @@ def interpreted(only):
             floor = "products" if operation.flops else f"{floor / operation.elements:.2f}"
             rows.append([operation.name, direction, floor, f"{measured:.2f}", judged(share)])
     print_table(["bytes per element", "", "floor", "moved", "error / allowed"], rows)
-    print("moved counts each byte once per launch, also of vectors and partial sums (they matter only at a small size)")
+    print('"moved": each byte once per launch, with vectors and partial sums (they matter only at a small size)')
     return right

@@ -55,7 +55,7 @@ def measure(layers: int = 4, hidden: int = 256, seq: int = 128, vocab: int = 204
 
 # --- theirs -----------------------------------------------------------------------------------------------------------
 #
-# Each function has the arguments c (the configuration), mesh, and batches: [(ids [b, s], targets [b, s])], the
+# `one_process` to `pipelining` take c (the configuration), mesh, and batches: [(ids [b, s], targets [b, s])], the
 # micro-batches of this data rank. It returns a function step() -> (loss, gradient norm). The loss is the mean of the
 # micro-batches, or 0 on a rank that computes no loss.
 
@@ -296,7 +296,7 @@ def our_step(c, mesh, batches):
 
 
 def whole_loss(mesh, loss):
-    """Return the mean over the data ranks of PyTorch's loss. `loss` is 0 on ranks that compute none."""
+    """Return PyTorch's loss, averaged over the data ranks. `loss` is 0 on ranks that compute none."""
     loss = loss.full_tensor() if isinstance(loss, dist.tensor.DTensor) else torch.as_tensor(loss)
     share = loss.double() / (mesh.dp.size * mesh.tp.size)
     return all_reduce(share, mesh.world, "loss").wait().item()

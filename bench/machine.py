@@ -112,7 +112,7 @@ def product_rate(machine, dtype):
 
 
 def what_went_wrong(error):
-    """Return an exception as one line, for a cell of the table. The other measurements continue."""
+    """Return an exception as one line, for a cell of the table. The caller then measures the next cell."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return "out of memory"
     return f"failed: {type(error).__name__}: {' '.join(str(error).split())}"[:300]

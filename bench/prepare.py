@@ -28,7 +28,7 @@ def measure(
     """Compare prepare.py's throughput with one thread of the tokenizer (goal: 0.85 x cores), and measure its memory.
 
     --mb          for the throughput: size of the text, in MiB; the time includes start-up
-    --line_mb     for the memory: size of the file with a single line, in MiB; another text file has twice this size
+    --line_mb     memory only: MiB of a text file with one line; a text file with many lines is twice as large
     --repeats     number of throughput measurements; prepare.py and the tokenizer take turns
     --tokenizers  tokenizers for the throughput
     --parts       speed, memory or both
@@ -148,7 +148,7 @@ def sample_text(size: int) -> str:
 
 
 def run_prepare(path: Path, out: Path, tokenizer: str, *options, sample_memory=False):
-    """Empty `out` and run prepare.py into it. Return the seconds, and with sample_memory the peak memory."""
+    """Empty `out`, where prepare.py then writes. Return the seconds, and with sample_memory the peak memory."""
     for file in out.glob("*"):
         file.unlink()
     command = [sys.executable, prepare.__file__, path, f"--out={out}", f"--tokenizer={tokenizer}", *options]

@@ -15,8 +15,8 @@ A run takes minutes, mainly for torch.compile. Each table is printed as soon as 
 the losses of three steps: our losses and plain PyTorch's must agree to 1%. (Plain PyTorch's softmax includes the
 vocabulary's padding, which changes a loss by about 0.01%. Hugging Face's model is not checked, because it starts from
 other weights.) Then the contestants take turns in one process. The first step of a turn is not timed, because it
-allocates memory from the device again. The table shows the peak memory of this step plus the weights, gradients and
-moments of its model. All models stay in memory during the measurement. A line above the table shows their size. A
+allocates memory from the device again. The table shows this step's extra peak memory plus its model's weights,
+gradients and moments. All models stay in memory during the measurement. A line above the table shows their size. A
 contestant that is "out of memory" may fit without the others.
 
 The last table profiles our step, kernel by kernel. For each of our own kernels it shows the floor: the time of a plain
@@ -101,7 +101,7 @@ def load(name):
 
 @dataclass
 class Contestant:
-    """One way to train a model. step() returns the loss (a tensor or a PendingStep). choose() runs before its steps."""
+    """One way to train a model. step() returns the loss (a tensor or a PendingStep). choose() sets its operations."""
 
     name: str
     model: object  # Ours or Theirs; several contestants may share a model

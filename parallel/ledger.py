@@ -25,7 +25,7 @@ A boundary lies between two consecutive chunks on different ranks. Sequence para
 backward, because a rank keeps only bsh/t elements of a linear's input. The small terms are:
 
     embedding, head       one all_reduce per micro-batch, the embedding's in forward, the head's in backward
-    cross-entropy rows    three numbers per token
+    cross-entropy rows    max, sum, target logit
     partial gradients     under sequence parallelism, gradients of replicated parameters, summed over tp
     twin gradients        gradients of a bucket that several pipeline ranks keep, summed over its holders
     parameter norms       two norms of every parameter, for LAMB and LARS
@@ -133,7 +133,7 @@ def _tensor_rows(row, c, blocks, embeddings, heads, item, master_item):
         row("tp", "activations", "reduce_scatter", layer, scatters, scatters * bsh, item)
         row("tp", "embedding", "reduce_scatter", once, embeddings, embeddings * bsh, item)
         row("tp", "embedding", "all_gather", once, embeddings, embeddings * bsh, item)
-        row("tp", "head", "all_gather", once, heads, heads * bsh, item)  # not in forward: backward computes the loss
+        row("tp", "head", "all_gather", once, heads, heads * bsh, item)  # in backward, which computes the loss
         row("tp", "head", "reduce_scatter", once, heads, heads * bsh, item)
     else:
         sums = blocks * (4 + 2 * recompute)

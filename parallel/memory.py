@@ -4,11 +4,11 @@
 rank's buckets (padding included), n = dp, t = tp, b samples of a micro-batch, s tokens of a sample, h hidden size, a
 heads.
 
-**Model states** (slide "ZeRO (FSDP)"; Rajbhandari et al., arXiv 1910.02054, section 5 and Table 1). The table shows the
-bytes of a rank between two steps. A column title such as (2 + 4 + 4 + 8) lists the bytes per parameter of parameters,
-gradients, master weights and moments. The paper has 2-byte gradients, our gradients are float32. In fp32 the parameters
-are also the master weights. With `offload` on a GPU, master weights and moments lie in the CPU's memory, and fp32 also
-has separate master weights.
+**Model states** (slide "ZeRO (FSDP)"; Rajbhandari et al., arXiv 1910.02054, section 5 and Table 1). The table shows
+the bytes of a rank between two steps. A title such as (2 + 4 + 4 + 8) lists bytes per element: parameters, gradients,
+master weights, moments. The paper adds the last two. It has 2-byte gradients; our gradients are float32. In fp32 the
+parameters are also the master weights. With `offload` on a GPU, master weights and moments lie in the CPU's memory,
+and fp32 also has separate master weights.
 
     stage    the paper (2 + 2 + 12)     bf16 (2 + 4 + 4 + 8)     fp32 (4 + 4 + 0 + 8)
       0      16P                        18P                      16P                     nothing is sharded
@@ -140,7 +140,7 @@ class Kept(NamedTuple):
     saved: int  # in its graph, from F to B or I (with recomputation, only during B or I)
     output: int
     operands: int = 0  # from I to W
-    turning: int = 0  # largest excess over `saved` while I frees saved tensors and stores operands
+    turning: int = 0  # the most that I keeps beyond `saved`, while operands replace saved tensors
     again: bool = False  # True if recomputation runs this unit again
 
 
@@ -154,7 +154,7 @@ def kept(c, z):
     block = block_activations(c, z)
     saved = sum(block.values()) - outside  # minus LayerNorm 1's input, which is the unit's input
     turning = whole  # fc2's dy comes first; each later operand replaces a saved tensor of equal size
-    if gathered:  # peak: all operands, qkv's input and LayerNorm 1's statistics; all else is freed
+    if gathered:  # at the peak: all operands, qkv's input, LayerNorm 1's statistics; minus `saved`
         turning = 4 * whole - 2 * outside - 2 * z.statistic * z.rows - block["log-sum-exp"]
     block = Kept(saved, outside, 4 * whole + 12 * whole // c.tp, turning, c.recompute == "full")
 
@@ -167,7 +167,7 @@ def kept_by_chunk(c, schedule, z):
     """Return a list for each chunk of the Schedule: the Kept of its units, in order.
 
     Dropout also keeps the index of each row (`MicroBatch.rows`, int64), once for a chunk. The indices count for the
-    chunk's first unit. With recomputation of that unit, the indices count for each block.
+    chunk's first unit. If recomputation runs it again, the indices count for each block.
     """
     table, chunks = kept(c, z), []
     names = split(["embedding", *["block"] * c.num_layers, "head"], max(schedule.parts) + 1)
@@ -240,7 +240,7 @@ def backward_changes(units, ends, halved, handed_on):
     dy, y_gone = ends.dy, ends.y_gone
     for i, unit in reversed(list(enumerate(units))):
         if unit.again:
-            yield unit.saved + y_gone  # y_gone is 0 if y is counted already: as a later unit's input
+            yield unit.saved + y_gone  # y_gone is 0 if y still lives, as the input of a later unit
             y_gone = 0
         spent = unit.saved + dy
         if halved:

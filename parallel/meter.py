@@ -8,7 +8,7 @@ On the CPU the measured bytes equal the formulas exactly, with two exceptions:
 
     - Dropout needs the index of each row (`MicroBatch.rows`). Chunks on one rank share these indices, but the formula
       counts them for each chunk.
-    - With sequence parallelism, the action I may free the indices before its peak.
+    - With sequence parallelism, the indices may be free before the peak of the action I.
 
 On a GPU there are two more differences:
 

@@ -60,7 +60,7 @@ def sent_table(who, expected, often, measured=None):
 def zeros_line(sent, layout, pp_rank, item, master_item, m):
     """Return one line that compares the elements sent over dp with section 7 of the ZeRO paper.
 
-    The paper counts 2P, 2P, 2P and 3P elements for stages 0 to 3. m: micro-batches of a step.
+    The paper: 2P, 2P, 2P and 3P elements in stages 0 to 3. P: parameters. m: micro-batches of a step.
     """
     n, stage = layout.dp, layout.config.zero
     if n == 1:

@@ -154,7 +154,7 @@ def between_stages(p, stages, lefts, width, y):
 
 
 def table(p, stages, y):
-    """Return (SVG elements of the table, y of its bottom). y: of the column titles; stages: a column each."""
+    """Return (SVG elements of the table, y of its bottom). y: of the titles; each of `stages` has a column."""
     room = (WIDTH - 555) / len(stages)
     rights = [WIDTH - 10 - room * i for i in reversed(range(len(stages)))]
 
@@ -175,7 +175,7 @@ def table(p, stages, y):
             parts.append(arrow(key[0], f"M12 {y - 4}h32", key[1]))
     note = "Bucket: parameters of one block, the head, the word table or the position table. World: all ranks."
     holders = "Holders: pipeline ranks that keep the same bucket. They sum its gradients (twin gradients)."
-    parts.append(text(10, y + 28, note if p.often else "One rank sends nothing.", 12))
+    parts.append(text(10, y + 28, note if p.often else "Nothing is sent.", 12))
     return [*parts, text(10, y + 46, holders if p.often else "", 12)], y + 58
 
 
