@@ -1,24 +1,21 @@
-"""The central promise: every layout trains the same model.
+"""Every layout must train the model that one process trains.
 
-In float64, a layout's losses and gradient norms must equal those of one process, its initial parameters bit for bit,
-and its parameters after eight steps to ten digits. Clipping acts in every step, there are at least three
-micro-batches, and each layout runs under SGD (where a wrong gradient scale shows at once) and AdamW, with and without
-dropout, with and without recomputation.
+Each test trains in float64 and compares a layout with one process that has one micro-batch a step:
 
-Red when (each was put in by hand once): shards are initialised alike; the loss is not divided by micro-batches or data
-ranks, or by the stages too; gradients are reduced with every micro-batch (stage 0) or with the first (1), only the
-last one's count (2), what is on its way is added to; weight gradients count for the last micro-batch only, or are
-reduced before W; parameters are not gathered (1); under sequence parallelism partial gradients are not summed, or as
-if the unit were whole, and without it whole ones are; the norm counts twice what is replicated over tp or dp or has
-two holders, or one data rank's shards only; LAMB takes the norms of shards, or of tensor parallel parts; a tied table
-is not summed over its holders, or twice; targets are not counted from the shard's first column, padding is in the
-softmax, the maximum is the shard's only; an output is freed while it is sent, a message goes to another micro-batch;
-recomputation draws another mask, a stage counts its layers from 0.
+    losses, gradient norms, parameters after the run    equal to ten digits
+    initial parameters, copies of one parameter         equal bit for bit
+
+Clipping changes every step, and a layout has at least three micro-batches. Each layout runs under SGD (whose update
+shows a wrong gradient scale at once) and AdamW, with and without dropout, with and without recomputation.
+
+After a failure `testing/compare.py` names the first thing that differs and the idea that is usually behind it.
+`testing/defects.py` lists the defects that these tests must find; `pytest -m defects` plants each of them.
 """
 
 import functools
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,6 +28,7 @@ from model import GPT
 from parallel.mesh import Mesh
 from parallel.optimizer import RULES
 from parallel.schedules import SCHEDULES, usual_chunks
+from testing.compare import FirstStep, differences
 
 STEPS = 8
 TINY = dict(
@@ -39,7 +37,7 @@ TINY = dict(
     dtype="fp64",
 )  # fmt: skip
 
-# (dp, tp, sequence parallel): every factorisation of 1, 2, 4, 8, and 3 and 6, which divide no power of two
+# (dp, tp, sequence parallel): every factorisation of 1, 2, 4, 8; and of 3 and 6, which divide no power of two
 LAYOUTS = [
     (dp, tp, sp)
     for dp, tp in [(2, 1), (1, 2), (3, 1), (4, 1), (2, 2), (1, 4), (3, 2), (8, 1), (4, 2), (2, 4), (1, 8)]
@@ -47,8 +45,8 @@ LAYOUTS = [
     if tp > 1 or not sp
 ]
 ALL_MODES = list(itertools.product(["sgd", "adamw"], [0.0, 0.1], ["none", "full"]))
-MODES = [ALL_MODES[i] for i in (0, 3, 5, 6)]  # every value, and every pair of values of two of them
-FEWER_MODES = [ALL_MODES[i] for i in (0, 7)]  # every value: for eight processes, which two cores take long to run
+MODES = [ALL_MODES[i] for i in (0, 3, 5, 6)]  # contains every value, and every pair of values of two settings
+FEWER_MODES = [ALL_MODES[i] for i in (0, 7)]  # contains every value: eight processes are slow on two cores
 
 
 def tiny_config(dp, tp=1, **fields):
@@ -56,9 +54,12 @@ def tiny_config(dp, tp=1, **fields):
     return Config(**TINY | fields)
 
 
-def micro_batches(run, vocab_size=50):
-    """The data of every layout: sample g is a function of g, and worth learning (most ids are the last one plus 1)."""
-    c, dp = run.config, run.mesh.dp
+def micro_batches(run, vocab_size=50, dp=None):
+    """Yield this rank's micro-batches. Sample g depends on g alone, so every layout has the same data.
+
+    The data can be learned: most ids are the id before plus 1. dp: another data rank's `rank` and `size`.
+    """
+    c, dp = run.config, dp or run.mesh.dp
     dice = torch.randint(0, vocab_size, (1000, c.seq_length + 1), generator=torch.Generator().manual_seed(5))
     table = (dice // 10 - 1).clamp(1).cumsum(1).add(dice[:, :1]) % vocab_size
     for numbers in training_samples(0, dp.rank, dp.size, c.micro_batch_size):
@@ -68,7 +69,7 @@ def micro_batches(run, vocab_size=50):
 
 
 def parameters(run):
-    """{name: this rank's part over tp}, copied."""
+    """Copy {parameter: this rank's part over tp}."""
     parts = {}
     for name, bucket in run.zero.buckets.items():
         run.zero.gather(name)
@@ -77,68 +78,118 @@ def parameters(run):
     return parts
 
 
-def train_tiny(config, steps=STEPS, mesh=None):
-    """On one rank: (losses, gradient norms, parameters before, parameters after)."""
+def gradients(run):
+    """Copy {parameter: (begin, end, values)}: the elements that this rank updates, of its part over tp."""
+    pieces = [(bucket, piece) for bucket in run.zero.buckets.values() for piece in bucket.pieces]
+    return {p.spec.name: (p.begin, p.end, p.of(bucket.own_grad).clone()) for bucket, p in pieces}
+
+
+def built(config, mesh=None):
     run = train.build(config, mesh or Mesh(config.tp, config.pp), torch.device("cpu"))
     run.zero.initialize(config.seed)
+    return run
+
+
+def train_tiny(config, steps=STEPS, mesh=None):
+    """Train on this rank. Return (losses, gradient norms, parameters before, parameters after)."""
+    run = built(config, mesh)
     before, batches = parameters(run), micro_batches(run)
     done = [train.train_step(run, batches).read() for _ in range(steps)]
-    assert all(step.grad_norm > config.clip_grad for step in done), "the clip must act"
     return [s.loss for s in done], [s.grad_norm for s in done], before, parameters(run)
+
+
+def one_process_config(optimizer, dropout, **fields):
+    """One process, and all samples of a step in one micro-batch: the gradient scale of this run is right."""
+    samples = fields.get("global_batch_size", TINY["global_batch_size"])
+    return tiny_config(1, optimizer=optimizer, dropout=dropout, micro_batch_size=samples, **fields)
 
 
 @functools.cache
 def one_process(optimizer, dropout, steps=STEPS, **fields):
-    return train_tiny(tiny_config(1, optimizer=optimizer, dropout=dropout, **fields), steps)
+    return train_tiny(one_process_config(optimizer, dropout, **fields), steps)
 
 
-def gathered(parts, config, specs):
-    """Whole tensors from the parts of all ranks. Copies must be equal bit for bit: on all data ranks, on all pipeline
-    ranks that hold a name (a tied table, Chimera's twins), and on all tensor ranks where it is not cut."""
-    whole = {}
-    for name, spec in specs.items():
-        by_tp_rank = [[part[name] for part in parts[t :: config.tp] if name in part] for t in range(config.tp)]
-        for copies in by_tp_rank:
-            assert copies and all(torch.equal(copy, copies[0]) for copy in copies), f"copies of {name} differ"
-        pieces = [copies[0] for copies in by_tp_rank]
-        if spec.tp_dim is None:
-            assert all(torch.equal(piece, pieces[0]) for piece in pieces), f"tensor ranks differ in {name}"
-        whole[name] = pieces[0] if spec.tp_dim is None else torch.cat(pieces, spec.tp_dim)
-    return whole
-
-
-def assert_same_model(results, reference, config, specs):
-    losses, norms, before, after = reference
-    for rank, result in enumerate(results):
-        for what, ours, theirs in [("loss", result[0], losses), ("gradient norm", result[1], norms)]:
-            for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-                assert abs(a - b) <= 1e-10 * abs(b), f"{what} of step {step + 1} on rank {rank}: {a} instead of {b}"
-    for name, whole in gathered([r[2] for r in results], config, specs).items():
-        assert torch.equal(whole, before[name]), f"initial {name}"
-    for name, whole in gathered([r[3] for r in results], config, specs).items():
-        distance = (whole - after[name]).abs().max()
-        assert distance <= 1e-10 * max(1, after[name].abs().max()), f"{name} is off by {distance:.1e}"
+def assert_same_model(results, reference, config, specs, first_step=None):
+    """Fail with a message unless every rank's run is that of one process. Arguments: `testing.compare.differences`."""
+    assert all(norm > config.clip_grad for norm in reference[1]), "clipping must change every step"
+    message = differences(results, reference, config, specs, first_step)
+    if message:
+        pytest.fail(message, pytrace=False)
 
 
 def specs(num_layers=2):
     return GPT(tiny_config(1, num_layers=num_layers), Mesh().tp).specs()
 
 
+# --- after a failure: the first step, with its gradients --------------------------------------------------------------
+
+
+def first_step(config):
+    """Run the first step on this rank, and copy its gradients just before the update."""
+    run, found = built(config), {}
+    update = run.zero.update
+
+    def keep_gradients(scalars):
+        found.update(gradients(run))
+        update(scalars)
+
+    run.zero.update = keep_gradients
+    step = train.train_step(run, micro_batches(run)).read()
+    return FirstStep(step.loss, step.grad_norm, found, parameters(run))
+
+
+def gradient_of_each_micro_batch(one, config, dp):
+    """{(data rank, micro-batch): {parameter: gradient}} on one process; their sum is the gradient of the step."""
+    m, size = config.global_batch_size // (config.micro_batch_size * dp), config.micro_batch_size
+    run, shares = built(replace(one, micro_batch_size=size, global_batch_size=size)), {}
+    for d in range(dp):
+        batches = micro_batches(run, dp=SimpleNamespace(rank=d, size=dp))
+        for j in range(m):
+            run.zero.zero_grad()
+            run.executor.run(batches, 1, 1 / (m * dp))
+            shares[d, j] = {name: values for name, (_, _, values) in gradients(run).items()}
+    return shares
+
+
+def first_steps(on_ranks, config, one):
+    """A function that runs the first step again: on the ranks, on one process, and micro-batch by micro-batch.
+
+    on_ranks(function, *arguments): the results of all ranks; one: the configuration of the one process.
+    """
+
+    def again():
+        steps = on_ranks(first_step, config)
+        dp = len(steps) // (config.tp * config.pp)
+        return steps, first_step(one), gradient_of_each_micro_batch(one, config, dp)
+
+    return again
+
+
+def here(function, *arguments):
+    """The `on_ranks` of one process."""
+    return [function(*arguments)]
+
+
+# --- every layout of dp and tp ----------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("dp, tp, sp", LAYOUTS, ids=lambda x: str(x))
 def test_every_layout_trains_the_same_model(workers, dp, tp, sp):
     for optimizer, dropout, recompute in MODES if dp * tp < 8 else FEWER_MODES:
         config = tiny_config(dp, tp, sequence_parallel=sp, optimizer=optimizer, dropout=dropout, recompute=recompute)
-        results = workers.run(dp * tp, train_tiny, config)
-        assert_same_model(results, one_process(optimizer, dropout), config, specs())
+        on_ranks = functools.partial(workers.run, dp * tp)
+        again = first_steps(on_ranks, config, one_process_config(optimizer, dropout))
+        assert_same_model(on_ranks(train_tiny, config), one_process(optimizer, dropout), config, specs(), again)
 
 
 @pytest.mark.parametrize("optimizer, dropout, recompute", ALL_MODES)
 def test_micro_batches_and_recomputation_on_one_process(optimizer, dropout, recompute):
-    """m micro-batches give the gradient of one big batch; recomputation gives the bits of none."""
+    """m micro-batches give the gradient of one big batch. Recomputation changes nothing."""
     reference = one_process(optimizer, dropout)
-    for size in (1, 24):
+    for size in (1, 8):
         config = tiny_config(1, micro_batch_size=size, optimizer=optimizer, dropout=dropout, recompute=recompute)
-        assert_same_model([train_tiny(config)], reference, config, specs())
+        again = first_steps(here, config, one_process_config(optimizer, dropout))
+        assert_same_model([train_tiny(config)], reference, config, specs(), again)
 
 
 # --- the grid -------------------------------------------------------------------------------------------------------
@@ -161,7 +212,10 @@ def number_of_micro_batches(word, pp):
 
 
 def fitted(dp, tp, pp, schedule, micro_batches, **fields):
-    """(configuration, processes) of a point of the grid; None if it does not fit, or is another one by another name."""
+    """Return (configuration, number of processes) of a point of the grid.
+
+    None if the values do not go together, or if another point is the same layout.
+    """
     m = number_of_micro_batches(micro_batches, pp)
     redundant = (
         not 2 <= dp * tp * pp <= 8
@@ -173,27 +227,26 @@ def fitted(dp, tp, pp, schedule, micro_batches, **fields):
     if redundant:
         return None
     chunks = usual_chunks(schedule)
-    layers = max(3, pp * chunks - 1)  # three, which two stages do not divide; or stages of one block, and one of none
+    layers = max(3, pp * chunks - 1)  # two stages do not divide 3; of more stages, one has no block and the others one
     config = tiny_config(
         dp, tp, pp=pp, schedule=schedule, chunks=chunks, num_layers=layers, micro_batch_size=2,
         global_batch_size=2 * dp * m, lr=5e-3, dropout=0.1, **fields,
     )  # fmt: skip
     try:
         check(config, dp * tp * pp)
-    except UserError:  # a schedule that wants another number of micro-batches or stages
+    except UserError:  # the schedule needs another number of micro-batches or stages
         return None
     return config, dp * tp * pp
 
 
+@functools.cache
 def points():
-    for values in itertools.product(*AXES.values()):
-        point = dict(zip(AXES, values, strict=True))
-        if fitted(**point):
-            yield point
+    every = (dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values()))
+    return [point for point in every if fitted(**point)]
 
 
 def covering(points):
-    """Points chosen one after another for how many new pairs of values they bring, until every pair is in."""
+    """Choose points until they contain every pair of values: next is the point with the most pairs that are new."""
     pairs = {i: set(itertools.combinations(point.items(), 2)) for i, point in enumerate(points)}
     left, chosen = set().union(*pairs.values()), []
     while left:
@@ -204,36 +257,40 @@ def covering(points):
 
 
 def train_with_each(optimizers, config, steps):
-    """train_tiny with each of the optimizers, in the same process groups."""
+    """Call train_tiny with each of the optimizers, in the same process groups."""
     mesh = Mesh(config.tp, config.pp)
     return [train_tiny(replace(config, optimizer=optimizer), steps, mesh) for optimizer in optimizers]
 
 
 def check_point(workers, point, optimizers, steps):
     config, ranks = fitted(**point)
-    same = dict(
-        num_layers=config.num_layers, global_batch_size=config.global_batch_size, micro_batch_size=2, lr=config.lr
-    )
-    by_rank = workers.run(ranks, train_with_each, optimizers, config, steps)
+    same = dict(num_layers=config.num_layers, global_batch_size=config.global_batch_size, lr=config.lr)
+    on_ranks = functools.partial(workers.run, ranks)
+    by_rank = on_ranks(train_with_each, optimizers, config, steps)
     for optimizer, results in zip(optimizers, zip(*by_rank, strict=True), strict=True):
         reference = one_process(optimizer, config.dropout, steps, **same)
-        assert_same_model(results, reference, replace(config, optimizer=optimizer), specs(config.num_layers))
+        this = replace(config, optimizer=optimizer)
+        again = first_steps(on_ranks, this, one_process_config(optimizer, config.dropout, **same))
+        assert_same_model(results, reference, this, specs(config.num_layers), again)
 
 
 def name(point):
     return "-".join(map(str, point.values())).replace(" ", "_")
 
 
-ALL_POINTS = list(points())
+def pytest_generate_tests(metafunc):
+    """Parametrize the two tests below. The grid is computed only here, because every worker imports this file."""
+    if "point" in metafunc.fixturenames:
+        one_optimizer = [point for point in points() if point["optimizer"] == next(iter(RULES))]
+        found = covering(points()) if metafunc.function is test_the_grid_covered else one_optimizer
+        metafunc.parametrize("point", found, ids=name)
 
 
-@pytest.mark.parametrize("point", covering(ALL_POINTS), ids=name)
 def test_the_grid_covered(workers, point):
     check_point(workers, point, [point["optimizer"]], steps=6)
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("point", [p for p in ALL_POINTS if p["optimizer"] == next(iter(RULES))], ids=name)
 def test_the_whole_grid(workers, point):
-    """Every point, the optimizers of one layout one after another; the id names the first."""
+    """Check every point. One test runs all optimizers of a layout; the test's id names the first of them."""
     check_point(workers, point, list(RULES), steps=3)

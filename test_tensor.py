@@ -1,7 +1,8 @@
-"""Every hand-written forward and backward of tensor.py and reference.py against torch.nn.functional, in float64.
+"""Compare every hand-written forward and backward of tensor.py and reference.py with torch.nn.functional, in float64.
 
-What a layout does to one layer is held here to 1e-12: outputs, input gradients and weight gradients, each rank's part
-against the part of the whole. (What it does to the model: test_layouts.py.)
+Each rank's outputs, input gradients and weight gradients must equal its part of the whole layer's to 1e-12. A failure
+names the tensor, the rank, and, if it is recognised, the tensor that the rank has instead. (test_layouts.py compares
+whole models. The defects that the tests here must find are in testing/defects.py.)
 """
 
 import pytest
@@ -15,6 +16,7 @@ from parallel.mesh import Mesh, everyone
 from parallel.tensor import EmbeddingLookup, Linear, LinearCrossEntropy, ParamSpec, next_token_losses
 from reference import Drop
 from test_layouts import tiny_config
+from testing.compare import Different, same_tensor
 
 SEED = 11
 
@@ -24,7 +26,7 @@ def random(*shape, seed=SEED, **options):
 
 
 def with_buffer(p):
-    """A parameter as zero.py makes it: with a place for its gradient."""
+    """Make a parameter with a buffer for its gradient, as zero.py does."""
     p = torch.nn.Parameter(p.clone())
     p.grad, p.deferred = torch.zeros_like(p), None
     return p
@@ -34,15 +36,29 @@ def all_ranks_as_tp():
     return Mesh(tp=everyone().size).tp
 
 
-def close(a, b):
-    assert a.shape == b.shape and torch.allclose(a, b, rtol=1e-12, atol=1e-12), (a - b).abs().max()
+def close(what, ours, theirs, instead=None):
+    same_tensor(what, ours, theirs, instead)
+
+
+def close_on(tp, what, ours, theirs, instead=None):
+    """Compare a tensor of this rank. instead: {a description: the tensor that a usual mistake gives}."""
+    same_tensor(f"{what} of rank {tp.rank}", ours, theirs, instead)
+
+
+def rows_of(tp, n, cut):
+    """The rows of [n, ...] that this rank has: all of them, or 1/t (sequence parallelism)."""
+    return slice(n // tp.size * tp.rank, n // tp.size * (tp.rank + 1)) if cut else slice(None)
+
+
+def other_shards(tp, whole, dim=0):
+    return {f"the shard of rank {t}": part for t, part in enumerate(whole.chunk(tp.size, dim)) if t != tp.rank}
 
 
 # --- linear ---------------------------------------------------------------------------------------------------------
 
 
 def whole_linear(n, i, o):
-    """x, w, bias, dy and what F.linear makes of them: y, dx, dw, db."""
+    """x, w, bias, dy, and the results of F.linear: y, dx, dw, db."""
     x, w, bias, dy = random(n, i).requires_grad_(), random(o, i, seed=1), random(o, seed=2), random(n, o, seed=3)
     w, bias = w.requires_grad_(), bias.requires_grad_()
     y = F.linear(x, w, bias)
@@ -55,36 +71,42 @@ def check_column_parallel(enter, packed):
     x, w, bias, dy, y, dx, dw, db = whole_linear(8, 6, 24)
 
     def mine(t, dim):
-        """This rank's part; of a packed tensor, of each of the three in it."""
+        """This rank's part. A packed tensor is three tensors: this rank has a part of each."""
         if not packed:
             return t.chunk(tp.size, dim)[tp.rank]
         t = t.unflatten(dim, (3, -1))
         return t.chunk(tp.size, dim + 1)[tp.rank].flatten(dim, dim + 1)
 
-    rows = slice(None) if enter == "copy" else slice(8 // tp.size * tp.rank, 8 // tp.size * (tp.rank + 1))
-    x = x[rows].clone().requires_grad_()
+    rows = rows_of(tp, 8, cut=enter == "all_gather")
+    whole_x, x = x, x[rows].clone().requires_grad_()
     shape = (3, -1) if packed else (-1,)
     our_w = with_buffer(mine(w, 0).unflatten(0, shape))
     our_bias = with_buffer(mine(bias, 0).unflatten(0, shape))
     out = Linear.apply(x, our_w, our_bias, enter, None, tp)
-    close(out.detach(), mine(y, 1))
+    close_on(tp, "y", out.detach(), mine(y, 1), {"the product without the bias": whole_x @ mine(w, 0).T})
     out.backward(mine(dy, 1))
-    close(x.grad, dx[rows])
-    close(our_w.grad.flatten(0, -2), mine(dw, 0))
-    close(our_bias.grad.flatten(), mine(db, 0))
+    share = mine(dy, 1) @ mine(w, 0)
+    close_on(tp, "dx", x.grad, dx[rows], {"its own share, not the sum over tp": share[rows]})
+    own_rows = {"made of its own rows of x only, not of the gathered x": mine(dy, 1)[rows].T @ whole_x[rows]}
+    close_on(tp, "dw", our_w.grad.flatten(0, -2), mine(dw, 0), own_rows)
+    close_on(tp, "db", our_bias.grad.flatten(), mine(db, 0))
 
 
 def check_row_parallel(leave):
     tp = all_ranks_as_tp()
     x, w, bias, dy, y, dx, dw, _ = whole_linear(8, 24, 6)
-    rows = slice(None) if leave == "all_reduce" else slice(8 // tp.size * tp.rank, 8 // tp.size * (tp.rank + 1))
+    rows = rows_of(tp, 8, cut=leave == "reduce_scatter")
     x = x.chunk(tp.size, 1)[tp.rank].clone().requires_grad_()
     our_w = with_buffer(w.chunk(tp.size, 1)[tp.rank])
     out = Linear.apply(x, our_w, None, None, leave, tp)
-    close(out.detach() + bias, y[rows])
+    share = (x @ our_w.T).detach()
+    close_on(tp, "y", out.detach(), (y - bias)[rows], {"its own share, not the sum over tp": share[rows]})
     out.backward(dy[rows])
-    close(x.grad, dx.chunk(tp.size, 1)[tp.rank])
-    close(our_w.grad, dw.chunk(tp.size, 1)[tp.rank])
+    our_dx = dx.chunk(tp.size, 1)[tp.rank]
+    summed = {"t times too large: every rank has the same dy, so no sum over tp is needed": our_dx * tp.size}
+    close_on(tp, "dx", x.grad, our_dx, other_shards(tp, dx, 1) | summed)
+    own_rows = {"made of its own rows of dy only, not of the gathered dy": dy[rows].T @ x.detach()[rows]}
+    close_on(tp, "dw", our_w.grad, dw.chunk(tp.size, 1)[tp.rank], own_rows)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -101,7 +123,7 @@ def test_row_parallel_linear(workers, tp, leave):
 
 
 def test_gradients_accumulate_in_float32_under_bf16():
-    """What a micro-batch adds is not rounded to the parameter's dtype: 1 + 2^-9 needs more digits than bf16 has."""
+    """The sum over micro-batches is not rounded to the parameter's dtype: bf16 cannot represent 1 + 2^-9."""
     w = torch.nn.Parameter(torch.ones(1, 1, dtype=torch.bfloat16))
     w.grad_dtype = torch.float32
     w.grad, w.deferred = torch.zeros(1, 1), None
@@ -113,7 +135,7 @@ def test_gradients_accumulate_in_float32_under_bf16():
 
 # --- vocabulary -----------------------------------------------------------------------------------------------------
 
-V, REAL = 32, 27  # padded to 32: with 8 ranks of 4, the seventh holds three ids and the last none
+V, REAL = 32, 27  # padded to 32: of 8 ranks with 4 rows each, the seventh has three real ids and the last has none
 EDGES = [0, 3, 4, 7, 8, 15, 16, 19, 20, 23, 24, 26]  # first and last id of every shard
 
 
@@ -124,13 +146,28 @@ def check_embedding(leave):
     whole = table.clone().requires_grad_()
     y = F.embedding(ids, whole)
     y.backward(dy)
-    share = len(ids) // tp.size
-    rows = slice(None) if leave == "all_reduce" else slice(share * tp.rank, share * (tp.rank + 1))
+    rows = rows_of(tp, len(ids), cut=leave == "reduce_scatter")
     ours = with_buffer(table.chunk(tp.size)[tp.rank])
     out = EmbeddingLookup.apply(ids, ours, leave, tp)
-    close(out.detach(), y.detach()[rows])
+    start, columns = tp.rank * V // tp.size, V // tp.size
+    mine = ((ids >= start) & (ids < start + columns))[:, None]
+    local = ids.clamp(start, start + columns - 1)
+    instead = {
+        "its own share (0 for ids of other ranks), not the sum over tp": (y.detach() * mine)[rows],
+        "not 0 for ids of other ranks before the sum": sum_of_unmasked(table, ids, tp)[rows],
+    }
+    close_on(tp, "y", out.detach(), y.detach()[rows], instead)
     out.backward(dy[rows])
-    close(ours.grad, whole.grad.chunk(tp.size)[tp.rank])
+    unmasked = torch.zeros_like(table).index_add_(0, torch.where(mine[:, 0], local, start), dy)
+    instead = {"the gradient of all tokens, also of those with ids of other ranks": unmasked.chunk(tp.size)[tp.rank]}
+    close_on(tp, "dw", ours.grad, whole.grad.chunk(tp.size)[tp.rank], instead | other_shards(tp, whole.grad))
+
+
+def sum_of_unmasked(table, ids, tp):
+    """The sum over tp if each rank gives row 0 of its shard for ids that it does not have."""
+    per_rank = V // tp.size
+    shards = [(t * per_rank, (ids >= t * per_rank) & (ids < (t + 1) * per_rank)) for t in range(tp.size)]
+    return sum(table[torch.where(mine, ids, start)] for start, mine in shards)
 
 
 def in_chunks(chunk, check, *arguments):
@@ -142,28 +179,61 @@ def in_chunks(chunk, check, *arguments):
 
 
 def check_linear_cross_entropy(enter, scale):
-    """Rows of the identity make the logits whatever the table says: `scale` times normal, and extremes."""
+    """x is the identity matrix, so the logits are the table's columns: `scale` times normal, some of them +-1e4."""
     tp, n = all_ranks_as_tp(), len(EDGES) + 4
-    weights = torch.linspace(0.1, 2, n, dtype=torch.float64)  # of each token, whatever comes after the loss
+    weights = torch.linspace(0.1, 2, n, dtype=torch.float64)  # the gradient that arrives at each token's loss
     table, targets = random(V, n) * scale, torch.tensor([*EDGES, 3, 3, 0, 26])
-    table[REAL:] = 1e6  # whatever a padded entry holds, it takes no part
+    table[REAL:] = 1e6  # padding must get no probability, also if its logits are the largest
     table[:REAL, 0] = -1e4
     table[5, 1] = 1e4
     x = torch.eye(n, dtype=torch.float64)
     whole, w = x.clone().requires_grad_(), table[:REAL].clone().requires_grad_()
     losses = F.cross_entropy(whole @ w.T, targets, reduction="none")
     losses.backward(weights)
-    rows = slice(None) if enter == "copy" else slice(n // tp.size * tp.rank, n // tp.size * (tp.rank + 1))
+    rows = rows_of(tp, n, cut=enter == "all_gather")
     ours, our_w = x[rows].clone().requires_grad_(), with_buffer(table.chunk(tp.size)[tp.rank])
-    our_w.grad += 1  # it is added to what is there
+    our_w.grad += 1  # the gradient must be added to this
     out = LinearCrossEntropy.apply(ours, our_w, targets, REAL, enter, tp, reference)
     assert out.isnan().all()
     out.backward(weights)
-    close(out.detach(), losses.detach())
-    close(ours.grad / 1e4, whole.grad[rows] / 1e4)  # dx = dz W, where |W| is 1e4
-    close(our_w.grad - 1, F.pad(w.grad, (0, 0, 0, V - REAL)).chunk(tp.size)[tp.rank])
+    padding = F.pad(w.grad, (0, 0, 0, V - REAL))
+    close_losses(tp, out.detach(), losses.detach(), table, targets)
+    close_on(tp, "dx", ours.grad / 1e4, whole.grad[rows] / 1e4)  # dx = dz W, where |W| is 1e4
+    close_on(tp, "dw", our_w.grad - 1, padding.chunk(tp.size)[tp.rank], other_shards(tp, padding))
     with torch.no_grad():
-        close(next_token_losses(ours, our_w, targets, REAL, enter, tp, reference), losses.detach())
+        losses_only = next_token_losses(ours, our_w, targets, REAL, enter, tp, reference)
+        close_losses(tp, losses_only, losses.detach(), table, targets)
+
+
+def close_losses(tp, ours, theirs, table, targets):
+    """Compare the losses of all tokens. The logits are the columns of `table`."""
+    if ours.isnan().all():
+        raise Different(f"the loss of rank {tp.rank} is nan: backward has not filled it in")
+    close_on(tp, "the loss", ours, theirs, mistaken_losses(table.T, targets, tp))
+
+
+def mistaken_losses(z, targets, tp):
+    """{usual mistake: the losses that it gives} for logits z [n, V]."""
+    top, total = z[:, :REAL].amax(1), z[:, :REAL].logsumexp(1)
+    found, shard_total, shard_target = 0, 0, 0
+    for start in range(0, REAL, V // tp.size):
+        shard = z[:, start : min(start + V // tp.size, REAL)]
+
+        def logits(local, shard=shard):
+            mine = (local >= 0) & (local < shard.shape[1])
+            return mine, shard.gather(1, local.where(mine, 0)[:, None])[:, 0]
+
+        mine, logit = logits(targets)
+        found = found + (logit - top).where(mine, 0.0)
+        mine, logit = logits(targets - start)
+        shard_target = shard_target + (logit - shard.amax(1)).where(mine, 0.0)
+        shard_total = shard_total + (shard - shard.amax(1, keepdim=True)).exp().sum(1)
+    return {
+        "made with the padding in the softmax": z.logsumexp(1) - z.gather(1, targets[:, None])[:, 0],
+        "made with targets that are not counted from the shard's first column": total - top - found,
+        "made with the maximum of each shard, not of the whole row": shard_total.log() - shard_target,
+        "made without the target's logit": total - top,
+    }
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
@@ -198,28 +268,38 @@ def test_cross_entropy_computes_in_float32(dtype, tolerance):
 def test_layer_norm_and_gelu_are_what_their_docstrings_say():
     x, w, b = random(5, 7), random(7, seed=1), random(7, seed=2)
     expected = (x - x.mean(1, keepdim=True)) / (x.var(1, correction=0, keepdim=True) + 1e-5).sqrt() * w + b
-    close(reference.layer_norm(x, w, b), expected)
+    close("layer_norm", reference.layer_norm(x, w, b), expected)
     y = x - b
-    close(reference.gelu_(y.clone(), b), x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))))
-    close(reference.add_(y.clone(), x, w), x + y + w)
+    expected = x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+    close("gelu_", reference.gelu_(y.clone(), b), expected)
+    close("add_", reference.add_(y.clone(), x, w), x + y + w)
     z, normed = reference.add_layer_norm_(y.clone(), x, w, b, w)
-    close(z, x + y + w)
-    close(normed, reference.layer_norm(x + y + w, b, w))
+    close("the sum of add_layer_norm_", z, x + y + w)
+    close("the norm of add_layer_norm_", normed, reference.layer_norm(x + y + w, b, w))
 
 
 def test_attention_is_causal_softmax():
     b, s, heads, d = 2, 5, 3, 4
     qkv = random(b, s, 3, heads, d)
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
-    scores = (q @ k.transpose(2, 3) / d**0.5).masked_fill(torch.ones(s, s).triu(1).bool(), -torch.inf)
-    close(reference.attention(qkv), (scores.softmax(-1) @ v).transpose(1, 2))
-    close(reference.causal_softmax(q @ k.transpose(2, 3), d**-0.5), scores.softmax(-1))
+    products, later = q @ k.transpose(2, 3), torch.ones(s, s).triu(1).bool()
+
+    def attended(scores):
+        return (scores.softmax(-1) @ v).transpose(1, 2)
+
+    masked = (products / d**0.5).masked_fill(later, -torch.inf)
+    instead = {
+        "that of all tokens, later ones too": attended(products / d**0.5),
+        "made without the factor 1 / sqrt(d)": attended(products.masked_fill(later, -torch.inf)),
+    }
+    close("attention", reference.attention(qkv), attended(masked), instead)
+    close("causal_softmax", reference.causal_softmax(products, d**-0.5), masked.softmax(-1))
 
 
 def test_attention_with_a_cache_is_attention_without():
     qkv, cache = random(2, 6, 3, 2, 4), []
     steps = [reference.attention(part, cache) for part in qkv.split([3, 1, 1, 1], dim=1)]
-    close(torch.cat(steps, 1), reference.attention(qkv))
+    close("attention with a cache", torch.cat(steps, 1), reference.attention(qkv))
 
 
 def mask(rows, columns=64, rate=0.25, seed=1, site=0):
@@ -227,12 +307,12 @@ def mask(rows, columns=64, rate=0.25, seed=1, site=0):
 
 
 def test_dropout_masks_are_functions_of_seed_site_row_and_column():
-    rows = torch.arange(100) + 2**40  # a long run: sample number * s exceeds 32 bits
+    rows = torch.arange(100) + 2**40  # in a long run, sample number * s exceeds 32 bits
     whole = mask(rows)
-    assert torch.equal(whole[40:60], mask(rows[40:60])), "a shard of the rows has the shard of the mask"
-    assert torch.equal(whole, mask(rows)), "replayed, it is the same"
+    assert torch.equal(whole[40:60], mask(rows[40:60])), "the mask of some rows depends on other rows"
+    assert torch.equal(whole, mask(rows)), "a second call draws another mask"
     others = [mask(rows, seed=2), mask(rows, site=1), mask(rows + 100), mask(rows + 2**32)]
-    for other in others:  # independent: they agree as often as chance has it, 0.75^2 + 0.25^2
+    for other in others:  # independent masks agree with probability 0.75^2 + 0.25^2
         assert abs((whole == other).double().mean() - 0.625) < 0.03
 
 
@@ -247,7 +327,7 @@ def test_dropout_masks_look_random():
 
 
 def test_dropout_masks_never_change():
-    """A run that resumes under a newer version of this code must go on with the masks that it had."""
+    """A run that resumes with a newer version of this code must draw the same masks."""
     bits = mask(torch.tensor([0, 1, 10**12]), columns=16, rate=0.5, seed=1234, site=3).int()
     assert ["".join(map(str, row)) for row in bits.tolist()] == GOLDEN
 
@@ -259,13 +339,13 @@ def test_dropout_scales_and_its_backward_uses_the_same_mask():
     x, rows = random(6, 8).requires_grad_(), torch.arange(6)
     drop = Drop(rows, 0.25, seed=1, site=2)
     y = reference.dropout(x, drop)
-    close(y.detach(), x.detach() * mask(rows, 8, site=2).double() / 0.75)
+    close("dropout", y.detach(), x.detach() * mask(rows, 8, site=2).double() / 0.75)
     y.sum().backward()
-    close(x.grad, mask(rows, 8, site=2).double() / 0.75)
+    close("the gradient of dropout", x.grad, mask(rows, 8, site=2).double() / 0.75)
     assert torch.autograd.gradcheck(lambda x: reference.dropout(x, drop), x)
     assert reference.dropout(x) is x
     x = x.detach()
-    close(reference.add_(x.clone(), x, x[0], drop), x + reference.dropout(x + x[0], drop))
+    close("add_ with dropout", reference.add_(x.clone(), x, x[0], drop), x + reference.dropout(x + x[0], drop))
 
 
 # --- logical parameters ---------------------------------------------------------------------------------------------
@@ -289,7 +369,7 @@ GOLDEN_WEIGHTS = [0.053421, 1.114251, 1.515838, 0.976252]
 
 
 def test_the_table_of_names():
-    """Every parameter once; matrices decay, biases and LayerNorms do not; what feeds the residual starts smaller."""
+    """Every parameter once. Matrices decay, biases and LayerNorms do not. Residual outputs start smaller."""
     config = tiny_config(1)
     specs = GPT(config, Mesh().tp).specs()
     assert len(specs) == 2 + 12 * config.num_layers + 2

@@ -1,10 +1,11 @@
-"""Processes that tests share: joined by Gloo, started once, used by many tests.
+"""Start processes once, join them by Gloo, and let many tests use them.
 
     def test_something(workers):
-        results = workers.run(4, function, *arguments)      # by ranks 0 .. 3, results in their order
+        results = workers.run(4, function, *arguments)      # on ranks 0 .. 3; their results in this order
 
-`function` is a module-level function of a test file. An exception in any rank fails the test with that rank's
-traceback. A run in which some rank never answers is ended, and the next test starts new processes.
+`function` is a module-level function of a test file. An exception in any rank fails the test. The failure has that
+rank's traceback, or, after a comparison (`compare.Different`), its message alone. If a rank does not answer, all
+processes are ended, and the next test starts new ones.
 """
 
 import multiprocessing
@@ -16,12 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from testing.compare import Different
+
 RANKS = 8
 PATIENCE = 120  # seconds that any one call may take
 
 
 def work(rank, pipe):
-    """The loop of one process: answers the calls that come through `pipe` until the other end is closed."""
+    """Answer the calls that come through `pipe`, one by one, until its other end is closed."""
     torch.set_num_threads(1)
     while True:
         try:
@@ -29,9 +32,11 @@ def work(rank, pipe):
         except (EOFError, KeyboardInterrupt):
             return
         try:
-            if ranks > 1:  # each call has a world of its own, as under torchrun
+            if ranks > 1:  # each call makes a new process group, as each run under torchrun does
                 dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
             answer = True, function(*arguments)
+        except Different as error:
+            answer = False, str(error)
         except BaseException:
             answer = False, traceback.format_exc()
         if dist.is_initialized():
@@ -40,16 +45,16 @@ def work(rank, pipe):
 
 
 class Workers:
-    """Up to RANKS processes. folder: for the files through which the ranks of a call find each other."""
+    """Up to RANKS processes. folder: where the ranks of a call meet, through a file."""
 
     def __init__(self, folder):
-        self.folder, self.calls, self.processes = folder, 0, []
+        self.folder, self.calls, self.pipes, self.processes = folder, 0, [], []
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["torch", "train"])  # imported once, then forked
 
-    def start(self):
-        self.pipes, self.processes = [], []
-        for rank in range(RANKS):
+    def start(self, ranks):
+        """Start the processes up to `ranks` that do not run yet."""
+        for rank in range(len(self.processes), ranks):
             here, there = self.context.Pipe()
             process = self.context.Process(target=work, args=(rank, there), daemon=True)
             process.start()
@@ -61,12 +66,12 @@ class Workers:
         for process in self.processes:
             process.kill()
             process.join()
-        self.processes = []
+        self.pipes, self.processes = [], []
 
     def run(self, ranks, function, *arguments):
-        """`function(*arguments)` on ranks 0 .. ranks-1: its results."""
-        if not self.processes:
-            self.start()
+        """Call `function(*arguments)` on ranks 0 .. ranks-1. Return their results."""
+        assert ranks <= RANKS
+        self.start(ranks)
         self.calls += 1
         for pipe in self.pipes[:ranks]:
             pipe.send((function, arguments, ranks, self.folder / f"rendezvous{self.calls}"))
@@ -78,16 +83,16 @@ class Workers:
                 self.stop()
                 pytest.fail(f"{function.__name__}: no answer from ranks {sorted(set(range(ranks)) - set(results))}")
             for pipe in ready:
+                rank = self.pipes.index(pipe)
                 try:
-                    good, value = pipe.recv()
+                    good, results[rank] = pipe.recv()
                 except EOFError:
-                    good, value = False, "the process died"
-                results[self.pipes.index(pipe)] = value
-                if not good:  # the others may wait for it for ever
+                    good, results[rank] = False, "the process died"
+                if not good:  # the other ranks may wait for this one for ever
                     self.stop()
-                    pytest.fail(f"rank {self.pipes.index(pipe)} of {ranks}:\n{value}", pytrace=False)
+                    pytest.fail(f"rank {rank} of {ranks}:\n{results[rank]}", pytrace=False)
         return [results[r] for r in range(ranks)]
 
     def check(self, ranks, function, *arguments):
-        """For functions that assert on every rank by themselves."""
+        """Call a function that asserts on its rank and returns None."""
         assert self.run(ranks, function, *arguments) == [None] * ranks

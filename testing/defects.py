@@ -1,0 +1,604 @@
+"""Defects that the tests must find, and the words with which a test must name each of them.
+
+    python -m testing.defects                      lists them
+    python -m testing.defects no-1/m norm-twice    plants each in a copy of the tree, runs its test, prints the failure
+    python -m testing.defects all                  all of them
+
+A defect changes some lines of one file. Its test must fail, and the message must name the broken idea. Codebases for
+distributed training really had most of these defects. `test_defects.py` plants each one by itself.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+
+
+class Defect(NamedTuple):
+    name: str
+    file: str
+    edits: tuple  # (old, new), (old, new) ...: each old text occurs once in the file
+    test: str  # the argument of pytest
+    words: str  # the failure's message must contain them
+    quick: bool = False  # planted in the default run, too
+
+
+def layout(dp, tp, sequence_parallel=False):
+    return f"test_layouts.py::test_every_layout_trains_the_same_model[{dp}-{tp}-{sequence_parallel}]"
+
+
+def grid(dp, pp, schedule="1f1b", zero=0, m="stages", tp=1):
+    return f"test_layouts.py::test_the_whole_grid[{dp}-{tp}-{pp}-{schedule}-{zero}-False-none-sgd-{m}]"
+
+
+def one_process(mode):
+    return f"test_layouts.py::test_micro_batches_and_recomputation_on_one_process[{mode}]"
+
+
+def column(tp=2, enter="copy"):
+    return f"test_tensor.py::test_column_parallel_linear[False-{enter}-{tp}]"
+
+
+def row(tp=2, leave="all_reduce"):
+    return f"test_tensor.py::test_row_parallel_linear[{leave}-{tp}]"
+
+
+def embedding(tp=2, leave="all_reduce"):
+    return f"test_tensor.py::test_vocab_parallel_embedding[{leave}-{tp}]"
+
+
+def cross_entropy(tp=2):
+    return f"test_tensor.py::test_linear_cross_entropy[1.0-64-copy-{tp}]"
+
+
+SHARE = "share = 1 / (m * mesh.dp.size)"
+COUNTS = "return first_of_dp and bucket.holders.rank == 0 and (cut or self.mesh.tp.rank == 0)"
+FIRST_OF_DP = "first_of_dp = bucket.stage >= 1 or bucket.dp.rank == 0"
+TWINS = 'all_reduce(bucket.own_grad, bucket.holders, "twin gradients")'
+PARTIAL = "        if self.config.sequence_parallel:\n"
+RECEIVE = "return self.mail.receive((kind, j, c))"
+
+INITIAL = [
+    Defect(
+        "shards-alike",
+        "parallel/tensor.py",
+        (("whole.chunk(axis.size, self.tp_dim)[axis.rank]", "whole.chunk(axis.size, self.tp_dim)[0]"),),
+        layout(1, 2),
+        "of rank 1 (tp=1) differs: it is the shard of tp rank 0",
+    ),
+    Defect(
+        "fan-in-of-the-shard",
+        "parallel/zero.py",
+        (
+            (
+                "piece.spec.local_part(piece.spec.initial(seed), self.mesh.tp).flatten()",
+                'type(piece.spec)(**vars(piece.spec) | {"shape": piece.spec.local_shape(self.mesh.tp.size)})'
+                ".initial(seed).flatten()",
+            ),
+        ),
+        layout(1, 2),
+        "shards are drawn one by one",
+    ),
+    Defect(
+        "shard-from-a-wrong-element",
+        "parallel/zero.py",
+        (("local[piece.begin : piece.end]", "local[: piece.end - piece.begin]"),),
+        grid(2, 1, zero=1, m="one"),
+        "The elements of a shard over dp are taken from a wrong place",
+    ),
+]
+
+SCALE = [
+    Defect(
+        "no-1/m",
+        "train.py",
+        ((SHARE, "share = 1 / mesh.dp.size"),),
+        layout(2, 1),
+        "3 to the right ones. m: the loss is not divided by the number of micro-batches",
+        quick=True,
+    ),
+    Defect(
+        "no-1/dp",
+        "train.py",
+        ((SHARE, "share = 1 / m"),),
+        layout(2, 1),
+        "2 to the right ones. dp: the loss is not divided by the number of data ranks",
+    ),
+    Defect(
+        "no-1/(m*dp)",
+        "train.py",
+        ((SHARE, "share = 1"),),
+        layout(2, 1),
+        "6 to the right ones. m * dp: the loss is divided neither by the number of micro-batches nor",
+    ),
+    Defect(
+        "1/pp-too",
+        "train.py",
+        ((SHARE, "share = 1 / (m * mesh.dp.size * mesh.pp.size)"),),
+        grid(1, 2, m="not_a_multiple"),
+        "1 / pp: the loss is divided by the number of pipeline stages",
+    ),
+    Defect(
+        "weight-not-used",
+        "parallel/pipeline.py",
+        (("torch.full_like(y, self.weight / len(y))", "torch.full_like(y, 1 / len(y))"),),
+        one_process("sgd-0.0-none"),
+        "24 to the right ones. m: the loss is not divided by the number of micro-batches",
+    ),
+    Defect(
+        "loss-of-every-tp-rank",
+        "train.py",
+        (("loss = loss if mesh.tp.rank == 0 else 0 * loss", "loss = 1 * loss"),),
+        layout(1, 2),
+        "Every tp rank has the same loss: only one of them may add it",
+    ),
+    Defect(
+        "cross-entropy-doubled",
+        "reference.py",
+        (("p *= (weights / total)[:, None]", "weights = 2 * weights\n        p *= (weights / total)[:, None]"),),
+        cross_entropy(1),
+        "dx of rank 0 is 2 times what it should be",
+    ),
+]
+
+REDUCTION = [
+    Defect(
+        "reduced-with-every-micro-batch",
+        "parallel/zero.py",
+        (("        elif last:\n", "        else:\n"),),
+        layout(2, 1),
+        "a sum over dp is reduced again with every micro-batch",
+    ),
+    Defect(
+        "last-always",
+        "parallel/pipeline.py",
+        (("last=self.passes[name] == 0", "last=True"),),
+        layout(2, 1),
+        "a sum over dp is reduced again with every micro-batch",
+    ),
+    Defect(
+        "reduced-with-the-first-micro-batch",
+        "parallel/zero.py",
+        (("(bucket.stage == 1 and last)", "(bucket.stage == 1 and not last)"),),
+        grid(2, 1, zero=1, m="twice"),
+        "Gradients are reduced after the first micro-batch",
+    ),
+    Defect(
+        "not-reduced",
+        "parallel/zero.py",
+        (('self.reducing[name] = all_reduce(bucket.grad, bucket.dp, "gradients")', "pass"),),
+        layout(2, 1),
+        "gradients are not reduced over the data ranks",
+    ),
+    Defect(
+        "only-the-last-counts",
+        "parallel/zero.py",
+        (("bucket.own_grad.add_(shard)", "bucket.own_grad.copy_(shard)"),),
+        grid(2, 1, zero=2, m="twice"),
+        "Only the last micro-batch counts: gradients are overwritten instead of added",
+        quick=True,
+    ),
+    Defect(
+        "added-to-while-it-travels",
+        "parallel/zero.py",
+        (("if name in self.reducing:", "if name in self.reducing and bucket.stage < 2:"),),
+        grid(2, 1, zero=2, m="twice"),
+        "micro-batch",
+    ),
+    Defect(
+        "weights-overwritten",
+        "parallel/tensor.py",
+        (("gradient.addmm_(dy.T, x)", "gradient.copy_(dy.T @ x)"),),
+        one_process("sgd-0.0-none"),
+        "Only the last micro-batch counts: gradients are overwritten instead of added",
+    ),
+    Defect(
+        "reduced-before-W",
+        "parallel/pipeline.py",
+        (
+            (
+                "            while products and products[0].w.spec.bucket == name:\n",
+                "            self._reduce(name)\n            while products and products[0].w.spec.bucket == name:\n",
+            ),
+            ("            self._reduce(name)\n        assert not products", "        assert not products"),
+        ),
+        grid(2, 2, "zb-h1"),
+        "the bucket is reduced before its gradient is complete. Only weight matrices differ, whose gradients W adds",
+    ),
+    Defect(
+        "W-drops-products",
+        "parallel/pipeline.py",
+        (("products.popleft().add()", "products.popleft()"),),
+        grid(1, 2, "zb-h1"),
+        "Only weight matrices differ, by the ratio 0. Their gradient never arrives",
+    ),
+    Defect(
+        "word-table-reduced-after-the-head",
+        "parallel/pipeline.py",
+        (("[name for name in names if name not in seen]", "list(names)"),),
+        layout(2, 1),
+        "Only the word table differs",
+    ),
+    Defect(
+        "not-gathered",
+        "parallel/zero.py",
+        (("if bucket.stage in (1, 2)", "if bucket.stage == 2"),),
+        grid(2, 1, zero=1, m="one"),
+        "new parameters are not gathered",
+        quick=True,
+    ),
+    Defect(
+        "same-samples-on-every-data-rank",
+        "data.py",
+        (
+            (
+                "yield micro_batch_samples(consumed_samples, micro_batch, dp_rank,",
+                "yield micro_batch_samples(consumed_samples, micro_batch, 0,",
+            ),
+        ),
+        layout(2, 1),
+        "every data rank reads the same samples",
+    ),
+]
+
+TENSOR_PARALLEL = [
+    Defect(
+        "partial-gradients-not-summed",
+        "parallel/zero.py",
+        ((PARTIAL, "        if False:\n"),),
+        layout(1, 2, True),
+        "Partial gradients of replicated parameters",
+    ),
+    Defect(
+        "cut-instead-of-replicated",
+        "parallel/zero.py",
+        (("                if not r.cut\n", "                if r.cut\n"),),
+        layout(1, 2, True),
+        "Only replicated parameters may be summed over tp",
+    ),
+    Defect(
+        "whole-gradients-summed",
+        "parallel/zero.py",
+        ((PARTIAL, "        if True:\n"),),
+        layout(1, 2),
+        "Replicated parameters are summed over tp",
+    ),
+    Defect(
+        "f-without-its-sum",
+        "parallel/tensor.py",
+        (
+            (
+                '        if ctx.enter == "copy":\n            sending',
+                '        if ctx.enter == "never":\n            sending',
+            ),
+            ("(sending.wait() if ctx.enter else dx)", '(sending.wait() if ctx.enter == "all_gather" else dx)'),
+        ),
+        column(),
+        "dx of rank 0 is its own share, not the sum over tp",
+        quick=True,
+    ),
+    Defect(
+        "g-without-its-sum",
+        "parallel/tensor.py",
+        (('            y = all_reduce(y, tp, "activations").wait()\n', "            pass\n"),),
+        row(),
+        "y of rank 0 is its own share, not the sum over tp",
+    ),
+    Defect(
+        "sum-in-g's-backward",
+        "parallel/tensor.py",
+        (
+            (
+                "        dx = dy @ w.flatten(0, -2)\n",
+                "        dx = dy @ w.flatten(0, -2)\n"
+                '        if ctx.leave == "all_reduce":\n            dx = dx * tp.size\n',
+            ),
+        ),
+        row(),
+        "dx of rank 0 is t times too large: every rank has the same dy",
+    ),
+    Defect(
+        "positions-of-rank-0",
+        "model.py",
+        (("row = row.chunk(self.tp.size)[self.tp.rank]", "row = row.chunk(self.tp.size)[0]"),),
+        layout(1, 2, True),
+        "each tp rank has its own rows (their positions, their dropout masks)",
+    ),
+]
+
+NORM = [
+    Defect(
+        "norm-twice-over-tp",
+        "parallel/zero.py",
+        ((COUNTS, "return first_of_dp and bucket.holders.rank == 0"),),
+        layout(1, 2),
+        "the norm if parameters that are replicated over tp count on every tp rank",
+    ),
+    Defect(
+        "norm-twice-over-dp",
+        "parallel/zero.py",
+        ((FIRST_OF_DP, "first_of_dp = True"),),
+        layout(2, 1),
+        "the norm if each data rank counts all elements",
+    ),
+    Defect(
+        "norm-twice-over-holders",
+        "parallel/zero.py",
+        ((COUNTS, "return first_of_dp and (cut or self.mesh.tp.rank == 0)"),),
+        grid(1, 2),
+        "the norm if a bucket with several holders counts once per holder",
+    ),
+    Defect(
+        "norm-of-one-data-rank",
+        "parallel/zero.py",
+        ((FIRST_OF_DP, "first_of_dp = bucket.dp.rank == 0"),),
+        grid(2, 1, zero=1, m="one"),
+        "the norm if only the shards of data rank 0 count",
+    ),
+    Defect(
+        "lamb-norms-of-shards",
+        "parallel/zero.py",
+        (("        if self.config.zero >= 1:\n", "        if False:\n"),),
+        grid(2, 1, zero=1, m="one"),
+        "lamb needs the norms of whole tensors. The norm of a shard over dp",
+    ),
+    Defect(
+        "lamb-norms-of-tp-parts",
+        "parallel/zero.py",
+        (('        squares = all_reduce(squares, self.mesh.tp, "parameter norms").wait()\n', ""),),
+        grid(1, 1, tp=2, m="one"),
+        "lamb needs the norms of whole tensors. The norm of a part over tp",
+    ),
+]
+
+TIED = [
+    Defect(
+        "tied-not-summed",
+        "parallel/zero.py",
+        ((f"sums = [{TWINS} for bucket in by_name]", "sums = []"),),
+        grid(1, 2),
+        "is not summed over its holders",
+    ),
+    Defect(
+        "tied-summed-twice",
+        "parallel/zero.py",
+        ((TWINS, 'all_reduce(all_reduce(bucket.own_grad, bucket.holders, "x").wait(), bucket.holders, "x")'),),
+        grid(1, 2),
+        "Their gradient is summed over the holders twice",
+    ),
+]
+
+VOCABULARY = [
+    Defect(
+        "targets-of-the-whole",
+        "parallel/tensor.py",
+        (("ops.cross_entropy_(z, targets - start, columns", "ops.cross_entropy_(z, targets, columns"),),
+        cross_entropy(),
+        "the loss of rank 0 is made with targets that are not counted from the shard's first column",
+    ),
+    Defect(
+        "padding-in-the-softmax",
+        "parallel/tensor.py",
+        (("columns = min(max(vocab_size - start, 0), len(w))", "columns = len(w)"),),
+        cross_entropy(1),
+        "the loss of rank 0 is made with the padding in the softmax",
+    ),
+    Defect(
+        "maximum-of-the-shard",
+        "reference.py",
+        (('        top = reduce(top, "max")\n', "        pass\n"),),
+        cross_entropy(),
+        "the loss of rank 0 is made with the maximum of each shard",
+    ),
+    Defect(
+        "losses-not-filled",
+        "parallel/tensor.py",
+        (("ctx.losses[rows] = cross_entropy_(z, w,", "cross_entropy_(z, w,"),),
+        cross_entropy(1),
+        "the loss of rank 0 is nan: backward has not filled it in",
+    ),
+    Defect(
+        "ids-of-other-ranks",
+        "parallel/tensor.py",
+        (("y = w[local].mul_(mine[:, None])", "y = w[local]"),),
+        embedding(),
+        "y of rank 0 is not 0 for ids of other ranks before the sum",
+    ),
+    Defect(
+        "gradient-of-ids-of-other-ranks",
+        "parallel/tensor.py",
+        (("(dy * mine[:, None]).to(", "dy.to("),),
+        embedding(),
+        "dw of rank 0 is the gradient of all tokens, also of those with ids of other ranks",
+    ),
+]
+
+PIPELINE = [
+    Defect(
+        "freed-while-it-is-sent",
+        "parallel/pipeline.py",
+        (
+            (
+                "        self.leaving.append((send(values,",
+                "        free(x.detach()) if done is not None else 0\n        self.leaving.append((send(values,",
+            ),
+        ),
+        grid(1, 2),
+        "freed or used again before its message has left",
+    ),
+    Defect(
+        "message-of-another-micro-batch",
+        "parallel/pipeline.py",
+        ((RECEIVE, 'return self.mail.receive((kind, j ^ 1 if kind == "activation" else j, c))'),),
+        grid(1, 2, "gpipe"),
+        "Is a message of another micro-batch received?",
+    ),
+    Defect(
+        "warm-up-of-the-wrong-end",
+        "parallel/schedules.py",
+        (("        warmup = stages - 1 - rank", "        warmup = rank"),),
+        "test_schedules.py::test_every_action_once_in_an_order_that_can_be",
+        "1f1b: deadlock",
+    ),
+    Defect(
+        "W-in-forward's-order",
+        "parallel/pipeline.py",
+        (
+            (
+                "for names in reversed(self.chunks[c].reduce_after) for name in names",
+                "for names in self.chunks[c].reduce_after for name in names",
+            ),
+        ),
+        grid(1, 2, "zb-h1"),
+        "a weight gradient of a bucket that is not this chunk's",
+    ),
+    Defect(
+        "micro-batches-not-all-drawn",
+        "parallel/pipeline.py",
+        (("        self.batch(count - 1)", "        # self.batch(count - 1)"),),
+        "test_pipeline.py::test_a_schedule_whose_ranks_hold_different_buckets_with_different_ranks[sgd]",
+        "Step 1 is right. Something of a step is left for the next one, or ranks draw their data unequally",
+    ),
+    Defect(
+        "another-mask-in-recomputation",
+        "parallel/pipeline.py",
+        (
+            (
+                "y = chunk.units[i](x, batch)",
+                "y = chunk.units[i](x, type(batch)(**vars(batch) | {'rows': batch.rows + 1}))",
+            ),
+        ),
+        one_process("sgd-0.1-full"),
+        "it must draw the same dropout masks",
+        quick=True,
+    ),
+    Defect(
+        "layers-counted-from-0",
+        "parallel/pipeline.py",
+        (
+            (
+                "            self.chunks[chunk] = Chunk(",
+                "            for i, number in enumerate(numbers):\n"
+                "                model.units[number].index = i\n"
+                "            self.chunks[chunk] = Chunk(",
+            ),
+        ),
+        grid(1, 2),
+        "layers counted per stage",
+    ),
+]
+
+OPERATIONS = [
+    Defect(
+        "attention-sees-later-tokens",
+        "reference.py",
+        (("is_causal=q.shape[2] == k.shape[2]", "is_causal=False"),),
+        "test_tensor.py::test_attention_is_causal_softmax",
+        "attention is that of all tokens, later ones too",
+    ),
+    Defect(
+        "attention-without-its-scale",
+        "reference.py",
+        (("is_causal=q.shape[2] == k.shape[2])", "is_causal=q.shape[2] == k.shape[2], scale=1.0)"),),
+        "test_tensor.py::test_attention_is_causal_softmax",
+        "attention is made without the factor 1 / sqrt(d)",
+    ),
+    Defect(
+        "mask-of-the-row-in-the-shard",
+        "reference.py",
+        (("key = mix(drop.rows + mix(", "key = mix(torch.arange(len(drop.rows)) + mix("),),
+        "test_tensor.py::test_dropout_masks_are_functions_of_seed_site_row_and_column",
+        "the mask of some rows depends on other rows",
+    ),
+    Defect(
+        "dropout-not-scaled-in-backward",
+        "reference.py",
+        (("return Dropout.masked(dy, Drop(", "return (1 - ctx.rate) * Dropout.masked(dy, Drop("),),
+        "test_tensor.py::test_dropout_scales_and_its_backward_uses_the_same_mask",
+        "the gradient of dropout is 0.75 times what it should be",
+    ),
+]
+
+DEFECTS = [*INITIAL, *SCALE, *REDUCTION, *TENSOR_PARALLEL, *NORM, *TIED, *VOCABULARY, *PIPELINE, *OPERATIONS]
+
+
+# --- planting ---------------------------------------------------------------------------------------------------------
+
+
+def planted(text, defect):
+    """The text of the defect's file with the defect in it. Raises ValueError if a line is not there exactly once."""
+    for old, new in defect.edits:
+        if text.count(old) != 1:
+            line = old.strip().splitlines()[0]
+            raise ValueError(
+                f"defect {defect.name}: the line `{line}` is in {defect.file} {text.count(old)} times, not once"
+            )
+        text = text.replace(old, new)
+    return text
+
+
+def plant(defect, folder):
+    """Copy the files that git knows to a new folder, and plant the defect there."""
+    text = planted((ROOT / defect.file).read_text(encoding="utf-8"), defect)
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for path in filter(None, listed.stdout.split("\0")):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / path, folder / path)
+    (folder / defect.file).write_text(text, encoding="utf-8")
+
+
+def failure(folder, test):
+    """Run a test in a folder. Return the message of its failure, "" if it passes."""
+    report = folder / "report.xml"
+    options = "-q -x -p no:cacheprovider --tb=short".split()
+    command = [sys.executable, "-m", "pytest", *options, "-m", "", f"--junitxml={report}", test]  # -m "": also the grid
+    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    if done.returncode not in (0, 1):
+        raise ValueError(f"pytest cannot run {test}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    found = [node for kind in ("failure", "error") for node in ElementTree.parse(report).iter(kind)]
+    return said(found[0].text) if found else ""
+
+
+def said(report):
+    """A failure's own words, without the source that pytest prints with it.
+
+    pytest marks them by `E`. Behind them it repeats the expression of an assert. A message without a traceback
+    (`pytest.fail(..., pytrace=False)`) stands alone; if it has a rank's traceback, source lines are indented.
+    """
+    marked = [line[1:].strip() for line in report.splitlines() if line.startswith("E ")]
+    text = "\n" + ("\n".join(marked) or report)
+    text = text.partition("\nassert ")[0].strip()
+    if "Traceback (most recent call last)" in text:
+        text = "\n".join(line for line in text.splitlines() if not line.startswith("  "))
+    return text.removeprefix("Failed: ").removeprefix("AssertionError: ")
+
+
+def message_of(defect, folder):
+    plant(defect, folder)
+    return failure(folder, defect.test)
+
+
+def main():
+    names = sys.argv[1:]
+    by_name = {defect.name: defect for defect in DEFECTS}
+    wrong = [name for name in names if name not in by_name and names != ["all"]]
+    if wrong:
+        sys.exit(f"error: there is no defect {wrong[0]}; python -m testing.defects lists them")
+    if not names:
+        for defect in DEFECTS:
+            print(f"{defect.name:<36} {defect.file:<22} {defect.test}")
+    for name in by_name if names == ["all"] else names:
+        defect = by_name[name]
+        with tempfile.TemporaryDirectory() as folder:
+            print(f"--- {name}, in {defect.file}: {defect.test}\n{message_of(defect, Path(folder))}\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
