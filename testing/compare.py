@@ -1,14 +1,14 @@
-"""Compares a layout's run with a run on one process, and names the idea that a difference usually breaks.
+"""Compare a layout's run with a run on one process, and name the idea that a difference usually breaks.
 
-A step computes in this order: initial parameters, gradients, loss, gradient norm, parameters. The first of these that
-differs is nearest to the mistake, so a message describes this one. The comparison costs little as long as all numbers
-are equal. Only after a difference the first step runs again, and its gradients are compared, parameter by parameter.
-The tools, in the order in which `gradient_idea` uses them:
+The order is: initial parameters, gradients of the first step, loss, gradient norm, parameters. A message describes the
+first of these that differs. The comparison is cheap while all numbers are equal. Only after a difference the first step
+runs again, and its gradients are compared, parameter by parameter. Here `ours` is the layout's number and `theirs` the
+number of one process. `gradient_idea` tries in this order:
 
-    ratio          ours = r * theirs: 8 = m * dp names a factor that is missing in the loss
-    sums           ours, summed over an axis, is right: this sum is missing
-    micro-batches  ours = a sum of the gradients of single micro-batches: a least squares fit finds the factors
-    where          the parameters that are wrong, in the order of backward
+    ratio          ours = r * theirs. For example, 8 = m * dp names a factor that is missing in the loss
+    sums           ours, summed over an axis, is theirs: this sum is missing
+    micro-batches  ours is a sum of the gradients of single micro-batches: a least squares fit finds the factors
+    where          the first parameter, in the order of backward, that is wrong
 """
 
 import itertools
@@ -21,6 +21,7 @@ import torch
 TOLERANCE = 1e-10  # relative: float64 rounds at 1e-16, and eight steps add up
 EPSILON = torch.finfo(torch.float64).eps
 ROWS = 8  # of a table
+COPIES = "Each copy must be made by the same sums in the same order, or come from one rank."
 LATER = "Step 1 is right. Something of a step is left for the next one, or ranks draw their data unequally."
 
 
@@ -52,7 +53,7 @@ class Sizes:
         return cls(dp, config.tp, config.pp, config.global_batch_size // (config.micro_batch_size * dp))
 
     def place(self, rank):
-        """(dp, tp, pp) rank of a process."""
+        """Return (dp, tp, pp), the rank's number on each axis."""
         return rank // (self.tp * self.pp), rank % self.tp, rank // self.tp % self.pp
 
     def name(self, rank):
@@ -61,7 +62,7 @@ class Sizes:
         return f"{rank} ({' '.join(kept)})" if kept else f"{rank}"
 
     def local(self, spec, whole, rank):
-        """The part over tp of a whole tensor that a rank keeps."""
+        """Return a rank's part, over tp, of a whole tensor."""
         return whole if spec.tp_dim is None else whole.chunk(self.tp, spec.tp_dim)[rank % self.tp]
 
 
@@ -83,7 +84,7 @@ LOSS_IDEAS = {  # ratio of all gradients (and, if it is in the loss already, of 
 
 
 def ratio(ours, theirs):
-    """r with ours = r * theirs, or None if no number does it."""
+    """Return r with ours = r * theirs, or None if there is no such number."""
     square = (theirs * theirs).sum().item()
     if square == 0:
         return None
@@ -92,7 +93,7 @@ def ratio(ours, theirs):
 
 
 def factors(sizes):
-    """{expression: value} of the numbers that a scale may be wrong by."""
+    """Return {expression: value} of factors that are often missing."""
     axes = {axis: getattr(sizes, axis) for axis in ("m", "dp", "tp", "pp") if getattr(sizes, axis) > 1}
     table = {}
     for count in (1, 2, 3):
@@ -106,7 +107,7 @@ def factors(sizes):
 
 
 def expressions(r, sizes):
-    """The expressions in m, dp, tp and pp whose value is r, the shortest ones only."""
+    """Return the shortest expressions in m, dp, tp and pp whose value is r."""
     if abs(r) < 1e-9:
         return ["0"]
     found = [name for name, value in factors(sizes).items() if abs(r - value) < 1e-6 * abs(value)]
@@ -115,7 +116,7 @@ def expressions(r, sizes):
 
 
 def written(r, sizes):
-    """A ratio for a reader: `8 = m * dp`."""
+    """Write a ratio with its expressions: `8 = m * dp`."""
     if r is None:
         return "not constant"
     names = [name for name in expressions(r, sizes) if name not in ("0", "2", "-1")]
@@ -123,7 +124,7 @@ def written(r, sizes):
 
 
 def scale_idea(r, sizes):
-    """The idea that this ratio of all gradients usually breaks."""
+    """Name the idea that this ratio of all gradients usually breaks."""
     ideas = [f"{name}: {LOSS_IDEAS[name]}" for name in expressions(r, sizes) if name in LOSS_IDEAS]
     text = (
         "; or ".join(ideas) or "a factor that is none of m, dp, tp, pp: look where the loss and its gradient are scaled"
@@ -135,7 +136,7 @@ def scale_idea(r, sizes):
 
 
 class Finding(NamedTuple):
-    """One piece of a parameter on one rank that differs."""
+    """A piece of a parameter that differs on one rank."""
 
     name: str
     rank: int
@@ -158,7 +159,7 @@ def finding(name, rank, begin, ours, theirs, size):
 
 
 def table(findings, specs, sizes):
-    """The worst Finding of each parameter, the largest difference first."""
+    """Write the worst Finding of each parameter, the largest difference first."""
     worst = {}
     for f in findings:
         if f.name not in worst or not f.relative <= worst[f.name].relative:
@@ -179,18 +180,18 @@ def table(findings, specs, sizes):
 
 
 def initial_difference(results, reference, config, specs, sizes):
-    """The first initial parameter that is not equal bit for bit, in a sentence; "" if all are."""
+    """Describe the first initial parameter that is not equal bit for bit; "" if all are equal."""
     before = reference[2]
     for rank, result in enumerate(results):
         for name, ours in result[2].items():
             if not torch.equal(ours, sizes.local(specs[name], before[name], rank)):
-                it = what_it_is(name, ours, before, config, specs, sizes)
+                it = what_it_is(name, rank, ours, before, config, specs, sizes)
                 return f"The initial {name} of rank {sizes.name(rank)} differs: {it}."
     return ""
 
 
-def what_it_is(name, ours, before, config, specs, sizes):
-    """The idea behind wrong initial values: some other tensor's, or numbers drawn for a shard."""
+def what_it_is(name, rank, ours, before, config, specs, sizes):
+    """Describe wrong initial values: another tensor's, or numbers drawn for a shard."""
     dim = specs[name].tp_dim
     for other, whole in before.items():
         parts = [whole] if specs[other].tp_dim is None else whole.chunk(sizes.tp, specs[other].tp_dim)
@@ -204,9 +205,12 @@ def what_it_is(name, ours, before, config, specs, sizes):
             "shards are drawn one by one, and perhaps initialised alike, from one seed. "
             "Draw the whole tensor from (seed, name), then cut it"
         )
-    whole = before[name].flatten()
     if config.zero and sizes.dp > 1:
-        wrong = (ours.flatten() != whole).nonzero().flatten()
+        wrong = (ours.flatten() != sizes.local(specs[name], before[name], rank).flatten()).nonzero().flatten()
+        if not ours.flatten()[wrong].any():
+            return (
+                f"it is 0 from element {int(wrong[0])} on. The shards of other data ranks are not gathered (`publish`)"
+            )
         return (
             f"it is wrong from element {int(wrong[0])} on. The elements of a shard over dp are taken from a wrong place"
         )
@@ -227,7 +231,7 @@ def gradient_findings(steps, one, specs, sizes):
 
 
 def gradient_idea(found, steps, shares, config, specs, sizes):
-    """The idea that these differences usually break. shares: {(data rank, micro-batch): {parameter: its gradient}}."""
+    """Name the idea behind these Findings. shares: {(data rank, micro-batch): {parameter: gradient}}."""
     wrong = {f.name for f in found}
     used = [name for name in specs if any(name in step.gradients for step in steps)]
     ratios = [f.ratio for f in found]
@@ -246,7 +250,7 @@ def holders(steps, name):
 
 
 def kinds_idea(found, steps, shares, config, specs, sizes):
-    """Ratios that only parameters of one kind have."""
+    """Find one ratio that only some parameters have."""
     wrong, ratios = {f.name for f in found}, {None if f.ratio is None else round(f.ratio, 6) for f in found}
     if len(ratios) != 1 or None in ratios:
         return ""
@@ -276,7 +280,7 @@ def kind_of(wrong, replicated, several, specs):
 
 
 def missing_sum_idea(found, steps, shares, config, specs, sizes):
-    """A sum over an axis that would give the right gradient."""
+    """Find an axis over which the sum is the right gradient."""
     axes = {"tp": 1, "holders": 2}
     for axis, k in axes.items():
         fixed = [f for f in found if sum_is_right(f, steps, sizes, k)]
@@ -297,7 +301,7 @@ def missing_sum_idea(found, steps, shares, config, specs, sizes):
 
 
 def added_shards_idea(found, steps, shares, config, specs, sizes):
-    """Shards over tp that were added to one another."""
+    """Find shards over tp that were added to one another."""
     for f in found:
         dim = specs[f.name].tp_dim
         if dim is None or sizes.tp == 1 or f.end - f.begin != math.prod(specs[f.name].shape) // sizes.tp:
@@ -314,17 +318,17 @@ def added_shards_idea(found, steps, shares, config, specs, sizes):
 
 
 def tied_idea(found, steps, shares, config, specs, sizes):
-    """Only the word table is wrong, which the embedding and the head use."""
+    """Recognise that only the word table is wrong: two units use it."""
     if {f.name.partition(".")[0] for f in found} != {"word"} or config.schedule.startswith("zb"):
         return ""
     return (
         "Only the word table differs. The head and the embedding both add to its gradient, which is complete after "
-        "the embedding's backward. It is reduced before that, or one of the two shares is lost or added twice."
+        "the embedding's backward. Its buffer is reduced before that, or changes while it is sent."
     )
 
 
 def sum_is_right(f, steps, sizes, axis):
-    """True if the sum over the ranks that differ from f's in one place only is the right gradient."""
+    """True if the sum over one axis, of the ranks with f's other numbers, is the right gradient."""
     here, total, count = sizes.place(f.rank), 0, 0
     for rank, step in enumerate(steps):
         place = sizes.place(rank)
@@ -335,7 +339,7 @@ def sum_is_right(f, steps, sizes, axis):
 
 
 def micro_batch_idea(found, steps, shares, config, specs, sizes):
-    """How often each micro-batch counts in the gradient of the largest piece that differs."""
+    """Find how often each micro-batch counts in the gradient of the largest piece that differs."""
     f = max(found, key=lambda f: f.end - f.begin)
     if sizes.dp > 1 and torch.equal(shares[0, 0][f.name], shares[1, 0][f.name]):
         return "Data ranks 0 and 1 have the same gradient: every data rank reads the same samples."
@@ -352,7 +356,7 @@ def micro_batch_idea(found, steps, shares, config, specs, sizes):
 
 
 def times_counted(f, shares, specs, sizes):
-    """[dp, m]: the factors of the micro-batches' gradients whose sum is f.ours, rounded; None if there are none."""
+    """Return [dp, m], rounded factors: f.ours is the sum of factor * micro-batch's gradient. None if it is not."""
     columns = []
     for share in shares.values():
         whole = share[f.name].view(specs[f.name].shape)
@@ -368,7 +372,7 @@ def times_counted(f, shares, specs, sizes):
 
 
 def pattern(counts, mine):
-    """The idea behind a matrix of counts. mine: the data rank whose gradient this is."""
+    """Name the idea behind a matrix of factors. mine: the data rank whose gradient this is."""
     others = torch.cat([counts[:mine], counts[mine + 1 :]])
     last, several = counts[:, -1], counts.shape[1] > 1
     equal_rows = bool((counts == counts[0]).all())
@@ -390,7 +394,7 @@ def pattern(counts, mine):
 
 
 def where_idea(wrong, used, config):
-    """No known pattern: where backward first meets a wrong gradient."""
+    """Without a known pattern: name the first wrong gradient in the order of backward."""
     order = list(reversed(used))  # backward begins at the head; the word table comes last
     first = next(name for name in order if name in wrong)
     right = [name for name in order if name not in wrong]
@@ -413,7 +417,7 @@ def where_idea(wrong, used, config):
 
 
 def scalar_difference(what, results, k, reference):
-    """The first loss or norm that differs, in a sentence; "" if none does."""
+    """Describe the first loss or norm that differs; "" if all are equal."""
     for rank, result in enumerate(results):
         for step, (a, b) in enumerate(zip(result[k], reference[k], strict=True)):
             if not abs(a - b) <= TOLERANCE * abs(b):
@@ -438,7 +442,7 @@ def loss_idea(ours, theirs, sizes):
 
 
 def norm_idea(steps, one, config, specs, sizes):
-    """Compare the norm with those that usual mistakes would give, made of the right gradients."""
+    """Compare the norm with the norms that usual mistakes give. The right gradients are known."""
     squares = {name: values.double().pow(2).sum().item() for name, (_, _, values) in one.gradients.items()}
     total = sum(squares.values())
     rep = sum(squares[name] for name, spec in specs.items() if spec.tp_dim is None)
@@ -466,7 +470,7 @@ def norm_idea(steps, one, config, specs, sizes):
 
 
 def shard_squares(steps, specs, sizes, data_rank, weights):
-    """The squared norm of the elements on one data rank. weights: of parameters that are cut, replicated over tp."""
+    """Return the squared norm of one data rank's elements. weights: of cut and of replicated parameters."""
     square = 0.0
     for rank, step in enumerate(steps):
         d, t, pp = sizes.place(rank)
@@ -479,7 +483,7 @@ def shard_squares(steps, specs, sizes, data_rank, weights):
 
 
 def update_idea(found, steps, reference_before, config, specs, sizes):
-    """Gradients and norm are right, the parameters after the update are not."""
+    """Name the idea if gradients and norm are right, but not the parameters after the update."""
     f = max(found, key=lambda f: f.relative)
     still = [g for g in found if unchanged(g, reference_before, specs, sizes)]
     if still:
@@ -501,34 +505,32 @@ def update_idea(found, steps, reference_before, config, specs, sizes):
 
 
 def unchanged(f, before, specs, sizes):
-    """True if some elements of a wrong piece are exactly the initial ones, although the reference changed them."""
+    """True if elements of a wrong piece still have their initial values, but those of one process have changed."""
     old = sizes.local(specs[f.name], before[f.name], f.rank).flatten()
     return bool(((f.ours == old) & (f.theirs != old)).any())
 
 
 def after_difference(results, reference, specs, sizes):
-    """(Findings of the parameters after the run, a sentence about copies that differ or "")."""
-    found, copies = [], {}
+    """Return (Findings of the parameters after the run, a sentence about copies that differ or "")."""
+    found, first, copies = [], {}, ""
     for rank, result in enumerate(results):
         for name, ours in result.items():
             size = max(1.0, reference[name].abs().max().item())
             found.append(finding(name, rank, 0, ours, sizes.local(specs[name], reference[name], rank), size))
-            key = name, rank % sizes.tp if specs[name].tp_dim is not None else None
-            first, copy = copies.setdefault(key, (rank, ours))
-            if not torch.equal(copy, ours):
-                text = f"Ranks {sizes.name(first)} and {sizes.name(rank)} have copies of {name} that are not equal"
-                return [f for f in found if f], f"{text}."
-    for name in specs:
-        if not any(name in result for result in results):
-            return [], f"No rank has {name}."
-    return [f for f in found if f], ""
+            other, copy = first.setdefault(
+                (name, None if specs[name].tp_dim is None else rank % sizes.tp), (rank, ours)
+            )
+            if not copies and not torch.equal(copy, ours):
+                copies = f"Ranks {sizes.name(other)} and {sizes.name(rank)} have copies of {name} that are not equal."
+    missing = [name for name in specs if not any(name in result for result in results)]
+    return [f for f in found if f], f"No rank has {missing[0]}." if missing else copies
 
 
 # --- all together -----------------------------------------------------------------------------------------------------
 
 
 def differences(results, reference, config, specs, first_step=None):
-    """A message if a layout's run is not that of one process, else "".
+    """Return a message if a layout's run is not that of one process, else "".
 
     results: of each rank (losses, gradient norms, initial parameters, parameters after); reference: of one process.
     first_step: a function that runs the first step again: ([FirstStep of each rank], that of one process, shares as in
@@ -544,12 +546,12 @@ def differences(results, reference, config, specs, first_step=None):
     lines = [title(config, sizes)]
     if initial:
         return "\n".join([*lines, "First difference: initial parameters.", initial])
-    if first_step:
-        lines += diagnosis(*first_step(), reference, config, specs, sizes)
+    first = diagnosis(*first_step(), reference, config, specs, sizes) if first_step else []
+    lines += first
     lines += [f"In the whole run: {text}." for text in (loss, norm) if text]
     if not first_step and not any("step 1 " in text for text in (loss, norm)) and (loss or norm):
         lines.append(LATER)
-    if found or copies:
+    if (found or copies) and LATER in (first or [LATER]):
         lines += ["Parameters after the run:", *([copies] if copies else [])]
         lines += [table(found, specs, sizes)] if found else []
     return "\n".join(lines)
@@ -565,7 +567,7 @@ def title(config, sizes):
 
 
 def diagnosis(steps, one, shares, reference, config, specs, sizes):
-    """Lines about the first thing that differs in the first step."""
+    """Return lines about the first difference in the first step."""
     loss = next((s.loss for s in steps if not abs(s.loss - one.loss) <= TOLERANCE * abs(one.loss)), None)
     also = "Initial parameters are equal."
     if loss is not None:
@@ -588,11 +590,13 @@ def diagnosis(steps, one, shares, reference, config, specs, sizes):
     if found:
         text = "First difference: parameters after step 1. Gradients, loss and norm of step 1 are equal."
         return [text, table(found, specs, sizes), update_idea(found, steps, reference[2], config, specs, sizes)]
-    return [LATER, copies] if copies else [LATER]
+    if copies:
+        return [f"First difference: copies of a parameter after step 1. {copies}", COPIES]
+    return [LATER]
 
 
 def forward_idea(loss, one, found, config, sizes):
-    """One more line if the loss shows that forward is wrong already."""
+    """Return one more line if the loss shows that forward is wrong already."""
     if loss is None or (expressions(loss / one.loss, sizes) and None not in {f.ratio for f in found}):
         return []
     parts = []

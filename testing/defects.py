@@ -165,7 +165,10 @@ REDUCTION = [
     Defect(
         "reduced-with-the-first-micro-batch",
         "parallel/zero.py",
-        (("(bucket.stage == 1 and last)", "(bucket.stage == 1 and not last)"),),
+        (
+            ("(bucket.stage == 1 and last)", "(bucket.stage == 1 and not last)"),
+            ("        elif last:\n", "        elif last and bucket.stage == 0:\n"),
+        ),
         grid(2, 1, zero=1, m="twice"),
         "Gradients are reduced after the first micro-batch",
     ),
@@ -189,7 +192,7 @@ REDUCTION = [
         "parallel/zero.py",
         (("if name in self.reducing:", "if name in self.reducing and bucket.stage < 2:"),),
         grid(2, 1, zero=2, m="twice"),
-        "micro-batch",
+        "Its buffer is reduced before that, or changes while it is sent",
     ),
     Defect(
         "weights-overwritten",
@@ -204,7 +207,9 @@ REDUCTION = [
         (
             (
                 "            while products and products[0].w.spec.bucket == name:\n",
-                "            self._reduce(name)\n            while products and products[0].w.spec.bucket == name:\n",
+                "            self._reduce(name)\n"
+                "            [pending.wait() for pending in self.zero.reducing.values()]\n"
+                "            while products and products[0].w.spec.bucket == name:\n",
             ),
             ("            self._reduce(name)\n        assert not products", "        assert not products"),
         ),
@@ -230,7 +235,14 @@ REDUCTION = [
         "parallel/zero.py",
         (("if bucket.stage in (1, 2)", "if bucket.stage == 2"),),
         grid(2, 1, zero=1, m="one"),
-        "new parameters are not gathered",
+        "The shards of other data ranks are not gathered",
+    ),
+    Defect(
+        "not-gathered-after-the-update",
+        "train.py",
+        (("        zero.publish()\n", ""),),
+        grid(2, 1, zero=1, m="one"),
+        "still have their initial values. Another data rank owns and has updated them: new parameters are not gathered",
         quick=True,
     ),
     Defect(
