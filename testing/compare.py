@@ -160,6 +160,8 @@ def finding(name, rank, begin, ours, theirs, size):
 
 def table(findings, specs, sizes):
     """Write the worst Finding of each parameter, the largest difference first."""
+    if not findings:
+        return ""
     worst = {}
     for f in findings:
         if f.name not in worst or not f.relative <= worst[f.name].relative:
@@ -546,15 +548,14 @@ def differences(results, reference, config, specs, first_step=None):
     lines = [title(config, sizes)]
     if initial:
         return "\n".join([*lines, "First difference: initial parameters.", initial])
-    first = diagnosis(*first_step(), reference, config, specs, sizes) if first_step else []
-    lines += first
-    lines += [f"In the whole run: {text}." for text in (loss, norm) if text]
-    if not first_step and not any("step 1 " in text for text in (loss, norm)) and (loss or norm):
+    if first_step:
+        lines += diagnosis(*first_step(), reference, config, specs, sizes)
+    elif (loss or norm) and not any("step 1 " in text for text in (loss, norm)):
         lines.append(LATER)
-    if (found or copies) and LATER in (first or [LATER]):
-        lines += ["Parameters after the run:", *([copies] if copies else [])]
-        lines += [table(found, specs, sizes)] if found else []
-    return "\n".join(lines)
+    if not first_step or LATER in lines:
+        lines += [f"In the whole run: {text}." for text in (loss, norm) if text]
+        lines += ["Parameters after the run:", copies, table(found, specs, sizes)] if found or copies else []
+    return "\n".join(filter(None, lines))
 
 
 def title(config, sizes):

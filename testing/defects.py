@@ -292,7 +292,7 @@ TENSOR_PARALLEL = [
             ("(sending.wait() if ctx.enter else dx)", '(sending.wait() if ctx.enter == "all_gather" else dx)'),
         ),
         column(),
-        "dx of rank 0 is its own share, not the sum over tp",
+        "is its own share, not the sum over tp",
         quick=True,
     ),
     Defect(
@@ -300,7 +300,7 @@ TENSOR_PARALLEL = [
         "parallel/tensor.py",
         (('            y = all_reduce(y, tp, "activations").wait()\n', "            pass\n"),),
         row(),
-        "y of rank 0 is its own share, not the sum over tp",
+        "is its own share, not the sum over tp",
     ),
     Defect(
         "sum-in-g's-backward",
@@ -313,7 +313,7 @@ TENSOR_PARALLEL = [
             ),
         ),
         row(),
-        "dx of rank 0 is t times too large: every rank has the same dy",
+        "is t times too large: every rank has the same dy",
     ),
     Defect(
         "positions-of-rank-0",
@@ -392,7 +392,7 @@ VOCABULARY = [
         "parallel/tensor.py",
         (("ops.cross_entropy_(z, targets - start, columns", "ops.cross_entropy_(z, targets, columns"),),
         cross_entropy(),
-        "the loss of rank 0 is made with targets that are not counted from the shard's first column",
+        "is made with targets that are not counted from the shard's first column",
     ),
     Defect(
         "padding-in-the-softmax",
@@ -406,7 +406,7 @@ VOCABULARY = [
         "reference.py",
         (('        top = reduce(top, "max")\n', "        pass\n"),),
         cross_entropy(),
-        "the loss of rank 0 is made with the maximum of each shard",
+        "is made with the maximum of each shard",
     ),
     Defect(
         "losses-not-filled",
@@ -420,14 +420,14 @@ VOCABULARY = [
         "parallel/tensor.py",
         (("y = w[local].mul_(mine[:, None])", "y = w[local]"),),
         embedding(),
-        "y of rank 0 is not 0 for ids of other ranks before the sum",
+        "is not 0 for ids of other ranks before the sum",
     ),
     Defect(
         "gradient-of-ids-of-other-ranks",
         "parallel/tensor.py",
         (("(dy * mine[:, None]).to(", "dy.to("),),
         embedding(),
-        "dw of rank 0 is the gradient of all tokens, also of those with ids of other ranks",
+        "is the gradient of all tokens, also of those with ids of other ranks",
     ),
 ]
 
@@ -442,7 +442,7 @@ PIPELINE = [
             ),
         ),
         grid(1, 2),
-        "freed or used again before its message has left",
+        "waited for rank 1 to take activations",
     ),
     Defect(
         "message-of-another-micro-batch",
