@@ -1,4 +1,4 @@
-"""Plant defects in a copy of the tree, one by one: a test must fail, and its message must name the broken idea.
+"""Plant defects in a copy of the tree, one by one. A test must fail, and its message must name the broken idea.
 
 The defects, their tests and the words are in `testing/defects.py`. The default run plants a few of them;
 `pytest -m defects` plants all.
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only git k
 
 def check(defect, folder):
     message = message_of(defect, folder)
-    assert message, f"{defect.name}: no test failed of {defect.test}"
+    assert message is not None, f"{defect.name}: no test failed of {defect.test}"
     words = " ".join(message.split())
     assert defect.words in words, f"{defect.name}: the failure does not say `{defect.words}`:\n{message}"
 

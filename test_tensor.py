@@ -36,17 +36,13 @@ def all_ranks_as_tp():
     return Mesh(tp=everyone().size).tp
 
 
-def close(what, ours, theirs, instead=None):
-    same_tensor(what, ours, theirs, instead)
-
-
 def close_on(tp, what, ours, theirs, instead=None):
     """Compare a tensor of this rank. instead: {a description: the tensor that a usual mistake gives}."""
     same_tensor(f"{what} of rank {tp.rank}", ours, theirs, instead)
 
 
 def rows_of(tp, n, cut):
-    """The rows of [n, ...] that this rank has: all of them, or 1/t (sequence parallelism)."""
+    """Return the rows of [n, ...] that this rank has: all of them, or 1/t (sequence parallelism)."""
     return slice(n // tp.size * tp.rank, n // tp.size * (tp.rank + 1)) if cut else slice(None)
 
 
@@ -58,7 +54,7 @@ def other_shards(tp, whole, dim=0):
 
 
 def whole_linear(n, i, o):
-    """x, w, bias, dy, and the results of F.linear: y, dx, dw, db."""
+    """Return x, w, bias, dy, and the results of F.linear: y, dx, dw, db."""
     x, w, bias, dy = random(n, i).requires_grad_(), random(o, i, seed=1), random(o, seed=2), random(n, o, seed=3)
     w, bias = w.requires_grad_(), bias.requires_grad_()
     y = F.linear(x, w, bias)
@@ -149,25 +145,23 @@ def check_embedding(leave):
     rows = rows_of(tp, len(ids), cut=leave == "reduce_scatter")
     ours = with_buffer(table.chunk(tp.size)[tp.rank])
     out = EmbeddingLookup.apply(ids, ours, leave, tp)
-    start, columns = tp.rank * V // tp.size, V // tp.size
-    mine = ((ids >= start) & (ids < start + columns))[:, None]
-    local = ids.clamp(start, start + columns - 1)
+    per_rank = V // tp.size
+    mine = ids // per_rank == tp.rank
     instead = {
-        "its own share (0 for ids of other ranks), not the sum over tp": (y.detach() * mine)[rows],
+        "its own share (0 for ids of other ranks), not the sum over tp": (y.detach() * mine[:, None])[rows],
         "not 0 for ids of other ranks before the sum": sum_of_unmasked(table, ids, tp)[rows],
     }
     close_on(tp, "y", out.detach(), y.detach()[rows], instead)
     out.backward(dy[rows])
-    unmasked = torch.zeros_like(table).index_add_(0, torch.where(mine[:, 0], local, start), dy)
+    unmasked = torch.zeros_like(table).index_add_(0, ids.where(mine, tp.rank * per_rank), dy)
     instead = {"the gradient of all tokens, also of those with ids of other ranks": unmasked.chunk(tp.size)[tp.rank]}
     close_on(tp, "dw", ours.grad, whole.grad.chunk(tp.size)[tp.rank], instead | other_shards(tp, whole.grad))
 
 
 def sum_of_unmasked(table, ids, tp):
-    """The sum over tp if each rank gives row 0 of its shard for ids that it does not have."""
+    """Return the sum over tp if each rank gives row 0 of its shard for ids that it does not have."""
     per_rank = V // tp.size
-    shards = [(t * per_rank, (ids >= t * per_rank) & (ids < (t + 1) * per_rank)) for t in range(tp.size)]
-    return sum(table[torch.where(mine, ids, start)] for start, mine in shards)
+    return sum(table[ids.where(ids // per_rank == t, t * per_rank)] for t in range(tp.size))
 
 
 def in_chunks(chunk, check, *arguments):
@@ -213,7 +207,7 @@ def close_losses(tp, ours, theirs, table, targets):
 
 
 def mistaken_losses(z, targets, tp):
-    """{usual mistake: the losses that it gives} for logits z [n, V]."""
+    """Return {usual mistake: the losses that it gives} for logits z [n, V]."""
     top, total = z[:, :REAL].amax(1), z[:, :REAL].logsumexp(1)
     found, shard_total, shard_target = 0, 0, 0
     for start in range(0, REAL, V // tp.size):
@@ -268,14 +262,14 @@ def test_cross_entropy_computes_in_float32(dtype, tolerance):
 def test_layer_norm_and_gelu_are_what_their_docstrings_say():
     x, w, b = random(5, 7), random(7, seed=1), random(7, seed=2)
     expected = (x - x.mean(1, keepdim=True)) / (x.var(1, correction=0, keepdim=True) + 1e-5).sqrt() * w + b
-    close("layer_norm", reference.layer_norm(x, w, b), expected)
+    same_tensor("layer_norm", reference.layer_norm(x, w, b), expected)
     y = x - b
     expected = x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
-    close("gelu_", reference.gelu_(y.clone(), b), expected)
-    close("add_", reference.add_(y.clone(), x, w), x + y + w)
+    same_tensor("gelu_", reference.gelu_(y.clone(), b), expected)
+    same_tensor("add_", reference.add_(y.clone(), x, w), x + y + w)
     z, normed = reference.add_layer_norm_(y.clone(), x, w, b, w)
-    close("the sum of add_layer_norm_", z, x + y + w)
-    close("the norm of add_layer_norm_", normed, reference.layer_norm(x + y + w, b, w))
+    same_tensor("the sum of add_layer_norm_", z, x + y + w)
+    same_tensor("the norm of add_layer_norm_", normed, reference.layer_norm(x + y + w, b, w))
 
 
 def test_attention_is_causal_softmax():
@@ -292,14 +286,14 @@ def test_attention_is_causal_softmax():
         "that of all tokens, later ones too": attended(products / d**0.5),
         "made without the factor 1 / sqrt(d)": attended(products.masked_fill(later, -torch.inf)),
     }
-    close("attention", reference.attention(qkv), attended(masked), instead)
-    close("causal_softmax", reference.causal_softmax(products, d**-0.5), masked.softmax(-1))
+    same_tensor("attention", reference.attention(qkv), attended(masked), instead)
+    same_tensor("causal_softmax", reference.causal_softmax(products, d**-0.5), masked.softmax(-1))
 
 
 def test_attention_with_a_cache_is_attention_without():
     qkv, cache = random(2, 6, 3, 2, 4), []
     steps = [reference.attention(part, cache) for part in qkv.split([3, 1, 1, 1], dim=1)]
-    close("attention with a cache", torch.cat(steps, 1), reference.attention(qkv))
+    same_tensor("attention with a cache", torch.cat(steps, 1), reference.attention(qkv))
 
 
 def mask(rows, columns=64, rate=0.25, seed=1, site=0):
@@ -339,13 +333,13 @@ def test_dropout_scales_and_its_backward_uses_the_same_mask():
     x, rows = random(6, 8).requires_grad_(), torch.arange(6)
     drop = Drop(rows, 0.25, seed=1, site=2)
     y = reference.dropout(x, drop)
-    close("dropout", y.detach(), x.detach() * mask(rows, 8, site=2).double() / 0.75)
+    same_tensor("dropout", y.detach(), x.detach() * mask(rows, 8, site=2).double() / 0.75)
     y.sum().backward()
-    close("the gradient of dropout", x.grad, mask(rows, 8, site=2).double() / 0.75)
+    same_tensor("the gradient of dropout", x.grad, mask(rows, 8, site=2).double() / 0.75)
     assert torch.autograd.gradcheck(lambda x: reference.dropout(x, drop), x)
     assert reference.dropout(x) is x
     x = x.detach()
-    close("add_ with dropout", reference.add_(x.clone(), x, x[0], drop), x + reference.dropout(x + x[0], drop))
+    same_tensor("add_ with dropout", reference.add_(x.clone(), x, x[0], drop), x + reference.dropout(x + x[0], drop))
 
 
 # --- logical parameters ---------------------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
-"""Defects that the tests must find, and the words with which a test must name each of them.
+"""List defects that the tests must find, and the words with which a test must name each of them.
 
     python -m testing.defects                      lists them
-    python -m testing.defects no-1/m norm-twice    plants each in a copy of the tree, runs its test, prints the failure
+    python -m testing.defects no-1/m not-reduced   plants each in a copy of the tree, runs its test, prints the failure
     python -m testing.defects all                  all of them
 
-A defect changes some lines of one file. Its test must fail, and the message must name the broken idea. Codebases for
-distributed training really had most of these defects. `test_defects.py` plants each one by itself.
+A defect changes some lines of one file. Its test must fail, and the message must name the broken idea. Real codebases
+for distributed training had most of these defects. `test_defects.py` plants each of them alone.
 """
 
 import os
@@ -27,6 +27,9 @@ class Defect(NamedTuple):
     test: str  # the argument of pytest
     words: str  # the failure's message must contain them
     quick: bool = False  # planted in the default run, too
+
+
+# --- the tests --------------------------------------------------------------------------------------------------------
 
 
 def layout(dp, tp, sequence_parallel=False):
@@ -56,6 +59,8 @@ def embedding(tp=2, leave="all_reduce"):
 def cross_entropy(tp=2):
     return f"test_tensor.py::test_linear_cross_entropy[1.0-64-copy-{tp}]"
 
+
+# --- the defects ------------------------------------------------------------------------------------------------------
 
 SHARE = "share = 1 / (m * mesh.dp.size)"
 COUNTS = "return first_of_dp and bucket.holders.rank == 0 and (cut or self.mesh.tp.rank == 0)"
@@ -271,6 +276,13 @@ TENSOR_PARALLEL = [
         "cut-instead-of-replicated",
         "parallel/zero.py",
         (("                if not r.cut\n", "                if r.cut\n"),),
+        layout(1, 2, True),
+        "Only replicated parameters may be summed over tp",
+    ),
+    Defect(
+        "all-gradients-summed-over-tp",
+        "parallel/zero.py",
+        (("                if not r.cut\n", ""),),
         layout(1, 2, True),
         "Only replicated parameters may be summed over tp",
     ),
@@ -544,7 +556,7 @@ DEFECTS = [*INITIAL, *SCALE, *REDUCTION, *TENSOR_PARALLEL, *NORM, *TIED, *VOCABU
 
 
 def planted(text, defect):
-    """The text of the defect's file with the defect in it. Raises ValueError if a line is not there exactly once."""
+    """Return the file's text with the defect in it. Raises ValueError unless each old text occurs exactly once."""
     for old, new in defect.edits:
         if text.count(old) != 1:
             line = old.strip().splitlines()[0]
@@ -566,7 +578,7 @@ def plant(defect, folder):
 
 
 def failure(folder, test):
-    """Run a test in a folder. Return the message of its failure, "" if it passes."""
+    """Run a test in a folder. Return the message of its failure, None if it passes."""
     report = folder / "report.xml"
     options = "-q -x -p no:cacheprovider --tb=short".split()
     command = [sys.executable, "-m", "pytest", *options, "-m", "", f"--junitxml={report}", test]  # -m "": also the grid
@@ -575,14 +587,14 @@ def failure(folder, test):
     if done.returncode not in (0, 1):
         raise ValueError(f"pytest cannot run {test}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     found = [node for kind in ("failure", "error") for node in ElementTree.parse(report).iter(kind)]
-    return said(found[0].text) if found else ""
+    return said(found[0].text) if found else None
 
 
 def said(report):
-    """A failure's own words, without the source that pytest prints with it.
+    """Return a failure's message without the source lines that pytest prints with it.
 
-    pytest marks them by `E`. Behind them it repeats the expression of an assert. A message without a traceback
-    (`pytest.fail(..., pytrace=False)`) stands alone; if it has a rank's traceback, source lines are indented.
+    pytest marks a message by `E` and repeats the expression of an assert after it. A message without a traceback
+    (`pytest.fail(..., pytrace=False)`) has no marks. The source lines of a rank's traceback are indented.
     """
     marked = [line[1:].strip() for line in report.splitlines() if line.startswith("E ")]
     text = "\n" + ("\n".join(marked) or report)
