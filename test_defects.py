@@ -5,7 +5,9 @@ The defects, their tests and the words are in `testing/defects.py`. The default 
 """
 
 import pytest
+import torch
 
+from testing.compare import Sizes, pattern, written
 from testing.defects import DEFECTS, ROOT, Defect, message_of, planted, said
 
 pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only git knows which files are the project's")
@@ -49,3 +51,26 @@ def test_the_source_of_a_test_is_not_its_message():
     rank = 'rank 1 of 2:\nTraceback (most recent call last):\n  File "a.py"\n    assert f(words)\nValueError: no'
     assert "f(words)" not in said(rank) and "ValueError: no" in said(rank)
     assert said("dx of rank 0 is wrong") == "dx of rank 0 is wrong"
+
+
+def test_a_ratio_is_written_in_the_sizes_of_the_layout():
+    sizes = Sizes(dp=2, tp=4, pp=1, m=3)
+    ratios = [6.0, 2.0, 1 / 3, 0.75, 1.1, None]
+    words = ["6 = m * dp", "2 = dp", "0.333333 = 1 / m", "0.75 = m / tp", "1.1", "not constant"]
+    assert [written(r, sizes) for r in ratios] == words
+    assert written(3.0, Sizes(dp=3, tp=1, pp=1, m=3)) == "3 = m = dp"  # both are possible
+
+
+@pytest.mark.parametrize(
+    "counts, words",
+    [
+        ([[1, 1, 1], [0, 0, 0]], "Only this rank's own micro-batches"),
+        ([[0, 0, 1], [0, 0, 1]], "Only the last micro-batch counts"),
+        ([[1, 1, 1], [1, 0, 0]], "after the first micro-batch"),
+        ([[4, 2, 1], [4, 2, 1]], "reduced again with every micro-batch"),
+        ([[1, 1, 1], [1, 1, 0]], "before its gradient is complete"),
+        ([[1, 2, 1], [1, 2, 1]], "count more than once"),
+    ],
+)
+def test_the_pattern_of_counts_is_recognised(counts, words):
+    assert words in pattern(torch.tensor(counts, dtype=torch.float64), mine=0)

@@ -124,12 +124,9 @@ def written(r, sizes):
 
 
 def scale_idea(r, sizes):
-    """Name the idea that this ratio of all gradients usually breaks."""
+    """Name the idea that this ratio of gradients usually breaks."""
     ideas = [f"{name}: {LOSS_IDEAS[name]}" for name in expressions(r, sizes) if name in LOSS_IDEAS]
-    text = (
-        "; or ".join(ideas) or "a factor that is none of m, dp, tp, pp: look where the loss and its gradient are scaled"
-    )
-    return f"All gradients have the ratio {r:.6g} to the right ones. {text}."
+    return "; or ".join(ideas) or "No product of m, dp, tp, pp: look where the loss and its gradient are scaled"
 
 
 # --- differences of tensors -------------------------------------------------------------------------------------------
@@ -239,7 +236,7 @@ def gradient_idea(found, steps, shares, config, specs, sizes):
     ratios = [f.ratio for f in found]
     constant = None not in ratios and max(ratios) - min(ratios) <= 1e-6 * max(map(abs, ratios), default=0) + 1e-12
     if constant and wrong == set(used):
-        return scale_idea(ratios[0], sizes)
+        return f"All gradients have the ratio {ratios[0]:.6g} to the right ones. {scale_idea(ratios[0], sizes)}."
     for idea in (kinds_idea, added_shards_idea, missing_sum_idea, tied_idea, micro_batch_idea):
         text = idea(found, steps, shares, config, specs, sizes)
         if text:
@@ -261,14 +258,14 @@ def kinds_idea(found, steps, shares, config, specs, sizes):
     text = f"Only {kind_of(wrong, replicated, several, specs)} differ, by the ratio {written(r, sizes)}. "
     if wrong <= several and r > 1:
         return text + "Their gradient is summed over the holders twice: the tied table must be summed over them once."
-    if wrong <= replicated and sizes.tp > 1 and abs(r - sizes.tp) < 1e-6:
+    if wrong <= replicated and not config.sequence_parallel and sizes.tp > 1 and abs(r - sizes.tp) < 1e-6:
         return text + (
             "Replicated parameters are summed over tp. Without sequence parallelism each tp rank already has the whole "
             "gradient, so the sum counts it tp times."
         )
     if r == 0:
         return text + "Their gradient never arrives: it is dropped, or cleared before the reduction."
-    return text + scale_idea(r, sizes)
+    return f"{text}{scale_idea(r, sizes)}."
 
 
 def kind_of(wrong, replicated, several, specs):
@@ -349,7 +346,11 @@ def micro_batch_idea(found, steps, shares, config, specs, sizes):
     if counts is None:
         return ""
     matrices = all(len(specs[g.name].shape) > 1 for g in found) and config.schedule.startswith("zb")
-    where = " Only weight matrices differ, whose gradients W adds." if matrices else ""
+    where = (
+        " Only weight matrices differ, whose gradients W adds: a bucket must be reduced after its W."
+        if matrices
+        else ""
+    )
     head = "    data rank \\ micro-batch" + "".join(f"{j:>7}" for j in range(sizes.m))
     rows = [f"{d:>27}" + "".join(f"{c:>7.3g}" for c in row) for d, row in enumerate(counts.tolist())]
     rows = "\n".join([head, *rows])

@@ -218,7 +218,7 @@ REDUCTION = [
             ),
             ("            self._reduce(name)\n        assert not products", "        assert not products"),
         ),
-        grid(2, 2, "zb-h1"),
+        grid(2, 2, "zb-h1", m="not_a_multiple"),
         "the bucket is reduced before its gradient is complete. Only weight matrices differ, whose gradients W adds",
     ),
     Defect(
