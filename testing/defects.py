@@ -445,16 +445,16 @@ VOCABULARY = [
 
 PIPELINE = [
     Defect(
-        "freed-while-it-is-sent",
+        "used-again-before-it-is-sent",
         "parallel/pipeline.py",
         (
             (
                 "        self.leaving.append((send(values,",
-                "        free(x.detach()) if done is not None else 0\n        self.leaving.append((send(values,",
+                "        values.data.zero_()\n        self.leaving.append((send(values,",
             ),
         ),
         grid(1, 2),
-        "waited for rank 1 to take activations",
+        "freed or used again before its message has left",
     ),
     Defect(
         "message-of-another-micro-batch",
