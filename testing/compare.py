@@ -371,7 +371,7 @@ def times_counted(f, shares, specs, sizes):
     if (columns @ solved - f.ours[:, None]).abs().max() > 1e-6 * f.ours.abs().max():
         return None
     counts = solved.view(sizes.dp, sizes.m).mul(1000).round().div(1000) + 0.0
-    return None if torch.equal(counts, torch.ones_like(counts)) else counts
+    return None if not counts.any() or torch.equal(counts, torch.ones_like(counts)) else counts
 
 
 def pattern(counts, mine):
@@ -607,7 +607,9 @@ def forward_idea(loss, one, found, config, sizes):
     if config.tp > 1:
         parts.append("the vocabulary is cut over tp (targets, padding, the maximum and the sum of the softmax)")
     if config.pp > 1:
-        parts.append("messages of other micro-batches, buffers freed while they are sent, layers counted per stage")
+        parts.append(
+            "messages of other micro-batches, buffers that change while they are sent, layers counted per stage"
+        )
     return (
         [f"The loss of step 1 differs too, so forward is wrong already. Look at: {'; '.join(parts)}."] if parts else []
     )
