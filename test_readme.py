@@ -15,6 +15,7 @@ import pytest
 
 import config
 from testing.count_lines import tracked
+from testing.defects import DEFECTS
 
 HERE = Path(__file__).parent
 README = (HERE / "README.md").read_text(encoding="utf-8")
@@ -99,6 +100,12 @@ def test_the_map_has_every_slide():
 def test_every_test_file_is_in_the_table_of_tests():
     table = section("Tests")
     assert [p for p in tracked() if re.match(r"test_\w+\.py$", p) and f"`{p}`" not in table] == []
+
+
+def test_every_known_mistake_is_in_the_table():
+    rows = [f"| `{defect.name}` | `{defect.file}` | {defect.words} |" for defect in DEFECTS]
+    assert re.findall(r"(?m)^\| `.+` \| `\w+[/.].+` \| .+ \|$", MEASURED) == rows
+    assert f"plants {len(DEFECTS)} mistakes" in " ".join(README.split())
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
