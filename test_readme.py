@@ -47,8 +47,7 @@ def test_lines_are_short():
 
 def test_every_file_and_picture_exists():
     """The list of files names every file of the program, and every path in the text exists."""
-    listed = set(re.findall(r"[\w/]+\.py", section("The files, in reading order").replace("  ", "\n")))
-    names = {Path(path).name for path in listed}
+    names = set(re.findall(r"\w+\.py", section("The files, in reading order")))
     program = [p for p in tracked() if "/" not in p or p.startswith("parallel/")]
     program = {Path(p).name for p in program if p.endswith(".py") and not p.startswith(("test_", "conftest", "bench"))}
     assert program - names == set()
@@ -73,7 +72,7 @@ def names_in(path):
 
 @pytest.mark.parametrize("slide, command, code, test", ENTRIES, ids=[entry[0] for entry in ENTRIES])
 def test_the_map_from_the_slides(slide, command, code, test):
-    """The names exist in the file before them; the command is accepted."""
+    """Each name exists in the file named before it; the command is accepted."""
     path, found = None, 0
     for word in re.findall(r"`(.+?)`", f"{code} {test}"):
         if word.endswith(".py"):
@@ -143,7 +142,7 @@ def test_the_first_run_logs_these_losses(first_run):
 
 
 def test_the_first_transcript(first_run):
-    """Every line that the README shows is printed, times aside."""
+    """Every line that the README shows is printed, except for times."""
     text, written, rows = first_run
     shown = re.findall(r"```\n(.*?)\n```", section("What it looks like"), re.DOTALL)
     same = rows[-1]["lm_loss"] == json.loads(open(HERE / "pictures/tiny.jsonl").readlines()[-1])["lm_loss"]

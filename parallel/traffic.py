@@ -79,8 +79,8 @@ def svg(p):
     title = f"Who sends what in one step: dp={dp} pp={c.pp} tp={c.tp}"
     fields = f"schedule={c.schedule} zero={c.zero} sequence_parallel={c.sequence_parallel} recompute={c.recompute}"
     numbers = f"{p.schedule.microbatches} micro-batches on each data rank; {p.sizes.item} bytes per parameter"
-    reading = "Box: rank. Row: data replica (dp). Column: pipeline stage (pp). Boxes of one cell: tensor ranks (tp)."
-    arrows = "Arrows join ranks that send to each other. The colour shows the axis (see the table below)."
+    reading = "Box: rank. Row: data rank (dp). Column: pipeline stage (pp). Boxes of one cell: tensor ranks (tp)."
+    arrows = "Green and orange arrows join ranks, blue and violet arrows cells. The table below names their axes."
     parts = [text(10, 24, title, 18, weight="bold"), text(10, 48, f"{fields}; {numbers}")]
     parts += [text(10, 72, reading), text(10, 90, arrows)]
     stages, replicas, ranks = shown(c.pp), shown(dp), shown(c.tp)
@@ -92,7 +92,7 @@ def svg(p):
             parts.append(text(x, TOP - 9, units(p.layout, stage), min(12, 1.8 * width / len(units(p.layout, stage)))))
     for row, replica in enumerate(replicas):
         y = TOP + row * (CELL + BELOW)
-        parts.append(text(10, y + 28, "..." if replica is None else f"replica {replica}"))
+        parts.append(text(10, y + 28, "..." if replica is None else f"data rank {replica}"))
         for x, stage in zip(lefts, stages, strict=True):
             first = None if None in (stage, replica) else (replica * c.pp + stage) * c.tp
             parts += cell(x, y, width, first, ranks, row > 0)
@@ -165,7 +165,7 @@ def table(p, stages, y):
         return parts
 
     parts = line(y - 18, ["", "通信内容", "通信形式", "通信頻度"], weight="bold")
-    parts.append(text(WIDTH - 10, y - 18, "bytes that a rank of replica 0 sends in a step", 12, "end", "bold"))
+    parts.append(text(WIDTH - 10, y - 18, "bytes that a rank of data rank 0 sends in a step", 12, "end", "bold"))
     parts += line(y, ["axis", "what", "operation", "how often"], [f"stage {stage}" for stage in stages], "bold")
     for key in sorted(p.often, key=lambda key: (list(COLOURS).index(key[0]), key)):
         y += 22
