@@ -258,7 +258,7 @@ def test_the_printed_formulas_are_the_simulations():
 
 
 def test_the_bubble_of_uneven_ranks_is_their_mean_idle_time():
-    """Rank 0 has one stage and is busy for 3.1, rank 1 has two stages and is busy for 6.2. The longest span is 9.3."""
+    """Rank 0 has one part and is busy for 3.1, rank 1 has two parts and is busy for 6.2. The longest span is 9.3."""
     F, B = [Action("F", 0, c) for c in range(3)], [Action("B", 0, c) for c in range(3)]
     line = simulate(Schedule("uneven", [0, 1, 2], [0, 1, 1], [[F[0], B[0]], [F[1], F[2], B[2], B[1]]]), COST)
     assert line.makespan == line.span == pytest.approx(9.3) and line.bubble == pytest.approx(1 - (3.1 + 6.2) / 2 / 9.3)
@@ -269,7 +269,7 @@ def test_the_bubble_of_uneven_ranks_is_their_mean_idle_time():
 
 
 def unfinished(schedule, order, per_pair=False):
-    """Run a schedule whose ranks post messages in `order`, and return the actions that never run (none is right).
+    """Run a schedule whose ranks post messages in `order`, and return the actions that never run.
 
     Each rank has one queue for all messages that it sends or receives. It posts from the front of the queue, up to the
     first send whose tensor is not yet computed. With per_pair, a rank has one queue for each other rank, and posts no
@@ -343,7 +343,7 @@ def test_there_is_one_message_per_boundary_and_direction(name, chunks):
 
 
 def test_chunks_on_one_rank_send_each_other_nothing():
-    """A V on two ranks: chunks 0 and 1 go down, 2 and 3 come up. Chunks 1 and 2 are neighbours on rank 1."""
+    """A V on two ranks: chunks 0 and 1 go down, chunks 2 and 3 go up. Chunks 1 and 2 are neighbours on rank 1."""
     chunks = range(4)
     F, B = [Action("F", 0, c) for c in chunks], [Action("B", 0, c) for c in chunks]
     schedule = Schedule("v", list(chunks), [0, 1, 1, 0], [[F[0], F[3], B[3], B[0]], [F[1], F[2], B[2], B[1]]])
@@ -356,7 +356,7 @@ def test_chunks_on_one_rank_send_each_other_nothing():
 
 
 def test_messages_in_another_order_do_deadlock():
-    """Sorted by chunk, or with all activations first, a send stands in the queue behind a receive that needs it."""
+    """If the order is by chunk or has all activations first, a receive is before a send that it depends on."""
     schedule = build("1f1b", 4, 8)
     order = messages(schedule)
     for key in (lambda message: message.producer.chunk, lambda message: message.kind):
@@ -367,7 +367,7 @@ def test_messages_in_another_order_do_deadlock():
 
 
 def test_your_own_schedule(monkeypatch, capsys):
-    """1F1B with about half the warm-up passes the checks, keeps fewer activations and has a larger bubble."""
+    """1F1B with about half the warm-up is accepted, keeps fewer activations and has a larger bubble."""
 
     def mine(stages, microbatches, chunks=1):
         actions = []
@@ -436,9 +436,9 @@ def test_a_skipped_action_is_named():
 
 
 def test_a_skipped_micro_batch_is_named():
-    """Also the last micro-batch, which needs the number of micro-batches as an argument."""
+    """To name the last micro-batch, `check` needs the number of micro-batches."""
     assert refusal(build("1f1b", 4, 7), 8) == "1f1b: micro-batch 7 of 8 is skipped: no rank has any action of it"
-    assert refusal(build("1f1b", 4, 9), 8) == "1f1b: has a micro-batch 8, but the last of 8 is 7"
+    assert refusal(build("1f1b", 4, 9), 8) == "1f1b: has micro-batch 8, but the last index should be 7"
 
 
 def test_a_repeated_action_is_named():
@@ -479,7 +479,7 @@ def test_a_micro_batch_takes_one_pipeline():
     i = schedule.actions[1].index(Action("F", 0, 1))
     schedule.actions[1][i] = Action("F", 0, 6)
     assert refusal(schedule) == (
-        "chimera: micro-batch 0 has actions in chunk 0's pipeline and in chunk 4's; each micro-batch takes one"
+        "chimera: micro-batch 0 has actions in chunk 0's pipeline and in chunk 4's pipeline; should be in only one"
     )
 
 
@@ -488,17 +488,17 @@ def test_a_micro_batch_takes_one_pipeline():
     [
         (
             dict(parts=[0, 1, 3, 2]),
-            "parts=[0, 1, 3, 2]: should count 0, 1, 2 ..., and from 0 again for another pipeline",
+            "parts=[0, 1, 3, 2]: should count 0, 1, 2 ... up to the same part in each pipeline",
         ),
         (
             dict(parts=[0, 1, 2, 0]),
-            "parts=[0, 1, 2, 0]: should count 0, 1, 2 ..., and from 0 again for another pipeline",
+            "parts=[0, 1, 2, 0]: should count 0, 1, 2 ... up to the same part in each pipeline",
         ),
         (
             dict(placement=[0, 1, 2, 4]),
-            "placement=[0, 1, 2, 4]: should have one of the 4 ranks for each of [0, 1, 2, 3]",
+            "placement=[0, 1, 2, 4]: needs 4 ranks, each from 0 to 3",
         ),
-        (dict(placement=[0, 1, 2]), "placement=[0, 1, 2]: should have one of the 4 ranks for each of [0, 1, 2, 3]"),
+        (dict(placement=[0, 1, 2]), "placement=[0, 1, 2]: needs 4 ranks, each from 0 to 3"),
         (dict(actions=[[], [], [], []]), "no rank has anything to do"),
     ],
 )
@@ -507,7 +507,7 @@ def test_parts_and_placement_are_checked(change, message):
 
 
 def test_a_cost_that_is_not_given_is_named():
-    with pytest.raises(UserError, match=r"^cost=.*: zb-h1 also has I and W$"):
+    with pytest.raises(UserError, match=r"^cost=.*: zb-h1 also needs durations of I and W$"):
         simulate(build("zb-h1", 2, 2), {"F": 1, "B": 2})
 
 
@@ -556,7 +556,7 @@ def test_a_formula_is_printed_only_where_it_applies(capsys):
 def test_costs_and_messages_are_drawn(capsys):
     """--cost is for a whole stage, so each of two chunks takes half. The default of B is I + W."""
     lines = drawn(capsys, "interleaved", "zb-h1", "--stages=2", "--microbatches=2", "--cost=F:2,I:3,W:1", "--comm=0.5")
-    assert sum(line.endswith(" at --comm=0") for line in lines) == 2  # the formulas'
+    assert sum(line.endswith(" at --comm=0") for line in lines) == 2  # the bubbles' formulas
     stage = {"F": 2, "I": 3, "W": 1, "B": 4}
     half = {kind: duration / 2 for kind, duration in stage.items()}
     for sizes, cost in [(("interleaved", 2, 2, 2), half), (("zb-h1", 2, 2), stage)]:
@@ -582,7 +582,7 @@ def test_the_drawing_fits_the_terminal(monkeypatch, capsys, columns):
 def test_a_narrow_terminal_is_told_how_many_columns_the_numbers_need(monkeypatch, capsys, cost):
     monkeypatch.setenv("COLUMNS", "80")
     arguments = "interleaved", "zb-v", "--microbatches=12", f"--cost={cost}"
-    pattern = r"some numbers are left out: all of them need (\d+) columns, not 80; or use --svg=FILE"
+    pattern = r"some numbers are left out: use (\d+) columns instead of 80, or --svg=FILE"
     needed = re.fullmatch(pattern, drawn(capsys, *arguments)[-1])[1]
     monkeypatch.setenv("COLUMNS", needed)
     lines = drawn(capsys, *arguments)
@@ -612,7 +612,7 @@ def test_colour_where_it_can(monkeypatch, capsys):
 
 
 def test_svg(tmp_path, capsys):
-    """Every action has a box of the right place and width, and all schedules have the same time axis."""
+    """Every action has a box with the right place and width, and all schedules have the same time axis."""
     drawn(capsys, "1f1b", "zb-h1", f"--svg={tmp_path}/two.svg")
     root = ElementTree.parse(tmp_path / "two.svg").getroot()
     tag = "{http://www.w3.org/2000/svg}"
@@ -622,7 +622,7 @@ def test_svg(tmp_path, capsys):
         boxes.setdefault(title, []).append((float(rect.get("x")), float(rect.get("width"))))
     assert sum(len(found) for found in boxes.values()) == 4 * (2 * 8 + 3 * 8)
     (x0, width), other = boxes["F of micro-batch 0, chunk 0: 0 to 1"]
-    assert other == (x0, width)  # of both schedules
+    assert other == (x0, width)  # the same place in both schedules
     ((x, _),) = boxes["B of micro-batch 7, chunk 0: 31 to 33"]
     assert (x - x0) / 31 == pytest.approx(786 / 33, rel=1e-3)
     assert "bubble 0.1111 of 27" in [text.text for text in root.iter(f"{tag}text")]
@@ -688,11 +688,11 @@ def test_a_trace_of_a_resumed_run_has_the_runs_iterations():
     [
         (
             lambda trace: trace["traceEvents"].pop(-2),
-            "no step in it is complete; the last, 3, lacks B of micro-batch 3, chunk 0 on rank 0",
+            "no step is complete; the last step, 3, lacks B of micro-batch 3, chunk 0 on rank 0",
         ),
         (
             lambda trace: trace["traceEvents"].append(trace["traceEvents"][0]),
-            "no step in it is complete; the last, 3, has more than the 16 actions of 1f1b",
+            "no step is complete; the last step, 3, has more than the 16 actions of 1f1b",
         ),
         (lambda trace: trace["traceEvents"].clear(), "has no actions"),
         (lambda trace: trace.pop("otherData"), "not a trace as train.py writes it (KeyError('otherData'))"),

@@ -4,8 +4,8 @@
     python -m parallel.draw --trace=trace.json         a recorded step below its simulation (`train.py --trace` records)
 
 A picture shows a timeline (`schedules.simulate`) as one row of boxes per rank. Several pictures share one time axis.
-Two lines below each picture give the bubble and the peak of activations in flight. The papers' formulas are printed
-beside both numbers, each where it applies.
+In the terminal, two lines below each picture give the bubble and the peak of activations in flight. Each line ends with
+the paper's formula, if it applies.
 """
 
 import html
@@ -23,15 +23,15 @@ from parallel import schedules
 from parallel.schedules import Action, Event, Schedule, Timeline, simulate
 
 COLOURS = {"F": "#2f6fb7", "B": "#1b8049", "I": "#0f7c7a", "W": "#a86a0c"}  # white numbers are legible on all four
-GREY, IDLE = "#797979", "fill='#808080' opacity='.18'"  # equally visible on a white page and on GitHub's dark one
+GREY, IDLE = "#797979", "fill='#808080' opacity='.18'"  # equally visible on a white page and on GitHub's dark page
 MEANINGS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-WIDTH, LEFT, RIGHT, HEIGHT = 900, 50, 64, 18  # of an SVG in pixels: smallest width, left and right margin, row
+WIDTH, LEFT, RIGHT, HEIGHT = 900, 50, 64, 18  # pixels of an SVG: smallest width, margins, height of a row
 END = "text-anchor='end'"
 BUBBLE = (
-    "bubble B of T: T = longest time from a rank's first action to its last; B = 1 - (mean busy time of the ranks) / T"
+    "bubble X of T: T = longest time from a rank's first action to its last; X = 1 - (mean busy time of the ranks) / T"
 )
 LATER_CHUNK = "{}: not the rank's first chunk"
-IN_FLIGHT = "in flight: the most activations that a rank keeps at once, counted in micro-batches on a whole stage"
+IN_FLIGHT = "in flight: the most activations that a rank keeps at once; 1 = one micro-batch on a whole stage"
 
 
 class Picture(NamedTuple):
@@ -44,7 +44,7 @@ class Picture(NamedTuple):
 
     @property
     def shades(self):
-        """{chunk: its number among the chunks of its rank, from 0}. A higher number is drawn lighter."""
+        """{chunk: its index among the chunks of its rank}. A higher index is drawn lighter."""
         placement = self.schedule.placement
         return {chunk: placement[:chunk].count(rank) for chunk, rank in enumerate(placement)}
 
@@ -52,8 +52,8 @@ class Picture(NamedTuple):
 def terminal(pictures, columns, colour):
     """Return the pictures under one another on one time axis, as text of at most `columns` columns a row.
 
-    A box shows the number of its micro-batch if it is wide enough. With `colour`, escape codes give the kind. Without
-    it a letter does, a small one if the action is not in the first chunk of its rank.
+    A box shows the number of its micro-batch if it is wide enough. With `colour`, the colour gives the kind.
+    Otherwise a letter gives the kind, a small letter if the action is not in the first chunk of its rank.
     """
     label = len(f"rank {max(len(p.schedule.actions) for p in pictures) - 1}  ")
     scale, needed = columns_per_time(pictures, columns - label, colour)
@@ -66,7 +66,7 @@ def terminal(pictures, columns, colour):
     lines += ["", BUBBLE]
     if columns < label + needed:
         needed += label
-        lines.append(f"some numbers are left out: all of them need {needed} columns, not {columns}; or use --svg=FILE")
+        lines.append(f"some numbers are left out: use {needed} columns instead of {columns}, or --svg=FILE")
     return "\n".join(lines)
 
 
@@ -81,7 +81,7 @@ def columns_per_time(pictures, columns, colour):
     number = len(str(max(event.action.microbatch for event in events)))
     whole = min(number + 2, int(columns * shortest / total + 1e-6))
     even = all(abs(d / shortest - round(d / shortest)) < 1e-6 for d in durations)
-    box = number + (not colour) + (not even)  # a letter without colour; a column that rounding may take
+    box = number + (not colour) + (not even)  # a column for the letter, and a column that rounding may take
     scale = whole / shortest if whole and even else min(columns / total, (number + 2) / shortest)
     return scale, math.ceil(total / shortest * box - 1e-6)
 
@@ -128,7 +128,7 @@ def shaded(kind, shade):
 
 
 def palette(rgb):
-    """Return the number of the nearest of 216 colours that terminals have: a cube with 6 levels of r, g and b."""
+    """Return the index of the nearest of 216 colours that terminals have: a cube with 6 levels of r, g and b."""
     levels = (0, 95, 135, 175, 215, 255)
     r, g, b = (min(range(6), key=lambda i: abs(levels[i] - c)) for c in rgb)
     return 16 + 36 * r + 6 * g + b
@@ -155,14 +155,14 @@ def several(pictures):
 
 
 def svg(pictures, unit=""):
-    """Return the pictures as SVG with a transparent background. unit: of time, for the axis.
+    """Return the pictures as SVG with a transparent background. unit: the unit of time.
 
-    The width is 900 pixels, which GitHub shows unscaled. It is up to 4 times as wide if the numbers need it.
+    The width is 900 pixels, which GitHub shows unscaled, or up to 3600 pixels if the numbers need them.
     """
     events = [event for picture in pictures for event in picture.timeline.events]
     shortest = min(event.end - event.start for event in events if event.end > event.start)
     total = max(picture.timeline.makespan for picture in pictures)
-    number = 3 + 5 * len(str(max(event.action.microbatch for event in events)))  # pixels of the smallest legible one
+    number = 3 + 5 * len(str(max(event.action.microbatch for event in events)))  # pixels that a number needs
     scale = min(max(WIDTH, LEFT + RIGHT + number * total / shortest), 4 * WIDTH) - LEFT - RIGHT
     width, scale = scale + LEFT + RIGHT, scale / total
     parts, y = svg_legend(pictures), 26
@@ -217,7 +217,7 @@ def svg_legend(pictures):
 
 
 def svg_axis(y, scale, total, unit):
-    """Return ticks at multiples of 1, 2 or 5 times a power of ten, at most a dozen."""
+    """Return an axis with at most 13 ticks, at multiples of 1, 2 or 5 times a power of ten."""
     step = 10 ** math.floor(math.log10(total / 12))
     step *= next(n for n in (1, 2, 5, 10) if total / (step * n) <= 12)
     parts = [f"<path d='M{LEFT} {y} h{total * scale:.6g}' stroke='{GREY}'/>"]
@@ -268,10 +268,10 @@ def recorded(path):
     """Return two Pictures of the last complete step in a trace that train.py wrote: simulated and recorded.
 
     The trace is Chrome's JSON, as `trace.py` writes it. "otherData" has schedule, stages, microbatches and chunks. Of
-    "traceEvents", those of category F, B, I or W are read: "ts" and "dur" in microseconds, "tid" the pipeline rank,
-    "args" with microbatch, chunk and step. The simulation uses the mean duration of each kind, and messages take no
-    time. So the pictures differ only where messages take time or actions of one kind take different times. Raises
-    UserError if the file is not such a trace, or if no step in it is complete.
+    "traceEvents", only events of category F, B, I or W are read. An event has "ts" and "dur" in microseconds, the
+    pipeline rank as "tid", and microbatch, chunk and step in "args". The simulation uses the mean duration of each
+    kind, and messages take no time. So the pictures differ only where messages take time or actions of one kind take
+    different times. Raises UserError if the file is not such a trace, or if no step is complete.
     """
     try:
         trace = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -300,7 +300,7 @@ def recorded(path):
 
 
 def last_whole(path, schedule, steps):
-    """Return (step, events) of the last step with each of the schedule's actions once, on its rank."""
+    """Return (step, events) of the last step that has each action of the schedule once, on its rank."""
     wanted = sorted((rank, action) for rank, actions in enumerate(schedule.actions) for action in actions)
     for step in sorted(steps, reverse=True):
         if sorted((event.rank, event.action) for event in steps[step]) == wanted:
@@ -311,7 +311,7 @@ def last_whole(path, schedule, steps):
     found = {(event.rank, event.action) for event in steps[last]}
     lacks = next((f"lacks {action} on rank {rank}" for rank, action in wanted if (rank, action) not in found), None)
     why = lacks or f"has more than the {len(wanted)} actions of {schedule.name}"
-    raise UserError(f"--trace={path}: no step in it is complete; the last, {last}, {why}")
+    raise UserError(f"--trace={path}: no step is complete; the last step, {last}, {why}")
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def parse_cost(text):
 def pictures_of(options):
     """Return the Pictures that the options ask for. Raises UserError.
 
-    If schedules with one and with several chunks per rank are drawn together, --chunks applies only to the latter.
+    If some of the schedules have several chunks per rank, --chunks applies only to these.
     """
     if options.trace:
         if options.names:

@@ -1,11 +1,11 @@
 """Pipeline schedules: the order in which each rank computes (slide "パイプライン並列").
 
 The model is cut into stages, one on each rank, and the batch into micro-batches. A micro-batch runs forward from the
-first stage to the last, then backward to the first. A rank waits until a micro-batch arrives: the bubble. A micro-batch
-in flight, between its forward and its backward, fills memory with activations. A schedule is a list of actions for each
-rank, made by one of the functions below. It chooses between a smaller bubble and less memory. An example is 1F1B with
-four ranks, eight micro-batches and a backward as long as two forwards. `python -m parallel.draw 1f1b` draws it
-(F forward, B backward, . idle):
+first stage to the last, then backward to the first. A rank waits until a micro-batch arrives: the bubble. A
+micro-batch in flight is between its forward and its backward, and its activations fill memory. A schedule is a list of
+actions for each rank, made by one of the functions below. Schedules differ in bubble and memory. An example is 1F1B
+with four ranks, eight micro-batches and a backward as long as two forwards. `python -m parallel.draw 1f1b` draws it (F
+forward, B backward, . idle):
 
     rank 0  F0 F1 F2 F3 ..................B0--- F4 B1--- F5 B2--- F6 B3--- F7 B4--- ...B5--- ...B6--- ...B7---
     rank 1  ...F0 F1 F2 ............B0--- F3 B1--- F4 B2--- F5 B3--- F6 B4--- F7 B5--- ...B6--- ...B7--- ......
@@ -16,15 +16,16 @@ four ranks, eight micro-batches and a backward as long as two forwards. `python 
     gpipe          (p-1) / (m+p-1)                               m
     1f1b           (p-1) / (m+p-1)                               p-r
     interleaved    (p-1) / (vm+p-1)                              p + (p-2r-1)/v        more than v times the messages
-    zb-h1          (p-1)(F+I-W) / (m(F+I+W) + (p-1)(F+I-W))      p                     keeps gradients until W
-    zb-h2          (p-1)(F+I-2W) / (m(F+I+W) + (p-1)(F+I-2W))    2p-1                  keeps gradients until W
+    zb-h1          (p-1)(F+I-W) / (m(F+I+W) + (p-1)(F+I-W))      p                     keeps output gradients until W
+    zb-h2          (p-1)(F+I-2W) / (m(F+I+W) + (p-1)(F+I-2W))    2p-1                  keeps output gradients until W
     zb-v           (p-1)(I-W) / (m(F+I+W) + (p-1)(I-W))          p                     as zb-h1, twice the messages
     chimera        (p-2) / (2m+p-2)  if F = B                    p/2+1 .. p            twice the parameters
 
 p stages, m micro-batches, v chunks per rank. F, I and W are the durations of forward, input gradient and weight
-gradient on a whole stage. "In flight" counts activations of a whole stage, if m is large enough. The formulas of zb-h1
-and zb-h2 need W <= F and W <= I, and that of zb-v needs W <= F <= I. `FORMULAS` below has the exact conditions. Each
-micro-batch sends bsh elements forward and bsh elements backward over every boundary between ranks.
+gradient on a whole stage. The column "in flight" is for large m. Its unit is the activations of one micro-batch on a
+whole stage. The formulas of zb-h1 and zb-h2 need W <= F and W <= I, and that of zb-v needs W <= F <= I. `FORMULAS`
+below has the exact conditions. Each micro-batch sends bsh elements forward and bsh elements backward over every
+boundary between ranks.
 
 A schedule is data. The same lists are checked, simulated, drawn (`draw.py`) and executed (`pipeline.py`). The sections
 below are: the schedules, their checks, their simulation, their messages without a deadlock, and the papers' formulas.
@@ -53,7 +54,7 @@ class Schedule(NamedTuple):
     """The actions of all ranks, as plain data. Ranks, chunks and micro-batches count from 0."""
 
     name: str
-    parts: list  # parts[chunk]: the number of the model's part that this chunk runs; a pipeline begins at part 0
+    parts: list  # parts[chunk]: the index of the part that this chunk runs; a pipeline begins at part 0
     placement: list  # placement[chunk]: the rank that runs this chunk
     actions: list  # actions[rank]: the Actions of this rank, in their order
 
@@ -98,7 +99,7 @@ def routes(schedule):
             if chunk not in taken.setdefault(j, pipeline_of[chunk]):
                 raise UserError(
                     f"{schedule.name}: micro-batch {j} has actions in chunk {taken[j][0]}'s pipeline and in chunk "
-                    f"{pipeline_of[chunk][0]}'s; each micro-batch takes one"
+                    f"{pipeline_of[chunk][0]}'s pipeline; should be in only one"
                 )
     return taken
 
@@ -107,20 +108,21 @@ def routes(schedule):
 
 
 def gpipe(stages, microbatches, chunks=1):
-    """GPipe: all forwards, then all backwards. All m are in flight in between. Huang et al., arXiv 1811.06965."""
+    """GPipe: all forwards, then all backwards. Between them all m are in flight. Huang et al., arXiv 1811.06965."""
     return straight("gpipe", chunks, [each("F", microbatches, r) + each("B", microbatches, r) for r in range(stages)])
 
 
 def one_f_one_b(stages, microbatches, chunks=1):
-    """1F1B, also PipeDream-Flush: after the warm-up, a backward follows each forward. At most p - rank are in flight.
+    """1F1B, also PipeDream-Flush: after the warm-up, a backward follows each forward.
 
-    Narayanan et al., arXiv 2006.09503 (PipeDream-Flush), and 2104.04473, section 2.2.1. The slide's PipeDream (arXiv
-    1806.03377) is asynchronous: it does not wait for the end of a step, so it needs several versions of the weights.
+    At most p - rank micro-batches are in flight. Narayanan et al., arXiv 2006.09503 (PipeDream-Flush), and 2104.04473,
+    section 2.2.1. The slide's PipeDream (arXiv 1806.03377) is asynchronous: it does not wait for the end of a step, so
+    it needs several versions of the weights.
     """
     actions = []
     for rank in range(stages):
         F, B = each("F", microbatches, rank), each("B", microbatches, rank)
-        warmup = stages - 1 - rank  # the first backward arrives through this many later ranks
+        warmup = stages - 1 - rank  # the first backward passes this many later ranks before it arrives
         actions.append(F[:warmup] + alternate(F[warmup:], B))
     return straight("1f1b", chunks, actions)
 
@@ -129,9 +131,9 @@ def interleaved(stages, microbatches, chunks=2):
     """Interleaved 1F1B: each rank has `chunks` chunks, and the bubble is about `chunks` times smaller.
 
     Rank r has the chunks r, p + r, 2p + r ... (two on the slide). So a micro-batch runs through all ranks `chunks`
-    times. Each rank runs p micro-batches through one chunk, then the same p through its next chunk. Narayanan et al.,
-    arXiv 2104.04473, section 2.2.2. Raises UserError if m is not a multiple of p, or if p > 1 and chunks is 1 (which is
-    1f1b).
+    times. Each rank runs p micro-batches through one chunk, then the same micro-batches through its next chunk.
+    Narayanan et al., arXiv 2104.04473, section 2.2.2. Raises UserError if m is not a multiple of p, or if p > 1 and
+    chunks is 1 (which is 1f1b).
     """
     p, v = stages, chunks
     if v < 2 and p > 1:
@@ -165,15 +167,15 @@ def zb_h1(stages, microbatches, chunks=1):
 def zb_h2(stages, microbatches, chunks=1):
     """ZB-H2: no bubble if F, I and W take equal time and m >= 2p-1, with 2p-1 micro-batches in flight.
 
-    The warm-up and the delay of W are twice those of ZB-H1. The ranks begin and end a step one after another. This is
-    no bubble if a rank can begin its next step at once. (In train.py it cannot: all ranks wait for the gradient norm.)
+    The warm-up and the delay of W are twice those of ZB-H1. The ranks begin and end a step one after another. No rank
+    waits if each can begin its next step at once. (In train.py a rank cannot: all ranks wait for the gradient norm.)
     Qi et al., arXiv 2401.10241, section 2.2, figure 3.
     """
     return straight("zb-h2", chunks, zero_bubble(stages, microbatches, 2))
 
 
 def zero_bubble(stages, microbatches, factor):
-    """Return the actions of ZB-H1 (factor 1) or ZB-H2 (factor 2). factor: of 1F1B's warm-up and of the delay of W."""
+    """Return the actions of ZB-H1 (factor 1) or ZB-H2 (factor 2). factor multiplies 1F1B's warm-up and W's delay."""
     actions = []
     for rank in range(stages):
         F, I, W = (each(kind, microbatches, rank) for kind in "FIW")
@@ -183,15 +185,15 @@ def zero_bubble(stages, microbatches, factor):
 
 
 def zb_v(stages, microbatches, chunks=2):
-    """ZB-V: a bubble no larger than ZB-H2's, as much memory as ZB-H1, for twice the messages.
+    """ZB-V: a bubble no larger than ZB-H2's, as much memory as ZB-H1, and twice the messages.
 
-    Rank r has chunk r on the way down (from rank 0 to rank p-1) and chunk 2p-1-r on the way up. Rank 0 has both ends of
-    the model, so its first backward follows its forward at once. All ranks have equally many activations in flight. A
-    rank begins with 2(p-r)-1 forwards on the way down. Then it works in turns k = 0, 1, 2 ... A turn has at most one
-    action of each list below, in this order. In the last turns I runs before W, because other ranks wait for I. The
-    bubble is 0 if F, I and W take equal time and m >= 2p-1. If m < p, the lists are those of p micro-batches without
-    the last p-m. Qi et al., arXiv 2401.10241 (not in the conference version) and 2405.15362 (V-ZB). Raises UserError if
-    chunks is not 2.
+    Rank r has chunk r on the way down (from rank 0 to rank p-1) and chunk 2p-1-r on the way up. Rank 0 has both ends
+    of the model, so its first backward follows its forward at once. The peak of activations in flight is the same on
+    all ranks. A rank begins with 2(p-r)-1 forwards on the way down. Then it works in turns k = 0, 1, 2 ... A turn has
+    at most one action of each list below, in this order. Near the end W is delayed, because other ranks wait for I.
+    The bubble is 0 if F, I and W take equal time and m >= 2p-1. If m < p, the lists are made for p micro-batches, and
+    the actions of the last p-m are left out. Qi et al., arXiv 2401.10241 (not in the conference version) and
+    2405.15362 (V-ZB). Raises UserError if chunks is not 2.
     """
     p, m = stages, max(stages, microbatches)
     if p == chunks == 1:  # one stage: no way down and up
@@ -207,9 +209,9 @@ def zb_v(stages, microbatches, chunks=2):
             f,  # turn k: F of micro-batch k on the way up
             pause * rank + i,  # I of k-r
             pause * rank + w[: m - rank],  # W of k-r
-            F[ahead : ahead + rank] + pause * (p - 1 - rank) + F[ahead + rank :],  # down: from turn p-1 on, F of k+p-r
+            F[ahead : ahead + rank] + pause * (p - 1 - rank) + F[ahead + rank :],  # down: F of k+p-r from turn p-1 on
             pause * (p - 1) + I,  # I of k-p+1
-            pause * (p - 1) + W[: m - p] + pause * rank + w[m - rank :] + W[m - p :],  # W of k-p+1, later at the end
+            pause * (p - 1) + W[: m - p] + pause * rank + w[m - rank :] + W[m - p :],  # W of k-p+1; the last W later
         )
         actions.append([action for action in F[:ahead] + turns if action.microbatch < microbatches])
     return Schedule("zb-v", list(range(2 * p)), [*range(p), *reversed(range(p))], actions)
@@ -218,13 +220,13 @@ def zb_v(stages, microbatches, chunks=2):
 def chimera(stages, microbatches, chunks=1):
     """Chimera: two pipelines on the same ranks, one down and one up. Each fills the other's bubble.
 
-    Rank r has stage r of the down pipeline (chunk r) and stage p-1-r of the up pipeline (chunk 2p-1-r). So it has twice
-    the parameters, and the gradients of both copies are summed at the end. Even micro-batches go down (from rank 0 to
-    rank p-1), odd ones up. In a group of p micro-batches, number those of one direction k = 0, 1 ... If F and B take
-    one time slot each, micro-batch k has its F in slot stage + 2k and its B in slot 2p-1 - stage + 2k. Because p is
-    even, the two directions never need the same slot. The next group follows 2p slots later, in slots that are still
-    free ("direct concatenation"). Any m is allowed; a multiple of p is best. Li and Hoefler, arXiv 2107.06925, section
-    3, figure 3. Raises UserError if p is odd.
+    Rank r has stage r of the down pipeline (chunk r) and stage p-1-r of the up pipeline (chunk 2p-1-r). So it has
+    twice the parameters, and the gradients of both copies are summed at the end. Even micro-batches go down (from rank
+    0 to rank p-1), odd micro-batches go up. In a group of p micro-batches, those of one direction have the indices k =
+    0, 1 ... If F and B take one time slot each, micro-batch k has its F in slot stage + 2k and its B in slot 2p-1 -
+    stage + 2k. Because p is even, the two directions never need the same slot. The next group begins 2p slots later
+    and uses slots that are still free ("direct concatenation"). Any m is allowed; a multiple of p is best. Li and
+    Hoefler, arXiv 2107.06925, section 3, figure 3. Raises UserError if p is odd and not 1.
     """
     p = stages
     if p == 1:  # one stage: both directions are the same
@@ -296,15 +298,15 @@ def build(name, stages, microbatches, chunks=1):
 
 # --- checks -----------------------------------------------------------------------------------------------------------
 
-NOMINAL = {"F": 1, "B": 2, "I": 1, "W": 1}  # assumed durations: a linear has one matrix product in F, two in B
+NOMINAL = {"F": 1, "B": 2, "I": 1, "W": 1}  # assumed durations: a linear layer has one matrix product in F, two in B
 
 
 def check(schedule, microbatches=None):
     """Refuse a schedule that skips an action, runs an action twice or in the wrong place, or deadlocks.
 
-    microbatches: how many the schedule must have (default: the highest number in the lists plus 1). Raises UserError,
-    which names the action, or for a deadlock the ranks that wait for one another. Ranks, chunks, micro-batches and a
-    rank's actions count from 0.
+    microbatches: how many micro-batches the schedule must have (default: the highest index in the lists plus 1).
+    Raises UserError, which names the action, or for a deadlock the ranks that wait for one another. Ranks, chunks,
+    micro-batches and a rank's actions count from 0.
     """
     check_places(schedule)
     check_complete(schedule, microbatches or schedule.microbatches)
@@ -312,17 +314,17 @@ def check(schedule, microbatches=None):
 
 
 def check_places(schedule):
-    """Refuse a chunk on a missing rank, a pipeline with a missing part, and an action on the wrong rank or repeated."""
+    """Refuse a chunk on a missing rank, a pipeline with a missing part, and an action on a wrong rank or repeated."""
     name, parts, placement, lists = schedule
 
     def refuse(rank, i, why):
         raise UserError(f"{name}: {where(schedule, rank, i)}: {why}")
 
     if len(parts) != len(placement) or not set(placement) <= set(range(len(lists))):
-        raise UserError(f"{name}: placement={placement}: should have one of the {len(lists)} ranks for each of {parts}")
+        raise UserError(f"{name}: placement={placement}: needs {len(parts)} ranks, each from 0 to {len(lists) - 1}")
     length = max(parts, default=-1) + 1
     if not parts or list(parts) != list(range(length)) * (len(parts) // length):
-        raise UserError(f"{name}: parts={parts}: should count 0, 1, 2 ..., and from 0 again for another pipeline")
+        raise UserError(f"{name}: parts={parts}: should count 0, 1, 2 ... up to the same part in each pipeline")
     if not any(lists):
         raise UserError(f"{name}: no rank has anything to do")
     seen = {}
@@ -340,14 +342,17 @@ def check_places(schedule):
 
 
 def check_complete(schedule, microbatches):
-    """Refuse a micro-batch in two pipelines, or one whose actions in a chunk are neither F, B nor F, I, W."""
+    """Refuse a wrong number of micro-batches, and a micro-batch in two pipelines.
+
+    In each chunk of its pipeline, a micro-batch needs F and B, or F, I and W.
+    """
     name = schedule.name
     kinds = {}  # (micro-batch, chunk): the kinds of its actions
     for actions in schedule.actions:
         for kind, j, chunk in actions:
             kinds.setdefault((j, chunk), set()).add(kind)
     if (last := schedule.microbatches - 1) >= microbatches:
-        raise UserError(f"{name}: has a micro-batch {last}, but the last of {microbatches} is {microbatches - 1}")
+        raise UserError(f"{name}: has micro-batch {last}, but the last index should be {microbatches - 1}")
     taken, missing = routes(schedule), []
     usual = "IW" if any("I" in found for found in kinds.values()) else "B"
     for j in range(microbatches):
@@ -443,7 +448,7 @@ def simulate(schedule, cost, comm=0):
     check_places(schedule)
     check_complete(schedule, schedule.microbatches)
     if unknown := {action.kind for actions in schedule.actions for action in actions} - set(cost):
-        raise UserError(f"cost={cost}: {schedule.name} also has {' and '.join(sorted(unknown))}")
+        raise UserError(f"cost={cost}: {schedule.name} also needs durations of {' and '.join(sorted(unknown))}")
     return timeline(run_in_order(schedule, cost, comm), len(schedule.actions))
 
 
@@ -497,7 +502,7 @@ def timeline(events, ranks):
 
 
 class Message(NamedTuple):
-    """A tensor that one rank sends to another: the output of its producer, or the gradient, for its consumer."""
+    """An activation or a gradient that one rank sends to another. `producer` computes it, `consumer` needs it."""
 
     source: int  # rank
     destination: int  # rank
@@ -511,30 +516,31 @@ def messages(schedule):
     """Return all messages of a checked schedule in one order. Every rank posts its sends and receives in this order.
 
     NCCL runs the messages between two ranks one by one, in the order in which each of the two ranks posts them. A send
-    waits for its receive. If two ranks both post a send first, they wait for ever. So all ranks must agree on an order.
-    Here it is the order in which the messages become ready in a simulation with nominal durations. Each rank has a
-    queue: the messages that it sends or receives, in this order. The rank does the following.
+    waits for its receive. If two ranks both post a send first, they wait for ever. So all ranks must agree on an
+    order. Here the messages are in the order in which they become ready in a simulation with the durations NOMINAL.
+    Each rank has a queue: the messages that it sends or receives, in this order. The rank does the following.
 
         before its first action and after each action: post from the front of the queue, up to the first send whose
             tensor is not yet computed
         before an action: wait for the message that this action consumes
 
-    Posting does not wait (isend, irecv; the tensor is kept until the message is done). `pipeline.Mailbox` also waits
-    for its own old sends. Their receives are posted too, because both ends follow the order. A rank posts receives as
-    early as the order allows.
+    Posting does not wait (isend, irecv; the tensor is kept until the message is done). `pipeline.Mailbox`, which posts
+    the messages, also waits for its oldest send if more than two sends are unfinished. This adds no deadlock,
+    because the other rank posts the receive of this send in the same order. A rank posts receives as early as the
+    order allows.
 
-    **This never deadlocks**, even if each rank ran its queue strictly one by one. Proof: suppose that some actions
-    never run. Of these, let A start first in the simulation. A waits for a message M. In the simulation, the actions
-    that produce M and all messages before M end no later than A starts. Each takes some time, so each starts before A,
-    so each has run. Then both ends post M and all messages before M. These messages run one after another, and A gets
-    M, which is a contradiction. The proof uses any timeline in which every action takes some time. Real durations do
-    not matter.
+    **This never deadlocks**, even if each rank runs the messages in its queue strictly one by one. Proof: suppose that
+    some actions never run. Let A be the first of these in the simulation. All actions before A on its rank have run,
+    so A lacks only a message M. In the simulation, the producers of M and of all messages before M end by the start of
+    A. Each producer takes some time, so it starts before A. So it has run. Then both ends post M and all messages
+    before M. These messages run one after another, and A gets M, which is a contradiction. The proof only needs a
+    timeline in which every action takes some time. Real durations do not matter.
 
     An alternative is a queue for each pair of ranks (a communicator per pair). Then a rank can post a receive just
     before the action that consumes it, which needs fewer buffers. The proof is the same, with "before M between these
     two ranks". Two chunks on one rank need no message.
     """
-    consumers = {}  # {producer: consumer on another rank}; no producer has two
+    consumers = {}  # {producer: its consumer on another rank}; a producer has at most one
     for action, needs in prerequisites(schedule).items():
         for producer in needs:
             if schedule.placement[producer.chunk] != schedule.placement[action.chunk]:

@@ -1,7 +1,7 @@
-"""Records when each rank runs each action and waits for each message, in Chrome's trace format.
+"""Record when each rank runs each action and waits for each message, in Chrome's trace format.
 
     torchrun ... train.py configs/tiny.py --pp=2 --schedule=zb-h1 --trace=trace.json
-    python -m parallel.draw --trace=trace.json         the last step, drawn under the ideal one
+    python -m parallel.draw --trace=trace.json         draws the last step below its simulation
 
 Perfetto (ui.perfetto.dev) and chrome://tracing open the file. A "process" there is one pipeline (one dp rank and one
 tp rank), and its "threads" are the pp ranks. With `--trace` on a GPU, every action waits for the device, which costs
@@ -18,13 +18,13 @@ import torch
 from errors import explained
 from parallel.comm import gather_objects
 
-STEPS = 10  # only the latest steps are kept, so a long run leaves a small file too
+STEPS = 10  # only the latest steps are kept, so the file of a long run is small
 
 
 class Trace:
     """The record of one rank. Times are in microseconds of the system's clock, which the ranks of a machine share.
 
-    iteration: the number of iterations that the run has done before; the first recorded step is the next one.
+    iteration: the number of iterations that the run has done before; the first recorded step is iteration + 1.
     """
 
     def __init__(self, mesh, device, iteration):
@@ -38,7 +38,7 @@ class Trace:
 
     def now(self):
         if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # receives run on NCCL's own stream
+            torch.cuda.current_stream(self.device).synchronize()  # not NCCL's streams: a receive may still wait there
         return time.time_ns() / 1000
 
     @contextmanager
@@ -63,9 +63,9 @@ class Trace:
 
 
 def write(c, trace, mesh):
-    """Collect the ranks' records in one file. Every rank calls it; rank 0 writes. Raises UserError on rank 0.
+    """Collect the ranks' records in one file. Every rank calls this, and rank 0 writes. Raises UserError on rank 0.
 
-    c: the configuration. The file names the number of micro-batches of the last step.
+    c: the configuration. The file gives the number of micro-batches of the last step.
     """
     mine = [event for step in trace.steps for event in step]
     events = [event for events in gather_objects(mine, mesh.world) for event in events]
