@@ -38,7 +38,7 @@ class Config:
     data_dir: str = "data/stdlib_bytes"  # folder that prepare.py wrote (Megatron-LM: --data-path)
     micro_batch_size: int = 8  # samples of one forward and backward on one data rank
     global_batch_size: int = 8  # samples of one update: all micro-batches of all data ranks
-    rampup_batch_size: str = ""  # start,increment,samples: the batch grows to global_batch_size over these samples
+    rampup_batch_size: str = ""  # start,increment,samples: grows by increment, reaches global_batch_size after samples
     train_iters: int = 0  # updates of the run (or set train_epochs)
     train_epochs: float = 0.0  # passes over the training tokens, instead of train_iters
     seed: int = 1234  # determines initial weights, data order and dropout
@@ -86,7 +86,7 @@ class Config:
     eval_interval: int = 0  # updates between validations (0: at the end only)
     eval_iters: int = 10  # global batches of a validation (0: no validation)
     eval_only: bool = False  # only print the loss of a checkpoint
-    split: str = "val"  # eval_only: the tokens of this split
+    split: str = "val"  # eval_only: the split to evaluate
     ledger: bool = False  # at the end, print the bytes sent and kept, as measured and as predicted
     trace: str = ""  # file with every action and message of the last steps, in Chrome's trace format
     tensorboard: str = ""  # folder for TensorBoard logs (Megatron-LM: --tensorboard-dir)
@@ -150,7 +150,7 @@ def load(arguments, default="configs/tiny.py"):
 
 
 def from_file(path):
-    """{field: value} of the assignments in the Python file `path`. Raises UserError."""
+    """Return {field: value} of the assignments in the Python file `path`. Raises UserError."""
     if not os.path.isfile(path):  # False also for a name that is too long
         known = " ".join(sorted(str(p) for p in Path("configs").glob("*.py"))) or "none there"
         raise UserError(f"no configuration file {path} (there are: {known})")
@@ -199,14 +199,14 @@ def require(c, name, fits, why):
 
 
 def rampup(c):
-    """(start, increment, samples) of `rampup_batch_size`. If it is empty, start is global_batch_size."""
+    """Return (start, increment, samples) of `rampup_batch_size`. If the field is empty, start is global_batch_size."""
     if not c.rampup_batch_size:
         return c.global_batch_size, c.global_batch_size, 1
     numbers = re.fullmatch(r"(\d+),(\d+),(\d+)", c.rampup_batch_size.replace(" ", ""))
     start, increment, samples = map(int, numbers.groups()) if numbers else (0, 0, 0)
     fits = 0 < start <= c.global_batch_size and increment > 0 and samples > 0
-    limit = f"with a start of at most global_batch_size={c.global_batch_size}"
-    require(c, "rampup_batch_size", fits, f"should be start,increment,samples, as 16,8,30000, {limit}")
+    limit = f"start is at most global_batch_size={c.global_batch_size}"
+    require(c, "rampup_batch_size", fits, f"should be start,increment,samples (as in 16,8,30000); {limit}")
     return start, increment, samples
 
 
@@ -218,7 +218,7 @@ def global_batch_size_at(c, consumed_samples):
 
 
 def micro_batches(c, samples, dp):
-    """m, the micro-batches on each of `dp` data ranks in a step of `samples` samples."""
+    """Return m, the number of micro-batches on each of `dp` data ranks in a step of `samples` samples."""
     return samples // (c.micro_batch_size * dp)
 
 
@@ -273,7 +273,7 @@ def check_layout(c, world):
 
     def divides(small, divisor, big, value, why=""):
         if value % divisor:
-            raise UserError(f"{big}={value} is not a multiple of {small}={divisor}{why}")
+            raise UserError(f"{big} = {value} is not a multiple of {small} = {divisor}{why}")
 
     divides("num_attention_heads", c.num_attention_heads, "hidden_size", c.hidden_size)
     divides("tp", c.tp, "num_attention_heads", c.num_attention_heads, ": a tensor parallel rank has whole heads")
@@ -290,6 +290,9 @@ def check_layout(c, world):
         divides("micro_batch_size * dp", c.micro_batch_size * dp, name, size)
         schedule = schedules.build(c.schedule, c.pp, micro_batches(c, size, dp), c.chunks)
     parts = max(schedule.parts) + 1
-    why = f"should be at least {parts - 2}: pp={c.pp}, chunks={c.chunks} make {parts} parts of embedding, blocks, head"
+    why = (
+        f"should be at least {parts - 2}, because pp={c.pp} and chunks={c.chunks} make {parts} parts, "
+        "and each part needs a block, the embedding or the head"
+    )
     require(c, "num_layers", c.num_layers >= parts - 2, why)
     return dp

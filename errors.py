@@ -42,8 +42,8 @@ class Parser(argparse.ArgumentParser):
 def report(error, late=0):
     """Print an error's line on stderr. Under torchrun, also write the line into the error file of this process.
 
-    At its end, torchrun prints the error file with the smallest time as the "Root Cause". late: seconds that are added
-    to the time. Therefore a rank that only lost a peer does not become the root cause.
+    At its end, torchrun prints the error file with the smallest time as the "Root Cause". late: seconds to add to the
+    time. A rank that only lost a peer reports with late=1, so it does not become the root cause.
     """
     print(f"error: {error}", file=sys.stderr, flush=True)
     write_error_file(f"error: {error}", late)
@@ -93,8 +93,8 @@ def locked(path, message):
         file = open(path, "w")
     with file:
         try:
-            # lockf, because its lock belongs to this process only. Forked workers share a lock of flock, and a worker
-            # that lives longer than this process would keep that lock.
+            # lockf, because its lock belongs to this process only. With flock, forked workers would share the lock, and
+            # a worker that lives longer than this process would keep the lock.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             raise UserError(message) from None

@@ -3,7 +3,7 @@
 `-` and `_` are equal in a name: --num-layers is --num_layers. Many flags of Megatron-LM have the same name here. The
 tables list flags of Megatron-LM, DeepSpeed and their launchers that have another name here, or none. A command answers
 such a flag with the text beside it, and --help prints the command's table. This file imports no other file of the
-project, because `errors.Parser` uses it.
+project, because `errors` imports it and most files import `errors`.
 """
 
 import difflib
@@ -19,7 +19,7 @@ TABLES = {
   --tensor-model-parallel-size --model-parallel-size   use --tp
   --pipeline-model-parallel-size                       use --pp
   --num-virtual-stages-per-pipeline-rank               use --chunks with --schedule=interleaved
-  --num-layers-per-virtual-pipeline-stage              use --schedule=interleaved --chunks=num_layers/(pp * its value)
+  --num-layers-per-virtual-pipeline-stage              use --schedule=interleaved --chunks=num_layers/(pp * THE VALUE)
   --context-parallel-size                              not available: the axes are dp, tp and pp
   --expert-model-parallel-size --num-experts           not available: the model has no experts
   --zero-stage                                         use --zero
@@ -35,7 +35,7 @@ TABLES = {
   --recompute-granularity                              use --recompute=full; selective is not available
   --recompute-method --recompute-num-layers            not needed: --recompute=full recomputes every block
   --checkpoint-num-layers                              not needed: --recompute=full recomputes every block
-  --partition-activations                              use --sequence_parallel, which also cuts the saved inputs over tp
+  --partition-activations                              use --sequence_parallel: it cuts the blocks' saved inputs over tp
   --checkpoint-in-cpu                                  not available: the saved inputs stay on their rank's GPU
   --fp16                                               use --dtype=fp16
   --bf16                                               use --dtype=bf16
@@ -66,7 +66,7 @@ TABLES = {
   --exit-signal-handler                                not needed: SIGTERM or Ctrl-C saves and stops
   --tensorboard-dir                                    use --tensorboard
   --wandb-project                                      use --wandb
-  --wandb-exp-name                                     not needed: the name is that of --out_dir
+  --wandb-exp-name                                     not needed: the name comes from --out_dir
   --log-throughput                                     not needed: always on
   --no-masked-softmax-fusion --no-bias-gelu-fusion     use --kernels=torch, plain PyTorch
   --no-bias-dropout-fusion                             use --kernels=torch, plain PyTorch
@@ -79,14 +79,14 @@ TABLES = {
   --nproc-per-node --num-gpus                          use torchrun --nproc_per_node=N train.py ...
   --nnodes --num-nodes                                 on node R: torchrun --nnodes=N --node_rank=R --master_addr=A ...
   --node-rank                                          on node R: torchrun --nnodes=N --node_rank=R --master_addr=A ...
-  --master-addr                                        use torchrun --master_addr=A train.py ..., A of node 0
-  --master-port                                        use torchrun --master_port=P train.py ..., equal on all nodes
+  --master-addr                                        use torchrun --master_addr=A ..., where A is node 0's address
+  --master-port                                        use torchrun --master_port=P ..., with the same P on all nodes
   --hostfile                                           not available: start torchrun on each node
   --include --exclude                                  not available: set CUDA_VISIBLE_DEVICES for torchrun on each node
   --local-rank                                         not needed: start with torchrun, which sets LOCAL_RANK
 """,
     "prepare.py": """
-  --input                                  write the files without a flag: python prepare.py FILE ...
+  --input                                  name the files without a flag: python prepare.py FILE ...
   --output-prefix                          use --out, a folder
   --json-keys                              use --text_key
   --tokenizer-type --tokenizer-model       use --tokenizer=gpt2
@@ -97,7 +97,7 @@ TABLES = {
   --log-interval                           not needed: a bar shows the progress
 """,
     "generate.py": """
-  --load                                   write the folder without a flag: python generate.py out/tiny
+  --load                                   name the folder without a flag: python generate.py out/tiny
   --out-seq-length                         use --max_tokens
   --greedy                                 use --temperature=0
 """,
@@ -120,7 +120,7 @@ def split(words, booleans):
     """Split a command line into ([words without a flag], [(flag, value)]). A missing value is None.
 
     `--flag=value` and `--flag value` are the same. booleans: names of flags whose value may be left out. A word after
-    such a flag is its value only if it is in BOOLEANS.
+    such a flag is its value only if the word is in BOOLEANS.
     """
     alone, pairs, words = [], [], list(words)
     while words:

@@ -109,7 +109,7 @@ def causal_softmax(scores, scale):
 #
 # FlashAttention-2 (Dao, arXiv 2307.08691) computes P tile by tile on the chip and never stores it. The softmax of a row
 # needs the row's maximum m and sum l. The *online* softmax (Milakov and Gimelshein, arXiv 1805.02867) keeps m and l of
-# the keys so far. When the maximum grows, it scales down l and o. In these formulas, S is multiplied by log2 e:
+# the keys so far. When the maximum grows, l and o are scaled down. In these formulas, S is multiplied by log2 e:
 #
 #     for every tile of keys:     m' = max(m, max_j S_j)      alpha = 2^(m - m')      P_j = 2^(S_j - m')
 #                                 l = alpha l + sum_j P_j     o = alpha o + P v       m = m'
@@ -133,11 +133,11 @@ def causal_softmax(scores, scale):
 #             1  .   .   \   \               .  below: not masked
 #             2  .   .   .   .   \   \          above: skipped
 #
-# Operations per head: forward 2 products of 2 s^2 d each; the causal half is 2 s^2 d in total. The masked halves of the
-# diagonal tiles add a share of ROWS/s. Backward: 7 s^2 d (floor 5). Memory traffic in bf16, per element of o: forward
-# 8 bytes (q, k, v, o) + 4/d (L); backward 26 bytes (delta 4; dk, dv 12; dq 10) + 20/d (L, delta). If several programs
-# of a launch read the same tile, it counts once: the cache should serve the other reads. Kept for backward: qkv, o, and
-# L with 4 bytes a row. Plain attention keeps s numbers of P a row.
+# Operations per head: forward 2 products of 2 s^2 d each; the causal half is 2 s^2 d in total. The masked halves of
+# the diagonal tiles add a share of ROWS/s. Backward: 7 s^2 d (floor 5). Memory traffic in bf16, per element of o:
+# forward 8 bytes (q, k, v, o) + 4/d (L); backward 26 bytes (delta 4; dk, dv 12; dq 10) + 20/d (L, delta). If several
+# programs of a launch read the same tile, the tile counts once, because the cache should serve the other reads. Kept
+# for backward: qkv, o, and L with 4 bytes a row. Plain attention keeps s numbers of P a row.
 
 
 @triton.jit
@@ -248,8 +248,9 @@ def _over_queries(
 ):  # fmt: skip
     """Add the share of the queries start .. stop to dk and dv of one tile of keys.
 
-    P^T and dS^T have keys as rows. Each is the left operand of the next product; tensor cores read left operands from
-    registers. Queries from s on need no mask: q = do = 0 and L = delta = 0 make P = 1 and P^T do = dS = 0.
+    P and dS are computed transposed, with keys as rows. Then each is the left operand of the next product, and tensor
+    cores can read left operands from registers. Queries with an index >= s need no mask: their q, do, L and delta are
+    read as 0. Then P = 1 and dP = dS = 0, and these queries add 0 to dv and dk.
     """
     for i in range(start, stop, ROWS):
         row = i + tl.arange(0, ROWS)
@@ -344,15 +345,15 @@ def attention_backward_queries(
     _store(DQ, dq * scale, first, 3 * a * D, s, D, ROWS, WIDTH)
 
 
-# (ROWS, COLUMNS, warps, stages) for each kind of product and each width. In `forward` and `queries` ROWS is a multiple
-# of COLUMNS, in `keys` COLUMNS is a multiple of ROWS, so the masked loop and the unmasked loop cover whole tiles. The
-# tiles must fit into the 255 registers of a thread: an accumulator [ROWS, WIDTH] needs ROWS WIDTH / (32 warps) of
-# them. Values that do not fit *spill* to memory. Two or three programs share a multiprocessor: one computes products
-# while another computes its softmax. Small tiles waste less work on the diagonal, large tiles read k and v less often.
-# "hopper" (sm_90, sm_100): tensor cores read shared memory directly. "ampere" (all other GPUs): the tiles need at most
-# 99 KB of shared memory, which every GPU since Ampere has. "float32": no tensor cores. Nothing spills, except two
-# registers with "float32" in one version of Triton. The tiles were chosen by the compiler's report, not by measured
-# time.
+# (ROWS, COLUMNS, warps, stages) of each kernel, for each (kind of GPU or float32, width). In `forward` and `queries`
+# ROWS is a multiple of COLUMNS, in `keys` COLUMNS is a multiple of ROWS, so the masked loop and the unmasked loop
+# cover whole tiles. The tiles must fit into the 255 registers of a thread: an accumulator [ROWS, WIDTH] needs ROWS
+# WIDTH / (32 warps) of them. Values that do not fit *spill* to memory. Two or three programs share a multiprocessor:
+# one computes products while another computes its softmax. Small tiles waste less work on the diagonal, large tiles
+# read k and v less often. "hopper" (sm_90, sm_100): tensor cores read shared memory directly. "ampere" (all other
+# GPUs): the tiles need at most 99 KB of shared memory, which every GPU since Ampere has. "float32": no tensor cores.
+# Nothing spills, except two registers with "float32" in one version of Triton. The tiles were chosen by the compiler's
+# report, not by measured time.
 TILES = {
     ("hopper", 64): dict(forward=(128, 64, 8, 3), keys=(64, 64, 4, 3), queries=(64, 64, 4, 3)),
     ("hopper", 128): dict(forward=(128, 64, 8, 3), keys=(32, 64, 4, 2), queries=(64, 64, 4, 2)),
@@ -368,7 +369,7 @@ def attention_options(d, dtype, capability):
     if d > 128:
         raise ValueError(f"attention: head size {d} is too large, at most 128")
     products = "float32" if dtype == torch.float32 else "hopper" if capability[0] in (9, 10) else "ampere"
-    width = max(triton.next_power_of_2(d), 16)  # the minimum of tensor cores
+    width = max(triton.next_power_of_2(d), 16)  # tensor cores need at least 16
     options = {
         which: dict(D=d, WIDTH=width, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages)
         for which, (rows, columns, warps, stages) in TILES[products, max(width, 64)].items()
@@ -413,7 +414,7 @@ def strides(qkv):
 
 
 def launch(kernel, options, heads, s, along, *arguments):
-    """Run one program per head and tile of s on the tensors' device."""
+    """Run one program for each head and each tile of tokens, on the tensors' device."""
     with torch.cuda.device_of(arguments[0]):
         kernel[(heads * triton.cdiv(s, options[along]),)](*arguments, **options)
 

@@ -20,8 +20,8 @@ residual's gradient.
     sum                               2,400                           336  3,536                                    512
 
 Each step of plain attention writes and reads an [s, s] matrix per head, 256 MiB for all heads. PyTorch has a fused
-attention, too. The other rows move 880 MiB plain and 656 MiB fused, forward and backward together. After the blocks
-come the head, with 50,304 logits a token, and the optimizer, with 30 bytes a parameter.
+attention, too. The other rows move 880 MiB plain and 656 MiB fused, forward and backward together. After the
+blocks, the head computes 50,304 logits a token, and the optimizer reads and writes 30 bytes a parameter.
 
 The *floor* of an operation is the least memory traffic that it needs: each input is read once, each result written
 once. The comment above each kernel derives the floor.
@@ -194,7 +194,7 @@ def residual_backward(
     DZ, DOUT, Z, WEIGHT, MEAN, R, DX, DY, SUMS, ROWS, rows, width, place, threshold, factor,
     PAST: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """PAST: DZ (the residual stream's gradient) is given. SUMS [programs, 3, width]: dweight, dnorm_bias, dbias."""
+    """PAST: a gradient DZ bypasses the norm. SUMS [programs, 3, width]: dweight, dnorm_bias, dbias."""
     column = tl.arange(0, BLOCK)
     exists = column < width
     d_weight = tl.zeros([BLOCK], tl.float32)
@@ -450,7 +450,7 @@ def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
     """Do the same as `reference.cross_entropy_`. logits [n, v/t] must be contiguous; the losses [n] are float32."""
     assert logits.is_contiguous() and (weights is None or weights.dtype == torch.float32)
     n, width = logits.shape
-    weights = None if weights is None else weights.contiguous()  # the backward of a sum gives stride 0
+    weights = None if weights is None else weights.contiguous()  # the gradient of losses.sum() has stride 0
     if reduce is None:
         losses, gradient = torch.empty(n, dtype=torch.float32, device=logits.device), weights is not None
         cross_entropy_whole[(n,)](logits, targets, weights, losses, columns, width, GRADIENT=gradient, **CROSS_ENTROPY)

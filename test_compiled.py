@@ -1,4 +1,4 @@
-"""Tests that testing/compiled.py tells good machine code from bad. It needs no GPU, only Triton's own tools."""
+"""Tests that testing/compiled.py recognizes bad machine code. It needs no GPU, only Triton's own tools."""
 
 import importlib.util
 
@@ -43,7 +43,7 @@ def reports(tmp_path, monkeypatch):
 
 
 def test_a_kernel_that_is_fine_and_one_that_is_careless(reports):
-    """n is the mask's limit. If n may be odd, a mask may separate neighbours, so a thread loads 2 bytes at a time."""
+    """n is the mask's limit. If n may be odd, the mask may end inside a pair, so a thread loads 2 bytes at a time."""
     constants = {"bias": None, "BLOCK": 1024}
     jobs = [("scale", f"*bf16 *bf16 fp32 {n}", constants, arch) for arch in (80, 90) for n in ("i32", "i32:1")]
     a100, careless_a100, h100, careless_h100 = reports(jobs)

@@ -125,7 +125,7 @@ TABLE = "(python prepare.py --help lists such flags)"
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--input", "a.jsonl"], f"--input: write the files without a flag: python prepare.py FILE ... {TABLE}"),
+        (["--input", "a.jsonl"], f"--input: name the files without a flag: python prepare.py FILE ... {TABLE}"),
         (["--output-prefix=x"], f"--output-prefix: use --out, a folder {TABLE}"),
         (["--append_eod"], f"--append_eod: not needed: every document ends with the end-of-text token {TABLE}"),
         (["--num-layers", "24"], "--num-layers: belongs to train.py"),
@@ -145,5 +145,5 @@ def test_mistakes_in_options(words, message):
 def test_generates_table():
     with pytest.raises(UserError) as error:
         parse("python generate.py", "--load", "out/tiny")
-    answer = "write the folder without a flag: python generate.py out/tiny (python generate.py --help lists such flags)"
+    answer = "name the folder without a flag: python generate.py out/tiny (python generate.py --help lists such flags)"
     assert str(error.value) == f"--load: {answer}"

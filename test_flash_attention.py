@@ -1,9 +1,9 @@
 """Tests fused attention in Triton's interpreter: results compared with float64, traffic, machine code for two GPUs.
 
-The allowed error of a result, relative to its largest value, is twice the error of plain PyTorch in the same dtype on
-the same input, plus eps of this dtype, plus 4 eps of float32 (in case plain PyTorch is exact).
+Errors are relative to the result's largest value. The allowed error is 2 e + eps of the dtype + 4 eps of float32. Here
+e is the error of plain PyTorch in the same dtype on the same input; e may be 0.
 
-Each of these defects was inserted once and turned a test red:
+Each of these defects was inserted once and turned a test red (names as in flash_attention.py):
 
     causal softmax: the mask is off by one
     causal softmax: backward has no scale
@@ -26,7 +26,7 @@ Each of these defects was inserted once and turned a test red:
     delta is not subtracted
     the sum l is not scaled down to a new maximum
     the result o is not scaled down to a new maximum
-    L does not contain the maximum
+    L lacks the row's maximum m
     the softmax does not subtract a maximum
     tiles above the diagonal are computed
     a last stride of more than 1 is ignored
@@ -145,8 +145,8 @@ def test_attention_of_large_scores(dtype):
     """Scores reach 1e4 and -1e4: the softmax is nearly one-hot, and no power of 2 overflows.
 
     Backward computes the scores again, as k q^T. This product may add in another order than q k^T, depending on the
-    library or GPU. Then a score S differs by up to S eps / 2 (one rounding), so P = exp(S - L) has a relative error
-    of up to S eps / 2.
+    library or GPU. Then a score S differs by up to S eps / 2 (one rounding, eps of float32), so exp(S) has a relative
+    error of up to S eps / 2.
     """
     qkv, do = of_shape(1, 150, 2, 64, dtype)
     qkv[:, :, :2] *= 60
@@ -154,7 +154,7 @@ def test_attention_of_large_scores(dtype):
     largest = torch.einsum("bsad, btad -> bast", q, k).div(8).abs().max()
     assert largest > 1e4
     errors = check(attention, plain_attention, qkv, do, more=largest * torch.finfo(torch.float32).eps / 2)
-    assert max(ours for ours, _ in errors) < 0.02  # `of_plain` is useless: plain rounds scores to 16 bits
+    assert max(ours for ours, _ in errors) < 0.02  # no bound from plain PyTorch, which rounds scores to 16 bits
 
 
 def test_attention_of_views():
@@ -194,7 +194,7 @@ def test_attention_looks_at_no_later_token():
 
 
 def test_attention_work_and_traffic():
-    """Compute no product above the diagonal's tiles. Each launch stores results once and reads the expected tensors."""
+    """No tile above the diagonal is computed. Each launch stores its results once and reads the expected tensors."""
     b, s, a, d = 1, 512, 2, 64
     x, do = of_shape(b, s, a, d, torch.bfloat16)
     options = flash_attention.attention_options(d, torch.bfloat16, flash_attention.capability(x.device))

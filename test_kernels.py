@@ -1,15 +1,14 @@
 """Tests the Triton kernels without a GPU: results compared with reference.py in float64, memory traffic, machine code.
 
-The interpreter of testing/sanitizer.py turns every race and every access out of bounds into an error. The allowed
-error of a result, relative to its largest value, is twice the error of plain PyTorch in the same dtype on the same
-input, plus eps of this dtype, plus 8 eps of float32 (in case plain PyTorch is exact). test_flash_attention.py tests
-attention.
+The interpreter of testing/sanitizer.py turns every race and every access out of bounds into an error. Errors are
+relative to the result's largest value. The allowed error is 2 e + eps of the dtype + 8 eps of float32. Here e is the
+error of plain PyTorch in the same dtype on the same input; e may be 0. test_flash_attention.py tests attention.
 
 Each of these defects was inserted once and turned a test red:
 
     LayerNorm: the variance includes elements beyond the row's end
-    LayerNorm: backward omits the mean of g n
-    LayerNorm: mean and variance are those of the sum before rounding
+    LayerNorm: backward lacks one of its two sums over the row
+    LayerNorm: mean and variance are computed before the sum is rounded
     LayerNorm: the last row is not computed
     bias gradient: it includes one row only
     bias gradient: one partial sum is missing
@@ -17,7 +16,7 @@ Each of these defects was inserted once and turned a test red:
     dropout: the hash has one shift less
     GELU: the derivative lacks its factor 2
     cross-entropy: the column mask is off by one
-    cross-entropy: the older sum is not scaled down
+    cross-entropy: the sum is not scaled down to a new maximum
     cross-entropy: the gradient lacks its weight
     cross-entropy: the target is compared with the column's place in the block
     cross-entropy: the row stride is the number of real columns
@@ -330,7 +329,7 @@ def test_bytes_per_element_are_the_floors():
 
 
 def test_bytes_per_logit_are_the_floors():
-    """4 bytes, because the second pass reads from the cache. With tp, it may read from memory: 6 bytes."""
+    """4 bytes a logit: the second read of a row is from the cache. With tp, it may be from memory: 6 bytes."""
     logits, targets, weights = random(3, 8192, dtype=torch.bfloat16), torch.tensor([1, 2, 3]), torch.full((3,), 0.1)
     with sanitizer.traffic() as t:
         kernels.cross_entropy_(logits, targets, 8000, weights)
@@ -396,7 +395,7 @@ def configurations():
     return table
 
 
-WIDE = {  # minimum of 16-byte (loads, stores) in a thread: one for each 8 bf16 or 4 float32 of the thread
+WIDE = {  # a thread needs at least these (loads, stores) of 16 bytes: each moves 8 bf16 or 4 float32
     "add_layer_norm": (2, 2), "... dropped": (2, 2), "its backward": (3, 1), "add backward": (1, 0), "gelu": (1, 1),
     "gelu backward": (2, 1), "cross-entropy": (4, 2), "statistics": (2, 0), "gradient": (2, 2), "adamw": (8, 7),
     "squared norm": (2, 0),

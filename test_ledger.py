@@ -350,7 +350,7 @@ def test_the_command_writes_the_picture(tmp_path, capsys):
     [
         (["--tp=2"], "required: --ranks"),
         (["--ranks=0"], "--ranks=0: should be positive"),
-        (["--ranks=3", "--tp=2"], "the number of processes=3 is not a multiple of tp * pp=2"),
+        (["--ranks=3", "--tp=2"], "the number of processes = 3 is not a multiple of tp * pp = 2"),
         (["--ranks=2", "--svg=/no/such/folder/a.svg"], "--svg=/no/such/folder/a.svg: No such file or directory"),
     ],
 )

@@ -307,7 +307,7 @@ def test_every_bfloat16_is_what_torch_has_it_be():
 
 
 def test_rounding_is_to_nearest_even():
-    """Ties between neighbours and the numbers next to them, normal and subnormal; then extreme numbers."""
+    """Midpoints of two bfloat16, and the float32 beside them, also subnormal; then extreme numbers."""
     below = torch.arange(0, 0x7F80, 3, dtype=torch.int32)[: 1 << 13] << 16
     x = torch.cat([below + 0x7FFF, below + 0x8000, below + 0x8001, below]).view(torch.float32)
     x = torch.cat([x, -x])

@@ -167,7 +167,7 @@ def test_a_mistake_is_one_line_from_rank_0_and_exit_code_2(config_file):
     """torchrun's report ends with its root cause, which is the same line."""
     process = torchrun(2, config_file, "--tp=3")
     out, err = process.communicate(timeout=120)
-    line = "error: num_attention_heads=2 is not a multiple of tp=3: a tensor parallel rank has whole heads"
+    line = "error: num_attention_heads = 2 is not a multiple of tp = 3: a tensor parallel rank has whole heads"
     assert [text for text in err.splitlines() if text.startswith("error: ")] == [line]
     assert process.returncode != 0 and "exitcode  : 2" in err and "Traceback" not in out
     root = err.rpartition("Root Cause (first observed failure):\n")[2].splitlines()
@@ -248,7 +248,7 @@ def test_the_loss_scale_of_an_fp16_checkpoint_stays(config_file, monkeypatch, ca
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--tp=2"], "the number of processes=1 is not a multiple of tp * pp=2"),
+        (["--tp=2"], "the number of processes = 1 is not a multiple of tp * pp = 2"),
         (["--data_dir=nowhere"], "nowhere"),
         (["--vocab_size=49"], "vocab_size=49"),
         (["--seq_length=5000"], "seq_length=5000"),
@@ -347,7 +347,7 @@ def test_eval_only_takes_a_checkpoints_loss_on_any_split(tokens_dir, tmp_path, c
 
 
 def test_epochs_stand_for_iterations(tokens_dir, tmp_path):
-    """An epoch has 3,999 // 8 = 499 samples and a step 24, so half an epoch is 10 steps."""
+    """4,000 tokens make 499 samples of 8 tokens. A step has 24 samples, so half an epoch is 10 steps."""
     go(configured(tmp_path, tokens_dir, train_iters=0, train_epochs=0.5, lr_decay_iters=0))
     assert checkpoint.all_steps(tmp_path) == [10]
 

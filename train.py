@@ -40,7 +40,7 @@ def train_step(run, batches, stop=False, orphaned=False):
     rank skips the update. A skipped update changes no weight, no moment and not `zero.updates`, on which the learning
     rate depends. Its samples still count as consumed. In fp16 a skipped update may halve the loss scale (`LossScale`).
 
-    stop: this rank received a signal to stop. orphaned: its launcher died (`processes.Signals`). All ranks learn both
+    stop: this rank received a signal to stop. orphaned: its torchrun died (`processes.Signals`). All ranks learn both
     in the same step.
     """
     c, mesh, zero = run.config, run.mesh, run.zero
@@ -82,7 +82,7 @@ def train_step(run, batches, stop=False, orphaned=False):
 
 @torch.no_grad()
 def evaluate(run, tokens):
-    """Return the mean loss per token of `tokens`, over at most eval_iters global batches from the start."""
+    """Return the mean loss per token of at most the first eval_iters global batches of `tokens`."""
     c, mesh = run.config, run.mesh
     mesh.ledger.phase = "evaluate"
     total = torch.zeros(2, dtype=torch.float64, device=run.device)
@@ -123,7 +123,7 @@ def train(run, tokens, validation, logger, signals):
             # Read the flags of the step before: its results are ready, and the device already works on this step.
             stop = before is not None and before.read().stop
             if before is not None and before.read().orphaned:
-                raise UserError("the launcher of a process died; the steps after the last checkpoint are lost")
+                raise UserError("the torchrun of a process died; the steps after the last checkpoint are lost")
             validate = validation and (due(c.eval_interval) or last)
             if due(c.log_interval) or validate or last or stop:
                 wait = longest_data_wait(run, loader)
@@ -172,7 +172,7 @@ class Counters:
 
 @dataclass
 class Run:
-    """The parts of a training run on this rank, and its progress."""
+    """The objects of a training run on this rank, and the run's progress."""
 
     config: configuration.Config
     mesh: Mesh
@@ -180,14 +180,14 @@ class Run:
     dtype: str
     model: GPT
     layout: Layout
-    schedule: schedules.Schedule  # for a step of global_batch_size samples, after the batch ramp-up
+    schedule: schedules.Schedule  # of a step with global_batch_size samples, the final batch size
     zero: Zero
     loss_scale: LossScale
     timers: Timers
     executor: Executor
     rates: torch.Tensor  # the learning rate of each update, float64 on the device
     counters: Counters = field(default_factory=Counters)
-    steps: Counter = field(default_factory=Counter)  # {micro-batches of a step: number of such steps} in this process
+    steps: Counter = field(default_factory=Counter)  # {m: number of steps with m micro-batches in this process}
 
 
 def build(config, mesh, device):
@@ -229,7 +229,7 @@ def restore(run, path):
     run.loss_scale.restore(index["loss_scale"])
 
 
-# CPU time of a step of configs/tiny.py, fp16 / fp32 (13 steps of each, one thread): 9.0 to 11.1, median 9.9.
+# CPU time of a configs/tiny.py step, fp16 divided by fp32 (13 steps of each, one thread): 9.0 to 11.1, median 9.9.
 FP16_ON_CPU = "dtype=fp16 on a CPU: a step takes about 10 times as long as with dtype=fp32"
 
 
@@ -252,7 +252,7 @@ def describe(run, path):
 
 
 def run_training(config, mesh, device):
-    """Open the files, build the Run, resume, and train or evaluate. Raises UserError on every rank."""
+    """Open the files, build the Run, resume, and train or evaluate. A UserError of one rank is raised on all ranks."""
     with contextlib.ExitStack() as stack:
         tokens, path = agree(mesh.world, UserError, lambda: open_files(config, mesh, stack))
         if config.train_epochs and not config.eval_only:
@@ -284,7 +284,7 @@ def open_files(config, mesh, stack):
 
 
 def train_and_report(run, tokens, path, stack):
-    """Train and log. With --ledger, print the bytes sent and kept. tokens: {split: Tokens}. path: as `open_files`."""
+    """Train and log. With --ledger, print the bytes sent and kept. tokens, path: from `open_files`."""
     config, mesh = run.config, run.mesh
     place = dict(rank=mesh.rank, dtype=run.dtype, iteration=run.counters.iteration)
     logger = agree(mesh.world, UserError, lambda: Logger(config, run.device, mesh.world.size, **place))
@@ -310,7 +310,7 @@ def train_and_report(run, tokens, path, stack):
 
 
 def main():
-    """Run the command line. Exit codes: 0 done, or saved and stopped; 1 a dead peer; 2 a mistake or a dead launcher."""
+    """Run the command line. Exit codes: 0 done, or saved and stopped; 1 a lost peer; 2 a mistake or a dead torchrun."""
     arguments = sys.argv[1:]
     if {"--help", "-h"} & set(arguments):
         print(configuration.help_text())

@@ -24,7 +24,7 @@ def join():
                 os._exit(2)
             raise UserError(
                 f"nproc_per_node={here}: each process needs a GPU, and there are {gpus}; set at most {gpus}, "
-                "or CUDA_VISIBLE_DEVICES= (nothing) to train on the CPU"
+                "or an empty CUDA_VISIBLE_DEVICES to train on the CPU"
             )
         torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ:
@@ -49,7 +49,7 @@ def together(world, work):
         os._exit(2)
     except CommunicationError as error:
         leave(error, 1)
-    except Exception:  # a defect, or a GPU without memory: the traceback becomes torchrun's root cause
+    except Exception:  # a defect, or a GPU out of memory: the traceback becomes torchrun's root cause
         write_error_file(traceback.format_exc())
         raise
     if dist.is_initialized():
@@ -70,7 +70,7 @@ def lock(out_dir):
 
 
 class Signals:
-    """Reasons to stop between two steps: SIGTERM, Ctrl-C, a dead launcher. A second Ctrl-C stops at once."""
+    """Reasons to stop between two steps: SIGTERM, Ctrl-C, a dead torchrun. A second Ctrl-C stops at once."""
 
     def __enter__(self):
         self.stop = False

@@ -50,8 +50,8 @@ def report(kernel, types, constants, arch, **options):
     """Compile a `@triton.jit` function and return its Report.
 
     types: types of the arguments that are not in `constants`, in order, as in "*bf16 *fp32 i32 fp32"; * is a pointer.
-    Pointers and integers count as divisible by 16, which Triton checks at a real launch. "i32:1" and "*bf16:1" are not
-    divisible. constants: {name: value} of each `tl.constexpr` and of each argument that is None.
+    Pointers and integers are assumed to be divisible by 16, except "i32:1" and "*bf16:1". At a real launch, Triton
+    checks the divisibility. constants: {name: value} of each `tl.constexpr` and of each argument that is None.
     arch: 80 (A100), 90 (H100, H200), ... options: num_warps, num_stages, ...
     """
     import triton

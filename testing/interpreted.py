@@ -1,8 +1,8 @@
 """Prepares test files that run Triton kernels on the CPU, in the interpreter that sanitizer.py changes.
 
-    from testing.interpreted import DTYPES, poisoned, random  # noqa: F401
+This import skips the rest of a test file if Triton is missing or there is a GPU. Write it before `import kernels`:
 
-skips the importing test file if its kernels cannot be interpreted. Write this line before `import kernels`.
+    from testing.interpreted import DTYPES, poisoned, random  # noqa: F401
 """
 
 import pytest

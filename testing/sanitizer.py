@@ -2,7 +2,7 @@
 
 With TRITON_INTERPRET=1, Triton runs a kernel in numpy, one program after another. So a kernel can be tested without a
 GPU. But Triton's own interpreter (versions 3.6.0 and 3.9.0) misses mistakes and computes bfloat16 wrongly. `install()`
-changes this ("Now" is after the call):
+changes this. Below, "Now" means after `install()`:
 
     bfloat16        Triton stores bfloat16 as bits in uint16, computes with these bits as integers, and truncates
                     float32 to bfloat16. Now: computes in float32 and rounds to nearest even. The result of one
@@ -14,8 +14,8 @@ changes this ("Now" is after the call):
                     contains its argument's index in the 16 bits that addresses do not use. So an access outside of
                     this argument is an error even inside another tensor or in a gap between a view's rows.
     races           Programs that run in turn cannot race. Now: three cases raise Race. Two programs of one launch
-                    access the same element and one of them changes it (unless both are atomic). Two lanes of one
-                    store (positions in the stored array) write the same element. A lane reads or overwrites an element
+                    access the same element and one of them changes it (unless both are atomic). Two lanes (positions
+                    in the stored array) of one store write the same element. A lane reads or overwrites an element
                     that another lane of its program stored, without a `tl.debug_barrier()` in between.
     device_assert   Triton ignores it. Now: raises AssertionError.
     traffic         Triton does not count it. Now: `with traffic() as t` counts the bytes that kernels load and store.
@@ -29,7 +29,7 @@ kernel that is compiled without debug=True.
         copy[grid](x, y, n, BLOCK=1024)
     assert t.loaded == t.stored == n * x.element_size() and t.by_argument["x"].stored == 0
 
-The interpreter does not model the exchange of registers between lanes, the hardware's order of additions in `tl.dot`
+The interpreter does not model the exchange of registers between threads, the hardware's order of additions in `tl.dot`
 or `tl.sum`, tf32, or speed. (compiled.py examines the machine code.)
 """
 
@@ -116,7 +116,7 @@ def traffic():
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
-TAG = np.uint64(48)  # user-space addresses have 47 bits; the bits from here on contain the argument's index, from 1
+TAG = np.uint64(48)  # addresses have 47 bits; bits 48 and higher contain the argument's index, counted from 1
 ADDRESS = np.uint64((1 << 48) - 1)
 NOBODY, SEVERAL = -1, -2  # instead of a program's index
 
@@ -132,7 +132,7 @@ class Memory:
         self.start = min(a.address for a in arguments)
         self.unit = min(a.item for a in arguments)
         size = (max(a.address + a.count * a.item for a in arguments) - self.start) // self.unit
-        # per unit: the program that loaded it, stored it, updated it atomically
+        # for each unit: the program that loaded, stored, atomically updated the unit
         self.loads, self.stores, self.atomics = (np.full(size, NOBODY, np.int32) for _ in range(3))
         self.lane = np.full(size, NOBODY, np.int32)  # the lane that stored it since its program's latest barrier
 
@@ -298,7 +298,7 @@ class Launch:
 
 
 def to_float32(bits):
-    """Convert bfloat16 bits (uint16) to float32. They are the upper half of float32's bits."""
+    """Convert bfloat16 bits (uint16) to float32. The upper half of a float32's bits is a bfloat16."""
     return (np.asarray(bits).astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
