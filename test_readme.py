@@ -104,7 +104,7 @@ def test_every_test_file_is_in_the_table_of_tests():
 def test_every_known_mistake_is_in_the_table():
     rows = [f"| `{defect.name}` | `{defect.file}` | {defect.words} |" for defect in DEFECTS]
     assert re.findall(r"(?m)^\| `.+` \| `\w+[/.].+` \| .+ \|$", MEASURED) == rows
-    assert f"plants {len(DEFECTS)} mistakes" in " ".join(README.split())
+    assert f"puts {len(DEFECTS)} mistakes" in " ".join(README.split())
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------

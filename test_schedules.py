@@ -1,6 +1,6 @@
 """Schedules have each action once in a possible order, the papers' bubbles, and messages that never deadlock.
 
-The rules for a list of actions are written here a second time, from the dependencies. So the checker of schedules.py is
+The rules for a list of actions are written here again, from what each action needs. So the checker of schedules.py is
 tested too. The published numbers are data below. The drawings and the command line are tested at the end.
 """
 
@@ -168,7 +168,7 @@ def test_the_vees_picture():
         (("interleaved", 4, 6, 2), "microbatches=6: interleaved needs a multiple of stages=4, such as 4 or 8"),
         (("interleaved", 4, 3, 2), "microbatches=3: interleaved needs a multiple of stages=4, such as 4"),
         (("interleaved", 4, 8, 1), "chunks=1: interleaved needs 2 or more chunks per rank (with one it would be 1f1b)"),
-        (("chimera", 3, 4), "stages=3: chimera needs an even number, such as 2 or 4 (and any microbatches)"),
+        (("chimera", 3, 4), "stages=3: chimera needs an even number, such as 2 or 4 (any microbatches)"),
         (("chimera", 4, 4, 2), "chunks=2: chimera does not cut a rank's share into chunks; interleaved and zb-v do"),
         (("1f1b", 4, 8, 2), "chunks=2: 1f1b does not cut a rank's share into chunks; interleaved and zb-v do"),
         (("zb-v", 4, 8, 1), "chunks=1: zb-v needs 2 per rank, one on the way down and one on the way up"),
@@ -356,7 +356,7 @@ def test_chunks_on_one_rank_send_each_other_nothing():
 
 
 def test_messages_in_another_order_do_deadlock():
-    """If the order is by chunk or has all activations first, a receive is before a send that it depends on."""
+    """If sorted by chunk or with activations first, a receive comes before a send that the receive needs."""
     schedule = build("1f1b", 4, 8)
     order = messages(schedule)
     for key in (lambda message: message.producer.chunk, lambda message: message.kind):
@@ -436,7 +436,7 @@ def test_a_skipped_action_is_named():
 
 
 def test_a_skipped_micro_batch_is_named():
-    """To name the last micro-batch, `check` needs the number of micro-batches."""
+    """Without their number, `check` cannot see that the last one is missing."""
     assert refusal(build("1f1b", 4, 7), 8) == "1f1b: micro-batch 7 of 8 is skipped: no rank has any action of it"
     assert refusal(build("1f1b", 4, 9), 8) == "1f1b: has micro-batch 8, but the last index should be 7"
 
@@ -715,7 +715,7 @@ def test_a_trace_that_cannot_be_drawn(tmp_path, change, message):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "which schedule? python -m parallel.draw NAME ..., of gpipe, 1f1b, "),
+        ([], "which schedule? python -m parallel.draw NAME ...; a NAME is one of gpipe, 1f1b, "),
         (["1f1c"], "schedule=1f1c: should be one of gpipe, 1f1b, "),
         (["1f1b", "--chunks=2"], "chunks=2: 1f1b does not cut"),
         (["interleaved", "--chunks=0"], "chunks=0: should be 1 or more"),

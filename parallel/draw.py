@@ -1,7 +1,7 @@
 """Draw schedules, simulated or recorded, in the terminal and as SVG.
 
     python -m parallel.draw 1f1b zb-h1 --stages=4 --microbatches=8 --svg=pipelines.svg
-    python -m parallel.draw --trace=trace.json         a recorded step below its simulation (`train.py --trace` records)
+    python -m parallel.draw --trace=trace.json         a step that `train.py --trace` recorded, below its simulation
 
 A picture shows a timeline (`schedules.simulate`) as one row of boxes per rank. Several pictures share one time axis.
 In the terminal, two lines below each picture give the bubble and the peak of activations in flight. Each line ends with
@@ -277,7 +277,7 @@ def recorded(path):
         trace = json.loads(Path(path).read_text(encoding="utf-8"))
         about, steps = trace["otherData"], {}
         for e in trace["traceEvents"]:
-            if e["ph"] == "X" and e.get("cat") in MEANINGS and e["pid"] == 0:  # only the first pipeline
+            if e["ph"] == "X" and e.get("cat") in MEANINGS and e["pid"] == 0:  # only data rank 0
                 action = Action(e["cat"], e["args"]["microbatch"], e["args"]["chunk"])
                 event = Event(e["tid"], action, e["ts"] / 1000, (e["ts"] + e["dur"]) / 1000)
                 steps.setdefault(e["args"]["step"], []).append(event)
@@ -368,7 +368,9 @@ def pictures_of(options):
             raise UserError("--trace: the file names its schedule; leave out the name")
         return recorded(options.trace)
     if not options.names:
-        raise UserError(f"which schedule? python -m parallel.draw NAME ..., of {', '.join(schedules.SCHEDULES)}")
+        raise UserError(
+            f"which schedule? python -m parallel.draw NAME ...; a NAME is one of {', '.join(schedules.SCHEDULES)}"
+        )
     shared = options.stages, options.microbatches, parse_cost(options.cost), options.comm
     if not 0 <= options.comm < math.inf:
         raise UserError(f"--comm={options.comm}: should be zero or more")

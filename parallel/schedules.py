@@ -108,7 +108,7 @@ def routes(schedule):
 
 
 def gpipe(stages, microbatches, chunks=1):
-    """GPipe: all forwards, then all backwards. Between them all m are in flight. Huang et al., arXiv 1811.06965."""
+    """GPipe: all forwards, then all backwards. Then all m are in flight. Huang et al., arXiv 1811.06965."""
     return straight("gpipe", chunks, [each("F", microbatches, r) + each("B", microbatches, r) for r in range(stages)])
 
 
@@ -209,9 +209,9 @@ def zb_v(stages, microbatches, chunks=2):
             f,  # turn k: F of micro-batch k on the way up
             pause * rank + i,  # I of k-r
             pause * rank + w[: m - rank],  # W of k-r
-            F[ahead : ahead + rank] + pause * (p - 1 - rank) + F[ahead + rank :],  # down: F of k+p-r from turn p-1 on
+            F[ahead : ahead + rank] + pause * (p - 1 - rank) + F[ahead + rank :],  # down; F[ahead:]
             pause * (p - 1) + I,  # I of k-p+1
-            pause * (p - 1) + W[: m - p] + pause * rank + w[m - rank :] + W[m - p :],  # W of k-p+1; the last W later
+            pause * (p - 1) + W[: m - p] + pause * rank + w[m - rank :] + W[m - p :],  # W of k-p+1
         )
         actions.append([action for action in F[:ahead] + turns if action.microbatch < microbatches])
     return Schedule("zb-v", list(range(2 * p)), [*range(p), *reversed(range(p))], actions)
@@ -220,19 +220,19 @@ def zb_v(stages, microbatches, chunks=2):
 def chimera(stages, microbatches, chunks=1):
     """Chimera: two pipelines on the same ranks, one down and one up. Each fills the other's bubble.
 
-    Rank r has stage r of the down pipeline (chunk r) and stage p-1-r of the up pipeline (chunk 2p-1-r). So it has
-    twice the parameters, and the gradients of both copies are summed at the end. Even micro-batches go down (from rank
-    0 to rank p-1), odd micro-batches go up. In a group of p micro-batches, those of one direction have the indices k =
-    0, 1 ... If F and B take one time slot each, micro-batch k has its F in slot stage + 2k and its B in slot 2p-1 -
-    stage + 2k. Because p is even, the two directions never need the same slot. The next group begins 2p slots later
-    and uses slots that are still free ("direct concatenation"). Any m is allowed; a multiple of p is best. Li and
-    Hoefler, arXiv 2107.06925, section 3, figure 3. Raises UserError if p is odd and not 1.
+    Rank r has part r of the down pipeline (chunk r) and part p-1-r of the up pipeline (chunk 2p-1-r). So it has twice
+    the parameters, and the gradients of both copies are summed at the end. Even micro-batches go down (from rank 0 to
+    rank p-1), odd micro-batches go up. In a group of p micro-batches, those of one direction have the indices k = 0, 1
+    ... If F and B take one time slot each, micro-batch k has its F in slot stage + 2k and its B in slot 2p-1 - stage +
+    2k. Because p is even, the two directions never need the same slot. The next group begins 2p slots later and uses
+    slots that are still free ("direct concatenation"). Any m is allowed; a multiple of p is best. Li and Hoefler,
+    arXiv 2107.06925, section 3, figure 3. Raises UserError if p is odd and not 1.
     """
     p = stages
     if p == 1:  # one stage: both directions are the same
         return straight("chimera", chunks, one_f_one_b(1, microbatches).actions)
     if p % 2:
-        raise UserError(f"stages={p}: chimera needs an even number, such as {p - 1} or {p + 1} (and any microbatches)")
+        raise UserError(f"stages={p}: chimera needs an even number, such as {p - 1} or {p + 1} (any microbatches)")
     one_chunk("chimera", chunks)
     slots = [{} for _ in range(p)]  # slots[rank][time] = action
     for j in range(microbatches):
@@ -526,7 +526,7 @@ def messages(schedule):
 
     Posting does not wait (isend, irecv; the tensor is kept until the message is done). `pipeline.Mailbox`, which posts
     the messages, also waits for its oldest send if more than two sends are unfinished. This adds no deadlock,
-    because the other rank posts the receive of this send in the same order. A rank posts receives as early as the
+    because the other rank posts its receives in the same order. A rank posts receives as early as the
     order allows.
 
     **This never deadlocks**, even if each rank runs the messages in its queue strictly one by one. Proof: suppose that
