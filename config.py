@@ -134,8 +134,10 @@ NO_EFFECT = (  # on the weights of a run
 def load(arguments, default="configs/tiny.py"):
     """Read the words `[FILE] [--field=value | --field value ...]`. Without FILE, read `default`. Raises UserError."""
     files, pairs = flags.split(arguments, {f.name for f in fields(Config) if f.type is bool})
-    pairs = [(field_named(flag, flag), text) for flag, text in pairs]
-    given = {field.name: from_text(field, text) for field, text in pairs}
+    known = {f.name: f for f in fields(Config)}
+    if wrong := [flag for flag, _ in pairs if flags.plain(flag) not in known]:
+        raise UserError(flags.refusal(wrong, known, "python train.py"))
+    given = {flags.plain(flag): from_text(known[flags.plain(flag)], text) for flag, text in pairs}
     if numbers := list(filter(flags.NUMBER.fullmatch, files)):
         raise UserError(f"{numbers[0]}: a value without a field; a list needs commas: --rampup_batch_size=16,8,30000")
     if len(files) > 1:
@@ -160,25 +162,19 @@ def from_file(path):
         at = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
         at = at[-1] if at else getattr(error, "lineno", "?")
         raise UserError(f"{path}:{at}: {type(error).__name__}: {' '.join(str(error).split())}") from None
-    values = {}
+    values, known = {}, {f.name: f for f in fields(Config)}
     for name, value in names.items():
         if name.startswith("_") or inspect.ismodule(value) or callable(value):
             continue
-        field = field_named(name, f"{path}: {name}")
+        if name not in known:
+            raise UserError(f"{path}: {flags.refusal([name], known, 'python train.py')}")
+        field = known[name]
         if field.type is float and type(value) is int and abs(value) < 2**1023:  # float's range
             value = float(value)
         if type(value) is not field.type:
             raise UserError(f"{path}: {name}={value!r} should be {field.type.__name__}")
         values[name] = value
     return values
-
-
-def field_named(name, where):
-    """Return the field `name`, in which - and _ are equal. Raises UserError, which begins with `where`."""
-    known = {f.name: f for f in fields(Config)}
-    if flags.plain(name) not in known:
-        raise UserError(f"{where}: {flags.unknown(name, known, 'python train.py')}")
-    return known[flags.plain(name)]
 
 
 def from_text(field, text):

@@ -23,13 +23,15 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, words=None):
         words, known = list(sys.argv[1:] if words is None else words), self._option_string_actions
+        wrong = []
         for i, word in enumerate(words[: words.index("--") if "--" in words else None]):
             flag, equals, value = word.partition("=")
             if flag.startswith("--"):
                 words[i] = f"--{flags.plain(flag)}{equals}{value}"
-                if f"--{flags.plain(flag)}" not in known:
-                    names = [name for option in known if (name := flags.plain(option))]
-                    raise UserError(f"{flag}: {flags.unknown(flag, names, self.prog)}")
+                wrong += [flag] * (f"--{flags.plain(flag)}" not in known)
+        if wrong:
+            names = [name for option in known if (name := flags.plain(option))]
+            raise UserError(flags.refusal(wrong, names, self.prog))
         return super().parse_args(words)
 
     def error(self, message):

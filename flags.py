@@ -172,6 +172,11 @@ def unknown(name, known, prog):
     return f"no such {kind}; " + (f"the nearest is {near[0]}" if near else f"{prog} --help lists all")
 
 
+def refusal(flags, known, prog):
+    """Return a line for each of the unknown `flags`, so that a pasted command is answered at once."""
+    return "\nerror: ".join(f"{flag}: {unknown(flag, known, prog)}" for flag in flags)
+
+
 def table_text(prog):
     """The table of a command as a section of its --help. prog: "python prepare.py"."""
     command = prog.split()[-1]

@@ -137,6 +137,14 @@ def test_every_flag_of_the_how_tos_is_a_field_or_is_answered():
             assert has != bool(answer), f"{command} {flag}"
 
 
+def test_a_pasted_command_is_answered_flag_by_flag():
+    with pytest.raises(UserError) as refused:
+        configuration.load("--num-layers 2 --save a --fp16 --lr 1e-4 --checkpoint-activations".split())
+    starts = ["--save: use --out_dir", "error: --fp16: use --dtype=fp16", "error: --checkpoint-activations: use --rec"]
+    lines = str(refused.value).splitlines()
+    assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True))
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
