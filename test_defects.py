@@ -1,4 +1,4 @@
-"""Plant defects in a copy of the tree, one by one. A test must fail, and its message must name the broken idea.
+"""Plant each defect alone in a copy of the tree. A test must fail, and its message must name the cause.
 
 The defects, their tests and the words are in `testing/defects.py`. The default run plants a few of them;
 `pytest -m defects` plants all.
@@ -15,9 +15,9 @@ pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only git k
 
 def check(defect, folder):
     message = message_of(defect, folder)
-    assert message is not None, f"{defect.name}: no test failed of {defect.test}"
+    assert message is not None, f"{defect.name}: the test {defect.test} does not fail"
     words = " ".join(message.split())
-    assert defect.words in words, f"{defect.name}: the failure does not say `{defect.words}`:\n{message}"
+    assert defect.words in words, f"{defect.name}: the failure does not contain `{defect.words}`:\n{message}"
 
 
 @pytest.mark.parametrize("defect", [d for d in DEFECTS if d.quick], ids=lambda d: d.name)

@@ -5,10 +5,11 @@ Each test trains in float64 and compares a layout with one process that has one 
     losses, gradient norms, parameters after the run    equal to ten digits
     initial parameters, copies of one parameter         equal bit for bit
 
-Clipping changes every step, and a layout has at least three micro-batches. Each layout runs under SGD (whose update
-shows a wrong gradient scale at once) and AdamW, with and without dropout, with and without recomputation.
+The gradients of every step are clipped. A layout of LAYOUTS has at least three micro-batches. It runs under SGD (whose
+update shows a wrong gradient scale at once) and AdamW, with and without dropout, with and without recomputation. The
+grid adds pipelines, ZeRO and the other optimizers.
 
-After a failure `testing/compare.py` names the first thing that differs and the idea that is usually behind it.
+After a failure `testing/compare.py` names the first thing that differs and its usual cause.
 `testing/defects.py` lists the defects that these tests must find; `pytest -m defects` plants each of them.
 """
 
@@ -37,7 +38,7 @@ TINY = dict(
     dtype="fp64",
 )  # fmt: skip
 
-# (dp, tp, sequence parallel): every factorisation of 1, 2, 4, 8; and of 3 and 6, which divide no power of two
+# (dp, tp, sequence parallel): dp * tp is 2, 4 or 8, in every way; then dp=3, which divides no power of two
 LAYOUTS = [
     (dp, tp, sp)
     for dp, tp in [(2, 1), (1, 2), (3, 1), (4, 1), (2, 2), (1, 4), (3, 2), (8, 1), (4, 2), (2, 4), (1, 8)]
@@ -46,7 +47,7 @@ LAYOUTS = [
 ]
 ALL_MODES = list(itertools.product(["sgd", "adamw"], [0.0, 0.1], ["none", "full"]))
 MODES = [ALL_MODES[i] for i in (0, 3, 5, 6)]  # contains every value, and every pair of values of two settings
-FEWER_MODES = [ALL_MODES[i] for i in (0, 7)]  # contains every value: eight processes are slow on two cores
+FEWER_MODES = [ALL_MODES[i] for i in (0, 7)]  # every value, but not every pair: eight processes are slow on two cores
 
 
 def tiny_config(dp, tp=1, **fields):
@@ -57,7 +58,7 @@ def tiny_config(dp, tp=1, **fields):
 def micro_batches(run, vocab_size=50, dp=None):
     """Yield this rank's micro-batches. Sample g depends on g alone, so every layout has the same data.
 
-    The data can be learned: most ids are the id before plus 1. dp: another data rank's `rank` and `size`.
+    The data can be learned: most ids are 1 more than the id before. dp: another data rank's `rank` and `size`.
     """
     c, dp = run.config, dp or run.mesh.dp
     dice = torch.randint(0, vocab_size, (1000, c.seq_length + 1), generator=torch.Generator().manual_seed(5))
@@ -69,7 +70,7 @@ def micro_batches(run, vocab_size=50, dp=None):
 
 
 def parameters(run):
-    """Copy {parameter: this rank's part over tp}."""
+    """Copy {parameter: this rank's slice over tp}."""
     parts = {}
     for name, bucket in run.zero.buckets.items():
         run.zero.gather(name)
@@ -79,7 +80,7 @@ def parameters(run):
 
 
 def gradients(run):
-    """Copy {parameter: (begin, end, values)}: the elements that this rank updates, of its part over tp."""
+    """Copy {parameter: (begin, end, values)}: the elements of its slice over tp that this rank updates."""
     pieces = [(bucket, piece) for bucket in run.zero.buckets.values() for piece in bucket.pieces]
     return {p.spec.name: (p.begin, p.end, p.of(bucket.own_grad).clone()) for bucket, p in pieces}
 
@@ -99,7 +100,7 @@ def train_tiny(config, steps=STEPS, mesh=None):
 
 
 def one_process_config(optimizer, dropout, **fields):
-    """One process, and all samples of a step in one micro-batch: the gradient scale of this run is right."""
+    """Return the configuration of one process with one micro-batch a step: its gradient scale is right."""
     samples = fields.get("global_batch_size", TINY["global_batch_size"])
     return tiny_config(1, optimizer=optimizer, dropout=dropout, micro_batch_size=samples, **fields)
 
@@ -139,7 +140,7 @@ def first_step(config):
 
 
 def gradient_of_each_micro_batch(one, config, dp):
-    """{(data rank, micro-batch): {parameter: gradient}} on one process; their sum is the gradient of the step."""
+    """Return {(data rank, micro-batch): {parameter: gradient}}. The sum of all is the gradient of the step."""
     m, size = config.global_batch_size // (config.micro_batch_size * dp), config.micro_batch_size
     run, shares = built(replace(one, micro_batch_size=size, global_batch_size=size)), {}
     for d in range(dp):
@@ -152,9 +153,9 @@ def gradient_of_each_micro_batch(one, config, dp):
 
 
 def first_steps(on_ranks, config, one):
-    """A function that runs the first step again: on the ranks, on one process, and micro-batch by micro-batch.
+    """Return a function that runs the first step again: on the ranks, on one process, and each micro-batch alone.
 
-    on_ranks(function, *arguments): the results of all ranks; one: the configuration of the one process.
+    on_ranks(function, *arguments) returns the results of all ranks. one: the configuration of the one process.
     """
 
     def again():
@@ -166,7 +167,7 @@ def first_steps(on_ranks, config, one):
 
 
 def here(function, *arguments):
-    """The `on_ranks` of one process."""
+    """Run a function on one process. An argument of `first_steps`."""
     return [function(*arguments)]
 
 
@@ -198,7 +199,7 @@ AXES = {
     "dp": [1, 2, 4, 8],
     "tp": [1, 2, 4, 8],
     "pp": [1, 2, 4, 8],
-    "schedule": list(SCHEDULES),  # a new schedule or optimizer is in the grid by its name
+    "schedule": list(SCHEDULES),  # a new schedule or optimizer joins the grid without a change here
     "zero": [0, 1, 2, 3],
     "sequence_parallel": [False, True],
     "recompute": ["none", "full"],
@@ -227,7 +228,7 @@ def fitted(dp, tp, pp, schedule, micro_batches, **fields):
     if redundant:
         return None
     chunks = usual_chunks(schedule)
-    layers = max(3, pp * chunks - 1)  # two stages do not divide 3; of more stages, one has no block and the others one
+    layers = max(3, pp * chunks - 1)  # two parts have 2 blocks and 1; of more parts, one has none
     config = tiny_config(
         dp, tp, pp=pp, schedule=schedule, chunks=chunks, num_layers=layers, micro_batch_size=2,
         global_batch_size=2 * dp * m, lr=5e-3, dropout=0.1, **fields,
@@ -246,7 +247,7 @@ def points():
 
 
 def covering(points):
-    """Choose points until they contain every pair of values: next is the point with the most pairs that are new."""
+    """Choose points until they contain every pair of values. Each time choose the point with the most new pairs."""
     pairs = {i: set(itertools.combinations(point.items(), 2)) for i, point in enumerate(points)}
     left, chosen = set().union(*pairs.values()), []
     while left:

@@ -1,8 +1,8 @@
-"""Compare every hand-written forward and backward of tensor.py and reference.py with torch.nn.functional, in float64.
+"""Compare tensor.py, and the model's operations in reference.py, with torch.nn.functional or formulas, in float64.
 
-Each rank's outputs, input gradients and weight gradients must equal its part of the whole layer's to 1e-12. A failure
-names the tensor, the rank, and, if it is recognised, the tensor that the rank has instead. (test_layouts.py compares
-whole models. The defects that the tests here must find are in testing/defects.py.)
+The whole layer gives the right outputs and gradients. A rank's must equal its slices of them to 1e-12. A failure names
+the tensor and the rank. If it recognises the tensor that the rank has instead, it names that too. (test_layouts.py
+compares whole models. testing/defects.py lists the defects that these tests must find.)
 """
 
 import pytest
@@ -46,8 +46,8 @@ def rows_of(tp, n, cut):
     return slice(n // tp.size * tp.rank, n // tp.size * (tp.rank + 1)) if cut else slice(None)
 
 
-def other_shards(tp, whole, dim=0):
-    return {f"the shard of rank {t}": part for t, part in enumerate(whole.chunk(tp.size, dim)) if t != tp.rank}
+def other_slices(tp, whole, dim=0):
+    return {f"the slice of rank {t}": part for t, part in enumerate(whole.chunk(tp.size, dim)) if t != tp.rank}
 
 
 # --- linear ---------------------------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def check_column_parallel(enter, packed):
     x, w, bias, dy, y, dx, dw, db = whole_linear(8, 6, 24)
 
     def mine(t, dim):
-        """This rank's part. A packed tensor is three tensors: this rank has a part of each."""
+        """Return this rank's slice. A packed tensor consists of three tensors: this rank has a slice of each."""
         if not packed:
             return t.chunk(tp.size, dim)[tp.rank]
         t = t.unflatten(dim, (3, -1))
@@ -100,7 +100,7 @@ def check_row_parallel(leave):
     out.backward(dy[rows])
     our_dx = dx.chunk(tp.size, 1)[tp.rank]
     summed = {"t times too large: every rank has the same dy, so no sum over tp is needed": our_dx * tp.size}
-    close_on(tp, "dx", x.grad, our_dx, other_shards(tp, dx, 1) | summed)
+    close_on(tp, "dx", x.grad, our_dx, other_slices(tp, dx, 1) | summed)
     own_rows = {"made of its own rows of dy only, not of the gathered dy": dy[rows].T @ x.detach()[rows]}
     close_on(tp, "dw", our_w.grad, dw.chunk(tp.size, 1)[tp.rank], own_rows)
 
@@ -131,8 +131,8 @@ def test_gradients_accumulate_in_float32_under_bf16():
 
 # --- vocabulary -----------------------------------------------------------------------------------------------------
 
-V, REAL = 32, 27  # padded to 32: of 8 ranks with 4 rows each, the seventh has three real ids and the last has none
-EDGES = [0, 3, 4, 7, 8, 15, 16, 19, 20, 23, 24, 26]  # first and last id of every shard
+V, REAL = 32, 27  # padded to 32: 8 ranks have 4 rows each; rank 6 has three real ids, rank 7 none
+EDGES = [0, 3, 4, 7, 8, 15, 16, 19, 20, 23, 24, 26]  # first or last id of every slice
 
 
 def check_embedding(leave):
@@ -155,11 +155,11 @@ def check_embedding(leave):
     out.backward(dy[rows])
     unmasked = torch.zeros_like(table).index_add_(0, ids.where(mine, tp.rank * per_rank), dy)
     instead = {"the gradient of all tokens, also of those with ids of other ranks": unmasked.chunk(tp.size)[tp.rank]}
-    close_on(tp, "dw", ours.grad, whole.grad.chunk(tp.size)[tp.rank], instead | other_shards(tp, whole.grad))
+    close_on(tp, "dw", ours.grad, whole.grad.chunk(tp.size)[tp.rank], instead | other_slices(tp, whole.grad))
 
 
 def sum_of_unmasked(table, ids, tp):
-    """Return the sum over tp if each rank gives row 0 of its shard for ids that it does not have."""
+    """Return the sum over tp if each rank gives row 0 of its slice for ids that it does not have."""
     per_rank = V // tp.size
     return sum(table[ids.where(ids // per_rank == t, t * per_rank)] for t in range(tp.size))
 
@@ -173,7 +173,7 @@ def in_chunks(chunk, check, *arguments):
 
 
 def check_linear_cross_entropy(enter, scale):
-    """x is the identity matrix, so the logits are the table's columns: `scale` times normal, some of them +-1e4."""
+    """x is the identity matrix, so the logits are the table's columns: random, times `scale`, some of them +-1e4."""
     tp, n = all_ranks_as_tp(), len(EDGES) + 4
     weights = torch.linspace(0.1, 2, n, dtype=torch.float64)  # the gradient that arrives at each token's loss
     table, targets = random(V, n) * scale, torch.tensor([*EDGES, 3, 3, 0, 26])
@@ -186,14 +186,14 @@ def check_linear_cross_entropy(enter, scale):
     losses.backward(weights)
     rows = rows_of(tp, n, cut=enter == "all_gather")
     ours, our_w = x[rows].clone().requires_grad_(), with_buffer(table.chunk(tp.size)[tp.rank])
-    our_w.grad += 1  # the gradient must be added to this
+    our_w.grad += 1  # backward must add to this
     out = LinearCrossEntropy.apply(ours, our_w, targets, REAL, enter, tp, reference)
     assert out.isnan().all()
     out.backward(weights)
     padding = F.pad(w.grad, (0, 0, 0, V - REAL))
     close_losses(tp, out.detach(), losses.detach(), table, targets)
-    close_on(tp, "dx", ours.grad / 1e4, whole.grad[rows] / 1e4)  # dx = dz W, where |W| is 1e4
-    close_on(tp, "dw", our_w.grad - 1, padding.chunk(tp.size)[tp.rank], other_shards(tp, padding))
+    close_on(tp, "dx", ours.grad / 1e4, whole.grad[rows] / 1e4)  # dx = dz W is up to 1e4 large
+    close_on(tp, "dw", our_w.grad - 1, padding.chunk(tp.size)[tp.rank], other_slices(tp, padding))
     with torch.no_grad():
         losses_only = next_token_losses(ours, our_w, targets, REAL, enter, tp, reference)
         close_losses(tp, losses_only, losses.detach(), table, targets)
@@ -224,8 +224,8 @@ def mistaken_losses(z, targets, tp):
         shard_total = shard_total + (shard - shard.amax(1, keepdim=True)).exp().sum(1)
     return {
         "made with the padding in the softmax": z.logsumexp(1) - z.gather(1, targets[:, None])[:, 0],
-        "made with targets that are not counted from the shard's first column": total - top - found,
-        "made with the maximum of each shard, not of the whole row": shard_total.log() - shard_target,
+        "made with targets that are not counted from the slice's first column": total - top - found,
+        "made with the maximum of each slice, not of the whole row": shard_total.log() - shard_target,
         "made without the target's logit": total - top,
     }
 
@@ -363,7 +363,7 @@ GOLDEN_WEIGHTS = [0.053421, 1.114251, 1.515838, 0.976252]
 
 
 def test_the_table_of_names():
-    """Every parameter once. Matrices decay, biases and LayerNorms do not. Residual outputs start smaller."""
+    """Each parameter has one name. Weight decay applies to matrices only. The std of proj and fc2 is smaller."""
     config = tiny_config(1)
     specs = GPT(config, Mesh().tp).specs()
     assert len(specs) == 2 + 12 * config.num_layers + 2

@@ -1,11 +1,11 @@
-"""List defects that the tests must find, and the words with which a test must name each of them.
+"""List defects that the tests must find. The failure's message must contain the words of the defect.
 
     python -m testing.defects                      lists them
     python -m testing.defects no-1/m not-reduced   plants each in a copy of the tree, runs its test, prints the failure
     python -m testing.defects all                  all of them
 
-A defect changes some lines of one file. Its test must fail, and the message must name the broken idea. Real codebases
-for distributed training had most of these defects. `test_defects.py` plants each of them alone.
+A defect changes some lines of one file. Its test must fail, and the message must name the cause. Real codebases for
+distributed training had most of these defects. `test_defects.py` plants each of them alone.
 """
 
 import os
@@ -71,14 +71,14 @@ RECEIVE = "return self.mail.receive((kind, j, c))"
 
 INITIAL = [
     Defect(
-        "shards-alike",
+        "slices-alike",
         "parallel/tensor.py",
         (("whole.chunk(axis.size, self.tp_dim)[axis.rank]", "whole.chunk(axis.size, self.tp_dim)[0]"),),
         layout(1, 2),
-        "of rank 1 (tp=1) differs: it is the shard of tp rank 0",
+        "of rank 1 (tp=1) differs: it is the slice of tp rank 0",
     ),
     Defect(
-        "fan-in-of-the-shard",
+        "drawn-for-the-slice",
         "parallel/zero.py",
         (
             (
@@ -88,7 +88,7 @@ INITIAL = [
             ),
         ),
         layout(1, 2),
-        "shards are drawn one by one",
+        "is each slice over tp drawn separately?",
     ),
     Defect(
         "shard-from-a-wrong-element",
@@ -226,7 +226,7 @@ REDUCTION = [
         "parallel/pipeline.py",
         (("products.popleft().add()", "products.popleft()"),),
         grid(1, 2, "zb-h1"),
-        "Only weight matrices differ, by the ratio 0. Their gradient never arrives",
+        "by the ratio 0: weight matrices. Their gradient never arrives",
     ),
     Defect(
         "word-table-reduced-after-the-head",
@@ -260,7 +260,7 @@ REDUCTION = [
             ),
         ),
         layout(2, 1),
-        "every data rank reads the same samples",
+        "they read the same samples",
     ),
 ]
 
@@ -270,7 +270,7 @@ TENSOR_PARALLEL = [
         "parallel/zero.py",
         ((PARTIAL, "        if False:\n"),),
         layout(1, 2, True),
-        "Partial gradients of replicated parameters",
+        "Partial gradients are not summed over the tp ranks",
     ),
     Defect(
         "cut-instead-of-replicated",
@@ -332,7 +332,7 @@ TENSOR_PARALLEL = [
         "model.py",
         (("row = row.chunk(self.tp.size)[self.tp.rank]", "row = row.chunk(self.tp.size)[0]"),),
         layout(1, 2, True),
-        "each tp rank has its own rows (their positions, their dropout masks)",
+        "the rows of each tp rank (their positions, their dropout masks)",
     ),
 ]
 
@@ -370,14 +370,14 @@ NORM = [
         "parallel/zero.py",
         (("        if self.config.zero >= 1:\n", "        if False:\n"),),
         grid(2, 1, zero=1, m="one"),
-        "lamb needs the norms of whole tensors. The norm of a shard over dp",
+        "computed from the norm of a shard over dp?",
     ),
     Defect(
-        "lamb-norms-of-tp-parts",
+        "lamb-norms-of-slices",
         "parallel/zero.py",
         (('        squares = all_reduce(squares, self.mesh.tp, "parameter norms").wait()\n', ""),),
         grid(1, 1, tp=2, m="one"),
-        "lamb needs the norms of whole tensors. The norm of a part over tp",
+        "computed from the norm of a slice over tp?",
     ),
 ]
 
@@ -387,7 +387,7 @@ TIED = [
         "parallel/zero.py",
         ((f"sums = [{TWINS} for bucket in by_name]", "sums = []"),),
         grid(1, 2),
-        "is not summed over its holders",
+        "Partial gradients are not summed over the holders",
     ),
     Defect(
         "tied-summed-twice",
@@ -404,7 +404,7 @@ VOCABULARY = [
         "parallel/tensor.py",
         (("ops.cross_entropy_(z, targets - start, columns", "ops.cross_entropy_(z, targets, columns"),),
         cross_entropy(),
-        "is made with targets that are not counted from the shard's first column",
+        "is made with targets that are not counted from the slice's first column",
     ),
     Defect(
         "padding-in-the-softmax",
@@ -414,11 +414,11 @@ VOCABULARY = [
         "the loss of rank 0 is made with the padding in the softmax",
     ),
     Defect(
-        "maximum-of-the-shard",
+        "maximum-of-the-slice",
         "reference.py",
         (('        top = reduce(top, "max")\n', "        pass\n"),),
         cross_entropy(),
-        "is made with the maximum of each shard",
+        "is made with the maximum of each slice",
     ),
     Defect(
         "losses-not-filled",
@@ -480,14 +480,14 @@ PIPELINE = [
             ),
         ),
         grid(1, 2, "zb-h1"),
-        "a weight gradient of a bucket that is not this chunk's",
+        "a weight gradient of a bucket that this chunk does not use",
     ),
     Defect(
         "micro-batches-not-all-drawn",
         "parallel/pipeline.py",
         (("        self.batch(count - 1)", "        # self.batch(count - 1)"),),
         "test_pipeline.py::test_a_schedule_whose_ranks_hold_different_buckets_with_different_ranks[sgd]",
-        "Step 1 is right. Something of a step is left for the next one, or ranks draw their data unequally",
+        "Step 1 is right. Does a step leave something in a buffer? Do ranks draw different numbers of micro-batches?",
     ),
     Defect(
         "another-mask-in-recomputation",
@@ -534,7 +534,7 @@ OPERATIONS = [
         "attention is made without the factor 1 / sqrt(d)",
     ),
     Defect(
-        "mask-of-the-row-in-the-shard",
+        "mask-of-the-row-in-the-slice",
         "reference.py",
         (("key = mix(drop.rows + mix(", "key = mix(torch.arange(len(drop.rows)) + mix("),),
         "test_tensor.py::test_dropout_masks_are_functions_of_seed_site_row_and_column",
@@ -578,7 +578,7 @@ def plant(defect, folder):
 
 
 def failure(folder, test):
-    """Run a test in a folder. Return the message of its failure, None if it passes."""
+    """Run a test in a folder. Return the message of its failure, or None if it passes."""
     report = folder / "report.xml"
     options = "-q -x -p no:cacheprovider --tb=short".split()
     command = [sys.executable, "-m", "pytest", *options, "-m", "", f"--junitxml={report}", test]  # -m "": also the grid

@@ -3,8 +3,8 @@
     def test_something(workers):
         results = workers.run(4, function, *arguments)      # on ranks 0 .. 3; their results in this order
 
-`function` is a module-level function of a test file. An exception in any rank fails the test. The failure has that
-rank's traceback, or, after a comparison (`compare.Different`), its message alone. If a rank does not answer, all
+`function` is a module-level function of a test file. An exception in any rank fails the test. The failure shows that
+rank's traceback, or only the message if a comparison fails (`compare.Different`). If a rank does not answer, all
 processes are ended, and the next test starts new ones.
 """
 
@@ -45,7 +45,7 @@ def work(rank, pipe):
 
 
 class Workers:
-    """Up to RANKS processes. folder: where the ranks of a call meet, through a file."""
+    """Up to RANKS processes. The ranks of a call connect through a file in `folder`."""
 
     def __init__(self, folder):
         self.folder, self.calls, self.pipes, self.processes = folder, 0, [], []
@@ -53,7 +53,7 @@ class Workers:
         self.context.set_forkserver_preload(["torch", "train"])  # imported once, then forked
 
     def start(self, ranks):
-        """Start the processes up to `ranks` that do not run yet."""
+        """Start processes until `ranks` of them run."""
         for rank in range(len(self.processes), ranks):
             here, there = self.context.Pipe()
             process = self.context.Process(target=work, args=(rank, there), daemon=True)
