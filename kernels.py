@@ -145,7 +145,7 @@ def dropout_mask(columns, drop):
 # to the activations' dtype *before* mean and r are computed. So backward computes the same n from the rounded z.
 # Floor in bf16: 8 bytes an element (x, y read; z, out written).
 #
-# Backward: g = weight dout is the gradient of n. mean and r depend on every element of the row, so
+# Backward: g = weight * dout, the gradient of the normalized row n. mean and r depend on every element of the row, so
 #
 #     dz = r (g - sum_c g / h - n sum_c (g n) / h) + (the residual stream's gradient, which bypasses the norm)
 #     dx = dz      dy = dropout(dz)

@@ -145,8 +145,8 @@ def test_attention_of_large_scores(dtype):
     """Scores reach 1e4 and -1e4: the softmax is nearly one-hot, and no power of 2 overflows.
 
     Backward computes the scores again, as k q^T. This product may add in another order than q k^T, depending on the
-    library or GPU. Then a score S differs by up to S eps / 2 (one rounding, eps of float32), so exp(S) has a relative
-    error of up to S eps / 2.
+    library or GPU. Then a score S may differ by one rounding,
+    S eps / 2 (eps of float32). This is the relative error of exp(S).
     """
     qkv, do = of_shape(1, 150, 2, 64, dtype)
     qkv[:, :, :2] *= 60
@@ -154,7 +154,7 @@ def test_attention_of_large_scores(dtype):
     largest = torch.einsum("bsad, btad -> bast", q, k).div(8).abs().max()
     assert largest > 1e4
     errors = check(attention, plain_attention, qkv, do, more=largest * torch.finfo(torch.float32).eps / 2)
-    assert max(ours for ours, _ in errors) < 0.02  # no bound from plain PyTorch, which rounds scores to 16 bits
+    assert max(ours for ours, _ in errors) < 0.02  # a fixed bound: plain PyTorch rounds scores to 16 bits
 
 
 def test_attention_of_views():

@@ -124,7 +124,7 @@ NOBODY, SEVERAL = -1, -2  # instead of a program's index
 class Memory:
     """The accesses of this launch to one storage.
 
-    Here a *unit* is a cell of the storage, as large as the smallest element of the arguments in this storage. Arguments
+    Here a *unit* is a cell of the storage, as wide as the narrowest dtype of the arguments in this storage. Arguments
     may overlap: views of one packed tensor, or the same tensor as input and output.
     """
 
