@@ -31,14 +31,14 @@ class Config:
     seq_length: int = 256  # tokens in a training sample
     max_position_embeddings: int = 0  # rows of the position embedding (0: seq_length)
     vocab_size: int = 50257  # number of token ids; the word table is padded to a multiple of 128 rows
-    dropout: float = 0.0  # after the embedding and in each block, not in attention (Megatron-LM: --hidden-dropout)
+    dropout: float = 0.0  # on embedding, attention and MLP outputs (Megatron-LM: --hidden-dropout)
     init_method_std: float = 0.02  # standard deviation of initial weights (proj, fc2: divided by sqrt(2 num_layers))
 
     # -- data and batch
     data_dir: str = "data/stdlib_bytes"  # folder that prepare.py wrote (Megatron-LM: --data-path)
     micro_batch_size: int = 8  # samples of one forward and backward on one data rank
     global_batch_size: int = 8  # samples of one update: all micro-batches of all data ranks
-    rampup_batch_size: str = ""  # start,increment,samples: grows by increment, reaches global_batch_size after samples
+    rampup_batch_size: str = ""  # start,increment,samples: the batch grows to global_batch_size over so many samples
     train_iters: int = 0  # updates of the run (or set train_epochs)
     train_epochs: float = 0.0  # passes over the training tokens, instead of train_iters
     seed: int = 1234  # determines initial weights, data order and dropout
@@ -48,7 +48,7 @@ class Config:
     lr: float = 1e-3  # peak learning rate
     min_lr: float = 0.0  # learning rate at the end of the decay
     lr_decay_style: str = "cosine"  # curve of the learning rate; wsd is warm-up, stable, decay
-    lr_decay_iters: int = 0  # updates over which the rate decays, warm-up included (0: train_iters)
+    lr_decay_iters: int = 0  # updates until the end of the decay, warm-up included (0: train_iters)
     lr_warmup_iters: int = -1  # updates of linear warm-up (-1: use lr_warmup_fraction)
     lr_warmup_fraction: float = 0.0  # warm-up as a fraction of lr_decay_iters
     lr_wsd_decay_iters: int = 0  # wsd: updates of the linear decay, which ends at lr_decay_iters
@@ -87,7 +87,7 @@ class Config:
     eval_iters: int = 10  # global batches of a validation (0: no validation)
     eval_only: bool = False  # only print the loss of a checkpoint
     split: str = "val"  # eval_only: the split to evaluate
-    ledger: bool = False  # at the end, print the bytes sent and kept, as measured and as predicted
+    ledger: bool = False  # at the end, print traffic and memory in bytes, measured and predicted
     trace: str = ""  # file with every action and message of the last steps, in Chrome's trace format
     tensorboard: str = ""  # folder for TensorBoard logs (Megatron-LM: --tensorboard-dir)
     wandb: str = ""  # Weights & Biases project (Megatron-LM: --wandb-project)
@@ -232,7 +232,7 @@ def differences(c, index):
     for name, value in vars(c).items():
         if name not in NO_EFFECT and name in saved and saved[name] != value:
             first = name == "init_method_std" or (name == "initial_loss_scale" and index["loss_scale"]["dynamic"])
-            texts.append(f"{name}={value} (the checkpoint: {saved[name]}{', which stays' if first else ''})")
+            texts.append(f"{name}={value} (the checkpoint: {saved[name]}{', still used' if first else ''})")
     return ", ".join(texts)
 
 

@@ -15,7 +15,7 @@ import flags
 
 
 class UserError(Exception):
-    """A mistake that the user can correct. Its message is one line."""
+    """A mistake that the user can correct. Its message has a line for each mistake."""
 
 
 class Parser(argparse.ArgumentParser):

@@ -159,7 +159,7 @@ def names(command):
 
 
 def unknown(name, known, prog):
-    """Return the answer to a `name` that is not among the `known` names of the command `prog`, in one line."""
+    """Return a one-line answer to a `name` that is not among the `known` names of the command `prog`."""
     key, command = plain(name), prog.split()[-1]
     if answer := answers(command).get(key):
         return f"{answer} ({prog} --help lists such flags)"

@@ -63,7 +63,7 @@ def hardware_flops(config, batch):
 
 
 # TFLOP/s of dense matrix products, from the makers' data sheets. bf16 and fp16 products are summed in float32;
-# on GeForce cards this has half of the advertised rate. fp32 is without TF32. fp64 uses tensor cores where possible.
+# GeForce cards do this at half of the advertised rate. fp32 is without TF32. fp64 uses tensor cores where possible.
 PEAK_TFLOPS = {  # bf16, fp16, fp32, fp64; None: the device cannot do it, or the rate is not certain
     "V100 PCIE": (None, 112, 14, 7),
     "V100 SXM2": (None, 125, 15.7, 7.8),

@@ -214,7 +214,7 @@ def test_a_second_run_names_the_fields_that_differ(config_file, monkeypatch, cap
     """The run uses the new values, except init_method_std. Fields without an effect on the weights are not named."""
     main(monkeypatch, capsys, config_file, "--train-iters", "4")
     changed = "lr=0.5 (the checkpoint: 0.01), zero=1 (the checkpoint: 0)"
-    start = "init_method_std=0.5 (the checkpoint: 0.02, which stays)"
+    start = "init_method_std=0.5 (the checkpoint: 0.02, still used)"
     command = [config_file, "--lr", "0.5", "--init-method-std", "0.5", "--zero", "1", "--ledger", "--log_interval=1"]
 
     code, out, _ = main(monkeypatch, capsys, *command, "--train_iters=4")
@@ -240,7 +240,7 @@ def test_the_loss_scale_of_an_fp16_checkpoint_stays(config_file, monkeypatch, ca
     warning = "dtype=fp16 on a CPU: a step takes about 10 times as long as with dtype=fp32"
     assert code == 0 and out.splitlines()[2] == warning
     code, out, _ = main(monkeypatch, capsys, config_file, "--dtype=fp16", "--train_iters=1", "--initial_loss_scale=8")
-    assert "Changed without effect: initial_loss_scale=8.0 (the checkpoint: 16.0, which stays). To begin" in out
+    assert "Changed without effect: initial_loss_scale=8.0 (the checkpoint: 16.0, still used). To begin" in out
     code, out, _ = main(monkeypatch, capsys, config_file, "--dtype=fp32", "--eval_only")
     assert code == 0 and "dtype=fp16" not in out and "hanged" not in out
 

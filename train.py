@@ -180,7 +180,7 @@ class Run:
     dtype: str
     model: GPT
     layout: Layout
-    schedule: schedules.Schedule  # of a step with global_batch_size samples, the final batch size
+    schedule: schedules.Schedule  # of a step with global_batch_size samples, as after a ramp-up
     zero: Zero
     loss_scale: LossScale
     timers: Timers
@@ -284,7 +284,7 @@ def open_files(config, mesh, stack):
 
 
 def train_and_report(run, tokens, path, stack):
-    """Train and log. With --ledger, print the bytes sent and kept. tokens, path: from `open_files`."""
+    """Train and log. With --ledger, print traffic and memory. tokens, path: from `open_files`."""
     config, mesh = run.config, run.mesh
     place = dict(rank=mesh.rank, dtype=run.dtype, iteration=run.counters.iteration)
     logger = agree(mesh.world, UserError, lambda: Logger(config, run.device, mesh.world.size, **place))
