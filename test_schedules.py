@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_refused_by_name(arguments, message):
 
 # --- published numbers ------------------------------------------------------------------------------------------------
 
-# Qi et al., arXiv 2401.10241, tables 5 and 6: p, m, milliseconds of F, I (the paper's B), W and a message, bubble rates
+# Qi et al., arXiv 2401.10241, tables 5, 6: p, m; milliseconds of F, I (the paper's B), W, a message; bubble rates
 ZERO_BUBBLE = [
     (8, 24, 18.522, 18.086, 9.337, 0.601, {"1f1b": 0.2431, "zb-h1": 0.1585, "zb-h2": 0.1083}),
     (8, 32, 18.513, 18.086, 9.331, 0.626, {"1f1b": 0.1985, "zb-h1": 0.1242, "zb-h2": 0.0837}),
@@ -220,7 +220,7 @@ def test_bubbles_in_closed_form():
                     bubble = simulate(build(name, p, m), cost).bubble
                     assert bubble == pytest.approx(idle / (m * (F + I + W) + idle), abs=1e-9)
             if p > 1 and m >= 2 * p - 1:
-                idle = (p - 1) * (I - W)  # needs W <= F <= I; the paper's 0 if all are equal
+                idle = (p - 1) * (I - W)  # needs W <= F <= I; 0 as published if all are equal
                 bubble = simulate(build("zb-v", p, m, 2), cost).bubble
                 assert bubble == pytest.approx(idle / (m * (F + I + W) + idle), abs=1e-9)
         if p % 2 == 0 and m % p == 0:  # in the paper N = m, D = p; needs F = B
@@ -230,7 +230,7 @@ def test_bubbles_in_closed_form():
 def test_activations_in_flight():
     for p, m in itertools.product(range(1, 9), (*range(1, 10), 12, 16, 24)):
         if m >= 2 * p - 1:
-            assert simulate(build("zb-v", p, m, 2), COST).peak == [2 * p] * p  # each is half a stage's
+            assert simulate(build("zb-v", p, m, 2), COST).peak == [2 * p] * p  # of half a stage each
         peak = {name: simulate(build(name, p, m), COST).peak for name in ("gpipe", "1f1b", "zb-h1", "zb-h2")}
         assert peak["gpipe"] == [m] * p
         assert peak["1f1b"] == [min(p - rank, m) for rank in range(p)]
@@ -269,7 +269,7 @@ def test_the_bubble_of_uneven_ranks_is_their_mean_idle_time():
 
 
 def unfinished(schedule, order, per_pair=False):
-    """Run a schedule whose ranks post messages in `order`, and return the actions that never run.
+    """Run a schedule whose ranks start messages in `order`. Return the actions that never run.
 
     Each rank has one queue for all messages that it sends or receives. It posts from the front of the queue, up to the
     first send whose tensor is not yet computed. With per_pair, a rank has one queue for each other rank, and posts no
@@ -436,7 +436,7 @@ def test_a_skipped_action_is_named():
 
 
 def test_a_skipped_micro_batch_is_named():
-    """Without their number, `check` cannot see that the last one is missing."""
+    """Without m, `check` cannot see that micro-batch m-1 is missing."""
     assert refusal(build("1f1b", 4, 7), 8) == "1f1b: micro-batch 7 of 8 is skipped: no rank has any action of it"
     assert refusal(build("1f1b", 4, 9), 8) == "1f1b: has micro-batch 8, but the last index should be 7"
 
@@ -488,17 +488,17 @@ def test_a_micro_batch_takes_one_pipeline():
     [
         (
             dict(parts=[0, 1, 3, 2]),
-            "parts=[0, 1, 3, 2]: should count 0, 1, 2 ... up to the same part in each pipeline",
+            "parts=[0, 1, 3, 2]: each pipeline should have the same parts 0, 1, 2 ...",
         ),
         (
             dict(parts=[0, 1, 2, 0]),
-            "parts=[0, 1, 2, 0]: should count 0, 1, 2 ... up to the same part in each pipeline",
+            "parts=[0, 1, 2, 0]: each pipeline should have the same parts 0, 1, 2 ...",
         ),
         (
             dict(placement=[0, 1, 2, 4]),
-            "placement=[0, 1, 2, 4]: needs 4 ranks, each from 0 to 3",
+            "placement=[0, 1, 2, 4]: needs 4 items, each from 0 to 3",
         ),
-        (dict(placement=[0, 1, 2]), "placement=[0, 1, 2]: needs 4 ranks, each from 0 to 3"),
+        (dict(placement=[0, 1, 2]), "placement=[0, 1, 2]: needs 4 items, each from 0 to 3"),
         (dict(actions=[[], [], [], []]), "no rank has anything to do"),
     ],
 )

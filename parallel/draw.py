@@ -4,8 +4,8 @@
     python -m parallel.draw --trace=trace.json         a step that `train.py --trace` recorded, below its simulation
 
 A picture shows a timeline (`schedules.simulate`) as one row of boxes per rank. Several pictures share one time axis.
-In the terminal, two lines below each picture give the bubble and the peak of activations in flight. Each line ends with
-the paper's formula, if it applies.
+In the terminal, two lines below each picture give the bubble and the peak of activations in flight. Each line ends
+with a published formula, if it applies.
 """
 
 import html

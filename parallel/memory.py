@@ -6,7 +6,7 @@ heads.
 
 **Model states** (slide "ZeRO (FSDP)"; Rajbhandari et al., arXiv 1910.02054, section 5 and Table 1). The table shows
 the bytes of a rank between two steps. A title such as (2 + 4 + 4 + 8) lists bytes per element: parameters, gradients,
-master weights, moments. The paper adds the last two. It has 2-byte gradients; our gradients are float32. In fp32 the
+master weights, moments. The paper sums the last two. It has 2-byte gradients; our gradients are float32. In fp32 the
 parameters are also the master weights. With `offload` on a GPU, master weights and moments lie in the CPU's memory,
 and fp32 also has separate master weights.
 
@@ -140,7 +140,7 @@ class Kept(NamedTuple):
     saved: int  # in its graph, from F to B or I (with recomputation, only during B or I)
     output: int
     operands: int = 0  # from I to W
-    turning: int = 0  # the most that I keeps beyond `saved`, while operands replace saved tensors
+    turning: int = 0  # the peak above `saved` in the action I: operands replace saved tensors
     again: bool = False  # True if recomputation runs this unit again
 
 
@@ -154,7 +154,7 @@ def kept(c, z):
     block = block_activations(c, z)
     saved = sum(block.values()) - outside  # minus LayerNorm 1's input, which is the unit's input
     turning = whole  # fc2's dy comes first; each later operand replaces a saved tensor of equal size
-    if gathered:  # at the peak: all operands, qkv's input, LayerNorm 1's statistics; minus `saved`
+    if gathered:  # peak = operands + qkv's input + LayerNorm 1's statistics; `saved` is subtracted
         turning = 4 * whole - 2 * outside - 2 * z.statistic * z.rows - block["log-sum-exp"]
     block = Kept(saved, outside, 4 * whole + 12 * whole // c.tp, turning, c.recompute == "full")
 
@@ -167,7 +167,7 @@ def kept_by_chunk(c, schedule, z):
     """Return a list for each chunk of the Schedule: the Kept of its units, in order.
 
     Dropout also keeps the index of each row (`MicroBatch.rows`, int64), once for a chunk. The indices count for the
-    chunk's first unit. If recomputation runs it again, the indices count for each block.
+    chunk's first unit. If recomputation runs that unit again, each block counts them.
     """
     table, chunks = kept(c, z), []
     names = split(["embedding", *["block"] * c.num_layers, "head"], max(schedule.parts) + 1)

@@ -61,8 +61,8 @@ class Activations:
         meter.peak
 
     Within `with`, autograd calls `pack` with every tensor that it saves (torch.autograd.graph.saved_tensors_hooks).
-    The executor calls `hold` and `forget`. The results of the step stay bitwise equal. A tensor counts while it lives:
-    a weak reference calls `_gone` when the tensor is freed.
+    The executor calls `hold` and `forget`. The meter changes no bit of the step's results. A tensor counts while it
+    lives: a weak reference calls `_gone` when the tensor is freed.
     """
 
     def __init__(self, executor):

@@ -168,7 +168,7 @@ def zb_h2(stages, microbatches, chunks=1):
     """ZB-H2: no bubble if F, I and W take equal time and m >= 2p-1, with 2p-1 micro-batches in flight.
 
     The warm-up and the delay of W are twice those of ZB-H1. The ranks begin and end a step one after another. No rank
-    waits if each can begin its next step at once. (In train.py a rank cannot: all ranks wait for the gradient norm.)
+    waits if each starts its next step right away. (In train.py a rank cannot: all ranks wait for the gradient norm.)
     Qi et al., arXiv 2401.10241, section 2.2, figure 3.
     """
     return straight("zb-h2", chunks, zero_bubble(stages, microbatches, 2))
@@ -321,10 +321,10 @@ def check_places(schedule):
         raise UserError(f"{name}: {where(schedule, rank, i)}: {why}")
 
     if len(parts) != len(placement) or not set(placement) <= set(range(len(lists))):
-        raise UserError(f"{name}: placement={placement}: needs {len(parts)} ranks, each from 0 to {len(lists) - 1}")
+        raise UserError(f"{name}: placement={placement}: needs {len(parts)} items, each from 0 to {len(lists) - 1}")
     length = max(parts, default=-1) + 1
     if not parts or list(parts) != list(range(length)) * (len(parts) // length):
-        raise UserError(f"{name}: parts={parts}: should count 0, 1, 2 ... up to the same part in each pipeline")
+        raise UserError(f"{name}: parts={parts}: each pipeline should have the same parts 0, 1, 2 ...")
     if not any(lists):
         raise UserError(f"{name}: no rank has anything to do")
     seen = {}
@@ -513,7 +513,8 @@ class Message(NamedTuple):
 
 
 def messages(schedule):
-    """Return all messages of a checked schedule in one order. Every rank posts its sends and receives in this order.
+    """Return all messages of a checked schedule in one order. Every rank posts (starts) its sends and receives in this
+    order.
 
     NCCL runs the messages between two ranks one by one, in the order in which each of the two ranks posts them. A send
     waits for its receive. If two ranks both post a send first, they wait for ever. So all ranks must agree on an
@@ -537,8 +538,8 @@ def messages(schedule):
     timeline in which every action takes some time. Real durations do not matter.
 
     An alternative is a queue for each pair of ranks (a communicator per pair). Then a rank can post a receive just
-    before the action that consumes it, which needs fewer buffers. The proof is the same, with "before M between these
-    two ranks". Two chunks on one rank need no message.
+    before the action that consumes it, which needs fewer buffers. In the proof, read "before M between these two
+    ranks". Two chunks on one rank need no message.
     """
     consumers = {}  # {producer: its consumer on another rank}; a producer has at most one
     for action, needs in prerequisites(schedule).items():

@@ -80,7 +80,7 @@ def svg(p):
     fields = f"schedule={c.schedule} zero={c.zero} sequence_parallel={c.sequence_parallel} recompute={c.recompute}"
     numbers = f"{p.schedule.microbatches} micro-batches on each data rank; {p.sizes.item} bytes per parameter"
     reading = "Box: rank. Row: data rank (dp). Column: pipeline stage (pp). Boxes of one cell: tensor ranks (tp)."
-    arrows = "Green and orange arrows join ranks, blue and violet arrows cells. The table below names their axes."
+    arrows = "Green and orange arrows join ranks, blue and violet arrows join cells. The table below names their axes."
     parts = [text(10, 24, title, 18, weight="bold"), text(10, 48, f"{fields}; {numbers}")]
     parts += [text(10, 72, reading), text(10, 90, arrows)]
     stages, replicas, ranks = shown(c.pp), shown(dp), shown(c.tp)
@@ -154,7 +154,7 @@ def between_stages(p, stages, lefts, width, y):
 
 
 def table(p, stages, y):
-    """Return (SVG elements of the table, y of its bottom). y: of the titles; each of `stages` has a column."""
+    """Return (SVG elements of the table, y of its bottom). y: the titles' y; each of `stages` is a column."""
     room = (WIDTH - 555) / len(stages)
     rights = [WIDTH - 10 - room * i for i in reversed(range(len(stages)))]
 
@@ -165,7 +165,7 @@ def table(p, stages, y):
         return parts
 
     parts = line(y - 18, ["", "通信内容", "通信形式", "通信頻度"], weight="bold")
-    parts.append(text(WIDTH - 10, y - 18, "bytes that a rank of data rank 0 sends in a step", 12, "end", "bold"))
+    parts.append(text(WIDTH - 10, y - 18, "bytes that a rank with dp = 0 sends in a step", 12, "end", "bold"))
     parts += line(y, ["axis", "what", "operation", "how often"], [f"stage {stage}" for stage in stages], "bold")
     for key in sorted(p.often, key=lambda key: (list(COLOURS).index(key[0]), key)):
         y += 22
