@@ -49,7 +49,7 @@ class MicroBatch:
     shape: tuple  # (b, s)
     ids: torch.Tensor  # [n] int64
     targets: torch.Tensor | None  # [n] int64: the next id of each token; None in generation
-    positions: torch.Tensor  # [n or n/t] of this rank's rows: the position in the sample
+    positions: torch.Tensor  # [n or n/t]: for each row of this rank, its position in the sample
     rows: torch.Tensor  # [n or n/t] of this rank's rows: sample number * s + position, for dropout masks
     dropout: float
     caches: list | None = None  # in generation: for each block a list of past keys and values
@@ -89,7 +89,7 @@ class Block(nn.Module):
         return Branch(y, self.proj.bias, batch.drop(self.seed, site=2 * self.index + 1))
 
     def mlp(self, x, batch):
-        """Return the MLP's output. Add another activation function beside `reference.gelu_`."""
+        """Return the MLP's output. Write your own activation beside `reference.gelu_`."""
         y = self.fc2(self.ops.gelu_(self.fc1(x), self.fc1.bias))  # [n, h] -> [n, 4h/t] -> [n, h]
         return Branch(y, self.fc2.bias, batch.drop(self.seed, site=2 * self.index + 2))
 

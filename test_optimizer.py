@@ -174,7 +174,7 @@ def test_loss_scale_of_a_real_log():
 
     The hysteresis is 2: only the second overflow and later ones halve the scale. So the scale is 2^18 after 15
     overflows, and 2^16 after 2 more by iteration 600. After 1,000 steps without overflow it is 2^17, and the count of
-    overflows is 0 again. Of 2 overflows by iteration 2,800, only the second halves the scale.
+    overflows is 0 again. It is 2^18 after 1,000 more updates, and 2^17 after 2 overflows.
     """
     scale = LossScale(Config(), "fp16")
     assert scales([True] * 15, scale)[-1] == 2**18
@@ -248,7 +248,7 @@ def curve_and_parameters(config):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_with_one_micro_batch_every_stage_gives_the_same_bits(workers, dtype):
-    """Each stage casts and gathers to the same bits. A sum over two ranks has one result, because a + b is b + a."""
+    """Casts and gathers are the same in every stage. A sum over two ranks has one result, because a + b is b + a."""
     fields = dict(dtype=dtype, global_batch_size=8, micro_batch_size=4, clip_grad=0.0)  # norms differ by rounding
     (losses, norms, whole), _ = workers.run(2, curve_and_parameters, tiny_config(2, **fields))
     for zero in (1, 2, 3):

@@ -120,7 +120,7 @@ def trained_in_pairs(config):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "lamb"])
 def test_a_schedule_whose_ranks_hold_different_buckets_with_different_ranks(workers, optimizer):
-    """Four ranks hold the word table, and two ranks hold every other bucket. The last two ranks run only one of the 3
+    """The word table is on four ranks, each other bucket is on two. The last two ranks run only one of the 3
     micro-batches.
     """
     fields = dict(optimizer=optimizer, num_layers=2)
@@ -320,8 +320,8 @@ def grown(config):
 
 @pytest.mark.parametrize("layout", [dict(pp=2, schedule="zb-h2", zero=2), dict(zero=3), dict(pp=4, zero=0)], ids=str)
 def test_the_batch_grows_alike_in_every_layout(workers, layout):
-    """A step has 8 samples; after 24 samples it has 16; after 48 samples it has 24. The bytes sent equal the formulas
-    of ledger.py.
+    """A step has 8 samples, then 16 once 24 samples are seen, then 24 once 48 are seen. The bytes sent equal the
+    formulas of ledger.py.
     """
     fields = dict(rampup_batch_size="8,8,48", micro_batch_size=2)
     samples, losses, _ = grown(tiny_config(1, num_layers=4, **fields))

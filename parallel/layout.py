@@ -42,7 +42,7 @@ class Piece(NamedTuple):
     spec: object  # ParamSpec
     begin: int  # index into this rank's part of the parameter, flattened
     end: int
-    at: int  # index of the same element in the slice
+    at: int  # index of element `begin` in the slice
 
     def of(self, flat):
         """Return this piece of `flat`, a tensor with the elements of the slice."""

@@ -8,7 +8,7 @@ This file follows the paper.
 A rule changes any range of a rank's flat buffers in place. It is elementwise, so a range may begin anywhere. All
 tensors have the master dtype, float32 (float64 in fp64 runs). Keyword arguments of a rule:
 
-    lr       the learning rate          scale    factor on the gradient: clipping's factor / loss scale
+    lr       the learning rate          scale    factor on the gradient: clipping * (1 / loss scale)
     decay    weight decay, or 0         update   the number of this update, from 1
     beta1, beta2, eps                   as in the configuration
 
@@ -112,7 +112,7 @@ class Shard(NamedTuple):
     moments: list
     ranges: list  # layout.Ranges: which elements decay
     pieces: list  # layout.Pieces: the position of each parameter in these tensors
-    cast: torch.Tensor | None  # the parameters (in bf16, fp16, or not offloaded); None if they are the master weights
+    cast: torch.Tensor | None  # the parameters, if they are a second buffer (16 bits, or offload); else None
 
 
 def update(c, shards, scalars, ops, tensor_norms):

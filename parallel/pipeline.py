@@ -6,8 +6,8 @@ micro-batch j:
 
     F j     receive x, run the chunk's units, send y (the embedding reads ids instead, the head returns losses)
     B j     receive dL/dy, run the units backwards, send dL/dx
-    I, W    the two halves of B. I computes dL/dx, and stores a WeightGradient (w, dy, x) for every linear of the blocks
-            in `Executor.deferred`. Later W adds each dW = dy^T x to its bucket, and frees dy and x.
+    I, W    the two halves of B. I computes dL/dx, and stores in `Executor.deferred` a WeightGradient (w, dy, x) for
+            every linear of the blocks. Later W adds each dW = dy^T x to its bucket, and frees dy and x.
 
 The executor has no code for a particular schedule. It runs the list in its order. Between two neighbour stages one
 micro-batch sends bsh elements in each direction (bsh/t with sequence parallelism). A validation is a list of F only.

@@ -65,7 +65,7 @@ class ParamSpec:
 
     @property
     def bucket(self):
-        """Name of the parameter's bucket, the first word of the parameter's name: word, embedding, block3, head."""
+        """Name of the parameter's bucket: the parameter's name up to the first dot, for example block3."""
         return self.name.partition(".")[0]
 
     def local_shape(self, t):
@@ -203,7 +203,7 @@ class RowParallelLinear(nn.Module):
 class EmbeddingLookup(torch.autograd.Function):
     """Look up ids in a table that is cut over tp.
 
-    Each rank fills the rows of the ids that it has, and leaves 0 in the others. The sum over tp gives all rows.
+    A rank fills the rows whose ids are in its slice; the other rows are 0. The sum over tp gives all rows.
     """
 
     @staticmethod
@@ -289,8 +289,8 @@ def chunks(x):
 
 
 def cross_entropy_(z, w, targets, vocab_size, weights, tp, ops):
-    """Return the losses [n] of logits z [n, v/t]. z is overwritten by its gradient for the loss
-    sum(weights * losses); weights [n] None: z is undefined afterwards.
+    """Return the losses [n] of logits z [n, v/t]. z becomes the gradient of
+    sum(weights * losses), weights [n]. If weights is None, z is undefined.
 
     Each token's row of logits is cut over tp, and no rank sees a whole row. The ranks combine three numbers per token:
     the maximum, the sum of exponentials and the logit of the target.

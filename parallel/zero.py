@@ -217,7 +217,7 @@ class Zero:
     def reduce(self, name, last):
         """Sum a bucket's gradient over the data ranks after one micro-batch. last: no other sum follows in the step.
 
-        The executor calls this in B after the last unit of B that uses the bucket (`Chunk.reduce_after`), or in W. The
+        The executor calls this in B once no earlier unit uses the bucket (`Chunk.reduce_after`), or in W. The
         sum starts here and runs while backward continues with earlier units. Stages 0 and 1 sum only once, after the
         last micro-batch.
         """
@@ -269,7 +269,7 @@ class Zero:
     def counts(self, bucket, cut):
         """Return True on exactly one of the ranks that hold a range, so that the norm counts each element once.
 
-        For a LayerNorm: the first holder, tp rank 0, and dp rank 0 (stage 0) or the shard's owner (other stages).
+        For a LayerNorm: the rank that is first of its holders, has tp rank 0, and has dp rank 0 (stage 0) or the shard.
         """
         first_of_dp = bucket.stage >= 1 or bucket.dp.rank == 0
         return first_of_dp and bucket.holders.rank == 0 and (cut or self.mesh.tp.rank == 0)
