@@ -116,7 +116,7 @@ class Tokens:
             lack = f"a sample needs {seq_length + 1} tokens, but {self.path} has {num_tokens}"
             raise UserError(f"seq_length={seq_length}: {lack}; use a smaller seq_length or prepare more text")
         self.tokens = map_tokens(self.path)
-        self.check_ids(self.tokens[None, : 2**16], [0])  # every rank finds a wrong file before training starts
+        self.check_ids(self.tokens[None, : 2**16], [0])  # every rank finds most wrong files before training
 
     def windows(self, numbers, seed):
         """Return the index of each sample's window. numbers: sample numbers, [b] int64 -> [b] int64"""
@@ -206,8 +206,9 @@ def micro_batch_samples(consumed_samples, micro_batch, dp_rank, dp, micro_batch_
 def training_samples(consumed_samples, dp_rank, dp, micro_batch_size):
     """Yield a data rank's sample numbers, [b] int64, for each micro-batch after `consumed_samples`, without end.
 
-    The function does not need the size of a step, because on every rank a step has an integer number of
-    micro-batches. So a global batch size that grows during a run (rampup_batch_size) changes nothing here.
+    The function does not need the size of a step, because every step has whole micro-batches on every rank, and the
+    next step continues the numbers. So a global batch size that grows during a run (rampup_batch_size) changes nothing
+    here.
     """
     for micro_batch in itertools.count():
         yield micro_batch_samples(consumed_samples, micro_batch, dp_rank, dp, micro_batch_size)
@@ -280,7 +281,7 @@ def read(tokens, numbers, seed, device):
     """Yield the (tokens, numbers) of the Loader in CPU memory. The thread runs this generator."""
     gpu = device.type == "cuda"
     if gpu:
-        torch.cuda.set_device(device)  # a thread starts on GPU 0; pinning would allocate memory there
+        torch.cuda.set_device(device)  # a thread starts on GPU 0; pinning would use GPU memory there
     for n in numbers:
         pair = tokens.batch(n, seed), torch.from_numpy(n)
         yield tuple(tensor.pin_memory() for tensor in pair) if gpu else pair

@@ -14,8 +14,8 @@ blank JSON lines are ignored, and line ends do not change.
     read, cut into blocks  --512 KiB--> decode, parse, encode --uint16--> append in the order of the input
 
 Encoding takes nearly all the time. One core reads and cuts 1 GB per second, but encodes only 10 MB per second. So the
-main process handles only bytes, and at most a few blocks per worker are in memory. The memory does not depend on the
-size of the input, and the output does not depend on the number of workers.
+main process handles only bytes. At most a few blocks per worker are in memory. The memory does not depend on the size
+of the input, and the output does not depend on the number of workers.
 
 A long document is cut only where the cut does not change its tokens (`tokenizer.cut_points`). After a crash, the same
 command resumes: it reads the finished blocks again without encoding them, which is a hundred times faster, and

@@ -177,7 +177,7 @@ def test_where_to_resume_from(straight, tokens_dir, tmp_path, capsys):
 
 
 def test_what_is_later_than_the_resumed_step_is_not_left_for_the_next_run_to_find(tokens_dir, tmp_path):
-    """To resume from step 2 while steps 4 and 6 exist is an error: the second run would make another step 4."""
+    """To resume from step 2 while steps 4 and 6 exist is an error: the next run would resume from step 6."""
     go(configured(tmp_path, tokens_dir, save_interval=2, train_iters=6, keep=0))
     back = configured(tmp_path, tokens_dir, resume=str(tmp_path / "step_2"), train_iters=3, keep=2)
     with pytest.raises(UserError, match=r"^resume=.*step_2: .* contains the later step_6; remove the later check"):
@@ -230,7 +230,7 @@ def fails(config):
 
 @pytest.mark.parametrize("layout", [dict(zero=1), dict(zero=2, tp=2)], ids=str)
 def test_damage_that_one_rank_sees_stops_all(workers, straight, tokens_dir, tmp_path, layout):
-    """A file lacks its last bytes, and each rank reads another part of it. All ranks must stop."""
+    """A file lacks its last bytes. Only the rank whose shard they are sees this. All ranks must stop."""
     out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
     file = out / "step_10" / "block0.qkv.weight"
     file.write_bytes(file.read_bytes()[:-8])

@@ -35,7 +35,7 @@ def write(folder, row, /, **changes):
 
 @pytest.fixture
 def counted(tmp_path):
-    """53 windows of 7 tokens, and 5 tokens that fill no window. The id of each token is its position."""
+    """53 windows of 7 targets; 5 more tokens fill no window. The id of each token is its position."""
     return Tokens(write(tmp_path, range(53 * 7 + 1 + 5), vocab_size=1000), "train", 7, 1000)
 
 
@@ -44,7 +44,7 @@ def keys(seed, epochs):
 
 
 def chi_square(counts, expected):
-    """Return (chi-square - mean) / standard deviation of a histogram whose counts should all be near `expected`."""
+    """Return by how many standard deviations the chi-square of `counts`, all near `expected`, exceeds its mean."""
     degrees = counts.size - 1
     return (((counts - expected) ** 2 / expected).sum() - degrees) / math.sqrt(2 * degrees)
 

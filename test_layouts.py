@@ -6,8 +6,8 @@ Each test trains in float64 and compares a layout with one process that has one 
     initial parameters, copies of one parameter         equal bit for bit
 
 The gradients of every step are clipped. A layout of LAYOUTS has at least three micro-batches. It runs under SGD (whose
-update shows a wrong gradient scale at once) and AdamW, with and without dropout, with and without recomputation. The
-grid adds pipelines, ZeRO and the other optimizers.
+update shows a wrong gradient scale at once) and AdamW, with and without dropout, with and without recomputation.
+Further tests (the grid) add pipelines, ZeRO and the other optimizers.
 
 After a failure `testing/compare.py` names the first thing that differs and its usual cause.
 `testing/defects.py` lists the defects that these tests must find; `pytest -m defects` plants each of them.
@@ -38,7 +38,7 @@ TINY = dict(
     dtype="fp64",
 )  # fmt: skip
 
-# (dp, tp, sequence parallel): dp * tp is 2, 4 or 8, in every way; then dp=3, which divides no power of two
+# (dp, tp, sequence parallel): all with dp * tp = 2, 4 or 8, and two with dp=3, which divides no power of two
 LAYOUTS = [
     (dp, tp, sp)
     for dp, tp in [(2, 1), (1, 2), (3, 1), (4, 1), (2, 2), (1, 4), (3, 2), (8, 1), (4, 2), (2, 4), (1, 8)]
@@ -100,7 +100,7 @@ def train_tiny(config, steps=STEPS, mesh=None):
 
 
 def one_process_config(optimizer, dropout, **fields):
-    """Return the configuration of one process with one micro-batch a step: its gradient scale is right."""
+    """Return the configuration of one process with one micro-batch a step: its loss needs no division."""
     samples = fields.get("global_batch_size", TINY["global_batch_size"])
     return tiny_config(1, optimizer=optimizer, dropout=dropout, micro_batch_size=samples, **fields)
 
@@ -228,7 +228,7 @@ def fitted(dp, tp, pp, schedule, micro_batches, **fields):
     if redundant:
         return None
     chunks = usual_chunks(schedule)
-    layers = max(3, pp * chunks - 1)  # two parts have 2 blocks and 1; of more parts, one has none
+    layers = max(3, pp * chunks - 1)  # 2 parts: 2 blocks and 1 block; more parts: one is empty
     config = tiny_config(
         dp, tp, pp=pp, schedule=schedule, chunks=chunks, num_layers=layers, micro_batch_size=2,
         global_batch_size=2 * dp * m, lr=5e-3, dropout=0.1, **fields,

@@ -1,8 +1,8 @@
 """Compare tensor.py, and the model's operations in reference.py, with torch.nn.functional or formulas, in float64.
 
-The whole layer gives the right outputs and gradients. A rank's must equal its slices of them to 1e-12. A failure names
-the tensor and the rank. If it recognises the tensor that the rank has instead, it names that too. (test_layouts.py
-compares whole models. testing/defects.py lists the defects that these tests must find.)
+The expected outputs and gradients are those of the uncut layer. Each rank must have its slices of these, to 1e-12. A
+failure names the tensor and the rank. If it recognises the tensor that the rank has instead, it names that too.
+(test_layouts.py compares whole models. testing/defects.py lists the defects that these tests must find.)
 """
 
 import pytest

@@ -82,7 +82,7 @@ def cut_points(text: str, pattern: str):
 
     If the text is part of a longer text, these are also cut points of the longer text.
 
-    BPE never merges across pre-tokens. So i can be a cut point only if a pre-token begins at i also without the cut.
+    BPE never merges across pre-tokens. So i can be a cut point only if a pre-token of the uncut text begins at i.
     GPT-2's pattern is
 
         's 't 're 've 'm 'll 'd | ?letters | ?numbers | ?others | whitespace before whitespace or end | whitespace

@@ -5,7 +5,7 @@ first of these that differs. The comparison is cheap while all numbers are equal
 runs again, and its gradients are compared, parameter by parameter. Here `ours` is the layout's number and `theirs` the
 number of one process. `gradient_cause` tries in this order:
 
-    ratio          ours = r * theirs. For example, 8 = m * dp names a factor that is missing in the loss
+    ratio          ours = r * theirs. If r = 8 = m * dp, the loss is not divided by m * dp
     sums           ours, summed over an axis, is theirs: this sum is missing
     micro-batches  ours is a sum of the gradients of single micro-batches: a least squares fit finds the factors
     where          the first parameter, in the order of backward, that is wrong
@@ -91,7 +91,7 @@ def ratio(ours, theirs):
 
 
 def factors(sizes):
-    """Return {expression: value}: ratios that a missing or superfluous factor gives."""
+    """Return {expression: value}: ratios that a missing or an extra factor gives."""
     axes = {axis: getattr(sizes, axis) for axis in ("m", "dp", "tp", "pp") if getattr(sizes, axis) > 1}
     table = {}
     for count in (1, 2, 3):
@@ -189,7 +189,7 @@ def initial_difference(results, reference, config, specs, sizes):
 
 
 def initial_cause(ours, theirs, whole, tp_dim, config, sizes):
-    """Describe wrong initial values: of another slice, from a wrong place, or drawn for a slice."""
+    """Describe wrong initial values: of another slice, from a wrong place, or drawn slice by slice."""
     cut = tp_dim is not None and sizes.tp > 1
     for t, part in enumerate(whole.chunk(sizes.tp, tp_dim) if cut else []):
         if torch.equal(ours, part):
@@ -244,7 +244,7 @@ def shown(names):
 
 
 def ratio_cause(found, steps, shares, config, specs, sizes):
-    """Find one ratio of all gradients that are wrong."""
+    """Find a ratio that all wrong gradients share."""
     wrong, ratios = {f.name for f in found}, [f.ratio for f in found]
     if None in ratios or max(ratios) - min(ratios) > 1e-6 * max(map(abs, ratios)) + 1e-12:
         return ""
@@ -327,7 +327,7 @@ def micro_batch_cause(found, steps, shares, config, specs, sizes):
         return ""
     where = ""
     if config.schedule.startswith("zb") and all_matrices({g.name for g in found}, specs):
-        where = " Only weight matrices differ, whose gradients W adds: a bucket must be reduced after its W."
+        where = " Only weight matrices differ. W adds their gradients, so a bucket must be reduced after its W."
     head = "    data rank \\ micro-batch" + "".join(f"{j:>7}" for j in range(sizes.m))
     rows = [f"{d:>27}" + "".join(f"{c:>7.3g}" for c in row) for d, row in enumerate(counts.tolist())]
     rows = "\n".join([head, *rows])
@@ -563,7 +563,7 @@ def diagnosis(steps, one, shares, reference, config, specs, sizes):
 
 def forward_cause(loss, found, config):
     """Return one more line if the loss shows that the data or the forward pass is wrong."""
-    if loss is None or None not in {f.ratio for f in found}:  # without None, only scales are wrong
+    if loss is None or None not in {f.ratio for f in found}:  # r is a number: only scales differ
         return []
     places = [
         (True, "the samples that each rank draws"),

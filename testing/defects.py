@@ -1,4 +1,4 @@
-"""List defects that the tests must find. The failure's message must contain the words of the defect.
+"""List defects that the tests must find. The failure's message must contain the defect's `words`.
 
     python -m testing.defects                      lists them
     python -m testing.defects no-1/m not-reduced   plants each in a copy of the tree, runs its test, prints the failure
@@ -219,7 +219,7 @@ REDUCTION = [
             ("            self._reduce(name)\n        assert not products", "        assert not products"),
         ),
         grid(2, 2, "zb-h1", m="not_a_multiple"),
-        "the bucket is reduced before its gradient is complete. Only weight matrices differ, whose gradients W adds",
+        "the bucket is reduced before its gradient is complete. Only weight matrices differ. W adds their gradients",
     ),
     Defect(
         "W-drops-products",

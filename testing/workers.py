@@ -94,5 +94,5 @@ class Workers:
         return [results[r] for r in range(ranks)]
 
     def check(self, ranks, function, *arguments):
-        """Call a function that asserts on its rank and returns None."""
+        """Run a function of checks on each rank. It returns None."""
         assert self.run(ranks, function, *arguments) == [None] * ranks
