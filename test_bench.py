@@ -96,7 +96,7 @@ def test_the_old_command_names_the_new_one():
 
 
 def test_layouts_in_processes_of_their_own():
-    """The table has every row. bench prints a row only after checking that ours and PyTorch's train the same."""
+    """The table has the rows of dp=2. bench prints a row only after a check that both sides train the same."""
     sizes = "--repeats=1", "--layers=2", "--hidden=64", "--seq=32", "--vocab=256"
     rows = bench("layouts", *sizes, "--only=dp=2").splitlines()[3:]
     assert [row.split("  ")[0] for row in rows] == ["dp=2", "dp=2 zero=2", "dp=2 zero=3"]
@@ -247,7 +247,7 @@ def test_busy_time_counts_what_overlaps_once(capsys):
 
 
 def test_floors_are_those_of_the_operations():
-    """The bytes that a step must move (floors) are the sums of those of the operations in bench/kernels.py."""
+    """The floors of a step (bytes that it must move) are the sums of the operations' floors in bench/kernels.py."""
     c = tiny("bf16")
     c.hidden_size, c.seq_length, c.vocab_size = 64, 16, 200
     ops = {op.name: op.floor for op in bench_kernels.operations(torch.device("cpu"), torch.bfloat16, **SIZES)}

@@ -128,7 +128,7 @@ def first_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("first_run")
     tests_only = ("OMP_NUM_THREADS", "TRITON_INTERPRET")
     environment = {name: value for name, value in os.environ.items() if name not in tests_only}
-    place = dict(cwd=folder, env=environment)  # as a user's, with all cores
+    place = dict(cwd=folder, env=environment)  # like a user: uses all cores
     text = run(sys.executable, HERE / "prepare.py", "--tokenizer=bytes", **place)
     text += run("torchrun", HERE / "train.py", HERE / "configs/tiny.py", **place)
     written = run(sys.executable, HERE / "generate.py", "out/tiny", "--prompt", "def hello_world():", **place)

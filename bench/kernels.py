@@ -69,7 +69,7 @@ def measure(
     if dtype not in ("bf16", "fp16", "fp32"):
         raise UserError(f"--dtype={dtype}: should be bf16, fp16 or fp32")
     if hidden % 64 or tokens % seq:
-        raise UserError(f"--hidden={hidden}: should be a multiple of 64 (a head), --tokens={tokens} one of --seq={seq}")
+        raise UserError(f"--hidden={hidden}: should be a multiple of 64 (a head), and --tokens={tokens} of --seq={seq}")
     sizes = dict(n=tokens, h=hidden, s=seq, v=vocab)
     right = on_gpu(Gpu(), sizes, dtype, repeats, only) if torch.cuda.is_available() else interpreted(only)
     if not right:
@@ -192,7 +192,7 @@ def attentions(draw, plain, item, n, h, s):
 
 
 def losses(device, dtype, n, h, v):
-    """Return two operations: the loss from some tokens' logits, and all tokens' loss with its matrix products.
+    """Return two operations: the loss of some tokens' logits, and the head with the loss of all tokens.
 
     The second operation uses all columns, padding included. PyTorch's own variant cannot exclude columns. Without
     padding its matrix products would have an odd number of columns, such as 50257, which is slow.

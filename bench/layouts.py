@@ -56,7 +56,7 @@ def measure(layers: int = 4, hidden: int = 256, seq: int = 128, vocab: int = 204
 # --- theirs -----------------------------------------------------------------------------------------------------------
 #
 # `one_process` to `pipelining` take c (the configuration), mesh, and batches: [(ids [b, s], targets [b, s])], the
-# micro-batches of this data rank. It returns a function step() -> (loss, gradient norm). The loss is the mean of the
+# micro-batches of this data rank. Each returns a function step() -> (loss, gradient norm). The loss is the mean of the
 # micro-batches, or 0 on a rank that computes no loss.
 
 

@@ -27,7 +27,7 @@ class Gpu:
         self.device, self.name = torch.device("cuda"), torch.cuda.get_device_name()
         self.compile = functools.partial(torch.compile, dynamic=False)
         self.yardstick = 1 << 29, 8192  # bytes of a copy; rows and columns of a matrix product
-        torch._dynamo.config.recompile_limit = 64  # each size is compiled; above the limit: eager code
+        torch._dynamo.config.recompile_limit = 64  # compile at most 64 sizes; then use eager code
 
     def timed(self, call):
         """Return (microseconds of GPU time for the work that `call()` queues, the result of `call()`)."""

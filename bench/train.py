@@ -15,9 +15,9 @@ A run takes minutes, mainly for torch.compile. Each table is printed as soon as 
 the losses of three steps: our losses and plain PyTorch's must agree to 1%. (Plain PyTorch's softmax includes the
 vocabulary's padding, which changes a loss by about 0.01%. Hugging Face's model is not checked, because it starts from
 other weights.) Then the contestants take turns in one process. The first step of a turn is not timed, because it
-allocates memory from the device again. The table shows this step's extra peak memory plus its model's weights,
-gradients and moments. All models stay in memory during the measurement. A line above the table shows their size. A
-contestant that is "out of memory" may fit without the others.
+allocates memory from the device again. The table shows that step's extra memory plus the weights, gradients and
+moments. All models stay in memory during the measurement. A line above the table shows their size. A contestant that
+is "out of memory" may fit without the others.
 
 The last table profiles our step, kernel by kernel. For each of our own kernels it shows the floor: the time of a plain
 copy of the bytes that the kernel must move. Matrix products have no floor in this table. The last line shows how long

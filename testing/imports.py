@@ -71,7 +71,7 @@ def circles(imports):
 
 
 def levels(imports):
-    """Return {path: level}, without the files that are in a circle or import one, directly or indirectly."""
+    """Return {path: level}, without files that lie in a circle or import such a file, directly or indirectly."""
     known, grown = {}, True
     while grown:
         ready = {path for path in imports if path not in known and all(other in known for other in imports[path])}
