@@ -1,10 +1,10 @@
 """Read shuffled batches of tokens from disk. The seed and the number of consumed samples determine a batch.
 
-For each split, `prepare.py` writes one file with a long row of uint16 tokens. A sample is a window of this row.
-Its inputs are seq_length tokens, and its targets are the inputs shifted by one token. Neighbouring windows share
-one token, so every token is a target once in an epoch. Exceptions are the first token of the row and the last
-tokens if they do not fill a window. A document may continue in the next window. An end-of-text token separates
-two documents.
+For each split, `prepare.py` writes one file with a long row of uint16 tokens, or uint32 for more than 65,536 ids.
+A sample is a window of this row. Its inputs are seq_length tokens, and its targets are the inputs shifted by one
+token. Neighbouring windows share one token, so every token is a target once in an epoch. Exceptions are the first
+token of the row and the last tokens if they do not fill a window. A document may continue in the next window. An
+end-of-text token separates two documents.
 
     tokens     t0 t1 t2 t3 t4 t5 t6 t7 t8 ..          seq_length = 4
     window 0   t0 t1 t2 t3 t4                         inputs t0..t3, targets t1..t4
@@ -27,9 +27,10 @@ data ranks and two samples in a micro-batch:
 A step takes the same samples for any number of ranks. The number of ranks only decides which rank takes a sample. All
 ranks of a tensor or pipeline group have the same data rank, so they read the same batch.
 
-A micro-batch of b samples reads b * (seq_length + 1) * 2 bytes. A separate thread reads while the model computes.
-The file is mapped into memory, not loaded. Its pages count as resident memory of the process, but they belong to
-the kernel's page cache. All ranks of a host share one copy, and the kernel drops this copy when memory is short.
+A micro-batch of b samples reads b * (seq_length + 1) * 2 bytes, twice as many with uint32. A separate thread reads
+while the model computes. The file is mapped into memory, not loaded. Its pages count as resident memory of the
+process, but they belong to the kernel's page cache. All ranks of a host share one copy, and the kernel drops this copy
+when memory is short.
 """
 
 import itertools
@@ -98,6 +99,8 @@ def permute(i, n, key):
 
 # -- one split
 
+DTYPES = {"uint16": "<u2", "uint32": "<u4"}  # meta.json's name: numpy's, little-endian
+
 
 class Tokens:
     """One split of a data set. The constructor opens and checks its files.
@@ -115,7 +118,7 @@ class Tokens:
         if self.num_samples < 1:
             lack = f"a sample needs {seq_length + 1} tokens, but {self.path} has {num_tokens}"
             raise UserError(f"seq_length={seq_length}: {lack}; use a smaller seq_length or prepare more text")
-        self.tokens = map_tokens(self.path)
+        self.tokens = map_tokens(self.path, DTYPES[self.meta["dtype"]])
         self.check_ids(self.tokens[None, : 2**16], [0])  # every rank finds most wrong files before training
 
     def windows(self, numbers, seed):
@@ -156,8 +159,8 @@ def read_meta(data_dir, vocab_size):
             raise TypeError("counts should be integers")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: not a valid meta.json of prepare.py ({error!r}); prepare the data again") from None
-    if dtype != "uint16":
-        raise UserError(f"{path}: dtype={dtype!r}, but tokens are read as 'uint16'; prepare the data again")
+    if dtype not in DTYPES:
+        raise UserError(f"{path}: dtype={dtype!r}, but tokens are {' or '.join(DTYPES)}; prepare the data again")
     if ids > vocab_size:
         why = f"{data_dir} was tokenized with {tokenizer!r}, which has {ids} ids"
         what = f"set vocab_size={ids} or prepare the data with another tokenizer"
@@ -171,15 +174,16 @@ def count_tokens(path, meta):
     size = path.stat().st_size if path.is_file() else 0
     if said is None:
         raise UserError(f"{path}: meta.json has no such split, only {', '.join(meta['tokens'])}")
-    if size != 2 * said:
-        what = ("truncated" if size else "missing or empty") if size < 2 * said else "too long"
-        why = f"{size} bytes, but meta.json has {said} tokens, which are {2 * said} bytes"
+    expected = said * np.dtype(DTYPES[meta["dtype"]]).itemsize
+    if size != expected:
+        what = ("truncated" if size else "missing or empty") if size < expected else "too long"
+        why = f"{size} bytes, but meta.json has {said} tokens, which are {expected} bytes"
         raise UserError(f"{path}: {what}: {why}; prepare the data again")
     return said
 
 
-def map_tokens(path):
-    """Map the file as a read-only array, [num_tokens] uint16. A page is read from disk at its first use.
+def map_tokens(path, dtype="<u2"):
+    """Map the file as a read-only array of `dtype`, [num_tokens]. A page is read from disk at its first use.
 
     One mapping is used for the whole run. nanoGPT opens a new mapping for every batch to avoid a memory leak. But
     only the page cache grows, and the kernel frees the page cache when memory is short. If the file is truncated or
@@ -191,7 +195,7 @@ def map_tokens(path):
     # from a 1 GB file that was not in memory. With read-ahead, it read the whole file. Without read-ahead, it read only
     # 12 MB, in a third of the time.
     mapped.madvise(mmap.MADV_RANDOM)
-    return np.frombuffer(mapped, "<u2")
+    return np.frombuffer(mapped, dtype)
 
 
 # -- samples of a data rank

@@ -57,8 +57,8 @@ TABLES = {
   --data-path --train-data-path                        use --data_dir, a folder that prepare.py wrote
   --valid-data-path --test-data-path                   not needed: --data_dir has the three splits
   --data-impl --num-workers --dataloader-type          not needed: the tokens are mapped into memory
-  --vocab-file --merge-file                            not needed: prepare.py --tokenizer=gpt2 has the vocabulary
-  --tokenizer-type --tokenizer-model                   use prepare.py --tokenizer=gpt2
+  --vocab-file --merge-file                            not needed: --data_dir has a copy of the vocabulary
+  --tokenizer-type --tokenizer-model                   not needed: --data_dir has a copy of the vocabulary
   --save                                               use --out_dir
   --load                                               use --resume; without it, a run resumes from --out_dir
   --no-load-optim --no-load-rng --finetune             not available: a run resumes everything in its checkpoint
@@ -89,10 +89,11 @@ TABLES = {
   --input                                  name the files without a flag: python prepare.py FILE ...
   --output-prefix                          use --out, a folder
   --json-keys                              use --text_key
-  --tokenizer-type --tokenizer-model       use --tokenizer=gpt2
-  --vocab --vocab-file --merge-file        not needed: --tokenizer=gpt2 has the vocabulary
+  --tokenizer-type --tokenizer-model       use --tokenizer: gpt2, or a folder or file of a byte-level BPE
+  --vocab --vocab-file                     use --tokenizer=vocab.json; merges.txt must lie beside it
+  --merge-file                             use --tokenizer=vocab.json; merges.txt must lie beside it
   --append-eod                             not needed: every document ends with the end-of-text token
-  --dataset-impl --chunk-size              not needed: the output is a plain file of uint16
+  --dataset-impl --chunk-size              not needed: the output is a plain file of tokens
   --split-sentences --keep-newlines        not needed: a document is encoded as it is
   --log-interval                           not needed: a bar shows the progress
 """,

@@ -20,7 +20,7 @@ from parallel import checkpoint, schedules
 from parallel.layout import Layout
 from parallel.mesh import Mesh
 from parallel.zero import Zero
-from tokenizer import load_tokenizer
+from tokenizer import copied
 
 
 def load_model(path, device):
@@ -39,7 +39,7 @@ def load_model(path, device):
     zero = Zero(model, layout, config, mesh, dtype, device, training=False)
     checkpoint.load(found, zero)
     zero.parameters_from_master()
-    tokenizer = load_tokenizer(index["tokenizer"])
+    tokenizer = copied(found, index["tokenizer"])
     model.units[-1].vocab_size = min(config.vocab_size, tokenizer.n_vocab)  # the model may have ids without text
     return model, config, tokenizer
 

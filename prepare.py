@@ -3,15 +3,18 @@
     python prepare.py --tokenizer=bytes             # the standard library's sources -> data/stdlib_bytes
     python prepare.py corpus/ --tokenizer=gpt2      # a folder of text               -> data/corpus_gpt2
     python prepare.py 'shards/*.jsonl.gz' --out=data/web --text_key=content
+    python prepare.py corpus/ --tokenizer=dataset/gpt2-vocab.json     # or another vocabulary (vocabulary.py)
 
-A `.bin` file contains only the token ids as little-endian uint16, so data.py can map it into memory. A document is one
-text file or one JSON line. It is encoded as ordinary text: the characters "<|endoftext|>" in a document have no special
-meaning. The end-of-text token follows each document; an empty document is only this token. A hash of the document's
-position (index of its file, line of its start) selects its split. A byte-order mark at the start of a file is removed,
-blank JSON lines are ignored, and line ends do not change.
+A `.bin` file contains only the token ids as little-endian uint16 (above 65,536 ids: uint32; meta.json has the dtype),
+so data.py can map it into memory. DIR also gets a copy of the vocabulary, tokenizer.json, except for `bytes`.
+
+A document is one text file or one JSON line. It is encoded as ordinary text: the characters "<|endoftext|>" in a
+document have no special meaning. The end-of-text token follows each document; an empty document is only this token. A
+hash of the document's position (index of its file, line of its start) selects its split. A byte-order mark at the start
+of a file is removed, blank JSON lines are ignored, and line ends do not change.
 
     this process                        one process per core              this process
-    read, cut into blocks  --512 KiB--> decode, parse, encode --uint16--> append in the order of the input
+    read, cut into blocks  --512 KiB--> decode, parse, encode --tokens--> append in the order of the input
 
 Encoding takes nearly all the time. One core reads and cuts 1 GB per second, but encodes only 10 MB per second. So the
 main process handles only bytes. At most a few blocks per worker are in memory. The memory does not depend on the size
@@ -41,14 +44,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import tiktoken
 from tqdm import tqdm
 
 from documents import KNOWN, MAX_RUN, PIECE, BadInput, Part, document_text, find_files, read_blocks, split_suffixes
 from errors import Parser, UserError, exit_on_user_error, locked
-from tokenizer import load_tokenizer
+from tokenizer import Tokenizer, copy, load_tokenizer
+from vocabulary import COPY
 
 SPLITS = ("train", "val", "test")
+WIDTH = {"uint16": 2, "uint32": 4}  # bytes of a token
 SAVE_EVERY = 5.0  # seconds between two saves; a crash loses about this much work
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # fork is fast and shares the vocabulary, but it needs a parent without threads. Importing numpy may start threads, so
@@ -78,8 +82,8 @@ class Encoded(NamedTuple):
 
 def encode_block(job: Job, block: list[Part]) -> Encoded:
     """Encode the documents of a block, each into its split. Count bad documents and leave them out."""
-    encoding = load_tokenizer(job.tokenizer)
-    endoftext = encoding.eot_token.to_bytes(2, "little")
+    tokenizer = load_tokenizer(job.tokenizer)
+    endoftext = tokenizer.eot_token.to_bytes(WIDTH[tokenizer.dtype], "little")
     tokens, documents, skipped, examples = [[], [], []], [0, 0, 0], Counter(), []
     for part in block:
         for i, data in enumerate(part.data.split(b"\n") if part.json_lines else [part.data]):
@@ -92,18 +96,16 @@ def encode_block(job: Job, block: list[Part]) -> Encoded:
                 examples += [str(problem)] if len(examples) < 3 else []
                 continue
             split = split_of(part.file, part.start + i, job.split)
-            tokens[split].append(encode(encoding, text))
+            tokens[split].append(encode(tokenizer, text))
             if part.ends:
                 tokens[split].append(endoftext)
                 documents[split] += 1
     return Encoded([b"".join(pieces) for pieces in tokens], documents, skipped, examples)
 
 
-def encode(encoding: tiktoken.Encoding, text: str) -> bytes:
-    """Return encode_ordinary(text) as little-endian uint16, without a Python integer for each id."""
-    if encoding.name == "bytes":  # the id is the byte; UTF-16 adds a zero byte
-        return text.encode().decode("latin-1").encode("utf-16-le")
-    return encoding.encode_to_numpy(text, disallowed_special=()).astype("<u2").tobytes()
+def encode(tokenizer: Tokenizer, text: str) -> bytes:
+    """Return the tokens of `text` as little-endian integers of the tokenizer's dtype."""
+    return tokenizer.encode(text).astype(f"<u{WIDTH[tokenizer.dtype]}", copy=False).tobytes()
 
 
 def split_of(file: int, line: int, weights) -> int:
@@ -170,10 +172,10 @@ class Progress:
 
 
 class Output:
-    """The three .part files in `folder`, and the Progress file progress.json."""
+    """The three .part files in `folder`, and the Progress file progress.json. width: bytes of a token."""
 
-    def __init__(self, folder: str, made_from: dict):
-        self.folder, self.journal = folder, os.path.join(folder, "progress.json")
+    def __init__(self, folder: str, made_from: dict, width: int = 2):
+        self.folder, self.journal, self.width = folder, os.path.join(folder, "progress.json"), width
         for path in bin_paths(folder):  # if a run was killed in finish(), undo its renames
             if os.path.exists(path) and not os.path.exists(path + ".part"):
                 os.rename(path, path + ".part")
@@ -191,7 +193,7 @@ class Output:
             return fresh
         # tell() is the file's size, because append mode starts at the end
         same = (progress.made_from, progress.cut) == (fresh.made_from, fresh.cut)
-        if not same or any(file.tell() < 2 * n for file, n in zip(self.files, progress.tokens, strict=True)):
+        if not same or any(file.tell() < self.width * n for file, n in zip(self.files, progress.tokens, strict=True)):
             print(f"{self.folder}: its unfinished files are damaged or from another command; starting over")
             return fresh
         if progress.blocks:
@@ -214,7 +216,7 @@ class Output:
             return
         for i, file in enumerate(self.files):
             append(file, encoded.tokens[i])
-            p.tokens[i] += len(encoded.tokens[i]) // 2
+            p.tokens[i] += len(encoded.tokens[i]) // self.width
             p.documents[i] += encoded.documents[i]
         if time.monotonic() - self.saved_at > SAVE_EVERY:
             self.save()
@@ -228,7 +230,7 @@ class Output:
 
     def truncate(self):
         for file, n in zip(self.files, self.progress.tokens, strict=True):
-            os.ftruncate(file.fileno(), 2 * n)
+            os.ftruncate(file.fileno(), self.width * n)
 
     def fill_empty_splits(self, weights):
         """Fill each empty split with its share (--split) of train's tokens, taken from the end of train.
@@ -244,9 +246,9 @@ class Output:
             if share and not tokens[i]:
                 tokens[i], end = share, end - share
                 with open(self.files[giver].name, "rb") as source:
-                    source.seek(2 * end)
-                    for at in range(0, 2 * share, 1 << 20):
-                        append(self.files[i], source.read(min(1 << 20, 2 * share - at)))
+                    source.seek(self.width * end)
+                    for at in range(0, self.width * share, 1 << 20):
+                        append(self.files[i], source.read(min(1 << 20, self.width * share - at)))
                 print(f"{SPLITS[i]} had no document, so it gets the last {share:,} tokens of {SPLITS[giver]}")
         tokens[giver] = end
         self.truncate()
@@ -295,14 +297,15 @@ def parse_arguments():
     """Return the parsed command line. Raises UserError."""
     parser = Parser("python prepare.py", allow_abbrev=False)
     parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=120)
-    parser.description = "Text to tokens on disk: DIR/{train,val,test}.bin (uint16) and DIR/meta.json."
+    parser.description = "Text to tokens on disk: DIR/{train,val,test}.bin, DIR/meta.json and a copy of the vocabulary."
     parser.epilog = "After a stop or a crash, run the same command again to resume. It does not change a finished DIR."
     add = parser.add_argument
     sources = f"files, 'globs' or folders of {KNOWN}"
     skips = "skip for the standard library, where some test files are invalid on purpose"
     add("inputs", nargs="*", metavar="INPUT", help=f"{sources} (default: the standard library)")
     add("--out", metavar="DIR", help="output folder (default: data/SOURCE_TOKENIZER, for example data/stdlib_gpt2)")
-    add("--tokenizer", default="gpt2", help="gpt2, bytes, r50k_base ... (default: gpt2; bytes needs no download)")
+    kinds = "gpt2, bytes, r50k_base ..., or a folder or file: vocab.json with merges.txt, tokenizer.json, NAME.tiktoken"
+    add("--tokenizer", default="gpt2", help=f"{kinds} (default: gpt2; bytes needs no download)")
     add("--split", default="969,30,1", help="relative sizes of train,val,test (default: 969,30,1)")
     add("--workers", metavar="N", help="number of processes that encode (default: one per core)")
     add("--text_key", default="text", metavar="KEY", help="key of the text in a JSON line (default: text)")
@@ -356,16 +359,17 @@ def is_finished(out: str, made_from: dict) -> bool:
     remedy = "remove it, or choose another --out"
     try:
         meta = json.loads(Path(out, "meta.json").read_text(encoding="utf-8"))
-        there, tokens = meta["made_from"], meta["tokens"]
+        there, tokens, width = meta["made_from"], meta["tokens"], WIDTH[meta["dtype"]]
     except FileNotFoundError:
-        strangers = [os.path.basename(path) for path in bin_paths(out) if os.path.exists(path)]
+        ours = [*map(os.path.basename, bin_paths(out)), *COPY]
+        strangers = [name for name in ours if os.path.exists(os.path.join(out, name))]
         if strangers and not os.path.exists(os.path.join(out, "progress.json")):
             raise UserError(f"--out={out}: contains a {strangers[0]} but no meta.json; {remedy}") from None
         return False
     except (ValueError, KeyError, TypeError):
         raise UserError(f"--out={out}: its meta.json was not written by prepare.py; {remedy}") from None
     for split, path in zip(SPLITS, bin_paths(out), strict=True):
-        if not os.path.exists(path) or os.path.getsize(path) != 2 * tokens[split]:
+        if not os.path.exists(path) or os.path.getsize(path) != width * tokens[split]:
             raise UserError(f"--out={out}: {split}.bin does not match meta.json; remove the folder and run again")
     for key, value in made_from.items():
         if there.get(key) != value:
@@ -382,11 +386,11 @@ def prepare(args):
     on_error = args.on_error or ("stop" if args.inputs else "skip")
     if on_error not in ("stop", "skip"):
         raise UserError(f"--on_error={on_error}: should be stop or skip")
-    load_tokenizer(args.tokenizer)  # raises its errors before any work
+    tokenizer = load_tokenizer(args.tokenizer)  # raises its errors before any work
     files = find_files(args.inputs)
-    out = args.out or default_out(args.inputs, files, args.tokenizer)
+    out = args.out or default_out(args.inputs, files, tokenizer.name)
     split = ",".join(f"{weight:.12g}" for weight in weights)
-    made_from = {"tokenizer": args.tokenizer, "split": split, "text_key": args.text_key, "input": describe(files)}
+    made_from = {"tokenizer": tokenizer.name, "split": split, "text_key": args.text_key, "input": describe(files)}
     try:
         if is_finished(out, made_from):
             print(f"{out} is already finished: nothing to do")
@@ -395,20 +399,25 @@ def prepare(args):
         lock = os.path.join(out, "prepare.lock")
         with locked(lock, f"--out={out}: another prepare.py is writing to this folder"):
             if not is_finished(out, made_from):  # another run may have finished before this run got the lock
-                with contextlib.closing(Output(out, made_from)) as output:
+                with contextlib.closing(Output(out, made_from, WIDTH[tokenizer.dtype])) as output:
                     make(files, Job(args.tokenizer, args.text_key, weights), output, workers, on_error)
             os.remove(lock)
     except OSError as error:
         why = error.strerror or error
         raise UserError(f"--out={out}: {why}; the files are kept; run the same command again to resume") from None
-    config = "tiny" if args.tokenizer == "bytes" else "gpt2_124m"
-    print(f"next: torchrun train.py configs/{config}.py" + (f" --data_dir={out}" if args.out or args.inputs else ""))
+    print(next_command(tokenizer, out if args.out or args.inputs or tokenizer.name not in ("bytes", "gpt2") else None))
+
+
+def next_command(tokenizer: Tokenizer, out: str | None) -> str:
+    config = "tiny" if tokenizer.name == "bytes" else "gpt2_124m"
+    sizes = f" --vocab_size={tokenizer.n_vocab}" if tokenizer.n_vocab not in (257, 50257) else ""
+    return f"next: torchrun train.py configs/{config}.py" + (f" --data_dir={out}" if out else "") + sizes
 
 
 def make(files: list[str], job: Job, output: "Output", workers: int, on_error: str):
     """Read, encode and write all documents into `output`."""
-    encoding, progress = load_tokenizer(job.tokenizer), output.progress
-    blocks = read_blocks(files, job.text_key, encoding._pat_str)
+    tokenizer, progress = load_tokenizer(job.tokenizer), output.progress
+    blocks = read_blocks(files, job.text_key, tokenizer.pattern)
     began, before = time.monotonic(), sum(progress.tokens)
     tqdm.monitor_interval = 0  # without tqdm's thread: see START_METHOD
     bar = tqdm(total=progress.made_from["input"]["bytes"], unit="B", unit_scale=True, smoothing=0.05)
@@ -429,15 +438,17 @@ def make(files: list[str], job: Job, output: "Output", workers: int, on_error: s
         raise UserError(f"the input is empty: no text in {len(files):,} files{first}")
     output.fill_empty_splits(job.split)
     meta = {
-        "tokenizer": job.tokenizer,
-        "vocab_size": encoding.n_vocab,
-        "eot_id": encoding.eot_token,
-        "dtype": "uint16",
+        "tokenizer": tokenizer.name,
+        "vocab_size": tokenizer.n_vocab,
+        "eot_id": tokenizer.eot_token,
+        "dtype": tokenizer.dtype,
         "tokens": dict(zip(SPLITS, progress.tokens, strict=True)),
         "documents": dict(zip(SPLITS, progress.documents, strict=True)),
         "skipped": progress.skipped,
         "made_from": progress.made_from,
     }
+    if tokenizer.name != "bytes":
+        copy(tokenizer, output.folder)
     output.finish(meta)
     for split, tokens, documents in zip(SPLITS, progress.tokens, progress.documents, strict=True):
         print(f"{split:<5} {tokens:>16,} tokens {documents:>12,} documents")

@@ -276,8 +276,12 @@ REFUSALS = {
         r".*meta.json: .*integers.*",
     ),
     "dtype": (
+        lambda folder: write(folder, range(100), dtype="int32"),
+        r".*meta.json: dtype='int32', but tokens are uint16 or uint32; prepare the data again",
+    ),
+    "another dtype": (
         lambda folder: write(folder, range(100), dtype="uint32"),
-        r".*meta.json: dtype='uint32', but tokens are read as 'uint16'; prepare the data again",
+        r".*train.bin: truncated: 200 bytes, but meta.json has 100 tokens, which are 400 bytes; .*",
     ),
     "vocabulary": (
         lambda folder: write(folder, range(100), tokenizer="gpt2", vocab_size=50257),

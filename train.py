@@ -11,6 +11,7 @@ import contextlib
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -29,6 +30,7 @@ from parallel.mesh import Mesh, everyone
 from parallel.optimizer import LossScale, learning_rate
 from parallel.pipeline import Executor
 from parallel.zero import Zero
+from vocabulary import COPY
 
 # --- the step -------------------------------------------------------------------------------------------------------
 
@@ -215,7 +217,8 @@ def save(run, tokenizer):
         "counters": asdict(run.counters) | {"updates": run.zero.updates.item()},
         "loss_scale": run.loss_scale.state(),
     }
-    checkpoint.save(run.config.out_dir, run.counters.iteration, run.zero, state, run.config.keep)
+    copies = [Path(run.config.data_dir, name) for name in COPY]
+    checkpoint.save(run.config.out_dir, run.counters.iteration, run.zero, state, run.config.keep, copies)
 
 
 def restore(run, path):

@@ -4,6 +4,7 @@
         index.json                        shapes, dtype, configuration, counters, ...
         block0.qkv.weight                 the whole tensor, C order, master dtype, no header
         block0.qkv.weight.moment0  ...    AdamW's two moments
+        tokenizer.json  ...               the data set's copy of the vocabulary (none for `bytes`)
         ...
 
 A rank writes its shard of each bucket (`Bucket.shard`). The shard may begin and end in the middle of a parameter, and
@@ -68,11 +69,11 @@ def files(bucket, begin, end):
                 yield f"{piece.spec.name}.moment{k}", piece, piece.of(moment[begin - first : end - first])
 
 
-def save(out_dir, step, zero, state, keep=0):
+def save(out_dir, step, zero, state, keep=0, copies=()):
     """Write `out_dir/step_N`. Every rank of the mesh calls this with the same `state` (entries of index.json).
 
-    Keeps the `keep` latest checkpoints (0: all). If one rank can't write, raises UserError on every rank and removes
-    the incomplete checkpoint.
+    copies: files that are also copied into the checkpoint, if they exist. Keeps the `keep` latest checkpoints (0: all).
+    If one rank can't write, raises UserError on every rank and removes the incomplete checkpoint.
     """
     final = step_path(out_dir, step)
     writing = final.with_name(final.name + ".writing")
@@ -85,6 +86,9 @@ def save(out_dir, step, zero, state, keep=0):
 
     def publish():
         if first:
+            for path in filter(os.path.isfile, copies):
+                shutil.copyfile(path, writing / path.name)
+                _flush(writing / path.name)
             _write_index(writing, zero, state)
             writing.rename(final)
             _flush(out_dir)
@@ -134,9 +138,9 @@ def _write_index(folder, zero, state):
     _flush(folder)
 
 
-def _flush(folder):
-    """Flush a folder to disk. A file name is data of its folder, so fsync of the file is not enough."""
-    fd = os.open(folder, os.O_RDONLY)
+def _flush(path):
+    """Flush a file or a folder to disk. A file name is data of its folder, so fsync of the file is not enough."""
+    fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
 
