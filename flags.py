@@ -99,6 +99,8 @@ TABLES = {
 """,
     "generate.py": """
   --load                                   name the folder without a flag: python generate.py out/tiny
+  --vocab-file --merge-file                not needed: the checkpoint has a copy of the vocabulary
+  --tokenizer-type --tokenizer-model       not needed: the checkpoint has a copy of the vocabulary
   --out-seq-length                         use --max_tokens
   --greedy                                 use --temperature=0
 """,

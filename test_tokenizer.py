@@ -4,6 +4,8 @@ The vocabularies are made here: trained on a Japanese text (testing/japanese.txt
 """
 
 import base64
+import hashlib
+import inspect
 import itertools
 import json
 import os
@@ -17,6 +19,7 @@ import numpy as np
 import pytest
 import regex
 import tiktoken
+import tiktoken_ext.openai_public
 import tokenizers
 import transformers
 from tokenizers import models, pre_tokenizers, trainers
@@ -166,7 +169,7 @@ def test_a_trained_vocabulary_in_both_forms(japanese, tmp_path):
 @pytest.mark.parametrize("name", PATTERNS)
 def test_each_known_pattern(name, tmp_path):
     """The three ways that a pattern comes: Hugging Face's file, a .tiktoken file, and our copy."""
-    theirs = trained(500, PATTERNS[name][-1])
+    theirs = trained(500, PATTERNS[name][-1], JAPANESE + "34 34 34 45 45 12\n" * 9)  # 12345 shows where numbers end
     theirs.save(str(tmp_path / "tokenizer.json"))
     ours = loaded(tmp_path)
     assert ours.vocabulary.pattern == name and ours.pattern == PATTERNS[name][0]
@@ -270,6 +273,28 @@ def test_tiktokens_large_encodings(name, tmp_path, monkeypatch):
     again = loaded(tmp_path)
     assert again.name == name and again.vocabulary.special == ours.vocabulary.special
     assert again.encode(JAPANESE).tolist() == fake.encode_ordinary(JAPANESE)
+
+
+def test_openais_files_are_known_without_a_pattern(tmp_path, monkeypatch):
+    path = write_tiktoken(tmp_path / "a.tiktoken", [bytes([b]) for b in range(256)])
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    monkeypatch.setitem(vocabulary.OPENAI_FILES, sha256, ("cl100k_base", 257))
+    ours = loaded(path)
+    assert (ours.vocabulary.pattern, ours.eot_token, ours.special["<|unused_256|>"]) == ("cl100k_base", 257, 256)
+    monkeypatch.undo()
+    source = inspect.getsource(tiktoken_ext.openai_public)
+    for sha256, (name, end) in vocabulary.OPENAI_FILES.items():
+        below = source.split(sha256)[1]  # the same function of tiktoken
+        assert regex.search(r"ENDOFTEXT: (\d+)", below)[1] == str(end)
+        assert name in ("gpt2", "cl100k_base", "o200k_base")
+
+
+def test_the_end_of_a_document_that_the_configuration_names(japanese, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(change(japanese, added_tokens=[]), encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": END}}))
+    ours = loaded(tmp_path)
+    assert (ours.end, ours.eot_token, ours.special) == (END, 0, {END: 0})
+    check_equal(ours, japanese)
 
 
 # --- cuts -------------------------------------------------------------------------------------------------------------
@@ -438,7 +463,7 @@ FILES = {
     "other merges": (GOOD | {"merges.txt": "a c\n"}, "{}/merges.txt: merge 1 ['a', 'c'] has a token without an id"),
     "unknown end": (
         GOOD | {"tokenizer_config.json": '{"eos_token": {"content": "<end>"}}'},
-        "{}/merges.txt: no token for the end of a document (the end of a document, '<end>', is no special token)",
+        "{}/merges.txt: no token for the end of a document ('<end>', the eos_token, has no id)",
     ),
     "no pattern": (
         {"a.tiktoken": RANKS},

@@ -1,7 +1,7 @@
-"""Read the vocabulary of a byte-level BPE from anybody's files, and write it as Hugging Face's `tokenizer.json`.
+"""Read the vocabulary of a byte-level BPE from files, and write it as Hugging Face's `tokenizer.json`.
 
-A vocabulary gives each token (a byte string) an id. An ordered list of merges says which two neighbouring tokens become
-one. Encoding starts from single bytes and always applies the earliest merge of the list that fits, leftmost first.
+A vocabulary gives each token (a byte string) an id. A merge is a pair of tokens that may become one token. Encoding
+starts from single bytes. It always applies the earliest merge of the list that fits, leftmost first.
 
     vocab.json, merges.txt    GPT-2, OPT, Megatron-LM's --vocab-file and --merge-file
     tokenizer.json            Hugging Face `tokenizers`: the same two, the pattern and the special tokens in one file
@@ -305,8 +305,10 @@ def check_bytes(ids, path: Path):
 
 def assemble(vocab, merges, special, pattern, path: Path, folder: Path, ignore_merges=False) -> Vocabulary:
     """Turn the texts of tokens into bytes and the merges into ranks. path: the file with the merges, for errors."""
+    end = named_end(folder) or next((text for text in ENDS if text in special), None)
+    special = special | ({end: vocab[end]} if end in vocab else {})
     ids = {bytes_of(text): i for text, i in vocab.items() if text not in special}
-    if any("\u2581" in text for text in vocab) and LETTER_OF[0x20] + "a" not in vocab:
+    if any("\u2581" in text for text in vocab if text not in special):
         raise UserError(f"tokenizer={path}: spaces are U+2581, as SentencePiece writes them; {SUPPORTED}")
     check_bytes(ids, path)
     if len(ids) + len(special) != len(vocab):
@@ -316,9 +318,8 @@ def assemble(vocab, merges, special, pattern, path: Path, folder: Path, ignore_m
         if not {*pair, b"".join(pair)} <= ids.keys():
             raise UserError(f"tokenizer={path}: merge {number} {merges[number - 1]} has a token without an id")
     ranks = (ranked_whole if ignore_merges else ranked)(ids, pairs, path)
-    end = named_end(folder) or next((text for text in ENDS if text in special), None)
     if end not in special:
-        named = f"the end of a document, {end!r}, is no special token" if end else f"none of {' '.join(ENDS)}"
+        named = f"{end!r}, the eos_token, has no id" if end else f"none of {' '.join(ENDS)}"
         raise UserError(f"tokenizer={path}: no token for the end of a document ({named})")
     return Vocabulary(ids, ranks, special, end, pattern)
 
