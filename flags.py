@@ -57,8 +57,8 @@ TABLES = {
   --data-path --train-data-path                        use --data_dir, a folder that prepare.py wrote
   --valid-data-path --test-data-path                   not needed: --data_dir has the three splits
   --data-impl --num-workers --dataloader-type          not needed: the tokens are mapped into memory
-  --vocab-file --merge-file                            not needed: --data_dir has a copy of the vocabulary
-  --tokenizer-type --tokenizer-model                   not needed: --data_dir has a copy of the vocabulary
+  --vocab-file --merge-file                            not needed: --data_dir has it (prepare.py --tokenizer=vocab.json)
+  --tokenizer-type --tokenizer-model                   not needed: --data_dir has it (prepare.py --tokenizer=vocab.json)
   --save                                               use --out_dir
   --load                                               use --resume; without it, a run resumes from --out_dir
   --no-load-optim --no-load-rng --finetune             not available: a run resumes everything in its checkpoint

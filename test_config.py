@@ -156,7 +156,10 @@ def test_a_pasted_command_is_answered_flag_by_flag():
         (["--save", "out"], "--save: use --out_dir" + NOT_HERE),
         (["--checkpoint-activations"], "--checkpoint-activations: use --recompute=full" + NOT_HERE),
         (["--data-path", "x"], "--data-path: use --data_dir, a folder that prepare.py wrote" + NOT_HERE),
-        (["--vocab-file=x"], "--vocab-file: not needed: prepare.py --tokenizer=gpt2 has the vocabulary" + NOT_HERE),
+        (
+            ["--vocab-file=x"],
+            "--vocab-file: not needed: --data_dir has it (prepare.py --tokenizer=vocab.json)" + NOT_HERE,
+        ),
         (["--num_gpus", "4"], "--num_gpus: use torchrun --nproc_per_node=N train.py ..." + NOT_HERE),
         (["--json-keys=x"], "--json-keys: belongs to prepare.py (use --text_key)"),
         (["--tokenizer=bytes"], "--tokenizer: belongs to prepare.py"),
