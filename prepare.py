@@ -105,6 +105,8 @@ def encode_block(job: Job, block: list[Part]) -> Encoded:
 
 def encode(tokenizer: Tokenizer, text: str) -> bytes:
     """Return the tokens of `text` as little-endian integers of the tokenizer's dtype."""
+    if tokenizer.name == "bytes":  # the id is the byte; UTF-16 adds a zero byte. Workers then need no numpy
+        return text.encode().decode("latin-1").encode("utf-16-le")
     return tokenizer.encode(text).astype(f"<u{WIDTH[tokenizer.dtype]}", copy=False).tobytes()
 
 

@@ -75,19 +75,16 @@ class Tokenizer:
 
     @functools.cached_property
     def array(self):
-        import numpy as np
+        """`table` as a numpy array, [ranks] uint16 or uint32."""
+        import numpy as np  # not at the top: see prepare.START_METHOD
 
-        return np.array(self.table, self.dtype).astype(self.dtype)
+        return np.array(self.table, self.dtype)
 
     def encode(self, text: str):
         """Return the ids of `text`, [n] uint16 or uint32, without a Python integer for each id.
 
         The text of a special token in `text` has no special meaning.
         """
-        import numpy as np  # not at the top: see prepare.START_METHOD
-
-        if self.name == "bytes":  # the id is the byte
-            return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
         ranks = self.encoding.encode_to_numpy(text, disallowed_special=())
         return self.array[ranks] if self.table else ranks.astype(self.dtype)
 
