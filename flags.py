@@ -54,7 +54,7 @@ TABLES = {
   --warmup                                             use --lr_warmup_fraction
   --override-lr-scheduler                              not needed: a resumed run uses the values of its command
   --override-opt-param-scheduler                       not needed: a resumed run uses the values of its command
-  --data-path --train-data-path                        use --data_dir, a folder that prepare.py wrote
+  --data-path --train-data-path                        use --data_dir; prepare.py --megatron=PREFIX makes the folder
   --valid-data-path --test-data-path                   not needed: --data_dir has the three splits
   --data-impl --num-workers --dataloader-type          not needed: the tokens are mapped into memory
   --vocab-file --merge-file                            not needed: --data_dir has it (prepare.py --tokenizer=vocab.json)
@@ -93,7 +93,8 @@ TABLES = {
   --vocab --vocab-file                     use --tokenizer=vocab.json; merges.txt must lie beside it
   --merge-file                             use --tokenizer=vocab.json; merges.txt must lie beside it
   --append-eod                             not needed: every document ends with the end-of-text token
-  --dataset-impl --chunk-size              not needed: the output is a plain file of tokens
+  --data-path                              use --megatron, the path without .bin or .idx
+  --dataset-impl --data-impl --chunk-size  not needed: the output is a plain file of tokens
   --split-sentences --keep-newlines        not needed: a document is encoded as it is
   --log-interval                           not needed: a bar shows the progress
 """,
@@ -106,7 +107,7 @@ TABLES = {
 """,
 }
 OPTIONS = {  # of the other commands; the fields of train.py are in config.py
-    "prepare.py": "out tokenizer split workers text_key on_error".split(),
+    "prepare.py": "out tokenizer split workers text_key megatron on_error".split(),
     "generate.py": "prompt max_tokens num_samples temperature top_k top_p seed".split(),
 }
 FIELD = re.compile(r"    (\w+): \w+ = (.*?)  # (.*)")  # a line of `config.Config`

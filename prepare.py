@@ -4,6 +4,7 @@
     python prepare.py corpus/ --tokenizer=gpt2      # a folder of text               -> data/corpus_gpt2
     python prepare.py 'shards/*.jsonl.gz' --out=data/web --text_key=content
     python prepare.py corpus/ --tokenizer=dataset/gpt2-vocab.json     # or another vocabulary (vocabulary.py)
+    python prepare.py --megatron=PREFIX --out=data/web    # PREFIX.bin and .idx of Megatron-LM (indexed.py)
 
 A `.bin` file contains only the token ids as little-endian uint16 (above 65,536 ids: uint32; meta.json has the dtype),
 so data.py can map it into memory. DIR also gets a copy of the vocabulary, tokenizer.json, except for `bytes`.
@@ -150,6 +151,16 @@ def encoded_blocks(job: Job, blocks, workers: int):
         raise UserError(f"a worker was killed, perhaps for lack of memory: {remedy}") from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def converted_blocks(job: Job, blocks, data):
+    """Yield (block, Encoded) for the blocks of `data`, an `indexed.Indexed`. Its documents are already encoded."""
+    tokenizer = load_tokenizer(job.tokenizer)
+    dtype = f"<u{WIDTH[tokenizer.dtype]}"
+    for block in blocks:
+        # document d has the position of line d + 1 of the input
+        converted = data.convert(block[0], tokenizer, job.tokenizer, lambda d: split_of(0, d + 1, job.split), dtype)
+        yield block, Encoded(*converted, Counter(), [])
 
 
 # ---- Writing: in the order of the input; a file gets its final name when it is complete ----------------------------
@@ -311,6 +322,7 @@ def parse_arguments():
     add("--split", default="969,30,1", help="relative sizes of train,val,test (default: 969,30,1)")
     add("--workers", metavar="N", help="number of processes that encode (default: one per core)")
     add("--text_key", default="text", metavar="KEY", help="key of the text in a JSON line (default: text)")
+    add("--megatron", metavar="PREFIX", help="convert encoded tokens, PREFIX.bin and PREFIX.idx (indexed.py), instead of text")
     add("--on_error", metavar="stop|skip", help=f"stop at a bad document, or skip it (default: stop; {skips})")
     return parser.parse_args()
 
@@ -331,6 +343,19 @@ def parse_workers(value: str | None) -> int:
     if not value.isdecimal() or not int(value):
         raise UserError(f"--workers={value}: should be a positive integer")
     return int(value)
+
+
+def open_megatron(args):
+    """Return the checked `indexed.Indexed` of --megatron. Raise UserError for an option that is only for text."""
+    from indexed import Indexed  # not at the top, because it imports numpy: see START_METHOD
+
+    for option in ("inputs", "workers", "text_key", "on_error"):
+        if getattr(args, option) not in ([], None, "text"):
+            name = f"input {args.inputs[0]}" if option == "inputs" else f"--{option}={getattr(args, option)}"
+            raise UserError(f"{name}: is for text, but --megatron={args.megatron} is already encoded; leave one out")
+    data = Indexed(args.megatron)
+    data.check()
+    return data
 
 
 def default_out(inputs: list[str], files: list[str], tokenizer: str) -> str:
@@ -389,8 +414,14 @@ def prepare(args):
     if on_error not in ("stop", "skip"):
         raise UserError(f"--on_error={on_error}: should be stop or skip")
     tokenizer = load_tokenizer(args.tokenizer)  # raises its errors before any work
-    files = find_files(args.inputs)
-    out = args.out or default_out(args.inputs, files, tokenizer.name)
+    data = None
+    if args.megatron is None:
+        files = find_files(args.inputs)
+        out = args.out or default_out(args.inputs, files, tokenizer.name)
+    else:
+        data = open_megatron(args)
+        files = [data.bin, data.idx]
+        out = args.out or default_out([data.bin], [data.bin], tokenizer.name)
     split = ",".join(f"{weight:.12g}" for weight in weights)
     made_from = {"tokenizer": tokenizer.name, "split": split, "text_key": args.text_key, "input": describe(files)}
     try:
@@ -402,12 +433,13 @@ def prepare(args):
         with locked(lock, f"--out={out}: another prepare.py is writing to this folder"):
             if not is_finished(out, made_from):  # another run may have finished before this run got the lock
                 with contextlib.closing(Output(out, made_from, WIDTH[tokenizer.dtype])) as output:
-                    make(files, Job(args.tokenizer, args.text_key, weights), output, workers, on_error)
+                    make(files, Job(args.tokenizer, args.text_key, weights), output, workers, on_error, data)
             os.remove(lock)
     except OSError as error:
         why = error.strerror or error
         raise UserError(f"--out={out}: {why}; the files are kept; run the same command again to resume") from None
-    print(next_command(tokenizer, out if args.out or args.inputs or tokenizer.name not in ("bytes", "gpt2") else None))
+    named = args.out or args.inputs or data or tokenizer.name not in ("bytes", "gpt2")
+    print(next_command(tokenizer, out if named else None))
 
 
 def next_command(tokenizer: Tokenizer, out: str | None) -> str:
@@ -416,14 +448,15 @@ def next_command(tokenizer: Tokenizer, out: str | None) -> str:
     return f"next: torchrun train.py configs/{config}.py" + (f" --data_dir={out}" if out else "") + sizes
 
 
-def make(files: list[str], job: Job, output: "Output", workers: int, on_error: str):
-    """Read, encode and write all documents into `output`."""
+def make(files: list[str], job: Job, output: "Output", workers: int, on_error: str, data=None):
+    """Read, encode and write all documents into `output`. data: an `indexed.Indexed` instead of text."""
     tokenizer, progress = load_tokenizer(job.tokenizer), output.progress
-    blocks = read_blocks(files, job.text_key, tokenizer.pattern)
+    blocks = data.blocks() if data else read_blocks(files, job.text_key, tokenizer.pattern)
     began, before = time.monotonic(), sum(progress.tokens)
     tqdm.monitor_interval = 0  # without tqdm's thread: see START_METHOD
     bar = tqdm(total=progress.made_from["input"]["bytes"], unit="B", unit_scale=True, smoothing=0.05)
-    with bar, contextlib.closing(encoded_blocks(job, blocks, workers)) as results:
+    work = converted_blocks(job, blocks, data) if data else encoded_blocks(job, blocks, workers)
+    with bar, contextlib.closing(work) as results:
         for block in itertools.islice(blocks, progress.blocks):  # finished by an earlier run
             bar.update(sum(part.used for part in block))
         for block, encoded in results:
@@ -438,6 +471,9 @@ def make(files: list[str], job: Job, output: "Output", workers: int, on_error: s
         output.discard()
         first = f"; skipped {skipped:,}, the first: {progress.examples[0]}" if skipped else ""
         raise UserError(f"the input is empty: no text in {len(files):,} files{first}")
+    if data and (lacking := sum(progress.tokens) - data.num_tokens):
+        lacks = f"{lacking:,} of {data.num_documents:,} documents did not end with the end-of-text token"
+        print(f"{lacks} (Megatron-LM's --append-eod); it was appended to them")
     output.fill_empty_splits(job.split)
     meta = {
         "tokenizer": tokenizer.name,

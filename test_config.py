@@ -155,7 +155,7 @@ def test_a_pasted_command_is_answered_flag_by_flag():
         (["--fp16", "configs/tiny.py"], "--fp16: use --dtype=fp16" + NOT_HERE),
         (["--save", "out"], "--save: use --out_dir" + NOT_HERE),
         (["--checkpoint-activations"], "--checkpoint-activations: use --recompute=full" + NOT_HERE),
-        (["--data-path", "x"], "--data-path: use --data_dir, a folder that prepare.py wrote" + NOT_HERE),
+        (["--data-path", "x"], "--data-path: use --data_dir; prepare.py --megatron=PREFIX makes the folder" + NOT_HERE),
         (
             ["--vocab-file=x"],
             "--vocab-file: not needed: --data_dir has it (prepare.py --tokenizer=vocab.json)" + NOT_HERE,
@@ -181,7 +181,7 @@ def test_megatrons_split_is_explained():
 
 def test_answers_name_fields_that_exist():
     fields = {field.name for field in dataclasses.fields(Config)}
-    others = {"nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "help", "tokenizer"}
+    others = {"nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "help", "tokenizer", "megatron"}
     for name, answer in flags.answers("train.py").items():
         assert name not in fields and set(re.findall(r"--(\w+)", answer)) <= fields | others, name
     for name, answer in [*flags.answers("prepare.py").items(), *flags.answers("generate.py").items()]:
