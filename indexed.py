@@ -79,11 +79,8 @@ class Indexed:
         self.dtype, self.num_documents = np.dtype(DTYPES[code]), bounds - 1
         self.check_length(size, bounds)
         with explained(self.bin):
-            self.num_tokens, rest = divmod(os.stat(self.bin).st_size, self.dtype.itemsize)
-        if rest:
-            raise UserError(
-                f"{self.bin}: truncated: its size is not a multiple of {self.dtype.itemsize} ({self.dtype})"
-            )
+            self.bin_size = os.stat(self.bin).st_size
+        self.num_tokens = self.bin_size // self.dtype.itemsize
 
     def check_length(self, size: int, bounds: int):
         """Compare the size of the .idx with the numbers in its header. `bounds`: number of document boundaries."""
@@ -123,10 +120,9 @@ class Indexed:
             for first in range(0, self.num_sequences, CHUNK):
                 pointer = self.check_sequences(first, min(CHUNK, self.num_sequences - first), pointer)
                 bar.update(CHUNK)
-            size = self.num_tokens * self.dtype.itemsize
-            if pointer != size:
-                what = "truncated" if size < pointer else "too long"
-                raise UserError(f"{self.bin}: {what}: {size:,} bytes, but {self.idx} describes {pointer:,} bytes")
+            if pointer != self.bin_size:
+                what = "truncated" if self.bin_size < pointer else "too long"
+                raise UserError(f"{self.bin}: {what}: {self.bin_size:,} bytes, but {self.idx} describes {pointer:,}")
             before = 0  # boundary before this chunk
             for first in range(0, self.num_documents + 1, CHUNK):
                 before = self.check_boundaries(first, min(CHUNK, self.num_documents + 1 - first), before)

@@ -322,7 +322,7 @@ def parse_arguments():
     add("--split", default="969,30,1", help="relative sizes of train,val,test (default: 969,30,1)")
     add("--workers", metavar="N", help="number of processes that encode (default: one per core)")
     add("--text_key", default="text", metavar="KEY", help="key of the text in a JSON line (default: text)")
-    add("--megatron", metavar="PREFIX", help="convert encoded tokens, PREFIX.bin and PREFIX.idx (indexed.py), instead of text")
+    add("--megatron", metavar="PREFIX", help="instead of text, convert encoded tokens: PREFIX.bin and PREFIX.idx")
     add("--on_error", metavar="stop|skip", help=f"stop at a bad document, or skip it (default: stop; {skips})")
     return parser.parse_args()
 

@@ -222,8 +222,8 @@ WRONG = {
     "size": ({"sizes": [3, 2, 2]}, IDX + "damaged: sequence 2 begins at byte 8, but the sizes before it give 10"),
     "pointer": ({"pointers": [0, 6, 9]}, IDX + "damaged: sequence 2 begins at byte 9, but the sizes before it give 8"),
     "begin": ({"pointers": [2, 8, 10]}, IDX + "damaged: sequence 0 begins at byte 2, but the sizes before it give 0"),
-    "last size": ({"sizes": [3, 1, 4]}, "{p}.bin: truncated: 14 bytes, but {p}.idx describes 16 bytes"),
-    "last less": ({"sizes": [3, 1, 2]}, "{p}.bin: too long: 14 bytes, but {p}.idx describes 12 bytes"),
+    "last size": ({"sizes": [3, 1, 4]}, "{p}.bin: truncated: 14 bytes, but {p}.idx describes 16"),
+    "last less": ({"sizes": [3, 1, 2]}, "{p}.bin: too long: 14 bytes, but {p}.idx describes 12"),
     "first": ({"bounds": [1, 2, 3]}, IDX + "damaged: the first document begins at sequence 1, not at 0"),
     "below": ({"bounds": [0, -1, 3]}, IDX + "damaged: document 0 begins at sequence 0 and ends at sequence -1"),
     "order": ({"bounds": [0, 5, 3]}, IDX + "damaged: document 1 begins at sequence 5 and ends at sequence 3"),
@@ -263,6 +263,13 @@ def test_a_truncated_bin_is_one_line(dtype, left, tmp_path):
     message = error_of(f"--megatron={prefix}", f"--out={tmp_path}/out", TOKENIZER)
     assert message.startswith(f"error: {prefix}.bin: truncated: ")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_bin_with_one_more_byte_is_one_line(tmp_path):
+    prefix = write(tmp_path / "data", GOOD)
+    (tmp_path / "data.bin").write_bytes((tmp_path / "data.bin").read_bytes() + b"1")
+    with pytest.raises(UserError, match=r"data.bin: too long: 15 bytes, but .*/data.idx describes 14"):
+        indexed.Indexed(str(prefix)).check()
 
 
 @pytest.mark.parametrize("dtype, wrong", [("uint16", 257), ("uint16", 65535), ("int32", -1), ("int64", 1 << 40)])
