@@ -200,7 +200,7 @@ def test_after_kill_9_the_same_command_ends_in_the_same_bytes(tmp_path, crash):
     output = run(*command, f"--out={tmp_path}/out", before=SMALL)
     assert files_in(tmp_path / "out") == files_in(tmp_path / "right")
     assert ("resuming after" in output) == (crash != "while the state is saved")
-    assert "of 1,500 documents did not end" in output  # the count is that of both runs together
+    assert "1,500 of 1,500 documents did not end" in output  # the count is that of both runs together
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------
