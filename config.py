@@ -31,6 +31,7 @@ class Config:
     seq_length: int = 256  # tokens in a training sample
     max_position_embeddings: int = 0  # rows of the position embedding (0: seq_length)
     vocab_size: int = 50257  # number of token ids; the word table is padded to a multiple of 128 rows
+    activation: str = "gelu"  # of the MLP: gelu is GPT-2's (with tanh), relu is OPT's
     dropout: float = 0.0  # on embedding, attention and MLP outputs (Megatron-LM: --hidden-dropout)
     init_method_std: float = 0.02  # standard deviation of initial weights (proj, fc2: divided by sqrt(2 num_layers))
 
@@ -108,6 +109,7 @@ class Config:
 
 
 CHOICES = {
+    "activation": ("gelu", "relu"),
     "optimizer": tuple(RULES),
     "lr_decay_style": ("cosine", "linear", "constant", "wsd"),
     "dtype": ("auto", "fp64", "fp32", "bf16", "fp16"),
@@ -224,6 +226,12 @@ def iterations(config, samples):
     while (consumed := consumed + global_batch_size_at(config, consumed)) <= samples:
         count += 1
     return max(1, count)
+
+
+def of_checkpoint(index):
+    """Return the Config of a checkpoint's index. A field that the checkpoint lacks has its default."""
+    known = {field.name for field in fields(Config)}
+    return Config(**{name: value for name, value in index["config"].items() if name in known})
 
 
 def differences(c, index):

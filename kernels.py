@@ -288,14 +288,16 @@ def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
     return Residual.apply(x, y, bias, weight, norm_bias, *_mask_arguments(drop))
 
 
-# --- bias + GELU ----------------------------------------------------------------------------------------------------
+# --- bias + GELU or ReLU --------------------------------------------------------------------------------------------
 #
 #     x = y + bias      u = sqrt(2/pi) (x + 0.044715 x^3)      gelu = x/2 (1 + tanh u) = x S      S = 1 / (1 + e^-2u)
 #     gelu' = S + x S (1 - S) 2 u'                              u' = sqrt(2/pi) (1 + 3 * 0.044715 x^2)
+#     relu = max(0, x)                                          relu' = 1 where relu > 0, otherwise 0
 #
 # The form with the sigmoid S needs one exponential and cannot overflow to nan. Floor in bf16: forward 4 bytes an
-# element (y read, the result written), backward 6 (dout, y read; dy written). Backward computes x and S again, which
-# needs no memory traffic. For dbias each program adds up many rows of one stripe of columns.
+# element (y read, the result written), backward 6 (dout, y read; dy written). GELU's backward computes x and S again,
+# which needs no memory traffic. ReLU's backward reads the result instead of y, and y is not kept. For dbias each
+# program adds up many rows of one stripe of columns. RELU is a constant; the compiler omits the other function.
 
 
 @triton.jit
@@ -308,20 +310,26 @@ def _gelu(x):
 
 
 @triton.jit
-def gelu_forward(Y, BIAS, OUT, rows, width, TALL: tl.constexpr, WIDE: tl.constexpr):
+def activation_forward(Y, BIAS, OUT, rows, width, RELU: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr):
     row = tl.program_id(0) * TALL + tl.arange(0, TALL)
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     exists = (row < rows)[:, None] & (column < width)[None, :]
     here = row.to(tl.int64)[:, None] * width + column[None, :]
     bias = tl.load(BIAS + column, mask=column < width, other=0.0).to(tl.float32)
     x = tl.load(Y + here, mask=exists, other=0.0).to(tl.float32) + bias[None, :]
-    sigmoid, _ = _gelu(x)
-    tl.store(OUT + here, (x * sigmoid).to(OUT.dtype.element_ty), mask=exists)
+    if RELU:
+        out = tl.where(x < 0, 0.0, x)  # nan stays nan, unlike in tl.maximum: an overflow must be seen
+    else:
+        sigmoid, _ = _gelu(x)
+        out = x * sigmoid
+    tl.store(OUT + here, out.to(OUT.dtype.element_ty), mask=exists)
 
 
 @triton.jit
-def gelu_backward(DOUT, Y, BIAS, DY, SUMS, rows, width, TALL: tl.constexpr, WIDE: tl.constexpr):
-    """SUMS [programs along the rows, width]: partial sums of dbias."""
+def activation_backward(
+    DOUT, KEPT, BIAS, DY, SUMS, rows, width, RELU: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr
+):
+    """KEPT: y for GELU, the result for ReLU. SUMS [programs along the rows, width]: partial sums of dbias."""
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     bias = tl.load(BIAS + column, mask=column < width, other=0.0).to(tl.float32)
     total = tl.zeros([TALL, WIDE], tl.float32)
@@ -329,42 +337,52 @@ def gelu_backward(DOUT, Y, BIAS, DY, SUMS, rows, width, TALL: tl.constexpr, WIDE
         row = first + tl.arange(0, TALL)
         exists = (row < rows)[:, None] & (column < width)[None, :]
         here = row.to(tl.int64)[:, None] * width + column[None, :]
-        x = tl.load(Y + here, mask=exists, other=0.0).to(tl.float32) + bias[None, :]
+        kept = tl.load(KEPT + here, mask=exists, other=0.0).to(tl.float32)
         dout = tl.load(DOUT + here, mask=exists, other=0.0).to(tl.float32)
-        sigmoid, slope = _gelu(x)
-        dy = dout * sigmoid * tl.fma(x * (1.0 - sigmoid), 2.0 * slope, 1.0)
+        if RELU:
+            dy = tl.where(kept <= 0, 0.0, dout)
+        else:
+            x = kept + bias[None, :]
+            sigmoid, slope = _gelu(x)
+            dy = dout * sigmoid * tl.fma(x * (1.0 - sigmoid), 2.0 * slope, 1.0)
         tl.store(DY + here, dy.to(DY.dtype.element_ty), mask=exists)
         total += dy
     tl.store(SUMS + tl.program_id(0).to(tl.int64) * width + column, tl.sum(total, 0), mask=column < width)
 
 
-GELU_TILE = dict(TALL=8, WIDE=256, num_warps=8)
+ACTIVATION_TILE = dict(TALL=8, WIDE=256, num_warps=8)
 
 
-class Gelu(torch.autograd.Function):
+class Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y, bias):
+    def forward(ctx, y, bias, relu):
         y = y.contiguous()
-        ctx.save_for_backward(y, bias)
-        out, (rows, width) = torch.empty_like(y), y.shape
-        grid = triton.cdiv(rows, GELU_TILE["TALL"]), triton.cdiv(width, GELU_TILE["WIDE"])
-        gelu_forward[grid](y, bias, out, rows, width, **GELU_TILE)
+        out, (rows, width), ctx.relu = torch.empty_like(y), y.shape, relu
+        ctx.save_for_backward(out if relu else y, bias)
+        grid = triton.cdiv(rows, ACTIVATION_TILE["TALL"]), triton.cdiv(width, ACTIVATION_TILE["WIDE"])
+        activation_forward[grid](y, bias, out, rows, width, relu, **ACTIVATION_TILE)
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        y, bias = ctx.saved_tensors
-        dy, (rows, width) = torch.empty_like(y), y.shape
-        stripes = triton.cdiv(width, GELU_TILE["WIDE"])
-        programs = min(triton.cdiv(rows, GELU_TILE["TALL"]), triton.cdiv(persistent(y, each=8), stripes))
-        sums = torch.empty(programs, width, dtype=torch.float32, device=y.device)
-        gelu_backward[(programs, stripes)](dout.contiguous(), y, bias, dy, sums, rows, width, **GELU_TILE)
-        return dy, sums.sum(0)
+        kept, bias = ctx.saved_tensors
+        dy, (rows, width) = torch.empty_like(kept), kept.shape
+        stripes = triton.cdiv(width, ACTIVATION_TILE["WIDE"])
+        programs = min(triton.cdiv(rows, ACTIVATION_TILE["TALL"]), triton.cdiv(persistent(kept, each=8), stripes))
+        sums = torch.empty(programs, width, dtype=torch.float32, device=kept.device)
+        dout = dout.contiguous()
+        activation_backward[(programs, stripes)](dout, kept, bias, dy, sums, rows, width, ctx.relu, **ACTIVATION_TILE)
+        return dy, sums.sum(0), None
 
 
 def gelu_(y, bias):
     """Do the same as `reference.gelu_`, but leave y unchanged for backward. The bias's gradient is float32."""
-    return Gelu.apply(y, bias)
+    return Activation.apply(y, bias, False)
+
+
+def relu_(y, bias):
+    """Do the same as `reference.relu_`, but leave y unchanged. The bias's gradient is float32."""
+    return Activation.apply(y, bias, True)
 
 
 # --- cross-entropy --------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@
 
 x is [n, h]: n = b s tokens, sample after sample. With sequence parallelism each tensor parallel rank has n/t of the
 rows. GPT-2 (Radford et al. 2019) has LayerNorm before attention and MLP, learned positions, tanh-GELU and biases in
-every block, and uses the word table twice. Dropout acts on the embedding and on the outputs of attention and MLP. The
-attention probabilities have no dropout.
+every block, and uses the word table twice. With ReLU instead of GELU the model is OPT (Zhang et al. 2022). Dropout acts
+on the embedding and on the outputs of attention and MLP. The attention probabilities have no dropout.
 
 The layers of `parallel/tensor.py` contain the parallelism. A model is a list of *units* (embedding, blocks, head).
 Each unit is a function of (x, micro-batch). Between two units the executor (`parallel/pipeline.py`) can gather or free
@@ -75,6 +75,7 @@ class Block(nn.Module):
         self.fc1 = ColumnParallelLinear(f"{name}.fc1", (4 * h, h), std, tp, sp, adds_bias=False)
         self.fc2 = RowParallelLinear(f"{name}.fc2", (h, 4 * h), residual_std, tp, sp)
         self.index, self.seed, self.head_size, self.ops = index, c.seed, c.head_size, ops
+        self.activation_ = getattr(ops, f"{c.activation}_")  # gelu_ or relu_
 
     def forward(self, x, batch):
         x = ResidualStream(x, self.ops)
@@ -89,8 +90,8 @@ class Block(nn.Module):
         return Branch(y, self.proj.bias, batch.drop(self.seed, site=2 * self.index + 1))
 
     def mlp(self, x, batch):
-        """Return the MLP's output. Write your own activation beside `reference.gelu_`."""
-        y = self.fc2(self.ops.gelu_(self.fc1(x), self.fc1.bias))  # [n, h] -> [n, 4h/t] -> [n, h]
+        """Return the MLP's output. Write your own activation beside `reference.relu_`."""
+        y = self.fc2(self.activation_(self.fc1(x), self.fc1.bias))  # [n, h] -> [n, 4h/t] -> [n, h]
         return Branch(y, self.fc2.bias, batch.drop(self.seed, site=2 * self.index + 2))
 
 

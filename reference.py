@@ -19,7 +19,9 @@ from torch.optim.adamw import adamw as torch_adamw
 
 # Add your own: write a function in this file, and call it in model.py as `self.ops.NAME`. It needs no kernel. To use a
 # kernel of the same name from kernels.py, also add the name to this list.
-OPERATIONS = "layer_norm add_ add_layer_norm_ gelu_ attention cross_entropy_ dropout adamw_ squared_norms".split()
+OPERATIONS = (
+    "layer_norm add_ add_layer_norm_ gelu_ relu_ attention cross_entropy_ dropout adamw_ squared_norms"
+).split()
 EPS = 1e-5  # of LayerNorm, as in GPT-2
 
 
@@ -64,6 +66,14 @@ def gelu_(y, bias):
     Hendrycks and Gimpel (arXiv 1606.08415).
     """
     return F.gelu(add_bias_(y, bias), approximate="tanh")
+
+
+def relu_(y, bias):
+    """Return OPT's ReLU, max(0, y + bias). y [n, 4h] is used up.
+
+    Backward needs only the result, which fc2 keeps anyway. So ReLU keeps nothing more.
+    """
+    return F.relu(add_bias_(y, bias), inplace=True)
 
 
 def attention(qkv, cache=None):

@@ -255,7 +255,7 @@ def test_floors_are_those_of_the_operations():
     for i, kernel in enumerate(("residual_forward", "residual_backward")):
         block = sum(ops[name][i] for name in ("add_layer_norm, nothing added", "add_layer_norm", "add"))
         assert floors[kernel] == L * block + ops["layer_norm"][i]
-    assert (floors["gelu_forward"], floors["gelu_backward"]) == tuple(L * x for x in ops["gelu"])
+    assert (floors["activation_forward"], floors["activation_backward"]) == tuple(L * x for x in ops["gelu"])
     assert floors["cross_entropy_whole"] == ops["cross_entropy_"][0]
 
 

@@ -155,12 +155,22 @@ def tiny_specs():
 def test_what_contradicts_the_checkpoint_is_refused_by_name(straight, tokens_dir, tmp_path):
     out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
     other = dict(num_layers=3, hidden_size=32, num_attention_heads=4, seq_length=4, vocab_size=51, seed=1)
-    for name, value in (other | dict(optimizer="sgd")).items():
+    for name, value in (other | dict(optimizer="sgd", activation="relu")).items():
         with pytest.raises(UserError, match=rf"^{name}={value}: the checkpoint .*/step_10 has {name}="):
             go(configured(out, tokens_dir, train_iters=12, **{name: value}))
     other_tokens = write_tokens(tmp_path / "gpt2", tokenizer="gpt2")
     with pytest.raises(UserError, match=r"^data_dir=.*: its tokenizer is gpt2, but the checkpoint .* has bytes"):
         go(configured(out, other_tokens, train_iters=12))
+
+
+def test_an_older_checkpoint_has_no_activation_and_was_gelu(straight, tokens_dir, tmp_path):
+    out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
+    index = json.loads((out / "step_10" / "index.json").read_text())
+    del index["config"]["activation"]
+    (out / "step_10" / "index.json").write_text(json.dumps(index))
+    assert checkpoint.to_resume(configured(out, tokens_dir), "bytes") == out / "step_10"
+    with pytest.raises(UserError, match=r"^activation=relu: the checkpoint .* has activation=gelu"):
+        checkpoint.to_resume(configured(out, tokens_dir, activation="relu"), "bytes")
 
 
 def test_where_to_resume_from(straight, tokens_dir, tmp_path, capsys):

@@ -238,6 +238,7 @@ def test_mistakes_in_a_file(tmp_path, text, message):
         (1, dict(rampup_batch_size="2,4,100"), "rampup_batch_size: global_batch_size - start = 6 is not a multiple"),
         (1, dict(rampup_batch_size="4,4,9"), "rampup_batch_size: batch size = 4 is not a multiple of micro_batch_size"),
         (1, dict(optimizer="adam2"), f"optimizer=adam2: should be one of {', '.join(RULES)}"),
+        (1, dict(activation="swish"), "activation=swish: should be one of gelu, relu"),
         (1, dict(kernels="cuda"), "kernels=cuda: should be one of auto, triton, torch"),
         (1, dict(dtype="fp8"), "dtype=fp8: should be one of auto, fp64, fp32, bf16, fp16"),
         (1, dict(hidden_size=130), "hidden_size = 130 is not a multiple of num_attention_heads = 4"),

@@ -143,17 +143,28 @@ def test_only_one_of_two_results_is_used():
             assert (a is None and b is None) or torch.allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-# --- GELU -------------------------------------------------------------------------------------------------------------
+# --- GELU and ReLU ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n, h", [(1, 8), (5, 37), (17, 300), (8, 4096)])
-def test_gelu(n, h, dtype):
-    check("gelu_", [random(n, h, dtype=dtype, size=2), random(h, dtype=dtype, seed=1)])
+@pytest.mark.parametrize("name", ["gelu_", "relu_"])
+def test_activations(name, n, h, dtype):
+    check(name, [random(n, h, dtype=dtype, size=2), random(h, dtype=dtype, seed=1)])
 
 
-def test_gelu_of_large_numbers():
-    check("gelu_", [torch.tensor([[-1e4, -60.0, -10.0, -5.0, 0.0, 5.0, 10.0, 60.0, 1e4]]), torch.zeros(9)])
+@pytest.mark.parametrize("name", ["gelu_", "relu_"])
+def test_activations_of_large_numbers(name):
+    check(name, [torch.tensor([[-1e4, -60.0, -10.0, -5.0, 0.0, 5.0, 10.0, 60.0, 1e4]]), torch.zeros(9)])
+
+
+def test_relu_does_not_hide_a_nan():
+    """Training skips an update whose gradient has an inf or nan. So nan must pass through, as in PyTorch."""
+    y = torch.tensor([[torch.nan, -torch.inf, torch.inf, -0.0]]).requires_grad_()
+    out = kernels.relu_(y, torch.zeros(4))
+    (dy,) = torch.autograd.grad(out, y, torch.tensor([[1.0, 1.0, torch.nan, 1.0]]))
+    assert out.isnan().tolist() == [[True, False, False, False]] and out[0, 1:].tolist() == [0, torch.inf, 0]
+    assert dy.isnan().tolist() == [[False, False, True, False]] and dy[0, [0, 1, 3]].tolist() == [1, 0, 0]
 
 
 # --- dropout ----------------------------------------------------------------------------------------------------------
@@ -319,13 +330,14 @@ def test_bytes_per_element_are_the_floors():
         with sanitizer.traffic() as t:
             z.backward(dz)
         assert per_element(t, *["DZ"] + ["DY"] * bool(drop)) == (2, dropped)
-    inputs = [t.clone().requires_grad_() for t in (x, bias)]
-    with sanitizer.traffic() as t:
-        out = kernels.gelu_(*inputs)
-    assert per_element(t, "Y", "OUT") == (2, 2)
-    with sanitizer.traffic() as t:
-        out.backward(dy)
-    assert per_element(t, "DOUT", "Y", "DY") == (4, 2)
+    for activation in (kernels.gelu_, kernels.relu_):
+        inputs = [t.clone().requires_grad_() for t in (x, bias)]
+        with sanitizer.traffic() as t:
+            out = activation(*inputs)
+        assert per_element(t, "Y", "OUT") == (2, 2)
+        with sanitizer.traffic() as t:
+            out.backward(dy)
+        assert per_element(t, "DOUT", "KEPT", "DY") == (4, 2)
 
 
 def test_bytes_per_logit_are_the_floors():
@@ -383,8 +395,10 @@ def configurations():
         none = dict.fromkeys(["DOUT", "Z", "WEIGHT", "MEAN", "R", "DX", "ROWS"])
         parts = dict(PAST=True, ADD=True, NORM=False, DROP=False)
         add(f"add backward {h}", "residual_backward", f"{b} {b} *fp32 i32 {rest}", 40, row, **none, **parts)
-    add("gelu", "gelu_forward", f"{b} {b} {b} i32 i32", 40, kernels.GELU_TILE)
-    add("gelu backward", "gelu_backward", f"{b} {b} {b} {b} *fp32 i32 i32", 80, kernels.GELU_TILE)
+    for name in ("gelu", "relu"):
+        tile, relu = kernels.ACTIVATION_TILE, dict(RELU=name == "relu")
+        add(name, "activation_forward", f"{b} {b} {b} i32 i32", 40, tile, **relu)
+        add(f"{name} backward", "activation_backward", f"{b} {b} {b} {b} *fp32 i32 i32", 80, tile, **relu)
     options = kernels.CROSS_ENTROPY  # i32:1: 50257 real columns, not divisible by 16
     add("cross-entropy", "cross_entropy_whole", f"{b} *i64 *fp32 *fp32 i32:1 i32", 48, options, GRADIENT=True)
     add("statistics", "cross_entropy_statistics", f"{b} *i64 *fp32 *fp32 *fp32 i32:1 i32", 40, options)
@@ -397,7 +411,8 @@ def configurations():
 
 WIDE = {  # a thread needs at least these (loads, stores) of 16 bytes: each moves 8 bf16 or 4 float32
     "add_layer_norm": (2, 2), "... dropped": (2, 2), "its backward": (3, 1), "add backward": (1, 0), "gelu": (1, 1),
-    "gelu backward": (2, 1), "cross-entropy": (4, 2), "statistics": (2, 0), "gradient": (2, 2), "adamw": (8, 7),
+    "gelu backward": (2, 1), "relu": (1, 1), "relu backward": (2, 1),
+    "cross-entropy": (4, 2), "statistics": (2, 0), "gradient": (2, 2), "adamw": (8, 7),
     "squared norm": (2, 0),
 }  # fmt: skip
 
@@ -441,6 +456,7 @@ def trained_by_kernels(config):
         (1, dict(dtype="bf16", recompute="full")),
         (1, dict(dtype="fp32", tp=2, sequence_parallel=True)),
         (2, dict(dtype="fp32", zero=3, dropout=0.1)),
+        (1, dict(dtype="fp32", activation="relu")),
     ],
     ids=str,
 )

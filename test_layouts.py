@@ -193,6 +193,15 @@ def test_micro_batches_and_recomputation_on_one_process(optimizer, dropout, reco
         assert_same_model([train_tiny(config)], reference, config, specs(), again)
 
 
+def test_relu_trains_the_same_model(workers):
+    config = tiny_config(2, 2, sequence_parallel=True, zero=3, optimizer="adamw", dropout=0.1, activation="relu")
+    on_ranks = functools.partial(workers.run, 4)
+    again = first_steps(on_ranks, config, one_process_config("adamw", 0.1, activation="relu"))
+    reference = one_process("adamw", 0.1, activation="relu")
+    assert reference[0] != one_process("adamw", 0.1)[0], "equal losses: GELU was used"
+    assert_same_model(on_ranks(train_tiny, config), reference, config, specs(), again)
+
+
 # --- the grid -------------------------------------------------------------------------------------------------------
 
 AXES = {

@@ -157,12 +157,14 @@ def modes(dp, tp=1, **fields):
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
 def test_peak_of_one_process(schedule):
     configs = [*modes(1, schedule=schedule), tiny_config(1, dtype="fp32", micro_batch_size=24, schedule=schedule)]
+    configs += modes(1, schedule=schedule, activation="relu")
     assert_equal_peaks([peaks(configs)], configs)
 
 
 @pytest.mark.parametrize("tp, sp", [(2, False), (2, True), (4, True)])
 def test_peak_of_tensor_parallel_ranks(workers, tp, sp):
-    configs = modes(1, tp, sequence_parallel=sp) + modes(1, tp, sequence_parallel=sp, schedule="zb-h1")
+    fields = dict(sequence_parallel=sp, activation="relu" if tp == 2 else "gelu")
+    configs = modes(1, tp, sequence_parallel=sp) + modes(1, tp, schedule="zb-h1", **fields)
     assert_equal_peaks(workers.run(tp, peaks, configs), configs)
 
 

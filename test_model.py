@@ -22,6 +22,8 @@ PARAMETERS = {  # configs/NAME.py: number of parameters, with the padded vocabul
     "codeparrot_110m": 124_475_904,
     "gpt3_1b3": 1_315_819_520,
     "gpt3_13b": 12_853_626_880,
+    "opt_125m": 125_262_336,
+    "opt_350m": 355_919_872,
     "tiny": 875_264,
 }
 
@@ -58,14 +60,15 @@ def plain_gpt(run, ids, targets):
         y = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
         x = x + F.linear(y, w[f"block{i}.proj.weight"], w[f"block{i}.proj.bias"])
         y = F.linear(norm(x, f"block{i}.ln2"), w[f"block{i}.fc1.weight"], w[f"block{i}.fc1.bias"])
-        x = x + F.linear(F.gelu(y, approximate="tanh"), w[f"block{i}.fc2.weight"], w[f"block{i}.fc2.bias"])
+        y = F.relu(y) if c.activation == "relu" else F.gelu(y, approximate="tanh")
+        x = x + F.linear(y, w[f"block{i}.fc2.weight"], w[f"block{i}.fc2.bias"])
     logits = F.linear(norm(x, "head.ln"), w["word.weight"])[..., : c.vocab_size]
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
 
 
-@pytest.fixture
-def run():
-    run = train.build(tiny_config(1, init_method_std=0.2), Mesh(), CPU)
+@pytest.fixture(params=["gelu", "relu"])
+def run(request):
+    run = train.build(tiny_config(1, init_method_std=0.2, activation=request.param), Mesh(), CPU)
     run.zero.initialize(1)
     return run
 

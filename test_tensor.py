@@ -259,13 +259,14 @@ def test_cross_entropy_computes_in_float32(dtype, tolerance):
 # --- reference.py ---------------------------------------------------------------------------------------------------
 
 
-def test_layer_norm_and_gelu_are_what_their_docstrings_say():
+def test_layer_norm_and_activations_are_what_their_docstrings_say():
     x, w, b = random(5, 7), random(7, seed=1), random(7, seed=2)
     expected = (x - x.mean(1, keepdim=True)) / (x.var(1, correction=0, keepdim=True) + 1e-5).sqrt() * w + b
     same_tensor("layer_norm", reference.layer_norm(x, w, b), expected)
     y = x - b
     expected = x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
     same_tensor("gelu_", reference.gelu_(y.clone(), b), expected)
+    same_tensor("relu_", reference.relu_(y.clone(), b), x.clamp(min=0))
     same_tensor("add_", reference.add_(y.clone(), x, w), x + y + w)
     z, normed = reference.add_layer_norm_(y.clone(), x, w, b, w)
     same_tensor("the sum of add_layer_norm_", z, x + y + w)

@@ -150,6 +150,7 @@ def operations(device, dtype, n, h, s, v):
             own=own_dropout, another=("F.dropout",),
         ),
         Operation("gelu", "gelu_", draw(wide, (4 * h,)), plain("gelu_"), (8 * mib, 12 * mib), 4 * n * h),
+        Operation("relu", "relu_", draw(wide, (4 * h,)), plain("relu_"), (8 * mib, 12 * mib), 4 * n * h),
         *attentions(draw, plain, item, n, h, s),
         *losses(device, dtype, n, h, v),
         *updates(device, dtype, h),

@@ -1,11 +1,14 @@
 """The same GPT in plain PyTorch, with our initial weights. The measurements compare it with ours."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from model import GPT
 
+ACTIVATIONS = {"gelu": partial(F.gelu, approximate="tanh"), "relu": F.relu}
 STEADY = dict(train_iters=1000, lr_decay_style="constant", lr_warmup_iters=0)  # constant learning rate
 
 
@@ -30,7 +33,7 @@ class PlainBlock(nn.Module):
 
     def __init__(self, c):
         super().__init__()
-        h, self.head_size = c.hidden_size, c.head_size
+        h, self.head_size, self.activation = c.hidden_size, c.head_size, ACTIVATIONS[c.activation]
         self.ln1, self.qkv, self.proj = nn.LayerNorm(h), nn.Linear(h, 3 * h), nn.Linear(h, h)
         self.ln2, self.fc1, self.fc2 = nn.LayerNorm(h), nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
 
@@ -39,7 +42,7 @@ class PlainBlock(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(y.transpose(1, 2).flatten(2))
-        return x + self.fc2(F.gelu(self.fc1(self.ln2(x)), approximate="tanh"))
+        return x + self.fc2(self.activation(self.fc1(self.ln2(x))))
 
 
 class PlainHead(nn.Module):

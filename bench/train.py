@@ -447,8 +447,8 @@ def own_floors(c, tokens):
     return {
         "residual_forward": x * (L * (2 + 4 + 3) + 2),  # passes over x: norm 2, add and norm 4, add 3; head: norm 2
         "residual_backward": x * (L * (4 + 4 + 1) + 3),
-        "gelu_forward": x * L * 4 * 2,
-        "gelu_backward": x * L * 4 * 3,
+        "activation_forward": x * L * 4 * 2,
+        "activation_backward": x * L * 4 * 3,
         "attention_forward": x * L * 4,
         "attention_delta": x * L * 2,
         "attention_backward_keys": x * L * 6,

@@ -34,7 +34,9 @@ from errors import UserError
 from parallel.comm import agree
 
 # Fields that must be equal in the configuration and in the checkpoint.
-MUST_MATCH = "num_layers hidden_size num_attention_heads seq_length max_position_embeddings vocab_size seed optimizer"
+MUST_MATCH = (
+    "num_layers hidden_size num_attention_heads seq_length max_position_embeddings vocab_size activation seed optimizer"
+)
 
 
 def runs(spec, begin, end, tp_rank, tp):
@@ -89,7 +91,7 @@ def save(out_dir, step, zero, state, keep=0, copies=()):
             for path in filter(os.path.isfile, copies):
                 shutil.copyfile(path, writing / path.name)
                 _flush(writing / path.name)
-            _write_index(writing, zero, state)
+            write_index(writing, zero.master_dtype, state)
             writing.rename(final)
             _flush(out_dir)
             for old in all_steps(out_dir)[:-keep] if keep else []:
@@ -129,8 +131,9 @@ def _write_arrays(folder, zero):
                 os.fsync(file.fileno())
 
 
-def _write_index(folder, zero, state):
-    index = {"dtype": str(zero.master_dtype).removeprefix("torch."), **state}
+def write_index(folder, dtype, state):
+    """Write index.json and flush the folder. dtype: of the arrays; state: the other entries."""
+    index = {"dtype": str(dtype).removeprefix("torch."), **state}
     with open(folder / "index.json", "w") as file:
         json.dump(index, file, indent=1)
         file.flush()
@@ -173,10 +176,13 @@ def read_index(path):
 
 
 def refuse_contradictions(path, index, config, tokenizer):
-    """Raise UserError if a field of MUST_MATCH or the tokenizer differs from the checkpoint's."""
-    then, now = index["config"], vars(config)
+    """Raise UserError if a field of MUST_MATCH or the tokenizer differs from the checkpoint's.
+
+    Fields that convert.py leaves open are not in the checkpoint. Older checkpoints have no `activation`: it was gelu.
+    """
+    then, now = {"activation": "gelu"} | index["config"], vars(config)
     for name in MUST_MATCH.split():
-        if then[name] != now[name]:
+        if name in then and then[name] != now[name]:
             raise UserError(f"{name}={now[name]}: the checkpoint {path} has {name}={then[name]}")
     if index["tokenizer"] != tokenizer:
         there = f"the checkpoint {path} has {index['tokenizer']}"
@@ -216,17 +222,18 @@ def load(path, zero):
             if index["shapes"].get(spec.name) != list(spec.shape):
                 there = index["shapes"].get(spec.name)
                 raise UserError(f"{path}: {spec.name} has the shape {there}, the model needs {list(spec.shape)}")
-            whole = _open(Path(path) / name, dtype, math.prod(spec.shape))
+            whole = map_file(Path(path) / name, dtype, math.prod(spec.shape))
             local = np.empty(end - begin, dtype)
             for at, offset, length in runs(spec, begin, end, tp.rank, tp.size):
                 local[at - begin : at - begin + length] = whole[offset : offset + length]
             flat.copy_(torch.from_numpy(local))
 
 
-def _open(path, dtype, elements):
+def map_file(path, dtype, elements, mode="r"):
+    """Return a memmap of a checkpoint's array, [elements]. Raises UserError if the file has another size."""
     try:
         if path.stat().st_size != elements * dtype.itemsize:
             raise UserError(f"{path}: {path.stat().st_size} bytes instead of {elements * dtype.itemsize}: damaged")
-        return np.memmap(path, dtype, "r")
+        return np.memmap(path, dtype, mode)
     except OSError as error:
         raise UserError(f"{path}: {error}") from None

@@ -29,7 +29,7 @@ bytes in units of bsh, with 2 bytes per element:
     dropout's mask              -            1           computed again from (seed, token, column)
     LayerNorm 2's input         1            2           with sequence parallelism 1/t
     fc1's input                 1            2           the same
-    gelu's input                4/t          8/t
+    gelu's input                4/t          8/t         with ReLU nothing: its result is fc2's input
     fc2's input                 4/t          8/t
     dropout's mask              -            1
     sum                         4 + 12/t     10 + 24/t + 5as/ht
@@ -127,7 +127,7 @@ def block_activations(c, z):
         "proj's input": inside,
         "LayerNorm 2's input": outside,
         "fc1's input": outside,
-        "gelu's input": 4 * inside,
+        "gelu's input": 4 * inside * (c.activation == "gelu"),
         "fc2's input": 4 * inside,
         "LayerNorms' statistics": 2 * 2 * z.statistic * z.rows,
         "log-sum-exp": z.wide * z.tokens * c.num_attention_heads // c.tp,
@@ -156,6 +156,7 @@ def kept(c, z):
     turning = whole  # fc2's dy comes first; each later operand replaces a saved tensor of equal size
     if gathered:  # peak = operands + qkv's input + LayerNorm 1's statistics; `saved` is subtracted
         turning = 4 * whole - 2 * outside - 2 * z.statistic * z.rows - block["log-sum-exp"]
+    turning += 4 * whole // c.tp - block["gelu's input"]  # with ReLU, fc1's dy replaces no saved tensor
     block = Kept(saved, outside, 4 * whole + 12 * whole // c.tp, turning, c.recompute == "full")
 
     # The head saves the output and the statistics of its LayerNorm. Its weight gradient is computed in B or I.
