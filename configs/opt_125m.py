@@ -1,0 +1,33 @@
+# OPT-125M, 125,262,336 parameters. Source: Zhang et al. 2022 (arXiv 2205.01068). Sizes, batch (0.5M tokens) and lr are in
+# Table 1. Section 2.2 has seq_length, init_method_std, optimizer, schedule, dropout and clipping. The other values are
+# this project's choice.
+# python prepare.py --tokenizer=gpt2
+#
+# A hackathon team trained OPT-125M on BookCorpus, CC News and WikiText with the paper's values, but with a batch of 2
+# samples to save memory (16 GB a GPU), on DeepSpeed with ZeRO stage 3. In 24 hours the loss fell to about 3. Set
+# --micro_batch_size=2 --zero=3 and --global_batch_size=2 * dp.
+data_dir = "data/stdlib_gpt2"
+vocab_size = 50257
+
+activation = "relu"
+num_layers = 12
+hidden_size = 768
+num_attention_heads = 12
+seq_length = 2048
+dropout = 0.1  # here also on the embedding; the paper has none there
+init_method_std = 0.006
+
+micro_batch_size = 8
+global_batch_size = 256  # 256 * 2,048 = 0.5M tokens
+train_iters = 572204  # 300B tokens
+
+lr = 6e-4
+min_lr = 6e-5
+lr_decay_style = "linear"
+lr_warmup_iters = 715  # 375M tokens
+adam_beta2 = 0.95
+weight_decay = 0.1
+clip_grad = 1.0
+
+eval_interval = 1000
+save_interval = 1000
