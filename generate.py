@@ -13,7 +13,7 @@ import dataclasses
 
 import torch
 
-from config import Config
+import config as configuration
 from errors import Parser, UserError, exit_on_user_error
 from model import GPT
 from parallel import checkpoint, schedules
@@ -29,9 +29,8 @@ def load_model(path, device):
     if found is None:
         raise UserError(f"{path}: there is no checkpoint (train one: torchrun train.py configs/tiny.py)")
     index = checkpoint.read_index(found)
-    known = {field.name for field in dataclasses.fields(Config)}
     alone = dict(tp=1, pp=1, schedule="1f1b", chunks=1, sequence_parallel=False, zero=0)
-    config = Config(**{k: v for k, v in index["config"].items() if k in known} | alone)
+    config = dataclasses.replace(configuration.of_checkpoint(index), **alone)
     mesh = Mesh()
     model = GPT(config, mesh.tp)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -1,6 +1,6 @@
-# OPT-125M, 125,262,336 parameters. Source: Zhang et al. 2022 (arXiv 2205.01068). Sizes, batch (0.5M tokens) and lr are in
-# Table 1. Section 2.2 has seq_length, init_method_std, optimizer, schedule, dropout and clipping. The other values are
-# this project's choice.
+# OPT-125M, 125,262,336 parameters. Source: Zhang et al. 2022 (arXiv 2205.01068). Sizes, batch (0.5M tokens) and lr are
+# in Table 1. Section 2.2 has seq_length, init_method_std, optimizer, schedule, dropout and clipping. The other values
+# are this project's choice.
 # python prepare.py --tokenizer=gpt2
 #
 # A hackathon team trained OPT-125M on BookCorpus, CC News and WikiText with the paper's values, but with a batch of 2

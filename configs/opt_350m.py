@@ -1,7 +1,7 @@
-# OPT-350M with LayerNorm before attention and MLP, 355,919,872 parameters. The released OPT-350M has LayerNorm after them
-# and an embedding of 512 columns. Source: Zhang et al. 2022 (arXiv 2205.01068). Sizes, batch (0.5M tokens) and lr are in
-# Table 1. Section 2.2 has seq_length, init_method_std, optimizer, schedule, dropout and clipping. The other values are
-# this project's choice.
+# OPT-350M with LayerNorm before attention and MLP, 355,919,872 parameters. The released OPT-350M has LayerNorm after
+# them and an embedding of 512 columns. Source: Zhang et al. 2022 (arXiv 2205.01068). Sizes, batch (0.5M tokens) and lr
+# are in Table 1. Section 2.2 has seq_length, init_method_std, optimizer, schedule, dropout and clipping. The other
+# values are this project's choice.
 # python prepare.py --tokenizer=gpt2
 #
 # A hackathon team trained OPT-350M on BookCorpus. With lr = 3e-4 on 2 nodes of 4 GPUs the loss stayed at about 7. With

@@ -1,0 +1,555 @@
+"""Test convert.py against the real transformers: logits, training steps, greedy text, and every way in and out.
+
+Random models with odd sizes have large weights, so that a wrong place of a tensor changes the logits.
+"""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when it is imported
+transformers = pytest.importorskip("transformers")
+
+import config as configuration  # noqa: E402
+import convert  # noqa: E402
+import generate  # noqa: E402
+import train  # noqa: E402
+from errors import UserError, exit_on_user_error  # noqa: E402
+from parallel.mesh import Mesh  # noqa: E402
+from test_checkpoint import arrays, configured, curve, go  # noqa: E402
+from test_generate import written  # noqa: E402
+from test_layouts import micro_batches  # noqa: E402
+from tokenizer import copy, load_tokenizer  # noqa: E402
+
+CPU = torch.device("cpu")
+SIZES = [(2, 24, 3, 301, 17), (1, 20, 5, 257, 40), (3, 64, 4, 384, 32)]  # layers, width, heads, vocabulary, positions
+
+transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def random_model(kind, sizes=SIZES[0], dtype=torch.float32):
+    layers, width, heads, vocab_size, positions = sizes
+    same = dict(vocab_size=vocab_size, bos_token_id=256, eos_token_id=256, pad_token_id=None)
+    if kind == "gpt2":
+        there = transformers.GPT2Config(n_layer=layers, n_embd=width, n_head=heads, n_positions=positions, **same)
+        model = transformers.GPT2LMHeadModel(there)
+    else:
+        there = transformers.OPTConfig(
+            num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, ffn_dim=4 * width,
+            word_embed_proj_dim=width, max_position_embeddings=positions, **same,
+        )  # fmt: skip
+        model = transformers.OPTForCausalLM(there)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.3 + (p.ndim == 1 and p.mean() > 0.5))
+    return model.to(dtype).eval()
+
+
+def saved(folder, kind="gpt2", sizes=SIZES[0], dtype=torch.float32, **how):
+    """Save a random model and the tokenizer `bytes` in `folder`. Return the model."""
+    model = random_model(kind, sizes, dtype)
+    model.save_pretrained(folder, **how)
+    copy(load_tokenizer("bytes"), folder)
+    return model
+
+
+def run_of(out, **fields):
+    """Return a training Run of the imported checkpoint `out`, as `train.py out/config.py --field=value ...` does."""
+    values = dict(train_iters=3, lr=1e-2, dropout=0.0, clip_grad=0.0, micro_batch_size=2, global_batch_size=4) | fields
+    config = configuration.load([f"{out}/config.py", *(f"--{name}={value}" for name, value in values.items())])
+    configuration.check(config, 1)
+    run = train.build(config, Mesh(), CPU)
+    train.restore(run, Path(out) / "step_0")
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Train a model of bytes for 100 steps on a text that repeats itself. Return its out_dir."""
+    folder = tmp_path_factory.mktemp("trained")
+    for split in ("train", "val"):
+        np.frombuffer(b"abcdefg" * 2000, np.uint8).astype("<u2").tofile(folder / f"{split}.bin")
+    meta = {"tokenizer": "bytes", "vocab_size": 257, "dtype": "uint16", "tokens": {"train": 14000, "val": 14000}}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    fields = dict(
+        vocab_size=257, train_iters=100, lr_decay_iters=100, lr=1e-2, clip_grad=1.0, seq_length=16, dtype="fp32"
+    )
+    go(configured(folder / "out", str(folder), **fields, hidden_size=32, global_batch_size=16, micro_batch_size=16))
+    return folder / "out"
+
+
+def imported(folder, out):
+    convert.from_hf(folder, str(out))
+    return out
+
+
+def exported(out, folder):
+    convert.to_hf(out, str(folder))
+    return folder
+
+
+# --- the same numbers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("dtype, name, tolerance", [(torch.float32, "fp32", 1e-5), (torch.float64, "fp64", 1e-10)])
+def test_logits_are_those_of_transformers(tmp_path, kind, sizes, dtype, name, tolerance):
+    model = saved(tmp_path / "hf", kind, sizes, dtype)
+    run = run_of(imported(tmp_path / "hf", tmp_path / "out"), dtype=name)
+    ids = torch.randint(0, sizes[3], (2, sizes[4]), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours, theirs = run.model(run.model.micro_batch(ids)), model(ids).logits.flatten(0, 1)
+    assert ours.dtype == dtype and theirs.std() > 0.5
+    assert (ours - theirs).abs().max() < tolerance * theirs.abs().max()
+
+
+def their_parameters(family, run):
+    """Return {name in transformers: parameter of ours}."""
+    pairs = {}
+    for p in run.model.parameters():
+        parts = family.to_there(p.spec, p.detach(), run.config.vocab_size)
+        pairs |= dict(zip((family.prefix + name for name in family.names(p.spec.name)), parts, strict=True))
+    return pairs
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_three_training_steps_are_those_of_transformers_and_adamw(tmp_path, kind):
+    model = saved(tmp_path / "hf", kind, dtype=torch.float64).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model.config.dropout = 0.0
+    for layer in model.model.decoder.layers if kind == "opt" else []:
+        layer.dropout = 0.0
+    run = run_of(imported(tmp_path / "hf", tmp_path / "out"), dtype="fp64", seq_length=9, weight_decay=0.1)
+    c, family = run.config, convert.FAMILIES[kind]
+    groups = [
+        dict(params=[p for p in model.parameters() if (p.ndim > 1) == decays], weight_decay=0.1 * decays)
+        for decays in (True, False)
+    ]
+    adamw = torch.optim.AdamW(groups, c.lr, (c.adam_beta1, c.adam_beta2), c.adam_eps)
+    batches, ours, theirs = micro_batches(run), [], []
+    for _ in range(3):
+        two = [next(batches) for _ in range(2)]  # a step has two micro-batches
+        ours.append(train.train_step(run, iter(two)).read().loss)
+        ids, targets = (torch.cat([getattr(b, x).view(b.shape) for b in two]) for x in ("ids", "targets"))
+        loss = F.cross_entropy(model(ids).logits.flatten(0, 1), targets.flatten())
+        adamw.zero_grad()
+        loss.backward()
+        adamw.step()
+        theirs.append(loss.item())
+    assert ours == pytest.approx(theirs, rel=1e-6) and ours[2] < ours[0]
+    state = model.state_dict()
+    for name, ours in their_parameters(family, run).items():
+        used = slice(family.offset if name.endswith("embed_positions.weight") else 0, None)
+        assert torch.allclose(ours[used], state[name][used], rtol=0, atol=1e-6), name
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lars", "sgd"])
+def test_an_imported_model_trains_on_in_other_layouts(workers, tokens_dir, tmp_path, optimizer):
+    """Seed, seq_length and optimizer are free, because nothing was trained yet."""
+    saved(tmp_path / "hf", "opt", (3, 24, 4, 301, 40))
+    curves = []
+    layouts = [(1, {}), (4, dict(tp=2, zero=3)), (4, dict(tp=2, pp=2))]
+    for i, (ranks, fields) in enumerate(layouts if optimizer == "adamw" else layouts[:2]):
+        out = imported(tmp_path / "hf", tmp_path / f"out{i}")
+        fields |= dict(
+            data_dir=tokens_dir, optimizer=optimizer, seed=7, seq_length=8, train_iters=3, lr=1e-3, dtype="fp64"
+        )
+        fields |= dict(global_batch_size=8, log_interval=1, eval_iters=0)
+        config = configuration.load([f"{out}/config.py", *(f"--{name}={value}" for name, value in fields.items())])
+        assert configuration.check(config, ranks)
+        workers.run(ranks, go, config)
+        assert sorted(p.name for p in out.glob("step_*")) == ["step_0", "step_3"]
+        curves.append(curve(out))
+    assert len(curves[0]) == 3 and curves[0][0] != curves[0][1]
+    for first, *others in zip(*curves, strict=True):
+        assert all(other == pytest.approx(first, rel=1e-9) for other in others)
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_greedy_text_is_that_of_generate(tmp_path, kind):
+    """The model has 301 ids, the tokenizer 257. Neither draws an id that has no text."""
+    saved(tmp_path / "hf", kind, (2, 24, 3, 301, 40))
+    out = imported(tmp_path / "hf", tmp_path / "out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported(out, tmp_path / "again"))
+    model, _, tokenizer = generate.load_model(out, CPU)
+    free = 0
+    for start in range(20):
+        prompt = [*tokenizer.encode_ordinary("Hello!")[start % 6 :], start * 11]
+        ours = list(generate.generate(model, prompt, 20, temperature=0))
+        ours = ours[: ours.index(256) + 1] if 256 in ours else ours
+        written = theirs.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0].tolist()
+        assert written == prompt + ours
+        logits = theirs(torch.tensor([prompt])).logits[0, -1]
+        free += int(logits.argmax()) >= 257
+    assert free, "an id without text must be the likeliest once"
+
+
+def test_a_pipeline_of_transformers_writes_our_text(trained, tmp_path, capsys, monkeypatch):
+    ours = written(capsys, monkeypatch, trained, "--prompt=cde", "--temperature=0", "--max_tokens=12")
+    folder = exported(trained, tmp_path / "hf")
+    assert "13 tokens here" in capsys.readouterr().out
+    pipe = transformers.pipeline("text-generation", model=str(folder))
+    (text,) = pipe("cde", max_new_tokens=12, do_sample=False)
+    assert text["generated_text"] + "\n" == ours == "cdefgabcdefgabc\n"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    everything = bytes(range(256)).decode("latin-1") + "日本語 \n\n"
+    assert tokenizer(everything).input_ids == list(everything.encode()) and tokenizer.decode([0xC3, 0xA9]) == "é"
+    assert tokenizer("a<|endoftext|>").input_ids == [97, 256] and tokenizer.eos_token_id == 256
+    assert load_tokenizer("bytes").encode_ordinary("<|endoftext|>") == list(b"<|endoftext|>")  # thirteen
+
+
+TEXT = "Hello world, it's 2,024 degrees\n\n\tdef f(x):  return x**2   # 日本語 naïve 🙂 \x00\x7f " + "x" * 70
+
+
+def test_gpt2s_vocabulary_goes_out_and_comes_back(tmp_path, capsys):
+    """With GPT-2's vocabulary, a pipeline works, too. Its tokens are tiktoken's, and the name returns."""
+    model = random_model("gpt2", (1, 16, 2, 50257, 32))
+    model.save_pretrained(tmp_path / "hf")
+    gpt2 = load_tokenizer("gpt2")
+    copy(gpt2, tmp_path / "hf")
+    out = imported(tmp_path / "hf", tmp_path / "out")
+    assert json.loads((out / "step_0/index.json").read_text())["tokenizer"] == "gpt2"
+    folder = exported(out, tmp_path / "again")
+    assert "7 tokens here" in capsys.readouterr().out
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer(TEXT).input_ids == list(gpt2.encode_ordinary(TEXT))
+    pipe = transformers.pipeline("text-generation", model=str(folder))
+    (text,) = pipe("Hello world", max_new_tokens=5, do_sample=False)
+    ours, _, _ = generate.load_model(out, CPU)
+    prompt = list(gpt2.encode_ordinary("Hello world"))
+    assert text["generated_text"] == gpt2.decode(prompt + list(generate.generate(ours, prompt, 5, temperature=0)))
+
+
+def opts_tokenizer(folder):
+    """Write a vocabulary in OPT's files: few merges, and ids that are not the order of the merges."""
+    from tokenizers import pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True)
+    words = ["<s>", "<pad>", "</s>", "<unk>", "Ġhello", "llo", *letters, "he", "ll", "Ġhe"]
+    merges = ["h e", "l l", "ll o", "Ġ he", "Ġhe llo"]
+    (folder / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    special = dict.fromkeys(["bos_token", "eos_token", "unk_token"], "</s>") | {"pad_token": "<pad>"}
+    (folder / "special_tokens_map.json").write_text(json.dumps(special))
+    return {"\t hello hello": [words.index("ĉ"), 4, 4], " he": [words.index("Ġhe")], "llo": [5]}
+
+
+def test_another_vocabulary_stays_with_the_checkpoint(tmp_path, capsys):
+    """OPT's tokens are GPT-2's with other ids. Training data, generate.py and the export need the checkpoint alone."""
+    random_model("opt", (1, 16, 2, 300, 32)).save_pretrained(tmp_path / "hf")
+    expected = opts_tokenizer(tmp_path / "hf")
+    out = imported(tmp_path / "hf", tmp_path / "out")
+    assert f"--tokenizer={out}/step_0" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "hf")
+    (tmp_path / "text.txt").write_text("\t hello hello" * 200)
+    words = [str(tmp_path / "text.txt"), f"--tokenizer={out}/step_0", f"--out={tmp_path}/data", "--split=50,50,0"]
+    subprocess.run([sys.executable, "prepare.py", *words], check=True, cwd=Path(__file__).parent, capture_output=True)
+    flags = (
+        "--train_iters=1",
+        "--seq_length=8",
+        "--global_batch_size=2",
+        "--eval_iters=0",
+        f"--data_dir={tmp_path}/data",
+    )
+    go(configuration.load([f"{out}/config.py", *flags]))
+    _, _, ours = generate.load_model(out, CPU)  # of step_1
+    theirs = transformers.AutoTokenizer.from_pretrained(exported(out, tmp_path / "again"))
+    for text, ids in expected.items():
+        assert list(ours.encode_ordinary(text)) == theirs(text).input_ids == ids
+    assert ours.eot_token == theirs.eos_token_id == 2 and theirs.eos_token == "</s>"
+
+
+# --- the same bits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_export_of_import_is_the_identity(tmp_path, kind):
+    model = saved(tmp_path / "hf", kind)
+    folder = exported(imported(tmp_path / "hf", tmp_path / "out"), tmp_path / "again")
+    again, info = type(model).from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    for name, tensor in model.state_dict().items():
+        other = again.state_dict()[name]
+        if name.endswith("embed_positions.weight"):
+            assert not other[:2].any() and tensor[:2].any()
+            tensor, other = tensor[2:], other[2:]
+        assert torch.equal(tensor, other), name
+    theirs, ours = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "hf", folder))
+    free = {"pad_token_id", "attn_pdrop", "n_inner"}
+    assert {k: v for k, v in ours.items() if k not in free} == {k: theirs[k] for k in ours if k not in free}
+
+
+def test_import_of_export_is_the_identity(trained, tmp_path):
+    """The padding of the word table becomes zeros. It had no gradient, so no loss and no update can change."""
+    before = arrays(trained / "step_100")
+    after = arrays(imported(exported(trained, tmp_path / "hf"), tmp_path / "out") / "step_0")
+    weights = {name for name in before if ".moment" not in name}
+    assert after.keys() - {"tokenizer.json"} == before.keys() and len(weights) == 28
+    for name in after.keys() & before.keys():
+        if name == "word.weight":
+            rows = 257 * 32 * 4
+            assert len(before[name]) == len(after[name]) == 384 * 32 * 4 and not any(after[name][rows:])
+            assert before[name][:rows] == after[name][:rows]
+        elif name in weights:
+            assert before[name] == after[name], name
+        else:
+            assert len(before[name]) == len(after[name]) and not any(after[name]), name
+    again = exported(tmp_path / "out", tmp_path / "again")
+    for path in again.iterdir():
+        assert path.read_bytes() == (tmp_path / "hf" / path.name).read_bytes(), path.name
+
+
+# --- other files ------------------------------------------------------------------------------------------------------
+
+
+def to_bin(folder, change=lambda tensors: tensors, shards=1):
+    """Replace model.safetensors by pytorch_model.bin, in one file or in several. change: of {name: tensor}."""
+    from safetensors.torch import load_file
+
+    tensors = change(load_file(folder / "model.safetensors"))
+    (folder / "model.safetensors").unlink()
+    if shards == 1:
+        torch.save(tensors, folder / "pytorch_model.bin")
+        return
+    names = {name: f"pytorch_model-{i % shards}.bin" for i, name in enumerate(tensors)}
+    for file in set(names.values()):
+        torch.save({name: t for name, t in tensors.items() if names[name] == file}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+def as_on_the_hub(tensors):
+    """GPT-2's old files have no prefix, but the causal masks. OPT's have another prefix."""
+    short = {name.removeprefix("transformer.").removeprefix("model."): t for name, t in tensors.items()}
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 17, 17).tril(), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    return short | (masks if "wte.weight" in short else {}) | {"lm_head.weight": torch.zeros(301, 24)}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_every_kind_of_file_is_read(tmp_path, kind):
+    saved(tmp_path / "one", kind)
+    saved(tmp_path / "sharded", kind, max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("model-*.safetensors"))) > 2
+    for name, how in {"bin": {}, "bins": dict(shards=3), "hub": dict(change=as_on_the_hub)}.items():
+        saved(tmp_path / name, kind)
+        to_bin(tmp_path / name, **how)
+    expected = arrays(imported(tmp_path / "one", tmp_path / "out_one") / "step_0")
+    for name in ("sharded", "bin", "bins", "hub"):
+        assert arrays(imported(tmp_path / name, tmp_path / f"out_{name}") / "step_0") == expected, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bit_weights_become_float32(tmp_path, dtype):
+    model = saved(tmp_path / "hf", dtype=dtype)
+    out = imported(tmp_path / "hf", tmp_path / "out")
+    position = (out / "step_0/embedding.position").read_bytes()
+    assert position == model.transformer.wpe.weight.detach().float().numpy().tobytes()
+
+
+def test_a_large_export_has_several_files(tmp_path, monkeypatch):
+    model = saved(tmp_path / "hf", "gpt2")
+    out = imported(tmp_path / "hf", tmp_path / "out")
+    monkeypatch.setattr(convert, "SHARD", 20000)
+    folder = exported(out, tmp_path / "again")
+    files = sorted(p.name for p in folder.glob("*.safetensors"))
+    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    assert all(p.stat().st_size < 34000 for p in folder.glob("*.safetensors"))  # the word table has 28,896 bytes
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    assert all(torch.equal(t, again.state_dict()[name]) for name, t in model.state_dict().items())
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 4 * sum(p.numel() for p in model.parameters())
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def refusal(capsys, monkeypatch, *words):
+    """Run the command line. Return its only line on stderr."""
+    monkeypatch.setattr(sys, "argv", ["convert.py", *map(str, words)])
+    with pytest.raises(SystemExit) as stopped:
+        exit_on_user_error(convert.main)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line and "B/s]" not in line]  # no bars
+    assert stopped.value.code == 2 and len(lines) == 1 and lines[0].startswith("error: ")
+    return lines[0].removeprefix("error: ")
+
+
+@pytest.mark.parametrize(
+    "kind, fields, message",
+    [
+        ("gpt2", dict(model_type="llama"), "model_type=llama: should be one of gpt2, opt"),
+        ("gpt2", dict(activation_function="gelu"), "activation_function=gelu: should be one of gelu_new, "),
+        ("gpt2", dict(activation_function="silu"), "activation_function=silu: should be one of gelu_new, "),
+        ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True: attention here"),
+        ("gpt2", dict(scale_attn_weights=False), "scale_attn_weights=False: attention here divides"),
+        ("gpt2", dict(layer_norm_epsilon=1e-6), "layer_norm_epsilon=1e-06: LayerNorm here adds 1e-5"),
+        ("gpt2", dict(add_cross_attention=True), "add_cross_attention=True: the model here has no cross-attention"),
+        ("gpt2", dict(n_inner=100), "n_inner=100: the MLP here has 4 * 24 = 96 columns"),
+        ("gpt2", dict(tie_word_embeddings=False), "tie_word_embeddings=False: the model here uses the word table"),
+        ("gpt2", dict(quantization_config={"bits": 4}), "quantization_config: the weights are quantized"),
+        ("gpt2", dict(n_layer="2"), "n_layer='2': should be int"),
+        ("gpt2", dict(n_embd=None), "n_embd=None: should be int"),
+        ("gpt2", dict(n_head=5), "hidden_size = 24 is not a multiple of num_attention_heads = 5"),
+        ("opt", dict(do_layer_norm_before=False), "do_layer_norm_before=False: LayerNorm here is before attention"),
+        ("opt", dict(word_embed_proj_dim=12), "word_embed_proj_dim=12: the word table here has hidden_size=24 columns"),
+        ("opt", dict(ffn_dim=24), "ffn_dim=24: the MLP here has 4 * 24 = 96 columns"),
+        ("opt", dict(enable_bias=False), "enable_bias=False: every linear here has a bias"),
+        ("opt", dict(layer_norm_elementwise_affine=False), "layer_norm_elementwise_affine=False: every LayerNorm"),
+        ("opt", dict(_remove_final_layer_norm=True), "_remove_final_layer_norm=True: the head here begins with"),
+    ],
+)  # fmt: skip
+def test_a_model_that_differs_is_refused_by_name(tmp_path, capsys, monkeypatch, kind, fields, message):
+    saved(tmp_path / "hf", kind)
+    path = tmp_path / "hf/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    said = refusal(capsys, monkeypatch, "from_hf", tmp_path / "hf", f"--out={tmp_path}/out")
+    assert said.startswith(f"{path}: {message}") and not (tmp_path / "out").exists()
+
+
+def without(name):
+    return lambda tensors: {n: t for n, t in tensors.items() if n != name}
+
+
+WPE = "transformer.wpe.weight"
+
+
+class Code:
+    def __reduce__(self):
+        return os.system, ("touch owned",)
+
+
+def cut(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def unsafe(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Code()))
+
+
+def outside(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {WPE: "../x.safetensors"}}))
+
+
+def absent(folder):
+    from safetensors.torch import load_file
+
+    files = dict.fromkeys(load_file(folder / "model.safetensors"), "x.safetensors")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda f: shutil.rmtree(f), "hf/config.json: can't be read: No such file"),
+        (lambda f: (f / "config.json").write_text("{"), "hf/config.json: can't be read: Expecting"),
+        (lambda f: (f / "config.json").write_text("[]"), "hf/config.json: can't be read: not an object"),
+        (lambda f: (f / "model.safetensors").unlink(), "hf: no model.safetensors and no pytorch_model.bin"),
+        (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"),
+        (cut, "hf/model.safetensors: can't be read: "),
+        (unsafe, "hf/pytorch_model.bin: can't be read: "),
+        (outside, "hf/model.safetensors.index.json: its weight_map should name a file of this folder"),
+        (absent, "hf/x.safetensors: can't be read: No such file"),
+        (lambda f: to_bin(f, without(WPE)), "hf/pytorch_model.bin: the tensor wpe.weight is missing"),
+        (lambda f: to_bin(f, lambda t: t | {"x.y": t[WPE]}), "the model here has no place for the tensor x.y"),
+        (lambda f: to_bin(f, lambda t: t | {WPE: t[WPE][1:]}), "wpe.weight has the shape [16, 24], the model needs"),
+        (lambda f: to_bin(f, lambda t: t | {WPE: t[WPE].to(torch.int8)}), "wpe.weight has the dtype torch.int8"),
+        (lambda f: to_bin(f, lambda t: {"a": 1}), "hf/pytorch_model.bin: can't be read: not a state_dict"),
+    ],
+)  # fmt: skip
+def test_damaged_folders(tmp_path, capsys, monkeypatch, damage, message):
+    monkeypatch.chdir(tmp_path)
+    saved(tmp_path / "hf")
+    damage(tmp_path / "hf")
+    assert message in refusal(capsys, monkeypatch, "from_hf", tmp_path / "hf", "--out=out")
+    assert not Path("out").exists() and not Path("owned").exists()
+
+
+def test_without_safetensors(tmp_path, capsys, monkeypatch):
+    saved(tmp_path / "hf")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    said = refusal(capsys, monkeypatch, "from_hf", tmp_path / "hf", f"--out={tmp_path}/out")
+    assert said == f"{tmp_path}/hf/model.safetensors: reading this file needs safetensors: pip install safetensors"
+
+
+def test_training_and_generation_need_no_safetensors():
+    code = "import sys, train, generate; assert not {'safetensors', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+
+
+def test_a_vocabulary_that_the_model_lacks(tmp_path, capsys, monkeypatch):
+    saved(tmp_path / "hf", sizes=(1, 8, 2, 256 + 1, 8))
+    path = tmp_path / "hf/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 256}))
+    said = refusal(capsys, monkeypatch, "from_hf", tmp_path / "hf", f"--out={tmp_path}/out")
+    assert said == f"{tmp_path}/hf: its tokenizer has 257 ids, but its model has 256"
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, capsys, monkeypatch):
+    saved(tmp_path / "hf")
+    out = imported(tmp_path / "hf", tmp_path / "out")
+
+    def fsync(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(convert.os, "fsync", fsync)
+    for words, left in ((["from_hf", tmp_path / "hf"], "a/step_0"), (["to_hf", out], "b")):
+        said = refusal(capsys, monkeypatch, *words, f"--out={tmp_path}/{left[0]}")
+        assert said == f"out={tmp_path}/{left}: No space left on device"
+        assert not list(tmp_path.glob("**/*.writing")) and not (tmp_path / left).exists()
+
+
+def test_what_exists_is_not_overwritten(tmp_path, capsys, monkeypatch):
+    saved(tmp_path / "hf")
+    out = imported(tmp_path / "hf", tmp_path / "out")
+    said = refusal(capsys, monkeypatch, "from_hf", tmp_path / "hf", f"--out={out}")
+    assert said == f"out={out}: contains step_0; use another --out"
+    said = refusal(capsys, monkeypatch, "to_hf", out, f"--out={tmp_path}/hf")
+    assert said == f"out={tmp_path}/hf: exists and is not an empty folder; use another --out"
+    assert refusal(capsys, monkeypatch, "to_hf", tmp_path, "--out=x") == f"{tmp_path}: there is no checkpoint"
+    (out / "step_0/word.weight").write_bytes(b"12345678")
+    said = refusal(capsys, monkeypatch, "to_hf", out, f"--out={tmp_path}/new")
+    assert said.endswith("word.weight: 8 bytes instead of 36864: damaged") and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["from_hf"], "the following arguments are required: source, --out (python convert.py --help lists"),
+        (["out/tiny", "x", "--out=y"], "argument direction: invalid choice"),
+        (["to_hf", "x", "--output=y"], "--output: no such option; the nearest is out"),
+    ],
+)
+def test_mistakes_on_the_command_line(capsys, monkeypatch, words, message):
+    assert refusal(capsys, monkeypatch, *words).startswith(message)
+
+
+def test_a_run_that_contradicts_the_imported_model_is_refused(tmp_path, tokens_dir):
+    saved(tmp_path / "hf", "opt")
+    out = imported(tmp_path / "hf", tmp_path / "out")
+    for field in ("activation=gelu", "num_layers=3", "max_position_embeddings=64"):
+        with pytest.raises(UserError, match=rf"^{field}: the checkpoint .* has "):
+            go(configuration.load([f"{out}/config.py", f"--data_dir={tokens_dir}", f"--{field}"]))
