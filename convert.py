@@ -30,6 +30,7 @@ import contextlib
 import functools
 import json
 import math
+import mmap
 import os
 import pickle
 import re
@@ -335,25 +336,24 @@ class Stored:
 def opened(path):
     """Yield (names, get) of a file of tensors: get(name) returns a tensor. Raises UserError.
 
-    pytorch_model.bin is a pickle. weights_only=True runs no code from it.
+    pytorch_model.bin is a pickle. weights_only=True runs no code from it. Linux refuses a private mapping that is
+    larger than memory, so the mapping is shared, which PyTorch allows only for a file that may be written.
     """
-    failures = OSError, pickle.UnpicklingError, RuntimeError, ValueError, KeyError
+    failures = OSError, pickle.UnpicklingError, RuntimeError, ValueError, KeyError, TypeError, AttributeError
     try:
         if path.suffix == ".safetensors":
-            from safetensors import SafetensorError, safe_open
-
-            failures = *failures, SafetensorError
-            with safe_open(path, "pt") as file:
-                yield file.keys(), file.get_tensor
+            start, header = read_safetensors_header(path)
+            yield list(header), functools.partial(map_tensor, path, start, header)
         else:
-            tensors = torch.load(path, "cpu", weights_only=True, mmap=True)
+            kind = mmap.MAP_SHARED if os.access(path, os.W_OK) else mmap.MAP_PRIVATE
+            with torch.serialization.set_default_mmap_options(kind):
+                tensors = torch.load(path, "cpu", weights_only=True, mmap=True)
             if not all(isinstance(x, torch.Tensor) for x in tensors.values()):
                 raise ValueError("not a state_dict: {name: tensor}")
             yield list(tensors), tensors.__getitem__
-    except ImportError:
-        raise UserError(f"{path}: reading this file needs safetensors: pip install safetensors") from None
     except failures as error:
-        raise UserError(f"{path}: can't be read: {(str(error).splitlines() or [''])[0]}") from None
+        reason = getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{path}: can't be read: {reason}") from None
 
 
 # --- to_hf ------------------------------------------------------------------------------------------------------------
@@ -439,11 +439,17 @@ def write_weights(folder, family, shapes, dtype, read, vocab_size):
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def safetensors_header(part, prefix, dtype):
-    """Return the bytes before the tensors: the length of a JSON text (uint64), then the text, padded to 8 bytes.
+# --- safetensors ------------------------------------------------------------------------------------------------------
+#
+#     n, 8 bytes | header, n bytes of JSON: {name: {"dtype": "F32", "shape": [..], "data_offsets": [begin, end]}} | data
+#
+# The offsets count bytes from the end of the header. github.com/huggingface/safetensors describes the format. The
+# package maps a whole file privately, and Linux refuses this for a file larger than memory. So these functions map one
+# tensor at a time.
 
-    The text has dtype, shape and place of each tensor. github.com/huggingface/safetensors describes the format.
-    """
+
+def safetensors_header(part, prefix, dtype):
+    """Return the bytes before the tensors of {ParamSpec: [(name, shape)]}, padded to a multiple of 8 bytes."""
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, shape in (pair for pairs in part.values() for pair in pairs):
         begin, end = end, end + math.prod(shape) * dtype.itemsize
@@ -451,6 +457,31 @@ def safetensors_header(part, prefix, dtype):
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
+
+
+def read_safetensors_header(path):
+    """Return (where the data begins, {name: its entry}). Raises ValueError."""
+    with open(path, "rb") as file:
+        size, first = path.stat().st_size, file.read(8)
+        length = int.from_bytes(first, "little")
+        if len(first) < 8 or length > size - 8:
+            raise ValueError("not a safetensors file, or truncated")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    if max(entry["data_offsets"][1] for entry in header.values()) > size - 8 - length:
+        raise ValueError("truncated")
+    return 8 + length, header
+
+
+def map_tensor(path, start, header, name):
+    """Return a tensor that is mapped from a safetensors file. Raises ValueError."""
+    dtypes, entry = {text: dtype for dtype, text in DTYPES.items()}, header[name]
+    if entry["dtype"] not in dtypes:
+        raise ValueError(f"{name} has the dtype {entry['dtype']}, should be one of {', '.join(dtypes)}")
+    dtype, (begin, end) = dtypes[entry["dtype"]], entry["data_offsets"]
+    if begin < 0 or end - begin != math.prod(entry["shape"]) * dtype.itemsize:
+        raise ValueError(f"{name} has {end - begin} bytes, which is not its shape {entry['shape']}")
+    return torch.from_numpy(np.memmap(path, np.uint8, "c", start + begin, end - begin)).view(dtype).view(entry["shape"])
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
