@@ -289,6 +289,7 @@ def test_export_of_import_is_the_identity(tmp_path, kind):
     folder = exported(imported(tmp_path / "hf", tmp_path / "out"), tmp_path / "again")
     again, info = type(model).from_pretrained(folder, output_loading_info=True)
     assert not any(info.values())
+    assert again.config.pad_token_id is None  # a padding id's row would get no gradient from the embedding
     for name, tensor in model.state_dict().items():
         other = again.state_dict()[name]
         if name.endswith("embed_positions.weight"):
