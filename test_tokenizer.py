@@ -614,3 +614,12 @@ def test_texts_of_all_bytes():
     assert [text_of(bytes([b])) for b in (0, 32, 33, 173)] == ["Ā", "Ġ", "!", "Ń"]
     assert sorted(BYTE_OF.values()) == list(range(256))
     assert {*BYTE_OF} == {*pre_tokenizers.ByteLevel.alphabet()}
+
+
+def test_the_readmes_characters_per_token(gpt2, tmp_path):
+    trained(1000).save(str(tmp_path / "tokenizer.json"))
+    ours = load_tokenizer("bytes"), gpt2, load_tokenizer(str(tmp_path / "tokenizer.json"))
+    readme = (HERE / "README.md").read_text(encoding="utf-8")
+    for tokenizer in ours:
+        row = f"| {tokenizer.n_vocab:,} | {len(JAPANESE) / len(tokenizer.encode_ordinary(JAPANESE)):.2f} |"
+        assert row in readme
