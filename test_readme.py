@@ -52,7 +52,7 @@ def test_every_file_and_picture_exists():
     program = [p for p in tracked() if "/" not in p or p.startswith("parallel/")]
     program = {Path(p).name for p in program if p.endswith(".py") and not p.startswith(("test_", "conftest", "bench"))}
     assert program - names == set()
-    paths = re.findall(r"`((?:parallel/|testing/|bench/|configs/)?\w+\.(?:py|md|txt))`", README + MEASURED)
+    paths = re.findall(r"`((?:parallel/|testing/|bench/|configs/)?\w+\.(?:py|md))`", README + MEASURED)
     paths += re.findall(r"\]\(([\w/.]+)\)", README + MEASURED)
     missing = [path for path in paths if not any((HERE / folder / path).exists() for folder in (".", "parallel"))]
     assert missing == []
