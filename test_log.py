@@ -876,7 +876,7 @@ def test_metrics_that_cannot_be_drawn_are_one_line(tmp_path, content, message):
         (["n" * 300], "n" * 300 + ": File name too long"),
         (["tiny", "--svg=nowhere/loss.svg"], "--svg=nowhere/loss.svg: No such file or directory"),
         ([], "the following arguments are required: RUN (python curve.py --help lists the options)"),
-        (["tiny", "--sgv=x"], "unrecognized arguments: --sgv=x (python curve.py --help lists the options)"),
+        (["tiny", "--sgv=x"], "--sgv: no such option; the nearest is svg"),
     ],
 )
 def test_mistakes_of_a_command_line_are_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, arguments, message):
