@@ -224,9 +224,12 @@ TEXT = "Hello world, it's 2,024 degrees\n\n\tdef f(x):  return x**2   # 日本�
 
 def test_gpt2s_vocabulary_goes_out_and_comes_back(tmp_path, capsys):
     """With GPT-2's vocabulary, a pipeline works, too. Its tokens are tiktoken's, and the name returns."""
+    try:
+        gpt2 = load_tokenizer("gpt2")
+    except UserError as error:
+        pytest.skip(f"GPT-2's vocabulary is not available: {error}")
     model = random_model("gpt2", (1, 16, 2, 50257, 32))
     model.save_pretrained(tmp_path / "hf")
-    gpt2 = load_tokenizer("gpt2")
     copy(gpt2, tmp_path / "hf")
     out = imported(tmp_path / "hf", tmp_path / "out")
     assert json.loads((out / "step_0/index.json").read_text())["tokenizer"] == "gpt2"
