@@ -1,9 +1,9 @@
 """Find the input files and read their documents in blocks. Each block can be encoded independently.
 
-A document is one text file (.txt .md .py) or one line of a .jsonl file. A file may be compressed (.gz .bz2 .xz). Such a
-file is decompressed as a stream. A block contains several short documents or one piece of a long document. A long
-document is cut only at the tokenizer's cut points (`tokenizer.cut_points`). So for any input, only a few blocks are in
-memory.
+A document is one text file (.txt .md .py) or one line of a .jsonl (.json) file. A file may be compressed (.gz .bz2
+.xz). Such a file is decompressed as a stream. A block contains several short documents or one piece of a long
+document. A long document is cut only at the tokenizer's cut points (`tokenizer.cut_points`). So for any input, only a
+few blocks are in memory.
 
 If a document can't be read, a `BadInput` with file, line and reason takes its place in the block.
 """
@@ -25,6 +25,7 @@ from errors import UserError
 from tokenizer import first_cut, last_cut
 
 KINDS = (".txt", ".md", ".py", ".jsonl")
+NAMED = (*KINDS, ".json")  # .json is read as JSON lines, but not in a folder, where it is often another file
 PACKINGS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 KNOWN = f"{' '.join(KINDS)}, also compressed as {' '.join(PACKINGS)}"  # for messages
 
@@ -58,7 +59,7 @@ def find_files(inputs: list[str]) -> list[str]:
         is_file = os.path.isfile(name)  # take a named file with any suffix; read_parts reports an unknown suffix
         here = []
         for match in [name] if is_file or os.path.isdir(name) else sorted(glob.glob(name, recursive=True)):
-            here += walk(match) if os.path.isdir(match) else [match] if is_file or is_text(match) else []
+            here += walk(match) if os.path.isdir(match) else [match] if is_file or is_text(match, NAMED) else []
         if not here and not glob.has_magic(name) and not os.path.exists(name):
             raise UserError(f"input {name}: no such file or folder")
         if not here:
@@ -88,8 +89,8 @@ def split_suffixes(path: str) -> tuple[str, str, str]:
     return *os.path.splitext(path.removesuffix(packing)), packing
 
 
-def is_text(path: str) -> bool:
-    return split_suffixes(path)[1] in KINDS
+def is_text(path: str, kinds=KINDS) -> bool:
+    return split_suffixes(path)[1] in kinds
 
 
 # --- files to blocks, bytes only ------------------------------------------------------------------------------------
@@ -130,13 +131,13 @@ def read_parts(path: str, number: int, text_key: str, pattern: str):
     part, used = None, 0
     try:
         _, kind, packing = split_suffixes(path)
-        if kind not in KINDS:
+        if kind not in NAMED:
             raise BadInput(path, "unknown kind of file", f"known: {KNOWN}")
         with open(path, "rb") as raw, PACKINGS.get(packing, contextlib.nullcontext)(raw) as stream:
             if stream.peek(3).startswith(codecs.BOM_UTF8):
                 stream.read(3)
             empty = Part(path, number)
-            lines = kind == ".jsonl"
+            lines = kind in (".jsonl", ".json")
             for part in json_parts(stream, empty, text_key, pattern) if lines else text_parts(stream, empty, pattern):
                 yield part._replace(used=raw.tell() - used)
                 used = raw.tell()

@@ -202,6 +202,16 @@ def test_a_run_may_have_max_run_bytes_and_no_more(character, more, monkeypatch, 
 # ---- Inputs ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_json_file_is_json_lines_if_it_is_named(tmp_path):
+    """Megatron-LM's how-tos write JSON lines to a .json file. A folder's .json files are not read."""
+    (tmp_path / "a.json").write_text('{"content": "x"}\n')
+    (tmp_path / "b.txt").write_text("y")
+    assert documents.find_files([str(tmp_path)]) == [str(tmp_path / "b.txt")]
+    for name in ("a.json", "*.json"):
+        (block,) = documents.read_blocks(documents.find_files([str(tmp_path / name)]), "content", "")
+        assert [documents.document_text(part, part.line, part.data, "content") for part in block] == ["x"]
+
+
 def test_every_kind_and_packing_is_read(tmp_path):
     texts = {}
     for i, kind in enumerate(documents.KINDS):
