@@ -3,9 +3,10 @@
     python convert.py from_hf FOLDER --out=out/NAME       writes out/NAME/step_0 and out/NAME/config.py
     python convert.py to_hf out/NAME --out=FOLDER         writes config, weights and tokenizer
 
-The model of model.py is GPT-2, and with ReLU it is OPT. So a conversion only renames tensors and changes their shapes:
+The model of model.py is GPT-2, and with ReLU it is OPT. So a conversion only renames tensors and changes their shapes.
+In this file, "here" is the model of model.py and "there" is transformers:
 
-    here                      GPT-2: transformer. +      OPT: model.decoder. +
+    here                      GPT-2 (transformer.*)      OPT (model.decoder.*)
     word.weight               wte                        embed_tokens
     embedding.position        wpe                        embed_positions, with two rows more
     block0.ln1                h.0.ln_1                   layers.0.self_attn_layer_norm
@@ -17,10 +18,10 @@ The model of model.py is GPT-2, and with ReLU it is OPT. So a conversion only re
     head.ln                   ln_f                       final_layer_norm
 
 GPT-2's linears are transposed (`Conv1D`). OPT's first two position rows belong to padding and are never used with text.
-They are dropped on the way in and are zeros on the way out. The word table has vocab_size rows there. Here it is padded
-to a multiple of 128 rows. The padding is cut off on the way out and is zeros on the way in: it has no probability and
-gets no gradient, so its values have no effect, and weight decay leaves zeros as they are. All other weights that leave
-and return have the same bits, because nothing is rounded. 16-bit weights become float32.
+from_hf drops them and to_hf writes zeros. The word table has vocab_size rows there. Here it is padded to a multiple of
+128 rows. to_hf cuts the padding off and from_hf fills it with zeros. The padding's ids have no probability and their
+rows no gradient, so the values have no effect. Weight decay keeps zeros. All other weights, exported and imported
+again, have the same bits. from_hf turns 16-bit weights into float32.
 
 Cost: each tensor is read once and written once, one after the other. So the memory needed is about three times the
 largest tensor, for a model of any size.
@@ -51,7 +52,7 @@ from model import GPT
 from parallel import checkpoint
 from tokenizer import copied, copy, load_tokenizer
 
-SHARD = 4 * 10**9  # bytes of an exported file of weights, unless one tensor is larger
+SHARD = 4 * 10**9  # most bytes of weights in an exported file, unless one parameter is larger
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -81,7 +82,7 @@ class Family:
         return self.transposed and re.fullmatch(r"block\d+\.(qkv|proj|fc1|fc2)\.weight", spec.name) is not None
 
     def to_here(self, spec, tensors):
-        """Return the whole tensor of a ParamSpec from its tensors there, in the order of `names`."""
+        """Return the whole tensor of a ParamSpec from transformers' tensors, in the order of `names`."""
         whole = torch.cat([t.T if self.is_transposed(spec) else t for t in tensors])
         if spec.name == "embedding.position":
             whole = whole[self.offset :]
@@ -90,7 +91,7 @@ class Family:
         return whole.reshape(spec.shape)
 
     def to_there(self, spec, whole, vocab_size):
-        """Return the tensors there of a ParamSpec from its whole tensor. This is the inverse of `to_here`."""
+        """Return transformers' tensors of a ParamSpec from its whole tensor. This is the inverse of `to_here`."""
         names = self.names(spec.name)
         if spec.name == "embedding.position":
             whole = F.pad(whole, (0, 0, self.offset, 0))
@@ -181,7 +182,7 @@ def from_hf(folder, out):
         for spec, pairs in shapes.items():
             whole = family.to_here(spec, [stored.read(name).to(dtype) for name, _ in pairs])
             write_file(writing / spec.name, [whole])
-            for k in (0, 1):  # AdamW's moments before the first update are 0: files without disk blocks
+            for k in (0, 1):  # AdamW's moments are 0 at first: sparse files, which use no disk space
                 with open(writing / f"{spec.name}.moment{k}", "wb") as file:
                     file.truncate(whole.nbytes)
             bar.update(whole.nbytes)
@@ -241,7 +242,7 @@ def refuse_differences(path, family, there, h):
 
 
 def first_index(config, shapes, tokenizer):
-    """Return the entries of index.json. The fields that training may choose freely are missing in its config."""
+    """Return the entries of index.json. Its `config` lacks the fields that a run may choose freely."""
     return {
         "shapes": {spec.name: list(spec.shape) for spec in shapes},
         "config": {name: getattr(config, name) for name in [*MODEL, "dropout", "init_method_std"]},
@@ -252,11 +253,12 @@ def first_index(config, shapes, tokenizer):
 
 
 def config_text(config, family, folder, tokenizer):
-    """Return the text of out/config.py, a configuration that trains the imported model on."""
+    """Return the text of out/config.py, a configuration that continues the training of the model."""
     lines = "".join(f"{name} = {getattr(config, name)!r}\n" for name in MODEL)
     return f"""\
 # {family.architecture} of {folder}, written by convert.py. Source of lr and its schedule: nanoGPT's
-# config/finetune_shakespeare.py. The other values below `out_dir` are this project's choice.
+# config/finetune_shakespeare.py. seq_length and dropout are the model's.
+# The batch sizes and train_iters are this project's choice.
 # {prepare_command(config, tokenizer)}
 {lines}
 data_dir = {config.data_dir!r}
@@ -273,7 +275,7 @@ lr_decay_style = {config.lr_decay_style!r}
 
 def prepare_command(config, tokenizer):
     """Return the command that writes the configuration's data set with the model's tokenizer."""
-    own = tokenizer.name.startswith("bpe-")  # unknown to prepare.py, which can read the checkpoint's copy
+    own = tokenizer.name.startswith("bpe-")  # prepare.py can't find this name, but can read the checkpoint's copy
     name = checkpoint.step_path(config.out_dir, 0) if own else tokenizer.name
     return f"python prepare.py FILES --tokenizer={name} --out={config.data_dir}"
 
@@ -314,7 +316,7 @@ class Stored:
     def check(self, shapes):
         """Return the dtype of the checkpoint. Raises UserError unless the tensors are those of `shapes`, {name: shape}.
 
-        Tensors without a parameter here are the head, which is the word table, and GPT-2's causal masks.
+        Two kinds of tensors are ignored: the head, which is the word table, and GPT-2's causal masks.
         """
         dtypes = set()
         for name, shape in shapes.items():
@@ -337,7 +339,8 @@ def opened(path):
     """Yield (names, get) of a file of tensors: get(name) returns a tensor. Raises UserError.
 
     pytorch_model.bin is a pickle. weights_only=True runs no code from it. Linux refuses a private mapping that is
-    larger than memory, so the mapping is shared, which PyTorch allows only for a file that may be written.
+    larger than memory, so the mapping is shared. PyTorch opens a shared mapping only if the file may be written.
+    Otherwise the mapping is private.
     """
     failures = OSError, pickle.UnpicklingError, RuntimeError, ValueError, KeyError, TypeError, AttributeError
     try:
@@ -380,8 +383,8 @@ def to_hf(path, out):
     pieces = len(tokenizer.encode_ordinary(tokenizer.end))
     print(
         f"{found} -> {out}, {family.architecture}\n"
-        f"A text that contains {tokenizer.end} literally: one token in transformers, the end of a document; "
-        f"{pieces} tokens here, plain text"
+        f"{tokenizer.end} in a text is one token in transformers and ends the document; "
+        f"it is {pieces} tokens here, plain text"
     )
 
 
@@ -390,7 +393,7 @@ def descriptions(config, family, tokenizer):
     end, h = tokenizer.eot_token, config.hidden_size
     special = {"bos_token_id": end, "eos_token_id": end}
     there = {"model_type": family.name, "architectures": [family.architecture]} | special
-    there |= {"pad_token_id": None}  # OPT's default is 1: that id's row of the word table would get no gradient
+    there |= {"pad_token_id": None}  # OPT's default, 1, would stop the gradient of row 1 of the word table
     there |= {name: getattr(config, here) for here, name in family.fields.items()}
     there |= {name: value for name, (value, _) in family.fixed.items()}
     there["max_position_embeddings" if family is OPT else "n_positions"] = config.positions
@@ -418,7 +421,7 @@ def read_whole(folder, index, bar, spec):
 
 def write_weights(folder, family, shapes, dtype, read, vocab_size):
     """Write model.safetensors, or model-0000I-of-0000N.safetensors and their index. read(spec): the whole tensor."""
-    width, files = dtype.itemsize, [{}]  # of each file: {ParamSpec: pairs}
+    width, files = dtype.itemsize, [{}]  # each of `files`: {ParamSpec: [(name, shape)]}
     for spec, pairs in shapes.items():
         if files[-1] and size_of({**files[-1], spec: pairs}, width) > SHARD:
             files.append({})
@@ -480,7 +483,7 @@ def map_tensor(path, start, header, name):
         raise ValueError(f"{name} has the dtype {entry['dtype']}, should be one of {', '.join(dtypes)}")
     dtype, (begin, end) = dtypes[entry["dtype"]], entry["data_offsets"]
     if begin < 0 or end - begin != math.prod(entry["shape"]) * dtype.itemsize:
-        raise ValueError(f"{name} has {end - begin} bytes, which is not its shape {entry['shape']}")
+        raise ValueError(f"{name} has {end - begin} bytes, which do not fit its shape {entry['shape']}")
     return torch.from_numpy(np.memmap(path, np.uint8, "c", start + begin, end - begin)).view(dtype).view(entry["shape"])
 
 

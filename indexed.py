@@ -2,7 +2,8 @@
 
 Megatron-LM and Megatron-DeepSpeed encode text with `tools/preprocess_data.py --dataset-impl=mmap` (newer versions know
 only this format). `PREFIX.bin` contains only token ids. `PREFIX.idx` contains the boundaries, all little-endian
-(megatron/core/datasets/indexed_dataset.py). With S sequences, D documents, and i bytes for a token:
+(megatron/core/datasets/indexed_dataset.py). S is the number of sequences (parts of documents), D the
+number of documents, i the bytes of a token:
 
     byte            bytes
     0               9          magic: M M I D I D X 0 0
@@ -25,8 +26,8 @@ prepare.py and data.py need the end-of-text token after each document, also afte
 token only with --append-eod. If a document does not end with the token, it is appended here. The data set is then equal
 to the data set of the same texts in one .jsonl file: document d takes the place of line d + 1.
 
-The check of the .idx reads 20 bytes for each document before any output. The copy reads each file once. At most one
-block of tokens is in memory (`Indexed.blocks`), so the memory does not depend on the size of the files.
+The whole .idx is read and checked before any output. The copy reads each file once. At most one block of tokens is in
+memory (`Indexed.blocks`), so the memory does not depend on the size of the files.
 """
 
 import os
@@ -41,7 +42,7 @@ from errors import UserError, explained
 
 MAGIC, OLD_MAGIC = b"MMIDIDX\0\0", b"TNTIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")  # 34 bytes, without padding
-# All codes. Megatron-LM has 1 to 8; 7 is float64 or float32, depending on the version. Others added 9 and 10.
+# All codes. Megatron-LM has 1 to 8; 7 is float64 or float32, depending on the version. Other projects added 9 and 10.
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "float", 7: "float", 8: "<u2", 9: "<u4", 10: "<u8"}
 CHUNK = 1 << 20  # entries of the .idx that are checked at a time
 
@@ -54,7 +55,7 @@ class Block(NamedTuple):
     document: int  # number of the first document
     bounds: np.ndarray  # first token of this document, and the end of each document that ends in the block
     used: int  # bytes of the .bin and the .idx that belong to the block
-    begins: bool = True  # for prepare.Output: no document is skipped, so every block may begin anew
+    begins: bool = True  # prepare.Output needs it to skip a bad document; no document is skipped here
 
 
 class Indexed:
@@ -113,7 +114,7 @@ class Indexed:
         return found
 
     def check(self):
-        """Check that sizes, pointers and boundaries fit together and to the .bin. Raises UserError."""
+        """Check that sizes, pointers, boundaries and the .bin agree. Raises UserError."""
         total = self.num_sequences + self.num_documents + 1
         with tqdm(total=total, desc=f"check {os.path.basename(self.idx)}", unit_scale=True, leave=False) as bar:
             pointer = 0  # where the next sequence should begin
@@ -161,7 +162,7 @@ class Indexed:
     # -- the copy
 
     def blocks(self):
-        """Yield the files in blocks of at most PIECE tokens and PIECE / 8 documents, each as a list of one Block.
+        """Yield blocks of at most documents.PIECE tokens and an eighth as many documents, each as [Block].
 
         A long document is cut anywhere, because it is already encoded. The list is prepare.py's form of a block.
         """
@@ -208,7 +209,7 @@ class Indexed:
             tokens, ends = np.insert(tokens, ends[lacks], encoding.eot_token), ends + np.cumsum(lacks)
         open_end = len(tokens) > (ends[-1] if len(ends) else 0)  # the last document continues in the next block
         splits = np.array([split_of(block.document + d) for d in range(len(ends) + open_end)])
-        # documents of one split that follow each other are copied together
+        # neighbouring documents of the same split are copied together
         last = np.append(np.flatnonzero(np.diff(splits)), len(splits) - 1)
         cuts = np.append(ends, len(tokens))[last]
         pieces = [[], [], []]

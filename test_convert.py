@@ -163,7 +163,7 @@ def test_three_training_steps_are_those_of_transformers_and_adamw(tmp_path, kind
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lars", "sgd"])
 def test_an_imported_model_trains_on_in_other_layouts(workers, tokens_dir, tmp_path, optimizer):
-    """Seed, seq_length and optimizer are free, because nothing was trained yet."""
+    """A run may choose seed, seq_length and optimizer, because nothing was trained yet."""
     saved(tmp_path / "hf", "opt", (3, 24, 4, 301, 40))
     curves = []
     layouts = [(1, {}), (4, dict(tp=2, zero=3)), (4, dict(tp=2, pp=2))]
@@ -188,7 +188,7 @@ def test_an_imported_model_trains_on_in_other_layouts(workers, tokens_dir, tmp_p
 
 @pytest.mark.parametrize("kind", ["gpt2", "opt"])
 def test_greedy_text_is_that_of_generate(tmp_path, kind):
-    """The model has 301 ids, the tokenizer 257. Neither draws an id that has no text."""
+    """The model has 301 ids, the tokenizer 257. Neither program draws an id that has no text."""
     saved(tmp_path / "hf", kind, (2, 24, 3, 301, 40))
     out = imported(tmp_path / "hf", tmp_path / "out")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(exported(out, tmp_path / "again"))
@@ -223,7 +223,7 @@ TEXT = "Hello world, it's 2,024 degrees\n\n\tdef f(x):  return x**2   # 日本�
 
 
 def test_gpt2s_vocabulary_goes_out_and_comes_back(tmp_path, capsys):
-    """With GPT-2's vocabulary, a pipeline works, too. Its tokens are tiktoken's, and the name returns."""
+    """With GPT-2's vocabulary, a pipeline works, too. Its tokens are tiktoken's. The import finds the name gpt2."""
     try:
         gpt2 = load_tokenizer("gpt2")
     except UserError as error:
@@ -259,7 +259,7 @@ def opts_tokenizer(folder):
 
 
 def test_another_vocabulary_stays_with_the_checkpoint(tmp_path, capsys):
-    """OPT's tokens are GPT-2's with other ids. Training data, generate.py and the export need the checkpoint alone."""
+    """OPT's tokens are GPT-2's with other ids. prepare.py, generate.py and the export need only the checkpoint."""
     random_model("opt", (1, 16, 2, 300, 32)).save_pretrained(tmp_path / "hf")
     expected = opts_tokenizer(tmp_path / "hf")
     out = imported(tmp_path / "hf", tmp_path / "out")
@@ -328,7 +328,7 @@ def test_import_of_export_is_the_identity(trained, tmp_path):
 
 
 def to_bin(folder, change=lambda tensors: tensors, shards=1):
-    """Replace model.safetensors by pytorch_model.bin, in one file or in several. change: of {name: tensor}."""
+    """Replace model.safetensors by pytorch_model.bin, in one file or several. change: a function of {name: tensor}."""
     from safetensors.torch import load_file
 
     tensors = change(load_file(folder / "model.safetensors"))
@@ -343,7 +343,7 @@ def to_bin(folder, change=lambda tensors: tensors, shards=1):
 
 
 def as_on_the_hub(tensors):
-    """GPT-2's old files have no prefix, but the causal masks. OPT's have another prefix."""
+    """GPT-2's old files have causal masks and no prefix. OPT's old files have another prefix."""
     short = {name.removeprefix("transformer.").removeprefix("model."): t for name, t in tensors.items()}
     masks = {"h.0.attn.bias": torch.ones(1, 1, 17, 17).tril(), "h.0.attn.masked_bias": torch.tensor(-1e4)}
     return short | (masks if "wte.weight" in short else {}) | {"lm_head.weight": torch.zeros(301, 24)}
@@ -488,8 +488,8 @@ def absent(folder):
         (lambda f: cut(f, 50000), "hf/model.safetensors: can't be read: truncated"),
         (lambda f: cut(f, 5), "hf/model.safetensors: can't be read: not a safetensors file"),
         (lambda f: header(f, {"dtype": "I8"}), f"can't be read: {WPE} has the dtype I8, should be one of F64, F32"),
-        (lambda f: header(f, {"shape": [18, 24]}), f"{WPE} has 1632 bytes, which is not its shape [18, 24]"),
-        (lambda f: header(f, {"data_offsets": [-4, 1628]}), f"{WPE} has 1632 bytes, which is not its shape"),
+        (lambda f: header(f, {"shape": [18, 24]}), f"{WPE} has 1632 bytes, which do not fit its shape [18, 24]"),
+        (lambda f: header(f, {"data_offsets": [-4, 1628]}), f"{WPE} has 1632 bytes, which do not fit its shape"),
         (unsafe, "hf/pytorch_model.bin: can't be read: "),
         (outside, "hf/model.safetensors.index.json: its weight_map should name a file of this folder"),
         (absent, "hf/x.safetensors: can't be read: No such file"),

@@ -90,7 +90,7 @@ def expected(texts, weights):
 @pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("eod", [True, False])
 def test_the_data_set_equals_that_of_the_same_text(gpt2, tmp_path, sequences, eod):  # noqa: F811
-    """tiktoken encodes the text; in Megatron-LM's form, with and without --append-eod, it is the same data set."""
+    """tiktoken encodes the text; in Megatron-LM's form, with and without --append-eod, the data set is the same."""
     rng = random.Random(0)
     texts = ["", *(random_text(rng, rng.choice([1, 30, 3000])) for _ in range(300)), ""]
     run(write_json_lines(tmp_path / "a.jsonl", texts), f"--out={tmp_path}/text", "--tokenizer=gpt2", "--split=6,3,1")
@@ -114,7 +114,7 @@ def test_the_data_set_equals_that_of_the_same_text(gpt2, tmp_path, sequences, eo
 def test_every_dtype_and_any_blocks(dtype, before, tmp_path):
     rng = random.Random(dtype)
     texts = random_texts(rng, 200) + random_texts(rng, 200, eot=False)
-    texts[100:100] = [[]] * 30  # more empty documents than a block has
+    texts[100:100] = [[]] * 30  # more empty documents than fit into a block
     texts[50:50] = [
         [[1] * 63, [EOT]],
         [[2] * 63],

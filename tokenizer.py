@@ -142,7 +142,7 @@ def download(name: str) -> Tokenizer:
 
 
 def build_from_files(path: Path) -> Tokenizer:
-    """Return the tokenizer of a folder or file. A data set's meta.json or a checkpoint's index.json gives its name."""
+    """Return the tokenizer of a folder or file. Its name is in the folder's meta.json or index.json, or is computed."""
     found = vocabulary.read(str(path))
     name = found.name()
     if name == BYTES_NAME:
@@ -230,8 +230,8 @@ def cut_points_gpt2(text: str):
     where ? is one optional space. A pre-token certainly begins in two cases:
     1. i is between a non-space character and a character of another class. An apostrophe and a letter are an exception,
        because one pre-token can contain them.
-    2. i is before the last of several whitespace characters, and a non-space character follows. This last one is either
-       the optional space of the next pre-token or a pre-token of its own.
+    2. i is before the last of several whitespace characters, and a non-space character follows. This last whitespace
+       is either the optional space of the next pre-token or a pre-token of its own.
     The cut does not change the pre-tokens before i, because the pattern looks ahead only from whitespace, and only for
     more whitespace. In case 1, i does not follow whitespace. In case 2 all whitespace before i is one pre-token, with
     or without the cut.
@@ -252,13 +252,14 @@ def cut_points_cl100k(text: str, o200k: bool):
 
     where ?letters may begin with any character except a newline or a number, and ?others with a space. A pre-token
     certainly begins in three cases:
-    1. i follows a letter or a number, and another class begins. In o200k_base, letters include marks (\p{M}), a word
-       may end in 's, and a mark is also one of the others.
-    2. i follows another character, and a number or whitespace without a newline begins.
-    3. i follows a newline, and a non-space character begins. In o200k_base, / may follow the newline.
+    1. i follows a letter or a number, and another class begins. In o200k_base, a letter before ' or before a
+       mark (\p{M}) is an exception, because a word may contain ' and marks.
+    2. i follows a character of the class "other", and a number or whitespace, but no newline, begins.
+    3. i follows a newline, and a non-space character begins. In o200k_base, / is an exception, because one pre-token
+       can contain a newline and then /.
     The cut does not change the pre-tokens before i, because a pattern looks ahead only from whitespace. In case 3 the
-    whitespace before i ends in a newline. So it is one pre-token with or without the cut, except the newlines that
-    belong to ?others.
+    whitespace before i ends in a newline. With or without the cut, its first newlines may belong to ?others, and the
+    rest is one pre-token.
     """
     kinds = [*map(character_class, text)]
     for i in range(1, len(text)):

@@ -1,14 +1,15 @@
 """Read the vocabulary of a byte-level BPE from files, and write it as Hugging Face's `tokenizer.json`.
 
-A vocabulary gives each token (a byte string) an id. A merge is a pair of tokens that may become one token. Encoding
-starts from single bytes. It always applies the earliest merge of the list that fits, leftmost first.
+A vocabulary gives each token (a byte string) an id. A regular expression, the pattern, cuts a text into pre-tokens,
+roughly words. A merge is a pair of tokens that may become one token. The merges are a list. Encoding a pre-token starts
+from its single bytes. Of the merges that fit, the earliest in the list is applied first, and at its leftmost place.
 
     vocab.json, merges.txt    GPT-2, OPT, Megatron-LM's --vocab-file and --merge-file
     tokenizer.json            Hugging Face `tokenizers`: the same two, the pattern and the special tokens in one file
-    NAME.tiktoken             tokens and ranks only; the pattern is in NAME.pattern, unless the file is one of OpenAI's
+    NAME.tiktoken             tokens with ranks (see below); the pattern is in NAME.pattern, except for OpenAI's files
 
-The JSON files write a byte as one printable character (`BYTE_OF`). SentencePiece writes a space as U+2581, which is
-no such character.
+The JSON files write a byte as one printable character (`BYTE_OF`). U+2581 is not one of these characters. It shows a
+SentencePiece file, which is refused.
 
 tiktoken has no list of merges. It merges two neighbours if the result is a token, and the token's rank is its priority.
 The two methods are equal if every token can be reached by exactly one merge. `ranked` makes sure of it:
@@ -16,9 +17,9 @@ The two methods are equal if every token can be reached by exactly one merge. `r
     A merge (l, r) is alive if the earlier merges alone turn the bytes of l + r into l, r. Only these tokens get ranks.
 
 Proof: suppose that neighbours x, y appear while a text is encoded, and xy is a token with the live merge (l, r). No
-merge has crossed the ends of xy. So the merges inside were the first ones of encoding the bytes of xy alone, and these
-are known: they end in l, r. Two pieces remain only at the end, so x, y is l, r. A merge that is not alive never applies
-for the same reason. Its token is never produced, so it needs no rank.
+merge has crossed the ends of xy. So inside xy, the same merges came first as when xy is encoded alone. Encoded alone,
+xy is in two pieces only before its last merge, and these are l, r. So x, y is l, r. For the same reason, a merge that
+is not alive never applies. Its token is never produced, so it needs no rank.
 
 Cost: 0.4 s for 50,000 merges, once. prepare.py's workers inherit the result.
 """
@@ -36,7 +37,8 @@ from errors import UserError
 FILE = "tokenizer.json"
 COPY = (FILE, "tokenizer_config.json")  # the copy of a data set or a checkpoint
 ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")  # ends of a document, if no file names one
-# A pre-token is up to 32 characters. Bytes never merge, so 32 only sets the speed (45 MB/s; with 1: 10 MB/s).
+# The tokenizer `bytes` has pre-tokens of up to 32 characters. It has no merges, so 32 only sets the speed (45 MB/s; 1
+# gives 10 MB/s).
 BYTES_PATTERN = r"[\s\S]{1,32}"
 # Name: patterns with the same pre-tokens. The first is for tiktoken, the last for Hugging Face, whose regular
 # expressions understand ++ and $ differently.
@@ -54,7 +56,9 @@ PATTERNS = {
         r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+\z|\s*[\r\n]|"
         r"\s+(?!\S)|\s",
     ),
-    "llama3": (  # also cl100k_base in older versions of tiktoken: only white space at the end of the text differs
+    # Older versions of tiktoken have this pattern as cl100k_base. It differs from the pattern above only in white space
+    # at the end of a text.
+    "llama3": (
         r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|"
         r"\s+(?!\S)|\s+",
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -87,7 +91,7 @@ OPENAI_FILES = {
 
 
 class Vocabulary(NamedTuple):
-    """A byte-level BPE. Every id from 0 to the number of ids is in `ids` or in `special`."""
+    """A byte-level BPE. The ids are 0, 1, 2 ... Each is in `ids` or in `special`."""
 
     ids: dict[bytes, int]  # ordinary tokens, also those that encoding never produces
     ranks: dict[bytes, int]  # tokens that encoding can produce; the smallest rank is merged first
@@ -216,7 +220,7 @@ def read_tokenizer_json(path: Path) -> Vocabulary:
     for token in value.get("added_tokens") or []:
         text = token["content"]
         if not token.get("special") and not (text.startswith("<") and text.endswith(">")):
-            raise UserError(f"tokenizer={path}: the added token {text!r} is not special: it would cut ordinary text")
+            raise UserError(f"tokenizer={path}: the added token {text!r} is not special: it would split ordinary text")
         special[text] = token["id"]
     vocab = check_ids({**model["vocab"], **special}, path)
     return assemble(vocab, merges, special, pattern, path, path.parent, model.get("ignore_merges", False))
@@ -243,7 +247,7 @@ def pattern_of(pre_tokenizer: dict | None, path: Path) -> str:
 
 
 def read_tiktoken(path: Path) -> Vocabulary:
-    """Read lines of a token in base64 and its rank, which is also its id.
+    """Read a .tiktoken file. Each line has a token in base64 and its rank, which is also its id.
 
     The file has neither a pattern nor special tokens. OpenAI's files are known by their sha256. For any other file,
     NAME.pattern beside it must have one line: gpt2, cl100k_base, o200k_base or a regular expression. <|endoftext|>
@@ -325,7 +329,7 @@ def assemble(vocab, merges, special, pattern, path: Path, folder: Path, ignore_m
 
 
 def named_end(folder: Path) -> str | None:
-    """Return the `eos_token` that Hugging Face's other files in the folder name, or None."""
+    """Return the `eos_token` in Hugging Face's other files of the folder, or None."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (folder / name).is_file():
             token = load_json(folder / name).get("eos_token")
@@ -336,7 +340,7 @@ def named_end(folder: Path) -> str | None:
 
 
 def bytes_of(text: str) -> bytes:
-    """Return the bytes of a token that is written with GPT-2's letters. Another text is UTF-8."""
+    """Return the bytes of a token in GPT-2's letters. If `text` has other letters, return its UTF-8 bytes."""
     try:
         return bytes(BYTE_OF[c] for c in text)
     except KeyError:
@@ -384,8 +388,8 @@ def ranked(ids, merges: list[tuple[bytes, bytes]], path: Path) -> dict[bytes, in
 def ranked_whole(ids, merges, path: Path) -> dict[bytes, int]:
     """Return the ranks if ignore_merges is set: a pre-token that is a token needs no merges. tiktoken does the same.
 
-    The merges must be tiktoken's. Either a token's merge is alive, or all the ways to cut the token in two tokens
-    are merges, one after the other.
+    The merges must give tiktoken's tokens. So each token needs one of two conditions: its first merge is alive, or its
+    merges are all the ways to cut it into two tokens and stand next to each other in the list.
     """
     places = {}
     for number, (left, right) in enumerate(merges):
@@ -405,10 +409,10 @@ def ranked_whole(ids, merges, path: Path) -> dict[bytes, int]:
 
 
 def merges_of(ranks: dict[bytes, int]) -> tuple[list[tuple[bytes, bytes]], bool]:
-    """Return the merges of ranks, and True if some token needs Hugging Face's ignore_merges.
+    """Return merges that give these ranks, and True if some token needs Hugging Face's ignore_merges.
 
-    Such a token is in tiktoken's vocabularies only: no single pair of tokens leads to it. It gets a merge for each way
-    to cut it into two tokens.
+    Only tiktoken's vocabularies have such tokens: the merges before it leave more than two pieces. Such a token gets a
+    merge for each way to cut it into two tokens.
     """
     merges, lower, whole = [], {}, False
     for token in sorted(ranks, key=ranks.get):

@@ -3,9 +3,9 @@
 # are this project's choice.
 # python prepare.py --tokenizer=gpt2
 #
-# A hackathon team trained OPT-125M on BookCorpus, CC News and WikiText with the paper's values, but with a batch of 2
-# samples to save memory (16 GB a GPU), on DeepSpeed with ZeRO stage 3. In 24 hours the loss fell to about 3. Set
-# --micro_batch_size=2 --zero=3 and --global_batch_size=2 * dp.
+# A hackathon team trained OPT-125M on BookCorpus, CC News and WikiText with DeepSpeed's ZeRO stage 3 and the paper's
+# values, except 2 samples on each GPU to save memory (16 GB). In 24 hours the loss fell to about 3. To use these
+# values, for example on 4 GPUs: --zero=3 --micro_batch_size=2 --global_batch_size=8.
 data_dir = "data/stdlib_gpt2"
 vocab_size = 50257
 

@@ -5,7 +5,7 @@
 # python prepare.py --tokenizer=gpt2
 #
 # A hackathon team trained OPT-350M on BookCorpus. With lr = 3e-4 on 2 nodes of 4 GPUs the loss stayed at about 7. With
-# lr = 3e-6 on 16 nodes, which also is a larger batch, the loss fell to about 4. Set --lr=3e-6 --min_lr=3e-7 --zero=3.
+# lr = 3e-6 on 16 nodes, and so a larger batch, the loss fell to about 4. For this lr: --lr=3e-6 --min_lr=3e-7 --zero=3.
 data_dir = "data/stdlib_gpt2"
 vocab_size = 50257
 
