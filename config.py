@@ -245,7 +245,9 @@ def differences(c, index):
 
 
 def help_text():
-    """The text of --help: every field of `Config` with its default and its comment, then the table of other flags."""
+    """The text of --help: every field of `Config` with its default and its comment, then the flags of Megatron-LM and
+    DeepSpeed.
+    """
     return flags.help_text(inspect.getsource(Config), CHOICES)
 
 
@@ -267,7 +269,7 @@ def check(c, world):
     if not c.eval_only and (c.train_iters > 0) == (c.train_epochs > 0):
         raise UserError(f"train_iters={c.train_iters}, train_epochs={c.train_epochs}: set one of the two")
     enough = c.eval_iters > 0 or not c.eval_only
-    require(c, "eval_iters", enough, "eval_only needs global batches to average the loss over; should be 1 or more")
+    require(c, "eval_iters", enough, "eval_only averages over eval_iters global batches; should be 1 or more")
     require(c, "seq_length", c.seq_length <= c.positions, f"should be at most max_position_embeddings={c.positions}")
     return check_layout(c, world)
 

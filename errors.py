@@ -19,7 +19,7 @@ class UserError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, with one line for a mistake. In a flag, `-` is `_`. `flags.unknown` answers unknown flags."""
+    """argparse's parser, with one line for a mistake. A flag's `-` means `_`. Unknown flags get `flags.refusal`."""
 
     def parse_args(self, words=None):
         words, known = list(sys.argv[1:] if words is None else words), self._option_string_actions

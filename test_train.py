@@ -254,7 +254,7 @@ def test_the_loss_scale_of_an_fp16_checkpoint_stays(config_file, monkeypatch, ca
         (["--seq_length=5000"], "seq_length=5000"),
         (["--resume=nowhere"], "resume=nowhere: there is no checkpoint in nowhere"),
         (["--eval_only"], "resume=auto: there is no checkpoint in"),
-        (["--eval_only", "--eval_iters=0"], "eval_iters=0: eval_only needs global batches to average the loss over"),
+        (["--eval_only", "--eval_iters=0"], "eval_iters=0: eval_only averages over eval_iters global batches"),
         (["--zero-stage", "2"], "--zero-stage: use --zero (python train.py --help lists such flags)"),
         (
             ["--split", "949,50,1"],

@@ -260,7 +260,7 @@ def run_training(config, mesh, device):
         tokens, path = agree(mesh.world, UserError, lambda: open_files(config, mesh, stack))
         if config.train_epochs and not config.eval_only:
             config.train_iters = configuration.iterations(config, config.train_epochs * tokens["train"].num_samples)
-        # One node may lack a compiler. Find out before `build`, in which ranks wait for each other.
+        # Triton may lack a compiler on one node. Find out before `build`, in which ranks wait for each other.
         agree(mesh.world, UserError, lambda: operations.trial(config, device))
         run = build(config, mesh, device)
         if path:

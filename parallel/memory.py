@@ -140,7 +140,7 @@ class Kept(NamedTuple):
     saved: int  # in its graph, from F to B or I (with recomputation, only during B or I)
     output: int
     operands: int = 0  # from I to W
-    turning: int = 0  # the peak above `saved` in the action I: operands replace saved tensors
+    turning: int = 0  # how far the action I exceeds `saved` while operands replace saved tensors
     again: bool = False  # True if recomputation runs this unit again
 
 
@@ -154,7 +154,7 @@ def kept(c, z):
     block = block_activations(c, z)
     saved = sum(block.values()) - outside  # minus LayerNorm 1's input, which is the unit's input
     turning = whole  # fc2's dy comes first; each later operand replaces a saved tensor of equal size
-    if gathered:  # peak = operands + qkv's input + LayerNorm 1's statistics; `saved` is subtracted
+    if gathered:  # operands + qkv's input + LayerNorm 1's statistics - `saved`
         turning = 4 * whole - 2 * outside - 2 * z.statistic * z.rows - block["log-sum-exp"]
     turning += 4 * whole // c.tp - block["gelu's input"]  # with ReLU, fc1's dy replaces no saved tensor
     block = Kept(saved, outside, 4 * whole + 12 * whole // c.tp, turning, c.recompute == "full")
@@ -168,7 +168,7 @@ def kept_by_chunk(c, schedule, z):
     """Return a list for each chunk of the Schedule: the Kept of its units, in order.
 
     Dropout also keeps the index of each row (`MicroBatch.rows`, int64), once for a chunk. The indices count for the
-    chunk's first unit. If recomputation runs that unit again, each block counts them.
+    chunk's first unit. Recomputed blocks each count them, during their own B or I.
     """
     table, chunks = kept(c, z), []
     names = split(["embedding", *["block"] * c.num_layers, "head"], max(schedule.parts) + 1)
@@ -199,7 +199,7 @@ def changes(c, schedule, rank, z):
 
     for kind, _, chunk in schedule.actions[rank]:
         units, above, below = chunks[chunk], schedules.upstream(schedule, chunk), schedules.downstream(schedule, chunk)
-        while mail and not mail[0]:  # receives start early, up to the rank's next send
+        while mail and not mail[0]:  # all receives before the rank's next send start now
             mail.popleft()
             yield message
         yield -message * max(0, leaving - IN_TRANSIT)
@@ -228,7 +228,7 @@ class Ends(NamedTuple):
     """Bytes of a chunk's input x, its output y and their gradients in its backward. A missing tensor has 0 bytes."""
 
     dy: int  # the gradient of y
-    y_gone: int  # y, if its values were freed: y was sent, or recomputation computes it again
+    y_gone: int  # y, if B finds its memory free: y was sent, or is recomputed
     dx: int  # the gradient of x
     own_x: int  # x, if no other chunk keeps it
 

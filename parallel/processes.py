@@ -45,7 +45,7 @@ def together(world, work):
         if world.rank == 0 or not getattr(error, "agreed", False):
             leave(error, 2)
         time.sleep(1)  # rank 0 reports the error first, then torchrun ends the other ranks
-        write_error_file(f"error: {error}", late=1)  # other nodes: their torchrun reads it
+        write_error_file(f"error: {error}", late=1)  # torchrun on another node reads this
         os._exit(2)
     except CommunicationError as error:
         leave(error, 1)

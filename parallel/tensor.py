@@ -153,7 +153,7 @@ class WeightGradient(NamedTuple):
 
 
 def add_product(w, dy, x):
-    """Add dy^T x to dW in the dtype of the flat gradient buffer, where possible without a temporary tensor."""
+    """Add dy^T x to dW in the dtype of dW. Only the last case needs a temporary tensor."""
     gradient = w.grad.flatten(0, -2)
     if gradient.dtype == dy.dtype:
         gradient.addmm_(dy.T, x)
@@ -289,8 +289,8 @@ def chunks(x):
 
 
 def cross_entropy_(z, w, targets, vocab_size, weights, tp, ops):
-    """Return the losses [n] of logits z [n, v/t]. z becomes the gradient of
-    sum(weights * losses), weights [n]. If weights is None, z is undefined.
+    """Return the losses [n] of logits z [n, v/t]. z becomes its own gradient. weights [n]: the losses'
+    gradient; None: z's values are lost.
 
     Each token's row of logits is cut over tp, and no rank sees a whole row. The ranks combine three numbers per token:
     the maximum, the sum of exponentials and the logit of the target.

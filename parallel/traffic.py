@@ -40,7 +40,7 @@ class Prediction(NamedTuple):
     schedule: schedules.Schedule
     sizes: memory.Sizes
     sent: list  # sent[pipeline rank]: `ledger.predict` of data rank 0
-    often: dict  # `ledger.how_often`, the rows of all pipeline ranks
+    often: dict  # `ledger.how_often` of all pipeline ranks
 
 
 def predict(config, ranks):

@@ -27,10 +27,10 @@ file:
     update         once                    everything       1/n               1/n                      1/n
     publish        once                    -                all_gather        all_gather               -
 
-Stages 2 and 3 save memory because a sharded buffer is whole only while a unit uses it or while it is sent. In
-stage 3 the parameters of the next unit are gathered while this unit computes. If a schedule splits B into I and W, the
-unsharded gradients of a chunk exist from I to W: the action I adds the gradients of LayerNorms, biases, head and
-embedding, and the action W adds the others.
+Stages 2 and 3 save memory because a sharded buffer is whole only while a unit uses it or while it is sent. In stage 3
+the parameters of the next unit are gathered while this unit computes. If a schedule splits B, a chunk's whole
+gradients exist from I to W. The action I adds those of LayerNorms, biases, head and embedding. The action W adds the
+others.
 
 Bytes per parameter in bf16: parameter 2, gradient 4, master weight 4, two moments 8; 18 in total. Stage 1 divides 12
 of these by n, stage 2 divides 16, stage 3 divides 18. In fp32 without offload the total is 16, because the parameters
@@ -71,7 +71,7 @@ class Bucket:
     param, grad: whole, [size]. A sharded buffer has storage only while it is in use.
     owned: (begin, end) of the elements that this rank updates, with stage 1 or higher its shard.
     own_param, own_grad, master, moments: the elements `owned` of each kind; master: the master weights.
-    ranges, pieces: the layout's Ranges and Pieces of the elements `owned`.
+    ranges, pieces: `owned`, cut by kind of parameter and by parameter (layout.py).
     params: the nn.Parameters, views into `param`, in the order of layout.specs.
     """
 
@@ -166,7 +166,7 @@ class Zero:
 
     @torch.no_grad()
     def parameters_from_master(self):
-        """Publish the parameters. First copy the master weights to them if these are separate buffers."""
+        """Copy the master weights to the parameters if these are separate buffers, and publish the parameters."""
         for bucket in self.buckets.values():
             if bucket.own_param is not bucket.master:
                 bucket.own_param.copy_(bucket.master)
@@ -217,7 +217,7 @@ class Zero:
     def reduce(self, name, last):
         """Sum a bucket's gradient over the data ranks after one micro-batch. last: no other sum follows in the step.
 
-        The executor calls this in B once no earlier unit uses the bucket (`Chunk.reduce_after`), or in W. The
+        The executor calls this after the bucket's last use in B (`Chunk.reduce_after`), or in W. The
         sum starts here and runs while backward continues with earlier units. Stages 0 and 1 sum only once, after the
         last micro-batch.
         """
@@ -267,7 +267,7 @@ class Zero:
     # --- squared_norm ------------------------------------------------------------------------------------------------
 
     def counts(self, bucket, cut):
-        """Return True on exactly one of the ranks that hold a range, so that the norm counts each element once.
+        """Return True on exactly one of the ranks that hold the same elements: the norm counts them once.
 
         For a LayerNorm: the rank that is first of its holders, has tp rank 0, and has dp rank 0 (stage 0) or the shard.
         """
