@@ -20,7 +20,7 @@ In this file, "here" is the model of model.py and "there" is transformers:
 GPT-2's linears are transposed (`Conv1D`). OPT's first two position rows belong to padding and are never used with text.
 from_hf drops them and to_hf writes zeros. The word table has vocab_size rows there. Here it is padded to a multiple of
 128 rows. to_hf cuts the padding off and from_hf fills it with zeros. The padding's ids have no probability and their
-rows no gradient, so the values have no effect. Weight decay keeps zeros. All other weights, exported and imported
+rows no gradient, so the values have no effect. Weight decay keeps them 0. All other weights, exported and imported
 again, have the same bits. from_hf turns 16-bit weights into float32.
 
 Cost: each tensor is read once and written once, one after the other. So the memory needed is about three times the
@@ -52,7 +52,7 @@ from model import GPT
 from parallel import checkpoint
 from tokenizer import copied, copy, load_tokenizer
 
-SHARD = 4 * 10**9  # most bytes of weights in an exported file, unless one parameter is larger
+SHARD = 4 * 10**9  # limit of an exported file's weights in bytes; one parameter may be larger
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 

@@ -90,14 +90,14 @@ def test_the_old_command_names_the_new_one():
     done = run_python("bench.py", "layouts", "--x=1")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: python bench.py is now: python -m bench layouts --x=1\n"
-    assert Path(command_line.__file__).parent.name == "bench"  # `import bench` has found the folder
+    assert Path(command_line.__file__).parent.name == "bench"  # `import bench` finds bench/, not bench.py
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
 
 
 def test_layouts_in_processes_of_their_own():
-    """The table has the rows of dp=2. bench prints a row only after a check that both sides train the same."""
+    """The table has the rows of dp=2. bench prints a row only if ours and PyTorch's train the same."""
     sizes = "--repeats=1", "--layers=2", "--hidden=64", "--seq=32", "--vocab=256"
     rows = bench("layouts", *sizes, "--only=dp=2").splitlines()[3:]
     assert [row.split("  ")[0] for row in rows] == ["dp=2", "dp=2 zero=2", "dp=2 zero=3"]

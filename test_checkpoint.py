@@ -240,7 +240,7 @@ def fails(config):
 
 @pytest.mark.parametrize("layout", [dict(zero=1), dict(zero=2, tp=2)], ids=str)
 def test_damage_that_one_rank_sees_stops_all(workers, straight, tokens_dir, tmp_path, layout):
-    """A file lacks its last bytes. Only the rank whose shard they are sees this. All ranks must stop."""
+    """A file lacks its last bytes. Only the rank that owns these bytes notices it. All ranks must stop."""
     out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
     file = out / "step_10" / "block0.qkv.weight"
     file.write_bytes(file.read_bytes()[:-8])

@@ -163,7 +163,7 @@ def test_three_training_steps_are_those_of_transformers_and_adamw(tmp_path, kind
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lars", "sgd"])
 def test_an_imported_model_trains_on_in_other_layouts(workers, tokens_dir, tmp_path, optimizer):
-    """A run may choose seed, seq_length and optimizer, because nothing was trained yet."""
+    """A run may choose seed, seq_length and optimizer, because it is still at step 0."""
     saved(tmp_path / "hf", "opt", (3, 24, 4, 301, 40))
     curves = []
     layouts = [(1, {}), (4, dict(tp=2, zero=3)), (4, dict(tp=2, pp=2))]

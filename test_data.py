@@ -44,7 +44,7 @@ def keys(seed, epochs):
 
 
 def chi_square(counts, expected):
-    """Return by how many standard deviations the chi-square of `counts`, all near `expected`, exceeds its mean."""
+    """Return (chi-square - its mean) / its standard deviation. All `counts` should be near `expected`."""
     degrees = counts.size - 1
     return (((counts - expected) ** 2 / expected).sum() - degrees) / math.sqrt(2 * degrees)
 

@@ -1,4 +1,4 @@
-"""Does the README's exercises in copies of the tree: the pasted code works, and the tests named there stay green."""
+"""Tries the README's edits in copies of the project: the pasted code works, and the tests named there stay green."""
 
 import os
 import re
@@ -109,7 +109,7 @@ def test_a_changed_model_is_the_same_in_every_layout(tmp_path):
     """RoPE, RMSNorm and SwiGLU, as the README has them: layouts and generation with a cache need no other change."""
     copy = copy_of_the_tree(tmp_path)
     edit(copy / "model.py", re.search(r"```diff\n(.*?)```", README, re.DOTALL)[1])
-    # ids: dp-tp-sequence_parallel; the "covered" tests of zb-v have pipelines
+    # test ids: dp-tp-sequence_parallel; "covered and zb-v" tests pipelines
     chosen = "trains_the_same and (2-1-False or 2-2-True or 1-4-False) or covered and zb-v"
     for arguments in (["test_layouts.py", "-k", chosen], ["test_generate.py", "-k", "cache"]):
         done = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)

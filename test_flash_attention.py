@@ -102,7 +102,7 @@ def test_causal_softmax_ignores_what_is_above_the_diagonal():
 
 
 def test_causal_softmax_traffic():
-    """3 and 4 bytes per element of [s, s] in bf16, plus the elements above the diagonal in a row's last group of 8."""
+    """Forward moves 3 and backward 4 bytes per element of [s, s] in bf16, plus the rest of a row's last group of 8."""
     s = 64
     x = random(1, s, s, dtype=torch.bfloat16).requires_grad_()
     read = sum(8 * (i // 8 + 1) for i in range(s))  # s^2/2 + 4s
@@ -142,7 +142,7 @@ def test_attention_tiles_of_every_gpu(capability, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_of_large_scores(dtype):
-    """Scores reach 1e4 and -1e4: the softmax is nearly one-hot, and no power of 2 overflows.
+    """Scores reach 1e4 and -1e4: the softmax is nearly one-hot, and no exp overflows.
 
     Backward computes the scores again, as k q^T. This product may add in another order than q k^T, depending on the
     library or GPU. Then a score S may differ by one rounding,
@@ -154,7 +154,7 @@ def test_attention_of_large_scores(dtype):
     largest = torch.einsum("bsad, btad -> bast", q, k).div(8).abs().max()
     assert largest > 1e4
     errors = check(attention, plain_attention, qkv, do, more=largest * torch.finfo(torch.float32).eps / 2)
-    assert max(ours for ours, _ in errors) < 0.02  # a fixed bound: plain PyTorch rounds scores to 16 bits
+    assert max(ours for ours, _ in errors) < 0.02  # a fixed bound, because plain PyTorch rounds scores to 16 bits
 
 
 def test_attention_of_views():

@@ -121,7 +121,7 @@ def test_every_dtype_and_any_blocks(dtype, before, tmp_path):
         [],
         [[3] * 1000, [4] * 1000, []],
         [[]],
-    ]  # at the ends of blocks; long
+    ]  # some end a block; some are long
     prefix = write(tmp_path / "data", texts, dtype)
     output = run(f"--megatron={prefix}", f"--out={tmp_path}/out", TOKENIZER, "--split=6,3,1", before=before)
     right = expected(texts, (6, 3, 1))

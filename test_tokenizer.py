@@ -1,4 +1,5 @@
-"""Test vocabularies from files: tokens equal those of Hugging Face `tokenizers`, and wrong files are one line.
+"""Test vocabularies from files: tokens equal those of Hugging Face `tokenizers`, and a wrong file gives an error of
+one line.
 
 The vocabularies are made here: trained on a Japanese text (testing/japanese.txt), random, or GPT-2's with other ids.
 """

@@ -254,7 +254,7 @@ def cut_points_cl100k(text: str, o200k: bool):
     certainly begins in three cases:
     1. i follows a letter or a number, and another class begins. In o200k_base, a letter before ' or before a
        mark (\p{M}) is an exception, because a word may contain ' and marks.
-    2. i follows a character of the class "other", and a number or whitespace, but no newline, begins.
+    2. i follows a character of the class "other", and a number or whitespace other than a newline begins.
     3. i follows a newline, and a non-space character begins. In o200k_base, / is an exception, because one pre-token
        can contain a newline and then /.
     The cut does not change the pre-tokens before i, because a pattern looks ahead only from whitespace. In case 3 the

@@ -14,12 +14,12 @@ SentencePiece file, which is refused.
 tiktoken has no list of merges. It merges two neighbours if the result is a token, and the token's rank is its priority.
 The two methods are equal if every token can be reached by exactly one merge. `ranked` makes sure of it:
 
-    A merge (l, r) is alive if the earlier merges alone turn the bytes of l + r into l, r. Only these tokens get ranks.
+    A merge (l, r) is alive if the earlier merges alone turn the bytes of l + r into l, r. Only live merges give ranks.
 
 Proof: suppose that neighbours x, y appear while a text is encoded, and xy is a token with the live merge (l, r). No
-merge has crossed the ends of xy. So inside xy, the same merges came first as when xy is encoded alone. Encoded alone,
-xy is in two pieces only before its last merge, and these are l, r. So x, y is l, r. For the same reason, a merge that
-is not alive never applies. Its token is never produced, so it needs no rank.
+merge has crossed the ends of xy. So far, the merges inside xy are those of xy encoded alone. Encoded alone, xy is in
+two pieces only before its last merge, and these are l, r. So x, y is l, r. A merge that is not alive never meets its
+pair l, r. Its token is never produced, so it needs no rank.
 
 Cost: 0.4 s for 50,000 merges, once. prepare.py's workers inherit the result.
 """
@@ -35,7 +35,7 @@ from typing import NamedTuple
 from errors import UserError
 
 FILE = "tokenizer.json"
-COPY = (FILE, "tokenizer_config.json")  # the copy of a data set or a checkpoint
+COPY = (FILE, "tokenizer_config.json")  # files of the vocabulary's copy
 ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")  # ends of a document, if no file names one
 # The tokenizer `bytes` has pre-tokens of up to 32 characters. It has no merges, so 32 only sets the speed (45 MB/s; 1
 # gives 10 MB/s).
@@ -102,7 +102,7 @@ class Vocabulary(NamedTuple):
     def name(self) -> str:
         """Return `bpe-IDS-HASH`: equal vocabularies have equal names, in whatever files they are."""
         order = [token for token in sorted(self.ranks, key=self.ranks.get) if cuts(token, self.ranks)]
-        pattern = self.pattern if len(self.ranks) > 256 else ""  # single bytes do not depend on the pattern
+        pattern = self.pattern if len(self.ranks) > 256 else ""  # without merges the pattern has no effect
         content = (sorted(self.ids.items()), order, sorted(self.special.items()), self.end, pattern)
         digest = hashlib.blake2b(repr(content).encode(), digest_size=4).hexdigest()
         return f"bpe-{len(self.ids) + len(self.special)}-{digest}"
@@ -388,8 +388,8 @@ def ranked(ids, merges: list[tuple[bytes, bytes]], path: Path) -> dict[bytes, in
 def ranked_whole(ids, merges, path: Path) -> dict[bytes, int]:
     """Return the ranks if ignore_merges is set: a pre-token that is a token needs no merges. tiktoken does the same.
 
-    The merges must give tiktoken's tokens. So each token needs one of two conditions: its first merge is alive, or its
-    merges are all the ways to cut it into two tokens and stand next to each other in the list.
+    The merges must give tiktoken's tokens. For each token, its first merge must be alive, or its merges must be all
+    its cuts into two tokens and neighbours in the list.
     """
     places = {}
     for number, (left, right) in enumerate(merges):

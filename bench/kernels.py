@@ -84,10 +84,10 @@ class Operation:
     """One operation, which is one row of the table (whole) or two (forward, backward).
 
     name: the row's name. ops: the function's name in reference.py. draw(seed): returns its inputs. run(module,
-    *inputs): calls that function of `kernels` or `reference`. floor: the bytes that forward and backward must move,
-    or with `flops` the FLOP; one number for an operation without backward. elements: moved bytes are printed divided by
-    this number. own {name: function(*inputs)}: PyTorch's own variants. another: names in `own` of similar but different
-    functions. compiled(compile): returns the compiled variant, if compiling `run` is not enough.
+    *inputs): calls that function of `kernels` or `reference`. floor: the bytes that forward and backward must move, or
+    with `flops` the FLOP; one number for an operation without backward. elements: moved bytes are printed divided by
+    this number. own {name: function(*inputs)}: PyTorch's own variants. another: names in `own` that compute something
+    else. compiled(compile): returns the compiled variant, if compiling `run` is not enough.
     """
 
     name: str

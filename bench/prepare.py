@@ -28,7 +28,7 @@ def measure(
     """Compare prepare.py's throughput with one thread of the tokenizer (goal: 0.85 x cores), and measure its memory.
 
     --mb          for the throughput: size of the text, in MiB; the time includes start-up
-    --line_mb     memory only: MiB of a text file with one line; a text file with many lines is twice as large
+    --line_mb     memory only: MiB of the file with one line; the file with many lines is made twice as large
     --repeats     number of throughput measurements; prepare.py and the tokenizer take turns
     --tokenizers  tokenizers for the throughput
     --parts       speed, memory or both
