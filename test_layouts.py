@@ -38,7 +38,7 @@ TINY = dict(
     dtype="fp64",
 )  # fmt: skip
 
-# (dp, tp, sequence parallel): all with dp * tp = 2, 4 or 8, and two with dp=3, which divides no power of two
+# (dp, tp, sequence parallel): all with dp * tp = 2, 4 or 8; two with dp=3, so that shards need padding
 LAYOUTS = [
     (dp, tp, sp)
     for dp, tp in [(2, 1), (1, 2), (3, 1), (4, 1), (2, 2), (1, 4), (3, 2), (8, 1), (4, 2), (2, 4), (1, 8)]
@@ -70,7 +70,7 @@ def micro_batches(run, vocab_size=50, dp=None):
 
 
 def parameters(run):
-    """Copy {parameter: this rank's slice over tp}."""
+    """Return copies, {parameter: this rank's slice over tp}."""
     parts = {}
     for name, bucket in run.zero.buckets.items():
         run.zero.gather(name)
@@ -80,7 +80,7 @@ def parameters(run):
 
 
 def gradients(run):
-    """Copy {parameter: (begin, end, values)}: the elements of its slice over tp that this rank updates."""
+    """Return copies, {parameter: (begin, end, values)}, of the elements that this rank updates."""
     pieces = [(bucket, piece) for bucket in run.zero.buckets.values() for piece in bucket.pieces]
     return {p.spec.name: (p.begin, p.end, p.of(bucket.own_grad).clone()) for bucket, p in pieces}
 
@@ -224,7 +224,7 @@ def number_of_micro_batches(word, pp):
 def fitted(dp, tp, pp, schedule, micro_batches, **fields):
     """Return (configuration, number of processes) of a point of the grid.
 
-    None if the values do not go together, or if another point is the same layout.
+    None if the values do not go together, or if a simpler point is the same layout.
     """
     m = number_of_micro_batches(micro_batches, pp)
     redundant = (
@@ -237,7 +237,7 @@ def fitted(dp, tp, pp, schedule, micro_batches, **fields):
     if redundant:
         return None
     chunks = usual_chunks(schedule)
-    layers = max(3, pp * chunks - 1)  # 2 parts: 2 blocks and 1 block; more parts: one is empty
+    layers = max(3, pp * chunks - 1)  # 2 parts: 2 blocks and 1 block; more parts: one has no block
     config = tiny_config(
         dp, tp, pp=pp, schedule=schedule, chunks=chunks, num_layers=layers, micro_batch_size=2,
         global_batch_size=2 * dp * m, lr=5e-3, dropout=0.1, **fields,

@@ -163,7 +163,7 @@ def test_the_host_reads_no_number_within_a_step(fields):
     with Reads() as reads:
         steps = [train.train_step(run, batches) for _ in range(2)]
         assert reads.names == []
-        assert torch.ones(()).item() and reads.names == ["aten._local_scalar_dense.default"]  # so `reads` records it
+        assert torch.ones(()).item() and reads.names == ["aten._local_scalar_dense.default"]  # `reads` records item()
     assert not any(step.read().skipped for step in steps)
 
 

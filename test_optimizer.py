@@ -31,7 +31,7 @@ def scalars(lr, scale, update, skip=False, beta1=0.9, beta2=0.999):
 
 
 def test_adamw_is_its_formula_and_the_fused_one_is_the_same():
-    """Two ranges: one decays, one does not. A skipped update of the fused operation changes nothing."""
+    """Two ranges: one decays, one does not. A skipped update by `adamw_` changes nothing."""
     w, m, v, lr, b1, b2, eps = drawn(48, 0), torch.zeros(48), torch.zeros(48), 1e-2, 0.8, 0.95, 1e-6
     m, v, decay = m.double(), v.double(), 0.1 * (torch.arange(48) < 32)
     ours, moments, cast = w.clone(), [m.clone(), v.clone()], torch.zeros(48, dtype=torch.bfloat16)
@@ -229,7 +229,7 @@ def test_the_clip_scales_the_update_and_the_log_has_the_norm_before_it():
 
 @pytest.mark.parametrize("dtype, distance", [("fp32", 1e-4), ("bf16", 0.03), ("fp16", 0.01)])
 def test_lower_precision_trains_close_to_float64(dtype, distance):
-    """8 steps: each loss is within the relative `distance` of float64's. No fp16 step overflows."""
+    """8 steps: relative to float64, each loss is off by less than `distance`. No fp16 step overflows."""
     exact, batches = step_of()
     exact = [train.train_step(exact, batches).read().loss for _ in range(8)]
     run, batches = step_of(dtype, initial_loss_scale=2.0**10)
@@ -248,7 +248,7 @@ def curve_and_parameters(config):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_with_one_micro_batch_every_stage_gives_the_same_bits(workers, dtype):
-    """Casts and gathers are the same in every stage. A sum over two ranks has one result, because a + b is b + a."""
+    """Casts and gathers are equal in all ZeRO stages. A sum over two ranks has one result, because a + b is b + a."""
     fields = dict(dtype=dtype, global_batch_size=8, micro_batch_size=4, clip_grad=0.0)  # norms differ by rounding
     (losses, norms, whole), _ = workers.run(2, curve_and_parameters, tiny_config(2, **fields))
     for zero in (1, 2, 3):

@@ -154,7 +154,7 @@ def holdings(config):
     "schedule, expected", [("gpipe", [8, 8, 8, 8]), ("1f1b", [4, 3, 2, 1]), ("zb-h2", [7, 5, 3, 1])]
 )
 def test_activations_in_flight_are_the_schedules(workers, schedule, expected):
-    """Only the last few sent outputs still have values, because backward does not need the values."""
+    """Backward needs no values of sent outputs, so all but the last few are freed."""
     config = tiny_config(1, pp=4, schedule=schedule, num_layers=4, micro_batch_size=3)
     assert [max(0, n) for n in in_flight_until_backward(schedules.build(schedule, 4, 8))] == expected
     results = workers.run(4, holdings, config)
@@ -225,8 +225,8 @@ def whole_gradients_at_products(config):
 
 
 def test_a_late_weight_gradient_lets_go_of_each_bucket_as_it_is_done(workers):
-    """After the action I, seven gradients exist: head, four blocks, word table, embedding. W frees each once it is
-    sent.
+    """After the action I, seven gradients exist: head, four blocks, word table, embedding. W frees each a bit later,
+    when its sum is done.
     """
     config = tiny_config(2, zero=2, schedule="zb-h1", num_layers=4)
     for alive in workers.run(2, whole_gradients_at_products, config):

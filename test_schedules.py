@@ -271,11 +271,12 @@ def test_the_bubble_of_uneven_ranks_is_their_mean_idle_time():
 def unfinished(schedule, order, per_pair=False):
     """Run a schedule whose ranks start messages in `order`. Return the actions that never run.
 
-    Each rank has one queue for all messages that it sends or receives. It posts from the front of the queue, up to the
-    first send whose tensor is not yet computed. With per_pair, a rank has one queue for each other rank, and posts no
-    receive earlier than the action that needs it. A message runs when it is at the front of its queue at both ends and
-    both ends have posted it. An action runs when its message has arrived. No step makes another step impossible, so the
-    order in which this function tries the steps does not matter, and neither does the speed of ranks and messages.
+    Each rank has one queue for all messages that it sends or receives. It starts them from the front of the queue, up
+    to the first send whose tensor is not yet computed. With per_pair, it has one queue per other rank, and starts a
+    receive only if it, or a message behind it, is due. A message runs when it is at the front of its queue at both
+    ends and both ends have posted it. An action runs when its message has arrived. No step makes another step
+    impossible, so the order in which this function tries the steps does not matter, and neither does the speed of
+    ranks and messages.
     """
     queues, posted, done, position = {}, {}, {}, [0] * len(schedule.actions)
     for message in order:
@@ -356,7 +357,7 @@ def test_chunks_on_one_rank_send_each_other_nothing():
 
 
 def test_messages_in_another_order_do_deadlock():
-    """If sorted by chunk or with activations first, a receive comes before a send that the receive needs."""
+    """Sorted by chunk or by kind, a receive is queued before a send that must come first."""
     schedule = build("1f1b", 4, 8)
     order = messages(schedule)
     for key in (lambda message: message.producer.chunk, lambda message: message.kind):
@@ -671,7 +672,7 @@ def test_a_recorded_run_is_drawn_under_the_ideal_one(tmp_path, capsys, name, chu
 
 
 def test_a_trace_of_a_resumed_run_has_the_runs_iterations():
-    """Trace is given the 20 iterations before the resume, and the first recorded step is 21."""
+    """Trace is told that 20 iterations are done, so the first recorded step is 21."""
     from parallel.trace import Trace, torch  # here, because nothing else in this file needs torch
 
     first = SimpleNamespace(rank=0, size=1)

@@ -5,7 +5,7 @@ first of these that differs. The comparison is cheap while all numbers are equal
 runs again, and its gradients are compared, parameter by parameter. Here `ours` is the layout's number and `theirs` the
 number of one process. `gradient_cause` tries in this order:
 
-    ratio          ours = r * theirs. If r = 8 = m * dp, the loss is not divided by m * dp
+    ratio          ours = r * theirs. example: r = 8 = m * dp: the loss is not divided by m * dp
     sums           ours, summed over an axis, is theirs: this sum is missing
     micro-batches  ours is a sum of the gradients of single micro-batches: a least squares fit finds the factors
     where          the first parameter, in the order of backward, that is wrong
@@ -297,7 +297,7 @@ def added_slices_cause(found, steps, shares, config, specs, sizes):
 
 
 def tied_cause(found, steps, shares, config, specs, sizes):
-    """Find that only the word table is wrong. The embedding and the head both use it."""
+    """See if only the word table is wrong. The embedding and the head both use it."""
     if {f.name.partition(".")[0] for f in found} != {"word"} or config.schedule.startswith("zb"):
         return ""
     return (
@@ -563,7 +563,7 @@ def diagnosis(steps, one, shares, reference, config, specs, sizes):
 
 def forward_cause(loss, found, config):
     """Return one more line if the loss shows that the data or the forward pass is wrong."""
-    if loss is None or None not in {f.ratio for f in found}:  # r is a number: only scales differ
+    if loss is None or None not in {f.ratio for f in found}:  # all have a ratio: only scales differ
         return []
     places = [
         (True, "the samples that each rank draws"),

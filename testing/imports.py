@@ -2,8 +2,8 @@
 
     python -m testing.imports
 
-prints each file of the program with its level and its imports. A file of level 0 imports no other file of the project.
-Any other file is one level above the highest file that it imports. Imports inside functions count, too.
+prints each file (no test, no bench) with its level and its imports. A file of level 0 imports no other file of the
+project. Any other file is one level above the highest file that it imports. Imports inside functions count, too.
 
 These are the rules and their reasons. The command prints a line for each violation and exits with code 1 if any exists.
 

@@ -1,4 +1,4 @@
-"""Start processes once, join them by Gloo, and let many tests use them.
+"""Start processes once for many tests. Each call connects them by Gloo.
 
     def test_something(workers):
         results = workers.run(4, function, *arguments)      # on ranks 0 .. 3; their results in this order
@@ -94,5 +94,5 @@ class Workers:
         return [results[r] for r in range(ranks)]
 
     def check(self, ranks, function, *arguments):
-        """Run a function of checks on each rank. It returns None."""
+        """Run a function that checks, on each rank. It returns None."""
         assert self.run(ranks, function, *arguments) == [None] * ranks
