@@ -106,7 +106,7 @@ class Indexed:
         return entries.astype(np.int64)
 
     def positions(self, sequences: np.ndarray) -> np.ndarray:
-        """Return the position of each sequence's first token in the .bin. For S, it is the end of the .bin."""
+        """Return the position of each sequence's first token in the .bin. Sequence S gives the end of the .bin."""
         inside, found = sequences < self.num_sequences, np.full(len(sequences), self.num_tokens)
         if inside.any():  # a new mapping for each call, so its pages leave this process's memory afterwards
             pointers = np.memmap(self.idx, "<i8", "r", self.pointers_at, (self.num_sequences,))

@@ -97,7 +97,7 @@ def test_the_old_command_names_the_new_one():
 
 
 def test_layouts_in_processes_of_their_own():
-    """The table has the rows of dp=2. bench prints a row only if ours and PyTorch's train the same."""
+    """The table has the rows of dp=2. bench prints a row only if our losses equal PyTorch's."""
     sizes = "--repeats=1", "--layers=2", "--hidden=64", "--seq=32", "--vocab=256"
     rows = bench("layouts", *sizes, "--only=dp=2").splitlines()[3:]
     assert [row.split("  ")[0] for row in rows] == ["dp=2", "dp=2 zero=2", "dp=2 zero=3"]

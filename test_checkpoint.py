@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("cuts", [1, 2, 3, 5])
 def test_runs_say_where_every_element_of_a_part_of_a_part_lies(shape, tp_dim, tp, cuts):
-    """Cut a tensor over tp, flatten each piece and cut it again at any element. `runs` must rebuild the tensor."""
+    """Cut a tensor over tp, flatten each piece and cut it again at any element. Copying the `runs` must rebuild it."""
     spec = ParamSpec("u.w", shape, tp_dim)
     whole = torch.arange(np.prod(shape)).view(shape)
     rebuilt = torch.full((whole.numel(),), -1)

@@ -1,4 +1,4 @@
-"""Tests fused attention in Triton's interpreter: results compared with float64, traffic, machine code for two GPUs.
+"""Tests fused attention: results (against float64) and traffic in Triton's interpreter, machine code for two GPUs.
 
 Errors are relative to the result's largest value. The allowed error is 2 e + eps of the dtype + 4 eps of float32. Here
 e is the error of plain PyTorch in the same dtype on the same input; e may be 0.
@@ -225,7 +225,7 @@ def test_attention_work_and_traffic():
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_compiled(arch):
-    """The kernels have no spills, enough registers and shared memory, 16-byte loads, tensor cores, async copies."""
+    """No spills; registers and shared memory within the limits; 16-byte loads, tensor cores, async copies."""
     if not compiled.tool("cuobjdump").exists():
         pytest.skip("this version of Triton has no disassemblers")
     table, jobs = flash_attention.configurations((arch // 10, 0)), []

@@ -75,7 +75,7 @@ def random_texts(rng, number, longest=40, eot=True):
 
 
 def expected(texts, weights):
-    """{split: tokens}: each document as one list with an end-of-text token at its end, in the split of line d + 1."""
+    """{split: tokens}: the sequences of document d and an end-of-text token, in the split of line d + 1."""
     splits = {split: [] for split in prepare.SPLITS}
     for d, text in enumerate(texts):
         tokens = [token for sequence in text for token in sequence]
@@ -90,7 +90,7 @@ def expected(texts, weights):
 @pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("eod", [True, False])
 def test_the_data_set_equals_that_of_the_same_text(gpt2, tmp_path, sequences, eod):  # noqa: F811
-    """tiktoken encodes the text; in Megatron-LM's form, with and without --append-eod, the data set is the same."""
+    """tiktoken's tokens in Megatron-LM's files, with or without --append-eod, give the data set of the text."""
     rng = random.Random(0)
     texts = ["", *(random_text(rng, rng.choice([1, 30, 3000])) for _ in range(300)), ""]
     run(write_json_lines(tmp_path / "a.jsonl", texts), f"--out={tmp_path}/text", "--tokenizer=gpt2", "--split=6,3,1")

@@ -38,7 +38,7 @@ TINY = dict(
     dtype="fp64",
 )  # fmt: skip
 
-# (dp, tp, sequence parallel): all with dp * tp = 2, 4 or 8; two with dp=3, so that shards need padding
+# (dp, tp, sequence parallel): all with dp * tp = 2, 4 or 8; also dp=3, so that shards need padding
 LAYOUTS = [
     (dp, tp, sp)
     for dp, tp in [(2, 1), (1, 2), (3, 1), (4, 1), (2, 2), (1, 4), (3, 2), (8, 1), (4, 2), (2, 4), (1, 8)]
@@ -100,7 +100,7 @@ def train_tiny(config, steps=STEPS, mesh=None):
 
 
 def one_process_config(optimizer, dropout, **fields):
-    """Return the configuration of one process with one micro-batch a step: its loss needs no division."""
+    """Return the configuration of one process with one micro-batch a step. No loss is divided by m."""
     samples = fields.get("global_batch_size", TINY["global_batch_size"])
     return tiny_config(1, optimizer=optimizer, dropout=dropout, micro_batch_size=samples, **fields)
 

@@ -177,7 +177,7 @@ def in_flight_until_backward(schedule):
 
 
 def storages(config):
-    """Run a step in stage 3. Return which (parameters, gradients) are whole in block1's F and after the step."""
+    """Run a step with ZeRO-3. Return which (parameters, gradients) are whole in block1's F and after the step."""
     run = train.build(config, Mesh(config.tp, config.pp), CPU)
     run.zero.initialize(1)
     block, seen = run.model.units[2], []
@@ -207,7 +207,7 @@ def test_stage_3_holds_a_bucket_only_while_it_computes(workers):
 
 
 def whole_gradients_at_products(config):
-    """Return {bucket: number of buckets with whole gradients when W adds a product to this bucket}."""
+    """Return {bucket: how many buckets have whole gradients when W last adds to this one}."""
     run = train.build(config, Mesh(config.tp, config.pp), CPU)
     run.zero.initialize(1)
     alive, product = {}, tensor.add_product
@@ -225,8 +225,8 @@ def whole_gradients_at_products(config):
 
 
 def test_a_late_weight_gradient_lets_go_of_each_bucket_as_it_is_done(workers):
-    """After the action I, seven gradients exist: head, four blocks, word table, embedding. W frees each a bit later,
-    when its sum is done.
+    """After the action I, seven gradients exist: head, four blocks, word table, embedding. W frees each when its sum
+    over dp is done.
     """
     config = tiny_config(2, zero=2, schedule="zb-h1", num_layers=4)
     for alive in workers.run(2, whole_gradients_at_products, config):

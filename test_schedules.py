@@ -258,7 +258,7 @@ def test_the_printed_formulas_are_the_simulations():
 
 
 def test_the_bubble_of_uneven_ranks_is_their_mean_idle_time():
-    """Rank 0 has one part and is busy for 3.1, rank 1 has two parts and is busy for 6.2. The longest span is 9.3."""
+    """Rank 0 has one part and is busy for 3.1, rank 1 has two parts and is busy for 6.2. The whole run takes 9.3."""
     F, B = [Action("F", 0, c) for c in range(3)], [Action("B", 0, c) for c in range(3)]
     line = simulate(Schedule("uneven", [0, 1, 2], [0, 1, 1], [[F[0], B[0]], [F[1], F[2], B[2], B[1]]]), COST)
     assert line.makespan == line.span == pytest.approx(9.3) and line.bubble == pytest.approx(1 - (3.1 + 6.2) / 2 / 9.3)
@@ -272,11 +272,10 @@ def unfinished(schedule, order, per_pair=False):
     """Run a schedule whose ranks start messages in `order`. Return the actions that never run.
 
     Each rank has one queue for all messages that it sends or receives. It starts them from the front of the queue, up
-    to the first send whose tensor is not yet computed. With per_pair, it has one queue per other rank, and starts a
-    receive only if it, or a message behind it, is due. A message runs when it is at the front of its queue at both
-    ends and both ends have posted it. An action runs when its message has arrived. No step makes another step
-    impossible, so the order in which this function tries the steps does not matter, and neither does the speed of
-    ranks and messages.
+    to the first send whose tensor is not yet computed. With per_pair, it has one queue per other rank. It starts a
+    receive only if this or a later message is needed. A message runs when it is at the front of its queue at both ends
+    and both ends have started it. An action runs when its message has arrived. No step makes another step impossible.
+    So the result depends neither on the order of the tries nor on the speed of ranks and messages.
     """
     queues, posted, done, position = {}, {}, {}, [0] * len(schedule.actions)
     for message in order:

@@ -170,7 +170,7 @@ def test_a_trained_vocabulary_in_both_forms(japanese, tmp_path):
 @pytest.mark.parametrize("name", PATTERNS)
 def test_each_known_pattern(name, tmp_path):
     """The three ways that a pattern comes: Hugging Face's file, a .tiktoken file, and our copy."""
-    theirs = trained(500, PATTERNS[name][-1], JAPANESE + "34 34 34 45 45 12\n" * 9)  # 12345 shows where numbers end
+    theirs = trained(500, PATTERNS[name][-1], JAPANESE + "34 34 34 45 45 12\n" * 9)  # digit pairs cut 12345
     theirs.save(str(tmp_path / "tokenizer.json"))
     ours = loaded(tmp_path)
     assert ours.vocabulary.pattern == name and ours.pattern == PATTERNS[name][0]
@@ -571,7 +571,7 @@ def command(*words, cwd, **environment):
 
 
 def test_japanese_from_text_to_text(japanese, tmp_path):
-    """Prepare, train, and write text where nothing is left but the checkpoint."""
+    """Prepare, train, delete all but the checkpoint, and generate text."""
     japanese.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "text.txt").write_text(JAPANESE * 3, encoding="utf-8")
     (tmp_path / "data").mkdir()

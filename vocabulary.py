@@ -8,18 +8,18 @@ from its single bytes. Of the merges that fit, the earliest in the list is appli
     tokenizer.json            Hugging Face `tokenizers`: the same two, the pattern and the special tokens in one file
     NAME.tiktoken             tokens with ranks (see below); the pattern is in NAME.pattern, except for OpenAI's files
 
-The JSON files write a byte as one printable character (`BYTE_OF`). U+2581 is not one of these characters. It shows a
-SentencePiece file, which is refused.
+The JSON files write a byte as one printable character (`BYTE_OF`). U+2581 is not one of these characters.
+SentencePiece files have it, and are refused.
 
 tiktoken has no list of merges. It merges two neighbours if the result is a token, and the token's rank is its priority.
-The two methods are equal if every token can be reached by exactly one merge. `ranked` makes sure of it:
+The two methods are equal if each token has exactly one merge that can happen. `ranked` makes sure of it:
 
     A merge (l, r) is alive if the earlier merges alone turn the bytes of l + r into l, r. Only live merges give ranks.
 
 Proof: suppose that neighbours x, y appear while a text is encoded, and xy is a token with the live merge (l, r). No
-merge has crossed the ends of xy. So far, the merges inside xy are those of xy encoded alone. Encoded alone, xy is in
-two pieces only before its last merge, and these are l, r. So x, y is l, r. A merge that is not alive never meets its
-pair l, r. Its token is never produced, so it needs no rank.
+merge has crossed the ends of xy. So all merges inside xy so far are the first merges of xy encoded alone. Encoded
+alone, xy is in two pieces only before its last merge, and these are l, r. So x, y is l, r. A merge that is not alive
+never meets its pair l, r. It produces no token, so it gives no rank.
 
 Cost: 0.4 s for 50,000 merges, once. prepare.py's workers inherit the result.
 """
@@ -388,8 +388,8 @@ def ranked(ids, merges: list[tuple[bytes, bytes]], path: Path) -> dict[bytes, in
 def ranked_whole(ids, merges, path: Path) -> dict[bytes, int]:
     """Return the ranks if ignore_merges is set: a pre-token that is a token needs no merges. tiktoken does the same.
 
-    The merges must give tiktoken's tokens. For each token, its first merge must be alive, or its merges must be all
-    its cuts into two tokens and neighbours in the list.
+    The merges must give tiktoken's tokens. For each token, its first merge must be alive, or its merges must be
+    adjacent and be all its cuts into two tokens.
     """
     places = {}
     for number, (left, right) in enumerate(merges):
@@ -411,7 +411,7 @@ def ranked_whole(ids, merges, path: Path) -> dict[bytes, int]:
 def merges_of(ranks: dict[bytes, int]) -> tuple[list[tuple[bytes, bytes]], bool]:
     """Return merges that give these ranks, and True if some token needs Hugging Face's ignore_merges.
 
-    Only tiktoken's vocabularies have such tokens: the merges before it leave more than two pieces. Such a token gets a
+    Only tiktoken's vocabularies have such a token: the merges before it leave more than two pieces. Such a token gets a
     merge for each way to cut it into two tokens.
     """
     merges, lower, whole = [], {}, False

@@ -39,7 +39,7 @@ bytes in units of bsh, with 2 bytes per element:
 In bf16 our sum is 8 + 24/t bytes: the paper's sum without the dropout masks and the [s, s] matrix. The formulas add
 small terms: for each token two numbers in each LayerNorm and one in each attention head (log-sum-exp),
 the ids of the embedding, and the output of the last LayerNorm. The logits never exist whole
-(`tensor.LinearCrossEntropy`). All these terms are multiplied by the micro-batches in flight (`schedules.py`).
+(`tensor.LinearCrossEntropy`). The table and the small terms count once per micro-batch in flight (`schedules.py`).
 
 The action I frees a block's saved tensors, but keeps the operands of W: for each of four linears the input x and the
 gradient dy of its output. The operands are as large as the freed tensors, 4 + 12/t (x: 2 + 5/t, dy: 2 + 7/t). So this
@@ -140,7 +140,7 @@ class Kept(NamedTuple):
     saved: int  # in its graph, from F to B or I (with recomputation, only during B or I)
     output: int
     operands: int = 0  # from I to W
-    turning: int = 0  # how far the action I exceeds `saved` while operands replace saved tensors
+    turning: int = 0  # extra bytes at the peak of the action I, while operands replace saved tensors
     again: bool = False  # True if recomputation runs this unit again
 
 
@@ -154,7 +154,7 @@ def kept(c, z):
     block = block_activations(c, z)
     saved = sum(block.values()) - outside  # minus LayerNorm 1's input, which is the unit's input
     turning = whole  # fc2's dy comes first; each later operand replaces a saved tensor of equal size
-    if gathered:  # operands + qkv's input + LayerNorm 1's statistics - `saved`
+    if gathered:  # the peak: operands + qkv's input + LayerNorm 1's statistics; minus `saved`
         turning = 4 * whole - 2 * outside - 2 * z.statistic * z.rows - block["log-sum-exp"]
     turning += 4 * whole // c.tp - block["gelu's input"]  # with ReLU, fc1's dy replaces no saved tensor
     block = Kept(saved, outside, 4 * whole + 12 * whole // c.tp, turning, c.recompute == "full")
@@ -168,7 +168,7 @@ def kept_by_chunk(c, schedule, z):
     """Return a list for each chunk of the Schedule: the Kept of its units, in order.
 
     Dropout also keeps the index of each row (`MicroBatch.rows`, int64), once for a chunk. The indices count for the
-    chunk's first unit. Recomputed blocks each count them, during their own B or I.
+    chunk's first unit. If the first unit is recomputed, each block counts them, during its own B or I.
     """
     table, chunks = kept(c, z), []
     names = split(["embedding", *["block"] * c.num_layers, "head"], max(schedule.parts) + 1)
@@ -228,7 +228,7 @@ class Ends(NamedTuple):
     """Bytes of a chunk's input x, its output y and their gradients in its backward. A missing tensor has 0 bytes."""
 
     dy: int  # the gradient of y
-    y_gone: int  # y, if B finds its memory free: y was sent, or is recomputed
+    y_gone: int  # y's bytes, if y is already freed: it was sent, or is recomputed
     dx: int  # the gradient of x
     own_x: int  # x, if no other chunk keeps it
 

@@ -53,9 +53,9 @@ def adam_direction(gradient, m, v, scale, update, beta1, beta2, eps):
 # --- layer-wise rates, for large batches ------------------------------------------------------------------------------
 #
 # Slide "データ並列": a large global batch generalises worse. LARS and LAMB are remedies. They give every parameter
-# tensor ("layer") its own rate: the norm of an update becomes proportional to the norm of the tensor. Such a rule has
-# two halves. The first half is elementwise and overwrites the gradient with a direction. The second half needs the
-# norms of whole tensors (`Zero.tensor_norms`), because a tensor may be cut over tp and dp. Its argument `layerwise` is
+# tensor ("layer") its own rate: the norm of an update becomes proportional to the norm of the tensor. Such a rule
+# has two halves. The first half is elementwise and overwrites the gradient with a direction. The second half needs
+# the norms of whole tensors. `Zero.tensor_norms` sums their squares over tp and dp. Its argument `layerwise` is
 # False for biases and LayerNorms, which use the plain rate.
 
 
@@ -150,7 +150,7 @@ def learning_rate(c, update):
     """Return the learning rate of an update. update: counted from 1, without skipped steps. c: the configuration.
 
     A linear warm-up rises to `lr`. With lr_decay_style `constant` the rate stays at `lr`. Otherwise it falls and
-    reaches `min_lr` at `lr_decay_iters` (0: at `train_iters`). A warm-up may end after `lr_decay_iters`, or after the
+    reaches `min_lr` at `lr_decay_iters` (0: at `train_iters`). A warm-up can be longer than `lr_decay_iters` or the
     run.
     """
     end = c.lr_decay_iters or c.train_iters

@@ -290,7 +290,7 @@ def chunks(x):
 
 def cross_entropy_(z, w, targets, vocab_size, weights, tp, ops):
     """Return the losses [n] of logits z [n, v/t]. z becomes its own gradient. weights [n]: the losses'
-    gradient; None: z's values are lost.
+    gradient; None: z is only overwritten.
 
     Each token's row of logits is cut over tp, and no rank sees a whole row. The ranks combine three numbers per token:
     the maximum, the sum of exponentials and the logit of the target.

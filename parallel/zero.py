@@ -29,8 +29,8 @@ file:
 
 Stages 2 and 3 save memory because a sharded buffer is whole only while a unit uses it or while it is sent. In stage 3
 the parameters of the next unit are gathered while this unit computes. If a schedule splits B, a chunk's whole
-gradients exist from I to W. The action I adds those of LayerNorms, biases, head and embedding. The action W adds the
-others.
+gradients exist from I to W. The action I computes those of LayerNorms, biases, head and embedding. The action W
+computes the others.
 
 Bytes per parameter in bf16: parameter 2, gradient 4, master weight 4, two moments 8; 18 in total. Stage 1 divides 12
 of these by n, stage 2 divides 16, stage 3 divides 18. In fp32 without offload the total is 16, because the parameters
@@ -71,7 +71,7 @@ class Bucket:
     param, grad: whole, [size]. A sharded buffer has storage only while it is in use.
     owned: (begin, end) of the elements that this rank updates, with stage 1 or higher its shard.
     own_param, own_grad, master, moments: the elements `owned` of each kind; master: the master weights.
-    ranges, pieces: `owned`, cut by kind of parameter and by parameter (layout.py).
+    ranges: parts of `owned` with equal `cut` and `decays`; pieces: one for each parameter (layout.py).
     params: the nn.Parameters, views into `param`, in the order of layout.specs.
     """
 
@@ -269,7 +269,7 @@ class Zero:
     def counts(self, bucket, cut):
         """Return True on exactly one of the ranks that hold the same elements: the norm counts them once.
 
-        For a LayerNorm: the rank that is first of its holders, has tp rank 0, and has dp rank 0 (stage 0) or the shard.
+        For a LayerNorm: first of its holders, tp rank 0, and dp rank 0 (stage 0) or the shard's owner.
         """
         first_of_dp = bucket.stage >= 1 or bucket.dp.rank == 0
         return first_of_dp and bucket.holders.rank == 0 and (cut or self.mesh.tp.rank == 0)
@@ -324,7 +324,7 @@ class Zero:
             pending.wait()
 
     def tensor_norms(self, tensors):
-        """Return the norm of each whole weight and of its gradient (times the loss scale), float64 [tensors, 2].
+        """Return the norms of each whole weight and of its `Shard.gradient`, float64 [number of tensors, 2].
 
         tensors: [(Shard, Piece)], every parameter of this rank's buckets in order. A tensor may be cut by shards and
         over tp, so its squares are summed over dp and tp.

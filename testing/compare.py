@@ -7,7 +7,7 @@ number of one process. `gradient_cause` tries in this order:
 
     ratio          ours = r * theirs. example: r = 8 = m * dp: the loss is not divided by m * dp
     sums           ours, summed over an axis, is theirs: this sum is missing
-    micro-batches  ours is a sum of the gradients of single micro-batches: a least squares fit finds the factors
+    micro-batches  ours is a weighted sum of single micro-batches' gradients; least squares finds the weights
     where          the first parameter, in the order of backward, that is wrong
 """
 

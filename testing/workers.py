@@ -1,4 +1,4 @@
-"""Start processes once for many tests. Each call connects them by Gloo.
+"""Start processes once for many tests. Each `run` connects them by Gloo.
 
     def test_something(workers):
         results = workers.run(4, function, *arguments)      # on ranks 0 .. 3; their results in this order
@@ -94,5 +94,5 @@ class Workers:
         return [results[r] for r in range(ranks)]
 
     def check(self, ranks, function, *arguments):
-        """Run a function that checks, on each rank. It returns None."""
+        """On each rank, run a function that checks and returns None."""
         assert self.run(ranks, function, *arguments) == [None] * ranks
