@@ -26,7 +26,7 @@ prepare.py and data.py need the end-of-text token after each document, also afte
 token only with --append-eod. If a document does not end with the token, it is appended here. The data set is then equal
 to the data set of the same texts in one .jsonl file: document d takes the place of line d + 1.
 
-The whole .idx is read and checked before any output. The copy reads each file once. At most one block of tokens is in
+The whole .idx is read and checked before any output. Writing reads each file once. At most one block of tokens is in
 memory (`Indexed.blocks`), so the memory does not depend on the size of the files.
 """
 

@@ -205,7 +205,7 @@ def test_after_kill_9_the_same_command_ends_in_the_same_bytes(tmp_path, crash):
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
-GOOD = [[[1, 2, 3], [4]], [[5, 6, EOT]]]  # sizes 3 1 3, pointers 0 6 8, boundaries 0 2 3; 94 and 14 bytes
+GOOD = [[[1, 2, 3], [4]], [[5, 6, EOT]]]  # sizes 3 1 3, pointers 0 6 8, bounds 0 2 3; .idx 94, .bin 14 bytes
 IDX = "{p}.idx: "
 WRONG = {
     "magic": ({"magic": b"MMIDIDY\0\0"}, IDX + "not an index of Megatron-LM"),

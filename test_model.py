@@ -168,7 +168,7 @@ def test_the_host_reads_no_number_within_a_step(fields):
 
 
 def test_flat_buffers_hold_everything_in_its_range(run):
-    """Parameters are aligned views. A buffer's ranges: cut ones first. The padding is never written."""
+    """Parameters are aligned views. Cut parameters come first. The padding is never written."""
     batches = micro_batches(run)
     for _ in range(2):
         train.train_step(run, batches)

@@ -120,7 +120,7 @@ def trained_in_pairs(config):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "lamb"])
 def test_a_schedule_whose_ranks_hold_different_buckets_with_different_ranks(workers, optimizer):
-    """The word table is on four ranks, each other bucket is on two. The last two ranks run only one of the 3
+    """The word table is on four ranks, the other buckets on two. The last two ranks run only one of the 3
     micro-batches.
     """
     fields = dict(optimizer=optimizer, num_layers=2)

@@ -273,9 +273,9 @@ def unfinished(schedule, order, per_pair=False):
 
     Each rank has one queue for all messages that it sends or receives. It starts them from the front of the queue, up
     to the first send whose tensor is not yet computed. With per_pair, it has one queue per other rank. It starts a
-    receive only if this or a later message is needed. A message runs when it is at the front of its queue at both ends
-    and both ends have started it. An action runs when its message has arrived. No step makes another step impossible.
-    So the result depends neither on the order of the tries nor on the speed of ranks and messages.
+    receive only if the next action or a send needs it. A message runs when it is at the front of its queue at both
+    ends and both ends have started it. An action runs when its message has arrived. No step makes another step
+    impossible. So the result depends neither on the order of the tries nor on the speed of ranks and messages.
     """
     queues, posted, done, position = {}, {}, {}, [0] * len(schedule.actions)
     for message in order:

@@ -57,7 +57,7 @@ LETTERS = [
     "。\n",
 ]
 SAMPLES = ["", " ", "\n", JAPANESE, *("".join(random.Random(i).choices(LETTERS, k=120)) for i in range(120))]
-# A character that Unicode got recently may be a letter for one of two programs only.
+# Only one of Python and tiktoken may know a character that is new in Unicode.
 NEW = regex.compile(r"[\U0001f6d8ꟊ]")
 COMMON = [NEW.sub("", text) for text in SAMPLES]
 
@@ -170,7 +170,7 @@ def test_a_trained_vocabulary_in_both_forms(japanese, tmp_path):
 @pytest.mark.parametrize("name", PATTERNS)
 def test_each_known_pattern(name, tmp_path):
     """The three ways that a pattern comes: Hugging Face's file, a .tiktoken file, and our copy."""
-    theirs = trained(500, PATTERNS[name][-1], JAPANESE + "34 34 34 45 45 12\n" * 9)  # digit pairs cut 12345
+    theirs = trained(500, PATTERNS[name][-1], JAPANESE + "34 34 34 45 45 12\n" * 9)
     theirs.save(str(tmp_path / "tokenizer.json"))
     ours = loaded(tmp_path)
     assert ours.vocabulary.pattern == name and ours.pattern == PATTERNS[name][0]

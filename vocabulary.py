@@ -388,8 +388,8 @@ def ranked(ids, merges: list[tuple[bytes, bytes]], path: Path) -> dict[bytes, in
 def ranked_whole(ids, merges, path: Path) -> dict[bytes, int]:
     """Return the ranks if ignore_merges is set: a pre-token that is a token needs no merges. tiktoken does the same.
 
-    The merges must give tiktoken's tokens. For each token, its first merge must be alive, or its merges must be
-    adjacent and be all its cuts into two tokens.
+    The merges must give tiktoken's tokens. For each token, its first merge must be alive, or its
+    merges must be all its cuts into two tokens, adjacent in the list.
     """
     places = {}
     for number, (left, right) in enumerate(merges):

@@ -43,7 +43,7 @@ def measure(
 def throughput(folder: Path, mb: int, repeats: int, tokenizers: list[str]):
     """Print a table: text and JSON lines with each tokenizer, on all cores. The time includes start-up.
 
-    The last column compares bytes per CPU second: all processes of prepare.py / the tokenizer's encode_ordinary. This
+    The last column is bytes per CPU second of all prepare.py processes, divided by those of encode_ordinary. This
     ratio does not depend on how busy the cores are with other work.
     """
     cores = prepare.parse_workers(None)
@@ -148,7 +148,7 @@ def sample_text(size: int) -> str:
 
 
 def run_prepare(path: Path, out: Path, tokenizer: str, *options, sample_memory=False):
-    """Empty `out`, where prepare.py then writes. Return the seconds, and with sample_memory the peak memory."""
+    """Clear `out`, then let prepare.py write there. Return the seconds, and with sample_memory the peak memory."""
     for file in out.glob("*"):
         file.unlink()
     command = [sys.executable, prepare.__file__, path, f"--out={out}", f"--tokenizer={tokenizer}", *options]

@@ -4,7 +4,7 @@
 # python prepare.py --tokenizer=gpt2
 #
 # A hackathon team trained OPT-125M on BookCorpus, CC News and WikiText with DeepSpeed's ZeRO stage 3 and the paper's
-# values, except 2 samples on each GPU, because it had only 16 GB. In 24 hours the loss fell to about 3. To use these
+# values, but 2 samples per GPU, as a GPU had only 16 GB. In 24 hours the loss fell to about 3. To use these
 # values, for example on 4 GPUs: --zero=3 --micro_batch_size=2 --global_batch_size=8.
 data_dir = "data/stdlib_gpt2"
 vocab_size = 50257

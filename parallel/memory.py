@@ -154,7 +154,7 @@ def kept(c, z):
     block = block_activations(c, z)
     saved = sum(block.values()) - outside  # minus LayerNorm 1's input, which is the unit's input
     turning = whole  # fc2's dy comes first; each later operand replaces a saved tensor of equal size
-    if gathered:  # the peak: operands + qkv's input + LayerNorm 1's statistics; minus `saved`
+    if gathered:  # operands + qkv's input + LayerNorm 1's statistics - `saved`, simplified
         turning = 4 * whole - 2 * outside - 2 * z.statistic * z.rows - block["log-sum-exp"]
     turning += 4 * whole // c.tp - block["gelu's input"]  # with ReLU, fc1's dy replaces no saved tensor
     block = Kept(saved, outside, 4 * whole + 12 * whole // c.tp, turning, c.recompute == "full")
@@ -168,7 +168,7 @@ def kept_by_chunk(c, schedule, z):
     """Return a list for each chunk of the Schedule: the Kept of its units, in order.
 
     Dropout also keeps the index of each row (`MicroBatch.rows`, int64), once for a chunk. The indices count for the
-    chunk's first unit. If the first unit is recomputed, each block counts them, during its own B or I.
+    chunk's first unit. If the first unit is recomputed, they exist only in B or I: once in each block's.
     """
     table, chunks = kept(c, z), []
     names = split(["embedding", *["block"] * c.num_layers, "head"], max(schedule.parts) + 1)

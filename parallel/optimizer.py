@@ -55,8 +55,8 @@ def adam_direction(gradient, m, v, scale, update, beta1, beta2, eps):
 # Slide "データ並列": a large global batch generalises worse. LARS and LAMB are remedies. They give every parameter
 # tensor ("layer") its own rate: the norm of an update becomes proportional to the norm of the tensor. Such a rule
 # has two halves. The first half is elementwise and overwrites the gradient with a direction. The second half needs
-# the norms of whole tensors. `Zero.tensor_norms` sums their squares over tp and dp. Its argument `layerwise` is
-# False for biases and LayerNorms, which use the plain rate.
+# the norms of whole tensors. `Zero.tensor_norms` sums their squares over tp and dp. The second half gets
+# `layerwise`, which is False for biases and LayerNorms (plain rate).
 
 
 def lamb(weight, gradient, moments, *, decay, scale, update, beta1, beta2, eps, **_):

@@ -49,7 +49,7 @@ def together(world, work):
         os._exit(2)
     except CommunicationError as error:
         leave(error, 1)
-    except Exception:  # a defect, or a GPU out of memory: the traceback becomes torchrun's root cause
+    except Exception:  # a defect, or a GPU out of memory: torchrun's report shows the traceback
         write_error_file(traceback.format_exc())
         raise
     if dist.is_initialized():

@@ -29,8 +29,8 @@ file:
 
 Stages 2 and 3 save memory because a sharded buffer is whole only while a unit uses it or while it is sent. In stage 3
 the parameters of the next unit are gathered while this unit computes. If a schedule splits B, a chunk's whole
-gradients exist from I to W. The action I computes those of LayerNorms, biases, head and embedding. The action W
-computes the others.
+gradients exist from I to W. The action I also computes the gradients of LayerNorms, biases, head and embedding. The
+action W computes the others.
 
 Bytes per parameter in bf16: parameter 2, gradient 4, master weight 4, two moments 8; 18 in total. Stage 1 divides 12
 of these by n, stage 2 divides 16, stage 3 divides 18. In fp32 without offload the total is 16, because the parameters
@@ -112,7 +112,9 @@ class Bucket:
         return p
 
     def defer_to(self, products):
-        """Let linears append their weight gradients to the list `products`, for W. None: add them at once."""
+        """Let linears append the operands of their weight gradients to the list `products`, for W. None: compute at
+        once.
+        """
         for p in self.params:
             p.deferred = products
 
