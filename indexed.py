@@ -21,10 +21,11 @@ number of documents, i the bytes of a token:
     pointers        0     6     8
     PREFIX.bin      a b c d     e f              12 bytes
 
-The .idx does not name the vocabulary, so the user names it (--tokenizer), and every id is checked against its size.
-prepare.py and data.py need the end-of-text token after each document, also after an empty one. Megatron-LM writes this
-token only with --append-eod. If a document does not end with the token, it is appended here. The data set is then equal
-to the data set of the same texts in one .jsonl file: document d takes the place of line d + 1.
+The .idx does not name the vocabulary, so the user names it (--tokenizer), and every id is checked against the size of
+the vocabulary. prepare.py and data.py need the end-of-text token after each document, also after an empty one.
+Megatron-LM writes this token only with --append-eod. If a document does not end with the token, it is appended here.
+The data set is then equal to the data set of the same texts in one .jsonl file: document d takes the place of line d +
+1.
 
 The whole .idx is read and checked before any output. Writing reads each file once. At most one block of tokens is in
 memory (`Indexed.blocks`), so the memory does not depend on the size of the files.
@@ -133,7 +134,7 @@ class Indexed:
             raise UserError(f"{self.idx}: damaged: {why}")
 
     def check_sequences(self, first: int, count: int, pointer: int) -> int:
-        """Check sequences of which the first should begin at byte `pointer` of the .bin. Return the end of the last."""
+        """Check `count` sequences. The first should begin at byte `pointer` of the .bin. Return the end of the last."""
         sizes = self.read(HEADER.size, "<i4", first, count)
         if sizes.min() < 0:
             i = sizes.argmin()

@@ -162,7 +162,9 @@ def test_what_fails_is_a_cell(small, capsys, monkeypatch):
 
 
 def test_variants_of_an_operation_do_the_same():
-    """PyTorch's own variants, except cudnn and the names in `another`, equal reference.py on float64 inputs."""
+    """PyTorch's own variants, except cudnn and those in `another` (which compute something else), equal reference.py
+    on float64 inputs.
+    """
     for op in bench_kernels.operations(torch.device("cpu"), torch.float64, **SIZES):
         plain = as_tuple(op.run(bench_kernels.reference, *op.draw(0)))
         for name, own in op.own.items():

@@ -163,3 +163,13 @@ def test_the_first_transcript(first_run):
         assert any(re.fullmatch(parts, other) for other in printed), f"no such line is printed: {line}"
     if same:
         assert written.startswith(shown[1].split("\n", 1)[1])
+
+
+def test_the_tables_of_eight_processes(tmp_path):
+    """The command in MEASURED.md prints its two tables, digit for digit: bytes do not depend on the machine."""
+    command = re.search(r"```\n(torchrun --nproc_per_node=8 .*?)\n```", MEASURED, re.DOTALL)[1].replace("\\\n", " ")
+    run(sys.executable, HERE / "prepare.py", "--tokenizer=bytes", cwd=tmp_path)
+    words = [str(HERE / word) if word.endswith(".py") else word for word in shlex.split(command)]
+    printed = run(*words, cwd=tmp_path)
+    shown = re.search(r"(sent per step by rank 0.*?)\n\n(kept by rank 0.*?)\n```", MEASURED, re.DOTALL)
+    assert shown[1] in printed and shown[2] in printed

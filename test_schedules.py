@@ -285,7 +285,7 @@ def unfinished(schedule, order, per_pair=False):
     awaited, ran, arrived = {message.consumer: message for message in order}, set(), set()
 
     def ready(rank, i, queue):
-        """Return True if a rank whose next action is i posts the next message of this queue."""
+        """Return True if a rank whose next action is i starts the next message of this queue."""
         if not queue or queue[0].source == rank:
             return bool(queue) and queue[0].producer in ran
         if not per_pair:

@@ -285,7 +285,7 @@ def test_openais_files_are_known_without_a_pattern(tmp_path, monkeypatch):
     monkeypatch.undo()
     source = inspect.getsource(tiktoken_ext.openai_public)
     for sha256, (name, end) in vocabulary.OPENAI_FILES.items():
-        below = source.split(sha256)[1]  # the same function of tiktoken
+        below = source.split(sha256)[1]  # the rest of tiktoken's function
         assert regex.search(r"ENDOFTEXT: (\d+)", below)[1] == str(end)
         assert name in ("gpt2", "cl100k_base", "o200k_base")
 
@@ -503,7 +503,7 @@ def test_good_files_are_read(tmp_path):
 
 
 def large(folder, count):
-    """Write a .tiktoken file with `count` ids: the bytes, pairs and triples of bytes, and the end of a document."""
+    """Write a .tiktoken file with `count` ids: single bytes, pairs of bytes, then longer tokens, and the end."""
     tokens = [bytes([b]) for b in range(256)] + [bytes([a, b]) for a in range(256) for b in range(256)]
     return write_tiktoken(
         folder / "large.tiktoken", [*tokens, *(b"zz" + token for token in tokens)][: count - 1], "gpt2"

@@ -394,7 +394,7 @@ def where(schedule, rank, i):
 
 
 def deadlock(schedule, needs, position, done):
-    """Return the message of a deadlock: a circle of ranks, each of which waits for a later action of the next rank.
+    """Return the message of a deadlock: a circle of ranks. Each rank waits for a later action of the next.
 
     position[rank]: the index of the action that waits; done: the actions that have run.
     """
