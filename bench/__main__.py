@@ -3,6 +3,7 @@
     python -m bench                   list the measurements
     python -m bench prepare --mb=200  throughput and memory of prepare.py
     python -m bench layouts           a training step of every layout, ours and PyTorch's own
+    python -m bench delay             the loss of asynchronous pipelines
     python -m bench kernels           correctness and speed of every operation, on a GPU
     python -m bench train             a whole step, ours and plain PyTorch's, and a profile, on a GPU
 
@@ -17,7 +18,7 @@ import sys
 
 from errors import UserError, exit_on_user_error
 
-NAMES = ["prepare", "layouts", "kernels", "train"]
+NAMES = ["prepare", "layouts", "delay", "kernels", "train"]
 
 
 def measurement(name):
