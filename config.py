@@ -74,6 +74,7 @@ class Config:
     sequence_parallel: bool = False  # also shard over tp the activations between the tensor parallel layers
     zero: int = 0  # shard over dp: 1 optimizer state, 2 also gradients, 3 also parameters (DeepSpeed: --zero-stage)
     schedule: str = "1f1b"  # order of the work in the pipeline
+    updates_per_call: int = 1  # pipedream, pipedream-2bw: updates from an empty pipeline to the next empty pipeline
     chunks: int = 1  # per rank; zb-v: 2, interleaved: 2 or more (Megatron-LM: --num-virtual-stages-per-pipeline-rank)
     offload: bool = False  # keep the optimizer state in CPU memory and update there (DeepSpeed: --cpu-optimizer)
     recompute: str = "none"  # full: keep each block's input, repeat its forward (Megatron-LM: --checkpoint-activations)
@@ -121,7 +122,8 @@ CHOICES = {
 }
 POSITIVE = (
     "num_layers hidden_size num_attention_heads seq_length vocab_size micro_batch_size global_batch_size tp pp chunks "
-    "log_interval loss_scale_window hysteresis initial_loss_scale min_loss_scale adam_eps comm_timeout init_method_std"
+    "updates_per_call log_interval loss_scale_window hysteresis initial_loss_scale min_loss_scale adam_eps "
+    "comm_timeout init_method_std"
 ).split()
 NOT_NEGATIVE = (
     "max_position_embeddings train_iters train_epochs lr min_lr lr_decay_iters lr_warmup_fraction "
@@ -221,11 +223,11 @@ def micro_batches(c, samples, dp):
 
 
 def iterations(config, samples):
-    """The number of updates that use at most `samples` samples, but at least 1."""
+    """The number of updates that use at most `samples` samples, but at least 1 (with updates_per_call, 1 call)."""
     count = consumed = 0
     while (consumed := consumed + global_batch_size_at(config, consumed)) <= samples:
         count += 1
-    return max(1, count)
+    return max(1, count // config.updates_per_call) * config.updates_per_call
 
 
 def of_checkpoint(index):
@@ -271,7 +273,44 @@ def check(c, world):
     enough = c.eval_iters > 0 or not c.eval_only
     require(c, "eval_iters", enough, "eval_only averages over eval_iters global batches; should be 1 or more")
     require(c, "seq_length", c.seq_length <= c.positions, f"should be at most max_position_embeddings={c.positions}")
+    check_asynchronous(c)
     return check_layout(c, world)
+
+
+def check_asynchronous(c):
+    """Raise UserError if a field does not go together with the schedule's updates, or with their absence."""
+    if c.schedule not in schedules.ASYNCHRONOUS:
+        why = f"schedule={c.schedule} is empty after every update; only {' and '.join(schedules.ASYNCHRONOUS)} need it"
+        require(c, "updates_per_call", c.updates_per_call == 1, why)
+        return
+    early = f"{c.schedule} updates a stage before the other stages have their gradients"
+    require(c, "clip_grad", c.clip_grad == 0, f"{early}, so no rank knows the global norm; set --clip_grad=0")
+    alone = f"{early}, so it can't sum norms over all ranks; set --optimizer=adamw or sgd"
+    require(c, "optimizer", not RULES[c.optimizer].layerwise, alone)
+    if c.dtype == "fp16":
+        refuse_fp16(c)
+    require(c, "zero", c.zero <= 1, f"{c.schedule} keeps whole parameters and gradients of a stage; set --zero=1 or 0")
+    require(c, "rampup_batch_size", not c.rampup_batch_size, f"{c.schedule} has a constant batch; leave it out")
+    n = c.updates_per_call
+    whole = c.train_iters % n == 0
+    near = f"{c.train_iters // n * n or n} or {(c.train_iters // n + 1) * n}"
+    require(c, "train_iters", whole, f"{c.schedule} needs a multiple of updates_per_call={n}, such as {near}")
+
+
+def check_update(c, m):
+    """Raise UserError if an asynchronous schedule does not allow m micro-batches in an update."""
+    each = c.global_batch_size // m  # samples of one micro-batch on all data ranks
+    if c.schedule == "pipedream":
+        require(c, "global_batch_size", m == 1, f"pipedream updates after every micro-batch; set {each}")
+    if c.schedule == "pipedream-2bw":
+        why = f"pipedream-2bw needs at least pp={c.pp} micro-batches in an update; set {each * c.pp} or more"
+        require(c, "global_batch_size", m >= c.pp, why)
+
+
+def refuse_fp16(c):
+    """Raise UserError if the schedule is asynchronous. dtype=auto may mean fp16, which only `train.build` knows."""
+    alone = "can't skip an update on all stages, as fp16 needs it; set --dtype=bf16 or fp32"
+    require(c, "dtype", c.schedule not in schedules.ASYNCHRONOUS, f"{c.schedule} {alone}")
 
 
 def check_layout(c, world):
@@ -294,7 +333,8 @@ def check_layout(c, world):
     for size in range(start, c.global_batch_size + 1, increment):
         name = "global_batch_size" if size == c.global_batch_size else "rampup_batch_size: batch size"
         divides("micro_batch_size * dp", c.micro_batch_size * dp, name, size)
-        schedule = schedules.build(c.schedule, c.pp, micro_batches(c, size, dp), c.chunks)
+        check_update(c, micro_batches(c, size, dp))
+        schedule = schedules.build_for(c, dp, micro_batches(c, size, dp) * c.updates_per_call)
     parts = max(schedule.parts) + 1
     why = (
         f"should be at least {parts - 2}, because pp={c.pp} and chunks={c.chunks} make {parts} parts, "

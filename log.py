@@ -403,10 +403,10 @@ class Logger:
         # disable=None: no bar where stderr is not a terminal.
         self.bar = tqdm(total=config.train_iters, initial=iteration, dynamic_ncols=True, disable=None)
 
-    def advance(self):
-        """Move the bar by one iteration."""
+    def advance(self, iterations):
+        """Move the bar by so many iterations."""
         if self.rank == 0:
-            self.bar.update()
+            self.bar.update(iterations)
 
     def say(self, text):
         """Print `text` on rank 0, above the bar."""

@@ -28,6 +28,7 @@ from parallel.comm import agree, all_reduce
 from parallel.layout import Layout
 from parallel.mesh import Mesh, everyone
 from parallel.optimizer import LossScale, learning_rate
+from parallel.pipedream import PipeDream, train_call
 from parallel.pipeline import Executor
 from parallel.zero import Zero
 from vocabulary import COPY
@@ -111,20 +112,22 @@ def train(run, tokens, validation, logger, signals):
     """
     c, mesh, counters = run.config, run.mesh, run.counters
 
-    def due(interval):
-        return interval and counters.iteration % interval == 0
+    def due(interval):  # True if one of the latest steps is a multiple of `interval`
+        return interval and counters.iteration // interval > (counters.iteration - len(steps)) // interval
 
     numbers = data.training_samples(counters.consumed_samples, mesh.dp.rank, mesh.dp.size, c.micro_batch_size)
     with data.Loader(tokens, numbers, c.seed, run.device) as loader:
-        batches, interval, step = micro_batches(run, loader), Interval(), None
+        batches, interval, steps = micro_batches(run, loader), Interval(), []
         while counters.iteration < c.train_iters:
-            before, step = step, train_step(run, batches, signals.stop, signals.orphaned)
-            interval.steps.append(step)
-            logger.advance()
+            before, flags = steps[-1:], (signals.stop, signals.orphaned)
+            steps = train_call(run, batches, *flags) if run.schedule.versions else [train_step(run, batches, *flags)]
+            interval.steps += steps
+            logger.advance(len(steps))
             last = counters.iteration == c.train_iters
             # Read the flags of the step before: its results are ready, and the device already works on this step.
-            stop = before is not None and before.read().stop
-            if before is not None and before.read().orphaned:
+            flagged = steps if run.schedule.versions else before  # a call has read its own results
+            stop = any(step.read().stop for step in flagged)
+            if any(step.read().orphaned for step in flagged):
                 raise UserError("the torchrun of a process died; the steps after the last checkpoint are lost")
             validate = validation and (due(c.eval_interval) or last)
             if due(c.log_interval) or validate or last or stop:
@@ -197,12 +200,15 @@ def build(config, mesh, device):
     dtype = operations.resolved_dtype(config, device)
     ops = operations.choose(config, device, dtype)
     model = GPT(config, mesh.tp, ops)
+    if dtype == "fp16":
+        configuration.refuse_fp16(config)
     m = configuration.micro_batches(config, config.global_batch_size, mesh.dp.size)
-    schedule = schedules.build(config.schedule, mesh.pp.size, m, config.chunks)
+    schedule = schedules.build_for(config, mesh.dp.size, m * config.updates_per_call)
     layout = Layout(config, mesh.dp.size, model.table, schedule)
     zero = Zero(model, layout, config, mesh, DTYPES[dtype], device, ops, training=not config.eval_only)
     timers = Timers(device)
-    executor = Executor(model, zero, config, mesh, layout, schedule, timers)
+    kind = PipeDream if schedule.versions and not config.eval_only else Executor
+    executor = kind(model, zero, config, mesh, layout, schedule, timers)
     rates = [learning_rate(config, update) for update in range(1, config.train_iters + 1)]
     rates = torch.tensor(rates, dtype=torch.float64, device=device)
     scale = LossScale(config, dtype)

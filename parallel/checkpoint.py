@@ -32,6 +32,7 @@ import torch
 
 from errors import UserError
 from parallel.comm import agree
+from parallel.schedules import ASYNCHRONOUS
 
 # Fields that must be equal in the configuration and in the checkpoint.
 MUST_MATCH = (
@@ -184,6 +185,9 @@ def refuse_contradictions(path, index, config, tokenizer):
     for name in MUST_MATCH.split():
         if name in then and then[name] != now[name]:
             raise UserError(f"{name}={now[name]}: the checkpoint {path} has {name}={then[name]}")
+    calls, fields = "updates_per_call", (then.get("schedule"), config.schedule)
+    if then.get(calls) != now[calls] and all(schedule in ASYNCHRONOUS for schedule in fields):
+        raise UserError(f"{calls}={now[calls]}: the checkpoint {path} has {calls}={then.get(calls)}")
     if index["tokenizer"] != tokenizer:
         there = f"the checkpoint {path} has {index['tokenizer']}"
         raise UserError(f"data_dir={config.data_dir}: its tokenizer is {tokenizer}, but {there}")

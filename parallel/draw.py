@@ -22,15 +22,22 @@ from errors import Parser, UserError, exit_on_user_error, explained
 from parallel import schedules
 from parallel.schedules import Action, Event, Schedule, Timeline, simulate
 
-COLOURS = {"F": "#2f6fb7", "B": "#1b8049", "I": "#0f7c7a", "W": "#a86a0c"}  # white numbers are legible on all four
+COLOURS = {
+    "F": "#2f6fb7",
+    "B": "#1b8049",
+    "I": "#0f7c7a",
+    "W": "#a86a0c",
+    "U": "#b3303f",
+}  # legible below white numbers
 GREY, IDLE = "#797979", "fill='#808080' opacity='.18'"  # equally visible on a white page and on GitHub's dark page
-MEANINGS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+MEANINGS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "U": "update"}
 WIDTH, LEFT, RIGHT, HEIGHT = 900, 50, 64, 18  # pixels of an SVG: smallest width, margins, height of a row
 END = "text-anchor='end'"
 BUBBLE = (
     "bubble X of T: T = longest time from a rank's first action to its last; X = 1 - (mean busy time of the ranks) / T"
 )
 LATER_CHUNK = "{}: not the rank's first chunk"
+VERSIONS = "version: how many updates are in the weights that an action uses; !: other weights than in its forward"
 IN_FLIGHT = "in flight: the most activations that a rank keeps at once; 1 = one micro-batch on a whole stage"
 
 
@@ -41,12 +48,17 @@ class Picture(NamedTuple):
     schedule: Schedule
     timeline: Timeline
     notes: list  # lines below the picture
+    versions: dict  # {(rank, F or B): the version of the weights}; empty if the schedule has no updates
 
     @property
     def shades(self):
         """{chunk: its index among the chunks of its rank}. A higher index is drawn lighter."""
         placement = self.schedule.placement
         return {chunk: placement[:chunk].count(rank) for chunk, rank in enumerate(placement)}
+
+    def wrong(self, rank, action):
+        """Return True if a backward has another version than its forward."""
+        return self.versions[rank, action] != self.versions[rank, action._replace(kind="F")]
 
 
 def terminal(pictures, columns, colour):
@@ -56,14 +68,17 @@ def terminal(pictures, columns, colour):
     Otherwise a letter gives the kind, a small letter if the action is not in the first chunk of its rank.
     """
     label = len(f"rank {max(len(p.schedule.actions) for p in pictures) - 1}  ")
+    label = max(label, len("version  ") if any(picture.versions for picture in pictures) else 0)
     scale, needed = columns_per_time(pictures, columns - label, colour)
     lines = [legend(pictures, colour)]
     for picture in pictures:
         lines += ["", picture.title]
         for rank in range(len(picture.schedule.actions)):
             lines.append(f"rank {rank}".ljust(label) + row(picture, rank, scale, colour))
+            if picture.versions:
+                lines.append("version".ljust(label) + versions_row(picture, rank, scale))
         lines += picture.notes
-    lines += ["", BUBBLE]
+    lines += ["", BUBBLE, *([VERSIONS] if any(picture.versions for picture in pictures) else [])]
     if columns < label + needed:
         needed += label
         lines.append(f"some numbers are left out: use {needed} columns instead of {columns}, or --svg=FILE")
@@ -76,7 +91,7 @@ def columns_per_time(pictures, columns, colour):
     If possible the shortest action gets a whole number of columns. Then actions of equal length look equal.
     """
     events = [event for picture in pictures for event in picture.timeline.events]
-    durations = {event.end - event.start for event in events} - {0}
+    durations = {event.end - event.start for event in events if event.action.kind != "U"} - {0}
     shortest, total = min(durations), max(picture.timeline.makespan for picture in pictures)
     number = len(str(max(event.action.microbatch for event in events)))
     whole = min(number + 2, int(columns * shortest / total + 1e-6))
@@ -97,6 +112,21 @@ def row(picture, rank, scale, colour):
                 text += box(event.action, end - start, picture.shades[event.action.chunk])
                 column = end
     return text + idle(round(picture.timeline.makespan * scale) - column, colour)
+
+
+def versions_row(picture, rank, scale):
+    """Return the versions of a rank's F and B, each below the begin of its box, and a | below each update."""
+    text = ""
+    for _, action, start, end in (event for event in picture.timeline.events if event.rank == rank):
+        if action.kind == "U":
+            text = text.ljust(round(end * scale) - 1) + "|"
+        else:
+            text = (
+                text.ljust(round(start * scale))
+                + str(picture.versions[rank, action])
+                + "!" * picture.wrong(rank, action)
+            )
+    return text
 
 
 def idle(width, colour):
@@ -138,7 +168,7 @@ def legend(pictures, colour):
     items = []
     for kind in kinds_in(pictures):
         mark = f"\x1b[48;5;{palette(shaded(kind, 0)[0])}m  \x1b[0m" if colour else kind
-        items.append(f"{mark} {MEANINGS[kind]}")
+        items.append(f"{'|' if kind == 'U' else mark} {MEANINGS[kind]}")
     if several(pictures):
         items.append(LATER_CHUNK.format("lighter" if colour else "small letter"))
     return "   ".join([*items, f"{idle(2, colour)} idle"])
@@ -160,7 +190,7 @@ def svg(pictures, unit=""):
     The width is 900 pixels, which GitHub shows unscaled, or up to 3600 pixels if the numbers need them.
     """
     events = [event for picture in pictures for event in picture.timeline.events]
-    shortest = min(event.end - event.start for event in events if event.end > event.start)
+    shortest = min(e.end - e.start for e in events if e.end > e.start and e.action.kind != "U")
     total = max(picture.timeline.makespan for picture in pictures)
     number = 3 + 5 * len(str(max(event.action.microbatch for event in events)))  # pixels that a number needs
     scale = min(max(WIDTH, LEFT + RIGHT + number * total / shortest), 4 * WIDTH) - LEFT - RIGHT
@@ -179,10 +209,15 @@ def svg(pictures, unit=""):
             parts += [svg_box(event, y, scale, picture.shades) for event in line.events if event.rank == rank]
             parts.append("</g>")
             y += HEIGHT + 2
+            if picture.versions:
+                parts += svg_versions(picture, rank, y, scale)
+                y += 16
         y += 8
     parts.append(svg_axis(y, scale, total, unit))
-    parts += [svg_text(LEFT, y + 40 + 18 * i, text) for i, text in enumerate((BUBBLE, IN_FLIGHT))]
-    head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width:.6g} {y + 68}' font-size='12' fill='{GREY}'"
+    texts = [BUBBLE, IN_FLIGHT, *([VERSIONS] if any(picture.versions for picture in pictures) else [])]
+    parts += [svg_text(LEFT, y + 40 + 18 * i, text) for i, text in enumerate(texts)]
+    height = y + 32 + 18 * len(texts)
+    head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width:.6g} {height}' font-size='12' fill='{GREY}'"
     return "\n".join([f"{head} font-family='Helvetica, Arial, sans-serif'>", *parts, "</svg>", ""])
 
 
@@ -197,6 +232,22 @@ def svg_box(event, y, scale, shades):
     style = f"font-size='{size}'" * (size < 12) + f" fill='{ink}'" * (ink != "#ffffff")
     text = svg_text(x + width / 2, y + HEIGHT / 2 + 4, j, style) if size >= 8 else ""
     return f"<g>{hint}{box}{text}</g>"
+
+
+def svg_versions(picture, rank, y, scale):
+    """Return the versions of a rank's F and B below their boxes, and a line for each update.
+
+    A backward's version is red if it is not the version of the forward.
+    """
+    parts = [svg_text(LEFT - 8, y + 9, "version", f"{END} font-size='11'")]
+    for _, action, start, end in (event for event in picture.timeline.events if event.rank == rank):
+        if action.kind == "U":
+            parts.append(svg_rect(LEFT + end * scale - 1.5, y - HEIGHT - 2, 3, f"fill='{COLOURS['U']}'"))
+        else:
+            style = "text-anchor='middle'" + f" fill='{COLOURS['U']}' font-weight='bold'" * picture.wrong(rank, action)
+            text = str(picture.versions[rank, action]) + "!" * picture.wrong(rank, action)
+            parts.append(svg_text(LEFT + (start + end) / 2 * scale, y + 9, text, style))
+    return parts
 
 
 def svg_rect(x, y, width, style):
@@ -231,15 +282,37 @@ def svg_axis(y, scale, total, unit):
 # --- the pictures -----------------------------------------------------------------------------------------------------
 
 
-def simulated(name, chunks, stages, microbatches, cost, comm):
-    """Return the Picture of a schedule. cost: durations of a whole stage; each of v chunks takes 1/v of them."""
-    schedule = schedules.build(name, stages, microbatches, chunks)
+def simulated(name, chunks, stages, microbatches, cost, comm, per_update=None, stashing=True):
+    """Return the Picture of a schedule. cost: durations of a whole stage; each of v chunks takes 1/v of them.
+
+    stashing: False shows PipeDream without old weights: each backward uses the latest weights.
+    """
+    schedule = schedules.build(name, stages, microbatches, chunks, per_update)
     v = chunks_per_rank(schedule)
     line = simulate(schedule, {kind: duration / v for kind, duration in cost.items()}, comm)
     title = f"{name}: {stages} stages, {microbatches} micro-batches" + (f", {v} chunks per rank" if v > 1 else "")
     formula = schedules.FORMULAS.get(name) if stages > 1 else None
     more = formula_notes(formula, comm, p=stages, m=microbatches, v=v, **cost) if formula else ()
-    return Picture(title, schedule, line, notes(line, "", *more))
+    below = notes(line, "", *more)
+    if schedule.versions:
+        title += f", {schedules.updates(schedule)} updates"
+    if schedule.versions and stashing:
+        kept = [schedules.kept_versions(schedule, r, [r])[0] for r in range(stages)]
+        below.append(f"kept   {' '.join(map(str, kept))} versions of the weights")
+    elif schedule.versions:
+        title += ", without weight stashing"
+    return Picture(title, schedule, line, below, versions_of(schedule, stashing))
+
+
+def versions_of(schedule, stashing):
+    """Return {(rank, action): version of the weights} of all F and B; empty if the schedule has no updates."""
+    table = {}
+    for rank, versions in enumerate(schedule.versions or ()):
+        made = 0
+        for action in schedule.actions[rank]:
+            made += action.kind == "U"
+            table[rank, action] = versions[action.microbatch] if stashing or action.kind == "F" else made
+    return table
 
 
 def chunks_per_rank(schedule):
@@ -268,7 +341,7 @@ def recorded(path):
     """Return two Pictures of the last complete step in a trace that train.py wrote: simulated and recorded.
 
     The trace is Chrome's JSON, as `trace.py` writes it. "otherData" has schedule, stages, microbatches and chunks. Of
-    "traceEvents", only events of category F, B, I or W are read. An event has "ts" and "dur" in microseconds, the
+    "traceEvents", only events of category F, B, I, W or U are read. An event has "ts" and "dur" in microseconds, the
     pipeline rank as "tid", and microbatch, chunk and step in "args". The simulation uses the mean duration of each
     kind, and messages take no time. So the pictures differ only where messages take time or actions of one kind take
     different times. Raises UserError if the file is not such a trace, or if no step is complete.
@@ -281,7 +354,8 @@ def recorded(path):
                 action = Action(e["cat"], e["args"]["microbatch"], e["args"]["chunk"])
                 event = Event(e["tid"], action, e["ts"] / 1000, (e["ts"] + e["dur"]) / 1000)
                 steps.setdefault(e["args"]["step"], []).append(event)
-        schedule = schedules.build(about["schedule"], about["stages"], about["microbatches"], about["chunks"])
+        sizes = about["stages"], about["microbatches"], about["chunks"], about.get("per_update")
+        schedule = schedules.build(about["schedule"], *sizes)
     except OSError as error:
         raise UserError(f"--trace={path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -296,7 +370,8 @@ def recorded(path):
     lines = simulate(schedule, cost), schedules.timeline(events, len(schedule.actions))
     means = ", ".join(f"{kind} {cost[kind]:.3g} ms" for kind in cost)
     titles = f"{schedule.name}, ideal: {means}, messages no time", f"{schedule.name}, recorded: step {step}"
-    return [Picture(title, schedule, line, notes(line, "ms")) for title, line in zip(titles, lines, strict=True)]
+    versions = versions_of(schedule, True)
+    return [Picture(title, schedule, x, notes(x, "ms"), versions) for title, x in zip(titles, lines, strict=True)]
 
 
 def last_whole(path, schedule, steps):
@@ -338,6 +413,10 @@ def parse_arguments(arguments):
     add("--cost", default="", metavar="F:1,B:2,I:1,W:1", help=cost)
     comm = "time that a message takes, in the unit of --cost; example: --comm=0.1 (default: 0)"
     add("--comm", type=float, default=0.0, metavar="T", help=comm)
+    per_update = "micro-batches of an update, for pipedream-2bw; example: --per_update=8 (default: the stages)"
+    add("--per_update", type=int, metavar="M", help=per_update)
+    without = "draw pipedream as it would be without old weights: each backward uses the latest weights"
+    add("--without_stashing", action="store_true", help=without)
     trace = "draw the last complete step that `train.py --trace=FILE` recorded, below its simulation"
     add("--trace", metavar="FILE", help=f"{trace}; example: --trace=trace.json")
     add("--svg", metavar="FILE", help="also write the pictures to a file, as SVG; example: --svg=pipelines.svg")
@@ -378,7 +457,15 @@ def pictures_of(options):
     if options.chunks is not None:
         most = max(chunks.values(), default=1)
         chunks = {name: options.chunks if usual > 1 or most == 1 else 1 for name, usual in chunks.items()}
-    return [simulated(name, chunks.get(name, 1), *shared) for name in options.names]
+    if options.without_stashing and (other := set(options.names) - {"pipedream"}):
+        raise UserError(f"--without_stashing: only pipedream has stashed weights to leave out, not {min(other)}")
+    if options.per_update is not None and "pipedream-2bw" not in options.names:
+        raise UserError(f"--per_update={options.per_update}: only pipedream-2bw has it")
+    sizes = {"pipedream-2bw": options.per_update}
+    drawn = [simulated(name, chunks.get(name, 1), *shared, sizes.get(name)) for name in options.names]
+    if options.without_stashing:
+        drawn.append(simulated("pipedream", 1, *shared, stashing=False))
+    return drawn
 
 
 def main(arguments=None):

@@ -24,6 +24,8 @@ So gradient norm and weight decay need only a few slices, even if a shard begins
 import math
 from typing import NamedTuple
 
+from parallel.schedules import updates
+
 ALIGN = 16  # elements: every parameter and every shard is aligned to 32 bytes or more
 
 
@@ -158,13 +160,14 @@ class Layout:
     def passes(self, schedule, rank):
         """Return {bucket name: number of gradients that the bucket gets in a step on pipeline rank `rank`}.
 
-        This is one gradient per micro-batch and chunk that uses the bucket.
+        This is one gradient per micro-batch and chunk that uses the bucket. The step of an asynchronous schedule is one
+        of the updates in its lists.
         """
         count = dict.fromkeys(self.buckets(rank), 0)
         for kind, _, chunk in schedule.actions[rank]:
             for name in self.names(self.units[chunk]) if kind == "F" else []:
                 count[name] += 1
-        return count
+        return {name: n // updates(schedule) for name, n in count.items()}
 
 
 def rows_outside(c):

@@ -29,7 +29,7 @@ backward, because a rank keeps only bsh/t elements of a linear's input. The smal
     partial gradients     under sequence parallelism, gradients of replicated parameters, summed over tp
     twin gradients        gradients of a bucket that several pipeline ranks keep, summed over its holders
     parameter norms       two norms of every parameter, for LAMB and LARS
-    scalars               SCALARS numbers, summed over all ranks
+    scalars               loss, squared gradient norm and FLAGS, summed over all ranks
 """
 
 import math
@@ -43,7 +43,9 @@ from parallel.optimizer import RULES
 from parallel.pipeline import SENT
 from parallel.tensor import CHUNK
 
-SCALARS = 4  # float64 numbers at the end of a step: loss, squared gradient norm, two flags that end the training
+FLAGS = (
+    2  # float64 numbers besides loss and squared gradient norm at the end of a step: two flags that end the training
+)
 
 
 def predict(layout, schedule, pp_rank, dp_rank, item, master_item):
@@ -54,8 +56,8 @@ def predict(layout, schedule, pp_rank, dp_rank, item, master_item):
 
     The prediction needs no process and no tensor.
     """
-    table = rows(layout, schedule, pp_rank, dp_rank, item, master_item)
-    return {key: (calls, sent) for key, (calls, sent, _) in table.items()}
+    table, n = rows(layout, schedule, pp_rank, dp_rank, item, master_item), schedules.updates(schedule)
+    return {key: (Fraction(calls, n), Fraction(sent, n)) for key, (calls, sent, _) in table.items()}
 
 
 def how_often(layout, schedule, pp_rank):
@@ -64,8 +66,11 @@ def how_often(layout, schedule, pp_rank):
 
 
 def rows(layout, schedule, pp_rank, dp_rank, item, master_item):
-    """Return {(axis, what, operation): (calls, bytes, how often)} of a step on one rank."""
-    c, table = layout.config, {}
+    """Return {(axis, what, operation): (calls, bytes, how often)} on one rank.
+
+    They are those of all actions in the Schedule: a step, or a call of an asynchronous schedule with several updates.
+    """
+    c, table, updates = layout.config, {}, schedules.updates(schedule)
     sizes = {"dp": layout.dp, "tp": c.tp, "pp": c.pp, "world": layout.dp * c.tp * c.pp}
 
     def row(axis, what, operation, per, calls, elements, item):
@@ -82,17 +87,27 @@ def rows(layout, schedule, pp_rank, dp_rank, item, master_item):
         row("pp", what, "send", "boundary and micro-batch", count, count * message, item)
     buckets, micro_batches = layout.buckets(pp_rank), layout.passes(schedule, pp_rank)
     for name, bucket in buckets.items():
-        _data_rows(row, bucket.size, layout.stage, micro_batches[name], item, master_item)
+        versions = schedules.published(schedule, layout.holders(name))
+        _data_rows(row, bucket.size, layout.stage, micro_batches[name], updates, versions, item, master_item)
         begin, end = bucket.owned(dp_rank, layout.stage)
         if c.sequence_parallel:
             for r in bucket.ranges_in(begin, end):
                 if not r.cut:
-                    row("tp", "partial gradients", "all_reduce", "bucket and step", 1, r.end - r.begin, master_item)
-        holders = tuple(layout.holders(name))
-        row(holders, "twin gradients", "all_reduce", "bucket and step", 1, end - begin, master_item)
+                    elements = updates * (r.end - r.begin)
+                    row("tp", "partial gradients", "all_reduce", "bucket and step", updates, elements, master_item)
+        elements = updates * (end - begin)
+        row(
+            tuple(layout.holders(name)),
+            "twin gradients",
+            "all_reduce",
+            "bucket and step",
+            updates,
+            elements,
+            master_item,
+        )
     if RULES[c.optimizer].layerwise:
         _norm_rows(row, layout, buckets)
-    row("world", "scalars", "all_reduce", "step", 1, SCALARS, 8)
+    row("world", "scalars", "all_reduce", "step", 1, 2 * updates + FLAGS, 8)
     return table
 
 
@@ -107,8 +122,8 @@ def sends(schedule, rank):
     """Return {what: number of messages} that pipeline rank `rank` sends in a step."""
     count = Counter()
     for kind, _, chunk in schedule.actions[rank]:
-        to = {"F": schedules.downstream, "W": lambda *_: None}.get(kind, schedules.upstream)(schedule, chunk)
-        if to is not None and schedule.placement[to] != rank:
+        to = (schedules.downstream if kind == "F" else schedules.upstream)(schedule, chunk)
+        if kind in "FBI" and to is not None and schedule.placement[to] != rank:
             count[SENT["activation" if kind == "F" else "gradient"]] += 1
     return count
 
@@ -144,15 +159,18 @@ def _tensor_rows(row, c, blocks, embeddings, heads, item, master_item):
     row("tp", "cross-entropy rows", "all_reduce", once, calls, 3 * heads * bs, master_item)
 
 
-def _data_rows(row, P, stage, m, item, master_item):
-    """Add a bucket's rows of dp. P: elements of the bucket; m: how many backwards use it (`Layout.passes`)."""
+def _data_rows(row, P, stage, m, updates, versions, item, master_item):
+    """Add a bucket's rows of dp. P: elements of the bucket; m: backwards of a step that use it (`Layout.passes`).
+
+    updates, versions: how many the Schedule has, 1 and 1 if it is not asynchronous.
+    """
     step, each = "bucket and step", "bucket and micro-batch"
     if stage == 0:
-        row("dp", "gradients", "all_reduce", step, min(m, 1), P, master_item)
+        row("dp", "gradients", "all_reduce", step, updates * min(m, 1), updates * P, master_item)
         return
-    reduces, often = (min(m, 1), step) if stage == 1 else (m, each)
+    reduces, often = (updates * min(m, 1), step) if stage == 1 else (m, each)
     row("dp", "gradients", "reduce_scatter", often, reduces, reduces * P, master_item)
-    gathers, often = (2 * m, each) if stage == 3 else (1, step)
+    gathers, often = (2 * m, each) if stage == 3 else (versions, step)
     row("dp", "parameters", "all_gather", often, gathers, gathers * P, item)
 
 

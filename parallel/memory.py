@@ -65,6 +65,7 @@ from parallel.optimizer import RULES
 from parallel.pipeline import IN_TRANSIT
 
 PEAK = "activations at their peak"
+OLDER, SUMS = "older versions of parameters", "gradients that wait for holders"  # only of asynchronous schedules
 
 
 class Sizes(NamedTuple):
@@ -80,7 +81,7 @@ class Sizes(NamedTuple):
 
 def sizes(c, item, wide, on_cpu):
     """Return the Sizes of configuration c. item, wide: as in Sizes."""
-    apart = item != wide or (c.offload and not on_cpu)
+    apart = item != wide or (c.offload and not on_cpu) or c.schedule in schedules.ASYNCHRONOUS
     tokens = c.micro_batch_size * c.seq_length
     return Sizes(item, wide, item if on_cpu else wide, tokens, rows_outside(c), apart)
 
@@ -93,6 +94,8 @@ def predict(layout, schedule, rank, z):
     c = layout.config
     widths = z.item, z.wide, z.wide * z.apart, z.wide * RULES[c.optimizer].moments
     states = model_states(layout.stored(rank), layout.dp, c.zero, *widths)
+    if schedule.versions:
+        states |= versions_of_weights(layout, schedule, rank, z)
     return states | {PEAK: peak_of_activations(c, schedule, rank, z)}
 
 
@@ -112,6 +115,17 @@ def model_states(elements, n, stage, parameters=2, gradients=4, master=4, moment
         "moments": (moments, 1),
     }
     return {what: Fraction(elements * width, n if stage >= begins else 1) for what, (width, begins) in table.items()}
+
+
+def versions_of_weights(layout, schedule, rank, z):
+    """Return {what: bytes} that an asynchronous schedule adds on pipeline rank `rank` (`pipedream.py`)."""
+    older = sums = 0
+    for name, bucket in layout.buckets(rank).items():
+        begin, end = bucket.owned(0, layout.stage)
+        versions, waiting = schedules.kept_versions(schedule, rank, layout.holders(name))
+        older += z.item * bucket.size * (versions - 1)
+        sums += z.wide * (end - begin) * waiting
+    return {OLDER: older, SUMS: sums}
 
 
 # --- activations ------------------------------------------------------------------------------------------------------
@@ -209,7 +223,7 @@ def changes(c, schedule, rank, z):
                 yield unit.output + (0 if unit.again else unit.saved)
         elif kind == "W":
             yield -sum(unit.operands for unit in units)
-        else:
+        elif kind != "U":
             ends = Ends(
                 dy=message * (below is not None),
                 y_gone=message * (crosses(below) or (below is not None and units[-1].again)),
@@ -219,7 +233,7 @@ def changes(c, schedule, rank, z):
             # Without dropout and gathers, the gradient of the chunk's output is also fc2's dy, which W needs.
             handed_on = kind == "I" and not c.dropout and z.rows == z.tokens
             yield from backward_changes(units, ends, kind == "I", handed_on)
-        if kind != "W" and crosses(below if kind == "F" else above):
+        if kind not in "WU" and crosses(below if kind == "F" else above):
             mail.popleft()
             leaving += 1
 

@@ -40,11 +40,14 @@ def identity(tensor):
     return tensor.untyped_storage()._cdata
 
 
-def model_states(zero):
-    """Return {what: bytes} of a `Zero`'s buffers. Each storage counts once. Call this function between two steps."""
+def model_states(zero, more=None):
+    """Return {what: bytes} of a `Zero`'s buffers. Each storage counts once. Call this function between two steps.
+
+    more: {what: other flat buffers}, as in `Executor.flats`.
+    """
     table, seen = {}, set()
-    for bucket in zero.buckets.values():
-        for what, flats in buffers(bucket).items():
+    for buffers_of in [*map(buffers, zero.buckets.values()), more or {}]:
+        for what, flats in buffers_of.items():
             table.setdefault(what, 0)
             for flat in flats:
                 if identity(flat) not in seen:
@@ -66,10 +69,9 @@ class Activations:
     """
 
     def __init__(self, executor):
-        self.executor, all_buckets = executor, executor.zero.buckets.values()
-        self.left_out = {
-            identity(flat) for bucket in all_buckets for flats in buffers(bucket).values() for flat in flats
-        }
+        self.executor = executor
+        tables = [*map(buffers, executor.zero.buckets.values()), executor.flats]
+        self.left_out = {identity(flat) for table in tables for flats in table.values() for flat in flats}
         self.storages = {}  # identity: [number of living tensors, bytes]
         self.current = self.peak = 0
 

@@ -40,6 +40,7 @@ from parallel.layout import rows_outside
 from parallel.zero import free
 
 SENT = {"activation": "activations", "gradient": "gradients of activations"}  # comm.py counts bytes by these names
+TIMERS = {"F": "forward-compute", "U": "optimizer"}  # of an action; all others are backward-compute
 IN_TRANSIT = 2  # unfinished sends before we wait for the oldest (Gloo does not tell which sends have finished)
 
 
@@ -102,6 +103,7 @@ class Executor:
         self.deferred = {}  # (micro-batch, chunk): Deferred, from I to W
         self.local = {}  # (kind, micro-batch, chunk): a tensor for another chunk on this rank
         self.trace = self.meter = Unwatched()
+        self.flats = {}  # {what: flat buffers besides those of the buckets}; only pipedream.py has some
 
     def run(self, micro_batches, count, weight):
         """Run forward and backward of `count` micro-batches from the iterator `micro_batches`.
@@ -110,17 +112,21 @@ class Executor:
         in the buckets' flat buffers, and their reduction has started. Return the sum of the mean losses, without
         `weight`: a float64 scalar on the device, 0 on ranks without the head.
         """
-        if count not in self.schedules:
-            schedule = schedules.build(self.config.schedule, self.mesh.pp.size, count, self.config.chunks)
-            passes = self.layout.passes(schedule, self.mesh.pp.rank)
-            self.schedules[count] = schedule, schedules.messages(schedule), passes
-        schedule, messages, passes = self.schedules[count]
-        self.trace.begin_step(count)
+        schedule, messages, passes = self.prepared(count)
+        self.trace.begin_step(count, schedules.updates(schedule))
         self.weight, self.passes = weight, dict(passes)  # passes: number of gradients that each bucket still gets
         self.total = torch.zeros((), dtype=torch.float64, device=self.zero.device)
         self._execute(schedule, messages, micro_batches, rows_outside(self.config))
         self.batch(count - 1)  # read all micro-batches, also those without an action on this rank
         return self.total
+
+    def prepared(self, count):
+        """Return (Schedule, Messages, passes) of `count` micro-batches. They are made once."""
+        if count not in self.schedules:
+            schedule = schedules.build_for(self.config, self.mesh.dp.size, count)
+            passes = self.layout.passes(schedule, self.mesh.pp.rank)
+            self.schedules[count] = schedule, schedules.messages(schedule), passes
+        return self.schedules[count]
 
     @torch.no_grad()
     def evaluate(self, batch):
@@ -139,10 +145,10 @@ class Executor:
         self.schedule, self.batches, self.micro_batches = schedule, {}, micro_batches
         self.mail = Mailbox(messages, self.mesh, (rows, self.config.hidden_size), self.zero, self.meter)
         run = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradient}
+        run["U"] = self.update
         for action in schedule.actions[self.mesh.pp.rank]:
             self.mail.post()
-            phase = "forward-compute" if action.kind == "F" else "backward-compute"
-            with self.timers(phase), self.trace.action(action):
+            with self.timers(TIMERS.get(action.kind, "backward-compute")), self.trace.action(action):
                 run[action.kind](action.microbatch, action.chunk)
         self.mail.close()
 
@@ -229,6 +235,9 @@ class Executor:
                 products.popleft().add()  # frees dy and x after each product
             self._reduce(name)
         assert not products, "a weight gradient of a bucket that this chunk does not use"
+
+    def update(self, j, c):
+        raise NotImplementedError("only pipedream.py executes U")
 
     # --- around them --------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@
 
 from fractions import Fraction
 
-from parallel import ledger, memory, meter
+from parallel import ledger, memory, meter, schedules
 from parallel.comm import gather_objects
 
 
@@ -21,7 +21,8 @@ def sent_by_ranks(run):
         tables.append((ledger.predict(layout, done[m][0], rank, run.mesh.dp.rank, *widths), steps))
         often |= ledger.how_often(layout, done[m][0], rank)
     measured = run.mesh.ledger.per_step(run.steps.total())
-    m = Fraction(sum(m * steps for m, steps in run.steps.items()), run.steps.total())
+    in_calls = sum(Fraction(m, schedules.updates(done[m][0])) * steps for m, steps in run.steps.items())
+    m = Fraction(in_calls, run.steps.total())
     text = sent_table(f"rank {run.mesh.rank}", ledger.average(tables), often, measured)
     text += "\n" + zeros_line(measured, layout, rank, *widths, m)
     return "\n\n".join(gather_objects(text, run.mesh.pp))
@@ -36,7 +37,7 @@ def kept_by_ranks(run, peak):
     sizes = memory.sizes(run.config, zero.dtype.itemsize, zero.master_dtype.itemsize, zero.device.type == "cpu")
     schedule = run.executor.schedules[max(run.steps)][0]  # that of a step with the most micro-batches
     expected = memory.predict(layout, schedule, rank, sizes)
-    measured = meter.model_states(zero) | {memory.PEAK: peak}
+    measured = meter.model_states(zero, run.executor.flats) | {memory.PEAK: peak}
     text = kept_table(f"rank {run.mesh.rank}", expected, layout.stored(rank), layout.padding(rank), measured)
     return "\n\n".join(gather_objects(text, run.mesh.pp))
 
@@ -72,6 +73,8 @@ def zeros_line(sent, layout, pp_rank, item, master_item, m):
     unit = Fraction(layout.stored(pp_rank) * (n - 1), n)
     formula, factor, at_one = [("2", 2, 2), ("2", 2, 2), ("m + 1", m + 1, 2), ("3m", 3 * m, 3)][stage]
     own = "" if elements == factor * unit else " (here m differs from bucket to bucket)"
+    if own and layout.config.schedule in schedules.ASYNCHRONOUS:
+        own = " (parameters that no forward uses are not gathered)"
     return (
         f"data parallel, ZeRO stage {stage}: {float(elements / unit):g} x P (n-1)/n elements. "
         f"Formula: {formula} with m = {float(m):g} micro-batches{own}. ZeRO paper: {at_one} with m = 1."

@@ -20,6 +20,8 @@ forward, B backward, . idle):
     zb-h2          (p-1)(F+I-2W) / (m(F+I+W) + (p-1)(F+I-2W))    2p-1                  keeps output gradients until W
     zb-v           (p-1)(I-W) / (m(F+I+W) + (p-1)(I-W))          p                     as zb-h1, twice the messages
     chimera        (p-2) / (2m+p-2)  if F = B                    p/2+1 .. p            twice the parameters
+    pipedream      (p-1) / (m+p-1)  with m of many updates       p-r                   old weights, p-r versions of them
+    pipedream-2bw  the same                                      p-r                   old weights, 2 versions of them
 
 p stages, m micro-batches, v chunks per rank. F, I and W are the durations of forward, input gradient and weight
 gradient on a whole stage. The column "in flight" is for large m. Its unit is the activations of one micro-batch on a
@@ -28,9 +30,11 @@ below has the exact conditions. Each micro-batch sends bsh elements forward and 
 boundary between ranks.
 
 A schedule is data. The same lists are checked, simulated, drawn (`draw.py`) and executed (`pipeline.py`). The sections
-below are: the schedules, their checks, their simulation, their messages without a deadlock, and the papers' formulas.
+below are: the schedules, their checks, their simulation, their messages without a deadlock, the papers' formulas, and
+the versions of the weights in the two asynchronous schedules.
 """
 
+from collections import Counter
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -42,7 +46,7 @@ from errors import UserError, exit_on_user_error
 class Action(NamedTuple):
     """One computation of a rank, for one micro-batch in one chunk of the model."""
 
-    kind: str  # F forward; then B backward, or its two halves: I input gradient and later W weight gradient
+    kind: str  # F forward; then B backward, or its two halves: I input gradient and later W weight gradient; U update
     microbatch: int  # 0 .. m-1
     chunk: int  # chunks are numbered over all ranks
 
@@ -57,6 +61,7 @@ class Schedule(NamedTuple):
     parts: list  # parts[chunk]: the index of the part that this chunk runs; a pipeline begins at part 0
     placement: list  # placement[chunk]: the rank that runs this chunk
     actions: list  # actions[rank]: the Actions of this rank, in their order
+    versions: list | None = None  # only PipeDream: versions[rank][micro-batch], the number of updates in its weights
 
     @property
     def microbatches(self):
@@ -84,7 +89,7 @@ def forward_only(schedule):
     actions = [[] for _ in schedule.actions]
     for chunk in pipelines(schedule)[0]:
         actions[schedule.placement[chunk]].append(Action("F", 0, chunk))
-    return schedule._replace(name=f"{schedule.name}, forward only", actions=actions)
+    return schedule._replace(name=f"{schedule.name}, forward only", actions=actions, versions=None)
 
 
 def routes(schedule):
@@ -116,8 +121,7 @@ def one_f_one_b(stages, microbatches, chunks=1):
     """1F1B, also PipeDream-Flush: after the warm-up, a backward follows each forward.
 
     At most p - rank micro-batches are in flight. Narayanan et al., arXiv 2006.09503 (PipeDream-Flush), and 2104.04473,
-    section 2.2.1. The slide's PipeDream (arXiv 1806.03377) is asynchronous: it does not wait for the end of a step, so
-    it needs several versions of the weights.
+    section 2.2.1. The slide's PipeDream (arXiv 1806.03377) is `pipedream` below.
     """
     actions = []
     for rank in range(stages):
@@ -246,6 +250,49 @@ def chimera(stages, microbatches, chunks=1):
     return Schedule("chimera", [*range(p)] * 2, [*range(p), *reversed(range(p))], actions)
 
 
+def pipedream(stages, microbatches, chunks=1, per_update=None):
+    """PipeDream: 1F1B without the flush. Each rank updates its weights after each of its backwards.
+
+    The micro-batches are those of many updates, so a rank waits only at the two ends. While micro-batch j is in flight,
+    a rank updates its weights p-1-rank times. The backward of j needs the weights of its forward, so the rank keeps the
+    old version (weight stashing). Narayanan et al., arXiv 1806.03377, sections 3.2 and 3.3. Raises UserError if
+    per_update, the number of micro-batches in an update, is not 1.
+    """
+    if per_update not in (None, 1):
+        raise UserError(f"per_update={per_update}: pipedream updates after every micro-batch; should be 1")
+    versions = [[max(j - (stages - 1 - rank), 0) for j in range(microbatches)] for rank in range(stages)]
+    return asynchronous("pipedream", chunks, microbatches, 1, versions)
+
+
+def pipedream_2bw(stages, microbatches, chunks=1, per_update=None):
+    """PipeDream-2BW: an update after every `per_update` micro-batches (default: stages), and two versions of weights.
+
+    All micro-batches of an update use the same version on all ranks: the one before the latest that is complete. So
+    every gradient is one update old: W(t+1) = W(t) - lr * gradient(W(t-1)). Narayanan et al., arXiv 2006.09503, section
+    3.1 (double-buffered weight updates). Raises UserError if per_update < stages, because then a third version is
+    needed, or if the micro-batches are no multiple of per_update.
+    """
+    m = stages if per_update is None else per_update
+    if m < stages:
+        raise UserError(f"per_update={m}: pipedream-2bw needs stages={stages} or more micro-batches in an update")
+    if microbatches % m:
+        raise UserError(f"microbatches={microbatches}: pipedream-2bw needs a multiple of per_update={m}")
+    versions = [[max(j // m - 1, 0) for j in range(microbatches)]] * stages
+    return asynchronous("pipedream-2bw", chunks, microbatches, m, versions)
+
+
+def asynchronous(name, chunks, microbatches, per_update, versions):
+    """Return the Schedule of 1F1B's order with an action U after every `per_update` backwards."""
+    one_chunk(name, chunks)
+    flushed = one_f_one_b(len(versions), microbatches)
+    actions = [[] for _ in versions]
+    for rank, action in ((rank, action) for rank, actions in enumerate(flushed.actions) for action in actions):
+        actions[rank].append(action)
+        if action.kind == "B" and (action.microbatch + 1) % per_update == 0:
+            actions[rank].append(action._replace(kind="U"))
+    return flushed._replace(name=name, actions=actions, versions=versions)
+
+
 def each(kind, microbatches, chunk):
     return [Action(kind, j, chunk) for j in range(microbatches)]
 
@@ -276,29 +323,42 @@ SCHEDULES = {
     "zb-h2": zb_h2,
     "zb-v": zb_v,
     "chimera": chimera,
+    "pipedream": pipedream,
+    "pipedream-2bw": pipedream_2bw,
 }
+ASYNCHRONOUS = ("pipedream", "pipedream-2bw")  # their lists have updates, and continue over several of them
 
 
 def usual_chunks(name):
     """Return the default number of chunks per rank: the default argument of the schedule's function."""
-    return (SCHEDULES[name].__defaults__ or (1,))[-1]
+    return (SCHEDULES[name].__defaults__ or (1,))[0]
 
 
-def build(name, stages, microbatches, chunks=1):
-    """Return the checked Schedule `name`. Raises UserError if the name, a number or a list of actions is wrong."""
+def build(name, stages, microbatches, chunks=1, per_update=None):
+    """Return the checked Schedule `name`. Raises UserError if the name, a number or a list of actions is wrong.
+
+    per_update: micro-batches of an update. Only the schedules in ASYNCHRONOUS read it.
+    """
     if name not in SCHEDULES:
         raise UserError(f"schedule={name}: should be one of {', '.join(SCHEDULES)}")
     for field, value in [("stages", stages), ("microbatches", microbatches), ("chunks", chunks)]:
         if value < 1:
             raise UserError(f"{field}={value}: should be 1 or more")
-    schedule = SCHEDULES[name](stages, microbatches, chunks)
+    more = (per_update,) if name in ASYNCHRONOUS else ()
+    schedule = SCHEDULES[name](stages, microbatches, chunks, *more)
     check(schedule, microbatches)
     return schedule
 
 
+def build_for(c, dp, microbatches):
+    """Return the checked Schedule of a configuration: `microbatches` micro-batches on each of `dp` data ranks."""
+    return build(c.schedule, c.pp, microbatches, c.chunks, c.global_batch_size // (c.micro_batch_size * dp))
+
+
 # --- checks -----------------------------------------------------------------------------------------------------------
 
-NOMINAL = {"F": 1, "B": 2, "I": 1, "W": 1}  # assumed durations: a linear layer has one matrix product in F, two in B
+# Assumed durations: a linear layer has one matrix product in F and two in B. An update is short.
+NOMINAL = {"F": 1, "B": 2, "I": 1, "W": 1, "U": 0}
 
 
 def check(schedule, microbatches=None):
@@ -310,12 +370,13 @@ def check(schedule, microbatches=None):
     """
     check_places(schedule)
     check_complete(schedule, microbatches or schedule.microbatches)
+    check_updates(schedule)
     run_in_order(schedule, NOMINAL, 0)
 
 
 def check_places(schedule):
     """Refuse a chunk on a missing rank, a pipeline with a missing part, and an action on a wrong rank or repeated."""
-    name, parts, placement, lists = schedule
+    name, parts, placement, lists, _ = schedule
 
     def refuse(rank, i, why):
         raise UserError(f"{name}: {where(schedule, rank, i)}: {why}")
@@ -331,7 +392,7 @@ def check_places(schedule):
     for rank, actions in enumerate(lists):
         for i, action in enumerate(actions):
             if action.kind not in NOMINAL:
-                refuse(rank, i, f"kind {action.kind!r} should be F, B, I or W")
+                refuse(rank, i, f"kind {action.kind!r} should be F, B, I, W or U")
             if action.microbatch < 0 or not 0 <= action.chunk < len(parts):
                 refuse(rank, i, f"micro-batches count from 0, chunks from 0 to {len(parts) - 1}")
             if placement[action.chunk] != rank:
@@ -350,7 +411,7 @@ def check_complete(schedule, microbatches):
     kinds = {}  # (micro-batch, chunk): the kinds of its actions
     for actions in schedule.actions:
         for kind, j, chunk in actions:
-            kinds.setdefault((j, chunk), set()).add(kind)
+            kinds.setdefault((j, chunk), set()).update({kind} - {"U"})
     if (last := schedule.microbatches - 1) >= microbatches:
         raise UserError(f"{name}: has micro-batch {last}, but the last index should be {microbatches - 1}")
     taken, missing = routes(schedule), []
@@ -375,14 +436,20 @@ def prerequisites(schedule):
     """Return {action: [actions that must end before it can start]}, on the same rank or another."""
     backward = {(a.microbatch, a.chunk): a for actions in schedule.actions for a in actions if a.kind in "BI"}
     needs = {}
-    for actions in schedule.actions:
+    for rank, actions in enumerate(schedule.actions):
+        updated = [action for action in actions if action.kind == "U"]
         for action in actions:
             kind, j, chunk = action
             if kind == "F":
                 before = upstream(schedule, chunk)
                 needs[action] = [] if before is None else [Action("F", j, before)]
+                if schedule.versions and (version := schedule.versions[rank][j]):
+                    needs[action].append(updated[version - 1])
             elif kind == "W":
                 needs[action] = [Action("I", j, chunk)]
+            elif kind == "U":
+                first = updated[updated.index(action) - 1].microbatch + 1 if action != updated[0] else 0
+                needs[action] = [backward[i, chunk] for i in range(first, j + 1)]
             else:
                 after = downstream(schedule, chunk)
                 needs[action] = [Action("F", j, chunk)] + ([] if after is None else [backward[j, after]])
@@ -442,11 +509,13 @@ def simulate(schedule, cost, comm=0):
 
     Each rank runs its list in order. An action starts when its rank is free and its inputs have arrived. An input from
     another rank arrives `comm` after the action that produces it ends. A rank can compute while it sends. cost: {kind:
-    duration of an action of one chunk}, in any unit of time, which is also the unit of `comm`. This is the model of Qi
-    et al., arXiv 2401.10241, section 5.
+    duration of an action of one chunk}, in any unit of time, which is also the unit of `comm`. An update without a cost
+    takes no time. This is the model of Qi et al., arXiv 2401.10241, section 5.
     """
     check_places(schedule)
     check_complete(schedule, schedule.microbatches)
+    check_updates(schedule)
+    cost = {"U": 0} | cost
     if unknown := {action.kind for actions in schedule.actions for action in actions} - set(cost):
         raise UserError(f"cost={cost}: {schedule.name} also needs durations of {' and '.join(sorted(unknown))}")
     return timeline(run_in_order(schedule, cost, comm), len(schedule.actions))
@@ -490,7 +559,7 @@ def timeline(events, ranks):
         busy += sum(e.end - e.start for e in own) / ranks
         in_flight, most = 0, 0
         for event in own:
-            in_flight += {"F": 1, "B": -1, "I": 0, "W": -1}[event.action.kind]
+            in_flight += {"F": 1, "B": -1, "I": 0, "W": -1, "U": 0}[event.action.kind]
             most = max(most, in_flight)
         peak.append(most)
     span = max(spans)
@@ -576,12 +645,73 @@ FORMULAS = {
         "(p-1)*(F+I-2*W) / (m*(F+I+W) + (p-1)*(F+I-2*W))", "m >= 2*p-1 and W <= min(F, I)", "min(2*p-1, m)"
     ),
     "zb-v": Formula("(p-1)*(I-W) / (m*(F+I+W) + (p-1)*(I-W))", "m >= 2*p-1 and W <= F <= I", "min(m+1+r, 2*m, 2*p)"),
+    "pipedream": Formula("(p-1) / (m+p-1)", "True", "min(p-r, m)"),
+    "pipedream-2bw": Formula("(p-1) / (m+p-1)", "True", "min(p-r, m)"),
     "chimera": Formula("(p-2) / (2*m+p-2)", "F == B and m % p == 0", "min(p//2, p-r, (m+1)//2) + min(p//2, r+1, m//2)"),
 }
 
 
 def by_formula(text, **letters):
     return eval(text, {"min": min}, letters)  # the text is from FORMULAS, never from a user
+
+
+# --- versions of the weights, in the asynchronous schedules -----------------------------------------------------------
+
+
+def updates(schedule):
+    """Return the number of updates in the lists of a rank; 1 for a schedule without U, whose step is one update."""
+    return sum(action.kind == "U" for action in schedule.actions[0]) or 1
+
+
+def check_updates(schedule):
+    """Refuse updates that differ between ranks, and a version that no rank makes.
+
+    Only the schedules in ASYNCHRONOUS have updates. Their version of a micro-batch counts the updates in its weights.
+    `prerequisites` has the order of the updates, so `run_in_order` refuses one that comes too early or too late.
+    """
+    name, last, versions = schedule.name, schedule.microbatches - 1, schedule.versions or [[0]]
+    marks = [[action.microbatch for action in actions if action.kind == "U"] for actions in schedule.actions]
+    for rank, mark in enumerate(marks):
+        if mark != marks[0] or (mark[-1:] == [last]) != (schedule.versions is not None):
+            there = f"rank {rank} updates after the micro-batches {mark}, rank 0 after {marks[0]}"
+            raise UserError(f"{name}: {there}; should be equal, and end with {last} (without versions: none)")
+    if not 0 <= min(map(min, versions)) <= max(map(max, versions)) <= len(marks[0]):
+        raise UserError(f"{name}: versions={schedule.versions}: there are only the versions 0 to {len(marks[0])}")
+
+
+def kept_versions(schedule, rank, holders):
+    """Return (versions, sums) of a bucket: how many `rank` keeps at most. holders: pipeline ranks that hold the bucket.
+
+    versions: versions of the bucket's parameters that micro-batches need. sums: gradients that wait for other holders.
+
+    A bucket of one rank is updated in U. A bucket of several ranks (the tied word table) has on all of them the version
+    of the rank with the oldest weights. Its gradients are summed over the holders, and no rank may delay the others. So
+    a rank waits for a sum only in the F that needs the new version, or in a U after which no F follows.
+    """
+    actions, versions = schedule.actions[rank], shared_versions(schedule, holders)
+    left, made, posted, forwards, most, sums = Counter(versions), 0, 0, len(versions), 1, 0
+    for kind, j, _ in actions:
+        forwards -= kind == "F"
+        left[versions[j]] -= kind == "B"
+        posted += kind == "U"
+        sums = max(sums, posted - made)
+        if kind == "F":
+            made = max(made, versions[j])
+        elif kind == "U" and (len(holders) == 1 or not forwards):
+            made = posted
+        most = max(most, sum(count > 0 and version <= made for version, count in left.items()))
+    return most, sums if len(holders) > 1 else 0
+
+
+def published(schedule, holders):
+    """Return how many new versions of a bucket's parameters the micro-batches use, or the next call."""
+    used = set(shared_versions(schedule, holders)) if schedule.versions else set()
+    return len((used | {updates(schedule)}) - {0})
+
+
+def shared_versions(schedule, holders):
+    """Return the version that each micro-batch uses of a bucket: the oldest of its holders."""
+    return [min(versions) for versions in zip(*(schedule.versions[rank] for rank in holders), strict=True)]
 
 
 def moved():

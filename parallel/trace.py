@@ -29,11 +29,12 @@ class Trace:
 
     def __init__(self, mesh, device, iteration):
         self.replica, self.rank = mesh.dp.rank * mesh.tp.size + mesh.tp.rank, mesh.pp.rank
-        self.device, self.step, self.microbatches = device, iteration, None
+        self.device, self.step, self.microbatches, self.per_update = device, iteration, None, None
         self.steps = deque(maxlen=STEPS)
 
-    def begin_step(self, microbatches):
-        self.step, self.microbatches = self.step + 1, microbatches
+    def begin_step(self, microbatches, updates):
+        """Begin the record of a step. A call with several updates (pipedream.py) has the number of the last update."""
+        self.step, self.microbatches, self.per_update = self.step + updates, microbatches, microbatches // updates
         self.steps.append([])
 
     def now(self):
@@ -70,6 +71,7 @@ def write(c, trace, mesh):
     mine = [event for step in trace.steps for event in step]
     events = [event for events in gather_objects(mine, mesh.world) for event in events]
     about = {"schedule": c.schedule, "stages": c.pp, "microbatches": trace.microbatches, "chunks": c.chunks}
+    about["per_update"] = trace.per_update
     if mesh.rank == 0:
         with explained(f"trace={c.trace}"), open(c.trace, "w") as file:
             json.dump({"traceEvents": events, "otherData": about}, file)

@@ -244,18 +244,22 @@ class Zero:
     # --- finish: after all backwards ---------------------------------------------------------------------------------
 
     def finish(self):
-        """Wait for all sums over dp. Then sum over the holders of each bucket and, with sequence parallelism, over tp.
+        """Wait for all sums over dp. Then sum over tp, with sequence parallelism, and over the holders of each bucket.
 
         Several pipeline ranks hold a tied table, so its gradient is summed over its holders. With sequence parallelism
         each tp rank has seen only its own tokens. So the gradient of a replicated parameter (6 h elements per block) is
         a partial sum, and is summed over tp. The sum over dp comes first: after it, only shards need to be summed.
         """
-        for name in list(self.reducing):
-            self._settle(name)
+        self.sum_replicas()
         by_name = [self.buckets[name] for name in sorted(self.buckets)]  # all holders need the same order
         sums = [all_reduce(bucket.own_grad, bucket.holders, "twin gradients") for bucket in by_name]
         for pending in sums:
             pending.wait()
+
+    def sum_replicas(self):
+        """Wait for all sums over dp. With sequence parallelism, then sum the partial gradients over tp."""
+        for name in list(self.reducing):
+            self._settle(name)
         if self.config.sequence_parallel:
             sums = [
                 all_reduce(bucket.own_grad[r.begin : r.end], self.mesh.tp, "partial gradients")

@@ -1,0 +1,208 @@
+"""PipeDream: asynchronous pipelines, which keep old versions of the weights (slide "パイプライン並列": 非同期).
+
+A synchronous pipeline waits at each update until all micro-batches have left it (a flush). An asynchronous pipeline
+does not wait: while a rank updates its weights, later micro-batches are between their forward and their backward. The
+schedules `pipedream` and `pipedream-2bw` have actions U for these updates (`schedules.py`; Narayanan et al., arXiv
+1806.03377 and 2006.09503). A *call* runs the lists of such a schedule once: many micro-batches with many updates. At
+the end of a call the pipeline is empty, and all ranks have made all updates.
+
+**Versions.** Version v of the parameters contains v updates of this call. A micro-batch needs the same version in its
+backward as in its forward. Otherwise its gradient would be the gradient of no function. So the master weights advance
+in U, and the parameters are copies of the master weights in the versions that micro-batches use:
+
+    rank 1 of 3     F0 F1 .. B0 U F2 B1 U F3 B2 U F4 ...
+    F uses version   0  0          1      2      3
+    B uses version          0        0      1
+
+On rank r of p, F and B of micro-batch j (from 0) use version max(j - (p-1-r), 0) with `pipedream`, and version
+max(j // m - 1, 0) with `pipedream-2bw` and m micro-batches in an update. A rank keeps min(p-r, max(1, M-(p-1-r)))
+versions with `pipedream`, and 2 with `pipedream-2bw`. M: micro-batches of the call.
+
+**The tied word table** is on the first and the last rank. Both use the version of the first rank, which is the older.
+Each U starts to sum the table's gradient over both ranks. A rank waits for this sum when a forward needs the new
+version, so that the ranks do not delay each other.
+
+**What is impossible.** No rank knows the global gradient norm at its update, because other ranks update later. So there
+is no clipping, no common decision to skip an update (fp16), and no norm of a cut tensor over all ranks (LAMB, LARS). A
+gradient that is not finite ends the run at the end of the call. ZeRO-2 and 3 would free the versions that this
+scheme keeps.
+"""
+
+import copy
+import math
+from collections import Counter, deque
+
+import torch
+
+import reference
+from errors import UserError
+from log import PendingStep
+from parallel import schedules
+from parallel.comm import all_reduce
+from parallel.memory import OLDER, SUMS
+from parallel.pipeline import Executor
+
+
+class Versions:
+    """One bucket on this rank: the versions of its parameters, and its updates in a call.
+
+    flats: {version: flat buffer}, of the versions that a micro-batch still needs, and of the last at the end of a call.
+    made: the number of updates of this call in the master weights.
+    """
+
+    def __init__(self, zero, name, holders, schedule):
+        """schedule: that of the longest call. It tells how many buffers are necessary."""
+        self.bucket, self.holders, self.zero = zero.buckets[name], holders, copy.copy(zero)
+        self.zero.buckets, self.zero.updates = {name: self.bucket}, zero.updates.clone()  # a Zero of this bucket only
+        param, own_grad = self.bucket.param, self.bucket.own_grad
+        if self.bucket.master is self.bucket.own_param:
+            self.bucket.master = torch.zeros_like(self.bucket.own_param)
+        versions, sums = schedules.kept_versions(schedule, zero.mesh.pp.rank, holders)
+        self.made, self.flats = 0, {0: param}
+        self.spare = [torch.zeros_like(param) for _ in range(versions - 1)]
+        self.spare_sums = [torch.zeros_like(own_grad) for _ in range(sums)]
+
+    def begin(self, schedule, scalars, squares):
+        """Prepare for a call. scalars: [reference.UpdateScalars of each update].
+
+        squares: receives this rank's shares of the squared gradient norms, float64 [updates].
+        """
+        self.versions = schedules.shared_versions(schedule, self.holders)  # of each micro-batch
+        self.left = Counter(self.versions)  # {version: number of micro-batches that still need it}
+        self.made, self.flats, self.shown = 0, {0: self.flats[self.made]}, 0
+        self.scalars, self.squares, self.sums = scalars, squares, deque()
+
+    def show(self, version):
+        """Let the nn.Parameters be views of a version. Make the updates that it needs."""
+        self.catch_up(version)
+        if version != self.shown:
+            self.shown = version
+            for p, piece in zip(self.bucket.params, self.bucket.layout.pieces(0, self.bucket.size), strict=True):
+                p.data = piece.of(self.flats[version]).view(p.shape)
+
+    def done(self, version):
+        """Note that a backward with this version has run. Use the buffer again if no other micro-batch needs it."""
+        self.left[version] -= 1
+        if not self.left[version]:
+            self.spare.append(self.flats.pop(version))
+
+    def start_sum(self):
+        """Copy the gradient, and start to sum the copies of all holders."""
+        flat = self.spare_sums.pop()
+        flat.copy_(self.bucket.own_grad)
+        self.sums.append(all_reduce(flat, self.bucket.holders, "twin gradients"))
+        self.zero.zero_grad()
+
+    @torch.no_grad()
+    def catch_up(self, version):
+        """Make updates until the master weights contain `version` of them."""
+        bucket, gradient = self.bucket, self.bucket.own_grad
+        for update in range(self.made, version):
+            if summed := bool(self.sums):
+                bucket.own_grad = self.sums.popleft().wait()
+            self.squares[update] += self.zero.squared_norm()
+            used = self.left[update + 1] > 0 or update + 1 == len(self.scalars)
+            if used:  # `.data`: autograd's check for in-place changes must not see that a buffer is used again
+                self.flats[update + 1] = self.spare.pop()
+                bucket.param = self.flats[update + 1].data
+            # If no forward uses this version, only the master weights have it.
+            bucket.own_param = bucket.param[slice(*bucket.owned)] if used else bucket.master
+            self.zero.update(self.scalars[update])
+            if used:
+                self.zero.publish()
+            if summed:
+                self.spare_sums.append(bucket.own_grad)
+                bucket.own_grad = gradient
+            else:
+                self.zero.zero_grad()
+        self.made = max(self.made, version)
+
+
+class PipeDream(Executor):
+    """The Executor of the asynchronous schedules."""
+
+    def __init__(self, model, zero, config, mesh, layout, schedule, timers):
+        super().__init__(model, zero, config, mesh, layout, schedule, timers)
+        names = sorted(zero.buckets)  # the same order on all ranks
+        self.weights = weights = [Versions(zero, name, layout.holders(name), schedule) for name in names]
+        older = [flat for w in weights for flat in (*w.spare, w.flats[0])]  # these change places during a call
+        self.flats = {OLDER: older, SUMS: [flat for w in weights for flat in w.spare_sums]}
+
+    def call(self, micro_batches, count, weight, scalars):
+        """Run a call of `count` micro-batches from the iterator `micro_batches`, with their updates.
+
+        weight: as in `Executor.run`. scalars: [reference.UpdateScalars of each update]. Return (losses, squares),
+        float64 [updates]: the sum of the mean losses of each update, 0 on ranks without the head, and this rank's
+        shares of the squared gradient norms.
+        """
+        schedule, _, self.passes_of_update = self.prepared(count)
+        self.losses, squares = [], torch.zeros(len(scalars), dtype=torch.float64, device=self.zero.device)
+        for weights in self.weights:
+            weights.begin(schedule, scalars, squares)
+        self.forwards = count  # that this rank has not begun
+        self.run(micro_batches, count, weight)
+        for weights in self.weights:
+            weights.show(len(scalars))
+        self.zero.updates += len(scalars)
+        return torch.stack(self.losses), squares
+
+    def forward(self, j, c):
+        if torch.is_grad_enabled():  # a validation runs between two calls, with the latest version
+            self.forwards -= 1
+            self._show(j)
+        super().forward(j, c)
+
+    def _backward(self, j, c, deferred):
+        self._show(j)
+        super()._backward(j, c, deferred)
+        for weights in self.weights:
+            weights.done(weights.versions[j])
+
+    def _show(self, j):
+        for weights in self.weights:
+            weights.show(weights.versions[j])
+
+    def update(self, j, c):
+        """The action U: update this rank's weights with the gradients of the micro-batches up to j."""
+        self.losses.append(self.total)
+        self.total, self.passes = torch.zeros_like(self.total), dict(self.passes_of_update)
+        self.zero.sum_replicas()
+        self.mesh.ledger.phase = "step"
+        for weights in self.weights:
+            if len(weights.holders) > 1:
+                weights.start_sum()
+            if len(weights.holders) == 1 or not self.forwards:
+                weights.catch_up(len(self.losses))
+
+
+def train_call(run, batches, stop=False, orphaned=False):
+    """Make the updates of one call, with micro-batches from the iterator `batches`. Return a list of `PendingStep`.
+
+    It replaces `train.train_step`. A call ends at a multiple of `updates_per_call`. run: a `train.Run`. stop, orphaned:
+    as in `train_step`. Raises UserError on every rank if a gradient is not finite.
+    """
+    c, mesh, zero, counters = run.config, run.mesh, run.zero, run.counters
+    n, m = c.updates_per_call - counters.iteration % c.updates_per_call, c.global_batch_size // c.micro_batch_size
+    m, share = m // mesh.dp.size, 1 / m  # m: micro-batches of an update on each data rank
+    updates = zero.updates + torch.arange(n, device=run.device)
+    rates, one, never = run.rates.take(updates), run.rates.new_ones(()), torch.zeros_like(updates[0], dtype=torch.bool)
+    betas = never, c.adam_beta1, c.adam_beta2
+    scalars = [reference.update_scalars(lr, one, update + 1, *betas) for lr, update in zip(rates, updates, strict=True)]
+    zero.zero_grad()
+    losses, squares = run.executor.call(batches, n * m, share, scalars)
+
+    # One all_reduce gives every rank the losses and the squared gradient norms of all updates, and whether to stop.
+    mesh.ledger.phase = "step"
+    losses = share * losses if mesh.tp.rank == 0 else 0 * losses
+    flags = losses.new_tensor([float(stop), float(orphaned)])
+    sums = all_reduce(torch.cat([losses, squares, flags]), mesh.world, "scalars").wait()
+    losses, norms, flags = sums[:n], sums[n : 2 * n].sqrt(), sums[2 * n :].expand(n, 2)
+    numbers = torch.stack([losses, norms, rates, 0 * rates, *flags.T], dim=1).cpu()
+    for k, norm in enumerate(numbers[:, 1].tolist(), counters.iteration + 1):
+        if not math.isfinite(norm):
+            advice = f"{c.schedule} can't skip an update; resume from the last checkpoint with a smaller --lr"
+            raise UserError(f"iteration {k}: the gradient norm is {norm}: {advice}")
+    run.steps[n * m] += n
+    counters.iteration += n
+    counters.consumed_samples += n * c.global_batch_size
+    return [PendingStep(row, 1.0, c.global_batch_size) for row in numbers]
