@@ -108,7 +108,7 @@ def test_a_missing_file_is_answered_with_the_files_of_configs(arguments):
     assert str(error.value).startswith(
         f"no configuration file {name} (there are: configs/codeparrot_110m.py configs/gpt2"
     )
-    assert str(error.value).endswith("configs/tiny.py)")
+    assert str(error.value).endswith("configs/tiny_pipedream.py)")
 
 
 # Flags of the scripts and launchers in how-tos of Megatron-LM and DeepSpeed, for example

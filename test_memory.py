@@ -305,7 +305,7 @@ def test_measuring_changes_no_bit(workers, dp, tp, fields):
 
 
 def a_meter():
-    return meter.Activations(types.SimpleNamespace(zero=types.SimpleNamespace(buckets={}), meter=None))
+    return meter.Activations(types.SimpleNamespace(zero=types.SimpleNamespace(buckets={}), flats={}, meter=None))
 
 
 def test_a_saved_tensor_counts_while_the_graph_has_it():

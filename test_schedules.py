@@ -57,6 +57,11 @@ def all_of_them(stages, microbatches):
                 yield name, p, m, usual_chunks(name)
 
 
+def updated_after(name, p, m):
+    """Return the micro-batches after which a rank makes an update."""
+    return range(m) if name == "pipedream" else range(p - 1, m, p) if name == "pipedream-2bw" else []
+
+
 # --- what a schedule does ---------------------------------------------------------------------------------------------
 
 
@@ -70,11 +75,14 @@ def test_every_action_once_in_an_order_that_can_be():
         kinds = "FIW" if any(action.kind == "I" for action in schedule.actions[0]) else "FB"
         taken = routes(schedule)
         wanted = {Action(kind, j, chunk) for j in range(m) for chunk in taken[j] for kind in kinds}
-        events = {event.action: event for event in simulate(schedule, COST, comm).events}
+        wanted |= {Action("U", j, rank) for j in updated_after(name, p, m) for rank in range(p)}
+        events = {event.action: event for event in simulate(schedule, COST | {"U": 0.3}, comm).events}
         assert len(events) == sum(len(actions) for actions in schedule.actions) and events.keys() == wanted, sizes
         for (kind, j, chunk), event in events.items():
-            assert event.rank == schedule.placement[chunk] and event.end - event.start == pytest.approx(COST[kind])
-            needs = [("W", "I", chunk), ("I", "F", chunk), ("B", "F", chunk)]
+            assert event.rank == schedule.placement[chunk] and event.end - event.start == pytest.approx(
+                (COST | {"U": 0.3})[kind]
+            )
+            needs = [("W", "I", chunk), ("I", "F", chunk), ("B", "F", chunk), ("U", "B", chunk)]
             needs += [("F", "F", upstream(schedule, chunk))]
             needs += [(back, back, downstream(schedule, chunk)) for back in "BI"]
             for _, before, there in (need for need in needs if need[0] == kind and need[2] is not None):
@@ -455,7 +463,7 @@ def test_a_repeated_action_is_named():
         (1, 0, Action("F", 0, 2), "(F of micro-batch 0, chunk 2): chunk 2 is placed on rank 2, not here"),
         (1, 0, Action("F", 0, 4), "(F of micro-batch 0, chunk 4): micro-batches count from 0, chunks from 0 to 3"),
         (1, 0, Action("F", -1, 1), "(F of micro-batch -1, chunk 1): micro-batches count from 0, chunks from 0 to 3"),
-        (1, 0, Action("G", 0, 1), "(G of micro-batch 0, chunk 1): kind 'G' should be F, B, I or W"),
+        (1, 0, Action("G", 0, 1), "(G of micro-batch 0, chunk 1): kind 'G' should be F, B, I, W or U"),
     ],
 )
 def test_an_action_in_the_wrong_place_is_named(rank, i, action, message):
@@ -677,7 +685,7 @@ def test_a_trace_of_a_resumed_run_has_the_runs_iterations():
     first = SimpleNamespace(rank=0, size=1)
     record = Trace(SimpleNamespace(dp=first, tp=first, pp=first), torch.device("cpu"), 20)
     for step in (21, 22):
-        record.begin_step(2)
+        record.begin_step(2, 1)
         with record.action(Action("F", 0, 0)):
             pass
         assert [event["args"]["step"] for event in record.steps[-1]] == [step]

@@ -60,6 +60,10 @@ def cross_entropy(tp=2):
     return f"test_tensor.py::test_linear_cross_entropy[1.0-64-copy-{tp}]"
 
 
+def asynchronous(schedule, p):
+    return f"test_pipedream.py::test_losses_and_parameters_are_those_of_the_sequential_program[{schedule}-{p}]"
+
+
 # --- the defects ------------------------------------------------------------------------------------------------------
 
 SHARE = "share = 1 / (m * mesh.dp.size)"
@@ -67,6 +71,11 @@ COUNTS = "return first_of_dp and bucket.holders.rank == 0 and (cut or self.mesh.
 FIRST_OF_DP = "first_of_dp = bucket.stage >= 1 or bucket.dp.rank == 0"
 TWINS = 'all_reduce(bucket.own_grad, bucket.holders, "twin gradients")'
 PARTIAL = "        if self.config.sequence_parallel:\n"
+LATEST = """\
+    def _backward(self, j, c, deferred):
+        for weights in self.weights:
+            weights.show(max(weights.flats))
+"""
 RECEIVE = "return self.mail.receive((kind, j, c))"
 
 INITIAL = [
@@ -549,7 +558,39 @@ OPERATIONS = [
     ),
 ]
 
-DEFECTS = [*INITIAL, *SCALE, *REDUCTION, *TENSOR_PARALLEL, *NORM, *TIED, *VOCABULARY, *PIPELINE, *OPERATIONS]
+ASYNCHRONOUS = [
+    Defect(
+        "no-weight-stashing",
+        "parallel/pipedream.py",
+        (("    def _backward(self, j, c, deferred):\n        self._show(j)\n", LATEST),),
+        asynchronous("pipedream", 4),
+        "The loss is right: a backward does not use the weights of its forward",
+    ),
+    Defect(
+        "one-version-too-old",
+        "parallel/schedules.py",
+        (("[max(j - (stages - 1 - rank), 0)", "[max(j - (stages - rank), 0)"),),
+        asynchronous("pipedream", 3),
+        "a forward uses a wrong version of the weights",
+    ),
+    Defect(
+        "2bw-without-a-delay",
+        "parallel/schedules.py",
+        (("[max(j // m - 1, 0)", "[max((j - stages + 1) // m, 0)"),),
+        asynchronous("pipedream-2bw", 2),
+        "a forward uses a wrong version of the weights",
+    ),
+    Defect(
+        "tied-sums-in-the-wrong-order",
+        "parallel/pipedream.py",
+        (("self.sums.popleft()", "self.sums.pop()"),),
+        asynchronous("pipedream", 2),
+        "or an update before was wrong",
+    ),
+]
+
+GROUPS = [INITIAL, SCALE, REDUCTION, TENSOR_PARALLEL, NORM, TIED, VOCABULARY, PIPELINE, OPERATIONS, ASYNCHRONOUS]
+DEFECTS = [defect for group in GROUPS for defect in group]
 
 
 # --- planting ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,500 @@
+"""The asynchronous schedules train the model that a sequential program with old weights trains.
+
+`oracle` is this program: one process keeps the history of each stage's weights, and computes the gradient of each
+micro-batch with the versions that the theory names. Its update rules are written out here again.
+"""
+
+import contextlib
+import functools
+import itertools
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+
+import pytest
+import torch
+
+import train
+from config import Config, check
+from errors import UserError
+from parallel import draw, ledger, memory, meter, report
+from parallel.layout import split
+from parallel.mesh import Mesh
+from parallel.optimizer import RULES, learning_rate
+from parallel.pipedream import train_call
+from parallel.schedules import ASYNCHRONOUS, Action, build, kept_versions, simulate, updates
+from parallel.schedules import check as check_schedule
+from test_checkpoint import arrays, configured, curve, go
+from test_layouts import assert_same_model, built, covering, micro_batches, parameters, specs, tiny_config
+
+# --- the schedules ----------------------------------------------------------------------------------------------------
+
+
+def test_makespan_and_throughput():
+    """The makespan is (M+p-1)(F+B). A flush after every m micro-batches takes M(m+p-1) / (m(M+p-1)) times as long."""
+    cost = {"F": 1.0, "B": 2.5}
+    for p, M in itertools.product(range(1, 9), range(1, 25)):
+        drawn = [build("pipedream", p, M)]
+        drawn += [build("pipedream-2bw", p, M, 1, m) for m in range(p, M + 1) if M % m == 0]
+        for schedule in drawn:
+            line, m = simulate(schedule, cost), M // updates(schedule)
+            assert line.makespan == pytest.approx((M + p - 1) * 3.5)
+            flushed = simulate(build("1f1b", p, m), cost).makespan * M / m
+            assert flushed / line.makespan == pytest.approx(M * (m + p - 1) / (m * (M + p - 1)))
+
+
+def test_the_versions_of_the_theory():
+    """The kept versions are min(p-i, max(1, M-(p-1-i))); all p-i are needed from M = 2p-1 on. 2BW keeps two."""
+    for p, M in itertools.product(range(1, 9), range(1, 25)):
+        schedule = build("pipedream", p, M)
+        for i in range(p):
+            assert schedule.versions[i] == [max(k - 1 - (p - 1 - i), 0) for k in range(1, M + 1)]
+            kept, _ = kept_versions(schedule, i, [i])
+            assert kept == min(p - i, max(1, M - (p - 1 - i))) and (M < 2 * p - 1 or kept == p - i)
+            for j, action in ((action.microbatch, action) for action in schedule.actions[i] if action.kind == "F"):
+                before = schedule.actions[i][: schedule.actions[i].index(action)]
+                assert sum(a.kind == "U" for a in before) == schedule.versions[i][j]
+        if p > 1:
+            tied = [kept_versions(schedule, rank, [0, p - 1]) for rank in (0, p - 1)]
+            assert tied == [(min(p, max(1, M - p + 1)), 1), (1, min(p, M))]
+    for p, m, n in itertools.product((1, 2, 4), (4, 5), range(1, 6)):
+        schedule = build("pipedream-2bw", p, m * n, 1, m)
+        for i in range(p):
+            assert schedule.versions[i] == [max((k - 1) // m - 1, 0) for k in range(1, m * n + 1)]
+            assert kept_versions(schedule, i, [i])[0] == min(2, max(1, n - 1))
+
+
+def without(actions, *left_out):
+    return [action for action in actions if action not in left_out]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda a, v: a.__setitem__(1, without(a[1], Action("U", 2, 1))), "rank 1 updates after the micro-batches"),
+        (lambda a, v: a.__setitem__(0, without(a[0], Action("U", 5, 0))), "rank 0 updates after the micro-batches"),
+        (
+            lambda a, v: a[1].insert(1, a[1].pop(a[1].index(Action("U", 0, 1)))),
+            "deadlock: .*U of micro-batch 0, chunk 1. waits for B of micro-batch 0, chunk 1",
+        ),
+        (lambda a, v: v[1].__setitem__(0, 1), "F of micro-batch 0, chunk 1. waits for U of micro-batch 0, chunk 1"),
+        (lambda a, v: v[0].__setitem__(5, 7), "there are only the versions 0 to 6"),
+    ],
+)
+def test_wrong_updates_are_refused(change, message):
+    schedule = build("pipedream", 3, 6)
+    change(schedule.actions, schedule.versions)
+    with pytest.raises(UserError, match=message):
+        check_schedule(schedule)
+    with pytest.raises(UserError, match="updates after"):
+        check_schedule(build("pipedream", 3, 6)._replace(versions=None))
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        (("pipedream", 4, 8, 1, 2), "per_update=2: pipedream updates after every micro-batch; should be 1"),
+        (
+            ("pipedream-2bw", 4, 8, 1, 3),
+            "per_update=3: pipedream-2bw needs stages=4 or more micro-batches in an update",
+        ),
+        (("pipedream-2bw", 4, 10), "microbatches=10: pipedream-2bw needs a multiple of per_update=4"),
+    ],
+)
+def test_impossible_sizes_are_refused(sizes, message):
+    with pytest.raises(UserError) as error:
+        build(*sizes)
+    assert str(error.value) == message
+
+
+def test_the_drawing_shows_updates_and_versions(capsys, tmp_path):
+    draw.main(["pipedream", "--stages=2", "--microbatches=4", "--without_stashing", f"--svg={tmp_path / 'a.svg'}"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "F forward   B backward   | update   .. idle" in lines
+    rows = [lines[i : i + 2] for i, line in enumerate(lines) if line.startswith("rank 0")]
+    assert [row[0] for row in rows] == ["rank 0   F0 F1 ......B0--- F2 B1--- F3 B2--- ...B3--- "] * 2
+    assert rows[0][1] == "version  0  0        0    |1  0    |2  1    |   2    |"
+    assert rows[1][1] == "version  0  0        0    |1  1!   |2  2!   |   3!   |"
+    assert "kept   2 1 versions of the weights" in lines
+    picture = ElementTree.parse(tmp_path / "a.svg").getroot()
+    texts = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts.count("version") == 4 and [text for text in texts if text.endswith("!")] == ["1!", "2!", "3!"]
+    red = [e for e in picture.iter("{http://www.w3.org/2000/svg}rect") if e.get("width") == "3"]
+    assert len(red) == 2 * 2 * 4  # an update of each rank and micro-batch, in two pictures
+
+
+# --- the sequential program -------------------------------------------------------------------------------------------
+
+
+def version(config, stage, k, m):
+    """Return the version of a stage's weights that micro-batch k of a call uses. k counts from 1, stages from 0."""
+    if config.schedule == "pipedream":
+        return max(k - 1 - (config.pp - 1 - stage), 0)
+    return max((k - 1) // m - 1, 0)
+
+
+def oracle(config, dp, calls):
+    """Train on one process. Return (losses, norms, before, after). calls: the updates of each call."""
+    m, samples = config.global_batch_size // (config.micro_batch_size * dp), config.micro_batch_size * dp
+    alone = dict(tp=1, pp=1, schedule="1f1b", sequence_parallel=False, zero=0, recompute="none", updates_per_call=1)
+    run = built(replace(config, **alone, micro_batch_size=samples, global_batch_size=samples))
+    weights = {p.spec.name: p for bucket in run.zero.buckets.values() for p in bucket.params}
+    stages = {}  # a tied parameter has the oldest version of its stages: that of the first
+    for stage, units in enumerate(split(run.layout.table, config.pp)):
+        stages = {spec.name: stage for unit in units for spec in unit} | stages
+    batches, before, losses, norms = micro_batches(run), parameters(run), [], []
+    history, moments = {name: [w] for name, w in before.items()}, {name: [0, 0] for name in before}
+    for count in calls:
+        history = {name: versions[-1:] for name, versions in history.items()}
+        for update in range(count):
+            run.zero.zero_grad()
+            losses.append(0.0)
+            for k in range(update * m + 1, update * m + m + 1):
+                for name, w in weights.items():
+                    w.data.copy_(history[name][version(config, stages[name], k, m)])
+                losses[-1] += run.executor.run(batches, 1, 1 / m).item() / m
+            norms.append(sum(w.grad.square().sum() for w in weights.values()).sqrt().item())
+            for name, w in weights.items():
+                new = updated(config, history[name][-1], w.grad.clone(), moments[name], len(losses), w.spec.decay)
+                history[name].append(new)
+    return losses, norms, before, {name: versions[-1] for name, versions in history.items()}
+
+
+def updated(c, w, gradient, moments, t, decays):
+    rate, decay = learning_rate(c, t), c.weight_decay * decays
+    if c.optimizer == "sgd":
+        return w - rate * (gradient + decay * w)
+    moments[0] = c.adam_beta1 * moments[0] + (1 - c.adam_beta1) * gradient
+    moments[1] = c.adam_beta2 * moments[1] + (1 - c.adam_beta2) * gradient**2
+    root = (moments[1] / (1 - c.adam_beta2**t)).sqrt()
+    return w - rate * (decay * w + moments[0] / (1 - c.adam_beta1**t) / (root + c.adam_eps))
+
+
+def train_asynchronously(config, calls, mesh=None):
+    """Train on this rank. Return (losses, norms, before, after). calls: the updates of each call."""
+    run = built(config, mesh)
+    before, batches, done = parameters(run), micro_batches(run), []
+    run.counters.iteration = -calls[0] % config.updates_per_call  # the first call may be shorter
+    for count in calls:
+        steps = train_call(run, batches)
+        assert len(steps) == count
+        done += [step.read() for step in steps]
+    return [s.loss for s in done], [s.grad_norm for s in done], before, parameters(run)
+
+
+def asynchronous(schedule, pp, per_update=1, updates=12, dp=1, tp=1, **fields):
+    fields = dict(num_layers=max(2, pp - 1), clip_grad=0.0, lr=5e-3, micro_batch_size=2) | fields
+    batch = fields["micro_batch_size"] * dp * per_update
+    return tiny_config(
+        dp, tp, pp=pp, schedule=schedule, updates_per_call=updates, global_batch_size=batch, train_iters=24, **fields
+    )
+
+
+def check_same(results, reference, config):
+    """Fail with a message unless each rank's losses, norms and parameters are those of `oracle`."""
+    for k, expected in enumerate(zip(*reference[:2], strict=True), 1):
+        for rank, found in enumerate(results):
+            right = [
+                math.isclose(x, y, rel_tol=1e-10) for x, y in zip((r[k - 1] for r in found[:2]), expected, strict=True)
+            ]
+            cause = "" if all(right) else FORWARD if not right[0] else BACKWARD
+            if cause:
+                values = f"loss {found[0][k - 1]!r}, norm {found[1][k - 1]!r} on rank {rank} instead of {expected}"
+                pytest.fail(
+                    f"{config.schedule} pp={config.pp}: first difference in update {k}: {values}. {cause}", False
+                )
+    assert_same_model(results, reference, config, specs(config.num_layers))
+
+
+FORWARD = "The loss differs: a forward uses a wrong version of the weights, or an update before was wrong."
+BACKWARD = "The loss is right: a backward does not use the weights of its forward, or a sum of gradients is wrong."
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+def test_losses_and_parameters_are_those_of_the_sequential_program(workers, schedule, p):
+    for optimizer in ("sgd", "adamw"):
+        for calls in [(12,), (5, 7)] + [(16,)] * (p == 8):
+            config = asynchronous(schedule, p, p if "2bw" in schedule else 1, calls[-1], optimizer=optimizer)
+            results = workers.run(p, train_asynchronously, config, calls)
+            check_same(results, oracle(config, 1, calls), config)
+
+
+def delayed_loop(config, updates):
+    """Return the losses of W(t+1) = W(t) - rate * gradient(W(t-1)) on one process. The batch of an update is whole."""
+    alone = dict(pp=1, schedule="1f1b", updates_per_call=1, micro_batch_size=config.global_batch_size)
+    run = built(replace(config, **alone))
+    weights = [p for bucket in run.zero.buckets.values() for p in bucket.params]
+    before = now = [w.detach().clone() for w in weights]
+    batches, losses = micro_batches(run), []
+    for t in range(1, updates + 1):
+        for w, value in zip(weights, before, strict=True):
+            w.data.copy_(value)
+        run.zero.zero_grad()
+        losses.append(run.executor.run(batches, 1, 1.0).item())
+        decays = [config.weight_decay * w.spec.decay for w in weights]
+        rate, steps = learning_rate(config, t), zip(now, weights, decays, strict=True)
+        before, now = now, [value - rate * (w.grad + decay * value) for value, w, decay in steps]
+    return losses
+
+
+def test_2bw_is_gradient_descent_with_a_delay_of_one(workers):
+    for pp, m in [(2, 3), (4, 4)]:
+        config = asynchronous("pipedream-2bw", pp, m, 12, optimizer="sgd", lr=0.5)
+        losses = delayed_loop(config, 12)
+        for found, *_ in workers.run(pp, train_asynchronously, config, (12,)):
+            assert found == pytest.approx(losses, rel=1e-10)
+
+
+# --- the grid ---------------------------------------------------------------------------------------------------------
+
+AXES = {
+    "schedule": list(ASYNCHRONOUS),
+    "dp": [1, 2, 3, 4],
+    "tp": [1, 2, 4],
+    "pp": [2, 4],
+    "zero": [0, 1],
+    "sequence_parallel": [False, True],
+    "recompute": ["none", "full"],
+    "dropout": [0.0, 0.1],
+    "calls": ["12", "5+7", "2+2+2", "1+1"],
+    "optimizer": [optimizer for optimizer, rule in RULES.items() if not rule.layerwise],
+}
+
+
+def fitted(schedule, dp, tp, pp, calls, **fields):
+    """Return (configuration, processes, updates of each call), or None if a simpler point is the same layout."""
+    if dp * tp * pp > 8 or (dp == 1 and fields["zero"]) or (tp == 1 and fields["sequence_parallel"]):
+        return None
+    calls = [int(n) for n in calls.split("+")]
+    # 2BW: as many micro-batches in an update as stages, and one more where there are two stages
+    m = pp + (pp == 2) if schedule == "pipedream-2bw" else 1
+    config = asynchronous(schedule, pp, m, calls[-1], dp, tp, **fields)
+    check(replace(config, train_iters=24 // calls[-1] * calls[-1]), dp * tp * pp)
+    return config, dp * tp * pp, calls
+
+
+@functools.cache
+def points():
+    every = (dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values()))
+    return [point for point in every if fitted(**point)]
+
+
+def pytest_generate_tests(metafunc):
+    """Parametrize the two tests below, as in test_layouts.py."""
+    if "point" in metafunc.fixturenames:
+        one_optimizer = [point for point in points() if point["optimizer"] == AXES["optimizer"][0]]
+        found = covering(points()) if metafunc.function is test_the_grid_covered else one_optimizer
+        metafunc.parametrize("point", found, ids=lambda point: "-".join(map(str, point.values())))
+
+
+def train_with_each(configs, calls):
+    mesh = Mesh(configs[0].tp, configs[0].pp)
+    return [train_asynchronously(config, calls, mesh) for config in configs]
+
+
+def check_point(workers, point, optimizers):
+    config, ranks, calls = fitted(**point)
+    configs = [replace(config, optimizer=optimizer) for optimizer in optimizers]
+    by_rank = workers.run(ranks, train_with_each, configs, calls)
+    for this, results in zip(configs, zip(*by_rank, strict=True), strict=True):
+        check_same(results, oracle(this, ranks // (this.tp * this.pp), calls), this)
+
+
+def test_the_grid_covered(workers, point):
+    check_point(workers, point, [point["optimizer"]])
+
+
+@pytest.mark.grid
+def test_the_whole_grid(workers, point):
+    """Check every point. One test runs all optimizers of a layout; the test's id names the first of them."""
+    check_point(workers, point, AXES["optimizer"])
+
+
+# --- a run: logs, validation, checkpoints -----------------------------------------------------------------------------
+
+
+def at_rest(out_dir, tokens_dir, schedule, pp, **fields):
+    """Return a configuration of the whole program."""
+    m = pp if schedule == "pipedream-2bw" else 1
+    fields = dict(clip_grad=0.0, updates_per_call=4, train_iters=12, lr_decay_iters=12, num_layers=3) | fields
+    return configured(out_dir, tokens_dir, schedule=schedule, pp=pp, global_batch_size=2 * m, **fields)
+
+
+@pytest.mark.parametrize("schedule", ASYNCHRONOUS)
+def test_logs_validation_and_checkpoints_change_no_bit(workers, tokens_dir, tmp_path, schedule):
+    """They happen at multiples of updates_per_call only. A stop and a resume there change no bit either."""
+    plain, busy, parts = (tmp_path / name for name in ("plain", "busy", "parts"))
+    often = dict(log_interval=1, eval_interval=1, save_interval=1, keep=0)
+    workers.run(2, go, at_rest(plain, tokens_dir, schedule, 2, log_interval=4))
+    workers.run(2, go, at_rest(busy, tokens_dir, schedule, 2, **often))
+    for stop in (4, 12):
+        workers.run(2, go, at_rest(parts, tokens_dir, schedule, 2, log_interval=4, train_iters=stop))
+    assert sorted(path.name for path in busy.glob("step_*")) == ["step_12", "step_4", "step_8"]
+    assert len(curve(plain)) == 3 and repr(curve(plain)) == repr(curve(busy)) == repr(curve(parts))
+    assert arrays(plain / "step_12") == arrays(busy / "step_12") == arrays(parts / "step_12")
+    last = [row[0] for row in curve(plain)]
+    other = tmp_path / "other"
+    workers.run(2, go, at_rest(other, tokens_dir, schedule, 2, log_interval=4, updates_per_call=12))
+    assert [row[0] for row in curve(other)] != last, "updates_per_call has no effect"
+
+
+def refused(config):
+    try:
+        go(config)
+    except UserError as error:
+        return str(error)
+
+
+def test_updates_per_call_does_not_change_on_resume(workers, tokens_dir, tmp_path):
+    workers.run(2, go, at_rest(tmp_path, tokens_dir, "pipedream", 2))
+    config = at_rest(tmp_path, tokens_dir, "pipedream", 2, updates_per_call=5, train_iters=15)
+    message = f"updates_per_call=5: the checkpoint {tmp_path}/step_12 has updates_per_call=4"
+    assert workers.run(2, refused, config) == [message] * 2
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        (dict(ranks=2, schedule="pipedream", pp=2), dict(ranks=4, schedule="1f1b", pp=1, tp=2, zero=3)),
+        (dict(ranks=4, schedule="1f1b", pp=1, zero=3), dict(ranks=8, schedule="pipedream", pp=4, zero=1)),
+        (dict(ranks=2, schedule="pipedream-2bw", pp=2), dict(ranks=4, schedule="pipedream", pp=2, tp=2)),
+    ],
+)
+def test_checkpoints_load_in_any_layout(workers, tokens_dir, tmp_path, before, after):
+    """Another layout loads a checkpoint and saves it again without a step: the files are equal."""
+    fields = dict(train_iters=4, global_batch_size=8, micro_batch_size=8, eval_iters=0)
+    first, second = dict(before), dict(after)
+    ranks = first.pop("ranks"), second.pop("ranks")
+    for number, kind in zip(ranks, (first, second), strict=True):
+        kind["updates_per_call"] = 4 if kind["schedule"] in ASYNCHRONOUS else 1
+        kind["micro_batch_size"] = 8 // (number // (kind.get("tp", 1) * kind["pp"]))
+        if kind["schedule"] == "pipedream-2bw":
+            kind["micro_batch_size"] //= 2
+        kind |= dict(clip_grad=0.0, num_layers=3)
+    workers.run(ranks[0], go, configured(tmp_path / "a", tokens_dir, **fields | first))
+    again = configured(tmp_path / "a", tokens_dir, **fields | second)
+    workers.run(ranks[1], load_and_save, again, str(tmp_path / "a/step_4"), str(tmp_path / "b"))
+    assert arrays(tmp_path / "a/step_4") == arrays(tmp_path / "b/step_4")
+    workers.run(ranks[1], go, replace(again, train_iters=8))
+    assert len(curve(tmp_path / "a")) > 4 // first["updates_per_call"]
+
+
+def load_and_save(config, path, out_dir):
+    run = train.build(config, Mesh(config.tp, config.pp), torch.device("cpu"))
+    train.restore(run, path)
+    run.config = replace(config, out_dir=out_dir)
+    train.save(run, {})
+
+
+class Stopped(contextlib.nullcontext):
+    """Replaces `processes.Signals`: a signal to stop has come before the first step."""
+
+    stop, orphaned = True, False
+
+    def __enter__(self):
+        return self
+
+
+def go_stopped(config):
+    train.processes.Signals = Stopped
+    go(config)
+
+
+def test_a_signal_stops_the_run_at_the_end_of_a_call(workers, tokens_dir, tmp_path):
+    workers.run(2, go_stopped, at_rest(tmp_path, tokens_dir, "pipedream", 2, log_interval=100))
+    workers.stop()  # these processes have lost their Signals
+    assert [path.name for path in tmp_path.glob("step_*")] == ["step_4"] and len(curve(tmp_path)) == 1
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_before_the_next_save(workers, tokens_dir, tmp_path):
+    fields = dict(save_interval=4, keep=0, optimizer="sgd", train_iters=16)
+    workers.run(2, go, at_rest(tmp_path, tokens_dir, "pipedream", 2, **fields | dict(train_iters=4)))
+    config = at_rest(tmp_path, tokens_dir, "pipedream", 2, **fields, lr=1e200, min_lr=1e200)
+    messages = workers.run(2, refused, config)
+    assert messages[0] == messages[1]
+    expected = (
+        r"iteration [5-9]: the gradient norm is (nan|inf): pipedream can't skip an update; resume from the last .*"
+    )
+    assert re.fullmatch(expected, messages[0])
+    assert [path.name for path in tmp_path.glob("step_*")] == ["step_4"]
+
+
+MISTAKES = [
+    (dict(clip_grad=1.0), "clip_grad=1.0: pipedream updates a stage before .* set --clip_grad=0"),
+    (dict(dtype="fp16"), "dtype=fp16: pipedream can't skip an update .*"),
+    (dict(optimizer="lamb"), "optimizer=lamb: .* set --optimizer=adamw or sgd"),
+    (dict(optimizer="lars"), "optimizer=lars: .* set --optimizer=adamw or sgd"),
+    (dict(zero=2), "zero=2: .* set --zero=1 or 0"),
+    (dict(zero=3), "zero=3: .* set --zero=1 or 0"),
+    (dict(rampup_batch_size="2,2,8"), "rampup_batch_size=2,2,8: .*"),
+    (dict(global_batch_size=8), "global_batch_size=8: pipedream updates after every micro-batch; set 4"),
+    (dict(train_iters=10), "train_iters=10: pipedream needs a multiple of updates_per_call=4, such as 8 or 12"),
+    (dict(updates_per_call=0), "updates_per_call=0: should be positive"),
+    (dict(chunks=2), "chunks=2: pipedream does not cut .*"),
+    (dict(schedule="1f1b"), "updates_per_call=4: schedule=1f1b is empty after every update; .*"),
+    (
+        dict(schedule="pipedream-2bw", global_batch_size=4),
+        "global_batch_size=4: pipedream-2bw needs at least pp=2 micro-batches in an update; set 8 or more",
+    ),
+]
+
+
+@pytest.mark.parametrize("fields, message", MISTAKES, ids=lambda x: str(x)[:40])
+def test_what_needs_all_ranks_at_each_update_is_refused_by_name(fields, message):
+    good = dict(
+        schedule="pipedream", pp=2, updates_per_call=4, micro_batch_size=2, global_batch_size=4, clip_grad=0.0,
+        train_iters=8,
+    )  # fmt: skip
+    assert check(Config(**good), 4) == 2
+    with pytest.raises(UserError) as error:
+        check(Config(**good | fields), 4)
+    assert re.fullmatch(message, str(error.value)), error.value
+
+
+# --- the accounts -----------------------------------------------------------------------------------------------------
+
+
+def accounts(config):
+    """Run one call. Return [(measured, predicted)] of bytes sent and bytes kept, the versions' formula, and a text."""
+    run = built(config)
+    rank, widths = run.mesh.pp.rank, (run.zero.dtype.itemsize, run.zero.master_dtype.itemsize)
+    with meter.Activations(run.executor) as activations:
+        updates = len(train_call(run, micro_batches(run)))
+    sent = run.mesh.ledger.per_step(updates), ledger.predict(run.layout, run.schedule, rank, run.mesh.dp.rank, *widths)
+    sizes = memory.sizes(config, *widths, on_cpu=True)
+    kept = meter.model_states(run.zero, run.executor.flats) | {memory.PEAK: activations.peak}
+    return [sent, (kept, memory.predict(run.layout, run.schedule, rank, sizes))], rank, report.sent_by_ranks(run)
+
+
+@pytest.mark.parametrize("updates", [1, 3, 12])
+@pytest.mark.parametrize(
+    "schedule, pp", [("pipedream", 2), ("pipedream", 4), ("pipedream-2bw", 2), ("pipedream-2bw", 4)]
+)
+def test_bytes_sent_and_kept_equal_the_formulas(workers, schedule, pp, updates):
+    m = pp if schedule == "pipedream-2bw" else 1
+    more = [dict(dp=2, zero=1, dtype="bf16"), dict(dp=2, recompute="full", dtype="fp32")]
+    more += [dict(tp=2, sequence_parallel=True, dropout=0.1, dtype="fp64"), dict(optimizer="sgd", dtype="bf16")]
+    for fields in more:
+        config = asynchronous(schedule, pp, m, updates, **fields)
+        dp = fields.get("dp", 1)
+        for found, rank, table in workers.run(dp * config.tp * pp, accounts, config):
+            for measured, predicted in found:
+                assert measured == predicted, (fields, rank)
+            assert f"{float(found[0][1]['world', 'scalars', 'all_reduce'][1]):,.0f}" in table
+            kept, wide = found[1][0], 8 if config.dtype == "fp64" else 4
+            versions = min(2, max(1, updates - 1))
+            if schedule == "pipedream":
+                versions = min(pp - rank, max(1, updates - (pp - 1 - rank)))
+            word = 128 * 16 // config.tp  # the last rank keeps one version of the tied word table
+            others = kept["parameters"] - (word * widths_of(config)[0] if rank == pp - 1 else 0)
+            if rank != 0 or schedule == "pipedream":
+                assert kept[memory.OLDER] == (versions - 1) * others, (fields, rank)
+            waiting = {0: min(1, updates), pp - 1: min(pp, updates)}.get(rank, 0)
+            if schedule == "pipedream":
+                assert kept[memory.SUMS] == waiting * word * wide // (dp if config.zero else 1)
+
+
+def widths_of(config):
+    return {"bf16": (2, 4), "fp32": (4, 4), "fp64": (8, 8)}[config.dtype]
