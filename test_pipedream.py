@@ -11,6 +11,7 @@ import math
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import torch
 import train
 from config import Config, check
 from errors import UserError
-from parallel import draw, ledger, memory, meter, report
+from parallel import draw, ledger, memory, meter, report, traffic
 from parallel.layout import split
 from parallel.mesh import Mesh
 from parallel.optimizer import RULES, learning_rate
@@ -494,6 +495,17 @@ def test_bytes_sent_and_kept_equal_the_formulas(workers, schedule, pp, updates):
             waiting = {0: min(1, updates), pp - 1: min(pp, updates)}.get(rank, 0)
             if schedule == "pipedream":
                 assert kept[memory.SUMS] == waiting * word * wide // (dp if config.zero else 1)
+
+
+def test_traffic_predicts_an_update_of_the_call(tmp_path):
+    """The tables without a run are those of a run, per update."""
+    config = asynchronous("pipedream", 2, 1, 12, dp=2, zero=1, dtype="fp32", eval_iters=0)
+    found = traffic.predict(config, 4)
+    assert updates(found.schedule) == 12 and found.sent[0]["world", "scalars", "all_reduce"][0] == Fraction(1, 12)
+    text = traffic.tables(found)
+    assert (
+        memory.OLDER in text and "Formula: 2 with m = 1 micro-batches" in text and traffic.svg(found).startswith("<svg")
+    )
 
 
 def widths_of(config):

@@ -49,7 +49,7 @@ def predict(config, ranks):
         raise UserError(f"--ranks={ranks}: should be positive")
     dp = configuration.check(config, ranks)
     m = configuration.micro_batches(config, config.global_batch_size, dp)
-    schedule = schedules.build(config.schedule, config.pp, m, config.chunks)
+    schedule = schedules.build_for(config, dp, m * config.updates_per_call)
     layout = Layout(config, dp, parameter_table(config), schedule)
     item = DTYPES[resolved_dtype(config, torch.device("cpu"))].itemsize
     sizes = memory.sizes(config, item, max(item, 4), on_cpu=config.dtype == "auto")
@@ -63,7 +63,8 @@ def tables(p):
     texts = []
     for stage, sent in enumerate(p.sent):
         who = f"rank {stage * p.layout.config.tp}, predicted"
-        line = report.zeros_line(sent, p.layout, stage, p.sizes.item, p.sizes.wide, p.schedule.microbatches)
+        m = p.schedule.microbatches // schedules.updates(p.schedule)
+        line = report.zeros_line(sent, p.layout, stage, p.sizes.item, p.sizes.wide, m)
         texts.append(f"{report.sent_table(who, sent, p.often)}\n{line}")
         kept = memory.predict(p.layout, p.schedule, stage, p.sizes)
         texts.append(report.kept_table(who, kept, p.layout.stored(stage), p.layout.padding(stage)))
@@ -78,7 +79,8 @@ def svg(p):
     c, dp = p.layout.config, p.layout.dp
     title = f"Who sends what in one step: dp={dp} pp={c.pp} tp={c.tp}"
     fields = f"schedule={c.schedule} zero={c.zero} sequence_parallel={c.sequence_parallel} recompute={c.recompute}"
-    numbers = f"{p.schedule.microbatches} micro-batches on each data rank; {p.sizes.item} bytes per parameter"
+    m = p.schedule.microbatches // schedules.updates(p.schedule)
+    numbers = f"{m} micro-batches on each data rank; {p.sizes.item} bytes per parameter"
     reading = "Box: rank. Row: data rank (dp). Column: pipeline stage (pp). Boxes of one cell: tensor ranks (tp)."
     arrows = "Green and orange arrows join ranks, blue and violet arrows join cells. The table below names their axes."
     parts = [text(10, 24, title, 18, weight="bold"), text(10, 48, f"{fields}; {numbers}")]
