@@ -20,7 +20,9 @@ versions with `pipedream`, and 2 with `pipedream-2bw`. M: micro-batches of the c
 
 **The tied word table** is on the first and the last rank. Both use the version of the first rank, which is the older.
 Each U starts to sum the table's gradient over both ranks. A rank waits for this sum when a forward needs the new
-version, so that the ranks do not delay each other.
+version, so that the ranks do not delay each other. This wait adds no deadlock. On the last rank, such a forward also
+waits for its micro-batch, and the first rank sends the micro-batch only after its own U. On the first rank, the last
+rank's U comes before the gradient that the first rank's backward has received.
 
 **What is impossible.** No rank knows the global gradient norm at its update, because other ranks update later. So there
 is no clipping, no common decision to skip an update (fp16), and no norm of a cut tensor over all ranks (LAMB, LARS). A
