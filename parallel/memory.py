@@ -91,15 +91,20 @@ def predict(layout, schedule, rank, z):
 
     layout: a `layout.Layout`; schedule: the step's Schedule; z: Sizes. The prediction needs no process and no tensor.
     """
-    c = layout.config
-    widths = z.item, z.wide, z.wide * z.apart, z.wide * RULES[c.optimizer].moments
-    states = model_states(layout.stored(rank), layout.dp, c.zero, *widths)
+    states = rank_states(layout, rank, z)
     if schedule.versions:
         states |= versions_of_weights(layout, schedule, rank, z)
-    return states | {PEAK: peak_of_activations(c, schedule, rank, z)}
+    return states | {PEAK: peak_of_activations(layout.config, schedule, rank, z)}
 
 
 # --- model states -----------------------------------------------------------------------------------------------------
+
+
+def rank_states(layout, rank, z):
+    """Return the model states of pipeline rank `rank` as {what: bytes}. layout, z: as in `predict`."""
+    c = layout.config
+    widths = z.item, z.wide, z.wide * z.apart, z.wide * RULES[c.optimizer].moments
+    return model_states(layout.stored(rank), layout.dp, c.zero, *widths)
 
 
 def model_states(elements, n, stage, parameters=2, gradients=4, master=4, moments=8):
@@ -196,16 +201,19 @@ def kept_by_chunk(c, schedule, z):
     return chunks
 
 
-def peak_of_activations(c, schedule, rank, z):
-    """Return the peak bytes of activations on pipeline rank `rank`. c: configuration; schedule: Schedule; z: Sizes."""
-    return max(itertools.accumulate(changes(c, schedule, rank, z)))
+def peak_of_activations(c, schedule, rank, z, messages=None):
+    """Return the peak bytes of activations on pipeline rank `rank`. c: configuration; schedule: Schedule; z: Sizes.
+
+    messages: `schedules.messages(schedule)`, if the caller has it.
+    """
+    return max(itertools.accumulate(changes(c, schedule, rank, z, messages or schedules.messages(schedule))))
 
 
-def changes(c, schedule, rank, z):
+def changes(c, schedule, rank, z, messages):
     """Yield every change of a rank's kept bytes in a step, in the order of `pipeline.Executor`."""
     message = z.item * z.rows * c.hidden_size
     chunks = kept_by_chunk(c, schedule, z)
-    mail = deque(m.source == rank for m in schedules.messages(schedule) if rank in (m.source, m.destination))
+    mail = deque(m.source == rank for m in messages if rank in (m.source, m.destination))
     leaving = 0  # sent messages that may still be in transit
 
     def crosses(chunk):

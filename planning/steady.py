@@ -1,0 +1,117 @@
+"""Bytes sent and kept in a long step, from short ones.
+
+A step with hundreds of micro-batches repeats itself. With each p more micro-batches a rank sends the same bytes more,
+and the peak of the bytes that it keeps stays the same (except in GPipe). The functions here ask `ledger.py` and
+`memory.py` for short steps and extend the answer. Bytes of activations are proportional to b, the samples of a
+micro-batch, so b = 1 is enough. The tests compare with the long step: both are equal.
+
+A thousand layouts have few different schedules, tables of parameters and tables of bytes. Each is made once and kept.
+"""
+
+import copy
+import dataclasses
+import functools
+from typing import NamedTuple
+
+from model import parameter_table
+from parallel import ledger, memory, schedules
+from parallel.layout import Layout
+
+NOT_PER_SAMPLE = ("partial gradients", "parameter norms")  # rows of the axis tp that do not grow with b
+
+
+class Shape(NamedTuple):
+    """The fields of a layout, except the micro-batch's size. Names as in `config.Config`."""
+
+    dp: int
+    tp: int
+    pp: int
+    schedule: str
+    chunks: int
+    zero: int
+    sequence_parallel: bool
+    recompute: str
+
+
+@functools.cache
+def schedule(name, p, m, chunks):
+    """Return the Schedule, not checked. Raises UserError if no such schedule exists."""
+    return schedules.SCHEDULES[name](p, m, chunks)
+
+
+@functools.cache
+def messages(*numbers):
+    """Return `schedules.messages` of the Schedule with these numbers: (name, p, m, chunks)."""
+    return schedules.messages(schedule(*numbers))
+
+
+def short(name, p, m, rounds):
+    """Return the micro-batches of a short step: at most (rounds + 1) p, and m modulo p. GPipe has no short step."""
+    return m if name == "gpipe" else min(m, rounds * p + m % p)
+
+
+class Model:
+    """The bytes of any layout of one model. config: a Config; item, wide, on_cpu: as in `memory.sizes`."""
+
+    def __init__(self, config, item, wide, on_cpu=False):
+        self.config, self.item, self.wide, self.on_cpu = config, item, wide, on_cpu
+        self.table = parameter_table(config)
+
+    @functools.cache
+    def of(self, shape):
+        """Return the Config of a Shape, with one sample in a micro-batch."""
+        fields = shape._asdict()
+        del fields["dp"]
+        return dataclasses.replace(self.config, **fields, micro_batch_size=1)
+
+    @functools.cache
+    def buckets(self, dp, tp, pp, name, chunks):
+        """Return a `layout.Layout` for any ZeRO stage."""
+        config = dataclasses.replace(self.config, tp=tp, pp=pp, schedule=name, chunks=chunks)
+        made = Layout(config, dp, self.table, schedule(name, pp, pp, chunks))
+        made.holders = functools.cache(made.holders)
+        made.stored = functools.cache(made.stored)
+        return made
+
+    @functools.cache
+    def layout(self, shape):
+        """Return the `layout.Layout` of a Shape."""
+        made = copy.copy(self.buckets(*shape[:5]))
+        made.config, made.stage = self.of(shape), shape.zero if shape.dp > 1 else 0
+        return made
+
+    @functools.cache
+    def _sent(self, shape, m, rank):
+        """Return `ledger.predict` of a step with m micro-batches of one sample, on data rank 0."""
+        made = schedule(shape.schedule, shape.pp, m, shape.chunks)
+        return ledger.predict(self.layout(shape), made, rank, 0, self.item, self.wide)
+
+    def sent(self, shape, m, b, rank):
+        """Return {(axis, what, operation): (calls, bytes)} of pipeline rank `rank`: the table of `ledger.predict`.
+
+        The calls of the cross-entropy rows are those of b = 1.
+        """
+        p, first = shape.pp, short(shape.schedule, shape.pp, m, 1)
+        table, rounds = self._sent(shape, first, rank), (m - first) // p
+        after = self._sent(shape, first + p, rank) if rounds else table
+        result = {}
+        for key, (calls, sent) in table.items():
+            more_calls, more = after[key]
+            samples = b if key[0] == "pp" or (key[0] == "tp" and key[1] not in NOT_PER_SAMPLE) else 1
+            result[key] = calls + rounds * (more_calls - calls), samples * (sent + rounds * (more - sent))
+        return result
+
+    @functools.cache
+    def _peak(self, shape, m, rank):
+        """Return `memory.peak_of_activations` with one sample in a micro-batch. ZeRO does not change it."""
+        c, numbers = self.of(shape), (shape.schedule, shape.pp, m, shape.chunks)
+        sizes = memory.sizes(c, self.item, self.wide, self.on_cpu)
+        return memory.peak_of_activations(c, schedule(*numbers), rank, sizes, messages(*numbers))
+
+    def kept(self, shape, m, b, rank):
+        """Return {what: bytes} that pipeline rank `rank` keeps: the table of `memory.predict`."""
+        c = self.of(shape)
+        z = memory.sizes(c, self.item, self.wide, self.on_cpu)
+        table = memory.rank_states(self.layout(shape), rank, z)
+        numbers = short(shape.schedule, shape.pp, m, 3), rank
+        return table | {memory.PEAK: b * self._peak(shape._replace(dp=1, zero=0), *numbers)}
