@@ -1,0 +1,252 @@
+"""Judge layouts: which fit, how long a step takes, and what binds.
+
+`candidates` lists the layouts of a model on a cluster. `judge` returns the facts of one as a dict, which `plan.py`
+prints, ranks and writes as JSON. Memory is the fullest pipeline rank's. It has the parts of `memory.py` and two that
+exist only for a moment:
+
+    whole buckets        ZeRO-2 and 3: gradients of three buckets and the word table; ZeRO-3: parameters of two buckets
+                         and the word table (`memory.py`, "Not counted")
+    logits               of `tensor.CHUNK` tokens at a time
+    context              CUDA's and NCCL's own memory, RESERVED bytes
+
+The list leaves out layouts that another one of the list beats. Any of them can be asked for by its fields:
+
+    gpipe, chimera, zb-h2    1f1b has gpipe's bubble with less memory; chimera has all parameters twice; zb-h2 keeps
+                             twice the activations of zb-h1 and saves nothing if all ranks wait for the gradient norm
+    ZeRO-2 and 3 with pp > 1 gradients would be reduced, or parameters gathered, with every micro-batch
+    no sequence parallelism  with tp > 1 it costs memory and time
+"""
+
+import dataclasses
+import functools
+import math
+
+import config as configuration
+from errors import UserError
+from log import hardware_flops, model_flops
+from operations import DTYPES
+from parallel import memory, schedules
+from parallel.tensor import CHUNK
+from planning import seconds, steady
+
+FIELDS = ("tp", "pp", "schedule", "chunks", "zero", "sequence_parallel", "recompute", "micro_batch_size")
+LISTED = ("1f1b", "interleaved", "zb-h1", "zb-v")
+RESERVED = 2 * 2**30  # bytes of a GPU that PyTorch cannot use
+GB = 1e9
+
+
+def cluster(config, device):
+    """Return (dtype, bytes of an element, bytes of a wide one) of a run on `device`. Raises UserError."""
+    dtype = device.dtype if config.dtype == "auto" else config.dtype
+    device.peak(dtype)
+    item = DTYPES[dtype].itemsize
+    return dtype, item, max(item, 4)
+
+
+# --- which layouts ----------------------------------------------------------------------------------------------------
+
+
+def candidates(config, gpus, device, fixed):
+    """Return the Configs of all layouts that `config.check` accepts. fixed: names of fields that keep their values."""
+    found = []
+
+    def choices(name, values):
+        return [getattr(config, name)] if name in fixed else values
+
+    widest = 2 * device.per_node  # to show what happens when tensor parallelism leaves the node
+    for tp in choices("tp", [2**i for i in range(10) if 2**i <= widest]):
+        for pp in choices("pp", divisors(gpus // tp, config.num_layers)):
+            dp = gpus // (tp * pp)
+            if dp * tp * pp != gpus:
+                continue
+            ways = list(orders(config, pp, fixed))
+            zeros = choices("zero", [0] if dp == 1 else [0, 1] if pp > 1 else [0, 1, 2, 3])
+            for b in choices("micro_batch_size", [2**i for i in range(5)]):
+                for schedule, chunks in ways:
+                    shape = dict(tp=tp, pp=pp, micro_batch_size=b, schedule=schedule, chunks=chunks)
+                    if not accepts(config, gpus, **shape):
+                        continue
+                    for sp in choices("sequence_parallel", [tp > 1]):
+                        for zero in zeros:
+                            for recompute in choices("recompute", ["none", "full"]):
+                                more = dict(sequence_parallel=sp, zero=zero, recompute=recompute)
+                                found.append(dataclasses.replace(config, **shape, **more))
+    return found
+
+
+def divisors(number, most):
+    return [n for n in range(1, min(number, most) + 1) if number % n == 0]
+
+
+def orders(config, pp, fixed):
+    """Yield (schedule, chunks) of a pipeline of pp stages."""
+    for name in [config.schedule] if "schedule" in fixed else LISTED if pp > 1 else ["1f1b"]:
+        usual = {"interleaved": [v for v in (2, 3, 4) if config.num_layers % (pp * v) == 0], "zb-v": [2]}
+        for chunks in [config.chunks] if "chunks" in fixed else usual.get(name, [1]):
+            yield name, chunks
+
+
+def accepts(config, gpus, **shape):
+    """Return True if `config.check` accepts the layout. It builds no long schedule.
+
+    A schedule is possible or not for m and for m + p alike. So the check of the other fields gets one micro-batch, and
+    the schedule is made for at most 2p - 1.
+    """
+    c = dataclasses.replace(config, **shape)
+    dp = max(1, gpus // (c.tp * c.pp))
+    per_round = c.micro_batch_size * dp
+    try:
+        if c.rampup_batch_size or c.global_batch_size % per_round:
+            configuration.check(c, gpus)
+            return True
+        configuration.check(dataclasses.replace(c, schedule="1f1b", chunks=1, global_batch_size=per_round), gpus)
+        m = steady.short(c.schedule, c.pp, c.global_batch_size // per_round, 1)
+        parts = max(steady.schedule(c.schedule, c.pp, m, c.chunks).parts) + 1
+    except UserError:
+        return False
+    return c.num_layers >= parts - 2
+
+
+# --- one layout -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def model(key, item, wide, on_cpu):
+    return steady.Model(configuration.Config(**dict(key)), item, wide, on_cpu)
+
+
+def model_of(config, item, wide, on_cpu=False):
+    """Return the `steady.Model` of a Config, the same for all its layouts."""
+    plain = {name: getattr(configuration.Config(), name) for name in FIELDS}
+    return model(tuple(sorted((vars(config) | plain).items())), item, wide, on_cpu)
+
+
+def shape_of(config, gpus):
+    fields = {name: getattr(config, name) for name in FIELDS[:-1]}
+    return steady.Shape(dp=gpus // (config.tp * config.pp), **fields)
+
+
+def moments_of_memory(config, layout, rank, item, wide):
+    """Return {part: bytes} of a rank's memory that is full only for a moment: whole buckets and logits."""
+    sizes = {name: bucket.size for name, bucket in layout.buckets(rank).items()}
+    word = sizes.pop("word", 0)
+    largest = sorted(sizes.values(), reverse=True)
+    whole = 0
+    if layout.stage >= 2:
+        whole += wide * (sum(largest[:3]) + word)
+    if layout.stage == 3:
+        whole += item * (sum(largest[:2]) + word)
+    tokens = min(CHUNK, config.micro_batch_size * config.seq_length)
+    logits = tokens * config.padded_vocab_size // config.tp * item if word and rank == layout.placement[-1] else 0
+    return {"whole buckets": whole, "logits": logits, "context": RESERVED}
+
+
+def memory_of(config, shape, m, rank, known):
+    """Return {part: bytes} on the device of a pipeline rank. known: the `steady.Model`."""
+    kept = known.kept(shape, m, config.micro_batch_size, rank)
+    if config.offload:  # they lie in the host's memory
+        kept = {what: size for what, size in kept.items() if what not in ("master weights", "moments")}
+    parts = {what.removesuffix(" at their peak"): int(size) for what, size in kept.items()}
+    return parts | moments_of_memory(config, known.layout(shape), rank, known.item, known.wide)
+
+
+def suspects(layout):
+    """Return pipeline ranks, one of them the fullest: the first and the last rank of each kind, and the middle one.
+
+    Ranks of one kind have as many blocks, embeddings and heads. Among them, memory falls or grows along the pipeline,
+    or is largest in the middle (Chimera).
+    """
+    kinds, last, ranks = {}, len(layout.table) - 1, len(set(layout.placement))
+    for rank in range(ranks):
+        units = [unit for chunk in layout.chunks(rank) for unit in layout.units[chunk]]
+        kinds.setdefault((len(units), 0 in units, last in units), []).append(rank)
+    return sorted({rank for found in kinds.values() for rank in (found[0], found[-1], found[len(found) // 2])})
+
+
+def judge(config, gpus, device, attention="fused", tokens=None, all_ranks=True):
+    """Return the facts of one layout as a dict. Sizes in bytes, times in seconds; the keys are plan.py's --json.
+
+    all_ranks: False leaves out memory_by_rank, which is slow for long pipelines.
+    """
+    dtype, item, wide = cluster(config, device)
+    known, shape, b = model_of(config, item, wide), shape_of(config, gpus), config.micro_batch_size
+    layout, m = known.layout(shape), configuration.micro_batches(config, config.global_batch_size, shape.dp)
+    ranks = range(config.pp) if all_ranks else suspects(layout)
+    by_rank = {rank: memory_of(config, shape, m, rank, known) for rank in ranks}
+    fullest = max(by_rank, key=lambda rank: sum(by_rank[rank].values()))
+    tables = {
+        rank: (known.sent(shape, m, b, rank), known.kept(shape, m, b, rank))
+        for rank in sorted({0, min(1, config.pp - 1), config.pp - 1})
+    }
+    parts = seconds.step(config, layout, device, tables, m, item, wide, dtype, attention)
+    step, peak = sum(parts.values()), device.peak(dtype)
+    total, exposed = seconds.wires(config, layout, device, tables, parts)
+    model_rate = model_flops(config, config.global_batch_size) / step / gpus
+    hardware_rate = hardware_flops(config, config.global_batch_size) / step / gpus
+    speed = config.global_batch_size * config.seq_length / step
+    bytes_of = sum(by_rank[fullest].values())
+    facts = {
+        "layout": {"dp": shape.dp} | {name: getattr(config, name) for name in (*FIELDS, "offload")},
+        "gpus": gpus,
+        "device": device.name,
+        "micro_batches": m,
+        "step_seconds": step,
+        "compute_seconds": parts["compute"] + parts["recomputation"],
+        "bubble": parts["bubble"] / (step - parts["data parallel"] - parts["update"]),
+        "exposed_seconds": exposed,
+        "hidden": {axis: 1 - exposed[axis] / total[axis] if total[axis] else 0.0 for axis in exposed},
+        "sent_bytes": seconds.sent_bytes(tables),
+        "step_parts": parts,
+        "fullest_rank": fullest,
+        "memory_bytes": by_rank[fullest],
+        "fits": bytes_of <= device.memory_bytes,
+        "capacity_bytes": device.memory_bytes,
+        "model_tflops": model_rate / 1e12,
+        "hardware_tflops": hardware_rate / 1e12,
+        "mfu": model_rate / peak,
+        "hfu": hardware_rate / peak,
+        "tokens_per_second": speed,
+        "days": (tokens or 20 * parameters(known)) / speed / 86400,
+    }
+    facts["binds"] = binds(facts, device)
+    if all_ranks:
+        facts["memory_by_rank"] = [by_rank[rank] for rank in ranks]
+    return facts
+
+
+def parameters(known):
+    """Return the number of parameters of a `steady.Model`."""
+    return sum(math.prod(shape) for shape in {s.name: s.shape for unit in known.table for s in unit}.values())
+
+
+def binds(facts, device):
+    """Return a sentence: why the layout does not fit, or what costs most of its step besides the model's FLOPs."""
+    layout, parts, step = facts["layout"], facts["step_parts"], facts["step_seconds"]
+    if not facts["fits"]:
+        what, most = max(facts["memory_bytes"].items(), key=lambda item: item[1])
+        missing = (sum(facts["memory_bytes"].values()) - facts["capacity_bytes"]) / GB
+        return f"does not fit: {what} {most / GB:.0f} GB on stage {facts['fullest_rank']}; {missing:.1f} GB are missing"
+    name = max((part for part in parts if part != "compute"), key=parts.get)
+    share = f"{parts[name] / step:.0%} of the step"
+    if parts[name] < 0.05 * step:
+        return f"computation: {parts['compute'] / step:.0%} of the step; no other part costs 5%"
+    if name == "bubble":
+        return f"the bubble: {facts['micro_batches']} micro-batches for {layout['pp']} stages, {share}"
+    if name == "tensor parallel":
+        if layout["tp"] > device.per_node:
+            return f"tensor parallelism leaves the node: {share}"
+        return f"tensor parallelism: its sums cost {share}"
+    if name == "data parallel":
+        return f"data parallelism: {share} waits for gradients or parameters of {layout['dp']} ranks"
+    if name == "update":
+        return f"the update of the weights: {share}" + (", on the hosts" if layout["offload"] else "")
+    return f"{name}: {share}"
+
+
+def rank_all(config, gpus, device, fixed, **options):
+    """Return the facts of all candidates: those that fit, the fastest first; then the others, the nearest first."""
+    judged = [
+        judge(c, gpus, device, all_ranks=False, **options) | {"config": c}
+        for c in candidates(config, gpus, device, fixed)
+    ]
+    return sorted(judged, key=lambda f: (not f["fits"], f["step_seconds"] if f["fits"] else sum(f["memory_bytes"].values())))
