@@ -89,8 +89,8 @@ def orders(config, pp, fixed):
 def accepts(config, gpus, **shape):
     """Return True if `config.check` accepts the layout. It builds no long schedule.
 
-    A schedule is possible or not for m and for m + p alike. So the check of the other fields gets one micro-batch, and
-    the schedule is made for at most 2p - 1.
+    A schedule exists for m micro-batches if it exists for one round more. So the check of the other fields gets one
+    micro-batch, and the schedule is made for at most two rounds.
     """
     c = dataclasses.replace(config, **shape)
     dp = max(1, gpus // (c.tp * c.pp))
@@ -100,7 +100,7 @@ def accepts(config, gpus, **shape):
             configuration.check(c, gpus)
             return True
         configuration.check(dataclasses.replace(c, schedule="1f1b", chunks=1, global_batch_size=per_round), gpus)
-        m = steady.short(c.schedule, c.pp, c.global_batch_size // per_round, 1)
+        m = steady.short_sent(c.schedule, c.pp, c.global_batch_size // per_round)
         parts = max(steady.schedule(c.schedule, c.pp, m, c.chunks).parts) + 1
     except UserError:
         return False
@@ -150,6 +150,7 @@ def memory_of(config, shape, m, rank, known):
     return parts | moments_of_memory(config, known.layout(shape), rank, known.item, known.wide)
 
 
+@functools.cache
 def suspects(layout):
     """Return pipeline ranks, one of them the fullest: the first and the last rank of each kind, and the middle one.
 
@@ -178,7 +179,9 @@ def judge(config, gpus, device, attention="fused", tokens=None, all_ranks=True):
         rank: (known.sent(shape, m, b, rank), known.kept(shape, m, b, rank))
         for rank in sorted({0, min(1, config.pp - 1), config.pp - 1})
     }
-    parts = seconds.step(config, layout, device, tables, m, item, wide, dtype, attention)
+    parts = seconds.step(config, layout, device, tables, m, item, wide, dtype, attention, all_ranks)
+    if not parts:
+        return None
     step, peak = sum(parts.values()), device.peak(dtype)
     total, exposed = seconds.wires(config, layout, device, tables, parts)
     model_rate = model_flops(config, config.global_batch_size) / step / gpus
@@ -245,8 +248,8 @@ def binds(facts, device):
 
 def rank_all(config, gpus, device, fixed, **options):
     """Return the facts of all candidates: those that fit, the fastest first; then the others, the nearest first."""
-    judged = [
-        judge(c, gpus, device, all_ranks=False, **options) | {"config": c}
-        for c in candidates(config, gpus, device, fixed)
-    ]
+    judged = []
+    for c in candidates(config, gpus, device, fixed):
+        if facts := judge(c, gpus, device, all_ranks=False, **options):
+            judged.append(facts | {"config": c})
     return sorted(judged, key=lambda f: (not f["fits"], f["step_seconds"] if f["fits"] else sum(f["memory_bytes"].values())))

@@ -201,11 +201,11 @@ MESSAGES = {  # (the same, caused by messages that take 1 each and are short bes
 
 
 @functools.cache
-def idle(name, p, m, chunks, F, I, W, message):
+def idle(name, p, m, chunks, F, I, W, message, simulate=True):
     """Return (seconds in which a rank computes nothing, seconds of it that messages cause) in a step.
 
     F, I, W: seconds of a whole stage. message: seconds of a message. A schedule without a closed form for these numbers
-    is simulated.
+    is simulated; with simulate=False the function returns None.
     """
     if p == 1:
         return 0.0, 0.0
@@ -213,7 +213,7 @@ def idle(name, p, m, chunks, F, I, W, message):
     formula = schedules.FORMULAS.get(name)
     conditions = [formula.where, MESSAGES[name][1]] if formula and name in MESSAGES else ["False"]
     if not all(schedules.by_formula(condition, **letters) for condition in conditions):
-        return simulated(name, p, m, chunks, F, I, W, message)
+        return simulated(name, p, m, chunks, F, I, W, message) if simulate else None
     if name in IDLE:
         waiting = schedules.by_formula(IDLE[name], **letters)
     else:
@@ -297,12 +297,17 @@ class Stage(NamedTuple):
     units: int
 
 
+@functools.cache
+def kinds(name, p, chunks):
+    """Return (True if a schedule splits B, its number of pipelines). Chimera has two; a micro-batch runs in one."""
+    made = schedules.SCHEDULES[name](p, p, chunks)
+    return any(action.kind == "W" for action in made.actions[0]), len(schedules.pipelines(made))
+
+
 def stages(c, layout, device, rate, table, item, wide):
     """Return the Stage of each pipeline rank. table: the ledger's, of a rank with blocks."""
     parts, (embedding, head) = block(c, rate, item, wide), ends(c, rate, item, wide)
-    made = schedules.SCHEDULES[c.schedule](c.pp, c.pp, c.chunks)
-    split = any(action.kind == "W" for action in made.actions[0])
-    directions = len(schedules.pipelines(made))  # Chimera has two, and a micro-batch runs through one of them
+    split, directions = kinds(c.schedule, c.pp, c.chunks)
     comm = tensor_parallel(c, device, table, parts, split)
     again, last, result = (parts["F"] + comm["F"]) * (c.recompute == "full"), len(layout.table) - 1, []
     for rank in range(c.pp):
@@ -323,25 +328,28 @@ def stages(c, layout, device, rate, table, item, wide):
     return result
 
 
-def step(c, layout, device, tables, m, item, wide, dtype, attention="fused"):
+def step(c, layout, device, tables, m, item, wide, dtype, attention="fused", simulate=True):
     """Return {part: seconds} of a step, the parts of this file's table in their order.
 
     c: Config; layout: its `layout.Layout`; tables: {pipeline rank: (ledger's table, bytes kept)} of the ranks 0, 1 and
-    p-1; m: micro-batches of a data rank; item, wide: bytes as in `memory.Sizes`; dtype: a name.
+    p-1; m: micro-batches of a data rank; item, wide: bytes as in `memory.Sizes`; dtype: a name. simulate: as in `idle`,
+    which also makes this function return None.
     """
     rate, p = rates(device, dtype, attention), c.pp
     found = stages(c, layout, device, rate, tables[min(1, p - 1)][0], item, wide)
     busiest = max(found, key=lambda stage: stage.F + stage.I + stage.W)
     mean = [sum(times) / p for times in zip(*(stage[:3] for stage in found), strict=True)]
     message = item * rows_outside(c) * c.hidden_size / message_rate(device, c.tp * p > device.per_node)
-    waiting, messages = idle(c.schedule, p, m, c.chunks, *mean, message + device.latency)
+    waits = idle(c.schedule, p, m, c.chunks, *mean, message + device.latency, simulate)
+    if not waits:
+        return None
     work = busiest.F + busiest.I + busiest.W - busiest.again - busiest.tensor
     return {
         "compute": m * work,
         "recomputation": m * busiest.again,
         "tensor parallel": m * busiest.tensor,
-        "bubble": waiting,
-        "pipeline messages": messages,
+        "bubble": waits[0],
+        "pipeline messages": waits[1],
         "data parallel": max(
             data_parallel(c, layout, device, tables[r][0], m, found[r].F, found[r].I + found[r].W, found[r].units)
             for r in tables

@@ -45,9 +45,25 @@ def messages(*numbers):
     return schedules.messages(schedule(*numbers))
 
 
-def short(name, p, m, rounds):
-    """Return the micro-batches of a short step: at most (rounds + 1) p, and m modulo p. GPipe has no short step."""
-    return m if name == "gpipe" else min(m, rounds * p + m % p)
+ROUNDS = {"1f1b": 1, "interleaved": 2, "zb-h1": 2}  # of p micro-batches, until the memory of a rank stops to grow
+
+
+def round_of(name, p):
+    """Return the number of micro-batches after which a schedule repeats itself, except for its begin and its end."""
+    return {"interleaved": p, "chimera": 2}.get(name, 1)
+
+
+def short_sent(name, p, m):
+    """Return the micro-batches of a step that sends what m micro-batches send, minus whole rounds."""
+    length = round_of(name, p)
+    return min(m, length + m % length)
+
+
+def short_kept(name, p, m):
+    """Return the micro-batches of a step that keeps as much as one of m micro-batches. GPipe keeps all of them."""
+    if name == "gpipe":
+        return m
+    return min(m, ROUNDS.get(name, 3) * p + 2 * (name != "interleaved") + (m % p if name == "chimera" else 0))
 
 
 class Model:
@@ -69,8 +85,9 @@ class Model:
         """Return a `layout.Layout` for any ZeRO stage."""
         config = dataclasses.replace(self.config, tp=tp, pp=pp, schedule=name, chunks=chunks)
         made = Layout(config, dp, self.table, schedule(name, pp, pp, chunks))
-        made.holders = functools.cache(made.holders)
-        made.stored = functools.cache(made.stored)
+        made.holders, made.stored = functools.cache(made.holders), functools.cache(made.stored)
+        names = functools.cache(made.names)
+        made.names = lambda units: names(tuple(units))
         return made
 
     @functools.cache
@@ -91,9 +108,9 @@ class Model:
 
         The calls of the cross-entropy rows are those of b = 1.
         """
-        p, first = shape.pp, short(shape.schedule, shape.pp, m, 1)
-        table, rounds = self._sent(shape, first, rank), (m - first) // p
-        after = self._sent(shape, first + p, rank) if rounds else table
+        length, first = round_of(shape.schedule, shape.pp), short_sent(shape.schedule, shape.pp, m)
+        table, rounds = self._sent(shape, first, rank), (m - first) // length
+        after = self._sent(shape, first + length, rank) if rounds else table
         result = {}
         for key, (calls, sent) in table.items():
             more_calls, more = after[key]
@@ -113,5 +130,5 @@ class Model:
         c = self.of(shape)
         z = memory.sizes(c, self.item, self.wide, self.on_cpu)
         table = memory.rank_states(self.layout(shape), rank, z)
-        numbers = short(shape.schedule, shape.pp, m, 3), rank
+        numbers = short_kept(shape.schedule, shape.pp, m), rank
         return table | {memory.PEAK: b * self._peak(shape._replace(dp=1, zero=0), *numbers)}
