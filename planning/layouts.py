@@ -61,7 +61,7 @@ def candidates(config, gpus, device, fixed):
                 continue
             ways = list(orders(config, pp, fixed))
             zeros = choices("zero", [0] if dp == 1 else [0, 1] if pp > 1 else [0, 1, 2, 3])
-            for b in choices("micro_batch_size", [2**i for i in range(5)]):
+            for b in choices("micro_batch_size", [1, 2, 4, 8]):
                 for schedule, chunks in ways:
                     shape = dict(tp=tp, pp=pp, micro_batch_size=b, schedule=schedule, chunks=chunks)
                     if not accepts(config, gpus, **shape):

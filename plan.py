@@ -1,0 +1,138 @@
+"""Plan a run before it is paid for: which layout fits, how fast it is, and what binds it.
+
+    python plan.py configs/gpt3_175b.py --gpus=1024 --device=a100-80g
+
+prints the layouts (tp, pp, schedule, ZeRO stage ...) that fit, the fastest first, and the nearest that do not fit. A
+field on the command line keeps its value. With --tp and --pp the layout is given: it is judged alone, unless --top asks
+for the others. No GPU is needed. `planning/seconds.py` explains the predicted time, `planning/devices.py` has the
+devices.
+
+    --explain          the arithmetic of one layout, line by line
+    --json             a list of layouts; of a given layout one object
+    --attention=matrix attention of the papers before FlashAttention, to compare with their tables
+"""
+
+import json
+import sys
+from dataclasses import fields
+
+import config as configuration
+import flags
+from errors import Parser, UserError, exit_on_user_error
+from planning import devices, explain, layouts
+
+GB = 1e9
+ROW = "{:>3} {:>3} {:>4} {:<11} {:>2} {:>1} {:>2} {:<4} {:>3} {:>9} {:>5} {:>5} {:>6} {:>7} {:>16} {:>10} {:>7}"
+TITLES = "tp pp dp schedule v Z sp reco b step,s MFU HFU GB bubble not_hidden,% tokens/s days"
+
+
+def row(facts):
+    """Return the line of a layout in the table of `table`."""
+    c, step = facts["layout"], facts["step_seconds"]
+    exposed = "/".join(f"{facts['exposed_seconds'][axis] / step:.1%}"[:-1] for axis in ("tp", "pp", "dp"))
+    return ROW.format(
+        c["tp"], c["pp"], c["dp"], c["schedule"], c["chunks"], c["zero"], "sp" if c["sequence_parallel"] else "-",
+        c["recompute"], c["micro_batch_size"], f"{step:.4g}", f"{facts['mfu']:.1%}", f"{facts['hfu']:.1%}",
+        f"{sum(facts['memory_bytes'].values()) / GB:.1f}", f"{facts['bubble']:.1%}", exposed,
+        f"{facts['tokens_per_second']:,.0f}", f"{facts['days']:.3g}",
+    )  # fmt: skip
+
+
+def memory_line(facts):
+    """Return the memory of the fullest rank by part, and what binds the layout."""
+    parts = ", ".join(f"{what} {size / GB:.1f}" for what, size in facts["memory_bytes"].items() if size >= 0.05 * GB)
+    return f"        stage {facts['fullest_rank']}: {parts} GB\n        {facts['binds']}"
+
+
+def table(found, top):
+    """Return the best `top` layouts that fit, and a few that nearly fit, as text."""
+    fit, rest = [f for f in found if f["fits"]], [f for f in found if not f["fits"]]
+    lines = [f"{len(found):,} layouts, {len(fit):,} fit", ROW.format(*TITLES.split())]
+    for facts in fit[:top]:
+        lines += [row(facts), memory_line(facts)]
+    if rest:
+        lines += ["", "nearly fit:"]
+    for facts in rest[: max(1, top // 3)]:
+        lines += [row(facts), memory_line(facts)]
+    lines.append("\nv: chunks of a rank. Z: ZeRO stage. b: samples of a micro-batch. GB: memory of the fullest rank.")
+    lines.append("not_hidden: share of the step that waits for communication of tp / pp / dp.")
+    return "\n".join(lines)
+
+
+def public(facts):
+    """Return a layout's facts as the JSON object."""
+    return {name: value for name, value in facts.items() if name != "config"}
+
+
+def parse(arguments):
+    """Return (options, Config, names of the given fields)."""
+    parser = Parser(
+        prog="python plan.py",
+        usage="%(prog)s [CONFIG.py] --gpus=N --device=D [--field=value ...] [options]",
+        epilog="python train.py --help lists the fields.",
+        allow_abbrev=False,
+    )
+    known = ", ".join(devices.DEVICES)
+    parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs")
+    parser.add_argument("--device", metavar="D", help=f"one of {known}")
+    parser.add_argument("--gpus_per_node", type=int, metavar="N", help="instead of the device's usual node")
+    parser.add_argument("--rings", type=int, metavar="N", help="network cards that one collective uses at once (1)")
+    parser.add_argument("--tokens", type=float, metavar="T", help="tokens of the whole run (20 for each parameter)")
+    parser.add_argument("--top", type=int, metavar="N", help="layouts to list (10)")
+    parser.add_argument("--attention", default="fused", choices=["fused", "matrix"], help="see above")
+    parser.add_argument("--explain", action="store_true", help="print the arithmetic of the given or the best layout")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options, rest = parser.parse_known_args(arguments)
+    _, pairs = flags.split(rest, {f.name for f in fields(configuration.Config) if f.type is bool})
+    return options, configuration.load(rest), {flags.plain(name) for name, _ in pairs}
+
+
+def check(options):
+    """Refuse wrong options, and return the Device."""
+    if options.device not in devices.DEVICES:
+        raise UserError(f"--device={options.device}: should be one of {', '.join(devices.DEVICES)}")
+    if not options.gpus:
+        raise UserError("--gpus: the number of GPUs is missing, such as --gpus=64")
+    for name in ("gpus", "gpus_per_node", "rings", "top", "tokens"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < 1e18:
+            raise UserError(f"--{name}={value}: should be positive")
+    if options.gpus > 10**6:
+        raise UserError(f"--gpus={options.gpus}: should be at most 1,000,000")
+    device = devices.DEVICES[options.device]
+    given = {"per_node": options.gpus_per_node, "rings": options.rings}
+    return device._replace(**{name: value for name, value in given.items() if value})
+
+
+def main(arguments=None):
+    """Run the command line. A mistake of the user is a UserError."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if {"--help", "-h"} & set(arguments):
+        print(__doc__)
+    options, config, given = parse(arguments)
+    device = check(options)
+    choose = {"attention": options.attention, "tokens": options.tokens}
+    if {"tp", "pp"} <= given and not options.top:
+        configuration.check(config, options.gpus)
+        found, best = None, layouts.judge(config, options.gpus, device, **choose) | {"config": config}
+    else:
+        found = layouts.rank_all(config, options.gpus, device, given, **choose)
+        if not found:
+            configuration.check(config, options.gpus)  # names the mistake, if there is one
+            raise UserError(f"--gpus={options.gpus}: no layout divides the batch, the heads and the GPUs")
+        shown = [f for f in found if f["fits"]][: options.top or 10] + [f for f in found if not f["fits"]][:3]
+        for facts in shown:
+            facts |= layouts.judge(facts["config"], options.gpus, device, **choose)
+        best = found[0]
+    if options.json:
+        print(json.dumps(public(best) if found is None else [public(facts) for facts in shown], indent=1))
+    elif options.explain:
+        print(explain.text(best["config"], options.gpus, device, best, options.attention))
+    elif found is None:
+        print("\n".join([ROW.format(*TITLES.split()), row(best), memory_line(best)]))
+    else:
+        print(table(found, options.top or 10))
+
+
+if __name__ == "__main__":
+    exit_on_user_error(main)

@@ -1,0 +1,106 @@
+"""The arithmetic of one layout, line by line: names, formulas, units, numbers (`plan.py --explain`)."""
+
+import config as configuration
+from log import hardware_flops, model_flops
+from planning import layouts, seconds
+
+GB = 1e9
+
+
+def line(name, formula, value, unit):
+    return f"{name:<34} {formula:<58} {value:>14} {unit}"
+
+
+def text(config, gpus, device, facts, attention):
+    """Return the explanation of a layout. facts: from `layouts.judge` of the same arguments."""
+    dtype, item, wide = layouts.cluster(config, device)
+    c, known, shape = config, layouts.model_of(config, item, wide), layouts.shape_of(config, gpus)
+    layout, rate = known.layout(shape), seconds.rates(device, dtype, attention)
+    m = configuration.micro_batches(c, c.global_batch_size, shape.dp)
+    return "\n".join(
+        [
+            f"{gpus} x {device.name}, {dtype}: " + " ".join(f"{k}={v}" for k, v in facts["layout"].items()),
+            "",
+            "The batch and the model",
+            line("data ranks dp", "GPUs / (tp pp)", shape.dp, ""),
+            line("micro-batches m", "global_batch_size / (b dp)", m, ""),
+            line("parameters", "all units, a tied table once", f"{layouts.parameters(known):,}", ""),
+            line("model FLOPs", "72 B s L h^2 (1 + s/6h + V/12Lh)", f"{model_flops(c, c.global_batch_size):.4g}", "FLOP"),
+            line("with recomputation", "log.hardware_flops", f"{hardware_flops(c, c.global_batch_size):.4g}", "FLOP"),
+            "",
+            *rate_lines(c, device, dtype, rate),
+            "",
+            *stage_lines(c, layout, device, known, shape, m, rate, item, wide),
+            "",
+            "A step (planning/seconds.py)",
+            *(line(name, FORMULAS[name], f"{value:.5g}", "s") for name, value in facts["step_parts"].items()),
+            line("step", "sum", f"{facts['step_seconds']:.5g}", "s"),
+            line("MFU", "model FLOPs / (step GPUs peak)", f"{facts['mfu']:.2%}", ""),
+            line("tokens per second", "B s / step", f"{facts['tokens_per_second']:,.0f}", ""),
+            "",
+            f"Memory of stage {facts['fullest_rank']}, the fullest (parallel/memory.py)",
+            *(line(what, MEMORY.get(what, ""), f"{size / GB:.3f}", "GB") for what, size in facts["memory_bytes"].items()),
+            line("sum", "", f"{sum(facts['memory_bytes'].values()) / GB:.3f}", "GB"),
+            line("capacity", device.name, f"{device.memory_bytes / GB:.3f}", "GB"),
+            "",
+            facts["binds"],
+        ]
+    )
+
+
+FORMULAS = {
+    "compute": "m (F + I + W) of the busiest stage",
+    "recomputation": "m F of its blocks",
+    "tensor parallel": "m times the collectives of its blocks",
+    "bubble": "formula of the schedule, or simulation",
+    "pipeline messages": "waits for messages on their way",
+    "data parallel": "what the last backward does not hide, and sums",
+    "update": "bytes of the optimizer's state / memory rate",
+}
+MEMORY = {
+    "parameters": "P, ZeRO-3: P/dp",
+    "gradients": "P, ZeRO-2 and 3: P/dp",
+    "master weights": "P, from ZeRO-1 on: P/dp",
+    "moments": "2P, from ZeRO-1 on: 2P/dp",
+    "activations": "peak over the schedule",
+    "whole buckets": "ZeRO-2 and 3: buckets in use",
+    "logits": "of 4,096 tokens",
+    "context": "CUDA and NCCL",
+}
+
+
+def rate_lines(c, device, dtype, rate):
+    wires = [("tp", 1, c.tp), ("dp", c.tp * c.pp, 0)]
+    lines = [
+        "Rates: data sheet * fitted share (planning/devices.py)",
+        line("matrix products", f"{device.peak(dtype) / 1e12:.4g} TFLOP/s * {device.matrix}", f"{rate.matrix / 1e12:.4g}", "TFLOP/s"),
+        line("memory", f"{device.memory_rate / GB:.4g} GB/s * {device.memory}", f"{rate.memory / GB:.4g}", "GB/s"),
+        line("gap between operations", "", f"{rate.gap * 1e6:.3g}", "us"),
+    ]
+    for axis, stride, n in wires:
+        speed, inside = seconds.wire(device, stride, n or 2 * device.per_node * device.per_node)
+        place = "inside the node" if inside else f"beyond the node of {device.per_node}"
+        lines.append(line(f"ring of {axis}", place, f"{speed / GB:.4g}", "GB/s"))
+    return lines
+
+
+def stage_lines(c, layout, device, known, shape, m, rate, item, wide):
+    parts = seconds.block(c, rate, item, wide)
+    rank = min(1, c.pp - 1)
+    sent = known.sent(shape, m, c.micro_batch_size, rank)
+    found = seconds.stages(c, layout, device, rate, sent, item, wide)
+    n = c.micro_batch_size * c.seq_length
+    lines = [f"A block, one micro-batch of n = b s = {n:,} tokens"]
+    for i, o in seconds.linears(c):
+        name = f"product [{n}, {i}] x [{i}, {o}]"
+        lines.append(line(name, "2 M N K / rate + bytes / memory rate + gap", f"{seconds.product(rate, n, o, i, item) * 1e3:.4g}", "ms"))
+    lines += [line(f"{kind} of a block", "products, attention, passes over memory", f"{parts[kind] * 1e3:.4g}", "ms") for kind in "FIW"]
+    lines += ["", "Stages, one micro-batch"]
+    for i, stage in enumerate(found):
+        if i in (0, rank, c.pp - 1):
+            times = " ".join(f"{kind}={getattr(stage, kind) * 1e3:.4g}" for kind in "FIW")
+            lines.append(line(f"stage {i}, {stage.units} units", f"{times}, of it tensor parallel", f"{stage.tensor * 1e3:.4g}", "ms"))
+    lines += ["", f"Sent by stage {rank} in a step (parallel/ledger.py)"]
+    for (axis, what, operation), (calls, size) in sent.items():
+        lines.append(line(f"{axis}: {what}", f"{operation}, {calls:,} calls", f"{float(size) / GB:.4g}", "GB"))
+    return lines
