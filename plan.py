@@ -9,7 +9,7 @@ devices.
 
     --explain          the arithmetic of one layout, line by line
     --json             a list of layouts; of a given layout one object
-    --attention=matrix attention of the papers before FlashAttention, to compare with their tables
+    --code=NAME        predict another program, to compare with its paper: megatron-2021 or megatron-2022
 """
 
 import json
@@ -19,7 +19,7 @@ from dataclasses import fields
 import config as configuration
 import flags
 from errors import Parser, UserError, exit_on_user_error
-from planning import devices, explain, layouts
+from planning import devices, explain, layouts, seconds
 
 GB = 1e9
 ROW = "{:>3} {:>3} {:>4} {:<11} {:>2} {:>1} {:>2} {:<4} {:>3} {:>9} {:>5} {:>5} {:>6} {:>7} {:>16} {:>10} {:>7}"
@@ -72,14 +72,14 @@ def parse(arguments):
         epilog="python train.py --help lists the fields.",
         allow_abbrev=False,
     )
-    known = ", ".join(devices.DEVICES)
+    known = ", ".join([*devices.DEVICES, "cpu"])
     parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs")
     parser.add_argument("--device", metavar="D", help=f"one of {known}")
     parser.add_argument("--gpus_per_node", type=int, metavar="N", help="instead of the device's usual node")
     parser.add_argument("--rings", type=int, metavar="N", help="network cards that one collective uses at once (1)")
     parser.add_argument("--tokens", type=float, metavar="T", help="tokens of the whole run (20 for each parameter)")
     parser.add_argument("--top", type=int, metavar="N", help="layouts to list (10)")
-    parser.add_argument("--attention", default="fused", choices=["fused", "matrix"], help="see above")
+    parser.add_argument("--code", default="ours", choices=seconds.CODES, help="the program that runs (ours)")
     parser.add_argument("--explain", action="store_true", help="print the arithmetic of the given or the best layout")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options, rest = parser.parse_known_args(arguments)
@@ -89,8 +89,8 @@ def parse(arguments):
 
 def check(options):
     """Refuse wrong options, and return the Device."""
-    if options.device not in devices.DEVICES:
-        raise UserError(f"--device={options.device}: should be one of {', '.join(devices.DEVICES)}")
+    if not options.device:
+        raise UserError(f"--device: is missing; should be one of {', '.join([*devices.DEVICES, 'cpu'])}")
     if not options.gpus:
         raise UserError("--gpus: the number of GPUs is missing, such as --gpus=64")
     for name in ("gpus", "gpus_per_node", "rings", "top", "tokens"):
@@ -99,7 +99,7 @@ def check(options):
             raise UserError(f"--{name}={value}: should be positive")
     if options.gpus > 10**6:
         raise UserError(f"--gpus={options.gpus}: should be at most 1,000,000")
-    device = devices.DEVICES[options.device]
+    device = devices.device(options.device, options.gpus)
     given = {"per_node": options.gpus_per_node, "rings": options.rings}
     return device._replace(**{name: value for name, value in given.items() if value})
 
@@ -111,7 +111,7 @@ def main(arguments=None):
         print(__doc__)
     options, config, given = parse(arguments)
     device = check(options)
-    choose = {"attention": options.attention, "tokens": options.tokens}
+    choose = {"code": options.code, "tokens": options.tokens}
     if {"tp", "pp"} <= given and not options.top:
         configuration.check(config, options.gpus)
         found, best = None, layouts.judge(config, options.gpus, device, **choose) | {"config": config}
@@ -127,7 +127,7 @@ def main(arguments=None):
     if options.json:
         print(json.dumps(public(best) if found is None else [public(facts) for facts in shown], indent=1))
     elif options.explain:
-        print(explain.text(best["config"], options.gpus, device, best, options.attention))
+        print(explain.text(best["config"], options.gpus, device, best, options.code))
     elif found is None:
         print("\n".join([ROW.format(*TITLES.split()), row(best), memory_line(best)]))
     else:

@@ -1,37 +1,42 @@
-"""Devices and their wires, as data: the numbers of the makers' data sheets, and six fitted constants for each family.
+"""Devices and their wires, as data.
 
-    data sheet   peak of matrix products (`log.PEAK_TFLOPS`), memory, memory rate, devices of a node, NVLink, network
-                 cards of a node, PCIe
-    fitted       matrix     share of the peak that a large matrix product reaches
+    data sheet   peak of matrix products (`log.PEAK_TFLOPS`), memory, memory rate, NVLink, network cards, PCIe
+    constants    matrix     share of the peak that a large matrix product reaches
+                 wave       elements of a result that a product computes in vain (`seconds.py`)
                  memory     share of the memory rate that an elementwise operation reaches
                  wire       share of NVLink's rate that a collective reaches
                  network    share of a network card's rate that a ring or a message reaches
                  operation  seconds from the end of an operation to the start of the next one
                  latency    seconds of one hop of a message
+                 attention  share of the peak that fused attention reaches
 
-The A100's constants are fitted to published runs with full recomputation (`published.py`; `python -m planning.fit`
-prints the fit, its residuals and the fit without each row). No table of such runs is at hand for the other families.
-The V100 and the Hopper GPUs have the A100's shares, except `matrix` and `attention`. The comments name their sources.
+Three constants of the A100 are fitted to published runs: `matrix`, `wave` and `wire` (`python -m planning.fit` prints
+the fit, its residuals and the fit without each row). The others are usual values, not fitted. No table of runs is at
+hand for the V100 and the Hopper GPUs. They have the A100's constants, except the ones given below.
 
-The family "cpu" is the machine at hand. `plan.py --calibrate` measures it and writes CALIBRATION.
+Between nodes a ring uses one network card unless --rings asks for more. This is the rate of ZeRO-3 in Narayanan et al.,
+arXiv 2104.04473, Table 2. NCCL can use all cards at once if the network connects each card with all others.
+
+The device "cpu" is the machine at hand. `plan.py --calibrate` measures it and writes CALIBRATION.
 """
 
 import json
 from pathlib import Path
 from typing import NamedTuple
 
-from errors import UserError
+from errors import UserError, explained
 from log import PEAK_TFLOPS
 
 CALIBRATION = Path("planning/cpu.json")
 GiB = 2**30
+TILE = 128 * 256  # elements of a product's result that one multiprocessor computes at a time
 
 
 class Device(NamedTuple):
-    """A device and its place in a cluster. Rates are in bytes per second and one direction, FLOP/s or seconds."""
+    """A device and its place in a cluster. Rates are in bytes per second and one direction, times in seconds."""
 
     name: str
-    sheet: str  # name in `log.PEAK_TFLOPS`
+    peaks: dict  # {dtype: FLOP/s of dense matrix products, or None}
     dtype: str  # of dtype=auto
     memory_bytes: int
     memory_rate: float
@@ -41,8 +46,9 @@ class Device(NamedTuple):
     card_rate: float  # of one card
     host_rate: float  # between a device and its host (PCIe)
     host_memory_rate: float  # of the host's memory, for one device: the update with --offload
-    attention: float  # share of the peak that fused attention reaches
+    attention: float
     matrix: float
+    wave: float
     memory: float
     wire: float
     network: float
@@ -51,30 +57,70 @@ class Device(NamedTuple):
     rings: int = 1  # rings that one collective opens between nodes, each through a card of its own
 
     def peak(self, dtype):
-        """Return FLOP/s of dense matrix products, or raise UserError if the device cannot compute in `dtype`."""
-        peaks = dict(zip(("bf16", "fp16", "fp32", "fp64"), PEAK_TFLOPS[self.sheet], strict=True))
-        if not peaks.get(dtype):
+        """Return FLOP/s of dense matrix products. Raises UserError if the device cannot compute in `dtype`."""
+        if not self.peaks.get(dtype):
             raise UserError(f"dtype={dtype}: {self.name} has no known rate for it; use --dtype={self.dtype}")
-        return peaks[dtype] * 1e12
+        return self.peaks[dtype]
 
 
-# Fitted: matrix, memory, wire, network, operation, latency.
-A100 = dict(matrix=0.85, memory=0.85, wire=0.8, network=0.85, operation=4e-6, latency=1e-5)
-# attention: FlashAttention-2 (Dao, arXiv 2307.08691, section 4.1) reaches 0.5 to 0.6 of an A100's peak.
-AMPERE = dict(sheet="A100 SXM4", dtype="bf16", per_node=8, wire_rate=300e9, cards=8, card_rate=25e9, host_rate=32e9,
-              host_memory_rate=25e9, attention=0.5) | A100
-VOLTA = A100 | dict(sheet="V100 SXM2", dtype="fp16", memory_rate=900e9, wire_rate=150e9, card_rate=12.5e9,
-              host_rate=16e9, host_memory_rate=25e9, attention=0.3, matrix=0.75)
-HOPPER = A100 | dict(dtype="bf16", per_node=8, wire_rate=450e9, cards=8, card_rate=50e9, host_rate=64e9,
-              host_memory_rate=40e9, attention=0.4, matrix=0.68)
+def sheet(name):
+    """Return {dtype: FLOP/s} of a device in `log.PEAK_TFLOPS`."""
+    rates = zip(("bf16", "fp16", "fp32", "fp64"), PEAK_TFLOPS[name], strict=True)
+    return {dtype: rate and rate * 1e12 for dtype, rate in rates}
+
+
+# attention: Dao, arXiv 2307.08691, section 4.1 reports 0.5 to 0.6 of an A100's peak. The values of the V100 and of
+# Hopper, and their `matrix`, are estimates. wave: one tile on each multiprocessor (80, 108, 132).
+AMPERE = dict(
+    peaks=sheet("A100 SXM4"), dtype="bf16", per_node=8, wire_rate=300e9, cards=8, card_rate=25e9, host_rate=32e9,
+    host_memory_rate=25e9, attention=0.5, matrix=0.951, wave=3.45e6, memory=0.85, wire=0.49, network=0.86,
+    operation=4e-6, latency=1e-5,
+)  # fmt: skip
+VOLTA = AMPERE | dict(
+    peaks=sheet("V100 SXM2"), dtype="fp16", memory_rate=900e9, wire_rate=150e9, card_rate=12.5e9, host_rate=16e9,
+    attention=0.3, matrix=0.85, wave=80 * TILE,
+)  # fmt: skip
+HOPPER = AMPERE | dict(
+    peaks=sheet("H100"), wire_rate=450e9, card_rate=50e9, host_rate=64e9, host_memory_rate=40e9, attention=0.4,
+    matrix=0.7, wave=132 * TILE,
+)  # fmt: skip
 DEVICES = {
-    d.name: d
-    for d in (
-        Device("v100-16g", memory_bytes=16 * GiB, per_node=4, cards=2, **VOLTA),
-        Device("v100-32g", memory_bytes=32 * GiB, per_node=8, cards=4, **VOLTA),
-        Device("a100-40g", memory_bytes=40 * GiB, memory_rate=1555e9, **AMPERE),
-        Device("a100-80g", memory_bytes=80 * GiB, memory_rate=2039e9, **AMPERE),
-        Device("h100", sheet="H100", memory_bytes=80 * GiB, memory_rate=3350e9, **HOPPER),
-        Device("h200", sheet="H200", memory_bytes=141 * 10**9, memory_rate=4800e9, **HOPPER),
+    name: Device(name, **family | own)
+    for name, family, own in (
+        ("v100-16g", VOLTA, dict(memory_bytes=16 * GiB, per_node=4, cards=2)),
+        ("v100-32g", VOLTA, dict(memory_bytes=32 * GiB, per_node=8, cards=4)),
+        ("a100-40g", AMPERE, dict(memory_bytes=40 * GiB, memory_rate=1555e9)),
+        ("a100-80g", AMPERE, dict(memory_bytes=80 * GiB, memory_rate=2039e9)),
+        ("h100", HOPPER, dict(memory_bytes=80 * GiB, memory_rate=3350e9)),
+        ("h200", HOPPER, dict(memory_bytes=141 * 10**9, memory_rate=4800e9)),
     )
 }
+
+
+def device(name, processes=1):
+    """Return the Device `name`. "cpu" is this machine shared by `processes` processes. Raises UserError."""
+    if name == "cpu":
+        return measured(processes)
+    if name not in DEVICES:
+        raise UserError(f"--device={name}: should be one of {', '.join([*DEVICES, 'cpu'])}")
+    return DEVICES[name]
+
+
+def measured(processes):
+    """Return the Device "cpu" from CALIBRATION, measured with as many processes or the next larger number."""
+    if not CALIBRATION.exists():
+        raise UserError("--device=cpu: not measured yet; python plan.py --calibrate measures this machine")
+    try:
+        with explained(CALIBRATION):
+            found = json.loads(CALIBRATION.read_text(encoding="utf-8"))
+        counts = sorted(map(int, found["processes"]))
+        count = next((n for n in counts if n >= processes), counts[-1])
+        numbers, two = found["processes"][str(count)], found["processes"][str(max(2, count))]
+        same = {name: numbers[name] for name in ("memory_rate", "attention", "matrix", "memory", "operation")}
+        wires = {name: two[name] for name in ("wire_rate", "wire", "latency")}
+        memory_bytes = found["memory_bytes"] // processes
+    except (ValueError, KeyError, TypeError, StopIteration, IndexError) as error:
+        raise UserError(f"{CALIBRATION}: damaged ({error!r}); python plan.py --calibrate writes it again") from None
+    speed = dict(card_rate=wires["wire_rate"], host_rate=same["memory_rate"], host_memory_rate=same["memory_rate"])
+    place = dict(per_node=max(8, processes), cards=1, network=1.0, wave=0.0, memory_bytes=memory_bytes)
+    return Device("cpu", peaks=numbers["peak"], dtype="fp32", **same, **wires, **speed, **place)

@@ -11,11 +11,11 @@ def line(name, formula, value, unit):
     return f"{name:<34} {formula:<58} {value:>14} {unit}"
 
 
-def text(config, gpus, device, facts, attention):
+def text(config, gpus, device, facts, code):
     """Return the explanation of a layout. facts: from `layouts.judge` of the same arguments."""
     dtype, item, wide = layouts.cluster(config, device)
     c, known, shape = config, layouts.model_of(config, item, wide), layouts.shape_of(config, gpus)
-    layout, rate = known.layout(shape), seconds.rates(device, dtype, attention)
+    layout, rate = known.layout(shape), seconds.rates(device, dtype, code)
     m = configuration.micro_batches(c, c.global_batch_size, shape.dp)
     return "\n".join(
         [
@@ -25,7 +25,9 @@ def text(config, gpus, device, facts, attention):
             line("data ranks dp", "GPUs / (tp pp)", shape.dp, ""),
             line("micro-batches m", "global_batch_size / (b dp)", m, ""),
             line("parameters", "all units, a tied table once", f"{layouts.parameters(known):,}", ""),
-            line("model FLOPs", "72 B s L h^2 (1 + s/6h + V/12Lh)", f"{model_flops(c, c.global_batch_size):.4g}", "FLOP"),
+            line(
+                "model FLOPs", "72 B s L h^2 (1 + s/6h + V/12Lh)", f"{model_flops(c, c.global_batch_size):.4g}", "FLOP"
+            ),
             line("with recomputation", "log.hardware_flops", f"{hardware_flops(c, c.global_batch_size):.4g}", "FLOP"),
             "",
             *rate_lines(c, device, dtype, rate),
@@ -39,7 +41,10 @@ def text(config, gpus, device, facts, attention):
             line("tokens per second", "B s / step", f"{facts['tokens_per_second']:,.0f}", ""),
             "",
             f"Memory of stage {facts['fullest_rank']}, the fullest (parallel/memory.py)",
-            *(line(what, MEMORY.get(what, ""), f"{size / GB:.3f}", "GB") for what, size in facts["memory_bytes"].items()),
+            *(
+                line(what, MEMORY.get(what, ""), f"{size / GB:.3f}", "GB")
+                for what, size in facts["memory_bytes"].items()
+            ),
             line("sum", "", f"{sum(facts['memory_bytes'].values()) / GB:.3f}", "GB"),
             line("capacity", device.name, f"{device.memory_bytes / GB:.3f}", "GB"),
             "",
@@ -73,7 +78,12 @@ def rate_lines(c, device, dtype, rate):
     wires = [("tp", 1, c.tp), ("dp", c.tp * c.pp, 0)]
     lines = [
         "Rates: data sheet * fitted share (planning/devices.py)",
-        line("matrix products", f"{device.peak(dtype) / 1e12:.4g} TFLOP/s * {device.matrix}", f"{rate.matrix / 1e12:.4g}", "TFLOP/s"),
+        line(
+            "matrix products",
+            f"{device.peak(dtype) / 1e12:.4g} TFLOP/s * {device.matrix}",
+            f"{rate.matrix / 1e12:.4g}",
+            "TFLOP/s",
+        ),
         line("memory", f"{device.memory_rate / GB:.4g} GB/s * {device.memory}", f"{rate.memory / GB:.4g}", "GB/s"),
         line("gap between operations", "", f"{rate.gap * 1e6:.3g}", "us"),
     ]
@@ -93,13 +103,30 @@ def stage_lines(c, layout, device, known, shape, m, rate, item, wide):
     lines = [f"A block, one micro-batch of n = b s = {n:,} tokens"]
     for i, o in seconds.linears(c):
         name = f"product [{n}, {i}] x [{i}, {o}]"
-        lines.append(line(name, "2 M N K / rate + bytes / memory rate + gap", f"{seconds.product(rate, n, o, i, item) * 1e3:.4g}", "ms"))
-    lines += [line(f"{kind} of a block", "products, attention, passes over memory", f"{parts[kind] * 1e3:.4g}", "ms") for kind in "FIW"]
+        lines.append(
+            line(
+                name,
+                "2 M N K / rate + bytes / memory rate + gap",
+                f"{seconds.product(rate, n, o, i, item, item) * 1e3:.4g}",
+                "ms",
+            )
+        )
+    lines += [
+        line(f"{kind} of a block", "products, attention, passes over memory", f"{parts[kind] * 1e3:.4g}", "ms")
+        for kind in "FIW"
+    ]
     lines += ["", "Stages, one micro-batch"]
     for i, stage in enumerate(found):
         if i in (0, rank, c.pp - 1):
             times = " ".join(f"{kind}={getattr(stage, kind) * 1e3:.4g}" for kind in "FIW")
-            lines.append(line(f"stage {i}, {stage.units} units", f"{times}, of it tensor parallel", f"{stage.tensor * 1e3:.4g}", "ms"))
+            lines.append(
+                line(
+                    f"stage {i}, {stage.units} units",
+                    f"{times}, of it tensor parallel",
+                    f"{stage.tensor * 1e3:.4g}",
+                    "ms",
+                )
+            )
     lines += ["", f"Sent by stage {rank} in a step (parallel/ledger.py)"]
     for (axis, what, operation), (calls, size) in sent.items():
         lines.append(line(f"{axis}: {what}", f"{operation}, {calls:,} calls", f"{float(size) / GB:.4g}", "GB"))

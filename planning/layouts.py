@@ -2,7 +2,7 @@
 
 `candidates` lists the layouts of a model on a cluster. `judge` returns the facts of one as a dict, which `plan.py`
 prints, ranks and writes as JSON. Memory is the fullest pipeline rank's. It has the parts of `memory.py` and two that
-exist only for a moment:
+`memory.py` does not count:
 
     whole buckets        ZeRO-2 and 3: gradients of three buckets and the word table; ZeRO-3: parameters of two buckets
                          and the word table (`memory.py`, "Not counted")
@@ -126,8 +126,9 @@ def shape_of(config, gpus):
     return steady.Shape(dp=gpus // (config.tp * config.pp), **fields)
 
 
-def moments_of_memory(config, layout, rank, item, wide):
-    """Return {part: bytes} of a rank's memory that is full only for a moment: whole buckets and logits."""
+def briefly(config, layout, rank, known):
+    """Return {part: bytes} that `memory.py` does not count: whole buckets, logits and the context."""
+    item, wide = known.item, known.wide
     sizes = {name: bucket.size for name, bucket in layout.buckets(rank).items()}
     word = sizes.pop("word", 0)
     largest = sorted(sizes.values(), reverse=True)
@@ -138,16 +139,16 @@ def moments_of_memory(config, layout, rank, item, wide):
         whole += item * (sum(largest[:2]) + word)
     tokens = min(CHUNK, config.micro_batch_size * config.seq_length)
     logits = tokens * config.padded_vocab_size // config.tp * item if word and rank == layout.placement[-1] else 0
-    return {"whole buckets": whole, "logits": logits, "context": RESERVED}
+    return {"whole buckets": whole, "logits": logits, "context": 0 if known.on_cpu else RESERVED}
 
 
 def memory_of(config, shape, m, rank, known):
     """Return {part: bytes} on the device of a pipeline rank. known: the `steady.Model`."""
     kept = known.kept(shape, m, config.micro_batch_size, rank)
-    if config.offload:  # they lie in the host's memory
+    if config.offload and not known.on_cpu:  # they lie in the host's memory
         kept = {what: size for what, size in kept.items() if what not in ("master weights", "moments")}
     parts = {what.removesuffix(" at their peak"): int(size) for what, size in kept.items()}
-    return parts | moments_of_memory(config, known.layout(shape), rank, known.item, known.wide)
+    return parts | briefly(config, known.layout(shape), rank, known)
 
 
 @functools.cache
@@ -164,13 +165,13 @@ def suspects(layout):
     return sorted({rank for found in kinds.values() for rank in (found[0], found[-1], found[len(found) // 2])})
 
 
-def judge(config, gpus, device, attention="fused", tokens=None, all_ranks=True):
+def judge(config, gpus, device, code="ours", tokens=None, all_ranks=True):
     """Return the facts of one layout as a dict. Sizes in bytes, times in seconds; the keys are plan.py's --json.
 
     all_ranks: False leaves out memory_by_rank, which is slow for long pipelines.
     """
     dtype, item, wide = cluster(config, device)
-    known, shape, b = model_of(config, item, wide), shape_of(config, gpus), config.micro_batch_size
+    known, shape, b = model_of(config, item, wide, device.name == "cpu"), shape_of(config, gpus), config.micro_batch_size
     layout, m = known.layout(shape), configuration.micro_batches(config, config.global_batch_size, shape.dp)
     ranks = range(config.pp) if all_ranks else suspects(layout)
     by_rank = {rank: memory_of(config, shape, m, rank, known) for rank in ranks}
@@ -179,7 +180,7 @@ def judge(config, gpus, device, attention="fused", tokens=None, all_ranks=True):
         rank: (known.sent(shape, m, b, rank), known.kept(shape, m, b, rank))
         for rank in sorted({0, min(1, config.pp - 1), config.pp - 1})
     }
-    parts = seconds.step(config, layout, device, tables, m, item, wide, dtype, attention, all_ranks)
+    parts = seconds.step(config, layout, device, tables, m, item, wide, dtype, code, all_ranks)
     if not parts:
         return None
     step, peak = sum(parts.values()), device.peak(dtype)
@@ -252,4 +253,6 @@ def rank_all(config, gpus, device, fixed, **options):
     for c in candidates(config, gpus, device, fixed):
         if facts := judge(c, gpus, device, all_ranks=False, **options):
             judged.append(facts | {"config": c})
-    return sorted(judged, key=lambda f: (not f["fits"], f["step_seconds"] if f["fits"] else sum(f["memory_bytes"].values())))
+    return sorted(
+        judged, key=lambda f: (not f["fits"], f["step_seconds"] if f["fits"] else sum(f["memory_bytes"].values()))
+    )

@@ -5,14 +5,11 @@ ran GPT with a vocabulary of 51,200 and 2,048 tokens in a sample, on nodes of ei
 
 Where ours differs from what they ran, a setting of ours stands for theirs:
 
-    theirs                                    ours
-    attention forms the [s, s] matrix         attention="matrix"
-    selective recomputation                   recompute=none: our backward always computes the matrix again
-    dropout on attention                      counted in attention="matrix"
-    gradients of 2 bytes (Narayanan et al.)   4 bytes
-    a message of bsh/t elements, then an      sequence_parallel=False: bsh elements
-      all-gather in the node
-    reductions after the backward             reductions during the backward of the last micro-batch
+    theirs                                            ours
+    attention's matrix, messages, reductions          code="megatron-2021", "megatron-2022" (`seconds.py`)
+    selective recomputation                           recompute=none
+    dropout on attention                              counted in both
+    gradients of 2 bytes (Narayanan et al.)           4 bytes
 """
 
 VOCABULARY, TOKENS = 51200, 2048

@@ -1,12 +1,13 @@
 """Seconds of a step, from counts of work and the rates of a device.
 
     an operation            work / rate + the gap to the next operation
-    a matrix product        2 MNK / (share * peak)  +  bytes of its three matrices / memory rate  +  gap
+    a matrix product        2 K (MN + wave) / (share * peak)  +  bytes of its three matrices / memory rate  +  gap
     an elementwise pass     bytes / memory rate
     a ring of n ranks       bytes that a rank sends / rate of the slowest wire  +  calls * log2(n) * latency
 
-So a product with a short side is slow because its matrices cost more than its multiplications, and a small micro-batch
-is slow because the gaps count. Counts come from where a run's predictions come from: bytes sent from `ledger.py`,
+A GPU computes the result of a product in tiles, one wave of tiles after another. The last wave is not full: on average
+`wave` elements are computed for nothing. So a product with a small result is slow, because of its last wave. A product
+with a short inner side is slow, because its matrices cost more than its multiplications. Counts come from where a run's predictions come from: bytes sent from `ledger.py`,
 bytes kept from `memory.py`, idle time from `schedules.FORMULAS` and `schedules.simulate`.
 
 A step on the busiest pipeline rank is the sum of these parts:
@@ -21,10 +22,16 @@ A step on the busiest pipeline rank is the sum of these parts:
                          over holders and over tp
     update               the optimizer reads and writes its state; with offload in the host's memory
 
-Attention has two forms. "fused": FlashAttention keeps no [s, s] matrix and computes only the lower triangle; its
-backward computes the probabilities again. "matrix": the matrix is formed and passes through memory several times, as
-in Megatron-LM before FlashAttention. There backward with recompute=none computes the matrix again: this is the
-selective recomputation of Korthikanti et al. (arXiv 2205.05198).
+The model predicts three programs. "ours" is this project: FlashAttention keeps no [s, s] matrix and computes only the
+lower triangle; its backward computes the probabilities again. "megatron-2021" and "megatron-2022" are Megatron-LM as
+Narayanan et al. (arXiv 2104.04473) and Korthikanti et al. (arXiv 2205.05198) ran it, to compare with their tables:
+
+    attention     the [s, s] matrix is formed and passes through memory several times. With recompute=none, backward
+                  computes it again: the selective recomputation of Korthikanti et al.
+    messages      bsh/t elements, gathered again inside the node (Narayanan et al., section 4.1)
+                  with several chunks, a rank waits for the messages of each action
+    gradients     reduced after the backward
+    2021 only     dx is summed before dW is computed, and dW is a product of its own, then added to the gradient
 """
 
 import functools
@@ -40,7 +47,12 @@ INSIDE = {"F": 8, "I": 15}  # tensors of [n, h/t]: GELU 4 + 4, its backward 3 * 
 GAPS = {"F": 5, "I": 9, "W": 0}  # operations of a block that are no matrix products
 # Bytes for each element of the [s, s] matrix: product, mask with softmax, dropout (with a mask of 1 byte), product.
 MATRIX = {"F": 2 + 4 + 5 + 2, "I": 2 + 2 + 5 + 6 + 4}
-FUSED = {"F": 1, "I": 2.5}  # FLOPs of fused attention, in forwards: five products instead of two (Dao, arXiv 2307.08691)
+FUSED = {
+    "F": 1,
+    "I": 2.5,
+}  # FLOPs of fused attention, in forwards: five products instead of two (Dao, arXiv 2307.08691)
+
+CODES = ("ours", "megatron-2021", "megatron-2022")
 
 # Collectives of a block: how many run alone, beside dW, beside dx. `ledger.py` counts them without the distinction.
 COLLECTIVES = {  # (sequence parallel, operation): {phase: (alone, beside dW, beside dx)}
@@ -57,22 +69,23 @@ class Rates(NamedTuple):
     memory: float
     attention: float
     gap: float
-    attention_form: str  # fused or matrix
+    wave: float
+    code: str  # one of CODES
 
 
-def rates(device, dtype, attention):
+def rates(device, dtype, code):
     peak = device.peak(dtype)
     reached = peak * device.matrix, device.memory_rate * device.memory, peak * device.attention
-    return Rates(*reached, device.operation, attention)
+    return Rates(*reached, device.operation, device.wave, code)
 
 
 # --- a block, the head ------------------------------------------------------------------------------------------------
 
 
-def product(rate, M, N, K, item, out_item=None, passes=1):
-    """Return the seconds of a product [M, K] x [K, N]. passes: over the result (2: it is added to a sum)."""
-    moved = item * (M * K + K * N) + (out_item or item) * passes * M * N
-    return 2 * M * N * K / rate.matrix + moved / rate.memory + rate.gap
+def product(rate, M, N, K, item, result):
+    """Return the seconds of a product [M, K] x [K, N]. item, result: bytes moved for each element of both and of it."""
+    moved = item * (M * K + K * N) + result * M * N
+    return 2 * K * (M * N + rate.wave) / rate.matrix + moved / rate.memory + rate.gap
 
 
 def linears(c):
@@ -91,9 +104,10 @@ def block(c, rate, item, wide):
     result = {}
     for kind in "FI":
         passes = OUTSIDE[kind] * rows_outside(c) * h + INSIDE[kind] * n * h // t
-        products = sum(product(rate, n, o, i, item) for i, o in linears(c))
+        products = sum(product(rate, n, o, i, item, item) for i, o in linears(c))
         result[kind] = products + passes * item / rate.memory + GAPS[kind] * rate.gap + core[kind]
-    result["W"] = sum(product(rate, o, i, n, item, wide, passes=2) for i, o in linears(c))
+    added = 2 * wide + 2 * item * (rate.code == "megatron-2021")  # bytes of an element that is added to the gradient
+    result["W"] = sum(product(rate, o, i, n, item, added) for i, o in linears(c))
     result["attention"] = core["F"]
     return result
 
@@ -102,7 +116,7 @@ def attention(c, rate, item):
     """Return {"F", "I": seconds} of a block's attention between qkv and proj."""
     n, s, h, t = c.micro_batch_size * c.seq_length, c.seq_length, c.hidden_size, c.tp
     flops, vectors = 4 * n * s * h / t, item * n * h / t / rate.memory
-    if rate.attention_form == "fused":
+    if rate.code == "ours":
         half = flops / 2 / rate.attention  # the lower triangle
         return {"F": half + 4 * vectors, "I": FUSED["I"] * half + 8 * vectors}
     elements = n * s * c.num_attention_heads / t
@@ -119,7 +133,7 @@ def ends(c, rate, item, wide):
     """Return (seconds of the embedding, seconds of the head), forward and backward of one micro-batch together."""
     n, h, V = c.micro_batch_size * c.seq_length, c.hidden_size, c.padded_vocab_size // c.tp
     embedding = (6 * item + 3 * wide) * n * h / rate.memory + 10 * rate.gap
-    shapes = (n, V, h, item, item, 1), (n, h, V, item, item, 1), (V, h, n, item, wide, 2)
+    shapes = (n, V, h, item, item), (n, h, V, item, item), (V, h, n, item, 2 * wide)
     head = sum(product(rate, *shape) for shape in shapes) + 4 * item * n * V / rate.memory
     return embedding, head + 8 * item * rows_outside(c) * h / rate.memory
 
@@ -160,10 +174,10 @@ def transfer(device, table, axis, stride, n, what=None):
     return sum(float(sent) / rate + calls * hops * device.latency for calls, sent in rows)
 
 
-def tensor_parallel(c, device, table, parts, split):
+def tensor_parallel(c, device, table, parts, apart):
     """Return {"F", "I": seconds of a block's collectives of one micro-batch that no product hides}.
 
-    table: the ledger's, of a rank with blocks. parts: from `block`. split: True if W runs apart from I.
+    table: the ledger's, of a rank with blocks. parts: from `block`. apart: True if nothing runs beside the sum of dx.
     """
     alone = {"F": 0.0, "I": 0.0}
     if c.tp == 1:
@@ -176,7 +190,7 @@ def tensor_parallel(c, device, table, parts, split):
         calls, sent = table["tp", "activations", operation]
         each = float(sent) / calls / rate + hops * device.latency
         for kind, (plain, by_dw, by_dx) in phases.items():
-            hidden = (0 if split else by_dw) + by_dx
+            hidden = (0 if apart else by_dw) + by_dx
             alone[kind] += (plain + by_dw + by_dx - hidden) * each + hidden * max(0.0, each - beside)
     return alone
 
@@ -225,6 +239,7 @@ def idle(name, p, m, chunks, F, I, W, message, simulate=True):
 @functools.cache
 def simulated(name, p, m, chunks, F, I, W, message):
     """Return the numbers of `idle` from `schedules.simulate`. Steps of many micro-batches are extended from short ones."""
+
     def spans(m):
         made = schedules.SCHEDULES[name](p, m, chunks)
         directions = len(schedules.pipelines(made))  # Chimera: a chunk of each runs half of the micro-batches
@@ -245,7 +260,8 @@ def simulated(name, p, m, chunks, F, I, W, message):
 def data_parallel(c, layout, device, table, m, F, B, units):
     """Return the seconds of dp that no computation hides. F, B: seconds of a micro-batch's forward and backward.
 
-    units: units of this rank. The reduction of the bucket that backward completes last is never hidden.
+    units: units of this rank. The reduction of the bucket that backward completes last is never hidden. With B = 0,
+    stages 0 and 1 reduce after the backward.
     """
     n, stride = layout.dp, c.tp * c.pp
 
@@ -296,6 +312,10 @@ class Stage(NamedTuple):
     tensor: float  # tensor parallel collectives that nothing hides, without those of the recomputation
     units: int
 
+    def backward(self, layout, code):
+        """Return the seconds beside which gradients are reduced."""
+        return 0.0 if code != "ours" and layout.stage < 2 else self.I + self.W
+
 
 @functools.cache
 def kinds(name, p, chunks):
@@ -308,7 +328,7 @@ def stages(c, layout, device, rate, table, item, wide):
     """Return the Stage of each pipeline rank. table: the ledger's, of a rank with blocks."""
     parts, (embedding, head) = block(c, rate, item, wide), ends(c, rate, item, wide)
     split, directions = kinds(c.schedule, c.pp, c.chunks)
-    comm = tensor_parallel(c, device, table, parts, split)
+    comm = tensor_parallel(c, device, table, parts, split or rate.code == "megatron-2021")
     again, last, result = (parts["F"] + comm["F"]) * (c.recompute == "full"), len(layout.table) - 1, []
     for rank in range(c.pp):
         units = [unit for chunk in layout.chunks(rank) for unit in layout.units[chunk]]
@@ -328,30 +348,34 @@ def stages(c, layout, device, rate, table, item, wide):
     return result
 
 
-def step(c, layout, device, tables, m, item, wide, dtype, attention="fused", simulate=True):
+def step(c, layout, device, tables, m, item, wide, dtype, code="ours", simulate=True):
     """Return {part: seconds} of a step, the parts of this file's table in their order.
 
     c: Config; layout: its `layout.Layout`; tables: {pipeline rank: (ledger's table, bytes kept)} of the ranks 0, 1 and
     p-1; m: micro-batches of a data rank; item, wide: bytes as in `memory.Sizes`; dtype: a name. simulate: as in `idle`,
     which also makes this function return None.
     """
-    rate, p = rates(device, dtype, attention), c.pp
+    rate, p = rates(device, dtype, code), c.pp
     found = stages(c, layout, device, rate, tables[min(1, p - 1)][0], item, wide)
     busiest = max(found, key=lambda stage: stage.F + stage.I + stage.W)
     mean = [sum(times) / p for times in zip(*(stage[:3] for stage in found), strict=True)]
-    message = item * rows_outside(c) * c.hidden_size / message_rate(device, c.tp * p > device.per_node)
+    rows = rows_outside(c) if code == "ours" else c.micro_batch_size * c.seq_length / c.tp
+    message = item * rows * c.hidden_size / message_rate(device, c.tp * p > device.per_node)
     waits = idle(c.schedule, p, m, c.chunks, *mean, message + device.latency, simulate)
     if not waits:
         return None
+    waited = 2 * m * c.chunks * message if code != "ours" and c.chunks > 1 else 0.0
     work = busiest.F + busiest.I + busiest.W - busiest.again - busiest.tensor
     return {
         "compute": m * work,
         "recomputation": m * busiest.again,
         "tensor parallel": m * busiest.tensor,
         "bubble": waits[0],
-        "pipeline messages": waits[1],
+        "pipeline messages": waits[1] + waited,
         "data parallel": max(
-            data_parallel(c, layout, device, tables[r][0], m, found[r].F, found[r].I + found[r].W, found[r].units)
+            data_parallel(
+                c, layout, device, tables[r][0], m, found[r].F, found[r].backward(layout, code), found[r].units
+            )
             for r in tables
         )
         + max(sums(c, layout, device, tables[r][0]) for r in tables),
