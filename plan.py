@@ -14,6 +14,7 @@ devices.
 
 import json
 import sys
+import textwrap
 from dataclasses import fields
 
 import config as configuration
@@ -22,8 +23,8 @@ from errors import Parser, UserError, exit_on_user_error
 from planning import devices, explain, layouts, seconds
 
 GB = 1e9
-ROW = "{:>3} {:>3} {:>4} {:<11} {:>2} {:>1} {:>2} {:<4} {:>3} {:>9} {:>5} {:>5} {:>6} {:>7} {:>16} {:>10} {:>7}"
-TITLES = "tp pp dp schedule v Z sp reco b step,s MFU HFU GB bubble not_hidden,% tokens/s days"
+ROW = "{:>2} {:>3} {:>4} {:<11} {:>2} {:>1} {:>2} {:<4} {:>2} {:>8} {:>5} {:>5} {:>6} {:>6} {:>14} {:>10} {:>8}"
+TITLES = "tp pp dp schedule v Z sp reco b step,s MFU HFU GB bubble waits_for,% tokens/s days"
 
 
 def row(facts):
@@ -34,14 +35,16 @@ def row(facts):
         c["tp"], c["pp"], c["dp"], c["schedule"], c["chunks"], c["zero"], "sp" if c["sequence_parallel"] else "-",
         c["recompute"], c["micro_batch_size"], f"{step:.4g}", f"{facts['mfu']:.1%}", f"{facts['hfu']:.1%}",
         f"{sum(facts['memory_bytes'].values()) / GB:.1f}", f"{facts['bubble']:.1%}", exposed,
-        f"{facts['tokens_per_second']:,.0f}", f"{facts['days']:.3g}",
+        f"{facts['tokens_per_second']:,.0f}", f"{facts['days']:,.1f}",
     )  # fmt: skip
 
 
 def memory_line(facts):
     """Return the memory of the fullest rank by part, and what binds the layout."""
     parts = ", ".join(f"{what} {size / GB:.1f}" for what, size in facts["memory_bytes"].items() if size >= 0.05 * GB)
-    return f"        stage {facts['fullest_rank']}: {parts} GB\n        {facts['binds']}"
+    text = f"stage {facts['fullest_rank']}: {parts} GB"
+    indent = dict(initial_indent=" " * 8, subsequent_indent=" " * 17, width=120)
+    return f"{textwrap.fill(text, **indent)}\n        {facts['binds']}"
 
 
 def table(found, top):
@@ -55,7 +58,9 @@ def table(found, top):
     for facts in rest[: max(1, top // 3)]:
         lines += [row(facts), memory_line(facts)]
     lines.append("\nv: chunks of a rank. Z: ZeRO stage. b: samples of a micro-batch. GB: memory of the fullest rank.")
-    lines.append("not_hidden: share of the step that waits for communication of tp / pp / dp.")
+    lines.append(
+        "waits for: percent of the step that waits for communication of tp / pp / dp, because nothing hides it."
+    )
     return "\n".join(lines)
 
 

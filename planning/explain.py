@@ -8,27 +8,32 @@ GB = 1e9
 
 
 def line(name, formula, value, unit):
-    return f"{name:<34} {formula:<58} {value:>14} {unit}"
+    return f"{name:<37} {formula:<51} {value:>15} {unit}"
 
 
 def text(config, gpus, device, facts, code):
     """Return the explanation of a layout. facts: from `layouts.judge` of the same arguments."""
     dtype, item, wide = layouts.cluster(config, device)
+    B = config.global_batch_size
     c, known, shape = config, layouts.model_of(config, item, wide), layouts.shape_of(config, gpus)
     layout, rate = known.layout(shape), seconds.rates(device, dtype, code)
     m = configuration.micro_batches(c, c.global_batch_size, shape.dp)
     return "\n".join(
         [
-            f"{gpus} x {device.name}, {dtype}: " + " ".join(f"{k}={v}" for k, v in facts["layout"].items()),
+            f"{gpus} x {device.name}, {dtype}, {code}",
+            " ".join(f"{k}={v}" for k, v in facts["layout"].items()),
             "",
             "The batch and the model",
             line("data ranks dp", "GPUs / (tp pp)", shape.dp, ""),
             line("micro-batches m", "global_batch_size / (b dp)", m, ""),
             line("parameters", "all units, a tied table once", f"{layouts.parameters(known):,}", ""),
             line(
-                "model FLOPs", "72 B s L h^2 (1 + s/6h + V/12Lh)", f"{model_flops(c, c.global_batch_size):.4g}", "FLOP"
+                "model FLOPs",
+                "72 B s L h^2 (1 + s/6h + V/12Lh), log.model_flops",
+                f"{model_flops(c, c.global_batch_size):.4g}",
+                "FLOP",
             ),
-            line("with recomputation", "log.hardware_flops", f"{hardware_flops(c, c.global_batch_size):.4g}", "FLOP"),
+            line("with recomputation", "log.hardware_flops", f"{hardware_flops(c, B):.4g}", "FLOP"),
             "",
             *rate_lines(c, device, dtype, rate),
             "",
@@ -106,13 +111,13 @@ def stage_lines(c, layout, device, known, shape, m, rate, item, wide):
         lines.append(
             line(
                 name,
-                "2 M N K / rate + bytes / memory rate + gap",
+                "2 K (M N + wave) / rate + bytes / memory rate + gap",
                 f"{seconds.product(rate, n, o, i, item, item) * 1e3:.4g}",
                 "ms",
             )
         )
     lines += [
-        line(f"{kind} of a block", "products, attention, passes over memory", f"{parts[kind] * 1e3:.4g}", "ms")
+        line(f"{kind} of a block", "4 products, attention, passes over memory", f"{parts[kind] * 1e3:.4g}", "ms")
         for kind in "FIW"
     ]
     lines += ["", "Stages, one micro-batch"]

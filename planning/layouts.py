@@ -25,7 +25,6 @@ import config as configuration
 from errors import UserError
 from log import hardware_flops, model_flops
 from operations import DTYPES
-from parallel import memory, schedules
 from parallel.tensor import CHUNK
 from planning import seconds, steady
 
@@ -165,13 +164,18 @@ def suspects(layout):
     return sorted({rank for found in kinds.values() for rank in (found[0], found[-1], found[len(found) // 2])})
 
 
-def judge(config, gpus, device, code="ours", tokens=None, all_ranks=True):
+def judge(config, gpus, device, code="ours", tokens=None, all_ranks=True, simulate=True):
     """Return the facts of one layout as a dict. Sizes in bytes, times in seconds; the keys are plan.py's --json.
 
-    all_ranks: False leaves out memory_by_rank, which is slow for long pipelines.
+    all_ranks: False leaves out memory_by_rank, which is slow for long pipelines. simulate: False returns None for a
+    layout whose bubble has no closed form.
     """
     dtype, item, wide = cluster(config, device)
-    known, shape, b = model_of(config, item, wide, device.name == "cpu"), shape_of(config, gpus), config.micro_batch_size
+    known, shape, b = (
+        model_of(config, item, wide, device.name == "cpu"),
+        shape_of(config, gpus),
+        config.micro_batch_size,
+    )
     layout, m = known.layout(shape), configuration.micro_batches(config, config.global_batch_size, shape.dp)
     ranks = range(config.pp) if all_ranks else suspects(layout)
     by_rank = {rank: memory_of(config, shape, m, rank, known) for rank in ranks}
@@ -180,15 +184,10 @@ def judge(config, gpus, device, code="ours", tokens=None, all_ranks=True):
         rank: (known.sent(shape, m, b, rank), known.kept(shape, m, b, rank))
         for rank in sorted({0, min(1, config.pp - 1), config.pp - 1})
     }
-    parts = seconds.step(config, layout, device, tables, m, item, wide, dtype, code, all_ranks)
+    parts = seconds.step(config, layout, device, tables, m, item, wide, dtype, code, simulate)
     if not parts:
         return None
-    step, peak = sum(parts.values()), device.peak(dtype)
-    total, exposed = seconds.wires(config, layout, device, tables, parts)
-    model_rate = model_flops(config, config.global_batch_size) / step / gpus
-    hardware_rate = hardware_flops(config, config.global_batch_size) / step / gpus
-    speed = config.global_batch_size * config.seq_length / step
-    bytes_of = sum(by_rank[fullest].values())
+    step, (total, exposed) = sum(parts.values()), seconds.wires(config, layout, device, tables, parts)
     facts = {
         "layout": {"dp": shape.dp} | {name: getattr(config, name) for name in (*FIELDS, "offload")},
         "gpus": gpus,
@@ -203,19 +202,28 @@ def judge(config, gpus, device, code="ours", tokens=None, all_ranks=True):
         "step_parts": parts,
         "fullest_rank": fullest,
         "memory_bytes": by_rank[fullest],
-        "fits": bytes_of <= device.memory_bytes,
+        "fits": sum(by_rank[fullest].values()) <= device.memory_bytes,
         "capacity_bytes": device.memory_bytes,
-        "model_tflops": model_rate / 1e12,
-        "hardware_tflops": hardware_rate / 1e12,
-        "mfu": model_rate / peak,
-        "hfu": hardware_rate / peak,
-        "tokens_per_second": speed,
-        "days": (tokens or 20 * parameters(known)) / speed / 86400,
     }
+    facts |= speeds(config, gpus, device.peak(dtype), step)
+    facts["days"] = (tokens or 20 * parameters(known)) / facts["tokens_per_second"] / 86400
     facts["binds"] = binds(facts, device)
     if all_ranks:
         facts["memory_by_rank"] = [by_rank[rank] for rank in ranks]
     return facts
+
+
+def speeds(config, gpus, peak, step):
+    """Return the speeds of a step of `step` seconds. peak: FLOP/s of one GPU."""
+    model = model_flops(config, config.global_batch_size) / step / gpus
+    hardware = hardware_flops(config, config.global_batch_size) / step / gpus
+    return {
+        "model_tflops": model / 1e12,
+        "hardware_tflops": hardware / 1e12,
+        "mfu": model / peak,
+        "hfu": hardware / peak,
+        "tokens_per_second": config.global_batch_size * config.seq_length / step,
+    }
 
 
 def parameters(known):
@@ -251,7 +259,7 @@ def rank_all(config, gpus, device, fixed, **options):
     """Return the facts of all candidates: those that fit, the fastest first; then the others, the nearest first."""
     judged = []
     for c in candidates(config, gpus, device, fixed):
-        if facts := judge(c, gpus, device, all_ranks=False, **options):
+        if facts := judge(c, gpus, device, all_ranks=False, simulate=False, **options):
             judged.append(facts | {"config": c})
     return sorted(
         judged, key=lambda f: (not f["fits"], f["step_seconds"] if f["fits"] else sum(f["memory_bytes"].values()))

@@ -5,10 +5,13 @@
     an elementwise pass     bytes / memory rate
     a ring of n ranks       bytes that a rank sends / rate of the slowest wire  +  calls * log2(n) * latency
 
-A GPU computes the result of a product in tiles, one wave of tiles after another. The last wave is not full: on average
-`wave` elements are computed for nothing. So a product with a small result is slow, because of its last wave. A product
-with a short inner side is slow, because its matrices cost more than its multiplications. Counts come from where a run's predictions come from: bytes sent from `ledger.py`,
-bytes kept from `memory.py`, idle time from `schedules.FORMULAS` and `schedules.simulate`.
+A GPU computes the result of a product in tiles, one wave of tiles after another. It needs time to begin the first wave,
+and the last wave is not full. Together this costs about one wave, the constant `wave`: one tile of 128 x 256 elements
+on each multiprocessor. So a product with a small result is slow. A product with a short inner side is slow because its
+matrices cost more than its multiplications. A small micro-batch is slow for the first reason.
+
+Counts come from where a run's predictions come from: bytes sent from `ledger.py`, bytes kept from `memory.py`, idle
+time from `schedules.FORMULAS` and `schedules.simulate`.
 
 A step on the busiest pipeline rank is the sum of these parts:
 
@@ -38,7 +41,7 @@ import functools
 import math
 from typing import NamedTuple
 
-from parallel import ledger, schedules
+from parallel import schedules
 from parallel.layout import rows_outside
 
 # Passes over memory of a block's elementwise operations, counted in `kernels.py`. A pass reads or writes a tensor once.
@@ -238,7 +241,7 @@ def idle(name, p, m, chunks, F, I, W, message, simulate=True):
 
 @functools.cache
 def simulated(name, p, m, chunks, F, I, W, message):
-    """Return the numbers of `idle` from `schedules.simulate`. Steps of many micro-batches are extended from short ones."""
+    """Return the numbers of `idle` from `schedules.simulate`. A long step is extended from short ones."""
 
     def spans(m):
         made = schedules.SCHEDULES[name](p, m, chunks)

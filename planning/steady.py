@@ -72,15 +72,15 @@ class Model:
     def __init__(self, config, item, wide, on_cpu=False):
         self.config, self.item, self.wide, self.on_cpu = config, item, wide, on_cpu
         self.table = parameter_table(config)
+        for name in ("of", "buckets", "layout", "_sent", "_peak"):  # each answer is made once and kept
+            setattr(self, name, functools.cache(getattr(self, name)))
 
-    @functools.cache
     def of(self, shape):
         """Return the Config of a Shape, with one sample in a micro-batch."""
         fields = shape._asdict()
         del fields["dp"]
         return dataclasses.replace(self.config, **fields, micro_batch_size=1)
 
-    @functools.cache
     def buckets(self, dp, tp, pp, name, chunks):
         """Return a `layout.Layout` for any ZeRO stage."""
         config = dataclasses.replace(self.config, tp=tp, pp=pp, schedule=name, chunks=chunks)
@@ -90,14 +90,12 @@ class Model:
         made.names = lambda units: names(tuple(units))
         return made
 
-    @functools.cache
     def layout(self, shape):
         """Return the `layout.Layout` of a Shape."""
         made = copy.copy(self.buckets(*shape[:5]))
         made.config, made.stage = self.of(shape), shape.zero if shape.dp > 1 else 0
         return made
 
-    @functools.cache
     def _sent(self, shape, m, rank):
         """Return `ledger.predict` of a step with m micro-batches of one sample, on data rank 0."""
         made = schedule(shape.schedule, shape.pp, m, shape.chunks)
@@ -118,7 +116,6 @@ class Model:
             result[key] = calls + rounds * (more_calls - calls), samples * (sent + rounds * (more - sent))
         return result
 
-    @functools.cache
     def _peak(self, shape, m, rank):
         """Return `memory.peak_of_activations` with one sample in a micro-batch. ZeRO does not change it."""
         c, numbers = self.of(shape), (shape.schedule, shape.pp, m, shape.chunks)
