@@ -9,6 +9,11 @@ devices.
 
     --explain          the arithmetic of one layout, line by line
     --json             a list of layouts; of a given layout one object
+    --svg=FILE         memory and time of the best layouts as a picture
+    --dry_run --rank=R the real program of one rank, on tensors without data, beside the prediction
+    --sweep            the layouts run on this machine, beside the prediction
+    --calibrate        measures this machine for --device=cpu
+    --flops=3e24       the scaling law: the best size and number of tokens for a budget
     --code=NAME        predict another program, to compare with its paper: megatron-2021 or megatron-2022
 """
 
@@ -87,6 +92,12 @@ def parse(arguments):
     parser.add_argument("--code", default="ours", choices=seconds.CODES, help="the program that runs (ours)")
     parser.add_argument("--explain", action="store_true", help="print the arithmetic of the given or the best layout")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--svg", metavar="FILE", help="draw memory and time of the best layouts")
+    parser.add_argument("--dry_run", action="store_true", help="run a step of one rank without a GPU, on no data")
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank of --dry_run (0)")
+    parser.add_argument("--sweep", action="store_true", help="run the layouts on this machine and compare")
+    parser.add_argument("--calibrate", action="store_true", help="measure this machine for --device=cpu")
+    parser.add_argument("--flops", type=float, metavar="C", help="size and tokens of the best model for C FLOPs")
     options, rest = parser.parse_known_args(arguments)
     _, pairs = flags.split(rest, {f.name for f in fields(configuration.Config) if f.type is bool})
     return options, configuration.load(rest), {flags.plain(name) for name, _ in pairs}
@@ -109,12 +120,42 @@ def check(options):
     return device._replace(**{name: value for name, value in given.items() if value})
 
 
+def dispatch(options, config, given):
+    """Run --calibrate, --flops, --dry_run or --sweep. Return False if none of them was asked for."""
+    if options.calibrate:
+        from planning import calibration
+
+        calibration.main()
+    elif options.flops is not None:
+        from planning import scaling
+
+        scaling.main(options.flops)
+    elif not (options.dry_run or options.sweep):
+        return False
+    elif not options.gpus:
+        raise UserError("--gpus: the number of processes is missing, such as --gpus=8")
+    elif options.dry_run:
+        from planning import dry_run
+
+        dry_run.main(config, options.gpus, options.rank)
+    else:
+        from planning import sweep
+
+        def predict(config, gpus):
+            return layouts.judge(config, gpus, devices.device("cpu", gpus))["step_seconds"]
+
+        sweep.main(config, options.gpus, predict if devices.CALIBRATION.exists() else None, given)
+    return True
+
+
 def main(arguments=None):
     """Run the command line. A mistake of the user is a UserError."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"--help", "-h"} & set(arguments):
         print(__doc__)
     options, config, given = parse(arguments)
+    if dispatch(options, config, given):
+        return
     device = check(options)
     choose = {"code": options.code, "tokens": options.tokens}
     if {"tp", "pp"} <= given and not options.top:
@@ -129,6 +170,10 @@ def main(arguments=None):
         for facts in shown:
             facts |= layouts.judge(facts["config"], options.gpus, device, **choose)
         best = found[0]
+    if options.svg:
+        from planning import pictures
+
+        pictures.write(options.svg, [public(facts) for facts in (shown if found else [best]) if facts["fits"]])
     if options.json:
         print(json.dumps(public(best) if found is None else [public(facts) for facts in shown], indent=1))
     elif options.explain:

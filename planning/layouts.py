@@ -61,15 +61,18 @@ def candidates(config, gpus, device, fixed):
             ways = list(orders(config, pp, fixed))
             zeros = choices("zero", [0] if dp == 1 else [0, 1] if pp > 1 else [0, 1, 2, 3])
             for b in choices("micro_batch_size", [1, 2, 4, 8]):
+                sequence_parallel = choices("sequence_parallel", [tp > 1])[0]
+                plain = dict(tp=tp, pp=pp, micro_batch_size=b, sequence_parallel=sequence_parallel)
+                plain = dataclasses.replace(config, **plain)
+                if not fields_fit(plain, gpus):
+                    continue
                 for schedule, chunks in ways:
-                    shape = dict(tp=tp, pp=pp, micro_batch_size=b, schedule=schedule, chunks=chunks)
-                    if not accepts(config, gpus, **shape):
+                    made = dataclasses.replace(plain, schedule=schedule, chunks=chunks)
+                    if not schedule_fits(made, gpus):
                         continue
-                    for sp in choices("sequence_parallel", [tp > 1]):
-                        for zero in zeros:
-                            for recompute in choices("recompute", ["none", "full"]):
-                                more = dict(sequence_parallel=sp, zero=zero, recompute=recompute)
-                                found.append(dataclasses.replace(config, **shape, **more))
+                    for zero in zeros:
+                        for recompute in choices("recompute", ["none", "full"]):
+                            found.append(dataclasses.replace(made, zero=zero, recompute=recompute))
     return found
 
 
@@ -86,24 +89,34 @@ def orders(config, pp, fixed):
 
 
 def accepts(config, gpus, **shape):
-    """Return True if `config.check` accepts the layout. It builds no long schedule.
-
-    A schedule exists for m micro-batches if it exists for one round more. So the check of the other fields gets one
-    micro-batch, and the schedule is made for at most two rounds.
-    """
+    """Return True if `config.check` accepts the Config with the fields of `shape`. It builds no long schedule."""
     c = dataclasses.replace(config, **shape)
-    dp = max(1, gpus // (c.tp * c.pp))
-    per_round = c.micro_batch_size * dp
+    return fields_fit(c, gpus) and schedule_fits(c, gpus)
+
+
+def fields_fit(c, gpus):
+    """Return True if `config.check` accepts everything except schedule and chunks: it checks one micro-batch of 1f1b.
+
+    A batch that grows (rampup_batch_size) or does not divide is checked as it is.
+    """
+    per_round = c.micro_batch_size * max(1, gpus // (c.tp * c.pp))
+    if not c.rampup_batch_size and c.global_batch_size % per_round == 0:
+        c = dataclasses.replace(c, schedule="1f1b", chunks=1, global_batch_size=per_round)
     try:
-        if c.rampup_batch_size or c.global_batch_size % per_round:
-            configuration.check(c, gpus)
-            return True
-        configuration.check(dataclasses.replace(c, schedule="1f1b", chunks=1, global_batch_size=per_round), gpus)
-        m = steady.short_sent(c.schedule, c.pp, c.global_batch_size // per_round)
-        parts = max(steady.schedule(c.schedule, c.pp, m, c.chunks).parts) + 1
+        configuration.check(c, gpus)
     except UserError:
         return False
-    return c.num_layers >= parts - 2
+    return True
+
+
+def schedule_fits(c, gpus):
+    """Return True if the schedule exists. It exists for m micro-batches if it exists for one round more or less."""
+    m = configuration.micro_batches(c, c.global_batch_size, gpus // (c.tp * c.pp))
+    try:
+        made = steady.schedule(c.schedule, c.pp, steady.short_sent(c.schedule, c.pp, m), c.chunks)
+    except UserError:
+        return False
+    return c.num_layers >= max(made.parts) - 1
 
 
 # --- one layout -------------------------------------------------------------------------------------------------------
