@@ -183,6 +183,10 @@ def log_axes(low, high, at, left, top, side):
     yield f"<g transform='translate(16 {top + side / 2}) rotate(-90)'>{text(0, 0, 'predicted', 12, 'middle')}</g>"
 
 
+# Unit vectors in sixteenths of a turn, the preferred ones first: up to the left, down to the right (y grows downwards).
+DIRECTIONS = [(math.cos(i * math.pi / 8), math.sin(i * math.pi / 8)) for i in (10, 2, 11, 3, 9, 1, 12, 4, 8, 0, 13, 15)]
+
+
 def labels(spots, frame):
     """Return the centre of each spot's number: a free place near the spot, inside the frame (left, top, right, bottom).
 
@@ -194,9 +198,6 @@ def labels(spots, frame):
         free = (place for place in around if inside(place, frame) and is_clear(place, places, spots))
         places.append(next(free, (x, y)))
     return places
-
-
-DIRECTIONS = [(math.cos(i * math.pi / 8), math.sin(i * math.pi / 8)) for i in (10, 2, 11, 3, 9, 1, 12, 4, 8, 0, 13, 15)]
 
 
 def inside(place, frame):
