@@ -74,6 +74,8 @@ def test_circles_and_levels():
         ("generate.py", "train.py", True),
         ("testing/workers.py", "train.py", True),
         ("test_train.py", "train.py", False),
+        ("planning/dry_run.py", "train.py", False),
+        ("planning/sweep.py", "train.py", True),
         ("bench/step.py", "train.py", False),
         ("bench.py", "testing/sanitizer.py", False),
     ],

@@ -1,0 +1,215 @@
+"""Run one training step of one rank without a GPU and without the other ranks, and hold the formulas to it.
+
+    python plan.py configs/gpt3_175b.py --gpus=1024 --tp=8 --pp=16 --dry_run --rank=5
+
+The dry run is the program itself: `train.build` and `train.train_step` with the real model, buckets, schedule and
+executor. Two replacements make it small:
+
+    tensors on the device "meta"    have a shape and a dtype but no memory, so an operation computes no number
+    PyTorch's fake process group    pretends that all ranks exist; a communication returns at once
+
+So the run does all the work except the numbers. comm.py counts each byte that the rank sends, and meter.py counts each
+byte that the rank keeps. Both accounts must equal the formulas of ledger.py and memory.py.
+
+No code may read a number. The program reads numbers at three places, and the dry run replaces them (`blind`):
+
+    train.PendingStep    copies loss, norm and flags of a step to the host
+    adamw_               is a fused kernel without a form for meta tensors; `optimizer.adamw` makes the same update
+    attention            has another form for meta tensors, which keeps [s, s] matrices; the CPU's fused form is named
+
+Other optimizers, fp16's loss scale and offload read numbers on the host, so they are refused.
+"""
+
+import contextlib
+import itertools
+import resource
+import sys
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import config as configuration
+import reference
+import train
+from errors import UserError
+from parallel import ledger, memory, meter, optimizer, report
+from parallel.mesh import Mesh
+
+META = torch.device("meta")
+
+
+class Accounts(NamedTuple):
+    """Bytes that one rank sends and keeps in a step, by the dry run and by the formulas."""
+
+    sent: dict  # {(axis, what, operation): (calls, bytes)}
+    sent_formula: dict
+    kept: dict  # {part of the memory: bytes}
+    kept_formula: dict
+    shared: int  # bytes by which the dry run's peak may be below the formula: see `shared_rows`
+
+
+def main(config, gpus, rank):
+    """Run one step of `rank` dry, and print its accounts beside the formulas. Exit with code 1 if they differ.
+
+    config: a `config.Config`; gpus: the number of ranks. Raises UserError.
+    """
+    start = time.perf_counter()
+    with started(config, gpus, rank) as run:
+        accounts = step(run)
+        print(tables(run, accounts))
+    wrong = differences(accounts)
+    below = accounts.kept_formula[memory.PEAK] - accounts.kept[memory.PEAK]
+    if below and not wrong:
+        print(f"The peak of activations is {report.number(below)} bytes below the formula: shared indices of rows.")
+    print("\n".join(wrong) if wrong else "The dry run and the formulas agree.")
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(f"{time.perf_counter() - start:.1f} s; this process has used at most {kilobytes / 1024:.0f} MiB")
+    if wrong:
+        sys.exit(1)
+
+
+@contextlib.contextmanager
+def started(config, gpus, rank):
+    """Context: yield the `train.Run` of `rank` of `gpus` pretended ranks, on meta tensors. Raises UserError."""
+    config = checked(config, gpus, rank)
+    if dist.is_initialized():
+        raise UserError("a dry run pretends all ranks in one process; start it without torchrun")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=gpus)
+    try:
+        yield blind(train.build(config, Mesh(config.tp, config.pp), META))
+    finally:
+        dist.destroy_process_group()
+
+
+def checked(config, gpus, rank):
+    """Return the configuration of the dry run: one step of global_batch_size samples. Raises UserError.
+
+    dtype=auto becomes bf16, as on a GPU since the A100. A ramp-up of the batch and epochs have no meaning here.
+    """
+    if not 0 <= rank < gpus:
+        raise UserError(f"--rank={rank}: should be 0 to {gpus - 1}, because --gpus={gpus}")
+    reasons = {
+        "optimizer": (config.optimizer != "adamw", "its rule reads numbers; set --optimizer=adamw"),
+        "dtype": (config.dtype == "fp16", "its loss scale depends on numbers; set --dtype=bf16, which has equal sizes"),
+        "offload": (config.offload, "the CPU's memory is not pretended; set --offload=False"),
+        "eval_only": (config.eval_only, "an evaluation has no training step; set --eval_only=False"),
+    }
+    for name, (refused, why) in reasons.items():
+        configuration.require(config, name, not refused, f"a dry run has no numbers: {why}")
+    dtype = "bf16" if config.dtype == "auto" else config.dtype
+    config = replace(config, dtype=dtype, rampup_batch_size="", train_iters=1, train_epochs=0.0)
+    configuration.check(config, gpus)
+    return config
+
+
+def blind(run):
+    """Give the run operations that compute no number. Return the run."""
+    ops = SimpleNamespace(**vars(reference) | {"attention": attention, "adamw_": adamw_})
+    run.zero.ops = ops
+    for module in run.model.modules():
+        if hasattr(module, "ops"):
+            module.ops = ops
+    return run
+
+
+def attention(qkv, cache=None):
+    """Return `reference.attention` of meta tensors by the CPU's fused form. [b, s, 3, a, d] -> [b, s, a, d].
+
+    F.scaled_dot_product_attention would choose the form that keeps the [s, s] matrix.
+    """
+    q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
+    y, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    return y.transpose(1, 2)
+
+
+def adamw_(weight, gradient, moments, scalars, ranges, *, decay, out=None, **constants):
+    """Run `optimizer.adamw` on every range. The values of lr, scale and update have no effect without numbers."""
+    for begin, end, decays in ranges:
+        w, g, *m = (x[begin:end] for x in (weight, gradient, *moments))
+        optimizer.adamw(w, g, m, lr=1.0, scale=1.0, update=1, decay=decay * decays, **constants)
+    if out is not None:
+        out.copy_(weight)
+
+
+def step(run):
+    """Make one training step of a dry Run. Return its Accounts."""
+    c, mesh = run.config, run.mesh
+    tokens = torch.empty(c.micro_batch_size, c.seq_length + 1, dtype=torch.int64, device=META)
+    samples = torch.empty(c.micro_batch_size, dtype=torch.int64, device=META)
+    m = configuration.micro_batches(c, c.global_batch_size, mesh.dp.size)
+    batches = (run.model.micro_batch(tokens[:, :-1], tokens[:, 1:], samples) for _ in range(m))
+    pending, train.PendingStep = train.PendingStep, lambda *numbers: None
+    try:
+        with meter.Activations(run.executor) as activations:
+            train.train_step(run, batches)
+    finally:
+        train.PendingStep = pending
+    rank, widths = mesh.pp.rank, (run.zero.dtype.itemsize, run.zero.master_dtype.itemsize)
+    sizes = memory.sizes(c, *widths, on_cpu=False)
+    return Accounts(
+        mesh.ledger.per_step(1),
+        ledger.predict(run.layout, run.schedule, rank, mesh.dp.rank, *widths),
+        meter.model_states(run.zero) | {memory.PEAK: activations.peak},
+        memory.predict(run.layout, run.schedule, rank, sizes),
+        shared_rows(run.schedule.actions[rank], c, sizes.rows),
+    )
+
+
+def shared_rows(actions, c, rows):
+    """Return the bytes by which a run's peak of activations may be below the formula (meter.py explains why).
+
+    Only dropout keeps indices of rows (int64). The formula counts them for each micro-batch and chunk in flight, also
+    where two chunks of the rank share them, or where I frees them early. actions: the rank's; rows: of a micro-batch.
+    """
+    kinds, chunks = {action.kind for action in actions}, {action.chunk for action in actions}
+    if not c.dropout or (len(chunks) == 1 and not (c.sequence_parallel and "I" in kinds)):
+        return 0
+    change = {"F": 1, "B": -1, "I": 0, "W": -1}
+    return 8 * rows * max(itertools.accumulate(change[action.kind] for action in actions))
+
+
+def differences(a):
+    """Return a line for each row of the Accounts in which the dry run and the formula differ."""
+    lines = []
+    for key in sorted(a.sent.keys() | a.sent_formula.keys()):
+        found, formula = (table.get(key, (0, 0)) for table in (a.sent, a.sent_formula))
+        if found != formula:
+            (calls, count), (formula_calls, formula_count) = found, formula
+            lines.append(
+                f"{' '.join(key)}: the dry run sends {report.number(count)} bytes in {calls} calls, "
+                f"the formula has {report.number(formula_count)} bytes in {formula_calls} calls"
+            )
+    for what, formula in a.kept_formula.items():
+        if not 0 <= formula - a.kept[what] <= (a.shared if what == memory.PEAK else 0):
+            lines.append(
+                f"{what}: the dry run keeps {report.number(a.kept[what])} bytes, "
+                f"the formula has {report.number(formula)} bytes"
+            )
+    return [f"different: {line}" for line in lines]
+
+
+def tables(run, a):
+    """Return the tables of a dry Run and its Accounts as text: column bytes is the dry run, column formula is not."""
+    c, mesh, rank = run.config, run.mesh, run.mesh.pp.rank
+    m, widths = run.schedule.microbatches, (run.zero.dtype.itemsize, run.zero.master_dtype.itemsize)
+    often = ledger.how_often(run.layout, run.schedule, rank)
+    who = f"rank {mesh.rank}"
+    return (
+        "\n\n".join(
+            [
+                f"Dry run of {who} of {mesh.world.size}: dp {mesh.dp.rank} of {mesh.dp.size}, pp {rank} of {c.pp}, "
+                f"tp {mesh.tp.rank} of {c.tp}; {run.model.num_parameters():,} parameters in {c.dtype}; "
+                f"{c.schedule} with {m} micro-batches, zero={c.zero}. No number was computed.",
+                report.sent_table(who, a.sent_formula, often, a.sent)
+                + "\n"
+                + report.zeros_line(a.sent, run.layout, rank, *widths, m),
+                report.kept_table(who, a.kept_formula, run.layout.stored(rank), run.layout.padding(rank), a.kept),
+            ]
+        )
+        + "\n"
+    )
