@@ -5,6 +5,7 @@ dry run's attention keeps no log-sum-exp; the rank's place is ignored; the proce
 replaced; a difference is not named, or does not end the program with code 1.
 """
 
+import math
 import resource
 import subprocess
 import sys
@@ -45,7 +46,7 @@ def every_kind():
 
 @pytest.mark.parametrize("config, gpus", every_kind(), ids=lambda x: getattr(x, "schedule", x))
 def test_every_kind_of_layout_equals_the_formulas(config, gpus):
-    for rank in range(gpus):
+    for rank in (0, 3, 5, 6) if gpus == 8 else range(gpus):  # dp, pp and tp ranks 000, 011, 101, 110
         accounts = dry(config, gpus, rank)
         assert dry_run.differences(accounts) == [], f"rank {rank}"
         assert accounts.sent == accounts.sent_formula
@@ -67,16 +68,13 @@ def test_the_peak_may_differ_only_where_rows_are_shared():
 
 def real(configs):
     """Return [(bytes sent, bytes kept)] of a real step of each configuration on this rank."""
-    mesh_of = {(c.tp, c.pp): None for c in configs}
     found = []
     for config in configs:
-        mesh = mesh_of[config.tp, config.pp] = mesh_of[config.tp, config.pp] or Mesh(config.tp, config.pp)
-        mesh.ledger.rows.clear()
-        run = train.build(config, mesh, torch.device("cpu"))
+        run = train.build(config, Mesh(config.tp, config.pp), torch.device("cpu"))
         run.zero.initialize(config.seed)
         with meter.Activations(run.executor) as activations:
             train.train_step(run, micro_batches(run))
-        found.append((mesh.ledger.per_step(1), meter.model_states(run.zero) | {memory.PEAK: activations.peak}))
+        found.append((run.mesh.ledger.per_step(1), meter.model_states(run.zero) | {memory.PEAK: activations.peak}))
     return found
 
 
@@ -85,7 +83,13 @@ REAL = [
     (2, [tiny_config(1, 2, sequence_parallel=True, dtype="fp32", dropout=0.1, recompute="full"), tiny_config(1, 2)]),
     (2, [tiny_config(2, zero=zero, dtype="fp32") for zero in range(4)]),
     (2, [tiny_config(1, pp=2, schedule=name) for name in ("gpipe", "1f1b", "zb-h2", "chimera")]),
-    (2, [tiny_config(1, pp=2, schedule=n, chunks=2, num_layers=4, dropout=0.1) for n in ("interleaved", "zb-v")]),
+    (
+        2,
+        [
+            tiny_config(1, pp=2, schedule=n, chunks=2, num_layers=4, micro_batch_size=6, dropout=0.1)
+            for n in ("interleaved", "zb-v")
+        ],
+    ),
     (4, [tiny_config(2, pp=2, zero=3, schedule="zb-h1", dropout=0.1), tiny_config(2, 2, zero=2, dtype="fp32")]),
     (8, [tiny_config(2, 2, pp=2, zero=1, sequence_parallel=True, schedule="zb-h1", dropout=0.1)]),
 ]
@@ -120,9 +124,10 @@ def test_a_rank_of_a_trillion_parameters_fits_in_one_gibibyte():
     code = "import test_dry_run; test_dry_run.one_rank_of_a_trillion()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     agrees, elements, mebibytes = done.stdout.split()
-    # stage 5 has 2 blocks of 12 h^2 / 8 in matrices; biases of qkv and fc1 are cut, 9 vectors of h are not
+    # Stage 5 has 2 blocks. tp cuts the matrices, 12 h^2, and the biases of qkv and fc1, 7 h. It does not cut 6 h.
+    # The bucket of a block is padded to a multiple of 16 dp = 96 elements.
     h = TRILLION["hidden_size"]
-    assert (agrees, int(elements)) == ("True", 2 * (12 * h * h // 8 + 7 * h // 8 + 6 * h))
+    assert (agrees, int(elements)) == ("True", 2 * 96 * math.ceil((12 * h * h // 8 + 7 * h // 8 + 6 * h) / 96))
     assert int(mebibytes) < 1024
 
 
