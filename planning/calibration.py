@@ -1,0 +1,252 @@
+"""Measure the speed of this machine's CPU for the device "cpu" of devices.py, in less than a minute.
+
+    python plan.py --calibrate
+
+Several processes on one machine share its cores and its memory, so everything is measured with 1, 2, 4 and 8 processes
+that work at the same time, one thread each. If there are more processes than cores, they take turns, and each process
+reaches only the share cores / processes of its rates. The medians of all processes are written to PATH as JSON:
+
+    {"cores": 2, "memory_bytes": ..., "torch": "2.13.0", "processes": {"1": numbers, "2": numbers, ...}}
+
+The numbers of each process have the names of `devices.Device`, with seconds, bytes per second and FLOP/s:
+
+    peak              {dtype: rate of a large matrix product}
+    matrix            1: the peak is measured, not taken from a data sheet
+    matrix_by_shape   [[n, k, m, rate of the product [n, k] x [k, m] in fp32], ...]
+    memory_rate       bytes read and written by a copy of a large tensor
+    memory            share of memory_rate that LayerNorm, GELU and addition reach with their backward (at most 1).
+                      A CPU computes GELU slower than it reads memory, so this share is small
+    attention         share of the fp32 peak that causal attention reaches with its backward
+    operation         seconds of a block of a tiny model, forward and backward, divided by its OPERATIONS
+    wire_rate         bytes that a rank sends, divided by the time of a large all_reduce (Gloo)
+    wire              1
+    latency           time of a small all_reduce, divided by ceil(log2 n) hops
+    message_rate, message_latency     the same for a message from one rank to the next
+
+With one process nothing is sent: wire_rate, latency and the two fields of messages are None.
+"""
+
+import contextlib
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import reference
+from config import Config
+from errors import UserError, explained
+from model import GPT
+from operations import DTYPES
+from parallel import schedules
+from parallel.layout import Layout
+from parallel.mesh import Mesh
+from parallel.pipeline import Executor, Unwatched
+from parallel.zero import Zero
+from planning.sweep import run
+
+PATH = Path("planning/cpu.json")
+PROCESSES = (1, 2, 4, 8)
+SHAPES = [(n, k, m) for n in (64, 512, 2048) for k, m in [(128, 384), (128, 512), (512, 128), (512, 2048)]]
+OPERATIONS = 12 + 14  # of a block, forward and backward: products, and the others that seconds.py counts
+LARGE = (1024, 1024, 1024)  # a matrix product whose rate is the peak
+PATIENCE = 300  # seconds until the measurement is given up
+
+
+def main(path=PATH, processes=PROCESSES):
+    """Measure this machine, write the numbers to `path`, and print them. Raises UserError."""
+    path = Path(path).resolve()
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={max(processes)}"]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*launch, "-m", "planning.calibration", str(path), ",".join(map(str, processes))]
+        if error := run(command, Path(folder, "log"), PATIENCE):
+            raise UserError(f"--calibrate: {error}")
+    print(text(json.loads(path.read_text())))
+    print(f"written to {path}")
+
+
+def text(found):
+    """Return the numbers of a calibration as lines of text."""
+    lines = [f"{found['cores']} cores, one thread per process"]
+    for count, x in found["processes"].items():
+        line = (
+            f"{count} processes: {x['peak']['fp32'] / 1e9:.1f} GFLOP/s, memory {x['memory_rate'] / 1e9:.1f} GB/s, "
+            f"elementwise {x['memory'] * x['memory_rate'] / 1e9:.2f} GB/s, operation {x['operation'] * 1e6:.1f} us"
+        )
+        if x["wire_rate"]:
+            line += f", wire {x['wire_rate'] / 1e9:.2f} GB/s and {x['latency'] * 1e6:.0f} us"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+# --- on every process -------------------------------------------------------------------------------------------------
+
+
+def work(path, counts):
+    """Measure with each number of processes. Rank 0 writes the file. Run by torchrun."""
+    torch.set_num_threads(1)
+    blocks = [tiny_model(4), tiny_model(12)]
+    dist.init_process_group("gloo")
+    rank, cores, found = dist.get_rank(), len(os.sched_getaffinity(0)), {}
+    for count in counts:
+        group = dist.new_group(list(range(count)))
+        if rank < count:
+            mine = slowed(rates(blocks), min(1.0, cores / count)) | (
+                wires(group, count, rank) if count > 1 else dict.fromkeys(WIRES)
+            )
+            everyone = [None] * count
+            dist.all_gather_object(everyone, mine, group=group)
+            found[count] = median_of(everyone)
+        dist.barrier()  # the other processes wait without work
+    if rank == 0:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        about = {"cores": cores, "memory_bytes": memory, "torch": torch.__version__}
+        Path(path).write_text(json.dumps(about | {"processes": found}, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+def median_of(values):
+    """Return the median of numbers, of lists of numbers, or of the values of dicts. None stays None."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: median_of([value[key] for value in values]) for key in first}
+    if isinstance(first, list):
+        return [median_of(list(column)) for column in zip(*values, strict=True)]
+    return None if first is None else statistics.median(values)
+
+
+def seconds_of(action, budget=0.05):
+    """Return the CPU seconds of a call of `action()`: the mean over about `budget` seconds, after one call more.
+
+    CPU seconds do not count the turns of other processes on this core. `slowed` counts the turns of our processes.
+    """
+    action()
+    calls, start = 0, time.thread_time()
+    while (elapsed := time.thread_time() - start) < budget or not calls:
+        action()
+        calls += 1
+    return elapsed / calls
+
+
+def slowed(numbers, share):
+    """Return a process's numbers if it runs only this share of the time, because processes take turns on a core."""
+    peak = {dtype: rate * share for dtype, rate in numbers["peak"].items()}
+    shapes = [[n, k, m, rate * share] for n, k, m, rate in numbers["matrix_by_shape"]]
+    rates = dict(peak=peak, matrix_by_shape=shapes, memory_rate=numbers["memory_rate"] * share)
+    return numbers | rates | dict(operation=numbers["operation"] / share)
+
+
+def rates(blocks):
+    """Return the numbers of one process without communication. blocks: from `tiny_model`."""
+    peak = {name: product_rate(*LARGE, dtype) for name, dtype in DTYPES.items() if name != "fp16"}
+    x, y = torch.ones(2**24), torch.empty(2**24)  # 64 MB each: larger than the caches
+    memory_rate = 2 * x.nbytes / seconds_of(lambda: y.copy_(x))
+    return {
+        "peak": peak,
+        "matrix": 1.0,
+        "matrix_by_shape": [[*shape, product_rate(*shape, torch.float32)] for shape in SHAPES],
+        "memory_rate": memory_rate,
+        "memory": min(1.0, elementwise_rate() / memory_rate),
+        "attention": attention_rate() / peak["fp32"],
+        "operation": operation_seconds(blocks),
+    }
+
+
+def product_rate(n, k, m, dtype):
+    x, w = torch.ones(n, k, dtype=dtype), torch.ones(m, k, dtype=dtype)
+    return 2 * n * k * m / seconds_of(lambda: x @ w.T)
+
+
+def elementwise_rate(n=1024, h=128):
+    """Return bytes per second of a block's elementwise operations with their backward.
+
+    The bytes are counted as in seconds.py, where each pass reads or writes a tensor once: GELU 8 + 12 passes of
+    [n, h], LayerNorm with addition 5 + 5.
+    """
+    x, y, wide = (torch.randn(n, width, requires_grad=True) for width in (h, h, 4 * h))
+    weight, bias, wide_bias = (torch.ones(width, requires_grad=True) for width in (h, h, 4 * h))
+    dz, dwide = torch.ones(n, h), torch.ones(n, 4 * h)
+
+    def action():
+        z, normed = reference.add_layer_norm_(y * 1, x, bias, weight, bias)  # `y * 1` is used up
+        torch.autograd.backward([z, normed], [dz, dz])
+        torch.autograd.backward(reference.gelu_(wide * 1, wide_bias), dwide)
+
+    return (8 + 12 + 5 + 5) * x.nbytes / seconds_of(action)
+
+
+def attention_rate(s=256, heads=4, d=32):
+    """Return FLOP/s of causal attention: 2 products of half an [s, s] matrix in forward, 5 in backward."""
+    qkv = torch.randn(4, s, 3, heads, d, requires_grad=True)
+    dy = torch.ones(4, s, heads, d)
+    return 4 * 7 * s * s * heads * d / seconds_of(lambda: reference.attention(qkv).backward(dy))
+
+
+def tiny_model(num_layers):
+    """Return a function that runs forward and backward of a model whose operations are too small to take time.
+
+    The model runs in this process alone, so this must be called before the processes are connected.
+    """
+    fields = dict(hidden_size=8, num_attention_heads=1, seq_length=4, vocab_size=128, micro_batch_size=1)
+    c = Config(num_layers=num_layers, global_batch_size=1, train_iters=1, dtype="fp32", **fields)
+    mesh, schedule = Mesh(), schedules.build(c.schedule, 1, 1, 1)
+    model = GPT(c, mesh.tp)
+    layout = Layout(c, 1, model.table, schedule)
+    zero = Zero(model, layout, c, mesh, torch.float32, torch.device("cpu"))
+    executor = Executor(model, zero, c, mesh, layout, schedule, Unwatched())
+    batch = model.micro_batch(*torch.zeros(2, 1, c.seq_length, dtype=torch.int64))
+    return lambda: executor.run(iter([batch]), 1, 1.0)
+
+
+def operation_seconds(blocks):
+    """Return the seconds of an operation of a tiny block. blocks: `tiny_model`s with 4 and with 12 blocks."""
+    few, many = (seconds_of(action, 0.1) for action in blocks)
+    return (many - few) / (12 - 4) / OPERATIONS
+
+
+WIRES = ("wire_rate", "wire", "latency", "message_rate", "message_latency")
+
+
+def wires(group, count, rank):
+    """Return the fields WIRES: the speed of Gloo between `count` processes. All of them must call this function."""
+    small, large = torch.zeros(1), torch.zeros(2**21)  # 8 MB
+    hops = math.ceil(math.log2(count))
+    latency = collective_seconds(lambda: dist.all_reduce(small, group=group), group, 200) / hops
+    each = collective_seconds(lambda: dist.all_reduce(large, group=group), group, 10)
+    message_latency = collective_seconds(lambda: neighbours(small, rank, count), group, 200)
+    message = collective_seconds(lambda: neighbours(large, rank, count), group, 10)
+    sent = 2 * (count - 1) / count * large.nbytes
+    numbers = sent / each, 1.0, latency, large.nbytes / message, message_latency
+    return dict(zip(WIRES, numbers, strict=True))
+
+
+def collective_seconds(action, group, calls):
+    """Return the seconds of a call of `action`, in which all processes of the group take part."""
+    action()
+    dist.barrier(group=group)
+    start = time.perf_counter()
+    for _ in range(calls):
+        action()
+    return (time.perf_counter() - start) / calls
+
+
+def neighbours(x, rank, count):
+    """Send x to the next rank of a pair, or receive it: ranks 0 to 1, 2 to 3. Then in the other direction."""
+    other = rank ^ 1
+    if other >= count:
+        return
+    for first in (0, 1):
+        dist.send(x, other) if rank % 2 == first else dist.recv(x, other)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        work(sys.argv[1], [int(count) for count in sys.argv[2].split(",")])
