@@ -62,7 +62,7 @@ PATIENCE = 300  # seconds until the measurement is given up
 def main(path=PATH, processes=PROCESSES):
     """Measure this machine, write the numbers to `path`, and print them. Raises UserError."""
     path = Path(path).resolve()
-    with explained(path):
+    with explained(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={max(processes)}"]
     with tempfile.TemporaryDirectory() as folder:
