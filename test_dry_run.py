@@ -58,9 +58,10 @@ def test_the_peak_may_differ_only_where_rows_are_shared():
     exact = [(c, gpus) for c, gpus in every_kind() if not c.dropout]
     assert len(exact) > 10 and all(dry(config, gpus, gpus - 1).shared == 0 for config, gpus in exact)
     assert dry(tiny_config(1, dropout=0.1), 1, 0).shared == 0
-    # zb-h1 on 2 stages: 2 micro-batches in flight. By hand: 8 bytes for each of the 8 * 8 / 2 rows of a tp rank.
+    # zb-h1: between their F and their I, 2 micro-batches are in flight on stage 0, and 1 on stage 1.
+    # By hand: 8 bytes for each of the 8 * 8 / 2 rows of a tp rank.
     split = tiny_config(1, 2, pp=2, schedule="zb-h1", sequence_parallel=True, dropout=0.1)
-    assert dry(split, 4, 0).shared == 2 * 8 * (8 * 8 // 2)
+    assert [dry(split, 4, rank).shared for rank in (0, 3)] == [2 * 8 * (8 * 8 // 2), 8 * (8 * 8 // 2)]
 
 
 # --- a real run -------------------------------------------------------------------------------------------------------
