@@ -169,8 +169,8 @@ def shared_rows(actions, c, rows):
     kinds, chunks = {action.kind for action in actions}, {action.chunk for action in actions}
     if not c.dropout or (len(chunks) == 1 and not (c.sequence_parallel and "I" in kinds)):
         return 0
-    change = {"F": 1, "B": -1, "I": -1, "W": 0}
-    return 8 * rows * max(itertools.accumulate(change[action.kind] for action in actions))
+    change = {"F": 1, "B": -1, "I": -1}  # other kinds change nothing
+    return 8 * rows * max(itertools.accumulate(change.get(action.kind, 0) for action in actions))
 
 
 def differences(a):
