@@ -11,11 +11,11 @@ executor. Two replacements make it small:
 So the run does all the work except the numbers. comm.py counts each byte that the rank sends, and meter.py counts each
 byte that the rank keeps. Both accounts must equal the formulas of ledger.py and memory.py.
 
-No code may read a number. The program reads numbers at three places, and the dry run replaces them (`blind`):
+Meta tensors have no numbers, so the dry run replaces three things (`blind`):
 
-    train.PendingStep    copies loss, norm and flags of a step to the host
-    adamw_               is a fused kernel without a form for meta tensors; `optimizer.adamw` makes the same update
-    attention            has another form for meta tensors, which keeps [s, s] matrices; the CPU's fused form is named
+    train.PendingStep    copies loss, norm and flags of a step to the host. A dry run copies nothing
+    adamw_               is a fused kernel without a form for meta tensors. `optimizer.adamw` makes the same update
+    attention            PyTorch's form for meta tensors keeps [s, s] matrices. A dry run calls the CPU's fused form
 
 Other optimizers, fp16's loss scale and offload read numbers on the host, so they are refused.
 """
@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import config as configuration
+import operations
 import reference
 import train
 from errors import UserError
@@ -81,7 +82,8 @@ def started(config, gpus, rank):
         raise UserError("a dry run pretends all ranks in one process; start it without torchrun")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=gpus)
     try:
-        yield blind(train.build(config, Mesh(config.tp, config.pp), META))
+        with blind():
+            yield train.build(config, Mesh(config.tp, config.pp), META)
     finally:
         dist.destroy_process_group()
 
@@ -107,14 +109,16 @@ def checked(config, gpus, rank):
     return config
 
 
-def blind(run):
-    """Give the run operations that compute no number. Return the run."""
+@contextlib.contextmanager
+def blind():
+    """Context: the program uses operations for meta tensors, and copies no number of a step to the host."""
     ops = SimpleNamespace(**vars(reference) | {"attention": attention, "adamw_": adamw_})
-    run.zero.ops = ops
-    for module in run.model.modules():
-        if hasattr(module, "ops"):
-            module.ops = ops
-    return run
+    before = operations.choose, train.PendingStep
+    operations.choose, train.PendingStep = (lambda *_: ops), (lambda *_: None)
+    try:
+        yield
+    finally:
+        operations.choose, train.PendingStep = before
 
 
 def attention(qkv, cache=None):
@@ -137,18 +141,14 @@ def adamw_(weight, gradient, moments, scalars, ranges, *, decay, out=None, **con
 
 
 def step(run):
-    """Make one training step of a dry Run. Return its Accounts."""
+    """Make one training step of a dry Run, inside `started`. Return its Accounts."""
     c, mesh = run.config, run.mesh
     tokens = torch.empty(c.micro_batch_size, c.seq_length + 1, dtype=torch.int64, device=META)
     samples = torch.empty(c.micro_batch_size, dtype=torch.int64, device=META)
-    m = configuration.micro_batches(c, c.global_batch_size, mesh.dp.size)
-    batches = (run.model.micro_batch(tokens[:, :-1], tokens[:, 1:], samples) for _ in range(m))
-    pending, train.PendingStep = train.PendingStep, lambda *numbers: None
-    try:
-        with meter.Activations(run.executor) as activations:
-            train.train_step(run, batches)
-    finally:
-        train.PendingStep = pending
+    count = run.schedule.microbatches
+    batches = (run.model.micro_batch(tokens[:, :-1], tokens[:, 1:], samples) for _ in range(count))
+    with meter.Activations(run.executor) as activations:
+        train.train_step(run, batches)
     rank, widths = mesh.pp.rank, (run.zero.dtype.itemsize, run.zero.master_dtype.itemsize)
     sizes = memory.sizes(c, *widths, on_cpu=False)
     return Accounts(
