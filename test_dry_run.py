@@ -189,8 +189,8 @@ def test_a_peak_above_the_formula_is_a_difference(monkeypatch):
     [
         (4, 4, {}, "--rank=4: should be 0 to 3, because --gpus=4"),
         (4, -1, {}, "--rank=-1: should be 0 to 3"),
-        (4, 0, dict(optimizer="lamb"), "optimizer=lamb: a dry run has no numbers"),
-        (4, 0, dict(dtype="fp16"), "dtype=fp16: .*set --dtype=bf16"),
+        (4, 0, dict(optimizer="lamb"), "optimizer=lamb: its rule reads numbers, but a dry run has none; set adamw"),
+        (4, 0, dict(dtype="fp16"), "dtype=fp16: .*set bf16"),
         (4, 0, dict(offload=True), "offload=True: .*set --offload=False"),
         (4, 0, dict(eval_only=True), "eval_only=True: .*set --eval_only=False"),
         (4, 0, dict(tp=3), "num_attention_heads = 8 is not a multiple of tp = 3"),

@@ -96,13 +96,13 @@ def checked(config, gpus, rank):
     if not 0 <= rank < gpus:
         raise UserError(f"--rank={rank}: should be 0 to {gpus - 1}, because --gpus={gpus}")
     reasons = {
-        "optimizer": (config.optimizer != "adamw", "its rule reads numbers; set --optimizer=adamw"),
-        "dtype": (config.dtype == "fp16", "its loss scale depends on numbers; set --dtype=bf16, which has equal sizes"),
-        "offload": (config.offload, "the CPU's memory is not pretended; set --offload=False"),
-        "eval_only": (config.eval_only, "an evaluation has no training step; set --eval_only=False"),
+        "optimizer": (config.optimizer != "adamw", "its rule reads numbers, but a dry run has none; set adamw"),
+        "dtype": (config.dtype == "fp16", "its loss scale reads numbers, but a dry run has none; set bf16"),
+        "offload": (config.offload, "a dry run does not count the CPU's memory; set --offload=False"),
+        "eval_only": (config.eval_only, "a dry run makes a training step; set --eval_only=False"),
     }
     for name, (refused, why) in reasons.items():
-        configuration.require(config, name, not refused, f"a dry run has no numbers: {why}")
+        configuration.require(config, name, not refused, why)
     dtype = "bf16" if config.dtype == "auto" else config.dtype
     config = replace(config, dtype=dtype, rampup_batch_size="", train_iters=1, train_epochs=0.0)
     configuration.check(config, gpus)
