@@ -34,9 +34,11 @@ def every_kind():
     """Return [(configuration, number of ranks)]: each schedule with each ZeRO stage, and each mode at least twice."""
     found = []
     for i, schedule in enumerate(schedules.SCHEDULES):
-        chunks = schedules.usual_chunks(schedule)
+        chunks, calls = schedules.usual_chunks(schedule), schedule in schedules.ASYNCHRONOUS
         fields = dict(pp=2, schedule=schedule, chunks=chunks, num_layers=6, micro_batch_size=3, activation="relu")
-        for zero in range(4):
+        if calls:
+            fields |= dict(updates_per_call=3, clip_grad=0.0, global_batch_size=6 if schedule == "pipedream" else 24)
+        for zero in range(2 if calls else 4):
             dtype, sp = ("fp32", "bf16", "fp64")[(i + zero) % 3], (i + zero) % 2 == 0
             recompute, dropout = ("none", "full")[i % 2], 0.1 * (zero // 2 == i % 2)
             modes = dict(dtype=dtype, sequence_parallel=sp, recompute=recompute, dropout=dropout)

@@ -11,9 +11,10 @@ executor. Two replacements make it small:
 So the run does all the work except the numbers. comm.py counts each byte that the rank sends, and meter.py counts each
 byte that the rank keeps. Both accounts must equal the formulas of ledger.py and memory.py.
 
-Meta tensors have no numbers, so the dry run replaces three things (`blind`):
+Meta tensors have no numbers, so the dry run replaces four things (`blind`):
 
     train.PendingStep    copies loss, norm and flags of a step to the host. A dry run copies nothing
+    Tensor.cpu           copies the numbers of an asynchronous call. A dry run returns ones
     adamw_               is a fused kernel without a form for meta tensors. `optimizer.adamw` makes the same update
     attention            PyTorch's form for meta tensors keeps [s, s] matrices. A dry run calls the CPU's fused form
 
@@ -26,6 +27,7 @@ import resource
 import sys
 import time
 from dataclasses import replace
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -38,7 +40,7 @@ import operations
 import reference
 import train
 from errors import UserError
-from parallel import ledger, memory, meter, optimizer, report
+from parallel import ledger, memory, meter, optimizer, report, schedules
 from parallel.mesh import Mesh
 
 META = torch.device("meta")
@@ -104,7 +106,7 @@ def checked(config, gpus, rank):
     for name, (refused, why) in reasons.items():
         configuration.require(config, name, not refused, why)
     dtype = "bf16" if config.dtype == "auto" else config.dtype
-    config = replace(config, dtype=dtype, rampup_batch_size="", train_iters=1, train_epochs=0.0)
+    config = replace(config, dtype=dtype, rampup_batch_size="", train_iters=config.updates_per_call, train_epochs=0.0)
     configuration.check(config, gpus)
     return config
 
@@ -113,12 +115,13 @@ def checked(config, gpus, rank):
 def blind():
     """Context: the program uses operations for meta tensors, and copies no number of a step to the host."""
     ops = SimpleNamespace(**vars(reference) | {"attention": attention, "adamw_": adamw_})
-    before = operations.choose, train.PendingStep
+    before = operations.choose, train.PendingStep, torch.Tensor.cpu
     operations.choose, train.PendingStep = (lambda *_: ops), (lambda *_: None)
+    torch.Tensor.cpu = lambda numbers: torch.ones(numbers.shape, dtype=numbers.dtype)
     try:
         yield
     finally:
-        operations.choose, train.PendingStep = before
+        operations.choose, train.PendingStep, torch.Tensor.cpu = before
 
 
 def attention(qkv, cache=None):
@@ -148,13 +151,13 @@ def step(run):
     count = run.schedule.microbatches
     batches = (run.model.micro_batch(tokens[:, :-1], tokens[:, 1:], samples) for _ in range(count))
     with meter.Activations(run.executor) as activations:
-        train.train_step(run, batches)
+        (train.train_call if run.schedule.versions else train.train_step)(run, batches)
     rank, widths = mesh.pp.rank, (run.zero.dtype.itemsize, run.zero.master_dtype.itemsize)
     sizes = memory.sizes(c, *widths, on_cpu=False)
     return Accounts(
-        mesh.ledger.per_step(1),
+        mesh.ledger.per_step(schedules.updates(run.schedule)),
         ledger.predict(run.layout, run.schedule, rank, mesh.dp.rank, *widths),
-        meter.model_states(run.zero) | {memory.PEAK: activations.peak},
+        meter.model_states(run.zero, run.executor.flats) | {memory.PEAK: activations.peak},
         memory.predict(run.layout, run.schedule, rank, sizes),
         shared_rows(run.schedule.actions[rank], c, sizes.rows),
     )
@@ -196,7 +199,8 @@ def differences(a):
 def tables(run, a):
     """Return the tables of a dry Run and its Accounts as text: column bytes is the dry run, column formula is not."""
     c, mesh, rank = run.config, run.mesh, run.mesh.pp.rank
-    m, widths = run.schedule.microbatches, (run.zero.dtype.itemsize, run.zero.master_dtype.itemsize)
+    m = Fraction(run.schedule.microbatches, schedules.updates(run.schedule))
+    widths = (run.zero.dtype.itemsize, run.zero.master_dtype.itemsize)
     often = ledger.how_often(run.layout, run.schedule, rank)
     who = f"rank {mesh.rank}"
     return (
@@ -204,7 +208,7 @@ def tables(run, a):
             [
                 f"Dry run of {who} of {mesh.world.size}: dp {mesh.dp.rank} of {mesh.dp.size}, pp {rank} of {c.pp}, "
                 f"tp {mesh.tp.rank} of {c.tp}; {run.model.num_parameters():,} parameters in {c.dtype}; "
-                f"{c.schedule} with {m} micro-batches, zero={c.zero}. No number was computed.",
+                f"{c.schedule} with {run.schedule.microbatches} micro-batches, zero={c.zero}. No number was computed.",
                 report.sent_table(who, a.sent_formula, often, a.sent)
                 + "\n"
                 + report.zeros_line(a.sent, run.layout, rank, *widths, m),
