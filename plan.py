@@ -7,16 +7,18 @@ field on the command line keeps its value. With --tp and --pp the layout is give
 for the others. No GPU is needed. `planning/seconds.py` explains the predicted time, `planning/devices.py` has the
 devices.
 
-    --explain          the arithmetic of one layout, line by line
-    --json             a list of layouts; of a given layout one object
-    --svg=FILE         memory and time of the best layouts as a picture
-    --dry_run --rank=R the real program of one rank, on tensors without data, beside the prediction
-    --sweep            the layouts run on this machine, beside the prediction
-    --calibrate        measures this machine for --device=cpu
-    --flops=3e24       the scaling law: the best size and number of tokens for a budget
-    --code=NAME        predict another program, to compare with its paper: megatron-2021 or megatron-2022
+    --explain           the arithmetic of one layout, line by line
+    --json              a list of layouts; of a given layout one object
+    --svg=FILE          memory and time of the best layouts as a picture
+    --as_is             judge the configuration as it is (`python train.py CONFIG --plan --world=N --device=D`)
+    --dry_run --rank=R  the real program of one rank on tensors without data, beside the prediction
+    --sweep             a few steps of each layout on this machine, beside the prediction
+    --calibrate         measures this machine for --device=cpu
+    --flops=3e24        the scaling law: the best size and number of tokens for a budget, and the days of a cluster
+    --code=NAME         predict another program, to compare with its paper: megatron-2021 or megatron-2022
 """
 
+import functools
 import json
 import sys
 import textwrap
@@ -25,7 +27,7 @@ from dataclasses import fields
 import config as configuration
 import flags
 from errors import Parser, UserError, exit_on_user_error
-from planning import devices, explain, layouts, seconds
+from planning import devices, explain, layouts, pictures, scaling, seconds
 
 GB = 1e9
 ROW = "{:>2} {:>3} {:>4} {:<11} {:>2} {:>1} {:>2} {:<4} {:>2} {:>8} {:>5} {:>5} {:>6} {:>6} {:>14} {:>10} {:>8}"
@@ -96,8 +98,11 @@ def parse(arguments):
     parser.add_argument("--dry_run", action="store_true", help="run a step of one rank without a GPU, on no data")
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank of --dry_run (0)")
     parser.add_argument("--sweep", action="store_true", help="run the layouts on this machine and compare")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="measured steps of a layout in --sweep (10)")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine for --device=cpu")
     parser.add_argument("--flops", type=float, metavar="C", help="size and tokens of the best model for C FLOPs")
+    parser.add_argument("--mfu", type=float, default=0.4, metavar="X", help="share of the peak in --flops (0.4)")
+    parser.add_argument("--as_is", action="store_true", help="judge the layout of the configuration")
     options, rest = parser.parse_known_args(arguments)
     _, pairs = flags.split(rest, {f.name for f in fields(configuration.Config) if f.type is bool})
     return options, configuration.load(rest), {flags.plain(name) for name, _ in pairs}
@@ -109,7 +114,7 @@ def check(options):
         raise UserError(f"--device: is missing; should be one of {', '.join([*devices.DEVICES, 'cpu'])}")
     if not options.gpus:
         raise UserError("--gpus: the number of GPUs is missing, such as --gpus=64")
-    for name in ("gpus", "gpus_per_node", "rings", "top", "tokens"):
+    for name in ("gpus", "gpus_per_node", "rings", "top", "tokens", "steps"):
         value = getattr(options, name)
         if value is not None and not 0 < value < 1e18:
             raise UserError(f"--{name}={value}: should be positive")
@@ -120,32 +125,41 @@ def check(options):
     return device._replace(**{name: value for name, value in given.items() if value})
 
 
-def dispatch(options, config, given):
-    """Run --calibrate, --flops, --dry_run or --sweep. Return False if none of them was asked for."""
+def scaling_law(options):
+    """Print the tables of --flops, with the reader's cluster if --gpus and --device are given."""
+    cluster = None
+    if options.gpus or options.device:
+        device = check(options)
+        peak = device.peak(device.dtype) / 1e12
+        cluster = scaling.Machine("your cluster", ((options.gpus, device.name, peak),))
+    scaling.main(options.flops, cluster, options.mfu)
+
+
+def run_here(options, config, given):
+    """Run --calibrate, --dry_run or --sweep. These imports are here because they load the whole program."""
+    from planning import calibration, dry_run, sweep
+
     if options.calibrate:
-        from planning import calibration
-
         calibration.main()
-    elif options.flops is not None:
-        from planning import scaling
-
-        scaling.main(options.flops)
-    elif not (options.dry_run or options.sweep):
-        return False
-    elif not options.gpus:
-        raise UserError("--gpus: the number of processes is missing, such as --gpus=8")
-    elif options.dry_run:
-        from planning import dry_run
-
-        dry_run.main(config, options.gpus, options.rank)
+        return
+    if not options.device and (options.dry_run or not devices.CALIBRATION.exists()):
+        options.device = "a100-80g"  # only for `check`: nothing is predicted
+        predict = None
     else:
-        from planning import sweep
+        options.device = options.device or "cpu"
+        predict = functools.partial(predicted, options)
+    check(options)
+    if options.dry_run:
+        dry_run.main(config, options.gpus, options.rank)
+        return
+    if not predict:
+        print("without predictions: python plan.py --calibrate measures this machine")
+    sweep.main(config, options.gpus, predict, given, options.steps)
 
-        def predict(config, gpus):
-            return layouts.judge(config, gpus, devices.device("cpu", gpus))["step_seconds"]
 
-        sweep.main(config, options.gpus, predict if devices.CALIBRATION.exists() else None, given)
-    return True
+def predicted(options, config, gpus):
+    """Return the predicted seconds of a step."""
+    return layouts.judge(config, gpus, check(options), all_ranks=False)["step_seconds"]
 
 
 def main(arguments=None):
@@ -154,11 +168,15 @@ def main(arguments=None):
     if {"--help", "-h"} & set(arguments):
         print(__doc__)
     options, config, given = parse(arguments)
-    if dispatch(options, config, given):
+    if options.flops is not None:
+        scaling_law(options)
+        return
+    if options.calibrate or options.dry_run or options.sweep:
+        run_here(options, config, given)
         return
     device = check(options)
     choose = {"code": options.code, "tokens": options.tokens}
-    if {"tp", "pp"} <= given and not options.top:
+    if options.as_is or ({"tp", "pp"} <= given and not options.top):
         configuration.check(config, options.gpus)
         found, best = None, layouts.judge(config, options.gpus, device, **choose) | {"config": config}
     else:
@@ -171,8 +189,6 @@ def main(arguments=None):
             facts |= layouts.judge(facts["config"], options.gpus, device, **choose)
         best = found[0]
     if options.svg:
-        from planning import pictures
-
         pictures.write(options.svg, [public(facts) for facts in (shown if found else [best]) if facts["fits"]])
     if options.json:
         print(json.dumps(public(best) if found is None else [public(facts) for facts in shown], indent=1))

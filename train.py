@@ -8,6 +8,7 @@ Therefore a checkpoint needs only the weights, the moments, the loss scale, and 
 """
 
 import contextlib
+import os
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -324,6 +325,10 @@ def main():
     if {"--help", "-h"} & set(arguments):
         print(configuration.help_text())
         return
+    if "--plan" in arguments:  # judges this configuration on --world=N --device=D, and starts nothing
+        words = [word.replace("--world=", "--gpus=", 1) for word in arguments if word != "--plan"]
+        plan = Path(__file__).with_name("plan.py")
+        os.execv(sys.executable, [sys.executable, str(plan), "--as_is", *words])
     device = processes.join()
     world = everyone()
 

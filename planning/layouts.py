@@ -25,6 +25,7 @@ import config as configuration
 from errors import UserError
 from log import hardware_flops, model_flops
 from operations import DTYPES
+from parallel import schedules
 from parallel.tensor import CHUNK
 from planning import seconds, steady
 
@@ -184,6 +185,10 @@ def judge(config, gpus, device, code="ours", tokens=None, all_ranks=True, simula
     layout whose bubble has no closed form.
     """
     dtype, item, wide = cluster(config, device)
+    synchronous = config.schedule not in schedules.ASYNCHRONOUS
+    configuration.require(
+        config, "schedule", synchronous, "plan.py predicts only schedules without updates of their own"
+    )
     known, shape, b = (
         model_of(config, item, wide, device.name == "cpu"),
         shape_of(config, gpus),

@@ -115,7 +115,7 @@ def needed_memory(c, gpus):
     """Return the predicted bytes of the rank that keeps the most."""
     dp, device = gpus // (c.tp * c.pp), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     m = configuration.micro_batches(c, c.global_batch_size, dp)
-    schedule = schedules.build(c.schedule, c.pp, m, c.chunks)
+    schedule = schedules.build_for(c, dp, m)
     layout = Layout(c, dp, parameter_table(c), schedule)
     item = DTYPES[resolved_dtype(c, device)].itemsize
     sizes = memory.sizes(c, item, max(item, 4), on_cpu=device.type == "cpu")
