@@ -82,13 +82,16 @@ class Config:
     # -- run
     out_dir: str = ""  # folder of checkpoints and metrics.jsonl (default: out/CONFIGNAME) (Megatron-LM: --save)
     resume: str = "auto"  # auto: from out_dir's latest checkpoint; none; or a checkpoint's path (Megatron-LM: --load)
+    new_data: bool = False  # resume although the training tokens are not those of the checkpoint
     save_interval: int = 0  # updates between checkpoints (0: at the end only)
-    keep: int = 2  # latest checkpoints to keep (0: all)
+    keep: int = 2  # latest checkpoints to keep (0: all); the last one that a finite loss followed stays, too
     log_interval: int = 10  # updates between log lines
     eval_interval: int = 0  # updates between validations (0: at the end only)
     eval_iters: int = 10  # global batches of a validation (0: no validation)
     eval_only: bool = False  # only print the loss of a checkpoint
     split: str = "val"  # eval_only: the split to evaluate
+    stop_after_nan: int = 20  # stop after so many iterations in a row without a finite loss (0: never)
+    check_replicas: int = 0  # updates between comparisons of all copies of weights and moments (0: never)
     ledger: bool = False  # at the end, print traffic and memory in bytes, measured and predicted
     trace: str = ""  # file with every action and message of the last steps, in Chrome's trace format
     tensorboard: str = ""  # folder for TensorBoard logs (Megatron-LM: --tensorboard-dir)
@@ -126,12 +129,12 @@ POSITIVE = (
     "comm_timeout init_method_std"
 ).split()
 NOT_NEGATIVE = (
-    "max_position_embeddings train_iters train_epochs lr min_lr lr_decay_iters lr_warmup_fraction "
-    "lr_wsd_decay_iters weight_decay clip_grad save_interval keep eval_interval eval_iters"
+    "max_position_embeddings train_iters train_epochs lr min_lr lr_decay_iters lr_warmup_fraction lr_wsd_decay_iters "
+    "weight_decay clip_grad save_interval keep eval_interval eval_iters stop_after_nan check_replicas"
 ).split()
 NO_EFFECT = (  # on the weights of a run
     "out_dir resume save_interval keep log_interval eval_interval eval_iters eval_only split ledger trace tensorboard "
-    "wandb comm_timeout"
+    "wandb comm_timeout new_data stop_after_nan check_replicas"
 ).split()
 
 
@@ -233,7 +236,11 @@ def iterations(config, samples):
 def of_checkpoint(index):
     """Return the Config of a checkpoint's index. A field that the checkpoint lacks has its default."""
     known = {field.name for field in fields(Config)}
-    return Config(**{name: value for name, value in index["config"].items() if name in known})
+    values = {name: value for name, value in index["config"].items() if name in known}
+    for field in fields(Config):
+        if type(value := values.get(field.name, field.default)) is not field.type:
+            raise UserError(f"the checkpoint's {field.name}={value!r}: should be {field.type.__name__}")
+    return Config(**values)
 
 
 def differences(c, index):

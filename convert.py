@@ -49,7 +49,7 @@ import config as configuration
 from config import Config
 from errors import Parser, UserError, exit_on_user_error, explained
 from model import GPT
-from parallel import checkpoint
+from parallel import checkpoint, checksum
 from tokenizer import copied, copy, load_tokenizer
 
 SHARD = 4 * 10**9  # limit of an exported file's weights in bytes; one parameter may be larger
@@ -177,18 +177,21 @@ def from_hf(folder, out):
         raise UserError(f"{folder}: its tokenizer has {tokenizer.n_vocab} ids, but its model has {config.vocab_size}")
     stored, shapes = Stored(folder, family.prefix), family.shapes(config)
     dtype = stored.check(dict(pair for pairs in shapes.values() for pair in pairs))
-    final = checkpoint.step_path(out, 0)
+    final, sums = checkpoint.step_path(out, 0), {}
     with complete(final) as writing, progress(shapes, dtype) as bar:
         for spec, pairs in shapes.items():
             whole = family.to_here(spec, [stored.read(name).to(dtype) for name, _ in pairs])
+            whole = whole.contiguous()
             write_file(writing / spec.name, [whole])
+            sums[spec.name] = checksum.of_bytes(whole.flatten().numpy())
             for k in (0, 1):  # AdamW's moments are 0 at first: sparse files, which use no disk space
                 with open(writing / f"{spec.name}.moment{k}", "wb") as file:
                     file.truncate(whole.nbytes)
+                sums[f"{spec.name}.moment{k}"] = 0  # the sum of zeros
             bar.update(whole.nbytes)
         if tokenizer.name != "bytes":
             copy(tokenizer, writing)
-        checkpoint.write_index(writing, dtype, first_index(config, shapes, tokenizer))
+        checkpoint.write_index(writing, dtype, first_index(config, shapes, tokenizer), sums)
     (Path(out) / "config.py").write_text(config_text(config, family, folder, tokenizer), encoding="utf-8")
     print(
         f"{folder} -> {final}, the vocabulary is {tokenizer.name}\n"
@@ -410,13 +413,10 @@ def descriptions(config, family, tokenizer):
 
 
 def read_whole(folder, index, bar, spec):
-    """Return the whole tensor of a ParamSpec, mapped from the checkpoint's file."""
-    if index["shapes"].get(spec.name) != list(spec.shape):
-        raise UserError(f"{folder}: {spec.name} has the shape {index['shapes'].get(spec.name)}, not {list(spec.shape)}")
-    dtype = np.dtype(index["dtype"])
-    whole = checkpoint.map_file(folder / spec.name, dtype, math.prod(spec.shape), "c")
+    """Return the whole tensor of a ParamSpec, read from the checkpoint's file and verified."""
+    whole = checkpoint.read_tensor(folder, index, spec)
     bar.update(whole.nbytes)
-    return torch.from_numpy(whole).view(spec.shape)
+    return torch.from_numpy(whole)
 
 
 def write_weights(folder, family, shapes, dtype, read, vocab_size):

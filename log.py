@@ -174,6 +174,15 @@ class Step(NamedTuple):
     samples: int  # global batch size
 
 
+def steps_to_json(steps):
+    """Return `Step`s as lists for a JSON file. As in `to_json`, nan and infinity are strings."""
+    return [[x if math.isfinite(x) else repr(x) for x in step] for step in steps]
+
+
+def steps_from_json(rows):
+    return [Step(*(float(x) if isinstance(x, str) else x for x in row)) for row in rows]
+
+
 class PendingStep:
     """An update that the device may still be computing. `read` waits for its numbers."""
 
@@ -194,10 +203,13 @@ class PendingStep:
 
 
 class Interval:
-    """The steps between two log lines, and their time."""
+    """The steps between two log lines, and their time.
 
-    def __init__(self):
-        self.steps = []  # of PendingStep
+    earlier: the `Step`s of this interval that ran before the run was resumed.
+    """
+
+    def __init__(self, earlier=()):
+        self.steps, self.earlier = [], list(earlier)  # steps: of PendingStep
         self.start = time.perf_counter()
 
     @contextmanager
@@ -207,12 +219,17 @@ class Interval:
         yield
         self.start += time.perf_counter() - began
 
+    def read(self):
+        """Return all `Step`s of the interval."""
+        return [*self.earlier, *(step.read() for step in self.steps)]
+
     def row(self, iteration, consumed_samples, timers, data_wait_seconds):
         """Return the keyword arguments of `metrics_row`. data_wait_seconds: the wait for batches in the interval."""
         steps = [step.read() for step in self.steps]  # may wait for the device; `seconds` includes this wait
         return {
             "iteration": iteration,
             "consumed_samples": consumed_samples,
+            "earlier": self.earlier,
             "steps": steps,
             "seconds": time.perf_counter() - self.start,
             "timers_ms": timers.take(len(steps)),
@@ -221,16 +238,19 @@ class Interval:
 
 
 def metrics_row(
-    config, world, peak, *, iteration, consumed_samples, steps, seconds, timers_ms, data_wait_ms, validation_loss=None
-):
+    config, world, peak, *, iteration, consumed_samples, steps, seconds, timers_ms, data_wait_ms, earlier=(),
+    validation_loss=None
+):  # fmt: skip
     """Return the row of metrics.jsonl for one interval: a dict of numbers. mfu is "unknown" if `peak` is None.
 
     world: the number of devices. peak: TFLOP/s of one device, or None.
     iteration: the last iteration of the interval, counted from 1. consumed_samples: since training began.
     steps: the `Step`s of the interval. seconds: the duration of the interval. timers_ms: from `Timers.take`.
-    data_wait_ms: the host's wait for its next batch, per iteration.
+    data_wait_ms: the host's wait for its next batch, per iteration. earlier: steps of the interval before a resume.
+    They count in lm_loss, skipped_iterations and nan_iterations, but not in times and speeds.
     """
-    losses, last = [step.loss for step in steps], steps[-1]
+    every, last = [*earlier, *steps], steps[-1]
+    losses = [step.loss for step in every]
     samples = sum(step.samples for step in steps)
     per_device = 1 / seconds / world / 1e12
     tflops = model_flops(config, samples) * per_device
@@ -239,13 +259,13 @@ def metrics_row(
         "train_iters": config.train_iters,
         "consumed_samples": consumed_samples,
         "consumed_tokens": consumed_samples * config.seq_length,
-        "lm_loss": sum(losses) / len(steps),
+        "lm_loss": sum(losses) / len(losses),
         "grad_norm": last.grad_norm,
         "lr": last.lr,
         "loss_scale": last.loss_scale,
         "global_batch_size": last.samples,
         "seq_length": config.seq_length,
-        "skipped_iterations": sum(step.skipped for step in steps),
+        "skipped_iterations": sum(step.skipped for step in every),
         "nan_iterations": sum(not math.isfinite(loss) for loss in losses),
         "iteration_ms": 1000 * seconds / len(steps),
         "samples_per_second": samples / seconds,
@@ -343,9 +363,9 @@ def open_lines(path):
     """Return a file descriptor that appends to `path`. After a line that a crash cut off, begin a new line."""
     with explained(path):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    size = os.fstat(file).st_size
-    if size and os.pread(file, 1, size - 1) != b"\n":
-        os.write(file, b"\n")
+        size = os.fstat(file).st_size
+        if size and os.pread(file, 1, size - 1) != b"\n":
+            os.write(file, b"\n")
     return file
 
 

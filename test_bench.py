@@ -54,7 +54,7 @@ def bench_without_a_gpu(name):
 
 def test_without_a_name_it_lists_the_measurements():
     out = bench()
-    for name in ("prepare", "layouts", "kernels", "train"):
+    for name in ("prepare", "layouts", "kernels", "train", "checkpoint"):
         measure = command_line.measurement(name)
         (line,) = (line for line in out.splitlines() if line.startswith(f"python -m bench {name} "))
         for option, parameter in inspect.signature(measure).parameters.items():
@@ -66,7 +66,7 @@ def test_without_a_name_it_lists_the_measurements():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["layout"], "layout is no measurement; the measurements are prepare, layouts, kernels, train"),
+        (["layout"], "layout is no measurement; the measurements are prepare, layouts, kernels, train, checkpoint"),
         (["train", "--step=1"], "--step=1: train has the options --configs, --micro_batch_sizes, --steps, --repeats"),
         (["train", "--steps=few"], "--steps=few: should be like --steps=10"),
     ],
@@ -91,6 +91,17 @@ def test_the_old_command_names_the_new_one():
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: python bench.py is now: python -m bench layouts --x=1\n"
     assert Path(command_line.__file__).parent.name == "bench"  # `import bench` finds bench/, not bench.py
+
+
+# --- checkpoint -------------------------------------------------------------------------------------------------------
+
+
+def test_checkpoint_beside_pytorchs_two():
+    out = bench("checkpoint", "--layers=1", "--hidden=64", "--repeats=1").splitlines()
+    assert out[0] == "0.04 GB in 48 tensors; GB/s: median (smallest-largest) of 1 turns"
+    kinds = ["nanoparallel", "nanoparallel, unverified", "torch.save", "torch.save and flush", "DCP"]
+    assert [line.split("|")[0].strip() for line in out[3:8]] == kinds
+    assert all(float(cell.split("(")[0]) > 0 for line in out[3:] for cell in line.split("|")[1:])
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------

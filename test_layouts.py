@@ -26,6 +26,7 @@ from config import Config, check
 from data import training_samples
 from errors import UserError
 from model import GPT
+from parallel import replicas
 from parallel.mesh import Mesh
 from parallel.optimizer import RULES
 from parallel.schedules import ASYNCHRONOUS, SCHEDULES, usual_chunks
@@ -93,10 +94,16 @@ def built(config, mesh=None):
 
 def train_tiny(config, steps=STEPS, mesh=None):
     """Train on this rank. Return (losses, gradient norms, parameters before, parameters after)."""
+    return trained(config, steps, mesh)[:4]
+
+
+def trained(config, steps=STEPS, mesh=None):
+    """Return what `train_tiny` returns, then the copies that differ (`replicas.differences`)."""
     run = built(config, mesh)
     before, batches = parameters(run), micro_batches(run)
     done = [train.train_step(run, batches).read() for _ in range(steps)]
-    return [s.loss for s in done], [s.grad_norm for s in done], before, parameters(run)
+    copies = replicas.differences(run.zero)
+    return [s.loss for s in done], [s.grad_norm for s in done], before, parameters(run), copies
 
 
 def one_process_config(optimizer, dropout, **fields):
@@ -116,6 +123,7 @@ def assert_same_model(results, reference, config, specs, first_step=None):
     message = differences(results, reference, config, specs, first_step)
     if message:
         pytest.fail(message, pytrace=False)
+    assert not any(result[4:] != ([],) for result in results), f"copies differ: {[result[4:] for result in results]}"
 
 
 def specs(num_layers=2):
@@ -180,7 +188,7 @@ def test_every_layout_trains_the_same_model(workers, dp, tp, sp):
         config = tiny_config(dp, tp, sequence_parallel=sp, optimizer=optimizer, dropout=dropout, recompute=recompute)
         on_ranks = functools.partial(workers.run, dp * tp)
         again = first_steps(on_ranks, config, one_process_config(optimizer, dropout))
-        assert_same_model(on_ranks(train_tiny, config), one_process(optimizer, dropout), config, specs(), again)
+        assert_same_model(on_ranks(trained, config), one_process(optimizer, dropout), config, specs(), again)
 
 
 @pytest.mark.parametrize("optimizer, dropout, recompute", ALL_MODES)
@@ -190,7 +198,7 @@ def test_micro_batches_and_recomputation_on_one_process(optimizer, dropout, reco
     for size in (1, 8):
         config = tiny_config(1, micro_batch_size=size, optimizer=optimizer, dropout=dropout, recompute=recompute)
         again = first_steps(here, config, one_process_config(optimizer, dropout))
-        assert_same_model([train_tiny(config)], reference, config, specs(), again)
+        assert_same_model([trained(config)], reference, config, specs(), again)
 
 
 def test_relu_trains_the_same_model(workers):
@@ -199,7 +207,7 @@ def test_relu_trains_the_same_model(workers):
     again = first_steps(on_ranks, config, one_process_config("adamw", 0.1, activation="relu"))
     reference = one_process("adamw", 0.1, activation="relu")
     assert reference[0] != one_process("adamw", 0.1)[0], "equal losses: GELU was used"
-    assert_same_model(on_ranks(train_tiny, config), reference, config, specs(), again)
+    assert_same_model(on_ranks(trained, config), reference, config, specs(), again)
 
 
 # --- the grid -------------------------------------------------------------------------------------------------------
@@ -269,9 +277,9 @@ def covering(points):
 
 
 def train_with_each(optimizers, config, steps):
-    """Call train_tiny with each of the optimizers, in the same process groups."""
+    """Call `trained` with each of the optimizers, in the same process groups."""
     mesh = Mesh(config.tp, config.pp)
-    return [train_tiny(replace(config, optimizer=optimizer), steps, mesh) for optimizer in optimizers]
+    return [trained(replace(config, optimizer=optimizer), steps, mesh) for optimizer in optimizers]
 
 
 def check_point(workers, point, optimizers, steps):

@@ -299,6 +299,7 @@ def test_an_interval_ends_when_its_last_step_is_done(monkeypatch):
     assert interval.row(7, 56, timers, data_wait_seconds=0.5) == {
         "iteration": 7,
         "consumed_samples": 56,
+        "earlier": [],
         "steps": [step.read() for step in interval.steps],
         "seconds": 5.0,
         "timers_ms": {"optimizer": 500.0},
@@ -326,6 +327,34 @@ def interval(step=STEP, **changes):
 
 def row_of(config=None, world=2, peak=None, **changes):
     return log.metrics_row(config or Config(), world, peak, **interval(**changes))
+
+
+def test_steps_before_a_resume_count_in_means_and_not_in_speeds():
+    """An interval of three steps. The first one, which was skipped with a nan loss, ran before the resume."""
+    bad = STEP._replace(loss=float("nan"), skipped=True)
+    row, without = row_of(earlier=[bad._replace(loss=1.0), bad]), row_of()
+    assert math.isnan(row["lm_loss"]) and (row["skipped_iterations"], row["nan_iterations"]) == (2, 1)
+    assert row_of(earlier=[STEP._replace(loss=2.0)])["lm_loss"] == (2.0 + 1 / 3 + 1 / 3) / 3
+    same = row.keys() - {"lm_loss", "skipped_iterations", "nan_iterations"}
+    assert {name: row[name] for name in same} == {name: without[name] for name in same}
+
+
+def test_steps_in_a_checkpoint_keep_every_bit():
+    steps = [STEP, STEP._replace(loss=float("nan"), grad_norm=float("inf"), skipped=True), STEP._replace(samples=7)]
+    text = json.dumps(log.steps_to_json(steps), allow_nan=False)
+    assert repr(log.steps_from_json(json.loads(text))) == repr(steps)
+
+
+def test_a_cut_line_on_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    """The line break after the cut line does not fit on the disk."""
+    (tmp_path / "metrics.jsonl").write_text('{"iterat')
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(log.os, "write", full)
+    with pytest.raises(UserError, match=r"metrics.jsonl: No space left on device$"):
+        log.open_lines(tmp_path / "metrics.jsonl")
 
 
 def test_a_row_has_every_number_with_its_unit():

@@ -16,6 +16,7 @@ from fractions import Fraction
 import pytest
 import torch
 
+import data
 import train
 from config import Config, check
 from errors import UserError
@@ -386,7 +387,7 @@ def load_and_save(config, path, out_dir):
     run = train.build(config, Mesh(config.tp, config.pp), torch.device("cpu"))
     train.restore(run, path)
     run.config = replace(config, out_dir=out_dir)
-    train.save(run, {})
+    train.save(run, data.Tokens(config.data_dir, "train", config.seq_length, config.vocab_size), [])
 
 
 class Stopped(contextlib.nullcontext):

@@ -8,6 +8,7 @@ Therefore a checkpoint needs only the weights, the moments, the loss scale, and 
 """
 
 import contextlib
+import math
 import os
 import sys
 from collections import Counter
@@ -21,10 +22,10 @@ import data
 import operations
 import reference
 from errors import UserError, exit_on_user_error
-from log import Interval, Logger, PendingStep, Timers, validation_lines
+from log import Interval, Logger, PendingStep, Timers, steps_from_json, steps_to_json, validation_lines
 from model import GPT
 from operations import DTYPES
-from parallel import checkpoint, meter, processes, report, schedules, trace
+from parallel import checkpoint, meter, processes, replicas, report, schedules, trace
 from parallel.comm import agree, all_reduce
 from parallel.layout import Layout
 from parallel.mesh import Mesh, everyone
@@ -118,7 +119,7 @@ def train(run, tokens, validation, logger, signals):
 
     numbers = data.training_samples(counters.consumed_samples, mesh.dp.rank, mesh.dp.size, c.micro_batch_size)
     with data.Loader(tokens, numbers, c.seed, run.device) as loader:
-        batches, interval, steps = micro_batches(run, loader), Interval(), []
+        batches, interval, steps = micro_batches(run, loader), Interval(run.unfinished), []
         while counters.iteration < c.train_iters:
             before, flags = steps[-1:], (signals.stop, signals.orphaned)
             steps = train_call(run, batches, *flags) if run.schedule.versions else [train_step(run, batches, *flags)]
@@ -130,6 +131,7 @@ def train(run, tokens, validation, logger, signals):
             stop = any(step.read().stop for step in flagged)
             if any(step.read().orphaned for step in flagged):
                 raise UserError("the torchrun of a process died; the steps after the last checkpoint are lost")
+            check_loss(run, counters.iteration - (0 if run.schedule.versions else len(steps)), flagged)
             validate = validation and (due(c.eval_interval) or last)
             if due(c.log_interval) or validate or last or stop:
                 wait = longest_data_wait(run, loader)
@@ -137,15 +139,42 @@ def train(run, tokens, validation, logger, signals):
                 if validate:
                     row["validation_loss"] = evaluate(run, validation)
                 logger.log(**row)
-                interval = Interval()
-            if due(c.save_interval) or last or stop:
+                # A run that was not stopped here would log these steps in its next line.
+                regular = due(c.log_interval) or (validation and due(c.eval_interval))
+                interval = Interval(() if regular else interval.read())
+            saving = due(c.save_interval) or last or stop
+            if c.check_replicas and (due(c.check_replicas) or saving):
+                replicas.check(run.zero, counters.iteration)
+            if saving:
+                check_loss(run, counters.iteration, steps)
                 with interval.paused():
-                    save(run, tokens.meta["tokenizer"])
+                    save(run, tokens, interval.read())
             if stop and not last:
                 command = "the same command" + ("" if c.resume == "auto" else " without --resume")
                 logger.say(f"stopped after iteration {counters.iteration}; {command} resumes the run")
                 return False
     return True
+
+
+def check_loss(run, iteration, steps):
+    """Raise UserError on all ranks if the loss was not finite in the last `stop_after_nan` iterations.
+
+    steps: consecutive `PendingStep`s, the last one of `iteration`. Their losses are the same on all ranks.
+    """
+    c, watch = run.config, run.watch
+    for i, step in enumerate(steps):
+        watch.see(iteration - len(steps) + 1 + i, step.read().loss)
+
+    def refuse():
+        since = f"lm_loss is not finite since iteration {iteration - watch.bad + 1} ({watch.bad} iterations)"
+        good = checkpoint.step_path(c.out_dir, watch.good)
+        if watch.good is None:
+            raise UserError(f"{since}, and no loss after a checkpoint of this run was finite; use other values (--lr)")
+        remedy = f"to resume from it with other values (--lr), set --resume={good} and another --out_dir"
+        raise UserError(f"{since}. The last checkpoint with a finite loss after it is {good}; {remedy}")
+
+    if c.stop_after_nan and watch.bad >= c.stop_after_nan:
+        agree(run.mesh.world, UserError, refuse)
 
 
 def micro_batches(run, loader):
@@ -177,6 +206,26 @@ class Counters:
 
 
 @dataclass
+class Watch:
+    """Counts the iterations in a row without a finite loss, and knows the last good checkpoint.
+
+    A checkpoint is good if a later loss was finite. Its own step's loss says little: the update after it may have made
+    weights so large that every later loss is nan.
+    """
+
+    seen: int = 0  # the last iteration that was counted
+    bad: int = 0  # iterations in a row without a finite loss
+    saved: int | None = None  # step of the latest checkpoint in out_dir
+    good: int | None = None  # step of the last good checkpoint
+
+    def see(self, iteration, loss):
+        if iteration > self.seen:
+            self.seen, self.bad = iteration, 0 if math.isfinite(loss) else self.bad + 1
+            if not self.bad:
+                self.good = self.saved  # of an earlier iteration: a step's loss is seen before its checkpoint is saved
+
+
+@dataclass
 class Run:
     """The objects of a training run on this rank, and the run's progress."""
 
@@ -193,6 +242,8 @@ class Run:
     executor: Executor
     rates: torch.Tensor  # the learning rate of each update, float64 on the device
     counters: Counters = field(default_factory=Counters)
+    watch: Watch = field(default_factory=Watch)
+    unfinished: list = field(default_factory=list)  # `Step`s since the last regular log line, of the checkpoint
     steps: Counter = field(default_factory=Counter)  # {m: number of steps with m micro-batches in this process}
 
 
@@ -216,27 +267,37 @@ def build(config, mesh, device):
     return Run(config, mesh, device, dtype, model, layout, schedule, zero, scale, timers, executor, rates)
 
 
-def save(run, tokenizer):
+def save(run, tokens, unfinished):
+    """Save a checkpoint. tokens: of the split train; unfinished: the `Step`s since the last regular log line."""
+    watch, iteration = run.watch, run.counters.iteration
     state = {
         "shapes": {name: list(spec.shape) for name, spec in run.model.specs().items()},
         "config": asdict(run.config),
-        "tokenizer": tokenizer,
+        "tokenizer": tokens.meta["tokenizer"],
+        "data": data.identity(tokens),
         "counters": asdict(run.counters) | {"updates": run.zero.updates.item()},
         "loss_scale": run.loss_scale.state(),
+        "interval": steps_to_json(unfinished),
+        "last_good": watch.good,
     }
     copies = [Path(run.config.data_dir, name) for name in COPY]
-    checkpoint.save(run.config.out_dir, run.counters.iteration, run.zero, state, run.config.keep, copies)
+    good = None if iteration == run.config.train_iters and not watch.bad else watch.good
+    checkpoint.save(run.config.out_dir, iteration, run.zero, state, run.config.keep, copies, good)
+    watch.saved = iteration
 
 
 def restore(run, path):
     """Load weights, moments and counters from the checkpoint `path`, which may be of any layout."""
     index = checkpoint.read_index(path)
-    agree(run.mesh.world, UserError, lambda: checkpoint.load(path, run.zero))
+    checkpoint.load(path, run.zero)
     run.zero.parameters_from_master()
     counters = index["counters"]
     run.zero.updates.fill_(counters.pop("updates"))
     run.counters = Counters(**counters)
     run.loss_scale.restore(index["loss_scale"])
+    run.unfinished = steps_from_json(index.get("interval", []))
+    if checkpoint.step_path(run.config.out_dir, run.counters.iteration) == Path(path):
+        run.watch = Watch(saved=run.counters.iteration, good=index.get("last_good"))
 
 
 # CPU time of a configs/tiny.py step, fp16 divided by fp32 (13 steps of each, one thread): 9.0 to 11.1, median 9.9.
@@ -290,7 +351,8 @@ def open_files(config, mesh, stack):
         stack.enter_context(processes.lock(config.out_dir))
     splits = [config.split] if config.eval_only else ["train", "val"][: 1 + (config.eval_iters > 0)]
     tokens = {s: data.Tokens(config.data_dir, s, config.seq_length, config.vocab_size) for s in splits}
-    return tokens, checkpoint.to_resume(config, tokens[splits[0]].meta["tokenizer"])
+    identity = None if config.eval_only else data.identity(tokens["train"])
+    return tokens, checkpoint.to_resume(config, tokens[splits[0]].meta["tokenizer"], identity)
 
 
 def train_and_report(run, tokens, path, stack):
@@ -303,7 +365,10 @@ def train_and_report(run, tokens, path, stack):
         activations = stack.enter_context(meter.Activations(run.executor))
     if config.trace:
         run.executor.trace = trace.Trace(mesh, run.device, run.counters.iteration)
-    changed = configuration.differences(config, checkpoint.read_index(path)) if path else ""
+    index = checkpoint.read_index(path) if path else {}
+    changed = configuration.differences(config, index) if path else ""
+    if other := checkpoint.other_data(index, data.identity(tokens["train"])):
+        logger.say(f"new_data=True: the training data is not that of {path}: {other}")
     anew = ". To begin anew, set another --out_dir" + (" and no --resume" if config.resume != "auto" else "")
     if done := run.counters.iteration >= config.train_iters:
         changed = changed and f". Changed without effect: {changed}{anew}"

@@ -18,7 +18,7 @@ import sys
 
 from errors import UserError, exit_on_user_error
 
-NAMES = ["prepare", "layouts", "delay", "kernels", "train"]
+NAMES = ["prepare", "layouts", "checkpoint", "delay", "kernels", "train"]
 
 
 def measurement(name):

@@ -1,0 +1,91 @@
+"""Compares copies: numbers that several ranks keep and that must be equal, bit for bit (--check_replicas=N).
+
+A defective memory, a lost update or a wrong kernel can make copies differ. The run then trains on, without an error,
+towards nothing. These copies exist:
+
+    what                                          copies on
+    parameters, stages 0 to 2                     dp ranks
+    master weights and moments, stage 0           dp ranks
+    all of these, and shards of stages 1 to 3     holders of a bucket (the tied word table)
+    the same, of parameters replicated over tp    tp ranks
+
+Each rank computes the sum S (`checksum.py`) of each parameter, master weight and moment. One all_reduce an axis gives
+max(S) and max(~S) = ~min(S). All copies are equal if max(S) = min(S). It sends 16 bytes for each sum, which the ledger
+counts as "setup", because a comparison is not a part of a step.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from errors import UserError
+from parallel import checksum
+from parallel.comm import agree, all_reduce, gather_objects
+from parallel.layout import ALIGN
+
+
+class Row(NamedTuple):
+    """One tensor that this rank keeps: the part of a parameter, master weight or moment that it stores."""
+
+    name: str  # for the message
+    bucket: object  # zero.Bucket
+    replicated: bool  # over tp
+    on_dp: bool  # every dp rank has a copy
+    flat: torch.Tensor  # [n], with the alignment padding
+
+
+def rows(zero):
+    """Return the Rows of this rank. Ranks with copies of a bucket have its Rows in the same order."""
+    found = []
+    for _, bucket in sorted(zero.buckets.items()):  # holders need the same order
+        whole, own = bucket.layout.pieces(0, bucket.size), bucket.pieces
+        kinds = [("", bucket.param, whole, True) if bucket.stage < 3 else ("", bucket.own_param, own, False)]
+        if bucket.own_param is not bucket.master:
+            kinds.append((" (master weight)", bucket.master, own, bucket.stage == 0))
+        kinds += [(f" (moment {k})", moment, own, bucket.stage == 0) for k, moment in enumerate(bucket.moments)]
+        for kind, flat, pieces, on_dp in kinds:
+            for piece in pieces:
+                count = math.ceil((piece.end - piece.begin) / ALIGN) * ALIGN
+                part = flat[piece.at : piece.at + count]
+                found.append(Row(piece.spec.name + kind, bucket, piece.spec.tp_dim is None, on_dp, part))
+    return found
+
+
+def check(zero, iteration):
+    """Raise UserError on all ranks if two copies differ. Every rank of the mesh calls this between two steps."""
+    found = differences(zero)
+
+    def refuse():
+        if found:
+            more = f" (and {len(found) - 1} other tensors)" if len(found) > 1 else ""
+            raise UserError(f"after iteration {iteration} copies differ: {found[0]}{more}; nothing is saved")
+
+    agree(zero.mesh.world, UserError, refuse)
+
+
+@torch.no_grad()
+def differences(zero):
+    """Return a text for each tensor of this rank whose copies differ. Every rank of the mesh calls this."""
+    mesh, found = zero.mesh, rows(zero)
+    mesh.ledger.phase = "setup"
+    sums = torch.stack([checksum.of_tensor(row.flat).to(zero.device) for row in found])
+    texts = _compared(mesh.dp, [i for i, row in enumerate(found) if row.on_dp], found, sums)
+    texts += _compared(mesh.tp, [i for i, row in enumerate(found) if row.replicated], found, sums)
+    axes = {row.bucket.holders.ranks: row.bucket.holders for row in found}
+    for _, axis in sorted(axes.items()):  # the same order on all ranks, so that no rank waits for ever
+        texts += _compared(axis, [i for i, row in enumerate(found) if row.bucket.holders == axis], found, sums)
+    return texts
+
+
+def _compared(axis, numbers, found, sums):
+    """Return ["NAME: ranks [0, 1] and ranks [2]", ...]: the Rows whose copies differ, and the ranks of equal copies."""
+    mine = sums[numbers]
+    high, low = all_reduce(torch.stack([mine, ~mine]), axis, "replicas", op="max").wait()
+    texts = []
+    for i in (high != ~low).nonzero().flatten().tolist():
+        groups = {}
+        for rank, total in zip(axis.ranks, gather_objects(mine[i].item(), axis), strict=True):
+            groups.setdefault(total, []).append(rank)
+        texts.append(f"{found[numbers[i]].name}: {' and '.join(f'ranks {ranks}' for ranks in groups.values())}")
+    return texts

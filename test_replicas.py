@@ -1,0 +1,112 @@
+"""Test --check_replicas: copies that differ are named, whatever they are copies of, and the run stops before a save."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from config import check
+from errors import UserError
+from parallel import checkpoint, replicas
+from parallel.mesh import Mesh
+from test_checkpoint import CPU, configured, go
+from test_layouts import built, micro_batches, tiny_config
+
+
+def said_after_damage(config, rank, bucket, kind, place):
+    """Train two steps, compare, change one element on one rank, and compare again. Return the message."""
+    run = built(config, Mesh(config.tp, config.pp))
+    batches = micro_batches(run)
+    for _ in range(2):
+        train.train_step(run, batches)
+    replicas.check(run.zero, 2)
+    if run.mesh.rank == rank:
+        b = run.zero.buckets[bucket]
+        flat = {"parameter": b.own_param if b.stage == 3 else b.param, "master": b.master, "moment": b.moments[-1]}
+        flat[kind].view(torch.int16)[place] ^= 1
+    try:
+        replicas.check(run.zero, 2)
+    except UserError as error:
+        assert error.agreed, "every rank would print the line"
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    "ranks, layout, dtype, damage, named",
+    [
+        (3, {}, "fp64", (1, "block0", "parameter", 0), "block0.qkv.weight: ranks [0, 2] and ranks [1]"),
+        (2, {}, "bf16", (1, "block1", "master", 4), "block1.qkv.weight (master weight): ranks [0] and ranks [1]"),
+        (2, {}, "bf16", (0, "block1", "parameter", 1), "block1.qkv.weight: ranks [0] and ranks [1]"),
+        (2, {}, "fp64", (1, "head", "moment", -60), "head.ln.bias (moment 1): ranks [0] and ranks [1]"),
+        (2, dict(zero=1), "bf16", (0, "word", "parameter", -1), "word.weight: ranks [0] and ranks [1]"),
+        (2, dict(zero=2), "fp64", (1, "block0", "parameter", 9), "block0.qkv.weight: ranks [0] and ranks [1]"),
+        (2, dict(tp=2), "fp64", (1, "block0", "moment", -60), "block0.fc2.bias (moment 1): ranks [0] and ranks [1]"),
+        (4, dict(tp=2, zero=3), "fp64", (3, "block0", "moment", -60), "block0.fc2.bias (moment 1): ranks [2] and"),
+        (2, dict(pp=2), "fp64", (1, "word", "moment", 5), "word.weight (moment 1): ranks [0] and ranks [1]"),
+        (4, dict(pp=2, zero=3), "bf16", (2, "word", "parameter", 5), "word.weight: ranks [2] and ranks [3]"),
+        (4, dict(pp=4, schedule="chimera", num_layers=4), "fp64", (2, "block1", "parameter", 0), "block1.qkv.weight"),
+    ],
+    ids=str,
+)
+def test_one_bit_in_one_copy_is_named_on_every_rank(workers, ranks, layout, dtype, damage, named):
+    config = tiny_config(1, **{"micro_batch_size": 2, "dtype": dtype, "optimizer": "adamw"} | layout)
+    check(config, ranks)
+    for said in workers.run(ranks, said_after_damage, config, *damage):
+        assert said and said.startswith(f"after iteration 2 copies differ: {named}") and "\n" not in said, said
+
+
+def test_a_shard_has_no_copy(workers):
+    """ZeRO-3 without tp and pp has one copy of everything, so a changed bit is no difference."""
+    config = tiny_config(2, zero=3, optimizer="adamw")
+    assert workers.run(2, said_after_damage, config, 1, "block0", "moment", 0) == [None, None]
+
+
+def train_with_damage(config, iteration):
+    """Train. Rank 1 changes one bit of a moment after `iteration`. Return the message and the ledger's phases."""
+    step, runs = train.train_step, []
+
+    def damaging(run, *arguments):
+        done = step(run, *arguments)
+        runs.append(run)
+        if run.counters.iteration == iteration and run.mesh.rank == 1:
+            run.zero.buckets["block0"].moments[0].view(torch.int64)[3] ^= 1
+        return done
+
+    train.train_step = damaging
+    try:
+        go(config)
+        said = None
+    except UserError as error:
+        said = str(error)
+    finally:
+        train.train_step = step
+    return said, {phase for phase, _, what, _ in runs[0].mesh.ledger.rows if what == "replicas"}
+
+
+@pytest.mark.parametrize("every, save_interval, found, saved", [(2, 4, 6, [4]), (5, 7, 7, []), (0, 4, None, [8, 10])])
+def test_a_run_stops_before_its_next_save(workers, tokens_dir, tmp_path, every, save_interval, found, saved):
+    """The bit changes after iteration 5 or 6. Before a save, all copies are compared in any case."""
+    fields = dict(check_replicas=every, save_interval=save_interval, dtype="fp64", log_interval=50)
+    config = configured(tmp_path, tokens_dir, **fields)
+    for said, phases in workers.run(2, train_with_damage, config, 5 if every == 2 else 6):
+        assert phases == ({"setup"} if every else set())
+        if found is None:
+            assert said is None
+        else:
+            line = f"after iteration {found} copies differ: block0.qkv.weight (moment 0): ranks [0] and ranks [1]"
+            assert said == f"{line}; nothing is saved"
+    assert checkpoint.all_steps(tmp_path) == saved
+
+
+def test_equal_copies_pass_and_change_nothing(workers, tokens_dir, tmp_path):
+    outs = [tmp_path / "checked", tmp_path / "not"]
+    for out, every in zip(outs, (1, 0), strict=True):
+        workers.run(4, go, configured(out, tokens_dir, tp=2, sequence_parallel=True, check_replicas=every))
+    ours, theirs = ([p.read_bytes() for p in sorted(Path(out, "step_10").glob("*.*t*"))] for out in outs)
+    assert ours == theirs and ours
+
+
+def test_one_process_has_no_copies(tokens_dir, tmp_path):
+    run = train.build(configured(tmp_path, tokens_dir), Mesh(), CPU)
+    replicas.check(run.zero, 0)
