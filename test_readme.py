@@ -25,6 +25,7 @@ PICTURES = {  # file: the command that draws it
     "pipelines.svg": "-m parallel.draw gpipe 1f1b interleaved chimera zb-h1 zb-h2 zb-v --stages=4 --microbatches=8",
     "who_sends_what.svg": "-m parallel.traffic configs/tiny.py --ranks=8 --tp=2 --pp=2 --zero=2 --schedule=zb-h1",
     "pipedream.svg": "-m parallel.draw pipedream --without_stashing",
+    "published.svg": "-m planning.fit",
     "loss.svg": "curve.py pictures/tiny.jsonl pictures/tiny_2x2.jsonl",
 }
 TIME = re.compile(r"(elapsed time per iteration \(ms\): |: )\d+\.\d\d?\b|\d[\d,]* tokens/s|in \d+\.\d s")

@@ -57,7 +57,9 @@ def predict(layout, schedule, pp_rank, dp_rank, item, master_item):
     The prediction needs no process and no tensor.
     """
     table, n = rows(layout, schedule, pp_rank, dp_rank, item, master_item), schedules.updates(schedule)
-    return {key: (Fraction(calls, n), Fraction(sent, n)) for key, (calls, sent, _) in table.items()}
+    if n > 1:
+        return {key: (Fraction(calls, n), Fraction(sent, n)) for key, (calls, sent, _) in table.items()}
+    return {key: (calls, sent) for key, (calls, sent, _) in table.items()}
 
 
 def how_often(layout, schedule, pp_rank):

@@ -1,6 +1,6 @@
 """Fit the A100's constants to published runs with full recomputation, and predict the other runs.
 
-    python -m planning.fit
+    python -m planning.fit --svg=published.svg
 
 prints the fitted constants, the residual of each row, the prediction of each row by a fit without it, and the runs
 that no fit has seen: selective recomputation with sequence parallelism. Three constants are fitted: `matrix`, `wire`
@@ -18,9 +18,9 @@ import math
 import numpy as np
 
 from config import Config
-from errors import exit_on_user_error
+from errors import Parser, exit_on_user_error
 from log import hardware_flops
-from planning import layouts
+from planning import layouts, pictures
 from planning.devices import DEVICES
 from planning.published import DATA_PARALLEL_530B, KORTHIKANTI, NARAYANAN, TOKENS, VOCABULARY
 
@@ -100,7 +100,10 @@ def fit(rows, device, rounds=8):
     return with_logs(x)
 
 
-def main():
+def main(arguments=None):
+    parser = Parser(prog="python -m planning.fit", description="Fit the A100's constants to published runs.")
+    parser.add_argument("--svg", metavar="FILE", help="draw predicted beside published times")
+    options, points = parser.parse_args(arguments), []
     device = DEVICES["a100-80g"]
     rows = full(device)
     best = fit(rows, device)
@@ -114,6 +117,9 @@ def main():
             without = f"{predicted(row, other) / seconds - 1:+.1%}"
         text = f"{row[0]:<26} {c.micro_batch_size:>2} {c.chunks:>2} {seconds:>10.2f} {now:>10.2f}"
         print(f"{text} {now / seconds - 1:>+7.1%} {without:>15}", flush=True)
+        points.append((row[0], "fitted: full recomputation" if row in rows else "not fitted", seconds, now))
+    if options.svg:
+        pictures.scatter(options.svg, points)
 
 
 if __name__ == "__main__":

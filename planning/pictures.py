@@ -54,7 +54,7 @@ def memory_bars(judged, y):
         left, top = 10 + i % columns * width, bottom + 10 + i // columns * (height + 72)
         ticks, scale = axis((0, float(highest) / GiB), 5, top + 44 + height, top + 44)
         first, second = name_of(row["layout"])
-        parts.append(text(left, top + 10, f"{i + 1}: {first}", 12, weight="bold", room=width - 14))
+        parts.append(text(left, top + 10, f"{i + 1}: {first}", 11, weight="bold", room=width - 14))
         parts.append(text(left, top + 26, second, 11, room=width - 14))
         parts += panel(row, left + 34, left + width - 20, ticks, scale, colours)
     return parts, bottom + 10 + math.ceil(len(judged) / columns) * (height + 72)
@@ -214,7 +214,7 @@ def is_clear(place, places, spots):
 
 def table(points, groups, x, y):
     """Return (SVG elements of the list of points, y of its bottom)."""
-    columns = (WIDTH - 108, WIDTH - 50, WIDTH - 8)  # right ends of the numbers
+    columns = (WIDTH - 118, WIDTH - 60, WIDTH - 8)  # right ends of the numbers
     titles = ("published", "predicted", "error")
     parts = [text(right, y, title, 11, "end") for right, title in zip(columns, titles, strict=True)]
     last, room = None, columns[0] - 40 - x - 26
