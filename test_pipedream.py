@@ -20,7 +20,7 @@ import data
 import train
 from config import Config, check
 from errors import UserError
-from parallel import draw, ledger, memory, meter, report, traffic
+from parallel import draw, ledger, memory, meter, replicas, report, traffic
 from parallel.layout import split
 from parallel.mesh import Mesh
 from parallel.optimizer import RULES, learning_rate
@@ -182,7 +182,7 @@ def train_asynchronously(config, calls, mesh=None):
         steps = train_call(run, batches)
         assert len(steps) == count
         done += [step.read() for step in steps]
-    return [s.loss for s in done], [s.grad_norm for s in done], before, parameters(run)
+    return [s.loss for s in done], [s.grad_norm for s in done], before, parameters(run), replicas.differences(run.zero)
 
 
 def asynchronous(schedule, pp, per_update=1, updates=12, dp=1, tp=1, **fields):

@@ -37,6 +37,8 @@ GB = 1e9
 
 def cluster(config, device):
     """Return (dtype, bytes of an element, bytes of a wide one) of a run on `device`. Raises UserError."""
+    synchronous = config.schedule not in schedules.ASYNCHRONOUS
+    configuration.require(config, "schedule", synchronous, "plan.py predicts only schedules with one update a step")
     dtype = device.dtype if config.dtype == "auto" else config.dtype
     device.peak(dtype)
     item = DTYPES[dtype].itemsize
@@ -185,10 +187,6 @@ def judge(config, gpus, device, code="ours", tokens=None, all_ranks=True, simula
     layout whose bubble has no closed form.
     """
     dtype, item, wide = cluster(config, device)
-    synchronous = config.schedule not in schedules.ASYNCHRONOUS
-    configuration.require(
-        config, "schedule", synchronous, "plan.py predicts only schedules without updates of their own"
-    )
     known, shape, b = (
         model_of(config, item, wide, device.name == "cpu"),
         shape_of(config, gpus),
