@@ -132,6 +132,8 @@ NOT_NEGATIVE = (
     "max_position_embeddings train_iters train_epochs lr min_lr lr_decay_iters lr_warmup_fraction lr_wsd_decay_iters "
     "weight_decay clip_grad save_interval keep eval_interval eval_iters stop_after_nan check_replicas"
 ).split()
+MOST = {"num_layers": 1000, "train_epochs": 1e9, "comm_timeout": 1e6}
+MICRO_BATCHES = 2**13  # the most of one step on one data rank, because a schedule is a list of actions
 NO_EFFECT = (  # on the weights of a run
     "out_dir resume save_interval keep log_interval eval_interval eval_iters eval_only split ledger trace tensorboard "
     "wandb comm_timeout new_data stop_after_nan check_replicas"
@@ -154,6 +156,7 @@ def load(arguments, default="configs/tiny.py"):
     if "train_iters" in given or "train_epochs" in given:  # the file's two values are ignored
         values |= {"train_iters": 0, "train_epochs": 0.0}
     config = Config(**values | given)
+    refuse_unusable(config)
     config.out_dir = config.out_dir or f"out/{path.stem}"
     return config
 
@@ -165,7 +168,9 @@ def from_file(path):
         raise UserError(f"no configuration file {path} (there are: {known})")
     try:
         names = runpy.run_path(str(path))
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # also SystemExit
         at = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
         at = at[-1] if at else getattr(error, "lineno", "?")
         raise UserError(f"{path}:{at}: {type(error).__name__}: {' '.join(str(error).split())}") from None
@@ -179,9 +184,31 @@ def from_file(path):
         if field.type is float and type(value) is int and abs(value) < 2**1023:  # float's range
             value = float(value)
         if type(value) is not field.type:
-            raise UserError(f"{path}: {name}={value!r} should be {field.type.__name__}")
+            raise UserError(f"{path}: {name}={shown(value)} should be {field.type.__name__}")
         values[name] = value
     return values
+
+
+def shown(value):
+    """Return `value` as text. Python refuses to print an integer of more than 4,300 digits."""
+    try:
+        return repr(value)
+    except Exception as error:
+        return f"({type(error).__name__}: {type(value).__name__} that can't be printed)"
+
+
+def refuse_unusable(c):
+    """Raise UserError for an integer that does not fit into 64 bits, and for a text that can't be a file's name."""
+    for name, value in vars(c).items():
+        if type(value) is int and not -(2**63) <= value < 2**63:
+            raise UserError(f"{name}={shown(value)}: should be between -2^63 and 2^63 - 1")
+        if type(value) is str:
+            try:
+                wrong = "\0" in os.fsencode(value).decode("latin-1")
+            except UnicodeEncodeError:
+                wrong = True
+            if wrong:
+                raise UserError(f"{name}={value!r}: has a character that a file's name can't have")
 
 
 def from_text(field, text):
@@ -227,10 +254,25 @@ def micro_batches(c, samples, dp):
 
 def iterations(config, samples):
     """The number of updates that use at most `samples` samples, but at least 1 (with updates_per_call, 1 call)."""
-    count = consumed = 0
-    while (consumed := consumed + global_batch_size_at(config, consumed)) <= samples:
-        count += 1
-    return max(1, count // config.updates_per_call) * config.updates_per_call
+    n = config.updates_per_call
+    return max(1, updates_of(config, samples) // n) * n
+
+
+def updates_of(config, samples):
+    """Return the number of updates that use at most `samples` samples."""
+    start, increment, span = rampup(config)
+    levels = (config.global_batch_size - start) // increment
+    count, consumed, samples = 0, 0, int(samples)
+    while True:  # once for each size of the batch
+        size = global_batch_size_at(config, consumed)
+        fit = max(0, samples - consumed) // size
+        if size == config.global_batch_size:
+            return count + fit
+        grows_at = -(-span * ((size - start) // increment + 1) // levels)  # consumed samples
+        steps = -(-(grows_at - consumed) // size)
+        if fit < steps:
+            return count + fit
+        count, consumed = count + steps, consumed + steps * size
 
 
 def of_checkpoint(index):
@@ -269,6 +311,8 @@ def check(c, world):
         require(c, name, 0 < getattr(c, name) < float("inf"), "should be positive")
     for name in NOT_NEGATIVE:
         require(c, name, 0 <= getattr(c, name) < float("inf"), "should be zero or more")
+    for name, most in MOST.items():
+        require(c, name, getattr(c, name) <= most, f"should be at most {most:,.0f}")
     for name in ("dropout", "adam_beta1", "adam_beta2"):
         require(c, name, 0 <= getattr(c, name) < 1, "should be at least 0 and below 1")
     require(c, "lr_warmup_fraction", c.lr_warmup_fraction <= 1, "a fraction of lr_decay_iters, at most 1")
@@ -320,6 +364,24 @@ def refuse_fp16(c):
     require(c, "dtype", c.schedule not in schedules.ASYNCHRONOUS, f"{c.schedule} {alone}")
 
 
+def check_schedules(c, first, step, last):
+    """Raise UserError if the schedule refuses first, first + step, ..., last micro-batches. Return a Schedule.
+
+    The order of a schedule repeats after a multiple of pp micro-batches. So a small number with the same remainder is
+    checked instead of a large one, and the remainders repeat after at most pp batch sizes.
+    """
+    if c.schedule in schedules.ASYNCHRONOUS:
+        return schedules.build(c.schedule, c.pp, last, c.chunks, last)
+    few = max(64 // c.pp, 2) * c.pp
+    numbers = {min(m, few + m % c.pp): m for m in [*range(first, last, step)[: few + c.pp], last]}
+    for small, m in numbers.items():
+        try:
+            schedule = schedules.build(c.schedule, c.pp, small, c.chunks)
+        except UserError as error:
+            raise error if m == small else UserError(f"{m:,} micro-batches, checked with {small}: {error}") from None
+    return schedule
+
+
 def check_layout(c, world):
     """Raise UserError if a size is not divisible as the layout needs. Return dp."""
 
@@ -337,11 +399,17 @@ def check_layout(c, world):
     start, increment, _ = rampup(c)
     growth = c.global_batch_size - start
     divides("increment", increment, "rampup_batch_size: global_batch_size - start", growth)
-    for size in range(start, c.global_batch_size + 1, increment):
+    for size in sorted({start, min(start + increment, c.global_batch_size), c.global_batch_size}):
         name = "global_batch_size" if size == c.global_batch_size else "rampup_batch_size: batch size"
         divides("micro_batch_size * dp", c.micro_batch_size * dp, name, size)
         check_update(c, micro_batches(c, size, dp))
-        schedule = schedules.build_for(c, dp, micro_batches(c, size, dp) * c.updates_per_call)
+    many = micro_batches(c, c.global_batch_size, dp)
+    why = f"makes {many:,} micro-batches on each data rank, at most {MICRO_BATCHES:,}; use a larger micro_batch_size"
+    require(c, "global_batch_size", many <= MICRO_BATCHES, why)
+    most = MICRO_BATCHES // many
+    why = f"with {many:,} micro-batches in an update, should be at most {most:,}"
+    require(c, "updates_per_call", c.updates_per_call <= most, why)
+    schedule = check_schedules(c, micro_batches(c, start, dp), micro_batches(c, increment, dp), many)
     parts = max(schedule.parts) + 1
     why = (
         f"should be at least {parts - 2}, because pp={c.pp} and chunks={c.chunks} make {parts} parts, "

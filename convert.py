@@ -47,7 +47,7 @@ from tqdm import tqdm
 
 import config as configuration
 from config import Config
-from errors import Parser, UserError, exit_on_user_error, explained
+from errors import Parser, UserError, exit_on_user_error, explained, regular
 from model import GPT
 from parallel import checkpoint, checksum
 from tokenizer import copied, copy, load_tokenizer
@@ -205,7 +205,7 @@ def read_config(folder, out):
     """Return (Family, Config) of the config.json in `folder`. Raises UserError if the model here differs."""
     path = Path(folder) / "config.json"
     there = read_json(path)
-    family = FAMILIES.get(there.get("model_type"))
+    family = FAMILIES.get(str(there.get("model_type")))
     if family is None:
         raise UserError(f"{path}: model_type={there.get('model_type')}: should be one of {', '.join(FAMILIES)}")
     if there.get("quantization_config"):
@@ -219,7 +219,7 @@ def read_config(folder, out):
         values[here] = kind(value)
     refuse_differences(path, family, there, values["hidden_size"])
     activation = there.get("activation_function", "gelu_new" if family is GPT2 else "relu")
-    if activation not in ACTIVATIONS:
+    if str(activation) not in ACTIVATIONS:
         why = "; gelu there is the exact one, here it is the approximation with tanh" if activation == "gelu" else ""
         raise UserError(f"{path}: activation_function={activation}: should be one of {', '.join(ACTIVATIONS)}{why}")
     values |= {"seq_length": values["max_position_embeddings"], "activation": ACTIVATIONS[activation]}
@@ -503,11 +503,11 @@ def progress(shapes, dtype):
 def read_json(path):
     """Return the object in a JSON file. Raises UserError."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(regular(path).read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError("not an object")
         return found
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: can't be read: {getattr(error, 'strerror', None) or error}") from None
 
 

@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from errors import Parser, UserError, exit_on_user_error, explained
+from errors import Parser, UserError, exit_on_user_error, explained, regular, writable
 from log import read_metrics
 
 UNITS = {"iterations": ("iteration", 1), "million tokens": ("consumed_tokens", 10**6)}  # {unit of x: (field, divisor)}
@@ -37,7 +37,7 @@ def read_curve(path, unit):
     field, size = UNITS[unit]
     try:
         with explained(file):
-            rows = read_metrics(file).values()
+            rows = read_metrics(regular(file)).values()
         training = [(row[field] / size, float(row["lm_loss"])) for row in rows]
         validation = [(row[field] / size, float(row["validation_loss"])) for row in rows if "validation_loss" in row]
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
@@ -138,10 +138,11 @@ def main(arguments=None):
     unit = "million tokens" if options.tokens else "iterations"
     curves = [read_curve(run, unit) for run in options.runs]
     if not options.svg:
-        print(terminal(curves, unit, shutil.get_terminal_size((80, 0)).columns))
+        print(terminal(curves, unit, min(shutil.get_terminal_size((80, 0)).columns, 1000)))
         return
     with explained(f"--svg={options.svg}"):
-        Path(options.svg).write_text(svg(curves, unit), encoding="utf-8")
+        writable(options.svg).write_text(svg(curves, unit), encoding="utf-8")
+    print(f"{options.svg}: written")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import io
 import json
 import lzma
 import os
+import stat
 import sysconfig
 import zlib
 from typing import NamedTuple
@@ -58,7 +59,7 @@ def find_files(inputs: list[str]) -> list[str]:
     for name in inputs:
         is_file = os.path.isfile(name)  # take a named file with any suffix; read_parts reports an unknown suffix
         here = []
-        for match in [name] if is_file or os.path.isdir(name) else sorted(glob.glob(name, recursive=True)):
+        for match in [name] if is_file or os.path.isdir(name) else sorted(matches(name)):
             here += walk(match) if os.path.isdir(match) else [match] if is_file or is_text(match, NAMED) else []
         if not here and not glob.has_magic(name) and not os.path.exists(name):
             raise UserError(f"input {name}: no such file or folder")
@@ -68,6 +69,24 @@ def find_files(inputs: list[str]) -> list[str]:
         for path in here:
             found.setdefault(os.path.realpath(path), path)
     return list(found.values())
+
+
+def matches(pattern: str) -> list[str]:
+    """Return the paths that match a glob. `**` is any number of folders; it does not follow links, which may be loops.
+
+    glob.glob follows links: with two links to their own folder, it returns 2^40 paths.
+    """
+    before, both, after = pattern.partition("**")
+    if not both or (before and not before.endswith(os.sep)) or after[:1] not in ("", os.sep):
+        return glob.glob(pattern)
+    tops = glob.glob(before) if before else [""]
+    found = list(filter(None, tops)) if not after.strip(os.sep) else []  # `a/**` is also the folder a/
+    for top in tops:
+        for here, folders, _ in os.walk(top or os.curdir):
+            folders[:] = sorted(f for f in folders if f[0] != ".")
+            here = os.path.join(top, os.path.relpath(here, top or os.curdir)) if here != (top or os.curdir) else top
+            found += matches(os.path.join(glob.escape(here), after.lstrip(os.sep) or "*"))
+    return found
 
 
 def walk(folder: str, leave_out=()):
@@ -133,6 +152,8 @@ def read_parts(path: str, number: int, text_key: str, pattern: str):
         _, kind, packing = split_suffixes(path)
         if kind not in NAMED:
             raise BadInput(path, "unknown kind of file", f"known: {KNOWN}")
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a FIFO would wait for ever, a device may have no end
+            raise BadInput(path, "unreadable", "not a regular file")
         with open(path, "rb") as raw, PACKINGS.get(packing, contextlib.nullcontext)(raw) as stream:
             if stream.peek(3).startswith(codecs.BOM_UTF8):
                 stream.read(3)

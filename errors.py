@@ -1,15 +1,21 @@
 """Mistakes of a user: one line with the field, its value and the remedy, and exit code 2.
 
-`locked` refuses a second run in a folder. `report` also gives the line to torchrun.
+`locked` refuses a second run in a folder. `report` also gives the line to torchrun. `Stream` keeps a run alive if its
+text cannot be printed.
 """
 
 import argparse
 import contextlib
+import errno
 import fcntl
+import io
 import json
 import os
+import re
+import stat
 import sys
 import time
+from pathlib import Path
 
 import flags
 
@@ -27,6 +33,8 @@ class Parser(argparse.ArgumentParser):
         for i, word in enumerate(words[: words.index("--") if "--" in words else None]):
             flag, equals, value = word.partition("=")
             if flag.startswith("--"):
+                if equals and value == "--":  # argparse would take it for no value
+                    raise UserError(f"{word}: should be a value")
                 words[i] = f"--{flags.plain(flag)}{equals}{value}"
                 wrong += [flag] * (f"--{flags.plain(flag)}" not in known)
         if wrong:
@@ -47,8 +55,15 @@ def report(error, late=0):
     At its end, torchrun prints the error file with the smallest time as the "Root Cause". late: seconds to add to the
     time. A rank that only lost a peer reports with late=1, so it does not become the root cause.
     """
-    print(f"error: {error}", file=sys.stderr, flush=True)
-    write_error_file(f"error: {error}", late)
+    text = "\nerror: ".join(map(one_line, str(error).split("\nerror: ")))
+    print(f"error: {text}", file=sys.stderr, flush=True)
+    write_error_file(f"error: {text}", late)
+
+
+def one_line(text):
+    """Return `text` with its control characters escaped. A text over 1,000 characters loses its middle."""
+    text = text if len(text) <= 1000 else f"{text[:500]} ... {text[-400:]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def write_error_file(text, late=0):
@@ -59,21 +74,117 @@ def write_error_file(text, late=0):
             json.dump({"message": {"message": text, "extraInfo": extra}}, file)
 
 
-def exit_on_user_error(main):
-    """Call `main()`. A UserError is reported and ends the program with exit code 2, Ctrl-C with exit code 130.
+def cause(error):
+    """Return a UserError for an exception with a cause outside the program, otherwise None.
 
-    A reader that closes the pipe early (`| head`) is no error.
+    Such a cause is a system call that failed (OSError), or a lack of memory in Python or PyTorch.
     """
+    if isinstance(error, MemoryError) or re.search("can't allocate memory|out of memory", str(error)):
+        return UserError(f"not enough memory: {str(error).splitlines()[0] if str(error) else 'Python needs more'}")
+    if isinstance(error, OSError) and error.strerror:
+        return UserError(f"{error.filename or 'the system refused a call'}: {error.strerror}")
+    return None
+
+
+class Stream(io.RawIOBase):
+    """stdout or stderr without errors: after the first error, for example of a full disk, the text is dropped.
+
+    So a run finishes its work although its text cannot be printed. Only a reader that closes the pipe of stdout early
+    (`| head`) stops the program.
+    """
+
+    def __init__(self, number, error=None):
+        self.number, self.error = number, error
+
+    def fileno(self):
+        return self.number
+
+    def isatty(self):
+        return os.isatty(self.number)
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        if self.error is None:
+            try:
+                return os.write(self.number, data)
+            except OSError as error:
+                if isinstance(error, BrokenPipeError) and self.number == 1:
+                    raise
+                self.error = error
+        return len(data)
+
+
+def open_streams():
+    """Replace stdout and stderr by `Stream`s. A character that their encoding lacks is written as an escape (\\xe9).
+
+    A closed stdin, stdout or stderr becomes /dev/null. Otherwise the next file that the program opens would get its
+    number, and text for stdout would be written into this file.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        old = getattr(sys, name)
+        if old is not getattr(sys, f"__{name}__"):
+            continue  # a test has replaced it
+        closed = None if old else OSError(errno.EBADF, "it is closed")
+        encoding, lines = (old.encoding, old.line_buffering) if old else ("utf-8", True)
+        raw = io.BufferedWriter(Stream(number, closed))
+        stream = io.TextIOWrapper(raw, encoding, errors="backslashreplace", line_buffering=lines)
+        setattr(sys, name, stream)
+
+
+def lost_text():
+    """Flush stdout. Return the error that stopped its text, or None."""
+    sys.stdout.flush()
+    return getattr(getattr(getattr(sys.stdout, "buffer", None), "raw", None), "error", None)
+
+
+def exit_on_user_error(main):
+    """Call `main()`. A UserError, or an error with a `cause`, is reported and ends the program with exit code 2.
+
+    Ctrl-C ends it with exit code 130. If the work is done but stdout refused its text, the exit code is 1. A reader
+    that closes the pipe early (`| head`) is no error.
+    """
+    open_streams()
+    code = 0
     try:
-        main()
-    except UserError as error:
-        report(error)
-        sys.exit(2)
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code
+        if not code and (error := lost_text()):
+            report(f"stdout: {error.strerror}; the work is done, but its text is lost")
+            code = 1
     except KeyboardInterrupt:
-        sys.exit(130)
+        code = 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the flush at exit fails
-        sys.exit(141)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise the flush at exit fails
+        code = 141
+    except Exception as error:
+        explained = error if isinstance(error, UserError) else cause(error)
+        if explained is None:
+            raise
+        report(explained)
+        code = 2
+    if code:
+        sys.exit(code)
+
+
+def regular(path):
+    """Return Path(path). Raises OSError for a FIFO or a device: a read of it may never end."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return Path(path)
+
+
+def writable(path):
+    """Return Path(path). Raises OSError for a FIFO: a write to it may wait for ever for a reader."""
+    if os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "is a FIFO", str(path))
+    return Path(path)
 
 
 @contextlib.contextmanager
@@ -82,7 +193,7 @@ def explained(what):
     try:
         yield
     except OSError as error:
-        raise UserError(f"{what}: {error.strerror}") from None
+        raise UserError(f"{what}: {error.strerror or error}") from None
 
 
 @contextlib.contextmanager

@@ -44,10 +44,17 @@ def load_model(path, device):
 
 
 def draw(logits, temperature, top_k, top_p, generator):
-    """Return the next token's id, an int. logits [v]. With temperature 0 it is the id of the largest logit."""
+    """Return the next token's id, an int. logits [v]. With temperature 0 it is the id of the largest logit.
+
+    Raises UserError if a logit is nan or inf.
+    """
+    logits, largest = logits.float(), logits.max()
+    if not largest.isfinite():
+        raise UserError("the model's logits are not finite: its training diverged, or its checkpoint is damaged")
     if temperature == 0:
         return int(logits.argmax())
-    logits, ids = (logits.float() / temperature).sort(descending=True)
+    # logits - largest is at most 0, so even a tiny temperature gives -inf, whose probability is 0, but never inf
+    logits, ids = ((logits - largest) / max(temperature, 1e-30)).sort(descending=True)
     p = torch.softmax(logits[:top_k] if top_k else logits, 0)
     if top_p < 1:
         p = p[: int((p.cumsum(0) < top_p).sum()) + 1]  # includes the token that reaches top_p
@@ -89,6 +96,8 @@ def arguments():
     for name, least in [("max_tokens", 1), ("num_samples", 1), ("temperature", 0), ("top_k", 0)]:
         if not getattr(a, name) >= least:  # `not >=` also refuses nan
             raise UserError(f"--{name}={getattr(a, name)}: should be {least} or more")
+    if not -(2**63) <= a.seed < 2**63:
+        raise UserError(f"--seed={a.seed}: should be between -2^63 and 2^63 - 1")
     if not 0 < a.top_p <= 1:
         raise UserError(f"--top_p={a.top_p}: should be above 0 and at most 1")
     return a

@@ -33,6 +33,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -42,13 +43,12 @@ from collections import Counter, deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 from tqdm import tqdm
 
 from documents import KNOWN, MAX_RUN, PIECE, BadInput, Part, document_text, find_files, read_blocks, split_suffixes
-from errors import Parser, UserError, exit_on_user_error, locked
+from errors import Parser, UserError, exit_on_user_error, explained, locked, regular
 from tokenizer import Tokenizer, copy, load_tokenizer
 from vocabulary import COPY
 
@@ -133,11 +133,13 @@ def start_worker():
 
 def encoded_blocks(job: Job, blocks, workers: int):
     """Yield (block, Encoded) in the order of `blocks`. Up to 4 blocks per worker wait in the pool."""
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context(START_METHOD), initializer=start_worker)
+    with explained("/dev/shm, the shared memory that the workers need"):
+        pool = ProcessPoolExecutor(workers, multiprocessing.get_context(START_METHOD), initializer=start_worker)
     pending = deque()
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # also blocked in the workers, until start_worker
-        pool.submit(int)  # starts the workers
+        with explained(f"--workers={workers}"):
+            pool.submit(int)  # starts the workers
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         for block in blocks:
             pending.append((block, pool.submit(encode_block, job, block)))
@@ -199,14 +201,24 @@ class Output:
 
     def load_progress(self, made_from: dict) -> Progress:
         """Return the Progress of an earlier run of the same command, or a new one if its files are unusable."""
-        fresh = Progress(made_from, cut=f"PIECE {PIECE}, MAX_RUN {MAX_RUN}, Unicode {unicodedata.unidata_version}")
+
+        def count(n):
+            return type(n) is int and n >= 0
+
+        fresh = Progress(made_from, cut_settings())
         try:
-            progress = Progress(**json.loads(Path(self.journal).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+            progress = Progress(**json.loads(regular(self.journal).read_text(encoding="utf-8")))
+            lists = [progress.tokens, progress.documents, progress.whole]
+            same = (progress.made_from, progress.cut) == (fresh.made_from, fresh.cut)
+            same &= all(len(counts) == 3 and all(map(count, counts)) for counts in lists) and count(progress.blocks)
+            same &= all(map(count, progress.skipped.values())) and all(type(text) is str for text in progress.examples)
+            # tell() is the file's size, because append mode starts at the end
+            same &= all(file.tell() >= self.width * n for file, n in zip(self.files, progress.tokens, strict=True))
+        except FileNotFoundError:
             return fresh
-        # tell() is the file's size, because append mode starts at the end
-        same = (progress.made_from, progress.cut) == (fresh.made_from, fresh.cut)
-        if not same or any(file.tell() < self.width * n for file, n in zip(self.files, progress.tokens, strict=True)):
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+            same = False
+        if not same:
             print(f"{self.folder}: its unfinished files are damaged or from another command; starting over")
             return fresh
         if progress.blocks:
@@ -251,7 +263,7 @@ class Output:
         Example: one big text file is one document, so all its tokens go to one split. If train is empty, the tokens
         come from the larger of the other two splits.
         """
-        tokens = self.progress.tokens
+        tokens = list(self.progress.tokens)
         giver = 0 if tokens[0] else max(1, 2, key=lambda i: tokens[i])
         total = end = tokens[giver]
         for i in (2, 1, 0):
@@ -264,6 +276,8 @@ class Output:
                         append(self.files[i], source.read(min(1 << 20, self.width * share - at)))
                 print(f"{SPLITS[i]} had no document, so it gets the last {share:,} tokens of {SPLITS[giver]}")
         tokens[giver] = end
+        self.progress.tokens = tokens
+        self.save()  # before the giver becomes shorter: a killed run must never have fewer tokens than its Progress
         self.truncate()
 
     def finish(self, meta: dict):
@@ -272,7 +286,8 @@ class Output:
             os.fsync(file.fileno())
             os.rename(file.name, path)
         write_whole(os.path.join(self.folder, "meta.json"), meta)
-        os.remove(self.journal)
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(self.journal)
 
     def discard(self):
         for path in [self.journal, *(file.name for file in self.files)]:
@@ -285,6 +300,11 @@ class Output:
 
 def bin_paths(folder: str) -> list[str]:
     return [os.path.join(folder, f"{split}.bin") for split in SPLITS]
+
+
+def cut_settings() -> str:
+    """Return the settings that cut the input into blocks."""
+    return f"PIECE {PIECE}, MAX_RUN {MAX_RUN}, Unicode {unicodedata.unidata_version}"
 
 
 def append(file, data: bytes):
@@ -332,7 +352,7 @@ def parse_split(value: str) -> list[float]:
         weights = [float(share) for share in value.split(",")]
     except ValueError:
         weights = []
-    if len(weights) != 3 or not all(0 <= w < float("inf") for w in weights) or not weights[0]:
+    if len(weights) != 3 or not all(0 <= w < 1e100 for w in weights) or not weights[0]:
         raise UserError(f"--split={value}: should be three shares, the first above zero, like 969,30,1")
     return weights
 
@@ -340,8 +360,8 @@ def parse_split(value: str) -> list[float]:
 def parse_workers(value: str | None) -> int:
     if value is None:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if not value.isdecimal() or not int(value):
-        raise UserError(f"--workers={value}: should be a positive integer")
+    if not re.fullmatch(r"0*[1-9]\d{0,2}", value, re.ASCII):  # a thousand processes may fill the memory
+        raise UserError(f"--workers={value}: should be a positive integer below 1,000")
     return int(value)
 
 
@@ -385,18 +405,19 @@ def is_finished(out: str, made_from: dict) -> bool:
     """Return True if `out` has the complete data set of this command. Raise UserError if it has another one."""
     remedy = "remove it, or choose another --out"
     try:
-        meta = json.loads(Path(out, "meta.json").read_text(encoding="utf-8"))
-        there, tokens, width = meta["made_from"], meta["tokens"], WIDTH[meta["dtype"]]
+        meta = json.loads(regular(os.path.join(out, "meta.json")).read_text(encoding="utf-8"))
+        there, width = dict(meta["made_from"]), WIDTH[meta["dtype"]]
+        sizes = [width * int(meta["tokens"][split]) for split in SPLITS]
     except FileNotFoundError:
         ours = [*map(os.path.basename, bin_paths(out)), *COPY]
         strangers = [name for name in ours if os.path.exists(os.path.join(out, name))]
         if strangers and not os.path.exists(os.path.join(out, "progress.json")):
             raise UserError(f"--out={out}: contains a {strangers[0]} but no meta.json; {remedy}") from None
         return False
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise UserError(f"--out={out}: its meta.json was not written by prepare.py; {remedy}") from None
-    for split, path in zip(SPLITS, bin_paths(out), strict=True):
-        if not os.path.exists(path) or os.path.getsize(path) != width * tokens[split]:
+    for split, path, size in zip(SPLITS, bin_paths(out), sizes, strict=True):
+        if not os.path.exists(path) or os.path.getsize(path) != size:
             raise UserError(f"--out={out}: {split}.bin does not match meta.json; remove the folder and run again")
     for key, value in made_from.items():
         if there.get(key) != value:
@@ -404,6 +425,8 @@ def is_finished(out: str, made_from: dict) -> bool:
             if key == "input":
                 change = "made from other files or from earlier versions of these files"
             raise UserError(f"--out={out}: contains another data set, {change}; {remedy}")
+    with contextlib.suppress(OSError):
+        os.remove(os.path.join(out, "progress.json"))  # from a run that was killed after it wrote meta.json
     return True
 
 
@@ -492,13 +515,15 @@ def make(files: list[str], job: Job, output: "Output", workers: int, on_error: s
         print(f"{split:<5} {tokens:>16,} tokens {documents:>12,} documents")
     if skipped:
         print(f"skipped {skipped:,}:", ", ".join(f"{n:,} {reason}" for reason, n in progress.skipped.items()))
-        print(*progress.examples, sep="\n", file=sys.stderr)  # stdout fails if a file name is not UTF-8
+        print(*progress.examples, sep="\n")
     seconds = time.monotonic() - began
     print(f"{output.folder}: complete in {seconds:.1f} s, {(sum(progress.tokens) - before) / seconds:,.0f} tokens/s")
 
 
 def main():
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl-C: exit without a traceback
+    # Exit at once, without a traceback. A job scheduler may send SIGTERM to the workers too. The exit of Python would
+    # then wait for ever for blocks on their way to them.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
     prepare(parse_arguments())
 
 

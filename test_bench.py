@@ -21,6 +21,7 @@ import kernels
 from bench import __main__ as command_line
 from bench import kernels as bench_kernels
 from bench import machine as bench_machine
+from bench import prepare as bench_prepare
 from bench import train as bench_train
 from bench.kernels import as_tuple
 from bench.machine import Cpu
@@ -69,6 +70,12 @@ def test_without_a_name_it_lists_the_measurements():
         (["layout"], "layout is no measurement; the measurements are prepare, layouts, kernels, train, checkpoint"),
         (["train", "--step=1"], "--step=1: train has the options --configs, --micro_batch_sizes, --steps, --repeats"),
         (["train", "--steps=few"], "--steps=few: should be like --steps=10"),
+        (["layouts", "--repeats=0"], "--repeats=0: should be between 1 and 1,048,576"),
+        (["layouts", "--layers=-1"], "--layers=-1: should be between 1 and 1,048,576"),
+        (["layouts", "--hidden=100"], "hidden_size = 100 is not a multiple of num_attention_heads = 8"),
+        (["kernels", "--tokens=99999999"], "--tokens=99999999: should be between 1 and 1,048,576"),
+        (["train", "--micro_batch_sizes=8,0"], "--micro_batch_sizes=8,0: should be like 8,16,32"),
+        (["prepare", "--parts=size"], "--parts=size: should be speed, memory or speed,memory"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_named(monkeypatch, arguments, message):
@@ -76,6 +83,30 @@ def test_a_mistake_on_the_command_line_is_named(monkeypatch, arguments, message)
     with pytest.raises(UserError) as error:
         command_line.main()
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("name, first", [("layouts", "one process, dp=2, "), ("kernels", "layer_norm, add, ")])
+def test_a_measurement_of_nothing_is_refused(monkeypatch, name, first):
+    monkeypatch.setattr(sys, "argv", ["bench", name, "--only=nomatch"])
+    with pytest.raises(UserError, match=f"^--only=nomatch: no .* has this text in its name; the names are {first}"):
+        command_line.main()
+
+
+def test_a_layout_that_needs_more_than_the_memory_is_refused(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["bench", "layouts", "--hidden=1000000", "--only=one process"])
+    with pytest.raises(UserError, match=r"hidden_size=1000000, .*: needs at least [\d,.]+ GB of memory; this rank has"):
+        command_line.main()
+
+
+def test_prepare_needs_only_the_tokenizers_that_it_measures(monkeypatch):
+    loaded = []
+    monkeypatch.setattr(bench_prepare, "load_tokenizer", lambda name: loaded.append(name))
+    monkeypatch.setattr(
+        bench_prepare, "run_prepare", lambda *a, **_: loaded.append(a[2]) or (1.0, {"Rss": 1, "Pss": 1})
+    )
+    monkeypatch.setattr(bench_prepare, "MEMORY_CASES", {"a": lambda file, size: file.write(b"x")})
+    bench_prepare.measure(tokenizers="bytes", parts="memory", line_mb=1)
+    assert loaded == ["bytes", "bytes"]
 
 
 def test_options_are_parsed_as_their_defaults(monkeypatch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import random
 import re
 import sys
 
@@ -13,6 +14,7 @@ import generate
 import prepare
 from config import Config
 from errors import UserError
+from parallel import schedules
 from parallel.optimizer import RULES
 from parallel.schedules import SCHEDULES
 
@@ -294,3 +296,92 @@ def test_megatrons_names_in_the_comments_are_in_the_table():
     for field, names in found:
         for name in names.split(", "):
             assert re.match(rf"use --{field}\b", flags.answers("train.py")[flags.plain(name)]), name
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("data_dir = 'a\\0b'", "data_dir='a\\x00b': has a character that a file's name can't have"),
+        ("out_dir = '\\ud800'", "out_dir='\\ud800': has a character that a file's name can't have"),
+        ("seed = 10**30", f"seed={10**30}: should be between -2^63 and 2^63 - 1"),
+        ("seed = 10**5000", "seed=(ValueError: int that can't be printed): should be between -2^63 and 2^63 - 1"),
+        ("lr = 10**5000", "lr=(ValueError: int that can't be printed) should be float"),
+        ("raise BaseException('x')", ":1: BaseException: x"),
+        ("import sys; sys.exit(0)", ":1: SystemExit: 0"),
+    ],
+)
+def test_values_that_python_can_hold_but_no_run_can_use(tmp_path, text, message):
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    with pytest.raises(UserError) as error:
+        configuration.load([str(file)])
+    assert message in str(error.value)
+
+
+def brute_force(c, samples):
+    count = consumed = 0
+    while (consumed := consumed + configuration.global_batch_size_at(c, consumed)) <= samples:
+        count += 1
+    return max(1, count)
+
+
+def test_iterations_are_counted_by_batch_sizes():
+    rng = random.Random(0)
+    for _ in range(500):
+        start, increment, levels = rng.randint(1, 9), rng.randint(1, 9), rng.randint(0, 9)
+        ramp = f"{start},{increment},{rng.randint(1, 300)}" if rng.random() < 0.9 else ""
+        c = Config(global_batch_size=start + increment * levels, rampup_batch_size=ramp)
+        samples = 500 * rng.random()
+        assert configuration.iterations(c, samples) == brute_force(c, samples), (c, samples)
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """The list of the numbers of micro-batches for which a schedule is built."""
+    numbers, build = [], schedules.build
+    monkeypatch.setattr(schedules, "build", lambda name, p, m, v=1: numbers.append(m) or build(name, p, m, v))
+    return numbers
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(rampup_batch_size="1,1,5", global_batch_size=8192, pp=8, num_layers=6),
+        dict(rampup_batch_size="16,16,5000000", global_batch_size=8000, pp=8, num_layers=6),
+        dict(global_batch_size=8192),
+    ],
+)
+def test_the_check_does_not_grow_with_the_batch(built, fields):
+    configuration.check(Config(train_iters=1, micro_batch_size=1, **fields), fields.get("pp", 1))
+    assert len(built) <= 80 and max(built) <= 80
+
+
+def test_a_large_batch_has_the_remainders_of_a_small_one():
+    """interleaved needs multiples of pp=4. The sizes 4, 8, ... 8000 have them; with 8002 or steps of 2 they do not."""
+    fields = dict(train_iters=1, micro_batch_size=1, pp=4, schedule="interleaved", chunks=2, num_layers=6)
+    configuration.check(Config(global_batch_size=8000, rampup_batch_size="4,4,9", **fields), 4)
+    for more in (dict(global_batch_size=8002), dict(global_batch_size=8000, rampup_batch_size="4,2,9")):
+        with pytest.raises(UserError, match="interleaved needs a multiple of stages=4"):
+            configuration.check(Config(**fields, **more), 4)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(num_layers=99999999999), "num_layers=99999999999: should be at most 1,000"),
+        (dict(comm_timeout=1e300), "comm_timeout=1e+300: should be at most 1,000,000"),
+        (dict(train_iters=0, train_epochs=1e308), "train_epochs=1e+308: should be at most 1,000,000,000"),
+        (
+            dict(global_batch_size=2_000_000, micro_batch_size=1),
+            "global_batch_size=2000000: makes 2,000,000 micro-batches on each data rank, at most 8,192; use a larger",
+        ),
+        (
+            dict(rampup_batch_size="1,1,5", global_batch_size=2_000_000, micro_batch_size=1),
+            "global_batch_size=2000000: makes 2,000,000 micro-batches",
+        ),
+    ],
+)
+def test_numbers_that_are_too_large(built, fields, message):
+    with pytest.raises(UserError) as error:
+        configuration.check(Config(**{"train_iters": 1} | fields), 1)
+    assert str(error.value).startswith(message) and sum(built) < 1000

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import os
 import subprocess
 import sys
 import time
@@ -100,6 +101,78 @@ def test_an_error_file_that_cannot_be_written_changes_nothing(monkeypatch, capsy
     assert stop.value.code == 2 and capsys.readouterr().err == "error: lr=-1: should be zero or more\n"
 
 
+# --- lost text, refused calls, lack of memory -------------------------------------------------------------------------
+
+# The program prints "é", writes a file, and may fail.
+PROGRAM = """
+import sys, errors
+def main():
+    print("work \u00e9")
+    with open("result", "w") as file:
+        file.write("done")
+    {}
+errors.exit_on_user_error(main)
+"""
+NO_SPACE = "error: stdout: No space left on device; the work is done, but its text is lost\n"
+IS_CLOSED = "error: stdout: it is closed; the work is done, but its text is lost\n"
+
+
+def end_of(tmp_path, redirection, line="pass", encoding="utf-8"):
+    """Run PROGRAM with `line` by a shell with `redirection`. Return (exit code, stdout, stderr, its file)."""
+    (tmp_path / "program.py").write_text(PROGRAM.format(line), encoding="utf-8")
+    environment = os.environ | {"PYTHONIOENCODING": encoding, "PYTHONPATH": str(Path(__file__).parent)}
+    command = f"{sys.executable} program.py {redirection}"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True)
+    return done.returncode, done.stdout, done.stderr.decode(), (tmp_path / "result").read_text()
+
+
+@pytest.mark.parametrize(
+    "redirection, code, out, err",
+    [
+        ("", 0, "work é\n", ""),
+        (">/dev/full", 1, "", NO_SPACE),
+        (">&-", 1, "", IS_CLOSED),
+        ("2>&-", 0, "work é\n", ""),
+        ("2>/dev/full", 0, "work é\n", ""),
+        (">&- 2>&-", 1, "", ""),
+        (">/dev/full 2>&1", 1, "", ""),
+        ("<&- >&-", 1, "", IS_CLOSED),
+    ],
+)
+def test_lost_text_does_not_stop_the_work(tmp_path, redirection, code, out, err):
+    assert end_of(tmp_path, redirection) == (code, out.encode(), err, "done")
+
+
+def test_a_reader_that_closes_the_pipe_early_is_no_error(tmp_path):
+    line = "[print('x' * 1000) for _ in range(1000)]"
+    assert end_of(tmp_path, "| head -c 3; exit ${PIPESTATUS[0]}", line) == (141, b"wor", "", "done")
+
+
+def test_a_character_that_stdout_lacks_is_an_escape(tmp_path):
+    assert end_of(tmp_path, "", encoding="ascii") == (0, b"work \\xe9\n", "", "done")
+
+
+@pytest.mark.parametrize(
+    "line, err",
+    [
+        ("open('missing/file')", "error: missing/file: No such file or directory\n"),
+        ("raise MemoryError", "error: not enough memory: Python needs more\n"),
+        ('raise RuntimeError("can\'t allocate memory: 9 bytes")', "error: not enough memory: can't alloc"),
+        ("raise errors.UserError('a\\nb\\x1b[31m')", "error: a\\nb\\x1b[31m\n"),
+        ("raise errors.UserError('x' * 5000)", f"error: {'x' * 500} ... {'x' * 400}\n"),
+        ("raise errors.UserError('a\\nerror: b')", "error: a\nerror: b\n"),
+    ],
+)
+def test_what_the_surroundings_cause_is_one_line(tmp_path, line, err):
+    code, out, found, _ = end_of(tmp_path, "", line)
+    assert (code, out) == (2, "work é\n".encode()) and found.startswith(err)
+
+
+def test_a_defect_of_the_program_keeps_its_traceback(tmp_path):
+    code, _, err, _ = end_of(tmp_path, "", "raise RuntimeError('a defect')")
+    assert code == 1 and "Traceback" in err and "a defect" in err
+
+
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
@@ -132,6 +205,7 @@ TABLE = "(python prepare.py --help lists such flags)"
         (["--zero-stage=1"], "--zero-stage: belongs to train.py (use --zero)"),
         (["--text-keys=a"], "--text-keys: no such option; the nearest is text_key"),
         (["--foo"], "--foo: no such option; python prepare.py --help lists all"),
+        (["--text_key=--"], "--text_key=--: should be a value"),
         (["--workers"], "argument --workers: expected one argument (python prepare.py --help lists the options)"),
         (["--workers=x"], "argument --workers: invalid int value: 'x' (python prepare.py --help lists the options)"),
     ],

@@ -144,3 +144,24 @@ def test_mistakes(monkeypatch, arguments, message):
     with pytest.raises(UserError) as error:
         generate.main()
     assert str(error.value).startswith(message)
+
+
+def test_a_tiny_temperature_is_a_greedy_choice():
+    logits = torch.tensor([0.0, 2.0, 1.999, -1.0])
+    generator = torch.Generator().manual_seed(0)
+    for temperature in (1e-6, 1e-40, 5e-324):
+        assert generate.draw(logits, temperature, 0, 1.0, generator) == 1
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_broken_model_is_one_line(value, temperature):
+    with pytest.raises(UserError, match="the model's logits are not finite"):
+        generate.draw(torch.tensor([0.0, value]), temperature, 0, 1.0, torch.Generator())
+
+
+@pytest.mark.parametrize("seed", [10**30, -(10**30), 2**63])
+def test_a_seed_has_64_bits(monkeypatch, seed):
+    monkeypatch.setattr(sys, "argv", ["generate.py", "x", f"--seed={seed}"])
+    with pytest.raises(UserError, match=f"--seed={seed}: should be between"):
+        generate.main()

@@ -7,6 +7,7 @@ the meter misses an output, a recomputed output or an operand; a freed message c
 
 import contextlib
 import gc
+import random
 import time
 import types
 
@@ -14,7 +15,9 @@ import pytest
 import torch
 
 import train
-from parallel import memory, meter, report
+from config import Config
+from errors import UserError
+from parallel import memory, meter, report, traffic
 from parallel.mesh import Mesh
 from parallel.pipeline import Unwatched
 from test_layouts import micro_batches, parameters, tiny_config
@@ -354,3 +357,25 @@ def test_the_report():
     assert cells["gradients"][-1] == "4.00"
     assert cells[memory.PEAK][:2] == [f"{account.peak:,}"] * 2
     assert lines[-1] == f"P = {elements:,} parameters as stored, 0 of them padding"
+
+
+def test_the_least_is_never_more_than_the_prediction():
+    """For 300 random layouts, the lower bound is at most what the fullest rank keeps, and on average half of it."""
+    rng, shares = random.Random(0), []
+    while len(shares) < 300:
+        layout = dict(tp=rng.choice([1, 2]), pp=rng.choice([1, 2, 4]), zero=rng.choice([0, 1, 2, 3]))
+        layout |= dict(recompute=rng.choice(["none", "full"]), sequence_parallel=rng.random() < 0.5)
+        layout |= rng.choice([{}, dict(schedule="interleaved", chunks=2), dict(schedule="zb-v", chunks=2)])
+        c = Config(
+            num_layers=rng.randint(2, 12), hidden_size=rng.choice([16, 64]), seq_length=rng.choice([8, 128]),
+            vocab_size=rng.choice([50, 5000]), micro_batch_size=rng.choice([1, 4]), global_batch_size=64, train_iters=1,
+            dtype=rng.choice(["fp32", "bf16", "auto"]), activation=rng.choice(["gelu", "relu"]), **layout,
+        )  # fmt: skip
+        dp = rng.choice([1, 2, 4])
+        try:
+            p = traffic.predict(c, dp * c.tp * c.pp)
+        except UserError:
+            continue
+        kept = max(sum(memory.predict(p.layout, p.schedule, rank, p.sizes).values()) for rank in range(c.pp))
+        shares.append(memory.least(c, dp, p.sizes) / kept)
+    assert max(shares) <= 1 and sum(shares) / len(shares) > 0.5

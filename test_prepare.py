@@ -5,7 +5,9 @@ are cut many times. To simulate a crash or a full disk, a test inserts a line of
 """
 
 import bz2
+import contextlib
 import fcntl
+import glob
 import gzip
 import json
 import lzma
@@ -14,6 +16,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -228,6 +231,45 @@ def test_every_kind_and_packing_is_read(tmp_path):
     assert meta_in(tmp_path / "out")["documents"]["train"] == 16
 
 
+@pytest.mark.parametrize("name", ["folder", "folder/a.txt", "folder/*.txt"])
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_what_is_no_regular_file_is_not_waited_for(name, kind, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "b.txt").write_text("text")
+    if kind == "fifo":
+        os.mkfifo(tmp_path / "folder" / "a.txt")
+    else:
+        (tmp_path / "folder" / "a.txt").symlink_to("/dev/zero")
+    command = [name, "--out=out", "--tokenizer=bytes", "--split=1,0,0"]
+    assert "folder/a.txt: unreadable (not a regular file)" in error_of(*command, cwd=tmp_path, timeout=60)
+
+
+def test_two_stars_do_not_follow_links(tmp_path, monkeypatch):
+    """glob.glob follows links: with two links to their own folder, it returns 2^40 paths."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/b/c.txt", "a/d.txt", "e.txt", "a/.hidden/f.txt", "a/b/g.csv", "a/b/[x]/h.txt"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(name)
+    patterns = f"** **/* **/*.txt a/** a/**/*.txt ./a/**/b/**/* **/b/* {tmp_path}/**/*.txt".split()
+    found = {}
+    for pattern in patterns:
+        found[pattern] = documents.find_files([pattern])
+        with monkeypatch.context() as patch:
+            patch.setattr(documents, "matches", lambda pattern: glob.glob(pattern, recursive=True))
+            assert documents.find_files([pattern]) == found[pattern] != [], pattern
+    for name in ("a/l", "a/m"):
+        os.symlink(tmp_path / "a", name)
+    assert all(set(documents.find_files([pattern])) == set(found[pattern]) for pattern in patterns)
+
+
+def test_shared_memory_is_blamed_if_it_is_full(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    full = "import errno\ndef pool(*_, **__): raise OSError(errno.ENOSPC, 'No space left on device')\n"
+    full += "prepare.ProcessPoolExecutor = pool"
+    error = error_of(tmp_path / "a.txt", f"--out={tmp_path}/out", "--tokenizer=bytes", before=full)
+    assert error == "error: /dev/shm, the shared memory that the workers need: No space left on device"
+
+
 def test_order_duplicates_and_what_is_left_out(tmp_path):
     for name in [
         "b/z.txt",
@@ -405,6 +447,13 @@ prepare.append = append_half""",
     "while the state is saved": "os.replace = die",
     "before the first rename": "os.rename = die",
     "between the renames": "os.rename = lambda old, new: die() if 'val' in new else rename(old, new)",
+    "after the empty splits are filled": """
+fill = prepare.Output.fill_empty_splits
+prepare.Output.fill_empty_splits = lambda self, weights: (fill(self, weights), die())""",
+    "while the empty splits are filled": """
+truncate = prepare.Output.truncate
+prepare.Output.truncate = lambda self: die() if self.progress.blocks > 99 else truncate(self)""",
+    "after meta.json": "prepare.os.remove = lambda path: die()",
     "before meta.json": "prepare.write_whole = lambda path, x: die() if 'meta' in path else write_whole(path, x)",
 }
 
@@ -413,10 +462,101 @@ prepare.append = append_half""",
 def test_after_kill_9_the_same_command_ends_in_the_same_bytes(corpus, tmp_path, crash):
     command, expected = corpus
     run(*command, f"--out={tmp_path}/out", before=SMALL + KILL + CRASHES[crash], code=-signal.SIGKILL)
-    assert "meta.json" not in files_in(tmp_path / "out")
+    assert ("meta.json" in files_in(tmp_path / "out")) == (crash == "after meta.json")
     output = run(*command, f"--out={tmp_path}/out", "--workers=3", before=SMALL)
-    assert files_in(tmp_path / "out") == expected
-    assert ("resuming after" in output) == (crash != "while the state is saved")
+    found = files_in(tmp_path / "out")
+    found.pop("prepare.lock", None)  # of the killed run, if its folder was already complete
+    assert found == expected
+    assert ("resuming after" in output) == (crash not in ("while the state is saved", "after meta.json"))
+
+
+ONE_FILE = """
+encode = prepare.encode_block
+prepare.encode_block = lambda *a: os._exit(9)  # no block may be encoded again
+"""
+
+
+@pytest.mark.parametrize("crash", ["after the empty splits are filled", "before the first rename", "before meta.json"])
+def test_a_kill_at_the_end_keeps_the_finished_work(crash, tmp_path):
+    """One big file is one document, so val and test get their tokens from the end of train."""
+    (tmp_path / "big.txt").write_text("some words " * 2000)
+    command = [tmp_path / "big.txt", "--tokenizer=bytes", "--workers=1"]
+    run(*command, f"--out={tmp_path}/expected")
+    run(*command, f"--out={tmp_path}/out", before=SMALL + KILL + CRASHES[crash], code=-signal.SIGKILL)
+    output = run(*command, f"--out={tmp_path}/out", before=SMALL + ONE_FILE)
+    assert "resuming after 22,001 tokens" in output
+    assert files_in(tmp_path / "out") == files_in(tmp_path / "expected")
+
+
+KILLS = 12
+
+
+def test_kills_at_random_moments_lose_nothing(corpus, tmp_path):
+    """Kill the command after random times, until a run is complete. Each run begins where the last one stopped."""
+    command, expected = corpus
+    rng, before, kept = random.Random(7), f"{SMALL}\nprepare.SAVE_EVERY = 0", 0
+    program = f"import prepare, documents, os\n{before}\nprepare.exit_on_user_error(prepare.main)"
+    words = [sys.executable, "-c", program, *map(str, command), f"--out={tmp_path}/out"]
+    for _ in range(KILLS):
+        with subprocess.Popen(words, cwd=HERE, stdout=-3, stderr=-3, start_new_session=True) as process:
+            state, deadline = tmp_path / "out" / "progress.json", rng.random()
+            while process.poll() is None and not (state.exists() and deadline < 0):
+                time.sleep(0.01)
+                deadline -= 0.1 * state.exists()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        if state.exists():
+            progress = json.loads(state.read_text())
+            assert progress["blocks"] >= kept
+            kept = progress["blocks"]
+    run(*command, f"--out={tmp_path}/out", before=SMALL)
+    found = files_in(tmp_path / "out")
+    found.pop("prepare.lock", None)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(tokens=2), dict(tokens=[1, 1]), dict(tokens=["1", 0, 0]), dict(tokens=[-1, 0, 0]),
+        dict(tokens=[True, 0, 0]), dict(tokens=[10**9, 0, 0]), dict(blocks=-1), dict(blocks="1"), dict(blocks=None),
+        dict(documents=None), dict(skipped=[]), dict(skipped={"x": "1"}), dict(examples=[1]), dict(whole={}),
+        dict(made_from=None), dict(cut=[]), dict(x=1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_damaged_state_starts_over(change, tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    command = [tmp_path / "a.txt", f"--out={tmp_path}/out", "--tokenizer=bytes", "--split=1,0,0"]
+    run(*command, before=KILL + CRASHES["before the first rename"], code=-signal.SIGKILL)
+    path = tmp_path / "out" / "progress.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert "starting over" in run(*command)
+    assert tokens_in(tmp_path / "out")["train"] == whole(BYTES, ["text"])
+
+
+@pytest.mark.parametrize("text", ["[", "null", "[]", "[[]]", "9", "[" * 99999, '{"made_from": 1}', "\0"])
+def test_a_state_or_meta_json_that_is_something_else(text, tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    command = [tmp_path / "a.txt", f"--out={tmp_path}/out", "--tokenizer=bytes", "--split=1,0,0"]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "progress.json").write_text(text)
+    run(*command)
+    assert tokens_in(tmp_path / "out")["train"] == whole(BYTES, ["text"])
+    (tmp_path / "out" / "meta.json").write_text(text)
+    assert "its meta.json was not written by prepare.py" in error_of(*command)
+
+
+@pytest.mark.parametrize(
+    "change", [dict(tokens=[1]), dict(tokens={}), dict(made_from=[]), dict(dtype="int8"), dict(dtype=[])]
+)
+def test_a_damaged_meta_json_is_one_line(change, tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    command = [tmp_path / "a.txt", f"--out={tmp_path}/out", "--tokenizer=bytes", "--split=1,0,0"]
+    run(*command)
+    path = tmp_path / "out" / "meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert f"--out={tmp_path}/out: " in error_of(*command)
 
 
 def test_nothing_is_under_a_final_name_before_it_is_whole(corpus, tmp_path):
@@ -599,6 +739,13 @@ def test_an_unreadable_file_is_named(tmp_path):
         (["a.txt", "--split=1,nan,1"], "should be three shares"),
         (["a.txt", "--workers=0"], "--workers=0: should be a positive integer"),
         (["a.txt", "--workers=all"], "--workers=all: should be a positive integer"),
+        (["a.txt", "--workers=100000"], "--workers=100000: should be a positive integer below 1,000"),
+        (["a.txt", f"--workers={'9' * 5000}"], "999: should be a positive integer below 1,000"),
+        (["a.txt", "--workers=\u0663"], "--workers=\u0663: should be a positive integer"),
+        (["a.txt", "--split=1e308,1e308,1e308"], "--split=1e308,1e308,1e308: should be three shares"),
+        (["x" * 300], "xxx: no such file or folder"),
+        (["a.txt", f"--out={'x' * 300}"], "xxx: File name too long"),
+        (["a.txt", f"--tokenizer=/{'x' * 300}"], "xxx: File name too long"),
         (["a.txt", "--on_error=ignore"], "--on_error=ignore: should be stop or skip"),
         (["a.txt", "--worker=2"], "--worker: no such option; the nearest is workers"),
         (["a.txt", "--out=a.txt"], "--out=a.txt: "),

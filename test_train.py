@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import config as configuration
 import log
 import train
 from conftest import write_tokens
@@ -19,6 +20,8 @@ from errors import UserError
 from parallel import checkpoint, processes
 from parallel.comm import CommunicationError, Ledger, agree
 from parallel.mesh import Axis, Mesh
+from parallel.optimizer import learning_rate
+from parallel.zero import Zero
 from test_checkpoint import configured, curve, go
 from test_errors import held_elsewhere
 from test_layouts import micro_batches
@@ -205,6 +208,53 @@ def test_one_process_without_torchrun(config_file, monkeypatch, capsys, tmp_path
     assert "changed" not in out.lower()
     code, out, _ = main(monkeypatch, capsys, "--help")
     assert code == 0 and "--lr_warmup_fraction=0.0" in out
+
+
+@pytest.mark.parametrize("table", [1, 4, 4096])
+def test_learning_rates_come_from_small_tables(config_file, monkeypatch, capsys, tmp_path, table):
+    """The rates are those of the formula, exactly, also where a table ends and after a resume."""
+    monkeypatch.setattr(train, "RATES", table)
+    fields = ["--lr_warmup_iters=3", "--lr_decay_iters=11", "--log_interval=1", "--eval_iters=0", "--min_lr=1e-3"]
+    for iterations in (5, 11):
+        assert main(monkeypatch, capsys, config_file, *fields, f"--train_iters={iterations}")[0] == 0
+    c = configuration.load([config_file, *fields, "--train_iters=11"])
+    rates = {i: row["lr"] for i, row in log.read_metrics(tmp_path / "out" / "metrics.jsonl").items()}
+    assert rates == {i: learning_rate(c, i) for i in range(1, 12)}
+
+
+def test_a_billion_iterations_need_no_list(monkeypatch, config_file):
+    run, calls = train.build(configuration.load([config_file, f"--train_iters={10**9}"]), Mesh(), CPU), []
+    monkeypatch.setattr(train, "learning_rate", lambda c, update: calls.append(update) or learning_rate(c, update))
+    assert train.rate(run).item() == learning_rate(run.config, 1)
+    assert calls == list(range(1, train.RATES + 1))
+
+
+@pytest.mark.parametrize(
+    "arguments, line",
+    [
+        (["--trace=/nowhere/x.json"], "error: trace=/nowhere/x.json: No such file or directory\n"),
+        (["--hidden_size=10000000"], "error: num_layers=2, hidden_size=10000000, vocab_size=50, seq_length=8, micro_b"),
+        ([f"--out_dir={'x' * 300}"], f"error: out_dir={'x' * 300}: File name too long\n"),
+        ([f"--data_dir={'x' * 300}"], "error: "),
+        ([f"--resume={'/'.join(['x' * 200] * 30)}"], "error: "),
+        (["--comm_timeout=1e300"], "error: comm_timeout=1e+300: should be at most 1,000,000\n"),
+        (["--num_layers=99999999999"], "error: num_layers=99999999999: should be at most 1,000\n"),
+        (["--vocab_size=99999999999"], "error: num_layers=2, hidden_size=16, vocab_size=99999999999, seq_length=8, "),
+    ],
+)
+def test_mistakes_are_found_before_training(config_file, monkeypatch, capsys, arguments, line):
+    monkeypatch.setattr(train, "train_step", None)
+    code, _, err = main(monkeypatch, capsys, config_file, *arguments)
+    assert code == 2 and err.startswith(line) and err.count("\n") == 1
+
+
+def test_the_run_is_described_before_its_weights_are_drawn(config_file, monkeypatch, capsys):
+    def initialize(*_):
+        raise UserError("drawn")
+
+    monkeypatch.setattr(Zero, "initialize", initialize)
+    code, out, err = main(monkeypatch, capsys, config_file)
+    assert (code, err) == (2, "error: drawn\n") and "parameters, 2 layers of 16" in out
 
 
 ANEW = "To begin anew, set another --out_dir"

@@ -25,7 +25,7 @@ from errors import UserError, exit_on_user_error
 from log import Interval, Logger, PendingStep, Timers, steps_from_json, steps_to_json, validation_lines
 from model import GPT
 from operations import DTYPES
-from parallel import checkpoint, meter, processes, replicas, report, schedules, trace
+from parallel import checkpoint, memory, meter, processes, replicas, report, schedules, trace
 from parallel.comm import agree, all_reduce
 from parallel.layout import Layout
 from parallel.mesh import Mesh, everyone
@@ -34,6 +34,8 @@ from parallel.pipedream import PipeDream, train_call
 from parallel.pipeline import Executor
 from parallel.zero import Zero
 from vocabulary import COPY
+
+RATES = 4096  # learning rates in the table of `rate`
 
 # --- the step -------------------------------------------------------------------------------------------------------
 
@@ -72,7 +74,7 @@ def train_step(run, batches, stop=False, orphaned=False):
         norm = squared_norm.sqrt() / scale
         skip = ~norm.isfinite()
         clip = (c.clip_grad / (norm + 1e-6)).clamp(max=1.0) if c.clip_grad else torch.ones_like(norm)
-        lr = run.rates.take(zero.updates.clamp(max=len(run.rates) - 1))
+        lr = rate(run)
         zero.update(reference.update_scalars(lr, clip / scale, zero.updates + 1, skip, c.adam_beta1, c.adam_beta2))
         zero.publish()
         done = PendingStep(torch.stack([loss, norm, lr, skip, *flags]), scale, samples)
@@ -83,6 +85,21 @@ def train_step(run, batches, stop=False, orphaned=False):
     run.counters.iteration += 1
     run.counters.consumed_samples += samples  # also those of a skipped step
     return done
+
+
+def rate(run):
+    """Return the learning rate of the next update, float64 on the device. The host does not wait for `zero.updates`.
+
+    A table has the rates of the next RATES updates, because a run may have billions. In RATES iterations there are at
+    most RATES updates, so a new table is needed only after so many iterations.
+    """
+    if run.counters.iteration >= run.rates_end:
+        run.rates_begin = run.zero.updates.item()
+        count = min(RATES, max(1, run.config.train_iters - run.rates_begin))
+        rates = [learning_rate(run.config, run.rates_begin + i) for i in range(1, count + 1)]
+        run.rates = torch.tensor(rates, dtype=torch.float64, device=run.device)
+        run.rates_end = run.counters.iteration + RATES
+    return run.rates.take((run.zero.updates - run.rates_begin).clamp(max=len(run.rates) - 1))
 
 
 @torch.no_grad()
@@ -240,10 +257,12 @@ class Run:
     loss_scale: LossScale
     timers: Timers
     executor: Executor
-    rates: torch.Tensor  # the learning rate of each update, float64 on the device
     counters: Counters = field(default_factory=Counters)
     watch: Watch = field(default_factory=Watch)
     unfinished: list = field(default_factory=list)  # `Step`s since the last regular log line, of the checkpoint
+    rates: torch.Tensor | None = None  # float64 on the device: see `rate`
+    rates_begin: int = 0  # the number of updates before the table
+    rates_end: int = 0  # the iteration that needs a new table
     steps: Counter = field(default_factory=Counter)  # {m: number of steps with m micro-batches in this process}
 
 
@@ -261,10 +280,8 @@ def build(config, mesh, device):
     timers = Timers(device)
     kind = PipeDream if schedule.versions and not config.eval_only else Executor
     executor = kind(model, zero, config, mesh, layout, schedule, timers)
-    rates = [learning_rate(config, update) for update in range(1, config.train_iters + 1)]
-    rates = torch.tensor(rates, dtype=torch.float64, device=device)
     scale = LossScale(config, dtype)
-    return Run(config, mesh, device, dtype, model, layout, schedule, zero, scale, timers, executor, rates)
+    return Run(config, mesh, device, dtype, model, layout, schedule, zero, scale, timers, executor)
 
 
 def save(run, tokens, unfinished):
@@ -330,13 +347,14 @@ def run_training(config, mesh, device):
             config.train_iters = configuration.iterations(config, config.train_epochs * tokens["train"].num_samples)
         # Triton may lack a compiler on one node. Find out before `build`, in which ranks wait for each other.
         agree(mesh.world, UserError, lambda: operations.trial(config, device))
+        agree(mesh.world, UserError, lambda: refuse_too_large(config, mesh.dp.size, device))
         run = build(config, mesh, device)
+        if mesh.rank == 0:
+            describe(run, path)  # before the weights, which may take minutes
         if path:
             restore(run, path)
         else:
             run.zero.initialize(config.seed)
-        if mesh.rank == 0:
-            describe(run, path)
         if config.eval_only:
             loss = evaluate(run, tokens[config.split])
             if mesh.rank == 0:
@@ -345,10 +363,25 @@ def run_training(config, mesh, device):
             train_and_report(run, tokens, path, stack)
 
 
+def refuse_too_large(c, dp, device):
+    """Raise UserError if the memory of a rank is too small, before the model is built. dp: the number of data ranks."""
+    item = DTYPES[operations.resolved_dtype(c, device)].itemsize
+    need = memory.least(c, dp, memory.sizes(c, item, max(item, 4), device.type == "cpu"))
+    if device.type == "cuda":
+        have = torch.cuda.get_device_properties(device).total_memory
+    else:  # the processes of a machine share its memory
+        have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if need > have:
+        names = "num_layers", "hidden_size", "vocab_size", "seq_length", "micro_batch_size"
+        sizes = ", ".join(f"{name}={getattr(c, name)}" for name in names)
+        raise UserError(f"{sizes}: needs at least {need / 1e9:,.1f} GB of memory; this rank has {have / 1e9:,.1f} GB")
+
+
 def open_files(config, mesh, stack):
     """Lock out_dir. Return ({split: Tokens}, path of the checkpoint to resume from or None). Raises UserError."""
     if mesh.rank == 0 and not config.eval_only:
         stack.enter_context(processes.lock(config.out_dir))
+        trace.check(config)
     splits = [config.split] if config.eval_only else ["train", "val"][: 1 + (config.eval_iters > 0)]
     tokens = {s: data.Tokens(config.data_dir, s, config.seq_length, config.vocab_size) for s in splits}
     identity = None if config.eval_only else data.identity(tokens["train"])

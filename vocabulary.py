@@ -32,7 +32,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from errors import UserError
+from errors import UserError, regular
 
 FILE = "tokenizer.json"
 COPY = (FILE, "tokenizer_config.json")  # files of the vocabulary's copy
@@ -164,7 +164,7 @@ def unsupported(path: Path) -> str:
 
 def load_json(path: Path) -> dict:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(regular(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"tokenizer={path}: not JSON ({error}); the file is damaged") from None
     if not isinstance(value, dict):
@@ -179,7 +179,7 @@ def read_vocab_and_merges(vocab_path: Path, merges_path: Path) -> Vocabulary:
     """Read GPT-2's two files. A token is special if no merge makes it, for example <|endoftext|>, or <pad> of OPT."""
     vocab = check_ids(load_json(vocab_path), vocab_path)
     try:
-        lines = merges_path.read_text(encoding="utf-8").split("\n")
+        lines = regular(merges_path).read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError:
         raise UserError(f"tokenizer={merges_path}: not UTF-8; the file is damaged") from None
     merges = []
@@ -253,7 +253,7 @@ def read_tiktoken(path: Path) -> Vocabulary:
     NAME.pattern beside it must have one line: gpt2, cl100k_base, o200k_base or a regular expression. <|endoftext|>
     gets the smallest free id.
     """
-    data, ids = path.read_bytes(), {}
+    data, ids = regular(path).read_bytes(), {}
     for number, line in enumerate(data.split(b"\n"), 1):
         try:
             if line.strip():

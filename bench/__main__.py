@@ -18,6 +18,7 @@ import sys
 
 from errors import UserError, exit_on_user_error
 
+LARGEST = 2**20  # of an option that is a number
 NAMES = ["prepare", "layouts", "checkpoint", "delay", "kernels", "train"]
 
 
@@ -39,10 +40,13 @@ def parse_options(name, arguments, parameters):
         key, _, value = argument.removeprefix("--").partition("=")
         if key not in parameters:
             raise UserError(f"{argument}: {name} has the options {', '.join('--' + key for key in parameters)}")
+        kind = type(parameters[key].default)
         try:
-            options[key] = type(parameters[key].default)(value)
+            options[key] = kind(value)
         except ValueError:
             raise UserError(f"{argument}: should be like --{key}={parameters[key].default}") from None
+        if kind is int and not 1 <= options[key] <= LARGEST:
+            raise UserError(f"{argument}: should be between 1 and {LARGEST:,}")
     return options
 
 

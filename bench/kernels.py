@@ -47,6 +47,7 @@ from parallel.tensor import CHUNK, LinearCrossEntropy
 from reference import Drop
 
 L2 = 200 << 20  # bytes of all copies of the inputs: more than the L2 cache, which has 50 MB on an H200
+SMALL = dict(n=64, h=128, s=32, v=500)  # sizes without a GPU
 ROW = "{:<30}{:<9}{:>13}{:>28}{:>17}{:>6}{:>28}{:>28}{:>7}  {}"
 
 
@@ -70,6 +71,9 @@ def measure(
         raise UserError(f"--dtype={dtype}: should be bf16, fp16 or fp32")
     if hidden % 64 or tokens % seq:
         raise UserError(f"--hidden={hidden}: should be a multiple of 64 (a head), and --tokens={tokens} of --seq={seq}")
+    names = [operation.name for operation in operations(torch.device("cpu"), torch.bfloat16, **SMALL)]
+    if not any(only in name for name in names):
+        raise UserError(f"--only={only}: no operation has this text in its name; the names are {', '.join(names)}")
     sizes = dict(n=tokens, h=hidden, s=seq, v=vocab)
     right = on_gpu(Gpu(), sizes, dtype, repeats, only) if torch.cuda.is_available() else interpreted(only)
     if not right:
@@ -563,7 +567,7 @@ def interpreted(only):
     sanitizer.install()
     print(NO_GPU + "a check in Triton's interpreter, in bf16, at a small size; times need a GPU")
     rows, right = [], True
-    for operation in operations(torch.device("cpu"), torch.bfloat16, n=64, h=128, s=32, v=500):
+    for operation in operations(torch.device("cpu"), torch.bfloat16, **SMALL):
         if only not in operation.name:
             continue
         judge, inputs = Judge(operation), operation.inputs(0)

@@ -24,7 +24,7 @@ from torch import nn
 import train
 from bench.plain import STEADY, Plain, loss_of, make_optimizer, samples
 from bench.tables import print_row, ratios, spread
-from config import Config
+from config import Config, check
 from errors import UserError
 from parallel.comm import all_reduce
 from parallel.layout import split
@@ -40,7 +40,13 @@ def measure(layers: int = 4, hidden: int = 256, seq: int = 128, vocab: int = 204
     --repeats                            number of timed steps of ours and of theirs, which take turns
     --only                               measure only layouts whose name contains this text
     """
+    names = [row[0] for row in LAYOUTS]
+    if not any(only in name for name in names):
+        raise UserError(f"--only={only}: no layout has this text in its name; the names are {', '.join(names)}")
     fields = dict(num_layers=layers, hidden_size=hidden, seq_length=seq, vocab_size=vocab, num_attention_heads=8)
+    for _, processes, ours, *_ in (row for row in LAYOUTS if only in row[0]):
+        c = Config(**fields, **ours, **STEADY, micro_batch_size=4, global_batch_size=32, dtype="fp32")
+        train.refuse_too_large(c, check(c, processes), torch.device("cpu"))
     print(
         f"PyTorch {torch.__version__}, Gloo, one thread per process; {layers} layers of {hidden}, {seq} tokens, "
         f"vocabulary {vocab}, fp32\nms per step of n processes; ratio: ours / PyTorch's; median (smallest-largest) of "

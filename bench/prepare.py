@@ -30,14 +30,18 @@ def measure(
     --mb          for the throughput: size of the text, in MiB; the time includes start-up
     --line_mb     memory only: MiB of the file with one line; the file with many lines is made twice as large
     --repeats     number of throughput measurements; prepare.py and the tokenizer take turns
-    --tokenizers  tokenizers for the throughput
+    --tokenizers  tokenizers for the throughput; the memory is measured with the first
     --parts       speed, memory or both
     """
+    if not {"speed", "memory"} >= set(parts.split(",")):
+        raise UserError(f"--parts={parts}: should be speed, memory or speed,memory")
+    for tokenizer in tokenizers.split(","):
+        load_tokenizer(tokenizer)  # raises its errors before any work
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder:
         if "speed" in parts:
             throughput(Path(folder), mb, repeats, tokenizers.split(","))
         if "memory" in parts:
-            memory(Path(folder), line_mb)
+            memory(Path(folder), line_mb, tokenizers.split(",")[0])
 
 
 def throughput(folder: Path, mb: int, repeats: int, tokenizers: list[str]):
@@ -84,19 +88,19 @@ def cpu_of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def memory(folder: Path, line_mb: int):
+def memory(folder: Path, line_mb: int, tokenizer: str):
     """Print a table: peak memory of parent and workers together, for inputs that need much memory."""
     rows = []
     for name, write in MEMORY_CASES.items():
         path = folder / f"case{'.jsonl' if 'JSON' in name else '.txt'}"
         with open(path, "wb") as file:
             write(file, line_mb << 20)
-        seconds, peak = run_prepare(path, folder / "out", "gpt2", "--workers=2", sample_memory=True)
+        seconds, peak = run_prepare(path, folder / "out", tokenizer, "--workers=2", sample_memory=True)
         numbers = path.stat().st_size / 1e6, peak["Rss"] / 2**20, peak["Pss"] / 2**20, seconds
         rows.append([name, *(f"{number:.0f}" for number in numbers)])
         path.unlink()
     print("\npeak memory of all processes together; goal: 1536 MiB")
-    print_table(["2 workers, gpt2", "input, MB", "RSS, MiB", "PSS, MiB", "seconds"], rows)
+    print_table([f"2 workers, {tokenizer}", "input, MB", "RSS, MiB", "PSS, MiB", "seconds"], rows)
 
 
 def words(size: int) -> bytes:

@@ -72,7 +72,9 @@ def measure(
     try:
         sizes = [int(size) for size in micro_batch_sizes.split(",")]
     except ValueError:
-        raise UserError(f"--micro_batch_sizes={micro_batch_sizes}: should be like 8,16,32") from None
+        sizes = [0]
+    if min(sizes) < 1:
+        raise UserError(f"--micro_batch_sizes={micro_batch_sizes}: should be like 8,16,32")
     loaded = {name: load(name) for name in configs.split(",")}
     if not torch.cuda.is_available():
         print(NO_GPU + "only a computed least time of a step, and a comparison with plain PyTorch at a small size")

@@ -42,7 +42,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from errors import UserError, explained
+from errors import UserError, explained, regular
 from parallel import checksum
 from parallel.comm import agree, all_reduce
 from parallel.schedules import ASYNCHRONOUS
@@ -266,7 +266,7 @@ def read_index(path):
     """Return the content of index.json of the checkpoint `path`. Raises UserError if it or a copied file is damaged."""
     path = Path(path)
     try:
-        data = (path / "index.json").read_bytes()
+        data = regular(path / "index.json").read_bytes()
         end = re.fullmatch(rb'(.*),\n "crc32": "([0-9a-f]{8})"\n}', data, re.DOTALL)
         if (end and _crc(end[1]) != end[2].decode()) or (not end and b'"sums"' in data):
             raise UserError(f"{path}/index.json: damaged: its content does not match its CRC-32{REMEDY}")

@@ -14,11 +14,10 @@ import math
 import os
 import shutil
 import sys
-from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from errors import Parser, UserError, exit_on_user_error, explained
+from errors import Parser, UserError, exit_on_user_error, explained, regular, writable
 from parallel import schedules
 from parallel.schedules import Action, Event, Schedule, Timeline, simulate
 
@@ -36,6 +35,7 @@ END = "text-anchor='end'"
 BUBBLE = (
     "bubble X of T: T = longest time from a rank's first action to its last; X = 1 - (mean busy time of the ranks) / T"
 )
+LONGEST, MOST = 1e6, 5000  # the largest duration; the most forwards of a picture
 LATER_CHUNK = "{}: not the rank's first chunk"
 VERSIONS = "version: how many updates are in the weights that an action uses; !: other weights than in its forward"
 IN_FLIGHT = "in flight: the most activations that a rank keeps at once; 1 = one micro-batch on a whole stage"
@@ -60,6 +60,14 @@ class Picture(NamedTuple):
         """Return True if a backward has another version than its forward."""
         return self.versions[rank, action] != self.versions[rank, action._replace(kind="F")]
 
+    @property
+    def by_rank(self):
+        """The Events of each rank, as a list of lists."""
+        rows = [[] for _ in self.schedule.actions]
+        for event in self.timeline.events:
+            rows[event.rank].append(event)
+        return rows
+
 
 def terminal(pictures, columns, colour):
     """Return the pictures under one another on one time axis, as text of at most `columns` columns a row.
@@ -73,10 +81,10 @@ def terminal(pictures, columns, colour):
     lines = [legend(pictures, colour)]
     for picture in pictures:
         lines += ["", picture.title]
-        for rank in range(len(picture.schedule.actions)):
-            lines.append(f"rank {rank}".ljust(label) + row(picture, rank, scale, colour))
+        for rank, events in enumerate(picture.by_rank):
+            lines.append(f"rank {rank}".ljust(label) + row(picture, events, scale, colour))
             if picture.versions:
-                lines.append("version".ljust(label) + versions_row(picture, rank, scale))
+                lines.append("version".ljust(label) + versions_row(picture, events, scale))
         lines += picture.notes
     lines += ["", BUBBLE, *([VERSIONS] if any(picture.versions for picture in pictures) else [])]
     if columns < label + needed:
@@ -101,31 +109,28 @@ def columns_per_time(pictures, columns, colour):
     return scale, math.ceil(total / shortest * box - 1e-6)
 
 
-def row(picture, rank, scale, colour):
-    """Return a rank's actions as text, `scale` columns a unit of time. Actions that round to 0 columns are left out."""
+def row(picture, events, scale, colour):
+    """Return the Events of a rank as text, `scale` columns a unit of time. Actions of 0 columns are left out."""
     text, column, box = "", 0, colour_box if colour else plain_box
-    for event in picture.timeline.events:
-        if event.rank == rank:
-            start, end = max(column, round(event.start * scale)), round(event.end * scale)
-            if end > start:
-                text += idle(start - column, colour)
-                text += box(event.action, end - start, picture.shades[event.action.chunk])
-                column = end
+    shades = picture.shades
+    for event in events:
+        start, end = max(column, round(event.start * scale)), round(event.end * scale)
+        if end > start:
+            text += idle(start - column, colour)
+            text += box(event.action, end - start, shades[event.action.chunk])
+            column = end
     return text + idle(round(picture.timeline.makespan * scale) - column, colour)
 
 
-def versions_row(picture, rank, scale):
+def versions_row(picture, events, scale):
     """Return the versions of a rank's F and B, each below the begin of its box, and a | below each update."""
     text = ""
-    for _, action, start, end in (event for event in picture.timeline.events if event.rank == rank):
+    for rank, action, start, end in events:
         if action.kind == "U":
             text = text.ljust(round(end * scale) - 1) + "|"
         else:
-            text = (
-                text.ljust(round(start * scale))
-                + str(picture.versions[rank, action])
-                + "!" * picture.wrong(rank, action)
-            )
+            text = text.ljust(round(start * scale)) + str(picture.versions[rank, action])
+            text += "!" * picture.wrong(rank, action)
     return text
 
 
@@ -202,15 +207,16 @@ def svg(pictures, unit=""):
         parts.append(svg_text(width - RIGHT, y + 18, f"bubble {line.bubble:.4f} of {line.span:.4g} {unit}", END))
         parts.append(svg_text(width, y + 18, "in flight", END))
         y += 24
-        for rank, peak in enumerate(line.peak):
+        shades = picture.shades
+        for rank, (peak, events) in enumerate(zip(line.peak, picture.by_rank, strict=True)):
             parts.append(svg_text(LEFT - 8, y + 13, f"rank {rank}", END))
             parts.append(svg_text(width, y + 13, f"{peak / v:g}", END))
             parts.append(svg_rect(LEFT, y, line.makespan * scale, IDLE) + "<g text-anchor='middle' fill='#ffffff'>")
-            parts += [svg_box(event, y, scale, picture.shades) for event in line.events if event.rank == rank]
+            parts += [svg_box(event, y, scale, shades) for event in events]
             parts.append("</g>")
             y += HEIGHT + 2
             if picture.versions:
-                parts += svg_versions(picture, rank, y, scale)
+                parts += svg_versions(picture, events, y, scale)
                 y += 16
         y += 8
     parts.append(svg_axis(y, scale, total, unit))
@@ -234,13 +240,13 @@ def svg_box(event, y, scale, shades):
     return f"<g>{hint}{box}{text}</g>"
 
 
-def svg_versions(picture, rank, y, scale):
+def svg_versions(picture, events, y, scale):
     """Return the versions of a rank's F and B below their boxes, and a line for each update.
 
     A backward's version is red if it is not the version of the forward.
     """
     parts = [svg_text(LEFT - 8, y + 9, "version", f"{END} font-size='11'")]
-    for _, action, start, end in (event for event in picture.timeline.events if event.rank == rank):
+    for rank, action, start, end in events:
         if action.kind == "U":
             parts.append(svg_rect(LEFT + end * scale - 1.5, y - HEIGHT - 2, 3, f"fill='{COLOURS['U']}'"))
         else:
@@ -347,20 +353,12 @@ def recorded(path):
     different times. Raises UserError if the file is not such a trace, or if no step is complete.
     """
     try:
-        trace = json.loads(Path(path).read_text(encoding="utf-8"))
-        about, steps = trace["otherData"], {}
-        for e in trace["traceEvents"]:
-            if e["ph"] == "X" and e.get("cat") in MEANINGS and e["pid"] == 0:  # only data rank 0
-                action = Action(e["cat"], e["args"]["microbatch"], e["args"]["chunk"])
-                event = Event(e["tid"], action, e["ts"] / 1000, (e["ts"] + e["dur"]) / 1000)
-                steps.setdefault(e["args"]["step"], []).append(event)
-        sizes = about["stages"], about["microbatches"], about["chunks"], about.get("per_update")
-        schedule = schedules.build(about["schedule"], *sizes)
+        schedule, steps = read_trace(path)
+        step, events = last_whole(path, schedule, steps)
     except OSError as error:
         raise UserError(f"--trace={path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise UserError(f"--trace={path}: not a trace as train.py writes it ({error!r})") from None
-    step, events = last_whole(path, schedule, steps)
     begin = min(event.start for event in events)
     events = [Event(e.rank, e.action, e.start - begin, e.end - begin) for e in events]
     kinds = {event.action.kind for event in events}
@@ -372,6 +370,23 @@ def recorded(path):
     titles = f"{schedule.name}, ideal: {means}, messages no time", f"{schedule.name}, recorded: step {step}"
     versions = versions_of(schedule, True)
     return [Picture(title, schedule, x, notes(x, "ms"), versions) for title, x in zip(titles, lines, strict=True)]
+
+
+def read_trace(path):
+    """Return (Schedule, {step: Events}) of a trace. Its Events are those of data rank 0."""
+    trace = json.loads(regular(path).read_text(encoding="utf-8"))
+    about, steps = trace["otherData"], {}
+    for e in trace["traceEvents"]:
+        if e["ph"] == "X" and e.get("cat") in MEANINGS and e["pid"] == 0:
+            begin, end, step = e["ts"] / 1000, (e["ts"] + e["dur"]) / 1000, e["args"]["step"]
+            if type(step) is not int or not 0 <= begin <= end < 1e15:  # 1e15 ms are 30,000 years
+                raise ValueError(f"a step or a time that no run has: {e}")
+            action = Action(e["cat"], e["args"]["microbatch"], e["args"]["chunk"])
+            steps.setdefault(step, []).append(Event(e["tid"], action, begin, end))
+    sizes = [about[name] for name in ("stages", "microbatches", "chunks")]
+    if not all(type(size) is int for size in sizes) or math.prod(sizes) > MOST:
+        raise TypeError(f"sizes that no run has: {about}")
+    return schedules.build(about["schedule"], *sizes, about.get("per_update")), steps
 
 
 def last_whole(path, schedule, steps):
@@ -432,8 +447,9 @@ def parse_cost(text):
             cost[kind] = float(duration)
         except ValueError:
             cost[kind] = -1.0
-        if kind not in MEANINGS or not 0 < cost[kind] < math.inf:
-            raise UserError(f"--cost={text}: {item!r} should be one of F, B, I, W and a positive number, like F:1.5")
+        if kind not in MEANINGS or not 1 / LONGEST <= cost[kind] <= LONGEST:
+            should = f"one of F, B, I, W and a positive number, like F:1.5 (from {1 / LONGEST:g} to {LONGEST:g})"
+            raise UserError(f"--cost={text}: {item!r} should be {should}")
     return {"B": cost["I"] + cost["W"]} | cost
 
 
@@ -451,12 +467,17 @@ def pictures_of(options):
             f"which schedule? python -m parallel.draw NAME ...; a NAME is one of {', '.join(schedules.SCHEDULES)}"
         )
     shared = options.stages, options.microbatches, parse_cost(options.cost), options.comm
-    if not 0 <= options.comm < math.inf:
-        raise UserError(f"--comm={options.comm}: should be zero or more")
+    if not 0 <= options.comm <= LONGEST:
+        raise UserError(f"--comm={options.comm}: should be zero or more, at most {LONGEST:g}")
     chunks = {name: schedules.usual_chunks(name) for name in options.names if name in schedules.SCHEDULES}
     if options.chunks is not None:
         most = max(chunks.values(), default=1)
         chunks = {name: options.chunks if usual > 1 or most == 1 else 1 for name, usual in chunks.items()}
+    for name in options.names:
+        boxes = options.stages * options.microbatches * chunks.get(name, 1)
+        if boxes > MOST:
+            sizes = f"--stages={options.stages} --microbatches={options.microbatches}"
+            raise UserError(f"{sizes}: {name} has {boxes:,} forwards, but a picture has at most {MOST:,}")
     if options.without_stashing and (other := set(options.names) - {"pipedream"}):
         raise UserError(f"--without_stashing: only pipedream has stashed weights to leave out, not {min(other)}")
     if options.per_update is not None and "pipedream-2bw" not in options.names:
@@ -473,10 +494,10 @@ def main(arguments=None):
     options = parse_arguments(arguments)
     pictures = pictures_of(options)
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    print(terminal(pictures, shutil.get_terminal_size((120, 0)).columns, colour))
+    print(terminal(pictures, min(shutil.get_terminal_size((120, 0)).columns, 10_000), colour))
     if options.svg:
         with explained(f"--svg={options.svg}"):
-            Path(options.svg).write_text(svg(pictures, "ms" if options.trace else ""), encoding="utf-8")
+            writable(options.svg).write_text(svg(pictures, "ms" if options.trace else ""), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from log import PendingStep
 from parallel import schedules
 from parallel.comm import all_reduce
 from parallel.memory import OLDER, SUMS
+from parallel.optimizer import learning_rate
 from parallel.pipeline import Executor
 
 
@@ -186,10 +187,15 @@ def train_call(run, batches, stop=False, orphaned=False):
     c, mesh, zero, counters = run.config, run.mesh, run.zero, run.counters
     n, m = c.updates_per_call - counters.iteration % c.updates_per_call, c.global_batch_size // c.micro_batch_size
     m, share = m // mesh.dp.size, 1 / m  # m: micro-batches of an update on each data rank
-    updates = zero.updates + torch.arange(n, device=run.device)
-    rates, one, never = run.rates.take(updates), run.rates.new_ones(()), torch.zeros_like(updates[0], dtype=torch.bool)
+    first = zero.updates.item() + 1  # waits for the device, but the pipeline is empty anyway
+    rates = torch.tensor([learning_rate(c, first + k) for k in range(n)], dtype=torch.float64, device=run.device)
+    updates, one, never = (
+        torch.arange(first, first + n, device=run.device),
+        rates.new_ones(()),
+        rates.new_zeros(()).bool(),
+    )
     betas = never, c.adam_beta1, c.adam_beta2
-    scalars = [reference.update_scalars(lr, one, update + 1, *betas) for lr, update in zip(rates, updates, strict=True)]
+    scalars = [reference.update_scalars(lr, one, update, *betas) for lr, update in zip(rates, updates, strict=True)]
     zero.zero_grad()
     losses, squares = run.executor.call(batches, n * m, share, scalars)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from errors import UserError, explained, locked, report, write_error_file
+from errors import UserError, cause, explained, locked, report, write_error_file
 from parallel.comm import CommunicationError
 
 
@@ -49,8 +49,10 @@ def together(world, work):
         os._exit(2)
     except CommunicationError as error:
         leave(error, 1)
-    except Exception:  # a defect, or a GPU out of memory: torchrun's report shows the traceback
-        write_error_file(traceback.format_exc())
+    except Exception as error:
+        if (explained := cause(error)) and dist.is_initialized():
+            leave(explained, 2)
+        write_error_file(traceback.format_exc())  # a defect: torchrun's report shows the traceback
         raise
     if dist.is_initialized():
         dist.destroy_process_group()

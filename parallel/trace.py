@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
-from errors import explained
+from errors import explained, writable
 from parallel.comm import gather_objects
 
 STEPS = 10  # only the latest steps are kept, so the file of a long run is small
@@ -61,6 +61,13 @@ class Trace:
     def _record(self, name, category, began, what):
         event = {"name": name, "cat": category, "ph": "X", "ts": began, "dur": self.now() - began}
         self.steps[-1].append(event | {"pid": self.replica, "tid": self.rank, "args": what | {"step": self.step}})
+
+
+def check(c):
+    """Raise UserError if the file of the trace can't be written. Rank 0 calls this before the run."""
+    if c.trace:
+        with explained(f"trace={c.trace}"), open(writable(c.trace), "a"):
+            pass
 
 
 def write(c, trace, mesh):

@@ -14,13 +14,12 @@ dtype=auto is predicted for a CPU (fp32). Any other dtype is predicted for a GPU
 """
 
 import itertools
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 import config as configuration
-from errors import Parser, UserError, exit_on_user_error, explained
+from errors import Parser, UserError, exit_on_user_error, explained, writable
 from model import parameter_table
 from operations import DTYPES, resolved_dtype
 from parallel import ledger, memory, report, schedules
@@ -216,7 +215,7 @@ def main(arguments=None):
     print(tables(prediction))
     if options.svg:
         with explained(f"--svg={options.svg}"):
-            Path(options.svg).write_text(svg(prediction), encoding="utf-8")
+            writable(options.svg).write_text(svg(prediction), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ byte that the rank keeps. Both accounts must equal the formulas of ledger.py and
 Meta tensors have no numbers, so the dry run replaces four things (`blind`):
 
     train.PendingStep    copies loss, norm and flags of a step to the host. A dry run copies nothing
-    Tensor.cpu           copies the numbers of an asynchronous call. A dry run returns ones
+    Tensor.cpu, .item    copy numbers to the host. A dry run returns ones, and 0 updates
     adamw_               is a fused kernel without a form for meta tensors. `optimizer.adamw` makes the same update
     attention            PyTorch's form for meta tensors keeps [s, s] matrices. A dry run calls the CPU's fused form
 
@@ -115,13 +115,14 @@ def checked(config, gpus, rank):
 def blind():
     """Context: the program uses operations for meta tensors, and copies no number of a step to the host."""
     ops = SimpleNamespace(**vars(reference) | {"attention": attention, "adamw_": adamw_})
-    before = operations.choose, train.PendingStep, torch.Tensor.cpu
+    before = operations.choose, train.PendingStep, torch.Tensor.cpu, torch.Tensor.item
     operations.choose, train.PendingStep = (lambda *_: ops), (lambda *_: None)
     torch.Tensor.cpu = lambda numbers: torch.ones(numbers.shape, dtype=numbers.dtype)
+    torch.Tensor.item = lambda number: 0
     try:
         yield
     finally:
-        operations.choose, train.PendingStep, torch.Tensor.cpu = before
+        operations.choose, train.PendingStep, torch.Tensor.cpu, torch.Tensor.item = before
 
 
 def attention(qkv, cache=None):
