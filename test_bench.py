@@ -55,7 +55,7 @@ def bench_without_a_gpu(name):
 
 def test_without_a_name_it_lists_the_measurements():
     out = bench()
-    for name in ("prepare", "layouts", "kernels", "train", "checkpoint"):
+    for name in ("prepare", "layouts", "checkpoint", "delay", "kernels", "train"):
         measure = command_line.measurement(name)
         (line,) = (line for line in out.splitlines() if line.startswith(f"python -m bench {name} "))
         for option, parameter in inspect.signature(measure).parameters.items():
@@ -67,7 +67,7 @@ def test_without_a_name_it_lists_the_measurements():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["layout"], "layout is no measurement; the measurements are prepare, layouts, kernels, train, checkpoint"),
+        (["layout"], "layout is no measurement; the measurements are prepare, layouts, checkpoint, delay, kernels, train"),
         (["train", "--step=1"], "--step=1: train has the options --configs, --micro_batch_sizes, --steps, --repeats"),
         (["train", "--steps=few"], "--steps=few: should be like --steps=10"),
         (["layouts", "--repeats=0"], "--repeats=0: should be between 1 and 1,048,576"),
