@@ -67,7 +67,10 @@ def test_without_a_name_it_lists_the_measurements():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["layout"], "layout is no measurement; the measurements are prepare, layouts, checkpoint, delay, kernels, train"),
+        (
+            ["layout"],
+            "layout is no measurement; the measurements are prepare, layouts, checkpoint, delay, kernels, train",
+        ),
         (["train", "--step=1"], "--step=1: train has the options --configs, --micro_batch_sizes, --steps, --repeats"),
         (["train", "--steps=few"], "--steps=few: should be like --steps=10"),
         (["layouts", "--repeats=0"], "--repeats=0: should be between 1 and 1,048,576"),
