@@ -286,7 +286,7 @@ def bench_case(rng):
     }
     texts = {"prepare": "tokenizers parts", "layouts": "only", "kernels": "only dtype", "train": "configs"}
     name = rng.choice([*numbers, rng.choice(TEXTS + PATHS)])
-    bad = rng.choice([n for n in NUMBERS if not re.fullmatch("[1-9][0-9]{,5}|1_000|\u0663", n)])
+    bad = rng.choice([n for n in NUMBERS if not re.fullmatch("[1-9][0-9]{,6}|1_000|\u0663", n)])
     mistakes = [f"--foo={bad}", "--", "x"]
     if name in numbers:
         odd = rng.choice([*TEXTS, *PATHS, *NUMBERS])
