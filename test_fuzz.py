@@ -1,4 +1,4 @@
-"""Test the fuzzer itself, and run it: 300 cases of each command must end as they should."""
+"""Test the fuzzer itself, and run it: 300 cases of a command (FEWER of some) must end as they should."""
 
 import os
 import shutil
@@ -151,8 +151,11 @@ def test_earlier_finds(command, words, variables, fifo, folder, tmp_path):
     assert fuzz.wrong(case, end) is None, end
 
 
+FEWER = {"convert": 100, "traffic": 100, "curve": 100, "bench": 100}  # slow cases, or few words
+
+
 @pytest.mark.parametrize("command", fuzz.COMMANDS)
 def test_random_mistakes_end_as_they_should(command):
-    words = [sys.executable, "-m", "testing.fuzz", command, "--cases=300"]
+    words = [sys.executable, "-m", "testing.fuzz", command, f"--cases={FEWER.get(command, 300)}"]
     done = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True)
     assert done.returncode == 0 and "; 0 finds" in done.stdout, done.stdout + done.stderr
