@@ -423,7 +423,7 @@ class Logger:
         # disable=None: no bar where stderr is not a terminal.
         self.bar = tqdm(total=config.train_iters, initial=iteration, dynamic_ncols=True, disable=None)
 
-    def advance(self, iterations):
+    def advance(self, iterations=1):
         """Move the bar by so many iterations."""
         if self.rank == 0:
             self.bar.update(iterations)

@@ -279,7 +279,8 @@ def test_a_trace_holds_every_action_of_every_rank(workers, tokens_dir, tmp_path)
     workers.run(4, go, config)
     content = json.loads(trace.read_text())
     m = config.global_batch_size // (3 * 2)
-    assert content["otherData"] == {"schedule": "zb-h1", "stages": 2, "microbatches": m, "chunks": 1}
+    about = {"schedule": "zb-h1", "stages": 2, "microbatches": m, "chunks": 1, "per_update": m}
+    assert content["otherData"] == about
     events = content["traceEvents"]
     assert {(e["pid"], e["tid"]) for e in events} == {(0, 0), (0, 1), (1, 0), (1, 1)}
     assert {e["args"]["step"] for e in events} == set(range(3, 13))  # the last ten steps

@@ -94,6 +94,8 @@ def orders(config, pp, fixed):
 def accepts(config, gpus, **shape):
     """Return True if `config.check` accepts the Config with the fields of `shape`. It builds no long schedule."""
     c = dataclasses.replace(config, **shape)
+    if c.schedule in schedules.ASYNCHRONOUS:  # `cluster` refuses them
+        return False
     return fields_fit(c, gpus) and schedule_fits(c, gpus)
 
 
