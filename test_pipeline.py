@@ -21,7 +21,7 @@ from parallel.layout import Layout, split
 from parallel.mesh import Mesh
 from parallel.schedules import Action
 from test_checkpoint import configured, go
-from test_layouts import STEPS, assert_same_model, micro_batches, specs, tiny_config, train_tiny
+from test_layouts import STEPS, assert_same_model, micro_batches, specs, tiny_config, train_tiny, trained
 from test_train import validation_losses
 
 CPU = torch.device("cpu")
@@ -113,7 +113,7 @@ def pair(stages, microbatches, chunks=1):
 def trained_in_pairs(config):
     schedules.SCHEDULES["pair"] = pair
     try:
-        return train_tiny(config, 3)
+        return trained(config, 3)
     finally:
         del schedules.SCHEDULES["pair"]
 
