@@ -90,6 +90,8 @@ class Chunk:
 class Executor:
     """This rank's part of every step. schedule: a Schedule with any number of micro-batches; timers: a `log.Timers`."""
 
+    update = None  # the action U, which only the schedules of pipedream.py have
+
     def __init__(self, model, zero, config, mesh, layout, schedule, timers):
         self.zero, self.config, self.mesh, self.layout = zero, config, mesh, layout
         self.timers, self.schedules = timers, {}  # number of micro-batches: (Schedule, Messages, passes: see `run`)
@@ -235,9 +237,6 @@ class Executor:
                 products.popleft().add()  # frees dy and x after each product
             self._reduce(name)
         assert not products, "a weight gradient of a bucket that this chunk does not use"
-
-    def update(self, j, c):
-        raise NotImplementedError("only pipedream.py executes U")
 
     # --- around them --------------------------------------------------------------------------------------------------
 

@@ -101,6 +101,7 @@ def fit(rows, device, rounds=8):
 
 
 def main(arguments=None):
+    """Print the constants and the table of all rows; with --svg, draw it. arguments: by default the command line's."""
     parser = Parser(prog="python -m planning.fit", description="Fit the A100's constants to published runs.")
     parser.add_argument("--svg", metavar="FILE", help="draw predicted beside published times")
     options, points = parser.parse_args(arguments), []
