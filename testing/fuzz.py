@@ -437,8 +437,8 @@ def cpu_seconds(pid):
 def wrong(case, end):
     """Return why the end of a case is a find, or None.
 
-    A command may end with exit code 0; with 2 and at most LINES lines, each of which is an error's or a bar's; with 1
-    if stdout refused its text; and with 141 if the reader of stdout has gone.
+    These exit codes are right. 0: done. 2: a mistake, with at most LINES lines on stderr, of errors or of a progress
+    bar. 1: stdout refused the text. 141: the reader of stdout has gone.
     """
     if end.ended == "silent":
         return "silent"
