@@ -1,8 +1,8 @@
-"""Devices and their wires, as data.
+"""Describe GPUs and the wires between them (NVLink, network, PCIe) as data.
 
     data sheet   peak of matrix products (`log.PEAK_TFLOPS`), memory, memory rate, NVLink, network cards, PCIe
     constants    matrix     share of the peak that a large matrix product reaches
-                 wave       elements of a result that a product computes in vain (`seconds.py`)
+                 wave       time that each product loses, in elements of its result (`seconds.py`)
                  memory     share of the memory rate that an elementwise operation reaches
                  wire       share of NVLink's rate that a collective reaches
                  network    share of a network card's rate that a ring or a message reaches
@@ -11,13 +11,13 @@
                  attention  share of the peak that fused attention reaches
 
 Three constants of the A100 are fitted to published runs: `matrix`, `wave` and `wire` (`python -m planning.fit` prints
-the fit, its residuals and the fit without each row). The others are usual values, not fitted. No table of runs is at
-hand for the V100 and the Hopper GPUs. They have the A100's constants, except the ones given below.
+the fit, its errors and the fits without one row). The others are usual values, not fitted. We have no table of runs for
+the V100 and the Hopper GPUs. They get the A100's constants, except those in VOLTA and HOPPER.
 
-Between nodes a ring uses one network card unless --rings asks for more. This is the rate of ZeRO-3 in Narayanan et al.,
-arXiv 2104.04473, Table 2. NCCL can use all cards at once if the network connects each card with all others.
+Between nodes a ring uses one network card. --rings=N sets N cards. One card gives the rate of ZeRO-3 in Narayanan et
+al., arXiv 2104.04473, Table 2. NCCL can use all cards at once if the network connects each card with all others.
 
-The device "cpu" is the machine at hand. `plan.py --calibrate` measures it and writes CALIBRATION.
+The device "cpu" is this machine. `plan.py --calibrate` measures it and writes CALIBRATION.
 """
 
 import json
@@ -37,15 +37,15 @@ class Device(NamedTuple):
 
     name: str
     peaks: dict  # {dtype: FLOP/s of dense matrix products, or None}
-    dtype: str  # of dtype=auto
+    dtype: str  # the dtype that dtype=auto means
     memory_bytes: int
     memory_rate: float
     per_node: int  # devices of a node
-    wire_rate: float  # of a device to the other devices of its node
+    wire_rate: float  # from a device to the other devices of its node
     cards: int  # network cards of a node
-    card_rate: float  # of one card
+    card_rate: float  # of one network card
     host_rate: float  # between a device and its host (PCIe)
-    host_memory_rate: float  # of the host's memory, for one device: the update with --offload
+    host_memory_rate: float  # one device's share of the host's memory rate: for the update with --offload
     attention: float
     matrix: float
     wave: float
@@ -69,8 +69,8 @@ def sheet(name):
     return {dtype: rate and rate * 1e12 for dtype, rate in rates}
 
 
-# attention: Dao, arXiv 2307.08691, section 4.1 reports 0.5 to 0.6 of an A100's peak. The values of the V100 and of
-# Hopper, and their `matrix`, are estimates. wave: one tile on each multiprocessor (80, 108, 132).
+# attention: Dao, arXiv 2307.08691, section 4.1, reports 0.5 to 0.6 of an A100's peak. For the V100 and Hopper,
+# `attention` and `matrix` are estimates. wave: one tile on each multiprocessor (80 or 132); the A100's is fitted.
 AMPERE = dict(
     peaks=sheet("A100 SXM4"), dtype="bf16", per_node=8, wire_rate=300e9, cards=8, card_rate=25e9, host_rate=32e9,
     host_memory_rate=25e9, attention=0.5, matrix=0.951, wave=3.45e6, memory=0.85, wire=0.49, network=0.86,
@@ -98,7 +98,7 @@ DEVICES = {
 
 
 def device(name, processes=1):
-    """Return the Device `name`. "cpu" is this machine shared by `processes` processes. Raises UserError."""
+    """Return the Device `name`. "cpu" is one of `processes` processes that share this machine. Raises UserError."""
     if name == "cpu":
         return measured(processes)
     if name not in DEVICES:
@@ -107,7 +107,7 @@ def device(name, processes=1):
 
 
 def measured(processes):
-    """Return the Device "cpu" from CALIBRATION, measured with as many processes or the next larger number."""
+    """Return the Device "cpu" from the nearest measurement in CALIBRATION with at least `processes`, or the largest."""
     if not CALIBRATION.exists():
         raise UserError("--device=cpu: not measured yet; python plan.py --calibrate measures this machine")
     try:

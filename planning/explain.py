@@ -1,4 +1,4 @@
-"""The arithmetic of one layout, line by line: names, formulas, units, numbers (`plan.py --explain`)."""
+"""Explain the prediction of one layout: each line has a name, a formula, a number and a unit (`plan.py --explain`)."""
 
 import config as configuration
 from log import hardware_flops, model_flops
@@ -8,11 +8,12 @@ GB = 1e9
 
 
 def line(name, formula, value, unit):
+    """Return one aligned line of the explanation."""
     return f"{name:<37} {formula:<51} {value:>15} {unit}"
 
 
 def text(config, gpus, device, facts, code):
-    """Return the explanation of a layout. facts: from `layouts.judge` of the same arguments."""
+    """Return the explanation of a layout as text. facts: the result of `layouts.judge` for the other arguments."""
     dtype, item, wide = layouts.cluster(config, device)
     B = config.global_batch_size
     c, known, shape = config, layouts.model_of(config, item, wide), layouts.shape_of(config, gpus)
@@ -26,7 +27,7 @@ def text(config, gpus, device, facts, code):
             "The batch and the model",
             line("data ranks dp", "GPUs / (tp pp)", shape.dp, ""),
             line("micro-batches m", "global_batch_size / (b dp)", m, ""),
-            line("parameters", "all units, a tied table once", f"{layouts.parameters(known):,}", ""),
+            line("parameters", "all units; a tied table counts once", f"{layouts.parameters(known):,}", ""),
             line(
                 "model FLOPs",
                 "72 B s L h^2 (1 + s/6h + V/12Lh), log.model_flops",
@@ -64,7 +65,7 @@ FORMULAS = {
     "tensor parallel": "m times the collectives of its blocks",
     "bubble": "formula of the schedule, or simulation",
     "pipeline messages": "waits for messages on their way",
-    "data parallel": "what the last backward does not hide, and sums",
+    "data parallel": "communication that no backward hides; sums",
     "update": "bytes of the optimizer's state / memory rate",
 }
 MEMORY = {
@@ -80,6 +81,7 @@ MEMORY = {
 
 
 def rate_lines(c, device, dtype, rate):
+    """Return the lines with the rates of a Device. rate: its `seconds.Rates`."""
     wires = [("tp", 1, c.tp), ("dp", c.tp * c.pp, 0)]
     lines = [
         "Rates: data sheet * fitted share (planning/devices.py)",
@@ -94,12 +96,13 @@ def rate_lines(c, device, dtype, rate):
     ]
     for axis, stride, n in wires:
         speed, inside = seconds.wire(device, stride, n or 2 * device.per_node * device.per_node)
-        place = "inside the node" if inside else f"beyond the node of {device.per_node}"
+        place = "inside the node" if inside else f"between nodes of {device.per_node}"
         lines.append(line(f"ring of {axis}", place, f"{speed / GB:.4g}", "GB/s"))
     return lines
 
 
 def stage_lines(c, layout, device, known, shape, m, rate, item, wide):
+    """Return the lines with a block's seconds, the stages' seconds, and the bytes that a stage sends."""
     parts = seconds.block(c, rate, item, wide)
     rank = min(1, c.pp - 1)
     sent = known.sent(shape, m, c.micro_batch_size, rank)
@@ -127,7 +130,7 @@ def stage_lines(c, layout, device, known, shape, m, rate, item, wide):
             lines.append(
                 line(
                     f"stage {i}, {stage.units} units",
-                    f"{times}, of it tensor parallel",
+                    f"{times}; tensor parallel part",
                     f"{stage.tensor * 1e3:.4g}",
                     "ms",
                 )

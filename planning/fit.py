@@ -2,15 +2,15 @@
 
     python -m planning.fit --svg=published.svg
 
-prints the fitted constants, the residual of each row, the prediction of each row by a fit without it, and the runs
-that no fit has seen: selective recomputation with sequence parallelism. Three constants are fitted: `matrix`, `wire`
-and `wave`. The others keep their starting values, because these runs do not determine them: with `memory`
-free the fit asks for more than the data sheet's rate, and little of these steps waits for the network.
+The command prints the fitted constants, the error of each row, and each row's prediction by a fit without this row. It
+also predicts runs that no fit uses: selective recomputation with sequence parallelism. The fitted constants are
+`matrix`, `wire` and `wave`. The others keep their starting values, because these runs do not determine them. A fitted
+`memory` would exceed the data sheet's rate, and these steps wait little for the network.
 
-The error of a row is log(predicted / published). The fit minimises the sum of squares (Gauss and Newton's method).
+The fit minimises the sum of the squares of log(predicted / published) (Gauss and Newton's method).
 
-A rule for all rows of Narayanan et al., who do not publish micro-batch and chunks: the fastest ones by prediction that
-fit into memory, from 1 to 16 samples and 1 to 4 chunks that divide the layers.
+Narayanan et al. do not publish the micro-batch size and the number of chunks. One rule chooses them for all rows: the
+fastest prediction that fits into memory, with 1 to 16 samples and 1 to 4 chunks that divide the layers.
 """
 
 import math
@@ -65,7 +65,7 @@ def full(device):
 
 
 def selective():
-    """Return the rows that the fit does not see, as in `full`. The last one is the 530B model with dp = 8."""
+    """Return the rows that the fit does not use, in the form of `full`. The last one is the 530B model with dp = 8."""
     rows = []
     for name, layers, hidden, heads, tp, pp, chunks, batch, b, gpus, _, seconds, *_ in KORTHIKANTI:
         c = config(layers, hidden, heads, tp, pp, chunks, batch, micro_batch_size=b, sequence_parallel=True)
@@ -101,7 +101,7 @@ def fit(rows, device, rounds=8):
 
 
 def main(arguments=None):
-    """Print the constants and the table of all rows; with --svg, draw it. arguments: by default the command line's."""
+    """Print the constants and the table of all rows; --svg draws the rows. arguments: by default the command line's."""
     parser = Parser(prog="python -m planning.fit", description="Fit the A100's constants to published runs.")
     parser.add_argument("--svg", metavar="FILE", help="draw predicted beside published times")
     options, points = parser.parse_args(arguments), []

@@ -1,15 +1,15 @@
-"""Published runs: sizes, layouts and speeds. Facts of the papers, for the fit of `fit.py` and for tests.
+"""Published runs: sizes, layouts and speeds from two papers. `fit.py` and tests use them.
 
 NARAYANAN: Narayanan et al., arXiv 2104.04473, Table 1. KORTHIKANTI: Korthikanti et al., arXiv 2205.05198, Table 5. Both
-ran GPT with a vocabulary of 51,200 and 2,048 tokens in a sample, on nodes of eight A100 with 80 GB.
+papers trained GPT with a vocabulary of 51,200 and 2,048 tokens in a sample, on nodes of eight A100 with 80 GB.
 
-Where ours differs from what they ran, a setting of ours stands for theirs:
+Their programs differ from this project. These settings of `plan.py` predict their features:
 
-    theirs                                            ours
+    their program                                     setting
     attention's matrix, messages, reductions          code="megatron-2021", "megatron-2022" (`seconds.py`)
     selective recomputation                           recompute=none
-    dropout on attention                              counted in both
-    gradients of 2 bytes (Narayanan et al.)           4 bytes
+    dropout on attention                              both values of code count it
+    gradients of 2 bytes (Narayanan et al.)           none: we count 4 bytes
 """
 
 VOCABULARY, TOKENS = 51200, 2048
@@ -30,11 +30,11 @@ NARAYANAN = [
 ]
 
 # (model, L, h, heads, tp, pp, chunks, global batch, micro-batch, GPUs, seconds with full recomputation, seconds with
-# selective recomputation and sequence parallelism, % MFU, % HFU of the latter)
+# selective recomputation and sequence parallelism, % MFU and % HFU with selective recomputation)
 KORTHIKANTI = [
     ("22B", 48, 6144, 64, 8, 1, 1, 4, 4, 8, 1.42, 1.10, 41.5, 43.7),
     ("175B", 96, 12288, 96, 8, 8, 3, 64, 1, 64, 18.13, 13.75, 51.4, 52.8),
     ("530B", 105, 20480, 128, 8, 35, 3, 280, 1, 280, 49.05, 37.83, 56.0, 57.0),
     ("1T", 128, 25600, 160, 8, 64, 1, 512, 1, 512, 94.42, 71.49, 56.3, 57.0),
 ]
-DATA_PARALLEL_530B = 8, 2240, 39.15, 54.2  # dp, GPUs, seconds, % MFU: the 530B of KORTHIKANTI, dp times the batch
+DATA_PARALLEL_530B = 8, 2240, 39.15, 54.2  # dp, GPUs, seconds, % MFU of the 530B model with dp times its batch
