@@ -201,10 +201,10 @@ def test_the_table():
     ]
     text = "\n".join(lines)
     assert "tp=2 pp=1 micro-batch 2: failed: out of memory" in text
-    assert "The slowest layout takes 4.00 times the fastest's time." in text
+    assert "The slowest layout takes 4.00 times as long as the fastest." in text
     # errors 3, 0.5, 0.25; order of predictions 2 1 3; the smallest prediction is tp=4's
     assert f"mean error {statistics.fmean([3, 0.5, 0.25]):.1%}, largest 300.0%" in text
-    assert "rank correlation 0.50 over 3 layouts" in text and "takes 2.00 times the fastest's time." in text
+    assert "rank correlation 0.50 over 3 layouts" in text and "takes 2.00 times as long as the fastest." in text
     plain = sweep.table([row | {"predicted": None} for row in ROWS], 8, 16)
     assert "Prediction" not in plain and "failed: out of memory" in plain
 

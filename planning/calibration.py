@@ -2,17 +2,17 @@
 
     python plan.py --calibrate
 
-Several processes on one machine share its cores and its memory, so everything is measured with 1, 2, 4 and 8 processes
-that work at the same time, one thread each. If there are more processes than cores, they take turns, and each process
-reaches only the share cores / processes of its rates. The medians of all processes are written to PATH as JSON:
+Processes on one machine share its cores and its memory. So 1, 2, 4 and 8 processes measure at the same time, with one
+thread each. If there are more processes than cores, they take turns, and each process reaches only cores / processes of
+its rates. The medians over the processes are written to PATH as JSON:
 
     {"cores": 2, "memory_bytes": ..., "torch": "2.13.0", "processes": {"1": numbers, "2": numbers, ...}}
 
-The numbers of each process have the names of `devices.Device`, with seconds, bytes per second and FLOP/s:
+The numbers, in seconds, bytes per second and FLOP/s. Most of them are fields of `devices.Device`:
 
     peak              {dtype: rate of a large matrix product}
     matrix            1: the peak is measured, not taken from a data sheet
-    matrix_by_shape   [[n, k, m, rate of the product [n, k] x [k, m] in fp32], ...]
+    matrix_by_shape   [[n, k, m, rate of the product [n, k] x [k, m] in fp32], ...]; no prediction uses it
     memory_rate       bytes read and written by a copy of a large tensor
     memory            share of memory_rate that LayerNorm, GELU and addition reach with their backward (at most 1).
                       A CPU computes GELU slower than it reads memory, so this share is small
@@ -54,8 +54,8 @@ from planning.sweep import run
 PATH = Path("planning/cpu.json")
 PROCESSES = (1, 2, 4, 8)
 SHAPES = [(n, k, m) for n in (64, 512, 2048) for k, m in [(128, 384), (128, 512), (512, 128), (512, 2048)]]
-OPERATIONS = 12 + 14  # of a block, forward and backward: products, and the others that seconds.py counts
-LARGE = (1024, 1024, 1024)  # a matrix product whose rate is the peak
+OPERATIONS = 12 + 14  # of a block, forward and backward: matrix products, and others (GAPS in seconds.py)
+LARGE = (1024, 1024, 1024)  # the matrix product whose rate counts as the peak
 PATIENCE = 300  # seconds until the measurement is given up
 
 
@@ -91,7 +91,7 @@ def text(found):
 
 
 def work(path, counts):
-    """Measure with each number of processes. Rank 0 writes the file. Run by torchrun."""
+    """Measure with each number of processes; rank 0 writes the file. torchrun runs this function on each process."""
     torch.set_num_threads(1)
     blocks = [tiny_model(4), tiny_model(12)]
     dist.init_process_group("gloo")
@@ -124,9 +124,9 @@ def median_of(values):
 
 
 def seconds_of(action, budget=0.05):
-    """Return the CPU seconds of a call of `action()`: the mean over about `budget` seconds, after one call more.
+    """Return the CPU seconds of a call of `action()`: the mean over about `budget` seconds, after one call to warm up.
 
-    CPU seconds do not count the turns of other processes on this core. `slowed` counts the turns of our processes.
+    CPU seconds leave out the time in which other processes use this core. `slowed` adds the time of our processes.
     """
     action()
     calls, start = 0, time.thread_time()
@@ -137,7 +137,7 @@ def seconds_of(action, budget=0.05):
 
 
 def slowed(numbers, share):
-    """Return a process's numbers if it runs only this share of the time, because processes take turns on a core."""
+    """Return the `numbers` of a process that runs only this share (0 to 1) of the time, because it shares a core."""
     peak = {dtype: rate * share for dtype, rate in numbers["peak"].items()}
     shapes = [[n, k, m, rate * share] for n, k, m, rate in numbers["matrix_by_shape"]]
     rates = dict(peak=peak, matrix_by_shape=shapes, memory_rate=numbers["memory_rate"] * share)
@@ -145,7 +145,7 @@ def slowed(numbers, share):
 
 
 def rates(blocks):
-    """Return the numbers of one process without communication. blocks: from `tiny_model`."""
+    """Return the numbers of one process, except the fields WIRES. blocks: as in `operation_seconds`."""
     peak = {name: product_rate(*LARGE, dtype) for name, dtype in DTYPES.items() if name != "fp16"}
     x, y = torch.ones(2**24), torch.empty(2**24)  # 64 MB each: larger than the caches
     memory_rate = 2 * x.nbytes / seconds_of(lambda: y.copy_(x))
@@ -161,6 +161,7 @@ def rates(blocks):
 
 
 def product_rate(n, k, m, dtype):
+    """Return FLOP/s of the product [n, k] x [k, m]."""
     x, w = torch.ones(n, k, dtype=dtype), torch.ones(m, k, dtype=dtype)
     return 2 * n * k * m / seconds_of(lambda: x @ w.T)
 
@@ -168,15 +169,15 @@ def product_rate(n, k, m, dtype):
 def elementwise_rate(n=1024, h=128):
     """Return bytes per second of a block's elementwise operations with their backward.
 
-    The bytes are counted as in seconds.py, where each pass reads or writes a tensor once: GELU 8 + 12 passes of
-    [n, h], LayerNorm with addition 5 + 5.
+    As in seconds.py, a pass reads or writes a tensor once. Passes of [n, h] in forward + backward: GELU 8 + 12,
+    LayerNorm with addition 5 + 5.
     """
     x, y, wide = (torch.randn(n, width, requires_grad=True) for width in (h, h, 4 * h))
     weight, bias, wide_bias = (torch.ones(width, requires_grad=True) for width in (h, h, 4 * h))
     dz, dwide = torch.ones(n, h), torch.ones(n, 4 * h)
 
     def action():
-        z, normed = reference.add_layer_norm_(y * 1, x, bias, weight, bias)  # `y * 1` is used up
+        z, normed = reference.add_layer_norm_(y * 1, x, bias, weight, bias)  # a copy, because y is used up
         torch.autograd.backward([z, normed], [dz, dz])
         torch.autograd.backward(reference.gelu_(wide * 1, wide_bias), dwide)
 
@@ -191,9 +192,9 @@ def attention_rate(s=256, heads=4, d=32):
 
 
 def tiny_model(num_layers):
-    """Return a function that runs forward and backward of a model whose operations are too small to take time.
+    """Return a function that runs forward and backward of a model. Its time is the cost to start its operations.
 
-    The model runs in this process alone, so this must be called before the processes are connected.
+    Call this function before the processes are connected, because the model runs in this process alone.
     """
     fields = dict(hidden_size=8, num_attention_heads=1, seq_length=4, vocab_size=128, micro_batch_size=1)
     c = Config(num_layers=num_layers, global_batch_size=1, train_iters=1, dtype="fp32", **fields)
@@ -207,7 +208,7 @@ def tiny_model(num_layers):
 
 
 def operation_seconds(blocks):
-    """Return the seconds of an operation of a tiny block. blocks: `tiny_model`s with 4 and with 12 blocks."""
+    """Return the seconds of one operation of a tiny block. blocks: `tiny_model(4)` and `tiny_model(12)`."""
     few, many = (seconds_of(action, 0.1) for action in blocks)
     return (many - few) / (12 - 4) / OPERATIONS
 
@@ -239,7 +240,7 @@ def collective_seconds(action, group, calls):
 
 
 def neighbours(x, rank, count):
-    """Send x to the next rank of a pair, or receive it: ranks 0 to 1, 2 to 3. Then in the other direction."""
+    """Exchange x between the ranks of a pair: rank 0 sends to 1, and 2 to 3. Then 1 sends to 0, and 3 to 2."""
     other = rank ^ 1
     if other >= count:
         return

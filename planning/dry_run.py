@@ -1,24 +1,24 @@
-"""Run one training step of one rank without a GPU and without the other ranks, and hold the formulas to it.
+"""Run one training step of one rank without a GPU and without the other ranks, and compare it with the formulas.
 
     python plan.py configs/gpt3_175b.py --gpus=1024 --tp=8 --pp=16 --dry_run --rank=5
 
-The dry run is the program itself: `train.build` and `train.train_step` with the real model, buckets, schedule and
+The dry run runs the program itself: `train.build` and `train.train_step` with the real model, buckets, schedule and
 executor. Two replacements make it small:
 
     tensors on the device "meta"    have a shape and a dtype but no memory, so an operation computes no number
     PyTorch's fake process group    pretends that all ranks exist; a communication returns at once
 
-So the run does all the work except the numbers. comm.py counts each byte that the rank sends, and meter.py counts each
-byte that the rank keeps. Both accounts must equal the formulas of ledger.py and memory.py.
+So the run does everything except compute numbers. comm.py counts each byte that the rank sends, and meter.py counts
+each byte that the rank keeps. Both counts must equal the formulas of ledger.py and memory.py.
 
 Meta tensors have no numbers, so the dry run replaces four things (`blind`):
 
     train.PendingStep    copies loss, norm and flags of a step to the host. A dry run copies nothing
-    Tensor.cpu, .item    copy numbers to the host. A dry run returns ones, and 0 updates
-    adamw_               is a fused kernel without a form for meta tensors. `optimizer.adamw` makes the same update
+    Tensor.cpu, .item    copy numbers to the host. In a dry run `cpu` returns ones, and `item` returns 0
+    adamw_               is a fused kernel that meta tensors do not have. `optimizer.adamw` makes the same update
     attention            PyTorch's form for meta tensors keeps [s, s] matrices. A dry run calls the CPU's fused form
 
-Other optimizers, fp16's loss scale and offload read numbers on the host, so they are refused.
+Other optimizers and fp16's loss scale read numbers, and offload keeps bytes on the CPU. A dry run refuses them.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class Accounts(NamedTuple):
 
 
 def main(config, gpus, rank):
-    """Run one step of `rank` dry, and print its accounts beside the formulas. Exit with code 1 if they differ.
+    """Make a dry run of one step of `rank`, and print its bytes beside the formulas. Exit with code 1 if they differ.
 
     config: a `config.Config`; gpus: the number of ranks. Raises UserError.
     """
@@ -68,7 +68,7 @@ def main(config, gpus, rank):
     wrong = differences(accounts)
     below = accounts.kept_formula[memory.PEAK] - accounts.kept[memory.PEAK]
     if below and not wrong:
-        print(f"The peak of activations is {report.number(below)} bytes below the formula: shared indices of rows.")
+        print(f"The peak of activations is {report.number(below)} bytes below the formula: see parallel/meter.py.")
     print("\n".join(wrong) if wrong else "The dry run and the formulas agree.")
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(f"{time.perf_counter() - start:.1f} s; this process has used at most {kilobytes / 1024:.0f} MiB")
@@ -93,7 +93,7 @@ def started(config, gpus, rank):
 def checked(config, gpus, rank):
     """Return the configuration of the dry run: one step of global_batch_size samples. Raises UserError.
 
-    dtype=auto becomes bf16, as on a GPU since the A100. A ramp-up of the batch and epochs have no meaning here.
+    dtype=auto becomes bf16, as on an A100 and later GPUs. The ramp-up of the batch and epochs are ignored.
     """
     if not 0 <= rank < gpus:
         raise UserError(f"--rank={rank}: should be 0 to {gpus - 1}, because --gpus={gpus}")
@@ -167,8 +167,8 @@ def step(run):
 def shared_rows(actions, c, rows):
     """Return the bytes by which a run's peak of activations may be below the formula (meter.py explains why).
 
-    Only dropout keeps indices of rows (int64). The formula counts them for each micro-batch and chunk in flight, also
-    where two chunks of the rank share them, or where I frees them early. actions: the rank's; rows: of a micro-batch.
+    Only dropout keeps indices of rows (int64). The formula counts them for each micro-batch and chunk in flight. But
+    a rank's chunks share them, and the action I may free them early. actions: the rank's; rows: of a micro-batch.
     """
     kinds, chunks = {action.kind for action in actions}, {action.chunk for action in actions}
     if not c.dropout or (len(chunks) == 1 and not (c.sequence_parallel and "I" in kinds)):
@@ -198,7 +198,7 @@ def differences(a):
 
 
 def tables(run, a):
-    """Return the tables of a dry Run and its Accounts as text: column bytes is the dry run, column formula is not."""
+    """Return a dry Run's Accounts as tables (text). Column "bytes" is the dry run, column "formula" the prediction."""
     c, mesh, rank = run.config, run.mesh, run.mesh.pp.rank
     m = Fraction(run.schedule.microbatches, schedules.updates(run.schedule))
     widths = (run.zero.dtype.itemsize, run.zero.master_dtype.itemsize)

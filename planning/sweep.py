@@ -2,21 +2,21 @@
 
     python plan.py configs/tiny.py --sweep --gpus=4
 
-The layouts are the grid tensor parallel x pipeline stages x micro-batch, with dp = gpus / (tp pp) and the
-configuration's global batch. A blog about a hackathon measured the same grid: its fastest layout trained more than 3
-times as fast as its slowest one.
+The layouts are all combinations of tp, pp and the micro-batch size, with dp = gpus / (tp pp) and the configuration's
+global batch size. A hackathon measured the same combinations. Its fastest layout trained more than 3 times as fast as
+its slowest layout.
 
-Each layout runs in a torchrun of its own, one thread per process, on random tokens. The first WARMUP steps do not
-count. The time of a layout is the median of the other steps. A layout that fails or takes too long becomes a row, and
-the sweep continues. Files of a sweep, in OUT_DIR_sweepN (N: number of processes):
+Each layout runs under its own torchrun, with one thread per process, on random tokens. The first WARMUP steps do not
+count. The time of a layout is the median of the other steps. If a layout fails or takes too long, its row has the
+error, and the sweep continues. Files of a sweep, in OUT_DIR_sweepN (N: number of processes):
 
-    results.jsonl    one line per layout. A repeated sweep runs only the layouts without a line
+    results.jsonl    one line per layout. A repeated sweep runs only layouts that have no line
     base.py          the configuration of all runs. A sweep of another configuration needs another folder
     sweep.svg        the times as bars, each with its prediction
     run.log          the output of the last run
 
-The rank correlation (Spearman 1904) is the correlation of two orders: 1 if prediction and measurement have the same
-order of layouts, 0 if the orders are unrelated, -1 if one is the reverse of the other.
+The rank correlation (Spearman 1904) compares the orders of the layouts by prediction and by measurement. It is 1 if the
+orders are equal, 0 if they are unrelated, and -1 if one order is the reverse of the other.
 """
 
 import itertools
@@ -46,10 +46,10 @@ from parallel.report import aligned
 ROOT = Path(__file__).resolve().parent.parent
 GRID = ("tp", "pp", "micro_batch_size")  # the fields that differ between the layouts
 WARMUP = 2  # steps that do not count: the first ones allocate memory
-GRACE = 60  # seconds until a run that shall stop is killed; torchrun kills its processes after 30
+GRACE = 60  # seconds from SIGTERM to SIGKILL for a torchrun, which kills its own processes after 30
 TOKENS = 2**16  # random tokens to train on
 MEASURED, PREDICTED = "#3a7fd0", "#cc6a1c"  # readable on white and on black
-WIDTH, LEFT, RIGHT, TOP, ROW = 900, 210, 780, 96, 24  # the picture's size, the ends of its axis, its first row, pixels
+WIDTH, LEFT, RIGHT, TOP, ROW = 900, 210, 780, 96, 24  # pixels: width, ends of the axis, top of the rows, a row
 
 
 def main(config, gpus, predict=None, fixed=(), steps=10, limit=300.0):
@@ -82,7 +82,7 @@ def main(config, gpus, predict=None, fixed=(), steps=10, limit=300.0):
 
 
 def layouts(base, gpus, fixed=()):
-    """Return the configurations of the grid that `config.check` accepts and whose memory fits. Raises UserError."""
+    """Return the configurations of GRID that `config.check` accepts and whose memory fits. Raises UserError."""
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
     sizes = [2**i for i in range(base.global_batch_size.bit_length())]
     choices = {"tp": divisors, "pp": divisors, "micro_batch_size": sizes}
@@ -112,7 +112,7 @@ def memory_of_a_process(gpus):
 
 
 def needed_memory(c, gpus):
-    """Return the predicted bytes of the rank that keeps the most."""
+    """Return the predicted bytes of the fullest rank."""
     dp, device = gpus // (c.tp * c.pp), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     m = configuration.micro_batches(c, c.global_batch_size, dp)
     schedule = schedules.build_for(c, dp, m)
@@ -129,6 +129,7 @@ def key_of(row):
 
 
 def name_of(row):
+    """Return the name of a row of results, as printed."""
     return f"tp={row['tp']} pp={row['pp']} micro-batch {row['micro_batch_size']}"
 
 
@@ -138,7 +139,7 @@ def name_of(row):
 def prepare(base, folder):
     """Write base.py and random tokens in `folder`. Raises UserError if the folder has a sweep of another configuration.
 
-    A sweep may be continued with another value of GRID's fields, because each run sets these fields.
+    The fields in GRID may differ from the earlier sweep's, because each run sets these fields.
     """
     default = configuration.Config()
     assignments = {k: v for k, v in asdict(base).items() if v != getattr(default, k) and k not in GRID}
@@ -159,7 +160,7 @@ def prepare(base, folder):
 
 
 def measure_all(chosen, gpus, folder, limit):
-    """Run the configurations without a line in results.jsonl. Return the rows of all `chosen` configurations."""
+    """Run the configurations that have no line in results.jsonl. Return the rows of all `chosen` configurations."""
     results = folder / "results.jsonl"
     done = read_results(results)
     for i, c in enumerate(chosen, start=1):
@@ -222,7 +223,7 @@ def run(command, log, limit):
 
 
 def stop(process):
-    """End a torchrun and its processes, if it still runs. torchrun passes SIGTERM on."""
+    """End a torchrun if it still runs. torchrun passes SIGTERM on to its processes."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -259,11 +260,12 @@ def rank_correlation(a, b):
 
 
 def milliseconds(seconds):
+    """Return seconds (or None) as text: "12.3 ms"."""
     return "-" if seconds is None else f"{1000 * seconds:,.1f} ms"
 
 
 def table(rows, gpus, samples):
-    """Return the rows as text, the fastest layout first, and how well the predictions order them."""
+    """Return the rows, the fastest first, and the quality of the predictions, as text. samples: of a step."""
     good = sorted((row for row in rows if row["seconds"]), key=lambda row: row["seconds"])
     lines = [("layout", "dp", "m", "step", "smallest", "largest", "predicted", "predicted / measured")]
     for row in good:
@@ -275,7 +277,7 @@ def table(rows, gpus, samples):
     texts += [f"{name_of(row)}: failed: {row['error']}" for row in rows if row["error"]]
     if len(good) > 1:
         texts.append(
-            f"The slowest layout takes {good[-1]['seconds'] / good[0]['seconds']:.2f} times the fastest's time."
+            f"The slowest layout takes {good[-1]['seconds'] / good[0]['seconds']:.2f} times as long as the fastest."
         )
     if known := [row for row in good if row["predicted"]]:
         texts.append(judgement(known))
@@ -283,7 +285,7 @@ def table(rows, gpus, samples):
 
 
 def judgement(rows):
-    """Return the quality of the predictions as text. rows: with a prediction, the fastest first."""
+    """Return the quality of the predictions as text. rows: those with a prediction, the fastest first."""
     seconds, predicted = zip(*((row["seconds"], row["predicted"]) for row in rows), strict=True)
     errors = [abs(p / s - 1) for s, p in zip(seconds, predicted, strict=True)]
     best = min(rows, key=lambda row: row["predicted"])
@@ -291,7 +293,7 @@ def judgement(rows):
     return (
         f"Prediction: mean error {statistics.fmean(errors):.1%}, largest {max(errors):.1%}; "
         f"rank correlation {'unknown' if correlation is None else f'{correlation:.2f}'} over {len(rows)} layouts.\n"
-        f"The layout with the smallest prediction takes {best['seconds'] / seconds[0]:.2f} times the fastest's time."
+        f"The layout predicted to be the fastest takes {best['seconds'] / seconds[0]:.2f} times as long as the fastest."
     )
 
 
