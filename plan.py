@@ -1,20 +1,20 @@
-"""Plan a run before it is paid for: which layout fits, how fast it is, and what binds it.
+"""Plan a run before you pay for it: which layouts fit, how fast they are, and what limits them.
 
     python plan.py configs/gpt3_175b.py --gpus=1024 --device=a100-80g
 
-prints the layouts (tp, pp, schedule, ZeRO stage ...) that fit, the fastest first, and the nearest that do not fit. A
-field on the command line keeps its value. With --tp and --pp the layout is given: it is judged alone, unless --top asks
-for the others. No GPU is needed. `planning/seconds.py` explains the predicted time, `planning/devices.py` has the
-devices.
+This command prints the layouts (tp, pp, schedule, ZeRO stage ...) that fit, the fastest first, and those that nearly
+fit. A field on the command line keeps its value. With --tp and --pp, plan.py judges only the configuration's layout.
+With --top=N as well, it lists the layouts with this tp and pp. plan.py needs no GPU. `planning/seconds.py` explains the
+predicted time. `planning/devices.py` has the devices.
 
-    --explain           the arithmetic of one layout, line by line
-    --json              a list of layouts; of a given layout one object
-    --svg=FILE          memory and time of the best layouts as a picture
+    --explain           print the arithmetic of one layout, line by line
+    --json              print a list of layouts, or one object if only one layout is judged
+    --svg=FILE          draw memory and time of the best layouts
     --as_is             judge the configuration as it is (`python train.py CONFIG --plan --world=N --device=D`)
-    --dry_run --rank=R  the real program of one rank on tensors without data, beside the prediction
-    --sweep             a few steps of each layout on this machine, beside the prediction
-    --calibrate         measures this machine for --device=cpu
-    --flops=3e24        the scaling law: the best size and number of tokens for a budget, and the days of a cluster
+    --dry_run --rank=R  run the real program of one rank on tensors without data, beside the prediction
+    --sweep             run a few steps of each layout on this machine, beside the prediction
+    --calibrate         measure this machine for --device=cpu
+    --flops=3e24        print the best size and number of tokens for a budget (scaling law), and the days of a cluster
     --code=NAME         predict another program, to compare with its paper: megatron-2021 or megatron-2022
 """
 
@@ -35,7 +35,7 @@ TITLES = "tp pp dp schedule v Z sp reco b step,s MFU HFU GB bubble waits_for,% t
 
 
 def row(facts):
-    """Return the line of a layout in the table of `table`."""
+    """Return a layout's line in the text of `table`."""
     c, step = facts["layout"], facts["step_seconds"]
     exposed = "/".join(f"{facts['exposed_seconds'][axis] / step:.1%}"[:-1] for axis in ("tp", "pp", "dp"))
     return ROW.format(
@@ -47,7 +47,7 @@ def row(facts):
 
 
 def memory_line(facts):
-    """Return the memory of the fullest rank by part, and what binds the layout."""
+    """Return the memory of the fullest rank by part, and the sentence of `layouts.binds`."""
     parts = ", ".join(f"{what} {size / GB:.1f}" for what, size in facts["memory_bytes"].items() if size >= 0.05 * GB)
     text = f"stage {facts['fullest_rank']}: {parts} GB"
     indent = dict(initial_indent=" " * 8, subsequent_indent=" " * 17, width=120)
@@ -65,14 +65,12 @@ def table(found, top):
     for facts in rest[: max(1, top // 3)]:
         lines += [row(facts), memory_line(facts)]
     lines.append("\nv: chunks of a rank. Z: ZeRO stage. b: samples of a micro-batch. GB: memory of the fullest rank.")
-    lines.append(
-        "waits for: percent of the step that waits for communication of tp / pp / dp, because nothing hides it."
-    )
+    lines.append("waits_for: percent of the step for communication of tp / pp / dp that no computation hides.")
     return "\n".join(lines)
 
 
 def public(facts):
-    """Return a layout's facts as the JSON object."""
+    """Return a layout's facts without its Config, which JSON cannot have."""
     return {name: value for name, value in facts.items() if name != "config"}
 
 
@@ -87,15 +85,15 @@ def parse(arguments):
     known = ", ".join([*devices.DEVICES, "cpu"])
     parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs")
     parser.add_argument("--device", metavar="D", help=f"one of {known}")
-    parser.add_argument("--gpus_per_node", type=int, metavar="N", help="instead of the device's usual node")
+    parser.add_argument("--gpus_per_node", type=int, metavar="N", help="GPUs of a node (as usual for the device)")
     parser.add_argument("--rings", type=int, metavar="N", help="network cards that one collective uses at once (1)")
     parser.add_argument("--tokens", type=float, metavar="T", help="tokens of the whole run (20 for each parameter)")
     parser.add_argument("--top", type=int, metavar="N", help="layouts to list (10)")
-    parser.add_argument("--code", default="ours", choices=seconds.CODES, help="the program that runs (ours)")
+    parser.add_argument("--code", default="ours", choices=seconds.CODES, help="the program to predict (ours)")
     parser.add_argument("--explain", action="store_true", help="print the arithmetic of the given or the best layout")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--svg", metavar="FILE", help="draw memory and time of the best layouts")
-    parser.add_argument("--dry_run", action="store_true", help="run a step of one rank without a GPU, on no data")
+    parser.add_argument("--dry_run", action="store_true", help="run a step of one rank without a GPU and without data")
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank of --dry_run (0)")
     parser.add_argument("--sweep", action="store_true", help="run the layouts on this machine and compare")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="measured steps of a layout in --sweep (10)")
@@ -109,7 +107,7 @@ def parse(arguments):
 
 
 def check(options):
-    """Refuse wrong options, and return the Device."""
+    """Return the Device of the options. Raises UserError if an option is wrong."""
     if not options.device:
         raise UserError(f"--device: is missing; should be one of {', '.join([*devices.DEVICES, 'cpu'])}")
     if not options.gpus:
@@ -126,7 +124,7 @@ def check(options):
 
 
 def scaling_law(options):
-    """Print the tables of --flops, with the reader's cluster if --gpus and --device are given."""
+    """Print the tables of --flops, with the user's cluster if --gpus and --device are given."""
     cluster = None
     if options.gpus or options.device:
         device = check(options)
@@ -136,7 +134,7 @@ def scaling_law(options):
 
 
 def run_here(options, config, given):
-    """Run --calibrate, --dry_run or --sweep. These imports are here because they load the whole program."""
+    """Run --calibrate, --dry_run or --sweep. The imports are inside because they load the whole program."""
     from planning import calibration, dry_run, sweep
 
     if options.calibrate:
@@ -158,12 +156,12 @@ def run_here(options, config, given):
 
 
 def predicted(options, config, gpus):
-    """Return the predicted seconds of a step."""
+    """Return the predicted seconds of a step of a Config."""
     return layouts.judge(config, gpus, check(options), all_ranks=False)["step_seconds"]
 
 
 def main(arguments=None):
-    """Run the command line. A mistake of the user is a UserError."""
+    """Run the command line. Raises UserError for a mistake of the user."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"--help", "-h"} & set(arguments):
         print(__doc__)
@@ -183,7 +181,7 @@ def main(arguments=None):
         found = layouts.rank_all(config, options.gpus, device, given, **choose)
         if not found:
             configuration.check(config, options.gpus)  # names the mistake, if there is one
-            raise UserError(f"--gpus={options.gpus}: no layout divides the batch, the heads and the GPUs")
+            raise UserError(f"--gpus={options.gpus}: no layout suits the batch, the heads and this number of GPUs")
         shown = [f for f in found if f["fits"]][: options.top or 10] + [f for f in found if not f["fits"]][:3]
         for facts in shown:
             facts |= layouts.judge(facts["config"], options.gpus, device, **choose)

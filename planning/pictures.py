@@ -18,7 +18,7 @@ from errors import UserError, explained
 from parallel.draw import GREY, svg_text
 
 COLOURS = ("#2f6fb7", "#1b8049", "#c07a14", "#9a5fc0", "#c0504d", "#0f8f8c", "#8a8a2e", "#b0568f", "#7a5230", "#5560c8")
-WIDTH, MOST = 900, 6  # width of a picture in pixels; most layouts in a picture
+WIDTH, MOST = 900, 6  # a picture's width in pixels, and its largest number of layouts
 GiB = 2**30
 
 
@@ -61,7 +61,7 @@ def memory_bars(judged, y):
 
 
 def panel(row, left, right, ticks, scale, colours):
-    """Yield the axis, the bars and the capacity of one layout. scale: y of a number of GiB."""
+    """Yield the axis, the bars and the capacity of one layout. scale: GiB -> y in pixels."""
     for tick in ticks:
         yield line(left, scale(tick), right, scale(tick), "stroke-opacity='.3'")
         yield text(left - 5, scale(tick) + 4, f"{tick:g}", 10, "end")
@@ -153,7 +153,7 @@ def scatter(path, points):
     for i, (spot, label) in enumerate(zip(spots, labels(spots, frame), strict=True)):
         name, group, published, predicted = points[i]
         words = f"{i + 1}: {name}: published {digits(published)} s, predicted {digits(predicted)} s"
-        rest = max(0, 1 - 9 / max(math.dist(spot, label), 1))  # part of the line that leaves the number free
+        rest = max(0, 1 - 9 / max(math.dist(spot, label), 1))  # the part of the line that ends 9 pixels from the number
         end = (a + (b - a) * rest for a, b in zip(spot, label, strict=True))
         parts.append(line(*spot, *end, "stroke-width='.7'"))
         circle = f"<circle cx='{spot[0]:.2f}' cy='{spot[1]:.2f}' r='4' fill='{groups[group]}'>"
@@ -165,7 +165,7 @@ def scatter(path, points):
 
 
 def log_axes(low, high, at, left, top, side):
-    """Yield the axes, the line of exact predictions and the lines of an error of 10%. at: pixels of a time."""
+    """Yield the axes, the line of exact predictions and the lines of an error of 10%. at: seconds -> pixels."""
     right, bottom, faint = left + side, top + side, "stroke-opacity='.25'"
     yield f"<rect x='{left}' y='{top}' width='{side}' height='{side}' fill='none' stroke='{GREY}'/>"
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
@@ -175,7 +175,7 @@ def log_axes(low, high, at, left, top, side):
             yield from (line(x, top, x, bottom, faint), text(x, bottom + 16, f"{tick:g}", 11, "middle"))
             yield from (line(left, y, right, y, faint), text(left - 6, y + 4, f"{tick:g}", 11, "end"))
     for factor in (1, 1.1, 0.9):
-        begin, end = max(low, low / factor), min(high, high / factor)  # published times whose line is in the frame
+        begin, end = max(low, low / factor), min(high, high / factor)  # the line is in the frame between these times
         style = "stroke-width='1.5'" + " stroke-dasharray='5 4'" * (factor != 1)
         yield line(left + at(begin), bottom - at(begin * factor), left + at(end), bottom - at(end * factor), style)
     below = "published (solid: exact; dashed: the prediction is 10% higher or lower)"
@@ -183,7 +183,7 @@ def log_axes(low, high, at, left, top, side):
     yield f"<g transform='translate(16 {top + side / 2}) rotate(-90)'>{text(0, 0, 'predicted', 12, 'middle')}</g>"
 
 
-# Unit vectors in sixteenths of a turn, the preferred ones first: up to the left, down to the right (y grows downwards).
+# Directions from a spot to its number, the preferred ones first: up left, down right, ... (y grows downwards).
 DIRECTIONS = [(math.cos(i * math.pi / 8), math.sin(i * math.pi / 8)) for i in (10, 2, 11, 3, 9, 1, 12, 4, 8, 0, 13, 15)]
 
 
@@ -201,6 +201,7 @@ def labels(spots, frame):
 
 
 def inside(place, frame):
+    """Return True if a number at `place` lies inside the frame."""
     left, top, right, bottom = frame
     return left + 9 <= place[0] <= right - 9 and top + 8 <= place[1] <= bottom - 8
 
@@ -213,7 +214,7 @@ def is_clear(place, places, spots):
 
 
 def table(points, groups, x, y):
-    """Return (SVG elements of the list of points, y of its bottom)."""
+    """Return (SVG elements of the list of points, y of its bottom). x, y: its top left corner, in pixels."""
     columns = (WIDTH - 118, WIDTH - 60, WIDTH - 8)  # right ends of the numbers
     titles = ("published", "predicted", "error")
     parts = [text(right, y, title, 11, "end") for right, title in zip(columns, titles, strict=True)]
@@ -251,6 +252,7 @@ def text(x, y, words, size=13, anchor="start", weight="normal", room=WIDTH):
 
 
 def line(x1, y1, x2, y2, style=""):
+    """Return a straight line. style: more attributes."""
     return f"<path d='M{x1:.2f} {y1:.2f}L{x2:.2f} {y2:.2f}' stroke='{GREY}' {style}/>"
 
 

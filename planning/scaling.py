@@ -2,18 +2,18 @@
 
 Letters: N parameters, D training tokens, C training FLOPs. Training costs C = 6ND (log.py explains the 6; the slide
 "Transformerのスケール則" counts 5.7). The same budget can train a large model on few tokens or a small model on many.
-There are two answers to the question which model is best (compute-optimal):
+Two answers exist for the best (compute-optimal) model:
 
     rule    D = 20 N, so N = sqrt(C / 120)       slide "Transformerのスケール則"
     fit     L(N, D) = E + A / N^a + B / D^b      loss in nats per token; Hoffmann et al. fitted it to over 400 runs
 
-The fit is lowest among all N and D with 6ND = C where its derivative is zero. With x = C/6:
+For a given C, the fit is lowest where its derivative along 6ND = C is zero. With x = C/6:
 
     N = G x^(b/(a+b)),  D = x / N,  G = (aA / bB)^(1/(a+b))
     L = E + K x^-k,  k = ab / (a+b),  K = A G^-a + B G^b
 
-Solved for C, the last line tells how many FLOPs a compute-optimal model needs for a given loss. The fit was published
-with two sets of constants. They disagree most at large budgets, so the tables show both:
+`enough_flops` solves the last line for C: the FLOPs that a compute-optimal model needs for a given loss. The fit was
+published with two sets of constants. They disagree most at large budgets, so the tables show both:
 
     [1]  Hoffmann et al. 2022, arXiv 2203.15556, section 3.3 (approach 3)
     [2]  Besiroglu et al. 2024, arXiv 2404.10102: a replication with the data of [1]. Its minimum is close to the rule.
@@ -57,7 +57,7 @@ MODELS = {  # (parameters, training tokens), slide "Transformerのスケール�
 
 
 class Machine(NamedTuple):
-    """A computer. devices: rows (count, name, peak in TFLOP/s). days: training time on the slide, None if not there."""
+    """A computer. devices: rows (count, name, peak in TFLOP/s). days: training time on the slide, or None."""
 
     name: str
     devices: tuple
@@ -152,7 +152,7 @@ A fit knows only N and D. The real losses differ, because these models have othe
 
 
 def machines_table(flops, cluster, mfu):
-    """Return the machines of slide "GPT-4をスパコンで学習するには?" and the reader's `cluster` (or None), as text."""
+    """Return the machines of slide "GPT-4をスパコンで学習するには?" and the user's `cluster` (or None), as text."""
     part = f"{100 * mfu:.3g}%"
     rows = [("machine", "device", "devices", "peak TFLOP/s", "slide's days", "used", f"FLOPs at {part}", "days")]
     for m in [*MACHINES, *([cluster] if cluster else [])]:
@@ -189,7 +189,7 @@ def power(number):
 
 
 def main(flops, cluster=None, mfu=0.4):
-    """Print the three tables for a budget of `flops` FLOPs. cluster: the reader's Machine. Raises UserError."""
+    """Print the three tables for a budget of `flops` FLOPs. cluster: the user's Machine. Raises UserError."""
     if not 0 < flops < math.inf:
         raise UserError(f"--flops={flops}: should be a positive number, for example --flops=3e24")
     if not 0 < mfu <= 1:
