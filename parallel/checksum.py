@@ -1,4 +1,4 @@
-"""A sum over a file or a tensor that changes if its content changes, and that adds up over ranks.
+"""Compute a checksum of a file or a tensor. Each rank can compute a part of the sum, and the parts add up.
 
 Read the bytes as words w_0, w_1, ... of 8 bytes. The sum is
 
@@ -10,8 +10,8 @@ Read the bytes as words w_0, w_1, ... of 8 bytes. The sum is
     many words   The c_i are pseudo-random. If several words change or swap places, S stays equal only by chance
                  (multilinear hashing; Carter and Wegman, "Universal classes of hash functions", 1979).
 
-The sum finds accidents of disks, memory and networks. It is no protection against somebody who forges a file.
-`bench checkpoint` measures its speed.
+The sum finds errors of disks, memory and networks. It does not protect against a forged file. `python -m bench
+checkpoint` measures its speed.
 """
 
 import functools
@@ -27,10 +27,10 @@ TABLE = mix(np.arange(1, BLOCK + 1, dtype=np.uint64)) | 1
 
 
 def of_bytes(data, offset=0):
-    """Return the terms of `data` in the sum of a file, an int below 2^64.
+    """Return the part of a file's sum that comes from `data`, an int below 2^64.
 
-    data: a contiguous array [n] of any dtype. offset: its place in the file, in bytes. Missing bytes of a first or last
-    word count as 0.
+    data: a contiguous array [n] of any dtype. offset: its place in the file, in bytes. If data begins or ends inside a
+    word, the other bytes of the word count as 0.
     """
     lead, tail = offset % 8, -(offset + data.nbytes) % 8
     if lead or tail:
@@ -45,10 +45,10 @@ def of_bytes(data, offset=0):
 
 
 def of_rows(rows, offset, stride):
-    """Return the terms of `rows` in the sum of a file, an int below 2^64.
+    """Return the part of a file's sum that comes from `rows`, an int below 2^64.
 
-    rows: a contiguous array [k, n] uint8. Row i lies in the file from byte offset + i * stride on. All rows that lie in
-    one block are multiplied at once: a call for each row would take longer than the products.
+    rows: a contiguous array [k, n] uint8. Row i begins at byte offset + i * stride of the file. One call multiplies all
+    rows that lie in a block, because a call for each row would take longer than the products.
     """
     if len(rows) == 1 or (offset | stride | rows.shape[1]) % 8:
         return sum(of_bytes(row, offset + i * stride) for i, row in enumerate(rows)) % (1 << 64)
@@ -67,14 +67,14 @@ def of_rows(rows, offset, stride):
 
 
 def of_tensor(x):
-    """Return the sum of a contiguous tensor [n] as an int64 tensor [] on its device. Its bytes are a multiple of 8."""
+    """Return the sum of a contiguous tensor [n] of 8 k bytes, as an int64 tensor [] on its device."""
     if x.is_cuda:
         return of_words(x.view(torch.int64))
     return torch.tensor(signed(of_bytes(x.view(torch.uint8).numpy())))
 
 
 def of_words(words):
-    """Return the sum of words [n] int64 as an int64 tensor []. These are the operations for a GPU, on any device."""
+    """Return the sum of words [n] int64 as an int64 tensor []. It runs on any device; `of_tensor` uses it on a GPU."""
     table, total = table_on(words.device), torch.zeros((), dtype=torch.int64, device=words.device)
     for row, block in enumerate(words.split(BLOCK)):
         total += (block * table[: len(block)]).sum() * signed(pow(G, row, 1 << 64))
@@ -83,6 +83,7 @@ def of_words(words):
 
 @functools.cache
 def table_on(device):
+    """Return TABLE as an int64 tensor [BLOCK] on a device."""
     return torch.from_numpy(TABLE.view(np.int64)).to(device)
 
 

@@ -1,17 +1,17 @@
-"""Compares copies: numbers that several ranks keep and that must be equal, bit for bit (--check_replicas=N).
+"""Compare copies: several ranks keep the same numbers, which must be equal bit for bit (--check_replicas=N).
 
-A defective memory, a lost update or a wrong kernel can make copies differ. The run then trains on, without an error,
-towards nothing. These copies exist:
+A defective memory, a lost update or a wrong kernel can make copies differ. Without this comparison the run continues,
+and no error tells that its weights are wrong. These copies exist:
 
-    what                                          copies on
-    parameters, stages 0 to 2                     dp ranks
-    master weights and moments, stage 0           dp ranks
-    all of these, and shards of stages 1 to 3     holders of a bucket (the tied word table)
-    the same, of parameters replicated over tp    tp ranks
+    tensors                                                       copies on
+    parameters, ZeRO stages 0 to 2                                dp ranks
+    master weights and moments, stage 0                           dp ranks
+    parameters, master weights, moments, and shards of these      holders of a bucket (the tied word table)
+    all of them, if the parameter is replicated over tp           tp ranks
 
-Each rank computes the sum S (`checksum.py`) of each parameter, master weight and moment. One all_reduce an axis gives
-max(S) and max(~S) = ~min(S). All copies are equal if max(S) = min(S). It sends 16 bytes for each sum, which the ledger
-counts as "setup", because a comparison is not a part of a step.
+Each rank computes the sum S (`checksum.py`) of each parameter, master weight and moment. One all_reduce on each axis
+gives max(S) and max(~S) = ~min(S). All copies are equal if max(S) = min(S). The all_reduce sends 16 bytes for each sum.
+The ledger counts these bytes as "setup", because a comparison is not a part of a step.
 """
 
 import math
@@ -28,7 +28,7 @@ from parallel.layout import ALIGN
 class Row(NamedTuple):
     """One tensor that this rank keeps: the part of a parameter, master weight or moment that it stores."""
 
-    name: str  # for the message
+    name: str  # in the message
     bucket: object  # zero.Bucket
     replicated: bool  # over tp
     on_dp: bool  # every dp rank has a copy
@@ -73,13 +73,13 @@ def differences(zero):
     texts = _compared(mesh.dp, [i for i, row in enumerate(found) if row.on_dp], found, sums)
     texts += _compared(mesh.tp, [i for i, row in enumerate(found) if row.replicated], found, sums)
     axes = {row.bucket.holders.ranks: row.bucket.holders for row in found}
-    for _, axis in sorted(axes.items()):  # the same order on all ranks, so that no rank waits for ever
+    for _, axis in sorted(axes.items()):  # the same order on all ranks; otherwise they would wait for ever
         texts += _compared(axis, [i for i, row in enumerate(found) if row.bucket.holders == axis], found, sums)
     return texts
 
 
 def _compared(axis, numbers, found, sums):
-    """Return ["NAME: ranks [0, 1] and ranks [2]", ...]: the Rows whose copies differ, and the ranks of equal copies."""
+    """Return a text for each of the Rows `numbers` whose copies differ: "NAME: ranks [0, 1] and ranks [2]"."""
     mine = sums[numbers]
     high, low = all_reduce(torch.stack([mine, ~mine]), axis, "replicas", op="max").wait()
     texts = []

@@ -1,11 +1,11 @@
-"""Run a command with random mistakes, and find each case that does not end as it should.
+"""Run a command with random mistakes. A *find* is a case that ends in a wrong way: `wrong` defines the wrong ends.
 
-    python -m testing.fuzz train --cases=2000 --seed=1        all cases; prints the finds
-    python -m testing.fuzz train --seed=1 --index=17          one case, with its files and its output
+    python -m testing.fuzz train --cases=2000 --seed=1        run all cases, and print the finds
+    python -m testing.fuzz train --seed=1 --index=17          run one case, and print it
 
-A case is a function of (command, seed, index). It has a folder with small files, some of them spoiled; the words of the
-command line, some of them odd; and an environment: the encoding of stdout, closed or full streams, a full disk. torch
-is imported once, and each case is a fork of this process. `wrong` says which ends are finds.
+A case is a function of (command, seed, index). It has a folder with small files, a command line and an environment. In
+half of the cases one file is damaged. Some words of the command line are odd. The environment sets the encoding of
+stdout, closed or full streams, or a full disk. torch is imported once. Each case is a fork of this process.
 """
 
 import argparse
@@ -29,10 +29,10 @@ from typing import NamedTuple
 
 from errors import UserError, exit_on_user_error
 
-SILENT_CPU, SILENT = 5, 30  # seconds without output: of the processor, which a busy machine does not change; of a clock
-LONGEST = 15  # seconds after which a case that still prints is ended, for example generate.py --max_tokens=1000000
+SILENT_CPU, SILENT = 5, 30  # seconds without output that end a case: CPU seconds (for busy machines), real seconds
+LONGEST = 15  # seconds that end a case which still prints, for example generate.py --max_tokens=1000000
 MEMORY = 12 << 30  # bytes of address space of a case
-LINES = 3  # most lines of an error
+LINES = 3  # largest number of lines of an error
 BAR = re.compile(r"^.*\r|.*\d+(%|B|it|\.\d+\w?B)\s?[|\[].*")  # a progress bar of tqdm
 
 LONG, PATH, DIGITS = "x" * 300, "/".join(["x" * 200] * 30), "9" * 5000
@@ -56,17 +56,17 @@ SETTINGS = [  # lines of a configuration file
 
 
 class Case(NamedTuple):
-    """A case: the words after the command, variables, streams, and what was spoiled."""
+    """A case: the words after the command, environment variables, streams, and the damage to files."""
 
     words: list
     variables: dict
-    streams: dict  # {0, 1, 2: "closed", "full" or "broken"}, otherwise pipes; "encoding": of stdout and stderr
-    full: int | None  # the largest size of a file, in bytes: a full disk
-    spoiled: list  # texts
+    streams: dict  # {0, 1 or 2: "closed", "full" or "broken"}, otherwise pipes; "encoding": of stdout and stderr
+    full: int | None  # bytes of a file after which a write fails, as on a full disk
+    spoiled: list  # texts that describe the damage
 
 
 class End(NamedTuple):
-    """The end of a case. code: negative for a signal. ended: None, or why the case was ended from outside."""
+    """The end of a case. code: negative for a signal. ended: why `run` ended the case ("silent", "long"), or None."""
 
     code: int
     out: str
@@ -102,7 +102,7 @@ def prepare_folder(folder):
 
 
 def odd_files():
-    """Make files that are no usual files, in the current folder."""
+    """Make odd files in the current folder: FIFOs, a socket, links, loops of links, odd names."""
     for name in ("folder", "loops", "fifos"):
         os.mkdir(name)
     for name in ("fifo.txt", "fifos/a.txt", "odd"):
@@ -119,7 +119,7 @@ def odd_files():
 
 
 def spoil(rng, path):
-    """Spoil the file `path`. Return what was done."""
+    """Damage the file `path`. Return a text that describes the damage."""
     how = rng.choice("json json json cut byte bytes empty removed folder fifo link odd".split())
     data = path.read_bytes()
     if how == "json":
@@ -155,14 +155,14 @@ def spoil(rng, path):
 
 
 def spoil_json(rng, value):
-    """Replace or remove one value inside a JSON value. Return (text, the new value)."""
+    """Replace or remove one value inside a JSON value. Return (text that describes it, the new value)."""
     places, found = [(None, None)], [value]
     for at in found:
         pairs = at.items() if isinstance(at, dict) else enumerate(at) if isinstance(at, list) else ()
         for key, below in pairs:
             places.append((at, key))
             found.append(below)
-    # Most values of a file lie deep inside. Half of the cases choose one of the first, which are the outer ones.
+    # Most values of a file lie deep inside. So half of the cases choose one of the first 12, which are outer values.
     parent, key = places[rng.randrange(min(len(places), rng.choice([12, 10**9])))]
     new = rng.choice(JSON)
     if parent is None:
@@ -175,6 +175,7 @@ def spoil_json(rng, value):
 
 
 # --- the commands -----------------------------------------------------------------------------------------------------
+# NAME_case(rng) returns (words of a command line, files of which one may be damaged).
 
 
 def option(rng, names):
@@ -184,6 +185,7 @@ def option(rng, names):
 
 
 def some(rng, names):
+    """Return the words of 0 to 2 options with odd values."""
     return [word for _ in range(rng.choice([0, 0, 1, 1, 2])) for word in option(rng, names)]
 
 
@@ -277,7 +279,7 @@ def curve_case(rng):
 
 
 def bench_case(rng):
-    """Each case has a mistake, because a measurement takes too long."""
+    """Return a case with a mistake in any case, because a measurement takes too long."""
     numbers = {
         "prepare": "mb line_mb repeats",
         "layouts": "layers hidden seq vocab repeats",
@@ -311,6 +313,7 @@ PRELOADED = {"bench": [f"bench.{name}" for name in ("prepare", "layouts", "kerne
 
 
 def main_of(command):
+    """Import a command. Return its `main`."""
     return importlib.import_module(COMMANDS[command][0]).main
 
 
@@ -335,7 +338,7 @@ def make(command, seed, index, template):
 
 
 def child(main, case, pipes):
-    """Become the process of a case: streams, limits, variables. Call `main`, and end as Python would."""
+    """Set the streams, limits and variables of a case, call `main`, and exit as Python would. Call this in a fork."""
     os.setsid()
     for number in (0, 1, 2):
         how = case.streams.get(number)
@@ -364,7 +367,7 @@ def child(main, case, pipes):
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if case.full is not None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python does: a write to a full disk is then an OSError
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then a write to a full disk raises OSError
         resource.setrlimit(resource.RLIMIT_FSIZE, (case.full, case.full))
     sys.argv = ["command", *case.words]
     code = 0
@@ -426,7 +429,7 @@ def run(main, case, folder, silent=SILENT, silent_cpu=SILENT_CPU, longest=LONGES
 
 
 def cpu_seconds(pid):
-    """Return the processor's seconds of a process and its ended children. 0 if the process has ended."""
+    """Return the CPU seconds of a process and its ended children. 0 if the process has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -437,8 +440,8 @@ def cpu_seconds(pid):
 def wrong(case, end):
     """Return why the end of a case is a find, or None.
 
-    These exit codes are right. 0: done. 2: a mistake, with at most LINES lines on stderr, of errors or of a progress
-    bar. 1: stdout refused the text. 141: the reader of stdout has gone.
+    These exit codes are right. 0: done. 2: a mistake. 1: stdout is closed or full. 141: the reader of stdout has gone.
+    stderr has at most LINES lines, and the lines of a progress bar do not count.
     """
     if end.ended == "silent":
         return "silent"
@@ -495,6 +498,7 @@ def in_a_fork(function, *arguments):
 
 
 def describe(command, seed, index, case, end, why):
+    """Print a case, its end, and the command that repeats it."""
     words = " ".join(word if len(word) < 100 else f"{word[:40]}...({len(word)})" for word in map(ascii, case.words))
     print(f"{why}: python -m testing.fuzz {command} --seed={seed} --index={index}")
     print(f"    words {words}")
@@ -503,7 +507,7 @@ def describe(command, seed, index, case, end, why):
 
 
 def main(arguments=None):
-    """Run the cases. Exit code 1 if there is a find."""
+    """Run the cases. Exit with code 1 if there is a find."""
     parser = argparse.ArgumentParser("python -m testing.fuzz", description="Run a command with random mistakes.")
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--cases", type=int, default=300)
@@ -513,7 +517,7 @@ def main(arguments=None):
     os.environ["TIKTOKEN_CACHE_DIR"] = "/nowhere"  # no case may need the network
     counts, finds = {}, 0
     with tempfile.TemporaryDirectory(prefix="fuzz") as template:
-        in_a_fork(prepare_folder, template)  # so that this process imports only the command: its forks are then faster
+        in_a_fork(prepare_folder, template)  # its imports stay in the fork, because a small process forks faster
         for name in PRELOADED.get(options.command, ()):
             importlib.import_module(name)
         main_of(options.command)
