@@ -2,9 +2,9 @@
 
     python -m bench checkpoint --layers=6
 
-All of them save the same state: the weights of a GPT and AdamW's two moments, in float32, on one process. Loading ends
-with the values in the buffers of the run. nanoparallel and DCP flush the files to disk, torch.save does not; so the
-table also has torch.save with a flush. "unverified" is nanoparallel without the sums.
+Each of them saves the same state: the weights of a GPT and AdamW's two moments, in float32, on one process. A load is
+complete when the values are in the buffers of the run. nanoparallel and DCP flush the files to disk. torch.save does
+not, so the table also has torch.save with a flush. "unverified" is nanoparallel without checksums.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def measure(layers: int = 6, hidden: int = 768, repeats: int = 5):
             names = list(kinds)
             for name in (
                 names[turn % len(names) :] + names[: turn % len(names)]
-            ):  # what runs before a variant also has an influence
+            ):  # the order changes, because the variant before has an influence
                 save, load = kinds[name]
                 times = one_turn(Path(folder), save, load)
                 if turn >= 0:
@@ -60,7 +60,7 @@ def measure(layers: int = 6, hidden: int = 768, repeats: int = 5):
 
 
 def whole_state(run):
-    """Return {name: tensor} of all weights and moments, each with its own storage, as torch.save needs it."""
+    """Return {name: tensor} of all weights and moments. Each has its own storage: torch.save writes whole storages."""
     buckets = run.zero.buckets.values()
     return {name: flat.clone() for b in buckets for name, _, flat in checkpoint.files(b, *b.owned)}
 
@@ -114,7 +114,7 @@ def variants(run, state, folder):
 
 @contextlib.contextmanager
 def unverified():
-    """In this `with` block, no sum is computed or compared."""
+    """Context: the program computes and compares no checksum."""
     before = checksum.of_rows, checkpoint._compare
     checksum.of_rows, checkpoint._compare = (lambda *_: 0), (lambda *_: None)
     try:
@@ -130,7 +130,7 @@ def one_turn(folder, save, load):
     """
     times = [timed(save)]
     files = [path for path in folder.rglob("*") if path.is_file()]
-    for path in files:  # torch.save leaves this to the kernel, which would disturb the next measurement
+    for path in files:  # otherwise the kernel flushes torch.save's file during the next measurement
         flush(path)
     times.append(timed(load))
     for path in files:
@@ -147,7 +147,7 @@ def timed(action):
 
 
 def flush(path, advice=None):
-    """Flush a file to disk. advice: for the kernel; DONTNEED drops its pages from the page cache."""
+    """Flush a file to disk. advice: an os.POSIX_FADV constant; DONTNEED drops the file from the page cache."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     if advice is not None:

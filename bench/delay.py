@@ -1,10 +1,10 @@
-"""Measures what old weights cost: the loss with 1F1B, PipeDream and PipeDream-2BW.
+"""Measures the cost of old weights: the loss with 1F1B, PipeDream and PipeDream-2BW.
 
     python prepare.py --tokenizer=bytes
     python -m bench delay
 
-One process plays all stages. It keeps the history of each stage's weights, and computes each micro-batch with the
-versions that the schedule names. `test_pipedream.py` shows that the ranks of a pipeline train the same model.
+One process computes all stages. It keeps the history of each stage's weights, and uses for each micro-batch the
+versions in the schedule. `test_pipedream.py` shows that the ranks of a pipeline train the same model.
 """
 
 import math
@@ -34,7 +34,7 @@ HALVES = (1, 2)
 
 @dataclass
 class Curve:
-    losses: list  # of each update
+    losses: list  # mean training loss of each update
     samples: list  # consumed after each update
     times: list  # simulated end of each update; a stage's F of a micro-batch takes 1, its B takes 2
 
@@ -54,7 +54,7 @@ def measure(
     --stages     pipeline stages p; 1F1B and 2BW have p micro-batches in an update, PipeDream has one
     --seeds      runs of each row, with other initial weights and another order of the data
     --data_dir   data of `prepare.py --tokenizer=bytes`
-    --processes  runs at a time
+    --processes  number of runs at the same time
 
     The learning rate of a row is the best of five for seed 1. It is constant after a warm-up of a tenth of the run.
     """
@@ -80,12 +80,12 @@ def measure(
 
 
 def duration(row, samples):
-    """Return the simulated time in which an asynchronous pipeline consumes all samples."""
+    """Return the simulated time of an asynchronous pipeline for all samples. row: (optimizer, p, schedule)."""
     return 3 * (samples // MODEL["micro_batch_size"] + row[1] - 1)
 
 
 def run(optimizer, p, name, rate, seed, samples, data_dir):
-    """Return the Curve of a run."""
+    """Train a model with the schedule `name` and p stages. Return its Curve."""
     torch.set_num_threads(1)
     config = Config(**MODEL, optimizer=optimizer, lr=rate, seed=seed)
     one = train.build(config, Mesh(), torch.device("cpu"))
@@ -118,18 +118,20 @@ def run(optimizer, p, name, rate, seed, samples, data_dir):
 
 
 def read(tokens, numbers, seed):
+    """Yield (tokens, sample numbers) of each micro-batch."""
     for n in numbers:
         yield tokens.batch(n, seed), torch.from_numpy(n)
 
 
 def scalars(config, rate, update):
+    """Return the `reference.UpdateScalars` of an update, without clipping and skipping."""
     lr, one = torch.tensor(rate, dtype=torch.float64), torch.ones((), dtype=torch.float64)
     skip = torch.zeros((), dtype=torch.bool)
     return reference.update_scalars(lr, one, torch.tensor(update), skip, config.adam_beta1, config.adam_beta2)
 
 
 def ends(schedule, updates):
-    """Return the simulated end of each update, on the rank that makes it last."""
+    """Return the simulated end of each update, on the rank that ends it last."""
     line = simulate(schedule, {"F": 1, "B": 2})
     if not schedule.versions:
         return [line.makespan * (update + 1) for update in range(updates)]

@@ -7,8 +7,8 @@ schedules `pipedream` and `pipedream-2bw` have actions U for these updates (`sch
 the end of a call the pipeline is empty, and all ranks have made all updates.
 
 **Versions.** Version v of the parameters contains v updates of this call. A micro-batch needs the same version in its
-backward as in its forward. Otherwise its gradient would be the gradient of no function. So the master weights advance
-in U, and the parameters are copies of the master weights in the versions that micro-batches use:
+backward as in its forward. Otherwise its backward would not compute the gradient of any function. So U updates the
+master weights, and keeps a copy of them as parameters for each version that micro-batches use:
 
     rank 1 of 3     F0 F1 .. B0 U F2 B1 U F3 B2 U F4 ...
     F uses version   0  0          1      2      3
@@ -16,15 +16,15 @@ in U, and the parameters are copies of the master weights in the versions that m
 
 On rank r of p, F and B of micro-batch j (from 0) use version max(j - (p-1-r), 0) with `pipedream`, and version
 max(j // m - 1, 0) with `pipedream-2bw` and m micro-batches in an update. A rank keeps min(p-r, max(1, M-(p-1-r)))
-versions with `pipedream`, and 2 with `pipedream-2bw`. M: micro-batches of the call.
+versions with `pipedream`, at most 2 with `pipedream-2bw`. M: micro-batches of the call.
 
 **The tied word table** is on the first and the last rank. Both use the version of the first rank, which is the older.
 Each U starts to sum the table's gradient over both ranks. A rank waits for this sum when a forward needs the new
-version, so that the ranks do not delay each other. This wait adds no deadlock. On the last rank, such a forward also
-waits for its micro-batch, and the first rank sends the micro-batch only after its own U. On the first rank, the last
-rank's U comes before the gradient that the first rank's backward has received.
+version, so the ranks do not delay each other. This wait cannot cause a deadlock. On the last rank, such a forward also
+waits for its micro-batch, and the first rank sends the micro-batch only after its own U. On the first rank, such a
+forward comes after a backward. The last rank makes its U right after it has computed the gradient for this backward.
 
-**What is impossible.** No rank knows the global gradient norm at its update, because other ranks update later. So there
+**Impossible.** No rank knows the global gradient norm at its update, because other ranks update later. So there
 is no clipping, no common decision to skip an update (fp16), and no norm of a cut tensor over all ranks (LAMB, LARS). A
 gradient that is not finite ends the run at the end of the call. ZeRO-2 and 3 would free the versions that this
 scheme keeps.
@@ -49,12 +49,12 @@ from parallel.pipeline import Executor
 class Versions:
     """One bucket on this rank: the versions of its parameters, and its updates in a call.
 
-    flats: {version: flat buffer}, of the versions that a micro-batch still needs, and of the last at the end of a call.
+    flats: {version: flat buffer} of the versions that a micro-batch still needs; at the end of a call, of the last one.
     made: the number of updates of this call in the master weights.
     """
 
     def __init__(self, zero, name, holders, schedule):
-        """schedule: that of the longest call. It tells how many buffers are necessary."""
+        """schedule: the longest call's. Other calls need no more buffers."""
         self.bucket, self.holders, self.zero = zero.buckets[name], holders, copy.copy(zero)
         self.zero.buckets, self.zero.updates = {name: self.bucket}, zero.updates.clone()  # a Zero of this bucket only
         param, own_grad = self.bucket.param, self.bucket.own_grad
@@ -122,7 +122,7 @@ class Versions:
 
 
 class PipeDream(Executor):
-    """The Executor of the asynchronous schedules."""
+    """Executes the asynchronous schedules."""
 
     def __init__(self, model, zero, config, mesh, layout, schedule, timers):
         super().__init__(model, zero, config, mesh, layout, schedule, timers)
@@ -142,7 +142,7 @@ class PipeDream(Executor):
         self.losses, squares = [], torch.zeros(len(scalars), dtype=torch.float64, device=self.zero.device)
         for weights in self.weights:
             weights.begin(schedule, scalars, squares)
-        self.forwards = count  # that this rank has not begun
+        self.forwards = count  # forwards that this rank has not begun
         self.run(micro_batches, count, weight)
         for weights in self.weights:
             weights.show(len(scalars))
@@ -199,7 +199,7 @@ def train_call(run, batches, stop=False, orphaned=False):
     zero.zero_grad()
     losses, squares = run.executor.call(batches, n * m, share, scalars)
 
-    # One all_reduce gives every rank the losses and the squared gradient norms of all updates, and whether to stop.
+    # One all_reduce gives every rank the losses and the squared gradient norms of all updates, and the flags to stop.
     mesh.ledger.phase = "step"
     losses = share * losses if mesh.tp.rank == 0 else 0 * losses
     flags = losses.new_tensor([float(stop), float(orphaned)])
