@@ -1,4 +1,4 @@
-"""Test that no changed bit of a checkpoint is used: the sum of words, and every kind of file in every loader.
+"""Test that no loader uses a checkpoint with a changed bit, in any kind of file. Test the sum itself.
 
 `FLIPS=200 pytest test_checksum.py` flips 200 bits for each kind of file and layout instead of 12.
 """
@@ -46,7 +46,7 @@ def test_the_definition():
 
 
 def test_pieces_add_up_to_the_whole(content):
-    """The cuts lie at any byte: inside words, at the ends of blocks, in one word several times."""
+    """A cut may lie at any byte: inside a word, at the end of a block, or beside another cut in the same word."""
     whole, dice = checksum.of_bytes(content), random.Random(1)
     for cuts in (1, 2, 30):
         edges = sorted([0, len(content), BYTES, BYTES + 3, *(dice.randrange(len(content)) for _ in range(cuts)), 5, 6])
@@ -85,7 +85,7 @@ def test_any_change_of_one_word_changes_the_sum(content):
 
 @pytest.mark.parametrize("size", [8, 512, 4096])
 def test_moved_and_lost_content_changes_the_sum(size):
-    """Weights of 1.0 and 0.0 have few different bits. Exchange two pieces, or lose one."""
+    """Weights of 1.0 and 0.0 have few different bits. A move or a loss of a piece still changes the sum."""
     values = np.zeros(3 * BYTES // 4, np.float32)
     values[: size // 4] = 1.0
     moved = np.roll(values, BYTES // 4)
@@ -106,7 +106,7 @@ def flip(path, place, bit):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """An out_dir after three steps. Its data set, and so its checkpoint, has copied tokenizer files."""
+    """An out_dir after three steps, and its data set. Both have tokenizer files, made up here."""
     data_dir = write_tokens(tmp_path_factory.mktemp("data"))
     for name in train.COPY:
         Path(data_dir, name).write_text(json.dumps({name: list(range(50))}))
@@ -137,7 +137,7 @@ def places(folder, kind, count):
 
 
 def load_each(config, flips):
-    """On each rank, load the checkpoint with one bit flipped, for each of `flips`. Return the messages."""
+    """For each of `flips`, flip this bit, load the checkpoint on each rank, and flip it back. Return the messages."""
     run = train.build(config, Mesh(config.tp, config.pp), CPU)
     said, folder = [], checkpoint.find(config.out_dir)
     for name, place, bit in flips:
@@ -202,7 +202,7 @@ def test_every_bit_of_the_index(trained, tmp_path):
 
 @pytest.mark.parametrize("name", ["block1.fc1.weight", "index.json", "tokenizer.json"])
 def test_generate_and_convert_use_no_damaged_file(trained, tokens_dir, tmp_path, name):
-    if name.endswith("weight"):  # without copied tokenizer files, which the fixture made up
+    if name.endswith("weight"):  # a run whose data set has no tokenizer files
         go(configured(tmp_path, tokens_dir, train_iters=3))
         folder = tmp_path / "step_3"
     else:

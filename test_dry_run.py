@@ -1,8 +1,8 @@
-"""A dry run sends and keeps what the formulas say, and what a real run of the same rank sends and keeps.
+"""Test that a dry run sends and keeps the bytes of the formulas, and of a real run of the same rank.
 
-Each of these mistakes, put in by hand, makes a test fail: a real step runs with another schedule than the dry run; the
-dry run's attention keeps no log-sum-exp; the rank's place is ignored; the process group stays; PendingStep stays
-replaced; a difference is not named, or does not end the program with code 1.
+Each of these mistakes, put in by hand, makes a test fail. The real step has another schedule than the dry run. The dry
+run's attention keeps no log-sum-exp. The dry run ignores the rank. It leaves its process group or its PendingStep
+behind. It does not name a difference, or does not exit with code 1.
 """
 
 import math
@@ -31,7 +31,7 @@ def dry(config, gpus, rank):
 
 
 def every_kind():
-    """Return [(configuration, number of ranks)]: each schedule with each ZeRO stage, and each mode at least twice."""
+    """Return [(configuration, number of ranks)]: each schedule with each ZeRO stage, each mode at least twice."""
     found = []
     for i, schedule in enumerate(schedules.SCHEDULES):
         chunks, calls = schedules.usual_chunks(schedule), schedule in schedules.ASYNCHRONOUS
@@ -118,7 +118,7 @@ TRILLION = dict(  # Narayanan et al. (arXiv 2104.04473), Table 1, last row: 1008
 
 
 def one_rank_of_a_trillion():
-    """Print if one rank agrees with the formulas, its parameters, and the memory of this process in MiB."""
+    """Print True if one rank agrees with the formulas, its number of parameters, and the MiB of this process."""
     accounts = dry(Config(**TRILLION, global_batch_size=6 * 64), 3072, 43)
     agrees, elements = not dry_run.differences(accounts), accounts.kept["parameters"] // 2
     print(agrees, elements, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
@@ -128,7 +128,7 @@ def test_a_rank_of_a_trillion_parameters_fits_in_one_gibibyte():
     code = "import test_dry_run; test_dry_run.one_rank_of_a_trillion()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     agrees, elements, mebibytes = done.stdout.split()
-    # Stage 5 has 2 blocks. tp cuts the matrices, 12 h^2, and the biases of qkv and fc1, 7 h. It does not cut 6 h.
+    # Stage 5 has 2 blocks. tp cuts the matrices, 12 h^2, and the biases of qkv and fc1, 7 h. 6 h are replicated.
     # The bucket of a block is padded to a multiple of 16 dp = 96 elements.
     h = TRILLION["hidden_size"]
     assert (agrees, int(elements)) == ("True", 2 * 96 * math.ceil((12 * h * h // 8 + 7 * h // 8 + 6 * h) / 96))

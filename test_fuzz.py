@@ -1,4 +1,4 @@
-"""Test the fuzzer itself, and run it: 300 cases of a command (FEWER of some) must end as they should."""
+"""Test the fuzzer, and run it: 300 cases of each command, or FEWER, must end without a find."""
 
 import os
 import shutil
@@ -151,7 +151,7 @@ def test_earlier_finds(command, words, variables, fifo, folder, tmp_path):
     assert fuzz.wrong(case, end) is None, end
 
 
-FEWER = {"convert": 100, "traffic": 100, "curve": 100, "bench": 100}  # slow cases, or few words
+FEWER = {"convert": 100, "traffic": 100, "curve": 100, "bench": 100}  # slow cases, or few options
 
 
 @pytest.mark.parametrize("command", fuzz.COMMANDS)

@@ -1,4 +1,4 @@
-"""Kill runs (SIGKILL) at random moments while they save. Nothing complete may be lost, and no bit of the curve changes.
+"""Kill runs (SIGKILL) while they save. No complete checkpoint may be lost, and no bit of the curve may change.
 
 `KILLS=100 pytest test_kills.py` makes 100 kills in each layout instead of 3.
 """
@@ -25,7 +25,7 @@ SPAN = 0.4  # seconds: a kill comes at a random moment of this span after the fi
 
 
 def rank_main(config, rank, ranks, rendezvous):
-    """Train on one rank, without output. A rank that loses its peer leaves, as train.py does."""
+    """Train on one rank, without output. If another rank is lost, exit with code 1, as train.py does."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(1, 2)
     torch.set_num_threads(1)
@@ -49,7 +49,7 @@ def start(context, config, ranks, rendezvous):
 
 
 def wait_for_a_save(folder, processes):
-    """Wait until a save begins that was not left behind by the run before."""
+    """Wait until this run begins a save. Unfinished saves of the killed run do not count."""
     left, deadline = set(folder.glob("*.writing")), time.monotonic() + 60
     while not set(folder.glob("*.writing")) - left and not (left and not any(p.exists() for p in left)):
         assert time.monotonic() < deadline and all(p.is_alive() for p in processes), "no save begins"
@@ -81,7 +81,7 @@ def test_a_kill_while_saving_loses_nothing_complete(tokens_dir, tmp_path, ranks,
         before = checkpoint.all_steps(out)
         for process in dice.sample(processes, ranks if kill % 2 else 1):  # all ranks, or one
             os.kill(process.pid, signal.SIGKILL)
-        for process in processes:  # the others notice that their peer has died
+        for process in processes:  # the other ranks notice that a rank is lost
             process.join(60)
             assert process.exitcode in (1, -signal.SIGKILL)
         steps = checkpoint.all_steps(out)

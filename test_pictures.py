@@ -1,4 +1,4 @@
-"""Tests the pictures of plan.py: every mark is where its number belongs (planning/pictures.py)."""
+"""Tests the pictures of plan.py: every mark has the place of its number (planning/pictures.py)."""
 
 import itertools
 import math
@@ -67,7 +67,7 @@ def legend(root):
 
 
 def test_memory_bars(tmp_path):
-    """A pixel is the same number of bytes everywhere, parts lie on each other, and the dashed line is the capacity."""
+    """All bars have the same bytes per pixel, their parts are stacked, and the dashed line is the capacity."""
     root = drawn(tmp_path, judged(4), judged(8))
     found = boxes(root, r"rank (\d+), (.*): ([\d.]+) GiB")
     assert len(found) == 3 * (4 + 8)
@@ -93,7 +93,7 @@ def test_bars_do_not_overlap(tmp_path):
 
 
 def test_time_bars(tmp_path):
-    """A pixel is the same time in all bars. The parts follow each other, and the axis agrees."""
+    """All bars have the same seconds per pixel. A part begins where the one before ends. The axis has the same scale."""
     root = drawn(tmp_path, judged(step=10.0), judged(step=20.0))
     found = boxes(root, r"([a-z ]+): ([\d.]+) s")
     assert [(match[1], float(match[2])) for match, *_ in found] == [
@@ -212,7 +212,7 @@ def frame(root):
 
 
 def distance(x, y, line):
-    """Return how far a point is from a straight line, in pixels."""
+    """Return the distance of a point from a straight line, in pixels."""
     x1, y1, x2, y2, _ = line
     return abs((x2 - x1) * (y1 - y) - (x1 - x) * (y2 - y1)) / math.hypot(x2 - x1, y2 - y1)
 
@@ -255,7 +255,7 @@ def test_all_points_are_listed_by_group(tmp_path):
 
 @pytest.mark.parametrize("spread", [1.0, 1.02, 1.5])
 def test_numbers_do_not_overlap(tmp_path, spread):
-    """Forty points, exact or nearly so, and eight of them at one spot."""
+    """Forty points lie on or near the solid line, eight of them at one spot."""
     points = [(f"p{i}", "all", 10.0 * 1.12**i, 10.0 * 1.12**i * spread ** (-1) ** i) for i in range(32)]
     points += [(f"q{i}", "all", 10.0, 10.0) for i in range(8)]
     root = scattered(tmp_path, points)

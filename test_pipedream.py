@@ -1,7 +1,7 @@
-"""The asynchronous schedules train the model that a sequential program with old weights trains.
+"""Test that the asynchronous schedules train the model that a sequential program with old weights trains.
 
 `oracle` is this program: one process keeps the history of each stage's weights, and computes the gradient of each
-micro-batch with the versions that the theory names. Its update rules are written out here again.
+micro-batch with the versions that the papers state. It has its own update rules.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from test_layouts import assert_same_model, built, covering, micro_batches, para
 
 
 def test_makespan_and_throughput():
-    """The makespan is (M+p-1)(F+B). A flush after every m micro-batches takes M(m+p-1) / (m(M+p-1)) times as long."""
+    """The makespan is (M+p-1)(F+B). Flushes after every m micro-batches make it M(m+p-1) / (m(M+p-1)) times as long."""
     cost = {"F": 1.0, "B": 2.5}
     for p, M in itertools.product(range(1, 9), range(1, 25)):
         drawn = [build("pipedream", p, M)]
@@ -47,7 +47,7 @@ def test_makespan_and_throughput():
 
 
 def test_the_versions_of_the_theory():
-    """The kept versions are min(p-i, max(1, M-(p-1-i))); all p-i are needed from M = 2p-1 on. 2BW keeps two."""
+    """Stage i keeps min(p-i, max(1, M-(p-1-i))) versions, and p-i from M = 2p-1 on. 2BW keeps at most two."""
     for p, M in itertools.product(range(1, 9), range(1, 25)):
         schedule = build("pipedream", p, M)
         for i in range(p):
@@ -142,7 +142,7 @@ def oracle(config, dp, calls):
     alone = dict(tp=1, pp=1, schedule="1f1b", sequence_parallel=False, zero=0, recompute="none", updates_per_call=1)
     run = built(replace(config, **alone, micro_batch_size=samples, global_batch_size=samples))
     weights = {p.spec.name: p for bucket in run.zero.buckets.values() for p in bucket.params}
-    stages = {}  # a tied parameter has the oldest version of its stages: that of the first
+    stages = {}  # a tied parameter has the version of the first stage, the oldest
     for stage, units in enumerate(split(run.layout.table, config.pp)):
         stages = {spec.name: stage for unit in units for spec in unit} | stages
     batches, before, losses, norms = micro_batches(run), parameters(run), [], []
@@ -224,7 +224,7 @@ def test_losses_and_parameters_are_those_of_the_sequential_program(workers, sche
 
 
 def delayed_loop(config, updates):
-    """Return the losses of W(t+1) = W(t) - rate * gradient(W(t-1)) on one process. The batch of an update is whole."""
+    """Return the losses of W(t+1) = W(t) - rate * gradient(W(t-1)) on one process. An update has one micro-batch."""
     alone = dict(pp=1, schedule="1f1b", updates_per_call=1, micro_batch_size=config.global_batch_size)
     run = built(replace(config, **alone))
     weights = [p for bucket in run.zero.buckets.values() for p in bucket.params]
@@ -270,7 +270,7 @@ def fitted(schedule, dp, tp, pp, calls, **fields):
     if dp * tp * pp > 8 or (dp == 1 and fields["zero"]) or (tp == 1 and fields["sequence_parallel"]):
         return None
     calls = [int(n) for n in calls.split("+")]
-    # 2BW: as many micro-batches in an update as stages, and one more where there are two stages
+    # 2BW has as many micro-batches in an update as stages; with two stages it has three
     m = pp + (pp == 2) if schedule == "pipedream-2bw" else 1
     config = asynchronous(schedule, pp, m, calls[-1], dp, tp, **fields)
     check(replace(config, train_iters=24 // calls[-1] * calls[-1]), dp * tp * pp)
@@ -326,7 +326,7 @@ def at_rest(out_dir, tokens_dir, schedule, pp, **fields):
 
 @pytest.mark.parametrize("schedule", ASYNCHRONOUS)
 def test_logs_validation_and_checkpoints_change_no_bit(workers, tokens_dir, tmp_path, schedule):
-    """They happen at multiples of updates_per_call only. A stop and a resume there change no bit either."""
+    """All three happen only at multiples of updates_per_call. A stop and a resume there change no bit either."""
     plain, busy, parts = (tmp_path / name for name in ("plain", "busy", "parts"))
     often = dict(log_interval=1, eval_interval=1, save_interval=1, keep=0)
     workers.run(2, go, at_rest(plain, tokens_dir, schedule, 2, log_interval=4))
@@ -391,7 +391,7 @@ def load_and_save(config, path, out_dir):
 
 
 class Stopped(contextlib.nullcontext):
-    """Replaces `processes.Signals`: a signal to stop has come before the first step."""
+    """Replaces `processes.Signals`. A signal to stop has arrived before the first step."""
 
     stop, orphaned = True, False
 
@@ -406,7 +406,7 @@ def go_stopped(config):
 
 def test_a_signal_stops_the_run_at_the_end_of_a_call(workers, tokens_dir, tmp_path):
     workers.run(2, go_stopped, at_rest(tmp_path, tokens_dir, "pipedream", 2, log_interval=100))
-    workers.stop()  # these processes have lost their Signals
+    workers.stop()  # because Signals is replaced in these processes
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_4"] and len(curve(tmp_path)) == 1
 
 
@@ -459,7 +459,7 @@ def test_what_needs_all_ranks_at_each_update_is_refused_by_name(fields, message)
 
 
 def accounts(config):
-    """Run one call. Return [(measured, predicted)] of bytes sent and bytes kept, the versions' formula, and a text."""
+    """Run one call. Return ([(measured, predicted)] of bytes sent and kept, the pipeline rank, the printed table)."""
     run = built(config)
     rank, widths = run.mesh.pp.rank, (run.zero.dtype.itemsize, run.zero.master_dtype.itemsize)
     with meter.Activations(run.executor) as activations:
@@ -499,7 +499,7 @@ def test_bytes_sent_and_kept_equal_the_formulas(workers, schedule, pp, updates):
 
 
 def test_traffic_predicts_an_update_of_the_call(tmp_path):
-    """The tables without a run are those of a run, per update."""
+    """traffic.py predicts the bytes and calls of one update."""
     config = asynchronous("pipedream", 2, 1, 12, dp=2, zero=1, dtype="fp32", eval_iters=0)
     found = traffic.predict(config, 4)
     assert updates(found.schedule) == 12 and found.sent[0]["world", "scalars", "all_reduce"][0] == Fraction(1, 12)

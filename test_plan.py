@@ -1,4 +1,4 @@
-"""plan.py and its parts: bytes and idle time equal the long way, published tables are reproduced, mistakes refused."""
+"""Test plan.py and planning/: bytes and idle time against whole steps, published tables, layouts, the command line."""
 
 import dataclasses
 import itertools
@@ -60,7 +60,7 @@ def test_bytes_of_a_long_step_from_short_ones(name, p, m):
 @pytest.mark.parametrize("name", schedules.SCHEDULES)
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
 def test_idle_time_equals_the_simulation(name, p):
-    """Closed forms, with and without messages, where their conditions are met; elsewhere `idle` simulates."""
+    """`idle` uses a closed form where its conditions are met, and otherwise simulates. Both equal the simulation."""
     compared = 0
     for m, chunks, (F, I, W) in itertools.product(
         (1, 3, 8, 16, 24), (1, 2, 3), [(3, 3, 3), (3, 4, 2), (4, 4, 2), (2, 7, 5), (3, 5, 2)]
@@ -111,7 +111,7 @@ def test_narayanan_parameters_and_aggregate_flops(row):
 
 @pytest.mark.parametrize("row", KORTHIKANTI, ids=lambda row: row[0])
 def test_korthikanti_utilisation(row):
-    """MFU from our FLOPs and their seconds. Their HFU counts attention twice: 1 + s/3h instead of 1 + s/6h."""
+    """Our FLOPs in their seconds give their MFU. Their HFU counts attention twice: 1 + s/3h instead of 1 + s/6h."""
     _, layers, hidden, heads, tp, pp, chunks, batch, b, gpus, _, selective, mfu, hfu = row
     c = fit.config(layers, hidden, heads, tp, pp, chunks, batch, micro_batch_size=b)
     model, again = model_flops(c, batch), 12 * batch * TOKENS * layers * TOKENS * hidden
@@ -123,7 +123,7 @@ def test_korthikanti_utilisation(row):
         assert dp * model / (slower * more * 312e12 / 100) == pytest.approx(percent, abs=0.2)
 
 
-FIGURE_1 = {  # GiB of a GPU: weights with optimizer, activations with tp, with sequence parallelism and selective
+FIGURE_1 = {  # GiB of a GPU: weights and optimizer, activations with tp, the same with sp and selective recomputation
     "22B": (45.5625, 59.25, 9.5625),
     "175B": (45.5625, 66.84375, 12.3515625),
     "530B": (31.640625, 114.0234375, 23.076171875),
@@ -133,7 +133,7 @@ FIGURE_1 = {  # GiB of a GPU: weights with optimizer, activations with tp, with 
 
 @pytest.mark.parametrize("row", KORTHIKANTI, ids=lambda row: row[0])
 def test_korthikanti_figure_1(row):
-    """Our tables, plus what the paper kept and we do not: two masks, and with tp only the [s, s] matrices."""
+    """The paper keeps more than we do: two masks, and, if tp is used alone, the [s, s] matrices. We add them."""
     name, L, h, a, tp, pp, v, batch, b, *_ = row
     GiB, weights = 2**30, 12 * L * h**2 // (tp * pp)  # the figure leaves out biases, LayerNorms and embeddings
     assert sum(memory.model_states(weights, 1, 0).values()) == FIGURE_1[name][0] * GiB
@@ -150,7 +150,7 @@ def test_korthikanti_figure_1(row):
         assert blocks * (ours + masks + matrices) == GiBs * GiB
 
 
-ZERO = {  # dp: GB of a GPU for 7.5B and 1T parameters with stages 1, 2, 3. The paper cuts some cells.
+ZERO = {  # dp: GB of a GPU for 7.5B and 1T parameters with ZeRO 1, 2, 3. The paper truncates some numbers.
     1: (120, 120, 120, 16000, 16000, 16000),
     4: (52.5, 41.3, 30, 7000, 5500, 4000),
     16: (35.6, 21.6, 7.5, 4750, 2875, 1000),
@@ -177,7 +177,7 @@ def errors(rows):
 
 
 def test_runs_that_no_fit_has_seen():
-    """Korthikanti's four rows with selective recomputation: mean at most 3.65%, largest at most 8.87% (Calculon's)."""
+    """The limits for Korthikanti's four rows are the mean and largest error of Calculon, another predictor."""
     found = errors(fit.selective())
     alone = abs(found.pop("530B, selective, dp=8"))
     assert sum(map(abs, found.values())) / 4 <= 0.0365 and max(map(abs, found.values())) <= 0.0887, found
@@ -227,7 +227,7 @@ def test_the_candidates_are_what_config_check_accepts():
 
 
 def test_a_judged_layout_keeps_what_memory_predicts():
-    """All ranks of a judged layout, and the fullest among the suspects is the fullest of all."""
+    """Each rank keeps the predicted bytes. The fullest rank is among the `suspects`."""
     for name, chunks, pp in [("1f1b", 1, 4), ("interleaved", 2, 4), ("zb-v", 2, 4), ("chimera", 1, 4), ("zb-h1", 1, 5)]:
         c = dataclasses.replace(SMALL, num_layers=13, pp=pp, schedule=name, chunks=chunks, micro_batch_size=1)
         c = dataclasses.replace(c, global_batch_size=4 * pp)
@@ -248,7 +248,7 @@ def test_a_judged_layout_keeps_what_memory_predicts():
     "rank, change", [(0, {}), (1, dict(num_layers=6)), (3, dict(vocab_size=90000, schedule="zb-h1"))]
 )
 def test_the_fullest_rank_is_found_wherever_it_is(rank, change):
-    """First: most in flight. Second: it has one block more. Last: the logits of a large vocabulary."""
+    """Rank 0 has most micro-batches in flight, rank 1 has one block more, rank 3 the logits of a large vocabulary."""
     blocks = dict(num_layers=8, hidden_size=256, seq_length=512, pp=4, micro_batch_size=1, global_batch_size=16)
     c = dataclasses.replace(SMALL, **blocks | change)
     if rank == 1:
@@ -257,7 +257,7 @@ def test_the_fullest_rank_is_found_wherever_it_is(rank, change):
 
 
 def test_uneven_stages_count_their_own_layers():
-    """Seven blocks on four stages: the busiest has two, and m times its work bounds the step from below."""
+    """Seven blocks on four stages: the busiest stages have two. A step takes more than m times their work."""
     c = dataclasses.replace(SMALL, num_layers=7, hidden_size=1024, seq_length=512, pp=4, global_batch_size=64)
     c = dataclasses.replace(c, micro_batch_size=1, vocab_size=128)
     known = layouts.model_of(c, 2, 4)
@@ -290,7 +290,7 @@ def step(c, gpus, device=A100, **more):
 
 
 def test_what_the_hackathon_found():
-    """Tensor parallelism likes large micro-batches, pipelines small ones; ZeRO-1 is leaner; 4 GPUs < 4 times 1."""
+    """tp needs large micro-batches, pp small ones. ZeRO-1 needs less memory. 4 GPUs are less than 4 times as fast."""
     V100 = DEVICES["v100-16g"]
     c = configuration.load(["configs/gpt3_1b3.py", "--recompute=full", "--global_batch_size=64"])
     tensor = [step(dataclasses.replace(c, tp=4, micro_batch_size=b), 4, V100) for b in (1, 2, 4)]
@@ -373,7 +373,7 @@ def test_a_mistake_is_one_line_and_exit_code_2():
 
 
 def test_a_contradictory_table_is_noticed():
-    """dp * tp * pp must be the number of GPUs; a published row with another number is refused."""
+    """The number of GPUs must be a multiple of tp * pp. The published rows pass, a changed row is refused."""
     for *_, layers, tp, pp, gpus, _, _, _, _ in [row for row in NARAYANAN]:
         assert gpus % (tp * pp) == 0 and layers >= pp
     c = fit.config(48, 6144, 64, 8, 3, 1, 4, micro_batch_size=1)

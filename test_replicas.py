@@ -1,4 +1,4 @@
-"""Test --check_replicas: copies that differ are named, whatever they are copies of, and the run stops before a save."""
+"""Test --check_replicas: a message names copies of any kind that differ, and the run stops before its next save."""
 
 from pathlib import Path
 
@@ -86,7 +86,7 @@ def train_with_damage(config, iteration):
 
 @pytest.mark.parametrize("every, save_interval, found, saved", [(2, 4, 6, [4]), (5, 7, 7, []), (0, 4, None, [8, 10])])
 def test_a_run_stops_before_its_next_save(workers, tokens_dir, tmp_path, every, save_interval, found, saved):
-    """The bit changes after iteration 5 or 6. Before a save, all copies are compared in any case."""
+    """The bit changes after iteration 5 (every = 2) or 6. A run with check_replicas also compares before each save."""
     fields = dict(check_replicas=every, save_interval=save_interval, dtype="fp64", log_interval=50)
     config = configured(tmp_path, tokens_dir, **fields)
     for said, phases in workers.run(2, train_with_damage, config, 5 if every == 2 else 6):

@@ -45,14 +45,14 @@ def test_enough_flops_reach_the_loss(fit, flops):
     best = scaling.loss(fit, *scaling.optimum(fit, flops))
     assert scaling.enough_flops(fit, best) == pytest.approx(flops, rel=1e-9)
     n, d = scaling.optimum(fit, flops)
-    worse = scaling.loss(fit, 3 * n, d / 3)  # the same FLOPs, spent badly: fewer would be enough
+    worse = scaling.loss(fit, 3 * n, d / 3)  # same FLOPs, worse loss: fewer would be enough
     enough = scaling.enough_flops(fit, worse)
     assert enough < flops
     assert scaling.loss(fit, *scaling.optimum(fit, enough)) == pytest.approx(worse, rel=1e-12)
 
 
 def test_numbers_that_the_papers_state():
-    """Hoffmann et al., figure 4: Gopher's budget is best for 40 billion parameters. Besiroglu et al.: N ~ C^0.513."""
+    """Hoffmann et al., figure 4: the best size for Gopher's budget is 40 billion. Besiroglu et al.: N ~ C^0.513."""
     exact = HOFFMANN._replace(a=0.3392, b=0.2849)
     assert round(scaling.optimum(exact, 5.76e23)[0] / 1e9) == 40
     assert round(scaling.optimum(HOFFMANN, 5.76e23)[0] / 1e9) == 32

@@ -1,8 +1,8 @@
-"""The sweep over layouts: its grid, its runs, what it resumes, its table and its picture. The measurement of the CPU.
+"""Test the sweep over layouts (its layouts, runs, resume, table and picture) and the measurement of the CPU.
 
-Each of these mistakes, put in by hand, makes a test fail: the first steps count; a finished layout runs again; a failed
-run ends the sweep; a run that takes too long lives on; equal values get different ranks; a bar has the prediction's
-length; a sweep of another configuration is continued.
+Each of these mistakes, put in by hand, makes a test fail. The first steps count. A finished layout runs again. A failed
+run ends the sweep. A run that takes too long is not killed. Equal values get different ranks. A bar has the length of
+the prediction. The sweep continues a sweep of another configuration.
 """
 
 import json
@@ -31,7 +31,7 @@ SMALL = dict(
 
 
 def test_the_grid():
-    """2 processes, 4 samples: with dp = 2 micro-batches of 1 and 2, with tp = 2 or pp = 2 of 1, 2 and 4."""
+    """2 processes and 4 samples allow micro-batch sizes 1 and 2 with dp = 2, and 1, 2 and 4 with tp = 2 or pp = 2."""
     found = [sweep.key_of(c) for c in sweep.layouts(Config(**SMALL), 2)]
     assert found == [(1, 1, 1), (1, 1, 2), *[(1, 2, b) for b in (1, 2, 4)], *[(2, 1, b) for b in (1, 2, 4)]]
     assert [sweep.key_of(c) for c in sweep.layouts(Config(**SMALL), 2, ("pp", "micro_batch_size"))] == [
@@ -94,7 +94,7 @@ def test_a_sweep_measures_survives_a_failure_and_resumes(tmp_path, capsys, monke
     assert not (folder / "run").exists() and (folder / "sweep.svg").read_text().startswith("<svg ")
 
     lines = (folder / "results.jsonl").read_text().splitlines(keepends=True)
-    (folder / "results.jsonl").write_text(lines[0] + lines[2])  # the layout of line 2 is to run again
+    (folder / "results.jsonl").write_text(lines[0] + lines[2])  # the layout of line 2 must run again
     runs = []
     monkeypatch.setattr(sweep, "run", lambda command, *_: runs.append(command) or "not started")
     sweep.main(*arguments)
@@ -202,7 +202,7 @@ def test_the_table():
     text = "\n".join(lines)
     assert "tp=2 pp=1 micro-batch 2: failed: out of memory" in text
     assert "The slowest layout takes 4.00 times as long as the fastest." in text
-    # errors 3, 0.5, 0.25; order of predictions 2 1 3; the smallest prediction is tp=4's
+    # Errors: 3, 0.5, 0.25. Ranks of the predictions: 2, 1, 3. tp=4 has the smallest prediction.
     assert f"mean error {statistics.fmean([3, 0.5, 0.25]):.1%}, largest 300.0%" in text
     assert "rank correlation 0.50 over 3 layouts" in text and "takes 2.00 times as long as the fastest." in text
     plain = sweep.table([row | {"predicted": None} for row in ROWS], 8, 16)
