@@ -93,7 +93,7 @@ def test_bars_do_not_overlap(tmp_path):
 
 
 def test_time_bars(tmp_path):
-    """All bars have the same seconds per pixel. A part begins where the one before ends. The axis has the same scale."""
+    """All bars and the axis have the same seconds per pixel. A part begins where the one before ends."""
     root = drawn(tmp_path, judged(step=10.0), judged(step=20.0))
     found = boxes(root, r"([a-z ]+): ([\d.]+) s")
     assert [(match[1], float(match[2])) for match, *_ in found] == [
