@@ -289,6 +289,16 @@ def step(c, gpus, device=A100, **more):
     return layouts.judge(c, gpus, device, **more)["step_seconds"]
 
 
+def test_processes_that_share_cores_use_the_time_in_which_others_wait():
+    """With half a core for each, the rest of a bubble is the time in which fewer processes than cores have work."""
+    for m in (1, 8):
+        c = dataclasses.replace(SMALL, pp=4, num_layers=4, global_batch_size=4 * m, micro_batch_size=4)
+        alone, shared = (layouts.judge(c, 4, A100._replace(share=share))["step_parts"] for share in (1, 0.5))
+        bubble, work = alone.pop("bubble"), sum(alone[part] for part in ("compute", "recomputation", "tensor parallel"))
+        assert shared.pop("bubble") == pytest.approx(max(0.0, (work + bubble) / 2 - work), abs=1e-12)
+        assert shared == alone
+
+
 def test_what_the_hackathon_found():
     """tp needs large micro-batches, pp small ones. ZeRO-1 needs less memory. 4 GPUs are less than 4 times as fast."""
     V100 = DEVICES["v100-16g"]

@@ -220,7 +220,7 @@ def kept_by_chunk(c, schedule, z):
 def peak_of_activations(c, schedule, rank, z, messages=None):
     """Return the peak bytes of activations on pipeline rank `rank`. c: configuration; schedule: Schedule; z: Sizes.
 
-    messages: `schedules.messages(schedule)`, if the caller has it.
+    messages: the messages of `rank` in `schedules.messages(schedule)`, or all of them, if the caller has them.
     """
     return max(itertools.accumulate(changes(c, schedule, rank, z, messages or schedules.messages(schedule))))
 

@@ -12,7 +12,6 @@ The numbers, in seconds, bytes per second and FLOP/s. Most of them are fields of
 
     peak              {dtype: rate of a large matrix product}
     matrix            1: the peak is measured, not taken from a data sheet
-    matrix_by_shape   [[n, k, m, rate of the product [n, k] x [k, m] in fp32], ...]; no prediction uses it
     memory_rate       bytes read and written by a copy of a large tensor
     memory            share of memory_rate that LayerNorm, GELU and addition reach with their backward (at most 1).
                       A CPU computes GELU slower than it reads memory, so this share is small
@@ -20,10 +19,11 @@ The numbers, in seconds, bytes per second and FLOP/s. Most of them are fields of
     operation         seconds of a block of a tiny model, forward and backward, divided by its OPERATIONS
     wire_rate         bytes that a rank sends, divided by the time of a large all_reduce (Gloo)
     wire              1
-    latency           time of a small all_reduce, divided by ceil(log2 n) hops
-    message_rate, message_latency     the same for a message from one rank to the next
+    latency           time that a small all_reduce adds to a computation, minus its bytes / wire_rate, divided by
+                      ceil(log2 n) hops. Processes that share cores wait for their turns in each step of the ring,
+                      so this time is much longer than between processes that do nothing else
 
-With one process nothing is sent: wire_rate, latency and the two fields of messages are None.
+With one process nothing is sent: wire_rate, wire and latency are None.
 """
 
 import contextlib
@@ -53,7 +53,6 @@ from planning.sweep import run
 
 PATH = Path("planning/cpu.json")
 PROCESSES = (1, 2, 4, 8)
-SHAPES = [(n, k, m) for n in (64, 512, 2048) for k, m in [(128, 384), (128, 512), (512, 128), (512, 2048)]]
 OPERATIONS = 12 + 14  # of a block, forward and backward: matrix products, and others (GAPS in seconds.py)
 LARGE = (1024, 1024, 1024)  # the matrix product whose rate counts as the peak
 PATIENCE = 300  # seconds until the measurement is given up
@@ -100,7 +99,7 @@ def work(path, counts):
         group = dist.new_group(list(range(count)))
         if rank < count:
             mine = slowed(rates(blocks), min(1.0, cores / count)) | (
-                wires(group, count, rank) if count > 1 else dict.fromkeys(WIRES)
+                wires(group, count) if count > 1 else dict.fromkeys(WIRES)
             )
             everyone = [None] * count
             dist.all_gather_object(everyone, mine, group=group)
@@ -139,8 +138,7 @@ def seconds_of(action, budget=0.05):
 def slowed(numbers, share):
     """Return the `numbers` of a process that runs only this share (0 to 1) of the time, because it shares a core."""
     peak = {dtype: rate * share for dtype, rate in numbers["peak"].items()}
-    shapes = [[n, k, m, rate * share] for n, k, m, rate in numbers["matrix_by_shape"]]
-    rates = dict(peak=peak, matrix_by_shape=shapes, memory_rate=numbers["memory_rate"] * share)
+    rates = dict(peak=peak, memory_rate=numbers["memory_rate"] * share)
     return numbers | rates | dict(operation=numbers["operation"] / share)
 
 
@@ -152,7 +150,6 @@ def rates(blocks):
     return {
         "peak": peak,
         "matrix": 1.0,
-        "matrix_by_shape": [[*shape, product_rate(*shape, torch.float32)] for shape in SHAPES],
         "memory_rate": memory_rate,
         "memory": min(1.0, elementwise_rate() / memory_rate),
         "attention": attention_rate() / peak["fp32"],
@@ -213,20 +210,18 @@ def operation_seconds(blocks):
     return (many - few) / (12 - 4) / OPERATIONS
 
 
-WIRES = ("wire_rate", "wire", "latency", "message_rate", "message_latency")
+WIRES = ("wire_rate", "wire", "latency")
 
 
-def wires(group, count, rank):
+def wires(group, count):
     """Return the fields WIRES: the speed of Gloo between `count` processes. All of them must call this function."""
-    small, large = torch.zeros(1), torch.zeros(2**21)  # 8 MB
-    hops = math.ceil(math.log2(count))
-    latency = collective_seconds(lambda: dist.all_reduce(small, group=group), group, 200) / hops
-    each = collective_seconds(lambda: dist.all_reduce(large, group=group), group, 10)
-    message_latency = collective_seconds(lambda: neighbours(small, rank, count), group, 200)
-    message = collective_seconds(lambda: neighbours(large, rank, count), group, 10)
+    large, small, x = torch.zeros(2**21), torch.zeros(2**15), torch.ones(256, 256)  # 8 MB, 128 KB, 0.5 ms a product
     sent = 2 * (count - 1) / count * large.nbytes
-    numbers = sent / each, 1.0, latency, large.nbytes / message, message_latency
-    return dict(zip(WIRES, numbers, strict=True))
+    rate = sent / collective_seconds(lambda: dist.all_reduce(large, group=group), group, 10)
+    alone = collective_seconds(lambda: x @ x, group, 100)
+    both = collective_seconds(lambda: (x @ x, dist.all_reduce(small, group=group)), group, 100)
+    added = both - alone - sent * small.nbytes / large.nbytes / rate
+    return dict(zip(WIRES, (rate, 1.0, max(1e-6, added) / math.ceil(math.log2(count))), strict=True))
 
 
 def collective_seconds(action, group, calls):
@@ -237,15 +232,6 @@ def collective_seconds(action, group, calls):
     for _ in range(calls):
         action()
     return (time.perf_counter() - start) / calls
-
-
-def neighbours(x, rank, count):
-    """Exchange x between the ranks of a pair: rank 0 sends to 1, and 2 to 3. Then 1 sends to 0, and 3 to 2."""
-    other = rank ^ 1
-    if other >= count:
-        return
-    for first in (0, 1):
-        dist.send(x, other) if rank % 2 == first else dist.recv(x, other)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ class Device(NamedTuple):
     operation: float
     latency: float
     rings: int = 1  # rings that one collective opens between nodes, each through a card of its own
+    share: float = 1.0  # of a core that a process has while all processes compute; 1 for GPUs
 
     def peak(self, dtype):
         """Return FLOP/s of dense matrix products. Raises UserError if the device cannot compute in `dtype`."""
@@ -118,9 +119,9 @@ def measured(processes):
         numbers, two = found["processes"][str(count)], found["processes"][str(max(2, count))]
         same = {name: numbers[name] for name in ("memory_rate", "attention", "matrix", "memory", "operation")}
         wires = {name: two[name] for name in ("wire_rate", "wire", "latency")}
-        memory_bytes = found["memory_bytes"] // processes
+        memory_bytes, share = found["memory_bytes"] // processes, min(1.0, found["cores"] / count)
     except (ValueError, KeyError, TypeError, StopIteration, IndexError) as error:
         raise UserError(f"{CALIBRATION}: damaged ({error!r}); python plan.py --calibrate writes it again") from None
     speed = dict(card_rate=wires["wire_rate"], host_rate=same["memory_rate"], host_memory_rate=same["memory_rate"])
-    place = dict(per_node=max(8, processes), cards=1, network=1.0, wave=0.0, memory_bytes=memory_bytes)
+    place = dict(per_node=max(8, processes), cards=1, network=1.0, wave=0.0, memory_bytes=memory_bytes, share=share)
     return Device("cpu", peaks=numbers["peak"], dtype="fp32", **same, **wires, **speed, **place)

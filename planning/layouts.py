@@ -195,16 +195,16 @@ def judge(config, gpus, device, code="ours", tokens=None, all_ranks=True, simula
         config.micro_batch_size,
     )
     layout, m = known.layout(shape), configuration.micro_batches(config, config.global_batch_size, shape.dp)
-    ranks = range(config.pp) if all_ranks else suspects(layout)
-    by_rank = {rank: memory_of(config, shape, m, rank, known) for rank in ranks}
-    fullest = max(by_rank, key=lambda rank: sum(by_rank[rank].values()))
     tables = {
-        rank: (known.sent(shape, m, b, rank), known.kept(shape, m, b, rank))
+        rank: (known.sent(shape, m, b, rank), known.states(shape, rank))
         for rank in sorted({0, min(1, config.pp - 1), config.pp - 1})
     }
     parts = seconds.step(config, layout, device, tables, m, item, wide, dtype, code, simulate)
     if not parts:
         return None
+    ranks = range(config.pp) if all_ranks else suspects(layout)
+    by_rank = {rank: memory_of(config, shape, m, rank, known) for rank in ranks}
+    fullest = max(by_rank, key=lambda rank: sum(by_rank[rank].values()))
     step, (total, exposed) = sum(parts.values()), seconds.wires(config, layout, device, tables, parts)
     facts = {
         "layout": {"dp": shape.dp} | {name: getattr(config, name) for name in (*FIELDS, "offload")},
@@ -244,6 +244,7 @@ def speeds(config, gpus, peak, step):
     }
 
 
+@functools.cache
 def parameters(known):
     """Return the number of parameters of a `steady.Model`."""
     return sum(math.prod(shape) for shape in {s.name: s.shape for unit in known.table for s in unit}.values())

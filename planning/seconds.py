@@ -369,11 +369,14 @@ def step(c, layout, device, tables, m, item, wide, dtype, code="ours", simulate=
         return None
     waited = 2 * m * c.chunks * message if code != "ours" and c.chunks > 1 else 0.0
     work = busiest.F + busiest.I + busiest.W - busiest.again - busiest.tensor
+    # Processes on a CPU share its cores: while one of them waits, the others compute faster.
+    whole = m * (busiest.F + busiest.I + busiest.W)
+    bubble = max(0.0, (whole + waits[0]) * device.share - whole)
     return {
         "compute": m * work,
         "recomputation": m * busiest.again,
         "tensor parallel": m * busiest.tensor,
-        "bubble": waits[0],
+        "bubble": bubble,
         "pipeline messages": waits[1] + waited,
         "data parallel": max(
             data_parallel(

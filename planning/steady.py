@@ -41,8 +41,13 @@ def schedule(name, p, m, chunks):
 
 @functools.cache
 def messages(*numbers):
-    """Return `schedules.messages` of the Schedule with these numbers: (name, p, m, chunks)."""
-    return schedules.messages(schedule(*numbers))
+    """Return [the messages of each rank] of the Schedule with these numbers: (name, p, m, chunks)."""
+    made = schedule(*numbers)
+    found = [[] for _ in made.actions]
+    for message in schedules.messages(made):
+        found[message.source].append(message)
+        found[message.destination].append(message)
+    return found
 
 
 ROUNDS = {"1f1b": 1, "interleaved": 2, "zb-h1": 2}  # of p micro-batches, until the memory of a rank stops to grow
@@ -72,7 +77,7 @@ class Model:
     def __init__(self, config, item, wide, on_cpu=False):
         self.config, self.item, self.wide, self.on_cpu = config, item, wide, on_cpu
         self.table = parameter_table(config)
-        for name in ("of", "buckets", "layout", "_sent", "_peak"):  # each answer is made once and kept
+        for name in "of sizes states buckets layout _sent _peak".split():  # each answer is made once and kept
             setattr(self, name, functools.cache(getattr(self, name)))
 
     def of(self, shape):
@@ -118,14 +123,19 @@ class Model:
 
     def _peak(self, shape, m, rank):
         """Return `memory.peak_of_activations` with one sample in a micro-batch. ZeRO does not change it."""
-        c, numbers = self.of(shape), (shape.schedule, shape.pp, m, shape.chunks)
-        sizes = memory.sizes(c, self.item, self.wide, self.on_cpu)
-        return memory.peak_of_activations(c, schedule(*numbers), rank, sizes, messages(*numbers))
+        numbers = shape.schedule, shape.pp, m, shape.chunks
+        order = schedule(*numbers), rank, self.sizes(shape), messages(*numbers)[rank]
+        return memory.peak_of_activations(self.of(shape), *order)
+
+    def sizes(self, shape):
+        """Return the `memory.Sizes` of a micro-batch with one sample."""
+        return memory.sizes(self.of(shape), self.item, self.wide, self.on_cpu)
+
+    def states(self, shape, rank):
+        """Return {what: bytes} of the model states that pipeline rank `rank` keeps (`memory.rank_states`)."""
+        return memory.rank_states(self.layout(shape), rank, self.sizes(shape))
 
     def kept(self, shape, m, b, rank):
         """Return {what: bytes} that pipeline rank `rank` keeps: the table of `memory.predict`."""
-        c = self.of(shape)
-        z = memory.sizes(c, self.item, self.wide, self.on_cpu)
-        table = memory.rank_states(self.layout(shape), rank, z)
         numbers = short_kept(shape.schedule, shape.pp, m), rank
-        return table | {memory.PEAK: b * self._peak(shape._replace(dp=1, zero=0), *numbers)}
+        return self.states(shape, rank) | {memory.PEAK: b * self._peak(shape._replace(dp=1, zero=0), *numbers)}

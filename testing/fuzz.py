@@ -91,6 +91,9 @@ def prepare_folder(folder):
     Path("texts/deep/b.md").write_text("other words\n" * 30)
     Path("texts/c.jsonl").write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(30)))
     Path("config.py").write_text("".join(f"{name} = {value!r}\n" for name, value in SMALL.items()))
+    speeds = dict(peak={"fp32": 1e11}, matrix=1, attention=0.5, memory=0.5, memory_rate=1e10, operation=1e-5)
+    speeds |= dict(wire=1, wire_rate=1e9, latency=1e-4)
+    Path("cpu.json").write_text(json.dumps({"memory_bytes": 10**10, "processes": {"1": speeds, "8": speeds}}))
     for command, *words in (
         ("prepare", "texts", "--out=data", "--tokenizer=bytes", "--split=8,1,1"),
         ("train", "config.py", "--train_iters=2", "--trace=trace.json"),
@@ -272,6 +275,19 @@ def traffic_case(rng):
     return shuffled(rng, words, rng.choice([some(rng, names), chosen])), ["config.py"]
 
 
+def plan_case(rng):
+    from config import Config
+    from planning.devices import DEVICES
+
+    names = [*vars(Config()), *"gpus device gpus_per_node rings tokens top code rank flops mfu svg".split()]
+    words = ["config.py", f"--gpus={rng.choice('1248')}", f"--device={rng.choice([*DEVICES, 'cpu'])}"]
+    words += rng.choice([[], [], ["--tp=1", "--pp=1"], ["--as_is"], ["--flops=1e20"], ["--dry_run"]])
+    Path("planning").mkdir()
+    shutil.copy("cpu.json", "planning/cpu.json")
+    extra = some(rng, names) + rng.choice([[], [], ["--explain"], ["--json"], ["--svg=a.svg"]])
+    return shuffled(rng, words, extra), ["config.py", "planning/cpu.json"]
+
+
 def curve_case(rng):
     words = rng.choice([["run"], ["run", "run"], ["run/metrics.jsonl"], [rng.choice(PATHS)]])
     extra = rng.choice([[], ["--tokens"], ["--svg=a.svg"], some(rng, ["svg"])])
@@ -304,6 +320,7 @@ COMMANDS = {  # name: (module, function that returns (words, files to spoil), fo
     "convert": ("convert", convert_case, "run model"),
     "schedules": ("parallel.draw", schedules_case, "trace.json"),
     "traffic": ("parallel.traffic", traffic_case, "config.py"),
+    "plan": ("plan", plan_case, "config.py cpu.json"),
     "curve": ("curve", curve_case, "run"),
     "bench": ("bench.__main__", bench_case, ""),
 }
