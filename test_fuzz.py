@@ -1,4 +1,4 @@
-"""Test the fuzzer, and run it: 300 cases of each command, or FEWER, must end without a find."""
+"""Test the fuzzer itself, and run it: 300 cases of a command (FEWER of two) must end as they should."""
 
 import os
 import shutil
@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -151,11 +152,21 @@ def test_earlier_finds(command, words, variables, fifo, folder, tmp_path):
     assert fuzz.wrong(case, end) is None, end
 
 
-FEWER = {"convert": 100, "traffic": 100, "curve": 100, "bench": 100}  # slow cases, or few options
+FEWER = {"traffic": 100, "curve": 100}  # these commands have few words
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """Fuzz all commands, two of them at the same time. Return {command: future of its result}."""
+    pool, runs = ThreadPoolExecutor(2), {}
+    for command in fuzz.COMMANDS:
+        words = [sys.executable, "-m", "testing.fuzz", command, f"--cases={FEWER.get(command, 300)}"]
+        runs[command] = pool.submit(subprocess.run, words, cwd=Path(__file__).parent, capture_output=True, text=True)
+    yield runs
+    pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize("command", fuzz.COMMANDS)
-def test_random_mistakes_end_as_they_should(command):
-    words = [sys.executable, "-m", "testing.fuzz", command, f"--cases={FEWER.get(command, 300)}"]
-    done = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True)
+def test_random_mistakes_end_as_they_should(command, runs):
+    done = runs[command].result()
     assert done.returncode == 0 and "; 0 finds" in done.stdout, done.stdout + done.stderr
