@@ -1,4 +1,4 @@
-"""Test the fuzzer itself, and run it: 300 cases of a command (FEWER of two) must end as they should."""
+"""Test the fuzzer, and run it: 300 cases of each command, or FEWER, must end without a find."""
 
 import os
 import shutil

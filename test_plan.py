@@ -352,10 +352,18 @@ def test_json_of_a_ranking_and_of_one_layout(capsys):
     assert {"exposed_seconds", "memory_bytes", "hardware_tflops", "binds", "capacity_bytes"} <= one.keys()
 
 
-def test_explain(capsys):
-    plan.main([*COMMON, "--tp=8", "--pp=2", "--explain"])
+@pytest.mark.parametrize(
+    "schedule, formula",
+    [
+        ("1f1b", "m (F+I+W) x / (1-x), x = (p-1) / (m+p-1)"),
+        ("zb-h1", "(p-1)*(F+I-W) if m >= p"),
+        ("chimera", "simulate"),
+    ],
+)
+def test_explain(schedule, formula, capsys):
+    plan.main([*COMMON, "--tp=8", "--pp=2", "--explain", f"--schedule={schedule}"])
     text = capsys.readouterr().out
-    assert "matrix products" in text and "bubble" in text and "capacity" in text
+    assert "matrix products" in text and formula in text and "capacity" in text
     assert all(len(line) <= 120 for line in text.splitlines())
 
 

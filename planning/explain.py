@@ -2,6 +2,7 @@
 
 import config as configuration
 from log import hardware_flops, model_flops
+from parallel import schedules
 from planning import layouts, seconds
 
 GB = 1e9
@@ -19,6 +20,7 @@ def text(config, gpus, device, facts, code):
     c, known, shape = config, layouts.model_of(config, item, wide), layouts.shape_of(config, gpus)
     layout, rate = known.layout(shape), seconds.rates(device, dtype, code)
     m = configuration.micro_batches(c, c.global_batch_size, shape.dp)
+    formulas = FORMULAS | {"bubble": bubble_formula(c, device.share)}
     return "\n".join(
         [
             f"{gpus} x {device.name}, {dtype}, {code}",
@@ -41,7 +43,7 @@ def text(config, gpus, device, facts, code):
             *stage_lines(c, layout, device, known, shape, m, rate, item, wide),
             "",
             "A step (planning/seconds.py)",
-            *(line(name, FORMULAS[name], f"{value:.5g}", "s") for name, value in facts["step_parts"].items()),
+            *(line(name, formulas[name], f"{value:.5g}", "s") for name, value in facts["step_parts"].items()),
             line("step", "sum", f"{facts['step_seconds']:.5g}", "s"),
             line("MFU", "model FLOPs / (step GPUs peak)", f"{facts['mfu']:.2%}", ""),
             line("tokens per second", "B s / step", f"{facts['tokens_per_second']:,.0f}", ""),
@@ -63,11 +65,21 @@ FORMULAS = {
     "compute": "m (F + I + W) of the busiest stage",
     "recomputation": "m F of its blocks",
     "tensor parallel": "m times the collectives of its blocks",
-    "bubble": "formula of the schedule, or simulation",
     "pipeline messages": "waits for messages on their way",
     "data parallel": "communication that no backward hides; sums",
     "update": "bytes of the optimizer's state / memory rate",
 }
+
+
+def bubble_formula(c, share):
+    """Return the formula of the seconds in which a rank waits. share: of a core, as in `devices.Device`."""
+    text, formula = "schedules.simulate", schedules.FORMULAS.get(c.schedule)
+    if c.schedule in seconds.MESSAGES:
+        text = seconds.IDLE.get(c.schedule) or f"m (F+I+W) x / (1-x), x = {formula.bubble}"
+        text += f" if {formula.where}, else simulate" if formula.where != "True" else ""
+    return text if share == 1 else f"max(0, (work + bubble) {share:g} - work)"
+
+
 MEMORY = {
     "parameters": "P, ZeRO-3: P/dp",
     "gradients": "P, ZeRO-2 and 3: P/dp",

@@ -204,6 +204,7 @@ def tensor_parallel(c, device, table, parts, apart):
 # the gradient norm. `schedules.FORMULAS` counts a rank's own span. For ZB-H2 and ZB-V the two differ.
 
 IDLE = {  # the makespan minus m (F + I + W), on the condition of FORMULAS
+    "zb-h1": "(p-1)*(F+I-W)",
     "zb-h2": "(p-1) * max(F, F + I - 2*W)",
     "zb-v": "(p-1) * max(I/2, I - W)",
 }
