@@ -6,9 +6,14 @@ class `Gpu` itself with replaced functions of torch.cuda. No test checks a time.
 
 import importlib.util
 import inspect
+import os
+import re
+import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,16 +22,22 @@ pytest.importorskip("triton", reason="Triton is not installed: there are no kern
 if torch.cuda.is_available():
     pytest.skip("there is a GPU: run python -m bench instead", allow_module_level=True)
 
+import config as configuration
 import kernels
 from bench import __main__ as command_line
 from bench import kernels as bench_kernels
 from bench import machine as bench_machine
+from bench import model as bench_model
 from bench import prepare as bench_prepare
 from bench import train as bench_train
 from bench.kernels import as_tuple
 from bench.machine import Cpu
 from config import Config
 from errors import UserError
+from log import model_flops
+from model import GPT
+from parallel.mesh import Mesh
+from planning import devices, seconds
 from testing import sanitizer
 
 SIZES = dict(n=16, h=64, s=16, v=200)
@@ -55,7 +66,7 @@ def bench_without_a_gpu(name):
 
 def test_without_a_name_it_lists_the_measurements():
     out = bench()
-    for name in ("prepare", "layouts", "checkpoint", "delay", "kernels", "train"):
+    for name in ("prepare", "layouts", "checkpoint", "delay", "kernels", "train", "model"):
         measure = command_line.measurement(name)
         (line,) = (line for line in out.splitlines() if line.startswith(f"python -m bench {name} "))
         for option, parameter in inspect.signature(measure).parameters.items():
@@ -69,9 +80,18 @@ def test_without_a_name_it_lists_the_measurements():
     [
         (
             ["layout"],
-            "layout is no measurement; the measurements are prepare, layouts, checkpoint, delay, kernels, train",
+            "layout is no measurement; the measurements are prepare, layouts, checkpoint, delay, kernels, train, model",
         ),
-        (["train", "--step=1"], "--step=1: train has the options --configs, --micro_batch_sizes, --steps, --repeats"),
+        (
+            ["train", "--step=1"],
+            "--step=1: train has the options --configs, --micro_batch_sizes, --micro_batches, --steps, --repeats, "
+            "--attention, --only",
+        ),
+        (["train", "--attention=flex"], "--attention=flex: should be own, cudnn or flash"),
+        (
+            ["model", "--device=cpu"],
+            "--device=cpu: should be one of v100-16g, v100-32g, a100-40g, a100-80g, h100, h200",
+        ),
         (["train", "--steps=few"], "--steps=few: should be like --steps=10"),
         (["layouts", "--repeats=0"], "--repeats=0: should be between 1 and 1,048,576"),
         (["layouts", "--layers=-1"], "--layers=-1: should be between 1 and 1,048,576"),
@@ -181,6 +201,7 @@ def test_kernels_on_the_path_of_a_gpu(small, capsys):
     for name in NAMES:
         (*_, last) = (row for row in rows if row.startswith(name))
         failed = [part for part in last.split(";") if "failed" in part]
+        assert ("compiled: torch.compile leaves" in last) == (name == "adamw")
         assert "WRONG" not in last and len(failed) == ("attention" == name), last  # a CPU has no cudnn
     assert rows[-2].startswith("kernels=auto uses ") and rows[-1].startswith("the other choice is faster for: ")
 
@@ -189,6 +210,32 @@ def test_a_wrong_kernel_is_reported(small, capsys, monkeypatch):
     monkeypatch.setattr(kernels, "gelu_", lambda y, bias: torch.nn.functional.gelu(1.1 * y + bias))
     right, rows = measured(capsys, only="gelu", dtype="fp32")
     assert not right and "WRONG" in rows[3]
+
+
+def test_a_wrong_weight_gradient_is_reported(small, capsys, monkeypatch):
+    monkeypatch.setattr(bench_kernels, "add_product", lambda w, dy, x: w.grad.copy_(dy.T @ x))  # forgets to add
+    right, rows = measured(capsys, only="dW of fc1")
+    assert not right and "WRONG" in rows[3] and rows[3].startswith("dW of fc1 ") and "TFLOP/s" in rows[3]
+
+
+def test_the_name_of_one_operation_selects_it_alone(small, capsys):
+    _, rows = measured(capsys, only="add")
+    assert [row.split("  ")[0] for row in rows[3:5]] == ["add", "add"] and rows[5] == ""
+
+
+def test_the_product_rate_is_that_of_a_second():
+    """A stand-in for a GPU: one product takes 100 us, each of many 200 us."""
+
+    class Slow(Cpu):
+        sustained = 1000
+
+        def timed(self, call):
+            result = call()
+            count = len(result) if isinstance(result, list) else 1
+            return (100 if count == 1 else 200 * count), result
+
+    flops = 2 * 64**3
+    assert bench_machine.product_rate(Slow(), torch.float32) == pytest.approx((flops / 100e-6, flops / 200e-6))
 
 
 def test_what_fails_is_a_cell(small, capsys, monkeypatch):
@@ -221,17 +268,21 @@ def test_variants_of_an_operation_do_the_same():
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def tiny(dtype):
+def tiny(dtype, micro_batches=1):
     return Config(
         num_layers=2, hidden_size=32, num_attention_heads=2, seq_length=16, vocab_size=128, train_iters=1000,
-        lr_decay_style="constant", lr_warmup_iters=0, dtype=dtype, kernels="auto",
+        lr_decay_style="constant", lr_warmup_iters=0, dtype=dtype, kernels="auto", micro_batch_size=1,
+        global_batch_size=micro_batches,
     )  # fmt: skip
 
 
 def test_training_without_a_gpu():
-    out = bench_without_a_gpu("train")
-    assert out.count("gpt2_124m") == out.count("gpt2_345m") == 2
-    assert "plain PyTorch, eager " in out and "failed" not in out
+    out = bench("train", "--configs=gpt2_124m,gpt2_345m", "--steps=1", "--repeats=1", "--micro_batches=2")
+    assert "dropout=0.1 -> 0.0, recompute=full -> none" in out  # changes of gpt2_345m.py
+    assert "\nno GPU here: " in out and "failed" not in out and "compiled" not in out
+    assert out.count("x 32 x 1024 tokens (computed)\n") == 2 and "256 tokens, 2 in an update" not in out
+    for name in ("plain PyTorch, autocast, eager", "plain PyTorch, bf16 weights, eager"):
+        assert out.count(name) == 4  # losses, two turns, the table
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -239,8 +290,11 @@ def test_training_on_the_path_of_a_gpu(capsys, dtype):
     bench_train.on_gpu(Cpu(), tiny(dtype), [2, 3], 1, 2, ("auto", "torch"), 1e9)
     out = capsys.readouterr().out
     assert "failed" not in out and out.count("\nmicro-batch of ") == 2
-    for name in ("ours, kernels=auto", "ours, kernels=torch", "plain PyTorch, eager", "plain PyTorch, compiled"):
-        assert out.count(name) >= 3  # in the losses and in two tables
+    names = ["ours, kernels=auto", "ours, kernels=torch", "plain PyTorch, autocast, eager"]
+    names += ["plain PyTorch, autocast, compiled"]
+    numerics = [f"plain PyTorch, bf16 weights, {mode}" for mode in ("eager", "compiled")]
+    for name in names + numerics * (dtype == "bf16"):
+        assert out.count(name) >= 9  # in the losses, six turns, two tables
     assert "a step of ours, kernels=auto, micro-batch 3: the host never waits" in out
     assert "\naten::" in out and "\nother (" in out and "the GPU works " in out
 
@@ -283,6 +337,164 @@ def changed(theirs, restart):
     restart(theirs)
     with torch.no_grad():
         theirs.model.units[-1].word.weight *= 20
+
+
+@pytest.mark.parametrize("which", ["ours", "autocast", "bf16 weights"])
+def test_micro_batches_of_an_update_are_its_mean(which):
+    """Two micro-batches of 2 samples make the update of one micro-batch of 4 samples."""
+    found = []
+    for m in (1, 2):
+        c = tiny("bf16" if which == "bf16 weights" else "fp32", micro_batches=m)
+        only = "nothing" if which == "ours" else f"{which}, eager"
+        who = bench_train.contestants_of(c, Cpu(), ["torch"], only)[-1]
+        assert ("ours" if which == "ours" else f"plain PyTorch, {only}") in who.name
+        samples = bench_train.batches_of(tiny("fp32"), 4, Cpu())[0]
+        who.model.restart()
+        who.model.take([samples] if m == 1 else [[x[rows] for x in samples] for rows in (slice(2), slice(2, 4))])
+        loss = bench_train.value(who.step())
+        weights = torch.cat([x.detach().double().flatten() for x in who.model.tensors() if x.dtype == torch.float32])
+        found.append((loss, weights))
+    (loss, weights), (other, others) = found
+    assert loss == pytest.approx(other, rel=1e-3) and (weights - others).abs().max() < 1e-3 * weights.abs().max()
+
+
+def test_bf16_weights_have_float32_gradients_and_masters(monkeypatch):
+    (_, who) = bench_train.contestants_of(tiny("bf16"), Cpu(), ["torch"], "bf16 weights, eager")
+    model = who.model
+    who.model.restart()
+    who.model.take(bench_train.batches_of(tiny("bf16"), 2, Cpu()))
+    seen, step = [], model.optimizer.step
+    monkeypatch.setattr(model.optimizer, "step", lambda: seen.extend(p.grad for p in model.masters) or step())
+    who.step()
+    assert {p.dtype for p in model.weights} == {torch.bfloat16} and {g.dtype for g in seen} == {torch.float32}
+    assert len(seen) == len(model.weights) and all(p.grad is None for p in (*model.weights, *model.masters))
+    for p, master, initial in zip(model.weights, model.masters, model.initial, strict=True):
+        assert torch.equal(p, master.bfloat16()) and not torch.equal(master, initial)
+
+
+def test_ids_follow_zipfs_law():
+    ((ids, targets), *_) = bench_train.batches_of(Config(vocab_size=1000, seq_length=4096), 16, Cpu())
+    assert torch.equal(ids[:, 1:], targets[:, :-1])
+    shares = torch.bincount(ids.flatten(), minlength=1000) / ids.numel()
+    harmonic = sum(1 / i for i in range(1, 1001))
+    for i in (0, 1, 9):
+        assert shares[i].item() == pytest.approx(1 / (i + 1) / harmonic, rel=0.1)
+
+
+def test_attention_of_the_others_is_forced(monkeypatch, capsys):
+    allowed = [torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.flash_sdp_enabled]
+    seen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench_train, "Gpu", Cpu)
+    monkeypatch.setattr(bench_train, "load", lambda name, m: tiny("bf16"))
+    monkeypatch.setattr(bench_train, "on_gpu", lambda *_: seen.append([f() for f in allowed]))
+    for which in ("own", "cudnn", "flash"):
+        bench_train.measure(configs="a", attention=which)
+    assert seen == [[True, True], [True, False], [False, True]]
+    assert capsys.readouterr().out.count("the others' attention is FLASH_ATTENTION") >= 1  # on a CPU
+
+
+def test_a_failure_of_ours_is_the_exit_code(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench_train, "Gpu", Cpu)
+    monkeypatch.setattr(bench_train, "load", lambda name, m: tiny("fp32"))
+    with pytest.raises(SystemExit) as error:  # on a CPU there is no kernels=triton
+        bench_train.measure(configs="a", micro_batch_sizes="2", steps=1, repeats=1, only="kernels=torch")
+    assert error.value.code == 1
+
+
+# --- the paper model --------------------------------------------------------------------------------------------------
+
+
+def test_the_model_is_the_sum_of_what_others_count():
+    """FLOPs as log.py, bytes of the update as planning/seconds.py; MEASURED.md shows the command's output."""
+    c = bench_model.load("gpt2_345m", 2)
+    found = {part.name: part for part in bench_model.parts(c, 8, devices.DEVICES["h200"])}
+    L, h, s = c.num_layers, c.hidden_size, c.seq_length
+    whole_squares = 12 * L * h * s * 16 * s  # log.py counts them; of 4 products in forwards, ours needs half of 3.5
+    assert found["attention"].flops == pytest.approx(whole_squares / 3 * 3.5 / 2)
+    products = sum(part.flops for name, part in found.items() if name.endswith("dW"))
+    assert products == pytest.approx(model_flops(c, 16) - whole_squares)
+    layout = SimpleNamespace(stage=0, dp=1, stored=lambda rank: P)
+    P = GPT(c, Mesh().tp).num_parameters()
+    states = {"gradients": 4 * P, "master weights": 4 * P, "moments": 8 * P}
+    update = seconds.update(c, layout, None, bench_model.BYTES, 0, states, 2, 4)
+    assert sum(found[name].bytes for name in ("adamw_flat", "squared_norm", "zero_grad")) == update
+    for part in found.values():
+        assert part.reachable >= part.floor >= max(part.flops / 989e12, part.bytes / 4.8e12) * (1 - 1e-9)
+    measured = (Path(__file__).parent / "MEASURED.md").read_text(encoding="utf-8")
+    assert bench("model") in measured
+
+
+def test_gpt2_345m_fast_differs_as_its_comment_says():
+    asked, fast = (configuration.load([f"configs/{name}.py"]) for name in ("gpt2_345m", "gpt2_345m_fast"))
+    different = {f.name for f in fields(asked) if getattr(asked, f.name) != getattr(fast, f.name)} - {"out_dir"}
+    assert different == {"dropout", "micro_batch_size", "recompute"}
+    for name in different:
+        assert all(name in Path(f"configs/{file}.py").read_text() for file in ("gpt2_345m", "gpt2_345m_fast"))
+
+
+# --- the first run ----------------------------------------------------------------------------------------------------
+
+SCRIPT = Path(__file__).parent / "bench" / "first_run.sh"
+
+
+def first_run(*arguments, **environment):
+    environment = os.environ | {"PYTHON": sys.executable} | environment
+    return subprocess.run(["bash", SCRIPT, *arguments], capture_output=True, text=True, timeout=200, env=environment)
+
+
+def test_the_first_run_needs_a_gpu_and_a_part(tmp_path):
+    done = first_run("1", str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: first_run.sh: PyTorch finds no GPU here") and done.stderr.count("\n") == 1
+    for arguments in ([], ["9"], ["--dry_run"]):
+        done = first_run(*arguments)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+def test_every_command_of_the_first_run_is_accepted():
+    """Each command line parses. Each operation of bench/kernels.py has exactly one command."""
+    operations, trained = [], []
+    for line in first_run("--list", "all").stdout.splitlines():
+        _, *words = shlex.split(line)
+        if words[:2] == ["-m", "bench"]:
+            parameters = inspect.signature(command_line.measurement(words[2])).parameters
+            options = command_line.parse_options(words[2], words[3:], parameters)
+            operations += [options["only"]] * (words[2] == "kernels")
+            trained += [options] * (words[2] == "train")
+        elif words[0] == "train.py":
+            c = configuration.load(words[1:])
+            assert configuration.check(c, 1) == 1 and c.train_iters == 40
+        else:
+            assert words[0] == "prepare.py" or words[:2] == ["-m", "pytest"]
+    assert sorted(operations) == sorted(NAMES)
+    assert [options["micro_batch_sizes"] for options in trained[:3]] == ["32", "64", "32"]
+    assert [options["configs"] for options in trained[:3]] == ["gpt2_345m_fast", "gpt2_345m_fast", "gpt2_124m"]
+
+
+def test_the_first_run_goes_on_after_a_failure(tmp_path):
+    """A stand-in for Python: the second of six commands fails."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho did "$@"\ncase "$*" in *fc1*) exit 7 ;; esac\n')
+    python.chmod(0o755)
+    done = first_run("--dry_run", "1", str(tmp_path / "out"), PYTHON=str(python))
+    summary = (tmp_path / "out" / "summary.txt").read_text()
+    log = (tmp_path / "out" / "part1.log").read_text()
+    assert done.returncode == 1 and summary.count("\npassed  part 1 ") == 5 and log.count("\ndid -m bench") == 6
+    assert "--repeats=10  (exit code 7: did -m bench kernels --only=dW of fc1 --repeats=10)\n" in summary
+
+
+def test_a_part_of_the_first_run(tmp_path):
+    done = first_run("--dry_run", "8", str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    log = (tmp_path / "part8.log").read_text()
+    assert "micro-batch of 4 x 64 tokens, 8 in an update" in log and "bf16 weights" in log
+    assert re.search(r"\npassed  part 8 \d+ s  .* --steps=1 ", (tmp_path / "summary.txt").read_text())
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["part8.log", "summary.txt"]
+
+
+# --- the profile ------------------------------------------------------------------------------------------------------
 
 
 def test_busy_time_counts_what_overlaps_once(capsys):

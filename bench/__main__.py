@@ -6,6 +6,7 @@
     python -m bench delay             the loss of asynchronous pipelines
     python -m bench kernels           correctness and speed of every operation, on a GPU
     python -m bench train             a whole step, ours and plain PyTorch's, and a profile, on a GPU
+    python -m bench model             FLOPs, bytes and least time of each part of a step, computed
 
 The measurement NAME is the function `measure` of bench/NAME.py. Its keyword arguments are the options, its docstring
 is the help. This file imports a measurement only when it is needed. The measurements share machine.py, plain.py and
@@ -19,7 +20,7 @@ import sys
 from errors import UserError, exit_on_user_error
 
 LARGEST = 2**20  # of an option that is a number
-NAMES = ["prepare", "layouts", "checkpoint", "delay", "kernels", "train"]
+NAMES = ["prepare", "layouts", "checkpoint", "delay", "kernels", "train", "model"]
 
 
 def measurement(name):

@@ -13,10 +13,14 @@ The times are GPU times. Before each measurement the GPU waits for two milliseco
 so no kernel waits for its launch. The variants take turns. Each variant processes several copies of its inputs, which
 together do not fit into the L2 cache. So the inputs are not in the cache, as in a training step.
 
-Each run also measures the rate of a plain copy (bytes read and written per second) and of a large matrix product
-(FLOP/s). An operation's *floor* is the least number of bytes that it must move, or of FLOP that it must compute. The
-operation's rate is floor / time. If this rate is near the rate of the copy or the product, a faster kernel gains
-little. The comments in kernels.py and flash_attention.py derive the floors.
+Each run also measures the rate of a plain copy (bytes read and written per second) and of large matrix products during
+a whole second (FLOP/s; a busy GPU slows down). An operation's *floor* is the least number of bytes that it must move,
+or of FLOP that it must compute. The operation's rate is floor / time. If this rate is near the rate of the copy or the
+product, a faster kernel gains little. The comments in kernels.py and flash_attention.py derive the floors.
+
+The rows "dW" measure `tensor.add_product`, which adds a weight's gradient to float32 with PyTorch's own product. Its
+time stands in the column of our kernels. Each row is printed as soon as it is measured. All rows together may take more
+than ten minutes, mainly for torch.compile. With --only=NAME a run should take one or two.
 
 Without a GPU the kernels run in Triton's interpreter at a small size. The measurement then checks the
 errors and counts the moved bytes.
@@ -37,13 +41,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import reference
 import train
-from bench.machine import NO_GPU, VERSIONS, Gpu, copy_rate, product_rate, what_went_wrong
+from bench.machine import NO_GPU, VERSIONS, Gpu, copy_rate, product_rate, products, what_went_wrong
 from bench.tables import print_row, print_table, spread
 from config import Config
 from errors import UserError
 from operations import choose
 from parallel.mesh import Mesh
-from parallel.tensor import CHUNK, LinearCrossEntropy
+from parallel.tensor import CHUNK, LinearCrossEntropy, add_product
 from reference import Drop
 
 L2 = 200 << 20  # bytes of all copies of the inputs: more than the L2 cache, which has 50 MB on an H200
@@ -62,7 +66,7 @@ def measure(
 ):
     """Check every operation. Compare its time with PyTorch's, and its rate with a memory copy or a matrix product.
 
-    --only                      measure only operations whose name contains this text
+    --only                      measure only the operation of this name, or operations whose name contains this text
     --repeats                   number of measurements of each variant; the variants take turns
     --dtype                     dtype of the activations: bf16, fp16, fp32
     --hidden, --tokens, --seq, --vocab   hidden size; tokens of a micro-batch; tokens of a sample; vocabulary
@@ -91,7 +95,7 @@ class Operation:
     *inputs): calls that function of `kernels` or `reference`. floor: the bytes that forward and backward must move, or
     with `flops` the FLOP; one number for an operation without backward. elements: moved bytes are printed divided by
     this number. own {name: function(*inputs)}: PyTorch's own variants. another: names in `own` that compute something
-    else. compiled(compile): returns the compiled variant, if compiling `run` is not enough.
+    else. compiled(compile): returns the compiled variant, if compiling `run` is not enough. remark: printed in its row.
     """
 
     name: str
@@ -104,6 +108,7 @@ class Operation:
     own: dict = field(default_factory=dict)
     another: tuple = ()
     compiled: Callable | None = None
+    remark: str = ""
 
     @property
     def directions(self):
@@ -157,8 +162,14 @@ def operations(device, dtype, n, h, s, v):
         Operation("relu", "relu_", draw(wide, (4 * h,)), plain("relu_"), (8 * mib, 12 * mib), 4 * n * h),
         *attentions(draw, plain, item, n, h, s),
         *losses(device, dtype, n, h, v),
+        *(weight_gradient(device, dtype, name, n, *shape) for name, shape in (("proj", (h, h)), ("fc1", (4 * h, h)))),
         *updates(device, dtype, h),
     ]  # fmt: skip
+
+
+def selected(found, only):
+    """Return the operation with the name `only`, or all whose name contains it."""
+    return [op for op in found if op.name == only] or [op for op in found if only in op.name]
 
 
 def randoms(device, dtype, seed, *shapes):
@@ -273,6 +284,25 @@ def with_gradients(function):
     return run
 
 
+def weight_gradient(device, dtype, name, n, out, width):
+    """Return the operation dW += dy^T x, with dW [out, width] in float32, dy [n, out] and x [n, width]."""
+
+    def draw(seed):
+        (gradient,) = randoms(device, torch.promote_types(dtype, torch.float32), seed, (out, width))
+        return [gradient, *randoms(device, dtype, seed + 1, (n, out), (n, width))]
+
+    def run(ops, gradient, dy, x):
+        if ops is reference:
+            return gradient.add_(dy.T @ x)
+        w = nn.Parameter(torch.empty_like(gradient, dtype=dy.dtype))
+        w.grad_dtype, w.grad = gradient.dtype, gradient
+        add_product(w, dy, x)
+        return gradient
+
+    flops = 2 * n * out * width
+    return Operation(f"dW of {name}", "add_product", draw, run, (flops,), n * width, flops=True)
+
+
 def updates(device, dtype, h):
     """Return the operations at the end of a step, on a block's flat buffer: matrices (weight decay), then vectors."""
     matrices, size = 12 * h * h, 12 * h * h + 13 * h
@@ -297,6 +327,7 @@ def updates(device, dtype, h):
         Operation(
             "adamw", "adamw_", draw, run, ((28 + cast * dtype.itemsize) * size,), size,
             own={"AdamW(fused=True)": OwnAdamW(ranges, lr.item(), options)},
+            remark="compiled: torch.compile leaves PyTorch's fused AdamW as it is, so this is eager's",
         ),
         Operation(
             "squared_norms", "squared_norms", draw_flats, lambda ops, *flats: ops.squared_norms(flats),
@@ -399,10 +430,11 @@ def on_gpu(machine, sizes, dtype, repeats, only):
     import kernels
 
     dtype_name, dtype = dtype, train.DTYPES[dtype]
-    rates = {False: copy_rate(machine), True: product_rate(machine, dtype)}
+    burst_and_sustained = product_rate(machine, dtype)
+    rates = {False: copy_rate(machine), True: burst_and_sustained[1]}
     print(
         f"{machine.name}, {VERSIONS}, {dtype_name}; copy {rates[False] / 1e9:,.0f} GB/s, "
-        f"product {rates[True] / 1e12:,.1f} TFLOP/s; " + ", ".join(f"{k} = {v}" for k, v in sizes.items())
+        f"{products(burst_and_sustained)}; " + ", ".join(f"{k} = {v}" for k, v in sizes.items())
     )
     print(
         f"microseconds: median (smallest-largest) of {repeats}; error: the largest error / the allowed error "
@@ -411,15 +443,14 @@ def on_gpu(machine, sizes, dtype, repeats, only):
     print_row(ROW, "", "", "error", "Triton", "rate", "share", "reference.py", "compiled", "", "PyTorch's own")
     machine.forget_compiled()
     totals, right = [], True
-    for operation in operations(machine.device, dtype, **sizes):
-        if only in operation.name:
-            variants = variants_of(operation, kernels, machine)
-            found = examine(machine, operation, variants, repeats)
-            right &= found["Triton"].right
-            for i, direction in enumerate(operation.directions):
-                print_row(ROW, *cells(operation, i, direction, found, rates[operation.flops]))
-            totals.append((operation, *(found[which].total() for which in ("Triton", "reference.py"))))
-            del variants, found
+    for operation in selected(operations(machine.device, dtype, **sizes), only):
+        variants = variants_of(operation, kernels, machine)
+        found = examine(machine, operation, variants, repeats)
+        right &= found["Triton"].right
+        for i, direction in enumerate(operation.directions):
+            print_row(ROW, *cells(operation, i, direction, found, rates[operation.flops]))
+        totals.append((operation, *(found[which].total() for which in ("Triton", "reference.py"))))
+        del variants, found
         machine.forget_compiled()
     print(verdict(choose(Config(kernels="auto"), machine.device, dtype_name), totals))
     return right
@@ -526,6 +557,7 @@ def cells(operation, i, direction, found, rate):
         if not found[name].right:
             remarks.append(f"{name}: {found[name].failure or 'error ' + judged(found[name].error)}")
     plain, compiled = (found[name].cell(i)[:26] for name in ("reference.py", "compiled"))
+    remarks += [operation.remark] * bool(operation.remark)
     ratio = f"x{best / ours.median(i):.2f}" if ours.times and best < float("inf") else ""
     known = (unit, f"{achieved / rate:.0%}") if ours.times else ("", "")
     return operation.name, direction, error, ours.cell(i)[:26], *known, plain, compiled, ratio, "; ".join(remarks)
@@ -567,9 +599,7 @@ def interpreted(only):
     sanitizer.install()
     print(NO_GPU + "a check in Triton's interpreter, in bf16, at a small size; times need a GPU")
     rows, right = [], True
-    for operation in operations(torch.device("cpu"), torch.bfloat16, **SMALL):
-        if only not in operation.name:
-            continue
+    for operation in selected(operations(torch.device("cpu"), torch.bfloat16, **SMALL), only):
         judge, inputs = Judge(operation), operation.inputs(0)
         moved = []
         with sanitizer.traffic() as forward:

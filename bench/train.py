@@ -1,23 +1,32 @@
 """Measures a whole training step on one GPU: ours, plain PyTorch's and Hugging Face's, and a profile of ours.
 
-    python -m bench train --configs=gpt2_345m --micro_batch_sizes=8
+    python -m bench train --configs=gpt2_345m_fast --micro_batch_sizes=32
 
-All contestants train the same GPT on the same batches, with one update per micro-batch, no dropout, no recomputation:
+All contestants train the same GPT on the same batches, without dropout and recomputation. (A line lists what this
+changes in the configuration.)
 
-    ours                bf16 with float32 master weights (parallel/zero.py); with each choice of --kernels:
-                        kernels.py (triton), reference.py (torch) or a mixture of both (auto)
-    plain PyTorch       `Plain` of plain.py, trained in the usual way: float32 weights under torch.autocast(bf16),
-                        fused AdamW, clip_grad_norm_; eager, and under torch.compile
-    Hugging Face        transformers' GPT-2 with attn_implementation="sdpa", trained the same way, under torch.compile;
-                        only if transformers is installed
+    ours                         bf16 with float32 master weights and float32 gradients (parallel/zero.py); with each
+                                 choice of --kernels: kernels.py (triton), reference.py (torch) or a mixture (auto)
+    plain PyTorch, autocast      `Plain` of plain.py, trained in the usual way: float32 weights under
+                                 torch.autocast(bf16), fused AdamW, clip_grad_norm_; eager, and under torch.compile
+    plain PyTorch, bf16 weights  the same with our numerics: bf16 weights and residual stream, float32 gradients and
+                                 master weights
+    Hugging Face, autocast       transformers' GPT-2 with attn_implementation="sdpa", under torch.compile; only if
+                                 transformers is installed
 
-A run takes minutes, mainly for torch.compile. Each table is printed as soon as it is measured. First, a check compares
-the losses of three steps: our losses and plain PyTorch's must agree to 1%. (Plain PyTorch's softmax includes the
-vocabulary's padding, which changes a loss by about 0.01%. Hugging Face's model is not checked, because it starts from
-other weights.) Then the contestants take turns in one process. The first step of a turn is not timed, because it
-allocates memory from the device again. The table shows that step's extra memory plus the weights, gradients and
-moments. All models stay in memory during the measurement. A line above the table shows their size. A contestant that
-is "out of memory" may fit without the others.
+An update follows each micro-batch. It costs every contestant a few percent, which a real run with more micro-batches
+does not pay; --micro_batches=8 measures that. Ids follow Zipf's law, as in text: id i has a probability proportional to
+1 / (i + 1). With uniform ids the embedding's gradient would have few duplicates and be too fast. PyTorch chooses the
+backend of plain PyTorch's attention, and a line names it; --attention=cudnn or flash forces one.
+
+A run should take one configuration and one micro-batch size. On an H200 we expect (not measured) at most a minute for
+each of three compilations and four minutes for the rest. --only=TEXT leaves contestants out. Each result is printed as
+soon as it is known: losses, the time of each turn, tables. First, a check compares the losses of three steps: our
+losses and plain PyTorch's must agree to 1%. (Plain PyTorch's softmax includes the vocabulary's padding, which changes a
+loss by about 0.01%. Hugging Face's model is not checked, because it starts from other weights.) Then the contestants
+take turns in one process. The first step of a turn is not timed, because it allocates memory from the device again. The
+table shows that step's extra memory plus the weights, gradients and moments. All models stay in memory during the
+measurement. A line above the table shows their size. A contestant that is "out of memory" may fit without the others.
 
 The last table profiles our step, kernel by kernel. For each of our own kernels it shows the floor: the time of a plain
 copy of the bytes that the kernel must move. Matrix products have no floor in this table. The last line shows how long
@@ -30,26 +39,28 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
+import math
 import re
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import config as configuration
 import operations
 import train
-from bench.machine import NO_GPU, VERSIONS, Cpu, Gpu, copy_rate, what_went_wrong
+from bench.machine import NO_GPU, VERSIONS, Cpu, Gpu, copy_rate, product_rate, products, what_went_wrong
+from bench.model import load, own_floors, per_update, print_model
 from bench.plain import STEADY, Plain, loss_of, make_optimizer, samples
 from bench.tables import print_table, ratios, spread
 from errors import UserError
 from log import PendingStep, model_flops, peak_tflops
-from model import GPT
 from parallel.mesh import Mesh
 
 BATCHES = 4  # different batches, used in a cycle
@@ -60,14 +71,24 @@ GIB = 2**30
 
 
 def measure(
-    configs: str = "gpt2_124m,gpt2_345m", micro_batch_sizes: str = "8,16,32", steps: int = 10, repeats: int = 3
+    configs: str = "gpt2_345m_fast",
+    micro_batch_sizes: str = "32",
+    micro_batches: int = 1,
+    steps: int = 10,
+    repeats: int = 3,
+    attention: str = "own",
+    only: str = "",
 ):
     """Compare tokens per second of our step, plain PyTorch's and Hugging Face's, and profile ours kernel by kernel.
 
     --configs             files of configs/, without .py
-    --micro_batch_sizes   samples of a step
+    --micro_batch_sizes   samples of a micro-batch
+    --micro_batches       micro-batches between two updates
     --steps               steps of a turn
     --repeats             turns of each contestant
+    --attention           of the others: own (PyTorch chooses), cudnn or flash
+    --only                only contestants whose name contains one of these texts, such as ours,eager; the first one
+                          always takes part
     """
     try:
         sizes = [int(size) for size in micro_batch_sizes.split(",")]
@@ -75,27 +96,35 @@ def measure(
         sizes = [0]
     if min(sizes) < 1:
         raise UserError(f"--micro_batch_sizes={micro_batch_sizes}: should be like 8,16,32")
-    loaded = {name: load(name) for name in configs.split(",")}
+    if attention not in ("own", "cudnn", "flash"):
+        raise UserError(f"--attention={attention}: should be own, cudnn or flash")
+    loaded = {name: load(name, micro_batches) for name in configs.split(",")}
     if not torch.cuda.is_available():
-        print(NO_GPU + "only a computed least time of a step, and a comparison with plain PyTorch at a small size")
-        floors(loaded, sizes[0])
-        toy(steps=5, repeats=repeats)
+        print(NO_GPU + "only the paper model of a step, and a comparison with plain PyTorch at a small size")
+        for name, c in loaded.items():
+            print_model(name, c, sizes[0], "h200")
+        toy(steps, repeats, micro_batches, only)
         return
     machine = Gpu()
     copy = copy_rate(machine)
-    print(f"{machine.name}, {VERSIONS}, bf16; copy {copy / 1e9:,.0f} GB/s")
+    rate = products(product_rate(machine, torch.bfloat16))
+    print(f"{machine.name}, {VERSIONS}, bf16; copy {copy / 1e9:,.0f} GB/s, {rate}")
+    forced = dict(cudnn=SDPBackend.CUDNN_ATTENTION, flash=SDPBackend.FLASH_ATTENTION).get(attention)
+    failed = False
     for name, c in loaded.items():
-        print(f"\n{name}")
-        on_gpu(machine, c, sizes, steps, repeats, ("auto", "triton", "torch"), copy)
+        with sdpa_kernel(forced) if forced else contextlib.nullcontext():
+            print(f"\n{name}: the others' attention is {backend(c, machine.device)}", flush=True)
+            failed |= on_gpu(machine, c, sizes, steps, repeats, ("auto", "triton", "torch"), copy, only)
         machine.forget_compiled()
+    if failed:
+        sys.exit(1)
 
 
-def load(name):
-    """Return the configuration in bf16, without the features that plain PyTorch lacks."""
-    c = configuration.load([str(Path(__file__).parents[1] / f"configs/{name}.py")])
-    return dataclasses.replace(
-        c, dtype="bf16", dropout=0.0, recompute="none", lr_warmup_fraction=0.0, rampup_batch_size="", **STEADY
-    )
+def backend(c, device):
+    """Return the name of the backend that PyTorch chooses for attention."""
+    shape, dtype = (1, c.num_attention_heads, c.seq_length, c.head_size), operations.DTYPES[c.dtype]
+    q = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
+    return SDPBackend(torch._fused_sdp_choice(q, q, q, None, 0.0, True)).name
 
 
 # --- the contestants --------------------------------------------------------------------------------------------------
@@ -135,8 +164,8 @@ class Ours:
                 part.ops = ops
 
     def take(self, batches):
-        c = self.run.config
-        c.micro_batch_size = c.global_batch_size = len(batches[0][0])
+        c, size = self.run.config, len(batches[0][0])
+        c.global_batch_size, c.micro_batch_size = per_update(c) * size, size
         self.batches = itertools.cycle([self.run.model.micro_batch(*batch) for batch in batches])
 
     def step(self):
@@ -164,16 +193,24 @@ class Ours:
 class Theirs:
     """A model in plain PyTorch, ids [b, s] -> logits(model(ids)) [b, s, v], trained as in PyTorch's tutorials.
 
-    modes: some of "eager" and "compiled". torch.compile compiles the model together with its loss.
+    modes: some of "eager" and "compiled". torch.compile compiles the model together with its loss. dtype: of the
+    weights. bf16 weights have float32 gradients and float32 master weights, which the optimizer updates. float32
+    weights are their own master weights and run under autocast.
     """
 
-    def __init__(self, c, machine, model, name, modes, logits=lambda output: output):
+    def __init__(self, c, machine, model, name, modes, logits=lambda output: output, dtype=torch.float32):
         def loss(ids, targets):
-            return loss_of(logits(model(ids)), targets)
+            return loss_of(logits(model(ids)).float(), targets)
 
         self.config, self.machine, self.name, self.model = c, machine, name, model.to(machine.device)
         self.modes = {mode: machine.compile(loss) if mode == "compiled" else loss for mode in modes}
         self.initial = [p.detach().clone() for p in self.model.parameters()]
+        self.model.to(dtype)
+        self.masters = self.weights = list(self.model.parameters())
+        if dtype != torch.float32:
+            self.masters = [nn.Parameter(p.clone()) for p in self.initial]
+            for p in self.weights:
+                p.grad_dtype = torch.float32
         self.restart()
 
     def contestants(self):
@@ -184,38 +221,51 @@ class Theirs:
         self.batches = itertools.cycle(batches)
 
     def step(self, loss_of_batch):
-        batch = next(self.batches)
-        mixed = self.config.dtype == "bf16"
-        with torch.autocast(self.machine.device.type, torch.bfloat16, enabled=mixed):
-            loss = loss_of_batch(*batch)
-        loss.backward()
-        nn.utils.clip_grad_norm_(list(self.model.parameters()), self.config.clip_grad)
+        mixed, m, losses = self.config.dtype == "bf16" and self.masters is self.weights, per_update(self.config), []
+        for _ in range(m):
+            with torch.autocast(self.machine.device.type, torch.bfloat16, enabled=mixed):
+                losses.append(loss_of_batch(*next(self.batches)) / m)
+            losses[-1].backward()
+        if self.masters is not self.weights:
+            for p, master in zip(self.weights, self.masters, strict=True):
+                master.grad, p.grad = p.grad, None
+        nn.utils.clip_grad_norm_(self.masters, self.config.clip_grad)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach()
+        self.cast()
+        return sum(loss.detach() for loss in losses)
+
+    @torch.no_grad()
+    def cast(self):
+        if self.masters is not self.weights:
+            torch._foreach_copy_(self.weights, self.masters)
 
     @torch.no_grad()
     def restart(self):
-        for p, initial in zip(self.model.parameters(), self.initial, strict=True):
+        for p, initial in zip(self.masters, self.initial, strict=True):
             p.copy_(initial)
-        self.optimizer = make_optimizer(self.model, self.config)
+        self.cast()
+        self.optimizer = make_optimizer(nn.ParameterList(self.masters), self.config)
 
     def forget(self):
-        self.optimizer.zero_grad()
+        for p in (*self.weights, *self.masters):
+            p.grad = None
 
     def tensors(self):
-        yield from self.model.parameters()
+        yield from {id(p): p for p in (*self.weights, *self.masters)}.values()
         for state in self.optimizer.state.values():
             yield from (x for x in state.values() if torch.is_tensor(x))
 
 
-def plain(c, machine):
+def plain(c, machine, name, modes, dtype=torch.float32):
     model = Plain(c, Mesh().tp)
     model.units[0].positions = model.units[0].positions.to(machine.device)
-    return Theirs(c, machine, model, "plain PyTorch", ("eager", "compiled"))
+    return Theirs(c, machine, model, name, modes, dtype=dtype)
 
 
-def hugging_face(c, machine):
+def hugging_face(c, machine, name, modes):
+    if not importlib.util.find_spec("transformers"):
+        raise ImportError("transformers is not installed")
     from transformers import AutoModelForCausalLM, GPT2Config
 
     shape = GPT2Config(
@@ -223,37 +273,61 @@ def hugging_face(c, machine):
         n_head=c.num_attention_heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa").float().train()
-    return Theirs(c, machine, model, "Hugging Face", ("compiled",), lambda output: output.logits)
+    return Theirs(c, machine, model, name, modes, lambda output: output.logits)
+
+
+OTHERS = {  # name: (function that makes it, its modes)
+    "plain PyTorch, autocast": (plain, ("eager", "compiled")),
+    "plain PyTorch, bf16 weights": (functools.partial(plain, dtype=torch.bfloat16), ("eager", "compiled")),
+    "Hugging Face, autocast": (hugging_face, ("compiled",)),
+}
+
+
+def contestants_of(c, machine, choices, only, modes=("eager", "compiled")):
+    """Return the contestants: ours with each of `choices`, then the others in these modes. only: as in `measure`."""
+
+    def chosen(name):
+        return any(text in name for text in only.split(","))
+
+    ours = list(Ours(c, machine).contestants(choices))
+    found = [ours[0], *(who for who in ours[1:] if chosen(who.name))]
+    for name, (make, its_modes) in OTHERS.items():
+        its_modes = [mode for mode in its_modes if mode in modes and chosen(f"{name}, {mode}")]
+        if its_modes and (c.dtype == "bf16" or "bf16" not in name):
+            try:
+                found += make(dataclasses.replace(c), machine, name, its_modes).contestants()
+            except Exception as error:  # an unknown version of transformers may fail anywhere
+                print(f"no comparison with {name}: {what_went_wrong(error)}")
+    return found
 
 
 # --- the comparison ---------------------------------------------------------------------------------------------------
 
 
-def on_gpu(machine, c, sizes, steps, repeats, choices, copy):
-    """Print the check of one configuration, a table for each micro-batch size, and the profile."""
-    ours = Ours(c, machine)
-    contestants = [*ours.contestants(choices), *plain(dataclasses.replace(c), machine).contestants()]
-    if importlib.util.find_spec("transformers"):
-        try:
-            contestants += hugging_face(dataclasses.replace(c), machine).contestants()
-        except Exception as error:  # an unknown version of transformers may fail anywhere
-            print(f"no comparison with Hugging Face: {what_went_wrong(error)}")
-    else:
-        print("no comparison with Hugging Face: transformers is not installed")
+def on_gpu(machine, c, sizes, steps, repeats, choices, copy, only=""):
+    """Print the check of one configuration, a table for each micro-batch size, and the profile.
+
+    Return True if a contestant of ours failed.
+    """
+    contestants, failed = contestants_of(c, machine, choices, only), False
     check_same(machine, contestants, batches_of(c, sizes[0], machine))
     resident = {id(who.model): state_bytes(who.model) for who in contestants}
     print(f"the states of all models, which stay in memory: {sum(resident.values()) / GIB:.1f} GiB")
     for size in sizes:
         rounds(machine, contestants, batches_of(c, size, machine), steps, repeats)
         table(machine, c, contestants, size, steps, repeats)
+        failed |= any(who.failure for who in contestants if isinstance(who.model, Ours))
     profiled(machine, c, contestants[0], sizes, copy)
+    return failed
 
 
 def batches_of(c, size, machine):
-    """Return BATCHES random micro-batches of `size` samples: [(ids [b, s], targets [b, s])]."""
+    """Return BATCHES micro-batches of `size` samples, [(ids [b, s], targets [b, s])]. Ids follow Zipf's law."""
     generator = torch.Generator().manual_seed(c.seed)
-    tokens = torch.randint(c.vocab_size, (BATCHES, size, c.seq_length + 1), generator=generator).to(machine.device)
-    return samples(tokens)
+    shape = BATCHES, size, c.seq_length + 1
+    law = 1 / torch.arange(1, c.vocab_size + 1, dtype=torch.float64)
+    tokens = torch.multinomial(law, math.prod(shape), replacement=True, generator=generator)
+    return samples(tokens.view(shape).to(machine.device))
 
 
 def check_same(machine, contestants, batches):
@@ -263,10 +337,13 @@ def check_same(machine, contestants, batches):
         who.model.restart()
         who.model.take(batches)
         who.choose()
-        seen = []
+        seen, start = [], time.perf_counter()
         with surviving(who):
-            seen = [value(who.step()) for _ in range(CHECKED)]
-        print(f"{who.name + ':':<24} losses " + (" ".join(f"{x:.4f}" for x in seen) or who.failure), flush=True)
+            seen = [value(who.step())]
+            first = time.perf_counter() - start  # with all compilations
+            seen += [value(who.step()) for _ in range(CHECKED - 1)]
+        result = " ".join(f"{x:.4f}" for x in seen) + f" (first step {first:.1f} s)" if seen else who.failure
+        print(f"{who.name + ':':<40} losses {result}", flush=True)
         if seen and not who.name.startswith("Hugging Face"):
             losses[who.name] = seen
         machine.give_back()
@@ -309,6 +386,7 @@ def rounds(machine, contestants, batches, steps, repeats):
                 with surviving(who):
                     who.model.take(batches)
                     turn(machine, who, steps if i else 1)
+                    print(f"turn {i}: {who.name:<40} {1000 * who.seconds[-1]:.1f} ms", flush=True)
                 machine.give_back()
         if i == 0:
             for who in contestants:
@@ -330,9 +408,11 @@ def turn(machine, who, steps):
 
 def table(machine, c, contestants, size, steps, repeats):
     """Print a row for each contestant with the results of `rounds`, for micro-batches of `size` samples."""
-    tokens, peak = size * c.seq_length, peak_tflops(machine.name, c.dtype)
+    m, peak = per_update(c), peak_tflops(machine.name, c.dtype)
+    tokens = m * size * c.seq_length
     print(
-        f"\nmicro-batch of {size} x {c.seq_length} tokens, {model_flops(c, 1) / c.seq_length / 1e9:.3f} GFLOP a token; "
+        f"\nmicro-batch of {size} x {c.seq_length} tokens, {m} in an update, "
+        f"{model_flops(c, 1) / c.seq_length / 1e9:.3f} GFLOP a token; "
         f"MFU relative to {peak or '?'} TFLOP/s; median (smallest-largest) of {repeats} turns of {steps} steps"
     )
     rows, first = [], contestants[0].seconds
@@ -341,7 +421,7 @@ def table(machine, c, contestants, size, steps, repeats):
             rows.append([who.name, who.failure.partition(":")[0], "", "", "", ""])
             continue
         speed = [tokens / seconds for seconds in who.seconds]
-        mfu = [model_flops(c, size) / seconds / (peak * 1e12) for seconds in who.seconds] if peak else None
+        mfu = [model_flops(c, m * size) / seconds / (peak * 1e12) for seconds in who.seconds] if peak else None
         ratio = spread(ratios(first, who.seconds)) if first else ""
         milliseconds = spread([1000 * seconds for seconds in who.seconds], "{:.1f}")
         mfu = f"{statistics.median(mfu):.1%}" if mfu else "?"
@@ -368,7 +448,7 @@ def profiled(machine, c, who, sizes, copy):
         machine.give_back()
         if not who.failure:
             print(f"\na step of {who.name}, micro-batch {size}: {message}")
-            print_profile(kernels, own_floors(c, size * c.seq_length), copy, who.seconds[0])
+            print_profile(kernels, own_floors(c, per_update(c) * size * c.seq_length), copy, who.seconds[0])
             return
         print(f"\nno profile of {who.name}, micro-batch {size}: {who.failure}")
 
@@ -441,59 +521,15 @@ def short(name):
     return name if len(name) <= 90 else name[:87] + "..."
 
 
-def own_floors(c, tokens):
-    """Return {our kernel: bytes that it must move in a step}. kernels.py and flash_attention.py derive the numbers."""
-    h, L, item = c.hidden_size, c.num_layers, train.DTYPES[c.dtype].itemsize
-    x = tokens * h * item  # bytes of an activation [tokens, h]
-    parameters = GPT(c, Mesh().tp).num_parameters()
-    return {
-        "residual_forward": x * (L * (2 + 4 + 3) + 2),  # passes over x: norm 2, add and norm 4, add 3; head: norm 2
-        "residual_backward": x * (L * (4 + 4 + 1) + 3),
-        "activation_forward": x * L * 4 * 2,
-        "activation_backward": x * L * 4 * 3,
-        "attention_forward": x * L * 4,
-        "attention_delta": x * L * 2,
-        "attention_backward_keys": x * L * 6,
-        "attention_backward_queries": x * L * 6,
-        "cross_entropy_whole": tokens * c.padded_vocab_size * 2 * item,
-        "adamw_flat": parameters * (28 + (item if c.dtype != "fp32" else 0)),
-        "squared_norm": parameters * 4,
-    }
-
-
 # --- without a GPU ----------------------------------------------------------------------------------------------------
 
-DATA_SHEET = {"H100 SXM": (3.35, 989), "H200 SXM": (4.8, 989)}  # TB/s of memory, TFLOP/s in bf16
 
-
-def floors(configs, size):
-    """Print the least time of a step of `size` samples: matrix products at the peak rate, then our kernels' bytes."""
-    rows = []
-    for name, c in configs.items():
-        moved = own_floors(c, size * c.seq_length)
-        bytes = sum(moved[kernel] for kernel in moved if not kernel.startswith("attention"))
-        update = moved["adamw_flat"] + moved["squared_norm"]
-        for gpu, (bandwidth, peak) in DATA_SHEET.items():
-            milliseconds = model_flops(c, size) / peak / 1e9, bytes / bandwidth / 1e9
-            speed = size * c.seq_length / sum(milliseconds) * 1000
-            rows.append(
-                [f"{name}, {gpu}", f"{GPT(c, Mesh().tp).num_parameters():,}",
-                 f"{model_flops(c, 1) / c.seq_length / 1e9:.3f}", f"{update / 1e9:.2f}", f"{bytes / 1e9:.1f}",
-                 *(f"{x:.1f}" for x in milliseconds), f"{speed:,.0f}"]
-            )  # fmt: skip
-    head = ["", "parameters", "GFLOP/token", "update, GB", "kernels, GB", "products, ms", "kernels, ms", "tokens/s"]
-    print(f"floors of a step of {size} samples, at the data sheet's peaks; no program reaches the last column")
-    print_table(head, rows)
-
-
-def toy(steps, repeats):
-    """Run the comparison on a CPU, in float32 at a small size."""
-    c = configuration.Config(
-        num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=512, dtype="fp32", **STEADY
-    )
+def toy(steps, repeats, micro_batches, only):
+    """Run the comparison on a CPU at a small size, without torch.compile."""
+    sizes = dict(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=512)
+    c = configuration.Config(**sizes, dtype="bf16", micro_batch_size=1, global_batch_size=micro_batches, **STEADY)
     machine = Cpu()
-    contestants = [*Ours(c, machine).contestants(["torch"]), *plain(dataclasses.replace(c), machine).contestants()]
-    contestants = [who for who in contestants if not who.name.endswith("compiled")]
+    contestants = contestants_of(c, machine, ["torch"], only, modes=["eager"])
     batches = batches_of(c, 4, machine)
     print()
     check_same(machine, contestants, batches)

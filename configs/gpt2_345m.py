@@ -1,5 +1,6 @@
 # GPT-2 medium, 354,871,296 parameters.
 # Source of all values: Megatron-DeepSpeed's script examples/pretrain_gpt_distributed.sh.
+# gpt2_345m_fast.py is the same model for speed. It differs in dropout, micro_batch_size and recompute.
 # python prepare.py --tokenizer=gpt2        (add --split=949,50,1 for the split of the script)
 data_dir = "data/stdlib_gpt2"
 vocab_size = 50257

@@ -1,0 +1,110 @@
+#!/usr/bin/env bash
+# The first minutes on a GPU, in numbered parts. Each part ends in less than ten minutes.
+#
+#     bash bench/first_run.sh PART [FOLDER]               one part, or all of them
+#     bash bench/first_run.sh --dry_run PART [FOLDER]     the same commands at a tiny size, without a GPU
+#     bash bench/first_run.sh --list PART                 prints the commands
+#
+#     1  the product that adds to a float32 gradient, and the kernels that matter most: error and time
+#     2  real steps of configs/gpt2_345m.py and of configs/gpt2_345m_fast.py; tests that need a GPU
+#     3  the other kernels
+#     4  345M beside plain PyTorch, micro-batches of 32, and the profile of a step
+#     5  the same with micro-batches of 64
+#     6  124M
+#     7  345M beside plain PyTorch with cuDNN's attention
+#     8  345M with eight micro-batches in an update, beside plain PyTorch
+#
+# FOLDER (default: $OUT, or out/first_run) receives partN.log with all output, summary.txt with a line for each command,
+# and metrics.jsonl of the runs of part 2. They grow during the run, so a killed run loses nothing. A failure does not
+# stop the next command. Exit code: 0 all passed, 1 something failed, 2 no GPU or a wrong argument. Nothing is installed
+# or downloaded. A command that is not finished after its share of time is ended; it counts as failed.
+set -u
+cd "$(dirname "$0")/.." || exit 2
+
+mode=run
+case "${1:-}" in --dry_run | --list) mode=${1#--} && shift ;; esac
+case "${1:-}" in
+[1-8]) parts=$1 ;;
+all) parts="1 2 3 4 5 6 7 8" ;;
+*) echo "error: first_run.sh: the argument should be 1, 2, 3, 4, 5, 6, 7, 8 or all" >&2 && exit 2 ;;
+esac
+folder=${2:-${OUT:-out/first_run}}
+work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT # tokens and checkpoints
+python=${PYTHON:-python3}
+export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+LIMIT=570 # seconds of a part
+failed=0
+
+if [ $mode = dry_run ]; then
+    export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1
+elif [ $mode = run ] && ! $python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
+    echo "error: first_run.sh: PyTorch finds no GPU here; --dry_run runs the same commands at a tiny size" >&2
+    exit 2
+fi
+[ $mode = list ] || mkdir -p "$folder" || exit 2
+
+say() { echo "$@" | tee -a "$folder/summary.txt"; }
+
+run() { # run SECONDS COMMAND...: at most so many seconds
+    local limit=$1 left=$((LIMIT - SECONDS)) start=$SECONDS code
+    shift
+    if [ $mode = list ]; then printf '%q ' "$@" && echo && return; fi
+    printf '\n$ %s\n' "$*" >>"$log"
+    timeout -k 10 $((left < limit ? (left > 0 ? left : 1) : limit)) "$@" </dev/null 2>&1 | tee -a "$log"
+    code=${PIPESTATUS[0]}
+    case $code in
+    0) say "passed  part $part $((SECONDS - start)) s  $*" ;;
+    *) say "FAILED  part $part $((SECONDS - start)) s  $*  (exit code $code: $(tail -n 1 "$log"))" && failed=1 ;;
+    esac
+}
+
+kernel() { run 150 $python -m bench kernels --only="$1" --repeats=10; }
+
+train() { # train NAME: a few real steps of configs/NAME.py
+    local tiny=()
+    [ $mode = dry_run ] && tiny=(--num_layers=1 --hidden_size=64 --num_attention_heads=2 --seq_length=64
+        --max_position_embeddings=64 --micro_batch_size=1 --global_batch_size=2 --train_iters=4 --log_interval=2)
+    run 200 $python train.py "configs/$1.py" --data_dir="$work/data" --out_dir="$work/$1" --train_iters=40 \
+        --log_interval=10 --eval_iters=0 "${tiny[@]}"
+    [ $mode = list ] || cp "$work/$1/metrics.jsonl" "$folder/$1.jsonl"
+}
+
+step() { # step NAME MICRO_BATCH_SIZE [OPTION...]
+    local tiny=()
+    [ $mode = dry_run ] && tiny=(--steps=1 --repeats=1)
+    run $LIMIT $python -m bench train --configs="$1" --micro_batch_sizes="$2" "${@:3}" "${tiny[@]}"
+}
+
+for part in $parts; do
+    SECONDS=0 log=$folder/part$part.log
+    if [ $mode != list ]; then
+        say "part $part, $(date -u '+%F %T') UTC, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown), $mode"
+        nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm,power.draw --format=csv,noheader 2>/dev/null |
+            tee -a "$folder/summary.txt"
+        $python -c "import sys, torch, triton; from torch.backends import cudnn; print('Python', sys.version.split()[0],
+            'torch', torch.__version__, 'triton', triton.__version__, 'cuDNN', cudnn.version())" |
+            tee -a "$folder/summary.txt"
+    fi
+    case $part in
+    1)
+        for name in "dW of proj" "dW of fc1" cross_entropy_ squared_norms layer_norm attention; do kernel "$name"; done
+        ;;
+    2)
+        run 120 $python prepare.py --tokenizer=bytes --out="$work/data" # needs no vocabulary from the network
+        train gpt2_345m
+        train gpt2_345m_fast
+        run 60 $python -m pytest -q test_log.py test_data.py
+        ;;
+    3)
+        for name in "linear + cross_entropy_" add_layer_norm "add_layer_norm, nothing added" "add_layer_norm, dropout" \
+            add dropout gelu relu causal_softmax adamw; do kernel "$name"; done
+        ;;
+    4) step gpt2_345m_fast 32 ;;
+    5) step gpt2_345m_fast 64 ;;
+    6) step gpt2_124m 32 ;;
+    7) step gpt2_345m_fast 32 --attention=cudnn --only=kernels=auto,plain ;;
+    8) step gpt2_345m_fast 32 --micro_batches=8 --only=kernels=auto,plain --steps=2 ;;
+    esac
+done
+[ $failed = 0 ] || { [ $mode = list ] || echo "something failed: see $folder/summary.txt" >&2; }
+exit $failed

@@ -1,0 +1,162 @@
+"""A paper model of a training step on one GPU: FLOPs, bytes and time of each part. No number of it is measured.
+
+    python -m bench model --config=gpt2_345m_fast --micro_batch_size=32 --device=h200
+
+The counts have two sources, which also other commands use. planning/seconds.py counts matrix products, attention, the
+embedding and the launches: its functions return FLOPs for rates of one FLOP per second, and bytes for a rate of one
+byte per second. `own_floors` counts the bytes of our kernels, as the floors of bench/kernels.py.
+
+    floor      the larger of FLOPs / peak and bytes / memory rate, at the rates of the data sheet. No program is faster
+    reachable  the same with the shares of these rates in planning/devices.py, and a gap after each launch. For Hopper
+               these shares are estimates
+
+`plan.py` predicts a longer step: it adds the two times of a product, and lets each product waste a wave of tiles.
+Attention counts only the lower triangle, and five products in backward instead of four. MFU counts the model FLOPs of
+log.py: whole squares, and four products.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import NamedTuple
+
+import config as configuration
+from bench.plain import STEADY
+from bench.tables import print_table
+from errors import UserError
+from log import model_flops
+from model import GPT
+from operations import DTYPES
+from parallel.mesh import Mesh
+from planning import devices, seconds
+
+NONE = seconds.Rates(*[float("inf")] * 3, 0.0, 0.0, "ours")  # nothing takes time
+FLOPS, BYTES, LAUNCHES = NONE._replace(matrix=1, attention=1), NONE._replace(memory=1), NONE._replace(gap=1)
+QKV = 9  # passes over [n, h] in qkv's backward: dq, dk, dv are read and written as one matrix, which its bias rereads
+
+
+def measure(config: str = "gpt2_345m_fast", micro_batch_size: int = 32, micro_batches: int = 1, device: str = "h200"):
+    """Print FLOPs, bytes and least time of each part of a step, computed from the model's shape, not measured.
+
+    --config            a file of configs/, without .py
+    --micro_batch_size  samples of a micro-batch
+    --micro_batches     micro-batches between two updates
+    --device            a GPU of planning/devices.py
+    """
+    if device not in devices.DEVICES:
+        raise UserError(f"--device={device}: should be one of {', '.join(devices.DEVICES)}")
+    print_model(config, load(config, micro_batches), micro_batch_size, device)
+
+
+def load(name, micro_batches=1):
+    """Return configs/NAME.py in bf16, without the features that plain PyTorch lacks. Print all changes.
+
+    global_batch_size / micro_batch_size of the result is `micro_batches`, the number between two updates.
+    """
+    asked = configuration.load([str(Path(__file__).parents[1] / f"configs/{name}.py")])
+    sizes = dict(micro_batch_size=1, global_batch_size=micro_batches)
+    changes = dict(dtype="bf16", dropout=0.0, recompute="none", lr_warmup_fraction=0.0, rampup_batch_size="", **STEADY)
+    changed = [f"{k}={getattr(asked, k)} -> {v}" for k, v in changes.items() if getattr(asked, k) != v]
+    print(f"configs/{name}.py with changes, so that all programs train the same: {', '.join(changed) or 'none'}")
+    return dataclasses.replace(asked, **changes, **sizes)
+
+
+def per_update(c):
+    return c.global_batch_size // c.micro_batch_size
+
+
+def own_floors(c, tokens):
+    """Return {our kernel: bytes that it must move in a step}. kernels.py and flash_attention.py derive the numbers."""
+    h, L, item = c.hidden_size, c.num_layers, DTYPES[c.dtype].itemsize
+    x = tokens * h * item  # bytes of an activation [tokens, h]
+    parameters = GPT(c, Mesh().tp).num_parameters()
+    return {
+        "residual_forward": x * (L * (2 + 4 + 3) + 2),  # passes over x: norm 2, add and norm 4, add 3; head: norm 2
+        "residual_backward": x * (L * (4 + 4 + 1) + 3),
+        "activation_forward": x * L * 4 * 2,
+        "activation_backward": x * L * 4 * 3,
+        "attention_forward": x * L * 4,
+        "attention_delta": x * L * 2,
+        "attention_backward_keys": x * L * 6,
+        "attention_backward_queries": x * L * 6,
+        "cross_entropy_whole": tokens * c.padded_vocab_size * 2 * item,
+        "adamw_flat": parameters * (28 + (item if c.dtype != "fp32" else 0)),
+        "squared_norm": parameters * 4,
+    }
+
+
+class Part(NamedTuple):
+    """A row of the table, for a whole step."""
+
+    name: str
+    flops: float
+    bytes: float
+    floor: float  # seconds
+    reachable: float
+
+
+def parts(c, size, device):
+    """Return the Parts of a step of one GPU. c: from `load`; size: samples of a micro-batch; device: a Device."""
+    item, wide, m = DTYPES[c.dtype].itemsize, 4, per_update(c)
+    c = dataclasses.replace(c, micro_batch_size=size, global_batch_size=m * size)
+    n, h, blocks = size * c.seq_length, c.hidden_size, m * c.num_layers
+    rate, peak = seconds.rates(device, c.dtype, "ours"), device.peak(c.dtype)
+
+    def part(name, calls, time):
+        """time(rates): the seconds of each kernel of a call with these rates."""
+
+        def least(matrix, attention, memory):
+            both = time(NONE._replace(matrix=matrix, attention=attention)), time(NONE._replace(memory=memory))
+            return calls * sum(max(pair) for pair in zip(*both, strict=True))
+
+        counts = [calls * sum(time(rates)) for rates in (FLOPS, BYTES)]
+        return Part(
+            name, *counts, least(peak, peak, device.memory_rate), least(rate.matrix, rate.attention, rate.memory)
+        )
+
+    def passes(name, moved):
+        return part(name, 1, lambda rates: [moved / rates.memory])
+
+    def linear(name, calls, i, o):
+        shapes = (n, o, i, item, item), (n, i, o, item, item), (o, i, n, item, 2 * wide)  # forward, dx, dW
+        return part(f"{name}: y, dx, dW", calls, lambda rates: [seconds.product(rates, *shape) for shape in shapes])
+
+    floors = own_floors(c, m * n)
+    small = [passes(kernel, moved) for kernel, moved in floors.items() if not kernel.startswith("attention")]
+    launches = blocks * sum(seconds.block(c, LAUNCHES, item, wide)[kind] for kind in "FIW")
+    launches += m * sum(seconds.ends(c, LAUNCHES, item, wide))
+    return [
+        *(
+            linear(name, blocks, *io)
+            for name, io in zip(("qkv", "proj", "fc1", "fc2"), seconds.linears(c), strict=True)
+        ),
+        linear("head", m, h, c.padded_vocab_size),
+        part("attention", blocks, lambda rates: seconds.attention(c, rates, item).values()),
+        passes("qkv's gradient", blocks * QKV * item * n * h),
+        *small,
+        passes("zero_grad", floors["squared_norm"]),
+        part("embedding", m, lambda rates: [seconds.ends(c, rates, item, wide)[0]]),
+        Part(f"{launches:,.0f} launches", 0, 0, 0, launches * rate.gap),
+    ]
+
+
+def print_model(name, c, size, device):
+    device = devices.device(device)
+    found, tokens, peak = parts(c, size, device), size * per_update(c) * c.seq_length, device.peak(c.dtype)
+    rows = [[p.name, *cells(p)] for p in found]
+    total = Part("sum", *(sum(column) for column in zip(*(p[1:] for p in found), strict=True)))
+    rows.append([total.name, *cells(total)])
+    times, used = total[3:], model_flops(c, size * per_update(c)) / peak
+    rows += [
+        ["tokens/s", "", "", *(f"{tokens / x:,.0f}" for x in times)],
+        ["MFU", "", "", *(f"{used / x:.1%}" for x in times)],
+    ]
+    print(
+        f"{name} on one {device.name}, {c.dtype}, step of {per_update(c)} x {size} x {c.seq_length} tokens (computed)"
+        f"\nfloor: {peak / 1e12:.0f} TFLOP/s, {device.memory_rate / 1e12:.2f} TB/s; reachable: "
+        f"{device.matrix:.0%} of the first ({device.attention:.0%} in attention), {device.memory:.0%} of the second"
+    )
+    print_table(["part", "TFLOP", "GB", "floor, ms", "reachable, ms"], rows)
+
+
+def cells(part):
+    return [f"{x / unit:.2f}" if x else "" for x, unit in zip(part[1:], (1e12, 1e9, 1e-3, 1e-3), strict=True)]
