@@ -102,8 +102,8 @@ for part in $parts; do
     4) step gpt2_345m_fast 32 ;;
     5) step gpt2_345m_fast 64 ;;
     6) step gpt2_124m 32 ;;
-    7) step gpt2_345m_fast 32 --attention=cudnn --only=kernels=auto,plain ;;
-    8) step gpt2_345m_fast 32 --micro_batches=8 --only=kernels=auto,plain --steps=2 ;;
+    7) step gpt2_345m_fast 32 --attention=cudnn --only=kernels=auto+plain ;;
+    8) step gpt2_345m_fast 32 --micro_batches=8 --only=kernels=auto+plain --steps=2 ;;
     esac
 done
 [ $failed = 0 ] || { [ $mode = list ] || echo "something failed: see $folder/summary.txt" >&2; }

@@ -87,8 +87,8 @@ def measure(
     --steps               steps of a turn
     --repeats             turns of each contestant
     --attention           of the others: own (PyTorch chooses), cudnn or flash
-    --only                only contestants whose name contains one of these texts, such as ours,eager; the first one
-                          always takes part
+    --only                only contestants whose name contains one of these texts, such as kernels=auto+compiled; the
+                          first one always takes part
     """
     try:
         sizes = [int(size) for size in micro_batch_sizes.split(",")]
@@ -114,7 +114,8 @@ def measure(
     for name, c in loaded.items():
         with sdpa_kernel(forced) if forced else contextlib.nullcontext():
             print(f"\n{name}: the others' attention is {backend(c, machine.device)}", flush=True)
-            failed |= on_gpu(machine, c, sizes, steps, repeats, ("auto", "triton", "torch"), copy, only)
+            choices = "auto", "triton", "torch"
+            failed = on_gpu(machine, c, sizes, steps, repeats, choices, copy, only) or failed
         machine.forget_compiled()
     if failed:
         sys.exit(1)
@@ -287,7 +288,7 @@ def contestants_of(c, machine, choices, only, modes=("eager", "compiled")):
     """Return the contestants: ours with each of `choices`, then the others in these modes. only: as in `measure`."""
 
     def chosen(name):
-        return any(text in name for text in only.split(","))
+        return any(text in name for text in only.split("+"))
 
     ours = list(Ours(c, machine).contestants(choices))
     found = [ours[0], *(who for who in ours[1:] if chosen(who.name))]
@@ -296,6 +297,8 @@ def contestants_of(c, machine, choices, only, modes=("eager", "compiled")):
         if its_modes and (c.dtype == "bf16" or "bf16" not in name):
             try:
                 found += make(dataclasses.replace(c), machine, name, its_modes).contestants()
+            except ImportError as error:
+                print(f"no comparison with {name}: {error}")
             except Exception as error:  # an unknown version of transformers may fail anywhere
                 print(f"no comparison with {name}: {what_went_wrong(error)}")
     return found
