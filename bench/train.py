@@ -122,10 +122,13 @@ def measure(
 
 
 def backend(c, device):
-    """Return the name of the backend that PyTorch chooses for attention."""
+    """Return the name of the backend that PyTorch chooses for attention, or a message if it has none."""
     shape, dtype = (1, c.num_attention_heads, c.seq_length, c.head_size), operations.DTYPES[c.dtype]
     q = torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
-    return SDPBackend(torch._fused_sdp_choice(q, q, q, None, 0.0, True)).name
+    try:
+        return SDPBackend(torch._fused_sdp_choice(q, q, q, None, 0.0, True)).name
+    except RuntimeError as error:
+        return what_went_wrong(error)
 
 
 # --- the contestants --------------------------------------------------------------------------------------------------
