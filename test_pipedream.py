@@ -174,7 +174,7 @@ def updated(c, w, gradient, moments, t, decays):
 
 
 def train_asynchronously(config, calls, mesh=None):
-    """Train on this rank. Return (losses, norms, before, after). calls: the updates of each call."""
+    """Train on this rank. Return (losses, norms, before, after, copies that differ). calls: updates of each call."""
     run = built(config, mesh)
     before, batches, done = parameters(run), micro_batches(run), []
     run.counters.iteration = -calls[0] % config.updates_per_call  # the first call may be shorter

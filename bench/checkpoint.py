@@ -41,9 +41,8 @@ def measure(layers: int = 6, hidden: int = 768, repeats: int = 5):
         kinds = variants(run, state, Path(folder))
         for turn in range(-1, repeats):  # turn -1 warms up
             names = list(kinds)
-            for name in (
-                names[turn % len(names) :] + names[: turn % len(names)]
-            ):  # the order changes, because the variant before has an influence
+            # The order changes, because the variant before has an influence.
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 save, load = kinds[name]
                 times = one_turn(Path(folder), save, load)
                 if turn >= 0:

@@ -34,6 +34,8 @@ HALVES = (1, 2)
 
 @dataclass
 class Curve:
+    """The losses of one run."""
+
     losses: list  # mean training loss of each update
     samples: list  # consumed after each update
     times: list  # simulated end of each update; a stage's F of a micro-batch takes 1, its B takes 2

@@ -67,7 +67,7 @@ def of_rows(rows, offset, stride):
 
 
 def of_tensor(x):
-    """Return the sum of a contiguous tensor [n] of 8 k bytes, as an int64 tensor [] on its device."""
+    """Return the sum of a contiguous tensor [n] (a multiple of 8 bytes) as an int64 tensor [] on its device."""
     if x.is_cuda:
         return of_words(x.view(torch.int64))
     return torch.tensor(signed(of_bytes(x.view(torch.uint8).numpy())))

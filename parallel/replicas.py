@@ -1,7 +1,7 @@
 """Compare copies: several ranks keep the same numbers, which must be equal bit for bit (--check_replicas=N).
 
-A defective memory, a lost update or a wrong kernel can make copies differ. Without this comparison the run continues,
-and no error tells that its weights are wrong. These copies exist:
+A defective memory, a lost update or a wrong kernel can make copies differ. Without this comparison the run continues
+with wrong weights, and prints no error. These copies exist:
 
     tensors                                                       copies on
     parameters, ZeRO stages 0 to 2                                dp ranks

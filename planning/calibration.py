@@ -2,13 +2,13 @@
 
     python plan.py --calibrate
 
-Processes on one machine share its cores and its memory. So 1, 2, 4 and 8 processes measure at the same time, with one
-thread each. If there are more processes than cores, they take turns, and each process reaches only cores / processes of
-its rates. The medians over the processes are written to PATH as JSON:
+Processes on one machine share its cores and its memory. So the measurement runs four times, with 1, 2, 4 and 8
+processes at the same time, one thread each. If there are more processes than cores, they take turns, and each process
+reaches only cores / processes of its rates. The medians over the processes are written to PATH as JSON:
 
     {"cores": 2, "memory_bytes": ..., "torch": "2.13.0", "processes": {"1": numbers, "2": numbers, ...}}
 
-The numbers, in seconds, bytes per second and FLOP/s. Most of them are fields of `devices.Device`:
+The numbers are in seconds, bytes per second and FLOP/s. Most of them are fields of `devices.Device`:
 
     peak              {dtype: rate of a large matrix product}
     matrix            1: the peak is measured, not taken from a data sheet
@@ -189,7 +189,7 @@ def attention_rate(s=256, heads=4, d=32):
 
 
 def tiny_model(num_layers):
-    """Return a function that runs forward and backward of a model. Its time is the cost to start its operations.
+    """Return a function that runs forward and backward of a tiny model: their time is spent to start operations.
 
     Call this function before the processes are connected, because the model runs in this process alone.
     """

@@ -153,7 +153,7 @@ def scatter(path, points):
     for i, (spot, label) in enumerate(zip(spots, labels(spots, frame), strict=True)):
         name, group, published, predicted = points[i]
         words = f"{i + 1}: {name}: published {digits(published)} s, predicted {digits(predicted)} s"
-        rest = max(0, 1 - 9 / max(math.dist(spot, label), 1))  # the part of the line that ends 9 pixels from the number
+        rest = max(0, 1 - 9 / max(math.dist(spot, label), 1))  # share of the line: it ends 9 pixels from the number
         end = (a + (b - a) * rest for a, b in zip(spot, label, strict=True))
         parts.append(line(*spot, *end, "stroke-width='.7'"))
         circle = f"<circle cx='{spot[0]:.2f}' cy='{spot[1]:.2f}' r='4' fill='{groups[group]}'>"

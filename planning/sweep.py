@@ -49,7 +49,7 @@ WARMUP = 2  # steps that do not count: the first ones allocate memory
 GRACE = 60  # seconds from SIGTERM to SIGKILL for a torchrun, which kills its own processes after 30
 TOKENS = 2**16  # random tokens to train on
 MEASURED, PREDICTED = "#3a7fd0", "#cc6a1c"  # readable on white and on black
-WIDTH, LEFT, RIGHT, TOP, ROW = 900, 210, 780, 96, 24  # pixels: width, ends of the axis, top of the rows, a row
+WIDTH, LEFT, RIGHT, TOP, ROW = 900, 210, 780, 96, 24  # pixels: width, ends of the axis, top, height of a row
 
 
 def main(config, gpus, predict=None, fixed=(), steps=10, limit=300.0):
@@ -328,4 +328,5 @@ def svg(rows, gpus, name):
 
 
 def words(x, y, text, anchor="start"):
+    """Return a text of the picture."""
     return svg_text(x, y, text, f"text-anchor='{anchor}' fill='{GREY}'")

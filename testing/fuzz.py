@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from errors import UserError, exit_on_user_error
 
-SILENT_CPU, SILENT = 5, 30  # seconds without output that end a case: CPU seconds (for busy machines), real seconds
+SILENT_CPU, SILENT = 5, 30  # seconds without output that end a case: CPU time (independent of other programs), real time
 LONGEST = 15  # seconds that end a case which still prints, for example generate.py --max_tokens=1000000
 MEMORY = 12 << 30  # bytes of address space of a case
 LINES = 3  # largest number of lines of an error
@@ -295,7 +295,7 @@ def curve_case(rng):
 
 
 def bench_case(rng):
-    """Return a case with a mistake in any case, because a measurement takes too long."""
+    """Return (words, []). Each command line has a mistake, because a measurement takes too long."""
     numbers = {
         "prepare": "mb line_mb repeats",
         "layouts": "layers hidden seq vocab repeats",
