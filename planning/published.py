@@ -8,7 +8,7 @@ Their programs differ from this project. These settings of `plan.py` predict the
     their program                                     setting
     attention's matrix, messages, reductions          code="megatron-2021", "megatron-2022" (`seconds.py`)
     selective recomputation                           recompute=none
-    dropout on attention                              both values of code count it
+    dropout on attention                              code="megatron-2021", "megatron-2022" count it
     gradients of 2 bytes (Narayanan et al.)           none: we count 4 bytes
 """
 

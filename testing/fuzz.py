@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from errors import UserError, exit_on_user_error
 
-SILENT_CPU, SILENT = 5, 30  # seconds without output that end a case: CPU time (independent of other programs), real time
+SILENT_CPU, SILENT = 5, 30  # seconds without output that end a case: CPU time (other programs do not count), real time
 LONGEST = 15  # seconds that end a case which still prints, for example generate.py --max_tokens=1000000
 MEMORY = 12 << 30  # bytes of address space of a case
 LINES = 3  # largest number of lines of an error
