@@ -290,7 +290,7 @@ def step(c, gpus, device=A100, **more):
 
 
 def test_processes_that_share_cores_use_the_time_in_which_others_wait():
-    """With half a core for each, the rest of a bubble is the time in which fewer processes than cores have work."""
+    """With half a core per process, a step takes half of work + bubble, but at least work. The bubble is the rest."""
     for m in (1, 8):
         c = dataclasses.replace(SMALL, pp=4, num_layers=4, global_batch_size=4 * m, micro_batch_size=4)
         alone, shared = (layouts.judge(c, 4, A100._replace(share=share))["step_parts"] for share in (1, 0.5))

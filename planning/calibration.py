@@ -21,7 +21,7 @@ The numbers are in seconds, bytes per second and FLOP/s. Most of them are fields
     wire              1
     latency           time that a small all_reduce adds to a computation, minus its bytes / wire_rate, divided by
                       ceil(log2 n) hops. Processes that share cores wait for their turns in each step of the ring,
-                      so this time is much longer than between processes that do nothing else
+                      so this time is much longer than without the computation
 
 With one process nothing is sent: wire_rate, wire and latency are None.
 """

@@ -1,20 +1,20 @@
-"""Judge layouts: which fit, how long a step takes, and what binds.
+"""Judge layouts: which fit, how long a step takes, and what limits its speed.
 
-`candidates` lists the layouts of a model on a cluster. `judge` returns the facts of one as a dict, which `plan.py`
-prints, ranks and writes as JSON. Memory is the fullest pipeline rank's. It has the parts of `memory.py` and two that
-`memory.py` does not count:
+`candidates` lists the layouts of a model on a cluster. `judge` returns the facts of one layout as a dict, which
+`plan.py` prints, ranks and writes as JSON. The memory is that of the fullest pipeline rank. It has the parts of
+`memory.py` and three parts that `memory.py` does not count:
 
     whole buckets        ZeRO-2 and 3: gradients of three buckets and the word table; ZeRO-3: parameters of two buckets
                          and the word table (`memory.py`, "Not counted")
     logits               of `tensor.CHUNK` tokens at a time
     context              CUDA's and NCCL's own memory, RESERVED bytes
 
-The list leaves out layouts that another one of the list beats. Any of them can be asked for by its fields:
+The list leaves out layouts if another listed layout is better. Set their fields on the command line to judge them:
 
     gpipe, chimera, zb-h2    1f1b has gpipe's bubble with less memory; chimera has all parameters twice; zb-h2 keeps
                              twice the activations of zb-h1 and saves nothing if all ranks wait for the gradient norm
-    ZeRO-2 and 3 with pp > 1 gradients would be reduced, or parameters gathered, with every micro-batch
-    no sequence parallelism  with tp > 1 it costs memory and time
+    ZeRO-2 and 3 with pp > 1 they reduce gradients, or gather parameters, with every micro-batch
+    tp without sp            tp > 1 without sequence parallelism needs more memory and time
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ GB = 1e9
 
 
 def cluster(config, device):
-    """Return (dtype, bytes of an element, bytes of a wide one) of a run on `device`. Raises UserError."""
+    """Return (dtype, its bytes, bytes of a master weight) of a run on `device`. Raises UserError."""
     synchronous = config.schedule not in schedules.ASYNCHRONOUS
     configuration.require(config, "schedule", synchronous, "plan.py predicts only schedules with one update a step")
     dtype = device.dtype if config.dtype == "auto" else config.dtype
@@ -80,6 +80,7 @@ def candidates(config, gpus, device, fixed):
 
 
 def divisors(number, most):
+    """Return the divisors of `number` that are at most `most`."""
     return [n for n in range(1, min(number, most) + 1) if number % n == 0]
 
 
@@ -115,7 +116,7 @@ def fields_fit(c, gpus):
 
 
 def schedule_fits(c, gpus):
-    """Return True if the schedule exists. It exists for m micro-batches if it exists for one round more or less."""
+    """Return True if the schedule exists. A step with fewer whole rounds of micro-batches (`steady.py`) decides."""
     m = configuration.micro_batches(c, c.global_batch_size, gpus // (c.tp * c.pp))
     try:
         made = steady.schedule(c.schedule, c.pp, steady.short_sent(c.schedule, c.pp, m), c.chunks)
@@ -139,6 +140,7 @@ def model_of(config, item, wide, on_cpu=False):
 
 
 def shape_of(config, gpus):
+    """Return the `steady.Shape` of a Config."""
     fields = {name: getattr(config, name) for name in FIELDS[:-1]}
     return steady.Shape(dp=gpus // (config.tp * config.pp), **fields)
 
@@ -162,7 +164,7 @@ def briefly(config, layout, rank, known):
 def memory_of(config, shape, m, rank, known):
     """Return {part: bytes} on the device of a pipeline rank. known: the `steady.Model`."""
     kept = known.kept(shape, m, config.micro_batch_size, rank)
-    if config.offload and not known.on_cpu:  # they lie in the host's memory
+    if config.offload and not known.on_cpu:  # these lie in the host's memory
         kept = {what: size for what, size in kept.items() if what not in ("master weights", "moments")}
     parts = {what.removesuffix(" at their peak"): int(size) for what, size in kept.items()}
     return parts | briefly(config, known.layout(shape), rank, known)
@@ -170,10 +172,10 @@ def memory_of(config, shape, m, rank, known):
 
 @functools.cache
 def suspects(layout):
-    """Return pipeline ranks, one of them the fullest: the first and the last rank of each kind, and the middle one.
+    """Return a few pipeline ranks. One of them is the fullest.
 
-    Ranks of one kind have as many blocks, embeddings and heads. Among them, memory falls or grows along the pipeline,
-    or is largest in the middle (Chimera).
+    Ranks of one kind have equal numbers of blocks, embeddings and heads. Among them, memory falls or grows along the
+    pipeline, or is largest in the middle (Chimera). So the first, the middle and the last rank of each kind suffice.
     """
     kinds, last, ranks = {}, len(layout.table) - 1, len(set(layout.placement))
     for rank in range(ranks):
@@ -183,7 +185,7 @@ def suspects(layout):
 
 
 def judge(config, gpus, device, code="ours", tokens=None, all_ranks=True, simulate=True):
-    """Return the facts of one layout as a dict. Sizes in bytes, times in seconds; the keys are plan.py's --json.
+    """Return the facts of one layout as a dict with the keys of plan.py's --json. Sizes in bytes, times in seconds.
 
     all_ranks: False leaves out memory_by_rank, which is slow for long pipelines. simulate: False returns None for a
     layout whose bubble has no closed form.
@@ -232,7 +234,7 @@ def judge(config, gpus, device, code="ours", tokens=None, all_ranks=True, simula
 
 
 def speeds(config, gpus, peak, step):
-    """Return the speeds of a step of `step` seconds. peak: FLOP/s of one GPU."""
+    """Return {name: speed} of a step of `step` seconds. peak: FLOP/s of one GPU."""
     model = model_flops(config, config.global_batch_size) / step / gpus
     hardware = hardware_flops(config, config.global_batch_size) / step / gpus
     return {
@@ -251,7 +253,7 @@ def parameters(known):
 
 
 def binds(facts, device):
-    """Return a sentence: why the layout does not fit, or what costs most of its step besides the model's FLOPs."""
+    """Return a sentence: why the layout does not fit, or which part of the step costs most, except computation."""
     layout, parts, step = facts["layout"], facts["step_parts"], facts["step_seconds"]
     if not facts["fits"]:
         what, most = max(facts["memory_bytes"].items(), key=lambda item: item[1])
@@ -275,7 +277,7 @@ def binds(facts, device):
 
 
 def rank_all(config, gpus, device, fixed, **options):
-    """Return the facts of all candidates: those that fit, the fastest first; then the others, the nearest first."""
+    """Return the facts of all candidates: those that fit, the fastest first; then the others, the smallest first."""
     judged = []
     for c in candidates(config, gpus, device, fixed):
         if facts := judge(c, gpus, device, all_ranks=False, simulate=False, **options):

@@ -1,4 +1,4 @@
-"""Seconds of a step, from counts of work and the rates of a device.
+"""Predict the seconds of a step from the work in it and the rates of a device.
 
     an operation            work / rate + the gap to the next operation
     a matrix product        2 K (MN + wave) / (share * peak)  +  bytes of its three matrices / memory rate  +  gap
@@ -10,16 +10,16 @@ and the last wave is not full. Together this costs about one wave, the constant 
 on each multiprocessor. So a product with a small result is slow. A product with a short inner side is slow because its
 matrices cost more than its multiplications. A small micro-batch is slow for the first reason.
 
-Counts come from where a run's predictions come from: bytes sent from `ledger.py`, bytes kept from `memory.py`, idle
-time from `schedules.FORMULAS` and `schedules.simulate`.
+`ledger.py` predicts the bytes sent, `memory.py` the bytes kept, `schedules.FORMULAS` and `schedules.simulate` the idle
+time. A run's reports use the same predictions.
 
 A step on the busiest pipeline rank is the sum of these parts:
 
-    compute              m (F + I + W) of its units, without what follows
+    compute              m (F + I + W) of its units, without the next two parts
     recomputation        m F of its blocks, with recompute=full
     tensor parallel      its collectives, minus what runs beside a matrix product (`tensor.py`, "What can overlap")
     bubble               the rank waits; the formula of the schedule, for stages of mean duration
-    pipeline messages    the rank waits for a message on its way
+    pipeline messages    the rank waits for messages that are sent
     data parallel        what the backward of the last micro-batch does not hide (ZeRO-2: of each micro-batch; ZeRO-3:
                          also the gathers before each forward and backward), the all-gather of new parameters, sums
                          over holders and over tp
@@ -34,7 +34,7 @@ Narayanan et al. (arXiv 2104.04473) and Korthikanti et al. (arXiv 2205.05198) ra
     messages      bsh/t elements, gathered again inside the node (Narayanan et al., section 4.1)
                   with several chunks, a rank waits for the messages of each action
     gradients     reduced after the backward
-    2021 only     dx is summed before dW is computed, and dW is a product of its own, then added to the gradient
+    2021 only     dx is summed before dW is computed; dW is written, and then added to the gradient
 """
 
 import functools
@@ -57,7 +57,7 @@ FUSED = {
 
 CODES = ("ours", "megatron-2021", "megatron-2022")
 
-# Collectives of a block: how many run alone, beside dW, beside dx. `ledger.py` counts them without the distinction.
+# Collectives of a block: how many run alone, beside dW, beside dx. `ledger.py` counts all three together.
 COLLECTIVES = {  # (sequence parallel, operation): {phase: (alone, beside dW, beside dx)}
     (False, "all_reduce"): {"F": (2, 0, 0), "I": (0, 2, 0)},
     (True, "all_gather"): {"F": (2, 0, 0), "I": (2, 0, 2)},
@@ -77,6 +77,7 @@ class Rates(NamedTuple):
 
 
 def rates(device, dtype, code):
+    """Return the Rates of a Device. Raises UserError if it cannot compute in `dtype`."""
     peak = device.peak(dtype)
     reached = peak * device.matrix, device.memory_rate * device.memory, peak * device.attention
     return Rates(*reached, device.operation, device.wave, code)
@@ -86,7 +87,7 @@ def rates(device, dtype, code):
 
 
 def product(rate, M, N, K, item, result):
-    """Return the seconds of a product [M, K] x [K, N]. item, result: bytes moved for each element of both and of it."""
+    """Return the seconds of a product [M, K] x [K, N]. item, result: bytes moved for an input's, a result's element."""
     moved = item * (M * K + K * N) + result * M * N
     return 2 * K * (M * N + rate.wave) / rate.matrix + moved / rate.memory + rate.gap
 
@@ -98,9 +99,9 @@ def linears(c):
 
 
 def block(c, rate, item, wide):
-    """Return {"F", "I", "W": seconds, "attention": seconds of attention's forward in F} of a block, for n = bs tokens.
+    """Return {"F", "I", "W", "attention": seconds} of a block for n = bs tokens, without tensor parallel communication.
 
-    Tensor parallel communication is not included.
+    "attention" is the part of F that attention takes.
     """
     n, h, t = c.micro_batch_size * c.seq_length, c.hidden_size, c.tp
     core = attention(c, rate, item)
@@ -169,7 +170,7 @@ def message_rate(device, beyond):
 
 
 def transfer(device, table, axis, stride, n, what=None):
-    """Return the seconds of a ledger's rows of an axis, one after another. what: only these rows."""
+    """Return the seconds to send an axis's rows of the ledger, one after another. what: only these rows."""
     if n == 1:
         return 0.0
     rate, hops = wire(device, stride, n)[0], math.ceil(math.log2(n))
@@ -203,12 +204,12 @@ def tensor_parallel(c, device, table, parts, apart):
 # A step of the pipeline lasts from the first start on any rank to the last end on any rank, because all ranks wait for
 # the gradient norm. `schedules.FORMULAS` counts a rank's own span. For ZB-H2 and ZB-V the two differ.
 
-IDLE = {  # the makespan minus m (F + I + W), on the condition of FORMULAS
+IDLE = {  # the makespan minus m (F + I + W), if the condition in FORMULAS is met. zb-h1: as in FORMULAS
     "zb-h1": "(p-1)*(F+I-W)",
     "zb-h2": "(p-1) * max(F, F + I - 2*W)",
     "zb-v": "(p-1) * max(I/2, I - W)",
 }
-MESSAGES = {  # (the same, caused by messages that take 1 each and are short beside the actions; its condition)
+MESSAGES = {  # (time that messages add, in units of one message, if messages are short beside actions; the condition)
     "gpipe": ("2*(p-1)", "True"),
     "1f1b": ("2 * (p + m - 3 - (m-2)//p)", "True"),
     "interleaved": ("2*(v*p-1)", "True"),
@@ -220,10 +221,10 @@ MESSAGES = {  # (the same, caused by messages that take 1 each and are short bes
 
 @functools.cache
 def idle(name, p, m, chunks, F, I, W, message, simulate=True):
-    """Return (seconds in which a rank computes nothing, seconds of it that messages cause) in a step.
+    """Return (idle seconds of a rank in a step, if messages take no time; seconds that messages add).
 
-    F, I, W: seconds of a whole stage. message: seconds of a message. A schedule without a closed form for these numbers
-    is simulated; with simulate=False the function returns None.
+    F, I, W: seconds of a whole stage. message: seconds of a message. If these numbers have no closed form, `idle`
+    simulates, or returns None with simulate=False.
     """
     if p == 1:
         return 0.0, 0.0
@@ -242,11 +243,11 @@ def idle(name, p, m, chunks, F, I, W, message, simulate=True):
 
 @functools.cache
 def simulated(name, p, m, chunks, F, I, W, message):
-    """Return the numbers of `idle` from `schedules.simulate`. A long step is extended from short ones."""
+    """Return the result of `idle` from `schedules.simulate`. Two short steps predict a long step."""
 
     def spans(m):
         made = schedules.SCHEDULES[name](p, m, chunks)
-        directions = len(schedules.pipelines(made))  # Chimera: a chunk of each runs half of the micro-batches
+        directions = len(schedules.pipelines(made))  # 2 in Chimera: each runs half of the micro-batches
         v = len(made.parts) // p // directions
         cost = {"F": F / v, "B": (I + W) / v, "I": I / v, "W": W / v}
         return [schedules.simulate(made, cost, comm).makespan for comm in (0, message)]
@@ -274,7 +275,7 @@ def data_parallel(c, layout, device, table, m, F, B, units):
 
     reduced, gathered = seconds(("gradients",)), seconds(("parameters",))
     last = reduced / (m if layout.stage >= 2 else 1) / units
-    if layout.stage == 3:  # gathers of the next unit and reductions run beside each unit
+    if layout.stage == 3:  # beside a unit: the next unit's gather, reductions
         each = gathered / 2 / m
         exposed = m * (max(0.0, each - F) + max(0.0, each + reduced / m - B)) + each / units
     elif layout.stage == 2:
@@ -293,7 +294,7 @@ def sums(c, layout, device, table):
 
 
 def update(c, layout, device, rate, rank, states, item, wide):
-    """Return the seconds of the optimizer on the elements that a rank updates. states: its table of bytes kept."""
+    """Return the seconds of the optimizer on the elements that a rank updates. states: {what: bytes} that it keeps."""
     owned = layout.stored(rank) / (layout.dp if layout.stage else 1)
     zeroed = float(states["gradients"])  # written once as 0
     state = 2 * float(states["master weights"] + states["moments"])  # read and written
@@ -317,13 +318,13 @@ class Stage(NamedTuple):
     units: int
 
     def backward(self, layout, code):
-        """Return the seconds beside which gradients are reduced."""
+        """Return the seconds of backward that hide the reduction of gradients."""
         return 0.0 if code != "ours" and layout.stage < 2 else self.I + self.W
 
 
 @functools.cache
 def kinds(name, p, chunks):
-    """Return (True if a schedule splits B, its number of pipelines). Chimera has two; a micro-batch runs in one."""
+    """Return (True if a schedule splits B, its number of pipelines: 2 for Chimera, where each micro-batch uses one)."""
     made = schedules.SCHEDULES[name](p, p, chunks)
     return any(action.kind == "W" for action in made.actions[0]), len(schedules.pipelines(made))
 
@@ -353,11 +354,11 @@ def stages(c, layout, device, rate, table, item, wide):
 
 
 def step(c, layout, device, tables, m, item, wide, dtype, code="ours", simulate=True):
-    """Return {part: seconds} of a step, the parts of this file's table in their order.
+    """Return {part: seconds} of a step, with the parts and the order of the table at the top of this file.
 
     c: Config; layout: its `layout.Layout`; tables: {pipeline rank: (ledger's table, bytes kept)} of the ranks 0, 1 and
-    p-1; m: micro-batches of a data rank; item, wide: bytes as in `memory.Sizes`; dtype: a name. simulate: as in `idle`,
-    which also makes this function return None.
+    p-1; m: micro-batches of a data rank; item, wide: bytes as in `memory.Sizes`; dtype: a name. simulate: if False,
+    return None where `idle` returns None.
     """
     rate, p = rates(device, dtype, code), c.pp
     found = stages(c, layout, device, rate, tables[min(1, p - 1)][0], item, wide)
@@ -391,7 +392,7 @@ def step(c, layout, device, tables, m, item, wide, dtype, code="ours", simulate=
 
 
 def sent_bytes(tables):
-    """Return {axis: bytes} that one rank sends in a step, the most of the given ranks. tables: as in `step`."""
+    """Return {axis: bytes} that one rank sends in a step: the largest over the ranks. tables: as in `step`."""
     sums = {}
     for table, _ in tables.values():
         own = {}
@@ -402,7 +403,7 @@ def sent_bytes(tables):
 
 
 def wires(c, layout, device, tables, parts):
-    """Return ({axis: seconds of its wires}, {axis: seconds of them that nothing hides}) of a step."""
+    """Return ({axis: seconds of its communication in a step}, {axis: the part that no computation hides})."""
     whole = {"tp": 0.0, "pp": 0.0, "dp": 0.0}
     beyond = c.tp * c.pp > device.per_node
     for table, _ in tables.values():

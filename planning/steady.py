@@ -1,11 +1,11 @@
-"""Bytes sent and kept in a long step, from short ones.
+"""Compute the bytes sent and kept in a long step from short steps.
 
-A step with hundreds of micro-batches repeats itself. With each p more micro-batches a rank sends the same bytes more,
-and the peak of the bytes that it keeps stays the same (except in GPipe). The functions here ask `ledger.py` and
-`memory.py` for short steps and extend the answer. Bytes of activations are proportional to b, the samples of a
-micro-batch, so b = 1 is enough. The tests compare with the long step: both are equal.
+A step with hundreds of micro-batches repeats itself. Each further round of micro-batches (`round_of`) adds the same
+bytes sent. The peak of the bytes kept stays the same (except in GPipe). The functions here call `ledger.py` and
+`memory.py` for short steps and extend the result. Bytes of activations are proportional to b, the samples of a
+micro-batch, so b = 1 is enough. The tests show that the results equal those of the long step.
 
-A thousand layouts have few different schedules, tables of parameters and tables of bytes. Each is made once and kept.
+A thousand layouts have few different schedules, tables of parameters and tables of bytes. Caches keep each of them.
 """
 
 import copy
@@ -17,7 +17,7 @@ from model import parameter_table
 from parallel import ledger, memory, schedules
 from parallel.layout import Layout
 
-NOT_PER_SAMPLE = ("partial gradients", "parameter norms")  # rows of the axis tp that do not grow with b
+NOT_PER_SAMPLE = ("partial gradients", "parameter norms")  # rows of axis tp whose bytes do not depend on b
 
 
 class Shape(NamedTuple):
@@ -35,7 +35,7 @@ class Shape(NamedTuple):
 
 @functools.cache
 def schedule(name, p, m, chunks):
-    """Return the Schedule, not checked. Raises UserError if no such schedule exists."""
+    """Return the unchecked Schedule. Raises UserError if no such schedule exists."""
     return schedules.SCHEDULES[name](p, m, chunks)
 
 
@@ -50,22 +50,22 @@ def messages(*numbers):
     return found
 
 
-ROUNDS = {"1f1b": 1, "interleaved": 2, "zb-h1": 2}  # of p micro-batches, until the memory of a rank stops to grow
+ROUNDS = {"1f1b": 1, "interleaved": 2, "zb-h1": 2}  # times p micro-batches, after which no rank keeps more. Others: 3
 
 
 def round_of(name, p):
-    """Return the number of micro-batches after which a schedule repeats itself, except for its begin and its end."""
+    """Return the number of micro-batches after which a schedule repeats itself, except at its begin and its end."""
     return {"interleaved": p, "chimera": 2}.get(name, 1)
 
 
 def short_sent(name, p, m):
-    """Return the micro-batches of a step that sends what m micro-batches send, minus whole rounds."""
+    """Return the micro-batches of the shortest step from which `Model.sent` extends to m micro-batches."""
     length = round_of(name, p)
     return min(m, length + m % length)
 
 
 def short_kept(name, p, m):
-    """Return the micro-batches of a step that keeps as much as one of m micro-batches. GPipe keeps all of them."""
+    """Return the micro-batches of a short step whose ranks keep as many bytes as with m. GPipe needs all m."""
     if name == "gpipe":
         return m
     return min(m, ROUNDS.get(name, 3) * p + 2 * (name != "interleaved") + (m % p if name == "chimera" else 0))
@@ -77,7 +77,7 @@ class Model:
     def __init__(self, config, item, wide, on_cpu=False):
         self.config, self.item, self.wide, self.on_cpu = config, item, wide, on_cpu
         self.table = parameter_table(config)
-        for name in "of sizes states buckets layout _sent _peak".split():  # each answer is made once and kept
+        for name in "of sizes states buckets layout _sent _peak".split():  # a cache for each method
             setattr(self, name, functools.cache(getattr(self, name)))
 
     def of(self, shape):
@@ -102,7 +102,7 @@ class Model:
         return made
 
     def _sent(self, shape, m, rank):
-        """Return `ledger.predict` of a step with m micro-batches of one sample, on data rank 0."""
+        """Return the table of `ledger.predict` for a step with m micro-batches of one sample, on data rank 0."""
         made = schedule(shape.schedule, shape.pp, m, shape.chunks)
         return ledger.predict(self.layout(shape), made, rank, 0, self.item, self.wide)
 
