@@ -116,7 +116,7 @@ def fields_fit(c, gpus):
 
 
 def schedule_fits(c, gpus):
-    """Return True if the schedule exists. A step with fewer whole rounds of micro-batches (`steady.py`) decides."""
+    """Return True if the schedule exists. It builds a shorter one, of `steady.short_sent` micro-batches."""
     m = configuration.micro_batches(c, c.global_batch_size, gpus // (c.tp * c.pp))
     try:
         made = steady.schedule(c.schedule, c.pp, steady.short_sent(c.schedule, c.pp, m), c.chunks)
