@@ -19,6 +19,7 @@ The list leaves out layouts if another listed layout is better. Set their fields
 
 import dataclasses
 import functools
+import gc
 import math
 
 import config as configuration
@@ -279,9 +280,11 @@ def binds(facts, device):
 def rank_all(config, gpus, device, fixed, **options):
     """Return the facts of all candidates: those that fit, the fastest first; then the others, the smallest first."""
     judged = []
+    gc.disable()  # else a third of the time: the collector visits all kept schedules and tables again and again
     for c in candidates(config, gpus, device, fixed):
         if facts := judge(c, gpus, device, all_ranks=False, simulate=False, **options):
             judged.append(facts | {"config": c})
+    gc.enable()
     return sorted(
         judged, key=lambda f: (not f["fits"], f["step_seconds"] if f["fits"] else sum(f["memory_bytes"].values()))
     )
