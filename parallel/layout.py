@@ -163,11 +163,11 @@ class Layout:
         This is one gradient per micro-batch and chunk that uses the bucket. The step of an asynchronous schedule is one
         of the updates in its lists.
         """
-        count = dict.fromkeys(self.buckets(rank), 0)
+        count, steps = dict.fromkeys(self.buckets(rank), 0), updates(schedule)
         for kind, _, chunk in schedule.actions[rank]:
             for name in self.names(self.units[chunk]) if kind == "F" else []:
                 count[name] += 1
-        return {name: n // updates(schedule) for name, n in count.items()}
+        return {name: n // steps for name, n in count.items()}
 
 
 def rows_outside(c):
