@@ -56,6 +56,17 @@ def test_a_kernel_that_is_fine_and_one_that_is_careless(reports):
         assert r.wide_loads == r.wide_stores == 0
 
 
+@pytest.mark.parametrize(
+    "registers, shared, warps, arch, programs",
+    [(32, 0, 32, 90, 2), (33, 0, 32, 90, 1), (43, 0, 8, 90, 5), (72, 0, 4, 90, 7), (16, 0, 1, 90, 32),
+     (32, 40 << 10, 4, 80, 4), (32, 40 << 10, 4, 90, 5)],
+)  # fmt: skip
+def test_occupancy(registers, shared, warps, arch, programs):
+    """The numbers are those of NVIDIA's occupancy calculator."""
+    report = compiled.Report(registers, 0, shared, *[0] * 12)
+    assert report.programs(warps, arch) == programs
+
+
 def test_tensor_cores_and_spills(reports):
     """Count tensor core instructions of Ampere and Hopper, and spills of a tile too large for one warp's registers."""
     types, options = "*bf16 *bf16 *fp32 i32", {"num_warps": 4}

@@ -41,9 +41,20 @@ class Report(NamedTuple):
     wide_stores: int
     narrow_stores: int
     async_copies: int  # from global to shared memory, in parallel with arithmetic (LDGSTS)
+    wide_async_copies: int  # 16 bytes per thread
     hgmma: int  # Hopper's tensor cores (HGMMA)
     hmma: int  # the tensor cores of Ampere and before (HMMA)
     barriers: int  # all warps of a program wait for each other (BAR)
+
+    def programs(self, num_warps, arch):
+        """Return the number of programs that fit on a multiprocessor at once (arch 80 or 90): its *occupancy*.
+
+        A multiprocessor has 64 warps and 65536 registers, a quarter of both in each of 4 parts. A warp's registers are
+        allocated in groups of 256. Each program has 1 KB of shared memory more than it asks for. (CUDA C++ Programming
+        Guide, tables of compute capabilities)
+        """
+        warps = min(65536 // 4 // (-(-self.registers // 8) * 8 * 32), 16) * 4
+        return min(warps // num_warps, {80: 164, 90: 228}[arch] * 1024 // (self.shared + 1024), 32)
 
 
 def report(kernel, types, constants, arch, **options):
@@ -88,6 +99,7 @@ def report(kernel, types, constants, arch, **options):
         wide_stores=count(r"STG\.\S*(128|256)\b"),
         narrow_stores=count(r"STG\.\S*[US](8|16)\b"),
         async_copies=count(r"LDGSTS\b"),
+        wide_async_copies=count(r"LDGSTS\.\S*128\b"),
         hgmma=count(r"HGMMA\b"),
         hmma=count(r"HMMA\b"),
         barriers=count(r"BAR\b"),
