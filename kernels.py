@@ -32,7 +32,10 @@ over the program's threads; 32 threads are a *warp*. Names in capitals are point
 16-byte load reads 8 consecutive bf16. For this, the compiler must prove that row lengths are multiples of 8 and that
 the mask is equal for all 8. Row offsets are int64 because a tensor may have more than 2^31 elements.
 
-All kernels compute in float32, whatever dtype the tensors have. They use no atomics, so two runs give the same bits.
+All kernels compute in float32, whatever dtype the tensors have. They use no atomics, so two launches with equal inputs
+give the same bits. Two training runs may still differ in the last bits, because on a GPU the default is PyTorch's
+attention, whose backward may add in another order each time.
+
 A few *persistent* programs compute the sums over rows (gradients of biases and LayerNorms). Each of these programs adds
 up many rows in its registers and writes its sum once. A small last sum adds up these partial sums.
 

@@ -4,9 +4,11 @@ import os
 from types import SimpleNamespace
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import reference
 from errors import UserError
+from parallel.tensor import mixed_product
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -23,7 +25,8 @@ def resolved_dtype(config, device):
 def choose(config, device, dtype):
     """Return the operations that --kernels selects. dtype: the name of the run's dtype. Raises UserError.
 
-    auto, on a GPU: the Triton kernels, except for attention, for which PyTorch has better kernels.
+    auto, on a GPU: the Triton kernels, except for attention, for which PyTorch has better kernels. Their backward may
+    give other last bits in each run.
     """
     choice, gpu = config.kernels, device.type == "cuda"
     if choice == "torch" or (choice == "auto" and (not gpu or dtype == "fp64")):
@@ -50,9 +53,35 @@ def choose(config, device, dtype):
     return SimpleNamespace(**vars(reference) | fused)  # an operation without a kernel is taken from reference.py
 
 
+def attention_order():
+    """Return a context in which PyTorch prefers cuDNN's attention, then FlashAttention. Enter it once for a run.
+
+    Without it, the order depends on the versions of PyTorch and cuDNN. A form that does not support the GPU, the dtype
+    or the head size is passed over. The order has an effect on a GPU only.
+    """
+    names = "CUDNN_ATTENTION FLASH_ATTENTION EFFICIENT_ATTENTION MATH".split()
+    return sdpa_kernel([getattr(SDPBackend, name) for name in names], set_priority=True)
+
+
+def attention_name(config, device, dtype, ops):
+    """Return the name of the attention that a run uses: flash_attention.py, or one of PyTorch's forms (SDPBackend)."""
+    if ops.attention is not reference.attention:
+        return "flash_attention.py"
+    heads = config.num_attention_heads // config.tp
+    q = torch.zeros(1, config.seq_length, heads, config.head_size, dtype=DTYPES[dtype], device=device).transpose(1, 2)
+    q.requires_grad_()
+    return SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
+
+
 def trial(config, device):
-    """Check that an operation runs: Triton needs a C compiler and Python's headers on every node. Raises UserError."""
-    ops = choose(config, device, resolved_dtype(config, device))
+    """Check that an operation runs: Triton needs a C compiler and Python's headers on every node. Raises UserError.
+
+    Also choose the product of 16-bit factors, because this choice waits for the GPU.
+    """
+    dtype = resolved_dtype(config, device)
+    if DTYPES[dtype].itemsize == 2:
+        mixed_product(device.type, DTYPES[dtype])
+    ops = choose(config, device, dtype)
     try:
         ops.squared_norms([torch.ones(16, device=device)])
     except Exception as error:  # from Triton, from the C compiler or from the driver

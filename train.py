@@ -322,7 +322,7 @@ FP16_ON_CPU = "dtype=fp16 on a CPU: a step takes about 10 times as long as with 
 
 
 def describe(run, path):
-    """Print the model, the layout and the folders of this run in two lines. Warn of fp16 on a CPU."""
+    """Print the model, the layout and the folders of this run. On a GPU name the attention; on a CPU warn of fp16."""
     c, m = run.config, run.mesh
     schedule = f" {c.schedule}" if m.pp.size > 1 else ""
     print(
@@ -332,6 +332,8 @@ def describe(run, path):
         f"{c.data_dir} -> {c.out_dir}, from {path or 'initial weights'}",
         flush=True,
     )
+    if run.device.type == "cuda":
+        print(f"attention: {operations.attention_name(c, run.device, run.dtype, run.zero.ops)}", flush=True)
     if run.dtype == "fp16" and run.device.type == "cpu":
         print(FP16_ON_CPU, flush=True)
 
@@ -342,6 +344,7 @@ def describe(run, path):
 def run_training(config, mesh, device):
     """Open the files, build the Run, resume, and train or evaluate. A UserError of one rank is raised on all ranks."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(operations.attention_order())
         tokens, path = agree(mesh.world, UserError, lambda: open_files(config, mesh, stack))
         if config.train_epochs and not config.eval_only:
             config.train_iters = configuration.iterations(config, config.train_epochs * tokens["train"].num_samples)

@@ -34,6 +34,7 @@ Costs per layer and micro-batch: 8 bsh (t-1)/t elements sent, 10 with sequence p
 work of the matrices 1/t.
 """
 
+import functools
 import hashlib
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -157,10 +158,31 @@ def add_product(w, dy, x):
     gradient = w.grad.flatten(0, -2)
     if gradient.dtype == dy.dtype:
         gradient.addmm_(dy.T, x)
-    elif dy.is_cuda:  # 16-bit factors, float32 sum: one pass over dW, and dy^T x is not rounded to 16 bits
-        torch.addmm(gradient, dy.T, x, out_dtype=gradient.dtype, out=gradient)
     else:
-        gradient.add_(dy.T @ x)
+        mixed_product(dy.device.type, dy.dtype)(gradient, dy.T, x)
+
+
+MIXED = (  # gradient += a b for 16-bit factors and a float32 gradient, best first. a b is not rounded to 16 bits.
+    lambda gradient, a, b: torch.addmm(gradient, a, b, out_dtype=gradient.dtype, out=gradient),  # one pass, new on CUDA
+    lambda gradient, a, b: gradient.add_(torch.mm(a, b, out_dtype=gradient.dtype)),  # a temporary a b, CUDA
+    lambda gradient, a, b: gradient.addmm_(a.to(gradient.dtype), b.to(gradient.dtype)),  # runs everywhere, slow on CUDA
+)
+
+
+@functools.cache  # the check waits for the GPU: `operations.trial` calls this function before the first step
+def mixed_product(device, dtype):
+    """Return the first of MIXED that is right on this device ("cuda", "cpu") with factors of this dtype."""
+    ones, parts = torch.ones(16, 16, dtype=dtype, device=device), torch.full((16, 16), 2.0**-12, device=device)
+    parts[0] = 1  # a column's sum, 1 + 15 * 2^-12, has too many digits for 16 bits
+    for add in MIXED[:-1]:
+        gradient = torch.ones(16, 16, device=device)
+        try:
+            add(gradient, ones, parts.to(dtype))
+            if torch.equal(gradient, 1 + parts.sum(0).expand(16, 16)):
+                return add
+        except (RuntimeError, TypeError):  # this version of PyTorch has no such product, or not on this device
+            pass
+    return MIXED[-1]
 
 
 class ColumnParallelLinear(nn.Module):
