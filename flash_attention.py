@@ -203,7 +203,7 @@ def _over_keys(
 
 @triton.jit
 def attention_forward(
-    QKV, O, L, s, a, stride_b, stride_s, stride_3, stride_a, scale,
+    Q, K, V, O, L, s, a, stride_b, stride_s, stride_a, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute o [b, s, a, d] and L [b, a, s] float32 of one query tile. Grid: b a heads times cdiv(s, ROWS) tiles."""
@@ -211,8 +211,8 @@ def attention_forward(
     tile = tiles - 1 - tl.program_id(0) % tiles  # longest first: the last queries have the most keys
     head = tl.program_id(0) // tiles
     sample = (head // a).to(tl.int64)
-    Q = QKV + sample * stride_b + (head % a) * stride_a
-    K, V = Q + stride_3, Q + 2 * stride_3
+    offset = sample * stride_b + (head % a) * stride_a
+    Q, K, V = Q + offset, K + offset, V + offset
     first = tile * ROWS
     stop = tl.minimum(first + ROWS, s)
     c = scale * LOG2E
@@ -269,7 +269,7 @@ def _over_queries(
 
 @triton.jit
 def attention_backward_keys(
-    QKV, DO, L, DELTA, DQKV, s, a, stride_b, stride_s, stride_3, stride_a, scale,
+    Q, K, V, DO, L, DELTA, DQKV, s, a, stride_b, stride_s, stride_a, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write dk and dv of one tile of COLUMNS keys to dqkv [b, s, 3, a, d]. Grid: b a heads times cdiv(s, COLUMNS)."""
@@ -277,8 +277,8 @@ def attention_backward_keys(
     first = tl.program_id(0) % tiles * COLUMNS  # longest first: the first keys have the most queries
     head = tl.program_id(0) // tiles
     sample = (head // a).to(tl.int64)
-    Q = QKV + sample * stride_b + (head % a) * stride_a
-    K, V = Q + stride_3, Q + 2 * stride_3
+    offset = sample * stride_b + (head % a) * stride_a
+    Q, K, V = Q + offset, K + offset, V + offset
     DO += sample * s * a * D + (head % a) * D
     L += head.to(tl.int64) * s
     DELTA += head.to(tl.int64) * s
@@ -317,7 +317,7 @@ def _over_keys_backward(
 
 @triton.jit
 def attention_backward_queries(
-    QKV, DO, L, DELTA, DQKV, s, a, stride_b, stride_s, stride_3, stride_a, scale,
+    Q, K, V, DO, L, DELTA, DQKV, s, a, stride_b, stride_s, stride_a, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write dq of one tile of ROWS queries to dqkv [b, s, 3, a, d]. Grid: b a heads times cdiv(s, ROWS) tiles."""
@@ -325,8 +325,8 @@ def attention_backward_queries(
     first = (tiles - 1 - tl.program_id(0) % tiles) * ROWS
     head = tl.program_id(0) // tiles
     sample = (head // a).to(tl.int64)
-    Q = QKV + sample * stride_b + (head % a) * stride_a
-    K, V = Q + stride_3, Q + 2 * stride_3
+    offset = sample * stride_b + (head % a) * stride_a
+    Q, K, V = Q + offset, K + offset, V + offset
     stop = tl.minimum(first + ROWS, s)
     c = scale * LOG2E
     q = _load(Q, first, stride_s, s, D, ROWS, WIDTH)
@@ -384,33 +384,30 @@ def capability(device):
 
 class Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, qkv):
-        b, s, _, a, d = qkv.shape
-        if qkv.stride(-1) != 1:
-            qkv = qkv.contiguous()
-        ctx.options = attention_options(d, qkv.dtype, capability(qkv.device))
-        o = qkv.new_empty(b, s, a, d)
-        log = qkv.new_empty(b, a, s, dtype=torch.float32)
-        launch(attention_forward, ctx.options["forward"], b * a, s, "ROWS", qkv, o, log, s, a, *strides(qkv))
-        ctx.save_for_backward(qkv, o, log)
+    def forward(ctx, q, k, v):
+        b, s, a, d = q.shape
+        if q.stride(-1) != 1 or len({x.stride() for x in (q, k, v)}) > 1:
+            q, k, v = (x.contiguous() for x in (q, k, v))
+        ctx.options = attention_options(d, q.dtype, capability(q.device))
+        o = q.new_empty(b, s, a, d)
+        log = q.new_empty(b, a, s, dtype=torch.float32)
+        ctx.sizes = s, a, *q.stride()[:3], d**-0.5
+        launch(attention_forward, ctx.options["forward"], b * a, s, "ROWS", q, k, v, o, log, *ctx.sizes)
+        ctx.save_for_backward(q, k, v, o, log)
         return o
 
     @staticmethod
     def backward(ctx, do):
-        qkv, o, log = ctx.saved_tensors
-        b, s, _, a, _ = qkv.shape
+        q, k, v, o, log = ctx.saved_tensors
+        b, s, a, d = q.shape
         do = do.contiguous()
         delta = torch.empty_like(log)
-        dqkv = qkv.new_empty(qkv.shape)
+        dqkv = q.new_empty(b, s, 3, a, d)
         launch(attention_delta, ctx.options["delta"], b * a, s, "ROWS", o, do, delta, s, a)
-        shared = qkv, do, log, delta, dqkv, s, a, *strides(qkv)
+        shared = q, k, v, do, log, delta, dqkv, *ctx.sizes
         launch(attention_backward_keys, ctx.options["keys"], b * a, s, "COLUMNS", *shared)
         launch(attention_backward_queries, ctx.options["queries"], b * a, s, "ROWS", *shared)
-        return dqkv
-
-
-def strides(qkv):
-    return *qkv.stride()[:4], qkv.shape[-1] ** -0.5
+        return dqkv.unbind(2)
 
 
 def launch(kernel, options, heads, s, along, *arguments):
@@ -419,15 +416,15 @@ def launch(kernel, options, heads, s, along, *arguments):
         kernel[(heads * triton.cdiv(s, options[along]),)](*arguments, **options)
 
 
-def attention(qkv, cache=None):
-    """Return softmax(q k^T / sqrt(d)) v per head, causal: qkv [b, s, 3, a, d] -> [b, s, a, d] of the same dtype.
+def attention(q, k, v, cache=None):
+    """Return softmax(q k^T / sqrt(d)) v per head, causal: q, k, v [b, s, a, d] -> [b, s, a, d] of the same dtype.
 
-    qkv: float32, float16 or bfloat16. Products are in this dtype, sums in float32. d is at most 128, best a power of
-    two. qkv may have any strides; it is copied if the last stride is not 1. The result is deterministic.
+    q, k, v: float32, float16 or bfloat16. Products are in this dtype, sums in float32. d is at most 128, best a power
+    of two. The three are copied if their strides differ or their last stride is not 1. Two runs give the same bits.
     `reference.attention` is the plain form. Only the plain form supports a `cache`, for generation.
     """
     assert cache is None
-    return Attention.apply(qkv)
+    return Attention.apply(q, k, v)
 
 
 # --- the model's launches, for compiling without a GPU ---------------------------------------------------------------
@@ -446,9 +443,9 @@ def configurations(capability, dtypes=("bf16", "fp16"), sizes=(64, 128), s=1024)
         found.append((f"causal_softmax_backward {t} s={s}", causal_softmax_backward, f"*{t} {types}", softmax))
         for d in sizes:
             options = attention_options(d, dtype, capability)
-            backward = f"*{t} *{t} *fp32 *fp32 *{t} i32 i32 i32 i32 i32 i32 fp32"
+            backward = f"*{t} *{t} *{t} *{t} *fp32 *fp32 *{t} i32 i32 i32 i32 i32 fp32"
             for which, kernel, types in (
-                ("forward", attention_forward, f"*{t} *{t} *fp32 i32 i32 i32 i32 i32 i32 fp32"),
+                ("forward", attention_forward, f"*{t} *{t} *{t} *{t} *fp32 i32 i32 i32 i32 i32 fp32"),
                 ("delta", attention_delta, f"*{t} *{t} *fp32 i32 i32"),
                 ("keys", attention_backward_keys, backward),
                 ("queries", attention_backward_queries, backward),

@@ -12,15 +12,15 @@ residual's gradient.
                                       forward                               backward
                                       plain                         fused  plain                                  fused
     LayerNorm 1                          32                            32    128  dx; dweight, dbias; add            64
-    qkv's bias                            0  within qkv's product       0     48  sum over tokens                    48
+    q, k, v and their bias                0  within qkv's product       0    144  join dq, dk, dv; dbias             96
     attention                         2,112  scores, scale, mask, P    64  2,944  4 products, softmax, mask, scale  128
     proj's bias, residual, LayerNorm 2   80  add; LayerNorm            64    144  like LayerNorm 1; dbias            64
     fc1's bias, GELU                    128  GELU                     128    256  GELU; dbias                       192
     fc2's bias, residual                 48  add                       48     16  dbias                              16
-    sum                               2,400                           336  3,536                                    512
+    sum                               2,400                           336  3,632                                    560
 
 Each step of plain attention writes and reads an [s, s] matrix per head, 256 MiB for all heads. PyTorch has a fused
-attention, too. The other rows move 880 MiB plain and 656 MiB fused, forward and backward together. After the
+attention, too. The other rows move 976 MiB plain and 704 MiB fused, forward and backward together. After the
 blocks, the head computes 50,304 logits a token, and the optimizer reads and writes 30 bytes a parameter.
 
 The *floor* of an operation is the least memory traffic that it needs: each input is read once, each result written
@@ -392,6 +392,74 @@ def gelu_(y, bias):
 def relu_(y, bias):
     """Do the same as `reference.relu_`, but leave y unchanged. The bias's gradient is float32."""
     return Activation.apply(y, bias, True)
+
+
+# --- gradients of qkv and of the embedding's tables -------------------------------------------------------------------
+#
+# Attention's backward returns dq, dk and dv as three tensors. `join` copies them to the columns of one matrix for qkv's
+# two products, and adds up the columns, which gives the bias's gradient. Floor in bf16: 4 bytes an element.
+#
+# An embedding's gradient adds the rows of dy that have the same id. A frequent word has thousands of rows. First the
+# ids are sorted. One program per id and stripe of columns then adds TALL rows at a time. The program is the one whose
+# place in the sorted order is the id's first. All other programs end at once. So each element of the table has one
+# writer and a fixed order. Floor in bf16: 2 bytes an element of dy, 8 bytes an element of the table's rows that change.
+
+
+@triton.jit
+def join_part(X, WHOLE, SUMS, rows, width, stride, all_columns, TALL: tl.constexpr, WIDE: tl.constexpr):
+    """Copy X [rows, width] to columns of WHOLE [rows, all_columns]. SUMS [programs along the rows, all_columns]."""
+    column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    total = tl.zeros([TALL, WIDE], tl.float32)
+    for first in range(tl.program_id(0) * TALL, rows, tl.num_programs(0) * TALL):
+        row = (first + tl.arange(0, TALL))[:, None]
+        exists = (row < rows) & (column < width)[None, :]
+        x = tl.load(X + row.to(tl.int64) * stride + column[None, :], mask=exists, other=0.0)
+        tl.store(WHOLE + row.to(tl.int64) * all_columns + column[None, :], x, mask=exists)
+        total += x.to(tl.float32)
+    tl.store(SUMS + tl.program_id(0) * all_columns + column, tl.sum(total, 0), mask=column < width)
+
+
+def join(parts):
+    """Do the same as `reference.join`. The sums are float32."""
+    n, width = parts[0].shape
+    whole = parts[0].new_empty(n, width * len(parts))
+    programs, stripes = striped(parts[0], each=8)
+    sums = whole.new_empty(programs, whole.shape[1], dtype=torch.float32)
+    for part, *out in zip(parts, whole.chunk(len(parts), 1), sums.chunk(len(parts), 1), strict=True):
+        part = part if part.stride(1) == 1 else part.contiguous()
+        join_part[programs, stripes](part, *out, n, width, part.stride(0), whole.shape[1], **TILE)
+    return whole, sums.sum(0)
+
+
+@triton.jit
+def add_rows(TABLE, IDS, ORDER, ROWS, n, v, width, TALL: tl.constexpr, WIDE: tl.constexpr):
+    """TABLE [v, width] float32; ROWS [n, width]; IDS [n]: sorted; ORDER [n]: IDS[i] is the id of ROWS[ORDER[i]]."""
+    i = tl.program_id(0)
+    id = tl.load(IDS + i)
+    before = tl.load(IDS + i - 1, mask=i > 0, other=-1)
+    if (id != before) & (id >= 0) & (id < v):
+        column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+        here = TABLE + id * width + column
+        total = tl.load(here, mask=column < width, other=0.0)
+        while tl.load(IDS + i, mask=i < n, other=-1) == id:
+            place = i + tl.arange(0, TALL)
+            same = tl.load(IDS + place, mask=place < n, other=-1) == id
+            row = tl.load(ORDER + place, mask=same, other=0)
+            exists = same[:, None] & (column < width)[None, :]
+            x = tl.load(ROWS + row[:, None] * width + column[None, :], mask=exists, other=0.0)
+            total += tl.sum(x.to(tl.float32), 0)
+            i += TALL
+        tl.store(here, total, mask=column < width)
+
+
+ADD_ROWS = dict(TALL=32, WIDE=256, num_warps=4)
+
+
+def add_rows_(table, ids, rows):
+    """Do the same as `reference.add_rows_` on a float32 table."""
+    (n, width), (ids, order) = rows.shape, ids.sort(stable=True)
+    grid = n, triton.cdiv(width, ADD_ROWS["WIDE"])
+    add_rows[grid](table, ids, order, rows.contiguous(), n, len(table), width, **ADD_ROWS)
 
 
 # --- cross-entropy --------------------------------------------------------------------------------------------------

@@ -25,12 +25,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import reference
 from parallel.tensor import (
     ColumnParallelLinear,
+    EmbeddingLookup,
     Linear,
     LinearCrossEntropy,
     ParamSpec,
@@ -69,7 +69,7 @@ class Block(nn.Module):
         h, std, sp, name = c.hidden_size, c.init_method_std, c.sequence_parallel, f"block{index}"
         residual_std = std / math.sqrt(2 * c.num_layers)  # x is a sum of 2L outputs; its variance shall not grow with L
         self.ln1 = LayerNorm(f"{name}.ln1", h)
-        self.qkv = ColumnParallelLinear(f"{name}.qkv", (3, h, h), std, tp, sp)
+        self.qkv = ColumnParallelLinear(f"{name}.qkv", (3, h, h), std, tp, sp, ops)
         self.proj = RowParallelLinear(f"{name}.proj", (h, h), residual_std, tp, sp)
         self.ln2 = LayerNorm(f"{name}.ln2", h)
         self.fc1 = ColumnParallelLinear(f"{name}.fc1", (4 * h, h), std, tp, sp, adds_bias=False)
@@ -84,8 +84,8 @@ class Block(nn.Module):
         return x.tensor()
 
     def attention(self, x, batch):
-        qkv = self.qkv(x).view(*batch.shape, 3, -1, self.head_size)  # [b, s, 3, heads/t, d]
-        y = self.ops.attention(qkv, batch.caches and batch.caches[self.index])  # [b, s, heads/t, d]
+        q, k, v = (y.view(*batch.shape, -1, self.head_size) for y in self.qkv(x))  # each [b, s, heads/t, d]
+        y = self.ops.attention(q, k, v, batch.caches and batch.caches[self.index])  # [b, s, heads/t, d]
         y = self.proj(y.reshape(len(batch.ids), -1))  # [n, h/t] -> [n, h]
         return Branch(y, self.proj.bias, batch.drop(self.seed, site=2 * self.index + 1))
 
@@ -157,7 +157,7 @@ class Embedding(nn.Module):
 
     def forward(self, _, batch):
         x = self.word(batch.ids)  # [n, h], or [n/t, h]
-        x = x + F.embedding(batch.positions, self.position)
+        x = x + EmbeddingLookup.apply(batch.positions, self.position, None, None, self.ops)
         return self.ops.dropout(x, batch.drop(self.seed, site=0))
 
 
@@ -194,7 +194,7 @@ class GPT(nn.Module):
         c = config
         self.config, self.tp = c, tp
         word = VocabParallelEmbedding(
-            "word", c.padded_vocab_size, c.hidden_size, c.init_method_std, tp, c.sequence_parallel
+            "word", c.padded_vocab_size, c.hidden_size, c.init_method_std, tp, c.sequence_parallel, ops
         )
         blocks = [Block(c, i, tp, ops) for i in range(c.num_layers)]
         self.units = nn.ModuleList([Embedding(c, word, ops), *blocks, Head(c, word, tp, ops)])

@@ -20,7 +20,7 @@ from torch.optim.adamw import adamw as torch_adamw
 # Add your own: write a function in this file, and call it in model.py as `self.ops.NAME`. It needs no kernel. To use a
 # kernel of the same name from kernels.py, also add the name to this list.
 OPERATIONS = (
-    "layer_norm add_ add_layer_norm_ gelu_ relu_ attention cross_entropy_ dropout adamw_ squared_norms"
+    "layer_norm add_ add_layer_norm_ gelu_ relu_ attention join add_rows_ cross_entropy_ dropout adamw_ squared_norms"
 ).split()
 EPS = 1e-5  # of LayerNorm, as in GPT-2
 
@@ -76,14 +76,14 @@ def relu_(y, bias):
     return F.relu(add_bias_(y, bias), inplace=True)
 
 
-def attention(qkv, cache=None):
-    """Causal attention, softmax(q k^T / sqrt(d)) v, per head. qkv [b, s, 3, a, d] -> [b, s, a, d].
+def attention(q, k, v, cache=None):
+    """Causal attention, softmax(q k^T / sqrt(d)) v, per head. q, k, v [b, s, a, d] -> [b, s, a, d].
 
     The probabilities have no dropout: they are an [s, s] matrix, which fused attention never stores.
     cache: a list with the keys and values of earlier tokens, [b, a, s', d]. This call appends the keys
     and values of the s tokens. If the cache is not empty, s must be 1.
     """
-    q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))  # [b, a, s, d]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, a, s, d]
     if cache is not None:
         if cache:
             k, v = torch.cat([cache[0], k], 2), torch.cat([cache[1], v], 2)
@@ -97,6 +97,31 @@ def causal_softmax(scores, scale):
     """Return softmax(scale * scores) over the keys that are not after the query. scores [..., s, s]."""
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     return (scores * scale).masked_fill(hidden, -math.inf).softmax(-1)
+
+
+# --- gradients of parameters ------------------------------------------------------------------------------------------
+
+
+def join(parts):
+    """Join tensors [n, c] by their columns. Return (whole [n, k c], sums of its columns [k c], float32 or float64).
+
+    In qkv's backward the parts are dq, dk, dv, and the sums are the gradient of the bias.
+    """
+    whole = torch.cat(parts, 1)
+    return whole, whole.sum(0, dtype=torch.promote_types(whole.dtype, torch.float32))
+
+
+def add_rows_(table, ids, rows):
+    """Add rows[i] to table[ids[i]] for every i, in the table's dtype. table [v, h]; ids [n] int64; rows [n, h].
+
+    Equal ids add in a fixed order. A rank skips ids outside of 0 .. v - 1: another rank has their rows.
+    """
+    mine = (ids >= 0) & (ids < len(table))
+    ids, rows = ids.where(mine, 0), (rows * mine[:, None]).to(table.dtype)
+    if rows.is_cuda:  # sorts the ids, so the order of the sum is fixed; index_add_ on CUDA has no fixed order
+        table.index_put_((ids,), rows, accumulate=True)
+    else:
+        table.index_add_(0, ids, rows)
 
 
 # --- the loss ---------------------------------------------------------------------------------------------------------

@@ -40,9 +40,13 @@ from testing.interpreted import DTYPES, poisoned, random  # noqa: F401  (first: 
 # isort: split
 
 import flash_attention
-from flash_attention import attention, causal_softmax
+from flash_attention import causal_softmax
 from reference import causal_softmax as plain_softmax
 from testing import compiled, sanitizer
+
+
+def attention(qkv):
+    return flash_attention.attention(*qkv.unbind(2))
 
 
 def plain_attention(qkv):
@@ -158,7 +162,7 @@ def test_attention_of_large_scores(dtype):
 
 
 def test_attention_of_views():
-    """Attention accepts any strides. It copies qkv if the last stride is not 1."""
+    """Attention accepts any strides. It copies q, k and v if the last stride is not 1 or their strides differ."""
     dtype = torch.float16
     whole, do = of_shape(2, 40, 2, 16, dtype)
     expected = with_gradient(attention, whole, do)

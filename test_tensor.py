@@ -79,6 +79,7 @@ def check_column_parallel(enter, packed):
     our_w = with_buffer(mine(w, 0).unflatten(0, shape))
     our_bias = with_buffer(mine(bias, 0).unflatten(0, shape))
     out = Linear.apply(x, our_w, our_bias, enter, None, tp)
+    out = torch.cat(out, 1) if packed else out
     close_on(tp, "y", out.detach(), mine(y, 1), {"the product without the bias": whole_x @ mine(w, 0).T})
     out.backward(mine(dy, 1))
     share = mine(dy, 1) @ mine(w, 0)
@@ -118,15 +119,63 @@ def test_row_parallel_linear(workers, tp, leave):
     workers.check(tp, check_row_parallel, leave)
 
 
+SMALL = 2.0**-12  # neither bf16 nor fp16 can represent 1 + SMALL
+
+
+def of_16_bits(*values, dtype=torch.bfloat16):
+    """Return a parameter [n, 1] with a float32 gradient, as zero.py makes it."""
+    p = torch.nn.Parameter(torch.tensor(values, dtype=dtype)[:, None])
+    p.grad_dtype = torch.float32
+    p.grad, p.deferred = torch.zeros(p.shape), None
+    return p
+
+
 def test_gradients_accumulate_in_float32_under_bf16():
-    """The sum over micro-batches is not rounded to the parameter's dtype: bf16 cannot represent 1 + 2^-9."""
-    w = torch.nn.Parameter(torch.ones(1, 1, dtype=torch.bfloat16))
-    w.grad_dtype = torch.float32
-    w.grad, w.deferred = torch.zeros(1, 1), None
-    for x in (1.0, 2.0**-9):
-        x = torch.full((1, 1), x, dtype=torch.bfloat16, requires_grad=True)
-        Linear.apply(x, w, None, "copy", None, Mesh().tp).backward(torch.ones(1, 1, dtype=torch.bfloat16))
-    assert w.grad.item() == 1 + 2.0**-9
+    """Neither a sum over tokens nor a sum over micro-batches is rounded to the parameter's dtype."""
+    w, bias, table = of_16_bits(1.0), of_16_bits(0.0), of_16_bits(1.0, 1.0)
+    for tokens in ([1.0, SMALL], [SMALL]):
+        dy = torch.tensor(tokens, dtype=torch.bfloat16)[:, None]
+        x = torch.ones_like(dy).requires_grad_()
+        Linear.apply(x, w, bias, "copy", None, Mesh().tp).backward(dy)
+        ids = torch.ones(len(dy), dtype=torch.int64)
+        EmbeddingLookup.apply(ids, table, None, None, reference).backward(dy)
+    assert w.grad.item() == bias.grad.item() == table.grad[1].item() == 1 + 2 * SMALL and table.grad[0] == 0
+
+
+def right(a, b):
+    return a.float() @ b.float()
+
+
+def rounds(a, b):
+    return (a @ b).float()
+
+
+def refuses(a, b):
+    raise RuntimeError("self and mat2 must have the same dtype")
+
+
+def unknown(a, b):
+    raise TypeError("unexpected keyword argument out_dtype")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "addmm, mm, chosen",
+    [(right, right, 0), (refuses, right, 1), (rounds, right, 1), (unknown, unknown, 2), (refuses, rounds, 2)],
+)
+def test_the_product_is_chosen_by_a_check(monkeypatch, dtype, addmm, mm, chosen):
+    """PyTorch may refuse a product of 16-bit factors with a float32 sum, or round the product."""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "addmm", lambda c, a, b, out_dtype, out: out.copy_(c + addmm(a, b)))
+        patch.setattr(torch, "mm", lambda a, b, out_dtype: mm(a, b))
+        tensor.mixed_product.cache_clear()
+        w, dy, x = of_16_bits(1.0, dtype=dtype), *torch.ones(2, 3, 1, dtype=dtype)
+        dy[1:] = SMALL
+        for _ in range(2):
+            tensor.add_product(w, dy, x)
+        assert tensor.mixed_product("cpu", dtype) is tensor.MIXED[chosen]
+        assert w.grad.item() == 2 * (1 + 2 * SMALL)
+    tensor.mixed_product.cache_clear()
 
 
 # --- vocabulary -----------------------------------------------------------------------------------------------------
@@ -144,7 +193,7 @@ def check_embedding(leave):
     y.backward(dy)
     rows = rows_of(tp, len(ids), cut=leave == "reduce_scatter")
     ours = with_buffer(table.chunk(tp.size)[tp.rank])
-    out = EmbeddingLookup.apply(ids, ours, leave, tp)
+    out = EmbeddingLookup.apply(ids, ours, leave, tp, reference)
     per_rank = V // tp.size
     mine = ids // per_rank == tp.rank
     instead = {
@@ -162,6 +211,17 @@ def sum_of_unmasked(table, ids, tp):
     """Return the sum over tp if each rank gives row 0 of its slice for ids that it does not have."""
     per_rank = V // tp.size
     return sum(table[ids.where(ids // per_rank == t, t * per_rank)] for t in range(tp.size))
+
+
+def test_a_table_that_is_not_cut():
+    table, ids, dy = random(7, 6), torch.tensor([3, 0, 3, 6, 3]), random(5, 6, seed=1)
+    whole, ours = table.clone().requires_grad_(), with_buffer(table)
+    ours.grad += 1  # backward must add to this
+    F.embedding(ids, whole).backward(dy)
+    out = EmbeddingLookup.apply(ids, ours, None, None, reference)
+    out.backward(dy)
+    same_tensor("y", out.detach(), table[ids])
+    same_tensor("dw", ours.grad - 1, whole.grad)
 
 
 def in_chunks(chunk, check, *arguments):
@@ -287,14 +347,14 @@ def test_attention_is_causal_softmax():
         "that of all tokens, later ones too": attended(products / d**0.5),
         "made without the factor 1 / sqrt(d)": attended(products.masked_fill(later, -torch.inf)),
     }
-    same_tensor("attention", reference.attention(qkv), attended(masked), instead)
+    same_tensor("attention", reference.attention(*qkv.unbind(2)), attended(masked), instead)
     same_tensor("causal_softmax", reference.causal_softmax(products, d**-0.5), masked.softmax(-1))
 
 
 def test_attention_with_a_cache_is_attention_without():
     qkv, cache = random(2, 6, 3, 2, 4), []
-    steps = [reference.attention(part, cache) for part in qkv.split([3, 1, 1, 1], dim=1)]
-    same_tensor("attention with a cache", torch.cat(steps, 1), reference.attention(qkv))
+    steps = [reference.attention(*part.unbind(2), cache) for part in qkv.split([3, 1, 1, 1], dim=1)]
+    same_tensor("attention with a cache", torch.cat(steps, 1), reference.attention(*qkv.unbind(2)))
 
 
 def mask(rows, columns=64, rate=0.25, seed=1, site=0):

@@ -189,7 +189,7 @@ def attentions(draw, plain, item, n, h, s):
     def backend(which):
         def run(qkv):
             with sdpa_kernel(which):
-                return reference.attention(qkv)
+                return reference.attention(*qkv.unbind(2))
 
         return run
 
@@ -200,7 +200,8 @@ def attentions(draw, plain, item, n, h, s):
             own={"softmax alone": lambda x: x.softmax(-1)}, another=("softmax alone",),
         ),
         Operation(
-            "attention", "attention", draw((b, s, 3, a, 64)), plain("attention"), (2 * products, 5 * products),
+            "attention", "attention", draw((b, s, 3, a, 64)),
+            lambda ops, qkv: ops.attention(*qkv.unbind(2)), (2 * products, 5 * products),
             n * h, flops=True,
             own={"flash": backend(SDPBackend.FLASH_ATTENTION), "cudnn": backend(SDPBackend.CUDNN_ATTENTION)},
         ),

@@ -183,8 +183,7 @@ def kept(c, z):
     """Return {unit: Kept} for the embedding, a block and the head."""
     outside, whole = z.item * z.rows * c.hidden_size, z.item * z.tokens * c.hidden_size
     gathered = z.rows < z.tokens
-    ids = (8 + 1) * z.tokens  # for each id: its row in this rank's table (int64), True if this rank has the row (bool)
-    embedding = Kept(ids + 8 * z.rows, outside)  # plus the positions, int64
+    embedding = Kept(8 * z.tokens + 8 * z.rows, outside)  # ids and positions, int64
 
     block = block_activations(c, z)
     saved = sum(block.values()) - outside  # minus LayerNorm 1's input, which is the unit's input

@@ -42,6 +42,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+import reference
 from parallel.comm import all_gather, all_reduce, reduce_scatter
 
 CHUNK = 4096  # tokens whose logits exist at a time: enough for an efficient matrix product; 412 MB (bf16, v = 50,304)
@@ -100,15 +101,16 @@ def specs(unit):
 class Linear(torch.autograd.Function):
     """y = leave(enter(x) W^T + bias). Every linear of the model is this function.
 
-    x: [n or n/t, in]. w: [..., out, in] of this rank. bias: [..., out] or None.
-    enter: copy, all_gather or None (x has only this rank's columns). leave: all_reduce, reduce_scatter or None.
-    Backward adds the gradients of w and bias to `.grad` and does not return them.
+    x: [n or n/t, in]. w: [out, in] of this rank, or [k, out, in] for k outputs of one product. bias: [(k,) out] or
+    None. enter: copy, all_gather or None (x has only this rank's columns). leave: all_reduce, reduce_scatter or None.
+    Return y [n, out], or a tuple of k views. Backward adds the gradients of w and bias to `.grad` and does not return
+    them.
     """
 
     @staticmethod
-    def forward(ctx, x, w, bias, enter, leave, tp):
+    def forward(ctx, x, w, bias, enter, leave, tp, ops=reference):
         ctx.save_for_backward(x)  # with sequence parallelism n/t rows, gathered again in backward
-        ctx.w, ctx.bias, ctx.enter, ctx.leave, ctx.tp = w, bias, enter, leave, tp
+        ctx.w, ctx.bias, ctx.enter, ctx.leave, ctx.tp, ctx.ops = w, bias, enter, leave, tp, ops
         matrix = w.flatten(0, -2)  # qkv is [3, h/t, h]
         if enter == "all_gather":
             x = all_gather(x, tp, "activations").wait()
@@ -117,14 +119,16 @@ class Linear(torch.autograd.Function):
             y = all_reduce(y, tp, "activations").wait()
         elif leave == "reduce_scatter":
             y = reduce_scatter(y, tp, "activations").wait()
-        return y
+        return y if w.dim() == 2 else y.chunk(len(w), 1)
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, *parts):
         (x,) = ctx.saved_tensors
-        w, bias, tp = ctx.w, ctx.bias, ctx.tp
+        w, bias, tp, dy = ctx.w, ctx.bias, ctx.tp, parts[0]
+        if len(parts) > 1 or bias is not None:
+            dy, sums = ctx.ops.join(parts)  # reads the parts once for both
         if bias is not None:
-            bias.grad.add_(dy.sum(0).view_as(bias))
+            bias.grad.add_(sums.view_as(bias))
         if ctx.leave == "reduce_scatter":
             dy = all_gather(dy, tp, "activations").wait()
         gathering = all_gather(x, tp, "activations") if ctx.enter == "all_gather" else None
@@ -139,7 +143,7 @@ class Linear(torch.autograd.Function):
             add_product(w, dy, x)  # while dx is sent
         else:  # detach: x's graph would keep the unit's input alive until the action W
             w.deferred.append(WeightGradient(w, dy, x.detach()))
-        return (sending.wait() if ctx.enter else dx), None, None, None, None, None
+        return (sending.wait() if ctx.enter else dx), None, None, None, None, None, None
 
 
 class WeightGradient(NamedTuple):
@@ -154,7 +158,7 @@ class WeightGradient(NamedTuple):
 
 
 def add_product(w, dy, x):
-    """Add dy^T x to dW in the dtype of dW. Only the last case needs a temporary tensor."""
+    """Add dy^T x to dW in the dtype of dW."""
     gradient = w.grad.flatten(0, -2)
     if gradient.dtype == dy.dtype:
         gradient.addmm_(dy.T, x)
@@ -188,19 +192,21 @@ def mixed_product(device, dtype):
 class ColumnParallelLinear(nn.Module):
     """Linear cut by its outputs: x [n, in] (n/t rows with sequence parallelism) -> [n, out/t].
 
-    shape: of the whole weight, [out, in], or [3, out, in] for qkv. The weight is cut along out. adds_bias=False: the
-    next operation adds the bias, because it reads the whole output anyway.
+    shape: of the whole weight, [out, in], or [3, out, in] for three outputs (q, k, v). The weight is cut along out.
+    adds_bias=False: the next operation adds the bias, because it reads the whole output anyway.
     """
 
-    def __init__(self, name, shape, std, tp, sequence_parallel, adds_bias=True):
+    def __init__(self, name, shape, std, tp, sequence_parallel, ops=reference, adds_bias=True):
         super().__init__()
         cut = len(shape) - 2
         self.weight = ParamSpec(f"{name}.weight", shape, cut, True, std)
         self.bias = ParamSpec(f"{name}.bias", shape[:-1], cut)
-        self.tp, self.enter, self.adds_bias = tp, "all_gather" if sequence_parallel else "copy", adds_bias
+        self.tp, self.ops, self.adds_bias = tp, ops, adds_bias
+        self.enter = "all_gather" if sequence_parallel else "copy"
 
     def forward(self, x):
-        return Linear.apply(x, self.weight, self.bias if self.adds_bias else None, self.enter, None, self.tp)
+        bias = self.bias if self.adds_bias else None
+        return Linear.apply(x, self.weight, bias, self.enter, None, self.tp, self.ops)
 
 
 class RowParallelLinear(nn.Module):
@@ -223,47 +229,41 @@ class RowParallelLinear(nn.Module):
 
 
 class EmbeddingLookup(torch.autograd.Function):
-    """Look up ids in a table that is cut over tp.
+    """Look up ids [n] in a table w [v, h], or in a slice [v/t, h] of a table that is cut over tp.
 
-    A rank fills the rows whose ids are in its slice; the other rows are 0. The sum over tp gives all rows.
+    leave None: the table is not cut. Otherwise a rank fills the rows whose ids are in its slice; the other rows are 0.
+    The sum over tp gives all rows. Backward adds the gradient of w to `.grad` and does not return it.
     """
 
     @staticmethod
-    def forward(ctx, ids, w, leave, tp):
-        local = ids - tp.rank * w.shape[0]
-        mine = (local >= 0) & (local < w.shape[0])
-        local = local.where(mine, 0)
-        ctx.save_for_backward(local, mine)
-        ctx.w, ctx.leave, ctx.tp = w, leave, tp
-        y = w[local].mul_(mine[:, None])
-        if leave == "reduce_scatter":
-            return reduce_scatter(y, tp, "embedding").wait()
-        return all_reduce(y, tp, "embedding").wait()
+    def forward(ctx, ids, w, leave, tp, ops):
+        ctx.w, ctx.leave, ctx.tp, ctx.ops = w, leave, tp, ops
+        local = ids - tp.rank * len(w) if leave else ids
+        ctx.save_for_backward(local)
+        if not leave:
+            return w[ids]
+        mine = (local >= 0) & (local < len(w))
+        y = w[local.where(mine, 0)].mul_(mine[:, None])
+        return (reduce_scatter if leave == "reduce_scatter" else all_reduce)(y, tp, "embedding").wait()
 
     @staticmethod
     def backward(ctx, dy):
-        local, mine = ctx.saved_tensors
         if ctx.leave == "reduce_scatter":
             dy = all_gather(dy, ctx.tp, "embedding").wait()
-        gradient = ctx.w.grad
-        dy = (dy * mine[:, None]).to(gradient.dtype)
-        if dy.is_cuda:  # sorts the ids, so the order of the sum is fixed; index_add_ on CUDA has no fixed order
-            gradient.index_put_((local,), dy, accumulate=True)
-        else:
-            gradient.index_add_(0, local, dy)
-        return None, None, None, None
+        ctx.ops.add_rows_(ctx.w.grad, *ctx.saved_tensors, dy)
+        return None, None, None, None, None
 
 
 class VocabParallelEmbedding(nn.Module):
     """ids [n] -> [n, h] (n/t rows with sequence parallelism). Each rank has v/t consecutive rows of the table."""
 
-    def __init__(self, name, vocab_size, hidden_size, std, tp, sequence_parallel):
+    def __init__(self, name, vocab_size, hidden_size, std, tp, sequence_parallel, ops):
         super().__init__()
         self.weight = ParamSpec(f"{name}.weight", (vocab_size, hidden_size), 0, True, std)
-        self.tp, self.leave = tp, "reduce_scatter" if sequence_parallel else "all_reduce"
+        self.tp, self.leave, self.ops = tp, "reduce_scatter" if sequence_parallel else "all_reduce", ops
 
     def forward(self, ids):
-        return EmbeddingLookup.apply(ids, self.weight, self.leave, self.tp)
+        return EmbeddingLookup.apply(ids, self.weight, self.leave, self.tp, self.ops)
 
 
 class LinearCrossEntropy(torch.autograd.Function):

@@ -183,9 +183,9 @@ def elementwise_rate(n=1024, h=128):
 
 def attention_rate(s=256, heads=4, d=32):
     """Return FLOP/s of causal attention: 2 products of half an [s, s] matrix in forward, 5 in backward."""
-    qkv = torch.randn(4, s, 3, heads, d, requires_grad=True)
+    qkv = torch.randn(3, 4, s, heads, d, requires_grad=True)
     dy = torch.ones(4, s, heads, d)
-    return 4 * 7 * s * s * heads * d / seconds_of(lambda: reference.attention(qkv).backward(dy))
+    return 4 * 7 * s * s * heads * d / seconds_of(lambda: reference.attention(*qkv).backward(dy))
 
 
 def tiny_model(num_layers):

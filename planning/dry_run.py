@@ -125,12 +125,12 @@ def blind():
         operations.choose, train.PendingStep, torch.Tensor.cpu, torch.Tensor.item = before
 
 
-def attention(qkv, cache=None):
-    """Return `reference.attention` of meta tensors by the CPU's fused form. [b, s, 3, a, d] -> [b, s, a, d].
+def attention(q, k, v, cache=None):
+    """Return `reference.attention` of meta tensors by the CPU's fused form. q, k, v [b, s, a, d] -> [b, s, a, d].
 
     F.scaled_dot_product_attention would choose the form that keeps the [s, s] matrix.
     """
-    q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     y, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
     return y.transpose(1, 2)
 

@@ -445,8 +445,8 @@ VOCABULARY = [
     ),
     Defect(
         "gradient-of-ids-of-other-ranks",
-        "parallel/tensor.py",
-        (("(dy * mine[:, None]).to(", "dy.to("),),
+        "reference.py",
+        (("(rows * mine[:, None]).to(", "rows.to("),),
         embedding(),
         "is the gradient of all tokens, also of those with ids of other ranks",
     ),
