@@ -26,6 +26,19 @@ Each of these defects was inserted once and turned a test red:
     AdamW: one of two ranges does not decay
     AdamW: v has no bias correction
     squared norm: the last block has no mask
+    join: the rows' stride is ignored, or the stride of the columns
+    join: one partial sum is missing
+    embedding: only the first TALL rows of an id are added
+    embedding: the rows are not in the sorted order
+    embedding: the rows of the next id are added, too
+    embedding: an id's rows are added by every program
+    embedding: ids of other ranks are not skipped, below or above the table
+    embedding: each stripe of columns begins at column 0
+    launches: cross-entropy with 8 warps a row, squared norm with blocks of 1024, join with 4 programs
+    launches: LayerNorm's backward starts too few programs, too many, or does not load rows ahead
+    launches: GELU's backward starts more programs than fit
+    attention: another order of PyTorch's forms, the order is not used, a wrong name
+    the product of 16-bit factors is not chosen before the first step
 
 This defect is not found: row offsets in int32. They overflow from 2^31 elements on, which need too much memory here.
 """
