@@ -64,6 +64,15 @@ def asynchronous(schedule, p):
     return f"test_pipedream.py::test_losses_and_parameters_are_those_of_the_sequential_program[{schedule}-{p}]"
 
 
+def late(name):
+    """Return a test in the mode of testing/adversary.py, in which a result appears only at `wait`."""
+    return f"test_adversary.py::test_an_operation[{name}]"
+
+
+def late_layout(point):
+    return f"test_adversary.py::test_a_layout[{point}]"
+
+
 # --- the defects ------------------------------------------------------------------------------------------------------
 
 SHARE = "share = 1 / (m * mesh.dp.size)"
@@ -589,7 +598,136 @@ ASYNCHRONOUS = [
     ),
 ]
 
+COLUMN, COLUMN_SP = late("check_column_parallel-copy"), late("check_column_parallel-all_gather")
+ROW, ROW_SP = late("check_row_parallel-all_reduce"), late("check_row_parallel-reduce_scatter")
+WORDS, WORDS_SP = late("check_embedding-all_reduce"), late("check_embedding-reduce_scatter")
+HEAD, HEAD_SP = late("check_linear_cross_entropy-copy"), late("check_linear_cross_entropy-all_gather")
+ZERO = [
+    late_layout("2-1-1-1f1b-0-False-none-sgd-twice"),
+    late_layout("2-1-1-1f1b-1-False-none-adamw-twice"),
+    late_layout("2-1-1-1f1b-2-False-none-sgd-twice"),
+    late_layout("2-1-1-1f1b-3-False-full-adamw-twice"),
+]
+LAMB, LARS = (
+    late_layout("2-2-1-1f1b-1-True-full-lamb-twice"),
+    late_layout("1-2-2-1f1b-0-False-none-lars-not_a_multiple"),
+)
+GPIPE = late_layout("1-1-2-gpipe-0-False-none-sgd-twice")
+PIPEDREAM = "test_adversary.py::test_an_asynchronous_layout[pipedream-1-1-4-0-False-full-0.1-5+7-sgd]"
+
+WAITS = {  # {file: [(data, line with `wait`, test, call)]}
+    "parallel/tensor.py": [
+        ("x", 'x = all_gather(x, tp, "activations").wait()', COLUMN_SP, "all_gather of activations over tp"),
+        ("y", 'y = all_reduce(y, tp, "activations").wait()', ROW, "all_reduce of activations over tp"),
+        ("rows-of-y", 'reduce_scatter(y, tp, "activations").wait()', ROW_SP, "reduce_scatter of activations over tp"),
+        ("dy", 'dy = all_gather(dy, tp, "activations").wait()', ROW_SP, "all_gather of activations over tp"),
+        ("x-in-backward", "x = gathering.wait()", COLUMN_SP, "all_gather of activations over tp"),
+        ("dx", "sending.wait() if ctx.enter", COLUMN, "all_reduce of activations over tp"),
+        ("rows-of-dx", "sending.wait() if ctx.enter", COLUMN_SP, "reduce_scatter of activations over tp"),
+        ("words", 'all_reduce(y, tp, "embedding").wait()', WORDS, "all_reduce of embedding over tp"),
+        ("rows-of-words", 'reduce_scatter(y, tp, "embedding").wait()', WORDS_SP, "reduce_scatter of embedding over tp"),
+        ("dy-of-words", 'all_gather(dy, ctx.tp, "embedding").wait()', WORDS_SP, "all_gather of embedding over tp"),
+        ("x-of-the-head", '"head").wait()\n        dx = torch', HEAD_SP, "all_gather of head over tp"),
+        ("x-of-a-validation", '"head").wait()\n    return torch', HEAD_SP, "all_gather of head over tp"),
+        ("dx-of-the-head", '(dx, tp, "head").wait()', HEAD, "all_reduce of head over tp"),
+        ("the-softmax", '"cross-entropy rows", op).wait()', HEAD, "all_reduce of cross-entropy rows over tp"),
+    ],
+    "parallel/zero.py": [
+        ("parameters", "self.gathering[name].wait()", ZERO[3], "all_gather of parameters over dp"),
+        ("gradients", "self.reducing.pop(name).wait()", ZERO[0], "all_reduce of gradients over dp"),
+        ("shards-of-gradients", "self.reducing.pop(name).wait()", ZERO[2], "reduce_scatter of gradients over dp"),
+        ("twins", "in sums:\n            pending.wait()", GPIPE, "all_reduce of twin gradients over holders"),
+        ("partial-sums", "in sums:\n                pending.wait()", LAMB, "all_reduce of partial gradients over tp"),
+        ("new-parameters", "in gathers:\n            pending.wait()", ZERO[1], "all_gather of parameters over dp"),
+        ("norms-of-shards", 'self.mesh.dp, "parameter norms").wait()', LAMB, "all_reduce of parameter norms over dp"),
+        ("norms-of-slices", 'self.mesh.tp, "parameter norms").wait()', LAMB, "all_reduce of parameter norms over tp"),
+        ("equal-norms", 'holders, "parameter norms").wait()', LARS, "all_reduce of parameter norms over holders"),
+    ],
+    "parallel/pipeline.py": [("a-message", "self.arriving.pop(key).wait()", GPIPE, "receive of a message over pp")],
+    "parallel/pipedream.py": [
+        ("tied-sums", "self.sums.popleft().wait()", PIPEDREAM, "all_reduce of twin gradients over holders"),
+    ],
+    "train.py": [("the-norm", 'mesh.world, "scalars").wait()', ZERO[0], "all_reduce of scalars over world")],
+}  # fmt: skip
+WITHOUT_WAIT = [
+    Defect(f"no-wait-for-{data}", file, ((line, line.replace(".wait()", ".result")),), test, f"without `wait`: {call}")
+    for file, rows in WAITS.items()
+    for data, line, test, call in rows
+]
+
+BUFFERS = [
+    Defect(
+        "freed-before-it-is-sent",
+        "parallel/pipeline.py",
+        (
+            ("        pending.wait()\n", ""),
+            ("            self.meter.forget(x)\n", "            self.meter.forget(x)\n        pending.wait()\n"),
+        ),
+        GPIPE,
+        "freed before `wait`: a buffer of send of activations over pp",
+        quick=True,
+    ),
+    Defect(
+        "overwritten-before-it-is-sent",
+        "parallel/pipeline.py",
+        (("        self.meter.hold(values)\n", "        self.meter.hold(values)\n        values.data.zero_()\n"),),
+        GPIPE,
+        "elements of a buffer of send of activations over pp",
+    ),
+    Defect(
+        "gradient-used-again-while-it-is-reduced",
+        "parallel/zero.py",
+        (("if name in self.reducing:", "if False:"),),
+        ZERO[2],
+        "elements of a buffer of reduce_scatter of gradients over dp",
+    ),
+    Defect(
+        "gradient-freed-while-it-is-reduced",
+        "parallel/zero.py",
+        (
+            (
+                "        shard = self.reducing.pop(name).wait()\n",
+                "        free(bucket.grad)\n        shard = self.reducing.pop(name).wait()\n",
+            ),
+        ),
+        ZERO[2],
+        "freed before `wait`: a buffer of reduce_scatter of gradients over dp",
+    ),
+    Defect(
+        "parameters-freed-while-they-are-gathered",
+        "parallel/zero.py",
+        (
+            (
+                "            self.gathering[name].wait()\n",
+                "            free(self.buckets[name].param)\n            self.gathering[name].wait()\n",
+            ),
+        ),
+        ZERO[3],
+        "freed before `wait`: a buffer of all_gather of parameters over dp",
+    ),
+    Defect(
+        "tied-sums-in-one-buffer",
+        "parallel/pipedream.py",
+        (("flat = self.spare_sums.pop()", "flat = self.spare_sums[-1]"),),
+        PIPEDREAM,
+        "elements of a buffer of all_reduce of twin gradients over holders",
+    ),
+    Defect(
+        "received-in-another-order",
+        "parallel/pipeline.py",
+        (
+            (
+                "        self.arriving = {}",
+                "        if rank:\n            self.queue.insert(1, self.queue.popleft())\n        self.arriving = {}",
+            ),
+        ),
+        GPIPE,
+        "in another order",
+    ),
+]
+
 GROUPS = [INITIAL, SCALE, REDUCTION, TENSOR_PARALLEL, NORM, TIED, VOCABULARY, PIPELINE, OPERATIONS, ASYNCHRONOUS]
+GROUPS += [WITHOUT_WAIT, BUFFERS]
 DEFECTS = [defect for group in GROUPS for defect in group]
 
 

@@ -10,6 +10,7 @@ processes are ended, and the next test starts new ones.
 
 import multiprocessing
 import multiprocessing.connection
+import os
 import time
 import traceback
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from testing import adversary
 from testing.compare import Different
 
 RANKS = 8
@@ -49,6 +51,7 @@ class Workers:
 
     def __init__(self, folder):
         self.folder, self.calls, self.pipes, self.processes = folder, 0, [], []
+        self.adversary = "ADVERSARY" in os.environ  # True: calls run in the mode of testing/adversary.py
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["torch", "train"])  # imported once, then forked
 
@@ -73,8 +76,9 @@ class Workers:
         assert ranks <= RANKS
         self.start(ranks)
         self.calls += 1
+        call = (adversary.run, (function, *arguments)) if self.adversary else (function, arguments)
         for pipe in self.pipes[:ranks]:
-            pipe.send((function, arguments, ranks, self.folder / f"rendezvous{self.calls}"))
+            pipe.send((*call, ranks, self.folder / f"rendezvous{self.calls}"))
         results, deadline = {}, time.monotonic() + PATIENCE
         while len(results) < ranks:
             waiting = [self.pipes[r] for r in range(ranks) if r not in results]

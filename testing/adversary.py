@@ -1,0 +1,260 @@
+"""A test mode for `parallel/comm.py`: results come late, and buffers are poisoned.
+
+    ADVERSARY=1 pytest test_layouts.py        every process of the tests communicates in this mode
+
+**Why a CPU hides these bugs.** A communication runs beside the computation from its call until `wait`. In between, its
+buffers belong to it. A program with a bug reads a result before `wait`, changes or frees a buffer that is still sent,
+or posts (starts) messages in another order than its peer. With NCCL the result is wrong numbers or a hang. With Gloo
+on a CPU the same program is mostly right:
+
+- The tensors of a test are small. A communication is often done before the next line of Python runs.
+- Gloo matches a send and a receive by their tag. NCCL ignores tags and matches them by their order alone.
+- Memory that is freed and allocated again often still has its old values.
+
+**How the mode shows them.** No line of the product changes. `Late` replaces `comm.Pending`, whose argument `start` is
+the call that starts the communication. `Late` starts it at once on private copies of the tensors, in a thread. The
+program's own tensors get the latest result that is allowed, and the worst values until then:
+
+    bug                                     how it shows
+    result read before `wait`               the result is poison until `wait`: a nan that contains the number of its
+                                            call. Arithmetic keeps the number, so a later call that gets a nan can name
+                                            the call whose result was read
+    no `wait` at all                        the object is destroyed before its `wait`; the next call raises the error
+    buffer changed while it travels         `wait` compares all bytes of the call's tensors with those after the call.
+                                            The nan is a signalling one: any arithmetic in place changes its bits
+    buffer freed while it travels           `resize_` of a storage looks for it in all calls that are not waited for
+    memory used before it is written        `resize_` fills a storage with nan before it is freed and when it comes back
+    messages in another order               the messages of two ranks in one group run one by one, in the order in which
+                                            they are posted (NCCL's rule). A send waits for its receive. Before each
+                                            message both ranks exchange its direction, tag and size, which must agree
+    program relies on the answer of `done`  `done` answers False by chance, from a seed. For True it waits
+
+Where two tensors of a call overlap, the rules are NCCL's: all_reduce's tensor is a result. In all_gather's result, the
+rank's own slice keeps its values. In reduce_scatter's input, only the slice of the result is poison. Integers and bools
+have no nan: their poison is a large number and the opposite value.
+
+Each error names the rank, the operation, the data, the axis, and the line of the program that made the call.
+"""
+
+import contextlib
+import random
+import sys
+import weakref
+from concurrent import futures
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from parallel import comm
+
+PATIENCE = 30  # seconds that one communication may take
+MOMENT = 1  # seconds that `done` waits before it answers False
+NUMBER = 0x3FFFFF  # the bits of a float32 nan that can contain a number
+NANS = {  # {dtype: (bits of a signalling nan, place of the number in it, or None)}
+    torch.float64: (0x7FF << 52, 29),  # a conversion to float32 keeps these bits
+    torch.float32: (0x7F8 << 20, 0),
+    torch.bfloat16: (0x7FBF, None),
+    torch.float16: (0x7DFF, None),
+}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # {bytes of an element: integers as large}
+
+
+class Caught(AssertionError):
+    """The program uses a buffer that belongs to a communication, or posts its messages in a wrong order."""
+
+
+class Adversary:
+    """The state of the mode on this rank. seed: of the answers of `done`; patience: as PATIENCE."""
+
+    def __init__(self, seed, patience):
+        self.dice, self.patience = random.Random(seed), patience
+        self.names = [""]  # of all calls, by their numbers
+        self.travelling = weakref.WeakSet()  # the `Late`s that were not waited for
+        self.dropped = []  # names of calls whose `Late` was destroyed before its `wait`
+        self.threads = {}  # {(process group, peer or None): its executor with one thread}
+        self.failed = futures.Future()  # gets the first error of a thread
+
+    def refuse_dropped(self):
+        if self.dropped:
+            raise Caught(f"without `wait`: {self.dropped[0]}. The program has dropped the object that has `wait`")
+
+    def refuse_poison(self, name, x):
+        """Raise Caught if a call sends poison."""
+        wrong = x[x.isnan()] if x.is_floating_point() else x[:0]
+        if wrong.numel():
+            number = wrong[:1].float().view(torch.int32).item() & NUMBER
+            if 0 < number < len(self.names) and x.element_size() >= 4:
+                raise Caught(f"read before `wait`: the result of {self.names[number]}. Its poison is sent by {name}")
+            unfinished = "; ".join(late.name for late in self.travelling) or "none"
+            cause = "a result was read before `wait`, or memory before it was written"
+            raise Caught(f"nan is sent by {name}: {cause}. Calls without `wait` so far: {unfinished}")
+
+    def submit(self, key, work, *arguments):
+        """Run `work(*arguments)` in the thread `key`, after all earlier work of this thread. Return its Future."""
+        thread = self.threads.setdefault(key, futures.ThreadPoolExecutor(1))
+        return thread.submit(self._watched, work, *arguments)
+
+    def _watched(self, work, *arguments):
+        try:
+            return work(*arguments)
+        except Exception as error:
+            if not self.failed.done():
+                self.failed.set_result(error)
+            raise
+
+
+class Late(comm.Pending):
+    """Replaces `comm.Pending`. The result appears at `wait`."""
+
+    adversary = None
+
+    def __init__(self, result, start=None, describe=None):
+        super().__init__(result, None, describe)
+        if not start:
+            return
+        here, self.sends = self.adversary, start.func is dist.isend
+        here.refuse_dropped()
+        self.name, number = name_of_call(), len(here.names) & NUMBER
+        here.names.append(self.name)
+        # The first tensor is the result, except in a send. The last tensor is the input, except in a receive.
+        # `.data` hides all writes from autograd, which does not see those of NCCL either.
+        self.tensors = [x.data for x in start.args if isinstance(x, torch.Tensor)]
+        self.private = [x.clone() for x in self.tensors]
+        if start.func is not dist.irecv:
+            here.refuse_poison(self.name, self.private[-1])
+        if not self.sends:
+            poison(self.tensors[0], number)
+        if start.func is comm._all_gather:
+            self.tensors[-1].copy_(self.private[-1])
+        self.shown = [x.clone() for x in self.tensors]
+        here.travelling.add(self)
+        group = start.keywords["group"]
+        if start.func in (dist.isend, dist.irecv):
+            peer, tag = start.args[1], start.keywords.get("tag", 0)
+            self.work = here.submit((group, peer), message, self.name, self.private[0], self.sends, peer, tag, group)
+        else:
+            others = start.args[len(self.private) :]
+            self.work = here.submit((group, None), collective, start.func, [*self.private, *others], group)
+
+    def wait(self):
+        if self.work:
+            here = self.adversary
+            for x, shown in zip(self.tensors, self.shown, strict=True):
+                changed = (bits(x) != bits(shown)).sum().item()
+                if changed:
+                    raise Caught(f"changed before `wait`: {changed} of {x.numel()} elements of a buffer of {self.name}")
+            here.refuse_dropped()
+            futures.wait([self.work, here.failed], here.patience, futures.FIRST_COMPLETED)
+            if not self.work.done():
+                late = f"not joined by all ranks after {here.patience} seconds: {self.name}"
+                raise Caught(str(here.failed.result()) if here.failed.done() else late)
+            self._watched(self.work.result)
+            if not self.sends:
+                self.tensors[0].copy_(self.private[0])
+            self.work = None
+            here.travelling.discard(self)
+        return self.result
+
+    def done(self):
+        if self.work and self.adversary.dice.random() < 0.5:
+            return False
+        return not self.work or bool(futures.wait([self.work], MOMENT).done)
+
+    def __del__(self):
+        if self.work:
+            self.adversary.dropped.append(self.name)
+
+
+# --- communication on private copies ----------------------------------------------------------------------------------
+
+
+def collective(call, arguments, group):
+    call(*arguments, group=group)
+
+
+def message(name, x, sends, peer, tag, group):
+    """Send x to rank `peer`, or receive it. Both ranks first tell each other which message they run."""
+    ours = torch.tensor([sends, tag, x.numel()])
+    theirs = torch.empty_like(ours)
+    sending = dist.isend(ours, peer, group=group)
+    dist.recv(theirs, peer, group=group)
+    sending.wait()
+    if theirs.tolist() != [not sends, tag, x.numel()]:
+        here, there = (
+            f"{'send' if s else 'receive'} of {n} elements, tag {t}" for s, t, n in (ours.tolist(), theirs.tolist())
+        )
+        raise Caught(f"in another order: {name}. This rank runs its {here}, and rank {peer} runs its {there}")
+    (dist.send if sends else dist.recv)(x, peer, group=group)
+
+
+# --- poison -----------------------------------------------------------------------------------------------------------
+
+
+def bits(x):
+    return x.view(BITS[x.element_size()])
+
+
+def poison(x, number):
+    """Fill x with the poison of a call."""
+    if x.dtype in NANS:
+        nan, place = NANS[x.dtype]
+        bits(x).fill_(nan if place is None else nan | number << place)
+    elif x.dtype == torch.bool:
+        x.logical_not_()
+    else:
+        x.fill_(torch.iinfo(x.dtype).max // 3)
+
+
+def resized(adversary, resize):
+    """Return a function that replaces `torch.UntypedStorage.resize_`."""
+
+    def resize_(storage, size):
+        for late in adversary.travelling:
+            if any(x.untyped_storage()._cdata == storage._cdata for x in late.tensors):
+                raise Caught(f"freed before `wait`: a buffer of {late.name}")
+        storage.fill_(255)  # nan in all floating point dtypes
+        resize(storage, size)
+        return storage.fill_(255)
+
+    return resize_
+
+
+def name_of_call():
+    """Return the name of the communication that is called: its function in comm.py, and the caller's line."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename == comm.__file__:
+        call, frame = frame, frame.f_back
+    seen = call.f_locals
+    what, axis = seen.get("what", "a message"), seen["axis"]
+    place = f"rank {axis.ranks[axis.rank]}, {Path(frame.f_code.co_filename).name} line {frame.f_lineno}"
+    return f"{call.f_code.co_name} of {what} over {axis.name} ({place})"
+
+
+# --- the mode ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def adversary(seed=0, patience=PATIENCE):
+    """Switch the mode on in this process."""
+    here = Adversary(seed, patience)
+    before = comm.Pending, torch.UntypedStorage.resize_, Late.adversary
+    comm.Pending, torch.UntypedStorage.resize_, Late.adversary = Late, resized(here, before[1]), here
+    ended = False
+    try:
+        yield here
+        ended = True
+    finally:
+        comm.Pending, torch.UntypedStorage.resize_, Late.adversary = before
+        for thread in here.threads.values():  # after an error a thread may wait for ever
+            thread.shutdown(wait=ended, cancel_futures=not ended)
+
+
+def run(function, *arguments):
+    """Call a function in this mode. `Workers.run` does so if its `adversary` is set."""
+    with adversary(dist.get_rank() if dist.is_initialized() else 0) as here:
+        try:
+            return function(*arguments)
+        except Exception:
+            here.refuse_dropped()  # the missing `wait` is the cause of the failed comparison
+            raise
