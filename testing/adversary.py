@@ -1,39 +1,40 @@
 """A test mode for `parallel/comm.py`: results come late, and buffers are poisoned.
 
-    ADVERSARY=1 pytest test_layouts.py        every process of the tests communicates in this mode
+    ADVERSARY=1 pytest test_layouts.py        all processes of the tests communicate in this mode
 
-**Why a CPU hides these bugs.** A communication runs beside the computation from its call until `wait`. In between, its
-buffers belong to it. A program with a bug reads a result before `wait`, changes or frees a buffer that is still sent,
-or posts (starts) messages in another order than its peer. With NCCL the result is wrong numbers or a hang. With Gloo
-on a CPU the same program is mostly right:
+**Why a CPU hides these bugs.** A communication runs beside the computation, from its call until `wait`. During this
+time its buffers belong to it. A program breaks this rule if it reads a result, or changes or frees a buffer, before
+`wait`. With NCCL on GPUs it then computes with wrong numbers. With Gloo on a CPU it mostly passes its tests:
 
 - The tensors of a test are small. A communication is often done before the next line of Python runs.
-- Gloo matches a send and a receive by their tag. NCCL ignores tags and matches them by their order alone.
 - Memory that is freed and allocated again often still has its old values.
+- Gloo matches a send and a receive by their tags. NCCL ignores tags: two ranks must post (start) the messages between
+  them in one order. Otherwise a message goes to the wrong receive, or both ranks wait for ever.
 
-**How the mode shows them.** No line of the product changes. `Late` replaces `comm.Pending`, whose argument `start` is
-the call that starts the communication. `Late` starts it at once on private copies of the tensors, in a thread. The
-program's own tensors get the latest result that is allowed, and the worst values until then:
+**How the mode shows them.** The program does not change. `Late` replaces the class `comm.Pending`. Its argument `start`
+is the call that starts the communication. `Late` runs this call at once, in a thread, on private copies of the tensors.
+The program's own tensors stay without the result until `wait`:
 
-    bug                                     how it shows
-    result read before `wait`               the result is poison until `wait`: a nan that contains the number of its
-                                            call. Arithmetic keeps the number, so a later call that gets a nan can name
-                                            the call whose result was read
-    no `wait` at all                        the object is destroyed before its `wait`; the next call raises the error
-    buffer changed while it travels         `wait` compares all bytes of the call's tensors with those after the call.
-                                            The nan is a signalling one: any arithmetic in place changes its bits
-    buffer freed while it travels           `resize_` of a storage looks for it in all calls that are not waited for
-    memory used before it is written        `resize_` fills a storage with nan before it is freed and when it comes back
-    messages in another order               the messages of two ranks in one group run one by one, in the order in which
-                                            they are posted (NCCL's rule). A send waits for its receive. Before each
-                                            message both ranks exchange its direction, tag and size, which must agree
-    program relies on the answer of `done`  `done` answers False by chance, from a seed. For True it waits
+    bug                              how it is found
+    result read before `wait`        Until `wait` the result is poison: nan. The nan contains the number of its call.
+                                     Arithmetic keeps this number. A later call that would send a nan is an error, which
+                                     names the first call by the number.
+    no `wait`                        The `Late` is destroyed before its `wait`. The next call is an error.
+    buffer changed before `wait`     `wait` compares all bytes with those just after the call. The nan is a signalling
+                                     nan: arithmetic in place makes it a quiet nan, which has other bits.
+    buffer freed before `wait`       `resize_` of a storage that belongs to an unfinished call is an error.
+    memory read before it is         `resize_` fills memory with nan before it is freed, and after it is allocated.
+      written
+    messages in another order        One thread for each pair of ranks and group runs their messages one by one, in the
+                                     order in which they are posted. Before each message, both ranks exchange its
+                                     direction, tag and size. If these do not match, it is an error.
+    use of `done` as `wait`          `done` answers from a seed: False by chance, else it waits and answers True.
 
-Where two tensors of a call overlap, the rules are NCCL's: all_reduce's tensor is a result. In all_gather's result, the
-rank's own slice keeps its values. In reduce_scatter's input, only the slice of the result is poison. Integers and bools
-have no nan: their poison is a large number and the opposite value.
+If two tensors of a call overlap, the rules are NCCL's. The tensor of all_reduce is a result. In the result of
+all_gather, the rank's own slice keeps its values. In the input of reduce_scatter, only the slice of the result is
+poison. Integers have no nan: their poison is a large number. The poison of a bool is the opposite value.
 
-Each error names the rank, the operation, the data, the axis, and the line of the program that made the call.
+Each error names the operation, the data, the axis, the rank, and the line of the program that made the call.
 """
 
 import contextlib
