@@ -1,10 +1,15 @@
 """The bytes that a run sends equal ledger.py's prediction exactly, in every row. A prediction needs no run."""
 
+from collections import defaultdict
+from datetime import timedelta
 from fractions import Fraction
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import config as configuration
@@ -12,9 +17,10 @@ import train
 from config import Config
 from errors import exit_on_user_error
 from model import parameter_table
-from parallel import comm, ledger, memory, report, schedules, tensor, traffic
+from parallel import comm, ledger, memory, processes, report, schedules, tensor, traffic
 from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
+from planning import dry_run
 from test_layouts import LAYOUTS, micro_batches, tiny_config
 
 
@@ -201,6 +207,87 @@ def test_tensor_parallel_ranks_are_neighbours(workers):
         assert dp == ("dp", (rank % 2, rank % 2 + 2, rank % 2 + 4), rank // 2)
         assert pp == ("pp", (rank,), 0)
         assert tp == ("tp", (rank // 2 * 2, rank // 2 * 2 + 1), rank % 2)
+
+
+LAYOUTS_AND_GROUPS = [  # layout on 8 ranks, number of process groups of each rank
+    (dict(), [1] * 8),
+    (dict(zero=3), [2] * 8),
+    (dict(tp=8), [1] * 8),
+    (dict(pp=8, num_layers=6), [3, 2, 2, 2, 2, 2, 2, 3]),  # the first and the last stage have the word table
+    (dict(tp=2, pp=2, zero=3), [6] * 8),
+    (dict(pp=4, schedule="chimera", zero=1, num_layers=4), [5] * 8),
+]
+
+
+@pytest.mark.parametrize("layout, expected", LAYOUTS_AND_GROUPS, ids=str)
+def test_all_members_make_a_group_as_their_same_group(monkeypatch, layout, expected):
+    """torch names a group by its ranks and the number of groups that the process has made before.
+
+    The default group, of all ranks, exists before the Mesh. Axes with the same ranks share a group.
+    """
+    config, made, new_group = tiny_config(1, micro_batch_size=1, **layout), {}, dist.new_group
+
+    def counting(ranks, **more):
+        before[tuple(ranks)].append(len(dist.distributed_c10d._world.pg_names))
+        return new_group(ranks, **more)
+
+    monkeypatch.setattr(dist, "new_group", counting)
+    for rank in range(8):
+        made[rank] = before = defaultdict(list)
+        with dry_run.started(config, 8, rank):
+            assert len(dist.distributed_c10d._world.pg_names) == expected[rank]
+    for rank, groups in made.items():
+        for ranks, before in groups.items():
+            assert rank in ranks and all(made[member][ranks] == before for member in ranks)
+
+
+def test_on_nccl_groups_have_priority_and_are_connected_at_once(monkeypatch):
+    """On a "pp" axis NCCL connects pairs of ranks, in `pipeline.connect`."""
+    calls, groups, new_group = [], [], dist.new_group
+
+    class Options:
+        def __init__(self, is_high_priority_stream):
+            self.priority = is_high_priority_stream
+
+    def making(ranks, pg_options, timeout, **more):
+        assert pg_options.priority and pg_options._timeout == timeout == timedelta(seconds=5)
+        groups.append(new_group(ranks, timeout=timeout, **more))
+        return groups[-1]
+
+    dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=8)
+    try:
+        monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+        monkeypatch.setattr(dist, "new_group", making)
+        monkeypatch.setattr(dist, "barrier", lambda group, device_ids: calls.append((group, device_ids)))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 7)
+        monkeypatch.setattr("parallel.mesh._set_pg_timeout", lambda *arguments: calls.append(arguments))
+        world = dist.group.WORLD
+        mesh = Mesh(tp=2, pp=2, timeout=5.0)
+        dp, forward, backward, tp = groups
+        assert (mesh.world.group, mesh.dp.group, mesh.pp.group, mesh.back.group, mesh.tp.group) == (world, *groups)
+        assert calls == [(timedelta(seconds=5), world), (world, [7]), (dp, [7]), (tp, [7])]
+        assert mesh.holders([0, 1]).group is forward and calls[4:] == [(forward, [7])]
+        assert mesh.second(mesh.dp).group is groups[-1] not in (dp, tp, backward) and calls[5:] == [(groups[-1], [7])]
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("gpus, expected", [(0, ("gloo", None)), (1, ("nccl", True))])
+def test_the_default_group_has_priority_on_nccl_only(monkeypatch, gpus, expected):
+    def starting(backend, pg_options):
+        said.append((backend, pg_options and pg_options.priority))
+
+    options, said = (lambda is_high_priority_stream: SimpleNamespace(priority=is_high_priority_stream)), []
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
+    monkeypatch.setattr(dist, "init_process_group", starting)
+    processes.join()
+    assert said == [expected]
 
 
 def waits_in_vain():

@@ -6,8 +6,11 @@ test_schedules.py (the schedules).
 
 import itertools
 import json
+import math
+import os
 import random
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,12 +19,12 @@ import log
 import train
 from config import Config
 from model import parameter_table
-from parallel import draw, meter, pipeline, report, schedules, tensor
+from parallel import comm, draw, meter, pipedream, pipeline, processes, replicas, report, schedules, tensor, zero
 from parallel.layout import Layout, split
 from parallel.mesh import Mesh
 from parallel.schedules import Action
 from test_checkpoint import configured, go
-from test_layouts import STEPS, assert_same_model, micro_batches, specs, tiny_config, train_tiny, trained
+from test_layouts import STEPS, assert_same_model, micro_batches, parameters, specs, tiny_config, train_tiny, trained
 from test_train import validation_losses
 
 CPU = torch.device("cpu")
@@ -97,6 +100,63 @@ def test_random_sleeps_on_every_rank_change_no_bit(workers, schedule, zero):
     for seed in (1, 2):
         for a, b in zip(awake, workers.run(4, sleepy, config, seed), strict=True):
             assert a[:2] == b[:2] and all(torch.equal(a[3][name], b[3][name]) for name in a[3])
+
+
+def posted(config):
+    """Run a step. Return this rank's messages [(group, source, destination, tag)] in posting order: before it, in it.
+
+    group: 0 for messages to higher ranks, 1 for messages to lower ranks.
+    """
+    calls, isend, irecv = [], comm.dist.isend, comm.dist.irecv
+
+    def sending(x, to, group, tag):
+        calls.append((group, here, to, tag))
+        return isend(x, to, group=group, tag=tag)
+
+    def receiving(x, source, group, tag):
+        calls.append((group, source, here, tag))
+        return irecv(x, source, group=group, tag=tag)
+
+    here, comm.dist.isend, comm.dist.irecv = torch.distributed.get_rank(), sending, receiving
+    try:
+        run = train.build(config, Mesh(config.tp, config.pp), CPU)
+        run.zero.initialize(1)
+        before = len(calls)
+        (pipedream.train_call if run.schedule.versions else train.train_step)(run, micro_batches(run))
+    finally:
+        comm.dist.isend, comm.dist.irecv = isend, irecv
+    groups = [run.mesh.pp.group, run.mesh.back.group]
+    calls = [(groups.index(group), *more) for group, *more in calls]
+    return calls[:before], calls[before:]
+
+
+@pytest.mark.parametrize("schedule", schedules.SCHEDULES)
+def test_a_group_has_one_sender_between_two_ranks_and_is_connected_before_the_step(workers, schedule):
+    """NCCL runs the messages of a group between two ranks in the order in which both ranks post them."""
+    fields = dict(schedule=schedule, chunks=schedules.usual_chunks(schedule), num_layers=7, micro_batch_size=1)
+    fields |= dict(global_batch_size=4, updates_per_call=6) if schedule in schedules.ASYNCHRONOUS else {}
+    fields |= dict(global_batch_size=1) if schedule == "pipedream" else {}
+    ranks = workers.run(4, posted, tiny_config(1, pp=4, **fields))
+    for before, during in ranks:
+        assert all(group == (source > destination) for group, source, destination, _ in during)
+        assert sorted(set(before)) == sorted({(*call[:3], 0) for call in during}) and len(set(before)) == len(before)
+    for a, b in itertools.permutations(range(4), 2):
+        ours, theirs = ([call for call in ranks[rank][1] if call[1:3] == (a, b)] for rank in (a, b))
+        assert ours == theirs and len(ours) == len(set(ours))
+    assert sum(len(during) for _, during in ranks) > 2 * 4 * 2
+
+
+def test_cuda_starts_with_enough_queues_for_a_pipeline(monkeypatch):
+    found = []
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(found.append(os.environ[name])))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for value in ("1", None):
+        monkeypatch.setenv(name, "1")  # restored after the test
+        if value is None:
+            monkeypatch.delenv(name)
+        processes.join()
+    assert found == ["1", "32"]
 
 
 def pair(stages, microbatches, chunks=1):
@@ -201,8 +261,8 @@ def storages(config):
 def test_stage_3_holds_a_bucket_only_while_it_computes(workers):
     """Whole in block1's F: block1, block2 (its gather has started), and the tied table, which the head will use."""
     config = tiny_config(2, zero=3, num_layers=4)
-    for (parameters, gradients), at_rest in workers.run(2, storages, config):
-        assert parameters == {"block1", "block2", "word"} and gradients == set()
+    for (whole, gradients), at_rest in workers.run(2, storages, config):
+        assert whole == {"block1", "block2", "word"} and gradients == set()
         assert at_rest == (set(), set())
 
 
@@ -331,6 +391,153 @@ def test_the_batch_grows_alike_in_every_layout(workers, layout):
         assert got == samples and ours == pytest.approx(losses, rel=1e-10)
         rows = [[cell.strip() for cell in line.split("|")] for line in tables.splitlines() if line.count("|") == 6]
         assert len(rows) > 2 and all(sent == formula for *_, sent, formula in rows if sent != "bytes")
+
+
+WAITING = set()  # addresses of the outputs of all gathers that nobody has waited for
+
+
+class Late:
+    """A gather that happens in `wait`. Before, elements of other ranks are nan, and this rank's must not change."""
+
+    def __init__(self, x, axis, what, out):
+        self.arguments, self.x, self.before, self.result = (axis, what, out), x, x.clone(), out
+        assert out.data_ptr() not in WAITING, "a gather of the same bucket is in progress"
+        WAITING.add(out.data_ptr())
+        out.fill_(math.nan)
+        x.copy_(self.before)
+
+    def wait(self):
+        if self.result.data_ptr() in WAITING:
+            WAITING.remove(self.result.data_ptr())
+            assert torch.equal(self.x, self.before), "the input of a gather has changed"
+            comm.all_gather(self.x, *self.arguments).wait()
+        return self.result
+
+
+def trained_with_late_gathers(config, late):
+    """Train three steps or calls, and validate after each. Return losses, validation losses, parameters, copies."""
+    all_gather, losses = zero.all_gather, []
+    if late:
+        WAITING.clear()
+        zero.all_gather = Late
+    try:
+        run = train.build(config, Mesh(config.tp, config.pp), CPU)
+        run.zero.initialize(1)
+        batches = micro_batches(run)
+        for _ in range(3):
+            steps = pipedream.train_call(run, batches) if run.schedule.versions else [train.train_step(run, batches)]
+            losses += [(step.read().loss, step.read().grad_norm) for step in steps]
+            assert not late or WAITING, "publish waits"
+            losses.append(run.executor.evaluate(next(batches)))
+        copies = replicas.differences(run.zero)
+        assert not WAITING
+        return losses, parameters(run), copies
+    finally:
+        zero.all_gather = all_gather
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(zero=1, optimizer="lamb"),
+        dict(zero=2, dtype="bf16", pp=2, schedule="zb-v", chunks=2),
+        dict(zero=1, pp=2, schedule="chimera", global_batch_size=2),  # one micro-batch: the second pipeline has none
+        dict(zero=1, pp=2, schedule="pipedream", updates_per_call=5, global_batch_size=2, clip_grad=0.0),
+    ],
+    ids=str,
+)
+def test_every_reader_waits_for_the_new_parameters(workers, layout):
+    """They are nan before. The next update waits, too, even if no unit has used a bucket."""
+    config = tiny_config(1, **dict(num_layers=4, micro_batch_size=1, dropout=0.1, train_iters=30) | layout)
+    ranks = 2 * config.pp
+    for plain, late in zip(
+        workers.run(ranks, trained_with_late_gathers, config, False),
+        workers.run(ranks, trained_with_late_gathers, config, True),
+        strict=True,
+    ):
+        for a, b in zip(plain[0], late[0], strict=True):
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        assert all(torch.equal(p, late[1][name]) for name, p in plain[1].items()) and plain[2] == late[2] == []
+
+
+def waiting_in_block(config):
+    """Return the buckets whose gathers nobody has waited for, after a step and in the next step's F of block1."""
+    run = train.build(config, Mesh(config.tp, config.pp), CPU)
+    run.zero.initialize(1)
+    batches, block, seen = micro_batches(run), run.model.units[2], []
+    train.train_step(run, batches)
+
+    def waiting():
+        return [name for name, pending in run.zero.gathering.items() if pending.work is not None]
+
+    def watching(*arguments, forward=block.forward):
+        seen.append(waiting())
+        return forward(*arguments)
+
+    at_rest, block.forward = waiting(), watching
+    train.train_step(run, batches)
+    return at_rest, seen[0]
+
+
+def test_a_step_begins_while_later_parameters_are_gathered(workers):
+    for at_rest, in_block1 in workers.run(2, waiting_in_block, tiny_config(2, zero=1, num_layers=4)):
+        assert sorted(at_rest) == ["block0", "block1", "block2", "block3", "embedding", "head", "word"]
+        assert sorted(in_block1) == ["block2", "block3", "head"]
+
+
+def groups_of_stage_3(config):
+    """Run a step with ZeRO-3. Return the number of groups of gathers, of sums, and of both together."""
+    gather, reduce_scatter, groups = comm._all_gather, comm._reduce_scatter, ({}, {})
+    comm._all_gather = lambda *x, group, **more: groups[0].setdefault(group) or gather(*x, group=group, **more)
+    comm._reduce_scatter = lambda *x, group, **more: (
+        groups[1].setdefault(group) or reduce_scatter(*x, group=group, **more)
+    )
+    try:
+        train_tiny(config, 1)
+    finally:
+        comm._all_gather, comm._reduce_scatter = gather, reduce_scatter
+    return len(groups[0]), len(groups[1]), len(groups[0] | groups[1])
+
+
+def test_in_stage_3_a_sum_does_not_delay_a_gather(workers):
+    assert workers.run(2, groups_of_stage_3, tiny_config(2, zero=3)) == [(1, 1, 2)] * 2
+    assert workers.run(2, groups_of_stage_3, tiny_config(2, zero=2)) == [(1, 1, 1)] * 2
+
+
+def staged(config, asynchronous):
+    """Train as with offload from a GPU: the state has another device than the model (`cpu`, not `cpu:0`)."""
+    pinned, zero.pinned = zero.pinned, lambda size, dtype: torch.zeros(size, dtype=dtype)
+    try:
+        run = train.build(config, Mesh(config.tp, config.pp), torch.device("cpu", 0))
+        assert all((bucket.staging is not None) == config.offload for bucket in run.zero.buckets.values())
+        run.zero.initialize(1)
+        batches = micro_batches(run)
+        steps = [
+            pipedream.train_call(run, batches) if asynchronous else [train.train_step(run, batches)] for _ in "123"
+        ]
+        steps = [step.read() for call in steps for step in call]
+        masters = [bucket.master.clone() for bucket in run.zero.buckets.values()]
+        return [(step.loss, step.grad_norm) for step in steps], masters, parameters(run)
+    finally:
+        zero.pinned = pinned
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(dtype="bf16", zero=1),
+        dict(dtype="fp32", zero=3, optimizer="lamb"),
+        dict(dtype="bf16", pp=2, schedule="pipedream", updates_per_call=6, global_batch_size=4, clip_grad=0.0),
+    ],
+    ids=str,
+)
+def test_offload_through_a_staging_buffer_changes_no_bit(workers, fields):
+    """PipeDream: a version that no forward uses has only master weights, which must not be rounded to bf16."""
+    config, asynchronous = tiny_config(1, micro_batch_size=4, **fields), "updates_per_call" in fields
+    plain, offloaded = (workers.run(2, staged, replace(config, offload=x), asynchronous) for x in (False, True))
+    for a, b in zip(plain, offloaded, strict=True):
+        assert a[0] == b[0] and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
+        assert all(torch.equal(x, b[2][name]) for name, x in a[2].items())
 
 
 def test_offload_changes_no_bit(workers):

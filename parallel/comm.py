@@ -30,7 +30,6 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
-
 RING = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}  # the factor of (n-1)/n N in the table above
 NOT_A_STEP = ("setup", "evaluate")  # phases that do not belong to a training step
 
@@ -63,6 +62,19 @@ class Ledger:
 def sent_bytes(operation, ranks, whole_bytes):
     """Return the bytes that a rank sends. ranks: how many there are. whole_bytes: N in the table above."""
     return whole_bytes if operation == "send" else Fraction(RING[operation] * (ranks - 1) * whole_bytes, ranks)
+
+
+def group_options(backend, timeout=None):
+    """Return the options of a new process group: NCCL's kernels run on a CUDA stream of high priority. Gloo: None.
+
+    Otherwise a communication could wait until a matrix product, which fills the whole GPU, has ended.
+    """
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if timeout:
+        options._timeout = timeout  # torch warns if the options have another timeout than the group
+    return options
 
 
 class CommunicationError(RuntimeError):
@@ -130,8 +142,8 @@ def send(x, axis, to, what, tag=0):
 def receive(shape, like, axis, source, tag=0):
     """Start to receive a tensor of `shape` from rank `source` of the axis. like: has its dtype and device.
 
-    Two ranks must start all messages between them, in both directions, in the same order. Gloo matches a send and a
-    receive by their tag.
+    Two ranks must start all messages of one group between them in the same order. Gloo matches a send and a receive by
+    their tag.
     """
     x = torch.empty(shape, dtype=like.dtype, device=like.device)
     call = functools.partial(dist.irecv, x, axis.ranks[source], group=axis.group, tag=tag)

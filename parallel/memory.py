@@ -52,6 +52,7 @@ dy are gathered.
     - in ZeRO stages 2 and 3, whole gradients in use: at most three buckets and the tied word table
     - in ZeRO stages 2 and 3, if a schedule splits B: the whole gradients of each chunk from its I to its W
     - in ZeRO stage 3, whole parameters in use: at most two buckets and the tied word table
+    - with offload on a GPU, in the CPU's memory: a buffer for the gradients that the rank updates (`Bucket.staging`)
 """
 
 import itertools

@@ -9,7 +9,12 @@ The processes are numbered along three axes. The tp index changes fastest, then 
 Ranks with neighbouring numbers are on one node. So tp, which communicates most (several times a layer), gets the
 fastest connections. The pipeline (one message per stage and micro-batch) uses the connections inside a rack. Data
 parallelism (once a step, more often with ZeRO-2 and 3) uses the connections between racks. A rank is in one
-process group per axis. One `arange().reshape()` gives the members of all these groups.
+process group per axis. One `arange().reshape()` gives the members of all these groups. Axes with the same ranks share
+a group, because each group costs connections and, on a GPU, memory.
+
+NCCL runs the communication of a group one by one, on one CUDA stream (messages: one by one between two ranks). Two
+axes have a second group, so that one kind of communication does not wait for another kind: pp for messages to lower
+ranks (`Mesh.back`), dp for the sums of gradients in ZeRO-3.
 
 Without torch.distributed (one process) every axis has one rank, and nothing is sent.
 """
@@ -18,9 +23,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy as np
+import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from parallel.comm import Ledger
+from parallel.comm import Ledger, group_options
 
 
 @dataclass(frozen=True)
@@ -49,10 +56,15 @@ class Mesh:
         grid = np.arange(size).reshape(size // (pp * tp), pp, tp)
         dp_rank, pp_rank, tp_rank = (int(i) for i in np.unravel_index(rank, grid.shape))
         self.rank = rank
-        self.ledger, self.timeout, self._holders = Ledger(), timedelta(seconds=timeout), {}
+        self.ledger, self.timeout, self._groups = Ledger(), timedelta(seconds=timeout), {}
+        if size > 1:
+            self._groups[tuple(range(size)), 0] = dist.group.WORLD
+            if dist.get_backend() != "fake":  # of a dry run, where no rank waits
+                _set_pg_timeout(self.timeout, dist.group.WORLD)
         self.world = self._axis("world", grid.flatten(), rank)
         self.dp = self._axis("dp", grid[:, pp_rank, tp_rank], dp_rank)
         self.pp = self._axis("pp", grid[dp_rank, :, tp_rank], pp_rank)
+        self.back = self.second(self.pp)
         self.tp = self._axis("tp", grid[dp_rank, pp_rank, :], tp_rank)
 
     def holders(self, pp_ranks):
@@ -60,19 +72,25 @@ class Mesh:
 
         All these ranks must call this at the same point of the program.
         """
-        key = tuple(pp_ranks)
-        if key not in self._holders:
-            ranks = [self.pp.ranks[i] for i in key]
-            self._holders[key] = self._axis("holders", ranks, key.index(self.pp.rank))
-        return self._holders[key]
+        return self._axis("holders", [self.pp.ranks[i] for i in pp_ranks], pp_ranks.index(self.pp.rank))
 
-    def _axis(self, name, ranks, index):
+    def second(self, axis):
+        """Return `axis` with its second group. All its ranks must call this at the same point of the program."""
+        return self._axis(axis.name, axis.ranks, axis.rank, 1)
+
+    def _axis(self, name, ranks, index, number=0):
         ranks = tuple(int(r) for r in ranks)
-        group = None
-        if len(ranks) > 1:
+        if len(ranks) == 1:
+            return Axis(name, ranks, index, self.ledger)
+        options = group_options(dist.get_backend(), self.timeout)
+        if (ranks, number) not in self._groups:
             # Only the members make a group. All of them must have made the same number of groups before, because torch
             # uses this number in the group's name.
-            group = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=True)
+            more = dict(timeout=self.timeout, pg_options=options, use_local_synchronization=True)
+            self._groups[ranks, number] = dist.new_group(ranks, **more)
+        group = self._groups[ranks, number]
+        if options and name != "pp":  # NCCL connects the ranks now, not in a step (pp: `pipeline.connect`)
+            dist.barrier(group, device_ids=[torch.cuda.current_device()])
         return Axis(name, ranks, index, self.ledger, group)
 
 

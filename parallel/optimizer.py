@@ -173,9 +173,10 @@ def learning_rate(c, update):
 class LossScale:
     """Dynamic loss scale of fp16: as large as possible without overflow, so that small gradients do not become 0.
 
-    Micikevicius et al. (arXiv 1710.03740), section 3.2. From the `hysteresis`-th overflow on, each overflow halves the
-    scale. After `window` steps in a row without overflow, the scale doubles and the count of overflows starts again at
-    0. In other dtypes the scale stays 1.
+    Micikevicius et al. (arXiv 1710.03740), section 3.2. The initial scale is too large on purpose (2^32, as in
+    Megatron-LM), so the first steps overflow. From the `hysteresis`-th overflow on, each overflow halves the scale.
+    After `window` steps in a row without overflow, the scale doubles and the count of overflows starts again at 0. In
+    other dtypes the scale stays 1.
     """
 
     def __init__(self, config, dtype_name):

@@ -24,9 +24,10 @@ ZeRO-3 gathers a unit's parameters before the unit and frees them after it. A bu
 is complete, while backward continues with earlier units (as in PyTorch's DDP, Li et al., arXiv 2006.15704).
 
 A send does not block. All ranks post their messages in one common order. A receive is posted as early as this order
-allows. The order also prevents a deadlock of two ranks that both send (proof: `schedules.messages`). A buffer lives
-until its message is sent. Then the values of a sent output y are freed, because backward needs only y's graph. A rank
-with more than IN_TRANSIT unfinished sends waits for the oldest.
+allows. The order prevents a deadlock (proof: `schedules.messages`). Messages to a higher rank and to a lower rank have
+different process groups, so a rank's send never waits for a receive that it has posted before. A buffer lives until
+its message is sent. Then the values of a sent output y are freed, because backward needs only y's graph. A rank with
+more than IN_TRANSIT unfinished sends waits for the oldest.
 """
 
 import contextlib
@@ -106,6 +107,7 @@ class Executor:
         self.local = {}  # (kind, micro-batch, chunk): a tensor for another chunk on this rank
         self.trace = self.meter = Unwatched()
         self.flats = {}  # {what: flat buffers besides those of the buckets}; only pipedream.py has some
+        connect(mesh, schedule, zero.device)
 
     def run(self, micro_batches, count, weight):
         """Run forward and backward of `count` micro-batches from the iterator `micro_batches`.
@@ -269,22 +271,42 @@ class Executor:
             return self.mail.receive((kind, j, c))
 
 
+def axis_to(mesh, source, destination):
+    """Return the pp axis with the group of messages from `source` to `destination` (`schedules.messages`)."""
+    return mesh.pp if source < destination else mesh.back
+
+
+def connect(mesh, schedule, device):
+    """Send one number over each connection between ranks in both directions.
+
+    With a pair's first message, NCCL connects the two ranks, and blocks both hosts until this is done. So this must not
+    happen in a step, where a rank computes until its messages arrive.
+    """
+    mesh.ledger.phase = "setup"
+    below = [(chunk, schedules.downstream(schedule, chunk)) for chunk in range(len(schedule.parts))]
+    pairs = {(schedule.placement[a], schedule.placement[b]) for a, b in below if b is not None}
+    for a, b in sorted(pairs | {(b, a) for a, b in pairs}):  # one order on all ranks: no circle of waiting ranks
+        if mesh.pp.rank in (a, b) and a != b:
+            axis, number = axis_to(mesh, a, b), torch.zeros(1, device=device)
+            (send(number, axis, b, "connection") if a == mesh.pp.rank else receive(1, number, axis, a)).wait()
+
+
 class Mailbox:
     """This rank's messages of a step. All ranks post their messages in the same order."""
 
     def __init__(self, order, mesh, shape, like, meter):
-        self.pp, self.shape, self.like, self.meter = mesh.pp, shape, like, meter
-        rank = mesh.pp.rank
+        self.mesh, self.shape, self.like, self.meter = mesh, shape, like, meter
+        self.rank = rank = mesh.pp.rank
         self.queue = deque((i, m) for i, m in enumerate(order) if rank in (m.source, m.destination))
         self.arriving = {}  # (kind, micro-batch, chunk): Pending
         self.leaving = deque()  # (Pending, tensor to free when it is sent, or None)
 
     def post(self):
         """Post receives up to this rank's next send. Free sent tensors."""
-        while self.queue and self.queue[0][1].source != self.pp.rank:
+        while self.queue and self.queue[0][1].source != self.rank:
             tag, m = self.queue.popleft()
             key = m.kind, m.microbatch, m.consumer.chunk
-            self.arriving[key] = receive(self.shape, self.like, self.pp, m.source, tag)
+            self.arriving[key] = receive(self.shape, self.like, axis_to(self.mesh, *m[:2]), m.source, tag)
             self.meter.hold(self.arriving[key].result)
         while len(self.leaving) > IN_TRANSIT or (self.leaving and self.leaving[0][0].done()):
             self._let_go()
@@ -303,7 +325,7 @@ class Mailbox:
         assert key == (m.kind, m.microbatch, m.consumer.chunk), f"{key} is sent, but the next message is {m}"
         values = x.detach()  # without the graph, which would keep the unit's input until the message is sent
         done = values if x.grad_fn is not None else None  # an output: backward needs its graph, not its values
-        self.leaving.append((send(values, self.pp, m.destination, SENT[m.kind], tag), done))
+        self.leaving.append((send(values, axis_to(self.mesh, *m[:2]), m.destination, SENT[m.kind], tag), done))
         self.meter.hold(values)
 
     def receive(self, key):

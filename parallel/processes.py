@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 
 from errors import UserError, cause, explained, locked, report, write_error_file
-from parallel.comm import CommunicationError
+from parallel.comm import CommunicationError, group_options
 
 
 def join():
     """Return this process's device. Under torchrun, also connect the processes (NCCL on GPUs, otherwise Gloo)."""
+    # The number of CUDA streams that never wait for one another (CUDA's default: 8). A pipeline has two streams of
+    # messages for each neighbour, and a receive occupies its stream until the message arrives.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # CUDA reads this when it starts
     local, here = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -28,7 +31,8 @@ def join():
             )
         torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, pg_options=group_options(backend))
     return device
 
 

@@ -69,6 +69,7 @@ def differences(zero):
     """Return a text for each tensor of this rank whose copies differ. Every rank of the mesh calls this."""
     mesh, found = zero.mesh, rows(zero)
     mesh.ledger.phase = "setup"
+    zero.finish_gathers()
     sums = torch.stack([checksum.of_tensor(row.flat).to(zero.device) for row in found])
     texts = _compared(mesh.dp, [i for i, row in enumerate(found) if row.on_dp], found, sums)
     texts += _compared(mesh.tp, [i for i, row in enumerate(found) if row.replicated], found, sums)

@@ -585,10 +585,10 @@ def messages(schedule):
     """Return all messages of a checked schedule in one order. Every rank posts (starts) its sends and receives in this
     order.
 
-    NCCL runs the messages between two ranks one by one, in the order in which each of the two ranks posts them. A send
-    waits for its receive. If two ranks both post a send first, they wait for ever. So all ranks must agree on an
-    order. Here the messages are in the order in which they become ready in a simulation with the durations NOMINAL.
-    Each rank has a queue: the messages that it sends or receives, in this order. The rank does the following.
+    NCCL runs the messages of one process group between two ranks one by one, in the order in which each of the two
+    ranks posts them. A send waits for its receive. So all ranks must agree on an order. Here the messages are in the
+    order in which they become ready in a simulation with the durations NOMINAL. Each rank has a queue: the messages
+    that it sends or receives, in this order. The rank does the following.
 
         before its first action and after each action: post from the front of the queue, up to the first send whose
             tensor is not yet computed
@@ -606,9 +606,11 @@ def messages(schedule):
     before M. These messages run one after another, and A gets M, which is a contradiction. The proof only needs a
     timeline in which every action takes some time. Real durations do not matter.
 
-    An alternative is a queue for each pair of ranks (a communicator per pair). Then a rank can post a receive just
-    before the action that consumes it, which needs fewer buffers. In the proof, read "before M between these two
-    ranks". Two chunks on one rank need no message.
+    **No tensor that is ready waits for another one.** Messages to a higher rank have one process group, messages to a
+    lower rank another one (`pipeline.axis_to`). So between two ranks each group has only one sender. Its messages are
+    in the order in which this rank computes them. With one group for both directions, a send would wait for each
+    receive that its rank has posted before. The proof also holds with two groups, because they run the messages less
+    strictly. Two chunks on one rank need no message.
     """
     consumers = {}  # {producer: its consumer on another rank}; a producer has at most one
     for action, needs in prerequisites(schedule).items():

@@ -27,6 +27,8 @@ file:
     update         once                    everything       1/n               1/n                      1/n
     publish        once                    -                all_gather        all_gather               -
 
+`publish` only starts the gathers. They run while the next step begins, and `gather` waits for a bucket's gather.
+
 Stages 2 and 3 save memory because a sharded buffer is whole only while a unit uses it or while it is sent. In stage 3
 the parameters of the next unit are gathered while this unit computes. If a schedule splits B, a chunk's whole
 gradients exist from I to W. The action I also computes the gradients of LayerNorms, biases, head and embedding. The
@@ -38,7 +40,8 @@ are also the master weights. Gradients accumulate over micro-batches in the mast
 runs), for every dtype of the parameters.
 
 With `offload` the optimizer state stays in the CPU's memory, and the CPU makes the update. Once a step, gradients go to
-the CPU and weights come back (Ren et al., ZeRO-Offload, arXiv 2101.06840).
+the CPU and weights come back (Ren et al., ZeRO-Offload, arXiv 2101.06840). On a GPU both go through one *pinned*
+buffer for each bucket. The operating system never moves pinned memory, so the GPU copies it directly.
 """
 
 import itertools
@@ -71,6 +74,7 @@ class Bucket:
     param, grad: whole, [size]. A sharded buffer has storage only while it is in use.
     owned: (begin, end) of the elements that this rank updates, with stage 1 or higher its shard.
     own_param, own_grad, master, moments: the elements `owned` of each kind; master: the master weights.
+    staging: only with offload from a GPU: [elements of `owned`], pinned; the gradient for the CPU, then the new weights
     ranges: parts of `owned` with equal `cut` and `decays`; pieces: one for each parameter (layout.py).
     params: the nn.Parameters, views into `param`, in the order of layout.specs.
     """
@@ -82,19 +86,21 @@ class Bucket:
         self.owned = begin, end = layout.owned(dp.rank, stage)
         self.ranges, self.pieces = layout.ranges_in(begin, end), list(layout.pieces(begin, end))
         dtype, master_dtype, device, state_device, moments, training = storage
+        offloaded = torch.device(device) != state_device
 
         def flat(size, dtype, device=device):
             return torch.zeros(size, dtype=dtype, device=device)
 
         self.param = flat(self.size, dtype)
         self.own_param = flat(end - begin, dtype) if stage == 3 else self.param[begin:end]
-        self.grad, self.own_grad, self.master, self.moments = None, None, self.own_param, []
+        self.grad, self.own_grad, self.master, self.moments, self.staging = None, None, self.own_param, [], None
         if training:
             self.grad = flat(self.size, master_dtype)
             self.own_grad = flat(end - begin, master_dtype) if stage >= 2 else self.grad[begin:end]
-            if dtype != master_dtype or torch.device(device) != state_device:
+            if dtype != master_dtype or offloaded:
                 self.master = flat(end - begin, master_dtype, state_device)
             self.moments = [flat(end - begin, master_dtype, state_device) for _ in range(moments)]
+            self.staging = pinned(end - begin, master_dtype) if offloaded else None
         self.params = [self._parameter(piece, master_dtype) for piece in layout.pieces(0, self.size)]
         if stage == 3:
             free(self.param)
@@ -117,6 +123,11 @@ class Bucket:
         """
         for p in self.params:
             p.deferred = products
+
+
+def pinned(size, dtype):
+    """Return zeros in pinned memory of the CPU, [size]."""
+    return torch.zeros(size, dtype=dtype, pin_memory=True)
 
 
 def allocate(flat):
@@ -142,6 +153,7 @@ class Zero:
         self.master_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.updates = torch.zeros((), dtype=torch.int64, device=device)  # steps that were not skipped
         self.gathering, self.reducing = {}, {}  # bucket name: Pending
+        self.sums = mesh.second(mesh.dp) if layout.stage == 3 else mesh.dp  # a sum must not delay the next gather
         self.counted = None
         state_device = torch.device("cpu") if config.offload else device
         storage = Storage(dtype, self.master_dtype, device, state_device, RULES[config.optimizer].moments, training)
@@ -169,6 +181,7 @@ class Zero:
     @torch.no_grad()
     def parameters_from_master(self):
         """Copy the master weights to the parameters if these are separate buffers, and publish the parameters."""
+        self.finish_gathers()
         for bucket in self.buckets.values():
             if bucket.own_param is not bucket.master:
                 bucket.own_param.copy_(bucket.master)
@@ -182,7 +195,7 @@ class Zero:
             (bucket.grad if bucket.stage < 2 else bucket.own_grad).zero_()
 
     def start_gather(self, name):
-        """Start the all-gather of a bucket's parameters. Only stage 3 needs it; otherwise this does nothing."""
+        """Start the all-gather of a bucket's parameters in stage 3. In stages 1 and 2 `publish` has started it."""
         bucket = self.buckets[name]
         if bucket.stage == 3 and name not in self.gathering:
             allocate(bucket.param)
@@ -229,7 +242,7 @@ class Zero:
             for earlier in list(self.reducing)[:-1]:  # so at most two sums run while backward fills a third buffer
                 self._settle(earlier)
         if bucket.stage >= 2 or (bucket.stage == 1 and last):
-            self.reducing[name] = reduce_scatter(bucket.grad, bucket.dp, "gradients", out=bucket.grad[low:high])
+            self.reducing[name] = reduce_scatter(bucket.grad, self.sums, "gradients", out=bucket.grad[low:high])
         elif last:
             self.reducing[name] = all_reduce(bucket.grad, bucket.dp, "gradients")
 
@@ -308,26 +321,34 @@ class Zero:
     @torch.no_grad()
     def update(self, scalars):
         """Update the elements that this rank owns, unless scalars.skip. scalars: `reference.UpdateScalars`."""
-        offload = self.config.offload
-        shards = []
+        self.finish_gathers()
+        offload, shards = self.config.offload, []
         for bucket in self.buckets.values():
-            gradient = bucket.own_grad.to(bucket.master.device)  # a copy with offload
-            cast = None if bucket.own_param is bucket.master else bucket.own_param
+            gradient, cast = bucket.own_grad, None if bucket.own_param is bucket.master else bucket.own_param
+            if bucket.staging is not None:
+                gradient, cast = bucket.staging.copy_(gradient, non_blocking=True), None
             buffers = bucket.master, gradient, bucket.moments
             shards.append(optimizer.Shard(*buffers, bucket.ranges, bucket.pieces, cast))
+        # With offload these copies wait for the GPU, so the gradients have arrived, too.
         there = reference.UpdateScalars(*(x.to("cpu" if offload else self.device) for x in scalars))
         optimizer.update(self.config, shards, there, reference if offload else self.ops, self.tensor_norms)
+        for bucket in self.buckets.values():
+            if bucket.staging is not None and bucket.own_param is not bucket.master:
+                weights = bucket.staging.view(self.dtype)[: len(bucket.master)].copy_(bucket.master)
+                bucket.own_param.copy_(weights, non_blocking=True)
         self.updates += ~scalars.skip
 
     def publish(self):
-        """All-gather the new parameters from their shards (stages 1 and 2)."""
-        gathers = [
-            all_gather(bucket.own_param, bucket.dp, "parameters", out=bucket.param)
-            for bucket in self.buckets.values()
-            if bucket.stage in (1, 2)
-        ]
-        for pending in gathers:
-            pending.wait()
+        """Start to all-gather the new parameters from their shards (stages 1 and 2)."""
+        for name, bucket in self.buckets.items():
+            if bucket.stage in (1, 2):
+                self.gathering[name] = all_gather(bucket.own_param, bucket.dp, "parameters", out=bucket.param)
+
+    def finish_gathers(self):
+        """Wait until all parameters are whole (stages 0 to 2), before they change or are read outside of a unit."""
+        for name, pending in self.gathering.items():
+            if name in self.buckets:
+                pending.wait()
 
     def tensor_norms(self, tensors):
         """Return the norms of each whole weight and of its `Shard.gradient`, float64 [number of tensors, 2].
