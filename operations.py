@@ -25,8 +25,8 @@ def resolved_dtype(config, device):
 def choose(config, device, dtype):
     """Return the operations that --kernels selects. dtype: the name of the run's dtype. Raises UserError.
 
-    auto, on a GPU: the Triton kernels, except for attention, for which PyTorch has better kernels. Their backward may
-    give other last bits in each run.
+    auto, on a GPU: the Triton kernels, except for attention, for which PyTorch has better kernels. The
+    backward of PyTorch's attention may give other last bits in each run.
     """
     choice, gpu = config.kernels, device.type == "cuda"
     if choice == "torch" or (choice == "auto" and (not gpu or dtype == "fp64")):

@@ -219,7 +219,7 @@ def test_the_formula_is_korthikantis_without_masks_and_matrix():
 
 L, n, h, v, a, e = 2, 64, 16, 128, 8, 8  # of tiny_config(1). e: bytes of a float64
 BLOCK = e * n * (16 * h + 2 * 2 + a)  # 16 h (input included), LayerNorms' statistics, log-sum-exp
-EMBEDDING = n * (8 + 1 + 8)
+EMBEDDING = n * (8 + 8)  # ids, positions
 HEAD = e * n * (2 * h + 2 + 1)  # input, LayerNorm's output and statistics, losses
 OPERANDS = L * e * n * 16 * h  # only of blocks: the head's weight gradient is computed in I
 
