@@ -97,11 +97,13 @@ class Adversary:
         return thread.submit(self._watched, work, *arguments)
 
     def _watched(self, work, *arguments):
+        if self.failed.done():
+            return self.failed.result()  # raises the first error again
         try:
             return work(*arguments)
         except Exception as error:
             if not self.failed.done():
-                self.failed.set_result(error)
+                self.failed.set_exception(error)
             raise
 
 
@@ -114,7 +116,8 @@ class Late(comm.Pending):
         super().__init__(result, None, describe)
         if not start:
             return
-        here, self.sends = self.adversary, start.func is dist.isend
+        self.here = here = self.adversary
+        self.sends = start.func is dist.isend
         here.refuse_dropped()
         self.name, number = name_of_call(), len(here.names) & NUMBER
         here.names.append(self.name)
@@ -140,17 +143,17 @@ class Late(comm.Pending):
 
     def wait(self):
         if self.work:
-            here = self.adversary
+            here = self.here
             for x, shown in zip(self.tensors, self.shown, strict=True):
                 changed = (bits(x) != bits(shown)).sum().item()
                 if changed:
                     raise Caught(f"changed before `wait`: {changed} of {x.numel()} elements of a buffer of {self.name}")
             here.refuse_dropped()
             futures.wait([self.work, here.failed], here.patience, futures.FIRST_COMPLETED)
-            if not self.work.done():
-                late = f"not joined by all ranks after {here.patience} seconds: {self.name}"
-                raise Caught(str(here.failed.result()) if here.failed.done() else late)
-            self._watched(self.work.result)
+            ended = here.failed if here.failed.done() else self.work
+            if not ended.done():
+                raise Caught(f"not joined by all ranks after {here.patience} seconds: {self.name}")
+            self._watched(ended.result)  # raises the first error of any thread
             if not self.sends:
                 self.tensors[0].copy_(self.private[0])
             self.work = None
@@ -158,13 +161,13 @@ class Late(comm.Pending):
         return self.result
 
     def done(self):
-        if self.work and self.adversary.dice.random() < 0.5:
+        if self.work and self.here.dice.random() < 0.5:
             return False
         return not self.work or bool(futures.wait([self.work], MOMENT).done)
 
     def __del__(self):
         if self.work:
-            self.adversary.dropped.append(self.name)
+            self.here.dropped.append(self.name)
 
 
 # --- communication on private copies ----------------------------------------------------------------------------------
@@ -256,6 +259,8 @@ def run(function, *arguments):
     with adversary(dist.get_rank() if dist.is_initialized() else 0) as here:
         try:
             return function(*arguments)
+        except Caught:
+            raise
         except Exception:
             here.refuse_dropped()  # the missing `wait` is the cause of the failed comparison
             raise
