@@ -41,9 +41,9 @@ def work(rank, pipe):
             answer = False, str(error)
         except BaseException:
             answer = False, traceback.format_exc()
+        pipe.send(answer)  # first, because after an error the next lines may wait for another rank
         if dist.is_initialized():
             dist.destroy_process_group()
-        pipe.send(answer)
 
 
 class Workers:
