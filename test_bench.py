@@ -466,8 +466,10 @@ def test_every_command_of_the_first_run_is_accepted():
         if words[:2] == ["-m", "bench"]:
             parameters = inspect.signature(command_line.measurement(words[2])).parameters
             options = command_line.parse_options(words[2], words[3:], parameters)
-            operations += [options["only"]] * (words[2] == "kernels")
-            trained += [options] * (words[2] == "train")
+            if words[2] == "kernels":
+                operations.append(options["only"])
+            else:
+                trained.append(options)
         elif words[0] == "train.py":
             c = configuration.load(words[1:])
             assert configuration.check(c, 1) == 1 and c.train_iters == 40
