@@ -48,16 +48,16 @@ def measure(config: str = "gpt2_345m_fast", micro_batch_size: int = 32, micro_ba
 
 
 def load(name, micro_batches=1):
-    """Return configs/NAME.py in bf16, without the features that plain PyTorch lacks. Print all changes.
+    """Return configs/NAME.py in bf16, without the features that plain PyTorch lacks. Print the changes.
 
     global_batch_size / micro_batch_size of the result is `micro_batches`, the number between two updates.
     """
     asked = configuration.load([str(Path(__file__).parents[1] / f"configs/{name}.py")])
     sizes = dict(micro_batch_size=1, global_batch_size=micro_batches)
-    changes = dict(dtype="bf16", dropout=0.0, recompute="none", lr_warmup_fraction=0.0, rampup_batch_size="", **STEADY)
-    changed = [f"{k}={getattr(asked, k)} -> {v}" for k, v in changes.items() if getattr(asked, k) != v]
-    print(f"configs/{name}.py with changes, so that all programs train the same: {', '.join(changed) or 'none'}")
-    return dataclasses.replace(asked, **changes, **sizes)
+    changes = dict(dtype="bf16", dropout=0.0, recompute="none", rampup_batch_size="")
+    changed = [f", {k}={getattr(asked, k)} -> {v}" for k, v in changes.items() if getattr(asked, k) != v]
+    print(f"configs/{name}.py, changed: a constant learning rate{''.join(changed)}")
+    return dataclasses.replace(asked, **changes, **sizes, **STEADY, lr_warmup_fraction=0.0)
 
 
 def per_update(c):
