@@ -402,6 +402,9 @@ def refusal(capsys, monkeypatch, *words):
     "kind, fields, message",
     [
         ("gpt2", dict(model_type="llama"), "model_type=llama: should be one of gpt2, opt"),
+        ("gpt2", dict(model_type=["gpt2"]), "model_type=['gpt2']: should be one of gpt2, opt"),
+        ("gpt2", dict(activation_function=["relu"]), "activation_function=['relu']: should be one of gelu_new, "),
+        ("opt", dict(activation_function={}), "activation_function={}: should be one of gelu_new, "),
         ("gpt2", dict(activation_function="gelu"), "activation_function=gelu: should be one of gelu_new, "),
         ("gpt2", dict(activation_function="silu"), "activation_function=silu: should be one of gelu_new, "),
         ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True: attention here"),
