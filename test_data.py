@@ -327,6 +327,12 @@ def test_refuses(tmp_path, name):
     assert re.fullmatch(message, str(refusal.value)), refusal.value  # one line: `.` matches no newline
 
 
+@pytest.mark.parametrize("vocab_size, tokenizer", [(257, "bytes"), (50256, "bytes"), (50257, "gpt2"), (50304, "gpt2")])
+def test_the_proposed_command_has_a_tokenizer_that_fits_the_model(tmp_path, vocab_size, tokenizer):
+    with pytest.raises(UserError, match=f"python prepare.py --tokenizer={tokenizer} "):
+        Tokens(tmp_path / "set", "train", 7, vocab_size)
+
+
 def test_a_smaller_vocabulary_is_fine(tmp_path):
     assert Tokens(write(tmp_path, range(100)), "train", 7, 50257).meta["vocab_size"] == 257
 

@@ -609,7 +609,8 @@ def test_a_full_disk_is_one_sentence(config):
     logger = logger_of(config)
     os.close(logger.file)
     logger.file = os.open("/dev/full", os.O_WRONLY)
-    with pytest.raises(UserError, match=r"metrics\.jsonl: No space left on device"):
+    remedy = "the same command resumes from the latest checkpoint, if there is one"  # a new run has none
+    with pytest.raises(UserError, match=rf"metrics\.jsonl: No space left on device; {remedy}$"):
         logger.log(**interval())
     logger.close()
 

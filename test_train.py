@@ -177,6 +177,29 @@ def test_a_mistake_is_one_line_from_rank_0_and_exit_code_2(config_file):
     assert root[0] == "[0]:" and root[-2] == f"  traceback : {line}" and set(root[-1]) == {"="}
 
 
+@pytest.mark.parametrize(
+    "error, code", [(CommunicationError("x"), 1), (UserError("x"), 2), (MemoryError("x"), 2)], ids=repr
+)
+def test_a_rank_exits_at_once_with_its_code(monkeypatch, capsys, error, code):
+    """A normal exit would wait for ranks that may be dead, and a lost rank must not end as a success."""
+
+    class Exit(BaseException):
+        pass
+
+    def exit_at_once(code):
+        raise Exit(code)
+
+    def work():
+        raise error
+
+    monkeypatch.setattr(os, "_exit", exit_at_once)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+    with pytest.raises(Exit) as stop:
+        processes.together(Axis("world", (0, 1), 0, Ledger()), work)
+    assert stop.value.args == (code,) and re.fullmatch("error: .*x\n", capsys.readouterr().err)
+
+
 def test_a_traceback_is_torchruns_root_cause(monkeypatch, tmp_path):
     def work():
         raise RuntimeError("out of memory")
