@@ -78,7 +78,7 @@ class Adversary:
 
     def refuse_dropped(self):
         if self.dropped:
-            raise Caught(f"without `wait`: {self.dropped[0]}. The program has dropped the object that has `wait`")
+            raise Caught(f"without `wait`: {self.dropped[0]}. Its `Pending` was destroyed before `wait`")
 
     def refuse_poison(self, name, x):
         """Raise Caught if a call sends poison."""
