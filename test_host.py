@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten
 
 import reference
 import train
+from bench.model import LAUNCHES
 from config import Config
 from parallel.mesh import Mesh
 
@@ -115,6 +116,15 @@ BUDGET = {  # of a block for one micro-batch, and of its update
 }
 
 
+REST = {"forward": 12, "backward": 17, "reduce": 1, "step": 41}  # launches of embedding and head, and the end of a step
+
+
+def test_the_paper_model_has_these_launches():
+    blocks = BUDGET["forward", "launches"] + BUDGET["backward", "launches"]
+    rest = dict(ends=REST["forward"] + REST["backward"], step=REST["reduce"] + REST["step"])
+    assert LAUNCHES == dict(block=blocks, update=BUDGET["step", "launches"], **rest)
+
+
 @pytest.mark.parametrize("fields", [{}, dict(activation="relu"), dict(dropout=0.1), dict(recompute="full")])
 def test_a_block_stays_in_its_budget(fields):
     budget = dict(BUDGET)
@@ -127,12 +137,10 @@ def test_a_block_stays_in_its_budget(fields):
 
 
 def test_the_rest_of_a_step_stays_in_its_budget():
-    """The embedding, the head and the end of a step, whose launches do not grow with the blocks."""
     whole, block = counts_of_a_step(2), per_block()
     rest = {key: whole[key] - 2 * block.get(key, 0) for key in whole}
-    budget = {"forward": 12, "backward": 17, "reduce": 1, "step": 41}
-    assert {phase for phase, _ in rest} <= budget.keys()
-    assert all(rest.get((phase, "launches"), 0) <= most for phase, most in budget.items()), rest
+    assert {phase for phase, _ in rest} <= REST.keys()
+    assert all(rest.get((phase, "launches"), 0) <= most for phase, most in REST.items()), rest
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
     python -m bench model --config=gpt2_345m_fast --micro_batch_size=32 --device=h200
 
-The counts have two sources, which also other commands use. planning/seconds.py counts matrix products, attention, the
-embedding and the launches: its functions return FLOPs for rates of one FLOP per second, and bytes for a rate of one
-byte per second. `own_floors` counts the bytes of our kernels, as the floors of bench/kernels.py.
+Other commands use the same counts. planning/seconds.py counts matrix products, attention and the embedding: its
+functions return FLOPs for rates of one FLOP per second, and bytes for a rate of one byte per second. `own_floors`
+counts the bytes of our kernels, as the floors of bench/kernels.py. test_host.py counts the launches.
 
     floor      the larger of FLOPs / peak and bytes / memory rate, at the rates of the data sheet. No program is faster
     reachable  the same with the shares of these rates in planning/devices.py, and a gap after each launch. For Hopper
@@ -30,8 +30,9 @@ from parallel.mesh import Mesh
 from planning import devices, seconds
 
 NONE = seconds.Rates(*[float("inf")] * 3, 0.0, 0.0, "ours")  # nothing takes time
-FLOPS, BYTES, LAUNCHES = NONE._replace(matrix=1, attention=1), NONE._replace(memory=1), NONE._replace(gap=1)
-QKV = 9  # passes over [n, h] in qkv's backward: dq, dk, dv are read and written as one matrix, which its bias rereads
+FLOPS, BYTES = NONE._replace(matrix=1, attention=1), NONE._replace(memory=1)
+LAUNCHES = {"block": 9 + 29, "ends": 12 + 17, "update": 3, "step": 42}  # test_host.py; the first two: per micro-batch
+QKV = 6  # passes over [n, h] of `kernels.join` in qkv's backward: dq, dk, dv are read and written as one matrix
 
 
 def measure(config: str = "gpt2_345m_fast", micro_batch_size: int = 32, micro_batches: int = 1, device: str = "h200"):
@@ -122,8 +123,7 @@ def parts(c, size, device):
 
     floors = own_floors(c, m * n)
     small = [passes(kernel, moved) for kernel, moved in floors.items() if not kernel.startswith("attention")]
-    launches = blocks * sum(seconds.block(c, LAUNCHES, item, wide)[kind] for kind in "FIW")
-    launches += m * sum(seconds.ends(c, LAUNCHES, item, wide))
+    launches = blocks * LAUNCHES["block"] + m * LAUNCHES["ends"] + c.num_layers * LAUNCHES["update"] + LAUNCHES["step"]
     return [
         *(
             linear(name, blocks, *io)
