@@ -93,7 +93,9 @@ def prepare_folder(folder):
     Path("config.py").write_text("".join(f"{name} = {value!r}\n" for name, value in SMALL.items()))
     speeds = dict(peak={"fp32": 1e11}, matrix=1, attention=0.5, memory=0.5, memory_rate=1e10, operation=1e-5)
     speeds |= dict(wire=1, wire_rate=1e9, latency=1e-4)
-    Path("cpu.json").write_text(json.dumps({"cores": 2, "memory_bytes": 10**10, "processes": {"1": speeds, "8": speeds}}))
+    Path("cpu.json").write_text(
+        json.dumps({"cores": 2, "memory_bytes": 10**10, "processes": {"1": speeds, "8": speeds}})
+    )
     for command, *words in (
         ("prepare", "texts", "--out=data", "--tokenizer=bytes", "--split=8,1,1"),
         ("train", "config.py", "--train_iters=2", "--trace=trace.json"),
