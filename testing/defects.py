@@ -448,7 +448,7 @@ VOCABULARY = [
     Defect(
         "ids-of-other-ranks",
         "parallel/tensor.py",
-        (("y = w[local].mul_(mine[:, None])", "y = w[local]"),),
+        (("y = w[local.where(mine, 0)].mul_(mine[:, None])", "y = w[local.where(mine, 0)]"),),
         embedding(),
         "is not 0 for ids of other ranks before the sum",
     ),
@@ -624,8 +624,8 @@ WAITS = {  # {file: [(data, line with `wait`, test, call)]}
         ("x-in-backward", "x = gathering.wait()", COLUMN_SP, "all_gather of activations over tp"),
         ("dx", "sending.wait() if ctx.enter", COLUMN, "all_reduce of activations over tp"),
         ("rows-of-dx", "sending.wait() if ctx.enter", COLUMN_SP, "reduce_scatter of activations over tp"),
-        ("words", 'all_reduce(y, tp, "embedding").wait()', WORDS, "all_reduce of embedding over tp"),
-        ("rows-of-words", 'reduce_scatter(y, tp, "embedding").wait()', WORDS_SP, "reduce_scatter of embedding over tp"),
+        ("words", '(y, tp, "embedding").wait()', WORDS, "all_reduce of embedding over tp"),
+        ("rows-of-words", '(y, tp, "embedding").wait()', WORDS_SP, "reduce_scatter of embedding over tp"),
         ("dy-of-words", 'all_gather(dy, ctx.tp, "embedding").wait()', WORDS_SP, "all_gather of embedding over tp"),
         ("x-of-the-head", '"head").wait()\n        dx = torch', HEAD_SP, "all_gather of head over tp"),
         ("x-of-a-validation", '"head").wait()\n    return torch', HEAD_SP, "all_gather of head over tp"),
@@ -638,7 +638,6 @@ WAITS = {  # {file: [(data, line with `wait`, test, call)]}
         ("shards-of-gradients", "self.reducing.pop(name).wait()", ZERO[2], "reduce_scatter of gradients over dp"),
         ("twins", "in sums:\n            pending.wait()", GPIPE, "all_reduce of twin gradients over holders"),
         ("partial-sums", "in sums:\n                pending.wait()", LAMB, "all_reduce of partial gradients over tp"),
-        ("new-parameters", "in gathers:\n            pending.wait()", ZERO[1], "all_gather of parameters over dp"),
         ("norms-of-shards", 'self.mesh.dp, "parameter norms").wait()', LAMB, "all_reduce of parameter norms over dp"),
         ("norms-of-slices", 'self.mesh.tp, "parameter norms").wait()', LAMB, "all_reduce of parameter norms over tp"),
         ("equal-norms", 'holders, "parameter norms").wait()', LARS, "all_reduce of parameter norms over holders"),
@@ -656,6 +655,13 @@ WITHOUT_WAIT = [
 ]
 
 BUFFERS = [
+    Defect(
+        "new-parameters-read-before-wait",
+        "parallel/zero.py",
+        (("self.gathering[name].wait()", "self.gathering[name].result"),),
+        ZERO[1],
+        "read before `wait`: the result of all_gather of parameters over dp",
+    ),
     Defect(
         "freed-before-it-is-sent",
         "parallel/pipeline.py",
