@@ -523,6 +523,7 @@ def test_floors_are_those_of_the_operations():
     for i, kernel in enumerate(("residual_forward", "residual_backward")):
         block = sum(ops[name][i] for name in ("add_layer_norm, nothing added", "add_layer_norm", "add"))
         assert floors[kernel] == L * block + ops["layer_norm"][i]
+    assert floors["join_part"] == L * ops["join"][0]
     assert (floors["activation_forward"], floors["activation_backward"]) == tuple(L * x for x in ops["gelu"])
     assert floors["cross_entropy_whole"] == ops["cross_entropy_"][0]
 

@@ -97,7 +97,7 @@ for part in $parts; do
         ;;
     3)
         for name in "linear + cross_entropy_" add_layer_norm "add_layer_norm, nothing added" "add_layer_norm, dropout" \
-            add dropout gelu relu causal_softmax adamw; do kernel "$name"; done
+            add dropout gelu relu causal_softmax adamw join add_rows_; do kernel "$name"; done
         ;;
     4) step gpt2_345m_fast 32 ;;
     5) step gpt2_345m_fast 64 ;;

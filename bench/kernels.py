@@ -161,6 +161,8 @@ def operations(device, dtype, n, h, s, v):
         Operation("gelu", "gelu_", draw(wide, (4 * h,)), plain("gelu_"), (8 * mib, 12 * mib), 4 * n * h),
         Operation("relu", "relu_", draw(wide, (4 * h,)), plain("relu_"), (8 * mib, 12 * mib), 4 * n * h),
         *attentions(draw, plain, item, n, h, s),
+        Operation("join", "join", draw(x, x, x), lambda ops, *parts: ops.join(parts), (6 * mib,), 3 * n * h),
+        add_rows(device, dtype, n, h, v),
         *losses(device, dtype, n, h, v),
         *(weight_gradient(device, dtype, name, n, *shape) for name, shape in (("proj", (h, h)), ("fc1", (4 * h, h)))),
         *updates(device, dtype, h),
@@ -283,6 +285,24 @@ def with_gradients(function):
         return loss.detach(), *torch.autograd.grad(loss, (x, w))
 
     return run
+
+
+def add_rows(device, dtype, n, h, v):
+    """Return the operation: the gradient of a word table [v, h], float32, from n rows. Ids follow Zipf's law."""
+
+    def draw(seed):
+        wide = torch.promote_types(dtype, torch.float32)
+        law = 1 / torch.arange(1, v + 1, device=device, dtype=torch.float32)
+        generator = torch.Generator(device).manual_seed(seed)
+        ids = torch.multinomial(law, n, replacement=True, generator=generator)
+        return [*randoms(device, wide, seed, (v, h)), ids, *randoms(device, dtype, seed + 1, (n, h))]
+
+    def run(ops, table, ids, rows):
+        ops.add_rows_(table, ids, rows)
+        return table
+
+    item = dtype.itemsize  # of a row; the floor leaves out the table, of which few rows change
+    return Operation("add_rows_", "add_rows_", draw, run, (n * h * item,), n * h)
 
 
 def weight_gradient(device, dtype, name, n, out, width):

@@ -32,7 +32,6 @@ from planning import devices, seconds
 NONE = seconds.Rates(*[float("inf")] * 3, 0.0, 0.0, "ours")  # nothing takes time
 FLOPS, BYTES = NONE._replace(matrix=1, attention=1), NONE._replace(memory=1)
 LAUNCHES = {"block": 9 + 29, "ends": 12 + 17, "update": 3, "step": 42}  # test_host.py; the first two: per micro-batch
-QKV = 6  # passes over [n, h] of `kernels.join` in qkv's backward: dq, dk, dv are read and written as one matrix
 
 
 def measure(config: str = "gpt2_345m_fast", micro_batch_size: int = 32, micro_batches: int = 1, device: str = "h200"):
@@ -73,6 +72,7 @@ def own_floors(c, tokens):
     return {
         "residual_forward": x * (L * (2 + 4 + 3) + 2),  # passes over x: norm 2, add and norm 4, add 3; head: norm 2
         "residual_backward": x * (L * (4 + 4 + 1) + 3),
+        "join_part": x * L * 3 * 2,
         "activation_forward": x * L * 4 * 2,
         "activation_backward": x * L * 4 * 3,
         "attention_forward": x * L * 4,
@@ -131,7 +131,6 @@ def parts(c, size, device):
         ),
         linear("head", m, h, c.padded_vocab_size),
         part("attention", blocks, lambda rates: seconds.attention(c, rates, item).values()),
-        passes("qkv's gradient", blocks * QKV * item * n * h),
         *small,
         passes("zero_grad", floors["squared_norm"]),
         part("embedding", m, lambda rates: [seconds.ends(c, rates, item, wide)[0]]),
