@@ -428,7 +428,8 @@ def trained_with_late_gathers(config, late):
             steps = pipedream.train_call(run, batches) if run.schedule.versions else [train.train_step(run, batches)]
             losses += [(step.read().loss, step.read().grad_norm) for step in steps]
             assert not late or WAITING, "publish waits"
-            losses += [run.executor.evaluate(next(batches))] * validate
+            if validate:
+                losses.append(run.executor.evaluate(next(batches)))
         copies = replicas.differences(run.zero)
         assert not WAITING
         return losses, parameters(run), copies
