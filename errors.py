@@ -33,14 +33,19 @@ class Parser(argparse.ArgumentParser):
         for i, word in enumerate(words[: words.index("--") if "--" in words else None]):
             flag, equals, value = word.partition("=")
             if flag.startswith("--"):
-                if equals and value == "--":  # argparse would take it for no value
-                    raise UserError(f"{word}: should be a value")
                 words[i] = f"--{flags.plain(flag)}{equals}{value}"
                 wrong += [flag] * (f"--{flags.plain(flag)}" not in known)
         if wrong:
             names = [name for option in known if (name := flags.plain(option))]
             raise UserError(flags.refusal(wrong, names, self.prog))
         return super().parse_args(words)
+
+    def parse_known_args(self, words=None, namespace=None):
+        words = list(sys.argv[1:] if words is None else words)
+        for word in words[: words.index("--") if "--" in words else None]:
+            if word.startswith("--") and word.endswith("=--"):  # argparse would take it for no value
+                raise UserError(f"{word}: should be a value")
+        return super().parse_known_args(words, namespace)
 
     def error(self, message):
         raise UserError(f"{message} ({self.prog} --help lists the options)")

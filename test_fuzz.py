@@ -136,6 +136,8 @@ FINDS = [  # (command, words, variables, file that becomes a FIFO)
     ("prepare", ["texts", "--tokenizer=bytes", "--split=--"], {}, None),
     ("prepare", ["texts", "--tokenizer=bytes", "--out=data"], {}, "data/meta.json"),
     ("generate", ["run", "--max_tokens=--"], {}, None),
+    ("plan", ["config.py", "--gpus=1", "--device=cpu", "--rank=--", "--dry_run"], {}, None),
+    ("plan", ["config.py", "--gpus=2", "--device=cpu"], {}, "planning/cpu.json"),
     ("convert", ["from_hf", "model", "--out=new"], {}, "model/config.json"),
     ("convert", ["from_hf", "model", "--out=new"], {}, "model/tokenizer.json"),
 ]
@@ -145,6 +147,7 @@ FINDS = [  # (command, words, variables, file that becomes a FIFO)
 def test_earlier_finds(command, words, variables, fifo, folder, tmp_path):
     shutil.copytree(folder, tmp_path / "files")
     if fifo:
+        (tmp_path / "files" / fifo).parent.mkdir(exist_ok=True)
         (tmp_path / "files" / fifo).unlink(missing_ok=True)
         os.mkfifo(tmp_path / "files" / fifo)
     case = Case(words, variables, {}, None, [])

@@ -16,7 +16,7 @@ from errors import UserError
 from log import hardware_flops, model_flops
 from parallel import ledger, memory, schedules
 from parallel.layout import Layout
-from planning import fit, layouts, seconds, steady
+from planning import devices, fit, layouts, seconds, steady
 from planning.devices import DEVICES
 from planning.published import DATA_PARALLEL_530B, KORTHIKANTI, NARAYANAN, TOKENS, VOCABULARY
 
@@ -378,11 +378,24 @@ def test_explain(schedule, formula, capsys):
         (["--gpus=12", "--tp=8"], "not a multiple of tp * pp"),
         (["--dtype=bf16", "--device=v100-16g"], "dtype=bf16: v100-16g has no known rate"),
         (["--tokens=-1"], "--tokens=-1.0: should be positive"),
+        (["--schedule=1_000"], "schedule=1_000: should be one of"),
     ],
 )
 def test_mistakes(words, message):
     with pytest.raises(UserError, match=message.replace("*", r"\*")):
         plan.main([*COMMON, *words])
+
+
+@pytest.mark.parametrize("value", [[], {}, "x", None, 0, -1, 1e999])
+def test_a_damaged_calibration_is_one_line(value, tmp_path, monkeypatch):
+    monkeypatch.setattr(devices, "CALIBRATION", tmp_path / "cpu.json")
+    names = "attention matrix memory memory_rate operation wire wire_rate latency".split()
+    for damaged in names:
+        numbers = {"peak": {"fp32": 1e11}} | dict.fromkeys(names, 1.0) | {damaged: value}
+        found = {"cores": 2, "memory_bytes": 10**10, "processes": {"2": numbers}}
+        devices.CALIBRATION.write_text(json.dumps(found))
+        with pytest.raises(UserError, match=r"cpu\.json: damaged .*--calibrate writes it again"):
+            devices.device("cpu", 2)
 
 
 def test_a_mistake_is_one_line_and_exit_code_2():

@@ -21,10 +21,11 @@ The device "cpu" is this machine. `plan.py --calibrate` measures it and writes C
 """
 
 import json
+import math
 from pathlib import Path
 from typing import NamedTuple
 
-from errors import UserError, explained
+from errors import UserError, explained, regular
 from log import PEAK_TFLOPS
 
 CALIBRATION = Path("planning/cpu.json")
@@ -107,21 +108,30 @@ def device(name, processes=1):
     return DEVICES[name]
 
 
+def positive(number):
+    """Return a number of CALIBRATION as a float. Raises TypeError or ValueError for anything else."""
+    if not 0 < float(number) < math.inf:
+        raise ValueError(f"{number} should be a positive number")
+    return float(number)
+
+
 def measured(processes):
     """Return the Device "cpu" from the nearest measurement in CALIBRATION with at least `processes`, or the largest."""
     if not CALIBRATION.exists():
         raise UserError("--device=cpu: not measured yet; python plan.py --calibrate measures this machine")
     try:
         with explained(CALIBRATION):
-            found = json.loads(CALIBRATION.read_text(encoding="utf-8"))
+            found = json.loads(regular(CALIBRATION).read_text(encoding="utf-8"))
         counts = sorted(map(int, found["processes"]))
         count = next((n for n in counts if n >= processes), counts[-1])
         numbers, two = found["processes"][str(count)], found["processes"][str(max(2, count))]
-        same = {name: numbers[name] for name in ("memory_rate", "attention", "matrix", "memory", "operation")}
-        wires = {name: two[name] for name in ("wire_rate", "wire", "latency")}
+        names = ("memory_rate", "attention", "matrix", "memory", "operation")
+        same = {name: positive(numbers[name]) for name in names}
+        wires = {name: positive(two[name]) for name in ("wire_rate", "wire", "latency")}
+        peaks = {name: positive(rate) for name, rate in numbers["peak"].items()}
         memory_bytes, share = found["memory_bytes"] // processes, min(1.0, found["cores"] / count)
-    except (ValueError, KeyError, TypeError, StopIteration, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, StopIteration, IndexError) as error:
         raise UserError(f"{CALIBRATION}: damaged ({error!r}); python plan.py --calibrate writes it again") from None
     speed = dict(card_rate=wires["wire_rate"], host_rate=same["memory_rate"], host_memory_rate=same["memory_rate"])
     place = dict(per_node=max(8, processes), cards=1, network=1.0, wave=0.0, memory_bytes=memory_bytes, share=share)
-    return Device("cpu", peaks=numbers["peak"], dtype="fp32", **same, **wires, **speed, **place)
+    return Device("cpu", peaks=peaks, dtype="fp32", **same, **wires, **speed, **place)

@@ -87,7 +87,8 @@ def divisors(number, most):
 
 def orders(config, pp, fixed):
     """Yield (schedule, chunks) of a pipeline of pp stages."""
-    for name in [config.schedule] if "schedule" in fixed else LISTED if pp > 1 else ["1f1b"]:
+    listed = {config.schedule} & schedules.SCHEDULES.keys() if "schedule" in fixed else LISTED if pp > 1 else ["1f1b"]
+    for name in listed:
         usual = {"interleaved": [v for v in (2, 3, 4) if config.num_layers % (pp * v) == 0], "zb-v": [2]}
         for chunks in [config.chunks] if "chunks" in fixed else usual.get(name, [1]):
             yield name, chunks
