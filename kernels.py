@@ -316,6 +316,7 @@ def _gelu(x):
 
 @triton.jit
 def activation_forward(Y, BIAS, OUT, rows, width, RELU: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr):
+    """OUT = gelu(Y + BIAS), or relu(Y + BIAS). Y and OUT: [rows, width]. A program has TALL rows x WIDE columns."""
     row = tl.program_id(0) * TALL + tl.arange(0, TALL)
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     exists = (row < rows)[:, None] & (column < width)[None, :]

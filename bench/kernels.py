@@ -301,7 +301,7 @@ def add_rows(device, dtype, n, h, v):
         ops.add_rows_(table, ids, rows)
         return table
 
-    item = dtype.itemsize  # of a row; the floor leaves out the table, of which few rows change
+    item = dtype.itemsize  # of a row. The floor has no bytes for the table, because few of its rows change.
     return Operation("add_rows_", "add_rows_", draw, run, (n * h * item,), n * h)
 
 

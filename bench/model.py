@@ -139,6 +139,7 @@ def parts(c, size, device):
 
 
 def print_model(name, c, size, device):
+    """Print the computed bytes, FLOPs and times of one step: size sequences a micro-batch, on a GPU of the table."""
     device = devices.device(device)
     found, tokens, peak = parts(c, size, device), size * per_update(c) * c.seq_length, device.peak(c.dtype)
     rows = [[p.name, *cells(p)] for p in found]

@@ -269,6 +269,7 @@ def plain(c, machine, name, modes, dtype=torch.float32):
 
 
 def hugging_face(c, machine, name, modes):
+    """Return GPT-2 of the transformers library with the shape of c, as a variant. Raises ImportError without it."""
     if not importlib.util.find_spec("transformers"):
         raise ImportError("transformers is not installed")
     from transformers import AutoModelForCausalLM, GPT2Config

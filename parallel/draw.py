@@ -228,6 +228,7 @@ def svg(pictures, unit=""):
 
 
 def svg_box(event, y, scale, shades):
+    """Return the SVG text of one action: a box at height y, and the number of its micro-batch if there is room."""
     _, (kind, j, chunk), start, end = event
     x, width = LEFT + start * scale, (end - start) * scale
     ground, ink = ("#{:02x}{:02x}{:02x}".format(*rgb) for rgb in shaded(kind, shades[chunk]))

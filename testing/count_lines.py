@@ -65,6 +65,7 @@ def docstrings_of(tree):
 
 
 def main():
+    """Print the lines of code of every tracked file, by group, and their sums."""
     groups = {name: {} for name in GROUPS}
     for path in tracked():
         with open(path, encoding="utf-8") as file:

@@ -795,6 +795,7 @@ def message_of(defect, folder):
 
 
 def main():
+    """Print the list of the mistakes, or put the named ones in and print the messages of their tests."""
     names = sys.argv[1:]
     by_name = {defect.name: defect for defect in DEFECTS}
     wrong = [name for name in names if name not in by_name and names != ["all"]]

@@ -180,7 +180,8 @@ def spoil_json(rng, value):
 
 
 # --- the commands -----------------------------------------------------------------------------------------------------
-# NAME_case(rng) returns (words of a command line, files of which one may be damaged).
+# NAME_case(rng) prepares the case's folder and returns (words of a command line, files). The case may damage one of
+# these files.
 
 
 def option(rng, names):
@@ -204,6 +205,7 @@ def shuffled(rng, words, extra):
 
 
 def prepare_case(rng):
+    """A data set from the texts, in a new folder, or in the folder of a finished or of an unfinished one."""
     import documents
     import prepare
 
@@ -228,6 +230,7 @@ def prepare_case(rng):
 
 
 def train_case(rng):
+    """Training, evaluation or a resume, with up to two other fields and sometimes an odd line in the config file."""
     from config import CHOICES, Config
 
     names = list(vars(Config()))
@@ -278,6 +281,7 @@ def traffic_case(rng):
 
 
 def plan_case(rng):
+    """A ranking, a dry run or an explanation of a layout, on a device of the table or the calibrated CPU."""
     from config import Config
     from planning.devices import DEVICES
 
@@ -394,7 +398,7 @@ def child(main, case, pipes):
         exit_on_user_error(main)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException:
+    except BaseException:  # Python's own end of an uncaught error; the fork must not return into the parent's code
         code = 1
         with contextlib.suppress(Exception):
             traceback.print_exc()
