@@ -240,10 +240,10 @@ class EmbeddingLookup(torch.autograd.Function):
         ctx.w, ctx.leave, ctx.tp, ctx.ops = w, leave, tp, ops
         local = ids - tp.rank * len(w) if leave else ids
         ctx.save_for_backward(local)
-        if not leave:
-            return w[ids]
+        if not leave or tp.size == 1:
+            return w.index_select(0, ids)
         mine = (local >= 0) & (local < len(w))
-        y = w[local.where(mine, 0)].mul_(mine[:, None])
+        y = w.index_select(0, local.where(mine, 0)).mul_(mine[:, None])
         return (reduce_scatter if leave == "reduce_scatter" else all_reduce)(y, tp, "embedding").wait()
 
     @staticmethod
