@@ -20,17 +20,18 @@ residual's gradient.
     sum                               2,400                           336  3,632                                    560
 
 Each step of plain attention writes and reads an [s, s] matrix per head, 256 MiB for all heads. PyTorch has a fused
-attention, too. The other rows move 976 MiB plain and 704 MiB fused, forward and backward together. After the
-blocks, the head computes 50,304 logits a token, and the optimizer reads and writes 30 bytes a parameter.
+attention, too; the row has the least traffic of one fused kernel (flash_attention.py moves 208 MiB in backward). The
+other rows move 976 MiB plain and 704 MiB fused, forward and backward together. After the blocks, the head computes
+50,304 logits a token, and the optimizer reads and writes 30 bytes a parameter.
 
 The *floor* of an operation is the least memory traffic that it needs: each input is read once, each result written
 once. The comment above each kernel derives the floor.
 
 How to read a kernel: a `@triton.jit` function is the code of one *program*. The launch `kernel[grid](...)` starts many
-programs. A program computes on small arrays (blocks); `tl.arange` gives their indices. The compiler spreads a block
-over the program's threads; 32 threads are a *warp*. Names in capitals are pointers or compile-time constants. One
-16-byte load reads 8 consecutive bf16. For this, the compiler must prove that row lengths are multiples of 8 and that
-the mask is equal for all 8. Row offsets are int64 because a tensor may have more than 2^31 elements.
+programs. A program computes on small arrays, which Triton calls blocks; `tl.arange` gives their indices. The compiler
+spreads an array over the program's threads; 32 threads are a *warp*. Names in capitals are pointers or compile-time
+constants. One 16-byte load reads 8 consecutive bf16. For this, the compiler must prove that row lengths are multiples
+of 8 and that the mask is equal for all 8. Row offsets are int64 because a tensor may have more than 2^31 elements.
 
 All kernels compute in float32, whatever dtype the tensors have. They use no atomics, so two launches with equal inputs
 give the same bits. Two training runs may still differ in the last bits, because on a GPU the default is PyTorch's
@@ -91,7 +92,7 @@ def _stays(ROWS, row, column, place, threshold):
     return x >= threshold
 
 
-@functools.cache  # a training run has few seeds and sites and needs them in every micro-batch
+@functools.cache  # a run has few pairs (seed, index of the dropout), and needs them in each micro-batch
 def _place(seed, site):
     """Return the number that `_stays` and `reference.dropout_mask` add to each element of `drop.rows`."""
     return mix(torch.tensor(seed * 1009 + site)).item()
@@ -197,7 +198,7 @@ def residual_backward(
     DZ, DOUT, Z, WEIGHT, MEAN, R, DX, DY, SUMS, ROWS, rows, width, place, threshold, factor,
     PAST: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """PAST: a gradient DZ bypasses the norm. SUMS [programs, 3, width]: dweight, dnorm_bias, dbias."""
+    """PAST: there is a gradient DZ that bypasses the norm. SUMS [programs, 3, width]: dweight, dnorm_bias, dbias."""
     column = tl.arange(0, BLOCK)
     exists = column < width
     d_weight = tl.zeros([BLOCK], tl.float32)
@@ -214,7 +215,7 @@ def residual_backward(
             dout = tl.load(DOUT + here, mask=exists, other=0.0).to(tl.float32)
             z = tl.load(Z + here, mask=exists, other=0.0).to(tl.float32)
             r = tl.load(R + row)
-            n = (z - tl.load(MEAN + row)) * r  # beyond the row's end dout and g are 0: any n is harmless
+            n = (z - tl.load(MEAN + row)) * r  # beyond the row's end dout and g are 0, so n has no effect
             g = dout * weight
             sum_g, sum_gn = tl.split(tl.sum(tl.join(g, g * n), 0))  # one exchange between threads for both sums
             dz += r * (g - sum_g / width - n * (sum_gn / width))
@@ -265,7 +266,7 @@ class Residual(torch.autograd.Function):
         dx = torch.empty_like(like) if parts["NORM"] else dz
         dy = torch.empty_like(like) if parts["DROP"] else dx
         options = one_row(width)
-        programs = min(n, persistent(like, max(24 // options["num_warps"], 1)))  # 80 registers a thread fit 24 warps
+        programs = min(n, persistent(like, max(24 // options["num_warps"], 1)))  # 80 registers a thread: 24 warps fit
         sums = torch.empty(programs, 3, width, dtype=torch.float32, device=like.device)
         residual_backward[(programs,)](
             dz, dout, z, weight, mean, r, dx, dy, sums, rows, n, width, *ctx.constants, **parts, **options
@@ -324,7 +325,7 @@ def activation_forward(Y, BIAS, OUT, rows, width, RELU: tl.constexpr, TALL: tl.c
     bias = tl.load(BIAS + column, mask=column < width, other=0.0).to(tl.float32)
     x = tl.load(Y + here, mask=exists, other=0.0).to(tl.float32) + bias[None, :]
     if RELU:
-        out = tl.where(x < 0, 0.0, x)  # nan stays nan, unlike in tl.maximum: an overflow must be seen
+        out = tl.where(x < 0, 0.0, x)  # unlike tl.maximum this keeps nan, so an overflow is seen
     else:
         sigmoid, _ = _gelu(x)
         out = x * sigmoid
@@ -401,9 +402,10 @@ def relu_(y, bias):
 # two products, and adds up the columns, which gives the bias's gradient. Floor in bf16: 4 bytes an element.
 #
 # An embedding's gradient adds the rows of dy that have the same id. A frequent word has thousands of rows. First the
-# ids are sorted. One program per id and stripe of columns then adds TALL rows at a time. The program is the one whose
-# place in the sorted order is the id's first. All other programs end at once. So each element of the table has one
-# writer and a fixed order. Floor in bf16: 2 bytes an element of dy, 8 bytes an element of the table's rows that change.
+# ids are sorted. There is one program for each place in the sorted order and each stripe of columns. If the place is
+# the first one of its id, the program adds all rows of this id, TALL rows at a time. Otherwise it ends at once. So each
+# element of the table has one writer and a fixed order. Floor in bf16: 2 bytes an element of dy, 8 bytes an element of
+# the table's rows that change.
 
 
 @triton.jit
@@ -539,7 +541,8 @@ def cross_entropy_gradient(Z, TARGETS, WEIGHTS, TOP, TOTAL, columns, width, BLOC
     _gradient(Z + row * width, target, top, total, columns, width, tl.load(WEIGHTS + row), BLOCK)
 
 
-# 32 registers a thread let two programs run on a multiprocessor. On an H200 these are 264 rows, 26 MB of bf16 logits.
+# With 32 registers a thread, two programs run on a multiprocessor: 264 programs and rows on an H200. Their bf16 logits
+# have 26 MB, so the second pass should find them in the L2 cache.
 CROSS_ENTROPY = dict(BLOCK=8192, num_warps=32)
 
 
@@ -547,7 +550,7 @@ def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
     """Do the same as `reference.cross_entropy_`. logits [n, v/t] must be contiguous; the losses [n] are float32."""
     assert logits.is_contiguous() and (weights is None or weights.dtype == torch.float32)
     n, width = logits.shape
-    weights = None if weights is None else weights.contiguous()  # the gradient of losses.sum() has stride 0
+    weights = None if weights is None else weights.contiguous()  # losses.sum() gives weights of stride 0
     if reduce is None:
         losses, gradient = torch.empty(n, dtype=torch.float32, device=logits.device), weights is not None
         cross_entropy_whole[(n,)](logits, targets, weights, losses, columns, width, GRADIENT=gradient, **CROSS_ENTROPY)

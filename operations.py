@@ -25,7 +25,7 @@ def resolved_dtype(config, device):
 def choose(config, device, dtype):
     """Return the operations that --kernels selects. dtype: the name of the run's dtype. Raises UserError.
 
-    auto, on a GPU: the Triton kernels, except for attention, for which PyTorch has better kernels. The
+    auto, on a GPU: the Triton kernels, but PyTorch's attention, which should be faster (not measured yet). The
     backward of PyTorch's attention may give other last bits in each run.
     """
     choice, gpu = config.kernels, device.type == "cuda"
@@ -56,8 +56,9 @@ def choose(config, device, dtype):
 def attention_order():
     """Return a context in which PyTorch prefers cuDNN's attention, then FlashAttention. Enter it once for a run.
 
-    Without it, the order depends on the versions of PyTorch and cuDNN. A form that does not support the GPU, the dtype
-    or the head size is passed over. The order has an effect on a GPU only.
+    PyTorch has several kernels for attention. Without this context, its choice depends on the versions of PyTorch and
+    cuDNN. A kernel that does not support the GPU, the dtype or the head size is not chosen. The order has an effect on
+    a GPU only.
     """
     names = "CUDNN_ATTENTION FLASH_ATTENTION EFFICIENT_ATTENTION MATH".split()
     return sdpa_kernel([getattr(SDPBackend, name) for name in names], set_priority=True)
@@ -76,7 +77,7 @@ def attention_name(config, device, dtype, ops):
 def trial(config, device):
     """Check that an operation runs: Triton needs a C compiler and Python's headers on every node. Raises UserError.
 
-    Also choose the product of 16-bit factors, because this choice waits for the GPU.
+    Also choose the function for products of 16-bit factors: the choice waits for the GPU, so no step should make it.
     """
     dtype = resolved_dtype(config, device)
     if DTYPES[dtype].itemsize == 2:

@@ -1,7 +1,7 @@
 """Tests of testing/adversary.py: it catches bugs that Gloo hides, and the program has none of them.
 
-`ADVERSARY=1 pytest test_layouts.py test_pipedream.py test_pipeline.py test_tensor.py` runs all layouts in this mode.
-Here run a few of them, which together call every communication of the program.
+`ADVERSARY=1 pytest test_layouts.py test_pipedream.py test_pipeline.py test_tensor.py test_replicas.py` runs all layouts
+in this mode. The tests here run a few of these layouts. Together they call every communication of the program.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def started(operation, axis, dtype):
 
 
 def results(operation, dtype):
-    """Return what one can see of an operation: (before `wait`, allowed before `wait`, after it)."""
+    """Return (result before `wait`, values of the buffers that may be read before `wait`, result after `wait`)."""
     axis = Mesh().dp
     with adversary():
         pending, readable = started(operation, axis, dtype)
@@ -154,7 +154,7 @@ def used_before_it_is_written(axis):
 
 
 def exchanged(axis, order):
-    """Send and receive a message each. order: the first letters of the calls, on each rank."""
+    """Each rank sends one message and receives one. order[rank]: the first letters of its two calls."""
     pending = []
     for letter in order[axis.rank]:
         if letter == "s":

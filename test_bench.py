@@ -98,6 +98,14 @@ def test_without_a_name_it_lists_the_measurements():
         (["layouts", "--hidden=100"], "hidden_size = 100 is not a multiple of num_attention_heads = 8"),
         (["kernels", "--tokens=99999999"], "--tokens=99999999: should be between 1 and 1,048,576"),
         (["train", "--micro_batch_sizes=8,0"], "--micro_batch_sizes=8,0: should be like 8,16,32"),
+        (["delay", "--stages=4,x"], "--stages=4,x: should be numbers from 1 to 8 with commas between them, like 4,8"),
+        (["delay", "--stages=9"], "--stages=9: should be numbers from 1 to 8 with commas between them, like 4,8"),
+        (["delay", "--samples=300"], "--samples=300: should be at least 320, 40 for each stage"),
+        (
+            ["delay", "--processes=9999"],
+            f"--processes=9999: should be at most {os.cpu_count()}, the number of cores",
+        ),
+        (["checkpoint", "--hidden=100"], "--hidden=100: should be a multiple of 64"),
         (["prepare", "--parts=size"], "--parts=size: should be speed, memory or speed,memory"),
     ],
 )

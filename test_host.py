@@ -1,14 +1,16 @@
-"""Count the host's work in a training step: launches, allocations, waits. A test without a GPU keeps each in a budget.
+"""Count the host's work in a training step: launches, allocations, waits. A test fails if a count exceeds its budget.
 
 A GPU runs operations in the order in which the host launches them. It must not wait for the host. A launch takes the
 host a few microseconds, so small models are limited by the number of launches. An allocation takes less, because
-PyTorch keeps freed memory. If the host waits for a number of the GPU, the GPU has nothing to do afterwards.
+PyTorch keeps freed memory. While the host waits for a number from the GPU, it launches nothing. So afterwards the GPU
+has nothing to do.
 
     launch       a Triton kernel, or an operation of PyTorch that is no view
     allocation   a new tensor with storage of its own
     wait         the host reads a number of a tensor (`.item()`, `.tolist()`, `if tensor:`)
 
-The counts are those of a GPU: the fused kernels are counted and do not run. The values are therefore wrong.
+The counts are those of a GPU. The test needs no GPU: the fused kernels are counted and do not run. So the tensors of
+the step have wrong values.
 """
 
 from collections import Counter
@@ -22,6 +24,7 @@ import reference
 import train
 from bench.model import LAUNCHES
 from config import Config
+from parallel import tensor
 from parallel.mesh import Mesh
 
 kernels = pytest.importorskip("kernels", reason="Triton is not installed")
@@ -100,7 +103,7 @@ def counts_of_a_step(num_layers, batch=2, **fields):
 
 
 def per_block(**fields):
-    """Return {(phase, kind): count} of one block and micro-batch: a model of three blocks minus one of two."""
+    """Return {(phase, kind): count} of one block and micro-batch: three blocks minus two blocks."""
     two, three = (counts_of_a_step(layers, **fields) for layers in (2, 3))
     return {key: three[key] - two[key] for key in three if key[1] != "waits"}
 
@@ -122,14 +125,21 @@ REST = {"forward": 12, "backward": 17, "reduce": 1, "step": 41}  # launches of e
 def test_the_paper_model_has_these_launches():
     blocks = BUDGET["forward", "launches"] + BUDGET["backward", "launches"]
     rest = dict(ends=REST["forward"] + REST["backward"], step=REST["reduce"] + REST["step"])
-    assert LAUNCHES == dict(block=blocks, update=BUDGET["step", "launches"], **rest)
+    assert LAUNCHES == dict(block=blocks, update=BUDGET["step", "launches"], chunk=LAUNCHES["chunk"], **rest)
+
+
+def test_each_further_chunk_of_the_head_has_these_launches(monkeypatch):
+    one = counts_of_a_step(2)
+    monkeypatch.setattr(tensor, "CHUNK", 6)  # the 16 tokens are three chunks
+    three = counts_of_a_step(2)
+    assert three["backward", "launches"] - one["backward", "launches"] == 2 * LAUNCHES["chunk"]
 
 
 @pytest.mark.parametrize("fields", [{}, dict(activation="relu"), dict(dropout=0.1), dict(recompute="full")])
 def test_a_block_stays_in_its_budget(fields):
     budget = dict(BUDGET)
     if "dropout" in fields:
-        budget["backward", "allocations"] += 2  # dy of each branch is no longer dx
+        budget["backward", "allocations"] += 2  # with dropout, dy of each branch is a tensor of its own
     if "recompute" in fields:
         budget |= {("recompute", kind): budget["forward", kind] for kind in ("launches", "allocations")}
     found = {key: count for key, count in per_block(**fields).items() if count}

@@ -3,8 +3,9 @@
     python -m bench checkpoint --layers=6
 
 Each of them saves the same state: the weights of a GPT and AdamW's two moments, in float32, on one process. A load is
-complete when the values are in the buffers of the run. nanoparallel and DCP flush the files to disk. torch.save does
-not, so the table also has torch.save with a flush. "unverified" is nanoparallel without checksums.
+complete when the values are in tensors that existed before (of nanoparallel: the run's buffers). nanoparallel and DCP
+flush the files to disk. torch.save does not, so the table also has torch.save with a flush. "unverified" is
+nanoparallel without checksums.
 """
 
 import contextlib
@@ -19,7 +20,8 @@ import torch.distributed.checkpoint as dcp
 
 import train
 from bench.tables import print_table, ratios, spread
-from config import Config
+from config import Config, check
+from errors import UserError
 from parallel import checkpoint, checksum
 from parallel.mesh import Mesh
 
@@ -31,7 +33,11 @@ def measure(layers: int = 6, hidden: int = 768, repeats: int = 5):
     --hidden   hidden size; a head has 64 columns
     --repeats  turns; in each turn every variant saves once and loads twice: from the page cache and from the disk
     """
+    if hidden % 64:
+        raise UserError(f"--hidden={hidden}: should be a multiple of 64")
     config = Config(num_layers=layers, hidden_size=hidden, num_attention_heads=hidden // 64, train_iters=1)
+    check(config, 1)
+    train.refuse_too_large(config, 1, torch.device("cpu"))
     run = train.build(config, Mesh(), torch.device("cpu"))
     run.zero.initialize(1)
     state = whole_state(run)
@@ -41,7 +47,7 @@ def measure(layers: int = 6, hidden: int = 768, repeats: int = 5):
         kinds = variants(run, state, Path(folder))
         for turn in range(-1, repeats):  # turn -1 warms up
             names = list(kinds)
-            # The order changes, because the variant before has an influence.
+            # Each turn has another order, because a variant's time depends on the variant before it.
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 save, load = kinds[name]
                 times = one_turn(Path(folder), save, load)
@@ -129,7 +135,7 @@ def one_turn(folder, save, load):
     """
     times = [timed(save)]
     files = [path for path in folder.rglob("*") if path.is_file()]
-    for path in files:  # otherwise the kernel flushes torch.save's file during the next measurement
+    for path in files:  # otherwise the system flushes torch.save's file during the next measurement
         flush(path)
     times.append(timed(load))
     for path in files:

@@ -8,6 +8,8 @@ versions in the schedule. `test_pipedream.py` shows that the ranks of a pipeline
 """
 
 import math
+import os
+import re
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
@@ -18,6 +20,7 @@ import reference
 import train
 from bench.tables import print_row, spread
 from config import Config
+from errors import UserError
 from parallel import schedules
 from parallel.layout import split
 from parallel.mesh import Mesh
@@ -60,8 +63,9 @@ def measure(
 
     The learning rate of a row is the best of five for seed 1. It is constant after a warm-up of a tenth of the run.
     """
-    rows = [(o, int(p), name) for o in RATES for p in stages.split(",") for name in SCHEDULES]
-    print(f"{samples} samples; mean training loss of the last tenth before each point; median (smallest-largest)")
+    rows = [(o, p, name) for o in RATES for p in checked(samples, stages, data_dir, processes) for name in SCHEDULES]
+    print(f"{samples} samples; mean training loss of the last tenth before half and all of the samples or of the time")
+    print("median (smallest-largest) of the seeds")
     form = "{:6} {:>2} {:14} {:>6}" + " {:>19}" * 4
     points = [f"{h}/2 of {what}" for what in ("samples", "time") for h in HALVES]
     print_row(form, "rule", "p", "schedule", "rate", *points)
@@ -79,6 +83,20 @@ def measure(
             cells = [curve.at(values, limit) for curve, values, limit in limits]
             cells = [spread(cells[i : i + seeds], "{:.3f}") for i in range(0, len(cells), seeds)]
             print_row(form, row[0], row[1], row[2], f"{rate:g}", *cells)
+
+
+def checked(samples, stages, data_dir, processes):
+    """Return the numbers of stages, a list of int. Raises UserError if an option of `measure` is wrong."""
+    units = MODEL["num_layers"] + 2
+    if not all(re.fullmatch("[0-9]{1,3}", p) and 1 <= int(p) <= units for p in stages.split(",")):
+        raise UserError(f"--stages={stages}: should be numbers from 1 to {units} with commas between them, like 4,8")
+    numbers = [int(p) for p in stages.split(",")]
+    if samples < 40 * max(numbers):
+        raise UserError(f"--samples={samples}: should be at least {40 * max(numbers)}, 40 for each stage")
+    if processes > os.cpu_count():
+        raise UserError(f"--processes={processes}: should be at most {os.cpu_count()}, the number of cores")
+    data.Tokens(data_dir, "train", MODEL["seq_length"], MODEL["vocab_size"])
+    return numbers
 
 
 def duration(row, samples):

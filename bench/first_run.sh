@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # The first minutes on a GPU, in numbered parts. Each part ends in less than ten minutes.
 #
-#     bash bench/first_run.sh PART [FOLDER]               one part, or all of them
+#     bash bench/first_run.sh PART [FOLDER]               PART: a number from 1 to 8, or the word all
 #     bash bench/first_run.sh --dry_run PART [FOLDER]     the same commands at a tiny size, without a GPU
 #     bash bench/first_run.sh --list PART                 prints the commands
 #
 #     1  the product that adds to a float32 gradient, and the kernels that matter most: error and time
-#     2  real steps of configs/gpt2_345m.py and of configs/gpt2_345m_fast.py; tests that need a GPU
+#     2  real steps of configs/gpt2_345m.py and of configs/gpt2_345m_fast.py; test_log.py and test_data.py
 #     3  the other kernels
 #     4  345M beside plain PyTorch, micro-batches of 32, and the profile of a step
 #     5  the same with micro-batches of 64
@@ -15,8 +15,8 @@
 #     8  345M with eight micro-batches in an update, beside plain PyTorch
 #
 # FOLDER (default: $OUT, or out/first_run) receives partN.log with all output, summary.txt with a line for each command,
-# and metrics.jsonl of the runs of part 2. They grow during the run, so a killed run loses nothing. A failure does not
-# stop the next command. Exit code: 0 all passed, 1 something failed, 2 no GPU or a wrong argument. Nothing is installed
+# and NAME.jsonl, the metrics of a run of part 2. The first two grow during the run. A failure does not stop the next
+# command. Exit code: 0 all passed, 1 something failed, 2 no GPU or a wrong argument. Nothing is installed
 # or downloaded. A command that is not finished after its share of time is ended; it counts as failed.
 set -u
 cd "$(dirname "$0")/.." || exit 2

@@ -13,14 +13,15 @@ The times are GPU times. Before each measurement the GPU waits for two milliseco
 so no kernel waits for its launch. The variants take turns. Each variant processes several copies of its inputs, which
 together do not fit into the L2 cache. So the inputs are not in the cache, as in a training step.
 
-Each run also measures the rate of a plain copy (bytes read and written per second) and of large matrix products during
-a whole second (FLOP/s; a busy GPU slows down). An operation's *floor* is the least number of bytes that it must move,
-or of FLOP that it must compute. The operation's rate is floor / time. If this rate is near the rate of the copy or the
-product, a faster kernel gains little. The comments in kernels.py and flash_attention.py derive the floors.
+Each run also measures a plain copy (bytes read and written per second) and large matrix products (FLOP/s). The products
+run for a whole second, because a busy GPU lowers its clock rate. An operation's *floor* is the least number of bytes
+that it must move, or of FLOP that it must compute. The operation's rate is floor / time. If this rate is near the rate
+of the copy or the product, a faster kernel gains little. The comments in kernels.py and flash_attention.py derive the
+floors.
 
 The rows "dW" measure `tensor.add_product`, which adds a weight's gradient to float32 with PyTorch's own product. Its
 time stands in the column of our kernels. Each row is printed as soon as it is measured. All rows together may take more
-than ten minutes, mainly for torch.compile. With --only=NAME a run should take one or two.
+than ten minutes, mainly for torch.compile. With --only=NAME a run should take one or two minutes.
 
 Without a GPU the kernels run in Triton's interpreter at a small size. The measurement then checks the
 errors and counts the moved bytes.
@@ -260,7 +261,7 @@ def loss_of_head(device, dtype, n, h, v, width):
         w.grad, w.deferred = torch.zeros_like(w, dtype=w.grad_dtype), None
         x = x.detach().requires_grad_()
         losses = LinearCrossEntropy.apply(x, w, targets, width, "copy", Mesh().tp, ops)
-        dx = torch.autograd.grad(losses, x, torch.full_like(losses, 1 / n))  # computes the losses, too
+        dx = torch.autograd.grad(losses, x, torch.full_like(losses, 1 / n))  # fills `losses`, too
         return losses.detach().mean(), *dx, w.grad
 
     def compiled(compile):
@@ -301,8 +302,9 @@ def add_rows(device, dtype, n, h, v):
         ops.add_rows_(table, ids, rows)
         return table
 
-    item = dtype.itemsize  # of a row. The floor has no bytes for the table, because few of its rows change.
-    return Operation("add_rows_", "add_rows_", draw, run, (n * h * item,), n * h)
+    law = 1 / torch.arange(1, v + 1, dtype=torch.float64)
+    changed = (1 - (1 - law / law.sum()) ** n).sum().item()  # expected number of rows of the table that change
+    return Operation("add_rows_", "add_rows_", draw, run, (n * h * dtype.itemsize + 8 * changed * h,), n * h)
 
 
 def weight_gradient(device, dtype, name, n, out, width):
@@ -348,7 +350,7 @@ def updates(device, dtype, h):
         Operation(
             "adamw", "adamw_", draw, run, ((28 + cast * dtype.itemsize) * size,), size,
             own={"AdamW(fused=True)": OwnAdamW(ranges, lr.item(), options)},
-            remark="compiled: torch.compile leaves PyTorch's fused AdamW as it is, so this is eager's",
+            remark="compiled: torch.compile does not change PyTorch's fused AdamW, so this is eager's time",
         ),
         Operation(
             "squared_norms", "squared_norms", draw_flats, lambda ops, *flats: ops.squared_norms(flats),
@@ -638,5 +640,5 @@ def interpreted(only):
             floor = "products" if operation.flops else f"{floor / operation.elements:.2f}"
             rows.append([operation.name, direction, floor, f"{measured:.2f}", judged(share)])
     print_table(["bytes per element", "", "floor", "moved", "error / allowed"], rows)
-    print('"moved": each byte once per launch, with vectors and partial sums (they matter only at a small size)')
+    print('"moved": each byte counts once per launch, also those of vectors and partial sums (much at a small size)')
     return right

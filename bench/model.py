@@ -2,20 +2,22 @@
 
     python -m bench model --config=gpt2_345m_fast --micro_batch_size=32 --device=h200
 
-Other commands use the same counts. planning/seconds.py counts matrix products, attention and the embedding: its
-functions return FLOPs for rates of one FLOP per second, and bytes for a rate of one byte per second. `own_floors`
-counts the bytes of our kernels, as the floors of bench/kernels.py. test_host.py counts the launches.
+Other commands use the same counts. planning/seconds.py counts matrix products, attention and the embedding. Its
+functions return seconds. At a rate of one FLOP per second these are the FLOPs, at one byte per second the bytes.
+`own_floors` counts the bytes of our kernels, as the floors of bench/kernels.py. test_host.py counts the launches.
 
-    floor      the larger of FLOPs / peak and bytes / memory rate, at the rates of the data sheet. No program is faster
+    floor      for each kernel the larger of FLOPs / peak and bytes / memory rate, at the rates of the data sheet. A
+               step with these kernels cannot be faster
     reachable  the same with the shares of these rates in planning/devices.py, and a gap after each launch. For Hopper
                these shares are estimates
 
-`plan.py` predicts a longer step: it adds the two times of a product, and lets each product waste a wave of tiles.
-Attention counts only the lower triangle, and five products in backward instead of four. MFU counts the model FLOPs of
-log.py: whole squares, and four products.
+`plan.py` predicts a longer step. It adds the two times of a product, and a loss (`wave` in planning/seconds.py).
+The row of attention counts the lower triangle, and five products in backward, because one is a recomputation. MFU
+counts the model FLOPs of log.py: the whole [s, s] matrix, and four products in backward.
 """
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,11 +29,14 @@ from log import model_flops
 from model import GPT
 from operations import DTYPES
 from parallel.mesh import Mesh
+from parallel.tensor import CHUNK
 from planning import devices, seconds
 
 NONE = seconds.Rates(*[float("inf")] * 3, 0.0, 0.0, "ours")  # nothing takes time
 FLOPS, BYTES = NONE._replace(matrix=1, attention=1), NONE._replace(memory=1)
-LAUNCHES = {"block": 9 + 29, "ends": 12 + 17, "update": 3, "step": 42}  # test_host.py; the first two: per micro-batch
+# Tested in test_host.py. block, ends, chunk: per micro-batch; block, update: per block; chunk: per CHUNK tokens of the
+# head after the first.
+LAUNCHES = {"block": 9 + 29, "ends": 12 + 17, "chunk": 6, "update": 3, "step": 42}
 
 
 def measure(config: str = "gpt2_345m_fast", micro_batch_size: int = 32, micro_batches: int = 1, device: str = "h200"):
@@ -48,9 +53,9 @@ def measure(config: str = "gpt2_345m_fast", micro_batch_size: int = 32, micro_ba
 
 
 def load(name, micro_batches=1):
-    """Return configs/NAME.py in bf16, without the features that plain PyTorch lacks. Print the changes.
+    """Return configs/NAME.py in bf16, without the features that bench/plain.py does not have. Print the changes.
 
-    global_batch_size / micro_batch_size of the result is `micro_batches`, the number between two updates.
+    An update of the result has `micro_batches` micro-batches of 1 sample.
     """
     asked = configuration.load([str(Path(__file__).parents[1] / f"configs/{name}.py")])
     sizes = dict(micro_batch_size=1, global_batch_size=micro_batches)
@@ -78,7 +83,7 @@ def own_floors(c, tokens):
         "attention_forward": x * L * 4,
         "attention_delta": x * L * 2,
         "attention_backward_keys": x * L * 6,
-        "attention_backward_queries": x * L * 6,
+        "attention_backward_queries": x * L * 5,
         "cross_entropy_whole": tokens * c.padded_vocab_size * 2 * item,
         "adamw_flat": parameters * (28 + (item if c.dtype != "fp32" else 0)),
         "squared_norm": parameters * 4,
@@ -103,7 +108,7 @@ def parts(c, size, device):
     rate, peak = seconds.rates(device, c.dtype, "ours"), device.peak(c.dtype)
 
     def part(name, calls, time):
-        """time(rates): the seconds of each kernel of a call with these rates."""
+        """time(rates): returns a list with the seconds of each kernel of one call."""
 
         def least(matrix, attention, memory):
             both = time(NONE._replace(matrix=matrix, attention=attention)), time(NONE._replace(memory=memory))
@@ -123,7 +128,8 @@ def parts(c, size, device):
 
     floors = own_floors(c, m * n)
     small = [passes(kernel, moved) for kernel, moved in floors.items() if not kernel.startswith("attention")]
-    launches = blocks * LAUNCHES["block"] + m * LAUNCHES["ends"] + c.num_layers * LAUNCHES["update"] + LAUNCHES["step"]
+    ends = LAUNCHES["ends"] + LAUNCHES["chunk"] * (math.ceil(n / CHUNK) - 1)
+    launches = blocks * LAUNCHES["block"] + m * ends + c.num_layers * LAUNCHES["update"] + LAUNCHES["step"]
     return [
         *(
             linear(name, blocks, *io)
@@ -139,7 +145,7 @@ def parts(c, size, device):
 
 
 def print_model(name, c, size, device):
-    """Print the computed bytes, FLOPs and times of one step: size sequences a micro-batch, on a GPU of the table."""
+    """Print FLOPs, bytes and times of one step. size: samples of a micro-batch; device: see planning/devices.py."""
     device = devices.device(device)
     found, tokens, peak = parts(c, size, device), size * per_update(c) * c.seq_length, device.peak(c.dtype)
     rows = [[p.name, *cells(p)] for p in found]

@@ -7,14 +7,14 @@ The processes are numbered along three axes. The tp index changes fastest, then 
                                                                                              ------- tp
 
 Ranks with neighbouring numbers are on one node. So tp, which communicates most (several times a layer), gets the
-fastest connections. The pipeline (one message per stage and micro-batch) uses the connections inside a rack. Data
-parallelism (once a step, more often with ZeRO-2 and 3) uses the connections between racks. A rank is in one
-process group per axis. One `arange().reshape()` gives the members of all these groups. Axes with the same ranks share
-a group, because each group costs connections and, on a GPU, memory.
+fastest connections. The pipeline (two messages per stage and micro-batch) uses the connections inside a rack. Data
+parallelism (once a step, more often with ZeRO-2 and 3) uses the connections between racks. A rank is in one process
+group per axis. One `arange().reshape()` gives the members of all these groups. Axes with the same ranks share a group,
+because each group costs connections and, on a GPU, memory.
 
-NCCL runs the communication of a group one by one, on one CUDA stream (messages: one by one between two ranks). Two
-axes have a second group, so that one kind of communication does not wait for another kind: pp for messages to lower
-ranks (`Mesh.back`), dp for the sums of gradients in ZeRO-3.
+NCCL runs the collectives of a group one after another, on one CUDA stream. The same is true of the messages between two
+ranks. Two axes have a second group, so that one kind of communication does not wait for another kind: pp for messages
+to lower ranks (`Mesh.back`), dp for the sums of gradients in ZeRO-3.
 
 Without torch.distributed (one process) every axis has one rank, and nothing is sent.
 """
@@ -89,7 +89,7 @@ class Mesh:
             more = dict(timeout=self.timeout, pg_options=options, use_local_synchronization=True)
             self._groups[ranks, number] = dist.new_group(ranks, **more)
         group = self._groups[ranks, number]
-        if options and name != "pp":  # NCCL connects the ranks now, not in a step (pp: `pipeline.connect`)
+        if options and name != "pp":  # connects the ranks now, not in a step (pp: `connect`)
             dist.barrier(group, device_ids=[torch.cuda.current_device()])
         return Axis(name, ranks, index, self.ledger, group)
 

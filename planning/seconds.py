@@ -50,10 +50,8 @@ INSIDE = {"F": 8, "I": 15}  # tensors of [n, h/t]: GELU 4 + 4, its backward 3 * 
 GAPS = {"F": 5, "I": 9, "W": 0}  # operations of a block that are no matrix products
 # Bytes for each element of the [s, s] matrix: product, mask with softmax, dropout (with a mask of 1 byte), product.
 MATRIX = {"F": 2 + 4 + 5 + 2, "I": 2 + 2 + 5 + 6 + 4}
-FUSED = {
-    "F": 1,
-    "I": 2.5,
-}  # FLOPs of fused attention, in forwards: five products instead of two (Dao, arXiv 2307.08691)
+# FLOPs of fused attention, in forwards: backward has five products instead of two (Dao, arXiv 2307.08691).
+FUSED = {"F": 1, "I": 2.5}
 
 CODES = ("ours", "megatron-2021", "megatron-2022")
 

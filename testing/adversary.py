@@ -1,4 +1,4 @@
-"""A test mode for `parallel/comm.py`: results come late, and buffers are poisoned.
+"""A test mode for `parallel/comm.py`: results come late, and before that their buffers have wrong values (*poison*).
 
     ADVERSARY=1 pytest test_layouts.py        all processes of the tests communicate in this mode
 
@@ -16,23 +16,24 @@ is the call that starts the communication. `Late` runs this call at once, in a t
 The program's own tensors stay without the result until `wait`:
 
     bug                              how it is found
-    result read before `wait`        Until `wait` the result is poison: nan. The nan contains the number of its call.
-                                     Arithmetic keeps this number. A later call that would send a nan is an error, which
-                                     names the first call by the number.
+    result read before `wait`        Until `wait` the result is poison: nan. A later call that would send a nan is an
+                                     error. A nan of float32 or float64 contains the number of its call, which
+                                     arithmetic keeps. So the error can name the call whose result was read.
     no `wait`                        The `Late` is destroyed before its `wait`. The next call is an error.
     buffer changed before `wait`     `wait` compares all bytes with those just after the call. The nan is a signalling
                                      nan: arithmetic in place makes it a quiet nan, which has other bits.
     buffer freed before `wait`       `resize_` of a storage that belongs to an unfinished call is an error.
     memory read before it is         `resize_` fills memory with nan before it is freed, and after it is allocated.
       written
-    messages in another order        One thread for each pair of ranks and group runs their messages one by one, in the
-                                     order in which they are posted. Before each message, both ranks exchange its
-                                     direction, tag and size. If these do not match, it is an error.
-    use of `done` as `wait`          `done` answers from a seed: False by chance, else it waits and answers True.
+    messages in another order        Each pair of ranks has one thread per group. It runs their messages one by one, in
+                                     the order of posting. Before each message, both ranks exchange its direction, tag
+                                     and size. If these do not match, it is an error.
+    use of `done` as `wait`          `done` answers False at random (from a seed). Otherwise it waits up to a second and
+                                     answers truly. The result stays poison until `wait`.
 
-If two tensors of a call overlap, the rules are NCCL's. The tensor of all_reduce is a result. In the result of
-all_gather, the rank's own slice keeps its values. In the input of reduce_scatter, only the slice of the result is
-poison. Integers have no nan: their poison is a large number. The poison of a bool is the opposite value.
+A call may use one buffer as input and as result. The buffer of all_reduce is a result. In the result of all_gather, the
+rank's own slice keeps its values. In the input of reduce_scatter, only the slice of the result is poison. Integers have
+no nan: their poison is a large number. The poison of a bool is the opposite value.
 
 Each error names the operation, the data, the axis, the rank, and the line of the program that made the call.
 """
@@ -53,7 +54,7 @@ PATIENCE = 30  # seconds that one communication may take
 MOMENT = 1  # seconds that `done` waits before it answers False
 NUMBER = 0x3FFFFF  # the bits of a float32 nan that can contain a number
 NANS = {  # {dtype: (bits of a signalling nan, place of the number in it, or None)}
-    torch.float64: (0x7FF << 52, 29),  # a conversion to float32 keeps these bits
+    torch.float64: (0x7FF << 52, 29),  # a conversion to float32 keeps the bits of the number
     torch.float32: (0x7F8 << 20, 0),
     torch.bfloat16: (0x7FBF, None),
     torch.float16: (0x7DFF, None),
@@ -66,7 +67,7 @@ class Caught(AssertionError):
 
 
 class Adversary:
-    """The state of the mode on this rank. seed: of the answers of `done`; patience: as PATIENCE."""
+    """The state of the mode on this rank. seed: for the random answers of `done`; patience: see PATIENCE."""
 
     def __init__(self, seed, patience):
         self.dice, self.patience = random.Random(seed), patience
@@ -122,7 +123,7 @@ class Late(comm.Pending):
         self.name, number = name_of_call(), len(here.names) & NUMBER
         here.names.append(self.name)
         # The first tensor is the result, except in a send. The last tensor is the input, except in a receive.
-        # `.data` hides all writes from autograd, which does not see those of NCCL either.
+        # Autograd does not see the writes of NCCL. `.data` hides ours from it, too.
         self.tensors = [x.data for x in start.args if isinstance(x, torch.Tensor)]
         self.private = [x.clone() for x in self.tensors]
         if start.func is not dist.irecv:
@@ -255,12 +256,12 @@ def adversary(seed=0, patience=PATIENCE):
 
 
 def run(function, *arguments):
-    """Call a function in this mode. `Workers.run` does so if its `adversary` is set."""
+    """Call a function in this mode. testing/workers.py does so if ADVERSARY is set."""
     with adversary(dist.get_rank() if dist.is_initialized() else 0) as here:
         try:
             return function(*arguments)
         except Caught:
             raise
         except Exception:
-            here.refuse_dropped()  # the missing `wait` is the cause of the failed comparison
+            here.refuse_dropped()  # a missing `wait` is the cause of the error, so report it instead
             raise

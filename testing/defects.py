@@ -448,7 +448,7 @@ VOCABULARY = [
     Defect(
         "ids-of-other-ranks",
         "parallel/tensor.py",
-        (("y = w[local.where(mine, 0)].mul_(mine[:, None])", "y = w[local.where(mine, 0)]"),),
+        (("local.where(mine, 0)).mul_(mine[:, None])", "local.where(mine, 0))"),),
         embedding(),
         "is not 0 for ids of other ranks before the sum",
     ),

@@ -306,16 +306,26 @@ def bench_case(rng):
         "prepare": "mb line_mb repeats",
         "layouts": "layers hidden seq vocab repeats",
         "kernels": "repeats hidden tokens seq vocab",
+        "checkpoint": "layers hidden repeats",
+        "delay": "samples seeds processes",
         "train": "steps repeats",
+        "model": "micro_batch_size micro_batches",
     }
-    texts = {"prepare": "tokenizers parts", "layouts": "only", "kernels": "only dtype", "train": "configs"}
+    texts = {
+        "prepare": "tokenizers parts",
+        "layouts": "only",
+        "kernels": "only dtype",
+        "delay": "stages data_dir",
+        "train": "configs",
+        "model": "config device",
+    }
     name = rng.choice([*numbers, rng.choice(TEXTS + PATHS)])
     bad = rng.choice([n for n in NUMBERS if not re.fullmatch("[1-9][0-9]{,6}|1_000|\u0663", n)])
     mistakes = [f"--foo={bad}", "--", "x"]
     if name in numbers:
         odd = rng.choice([*TEXTS, *PATHS, *NUMBERS])
         mistakes += [f"--{key}={bad}" for key in numbers[name].split()]
-        mistakes += [f"--{key}=*{odd}" for key in texts[name].split()]
+        mistakes += [f"--{key}=*{odd}" for key in texts.get(name, "").split()]
     return [name, rng.choice(mistakes)], []
 
 
@@ -332,7 +342,7 @@ COMMANDS = {  # name: (module, function that returns (words, files to spoil), fo
 }
 
 
-PRELOADED = {"bench": [f"bench.{name}" for name in ("prepare", "layouts", "kernels", "train")]}
+PRELOADED = {"bench": [f"bench.{name}" for name in "prepare layouts checkpoint delay kernels train model".split()]}
 
 
 def main_of(command):
