@@ -47,7 +47,7 @@ from tqdm import tqdm
 
 import config as configuration
 from config import Config
-from errors import Parser, UserError, exit_on_user_error, explained, regular
+from errors import Parser, UserError, exit_on_user_error, explained, parse_json, regular
 from model import GPT
 from parallel import checkpoint, checksum
 from tokenizer import copied, copy, load_tokenizer
@@ -469,7 +469,7 @@ def read_safetensors_header(path):
         length = int.from_bytes(first, "little")
         if len(first) < 8 or length > size - 8:
             raise ValueError("not a safetensors file, or truncated")
-        header = json.loads(file.read(length))
+        header = parse_json(file.read(length))
     header.pop("__metadata__", None)
     if max(entry["data_offsets"][1] for entry in header.values()) > size - 8 - length:
         raise ValueError("truncated")
@@ -503,11 +503,11 @@ def progress(shapes, dtype):
 def read_json(path):
     """Return the object in a JSON file. Raises UserError."""
     try:
-        found = json.loads(regular(path).read_text(encoding="utf-8"))
+        found = parse_json(regular(path).read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError("not an object")
         return found
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: can't be read: {getattr(error, 'strerror', None) or error}") from None
 
 

@@ -34,7 +34,6 @@ when memory is short.
 """
 
 import itertools
-import json
 import math
 import mmap
 import queue
@@ -47,7 +46,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from errors import UserError
+from errors import UserError, parse_json
 
 # -- the shuffle
 
@@ -154,7 +153,7 @@ def read_meta(data_dir, vocab_size):
         command = f"python prepare.py --tokenizer={'gpt2' if vocab_size >= 50257 else 'bytes'} --out={data_dir}"
         raise UserError(f"data_dir={data_dir}: {what}; create it with: {command}")
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = parse_json(path.read_text(encoding="utf-8"))
         tokenizer, ids, dtype = meta["tokenizer"], meta["vocab_size"], meta["dtype"]
         if not all(type(count) is int for count in (ids, *meta["tokens"].values())):
             raise TypeError("counts should be integers")

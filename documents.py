@@ -22,7 +22,7 @@ import sysconfig
 import zlib
 from typing import NamedTuple
 
-from errors import UserError
+from errors import UserError, parse_json
 from tokenizer import first_cut, last_cut
 
 KINDS = (".txt", ".md", ".py", ".jsonl")
@@ -245,10 +245,10 @@ def document_text(part: Part, line: int, data: bytes, text_key: str) -> str:
 def json_text(data: bytes, where: str, text_key: str) -> str:
     """Return the text under the key `text_key` of a JSON line."""
     try:
-        value = json.loads(decode(data, *where.rsplit(":", 1)))
+        value = parse_json(decode(data, *where.rsplit(":", 1)))
     except json.JSONDecodeError as error:
         raise BadInput(where, "not JSON", f"{error.msg} at character {error.pos + 1}") from None
-    except (ValueError, RecursionError) as error:  # for example an integer of 5,000 digits, or 5,000 nested brackets
+    except ValueError as error:  # for example an integer of 5,000 digits, or 5,000 nested brackets
         raise BadInput(where, "JSON that Python can't read", str(error)) from None
     if not isinstance(value, dict):
         raise BadInput(where, "not a JSON object", f"but a {type(value).__name__}")

@@ -24,6 +24,14 @@ class UserError(Exception):
     """A mistake that the user can correct. Its message has a line for each mistake."""
 
 
+def parse_json(text):
+    """Return the value of a JSON text, str or bytes. Raises ValueError, also for too many nested brackets."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("too many nested brackets") from None
+
+
 class Parser(argparse.ArgumentParser):
     """argparse's parser, with one line for a mistake. A flag's `-` means `_`. Unknown flags get `flags.refusal`."""
 

@@ -43,7 +43,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from errors import UserError, explained
+from errors import UserError, explained, parse_json
 
 # --- speed ------------------------------------------------------------------------------------------------------------
 
@@ -355,7 +355,7 @@ def to_json(row):
 
 
 def from_json(line):
-    row = json.loads(line)
+    row = parse_json(line)
     return row | {name: float(v) for name, v in row.items() if v in ("nan", "inf", "-inf")}
 
 

@@ -48,7 +48,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from documents import KNOWN, MAX_RUN, PIECE, BadInput, Part, document_text, find_files, read_blocks, split_suffixes
-from errors import Parser, UserError, exit_on_user_error, explained, locked, regular
+from errors import Parser, UserError, exit_on_user_error, explained, locked, parse_json, regular
 from tokenizer import Tokenizer, copy, load_tokenizer
 from vocabulary import COPY
 
@@ -207,7 +207,7 @@ class Output:
 
         fresh = Progress(made_from, cut_settings())
         try:
-            progress = Progress(**json.loads(regular(self.journal).read_text(encoding="utf-8")))
+            progress = Progress(**parse_json(regular(self.journal).read_text(encoding="utf-8")))
             lists = [progress.tokens, progress.documents, progress.whole]
             same = (progress.made_from, progress.cut) == (fresh.made_from, fresh.cut)
             same &= all(len(counts) == 3 and all(map(count, counts)) for counts in lists) and count(progress.blocks)
@@ -216,7 +216,7 @@ class Output:
             same &= all(file.tell() >= self.width * n for file, n in zip(self.files, progress.tokens, strict=True))
         except FileNotFoundError:
             return fresh
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        except (OSError, ValueError, TypeError, AttributeError):
             same = False
         if not same:
             print(f"{self.folder}: its unfinished files are damaged or from another command; starting over")
@@ -405,7 +405,7 @@ def is_finished(out: str, made_from: dict) -> bool:
     """Return True if `out` has the complete data set of this command. Raise UserError if it has another one."""
     remedy = "remove it, or choose another --out"
     try:
-        meta = json.loads(regular(os.path.join(out, "meta.json")).read_text(encoding="utf-8"))
+        meta = parse_json(regular(os.path.join(out, "meta.json")).read_text(encoding="utf-8"))
         there, width = dict(meta["made_from"]), WIDTH[meta["dtype"]]
         sizes = [width * int(meta["tokens"][split]) for split in SPLITS]
     except FileNotFoundError:
@@ -414,7 +414,7 @@ def is_finished(out: str, made_from: dict) -> bool:
         if strangers and not os.path.exists(os.path.join(out, "progress.json")):
             raise UserError(f"--out={out}: contains a {strangers[0]} but no meta.json; {remedy}") from None
         return False
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         raise UserError(f"--out={out}: its meta.json was not written by prepare.py; {remedy}") from None
     for split, path, size in zip(SPLITS, bin_paths(out), sizes, strict=True):
         if not os.path.exists(path) or os.path.getsize(path) != size:

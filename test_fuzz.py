@@ -1,4 +1,4 @@
-"""Test the fuzzer, and run it: 300 cases of each command, or FEWER, must end without a find."""
+"""Test the fuzzer, and run it: 300 cases of each command must end without a find."""
 
 import os
 import shutil
@@ -155,15 +155,12 @@ def test_earlier_finds(command, words, variables, fifo, folder, tmp_path):
     assert fuzz.wrong(case, end) is None, end
 
 
-FEWER = {"traffic": 100, "curve": 100}  # these commands have few words
-
-
 @pytest.fixture(scope="module")
 def runs():
     """Fuzz all commands, two of them at the same time. Return {command: future of its result}."""
     pool, runs = ThreadPoolExecutor(2), {}
     for command in fuzz.COMMANDS:
-        words = [sys.executable, "-m", "testing.fuzz", command, f"--cases={FEWER.get(command, 300)}"]
+        words = [sys.executable, "-m", "testing.fuzz", command, "--cases=300"]
         runs[command] = pool.submit(subprocess.run, words, cwd=Path(__file__).parent, capture_output=True, text=True)
     yield runs
     pool.shutdown(cancel_futures=True)

@@ -1,12 +1,14 @@
 """Tests the rules for imports and for the length of functions, and the tools in testing/ that measure them."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from errors import parse_json
 from testing.count_lines import group_of, in_program, lines_of_code, tracked
 from testing.imports import circles, findings, graph, imported, levels, module_of
 
@@ -163,6 +165,14 @@ def test_lines_of_code():
 )
 def test_groups_of_files(path, group):
     assert group_of(path) == group
+
+
+def test_json_is_read_by_one_function():
+    """json.loads raises RecursionError for many nested brackets, which no caller expects."""
+    texts = {path: Path(path).read_text(encoding="utf-8") for path in tracked() if in_program(path)}
+    assert [path for path, text in texts.items() if re.search(r"json\.loads?\(", text)] == ["errors.py"]
+    with pytest.raises(ValueError, match="too many nested brackets"):
+        parse_json("[" * 100_000)
 
 
 def test_the_counts_add_up():

@@ -886,6 +886,7 @@ def test_ticks_enclose_the_values(values, ticks):
         ('{"iteration": 20, "lm_loss": 4.5}\n3\n', "a line is not a row of metrics.jsonl with iteration and lm_loss$"),
         ('{"iteration": 20}', "a line is not a row"),
         ('{"step": 20}', "a line is not a row"),
+        ("[" * 100_000, "has no loss to draw"),
         ('{"iteration": "20", "lm_loss": 4.5}', "a line is not a row"),
         ('{"iteration": 20, "lm_loss": "low"}', "a line is not a row"),
         ('{"iteration": 20, "lm_loss": 4.5, "validation_loss": null}', "a line is not a row"),

@@ -130,6 +130,7 @@ def first_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("first_run")
     tests_only = ("OMP_NUM_THREADS", "TRITON_INTERPRET")
     environment = {name: value for name, value in os.environ.items() if name not in tests_only}
+    environment["OMP_WAIT_POLICY"] = "passive"  # a waiting thread leaves its core to the tests that run beside this one
     place = dict(cwd=folder, env=environment)  # like a user: uses all cores
     text = run(sys.executable, HERE / "prepare.py", "--tokenizer=bytes", **place)
     text += run("torchrun", HERE / "train.py", HERE / "configs/tiny.py", **place)

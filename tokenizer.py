@@ -16,7 +16,6 @@ identifies the vocabulary. It does not depend on the path of the files.
 import contextlib
 import difflib
 import functools
-import json
 import os
 import unicodedata
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from pathlib import Path
 import tiktoken
 
 import vocabulary
-from errors import UserError
+from errors import UserError, parse_json
 from vocabulary import BYTES_PATTERN, NAME_OF, PATTERNS, Vocabulary
 
 ENDOFTEXT = "<|endoftext|>"
@@ -149,7 +148,7 @@ def build_from_files(path: Path) -> Tokenizer:
         return load_tokenizer("bytes")
     for file in ("meta.json", "index.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            said = json.loads((path / file).read_text(encoding="utf-8"))["tokenizer"]
+            said = parse_json((path / file).read_text(encoding="utf-8"))["tokenizer"]
             if said.startswith("bpe-") and said != name:
                 what = f"{file} names {said}, but {vocabulary.FILE} has {name}"
                 raise UserError(f"tokenizer={path}: {what}; the file is replaced or damaged")

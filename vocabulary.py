@@ -32,7 +32,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from errors import UserError, regular
+from errors import UserError, parse_json, regular
 
 FILE = "tokenizer.json"
 COPY = (FILE, "tokenizer_config.json")  # files of the vocabulary's copy
@@ -164,8 +164,8 @@ def unsupported(path: Path) -> str:
 
 def load_json(path: Path) -> dict:
     try:
-        value = json.loads(regular(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        value = parse_json(regular(path).read_text(encoding="utf-8"))
+    except ValueError as error:
         raise UserError(f"tokenizer={path}: not JSON ({error}); the file is damaged") from None
     if not isinstance(value, dict):
         raise UserError(f"tokenizer={path}: contains no JSON object; the file is damaged")

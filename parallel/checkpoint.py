@@ -42,7 +42,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from errors import UserError, explained, regular
+from errors import UserError, explained, parse_json, regular
 from parallel import checksum
 from parallel.comm import agree, all_reduce
 from parallel.schedules import ASYNCHRONOUS
@@ -270,12 +270,12 @@ def read_index(path):
         end = re.fullmatch(rb'(.*),\n "crc32": "([0-9a-f]{8})"\n}', data, re.DOTALL)
         if (end and _crc(end[1]) != end[2].decode()) or (not end and b'"sums"' in data):
             raise UserError(f"{path}/index.json: damaged: its content does not match its CRC-32{REMEDY}")
-        index = json.loads(data)
+        index = parse_json(data)
         _check_index(index)
         for name, crc in index.get("copies", {}).items():
             if _crc((path / name).read_bytes()) != crc:
                 raise UserError(f"{path}/{name}: damaged: its content does not match its CRC-32{REMEDY}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: not a checkpoint: {type(error).__name__}: {error}") from None
     return index
 

@@ -9,7 +9,6 @@ with a published formula, if it applies.
 """
 
 import html
-import json
 import math
 import os
 import shutil
@@ -17,7 +16,7 @@ import sys
 from statistics import fmean
 from typing import NamedTuple
 
-from errors import Parser, UserError, exit_on_user_error, explained, regular, writable
+from errors import Parser, UserError, exit_on_user_error, explained, parse_json, regular, writable
 from parallel import schedules
 from parallel.schedules import Action, Event, Schedule, Timeline, simulate
 
@@ -375,7 +374,7 @@ def recorded(path):
 
 def read_trace(path):
     """Return (Schedule, {step: Events}) of a trace. Its Events are those of data rank 0."""
-    trace = json.loads(regular(path).read_text(encoding="utf-8"))
+    trace = parse_json(regular(path).read_text(encoding="utf-8"))
     about, steps = trace["otherData"], {}
     for e in trace["traceEvents"]:
         if e["ph"] == "X" and e.get("cat") in MEANINGS and e["pid"] == 0:

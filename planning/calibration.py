@@ -41,7 +41,7 @@ import torch.distributed as dist
 
 import reference
 from config import Config
-from errors import UserError, explained
+from errors import UserError, explained, parse_json
 from model import GPT
 from operations import DTYPES
 from parallel import schedules
@@ -68,7 +68,7 @@ def main(path=PATH, processes=PROCESSES):
         command = [*launch, "-m", "planning.calibration", str(path), ",".join(map(str, processes))]
         if error := run(command, Path(folder, "log"), PATIENCE):
             raise UserError(f"--calibrate: {error}")
-    print(text(json.loads(path.read_text())))
+    print(text(parse_json(path.read_text())))
     print(f"written to {path}")
 
 

@@ -20,12 +20,11 @@ al., arXiv 2104.04473, Table 2. NCCL can use all cards at once if the network co
 The device "cpu" is this machine. `plan.py --calibrate` measures it and writes CALIBRATION.
 """
 
-import json
 import math
 from pathlib import Path
 from typing import NamedTuple
 
-from errors import UserError, explained, regular
+from errors import UserError, explained, parse_json, regular
 from log import PEAK_TFLOPS
 
 CALIBRATION = Path("planning/cpu.json")
@@ -121,7 +120,7 @@ def measured(processes):
         raise UserError("--device=cpu: not measured yet; python plan.py --calibrate measures this machine")
     try:
         with explained(CALIBRATION):
-            found = json.loads(regular(CALIBRATION).read_text(encoding="utf-8"))
+            found = parse_json(regular(CALIBRATION).read_text(encoding="utf-8"))
         counts = sorted(map(int, found["processes"]))
         count = next((n for n in counts if n >= processes), counts[-1])
         numbers, two = found["processes"][str(count)], found["processes"][str(max(2, count))]

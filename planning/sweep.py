@@ -34,7 +34,7 @@ import torch
 
 import config as configuration
 from curve import axis
-from errors import UserError, explained
+from errors import UserError, explained, parse_json
 from log import read_metrics
 from model import parameter_table
 from operations import DTYPES, resolved_dtype
@@ -182,7 +182,7 @@ def read_results(path):
         lines = path.read_text().splitlines() if path.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             rows[key_of(row)] = {name: row[name] for name in (*GRID, "seconds", "spread", "error")}
         except (ValueError, KeyError, TypeError):
             raise UserError(
