@@ -144,6 +144,8 @@ def load(arguments, default="configs/tiny.py"):
     """Read the words `[FILE] [--field=value | --field value ...]`. Without FILE, read `default`. Raises UserError."""
     files, pairs = flags.split(arguments, {f.name for f in fields(Config) if f.type is bool})
     known = {f.name: f for f in fields(Config)}
+    if "--" in dict(pairs):
+        raise UserError("--: should be left out")
     if wrong := [flag for flag, _ in pairs if flags.plain(flag) not in known]:
         raise UserError(flags.refusal(wrong, known, "python train.py"))
     given = {flags.plain(flag): from_text(known[flags.plain(flag)], text) for flag, text in pairs}

@@ -81,6 +81,7 @@ COMMAS = "a list needs commas: --rampup_batch_size=16,8,30000"
         (["--hiden_size=3"], "--hiden_size: no such field; the nearest is hidden_size"),
         (["--micro-batchsize=3"], "--micro-batchsize: no such field; the nearest is micro_batch_size"),
         (["--foo"], "--foo: no such field; python train.py --help lists all"),
+        (["--", "--foo", "--bar"], "--: should be left out"),
         (["--foo", "3"], "--foo: no such field; python train.py --help lists all"),
         (["--lr=fast"], "--lr=fast: should be float"),
         (["--lr="], "--lr=: should be float"),

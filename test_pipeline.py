@@ -107,24 +107,24 @@ def posted(config):
 
     group: 0 for messages to higher ranks, 1 for messages to lower ranks.
     """
-    calls, isend, irecv = [], comm.dist.isend, comm.dist.irecv
+    calls, send, receive = [], pipeline.send, pipeline.receive
 
-    def sending(x, to, group, tag):
-        calls.append((group, here, to, tag))
-        return isend(x, to, group=group, tag=tag)
+    def sending(x, axis, to, what, tag=0):
+        calls.append((axis.group, here, axis.ranks[to], tag))
+        return send(x, axis, to, what, tag)
 
-    def receiving(x, source, group, tag):
-        calls.append((group, source, here, tag))
-        return irecv(x, source, group=group, tag=tag)
+    def receiving(shape, like, axis, source, tag=0):
+        calls.append((axis.group, axis.ranks[source], here, tag))
+        return receive(shape, like, axis, source, tag)
 
-    here, comm.dist.isend, comm.dist.irecv = torch.distributed.get_rank(), sending, receiving
+    here, pipeline.send, pipeline.receive = torch.distributed.get_rank(), sending, receiving
     try:
         run = train.build(config, Mesh(config.tp, config.pp), CPU)
         run.zero.initialize(1)
         before = len(calls)
         (pipedream.train_call if run.schedule.versions else train.train_step)(run, micro_batches(run))
     finally:
-        comm.dist.isend, comm.dist.irecv = isend, irecv
+        pipeline.send, pipeline.receive = send, receive
     groups = [run.mesh.pp.group, run.mesh.back.group]
     calls = [(groups.index(group), *more) for group, *more in calls]
     return calls[:before], calls[before:]
