@@ -94,6 +94,7 @@ def test_without_a_name_it_lists_the_measurements():
         ),
         (["train", "--steps=few"], "--steps=few: should be like --steps=10"),
         (["layouts", "--repeats=0"], "--repeats=0: should be between 1 and 1,048,576"),
+        (["layouts", "--vocab=257"], "--vocab=257: should be a multiple of 128; PyTorch's model has no padding"),
         (["layouts", "--layers=-1"], "--layers=-1: should be between 1 and 1,048,576"),
         (["layouts", "--hidden=100"], "hidden_size = 100 is not a multiple of num_attention_heads = 8"),
         (["kernels", "--tokens=99999999"], "--tokens=99999999: should be between 1 and 1,048,576"),

@@ -43,6 +43,8 @@ def measure(layers: int = 4, hidden: int = 256, seq: int = 128, vocab: int = 204
     names = [row[0] for row in LAYOUTS]
     if not any(only in name for name in names):
         raise UserError(f"--only={only}: no layout has this text in its name; the names are {', '.join(names)}")
+    if vocab % 128:
+        raise UserError(f"--vocab={vocab}: should be a multiple of 128; PyTorch's model has no padding")
     fields = dict(num_layers=layers, hidden_size=hidden, seq_length=seq, vocab_size=vocab, num_attention_heads=8)
     for _, processes, ours, *_ in (row for row in LAYOUTS if only in row[0]):
         c = Config(**fields, **ours, **STEADY, micro_batch_size=4, global_batch_size=32, dtype="fp32")
