@@ -407,6 +407,7 @@ def test_attention_of_the_others_is_forced(monkeypatch, capsys):
 
 def test_a_failure_of_ours_is_the_exit_code(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # AdamW asks; there may be no driver
     monkeypatch.setattr(bench_train, "Gpu", Cpu)
     monkeypatch.setattr(bench_train, "load", lambda name, m: tiny("fp32"))
     monkeypatch.setattr(bench_train.train, "train_step", lambda *_: 1 / 0)
