@@ -16,7 +16,7 @@ Meta tensors have no numbers, so the dry run replaces four things (`blind`):
     train.PendingStep    copies loss, norm and flags of a step to the host. A dry run copies nothing
     Tensor.cpu, .item    copy numbers to the host. In a dry run `cpu` returns ones, and `item` returns 0
     adamw_               is a fused kernel that meta tensors do not have. `optimizer.adamw` makes the same update
-    attention            PyTorch's form for meta tensors keeps [s, s] matrices. A dry run calls the CPU's fused form
+    attention            PyTorch's form for meta tensors keeps [s, s] matrices. A dry run keeps what fused attention keeps
 
 Other optimizers and fp16's loss scale read numbers, and offload keeps bytes on the CPU. A dry run refuses them.
 """
@@ -114,7 +114,7 @@ def checked(config, gpus, rank):
 @contextlib.contextmanager
 def blind():
     """Context: the program uses operations for meta tensors, and copies no number of a step to the host."""
-    ops = SimpleNamespace(**vars(reference) | {"attention": attention, "adamw_": adamw_})
+    ops = SimpleNamespace(**vars(reference) | {"attention": lambda *qkv: Attention.apply(*qkv[:3]), "adamw_": adamw_})
     before = operations.choose, train.PendingStep, torch.Tensor.cpu, torch.Tensor.item
     operations.choose, train.PendingStep = (lambda *_: ops), (lambda *_: None)
     torch.Tensor.cpu = lambda numbers: torch.ones(numbers.shape, dtype=numbers.dtype)
@@ -125,14 +125,22 @@ def blind():
         operations.choose, train.PendingStep, torch.Tensor.cpu, torch.Tensor.item = before
 
 
-def attention(q, k, v, cache=None):
-    """Return `reference.attention` of meta tensors by the CPU's fused form. q, k, v [b, s, a, d] -> [b, s, a, d].
+class Attention(torch.autograd.Function):
+    """`reference.attention` of meta tensors. q, k, v [b, s, a, d] -> [b, s, a, d].
 
-    F.scaled_dot_product_attention would choose the form that keeps the [s, s] matrix.
+    Keeps what PyTorch's fused attention keeps: q, k, v, the output, and one number for each row of [s, s] matrices.
     """
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    y, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-    return y.transpose(1, 2)
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        y = torch.empty_like(q, memory_format=torch.contiguous_format)
+        sums = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
+        ctx.save_for_backward(q, k, v, y, sums)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
 
 
 def adamw_(weight, gradient, moments, scalars, ranges, *, decay, out=None, **constants):
