@@ -16,7 +16,7 @@ Meta tensors have no numbers, so the dry run replaces four things (`blind`):
     train.PendingStep    copies loss, norm and flags of a step to the host. A dry run copies nothing
     Tensor.cpu, .item    copy numbers to the host. In a dry run `cpu` returns ones, and `item` returns 0
     adamw_               is a fused kernel that meta tensors do not have. `optimizer.adamw` makes the same update
-    attention            PyTorch's form for meta tensors keeps [s, s] matrices. A dry run keeps what fused attention keeps
+    attention            PyTorch's form for meta tensors keeps [s, s] matrices. A dry run keeps fused attention's bytes
 
 Other optimizers and fp16's loss scale read numbers, and offload keeps bytes on the CPU. A dry run refuses them.
 """
