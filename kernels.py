@@ -398,8 +398,9 @@ def relu_(y, bias):
 
 # --- gradients of qkv and of the embedding's tables -------------------------------------------------------------------
 #
-# Attention's backward returns dq, dk and dv as three tensors. `join` copies them to the columns of one matrix for qkv's
-# two products, and adds up the columns, which gives the bias's gradient. Floor in bf16: 4 bytes an element.
+# Attention's backward returns dq, dk and dv as three tensors. `join` copies them to the columns of one matrix, which
+# the two products of qkv's backward read. It also adds up the rows, which gives the bias's gradient. Floor in bf16: 4
+# bytes an element.
 #
 # An embedding's gradient adds the rows of dy that have the same id. A frequent word has thousands of rows. First the
 # ids are sorted. There is one program for each place in the sorted order and each stripe of columns. If the place is
@@ -542,7 +543,7 @@ def cross_entropy_gradient(Z, TARGETS, WEIGHTS, TOP, TOTAL, columns, width, BLOC
 
 
 # With 32 registers a thread, two programs run on a multiprocessor: 264 programs and rows on an H200. Their bf16 logits
-# have 26 MB, so the second pass should find them in the L2 cache.
+# take 27 MB, so the second pass should find them in the L2 cache.
 CROSS_ENTROPY = dict(BLOCK=8192, num_warps=32)
 
 
@@ -568,10 +569,10 @@ def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
 # --- the end of a step ----------------------------------------------------------------------------------------------
 #
 # AdamW reads weight, gradient and two moments of each parameter (16 bytes), and writes weight, moments and the rounded
-# weight (14 bytes). Floor: 30 bytes a parameter (28 with a bf16 gradient). At most two ranges of a flat buffer have
-# weight decay. The kernel gets both ranges as arguments, so one launch updates a bucket. Numbers that change from step
-# to step (learning rate, scale, two bias corrections, the skip flag) lie on the device, so the host does not wait for
-# them.
+# weight (14 bytes). Floor: 30 bytes a parameter (28 in fp32, without rounded weights). At most two ranges of a flat
+# buffer have weight decay. The kernel gets both ranges as arguments, so one launch updates a bucket. Numbers that
+# change from step to step (learning rate, scale, two bias corrections, the skip flag) lie on the device, so the host
+# does not wait for them.
 
 
 @triton.jit

@@ -77,7 +77,8 @@ def attention_name(config, device, dtype, ops):
 def trial(config, device):
     """Check that an operation runs: Triton needs a C compiler and Python's headers on every node. Raises UserError.
 
-    Also choose the function for products of 16-bit factors: the choice waits for the GPU, so no step should make it.
+    Also choose the function for products of 16-bit factors. For this choice the host waits for the GPU. It is made
+    here, so that no step waits.
     """
     dtype = resolved_dtype(config, device)
     if DTYPES[dtype].itemsize == 2:

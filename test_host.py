@@ -42,7 +42,7 @@ WAITS = {"_local_scalar_dense", "nonzero"}
 
 
 class Host(TorchDispatchMode):
-    """Count by (phase of the step, kind). phase: a function that returns its name."""
+    """Count by (phase of the step, kind). phase: a function that returns the name of the current phase."""
 
     def __init__(self, phase):
         super().__init__()

@@ -3,8 +3,8 @@
     python prepare.py --tokenizer=bytes
     python -m bench delay
 
-One process computes all stages. It keeps the history of each stage's weights, and uses for each micro-batch the
-versions in the schedule. `test_pipedream.py` shows that the ranks of a pipeline train the same model.
+One process computes all stages. It keeps old weights of each stage. The schedule says which version each micro-batch
+uses. `test_pipedream.py` shows that a real pipeline trains the same model as one process.
 """
 
 import math
@@ -44,7 +44,7 @@ class Curve:
     times: list  # simulated end of each update; a stage's F of a micro-batch takes 1, its B takes 2
 
     def at(self, values, limit):
-        """Return the mean loss of the last tenth of the updates whose `values` are at most `limit`."""
+        """values: `samples` or `times`. Take the updates up to `limit`. Return the mean loss of their last tenth."""
         count = sum(value <= limit for value in values)
         last = self.losses[count - max(1, count // 10) : count]
         return sum(last) / len(last)
@@ -64,8 +64,8 @@ def measure(
     The learning rate of a row is the best of five for seed 1. It is constant after a warm-up of a tenth of the run.
     """
     rows = [(o, p, name) for o in RATES for p in checked(samples, stages, data_dir, processes) for name in SCHEDULES]
-    print(f"{samples} samples; mean training loss of the last tenth before half and all of the samples or of the time")
-    print("median (smallest-largest) of the seeds")
+    print(f"{samples} samples. A column takes the updates up to half (1/2) or all (2/2) of the samples or of the time,")
+    print("and shows the mean training loss of their last tenth: median (smallest-largest) of the seeds")
     form = "{:6} {:>2} {:14} {:>6}" + " {:>19}" * 4
     points = [f"{h}/2 of {what}" for what in ("samples", "time") for h in HALVES]
     print_row(form, "rule", "p", "schedule", "rate", *points)

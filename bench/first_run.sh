@@ -11,7 +11,7 @@
 #     4  345M beside plain PyTorch, micro-batches of 32, and the profile of a step
 #     5  the same with micro-batches of 64
 #     6  124M
-#     7  345M beside plain PyTorch with cuDNN's attention
+#     7  345M beside plain PyTorch, which must use cuDNN's attention
 #     8  345M with eight micro-batches in an update, beside plain PyTorch
 #
 # FOLDER (default: $OUT, or out/first_run) receives partN.log with all output, summary.txt with a line for each command,

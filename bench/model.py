@@ -2,16 +2,17 @@
 
     python -m bench model --config=gpt2_345m_fast --micro_batch_size=32 --device=h200
 
-Other commands use the same counts. planning/seconds.py counts matrix products, attention and the embedding. Its
-functions return seconds. At a rate of one FLOP per second these are the FLOPs, at one byte per second the bytes.
-`own_floors` counts the bytes of our kernels, as the floors of bench/kernels.py. test_host.py counts the launches.
+planning/seconds.py counts matrix products, attention and the embedding. Its functions return seconds. With a rate of
+one FLOP per second, these seconds are the number of FLOPs. With a rate of one byte per second, they are the number of
+bytes. `own_floors` counts the bytes of our kernels, like bench/kernels.py. test_host.py counts the launches.
 
     floor      for each kernel the larger of FLOPs / peak and bytes / memory rate, at the rates of the data sheet. A
                step with these kernels cannot be faster
     reachable  the same with the shares of these rates in planning/devices.py, and a gap after each launch. For Hopper
                these shares are estimates
 
-`plan.py` predicts a longer step. It adds the two times of a product, and a loss (`wave` in planning/seconds.py).
+`plan.py` predicts a longer step. It adds the time of a product's bytes to the time of its FLOPs, and the time of one
+wave of tiles (`wave` in planning/seconds.py).
 The row of attention counts the lower triangle, and five products in backward, because one is a recomputation. MFU
 counts the model FLOPs of log.py: the whole [s, s] matrix, and four products in backward.
 """
@@ -34,8 +35,8 @@ from planning import devices, seconds
 
 NONE = seconds.Rates(*[float("inf")] * 3, 0.0, 0.0, "ours")  # nothing takes time
 FLOPS, BYTES = NONE._replace(matrix=1, attention=1), NONE._replace(memory=1)
-# Tested in test_host.py. block, ends, chunk: per micro-batch; block, update: per block; chunk: per CHUNK tokens of the
-# head after the first.
+# Tested in test_host.py. block: per block and micro-batch; ends: per micro-batch; chunk: per micro-batch, for each
+# CHUNK tokens of the head except the first ones; update: per block; step: once.
 LAUNCHES = {"block": 9 + 29, "ends": 12 + 17, "chunk": 6, "update": 3, "step": 42}
 
 

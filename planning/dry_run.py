@@ -9,7 +9,8 @@ executor. Two replacements make it small:
     PyTorch's fake process group    pretends that all ranks exist; a communication returns at once
 
 So the run does everything except compute numbers. comm.py counts each byte that the rank sends, and meter.py counts
-each byte that the rank keeps. Both counts must equal the formulas of ledger.py and memory.py.
+each byte that the rank keeps. Both counts must equal the formulas of ledger.py and memory.py. Only with dropout, the
+peak may be a little lower (`shared_rows`).
 
 Meta tensors have no numbers, so the dry run replaces four things (`blind`):
 
@@ -91,7 +92,7 @@ def started(config, gpus, rank):
 
 
 def checked(config, gpus, rank):
-    """Return the configuration of the dry run: one step of global_batch_size samples. Raises UserError.
+    """Return the configuration of the dry run: one step, or one call of PipeDream. Raises UserError.
 
     dtype=auto becomes bf16, as on an A100 and later GPUs. The ramp-up of the batch and epochs are ignored.
     """

@@ -17,23 +17,23 @@ The program's own tensors stay without the result until `wait`:
 
     bug                              how it is found
     result read before `wait`        Until `wait` the result is poison: nan. A later call that would send a nan is an
-                                     error. A nan of float32 or float64 contains the number of its call, which
-                                     arithmetic keeps. So the error can name the call whose result was read.
+                                     error. A nan of float32 or float64 contains the number of its call. Arithmetic
+                                     keeps this number. So the error can name the call whose result was read.
     no `wait`                        The `Late` is destroyed before its `wait`. The next call is an error.
     buffer changed before `wait`     `wait` compares all bytes with those just after the call. The nan is a signalling
                                      nan: arithmetic in place makes it a quiet nan, which has other bits.
     buffer freed before `wait`       `resize_` of a storage that belongs to an unfinished call is an error.
     memory read before it is         `resize_` fills memory with nan before it is freed, and after it is allocated.
       written
-    messages in another order        Each pair of ranks has one thread per group. It runs their messages one by one, in
-                                     the order of posting. Before each message, both ranks exchange its direction, tag
-                                     and size. If these do not match, it is an error.
+    messages in another order        Each rank has one thread for each group and peer. It runs the messages one by one,
+                                     in the order of posting. Before each message, both ranks exchange its direction,
+                                     tag and size. If these do not match, it is an error.
     use of `done` as `wait`          `done` answers False at random (from a seed). Otherwise it waits up to a second and
                                      answers truly. The result stays poison until `wait`.
 
-A call may use one buffer as input and as result. The buffer of all_reduce is a result. In the result of all_gather, the
-rank's own slice keeps its values. In the input of reduce_scatter, only the slice of the result is poison. Integers have
-no nan: their poison is a large number. The poison of a bool is the opposite value.
+A call may use one buffer as input and as result. The buffer of all_reduce is a result. If the input of all_gather is a
+slice of the result, this slice keeps its values. If the result of reduce_scatter is a slice of the input, only this
+slice is poison. Integers have no nan: their poison is a large number. The poison of a bool is the opposite value.
 
 Each error names the operation, the data, the axis, the rank, and the line of the program that made the call.
 """
@@ -51,7 +51,7 @@ import torch.distributed as dist
 from parallel import comm
 
 PATIENCE = 30  # seconds that one communication may take
-MOMENT = 1  # seconds that `done` waits before it answers False
+MOMENT = 1  # seconds that `done` waits at most, if it does not answer False at once
 NUMBER = 0x3FFFFF  # the bits of a float32 nan that can contain a number
 NANS = {  # {dtype: (bits of a signalling nan, place of the number in it, or None)}
     torch.float64: (0x7FF << 52, 29),  # a conversion to float32 keeps the bits of the number
@@ -59,7 +59,7 @@ NANS = {  # {dtype: (bits of a signalling nan, place of the number in it, or Non
     torch.bfloat16: (0x7FBF, None),
     torch.float16: (0x7DFF, None),
 }
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # {bytes of an element: integers as large}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # {bytes of an element: dtype}
 
 
 class Caught(AssertionError):
