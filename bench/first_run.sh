@@ -16,8 +16,8 @@
 #
 # FOLDER (default: $OUT, or out/first_run) receives partN.log with all output, summary.txt with a line for each command,
 # and NAME.jsonl, the metrics of a run of part 2. The first two grow during the run. A failure does not stop the next
-# command. Exit code: 0 all passed, 1 something failed, 2 no GPU or a wrong argument. Nothing is installed
-# or downloaded. A command that is not finished after its share of time is ended; it counts as failed.
+# command. Exit code: 0 all passed, 1 something failed, 2 no GPU or a wrong argument. Nothing is installed or downloaded.
+# A command that is not finished after its share of time is ended; it counts as failed.
 set -u
 cd "$(dirname "$0")/.." || exit 2
 
