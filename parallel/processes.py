@@ -1,5 +1,6 @@
 """Start and end of the processes of a run: join the others, lock out_dir, stop on a signal, leave after an error."""
 
+import gc
 import os
 import signal
 import time
@@ -60,6 +61,9 @@ def together(world, work):
         raise
     if dist.is_initialized():
         dist.destroy_process_group()
+        # A group ends its threads when the last reference to it is gone, and here only cycles still have references.
+        # A Gloo thread that frees its last tensors after the interpreter began to exit would abort the process.
+        gc.collect()
 
 
 def leave(error, code):
