@@ -52,6 +52,7 @@ import torch
 import triton
 import triton.language as tl
 
+import reference
 from flash_attention import attention, causal_softmax, one_row  # noqa: F401  (a chapter of its own)
 from reference import mix
 
@@ -59,6 +60,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # a * b + c becomes one 
 
 LOG2E = tl.constexpr(math.log2(math.e))  # exp(x) = 2^(x log2 e): exp2 is one instruction, exp is five
 EPS = tl.constexpr(1e-5)
+WIDEST = 8192  # elements of a row that the LayerNorm kernels take
 
 
 def persistent(x, each=4):
@@ -158,6 +160,9 @@ def dropout_mask(columns, drop):
 # The programs are persistent: each keeps its sums over rows, [3, h] float32, in registers. Floor in bf16: 8 bytes an
 # element (dout, z, the residual stream's gradient read; dx written; dy is dx). With dropout, dy is written: 10 bytes.
 #
+# A row and the three sums must fit into the registers of one multiprocessor. Rows of more than WIDEST elements do not;
+# PyTorch normalizes them.
+#
 # One pair of kernels serves `layer_norm` (no y), `add_` (no norm) and `add_layer_norm_`. ADD, NORM and DROP are
 # constants; the compiler omits the code of the parts that are False. LayerNorm: Ba et al. (arXiv 1607.06450).
 
@@ -206,7 +211,9 @@ def residual_backward(
     d_bias = tl.zeros([BLOCK], tl.float32)
     if NORM:
         weight = tl.load(WEIGHT + column, mask=exists, other=0.0).to(tl.float32)
-    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=2 if NORM else 6):  # loads rows ahead
+    # The loop loads the next rows into shared memory, fewer if they are wide: some GPUs have 99 KB of it.
+    stages: tl.constexpr = 2 if NORM or BLOCK > 8192 else 6 if BLOCK <= 4096 else 3
+    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=stages):
         here = tl.cast(row, tl.int64) * width + column
         dz = tl.zeros([BLOCK], tl.float32)
         if PAST:
@@ -280,7 +287,9 @@ class Residual(torch.autograd.Function):
 
 
 def layer_norm(x, weight, bias):
-    """Do the same as `reference.layer_norm`. The gradients of weight and bias are float32."""
+    """Do the same as `reference.layer_norm`. The gradients of weight and bias are float32, except of wide rows."""
+    if x.shape[1] > WIDEST:
+        return reference.layer_norm(x, weight, bias)
     return Residual.apply(x, None, None, weight, bias, *_mask_arguments(None))[1]
 
 
@@ -290,7 +299,13 @@ def add_(y, x, bias, drop=None):
 
 
 def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
-    """Do the same as `reference.add_layer_norm_`, but leave y unchanged. The three vectors' gradients are float32."""
+    """Do the same as `reference.add_layer_norm_`, but leave y unchanged.
+
+    The three vectors' gradients are float32. Wide rows are two operations: `add_`, `layer_norm`.
+    """
+    if x.shape[1] > WIDEST:
+        z = x if y is None else add_(y, x, bias, drop)
+        return z, layer_norm(z, weight, norm_bias)
     return Residual.apply(x, y, bias, weight, norm_bias, *_mask_arguments(drop))
 
 

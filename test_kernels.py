@@ -150,6 +150,19 @@ def test_layer_norm_of_extreme_rows(name):
     check(name, [x, *vectors] if name == "layer_norm" else [x * 0, x, vectors[0] * 0, *vectors])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dropped", [False, True])
+def test_rows_wider_than_the_norms_kernels(dropped, dtype, monkeypatch):
+    monkeypatch.setattr(kernels, "WIDEST", 36)
+    x, y = (random(5, 37, dtype=dtype, seed=i) for i in (1, 2))
+    vectors = [random(37, dtype=dtype, seed=i) for i in (3, 4, 5)]
+    drop = dropping(5) if dropped else None
+    check("layer_norm", [x, *vectors[1:]])
+    check("add_layer_norm_", [y, x, *vectors], drop)
+    out = kernels.add_layer_norm_(y.requires_grad_(), x, *vectors, drop)[1]
+    assert out.grad_fn.name() == "NativeLayerNormBackward0"
+
+
 def test_only_one_of_two_results_is_used():
     inputs = [random(4, 32, seed=1), random(4, 32, seed=2), *(random(32, seed=i) for i in (3, 4, 5))]
     for which in (0, 1):
@@ -427,16 +440,19 @@ def test_bytes_per_parameter_are_the_floors():
 # --- machine code -----------------------------------------------------------------------------------------------------
 
 
-def configurations():
-    """Return {name: (kernel, types of non-constant arguments, constants, options, maximum of registers)}, in bf16."""
-    table, b = {}, "*bf16"
+def configurations(widths=(768, 1024), b="*bf16"):
+    """Return {name: (kernel, types of non-constant arguments, constants, options, maximum of registers)}.
+
+    widths: of the rows; b: type of a pointer to them.
+    """
+    table = {}
 
     def add(name, kernel, types, most, options, **constants):
         options = dict(options)
         launch = {key: options.pop(key) for key in ("num_warps",)}
         table[name] = f"kernels:{kernel}", types, constants | options, launch, most
 
-    for h in (768, 1024):
+    for h in widths:
         row, rest = kernels.one_row(h), "i32 i64 i32 fp32"
         both = dict(ADD=True, NORM=True)
         forward, backward = f"{b} {b} {b} {b} {b} {b} {b} *fp32 *fp32", f"{b} {b} {b} {b} *fp32 *fp32 {b} {b} *fp32"
@@ -523,6 +539,20 @@ def test_compiled(arch):
         if name == "cross-entropy":  # its second pass shall find the rows in the cache
             multiprocessors, cache = L2[arch]
             assert fit * multiprocessors * 2 * 50304 < 0.6 * cache, (name, "too many rows for the cache", r)
+
+
+def test_wide_rows_fit_into_shared_memory():
+    """A program has at most 163 KB on an A100, 227 KB on an H200, and 99 KB on many other GPUs. The norm: to WIDEST."""
+    if not compiled.tool("cuobjdump").exists():
+        pytest.skip("this version of Triton has no disassemblers")
+    widths, table = (4096, kernels.WIDEST, 16384), {}
+    for b in ("*bf16", "*fp32"):
+        for name, (kernel, types, constants, options, _) in configurations(widths, b).items():
+            width = name.split()[-1]
+            if width.isdigit() and (name.startswith("add backward") or int(width) <= kernels.WIDEST):
+                table[name, b] = kernel, types, constants, 90, options
+    for name, r in zip(table, compiled.reports(list(table.values())), strict=True):
+        assert r.shared <= 99 << 10, (name, r)
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

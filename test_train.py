@@ -18,7 +18,7 @@ import train
 from conftest import write_tokens
 from errors import UserError
 from parallel import checkpoint, processes
-from parallel.comm import CommunicationError, Ledger, agree
+from parallel.comm import CommunicationError, Ledger, Pending, agree
 from parallel.mesh import Axis, Mesh
 from parallel.optimizer import learning_rate
 from parallel.zero import Zero
@@ -416,6 +416,25 @@ def test_who_waits_for_an_agreement_says_so(monkeypatch):
     axis = Axis("world", (0, 1), 0, Ledger())
     with pytest.raises(CommunicationError, match=r"^rank 0 waited for ranks \[1\] to send objects: connection closed"):
         agree(axis, UserError, lambda: None)
+
+
+@pytest.mark.parametrize(
+    "error, of_this_gpu",
+    [
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (torch.distributed.DistBackendError("NCCL: Cuda failure 2 'out of memory'"), True),
+        (torch.distributed.DistBackendError("NCCL: remote process exited"), False),
+        (RuntimeError("Connection closed by peer"), False),
+    ],
+    ids=repr,
+)
+def test_an_error_of_this_gpu_is_no_lost_peer(error, of_this_gpu):
+    def start():
+        raise error
+
+    with pytest.raises(type(error) if of_this_gpu else CommunicationError):
+        Pending(None, start, lambda: "rank 0 waited")
 
 
 def test_a_second_run_in_the_same_folder_is_refused(config_file, tokens_dir, tmp_path):

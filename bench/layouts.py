@@ -10,6 +10,7 @@ gradients as views into buckets, no unnecessary copies or messages. Its model is
 """
 
 import contextlib
+import gc
 import itertools
 import multiprocessing
 import statistics
@@ -360,3 +361,4 @@ def work(rank, answer, rendezvous, processes, function, arguments):
         answer.send(result)
     if processes > 1:
         dist.destroy_process_group()
+        gc.collect()  # ends the groups' threads, as in parallel/processes.py

@@ -103,6 +103,8 @@ class Pending:
         try:
             return call()
         except RuntimeError as error:
+            if isinstance(error, torch.AcceleratorError) or "out of memory" in str(error):
+                raise  # an error of this GPU, perhaps of an earlier operation: no peer is lost
             raise CommunicationError(f"{self.describe()}: {error}") from error
 
 
