@@ -48,7 +48,7 @@ def test_the_ledger_equals_the_formulas(workers, dp, tp, sp, recompute, dtype):
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize(
-    "dp, tp, pp, schedule", [(3, 1, 1, "1f1b"), (2, 2, 1, "1f1b"), (2, 1, 2, "zb-h1"), (2, 1, 4, "chimera")]
+    "dp, tp, pp, schedule", [(3, 2, 1, "1f1b"), (2, 2, 1, "1f1b"), (2, 1, 2, "zb-h1"), (2, 1, 4, "chimera")]
 )
 def test_the_ledger_of_zero_and_pipelines(workers, zero, dp, tp, pp, schedule):
     size = 3 if schedule == "chimera" else 8 // dp

@@ -170,6 +170,18 @@ class Layout:
         return {name: n // steps for name, n in count.items()}
 
 
+def replica_sums(c, dp):
+    """Return the ledger's name of the sums over tp of the gradients of replicated parameters; None: there are none.
+
+    With sequence parallelism each tp rank has a part of the sum over the tokens. Without it the tp ranks compute equal
+    gradients, but each has its own group of dp ranks. NCCL may add the numbers of two groups in different orders, so
+    with more than two dp ranks the last digits may differ, and the copies of a parameter would drift apart.
+    """
+    if c.sequence_parallel:
+        return "partial gradients"
+    return "replicated gradients" if c.tp > 1 and dp > 2 else None
+
+
 def rows_outside(c):
     """Return the number of rows of x on a rank between two units: bs, with sequence parallelism bs/t."""
     return c.micro_batch_size * c.seq_length // (c.tp if c.sequence_parallel else 1)

@@ -27,6 +27,7 @@ backward, because a rank keeps only bsh/t elements of a linear's input. The smal
     embedding, head       one all_reduce per micro-batch, the embedding's in forward, the head's in backward
     cross-entropy rows    max, sum, target logit
     partial gradients     under sequence parallelism, gradients of replicated parameters, summed over tp
+    replicated gradients  without it, with more than two dp ranks, the same gradients (`layout.replica_sums`)
     twin gradients        gradients of a bucket that several pipeline ranks keep, summed over its holders
     parameter norms       two norms of every parameter, for LAMB and LARS
     scalars               loss, squared gradient norm and FLAGS, summed over all ranks
@@ -38,7 +39,7 @@ from fractions import Fraction
 
 from parallel import schedules
 from parallel.comm import sent_bytes
-from parallel.layout import rows_outside
+from parallel.layout import replica_sums, rows_outside
 from parallel.optimizer import RULES
 from parallel.pipeline import SENT
 from parallel.tensor import CHUNK
@@ -92,11 +93,11 @@ def rows(layout, schedule, pp_rank, dp_rank, item, master_item):
         versions = schedules.published(schedule, layout.holders(name))
         _data_rows(row, bucket.size, layout.stage, micro_batches[name], updates, versions, item, master_item)
         begin, end = bucket.owned(dp_rank, layout.stage)
-        if c.sequence_parallel:
+        if what := replica_sums(c, layout.dp):
             for r in bucket.ranges_in(begin, end):
                 if not r.cut:
                     elements = updates * (r.end - r.begin)
-                    row("tp", "partial gradients", "all_reduce", "bucket and step", updates, elements, master_item)
+                    row("tp", what, "all_reduce", "bucket and step", updates, elements, master_item)
         elements = updates * (end - begin)
         row(
             tuple(layout.holders(name)),
@@ -141,7 +142,7 @@ def average(tables):
 
 
 def _tensor_rows(row, c, blocks, embeddings, heads, item, master_item):
-    """Add the rows of tp, except norms and partial gradients. blocks, embeddings, heads: from `unit_passes`."""
+    """Add the rows of tp, except norms and gradients. blocks, embeddings, heads: from `unit_passes`."""
     bs, recompute = c.micro_batch_size * c.seq_length, c.recompute == "full"
     bsh, layer, once = bs * c.hidden_size, "layer and micro-batch", "micro-batch"
     if c.sequence_parallel:

@@ -22,7 +22,7 @@ file:
     reduce         after each micro-batch  -                -                 reduce_scatter           reduce_scatter
       ... the last of a step               all_reduce       reduce_scatter    reduce_scatter           reduce_scatter
     finish         after all backwards     wait             wait              wait, add, free          wait, add, free
-                                           then the sums over the holders of a bucket and over tp
+                                           then the sums over tp and over the holders of a bucket
     squared_norm   once                    each element is counted on one rank
     update         once                    everything       1/n               1/n                      1/n
     publish        once                    -                all_gather        all_gather               -
@@ -53,6 +53,7 @@ from torch import nn
 import reference
 from parallel import optimizer
 from parallel.comm import all_gather, all_reduce, reduce_scatter
+from parallel.layout import replica_sums
 from parallel.optimizer import RULES
 from parallel.tensor import ParamSpec
 
@@ -257,11 +258,10 @@ class Zero:
     # --- finish: after all backwards ---------------------------------------------------------------------------------
 
     def finish(self):
-        """Wait for all sums over dp. Then sum over tp, with sequence parallelism, and over the holders of each bucket.
+        """Wait for all sums over dp. Then sum over tp and over the holders of each bucket.
 
-        Several pipeline ranks hold a tied table, so its gradient is summed over its holders. With sequence parallelism
-        each tp rank has seen only its own tokens. So the gradient of a replicated parameter (6 h elements per block) is
-        a partial sum, and is summed over tp. The sum over dp comes first: after it, only shards need to be summed.
+        Several pipeline ranks hold a tied table, so its gradient is summed over its holders. The sum over dp comes
+        first: after it, only shards need to be summed.
         """
         self.sum_replicas()
         by_name = [self.buckets[name] for name in sorted(self.buckets)]  # all holders need the same order
@@ -270,16 +270,20 @@ class Zero:
             pending.wait()
 
     def sum_replicas(self):
-        """Wait for all sums over dp. With sequence parallelism, then sum the partial gradients over tp."""
+        """Wait for all sums over dp. Then sum the gradients of replicated parameters over tp (`layout.replica_sums`).
+
+        These are 6 h elements per block. Without sequence parallelism the first tp rank's gradient becomes everyone's:
+        the others add 0.
+        """
         for name in list(self.reducing):
             self._settle(name)
-        if self.config.sequence_parallel:
-            sums = [
-                all_reduce(bucket.own_grad[r.begin : r.end], self.mesh.tp, "partial gradients")
-                for bucket in self.buckets.values()
-                for r in bucket.ranges
-                if not r.cut
-            ]
+        if what := replica_sums(self.config, self.mesh.dp.size):
+            buckets = self.buckets.values()
+            parts = [bucket.own_grad[r.begin : r.end] for bucket in buckets for r in bucket.ranges if not r.cut]
+            if not self.config.sequence_parallel and self.mesh.tp.rank > 0:
+                for part in parts:
+                    part.zero_()
+            sums = [all_reduce(part, self.mesh.tp, what) for part in parts]
             for pending in sums:
                 pending.wait()
 

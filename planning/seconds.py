@@ -283,10 +283,11 @@ def data_parallel(c, layout, device, table, m, F, B, units):
     return exposed + last + seconds(("parameter norms",))
 
 
-def sums(c, layout, device, table):
+def sums(c, layout, device, table, code):
     """Return the seconds of the sums at the end of a step: over holders, over tp, and of scalars over all ranks."""
     ranks = layout.dp * c.tp * c.pp
-    partial = transfer(device, table, "tp", 1, c.tp, ("partial gradients", "parameter norms"))
+    names = ("partial gradients", "parameter norms") + ("replicated gradients",) * (code == "ours")
+    partial = transfer(device, table, "tp", 1, c.tp, names)
     holders = transfer(device, table, "holders", c.tp * max(1, c.pp - 1), 2)
     return partial + holders + transfer(device, table, "world", 1, ranks)
 
@@ -384,7 +385,7 @@ def step(c, layout, device, tables, m, item, wide, dtype, code="ours", simulate=
             )
             for r in tables
         )
-        + max(sums(c, layout, device, tables[r][0]) for r in tables),
+        + max(sums(c, layout, device, tables[r][0], code) for r in tables),
         "update": max(update(c, layout, device, rate, r, tables[r][1], item, wide) for r in tables),
     }
 

@@ -17,7 +17,8 @@ from model import parameter_table
 from parallel import ledger, memory, schedules
 from parallel.layout import Layout
 
-NOT_PER_SAMPLE = ("partial gradients", "parameter norms")  # rows of axis tp whose bytes do not depend on b
+# Rows of axis tp whose bytes do not depend on b.
+NOT_PER_SAMPLE = ("partial gradients", "replicated gradients", "parameter norms")
 
 
 class Shape(NamedTuple):
