@@ -287,7 +287,10 @@ class Residual(torch.autograd.Function):
 
 
 def layer_norm(x, weight, bias):
-    """Do the same as `reference.layer_norm`. The gradients of weight and bias are float32, except of wide rows."""
+    """Do the same as `reference.layer_norm`. The gradients of weight and bias are float32.
+
+    With rows of more than WIDEST elements they have the dtype of weight and bias.
+    """
     if x.shape[1] > WIDEST:
         return reference.layer_norm(x, weight, bias)
     return Residual.apply(x, None, None, weight, bias, *_mask_arguments(None))[1]
@@ -301,7 +304,7 @@ def add_(y, x, bias, drop=None):
 def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
     """Do the same as `reference.add_layer_norm_`, but leave y unchanged.
 
-    The three vectors' gradients are float32. Wide rows are two operations: `add_`, `layer_norm`.
+    The three vectors' gradients are float32. With rows of more than WIDEST elements this is `add_`, then `layer_norm`.
     """
     if x.shape[1] > WIDEST:
         z = x if y is None else add_(y, x, bias, drop)

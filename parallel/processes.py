@@ -61,8 +61,8 @@ def together(world, work):
         raise
     if dist.is_initialized():
         dist.destroy_process_group()
-        # A group ends its threads when the last reference to it is gone, and here only cycles still have references.
-        # A Gloo thread that frees its last tensors after the interpreter began to exit would abort the process.
+        # A group ends its threads when no object refers to it any more. Cycles of objects still do. If a Gloo thread
+        # frees its last tensors while the interpreter exits, the process is aborted.
         gc.collect()
 
 

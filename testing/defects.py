@@ -79,7 +79,7 @@ SHARE = "share = 1 / (m * mesh.dp.size)"
 COUNTS = "return first_of_dp and bucket.holders.rank == 0 and (cut or self.mesh.tp.rank == 0)"
 FIRST_OF_DP = "first_of_dp = bucket.stage >= 1 or bucket.dp.rank == 0"
 TWINS = 'all_reduce(bucket.own_grad, bucket.holders, "twin gradients")'
-PARTIAL = "        if self.config.sequence_parallel:\n"
+PARTIAL = "for r in bucket.ranges if not r.cut]"
 LATEST = """\
     def _backward(self, j, c, deferred):
         for weights in self.weights:
@@ -286,29 +286,29 @@ TENSOR_PARALLEL = [
     Defect(
         "partial-gradients-not-summed",
         "parallel/zero.py",
-        ((PARTIAL, "        if False:\n"),),
+        (("if what := replica_sums(self.config, self.mesh.dp.size):", "if False:"),),
         layout(1, 2, True),
         "Partial gradients are not summed over the tp ranks",
     ),
     Defect(
         "cut-instead-of-replicated",
         "parallel/zero.py",
-        (("                if not r.cut\n", "                if r.cut\n"),),
+        ((PARTIAL, "for r in bucket.ranges if r.cut]"),),
         layout(1, 2, True),
         "Only replicated parameters may be summed over tp",
     ),
     Defect(
         "all-gradients-summed-over-tp",
         "parallel/zero.py",
-        (("                if not r.cut\n", ""),),
+        ((PARTIAL, "for r in bucket.ranges]"),),
         layout(1, 2, True),
         "Only replicated parameters may be summed over tp",
     ),
     Defect(
         "whole-gradients-summed",
         "parallel/zero.py",
-        ((PARTIAL, "        if True:\n"),),
-        layout(1, 2),
+        (("                    part.zero_()\n", "                    pass\n"),),
+        layout(3, 2),
         "Replicated parameters are summed over tp",
     ),
     Defect(
