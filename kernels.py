@@ -160,8 +160,8 @@ def dropout_mask(columns, drop):
 # The programs are persistent: each keeps its sums over rows, [3, h] float32, in registers. Floor in bf16: 8 bytes an
 # element (dout, z, the residual stream's gradient read; dx written; dy is dx). With dropout, dy is written: 10 bytes.
 #
-# A row and the three sums must fit into the registers of one multiprocessor. Rows of more than WIDEST elements do not;
-# PyTorch normalizes them.
+# A row and the three sums must fit into the registers of one multiprocessor. Rows of more than WIDEST elements do not
+# fit, so PyTorch normalizes them.
 #
 # One pair of kernels serves `layer_norm` (no y), `add_` (no norm) and `add_layer_norm_`. ADD, NORM and DROP are
 # constants; the compiler omits the code of the parts that are False. LayerNorm: Ba et al. (arXiv 1607.06450).
@@ -211,7 +211,7 @@ def residual_backward(
     d_bias = tl.zeros([BLOCK], tl.float32)
     if NORM:
         weight = tl.load(WEIGHT + column, mask=exists, other=0.0).to(tl.float32)
-    # The loop loads the next rows into shared memory, fewer if they are wide: some GPUs have 99 KB of it.
+    # The loop loads the next rows into shared memory. Some GPUs have only 99 KB of it, so fewer wide rows are loaded.
     stages: tl.constexpr = 2 if NORM or BLOCK > 8192 else 6 if BLOCK <= 4096 else 3
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=stages):
         here = tl.cast(row, tl.int64) * width + column

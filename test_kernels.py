@@ -542,7 +542,10 @@ def test_compiled(arch):
 
 
 def test_wide_rows_fit_into_shared_memory():
-    """A program has at most 163 KB on an A100, 227 KB on an H200, and 99 KB on many other GPUs. The norm: to WIDEST."""
+    """A program has at most 163 KB on an A100, 227 KB on an H200, and 99 KB on many other GPUs.
+
+    LayerNorm's kernels get no wider rows than WIDEST.
+    """
     if not compiled.tool("cuobjdump").exists():
         pytest.skip("this version of Triton has no disassemblers")
     widths, table = (4096, kernels.WIDEST, 16384), {}

@@ -305,6 +305,9 @@ def test_what_the_hackathon_found():
     c = configuration.load(["configs/gpt3_1b3.py", "--recompute=full", "--global_batch_size=64"])
     tensor = [step(dataclasses.replace(c, tp=4, micro_batch_size=b), 4, V100) for b in (1, 2, 4)]
     assert tensor == sorted(tensor, reverse=True)
+    for b, tokens in ((1, "56,667"), (8, "73,531")):  # as in the README, on 16 GPUs with 512 samples a step
+        of_readme = dataclasses.replace(c, tp=4, micro_batch_size=b, global_batch_size=512)
+        assert f"{512 * c.seq_length / step(of_readme, 16, V100):,.0f}" == tokens
     pipeline = [step(dataclasses.replace(c, pp=8, micro_batch_size=b), 8, V100) for b in (4, 16)]
     assert pipeline[0] < pipeline[1]
     c = configuration.load(["configs/gpt3_13b.py", "--pp=2"])

@@ -174,8 +174,8 @@ def replica_sums(c, dp):
     """Return the ledger's name of the sums over tp of the gradients of replicated parameters; None: there are none.
 
     With sequence parallelism each tp rank has a part of the sum over the tokens. Without it the tp ranks compute equal
-    gradients, but each has its own group of dp ranks. NCCL may add the numbers of two groups in different orders, so
-    with more than two dp ranks the last digits may differ, and the copies of a parameter would drift apart.
+    gradients, but each has its own group of dp ranks. NCCL may add the numbers of two groups in different orders. With
+    more than two dp ranks the last digits may then differ, and the copies of a parameter would drift apart.
     """
     if c.sequence_parallel:
         return "partial gradients"

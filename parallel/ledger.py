@@ -27,7 +27,7 @@ backward, because a rank keeps only bsh/t elements of a linear's input. The smal
     embedding, head       one all_reduce per micro-batch, the embedding's in forward, the head's in backward
     cross-entropy rows    max, sum, target logit
     partial gradients     under sequence parallelism, gradients of replicated parameters, summed over tp
-    replicated gradients  without it, with more than two dp ranks, the same gradients (`layout.replica_sums`)
+    replicated gradients  the same gradients without sequence parallelism, if dp > 2 (`layout.replica_sums`)
     twin gradients        gradients of a bucket that several pipeline ranks keep, summed over its holders
     parameter norms       two norms of every parameter, for LAMB and LARS
     scalars               loss, squared gradient norm and FLAGS, summed over all ranks

@@ -272,8 +272,8 @@ class Zero:
     def sum_replicas(self):
         """Wait for all sums over dp. Then sum the gradients of replicated parameters over tp (`layout.replica_sums`).
 
-        These are 6 h elements per block. Without sequence parallelism the first tp rank's gradient becomes everyone's:
-        the others add 0.
+        They have 6 h elements in a block. Without sequence parallelism the other tp ranks add 0 to the first tp rank's
+        gradient, so all ranks get that one.
         """
         for name in list(self.reducing):
             self._settle(name)

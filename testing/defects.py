@@ -79,7 +79,7 @@ SHARE = "share = 1 / (m * mesh.dp.size)"
 COUNTS = "return first_of_dp and bucket.holders.rank == 0 and (cut or self.mesh.tp.rank == 0)"
 FIRST_OF_DP = "first_of_dp = bucket.stage >= 1 or bucket.dp.rank == 0"
 TWINS = 'all_reduce(bucket.own_grad, bucket.holders, "twin gradients")'
-PARTIAL = "for r in bucket.ranges if not r.cut]"
+REPLICATED = "for r in bucket.ranges if not r.cut]"
 LATEST = """\
     def _backward(self, j, c, deferred):
         for weights in self.weights:
@@ -293,14 +293,14 @@ TENSOR_PARALLEL = [
     Defect(
         "cut-instead-of-replicated",
         "parallel/zero.py",
-        ((PARTIAL, "for r in bucket.ranges if r.cut]"),),
+        ((REPLICATED, "for r in bucket.ranges if r.cut]"),),
         layout(1, 2, True),
         "Only replicated parameters may be summed over tp",
     ),
     Defect(
         "all-gradients-summed-over-tp",
         "parallel/zero.py",
-        ((PARTIAL, "for r in bucket.ranges]"),),
+        ((REPLICATED, "for r in bucket.ranges]"),),
         layout(1, 2, True),
         "Only replicated parameters may be summed over tp",
     ),
