@@ -4,8 +4,8 @@
 
 This command prints the layouts (tp, pp, schedule, ZeRO stage ...) that fit, the fastest first, and those that nearly
 fit. A field on the command line keeps its value. With --tp and --pp, plan.py judges only the configuration's layout.
-With --top=N as well, it lists the layouts with this tp and pp. plan.py needs no GPU. `planning/seconds.py` explains the
-predicted time. `planning/devices.py` has the devices.
+With --top=N as well, it lists the layouts with this tp and pp. plan.py needs no GPU. `accounts/seconds.py` explains the
+predicted time. `accounts/devices.py` has the devices.
 
     --explain           print the arithmetic of one layout, line by line
     --json              print a list of layouts, or one object if only one layout is judged
@@ -26,8 +26,8 @@ from dataclasses import fields
 
 import config as configuration
 import flags
+from accounts import devices, explain, figures, layouts, scaling, seconds
 from errors import Parser, UserError, exit_on_user_error
-from planning import devices, explain, layouts, pictures, scaling, seconds
 
 GB = 1e9
 ROW = "{:>2} {:>3} {:>4} {:<11} {:>2} {:>1} {:>2} {:<4} {:>2} {:>8} {:>5} {:>5} {:>6} {:>6} {:>14} {:>10} {:>8}"
@@ -135,7 +135,7 @@ def scaling_law(options):
 
 def run_here(options, config, given):
     """Run --calibrate, --dry_run or --sweep. The imports are inside because they load the whole program."""
-    from planning import calibration, dry_run, sweep
+    from accounts import calibration, dry_run, sweep
 
     if options.calibrate:
         calibration.main()
@@ -187,7 +187,7 @@ def main(arguments=None):
             facts |= layouts.judge(facts["config"], options.gpus, device, **choose)
         best = found[0]
     if options.svg:
-        pictures.write(options.svg, [public(facts) for facts in (shown if found else [best]) if facts["fits"]])
+        figures.write(options.svg, [public(facts) for facts in (shown if found else [best]) if facts["fits"]])
     if options.json:
         print(json.dumps(public(best) if found is None else [public(facts) for facts in shown], indent=1))
     elif options.explain:

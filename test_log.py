@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import curve
 import log
+from accounts import curve
 from config import Config
 from errors import UserError, exit_on_user_error
 
@@ -906,7 +906,7 @@ def test_metrics_that_cannot_be_drawn_are_one_line(tmp_path, content, message):
         (["out/nowhere"], "out/nowhere: No such file or directory"),
         (["n" * 300], "n" * 300 + ": File name too long"),
         (["tiny", "--svg=nowhere/loss.svg"], "--svg=nowhere/loss.svg: No such file or directory"),
-        ([], "the following arguments are required: RUN (python curve.py --help lists the options)"),
+        ([], "the following arguments are required: RUN (python -m accounts.curve --help lists the options)"),
         (["tiny", "--sgv=x"], "--sgv: no such option; the nearest is svg"),
     ],
 )
@@ -929,7 +929,7 @@ PICTURES = Path(__file__).parent / "pictures"
 
 
 def test_the_readme_s_picture_shows_equal_runs_and_can_be_drawn_again(tmp_path):
-    """python curve.py pictures/tiny.jsonl pictures/tiny_2x2.jsonl --svg=pictures/loss.svg"""
+    """python -m accounts.curve pictures/tiny.jsonl pictures/tiny_2x2.jsonl --svg=pictures/loss.svg"""
     runs = [str(PICTURES / f"{name}.jsonl") for name in ("tiny", "tiny_2x2")]
     curve.main([*runs, f"--svg={tmp_path}/loss.svg"])
     assert (tmp_path / "loss.svg").read_bytes() == (PICTURES / "loss.svg").read_bytes()

@@ -18,9 +18,10 @@ import torch
 
 import data
 import train
+from accounts import draw, ledger, memory, meter, report, traffic
 from config import Config, check
 from errors import UserError
-from parallel import draw, ledger, memory, meter, replicas, report, traffic
+from parallel import replicas
 from parallel.layout import split
 from parallel.mesh import Mesh
 from parallel.optimizer import RULES, learning_rate

@@ -1,7 +1,7 @@
 """Tests of the executor: its work between units. The speed of the ranks must not change a result.
 
-Other tests of the pipeline: test_layouts.py (every schedule trains the same model), test_ledger.py (bytes sent),
-test_schedules.py (the schedules).
+Other tests of the pipeline: test_layouts.py (every schedule trains the same model), test_schedules.py (the schedules),
+accounts/test_ledger.py (bytes sent).
 """
 
 import itertools
@@ -17,9 +17,10 @@ import torch
 
 import log
 import train
+from accounts import draw, meter, report
 from config import Config
 from model import parameter_table
-from parallel import comm, draw, meter, pipedream, pipeline, processes, replicas, report, schedules, tensor, zero
+from parallel import comm, pipedream, pipeline, processes, replicas, schedules, tensor, zero
 from parallel.layout import Layout, split
 from parallel.mesh import Mesh
 from parallel.schedules import Action
@@ -330,7 +331,7 @@ def test_a_validation_is_not_watched_and_watching_goes_on_after_it():
 
 
 def test_a_trace_holds_every_action_of_every_rank(workers, tokens_dir, tmp_path):
-    """The file is a trace for Perfetto, and `python -m parallel.draw --trace` can read it."""
+    """The file is a trace for Perfetto, and `python -m accounts.draw --trace` can read it."""
     trace = tmp_path / "trace.json"
     config = configured(
         tmp_path / "out", tokens_dir, pp=2, schedule="zb-h1", train_iters=12, micro_batch_size=3, num_layers=3,

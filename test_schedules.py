@@ -16,9 +16,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from accounts import draw
+from accounts.draw import main
 from errors import UserError, exit_on_user_error
-from parallel import draw, schedules
-from parallel.draw import main
+from parallel import schedules
 from parallel.schedules import (
     SCHEDULES,
     Action,
@@ -680,7 +681,7 @@ def test_a_recorded_run_is_drawn_under_the_ideal_one(tmp_path, capsys, name, chu
 
 def test_a_trace_of_a_resumed_run_has_the_runs_iterations():
     """Trace is told that 20 iterations are done, so the first recorded step is 21."""
-    from parallel.trace import Trace, torch  # here, because nothing else in this file needs torch
+    from accounts.trace import Trace, torch  # here, because nothing else in this file needs torch
 
     first = SimpleNamespace(rank=0, size=1)
     record = Trace(SimpleNamespace(dp=first, tp=first, pp=first), torch.device("cpu"), 20)
@@ -727,13 +728,13 @@ def test_a_trace_that_cannot_be_drawn(tmp_path, change, message):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "which schedule? python -m parallel.draw NAME ...; a NAME is one of gpipe, 1f1b, "),
+        ([], "which schedule? python -m accounts.draw NAME ...; a NAME is one of gpipe, 1f1b, "),
         (["1f1c"], "schedule=1f1c: should be one of gpipe, 1f1b, "),
         (["1f1b", "--chunks=2"], "chunks=2: 1f1b does not cut"),
         (["interleaved", "--chunks=0"], "chunks=0: should be 1 or more"),
         (
             ["1f1b", "--stages=four"],
-            "argument --stages: invalid int value: 'four' (python -m parallel.draw --help",
+            "argument --stages: invalid int value: 'four' (python -m accounts.draw --help",
         ),
         (["1f1b", "--cost=F:1,X:2"], "--cost=F:1,X:2: 'X:2' should be one of F, B, I, W and a positive number"),
         (["1f1b", "--cost=F:0"], "--cost=F:0: 'F:0' should be one of"),
@@ -762,14 +763,14 @@ def test_the_old_command_prints_the_new_one():
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
     assert done.returncode == 2 and not done.stdout
     assert (
-        done.stderr == "error: python -m parallel.schedules is now: python -m parallel.draw (with the same arguments)\n"
+        done.stderr == "error: python -m parallel.schedules is now: python -m accounts.draw (with the same arguments)\n"
     )
 
 
 def test_it_needs_no_torch():
     program = (
         "import runpy, sys; sys.argv[1:] = ['zb-h1']; "
-        "runpy.run_module('parallel.draw', run_name='__main__'); assert not {'torch', 'numpy'} & set(sys.modules)"
+        "runpy.run_module('accounts.draw', run_name='__main__'); assert not {'torch', 'numpy'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parent, capture_output=True, text=True)
     assert done.returncode == 0 and "bubble 0.1111" in done.stdout, done.stderr

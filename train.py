@@ -21,11 +21,12 @@ import config as configuration
 import data
 import operations
 import reference
+from accounts import memory, meter, report, trace
 from errors import UserError, exit_on_user_error
 from log import Interval, Logger, PendingStep, Timers, steps_from_json, steps_to_json, validation_lines
 from model import GPT
 from operations import DTYPES
-from parallel import checkpoint, memory, meter, processes, replicas, report, schedules, trace
+from parallel import checkpoint, processes, replicas, schedules
 from parallel.comm import agree, all_reduce
 from parallel.layout import Layout
 from parallel.mesh import Mesh, everyone

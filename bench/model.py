@@ -2,17 +2,17 @@
 
     python -m bench model --config=gpt2_345m_fast --micro_batch_size=32 --device=h200
 
-planning/seconds.py counts matrix products, attention and the embedding. Its functions return seconds. With a rate of
+accounts/seconds.py counts matrix products, attention and the embedding. Its functions return seconds. With a rate of
 one FLOP per second, these seconds are the number of FLOPs. With a rate of one byte per second, they are the number of
-bytes. `own_floors` counts the bytes of our kernels, like bench/kernels.py. test_host.py counts the launches.
+bytes. `own_floors` counts the bytes of our kernels, like bench/kernels.py. testing/test_host.py counts the launches.
 
     floor      for each kernel the larger of FLOPs / peak and bytes / memory rate, at the rates of the data sheet. A
                step with these kernels cannot be faster
-    reachable  the same with the shares of these rates in planning/devices.py, and a gap after each launch. For Hopper
+    reachable  the same with the shares of these rates in accounts/devices.py, and a gap after each launch. For Hopper
                these shares are estimates
 
 `plan.py` predicts a longer step. It adds the time of a product's bytes to the time of its FLOPs, and the time of one
-wave of tiles (`wave` in planning/seconds.py).
+wave of tiles (`wave` in accounts/seconds.py).
 The row of attention counts the lower triangle, and five products in backward, because one is a recomputation. MFU
 counts the model FLOPs of log.py: the whole [s, s] matrix, and four products in backward.
 """
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import config as configuration
+from accounts import devices, seconds
 from bench.plain import STEADY
 from bench.tables import print_table
 from errors import UserError
@@ -31,12 +32,11 @@ from model import GPT
 from operations import DTYPES
 from parallel.mesh import Mesh
 from parallel.tensor import CHUNK
-from planning import devices, seconds
 
 NONE = seconds.Rates(*[float("inf")] * 3, 0.0, 0.0, "ours")  # nothing takes time
 FLOPS, BYTES = NONE._replace(matrix=1, attention=1), NONE._replace(memory=1)
-# Tested in test_host.py. block: per block and micro-batch; ends: per micro-batch; chunk: per micro-batch, for each
-# CHUNK tokens of the head except the first ones; update: per block; step: once.
+# Tested in testing/test_host.py. block: per block and micro-batch; ends: per micro-batch; chunk: per micro-batch, for
+# each CHUNK tokens of the head except the first ones; update: per block; step: once.
 LAUNCHES = {"block": 9 + 29, "ends": 12 + 17, "chunk": 6, "update": 3, "step": 42}
 
 
@@ -46,7 +46,7 @@ def measure(config: str = "gpt2_345m_fast", micro_batch_size: int = 32, micro_ba
     --config            a file of configs/, without .py
     --micro_batch_size  samples of a micro-batch
     --micro_batches     micro-batches between two updates
-    --device            a GPU of planning/devices.py
+    --device            a GPU of accounts/devices.py
     """
     if device not in devices.DEVICES:
         raise UserError(f"--device={device}: should be one of {', '.join(devices.DEVICES)}")
@@ -146,7 +146,7 @@ def parts(c, size, device):
 
 
 def print_model(name, c, size, device):
-    """Print FLOPs, bytes and times of one step. size: samples of a micro-batch; device: see planning/devices.py."""
+    """Print FLOPs, bytes and times of one step. size: samples of a micro-batch; device: see accounts/devices.py."""
     device = devices.device(device)
     found, tokens, peak = parts(c, size, device), size * per_update(c) * c.seq_length, device.peak(c.dtype)
     rows = [[p.name, *cells(p)] for p in found]

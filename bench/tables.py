@@ -6,7 +6,7 @@ shows the median, the smallest and the largest value of all turns.
 
 import statistics
 
-from parallel.report import aligned
+from accounts.report import aligned
 
 
 def print_table(head: list[str], rows: list[list]):

@@ -37,11 +37,11 @@ from collections import Counter, deque
 import torch
 
 import reference
+from accounts.memory import OLDER, SUMS
 from errors import UserError
 from log import PendingStep
 from parallel import schedules
 from parallel.comm import all_reduce
-from parallel.memory import OLDER, SUMS
 from parallel.optimizer import learning_rate
 from parallel.pipeline import Executor
 

@@ -4,7 +4,7 @@ The model is cut into stages, one on each rank, and the batch into micro-batches
 first stage to the last, then backward to the first. A rank waits until a micro-batch arrives: the bubble. A
 micro-batch in flight is between its forward and its backward, and its activations fill memory. A schedule is a list of
 actions for each rank, made by one of the functions below. Schedules differ in bubble and memory. An example is 1F1B
-with four ranks, eight micro-batches and a backward as long as two forwards. `python -m parallel.draw 1f1b` draws it (F
+with four ranks, eight micro-batches and a backward as long as two forwards. `python -m accounts.draw 1f1b` draws it (F
 forward, B backward, . idle):
 
     rank 0  F0 F1 F2 F3 ..................B0--- F4 B1--- F5 B2--- F6 B3--- F7 B4--- ...B5--- ...B6--- ...B7---
@@ -314,7 +314,7 @@ def one_chunk(name, chunks):
 
 
 # Add your own: write a function like those above and give it a name in this table, for example "mine".
-# `python -m parallel.draw mine` draws it or prints the mistake in it. `train.py --schedule=mine` trains with it.
+# `python -m accounts.draw mine` draws it or prints the mistake in it. `train.py --schedule=mine` trains with it.
 SCHEDULES = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -717,7 +717,7 @@ def shared_versions(schedule, holders):
 
 
 def moved():
-    raise UserError("python -m parallel.schedules is now: python -m parallel.draw (with the same arguments)")
+    raise UserError("python -m parallel.schedules is now: python -m accounts.draw (with the same arguments)")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ CORE = (
     "model.py parallel/tensor.py parallel/zero.py parallel/optimizer.py parallel/schedules.py parallel/pipeline.py "
     "parallel/comm.py parallel/mesh.py"
 ).split()
-GROUPS = ["core", "rest of the program", "tests", "bench", "testing"]
+GROUPS = ["core", "rest of the program", "configs", "tests", "bench", "testing"]
 NO_CODE = {getattr(tokenize, name) for name in "COMMENT NL NEWLINE INDENT DEDENT ENCODING ENDMARKER".split()}
 
 
@@ -30,12 +30,10 @@ def group_of(path):
     folder, _, name = path.rpartition("/")
     if path in CORE:
         return "core"
-    if folder.split("/")[0] in ("bench", "testing", "exercises"):
-        return folder.split("/")[0]
     if name.startswith("test_") or name == "conftest.py":
         return "tests"
-    if not folder and (name == "bench.py" or name.startswith("bench_")):
-        return "bench"
+    if folder.split("/")[0] in ("bench", "testing", "exercises", "configs"):
+        return folder.split("/")[0]
     return "rest of the program"
 
 

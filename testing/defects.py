@@ -5,7 +5,7 @@
     python -m testing.defects all                  all of them
 
 A defect changes some lines of one file. Its test must fail, and the message must name the cause. Real codebases for
-distributed training had most of these defects. `test_defects.py` plants each of them alone.
+distributed training had most of these defects. `testing/test_defects.py` plants each of them alone.
 """
 
 import os
@@ -66,11 +66,11 @@ def asynchronous(schedule, p):
 
 def late(name):
     """Return a test in the mode of testing/adversary.py, in which a result appears only at `wait`."""
-    return f"test_adversary.py::test_an_operation[{name}]"
+    return f"testing/test_adversary.py::test_an_operation[{name}]"
 
 
 def late_layout(point):
-    return f"test_adversary.py::test_a_layout[{point}]"
+    return f"testing/test_adversary.py::test_a_layout[{point}]"
 
 
 # --- the defects ------------------------------------------------------------------------------------------------------
@@ -613,7 +613,7 @@ LAMB, LARS = (
     late_layout("1-2-2-1f1b-0-False-none-lars-not_a_multiple"),
 )
 GPIPE = late_layout("1-1-2-gpipe-0-False-none-sgd-twice")
-PIPEDREAM = "test_adversary.py::test_an_asynchronous_layout[pipedream-1-1-4-0-False-full-0.1-5+7-sgd]"
+PIPEDREAM = "testing/test_adversary.py::test_an_asynchronous_layout[pipedream-1-1-4-0-False-full-0.1-5+7-sgd]"
 
 WAITS = {  # {file: [(data, line with `wait`, test, call)]}
     "parallel/tensor.py": [

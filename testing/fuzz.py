@@ -282,16 +282,16 @@ def traffic_case(rng):
 
 def plan_case(rng):
     """A ranking, a dry run or an explanation of a layout, on a device of the table or the calibrated CPU."""
+    from accounts.devices import DEVICES
     from config import Config
-    from planning.devices import DEVICES
 
     names = [*vars(Config()), *"gpus device gpus_per_node rings tokens top code rank flops mfu svg".split()]
     words = ["config.py", f"--gpus={rng.choice('1248')}", f"--device={rng.choice([*DEVICES, 'cpu'])}"]
     words += rng.choice([[], [], ["--tp=1", "--pp=1"], ["--as_is"], ["--flops=1e20"], ["--dry_run"]])
-    Path("planning").mkdir()
-    shutil.copy("cpu.json", "planning/cpu.json")
+    Path("accounts").mkdir()
+    shutil.copy("cpu.json", "accounts/cpu.json")
     extra = some(rng, names) + rng.choice([[], [], ["--explain"], ["--json"], ["--svg=a.svg"]])
-    return shuffled(rng, words, extra), ["config.py", "planning/cpu.json"]
+    return shuffled(rng, words, extra), ["config.py", "accounts/cpu.json"]
 
 
 def curve_case(rng):
@@ -334,10 +334,10 @@ COMMANDS = {  # name: (module, function that returns (words, files to spoil), fo
     "train": ("train", train_case, "data run config.py"),
     "generate": ("generate", generate_case, "run"),
     "convert": ("convert", convert_case, "run model"),
-    "schedules": ("parallel.draw", schedules_case, "trace.json"),
-    "traffic": ("parallel.traffic", traffic_case, "config.py"),
+    "schedules": ("accounts.draw", schedules_case, "trace.json"),
+    "traffic": ("accounts.traffic", traffic_case, "config.py"),
     "plan": ("plan", plan_case, "config.py cpu.json"),
-    "curve": ("curve", curve_case, "run"),
+    "curve": ("accounts.curve", curve_case, "run"),
     "bench": ("bench.__main__", bench_case, ""),
 }
 

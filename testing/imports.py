@@ -10,7 +10,7 @@ These are the rules and their reasons. The command prints a line for each violat
     no circle                                     the files of a circle cannot be read or tested one after another
     the program imports no bench, testing, test   the program must run without them
     only tests and bench import train.py          train.py joins all parts; a part must not depend on the whole.
-                                                  planning/dry_run.py may: it runs the whole
+                                                  accounts/dry_run.py may: it runs the whole
 """
 
 import ast
@@ -88,7 +88,7 @@ def findings(imports):
         for other in sorted(imports[path]):
             if in_program(path) and group_of(other) in ("tests", "bench", "testing"):
                 lines.append(f"{path} belongs to the program and imports {other}")
-            whole = group_of(path) in ("tests", "bench") or path == "planning/dry_run.py"
+            whole = group_of(path) in ("tests", "bench") or path == "accounts/dry_run.py"
             if other == "train.py" and not whole:
                 lines.append(f"{path} imports train.py")
     return lines

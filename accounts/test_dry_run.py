@@ -1,0 +1,213 @@
+"""Test that a dry run sends and keeps the bytes of the formulas, and of a real run of the same rank.
+
+Each of these mistakes, put in by hand, makes a test fail. The real step has another schedule than the dry run. The dry
+run's attention keeps no log-sum-exp. The dry run ignores the rank. It leaves its process group or its PendingStep
+behind. It does not name a difference, or does not exit with code 1.
+"""
+
+import math
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import operations
+import train
+from accounts import dry_run, ledger, memory, meter
+from config import Config
+from errors import UserError
+from parallel import schedules
+from parallel.mesh import Mesh
+from test_layouts import micro_batches, tiny_config
+
+
+def dry(config, gpus, rank):
+    """Return the Accounts of a dry run."""
+    with dry_run.started(config, gpus, rank) as run:
+        return dry_run.step(run)
+
+
+def every_kind():
+    """Return [(configuration, number of ranks)]: each schedule with each ZeRO stage, each mode at least twice."""
+    found = []
+    for i, schedule in enumerate(schedules.SCHEDULES):
+        chunks, calls = schedules.usual_chunks(schedule), schedule in schedules.ASYNCHRONOUS
+        fields = dict(pp=2, schedule=schedule, chunks=chunks, num_layers=6, micro_batch_size=3, activation="relu")
+        if calls:
+            fields |= dict(updates_per_call=3, clip_grad=0.0, global_batch_size=6 if schedule == "pipedream" else 24)
+        for zero in range(2 if calls else 4):
+            dtype, sp = ("fp32", "bf16", "fp64")[(i + zero) % 3], (i + zero) % 2 == 0
+            recompute, dropout = ("none", "full")[i % 2], 0.1 * (zero // 2 == i % 2)
+            modes = dict(dtype=dtype, sequence_parallel=sp, recompute=recompute, dropout=dropout)
+            found.append((tiny_config(2, 2, zero=zero, **fields, **modes), 8))
+    found += [(tiny_config(1), 1), (tiny_config(3, zero=3, dtype="bf16"), 3), (tiny_config(1, 8), 8)]
+    return [*found, (tiny_config(2, pp=4, num_layers=6, dropout=0.1, recompute="full", micro_batch_size=4), 8)]
+
+
+@pytest.mark.parametrize("config, gpus", every_kind(), ids=lambda x: getattr(x, "schedule", x))
+def test_every_kind_of_layout_equals_the_formulas(config, gpus):
+    for rank in (0, 3, 5, 6) if gpus == 8 else range(gpus):  # dp, pp and tp ranks 000, 011, 101, 110
+        accounts = dry(config, gpus, rank)
+        assert dry_run.differences(accounts) == [], f"rank {rank}"
+        assert accounts.sent == accounts.sent_formula
+        if not accounts.shared:
+            assert accounts.kept == accounts.kept_formula
+
+
+def test_the_peak_may_differ_only_where_rows_are_shared():
+    exact = [(c, gpus) for c, gpus in every_kind() if not c.dropout]
+    assert len(exact) > 10 and all(dry(config, gpus, gpus - 1).shared == 0 for config, gpus in exact)
+    assert dry(tiny_config(1, dropout=0.1), 1, 0).shared == 0
+    # zb-h1: between their F and their I, 2 micro-batches are in flight on stage 0, and 1 on stage 1.
+    # By hand: 8 bytes for each of the 8 * 8 / 2 rows of a tp rank.
+    split = tiny_config(1, 2, pp=2, schedule="zb-h1", sequence_parallel=True, dropout=0.1)
+    assert [dry(split, 4, rank).shared for rank in (0, 3)] == [2 * 8 * (8 * 8 // 2), 8 * (8 * 8 // 2)]
+
+
+# --- a real run -------------------------------------------------------------------------------------------------------
+
+
+def real(configs):
+    """Return [(bytes sent, bytes kept)] of a real step of each configuration on this rank."""
+    found = []
+    for config in configs:
+        run = train.build(config, Mesh(config.tp, config.pp), torch.device("cpu"))
+        run.zero.initialize(config.seed)
+        with meter.Activations(run.executor) as activations:
+            train.train_step(run, micro_batches(run))
+        found.append((run.mesh.ledger.per_step(1), meter.model_states(run.zero) | {memory.PEAK: activations.peak}))
+    return found
+
+
+REAL = [
+    (1, [tiny_config(1, dropout=0.1), tiny_config(1, schedule="zb-h1", dtype="fp32", recompute="full")]),
+    (2, [tiny_config(1, 2, sequence_parallel=True, dtype="fp32", dropout=0.1, recompute="full"), tiny_config(1, 2)]),
+    (2, [tiny_config(2, zero=zero, dtype="fp32") for zero in range(4)]),
+    (2, [tiny_config(1, pp=2, schedule=name) for name in ("gpipe", "1f1b", "zb-h2", "chimera")]),
+    (
+        2,
+        [
+            tiny_config(1, pp=2, schedule=n, chunks=2, num_layers=4, micro_batch_size=6, dropout=0.1)
+            for n in ("interleaved", "zb-v")
+        ],
+    ),
+    (4, [tiny_config(2, pp=2, zero=3, schedule="zb-h1", dropout=0.1), tiny_config(2, 2, zero=2, dtype="fp32")]),
+    (8, [tiny_config(2, 2, pp=2, zero=1, sequence_parallel=True, schedule="zb-h1", dropout=0.1)]),
+]
+
+
+@pytest.mark.parametrize("ranks, configs", REAL, ids=[f"{ranks} ranks {i}" for i, (ranks, _) in enumerate(REAL)])
+def test_a_real_run_sends_and_keeps_the_same(workers, ranks, configs):
+    results = workers.run(ranks, real, configs) if ranks > 1 else [real(configs)]
+    for rank, found in enumerate(results):
+        for config, (sent, kept) in zip(configs, found, strict=True):
+            accounts = dry(config, ranks, rank)
+            assert accounts.sent == sent, f"rank {rank}, {config}"
+            assert accounts.kept == kept, f"rank {rank}, {config}"
+
+
+# --- sizes that do not run here ---------------------------------------------------------------------------------------
+
+TRILLION = dict(  # Narayanan et al. (arXiv 2104.04473), Table 1, last row: 1008 billion parameters on 3,072 GPUs
+    num_layers=128, hidden_size=25600, num_attention_heads=160, seq_length=2048, vocab_size=51200, micro_batch_size=1,
+    tp=8, pp=64, train_iters=1,
+)  # fmt: skip
+
+
+def one_rank_of_a_trillion():
+    """Print True if one rank agrees with the formulas, its number of parameters, and the MiB of this process."""
+    accounts = dry(Config(**TRILLION, global_batch_size=6 * 64), 3072, 43)
+    agrees, elements = not dry_run.differences(accounts), accounts.kept["parameters"] // 2
+    print(agrees, elements, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+
+
+def test_a_rank_of_a_trillion_parameters_fits_in_one_gibibyte():
+    code = "from accounts import test_dry_run; test_dry_run.one_rank_of_a_trillion()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    agrees, elements, mebibytes = done.stdout.split()
+    # Stage 5 has 2 blocks. tp cuts the matrices, 12 h^2, and the biases of qkv and fc1, 7 h. 6 h are replicated.
+    # The bucket of a block is padded to a multiple of 16 dp = 96 elements.
+    h = TRILLION["hidden_size"]
+    assert (agrees, int(elements)) == ("True", 2 * 96 * math.ceil((12 * h * h // 8 + 7 * h // 8 + 6 * h) / 96))
+    assert int(mebibytes) < 1024
+
+
+def test_zero_3_over_1024_ranks():
+    fields = dict(num_layers=6, hidden_size=12288, num_attention_heads=96, seq_length=2048, vocab_size=51200)
+    config = Config(**fields, micro_batch_size=1, global_batch_size=1024, zero=3, train_iters=1)
+    accounts = dry(config, 1024, 1000)
+    assert dry_run.differences(accounts) == []
+    assert accounts.kept["parameters"] < 2 * (6 * 12 * 12288**2 + 2 * 51200 * 12288) / 1024
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_tables_and_the_end(capsys):
+    dry_run.main(tiny_config(2, 2, pp=2, zero=1), 8, 5)
+    out = capsys.readouterr().out
+    assert "rank 5 of 8: dp 1 of 2, pp 0 of 2, tp 1 of 2" in out
+    rows = [[cell.strip() for cell in line.split("|")] for line in out.splitlines() if line.count("|") == 6]
+    assert len(rows) > 6 and all(row[5] == row[6] for row in rows[1:])
+    assert "The dry run and the formulas agree." in out and "moments" in out
+
+
+def test_auto_is_bf16_and_the_ramp_up_is_over():
+    with dry_run.started(tiny_config(2, dtype="auto", rampup_batch_size="16,8,1000"), 2, 0) as run:
+        dry_run.step(run)
+        assert run.dtype == "bf16" and run.steps == {3: 1}
+
+
+@pytest.mark.parametrize(
+    "file, name, line",
+    [
+        (ledger, "predict", "different: world scalars all_reduce: the dry run sends 48 bytes in 1 calls, the formula"),
+        (memory, "predict", "different: moments: the dry run keeps"),
+    ],
+)
+def test_a_difference_is_named_and_ends_with_code_1(monkeypatch, capsys, file, name, line):
+    formula = getattr(file, name)
+    more = {("world", "scalars", "all_reduce"): (2, 9)} if file is ledger else {"moments": 1}
+    monkeypatch.setattr(file, name, lambda *a: formula(*a) | more)
+    with pytest.raises(SystemExit) as ended:
+        dry_run.main(tiny_config(4), 4, 1)
+    out = capsys.readouterr().out
+    assert ended.value.code == 1 and out.count("different:") == 1 and line in out and "agree" not in out
+
+
+def test_a_peak_above_the_formula_is_a_difference(monkeypatch):
+    accounts = dry(tiny_config(1, 2, pp=2, schedule="zb-h1", sequence_parallel=True, dropout=0.1), 4, 0)
+    assert dry_run.differences(accounts) == []
+    low, high = accounts.kept_formula[memory.PEAK] - accounts.shared - 1, accounts.kept_formula[memory.PEAK] + 1
+    for peak in (low, high):
+        assert len(dry_run.differences(accounts._replace(kept=accounts.kept | {memory.PEAK: peak}))) == 1
+
+
+@pytest.mark.parametrize(
+    "gpus, rank, fields, message",
+    [
+        (4, 4, {}, "--rank=4: should be 0 to 3, because --gpus=4"),
+        (4, -1, {}, "--rank=-1: should be 0 to 3"),
+        (4, 0, dict(optimizer="lamb"), "optimizer=lamb: its rule reads numbers, but a dry run has none; set adamw"),
+        (4, 0, dict(dtype="fp16"), "dtype=fp16: .*set bf16"),
+        (4, 0, dict(offload=True), "offload=True: .*set --offload=False"),
+        (4, 0, dict(eval_only=True), "eval_only=True: .*set --eval_only=False"),
+        (4, 0, dict(tp=3), "num_attention_heads = 8 is not a multiple of tp = 3"),
+        (3, 0, dict(tp=2), "the number of processes = 3 is not a multiple of tp \\* pp = 2"),
+    ],
+)
+def test_mistakes(gpus, rank, fields, message):
+    with pytest.raises(UserError, match=message) as error:
+        dry_run.main(tiny_config(4, **fields), gpus, rank)
+    assert "\n" not in str(error.value)
+
+
+def test_nothing_is_left_behind():
+    before = train.PendingStep, operations.choose
+    with pytest.raises(RuntimeError), dry_run.started(tiny_config(2), 2, 1):
+        assert dist.is_initialized() and train.PendingStep is not before[0]
+        raise RuntimeError
+    assert not dist.is_initialized() and (train.PendingStep, operations.choose) == before

@@ -1,0 +1,448 @@
+"""The bytes that a run sends equal ledger.py's prediction exactly, in every row. A prediction needs no run."""
+
+from collections import defaultdict
+from datetime import timedelta
+from fractions import Fraction
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import config as configuration
+import train
+from accounts import dry_run, ledger, memory, report, traffic
+from config import Config
+from errors import exit_on_user_error
+from model import parameter_table
+from parallel import comm, processes, schedules, tensor
+from parallel.layout import Layout
+from parallel.mesh import Axis, Mesh
+from test_layouts import LAYOUTS, micro_batches, tiny_config
+
+
+def counted(config, steps=2):
+    run = train.build(config, Mesh(config.tp, config.pp), torch.device("cpu"))
+    run.zero.initialize(config.seed)
+    batches = micro_batches(run)
+    for _ in range(steps):
+        train.train_step(run, batches)
+    (m,) = run.steps
+    ranks, widths = (run.mesh.pp.rank, run.mesh.dp.rank), (run.zero.dtype.itemsize, run.zero.master_dtype.itemsize)
+    expected = ledger.predict(
+        run.layout, schedules.build(config.schedule, config.pp, m, config.chunks), *ranks, *widths
+    )
+    sizes = {name: bucket.size for name, bucket in run.zero.buckets.items()}
+    return run.mesh.ledger.per_step(steps), expected, sizes, report.sent_by_ranks(run)
+
+
+@pytest.mark.parametrize("dp, tp, sp", [x for x in LAYOUTS if x[:2] in [(2, 1), (1, 2), (3, 2), (2, 2), (1, 4)]])
+@pytest.mark.parametrize("recompute, dtype", [("none", "fp64"), ("full", "bf16")])
+def test_the_ledger_equals_the_formulas(workers, dp, tp, sp, recompute, dtype):
+    config = tiny_config(dp, tp, sequence_parallel=sp, recompute=recompute, dtype=dtype)
+    check_ledger(workers.run(dp * tp, counted, config))
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(
+    "dp, tp, pp, schedule", [(3, 2, 1, "1f1b"), (2, 2, 1, "1f1b"), (2, 1, 2, "zb-h1"), (2, 1, 4, "chimera")]
+)
+def test_the_ledger_of_zero_and_pipelines(workers, zero, dp, tp, pp, schedule):
+    size = 3 if schedule == "chimera" else 8 // dp
+    config = tiny_config(
+        dp, tp, pp=pp, schedule=schedule, zero=zero, micro_batch_size=size, dtype="bf16", recompute="full"
+    )
+    check_ledger(workers.run(dp * tp * pp, counted, config))
+
+
+@pytest.mark.parametrize("schedule", [name for name in schedules.SCHEDULES if name not in schedules.ASYNCHRONOUS])
+def test_the_ledger_of_every_schedule(workers, schedule):
+    chunks = schedules.usual_chunks(schedule)
+    config = tiny_config(
+        1, 2, pp=2, schedule=schedule, chunks=chunks, sequence_parallel=True, micro_batch_size=6, num_layers=4
+    )
+    check_ledger(workers.run(4, counted, config))
+
+
+@pytest.mark.parametrize(
+    "layout", [dict(dp=2, tp=2, zero=1), dict(dp=1, tp=2, pp=2), dict(dp=2, pp=2, schedule="chimera")], ids=str
+)
+def test_the_ledger_of_layerwise_rates(workers, layout):
+    config = tiny_config(**layout, optimizer="lamb", micro_batch_size=3)
+    check_ledger(workers.run(4, counted, config))
+
+
+def check_ledger(results):
+    for measured, expected, _, table in results:
+        assert measured == expected
+        assert all(f"{float(count):,.0f}" in table for _, count in expected.values())
+
+
+def test_the_formulas_are_the_lectures(workers):
+    """The factors 8, 12 and 10 of ledger.py's table, and 2P (n-1)/n: computed by hand for 2 layers, h = 16, s = 8."""
+    bsh, m, L = 4 * 8 * 16, 3, 2
+    for recompute, per_layer in [("none", 8), ("full", 12)]:
+        measured, *_ = workers.run(4, counted, tiny_config(2, 2, recompute=recompute, dtype="fp32"))[0]
+        assert measured["tp", "activations", "all_reduce"][1] == per_layer * bsh * m * L * Fraction(1, 2) * 4
+    measured, _, sizes, _ = workers.run(4, counted, tiny_config(2, 2, sequence_parallel=True, dtype="fp32"))[0]
+    both = sum(measured["tp", "activations", operation][1] for operation in ("all_gather", "reduce_scatter"))
+    assert both == 10 * bsh * m * L * Fraction(1, 2) * 4
+    assert measured["dp", "gradients", "all_reduce"] == (5, 2 * sum(sizes.values()) * Fraction(1, 2) * 4)
+
+
+@pytest.mark.parametrize("m, factors", [(1, (2, 2, 2, 3)), (3, (2, 2, 4, 9))])
+def test_the_papers_2_2_2_3(workers, m, factors):
+    """Section 7 of the ZeRO paper, in units of P (n-1)/n: 2, 2, 2, 3 for m = 1. For any m: 2, 2, m + 1, 3m."""
+    for stage, factor in enumerate(factors):
+        config = tiny_config(2, zero=stage, dtype="fp32", micro_batch_size=12 // m)
+        for measured, _, sizes, table in workers.run(2, counted, config):
+            sent = sum(count for (axis, *_), (_, count) in measured.items() if axis == "dp")
+            assert sent == factor * sum(sizes.values()) * Fraction(1, 2) * 4
+            assert f"stage {stage}: {factor} x P (n-1)/n elements" in table and f"m = {m} micro-batches" in table
+
+
+def test_a_bucket_without_a_micro_batch_is_not_reduced(workers):
+    """Chimera with one micro-batch: the second pipeline has no micro-batch."""
+    for zero in (0, 1, 2, 3):
+        config = tiny_config(2, pp=2, schedule="chimera", zero=zero, global_batch_size=8, micro_batch_size=4)
+        check_ledger(workers.run(4, counted, config))
+
+
+def test_the_papers_line_says_where_buckets_have_an_m_of_their_own(workers):
+    """Chimera gives two of four micro-batches to each pipeline. A bucket of one pipeline is used by two backwards."""
+    for *_, table in workers.run(4, counted, tiny_config(2, pp=2, schedule="chimera", zero=2, micro_batch_size=3)):
+        assert "m = 4 micro-batches (here m differs from bucket to bucket)" in table
+
+
+def counted_in_chunks(config):
+    tensor.CHUNK = ledger.CHUNK = 20  # the head works on 20, 20, 20 and 4 of the 64 tokens
+    try:
+        return counted(config)
+    finally:
+        tensor.CHUNK = ledger.CHUNK = 4096
+
+
+def test_the_ledger_of_a_head_in_chunks(workers):
+    results = workers.run(2, counted_in_chunks, tiny_config(1, 2))
+    check_ledger(results)
+    assert results[0][0]["tp", "cross-entropy rows", "all_reduce"][0] == 2 * 4 * 3
+
+
+def test_every_row_has_the_slides_three_columns(workers):
+    """The columns: data, operation, how often. The table of a small run is narrower than 110 characters."""
+    fields = dict(pp=2, zero=2, schedule="zb-h1", sequence_parallel=True, optimizer="lamb")
+    results = workers.run(8, counted, tiny_config(2, 2, **fields))
+    for measured, *_, table in results:
+        for text in table.split("\n\n"):
+            rows = [line for line in text.splitlines() if line.count(" | ") == 6]
+            assert len(rows) > 8 and max(map(len, rows)) < 110
+            assert all(row.split(" | ")[3].strip() for row in rows)
+        assert measured
+    cells = [[cell.strip() for cell in line.split(" | ")] for line in results[0][-1].splitlines()]
+    often = {tuple(row[:3]): row[3] for row in cells if len(row) == 7}
+    assert often["tp", "activations", "all_gather"] == "layer, micro-batch"
+    assert often["pp", "activations", "send"] == "boundary, micro-batch"
+    assert often["dp", "gradients", "reduce_scatter"] == "bucket, micro-batch"
+    assert often["dp", "parameters", "all_gather"] == "bucket, step"
+    assert often["tp", "embedding", "all_gather"] == "micro-batch"
+    assert often["world", "scalars", "all_reduce"] == "step"
+
+
+def test_how_often_depends_on_the_zero_stage():
+    step, each, per = "bucket and step", "bucket and micro-batch", []
+    for zero in range(4):
+        often = traffic.predict(tiny_config(2, zero=zero), 2).often
+        per.append([often[key] for key in sorted(often) if key[0] == "dp"])
+    assert per == [[step], [step, step], [each, step], [each, each]]  # gradients, parameters
+
+
+def test_a_difference_shows_in_the_table():
+    key = "dp", "gradients", "all_reduce"
+    table = report.sent_table("rank 0", {key: (1, 10)}, {key: "bucket and step"}, {key: (1, 11)})
+    assert table.splitlines()[-1].split() == "dp | gradients | all_reduce | bucket, step | 1 | 11 | 10".split()
+
+
+def test_one_process_sends_nothing():
+    measured, expected, *_ = counted(tiny_config(1))
+    assert measured == expected == {}
+
+
+def check_collectives():
+    """all_reduce, all_gather and reduce_scatter return and count what the table in comm.py says."""
+    mesh = Mesh()
+    n, rank = mesh.dp.size, mesh.dp.rank
+    x = torch.arange(6.0) + 10 * rank
+    assert comm.all_reduce(x.clone(), mesh.dp, "t").wait().tolist() == [n * i + 10 * sum(range(n)) for i in range(6)]
+    assert comm.all_reduce(x.clone(), mesh.dp, "t", op="max").wait().tolist() == [i + 10 * (n - 1) for i in range(6)]
+    gathered = comm.all_gather(x.view(3, 2), mesh.dp, "t").wait()
+    assert gathered.shape == (3 * n, 2)
+    assert gathered.flatten().tolist() == [i + 10 * r for r in range(n) for i in range(6)]
+    part = comm.reduce_scatter(torch.arange(2.0 * n) + rank, mesh.dp, "t").wait()
+    assert part.tolist() == [n * i + sum(range(n)) for i in (2 * rank, 2 * rank + 1)]
+    assert mesh.ledger.rows == {
+        ("setup", "dp", "t", "all_reduce"): [2, 2 * Fraction(2 * (n - 1) * 24, n)],
+        ("setup", "dp", "t", "all_gather"): [1, Fraction((n - 1) * 24 * n, n)],
+        ("setup", "dp", "t", "reduce_scatter"): [1, Fraction((n - 1) * 8 * n, n)],
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_collectives(workers, ranks):
+    workers.check(ranks, check_collectives)
+
+
+def rank_algebra(tp):
+    mesh = Mesh(tp)
+    axes = mesh.world, mesh.dp, mesh.pp, mesh.tp
+    return [(axis.name, axis.ranks, axis.rank) for axis in axes]
+
+
+def test_tensor_parallel_ranks_are_neighbours(workers):
+    """rank = (dp_rank * pp + pp_rank) * tp + tp_rank."""
+    for rank, (world, dp, pp, tp) in enumerate(workers.run(6, rank_algebra, 2)):
+        assert world == ("world", (0, 1, 2, 3, 4, 5), rank)
+        assert dp == ("dp", (rank % 2, rank % 2 + 2, rank % 2 + 4), rank // 2)
+        assert pp == ("pp", (rank,), 0)
+        assert tp == ("tp", (rank // 2 * 2, rank // 2 * 2 + 1), rank % 2)
+
+
+LAYOUTS_AND_GROUPS = [  # layout on 8 ranks, number of process groups of each rank
+    (dict(), [1] * 8),
+    (dict(zero=3), [2] * 8),
+    (dict(tp=8), [1] * 8),
+    (dict(pp=8, num_layers=6), [3, 2, 2, 2, 2, 2, 2, 3]),  # the first and the last stage have the word table
+    (dict(tp=2, pp=2, zero=3), [6] * 8),
+    (dict(pp=4, schedule="chimera", zero=1, num_layers=4), [5] * 8),
+]
+
+
+@pytest.mark.parametrize("layout, expected", LAYOUTS_AND_GROUPS, ids=str)
+def test_all_members_make_a_group_as_their_same_group(monkeypatch, layout, expected):
+    """torch names a group by its ranks and the number of groups that the process has made before.
+
+    The default group, of all ranks, exists before the Mesh. Axes with the same ranks share a group.
+    """
+    config, made, new_group = tiny_config(1, micro_batch_size=1, **layout), {}, dist.new_group
+
+    def counting(ranks, **more):
+        before[tuple(ranks)].append(len(dist.distributed_c10d._world.pg_names))
+        return new_group(ranks, **more)
+
+    monkeypatch.setattr(dist, "new_group", counting)
+    for rank in range(8):
+        made[rank] = before = defaultdict(list)
+        with dry_run.started(config, 8, rank):
+            assert len(dist.distributed_c10d._world.pg_names) == expected[rank]
+    for rank, groups in made.items():
+        for ranks, before in groups.items():
+            assert rank in ranks and all(made[member][ranks] == before for member in ranks)
+
+
+def test_on_nccl_groups_have_priority_and_are_connected_at_once(monkeypatch):
+    """On a "pp" axis NCCL connects pairs of ranks, in `pipeline.connect`."""
+    calls, groups, new_group = [], [], dist.new_group
+
+    class Options:
+        def __init__(self, is_high_priority_stream):
+            self.priority = is_high_priority_stream
+
+    def making(ranks, pg_options, timeout, **more):
+        assert pg_options.priority and pg_options._timeout == timeout == timedelta(seconds=5)
+        groups.append(new_group(ranks, timeout=timeout, **more))
+        return groups[-1]
+
+    dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=8)
+    try:
+        monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+        monkeypatch.setattr(dist, "new_group", making)
+        monkeypatch.setattr(dist, "barrier", lambda group, device_ids: calls.append((group, device_ids)))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 7)
+        monkeypatch.setattr("parallel.mesh._set_pg_timeout", lambda *arguments: calls.append(arguments))
+        world = dist.group.WORLD
+        mesh = Mesh(tp=2, pp=2, timeout=5.0)
+        dp, forward, backward, tp = groups
+        assert (mesh.world.group, mesh.dp.group, mesh.pp.group, mesh.back.group, mesh.tp.group) == (world, *groups)
+        assert calls == [(timedelta(seconds=5), world), (world, [7]), (dp, [7]), (tp, [7])]
+        assert mesh.holders([0, 1]).group is forward and calls[4:] == [(forward, [7])]
+        assert mesh.second(mesh.dp).group is groups[-1] not in (dp, tp, backward) and calls[5:] == [(groups[-1], [7])]
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("gpus, expected", [(0, ("gloo", None)), (1, ("nccl", True))])
+def test_the_default_group_has_priority_on_nccl_only(monkeypatch, gpus, expected):
+    def starting(backend, pg_options):
+        said.append((backend, pg_options and pg_options.priority))
+
+    options, said = (lambda is_high_priority_stream: SimpleNamespace(priority=is_high_priority_stream)), []
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
+    monkeypatch.setattr(dist, "init_process_group", starting)
+    processes.join()
+    assert said == [expected]
+
+
+def waits_in_vain():
+    """Return the error on rank 0 if rank 1 does not join an all_reduce."""
+    mesh = Mesh(timeout=3.0)
+    if mesh.rank == 1:
+        import time
+
+        time.sleep(6)
+        return None
+    try:
+        comm.all_reduce(torch.zeros(3), mesh.dp, "gradients").wait()
+    except comm.CommunicationError as error:
+        return str(error)
+
+
+def test_a_rank_that_waits_too_long_says_for_whom(workers):
+    said, _ = workers.run(2, waits_in_vain)
+    assert said.startswith("rank 0 waited for ranks [1] in all_reduce of gradients over dp: ")
+
+
+def agrees(bad_rank):
+    axis = Mesh().world if torch.distributed.is_initialized() else Axis("world", (0,), 0, comm.Ledger())
+
+    def action():
+        if axis.rank == bad_rank:
+            raise KeyError(f"rank {axis.rank} has no file")
+        return axis.rank
+
+    try:
+        return comm.agree(axis, KeyError, action)
+    except KeyError as error:
+        return error.args[0]
+
+
+def test_what_one_rank_cannot_do_stops_all_with_its_message(workers):
+    assert workers.run(3, agrees, None) == [0, 1, 2]
+    assert workers.run(3, agrees, 1) == ["'rank 1 has no file'"] * 3
+
+
+# --- predictions without a run ----------------------------------------------------------------------------------------
+
+
+class NoTensors(TorchDispatchMode):
+    """Raises an error at every operation on tensors."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        raise AssertionError(f"{function} makes a tensor")
+
+
+@pytest.mark.parametrize(
+    "pp, schedule, chunks, m", [(16, "1f1b", 1, 48), (16, "interleaved", 2, 48), (64, "zb-h1", 1, 128)]
+)
+def test_predictions_for_4096_ranks_need_no_process_and_no_tensor(pp, schedule, chunks, m):
+    """Formulas written by hand give the same bytes, for GPT-3 with 175B parameters in bf16."""
+    dp, t, L, h, s, b, v = 4096 // (8 * pp), 8, 96, 12288, 2048, 1, 51200
+    config = Config(
+        num_layers=L, hidden_size=h, num_attention_heads=96, seq_length=s, vocab_size=v, micro_batch_size=b, tp=t,
+        pp=pp, schedule=schedule, chunks=chunks, zero=1, sequence_parallel=True, global_batch_size=b * dp * m,
+        train_iters=1,
+    )  # fmt: skip
+    with NoTensors():
+        assert configuration.check(config, 4096) == dp
+        plan = schedules.build(schedule, pp, m, chunks)
+        layout = Layout(config, dp, parameter_table(config), plan)
+        sizes = memory.sizes(config, item=2, wide=4, on_cpu=False)
+        for rank in (0, 1, pp - 1):
+            sent, kept = ledger.predict(layout, plan, rank, 0, 2, 4), memory.predict(layout, plan, rank, sizes)
+            blocks = sum(name.startswith("block") for name in layout.buckets(rank))
+            P, bsh = layout.stored(rank), b * s * h
+            both = sum(sent["tp", "activations", operation][1] for operation in ("all_gather", "reduce_scatter"))
+            assert both == 10 * bsh * blocks * m * Fraction(t - 1, t) * 2
+            assert sent["dp", "gradients", "reduce_scatter"] == (
+                len(layout.buckets(rank)),
+                P * Fraction(dp - 1, dp) * 4,
+            )
+            messages = sum(sent[key][0] for key in sent if key[0] == "pp")
+            assert messages == m * (2 * chunks if 0 < rank < pp - 1 else 2 * chunks - 1)
+            assert sum(sent[key][1] for key in sent if key[0] == "pp") == messages * bsh // t * 2
+            assert sum(kept[what] for what in kept if what != memory.PEAK) == 6 * P + Fraction(12 * P, dp)
+            in_flight = {"1f1b": pp - rank, "zb-h1": pp}.get(schedule, pp * chunks + pp - 2 * rank - 1)
+            # memory.py's table: a block keeps 16 bsh/t elements, and small terms
+            assert kept[memory.PEAK] > in_flight * blocks // chunks * 16 * bsh // t * 2
+    assert not torch.distributed.is_initialized()
+
+
+# --- the picture: who sends what --------------------------------------------------------------------------------------
+
+
+def texts(picture):
+    """Return the lines of text in a picture: {y: the texts at this y from left to right}."""
+    found = {}
+    for element in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text"):
+        found.setdefault(element.get("y"), []).append(element.text or "")
+    return found
+
+
+@pytest.mark.parametrize(
+    "ranks, fields",
+    [
+        (8, dict(dp=2, tp=2, pp=2, zero=2, schedule="zb-h1")),
+        (8, dict(dp=2, pp=4, schedule="chimera", micro_batch_size=3)),
+        (12, dict(dp=1, tp=2, pp=6, num_layers=6, sequence_parallel=True, micro_batch_size=4)),
+    ],
+)
+def test_the_numbers_in_the_picture_are_the_ledgers(ranks, fields):
+    config = tiny_config(**fields)
+    with NoTensors():
+        p = traffic.predict(config, ranks)
+        picture, tables = traffic.svg(p), traffic.tables(p)
+    lines = list(texts(picture).values())
+    stages = [stage for stage in traffic.shown(config.pp) if stage is not None]
+    for stage in range(config.pp):
+        expected = ledger.predict(p.layout, p.schedule, stage, 0, 8, 8)  # fp64
+        for key, (_, sent) in expected.items():
+            number = f"{float(sent):,.0f}"
+            assert number in tables
+            if stage in stages:
+                per = ledger.how_often(p.layout, p.schedule, stage)[key]
+                row = next(line for line in lines if line[:3] == list(key))
+                assert row[3] == f"per {per}" and row[4 + stages.index(stage)] == number
+    drawn = {text for line in lines for text in line}
+    assert {"0", str(ranks - 1), *(f"pipeline stage {stage}" for stage in stages)} <= drawn
+
+
+def test_a_picture_leaves_out_ranks_in_the_middle():
+    assert traffic.shown(4) == [0, 1, 2, 3] and traffic.shown(5) == [0, 1, None, 4]
+
+
+def test_the_picture_of_one_rank():
+    p = traffic.predict(tiny_config(1), 1)
+    picture = traffic.svg(p)
+    assert "Nothing is sent." in picture and "marker-end" not in picture
+    assert "data parallel: one rank, nothing is sent" in traffic.tables(p)
+
+
+def test_the_command_writes_the_picture(tmp_path, capsys):
+    path = tmp_path / "a.svg"
+    traffic.main(["configs/tiny.py", "--ranks=4", "--pp=2", f"--svg={path}"])
+    out = capsys.readouterr().out
+    assert "sent per step by rank 0, predicted" in out and "kept by rank 1, predicted" in out
+    assert path.read_text(encoding="utf-8").startswith("<svg ")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--tp=2"], "required: --ranks"),
+        (["--ranks=0"], "--ranks=0: should be positive"),
+        (["--ranks=3", "--tp=2"], "the number of processes = 3 is not a multiple of tp * pp = 2"),
+        (["--ranks=2", "--svg=/no/such/folder/a.svg"], "--svg=/no/such/folder/a.svg: No such file or directory"),
+    ],
+)
+def test_a_mistake_ends_the_command_with_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        exit_on_user_error(lambda: traffic.main(["configs/tiny.py", *arguments]))
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and message in error and error.count("\n") == 1

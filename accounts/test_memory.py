@@ -1,0 +1,381 @@
+"""Bytes kept by a rank equal the formulas exactly: model states in every stage, and the peak of activations.
+
+Each of these mistakes, put in by hand, makes a test fail: a storage in two buffers counts twice; gradients in stage 2
+or parameters in stage 3 stay whole; fp32 has separate master weights; a sent tensor or an operand of W keeps its graph;
+the meter misses an output, a recomputed output or an operand; a freed message counts.
+"""
+
+import contextlib
+import gc
+import random
+import time
+import types
+
+import pytest
+import torch
+
+import train
+from accounts import memory, meter, report, traffic
+from config import Config
+from errors import UserError
+from parallel.mesh import Mesh
+from parallel.pipeline import Unwatched
+from test_layouts import micro_batches, parameters, tiny_config
+
+# --- model states -----------------------------------------------------------------------------------------------------
+
+# ZeRO, Table 1: GB (1e9 bytes) per device, {dp: {parameters: stages 1, 2, 3}}. The paper truncates or rounds.
+TABLE_1 = {
+    1: {7.5e9: (120, 120, 120), 1e12: (16000, 16000, 16000)},
+    4: {7.5e9: (52.5, 41.3, 30), 1e12: (7000, 5500, 4000)},
+    16: {7.5e9: (35.6, 21.6, 7.5), 1e12: (4750, 2875, 1000)},
+    64: {7.5e9: (31.4, 16.6, 1.88), 1e12: (4187, 2218, 250)},
+    256: {7.5e9: (30.4, 15.4, 0.47), 1e12: (4046, 2054, 62.5)},
+    1024: {7.5e9: (30.1, 15.1, 0.12), 1e12: (4011, 2013, 15.6)},
+}
+
+
+def test_zeros_table_1():
+    for n, rows in TABLE_1.items():
+        for elements, cells in rows.items():
+            for stage, cell in enumerate(cells, start=1):
+                exact = sum(memory.model_states(int(elements), n, stage, gradients=2).values()) / 10**9
+                unit = 10 ** len(str(cell).partition(".")[2])  # 10 to the power of the paper's number of decimals
+                assert round(cell * unit) in (int(exact * unit), int(exact * unit + 0.5)), (n, elements, stage)
+
+
+def test_bytes_per_parameter():
+    """By hand, for n = 4: 18 bytes in bf16, 16 in fp32, 8 without moments. Stages 1 to 3 divide some of them by n."""
+
+    def per_parameter(*widths):
+        return [float(sum(memory.model_states(1000, 4, stage, *widths).values())) / 1000 for stage in range(4)]
+
+    assert per_parameter() == [18, 6 + 12 / 4, 2 + 16 / 4, 18 / 4]
+    assert per_parameter(4, 4, 0, 8) == [16, 8 + 8 / 4, 4 + 12 / 4, 16 / 4]
+    assert per_parameter(4, 4, 0, 0) == [8, 8, 4 + 4 / 4, 8 / 4]
+
+
+@contextlib.contextmanager
+def newly_alive():
+    """Yield a function that returns {storage: bytes} of the floating-point tensors made in the `with` block.
+
+    The function leaves out tensors of at most 12 elements.
+    """
+    gc.freeze()  # hides the objects that exist now from gc.get_objects()
+    try:
+        yield alive
+    finally:
+        gc.unfreeze()
+
+
+def alive():
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu"]
+    tensors = [x for x in tensors if x.is_floating_point() and x.numel() > 12]
+    return {meter.identity(x): x.untyped_storage().nbytes() for x in tensors}
+
+
+def predicted(run):
+    """Return {what: bytes} that memory.py predicts for this rank."""
+    sizes = memory.sizes(run.config, run.zero.dtype.itemsize, run.zero.master_dtype.itemsize, on_cpu=True)
+    return memory.predict(run.layout, run.schedule, run.mesh.pp.rank, sizes)
+
+
+def expected_states(run):
+    return {what: count for what, count in predicted(run).items() if what != memory.PEAK}
+
+
+def started(config, mesh=None):
+    run = train.build(config, mesh or Mesh(config.tp, config.pp), torch.device("cpu"))
+    run.zero.initialize(config.seed)
+    return run, micro_batches(run)
+
+
+def check_states(configs):
+    """After a step, each row equals its formula, and no other tensor lives."""
+    mesh = Mesh(configs[0].tp, configs[0].pp)
+    for config in configs:
+        with newly_alive() as alive:
+            run, batches = started(config, mesh)
+            train.train_step(run, batches)
+            measured, where = meter.model_states(run.zero), f"{config.dtype} {config.optimizer} zero={config.zero}"
+            assert measured == expected_states(run), where
+            assert sum(measured.values()) == sum(alive().values()), where
+
+
+@pytest.mark.parametrize("dp, tp, pp", [(1, 1, 1), (3, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2)])
+def test_model_states_equal_the_formulas(workers, dp, tp, pp):
+    numbers = [("fp64", "sgd"), ("fp32", "adamw"), ("bf16", "adamw")]
+    configs = [
+        tiny_config(dp, tp, pp=pp, zero=stage, dtype=dtype, optimizer=optimizer)
+        for stage in range(4)
+        for dtype, optimizer in numbers
+    ]
+    workers.check(dp * tp * pp, check_states, configs)
+
+
+def test_padding():
+    """By hand. h = 16, v = 128, s = 8: every parameter has a multiple of 16 elements, so nothing is padded."""
+    run, _ = started(tiny_config(1))
+    assert run.layout.padding(0) == 0
+    assert run.layout.stored(0) == 128 * 16 + 8 * 16 + 2 * (12 * 16**2 + 13 * 16) + 2 * 16  # counted from model.py
+    # h = 8: in a block, four LayerNorm vectors and two biases are padded from 8 to 16, and qkv's bias from 24 to 32.
+    # In the head, two LayerNorm vectors are padded from 8 to 16.
+    run, _ = started(tiny_config(1, hidden_size=8, num_attention_heads=2))
+    assert run.layout.padding(0) == 2 * (6 * 8 + 8) + 2 * 8
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
+def peaks(configs):
+    """Return (measured peak, predicted peak) of each configuration on this rank."""
+    found, mesh = [], Mesh(configs[0].tp, configs[0].pp)
+    for config in configs:
+        run, batches = started(config, mesh)
+        with meter.Activations(run.executor) as account:
+            train.train_step(run, batches)
+            deadline = time.monotonic() + 5  # Gloo's threads may free a tensor a moment after its arrival
+            while account.storages and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert account.current == 0 and not account.storages, "after a step the account must be empty"
+        assert isinstance(run.executor.meter, Unwatched)
+        found.append((account.peak, predicted(run)[memory.PEAK]))
+    return found
+
+
+def assert_equal_peaks(results, configs):
+    for rank, found in enumerate(results):
+        for (measured, expected), c in zip(found, configs, strict=True):
+            where = f"rank {rank}, {c.schedule} {c.dtype} recompute={c.recompute} dropout={c.dropout}"
+            assert measured == expected, f"{where}: {measured} instead of {expected}"
+
+
+def modes(dp, tp=1, **fields):
+    """Return 4 configurations. For any two of recompute, dropout and dtype, every pair of values occurs."""
+    numbers = [("none", 0.0, "fp64"), ("none", 0.1, "bf16"), ("full", 0.1, "fp64"), ("full", 0.0, "bf16")]
+    return [tiny_config(dp, tp, recompute=r, dropout=d, dtype=dtype, **fields) for r, d, dtype in numbers]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_peak_of_one_process(schedule):
+    configs = [*modes(1, schedule=schedule), tiny_config(1, dtype="fp32", micro_batch_size=24, schedule=schedule)]
+    configs += modes(1, schedule=schedule, activation="relu")
+    assert_equal_peaks([peaks(configs)], configs)
+
+
+@pytest.mark.parametrize("tp, sp", [(2, False), (2, True), (4, True)])
+def test_peak_of_tensor_parallel_ranks(workers, tp, sp):
+    fields = dict(sequence_parallel=sp, activation="relu" if tp == 2 else "gelu")
+    configs = modes(1, tp, sequence_parallel=sp) + modes(1, tp, schedule="zb-h1", **fields)
+    assert_equal_peaks(workers.run(tp, peaks, configs), configs)
+
+
+def test_peak_of_pipeline_ranks(workers):
+    configs = [
+        config for schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2") for config in modes(1, pp=2, schedule=schedule)
+    ]
+    configs += [tiny_config(1, pp=2, schedule="chimera", recompute=r) for r in ("none", "full")]
+    assert_equal_peaks(workers.run(2, peaks, configs), configs)
+
+
+def test_peak_of_longer_pipelines(workers):
+    fields = dict(pp=4, num_layers=6, micro_batch_size=4, dtype="bf16")
+    configs = [tiny_config(1, schedule=name, **fields) for name in ("1f1b", "zb-h2")]
+    assert_equal_peaks(workers.run(4, peaks, configs), configs)
+    configs = modes(2, pp=2, zero=3, schedule="zb-h1")
+    assert_equal_peaks(workers.run(4, peaks, configs), configs)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+def test_chunks_that_follow_one_another_on_one_rank(schedule):
+    """Two consecutive chunks on one rank hand over tensors without a message. The formula is still exact."""
+    configs = [c for layers in (2, 4) for c in modes(1, schedule=schedule, chunks=2, num_layers=layers)]
+    assert_equal_peaks([peaks(configs)], configs)
+
+
+def test_several_chunks_on_a_rank(workers):
+    """Exact without dropout. With dropout the formula counts the row indices (8 bytes each) once for each chunk."""
+    fields = dict(pp=2, chunks=2, num_layers=4, micro_batch_size=6)
+    configs = [config for name in ("interleaved", "zb-v") for config in modes(1, schedule=name, **fields)]
+    for found in workers.run(2, peaks, configs):
+        for (measured, expected), c in zip(found, configs, strict=True):
+            twice = 4 * c.micro_batch_size * c.seq_length  # row indices of at most four micro-batches
+            assert expected - 8 * twice * bool(c.dropout) <= measured <= expected
+
+
+def test_the_formula_is_korthikantis_without_masks_and_matrix():
+    """Korthikanti et al., Table 2, bytes per bsh: 10 + 24/t + 5as/ht, with sequence parallelism 34/t + 5as/ht."""
+    for t, sp in [(1, False), (2, False), (4, False), (2, True), (4, True)]:
+        c = tiny_config(1, t, sequence_parallel=sp)
+        tokens = c.micro_batch_size * c.seq_length
+        z = memory.Sizes(2, 4, 4, tokens, tokens // t if sp else tokens, apart=True)
+        ours = memory.block_activations(c, z)
+        small = {"LayerNorms' statistics": 4 * 4 * z.rows, "log-sum-exp": 4 * tokens * c.num_attention_heads // t}
+        assert {what: ours.pop(what) for what in small} == small
+        theirs, masks = (34 / t, 2 / t) if sp else (10 + 24 / t, 2)
+        assert sum(ours.values()) == (theirs - masks) * tokens * c.hidden_size
+
+
+L, n, h, v, a, e = 2, 64, 16, 128, 8, 8  # of tiny_config(1). e: bytes of a float64
+BLOCK = e * n * (16 * h + 2 * 2 + a)  # 16 h (input included), LayerNorms' statistics, log-sum-exp
+EMBEDDING = n * (8 + 8)  # ids, positions
+HEAD = e * n * (2 * h + 2 + 1)  # input, LayerNorm's output and statistics, losses
+OPERANDS = L * e * n * 16 * h  # only of blocks: the head's weight gradient is computed in I
+
+
+def test_peaks_by_hand():
+    changes = {}, dict(recompute="full"), dict(schedule="gpipe"), dict(schedule="zb-h1")
+    none, full, three, halves = (measured for measured, _ in peaks([tiny_config(1, **fields) for fields in changes]))
+    x = e * n * h
+    assert none == EMBEDDING + L * BLOCK + HEAD
+    assert three == 3 * none
+    assert full == EMBEDDING + (L - 1) * x + BLOCK + x  # the last block runs again: its tensors and its output
+    # The peak is at the end of F, or in the last block's I, where the head's input and fc2's dy exist.
+    assert halves == EMBEDDING + L * BLOCK + max(HEAD, 2 * x)
+
+
+def test_operands_wait_for_w():
+    """After the action I, only the operands (dy, x) of the linears are kept. After W nothing is kept."""
+    run, batches = started(tiny_config(1, schedule="zb-h1"))
+    waiting, weight_gradient = [], run.executor.weight_gradient
+
+    def watched(j, c):
+        waiting.append(account.current)
+        weight_gradient(j, c)
+        waiting.append(account.current)
+
+    run.executor.weight_gradient = watched
+    with meter.Activations(run.executor) as account:
+        train.train_step(run, batches)
+    assert waiting == [OPERANDS, 0] * 3
+
+
+@pytest.mark.parametrize("schedule, recompute", [("gpipe", "none"), ("gpipe", "full"), ("zb-h1", "none")])
+def test_the_meter_counts_what_lives(schedule, recompute):
+    """After every action the meter counts exactly the living floating-point tensors that the step made."""
+    sizes = []
+
+    def watched(action):
+        def call(j, c):
+            action(j, c)
+            now = {key: size for key, size in alive().items() if key not in account.left_out}
+            integers = account.current - sum(now.values())
+            assert now.keys() <= account.storages.keys()
+            assert integers in range(3 * (EMBEDDING + 8 * n) + 1), "ids and row indices of 3 micro-batches"
+            sizes.append(len(now))
+
+        return call
+
+    run, batches = started(tiny_config(1, schedule=schedule, recompute=recompute, dropout=0.1))
+    with newly_alive() as alive:
+        for name in ["forward", "backward", "input_gradient", "weight_gradient"]:
+            setattr(run.executor, name, watched(getattr(run.executor, name)))
+        with meter.Activations(run.executor) as account:
+            train.train_step(run, batches)
+    assert max(sizes) > 10 and sizes[-1] == 0
+
+
+def trained(config, metered):
+    """Return (losses and norms, parameters) after three steps."""
+    (run, batches), done = started(config), []
+    for _ in range(3):
+        if metered:
+            with meter.Activations(run.executor):
+                done.append(train.train_step(run, batches))
+        else:
+            done.append(train.train_step(run, batches))
+    return [(step.read().loss, step.read().grad_norm) for step in done], parameters(run)
+
+
+@pytest.mark.parametrize(
+    "dp, tp, fields",
+    [
+        (1, 1, dict(dtype="bf16", dropout=0.1)),
+        (2, 1, dict(dtype="bf16", zero=3, recompute="full")),
+        (1, 2, dict(dtype="fp32", sequence_parallel=True, schedule="zb-h1")),
+        (1, 1, dict(dtype="fp32", pp=2, schedule="zb-h1", dropout=0.1)),
+    ],
+)
+def test_measuring_changes_no_bit(workers, dp, tp, fields):
+    config = tiny_config(dp, tp, **fields)
+    ranks = dp * tp * config.pp
+    for plain, metered in zip(
+        workers.run(ranks, trained, config, False), workers.run(ranks, trained, config, True), strict=True
+    ):
+        assert plain[0] == metered[0]
+        assert all(torch.equal(p, metered[1][name]) for name, p in plain[1].items())
+
+
+def a_meter():
+    return meter.Activations(types.SimpleNamespace(zero=types.SimpleNamespace(buckets={}), flats={}, meter=None))
+
+
+def test_a_saved_tensor_counts_while_the_graph_has_it():
+    x, factor = torch.ones(5, requires_grad=True), torch.ones(5)
+    with a_meter() as account:
+        y, z = x * factor, factor[1:] * x[1:]
+    assert account.current == 20  # `factor` counts once, although two operations have saved it
+    del y
+    assert account.current == 20
+    z.sum().backward()
+    assert account.storages == {}  # although z and `factor` still live
+
+
+def test_changing_a_saved_tensor_is_still_an_error():
+    x, factor = torch.ones(5, requires_grad=True), torch.ones(5)
+    with a_meter():
+        y = x * factor
+        factor.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_a_storage_counts_once_until_it_is_gone_or_freed():
+    account, x = a_meter(), torch.zeros(10)
+    account.hold(x, x[2:4], None)
+    y = x.view(2, 5)
+    account.hold(y)
+    assert account.current == 40
+    del x
+    assert account.current == 40  # y still lives
+    y.untyped_storage().resize_(0)
+    account.forget(y)
+    assert (account.current, account.peak) == (0, 40)
+    del y
+    assert account.storages == {}
+
+
+def test_the_report():
+    run, batches = started(tiny_config(1, dtype="bf16"))
+    with meter.Activations(run.executor) as account:
+        train.train_step(run, batches)
+    elements = run.layout.stored(0)
+    lines = report.kept_by_ranks(run, account.peak).splitlines()
+    cells = {name.strip(): [x.strip() for x in rest] for name, *rest in (line.split(" | ") for line in lines)}
+    assert cells["model states"] == [f"{18 * elements:,}", f"{18 * elements:,}", "18.00"]
+    assert cells["gradients"][-1] == "4.00"
+    assert cells[memory.PEAK][:2] == [f"{account.peak:,}"] * 2
+    assert lines[-1] == f"P = {elements:,} parameters as stored, 0 of them padding"
+
+
+def test_the_least_is_never_more_than_the_prediction():
+    """For 300 random layouts, the lower bound is at most what the fullest rank keeps, and on average half of it."""
+    rng, shares = random.Random(0), []
+    while len(shares) < 300:
+        layout = dict(tp=rng.choice([1, 2]), pp=rng.choice([1, 2, 4]), zero=rng.choice([0, 1, 2, 3]))
+        layout |= dict(recompute=rng.choice(["none", "full"]), sequence_parallel=rng.random() < 0.5)
+        layout |= rng.choice([{}, dict(schedule="interleaved", chunks=2), dict(schedule="zb-v", chunks=2)])
+        c = Config(
+            num_layers=rng.randint(2, 12), hidden_size=rng.choice([16, 64]), seq_length=rng.choice([8, 128]),
+            vocab_size=rng.choice([50, 5000]), micro_batch_size=rng.choice([1, 4]), global_batch_size=64, train_iters=1,
+            dtype=rng.choice(["fp32", "bf16", "auto"]), activation=rng.choice(["gelu", "relu"]), **layout,
+        )  # fmt: skip
+        dp = rng.choice([1, 2, 4])
+        try:
+            p = traffic.predict(c, dp * c.tp * c.pp)
+        except UserError:
+            continue
+        kept = max(sum(memory.predict(p.layout, p.schedule, rank, p.sizes).values()) for rank in range(c.pp))
+        shares.append(memory.least(c, dp, p.sizes) / kept)
+    assert max(shares) <= 1 and sum(shares) / len(shares) > 0.5

@@ -1,0 +1,137 @@
+"""Tests the scaling law against numeric minima, published numbers and the two slides (accounts/scaling.py)."""
+
+import math
+
+import pytest
+
+from accounts import scaling
+from accounts.scaling import BESIROGLU, FITS, HOFFMANN, Machine
+from errors import UserError
+
+BUDGETS = (1e18, 5.76e23, 3e24, 1e27)  # 5.76e23: Gopher's FLOPs, as Hoffmann et al. count them
+
+
+def printed(capsys, *arguments):
+    """Return {first cell of a line: its other cells} of what `main` prints, and its lines."""
+    scaling.main(*arguments)
+    lines = capsys.readouterr().out.splitlines()
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines if "|" in line]
+    return {row[0]: row[1:] for row in rows}, lines
+
+
+def lowest(f, low, high):
+    """Return the x in [low, high] with the lowest f(x), by ternary search. f has one minimum."""
+    for _ in range(200):
+        third = (high - low) / 3
+        low, high = (low, high - third) if f(low + third) < f(high - third) else (low + third, high)
+    return (low + high) / 2
+
+
+@pytest.mark.parametrize("flops", BUDGETS)
+@pytest.mark.parametrize("fit", FITS)
+def test_the_closed_form_is_the_numeric_minimum(fit, flops):
+    def at(log_n):
+        return scaling.loss(fit, math.exp(log_n), flops / 6 / math.exp(log_n))
+
+    n, d = scaling.optimum(fit, flops)
+    assert 6 * n * d == pytest.approx(flops, rel=1e-12)
+    assert n == pytest.approx(math.exp(lowest(at, 0, 80)), rel=1e-6)
+    assert scaling.loss(fit, n, d) <= min(at(math.log(n) + shift) for shift in (-1e-3, 1e-3))
+
+
+@pytest.mark.parametrize("flops", BUDGETS)
+@pytest.mark.parametrize("fit", FITS)
+def test_enough_flops_reach_the_loss(fit, flops):
+    best = scaling.loss(fit, *scaling.optimum(fit, flops))
+    assert scaling.enough_flops(fit, best) == pytest.approx(flops, rel=1e-9)
+    n, d = scaling.optimum(fit, flops)
+    worse = scaling.loss(fit, 3 * n, d / 3)  # same FLOPs, worse loss: fewer would be enough
+    enough = scaling.enough_flops(fit, worse)
+    assert enough < flops
+    assert scaling.loss(fit, *scaling.optimum(fit, enough)) == pytest.approx(worse, rel=1e-12)
+
+
+def test_numbers_that_the_papers_state():
+    """Hoffmann et al., figure 4: the best size for Gopher's budget is 40 billion. Besiroglu et al.: N ~ C^0.513."""
+    exact = HOFFMANN._replace(a=0.3392, b=0.2849)
+    assert round(scaling.optimum(exact, 5.76e23)[0] / 1e9) == 40
+    assert round(scaling.optimum(HOFFMANN, 5.76e23)[0] / 1e9) == 32
+    growth = math.log10(scaling.optimum(BESIROGLU, 1e24)[0] / scaling.optimum(BESIROGLU, 1e23)[0])
+    assert round(growth, 3) == 0.513
+
+
+def test_the_rule_gives_chinchilla():
+    n, d = scaling.by_rule(6 * 70e9 * 1.4e12)
+    assert (n, d) == (pytest.approx(70e9), pytest.approx(1.4e12))
+
+
+def test_the_tables_have_the_numbers_of_the_slides(capsys):
+    rows, lines = printed(capsys, 3e24)
+    assert rows["20 tokens per parameter"][:3] == ["158 B", "3.16 T", "20.0"]
+    assert rows["GPT-3"][:6] == ["175 B", "300 B", "1.7", "3.15e23", "2.99e23", "2.002"]
+    assert rows["MT-NLG 530B"][:4] == ["530 B", "270 B", "0.5", "8.59e23"]
+    sizes = [rows[name][:2] for name in ("LaMDA", "Jurassic", "Gopher")]
+    assert sizes == [["137 B", "168 B"], ["178 B", "300 B"], ["280 B", "300 B"]]
+    assert rows["Chinchilla"][:3] == ["70.0 B", "1.40 T", "20.0"] and rows["Chinchilla"][-1] == "100%"
+    assert max(map(len, lines)) <= 120
+
+
+@pytest.mark.parametrize(
+    "name, peak, days",
+    [
+        ("OpenAI", 25000 * 312e12, 90),
+        ("Frontier", 37888 * 383e12, 75),
+        ("LUMI", 20480 / 2 * 383e12, 140),
+        ("Aurora", 63744 * 128 * 4096 * 1.6e9, 30),  # 128 cores, 4096 bf16 operations in a cycle, 1.6 GHz
+        ("Fugaku", 158976 * 48 * 2 * 16 * 2 * 2.2e9, 2100),  # 48 cores, 2 units of 16 fp32, multiply and add, 2.2 GHz
+        ("ABCI", 960 * 312e12 + 4352 * 125e12, 770),
+    ],
+)
+def test_the_machines(capsys, name, peak, days):
+    rows, _ = printed(capsys, 1.5e25, None, 0.5)
+    *_, on_slide, used, flops, needed = rows[name]
+    assert on_slide == f"{days:,}"
+    assert float(used.rstrip("%")) == pytest.approx(100 * 3e24 / (peak * days * 86400), abs=0.051)
+    assert float(flops) == pytest.approx(peak * days * 86400 / 2, rel=0.006)
+    assert float(needed.replace(",", "")) == pytest.approx(2 * 1.5e25 / (peak * 86400), abs=0.051)
+
+
+def test_the_readers_cluster(capsys):
+    cluster = Machine("yours", ((100, "x", 50.0), (10, "y", 500.0)))  # 10^16 FLOP/s together
+    rows, _ = printed(capsys, 86400 * 1e16, cluster, 0.25)
+    assert rows["yours"] == ["x + y", "100 + 10", "50 + 500", "-", "-", "-", "4.0"]
+    assert "yours" not in printed(capsys, 1e20)[0]
+
+
+@pytest.mark.parametrize("number, text", [(158e9, "158 B"), (67.84e9, "67.8 B"), (3.162e12, "3.16 T")])
+@pytest.mark.parametrize("scale", [1, 1e-3])
+def test_counts_have_three_digits(number, text, scale):
+    smaller = {"T": "B", "B": "M"}[text[-1]]
+    assert scaling.big(number * scale) == (text if scale == 1 else text[:-1] + smaller)
+
+
+@pytest.mark.parametrize("number, text", [(999.6e9, "1.00 T"), (99.97e9, "100 B"), (9.996e9, "10.0 B"), (12, "12")])
+def test_a_count_that_rounds_up(number, text):
+    assert scaling.big(number) == text
+
+
+@pytest.mark.parametrize("flops", [1e-9, 1.0, 1e12, 1e300])
+def test_any_budget_is_answered(capsys, flops):
+    assert printed(capsys, flops)[0]["OpenAI"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((0.0,), "--flops=0.0: should be a positive number"),
+        ((-3e24,), "--flops=-3e\\+24: should be a positive number"),
+        ((math.inf,), "--flops=inf: should be"),
+        ((math.nan,), "--flops=nan: should be"),
+        ((3e24, None, 0.0), "--mfu=0.0: should be above 0"),
+        ((3e24, None, 40), "--mfu=40: should be above 0 and at most 1"),
+        ((3e24, Machine("yours", ((0, "x", 1.0),))), "--gpus=0: should be positive"),
+    ],
+)
+def test_mistakes(arguments, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        scaling.main(*arguments)

@@ -1,0 +1,84 @@
+"""Record when each rank runs each action and waits for each message, in Chrome's trace format.
+
+    torchrun ... train.py configs/tiny.py --pp=2 --schedule=zb-h1 --trace=trace.json
+    python -m accounts.draw --trace=trace.json         draws the last step below its simulation
+
+Perfetto (ui.perfetto.dev) and chrome://tracing open the file. A "process" there is one pipeline (one dp rank and one
+tp rank), and its "threads" are the pp ranks. With `--trace` on a GPU, every action waits for the device, which costs
+some speed. Without `--trace` nothing is recorded.
+"""
+
+import json
+import time
+from collections import deque
+from contextlib import contextmanager
+
+import torch
+
+from errors import explained, writable
+from parallel.comm import gather_objects
+
+STEPS = 10  # only the latest steps are kept, so the file of a long run is small
+
+
+class Trace:
+    """The record of one rank. Times are in microseconds of the system's clock, which the ranks of a machine share.
+
+    iteration: the number of iterations that the run has done before; the first recorded step is iteration + 1.
+    """
+
+    def __init__(self, mesh, device, iteration):
+        self.replica, self.rank = mesh.dp.rank * mesh.tp.size + mesh.tp.rank, mesh.pp.rank
+        self.device, self.step, self.microbatches, self.per_update = device, iteration, None, None
+        self.steps = deque(maxlen=STEPS)
+
+    def begin_step(self, microbatches, updates):
+        """Begin the record of a step. A call with several updates (pipedream.py) has the number of the last update."""
+        self.step, self.microbatches, self.per_update = self.step + updates, microbatches, microbatches // updates
+        self.steps.append([])
+
+    def now(self):
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # not NCCL's streams: a receive may still wait there
+        return time.time_ns() / 1000
+
+    @contextmanager
+    def action(self, action):
+        """Context: record an action. Its time begins after the wait for its message (`wait` moves `began`)."""
+        self.began = self.now()
+        yield
+        self._record(f"{action.kind}{action.microbatch}", action.kind, self.began, action._asdict())
+
+    @contextmanager
+    def wait(self, kind, microbatch, chunk):
+        """Context: record the wait for a message. An action waits before it computes."""
+        began = self.now()
+        yield
+        asked_for = {"kind": kind, "microbatch": microbatch, "chunk": chunk}
+        self._record(f"wait for {kind} {microbatch}", "message", began, asked_for)
+        self.began = self.now()
+
+    def _record(self, name, category, began, what):
+        event = {"name": name, "cat": category, "ph": "X", "ts": began, "dur": self.now() - began}
+        self.steps[-1].append(event | {"pid": self.replica, "tid": self.rank, "args": what | {"step": self.step}})
+
+
+def check(c):
+    """Raise UserError if the file of the trace can't be written. Rank 0 calls this before the run."""
+    if c.trace:
+        with explained(f"trace={c.trace}"), open(writable(c.trace), "a"):
+            pass
+
+
+def write(c, trace, mesh):
+    """Collect the ranks' records in one file. Every rank calls this, and rank 0 writes. Raises UserError on rank 0.
+
+    c: the configuration. The file gives the number of micro-batches of the last step.
+    """
+    mine = [event for step in trace.steps for event in step]
+    events = [event for events in gather_objects(mine, mesh.world) for event in events]
+    about = {"schedule": c.schedule, "stages": c.pp, "microbatches": trace.microbatches, "chunks": c.chunks}
+    about["per_update"] = trace.per_update
+    if mesh.rank == 0:
+        with explained(f"trace={c.trace}"), open(c.trace, "w") as file:
+            json.dump({"traceEvents": events, "otherData": about}, file)

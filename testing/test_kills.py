@@ -1,0 +1,101 @@
+"""Kill runs (SIGKILL) while they save. No complete checkpoint may be lost, and no bit of the curve may change.
+
+`KILLS=100 pytest testing/test_kills.py` makes 100 kills in each layout instead of 3.
+"""
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from errors import UserError
+from parallel import checkpoint, checksum
+from parallel.comm import CommunicationError
+from test_checkpoint import arrays, configured, go, means
+
+KILLS = int(os.environ.get("KILLS", "3"))
+SPAN = 0.4  # seconds: a kill comes at a random moment of this span after the first save has begun
+
+
+def rank_main(config, rank, ranks, rendezvous):
+    """Train on one rank, without output. If another rank is lost, exit with code 1, as train.py does."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(1, 2)
+    torch.set_num_threads(1)
+    if ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+    try:
+        go(config)
+        if ranks > 1:
+            dist.destroy_process_group()
+    except (CommunicationError, UserError) as error:
+        Path(f"{rendezvous}.error{rank}").write_text(str(error))
+        os._exit(1)
+    os._exit(0)
+
+
+def start(context, config, ranks, rendezvous):
+    processes = [context.Process(target=rank_main, args=(config, r, ranks, rendezvous)) for r in range(ranks)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def wait_for_a_save(folder, processes):
+    """Wait until this run begins a save. Unfinished saves of the killed run do not count."""
+    left, deadline = set(folder.glob("*.writing")), time.monotonic() + 60
+    while not set(folder.glob("*.writing")) - left and not (left and not any(p.exists() for p in left)):
+        assert time.monotonic() < deadline and all(p.is_alive() for p in processes), "no save begins"
+        time.sleep(0.001)
+
+
+def verify(folder):
+    """Check every byte of a complete checkpoint."""
+    index = checkpoint.read_index(folder)
+    assert {*index["sums"], *index["copies"], "index.json"} == {p.name for p in folder.iterdir()}
+    for name, total in index["sums"].items():
+        assert checksum.as_text(checksum.of_bytes(np.fromfile(folder / name, np.uint8))) == total, name
+
+
+@pytest.mark.parametrize(
+    "ranks, layout", [(1, {}), (2, dict(tp=2, sequence_parallel=True)), (4, dict(zero=2, pp=2))], ids=str
+)
+def test_a_kill_while_saving_loses_nothing_complete(tokens_dir, tmp_path, ranks, layout):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "train"])
+    dice, out = random.Random(ranks), tmp_path / "killed"
+    fields = dict(layout, save_interval=1, log_interval=3, eval_iters=0, lr_decay_iters=3000, keep=3, dtype="fp64")
+    config = configured(out, tokens_dir, train_iters=3000, comm_timeout=20.0, **fields)
+    out.mkdir()
+    for kill in range(KILLS):
+        processes = start(context, config, ranks, tmp_path / f"rendezvous{kill}")
+        wait_for_a_save(out, processes)
+        time.sleep(SPAN * dice.random())
+        before = checkpoint.all_steps(out)
+        for process in dice.sample(processes, ranks if kill % 2 else 1):  # all ranks, or one
+            os.kill(process.pid, signal.SIGKILL)
+        for process in processes:  # the other ranks notice that a rank is lost
+            process.join(60)
+            assert process.exitcode in (1, -signal.SIGKILL)
+        steps = checkpoint.all_steps(out)
+        assert (steps[-1] if steps else 0) >= (before[-1] if before else 0)
+        for step in steps[-2:]:
+            verify(checkpoint.step_path(out, step))
+    end = checkpoint.all_steps(out)[-1] + 3
+    fields |= dict(train_iters=end)
+    for folder, name in ((out, "last"), (tmp_path / "straight", "straight")):
+        fields["save_interval"] = 1 if folder == out else 0
+        processes = start(context, configured(folder, tokens_dir, **fields), ranks, tmp_path / f"rendezvous-{name}")
+        for process in processes:
+            process.join(120)
+            assert process.exitcode == 0, [p.read_text() for p in tmp_path.glob("*.error*")]
+    assert sorted(p.name for p in out.glob("step_*")) == sorted(f"step_{end - i}" for i in range(3))
+    assert means(out) == means(tmp_path / "straight")
+    assert arrays(out / f"step_{end}") == arrays(tmp_path / "straight" / f"step_{end}")
