@@ -201,6 +201,16 @@ def writable(path):
 
 
 @contextlib.contextmanager
+def reading(file, *more):
+    """Turn what can go wrong with a user's file in the block, or one of the exceptions `more`, into a UserError."""
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, EOFError, *more) as error:
+        said = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise UserError(f"{file}: {said}") from None
+
+
+@contextlib.contextmanager
 def explained(what):
     """Turn an OSError in the block into a UserError: `what`, for example a file's name, and the system's reason."""
     try:
