@@ -49,7 +49,7 @@ import config as configuration
 from config import Config
 from errors import Parser, UserError, exit_on_user_error, explained, parse_json, regular
 from model import GPT
-from parallel import checkpoint, checksum
+from parallel import checkpoint
 from tokenizer import copied, copy, load_tokenizer
 
 SHARD = 4 * 10**9  # limit of an exported file's weights in bytes; one parameter may be larger
@@ -183,7 +183,7 @@ def from_hf(folder, out):
             whole = family.to_here(spec, [stored.read(name).to(dtype) for name, _ in pairs])
             whole = whole.contiguous()
             write_file(writing / spec.name, [whole])
-            sums[spec.name] = checksum.of_bytes(whole.flatten().numpy())
+            sums[spec.name] = checkpoint.checksum(whole.flatten().numpy())
             for k in (0, 1):  # AdamW's moments are 0 at first: sparse files, which use no disk space
                 with open(writing / f"{spec.name}.moment{k}", "wb") as file:
                     file.truncate(whole.nbytes)

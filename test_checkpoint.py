@@ -2,24 +2,24 @@
 
 import itertools
 import json
+import random
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-import data
+import convert
+import generate
 import log
 import train
 from config import Config, check
 from conftest import write_tokens
 from errors import UserError
-from generate import load_model
-from parallel import checkpoint
-from parallel.layout import Piece
+from parallel import checkpoint, replicas
+from parallel.comm import gather_objects
 from parallel.mesh import Mesh
 from parallel.tensor import ParamSpec
 from test_layouts import TINY, tiny_config
@@ -48,28 +48,6 @@ def test_runs_say_where_every_element_of_a_part_of_a_part_lies(shape, tp_dim, tp
                 assert (rebuilt[offset : offset + length] == -1).all(), "written twice"
                 rebuilt[offset : offset + length] = local[at : at + length]
     assert torch.equal(rebuilt, whole.flatten())
-
-
-@pytest.mark.parametrize(
-    "shape, tp_dim, tp", [((40, 64), 1, 4), ((3, 8, 4), 1, 2), ((7000, 3), 1, 3), ((9000, 70), 0, 2)]
-)
-@pytest.mark.parametrize("block", [4, 64, 1 << 17])
-def test_groups_of_runs_have_every_byte_in_its_place(monkeypatch, shape, tp_dim, tp, block):
-    """A group has many short runs, or a part of a long one. Its bytes are a view, so reading fills the tensor."""
-    monkeypatch.setattr(checkpoint.checksum, "BLOCK", block)
-    spec = ParamSpec("u.w", shape, tp_dim)
-    whole = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
-    for rank in range(tp):
-        local = np.ascontiguousarray(np.split(whole, tp, tp_dim)[rank]).ravel()
-        for begin, end in [(0, len(local)), (len(local) // 3, len(local)), (5, len(local) - 1), (7, 7)]:
-            piece, mine = Piece(spec, begin, end, 0), local[begin:end].copy()
-            found, data = np.zeros(0, np.uint8), whole.view(np.uint8).ravel()
-            for rows, offset, stride in checkpoint.groups(piece, mine, SimpleNamespace(rank=rank, size=tp)):
-                assert rows.nbytes <= 8 * block and np.shares_memory(rows, mine)
-                there = [data[offset + i * stride :][: rows.shape[1]] for i in range(len(rows))]
-                assert (rows == np.stack(there)).all()
-                found = np.append(found, rows)
-            assert (found == mine.view(np.uint8)).all()
 
 
 # --- resuming -------------------------------------------------------------------------------------------------------
@@ -190,16 +168,6 @@ def test_what_contradicts_the_checkpoint_is_refused_by_name(straight, tokens_dir
         go(configured(out, other_tokens, train_iters=12))
 
 
-def test_an_older_checkpoint_has_no_activation_and_was_gelu(straight, tokens_dir, tmp_path):
-    out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
-    index = json.loads((out / "step_10" / "index.json").read_text())
-    del index["config"]["activation"], index["sums"], index["crc32"]
-    (out / "step_10" / "index.json").write_text(json.dumps(index))
-    assert checkpoint.to_resume(configured(out, tokens_dir), "bytes") == out / "step_10"
-    with pytest.raises(UserError, match=r"^activation=relu: the checkpoint .* has activation=gelu"):
-        checkpoint.to_resume(configured(out, tokens_dir, activation="relu"), "bytes")
-
-
 def test_where_to_resume_from(straight, tokens_dir, tmp_path, capsys):
     reference = straight(1, dtype="fp64")
     with pytest.raises(UserError, match=r"^resume=.*nowhere: there is no checkpoint in"):
@@ -241,16 +209,15 @@ def test_keeps_the_latest(tokens_dir, tmp_path):
 
 def test_a_half_written_checkpoint_is_never_seen(tokens_dir, tmp_path, monkeypatch):
     """The disk is full in the middle of a save. The error is one line, and the incomplete checkpoint is removed."""
-    real, written = checkpoint.os.pwrite, []
+    flushed, real = [], checkpoint.os.fsync
 
-    def pwrite(fd, data, offset):
-        written.append(len(data))
-        if len(written) > 120:
+    def fsync(file):
+        flushed.append(file)
+        if len(flushed) > 20:
             raise OSError(28, "No space left on device")
-        return real(fd, data[: max(1, len(data) // 2)], offset)  # every call writes only half
+        real(file)
 
-    monkeypatch.setattr(checkpoint.os, "pwrite", pwrite)
-    monkeypatch.setattr(checkpoint, "_write_arrays", lambda *a, f=checkpoint._write_arrays: (f(*a), written.clear())[0])
+    monkeypatch.setattr(checkpoint.os, "fsync", fsync)
     with pytest.raises(UserError, match=r"out_dir=.*: can't write the checkpoint: .*No space left on device"):
         go(configured(tmp_path, tokens_dir, save_interval=5))
     assert not list(tmp_path.glob("*.writing")) and checkpoint.find(tmp_path) is None
@@ -267,58 +234,7 @@ def test_remains_of_a_crash_are_passed_over(straight, tokens_dir, tmp_path):
     assert sorted(p.name for p in out.glob("step_*")) == ["step_10", "step_12", "step_junk"]
 
 
-# --- the same run -----------------------------------------------------------------------------------------------------
-
-
-def cut_short(config):
-    """Train until just after the checkpoint of step 5, then stop as a killed run does."""
-    save = checkpoint.save
-
-    def killing(*arguments, **options):
-        save(*arguments, **options)
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(checkpoint, "save", killing)
-        go(config)
-
-
-MEANS = "lm_loss grad_norm lr loss_scale skipped_iterations nan_iterations consumed_samples global_batch_size".split()
-
-
-def means(out_dir):
-    rows = log.read_metrics(Path(out_dir) / "metrics.jsonl")
-    return {iteration: [repr(row[name]) for name in MEANS] for iteration, row in rows.items()}
-
-
-@pytest.mark.parametrize("dtype", ["fp64", "fp16"])
-def test_the_first_means_after_a_resume_are_those_of_an_undisturbed_run(tokens_dir, tmp_path, dtype):
-    """A line covers 4 iterations. The run is killed after the save of step 5 or 6, or ends at 6 and is made longer.
-
-    In fp16 the first updates overflow and are skipped, so the sums of skipped iterations are compared, too.
-    """
-    fields = dict(log_interval=4, dtype=dtype, initial_loss_scale=2.0**26, eval_interval=7)
-    go(configured(tmp_path / "straight", tokens_dir, **fields))
-    expected = means(tmp_path / "straight")
-    assert list(expected) == [4, 7, 8, 10]
-    cut_short(configured(tmp_path / "five", tokens_dir, save_interval=5, **fields))
-    cut_short(configured(tmp_path / "six", tokens_dir, save_interval=6, **fields))
-    go(configured(tmp_path / "longer", tokens_dir, **fields, train_iters=6))
-    for name in ("five", "six", "longer"):
-        go(configured(tmp_path / name, tokens_dir, **fields))
-        found = means(tmp_path / name)
-        assert found.pop(6, None) is None or name == "longer"
-        assert found == expected
-
-
-def test_a_second_resume_inside_one_interval(tokens_dir, tmp_path):
-    fields = dict(log_interval=10, save_interval=3)
-    go(configured(tmp_path / "straight", tokens_dir, **fields))
-    cut_short(configured(tmp_path / "twice", tokens_dir, **fields))
-    cut_short(configured(tmp_path / "twice", tokens_dir, **fields))
-    assert len(checkpoint.read_index(tmp_path / "twice" / "step_6")["interval"]) == 6
-    go(configured(tmp_path / "twice", tokens_dir, **fields))
-    assert means(tmp_path / "twice") == means(tmp_path / "straight")
+# --- the same data --------------------------------------------------------------------------------------------------
 
 
 def test_other_data_is_refused_by_name_or_taken_with_a_flag(straight, tokens_dir, tmp_path, capsys):
@@ -343,21 +259,8 @@ def test_other_data_is_refused_by_name_or_taken_with_a_flag(straight, tokens_dir
 def test_moved_data_is_the_same_data(straight, tokens_dir, tmp_path):
     out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
     moved = shutil.copytree(tokens_dir, tmp_path / "moved")
-    meta = json.loads((moved / "meta.json").read_text()) | {"made_from": {"input": {"files": 3}}}
-    (moved / "meta.json").write_text(json.dumps(meta))
     go(configured(out, str(moved), dtype="fp64", train_iters=12))
-    assert checkpoint.read_index(out / "step_12")["data"]["made_from"] == meta["made_from"]
-
-
-@pytest.mark.parametrize("place", [0, 4094, 3904, 7998])
-def test_the_identity_of_the_data_sees_its_first_and_last_page(tokens_dir, tmp_path, place):
-    moved = shutil.copytree(tokens_dir, tmp_path / "moved")
-    before = data.identity(data.Tokens(moved, "train", 8, 50))
-    content = bytearray((moved / "train.bin").read_bytes())
-    content[place] ^= 1
-    (moved / "train.bin").write_bytes(content)
-    after = data.identity(data.Tokens(moved, "train", 8, 65536))
-    assert {name for name in before if before[name] != after[name]} == {"crc32"}
+    assert checkpoint.all_steps(out) == [10, 12]
 
 
 # --- a loss that stays not finite -------------------------------------------------------------------------------------
@@ -433,52 +336,153 @@ def fails(config):
 
 @pytest.mark.parametrize("layout", [dict(zero=1), dict(zero=2, tp=2)], ids=str)
 def test_damage_that_one_rank_sees_stops_all(workers, straight, tokens_dir, tmp_path, layout):
-    """A file lacks its last bytes. Only the rank that owns these bytes notices it. All ranks must stop."""
+    """A file lacks its last bytes. All ranks must stop, also those that do not own these bytes."""
     out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
     file = out / "step_10" / "block0.qkv.weight"
     file.write_bytes(file.read_bytes()[:-8])
     for said in workers.run(4, fails, configured(out, tokens_dir, train_iters=12, **layout)):
-        assert said.endswith("block0.qkv.weight: 6136 bytes instead of 6144: damaged")
+        assert f"{file}: damaged" in said and checkpoint.REMEDY in said
 
 
-def test_a_damaged_checkpoint_is_named(straight, tokens_dir, tmp_path):
-    out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
-    file = out / "step_10" / "block0.qkv.weight"
-    file.write_bytes(file.read_bytes()[:-8])
-    with pytest.raises(UserError, match=r"block0.qkv.weight: 6136 bytes instead of 6144: damaged"):
-        go(configured(out, tokens_dir, train_iters=12))
-    file.unlink()
-    with pytest.raises(UserError, match=r"block0.qkv.weight.*No such file"):
-        go(configured(out, tokens_dir, train_iters=12))
-    (out / "step_10" / "index.json").write_text("{")
-    with pytest.raises(UserError, match=r"step_10: not a checkpoint"):
-        go(configured(out, tokens_dir, train_iters=12))
+@pytest.mark.parametrize("name", ["block0.qkv.weight", "block1.fc1.bias.moment0", "tokenizer.json"])
+def test_a_missing_file_names_the_remedy(trained, tmp_path, name):
+    out, data_dir = trained
+    shutil.copytree(out, tmp_path / "run")
+    (tmp_path / "run" / "step_3" / name).unlink()
+    said = fails(configured(tmp_path / "run", data_dir, train_iters=4, num_layers=3))
+    assert said == f"{tmp_path}/run/step_3/{name}: No such file or directory{checkpoint.REMEDY}"
+
+
+# --- checksums --------------------------------------------------------------------------------------------------------
+
+BYTES = 8 * checkpoint.BLOCK
+OLDER = 5784482173726471624
+
+
+@pytest.fixture(scope="module")
+def content():
+    return np.frombuffer(random.Random(0).randbytes(2 * BYTES + 40), np.uint8)
+
+
+def test_the_sum_is_that_of_older_checkpoints():
+    """The last number was computed by the first version of the sum. Another sum would refuse all older checkpoints."""
+    words = np.array([3, 5], np.uint64)
+    assert checkpoint.checksum(words) == (3 * int(checkpoint.TABLE[0]) + 5 * int(checkpoint.TABLE[1])) % 2**64
+    assert checkpoint.checksum(words, BYTES) == checkpoint.checksum(words) * checkpoint.G % 2**64
+    assert checkpoint.checksum(np.arange(300_000, dtype=np.int64)) == OLDER
+
+
+def test_sums_of_pieces_add_up_to_the_whole(content):
+    """A cut may lie at any byte: inside a word, at the end of a block, or beside another cut in the same word."""
+    whole, dice = checkpoint.checksum(content), random.Random(1)
+    for cuts in (1, 2, 30):
+        edges = sorted([0, len(content), BYTES, BYTES + 3, *(dice.randrange(len(content)) for _ in range(cuts)), 5, 6])
+        parts = [checkpoint.checksum(content[a:b], a) for a, b in itertools.pairwise(edges)]
+        assert sum(parts) % 2**64 == whole
+
+
+@pytest.mark.parametrize("total", [checkpoint.checksum, replicas.fingerprint])
+def test_any_change_of_one_word_changes_the_sum(content, total):
+    words, dice = content.view(np.int64).copy(), random.Random(2)
+    whole = int(total(words if total is checkpoint.checksum else torch.from_numpy(words)))
+    for place in (0, checkpoint.BLOCK - 1, checkpoint.BLOCK, len(words) - 1):
+        for change in [1, 1 << 31, -(1 << 63), dice.randrange(1 << 62)]:
+            words[place] ^= change
+            assert int(total(words if total is checkpoint.checksum else torch.from_numpy(words))) != whole
+            words[place] ^= change
+
+
+@pytest.mark.parametrize("size", [8, 4096])
+def test_moved_and_lost_content_changes_the_sum(size):
+    """Weights of 1.0 and 0.0 have few different bits. A move or a loss of a piece still changes the sum."""
+    values = np.zeros(3 * BYTES // 4, np.float32)
+    values[: size // 4] = 1.0
+    moved = [values, np.roll(values, BYTES // 4), np.roll(values, size // 4), np.zeros_like(values)]
+    assert len({checkpoint.checksum(x) for x in moved}) == 4
+
+
+# --- flipped bits in files --------------------------------------------------------------------------------------------
+
+
+def flip(path, place, bit):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1 << bit
+    with open(path, "r+b") as file:  # the same file, because other ranks may have it open
+        file.write(content)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """An out_dir after three steps, and its data set. Both have tokenizer files, made up here."""
+    data_dir = write_tokens(tmp_path_factory.mktemp("data"))
+    for name in train.COPY:
+        Path(data_dir, name).write_text(json.dumps({name: list(range(50))}))
+    out = tmp_path_factory.mktemp("trained")
+    go(configured(out, data_dir, train_iters=3, num_layers=3))
+    return out, data_dir
+
+
+def load_each(config, flips):
+    """For each of `flips`, flip this bit, load the checkpoint on each rank, and flip it back. Return the messages."""
+    run = train.build(config, Mesh(config.tp, config.pp), CPU)
+    said, folder = [], checkpoint.find(config.out_dir)
+    for name, place, bit in flips:
+        if run.mesh.rank == 0:
+            flip(folder / name, place, bit)
+        gather_objects(None, run.mesh.world)
+        try:
+            train.restore(run, folder)
+            said.append(None)
+        except UserError as error:
+            said.append(str(error))
+        gather_objects(None, run.mesh.world)
+        if run.mesh.rank == 0:
+            flip(folder / name, place, bit)
+        gather_objects(None, run.mesh.world)
+    train.restore(run, folder)  # undamaged again
+    return said
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        lambda index: {}, lambda index: [], lambda index: None, lambda index: index | {"dtype": "foo"},
-        lambda index: index | {"dtype": []}, lambda index: {k: v for k, v in index.items() if k != "shapes"},
-        lambda index: index | {"shapes": [1]}, lambda index: index | {"shapes": {"word.weight": None}},
-        lambda index: index | {"shapes": {"word.weight": [-1, 16]}}, lambda index: index | {"shapes": {}},
-        lambda index: index | {"counters": {}}, lambda index: index | {"counters": index["counters"] | {"more": 1}},
-        lambda index: index | {"counters": index["counters"] | {"updates": 1e300}},
-        lambda index: index | {"counters": index["counters"] | {"iteration": 10**30}},
-        lambda index: index | {"loss_scale": 1.0}, lambda index: index | {"loss_scale": {"scale": "a"}},
-        lambda index: index | {"config": 3}, lambda index: index | {"config": None},
-        lambda index: index | {"tokenizer": 1}, lambda index: index | {"data": []},
-        lambda index: index | {"interval": [[1]]}, lambda index: index | {"interval": 3},
-        lambda index: index | {"config": index["config"] | {"num_layers": "two"}},
-    ],
-)  # fmt: skip
-def test_json_that_is_no_index_is_one_line(straight, tokens_dir, tmp_path, change):
-    """Without sums, as an older version wrote it. A file with sums would not pass its CRC-32."""
-    out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
-    index = json.loads((out / "step_10" / "index.json").read_text())
-    del index["sums"], index["copies"], index["crc32"]
-    (out / "step_10" / "index.json").write_text(json.dumps(change(index)))
-    for call in (lambda: go(configured(out, tokens_dir, train_iters=12)), lambda: load_model(out, CPU)):
-        with pytest.raises(UserError) as error:
-            call()
-        assert re.search("step_10|the checkpoint's", str(error.value)) and "\n" not in str(error.value)
+    "ranks, layout",
+    [(1, {}), (4, dict(tp=2, zero=1)), (4, dict(zero=3)), (4, dict(pp=2, zero=2)), (4, dict(tp=4))],
+    ids=str,
+)
+def test_one_flipped_bit_anywhere_is_named_on_every_rank(workers, trained, tmp_path, ranks, layout):
+    """One bit in a random place of a weight, of both moments, of the index and of a tokenizer file, and at the ends."""
+    out, data_dir = trained
+    folder = shutil.copytree(out, tmp_path / "run") / "step_3"
+    config = configured(tmp_path / "run", data_dir, num_layers=3, **layout)
+    check(config, ranks)
+    dice, flips = random.Random(str(layout)), []
+    for name in [
+        "index.json",
+        train.COPY[0],
+        *dice.sample([*json.loads((folder / "index.json").read_text())["sums"]], 8),
+    ]:
+        size = (folder / name).stat().st_size
+        flips += [(name, place, dice.randrange(8)) for place in (0, dice.randrange(size), size - 1)]
+    for said in workers.run(ranks, load_each, config, flips):
+        for text, (name, *_) in zip(said, flips, strict=True):
+            assert text and text.startswith(f"{folder}/{name}: damaged"), (text, name)
+
+
+def test_nothing_is_trained_on_a_damaged_checkpoint(trained, tmp_path):
+    out, data_dir = trained
+    shutil.copytree(out, tmp_path / "run")
+    flip(tmp_path / "run/step_3/block0.qkv.weight.moment1", 9, 0)
+    before = (tmp_path / "run/metrics.jsonl").read_bytes()
+    assert "block0.qkv.weight.moment1: damaged" in fails(configured(tmp_path / "run", data_dir, num_layers=3))
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+    assert checkpoint.all_steps(tmp_path / "run") == [3]
+
+
+@pytest.mark.parametrize("name", ["block1.fc1.weight", "index.json"])
+def test_generate_and_convert_use_no_damaged_file(straight, tmp_path, name):
+    folder = shutil.copytree(straight(4, tp=2, dtype="bf16") / "step_10", tmp_path / "step_10")
+    flip(folder / name, 40, 5)
+    with pytest.raises(UserError, match=rf"step_10/{name}: damaged"):
+        generate.load_model(folder, CPU)
+    with pytest.raises(UserError, match=rf"step_10/{name}: damaged"):
+        convert.to_hf(folder, tmp_path / "there")
+    assert not (tmp_path / "there").exists()

@@ -3,7 +3,6 @@
     python -m bench                   list the measurements
     python -m bench prepare --mb=200  throughput and memory of prepare.py
     python -m bench layouts           a training step of every layout, ours and PyTorch's own
-    python -m bench delay             the loss of asynchronous pipelines
     python -m bench kernels           correctness and speed of every operation, on a GPU
     python -m bench train             a whole step, ours and plain PyTorch's, and a profile, on a GPU
     python -m bench model             FLOPs, bytes and least time of each part of a step, computed
@@ -20,7 +19,7 @@ import sys
 from errors import UserError, exit_on_user_error
 
 LARGEST = 2**20  # of an option that is a number
-NAMES = ["prepare", "layouts", "checkpoint", "delay", "kernels", "train", "model"]
+NAMES = ["prepare", "layouts", "kernels", "train", "model"]
 
 
 def measurement(name):

@@ -66,7 +66,7 @@ def bench_without_a_gpu(name):
 
 def test_without_a_name_it_lists_the_measurements():
     out = bench()
-    for name in ("prepare", "layouts", "checkpoint", "delay", "kernels", "train", "model"):
+    for name in ("prepare", "layouts", "kernels", "train", "model"):
         measure = command_line.measurement(name)
         (line,) = (line for line in out.splitlines() if line.startswith(f"python -m bench {name} "))
         for option, parameter in inspect.signature(measure).parameters.items():
@@ -80,7 +80,7 @@ def test_without_a_name_it_lists_the_measurements():
     [
         (
             ["layout"],
-            "layout is no measurement; the measurements are prepare, layouts, checkpoint, delay, kernels, train, model",
+            "layout is no measurement; the measurements are prepare, layouts, kernels, train, model",
         ),
         (
             ["train", "--step=1"],
@@ -99,14 +99,6 @@ def test_without_a_name_it_lists_the_measurements():
         (["layouts", "--hidden=100"], "hidden_size = 100 is not a multiple of num_attention_heads = 8"),
         (["kernels", "--tokens=99999999"], "--tokens=99999999: should be between 1 and 1,048,576"),
         (["train", "--micro_batch_sizes=8,0"], "--micro_batch_sizes=8,0: should be like 8,16,32"),
-        (["delay", "--stages=4,x"], "--stages=4,x: should be numbers from 1 to 8 with commas between them, like 4,8"),
-        (["delay", "--stages=9"], "--stages=9: should be numbers from 1 to 8 with commas between them, like 4,8"),
-        (["delay", "--samples=300"], "--samples=300: should be at least 320, 40 for each stage"),
-        (
-            ["delay", "--processes=9999"],
-            f"--processes=9999: should be at most {os.cpu_count()}, the number of cores",
-        ),
-        (["checkpoint", "--hidden=100"], "--hidden=100: should be a multiple of 64"),
         (["prepare", "--parts=size"], "--parts=size: should be speed, memory or speed,memory"),
     ],
 )
@@ -147,17 +139,6 @@ def test_options_are_parsed_as_their_defaults(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench", "train", "--steps=3", "--configs=a=b"])
     command_line.main()
     assert taken == {"s": 3, "c": "a=b"}
-
-
-# --- checkpoint -------------------------------------------------------------------------------------------------------
-
-
-def test_checkpoint_beside_pytorchs_two():
-    out = bench("checkpoint", "--layers=1", "--hidden=64", "--repeats=1").splitlines()
-    assert out[0] == "0.04 GB in 48 tensors; GB/s: median (smallest-largest) of 1 turns"
-    kinds = ["nanoparallel", "nanoparallel, unverified", "torch.save", "torch.save and flush", "DCP"]
-    assert [line.split("|")[0].strip() for line in out[3:8]] == kinds
-    assert all(float(cell.split("(")[0]) > 0 for line in out[3:] for cell in line.split("|")[1:])
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------

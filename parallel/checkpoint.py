@@ -5,24 +5,26 @@
         block0.qkv.weight                 the whole tensor, C order, master dtype, no header
         block0.qkv.weight.moment0  ...    AdamW's two moments
         tokenizer.json  ...               the data set's copy of the vocabulary (none for `bytes`)
-        ...
 
-A rank writes its shard of each bucket (`Bucket.shard`). The shard may begin and end in the middle of a parameter, and
-the parameter may be cut over tp. So a rank's elements are a list of runs (consecutive elements) in the whole tensor.
-The function `runs` computes this list. All ranks write their runs into the same file with `pwrite`. The ranks of a
-later layout read their own runs with `preadv`. No conversion tool is necessary. THREADS threads of a rank work on
-different files, so that one file is copied while another one is flushed.
+A rank has a shard of each bucket. The shard may begin and end in the middle of a parameter, and the parameter may be
+cut over tp. So a rank's elements are a list of *runs* (consecutive elements) in the whole tensor; the function `runs`
+computes this list. All ranks write their runs into the same file. The ranks of a later layout read their own runs. No
+conversion tool is necessary.
 
 Every rank writes into the folder `step_N.writing` and flushes its files. Then rank 0 renames the folder to `step_N`, so
 a folder with the final name is always complete. The latest checkpoint is the `step_N` with the largest N. Before an old
 checkpoint is removed, it is renamed to `step_N.removing`. No file is unpickled, so loading a checkpoint runs no code
 from it.
 
-A damaged file is never used. index.json has the sum of every array (`checksum.py`) and the CRC-32 of every other file.
-Its last entry is the CRC-32 of its own bytes before this entry. A rank computes the sum of each run while the run is in
-the processor's cache. The sums of the ranks that have one copy of an array together are added and compared with the
-index. So every byte that any rank uses is verified, in any layout. A checkpoint without sums (an older version wrote
-it) is loaded without verification, and the run prints a line.
+Every byte that a rank uses is verified, in any layout. The checksum of an array reads the file as words w_0, w_1, ...
+of 8 bytes:
+
+    S = c_0 w_0 + c_1 w_1 + ...  mod 2^64        c_i = TABLE[i mod BLOCK] * G^(i div BLOCK), an odd number
+
+Each rank computes the terms of its own runs, and one all_reduce adds them. An odd c_i has an inverse mod 2^64, so a
+change of one word always changes S. The c_i are pseudo-random, so S of several changed words stays equal only by chance
+(multilinear hashing; Carter and Wegman, "Universal classes of hash functions", 1979). index.json has the sum of every
+array and the CRC-32 of every other file. Its last entry is the CRC-32 of its own bytes before this entry.
 
 Writing with shared memmaps would be wrong: on network file systems, two hosts that write to the same page lose updates.
 """
@@ -33,7 +35,6 @@ import math
 import os
 import re
 import shutil
-import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -42,8 +43,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from errors import UserError, explained, parse_json, regular
-from parallel import checksum
+from data import mix
+from errors import UserError, reading
 from parallel.comm import agree, all_reduce
 from parallel.schedules import ASYNCHRONOUS
 
@@ -51,9 +52,14 @@ from parallel.schedules import ASYNCHRONOUS
 MUST_MATCH = (
     "num_layers hidden_size num_attention_heads seq_length max_position_embeddings vocab_size activation seed optimizer"
 )
-
 REMEDY = "; use another checkpoint: remove this one, or set --resume"
 THREADS = 4  # of a rank: a flush waits for the disk, so more threads than cores are useful
+BLOCK = 1 << 17  # words in TABLE: 1 MiB, which stays in a core's cache
+G = 0x9E3779B97F4A7C15
+TABLE = mix(np.arange(1, BLOCK + 1, dtype=np.uint64)) | 1
+
+
+# --- runs and sums ----------------------------------------------------------------------------------------------------
 
 
 def runs(spec, begin, end, tp_rank, tp):
@@ -74,35 +80,81 @@ def runs(spec, begin, end, tp_rank, tp):
         begin += length
 
 
-def files(bucket, begin, end, empty=False):
+def checksum(data, offset=0):
+    """Return the part of a file's sum that comes from `data`, an int below 2^64.
+
+    data: a contiguous array [n] of any dtype. offset: its place in the file, in bytes. If data begins or ends inside a
+    word, the other bytes of the word count as 0.
+    """
+    lead, tail = offset % 8, -(offset + data.nbytes) % 8
+    if lead or tail:
+        data = np.pad(data.view(np.uint8), (lead, tail))
+    words, at, total = data.view(np.uint64), (offset - lead) // 8, 0
+    while len(words):
+        row, column = divmod(at, BLOCK)
+        block = words[: BLOCK - column]
+        total += int(np.dot(block, TABLE[column : column + len(block)])) * pow(G, row, 1 << 64)
+        at, words = at + len(block), words[len(block) :]
+    return total % (1 << 64)
+
+
+def signed(total):
+    """Return the int64 that has the same bits as `total`, an int below 2^64. PyTorch has few operations on uint64."""
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def arrays(bucket, begin, end):
     """Yield (file name, Piece, elements) of each weight and moment in begin .. end of a bucket's flat buffer.
 
-    A Piece is the part of one parameter in begin .. end. The elements are a view into `master` or a moment. These
-    tensors begin at element owned[0] of the buffer: a rank keeps only the elements that it updates (`Bucket.owned`).
-    empty: also yield Pieces without elements.
+    A Piece is the part of one parameter in begin .. end; it may be empty. The elements are a view into `master` or a
+    moment. These tensors begin at element owned[0] of the buffer: a rank keeps only the elements that it updates.
     """
     first = bucket.owned[0]
     for piece in bucket.layout.pieces(begin, end):
-        if piece.begin < piece.end or empty:
-            yield piece.spec.name, piece, piece.of(bucket.master[begin - first : end - first])
-            for k, moment in enumerate(bucket.moments):
-                yield f"{piece.spec.name}.moment{k}", piece, piece.of(moment[begin - first : end - first])
+        yield piece.spec.name, piece, piece.of(bucket.master[begin - first : end - first])
+        for k, moment in enumerate(bucket.moments):
+            yield f"{piece.spec.name}.moment{k}", piece, piece.of(moment[begin - first : end - first])
+
+
+def in_threads(transfer, jobs):
+    """Call transfer(path, piece, elements) for each job that has elements. Return {file name: terms in its sum}."""
+    jobs = [job for job in jobs if job[1].begin < job[1].end]
+    with ThreadPoolExecutor(THREADS) as pool:
+        terms = list(pool.map(lambda job: transfer(*job), jobs))
+    return {path.name: term for (path, *_), term in zip(jobs, terms, strict=True)}
+
+
+def int64(zero, names, terms):
+    """Return the terms of these arrays as a tensor, int64 [n]. A rank without elements of an array adds 0."""
+    zero.mesh.ledger.phase = "setup"
+    return torch.tensor([signed(terms.get(name, 0)) for name in names], device=zero.device)
+
+
+# --- save -------------------------------------------------------------------------------------------------------------
 
 
 def save(out_dir, step, zero, state, keep=0, copies=(), good=None):
     """Write `out_dir/step_N`. Every rank of the mesh calls this with the same `state` (entries of index.json).
 
     copies: files that are also copied into the checkpoint, if they exist. Keeps the `keep` latest checkpoints (0: all),
-    step_0, which convert.py wrote, and the checkpoint of step `good`. Removes what a killed run left behind. If one
-    rank can't write, raises UserError on every rank and removes the incomplete checkpoint.
+    step_0, which convert.py wrote, and the checkpoint of step `good`. Removes the remains of a killed run. If one rank
+    can't write, raises UserError on every rank and removes the incomplete checkpoint.
     """
     final = step_path(out_dir, step)
-    writing = final.with_name(final.name + ".writing")
-    world, first = zero.mesh.world, zero.mesh.rank == 0
+    writing, first = final.with_name(final.name + ".writing"), zero.mesh.rank == 0
+
+    def together(action, *arguments):
+        def attempt():
+            try:
+                return action(*arguments)
+            except OSError as error:  # a full disk, a read-only folder
+                raise UserError(f"out_dir={out_dir}: can't write the checkpoint: {error}") from error
+
+        return agree(zero.mesh.world, UserError, attempt)
 
     def prepare():
         if first:
-            for left in Path(out_dir).glob("step_*ing"):  # of a run that was killed: step_N.writing, step_N.removing
+            for left in Path(out_dir).glob("step_*ing"):  # step_N.writing, step_N.removing of a killed run
                 shutil.rmtree(left, ignore_errors=True)
             writing.mkdir(parents=True)
 
@@ -110,137 +162,88 @@ def save(out_dir, step, zero, state, keep=0, copies=(), good=None):
         if first:
             for path in filter(os.path.isfile, copies):
                 shutil.copyfile(path, writing / path.name)
-                _flush(writing / path.name)
+                flush(writing / path.name)
             write_index(writing, zero.master_dtype, state, sums)
             writing.rename(final)
-            _flush(out_dir)
-            for old in all_steps(out_dir)[:-keep] if keep else []:
-                if old not in (0, good):
-                    _remove(step_path(out_dir, old))
-
-    def attempt(action):
-        """Turn an OSError (a full disk, a read-only folder) into a UserError."""
-        try:
-            return action()
-        except OSError as error:
-            raise UserError(f"out_dir={out_dir}: can't write the checkpoint: {error}") from error
+            flush(out_dir)
+            remove_old(out_dir, keep, good)
 
     try:
-        agree(world, UserError, partial(attempt, prepare))
-        sums = agree(world, UserError, partial(attempt, partial(_write_arrays, writing, zero)))
-        sums = _added_over_world(sums, array_names(state["shapes"], zero), zero)
-        agree(world, UserError, partial(attempt, partial(publish, sums)))
+        together(prepare)
+        terms = together(write_arrays, writing, zero)
+        moments = len(next(iter(zero.buckets.values())).moments)
+        names = [file for name in state["shapes"] for file in (name, *(f"{name}.moment{k}" for k in range(moments)))]
+        sums = all_reduce(int64(zero, names, terms), zero.mesh.world, "checksums").wait()
+        together(publish, dict(zip(names, sums.tolist(), strict=True)))
     except UserError:
         if first:
             shutil.rmtree(writing, ignore_errors=True)
         raise
 
 
-def array_names(shapes, zero):
-    """Return the names of all arrays in a checkpoint: the weights and their moments. shapes: {weight: shape}."""
-    moments = len(next(iter(zero.buckets.values())).moments)
-    return [file for name in shapes for file in (name, *(f"{name}.moment{k}" for k in range(moments)))]
-
-
-def _write_arrays(folder, zero):
+def write_arrays(folder, zero):
     """Write and flush this rank's elements of all arrays. Return {file name: their terms in the file's sum}."""
     tp, jobs = zero.mesh.tp, []
     for bucket in zero.buckets.values():
-        for name, piece, flat in files(bucket, *bucket.shard):
+        for name, piece, flat in arrays(bucket, *bucket.shard):
             if bucket.holders.rank == 0 and (piece.spec.tp_dim is not None or tp.rank == 0):
-                jobs.append((folder / name, piece, flat, tp))  # else another rank writes the same elements
-    with ThreadPoolExecutor(THREADS) as pool:
-        sums = list(pool.map(_write_array, *zip(*jobs, strict=True))) if jobs else []
-    return {path.name: total for (path, *_), total in zip(jobs, sums, strict=True)}
+                jobs.append((folder / name, piece, flat))  # else another rank writes the same elements
+    return in_threads(partial(write, tp), jobs)
 
 
-def _write_array(path, piece, flat, tp):
+def write(tp, path, piece, flat):
     """Write and flush one piece of an array. Return its terms in the file's sum."""
-    local, total = flat.cpu().numpy(), 0
+    local, terms = flat.cpu().numpy(), 0
     # open(path, "wb") would delete the elements that other ranks have written into the file.
     with open(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644), "wb") as file:
-        for rows, offset, stride in groups(piece, local, tp):
-            total += checksum.of_rows(rows, offset, stride)
-            for i, row in enumerate(rows):
-                at = offset + i * stride
-                while len(row):  # one call may write only a part
-                    written = os.pwrite(file.fileno(), row, at)
-                    row, at = row[written:], at + written
+        for at, place, length in runs(piece.spec, piece.begin, piece.end, tp.rank, tp.size):
+            run, offset = local[at - piece.begin :][:length], place * local.itemsize
+            file.seek(offset)
+            file.write(run)
+            terms += checksum(run, offset)
+        file.flush()
         os.fsync(file.fileno())
-    return total
-
-
-def groups(piece, local, tp):
-    """Yield (rows, offset, stride) for all bytes of a piece, in groups that fit into a core's cache.
-
-    local: the piece's elements, a numpy array. rows: [k, n] uint8, a view into `local`; row i lies in the file from
-    byte offset + i * stride on. Short runs of one length are the rows of a group; a long run is cut into groups.
-    """
-    size, width, data = 8 * checksum.BLOCK, local.itemsize, local.view(np.uint8)
-    begin = count = n = offset = stride = 0  # the group so far: `count` rows of n bytes from data[begin] on
-    for at, whole, length in runs(piece.spec, piece.begin, piece.end, tp.rank, tp.size):
-        place = whole * width
-        if length * width == n and (count + 1) * n <= size:  # runs of one length have the same distance
-            count, stride = count + 1, (place - offset) // count
-            continue
-        yield from _cut(data[begin : begin + count * n].reshape(count, n), offset, stride, size)
-        begin, count, n, offset = (at - piece.begin) * width, 1, length * width, place
-    yield from _cut(data[begin : begin + count * n].reshape(count, n), offset, stride, size)
-
-
-def _cut(rows, offset, stride, size):
-    """Cut one long row where the blocks of a sum end. Several rows are short enough together."""
-    if len(rows) > 1:
-        yield rows, offset, stride
-        return
-    begin, end = 0, rows.shape[1]
-    while begin < end:
-        count = min(size - (offset + begin) % size, end - begin)
-        yield rows[:, begin : begin + count], offset + begin, 0
-        begin += count
-
-
-def _added_over_world(sums, names, zero):
-    """Return {file name: its sum} of all arrays. sums: {file name: the terms of this rank}."""
-    zero.mesh.ledger.phase = "setup"
-    terms = torch.tensor([checksum.signed(sums.get(name, 0)) for name in names], device=zero.device)
-    return dict(zip(names, all_reduce(terms, zero.mesh.world, "checksums").wait().tolist(), strict=True))
+    return terms
 
 
 def write_index(folder, dtype, state, sums):
     """Write index.json and flush the folder.
 
-    dtype: of the arrays; state: the other entries; sums: {name of an array's file: its sum}. The CRC-32 of the other
-    files in the folder and of index.json are computed here.
+    dtype: of the arrays. state: the other entries. sums: {name of an array's file: its sum}. Computes the CRC-32 of the
+    other files in the folder and of index.json.
     """
-    others = {path.name: _crc(path.read_bytes()) for path in sorted(folder.iterdir()) if path.name not in sums}
-    sums = {name: checksum.as_text(total) for name, total in sums.items()}
+    others = {path.name: crc(path.read_bytes()) for path in sorted(folder.iterdir()) if path.name not in sums}
+    sums = {name: f"{total % (1 << 64):016x}" for name, total in sums.items()}
     index = {"dtype": str(dtype).removeprefix("torch."), **state, "sums": sums, "copies": others}
     text = json.dumps(index, indent=1).removesuffix("\n}")
-    with open(folder / "index.json", "w") as file:
-        file.write(f'{text},\n "crc32": "{_crc(text.encode())}"\n}}')
-        file.flush()
-        os.fsync(file.fileno())
-    _flush(folder)
+    (folder / "index.json").write_text(f'{text},\n "crc32": "{crc(text.encode())}"\n}}')
+    flush(folder / "index.json")
+    flush(folder)
 
 
-def _crc(data):
+def crc(data):
     return f"{zlib.crc32(data):08x}"
 
 
-def _remove(path):
-    """Remove a checkpoint. If the run is killed meanwhile, the remains have no checkpoint's name."""
-    gone = path.with_name(path.name + ".removing")
-    with contextlib.suppress(OSError):  # the new checkpoint is complete: the run continues
-        path.rename(gone)
-        shutil.rmtree(gone)
+def remove_old(out_dir, keep, good):
+    """Remove all checkpoints except the `keep` latest, step 0 and step `good`. keep=0: remove none."""
+    for step in all_steps(out_dir)[:-keep] if keep else []:
+        if step not in (0, good):
+            path = step_path(out_dir, step)
+            gone = path.with_name(path.name + ".removing")  # if the run is killed now, this is no checkpoint's name
+            with contextlib.suppress(OSError):  # the new checkpoint is complete, so the run continues
+                path.rename(gone)
+                shutil.rmtree(gone)
 
 
-def _flush(path):
+def flush(path):
     """Flush a file or a folder to disk. A file name is data of its folder, so fsync of the file is not enough."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
+
+
+# --- find and check ---------------------------------------------------------------------------------------------------
 
 
 def all_steps(out_dir):
@@ -262,58 +265,48 @@ def find(path):
     return step_path(path, steps[-1]) if steps else None
 
 
+@contextlib.contextmanager
+def using(path):
+    """Turn an error of reading a checkpoint's file, for example a missing one, into a UserError with the remedy."""
+    try:
+        with reading(path):
+            yield
+    except UserError as error:
+        raise UserError(f"{error}{REMEDY}") from None
+
+
+def damaged(path, why="its content does not match its checksum"):
+    return UserError(f"{path}: damaged: {why}{REMEDY}")
+
+
 def read_index(path):
     """Return the content of index.json of the checkpoint `path`. Raises UserError if it or a copied file is damaged."""
     path = Path(path)
-    try:
-        data = regular(path / "index.json").read_bytes()
-        end = re.fullmatch(rb'(.*),\n "crc32": "([0-9a-f]{8})"\n}', data, re.DOTALL)
-        if (end and _crc(end[1]) != end[2].decode()) or (not end and b'"sums"' in data):
-            raise UserError(f"{path}/index.json: damaged: its content does not match its CRC-32{REMEDY}")
-        index = parse_json(data)
-        _check_index(index)
-        for name, crc in index.get("copies", {}).items():
-            if _crc((path / name).read_bytes()) != crc:
-                raise UserError(f"{path}/{name}: damaged: its content does not match its CRC-32{REMEDY}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: not a checkpoint: {type(error).__name__}: {error}") from None
+    with using(path / "index.json"):
+        data = (path / "index.json").read_bytes()
+    end = re.fullmatch(rb'(.*),\n "crc32": "([0-9a-f]{8})"\n}', data, re.DOTALL)
+    if not end or crc(end[1]) != end[2].decode():
+        raise damaged(path / "index.json")
+    index = json.loads(data)
+    for name, expected in index["copies"].items():
+        with using(path / name):
+            found = crc((path / name).read_bytes())
+        if found != expected:
+            raise damaged(path / name)
     return index
-
-
-def _check_index(index):
-    """Raise ValueError, KeyError, TypeError or AttributeError if an entry of index.json is missing or of another type.
-
-    index.json of an older version has no CRC-32, so a damaged entry must be found here.
-    """
-    integers = [*(n for shape in index["shapes"].values() for n in shape), *index["counters"].values()]
-    if not all(type(n) is int and 0 <= n < 1 << 63 for n in integers):
-        raise ValueError("shapes and counters should be integers of 0 or more, below 2^63")
-    if set(index["counters"]) != {"iteration", "consumed_samples", "updates"}:
-        raise ValueError(f"counters are {list(index['counters'])}")
-    if any(len([float(x) for x in step]) != 8 for step in index.get("interval", [])):
-        raise ValueError("interval should have eight numbers for each step")
-    if index["dtype"] not in ("float32", "float64"):
-        raise ValueError(f"dtype is {index['dtype']}")
-    kinds = [type(x) for x in (index["config"], index.get("data", {}), index["tokenizer"])]
-    if kinds != [dict, dict, str]:
-        raise TypeError("config and data should be objects and tokenizer a string")
-    scale = index["loss_scale"]
-    if not (type(scale["clean"]) is type(scale["patience"]) is int and 0 < scale["scale"] < math.inf):
-        raise TypeError("loss_scale should have a positive scale and two integers")
 
 
 def refuse_contradictions(path, index, config, tokenizer, data=None):
     """Raise UserError if a field of MUST_MATCH, the tokenizer or the training data differs from the checkpoint's.
 
-    Fields that convert.py leaves open are not in the checkpoint. Older checkpoints have no `activation`: it was gelu.
+    Fields that convert.py leaves open are not in the checkpoint.
     """
-    then, now = {"activation": "gelu"} | index["config"], vars(config)
-    for name in MUST_MATCH.split():
+    then, now, names = index["config"], vars(config), MUST_MATCH.split()
+    if then.get("schedule") in ASYNCHRONOUS and config.schedule in ASYNCHRONOUS:
+        names.append("updates_per_call")
+    for name in names:
         if name in then and then[name] != now[name]:
             raise UserError(f"{name}={now[name]}: the checkpoint {path} has {name}={then[name]}")
-    calls, fields = "updates_per_call", (then.get("schedule"), config.schedule)
-    if then.get(calls) != now[calls] and all(schedule in ASYNCHRONOUS for schedule in fields):
-        raise UserError(f"{calls}={now[calls]}: the checkpoint {path} has {calls}={then.get(calls)}")
     if index["tokenizer"] != tokenizer:
         there = f"the checkpoint {path} has {index['tokenizer']}"
         raise UserError(f"data_dir={config.data_dir}: its tokenizer is {tokenizer}, but {there}")
@@ -323,18 +316,12 @@ def refuse_contradictions(path, index, config, tokenizer, data=None):
 
 
 def other_data(index, data):
-    """Return how `data`, a `data.identity`, differs from the data of a checkpoint's index, or "".
-
-    `made_from` is only printed: it has absolute paths and times, which differ after the data was moved.
-    """
+    """Return how `data`, a `data.identity`, differs from the data of a checkpoint's index, or ""."""
     there = index.get("data")
     if not there or not data or all(there.get(name) == data[name] for name in ("dtype", "tokens", "crc32")):
         return ""
-    texts = []
-    for x in (data, there):
-        source = f", made from {json.dumps(x['made_from'])}" if x.get("made_from") else ""
-        texts.append(f"{x.get('tokens')} tokens of {x.get('dtype')} with the CRC-32 {x.get('crc32')}{source}")
-    return f"{texts[0]}, the checkpoint's has {texts[1]}"
+    ours, theirs = (f"{x['tokens']} tokens of {x['dtype']} with the CRC-32 {x['crc32']}" for x in (data, there))
+    return f"{ours}, the checkpoint's has {theirs}"
 
 
 def to_resume(config, tokenizer, data=None):
@@ -359,6 +346,9 @@ def to_resume(config, tokenizer, data=None):
     return path
 
 
+# --- load -------------------------------------------------------------------------------------------------------------
+
+
 @torch.no_grad()
 def load(path, zero):
     """Fill the buckets' master weights and moments from the checkpoint `path`, and verify them.
@@ -367,43 +357,42 @@ def load(path, zero):
     `zero.parameters_from_master` to set the parameters. Raises the same UserError on all ranks if a file is missing,
     damaged, or of another shape.
     """
-    index, world = read_index(path), zero.mesh.world
-    sums = agree(world, UserError, partial(_read_arrays, Path(path), index, zero))
-    sums = _added_over_copies(sums, zero)
-    agree(world, UserError, partial(_compare, path, index, sums))
-    if "sums" not in index and world.rank == 0:
-        print(f"{path} has no checksums, because an older version saved it: it is not verified", file=sys.stderr)
+    folder, index, mesh = Path(path), read_index(path), zero.mesh
+    mine = [array for bucket in zero.buckets.values() for array in arrays(bucket, *bucket.owned)]
+
+    def read_all():
+        jobs = [(check_array(folder, index, name, piece.spec), piece, flat) for name, piece, flat in mine]
+        return in_threads(partial(read, mesh.tp, np.dtype(index["dtype"])), jobs)
+
+    terms = agree(mesh.world, UserError, read_all)
+    # Add the terms of the ranks that have read one copy of an array together: its shards over dp, its cuts over tp.
+    # Every copy gets its own sum, so a rank that has read wrong bytes notices it even if other ranks read right ones.
+    sums = int64(zero, [name for name, *_ in mine], terms)
+    if zero.config.zero >= 1:
+        sums = all_reduce(sums, mesh.dp, "checksums").wait()
+    cut = torch.tensor([piece.spec.tp_dim is not None for _, piece, _ in mine], device=zero.device)
+    sums = torch.where(cut, all_reduce(sums * cut, mesh.tp, "checksums").wait(), sums).tolist()
+
+    def verify_all():
+        for (name, *_), total in zip(mine, sums, strict=True):
+            verify(folder, index, name, total)
+
+    agree(mesh.world, UserError, verify_all)
 
 
-def _read_arrays(folder, index, zero):
-    """Read this rank's elements of all arrays. Return {file name: their terms in the file's sum}."""
-    jobs = []
-    for bucket in zero.buckets.values():
-        for name, piece, flat in files(bucket, *bucket.owned):
-            jobs.append((check_array(folder, index, name, piece.spec), piece, flat, zero.mesh.tp))
-    read = partial(_read_array, dtype=np.dtype(index["dtype"]))
-    with ThreadPoolExecutor(THREADS) as pool:
-        sums = list(pool.map(read, *zip(*jobs, strict=True))) if jobs else []
-    return {path.name: total for (path, *_), total in zip(jobs, sums, strict=True)}
-
-
-def _read_array(path, piece, flat, tp, dtype):
+def read(tp, dtype, path, piece, flat):
     """Read one piece of an array into `flat`. Return its terms in the file's sum."""
     direct = flat.device.type == "cpu" and flat.numpy().dtype == dtype
-    local, total = flat.numpy() if direct else np.empty(piece.end - piece.begin, dtype), 0
-    with explained(path), open(path, "rb", buffering=0) as file:
-        for rows, offset, stride in groups(piece, local, tp):
-            for i, row in enumerate(rows):
-                at = offset + i * stride
-                while len(row):  # one call may read only a part
-                    count = os.preadv(file.fileno(), [row], at)
-                    if not count:
-                        raise UserError(f"{path}: became shorter while it was read")
-                    row, at = row[count:], at + count
-            total += checksum.of_rows(rows, offset, stride)
+    local, terms = flat.numpy() if direct else np.empty(piece.end - piece.begin, dtype), 0
+    with using(path), open(path, "rb") as file:
+        for at, place, length in runs(piece.spec, piece.begin, piece.end, tp.rank, tp.size):
+            run, offset = local[at - piece.begin :][:length], place * local.itemsize
+            file.seek(offset)
+            file.readinto(run)
+            terms += checksum(run, offset)
     if not direct:
         flat.copy_(torch.from_numpy(local))
-    return total
+    return terms
 
 
 def check_array(folder, index, name, spec):
@@ -412,38 +401,23 @@ def check_array(folder, index, name, spec):
     if shape != list(spec.shape):
         raise UserError(f"{folder}: {spec.name} has the shape {shape}, the model needs {list(spec.shape)}")
     size = math.prod(shape) * np.dtype(index["dtype"]).itemsize
-    with explained(path):
-        if path.stat().st_size != size:
-            raise UserError(f"{path}: {path.stat().st_size} bytes instead of {size}: damaged")
+    with using(path):
+        found = path.stat().st_size
+    if found != size:
+        raise damaged(path, f"{found} bytes instead of {size}")
     return path
 
 
-def _added_over_copies(sums, zero):
-    """Add the terms of the ranks that have read one copy of an array together: its shards over dp, its cuts over tp.
-
-    Every copy gets its own sum, so a rank that has read wrong bytes notices this even if other ranks read right ones.
-    """
-    zero.mesh.ledger.phase = "setup"
-    pieces = {name: (b, p) for b in zero.buckets.values() for name, p, _ in files(b, *b.owned, empty=True)}
-    terms = torch.tensor([checksum.signed(sums.get(name, 0)) for name in pieces], device=zero.device)
-    if any(bucket.stage >= 1 for bucket, _ in pieces.values()):
-        terms = all_reduce(terms, zero.mesh.dp, "checksums").wait()
-    cut = torch.tensor([piece.spec.tp_dim is not None for _, piece in pieces.values()], device=zero.device)
-    over_tp = all_reduce(terms * cut, zero.mesh.tp, "checksums").wait()
-    return dict(zip(pieces, torch.where(cut, over_tp, terms).tolist(), strict=True))
-
-
-def _compare(path, index, sums):
-    """Raise UserError if a sum differs from the index. sums: {file name: sum of its content}."""
-    for name, total in sums.items():
-        if "sums" in index and index["sums"].get(name) != checksum.as_text(total):
-            raise UserError(f"{path}/{name}: damaged: its content does not match its checksum{REMEDY}")
+def verify(folder, index, name, total):
+    """Raise UserError if `total`, signed or not, is not the sum of this array in the index."""
+    if int(index["sums"][name], 16) != total % (1 << 64):
+        raise damaged(folder / name)
 
 
 def read_tensor(folder, index, spec):
     """Return a whole weight of a checkpoint, verified, as a numpy array of the ParamSpec's shape. Raises UserError."""
     path = check_array(folder, index, spec.name, spec)
-    with explained(path):
+    with using(path):
         whole = np.fromfile(path, index["dtype"])
-    _compare(folder, index, {spec.name: checksum.of_bytes(whole)})
+    verify(folder, index, spec.name, checksum(whole))
     return whole.reshape(spec.shape)
