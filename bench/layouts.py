@@ -12,11 +12,9 @@ gradients as views into buckets, no unnecessary copies or messages. Its model is
 import contextlib
 import gc
 import itertools
-import multiprocessing
-import statistics
 import tempfile
 import time
-from pathlib import Path
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,14 +22,14 @@ from torch import nn
 
 import train
 from bench.plain import STEADY, Plain, loss_of, make_optimizer, samples
-from bench.tables import print_row, ratios, spread
+from bench.tables import ratios, spread
 from config import Config, check
 from errors import UserError
 from parallel.comm import all_reduce
 from parallel.layout import split
 from parallel.mesh import Mesh
 
-ROW = "{:<26}{:>4}{:>16}{:>16}{:>18}{:>18}{:>9}  {}"
+ROW = "{:<26}{:>4}{:>16}{:>16}{:>18}{:>18}  {}"
 
 
 def measure(layers: int = 4, hidden: int = 256, seq: int = 128, vocab: int = 2048, repeats: int = 15, only: str = ""):
@@ -47,19 +45,18 @@ def measure(layers: int = 4, hidden: int = 256, seq: int = 128, vocab: int = 204
     if vocab % 128:
         raise UserError(f"--vocab={vocab}: should be a multiple of 128; PyTorch's model has no padding")
     fields = dict(num_layers=layers, hidden_size=hidden, seq_length=seq, vocab_size=vocab, num_attention_heads=8)
-    for _, processes, ours, *_ in (row for row in LAYOUTS if only in row[0]):
-        c = Config(**fields, **ours, **STEADY, micro_batch_size=4, global_batch_size=32, dtype="fp32")
-        train.refuse_too_large(c, check(c, processes), torch.device("cpu"))
+    check(Config(**fields, **STEADY, micro_batch_size=4, global_batch_size=32, dtype="fp32"), 1)
     print(
         f"PyTorch {torch.__version__}, Gloo, one thread per process; {layers} layers of {hidden}, {seq} tokens, "
         f"vocabulary {vocab}, fp32\nms per step of n processes; ratio: ours / PyTorch's; median (smallest-largest) of "
         f"{repeats}"
     )
-    print_row(ROW, "", "n", "ours, ms", "PyTorch's, ms", "ratio", "by CPU time", "ours is", "against")
-    for processes in sorted({row[1] for row in LAYOUTS}):
+    print(ROW.format("", "n", "ours, ms", "PyTorch's, ms", "ratio", "by CPU time", "against"))
+    for processes in (1, 2, 4):
         names = [name for name, n, *_ in LAYOUTS if n == processes and only in name]
         if names:
-            together(processes, in_turns, names, fields, repeats)
+            with tempfile.TemporaryDirectory() as folder:
+                torch.multiprocessing.spawn(work, (f"{folder}/x", processes, names, fields, repeats), nprocs=processes)
 
 
 # --- theirs -----------------------------------------------------------------------------------------------------------
@@ -70,14 +67,9 @@ def measure(layers: int = 4, hidden: int = 256, seq: int = 128, vocab: int = 204
 
 
 def clip(optimizer, c):
-    """Clip the gradients. Return their norm before clipping."""
-    norms = []
-    for params in (
-        [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, dist.tensor.DTensor) == cut]
-        for cut in (False, True)
-    ):
-        norm = nn.utils.get_total_norm([p.grad for p in params], foreach=True)
-        norms.append(norm.full_tensor() if isinstance(norm, dist.tensor.DTensor) else norm)
+    """Clip the gradients. Return their norm before clipping. A group has only DTensors, or none."""
+    norms = [nn.utils.get_total_norm([p.grad for p in g["params"]], foreach=True) for g in optimizer.param_groups]
+    norms = [norm.full_tensor() if isinstance(norm, dist.tensor.DTensor) else norm for norm in norms]
     norm = torch.linalg.vector_norm(torch.stack(norms))
     for group in optimizer.param_groups:
         nn.utils.clip_grads_with_norm_(group["params"], c.clip_grad, norm, foreach=True)
@@ -219,51 +211,45 @@ def pipelining(c, mesh, batches, schedule, chunks=1, vee=False):
     return step
 
 
-LAYOUTS = [  # name, processes, our fields, micro-batches, name of PyTorch's variant, its function, its options
-    ("one process", 1, {}, 2, "eager", one_process, {}),
-    ("dp=2", 2, {}, 2, "DistributedDataParallel", ddp, {}),
-    ("dp=2 zero=2", 2, {"zero": 2}, 2, "fully_shard, ZeRO-2", fsdp, {"free_after_forward": False}),
-    ("dp=2 zero=3", 2, {"zero": 3}, 2, "fully_shard, ZeRO-3", fsdp, {"free_after_forward": True}),
-    ("tp=2", 2, {"tp": 2}, 2, "DTensor", dtensor, {}),
-    ("tp=2 sequence_parallel", 2, {"tp": 2, "sequence_parallel": True}, 2, "DTensor, SequenceParallel", dtensor, {}),
-    ("pp=2 gpipe", 2, {"pp": 2, "schedule": "gpipe"}, 4, "ScheduleGPipe", pipelining, {"schedule": "ScheduleGPipe"}),
-    ("pp=2 1f1b", 2, {"pp": 2}, 4, "Schedule1F1B", pipelining, {"schedule": "Schedule1F1B"}),
+LAYOUTS = [  # name, processes, our fields, micro-batches, name of PyTorch's variant, its function
+    ("one process", 1, {}, 2, "eager", one_process),
+    ("dp=2", 2, {}, 2, "DistributedDataParallel", ddp),
+    ("dp=2 zero=2", 2, {"zero": 2}, 2, "fully_shard, ZeRO-2", partial(fsdp, free_after_forward=False)),
+    ("dp=2 zero=3", 2, {"zero": 3}, 2, "fully_shard, ZeRO-3", partial(fsdp, free_after_forward=True)),
+    ("tp=2", 2, {"tp": 2}, 2, "DTensor", dtensor),
+    ("tp=2 sequence_parallel", 2, {"tp": 2, "sequence_parallel": True}, 2, "DTensor, SequenceParallel", dtensor),
+    (
+        "pp=2 gpipe", 2, {"pp": 2, "schedule": "gpipe"}, 4,
+        "ScheduleGPipe", partial(pipelining, schedule="ScheduleGPipe"),
+    ),
+    ("pp=2 1f1b", 2, {"pp": 2}, 4, "Schedule1F1B", partial(pipelining, schedule="Schedule1F1B")),
     (
         "pp=2 interleaved chunks=2", 2, {"pp": 2, "schedule": "interleaved", "chunks": 2}, 4,
-        "ScheduleInterleaved1F1B", pipelining, {"schedule": "ScheduleInterleaved1F1B", "chunks": 2},
+        "ScheduleInterleaved1F1B", partial(pipelining, schedule="ScheduleInterleaved1F1B", chunks=2),
     ),
     (
         "pp=2 zb-h1", 2, {"pp": 2, "schedule": "zb-h1"}, 4,
-        "ScheduleInterleavedZeroBubble", pipelining, {"schedule": "ScheduleInterleavedZeroBubble", "chunks": 2},
+        "ScheduleInterleavedZeroBubble", partial(pipelining, schedule="ScheduleInterleavedZeroBubble", chunks=2),
     ),
     (
         "pp=2 zb-h2", 2, {"pp": 2, "schedule": "zb-h2"}, 4,
-        "ScheduleZBVZeroBubble", pipelining, {"schedule": "ScheduleZBVZeroBubble", "chunks": 2, "vee": True},
+        "ScheduleZBVZeroBubble", partial(pipelining, schedule="ScheduleZBVZeroBubble", chunks=2, vee=True),
     ),
     (
         "pp=2 zb-v chunks=2", 2, {"pp": 2, "schedule": "zb-v", "chunks": 2}, 4,
-        "ScheduleZBVZeroBubble", pipelining, {"schedule": "ScheduleZBVZeroBubble", "chunks": 2, "vee": True},
+        "ScheduleZBVZeroBubble", partial(pipelining, schedule="ScheduleZBVZeroBubble", chunks=2, vee=True),
     ),
-    ("dp=4", 4, {}, 2, "DistributedDataParallel", ddp, {}),
-    ("dp=4 zero=3", 4, {"zero": 3}, 2, "fully_shard, ZeRO-3", fsdp, {"free_after_forward": True}),
-    ("tp=4", 4, {"tp": 4}, 2, "DTensor", dtensor, {}),
-    ("pp=4 1f1b", 4, {"pp": 4}, 8, "Schedule1F1B", pipelining, {"schedule": "Schedule1F1B"}),
+    ("dp=4", 4, {}, 2, "DistributedDataParallel", ddp),
+    ("dp=4 zero=3", 4, {"zero": 3}, 2, "fully_shard, ZeRO-3", partial(fsdp, free_after_forward=True)),
+    ("tp=4", 4, {"tp": 4}, 2, "DTensor", dtensor),
+    ("pp=4 1f1b", 4, {"pp": 4}, 8, "Schedule1F1B", partial(pipelining, schedule="Schedule1F1B")),
 ]  # fmt: skip
 
 
 # --- the timing -------------------------------------------------------------------------------------------------------
 
 
-def in_turns(names, fields, repeats):
-    """Measure each named layout, on every rank. Rank 0 prints each row of the table as soon as it is measured."""
-    for row in LAYOUTS:
-        if row[0] in names:
-            cells = measured(*row, fields, repeats)
-            if not dist.is_initialized() or dist.get_rank() == 0:
-                print_row(ROW, *cells)
-
-
-def measured(name, processes, ours, count, against, theirs, options, fields, repeats):
+def measured(name, processes, ours, count, against, theirs, fields, repeats):
     """Return the table's cells of one row of LAYOUTS. Raises UserError if ours and theirs do not train the same."""
     sizes = {"tp": 1, "pp": 1} | ours
     mesh = Mesh(sizes["tp"], sizes["pp"])
@@ -273,7 +259,7 @@ def measured(name, processes, ours, count, against, theirs, options, fields, rep
     generator = torch.Generator().manual_seed(c.seed)
     tokens = torch.randint(c.vocab_size, (count, mesh.dp.size, 4, c.seq_length + 1), generator=generator)
     mine = samples(tokens[:, mesh.dp.rank])
-    steps = [our_step(c, mesh, mine), theirs(c, mesh, mine, **options)]
+    steps = [our_step(c, mesh, mine), theirs(c, mesh, mine)]
     for i in range(3):
         ours_did, (loss, norm) = (step() for step in steps)
         check_same(name, i + 1, ours_did, (whole_loss(mesh, loss), norm.item()))
@@ -282,12 +268,8 @@ def measured(name, processes, ours, count, against, theirs, options, fields, rep
         which = (0, 1, 1, 0)[i % 4]
         for kind, value in zip(times, timed(steps[which]), strict=True):
             kind[which].append(value)
-    ours, theirs = times[0]
-    ratio, cpu_ratio = (ratios(*kind) for kind in times)
-    low, _, high = statistics.quantiles(ratio, n=4) if len(ratio) > 1 else ratio * 3
-    verdict = "faster" if high < 1 else "slower" if low > 1 else "as fast"
-    milliseconds = spread(ours, "{:.0f}"), spread(theirs, "{:.0f}")
-    return [name, processes, *milliseconds, spread(ratio), spread(cpu_ratio), verdict, against]
+    milliseconds = [spread(values, "{:.0f}") for values in times[0]]
+    return [name, processes, *milliseconds, *(spread(ratios(*kind)) for kind in times), against]
 
 
 def our_step(c, mesh, batches):
@@ -330,35 +312,16 @@ def timed(step):
     return 1000 * (time.perf_counter() - start), 1000 * cpu.item()
 
 
-def together(processes, function, *arguments):
-    """Run `function(*arguments)` in this many processes joined by Gloo. Return rank 0's result."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        here, there = context.Pipe()
-        inputs = there, str(Path(folder, "rendezvous")), processes, function, arguments
-        workers = [context.Process(target=work, args=(rank, *inputs), daemon=True) for rank in range(processes)]
-        for worker in workers:
-            worker.start()
-        there.close()
-        try:
-            return here.recv()
-        except EOFError:
-            raise UserError(f"the {processes} processes failed; their errors are printed above") from None
-        finally:
-            for worker in workers:
-                worker.join(10)
-
-
-def work(rank, answer, rendezvous, processes, function, arguments):
-    """Run one process of `together`. Rank 0 sends the result of `function` through the pipe `answer`."""
+def work(rank, rendezvous, processes, names, fields, repeats):
+    """Measure the named layouts on this rank. Rank 0 prints each row of the table as soon as it is measured."""
     torch.set_num_threads(1)  # one core per process, if the machine has enough
-    if rank:
-        answer.close()
     if processes > 1:
         dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=processes)
-    result = function(*arguments)
-    if rank == 0:
-        answer.send(result)
+    for row in LAYOUTS:
+        if row[0] in names:
+            cells = measured(*row, fields, repeats)
+            if rank == 0:
+                print(ROW.format(*cells), flush=True)
     if processes > 1:
         dist.destroy_process_group()
         gc.collect()  # ends the groups' threads, as in parallel/processes.py

@@ -116,12 +116,6 @@ def test_a_measurement_of_nothing_is_refused(monkeypatch, name, first):
         command_line.main()
 
 
-def test_a_layout_that_needs_more_than_the_memory_is_refused(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["bench", "layouts", "--hidden=1000000", "--only=one process"])
-    with pytest.raises(UserError, match=r"hidden_size=1000000, .*: needs at least [\d,.]+ GB of memory; this rank has"):
-        command_line.main()
-
-
 def test_prepare_needs_only_the_tokenizers_that_it_measures(monkeypatch):
     loaded = []
     monkeypatch.setattr(bench_prepare, "load_tokenizer", lambda name: loaded.append(name))
@@ -149,11 +143,6 @@ def test_layouts_in_processes_of_their_own():
     sizes = "--repeats=1", "--layers=2", "--hidden=64", "--seq=32", "--vocab=256"
     rows = bench("layouts", *sizes, "--only=dp=2").splitlines()[3:]
     assert [row.split("  ")[0] for row in rows] == ["dp=2", "dp=2 zero=2", "dp=2 zero=3"]
-    assert [row.split("  ")[-1] for row in rows] == [
-        "DistributedDataParallel",
-        "fully_shard, ZeRO-2",
-        "fully_shard, ZeRO-3",
-    ]
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
