@@ -37,13 +37,14 @@ from collections import Counter, deque
 import torch
 
 import reference
-from accounts.memory import OLDER, SUMS
 from errors import UserError
 from log import PendingStep
 from parallel import schedules
 from parallel.comm import all_reduce
 from parallel.optimizer import learning_rate
-from parallel.pipeline import Executor
+from parallel.pipeline import METHODS, Executor
+
+OLDER, SUMS = "older versions of parameters", "gradients that wait for holders"  # the names of buffers in tables
 
 
 class Versions:
@@ -126,6 +127,7 @@ class PipeDream(Executor):
 
     def __init__(self, model, zero, config, mesh, layout, schedule, timers):
         super().__init__(model, zero, config, mesh, layout, schedule, timers)
+        self.methods = METHODS | {"U": ("update", "optimizer")}
         names = sorted(zero.buckets)  # the same order on all ranks
         self.weights = weights = [Versions(zero, name, layout.holders(name), schedule) for name in names]
         older = [flat for w in weights for flat in (*w.spare, w.flats[0])]  # these change places during a call
