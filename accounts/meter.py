@@ -18,7 +18,6 @@ import torch
 from accounts.memory import PEAK, RECOMPUTED
 from parallel.pipeline import Unwatched
 
-
 STATES = ("parameters", "gradients", "master weights", "moments")
 
 
