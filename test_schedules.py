@@ -1,24 +1,21 @@
 """Schedules have each action once in a possible order, the papers' bubbles, and messages that never deadlock.
 
 The rules for a list of actions are written here again, from what each action needs. So the checker of schedules.py is
-tested too. The published numbers are data below. The drawings and the command line are tested at the end.
+tested too. The published numbers are data below. The drawings are tested at the end.
 """
 
 import contextlib
 import itertools
 import json
-import re
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from accounts import draw
 from accounts.draw import main
-from errors import UserError, exit_on_user_error
+from errors import UserError
 from parallel import schedules
 from parallel.schedules import (
     SCHEDULES,
@@ -45,17 +42,21 @@ UNIT = {"F": 1, "B": 1, "I": 1, "W": 1}
 def all_of_them(stages, microbatches):
     """Yield (name, p, m, chunks) for each schedule and each of these sizes that the schedule accepts."""
     for name, p, m in itertools.product(SCHEDULES, stages, microbatches):
-        if name == "interleaved":
-            yield from ((name, p, m, v) for v in (2, 3) if m % p == 0)
-        elif name == "zb-v":
-            yield name, p, m, 2
-        elif name == "chimera":
-            if p % 2 == 0 or p == 1:
-                yield name, p, m, 1
-        else:
-            with contextlib.suppress(UserError):  # an added schedule may refuse some sizes
-                SCHEDULES[name](p, m, usual_chunks(name))
-                yield name, p, m, usual_chunks(name)
+        for chunks in (2, 3) if name == "interleaved" else [usual_chunks(name)]:
+            with contextlib.suppress(UserError):
+                SCHEDULES[name](p, m, chunks)
+                yield name, p, m, chunks
+
+
+def test_every_size_that_a_schedule_can_have_is_accepted():
+    """The other tests leave out the sizes that a schedule refuses."""
+    accepted = set(all_of_them(range(1, 9), range(1, 13)))
+    for p, m in itertools.product(range(1, 9), range(1, 13)):
+        wanted = {(name, p, m, 1) for name in ("gpipe", "1f1b", "zb-h1", "zb-h2", "pipedream")} | {("zb-v", p, m, 2)}
+        wanted |= {("chimera", p, m, 1)} if p % 2 == 0 or p == 1 else set()
+        wanted |= {("interleaved", p, m, v) for v in (2, 3) if m % p == 0}
+        wanted |= {("pipedream-2bw", p, m, 1)} if m % p == 0 else set()
+        assert wanted <= accepted
 
 
 def updated_after(name, p, m):
@@ -69,7 +70,7 @@ def updated_after(name, p, m):
 def test_every_action_once_in_an_order_that_can_be():
     """For any m, also m < p and m = 1: no action is missing, and none starts before its inputs have arrived."""
     comm = 0.3
-    for sizes in all_of_them(range(1, 9), range(1, 13)):
+    for sizes in all_of_them(range(1, 6), range(1, 12)):
         schedule = build(*sizes)
         name, p, m, _ = sizes
         assert schedule.name == name and len(schedule.actions) == p and schedule.microbatches == m
@@ -95,24 +96,23 @@ def test_every_action_once_in_an_order_that_can_be():
             assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(own))
 
 
-def test_each_rank_holds_its_stages():
-    for name in ("gpipe", "1f1b", "zb-h1", "zb-h2"):
-        schedule = build(name, 4, 8)
-        assert schedule.parts == schedule.placement == [0, 1, 2, 3] and pipelines(schedule) == [[0, 1, 2, 3]]
-    schedule = build("interleaved", 4, 8, 2)
-    assert schedule.parts == list(range(8)) and schedule.placement == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert pipelines(schedule) == [list(range(8))]
-    schedule = build("zb-v", 4, 8, 2)
-    assert schedule.parts == list(range(8)) and schedule.placement == [0, 1, 2, 3, 3, 2, 1, 0]
-    schedule = build("chimera", 4, 8)
-    assert schedule.parts == [0, 1, 2, 3, 0, 1, 2, 3] and schedule.placement == [0, 1, 2, 3, 3, 2, 1, 0]
+def test_each_rank_holds_its_parts():
+    down, vee = [0, 1, 2, 3], [0, 1, 2, 3, 3, 2, 1, 0]
+    for name, parts, placement in [
+        *((name, down, down) for name in ("gpipe", "1f1b", "zb-h1", "zb-h2")),
+        ("interleaved", list(range(8)), down * 2),
+        ("zb-v", list(range(8)), vee),
+        ("chimera", down * 2, vee),
+    ]:
+        schedule = build(name, 4, 8, usual_chunks(name))
+        assert (schedule.parts, schedule.placement) == (parts, placement)
     assert pipelines(schedule) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert [upstream(schedule, c) for c in range(8)] == [None, 0, 1, 2, None, 4, 5, 6]
     assert [downstream(schedule, c) for c in range(8)] == [1, 2, 3, None, 5, 6, 7, None]
 
 
 def test_in_chimera_half_of_the_micro_batches_go_each_way():
-    for p, m in itertools.product((2, 4, 6, 8), range(1, 20)):
+    for p, m in itertools.product((2, 4), range(1, 10)):
         schedule = build("chimera", p, m)
         down, up = pipelines(schedule)
         assert routes(schedule) == {j: up if j % 2 else down for j in range(m)}
@@ -122,22 +122,12 @@ def short(actions):
     return " ".join(f"{kind}{j}" for kind, j, _ in actions)
 
 
-@pytest.mark.parametrize(
-    "name, list_of_it",
-    [
-        ("gpipe", "F0 F1 F2 B0 B1 B2"),
-        ("1f1b", "F0 B0 F1 B1 F2 B2"),
-        ("chimera", "F0 B0 F1 B1 F2 B2"),
-        ("interleaved", "F0 B0 F1 B1 F2 B2"),
-        ("zb-h1", "F0 I0 W0 F1 I1 W1 F2 I2 W2"),
-        ("zb-h2", "F0 I0 W0 F1 I1 W1 F2 I2 W2"),
-        ("zb-v", "F0 I0 W0 F1 I1 W1 F2 I2 W2"),
-    ],
-)
-def test_one_stage(name, list_of_it):
-    schedule = build(name, 1, 3)
-    assert short(schedule.actions[0]) == list_of_it and schedule.parts == schedule.placement == [0]
-    assert simulate(schedule, COST).bubble == pytest.approx(0) and messages(schedule) == []
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "chimera", "interleaved", "zb-h1", "zb-h2", "zb-v"])
+def test_one_stage(name):
+    schedule = build(name, 1, 2)
+    lists = {"gpipe": "F0 F1 B0 B1", "zb": "F0 I0 W0 F1 I1 W1"}
+    assert short(schedule.actions[0]) == lists.get(name.partition("-")[0], "F0 B0 F1 B1")
+    assert schedule.parts == schedule.placement == [0] and messages(schedule) == []
 
 
 def test_the_papers_pictures():
@@ -175,16 +165,11 @@ def test_the_vees_picture():
     "arguments, message",
     [
         (("interleaved", 4, 6, 2), "microbatches=6: interleaved needs a multiple of stages=4, such as 4 or 8"),
-        (("interleaved", 4, 3, 2), "microbatches=3: interleaved needs a multiple of stages=4, such as 4"),
         (("interleaved", 4, 8, 1), "chunks=1: interleaved needs 2 or more chunks per rank (with one it would be 1f1b)"),
         (("chimera", 3, 4), "stages=3: chimera needs an even number, such as 2 or 4 (any microbatches)"),
-        (("chimera", 4, 4, 2), "chunks=2: chimera does not cut a rank's share into chunks; interleaved and zb-v do"),
         (("1f1b", 4, 8, 2), "chunks=2: 1f1b does not cut a rank's share into chunks; interleaved and zb-v do"),
         (("zb-v", 4, 8, 1), "chunks=1: zb-v needs 2 per rank, one on the way down and one on the way up"),
-        (("zb-v", 1, 8, 3), "chunks=3: zb-v needs 2 per rank, one on the way down and one on the way up"),
         (("1f1b", 0, 8), "stages=0: should be 1 or more"),
-        (("1f1b", 4, 0), "microbatches=0: should be 1 or more"),
-        (("interleaved", 4, 8, 0), "chunks=0: should be 1 or more"),
         (("zb-h3", 4, 8), f"schedule=zb-h3: should be one of {', '.join(SCHEDULES)}"),
     ],
 )
@@ -213,49 +198,10 @@ def test_the_zero_bubble_papers_rates_to_all_four_decimals(p, m, F, I, W, comm, 
     assert {name: round(simulate(build(name, p, m), cost, comm).bubble, 4) for name in published} == published
 
 
-def test_bubbles_in_closed_form():
-    """The simulated bubble equals the formula for every size and cost in its range. Messages take no time here."""
-    for p, m in itertools.product(range(1, 9), (*range(1, 10), 12, 16, 24)):
-        for F, I, W in [(1, 1, 1), (1, 1.2, 0.9), (2, 3, 0.5)]:
-            cost = {"F": F, "B": I + W, "I": I, "W": W}
-            for name in ("gpipe", "1f1b"):
-                assert simulate(build(name, p, m), cost).bubble == pytest.approx((p - 1) / (m + p - 1))
-            for v in (2, 3, 4) if p > 1 and m % p == 0 else ():
-                bubble = simulate(build("interleaved", p, m, v), cost).bubble
-                assert bubble == pytest.approx((p - 1) / (v * m + p - 1))
-            for name, factor, enough in [("zb-h1", 1, p), ("zb-h2", 2, 2 * p - 1)]:
-                idle = (p - 1) * (F + I - factor * W)
-                if m >= enough:
-                    bubble = simulate(build(name, p, m), cost).bubble
-                    assert bubble == pytest.approx(idle / (m * (F + I + W) + idle), abs=1e-9)
-            if p > 1 and m >= 2 * p - 1:
-                idle = (p - 1) * (I - W)  # needs W <= F <= I; 0 as published if all are equal
-                bubble = simulate(build("zb-v", p, m, 2), cost).bubble
-                assert bubble == pytest.approx(idle / (m * (F + I + W) + idle), abs=1e-9)
-        if p % 2 == 0 and m % p == 0:  # in the paper N = m, D = p; needs F = B
-            assert simulate(build("chimera", p, m), UNIT).bubble == pytest.approx((p - 2) / (2 * m + p - 2))
-
-
-def test_activations_in_flight():
-    for p, m in itertools.product(range(1, 9), (*range(1, 10), 12, 16, 24)):
-        if m >= 2 * p - 1:
-            assert simulate(build("zb-v", p, m, 2), COST).peak == [2 * p] * p  # of half a stage each
-        peak = {name: simulate(build(name, p, m), COST).peak for name in ("gpipe", "1f1b", "zb-h1", "zb-h2")}
-        assert peak["gpipe"] == [m] * p
-        assert peak["1f1b"] == [min(p - rank, m) for rank in range(p)]
-        assert peak["zb-h1"] == [min(p, m)] * p
-        assert peak["zb-h2"] == [min(2 * p - 1, m)] * p
-        if p % 2 == 0 and m >= p:  # the paper: from p/2 + 1 at the ends to p in the middle
-            assert simulate(build("chimera", p, m), COST).peak == [p // 2 + 1 + min(r, p - 1 - r) for r in range(p)]
-        if p > 1 and m % p == 0:
-            for v in (2, 3):
-                wanted = [min((v - 1) * p + 2 * (p - 1 - rank) + 1, v * m) for rank in range(p)]
-                assert simulate(build("interleaved", p, m, v), COST).peak == wanted
-
-
 def test_the_printed_formulas_are_the_simulations():
-    """Each formula that the command line prints beside a simulated number gives the same number."""
-    for name, p, m, v in all_of_them(range(2, 7), range(1, 14)):
+    """The papers' formulas give the simulated bubble and peak, in all sizes for which they hold. Each holds in some."""
+    held = set()
+    for name, p, m, v in all_of_them((2, 3, 4, 6), range(1, 14)):
         if name not in schedules.FORMULAS:  # an added schedule may have no formula
             continue
         for costs in (COST, {"F": 1, "B": 2, "I": 1, "W": 1}, {"F": 2, "B": 2, "I": 1.2, "W": 0.8}):
@@ -264,6 +210,8 @@ def test_the_printed_formulas_are_the_simulations():
             assert [schedules.by_formula(formula.peak, r=r, **letters) for r in range(p)] == line.peak
             if schedules.by_formula(formula.where, **letters):
                 assert schedules.by_formula(formula.bubble, **letters) == pytest.approx(line.bubble, abs=1e-9)
+                held.add((name, line.bubble > 0))
+    assert held >= {(name, True) for name in schedules.FORMULAS}
 
 
 def test_the_bubble_of_uneven_ranks_is_their_mean_idle_time():
@@ -331,7 +279,7 @@ def unfinished(schedule, order, per_pair=False):
 
 
 def test_messages_in_their_order_never_deadlock():
-    for sizes in all_of_them(range(2, 9), range(1, 13)):
+    for sizes in all_of_them(range(2, 6), range(1, 11)):
         schedule = build(*sizes)
         order = messages(schedule)
         assert unfinished(schedule, order) == [], sizes
@@ -414,105 +362,70 @@ def test_a_deadlock_is_explained():
         messages(schedule)
 
 
-def test_an_action_before_what_it_needs_on_its_own_rank_is_explained():
-    schedule = build("zb-h1", 2, 2)
-    actions = schedule.actions[1]
-    i, w = actions.index(Action("I", 0, 1)), actions.index(Action("W", 0, 1))
-    actions[i], actions[w] = actions[w], actions[i]
-    assert refusal(schedule) == (
-        "zb-h1: deadlock: rank 1, action 1 (W of micro-batch 0, chunk 1) waits for I of micro-batch 0, chunk 1, which "
-        "is its own action 4"
-    )
-    schedule = build("1f1b", 2, 2)
-    schedule.actions[1][:2] = reversed(schedule.actions[1][:2])
-    assert refusal(schedule) == (
-        "1f1b: deadlock: rank 1, action 0 (B of micro-batch 0, chunk 1) waits for F of micro-batch 0, chunk 1, which "
-        "is its own action 1"
-    )
+def early_w(lists):
+    lists[1].insert(0, lists[1].pop(lists[1].index(Action("W", 0, 1))))
 
 
-def test_a_skipped_action_is_named():
-    schedule = build("1f1b", 4, 8)
-    schedule.actions[2].remove(Action("B", 7, 2))
-    assert refusal(schedule) == "1f1b: rank 2 skips B of micro-batch 7, chunk 2"
-    schedule.actions[2].remove(Action("F", 5, 2))
-    assert refusal(schedule) == "1f1b: rank 2 skips F of micro-batch 5, chunk 2 (and 1 more is missing)"
-    split = build("zb-h1", 4, 8)
-    split.actions[0].remove(Action("W", 3, 0))
-    assert refusal(split) == "zb-h1: rank 0 skips W of micro-batch 3, chunk 0"
-    split.actions[0].remove(Action("I", 3, 0))
-    assert refusal(split) == "zb-h1: rank 0 skips I of micro-batch 3, chunk 0 (and 1 more is missing)"
-
-
-def test_a_skipped_micro_batch_is_named():
-    """Without m, `check` cannot see that micro-batch m-1 is missing."""
-    assert refusal(build("1f1b", 4, 7), 8) == "1f1b: micro-batch 7 of 8 is skipped: no rank has any action of it"
-    assert refusal(build("1f1b", 4, 9), 8) == "1f1b: has micro-batch 8, but the last index should be 7"
-
-
-def test_a_repeated_action_is_named():
-    schedule = build("1f1b", 4, 8)
-    schedule.actions[3].insert(6, Action("F", 2, 3))
-    assert refusal(schedule) == (
-        "1f1b: rank 3, action 6 (F of micro-batch 2, chunk 3): runs a second time; the first was action 4"
-    )
+def other_pipeline(lists):
+    lists[1][lists[1].index(Action("F", 0, 1))] = Action("F", 0, 6)
 
 
 @pytest.mark.parametrize(
-    "rank, i, action, message",
+    "name, change, message",
     [
-        (1, 0, Action("F", 0, 2), "(F of micro-batch 0, chunk 2): chunk 2 is placed on rank 2, not here"),
-        (1, 0, Action("F", 0, 4), "(F of micro-batch 0, chunk 4): micro-batches count from 0, chunks from 0 to 3"),
-        (1, 0, Action("F", -1, 1), "(F of micro-batch -1, chunk 1): micro-batches count from 0, chunks from 0 to 3"),
-        (1, 0, Action("G", 0, 1), "(G of micro-batch 0, chunk 1): kind 'G' should be F, B, I, W or U"),
+        ("1f1b", lambda lists: lists[2].remove(Action("B", 7, 2)), "rank 2 has F of micro-batch 7, chunk 2"),
+        ("zb-h1", lambda lists: lists[0].remove(Action("W", 3, 0)), "rank 0 has F and I of micro-batch 3, chunk 0"),
+        ("zb-h1", lambda lists: lists[0].remove(Action("F", 3, 0)), "rank 0 has I and W of micro-batch 3, chunk 0"),
+        ("1f1b", lambda lists: lists[2].append(Action("W", 7, 2)), "rank 2 has F and B and W of micro-batch 7"),
+        (
+            "1f1b",
+            lambda lists: lists[3].append(Action("F", 2, 3)),
+            "rank 3, action 16 (F of micro-batch 2, chunk 3): ru",
+        ),
+        ("1f1b", lambda lists: lists[1].append(Action("F", 0, 2)), "rank 1, action 16 (F of micro-batch 0, chunk 2): "),
+        ("1f1b", lambda lists: lists[1].append(Action("F", 0, 4)), "rank 1, action 16 (F of micro-batch 0, chunk 4): "),
+        ("1f1b", lambda lists: lists[1].append(Action("F", -1, 1)), "rank 1, action 16 (F of micro-batch -1, chunk 1)"),
+        ("1f1b", lambda lists: lists[1].append(Action("G", 0, 1)), "rank 1, action 16 (G of micro-batch 0, chunk 1): "),
+        ("zb-h1", early_w, "deadlock: rank 1, action 0 (W of micro-batch 0, chunk 1) waits for I of micro-batch 0, "),
+        ("chimera", other_pipeline, "micro-batch 0 has actions in chunk 0 and in chunk 6, which are in two pipelines"),
     ],
 )
-def test_an_action_in_the_wrong_place_is_named(rank, i, action, message):
-    schedule = build("1f1b", 4, 8)
-    schedule.actions[rank][i] = action
-    assert refusal(schedule) == f"1f1b: rank {rank}, action {i} {message}"
+def test_the_wrong_action_is_named(name, change, message):
+    schedule = build(name, 4, 8)
+    change(schedule.actions)
+    assert refusal(schedule).startswith(f"{name}: {message}")
 
 
-def test_a_backward_is_whole_or_in_two():
-    schedule = build("1f1b", 4, 8)
-    schedule.actions[2].append(Action("W", 7, 2))
-    assert refusal(schedule) == "1f1b: micro-batch 7, chunk 2 has B and W: should be B, or I and W"
-    mixed = build("1f1b", 2, 1)  # one stage may have B while its neighbour has I and W
+def test_a_wrong_number_of_micro_batches_is_named():
+    assert "rank 0 has no action of micro-batch 7, chunk 0" in refusal(build("1f1b", 4, 7), 8)
+    assert "a micro-batch below 8" in refusal(build("1f1b", 4, 9), 8)
+
+
+def test_one_stage_may_have_b_while_its_neighbour_has_i_and_w():
+    mixed = build("1f1b", 2, 1)
     mixed.actions[1][:] = [Action("F", 0, 1), Action("I", 0, 1), Action("W", 0, 1)]
     check(mixed)
     assert [message.producer.kind for message in messages(mixed)] == ["F", "I"]
 
 
-def test_a_micro_batch_takes_one_pipeline():
-    schedule = build("chimera", 4, 4)
-    i = schedule.actions[1].index(Action("F", 0, 1))
-    schedule.actions[1][i] = Action("F", 0, 6)
-    assert refusal(schedule) == (
-        "chimera: micro-batch 0 has actions in chunk 0's pipeline and in chunk 4's pipeline; should be in only one"
-    )
-
-
 @pytest.mark.parametrize(
     "change, message",
     [
-        (
-            dict(parts=[0, 1, 3, 2]),
-            "parts=[0, 1, 3, 2]: each pipeline should have the same parts 0, 1, 2 ...",
-        ),
-        (
-            dict(parts=[0, 1, 2, 0]),
-            "parts=[0, 1, 2, 0]: each pipeline should have the same parts 0, 1, 2 ...",
-        ),
-        (
-            dict(placement=[0, 1, 2, 4]),
-            "placement=[0, 1, 2, 4]: needs 4 items, each from 0 to 3",
-        ),
-        (dict(placement=[0, 1, 2]), "placement=[0, 1, 2]: needs 4 items, each from 0 to 3"),
-        (dict(actions=[[], [], [], []]), "no rank has anything to do"),
+        (dict(parts=[0, 1, 3, 2]), "parts=[0, 1, 3, 2]: each pipeline should have the same parts"),
+        (dict(parts=[0, 1, 2, 0]), "parts=[0, 1, 2, 0]: each pipeline should have the same parts"),
+        (dict(placement=[0, 1, 2, 4]), "placement=[0, 1, 2, 4]: should have 4 of 4 ranks"),
+        (dict(placement=[0, 1, 2]), "placement=[0, 1, 2]: should have 4 of 4 ranks"),
+        (dict(actions=[[], [], [], []]), "placement=[0, 1, 2, 3]: should have 4 of 4 ranks, with actions"),
     ],
 )
 def test_parts_and_placement_are_checked(change, message):
-    assert refusal(build("1f1b", 4, 8)._replace(**change)) == f"1f1b: {message}"
+    assert refusal(build("1f1b", 4, 8)._replace(**change)).startswith(f"1f1b: {message}")
+
+
+def test_a_schedule_function_without_a_result_is_named(monkeypatch):
+    monkeypatch.setitem(SCHEDULES, "mine", lambda stages, microbatches, chunks=1: None)
+    with pytest.raises(UserError, match="schedule=mine: its function returns None; should return a Schedule"):
+        build("mine", 2, 2)
 
 
 def test_a_cost_that_is_not_given_is_named():
@@ -535,113 +448,12 @@ def test_the_docstrings_picture_is_drawn(monkeypatch, capsys):
     assert "\n".join(f"    {line}" for line in picture) in schedules.__doc__
 
 
-def test_the_drawing(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")
-    assert drawn(capsys, "1f1b", "zb-h1", "--stages=2", "--microbatches=3") == [
-        "F forward   B backward   I input gradient   W weight gradient   .. idle",
-        "",
-        "1f1b: 2 stages, 3 micro-batches",
-        "rank 0  F0 F1 ......B0--- F2 B1--- ...B2--- ",
-        "rank 1  ...F0 B0--- F1 B1--- F2 B2--- ......",
-        "bubble 0.2500 of 12   (p-1) / (m+p-1) = 0.2500",
-        "peak   2 1 in flight   min(p-r, m) = 2 1",
-        "",
-        "zb-h1: 2 stages, 3 micro-batches",
-        "rank 0  F0 F1 ...I0 W0 F2 I1 W1 I2 W2 ",
-        "rank 1  ...F0 I0 F1 I1 W0 F2 I2 W1 W2 ",
-        "bubble 0.1000 of 10   (p-1)*(F+I-W) / (m*(F+I+W) + (p-1)*(F+I-W)) = 0.1000",
-        "peak   2 2 in flight   min(p, m) = 2 2",
-        "",
-        draw.BUBBLE,
-    ]
-
-
-def test_a_formula_is_printed_only_where_it_applies(capsys):
-    assert "(p-2) / (2*m+p-2) = 0.1111" in "".join(drawn(capsys, "chimera", "--cost=F:1,B:1"))
-    for arguments in (["--cost=F:1,B:2"], ["--cost=F:1,B:1", "--microbatches=6"]):
-        assert "(p-2)" not in "".join(drawn(capsys, "chimera", *arguments))
-
-
-def test_costs_and_messages_are_drawn(capsys):
-    """--cost is for a whole stage, so each of two chunks takes half. The default of B is I + W."""
-    lines = drawn(capsys, "interleaved", "zb-h1", "--stages=2", "--microbatches=2", "--cost=F:2,I:3,W:1", "--comm=0.5")
-    assert sum(line.endswith(" at --comm=0") for line in lines) == 2  # the bubbles' formulas
-    stage = {"F": 2, "I": 3, "W": 1, "B": 4}
-    half = {kind: duration / 2 for kind, duration in stage.items()}
-    for sizes, cost in [(("interleaved", 2, 2, 2), half), (("zb-h1", 2, 2), stage)]:
-        line = simulate(build(*sizes), cost, 0.5)
-        assert any(text.startswith(f"bubble {line.bubble:.4f} of {line.span:.4g} ") for text in lines)
-    assert draw.parse_cost("B:5,F:0.5") == {"F": 0.5, "B": 5, "I": 1, "W": 1}
-
-
-@pytest.mark.parametrize("columns", [40, 80, 120, 200])
-def test_the_drawing_fits_the_terminal(monkeypatch, capsys, columns):
-    """No row is longer than the terminal, and all schedules have the same time axis."""
-    monkeypatch.setenv("COLUMNS", str(columns))
-    names = ["gpipe", "1f1b", "interleaved", "zb-h2"]
-    lines = drawn(capsys, *names, "--stages=8", "--microbatches=16", "--cost=F:1,I:1.3,W:0.7")
-    rows = [line for line in lines if line.startswith("rank ")]
-    assert len(rows) == 8 * len(names) and max(len(row) for row in rows) <= columns
-    assert ("F15" in "".join(rows)) == (columns >= 200)
-    lengths = [len(row) for row in rows[::8]]
-    assert lengths[0] == lengths[1] > lengths[2] > lengths[3]
-
-
-@pytest.mark.parametrize("cost", ["F:1,B:2", "F:1,I:1.3,W:0.7"])
-def test_a_narrow_terminal_is_told_how_many_columns_the_numbers_need(monkeypatch, capsys, cost):
-    monkeypatch.setenv("COLUMNS", "80")
-    arguments = "interleaved", "zb-v", "--microbatches=12", f"--cost={cost}"
-    pattern = r"some numbers are left out: use (\d+) columns instead of 80, or --svg=FILE"
-    needed = re.fullmatch(pattern, drawn(capsys, *arguments)[-1])[1]
-    monkeypatch.setenv("COLUMNS", needed)
-    lines = drawn(capsys, *arguments)
-    numbers = [box for line in lines if line.startswith("rank ") for box in re.findall(r"[FBIW]\d+", line[8:].upper())]
-    assert len(numbers) == 4 * 12 * 2 * (2 + 3) and lines[-1] == draw.BUBBLE
-
-
-def test_several_schedules_share_one_axis_and_chunks_is_for_those_that_have_them(capsys):
-    lines = drawn(capsys, "1f1b", "interleaved", "--chunks=4")
-    assert "1f1b: 4 stages, 8 micro-batches" in lines
-    assert "interleaved: 4 stages, 8 micro-batches, 4 chunks per rank" in lines
-    assert any(line.startswith("bubble 0.0857 ") for line in lines)  # 3 / (4 * 8 + 3)
-
-
-def test_colour_where_it_can(monkeypatch, capsys):
-    """A terminal gets colours unless NO_COLOR is set and not empty. The rows are as wide as without colours."""
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    plain = drawn(capsys, "chimera")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    coloured = drawn(capsys, "chimera")
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert drawn(capsys, "chimera") == plain
-    assert "\x1b" not in "".join(plain) and "\x1b[48;5;" in "".join(coloured)
-    bare = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in coloured]
-    assert [len(line) for line in bare if line.startswith("rank")] == [len(x) for x in plain if x.startswith("rank")]
-
-
-def test_svg(tmp_path, capsys):
-    """Every action has a box with the right place and width, and all schedules have the same time axis."""
-    drawn(capsys, "1f1b", "zb-h1", f"--svg={tmp_path}/two.svg")
-    root = ElementTree.parse(tmp_path / "two.svg").getroot()
-    tag = "{http://www.w3.org/2000/svg}"
-    boxes = {}
-    for group in root.iterfind(f".//{tag}g[{tag}title]"):
-        title, rect = group.find(f"{tag}title").text, group.find(f"{tag}rect")
-        boxes.setdefault(title, []).append((float(rect.get("x")), float(rect.get("width"))))
-    assert sum(len(found) for found in boxes.values()) == 4 * (2 * 8 + 3 * 8)
-    (x0, width), other = boxes["F of micro-batch 0, chunk 0: 0 to 1"]
-    assert other == (x0, width)  # the same place in both schedules
-    ((x, _),) = boxes["B of micro-batch 7, chunk 0: 31 to 33"]
-    assert (x - x0) / 31 == pytest.approx(786 / 33, rel=1e-3)
-    assert "bubble 0.1111 of 27" in [text.text for text in root.iter(f"{tag}text")]
-
-
-def test_the_svg_is_widened_until_all_numbers_fit(tmp_path, capsys):
-    drawn(capsys, "interleaved", "--stages=8", "--microbatches=24", f"--svg={tmp_path}/wide.svg")
-    text = (tmp_path / "wide.svg").read_text()
-    assert text.count("<title>") == text.count("</text></g>") == 8 * 24 * 2 * 2
-    assert 900 < float(re.search("viewBox='0 0 ([0-9.]+) ", text)[1]) <= 3600
+def test_a_drawing_has_the_bubble_and_its_formula(capsys):
+    lines = drawn(capsys, "1f1b", "interleaved", "zb-h1", "--stages=2", "--microbatches=2", "--comm=0.5")
+    for name, v in [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)]:
+        cost = {kind: duration / v for kind, duration in {"F": 1, "B": 2, "I": 1, "W": 1}.items()}
+        line = simulate(build(name, 2, 2, v), cost, 0.5)
+        assert any(text.startswith(f"bubble {line.bubble:.4f} of {line.span:.4g} ") for text in lines), name
 
 
 # --- a recorded run ---------------------------------------------------------------------------------------------------
@@ -662,21 +474,18 @@ def trace_of(schedule, steps, chunks=1, late=0.0):
     return {"traceEvents": events, "otherData": {**other, "chunks": chunks, "step": steps[-1]}}
 
 
-@pytest.mark.parametrize("name, chunks", [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("chimera", 1)])
+@pytest.mark.parametrize("name, chunks", [("interleaved", 2), ("zb-h1", 1)])
 def test_a_recorded_run_is_drawn_under_the_ideal_one(tmp_path, capsys, name, chunks):
     schedule = build(name, 2, 4, chunks)
     trace = trace_of(schedule, [5, 6, 7], chunks)
     del trace["traceEvents"][-2]  # step 7 is not complete
     (tmp_path / "trace.json").write_text(json.dumps(trace))
-    lines = drawn(capsys, f"--trace={tmp_path}/trace.json", f"--svg={tmp_path}/trace.svg")
-    assert lines[2].startswith(f"{name}, ideal: F 1 ms, ") and lines[2].endswith(", messages no time")
-    assert f"{name}, recorded: step 6" in lines
+    lines = drawn(capsys, f"--trace={tmp_path}/trace.json")
+    assert any("step 6" in line for line in lines)
     ideal, real = (simulate(schedule, {"F": 1, "B": 2, "I": 1, "W": 1}, comm) for comm in (0, 0.25))
-    assert ideal.bubble < real.bubble
-    assert [line for line in lines if line.startswith("bubble 0")] == [
-        f"bubble {line.bubble:.4f} of {line.span:.4g} ms" for line in (ideal, real)
-    ]
-    ElementTree.parse(tmp_path / "trace.svg")
+    found = [line for line in lines if line.startswith("bubble 0")]
+    for text, line in zip(found, (ideal, real), strict=True):
+        assert text.startswith(f"bubble {line.bubble:.4f} of {line.span:.4g} ms")
 
 
 def test_a_trace_of_a_resumed_run_has_the_runs_iterations():
@@ -686,85 +495,20 @@ def test_a_trace_of_a_resumed_run_has_the_runs_iterations():
     first = SimpleNamespace(rank=0, size=1)
     record = Trace(SimpleNamespace(dp=first, tp=first, pp=first), torch.device("cpu"), 20)
     for step in (21, 22):
-        record.begin_step(2, 1)
+        record.begin_step(build("1f1b", 1, 2))
         with record.action(Action("F", 0, 0)):
             pass
         assert [event["args"]["step"] for event in record.steps[-1]] == [step]
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (
-            lambda trace: trace["traceEvents"].pop(-2),
-            "no step is complete; the last step, 3, lacks B of micro-batch 3, chunk 0 on rank 0",
-        ),
-        (
-            lambda trace: trace["traceEvents"].append(trace["traceEvents"][0]),
-            "no step is complete; the last step, 3, has more than the 16 actions of 1f1b",
-        ),
-        (lambda trace: trace["traceEvents"].clear(), "has no actions"),
-        (lambda trace: trace.pop("otherData"), "not a trace as train.py writes it (KeyError('otherData'))"),
-        (lambda trace: trace["otherData"].update(stages=10**11), "not a trace as train.py writes it (TypeError("),
-        (lambda trace: trace["traceEvents"][0]["args"].update(step=None), "not a trace as train.py writes it (Val"),
-        (lambda trace: trace["traceEvents"][0].update(ts=float("nan")), "not a trace as train.py writes it (Val"),
-        (lambda trace: trace["traceEvents"][0].update(ts=1e308), "not a trace as train.py writes it (Val"),
-        (lambda trace: trace["otherData"].update(stages="2"), "not a trace as train.py writes it (TypeError("),
-    ],
-)
-def test_a_trace_that_cannot_be_drawn(tmp_path, change, message):
+@pytest.mark.parametrize("change", [lambda trace: trace["traceEvents"].clear(), lambda trace: trace.pop("otherData")])
+def test_a_trace_that_cannot_be_drawn_is_one_line(tmp_path, change):
     trace = trace_of(build("1f1b", 2, 4), [3])
     change(trace)
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(trace))
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=str(path)):
         main([f"--trace={path}"])
-    assert str(error.value).startswith(f"--trace={path}: {message}")
-
-
-# --- the command line -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ([], "which schedule? python -m accounts.draw NAME ...; a NAME is one of gpipe, 1f1b, "),
-        (["1f1c"], "schedule=1f1c: should be one of gpipe, 1f1b, "),
-        (["1f1b", "--chunks=2"], "chunks=2: 1f1b does not cut"),
-        (["interleaved", "--chunks=0"], "chunks=0: should be 1 or more"),
-        (
-            ["1f1b", "--stages=four"],
-            "argument --stages: invalid int value: 'four' (python -m accounts.draw --help",
-        ),
-        (["1f1b", "--cost=F:1,X:2"], "--cost=F:1,X:2: 'X:2' should be one of F, B, I, W and a positive number"),
-        (["1f1b", "--cost=F:0"], "--cost=F:0: 'F:0' should be one of"),
-        (["1f1b", "--cost=F"], "--cost=F: 'F' should be one of"),
-        (["1f1b", "--comm=-1"], "--comm=-1.0: should be zero or more"),
-        (["--trace=/dev/zero"], "--trace=/dev/zero: not a regular file"),
-        (["1f1b", "--comm=1e308"], "--comm=1e+308: should be zero or more, at most 1e+06"),
-        (["1f1b", "--cost=F:1e308,B:1e308"], "--cost=F:1e308,B:1e308: 'F:1e308' should be one of F, B, I, W and a"),
-        (["1f1b", "--cost=F:1e-320"], "--cost=F:1e-320: 'F:1e-320' should be one of"),
-        (["1f1b", "--stages=99999999999"], "--stages=99999999999 --microbatches=8: 1f1b has 799,999,999,992 forwards"),
-        (["zb-v", "--stages=100", "--microbatches=101"], "--stages=100 --microbatches=101: zb-v has 20,200 forwards"),
-        (["1f1b", "--trace=x.json"], "--trace: the file names its schedule; leave out the name"),
-        (["--trace=nowhere/x.json"], "--trace=nowhere/x.json: No such file or directory"),
-        (["1f1b", "--svg=nowhere/x.svg"], "--svg=nowhere/x.svg: No such file or directory"),
-    ],
-)
-def test_mistakes_are_one_line(capsys, arguments, message):
-    with pytest.raises(SystemExit) as end:
-        exit_on_user_error(lambda: main(arguments))
-    assert end.value.code == 2
-    assert capsys.readouterr().err.startswith(f"error: {message}")
-
-
-def test_the_old_command_prints_the_new_one():
-    command = [sys.executable, "-m", "parallel.schedules", "1f1b"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    assert done.returncode == 2 and not done.stdout
-    assert (
-        done.stderr == "error: python -m parallel.schedules is now: python -m accounts.draw (with the same arguments)\n"
-    )
 
 
 def test_it_needs_no_torch():

@@ -124,10 +124,10 @@ class Model:
         return result
 
     def _peak(self, shape, m, rank):
-        """Return `memory.peak_of_activations` with one sample in a micro-batch. ZeRO does not change it."""
+        """Return `memory.activations` with one sample in a micro-batch. ZeRO does not change them."""
         numbers = shape.schedule, shape.pp, m, shape.chunks
         order = schedule(*numbers), rank, self.sizes(shape), messages(*numbers)[rank]
-        return memory.peak_of_activations(self.of(shape), *order)
+        return memory.activations(self.of(shape), *order)
 
     def sizes(self, shape):
         """Return the `memory.Sizes` of a micro-batch with one sample."""
@@ -140,4 +140,5 @@ class Model:
     def kept(self, shape, m, b, rank):
         """Return {what: bytes} that pipeline rank `rank` keeps: the table of `memory.predict`."""
         numbers = short_kept(shape.schedule, shape.pp, m), rank
-        return self.states(shape, rank) | {memory.PEAK: b * self._peak(shape._replace(dp=1, zero=0), *numbers)}
+        peaks = self._peak(shape._replace(dp=1, zero=0), *numbers)
+        return self.states(shape, rank) | {what: b * count for what, count in peaks.items()}

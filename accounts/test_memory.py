@@ -1,22 +1,20 @@
-"""Bytes kept by a rank equal the formulas exactly: model states in every stage, and the peak of activations.
+"""Bytes kept by a rank equal the formulas exactly: model states in every stage, and activations.
 
 Each of these mistakes, put in by hand, makes a test fail: a storage in two buffers counts twice; gradients in stage 2
 or parameters in stage 3 stay whole; fp32 has separate master weights; a sent tensor or an operand of W keeps its graph;
-the meter misses an output, a recomputed output or an operand; a freed message counts.
+the meter misses an output or an operand; a freed message counts.
 """
 
 import contextlib
 import gc
 import random
-import time
-import types
 
 import pytest
 import torch
 
 import train
 from accounts import memory, meter, report, traffic
-from config import Config
+from config import CHOICES, Config
 from errors import UserError
 from parallel.mesh import Mesh
 from parallel.pipeline import Unwatched
@@ -81,10 +79,6 @@ def predicted(run):
     return memory.predict(run.layout, run.schedule, run.mesh.pp.rank, sizes)
 
 
-def expected_states(run):
-    return {what: count for what, count in predicted(run).items() if what != memory.PEAK}
-
-
 def started(config, mesh=None):
     run = train.build(config, mesh or Mesh(config.tp, config.pp), torch.device("cpu"))
     run.zero.initialize(config.seed)
@@ -99,11 +93,11 @@ def check_states(configs):
             run, batches = started(config, mesh)
             train.train_step(run, batches)
             measured, where = meter.model_states(run.zero), f"{config.dtype} {config.optimizer} zero={config.zero}"
-            assert measured == expected_states(run), where
+            assert measured == {what: count for what, count in predicted(run).items() if what in meter.STATES}, where
             assert sum(measured.values()) == sum(alive().values()), where
 
 
-@pytest.mark.parametrize("dp, tp, pp", [(1, 1, 1), (3, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2)])
+@pytest.mark.parametrize("dp, tp, pp", [(1, 1, 1), (3, 1, 1), (2, 1, 2)])
 def test_model_states_equal_the_formulas(workers, dp, tp, pp):
     numbers = [("fp64", "sgd"), ("fp32", "adamw"), ("bf16", "adamw")]
     configs = [
@@ -128,27 +122,24 @@ def test_padding():
 # --- activations ------------------------------------------------------------------------------------------------------
 
 
-def peaks(configs):
-    """Return (measured peak, predicted peak) of each configuration on this rank."""
+def rows(configs):
+    """Return [(measured, predicted)] on this rank: the bytes of activations for each configuration."""
     found, mesh = [], Mesh(configs[0].tp, configs[0].pp)
     for config in configs:
         run, batches = started(config, mesh)
         with meter.Activations(run.executor) as account:
             train.train_step(run, batches)
-            deadline = time.monotonic() + 5  # Gloo's threads may free a tensor a moment after its arrival
-            while account.storages and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert account.current == 0 and not account.storages, "after a step the account must be empty"
-        assert isinstance(run.executor.meter, Unwatched)
-        found.append((account.peak, predicted(run)[memory.PEAK]))
+        assert not account.saved and not list(meter.kept_by(run.executor)), "after a step nothing is kept"
+        assert isinstance(run.executor.after_action, Unwatched)
+        found.append((account.rows(), {what: n for what, n in predicted(run).items() if what not in meter.STATES}))
     return found
 
 
-def assert_equal_peaks(results, configs):
+def assert_equal_rows(results, configs):
     for rank, found in enumerate(results):
         for (measured, expected), c in zip(found, configs, strict=True):
-            where = f"rank {rank}, {c.schedule} {c.dtype} recompute={c.recompute} dropout={c.dropout}"
-            assert measured == expected, f"{where}: {measured} instead of {expected}"
+            where = f"{c.schedule} {c.dtype} recompute={c.recompute} dropout={c.dropout} {c.activation}"
+            assert measured == expected, f"rank {rank}, {where}"
 
 
 def modes(dp, tp=1, **fields):
@@ -157,51 +148,44 @@ def modes(dp, tp=1, **fields):
     return [tiny_config(dp, tp, recompute=r, dropout=d, dtype=dtype, **fields) for r, d, dtype in numbers]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
-def test_peak_of_one_process(schedule):
-    configs = [*modes(1, schedule=schedule), tiny_config(1, dtype="fp32", micro_batch_size=24, schedule=schedule)]
-    configs += modes(1, schedule=schedule, activation="relu")
-    assert_equal_peaks([peaks(configs)], configs)
+@pytest.mark.parametrize("activation", CHOICES["activation"])
+def test_activations_of_one_process(activation):
+    """Every activation function, as autograd saves it and as I frees it."""
+    fields = dict(activation=activation)
+    configs = [c for schedule in ("1f1b", "zb-h1") for c in modes(1, schedule=schedule, **fields)]
+    configs.append(tiny_config(1, dtype="fp32", micro_batch_size=24, **fields))
+    assert_equal_rows([rows(configs)], configs)
 
 
-@pytest.mark.parametrize("tp, sp", [(2, False), (2, True), (4, True)])
-def test_peak_of_tensor_parallel_ranks(workers, tp, sp):
-    fields = dict(sequence_parallel=sp, activation="relu" if tp == 2 else "gelu")
-    configs = modes(1, tp, sequence_parallel=sp) + modes(1, tp, schedule="zb-h1", **fields)
-    assert_equal_peaks(workers.run(tp, peaks, configs), configs)
+@pytest.mark.parametrize("tp, sp", [(2, False), (2, True)])
+def test_activations_of_tensor_parallel_ranks(workers, tp, sp):
+    configs = modes(1, tp, sequence_parallel=sp) + modes(1, tp, schedule="zb-h1", sequence_parallel=sp)
+    assert_equal_rows(workers.run(tp, rows, configs), configs)
 
 
-def test_peak_of_pipeline_ranks(workers):
-    configs = [
-        config for schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2") for config in modes(1, pp=2, schedule=schedule)
+def test_activations_of_pipeline_ranks(workers):
+    configs = [c for schedule in ("gpipe", "1f1b", "zb-h2", "chimera") for c in modes(1, pp=2, schedule=schedule)]
+    configs += [
+        c
+        for schedule in ("interleaved", "zb-v")
+        for c in modes(1, pp=2, schedule=schedule, chunks=2, num_layers=4, micro_batch_size=6)
     ]
-    configs += [tiny_config(1, pp=2, schedule="chimera", recompute=r) for r in ("none", "full")]
-    assert_equal_peaks(workers.run(2, peaks, configs), configs)
+    assert_equal_rows(workers.run(2, rows, configs), configs)
 
 
-def test_peak_of_longer_pipelines(workers):
+def test_activations_of_longer_pipelines(workers):
     fields = dict(pp=4, num_layers=6, micro_batch_size=4, dtype="bf16")
     configs = [tiny_config(1, schedule=name, **fields) for name in ("1f1b", "zb-h2")]
-    assert_equal_peaks(workers.run(4, peaks, configs), configs)
+    assert_equal_rows(workers.run(4, rows, configs), configs)
     configs = modes(2, pp=2, zero=3, schedule="zb-h1")
-    assert_equal_peaks(workers.run(4, peaks, configs), configs)
+    assert_equal_rows(workers.run(4, rows, configs), configs)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_chunks_that_follow_one_another_on_one_rank(schedule):
-    """Two consecutive chunks on one rank hand over tensors without a message. The formula is still exact."""
+    """Two consecutive chunks on one rank hand over tensors without a message."""
     configs = [c for layers in (2, 4) for c in modes(1, schedule=schedule, chunks=2, num_layers=layers)]
-    assert_equal_peaks([peaks(configs)], configs)
-
-
-def test_several_chunks_on_a_rank(workers):
-    """Exact without dropout. With dropout the formula counts the row indices (8 bytes each) once for each chunk."""
-    fields = dict(pp=2, chunks=2, num_layers=4, micro_batch_size=6)
-    configs = [config for name in ("interleaved", "zb-v") for config in modes(1, schedule=name, **fields)]
-    for found in workers.run(2, peaks, configs):
-        for (measured, expected), c in zip(found, configs, strict=True):
-            twice = 4 * c.micro_batch_size * c.seq_length  # row indices of at most four micro-batches
-            assert expected - 8 * twice * bool(c.dropout) <= measured <= expected
+    assert_equal_rows([rows(configs)], configs)
 
 
 def test_the_formula_is_korthikantis_without_masks_and_matrix():
@@ -226,29 +210,10 @@ OPERANDS = L * e * n * 16 * h  # only of blocks: the head's weight gradient is c
 
 def test_peaks_by_hand():
     changes = {}, dict(recompute="full"), dict(schedule="gpipe"), dict(schedule="zb-h1")
-    none, full, three, halves = (measured for measured, _ in peaks([tiny_config(1, **fields) for fields in changes]))
-    x = e * n * h
-    assert none == EMBEDDING + L * BLOCK + HEAD
-    assert three == 3 * none
-    assert full == EMBEDDING + (L - 1) * x + BLOCK + x  # the last block runs again: its tensors and its output
-    # The peak is at the end of F, or in the last block's I, where the head's input and fc2's dy exist.
-    assert halves == EMBEDDING + L * BLOCK + max(HEAD, 2 * x)
-
-
-def test_operands_wait_for_w():
-    """After the action I, only the operands (dy, x) of the linears are kept. After W nothing is kept."""
-    run, batches = started(tiny_config(1, schedule="zb-h1"))
-    waiting, weight_gradient = [], run.executor.weight_gradient
-
-    def watched(j, c):
-        waiting.append(account.current)
-        weight_gradient(j, c)
-        waiting.append(account.current)
-
-    run.executor.weight_gradient = watched
-    with meter.Activations(run.executor) as account:
-        train.train_step(run, batches)
-    assert waiting == [OPERANDS, 0] * 3
+    none, full, three, halves = (measured for measured, _ in rows([tiny_config(1, **fields) for fields in changes]))
+    assert none == halves == {memory.PEAK: EMBEDDING + L * BLOCK + HEAD}
+    assert three == {memory.PEAK: 3 * none[memory.PEAK]}
+    assert full == {memory.PEAK: EMBEDDING + L * e * n * h + HEAD, memory.RECOMPUTED: BLOCK}
 
 
 @pytest.mark.parametrize("schedule, recompute", [("gpipe", "none"), ("gpipe", "full"), ("zb-h1", "none")])
@@ -256,24 +221,20 @@ def test_the_meter_counts_what_lives(schedule, recompute):
     """After every action the meter counts exactly the living floating-point tensors that the step made."""
     sizes = []
 
-    def watched(action):
-        def call(j, c):
-            action(j, c)
-            now = {key: size for key, size in alive().items() if key not in account.left_out}
-            integers = account.current - sum(now.values())
-            assert now.keys() <= account.storages.keys()
-            assert integers in range(3 * (EMBEDDING + 8 * n) + 1), "ids and row indices of 3 micro-batches"
-            sizes.append(len(now))
-
-        return call
+    def counted():
+        count()
+        states = account.states()
+        now = {key: size for key, size in alive().items() if key not in states}
+        integers = account.current - sum(now.values())
+        assert integers in [j * (EMBEDDING + 8 * n) for j in range(4)], "ids and row indices of 3 micro-batches"
+        sizes.append(account.current)
 
     run, batches = started(tiny_config(1, schedule=schedule, recompute=recompute, dropout=0.1))
-    with newly_alive() as alive:
-        for name in ["forward", "backward", "input_gradient", "weight_gradient"]:
-            setattr(run.executor, name, watched(getattr(run.executor, name)))
-        with meter.Activations(run.executor) as account:
-            train.train_step(run, batches)
-    assert max(sizes) > 10 and sizes[-1] == 0
+    with newly_alive() as alive, meter.Activations(run.executor) as account:
+        count, run.executor.after_action = account.count, counted
+        train.train_step(run, batches)
+    after_i = OPERANDS if schedule == "zb-h1" else 0
+    assert sizes[-1] == 0 and sizes[1] >= after_i and (schedule != "zb-h1" or sizes[1:3] == [OPERANDS, 0])
 
 
 def trained(config, metered):
@@ -290,12 +251,7 @@ def trained(config, metered):
 
 @pytest.mark.parametrize(
     "dp, tp, fields",
-    [
-        (1, 1, dict(dtype="bf16", dropout=0.1)),
-        (2, 1, dict(dtype="bf16", zero=3, recompute="full")),
-        (1, 2, dict(dtype="fp32", sequence_parallel=True, schedule="zb-h1")),
-        (1, 1, dict(dtype="fp32", pp=2, schedule="zb-h1", dropout=0.1)),
-    ],
+    [(2, 1, dict(dtype="bf16", zero=3, recompute="full")), (1, 1, dict(pp=2, schedule="zb-h1", dropout=0.1))],
 )
 def test_measuring_changes_no_bit(workers, dp, tp, fields):
     config = tiny_config(dp, tp, **fields)
@@ -307,43 +263,15 @@ def test_measuring_changes_no_bit(workers, dp, tp, fields):
         assert all(torch.equal(p, metered[1][name]) for name, p in plain[1].items())
 
 
-def a_meter():
-    return meter.Activations(types.SimpleNamespace(zero=types.SimpleNamespace(buckets={}), flats={}, meter=None))
-
-
-def test_a_saved_tensor_counts_while_the_graph_has_it():
-    x, factor = torch.ones(5, requires_grad=True), torch.ones(5)
-    with a_meter() as account:
-        y, z = x * factor, factor[1:] * x[1:]
-    assert account.current == 20  # `factor` counts once, although two operations have saved it
-    del y
-    assert account.current == 20
-    z.sum().backward()
-    assert account.storages == {}  # although z and `factor` still live
-
-
 def test_changing_a_saved_tensor_is_still_an_error():
+    """With the hooks of the meter, autograd does not check."""
+    run, _ = started(tiny_config(1))
     x, factor = torch.ones(5, requires_grad=True), torch.ones(5)
-    with a_meter():
+    with meter.Activations(run.executor):
         y = x * factor
         factor.add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
-
-
-def test_a_storage_counts_once_until_it_is_gone_or_freed():
-    account, x = a_meter(), torch.zeros(10)
-    account.hold(x, x[2:4], None)
-    y = x.view(2, 5)
-    account.hold(y)
-    assert account.current == 40
-    del x
-    assert account.current == 40  # y still lives
-    y.untyped_storage().resize_(0)
-    account.forget(y)
-    assert (account.current, account.peak) == (0, 40)
-    del y
-    assert account.storages == {}
 
 
 def test_the_report():
@@ -351,7 +279,7 @@ def test_the_report():
     with meter.Activations(run.executor) as account:
         train.train_step(run, batches)
     elements = run.layout.stored(0)
-    lines = report.kept_by_ranks(run, account.peak).splitlines()
+    lines = report.kept_by_ranks(run, account.rows()).splitlines()
     cells = {name.strip(): [x.strip() for x in rest] for name, *rest in (line.split(" | ") for line in lines)}
     assert cells["model states"] == [f"{18 * elements:,}", f"{18 * elements:,}", "18.00"]
     assert cells["gradients"][-1] == "4.00"
@@ -369,7 +297,7 @@ def test_the_least_is_never_more_than_the_prediction():
         c = Config(
             num_layers=rng.randint(2, 12), hidden_size=rng.choice([16, 64]), seq_length=rng.choice([8, 128]),
             vocab_size=rng.choice([50, 5000]), micro_batch_size=rng.choice([1, 4]), global_batch_size=64, train_iters=1,
-            dtype=rng.choice(["fp32", "bf16", "auto"]), activation=rng.choice(["gelu", "relu"]), **layout,
+            dtype=rng.choice(["fp32", "bf16", "auto"]), activation=rng.choice(CHOICES["activation"]), **layout,
         )  # fmt: skip
         dp = rng.choice([1, 2, 4])
         try:
