@@ -468,7 +468,7 @@ def accounts(config):
         updates = len(train_call(run, micro_batches(run)))
     sent = run.mesh.ledger.per_step(updates), ledger.predict(run.layout, run.schedule, rank, run.mesh.dp.rank, *widths)
     sizes = memory.sizes(config, *widths, on_cpu=True)
-    kept = meter.model_states(run.zero, run.executor.flats) | {memory.PEAK: activations.peak}
+    kept = meter.model_states(run.zero, run.executor.flats) | activations.rows()
     return [sent, (kept, memory.predict(run.layout, run.schedule, rank, sizes))], rank, report.sent_by_ranks(run)
 
 

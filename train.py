@@ -415,7 +415,7 @@ def train_and_report(run, tokens, path, stack):
     if not done and train(run, tokens["train"], tokens.get("val"), logger, stack.enter_context(processes.Signals())):
         logger.say(f"trained to iteration {run.counters.iteration}; python generate.py {config.out_dir}")
     if config.ledger and run.steps:
-        tables = report.sent_by_ranks(run), report.kept_by_ranks(run, activations.peak)  # every rank must call both
+        tables = report.sent_by_ranks(run), report.kept_by_ranks(run, activations.rows())  # every rank must call both
         logger.say("\n\n".join(tables))
     if config.trace and run.steps:
         agree(mesh.world, UserError, lambda: trace.write(config, run.executor.trace, mesh))

@@ -155,7 +155,7 @@ def step(run):
     return Accounts(
         mesh.ledger.per_step(schedules.updates(run.schedule)),
         ledger.predict(run.layout, run.schedule, rank, mesh.dp.rank, *widths),
-        meter.model_states(run.zero, run.executor.flats) | {memory.PEAK: activations.peak},
+        meter.model_states(run.zero, run.executor.flats) | activations.rows(),
         memory.predict(run.layout, run.schedule, rank, sizes),
         shared_rows(run.schedule.actions[rank], c, sizes.rows),
     )

@@ -82,7 +82,7 @@ class Model:
         self.table = parameter_table(config)
         shapes = {spec.name: spec.shape for unit in self.table for spec in unit}
         self.parameters = sum(math.prod(shape) for shape in shapes.values())
-        for name in ("placed", "layout", "states", "sent_once", "peak"):
+        for name in ("placed", "layout", "states", "sent_once", "activations"):
             setattr(self, name, cache(getattr(self, name)))
 
     def placed(self, dp, tp, pp, name, chunks):
@@ -124,20 +124,21 @@ class Model:
             result[key] = calls + rounds * (more_calls - calls), samples * (sent + rounds * (more - sent))
         return result
 
-    def peak(self, m, rank, *fields):
-        """Return `memory.peak_of_activations` with one sample in a micro-batch. fields: as in `layout`."""
+    def activations(self, m, rank, *fields):
+        """Return `memory.activations` with one sample in a micro-batch. fields: as in `layout`."""
         c = replace(self.config, **dict(zip(FIELDS, (*fields, 1), strict=True)))
         if c.schedule != "gpipe":
             last = {"interleaved": 0, "chimera": 2 + m % c.pp}.get(c.schedule, 2)
             m = min(m, ROUNDS.get(c.schedule, 3) * c.pp + last)
         numbers, sizes = (c.schedule, c.pp, m, c.chunks), memory.sizes(c, self.item, self.wide, on_cpu=False)
-        return memory.peak_of_activations(c, schedule(*numbers), rank, sizes, messages(*numbers)[rank])
+        return memory.activations(c, schedule(*numbers), rank, sizes, messages(*numbers)[rank])
 
     def kept(self, layout, m, b, rank):
         """Return {what: bytes} that a pipeline rank keeps: the table of `memory.predict`."""
-        zero = {"zero": 0}  # the peak depends neither on ZeRO nor on dp
+        zero = {"zero": 0}  # the activations depend neither on ZeRO nor on dp
         fields = [zero.get(name, getattr(layout.config, name)) for name in FIELDS[:-1]]
-        return self.states(layout, rank) | {memory.PEAK: b * self.peak(m, rank, *fields)}
+        activations = self.activations(m, rank, *fields)
+        return self.states(layout, rank) | {what: b * size for what, size in activations.items()}
 
     def on_gpu(self, c, layout, m, rank):
         """Return {part: bytes} on the GPU of a pipeline rank: `kept`, and what `memory.py` does not count."""

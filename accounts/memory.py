@@ -46,9 +46,14 @@ gradient dy of its output. The operands are as large as the freed tensors, 4 + 1
 memory is free only after W. With sequence parallelism the size even grows in I, from 16/t to 4 + 12/t, because x and
 dy are gathered.
 
+The peak is the largest number of bytes between two actions. With full recomputation, a backward saves the tensors of
+one block at a time and frees them again. These bytes are a row of their own, `RECOMPUTED`. The sum of both rows is at
+least the number of bytes within a backward.
+
 **Not counted**, by the formulas and by the meter:
 
-    - tensors that live only within an operation or between two operations (logits, a gradient before its use)
+    - tensors that live only within one action (logits, gradients, the operands that I has added before it has freed the
+      tensors of the same block)
     - in ZeRO stages 2 and 3, whole gradients in use: at most three buckets and the tied word table
     - in ZeRO stages 2 and 3, if a schedule splits B: the whole gradients of each chunk from its I to its W
     - in ZeRO stage 3, whole parameters in use: at most two buckets and the tied word table
@@ -56,17 +61,17 @@ dy are gathered.
 """
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from fractions import Fraction
 from typing import NamedTuple
 
 from parallel import schedules
 from parallel.layout import rows_outside, split
 from parallel.optimizer import RULES
+from parallel.pipedream import OLDER, SUMS
 from parallel.pipeline import IN_TRANSIT
 
-PEAK = "activations at their peak"
-OLDER, SUMS = "older versions of parameters", "gradients that wait for holders"  # only of asynchronous schedules
+PEAK, RECOMPUTED = "activations at their peak", "activations of a recomputed block"
 
 
 class Sizes(NamedTuple):
@@ -88,14 +93,14 @@ def sizes(c, item, wide, on_cpu):
 
 
 def predict(layout, schedule, rank, z):
-    """Return {what: bytes} that pipeline rank `rank` keeps: model states, and the peak of activations in a step.
+    """Return {what: bytes} that pipeline rank `rank` keeps: model states, and activations in a step.
 
     layout: a `layout.Layout`; schedule: the step's Schedule; z: Sizes. The prediction needs no process and no tensor.
     """
     states = rank_states(layout, rank, z)
     if schedule.versions:
         states |= versions_of_weights(layout, schedule, rank, z)
-    return states | {PEAK: peak_of_activations(layout.config, schedule, rank, z)}
+    return states | activations(layout.config, schedule, rank, z)
 
 
 # --- model states -----------------------------------------------------------------------------------------------------
@@ -171,124 +176,83 @@ def block_activations(c, z):
 
 
 class Kept(NamedTuple):
-    """Bytes that a unit keeps of one micro-batch. Its input counts as the output of the unit before."""
+    """Bytes that a unit keeps of one micro-batch between two actions. Its input is the output of another unit."""
 
-    saved: int  # in its graph, from F to B or I (with recomputation, only during B or I)
+    saved: int  # tensors in its graph, from F to B or I; 0 if recomputation makes them again
     output: int
-    operands: int = 0  # from I to W
-    turning: int = 0  # extra bytes at the peak of the action I, while operands replace saved tensors
-    again: bool = False  # True if recomputation runs this unit again
-
-
-def kept(c, z):
-    """Return {unit: Kept} for the embedding, a block and the head."""
-    outside, whole = z.item * z.rows * c.hidden_size, z.item * z.tokens * c.hidden_size
-    gathered = z.rows < z.tokens
-    embedding = Kept(8 * z.tokens + 8 * z.rows, outside)  # ids and positions, int64
-
-    block = block_activations(c, z)
-    saved = sum(block.values()) - outside  # minus LayerNorm 1's input, which is the unit's input
-    turning = whole  # fc2's dy comes first; each later operand replaces a saved tensor of equal size
-    if gathered:  # operands + qkv's input + LayerNorm 1's statistics - `saved`, simplified
-        turning = 4 * whole - 2 * outside - 2 * z.statistic * z.rows - block["log-sum-exp"]
-    turning += 4 * whole // c.tp - block["gelu's input"]  # with ReLU, fc1's dy replaces no saved tensor
-    block = Kept(saved, outside, 4 * whole + 12 * whole // c.tp, turning, c.recompute == "full")
-
-    # The head saves the output and the statistics of its LayerNorm. Its weight gradient is computed in B or I.
-    head = Kept(outside + 2 * z.statistic * z.rows, z.wide * z.tokens)
-    return {"embedding": embedding, "block": block, "head": head}
+    operands: int = 0  # tensors from I to W
+    again: int = 0  # tensors that recomputation saves within B or I, and the input
+    rows: bool = False  # True if the graph has the index of each row (`MicroBatch.rows`), from F to B or I
 
 
 def kept_by_chunk(c, schedule, z):
-    """Return a list for each chunk of the Schedule: the Kept of its units, in order.
-
-    Dropout also keeps the index of each row (`MicroBatch.rows`, int64), once for a chunk. The indices count for the
-    chunk's first unit. If the first unit is recomputed, they exist only in B or I: once in each block's.
-    """
-    table, chunks = kept(c, z), []
+    """Return a list for each chunk of the Schedule: the Kept of its units, in order."""
+    outside, whole = z.item * z.rows * c.hidden_size, z.item * z.tokens * c.hidden_size
+    full, dropout = c.recompute == "full", c.dropout > 0
+    block = sum(block_activations(c, z).values())
+    saved = 0 if full else block - outside  # LayerNorm 1's input is the block's input
+    table = {
+        "embedding": Kept(8 * z.tokens + 8 * z.rows, outside, rows=dropout),  # ids and positions, int64
+        "block": Kept(saved, outside, 4 * whole + 12 * whole // c.tp, block * full, dropout and not full),
+        "head": Kept(outside + 2 * z.statistic * z.rows, z.wide * z.tokens),  # its LayerNorm's output and statistics
+    }
     names = split(["embedding", *["block"] * c.num_layers, "head"], max(schedule.parts) + 1)
-    for part in schedule.parts:
-        units = [table[name] for name in names[part]]
-        if c.dropout:
-            for i, (name, unit) in enumerate(zip(names[part], units, strict=True)):
-                if name != "head" and (i == 0 or units[0].again):
-                    units[i] = unit._replace(saved=unit.saved + 8 * z.rows)
-        chunks.append(units)
-    return chunks
+    return [[table[name] for name in names[part]] for part in schedule.parts]
 
 
-def peak_of_activations(c, schedule, rank, z, messages=None):
-    """Return the peak bytes of activations on pipeline rank `rank`. c: configuration; schedule: Schedule; z: Sizes.
+def activations(c, schedule, rank, z, messages=None):
+    """Return {what: bytes} of the activations of pipeline rank `rank`: the peak in a step, and a recomputed block.
 
     messages: the messages of `rank` in `schedules.messages(schedule)`, or all of them, if the caller has them.
     """
-    return max(itertools.accumulate(changes(c, schedule, rank, z, messages or schedules.messages(schedule))))
+    peak = max(itertools.accumulate(changes(c, schedule, rank, z, messages or schedules.messages(schedule))))
+    again = recomputed(c, schedule, rank, z) if c.recompute == "full" else 0
+    return {PEAK: peak} | ({RECOMPUTED: again} if again else {})
+
+
+def recomputed(c, schedule, rank, z):
+    """Return the bytes that recomputation of a block saves on pipeline rank `rank`, and frees in the same action."""
+    chunks, found = kept_by_chunk(c, schedule, z), [0]
+    for pipeline in schedules.pipelines(schedule):
+        # The embedding has saved the index of each row already, if it is on this rank.
+        rows = 8 * z.rows * (c.dropout > 0 and schedule.placement[pipeline[0]] != rank)
+        own = [unit for chunk in pipeline if schedule.placement[chunk] == rank for unit in chunks[chunk]]
+        found += [unit.again + rows for unit in own if unit.again]
+    return max(found)
 
 
 def changes(c, schedule, rank, z, messages):
-    """Yield every change of a rank's kept bytes in a step, in the order of `pipeline.Executor`."""
-    message = z.item * z.rows * c.hidden_size
-    chunks = kept_by_chunk(c, schedule, z)
+    """Yield by how much each action of a rank changes the bytes that it keeps, in the order of `pipeline.Executor`."""
+    message, chunks = z.item * z.rows * c.hidden_size, kept_by_chunk(c, schedule, z)
     mail = deque(m.source == rank for m in messages if rank in (m.source, m.destination))
     leaving = 0  # sent messages that may still be in transit
+    sharing = Counter()  # {micro-batch: this rank's chunks in flight that share its index of rows}
 
-    def crosses(chunk):
-        return chunk is not None and schedule.placement[chunk] != rank
+    def crosses(before, after):
+        return None not in (before, after) and schedule.placement[before] != schedule.placement[after]
 
-    for kind, _, chunk in schedule.actions[rank]:
+    def handed_on(before, after):
+        """Return the bytes of the tensor between two chunks if `after` alone keeps it at the end: 0 or `message`."""
+        return message * (crosses(before, after) or (None not in (before, after) and chunks[before][-1].again > 0))
+
+    for kind, j, chunk in schedule.actions[rank]:
         units, above, below = chunks[chunk], schedules.upstream(schedule, chunk), schedules.downstream(schedule, chunk)
+        own, rows = sum(unit.saved + unit.output for unit in units), any(unit.rows for unit in units)
+        change = -message * max(0, leaving - IN_TRANSIT)
+        leaving = min(leaving, IN_TRANSIT)
         while mail and not mail[0]:  # all receives before the rank's next send start now
             mail.popleft()
-            yield message
-        yield -message * max(0, leaving - IN_TRANSIT)
-        leaving = min(leaving, IN_TRANSIT)
+            change += message
         if kind == "F":
-            for unit in units:
-                yield unit.output + (0 if unit.again else unit.saved)
-        elif kind == "W":
-            yield -sum(unit.operands for unit in units)
-        elif kind != "U":
-            ends = Ends(
-                dy=message * (below is not None),
-                y_gone=message * (crosses(below) or (below is not None and units[-1].again)),
-                dx=message * (above is not None),
-                own_x=message * (crosses(above) or (above is not None and chunks[above][-1].again)),
-            )
-            # Without dropout and gathers, the gradient of the chunk's output is also fc2's dy, which W needs.
-            handed_on = kind == "I" and not c.dropout and z.rows == z.tokens
-            yield from backward_changes(units, ends, kind == "I", handed_on)
-        if kind not in "WU" and crosses(below if kind == "F" else above):
+            change += own + 8 * z.rows * (rows and not sharing[j])
+            sharing[j] += rows
+        elif kind in "BI":  # frees x, the chunk's own tensors and dy; makes dx
+            sharing[j] -= rows
+            change -= own + 8 * z.rows * (rows and not sharing[j])
+            change += handed_on(chunk, below) - handed_on(above, chunk)
+            change += message * (above is not None) - message * (below is not None)
+        change += {"I": 1, "W": -1}.get(kind, 0) * sum(unit.operands for unit in units)
+        if kind not in "WU" and crosses(*((chunk, below) if kind == "F" else (above, chunk))):
             mail.popleft()
             leaving += 1
-
-
-class Ends(NamedTuple):
-    """Bytes of a chunk's input x, its output y and their gradients in its backward. A missing tensor has 0 bytes."""
-
-    dy: int  # the gradient of y
-    y_gone: int  # y's bytes, if y is already freed: it was sent, or is recomputed
-    dx: int  # the gradient of x
-    own_x: int  # x, if no other chunk keeps it
-
-
-def backward_changes(units, ends, halved, handed_on):
-    """Yield the changes in bytes while B, or I (`halved`), runs through a chunk's units.
-
-    handed_on: True if the gradient of the chunk's output is also an operand of W.
-    """
-    dy, y_gone = ends.dy, ends.y_gone
-    for i, unit in reversed(list(enumerate(units))):
-        if unit.again:
-            yield unit.saved + y_gone  # y_gone is 0 if y still lives, as the input of a later unit
-            y_gone = 0
-        spent = unit.saved + dy
-        if halved:
-            new = unit.turning - dy * handed_on
-            yield new
-            spent += new - unit.operands
-        yield -spent
-        if i == 0:
-            yield ends.dx
-        yield y_gone - unit.output
-        y_gone = dy = 0
-    yield -ends.own_x
+        yield change

@@ -1,16 +1,10 @@
 """Measures the bytes that one rank really keeps in a run. `memory.py` predicts the same bytes.
 
-`model_states` adds up the storages of the flat buffers. `Activations` counts every tensor that autograd saves. The
-executor reports the tensors that autograd does not save: inputs and outputs of units, operands of W, buffers of
-messages. A storage counts once, until the last reported or saved tensor on it is freed. Parameters do not count.
+`model_states` adds up the storages of the flat buffers. `Activations` adds up two kinds of tensors after each action:
+those that autograd has saved for backward, and those that the executor keeps (inputs and outputs of units, operands of
+W, buffers of messages). A storage counts once. Parameters do not count.
 
-On the CPU the measured bytes equal the formulas exactly, with two exceptions:
-
-    - Dropout needs the index of each row (`MicroBatch.rows`). Chunks on one rank share these indices, but the formula
-      counts them for each chunk.
-    - With sequence parallelism, the indices may be free before the peak of the action I.
-
-On a GPU there are two more differences:
+On the CPU the measured bytes equal the formulas exactly. On a GPU there are two differences:
 
     - The formula counts the last two sent messages (`pipeline.IN_TRANSIT`). NCCL may report sooner that they are sent.
     - Fused attention keeps the state of its random generator, and padded copies if its kernel does not support the
@@ -21,18 +15,10 @@ import weakref
 
 import torch
 
+from accounts.memory import PEAK, RECOMPUTED
 from parallel.pipeline import Unwatched
 
-
-def buffers(bucket):
-    """Return {what: flat buffers} of a `zero.Bucket`. If two names share a storage, it counts for the first."""
-    table = {
-        "parameters": [bucket.param, bucket.own_param],
-        "gradients": [bucket.grad, bucket.own_grad],
-        "master weights": [bucket.master],
-        "moments": bucket.moments,
-    }
-    return {what: [flat for flat in flats if flat is not None] for what, flats in table.items()}
+STATES = ("parameters", "gradients", "master weights", "moments")
 
 
 def identity(tensor):
@@ -40,50 +26,65 @@ def identity(tensor):
     return tensor.untyped_storage()._cdata
 
 
-def model_states(zero, more=None):
-    """Return {what: bytes} of a `Zero`'s buffers. Each storage counts once. Call this function between two steps.
+def flat_buffers(zero, more):
+    """Yield (what, buffer) for the flat buffers of a `Zero`, in the order of STATES, and for those in `more`."""
+    for b in zero.buckets.values():
+        flats = [b.param, b.own_param], [b.grad, b.own_grad], [b.master], b.moments
+        yield from ((what, x) for what, found in zip(STATES, flats, strict=True) for x in found if x is not None)
+    yield from ((what, x) for what, found in more.items() for x in found)
 
-    more: {what: other flat buffers}, as in `Executor.flats`.
+
+def model_states(zero, more=None):
+    """Return {what: bytes} of a `Zero`'s buffers. Call this function between two steps.
+
+    A storage counts once: under the first of its names. more: {what: other flat buffers}, as in `Executor.flats`.
     """
-    table, seen = {}, set()
-    for buffers_of in [*map(buffers, zero.buckets.values()), more or {}]:
-        for what, flats in buffers_of.items():
-            table.setdefault(what, 0)
-            for flat in flats:
-                if identity(flat) not in seen:
-                    seen.add(identity(flat))
-                    table[what] += flat.untyped_storage().nbytes()
+    table, seen = dict.fromkeys((*STATES, *(more or {})), 0), set()
+    for what, flat in flat_buffers(zero, more or {}):
+        table[what] += flat.untyped_storage().nbytes() * (identity(flat) not in seen)
+        seen.add(identity(flat))
     return table
 
 
+def kept_by(executor):
+    """Yield the tensors that a `pipeline.Executor` keeps between two actions."""
+    mail = executor.mail
+    yield from (x for units in executor.kept.values() for pair in units for x in pair if x is not None)
+    yield from (x for products in executor.deferred.values() for product in products for x in (product.dy, product.x))
+    yield from executor.local.values()
+    yield from (pending.result for pending in [*mail.arriving.values(), *(sent for sent, _ in mail.leaving)])
+
+
 class Activations:
-    """Measures what this rank keeps for backward: `current` and `peak`, in bytes. After a step `current` is 0.
+    """Measures the activations that this rank keeps in a step.
 
         with Activations(run.executor) as meter:
             train_step(run, batches)
-        meter.peak
+        meter.rows()
 
-    Within `with`, autograd calls `pack` with every tensor that it saves (torch.autograd.graph.saved_tensors_hooks).
-    The executor calls `hold` and `forget`. The meter changes no bit of the step's results. A tensor counts while it
-    lives: a weak reference calls `_gone` when the tensor is freed.
+    Within `with`, autograd calls `pack` with every tensor that it saves (torch.autograd.graph.saved_tensors_hooks), and
+    the executor calls `count` after each action. The meter changes no bit of the step's results.
     """
 
     def __init__(self, executor):
-        self.executor = executor
-        tables = [*map(buffers, executor.zero.buckets.values()), executor.flats]
-        self.left_out = {identity(flat) for table in tables for flats in table.values() for flat in flats}
-        self.storages = {}  # identity: [number of living tensors, bytes]
-        self.current = self.peak = 0
+        self.executor, self.actions = executor, 0
+        self.saved = {}  # {id of an alias that autograd keeps: (storage, bytes, number of the action that saved it)}
+        self.packed = False  # True from `pack` until the next `unpack`
+        self.current = self.peak = self.recomputed = 0  # bytes
 
     def __enter__(self):
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
         self.hooks.__enter__()
-        self.executor.meter = self
+        self.executor.after_action = self.count
         return self
 
     def __exit__(self, *error):
-        self.executor.meter = Unwatched()
+        self.executor.after_action = Unwatched()
         self.hooks.__exit__(*error)
+
+    def rows(self):
+        """Return {what: bytes} of this rank, the rows of activations in `memory.predict`."""
+        return {PEAK: self.peak} | ({RECOMPUTED: self.recomputed} if self.recomputed else {})
 
     def pack(self, tensor):
         """Return an alias that autograd keeps instead of `tensor`. The alias lives until the graph is freed.
@@ -92,35 +93,32 @@ class Activations:
         """
         alias = tensor.detach()
         alias.version = tensor._version
-        self.hold(alias)
+        self.saved[id(alias)] = identity(alias), alias.untyped_storage().nbytes(), self.actions
+        weakref.finalize(alias, self.saved.pop, id(alias), None).atexit = False
+        self.packed = True
         return alias
 
     def unpack(self, alias):
-        """Return the saved tensor. With hooks, autograd does not check for in-place changes, so this function does."""
+        """Return the saved tensor. With hooks, autograd does not check for in-place changes, so this function does.
+
+        The first `unpack` after a recomputation is the moment with the most recomputed tensors.
+        """
         if alias._version != alias.version:
             raise RuntimeError(f"a tensor {list(alias.shape)} that backward needs was modified by an inplace operation")
+        if self.packed:
+            before = {key for key, _, action in self.saved.values() if action < self.actions} | self.states()
+            new = {key: size for key, size, _ in self.saved.values() if key not in before}
+            self.recomputed, self.packed = max(self.recomputed, sum(new.values())), False
         return alias
 
-    def hold(self, *tensors):
-        """Count each of these tensors as long as it lives. None and the flat buffers are skipped."""
-        for tensor in tensors:
-            if tensor is None or identity(tensor) in self.left_out:
-                continue
-            key = identity(tensor)
-            if key not in self.storages:
-                self.storages[key] = [0, tensor.untyped_storage().nbytes()]
-                self.current += self.storages[key][1]
-            self.storages[key][0] += 1
-            weakref.finalize(tensor, self._gone, key).atexit = False
-        self.peak = max(self.peak, self.current)
+    def count(self):
+        """Count the bytes that this rank keeps after an action."""
+        kept = {key: size for key, size, _ in self.saved.values()}
+        kept |= {identity(x): x.untyped_storage().nbytes() for x in kept_by(self.executor)}
+        states = self.states()
+        self.current = sum(size for key, size in kept.items() if key not in states)
+        self.peak, self.actions = max(self.peak, self.current), self.actions + 1
 
-    def _gone(self, key):
-        self.storages[key][0] -= 1
-        if self.storages[key][0] == 0:
-            self.current -= self.storages.pop(key)[1]
-
-    def forget(self, tensor):
-        """Stop counting a storage that was freed although `tensor` still lives."""
-        if entry := self.storages.get(identity(tensor)):
-            self.current -= entry[1]
-            entry[1] = 0
+    def states(self):
+        """Return the storages of the flat buffers, which do not count."""
+        return {identity(flat) for _, flat in flat_buffers(self.executor.zero, self.executor.flats)}

@@ -29,16 +29,16 @@ def sent_by_ranks(run):
     return "\n\n".join(gather_objects(text, run.mesh.pp))
 
 
-def kept_by_ranks(run, peak):
+def kept_by_ranks(run, activations):
     """Return as text the bytes that each rank of rank 0's pipeline keeps.
 
-    peak: measured bytes of activations. Every rank must call this function.
+    activations: `meter.Activations.rows`. Every rank must call this function.
     """
     layout, rank, zero = run.layout, run.mesh.pp.rank, run.zero
     sizes = memory.sizes(run.config, zero.dtype.itemsize, zero.master_dtype.itemsize, zero.device.type == "cpu")
     schedule = run.executor.schedules[max(run.steps)][0]  # that of a step with the most micro-batches
     expected = memory.predict(layout, schedule, rank, sizes)
-    measured = meter.model_states(zero, run.executor.flats) | {memory.PEAK: peak}
+    measured = meter.model_states(zero, run.executor.flats) | activations
     text = kept_table(f"rank {run.mesh.rank}", expected, layout.stored(rank), layout.padding(rank), measured)
     return "\n\n".join(gather_objects(text, run.mesh.pp))
 
@@ -90,8 +90,10 @@ def kept_table(who, expected, elements, padded, measured=None):
     """
     found = expected if measured is None else measured
     rows = [("what is kept", "bytes", "formula", "bytes per parameter")]
-    states = [what for what in found if what != memory.PEAK]
-    for what, parts in [*((what, [what]) for what in states), ("model states", states), (memory.PEAK, [memory.PEAK])]:
+    activations = [what for what in (memory.PEAK, memory.RECOMPUTED) if what in found]
+    states = [what for what in found if what not in activations]
+    single = [(what, [what]) for what in (*states, *activations)]
+    for what, parts in [*single[: len(states)], ("model states", states), *single[len(states) :]]:
         ours, formula = (sum(table[part] for part in parts) for table in (found, expected))
         rows.append((what, number(ours), number(formula), f"{float(ours) / elements:.2f}"))
     if measured is None:

@@ -78,7 +78,7 @@ def real(configs):
         run.zero.initialize(config.seed)
         with meter.Activations(run.executor) as activations:
             train.train_step(run, micro_batches(run))
-        found.append((run.mesh.ledger.per_step(1), meter.model_states(run.zero) | {memory.PEAK: activations.peak}))
+        found.append((run.mesh.ledger.per_step(1), meter.model_states(run.zero) | activations.rows()))
     return found
 
 

@@ -15,8 +15,9 @@ from contextlib import contextmanager
 
 import torch
 
-from errors import explained, writable
+from errors import reading
 from parallel.comm import gather_objects
+from parallel.schedules import updates
 
 STEPS = 10  # only the latest steps are kept, so the file of a long run is small
 
@@ -29,12 +30,12 @@ class Trace:
 
     def __init__(self, mesh, device, iteration):
         self.replica, self.rank = mesh.dp.rank * mesh.tp.size + mesh.tp.rank, mesh.pp.rank
-        self.device, self.step, self.microbatches, self.per_update = device, iteration, None, None
+        self.device, self.step, self.schedule = device, iteration, None
         self.steps = deque(maxlen=STEPS)
 
-    def begin_step(self, microbatches, updates):
+    def begin_step(self, schedule):
         """Begin the record of a step. A call with several updates (pipedream.py) has the number of the last update."""
-        self.step, self.microbatches, self.per_update = self.step + updates, microbatches, microbatches // updates
+        self.step, self.schedule = self.step + updates(schedule), schedule
         self.steps.append([])
 
     def now(self):
@@ -66,19 +67,20 @@ class Trace:
 def check(c):
     """Raise UserError if the file of the trace can't be written. Rank 0 calls this before the run."""
     if c.trace:
-        with explained(f"trace={c.trace}"), open(writable(c.trace), "a"):
+        with reading(f"trace={c.trace}"), open(c.trace, "a"):
             pass
 
 
 def write(c, trace, mesh):
     """Collect the ranks' records in one file. Every rank calls this, and rank 0 writes. Raises UserError on rank 0.
 
-    c: the configuration. The file gives the number of micro-batches of the last step.
+    c: the configuration. The file names the schedule of the last step and its sizes.
     """
     mine = [event for step in trace.steps for event in step]
     events = [event for events in gather_objects(mine, mesh.world) for event in events]
-    about = {"schedule": c.schedule, "stages": c.pp, "microbatches": trace.microbatches, "chunks": c.chunks}
-    about["per_update"] = trace.per_update
+    m = trace.schedule.microbatches
+    about = {"schedule": c.schedule, "stages": c.pp, "microbatches": m, "chunks": c.chunks}
+    about["per_update"] = m // updates(trace.schedule)
     if mesh.rank == 0:
-        with explained(f"trace={c.trace}"), open(c.trace, "w") as file:
+        with reading(f"trace={c.trace}"), open(c.trace, "w") as file:
             json.dump({"traceEvents": events, "otherData": about}, file)

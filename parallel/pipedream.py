@@ -28,6 +28,12 @@ forward comes after a backward. The last rank makes its U right after it has com
 is no clipping, no common decision to skip an update (fp16), and no norm of a cut tensor over all ranks (LAMB, LARS). A
 gradient that is not finite ends the run at the end of the call. ZeRO-2 and 3 would free the versions that this
 scheme keeps.
+
+**Not on GPUs yet.** When a CUDA kernel runs for the first time, its launch may wait until the GPU has finished all work
+that was enqueued before, and a communication is such work. So in the first call a communication may block a rank until
+its peers reach it. The first rank then waits in the table's sum for the last rank. The last rank waits in a receive,
+which it posts early, for an activation that the first rank sends after this sum. `testing/test_order.py` shows this
+deadlock, and that no synchronous schedule has it.
 """
 
 import copy
@@ -37,13 +43,14 @@ from collections import Counter, deque
 import torch
 
 import reference
-from accounts.memory import OLDER, SUMS
 from errors import UserError
 from log import PendingStep
 from parallel import schedules
 from parallel.comm import all_reduce
 from parallel.optimizer import learning_rate
-from parallel.pipeline import Executor
+from parallel.pipeline import METHODS, Executor
+
+OLDER, SUMS = "older versions of parameters", "gradients that wait for holders"  # the names of buffers in tables
 
 
 class Versions:
@@ -53,17 +60,22 @@ class Versions:
     made: the number of updates of this call in the master weights.
     """
 
-    def __init__(self, zero, name, holders, schedule):
-        """schedule: the longest call's. Other calls need no more buffers."""
+    def __init__(self, zero, name, holders, flats):
+        """flats: `Executor.flats`, which receives every buffer that is made here."""
         self.bucket, self.holders, self.zero = zero.buckets[name], holders, copy.copy(zero)
         self.zero.buckets, self.zero.updates = {name: self.bucket}, zero.updates.clone()  # a Zero of this bucket only
-        param, own_grad = self.bucket.param, self.bucket.own_grad
         if self.bucket.master is self.bucket.own_param:
             self.bucket.master = torch.zeros_like(self.bucket.own_param)
-        versions, sums = schedules.kept_versions(schedule, zero.mesh.pp.rank, holders)
-        self.made, self.flats = 0, {0: param}
-        self.spare = [torch.zeros_like(param) for _ in range(versions - 1)]
-        self.spare_sums = [torch.zeros_like(own_grad) for _ in range(sums)]
+        self.made, self.flats, self.buffers = 0, {0: self.bucket.param}, flats
+        self.buffers[OLDER].append(self.bucket.param)  # it becomes an older version when another buffer is the latest
+        self.spare, self.spare_sums = [], []  # buffers that are free for a version, for a sum
+
+    def _buffer(self, what, spare, like):
+        """Return a spare buffer, or a new one. The first calls make all buffers that a call needs."""
+        if not spare:
+            spare.append(torch.zeros_like(like))
+            self.buffers[what].append(spare[-1])
+        return spare.pop()
 
     def begin(self, schedule, scalars, squares):
         """Prepare for a call. scalars: [reference.UpdateScalars of each update].
@@ -91,7 +103,7 @@ class Versions:
 
     def start_sum(self):
         """Copy the gradient, and start to sum the copies of all holders."""
-        flat = self.spare_sums.pop()
+        flat = self._buffer(SUMS, self.spare_sums, self.bucket.own_grad)
         flat.copy_(self.bucket.own_grad)
         self.sums.append(all_reduce(flat, self.bucket.holders, "twin gradients"))
         self.zero.zero_grad()
@@ -106,7 +118,7 @@ class Versions:
             self.squares[update] += self.zero.squared_norm()
             used = self.left[update + 1] > 0 or update + 1 == len(self.scalars)
             if used:  # `.data`: autograd's check for in-place changes must not see that a buffer is used again
-                self.flats[update + 1] = self.spare.pop()
+                self.flats[update + 1] = self._buffer(OLDER, self.spare, bucket.param)
                 bucket.param = self.flats[update + 1].data
             # If no forward uses this version, only the master weights have it.
             bucket.own_param = bucket.param[slice(*bucket.owned)] if used else bucket.master
@@ -121,15 +133,25 @@ class Versions:
         self.made = max(self.made, version)
 
 
+def refuse_deadlock(config, device):
+    """Raise UserError if the first call may deadlock: see "Not on GPUs yet" above."""
+    if device.type == "cuda" and config.pp > 1:
+        advice = "use another schedule, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
+        error = UserError(f"schedule={config.schedule}: on GPUs its first call may deadlock; {advice}")
+        error.agreed = True  # every rank raises it
+        raise error
+
+
 class PipeDream(Executor):
     """Executes the asynchronous schedules."""
 
     def __init__(self, model, zero, config, mesh, layout, schedule, timers):
+        refuse_deadlock(config, zero.device)
         super().__init__(model, zero, config, mesh, layout, schedule, timers)
+        self.methods = METHODS | {"U": ("update", "optimizer")}
+        self.flats = {OLDER: [], SUMS: []}
         names = sorted(zero.buckets)  # the same order on all ranks
-        self.weights = weights = [Versions(zero, name, layout.holders(name), schedule) for name in names]
-        older = [flat for w in weights for flat in (*w.spare, w.flats[0])]  # these change places during a call
-        self.flats = {OLDER: older, SUMS: [flat for w in weights for flat in w.spare_sums]}
+        self.weights = [Versions(zero, name, layout.holders(name), self.flats) for name in names]
 
     def call(self, micro_batches, count, weight, scalars):
         """Run a call of `count` micro-batches from the iterator `micro_batches`, with their updates.

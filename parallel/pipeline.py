@@ -41,33 +41,22 @@ from parallel.layout import rows_outside
 from parallel.zero import free
 
 SENT = {"activation": "activations", "gradient": "gradients of activations"}  # comm.py counts bytes by these names
-TIMERS = {"F": "forward-compute", "U": "optimizer"}  # of an action; all others are backward-compute
+METHODS = {  # {kind of an action: (method of Executor, timer)}
+    "F": ("forward", "forward-compute"),
+    "B": ("backward", "backward-compute"),
+    "I": ("input_gradient", "backward-compute"),
+    "W": ("weight_gradient", "backward-compute"),
+}
 IN_TRANSIT = 2  # unfinished sends before we wait for the oldest (Gloo does not tell which sends have finished)
 
 
 class Unwatched:
-    """Replaces a meter (`meter.py`), a trace (`trace.py`) or timers (`log.Timers`), and does nothing."""
+    """Replaces timers (`log.Timers`), a trace (`trace.py`) or a meter (`meter.py`), and does nothing."""
 
-    def nothing(self, *_):
-        pass
-
-    def context(self, *_):
+    def __call__(self, *_):
         return contextlib.nullcontext()
 
-    hold = forget = begin_step = nothing
-    __call__ = action = wait = context
-
-
-class Deferred(list):
-    """The `tensor.WeightGradient`s of one micro-batch in one chunk, from I to W. `meter.py` measures their bytes."""
-
-    def __init__(self, meter):
-        super().__init__()
-        self.meter = meter
-
-    def append(self, product):
-        super().append(product)
-        self.meter.hold(product.dy, product.x)
+    begin_step = action = wait = __call__
 
 
 class Chunk:
@@ -89,9 +78,11 @@ class Chunk:
 
 
 class Executor:
-    """This rank's part of every step. schedule: a Schedule with any number of micro-batches; timers: a `log.Timers`."""
+    """This rank's part of every step. schedule: a Schedule with any number of micro-batches; timers: a `log.Timers`.
 
-    update = None  # the action U, which only the schedules of pipedream.py have
+    The executor tells others what it does. `trace` gets each action and each wait for a message. `after_action` is
+    called after each action.
+    """
 
     def __init__(self, model, zero, config, mesh, layout, schedule, timers):
         self.zero, self.config, self.mesh, self.layout = zero, config, mesh, layout
@@ -103,10 +94,11 @@ class Executor:
             numbers = layout.units[chunk]
             self.chunks[chunk] = Chunk([model.units[i] for i in numbers], [layout.names([i]) for i in numbers])
         self.kept = {}  # (micro-batch, chunk): [(input, output) of each unit], from F to B
-        self.deferred = {}  # (micro-batch, chunk): Deferred, from I to W
+        self.deferred = {}  # (micro-batch, chunk): [tensor.WeightGradient], from I to W
         self.local = {}  # (kind, micro-batch, chunk): a tensor for another chunk on this rank
-        self.trace = self.meter = Unwatched()
-        self.flats = {}  # {what: flat buffers besides those of the buckets}; only pipedream.py has some
+        self.mail = None  # the Mailbox of the current step
+        self.trace = self.after_action = Unwatched()
+        self.methods, self.flats = METHODS, {}  # flats: {name: flat buffers besides those of the buckets}
         connect(mesh, schedule, zero.device)
 
     def run(self, micro_batches, count, weight):
@@ -117,7 +109,7 @@ class Executor:
         `weight`: a float64 scalar on the device, 0 on ranks without the head.
         """
         schedule, messages, passes = self.prepared(count)
-        self.trace.begin_step(count, schedules.updates(schedule))
+        self.trace.begin_step(schedule)
         self.weight, self.passes = weight, dict(passes)  # passes: number of gradients that each bucket still gets
         self.total = torch.zeros((), dtype=torch.float64, device=self.zero.device)
         self._execute(schedule, messages, micro_batches, rows_outside(self.config))
@@ -138,22 +130,22 @@ class Executor:
 
         If the schedule has two pipelines (Chimera), the first one runs.
         """
-        watchers, self.losses = (self.timers, self.meter, self.trace), None
-        self.timers = self.meter = self.trace = Unwatched()
+        watchers, self.losses = (self.timers, self.trace, self.after_action), None
+        self.timers = self.trace = self.after_action = Unwatched()
         self._execute(*self.validation, iter([batch]), len(batch.positions))  # the last batch may be short
-        self.timers, self.meter, self.trace = watchers
+        self.timers, self.trace, self.after_action = watchers
         return self.losses
 
     def _execute(self, schedule, messages, micro_batches, rows):
         """Run this rank's actions in order; post messages before each. rows: the number of rows of a micro-batch."""
         self.schedule, self.batches, self.micro_batches = schedule, {}, micro_batches
-        self.mail = Mailbox(messages, self.mesh, (rows, self.config.hidden_size), self.zero, self.meter)
-        run = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradient}
-        run["U"] = self.update
+        self.mail = Mailbox(messages, self.mesh, (rows, self.config.hidden_size), self.zero)
         for action in schedule.actions[self.mesh.pp.rank]:
+            method, timer = self.methods[action.kind]
             self.mail.post()
-            with self.timers(TIMERS.get(action.kind, "backward-compute")), self.trace.action(action):
-                run[action.kind](action.microbatch, action.chunk)
+            with self.timers(timer), self.trace.action(action):
+                getattr(self, method)(action.microbatch, action.chunk)
+            self.after_action()
         self.mail.close()
 
     def batch(self, j):
@@ -177,7 +169,6 @@ class Executor:
                 y = unit(x, batch)
             if training:
                 kept.append((x, None if again else y))
-                self.meter.hold(x, y)
             for name in chunk.release_after[i]:
                 self.zero.release(name)
         if training:
@@ -192,7 +183,7 @@ class Executor:
         self._backward(j, c, None)
 
     def input_gradient(self, j, c):
-        self.deferred[j, c] = Deferred(self.meter)
+        self.deferred[j, c] = []
         self._backward(j, c, self.deferred[j, c])
 
     def _backward(self, j, c, deferred):
@@ -209,7 +200,6 @@ class Executor:
             if y is None:
                 self.mesh.ledger.phase = "recompute"
                 y = chunk.units[i](x, batch)
-                self.meter.hold(y)
             self.mesh.ledger.phase = "backward"
             is_loss = gradient is None
             if is_loss:  # y [n] is still nan: the head's backward fills it
@@ -260,7 +250,6 @@ class Executor:
         """Pass x, [rows, h], to chunk c: directly if chunk c is on this rank, else by a message."""
         if c in self.chunks:
             self.local[kind, j, c] = x.detach()
-            self.meter.hold(self.local[kind, j, c])
         else:
             self.mail.send((kind, j, c), x)
 
@@ -294,8 +283,8 @@ def connect(mesh, schedule, device):
 class Mailbox:
     """This rank's messages of a step. All ranks post their messages in the same order."""
 
-    def __init__(self, order, mesh, shape, like, meter):
-        self.mesh, self.shape, self.like, self.meter = mesh, shape, like, meter
+    def __init__(self, order, mesh, shape, like):
+        self.mesh, self.shape, self.like = mesh, shape, like
         self.rank = rank = mesh.pp.rank
         self.queue = deque((i, m) for i, m in enumerate(order) if rank in (m.source, m.destination))
         self.arriving = {}  # (kind, micro-batch, chunk): Pending
@@ -307,7 +296,6 @@ class Mailbox:
             tag, m = self.queue.popleft()
             key = m.kind, m.microbatch, m.consumer.chunk
             self.arriving[key] = receive(self.shape, self.like, axis_to(self.mesh, *m[:2]), m.source, tag)
-            self.meter.hold(self.arriving[key].result)
         while len(self.leaving) > IN_TRANSIT or (self.leaving and self.leaving[0][0].done()):
             self._let_go()
 
@@ -316,7 +304,6 @@ class Mailbox:
         pending.wait()
         if x is not None:
             free(x)
-            self.meter.forget(x)
 
     def send(self, key, x):
         """Send x, a unit's output or a gradient, without waiting."""
@@ -326,7 +313,6 @@ class Mailbox:
         values = x.detach()  # without the graph, which would keep the unit's input until the message is sent
         done = values if x.grad_fn is not None else None  # an output: backward needs its graph, not its values
         self.leaving.append((send(values, axis_to(self.mesh, *m[:2]), m.destination, SENT[m.kind], tag), done))
-        self.meter.hold(values)
 
     def receive(self, key):
         """Wait for a message, and return its tensor."""

@@ -1,11 +1,11 @@
 """Pipeline schedules: the order in which each rank computes (slide "パイプライン並列").
 
 The model is cut into stages, one on each rank, and the batch into micro-batches. A micro-batch runs forward from the
-first stage to the last, then backward to the first. A rank waits until a micro-batch arrives: the bubble. A
-micro-batch in flight is between its forward and its backward, and its activations fill memory. A schedule is a list of
-actions for each rank, made by one of the functions below. Schedules differ in bubble and memory. An example is 1F1B
-with four ranks, eight micro-batches and a backward as long as two forwards. `python -m accounts.draw 1f1b` draws it (F
-forward, B backward, . idle):
+first stage to the last, then backward to the first. The time in which a rank waits for a micro-batch is the bubble. A
+micro-batch is in flight between its forward and its backward. Its activations fill memory during this time. A schedule
+is a list of actions for each rank, made by one of the functions below. Schedules differ in bubble and memory. The
+example is 1F1B with four ranks, eight micro-batches and a backward as long as two forwards. `python -m accounts.draw
+1f1b` draws it (F forward, B backward, . idle):
 
     rank 0  F0 F1 F2 F3 ..................B0--- F4 B1--- F5 B2--- F6 B3--- F7 B4--- ...B5--- ...B6--- ...B7---
     rank 1  ...F0 F1 F2 ............B0--- F3 B1--- F4 B2--- F5 B3--- F6 B4--- F7 B5--- ...B6--- ...B7--- ......
@@ -23,32 +23,35 @@ forward, B backward, . idle):
     pipedream      (p-1) / (m+p-1)  with m of many updates       p-r                   old weights, p-r versions of them
     pipedream-2bw  the same                                      p-r                   old weights, 2 versions of them
 
-p stages, m micro-batches, v chunks per rank. F, I and W are the durations of forward, input gradient and weight
-gradient on a whole stage. The column "in flight" is for large m. Its unit is the activations of one micro-batch on a
-whole stage. The formulas of zb-h1 and zb-h2 need W <= F and W <= I, and that of zb-v needs W <= F <= I. `FORMULAS`
-below has the exact conditions. Each micro-batch sends bsh elements forward and bsh elements backward over every
-boundary between ranks.
+There are p stages, m micro-batches and v chunks per rank. F, I and W are the durations of forward, input gradient and
+weight gradient on a whole stage. The column "in flight" is for large m. Its unit is the activations of one micro-batch
+on a whole stage. The formulas of zb-h1 and zb-h2 need W <= F and W <= I. The formula of zb-v needs W <= F <= I.
+`FORMULAS` below has the exact conditions. Each micro-batch sends bsh elements forward and bsh elements backward over
+every boundary between ranks.
 
-A schedule is data. The same lists are checked, simulated, drawn (`draw.py`) and executed (`pipeline.py`). The sections
-below are: the schedules, their checks, their simulation, their messages without a deadlock, the papers' formulas, and
-the versions of the weights in the two asynchronous schedules.
+A schedule is data. The same lists are checked, simulated, drawn (`draw.py`) and executed (`pipeline.py`). This file has
+these sections: the schedules, their checks, their simulation, their messages without a deadlock, the papers' formulas,
+and the versions of the weights in the two asynchronous schedules.
 """
 
-from collections import Counter
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import NamedTuple
 
-from errors import UserError, exit_on_user_error
+from errors import UserError
 
 # --- the data of a schedule -------------------------------------------------------------------------------------------
 
 
 class Action(NamedTuple):
-    """One computation of a rank, for one micro-batch in one chunk of the model."""
+    """One computation of a rank, for one micro-batch in one chunk of the model.
 
-    kind: str  # F forward; then B backward, or its two halves: I input gradient and later W weight gradient; U update
+    The kinds are F (forward), B (backward) and U (update of the weights, only in PipeDream). A schedule may cut B into
+    two halves: first I (gradient of the chunk's input), later W (gradients of the weights).
+    """
+
+    kind: str  # one of the keys of NOMINAL
     microbatch: int  # 0 .. m-1
-    chunk: int  # chunks are numbered over all ranks
+    chunk: int  # the number of the chunk; chunks are numbered over all ranks
 
     def __str__(self):
         return f"{self.kind} of micro-batch {self.microbatch}, chunk {self.chunk}"
@@ -58,10 +61,10 @@ class Schedule(NamedTuple):
     """The actions of all ranks, as plain data. Ranks, chunks and micro-batches count from 0."""
 
     name: str
-    parts: list  # parts[chunk]: the index of the part that this chunk runs; a pipeline begins at part 0
+    parts: list  # parts[chunk]: the part of the model that this chunk runs; a pipeline begins at part 0
     placement: list  # placement[chunk]: the rank that runs this chunk
     actions: list  # actions[rank]: the Actions of this rank, in their order
-    versions: list | None = None  # only PipeDream: versions[rank][micro-batch], the number of updates in its weights
+    versions: list | None = None  # versions[rank][micro-batch]: see the last section; None if a step has one update
 
     @property
     def microbatches(self):
@@ -102,10 +105,8 @@ def routes(schedule):
     for actions in schedule.actions:
         for _, j, chunk in actions:
             if chunk not in taken.setdefault(j, pipeline_of[chunk]):
-                raise UserError(
-                    f"{schedule.name}: micro-batch {j} has actions in chunk {taken[j][0]}'s pipeline and in chunk "
-                    f"{pipeline_of[chunk][0]}'s pipeline; should be in only one"
-                )
+                both = f"has actions in chunk {taken[j][0]} and in chunk {chunk}, which are in two pipelines"
+                raise UserError(f"{schedule.name}: micro-batch {j} {both}; should be in only one")
     return taken
 
 
@@ -113,7 +114,10 @@ def routes(schedule):
 
 
 def gpipe(stages, microbatches, chunks=1):
-    """GPipe: all forwards, then all backwards. Then all m are in flight. Huang et al., arXiv 1811.06965."""
+    """GPipe: all forwards, then all backwards. Between the two, all m micro-batches are in flight.
+
+    Huang et al., arXiv 1811.06965.
+    """
     return straight("gpipe", chunks, [each("F", microbatches, r) + each("B", microbatches, r) for r in range(stages)])
 
 
@@ -126,7 +130,7 @@ def one_f_one_b(stages, microbatches, chunks=1):
     actions = []
     for rank in range(stages):
         F, B = each("F", microbatches, rank), each("B", microbatches, rank)
-        warmup = stages - 1 - rank  # the first backward passes this many later ranks before it arrives
+        warmup = stages - 1 - rank  # the first backward passes through this many ranks before it reaches this rank
         actions.append(F[:warmup] + alternate(F[warmup:], B))
     return straight("1f1b", chunks, actions)
 
@@ -134,10 +138,10 @@ def one_f_one_b(stages, microbatches, chunks=1):
 def interleaved(stages, microbatches, chunks=2):
     """Interleaved 1F1B: each rank has `chunks` chunks, and the bubble is about `chunks` times smaller.
 
-    Rank r has the chunks r, p + r, 2p + r ... (two on the slide). So a micro-batch runs through all ranks `chunks`
-    times. Each rank runs p micro-batches through one chunk, then the same micro-batches through its next chunk.
-    Narayanan et al., arXiv 2104.04473, section 2.2.2. Raises UserError if m is not a multiple of p, or if p > 1 and
-    chunks is 1 (which is 1f1b).
+    Rank r has the chunks r, p + r, 2p + r ... (the slide has two per rank). So a micro-batch runs through all ranks
+    `chunks` times. Each rank runs p micro-batches through one chunk, then the same micro-batches through its next
+    chunk. Narayanan et al., arXiv 2104.04473, section 2.2.2. Raises UserError if m is not a multiple of p, or if p > 1
+    and chunks is 1 (this is 1f1b).
     """
     p, v = stages, chunks
     if v < 2 and p > 1:
@@ -152,8 +156,8 @@ def interleaved(stages, microbatches, chunks=2):
             group = range(first, first + p)
             F += [Action("F", j, c * p + rank) for c in range(v) for j in group]
             B += [Action("B", j, c * p + rank) for c in reversed(range(v)) for j in group]
-        # (v-1) p: the first group runs through all chunks except the last. 2 (p-1-rank): the first micro-batch then
-        # passes p-1-rank later ranks, and its backward returns through as many.
+        # In the first (v-1) p forwards, the first group runs through all of this rank's chunks except the last. Then
+        # its first micro-batch passes through the p-1-rank later ranks, and its backward returns through them.
         warmup = (v - 1) * p + 2 * (p - 1 - rank)
         actions.append(F[:warmup] + alternate(F[warmup:], B))
     return Schedule("interleaved", list(range(v * p)), [c % p for c in range(v * p)], actions)
@@ -162,7 +166,7 @@ def interleaved(stages, microbatches, chunks=2):
 def zb_h1(stages, microbatches, chunks=1):
     """ZB-H1: 1F1B with B cut into I and W. W fills time in which a rank of 1F1B is idle.
 
-    The previous rank waits only for I, so W can be late: on rank r by r micro-batches. Then every rank has p
+    The previous rank waits only for I, so W can be late. Rank r delays each W by r micro-batches. Then every rank has p
     micro-batches in flight, as many as rank 0 of 1F1B. Qi et al., arXiv 2401.10241, section 2.1, figure 3.
     """
     return straight("zb-h1", chunks, zero_bubble(stages, microbatches, 1))
@@ -171,9 +175,9 @@ def zb_h1(stages, microbatches, chunks=1):
 def zb_h2(stages, microbatches, chunks=1):
     """ZB-H2: no bubble if F, I and W take equal time and m >= 2p-1, with 2p-1 micro-batches in flight.
 
-    The warm-up and the delay of W are twice those of ZB-H1. The ranks begin and end a step one after another. No rank
-    waits if each starts its next step right away. (In train.py a rank cannot: all ranks wait for the gradient norm.)
-    Qi et al., arXiv 2401.10241, section 2.2, figure 3.
+    The warm-up and the delay of W are twice those of ZB-H1. The ranks begin and end a step one after another. If each
+    rank starts its next step at once, no rank waits. In train.py all ranks wait for the gradient norm first. Qi et al.,
+    arXiv 2401.10241, section 2.2, figure 3.
     """
     return straight("zb-h2", chunks, zero_bubble(stages, microbatches, 2))
 
@@ -192,32 +196,35 @@ def zb_v(stages, microbatches, chunks=2):
     """ZB-V: a bubble no larger than ZB-H2's, as much memory as ZB-H1, and twice the messages.
 
     Rank r has chunk r on the way down (from rank 0 to rank p-1) and chunk 2p-1-r on the way up. Rank 0 has both ends
-    of the model, so its first backward follows its forward at once. The peak of activations in flight is the same on
-    all ranks. A rank begins with 2(p-r)-1 forwards on the way down. Then it works in turns k = 0, 1, 2 ... A turn has
-    at most one action of each list below, in this order. Near the end W is delayed, because other ranks wait for I.
-    The bubble is 0 if F, I and W take equal time and m >= 2p-1. If m < p, the lists are made for p micro-batches, and
-    the actions of the last p-m are left out. Qi et al., arXiv 2401.10241 (not in the conference version) and
-    2405.15362 (V-ZB). Raises UserError if chunks is not 2.
+    of the model, so a backward follows its forward at once. Every rank works in turns. A turn has six places, for F, I
+    and W (down) and f, i and w (up). A rank leaves out a place without an action. Below are p = 3 and rank 1:
+
+        turn       -3 -2 -1   0         1            2               3                        4
+        rank 1     F0 F1 F2   f0 F3     f1 i0 w0     f2 i1 w1 F4 I0 W0   f3 i2 w2 F5 I1 W1    f4 i3 w3 F6 I2 W2 ...
+
+    Each turn is one micro-batch after the turn before. In turn k a rank runs f of micro-batch k, i and w of k-r, and I
+    and W of k-(p-1), because these take one turn for each rank on their way. The first 2p-1-r forwards down run as
+    early as possible. The others run in turn k = j+r-p. Near the end other ranks wait for i and I, so the last w
+    and W are delayed until all i and I have run. The bubble is 0 if F, I and W take equal time and m >= 2p-1. If m < p,
+    the lists are made for p micro-batches, and the actions of the last p-m are left out. Qi et al., arXiv 2401.10241
+    (not in the conference version) and 2405.15362 (V-ZB). Raises UserError if chunks is not 2.
     """
     p, m = stages, max(stages, microbatches)
-    if p == chunks == 1:  # one stage: no way down and up
+    if p == chunks == 1:  # one stage has no way down and up
         return straight("zb-v", chunks, zero_bubble(p, microbatches, 1))
     if chunks != 2:
         raise UserError(f"chunks={chunks}: zb-v needs 2 per rank, one on the way down and one on the way up")
     actions = []
-    for rank in range(p):
-        F, I, W = (each(kind, m, rank) for kind in "FIW")  # on the way down
-        f, i, w = (each(kind, m, 2 * p - 1 - rank) for kind in "FIW")  # on the way up
-        ahead, pause = 2 * (p - rank) - 1, [None]
-        turns = alternate(
-            f,  # turn k: F of micro-batch k on the way up
-            pause * rank + i,  # I of k-r
-            pause * rank + w[: m - rank],  # W of k-r
-            F[ahead : ahead + rank] + pause * (p - 1 - rank) + F[ahead + rank :],  # down; F[ahead:]
-            pause * (p - 1) + I,  # I of k-p+1
-            pause * (p - 1) + W[: m - p] + pause * rank + w[m - rank :] + W[m - p :],  # W of k-p+1
-        )
-        actions.append([action for action in F[:ahead] + turns if action.microbatch < microbatches])
+    for r in range(p):
+        places, down, up = {}, r, 2 * p - 1 - r  # places[turn, place in the turn] = action
+        for j in range(m):
+            places[j, 0] = Action("F", j, up)
+            places[j + r, 1] = Action("I", j, up)
+            places[(j + r, 2) if j < m - r else (j + 2 * r - 1, 5)] = Action("W", j, up)
+            places[j - 2 * (p - r) + 1 if j < 2 * p - 1 - r else j + r - p, 3] = Action("F", j, down)
+            places[j + p - 1, 4] = Action("I", j, down)
+            places[j + p - 1 + (0 if j < m - p else 2 * r), 5] = Action("W", j, down)
+        actions.append([places[place] for place in sorted(places) if places[place].microbatch < microbatches])
     return Schedule("zb-v", list(range(2 * p)), [*range(p), *reversed(range(p))], actions)
 
 
@@ -226,37 +233,38 @@ def chimera(stages, microbatches, chunks=1):
 
     Rank r has part r of the down pipeline (chunk r) and part p-1-r of the up pipeline (chunk 2p-1-r). So it has twice
     the parameters, and the gradients of both copies are summed at the end. Even micro-batches go down (from rank 0 to
-    rank p-1), odd micro-batches go up. In a group of p micro-batches, those of one direction have the indices k = 0, 1
-    ... If F and B take one time slot each, micro-batch k has its F in slot stage + 2k and its B in slot 2p-1 - stage +
-    2k. Because p is even, the two directions never need the same slot. The next group begins 2p slots later and uses
-    slots that are still free ("direct concatenation"). Any m is allowed; a multiple of p is best. Li and Hoefler,
-    arXiv 2107.06925, section 3, figure 3. Raises UserError if p is odd and not 1.
+    rank p-1), odd micro-batches go up. In each group of p micro-batches, the micro-batches of one direction have the
+    indices k = 0, 1 ... Suppose that F and B take one time slot each. On part i, micro-batch k then has its F in slot
+    i + 2k and its B in slot 2p-1 - i + 2k. Because p is even, the two directions never need the same slot. The next
+    group begins 2p slots later and uses slots that are still free ("direct concatenation"). Any m is allowed; a
+    multiple of p is best. Li and Hoefler, arXiv 2107.06925, section 3, figure 3. Raises UserError if p is odd and not
+    1.
     """
     p = stages
-    if p == 1:  # one stage: both directions are the same
+    if p == 1:  # with one stage both directions are the same
         return straight("chimera", chunks, one_f_one_b(1, microbatches).actions)
     if p % 2:
         raise UserError(f"stages={p}: chimera needs an even number, such as {p - 1} or {p + 1} (any microbatches)")
     one_chunk("chimera", chunks)
-    slots = [{} for _ in range(p)]  # slots[rank][time] = action
+    slots = [{} for _ in range(p)]  # slots[rank][slot] = action
     for j in range(microbatches):
         k, up = divmod(j % p, 2)
         start = j // p * 2 * p + 2 * k
-        for stage in range(p):
-            rank, chunk = (p - 1 - stage, p + stage) if up else (stage, stage)
-            slots[rank][start + stage] = Action("F", j, chunk)
-            slots[rank][start + 2 * p - 1 - stage] = Action("B", j, chunk)
-    actions = [[times[t] for t in sorted(times)] for times in slots]
+        for part in range(p):
+            rank, chunk = (p - 1 - part, p + part) if up else (part, part)
+            slots[rank][start + part] = Action("F", j, chunk)
+            slots[rank][start + 2 * p - 1 - part] = Action("B", j, chunk)
+    actions = [[taken[slot] for slot in sorted(taken)] for taken in slots]
     return Schedule("chimera", [*range(p)] * 2, [*range(p), *reversed(range(p))], actions)
 
 
 def pipedream(stages, microbatches, chunks=1, per_update=None):
     """PipeDream: 1F1B without the flush. Each rank updates its weights after each of its backwards.
 
-    The micro-batches are those of many updates, so a rank waits only at the two ends. While micro-batch j is in flight,
-    a rank updates its weights p-1-rank times. The backward of j needs the weights of its forward, so the rank keeps the
-    old version (weight stashing). Narayanan et al., arXiv 1806.03377, sections 3.2 and 3.3. Raises UserError if
-    per_update, the number of micro-batches in an update, is not 1.
+    The list has the micro-batches of many updates, so a rank waits only at its two ends. While micro-batch j is in
+    flight, a rank updates its weights p-1-rank times. The backward of j needs the weights of its forward, so the rank
+    keeps the old version (weight stashing). Narayanan et al., arXiv 1806.03377, sections 3.2 and 3.3. Raises UserError
+    if per_update, the number of micro-batches in an update, is not 1.
     """
     if per_update not in (None, 1):
         raise UserError(f"per_update={per_update}: pipedream updates after every micro-batch; should be 1")
@@ -267,10 +275,10 @@ def pipedream(stages, microbatches, chunks=1, per_update=None):
 def pipedream_2bw(stages, microbatches, chunks=1, per_update=None):
     """PipeDream-2BW: an update after every `per_update` micro-batches (default: stages), and two versions of weights.
 
-    All micro-batches of an update use the same version on all ranks: the one before the latest that is complete. So
-    every gradient is one update old: W(t+1) = W(t) - lr * gradient(W(t-1)). Narayanan et al., arXiv 2006.09503, section
-    3.1 (double-buffered weight updates). Raises UserError if per_update < stages, because then a third version is
-    needed, or if the micro-batches are no multiple of per_update.
+    All micro-batches of an update use the same version on all ranks. It is one update older than the latest version, so
+    W(t+1) = W(t) - lr * gradient(W(t-1)). Narayanan et al., arXiv 2006.09503, section 3.1 (double-buffered weight
+    updates). Raises UserError if per_update < stages, because a rank would need a third version, or if the number of
+    micro-batches is not a multiple of per_update.
     """
     m = stages if per_update is None else per_update
     if m < stages:
@@ -326,7 +334,7 @@ SCHEDULES = {
     "pipedream": pipedream,
     "pipedream-2bw": pipedream_2bw,
 }
-ASYNCHRONOUS = ("pipedream", "pipedream-2bw")  # their lists have updates, and continue over several of them
+ASYNCHRONOUS = ("pipedream", "pipedream-2bw")  # the lists of these schedules have several updates (actions U)
 
 
 def usual_chunks(name):
@@ -346,6 +354,8 @@ def build(name, stages, microbatches, chunks=1, per_update=None):
             raise UserError(f"{field}={value}: should be 1 or more")
     more = (per_update,) if name in ASYNCHRONOUS else ()
     schedule = SCHEDULES[name](stages, microbatches, chunks, *more)
+    if not isinstance(schedule, Schedule):
+        raise UserError(f"schedule={name}: its function returns {schedule!r}; should return a Schedule")
     check(schedule, microbatches)
     return schedule
 
@@ -357,8 +367,8 @@ def build_for(c, dp, microbatches):
 
 # --- checks -----------------------------------------------------------------------------------------------------------
 
-# Assumed durations: a linear layer has one matrix product in F and two in B. An update is short.
-NOMINAL = {"F": 1, "B": 2, "I": 1, "W": 1, "U": 0}
+# Assumed durations. A linear layer has one matrix product in F and two in B. An update is short.
+NOMINAL = {"F": 1, "B": 2, "I": 1, "W": 1, "U": 0.01}
 
 
 def check(schedule, microbatches=None):
@@ -368,68 +378,38 @@ def check(schedule, microbatches=None):
     Raises UserError, which names the action, or for a deadlock the ranks that wait for one another. Ranks, chunks,
     micro-batches and a rank's actions count from 0.
     """
-    check_places(schedule)
-    check_complete(schedule, microbatches or schedule.microbatches)
-    check_updates(schedule)
+    check_actions(schedule, microbatches)
     run_in_order(schedule, NOMINAL, 0)
 
 
-def check_places(schedule):
-    """Refuse a chunk on a missing rank, a pipeline with a missing part, and an action on a wrong rank or repeated."""
+def check_actions(schedule, microbatches=None):
+    """Refuse a schedule unless each chunk of a micro-batch's pipeline has F and B, or F, I and W, on the right rank."""
     name, parts, placement, lists, _ = schedule
-
-    def refuse(rank, i, why):
-        raise UserError(f"{name}: {where(schedule, rank, i)}: {why}")
-
-    if len(parts) != len(placement) or not set(placement) <= set(range(len(lists))):
-        raise UserError(f"{name}: placement={placement}: needs {len(parts)} items, each from 0 to {len(lists) - 1}")
     length = max(parts, default=-1) + 1
     if not parts or list(parts) != list(range(length)) * (len(parts) // length):
         raise UserError(f"{name}: parts={parts}: each pipeline should have the same parts 0, 1, 2 ...")
-    if not any(lists):
-        raise UserError(f"{name}: no rank has anything to do")
-    seen = {}
+    if len(parts) != len(placement) or not set(placement) <= set(range(len(lists))) or not any(lists):
+        raise UserError(f"{name}: placement={placement}: should have {len(parts)} of {len(lists)} ranks, with actions")
+    m, seen = microbatches or schedule.microbatches, {}
     for rank, actions in enumerate(lists):
         for i, action in enumerate(actions):
-            if action.kind not in NOMINAL:
-                refuse(rank, i, f"kind {action.kind!r} should be F, B, I, W or U")
-            if action.microbatch < 0 or not 0 <= action.chunk < len(parts):
-                refuse(rank, i, f"micro-batches count from 0, chunks from 0 to {len(parts) - 1}")
-            if placement[action.chunk] != rank:
-                refuse(rank, i, f"chunk {action.chunk} is placed on rank {placement[action.chunk]}, not here")
-            if action in seen:
-                refuse(rank, i, f"runs a second time; the first was action {seen[action]}")
+            kind, j, chunk = action
+            known = kind in NOMINAL and 0 <= j < m and 0 <= chunk < len(parts) and placement[chunk] == rank
+            if not known or action in seen:
+                kinds, chunks = ", ".join(NOMINAL), [c for c, place in enumerate(placement) if place == rank]
+                why = f"should have a kind of {kinds}, a micro-batch below {m}, and a chunk of {chunks}"
+                why = f"runs a second time; the first was action {seen[action]}" if known else why
+                raise UserError(f"{name}: {where(schedule, rank, i)}: {why}")
             seen[action] = i
-
-
-def check_complete(schedule, microbatches):
-    """Refuse a wrong number of micro-batches, and a micro-batch in two pipelines.
-
-    In each chunk of its pipeline, a micro-batch needs F and B, or F, I and W.
-    """
-    name = schedule.name
-    kinds = {}  # (micro-batch, chunk): the kinds of its actions
-    for actions in schedule.actions:
-        for kind, j, chunk in actions:
-            kinds.setdefault((j, chunk), set()).update({kind} - {"U"})
-    if (last := schedule.microbatches - 1) >= microbatches:
-        raise UserError(f"{name}: has micro-batch {last}, but the last index should be {microbatches - 1}")
-    taken, missing = routes(schedule), []
-    usual = "IW" if any("I" in found for found in kinds.values()) else "B"
-    for j in range(microbatches):
-        if j not in taken:
-            raise UserError(f"{name}: micro-batch {j} of {microbatches} is skipped: no rank has any action of it")
-        for chunk in taken[j]:
-            found = kinds.get((j, chunk), set())
-            if "B" in found and found & set("IW"):
-                both = " and ".join(sorted(found - {"F"}))
-                raise UserError(f"{name}: micro-batch {j}, chunk {chunk} has {both}: should be B, or I and W")
-            backward = "IW" if found & set("IW") else "B" if "B" in found else usual
-            missing += [Action(kind, j, chunk) for kind in "F" + backward if kind not in found]
-    if missing:
-        rank, more = schedule.placement[missing[0].chunk], len(missing) - 1
-        others = f" (and {more} more {'is' if more == 1 else 'are'} missing)" if more else ""
-        raise UserError(f"{name}: rank {rank} skips {missing[0]}{others}")
+    taken, first = routes(schedule), pipelines(schedule)[0]
+    for j in range(m):
+        for chunk in taken.get(j, first):
+            kinds = [kind for kind in "FBIW" if (kind, j, chunk) in seen]
+            if kinds != ["F", "B"] and kinds != ["F", "I", "W"]:
+                found = " and ".join(kinds) or "no action"
+                place = f"rank {placement[chunk]} has {found} of micro-batch {j}, chunk {chunk}"
+                raise UserError(f"{name}: {place}; should have F and B, or F, I and W")
+    check_updates(schedule)
 
 
 def prerequisites(schedule):
@@ -499,9 +479,9 @@ class Timeline(NamedTuple):
 
     events: list  # Events, sorted by start
     makespan: float  # time from the first start on any rank to the last end on any rank
-    span: float  # longest time from one rank's first start to its last end
-    bubble: float  # share of `span` in which a rank is idle, 0 .. 1: the mean over the ranks
-    peak: list  # peak[rank]: most activations in flight at once, counted as (micro-batch, chunk) pairs
+    span: float  # the longest time from one rank's first start to its last end
+    bubble: float  # the share of `span` in which a rank is idle, 0 .. 1, as a mean over the ranks
+    peak: list  # peak[rank]: the most (micro-batch, chunk) pairs that are in flight at once
 
 
 def simulate(schedule, cost, comm=0):
@@ -509,12 +489,10 @@ def simulate(schedule, cost, comm=0):
 
     Each rank runs its list in order. An action starts when its rank is free and its inputs have arrived. An input from
     another rank arrives `comm` after the action that produces it ends. A rank can compute while it sends. cost: {kind:
-    duration of an action of one chunk}, in any unit of time, which is also the unit of `comm`. An update without a cost
-    takes no time. This is the model of Qi et al., arXiv 2401.10241, section 5.
+    duration of an action of one chunk}. All durations and `comm` have one unit of time, for example seconds. If `cost`
+    has no U, updates take no time. This is the model of Qi et al., arXiv 2401.10241, section 5.
     """
-    check_places(schedule)
-    check_complete(schedule, schedule.microbatches)
-    check_updates(schedule)
+    check_actions(schedule)
     cost = {"U": 0} | cost
     if unknown := {action.kind for actions in schedule.actions for action in actions} - set(cost):
         raise UserError(f"cost={cost}: {schedule.name} also needs durations of {' and '.join(sorted(unknown))}")
@@ -522,7 +500,7 @@ def simulate(schedule, cost, comm=0):
 
 
 def run_in_order(schedule, cost, comm):
-    """Return the Events of a complete schedule. Raises UserError if the ranks wait for one another for ever."""
+    """Return the Events of a checked schedule. cost, comm: as in `simulate`. Raises UserError if the ranks deadlock."""
     needs, ends, events = prerequisites(schedule), {}, []
     position, free = [0] * len(schedule.actions), [0] * len(schedule.actions)
     progress = True
@@ -557,11 +535,8 @@ def timeline(events, ranks):
         own = [e for e in events if e.rank == rank]
         spans.append(max((e.end for e in own), default=0) - min((e.start for e in own), default=0))
         busy += sum(e.end - e.start for e in own) / ranks
-        in_flight, most = 0, 0
-        for event in own:
-            in_flight += {"F": 1, "B": -1, "I": 0, "W": -1, "U": 0}[event.action.kind]
-            most = max(most, in_flight)
-        peak.append(most)
+        in_flight = accumulate({"F": 1, "B": -1, "W": -1}.get(e.action.kind, 0) for e in own)
+        peak.append(max(in_flight, default=0))
     span = max(spans)
     makespan = max(e.end for e in events) - min(e.start for e in events)
     return Timeline(events, makespan, span, (span - busy) / span if span else 0.0, peak)
@@ -571,14 +546,14 @@ def timeline(events, ranks):
 
 
 class Message(NamedTuple):
-    """An activation or a gradient that one rank sends to another. `producer` computes it, `consumer` needs it."""
+    """An activation or a gradient that one rank sends to another."""
 
-    source: int  # rank
-    destination: int  # rank
-    kind: str  # activation, gradient
+    source: int  # the rank that sends
+    destination: int  # the rank that receives
+    kind: str  # "activation" or "gradient"
     microbatch: int
-    producer: Action  # in chunk producer.chunk, on the source
-    consumer: Action  # in chunk consumer.chunk, on the destination
+    producer: Action  # the source's action that computes the tensor
+    consumer: Action  # the destination's action that needs the tensor
 
 
 def messages(schedule):
@@ -594,21 +569,20 @@ def messages(schedule):
             tensor is not yet computed
         before an action: wait for the message that this action consumes
 
-    Posting does not wait (isend, irecv; the tensor is kept until the message is done). `pipeline.Mailbox`, which posts
-    the messages, also waits for its oldest send if more than two sends are unfinished. This adds no deadlock,
-    because the other rank posts its receives in the same order. A rank posts receives as early as the
-    order allows.
+    Posting does not wait (isend, irecv; the tensor is kept until the message is done). `pipeline.Mailbox` posts the
+    messages. It also waits for its oldest send if more than two sends are unfinished. This wait adds no deadlock,
+    because the other rank posts its receives in the same order. A rank posts receives as early as the order allows.
 
     **This never deadlocks**, even if each rank runs the messages in its queue strictly one by one. Proof: suppose that
     some actions never run. Let A be the first of these in the simulation. All actions before A on its rank have run,
     so A lacks only a message M. In the simulation, the producers of M and of all messages before M end by the start of
-    A. Each producer takes some time, so it starts before A. So it has run. Then both ends post M and all messages
-    before M. These messages run one after another, and A gets M, which is a contradiction. The proof only needs a
-    timeline in which every action takes some time. Real durations do not matter.
+    A. Each producer takes some time there, so it starts before A. So it has run. Then both ends post M and all messages
+    before M. These messages run one after another, and A gets M. This is a contradiction. The proof only needs a
+    timeline in which every producer of a message takes some time. Real durations do not matter.
 
-    **No tensor that is ready waits for another one.** Messages to a higher rank have one process group, messages to a
-    lower rank another one (`pipeline.axis_to`). So between two ranks each group has only one sender. Its messages are
-    in the order in which this rank computes them. With one group for both directions, a send would wait for each
+    **No tensor that is ready waits for another one.** Messages to a higher rank have one process group. Messages to a
+    lower rank have another one (`pipeline.axis_to`). So between two ranks each group has only one sender. Its messages
+    are in the order in which this rank computes them. With one group for both directions, a send would wait for each
     receive that its rank has posted before. The proof also holds with two groups, because they run the messages less
     strictly. Two chunks on one rank need no message.
     """
@@ -631,11 +605,14 @@ def messages(schedule):
 
 
 class Formula(NamedTuple):
-    """Formulas as Python text, which is both printed and evaluated. p stages, m micro-batches, v chunks, r the rank."""
+    """Formulas as Python text, which is both printed and evaluated.
 
-    bubble: str  # F, B, I and W are durations on a whole stage; messages take no time
+    p stages, m micro-batches, v chunks per rank, r the rank. F, B, I and W are durations on a whole stage.
+    """
+
+    bubble: str  # the bubble if messages take no time
     where: str  # the condition under which `bubble` is correct
-    peak: str  # activations in flight on rank r, counted as (micro-batch, chunk) pairs
+    peak: str  # the peak of (micro-batch, chunk) pairs in flight on rank r
 
 
 FORMULAS = {
@@ -654,7 +631,7 @@ FORMULAS = {
 
 
 def by_formula(text, **letters):
-    return eval(text, {"min": min}, letters)  # the text is from FORMULAS, never from a user
+    return eval(text, {"min": min}, letters)  # a user cannot set the text: it comes from FORMULAS
 
 
 # --- versions of the weights, in the asynchronous schedules -----------------------------------------------------------
@@ -666,19 +643,26 @@ def updates(schedule):
 
 
 def check_updates(schedule):
-    """Refuse updates that differ between ranks, and a version that no rank makes.
+    """Refuse updates that differ between ranks or do not end with the last micro-batch.
 
-    Only the schedules in ASYNCHRONOUS have updates. Their version of a micro-batch counts the updates in its weights.
-    `prerequisites` has the order of the updates, so `run_in_order` refuses one that comes too early or too late.
+    versions[rank][j] is the number of updates in the weights that micro-batch j uses. Only the schedules in
+    ASYNCHRONOUS have updates. `prerequisites` has their order.
     """
-    name, last, versions = schedule.name, schedule.microbatches - 1, schedule.versions or [[0]]
     marks = [[action.microbatch for action in actions if action.kind == "U"] for actions in schedule.actions]
-    for rank, mark in enumerate(marks):
-        if mark != marks[0] or (mark[-1:] == [last]) != (schedule.versions is not None):
-            there = f"rank {rank} updates after the micro-batches {mark}, rank 0 after {marks[0]}"
-            raise UserError(f"{name}: {there}; should be equal, and end with {last} (without versions: none)")
-    if not 0 <= min(map(min, versions)) <= max(map(max, versions)) <= len(marks[0]):
-        raise UserError(f"{name}: versions={schedule.versions}: there are only the versions 0 to {len(marks[0])}")
+    wanted = [] if schedule.versions is None else [*marks[0][:-1], schedule.microbatches - 1]
+    if marks != [wanted] * len(marks):
+        raise UserError(f"{schedule.name}: the ranks update after the micro-batches {marks}; should all be {wanted}")
+
+
+def shared_versions(schedule, holders):
+    """Return the version that each micro-batch uses of a bucket: the oldest of its holders."""
+    return [min(versions) for versions in zip(*(schedule.versions[rank] for rank in holders), strict=True)]
+
+
+def published(schedule, holders):
+    """Return how many new versions of a bucket's parameters the micro-batches use, or the next call."""
+    used = set(shared_versions(schedule, holders)) if schedule.versions else set()
+    return len((used | {updates(schedule)}) - {0})
 
 
 def kept_versions(schedule, rank, holders):
@@ -691,34 +675,23 @@ def kept_versions(schedule, rank, holders):
     a rank waits for a sum only in the F that needs the new version, or in a U after which no F follows.
     """
     actions, versions = schedule.actions[rank], shared_versions(schedule, holders)
-    left, made, posted, forwards, most, sums = Counter(versions), 0, 0, len(versions), 1, 0
-    for kind, j, _ in actions:
-        forwards -= kind == "F"
-        left[versions[j]] -= kind == "B"
-        posted += kind == "U"
-        sums = max(sums, posted - made)
+    made, last = {}, {}  # {version: index of the action that makes it}, {version: index of the last B that uses it}
+    for i, (kind, j, _) in enumerate(actions):
         if kind == "F":
-            made = max(made, versions[j])
-        elif kind == "U" and (len(holders) == 1 or not forwards):
-            made = posted
-        most = max(most, sum(count > 0 and version <= made for version, count in left.items()))
-    return most, sums if len(holders) > 1 else 0
+            made.setdefault(versions[j], i)
+        elif kind == "B":
+            last[versions[j]] = i
+    update = [i for i, action in enumerate(actions) if action.kind == "U"]  # update[k]: index of the k-th U
+    if len(holders) == 1:
+        made = {version: update[version - 1] if version else 0 for version in made}
+        return most_alive([(made[version], last[version]) for version in made]), 0
+    final = max(i for i, action in enumerate(actions) if action.kind == "F")
+    drained = next(i for i in update if i > final)
+    awaited = [min([made[v] for v in made if v > k], default=max(i, drained)) for k, i in enumerate(update)]
+    sums = [(begin, end + 1) for begin, end in zip(update, awaited, strict=True)]
+    return most_alive([(made[version], last[version]) for version in made]), most_alive(sums)
 
 
-def published(schedule, holders):
-    """Return how many new versions of a bucket's parameters the micro-batches use, or the next call."""
-    used = set(shared_versions(schedule, holders)) if schedule.versions else set()
-    return len((used | {updates(schedule)}) - {0})
-
-
-def shared_versions(schedule, holders):
-    """Return the version that each micro-batch uses of a bucket: the oldest of its holders."""
-    return [min(versions) for versions in zip(*(schedule.versions[rank] for rank in holders), strict=True)]
-
-
-def moved():
-    raise UserError("python -m parallel.schedules is now: python -m accounts.draw (with the same arguments)")
-
-
-if __name__ == "__main__":
-    exit_on_user_error(moved)
+def most_alive(lives):
+    """Return how many of these (begin, end) overlap at most. Each lives from its begin until before its end."""
+    return max(sum(begin <= i < end for begin, end in lives) for i, _ in lives)

@@ -1,0 +1,119 @@
+"""No schedule deadlocks even if every communication blocks its rank until the other ranks reach it.
+
+On NCCL a communication may block the host in the first step: the first launch of a kernel may wait until the GPU has
+finished all work that was enqueued before. So the order of all calls must be possible under this rule: a rank waits in
+each call until all ranks of the call are in it. A dry run of each rank records its calls.
+"""
+
+import random
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accounts import dry_run
+from errors import UserError
+from parallel import comm, pipedream
+from parallel.schedules import ASYNCHRONOUS, SCHEDULES, usual_chunks
+from test_layouts import tiny_config
+
+
+class Call(NamedTuple):
+    """A call of a rank. All ranks of a communication make an equal Call; a message has the ranks (source, destination).
+
+    Calls of one communicator (`group`) with other ranks, sizes or dtypes are never equal.
+    """
+
+    operation: str
+    group: str
+    ranks: tuple
+    elements: int
+    dtype: torch.dtype
+
+
+def recorded(monkeypatch, config, gpus, rank):
+    """Return the Calls of `rank` while it builds its run and makes one step, in their order."""
+    calls = []
+
+    def record(place, name, operation, ranks_of):
+        original = getattr(place, name)
+
+        def call(x, *arguments, group, **more):
+            ranks, size = ranks_of(group, *arguments), max(t.numel() for t in (x, *arguments) if torch.is_tensor(t))
+            calls.append(Call(operation, group.group_name, tuple(ranks), size, x.dtype))
+            return original(x, *arguments, group=group, **more)
+
+        patch.setattr(place, name, call)
+
+    with monkeypatch.context() as patch:
+        record(dist, "all_reduce", "all_reduce", lambda group, *_: dist.get_process_group_ranks(group))
+        record(comm, "_all_gather", "all_gather", lambda group, *_: dist.get_process_group_ranks(group))
+        record(comm, "_reduce_scatter", "reduce_scatter", lambda group, *_: dist.get_process_group_ranks(group))
+        record(dist, "isend", "message", lambda _, other: (rank, other))
+        record(dist, "irecv", "message", lambda _, other: (other, rank))
+        with dry_run.started(config, gpus, rank) as run:
+            dry_run.step(run)
+    return calls
+
+
+def waiting(calls):
+    """Let every rank run its Calls. Return {rank: the Call in which it waits for ever}."""
+    position = [0] * len(calls)
+
+    def now(rank):
+        return calls[rank][position[rank]] if position[rank] < len(calls[rank]) else None
+
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(len(calls)):
+            while (call := now(rank)) and all(now(other) == call for other in call.ranks):
+                for other in call.ranks:
+                    position[other] += 1
+                moved = True
+    return {rank: now(rank) for rank in range(len(calls)) if now(rank)}
+
+
+def layouts(schedule):
+    """Return [(configuration, number of ranks)]: a long pipeline, and a short one with two or three other axes."""
+    i, fields = list(SCHEDULES).index(schedule), dict(schedule=schedule, chunks=usual_chunks(schedule), dtype="bf16")
+    if schedule in ASYNCHRONOUS:
+        batch = 4 if schedule == "pipedream-2bw" else 1
+        fields |= dict(updates_per_call=5, clip_grad=0.0, micro_batch_size=1, global_batch_size=batch)
+        return [(tiny_config(1, pp=p, **fields), p) for p in (2, 4)]
+    fields |= dict(micro_batch_size=1, num_layers=6, zero=i % 4)
+    dp, tp = (2, 1) if i % 2 else (1, 2)
+    short = tiny_config(dp, tp, pp=2, global_batch_size=4 * dp, sequence_parallel=tp == 2, **fields)
+    return [(tiny_config(1, pp=4, global_batch_size=4, **fields), 4), (short, 4)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_order_of_calls_deadlocks(monkeypatch, schedule):
+    """Only PipeDream's does. So `pipedream.refuse_deadlock` refuses it on GPUs."""
+    stuck = []
+    for config, gpus in layouts(schedule):
+        calls = [recorded(monkeypatch, config, gpus, rank) for rank in range(gpus)]
+        assert min(map(len, calls)) > 10
+        stuck.append(waiting(calls))
+    assert any(stuck) == (schedule in ASYNCHRONOUS), stuck
+
+
+def test_pipedream_is_refused_on_gpus_by_name():
+    config = tiny_config(1, pp=2, schedule="pipedream")
+    pipedream.refuse_deadlock(config, torch.device("cpu"))
+    with pytest.raises(UserError, match="schedule=pipedream: on GPUs"):
+        pipedream.refuse_deadlock(config, torch.device("cuda"))
+
+
+def test_the_rule_finds_a_wrong_order(monkeypatch):
+    """Swap two neighbouring calls of one rank. In most places the ranks then wait for ever."""
+    calls, dice = [recorded(monkeypatch, tiny_config(1, 2, pp=2), 4, rank) for rank in range(4)], random.Random(0)
+    assert waiting(calls) == {}
+    stuck = 0
+    for _ in range(40):
+        rank = dice.randrange(4)
+        i, changed = dice.randrange(len(calls[rank]) - 1), [list(one) for one in calls]
+        changed[rank][i : i + 2] = reversed(changed[rank][i : i + 2])
+        stuck += bool(waiting(changed))
+    assert stuck > 10
