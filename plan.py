@@ -12,152 +12,125 @@ predicted time. `accounts/devices.py` has the devices.
     --svg=FILE          draw memory and time of the best layouts
     --as_is             judge the configuration as it is (`python train.py CONFIG --plan --world=N --device=D`)
     --dry_run --rank=R  run the real program of one rank on tensors without data, beside the prediction
-    --sweep             run a few steps of each layout on this machine, beside the prediction
-    --calibrate         measure this machine for --device=cpu
     --flops=3e24        print the best size and number of tokens for a budget (scaling law), and the days of a cluster
     --code=NAME         predict another program, to compare with its paper: megatron-2021 or megatron-2022
+
+`python -m bench sweep` runs each layout for a few steps on this machine and compares their times.
 """
 
-import functools
 import json
 import sys
 import textwrap
-from dataclasses import fields
 
 import config as configuration
-import flags
-from accounts import devices, explain, figures, layouts, scaling, seconds
+from accounts import figures, layouts, scaling, seconds
+from accounts.devices import DEVICES
 from errors import Parser, UserError, exit_on_user_error
 
 GB = 1e9
 ROW = "{:>2} {:>3} {:>4} {:<11} {:>2} {:>1} {:>2} {:<4} {:>2} {:>8} {:>5} {:>5} {:>6} {:>6} {:>14} {:>10} {:>8}"
-TITLES = "tp pp dp schedule v Z sp reco b step,s MFU HFU GB bubble waits_for,% tokens/s days"
+TITLES = ROW.format(*"tp pp dp schedule v Z sp reco b step,s MFU HFU GB bubble waits_for,% tokens/s days".split())
+EXPECTED = f"Expected error of a step: {seconds.ERROR:.0%} for A100 and H100 (nine of ten published runs), unknown for V100."
 
 
-def row(facts):
-    """Return a layout's line in the text of `table`."""
-    c, step = facts["layout"], facts["step_seconds"]
+def entry(facts):
+    """Return the lines of a layout: a row of `table`, the memory of the fullest rank by part, and what binds."""
+    c, step, kept = facts["layout"], facts["step_seconds"], facts["memory_bytes"]
     exposed = "/".join(f"{facts['exposed_seconds'][axis] / step:.1%}"[:-1] for axis in ("tp", "pp", "dp"))
-    return ROW.format(
+    row = ROW.format(
         c["tp"], c["pp"], c["dp"], c["schedule"], c["chunks"], c["zero"], "sp" if c["sequence_parallel"] else "-",
         c["recompute"], c["micro_batch_size"], f"{step:.4g}", f"{facts['mfu']:.1%}", f"{facts['hfu']:.1%}",
-        f"{sum(facts['memory_bytes'].values()) / GB:.1f}", f"{facts['bubble']:.1%}", exposed,
+        f"{sum(kept.values()) / GB:.1f}", f"{facts['bubble']:.1%}", exposed,
         f"{facts['tokens_per_second']:,.0f}", f"{facts['days']:,.1f}",
     )  # fmt: skip
-
-
-def memory_line(facts):
-    """Return the memory of the fullest rank by part, and the sentence of `layouts.binds`."""
-    parts = ", ".join(f"{what} {size / GB:.1f}" for what, size in facts["memory_bytes"].items() if size >= 0.05 * GB)
+    parts = ", ".join(f"{what} {size / GB:.1f}" for what, size in kept.items() if size >= 0.05 * GB)
     text = f"stage {facts['fullest_rank']}: {parts} GB"
     indent = dict(initial_indent=" " * 8, subsequent_indent=" " * 17, width=120)
-    return f"{textwrap.fill(text, **indent)}\n        {facts['binds']}"
+    return f"{row}\n{textwrap.fill(text, **indent)}\n        {facts['binds']}"
 
 
 def table(found, top):
     """Return the best `top` layouts that fit, and a few that nearly fit, as text."""
     fit, rest = [f for f in found if f["fits"]], [f for f in found if not f["fits"]]
-    lines = [f"{len(found):,} layouts, {len(fit):,} fit", ROW.format(*TITLES.split())]
-    for facts in fit[:top]:
-        lines += [row(facts), memory_line(facts)]
+    lines = [f"{len(found):,} layouts, {len(fit):,} fit", TITLES, *map(entry, fit[:top])]
     if rest:
-        lines += ["", "nearly fit:"]
-    for facts in rest[: max(1, top // 3)]:
-        lines += [row(facts), memory_line(facts)]
+        lines += ["\nnearly fit:", *map(entry, rest[: max(1, top // 3)])]
     lines.append("\nv: chunks of a rank. Z: ZeRO stage. b: samples of a micro-batch. GB: memory of the fullest rank.")
     lines.append("waits_for: percent of the step for communication of tp / pp / dp that no computation hides.")
-    return "\n".join(lines)
+    return "\n".join([*lines, EXPECTED])
 
 
-def public(facts):
-    """Return a layout's facts without its Config, which JSON cannot have."""
-    return {name: value for name, value in facts.items() if name != "config"}
+def explained(line):
+    """Return a line of --explain as text. line: a title, or (name, formula, value, unit)."""
+    if isinstance(line, str):
+        return f"\n{line}"
+    name, formula, value, unit = line
+    number = f"{value:,.0f}" if isinstance(value, int) or value >= 1e5 else f"{value:.5g}"
+    return f"{name:<37} {formula:<51} {number:>15} {unit}"
 
 
 def parse(arguments):
     """Return (options, Config, names of the given fields)."""
-    parser = Parser(
-        prog="python plan.py",
-        usage="%(prog)s [CONFIG.py] --gpus=N --device=D [--field=value ...] [options]",
-        epilog="python train.py --help lists the fields.",
-        allow_abbrev=False,
-    )
-    known = ", ".join([*devices.DEVICES, "cpu"])
-    parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs")
-    parser.add_argument("--device", metavar="D", help=f"one of {known}")
-    parser.add_argument("--gpus_per_node", type=int, metavar="N", help="GPUs of a node (as usual for the device)")
-    parser.add_argument("--rings", type=int, metavar="N", help="network cards that one collective uses at once (1)")
-    parser.add_argument("--tokens", type=float, metavar="T", help="tokens of the whole run (20 for each parameter)")
-    parser.add_argument("--top", type=int, metavar="N", help="layouts to list (10)")
-    parser.add_argument("--code", default="ours", choices=seconds.CODES, help="the program to predict (ours)")
-    parser.add_argument("--explain", action="store_true", help="print the arithmetic of the given or the best layout")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--svg", metavar="FILE", help="draw memory and time of the best layouts")
-    parser.add_argument("--dry_run", action="store_true", help="run a step of one rank without a GPU and without data")
-    parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank of --dry_run (0)")
-    parser.add_argument("--sweep", action="store_true", help="run the layouts on this machine and compare")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="measured steps of a layout in --sweep (10)")
-    parser.add_argument("--calibrate", action="store_true", help="measure this machine for --device=cpu")
-    parser.add_argument("--flops", type=float, metavar="C", help="size and tokens of the best model for C FLOPs")
-    parser.add_argument("--mfu", type=float, default=0.4, metavar="X", help="share of the peak in --flops (0.4)")
-    parser.add_argument("--as_is", action="store_true", help="judge the layout of the configuration")
+    usage = "%(prog)s [CONFIG.py] --gpus=N --device=D [--field=value ...] [options]"
+    parser = Parser(prog="python plan.py", usage=usage, allow_abbrev=False)
+    parser.epilog = "python train.py --help lists the fields."
+    add = parser.add_argument
+    add("--gpus", type=int, metavar="N", help="number of GPUs")
+    add("--device", metavar="D", help=f"one of {', '.join(DEVICES)}")
+    add("--gpus_per_node", type=int, metavar="N", help="GPUs of a node (as usual for the device)")
+    add("--rings", type=int, metavar="N", help="network cards of one collective (one for each of its GPUs in a node)")
+    add("--tokens", type=float, metavar="T", help="tokens of the whole run (20 for each parameter)")
+    add("--top", type=int, metavar="N", help="layouts to list (10)")
+    add("--code", default="ours", choices=seconds.CODES, help="the program to predict (ours)")
+    add("--explain", action="store_true", help="print the arithmetic of the given or the best layout")
+    add("--json", action="store_true", help="print JSON")
+    add("--svg", metavar="FILE", help="draw memory and time of the best layouts")
+    add("--dry_run", action="store_true", help="run a step of one rank without a GPU and without data")
+    add("--rank", type=int, default=0, metavar="R", help="the rank of --dry_run (0)")
+    add("--flops", type=float, metavar="C", help="size and tokens of the best model for C FLOPs")
+    add("--mfu", type=float, default=0.4, metavar="X", help="share of the peak in --flops (0.4)")
+    add("--as_is", action="store_true", help="judge the layout of the configuration")
     options, rest = parser.parse_known_args(arguments)
-    _, pairs = flags.split(rest, {f.name for f in fields(configuration.Config) if f.type is bool})
-    return options, configuration.load(rest), {flags.plain(name) for name, _ in pairs}
+    given = {word[2:].partition("=")[0].replace("-", "_") for word in rest if word.startswith("--")}
+    return options, configuration.load(rest), given
 
 
 def check(options):
     """Return the Device of the options. Raises UserError if an option is wrong."""
-    if not options.device:
-        raise UserError(f"--device: is missing; should be one of {', '.join([*devices.DEVICES, 'cpu'])}")
-    if not options.gpus:
-        raise UserError("--gpus: the number of GPUs is missing, such as --gpus=64")
-    for name in ("gpus", "gpus_per_node", "rings", "top", "tokens", "steps"):
+    if options.device not in DEVICES:
+        raise UserError(f"--device={options.device}: should be one of {', '.join(DEVICES)}")
+    for name, most in dict(gpus=1e6, gpus_per_node=1e6, rings=1e6, top=1e6, tokens=1e18).items():
         value = getattr(options, name)
-        if value is not None and not 0 < value < 1e18:
-            raise UserError(f"--{name}={value}: should be positive")
-    if options.gpus > 10**6:
-        raise UserError(f"--gpus={options.gpus}: should be at most 1,000,000")
-    device = devices.device(options.device, options.gpus)
+        if (value is None and name == "gpus") or (value is not None and not 0 < value <= most):
+            raise UserError(f"--{name}={value}: should be between 1 and {most:,.0f}")
     given = {"per_node": options.gpus_per_node, "rings": options.rings}
-    return device._replace(**{name: value for name, value in given.items() if value})
+    return DEVICES[options.device]._replace(**{name: value for name, value in given.items() if value})
 
 
-def scaling_law(options):
-    """Print the tables of --flops, with the user's cluster if --gpus and --device are given."""
-    cluster = None
-    if options.gpus or options.device:
-        device = check(options)
-        peak = device.peak(device.dtype) / 1e12
-        cluster = scaling.Machine("your cluster", ((options.gpus, device.name, peak),))
-    scaling.main(options.flops, cluster, options.mfu)
-
-
-def run_here(options, config, given):
-    """Run --calibrate, --dry_run or --sweep. The imports are inside because they load the whole program."""
-    from accounts import calibration, dry_run, sweep
-
-    if options.calibrate:
-        calibration.main()
-        return
-    if not options.device and (options.dry_run or not devices.CALIBRATION.exists()):
-        options.device = "a100-80g"  # only for `check`: nothing is predicted
-        predict = None
+def plan(options, config, given):
+    """Print the layouts that suit the options, or the given one."""
+    device, choose = check(options), {"code": options.code, "tokens": options.tokens}
+    alone, top = options.as_is or ({"tp", "pp"} <= given and not options.top), options.top or 10
+    found = [] if alone else layouts.rank_all(config, options.gpus, device, given, **choose)
+    if not found:
+        configuration.check(config, options.gpus)  # names the mistake, if there is one
+        if not alone:
+            raise UserError(f"--gpus={options.gpus}: no layout suits the batch, the heads and this number of GPUs")
+        found = [{"config": config, "fits": True}]
+    shown = [f for f in found if f["fits"]][:top] + [f for f in found if not f["fits"]][:3]
+    said = [[] for _ in shown]
+    for facts, lines in zip(shown, said, strict=True):
+        facts |= layouts.judge(facts["config"], options.gpus, device, **choose, say=lines.append)
+    public = [{name: value for name, value in facts.items() if name != "config"} for facts in shown]
+    if options.svg:
+        figures.ranking(options.svg, [facts for facts in public if facts["fits"]])
+    if options.json:
+        print(json.dumps(public[0] if alone else public, indent=1))
+    elif options.explain:
+        text = "\n".join(map(explained, said[0]))
+        print(f"{text}\n\n{TITLES}\n{entry(public[0])}")
     else:
-        options.device = options.device or "cpu"
-        predict = functools.partial(predicted, options)
-    check(options)
-    if options.dry_run:
-        dry_run.main(config, options.gpus, options.rank)
-        return
-    if not predict:
-        print("without predictions: python plan.py --calibrate measures this machine")
-    sweep.main(config, options.gpus, predict, given, options.steps)
-
-
-def predicted(options, config, gpus):
-    """Return the predicted seconds of a step of a Config."""
-    return layouts.judge(config, gpus, check(options), all_ranks=False)["step_seconds"]
+        print(f"{TITLES}\n{entry(public[0])}\n{EXPECTED}" if alone else table(found, top))
 
 
 def main(arguments=None):
@@ -167,35 +140,17 @@ def main(arguments=None):
         print(__doc__)
     options, config, given = parse(arguments)
     if options.flops is not None:
-        scaling_law(options)
-        return
-    if options.calibrate or options.dry_run or options.sweep:
-        run_here(options, config, given)
-        return
-    device = check(options)
-    choose = {"code": options.code, "tokens": options.tokens}
-    if options.as_is or ({"tp", "pp"} <= given and not options.top):
-        configuration.check(config, options.gpus)
-        found, best = None, layouts.judge(config, options.gpus, device, **choose) | {"config": config}
+        cluster = None
+        if options.gpus is not None or options.device:
+            device = check(options)
+            cluster = scaling.Machine("your cluster", ((options.gpus, device.name, device.peak(device.dtype) / 1e12),))
+        scaling.main(options.flops, cluster, options.mfu)
+    elif options.dry_run:
+        from accounts import dry_run  # loads the whole program
+
+        dry_run.main(config, options.gpus, options.rank)
     else:
-        found = layouts.rank_all(config, options.gpus, device, given, **choose)
-        if not found:
-            configuration.check(config, options.gpus)  # names the mistake, if there is one
-            raise UserError(f"--gpus={options.gpus}: no layout suits the batch, the heads and this number of GPUs")
-        shown = [f for f in found if f["fits"]][: options.top or 10] + [f for f in found if not f["fits"]][:3]
-        for facts in shown:
-            facts |= layouts.judge(facts["config"], options.gpus, device, **choose)
-        best = found[0]
-    if options.svg:
-        figures.write(options.svg, [public(facts) for facts in (shown if found else [best]) if facts["fits"]])
-    if options.json:
-        print(json.dumps(public(best) if found is None else [public(facts) for facts in shown], indent=1))
-    elif options.explain:
-        print(explain.text(best["config"], options.gpus, device, best, options.code))
-    elif found is None:
-        print("\n".join([ROW.format(*TITLES.split()), row(best), memory_line(best)]))
-    else:
-        print(table(found, options.top or 10))
+        plan(options, config, given)
 
 
 if __name__ == "__main__":

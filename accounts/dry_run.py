@@ -22,15 +22,14 @@ Meta tensors have no numbers, so the dry run replaces four things (`blind`):
 Other optimizers and fp16's loss scale read numbers, and offload keeps bytes on the CPU. A dry run refuses them.
 """
 
-import contextlib
 import itertools
 import resource
 import sys
-import time
+from contextlib import contextmanager
 from dataclasses import replace
-from fractions import Fraction
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -46,6 +45,12 @@ from parallel import optimizer, schedules
 from parallel.mesh import Mesh
 
 META = torch.device("meta")
+REFUSED = {  # field: (the values that a dry run cannot have, why)
+    "optimizer": (("sgd", "lamb", "lars"), "its rule reads numbers, but a dry run has none; set adamw"),
+    "dtype": (("fp16",), "its loss scale reads numbers, but a dry run has none; set bf16"),
+    "offload": ((True,), "a dry run does not count the CPU's memory; set --offload=False"),
+    "eval_only": ((True,), "a dry run makes a training step; set --eval_only=False"),
+}
 
 
 class Accounts(NamedTuple):
@@ -63,68 +68,50 @@ def main(config, gpus, rank):
 
     config: a `config.Config`; gpus: the number of ranks. Raises UserError.
     """
-    start = time.perf_counter()
     with started(config, gpus, rank) as run:
-        accounts = step(run)
-        print(tables(run, accounts))
+        accounts, c, mesh, pp, who = step(run), run.config, run.mesh, run.mesh.pp.rank, f"rank {rank}"
+        often = ledger.how_often(run.layout, run.schedule, pp)
+        print(
+            f"Dry run of {who} of {gpus}: dp {mesh.dp.rank} of {mesh.dp.size}, pp {pp} of {c.pp}, tp {mesh.tp.rank} of "
+            f"{c.tp}; {run.model.num_parameters():,} parameters in {c.dtype}; {c.schedule} with "
+            f"{run.schedule.microbatches} micro-batches, zero={c.zero}. No number was computed.\n"
+        )
+        print(report.sent_table(who, accounts.sent_formula, often, accounts.sent), end="\n\n")
+        stored, padding = run.layout.stored(pp), run.layout.padding(pp)
+        print(report.kept_table(who, accounts.kept_formula, stored, padding, accounts.kept), end="\n\n")
     wrong = differences(accounts)
-    below = accounts.kept_formula[memory.PEAK] - accounts.kept[memory.PEAK]
-    if below and not wrong:
-        print(f"The peak of activations is {report.number(below)} bytes below the formula: see accounts/meter.py.")
-    print("\n".join(wrong) if wrong else "The dry run and the formulas agree.")
-    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(f"{time.perf_counter() - start:.1f} s; this process has used at most {kilobytes / 1024:.0f} MiB")
+    print("\n".join(wrong) or "The dry run and the formulas agree.")
+    print(f"This process has used at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024} MiB.")
     if wrong:
         sys.exit(1)
 
 
-@contextlib.contextmanager
+@contextmanager
 def started(config, gpus, rank):
-    """Context: yield the `train.Run` of `rank` of `gpus` pretended ranks, on meta tensors. Raises UserError."""
-    config = checked(config, gpus, rank)
-    if dist.is_initialized():
-        raise UserError("a dry run pretends all ranks in one process; start it without torchrun")
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=gpus)
-    try:
-        with blind():
-            yield train.build(config, Mesh(config.tp, config.pp), META)
-    finally:
-        dist.destroy_process_group()
+    """Context: yield the `train.Run` of `rank` of `gpus` pretended ranks, on meta tensors. Raises UserError.
 
-
-def checked(config, gpus, rank):
-    """Return the configuration of the dry run: one step, or one call of PipeDream. Raises UserError.
-
-    dtype=auto becomes bf16, as on an A100 and later GPUs. The ramp-up of the batch and epochs are ignored.
+    The run has one step, or one call of PipeDream. dtype=auto becomes bf16, as on an A100 and later GPUs. The ramp-up
+    of the batch and epochs are ignored.
     """
     if not 0 <= rank < gpus:
         raise UserError(f"--rank={rank}: should be 0 to {gpus - 1}, because --gpus={gpus}")
-    reasons = {
-        "optimizer": (config.optimizer != "adamw", "its rule reads numbers, but a dry run has none; set adamw"),
-        "dtype": (config.dtype == "fp16", "its loss scale reads numbers, but a dry run has none; set bf16"),
-        "offload": (config.offload, "a dry run does not count the CPU's memory; set --offload=False"),
-        "eval_only": (config.eval_only, "a dry run makes a training step; set --eval_only=False"),
-    }
-    for name, (refused, why) in reasons.items():
-        configuration.require(config, name, not refused, why)
+    for name, (values, why) in REFUSED.items():
+        configuration.require(config, name, getattr(config, name) not in values, why)
     dtype = "bf16" if config.dtype == "auto" else config.dtype
     config = replace(config, dtype=dtype, rampup_batch_size="", train_iters=config.updates_per_call, train_epochs=0.0)
     configuration.check(config, gpus)
-    return config
-
-
-@contextlib.contextmanager
-def blind():
-    """Context: the program uses operations for meta tensors, and copies no number of a step to the host."""
     ops = SimpleNamespace(**vars(reference) | {"attention": lambda *qkv: Attention.apply(*qkv[:3]), "adamw_": adamw_})
-    before = operations.choose, train.PendingStep, torch.Tensor.cpu, torch.Tensor.item
-    operations.choose, train.PendingStep = (lambda *_: ops), (lambda *_: None)
-    torch.Tensor.cpu = lambda numbers: torch.ones(numbers.shape, dtype=numbers.dtype)
-    torch.Tensor.item = lambda number: 0
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=gpus)
     try:
-        yield
+        with (
+            mock.patch.object(operations, "choose", lambda *_: ops),
+            mock.patch.object(train, "PendingStep", lambda *_: None),
+            mock.patch.object(torch.Tensor, "cpu", lambda x: torch.ones(x.shape, dtype=x.dtype)),
+            mock.patch.object(torch.Tensor, "item", lambda _: 0),
+        ):
+            yield train.build(config, Mesh(config.tp, config.pp), META)
     finally:
-        operations.choose, train.PendingStep, torch.Tensor.cpu, torch.Tensor.item = before
+        dist.destroy_process_group()
 
 
 class Attention(torch.autograd.Function):
@@ -156,14 +143,14 @@ def adamw_(weight, gradient, moments, scalars, ranges, *, decay, out=None, **con
 
 def step(run):
     """Make one training step of a dry Run, inside `started`. Return its Accounts."""
-    c, mesh = run.config, run.mesh
+    c, mesh, rank = run.config, run.mesh, run.mesh.pp.rank
     tokens = torch.empty(c.micro_batch_size, c.seq_length + 1, dtype=torch.int64, device=META)
     samples = torch.empty(c.micro_batch_size, dtype=torch.int64, device=META)
     count = run.schedule.microbatches
     batches = (run.model.micro_batch(tokens[:, :-1], tokens[:, 1:], samples) for _ in range(count))
     with meter.Activations(run.executor) as activations:
         (train.train_call if run.schedule.versions else train.train_step)(run, batches)
-    rank, widths = mesh.pp.rank, (run.zero.dtype.itemsize, run.zero.master_dtype.itemsize)
+    widths = run.zero.dtype.itemsize, run.zero.master_dtype.itemsize
     sizes = memory.sizes(c, *widths, on_cpu=False)
     return Accounts(
         mesh.ledger.per_step(schedules.updates(run.schedule)),
@@ -189,42 +176,15 @@ def shared_rows(actions, c, rows):
 
 def differences(a):
     """Return a line for each row of the Accounts in which the dry run and the formula differ."""
-    lines = []
-    for key in sorted(a.sent.keys() | a.sent_formula.keys()):
-        found, formula = (table.get(key, (0, 0)) for table in (a.sent, a.sent_formula))
-        if found != formula:
-            (calls, count), (formula_calls, formula_count) = found, formula
-            lines.append(
-                f"{' '.join(key)}: the dry run sends {report.number(count)} bytes in {calls} calls, "
-                f"the formula has {report.number(formula_count)} bytes in {formula_calls} calls"
-            )
-    for what, formula in a.kept_formula.items():
-        if not 0 <= formula - a.kept[what] <= (a.shared if what == memory.PEAK else 0):
-            lines.append(
-                f"{what}: the dry run keeps {report.number(a.kept[what])} bytes, "
-                f"the formula has {report.number(formula)} bytes"
-            )
-    return [f"different: {line}" for line in lines]
+    pairs = [(" ".join(key), a.sent.get(key, 0), a.sent_formula.get(key, 0), 0) for key in a.sent | a.sent_formula]
+    pairs += [(what, a.kept[what], size, a.shared * (what == memory.PEAK)) for what, size in a.kept_formula.items()]
+    return [
+        f"different: {what}: the dry run has {shown(found)}, the formula {shown(formula)}"
+        for what, found, formula, most in pairs
+        if found != formula and not (most and 0 <= formula - found <= most)
+    ]
 
 
-def tables(run, a):
-    """Return a dry Run's Accounts as tables (text). Column "bytes" is the dry run, column "formula" the prediction."""
-    c, mesh, rank = run.config, run.mesh, run.mesh.pp.rank
-    m = Fraction(run.schedule.microbatches, schedules.updates(run.schedule))
-    widths = (run.zero.dtype.itemsize, run.zero.master_dtype.itemsize)
-    often = ledger.how_often(run.layout, run.schedule, rank)
-    who = f"rank {mesh.rank}"
-    return (
-        "\n\n".join(
-            [
-                f"Dry run of {who} of {mesh.world.size}: dp {mesh.dp.rank} of {mesh.dp.size}, pp {rank} of {c.pp}, "
-                f"tp {mesh.tp.rank} of {c.tp}; {run.model.num_parameters():,} parameters in {c.dtype}; "
-                f"{c.schedule} with {run.schedule.microbatches} micro-batches, zero={c.zero}. No number was computed.",
-                report.sent_table(who, a.sent_formula, often, a.sent)
-                + "\n"
-                + report.zeros_line(a.sent, run.layout, rank, *widths, m),
-                report.kept_table(who, a.kept_formula, run.layout.stored(rank), run.layout.padding(rank), a.kept),
-            ]
-        )
-        + "\n"
-    )
+def shown(count):
+    """Return bytes, or (calls, bytes), as text."""
+    return f"{shown(count[0])} calls, {shown(count[1])}" if isinstance(count, tuple) else report.number(count)

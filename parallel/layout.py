@@ -114,22 +114,29 @@ def split(units, parts):
     return [list(units[begin:end]) for begin, end in zip(begins, ends, strict=True)]
 
 
+def all_buckets(table, tp, dp):
+    """Return {name: BucketLayout} of all buckets. table: [ParamSpecs of each unit]."""
+    specs = {}  # bucket name: {parameter name: ParamSpec}, a tied parameter once
+    for spec in (spec for unit in table for spec in unit):
+        specs.setdefault(spec.bucket, {})[spec.name] = spec
+    return {name: BucketLayout(name, s.values(), tp, dp) for name, s in specs.items()}
+
+
 class Layout:
     """The layout of `config` on `dp` data ranks. table: [ParamSpecs of each unit]; schedule: a Schedule for any m.
 
     Of the schedule, only the part and the rank of each chunk are used. The number of micro-batches does not matter.
+    buckets: `all_buckets` of another Layout with the same table, tp and dp, if there is one.
     """
 
-    def __init__(self, config, dp, table, schedule):
+    def __init__(self, config, dp, table, schedule, buckets=None):
         self.config, self.dp, self.table = config, dp, table
         self.stage = config.zero if dp > 1 else 0  # one data rank shards nothing
         parts = split(range(len(table)), max(schedule.parts) + 1)
         self.units = [parts[part] for part in schedule.parts]  # units[chunk]: indices of the model's units
         self.placement = schedule.placement
-        specs = {}  # bucket name: {parameter name: ParamSpec}, a tied parameter once
-        for spec in (spec for unit in table for spec in unit):
-            specs.setdefault(spec.bucket, {})[spec.name] = spec
-        self.all_buckets = {name: BucketLayout(name, s.values(), config.tp, dp) for name, s in specs.items()}
+        self.bucket_names = [list(dict.fromkeys(spec.bucket for spec in unit)) for unit in table]  # of each unit
+        self.all_buckets = buckets or all_buckets(table, config.tp, dp)
 
     def chunks(self, rank):
         """Return the chunks on pipeline rank `rank`."""
@@ -137,7 +144,7 @@ class Layout:
 
     def names(self, units):
         """Return the names of the buckets that some units use, each name once."""
-        return list(dict.fromkeys(spec.bucket for unit in units for spec in self.table[unit]))
+        return list(dict.fromkeys(name for unit in units for name in self.bucket_names[unit]))
 
     def buckets(self, rank):
         """Return {name: BucketLayout} of pipeline rank `rank`."""
