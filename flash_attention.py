@@ -1,10 +1,43 @@
-"""Causal attention in Triton: the masked softmax alone, and attention that never stores the [s, s] matrix.
+"""Causal attention in Triton that never stores the [s, s] matrix.
 
-Row i (a query) uses the keys j <= i only. The softmax kernel reads a row up to the diagonal, in groups of 8 columns.
-Attention computes [s, s] in tiles and skips the tiles above the diagonal.
+Row i (a query) uses the keys j <= i only. Per sample and head, the matrices are [s, s] and [s, d]:
 
-Both compute powers of 2 instead of e: exp(x) = 2^(x log2 e). `ex2` is one instruction, exp is five. The kernels
-multiply log2 e into the softmax's scale: c = scale log2 e. In 2^(c x - m), m is the maximum of c x in the row. The
+    S = q k^T / sqrt(d)      P = causal softmax of S      o = P v
+
+FlashAttention-2 (Dao, arXiv 2307.08691) computes P tile by tile on the chip and never stores it. The softmax of a row
+needs the row's maximum m and sum l. The *online* softmax (Milakov and Gimelshein, arXiv 1805.02867) keeps m and l of
+the keys so far. When the maximum grows, l and o are scaled down. In these formulas, S is multiplied by log2 e:
+
+    for every tile of keys:     m' = max(m, max_j S_j)      alpha = 2^(m - m')      P_j = 2^(S_j - m')
+                                l = alpha l + sum_j P_j     o = alpha o + P v       m = m'
+    at the end:                 o = o / l                   L = m + log2 l
+
+L is log2 of the row's sum of exponentials. From L, backward computes any tile of P again: P = 2^(S - L).
+
+    dv = P^T do      dP = do v^T      dS = P (dP - delta)      dq = dS k / sqrt(d)      dk = dS^T q / sqrt(d)
+
+with delta_i = sum_j P_ij dP_ij = sum_d o_id do_id (section 3.1 of the paper). So backward needs no whole row of P.
+Backward launches three kernels. The first computes delta. The second computes dk and dv: a program has one tile of
+keys and loops over the queries that see them. The third computes dq: a program has one tile of queries and loops
+over the keys that they see. Each element has one writer, so there are no atomics and two runs give the same bits.
+But S and dP are computed twice: 7 products instead of 5.
+
+Causality by tiles: a program of ROWS queries first loops over the key tiles below the diagonal without a mask, then
+over the ROWS / COLUMNS tiles on the diagonal with a mask. Indices of the tiles, with ROWS = 2 COLUMNS:
+
+    keys       0   1   2   3   4   5
+    queries 0  m   m                       m: on the diagonal, with a mask
+            1  .   .   m   m               .: below the diagonal, without a mask
+            2  .   .   .   .   m   m       empty: above the diagonal, skipped
+
+Operations per head: forward 2 products of 2 s^2 d each; the causal half is 2 s^2 d in total. The masked halves of
+the diagonal tiles add a share of ROWS/s. Backward: 7 s^2 d (floor 5). Memory traffic in bf16, per element of o:
+forward 8 bytes (q, k, v, o) + 4/d (L); backward 26 bytes (delta 4; dk, dv 12; dq 10) + 20/d (L, delta). If several
+programs of a launch read the same tile, the tile counts once, because the cache should serve the other reads. Kept
+for backward: qkv, o, and L with 4 bytes a row. Plain attention keeps s numbers of P a row.
+
+The kernels compute powers of 2 instead of e: exp(x) = 2^(x log2 e), because `exp2` is one instruction and exp is five.
+They multiply log2 e into the softmax's scale: c = scale log2 e. In 2^(c x - m), m is the maximum of c x in the row. The
 product and the subtraction are one `fma`, rounded once. A rounding error of m scales the whole row; the division by
 the row's sum cancels this factor.
 """
@@ -16,128 +49,6 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(math.log2(math.e))
-
-# --- causal scaled softmax ------------------------------------------------------------------------------------------
-#
-#     p_ij = exp(scale x_ij - m_i) / sum_j' exp(scale x_ij' - m_i)   for j, j' <= i;   p_ij = 0 for j > i
-#     m_i = max_j (scale x_ij)                                       for j <= i
-#
-#     forward     one row a program, held in registers: load, max, exp, sum, divide, store
-#     backward    p is saved by forward: dx = scale p (dp - sum_j p_j dp_j), from d softmax / dx = diag(p) - p p^T
-#
-# This kernel is known from Megatron-LM (`scaled_upper_triang_masked_softmax`; Shoeybi et al., arXiv 1909.08053). It
-# fuses scale, mask, softmax and two casts: five passes over memory in plain PyTorch, one here. Floor per element of
-# [s, s] in bf16: forward 3 bytes (half of x read, all of p written), backward 4 (half of p and half of dp read, all of
-# dx written). `_causal_row` reads groups of 8 columns, on average 4 more columns a row: 3 + 8/s and 4 + 16/s bytes, or
-# 3.008 and 4.016 at s = 1024.
-
-
-@triton.jit
-def _causal_row(s, BLOCK: tl.constexpr):
-    """Return this program's row: (offset of its first element, columns, three masks: to load, j <= i, inside the row).
-
-    The load mask is constant in each group of 8 columns, and the last loaded group contains the diagonal. Such a mask
-    allows 16-byte loads. The mask `column <= i` would split each of these loads into eight.
-    """
-    row = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
-    i = row % s
-    exists = column < s
-    return row.to(tl.int64) * s, column, exists & (column // 8 <= i // 8), column <= i, exists
-
-
-@triton.jit
-def causal_softmax_forward(X, P, s, scale, BLOCK: tl.constexpr):
-    row, column, load, seen, exists = _causal_row(s, BLOCK)
-    x = tl.load(X + row + column, mask=load, other=0.0).to(tl.float32)
-    x = tl.where(seen, x, float("-inf"))
-    c = scale * LOG2E
-    p = tl.exp2(tl.fma(x, c, -(tl.max(x, 0) * c)))  # 2^-inf = 0 above the diagonal
-    tl.store(P + row + column, p * (1.0 / tl.sum(p, 0)), mask=exists)  # one division a row instead of s
-
-
-@triton.jit
-def causal_softmax_backward(P, DP, DX, s, scale, BLOCK: tl.constexpr):
-    row, column, load, seen, exists = _causal_row(s, BLOCK)
-    p = tl.load(P + row + column, mask=load, other=0.0).to(tl.float32)  # 0 above the diagonal
-    dp = tl.load(DP + row + column, mask=load, other=0.0).to(tl.float32)
-    dp = tl.where(seen, dp, 0.0)  # dp above the diagonal may be nan
-    dx = p * scale * (dp - tl.sum(p * dp, 0))
-    tl.store(DX + row + column, dx, mask=exists)
-
-
-def one_row(width):
-    """Return launch options for programs with one row in registers: 8 elements a thread, one 16-byte load of bf16."""
-    block = triton.next_power_of_2(width)
-    return dict(BLOCK=block, num_warps=min(max(block // 256, 1), 16))
-
-
-class CausalSoftmax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, scores, scale):
-        scores = scores.contiguous()
-        s = scores.shape[-1]
-        p = torch.empty_like(scores)
-        with torch.cuda.device_of(scores):
-            causal_softmax_forward[(scores.numel() // s,)](scores, p, s, scale, **one_row(s))
-        ctx.save_for_backward(p)
-        ctx.scale = scale
-        return p
-
-    @staticmethod
-    def backward(ctx, dp):
-        (p,) = ctx.saved_tensors
-        s = p.shape[-1]
-        dx = torch.empty_like(p)
-        with torch.cuda.device_of(p):
-            causal_softmax_backward[(p.numel() // s,)](p, dp.contiguous(), dx, s, ctx.scale, **one_row(s))
-        return dx, None
-
-
-def causal_softmax(scores, scale):
-    """Return softmax(scale * scores) over the columns up to the diagonal, 0 above it. [..., s, s] -> [..., s, s].
-
-    scores: float32, float16 or bfloat16; scale > 0. Computes in float32. Except for rounding, the result equals
-    `(scale * scores).masked_fill(torch.ones(s, s).triu(1).bool(), -inf).softmax(-1)`.
-    """
-    return CausalSoftmax.apply(scores, float(scale))
-
-
-# --- attention ------------------------------------------------------------------------------------------------------
-#
-#     S = q k^T / sqrt(d)      P = causal softmax of S      o = P v         per sample and head: [s, s] and [s, d]
-#
-# FlashAttention-2 (Dao, arXiv 2307.08691) computes P tile by tile on the chip and never stores it. The softmax of a row
-# needs the row's maximum m and sum l. The *online* softmax (Milakov and Gimelshein, arXiv 1805.02867) keeps m and l of
-# the keys so far. When the maximum grows, l and o are scaled down. In these formulas, S is multiplied by log2 e:
-#
-#     for every tile of keys:     m' = max(m, max_j S_j)      alpha = 2^(m - m')      P_j = 2^(S_j - m')
-#                                 l = alpha l + sum_j P_j     o = alpha o + P v       m = m'
-#     at the end:                 o = o / l                   L = m + log2 l
-#
-# L is log2 of the row's sum of exponentials. From L, backward computes any tile of P again: P = 2^(S - L).
-#
-#     dv = P^T do      dP = do v^T      dS = P (dP - delta)      dq = dS k / sqrt(d)      dk = dS^T q / sqrt(d)
-#
-# with delta_i = sum_j P_ij dP_ij = sum_d o_id do_id (section 3.1 of the paper). So backward needs no whole row of P.
-# Backward launches three kernels. The first computes delta. The second computes dk and dv: a program has one tile of
-# keys and loops over the queries that see them. The third computes dq: a program has one tile of queries and loops
-# over the keys that they see. Each element has one writer, so there are no atomics and two runs give the same bits.
-# But S and dP are computed twice: 7 products instead of 5.
-#
-# Causality by tiles: a program of ROWS queries first loops over the key tiles below the diagonal without a mask, then
-# over the ROWS / COLUMNS tiles on the diagonal with a mask. Indices of the tiles, with ROWS = 2 COLUMNS:
-#
-#     keys       0   1   2   3   4   5
-#     queries 0  \   \                       \  on the diagonal: masked
-#             1  .   .   \   \               .  below: not masked
-#             2  .   .   .   .   \   \          above: skipped
-#
-# Operations per head: forward 2 products of 2 s^2 d each; the causal half is 2 s^2 d in total. The masked halves of
-# the diagonal tiles add a share of ROWS/s. Backward: 7 s^2 d (floor 5). Memory traffic in bf16, per element of o:
-# forward 8 bytes (q, k, v, o) + 4/d (L); backward 26 bytes (delta 4; dk, dv 12; dq 10) + 20/d (L, delta). If several
-# programs of a launch read the same tile, the tile counts once, because the cache should serve the other reads. Kept
-# for backward: qkv, o, and L with 4 bytes a row. Plain attention keeps s numbers of P a row.
 
 
 @triton.jit
@@ -345,15 +256,20 @@ def attention_backward_queries(
     _store(DQ, dq * scale, first, 3 * a * D, s, D, ROWS, WIDTH)
 
 
-# (ROWS, COLUMNS, warps, stages) of each kernel, for each (kind of GPU or float32, width). In `forward` and `queries`
-# ROWS is a multiple of COLUMNS, in `keys` COLUMNS is a multiple of ROWS, so the masked loop and the unmasked loop
-# cover whole tiles. The tiles must fit into the 255 registers of a thread: an accumulator [ROWS, WIDTH] needs ROWS
-# WIDTH / (32 warps) of them. Values that do not fit *spill* to memory. Two or three programs share a multiprocessor:
-# one computes products while another computes its softmax. Small tiles waste less work on the diagonal, large tiles
-# read k and v less often. "hopper" (sm_90, sm_100): tensor cores read shared memory directly. "ampere" (all other
-# GPUs): the tiles need at most 99 KB of shared memory, which every GPU since Ampere has. "float32": no tensor cores.
-# Nothing spills, except two registers with "float32" in one version of Triton. The tiles were chosen by the compiler's
-# report, not by measured time.
+# (ROWS, COLUMNS, warps, stages) of each kernel, for each (kind of GPU or float32, width). No time on a GPU is measured:
+# the tiles were chosen by the compiler's report.
+#
+#     ROWS, COLUMNS   In `forward` and `queries` ROWS is a multiple of COLUMNS, in `keys` COLUMNS is a multiple of ROWS.
+#                     So the masked and the unmasked loop cover whole tiles. Small tiles waste less work on the
+#                     diagonal, large tiles read k and v less often.
+#     warps           An accumulator [ROWS, WIDTH] needs ROWS WIDTH / (32 warps) of a thread's 255 registers. Values
+#                     that do not fit *spill* to memory. Nothing spills, except two registers with "float32" in one
+#                     version of Triton. Two or three programs share a multiprocessor: one computes products while
+#                     another computes its softmax.
+#     stages          The number of tiles of k and v in shared memory. A product reads one while the next are loaded.
+#     "hopper"        sm_90 and sm_100: tensor cores read shared memory directly.
+#     "ampere"        All other GPUs: the tiles need at most 99 KB of shared memory, which every GPU since Ampere has.
+#     "float32"       The products do not use tensor cores.
 TILES = {
     ("hopper", 64): dict(forward=(128, 64, 8, 3), keys=(64, 64, 4, 3), queries=(64, 64, 4, 3)),
     ("hopper", 128): dict(forward=(128, 64, 8, 3), keys=(32, 64, 4, 2), queries=(64, 64, 4, 2)),
@@ -425,30 +341,3 @@ def attention(q, k, v, cache=None):
     """
     assert cache is None
     return Attention.apply(q, k, v)
-
-
-# --- the model's launches, for compiling without a GPU ---------------------------------------------------------------
-
-
-def configurations(capability, dtypes=("bf16", "fp16"), sizes=(64, 128), s=1024):
-    """Return [(name, kernel, types of the non-constant arguments, constants and options)] of the model's launches.
-
-    types: the types in order, in the notation of Triton's compiler, such as "*bf16 *fp32 i32 fp32".
-    """
-    found = []
-    for t in dtypes:
-        dtype = dict(bf16=torch.bfloat16, fp16=torch.float16, fp32=torch.float32)[t]
-        softmax, types = one_row(s), f"*{t} *{t} i32 fp32"
-        found.append((f"causal_softmax_forward {t} s={s}", causal_softmax_forward, types, softmax))
-        found.append((f"causal_softmax_backward {t} s={s}", causal_softmax_backward, f"*{t} {types}", softmax))
-        for d in sizes:
-            options = attention_options(d, dtype, capability)
-            backward = f"*{t} *{t} *{t} *{t} *fp32 *fp32 *{t} i32 i32 i32 i32 i32 fp32"
-            for which, kernel, types in (
-                ("forward", attention_forward, f"*{t} *{t} *{t} *{t} *fp32 i32 i32 i32 i32 i32 fp32"),
-                ("delta", attention_delta, f"*{t} *{t} *fp32 i32 i32"),
-                ("keys", attention_backward_keys, backward),
-                ("queries", attention_backward_queries, backward),
-            ):
-                found.append((f"{kernel.__name__} {t} d={d}", kernel, types, options[which]))
-    return found

@@ -30,12 +30,13 @@ once. The comment above each kernel derives the floor.
 How to read a kernel: a `@triton.jit` function is the code of one *program*. The launch `kernel[grid](...)` starts many
 programs. A program computes on small arrays, which Triton calls blocks; `tl.arange` gives their indices. The compiler
 spreads an array over the program's threads; 32 threads are a *warp*. Names in capitals are pointers or compile-time
-constants. One 16-byte load reads 8 consecutive bf16. For this, the compiler must prove that row lengths are multiples
-of 8 and that the mask is equal for all 8. Row offsets are int64 because a tensor may have more than 2^31 elements.
+constants. A pointer may be None; the compiler then omits the code of `if POINTER is not None`. One 16-byte load reads 8
+consecutive bf16. For this, the compiler must prove that row lengths are multiples of 8 and that the mask is equal for
+all 8. Row offsets are int64 because a tensor may have more than 2^31 elements.
 
-All kernels compute in float32, whatever dtype the tensors have. They use no atomics, so two launches with equal inputs
-give the same bits. Two training runs may still differ in the last bits, because on a GPU the default is PyTorch's
-attention, whose backward may add in another order each time.
+All kernels compute in float32, whatever dtype the tensors have. A store rounds to the dtype of its tensor. The kernels
+use no atomics, so two launches with equal inputs give the same bits. Two training runs may still differ in the last
+bits, because on a GPU the default is PyTorch's attention, whose backward may add in another order each time.
 
 A few *persistent* programs compute the sums over rows (gradients of biases and LayerNorms). Each of these programs adds
 up many rows in its registers and writes its sum once. A small last sum adds up these partial sums.
@@ -45,22 +46,29 @@ test_kernels.py checks the results, the bytes moved and the compiled machine cod
 """
 
 import functools
-import math
-import os
 
 import torch
 import triton
 import triton.language as tl
 
 import reference
-from flash_attention import attention, causal_softmax, one_row  # noqa: F401  (a chapter of its own)
+from flash_attention import LOG2E, attention  # noqa: F401  (Attention is a chapter of its own.)
 from reference import mix
 
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # a * b + c becomes one fma; Triton 3.10 changes the default
+EPS = tl.constexpr(reference.EPS)
+WIDEST = 8192  # The LayerNorm kernels accept rows of at most so many elements.
 
-LOG2E = tl.constexpr(math.log2(math.e))  # exp(x) = 2^(x log2 e): exp2 is one instruction, exp is five
-EPS = tl.constexpr(1e-5)
-WIDEST = 8192  # elements of a row that the LayerNorm kernels take
+
+@triton.jit
+def _load(pointers, exists):
+    """Return the elements as float32, and 0 for those that do not exist."""
+    return tl.load(pointers, mask=exists, other=0.0).to(tl.float32)
+
+
+def one_row(width):
+    """Return launch options for programs with one row in registers. A thread loads 8 elements, in bf16 16 bytes."""
+    block = triton.next_power_of_2(width)
+    return dict(BLOCK=block, num_warps=min(max(block // 256, 1), 16))
 
 
 def persistent(x, each=4):
@@ -83,63 +91,33 @@ def _mix(x):
 
 
 @triton.jit
-def _stays(ROWS, row, column, place, threshold):
-    """Return the mask of the elements that dropout keeps in this row. `_mask_arguments` gives place and threshold."""
+def _dropped(x, ROWS, row, column, place, threshold, factor):
+    """Return the row x after dropout. `_drop_arguments` returns the last four arguments of this function."""
     key = _mix((tl.load(ROWS + row) + place).to(tl.uint64))
     low, high = key.to(tl.int32), (key >> 32).to(tl.int32)
-    x = (column * -1640531527 + low) ^ high
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x7B935975
-    x = x ^ ((x >> 16) & 0xFFFF)
-    return x >= threshold
+    bits = (column * -1640531527 + low) ^ high
+    bits = (bits ^ ((bits >> 16) & 0xFFFF)) * 0x7FEB352D
+    bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * -0x7B935975
+    bits = bits ^ ((bits >> 16) & 0xFFFF)
+    return tl.where(bits >= threshold, x * factor, 0.0)
 
 
-@functools.cache  # a run has few pairs (seed, index of the dropout), and needs them in each micro-batch
+@functools.cache  # A run has few pairs (seed, index of the dropout), and needs each one in every micro-batch.
 def _place(seed, site):
-    """Return the number that `_stays` and `reference.dropout_mask` add to each element of `drop.rows`."""
+    """Return the number that `_dropped` and `reference.dropout_mask` add to each element of `drop.rows`."""
     return mix(torch.tensor(seed * 1009 + site)).item()
 
 
-def _mask_arguments(drop):
-    """Return (rows, place, threshold, factor): arguments of `_stays`, and 1 / (1 - rate). drop: a `Drop` or None."""
+def _drop_arguments(drop):
+    """Return (ROWS, place, threshold, factor) of `_dropped`. factor is 1 / (1 - rate). drop: a `Drop` or None."""
     if drop is None:
         return None, 0, 0, 1.0
     return drop.rows, _place(drop.seed, drop.site), int(drop.rate * 2**32) - 2**31, 1 / (1 - drop.rate)
 
 
-@triton.jit
-def dropout_row(X, OUT, ROWS, width, place, threshold, factor, BLOCK: tl.constexpr):
-    """Read, mask and write one row. Floor in bf16: 4 bytes an element."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    exists = column < width
-    x = tl.load(X + row * width + column, mask=exists, other=0.0).to(tl.float32)
-    x = tl.where(_stays(ROWS, row, column, place, threshold), x * factor, 0.0)
-    tl.store(OUT + row * width + column, x.to(OUT.dtype.element_ty), mask=exists)
-
-
-class Dropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, rows, place, threshold, factor):
-        ctx.save_for_backward(rows)
-        ctx.constants = place, threshold, factor
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        dropout_row[(len(x),)](x, out, rows, x.shape[1], place, threshold, factor, **one_row(x.shape[1]))
-        return out
-
-    @staticmethod
-    def backward(ctx, dy):
-        (rows,) = ctx.saved_tensors
-        return Dropout.apply(dy, rows, *ctx.constants), None, None, None, None
-
-
 def dropout(x, drop=None):
-    return x if drop is None else Dropout.apply(x, *_mask_arguments(drop))
-
-
-def dropout_mask(columns, drop):
-    return dropout(torch.ones(len(drop.rows), columns, device=drop.rows.device), drop) > 0
+    """Do the same as `reference.dropout`. Floor in bf16: 4 bytes an element, in forward and in backward."""
+    return x if drop is None else Residual.apply(None, x, None, None, None, drop)[0]
 
 
 # --- bias + dropout + residual + LayerNorm --------------------------------------------------------------------------
@@ -163,153 +141,133 @@ def dropout_mask(columns, drop):
 # A row and the three sums must fit into the registers of one multiprocessor. Rows of more than WIDEST elements do not
 # fit, so PyTorch normalizes them.
 #
-# One pair of kernels serves `layer_norm` (no y), `add_` (no norm) and `add_layer_norm_`. ADD, NORM and DROP are
-# constants; the compiler omits the code of the parts that are False. LayerNorm: Ba et al. (arXiv 1607.06450).
+# One pair of kernels serves `dropout` (no x, no bias, no norm), `add_` (no norm) and `add_layer_norm_` (for the first
+# LayerNorm of a model no y). LayerNorm: Ba et al. (arXiv 1607.06450).
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["place"])  # A variant for places that are divisible by 16 would gain nothing.
 def residual_forward(
-    X, Y, BIAS, Z, WEIGHT, NORM_BIAS, OUT, MEAN, R, ROWS, width, place, threshold, factor,
-    ADD: tl.constexpr, NORM: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    X, Y, BIAS, Z, WEIGHT, NORM_BIAS, OUT, MEAN, R, ROWS, place, threshold, factor, width, BLOCK: tl.constexpr
+):
     """X, Y, Z, OUT [rows, width]; BIAS, WEIGHT, NORM_BIAS [width]; MEAN, R [rows] float32. One program a row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     exists = column < width
     here = row * width + column
-    z = tl.load(X + here, mask=exists, other=0.0).to(tl.float32)
-    if ADD:
-        y = tl.load(Y + here, mask=exists, other=0.0).to(tl.float32)
-        y += tl.load(BIAS + column, mask=exists, other=0.0).to(tl.float32)
-        if DROP:
-            y = tl.where(_stays(ROWS, row, column, place, threshold), y * factor, 0.0)
-        rounded = (z + y).to(Z.dtype.element_ty)
+    if Y is None:
+        z = _load(X + here, exists)
+    else:
+        z = _load(Y + here, exists)
+        if BIAS is not None:
+            z += _load(BIAS + column, exists)
+        if ROWS is not None:
+            z = _dropped(z, ROWS, row, column, place, threshold, factor)
+        if X is not None:
+            z += _load(X + here, exists)
+        rounded = z.to(Z.dtype.element_ty)
         tl.store(Z + here, rounded, mask=exists)
         z = rounded.to(tl.float32)
-    if NORM:
+    if OUT is not None:
         mean = tl.sum(z, 0) / width
         centred = tl.where(exists, z - mean, 0.0)
         r = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / width + EPS)
-        weight = tl.load(WEIGHT + column, mask=exists, other=0.0).to(tl.float32)
-        norm_bias = tl.load(NORM_BIAS + column, mask=exists, other=0.0).to(tl.float32)
-        out = tl.fma(centred * r, weight, norm_bias)
-        tl.store(OUT + here, out.to(OUT.dtype.element_ty), mask=exists)
+        out = tl.fma(centred * r, _load(WEIGHT + column, exists), _load(NORM_BIAS + column, exists))
+        tl.store(OUT + here, out, mask=exists)
         tl.store(MEAN + row, mean)
         tl.store(R + row, r)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["place"])
 def residual_backward(
-    DZ, DOUT, Z, WEIGHT, MEAN, R, DX, DY, SUMS, ROWS, rows, width, place, threshold, factor,
-    PAST: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """PAST: there is a gradient DZ that bypasses the norm. SUMS [programs, 3, width]: dweight, dnorm_bias, dbias."""
+    DZ, DOUT, Z, WEIGHT, MEAN, R, DX, DY, SUMS, ROWS, place, threshold, factor, rows, width, BLOCK: tl.constexpr
+):
+    """DZ is the gradient that bypasses the norm. SUMS [programs, 3, width] receives dweight, dnorm_bias, dbias."""
     column = tl.arange(0, BLOCK)
     exists = column < width
     d_weight = tl.zeros([BLOCK], tl.float32)
     d_norm_bias = tl.zeros([BLOCK], tl.float32)
     d_bias = tl.zeros([BLOCK], tl.float32)
-    if NORM:
-        weight = tl.load(WEIGHT + column, mask=exists, other=0.0).to(tl.float32)
-    # The loop loads the next rows into shared memory. Some GPUs have only 99 KB of it, so fewer wide rows are loaded.
-    stages: tl.constexpr = 2 if NORM or BLOCK > 8192 else 6 if BLOCK <= 4096 else 3
+    if DOUT is not None:
+        weight = _load(WEIGHT + column, exists)
+    # The loop loads the next rows into shared memory, because a program has too few bytes in flight otherwise (ENOUGH
+    # in test_kernels.py). Some GPUs have only 99 KB of shared memory, so fewer wide rows are loaded.
+    stages: tl.constexpr = 2 if DOUT is not None or BLOCK > 8192 else 6 if BLOCK <= 4096 else 3
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=stages):
         here = tl.cast(row, tl.int64) * width + column
         dz = tl.zeros([BLOCK], tl.float32)
-        if PAST:
-            dz = tl.load(DZ + here, mask=exists, other=0.0).to(tl.float32)
-        if NORM:
-            dout = tl.load(DOUT + here, mask=exists, other=0.0).to(tl.float32)
-            z = tl.load(Z + here, mask=exists, other=0.0).to(tl.float32)
+        if DZ is not None:
+            dz = _load(DZ + here, exists)
+        if DOUT is not None:
+            dout = _load(DOUT + here, exists)
             r = tl.load(R + row)
-            n = (z - tl.load(MEAN + row)) * r  # beyond the row's end dout and g are 0, so n has no effect
+            n = (_load(Z + here, exists) - tl.load(MEAN + row)) * r  # Beyond the row's end dout is 0: n has no effect.
             g = dout * weight
-            sum_g, sum_gn = tl.split(tl.sum(tl.join(g, g * n), 0))  # one exchange between threads for both sums
+            sum_g, sum_gn = tl.split(tl.sum(tl.join(g, g * n), 0))  # The threads exchange both sums at once.
             dz += r * (g - sum_g / width - n * (sum_gn / width))
             d_weight += dout * n
             d_norm_bias += dout
-            tl.store(DX + here, dz.to(DX.dtype.element_ty), mask=exists)
-        if ADD:
-            if DROP:
-                dz = tl.where(_stays(ROWS, row, column, place, threshold), dz * factor, 0.0)
-                tl.store(DY + here, dz.to(DY.dtype.element_ty), mask=exists)
-            d_bias += dz
+            tl.store(DX + here, dz, mask=exists)
+        if ROWS is not None:
+            dz = _dropped(dz, ROWS, row, column, place, threshold, factor)
+            tl.store(DY + here, dz, mask=exists)
+        d_bias += dz
     sums = SUMS + tl.program_id(0) * 3 * width + column
-    if NORM:
-        tl.store(sums, d_weight, mask=exists)
-        tl.store(sums + width, d_norm_bias, mask=exists)
-    if ADD:
-        tl.store(sums + 2 * width, d_bias, mask=exists)
+    tl.store(sums, d_weight, mask=exists)
+    tl.store(sums + width, d_norm_bias, mask=exists)
+    tl.store(sums + 2 * width, d_bias, mask=exists)
 
 
 class Residual(torch.autograd.Function):
     """Compute (z, out) of the formulas above. If y is None, z is x itself. If weight is None, out is None."""
 
     @staticmethod
-    def forward(ctx, x, y, bias, weight, norm_bias, rows, place, threshold, factor):
-        x = x.contiguous()
-        y = None if y is None else y.contiguous()
-        width = x.shape[1]
-        ctx.constants = place, threshold, factor
+    def forward(ctx, x, y, bias, weight, norm_bias, drop):
+        x, y = (None if part is None else part.contiguous() for part in (x, y))
+        z = x if y is None else torch.empty_like(y)
+        n, width = z.shape
+        out = mean = r = None
+        if weight is not None:
+            out = torch.empty_like(z)
+            mean, r = torch.empty(2, n, dtype=torch.float32, device=z.device)
+        arguments = x, y, bias, z, weight, norm_bias, out, mean, r, *_drop_arguments(drop), width
+        residual_forward[(n,)](*arguments, **one_row(width))
+        ctx.drop, ctx.given = drop, [part is not None for part in (x, y, bias)]
         ctx.set_materialize_grads(False)
-        ctx.parts = dict(ADD=y is not None, NORM=weight is not None, DROP=rows is not None)
-        z = torch.empty_like(x) if ctx.parts["ADD"] else x
-        out = torch.empty_like(x) if ctx.parts["NORM"] else None
-        mean, r = torch.empty(2, len(x), dtype=torch.float32, device=x.device) if ctx.parts["NORM"] else (None, None)
-        residual_forward[(len(x),)](
-            x, y, bias, z, weight, norm_bias, out, mean, r, rows, width, *ctx.constants, **ctx.parts, **one_row(width)
-        )
-        ctx.save_for_backward(z if out is not None else None, weight, mean, r, rows)
-        return z, out  # z is an output even if z is x, so `backward` gets the residual stream's gradient
+        ctx.save_for_backward(None if out is None else z, weight, mean, r)
+        return z, out  # z is an output even if z is x, so `backward` gets the residual stream's gradient.
 
     @staticmethod
     def backward(ctx, dz, dout):
-        z, weight, mean, r, rows = ctx.saved_tensors
-        dz = None if dz is None else dz.contiguous()
-        dout = None if dout is None else dout.contiguous()
+        dz, dout = (None if part is None else part.contiguous() for part in (dz, dout))
         like = dz if dout is None else dout
         n, width = like.shape
-        parts = ctx.parts | dict(PAST=dz is not None, NORM=dout is not None)
-        dx = torch.empty_like(like) if parts["NORM"] else dz
-        dy = torch.empty_like(like) if parts["DROP"] else dx
+        dx = dz if dout is None else torch.empty_like(like)
+        dy = dx if ctx.drop is None else torch.empty_like(like)
         options = one_row(width)
-        programs = min(n, persistent(like, max(24 // options["num_warps"], 1)))  # 80 registers a thread: 24 warps fit
+        # With 80 registers a thread, 24 warps fit on a multiprocessor.
+        programs = min(n, persistent(like, max(24 // options["num_warps"], 1)))
         sums = torch.empty(programs, 3, width, dtype=torch.float32, device=like.device)
-        residual_backward[(programs,)](
-            dz, dout, z, weight, mean, r, dx, dy, sums, rows, n, width, *ctx.constants, **parts, **options
-        )
+        arguments = dz, dout, *ctx.saved_tensors, dx, dy, sums, *_drop_arguments(ctx.drop), n, width
+        residual_backward[(programs,)](*arguments, **options)
         d_weight, d_norm_bias, d_bias = sums.sum(0)
-        if not parts["ADD"]:
-            dy = d_bias = None
-        if not parts["NORM"]:
-            d_weight = d_norm_bias = None
-        return dx, dy, d_bias, d_weight, d_norm_bias, None, None, None, None
-
-
-def layer_norm(x, weight, bias):
-    """Do the same as `reference.layer_norm`. The gradients of weight and bias are float32.
-
-    With rows of more than WIDEST elements they have the dtype of weight and bias.
-    """
-    if x.shape[1] > WIDEST:
-        return reference.layer_norm(x, weight, bias)
-    return Residual.apply(x, None, None, weight, bias, *_mask_arguments(None))[1]
+        gradients = [d if given else None for d, given in zip((dx, dy, d_bias), ctx.given, strict=True)]
+        return *gradients, *((None, None) if dout is None else (d_weight, d_norm_bias)), None
 
 
 def add_(y, x, bias, drop=None):
     """Do the same as `reference.add_`, but leave y unchanged. The bias's gradient is float32."""
-    return Residual.apply(x, y, bias, None, None, *_mask_arguments(drop))[0]
+    return Residual.apply(x, y, bias, None, None, drop)[0]
 
 
 def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
     """Do the same as `reference.add_layer_norm_`, but leave y unchanged.
 
-    The three vectors' gradients are float32. With rows of more than WIDEST elements this is `add_`, then `layer_norm`.
+    The three vectors' gradients are float32. With rows of more than WIDEST elements, PyTorch computes the norm.
     """
     if x.shape[1] > WIDEST:
         z = x if y is None else add_(y, x, bias, drop)
-        return z, layer_norm(z, weight, norm_bias)
-    return Residual.apply(x, y, bias, weight, norm_bias, *_mask_arguments(drop))
+        return z, reference.layer_norm(z, weight, norm_bias)
+    return Residual.apply(x, y, bias, weight, norm_bias, drop)
 
 
 # --- bias + GELU or ReLU --------------------------------------------------------------------------------------------
@@ -325,6 +283,14 @@ def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
 
 
 @triton.jit
+def _tile(first, column, rows, width, stride, TALL: tl.constexpr):
+    """Return (offsets, mask) of the tile [TALL, columns] that begins at row `first` of a matrix [rows, width]."""
+    row = first + tl.arange(0, TALL)
+    exists = (row < rows)[:, None] & (column < width)[None, :]
+    return row.to(tl.int64)[:, None] * stride + column[None, :], exists
+
+
+@triton.jit
 def _gelu(x):
     """Return (S, u') of the formulas above."""
     squared = x * x
@@ -336,18 +302,15 @@ def _gelu(x):
 @triton.jit
 def activation_forward(Y, BIAS, OUT, rows, width, RELU: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr):
     """OUT = gelu(Y + BIAS), or relu(Y + BIAS). Y and OUT: [rows, width]. A program has TALL rows x WIDE columns."""
-    row = tl.program_id(0) * TALL + tl.arange(0, TALL)
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    exists = (row < rows)[:, None] & (column < width)[None, :]
-    here = row.to(tl.int64)[:, None] * width + column[None, :]
-    bias = tl.load(BIAS + column, mask=column < width, other=0.0).to(tl.float32)
-    x = tl.load(Y + here, mask=exists, other=0.0).to(tl.float32) + bias[None, :]
+    here, exists = _tile(tl.program_id(0) * TALL, column, rows, width, width, TALL)
+    x = _load(Y + here, exists) + _load(BIAS + column, column < width)[None, :]
     if RELU:
-        out = tl.where(x < 0, 0.0, x)  # unlike tl.maximum this keeps nan, so an overflow is seen
+        out = tl.where(x < 0, 0.0, x)  # Unlike tl.maximum this keeps nan, so an overflow is seen.
     else:
         sigmoid, _ = _gelu(x)
         out = x * sigmoid
-    tl.store(OUT + here, out.to(OUT.dtype.element_ty), mask=exists)
+    tl.store(OUT + here, out, mask=exists)
 
 
 @triton.jit
@@ -356,21 +319,19 @@ def activation_backward(
 ):
     """KEPT: y for GELU, the result for ReLU. SUMS [programs along the rows, width]: partial sums of dbias."""
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    bias = tl.load(BIAS + column, mask=column < width, other=0.0).to(tl.float32)
+    bias = _load(BIAS + column, column < width)
     total = tl.zeros([TALL, WIDE], tl.float32)
     for first in range(tl.program_id(0) * TALL, rows, tl.num_programs(0) * TALL):
-        row = first + tl.arange(0, TALL)
-        exists = (row < rows)[:, None] & (column < width)[None, :]
-        here = row.to(tl.int64)[:, None] * width + column[None, :]
-        kept = tl.load(KEPT + here, mask=exists, other=0.0).to(tl.float32)
-        dout = tl.load(DOUT + here, mask=exists, other=0.0).to(tl.float32)
+        here, exists = _tile(first, column, rows, width, width, TALL)
+        kept = _load(KEPT + here, exists)
+        dy = _load(DOUT + here, exists)
         if RELU:
-            dy = tl.where(kept <= 0, 0.0, dout)
+            dy = tl.where(kept <= 0, 0.0, dy)
         else:
             x = kept + bias[None, :]
             sigmoid, slope = _gelu(x)
-            dy = dout * sigmoid * tl.fma(x * (1.0 - sigmoid), 2.0 * slope, 1.0)
-        tl.store(DY + here, dy.to(DY.dtype.element_ty), mask=exists)
+            dy = dy * sigmoid * tl.fma(x * (1.0 - sigmoid), 2.0 * slope, 1.0)
+        tl.store(DY + here, dy, mask=exists)
         total += dy
     tl.store(SUMS + tl.program_id(0).to(tl.int64) * width + column, tl.sum(total, 0), mask=column < width)
 
@@ -388,19 +349,20 @@ class Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, bias, relu):
         y = y.contiguous()
-        out, (rows, width), ctx.relu = torch.empty_like(y), y.shape, relu
+        out = torch.empty_like(y)
+        grid = triton.cdiv(len(y), TILE["TALL"]), triton.cdiv(y.shape[1], TILE["WIDE"])
+        activation_forward[grid](y, bias, out, *y.shape, relu, **TILE)
+        ctx.relu = relu
         ctx.save_for_backward(out if relu else y, bias)
-        grid = triton.cdiv(rows, TILE["TALL"]), triton.cdiv(width, TILE["WIDE"])
-        activation_forward[grid](y, bias, out, rows, width, relu, **TILE)
         return out
 
     @staticmethod
     def backward(ctx, dout):
         kept, bias = ctx.saved_tensors
-        dy, (rows, width) = torch.empty_like(kept), kept.shape
+        dy = torch.empty_like(kept)
         grid = striped(kept, each=5)
-        sums = torch.empty(grid[0], width, dtype=torch.float32, device=kept.device)
-        activation_backward[grid](dout.contiguous(), kept, bias, dy, sums, rows, width, ctx.relu, **TILE)
+        sums = torch.empty(grid[0], kept.shape[1], dtype=torch.float32, device=kept.device)
+        activation_backward[grid](dout.contiguous(), kept, bias, dy, sums, *kept.shape, ctx.relu, **TILE)
         return dy, sums.sum(0), None
 
 
@@ -433,10 +395,10 @@ def join_part(X, WHOLE, SUMS, rows, width, stride, all_columns, TALL: tl.constex
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     total = tl.zeros([TALL, WIDE], tl.float32)
     for first in range(tl.program_id(0) * TALL, rows, tl.num_programs(0) * TALL):
-        row = (first + tl.arange(0, TALL))[:, None]
-        exists = (row < rows) & (column < width)[None, :]
-        x = tl.load(X + row.to(tl.int64) * stride + column[None, :], mask=exists, other=0.0)
-        tl.store(WHOLE + row.to(tl.int64) * all_columns + column[None, :], x, mask=exists)
+        source, exists = _tile(first, column, rows, width, stride, TALL)
+        to, _ = _tile(first, column, rows, width, all_columns, TALL)
+        x = tl.load(X + source, mask=exists, other=0.0)
+        tl.store(WHOLE + to, x, mask=exists)
         total += x.to(tl.float32)
     tl.store(SUMS + tl.program_id(0) * all_columns + column, tl.sum(total, 0), mask=column < width)
 
@@ -445,11 +407,11 @@ def join(parts):
     """Do the same as `reference.join`. The sums are float32."""
     n, width = parts[0].shape
     whole = parts[0].new_empty(n, width * len(parts))
-    programs, stripes = striped(parts[0], each=8)
-    sums = whole.new_empty(programs, whole.shape[1], dtype=torch.float32)
+    grid = striped(parts[0], each=8)
+    sums = whole.new_empty(grid[0], whole.shape[1], dtype=torch.float32)
     for part, *out in zip(parts, whole.chunk(len(parts), 1), sums.chunk(len(parts), 1), strict=True):
         part = part if part.stride(1) == 1 else part.contiguous()
-        join_part[programs, stripes](part, *out, n, width, part.stride(0), whole.shape[1], **TILE)
+        join_part[grid](part, *out, n, width, part.stride(0), whole.shape[1], **TILE)
     return whole, sums.sum(0)
 
 
@@ -462,14 +424,13 @@ def add_rows(TABLE, IDS, ORDER, ROWS, n, v, width, TALL: tl.constexpr, WIDE: tl.
     if (id != before) & (id >= 0) & (id < v):
         column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
         here = TABLE + id * width + column
-        total = tl.load(here, mask=column < width, other=0.0)
+        total = _load(here, column < width)
         while tl.load(IDS + i, mask=i < n, other=-1) == id:
             place = i + tl.arange(0, TALL)
             same = tl.load(IDS + place, mask=place < n, other=-1) == id
             row = tl.load(ORDER + place, mask=same, other=0)
             exists = same[:, None] & (column < width)[None, :]
-            x = tl.load(ROWS + row[:, None] * width + column[None, :], mask=exists, other=0.0)
-            total += tl.sum(x.to(tl.float32), 0)
+            total += tl.sum(_load(ROWS + row[:, None] * width + column[None, :], exists), 0)
             i += TALL
         tl.store(here, total, mask=column < width)
 
@@ -502,11 +463,10 @@ def add_rows_(table, ids, rows):
 @triton.jit
 def _statistics(Z, columns, width, BLOCK: tl.constexpr):
     """Return (top, total) of the first `columns` elements of a row; the row is padded to `width`."""
-    top, total = -1e38, 0.0  # finite: if all columns of a rank are padding, -inf would make total nan instead of 0
+    top, total = -1e38, 0.0  # If a rank has padding only, a top of -inf would make total nan instead of 0.
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        z = tl.load(Z + column, mask=column < width, other=0.0).to(tl.float32)
-        z = tl.where(column < columns, z, float("-inf"))
+        z = tl.where(column < columns, _load(Z + column, column < width), float("-inf"))
         higher = tl.maximum(top, tl.max(z, 0))
         total = total * tl.exp2((top - higher) * LOG2E) + tl.sum(tl.exp2((z - higher) * LOG2E), 0)
         top = higher
@@ -515,49 +475,44 @@ def _statistics(Z, columns, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gradient(Z, target, top, total, columns, width, weight, BLOCK: tl.constexpr):
+    """Overwrite a row with its gradient dz."""
     factor = weight / total
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        z = tl.load(Z + column, mask=column < width, other=0.0).to(tl.float32)
+        z = _load(Z + column, column < width)
         dz = tl.where(column < columns, tl.exp2((z - top) * LOG2E) * factor, 0.0)
         dz = tl.where(column == target, dz - weight, dz)
-        tl.store(Z + column, dz.to(Z.dtype.element_ty), mask=column < width)
+        tl.store(Z + column, dz, mask=column < width)
 
 
 @triton.jit
-def _target_logit(Z, target, columns):
-    """Return z_target, or 0 if another rank has the target's column."""
-    return tl.load(Z + target, mask=(target >= 0) & (target < columns), other=0.0).to(tl.float32)
+def cross_entropy_row(
+    Z, TARGETS, WEIGHTS, LOSSES, TOP, TOTAL, TARGET_LOGIT, columns, width, GIVEN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """TARGETS .. TARGET_LOGIT [rows]. The launches of `cross_entropy_` differ in what is None:
 
+        one rank             reads TARGETS and WEIGHTS               writes LOSSES, dz
+        tp, first pass       reads TARGETS                           writes TOP, TOTAL, TARGET_LOGIT
+        tp, second pass      reads TARGETS, WEIGHTS, TOP, TOTAL      writes dz. GIVEN: TOP and TOTAL are known
 
-@triton.jit
-def cross_entropy_whole(Z, TARGETS, WEIGHTS, LOSSES, columns, width, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
-    """Do both passes on a rank that has all columns. TARGETS, WEIGHTS, LOSSES [rows]. One program a row."""
+    WEIGHTS None: no gradient. TARGET_LOGIT is 0 if another rank has the target's column.
+    """
     row = tl.program_id(0).to(tl.int64)
     Z += row * width
     target = tl.load(TARGETS + row)
-    z_target = _target_logit(Z, target, columns)
-    top, total = _statistics(Z, columns, width, BLOCK)
-    tl.store(LOSSES + row, tl.log2(total) / LOG2E - (z_target - top))
-    if GRADIENT:
+    if GIVEN:
+        top, total = tl.load(TOP + row), tl.load(TOTAL + row)
+    else:
+        z_target = _load(Z + target, (target >= 0) & (target < columns))
+        top, total = _statistics(Z, columns, width, BLOCK)
+        if LOSSES is not None:
+            tl.store(LOSSES + row, tl.log2(total) / LOG2E - (z_target - top))
+        else:
+            tl.store(TOP + row, top)
+            tl.store(TOTAL + row, total)
+            tl.store(TARGET_LOGIT + row, z_target)
+    if WEIGHTS is not None:
         _gradient(Z, target, top, total, columns, width, tl.load(WEIGHTS + row), BLOCK)
-
-
-@triton.jit
-def cross_entropy_statistics(Z, TARGETS, TOP, TOTAL, TARGET_LOGIT, columns, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    Z += row * width
-    top, total = _statistics(Z, columns, width, BLOCK)
-    tl.store(TOP + row, top)
-    tl.store(TOTAL + row, total)
-    tl.store(TARGET_LOGIT + row, _target_logit(Z, tl.load(TARGETS + row), columns))
-
-
-@triton.jit
-def cross_entropy_gradient(Z, TARGETS, WEIGHTS, TOP, TOTAL, columns, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    target, top, total = tl.load(TARGETS + row), tl.load(TOP + row), tl.load(TOTAL + row)
-    _gradient(Z + row * width, target, top, total, columns, width, tl.load(WEIGHTS + row), BLOCK)
 
 
 # With 32 registers a thread, two programs run on a multiprocessor: 264 programs and rows on an H200. Their bf16 logits
@@ -569,18 +524,19 @@ def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
     """Do the same as `reference.cross_entropy_`. logits [n, v/t] must be contiguous; the losses [n] are float32."""
     assert logits.is_contiguous() and (weights is None or weights.dtype == torch.float32)
     n, width = logits.shape
-    weights = None if weights is None else weights.contiguous()  # losses.sum() gives weights of stride 0
+    weights = None if weights is None else weights.contiguous()  # The gradient of losses.sum() has stride 0.
+    launch = functools.partial(cross_entropy_row[(n,)], columns=columns, width=width, **CROSS_ENTROPY)
     if reduce is None:
-        losses, gradient = torch.empty(n, dtype=torch.float32, device=logits.device), weights is not None
-        cross_entropy_whole[(n,)](logits, targets, weights, losses, columns, width, GRADIENT=gradient, **CROSS_ENTROPY)
+        losses = torch.empty(n, dtype=torch.float32, device=logits.device)
+        launch(logits, targets, weights, losses, None, None, None, GIVEN=False)
         return losses
     own, total, target = torch.empty(3, n, dtype=torch.float32, device=logits.device)
-    cross_entropy_statistics[(n,)](logits, targets, own, total, target, columns, width, **CROSS_ENTROPY)
+    launch(logits, targets, None, None, own, total, target, GIVEN=False)
     top = reduce(own.clone(), "max")
     mine = (targets >= 0) & (targets < columns)
     total, target = reduce(torch.stack([total * (own - top).exp(), (target - top).where(mine, 0.0)]), "sum")
     if weights is not None:
-        cross_entropy_gradient[(n,)](logits, targets, weights, top, total, columns, width, **CROSS_ENTROPY)
+        launch(logits, targets, weights, None, top, total, None, GIVEN=True)
     return total.log() - target
 
 
@@ -590,23 +546,21 @@ def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
 # weight (14 bytes). Floor: 30 bytes a parameter (28 in fp32, without rounded weights). At most two ranges of a flat
 # buffer have weight decay. The kernel gets both ranges as arguments, so one launch updates a bucket. Numbers that
 # change from step to step (learning rate, scale, two bias corrections, the skip flag) lie on the device, so the host
-# does not wait for them.
+# does not wait for them. PyTorch's own kernel computes the gradient's norm: it already reads each element only once.
 
 
 @triton.jit
 def adamw_flat(
     W, G, M, V, OUT, LR, SCALE, CORRECTION1, CORRECTION2, SKIP, size, decay_from, decay_to, decay_from2, decay_to2,
-    decay, beta1, beta2, eps, CAST: tl.constexpr, BLOCK: tl.constexpr,
+    decay, beta1, beta2, eps, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """W, G, M, V [size] float32; OUT [size] of any dtype; LR .. SKIP one number each. decay applies in two ranges."""
+    """W, G, M, V [size] float32; OUT [size] of any dtype, or None; LR .. SKIP one number each; decay in two ranges."""
     if tl.load(SKIP) == 0:
         here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         exists = here < size
         lr = tl.load(LR).to(tl.float32)
-        g = tl.load(G + here, mask=exists, other=0.0) * tl.load(SCALE).to(tl.float32)
-        m = tl.load(M + here, mask=exists, other=0.0)
-        v = tl.load(V + here, mask=exists, other=0.0)
-        w = tl.load(W + here, mask=exists, other=0.0)
+        g = _load(G + here, exists) * tl.load(SCALE).to(tl.float32)
+        m, v, w = _load(M + here, exists), _load(V + here, exists), _load(W + here, exists)
         m = tl.fma(m, beta1, g * (1.0 - beta1))
         v = tl.fma(v, beta2, g * g * (1.0 - beta2))
         root = tl.sqrt(v * (1.0 / tl.load(CORRECTION2).to(tl.float32))) + eps
@@ -616,8 +570,8 @@ def adamw_flat(
         tl.store(M + here, m, mask=exists)
         tl.store(V + here, v, mask=exists)
         tl.store(W + here, w, mask=exists)
-        if CAST:
-            tl.store(OUT + here, w.to(OUT.dtype.element_ty), mask=exists)
+        if OUT is not None:
+            tl.store(OUT + here, w, mask=exists)
 
 
 ADAMW = dict(BLOCK=1024, num_warps=4)
@@ -631,28 +585,5 @@ def adamw_(weight, gradient, moments, scalars, ranges, *, decay, beta1, beta2, e
     (begin, end), (begin2, end2) = [*decaying, (0, 0), (0, 0)][:2]
     adamw_flat[(triton.cdiv(size, ADAMW["BLOCK"]),)](
         weight, gradient, *moments, out, scalars.lr, scalars.scale, scalars.correction1, scalars.correction2,
-        scalars.skip, size, begin, end, begin2, end2, decay, beta1, beta2, eps, CAST=out is not None, **ADAMW,
+        scalars.skip, size, begin, end, begin2, end2, decay, beta1, beta2, eps, **ADAMW,
     )  # fmt: skip
-
-
-@triton.jit
-def squared_norm(X, SUMS, size, BLOCK: tl.constexpr):
-    """Add up the squares of every num_programs-th block. Floor: one read, 4 bytes an element of float32."""
-    total = tl.zeros([BLOCK], tl.float32)
-    for first in range(tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
-        here = first + tl.arange(0, BLOCK)
-        x = tl.load(X + here, mask=here < size, other=0.0).to(tl.float32)
-        total = tl.fma(x, x, total)
-    tl.store(SUMS + tl.program_id(0), tl.sum(total, 0))
-
-
-SQUARED_NORM = dict(BLOCK=4096, num_warps=8)
-
-
-def squared_norms(flats):
-    """Do the same as `reference.squared_norms`. Each program adds up its share in float32."""
-    programs = persistent(flats[0])
-    sums = torch.empty(len(flats), programs, dtype=torch.float32, device=flats[0].device)
-    for row, flat in zip(sums, flats, strict=True):
-        squared_norm[(programs,)](flat, row, flat.numel(), **SQUARED_NORM)
-    return sums.double().sum(1)

@@ -4,7 +4,7 @@ import os
 from types import SimpleNamespace
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 import reference
 from errors import UserError
@@ -53,19 +53,11 @@ def choose(config, device, dtype):
     return SimpleNamespace(**vars(reference) | fused)  # an operation without a kernel is taken from reference.py
 
 
-def attention_order():
-    """Return a context in which PyTorch prefers cuDNN's attention, then FlashAttention. Enter it once for a run.
-
-    PyTorch has several kernels for attention. Without this context, its choice depends on the versions of PyTorch and
-    cuDNN. A kernel that does not support the GPU, the dtype or the head size is not chosen. The order has an effect on
-    a GPU only.
-    """
-    names = "CUDNN_ATTENTION FLASH_ATTENTION EFFICIENT_ATTENTION MATH".split()
-    return sdpa_kernel([getattr(SDPBackend, name) for name in names], set_priority=True)
-
-
 def attention_name(config, device, dtype, ops):
-    """Return the name of the attention that a run uses: flash_attention.py, or one of PyTorch's forms (SDPBackend)."""
+    """Return the name of the attention that a run uses: flash_attention.py, or one of PyTorch's forms (SDPBackend).
+
+    PyTorch's form depends on the versions of PyTorch and cuDNN, on the GPU, the dtype and the head size.
+    """
     if ops.attention is not reference.attention:
         return "flash_attention.py"
     heads = config.num_attention_heads // config.tp
@@ -85,7 +77,7 @@ def trial(config, device):
         mixed_product(device.type, DTYPES[dtype])
     ops = choose(config, device, dtype)
     try:
-        ops.squared_norms([torch.ones(16, device=device)])
+        ops.join([torch.ones(16, 16, device=device)])
     except Exception as error:  # from Triton, from the C compiler or from the driver
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"kernels={config.kernels}: cannot run here ({reason}); set --kernels=torch") from error

@@ -19,10 +19,8 @@ from torch.optim.adamw import adamw as torch_adamw
 
 # Add your own: write a function in this file, and call it in model.py as `self.ops.NAME`. It needs no kernel. To use a
 # kernel of the same name from kernels.py, also add the name to this list.
-OPERATIONS = (
-    "layer_norm add_ add_layer_norm_ gelu_ relu_ attention join add_rows_ cross_entropy_ dropout adamw_ squared_norms"
-).split()
-EPS = 1e-5  # of LayerNorm, as in GPT-2
+OPERATIONS = "add_ add_layer_norm_ gelu_ relu_ attention join add_rows_ cross_entropy_ dropout adamw_".split()
+EPS = 1e-5  # LayerNorm's epsilon in GPT-2
 
 
 # --- LayerNorm, and the residual stream around it ---------------------------------------------------------------------
@@ -91,12 +89,6 @@ def attention(q, k, v, cache=None):
     # One new token sees all tokens and needs no mask. PyTorch's causal mask needs as many queries as keys.
     y = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] == k.shape[2])
     return y.transpose(1, 2)
-
-
-def causal_softmax(scores, scale):
-    """Return softmax(scale * scores) over the keys that are not after the query. scores [..., s, s]."""
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    return (scores * scale).masked_fill(hidden, -math.inf).softmax(-1)
 
 
 # --- gradients of parameters ------------------------------------------------------------------------------------------

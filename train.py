@@ -345,7 +345,6 @@ def describe(run, path):
 def run_training(config, mesh, device):
     """Open the files, build the Run, resume, and train or evaluate. A UserError of one rank is raised on all ranks."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(operations.attention_order())
         tokens, path = agree(mesh.world, UserError, lambda: open_files(config, mesh, stack))
         if config.train_epochs and not config.eval_only:
             config.train_iters = configuration.iterations(config, config.train_epochs * tokens["train"].num_samples)

@@ -11,11 +11,14 @@ a CPU need the interpreter. So `reports` compiles a list of kernels in a separat
 
     [a, b] = compiled.reports([("copies:copy", "*bf16 *bf16 i32", {"BLOCK": 1024}, arch) for arch in (80, 90)])
 
+`Recorder` finds out which types a program uses: it stands in for a kernel and keeps the arguments of each launch.
+
 An elementwise kernel takes 0.1 to 0.3 seconds, attention up to 3, and `import triton` up to 3 more. The counts differ a
 little between versions of Triton.
 """
 
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -23,43 +26,72 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+
+import torch
+
+# Instructions of the machine code. One in a loop counts once.
+INSTRUCTIONS = dict(
+    spills=r"(STL|LDL)\b",  # stores to the stack and loads from it, because there are too few registers
+    loads=r"LDG\b",  # from global memory to registers
+    wide_loads=r"LDG\.\S*(128|256)\b",  # 16 bytes or more per thread, for the full bandwidth
+    stores=r"STG\b",
+    wide_stores=r"STG\.\S*(128|256)\b",
+    async_copies=r"LDGSTS\b",  # from global to shared memory, in parallel with arithmetic
+    wide_async_copies=r"LDGSTS\.\S*128\b",
+    hgmma=r"HGMMA\b",  # Hopper's tensor cores
+    hmma=r"HMMA\b",  # the tensor cores of Ampere and before
+)
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+TYPES |= {torch.int64: "i64", torch.bool: "i1"}
 
 
-class Report(NamedTuple):
-    """registers: per thread, at most 255. stack: bytes per thread. shared: bytes per program. The other fields count
-    instructions in the machine code. An instruction in a loop counts once."""
+# --- launches ---------------------------------------------------------------------------------------------------------
 
-    registers: int
-    stack: int
-    shared: int
-    spills: int  # stores to and loads from the stack (STL, LDL), because there are too few registers
-    loads: int  # from global memory to registers (LDG)
-    wide_loads: int  # 16 bytes or more per thread, for the full bandwidth
-    narrow_loads: int  # 1 or 2 bytes per thread
-    stores: int  # to global memory (STG)
-    wide_stores: int
-    narrow_stores: int
-    async_copies: int  # from global to shared memory, in parallel with arithmetic (LDGSTS)
-    wide_async_copies: int  # 16 bytes per thread
-    hgmma: int  # Hopper's tensor cores (HGMMA)
-    hmma: int  # the tensor cores of Ampere and before (HMMA)
-    barriers: int  # all warps of a program wait for each other (BAR)
 
-    def programs(self, num_warps, arch):
-        """Return the number of programs that fit on a multiprocessor at once (arch 80 or 90): its *occupancy*.
+class Recorder:
+    """Stands in for `module.kernel`. A launch adds (job, number of programs) to the list `found` and runs nothing.
 
-        A multiprocessor has 64 warps and 65536 registers, a quarter of both in each of 4 parts. A warp's registers are
-        allocated in groups of 256. Each program has 1 KB of shared memory more than it asks for. (CUDA C++ Programming
-        Guide, tables of compute capabilities)
-        """
-        warps = min(65536 // 4 // (-(-self.registers // 8) * 8 * 32), 16) * 4
-        return min(warps // num_warps, {80: 164, 90: 228}[arch] * 1024 // (self.shared + 1024), 32)
+    The job is one for `reports`, but without arch. It has the types of the arguments as Triton specializes them.
+    """
+
+    def __init__(self, kernel, found):
+        self.kernel, self.found = kernel, found
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **named: self.found.append((self.job(arguments, named), torch.Size(grid).numel()))
+
+    def job(self, arguments, named):
+        signature, jit_options = inspect.signature(self.kernel.fn), self.kernel.kwargs
+        options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
+        types, constants = [], {}
+        for name, value in signature.bind(*arguments, **named).arguments.items():
+            specialized = name not in (jit_options["do_not_specialize"] or ())
+            is_one = specialized and type(value) is int and value == 1
+            if value is None or is_one or "constexpr" in str(signature.parameters[name].annotation):
+                constants[name] = value
+            else:
+                types.append(type_of(value, specialized))
+        return f"{self.kernel.fn.__module__}:{self.kernel.fn.__name__}", " ".join(types), constants, options
+
+
+def type_of(value, specialized):
+    """Return the type of an argument, in the notation of `report`."""
+    if isinstance(value, torch.Tensor):
+        divisible = value.storage_offset() * value.element_size() % 16 == 0
+        return f"*{TYPES[value.dtype]}" + ":1" * (not divisible)
+    if isinstance(value, float):
+        return "fp32"
+    return ("i32" if -(2**31) <= value < 2**31 else "i64") + ":1" * (not specialized or value % 16 != 0)
+
+
+# --- machine code -----------------------------------------------------------------------------------------------------
 
 
 def report(kernel, types, constants, arch, **options):
-    """Compile a `@triton.jit` function and return its Report.
+    """Compile a `@triton.jit` function. Return {name: number} of its registers, stack, shared memory and INSTRUCTIONS.
 
+    registers: per thread, at most 255. stack: bytes per thread. shared: bytes per program.
     types: types of the arguments that are not in `constants`, in order, as in "*bf16 *fp32 i32 fp32"; * is a pointer.
     Pointers and integers are assumed to be divisible by 16, except "i32:1" and "*bf16:1". At a real launch, Triton
     checks the divisibility. constants: {name: value} of each `tl.constexpr` and of each argument that is None.
@@ -69,8 +101,6 @@ def report(kernel, types, constants, arch, **options):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    if not isinstance(kernel, triton.JITFunction):
-        raise TypeError(f"{kernel!r} cannot be compiled: it has no @triton.jit, or TRITON_INTERPRET is set")
     runtime = [name for name in kernel.arg_names if name not in constants]
     written = dict(zip(runtime, types.split(), strict=True))
     signature = {name: written.get(name, "constexpr").removesuffix(":1") for name in kernel.arg_names}
@@ -83,33 +113,27 @@ def report(kernel, types, constants, arch, **options):
     binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     usage = disassembled("cuobjdump", "-res-usage", binary.asm["cubin"])
     code = disassembled("nvdisasm", "-c", binary.asm["cubin"])
+    found = {name: len(re.findall(rf"\b{pattern}", code)) for name, pattern in INSTRUCTIONS.items()}
+    found |= {
+        name: int(re.search(rf"{word}:(\d+)", usage)[1]) for name, word in (("registers", "REG"), ("stack", "STACK"))
+    }
+    return found | {"shared": binary.metadata.shared}
 
-    def count(instruction):
-        return len(re.findall(rf"\b{instruction}", code))
 
-    return Report(
-        registers=int(re.search(r"REG:(\d+)", usage)[1]),
-        stack=int(re.search(r"STACK:(\d+)", usage)[1]),
-        shared=binary.metadata.shared,
-        spills=count(r"(STL|LDL)\b"),
-        loads=count(r"LDG\b"),
-        wide_loads=count(r"LDG\.\S*(128|256)\b"),
-        narrow_loads=count(r"LDG\.\S*[US](8|16)\b"),
-        stores=count(r"STG\b"),
-        wide_stores=count(r"STG\.\S*(128|256)\b"),
-        narrow_stores=count(r"STG\.\S*[US](8|16)\b"),
-        async_copies=count(r"LDGSTS\b"),
-        wide_async_copies=count(r"LDGSTS\.\S*128\b"),
-        hgmma=count(r"HGMMA\b"),
-        hmma=count(r"HMMA\b"),
-        barriers=count(r"BAR\b"),
-    )
+def programs(report, num_warps, arch):
+    """Return the number of programs that fit on a multiprocessor at once (arch 80 or 90): its *occupancy*.
+
+    A multiprocessor has 64 warps and 65536 registers, a quarter of both in each of 4 parts. A warp's registers are
+    allocated in groups of 256. Each program has 1 KB of shared memory more than it asks for. (CUDA C++ Programming
+    Guide, tables of compute capabilities)
+    """
+    warps = min(65536 // 4 // (-(-report.registers // 8) * 8 * 32), 16) * 4
+    return min(warps // num_warps, {80: 164, 90: 228}[arch] * 1024 // (report.shared + 1024), 32)
 
 
 def tool(name):
     """Return the path of a disassembler in Triton's package, without importing Triton."""
-    package = Path(importlib.util.find_spec("triton").origin).parent
-    return package / "backends/nvidia/bin" / name
+    return Path(importlib.util.find_spec("triton").origin).parent / "backends/nvidia/bin" / name
 
 
 def disassembled(name, option, cubin):
@@ -121,22 +145,17 @@ def disassembled(name, option, cubin):
 
 
 def reports(jobs, path=()):
-    """Return a Report of each job ("module:kernel", types, constants, arch[, options]), compiled in another process.
+    """Return `report` of each job ("module:kernel", types, constants, arch[, options]), compiled in another process.
 
     The values of constants and options must be JSON values. path: folders that are searched first for modules.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([*map(str, path), str(Path(__file__).parent.parent), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-m", "testing.compiled"],
-        input=json.dumps(jobs),
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "testing.compiled"]
+    done = subprocess.run(command, input=json.dumps(jobs), env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"compilation failed:\n{done.stderr}")
-    return [Report(*r) for r in json.loads(done.stdout.splitlines()[-1])]
+    return [SimpleNamespace(**r) for r in json.loads(done.stdout.splitlines()[-1])]
 
 
 def main():
