@@ -168,14 +168,14 @@ def test_the_product_is_chosen_by_a_check(monkeypatch, dtype, addmm, mm, chosen)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "addmm", lambda c, a, b, out_dtype, out: out.copy_(c + addmm(a, b)))
         patch.setattr(torch, "mm", lambda a, b, out_dtype: mm(a, b))
-        tensor.mixed_product.cache_clear()
+        reference.mixed_product.cache_clear()
         w, dy, x = of_16_bits(1.0, dtype=dtype), *torch.ones(2, 3, 1, dtype=dtype)
         dy[1:] = SMALL
         for _ in range(2):
             tensor.add_product(w, dy, x)
-        assert tensor.mixed_product("cpu", dtype) is tensor.MIXED[chosen]
+        assert reference.mixed_product("cpu", dtype) is reference.MIXED[chosen]
         assert w.grad.item() == 2 * (1 + 2 * SMALL)
-    tensor.mixed_product.cache_clear()
+    reference.mixed_product.cache_clear()
 
 
 # --- vocabulary -----------------------------------------------------------------------------------------------------
@@ -225,11 +225,11 @@ def test_a_table_that_is_not_cut():
 
 
 def in_chunks(chunk, check, *arguments):
-    whole, tensor.CHUNK = tensor.CHUNK, chunk
+    whole, tensor.ROWS = tensor.ROWS, chunk
     try:
         check(*arguments)
     finally:
-        tensor.CHUNK = whole
+        tensor.ROWS = whole
 
 
 def check_linear_cross_entropy(enter, scale):

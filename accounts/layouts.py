@@ -6,7 +6,7 @@
 
     whole buckets        ZeRO-2 and 3: gradients of three buckets and the word table; ZeRO-3: parameters of two buckets
                          and the word table (`memory.py`, "Not counted")
-    logits               of `tensor.CHUNK` tokens at a time
+    logits               of `tensor.ROWS` tokens at a time
     context              CUDA's and NCCL's own memory, RESERVED bytes
 
 The list leaves out layouts if another listed layout is better. Set their fields on the command line to judge them:
@@ -28,7 +28,7 @@ from errors import UserError
 from log import hardware_flops, model_flops
 from operations import DTYPES
 from parallel import schedules
-from parallel.tensor import CHUNK
+from parallel.tensor import ROWS
 
 FIELDS = ("tp", "pp", "schedule", "chunks", "zero", "sequence_parallel", "recompute", "micro_batch_size")
 LISTED = ("1f1b", "interleaved", "zb-h1", "zb-v")
@@ -158,7 +158,7 @@ def briefly(config, layout, rank, known):
         whole += wide * (sum(largest[:3]) + word)
     if layout.stage == 3:
         whole += item * (sum(largest[:2]) + word)
-    tokens = min(CHUNK, config.micro_batch_size * config.seq_length)
+    tokens = min(ROWS, config.micro_batch_size * config.seq_length)
     logits = tokens * config.padded_vocab_size // config.tp * item if word and rank == layout.placement[-1] else 0
     return {"whole buckets": whole, "logits": logits, "context": 0 if known.on_cpu else RESERVED}
 
