@@ -174,7 +174,7 @@ REDUCTION = [
     Defect(
         "reduced-with-every-micro-batch",
         "parallel/zero.py",
-        (("        elif last:\n", "        else:\n"),),
+        (("        elif not last:\n            return\n", ""),),
         layout(2, 1),
         "a sum over dp is reduced again with every micro-batch",
     ),
@@ -188,17 +188,14 @@ REDUCTION = [
     Defect(
         "reduced-with-the-first-micro-batch",
         "parallel/zero.py",
-        (
-            ("(bucket.stage == 1 and last)", "(bucket.stage == 1 and not last)"),
-            ("        elif last:\n", "        elif last and bucket.stage == 0:\n"),
-        ),
+        (("        elif not last:\n", "        elif last == (bucket.stage == 1):\n"),),
         grid(2, 1, zero=1, m="twice"),
         "Gradients are reduced after the first micro-batch",
     ),
     Defect(
         "not-reduced",
         "parallel/zero.py",
-        (('self.reducing[name] = all_reduce(bucket.grad, bucket.dp, "gradients")', "pass"),),
+        (('self.summing[bucket] = all_reduce(bucket.grad, bucket.dp, "gradients")', "pass"),),
         layout(2, 1),
         "gradients are not reduced over the data ranks",
     ),
@@ -213,14 +210,14 @@ REDUCTION = [
     Defect(
         "added-to-while-it-travels",
         "parallel/zero.py",
-        (("if name in self.reducing:", "if name in self.reducing and bucket.stage < 2:"),),
+        (("while bucket in self.summing:", "while bucket in self.summing and bucket.stage < 2:"),),
         grid(2, 1, zero=2, m="twice"),
         "Its buffer is reduced before that, or changes while it is sent",
     ),
     Defect(
         "weights-overwritten",
-        "parallel/tensor.py",
-        (("gradient.addmm_(dy.T, x)", "gradient.copy_(dy.T @ x)"),),
+        "reference.py",
+        (("gradient.addmm_(a, b)\n", "gradient.copy_(a @ b)\n"),),
         one_process("sgd-0.0-none"),
         "Only the last micro-batch counts: gradients are overwritten instead of added",
     ),
@@ -231,7 +228,7 @@ REDUCTION = [
             (
                 "            while products and products[0].w.spec.bucket == name:\n",
                 "            self._reduce(name)\n"
-                "            [pending.wait() for pending in self.zero.reducing.values()]\n"
+                "            [pending.wait() for pending in self.zero.summing.values()]\n"
                 "            while products and products[0].w.spec.bucket == name:\n",
             ),
             ("            self._reduce(name)\n        assert not products", "        assert not products"),
@@ -307,20 +304,19 @@ TENSOR_PARALLEL = [
     Defect(
         "whole-gradients-summed",
         "parallel/zero.py",
-        (("                    part.zero_()\n", "                    pass\n"),),
+        (
+            (
+                "                    part.mul_(0)  # keeps a nan, so that all ranks skip the step\n",
+                "                    pass\n",
+            ),
+        ),
         layout(3, 2),
         "Replicated parameters are summed over tp",
     ),
     Defect(
         "f-without-its-sum",
         "parallel/tensor.py",
-        (
-            (
-                '        if ctx.enter == "copy":\n            sending',
-                '        if ctx.enter == "never":\n            sending',
-            ),
-            ("(sending.wait() if ctx.enter else dx)", '(sending.wait() if ctx.enter == "all_gather" else dx)'),
-        ),
+        (('"copy": "all_reduce",', '"copy": None,'),),
         column(),
         "is its own share, not the sum over tp",
         quick=True,
@@ -328,7 +324,7 @@ TENSOR_PARALLEL = [
     Defect(
         "g-without-its-sum",
         "parallel/tensor.py",
-        (('            y = all_reduce(y, tp, "activations").wait()\n', "            pass\n"),),
+        (('        y = start(leave, y, tp, "activations").wait()\n', ""),),
         row(),
         "is its own share, not the sum over tp",
     ),
@@ -385,15 +381,15 @@ NORM = [
     ),
     Defect(
         "lamb-norms-of-shards",
-        "parallel/zero.py",
-        (("        if self.config.zero >= 1:\n", "        if False:\n"),),
+        "parallel/optimizer.py",
+        (("    if sharded:\n", "    if False:\n"),),
         grid(2, 1, zero=1, m="one"),
         "computed from the norm of a shard over dp?",
     ),
     Defect(
         "lamb-norms-of-slices",
-        "parallel/zero.py",
-        (('        squares = all_reduce(squares, self.mesh.tp, "parameter norms").wait()\n', ""),),
+        "parallel/optimizer.py",
+        (('    squares = all_reduce(squares, mesh.tp, "parameter norms").wait()\n', ""),),
         grid(1, 1, tp=2, m="one"),
         "computed from the norm of a slice over tp?",
     ),
@@ -403,7 +399,7 @@ TIED = [
     Defect(
         "tied-not-summed",
         "parallel/zero.py",
-        ((f"sums = [{TWINS} for bucket in by_name]", "sums = []"),),
+        ((f"wait_for([{TWINS} for bucket in by_name])", "pass"),),
         grid(1, 2),
         "Partial gradients are not summed over the holders",
     ),
@@ -617,29 +613,31 @@ PIPEDREAM = "testing/test_adversary.py::test_an_asynchronous_layout[pipedream-1-
 
 WAITS = {  # {file: [(data, line with `wait`, test, call)]}
     "parallel/tensor.py": [
-        ("x", 'x = all_gather(x, tp, "activations").wait()', COLUMN_SP, "all_gather of activations over tp"),
-        ("y", 'y = all_reduce(y, tp, "activations").wait()', ROW, "all_reduce of activations over tp"),
-        ("rows-of-y", 'reduce_scatter(y, tp, "activations").wait()', ROW_SP, "reduce_scatter of activations over tp"),
-        ("dy", 'dy = all_gather(dy, tp, "activations").wait()', ROW_SP, "all_gather of activations over tp"),
-        ("x-in-backward", "x = gathering.wait()", COLUMN_SP, "all_gather of activations over tp"),
-        ("dx", "sending.wait() if ctx.enter", COLUMN, "all_reduce of activations over tp"),
-        ("rows-of-dx", "sending.wait() if ctx.enter", COLUMN_SP, "reduce_scatter of activations over tp"),
-        ("words", '(y, tp, "embedding").wait()', WORDS, "all_reduce of embedding over tp"),
-        ("rows-of-words", '(y, tp, "embedding").wait()', WORDS_SP, "reduce_scatter of embedding over tp"),
-        ("dy-of-words", 'all_gather(dy, ctx.tp, "embedding").wait()', WORDS_SP, "all_gather of embedding over tp"),
+        ("x", 'start(enter, x, tp, "activations").wait()', COLUMN_SP, "all_gather of activations over tp"),
+        ("y", 'start(leave, y, tp, "activations").wait()', ROW, "all_reduce of activations over tp"),
+        ("rows-of-y", 'start(leave, y, tp, "activations").wait()', ROW_SP, "reduce_scatter of activations over tp"),
+        ("dy", 'dy, tp, "activations").wait()', ROW_SP, "all_gather of activations over tp"),
+        ("x-in-backward", "gathering.wait()", COLUMN_SP, "all_gather of activations over tp"),
+        ("dx", "sending.wait()", COLUMN, "all_reduce of activations over tp"),
+        ("rows-of-dx", "sending.wait()", COLUMN_SP, "reduce_scatter of activations over tp"),
+        ("words", 'start(leave, y, tp, "embedding").wait()', WORDS, "all_reduce of embedding over tp"),
+        ("rows-of-words", 'start(leave, y, tp, "embedding").wait()', WORDS_SP, "reduce_scatter of embedding over tp"),
+        ("dy-of-words", 'dy, ctx.tp, "embedding").wait()', WORDS_SP, "all_gather of embedding over tp"),
         ("x-of-the-head", '"head").wait()\n        dx = torch', HEAD_SP, "all_gather of head over tp"),
         ("x-of-a-validation", '"head").wait()\n    return torch', HEAD_SP, "all_gather of head over tp"),
-        ("dx-of-the-head", '(dx, tp, "head").wait()', HEAD, "all_reduce of head over tp"),
+        ("dx-of-the-head", 'dx, tp, "head").wait()', HEAD, "all_reduce of head over tp"),
         ("the-softmax", '"cross-entropy rows", op).wait()', HEAD, "all_reduce of cross-entropy rows over tp"),
     ],
     "parallel/zero.py": [
         ("parameters", "self.gathering[name].wait()", ZERO[3], "all_gather of parameters over dp"),
-        ("gradients", "self.reducing.pop(name).wait()", ZERO[0], "all_reduce of gradients over dp"),
-        ("shards-of-gradients", "self.reducing.pop(name).wait()", ZERO[2], "reduce_scatter of gradients over dp"),
-        ("twins", "in sums:\n            pending.wait()", GPIPE, "all_reduce of twin gradients over holders"),
-        ("partial-sums", "in sums:\n                pending.wait()", LAMB, "all_reduce of partial gradients over tp"),
-        ("norms-of-shards", 'self.mesh.dp, "parameter norms").wait()', LAMB, "all_reduce of parameter norms over dp"),
-        ("norms-of-slices", 'self.mesh.tp, "parameter norms").wait()', LAMB, "all_reduce of parameter norms over tp"),
+        ("gradients", "self.summing.pop(bucket).wait()", ZERO[0], "all_reduce of gradients over dp"),
+        ("shards-of-gradients", "self.summing.pop(bucket).wait()", ZERO[2], "reduce_scatter of gradients over dp"),
+        ("twins", "        pending.wait()", GPIPE, "all_reduce of twin gradients over holders"),
+        ("partial-sums", "        pending.wait()", LAMB, "all_reduce of partial gradients over tp"),
+    ],
+    "parallel/optimizer.py": [
+        ("norms-of-shards", 'mesh.dp, "parameter norms").wait()', LAMB, "all_reduce of parameter norms over dp"),
+        ("norms-of-slices", 'mesh.tp, "parameter norms").wait()', LAMB, "all_reduce of parameter norms over tp"),
         ("equal-norms", 'holders, "parameter norms").wait()', LARS, "all_reduce of parameter norms over holders"),
     ],
     "parallel/pipeline.py": [("a-message", "self.arriving.pop(key).wait()", GPIPE, "receive of a message over pp")],
@@ -683,7 +681,7 @@ BUFFERS = [
     Defect(
         "gradient-used-again-while-it-is-reduced",
         "parallel/zero.py",
-        (("if name in self.reducing:", "if False:"),),
+        (("while bucket in self.summing:", "while False:"),),
         ZERO[2],
         "elements of a buffer of reduce_scatter of gradients over dp",
     ),
@@ -692,8 +690,8 @@ BUFFERS = [
         "parallel/zero.py",
         (
             (
-                "        shard = self.reducing.pop(name).wait()\n",
-                "        free(bucket.grad)\n        shard = self.reducing.pop(name).wait()\n",
+                "        shard = self.summing.pop(bucket).wait()\n",
+                "        free(bucket.grad)\n        shard = self.summing.pop(bucket).wait()\n",
             ),
         ),
         ZERO[2],
