@@ -29,11 +29,13 @@ file:
 
 `publish` only starts the gathers. They run while the next step begins, and `gather` waits for a bucket's gather.
 
-Stages 2 and 3 save memory because a sharded buffer is whole only while a unit uses it or while it is sent. The life of
-a bucket's whole gradient, once for each micro-batch:
+Stages 2 and 3 save memory because a sharded buffer is whole only while a unit uses it or while it is sent. This is the
+life of a bucket's whole gradient. It repeats with each micro-batch:
 
-    open_gradient            backward of its units         reduce                      _end_oldest_sum
-    allocate, filled with 0  adds to it (`Parameter.grad`)  start the reduce_scatter   add the shard to own_grad, free
+    open_gradient      allocate it, filled with 0
+    backward           adds to it: the `.grad` of each parameter is a view into it
+    reduce             starts the reduce_scatter
+    _end_oldest_sum    waits for it, adds the shard to `own_grad`, frees the whole gradient
 
 At most two sums run while backward fills a third buffer. In stage 3 the parameters of the next unit are gathered while
 this unit computes. If a schedule splits B, a chunk's whole gradients exist from I to W. The action I also computes the
@@ -175,7 +177,7 @@ class Zero:
         self.updates = torch.zeros((), dtype=torch.int64, device=device)  # steps that were not skipped
         self.gathering = {}  # {bucket name: Pending} of parameters
         self.summing = {}  # {Bucket: Pending} of gradients, the oldest first
-        self.sums = mesh.second(mesh.dp) if layout.stage == 3 else mesh.dp  # a sum must not delay the next gather
+        self.sum_axis = mesh.second(mesh.dp) if layout.stage == 3 else mesh.dp  # a sum must not delay the next gather
         self.counted = None
         state_device = torch.device("cpu") if config.offload else device
         storage = Storage(dtype, self.master_dtype, device, state_device, RULES[config.optimizer].moments, training)
@@ -267,7 +269,7 @@ class Zero:
             self.summing[bucket] = all_reduce(bucket.grad, bucket.dp, "gradients")
         else:
             begin, end = bucket.shard
-            self.summing[bucket] = reduce_scatter(bucket.grad, self.sums, "gradients", out=bucket.grad[begin:end])
+            self.summing[bucket] = reduce_scatter(bucket.grad, self.sum_axis, "gradients", out=bucket.grad[begin:end])
 
     def _end_oldest_sum(self):
         """Wait for the oldest sum. Stages 2 and 3: add this rank's shard to `own_grad`, and free the whole buffer."""
