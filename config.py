@@ -20,6 +20,7 @@ import flags
 from errors import UserError
 from parallel import schedules
 from parallel.optimizer import RULES
+from reference import ACTIVATIONS
 
 
 @dataclass
@@ -113,7 +114,7 @@ class Config:
 
 
 CHOICES = {
-    "activation": ("gelu", "relu"),
+    "activation": tuple(ACTIVATIONS),
     "optimizer": tuple(RULES),
     "lr_decay_style": ("cosine", "linear", "constant", "wsd"),
     "dtype": ("auto", "fp64", "fp32", "bf16", "fp16"),

@@ -75,7 +75,7 @@ class Block(nn.Module):
         self.fc1 = ColumnParallelLinear(f"{name}.fc1", (4 * h, h), std, tp, sp, adds_bias=False)
         self.fc2 = RowParallelLinear(f"{name}.fc2", (h, 4 * h), residual_std, tp, sp)
         self.index, self.seed, self.head_size, self.ops = index, c.seed, c.head_size, ops
-        self.activation_ = getattr(ops, f"{c.activation}_")  # gelu_ or relu_
+        self.activation_ = getattr(ops, f"{c.activation}_")  # one of reference.ACTIVATIONS
 
     def forward(self, x, batch):
         x = ResidualStream(x, self.ops)
@@ -90,7 +90,7 @@ class Block(nn.Module):
         return Branch(y, self.proj.bias, batch.drop(self.seed, site=2 * self.index + 1))
 
     def mlp(self, x, batch):
-        """Return the MLP's output. A new activation belongs beside `reference.relu_`."""
+        """Return the MLP's output. A new activation is a function and a row of `reference.ACTIVATIONS`."""
         y = self.fc2(self.activation_(self.fc1(x), self.fc1.bias))  # [n, h] -> [n, 4h/t] -> [n, h]
         return Branch(y, self.fc2.bias, batch.drop(self.seed, site=2 * self.index + 2))
 

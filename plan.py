@@ -30,7 +30,9 @@ from errors import Parser, UserError, exit_on_user_error
 GB = 1e9
 ROW = "{:>2} {:>3} {:>4} {:<11} {:>2} {:>1} {:>2} {:<4} {:>2} {:>8} {:>5} {:>5} {:>6} {:>6} {:>14} {:>10} {:>8}"
 TITLES = ROW.format(*"tp pp dp schedule v Z sp reco b step,s MFU HFU GB bubble waits_for,% tokens/s days".split())
-EXPECTED = f"Expected error of a step: {seconds.ERROR:.0%} for A100 and H100 (nine of ten published runs), unknown for V100."
+EXPECTED = (
+    f"Expected error of a step: {seconds.ERROR:.0%} for A100 and H100 (nine of ten published runs), unknown for V100."
+)
 
 
 def entry(facts):

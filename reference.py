@@ -10,6 +10,7 @@ product's bias, because a separate addition would be one more pass over the whol
 Letters: n tokens, h hidden, a heads, d head size, s sequence, b samples, v vocabulary, t tensor parallel ranks.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -58,6 +59,20 @@ def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
 # --- between two linears ----------------------------------------------------------------------------------------------
 
 
+class Activation(NamedTuple):
+    """One row of ACTIVATIONS."""
+
+    keeps_input: bool  # True if backward needs y + bias; False if it needs only the result, which fc2 keeps anyway
+    hugging_face: tuple  # its names in Hugging Face's configurations; `convert.py` writes the first
+
+
+# Add your own: write the function `mine_` below, and add a row "mine" here. `train.py --activation=mine` uses it.
+ACTIVATIONS = {
+    "gelu": Activation(True, ("gelu_new", "gelu_pytorch_tanh")),
+    "relu": Activation(False, ("relu",)),
+}
+
+
 def gelu_(y, bias):
     """GPT-2's GELU of x = y + bias: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))); y [n, 4h] is used up.
 
@@ -67,10 +82,7 @@ def gelu_(y, bias):
 
 
 def relu_(y, bias):
-    """Return OPT's ReLU, max(0, y + bias). y [n, 4h] is used up.
-
-    Backward needs only the result, which fc2 keeps anyway. So ReLU keeps nothing more.
-    """
+    """Return OPT's ReLU, max(0, y + bias). y [n, 4h] is used up."""
     return F.relu(add_bias_(y, bias), inplace=True)
 
 
@@ -114,6 +126,40 @@ def add_rows_(table, ids, rows):
         table.index_put_((ids,), rows, accumulate=True)
     else:
         table.index_add_(0, ids, rows)
+
+
+def add_product_(gradient, a, b):
+    """Add the product a b to `gradient`, in the gradient's dtype. gradient [i, o]; a [i, n] and b [n, o] of one dtype.
+
+    The product of 16-bit factors is not rounded to 16 bits before it is added.
+    """
+    if gradient.dtype == a.dtype:
+        gradient.addmm_(a, b)
+    else:
+        mixed_product(a.device.type, a.dtype)(gradient, a, b)
+
+
+MIXED = (  # gradient += a b for 16-bit factors and a float32 gradient, best first
+    lambda gradient, a, b: torch.addmm(gradient, a, b, out_dtype=gradient.dtype, out=gradient),  # one pass over memory
+    lambda gradient, a, b: gradient.add_(torch.mm(a, b, out_dtype=gradient.dtype)),  # a temporary a b
+    lambda gradient, a, b: gradient.addmm_(a.to(gradient.dtype), b.to(gradient.dtype)),  # runs everywhere, slow on CUDA
+)
+
+
+@functools.cache  # the check waits for the GPU: `operations.trial` calls this function before the first step
+def mixed_product(device, dtype):
+    """Return the first of MIXED that is right on this device ("cuda", "cpu") with factors of this dtype."""
+    ones, parts = torch.ones(16, 16, dtype=dtype, device=device), torch.full((16, 16), 2.0**-12, device=device)
+    parts[0] = 1  # a column's sum, 1 + 15 * 2^-12, has too many digits for 16 bits
+    for add in MIXED[:-1]:
+        gradient = torch.ones(16, 16, device=device)
+        try:
+            add(gradient, ones, parts.to(dtype))
+            if torch.equal(gradient, 1 + parts.sum(0).expand(16, 16)):
+                return add
+        except (RuntimeError, TypeError):  # this version of PyTorch has no such product, or not on this device
+            pass
+    return MIXED[-1]
 
 
 # --- the loss ---------------------------------------------------------------------------------------------------------

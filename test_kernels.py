@@ -49,7 +49,7 @@ import reference
 import train
 from operations import attention_name, choose, trial
 from parallel.mesh import Mesh, everyone
-from parallel.tensor import LinearCrossEntropy, mixed_product
+from parallel.tensor import LinearCrossEntropy
 from reference import Drop
 from test_layouts import micro_batches, tiny_config
 from testing import compiled, sanitizer
@@ -630,6 +630,6 @@ def test_a_run_names_its_attention():
 
 def test_the_trial_chooses_the_product_of_16_bit_factors():
     for dtype, checked in (("fp32", 0), ("bf16", 1)):
-        mixed_product.cache_clear()
+        reference.mixed_product.cache_clear()
         trial(tiny_config(1, dtype=dtype), torch.device("cpu"))
-        assert mixed_product.cache_info().currsize == checked
+        assert reference.mixed_product.cache_info().currsize == checked

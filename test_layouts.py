@@ -6,8 +6,8 @@ Each test trains in float64 and compares a layout with one process that has one 
     initial parameters, copies of one parameter         equal bit for bit
 
 The gradients of every step are clipped. A layout of LAYOUTS has at least three micro-batches. It runs under SGD (whose
-update shows a wrong gradient scale at once) and AdamW, with and without dropout, with and without recomputation.
-Further tests (the grid) add pipelines, ZeRO and the other optimizers.
+update shows a wrong gradient scale at once), and under AdamW with dropout and recomputation. Further tests (the grid)
+add pipelines, ZeRO and the other optimizers. What needs an axis of eight ranks is slow, and has the mark `slow`.
 
 After a failure `testing/compare.py` names the first thing that differs and its usual cause.
 `testing/defects.py` lists the defects that these tests must find; `pytest -m defects` plants each of them.
@@ -15,6 +15,7 @@ After a failure `testing/compare.py` names the first thing that differs and its 
 
 import functools
 import itertools
+import operator
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -22,17 +23,17 @@ import pytest
 import torch
 
 import train
-from config import Config, check
+from config import Config
 from data import training_samples
 from errors import UserError
 from model import GPT
-from parallel import replicas
+from parallel import replicas, schedules
 from parallel.mesh import Mesh
 from parallel.optimizer import RULES
-from parallel.schedules import ASYNCHRONOUS, SCHEDULES, usual_chunks
 from testing.compare import FirstStep, differences
 
 STEPS = 8
+FEW = 3  # steps of most runs here
 TINY = dict(
     num_layers=2, hidden_size=16, num_attention_heads=8, seq_length=8, vocab_size=50, train_iters=STEPS,
     global_batch_size=24, lr=3e-2, min_lr=1e-3, lr_warmup_iters=2, weight_decay=0.1, adam_eps=1e-6, clip_grad=0.1,
@@ -47,8 +48,9 @@ LAYOUTS = [
     if tp > 1 or not sp
 ]
 ALL_MODES = list(itertools.product(["sgd", "adamw"], [0.0, 0.1], ["none", "full"]))
-MODES = [ALL_MODES[i] for i in (0, 3, 5, 6)]  # contains every value, and every pair of values of two settings
-FEWER_MODES = [ALL_MODES[i] for i in (0, 7)]  # every value, but not every pair: eight processes are slow on two cores
+MODES = ALL_MODES[0], ALL_MODES[-1]  # every value, but not every pair
+CURVES = {}  # of one process: each is trained once
+SAME = "optimizer dropout activation num_layers global_batch_size lr".split()  # fields that one process shares
 
 
 def tiny_config(dp, tp=1, **fields):
@@ -106,15 +108,24 @@ def trained(config, steps=STEPS, mesh=None):
     return [s.loss for s in done], [s.grad_norm for s in done], before, parameters(run), copies
 
 
-def one_process_config(optimizer, dropout, **fields):
-    """Return the configuration of one process with one micro-batch a step. No loss is divided by m."""
-    samples = fields.get("global_batch_size", TINY["global_batch_size"])
-    return tiny_config(1, optimizer=optimizer, dropout=dropout, micro_batch_size=samples, **fields)
+def train_each(configs, steps=FEW):
+    """Call `trained` with each of these configurations, which have the same mesh."""
+    mesh = Mesh(configs[0].tp, configs[0].pp)
+    return [trained(config, steps, mesh) for config in configs]
 
 
-@functools.cache
-def one_process(optimizer, dropout, steps=STEPS, **fields):
-    return train_tiny(one_process_config(optimizer, dropout, **fields), steps)
+def one_process_config(config):
+    """Return the same training on one process, with one micro-batch a step. No loss is divided by m."""
+    fields = {name: getattr(config, name) for name in SAME}
+    return tiny_config(1, micro_batch_size=config.global_batch_size, **fields)
+
+
+def one_process(config, steps=FEW):
+    """Return what `train_tiny` returns for `one_process_config`."""
+    key = steps, *(getattr(config, name) for name in SAME)
+    if key not in CURVES:
+        CURVES[key] = train_tiny(one_process_config(config), steps)
+    return CURVES[key]
 
 
 def assert_same_model(results, reference, config, specs, first_step=None):
@@ -124,6 +135,17 @@ def assert_same_model(results, reference, config, specs, first_step=None):
     if message:
         pytest.fail(message, pytrace=False)
     assert not any(result[4:] != ([],) for result in results), f"copies differ: {[result[4:] for result in results]}"
+
+
+def check_layout(configs, on_ranks, steps=FEW):
+    """Train with each of these configurations, which have the same mesh. Compare each run with one process.
+
+    on_ranks(function, *arguments) calls a function on each rank, and returns the results.
+    """
+    by_rank = on_ranks(train_each, configs, steps)
+    for config, results in zip(configs, zip(*by_rank, strict=True), strict=True):
+        again = functools.partial(first_steps, on_ranks, config)
+        assert_same_model(results, one_process(config, steps), config, specs(config.num_layers), again)
 
 
 def specs(num_layers=2):
@@ -160,54 +182,41 @@ def gradient_of_each_micro_batch(one, config, dp):
     return shares
 
 
-def first_steps(on_ranks, config, one):
-    """Return a function that runs the first step again: on the ranks, on one process, and each micro-batch alone.
-
-    on_ranks(function, *arguments) returns the results of all ranks. one: the configuration of the one process.
-    """
-
-    def again():
-        steps = on_ranks(first_step, config)
-        dp = len(steps) // (config.tp * config.pp)
-        return steps, first_step(one), gradient_of_each_micro_batch(one, config, dp)
-
-    return again
-
-
-def here(function, *arguments):
-    """Run a function on one process. An argument of `first_steps`."""
-    return [function(*arguments)]
+def first_steps(on_ranks, config):
+    """Run the first step again: on the ranks, on one process, and each micro-batch alone."""
+    steps, one = on_ranks(first_step, config), one_process_config(config)
+    dp = len(steps) // (config.tp * config.pp)
+    return steps, first_step(one), gradient_of_each_micro_batch(one, config, dp)
 
 
 # --- every layout of dp and tp ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dp, tp, sp", LAYOUTS, ids=lambda x: str(x))
+def slow_with_eight(values):
+    """Mark values of a test as slow if an axis has eight ranks: eight processes share few cores."""
+    return pytest.param(*values, marks=[pytest.mark.slow] * (8 in values))
+
+
+@pytest.mark.parametrize("dp, tp, sp", [slow_with_eight(layout) for layout in LAYOUTS], ids=str)
 def test_every_layout_trains_the_same_model(workers, dp, tp, sp):
-    for optimizer, dropout, recompute in MODES if dp * tp < 8 else FEWER_MODES:
-        config = tiny_config(dp, tp, sequence_parallel=sp, optimizer=optimizer, dropout=dropout, recompute=recompute)
-        on_ranks = functools.partial(workers.run, dp * tp)
-        again = first_steps(on_ranks, config, one_process_config(optimizer, dropout))
-        assert_same_model(on_ranks(trained, config), one_process(optimizer, dropout), config, specs(), again)
+    modes = [dict(zip(("optimizer", "dropout", "recompute"), mode, strict=True)) for mode in MODES]
+    configs = [tiny_config(dp, tp, sequence_parallel=sp, **mode) for mode in modes]
+    check_layout(configs, functools.partial(workers.run, dp * tp))
 
 
 @pytest.mark.parametrize("optimizer, dropout, recompute", ALL_MODES)
 def test_micro_batches_and_recomputation_on_one_process(optimizer, dropout, recompute):
     """m micro-batches give the gradient of one big batch. Recomputation changes nothing."""
-    reference = one_process(optimizer, dropout)
-    for size in (1, 8):
-        config = tiny_config(1, micro_batch_size=size, optimizer=optimizer, dropout=dropout, recompute=recompute)
-        again = first_steps(here, config, one_process_config(optimizer, dropout))
-        assert_same_model([trained(config)], reference, config, specs(), again)
+    modes = dict(optimizer=optimizer, dropout=dropout, recompute=recompute)
+    configs = [tiny_config(1, micro_batch_size=size, **modes) for size in (1, 8)]
+    check_layout(configs, lambda function, *arguments: [function(*arguments)])
 
 
 def test_relu_trains_the_same_model(workers):
-    config = tiny_config(2, 2, sequence_parallel=True, zero=3, optimizer="adamw", dropout=0.1, activation="relu")
-    on_ranks = functools.partial(workers.run, 4)
-    again = first_steps(on_ranks, config, one_process_config("adamw", 0.1, activation="relu"))
-    reference = one_process("adamw", 0.1, activation="relu")
-    assert reference[0] != one_process("adamw", 0.1)[0], "equal losses: GELU was used"
-    assert_same_model(on_ranks(trained, config), reference, config, specs(), again)
+    gelu = tiny_config(2, 2, sequence_parallel=True, zero=3, optimizer="adamw", dropout=0.1)
+    relu = replace(gelu, activation="relu")
+    assert one_process(relu)[0] != one_process(gelu)[0], "equal losses: GELU was used"
+    check_layout([relu], functools.partial(workers.run, 4))
 
 
 # --- the grid -------------------------------------------------------------------------------------------------------
@@ -216,9 +225,7 @@ AXES = {
     "dp": [1, 2, 4, 8],
     "tp": [1, 2, 4, 8],
     "pp": [1, 2, 4, 8],
-    "schedule": [
-        name for name in SCHEDULES if name not in ASYNCHRONOUS
-    ],  # a new schedule or optimizer joins the grid without a change here
+    "schedule": [name for name in schedules.SCHEDULES if name not in schedules.ASYNCHRONOUS],
     "zero": [0, 1, 2, 3],
     "sequence_parallel": [False, True],
     "recompute": ["none", "full"],
@@ -231,67 +238,58 @@ def number_of_micro_batches(word, pp):
     return {"one": 1, "fewer than stages": pp - 1, "stages": pp, "not a multiple": pp + 1, "twice": 2 * pp}[word]
 
 
-def fitted(dp, tp, pp, schedule, micro_batches, **fields):
-    """Return (configuration, number of processes) of a point of the grid.
+@functools.cache
+def can_run(schedule, stages, m):
+    try:
+        return bool(schedules.build(schedule, stages, m, schedules.usual_chunks(schedule)))
+    except UserError:  # the schedule needs another number of micro-batches or stages
+        return False
 
-    None if the values do not go together, or if a simpler point is the same layout.
-    """
-    m = number_of_micro_batches(micro_batches, pp)
+
+def fits(dp, tp, pp, schedule, zero, sequence_parallel, micro_batches, **_):
+    """Return False if the values do not go together, or if a simpler point is the same layout."""
     redundant = (
         not 2 <= dp * tp * pp <= 8
         or (pp == 1 and (schedule != "1f1b" or micro_batches in ("fewer than stages", "stages")))
         or (pp == 2 and micro_batches == "fewer than stages")
-        or (dp == 1 and fields["zero"])
-        or (tp == 1 and fields["sequence_parallel"])
+        or (dp == 1 and zero)
+        or (tp == 1 and sequence_parallel)
     )
-    if redundant:
-        return None
-    chunks = usual_chunks(schedule)
+    return not redundant and can_run(schedule, pp, number_of_micro_batches(micro_batches, pp))
+
+
+def fitted(dp, tp, pp, schedule, micro_batches, **fields):
+    """Return (configuration, number of processes) of a point of the grid."""
+    chunks = schedules.usual_chunks(schedule)
     layers = max(3, pp * chunks - 1)  # 2 parts: 2 blocks and 1 block; more parts: one has no block
     config = tiny_config(
         dp, tp, pp=pp, schedule=schedule, chunks=chunks, num_layers=layers, micro_batch_size=2,
-        global_batch_size=2 * dp * m, lr=5e-3, dropout=0.1, **fields,
+        global_batch_size=2 * dp * number_of_micro_batches(micro_batches, pp), lr=5e-3, dropout=0.1, **fields,
     )  # fmt: skip
-    try:
-        check(config, dp * tp * pp)
-    except UserError:  # the schedule needs another number of micro-batches or stages
-        return None
     return config, dp * tp * pp
 
 
-@functools.cache
-def points():
-    every = (dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values()))
-    return [point for point in every if fitted(**point)]
+def covering(points, chosen=()):
+    """Choose points until these and `chosen` contain every pair of values, each time that with the most new pairs."""
+    numbers = {}
 
+    def pairs(point):  # as the bits of an integer
+        return sum(1 << numbers.setdefault(pair, len(numbers)) for pair in itertools.combinations(point.items(), 2))
 
-def covering(points):
-    """Choose points until they contain every pair of values. Each time choose the point with the most new pairs."""
-    pairs = {i: set(itertools.combinations(point.items(), 2)) for i, point in enumerate(points)}
-    left, chosen = set().union(*pairs.values()), []
+    sets = [pairs(point) for point in points]
+    left, more = functools.reduce(operator.or_, sets), []
+    for point in chosen:
+        left &= ~pairs(point)
     while left:
-        best = max(pairs, key=lambda i: len(pairs[i] & left))
-        left -= pairs[best]
-        chosen.append(points[best])
-    return chosen
+        best = max(range(len(sets)), key=lambda i: (sets[i] & left).bit_count())
+        left &= ~sets[best]
+        more.append(points[best])
+    return more
 
 
-def train_with_each(optimizers, config, steps):
-    """Call `trained` with each of the optimizers, in the same process groups."""
-    mesh = Mesh(config.tp, config.pp)
-    return [trained(replace(config, optimizer=optimizer), steps, mesh) for optimizer in optimizers]
-
-
-def check_point(workers, point, optimizers, steps):
+def check_point(workers, point, optimizers, steps=FEW):
     config, ranks = fitted(**point)
-    same = dict(num_layers=config.num_layers, global_batch_size=config.global_batch_size, lr=config.lr)
-    on_ranks = functools.partial(workers.run, ranks)
-    by_rank = on_ranks(train_with_each, optimizers, config, steps)
-    for optimizer, results in zip(optimizers, zip(*by_rank, strict=True), strict=True):
-        reference = one_process(optimizer, config.dropout, steps, **same)
-        this = replace(config, optimizer=optimizer)
-        again = first_steps(on_ranks, this, one_process_config(optimizer, config.dropout, **same))
-        assert_same_model(results, reference, this, specs(config.num_layers), again)
+    check_layout([replace(config, optimizer=name) for name in optimizers], functools.partial(workers.run, ranks), steps)
 
 
 def name(point):
@@ -300,17 +298,23 @@ def name(point):
 
 def pytest_generate_tests(metafunc):
     """Parametrize the two tests below. The grid is computed only here, because every worker imports this file."""
-    if "point" in metafunc.fixturenames:
-        one_optimizer = [point for point in points() if point["optimizer"] == next(iter(RULES))]
-        found = covering(points()) if metafunc.function is test_the_grid_covered else one_optimizer
-        metafunc.parametrize("point", found, ids=name)
+    if "point" not in metafunc.fixturenames:
+        return
+    every = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
+    every = [point for point in every if fits(**point)]
+    if metafunc.function is test_the_grid_covered:
+        few = covering([point for point in every if 8 not in point.values()])
+        chosen = few + [pytest.param(point, marks=pytest.mark.slow) for point in covering(every, few)]
+    else:
+        chosen = [point for point in every if point["optimizer"] == next(iter(RULES))]
+    metafunc.parametrize("point", chosen, ids=name)
 
 
 def test_the_grid_covered(workers, point):
-    check_point(workers, point, [point["optimizer"]], steps=6)
+    check_point(workers, point, [point["optimizer"]])
 
 
 @pytest.mark.grid
 def test_the_whole_grid(workers, point):
     """Check every point. One test runs all optimizers of a layout; the test's id names the first of them."""
-    check_point(workers, point, list(RULES), steps=3)
+    check_point(workers, point, list(RULES))

@@ -257,48 +257,54 @@ def test_with_one_micro_batch_every_stage_gives_the_same_bits(workers, dtype):
             assert all(torch.equal(ours[2][name], whole[name]) for name in whole)
 
 
+def poison(run, value):
+    """Put `value` into a gradient of the head's LayerNorm before it is reduced. Return a function that ends this."""
+    reduce = run.zero.reduce
+
+    def reduce_poison(name, last):
+        if name == "head":
+            run.zero.buckets[name].grad[3] = value
+        reduce(name, last)
+
+    def end():
+        run.zero.reduce = reduce
+
+    run.zero.reduce = reduce_poison
+    return end
+
+
 def poisoned_step(config, victim, value):
-    """Run three steps. In the second, put `value` into a gradient of rank `victim`. Return this rank's results."""
+    """Run three steps, the second with a poisoned gradient on rank `victim`. Return this rank's results."""
     run = train.build(config, Mesh(config.tp, config.pp), CPU)
     run.zero.initialize(1)
     batches, steps, block = micro_batches(run), [], list(run.zero.buckets.values())[-2]
     for i in range(3):
-        if i == 1 and run.mesh.rank == victim:
-            reduce = run.zero.reduce
-
-            def poison(name, last, reduce=reduce):
-                if name == "head":
-                    run.zero.buckets[name].grad[3] = value
-                reduce(name, last)
-
-            run.zero.reduce = poison
+        end = poison(run, value) if i == 1 and run.mesh.rank == victim else lambda: None
         before = block.master.clone()
         step = train.train_step(run, batches).read()
-        if i == 1 and run.mesh.rank == victim:
-            run.zero.reduce = reduce
-        moved = not torch.equal(before, block.master)
-        steps.append((step.skipped, moved, step.lr, step.loss_scale))
+        steps.append((step.skipped, not torch.equal(before, block.master), step.lr, step.loss_scale))
+        end()
     return steps, vars(run.counters), run.zero.updates.item(), run.loss_scale.scale
 
 
-@pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize(
-    "layout",
+    "value, layout",
     [
-        dict(dp=2),
-        dict(dp=1, tp=2, sequence_parallel=True),
-        dict(dp=2, tp=2),
-        dict(dp=2, zero=1),
-        dict(dp=2, zero=3),
-        dict(dp=1, pp=2, schedule="zb-h1"),
-        dict(dp=2, pp=2, zero=2, schedule="chimera"),
+        (math.inf, dict(dp=2)),
+        (math.nan, dict(dp=1, tp=2, sequence_parallel=True)),
+        (math.inf, dict(dp=2, tp=2)),
+        (math.nan, dict(dp=3, tp=2, global_batch_size=12)),  # the copy of tp rank 0 replaces the others
+        (math.nan, dict(dp=2, zero=1)),
+        (math.inf, dict(dp=2, zero=3)),
+        (math.nan, dict(dp=1, pp=2, schedule="zb-h1")),
+        (math.inf, dict(dp=2, pp=2, zero=2, schedule="chimera")),
     ],
     ids=str,
 )
 def test_an_overflow_on_one_rank_makes_every_rank_skip(workers, layout, value):
     """A skipped step advances the data, but not the learning rate. The loss scale falls on all ranks."""
     fields = dict(dtype="fp16", initial_loss_scale=2.0**8, hysteresis=1, global_batch_size=8, micro_batch_size=2)
-    config = tiny_config(**layout | fields)
+    config = tiny_config(**fields | layout)
     ranks = layout["dp"] * config.tp * config.pp
     results = workers.run(ranks, poisoned_step, config, ranks - 1, value)
     assert all(result == results[0] for result in results)
@@ -306,7 +312,7 @@ def test_an_overflow_on_one_rank_makes_every_rank_skip(workers, layout, value):
     assert [(skipped, moved) for skipped, moved, *_ in steps] == [(False, True), (True, False), (False, True)]
     assert steps[1][2] == steps[2][2] == learning_rate(config, 2)
     assert (steps[1][3], steps[2][3], scale) == (2.0**8, 2.0**7, 2.0**7)
-    assert counters == {"iteration": 3, "consumed_samples": 24} and updates == 2
+    assert counters == {"iteration": 3, "consumed_samples": 3 * config.global_batch_size} and updates == 2
 
 
 @pytest.mark.parametrize("name", optimizer.RULES)
@@ -315,15 +321,9 @@ def test_a_skipped_step_is_as_if_its_data_had_not_been(name):
     (run, batches), (other, rest) = step_of("fp32", optimizer=name), step_of("fp32", optimizer=name)
     train.train_step(run, batches)
     train.train_step(other, rest)
-    reduce = run.zero.reduce
-
-    def poison(name, last):
-        run.zero.buckets[name].grad[0] = math.nan
-        reduce(name, last)
-
-    run.zero.reduce = poison
+    end = poison(run, math.nan)
     assert train.train_step(run, batches).read().skipped
-    run.zero.reduce = reduce
+    end()
     for _ in range(run.config.global_batch_size // run.config.micro_batch_size):
         next(rest)
     other.counters.consumed_samples += run.config.global_batch_size

@@ -18,7 +18,7 @@ import train
 from conftest import write_tokens
 from errors import UserError
 from parallel import checkpoint, processes
-from parallel.comm import CommunicationError, Ledger, Pending, agree
+from parallel.comm import CommunicationError, Ledger, agree, lost_peer
 from parallel.mesh import Axis, Mesh
 from parallel.optimizer import learning_rate
 from parallel.zero import Zero
@@ -430,11 +430,8 @@ def test_who_waits_for_an_agreement_says_so(monkeypatch):
     ids=repr,
 )
 def test_an_error_of_this_gpu_is_no_lost_peer(error, of_this_gpu):
-    def start():
+    with pytest.raises(type(error) if of_this_gpu else CommunicationError), lost_peer("rank 0 waited"):
         raise error
-
-    with pytest.raises(type(error) if of_this_gpu else CommunicationError):
-        Pending(None, start, lambda: "rank 0 waited")
 
 
 def test_a_second_run_in_the_same_folder_is_refused(config_file, tokens_dir, tmp_path):

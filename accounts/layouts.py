@@ -6,7 +6,7 @@
 
     whole buckets        ZeRO-2 and 3: gradients of three buckets and the word table; ZeRO-3: parameters of two buckets
                          and the word table (`memory.py`, "Not counted")
-    logits               of `tensor.CHUNK` tokens at a time
+    logits               of `tensor.ROWS` tokens at a time
     context              CUDA's and NCCL's own memory, RESERVED bytes
 
 The list leaves out layouts if another listed layout is better. Set their fields on the command line to judge them:
@@ -33,7 +33,7 @@ from model import parameter_table
 from operations import DTYPES
 from parallel import schedules
 from parallel.layout import Layout
-from parallel.tensor import CHUNK
+from parallel.tensor import ROWS
 
 FIELDS = ("tp", "pp", "schedule", "chunks", "zero", "sequence_parallel", "recompute", "micro_batch_size")
 LISTED = ("1f1b", "interleaved", "zb-h1", "zb-v")
@@ -149,7 +149,7 @@ class Model:
         word, largest = sizes.pop("word", 0), sorted(sizes.values(), reverse=True)
         gradients = self.wide * (sum(largest[:3]) + word) if layout.stage >= 2 else 0
         parameters = self.item * (sum(largest[:2]) + word) if layout.stage == 3 else 0
-        tokens = min(CHUNK, c.micro_batch_size * c.seq_length) * (word > 0 and rank == layout.placement[-1])
+        tokens = min(ROWS, c.micro_batch_size * c.seq_length) * (word > 0 and rank == layout.placement[-1])
         logits = tokens * c.padded_vocab_size // c.tp * self.item
         return parts | {"whole buckets": gradients + parameters, "logits": logits, "context": RESERVED}
 

@@ -42,7 +42,7 @@ from parallel.comm import sent_bytes
 from parallel.layout import replica_sums, rows_outside
 from parallel.optimizer import RULES
 from parallel.pipeline import SENT
-from parallel.tensor import CHUNK
+from parallel.tensor import ROWS
 
 FLAGS = (
     2  # float64 numbers besides loss and squared gradient norm at the end of a step: two flags that end the training
@@ -158,7 +158,7 @@ def _tensor_rows(row, c, blocks, embeddings, heads, item, master_item):
         row("tp", "activations", "all_reduce", layer, sums, sums * bsh, item)
         row("tp", "embedding", "all_reduce", once, embeddings, embeddings * bsh, item)
         row("tp", "head", "all_reduce", once, heads, heads * bsh, item)
-    calls = 2 * heads * math.ceil(bs / CHUNK)
+    calls = 2 * heads * math.ceil(bs / ROWS)
     row("tp", "cross-entropy rows", "all_reduce", once, calls, 3 * heads * bs, master_item)
 
 

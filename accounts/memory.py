@@ -70,6 +70,7 @@ from parallel.layout import rows_outside, split
 from parallel.optimizer import RULES
 from parallel.pipedream import OLDER, SUMS
 from parallel.pipeline import IN_TRANSIT
+from reference import ACTIVATIONS
 
 PEAK, RECOMPUTED = "activations at their peak", "activations of a recomputed block"
 
@@ -168,7 +169,7 @@ def block_activations(c, z):
         "proj's input": inside,
         "LayerNorm 2's input": outside,
         "fc1's input": outside,
-        "gelu's input": 4 * inside * (c.activation == "gelu"),
+        "gelu's input": 4 * inside * ACTIVATIONS[c.activation].keeps_input,
         "fc2's input": 4 * inside,
         "LayerNorms' statistics": 2 * 2 * z.statistic * z.rows,
         "log-sum-exp": z.wide * z.tokens * c.num_attention_heads // c.tp,

@@ -118,11 +118,11 @@ def test_the_papers_line_says_where_buckets_have_an_m_of_their_own(workers):
 
 
 def counted_in_chunks(config):
-    tensor.CHUNK = ledger.CHUNK = 20  # the head works on 20, 20, 20 and 4 of the 64 tokens
+    tensor.ROWS = ledger.ROWS = 20  # the head works on 20, 20, 20 and 4 of the 64 tokens
     try:
         return counted(config)
     finally:
-        tensor.CHUNK = ledger.CHUNK = 4096
+        tensor.ROWS = ledger.ROWS = 4096
 
 
 def test_the_ledger_of_a_head_in_chunks(workers):

@@ -48,7 +48,7 @@ from config import Config
 from errors import UserError
 from operations import choose
 from parallel.mesh import Mesh
-from parallel.tensor import CHUNK, LinearCrossEntropy, add_product
+from parallel.tensor import ROWS, LinearCrossEntropy, add_product
 from reference import Drop
 
 L2 = 200 << 20  # bytes of all copies of the inputs: more than the L2 cache, which has 50 MB on an H200
@@ -218,7 +218,7 @@ def losses(device, dtype, n, h, v):
     padding its matrix products would have an odd number of columns, such as 50257, which is slow.
     """
     width = -(-v // 128) * 128
-    return [loss_of_logits(device, dtype, min(n, CHUNK), v, width), loss_of_head(device, dtype, n, h, v, width)]
+    return [loss_of_logits(device, dtype, min(n, ROWS), v, width), loss_of_head(device, dtype, n, h, v, width)]
 
 
 def draw_targets(device, seed, count, v):

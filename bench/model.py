@@ -31,12 +31,12 @@ from log import model_flops
 from model import GPT
 from operations import DTYPES
 from parallel.mesh import Mesh
-from parallel.tensor import CHUNK
+from parallel.tensor import ROWS
 
 NONE = seconds.Rates(*[float("inf")] * 3, 0.0, 0.0, "ours")  # nothing takes time
 FLOPS, BYTES = NONE._replace(matrix=1, attention=1), NONE._replace(memory=1)
 # Tested in testing/test_host.py. block: per block and micro-batch; ends: per micro-batch; chunk: per micro-batch, for
-# each CHUNK tokens of the head except the first ones; update: per block; step: once.
+# each ROWS tokens of the head except the first ones; update: per block; step: once.
 LAUNCHES = {"block": 9 + 29, "ends": 12 + 17, "chunk": 6, "update": 3, "step": 42}
 
 
@@ -129,7 +129,7 @@ def parts(c, size, device):
 
     floors = own_floors(c, m * n)
     small = [passes(kernel, moved) for kernel, moved in floors.items() if not kernel.startswith("attention")]
-    ends = LAUNCHES["ends"] + LAUNCHES["chunk"] * (math.ceil(n / CHUNK) - 1)
+    ends = LAUNCHES["ends"] + LAUNCHES["chunk"] * (math.ceil(n / ROWS) - 1)
     launches = blocks * LAUNCHES["block"] + m * ends + c.num_layers * LAUNCHES["update"] + LAUNCHES["step"]
     return [
         *(

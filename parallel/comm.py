@@ -1,4 +1,4 @@
-"""All communication between processes goes through this file. The ledger counts the tensors that a step sends.
+"""Every tensor that a step sends goes through this file. The ledger counts these tensors.
 
                  before (ranks 0 | 1)      after                   bytes that each of n ranks sends
     all_reduce      a   |  b             a+b  | a+b                2 (n-1)/n N    N: the tensor
@@ -16,9 +16,11 @@ between the two; this is the overlap of communication and computation. On NCCL, 
 peer does not answer within the timeout, NCCL's watchdog ends the process with its own message. On Gloo, `wait` blocks
 the host. The error of `wait` names the rank that waited and the other ranks. On an axis of one rank nothing is sent or
 counted.
+
+`agree` and `gather_objects` send small Python objects outside of a step. The ledger does not count them.
 """
 
-import functools
+import contextlib
 from fractions import Fraction
 
 import torch
@@ -82,63 +84,77 @@ class CommunicationError(RuntimeError):
 
 
 class Pending:
-    """A communication in progress. The object keeps the buffers until the communication is done."""
+    """A communication in progress. The object keeps the buffers until the communication is done.
 
-    def __init__(self, result, start=None, describe=None):
-        self.result, self.describe, self.work = result, describe, None
-        if start:
-            self.work = self._watched(start)
+    work: torch's handle of the communication, or None if there is nothing to wait for. name: for an error's message.
+    """
+
+    def __init__(self, result, work=None, name=""):
+        self.result, self.work, self.name = result, work, name
 
     def wait(self):
         """Return the result. On a GPU, operations that are enqueued after `wait` may read the result."""
         if self.work:
-            self._watched(self.work.wait)
+            with lost_peer(self.name):
+                self.work.wait()
             self.work = None
         return self.result
 
     def done(self):
         return self.work is None or self.work.is_completed()
 
-    def _watched(self, call):
-        try:
-            return call()
-        except RuntimeError as error:
-            if isinstance(error, torch.AcceleratorError) or "out of memory" in str(error):
-                raise  # an error of this GPU, perhaps of an earlier operation: no peer is lost
-            raise CommunicationError(f"{self.describe()}: {error}") from error
+
+@contextlib.contextmanager
+def lost_peer(name):
+    """Turn an error of the communication `name` into a CommunicationError, but not an error of this GPU."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.AcceleratorError) or "out of memory" in str(error):
+            raise  # perhaps of an earlier operation: no peer is lost
+        raise CommunicationError(f"{name}: {error}") from error
 
 
 def all_reduce(x, axis, what, op="sum"):
     """Combine `x` elementwise over the axis, in place, on every rank."""
     if axis.size == 1:
         return Pending(x)
-    return _collective("all_reduce", axis, what, x, x, functools.partial(dist.all_reduce, x, OPS[op]))
+    return _collective("all_reduce", axis, what, x, x, dist.all_reduce, x, OPS[op])
 
 
 def all_gather(x, axis, what, out=None):
     """Gather [k, ...] of each rank into [n k, ...], in the order of the ranks. x may lie inside `out`."""
     if axis.size == 1:
         return Pending(x)
-    x = x.contiguous()
     whole = x.new_empty(axis.size * x.shape[0], *x.shape[1:]) if out is None else out
-    return _collective("all_gather", axis, what, whole, whole, functools.partial(_all_gather, whole, x))
+    return _collective("all_gather", axis, what, whole, whole, _all_gather, whole, x.contiguous())
 
 
 def reduce_scatter(x, axis, what, out=None):
     """Sum [n k, ...] over the ranks, and return this rank's [k, ...] of the sum. `out` may be this rank's rows of x."""
     if axis.size == 1:
         return Pending(x)
-    x = x.contiguous()
     part = x.new_empty(x.shape[0] // axis.size, *x.shape[1:]) if out is None else out
-    return _collective("reduce_scatter", axis, what, x, part, functools.partial(_reduce_scatter, part, x))
+    return _collective("reduce_scatter", axis, what, x, part, _reduce_scatter, part, x.contiguous())
+
+
+def _collective(operation, axis, what, whole, result, call, *arguments):
+    """Count and start a collective. whole: the tensor of N bytes in the table above. call: torch's function."""
+    axis.ledger.count(operation, axis.name, axis.size, what, whole.numel() * whole.element_size())
+    name = f"{axis.waited} in {operation} of {what} over {axis.name}"
+    with lost_peer(name):
+        return Pending(result, call(*arguments, group=axis.group, async_op=True), name)
 
 
 def send(x, axis, to, what, tag=0):
-    """Send x to rank `to` of the axis. x must not change or be freed until it is sent: `Pending` keeps it."""
+    """Send x to rank `to` of the axis. x must not change or be freed until it is sent.
+
+    On NCCL, PyTorch may keep the memory of x reserved for some time after that (`recordStream`), so a GPU may reserve
+    more memory for messages than `memory.py` counts.
+    """
     x = x.contiguous()
     axis.ledger.count("send", axis.name, axis.size, what, x.numel() * x.element_size())
-    call = functools.partial(dist.isend, x, axis.ranks[to], group=axis.group, tag=tag)
-    return Pending(x, call, lambda: f"rank {axis.ranks[axis.rank]} waited for rank {axis.ranks[to]} to receive {what}")
+    return _message(x, axis, to, f"to receive {what}", dist.isend, tag)
 
 
 def receive(shape, like, axis, source, tag=0):
@@ -148,27 +164,20 @@ def receive(shape, like, axis, source, tag=0):
     their tag.
     """
     x = torch.empty(shape, dtype=like.dtype, device=like.device)
-    call = functools.partial(dist.irecv, x, axis.ranks[source], group=axis.group, tag=tag)
-    return Pending(x, call, lambda: f"rank {axis.ranks[axis.rank]} waited for rank {axis.ranks[source]} to send")
+    return _message(x, axis, source, "to send", dist.irecv, tag)
 
 
-def _collective(operation, axis, what, whole, result, call):
-    axis.ledger.count(operation, axis.name, axis.size, what, whole.numel() * whole.element_size())
-
-    call = functools.partial(call, group=axis.group, async_op=True)
-    return Pending(result, call, lambda: f"{_waited(axis)} in {operation} of {what} over {axis.name}")
-
-
-def _waited(axis):
-    others = [rank for i, rank in enumerate(axis.ranks) if i != axis.rank]
-    return f"rank {axis.ranks[axis.rank]} waited for ranks {others}"
+def _message(x, axis, peer, does, call, tag):
+    name = f"rank {axis.ranks[axis.rank]} waited for rank {axis.ranks[peer]} {does}"
+    with lost_peer(name):
+        return Pending(x, call(x, axis.ranks[peer], group=axis.group, tag=tag), name)
 
 
 def agree(axis, error_type, action):
     """Run `action` on every rank. If it raises `error_type` on some ranks, raise the first rank's error on all ranks.
 
     Use `agree` for errors that only some ranks see, for example a missing file on one node. Then no rank waits for a
-    rank that has stopped. The ledger does not count `agree`, because it is not part of a step.
+    rank that has stopped.
     """
     error = result = None
     try:
@@ -184,11 +193,9 @@ def agree(axis, error_type, action):
 
 
 def gather_objects(x, axis):
-    """Return [x of each rank], in order of ranks. For small Python objects outside of a step; not in the ledger."""
+    """Return [x of each rank], in order of ranks. x: a small Python object."""
     gathered = [x] * axis.size
     if axis.size > 1:
-        try:
+        with lost_peer(f"{axis.waited} to send objects"):
             dist.all_gather_object(gathered, x, group=axis.group)
-        except RuntimeError as error:
-            raise CommunicationError(f"{_waited(axis)} to send objects: {error}") from error
     return gathered

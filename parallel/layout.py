@@ -21,6 +21,7 @@ The parameters of a bucket lie in its flat buffer in this order. Each parameter 
 So gradient norm and weight decay need only a few slices, even if a shard begins or ends inside a parameter.
 """
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -36,6 +37,11 @@ class Range(NamedTuple):
     end: int
     cut: bool  # over tp
     decays: bool
+
+
+def kind_of(spec):
+    """Return (cut over tp, decays) of a ParamSpec."""
+    return spec.tp_dim is not None, spec.decay
 
 
 class Piece(NamedTuple):
@@ -60,15 +66,14 @@ class BucketLayout:
 
     def __init__(self, name, specs, tp, dp):
         self.name, self.tp, self.dp = name, tp, dp
-        self.specs = sorted(specs, key=lambda spec: (spec.tp_dim is None, not spec.decay))
-        self.lengths = [math.prod(spec.local_shape(tp)) for spec in self.specs]
-        self.offsets, self.ranges, end = [], [], 0
-        for spec, length in zip(self.specs, self.lengths, strict=True):
-            self.offsets.append(end)
-            begin, end = end, end + math.ceil(length / ALIGN) * ALIGN
-            kind = (spec.tp_dim is not None, spec.decay)
-            if self.ranges and self.ranges[-1][2:] == kind:
-                begin = self.ranges.pop().begin  # extend the last range
+        self.specs = sorted(specs, key=kind_of, reverse=True)  # parameters of one kind keep their order
+        self.lengths, self.offsets, self.ranges, end = [], [], [], 0
+        for kind, of_kind in itertools.groupby(self.specs, kind_of):
+            begin = end
+            for spec in of_kind:
+                self.offsets.append(end)
+                self.lengths.append(math.prod(spec.local_shape(tp)))
+                end += math.ceil(self.lengths[-1] / ALIGN) * ALIGN
             self.ranges.append(Range(begin, end, *kind))
         self.size = math.ceil(end / (ALIGN * dp)) * ALIGN * dp
 
@@ -108,10 +113,10 @@ def split(units, parts):
     middle_first = sorted(range(parts), key=lambda i: (i in (0, parts - 1), i))
     for i in middle_first[: blocks % parts]:
         counts[i] += 1
-    ends = [1 + sum(counts[: i + 1]) for i in range(parts)]
-    begins = [0, *ends[:-1]]
-    ends[-1] += 1
-    return [list(units[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+    counts[0] += 1  # the embedding
+    counts[-1] += 1  # the head
+    left = iter(units)
+    return [list(itertools.islice(left, count)) for count in counts]
 
 
 def all_buckets(table, tp, dp):
@@ -135,7 +140,7 @@ class Layout:
         parts = split(range(len(table)), max(schedule.parts) + 1)
         self.units = [parts[part] for part in schedule.parts]  # units[chunk]: indices of the model's units
         self.placement = schedule.placement
-        self.bucket_names = [list(dict.fromkeys(spec.bucket for spec in unit)) for unit in table]  # of each unit
+        self.names_of = [list(dict.fromkeys(spec.bucket for spec in unit)) for unit in table]  # buckets of each unit
         self.all_buckets = buckets or all_buckets(table, config.tp, dp)
 
     def chunks(self, rank):
@@ -144,7 +149,7 @@ class Layout:
 
     def names(self, units):
         """Return the names of the buckets that some units use, each name once."""
-        return list(dict.fromkeys(name for unit in units for name in self.bucket_names[unit]))
+        return list(dict.fromkeys(name for unit in units for name in self.names_of[unit]))
 
     def buckets(self, rank):
         """Return {name: BucketLayout} of pipeline rank `rank`."""

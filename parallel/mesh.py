@@ -19,6 +19,7 @@ to lower ranks (`Mesh.back`), dp for the sums of gradients in ZeRO-3.
 Without torch.distributed (one process) every axis has one rank, and nothing is sent.
 """
 
+import functools
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -43,6 +44,12 @@ class Axis:
     @property
     def size(self):
         return len(self.ranks)
+
+    @functools.cached_property
+    def waited(self):
+        """Text for an error: this rank, and the ranks that it waited for."""
+        others = [rank for rank in self.ranks if rank != self.ranks[self.rank]]
+        return f"rank {self.ranks[self.rank]} waited for ranks {others}"
 
 
 class Mesh:

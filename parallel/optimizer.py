@@ -24,6 +24,8 @@ from typing import NamedTuple
 
 import torch
 
+from parallel.comm import all_reduce
+
 
 def sgd(weight, gradient, moments, *, lr, decay, scale, **_):
     """SGD: w -= lr (scale g + decay w). Slide "SGD (確率的勾配降下法)". `moments` is empty."""
@@ -55,7 +57,7 @@ def adam_direction(gradient, m, v, scale, update, beta1, beta2, eps):
 # Slide "データ並列": a large global batch generalises worse. LARS and LAMB are remedies. They give every parameter
 # tensor ("layer") its own rate: the norm of an update becomes proportional to the norm of the tensor. Such a rule
 # has two halves. The first half is elementwise and overwrites the gradient with a direction. The second half needs
-# the norms of whole tensors. `Zero.tensor_norms` sums their squares over tp and dp. The second half gets
+# the norms of whole tensors. `tensor_norms` sums their squares over tp and dp. The second half gets
 # `layerwise`, which is False for biases and LayerNorms (plain rate).
 
 
@@ -113,13 +115,14 @@ class Shard(NamedTuple):
     ranges: list  # layout.Ranges: which elements decay
     pieces: list  # layout.Pieces: the position of each parameter in these tensors
     cast: torch.Tensor | None  # the parameters, if they are a second buffer (16 bits, or offload); else None
+    holders: object  # mesh.Axis of the pipeline ranks that have a copy of the bucket
 
 
-def update(c, shards, scalars, ops, tensor_norms):
+def update(c, shards, scalars, ops, mesh, device):
     """Update every shard. c: the configuration. scalars: `reference.UpdateScalars`. ops: has the fused operations.
 
-    tensor_norms([(Shard, Piece)]): returns the norms of whole tensors, for layer-wise rules (`Zero.tensor_norms`). A
-    rule that is not fused reads the scalars on the host, so the host waits for the device.
+    shards: [Shard], in the same order on all ranks with a copy. device: where communication needs its tensors. A rule
+    that is not fused reads the scalars on the host, so the host waits for the device.
     """
     rule, constants = RULES[c.optimizer], dict(beta1=c.adam_beta1, beta2=c.adam_beta2, eps=c.adam_eps)
     if rule.fused:
@@ -137,13 +140,38 @@ def update(c, shards, scalars, ops, tensor_norms):
             rule.step(w, g, moments, decay=c.weight_decay * decays, **constants)
     if rule.layerwise:
         tensors = [(s, piece) for s in shards for piece in s.pieces]
-        for (s, piece), (weight_norm, norm) in zip(tensors, tensor_norms(tensors).tolist(), strict=True):
+        norms = tensor_norms(tensors, mesh, c.zero >= 1, device).tolist()
+        for (s, piece), (weight_norm, norm) in zip(tensors, norms, strict=True):
             w, g, *moments = (piece.of(x) for x in (s.weight, s.gradient, *s.moments))
             constants |= dict(decay=c.weight_decay * piece.spec.decay, layerwise=piece.spec.decay)
             rule.layerwise(w, g, moments, weight_norm, norm, lars_coefficient=c.lars_coefficient, **constants)
     for s in shards:
         if s.cast is not None:
             s.cast.copy_(s.weight)
+
+
+def tensor_norms(tensors, mesh, sharded, device):
+    """Return the norms of each whole weight and of its `Shard.gradient`, float64 [number of tensors, 2].
+
+    tensors: [(Shard, Piece)], every parameter of this rank. A tensor may be cut by shards (`sharded`) and over tp, so
+    its squares are summed over dp and tp. Then all holders of a tensor take the sums of the first one: they add the
+    same squares, but perhaps in another order, and by other rounding the copies of a weight would drift apart.
+    """
+    squares = torch.zeros(len(tensors), 2, dtype=torch.float64, device=tensors[0][0].weight.device)
+    rows_of = {}  # {Axis of holders: their rows of `squares`}
+    for i, (shard, piece) in enumerate(tensors):
+        rows_of.setdefault(shard.holders, []).append(i)
+        if piece.spec.tp_dim is not None or mesh.tp.rank == 0:
+            for k, x in enumerate((shard.weight, shard.gradient)):
+                squares[i, k] = torch.linalg.vector_norm(piece.of(x)).double() ** 2
+    squares = squares.to(device)
+    if sharded:
+        squares = all_reduce(squares, mesh.dp, "parameter norms").wait()
+    squares = all_reduce(squares, mesh.tp, "parameter norms").wait()
+    for holders, rows in sorted(rows_of.items(), key=lambda item: item[0].ranks):
+        first = squares[rows] if holders.rank == 0 else torch.zeros_like(squares[rows])
+        squares[rows] = all_reduce(first, holders, "parameter norms").wait()
+    return squares.sqrt()
 
 
 def learning_rate(c, update):

@@ -16,6 +16,8 @@ of the MLP, without communication:
     leave   all_reduce (g) all_reduce of y    nothing               y is whole on every rank
             reduce_scatter reduce_scatter y   all_gather of dy      y is cut by tokens (sequence parallel)
 
+`CONJUGATE` is this table in code.
+
 Activations are [n, h]: the n = b s tokens of the micro-batch, sample after sample. With sequence parallelism each rank
 has n/t consecutive rows of an activation outside of the pairs. LayerNorm, dropout and residual stream then cost 1/t of
 the memory and the work. An all_reduce sends as many bytes as reduce_scatter plus all_gather. But each pair needs one
@@ -25,16 +27,15 @@ sums it over tp at the end of the step.
 
 **What can overlap.** The slide says that tensor parallel communication can't be hidden. This is true in forward: the
 next operation needs the sum that g computes. It is not true in backward: dx needs its all_reduce, but the weight
-gradient dW = dy^T x does not. `Linear.backward` starts the all_reduce, computes dW, then waits. With sequence
-parallelism, the all_gather of x for dW also overlaps with the computation of dx. Three things are not hidden: all
-communication in forward, the all_gather of dy in backward (sequence parallelism), and the communication of the
-embedding and the head.
+gradient dW = dy^T x does not. In the action B, `Linear.backward` starts the all_reduce, computes dW, then waits. With
+sequence parallelism, the all_gather of x for dW also overlaps with the computation of dx. These are not hidden: all
+communication in forward, the all_gather of dy in backward (sequence parallelism), the communication of the embedding
+and the head, and the all_reduce in the action I, which leaves dW to W (zb-* schedules).
 
 Costs per layer and micro-batch: 8 bsh (t-1)/t elements sent, 10 with sequence parallelism (`ledger.py`); memory and
 work of the matrices 1/t.
 """
 
-import functools
 import hashlib
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -43,9 +44,9 @@ import torch
 from torch import nn
 
 import reference
-from parallel.comm import all_gather, all_reduce, reduce_scatter
+from parallel.comm import Pending, all_gather, all_reduce, reduce_scatter
 
-CHUNK = 4096  # tokens whose logits exist at a time: enough for an efficient matrix product; 412 MB (bf16, v = 50,304)
+ROWS = 4096  # tokens whose logits exist at a time: enough for an efficient matrix product; 412 MB (bf16, v = 50,304)
 
 # --- logical parameters ---------------------------------------------------------------------------------------------
 
@@ -97,14 +98,30 @@ def specs(unit):
 
 # --- linear ---------------------------------------------------------------------------------------------------------
 
+CONJUGATE = {  # {communication of a tensor in forward: communication of its gradient in backward}
+    None: None,
+    "copy": "all_reduce",
+    "all_gather": "reduce_scatter",
+    "all_reduce": "copy",
+    "reduce_scatter": "all_gather",
+}
+
+
+def start(communication, x, tp, what):
+    """Start a communication of the table above over tp. Return a Pending, with None and "copy" of x itself."""
+    if communication in (None, "copy"):
+        return Pending(x)
+    operations = {"all_reduce": all_reduce, "all_gather": all_gather, "reduce_scatter": reduce_scatter}
+    return operations[communication](x, tp, what)
+
 
 class Linear(torch.autograd.Function):
     """y = leave(enter(x) W^T + bias). Every linear of the model is this function.
 
-    x: [n or n/t, in]. w: [out, in] of this rank, or [k, out, in] for k outputs of one product. bias: [(k,) out] or
-    None. enter: copy, all_gather or None (x has only this rank's columns). leave: all_reduce, reduce_scatter or None.
-    Return y [n, out], or a tuple of k views. Backward adds the gradients of w and bias to `.grad` and does not return
-    them.
+    x: [n or n/t, in]. w: [out, in] of this rank, or [k, out, in] for k outputs of one product. bias: [(k,) out], or
+    None if k = 1. enter: copy, all_gather or None (x has only this rank's columns). leave: all_reduce, reduce_scatter
+    or None. Return y [n, out] (n/t rows with reduce_scatter), or a tuple of k views. Backward adds the gradients of w
+    and bias to `.grad` and does not return them.
     """
 
     @staticmethod
@@ -112,38 +129,30 @@ class Linear(torch.autograd.Function):
         ctx.save_for_backward(x)  # with sequence parallelism n/t rows, gathered again in backward
         ctx.w, ctx.bias, ctx.enter, ctx.leave, ctx.tp, ctx.ops = w, bias, enter, leave, tp, ops
         matrix = w.flatten(0, -2)  # qkv is [3, h/t, h]
-        if enter == "all_gather":
-            x = all_gather(x, tp, "activations").wait()
+        x = start(enter, x, tp, "activations").wait()
         y = x @ matrix.T if bias is None else torch.addmm(bias.flatten(), x, matrix.T)
-        if leave == "all_reduce":
-            y = all_reduce(y, tp, "activations").wait()
-        elif leave == "reduce_scatter":
-            y = reduce_scatter(y, tp, "activations").wait()
+        y = start(leave, y, tp, "activations").wait()
         return y if w.dim() == 2 else y.chunk(len(w), 1)
 
     @staticmethod
     def backward(ctx, *parts):
-        (x,) = ctx.saved_tensors
-        w, bias, tp, dy = ctx.w, ctx.bias, ctx.tp, parts[0]
-        if len(parts) > 1 or bias is not None:
+        (x,), w, bias, tp = ctx.saved_tensors, ctx.w, ctx.bias, ctx.tp
+        if bias is None:
+            (dy,) = parts
+        else:
             dy, sums = ctx.ops.join(parts)  # reads the parts once for both
-        if bias is not None:
             bias.grad.add_(sums.view_as(bias))
-        if ctx.leave == "reduce_scatter":
-            dy = all_gather(dy, tp, "activations").wait()
-        gathering = all_gather(x, tp, "activations") if ctx.enter == "all_gather" else None
+        dy = start(CONJUGATE[ctx.leave], dy, tp, "activations").wait()
+        gathering = start(ctx.enter, x, tp, "activations")
         dx = dy @ w.flatten(0, -2)
-        if ctx.enter == "copy":
-            sending = all_reduce(dx, tp, "activations")
-        elif ctx.enter == "all_gather":
-            sending = reduce_scatter(dx, tp, "activations")
-        if gathering:
-            x = gathering.wait()
+        sending = start(CONJUGATE[ctx.enter], dx, tp, "activations")
+        # detach: x's graph would keep the unit's input alive until the action W
+        product = WeightGradient(w, dy, gathering.wait().detach())
         if w.deferred is None:
-            add_product(w, dy, x)  # while dx is sent
-        else:  # detach: x's graph would keep the unit's input alive until the action W
-            w.deferred.append(WeightGradient(w, dy, x.detach()))
-        return (sending.wait() if ctx.enter else dx), None, None, None, None, None, None
+            product.add()  # while dx is sent
+        else:
+            w.deferred.append(product)
+        return sending.wait(), None, None, None, None, None, None
 
 
 class WeightGradient(NamedTuple):
@@ -159,34 +168,7 @@ class WeightGradient(NamedTuple):
 
 def add_product(w, dy, x):
     """Add dy^T x to dW in the dtype of dW."""
-    gradient = w.grad.flatten(0, -2)
-    if gradient.dtype == dy.dtype:
-        gradient.addmm_(dy.T, x)
-    else:
-        mixed_product(dy.device.type, dy.dtype)(gradient, dy.T, x)
-
-
-MIXED = (  # gradient += a b for 16-bit factors and a float32 gradient, best first. a b is not rounded to 16 bits.
-    lambda gradient, a, b: torch.addmm(gradient, a, b, out_dtype=gradient.dtype, out=gradient),  # one pass, new on CUDA
-    lambda gradient, a, b: gradient.add_(torch.mm(a, b, out_dtype=gradient.dtype)),  # a temporary a b, CUDA
-    lambda gradient, a, b: gradient.addmm_(a.to(gradient.dtype), b.to(gradient.dtype)),  # runs everywhere, slow on CUDA
-)
-
-
-@functools.cache  # the check waits for the GPU: `operations.trial` calls this function before the first step
-def mixed_product(device, dtype):
-    """Return the first of MIXED that is right on this device ("cuda", "cpu") with factors of this dtype."""
-    ones, parts = torch.ones(16, 16, dtype=dtype, device=device), torch.full((16, 16), 2.0**-12, device=device)
-    parts[0] = 1  # a column's sum, 1 + 15 * 2^-12, has too many digits for 16 bits
-    for add in MIXED[:-1]:
-        gradient = torch.ones(16, 16, device=device)
-        try:
-            add(gradient, ones, parts.to(dtype))
-            if torch.equal(gradient, 1 + parts.sum(0).expand(16, 16)):
-                return add
-        except (RuntimeError, TypeError):  # this version of PyTorch has no such product, or not on this device
-            pass
-    return MIXED[-1]
+    reference.add_product_(w.grad.flatten(0, -2), dy.T, x)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -244,12 +226,11 @@ class EmbeddingLookup(torch.autograd.Function):
             return w.index_select(0, ids)
         mine = (local >= 0) & (local < len(w))
         y = w.index_select(0, local.where(mine, 0)).mul_(mine[:, None])
-        return (reduce_scatter if leave == "reduce_scatter" else all_reduce)(y, tp, "embedding").wait()
+        return start(leave, y, tp, "embedding").wait()
 
     @staticmethod
     def backward(ctx, dy):
-        if ctx.leave == "reduce_scatter":
-            dy = all_gather(dy, ctx.tp, "embedding").wait()
+        dy = start(CONJUGATE[ctx.leave], dy, ctx.tp, "embedding").wait()
         ctx.ops.add_rows_(ctx.w.grad, *ctx.saved_tensors, dy)
         return None, None, None, None, None
 
@@ -270,7 +251,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     """The loss of every token, [n], from x [n or n/t, h] and the word table w [v/t, h]. **Backward computes it.**
 
     The logits, v numbers per token, would be the largest activation tensor. So they never exist whole. Forward only
-    allocates the losses (nan) and keeps x. Backward works on CHUNK tokens at a time: it computes their logits x W^T and
+    allocates the losses (nan) and keeps x. Backward works on ROWS tokens at a time: it computes their logits x W^T and
     their losses, and overwrites the logits with their gradient dz. Then it computes dx = dz W and dW += dz^T x, and
     frees dz. So each logit is computed only once. `next_token_losses` returns the same losses without a gradient.
     """
@@ -286,28 +267,26 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, weights):
         (x,), w, tp = ctx.saved_tensors, ctx.w, ctx.tp
-        if ctx.enter == "all_gather":
-            x = all_gather(x, tp, "head").wait()
+        x = start(ctx.enter, x, tp, "head").wait()
         dx = torch.empty_like(x)
-        for rows in chunks(x):
+        for rows in slices(x):
             z = x[rows] @ w.T
             ctx.losses[rows] = cross_entropy_(z, w, ctx.targets[rows], ctx.vocab_size, weights[rows], tp, ctx.ops)
             torch.mm(z, w, out=dx[rows])
             add_product(w, z, x[rows])
-        dx = (reduce_scatter if ctx.enter == "all_gather" else all_reduce)(dx, tp, "head").wait()
+        dx = start(CONJUGATE[ctx.enter], dx, tp, "head").wait()
         return dx, None, None, None, None, None, None
 
 
 def next_token_losses(x, w, targets, vocab_size, enter, tp, ops):
     """Return the losses of `LinearCrossEntropy`, computed in forward and without a gradient."""
-    if enter == "all_gather":
-        x = all_gather(x, tp, "head").wait()
-    return torch.cat([cross_entropy_(x[rows] @ w.T, w, targets[rows], vocab_size, None, tp, ops) for rows in chunks(x)])
+    x = start(enter, x, tp, "head").wait()
+    return torch.cat([cross_entropy_(x[rows] @ w.T, w, targets[rows], vocab_size, None, tp, ops) for rows in slices(x)])
 
 
-def chunks(x):
-    """Return slices of CHUNK rows that together are all rows of x [n, h]."""
-    return [slice(begin, begin + CHUNK) for begin in range(0, len(x), CHUNK)]
+def slices(x):
+    """Return slices of ROWS rows that together are all rows of x [n, h]."""
+    return [slice(begin, begin + ROWS) for begin in range(0, len(x), ROWS)]
 
 
 def cross_entropy_(z, w, targets, vocab_size, weights, tp, ops):

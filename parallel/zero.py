@@ -22,17 +22,24 @@ file:
     reduce         after each micro-batch  -                -                 reduce_scatter           reduce_scatter
       ... the last of a step               all_reduce       reduce_scatter    reduce_scatter           reduce_scatter
     finish         after all backwards     wait             wait              wait, add, free          wait, add, free
-                                           then the sums over tp and over the holders of a bucket
+                                           then sums over tp (if needed) and over the holders of a bucket
     squared_norm   once                    each element is counted on one rank
     update         once                    everything       1/n               1/n                      1/n
     publish        once                    -                all_gather        all_gather               -
 
 `publish` only starts the gathers. They run while the next step begins, and `gather` waits for a bucket's gather.
 
-Stages 2 and 3 save memory because a sharded buffer is whole only while a unit uses it or while it is sent. In stage 3
-the parameters of the next unit are gathered while this unit computes. If a schedule splits B, a chunk's whole
-gradients exist from I to W. The action I also computes the gradients of LayerNorms, biases, head and embedding. The
-action W computes the others.
+Stages 2 and 3 save memory because a sharded buffer is whole only while a unit uses it or while it is sent. This is the
+life of a bucket's whole gradient. It repeats with each micro-batch:
+
+    open_gradient      allocate it, filled with 0
+    backward           adds to it: the `.grad` of each parameter is a view into it
+    reduce             starts the reduce_scatter
+    _end_oldest_sum    waits for it, adds the shard to `own_grad`, frees the whole gradient
+
+At most two sums run while backward fills a third buffer. In stage 3 the parameters of the next unit are gathered while
+this unit computes. If a schedule splits B, a chunk's whole gradients exist from I to W. The action I also computes the
+gradients of LayerNorms, biases, head and embedding. The action W computes the others.
 
 Bytes per parameter in bf16: parameter 2, gradient 4, master weight 4, two moments 8; 18 in total. Stage 1 divides 12
 of these by n, stage 2 divides 16, stage 3 divides 18. In fp32 without offload the total is 16, because the parameters
@@ -72,7 +79,7 @@ class Storage(NamedTuple):
 class Bucket:
     """One bucket's flat buffers on this rank.
 
-    param, grad: whole, [size]. A sharded buffer has storage only while it is in use.
+    param, grad: whole, [size]. If the stage shards them, they have storage only while they are in use.
     owned: (begin, end) of the elements that this rank updates, with stage 1 or higher its shard.
     own_param, own_grad, master, moments: the elements `owned` of each kind; master: the master weights.
     staging: only with offload from a GPU: [elements of `owned`], pinned; the gradient for the CPU, then the new weights
@@ -118,6 +125,11 @@ class Bucket:
             p.grad = piece.of(self.grad).view(shape)
         return p
 
+    @property
+    def cast(self):
+        """The parameters that this rank updates, if they are a second buffer beside the master weights; else None."""
+        return None if self.own_param is self.master else self.own_param
+
     def defer_to(self, products):
         """Let linears append the operands of their weight gradients to the list `products`, for W. None: compute at
         once.
@@ -137,7 +149,17 @@ def allocate(flat):
 
 
 def free(flat):
+    """Give the storage of a flat buffer back. The tensor and its views stay, but have no values."""
     flat.untyped_storage().resize_(0)
+
+
+def is_free(flat):
+    return flat.untyped_storage().size() == 0
+
+
+def wait_for(communications):
+    for pending in communications:
+        pending.wait()
 
 
 class Zero:
@@ -153,8 +175,9 @@ class Zero:
         self.config, self.mesh, self.dtype, self.device, self.ops = config, mesh, dtype, device, ops
         self.master_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.updates = torch.zeros((), dtype=torch.int64, device=device)  # steps that were not skipped
-        self.gathering, self.reducing = {}, {}  # bucket name: Pending
-        self.sums = mesh.second(mesh.dp) if layout.stage == 3 else mesh.dp  # a sum must not delay the next gather
+        self.gathering = {}  # {bucket name: Pending} of parameters
+        self.summing = {}  # {Bucket: Pending} of gradients, the oldest first
+        self.sum_axis = mesh.second(mesh.dp) if layout.stage == 3 else mesh.dp  # a sum must not delay the next gather
         self.counted = None
         state_device = torch.device("cpu") if config.offload else device
         storage = Storage(dtype, self.master_dtype, device, state_device, RULES[config.optimizer].moments, training)
@@ -184,8 +207,8 @@ class Zero:
         """Copy the master weights to the parameters if these are separate buffers, and publish the parameters."""
         self.finish_gathers()
         for bucket in self.buckets.values():
-            if bucket.own_param is not bucket.master:
-                bucket.own_param.copy_(bucket.master)
+            if bucket.cast is not None:
+                bucket.cast.copy_(bucket.master)
         self.publish()
 
     # --- zero_grad; gather, release: parameters, before and after a unit computes ------------------------------------
@@ -200,7 +223,7 @@ class Zero:
         bucket = self.buckets[name]
         if bucket.stage == 3 and name not in self.gathering:
             allocate(bucket.param)
-            # Gathered values equal the old ones. `.data` hides this write from autograd's in-place check.
+            # The gather writes the values that the buffer had before. `.data` hides the write from autograd's check.
             self.gathering[name] = all_gather(bucket.own_param, bucket.dp, "parameters", out=bucket.param.data)
 
     def gather(self, name):
@@ -222,35 +245,36 @@ class Zero:
     # --- open_gradient, reduce: gradients, before and after a unit's backward ----------------------------------------
 
     def open_gradient(self, name):
-        """Prepare a bucket's gradient for backward: wait for its previous sum over dp; stages 2 and 3: allocate it."""
+        """Prepare a bucket's gradient for backward, which adds to it. Stages 2 and 3: allocate it, filled with 0."""
         bucket = self.buckets[name]
-        if name in self.reducing:  # a buffer must not change while it is sent
-            self._settle(name)
-        if bucket.stage >= 2 and not bucket.grad.untyped_storage().size():
+        while bucket in self.summing:  # a buffer must not change while it is sent
+            self._end_oldest_sum()
+        if is_free(bucket.grad):
             allocate(bucket.grad)
             bucket.grad.zero_()
 
     def reduce(self, name, last):
-        """Sum a bucket's gradient over the data ranks after one micro-batch. last: no other sum follows in the step.
+        """Start to sum a bucket's gradient over the data ranks. last: its last micro-batch of the step.
 
-        The executor calls this after the bucket's last use in B (`Chunk.reduce_after`), or in W. The
-        sum starts here and runs while backward continues with earlier units. Stages 0 and 1 sum only once, after the
-        last micro-batch.
+        The executor calls this after the bucket's last use in B (`Chunk.reduce_after`), or in W. The sum runs while
+        backward continues with earlier units. Stages 0 and 1 sum only once, after the last micro-batch.
         """
         bucket = self.buckets[name]
-        low, high = bucket.shard
         if bucket.stage >= 2:
-            for earlier in list(self.reducing)[:-1]:  # so at most two sums run while backward fills a third buffer
-                self._settle(earlier)
-        if bucket.stage >= 2 or (bucket.stage == 1 and last):
-            self.reducing[name] = reduce_scatter(bucket.grad, self.sums, "gradients", out=bucket.grad[low:high])
-        elif last:
-            self.reducing[name] = all_reduce(bucket.grad, bucket.dp, "gradients")
+            while len(self.summing) > 1:
+                self._end_oldest_sum()
+        elif not last:
+            return
+        if bucket.stage == 0:
+            self.summing[bucket] = all_reduce(bucket.grad, bucket.dp, "gradients")
+        else:
+            begin, end = bucket.shard
+            self.summing[bucket] = reduce_scatter(bucket.grad, self.sum_axis, "gradients", out=bucket.grad[begin:end])
 
-    def _settle(self, name):
-        """Wait for a bucket's sum. In stages 2 and 3 add this rank's shard to `own_grad` and free the whole buffer."""
-        bucket = self.buckets[name]
-        shard = self.reducing.pop(name).wait()
+    def _end_oldest_sum(self):
+        """Wait for the oldest sum. Stages 2 and 3: add this rank's shard to `own_grad`, and free the whole buffer."""
+        bucket = next(iter(self.summing))
+        shard = self.summing.pop(bucket).wait()
         if bucket.stage >= 2:
             bucket.own_grad.add_(shard)
             free(bucket.grad)
@@ -258,34 +282,31 @@ class Zero:
     # --- finish: after all backwards ---------------------------------------------------------------------------------
 
     def finish(self):
-        """Wait for all sums over dp. Then sum over tp and over the holders of each bucket.
+        """Wait for all sums over dp. Then sum over tp (`sum_replicas`) and over the holders of each bucket.
 
         Several pipeline ranks hold a tied table, so its gradient is summed over its holders. The sum over dp comes
         first: after it, only shards need to be summed.
         """
         self.sum_replicas()
         by_name = [self.buckets[name] for name in sorted(self.buckets)]  # all holders need the same order
-        sums = [all_reduce(bucket.own_grad, bucket.holders, "twin gradients") for bucket in by_name]
-        for pending in sums:
-            pending.wait()
+        wait_for([all_reduce(bucket.own_grad, bucket.holders, "twin gradients") for bucket in by_name])
 
     def sum_replicas(self):
         """Wait for all sums over dp. Then sum the gradients of replicated parameters over tp (`layout.replica_sums`).
 
-        They have 6 h elements in a block. Without sequence parallelism the other tp ranks add 0 to the first tp rank's
-        gradient, so all ranks get that one.
+        They have 6 h elements in a block. With sequence parallelism each tp rank has a part of the sum. Otherwise all
+        have equal gradients, and only more than two data ranks make a sum necessary: the other tp ranks add 0 to the
+        first tp rank's gradient, so all ranks get that one.
         """
-        for name in list(self.reducing):
-            self._settle(name)
+        while self.summing:
+            self._end_oldest_sum()
         if what := replica_sums(self.config, self.mesh.dp.size):
             buckets = self.buckets.values()
             parts = [bucket.own_grad[r.begin : r.end] for bucket in buckets for r in bucket.ranges if not r.cut]
             if not self.config.sequence_parallel and self.mesh.tp.rank > 0:
                 for part in parts:
-                    part.zero_()
-            sums = [all_reduce(part, self.mesh.tp, what) for part in parts]
-            for pending in sums:
-                pending.wait()
+                    part.mul_(0)  # keeps a nan, so that all ranks skip the step
+            wait_for([all_reduce(part, self.mesh.tp, what) for part in parts])
 
     # --- squared_norm ------------------------------------------------------------------------------------------------
 
@@ -327,19 +348,19 @@ class Zero:
         """Update the elements that this rank owns, unless scalars.skip. scalars: `reference.UpdateScalars`."""
         self.finish_gathers()
         offload, shards = self.config.offload, []
-        for bucket in self.buckets.values():
-            gradient, cast = bucket.own_grad, None if bucket.own_param is bucket.master else bucket.own_param
+        for _, bucket in sorted(self.buckets.items()):  # all holders need the same order
+            gradient, cast = bucket.own_grad, bucket.cast
             if bucket.staging is not None:
                 gradient, cast = bucket.staging.copy_(gradient, non_blocking=True), None
             buffers = bucket.master, gradient, bucket.moments
-            shards.append(optimizer.Shard(*buffers, bucket.ranges, bucket.pieces, cast))
+            shards.append(optimizer.Shard(*buffers, bucket.ranges, bucket.pieces, cast, bucket.holders))
         # With offload these copies wait for the GPU, so the gradients have arrived, too.
         there = reference.UpdateScalars(*(x.to("cpu" if offload else self.device) for x in scalars))
-        optimizer.update(self.config, shards, there, reference if offload else self.ops, self.tensor_norms)
+        optimizer.update(self.config, shards, there, reference if offload else self.ops, self.mesh, self.device)
         for bucket in self.buckets.values():
-            if bucket.staging is not None and bucket.own_param is not bucket.master:
+            if bucket.staging is not None and bucket.cast is not None:
                 weights = bucket.staging.view(self.dtype)[: len(bucket.master)].copy_(bucket.master)
-                bucket.own_param.copy_(weights, non_blocking=True)
+                bucket.cast.copy_(weights, non_blocking=True)
         self.updates += ~scalars.skip
 
     def publish(self):
@@ -350,39 +371,4 @@ class Zero:
 
     def finish_gathers(self):
         """Wait until all parameters are whole (stages 0 to 2), before they change or are read outside of a unit."""
-        for name, pending in self.gathering.items():
-            if name in self.buckets:
-                pending.wait()
-
-    def tensor_norms(self, tensors):
-        """Return the norms of each whole weight and of its `Shard.gradient`, float64 [number of tensors, 2].
-
-        tensors: [(Shard, Piece)], every parameter of this rank's buckets in order. A tensor may be cut by shards and
-        over tp, so its squares are summed over dp and tp.
-        """
-        squares = torch.zeros(len(tensors), 2, dtype=torch.float64, device=tensors[0][0].weight.device)
-        for i, (shard, piece) in enumerate(tensors):
-            if piece.spec.tp_dim is not None or self.mesh.tp.rank == 0:
-                for k, x in enumerate((shard.weight, shard.gradient)):
-                    squares[i, k] = torch.linalg.vector_norm(piece.of(x)).double() ** 2
-        squares = squares.to(self.device)
-        if self.config.zero >= 1:
-            squares = all_reduce(squares, self.mesh.dp, "parameter norms").wait()
-        squares = all_reduce(squares, self.mesh.tp, "parameter norms").wait()
-        self._agree_with_holders(squares, [piece.spec for _, piece in tensors])
-        return squares.sqrt()
-
-    def _agree_with_holders(self, squares, specs):
-        """Copy the first holder's norms to all pipeline ranks that hold the same tensor.
-
-        The holders add the same squares, but perhaps in another order, so rounding can make their sums differ. Then the
-        copies of a weight would drift apart.
-        """
-        shared = {}  # {Axis of holders: rows of `squares`}
-        for i in sorted(range(len(specs)), key=lambda i: specs[i].name):
-            holders = self.buckets[specs[i].bucket].holders
-            if holders.size > 1:
-                shared.setdefault(holders, []).append(i)
-        for holders, rows in sorted(shared.items(), key=lambda item: item[0].ranks):
-            first = squares[rows] if holders.rank == 0 else torch.zeros_like(squares[rows])
-            squares[rows] = all_reduce(first, holders, "parameter norms").wait()
+        wait_for([self.gathering[name] for name in self.buckets if name in self.gathering])

@@ -11,9 +11,9 @@ time its buffers belong to it. A program breaks this rule if it reads a result, 
 - Gloo matches a send and a receive by their tags. NCCL ignores tags: two ranks must post (start) the messages between
   them in one order. Otherwise a message goes to the wrong receive, or both ranks wait for ever.
 
-**How the mode shows them.** The program does not change. `Late` replaces the class `comm.Pending`. Its argument `start`
-is the call that starts the communication. `Late` runs this call at once, in a thread, on private copies of the tensors.
-The program's own tensors stay without the result until `wait`:
+**How the mode shows them.** The program does not change. The mode replaces torch's five functions that comm.py calls.
+Each runs its communication at once, in a thread, on private copies of the tensors, and returns a `Late` instead of
+torch's handle. The program's own tensors stay without the result until `wait`:
 
     bug                              how it is found
     result read before `wait`        Until `wait` the result is poison: nan. A later call that would send a nan is an
@@ -44,11 +44,15 @@ import sys
 import weakref
 from concurrent import futures
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed import irecv, isend
 
-from parallel import comm
+from parallel import comm, tensor
+
+all_gather = comm._all_gather  # like `irecv` and `isend`, the true function also within the mode
 
 PATIENCE = 30  # seconds that one communication may take
 MOMENT = 1  # seconds that `done` waits at most, if it does not answer False at once
@@ -108,66 +112,61 @@ class Adversary:
             raise
 
 
-class Late(comm.Pending):
-    """Replaces `comm.Pending`. The result appears at `wait`."""
+class Late:
+    """Replaces torch's handle of a communication. The result appears at `wait`.
 
-    adversary = None
+    call: torch's function. arguments: those of the call; the tensors among them come first.
+    """
 
-    def __init__(self, result, start=None, describe=None):
-        super().__init__(result, None, describe)
-        if not start:
-            return
-        self.here = here = self.adversary
-        self.sends = start.func is dist.isend
+    waits = False  # True from the call until `wait`
+
+    def __init__(self, here, call, arguments, group, tag):
         here.refuse_dropped()
+        self.here, self.sends = here, call is isend
         self.name, number = name_of_call(), len(here.names) & NUMBER
         here.names.append(self.name)
         # The first tensor is the result, except in a send. The last tensor is the input, except in a receive.
         # Autograd does not see the writes of NCCL. `.data` hides ours from it, too.
-        self.tensors = [x.data for x in start.args if isinstance(x, torch.Tensor)]
+        self.tensors = [x.data for x in arguments if isinstance(x, torch.Tensor)]
         self.private = [x.clone() for x in self.tensors]
-        if start.func is not dist.irecv:
+        others = arguments[len(self.private) :]
+        if call is not irecv:
             here.refuse_poison(self.name, self.private[-1])
         if not self.sends:
             poison(self.tensors[0], number)
-        if start.func is comm._all_gather:
+        if call is all_gather:
             self.tensors[-1].copy_(self.private[-1])
         self.shown = [x.clone() for x in self.tensors]
         here.travelling.add(self)
-        group = start.keywords["group"]
-        if start.func in (dist.isend, dist.irecv):
-            peer, tag = start.args[1], start.keywords.get("tag", 0)
+        self.waits = True
+        if call in (isend, irecv):
+            peer = others[0]
             self.work = here.submit((group, peer), message, self.name, self.private[0], self.sends, peer, tag, group)
         else:
-            others = start.args[len(self.private) :]
-            self.work = here.submit((group, None), collective, start.func, [*self.private, *others], group)
+            self.work = here.submit((group, None), collective, call, [*self.private, *others], group)
 
     def wait(self):
-        if self.work:
-            here = self.here
-            for x, shown in zip(self.tensors, self.shown, strict=True):
-                changed = (bits(x) != bits(shown)).sum().item()
-                if changed:
-                    raise Caught(f"changed before `wait`: {changed} of {x.numel()} elements of a buffer of {self.name}")
-            here.refuse_dropped()
-            futures.wait([self.work, here.failed], here.patience, futures.FIRST_COMPLETED)
-            ended = here.failed if here.failed.done() else self.work
-            if not ended.done():
-                raise Caught(f"not joined by all ranks after {here.patience} seconds: {self.name}")
-            self._watched(ended.result)  # raises the first error of any thread
-            if not self.sends:
-                self.tensors[0].copy_(self.private[0])
-            self.work = None
-            here.travelling.discard(self)
-        return self.result
+        here = self.here
+        for x, shown in zip(self.tensors, self.shown, strict=True):
+            changed = (bits(x) != bits(shown)).sum().item()
+            if changed:
+                raise Caught(f"changed before `wait`: {changed} of {x.numel()} elements of a buffer of {self.name}")
+        here.refuse_dropped()
+        futures.wait([self.work, here.failed], here.patience, futures.FIRST_COMPLETED)
+        ended = here.failed if here.failed.done() else self.work
+        if not ended.done():
+            raise Caught(f"not joined by all ranks after {here.patience} seconds: {self.name}")
+        ended.result()  # raises the first error of any thread
+        if not self.sends:
+            self.tensors[0].copy_(self.private[0])
+        self.waits = False
+        here.travelling.discard(self)
 
-    def done(self):
-        if self.work and self.here.dice.random() < 0.5:
-            return False
-        return not self.work or bool(futures.wait([self.work], MOMENT).done)
+    def is_completed(self):
+        return self.here.dice.random() >= 0.5 and bool(futures.wait([self.work], MOMENT).done)
 
     def __del__(self):
-        if self.work:
+        if self.waits:
             self.here.dropped.append(self.name)
 
 
@@ -182,7 +181,7 @@ def message(name, x, sends, peer, tag, group):
     """Send x to rank `peer`, or receive it. Both ranks first tell each other which message they run."""
     ours = torch.tensor([sends, tag, x.numel()])
     theirs = torch.empty_like(ours)
-    sending = dist.isend(ours, peer, group=group)
+    sending = isend(ours, peer, group=group)
     dist.recv(theirs, peer, group=group)
     sending.wait()
     if theirs.tolist() != [not sends, tag, x.numel()]:
@@ -211,8 +210,9 @@ def poison(x, number):
         x.fill_(torch.iinfo(x.dtype).max // 3)
 
 
-def resized(adversary, resize):
+def resized(adversary):
     """Return a function that replaces `torch.UntypedStorage.resize_`."""
+    resize = torch.UntypedStorage.resize_
 
     def resize_(storage, size):
         for late in adversary.travelling:
@@ -227,9 +227,11 @@ def resized(adversary, resize):
 
 def name_of_call():
     """Return the name of the communication that is called: its function in comm.py, and the caller's line."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)  # the caller of a replaced function
     while frame.f_code.co_filename == comm.__file__:
         call, frame = frame, frame.f_back
+    if frame.f_code is tensor.start.__code__:
+        frame = frame.f_back
     seen = call.f_locals
     what, axis = seen.get("what", "a message"), seen["axis"]
     place = f"rank {axis.ranks[axis.rank]}, {Path(frame.f_code.co_filename).name} line {frame.f_lineno}"
@@ -239,20 +241,27 @@ def name_of_call():
 # --- the mode ---------------------------------------------------------------------------------------------------------
 
 
+CALLS = [(dist, "all_reduce"), (comm, "_all_gather"), (comm, "_reduce_scatter"), (dist, "isend"), (dist, "irecv")]
+
+
 @contextlib.contextmanager
 def adversary(seed=0, patience=PATIENCE):
     """Switch the mode on in this process."""
-    here = Adversary(seed, patience)
-    before = comm.Pending, torch.UntypedStorage.resize_, Late.adversary
-    comm.Pending, torch.UntypedStorage.resize_, Late.adversary = Late, resized(here, before[1]), here
-    ended = False
-    try:
-        yield here
-        ended = True
-    finally:
-        comm.Pending, torch.UntypedStorage.resize_, Late.adversary = before
-        for thread in here.threads.values():  # after an error a thread may wait for ever
-            thread.shutdown(wait=ended, cancel_futures=not ended)
+    here, ended = Adversary(seed, patience), False
+
+    def late(call):
+        return lambda *arguments, group, tag=0, async_op=True: Late(here, call, arguments, group, tag)
+
+    with contextlib.ExitStack() as stack:
+        for module, name in CALLS:
+            stack.enter_context(mock.patch.object(module, name, late(getattr(module, name))))
+        stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized(here)))
+        try:
+            yield here
+            ended = True
+        finally:
+            for thread in here.threads.values():  # after an error a thread may wait for ever
+                thread.shutdown(wait=ended, cancel_futures=not ended)
 
 
 def run(function, *arguments):

@@ -15,77 +15,50 @@ import test_pipedream
 import test_tensor
 from parallel.comm import all_gather, all_reduce, receive, reduce_scatter, send
 from parallel.mesh import Mesh
-from parallel.schedules import ASYNCHRONOUS
 from testing.adversary import Caught, adversary
 
 # --- what a result looks like before and after `wait` -----------------------------------------------------------------
 
 
 def started(operation, axis, dtype):
-    """Start an operation on [rank, rank + 1, ...]. Return (Pending, buffers whose values may be read before `wait`)."""
+    """Start an operation on [rank, rank + 1, ...]. Return (Pending, a buffer that may be read before `wait`)."""
     x, me = torch.arange(axis.rank, axis.rank + 4).to(dtype), axis.rank
     if operation == "all_reduce":
-        return all_reduce(x, axis, "x", op="max"), []
+        return all_reduce(x, axis, "x", op="max"), x[:0]
     if operation == "all_gather":
-        return all_gather(x, axis, "x"), [x]
+        return all_gather(x, axis, "x"), x
     if operation == "all_gather in place":
         whole = torch.cat([x, x])
-        return all_gather(whole[4 * me : 4 * me + 4], axis, "x", out=whole), [whole[4 * me : 4 * me + 4]]
+        return all_gather(whole[4 * me : 4 * me + 4], axis, "x", out=whole), whole[4 * me : 4 * me + 4]
     if operation == "reduce_scatter":
-        return reduce_scatter(x, axis, "x"), [x]
-    if operation == "reduce_scatter in place":
-        return reduce_scatter(x, axis, "x", out=x[2 * me : 2 * me + 2]), [x[2 * (1 - me) : 2 * (1 - me) + 2]]
-    sent = send(x, axis, 1 - me, "x", tag=me) if me == 0 else None
-    pending = receive(x.shape, x, axis, 1 - me, tag=1 - me)
-    started.sent = sent or send(x, axis, 1 - me, "x", tag=me)  # kept until the next call
-    return pending, [x]
+        return reduce_scatter(x, axis, "x"), x
+    return reduce_scatter(x, axis, "x", out=x[2 * me : 2 * me + 2]), x[2 * (1 - me) : 2 * (1 - me) + 2]
 
 
 def results(operation, dtype):
-    """Return (result before `wait`, values of the buffers that may be read before `wait`, result after `wait`)."""
-    axis = Mesh().dp
+    """Return (result before `wait`, values that may be read before `wait`, result after `wait`)."""
     with adversary():
-        pending, readable = started(operation, axis, dtype)
-        before, readable = pending.result.tolist(), [x.tolist() for x in readable]
-        after = pending.wait().tolist()
-        if operation == "receive":
-            started.sent.wait()
-    return before, readable, after
+        pending, readable = started(operation, Mesh().dp, dtype)
+        return pending.result.tolist(), readable.tolist(), pending.wait().tolist()
 
 
-RIGHT = {  # of ranks 0 and 1
-    "all_reduce": [[1, 2, 3, 4]] * 2,
-    "all_gather": [[0, 1, 2, 3, 1, 2, 3, 4]] * 2,
-    "all_gather in place": [[0, 1, 2, 3, 1, 2, 3, 4]] * 2,
-    "reduce_scatter": [[1, 3], [5, 7]],
-    "reduce_scatter in place": [[1, 3], [5, 7]],
-    "receive": [[1, 2, 3, 4], [0, 1, 2, 3]],
+RIGHT = {  # {operation: [(readable values, result) of ranks 0 and 1]}
+    "all_reduce": [([], [1, 2, 3, 4])] * 2,
+    "all_gather": [([0, 1, 2, 3], [0, 1, 2, 3, 1, 2, 3, 4]), ([1, 2, 3, 4], [0, 1, 2, 3, 1, 2, 3, 4])],
+    "all_gather in place": [([0, 1, 2, 3], [0, 1, 2, 3, 1, 2, 3, 4]), ([1, 2, 3, 4], [0, 1, 2, 3, 1, 2, 3, 4])],
+    "reduce_scatter": [([0, 1, 2, 3], [1, 3]), ([1, 2, 3, 4], [5, 7])],
+    "reduce_scatter in place": [([2, 3], [1, 3]), ([1, 2], [5, 7])],
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32], ids=str)
-def test_a_result_is_poison_until_wait_and_inputs_stay(workers, dtype):
-    poison = torch.iinfo(dtype).max // 3 if not dtype.is_floating_point else torch.nan
-    for operation, right in RIGHT.items():
-        for rank, (before, readable, after) in enumerate(workers.run(2, results, operation, dtype)):
-            same = [str(x) == str(poison) for x in before]
-            assert sum(same) == len(same) - 4 * (operation == "all_gather in place"), (operation, before)
-            kept = torch.arange(rank, rank + 4)
-            kept = kept[2 - 2 * rank : 4 - 2 * rank] if operation == "reduce_scatter in place" else kept
-            assert all(x == kept.tolist() for x in readable), (operation, readable)
-            assert after == right[rank], operation
-
-
-def booleans():
-    axis = Mesh().dp
-    with adversary():
-        whole = torch.tensor([True, False])
-        pending = all_gather(whole[axis.rank].view(1), axis, "flags", out=whole)
-        return whole.tolist(), pending.wait().tolist()
-
-
-def test_the_poison_of_a_bool_is_the_opposite(workers):
-    assert workers.run(2, booleans) == [([True, True], [True, False]), ([False, False], [True, False])]
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32], ids=str)
+@pytest.mark.parametrize("operation", RIGHT)
+def test_a_result_is_poison_until_wait_and_inputs_stay(workers, operation, dtype):
+    poison = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max // 3
+    for (before, *after), right in zip(workers.run(2, results, operation, dtype), RIGHT[operation], strict=True):
+        poisoned = sum(str(x) == str(poison) for x in before)
+        assert poisoned == len(before) - 4 * (operation == "all_gather in place"), before
+        assert tuple(after) == right
 
 
 def answers(seed):
@@ -131,14 +104,6 @@ def added_to_the_result(axis):
     pending.wait()
 
 
-def other_rows_changed(axis):
-    x = torch.ones(4)
-    mine, others = x.chunk(2) if axis.rank == 0 else x.chunk(2)[::-1]
-    pending = reduce_scatter(x, axis, "first", out=mine)
-    others.zero_()
-    pending.wait()
-
-
 def freed(axis):
     x = torch.ones(4)
     pending = all_gather(x, axis, "first")
@@ -153,42 +118,10 @@ def used_before_it_is_written(axis):
     all_reduce(x, axis, "first").wait()
 
 
-def exchanged(axis, order):
-    """Each rank sends one message and receives one. order[rank]: the first letters of its two calls."""
-    pending = []
-    for letter in order[axis.rank]:
-        if letter == "s":
-            pending.append(send(torch.ones(4), axis, 1 - axis.rank, "first", tag=axis.rank))
-        else:
-            pending.append(receive((4,), torch.ones(4), axis, 1 - axis.rank, tag=1 - axis.rank))
-    for p in reversed(pending):
-        p.wait()
-
-
 def both_send_first(axis):
-    exchanged(axis, ["sr", "sr"])
-
-
-def both_receive_first(axis):
-    exchanged(axis, ["rs", "rs"])
-
-
-def received_in_another_order(axis):
-    if axis.rank == 0:
-        pending = [send(torch.ones(4), axis, 1, "first", tag) for tag in (0, 1)]
-    else:
-        pending = [receive((4,), torch.ones(4), axis, 0, tag) for tag in (1, 0)]
-    for p in pending:
-        p.wait()
-
-
-def received_late(axis):
-    """Rank 0 waits until its message is received. Rank 1 receives it after a sum that rank 0 starts later."""
-    if axis.rank == 0:
-        send(torch.ones(4), axis, 1, "first").wait()
-    all_reduce(torch.ones(4), axis, "second").wait()
-    if axis.rank == 1:
-        receive((4,), torch.ones(4), axis, 0).wait()
+    sending = send(torch.ones(4), axis, 1 - axis.rank, "first", tag=axis.rank)
+    receive((4,), torch.ones(4), axis, 1 - axis.rank, tag=1 - axis.rank).wait()
+    sending.wait()
 
 
 PROGRAMS = {  # {program: the error of rank 0, a regular expression}
@@ -197,15 +130,10 @@ PROGRAMS = {  # {program: the error of rank 0, a regular expression}
     no_wait: "without `wait`: all_reduce of first over dp",
     input_changed: "changed before `wait`: 1 of 4 elements of a buffer of all_gather of first over dp",
     added_to_the_result: "changed before `wait`: 4 of 4 elements of a buffer of all_reduce of first over dp",
-    other_rows_changed: "changed before `wait`: 2 of 4 elements of a buffer of reduce_scatter of first over dp",
     freed: "freed before `wait`: a buffer of all_gather of first over dp",
     used_before_it_is_written: "nan is sent by all_reduce of first over dp .* or memory before it was written",
     both_send_first: "in another order: send of first over dp .* This rank runs its send of 4 elements, tag 0, and "
     "rank 1 runs its send of 4 elements, tag 1",
-    both_receive_first: "in another order: receive of a message over dp .* and rank 1 runs its receive",
-    received_in_another_order: "in another order: send of first .* send of 4 elements, tag 0, and rank 1 runs its "
-    "receive of 4 elements, tag 1",
-    received_late: "not joined by all ranks after 2 seconds: send of first over dp",
 }
 
 
@@ -213,7 +141,7 @@ def outcome(program, mode):
     """Run a program on this rank. Return the error, or None."""
     axis = Mesh(timeout=30).dp
     try:
-        with adversary(patience=2) if mode else contextlib.nullcontext():
+        with adversary() if mode else contextlib.nullcontext():
             program(axis)
     except Caught as error:
         return str(error)
@@ -221,7 +149,7 @@ def outcome(program, mode):
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_gloo_hides_a_bug_and_the_adversary_names_it(workers, program):
-    if program not in (freed, received_late):  # Gloo crashes, or waits for ever
+    if program is not freed:  # Gloo crashes
         assert workers.run(2, outcome, program, False) == [None, None]
     message = workers.run(2, outcome, program, True)[0]
     assert message and re.match(PROGRAMS[program], message), message
@@ -257,7 +185,7 @@ def test_an_operation(late, check, arguments):
 
 
 # (dp, tp, pp, schedule, zero, sequence_parallel, recompute, optimizer, micro_batches): as in the grid of
-# test_layouts.py. They contain every schedule, every stage of ZeRO with a pipeline and without, and every optimizer.
+# test_layouts.py. They contain all our schedules, every stage of ZeRO with a pipeline and without, and all optimizers.
 LAYOUTS = [
     (2, 1, 1, "1f1b", 0, False, "none", "sgd", "twice"),
     (2, 1, 1, "1f1b", 1, False, "none", "adamw", "twice"),
@@ -296,11 +224,3 @@ ASYNCHRONOUS_LAYOUTS = [
 def test_an_asynchronous_layout(late, layout):
     point = named(test_pipedream.AXES, layout)
     test_pipedream.check_point(late, point, [point["optimizer"]])
-
-
-def test_the_layouts_here_have_every_schedule_stage_and_optimizer():
-    points = [named(test_layouts.AXES, layout) for layout in LAYOUTS]
-    for axis in ("schedule", "zero", "sequence_parallel", "recompute", "optimizer"):
-        assert {point[axis] for point in points} == set(test_layouts.AXES[axis])
-    assert {point["zero"] for point in points if point["pp"] > 1} == {0, 1, 2, 3}
-    assert {layout[0] for layout in ASYNCHRONOUS_LAYOUTS} == set(ASYNCHRONOUS)

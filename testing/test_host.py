@@ -130,7 +130,7 @@ def test_the_paper_model_has_these_launches():
 
 def test_each_further_chunk_of_the_head_has_these_launches(monkeypatch):
     one = counts_of_a_step(2)
-    monkeypatch.setattr(tensor, "CHUNK", 6)  # the 16 tokens are three chunks
+    monkeypatch.setattr(tensor, "ROWS", 6)  # the 16 tokens are three chunks
     three = counts_of_a_step(2)
     assert three["backward", "launches"] - one["backward", "launches"] == 2 * LAUNCHES["chunk"]
 

@@ -87,14 +87,15 @@ def train_with_damage(config, iteration):
 def said_after_other_rounding(config):
     """Train two steps, in which the second tp rank's sums over dp are rounded otherwise. Return the message or None."""
     run = built(config, Mesh(config.tp, config.pp))
-    settle, batches = run.zero._settle, micro_batches(run)
+    end, batches = run.zero._end_oldest_sum, micro_batches(run)
 
-    def settle_otherwise(name):
-        settle(name)
+    def end_otherwise():
+        bucket = next(iter(run.zero.summing))
+        end()
         if run.mesh.tp.rank == 1:
-            run.zero.buckets[name].own_grad.mul_(1 + 2**-52)
+            bucket.own_grad.mul_(1 + 2**-52)
 
-    run.zero._settle = settle_otherwise
+    run.zero._end_oldest_sum = end_otherwise
     for _ in range(2):
         train.train_step(run, batches)
     try:
