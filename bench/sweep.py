@@ -1,0 +1,140 @@
+"""Measures a training step of every layout of this machine: all tp, pp and micro-batch sizes that train.py accepts.
+
+    python -m bench sweep --config=configs/tiny.py --processes=4
+
+Each layout runs under its own torchrun, with one thread per process, on random tokens. The first WARMUP steps do not
+count. A layout that fails has its error in the table. The folder OUT_DIR_sweepN (N: number of processes) has
+results.jsonl with a line for each layout. A repeated sweep runs only layouts without a line.
+
+A hackathon measured the same combinations. Its fastest layout was more than 3 times as fast as its slowest layout. With
+--device the table shows plan.py's predictions. Their rank correlation (Spearman 1904) is 1 if the predicted order is
+the measured one, 0 if the orders are unrelated, and -1 if one order is the reverse of the other.
+"""
+
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+
+import config as configuration
+from accounts import layouts
+from accounts.devices import DEVICES
+from bench.tables import print_table, spread
+from errors import UserError, explained
+from log import read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+GRID = ("tp", "pp", "micro_batch_size")  # the fields that differ between the layouts
+WARMUP, LIMIT = 2, 300  # steps that do not count; seconds that a run may take
+
+
+def measure(config: str = "configs/tiny.py", processes: int = 4, steps: int = 10, only: str = "", device: str = ""):
+    """Run every layout that train.py accepts for a few steps on this machine, and print the fastest first.
+
+    --config     the model, its global batch size and all fields except tp, pp and micro_batch_size
+    --processes  of each run
+    --steps      timed steps of each run
+    --only       measure only layouts whose name contains this text, such as tp=2
+    --device     a device of accounts/devices.py; the table then shows plan.py's predictions for it
+    """
+    if device and device not in DEVICES:
+        raise UserError(f"--device={device}: should be one of {', '.join(DEVICES)}")
+    c = configuration.load([config])
+    folder = Path(f"{c.out_dir}_sweep{processes}").resolve()
+    base = replace(
+        c, train_iters=WARMUP + steps, train_epochs=0.0, rampup_batch_size="", log_interval=1, eval_iters=0,
+        save_interval=0, resume="none", data_dir=str(folder / "data"), out_dir="",
+    )  # fmt: skip
+    chosen = {name_of(c): c for c in accepted(base, processes)}
+    chosen = {name: c for name, c in chosen.items() if only in name}
+    with explained(folder):
+        prepare(base, folder)
+        done = measure_all(chosen, processes, folder)
+    good = sorted((name for name in chosen if done[name]["ms"]), key=lambda name: statistics.median(done[name]["ms"]))
+    judged = [layouts.judge(chosen[name], processes, DEVICES[device]) for name in good] if device else []
+    predicted = [1000 * facts["step_seconds"] for facts in judged]
+    cells = [[name, spread(done[name]["ms"])] for name in good]
+    for row, ms in zip(cells, predicted, strict=False):
+        row.append(f"{ms:.2f}")
+    print_table(["layout", "ms of a step", "predicted"][: 2 + bool(device)], cells)
+    print("\n".join(f"{name}: failed: {done[name]['error']}" for name in chosen if done[name]["error"]))
+    if len(predicted) > 2:
+        places = np.argsort(np.argsort(predicted))
+        print(f"rank correlation: {np.corrcoef(places, range(len(good)))[0, 1]:.2f}")
+
+
+def name_of(c):
+    """Return the name of a layout: its values of GRID."""
+    return " ".join(f"{name}={getattr(c, name)}" for name in GRID)
+
+
+def accepted(base, processes):
+    """Return the configurations of GRID that `config.check` accepts. Raises UserError if there are none."""
+    divisors, found = [n for n in range(1, processes + 1) if processes % n == 0], []
+    sizes = [2**i for i in range(base.global_batch_size.bit_length())]
+    for values in itertools.product(divisors, divisors, sizes):
+        c = replace(base, **dict(zip(GRID, values, strict=True)))
+        try:
+            configuration.check(c, processes)
+            found.append(c)
+        except UserError as error:
+            refusal = error
+    if not found:
+        raise UserError(f"--processes={processes}: no layout suits this configuration; for example: {refusal}")
+    return found
+
+
+def prepare(base, folder):
+    """Write base.py and random tokens in `folder`. Raises UserError if it has a sweep of another configuration."""
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    text = "".join(f"{name} = {value!r}\n" for name, value in asdict(base).items() if name not in GRID)
+    path, count = folder / "base.py", max(2**16, base.seq_length + 1)
+    if path.exists() and path.read_text() != text:
+        raise UserError(f"{folder}: has a sweep of another configuration; remove this folder")
+    path.write_text(text)
+    dtype = "uint16" if base.vocab_size <= 2**16 else "uint32"
+    np.random.default_rng(0).integers(0, base.vocab_size, count).astype(dtype).tofile(folder / "data" / "train.bin")
+    meta = dict(tokenizer="random", vocab_size=base.vocab_size, eot_id=0, dtype=dtype)
+    meta |= dict(tokens={"train": count}, documents={"train": 1})
+    (folder / "data" / "meta.json").write_text(json.dumps(meta))
+
+
+def measure_all(chosen, processes, folder):
+    """Run the layouts that have no line in results.jsonl. Return {name: row} of all lines."""
+    path = folder / "results.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    done = {row["layout"]: row for row in map(json.loads, lines)}
+    for name in (name for name in chosen if name not in done):
+        done[name] = {"layout": name} | run(name, processes, folder)
+        with open(path, "a") as file:
+            file.write(json.dumps(done[name]) + "\n")
+        print(f"{name}: {done[name]['error'] or spread(done[name]['ms']) + ' ms'}", flush=True)
+    return done
+
+
+def run(name, processes, folder):
+    """Run one layout. Return {"ms": milliseconds of each timed step, "error": None or a line}."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command += [ROOT / "train.py", folder / "base.py", *(f"--{field}" for field in name.split())]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory(dir=folder) as out, open(folder / "run.log", "w+") as log:
+        try:
+            process = subprocess.run(
+                [*command, f"--out_dir={out}"], env=environment, stdout=log, stderr=log, timeout=LIMIT
+            )
+        except subprocess.TimeoutExpired:
+            return {"ms": [], "error": f"not finished after {LIMIT} s"}
+        if process.returncode == 0:
+            rows = read_metrics(Path(out) / "metrics.jsonl").values()
+            return {"ms": [row["iteration_ms"] for row in rows][WARMUP:], "error": None}
+        log.seek(0)
+        lines = [line.strip() for line in log if line.strip()]
+    reasons = [line for line in lines if "rror: " in line] or lines[-1:]
+    return {"ms": [], "error": reasons[0][-160:]}
