@@ -173,8 +173,7 @@ class Ours:
         self.batches = itertools.cycle([self.run.model.micro_batch(*batch) for batch in batches])
 
     def step(self):
-        with operations.attention_order():  # as train.py
-            return train.train_step(self.run, self.batches)
+        return train.train_step(self.run, self.batches)
 
     @torch.no_grad()
     def restart(self):

@@ -35,8 +35,6 @@ INSTRUCTIONS = dict(
     spills=r"(STL|LDL)\b",  # stores to the stack and loads from it, because there are too few registers
     loads=r"LDG\b",  # from global memory to registers
     wide_loads=r"LDG\.\S*(128|256)\b",  # 16 bytes or more per thread, for the full bandwidth
-    stores=r"STG\b",
-    wide_stores=r"STG\.\S*(128|256)\b",
     async_copies=r"LDGSTS\b",  # from global to shared memory, in parallel with arithmetic
     wide_async_copies=r"LDGSTS\.\S*128\b",
     hgmma=r"HGMMA\b",  # Hopper's tensor cores
@@ -102,22 +100,20 @@ def report(kernel, types, constants, arch, **options):
     from triton.compiler import ASTSource
 
     runtime = [name for name in kernel.arg_names if name not in constants]
-    written = dict(zip(runtime, types.split(), strict=True))
-    signature = {name: written.get(name, "constexpr").removesuffix(":1") for name in kernel.arg_names}
+    written = dict.fromkeys(kernel.arg_names, "constexpr") | dict(zip(runtime, types.split(), strict=True))
+    signature = {name: kind.removesuffix(":1") for name, kind in written.items()}
     divisible = {
         (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(kernel.arg_names)
-        if re.fullmatch(r"(\*.*|[iu]\d+)(?<!:1)", written.get(name, ""))
+        for place, kind in enumerate(written.values())
+        if kind[0] in "*i" and not kind.endswith(":1")
     }
     source = ASTSource(kernel, signature, constants, divisible)
     binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     usage = disassembled("cuobjdump", "-res-usage", binary.asm["cubin"])
     code = disassembled("nvdisasm", "-c", binary.asm["cubin"])
-    found = {name: len(re.findall(rf"\b{pattern}", code)) for name, pattern in INSTRUCTIONS.items()}
-    found |= {
-        name: int(re.search(rf"{word}:(\d+)", usage)[1]) for name, word in (("registers", "REG"), ("stack", "STACK"))
-    }
-    return found | {"shared": binary.metadata.shared}
+    registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
+    counts = {name: len(re.findall(rf"\b{pattern}", code)) for name, pattern in INSTRUCTIONS.items()}
+    return dict(registers=registers, stack=stack, shared=binary.metadata.shared, **counts)
 
 
 def programs(report, num_warps, arch):

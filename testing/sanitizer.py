@@ -18,7 +18,7 @@ means after `install()`:
                     The speed of a memory-bound kernel depends on these bytes, so a unit test can check it.
 
 A launch raises the original exception instead of the interpreter's InterpreterError. Integers wrap silently, as in a
-kernel that is compiled without debug=True. Atomics are not supported, because no kernel of this project needs them.
+kernel that is compiled without debug=True. Atomics are not checked, because no kernel of this project needs them.
 
     sanitizer.install()
     with sanitizer.traffic() as t:
@@ -64,7 +64,6 @@ class Traffic:
     perfect cache.
     """
 
-    launches: int = 0
     flops: int = 0  # 2 m n k for each `tl.dot`
     loaded: Counter = field(default_factory=Counter)
     stored: Counter = field(default_factory=Counter)
@@ -72,12 +71,12 @@ class Traffic:
     stored_unique: Counter = field(default_factory=Counter)
 
     def add(self, launch):
-        self.launches += 1
         self.flops += launch.flops
-        for argument in launch.arguments:
-            for kind, touched in (("loaded", argument.loaded), ("stored", argument.stored)):
-                getattr(self, kind)[argument.name] += int(touched.sum()) * argument.item
-                getattr(self, f"{kind}_unique")[argument.name] += np.count_nonzero(touched) * argument.item
+        for a in launch.arguments:
+            self.loaded[a.name] += int(a.loads.sum()) * a.item
+            self.stored[a.name] += int(a.stores.sum()) * a.item
+            self.loaded_unique[a.name] += np.count_nonzero(a.loads) * a.item
+            self.stored_unique[a.name] += np.count_nonzero(a.stores) * a.item
 
 
 _counting = []  # the Traffic of each open `with traffic()`
@@ -87,12 +86,11 @@ _launch = None  # the current Launch
 @contextmanager
 def traffic():
     """Yield a Traffic. Each launch in the `with` block adds its counts at its end."""
-    total = Traffic()
-    _counting.append(total)
+    _counting.append(Traffic())
     try:
-        yield total
+        yield _counting[-1]
     finally:
-        _counting[:] = [t for t in _counting if t is not total]
+        _counting.pop()
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -102,51 +100,51 @@ ADDRESS = np.uint64((1 << 48) - 1)
 NOBODY, SEVERAL = -1, -2  # They stand for the index of a program or of a lane.
 
 
-class Argument:
-    """One tensor of a launch: the addresses that its pointers may access, and how often each element was accessed."""
-
-    def __init__(self, name, tensor):
-        self.name, self.address, self.item = name, tensor.data_ptr(), tensor.element_size()
-        self.storage = tensor.untyped_storage().data_ptr(), self.item
-        self.what = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        self.belongs = np.zeros(reach if tensor.numel() else 0, bool)  # False in the gaps of a view
-        own = torch.arange(len(self.belongs)).as_strided(tensor.shape, tensor.stride())
-        self.belongs[own.reshape(-1).numpy()] = True
-        self.loaded, self.stored = (np.zeros(len(self.belongs), np.int64) for _ in range(2))
-
-    def elements(self, addresses):
-        """Return the indices of the addressed elements [lanes], and a mask [lanes] of those outside of this tensor."""
-        elements, rest = np.divmod(addresses.astype(np.int64) - self.address, self.item)
-        outside = (elements < 0) | (elements >= len(self.belongs)) | (rest != 0)
-        return elements, outside | ~self.belongs[elements.clip(0, len(self.belongs) - 1)]
-
-
 class Memory:
-    """The accesses of this launch to one storage. Arguments may overlap, such as q, k and v, views of one tensor."""
+    """The accesses of one launch to one storage. Arguments may share a storage, such as q, k and v of one qkv."""
 
-    def __init__(self, arguments):
-        self.start, item = min(a.address for a in arguments), arguments[0].item
-        size = (max(a.address + len(a.belongs) * item for a in arguments) - self.start) // item
+    def __init__(self, tensor):
+        size = tensor.untyped_storage().nbytes() // tensor.element_size()
         # The program that loaded each element, the program that stored it, and the lane that stored it.
         self.loads, self.stores, self.lane = (np.full(size, NOBODY, np.int32) for _ in range(3))
 
 
+class Argument:
+    """One tensor of a launch: the elements of its storage that belong to it, and how often each was accessed."""
+
+    def __init__(self, name, tensor, memory):
+        self.name, self.tensor, self.memory = name, tensor, memory
+        self.item, self.first = tensor.element_size(), tensor.storage_offset()
+        self.storage = tensor.data_ptr() - self.first * self.item  # address of the storage
+        belongs = torch.zeros(len(memory.loads), dtype=torch.bool)
+        belongs.as_strided(tensor.shape, tensor.stride(), self.first).fill_(True)
+        self.belongs = belongs.numpy()
+        self.loads, self.stores = np.zeros((2, len(belongs)), np.int64)
+
+    def elements(self, addresses):
+        """Return the indices of the addressed elements in the storage, and a mask of those outside of the tensor."""
+        elements = (addresses.astype(np.int64) - self.storage) // self.item
+        outside = (elements < 0) | (elements >= len(self.belongs))
+        return elements, outside | ~self.belongs[elements.clip(0, len(self.belongs) - 1)]
+
+
 class Launch:
-    """One launch: its arguments, their memory, and the checks of every access."""
+    """One launch: its arguments, and the checks of every access."""
 
     def __init__(self):
-        self.arguments, self.tags, self.memories, self.flops = [], {}, {}, 0
+        self.arguments, self.flops = [], 0
         self.patched = set()  # the Python modules whose `tl` is replaced by the interpreter's
 
     def add_arguments(self, named):
         """Register the tensors of [(name, value)]."""
-        for name, value in named:
-            if isinstance(value, torch.Tensor):
-                self.arguments.append(Argument(name, value))
-                self.tags[id(value)] = len(self.arguments)  # The tensor lives during the launch, so its id is unique.
-        for storage in {a.storage for a in self.arguments}:
-            self.memories[storage] = Memory([a for a in self.arguments if a.storage == storage])
+        memories = {}
+        for name, tensor in named:
+            if isinstance(tensor, torch.Tensor):
+                memory = memories.setdefault(tensor.untyped_storage().data_ptr(), Memory(tensor))
+                self.arguments.append(Argument(name, tensor, memory))
+
+    def tag(self, tensor):
+        return np.uint64([a.tensor is tensor for a in self.arguments].index(True) + 1) << TAG
 
     def access(self, pointers, mask, does):
         """Check and count one access. Return the pointers as plain addresses, without the argument's index.
@@ -155,56 +153,43 @@ class Launch:
         """
         tagged, mask = np.broadcast_arrays(pointers.data, np.asarray(mask.data))
         lanes = np.flatnonzero(mask)
-        tagged = tagged.reshape(-1)[lanes]
-        tags = tagged >> TAG
-        for tag in np.unique(tags):
-            chosen = tags == tag
-            self.check(int(tag), tagged[chosen] & ADDRESS, lanes[chosen], does)
+        if len(lanes):
+            tagged = tagged.reshape(-1)[lanes]
+            tag = tagged[0] >> TAG  # All pointers of an access are those of one argument.
+            self.check(self.arguments[int(tag) - 1], tagged - (tag << TAG), lanes, does)
         return TensorHandle(pointers.data & ADDRESS, pointers.dtype)
 
-    def check(self, tag, addresses, lanes, does):
-        place = f"program {interpreter.interpreter_builder.grid_idx}"
-        if not 1 <= tag <= len(self.arguments):
-            raise OutOfBounds(f"{place} {does} at address {addresses[0]:#x}, far from every tensor argument")
-        argument = self.arguments[tag - 1]
+    def check(self, argument, addresses, lanes, does):
+        """Raise OutOfBounds or Race, or note the access of these lanes."""
+        grid, memory = interpreter.interpreter_builder, argument.memory
+        program = np.ravel_multi_index(grid.grid_idx, grid.grid_dim)
         elements, outside = argument.elements(addresses)
 
         def refuse(error, wrong, why):
             if wrong.any():
                 i = wrong.argmax()
-                raise error(f"{place}, lane {lanes[i]}, {does} {argument.name}[{elements[i]}]{why}")
-
-        refuse(
-            OutOfBounds, outside, f": {argument.name} is {argument.what} in elements 0 to {len(argument.loaded) - 1}"
-        )
-        np.add.at(argument.loaded if does == "loads" else argument.stored, elements, 1)
-        self.check_races(
-            self.memories[argument.storage], argument, elements, lanes, does, functools.partial(refuse, Race)
-        )
-
-    def check_races(self, memory, argument, elements, lanes, does, refuse):
-        elements = elements + (argument.address - memory.start) // argument.item
-        x, y, z = interpreter.interpreter_builder.grid_idx
-        _, height, depth = interpreter.interpreter_builder.grid_dim
-        program = (x * height + y) * depth + z
+                place = f"{argument.name}[{elements[i] - argument.first}]"
+                raise error(f"program {grid.grid_idx}, lane {lanes[i]}, {does} {place}, {why}")
 
         def by_others(programs):
             return (programs[elements] != NOBODY) & (programs[elements] != program)
 
-        refuse(by_others(memory.stores), ", which another program of this launch stored")
+        refuse(OutOfBounds, outside, f"which is outside of the argument's shape {list(argument.tensor.shape)}")
+        refuse(Race, by_others(memory.stores), "which another program of this launch stored")
         before = memory.lane[elements]
-        refuse((before != NOBODY) & (before != lanes), ", which another lane stored: tl.debug_barrier() is missing")
+        refuse(Race, (before != NOBODY) & (before != lanes), "which another lane stored: tl.debug_barrier() is missing")
+        np.add.at(getattr(argument, does), elements, 1)
         if does == "loads":
             memory.loads[elements] = np.where(by_others(memory.loads), SEVERAL, program)
         else:
-            refuse(by_others(memory.loads), ", which another program of this launch loaded")
+            refuse(Race, by_others(memory.loads), "which another program of this launch loaded")
             memory.lane[elements] = lanes
-            refuse(memory.lane[elements] != lanes, ", which another lane of this store also stores")
+            refuse(Race, memory.lane[elements] != lanes, "which another lane of this store also stores")
             memory.stores[elements] = program
 
     def barrier(self):
-        for memory in self.memories.values():
-            memory.lane.fill(NOBODY)
+        for argument in self.arguments:
+            argument.memory.lane.fill(NOBODY)
 
 
 # --- installation -----------------------------------------------------------------------------------------------------
@@ -257,7 +242,7 @@ def _install_launch():
 
     @replaces(interpreter, "_patch_lang")
     def patch_once(original, function):
-        """Do it once per launch. Triton does it in every call of a function, which takes half of the time."""
+        """Do it once per launch. Triton does it in every call of a function, which takes most of the time."""
         if function.__module__ not in _launch.patched:
             _launch.patched.add(function.__module__)
             return original(function)
@@ -274,7 +259,7 @@ def _install_launch():
         """Convert a tensor to a pointer, and add its argument's index."""
         result = original(value)
         if isinstance(value, torch.Tensor):
-            result.handle.data = result.handle.data | (np.uint64(_launch.tags[id(value)]) << TAG)
+            result.handle.data = result.handle.data | _launch.tag(value)
         return result
 
 
@@ -290,7 +275,6 @@ def _install_memory():
     @replaces(InterpreterBuilder, "create_barrier")
     def barrier(original, self):
         _launch.barrier()
-        return original(self)
 
 
 # --- bfloat16 ---------------------------------------------------------------------------------------------------------
@@ -315,30 +299,14 @@ def rounded(handle):
     return TensorHandle(data, tl.bfloat16)
 
 
-def refuse_bfloat16(*values):
-    if any(map(is_bfloat16, values)):
-        raise TypeError("this operation on bfloat16 is not supported: convert to float32 first")
-
-
 def _install_bfloat16():
     def refusing(original, self, *arguments):
-        if np.where not in arguments:  # It chooses bits and does not compute with them.
-            refuse_bfloat16(*arguments)
+        if np.where not in arguments and any(map(is_bfloat16, arguments)):  # `np.where` only chooses bits.
+            raise TypeError("this operation on bfloat16 is not supported: convert to float32 first")
         return original(self, *arguments)
 
     for name in ("unary_op", "binary_op", "ternary_op"):
         replaces(InterpreterBuilder, name)(refusing)
-
-    @replaces(interpreter.ReduceScanOpInterface, "apply")
-    def reduce(original, self, value):
-        refuse_bfloat16(*(part.handle for part in (value if isinstance(value, tuple) else (value,))))
-        return original(self, value)
-
-    @replaces(InterpreterBuilder, "create_fma")
-    def fma(original, self, *factors):
-        refuse_bfloat16(*factors)
-        x, y, z = (factor.data.astype(np.float64) for factor in factors)  # Triton 3.7 would round twice.
-        return TensorHandle((x * y + z).astype(np.float32), factors[0].dtype)
 
     @replaces(InterpreterBuilder, "create_dot")
     def dot(original, self, left, right, *rest):
@@ -350,11 +318,5 @@ def _install_bfloat16():
         if to.scalar == tl.bfloat16 and not is_bfloat16(value):
             return rounded(original(self, value, tl.float32))
         return original(self, widened(value) if to.scalar != tl.bfloat16 else value, to)
-
-    @replaces(InterpreterBuilder, "create_fp_to_fp")
-    def cast_with_rounding(original, self, value, to, rounding):
-        if is_bfloat16(value) or to.scalar == tl.bfloat16:
-            return self.cast_impl(value, to)
-        return original(self, value, to, rounding)
 
     InterpreterBuilder.get_bf16 = lambda self, value: rounded(self.get_fp32(value))  # Triton 3.7 has none.
