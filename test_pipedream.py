@@ -4,21 +4,18 @@
 micro-batch with the versions that the papers state. It has its own update rules.
 """
 
-import contextlib
 import functools
 import itertools
 import math
 import re
-import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
-from fractions import Fraction
 
 import pytest
 import torch
 
 import data
 import train
-from accounts import draw, ledger, memory, meter, report, traffic
+from accounts import draw, ledger, memory, meter
 from config import Config, check
 from errors import UserError
 from parallel import replicas
@@ -26,25 +23,11 @@ from parallel.layout import split
 from parallel.mesh import Mesh
 from parallel.optimizer import RULES, learning_rate
 from parallel.pipedream import train_call
-from parallel.schedules import ASYNCHRONOUS, Action, build, kept_versions, simulate, updates
-from parallel.schedules import check as check_schedule
+from parallel.schedules import ASYNCHRONOUS, build, kept_versions
 from test_checkpoint import arrays, configured, curve, go
 from test_layouts import assert_same_model, built, covering, micro_batches, parameters, specs, tiny_config
 
 # --- the schedules ----------------------------------------------------------------------------------------------------
-
-
-def test_makespan_and_throughput():
-    """The makespan is (M+p-1)(F+B). Flushes after every m micro-batches make it M(m+p-1) / (m(M+p-1)) times as long."""
-    cost = {"F": 1.0, "B": 2.5}
-    for p, M in itertools.product(range(1, 9), range(1, 25)):
-        drawn = [build("pipedream", p, M)]
-        drawn += [build("pipedream-2bw", p, M, 1, m) for m in range(p, M + 1) if M % m == 0]
-        for schedule in drawn:
-            line, m = simulate(schedule, cost), M // updates(schedule)
-            assert line.makespan == pytest.approx((M + p - 1) * 3.5)
-            flushed = simulate(build("1f1b", p, m), cost).makespan * M / m
-            assert flushed / line.makespan == pytest.approx(M * (m + p - 1) / (m * (M + p - 1)))
 
 
 def test_the_versions_of_the_theory():
@@ -68,63 +51,13 @@ def test_the_versions_of_the_theory():
             assert kept_versions(schedule, i, [i])[0] == min(2, max(1, n - 1))
 
 
-def without(actions, *left_out):
-    return [action for action in actions if action not in left_out]
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (lambda a, v: a.__setitem__(1, without(a[1], Action("U", 2, 1))), "rank 1 updates after the micro-batches"),
-        (lambda a, v: a.__setitem__(0, without(a[0], Action("U", 5, 0))), "rank 0 updates after the micro-batches"),
-        (
-            lambda a, v: a[1].insert(1, a[1].pop(a[1].index(Action("U", 0, 1)))),
-            "deadlock: .*U of micro-batch 0, chunk 1. waits for B of micro-batch 0, chunk 1",
-        ),
-        (lambda a, v: v[1].__setitem__(0, 1), "F of micro-batch 0, chunk 1. waits for U of micro-batch 0, chunk 1"),
-        (lambda a, v: v[0].__setitem__(5, 7), "there are only the versions 0 to 6"),
-    ],
-)
-def test_wrong_updates_are_refused(change, message):
-    schedule = build("pipedream", 3, 6)
-    change(schedule.actions, schedule.versions)
-    with pytest.raises(UserError, match=message):
-        check_schedule(schedule)
-    with pytest.raises(UserError, match="updates after"):
-        check_schedule(build("pipedream", 3, 6)._replace(versions=None))
-
-
-@pytest.mark.parametrize(
-    "sizes, message",
-    [
-        (("pipedream", 4, 8, 1, 2), "per_update=2: pipedream updates after every micro-batch; should be 1"),
-        (
-            ("pipedream-2bw", 4, 8, 1, 3),
-            "per_update=3: pipedream-2bw needs stages=4 or more micro-batches in an update",
-        ),
-        (("pipedream-2bw", 4, 10), "microbatches=10: pipedream-2bw needs a multiple of per_update=4"),
-    ],
-)
-def test_impossible_sizes_are_refused(sizes, message):
-    with pytest.raises(UserError) as error:
-        build(*sizes)
-    assert str(error.value) == message
-
-
-def test_the_drawing_shows_updates_and_versions(capsys, tmp_path):
-    draw.main(["pipedream", "--stages=2", "--microbatches=4", "--without_stashing", f"--svg={tmp_path / 'a.svg'}"])
+def test_the_drawing_shows_updates_and_versions(capsys):
+    draw.main(["pipedream", "--stages=2", "--microbatches=4", "--without_stashing"])
     lines = capsys.readouterr().out.splitlines()
-    assert "F forward   B backward   | update   .. idle" in lines
     rows = [lines[i : i + 2] for i, line in enumerate(lines) if line.startswith("rank 0")]
     assert [row[0] for row in rows] == ["rank 0   F0 F1 ......B0--- F2 B1--- F3 B2--- ...B3--- "] * 2
     assert rows[0][1] == "version  0  0        0    |1  0    |2  1    |   2    |"
     assert rows[1][1] == "version  0  0        0    |1  1!   |2  2!   |   3!   |"
-    assert "kept   2 1 versions of the weights" in lines
-    picture = ElementTree.parse(tmp_path / "a.svg").getroot()
-    texts = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
-    assert texts.count("version") == 4 and [text for text in texts if text.endswith("!")] == ["1!", "2!", "3!"]
-    red = [e for e in picture.iter("{http://www.w3.org/2000/svg}rect") if e.get("width") == "3"]
-    assert len(red) == 2 * 2 * 4  # an update of each rank and micro-batch, in two pictures
 
 
 # --- the sequential program -------------------------------------------------------------------------------------------
@@ -196,17 +129,13 @@ def asynchronous(schedule, pp, per_update=1, updates=12, dp=1, tp=1, **fields):
 
 def check_same(results, reference, config):
     """Fail with a message unless each rank's losses, norms and parameters are those of `oracle`."""
-    for k, expected in enumerate(zip(*reference[:2], strict=True), 1):
-        for rank, found in enumerate(results):
-            right = [
-                math.isclose(x, y, rel_tol=1e-10) for x, y in zip((r[k - 1] for r in found[:2]), expected, strict=True)
-            ]
-            cause = "" if all(right) else FORWARD if not right[0] else BACKWARD
-            if cause:
-                values = f"loss {found[0][k - 1]!r}, norm {found[1][k - 1]!r} on rank {rank} instead of {expected}"
-                pytest.fail(
-                    f"{config.schedule} pp={config.pp}: first difference in update {k}: {values}. {cause}", False
-                )
+    for rank, (losses, norms, *_) in enumerate(results):
+        for k, (x, y, loss, norm) in enumerate(zip(losses, norms, *reference[:2], strict=True), 1):
+            right = math.isclose(x, loss, rel_tol=1e-10), math.isclose(y, norm, rel_tol=1e-10)
+            if not all(right):
+                place = f"{config.schedule} pp={config.pp}: first difference in update {k} on rank {rank}"
+                values = f"loss {x!r}, norm {y!r} instead of {loss!r}, {norm!r}"
+                pytest.fail(f"{place}: {values}. {BACKWARD if right[0] else FORWARD}", False)
     assert_same_model(results, reference, config, specs(config.num_layers))
 
 
@@ -214,40 +143,13 @@ FORWARD = "The loss differs: a forward uses a wrong version of the weights, or a
 BACKWARD = "The loss is right: a backward does not use the weights of its forward, or a sum of gradients is wrong."
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("p", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
 def test_losses_and_parameters_are_those_of_the_sequential_program(workers, schedule, p):
-    for optimizer in ("sgd", "adamw"):
-        for calls in [(12,), (5, 7)] + [(16,)] * (p == 8):
-            config = asynchronous(schedule, p, p if "2bw" in schedule else 1, calls[-1], optimizer=optimizer)
-            results = workers.run(p, train_asynchronously, config, calls)
-            check_same(results, oracle(config, 1, calls), config)
-
-
-def delayed_loop(config, updates):
-    """Return the losses of W(t+1) = W(t) - rate * gradient(W(t-1)) on one process. An update has one micro-batch."""
-    alone = dict(pp=1, schedule="1f1b", updates_per_call=1, micro_batch_size=config.global_batch_size)
-    run = built(replace(config, **alone))
-    weights = [p for bucket in run.zero.buckets.values() for p in bucket.params]
-    before = now = [w.detach().clone() for w in weights]
-    batches, losses = micro_batches(run), []
-    for t in range(1, updates + 1):
-        for w, value in zip(weights, before, strict=True):
-            w.data.copy_(value)
-        run.zero.zero_grad()
-        losses.append(run.executor.run(batches, 1, 1.0).item())
-        decays = [config.weight_decay * w.spec.decay for w in weights]
-        rate, steps = learning_rate(config, t), zip(now, weights, decays, strict=True)
-        before, now = now, [value - rate * (w.grad + decay * value) for value, w, decay in steps]
-    return losses
-
-
-def test_2bw_is_gradient_descent_with_a_delay_of_one(workers):
-    for pp, m in [(2, 3), (4, 4)]:
-        config = asynchronous("pipedream-2bw", pp, m, 12, optimizer="sgd", lr=0.5)
-        losses = delayed_loop(config, 12)
-        for found, *_ in workers.run(pp, train_asynchronously, config, (12,)):
-            assert found == pytest.approx(losses, rel=1e-10)
+    for optimizer, calls in [("sgd", (12,)), ("adamw", (5, 7))] + [("adamw", (16,))] * (p == 8):
+        config = asynchronous(schedule, p, p if "2bw" in schedule else 1, calls[-1], optimizer=optimizer)
+        results = workers.run(p, train_asynchronously, config, calls)
+        check_same(results, oracle(config, 1, calls), config)
 
 
 # --- the grid ---------------------------------------------------------------------------------------------------------
@@ -287,8 +189,10 @@ def points():
 def pytest_generate_tests(metafunc):
     """Parametrize the two tests below, as in test_layouts.py."""
     if "point" in metafunc.fixturenames:
-        one_optimizer = [point for point in points() if point["optimizer"] == AXES["optimizer"][0]]
-        found = covering(points()) if metafunc.function is test_the_grid_covered else one_optimizer
+        found = [point for point in points() if point["optimizer"] == AXES["optimizer"][0]]
+        if metafunc.function is test_the_grid_covered:
+            few = covering([point for point in points() if point["dp"] * point["tp"] * point["pp"] <= 4])
+            found = few + [pytest.param(point, marks=pytest.mark.slow) for point in covering(points(), few)]
         metafunc.parametrize("point", found, ids=lambda point: "-".join(map(str, point.values())))
 
 
@@ -337,10 +241,6 @@ def test_logs_validation_and_checkpoints_change_no_bit(workers, tokens_dir, tmp_
     assert sorted(path.name for path in busy.glob("step_*")) == ["step_12", "step_4", "step_8"]
     assert len(curve(plain)) == 3 and repr(curve(plain)) == repr(curve(busy)) == repr(curve(parts))
     assert arrays(plain / "step_12") == arrays(busy / "step_12") == arrays(parts / "step_12")
-    last = [row[0] for row in curve(plain)]
-    other = tmp_path / "other"
-    workers.run(2, go, at_rest(other, tokens_dir, schedule, 2, log_interval=4, updates_per_call=12))
-    assert [row[0] for row in curve(other)] != last, "updates_per_call has no effect"
 
 
 def refused(config):
@@ -357,31 +257,27 @@ def test_updates_per_call_does_not_change_on_resume(workers, tokens_dir, tmp_pat
     assert workers.run(2, refused, config) == [message] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "before, after",
     [
-        (dict(ranks=2, schedule="pipedream", pp=2), dict(ranks=4, schedule="1f1b", pp=1, tp=2, zero=3)),
-        (dict(ranks=4, schedule="1f1b", pp=1, zero=3), dict(ranks=8, schedule="pipedream", pp=4, zero=1)),
+        (dict(ranks=2, schedule="pipedream", pp=2), dict(ranks=4, schedule="1f1b", tp=2, zero=3)),
+        (dict(ranks=4, schedule="1f1b", zero=3), dict(ranks=8, schedule="pipedream", pp=4, zero=1)),
         (dict(ranks=2, schedule="pipedream-2bw", pp=2), dict(ranks=4, schedule="pipedream", pp=2, tp=2)),
     ],
 )
 def test_checkpoints_load_in_any_layout(workers, tokens_dir, tmp_path, before, after):
     """Another layout loads a checkpoint and saves it again without a step: the files are equal."""
-    fields = dict(train_iters=4, global_batch_size=8, micro_batch_size=8, eval_iters=0)
-    first, second = dict(before), dict(after)
-    ranks = first.pop("ranks"), second.pop("ranks")
-    for number, kind in zip(ranks, (first, second), strict=True):
-        kind["updates_per_call"] = 4 if kind["schedule"] in ASYNCHRONOUS else 1
-        kind["micro_batch_size"] = 8 // (number // (kind.get("tp", 1) * kind["pp"]))
-        if kind["schedule"] == "pipedream-2bw":
-            kind["micro_batch_size"] //= 2
-        kind |= dict(clip_grad=0.0, num_layers=3)
-    workers.run(ranks[0], go, configured(tmp_path / "a", tokens_dir, **fields | first))
-    again = configured(tmp_path / "a", tokens_dir, **fields | second)
-    workers.run(ranks[1], load_and_save, again, str(tmp_path / "a/step_4"), str(tmp_path / "b"))
+    fields = dict(train_iters=4, global_batch_size=8, eval_iters=0, clip_grad=0.0, num_layers=3, save_interval=4)
+    configs = []
+    for ranks, kind in ((d["ranks"], {k: v for k, v in d.items() if k != "ranks"}) for d in (before, after)):
+        m = 2 if kind["schedule"] == "pipedream-2bw" else 1
+        dp, updates = ranks // (kind.get("tp", 1) * kind.get("pp", 1)), 4 if "pipedream" in kind["schedule"] else 1
+        more = dict(micro_batch_size=8 // (m * dp), updates_per_call=updates)
+        configs.append(configured(tmp_path / "a", tokens_dir, **fields, **kind, **more))
+    workers.run(before["ranks"], go, configs[0])
+    workers.run(after["ranks"], load_and_save, configs[1], str(tmp_path / "a/step_4"), str(tmp_path / "b"))
     assert arrays(tmp_path / "a/step_4") == arrays(tmp_path / "b/step_4")
-    workers.run(ranks[1], go, replace(again, train_iters=8))
-    assert len(curve(tmp_path / "a")) > 4 // first["updates_per_call"]
 
 
 def load_and_save(config, path, out_dir):
@@ -391,24 +287,10 @@ def load_and_save(config, path, out_dir):
     train.save(run, data.Tokens(config.data_dir, "train", config.seq_length, config.vocab_size), [])
 
 
-class Stopped(contextlib.nullcontext):
-    """Replaces `processes.Signals`. A signal to stop has arrived before the first step."""
-
-    stop, orphaned = True, False
-
-    def __enter__(self):
-        return self
-
-
-def go_stopped(config):
-    train.processes.Signals = Stopped
-    go(config)
-
-
-def test_a_signal_stops_the_run_at_the_end_of_a_call(workers, tokens_dir, tmp_path):
-    workers.run(2, go_stopped, at_rest(tmp_path, tokens_dir, "pipedream", 2, log_interval=100))
-    workers.stop()  # because Signals is replaced in these processes
-    assert [path.name for path in tmp_path.glob("step_*")] == ["step_4"] and len(curve(tmp_path)) == 1
+def test_a_signal_stops_the_run_at_the_end_of_a_call():
+    config = asynchronous("pipedream", 1, updates=3)
+    run = built(config)
+    assert [step.read().stop for step in train_call(run, micro_batches(run), stop=True)] == [True] * 3
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_before_the_next_save(workers, monkeypatch, tokens_dir, tmp_path):
@@ -416,52 +298,33 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_the_next_save(workers
     fields = dict(save_interval=4, keep=0, optimizer="sgd", train_iters=16)
     workers.run(2, go, at_rest(tmp_path, tokens_dir, "pipedream", 2, **fields | dict(train_iters=4)))
     config = at_rest(tmp_path, tokens_dir, "pipedream", 2, **fields, lr=1e200, min_lr=1e200)
-    messages = workers.run(2, refused, config)
-    assert messages[0] == messages[1]
-    expected = (
-        r"iteration [5-9]: the gradient norm is (nan|inf): pipedream can't skip an update; resume from the last .*"
-    )
-    assert re.fullmatch(expected, messages[0])
+    for message in workers.run(2, refused, config):
+        assert re.match(r"iteration [5-9]: the gradient norm is (nan|inf): pipedream can't skip an update", message)
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_4"]
 
 
-MISTAKES = [
-    (dict(clip_grad=1.0), "clip_grad=1.0: pipedream updates a stage before .* set --clip_grad=0"),
-    (dict(dtype="fp16"), "dtype=fp16: pipedream can't skip an update .*"),
-    (dict(optimizer="lamb"), "optimizer=lamb: .* set --optimizer=adamw or sgd"),
-    (dict(optimizer="lars"), "optimizer=lars: .* set --optimizer=adamw or sgd"),
-    (dict(zero=2), "zero=2: .* set --zero=1 or 0"),
-    (dict(zero=3), "zero=3: .* set --zero=1 or 0"),
-    (dict(rampup_batch_size="2,2,8"), "rampup_batch_size=2,2,8: .*"),
-    (dict(global_batch_size=8), "global_batch_size=8: pipedream updates after every micro-batch; set 4"),
-    (dict(train_iters=10), "train_iters=10: pipedream needs a multiple of updates_per_call=4, such as 8 or 12"),
-    (dict(updates_per_call=0), "updates_per_call=0: should be positive"),
-    (dict(chunks=2), "chunks=2: pipedream does not cut .*"),
-    (dict(schedule="1f1b"), "updates_per_call=4: schedule=1f1b is empty after every update; .*"),
-    (
-        dict(schedule="pipedream-2bw", global_batch_size=4),
-        "global_batch_size=4: pipedream-2bw needs at least pp=2 micro-batches in an update; set 8 or more",
-    ),
+MISTAKES = [  # fields of a configuration, of which the first is named
+    *(dict(clip_grad=1.0), dict(dtype="fp16"), dict(optimizer="lamb"), dict(optimizer="lars"), dict(zero=2)),
+    *(dict(rampup_batch_size="2,2,8"), dict(global_batch_size=8), dict(train_iters=10), dict(updates_per_call=0)),
+    *(dict(chunks=2), dict(updates_per_call=4, schedule="1f1b")),
+    dict(global_batch_size=4, schedule="pipedream-2bw"),
 ]
 
 
-@pytest.mark.parametrize("fields, message", MISTAKES, ids=lambda x: str(x)[:40])
-def test_what_needs_all_ranks_at_each_update_is_refused_by_name(fields, message):
-    good = dict(
-        schedule="pipedream", pp=2, updates_per_call=4, micro_batch_size=2, global_batch_size=4, clip_grad=0.0,
-        train_iters=8,
-    )  # fmt: skip
-    assert check(Config(**good), 4) == 2
-    with pytest.raises(UserError) as error:
-        check(Config(**good | fields), 4)
-    assert re.fullmatch(message, str(error.value)), error.value
+@pytest.mark.parametrize("fields", MISTAKES, ids=str)
+def test_what_needs_all_ranks_at_each_update_is_refused_by_name(fields):
+    good = dict(schedule="pipedream", pp=2, updates_per_call=4, micro_batch_size=2, global_batch_size=4, train_iters=8)
+    assert check(Config(**good, clip_grad=0.0), 4) == 2
+    name, value = next(iter(fields.items()))
+    with pytest.raises(UserError, match=f"^{name}={value}: "):
+        check(Config(**good | dict(clip_grad=0.0) | fields), 4)
 
 
 # --- the accounts -----------------------------------------------------------------------------------------------------
 
 
 def accounts(config):
-    """Run one call. Return ([(measured, predicted)] of bytes sent and kept, the pipeline rank, the printed table)."""
+    """Run one call. Return (bytes sent, bytes kept), each (measured, predicted)."""
     run = built(config)
     rank, widths = run.mesh.pp.rank, (run.zero.dtype.itemsize, run.zero.master_dtype.itemsize)
     with meter.Activations(run.executor) as activations:
@@ -469,48 +332,15 @@ def accounts(config):
     sent = run.mesh.ledger.per_step(updates), ledger.predict(run.layout, run.schedule, rank, run.mesh.dp.rank, *widths)
     sizes = memory.sizes(config, *widths, on_cpu=True)
     kept = meter.model_states(run.zero, run.executor.flats) | activations.rows()
-    return [sent, (kept, memory.predict(run.layout, run.schedule, rank, sizes))], rank, report.sent_by_ranks(run)
+    return sent, (kept, memory.predict(run.layout, run.schedule, rank, sizes))
 
 
-@pytest.mark.parametrize("updates", [1, 3, 12])
 @pytest.mark.parametrize(
-    "schedule, pp", [("pipedream", 2), ("pipedream", 4), ("pipedream-2bw", 2), ("pipedream-2bw", 4)]
+    "schedule, pp, updates", [("pipedream", 4, 12), ("pipedream-2bw", 2, 1), ("pipedream-2bw", 4, 3)]
 )
 def test_bytes_sent_and_kept_equal_the_formulas(workers, monkeypatch, schedule, pp, updates):
     monkeypatch.setattr(workers, "adversary", False)  # in this mode a message is seen as sent at a random time
-    m = pp if schedule == "pipedream-2bw" else 1
-    more = [dict(dp=2, zero=1, dtype="bf16"), dict(dp=2, recompute="full", dtype="fp32")]
-    more += [dict(tp=2, sequence_parallel=True, dropout=0.1, dtype="fp64"), dict(optimizer="sgd", dtype="bf16")]
-    for fields in more:
-        config = asynchronous(schedule, pp, m, updates, **fields)
-        dp = fields.get("dp", 1)
-        for found, rank, table in workers.run(dp * config.tp * pp, accounts, config):
-            for measured, predicted in found:
-                assert measured == predicted, (fields, rank)
-            assert f"{float(found[0][1]['world', 'scalars', 'all_reduce'][1]):,.0f}" in table
-            kept, wide = found[1][0], 8 if config.dtype == "fp64" else 4
-            versions = min(2, max(1, updates - 1))
-            if schedule == "pipedream":
-                versions = min(pp - rank, max(1, updates - (pp - 1 - rank)))
-            word = 128 * 16 // config.tp  # the last rank keeps one version of the tied word table
-            others = kept["parameters"] - (word * widths_of(config)[0] if rank == pp - 1 else 0)
-            if rank != 0 or schedule == "pipedream":
-                assert kept[memory.OLDER] == (versions - 1) * others, (fields, rank)
-            waiting = {0: min(1, updates), pp - 1: min(pp, updates)}.get(rank, 0)
-            if schedule == "pipedream":
-                assert kept[memory.SUMS] == waiting * word * wide // (dp if config.zero else 1)
-
-
-def test_traffic_predicts_an_update_of_the_call(tmp_path):
-    """traffic.py predicts the bytes and calls of one update."""
-    config = asynchronous("pipedream", 2, 1, 12, dp=2, zero=1, dtype="fp32", eval_iters=0)
-    found = traffic.predict(config, 4)
-    assert updates(found.schedule) == 12 and found.sent[0]["world", "scalars", "all_reduce"][0] == Fraction(1, 12)
-    text = traffic.tables(found)
-    assert (
-        memory.OLDER in text and "Formula: 2 with m = 1 micro-batches" in text and traffic.svg(found).startswith("<svg")
-    )
-
-
-def widths_of(config):
-    return {"bf16": (2, 4), "fp32": (4, 4), "fp64": (8, 8)}[config.dtype]
+    for fields in [dict(dp=2, zero=1, dtype="bf16"), dict(tp=2, sequence_parallel=True, dropout=0.1, recompute="full")]:
+        config = asynchronous(schedule, pp, pp if schedule == "pipedream-2bw" else 1, updates, **fields)
+        for found in workers.run(2 * pp, accounts, config):
+            assert all(measured == predicted for measured, predicted in found), fields
