@@ -11,9 +11,7 @@ import config as configuration
 import train
 from model import GPT, MicroBatch
 from parallel.mesh import Mesh
-from test_layouts import micro_batches, tiny_config
-
-CPU = torch.device("cpu")
+from test_layouts import built, micro_batches, tiny_config
 
 PARAMETERS = {  # configs/NAME.py: number of parameters, with the padded vocabulary
     "gpt2_345m": 354_871_296,  # equals Megatron-LM's number
@@ -33,14 +31,7 @@ def test_number_of_parameters(name):
     """No tensor is needed: a model has only ParamSpecs until zero.py gives it storage."""
     c = configuration.load([f"configs/{name}.py"])
     assert GPT(c, Mesh().tp).num_parameters() == PARAMETERS[name]
-    h, L, V = c.hidden_size, c.num_layers, c.padded_vocab_size
-    assert PARAMETERS[name] == V * h + c.positions * h + L * (12 * h * h + 13 * h) + 2 * h
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_every_configuration_runs_somewhere(name):
-    c = configuration.load([f"configs/{name}.py"])
-    assert configuration.check(c, world=c.tp) == 1
+    assert configuration.check(c, world=c.tp) == 1, "the configuration runs nowhere"
 
 
 def plain_gpt(run, ids, targets):
@@ -68,9 +59,7 @@ def plain_gpt(run, ids, targets):
 
 @pytest.fixture(params=["gelu", "relu"])
 def run(request):
-    run = train.build(tiny_config(1, init_method_std=0.2, activation=request.param), Mesh(), CPU)
-    run.zero.initialize(1)
-    return run
+    return built(tiny_config(1, init_method_std=0.2, activation=request.param))
 
 
 def samples(run, b=3):
@@ -122,8 +111,7 @@ def test_padded_entries_of_the_vocabulary_get_no_gradient(run):
 def test_dropout_acts_in_training_only_and_on_every_site(monkeypatch):
     """The embedding and both outputs of each block have a site of their own. Evaluation has no dropout."""
     config = tiny_config(1, dropout=0.5)
-    run = train.build(config, Mesh(), CPU)
-    run.zero.initialize(1)
+    run = built(config)
     tokens, sites = samples(run), []
 
     def drop(batch, seed, site):
@@ -143,13 +131,11 @@ def test_dropout_acts_in_training_only_and_on_every_site(monkeypatch):
 class Reads(TorchDispatchMode):
     """Records the operations that read a tensor's value on the host, because the host then waits for the device."""
 
-    def __init__(self):
-        super().__init__()
-        self.names = []
+    names = ()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.overloadpacket.__name__ in ("_local_scalar_dense", "equal", "nonzero", "is_nonzero"):
-            self.names.append(str(function))
+            self.names += (str(function),)
         return function(*args, **(kwargs or {}))
 
 
@@ -157,14 +143,13 @@ class Reads(TorchDispatchMode):
     "fields", [dict(dropout=0.1), dict(recompute="full"), dict(dtype="bf16", clip_grad=0.0)], ids=str
 )
 def test_the_host_reads_no_number_within_a_step(fields):
-    run = train.build(tiny_config(1, **{"dtype": "fp32"} | fields), Mesh(), CPU)
-    run.zero.initialize(1)
+    run = built(tiny_config(1, **{"dtype": "fp32"} | fields))
     batches = micro_batches(run)
     train.rate(run)  # makes the first table of learning rates, which reads the number of updates
     with Reads() as reads:
         steps = [train.train_step(run, batches) for _ in range(2)]
-        assert reads.names == []
-        assert torch.ones(()).item() and reads.names == ["aten._local_scalar_dense.default"]  # `reads` records item()
+        assert not reads.names
+        assert torch.ones(()).item() and len(reads.names) == 1  # item() is recorded
     assert not any(step.read().skipped for step in steps)
 
 

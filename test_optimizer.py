@@ -3,6 +3,7 @@
 The loss scale and the learning rate are compared with the log of a real run.
 """
 
+import contextlib
 import math
 
 import pytest
@@ -15,9 +16,7 @@ from parallel import optimizer
 from parallel.mesh import Mesh
 from parallel.optimizer import LossScale, learning_rate
 from reference import adamw_
-from test_layouts import micro_batches, tiny_config, train_tiny
-
-CPU = torch.device("cpu")
+from test_layouts import built, micro_batches, tiny_config, train_tiny
 
 
 def drawn(n, seed):
@@ -83,26 +82,31 @@ def by_tensor(name, w, g, state, c, lr, update, decay):
     return w - velocity
 
 
+def step_of(dtype="fp64", **fields):
+    run = built(tiny_config(1, dtype=dtype, **fields), Mesh())
+    return run, micro_batches(run)
+
+
+def weights(run):
+    return {p.spec.name: p.detach().clone() for p in run.model.parameters()}
+
+
 @pytest.mark.parametrize("name", ["lamb", "lars"])
 def test_layerwise_rates_are_the_papers(name):
-    run = train.build(tiny_config(1, optimizer=name, lr=0.5, clip_grad=0.1, weight_decay=0.1), Mesh(), CPU)
-    run.zero.initialize(1)
-    batches, states = micro_batches(run), {}
-    whole = {p.spec.name: p.detach().clone() for p in run.model.parameters()}
-    for update in range(1, 5):
-        gradients, original = {}, run.zero.update
+    (run, batches), states, gradients = step_of(optimizer=name, lr=0.5), {}, {}
+    whole, update = weights(run), run.zero.update
 
-        def watching(scalars, original=original, gradients=gradients):
-            gradients.update({p.spec.name: p.grad * scalars.scale for p in run.model.parameters()})
-            original(scalars)
+    def watching(scalars):
+        gradients.update({p.spec.name: p.grad * scalars.scale for p in run.model.parameters()})
+        update(scalars)
 
-        run.zero.update = watching
+    run.zero.update = watching
+    for count in range(1, 5):
         lr = train.train_step(run, batches).read().lr
-        run.zero.update = original
         for p in run.model.parameters():
             n, decay = p.spec.name, 0.1 if p.spec.decay else 0.0
-            whole[n] = by_tensor(name, whole[n], gradients[n], states.setdefault(n, {}), run.config, lr, update, decay)
-            assert torch.allclose(p.detach(), whole[n], rtol=1e-10, atol=1e-13), (update, n)
+            whole[n] = by_tensor(name, whole[n], gradients[n], states.setdefault(n, {}), run.config, lr, count, decay)
+            assert torch.allclose(p.detach(), whole[n], rtol=1e-10, atol=1e-13), (count, n)
 
 
 @pytest.mark.parametrize("name", ["lamb", "lars"])
@@ -110,44 +114,36 @@ def test_layerwise_rates_do_not_ask_for_weight_decay(name):
     """Weight decay 0 and 1e-14 give the same weights: both runs use layer-wise rates."""
     after = []
     for decay in (0.0, 1e-14):
-        run = train.build(tiny_config(1, optimizer=name, lr=0.5, weight_decay=decay), Mesh(), CPU)
-        run.zero.initialize(1)
-        batches = micro_batches(run)
-        train.train_step(run, batches)
-        train.train_step(run, batches)
-        after.append(torch.cat([p.detach().flatten() for p in run.model.parameters()]))
+        run, batches = step_of(optimizer=name, lr=0.5, weight_decay=decay)
+        for _ in "12":
+            train.train_step(run, batches)
+        after.append(torch.cat([p.flatten() for p in weights(run).values()]))
     assert torch.allclose(*after, rtol=1e-9, atol=1e-12)
 
 
 # --- learning rate --------------------------------------------------------------------------------------------------
 
 
-def rates(updates, **fields):
+@pytest.mark.parametrize(
+    "updates, expected, fields",
+    [
+        ([1, 5, 10, 55, 100, 1000], [0.1, 0.5, 1.0, 0.55, 0.1, 0.1], dict(lr_warmup_iters=10)),
+        ([32], [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 22 / 90))], dict(lr_warmup_iters=10)),
+        ([5, 10, 55, 100], [0.5, 1, 0.55, 0.1], dict(lr_warmup_iters=10, lr_decay_style="linear")),
+        ([5, 10, 55, 500], [0.5, 1, 1, 1], dict(lr_warmup_iters=10, lr_decay_style="constant")),
+        (
+            [5, 10, 79, 80, 90, 100],
+            [0.5, 1, 1, 1, 0.55, 0.1],
+            dict(lr_warmup_iters=10, lr_decay_style="wsd", lr_wsd_decay_iters=20),
+        ),
+        ([10], [0.5], dict(lr_warmup_fraction=0.5, lr_decay_iters=40)),
+        ([1], [0.5], dict(lr_warmup_iters=2, lr_warmup_fraction=0.5)),  # the number wins over the fraction
+        ([1, 100, 200, 201], [0.005, 0.5, 1.0, 0.1], dict(lr_warmup_iters=200)),  # longer than the run
+    ],
+)
+def test_learning_rate(updates, expected, fields):
     c = Config(**{"lr": 1.0, "min_lr": 0.1, "train_iters": 100} | fields)
-    return [learning_rate(c, u) for u in updates]
-
-
-def test_cosine():
-    got = rates([1, 5, 10, 55, 100, 1000], lr_warmup_iters=10)
-    assert got == pytest.approx([0.1, 0.5, 1.0, 0.55, 0.1, 0.1])
-    assert rates([32], lr_warmup_iters=10) == pytest.approx([0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 22 / 90))])
-
-
-def test_linear_constant_and_wsd():
-    assert rates([5, 10, 55, 100], lr_warmup_iters=10, lr_decay_style="linear") == pytest.approx([0.5, 1, 0.55, 0.1])
-    assert rates([5, 10, 55, 500], lr_warmup_iters=10, lr_decay_style="constant") == pytest.approx([0.5, 1, 1, 1])
-    wsd = dict(lr_warmup_iters=10, lr_decay_style="wsd", lr_wsd_decay_iters=20)
-    assert rates([5, 10, 79, 80, 90, 100], **wsd) == pytest.approx([0.5, 1, 1, 1, 0.55, 0.1])
-
-
-def test_warmup_by_iterations_wins_over_the_fraction_of_the_decay():
-    assert rates([10], lr_warmup_fraction=0.5, lr_decay_iters=40) == pytest.approx([0.5])
-    assert rates([1], lr_warmup_iters=2, lr_warmup_fraction=0.5) == pytest.approx([0.5])
-    assert rates([1], lr_warmup_iters=0, lr_warmup_fraction=0.5)[0] > 0.99
-
-
-def test_a_warmup_longer_than_the_run_is_allowed():
-    assert rates([1, 100, 200, 201], lr_warmup_iters=200) == pytest.approx([0.005, 0.5, 1.0, 0.1])
+    assert [learning_rate(c, update) for update in updates] == pytest.approx(expected)
 
 
 def test_learning_rates_of_a_real_log():
@@ -194,16 +190,10 @@ def test_loss_scale_has_a_floor_and_a_clean_count_starts_over():
 # --- the end of a step ----------------------------------------------------------------------------------------------
 
 
-def step_of(dtype="fp64", **fields):
-    run = train.build(tiny_config(1, dtype=dtype, **fields), Mesh(), CPU)
-    run.zero.initialize(1)
-    return run, micro_batches(run)
-
-
 def test_weight_decay_spares_biases_and_layer_norms():
     """With gradient 0, only the parameters that decay change."""
     run, _ = step_of(optimizer="sgd", weight_decay=0.5)
-    before = {p.spec.name: p.detach().clone() for p in run.model.parameters()}
+    before = weights(run)
     run.zero.update(scalars(lr=0.1, scale=1.0, update=1))
     for p in run.model.parameters():
         expected = before[p.spec.name] * (0.95 if p.spec.decay else 1.0)
@@ -211,20 +201,15 @@ def test_weight_decay_spares_biases_and_layer_norms():
 
 
 def test_the_clip_scales_the_update_and_the_log_has_the_norm_before_it():
-    free, batches = step_of(optimizer="sgd", clip_grad=0.0)
-    clipped, same_batches = step_of(optimizer="sgd", clip_grad=0.01)
-    start = [b.param.clone() for b in free.zero.buckets.values()]
+    free, batches = step_of(optimizer="sgd", clip_grad=0.0, weight_decay=0.0)
+    clipped, same_batches = step_of(optimizer="sgd", clip_grad=0.01, weight_decay=0.0)
+    start = weights(free)
     a, b = train.train_step(free, batches).read(), train.train_step(clipped, same_batches).read()
     assert a.grad_norm == b.grad_norm > 0.01
-    for x, y, z in zip(start, free.zero.buckets.values(), clipped.zero.buckets.values(), strict=True):
-        w = x * (1 - 0.1 * a.lr)  # the decay is not clipped
-        moved, less = y.param - x, z.param - x
-        decayed = w - x
-        mask = torch.zeros_like(x)  # 1 for elements that decay
-        for begin, end, _, decays in y.ranges:
-            mask[begin:end] = decays
-        expected = (moved - decayed * mask) * (0.01 / (a.grad_norm + 1e-6)) + decayed * mask
-        assert torch.allclose(less, expected, rtol=1e-9, atol=1e-15)
+    moved, less = weights(free), weights(clipped)
+    for name, w in start.items():
+        expected = (moved[name] - w) * (0.01 / (a.grad_norm + 1e-6))
+        assert torch.allclose(less[name] - w, expected, rtol=1e-9, atol=1e-15)
 
 
 @pytest.mark.parametrize("dtype, distance", [("fp32", 1e-4), ("bf16", 0.03), ("fp16", 0.01)])
@@ -241,24 +226,20 @@ def test_lower_precision_trains_close_to_float64(dtype, distance):
         assert run.zero.buckets["block0"].param.dtype == train.DTYPES[dtype]
 
 
-def curve_and_parameters(config):
-    losses, norms, _, after = train_tiny(config, 4)
-    return losses, norms, after
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_with_one_micro_batch_every_stage_gives_the_same_bits(workers, dtype):
     """Casts and gathers are equal in all ZeRO stages. A sum over two ranks has one result, because a + b is b + a."""
     fields = dict(dtype=dtype, global_batch_size=8, micro_batch_size=4, clip_grad=0.0)  # norms differ by rounding
-    (losses, norms, whole), _ = workers.run(2, curve_and_parameters, tiny_config(2, **fields))
+    (losses, norms, _, whole), _ = workers.run(2, train_tiny, tiny_config(2, **fields), 4)
     for zero in (1, 2, 3):
-        for ours in workers.run(2, curve_and_parameters, tiny_config(2, zero=zero, **fields)):
+        for ours in workers.run(2, train_tiny, tiny_config(2, zero=zero, **fields), 4):
             assert ours[0] == losses and ours[1] == pytest.approx(norms, rel=1e-6)
-            assert all(torch.equal(ours[2][name], whole[name]) for name in whole)
+            assert all(torch.equal(ours[3][name], whole[name]) for name in whole)
 
 
+@contextlib.contextmanager
 def poison(run, value):
-    """Put `value` into a gradient of the head's LayerNorm before it is reduced. Return a function that ends this."""
+    """Put `value` into a gradient of the head's LayerNorm before it is reduced."""
     reduce = run.zero.reduce
 
     def reduce_poison(name, last):
@@ -266,24 +247,20 @@ def poison(run, value):
             run.zero.buckets[name].grad[3] = value
         reduce(name, last)
 
-    def end():
-        run.zero.reduce = reduce
-
     run.zero.reduce = reduce_poison
-    return end
+    yield
+    run.zero.reduce = reduce
 
 
 def poisoned_step(config, victim, value):
     """Run three steps, the second with a poisoned gradient on rank `victim`. Return this rank's results."""
-    run = train.build(config, Mesh(config.tp, config.pp), CPU)
-    run.zero.initialize(1)
+    run = built(config)
     batches, steps, block = micro_batches(run), [], list(run.zero.buckets.values())[-2]
     for i in range(3):
-        end = poison(run, value) if i == 1 and run.mesh.rank == victim else lambda: None
         before = block.master.clone()
-        step = train.train_step(run, batches).read()
+        with poison(run, value) if i == 1 and run.mesh.rank == victim else contextlib.nullcontext():
+            step = train.train_step(run, batches).read()
         steps.append((step.skipped, not torch.equal(before, block.master), step.lr, step.loss_scale))
-        end()
     return steps, vars(run.counters), run.zero.updates.item(), run.loss_scale.scale
 
 
@@ -321,9 +298,8 @@ def test_a_skipped_step_is_as_if_its_data_had_not_been(name):
     (run, batches), (other, rest) = step_of("fp32", optimizer=name), step_of("fp32", optimizer=name)
     train.train_step(run, batches)
     train.train_step(other, rest)
-    end = poison(run, math.nan)
-    assert train.train_step(run, batches).read().skipped
-    end()
+    with poison(run, math.nan):
+        assert train.train_step(run, batches).read().skipped
     for _ in range(run.config.global_batch_size // run.config.micro_batch_size):
         next(rest)
     other.counters.consumed_samples += run.config.global_batch_size

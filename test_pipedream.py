@@ -23,7 +23,8 @@ from parallel.layout import split
 from parallel.mesh import Mesh
 from parallel.optimizer import RULES, learning_rate
 from parallel.pipedream import train_call
-from parallel.schedules import ASYNCHRONOUS, build, kept_versions
+from parallel.schedules import ASYNCHRONOUS, build
+from parallel.versions import kept_versions
 from test_checkpoint import arrays, configured, curve, go
 from test_layouts import assert_same_model, built, covering, micro_batches, parameters, specs, tiny_config
 

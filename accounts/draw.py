@@ -19,6 +19,7 @@ from typing import NamedTuple
 from errors import Parser, UserError, exit_on_user_error, explained, parse_json, regular, writable
 from parallel import schedules
 from parallel.schedules import Action, Event, Schedule, Timeline, simulate
+from parallel.versions import kept_versions
 
 COLOURS = {
     "F": "#2f6fb7",
@@ -303,7 +304,7 @@ def simulated(name, chunks, stages, microbatches, cost, comm, per_update=None, s
     if schedule.versions:
         title += f", {schedules.updates(schedule)} updates"
     if schedule.versions and stashing:
-        kept = [schedules.kept_versions(schedule, r, [r])[0] for r in range(stages)]
+        kept = [kept_versions(schedule, r, [r])[0] for r in range(stages)]
         below.append(f"kept   {' '.join(map(str, kept))} versions of the weights")
     elif schedule.versions:
         title += ", without weight stashing"

@@ -43,6 +43,7 @@ from parallel.layout import replica_sums, rows_outside
 from parallel.optimizer import RULES
 from parallel.pipeline import SENT
 from parallel.tensor import ROWS
+from parallel.versions import published
 
 FLAGS = (
     2  # float64 numbers besides loss and squared gradient norm at the end of a step: two flags that end the training
@@ -90,7 +91,7 @@ def rows(layout, schedule, pp_rank, dp_rank, item, master_item):
         row("pp", what, "send", "boundary and micro-batch", count, count * message, item)
     buckets, micro_batches = layout.buckets(pp_rank), layout.passes(schedule, pp_rank)
     for name, bucket in buckets.items():
-        versions = schedules.published(schedule, layout.holders(name))
+        versions = published(schedule, layout.holders(name))
         _data_rows(row, bucket.size, layout.stage, micro_batches[name], updates, versions, item, master_item)
         begin, end = bucket.owned(dp_rank, layout.stage)
         if what := replica_sums(c, layout.dp):

@@ -70,6 +70,7 @@ from parallel.layout import rows_outside, split
 from parallel.optimizer import RULES
 from parallel.pipedream import OLDER, SUMS
 from parallel.pipeline import IN_TRANSIT
+from parallel.versions import kept_versions
 from reference import ACTIVATIONS
 
 PEAK, RECOMPUTED = "activations at their peak", "activations of a recomputed block"
@@ -134,7 +135,7 @@ def versions_of_weights(layout, schedule, rank, z):
     older = sums = 0
     for name, bucket in layout.buckets(rank).items():
         begin, end = bucket.owned(0, layout.stage)
-        versions, waiting = schedules.kept_versions(schedule, rank, layout.holders(name))
+        versions, waiting = kept_versions(schedule, rank, layout.holders(name))
         older += z.item * bucket.size * (versions - 1)
         sums += z.wide * (end - begin) * waiting
     return {OLDER: older, SUMS: sums}

@@ -45,10 +45,10 @@ import torch
 import reference
 from errors import UserError
 from log import PendingStep
-from parallel import schedules
 from parallel.comm import all_reduce
 from parallel.optimizer import learning_rate
 from parallel.pipeline import METHODS, Executor
+from parallel.versions import shared_versions
 
 OLDER, SUMS = "older versions of parameters", "gradients that wait for holders"  # the names of buffers in tables
 
@@ -82,7 +82,7 @@ class Versions:
 
         squares: receives this rank's shares of the squared gradient norms, float64 [updates].
         """
-        self.versions = schedules.shared_versions(schedule, self.holders)  # of each micro-batch
+        self.versions = shared_versions(schedule, self.holders)  # of each micro-batch
         self.left = Counter(self.versions)  # {version: number of micro-batches that still need it}
         self.made, self.flats, self.shown = 0, {0: self.flats[self.made]}, 0
         self.scalars, self.squares, self.sums = scalars, squares, deque()

@@ -30,8 +30,8 @@ on a whole stage. The formulas of zb-h1 and zb-h2 need W <= F and W <= I. The fo
 every boundary between ranks.
 
 A schedule is data. The same lists are checked, simulated, drawn (`draw.py`) and executed (`pipeline.py`). This file has
-these sections: the schedules, their checks, their simulation, their messages without a deadlock, the papers' formulas,
-and the versions of the weights in the two asynchronous schedules.
+these sections: the schedules, their checks, their simulation, their messages without a deadlock, the papers' formulas.
+`versions.py` counts the old weights that the two asynchronous schedules keep.
 """
 
 from itertools import accumulate, zip_longest
@@ -64,7 +64,7 @@ class Schedule(NamedTuple):
     parts: list  # parts[chunk]: the part of the model that this chunk runs; a pipeline begins at part 0
     placement: list  # placement[chunk]: the rank that runs this chunk
     actions: list  # actions[rank]: the Actions of this rank, in their order
-    versions: list | None = None  # versions[rank][micro-batch]: see the last section; None if a step has one update
+    versions: list | None = None  # versions[rank][j]: updates in the weights that micro-batch j uses; None: no U
 
     @property
     def microbatches(self):
@@ -93,6 +93,11 @@ def forward_only(schedule):
     for chunk in pipelines(schedule)[0]:
         actions[schedule.placement[chunk]].append(Action("F", 0, chunk))
     return schedule._replace(name=f"{schedule.name}, forward only", actions=actions, versions=None)
+
+
+def updates(schedule):
+    """Return the number of updates in the lists of a rank; 1 for a schedule without U, whose step is one update."""
+    return sum(action.kind == "U" for action in schedule.actions[0]) or 1
 
 
 def routes(schedule):
@@ -412,6 +417,17 @@ def check_actions(schedule, microbatches=None):
     check_updates(schedule)
 
 
+def check_updates(schedule):
+    """Refuse updates that differ between ranks or do not end with the last micro-batch.
+
+    Only the schedules in ASYNCHRONOUS have updates. `prerequisites` has their order.
+    """
+    marks = [[action.microbatch for action in actions if action.kind == "U"] for actions in schedule.actions]
+    wanted = [] if schedule.versions is None else [*marks[0][:-1], schedule.microbatches - 1]
+    if marks != [wanted] * len(marks):
+        raise UserError(f"{schedule.name}: the ranks update after the micro-batches {marks}; should all be {wanted}")
+
+
 def prerequisites(schedule):
     """Return {action: [actions that must end before it can start]}, on the same rank or another."""
     backward = {(a.microbatch, a.chunk): a for actions in schedule.actions for a in actions if a.kind in "BI"}
@@ -632,66 +648,3 @@ FORMULAS = {
 
 def by_formula(text, **letters):
     return eval(text, {"min": min}, letters)  # a user cannot set the text: it comes from FORMULAS
-
-
-# --- versions of the weights, in the asynchronous schedules -----------------------------------------------------------
-
-
-def updates(schedule):
-    """Return the number of updates in the lists of a rank; 1 for a schedule without U, whose step is one update."""
-    return sum(action.kind == "U" for action in schedule.actions[0]) or 1
-
-
-def check_updates(schedule):
-    """Refuse updates that differ between ranks or do not end with the last micro-batch.
-
-    versions[rank][j] is the number of updates in the weights that micro-batch j uses. Only the schedules in
-    ASYNCHRONOUS have updates. `prerequisites` has their order.
-    """
-    marks = [[action.microbatch for action in actions if action.kind == "U"] for actions in schedule.actions]
-    wanted = [] if schedule.versions is None else [*marks[0][:-1], schedule.microbatches - 1]
-    if marks != [wanted] * len(marks):
-        raise UserError(f"{schedule.name}: the ranks update after the micro-batches {marks}; should all be {wanted}")
-
-
-def shared_versions(schedule, holders):
-    """Return the version that each micro-batch uses of a bucket: the oldest of its holders."""
-    return [min(versions) for versions in zip(*(schedule.versions[rank] for rank in holders), strict=True)]
-
-
-def published(schedule, holders):
-    """Return how many new versions of a bucket's parameters the micro-batches use, or the next call."""
-    used = set(shared_versions(schedule, holders)) if schedule.versions else set()
-    return len((used | {updates(schedule)}) - {0})
-
-
-def kept_versions(schedule, rank, holders):
-    """Return (versions, sums) of a bucket: how many `rank` keeps at most. holders: pipeline ranks that hold the bucket.
-
-    versions: versions of the bucket's parameters that micro-batches need. sums: gradients that wait for other holders.
-
-    A bucket of one rank is updated in U. A bucket of several ranks (the tied word table) has on all of them the version
-    of the rank with the oldest weights. Its gradients are summed over the holders, and no rank may delay the others. So
-    a rank waits for a sum only in the F that needs the new version, or in a U after which no F follows.
-    """
-    actions, versions = schedule.actions[rank], shared_versions(schedule, holders)
-    made, last = {}, {}  # {version: index of the action that makes it}, {version: index of the last B that uses it}
-    for i, (kind, j, _) in enumerate(actions):
-        if kind == "F":
-            made.setdefault(versions[j], i)
-        elif kind == "B":
-            last[versions[j]] = i
-    update = [i for i, action in enumerate(actions) if action.kind == "U"]  # update[k]: index of the k-th U
-    if len(holders) == 1:
-        made = {version: update[version - 1] if version else 0 for version in made}
-        return most_alive([(made[version], last[version]) for version in made]), 0
-    final = max(i for i, action in enumerate(actions) if action.kind == "F")
-    drained = next(i for i in update if i > final)
-    awaited = [min([made[v] for v in made if v > k], default=max(i, drained)) for k, i in enumerate(update)]
-    sums = [(begin, end + 1) for begin, end in zip(update, awaited, strict=True)]
-    return most_alive([(made[version], last[version]) for version in made]), most_alive(sums)
-
-
-def most_alive(lives):
-    """Return how many of these (begin, end) overlap at most. Each lives from its begin until before its end."""
-    return max(sum(begin <= i < end for begin, end in lives) for i, _ in lives)
