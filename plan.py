@@ -62,11 +62,10 @@ def table(found, top):
     return "\n".join([*lines, EXPECTED])
 
 
-def explained(line):
-    """Return a line of --explain as text. line: a title, or (name, formula, value, unit)."""
-    if isinstance(line, str):
-        return f"\n{line}"
-    name, formula, value, unit = line
+def explained(name, formula=None, value=0, unit=""):
+    """Return a line of --explain as text. Without a formula it is a title."""
+    if formula is None:
+        return f"\n{name}"
     number = f"{value:,.0f}" if isinstance(value, int) or value >= 1e5 else f"{value:.5g}"
     return f"{name:<37} {formula:<51} {number:>15} {unit}"
 
@@ -122,14 +121,20 @@ def plan(options, config, given):
     shown = [f for f in found if f["fits"]][:top] + [f for f in found if not f["fits"]][:3]
     said = [[] for _ in shown]
     for facts, lines in zip(shown, said, strict=True):
-        facts |= layouts.judge(facts["config"], options.gpus, device, **choose, say=lines.append)
+        facts |= layouts.judge(
+            facts["config"],
+            options.gpus,
+            device,
+            **choose,
+            say=lambda *line, lines=lines: lines.append(explained(*line)),
+        )
     public = [{name: value for name, value in facts.items() if name != "config"} for facts in shown]
     if options.svg:
         figures.ranking(options.svg, [facts for facts in public if facts["fits"]])
     if options.json:
         print(json.dumps(public[0] if alone else public, indent=1))
     elif options.explain:
-        text = "\n".join(map(explained, said[0]))
+        text = "\n".join(said[0])
         print(f"{text}\n\n{TITLES}\n{entry(public[0])}")
     else:
         print(f"{TITLES}\n{entry(public[0])}\n{EXPECTED}" if alone else table(found, top))

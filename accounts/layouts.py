@@ -19,6 +19,7 @@ The list leaves out layouts if another listed layout is better. Set their fields
 
 import gc
 import math
+from collections import defaultdict
 from copy import copy
 from dataclasses import replace
 from functools import cache
@@ -26,13 +27,13 @@ from itertools import product
 
 import config as configuration
 from accounts import ledger, memory
-from accounts.seconds import ERROR, Step
+from accounts.seconds import ERROR, Step, schedule
 from errors import UserError
 from log import hardware_flops, model_flops
 from model import parameter_table
 from operations import DTYPES
 from parallel import schedules
-from parallel.layout import Layout
+from parallel.layout import Layout, all_buckets
 from parallel.tensor import ROWS
 
 FIELDS = ("tp", "pp", "schedule", "chunks", "zero", "sequence_parallel", "recompute", "micro_batch_size")
@@ -41,128 +42,127 @@ RESERVED = 2 * 2**30  # bytes of a GPU that PyTorch cannot use
 GB = 1e9
 
 
-# --- bytes of a long step from short steps ----------------------------------------------------------------------------
+# --- bytes of a long step from a short step ---------------------------------------------------------------------------
 #
-# A step with hundreds of micro-batches repeats itself. Each further round of micro-batches (`round_of`) adds the same
-# bytes sent. The peak of the bytes kept stays the same after ROUNDS times pp micro-batches (except in GPipe). So two
-# short steps are enough. Bytes of activations are proportional to b, the samples of a micro-batch, so b = 1 is enough.
-# A thousand layouts have few different schedules and tables, so caches keep each of them.
+# A step with hundreds of micro-batches repeats itself, so a short step is enough. A row of the ledger either does not
+# depend on the micro-batches, or is proportional to their number. The peak of the bytes kept stays the same after some
+# rounds of pp micro-batches. Bytes of activations are proportional to b, the samples of a micro-batch, so b = 1 is
+# enough. A thousand layouts have few different schedules and tables, so caches keep each of them.
 
-NOT_PER_SAMPLE = ("partial gradients", "replicated gradients", "parameter norms")  # rows of tp without a factor b
-ROUNDS = {"1f1b": 1, "interleaved": 2, "zb-h1": 2}  # 3 for the others
-
-
-@cache
-def schedule(name, p, m, chunks):
-    """Return the unchecked Schedule. Raises UserError if no such schedule exists."""
-    return schedules.SCHEDULES[name](p, m, chunks)
+SHORT = {  # schedule: (rounds, more): its peak is reached after rounds * pp + more micro-batches. Others run whole
+    "1f1b": (1, 2),
+    "interleaved": (2, 0),
+    "zb-h1": (2, 2),
+    "zb-h2": (3, 2),
+    "zb-v": (3, 2),
+}
 
 
 @cache
 def messages(*numbers):
-    """Return [the messages of each rank] of the Schedule with these numbers: (name, p, m, chunks)."""
-    made = schedule(*numbers)
-    found = [[] for _ in made.actions]
-    for message in schedules.messages(made):
+    """Return {rank: the messages of this rank} of the Schedule with these numbers: (name, p, m, chunks)."""
+    found = defaultdict(list)
+    for message in schedules.messages(schedule(*numbers)):
         found[message.source].append(message)
         found[message.destination].append(message)
     return found
 
 
-def round_of(c):
-    """Return the number of micro-batches after which a schedule repeats itself, except at its begin and its end."""
-    return {"interleaved": c.pp, "chimera": 2}.get(c.schedule, 1)
+def least(c, m):
+    """Return the least number of micro-batches for which the schedule of a Config exists, if it exists for m."""
+    return {"interleaved": c.pp}.get(c.schedule, 1) if c.schedule in SHORT else m
 
 
 class Model:
-    """The bytes of any layout of one model. config: a Config; item, wide: as in `memory.sizes`."""
+    """The bytes of any layout of one model, whose parameters have the dtype `dtype`."""
 
-    def __init__(self, config, item, wide):
-        self.config, self.item, self.wide = config, item, wide
-        self.table = parameter_table(config)
+    def __init__(self, config, dtype):
+        self.config, self.dtype, self.item = config, dtype, DTYPES[dtype].itemsize
+        self.wide, self.table = max(4, self.item), parameter_table(config)
         shapes = {spec.name: spec.shape for unit in self.table for spec in unit}
         self.parameters = sum(math.prod(shape) for shape in shapes.values())
-        for name in ("placed", "layout", "states", "sent_once", "activations"):
+        for name in ("buckets", "layout", "states", "rows", "activations"):
             setattr(self, name, cache(getattr(self, name)))
 
-    def placed(self, dp, tp, pp, name, chunks):
-        """Return a `layout.Layout` for any ZeRO stage."""
-        c = replace(self.config, tp=tp, pp=pp, schedule=name, chunks=chunks)
-        buckets = self.placed(dp, tp, 1, "1f1b", 1).all_buckets if pp > 1 else None
-        made = Layout(c, dp, self.table, schedule(name, pp, pp, chunks), buckets)
-        made.holders, made.stored = cache(made.holders), cache(made.stored)
-        return made
+    def buckets(self, tp, dp):
+        return all_buckets(self.table, tp, dp)
 
     def layout(self, dp, *fields):
-        """Return the `layout.Layout` of the values of FIELDS, except the last: a micro-batch has one sample."""
-        made = copy(self.placed(dp, *fields[:4]))
-        made.config = replace(self.config, **dict(zip(FIELDS, (*fields, 1), strict=True)))
-        made.stage = made.config.zero if dp > 1 else 0
+        """Return the `layout.Layout` of the first FIELDS, with one sample in a micro-batch."""
+        c = replace(self.config, **dict(zip(FIELDS, fields, strict=False)), micro_batch_size=1)
+        if len(fields) > 4:  # the placement of units does not depend on these fields
+            made = copy(self.layout(dp, *fields[:4]))
+            made.config, made.stage = c, c.zero if dp > 1 else 0
+            return made
+        numbers = c.schedule, c.pp, c.pp, c.chunks
+        made = Layout(c, dp, self.table, schedule(*numbers), self.buckets(c.tp, dp))
+        made.holders, made.stored = cache(made.holders), cache(made.stored)
         return made
 
     def states(self, layout, rank):
         """Return {what: bytes} of the model states that a pipeline rank keeps (`memory.rank_states`)."""
-        return memory.rank_states(layout, rank, memory.sizes(layout.config, self.item, self.wide, on_cpu=False))
+        return memory.rank_states(layout, rank, self.sizes(layout))
 
-    def sent_once(self, layout, m, rank):
-        """Return the table of `ledger.predict` of a step with m micro-batches of one sample, on data rank 0."""
+    def sizes(self, layout):
+        return memory.sizes(layout.config, self.item, self.wide, on_cpu=False)
+
+    def rows(self, layout, m, rank):
+        """Return `ledger.rows` of a step with m micro-batches of one sample, on data rank 0."""
         c = layout.config
-        return ledger.predict(layout, schedule(c.schedule, c.pp, m, c.chunks), rank, 0, self.item, self.wide)
+        return ledger.rows(layout, schedule(c.schedule, c.pp, m, c.chunks), rank, 0, self.item, self.wide)
 
     def sent(self, layout, m, b, rank):
         """Return {(axis, what, operation): (calls, bytes)} of a pipeline rank: the table of `ledger.predict`.
 
         The calls of the cross-entropy rows are those of b = 1.
         """
-        length, result = round_of(layout.config), {}
-        first = min(m, length + m % length)
-        table, rounds = self.sent_once(layout, first, rank), (m - first) // length
-        after = self.sent_once(layout, first + length, rank) if rounds else table
-        for key, (calls, sent) in table.items():
-            more_calls, more = after[key]
-            samples = b if key[0] == "pp" or (key[0] == "tp" and key[1] not in NOT_PER_SAMPLE) else 1
-            result[key] = calls + rounds * (more_calls - calls), samples * (sent + rounds * (more - sent))
+        short, result = least(layout.config, m), {}
+        for (axis, *names), (calls, sent, per) in self.rows(layout, short, rank).items():
+            often = "micro-batch" in per
+            times, samples = m // short if often else 1, b if often and axis != "dp" else 1
+            result[axis, *names] = calls * times, sent * times * samples
         return result
 
-    def activations(self, m, rank, *fields):
-        """Return `memory.activations` with one sample in a micro-batch. fields: as in `layout`."""
-        c = replace(self.config, **dict(zip(FIELDS, (*fields, 1), strict=True)))
-        if c.schedule != "gpipe":
-            last = {"interleaved": 0, "chimera": 2 + m % c.pp}.get(c.schedule, 2)
-            m = min(m, ROUNDS.get(c.schedule, 3) * c.pp + last)
-        numbers, sizes = (c.schedule, c.pp, m, c.chunks), memory.sizes(c, self.item, self.wide, on_cpu=False)
-        return memory.activations(c, schedule(*numbers), rank, sizes, messages(*numbers)[rank])
+    def activations(self, layout, m, rank):
+        """Return `memory.activations` of a step with m micro-batches of one sample."""
+        c = layout.config
+        numbers = c.schedule, c.pp, m, c.chunks
+        return memory.activations(c, schedule(*numbers), rank, self.sizes(layout), messages(*numbers)[rank])
 
     def kept(self, layout, m, b, rank):
         """Return {what: bytes} that a pipeline rank keeps: the table of `memory.predict`."""
-        zero = {"zero": 0}  # the activations depend neither on ZeRO nor on dp
-        fields = [zero.get(name, getattr(layout.config, name)) for name in FIELDS[:-1]]
-        activations = self.activations(m, rank, *fields)
+        c = layout.config
+        rounds, more = SHORT.get(c.schedule, (m, 0))
+        short = min(m, rounds * c.pp + more)
+        # The activations depend neither on dp nor on ZeRO.
+        alone = self.layout(1, c.tp, c.pp, c.schedule, c.chunks, 0, c.sequence_parallel, c.recompute)
+        activations = self.activations(alone, short, rank)
         return self.states(layout, rank) | {what: b * size for what, size in activations.items()}
 
     def on_gpu(self, c, layout, m, rank):
         """Return {part: bytes} on the GPU of a pipeline rank: `kept`, and what `memory.py` does not count."""
         kept = self.kept(layout, m, c.micro_batch_size, rank)
-        in_host_memory = ("master weights", "moments") if c.offload else ()
-        parts = {what.removesuffix(" at their peak"): int(n) for what, n in kept.items() if what not in in_host_memory}
+        if c.offload:
+            del kept["master weights"], kept["moments"]
+        parts = {what.removesuffix(" at their peak"): int(size) for what, size in kept.items()}
         sizes = {name: bucket.size for name, bucket in layout.buckets(rank).items()}
         word, largest = sizes.pop("word", 0), sorted(sizes.values(), reverse=True)
         gradients = self.wide * (sum(largest[:3]) + word) if layout.stage >= 2 else 0
         parameters = self.item * (sum(largest[:2]) + word) if layout.stage == 3 else 0
-        tokens = min(ROWS, c.micro_batch_size * c.seq_length) * (word > 0 and rank == layout.placement[-1])
+        tokens = min(ROWS, c.micro_batch_size * c.seq_length) if word and rank == layout.placement[-1] else 0
         logits = tokens * c.padded_vocab_size // c.tp * self.item
         return parts | {"whole buckets": gradients + parameters, "logits": logits, "context": RESERVED}
 
 
 @cache
-def model(fields, item, wide):
-    return Model(configuration.Config(**dict(fields)), item, wide)
+def model(fields, dtype):
+    return Model(configuration.Config(**dict(fields)), dtype)
 
 
-def model_of(config, item, wide):
+def model_of(config, dtype):
     """Return the Model of a Config, the same for all its layouts."""
     plain = {name: getattr(configuration.Config(), name) for name in FIELDS}
-    return model(tuple(sorted((vars(config) | plain).items())), item, wide)
+    return model(tuple(sorted((vars(config) | plain).items())), dtype)
 
 
 # --- which layouts ----------------------------------------------------------------------------------------------------
@@ -170,34 +170,27 @@ def model_of(config, item, wide):
 
 def candidates(config, gpus, device, fixed):
     """Yield the Configs of all layouts that `config.check` accepts. fixed: names of fields that keep their values."""
+
+    def choices(name, values):
+        return [getattr(config, name)] if name in fixed else values
+
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
-    choices = {
-        "tp": [n for n in divisors if n & (n - 1) == 0 and n <= 2 * device.per_node],  # also beyond the node
-        "pp": [n for n in divisors if n <= config.num_layers],
-        "micro_batch_size": [1, 2, 4, 8],
-        "recompute": ["none", "full"],
-    }
-    choices |= {name: [getattr(config, name)] for name in choices if name in fixed}
-    for tp, pp, b in product(*(choices[name] for name in ("tp", "pp", "micro_batch_size"))):
-        sequence_parallel = config.sequence_parallel if "sequence_parallel" in fixed else tp > 1
-        plain = replace(config, tp=tp, pp=pp, micro_batch_size=b, sequence_parallel=sequence_parallel)
-        dp = gpus // (tp * pp)
-        if gpus % (tp * pp) or not fields_fit(plain, gpus):
+    tps = choices("tp", [n for n in divisors if n & (n - 1) == 0 and n <= 2 * device.per_node])  # also beyond the node
+    pps = choices("pp", [n for n in divisors if n <= config.num_layers])
+    for tp, pp, b in product(tps, pps, choices("micro_batch_size", [1, 2, 4, 8])):
+        (sequence_parallel,) = choices("sequence_parallel", [tp > 1])
+        c = replace(config, tp=tp, pp=pp, micro_batch_size=b, sequence_parallel=sequence_parallel)
+        if not fields_fit(c, gpus):
             continue
-        zeros = [config.zero] if "zero" in fixed else [0] if dp == 1 else [0, 1] if pp > 1 else [0, 1, 2, 3]
-        for name, chunks in orders(config, pp, fixed):
-            made = replace(plain, schedule=name, chunks=chunks)
-            if schedule_fits(made, dp):
-                for zero, recompute in product(zeros, choices["recompute"]):
-                    yield replace(made, zero=zero, recompute=recompute)
-
-
-def orders(config, pp, fixed):
-    """Yield (schedule, chunks) of a pipeline of pp stages."""
-    for name in [config.schedule] if "schedule" in fixed else LISTED if pp > 1 else ["1f1b"]:
+        dp = gpus // (tp * pp)
+        zeros = choices("zero", [0] if dp == 1 else [0, 1] if pp > 1 else [0, 1, 2, 3])
         usual = {"interleaved": [v for v in (2, 3, 4) if config.num_layers % (pp * v) == 0], "zb-v": [2]}
-        for chunks in [config.chunks] if "chunks" in fixed else usual.get(name, [1]):
-            yield name, chunks
+        for name in choices("schedule", LISTED if pp > 1 else LISTED[:1]):
+            for chunks in choices("chunks", usual.get(name, [1])):
+                made = replace(c, schedule=name, chunks=chunks)
+                if schedule_fits(made, dp):
+                    for zero, recompute in product(zeros, choices("recompute", ["none", "full"])):
+                        yield replace(made, zero=zero, recompute=recompute)
 
 
 def fields_fit(c, gpus):
@@ -217,12 +210,13 @@ def fields_fit(c, gpus):
 
 def schedule_fits(c, dp):
     """Return True if the schedule exists. It builds a shorter one."""
-    m, length = configuration.micro_batches(c, c.global_batch_size, dp), round_of(c)
+    m = configuration.micro_batches(c, c.global_batch_size, dp)
+    short = least(c, m)
     try:
-        made = schedule(c.schedule, c.pp, min(m, length + m % length), c.chunks)
-    except (UserError, KeyError):  # KeyError: no schedule has this name
+        made = schedule(c.schedule, c.pp, short, c.chunks)
+    except UserError:
         return False
-    return c.num_layers >= max(made.parts) - 1
+    return m % short == 0 and c.num_layers >= max(made.parts) - 1
 
 
 # --- one layout -------------------------------------------------------------------------------------------------------
@@ -237,36 +231,33 @@ def refuse(config, device):
     return dtype
 
 
-def judge(c, gpus, device, code="ours", tokens=None, exact=True, say=lambda line: None):
+def judge(c, gpus, device, code="ours", tokens=None, exact=True, say=lambda *line: None):
     """Return the facts of one layout as a dict with the keys of plan.py's --json. Sizes in bytes, times in seconds.
 
     exact: False is fast: it leaves out memory_by_rank, and returns None for a layout whose bubble has no closed form.
-    say gets each line of the explanation: (name, formula, value, unit), or a title.
+    say gets each line of the explanation: name, formula, value, unit; or a title.
     """
     dtype, dp, p, batch = refuse(c, device), gpus // (c.tp * c.pp), c.pp, c.global_batch_size
-    item, m = DTYPES[dtype].itemsize, configuration.micro_batches(c, batch, dp)
-    known = model_of(c, item, max(item, 4))
+    m, known = configuration.micro_batches(c, batch, dp), model_of(c, dtype)
     layout = known.layout(dp, *(getattr(c, name) for name in FIELDS[:-1]))
     say("The batch and the model")
-    say(("data ranks dp", "GPUs / (tp pp)", dp, ""))
-    say(("micro-batches m", "global_batch_size / (b dp)", m, ""))
-    say(("parameters", "all units; a tied table counts once", known.parameters, ""))
-    ranks = sorted({0, min(1, p - 1), p - 1})
-    sent = {rank: known.sent(layout, m, c.micro_batch_size, rank) for rank in ranks}
-    states = {rank: known.states(layout, rank) for rank in ranks}
-    step = Step(c, layout, device, dtype, item, max(item, 4), m, sent, states, code, exact, say)
+    say("data ranks dp", "GPUs / (tp pp)", dp, "")
+    say("micro-batches m", "global_batch_size / (b dp)", m, "")
+    say("parameters", "all units; a tied table counts once", known.parameters, "")
+    step = Step(c, known, layout, device, m, code, exact, say)
     if not step.parts:
         return None
     # The fullest rank is 0 (most micro-batches in flight), 1 (a block more), p/2 (Chimera) or p-1 (the logits).
-    by_rank = {rank: known.on_gpu(c, layout, m, rank) for rank in (range(p) if exact else {*ranks, p // 2})}
+    ranks = range(p) if exact else {0, min(1, p - 1), p // 2, p - 1}
+    by_rank = {rank: known.on_gpu(c, layout, m, rank) for rank in ranks}
     fullest = max(by_rank, key=lambda rank: sum(by_rank[rank].values()))
-    seconds, flops, hardware = step.seconds, model_flops(c, batch) / gpus, hardware_flops(c, batch) / gpus
+    available = step.seconds * gpus * step.peak  # FLOPs
     facts = {
         "layout": {"dp": dp} | {name: getattr(c, name) for name in (*FIELDS, "offload")},
         "gpus": gpus,
         "device": device.name,
         "micro_batches": m,
-        "step_seconds": seconds,
+        "step_seconds": step.seconds,
         "expected_error": ERROR,
         "step_parts": step.parts,
         "bubble": step.bubble,
@@ -276,16 +267,11 @@ def judge(c, gpus, device, code="ours", tokens=None, exact=True, say=lambda line
         "memory_by_rank": list(by_rank.values()),
         "fits": sum(by_rank[fullest].values()) <= device.memory_bytes,
         "capacity_bytes": device.memory_bytes,
-        "model_tflops": flops / seconds / 1e12,
-        "hardware_tflops": hardware / seconds / 1e12,
-        "mfu": flops / seconds / device.peak(dtype),
-        "hfu": hardware / seconds / device.peak(dtype),
-        "tokens_per_second": batch * c.seq_length / seconds,
-        "days": (tokens or 20 * known.parameters) / (batch * c.seq_length) * seconds / 86400,
+        "mfu": model_flops(c, batch) / available,
+        "hfu": hardware_flops(c, batch) / available,
+        "tokens_per_second": batch * c.seq_length / step.seconds,
+        "days": (tokens or 20 * known.parameters) / (batch * c.seq_length) * step.seconds / 86400,
     }
-    say(f"Sent by stage {min(1, p - 1)} in a step (accounts/ledger.py)")
-    for (axis, what, operation), (calls, size) in sent[min(1, p - 1)].items():
-        say((f"{axis}: {what}", f"{operation}, {calls:,} calls", float(size) / GB, "GB"))
     return facts | {"binds": binds(facts, device)}
 
 
