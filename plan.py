@@ -21,6 +21,7 @@ predicted time. `accounts/devices.py` has the devices.
 import json
 import sys
 import textwrap
+from dataclasses import replace
 
 import config as configuration
 from accounts import figures, layouts, scaling, seconds
@@ -51,23 +52,22 @@ def entry(facts):
     return f"{row}\n{textwrap.fill(text, **indent)}\n        {facts['binds']}"
 
 
-def table(found, top):
-    """Return the best `top` layouts that fit, and a few that nearly fit, as text."""
-    fit, rest = [f for f in found if f["fits"]], [f for f in found if not f["fits"]]
-    lines = [f"{len(found):,} layouts, {len(fit):,} fit", TITLES, *map(entry, fit[:top])]
+def table(found, judged):
+    """Return as text how many layouts were found, those of them that fit, and a few that nearly fit."""
+    fit, rest = [f for f in judged if f["fits"]], [f for f in judged if not f["fits"]]
+    count = f"{len(found):,} layouts, {sum(f['fits'] for f in found):,} fit"
+    lines = [*[count] * (len(found) > 1), TITLES, *map(entry, fit)]
     if rest:
-        lines += ["\nnearly fit:", *map(entry, rest[: max(1, top // 3)])]
+        lines += ["\nnearly fit:", *map(entry, rest)]
     lines.append("\nv: chunks of a rank. Z: ZeRO stage. b: samples of a micro-batch. GB: memory of the fullest rank.")
     lines.append("waits_for: percent of the step for communication of tp / pp / dp that no computation hides.")
     return "\n".join([*lines, EXPECTED])
 
 
-def explained(name, formula=None, value=0, unit=""):
-    """Return a line of --explain as text. Without a formula it is a title."""
-    if formula is None:
-        return f"\n{name}"
+def explain(name, formula=None, value=0, unit=""):
+    """Print a line of --explain. Without a formula it is a title."""
     number = f"{value:,.0f}" if isinstance(value, int) or value >= 1e5 else f"{value:.5g}"
-    return f"{name:<37} {formula:<51} {number:>15} {unit}"
+    print(f"\n{name}" if formula is None else f"{name:<37} {formula:<51} {number:>15} {unit}")
 
 
 def parse(arguments):
@@ -92,52 +92,54 @@ def parse(arguments):
     add("--mfu", type=float, default=0.4, metavar="X", help="share of the peak in --flops (0.4)")
     add("--as_is", action="store_true", help="judge the layout of the configuration")
     options, rest = parser.parse_known_args(arguments)
+    for name, most in dict(gpus=1e6, gpus_per_node=1e6, rings=1e6, top=1e6, tokens=1e18).items():
+        value = getattr(options, name)
+        missing = value is None and name == "gpus" and (options.flops is None or options.device)
+        if missing or (value is not None and not 0 < value <= most):
+            raise UserError(f"--{name}={value}: should be between 1 and {most:,.0f}")
     given = {word[2:].partition("=")[0].replace("-", "_") for word in rest if word.startswith("--")}
     return options, configuration.load(rest), given
 
 
-def check(options):
-    """Return the Device of the options. Raises UserError if an option is wrong."""
+def device_of(options):
+    """Return the Device of the options. Raises UserError."""
     if options.device not in DEVICES:
         raise UserError(f"--device={options.device}: should be one of {', '.join(DEVICES)}")
-    for name, most in dict(gpus=1e6, gpus_per_node=1e6, rings=1e6, top=1e6, tokens=1e18).items():
-        value = getattr(options, name)
-        if (value is None and name == "gpus") or (value is not None and not 0 < value <= most):
-            raise UserError(f"--{name}={value}: should be between 1 and {most:,.0f}")
     given = {"per_node": options.gpus_per_node, "rings": options.rings}
     return DEVICES[options.device]._replace(**{name: value for name, value in given.items() if value})
 
 
+def find(options, config, device, given, **choose):
+    """Return the facts of all layouts in their order. Raises UserError if there is no layout."""
+    if options.as_is or ({"tp", "pp"} <= given and not options.top):
+        configuration.check(config, options.gpus)
+        return [{"config": config, "fits": True}]
+    if found := layouts.rank_all(config, options.gpus, device, given, **choose):
+        return found
+    simplest = dict(tp=1, pp=1, micro_batch_size=1, schedule="1f1b", chunks=1)
+    simplest = {name: value for name, value in simplest.items() if name not in given}
+    configuration.check(replace(config, **simplest), options.gpus)  # names the mistake, if there is one
+    raise UserError(f"--gpus={options.gpus}: no layout suits the batch, the heads and this number of GPUs")
+
+
 def plan(options, config, given):
     """Print the layouts that suit the options, or the given one."""
-    device, choose = check(options), {"code": options.code, "tokens": options.tokens}
-    alone, top = options.as_is or ({"tp", "pp"} <= given and not options.top), options.top or 10
-    found = [] if alone else layouts.rank_all(config, options.gpus, device, given, **choose)
-    if not found:
-        configuration.check(config, options.gpus)  # names the mistake, if there is one
-        if not alone:
-            raise UserError(f"--gpus={options.gpus}: no layout suits the batch, the heads and this number of GPUs")
-        found = [{"config": config, "fits": True}]
-    shown = [f for f in found if f["fits"]][:top] + [f for f in found if not f["fits"]][:3]
-    said = [[] for _ in shown]
-    for facts, lines in zip(shown, said, strict=True):
-        facts |= layouts.judge(
-            facts["config"],
-            options.gpus,
-            device,
-            **choose,
-            say=lambda *line, lines=lines: lines.append(explained(*line)),
-        )
-    public = [{name: value for name, value in facts.items() if name != "config"} for facts in shown]
+    device, choose, top = device_of(options), dict(code=options.code, tokens=options.tokens), options.top or 10
+    found = find(options, config, device, given, **choose)
+    fit, rest = [f["config"] for f in found if f["fits"]], [f["config"] for f in found if not f["fits"]]
+    chosen = [*fit[:top], *rest[: max(1, top // 3)]]
+    judged = [(layouts.judge(c, options.gpus, device, **choose), c) for c in chosen]
+    judged.sort(key=lambda pair: layouts.order(pair[0]))
+    shown = [facts for facts, _ in judged]
     if options.svg:
-        figures.ranking(options.svg, [facts for facts in public if facts["fits"]])
+        figures.ranking(options.svg, [facts for facts in shown if facts["fits"]])
     if options.json:
-        print(json.dumps(public[0] if alone else public, indent=1))
+        print(json.dumps(shown if len(found) > 1 else shown[0], indent=1))
     elif options.explain:
-        text = "\n".join(said[0])
-        print(f"{text}\n\n{TITLES}\n{entry(public[0])}")
+        layouts.judge(judged[0][1], options.gpus, device, **choose, say=explain)
+        print(f"\n{TITLES}\n{entry(shown[0])}")
     else:
-        print(f"{TITLES}\n{entry(public[0])}\n{EXPECTED}" if alone else table(found, top))
+        print(table(found, shown))
 
 
 def main(arguments=None):
@@ -147,11 +149,7 @@ def main(arguments=None):
         print(__doc__)
     options, config, given = parse(arguments)
     if options.flops is not None:
-        cluster = None
-        if options.gpus is not None or options.device:
-            device = check(options)
-            cluster = scaling.Machine("your cluster", ((options.gpus, device.name, device.peak(device.dtype) / 1e12),))
-        scaling.main(options.flops, cluster, options.mfu)
+        scaling.main(options.flops, options.device and (options.gpus, device_of(options)), options.mfu)
     elif options.dry_run:
         from accounts import dry_run  # loads the whole program
 

@@ -2,18 +2,19 @@
 
     python -m accounts.fit --svg=published.svg
 
-The command prints the fitted constants, the error of each row, and each row's prediction by a fit without this row. The
-fitted constants are `matrix`, `wire` and `wave`. The others keep their starting values, because these runs do not
-determine them. A fitted `memory` would exceed the data sheet's rate, and these steps wait little for the network. The
-fit minimises the sum of the squares of log(predicted / published) (Gauss and Newton's method).
+The command prints the fitted constants and the error of each run. The fitted constants are `matrix`, `wire` and `wave`.
+The others keep their starting values, because these runs do not determine them. A fitted `memory` would exceed the data
+sheet's rate, and these steps wait little for the network. The fit minimises the sum of the squares of log(predicted /
+published) (Gauss and Newton's method).
 
     NARAYANAN     Narayanan et al., arXiv 2104.04473, Table 1. The fit uses it
     KORTHIKANTI   Korthikanti et al., arXiv 2205.05198, Table 5. The fit uses the runs with full recomputation
-    OTHERS        no fit uses these: Smith et al., arXiv 2201.11990, section 2.4 (MT-NLG, DeepSpeed); Jiang et al., arXiv
-                  2402.15627, Table 2 (Megatron-LM); MosaicML, LLM Foundry, scripts/train/benchmarking/README.md (MPT,
-                  ZeRO-3): 8 of the 64 runs whose mean is `seconds.REST`
+    MOSAIC        MosaicML, LLM Foundry, scripts/train/benchmarking/README.md (MPT, ZeRO-3). No fit uses these 8 runs.
+                  They are among the 64 runs whose mean is `seconds.REST`
+    SMITH         Smith et al., arXiv 2201.11990, section 2.4 (MT-NLG, DeepSpeed). No fit uses it
+    JIANG         Jiang et al., arXiv 2402.15627, Table 2 (Megatron-LM). No fit uses it
 
-The GPUs are A100 with 80 GB, eight in a node, except where OTHERS names the H100. These settings of `plan.py` predict
+The GPUs are A100 with 80 GB, eight in a node, except where MOSAIC names the H100. These settings of `plan.py` predict
 features of the programs of the first two:
 
     their program                                     setting
@@ -23,11 +24,10 @@ features of the programs of the first two:
     gradients of 2 bytes (Narayanan et al.)           none: we count 4 bytes
     one network card for a ring (Table 2)             rings=1
 
-Narayanan et al. do not publish the micro-batch size and the number of chunks. One rule chooses them for all rows: the
+Narayanan et al. do not publish the micro-batch size b and the number of chunks v. One rule chose them for all rows: the
 fastest prediction that fits into memory, with 1 to 16 samples and 1 to 4 chunks that divide the layers.
 """
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -44,30 +44,28 @@ FITTED = ("matrix", "wire", "wave")
 DEVICE = DEVICES["a100-80g"]._replace(rings=1)
 GPT = Config(seq_length=TOKENS, vocab_size=51200, dropout=0.1, train_iters=1, dtype="bf16")
 
-# (billions of parameters, heads, h, L, tp, pp, GPUs, global batch, TFLOP/s of a GPU with recomputation, % of the peak,
-# PFLOP/s of all)
+# (billions of parameters, L, h, heads, tp, pp, v, global batch, b, GPUs, TFLOP/s of a GPU with recomputation)
 NARAYANAN = [
-    (1.7, 24, 2304, 24, 1, 1, 32, 512, 137, 44, 4.4),
-    (3.6, 32, 3072, 30, 2, 1, 64, 512, 138, 44, 8.8),
-    (7.5, 32, 4096, 36, 4, 1, 128, 512, 142, 46, 18.2),
-    (18.4, 48, 6144, 40, 8, 1, 256, 1024, 135, 43, 34.6),
-    (39.1, 64, 8192, 48, 8, 2, 512, 1536, 138, 44, 70.8),
-    (76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140, 45, 143.8),
-    (145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148, 47, 227.1),
-    (310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155, 50, 297.4),
-    (529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163, 52, 410.2),
-    (1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163, 52, 502.0),
+    (1.7, 24, 2304, 24, 1, 1, 1, 512, 16, 32, 137),
+    (3.6, 30, 3072, 32, 2, 1, 1, 512, 16, 64, 138),
+    (7.5, 36, 4096, 32, 4, 1, 1, 512, 16, 128, 142),
+    (18.4, 40, 6144, 48, 8, 1, 1, 1024, 16, 256, 135),
+    (39.1, 48, 8192, 64, 8, 2, 4, 1536, 8, 512, 138),
+    (76.1, 60, 10240, 80, 8, 4, 3, 1792, 2, 1024, 140),
+    (145.6, 80, 12288, 96, 8, 8, 2, 2304, 2, 1536, 148),
+    (310.1, 96, 16384, 128, 8, 16, 3, 2160, 1, 1920, 155),
+    (529.6, 105, 20480, 128, 8, 35, 3, 2520, 2, 2520, 163),
+    (1008.0, 128, 25600, 160, 8, 64, 2, 3072, 1, 3072, 163),
 ]
-
 # (model, L, h, heads, tp, pp, chunks, global batch, micro-batch, GPUs, seconds with full recomputation, seconds with
-# selective recomputation and sequence parallelism, % MFU and % HFU with selective recomputation)
+# selective recomputation and sequence parallelism)
 KORTHIKANTI = [
-    ("22B", 48, 6144, 64, 8, 1, 1, 4, 4, 8, 1.42, 1.10, 41.5, 43.7),
-    ("175B", 96, 12288, 96, 8, 8, 3, 64, 1, 64, 18.13, 13.75, 51.4, 52.8),
-    ("530B", 105, 20480, 128, 8, 35, 3, 280, 1, 280, 49.05, 37.83, 56.0, 57.0),
-    ("1T", 128, 25600, 160, 8, 64, 1, 512, 1, 512, 94.42, 71.49, 56.3, 57.0),
+    ("22B", 48, 6144, 64, 8, 1, 1, 4, 4, 8, 1.42, 1.10),
+    ("175B", 96, 12288, 96, 8, 8, 3, 64, 1, 64, 18.13, 13.75),
+    ("530B", 105, 20480, 128, 8, 35, 3, 280, 1, 280, 49.05, 37.83),
+    ("1T", 128, 25600, 160, 8, 64, 1, 512, 1, 512, 94.42, 71.49),
 ]
-DATA_PARALLEL_530B = 8, 2240, 39.15, 54.2  # dp, GPUs, seconds, % MFU of the 530B model with dp times its batch
+DATA_PARALLEL_530B = 8, 2240, 39.15  # dp, GPUs, seconds of the 530B model with dp times its batch
 
 
 MOSAIC = [  # (model, device, GPUs, L, h, heads, micro-batch, micro-batches, recompute, tokens/s of a GPU)
@@ -91,70 +89,48 @@ def config(layers, hidden, heads, tp, pp, chunks, batch, b, **more):
     return replace(GPT, **sizes, schedule=name, global_batch_size=batch, micro_batch_size=b, **more)
 
 
-def chosen(heads, hidden, layers, tp, pp, gpus, batch):
-    """Return the Config of a row of NARAYANAN by the rule above."""
-    best = {}
-    for b, chunks in itertools.product((1, 2, 4, 8, 16), (1, 2, 3, 4) if pp > 1 else (1,)):
-        c = config(layers, hidden, heads, tp, pp, chunks, batch, b, recompute="full")
-        if layers % (pp * chunks) or not layouts.fields_fit(c, gpus) or not layouts.schedule_fits(c, gpus // (tp * pp)):
-            continue
-        facts = layouts.judge(c, gpus, DEVICE, "megatron-2021")
-        if facts["fits"]:
-            best[facts["step_seconds"]] = c
-    return best[min(best)]
-
-
-def full():
-    """Return the rows of the fit: [(name, Config, GPUs, code, published seconds)]."""
-    rows = []
-    for billions, *sizes, gpus, batch, tflops, _, _ in NARAYANAN:
-        c = chosen(*sizes, gpus, batch)
-        rows.append((f"{billions}B, 2021", c, gpus, "megatron-2021", hardware_flops(c, batch) / (tflops * 1e12 * gpus)))
-    for name, *sizes, gpus, seconds, _, _, _ in KORTHIKANTI:
-        rows.append((f"{name}, 2022", config(*sizes, recompute="full"), gpus, "megatron-2022", seconds))
-    return rows
-
-
-def selective():
-    """Return the rows with selective recomputation, in the form of `full`. The last one is the 530B model with dp = 8."""
-    rows, (dp, more, slower, _) = [], DATA_PARALLEL_530B
-    for name, *sizes, gpus, _, seconds, _, _ in KORTHIKANTI:
-        rows.append((f"{name}, selective", config(*sizes, sequence_parallel=True), gpus, "megatron-2022", seconds))
-    c = replace(rows[2][1], global_batch_size=dp * rows[2][1].global_batch_size)
-    return [*rows, (f"530B, selective, dp={dp}", c, more, "megatron-2022", slower)]
-
-
-def others():
-    """Return the rows of OTHERS, in the form of `full`, but with a Device in place of the code: the code is ours."""
-    rows = []
+def published():
+    """Return (runs of the fit, other runs): [(name, Config, GPUs, code or device, seconds of a step)] each."""
+    fitted, runs = [], []
+    for billions, *sizes, gpus, tflops in NARAYANAN:
+        c = config(*sizes, recompute="full")
+        seconds = hardware_flops(c, c.global_batch_size) / (tflops * 1e12 * gpus)
+        fitted.append((f"{billions}B, 2021", c, gpus, "megatron-2021", seconds))
+    for name, *sizes, gpus, full, selective in KORTHIKANTI:
+        c = config(*sizes, sequence_parallel=True)
+        fitted.append((f"{name}, 2022", config(*sizes, recompute="full"), gpus, "megatron-2022", full))
+        runs.append((f"{name}, selective", c, gpus, "megatron-2022", selective))
+    dp, gpus, seconds = DATA_PARALLEL_530B
+    c = replace(runs[2][1], global_batch_size=dp * runs[2][1].global_batch_size)
+    runs.append((f"530B, selective, dp={dp}", c, gpus, "megatron-2022", seconds))
     for name, device, gpus, *sizes, b, m, recompute, speed in MOSAIC:
-        c = config(*sizes, 1, 1, 1, m * b * gpus, b, recompute=recompute, zero=3)
-        rows.append((name, replace(c, dropout=0.0), gpus, device, m * b * TOKENS / speed))
+        c = config(*sizes, 1, 1, 1, m * b * gpus, b, recompute=recompute, zero=3, dropout=0.0)
+        runs.append((name, c, gpus, device, m * b * TOKENS / speed))
     for batch, gpus, seconds in SMITH:
         c = config(105, 20480, 128, 8, 35, 1, batch, 1, recompute="full")
-        rows.append(("MT-NLG 530B", c, gpus, "a100-80g", seconds))
+        runs.append(("MT-NLG 530B", c, gpus, "a100-80g", seconds))
     for batch, gpus, seconds in JIANG:
         c = config(96, 12288, 128, 8, 8, 6, batch, 1, sequence_parallel=True, zero=1)
-        rows.append(("175B, Jiang", c, gpus, "a100-80g", seconds))
-    return rows
+        runs.append(("175B, Jiang", c, gpus, "a100-80g", seconds))
+    return fitted, runs
 
 
-def predicted(row, device=DEVICE):
-    """Return the predicted seconds of a step of a row."""
-    _, c, gpus, code, _ = row
+def predicted(run, device=DEVICE):
+    """Return the predicted seconds of a step. device: for the programs of the two papers."""
+    _, c, gpus, code, _ = run
     if code in DEVICES:
         device, code = DEVICES[code], "ours"
-    return layouts.judge(c, gpus, device, code)["step_seconds"]
+    return layouts.judge(c, gpus, device, code, exact=False)["step_seconds"]
 
 
-def fit(rows, device=DEVICE, rounds=8):
-    """Return the device with the values of FITTED that predict the rows best."""
+def fit(runs, device=DEVICE, rounds=8):
+    """Return the device with the values of FITTED that predict the runs best."""
 
     def with_logs(x):
         return device._replace(**dict(zip(FITTED, map(float, np.exp(x)), strict=True)))
 
     def errors(x):
-        return np.array([math.log(predicted(row, with_logs(x)) / row[4]) for row in rows])
+        return np.array([math.log(predicted(run, with_logs(x)) / run[-1]) for run in runs])
 
     x, step = np.log([getattr(device, name) for name in FITTED]), 1e-3
     for _ in range(rounds):
@@ -165,24 +141,19 @@ def fit(rows, device=DEVICE, rounds=8):
 
 
 def main(arguments=None):
-    """Print the constants and the table of all rows; --svg draws the rows. arguments: by default the command line's."""
+    """Print the constants and the table of all runs; --svg draws them. arguments: by default the command line's."""
     parser = Parser(prog="python -m accounts.fit", description="Fit the A100's constants to published runs.")
     parser.add_argument("--svg", metavar="FILE", help="draw predicted beside published times")
     options, points = parser.parse_args(arguments), []
-    rows = full()
-    best = fit(rows)
+    fitted, others = published()
+    best = fit(fitted)
     print("fitted: " + ", ".join(f"{name} {getattr(best, name):.4g}" for name in FITTED))
-    print(
-        f"{'row':<26} {'GPUs':>5} {'b':>2} {'v':>2} {'published':>10} {'predicted':>10} {'error':>7} {'fit without it':>15}"
-    )
-    for row in [*rows, *selective(), *others()]:
-        (name, c, gpus, _, seconds), now, without = row, predicted(row, best), ""
-        if row in rows:
-            other = fit([r for r in rows if r is not row], best, rounds=3)
-            without = f"{predicted(row, other) / seconds - 1:+.1%}"
-        text = f"{name:<26} {gpus:>5} {c.micro_batch_size:>2} {c.chunks:>2} {seconds:>10.2f} {now:>10.2f}"
-        print(f"{text} {now / seconds - 1:>+7.1%} {without:>15}", flush=True)
-        points.append((name, "fitted" if row in rows else "not fitted", seconds, now))
+    print(f"{'run':<25} {'GPUs':>5} {'published':>10} {'predicted':>10} {'error':>7}")
+    for group, runs in ("fitted", fitted), ("not fitted", others):
+        for run in runs:
+            (name, _, gpus, _, seconds), now = run, predicted(run, best)
+            print(f"{name:<25} {gpus:>5} {seconds:>10.2f} {now:>10.2f} {now / seconds - 1:>+7.1%} {group}")
+            points.append((name, group, seconds, now))
     if options.svg:
         figures.scatter(options.svg, points)
 

@@ -224,8 +224,9 @@ def schedule_fits(c, dp):
 
 def refuse(config, device):
     """Raise UserError if no layout of a Config can be predicted. Return the name of its dtype."""
-    synchronous = config.schedule not in schedules.ASYNCHRONOUS
-    configuration.require(config, "schedule", synchronous, "plan.py predicts only schedules with one update a step")
+    known = schedules.SCHEDULES.keys() - set(schedules.ASYNCHRONOUS)
+    why = "plan.py predicts only schedules with one update a step: " + ", ".join(sorted(known))
+    configuration.require(config, "schedule", config.schedule in known, why)
     dtype = device.dtype if config.dtype == "auto" else config.dtype
     device.peak(dtype)
     return dtype
@@ -234,7 +235,7 @@ def refuse(config, device):
 def judge(c, gpus, device, code="ours", tokens=None, exact=True, say=lambda *line: None):
     """Return the facts of one layout as a dict with the keys of plan.py's --json. Sizes in bytes, times in seconds.
 
-    exact: False is fast: it leaves out memory_by_rank, and returns None for a layout whose bubble has no closed form.
+    exact: False is fast: it leaves out memory_by_rank, and takes 1F1B's bubble for a bubble without a closed form.
     say gets each line of the explanation: name, formula, value, unit; or a title.
     """
     dtype, dp, p, batch = refuse(c, device), gpus // (c.tp * c.pp), c.pp, c.global_batch_size
@@ -245,8 +246,6 @@ def judge(c, gpus, device, code="ours", tokens=None, exact=True, say=lambda *lin
     say("micro-batches m", "global_batch_size / (b dp)", m, "")
     say("parameters", "all units; a tied table counts once", known.parameters, "")
     step = Step(c, known, layout, device, m, code, exact, say)
-    if not step.parts:
-        return None
     # The fullest rank is 0 (most micro-batches in flight), 1 (a block more), p/2 (Chimera) or p-1 (the logits).
     ranks = range(p) if exact else {0, min(1, p - 1), p // 2, p - 1}
     by_rank = {rank: known.on_gpu(c, layout, m, rank) for rank in ranks}
@@ -297,15 +296,16 @@ def binds(facts, device):
     return f"{name}: {share:.0%} of the step{reasons.get(name, '')}"
 
 
+def order(facts):
+    """Return the key by which layouts are sorted: first those that fit, the fastest first; then the smallest first."""
+    return not facts["fits"], facts["step_seconds"] if facts["fits"] else sum(facts["memory_bytes"].values())
+
+
 def rank_all(config, gpus, device, fixed, **options):
-    """Return the facts of all candidates: those that fit, the fastest first; then the others, the smallest first."""
+    """Return the facts of all candidates in their `order`, each with its Config."""
     refuse(config, device)
-    judged = []
     gc.disable()  # else a third of the time: the collector visits all kept schedules and tables again and again
-    for c in candidates(config, gpus, device, fixed):
-        if facts := judge(c, gpus, device, exact=False, **options):
-            judged.append(facts | {"config": c})
+    found = candidates(config, gpus, device, fixed)
+    judged = [judge(c, gpus, device, exact=False, **options) | {"config": c} for c in found]
     gc.enable()
-    return sorted(
-        judged, key=lambda f: (not f["fits"], f["step_seconds"] if f["fits"] else sum(f["memory_bytes"].values()))
-    )
+    return sorted(judged, key=order)

@@ -189,11 +189,12 @@ def power(number):
 
 
 def main(flops, cluster=None, mfu=0.4):
-    """Print the three tables for a budget of `flops` FLOPs. cluster: the user's Machine. Raises UserError."""
+    """Print the three tables for a budget of `flops` FLOPs. cluster: (number, Device) of the user. Raises UserError."""
     if not 0 < flops < math.inf:
         raise UserError(f"--flops={flops}: should be a positive number, for example --flops=3e24")
     if not 0 < mfu <= 1:
         raise UserError(f"--mfu={mfu}: should be above 0 and at most 1, for example --mfu=0.4")
-    if cluster and min(count for count, _, _ in cluster.devices) < 1:
-        raise UserError(f"--gpus={cluster.devices[0][0]}: should be positive")
+    if cluster:
+        gpus, device = cluster
+        cluster = Machine("your cluster", ((gpus, device.name, device.peak(device.dtype) / 1e12),))
     print(optimum_table(flops), models_table(), machines_table(flops, cluster, mfu), sep="\n\n")

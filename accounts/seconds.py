@@ -83,7 +83,7 @@ class Stage(NamedTuple):
 
 
 class Step:
-    """The prediction of one step: `parts` is {part: seconds}, or None if its bubble has no closed form.
+    """The prediction of one step: `parts` is {part: seconds}.
 
     c: Config; model: `layouts.Model`; layout: its `layout.Layout` of c; m: micro-batches of a data rank. exact, say: as
     in `layouts.judge`.
@@ -201,10 +201,8 @@ class Step:
         F, I, W, again, tensor = busiest = max(stages, key=lambda stage: sum(stage[:3]))
         mean = [sum(times) / c.pp for times in zip(*stages, strict=True)]
         message = self.item * (self.rows if self.code == "ours" else self.n / c.tp) * c.hidden_size / rate
-        waits = idle(c.schedule, c.pp, m, c.chunks, *mean[:3], message + self.device.latency, self.exact)
-        if not waits:
-            return
-        bubble, formula, messages = waits
+        arrival = message + self.device.latency
+        bubble, formula, messages = idle(c.schedule, c.pp, m, c.chunks, *mean[:3], arrival, self.exact)
         if self.code != "ours" and c.chunks > 1:
             messages += 2 * m * c.chunks * message
         name, rest = f"stage {stages.index(busiest)}", REST[self.code]
@@ -300,17 +298,15 @@ def idle(name, p, m, chunks, F, I, W, message, exact=True):
     """Return (idle seconds of a rank in a step if messages take no time, the formula, seconds that messages add).
 
     F, I, W: seconds of a whole stage. message: seconds of a message. If these numbers have no closed form, `idle`
-    simulates, or returns None with exact=False.
+    simulates, or with exact=False returns 1F1B's result, which is fast.
     """
-    letters = dict(p=p, m=m, v=chunks, F=F, I=I, W=W, max=max)
-    condition, waiting, messages = CLOSED.get(name, ("False", "", ""))
     if p == 1:
         return 0.0, "one stage", 0.0
-    if schedules.by_formula(condition, **letters):
-        seconds, count = (schedules.by_formula(text, **letters) for text in (waiting, messages))
-        return seconds, waiting, count * message
-    if not exact:
-        return None
+    letters = dict(p=p, m=m, v=chunks, F=F, I=I, W=W, max=max)
+    known = name in CLOSED and schedules.by_formula(CLOSED[name][0], **letters)
+    if known or not exact:
+        _, waiting, messages = CLOSED[name if known else "1f1b"]
+        return schedules.by_formula(waiting, **letters), waiting, schedules.by_formula(messages, **letters) * message
     first = min(m, 3 * p + m % p)  # two short steps predict a long step
     still, moving = (simulated(name, p, first, chunks, F, I, W, time) for time in (0, message))
     if rounds := (m - first) // p:
