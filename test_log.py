@@ -1,4 +1,4 @@
-"""Tests of log.py and curve.py.
+"""Tests of log.py.
 
 log.py prints the 33 lines of Megatron-DeepSpeed's published log of GPT-2 345M, digit for digit.
 """
@@ -10,17 +10,14 @@ import os
 import sys
 import time
 import types
-from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import log
-from accounts import curve
 from config import Config
-from errors import UserError, exit_on_user_error
+from errors import UserError
 
 # --- the published run: 1 GPU with batch 8, then 8 GPUs with batch 64; fp16 with --checkpoint-activations -------------
 
@@ -752,188 +749,3 @@ def test_wandb_s_refusal_is_one_sentence(config, monkeypatch):
     config.wandb = "lecture"
     with pytest.raises(UserError, match=r"^wandb=lecture: No API key configured\. Use `wandb login` to log in\.$"):
         logger_of(config)
-
-
-# --- curve.py ---------------------------------------------------------------------------------------------------------
-
-LOSSES = {20: 4.5, 40: 3.25, 60: 2.75, 80: 2.5, 100: 2.375}
-VALIDATION = {60: 3.0, 100: 2.625}
-
-
-def run_folder(path, losses, validation=()):
-    """Make an out_dir with the rows {iteration: loss} and {iteration: validation loss}; 1,000 tokens an iteration."""
-    path.mkdir()
-    for i, loss in losses.items():
-        row = {"iteration": i, "consumed_tokens": 1000 * i, "lm_loss": loss}
-        row |= {"validation_loss": validation[i]} if i in validation else {}
-        with open(path / "metrics.jsonl", "a") as file:
-            print(log.to_json(row), file=file)
-    return str(path)
-
-
-def drawn(path):
-    """Return [(name, training points, validation points)] of the runs in an SVG, in the units of its ticks."""
-    tag, texts, paths, circles = "{http://www.w3.org/2000/svg}", [], {}, {}
-    for element in ElementTree.parse(path).getroot():
-        if element.tag == tag + "text":
-            texts.append((element.get("text-anchor"), float(element.get("x")), float(element.get("y")), element.text))
-        elif element.get("fill") == "none":
-            of_run = paths if element.tag == tag + "path" else circles
-            of_run.setdefault(element.get("stroke"), []).append(element)
-    xs = [(x, float(words)) for anchor, x, _, words in texts if anchor == "middle"]
-    ys = [(y - 5, float(words)) for anchor, x, y, words in texts if anchor == "end" and x < 50]
-
-    def unscaled(ticks, position):
-        (a, low), (b, high) = ticks[0], ticks[-1]
-        return low + (high - low) * (position - a) / (b - a)
-
-    for ticks in (xs, ys):
-        assert [unscaled(ticks, at) for at, _ in ticks] == pytest.approx([value for _, value in ticks], abs=1e-3)
-    names = [words for anchor, *_, words in texts if anchor == "start"][1:]  # after the title
-    runs = []
-    for name, colour in zip(names, paths, strict=True):
-        line = paths[colour][0].get("d").removesuffix("h0")  # [1] is the line of the legend
-        pieces = [piece.strip(" h0").split(" L") for piece in line.split("M")[1:]]
-        places = [[tuple(map(float, place.split(","))) for place in piece] for piece in pieces]
-        rings = [(float(c.get("cx")), float(c.get("cy"))) for c in circles[colour][:-1]]  # [-1] is of the legend
-        places = [[(unscaled(xs, x), unscaled(ys, y)) for x, y in piece] for piece in [*places, rings]]
-        runs.append((name, places[:-1], places[-1]))
-    return runs
-
-
-def near(losses):
-    """Return the points of {x: loss}, with a tolerance for the SVG's rounding to 0.01 pixels."""
-    return [pytest.approx((x, loss), rel=1e-4) for x, loss in losses.items()]
-
-
-def test_points_of_a_curve_equal_the_metrics(tmp_path):
-    curve.main([run_folder(tmp_path / "tiny", LOSSES, VALIDATION), f"--svg={tmp_path}/loss.svg"])
-    assert drawn(tmp_path / "loss.svg") == [("tiny", [near(LOSSES)], near(VALIDATION))]
-
-
-def test_a_curve_over_tokens(tmp_path):
-    curve.main([run_folder(tmp_path / "tiny", LOSSES), "--tokens", f"--svg={tmp_path}/loss.svg"])
-    assert drawn(tmp_path / "loss.svg") == [("tiny", [near({i / 1000: loss for i, loss in LOSSES.items()})], [])]
-
-
-def test_two_runs_in_one_picture_have_the_same_axes(tmp_path):
-    other = {50: 9.5, 150: 7.25}
-    folders = run_folder(tmp_path / "tiny", LOSSES, VALIDATION), run_folder(tmp_path / "a<b", other)
-    curve.main([*folders, f"--svg={tmp_path}/loss.svg"])
-    assert drawn(tmp_path / "loss.svg") == [("tiny", [near(LOSSES)], near(VALIDATION)), ("a<b", [near(other)], [])]
-
-
-def test_a_loss_that_is_not_finite_is_a_gap(tmp_path):
-    losses = LOSSES | {60: math.nan, 80: math.inf}
-    curve.main([run_folder(tmp_path / "tiny", losses, {20: math.nan, 40: 3.0}), f"--svg={tmp_path}/loss.svg"])
-    pieces = [near({i: LOSSES[i] for i in piece}) for piece in ((20, 40), (100,))]
-    assert drawn(tmp_path / "loss.svg") == [("tiny", pieces, near({40: 3.0}))]
-
-
-PICTURE = """\
-   4.5 |         *                b
-       |
-       |
-     4 |
-       |
-       |
-   3.5 |
-       |
-       |                  *
-     3 |                          A
-       |                          a
-       |                                            A
-   2.5 |                                   a
-       |                                            a
-       |
-     2 |
-       +---------------------------------------------
-        0        20       40      60       80       100
-x: iterations   a: one, training   A: validation   b: two, training   B: validation   *: several runs
-"""
-
-
-def test_a_curve_in_the_terminal(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
-    shorter = {i: LOSSES[i] for i in (20, 40)} | {60: 4.5}
-    curve.main([run_folder(tmp_path / "one", LOSSES, VALIDATION), run_folder(tmp_path / "two", shorter)])
-    assert capsys.readouterr().out == PICTURE
-
-
-@pytest.mark.parametrize(
-    "values, ticks",
-    [
-        ([0, 600], [0, 100, 200, 300, 400, 500, 600]),
-        ([0, 701], [0, 200, 400, 600, 800]),
-        ([1.94, 4.55], [1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5]),
-        ([2.001, 2.0015], [2.001, 2.0011, 2.0012, 2.0013, 2.0014, 2.0015]),
-        ([3], [3, 3.1]),
-        ([0], [0, 0.1]),
-    ],
-)
-def test_ticks_enclose_the_values(values, ticks):
-    found, position = curve.axis(values, 7, 100, 200)
-    assert found == pytest.approx(ticks) and (position(ticks[0]), position(ticks[-1])) == (100, pytest.approx(200))
-
-
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        (None, r"tiny/metrics\.jsonl: No such file or directory$"),
-        ("", "metrics.jsonl: has no loss to draw"),
-        ('{"iteration": 20, "lm_l', "metrics.jsonl: has no loss to draw"),  # a crash cut off the only line
-        ('{"iteration": 20, "consumed_tokens": 1, "lm_loss": "nan"}', "metrics.jsonl: has no loss to draw"),
-        ('{"iteration": 20, "lm_loss": 4.5}\n3\n', "a line is not a row of metrics.jsonl with iteration and lm_loss$"),
-        ('{"iteration": 20}', "a line is not a row"),
-        ('{"step": 20}', "a line is not a row"),
-        ("[" * 100_000, "has no loss to draw"),
-        ('{"iteration": "20", "lm_loss": 4.5}', "a line is not a row"),
-        ('{"iteration": 20, "lm_loss": "low"}', "a line is not a row"),
-        ('{"iteration": 20, "lm_loss": 4.5, "validation_loss": null}', "a line is not a row"),
-    ],
-)
-def test_metrics_that_cannot_be_drawn_are_one_line(tmp_path, content, message):
-    (tmp_path / "tiny").mkdir()
-    if content is not None:
-        (tmp_path / "tiny" / "metrics.jsonl").write_text(content)
-    with pytest.raises(UserError, match=message):
-        curve.main([str(tmp_path / "tiny")])
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["out/nowhere"], "out/nowhere: No such file or directory"),
-        (["n" * 300], "n" * 300 + ": File name too long"),
-        (["tiny", "--svg=nowhere/loss.svg"], "--svg=nowhere/loss.svg: No such file or directory"),
-        ([], "the following arguments are required: RUN (python -m accounts.curve --help lists the options)"),
-        (["tiny", "--sgv=x"], "--sgv: no such option; the nearest is svg"),
-    ],
-)
-def test_mistakes_of_a_command_line_are_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    run_folder(tmp_path / "tiny", LOSSES)
-    with pytest.raises(SystemExit) as exit:
-        exit_on_user_error(lambda: curve.main(arguments))
-    assert exit.value.code == 2 and capsys.readouterr() == ("", f"error: {message}\n")
-
-
-def test_a_line_that_a_crash_cut_off_is_not_drawn(tmp_path):
-    folder = run_folder(tmp_path / "tiny", LOSSES)
-    with open(tmp_path / "tiny" / "metrics.jsonl", "a") as file:
-        file.write('{"iteration": 120, "consumed_to')
-    assert curve.read_curve(folder, "iterations").training == list(LOSSES.items())
-
-
-PICTURES = Path(__file__).parent / "pictures"
-
-
-def test_the_readme_s_picture_shows_equal_runs_and_can_be_drawn_again(tmp_path):
-    """python -m accounts.curve pictures/tiny.jsonl pictures/tiny_2x2.jsonl --svg=pictures/loss.svg"""
-    runs = [str(PICTURES / f"{name}.jsonl") for name in ("tiny", "tiny_2x2")]
-    curve.main([*runs, f"--svg={tmp_path}/loss.svg"])
-    assert (tmp_path / "loss.svg").read_bytes() == (PICTURES / "loss.svg").read_bytes()
-    one, four = (curve.read_curve(run, "iterations") for run in runs)
-    assert len(one.training) == 30 and len(one.validation) == 3
-    assert four.training == [pytest.approx(point, abs=3e-4) for point in one.training]
-    assert four.validation == [pytest.approx(point, abs=3e-4) for point in one.validation]

@@ -1,262 +1,247 @@
-"""Draws predictions as SVG: the memory of each rank, the parts of a step's time, and predicted beside published times.
+"""Draws every picture file, as SVG. Only this file needs matplotlib (pip install matplotlib).
 
-`plan.py --svg=FILE` writes the first two pictures for the best layouts (`write`):
+    timelines   schedules, one row of boxes per rank     python -m accounts.draw ... --svg=FILE
+    traffic     who sends what to whom in a step         python -m accounts.traffic ... --svg=FILE
+    curves      the losses of runs                       python -m accounts.curve ... --svg=FILE
+    ranking     memory and time of the best layouts      python plan.py ... --svg=FILE
+    scatter     errors of predicted times                python -m accounts.fit --svg=FILE
 
-    memory    a panel for each layout, a bar for each pipeline rank, stacked by part; the dashed line is the capacity
-    time      a bar for each layout, stacked by part; the parts sum to the predicted time of a step
-
-`scatter` compares predictions with published times on logarithmic axes. A point on the solid line is exact. A point
-between the dashed lines is wrong by at most 10%.
+The background is transparent. Texts and axes are grey, so they are readable on a white page and on a dark one.
 """
 
-import html
-import math
-from pathlib import Path
+import itertools
+from contextlib import contextmanager
 
-from accounts.curve import axis
-from accounts.draw import GREY, svg_text
-from errors import UserError, explained
+from errors import UserError, reading
+from parallel.schedules import messages
 
-COLOURS = ("#2f6fb7", "#1b8049", "#c07a14", "#9a5fc0", "#c0504d", "#0f8f8c", "#8a8a2e", "#b0568f", "#7a5230", "#5560c8")
-WIDTH, MOST = 900, 6  # a picture's width in pixels, and its largest number of layouts
-GiB = 2**30
+GREY = "#7a7a7a"
+COLOURS = ["#2f6fb7", "#1b8049", "#c07a14", "#9a5fc0", "#c0504d", "#0f8f8c", "#8a8a2e", "#b0568f", "#7a5230", "#5560c8"]
+KINDS = {"F": "#2f6fb7", "B": "#1b8049", "I": "#0f7c7a", "W": "#a86a0c", "U": "#b3303f"}  # of actions
+AXES = {"tp": "#c07a14", "pp": "#2f6fb7", "dp": "#1b8049", "holders": "#9a5fc0", "world": GREY}
+STYLE = dict.fromkeys(["text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"], GREY)
+STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9, "axes.titlesize": 9}
+STYLE |= {
+    "font.sans-serif": ["DejaVu Sans"],
+    "svg.fonttype": "none",
+    "svg.hashsalt": "",
+}  # texts stay texts; the same picture gives the same bytes
+GiB, MOST = 2**30, 6  # MOST: the largest number of layouts in a ranking
 
 
-# --- layouts ----------------------------------------------------------------------------------------------------------
+@contextmanager
+def figure(path, height):
+    """Context: yield an empty matplotlib Figure, and write it to the file `path` at the end. Raises UserError.
+
+    height: in inches; the width is 9 inches.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError(f"--svg={path}: a picture needs matplotlib: pip install matplotlib") from None
+    with matplotlib.rc_context(STYLE):
+        picture = Figure(figsize=(9, height), layout="constrained")
+        yield picture
+        with reading(f"--svg={path}"):
+            picture.savefig(path, format="svg", transparent=True, metadata={"Date": None})
 
 
-def write(path, judged):
-    """Write the pictures of at most MOST layouts to the file `path`. Raises UserError.
+# --- layouts and times ------------------------------------------------------------------------------------------------
 
-    judged: dicts as `plan.py --json` prints them, the best first. These fields are drawn: layout, step_seconds, mfu,
-    memory_by_rank ([{part: bytes} for each pipeline rank]), capacity_bytes, step_parts ({part: seconds}).
+
+def ranking(path, judged):
+    """Draw the memory of each pipeline rank and the time of a step, for at most MOST layouts. Raises UserError.
+
+    judged: dicts as `plan.py --json` prints them, the best first.
     """
     if not judged:
         raise UserError(f"--svg={path}: there is no layout to draw")
     judged = judged[:MOST]
-    parts, bottom = memory_bars(judged, 30)
-    more, bottom = time_bars(judged, bottom + 40)
-    with explained(f"--svg={path}"):
-        Path(path).write_text(document([*parts, *more], bottom), encoding="utf-8")
+    with figure(path, 4.2 + 0.5 * len(judged)) as picture:
+        upper, lower = picture.subfigures(2, 1, height_ratios=(3, 1 + 0.5 * len(judged)))
+        panels = upper.subplots(1, len(judged), sharey=True, squeeze=False)[0]
+        for i, (axes, facts) in enumerate(zip(panels, judged, strict=True), start=1):
+            kept = [{what: float(size) / GiB for what, size in rank.items()} for rank in facts["memory_by_rank"]]
+            stack(axes.bar, "bottom", kept)
+            axes.axhline(facts["capacity_bytes"] / GiB, color=GREY, linestyle="--")
+            axes.set(title=f"layout {i}", xlabel="pipeline rank", xticks=sorted({0, len(kept) - 1}))
+        panels[0].set_ylabel("GiB (dashed: capacity)")
+        upper.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=4, frameon=False)
+        axes = lower.subplots()
+        axes.bar_label(
+            stack(axes.barh, "left", [facts["step_parts"] for facts in judged]), map(speed, judged), padding=4
+        )
+        axes.set_yticks(
+            range(len(judged)), [f"{i}: {name_of(facts['layout'])}" for i, facts in enumerate(judged, 1)], fontsize=7
+        )
+        axes.set(xlabel="predicted seconds of a step")
+        axes.margins(x=0.2)
+        axes.invert_yaxis()
+        lower.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=6, frameon=False)
 
 
-def memory_bars(judged, y):
-    """Return (SVG elements of the memory panels, y of their bottom). y: the title's baseline, in pixels."""
-    colours = colours_of(kept for row in judged for kept in row["memory_by_rank"])
-    capacity = judged[0]["capacity_bytes"]
-    title = f"Memory of each pipeline rank in GiB (2^30 bytes); dashed: capacity, {capacity / GiB:.4g} GiB"
-    shown, bottom = legend(colours, y + 20)
-    parts = [text(10, y, title, 16, weight="bold"), *shown]
-    highest = max(capacity, *(sum(kept.values()) for row in judged for kept in row["memory_by_rank"]))
-    columns, height = min(3, len(judged)), 150
-    width = (WIDTH - 20) / columns
-    for i, row in enumerate(judged):
-        left, top = 10 + i % columns * width, bottom + 10 + i // columns * (height + 72)
-        ticks, scale = axis((0, float(highest) / GiB), 5, top + 44 + height, top + 44)
-        first, second = name_of(row["layout"])
-        parts.append(text(left, top + 10, f"{i + 1}: {first}", 11, weight="bold", room=width - 14))
-        parts.append(text(left, top + 26, second, 11, room=width - 14))
-        parts += panel(row, left + 34, left + width - 20, ticks, scale, colours)
-    return parts, bottom + 10 + math.ceil(len(judged) / columns) * (height + 72)
+def stack(draw, begin, stacks):
+    """Draw one bar for each dict {part: size}, with one colour per part. Return the bars of the last part.
 
-
-def panel(row, left, right, ticks, scale, colours):
-    """Yield the axis, the bars and the capacity of one layout. scale: GiB -> y in pixels."""
-    for tick in ticks:
-        yield line(left, scale(tick), right, scale(tick), "stroke-opacity='.3'")
-        yield text(left - 5, scale(tick) + 4, f"{tick:g}", 10, "end")
-    last = len(row["memory_by_rank"]) - 1
-    step = (right - left) / (last + 1)
-    width = min(0.85 * step, 40)
-    for rank, kept in enumerate(row["memory_by_rank"]):
-        x, y, below = left + step * (rank + 0.5) - width / 2, scale(0), 0.0
-        for part, size in kept.items():
-            size = float(size) / GiB
-            bottom, y, below = y, scale(below + size), below + size
-            yield box(x, y, width, bottom - y, colours[part], f"rank {rank}, {part}: {size:.3f} GiB")
-        if rank in (0, last):
-            yield text(x + width / 2, scale(0) + 14, f"rank {rank}", 10, "middle")
-    capacity = scale(row["capacity_bytes"] / GiB)
-    yield line(left, capacity, right, capacity, "stroke-width='2' stroke-dasharray='6 4'")
-
-
-def time_bars(judged, y):
-    """Return (SVG elements of the bars of time, y of their bottom). y: the title's baseline, in pixels."""
-    colours = colours_of(row["step_parts"] for row in judged)
-    shown, bottom = legend(colours, y + 20)
-    parts = [text(10, y, "Predicted time of a step, in seconds", 16, weight="bold"), *shown]
-    end = bottom + 6 + 44 * len(judged)
-    ticks, scale = axis((0, *(row["step_seconds"] for row in judged)), 8, 10, WIDTH - 180)
-    parts.append(line(scale(0), end, scale(ticks[-1]), end))
-    for tick in ticks:
-        parts.append(line(scale(tick), end, scale(tick), end + 6))
-        parts.append(text(scale(tick), end + 18, f"{tick:g}", 11, "middle"))
-    for i, row in enumerate(judged):
-        top, x = bottom + 10 + 44 * i, scale(0)
-        parts.append(text(12, top + 10, f"{i + 1}: {', '.join(name_of(row['layout']))}", 12, room=WIDTH - 20))
-        for part, seconds in row["step_parts"].items():
-            begin, x = x, x + scale(seconds) - scale(0)
-            parts.append(box(begin, top + 16, x - begin, 18, colours[part], f"{part}: {digits(seconds)} s"))
-        mfu = "unknown" if row["mfu"] is None else f"{row['mfu']:.1%}"
-        parts.append(text(x + 6, top + 30, f"{digits(row['step_seconds'])} s, MFU {mfu}", 12))
-    return parts, end + 30
+    draw, begin: axes.bar and "bottom", or axes.barh and "left".
+    """
+    ends = [0.0] * len(stacks)
+    for part, colour in zip(dict.fromkeys(part for parts in stacks for part in parts), COLOURS, strict=False):
+        sizes = [float(parts.get(part, 0)) for parts in stacks]
+        bars = draw(range(len(stacks)), sizes, **{begin: ends}, color=colour, label=part)
+        ends = [a + b for a, b in zip(ends, sizes, strict=True)]
+    return bars
 
 
 def name_of(layout):
-    """Return a layout as two lines: its axes and schedule, and its other fields. Fields that are off are left out."""
-    chunks = f", {layout['chunks']} chunks" if layout["chunks"] > 1 else ""
-    flags = [name.replace("_", " ") for name in ("sequence_parallel", "offload") if layout.get(name)]
-    recompute = [f"recompute {layout['recompute']}"] if layout["recompute"] != "none" else []
-    first = f"dp={layout['dp']} tp={layout['tp']} pp={layout['pp']} {layout['schedule']}{chunks}"
-    return first, ", ".join([f"micro-batch {layout['micro_batch_size']}", f"ZeRO {layout['zero']}", *flags, *recompute])
+    """Return a layout as two lines. Fields that are off are left out."""
+    off = {"chunks": 1, "recompute": "none", "sequence_parallel": False, "offload": False}
+    shown = [f"{name}={value}" for name, value in layout.items() if name not in off or value != off[name]]
+    return " ".join(shown[:4]) + "\n" + " ".join(shown[4:])
 
 
-def colours_of(stacks):
-    """Return {part: colour} of all parts of the stacks ({part: size}), in the order in which they first appear."""
-    names = dict.fromkeys(part for stack in stacks for part in stack)
-    return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
-
-
-def legend(colours, y):
-    """Return (SVG elements that name the colours, y of their bottom). A full line continues on the next one."""
-    parts, x = [], 10
-    for name, colour in colours.items():
-        width = 34 + 7 * len(name)
-        if x + width > WIDTH:
-            x, y = 10, y + 18
-        parts += [box(x, y - 10, 14, 12, colour), text(x + 19, y, name, 12)]
-        x += width
-    return parts, y + 8
-
-
-# --- predicted beside published ---------------------------------------------------------------------------------------
+def speed(facts):
+    return f"{facts['step_seconds']:.4g} s" + (f", MFU {facts['mfu']:.1%}" if facts["mfu"] else "")
 
 
 def scatter(path, points):
-    """Write the picture of predicted against published times to the file `path`. Raises UserError.
+    """Draw the error of each predicted time. points: (name, group, published seconds, predicted seconds)."""
+    with figure(path, 0.8 + 0.17 * len(points)) as picture:
+        axes, groups = picture.subplots(), list(dict.fromkeys(group for _, group, *_ in points))
+        points = sorted(points, key=lambda point: groups.index(point[1]))
+        for group, colour in zip(groups, COLOURS, strict=False):
+            rows = [(100 * (b / a - 1), i) for i, (_, of, a, b) in enumerate(points) if of == group]
+            axes.plot(*zip(*rows, strict=True), "o", color=colour, label=group)
+        for error, style in ((0, "-"), (-10, "--"), (10, "--")):
+            axes.axvline(error, color=GREY, linestyle=style, linewidth=1)
+        axes.set_yticks(range(len(points)), [f"{name}: {a:.4g} s, predicted {b:.4g} s" for name, _, a, b in points])
+        axes.set_xlabel("error of the predicted time in percent (dashed: 10)")
+        axes.grid(axis="y", alpha=0.3)
+        axes.invert_yaxis()
+        picture.legend(loc="outside upper right", ncols=4, frameon=False)
 
-    points: (name, group, published seconds, predicted seconds), all times positive. A group has a colour. A number
-    beside a point is its row in the list on the right.
+
+def curves(path, runs, unit):
+    """Draw the losses of runs. runs: [`curve.Curve`]; unit: of x. A loss of nan or inf leaves a gap."""
+    with figure(path, 4) as picture:
+        axes = picture.subplots()
+        for i, (name, training, validation) in enumerate(runs):  # a later line is dashed, so that equal lines show
+            colour = COLOURS[i % len(COLOURS)]
+            axes.plot(*zip(*training, strict=True), ".-", color=colour, label=name, dashes=(8 / i, 8) if i else ())
+            axes.plot(*zip(*validation or [((), ())], strict=True), "o", color=colour, mfc="none", ms=6 + 4 * i)
+        axes.set(xlabel=unit, title="loss: training (line), validation (circles)")
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+
+
+# --- schedules --------------------------------------------------------------------------------------------------------
+
+
+def timelines(path, pictures, unit, legend, notes):
+    """Draw `draw.Picture`s below one another on one time axis. unit: of time.
+
+    legend: {kind of action: its meaning}; notes: lines below the pictures.
     """
-    groups = {group: COLOURS[i % len(COLOURS)] for i, group in enumerate(dict.fromkeys(p[1] for p in points))}
-    points = [point for group in groups for point in points if point[1] == group]
-    times = [seconds for point in points for seconds in point[2:]]
-    low, high, left, top, side = min(times) / 1.25, max(times) * 1.25, 60, 40, 400
-
-    def at(seconds):
-        return side * math.log(seconds / low) / math.log(high / low)
-
-    parts = [text(10, 22, "Predicted and published time of a step, in seconds", 16, weight="bold")]
-    parts += log_axes(low, high, at, left, top, side)
-    spots = [(left + at(published), top + side - at(predicted)) for _, _, published, predicted in points]
-    frame = left, top, left + side, top + side
-    for i, (spot, label) in enumerate(zip(spots, labels(spots, frame), strict=True)):
-        name, group, published, predicted = points[i]
-        words = f"{i + 1}: {name}: published {digits(published)} s, predicted {digits(predicted)} s"
-        rest = max(0, 1 - 9 / max(math.dist(spot, label), 1))  # share of the line: it ends 9 pixels from the number
-        end = (a + (b - a) * rest for a, b in zip(spot, label, strict=True))
-        parts.append(line(*spot, *end, "stroke-width='.7'"))
-        circle = f"<circle cx='{spot[0]:.2f}' cy='{spot[1]:.2f}' r='4' fill='{groups[group]}'>"
-        parts.append(f"{circle}<title>{html.escape(words)}</title></circle>")
-        parts.append(text(label[0], label[1] + 4, f"{i + 1}", 11, "middle"))
-    listed, bottom = table(points, groups, left + side + 30, top + 10)
-    with explained(path):
-        Path(path).write_text(document([*parts, *listed], max(bottom, top + side + 50)), encoding="utf-8")
+    heights = [len(picture.timeline.peak) * (1.7 if picture.versions else 1) for picture in pictures]
+    with figure(path, 0.9 + sum(0.2 * height + 0.35 for height in heights)) as drawing:
+        panels = drawing.subplots(len(pictures), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+        for axes, picture in zip(panels, pictures, strict=True):
+            timeline(axes, picture, unit, 500 / max(p.timeline.makespan for p in pictures))
+        bars = [panels[0].barh(0, 0, color=KINDS[kind]) for kind in legend]
+        drawing.legend(bars, legend.values(), loc="outside upper left", ncols=6, frameon=False)
+        drawing.supxlabel("\n".join(notes), x=0.01, ha="left", fontsize=8)
 
 
-def log_axes(low, high, at, left, top, side):
-    """Yield the axes, the line of exact predictions and the lines of an error of 10%. at: seconds -> pixels."""
-    right, bottom, faint = left + side, top + side, "stroke-opacity='.25'"
-    yield f"<rect x='{left}' y='{top}' width='{side}' height='{side}' fill='none' stroke='{GREY}'/>"
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
-    for tick in (n * 10.0**power for power in powers for n in (1, 2, 5)):
-        if low <= tick <= high:
-            x, y = left + at(tick), bottom - at(tick)
-            yield from (line(x, top, x, bottom, faint), text(x, bottom + 16, f"{tick:g}", 11, "middle"))
-            yield from (line(left, y, right, y, faint), text(left - 6, y + 4, f"{tick:g}", 11, "end"))
-    for factor in (1, 1.1, 0.9):
-        begin, end = max(low, low / factor), min(high, high / factor)  # the line is in the frame between these times
-        style = "stroke-width='1.5'" + " stroke-dasharray='5 4'" * (factor != 1)
-        yield line(left + at(begin), bottom - at(begin * factor), left + at(end), bottom - at(end * factor), style)
-    below = "published (solid: exact; dashed: the prediction is 10% higher or lower)"
-    yield text(left + side / 2, bottom + 36, below, 12, "middle")
-    yield f"<g transform='translate(16 {top + side / 2}) rotate(-90)'>{text(0, 0, 'predicted', 12, 'middle')}</g>"
+def timeline(axes, picture, unit, points):
+    """Draw one `draw.Picture`. points: of a unit of time, 1/72 inch each."""
+    line, pitch, at = picture.timeline, 1.7 if picture.versions else 1, axes.get_yaxis_transform()
+    for rank, peak in enumerate(picture.in_flight):
+        axes.barh(rank * pitch, line.makespan, color=GREY, alpha=0.18, height=0.9)
+        axes.text(1.02, rank * pitch, f"{peak:g}", va="center", transform=at)
+    for rank, action, start, end in line.events:
+        y, centre = rank * pitch, dict(x=(start + end) / 2, ha="center", va="center_baseline")
+        if action.kind == "U":
+            axes.plot((end, end), (y - 0.5, y + 0.5), color=KINDS["U"])
+            continue
+        ink = box(axes, y, start, end, KINDS[action.kind], picture.shades[action.chunk])
+        size = min(8, points * (end - start) / len(str(action.microbatch)) / 0.7)
+        if size >= 4:
+            axes.text(y=y, s=action.microbatch, color=ink, fontsize=size, **centre)
+        if picture.versions:
+            version = picture.version(rank, action)
+            axes.text(y=y + 0.8, s=version, color=KINDS["U"] if "!" in version else GREY, fontsize=7, **centre)
+    axes.set_title(f"{picture.title}: bubble {line.bubble:.4f} of {line.span:.4g} {unit}", loc="left")
+    axes.set_title("in flight", loc="right")
+    axes.set_yticks([rank * pitch for rank in range(len(line.peak))], [f"rank {r}" for r in range(len(line.peak))])
+    axes.set(xlim=(0, None), ylim=(len(line.peak) * pitch - 0.5, -0.5))
 
 
-# Directions from a spot to its number, the preferred ones first: up left, down right, ... (y grows downwards).
-DIRECTIONS = [(math.cos(i * math.pi / 8), math.sin(i * math.pi / 8)) for i in (10, 2, 11, 3, 9, 1, 12, 4, 8, 0, 13, 15)]
+def box(axes, y, start, end, colour, shade):
+    """Draw the box of an action, lighter for each later chunk of its rank. Return the colour of its number."""
+    from matplotlib.colors import to_rgb
+
+    ground = [1 - (1 - part) * 0.55**shade for part in to_rgb(colour)]
+    axes.barh(y, end - start, left=start, height=0.9, color=ground, edgecolor="white", linewidth=0.5, clip_on=False)
+    return "black" if shade else "white"
 
 
-def labels(spots, frame):
-    """Return the centre of each spot's number: a free place near the spot, inside the frame (left, top, right, bottom).
+# --- traffic ----------------------------------------------------------------------------------------------------------
 
-    A number needs 16 by 13 pixels. It covers no other number and no spot. If no place is free, it covers its own spot.
+
+def traffic(path, p):
+    """Draw who sends what in one step, above a table of the bytes. p: `traffic.Prediction`.
+
+    A box is a rank. The boxes of a group are its tp ranks. A row of groups is a data replica, a column a pipeline stage.
+    At most 4 ranks of an axis are drawn.
     """
-    places = []
-    for x, y in spots:
-        around = ((x + r * dx, y + r * dy) for r in range(14, 300, 4) for dx, dy in DIRECTIONS)
-        free = (place for place in around if inside(place, frame) and is_clear(place, places, spots))
-        places.append(next(free, (x, y)))
-    return places
+    c, keys = p.layout.config, sorted(p.often, key=lambda key: (list(AXES).index(key[0]), key))
+    with figure(path, 1 + min(4, p.layout.dp) + 0.22 * len(keys)) as picture:
+        grid, axes = picture.subplots(2, 1, height_ratios=(5 * min(4, p.layout.dp), 2 + len(keys)))
+        ranks(grid, p)
+        layout = f"dp={p.layout.dp} pp={c.pp} tp={c.tp} schedule={c.schedule} zero={c.zero}"
+        grid.set_title(f"Who sends what in one step (box: rank; row: dp; column: pp): {layout}", pad=12)
+        titles = ["axis", "what", "operation", "how often (per)", *(f"bytes, stage {i}" for i in range(min(4, c.pp)))]
+        rows = [[*key, p.often[key], *(bytes_of(table, key) for table in p.sent[:4])] for key in keys]
+        table = axes.table([titles, *rows], loc="center", edges="open", cellLoc="left")
+        table.auto_set_column_width(range(len(titles)))
+        table.auto_set_font_size(False)
+        table.set_fontsize(7)
+        for i, (axis, *_) in enumerate(keys, start=1):
+            table[i, 0].get_text().set_color(AXES[axis])
+        for panel in (grid, axes):
+            panel.axis("off")
 
 
-def inside(place, frame):
-    """Return True if a number at `place` lies inside the frame."""
-    left, top, right, bottom = frame
-    return left + 9 <= place[0] <= right - 9 and top + 8 <= place[1] <= bottom - 8
+def bytes_of(table, key):
+    return f"{float(table[key][1]):,.0f}" if key in table else "-"
 
 
-def is_clear(place, places, spots):
-    """Return True if a number at `place` covers none of the numbers at `places` and none of the spots."""
-    x, y = place
-    apart = all(abs(x - a) >= 16 or abs(y - b) >= 13 for a, b in places)
-    return apart and all(abs(x - a) >= 13 or abs(y - b) >= 11 for a, b in spots)
+def ranks(grid, p):
+    """Draw the ranks of a `traffic.Prediction` and arrows between those that send to each other."""
+    c, (dp, pp, tp) = p.layout.config, (min(4, size) for size in (p.layout.dp, p.layout.config.pp, p.layout.config.tp))
+    holders = [p.layout.holders(name) for name in p.layout.all_buckets]
+    links = {("holders", *pair) for group in holders for pair in itertools.pairwise(group)}
+    links |= {("pp", m.source, m.destination) for m in messages(p.schedule)}
+    pitch = tp + 0.6  # from one stage to the next
 
+    def arrow(axis, a, b, style="<|-|>", bend=0.0):
+        ends = dict(shrinkA=13, shrinkB=13, arrowstyle=style, connectionstyle=f"arc3,rad={bend}")
+        grid.annotate("", b, a, arrowprops=ends | {"color": AXES[axis]})
 
-def table(points, groups, x, y):
-    """Return (SVG elements of the list of points, y of its bottom). x, y: its top left corner, in pixels."""
-    columns = (WIDTH - 118, WIDTH - 60, WIDTH - 8)  # right ends of the numbers
-    titles = ("published", "predicted", "error")
-    parts = [text(right, y, title, 11, "end") for right, title in zip(columns, titles, strict=True)]
-    last, room = None, columns[0] - 40 - x - 26
-    for i, (name, group, published, predicted) in enumerate(points):
-        if group != last:
-            y, last = y + 22, group
-            parts += [box(x + 4, y - 10, 12, 12, groups[group]), text(x + 22, y, group, 12, weight="bold")]
-        y += 16
-        numbers = (digits(published), digits(predicted), f"{predicted / published - 1:+.1%}")
-        parts += [text(right, y, number, 11, "end") for right, number in zip(columns, numbers, strict=True)]
-        parts += [text(x + 16, y, f"{i + 1}", 11, "end"), text(x + 22, y, name, 11, room=room)]
-    return parts, y + 10
-
-
-# --- SVG --------------------------------------------------------------------------------------------------------------
-
-
-def document(parts, bottom):
-    """Return an SVG with a transparent background. bottom: its height in pixels."""
-    view = f"viewBox='0 0 {WIDTH} {bottom:g}' font-family='Helvetica, Arial, sans-serif'"
-    return "\n".join([f"<svg xmlns='http://www.w3.org/2000/svg' {view}>", *parts, "</svg>", ""])
-
-
-def digits(seconds):
-    """Return a time with four digits: "1.420"."""
-    return f"{float(seconds):#.4g}".rstrip(".")
-
-
-def text(x, y, words, size=13, anchor="start", weight="normal", room=WIDTH):
-    """Return a text. room: pixels that it may take; a longer text gets a smaller font."""
-    size = min(size, 1.8 * room / max(1, len(words)))
-    style = f"text-anchor='{anchor}' font-size='{size:.3g}' font-weight='{weight}' fill='{GREY}'"
-    return svg_text(x, y, words, style)
-
-
-def line(x1, y1, x2, y2, style=""):
-    """Return a straight line. style: more attributes."""
-    return f"<path d='M{x1:.2f} {y1:.2f}L{x2:.2f} {y2:.2f}' stroke='{GREY}' {style}/>"
-
-
-def box(x, y, width, height, colour, hint=""):
-    """Return a filled rectangle. hint: text that a browser shows under the pointer."""
-    rect = f"<rect x='{x:.2f}' y='{y:.2f}' width='{width:.2f}' height='{height:.2f}' fill='{colour}'>"
-    return f"{rect}<title>{html.escape(hint)}</title></rect>" if hint else f"{rect[:-1]}/>"
+    for d, stage, t in itertools.product(range(dp), range(pp), range(tp)):
+        x, rank = stage * pitch + t, (d * c.pp + stage) * c.tp + t
+        frame = dict(facecolor="none", edgecolor=GREY, boxstyle="round,pad=0.5")
+        grid.text(x, -d, rank, ha="center", va="center", bbox=frame)
+        if t:
+            arrow("tp", (x - 1, -d), (x, -d))
+        if d:
+            arrow("dp", (x, 1 - d), (x, -d))
+    for d, (axis, a, b) in itertools.product(range(dp), sorted(links)):
+        if max(a, b) < pp and axis == "pp" and abs(a - b) == 1:  # from the last box of a group to the first of the next
+            y, (left, right) = -d + 0.07 * (b - a), ((min(a, b) + 1) * pitch - 1.6, max(a, b) * pitch)
+            arrow(axis, *(((left, y), (right, y)) if a < b else ((right, y), (left, y))), "-|>")
+        elif max(a, b) < pp:
+            ends = ((stage * pitch + (tp - 1) / 2, -d - 0.1) for stage in (a, b))
+            arrow(axis, *ends, *(("-|>", -0.13) if axis == "pp" else ("<|-|>", 0.13)))
+    grid.set(xlim=(-0.6, pp * pitch - 1), ylim=(0.3 - dp, 0.5))

@@ -4,7 +4,6 @@ from collections import defaultdict
 from datetime import timedelta
 from fractions import Fraction
 from types import SimpleNamespace
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -372,64 +371,6 @@ def test_predictions_for_4096_ranks_need_no_process_and_no_tensor(pp, schedule, 
             # memory.py's table: a block keeps 16 bsh/t elements, and small terms
             assert kept[memory.PEAK] > in_flight * blocks // chunks * 16 * bsh // t * 2
     assert not torch.distributed.is_initialized()
-
-
-# --- the picture: who sends what --------------------------------------------------------------------------------------
-
-
-def texts(picture):
-    """Return the lines of text in a picture: {y: the texts at this y from left to right}."""
-    found = {}
-    for element in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text"):
-        found.setdefault(element.get("y"), []).append(element.text or "")
-    return found
-
-
-@pytest.mark.parametrize(
-    "ranks, fields",
-    [
-        (8, dict(dp=2, tp=2, pp=2, zero=2, schedule="zb-h1")),
-        (8, dict(dp=2, pp=4, schedule="chimera", micro_batch_size=3)),
-        (12, dict(dp=1, tp=2, pp=6, num_layers=6, sequence_parallel=True, micro_batch_size=4)),
-    ],
-)
-def test_the_numbers_in_the_picture_are_the_ledgers(ranks, fields):
-    config = tiny_config(**fields)
-    with NoTensors():
-        p = traffic.predict(config, ranks)
-        picture, tables = traffic.svg(p), traffic.tables(p)
-    lines = list(texts(picture).values())
-    stages = [stage for stage in traffic.shown(config.pp) if stage is not None]
-    for stage in range(config.pp):
-        expected = ledger.predict(p.layout, p.schedule, stage, 0, 8, 8)  # fp64
-        for key, (_, sent) in expected.items():
-            number = f"{float(sent):,.0f}"
-            assert number in tables
-            if stage in stages:
-                per = ledger.how_often(p.layout, p.schedule, stage)[key]
-                row = next(line for line in lines if line[:3] == list(key))
-                assert row[3] == f"per {per}" and row[4 + stages.index(stage)] == number
-    drawn = {text for line in lines for text in line}
-    assert {"0", str(ranks - 1), *(f"pipeline stage {stage}" for stage in stages)} <= drawn
-
-
-def test_a_picture_leaves_out_ranks_in_the_middle():
-    assert traffic.shown(4) == [0, 1, 2, 3] and traffic.shown(5) == [0, 1, None, 4]
-
-
-def test_the_picture_of_one_rank():
-    p = traffic.predict(tiny_config(1), 1)
-    picture = traffic.svg(p)
-    assert "Nothing is sent." in picture and "marker-end" not in picture
-    assert "data parallel: one rank, nothing is sent" in traffic.tables(p)
-
-
-def test_the_command_writes_the_picture(tmp_path, capsys):
-    path = tmp_path / "a.svg"
-    traffic.main(["configs/tiny.py", "--ranks=4", "--pp=2", f"--svg={path}"])
-    out = capsys.readouterr().out
-    assert "sent per step by rank 0, predicted" in out and "kept by rank 1, predicted" in out
-    assert path.read_text(encoding="utf-8").startswith("<svg ")
 
 
 @pytest.mark.parametrize(
