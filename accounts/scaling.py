@@ -20,10 +20,14 @@ published with two sets of constants. They disagree most at large budgets, so th
 
 The exponents in [1] are rounded. Before rounding, they are 0.3392 and 0.2849 (see [2]). For Gopher's 5.76e23 FLOPs,
 the exact exponents give the 40 billion parameters that [1] states, and the rounded exponents give 32 billion.
+
+MACHINES are those of the slide "GPT-4をスパコンで学習するには?". Their peaks are those of dense bf16 or fp16
+products in the makers' data sheets (A64FX: fp32 at 2.2 GHz). A MI250X has 2 dies. Frontier's 37,888 are modules (9,472 nodes
+with 4). LUMI's 20,480 must be dies: its 2,978 nodes have only 11,912 modules.
 """
 
 import math
-from typing import NamedTuple
+from collections import namedtuple
 
 from accounts.report import aligned
 from errors import UserError
@@ -32,16 +36,8 @@ from log import peak_tflops
 DAY = 86400  # seconds
 
 
-class Fit(NamedTuple):
-    """Constants of L(N, D) = E + A / N^a + B / D^b."""
-
-    E: float
-    A: float
-    B: float
-    a: float
-    b: float
-
-
+Fit = namedtuple("Fit", "E A B a b")  # constants of L(N, D) = E + A / N^a + B / D^b
+Machine = namedtuple("Machine", "name devices days")  # devices: [(count, name, peak in TFLOP/s)]; days: on the slide
 HOFFMANN = Fit(1.69, 406.4, 410.7, 0.34, 0.28)
 BESIROGLU = Fit(1.8172, 482.01, 2085.43, 0.3478, 0.3658)
 FITS = (HOFFMANN, BESIROGLU)  # [1] and [2]
@@ -56,28 +52,15 @@ MODELS = {  # (parameters, training tokens), slide "Transformerのスケール�
 }
 
 
-class Machine(NamedTuple):
-    """A computer. devices: rows (count, name, peak in TFLOP/s). days: training time on the slide, or None."""
-
-    name: str
-    devices: tuple
-    days: float | None = None
-
-    @property
-    def peak(self):
-        """FLOP/s of all devices together."""
-        return sum(count * peak for count, _, peak in self.devices) * 1e12
-
-
 SLIDE_FLOPS = 3e24  # slide "GPT-4をスパコンで学習するには?", like the counts and days of MACHINES
 A100, V100 = peak_tflops("A100 SXM4", "bf16"), peak_tflops("V100 SXM2", "fp16")
-MACHINES = [  # peaks: dense bf16 or fp16 products from the makers' data sheets; A64FX: fp32 at 2.2 GHz
-    Machine("OpenAI", ((25000, "A100", A100),), 90),
-    Machine("Frontier", ((37888, "MI250X", 383),), 75),
-    Machine("LUMI", ((20480, "MI250X die", 191.5),), 140),
-    Machine("Aurora", ((63744, "PVC", 839),), 30),
-    Machine("Fugaku", ((158976, "A64FX", 6.758),), 2100),
-    Machine("ABCI", ((960, "A100", A100), (4352, "V100", V100)), 770),
+MACHINES = [
+    Machine("OpenAI", [(25000, "A100", A100)], 90),
+    Machine("Frontier", [(37888, "MI250X", 383)], 75),
+    Machine("LUMI", [(20480, "MI250X die", 191.5)], 140),
+    Machine("Aurora", [(63744, "PVC", 839)], 30),
+    Machine("Fugaku", [(158976, "A64FX", 6.758)], 2100),
+    Machine("ABCI", [(960, "A100", A100), (4352, "V100", V100)], 770),
 ]
 
 
@@ -109,14 +92,9 @@ def enough_flops(fit, target):
     return 6 * ((loss(fit, parameters, tokens) - fit.E) / (target - fit.E)) ** (1 / k)
 
 
-def days(flops, machine, mfu):
-    """Return the days that `flops` FLOPs take on a Machine. mfu: the used part of the peak, 0 to 1."""
-    return flops / (machine.peak * mfu * DAY)
-
-
-def used(machine):
-    """Return the part of a Machine's peak that it uses if SLIDE_FLOPS take the days on the slide."""
-    return days(SLIDE_FLOPS, machine, 1) / machine.days
+def peak(machine):
+    """Return FLOP/s of all devices of a Machine together."""
+    return sum(count * teraflops for count, _, teraflops in machine.devices) * 1e12
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------
@@ -131,8 +109,8 @@ def optimum_table(flops):
         rows.append((name, big(n), big(d), f"{d / n:.1f}", *(f"{loss(fit, n, d):.3f}" for fit in FITS)))
     return f"""Compute-optimal model for C = {power(flops)} FLOPs
 {aligned(rows, 1)}
-N: parameters. D: training tokens. C = 6ND. T: 10^12. B: 10^9. M: 10^6. Losses are in nats per token.
-[1]: fit of Hoffmann et al. 2022, arXiv 2203.15556. [2]: its replication, Besiroglu et al. 2024, arXiv 2404.10102."""
+N: parameters. D: training tokens. C = 6ND. Losses are in nats per token.
+[1]: Hoffmann et al. 2022, arXiv 2203.15556. [2]: its replication, Besiroglu et al. 2024, arXiv 2404.10102."""
 
 
 def models_table():
@@ -144,35 +122,27 @@ def models_table():
             reached = loss(fit, n, d)
             cells += [f"{reached:.3f}", f"{enough_flops(fit, reached) / (6 * n * d):.0%}"]
         rows.append((name, big(n), big(d), f"{d / n:.1f}", power(6 * n * d), power(5.7 * n * d), *cells))
-    return f"""Models of the slide "Transformerのスケール則"
+    return f"""Models of the slide "Transformerのスケール則" (the slide counts 5.7ND FLOPs)
 {aligned(rows, 1)}
-6ND: FLOPs as this program counts them. 5.7ND: FLOPs as the slide counts them.
-enough: a compute-optimal model reaches the same loss with this part of the FLOPs. 100% is compute-optimal.
-A fit knows only N and D. The real losses differ, because these models have other data and tokenizers."""
+enough: a compute-optimal model reaches the same loss with this part of the FLOPs. 100% is compute-optimal."""
 
 
 def machines_table(flops, cluster, mfu):
     """Return the machines of slide "GPT-4をスパコンで学習するには?" and the user's `cluster` (or None), as text."""
-    part = f"{100 * mfu:.3g}%"
-    rows = [("machine", "device", "devices", "peak TFLOP/s", "slide's days", "used", f"FLOPs at {part}", "days")]
-    for m in [*MACHINES, *([cluster] if cluster else [])]:
-        counts = " + ".join(f"{count:,}" for count, _, _ in m.devices)
-        names = " + ".join(name for _, name, _ in m.devices)
-        peaks = " + ".join(f"{peak:g}" for _, _, peak in m.devices)
-        on_slide = (f"{m.days:,}", f"{used(m):.1%}", power(m.peak * mfu * m.days * DAY)) if m.days else "---"
-        rows.append((m.name, names, counts, peaks, *on_slide, f"{days(flops, m, mfu):,.1f}"))
-    low, *_, high = sorted(map(used, MACHINES))
+    rows = [("machine", "device", "devices", "peak TFLOP/s", "slide's days", "used", f"FLOPs at {mfu:.3g}", "days")]
+    for machine in [*MACHINES, *([cluster] if cluster else [])]:
+        counts, names, peaks = zip(*machine.devices, strict=True)
+        devices = [" + ".join(texts) for texts in (names, (f"{n:,}" for n in counts), (f"{x:g}" for x in peaks))]
+        per_day, on_slide = peak(machine) * DAY, ["-"] * 3
+        if machine.days:
+            used = SLIDE_FLOPS / (per_day * machine.days)
+            on_slide = f"{machine.days:,}", f"{used:.1%}", power(mfu * per_day * machine.days)
+        rows.append((machine.name, *devices, *on_slide, f"{flops / (mfu * per_day):,.1f}"))
     return f"""Machines of the slide "GPT-4をスパコンで学習するには?"
 {aligned(rows, 2)}
-peak:  of one device, in dense bf16 or fp16 products, from the maker's data sheet. A64FX: fp32 (fp16 is twice as fast).
-used:  part of the peak that the machine uses if {power(SLIDE_FLOPS)} FLOPs take the slide's days.
-FLOPs: number of FLOPs in the slide's days if the machine uses {part} of its peak.
-days:  time for {power(flops)} FLOPs if the machine uses {part} of its peak.
-With {power(SLIDE_FLOPS)} FLOPs, the slide's days mean {low:.1%} to {high:.1%} of the peak. Large runs use 30% to 50%.
-Ten times as many FLOPs would mean {10 * low:.0%} to {10 * high:.0%}, and public estimates for GPT-4 are near 2e25.
-On the slide, the days of OpenAI and Aurora have a question mark.
-MI250X: a module has 2 dies. Frontier's 37,888 are modules (9,472 nodes with 4). LUMI's 20,480 must be dies: it has
-2,978 nodes with 4 modules, and these are only 11,912 modules."""
+used: part of the peak that the machine uses if {power(SLIDE_FLOPS)} FLOPs take the slide's days.
+FLOPs: in the slide's days, at {mfu:.3g} of the peak. days: for {power(flops)} FLOPs, at {mfu:.3g} of the peak.
+Large runs use 30% to 50% of the peak. Public estimates for GPT-4 are near 2e25 FLOPs."""
 
 
 def big(number):
@@ -190,11 +160,10 @@ def power(number):
 
 def main(flops, cluster=None, mfu=0.4):
     """Print the three tables for a budget of `flops` FLOPs. cluster: (number, Device) of the user. Raises UserError."""
-    if not 0 < flops < math.inf:
-        raise UserError(f"--flops={flops}: should be a positive number, for example --flops=3e24")
-    if not 0 < mfu <= 1:
-        raise UserError(f"--mfu={mfu}: should be above 0 and at most 1, for example --mfu=0.4")
+    for name, value, most in ("flops", flops, 1e300), ("mfu", mfu, 1):
+        if not 0 < value <= most:
+            raise UserError(f"--{name}={value}: should be above 0 and at most {most}")
     if cluster:
         gpus, device = cluster
-        cluster = Machine("your cluster", ((gpus, device.name, device.peak(device.dtype) / 1e12),))
+        cluster = Machine("your cluster", [(gpus, device.name, device.peak(device.dtype) / 1e12)], None)
     print(optimum_table(flops), models_table(), machines_table(flops, cluster, mfu), sep="\n\n")

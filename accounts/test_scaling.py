@@ -5,26 +5,19 @@ import math
 import pytest
 
 from accounts import scaling
-from accounts.scaling import BESIROGLU, FITS, HOFFMANN, Machine
+from accounts.devices import DEVICES
+from accounts.scaling import BESIROGLU, FITS, HOFFMANN
 from errors import UserError
 
 BUDGETS = (1e18, 5.76e23, 3e24, 1e27)  # 5.76e23: Gopher's FLOPs, as Hoffmann et al. count them
 
 
 def printed(capsys, *arguments):
-    """Return {first cell of a line: its other cells} of what `main` prints, and its lines."""
+    """Return {first cell of a line: its other cells} of what `main` prints."""
     scaling.main(*arguments)
     lines = capsys.readouterr().out.splitlines()
     rows = [[cell.strip() for cell in line.split("|")] for line in lines if "|" in line]
-    return {row[0]: row[1:] for row in rows}, lines
-
-
-def lowest(f, low, high):
-    """Return the x in [low, high] with the lowest f(x), by ternary search. f has one minimum."""
-    for _ in range(200):
-        third = (high - low) / 3
-        low, high = (low, high - third) if f(low + third) < f(high - third) else (low + third, high)
-    return (low + high) / 2
+    return {row[0]: row[1:] for row in rows}
 
 
 @pytest.mark.parametrize("flops", BUDGETS)
@@ -35,16 +28,15 @@ def test_the_closed_form_is_the_numeric_minimum(fit, flops):
 
     n, d = scaling.optimum(fit, flops)
     assert 6 * n * d == pytest.approx(flops, rel=1e-12)
-    assert n == pytest.approx(math.exp(lowest(at, 0, 80)), rel=1e-6)
-    assert scaling.loss(fit, n, d) <= min(at(math.log(n) + shift) for shift in (-1e-3, 1e-3))
+    steps = [at(math.log(n) + shift) for shift in (-0.1, -1e-3, 0, 1e-3, 0.1)]
+    assert min(steps) == steps[2]
 
 
 @pytest.mark.parametrize("flops", BUDGETS)
 @pytest.mark.parametrize("fit", FITS)
 def test_enough_flops_reach_the_loss(fit, flops):
-    best = scaling.loss(fit, *scaling.optimum(fit, flops))
-    assert scaling.enough_flops(fit, best) == pytest.approx(flops, rel=1e-9)
     n, d = scaling.optimum(fit, flops)
+    assert scaling.enough_flops(fit, scaling.loss(fit, n, d)) == pytest.approx(flops, rel=1e-9)
     worse = scaling.loss(fit, 3 * n, d / 3)  # same FLOPs, worse loss: fewer would be enough
     enough = scaling.enough_flops(fit, worse)
     assert enough < flops
@@ -66,14 +58,10 @@ def test_the_rule_gives_chinchilla():
 
 
 def test_the_tables_have_the_numbers_of_the_slides(capsys):
-    rows, lines = printed(capsys, 3e24)
+    rows = printed(capsys, 3e24)
     assert rows["20 tokens per parameter"][:3] == ["158 B", "3.16 T", "20.0"]
     assert rows["GPT-3"][:6] == ["175 B", "300 B", "1.7", "3.15e23", "2.99e23", "2.002"]
-    assert rows["MT-NLG 530B"][:4] == ["530 B", "270 B", "0.5", "8.59e23"]
-    sizes = [rows[name][:2] for name in ("LaMDA", "Jurassic", "Gopher")]
-    assert sizes == [["137 B", "168 B"], ["178 B", "300 B"], ["280 B", "300 B"]]
     assert rows["Chinchilla"][:3] == ["70.0 B", "1.40 T", "20.0"] and rows["Chinchilla"][-1] == "100%"
-    assert max(map(len, lines)) <= 120
 
 
 @pytest.mark.parametrize(
@@ -88,7 +76,7 @@ def test_the_tables_have_the_numbers_of_the_slides(capsys):
     ],
 )
 def test_the_machines(capsys, name, peak, days):
-    rows, _ = printed(capsys, 1.5e25, None, 0.5)
+    rows = printed(capsys, 1.5e25, None, 0.5)
     *_, on_slide, used, flops, needed = rows[name]
     assert on_slide == f"{days:,}"
     assert float(used.rstrip("%")) == pytest.approx(100 * 3e24 / (peak * days * 86400), abs=0.051)
@@ -97,41 +85,22 @@ def test_the_machines(capsys, name, peak, days):
 
 
 def test_the_readers_cluster(capsys):
-    cluster = Machine("yours", ((100, "x", 50.0), (10, "y", 500.0)))  # 10^16 FLOP/s together
-    rows, _ = printed(capsys, 86400 * 1e16, cluster, 0.25)
-    assert rows["yours"] == ["x + y", "100 + 10", "50 + 500", "-", "-", "-", "4.0"]
-    assert "yours" not in printed(capsys, 1e20)[0]
-
-
-@pytest.mark.parametrize("number, text", [(158e9, "158 B"), (67.84e9, "67.8 B"), (3.162e12, "3.16 T")])
-@pytest.mark.parametrize("scale", [1, 1e-3])
-def test_counts_have_three_digits(number, text, scale):
-    smaller = {"T": "B", "B": "M"}[text[-1]]
-    assert scaling.big(number * scale) == (text if scale == 1 else text[:-1] + smaller)
-
-
-@pytest.mark.parametrize("number, text", [(999.6e9, "1.00 T"), (99.97e9, "100 B"), (9.996e9, "10.0 B"), (12, "12")])
-def test_a_count_that_rounds_up(number, text):
-    assert scaling.big(number) == text
-
-
-@pytest.mark.parametrize("flops", [1e-9, 1.0, 1e12, 1e300])
-def test_any_budget_is_answered(capsys, flops):
-    assert printed(capsys, flops)[0]["OpenAI"]
+    a100 = DEVICES["a100-80g"]
+    rows = printed(capsys, 86400 * 1000 * 312e12, (1000, a100), 0.25)
+    assert rows["your cluster"] == ["a100-80g", "1,000", "312", "-", "-", "-", "4.0"]
+    assert "your cluster" not in printed(capsys, 1e20)
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ((0.0,), "--flops=0.0: should be a positive number"),
-        ((-3e24,), "--flops=-3e\\+24: should be a positive number"),
-        ((math.inf,), "--flops=inf: should be"),
-        ((math.nan,), "--flops=nan: should be"),
-        ((3e24, None, 0.0), "--mfu=0.0: should be above 0"),
-        ((3e24, None, 40), "--mfu=40: should be above 0 and at most 1"),
-        ((3e24, Machine("yours", ((0, "x", 1.0),))), "--gpus=0: should be positive"),
-    ],
+    "number, text", [(158e9, "158 B"), (67.84e9, "67.8 B"), (3.162e12, "3.16 T"), (999.6e9, "1.00 T"), (12, "12")]
 )
-def test_mistakes(arguments, message):
-    with pytest.raises(UserError, match=f"^{message}"):
-        scaling.main(*arguments)
+def test_counts_have_three_digits(number, text):
+    assert scaling.big(number) == text
+
+
+@pytest.mark.parametrize(
+    "flops, mfu", [(0.0, 0.4), (-3e24, 0.4), (math.inf, 0.4), (math.nan, 0.4), (3e24, 0), (3e24, 40)]
+)
+def test_mistakes(flops, mfu):
+    with pytest.raises(UserError, match="should be above 0 and at most"):
+        scaling.main(flops, None, mfu)
