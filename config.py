@@ -9,15 +9,12 @@ are not divisible, before anything is allocated.
 """
 
 import inspect
-import os
 import re
 import runpy
-import traceback
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import flags
-from errors import UserError
+from errors import Parser, UserError, boolean, reading
 from parallel import schedules
 from parallel.optimizer import RULES
 from reference import ACTIVATIONS
@@ -124,16 +121,13 @@ CHOICES = {
     "zero": (0, 1, 2, 3),
     "schedule": tuple(schedules.SCHEDULES),
 }
-POSITIVE = (
+POSITIVE = (  # the other numbers may be 0
     "num_layers hidden_size num_attention_heads seq_length vocab_size micro_batch_size global_batch_size tp pp chunks "
     "updates_per_call log_interval loss_scale_window hysteresis initial_loss_scale min_loss_scale adam_eps "
     "comm_timeout init_method_std"
 ).split()
-NOT_NEGATIVE = (
-    "max_position_embeddings train_iters train_epochs lr min_lr lr_decay_iters lr_warmup_fraction lr_wsd_decay_iters "
-    "weight_decay clip_grad save_interval keep eval_interval eval_iters stop_after_nan check_replicas"
-).split()
-MOST = {"num_layers": 1000, "train_epochs": 1e9, "comm_timeout": 1e6}
+BELOW_ONE = ("dropout", "adam_beta1", "adam_beta2")
+LARGEST = 1e13  # no number of a run is larger
 MICRO_BATCHES = 2**13  # the most of one step on one data rank, because a schedule is a list of actions
 NO_EFFECT = (  # on the weights of a run
     "out_dir resume save_interval keep log_interval eval_interval eval_iters eval_only split ledger trace tensorboard "
@@ -141,94 +135,63 @@ NO_EFFECT = (  # on the weights of a run
 ).split()
 
 
-def load(arguments, default="configs/tiny.py"):
-    """Read the words `[FILE] [--field=value | --field value ...]`. Without FILE, read `default`. Raises UserError."""
-    files, pairs = flags.split(arguments, {f.name for f in fields(Config) if f.type is bool})
-    known = {f.name: f for f in fields(Config)}
-    if "--" in dict(pairs):
-        raise UserError("--: should be left out")
-    if wrong := [flag for flag, _ in pairs if flags.plain(flag) not in known]:
-        raise UserError(flags.refusal(wrong, known, "python train.py"))
-    given = {flags.plain(flag): from_text(known[flags.plain(flag)], text) for flag, text in pairs}
-    if numbers := list(filter(flags.NUMBER.fullmatch, files)):
-        raise UserError(f"{numbers[0]}: a value without a field; a list needs commas: --rampup_batch_size=16,8,30000")
-    if len(files) > 1:
-        raise UserError(f"more than one configuration file: {' '.join(files)} (fields are --field=value)")
-    path = Path(files[0] if files else default)
+USAGE = """torchrun --nproc_per_node=N train.py [CONFIG.py] [--field=value ...]
+
+CONFIG.py is a Python file that assigns fields. The command line replaces its values.
+--num_layers=24, --num_layers 24 and --num-layers 24 are the same. --ledger is --ledger=True.
+example: torchrun --nproc_per_node=4 train.py configs/gpt2_345m.py --tp=2 --zero=1 --lr=3e-4"""
+
+
+def parser():
+    """Return the parser of the command line. Its help has the comment and the default of each field of `Config`."""
+    parser = Parser("python train.py", usage=USAGE, allow_abbrev=False)
+    add, known = parser.add_argument, {field.name: field.type for field in fields(Config)}
+    add("file", nargs="?", metavar="CONFIG.py", help="default: configs/tiny.py")
+    for line in inspect.getsource(Config).splitlines():
+        if section := re.match(r"    # -- (.*)", line):
+            add = parser.add_argument_group(section[1]).add_argument
+        elif row := re.match(r"    (\w+): \w+ = (.*?)  # (.*)", line):
+            name, default, text = row.groups()
+            choices = f" ({', '.join(map(str, CHOICES[name]))})" if name in CHOICES else ""
+            kind = {"type": boolean, "nargs": "?"} if known[name] is bool else {"type": known[name]}
+            add(f"--{name}", metavar=default, help=text + choices, **kind)
+    return parser
+
+
+def help_text():
+    """Return the text of --help."""
+    return parser().format_help()
+
+
+def load(words):
+    """Return the Config of the words `[FILE] [--field=value ...]`. Raises UserError."""
+    given = {name: value for name, value in vars(parser().parse_args(words)).items() if value is not None}
+    path = Path(given.pop("file", "configs/tiny.py"))
     values = from_file(path)
     if "train_iters" in given or "train_epochs" in given:  # the file's two values are ignored
         values |= {"train_iters": 0, "train_epochs": 0.0}
     config = Config(**values | given)
-    refuse_unusable(config)
     config.out_dir = config.out_dir or f"out/{path.stem}"
     return config
 
 
 def from_file(path):
     """Return {field: value} of the assignments in the Python file `path`. Raises UserError."""
-    if not os.path.isfile(path):  # False also for a name that is too long
-        known = " ".join(sorted(str(p) for p in Path("configs").glob("*.py"))) or "none there"
-        raise UserError(f"no configuration file {path} (there are: {known})")
-    try:
+    values, known = {}, {field.name: field.type for field in fields(Config)}
+    with reading(path, Exception):
         names = runpy.run_path(str(path))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # also SystemExit
-        at = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
-        at = at[-1] if at else getattr(error, "lineno", "?")
-        raise UserError(f"{path}:{at}: {type(error).__name__}: {' '.join(str(error).split())}") from None
-    values, known = {}, {f.name: f for f in fields(Config)}
-    for name, value in names.items():
-        if name.startswith("_") or inspect.ismodule(value) or callable(value):
-            continue
-        if name not in known:
-            raise UserError(f"{path}: {flags.refusal([name], known, 'python train.py')}")
-        field = known[name]
-        if field.type is float and type(value) is int and abs(value) < 2**1023:  # float's range
-            value = float(value)
-        if type(value) is not field.type:
-            raise UserError(f"{path}: {name}={shown(value)} should be {field.type.__name__}")
-        values[name] = value
+        for name, value in names.items():
+            if name.startswith("_") or inspect.ismodule(value) or callable(value):
+                continue
+            if name not in known:
+                raise UserError(f"{path}: {name}: {parser().meaning(name)}")
+            values[name] = float(value) if known[name] is float and type(value) is int else value
+            if type(values[name]) is not known[name]:
+                raise UserError(f"{path}: {name}={value!r} should be {known[name].__name__}")
     return values
 
 
-def shown(value):
-    """Return `value` as text. Python refuses to print an integer of more than 4,300 digits."""
-    try:
-        return repr(value)
-    except Exception as error:
-        return f"({type(error).__name__}: {type(value).__name__} that can't be printed)"
-
-
-def refuse_unusable(c):
-    """Raise UserError for an integer that does not fit into 64 bits, and for a text that can't be a file's name."""
-    for name, value in vars(c).items():
-        if type(value) is int and not -(2**63) <= value < 2**63:
-            raise UserError(f"{name}={shown(value)}: should be between -2^63 and 2^63 - 1")
-        if type(value) is str:
-            try:
-                wrong = "\0" in os.fsencode(value).decode("latin-1")
-            except UnicodeEncodeError:
-                wrong = True
-            if wrong:
-                raise UserError(f"{name}={value!r}: has a character that a file's name can't have")
-
-
-def from_text(field, text):
-    """Convert `text` to the type of `field`; None is a missing value. Raises UserError."""
-    if text is None:
-        raise UserError(f"--{field.name}: the value is missing (default: {field.default!r})")
-    try:
-        return flags.BOOLEANS[text.lower()] if field.type is bool else field.type(text)
-    except (ValueError, KeyError):
-        kind = "True or False" if field.type is bool else field.type.__name__
-        raise UserError(f"--{field.name}={text}: should be {kind}") from None
-
-
-def require(c, name, fits, why):
-    """Raise UserError with the reason `why`, unless the value of the field `name` fits."""
-    if not fits:
-        raise UserError(f"{name}={getattr(c, name)}: {why}")
+# --- batches ----------------------------------------------------------------------------------------------------------
 
 
 def rampup(c):
@@ -255,37 +218,21 @@ def micro_batches(c, samples, dp):
     return samples // (c.micro_batch_size * dp)
 
 
-def iterations(config, samples):
+def iterations(c, samples):
     """The number of updates that use at most `samples` samples, but at least 1 (with updates_per_call, 1 call)."""
-    n = config.updates_per_call
-    return max(1, updates_of(config, samples) // n) * n
+    count, consumed = 0, 0
+    while (size := global_batch_size_at(c, consumed)) < c.global_batch_size and consumed + size <= samples:
+        count, consumed = count + 1, consumed + size
+    count += max(0, int(samples) - consumed) // c.global_batch_size
+    return max(1, count // c.updates_per_call) * c.updates_per_call
 
 
-def updates_of(config, samples):
-    """Return the number of updates that use at most `samples` samples."""
-    start, increment, span = rampup(config)
-    levels = (config.global_batch_size - start) // increment
-    count, consumed, samples = 0, 0, int(samples)
-    while True:  # once for each size of the batch
-        size = global_batch_size_at(config, consumed)
-        fit = max(0, samples - consumed) // size
-        if size == config.global_batch_size:
-            return count + fit
-        grows_at = -(-span * ((size - start) // increment + 1) // levels)  # consumed samples
-        steps = -(-(grows_at - consumed) // size)
-        if fit < steps:
-            return count + fit
-        count, consumed = count + steps, consumed + steps * size
+# --- a checkpoint's configuration -------------------------------------------------------------------------------------
 
 
 def of_checkpoint(index):
     """Return the Config of a checkpoint's index. A field that the checkpoint lacks has its default."""
-    known = {field.name for field in fields(Config)}
-    values = {name: value for name, value in index["config"].items() if name in known}
-    for field in fields(Config):
-        if type(value := values.get(field.name, field.default)) is not field.type:
-            raise UserError(f"the checkpoint's {field.name}={value!r}: should be {field.type.__name__}")
-    return Config(**values)
+    return Config(**{field.name: index["config"].get(field.name, field.default) for field in fields(Config)})
 
 
 def differences(c, index):
@@ -298,32 +245,32 @@ def differences(c, index):
     return ", ".join(texts)
 
 
-def help_text():
-    """The text of --help: every field of `Config` with its default and its comment, then the flags of Megatron-LM and
-    DeepSpeed.
-    """
-    return flags.help_text(inspect.getsource(Config), CHOICES)
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def require(c, name, fits, why):
+    """Raise UserError with the reason `why`, unless the value of the field `name` fits."""
+    if not fits:
+        raise UserError(f"{name}={getattr(c, name)}: {why}")
 
 
 def check(c, world):
     """Raise UserError if a run with `c` cannot work on `world` processes. Return dp, the data parallel size."""
     for name, choices in CHOICES.items():
-        more = "; prepare.py --split=949,50,1 sets the shares" if name == "split" and "," in c.split else ""
-        require(c, name, getattr(c, name) in choices, f"should be one of {', '.join(map(str, choices))}{more}")
-    for name in POSITIVE:
-        require(c, name, 0 < getattr(c, name) < float("inf"), "should be positive")
-    for name in NOT_NEGATIVE:
-        require(c, name, 0 <= getattr(c, name) < float("inf"), "should be zero or more")
-    for name, most in MOST.items():
-        require(c, name, getattr(c, name) <= most, f"should be at most {most:,.0f}")
-    for name in ("dropout", "adam_beta1", "adam_beta2"):
-        require(c, name, 0 <= getattr(c, name) < 1, "should be at least 0 and below 1")
+        shares = "; prepare.py --split sets the shares" if name == "split" and "," in c.split else ""
+        require(c, name, getattr(c, name) in choices, f"should be one of {', '.join(map(str, choices))}{shares}")
+    for name, value in vars(c).items():
+        if type(value) in (int, float) and name not in ("seed", "lr_warmup_iters"):
+            require(c, name, 0 <= value < LARGEST and (value > 0 or name not in POSITIVE), "should be positive")
+    for name in BELOW_ONE:
+        require(c, name, getattr(c, name) < 1, "should be below 1")
+    require(c, "seed", -(2**63) <= c.seed < 2**63, "should be between -2^63 and 2^63 - 1")
     require(c, "lr_warmup_fraction", c.lr_warmup_fraction <= 1, "a fraction of lr_decay_iters, at most 1")
     falls = c.lr_decay_style != "wsd" or c.lr_wsd_decay_iters > 0
     require(c, "lr_decay_style", falls, "set lr_wsd_decay_iters, the updates in which the rate falls")
     require(c, "min_lr", c.min_lr <= c.lr, f"should be at most lr={c.lr}")
-    if not c.eval_only and (c.train_iters > 0) == (c.train_epochs > 0):
-        raise UserError(f"train_iters={c.train_iters}, train_epochs={c.train_epochs}: set one of the two")
+    one = c.eval_only or (c.train_iters > 0) != (c.train_epochs > 0)
+    require(c, "train_iters", one, f"with train_epochs={c.train_epochs}: set one of the two")
     enough = c.eval_iters > 0 or not c.eval_only
     require(c, "eval_iters", enough, "eval_only averages over eval_iters global batches; should be 1 or more")
     require(c, "seq_length", c.seq_length <= c.positions, f"should be at most max_position_embeddings={c.positions}")
@@ -333,32 +280,17 @@ def check(c, world):
 
 def check_asynchronous(c):
     """Raise UserError if a field does not go together with the schedule's updates, or with their absence."""
+    n, early = c.updates_per_call, f"{c.schedule} updates a stage before the other stages have their gradients"
     if c.schedule not in schedules.ASYNCHRONOUS:
-        why = f"schedule={c.schedule} is empty after every update; only {' and '.join(schedules.ASYNCHRONOUS)} need it"
-        require(c, "updates_per_call", c.updates_per_call == 1, why)
+        require(c, "updates_per_call", n == 1, f"only {' and '.join(schedules.ASYNCHRONOUS)} need it; set 1")
         return
-    early = f"{c.schedule} updates a stage before the other stages have their gradients"
     require(c, "clip_grad", c.clip_grad == 0, f"{early}, so no rank knows the global norm; set --clip_grad=0")
-    alone = f"{early}, so it can't sum norms over all ranks; set --optimizer=adamw or sgd"
-    require(c, "optimizer", not RULES[c.optimizer].layerwise, alone)
-    if c.dtype == "fp16":
-        refuse_fp16(c)
+    require(c, "optimizer", not RULES[c.optimizer].layerwise, f"{early}; set --optimizer=adamw or sgd")
     require(c, "zero", c.zero <= 1, f"{c.schedule} keeps whole parameters and gradients of a stage; set --zero=1 or 0")
     require(c, "rampup_batch_size", not c.rampup_batch_size, f"{c.schedule} has a constant batch; leave it out")
-    n = c.updates_per_call
-    whole = c.train_iters % n == 0
-    near = f"{c.train_iters // n * n or n} or {(c.train_iters // n + 1) * n}"
-    require(c, "train_iters", whole, f"{c.schedule} needs a multiple of updates_per_call={n}, such as {near}")
-
-
-def check_update(c, m):
-    """Raise UserError if an asynchronous schedule does not allow m micro-batches in an update."""
-    each = c.global_batch_size // m  # samples of one micro-batch on all data ranks
-    if c.schedule == "pipedream":
-        require(c, "global_batch_size", m == 1, f"pipedream updates after every micro-batch; set {each}")
-    if c.schedule == "pipedream-2bw":
-        why = f"pipedream-2bw needs at least pp={c.pp} micro-batches in an update; set {each * c.pp} or more"
-        require(c, "global_batch_size", m >= c.pp, why)
+    require(c, "train_iters", c.train_iters % n == 0, f"{c.schedule} needs a multiple of updates_per_call={n}")
+    if c.dtype == "fp16":
+        refuse_fp16(c)
 
 
 def refuse_fp16(c):
@@ -367,31 +299,14 @@ def refuse_fp16(c):
     require(c, "dtype", c.schedule not in schedules.ASYNCHRONOUS, f"{c.schedule} {alone}")
 
 
-def check_schedules(c, first, step, last):
-    """Raise UserError if the schedule refuses first, first + step, ..., last micro-batches. Return a Schedule.
-
-    The order of a schedule repeats after a multiple of pp micro-batches. So a small number with the same remainder is
-    checked instead of a large one, and the remainders repeat after at most pp batch sizes.
-    """
-    if c.schedule in schedules.ASYNCHRONOUS:
-        return schedules.build(c.schedule, c.pp, last, c.chunks, last)
-    few = max(64 // c.pp, 2) * c.pp
-    numbers = {min(m, few + m % c.pp): m for m in [*range(first, last, step)[: few + c.pp], last]}
-    for small, m in numbers.items():
-        try:
-            schedule = schedules.build(c.schedule, c.pp, small, c.chunks)
-        except UserError as error:
-            raise error if m == small else UserError(f"{m:,} micro-batches, checked with {small}: {error}") from None
-    return schedule
+def divides(small, divisor, big, value, why=""):
+    """Raise UserError unless `value`, the field `big`, is a multiple of `divisor`, the field `small`."""
+    if value % divisor:
+        raise UserError(f"{big} = {value} is not a multiple of {small} = {divisor}{why}")
 
 
 def check_layout(c, world):
     """Raise UserError if a size is not divisible as the layout needs. Return dp."""
-
-    def divides(small, divisor, big, value, why=""):
-        if value % divisor:
-            raise UserError(f"{big} = {value} is not a multiple of {small} = {divisor}{why}")
-
     divides("num_attention_heads", c.num_attention_heads, "hidden_size", c.hidden_size)
     divides("tp", c.tp, "num_attention_heads", c.num_attention_heads, ": a tensor parallel rank has whole heads")
     divides("tp", c.tp, "padded vocab_size", c.padded_vocab_size)
@@ -400,23 +315,39 @@ def check_layout(c, world):
     divides("tp * pp", c.tp * c.pp, "the number of processes", world)
     dp = world // (c.tp * c.pp)
     start, increment, _ = rampup(c)
-    growth = c.global_batch_size - start
-    divides("increment", increment, "rampup_batch_size: global_batch_size - start", growth)
-    for size in sorted({start, min(start + increment, c.global_batch_size), c.global_batch_size}):
+    divides("increment", increment, "rampup_batch_size: global_batch_size - start", c.global_batch_size - start)
+    sizes = sorted({start, min(start + increment, c.global_batch_size), c.global_batch_size})
+    for size in sizes:  # all other sizes of a growing batch have the same divisors
         name = "global_batch_size" if size == c.global_batch_size else "rampup_batch_size: batch size"
-        divides("micro_batch_size * dp", c.micro_batch_size * dp, name, size)
-        check_update(c, micro_batches(c, size, dp))
-    many = micro_batches(c, c.global_batch_size, dp)
-    why = f"makes {many:,} micro-batches on each data rank, at most {MICRO_BATCHES:,}; use a larger micro_batch_size"
-    require(c, "global_batch_size", many <= MICRO_BATCHES, why)
-    most = MICRO_BATCHES // many
-    why = f"with {many:,} micro-batches in an update, should be at most {most:,}"
-    require(c, "updates_per_call", c.updates_per_call <= most, why)
-    schedule = check_schedules(c, micro_batches(c, start, dp), micro_batches(c, increment, dp), many)
+        divides("micro_batch_size * dp", c.micro_batch_size * dp, name, size, remedy(c, sizes, dp))
+        schedule = check_batch(c, micro_batches(c, size, dp))
     parts = max(schedule.parts) + 1
-    why = (
-        f"should be at least {parts - 2}, because pp={c.pp} and chunks={c.chunks} make {parts} parts, "
-        "and each part needs a block, the embedding or the head"
-    )
+    why = f"should be at least {parts - 2}, because pp={c.pp} and chunks={c.chunks} make {parts} parts of the model"
     require(c, "num_layers", c.num_layers >= parts - 2, why)
     return dp
+
+
+def remedy(c, sizes, dp):
+    """Name the largest micro_batch_size with which `dp` data ranks share the batch sizes evenly, if there is one."""
+    smaller = range(min(c.micro_batch_size, sizes[0]), 0, -1)
+    fitting = next((b for b in smaller if not any(size % (b * dp) for size in sizes)), None)
+    return f"; set --micro_batch_size={fitting}" if fitting else f"; it should be a multiple of dp = {dp}"
+
+
+def check_batch(c, m):
+    """Raise UserError if a step can't have m micro-batches on each data rank. Return a Schedule.
+
+    The order of a schedule repeats after a multiple of pp micro-batches. So a small number with the same remainder is
+    checked instead of a large one.
+    """
+    most = MICRO_BATCHES // c.updates_per_call
+    why = f"makes {m:,} micro-batches on each data rank, at most {most:,}; use a larger micro_batch_size"
+    require(c, "global_batch_size", m <= most, why)
+    if c.schedule in schedules.ASYNCHRONOUS:
+        each = c.global_batch_size // m  # samples of one micro-batch on all data ranks
+        one, some = c.schedule != "pipedream" or m == 1, c.schedule != "pipedream-2bw" or m >= c.pp
+        require(c, "global_batch_size", one, f"pipedream updates after every micro-batch; set {each}")
+        require(c, "global_batch_size", some, f"pipedream-2bw needs pp={c.pp} or more of them; set {each * c.pp}")
+        return schedules.build(c.schedule, c.pp, m, c.chunks, m)
+    few = max(64 // c.pp, 2) * c.pp
+    return schedules.build(c.schedule, c.pp, min(m, few + m % c.pp), c.chunks)

@@ -1,211 +1,57 @@
-"""Mistakes of a user: one line with the field, its value and the remedy, and exit code 2.
+"""Mistakes of a user: one line with the field, its value and the remedy, and exit code 2. And the commands' options.
 
-`locked` refuses a second run in a folder. `report` also gives the line to torchrun. `Stream` keeps a run alive if its
-text cannot be printed.
+A file that a user gives may be missing, damaged or something else. Code that reads it stands in `with reading(file):`.
+It needs no checks of its own: any error that wrong content can cause becomes one line.
 """
 
 import argparse
 import contextlib
-import errno
+import difflib
 import fcntl
 import io
 import json
 import os
 import re
-import stat
 import sys
 import time
 from pathlib import Path
 
-import flags
+sys.set_int_max_str_digits(0)  # otherwise Python refuses a JSON document because of an integer with 5,000 digits
+
+# Flags of Megatron-LM, DeepSpeed and their launchers that no option's help names, and the answers.
+FOREIGN = {
+    "vocab vocab-file merge-file tokenizer-type": "use prepare.py --tokenizer=vocab.json, with merges.txt beside it",
+    "input": "name the files without a flag: prepare.py FILE ...",
+    "output-prefix": "use prepare.py --out, a folder",
+    "json-keys": "use prepare.py --text_key",
+    "append-eod data-impl dataset-impl chunk-size": "not needed: a data set is a plain file of tokens",
+    "deepspeed deepspeed-config no-pipeline-parallel": "not needed: ZeRO is --zero, the pipeline is --pp",
+    "deepspeed-activation-checkpointing": "use --recompute=full",
+    "distributed-backend local-rank override-lr-scheduler": "not needed",
+    "no-masked-softmax-fusion": "use --kernels=torch",
+    "nproc-per-node num-gpus": "use torchrun --nproc_per_node=N train.py ...",
+    "nnodes num-nodes node-rank": "on node R: torchrun --nnodes=N --node_rank=R --master_addr=A train.py ...",
+    "master-addr master-port": "use torchrun --master_addr=A --master_port=P train.py ...",
+}
+BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
 class UserError(Exception):
-    """A mistake that the user can correct. Its message has a line for each mistake."""
+    """A mistake that the user can correct. Its message is one line."""
 
 
-def parse_json(text):
-    """Return the value of a JSON text, str or bytes. Raises ValueError, also for too many nested brackets."""
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("too many nested brackets") from None
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse's parser, with one line for a mistake. A flag's `-` means `_`. Unknown flags get `flags.refusal`."""
-
-    def parse_args(self, words=None):
-        words, known = list(sys.argv[1:] if words is None else words), self._option_string_actions
-        wrong = []
-        for i, word in enumerate(words[: words.index("--") if "--" in words else None]):
-            flag, equals, value = word.partition("=")
-            if flag.startswith("--"):
-                words[i] = f"--{flags.plain(flag)}{equals}{value}"
-                wrong += [flag] * (f"--{flags.plain(flag)}" not in known)
-        if wrong:
-            names = [name for option in known if (name := flags.plain(option))]
-            raise UserError(flags.refusal(wrong, names, self.prog))
-        return super().parse_args(words)
-
-    def parse_known_args(self, words=None, namespace=None):
-        words = list(sys.argv[1:] if words is None else words)
-        for word in words[: words.index("--") if "--" in words else None]:
-            if word.startswith("--") and word.endswith("=--"):  # argparse would take it for no value
-                raise UserError(f"{word}: should be a value")
-        return super().parse_known_args(words, namespace)
-
-    def error(self, message):
-        raise UserError(f"{message} ({self.prog} --help lists the options)")
-
-    def format_help(self):
-        return super().format_help() + flags.table_text(self.prog)
-
-
-def report(error, late=0):
-    """Print an error's line on stderr. Under torchrun, also write the line into the error file of this process.
-
-    At its end, torchrun prints the error file with the smallest time as the "Root Cause". late: seconds to add to the
-    time. A rank that only lost a peer reports with late=1, so it does not become the root cause.
-    """
-    text = "\nerror: ".join(map(one_line, str(error).split("\nerror: ")))
-    print(f"error: {text}", file=sys.stderr, flush=True)
-    write_error_file(f"error: {text}", late)
-
-
-def one_line(text):
-    """Return `text` with its control characters escaped. A text over 1,000 characters loses its middle."""
-    text = text if len(text) <= 1000 else f"{text[:500]} ... {text[-400:]}"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def write_error_file(text, late=0):
-    """Write `text` as torch.distributed.elastic's ErrorHandler does: the time is an int, in seconds, as a string."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()) + late)}
-        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": text, "extraInfo": extra}}, file)
-
-
-def cause(error):
-    """Return a UserError for an exception with a cause outside the program, otherwise None.
-
-    Such a cause is a system call that failed (OSError), or a lack of memory in Python or PyTorch.
-    """
-    if isinstance(error, MemoryError) or re.search("can't allocate memory|out of memory", str(error)):
-        return UserError(f"not enough memory: {str(error).splitlines()[0] if str(error) else 'Python needs more'}")
-    if isinstance(error, OSError) and error.strerror:
-        return UserError(f"{error.filename or 'the system refused a call'}: {error.strerror}")
-    return None
-
-
-class Stream(io.RawIOBase):
-    """stdout or stderr without errors: after the first error, for example of a full disk, the text is dropped.
-
-    So a run finishes its work although its text cannot be printed. Only a reader that closes the pipe of stdout early
-    (`| head`) stops the program.
-    """
-
-    def __init__(self, number, error=None):
-        self.number, self.error = number, error
-
-    def fileno(self):
-        return self.number
-
-    def isatty(self):
-        return os.isatty(self.number)
-
-    def writable(self):
-        return True
-
-    def write(self, data):
-        if self.error is None:
-            try:
-                return os.write(self.number, data)
-            except OSError as error:
-                if isinstance(error, BrokenPipeError) and self.number == 1:
-                    raise
-                self.error = error
-        return len(data)
-
-
-def open_streams():
-    """Replace stdout and stderr by `Stream`s. A character that their encoding lacks is written as an escape (\\xe9).
-
-    A closed stdin, stdout or stderr becomes /dev/null. Otherwise the next file that the program opens would get its
-    number, and text for stdout would be written into this file.
-    """
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(number)
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        old = getattr(sys, name)
-        if old is not getattr(sys, f"__{name}__"):
-            continue  # a test has replaced it
-        closed = None if old else OSError(errno.EBADF, "it is closed")
-        encoding, lines = (old.encoding, old.line_buffering) if old else ("utf-8", True)
-        raw = io.BufferedWriter(Stream(number, closed))
-        stream = io.TextIOWrapper(raw, encoding, errors="backslashreplace", line_buffering=lines)
-        setattr(sys, name, stream)
-
-
-def lost_text():
-    """Flush stdout. Return the error that stopped its text, or None."""
-    sys.stdout.flush()
-    return getattr(getattr(getattr(sys.stdout, "buffer", None), "raw", None), "error", None)
-
-
-def exit_on_user_error(main):
-    """Call `main()`. A UserError, or an error with a `cause`, is reported and ends the program with exit code 2.
-
-    Ctrl-C ends it with exit code 130. If the work is done but stdout refused its text, the exit code is 1. A reader
-    that closes the pipe early (`| head`) is no error.
-    """
-    open_streams()
-    code = 0
-    try:
-        try:
-            main()
-        except SystemExit as stop:
-            code = stop.code
-        if not code and (error := lost_text()):
-            report(f"stdout: {error.strerror}; the work is done, but its text is lost")
-            code = 1
-    except KeyboardInterrupt:
-        code = 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise the flush at exit fails
-        code = 141
-    except Exception as error:
-        explained = error if isinstance(error, UserError) else cause(error)
-        if explained is None:
-            raise
-        report(explained)
-        code = 2
-    if code:
-        sys.exit(code)
-
-
-def regular(path):
-    """Return Path(path). Raises OSError for a FIFO or a device: a read of it may never end."""
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return Path(path)
-
-
-def writable(path):
-    """Return Path(path). Raises OSError for a FIFO: a write to it may wait for ever for a reader."""
-    if os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode):
-        raise OSError(errno.EINVAL, "is a FIFO", str(path))
-    return Path(path)
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def reading(file, *more):
-    """Turn what can go wrong with a user's file in the block, or one of the exceptions `more`, into a UserError."""
+    """Turn an error that the content of `file` can cause, or one of the exceptions `more`, into a UserError."""
+    wrong = OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, EOFError
     try:
         yield
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, EOFError, *more) as error:
+    except UserError:
+        raise
+    except (*wrong, *more) as error:
         said = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         raise UserError(f"{file}: {said}") from None
 
@@ -237,3 +83,138 @@ def locked(path, message):
         except OSError:
             pass  # the file system has no locks
         yield
+
+
+# --- the end of a command ---------------------------------------------------------------------------------------------
+
+
+def cause(error):
+    """Return a UserError for an exception with a cause outside the program, otherwise None.
+
+    Such a cause is a system call that failed (OSError), or a lack of memory in Python or PyTorch.
+    """
+    if isinstance(error, MemoryError) or re.search("can't allocate memory|out of memory", str(error)):
+        return UserError(f"not enough memory: {(str(error) or 'Python needs more').splitlines()[0]}")
+    if isinstance(error, OSError) and error.strerror:
+        return UserError(f"{error.filename or 'the system refused a call'}: {error.strerror}")
+    return error if isinstance(error, UserError) else None
+
+
+def report(error, late=0):
+    """Print an error's line on stderr. Under torchrun, also write the line into the error file of this process.
+
+    At its end, torchrun prints the error file with the smallest time as the "Root Cause". late: seconds to add to the
+    time. A rank that only lost a peer reports with late=1, so it does not become the root cause.
+    """
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in f"error: {error}")
+    print(line, file=sys.stderr, flush=True)
+    write_error_file(line, late)
+
+
+def write_error_file(text, late=0):
+    """Write `text` as torch.distributed.elastic's ErrorHandler does: the time is an int, in seconds, as a string."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()) + late)}
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+
+
+class Stream(io.FileIO):
+    """stdout or stderr that survives a full disk: after the first error the text is dropped, and the run goes on.
+
+    Only a reader that closes the pipe of stdout early (`| head`) stops the program.
+    """
+
+    lost = False
+
+    def write(self, data):
+        try:
+            return len(data) if self.lost else super().write(data)
+        except OSError as error:
+            if isinstance(error, BrokenPipeError) and self.fileno() == 1:
+                raise
+            self.lost = True
+            if self.fileno() == 1:
+                report(f"stdout: {error.strerror}; the work goes on, but its text is lost")
+            return len(data)
+
+
+def open_streams():
+    """Replace stdout and stderr by `Stream`s. A character that their encoding lacks is written as an escape (\\xe9)."""
+    for name in ("stdout", "stderr"):
+        old = getattr(sys, name)
+        if old and old is getattr(sys, f"__{name}__"):  # otherwise it is closed, or a test has replaced it
+            raw = io.BufferedWriter(Stream(old.fileno(), "w", closefd=False))
+            lines = old.line_buffering
+            setattr(sys, name, io.TextIOWrapper(raw, old.encoding, errors="backslashreplace", line_buffering=lines))
+
+
+def exit_on_user_error(main):
+    """Call `main()`. An error with a `cause` is reported and ends the program with exit code 2.
+
+    Ctrl-C ends it with exit code 130. A reader that closes the pipe early (`| head`) is no error.
+    """
+    open_streams()
+    try:
+        main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise the flush at exit fails
+        sys.exit(141)
+    except Exception as error:
+        if (known := cause(error)) is None:
+            raise
+        report(known)
+        sys.exit(2)
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser, with one line for a mistake. --num-layers is --num_layers, and --ledger is --ledger=True."""
+
+    def parse_known_args(self, words=None, namespace=None):
+        words = list(sys.argv[1:] if words is None else words)
+        for i, word in enumerate(words):
+            flag, equals, value = word.partition("=")
+            name, following = "--" + flag[2:].replace("-", "_"), (words[i + 1 :] or [""])[0]
+            if flag.startswith("--") and (option := self._option_string_actions.get(name)):
+                alone = option.type is boolean and not equals and following.lower() not in BOOLEANS
+                words[i] = f"{name}=True" if alone else name + equals + value
+        return super().parse_known_args(words, namespace)
+
+    def parse_args(self, words=None):
+        options, unknown = self.parse_known_args(words)
+        if flags := [word.partition("=")[0] for word in unknown if word.startswith("--")]:
+            raise UserError("; ".join(f"{flag}: {self.meaning(flag)}" for flag in flags))
+        if unknown:
+            raise UserError(f"{unknown[0]}: a word too many ({self.prog} --help lists the options)")
+        return options
+
+    def meaning(self, flag):
+        """Return a remedy for an unknown flag: the option whose help names it, FOREIGN, or the nearest option."""
+        name = flag.lstrip("-").replace("_", "-")
+        answers = {name: answer for names, answer in FOREIGN.items() for name in names.split()}
+        for option in self._actions:
+            if re.search(rf"--{name}(?![\w-])", option.help or ""):
+                return f"use {option.option_strings[-1]}"
+        near = difflib.get_close_matches("--" + name.replace("-", "_"), self._option_string_actions, n=1)
+        nearest = f"the nearest is {near[0]}" if near else f"{self.prog} --help lists all"
+        return answers.get(name) or f"no such option; {nearest}"
+
+    def error(self, message):
+        raise UserError(f"{message} ({self.prog} --help lists the options)")
+
+
+def boolean(text):
+    """Return the value of True, 1, False or 0. Raises ValueError."""
+    if text.lower() not in BOOLEANS:
+        raise ValueError
+    return BOOLEANS[text.lower()]
+
+
+# until all rooms use the new names
+parse_json, regular, writable = json.loads, Path, Path
