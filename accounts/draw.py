@@ -9,7 +9,6 @@ lines below each picture give the bubble and the peak of activations in flight. 
 if it applies.
 """
 
-import math
 import shutil
 from statistics import fmean
 from typing import NamedTuple
@@ -20,8 +19,9 @@ from parallel.schedules import Action, Event, Schedule, Timeline, simulate
 from parallel.versions import kept_versions
 
 MEANINGS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "U": "update"}
-SPAN = "T = longest time from a rank's first action to its last"
-BUBBLE = f"bubble X of T: {SPAN}; X = 1 - (mean busy time of the ranks) / T"
+BUBBLE = (
+    "bubble X of T: T = longest time from a rank's first action to its last; X = 1 - (mean busy time of a rank) / T"
+)
 IN_FLIGHT = "in flight: the most activations that a rank keeps at once; 1 = one micro-batch on a whole stage"
 VERSIONS = "version: how many updates are in the weights that an action uses; !: other weights than in its forward"
 LONGEST, MOST = 1e6, 5000  # the largest duration; the most forwards of a picture
@@ -122,11 +122,7 @@ def simulated(name, chunks, stages, microbatches, cost, comm, stashing=True):
     v = chunks_per_rank(schedule)
     line = simulate(schedule, {kind: duration / v for kind, duration in cost.items()}, comm)
     title = f"{name}: {stages} stages, {microbatches} micro-batches" + (f", {v} chunks per rank" if v > 1 else "")
-    notes = notes_of(line)
-    if stages > 1 and name in schedules.FORMULAS:
-        at_zero = " at --comm=0" if comm else ""
-        bubble, peak = formulas(schedules.FORMULAS[name], p=stages, m=microbatches, v=v, **cost)
-        notes = [notes[0] + bubble + at_zero * bool(bubble), notes[1] + peak]
+    notes = notes_of(line, "", *formulas(name, comm, p=stages, m=microbatches, v=v, **cost))
     if schedule.versions:
         title += f", {schedules.updates(schedule)} updates" + ("" if stashing else ", without weight stashing")
         kept = [kept_versions(schedule, rank, [rank])[0] for rank in range(stages)]
@@ -139,17 +135,20 @@ def chunks_per_rank(schedule):
     return len(schedules.pipelines(schedule)[0]) // len(schedule.actions)
 
 
-def notes_of(line, unit=""):
-    """Return the two lines below a picture."""
+def notes_of(line, unit="", bubble="", peak=""):
+    """Return the two lines below a picture. They end with `bubble` and `peak`, the texts of `formulas`."""
     peaks = " ".join(map(str, line.peak))
-    return [f"bubble {line.bubble:.4f} of {line.span:.4g} {unit}".rstrip(), f"peak   {peaks} in flight"]
+    return [f"bubble {line.bubble:.4f} of {line.span:.4g} {unit}".rstrip() + bubble, f"peak   {peaks} in flight{peak}"]
 
 
-def formulas(formula, **letters):
-    """Return the published formulas and their values as two texts: bubble (empty if it does not apply) and peak."""
-    bubble = ""
+def formulas(name, comm, **letters):
+    """Return the published formulas of a schedule with their values, as two texts (bubble, peak), empty if none."""
+    if letters["p"] == 1 or name not in schedules.FORMULAS:
+        return "", ""
+    formula, bubble = schedules.FORMULAS[name], ""
     if schedules.by_formula(formula.where, **letters):
-        bubble = f"   {formula.bubble} = {schedules.by_formula(formula.bubble, **letters):.4f}"
+        value = schedules.by_formula(formula.bubble, **letters)
+        bubble = f"   {formula.bubble} = {value:.4f}" + (" at --comm=0" if comm else "")
     peaks = " ".join(str(schedules.by_formula(formula.peak, r=r, **letters)) for r in range(letters["p"]))
     unit = f", each 1/{letters['v']} of a stage's" if letters["v"] > 1 else ""
     return bubble, f"{unit}   {formula.peak} = {peaks}"
@@ -196,15 +195,13 @@ def read_trace(path):
     with open(path, encoding="utf-8") as file:
         trace = parse_json(file.read())
     about, steps = trace["otherData"], {}
-    sizes = [about[name] for name in ("stages", "microbatches", "chunks")]
-    if math.prod(sizes) > MOST:
-        raise ValueError(f"too large to draw: {about}")
+    sizes = [about.get(name) for name in ("stages", "microbatches", "chunks", "per_update")]
     for e in trace["traceEvents"]:
         if e["cat"] in MEANINGS and e["pid"] == 0:
             action = Action(e["cat"], e["args"]["microbatch"], e["args"]["chunk"])
             event = Event(e["tid"], action, e["ts"] / 1000, (e["ts"] + e["dur"]) / 1000)
             steps.setdefault(e["args"]["step"], []).append(event)
-    return schedules.build(about["schedule"], *sizes, about.get("per_update")), steps
+    return schedules.build(about["schedule"], *sizes), steps
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -212,12 +209,9 @@ def read_trace(path):
 
 def parse_arguments(arguments):
     """Return the options in `arguments`, by default those of the command line. Raises UserError."""
-    parser = Parser(
-        prog="python -m accounts.draw",
-        description="Draw pipeline schedules. Below each, print its bubble and its peak of activations in flight.",
-        epilog=f"Schedules: {', '.join(schedules.SCHEDULES)}. To add one, see SCHEDULES in parallel/schedules.py.",
-        allow_abbrev=False,
-    )
+    parser = Parser(prog="python -m accounts.draw", allow_abbrev=False)
+    parser.description = "Draw pipeline schedules. Below each, print its bubble and its peak of activations in flight."
+    parser.epilog = f"Schedules: {', '.join(schedules.SCHEDULES)}. To add one, see SCHEDULES in parallel/schedules.py."
     add = parser.add_argument
     add("names", nargs="*", metavar="SCHEDULE", help="schedules to draw under one another; example: 1f1b zb-h1")
     add("--stages", type=int, default=4, metavar="P", help="pipeline stages, one on each rank (default: 4)")
@@ -251,8 +245,6 @@ def pictures_of(options):
     if not options.names:
         names = ", ".join(schedules.SCHEDULES)
         raise UserError(f"which schedule? python -m accounts.draw NAME ...; a NAME is one of {names}")
-    if not 0 <= options.comm <= LONGEST:
-        raise UserError(f"--comm={options.comm}: should be 0 to {LONGEST:g}")
     shared = options.stages, options.microbatches, parse_cost(options.cost), options.comm
     usual = {name: schedules.usual_chunks(name) if name in schedules.SCHEDULES else 1 for name in options.names}
     pictures = []

@@ -192,7 +192,7 @@ def box(axes, y, start, end, colour, shade):
 def traffic(path, p):
     """Draw who sends what in one step, above a table of the bytes. p: `traffic.Prediction`.
 
-    A box is a rank. The boxes of a group are its tp ranks. A row of groups is a data replica, a column a pipeline stage.
+    A box is a rank. The boxes of a group are its tp ranks; a row is a data replica, and a column is a pipeline stage.
     At most 4 ranks of an axis are drawn.
     """
     c, keys = p.layout.config, sorted(p.often, key=lambda key: (list(AXES).index(key[0]), key))

@@ -54,50 +54,41 @@ def sent_table(who, expected, often, measured=None):
         calls, count = found.get(key, (0, 0))
         per = often.get(key, "").replace(" and ", ", ")
         rows.append((*key, per, f"{float(calls):g}", number(count), number(expected.get(key, (0, 0))[1])))
-    if measured is None:
-        rows = [row[:-1] for row in rows]
-    return f"sent per step by {who}\n{aligned(rows, 4)}"
+    return f"sent per step by {who}\n{aligned([row[: 6 + (measured is not None)] for row in rows], 4)}"
 
 
 def zeros_line(sent, layout, pp_rank, item, master_item, m):
     """Return one line that compares the elements sent over dp with section 7 of the ZeRO paper.
 
-    The paper: 2P, 2P, 2P and 3P elements in stages 0 to 3. P: parameters. m: micro-batches of a step.
+    The paper: 2P, 2P, 2P and 3P elements in stages 0 to 3. P: parameters. m: micro-batches of a step. In Chimera a
+    bucket of one pipeline has fewer than m.
     """
-    n, stage = layout.dp, layout.config.zero
+    n, stage, widths = layout.dp, layout.config.zero, {"gradients": master_item, "parameters": item}
     if n == 1:
         return "data parallel: one rank, nothing is sent"
-    bytes_of = {"gradients": master_item, "parameters": item}
-    elements = sum(
-        count / bytes_of[what] for (axis, what, _), (_, count) in sent.items() if axis == "dp" and what in bytes_of
-    )
-    unit = Fraction(layout.stored(pp_rank) * (n - 1), n)
-    formula, factor, at_one = [("2", 2, 2), ("2", 2, 2), ("m + 1", m + 1, 2), ("3m", 3 * m, 3)][stage]
-    own = "" if elements == factor * unit else " (here m differs from bucket to bucket)"
-    if own and layout.config.schedule in schedules.ASYNCHRONOUS:
-        own = " (parameters that no forward uses are not gathered)"
+    elements = sum(sent[key][1] / widths[key[1]] for key in sent if key[0] == "dp" and key[1] in widths)
+    factor = float(elements / (layout.stored(pp_rank) * Fraction(n - 1, n)))
+    formula, at_one = [("2", 2), ("2", 2), ("m + 1", 2), ("3m", 3)][stage]
     return (
-        f"data parallel, ZeRO stage {stage}: {float(elements / unit):g} x P (n-1)/n elements. "
-        f"Formula: {formula} with m = {float(m):g} micro-batches{own}. ZeRO paper: {at_one} with m = 1."
+        f"data parallel, ZeRO stage {stage}: {factor:g} x P (n-1)/n elements. "
+        f"Formula: {formula} with m = {float(m):g} micro-batches in every bucket. ZeRO paper: {at_one} with m = 1."
     )
 
 
 def kept_table(who, expected, elements, padded, measured=None):
-    """Return the bytes that one rank keeps, as text. elements: all elements of its buckets; padded: those that are
-    padding.
+    """Return the bytes that one rank keeps, as text. elements: all elements of its buckets; padded: those of padding.
 
     expected: `memory.predict`; measured: the same table from a meter, or None.
     """
     found = expected if measured is None else measured
+    states = [what for what in found if what not in (memory.PEAK, memory.RECOMPUTED)]
+    parts = {what: [what] for what in states} | {"model states": states}
+    parts |= {what: [what] for what in found if what not in states}
     rows = [("what is kept", "bytes", "formula", "bytes per parameter")]
-    activations = [what for what in (memory.PEAK, memory.RECOMPUTED) if what in found]
-    states = [what for what in found if what not in activations]
-    single = [(what, [what]) for what in (*states, *activations)]
-    for what, parts in [*single[: len(states)], ("model states", states), *single[len(states) :]]:
-        ours, formula = (sum(table[part] for part in parts) for table in (found, expected))
+    for what, names in parts.items():
+        ours, formula = (sum(table[name] for name in names) for table in (found, expected))
         rows.append((what, number(ours), number(formula), f"{float(ours) / elements:.2f}"))
-    if measured is None:
-        rows = [(what, count, per_parameter) for what, count, _, per_parameter in rows]
+    rows = rows if measured else [(what, count, per_parameter) for what, count, _, per_parameter in rows]
     stored = f"P = {elements:,} parameters as stored, {padded:,} of them padding"
     return f"kept by {who}\n{aligned(rows, 1)}\n{stored}"
 
@@ -112,8 +103,6 @@ def aligned(rows, words):
     The first row has the titles of the columns.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    head, *lines = (
-        " | ".join(x.ljust(w) if i < words else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    )
+    formats = [f"{{:{'<' if i < words else '>'}{width}}}" for i, width in enumerate(widths)]
+    head, *lines = (" | ".join(formats).format(*row) for row in rows)
     return "\n".join([head, "-" * len(head), *lines])

@@ -110,12 +110,6 @@ def test_a_bucket_without_a_micro_batch_is_not_reduced(workers):
         check_ledger(workers.run(4, counted, config))
 
 
-def test_the_papers_line_says_where_buckets_have_an_m_of_their_own(workers):
-    """Chimera gives two of four micro-batches to each pipeline. A bucket of one pipeline is used by two backwards."""
-    for *_, table in workers.run(4, counted, tiny_config(2, pp=2, schedule="chimera", zero=2, micro_batch_size=3)):
-        assert "m = 4 micro-batches (here m differs from bucket to bucket)" in table
-
-
 def counted_in_chunks(config):
     tensor.ROWS = ledger.ROWS = 20  # the head works on 20, 20, 20 and 4 of the 64 tokens
     try:

@@ -47,25 +47,23 @@ def predict(config, ranks):
 
 def tables(p):
     """Return as text the tables of bytes sent and of bytes kept, for each pipeline rank."""
-    texts = []
+    texts, m = [], p.schedule.microbatches // schedules.updates(p.schedule)
     for stage, sent in enumerate(p.sent):
-        who = f"rank {stage * p.layout.config.tp}, predicted"
-        m = p.schedule.microbatches // schedules.updates(p.schedule)
-        line = report.zeros_line(sent, p.layout, stage, p.sizes.item, p.sizes.wide, m)
-        texts.append(f"{report.sent_table(who, sent, p.often)}\n{line}")
-        kept = memory.predict(p.layout, p.schedule, stage, p.sizes)
+        who, kept = (
+            f"rank {stage * p.layout.config.tp}, predicted",
+            memory.predict(p.layout, p.schedule, stage, p.sizes),
+        )
+        texts.append(report.sent_table(who, sent, p.often))
+        texts[-1] += "\n" + report.zeros_line(sent, p.layout, stage, p.sizes.item, p.sizes.wide, m)
         texts.append(report.kept_table(who, kept, p.layout.stored(stage), p.layout.padding(stage)))
     return "\n\n".join(texts)
 
 
 def main(arguments=None):
     """Print the tables, and write the picture if the user asks for it."""
-    parser = Parser(
-        prog="python -m accounts.traffic",
-        usage="%(prog)s [CONFIG.py] --ranks=N [--field=value ...] [--svg=FILE]",
-        epilog="python train.py --help lists the fields.",
-        allow_abbrev=False,
-    )
+    usage = "%(prog)s [CONFIG.py] --ranks=N [--field=value ...] [--svg=FILE]"
+    parser = Parser(prog="python -m accounts.traffic", usage=usage, allow_abbrev=False)
+    parser.epilog = "python train.py --help lists the fields."
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="number of processes")
     parser.add_argument("--svg", metavar="FILE", help="draw who sends what to whom")
     options, fields = parser.parse_known_args(arguments)
