@@ -128,7 +128,8 @@ class ResidualStream:
     def tensor(self):
         """Add the branch, and return the sum, [n, h]."""
         if self.branch:
-            self.x, self.branch = self.ops.add_(self.branch.y, self.x, *self.branch[1:]), None
+            y, bias, drop = self.branch
+            self.x, self.branch = self.ops.add_(y, self.x, bias, drop), None
         return self.x
 
 

@@ -188,7 +188,8 @@ class Executor:
 
     def _backward(self, j, c, deferred):
         """Run backward of a chunk. deferred: a list to which linears append their weight gradients, or None."""
-        chunk, batch, kept = self.chunks[c], self.batch(j), self.kept.pop((j, c))
+        chunk, batch = self.chunks[c], self.batch(j)
+        kept = self.kept.pop((j, c))
         before, after = schedules.upstream(self.schedule, c), schedules.downstream(self.schedule, c)
         gradient = None if after is None else self._take("gradient", j, c)
         for i in reversed(range(len(chunk.units))):
@@ -277,7 +278,10 @@ def connect(mesh, schedule, device):
     for a, b in sorted(pairs | {(b, a) for a, b in pairs}):  # one order on all ranks: no circle of waiting ranks
         if mesh.pp.rank in (a, b) and a != b:
             axis, number = axis_to(mesh, a, b), torch.zeros(1, device=device)
-            (send(number, axis, b, "connection") if a == mesh.pp.rank else receive(1, number, axis, a)).wait()
+            if mesh.pp.rank == a:
+                send(number, axis, b, "connection").wait()
+            else:
+                receive(1, number, axis, a).wait()
 
 
 class Mailbox:
@@ -294,8 +298,9 @@ class Mailbox:
         """Post receives up to this rank's next send. Free sent tensors."""
         while self.queue and self.queue[0][1].source != self.rank:
             tag, m = self.queue.popleft()
-            key = m.kind, m.microbatch, m.consumer.chunk
-            self.arriving[key] = receive(self.shape, self.like, axis_to(self.mesh, *m[:2]), m.source, tag)
+            axis = axis_to(self.mesh, m.source, m.destination)
+            arriving = receive(self.shape, self.like, axis, m.source, tag)
+            self.arriving[m.kind, m.microbatch, m.consumer.chunk] = arriving
         while len(self.leaving) > IN_TRANSIT or (self.leaving and self.leaving[0][0].done()):
             self._let_go()
 
@@ -312,7 +317,8 @@ class Mailbox:
         assert key == (m.kind, m.microbatch, m.consumer.chunk), f"{key} is sent, but the next message is {m}"
         values = x.detach()  # without the graph, which would keep the unit's input until the message is sent
         done = values if x.grad_fn is not None else None  # an output: backward needs its graph, not its values
-        self.leaving.append((send(values, axis_to(self.mesh, *m[:2]), m.destination, SENT[m.kind], tag), done))
+        axis = axis_to(self.mesh, m.source, m.destination)
+        self.leaving.append((send(values, axis, m.destination, SENT[m.kind], tag), done))
 
     def receive(self, key):
         """Wait for a message, and return its tensor."""

@@ -224,11 +224,13 @@ def zb_v(stages, microbatches, chunks=2):
         places, down, up = {}, r, 2 * p - 1 - r  # places[turn, place in the turn] = action
         for j in range(m):
             places[j, 0] = Action("F", j, up)
-            places[j + r, 1] = Action("I", j, up)
-            places[(j + r, 2) if j < m - r else (j + 2 * r - 1, 5)] = Action("W", j, up)
-            places[j - 2 * (p - r) + 1 if j < 2 * p - 1 - r else j + r - p, 3] = Action("F", j, down)
-            places[j + p - 1, 4] = Action("I", j, down)
-            places[j + p - 1 + (0 if j < m - p else 2 * r), 5] = Action("W", j, down)
+            places[j + r - (up if j < up else p), 3] = Action("F", j, down)
+            i, I = j + r, j + p - 1  # the turns of the input gradients
+            places[i, 1] = Action("I", j, up)
+            places[I, 4] = Action("I", j, down)
+            w = (i, 2) if j < m - r else (i + r - 1, 5)
+            W = (I, 5) if j < m - p else (I + 2 * r, 5)
+            places[w], places[W] = Action("W", j, up), Action("W", j, down)
         actions.append([places[place] for place in sorted(places) if places[place].microbatch < microbatches])
     return Schedule("zb-v", list(range(2 * p)), [*range(p), *reversed(range(p))], actions)
 

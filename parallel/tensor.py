@@ -127,7 +127,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, bias, enter, leave, tp, ops=reference):
         ctx.save_for_backward(x)  # with sequence parallelism n/t rows, gathered again in backward
-        ctx.w, ctx.bias, ctx.enter, ctx.leave, ctx.tp, ctx.ops = w, bias, enter, leave, tp, ops
+        ctx.arguments = w, bias, enter, leave, tp, ops
         matrix = w.flatten(0, -2)  # qkv is [3, h/t, h]
         x = start(enter, x, tp, "activations").wait()
         y = x @ matrix.T if bias is None else torch.addmm(bias.flatten(), x, matrix.T)
@@ -136,16 +136,16 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *parts):
-        (x,), w, bias, tp = ctx.saved_tensors, ctx.w, ctx.bias, ctx.tp
+        (x,), (w, bias, enter, leave, tp, ops) = ctx.saved_tensors, ctx.arguments
         if bias is None:
             (dy,) = parts
         else:
-            dy, sums = ctx.ops.join(parts)  # reads the parts once for both
+            dy, sums = ops.join(parts)  # reads the parts once for both
             bias.grad.add_(sums.view_as(bias))
-        dy = start(CONJUGATE[ctx.leave], dy, tp, "activations").wait()
-        gathering = start(ctx.enter, x, tp, "activations")
+        dy = start(CONJUGATE[leave], dy, tp, "activations").wait()
+        gathering = start(enter, x, tp, "activations")
         dx = dy @ w.flatten(0, -2)
-        sending = start(CONJUGATE[ctx.enter], dx, tp, "activations")
+        sending = start(CONJUGATE[enter], dx, tp, "activations")
         # detach: x's graph would keep the unit's input alive until the action W
         product = WeightGradient(w, dy, gathering.wait().detach())
         if w.deferred is None:
@@ -219,7 +219,7 @@ class EmbeddingLookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, ids, w, leave, tp, ops):
-        ctx.w, ctx.leave, ctx.tp, ctx.ops = w, leave, tp, ops
+        ctx.arguments = w, leave, tp, ops
         local = ids - tp.rank * len(w) if leave else ids
         ctx.save_for_backward(local)
         if not leave or tp.size == 1:
@@ -230,8 +230,9 @@ class EmbeddingLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        dy = start(CONJUGATE[ctx.leave], dy, ctx.tp, "embedding").wait()
-        ctx.ops.add_rows_(ctx.w.grad, *ctx.saved_tensors, dy)
+        (local,), (w, leave, tp, ops) = ctx.saved_tensors, ctx.arguments
+        dy = start(CONJUGATE[leave], dy, tp, "embedding").wait()
+        ops.add_rows_(w.grad, local, dy)
         return None, None, None, None, None
 
 
@@ -261,27 +262,30 @@ class LinearCrossEntropy(torch.autograd.Function):
         losses = x.new_full(targets.shape, torch.nan, dtype=torch.promote_types(x.dtype, torch.float32))
         ctx.save_for_backward(x)
         ctx.losses = losses.detach()  # the same memory without the graph, to avoid a reference cycle
-        ctx.w, ctx.targets, ctx.vocab_size, ctx.enter, ctx.tp, ctx.ops = w, targets, vocab_size, enter, tp, ops
+        ctx.arguments = w, targets, vocab_size, enter, tp, ops
         return losses
 
     @staticmethod
     def backward(ctx, weights):
-        (x,), w, tp = ctx.saved_tensors, ctx.w, ctx.tp
-        x = start(ctx.enter, x, tp, "head").wait()
+        (x,), (w, targets, vocab_size, enter, tp, ops) = ctx.saved_tensors, ctx.arguments
+        x = start(enter, x, tp, "head").wait()
         dx = torch.empty_like(x)
         for rows in slices(x):
             z = x[rows] @ w.T
-            ctx.losses[rows] = cross_entropy_(z, w, ctx.targets[rows], ctx.vocab_size, weights[rows], tp, ctx.ops)
+            ctx.losses[rows] = cross_entropy_(z, w, targets[rows], vocab_size, weights[rows], tp, ops)
             torch.mm(z, w, out=dx[rows])
             add_product(w, z, x[rows])
-        dx = start(CONJUGATE[ctx.enter], dx, tp, "head").wait()
+        dx = start(CONJUGATE[enter], dx, tp, "head").wait()
         return dx, None, None, None, None, None, None
 
 
 def next_token_losses(x, w, targets, vocab_size, enter, tp, ops):
     """Return the losses of `LinearCrossEntropy`, computed in forward and without a gradient."""
     x = start(enter, x, tp, "head").wait()
-    return torch.cat([cross_entropy_(x[rows] @ w.T, w, targets[rows], vocab_size, None, tp, ops) for rows in slices(x)])
+    losses = []
+    for rows in slices(x):
+        losses.append(cross_entropy_(x[rows] @ w.T, w, targets[rows], vocab_size, None, tp, ops))
+    return torch.cat(losses)
 
 
 def slices(x):

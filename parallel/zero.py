@@ -101,7 +101,8 @@ class Bucket:
 
         self.param = flat(self.size, dtype)
         self.own_param = flat(end - begin, dtype) if stage == 3 else self.param[begin:end]
-        self.grad, self.own_grad, self.master, self.moments, self.staging = None, None, self.own_param, [], None
+        self.grad = self.own_grad = self.staging = None
+        self.master, self.moments = self.own_param, []
         if training:
             self.grad = flat(self.size, master_dtype)
             self.own_grad = flat(end - begin, master_dtype) if stage >= 2 else self.grad[begin:end]

@@ -93,7 +93,7 @@ def failure(defect, folder):
     found = [node for kind in ("failure", "error") for node in ElementTree.parse(report).iter(kind)]
     if not found:
         return None
-    return "\n".join(re.findall(r"(?m)^E\s+(.*)", found[0].text)) or found[0].get("message") or found[0].text
+    return "\n".join(re.findall(r"(?m)^E\s+(.*)", found[0].text)) or found[0].text or found[0].get("message")
 
 
 def main():
