@@ -50,11 +50,12 @@ TYPES |= {torch.int64: "i64", torch.bool: "i1"}
 class Recorder:
     """Stands in for `module.kernel`. A launch adds (job, number of programs) to the list `found` and runs nothing.
 
-    The job is one for `reports`, but without arch. It has the types of the arguments as Triton specializes them.
+    The job is one for `reports`, but without arch. It has the types of the arguments as Triton specializes them. All
+    tensors must be on `device`.
     """
 
-    def __init__(self, kernel, found):
-        self.kernel, self.found = kernel, found
+    def __init__(self, kernel, found, device):
+        self.kernel, self.found, self.device = kernel, found, device
 
     def __getitem__(self, grid):
         return lambda *arguments, **named: self.found.append((self.job(arguments, named), torch.Size(grid).numel()))
@@ -64,6 +65,8 @@ class Recorder:
         options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
         types, constants = [], {}
         for name, value in signature.bind(*arguments, **named).arguments.items():
+            device = getattr(value, "device", self.device)
+            assert device == self.device, f"{self.kernel.fn.__name__}: {name} is on {device}"
             specialized = name not in (jit_options["do_not_specialize"] or ())
             is_one = specialized and type(value) is int and value == 1
             if value is None or is_one or "constexpr" in str(signature.parameters[name].annotation):
