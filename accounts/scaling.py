@@ -22,8 +22,8 @@ The exponents in [1] are rounded. Before rounding, they are 0.3392 and 0.2849 (s
 the exact exponents give the 40 billion parameters that [1] states, and the rounded exponents give 32 billion.
 
 MACHINES are those of the slide "GPT-4をスパコンで学習するには?". Their peaks are those of dense bf16 or fp16
-products in the makers' data sheets (A64FX: fp32 at 2.2 GHz). A MI250X has 2 dies. Frontier's 37,888 are modules (9,472 nodes
-with 4). LUMI's 20,480 must be dies: its 2,978 nodes have only 11,912 modules.
+products in the makers' data sheets (A64FX: fp32 at 2.2 GHz). A MI250X has 2 dies. Frontier's 37,888 are modules
+(9,472 nodes with 4). LUMI's 20,480 must be dies: its 2,978 nodes have only 11,912 modules.
 """
 
 import math

@@ -1,8 +1,6 @@
-"""Test that a dry run sends and keeps the bytes of the formulas, and of a real run of the same rank.
+"""Test that a dry run sends and keeps the bytes of the formulas.
 
-Each of these mistakes, put in by hand, makes a test fail. The real step has another schedule than the dry run. The dry
-run's attention keeps no log-sum-exp. The dry run ignores the rank. It leaves its process group or its PendingStep
-behind. It does not name a difference, or does not exit with code 1.
+`test_ledger.py` and `test_memory.py` compare the formulas with real runs.
 """
 
 import math
@@ -11,7 +9,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import operations
@@ -49,64 +46,21 @@ def every_kind():
 
 @pytest.mark.parametrize("config, gpus", every_kind(), ids=lambda x: getattr(x, "schedule", x))
 def test_every_kind_of_layout_equals_the_formulas(config, gpus):
-    for rank in (0, 3, 5, 6) if gpus == 8 else range(gpus):  # dp, pp and tp ranks 000, 011, 101, 110
+    for rank in (3, 6) if gpus == 8 else range(gpus):  # dp, pp and tp ranks 011 and 110
         accounts = dry(config, gpus, rank)
         assert dry_run.differences(accounts) == [], f"rank {rank}"
         assert accounts.sent == accounts.sent_formula
+        assert config.dropout or accounts.shared == 0
         if not accounts.shared:
             assert accounts.kept == accounts.kept_formula
 
 
 def test_the_peak_may_differ_only_where_rows_are_shared():
-    exact = [(c, gpus) for c, gpus in every_kind() if not c.dropout]
-    assert len(exact) > 10 and all(dry(config, gpus, gpus - 1).shared == 0 for config, gpus in exact)
     assert dry(tiny_config(1, dropout=0.1), 1, 0).shared == 0
     # zb-h1: between their F and their I, 2 micro-batches are in flight on stage 0, and 1 on stage 1.
     # By hand: 8 bytes for each of the 8 * 8 / 2 rows of a tp rank.
     split = tiny_config(1, 2, pp=2, schedule="zb-h1", sequence_parallel=True, dropout=0.1)
     assert [dry(split, 4, rank).shared for rank in (0, 3)] == [2 * 8 * (8 * 8 // 2), 8 * (8 * 8 // 2)]
-
-
-# --- a real run -------------------------------------------------------------------------------------------------------
-
-
-def real(configs):
-    """Return [(bytes sent, bytes kept)] of a real step of each configuration on this rank."""
-    found = []
-    for config in configs:
-        run = train.build(config, Mesh(config.tp, config.pp), torch.device("cpu"))
-        run.zero.initialize(config.seed)
-        with meter.Activations(run.executor) as activations:
-            train.train_step(run, micro_batches(run))
-        found.append((run.mesh.ledger.per_step(1), meter.model_states(run.zero) | activations.rows()))
-    return found
-
-
-REAL = [
-    (1, [tiny_config(1, dropout=0.1), tiny_config(1, schedule="zb-h1", dtype="fp32", recompute="full")]),
-    (2, [tiny_config(1, 2, sequence_parallel=True, dtype="fp32", dropout=0.1, recompute="full"), tiny_config(1, 2)]),
-    (2, [tiny_config(2, zero=zero, dtype="fp32") for zero in range(4)]),
-    (2, [tiny_config(1, pp=2, schedule=name) for name in ("gpipe", "1f1b", "zb-h2", "chimera")]),
-    (
-        2,
-        [
-            tiny_config(1, pp=2, schedule=n, chunks=2, num_layers=4, micro_batch_size=6, dropout=0.1)
-            for n in ("interleaved", "zb-v")
-        ],
-    ),
-    (4, [tiny_config(2, pp=2, zero=3, schedule="zb-h1", dropout=0.1), tiny_config(2, 2, zero=2, dtype="fp32")]),
-    (8, [tiny_config(2, 2, pp=2, zero=1, sequence_parallel=True, schedule="zb-h1", dropout=0.1)]),
-]
-
-
-@pytest.mark.parametrize("ranks, configs", REAL, ids=[f"{ranks} ranks {i}" for i, (ranks, _) in enumerate(REAL)])
-def test_a_real_run_sends_and_keeps_the_same(workers, ranks, configs):
-    results = workers.run(ranks, real, configs) if ranks > 1 else [real(configs)]
-    for rank, found in enumerate(results):
-        for config, (sent, kept) in zip(configs, found, strict=True):
-            accounts = dry(config, ranks, rank)
-            assert accounts.sent == sent, f"rank {rank}, {config}"
-            assert accounts.kept == kept, f"rank {rank}, {config}"
 
 
 # --- sizes that do not run here ---------------------------------------------------------------------------------------
@@ -161,21 +115,15 @@ def test_auto_is_bf16_and_the_ramp_up_is_over():
         assert run.dtype == "bf16" and run.steps == {3: 1}
 
 
-@pytest.mark.parametrize(
-    "file, name, line",
-    [
-        (ledger, "predict", "different: world scalars all_reduce: the dry run sends 48 bytes in 1 calls, the formula"),
-        (memory, "predict", "different: moments: the dry run keeps"),
-    ],
-)
-def test_a_difference_is_named_and_ends_with_code_1(monkeypatch, capsys, file, name, line):
-    formula = getattr(file, name)
-    more = {("world", "scalars", "all_reduce"): (2, 9)} if file is ledger else {"moments": 1}
-    monkeypatch.setattr(file, name, lambda *a: formula(*a) | more)
+@pytest.mark.parametrize("file, row", [(ledger, ("world", "scalars", "all_reduce")), (memory, "moments")])
+def test_a_difference_is_named_and_ends_with_code_1(monkeypatch, capsys, file, row):
+    formula, wrong = file.predict, (2, 9) if file is ledger else 1
+    monkeypatch.setattr(file, "predict", lambda *a: formula(*a) | {row: wrong})
     with pytest.raises(SystemExit) as ended:
         dry_run.main(tiny_config(4), 4, 1)
     out = capsys.readouterr().out
-    assert ended.value.code == 1 and out.count("different:") == 1 and line in out and "agree" not in out
+    name = row if isinstance(row, str) else " ".join(row)
+    assert ended.value.code == 1 and out.count("different:") == 1 and f"different: {name}: " in out
 
 
 def test_a_peak_above_the_formula_is_a_difference(monkeypatch):
@@ -187,22 +135,19 @@ def test_a_peak_above_the_formula_is_a_difference(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "gpus, rank, fields, message",
+    "rank, fields, message",
     [
-        (4, 4, {}, "--rank=4: should be 0 to 3, because --gpus=4"),
-        (4, -1, {}, "--rank=-1: should be 0 to 3"),
-        (4, 0, dict(optimizer="lamb"), "optimizer=lamb: its rule reads numbers, but a dry run has none; set adamw"),
-        (4, 0, dict(dtype="fp16"), "dtype=fp16: .*set bf16"),
-        (4, 0, dict(offload=True), "offload=True: .*set --offload=False"),
-        (4, 0, dict(eval_only=True), "eval_only=True: .*set --eval_only=False"),
-        (4, 0, dict(tp=3), "num_attention_heads = 8 is not a multiple of tp = 3"),
-        (3, 0, dict(tp=2), "the number of processes = 3 is not a multiple of tp \\* pp = 2"),
+        (4, {}, "--rank=4: should be 0 to 3, because --gpus=4"),
+        (0, dict(optimizer="lamb"), "optimizer=lamb: .*set adamw"),
+        (0, dict(dtype="fp16"), "dtype=fp16: .*set bf16"),
+        (0, dict(offload=True), "offload=True: .*set --offload=False"),
+        (0, dict(eval_only=True), "eval_only=True: .*set --eval_only=False"),
+        (0, dict(tp=3), "num_attention_heads = 8 is not a multiple of tp = 3"),
     ],
 )
-def test_mistakes(gpus, rank, fields, message):
-    with pytest.raises(UserError, match=message) as error:
-        dry_run.main(tiny_config(4, **fields), gpus, rank)
-    assert "\n" not in str(error.value)
+def test_mistakes(rank, fields, message):
+    with pytest.raises(UserError, match=message):
+        dry_run.main(tiny_config(4, **fields), 4, rank)
 
 
 def test_nothing_is_left_behind():
