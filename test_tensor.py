@@ -335,12 +335,6 @@ def test_attention_is_causal_softmax():
     same_tensor("attention", reference.attention(*qkv.unbind(2)), attended(masked), instead)
 
 
-def test_attention_with_a_cache_is_attention_without():
-    qkv, cache = random(2, 6, 3, 2, 4), []
-    steps = [reference.attention(*part.unbind(2), cache) for part in qkv.split([3, 1, 1, 1], dim=1)]
-    same_tensor("attention with a cache", torch.cat(steps, 1), reference.attention(*qkv.unbind(2)))
-
-
 def mask(rows, columns=64, rate=0.25, seed=1, site=0):
     return reference.dropout_mask(columns, Drop(torch.as_tensor(rows), rate, seed, site))
 
