@@ -33,7 +33,7 @@ torch's handle. The program's own tensors stay without the result until `wait`:
 
 A call may use one buffer as input and as result. The buffer of all_reduce is a result. If the input of all_gather is a
 slice of the result, this slice keeps its values. If the result of reduce_scatter is a slice of the input, only this
-slice is poison. Integers have no nan: their poison is a large number. The poison of a bool is the opposite value.
+slice is poison.
 
 Each error names the operation, the data, the axis, the rank, and the line of the program that made the call.
 """
@@ -200,14 +200,9 @@ def bits(x):
 
 
 def poison(x, number):
-    """Fill x with the poison of a call."""
-    if x.dtype in NANS:
-        nan, place = NANS[x.dtype]
-        bits(x).fill_(nan if place is None else nan | number << place)
-    elif x.dtype == torch.bool:
-        x.logical_not_()
-    else:
-        x.fill_(torch.iinfo(x.dtype).max // 3)
+    """Fill x with the poison of a call. The program sends no integers."""
+    nan, place = NANS[x.dtype]
+    bits(x).fill_(nan if place is None else nan | number << place)
 
 
 def resized(adversary):

@@ -443,7 +443,7 @@ def differences(results, reference, config, specs, first_step=None):
         return ""
     first = diagnosis(reference[2], Case(config, specs, case.sizes, *first_step())) if first_step else []
     later = [] if any(" of step 1 " in line for line in run) else [LATER]
-    return "\n".join([title(case), *(first or [*later, *run])])
+    return "\n".join(filter(None, [title(case), *(first or [*later, *run])]))
 
 
 def title(case):

@@ -5,6 +5,7 @@ layouts in this mode. The tests here run a few of these layouts. Together they c
 """
 
 import contextlib
+import math
 import re
 
 import pytest
@@ -51,13 +52,11 @@ RIGHT = {  # {operation: [(readable values, result) of ranks 0 and 1]}
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("operation", RIGHT)
 def test_a_result_is_poison_until_wait_and_inputs_stay(workers, operation, dtype):
-    poison = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max // 3
     for (before, *after), right in zip(workers.run(2, results, operation, dtype), RIGHT[operation], strict=True):
-        poisoned = sum(str(x) == str(poison) for x in before)
-        assert poisoned == len(before) - 4 * (operation == "all_gather in place"), before
+        assert sum(math.isnan(x) for x in before) == len(before) - 4 * (operation == "all_gather in place"), before
         assert tuple(after) == right
 
 
