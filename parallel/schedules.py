@@ -221,7 +221,7 @@ def zb_v(stages, microbatches, chunks=2):
         raise UserError(f"chunks={chunks}: zb-v needs 2 per rank, one on the way down and one on the way up")
     actions = []
     for r in range(p):
-        places, down, up = {}, r, 2 * p - 1 - r  # places[turn, place in the turn] = action
+        places, down, up = {}, r, 2 * p - 1 - r  # places[turn, place] = action; the places are f i w F I W
         for j in range(m):
             places[j, 0] = Action("F", j, up)
             places[j + r - (up if j < up else p), 3] = Action("F", j, down)

@@ -200,9 +200,10 @@ def bits(x):
 
 
 def poison(x, number):
-    """Fill x with the poison of a call. The program sends no integers."""
-    nan, place = NANS[x.dtype]
-    bits(x).fill_(nan if place is None else nan | number << place)
+    """Fill x with the poison of a call. Integers have none."""
+    if x.dtype in NANS:
+        nan, place = NANS[x.dtype]
+        bits(x).fill_(nan if place is None else nan | number << place)
 
 
 def resized(adversary):
