@@ -26,7 +26,7 @@ FLOPs utilization (Chowdhery et al., arXiv 2204.02311), is `tflops` divided by t
 out_dir/metrics.jsonl and, if configured, to TensorBoard and Weights & Biases (W&B). So all outputs show equal numbers.
 """
 
-import importlib
+import errno
 import json
 import math
 import os
@@ -34,7 +34,6 @@ import re
 import resource
 import sys
 import time
-from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -43,7 +42,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from errors import UserError, explained, parse_json
+from errors import UserError, explained, reading
 
 # --- speed ------------------------------------------------------------------------------------------------------------
 
@@ -108,53 +107,34 @@ class Timers:
     The time of batch-generator is also a part of forward-compute. The wait for a message is a part of the phase that
     waits. On a GPU the host runs ahead: a host clock would time only the launch of the work. So we record a CUDA event
     in the current stream before a phase and another one after it. The GPU measures the time between the two events.
-    This includes the time in which the GPU has no work because the host is slow. At the end of each phase we test,
-    without waiting, if the oldest pending phase has finished on the GPU. If so, its time is added and its events are
-    used again. So the number of events stays close to the number of phases in the GPU's queue. Only `take` waits for
-    the GPU.
+    This includes the time in which the GPU has no work because the host is slow. Only `take` waits for the GPU.
     """
 
-    def __init__(self, device, clock=time.perf_counter):
-        self.on_gpu = torch.device(device).type == "cuda"
-        self.clock = clock
-        self.milliseconds = dict.fromkeys(PHASES, 0.0)
-        self.pending = deque()  # (phase, start, stop) that the GPU may not have finished yet
-        self.spare = []  # finished events, to be used again
+    def __init__(self, device):
+        self.on_gpu, self.spans = torch.device(device).type == "cuda", []  # (phase, start, stop)
 
     @contextmanager
     def __call__(self, phase):
         start = self.mark()
         yield
-        stop = self.mark()
-        if not self.on_gpu:
-            self.milliseconds[phase] += 1000 * (stop - start)
-            return
-        self.pending.append((phase, start, stop))
-        if self.pending[0][2].query():
-            self.book_oldest()
+        self.spans.append((phase, start, self.mark()))
 
     def mark(self):
+        """Return the time now: on a GPU an event, otherwise seconds."""
         if not self.on_gpu:
-            return self.clock()
-        event = self.spare.pop() if self.spare else torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def book_oldest(self):
-        phase, start, stop = self.pending.popleft()
-        self.milliseconds[phase] += start.elapsed_time(stop)
-        self.spare += [start, stop]
+            return time.perf_counter()
+        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
 
     def take(self, iterations):
         """Return {phase: milliseconds per iteration} since the last `take`, in PHASES' order, without unused phases.
 
         iterations: the number of iterations since the last `take`. `take` waits for the GPU: call it once a log line.
         """
-        if self.pending:
+        if self.on_gpu:
             torch.cuda.synchronize()
-        while self.pending:
-            self.book_oldest()
-        totals, self.milliseconds = self.milliseconds, dict.fromkeys(PHASES, 0.0)
+        totals, spans, self.spans = dict.fromkeys(PHASES, 0.0), self.spans, []
+        for phase, start, stop in spans:
+            totals[phase] += start.elapsed_time(stop) if self.on_gpu else 1000 * (stop - start)
         return {phase: total / iterations for phase, total in totals.items() if total}
 
 
@@ -168,29 +148,20 @@ class Step(NamedTuple):
     grad_norm: float  # of all ranks, before clipping; nan or inf if the update was skipped
     lr: float  # learning rate of this update
     skipped: bool  # a gradient overflowed on some rank
-    stop: bool  # some rank received a stop signal: all ranks save and stop
-    orphaned: bool  # torchrun died on some node: all ranks stop without saving
+    stop: bool  # some rank received a signal to stop: all ranks save and stop
     loss_scale: float
     samples: int  # global batch size
-
-
-def steps_to_json(steps):
-    """Return `Step`s as lists for a JSON file. As in `to_json`, nan and infinity are strings."""
-    return [[x if math.isfinite(x) else repr(x) for x in step] for step in steps]
-
-
-def steps_from_json(rows):
-    return [Step(*(float(x) if isinstance(x, str) else x for x in row)) for row in rows]
 
 
 class PendingStep:
     """An update that the device may still be computing. `read` waits for its numbers."""
 
     def __init__(self, numbers, loss_scale, samples):
-        """numbers: the first six fields of `Step`, float64 [6] on the device. Start their copy to the host."""
+        """numbers: the first five fields of `Step`, float64 [5] on the device. Start their copy to the host."""
         self.host_fields, self.step = (loss_scale, samples), None
         self.numbers = numbers.to("cpu", non_blocking=True)  # from a GPU: asynchronous, into pinned memory
         self.copied = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
+        self.on_host = not numbers.is_cuda  # `read` waits for nothing
 
     def read(self):
         """Return the `Step`. The first call waits for the device; later calls return the same Step."""
@@ -202,104 +173,116 @@ class PendingStep:
         return self.step
 
 
-class Interval:
-    """The steps between two log lines, and their time.
+class History:
+    """The steps since the last log line, and what the loop must know of all steps: a signal to stop, bad losses.
 
-    earlier: the `Step`s of this interval that ran before the run was resumed.
+    A step is judged when its numbers are on the host. On a GPU this is one step later: then the device already works on
+    the next step. All ranks have the same numbers, so they judge alike without communication.
     """
 
-    def __init__(self, earlier=()):
-        self.steps, self.earlier = [], list(earlier)  # steps: of PendingStep
-        self.start = time.perf_counter()
+    def __init__(self, run, say):
+        """say: a function that prints a line."""
+        self.run, self.say, self.steps, self.judged = run, say, [], 0
+        self.stop, self.bad = False, 0  # bad: the number of latest losses that are not finite
+        self.start, self.untimed, self.first_seconds = time.perf_counter(), 0, None
+
+    def add(self, steps):
+        """Add the `PendingStep`s of a call. Judge the steps before, and these if their numbers are on the host."""
+        self.steps += steps
+        self.judge(len(self.steps) if steps[-1].on_host else -len(steps))
+        if self.first_seconds is None:  # the first call compiles kernels: leave it out of the speeds
+            self.judge()
+            self.untimed, self.first_seconds = len(steps), time.perf_counter() - self.start
+            self.say(f"first step: {self.first_seconds:.1f} s, with compilation; no speed of several steps includes it")
+            self.run.timers.take(1)
+            self.start = time.perf_counter()
+
+    def judge(self, end=None):
+        """Read the steps up to `end`. Raise UserError if the last `stop_after_nan` losses were not finite."""
+        for step in self.steps[self.judged : end]:
+            numbers = step.read()
+            self.judged += 1
+            self.stop |= numbers.stop
+            self.bad = 0 if math.isfinite(numbers.loss) else self.bad + 1
+            if self.bad == self.run.config.stop_after_nan > 0:
+                self.refuse()
+
+    def good(self, last):
+        """Return True if the latest loss is finite: only then a checkpoint is useful. Raise UserError if `last`."""
+        self.judge()
+        if self.bad and last:
+            self.refuse()
+        return not self.bad
+
+    def refuse(self):
+        remedy = f"resume from a checkpoint in {self.run.config.out_dir} with other values (--lr)"
+        error = UserError(f"lm_loss: the last {self.bad} are not finite, and nothing was saved since then; {remedy}")
+        error.agreed = True  # every rank raises it
+        raise error
 
     @contextmanager
     def paused(self):
-        """Exclude the time of a `with` block from the interval, for example a save."""
+        """Leave the time of a `with` block out of the speeds, for example that of a save."""
         began = time.perf_counter()
         yield
         self.start += time.perf_counter() - began
 
-    def read(self):
-        """Return all `Step`s of the interval."""
-        return [*self.earlier, *(step.read() for step in self.steps)]
+    def row(self, data_wait):
+        """Return the row of metrics.jsonl of the steps since the last row, and begin the next interval.
 
-    def row(self, iteration, consumed_samples, timers, data_wait_seconds):
-        """Return the keyword arguments of `metrics_row`. data_wait_seconds: the wait for batches in the interval."""
-        steps = [step.read() for step in self.steps]  # may wait for the device; `seconds` includes this wait
-        return {
-            "iteration": iteration,
-            "consumed_samples": consumed_samples,
-            "earlier": self.earlier,
-            "steps": steps,
-            "seconds": time.perf_counter() - self.start,
-            "timers_ms": timers.take(len(steps)),
-            "data_wait_ms": 1000 * data_wait_seconds / len(steps),
-        }
+        data_wait: seconds that a rank waited for batches.
+        """
+        self.judge()
+        steps, now, timed = [step.read() for step in self.steps], time.perf_counter(), len(self.steps) - self.untimed
+        seconds, timed = (now - self.start, timed) if timed else (self.first_seconds, len(steps))
+        row = metrics_row(self.run, steps, timed, seconds)
+        row |= {"data_wait_ms": 1000 * data_wait / len(steps), "timers_ms": self.run.timers.take(timed)}
+        self.steps, self.judged, self.untimed, self.start = [], 0, 0, now
+        return row
 
 
-def metrics_row(
-    config, world, peak, *, iteration, consumed_samples, steps, seconds, timers_ms, data_wait_ms, earlier=(),
-    validation_loss=None
-):  # fmt: skip
-    """Return the row of metrics.jsonl for one interval: a dict of numbers. mfu is "unknown" if `peak` is None.
+def metrics_row(run, steps, timed, seconds):
+    """Return a row of metrics.jsonl: a dict of numbers. mfu is "unknown" if the device's peak is unknown.
 
-    world: the number of devices. peak: TFLOP/s of one device, or None.
-    iteration: the last iteration of the interval, counted from 1. consumed_samples: since training began.
-    steps: the `Step`s of the interval. seconds: the duration of the interval. timers_ms: from `Timers.take`.
-    data_wait_ms: the host's wait for its next batch, per iteration. earlier: steps of the interval before a resume.
-    They count in lm_loss, skipped_iterations and nan_iterations, but not in times and speeds.
+    steps: the `Step`s of the interval. timed: the number of its last steps that took `seconds`.
     """
-    every, last = [*earlier, *steps], steps[-1]
-    losses = [step.loss for step in every]
-    samples = sum(step.samples for step in steps)
-    per_device = 1 / seconds / world / 1e12
-    tflops = model_flops(config, samples) * per_device
-    row = {
-        "iteration": iteration,
-        "train_iters": config.train_iters,
-        "consumed_samples": consumed_samples,
-        "consumed_tokens": consumed_samples * config.seq_length,
+    c, world, last, losses = run.config, run.mesh.world.size, steps[-1], [step.loss for step in steps]
+    samples, consumed = sum(step.samples for step in steps[-timed:]), run.counters.consumed_samples
+    tflops = model_flops(c, samples) / seconds / world / 1e12
+    peak = peak_tflops(torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "cpu", run.dtype)
+    return {
+        "iteration": run.counters.iteration,
+        "train_iters": c.train_iters,
+        "consumed_samples": consumed,
+        "consumed_tokens": consumed * c.seq_length,
         "lm_loss": sum(losses) / len(losses),
         "grad_norm": last.grad_norm,
         "lr": last.lr,
         "loss_scale": last.loss_scale,
         "global_batch_size": last.samples,
-        "seq_length": config.seq_length,
-        "skipped_iterations": sum(step.skipped for step in every),
+        "seq_length": c.seq_length,
+        "skipped_iterations": sum(step.skipped for step in steps),
         "nan_iterations": sum(not math.isfinite(loss) for loss in losses),
-        "iteration_ms": 1000 * seconds / len(steps),
+        "iteration_ms": 1000 * seconds / timed,
         "samples_per_second": samples / seconds,
-        "tokens_per_second": samples * config.seq_length / seconds,
+        "tokens_per_second": samples * c.seq_length / seconds,
         "tflops": tflops,
-        "hardware_tflops": hardware_flops(config, samples) * per_device,
+        "hardware_tflops": hardware_flops(c, samples) / seconds / world / 1e12,
         "mfu": tflops / peak if peak else "unknown",
-        "data_wait_ms": data_wait_ms,
-        "timers_ms": timers_ms,
     }
-    return row if validation_loss is None else row | {"validation_loss": validation_loss}
 
 
 # --- the lines made from a row ----------------------------------------------------------------------------------------
 
 
-def iteration_line(row):
-    """Return Megatron-LM's line, with the same fields. Its TFLOPs include recomputation."""
-    return (
-        f" iteration {row['iteration']:8d}/{row['train_iters']:8d} |"
-        f" consumed samples: {row['consumed_samples']:12d} |"
-        f" consumed tokens: {row['consumed_tokens']:12d} |"
-        f" elapsed time per iteration (ms): {row['iteration_ms']:.1f} |"
-        f" learning rate: {row['lr']:.3E} |"
-        f" global batch size: {row['global_batch_size']:5d} |"
-        f" lm loss: {row['lm_loss']:.6E} |"
-        f" loss scale: {row['loss_scale']:.1f} |"
-        f" grad norm: {row['grad_norm']:.3f} |"
-        f" actual seqlen: {row['seq_length']:5d} |"
-        f" number of skipped iterations: {row['skipped_iterations']:3d} |"
-        f" number of nan iterations: {row['nan_iterations']:3d} |"
-        f" samples per second: {row['samples_per_second']:.3f} |"
-        f" TFLOPs: {row['hardware_tflops']:.2f} |"
-    )
+MEGATRONS_LINE = (  # with the fields of Megatron-LM's; its TFLOPs include recomputation
+    " iteration {iteration:8d}/{train_iters:8d} | consumed samples: {consumed_samples:12d} |"
+    " consumed tokens: {consumed_tokens:12d} | elapsed time per iteration (ms): {iteration_ms:.1f} |"
+    " learning rate: {lr:.3E} | global batch size: {global_batch_size:5d} | lm loss: {lm_loss:.6E} |"
+    " loss scale: {loss_scale:.1f} | grad norm: {grad_norm:.3f} | actual seqlen: {seq_length:5d} |"
+    " number of skipped iterations: {skipped_iterations:3d} | number of nan iterations: {nan_iterations:3d} |"
+    " samples per second: {samples_per_second:.3f} | TFLOPs: {hardware_tflops:.2f} |"
+)
 
 
 def timers_line(timers_ms):
@@ -324,21 +307,12 @@ def memory_line(iteration, megabytes):
 
 
 def memory_in_use(device):
-    """Return {name: MB of 2^20 bytes}: PyTorch's memory on a GPU, or the process's resident memory on a CPU."""
-    if torch.device(device).type == "cuda":
-        used = {
-            "allocated": torch.cuda.memory_allocated(device),
-            "max allocated": torch.cuda.max_memory_allocated(device),
-            "reserved": torch.cuda.memory_reserved(device),
-            "max reserved": torch.cuda.max_memory_reserved(device),
-        }
-        return {name: count / 2**20 for name, count in used.items()}
-    status = Path("/proc/self/status")
-    if not status.exists():  # macOS has only the peak, in bytes
-        return {"max resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
-    kilobytes = dict(re.findall(r"(Vm\w+):\s*(\d+) kB", status.read_text()))
-    named = {"resident": "VmRSS", "max resident": "VmHWM"}
-    return {name: int(kilobytes[key]) / 2**10 for name, key in named.items() if key in kilobytes}
+    """Return {name: MB of 2^20 bytes}: PyTorch's memory on a GPU, or the process's largest resident memory on a CPU."""
+    if torch.device(device).type == "cpu":
+        unit = 1 if sys.platform == "darwin" else 2**10
+        return {"max resident": unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+    kinds = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    return {k.replace("memory_", "").replace("_", " "): getattr(torch.cuda, k)(device) / 2**20 for k in kinds}
 
 
 # --- metrics.jsonl ----------------------------------------------------------------------------------------------------
@@ -354,32 +328,6 @@ def to_json(row):
     return json.dumps(row | strange, allow_nan=False)
 
 
-def from_json(line):
-    row = parse_json(line)
-    return row | {name: float(v) for name, v in row.items() if v in ("nan", "inf", "-inf")}
-
-
-def open_lines(path):
-    """Return a file descriptor that appends to `path`. After a line that a crash cut off, begin a new line."""
-    with explained(path):
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        size = os.fstat(file).st_size
-        if size and os.pread(file, 1, size - 1) != b"\n":
-            os.write(file, b"\n")
-    return file
-
-
-def write_line(file, line):
-    """Append a line with one write: no reader sees half of the line, and a crash after the write does not lose it."""
-    data = f"{line}\n".encode()
-    try:
-        while data:  # a write is partial if the disk is full: the next one raises the error
-            data = data[os.write(file, data) :]
-    except OSError as error:
-        why = f"metrics.jsonl: {error.strerror}"
-        raise UserError(f"{why}; the same command resumes from the latest checkpoint, if there is one") from None
-
-
 def read_metrics(path):
     """Return {iteration: row} of a metrics.jsonl, in the order of iterations.
 
@@ -389,7 +337,8 @@ def read_metrics(path):
     rows = {}
     for line in Path(path).read_bytes().splitlines():
         with suppress(ValueError):
-            row = from_json(line)
+            row = json.loads(line)
+            row |= {name: float(v) for name, v in row.items() if v in ("nan", "inf", "-inf")}
             while rows and next(reversed(rows)) >= row["iteration"]:
                 rows.popitem()
             rows[row["iteration"]] = row
@@ -400,88 +349,85 @@ def read_metrics(path):
 
 
 class Logger:
-    """Prints and writes the log on rank 0. The other ranks only check that tensorboard and wandb are installed.
+    """Prints and writes the log on rank 0. On the other ranks it does nothing.
 
-    device, dtype (bf16, fp16, fp32 or fp64): the device and the dtype of the computation.
-    iteration: the last iteration of the checkpoint from which the run resumes, or 0.
-    Lines go to stdout. A progress bar goes to stderr if it is a terminal.
+    Lines go to stdout. A progress bar goes to stderr if it is a terminal. Raises UserError if a file can't be written.
     """
 
-    def __init__(self, config, device, world, *, rank, dtype, iteration=0):
-        self.config, self.device, self.world, self.rank = config, torch.device(device), world, rank
-        tensorboard = imported("tensorboard", config.tensorboard, "torch.utils.tensorboard")
-        wandb = imported("wandb", config.wandb, "wandb")
-        if rank != 0:
+    def __init__(self, run):
+        self.run, self.first, self.memory_said, self.plots = run, run.mesh.rank == 0, False, []
+        if not self.first:
             return
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
-        self.peak = peak_tflops(name, dtype)
-        self.memory_said = False
-        self.file = open_lines(Path(config.out_dir) / "metrics.jsonl")
-        # purge_step: TensorBoard hides the points of an earlier run from this iteration on.
-        self.board = tensorboard and tensorboard.SummaryWriter(config.tensorboard, purge_step=iteration + 1)
-        self.run = wandb and wandb_run(wandb, config)
+        c, iteration = run.config, run.counters.iteration
+        if c.tensorboard:
+            self.plots.append(tensorboard_writer(c, iteration))
+        if c.wandb:
+            self.plots.append(wandb_writer(c))
+        self.path = Path(c.out_dir) / "metrics.jsonl"
+        with explained(self.path):
+            self.file = open(self.path, "ab+", buffering=0)  # one write for a line: no reader sees half of it
+            if self.file.tell() and os.pread(self.file.fileno(), 1, self.file.tell() - 1) != b"\n":
+                self.file.write(b"\n")  # a crash has cut off the last line
         # disable=None: no bar where stderr is not a terminal.
-        self.bar = tqdm(total=config.train_iters, initial=iteration, dynamic_ncols=True, disable=None)
-
-    def advance(self, iterations=1):
-        """Move the bar by so many iterations."""
-        if self.rank == 0:
-            self.bar.update(iterations)
+        self.bar = tqdm(total=c.train_iters, initial=iteration, dynamic_ncols=True, disable=None)
 
     def say(self, text):
         """Print `text` on rank 0, above the bar."""
-        if self.rank == 0:
+        if self.first:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()  # if stdout is a file, it can be read during the run
 
-    def log(self, **interval):
-        """Write, print and return a row on rank 0, else None. interval: keyword arguments of `metrics_row`."""
-        if self.rank != 0:
-            return None
-        row = metrics_row(self.config, self.world, self.peak, **interval)
-        write_line(self.file, to_json(row))
-        self.say(iteration_line(row))
+    def log(self, row, validation_loss=None):
+        """Write and print a row on rank 0. validation_loss: of this iteration, if one was taken."""
+        if not self.first:
+            return
+        row |= {} if validation_loss is None else {"validation_loss": validation_loss}
+        with explained(self.path):
+            if not os.fstat(self.file.fileno()).st_nlink:
+                raise OSError(errno.ENOENT, "removed during the run; nothing more can be saved")
+            self.file.write(f"{to_json(row)}\n".encode())
+        self.say(MEGATRONS_LINE.format(**row))
         if not self.memory_said:
-            self.say(memory_line(row["iteration"], memory_in_use(self.device)))
+            self.say(memory_line(row["iteration"], memory_in_use(self.run.device)))
             self.memory_said = True
         if row["timers_ms"]:
             self.say(timers_line(row["timers_ms"]))
-        if "validation_loss" in row:
-            self.say(validation_lines(row["iteration"], row["validation_loss"]))
-        if self.board:
-            for name, value in scalars(row).items():
-                self.board.add_scalar(name, value, row["iteration"])
-        if self.run:
-            self.run.log(scalars(row), step=row["iteration"])
-        self.bar.set_postfix_str(f"loss {row['lm_loss']:.3f}, {row['tokens_per_second']:,.0f} tokens/s")
-        return row
+        if validation_loss is not None:
+            self.say(validation_lines(row["iteration"], validation_loss))
+        for write in self.plots:
+            write(scalars(row), row["iteration"])
+        self.bar.set_postfix_str(f"loss {row['lm_loss']:.3f}, {row['tokens_per_second']:,.0f} tokens/s", refresh=False)
+        self.bar.update(row["iteration"] - self.bar.n)
 
     def close(self):
-        if self.rank != 0:
-            return
-        self.bar.close()
-        os.close(self.file)
-        if self.board:
-            self.board.close()
-        if self.run:
-            self.run.finish()
+        if self.first:
+            self.bar.close()
+            self.file.close()
 
 
-def imported(field, value, module):
-    """Import `module` if the field has a value, otherwise return None. Raises UserError if it is not installed."""
-    try:
-        return importlib.import_module(module) if value else None
-    except ImportError:
-        raise UserError(f"{field}={value}: {field} is not installed (pip install {field})") from None
+def tensorboard_writer(c, iteration):
+    """Return a function (numbers, iteration) that writes for TensorBoard. It hides an earlier run's later points."""
+    with reading(f"tensorboard={c.tensorboard}", ImportError):
+        from torch.utils.tensorboard import SummaryWriter
+
+        board = SummaryWriter(c.tensorboard, purge_step=iteration + 1)
+
+    def write(numbers, iteration):
+        for name, value in numbers.items():
+            board.add_scalar(name, value, iteration)
+        board.flush()
+
+    return write
 
 
-def wandb_run(wandb, config):
-    """Return the W&B run that receives the rows. After a crash, a restart continues this run. Raises UserError."""
-    out = config.out_dir
-    try:
-        return wandb.init(project=config.wandb, name=Path(out).name, dir=out, config=asdict(config), resume="auto")
-    except wandb.Error as error:  # not logged in, no network
-        raise UserError(f"wandb={config.wandb}: {' '.join(str(error).split())}") from None
+def wandb_writer(c):
+    """Return a function (numbers, iteration) that writes for W&B. After a crash, a restart continues the W&B run."""
+    with reading(f"wandb={c.wandb}", Exception):  # not installed, not logged in, no network
+        import wandb
+
+        settings = dict(name=Path(c.out_dir).name, dir=c.out_dir, config=asdict(c), resume="auto")
+        run = wandb.init(project=c.wandb, **settings)
+    return lambda numbers, iteration: run.log(numbers, step=iteration)
 
 
 def scalars(row):

@@ -285,13 +285,14 @@ def load_and_save(config, path, out_dir):
     run = train.build(config, Mesh(config.tp, config.pp), torch.device("cpu"))
     train.restore(run, path)
     run.config = replace(config, out_dir=out_dir)
-    train.save(run, data.Tokens(config.data_dir, "train", config.seq_length, config.vocab_size), [])
+    train.save(run, data.Tokens(config.data_dir, "train", config.seq_length, config.vocab_size))
 
 
 def test_a_signal_stops_the_run_at_the_end_of_a_call():
     config = asynchronous("pipedream", 1, updates=3)
     run = built(config)
-    assert [step.read().stop for step in train_call(run, micro_batches(run), stop=True)] == [True] * 3
+    run.signals.stop = True
+    assert [step.read().stop for step in train_call(run, micro_batches(run))] == [True] * 3
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_before_the_next_save(workers, monkeypatch, tokens_dir, tmp_path):

@@ -45,9 +45,7 @@ from parallel.pipeline import SENT
 from parallel.tensor import ROWS
 from parallel.versions import published
 
-FLAGS = (
-    2  # float64 numbers besides loss and squared gradient norm at the end of a step: two flags that end the training
-)
+FLAGS = 1  # float64 numbers besides loss and squared gradient norm at the end of a step: the flag to stop
 
 
 def predict(layout, schedule, pp_rank, dp_rank, item, master_item):

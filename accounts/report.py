@@ -3,11 +3,32 @@
 `traffic.py` prints the same tables without a run, with predicted numbers only.
 """
 
+import contextlib
 from fractions import Fraction
 
-from accounts import ledger, memory, meter
+from accounts import ledger, memory, meter, trace
+from errors import UserError
 from parallel import schedules
-from parallel.comm import gather_objects
+from parallel.comm import agree, gather_objects
+
+
+@contextlib.contextmanager
+def watching(run, say):
+    """Context: watch the training of a `train.Run` as --ledger and --trace want it, and report at the end.
+
+    say: a function that prints a text on rank 0. Every rank must enter. Raises UserError if the trace can't be written.
+    """
+    c, mesh = run.config, run.mesh
+    agree(mesh.world, UserError, lambda: trace.check(c) if mesh.rank == 0 else None)
+    if c.trace:
+        run.executor.trace = trace.Trace(mesh, run.device, run.counters.iteration)
+    with meter.Activations(run.executor) if c.ledger else contextlib.nullcontext() as activations:
+        yield
+    if c.ledger and run.steps:
+        tables = sent_by_ranks(run), kept_by_ranks(run, activations.rows())  # every rank must call both
+        say("\n\n".join(tables))
+    if c.trace and run.steps:
+        agree(mesh.world, UserError, lambda: trace.write(c, run.executor.trace, mesh))
 
 
 def sent_by_ranks(run):

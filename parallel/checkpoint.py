@@ -44,7 +44,7 @@ import numpy as np
 import torch
 
 from data import mix
-from errors import UserError, reading
+from errors import UserError, explained, reading
 from parallel.comm import agree, all_reduce
 from parallel.schedules import ASYNCHRONOUS
 
@@ -133,48 +133,47 @@ def int64(zero, names, terms):
 # --- save -------------------------------------------------------------------------------------------------------------
 
 
-def save(out_dir, step, zero, state, keep=0, copies=(), good=None):
+def save(out_dir, step, zero, state, keep=0, copies=()):
     """Write `out_dir/step_N`. Every rank of the mesh calls this with the same `state` (entries of index.json).
 
-    copies: files that are also copied into the checkpoint, if they exist. Keeps the `keep` latest checkpoints (0: all),
-    step_0, which convert.py wrote, and the checkpoint of step `good`. Removes the remains of a killed run. If one rank
-    can't write, raises UserError on every rank and removes the incomplete checkpoint.
+    copies: files that are also copied into the checkpoint, if they exist. Keeps the `keep` latest checkpoints (0: all)
+    and step_0, which convert.py wrote. Removes the remains of a killed run. If one rank can't write, removes the
+    incomplete checkpoint and raises UserError on every rank.
     """
     final = step_path(out_dir, step)
     writing, first = final.with_name(final.name + ".writing"), zero.mesh.rank == 0
 
+    def prepare():
+        for left in Path(out_dir).glob("step_*ing"):  # step_N.writing, step_N.removing of a killed run
+            shutil.rmtree(left, ignore_errors=True)
+        writing.mkdir()  # not its parents: they have vanished if they are not there
+
+    def publish(sums):
+        for path in filter(os.path.isfile, copies):
+            shutil.copyfile(path, writing / path.name)
+            flush(writing / path.name)
+        write_index(writing, zero.master_dtype, state, sums)
+        writing.rename(final)
+        flush(out_dir)
+        remove_old(out_dir, keep)
+
     def together(action, *arguments):
         def attempt():
-            try:
+            with explained(f"out_dir={out_dir}: can't write the checkpoint"):
                 return action(*arguments)
-            except OSError as error:  # a full disk, a read-only folder
-                raise UserError(f"out_dir={out_dir}: can't write the checkpoint: {error}") from error
 
         return agree(zero.mesh.world, UserError, attempt)
 
-    def prepare():
-        if first:
-            for left in Path(out_dir).glob("step_*ing"):  # step_N.writing, step_N.removing of a killed run
-                shutil.rmtree(left, ignore_errors=True)
-            writing.mkdir(parents=True)
-
-    def publish(sums):
-        if first:
-            for path in filter(os.path.isfile, copies):
-                shutil.copyfile(path, writing / path.name)
-                flush(writing / path.name)
-            write_index(writing, zero.master_dtype, state, sums)
-            writing.rename(final)
-            flush(out_dir)
-            remove_old(out_dir, keep, good)
+    def on_first(action, *arguments):
+        together(action if first else lambda *_: None, *arguments)
 
     try:
-        together(prepare)
+        on_first(prepare)
         terms = together(write_arrays, writing, zero)
         moments = len(next(iter(zero.buckets.values())).moments)
         names = [file for name in state["shapes"] for file in (name, *(f"{name}.moment{k}" for k in range(moments)))]
         sums = all_reduce(int64(zero, names, terms), zero.mesh.world, "checksums").wait()
-        together(publish, dict(zip(names, sums.tolist(), strict=True)))
+        on_first(publish, dict(zip(names, sums.tolist(), strict=True)))
     except UserError:
         if first:
             shutil.rmtree(writing, ignore_errors=True)
@@ -225,15 +224,14 @@ def crc(data):
     return f"{zlib.crc32(data):08x}"
 
 
-def remove_old(out_dir, keep, good):
-    """Remove all checkpoints except the `keep` latest, step 0 and step `good`. keep=0: remove none."""
-    for step in all_steps(out_dir)[:-keep] if keep else []:
-        if step not in (0, good):
-            path = step_path(out_dir, step)
-            gone = path.with_name(path.name + ".removing")  # if the run is killed now, this is no checkpoint's name
-            with contextlib.suppress(OSError):  # the new checkpoint is complete, so the run continues
-                path.rename(gone)
-                shutil.rmtree(gone)
+def remove_old(out_dir, keep):
+    """Remove all checkpoints except the `keep` latest and step 0. keep=0: remove none."""
+    for step in filter(None, all_steps(out_dir)[:-keep] if keep else []):
+        path = step_path(out_dir, step)
+        gone = path.with_name(path.name + ".removing")  # if the run is killed now, this is no checkpoint's name
+        with contextlib.suppress(OSError):  # the new checkpoint is complete, so the run continues
+            path.rename(gone)
+            shutil.rmtree(gone)
 
 
 def flush(path):
@@ -362,7 +360,7 @@ def load(path, zero):
 
     def read_all():
         jobs = [(check_array(folder, index, name, piece.spec), piece, flat) for name, piece, flat in mine]
-        return in_threads(partial(read, mesh.tp, np.dtype(index["dtype"])), jobs)
+        return in_threads(partial(read, mesh.tp, index["dtype"]), jobs)
 
     terms = agree(mesh.world, UserError, read_all)
     # Add the terms of the ranks that have read one copy of an array together: its shards over dp, its cuts over tp.
@@ -382,7 +380,7 @@ def load(path, zero):
 
 def read(tp, dtype, path, piece, flat):
     """Read one piece of an array into `flat`. Return its terms in the file's sum."""
-    direct = flat.device.type == "cpu" and flat.numpy().dtype == dtype
+    direct = flat.device.type == "cpu" and flat.dtype == getattr(torch, dtype)
     local, terms = flat.numpy() if direct else np.empty(piece.end - piece.begin, dtype), 0
     with using(path), open(path, "rb") as file:
         for at, place, length in runs(piece.spec, piece.begin, piece.end, tp.rank, tp.size):

@@ -200,11 +200,11 @@ class PipeDream(Executor):
                 weights.catch_up(len(self.losses))
 
 
-def train_call(run, batches, stop=False, orphaned=False):
+def train_call(run, batches):
     """Make the updates of one call, with micro-batches from the iterator `batches`. Return a list of `PendingStep`.
 
-    It replaces `train.train_step`. A call ends at a multiple of `updates_per_call`. run: a `train.Run`. stop, orphaned:
-    as in `train_step`. Raises UserError on every rank if a gradient is not finite.
+    It replaces `train.train_step`. A call ends at a multiple of `updates_per_call`. run: a `train.Run`. Raises
+    UserError on every rank if a gradient is not finite.
     """
     c, mesh, zero, counters = run.config, run.mesh, run.zero, run.counters
     n, m = c.updates_per_call - counters.iteration % c.updates_per_call, c.global_batch_size // c.micro_batch_size
@@ -221,13 +221,13 @@ def train_call(run, batches, stop=False, orphaned=False):
     zero.zero_grad()
     losses, squares = run.executor.call(batches, n * m, share, scalars)
 
-    # One all_reduce gives every rank the losses and the squared gradient norms of all updates, and the flags to stop.
+    # One all_reduce gives every rank the losses, the squared gradient norms, and whether a rank received a signal.
     mesh.ledger.phase = "step"
     losses = share * losses if mesh.tp.rank == 0 else 0 * losses
-    flags = losses.new_tensor([float(stop), float(orphaned)])
-    sums = all_reduce(torch.cat([losses, squares, flags]), mesh.world, "scalars").wait()
-    losses, norms, flags = sums[:n], sums[n : 2 * n].sqrt(), sums[2 * n :].expand(n, 2)
-    numbers = torch.stack([losses, norms, rates, 0 * rates, *flags.T], dim=1).cpu()
+    stop = losses.new_full((1,), float(run.signals.stop))
+    sums = all_reduce(torch.cat([losses, squares, stop]), mesh.world, "scalars").wait()
+    losses, norms, stop = sums[:n], sums[n : 2 * n].sqrt(), sums[2 * n :].expand(n)
+    numbers = torch.stack([losses, norms, rates, 0 * rates, stop], dim=1).cpu()
     for k, norm in enumerate(numbers[:, 1].tolist(), counters.iteration + 1):
         if not math.isfinite(norm):
             advice = f"{c.schedule} can't skip an update; resume from the last checkpoint with a smaller --lr"
