@@ -178,7 +178,7 @@ def test_where_to_resume_from(straight, tokens_dir, tmp_path, capsys):
         go(configured(tmp_path / "a", tokens_dir, resume="none"))
     capsys.readouterr()
     go(configured(tmp_path / "a", tokens_dir, train_iters=11))
-    assert "nothing to do" in capsys.readouterr().out
+    assert "from " + str(tmp_path / "a/step_11") in capsys.readouterr().out
 
 
 def test_what_is_later_than_the_resumed_step_is_not_left_for_the_next_run_to_find(tokens_dir, tmp_path):
@@ -237,7 +237,7 @@ def test_remains_of_a_crash_are_passed_over(straight, tokens_dir, tmp_path):
 # --- the same data --------------------------------------------------------------------------------------------------
 
 
-def test_other_data_is_refused_by_name_or_taken_with_a_flag(straight, tokens_dir, tmp_path, capsys):
+def test_other_data_is_refused_by_name_or_taken_with_a_flag(straight, tokens_dir, tmp_path):
     out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
     longer = write_tokens(tmp_path / "longer", train=4001)
     for other, tokens in ((longer, 4001), (write_tokens(tmp_path / "seed", seed=1), 4000)):
@@ -248,11 +248,8 @@ def test_other_data_is_refused_by_name_or_taken_with_a_flag(straight, tokens_dir
             rf"data_dir={other}: not the training data of the checkpoint .*/step_10: {tokens} tokens of uint16 with "
         )
         assert re.match(start, str(error.value)) and "set --new_data=True" in str(error.value)
-    capsys.readouterr()
     go(configured(out, longer, dtype="fp64", train_iters=11, new_data=True))
-    assert f"new_data=True: the training data is not that of {out}/step_10: 4001 tokens" in capsys.readouterr().out
     go(configured(out, longer, dtype="fp64", train_iters=12))  # step_11 was trained on it
-    assert "new_data" not in capsys.readouterr().out
     go(configured(out, tokens_dir, dtype="fp64", eval_only=True))  # another data set may be evaluated
 
 
