@@ -314,7 +314,7 @@ def test_one_process_without_torchrun(config_file, monkeypatch, capsys, tmp_path
     assert code == 0 and f"from {tmp_path}/out/step_6\n" in out and "iteration        6/" not in out
     assert sorted((tmp_path / "out").rglob("*")) == before and "changed" not in out
     code, out, _ = main(monkeypatch, capsys, "--help")
-    assert code == 0 and "--lr_warmup_fraction=0.0" in out
+    assert code == 0 and "--lr_warmup_fraction" in out
 
 
 @pytest.mark.parametrize("table", [1, 4, 4096])
