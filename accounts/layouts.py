@@ -49,13 +49,8 @@ GB = 1e9
 # rounds of pp micro-batches. Bytes of activations are proportional to b, the samples of a micro-batch, so b = 1 is
 # enough. A thousand layouts have few different schedules and tables, so caches keep each of them.
 
-SHORT = {  # schedule: (rounds, more): its peak is reached after rounds * pp + more micro-batches. Others run whole
-    "1f1b": (1, 2),
-    "interleaved": (2, 0),
-    "zb-h1": (2, 2),
-    "zb-h2": (3, 2),
-    "zb-v": (3, 2),
-}
+# {schedule: (rounds, more)}: the peak is reached after rounds * pp + more micro-batches. Other schedules run whole.
+SHORT = {"1f1b": (1, 2), "interleaved": (2, 0), "zb-h1": (2, 2), "zb-h2": (3, 2), "zb-v": (3, 2)}
 
 
 @cache
@@ -81,11 +76,9 @@ class Model:
         self.wide, self.table = max(4, self.item), parameter_table(config)
         shapes = {spec.name: spec.shape for unit in self.table for spec in unit}
         self.parameters = sum(math.prod(shape) for shape in shapes.values())
-        for name in ("buckets", "layout", "states", "rows", "activations"):
+        self.buckets = cache(lambda tp, dp: all_buckets(self.table, tp, dp))
+        for name in ("layout", "states", "rows", "activations"):
             setattr(self, name, cache(getattr(self, name)))
-
-    def buckets(self, tp, dp):
-        return all_buckets(self.table, tp, dp)
 
     def layout(self, dp, *fields):
         """Return the `layout.Layout` of the first FIELDS, with one sample in a micro-batch."""
@@ -281,19 +274,16 @@ def binds(facts, device):
     """Return a sentence: why the layout does not fit, or which part of the step costs most, except computation."""
     layout, parts, kept = facts["layout"], facts["step_parts"], facts["memory_bytes"]
     if not facts["fits"]:
-        what, missing = max(kept, key=kept.get), (sum(kept.values()) - facts["capacity_bytes"]) / GB
-        stage = facts["fullest_rank"]
-        return f"does not fit: {what} {kept[what] / GB:.0f} GB on stage {stage}; {missing:.1f} GB are missing"
+        what, missing = max(kept, key=kept.get), sum(kept.values()) - facts["capacity_bytes"]
+        largest = f"{what} {kept[what] / GB:.0f} GB on stage {facts['fullest_rank']}"
+        return f"does not fit: {largest}; {missing / GB:.1f} GB are missing"
     name = max(parts.keys() - {"compute", "everything else"}, key=parts.get)
-    share, computation = (parts[part] / facts["step_seconds"] for part in (name, "compute"))
+    share = parts[name] / facts["step_seconds"]
     if share < 0.05:
-        return f"computation: {computation:.0%} of the step; no other part costs 5%"
-    reasons = {
-        "bubble": f", {facts['micro_batches']} micro-batches for {layout['pp']} stages",
-        "tensor parallel": ", it leaves the node" if layout["tp"] > device.per_node else "",
-        "data parallel": f", gradients or parameters of {layout['dp']} ranks",
-    }
-    return f"{name}: {share:.0%} of the step{reasons.get(name, '')}"
+        return f"computation: {parts['compute'] / facts['step_seconds']:.0%} of the step; no other part costs 5%"
+    beyond = name == "tensor parallel" and layout["tp"] > device.per_node
+    reasons = {"bubble": f", {facts['micro_batches']} micro-batches for {layout['pp']} stages"}
+    return f"{name}: {share:.0%} of the step" + (", it leaves the node" if beyond else reasons.get(name, ""))
 
 
 def order(facts):

@@ -39,8 +39,8 @@ Narayanan et al. (arXiv 2104.04473) and Korthikanti et al. (arXiv 2205.05198) ra
 """
 
 import math
+from collections import namedtuple
 from functools import cache
-from typing import NamedTuple
 
 from parallel import schedules
 from parallel.comm import sent_bytes
@@ -72,14 +72,9 @@ def schedule(name, p, m, chunks):
     return schedules.SCHEDULES[name](p, m, chunks)
 
 
-class Stage(NamedTuple):
-    """Seconds of one micro-batch on a pipeline rank. F and I contain `again` and `tensor`."""
-
-    F: float
-    I: float
-    W: float
-    again: float  # recomputation
-    tensor: float  # tensor parallel collectives that nothing hides, without those of the recomputation
+# Seconds of one micro-batch on a pipeline rank. F and I contain `again` (recomputation) and `tensor`: tensor parallel
+# collectives that nothing hides, without those of the recomputation.
+Stage = namedtuple("Stage", "F I W again tensor")
 
 
 class Step:
@@ -209,7 +204,7 @@ class Step:
         for who, times in (name, busiest), ("a stage, mean", mean):
             self.say(f"One micro-batch of {who}")
             for what, seconds in zip(("F", "I", "W", "recomputation", "collectives"), times, strict=True):
-                self.say(f"{what}", "", seconds * 1e3, "ms")
+                self.say(what, "", seconds * 1e3, "ms")
         self.say("A step (accounts/seconds.py)")
         self.part("compute", f"m (F + I + W - recomputation - collectives), {name}", m * (F + I + W - again - tensor))
         self.part("recomputation", f"m recomputation of {name}", m * again)
@@ -308,10 +303,8 @@ def idle(name, p, m, chunks, F, I, W, message, exact=True):
         _, waiting, messages = CLOSED[name if known else "1f1b"]
         return schedules.by_formula(waiting, **letters), waiting, schedules.by_formula(messages, **letters) * message
     first = min(m, 3 * p + m % p)  # two short steps predict a long step
-    still, moving = (simulated(name, p, first, chunks, F, I, W, time) for time in (0, message))
-    if rounds := (m - first) // p:
-        later = [simulated(name, p, first + p, chunks, F, I, W, time) for time in (0, message)]
-        still, moving = still + rounds * (later[0] - still), moving + rounds * (later[1] - moving)
+    spans = [[simulated(name, p, n, chunks, F, I, W, time) for time in (0, message)] for n in (first, first + p)]
+    still, moving = (a + (m - first) // p * (b - a) for a, b in zip(*spans, strict=True))
     return max(0.0, still - m * (F + I + W)), "schedules.simulate", moving - still
 
 

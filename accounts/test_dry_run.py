@@ -13,12 +13,11 @@ import torch.distributed as dist
 
 import operations
 import train
-from accounts import dry_run, ledger, memory, meter
+from accounts import dry_run, ledger, memory
 from config import Config
 from errors import UserError
 from parallel import schedules
-from parallel.mesh import Mesh
-from test_layouts import micro_batches, tiny_config
+from test_layouts import tiny_config
 
 
 def dry(config, gpus, rank):

@@ -296,7 +296,7 @@ def test_explain_reproduces_its_numbers(capsys):
         (["--tp=3", "--pp=1"], "is not a multiple of tp"),
         (["--tp=8", "--pp=4"], r"not a multiple of tp \* pp = 32"),
         (["--gpus=7", "--pp=1"], "global_batch_size = .* is not a multiple of"),
-        (["--foo=1"], "no such field"),
+        (["--foo=1"], "--foo: no such "),
         (["--dtype=bf16", "--device=v100-16g"], "dtype=bf16: v100-16g has no known rate"),
         (["--tokens=-1"], "--tokens=-1.0: should be"),
         (["--schedule=1_000"], "schedule=1_000: "),
