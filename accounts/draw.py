@@ -9,11 +9,12 @@ lines below each picture give the bubble and the peak of activations in flight. 
 if it applies.
 """
 
+import json
 import shutil
 from statistics import fmean
 from typing import NamedTuple
 
-from errors import Parser, UserError, exit_on_user_error, parse_json, reading
+from errors import Parser, UserError, exit_on_user_error, reading
 from parallel import schedules
 from parallel.schedules import Action, Event, Schedule, Timeline, simulate
 from parallel.versions import kept_versions
@@ -193,7 +194,7 @@ def recorded(path):
 def read_trace(path):
     """Return (Schedule, {step: Events}) of a trace. Its Events are those of data rank 0, in milliseconds."""
     with open(path, encoding="utf-8") as file:
-        trace = parse_json(file.read())
+        trace = json.load(file)
     about, steps = trace["otherData"], {}
     sizes = [about.get(name) for name in ("stages", "microbatches", "chunks", "per_update")]
     for e in trace["traceEvents"]:
