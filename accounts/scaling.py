@@ -97,6 +97,11 @@ def peak(machine):
     return sum(count * teraflops for count, _, teraflops in machine.devices) * 1e12
 
 
+def used(machine):
+    """Return the part of a Machine's peak that it uses if SLIDE_FLOPS take the days on the slide."""
+    return SLIDE_FLOPS / (peak(machine) * machine.days * DAY)
+
+
 # --- the tables -------------------------------------------------------------------------------------------------------
 
 
@@ -135,8 +140,7 @@ def machines_table(flops, cluster, mfu):
         devices = [" + ".join(texts) for texts in (names, (f"{n:,}" for n in counts), (f"{x:g}" for x in peaks))]
         per_day, on_slide = peak(machine) * DAY, ["-"] * 3
         if machine.days:
-            used = SLIDE_FLOPS / (per_day * machine.days)
-            on_slide = f"{machine.days:,}", f"{used:.1%}", power(mfu * per_day * machine.days)
+            on_slide = f"{machine.days:,}", f"{used(machine):.1%}", power(mfu * per_day * machine.days)
         rows.append((machine.name, *devices, *on_slide, f"{flops / (mfu * per_day):,.1f}"))
     return f"""Machines of the slide "GPT-4をスパコンで学習するには?"
 {aligned(rows, 2)}

@@ -52,20 +52,19 @@ def measure(config: str = "configs/tiny.py", processes: int = 4, steps: int = 10
         c, train_iters=WARMUP + steps, train_epochs=0.0, rampup_batch_size="", log_interval=1, eval_iters=0,
         save_interval=0, resume="none", data_dir=str(folder / "data"), out_dir="",
     )  # fmt: skip
-    chosen = {name_of(c): c for c in accepted(base, processes)}
-    chosen = {name: c for name, c in chosen.items() if only in name}
+    chosen = {name: c for c in accepted(base, processes) if only in (name := name_of(c))}
     with explained(folder):
         prepare(base, folder)
         done = measure_all(chosen, processes, folder)
     good = sorted((name for name in chosen if done[name]["ms"]), key=lambda name: statistics.median(done[name]["ms"]))
-    judged = [layouts.judge(chosen[name], processes, DEVICES[device]) for name in good] if device else []
-    predicted = [1000 * facts["step_seconds"] for facts in judged]
-    cells = [[name, spread(done[name]["ms"])] for name in good]
-    for row, ms in zip(cells, predicted, strict=False):
-        row.append(f"{ms:.2f}")
-    print_table(["layout", "ms of a step", "predicted"][: 2 + bool(device)], cells)
-    print("\n".join(f"{name}: failed: {done[name]['error']}" for name in chosen if done[name]["error"]))
-    if len(predicted) > 2:
+    judged = {name: layouts.judge(chosen[name], processes, DEVICES[device]) for name in good} if device else {}
+    predicted = [round(1000 * facts["step_seconds"], 2) for facts in judged.values()] or ["-"] * len(good)
+    rows = [[name, spread(done[name]["ms"]), ms] for name, ms in zip(good, predicted, strict=True)]
+    print_table(["layout", "ms of a step", "predicted"], rows)
+    for name in chosen:
+        if done[name]["error"]:
+            print(f"{name}: failed: {done[name]['error']}")
+    if len(judged) > 2:
         places = np.argsort(np.argsort(predicted))
         print(f"rank correlation: {np.corrcoef(places, range(len(good)))[0, 1]:.2f}")
 
