@@ -334,7 +334,7 @@ def where_cause(found, case):
     return text + "Look at this layer, and at the next one in forward: its backward gives this layer's dy."
 
 
-def forward_cause(found, case):
+def forward_cause(case):
     """Return a line: the loss shows that the data or the forward pass is wrong."""
     c, look = case.config, ["the samples that each rank draws"]
     look += ["the rows of each tp rank (their positions, their dropout masks)"] * c.sequence_parallel
@@ -464,7 +464,7 @@ def diagnosis(before, case):
         head = f"First difference: gradients of step 1, in {count} of {len(case.specs)} parameters."
         lines = [head, also, table(found, case), f"This usually means: {gradient_cause(found, case)}"]
         forward = loss is not None and None in {f.ratio for f in found}  # otherwise only scales differ
-        return lines + [forward_cause(found, case)] * forward
+        return lines + [forward_cause(case)] * forward
     if loss is not None:
         return [f"First difference: the loss of step 1. Gradients are equal. {also}", loss_cause(loss / one.loss, case)]
     if norm is not None:
