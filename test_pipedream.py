@@ -277,6 +277,7 @@ def test_checkpoints_load_in_any_layout(workers, tokens_dir, tmp_path, before, a
         more = dict(micro_batch_size=8 // (m * dp), updates_per_call=updates)
         configs.append(configured(tmp_path / "a", tokens_dir, **fields, **kind, **more))
     workers.run(before["ranks"], go, configs[0])
+    (tmp_path / "b").mkdir()
     workers.run(after["ranks"], load_and_save, configs[1], str(tmp_path / "a/step_4"), str(tmp_path / "b"))
     assert arrays(tmp_path / "a/step_4") == arrays(tmp_path / "b/step_4")
 
