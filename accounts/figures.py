@@ -63,32 +63,35 @@ def ranking(path, judged):
         panels = upper.subplots(1, len(judged), sharey=True, squeeze=False)[0]
         for i, (axes, facts) in enumerate(zip(panels, judged, strict=True), start=1):
             kept = [{what: float(size) / GiB for what, size in rank.items()} for rank in facts["memory_by_rank"]]
-            stack(axes.bar, "bottom", kept)
+            stack(axes.bar, "bottom", kept, names(rank for one in judged for rank in one["memory_by_rank"]))
             axes.axhline(facts["capacity_bytes"] / GiB, color=GREY, linestyle="--")
             axes.set(title=f"layout {i}", xlabel="pipeline rank", xticks=sorted({0, len(kept) - 1}))
         panels[0].set_ylabel("GiB (dashed: capacity)")
         upper.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=4, frameon=False)
-        axes = lower.subplots()
-        axes.bar_label(
-            stack(axes.barh, "left", [facts["step_parts"] for facts in judged]), map(speed, judged), padding=4
-        )
-        axes.set_yticks(
-            range(len(judged)), [f"{i}: {name_of(facts['layout'])}" for i, facts in enumerate(judged, 1)], fontsize=7
-        )
+        axes, times = lower.subplots(), [facts["step_parts"] for facts in judged]
+        bars = stack(axes.barh, "left", times, names(times))
+        axes.bar_label(bars, [speed(facts) for facts in judged], padding=4)
+        labels = [f"{i}: {name_of(facts['layout'])}" for i, facts in enumerate(judged, start=1)]
+        axes.set_yticks(range(len(judged)), labels, fontsize=7)
         axes.set(xlabel="predicted seconds of a step")
         axes.margins(x=0.2)
         axes.invert_yaxis()
         lower.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=6, frameon=False)
 
 
-def stack(draw, begin, stacks):
-    """Draw one bar for each dict {part: size}, with one colour per part. Return the bars of the last part.
+def names(stacks):
+    """Return the names of all parts, in the order in which they first appear."""
+    return dict.fromkeys(part for parts in stacks for part in parts)
+
+
+def stack(draw, begin, stacks, parts):
+    """Draw a bar for each dict {part: size}, in the order and colours of `parts`. Return the bars of the last part.
 
     draw, begin: axes.bar and "bottom", or axes.barh and "left".
     """
     ends = [0.0] * len(stacks)
-    for part, colour in zip(dict.fromkeys(part for parts in stacks for part in parts), COLOURS, strict=False):
-        sizes = [float(parts.get(part, 0)) for parts in stacks]
+    for part, colour in zip(parts, COLOURS, strict=False):
+        sizes = [float(sizes.get(part, 0)) for sizes in stacks]
         bars = draw(range(len(stacks)), sizes, **{begin: ends}, color=colour, label=part)
         ends = [a + b for a, b in zip(ends, sizes, strict=True)]
     return bars

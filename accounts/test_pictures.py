@@ -39,9 +39,10 @@ def judged(pp=4, step=10.0, **fields):
 
 def test_a_ranking_names_layouts_parts_and_times(tmp_path):
     rows = [judged(), judged(8, 20.0, schedule="interleaved", chunks=3) | {"mfu": None}, *[judged(step=30.0)] * 7]
+    rows[1]["memory_by_rank"][0]["only in the second"] = GiB
     figures.ranking(tmp_path / "x.svg", rows)
     words = texts(tmp_path / "x.svg")
-    assert {"parameters", "a<b", "compute", "bubble", "exposed dp"} <= set(words)
+    assert {"parameters", "a<b", "only in the second", "compute", "bubble", "exposed dp"} <= set(words)
     assert {"1: dp=2 tp=8 pp=4 schedule=1f1b", "2: dp=2 tp=8 pp=8 schedule=interleaved"} <= set(words)
     assert {"zero=1 sequence_parallel=True micro_batch_size=4", "10 s, MFU 50.0%", "20 s"} <= set(words)
     assert "layout 6" in words and "layout 7" not in words, "only the best are drawn"
@@ -50,7 +51,9 @@ def test_a_ranking_names_layouts_parts_and_times(tmp_path):
 def test_bars_are_stacked():
     """The parts of a bar lie one on another, and a part has one colour."""
     drawn = []
-    figures.stack(lambda at, sizes, **more: drawn.append((sizes, more)), "left", [{"a": 1, "b": 2}, {"b": 3}])
+    figures.stack(
+        lambda at, sizes, **more: drawn.append((sizes, more)), "left", [{"a": 1, "b": 2}, {"b": 3}], ["a", "b"]
+    )
     assert [sizes for sizes, _ in drawn] == [[1, 0], [2, 3]] and [more["left"] for _, more in drawn] == [[0, 0], [1, 0]]
     assert [more["label"] for _, more in drawn] == ["a", "b"] and len({more["color"] for _, more in drawn}) == 2
 
