@@ -6,7 +6,6 @@
     python -m bench kernels           correctness and speed of every operation, on a GPU
     python -m bench train             a whole step, ours and plain PyTorch's, and a profile, on a GPU
     python -m bench sweep             a training step of every layout that this machine can run, beside predictions
-    python -m bench model             FLOPs, bytes and least time of each part of a step, computed
 
 The measurement NAME is the function `measure` of bench/NAME.py. Its keyword arguments are the options, its docstring
 is the help. This file imports a measurement only when it is needed. The measurements share machine.py, plain.py and
@@ -20,7 +19,7 @@ import sys
 from errors import UserError, exit_on_user_error
 
 LARGEST = 2**20  # of an option that is a number
-NAMES = ["prepare", "layouts", "kernels", "train", "model", "sweep"]
+NAMES = ["prepare", "layouts", "kernels", "train", "sweep"]
 
 
 def measurement(name):

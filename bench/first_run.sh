@@ -6,7 +6,7 @@
 #     bash bench/first_run.sh --list PART                 prints the commands
 #
 #     1  the product that adds to a float32 gradient, and the kernels that matter most: error and time
-#     2  real steps of configs/gpt2_345m.py and of configs/gpt2_345m_fast.py; test_log.py and test_data.py
+#     2  real steps of configs/gpt2_345m.py, as it is and for speed; test_log.py and test_data.py
 #     3  the other kernels
 #     4  345M beside plain PyTorch, micro-batches of 32, and the profile of a step
 #     5  the same with micro-batches of 64
@@ -60,19 +60,19 @@ run() { # run SECONDS COMMAND...: at most so many seconds
 
 kernel() { run 150 $python -m bench kernels --only="$1" --repeats=10; }
 
-train() { # train NAME: a few real steps of configs/NAME.py
+train() { # train NAME [OPTION...]: a few real steps of configs/gpt2_345m.py
     local tiny=()
     [ $mode = dry_run ] && tiny=(--num_layers=1 --hidden_size=64 --num_attention_heads=2 --seq_length=64
         --max_position_embeddings=64 --micro_batch_size=1 --global_batch_size=2 --train_iters=4 --log_interval=2)
-    run 200 $python train.py "configs/$1.py" --data_dir="$work/data" --out_dir="$work/$1" --train_iters=40 \
-        --log_interval=10 --eval_iters=0 "${tiny[@]}"
+    run 200 $python train.py configs/gpt2_345m.py --data_dir="$work/data" --out_dir="$work/$1" --train_iters=40 \
+        --log_interval=10 --eval_iters=0 "${@:2}" "${tiny[@]}"
     [ $mode = list ] || cp "$work/$1/metrics.jsonl" "$folder/$1.jsonl"
 }
 
 step() { # step NAME MICRO_BATCH_SIZE [OPTION...]
     local tiny=()
     [ $mode = dry_run ] && tiny=(--steps=1 --repeats=1)
-    run $LIMIT $python -m bench train --configs="$1" --micro_batch_sizes="$2" "${@:3}" "${tiny[@]}"
+    run $LIMIT $python -m bench train --config="$1" --micro_batch_size="$2" "${@:3}" "${tiny[@]}"
 }
 
 for part in $parts; do
@@ -87,23 +87,23 @@ for part in $parts; do
     fi
     case $part in
     1)
-        for name in "dW of proj" "dW of fc1" cross_entropy_ squared_norms layer_norm attention; do kernel "$name"; done
+        for name in "dW of proj" "dW of fc1" cross_entropy_ add_layer_norm attention; do kernel "$name"; done
         ;;
     2)
         run 120 $python prepare.py --tokenizer=bytes --out="$work/data" # needs no vocabulary from the network
         train gpt2_345m
-        train gpt2_345m_fast
+        train gpt2_345m_fast --dropout=0.0 --recompute=none --micro_batch_size=32
         run 60 $python -m pytest -q test_log.py test_data.py
         ;;
     3)
-        for name in "linear + cross_entropy_" add_layer_norm "add_layer_norm, nothing added" "add_layer_norm, dropout" \
-            add dropout gelu relu causal_softmax adamw join add_rows_; do kernel "$name"; done
+        for name in "linear + cross_entropy_" "add_layer_norm, nothing added" "add_layer_norm, dropout" add dropout gelu \
+            relu adamw join add_rows_; do kernel "$name"; done
         ;;
-    4) step gpt2_345m_fast 32 ;;
-    5) step gpt2_345m_fast 64 ;;
+    4) step gpt2_345m 32 ;;
+    5) step gpt2_345m 64 ;;
     6) step gpt2_124m 32 ;;
-    7) step gpt2_345m_fast 32 --attention=cudnn --only=kernels=auto+plain ;;
-    8) step gpt2_345m_fast 32 --micro_batches=8 --only=kernels=auto+plain --steps=2 ;;
+    7) step gpt2_345m 32 --attention=cudnn --only=plain ;;
+    8) step gpt2_345m 32 --micro_batches=8 --only=plain --steps=2 ;;
     esac
 done
 [ $failed = 0 ] || { [ $mode = list ] || echo "something failed: see $folder/summary.txt" >&2; }
