@@ -37,13 +37,9 @@ def choose(config, device, dtype):
             return reference
         raise UserError("kernels=triton: triton is not installed; pip install triton, or set --kernels=torch") from None
     if dtype == "fp64":
-        raise UserError(
-            "kernels=triton: the kernels compute in float32, but dtype=fp64 needs float64; set --kernels=torch"
-        )
+        raise UserError("kernels=triton: the kernels compute in float32, not in float64; set --kernels=torch")
     if not gpu and os.environ.get("TRITON_INTERPRET") != "1":
-        raise UserError(
-            "kernels=triton: there is no GPU here; set --kernels=torch, or TRITON_INTERPRET=1 for a slow test"
-        )
+        raise UserError("kernels=triton: there is no GPU here; set --kernels=torch (TRITON_INTERPRET=1: a slow test)")
     if choice == "triton" and config.head_size > 128:
         raise UserError(f"kernels=triton: heads of {config.head_size} are too wide for attention: at most 128")
     fused = {name: getattr(kernels, name) for name in reference.OPERATIONS}

@@ -213,13 +213,10 @@ class Drop(NamedTuple):
 
 def mix(x):
     """Return x with mixed bits: a bijection of int64 (fmix64 of MurmurHash3)."""
-
-    def shifted(x, bits):  # logical shift, not arithmetic
-        return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-    x = (x ^ shifted(x, 33)) * -0x00AE502812AA7333  # 0xff51afd7ed558ccd as int64
-    x = (x ^ shifted(x, 33)) * -0x3B314601E57A13AD  # 0xc4ceb9fe1a85ec53 as int64
-    return x ^ shifted(x, 33)
+    # The factors are 0xff51afd7ed558ccd and 0xc4ceb9fe1a85ec53 as int64. The 31 bits make the shift a logical one.
+    x = (x ^ ((x >> 33) & 0x7FFFFFFF)) * -0x00AE502812AA7333
+    x = (x ^ ((x >> 33) & 0x7FFFFFFF)) * -0x3B314601E57A13AD
+    return x ^ ((x >> 33) & 0x7FFFFFFF)
 
 
 def dropout_mask(columns, drop):
