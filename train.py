@@ -11,6 +11,7 @@ import contextlib
 import os
 import socket
 import sys
+import tempfile
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ import data
 import operations
 import reference
 from accounts import memory, report
-from errors import UserError, exit_on_user_error
+from errors import UserError, exit_on_user_error, explained
 from log import History, Logger, PendingStep, Timers, validation_lines
 from model import GPT
 from operations import DTYPES
@@ -126,12 +127,13 @@ def train(run, tokens, validation, logger):
 
     Raises UserError on all ranks if the loss is not finite for `stop_after_nan` iterations, or at the end.
     """
-    c, counters, history = run.config, run.counters, History(run, logger.say)
+    c, mesh, counters, history = run.config, run.mesh, run.counters, History(run, logger.say)
 
     def due(interval):  # a call of PipeDream makes several updates
         return last or (interval and counters.iteration // interval > before // interval)
 
-    with data.Loader(tokens, samples_of(run), c.seed, run.device) as loader:
+    samples = data.training_samples(counters.consumed_samples, mesh.dp.rank, mesh.dp.size, c.micro_batch_size)
+    with data.Loader(tokens, samples, c.seed, run.device) as loader:
         batches, last = micro_batches(run, loader), counters.iteration >= c.train_iters
         while not last:
             before = counters.iteration
@@ -149,16 +151,10 @@ def train(run, tokens, validation, logger):
             if saving:
                 with history.paused():
                     save(run, tokens)
-    if history.stop:
+    if counters.iteration < c.train_iters:
         logger.say(f"stopped after iteration {counters.iteration}; the same command (without --resume) resumes the run")
     else:
         logger.say(f"trained to iteration {counters.iteration}; python generate.py {c.out_dir}")
-
-
-def samples_of(run):
-    """Yield the sample numbers of this rank's micro-batches."""
-    dp = run.mesh.dp
-    return data.training_samples(run.counters.consumed_samples, dp.rank, dp.size, run.config.micro_batch_size)
 
 
 def micro_batches(run, loader):
@@ -303,29 +299,38 @@ def run_training(config, mesh, device):
 
 
 def compare_hosts(c, mesh, tokens, path):
-    """Raise UserError on all ranks if a rank sees another out_dir, checkpoint or data than rank 0.
+    """Raise UserError on all ranks if a rank sees another out_dir, data or checkpoint than rank 0.
 
     tokens, path: from `open_files`. Ranks that saw different files would wait for each other, or train on wrong data.
     """
     with contextlib.ExitStack() as stack:
-        training = mesh.rank == 0 and not c.eval_only
-        mark = agree(mesh.world, UserError, lambda: processes.mark(c.out_dir, stack) if training else None)
-        mark = gather_objects(mark, mesh.world)[0]
+        tries = mesh.rank == 0 and not c.eval_only
+        name = agree(mesh.world, UserError, lambda: stack.enter_context(new_file(c)) if tries else None)
+        name = gather_objects(name, mesh.world)[0]
         seen = {
-            "out_dir": mark is None or Path(c.out_dir, mark).exists(),
+            "out_dir": name is None or Path(c.out_dir, name).exists(),
             "data_dir": [data.identity(split)["crc32"] for split in tokens.values()],
             "resume": path and checkpoint.read_index(path)["crc32"],
         }
         rows = gather_objects((socket.gethostname(), seen), mesh.world)  # afterwards rank 0 removes the file
+    for field_name, value in rows[0][1].items():
+        if others := [rank for rank, (_, row) in enumerate(rows) if row[field_name] != value]:
+            hosts = ", ".join(sorted({rows[rank][0] for rank in others}))
+            where = f"ranks {others} (on {hosts}) see other files there than rank 0 (on {rows[0][0]})"
+            error = UserError(f"{field_name}={getattr(c, field_name)}: {where}; all hosts need one shared folder")
+            error.agreed = True  # every rank raises it
+            raise error
 
-    def refuse():
-        for name, value in rows[0][1].items():
-            if others := [rank for rank, (_, row) in enumerate(rows) if row[name] != value]:
-                hosts = ", ".join(sorted({rows[rank][0] for rank in others}))
-                where = f"ranks {others} (on {hosts}) see other files there than rank 0 (on {rows[0][0]})"
-                raise UserError(f"{name}={getattr(c, name)}: {where}; all hosts need one shared folder, or equal data")
 
-    agree(mesh.world, UserError, refuse)
+@contextlib.contextmanager
+def new_file(c):
+    """Context: a file of a new name in out_dir, with some bytes, to see that rank 0 can write there. Yield the name.
+
+    A new name, because network file systems remember for a while that a file was not there.
+    """
+    with explained(f"out_dir={c.out_dir}"), tempfile.NamedTemporaryFile(dir=c.out_dir, buffering=0) as file:
+        file.write(bytes(4096))  # a full disk may take a name, but no bytes
+        yield Path(file.name).name
 
 
 def refuse_too_large(c, dp, device):

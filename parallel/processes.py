@@ -4,7 +4,6 @@ import gc
 import os
 import re
 import signal
-import tempfile
 import threading
 import time
 import traceback
@@ -21,43 +20,43 @@ GPU, DRIVER = Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version")
 
 def join():
     """Return this process's device. Under torchrun, also connect the processes (NCCL on GPUs, otherwise Gloo)."""
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    if torch.cuda.is_available():
-        refuse_too_few_gpus(torch.cuda.device_count())
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if mistake := wrong_devices():
+        if local:  # local rank 0 reports it
+            time.sleep(1)
+            os._exit(2)
+        raise UserError(mistake)
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-    else:
-        refuse_old_driver()
-        device = torch.device("cpu")
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        follow_launcher()
+        threading.Thread(target=follow, args=[os.getppid()], daemon=True).start()
     if "WORLD_SIZE" in os.environ:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, pg_options=group_options(backend))
     return device
 
 
-def refuse_too_few_gpus(gpus):
-    if (here := int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > gpus:
-        remedy = f"set at most {gpus}, or an empty CUDA_VISIBLE_DEVICES to train on the CPU"
-        refuse(f"nproc_per_node={here}: each process needs a GPU, and there are {gpus}; {remedy}")
+def wrong_devices():
+    """Return a line if there are too few GPUs, or if there is one and its driver is too old for this PyTorch."""
+    cpu = "set an empty CUDA_VISIBLE_DEVICES to train on the CPU"
+    if torch.cuda.is_available():
+        here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+        if here > gpus:
+            return (
+                f"nproc_per_node={here}: each process needs a GPU, and there are {gpus}; set at most {gpus}, or {cpu}"
+            )
+    elif torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") != "" and DRIVER.exists() and GPU.exists():
+        driver = re.search(r"\d+\.[\d.]+", DRIVER.read_text())[0]
+        why = f"PyTorch for CUDA {torch.version.cuda} can't use the GPU of this machine with its driver {driver}"
+        return f"{why}; update the driver, install a PyTorch for an older CUDA, or {cpu}"
 
 
-def refuse_old_driver():
-    """Raise UserError if this PyTorch could use an NVIDIA GPU, and the GPU is there, but its driver is too old."""
-    wanted = torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
-    if wanted and GPU.exists() and DRIVER.exists():
-        version = re.search(r"[\d.]{5,}", DRIVER.read_text())
-        why = f"its driver {version and version[0]} does not work with this PyTorch for CUDA {torch.version.cuda}"
-        remedy = "update the driver, install a PyTorch for an older CUDA, or train on the CPU: CUDA_VISIBLE_DEVICES="
-        refuse(f"this machine has an NVIDIA GPU, but {why}; {remedy}")
-
-
-def refuse(text):
-    """Raise UserError on local rank 0. End the other processes of this machine a moment later, without a message."""
-    if int(os.environ.get("LOCAL_RANK", 0)):
+def follow(launcher):
+    """End this process when its torchrun `launcher` has died. Nobody saves: other processes may be lost, too."""
+    while os.getppid() == launcher:
         time.sleep(1)
-        os._exit(2)
-    raise UserError(text)
+    leave("the torchrun of this process died; the steps after the last checkpoint are lost", 2)
 
 
 def together(world, work):
@@ -100,30 +99,6 @@ def lock(out_dir):
     with explained(f"out_dir={out_dir}"):
         Path(out_dir).mkdir(parents=True, exist_ok=True)
     return locked(Path(out_dir) / "lock", f"out_dir={out_dir}: another run is training there; set another --out_dir")
-
-
-def mark(out_dir, stack):
-    """Write a file of a new name into out_dir, and return its name. `stack` removes it. Raises UserError.
-
-    The name was never looked up before: no host remembers, as network file systems do, that there is no such file.
-    """
-    with explained(f"out_dir={out_dir}"):
-        file = stack.enter_context(tempfile.NamedTemporaryFile(dir=out_dir, prefix="mark."))
-        file.write(bytes(4096))  # a full disk takes a name, but no bytes
-        file.flush()
-    return Path(file.name).name
-
-
-def follow_launcher():
-    """End this process when its torchrun has died. Nobody saves: the other processes may be lost, too."""
-    launcher = os.getppid()
-
-    def watch():
-        while os.getppid() == launcher:
-            time.sleep(1)
-        leave("the torchrun of this process died; the steps after the last checkpoint are lost", 2)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 class Signals:
