@@ -296,26 +296,28 @@ def test_ranks_that_see_different_files_stop_before_the_first_step(workers, tmp_
 def test_two_hosts_without_a_shared_folder_are_named(config_file, tmp_path):
     """Each host is a network namespace with a folder of its own; data_dir is shared."""
     config = Path(config_file).read_text().replace(f"{tmp_path}/out", "out")
-    launch = f"{sys.executable} -m torch.distributed.run --nnodes=2 --nproc_per_node=2 --rdzv_backend=c10d"
-    launch += f" --local_addr=10.77.0.ADDRESS --rdzv_endpoint=10.77.0.1:29577 {HERE}/train.py micro.py --pp=2"
+    launch = f"{sys.executable} -m torch.distributed.run --nnodes=2 --nproc_per_node=2 --master_addr=10.77.0.1"
+    program = f"{HERE}/train.py micro.py --pp=2"
     make = ["ip netns add nano1", "ip netns add nano2", "ip link add v1 netns nano1 type veth peer name v2 netns nano2"]
     for i in "12":
         (tmp_path / i).mkdir()
         (tmp_path / i / "micro.py").write_text(config)
         up = f"ip link set lo up && ip addr add 10.77.0.{i}/24 dev v{i} && ip link set v{i} up"
         make.append(f"ip netns exec nano{i} sh -c '{up}'")
+    hosts = []
     try:
         for command in make:
             if subprocess.run(command, shell=True, capture_output=True).returncode:
                 pytest.skip(f"this machine can't: {command}")
-        hosts = []
         for i in "12":
-            inside = f"cd {tmp_path}/{i} && GLOO_SOCKET_IFNAME=v{i} {launch.replace('ADDRESS', i)}"
+            inside = f"cd {tmp_path}/{i} && GLOO_SOCKET_IFNAME=v{i} {launch} --node_rank={int(i) - 1} {program}"
             command = ["ip", "netns", "exec", f"nano{i}", "sh", "-c", inside]
             pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
             hosts.append(subprocess.Popen(command, **pipes))
         said = [host.communicate(timeout=120)[0] for host in hosts]
     finally:
+        for host in hosts:
+            host.kill()
         for i in "12":
             subprocess.run(["ip", "netns", "del", f"nano{i}"], capture_output=True)
     line = r"error: out_dir=out: ranks \[2, 3\] \(on .*\) see other files there than rank 0"
