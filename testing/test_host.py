@@ -115,6 +115,7 @@ BUDGET = {  # of a block for one micro-batch, and of its update
     ("backward", "launches"): 29,
     ("backward", "allocations"): 21,
     ("step", "launches"): 3,  # zero_grad, norm, AdamW
+    ("step", "allocations"): 1,  # the norm
 }
 
 
