@@ -57,9 +57,7 @@ def predict(layout, schedule, pp_rank, dp_rank, item, master_item):
     The prediction needs no process and no tensor.
     """
     table, n = rows(layout, schedule, pp_rank, dp_rank, item, master_item), schedules.updates(schedule)
-    if n > 1:
-        return {key: (Fraction(calls, n), Fraction(sent, n)) for key, (calls, sent, _) in table.items()}
-    return {key: (calls, sent) for key, (calls, sent, _) in table.items()}
+    return {key: (Fraction(calls, n), Fraction(sent, n)) for key, (calls, sent, _) in table.items()}
 
 
 def how_often(layout, schedule, pp_rank):
@@ -87,28 +85,21 @@ def rows(layout, schedule, pp_rank, dp_rank, item, master_item):
     message = rows_outside(c) * c.hidden_size
     for what, count in sends(schedule, pp_rank).items():
         row("pp", what, "send", "boundary and micro-batch", count, count * message, item)
-    buckets, micro_batches = layout.buckets(pp_rank), layout.passes(schedule, pp_rank)
-    for name, bucket in buckets.items():
-        versions = published(schedule, layout.holders(name))
-        _data_rows(row, bucket.size, layout.stage, micro_batches[name], updates, versions, item, master_item)
+    norms, passes, partial = Counter(), layout.passes(schedule, pp_rank), replica_sums(c, layout.dp)
+    for name, bucket in layout.buckets(pp_rank).items():
+        holders, step = tuple(layout.holders(name)), "bucket and step"
+        versions = published(schedule, holders)
+        _data_rows(row, bucket.size, layout.stage, passes[name], updates, versions, item, master_item)
         begin, end = bucket.owned(dp_rank, layout.stage)
-        if what := replica_sums(c, layout.dp):
-            for r in bucket.ranges_in(begin, end):
-                if not r.cut:
-                    elements = updates * (r.end - r.begin)
-                    row("tp", what, "all_reduce", "bucket and step", updates, elements, master_item)
-        elements = updates * (end - begin)
-        row(
-            tuple(layout.holders(name)),
-            "twin gradients",
-            "all_reduce",
-            "bucket and step",
-            updates,
-            elements,
-            master_item,
-        )
-    if RULES[c.optimizer].layerwise:
-        _norm_rows(row, layout, buckets)
+        uncut = [r.end - r.begin for r in bucket.ranges_in(begin, end) if not r.cut] if partial else []
+        row("tp", partial, "all_reduce", step, updates * len(uncut), updates * sum(uncut), master_item)
+        row(holders, "twin gradients", "all_reduce", step, updates, updates * (end - begin), master_item)
+        norms[holders] += 2 * len(bucket.specs)
+    if RULES[c.optimizer].layerwise:  # two norms of every parameter, in float64
+        row("tp", "parameter norms", "all_reduce", "step", 1, norms.total(), 8)
+        row("dp", "parameter norms", "all_reduce", "step", int(c.zero >= 1), norms.total(), 8)
+        for holders, count in norms.items():
+            row(holders, "parameter norms", "all_reduce", "step", 1, count, 8)
     row("world", "scalars", "all_reduce", "step", 1, 2 * updates + FLAGS, 8)
     return table
 
@@ -142,23 +133,19 @@ def average(tables):
 
 def _tensor_rows(row, c, blocks, embeddings, heads, item, master_item):
     """Add the rows of tp, except norms and gradients. blocks, embeddings, heads: from `unit_passes`."""
-    bs, recompute = c.micro_batch_size * c.seq_length, c.recompute == "full"
-    bsh, layer, once = bs * c.hidden_size, "layer and micro-batch", "micro-batch"
-    if c.sequence_parallel:
-        gathers, scatters = blocks * (6 + 2 * recompute), blocks * (4 + 2 * recompute)
-        row("tp", "activations", "all_gather", layer, gathers, gathers * bsh, item)
-        row("tp", "activations", "reduce_scatter", layer, scatters, scatters * bsh, item)
-        row("tp", "embedding", "reduce_scatter", once, embeddings, embeddings * bsh, item)
-        row("tp", "embedding", "all_gather", once, embeddings, embeddings * bsh, item)
-        row("tp", "head", "all_gather", once, heads, heads * bsh, item)  # in backward, which computes the loss
-        row("tp", "head", "reduce_scatter", once, heads, heads * bsh, item)
-    else:
-        sums = blocks * (4 + 2 * recompute)
-        row("tp", "activations", "all_reduce", layer, sums, sums * bsh, item)
-        row("tp", "embedding", "all_reduce", once, embeddings, embeddings * bsh, item)
-        row("tp", "head", "all_reduce", once, heads, heads * bsh, item)
+    bs, again = c.micro_batch_size * c.seq_length, 2 * (c.recompute == "full")
+    in_layer = (
+        {"all_gather": 6 + again, "reduce_scatter": 4 + again} if c.sequence_parallel else {"all_reduce": 4 + again}
+    )
+    for operation, calls in in_layer.items():
+        for what, per, count in [
+            ("activations", "layer and micro-batch", calls * blocks),
+            ("embedding", "micro-batch", embeddings),
+            ("head", "micro-batch", heads),
+        ]:
+            row("tp", what, operation, per, count, count * bs * c.hidden_size, item)
     calls = 2 * heads * math.ceil(bs / ROWS)
-    row("tp", "cross-entropy rows", "all_reduce", once, calls, 3 * heads * bs, master_item)
+    row("tp", "cross-entropy rows", "all_reduce", "micro-batch", calls, 3 * heads * bs, master_item)
 
 
 def _data_rows(row, P, stage, m, updates, versions, item, master_item):
@@ -166,21 +153,15 @@ def _data_rows(row, P, stage, m, updates, versions, item, master_item):
 
     updates, versions: how many the Schedule has, 1 and 1 if it is not asynchronous.
     """
-    step, each = "bucket and step", "bucket and micro-batch"
-    if stage == 0:
-        row("dp", "gradients", "all_reduce", step, updates * min(m, 1), updates * P, master_item)
-        return
-    reduces, often = (updates * min(m, 1), step) if stage == 1 else (m, each)
-    row("dp", "gradients", "reduce_scatter", often, reduces, reduces * P, master_item)
-    gathers, often = (2 * m, each) if stage == 3 else (versions, step)
-    row("dp", "parameters", "all_gather", often, gathers, gathers * P, item)
-
-
-def _norm_rows(row, layout, buckets):
-    """Add the rows of parameter norms: two norms of every parameter, in float64."""
-    norms = {name: 2 * len(bucket.specs) for name, bucket in buckets.items()}
-    row("tp", "parameter norms", "all_reduce", "step", 1, sum(norms.values()), 8)
-    row("dp", "parameter norms", "all_reduce", "step", int(layout.config.zero >= 1), sum(norms.values()), 8)
-    for group in {tuple(layout.holders(name)) for name in norms}:
-        shared = sum(norms[name] for name in norms if tuple(layout.holders(name)) == group)
-        row(group, "parameter norms", "all_reduce", "step", 1, shared, 8)
+    per = ["bucket and step", "bucket and micro-batch"]
+    reduces, gathers = m if stage >= 2 else updates * min(m, 1), [0, versions, versions, 2 * m][stage]
+    row(
+        "dp",
+        "gradients",
+        "reduce_scatter" if stage else "all_reduce",
+        per[stage >= 2],
+        reduces,
+        reduces * P,
+        master_item,
+    )
+    row("dp", "parameters", "all_gather", per[stage == 3], gathers, gathers * P, item)
