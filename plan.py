@@ -31,9 +31,10 @@ from errors import Parser, UserError, exit_on_user_error
 GB = 1e9
 ROW = "{:>2} {:>3} {:>4} {:<11} {:>2} {:>1} {:>2} {:<4} {:>2} {:>8} {:>5} {:>5} {:>6} {:>6} {:>14} {:>10} {:>8}"
 TITLES = ROW.format(*"tp pp dp schedule v Z sp reco b step,s MFU HFU GB bubble waits_for,% tokens/s days".split())
-EXPECTED = (
-    f"Expected error of a step: {seconds.ERROR:.0%} for A100 and H100 (nine of ten published runs), unknown for V100."
-)
+LEGEND = f"""
+v: chunks of a rank. Z: ZeRO stage. b: samples of a micro-batch. GB: memory of the fullest rank.
+waits_for: percent of the step for communication of tp / pp / dp that no computation hides.
+Expected error of a step: {seconds.ERROR:.0%} for A100 and H100 (nine of ten published runs), unknown for V100."""
 
 
 def entry(facts):
@@ -55,13 +56,9 @@ def entry(facts):
 def table(found, judged):
     """Return as text how many layouts were found, those of them that fit, and a few that nearly fit."""
     fit, rest = [f for f in judged if f["fits"]], [f for f in judged if not f["fits"]]
-    count = f"{len(found):,} layouts, {sum(f['fits'] for f in found):,} fit"
-    lines = [*[count] * (len(found) > 1), TITLES, *map(entry, fit)]
-    if rest:
-        lines += ["\nnearly fit:", *map(entry, rest)]
-    lines.append("\nv: chunks of a rank. Z: ZeRO stage. b: samples of a micro-batch. GB: memory of the fullest rank.")
-    lines.append("waits_for: percent of the step for communication of tp / pp / dp that no computation hides.")
-    return "\n".join([*lines, EXPECTED])
+    count = [f"{len(found):,} layouts, {sum(f['fits'] for f in found):,} fit"] * (len(found) > 1)
+    nearly = ["\nnearly fit:"] * bool(rest)
+    return "\n".join([*count, TITLES, *map(entry, fit), *nearly, *map(entry, rest), LEGEND])
 
 
 def explain(name, formula=None, value=0, unit=""):
