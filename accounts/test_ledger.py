@@ -23,133 +23,108 @@ from parallel.mesh import Axis, Mesh
 from test_layouts import LAYOUTS, micro_batches, tiny_config
 
 
-def counted(config, steps=2):
-    run = train.build(config, Mesh(config.tp, config.pp), torch.device("cpu"))
-    run.zero.initialize(config.seed)
-    batches = micro_batches(run)
-    for _ in range(steps):
-        train.train_step(run, batches)
-    (m,) = run.steps
-    ranks, widths = (run.mesh.pp.rank, run.mesh.dp.rank), (run.zero.dtype.itemsize, run.zero.master_dtype.itemsize)
-    expected = ledger.predict(
-        run.layout, schedules.build(config.schedule, config.pp, m, config.chunks), *ranks, *widths
-    )
-    sizes = {name: bucket.size for name, bucket in run.zero.buckets.items()}
-    return run.mesh.ledger.per_step(steps), expected, sizes, report.sent_by_ranks(run)
+def counted(configs, steps=2):
+    """Train with each of the configurations. Return [(measured, expected, elements of all buckets, report)]."""
+    found = []
+    for config in configs:
+        run = train.build(config, Mesh(config.tp, config.pp), torch.device("cpu"))
+        run.zero.initialize(config.seed)
+        batches = micro_batches(run)
+        for _ in range(steps):
+            train.train_step(run, batches)
+        ranks, widths = (run.mesh.pp.rank, run.mesh.dp.rank), (run.zero.dtype.itemsize, run.zero.master_dtype.itemsize)
+        expected = ledger.predict(run.layout, run.schedule, *ranks, *widths)
+        elements = sum(bucket.size for bucket in run.zero.buckets.values())
+        found.append((run.mesh.ledger.per_step(steps), expected, elements, report.sent_by_ranks(run)))
+    return found
 
 
-@pytest.mark.parametrize("dp, tp, sp", [x for x in LAYOUTS if x[:2] in [(2, 1), (1, 2), (3, 2), (2, 2), (1, 4)]])
-@pytest.mark.parametrize("recompute, dtype", [("none", "fp64"), ("full", "bf16")])
-def test_the_ledger_equals_the_formulas(workers, dp, tp, sp, recompute, dtype):
-    config = tiny_config(dp, tp, sequence_parallel=sp, recompute=recompute, dtype=dtype)
-    check_ledger(workers.run(dp * tp, counted, config))
+def sized(dp, tp=1, **fields):
+    """Return (number of ranks, `tiny_config`)."""
+    config = tiny_config(dp, tp, **fields)
+    return dp * tp * config.pp, config
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize(
-    "dp, tp, pp, schedule", [(3, 2, 1, "1f1b"), (2, 2, 1, "1f1b"), (2, 1, 2, "zb-h1"), (2, 1, 4, "chimera")]
-)
-def test_the_ledger_of_zero_and_pipelines(workers, zero, dp, tp, pp, schedule):
-    size = 3 if schedule == "chimera" else 8 // dp
-    config = tiny_config(
-        dp, tp, pp=pp, schedule=schedule, zero=zero, micro_batch_size=size, dtype="bf16", recompute="full"
-    )
-    check_ledger(workers.run(dp * tp * pp, counted, config))
+def layouts():
+    """Yield (ranks, configuration) of every kind: axes, ZeRO stages, schedules, LAMB."""
+    for dp, tp, sp in (x for x in LAYOUTS if x[:2] in [(2, 1), (1, 2), (3, 2), (2, 2), (1, 4)]):
+        for recompute, dtype in [("none", "fp64"), ("full", "bf16")]:
+            yield sized(dp, tp, sequence_parallel=sp, recompute=recompute, dtype=dtype)
+    sizes = dict(dtype="bf16", recompute="full")
+    for zero in (1, 2, 3):
+        yield sized(3, 2, zero=zero, micro_batch_size=2, **sizes)
+        yield sized(2, 2, zero=zero, micro_batch_size=4, **sizes)
+        yield sized(2, pp=2, schedule="zb-h1", zero=zero, micro_batch_size=4, **sizes)
+        yield sized(2, pp=4, schedule="chimera", zero=zero, micro_batch_size=3, **sizes)
+    for name in schedules.SCHEDULES.keys() - schedules.ASYNCHRONOUS:
+        more = dict(schedule=name, chunks=schedules.usual_chunks(name), num_layers=4, micro_batch_size=6)
+        yield sized(1, 2, pp=2, sequence_parallel=True, **more)
+    for more in (dict(dp=2, tp=2, zero=1), dict(dp=1, tp=2, pp=2), dict(dp=2, pp=2, schedule="chimera")):
+        yield sized(**more, optimizer="lamb", micro_batch_size=3)
+    for zero in (0, 1, 2, 3):  # the second pipeline has no micro-batch, so its buckets are not reduced
+        yield sized(2, pp=2, schedule="chimera", zero=zero, global_batch_size=8, micro_batch_size=4)
 
 
-@pytest.mark.parametrize("schedule", [name for name in schedules.SCHEDULES if name not in schedules.ASYNCHRONOUS])
-def test_the_ledger_of_every_schedule(workers, schedule):
-    chunks = schedules.usual_chunks(schedule)
-    config = tiny_config(
-        1, 2, pp=2, schedule=schedule, chunks=chunks, sequence_parallel=True, micro_batch_size=6, num_layers=4
-    )
-    check_ledger(workers.run(4, counted, config))
+@pytest.mark.parametrize("ranks", [2, 4, 6, 8])
+def test_the_ledger_equals_the_formulas(workers, ranks):
+    fitting = [config for count, config in layouts() if count == ranks]
+    check_ledger(workers.run(ranks, counted, fitting), fitting)
 
 
-@pytest.mark.parametrize(
-    "layout", [dict(dp=2, tp=2, zero=1), dict(dp=1, tp=2, pp=2), dict(dp=2, pp=2, schedule="chimera")], ids=str
-)
-def test_the_ledger_of_layerwise_rates(workers, layout):
-    config = tiny_config(**layout, optimizer="lamb", micro_batch_size=3)
-    check_ledger(workers.run(4, counted, config))
-
-
-def check_ledger(results):
-    for measured, expected, _, table in results:
-        assert measured == expected
-        assert all(f"{float(count):,.0f}" in table for _, count in expected.values())
+def check_ledger(results, configs):
+    for found in results:
+        for (measured, expected, _, table), c in zip(found, configs, strict=True):
+            assert measured == expected, c
+            assert all(f"{float(count):,.0f}" in table for _, count in expected.values()), c
 
 
 def test_the_formulas_are_the_lectures(workers):
     """The factors 8, 12 and 10 of ledger.py's table, and 2P (n-1)/n: computed by hand for 2 layers, h = 16, s = 8."""
-    bsh, m, L = 4 * 8 * 16, 3, 2
-    for recompute, per_layer in [("none", 8), ("full", 12)]:
-        measured, *_ = workers.run(4, counted, tiny_config(2, 2, recompute=recompute, dtype="fp32"))[0]
-        assert measured["tp", "activations", "all_reduce"][1] == per_layer * bsh * m * L * Fraction(1, 2) * 4
-    measured, _, sizes, _ = workers.run(4, counted, tiny_config(2, 2, sequence_parallel=True, dtype="fp32"))[0]
-    both = sum(measured["tp", "activations", operation][1] for operation in ("all_gather", "reduce_scatter"))
-    assert both == 10 * bsh * m * L * Fraction(1, 2) * 4
-    assert measured["dp", "gradients", "all_reduce"] == (5, 2 * sum(sizes.values()) * Fraction(1, 2) * 4)
+    unit = Fraction(1, 2) * 4 * (4 * 8 * 16) * 3 * 2  # (t-1)/t, bytes of a number, bsh, m and L
+    configs = [
+        tiny_config(2, 2, dtype="fp32", **more) for more in ({}, {"recompute": "full"}, {"sequence_parallel": True})
+    ]
+    plain, full, parts = workers.run(4, counted, configs)[0]
+    assert plain[0]["tp", "activations", "all_reduce"][1] == 8 * unit
+    assert full[0]["tp", "activations", "all_reduce"][1] == 12 * unit
+    assert sum(parts[0]["tp", "activations", name][1] for name in ("all_gather", "reduce_scatter")) == 10 * unit
+    assert plain[0]["dp", "gradients", "all_reduce"] == (5, 2 * plain[2] * Fraction(1, 2) * 4)
 
 
 @pytest.mark.parametrize("m, factors", [(1, (2, 2, 2, 3)), (3, (2, 2, 4, 9))])
 def test_the_papers_2_2_2_3(workers, m, factors):
     """Section 7 of the ZeRO paper, in units of P (n-1)/n: 2, 2, 2, 3 for m = 1. For any m: 2, 2, m + 1, 3m."""
-    for stage, factor in enumerate(factors):
-        config = tiny_config(2, zero=stage, dtype="fp32", micro_batch_size=12 // m)
-        for measured, _, sizes, table in workers.run(2, counted, config):
-            sent = sum(count for (axis, *_), (_, count) in measured.items() if axis == "dp")
-            assert sent == factor * sum(sizes.values()) * Fraction(1, 2) * 4
-            assert f"stage {stage}: {factor} x P (n-1)/n elements" in table and f"m = {m} micro-batches" in table
-
-
-def test_a_bucket_without_a_micro_batch_is_not_reduced(workers):
-    """Chimera with one micro-batch: the second pipeline has no micro-batch."""
-    for zero in (0, 1, 2, 3):
-        config = tiny_config(2, pp=2, schedule="chimera", zero=zero, global_batch_size=8, micro_batch_size=4)
-        check_ledger(workers.run(4, counted, config))
+    configs = [tiny_config(2, zero=stage, dtype="fp32", micro_batch_size=12 // m) for stage in range(4)]
+    for stage, (measured, _, elements, table) in enumerate(workers.run(2, counted, configs)[0]):
+        sent = sum(count for (axis, *_), (_, count) in measured.items() if axis == "dp")
+        assert sent == factors[stage] * elements * Fraction(1, 2) * 4
+        assert f"stage {stage}: {factors[stage]} x P (n-1)/n elements" in table and f"m = {m} micro-batches" in table
 
 
 def counted_in_chunks(config):
     tensor.ROWS = ledger.ROWS = 20  # the head works on 20, 20, 20 and 4 of the 64 tokens
     try:
-        return counted(config)
+        return counted([config])
     finally:
         tensor.ROWS = ledger.ROWS = 4096
 
 
 def test_the_ledger_of_a_head_in_chunks(workers):
     results = workers.run(2, counted_in_chunks, tiny_config(1, 2))
-    check_ledger(results)
-    assert results[0][0]["tp", "cross-entropy rows", "all_reduce"][0] == 2 * 4 * 3
+    check_ledger(results, [None])
+    assert results[0][0][0]["tp", "cross-entropy rows", "all_reduce"][0] == 2 * 4 * 3
 
 
-def test_every_row_has_the_slides_three_columns(workers):
-    """The columns: data, operation, how often. The table of a small run is narrower than 110 characters."""
-    fields = dict(pp=2, zero=2, schedule="zb-h1", sequence_parallel=True, optimizer="lamb")
-    results = workers.run(8, counted, tiny_config(2, 2, **fields))
-    for measured, *_, table in results:
-        for text in table.split("\n\n"):
-            rows = [line for line in text.splitlines() if line.count(" | ") == 6]
-            assert len(rows) > 8 and max(map(len, rows)) < 110
-            assert all(row.split(" | ")[3].strip() for row in rows)
-        assert measured
-    cells = [[cell.strip() for cell in line.split(" | ")] for line in results[0][-1].splitlines()]
-    often = {tuple(row[:3]): row[3] for row in cells if len(row) == 7}
-    assert often["tp", "activations", "all_gather"] == "layer, micro-batch"
-    assert often["pp", "activations", "send"] == "boundary, micro-batch"
-    assert often["dp", "gradients", "reduce_scatter"] == "bucket, micro-batch"
-    assert often["dp", "parameters", "all_gather"] == "bucket, step"
-    assert often["tp", "embedding", "all_gather"] == "micro-batch"
-    assert often["world", "scalars", "all_reduce"] == "step"
-
-
-def test_how_often_depends_on_the_zero_stage():
-    step, each, per = "bucket and step", "bucket and micro-batch", []
-    for zero in range(4):
-        often = traffic.predict(tiny_config(2, zero=zero), 2).often
-        per.append([often[key] for key in sorted(often) if key[0] == "dp"])
-    assert per == [[step], [step, step], [each, step], [each, each]]  # gradients, parameters
+def test_how_often():
+    """The slide's column 通信頻度, which for dp depends on the ZeRO stage."""
+    step, each = "bucket and step", "bucket and micro-batch"
+    often = [traffic.predict(tiny_config(2, zero=zero), 2).often for zero in range(4)]
+    found = [[table[key] for key in sorted(table) if key[0] == "dp"] for table in often]
+    assert found == [[step], [step, step], [each, step], [each, each]]  # gradients, parameters
+    often = traffic.predict(tiny_config(2, 2, pp=2, schedule="zb-h1", sequence_parallel=True), 8).often
+    assert often["tp", "activations", "all_gather"] == "layer and micro-batch"
+    assert often["pp", "activations", "send"] == "boundary and micro-batch"
+    assert often["tp", "embedding", "all_gather"] == "micro-batch" and often["world", "scalars", "all_reduce"] == "step"
 
 
 def test_a_difference_shows_in_the_table():
@@ -159,7 +134,7 @@ def test_a_difference_shows_in_the_table():
 
 
 def test_one_process_sends_nothing():
-    measured, expected, *_ = counted(tiny_config(1))
+    ((measured, expected, *_),) = counted([tiny_config(1)])
     assert measured == expected == {}
 
 
