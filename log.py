@@ -161,7 +161,6 @@ class PendingStep:
         self.host_fields, self.step = (loss_scale, samples), None
         self.numbers = numbers.to("cpu", non_blocking=True)  # from a GPU: asynchronous, into pinned memory
         self.copied = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
-        self.on_host = not numbers.is_cuda  # `read` waits for nothing
 
     def read(self):
         """Return the `Step`. The first call waits for the device; later calls return the same Step."""
@@ -189,9 +188,9 @@ class History:
     def add(self, steps):
         """Add the `PendingStep`s of a call. Judge the steps before, and these if their numbers are on the host."""
         self.steps += steps
-        self.judge(len(self.steps) if steps[-1].on_host else -len(steps))
-        if self.first_seconds is None:  # the first call compiles kernels: leave it out of the speeds
-            self.judge()
+        first = self.first_seconds is None
+        self.judge(-len(steps) if steps[-1].copied and not first else None)
+        if first:  # this call compiled kernels: leave it out of the speeds
             self.untimed, self.first_seconds = len(steps), time.perf_counter() - self.start
             self.say(f"first step: {self.first_seconds:.1f} s, with compilation; no speed of several steps includes it")
             self.run.timers.take(1)

@@ -249,15 +249,9 @@ def test_other_data_is_refused_by_name_or_taken_with_a_flag(straight, tokens_dir
         )
         assert re.match(start, str(error.value)) and "set --new_data=True" in str(error.value)
     go(configured(out, longer, dtype="fp64", train_iters=11, new_data=True))
-    go(configured(out, longer, dtype="fp64", train_iters=12))  # step_11 was trained on it
+    moved = shutil.copytree(longer, tmp_path / "moved")
+    go(configured(out, str(moved), dtype="fp64", train_iters=12))  # step_11 was trained on it
     go(configured(out, tokens_dir, dtype="fp64", eval_only=True))  # another data set may be evaluated
-
-
-def test_moved_data_is_the_same_data(straight, tokens_dir, tmp_path):
-    out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
-    moved = shutil.copytree(tokens_dir, tmp_path / "moved")
-    go(configured(out, str(moved), dtype="fp64", train_iters=12))
-    assert checkpoint.all_steps(out) == [10, 12]
 
 
 # --- a loss that stays not finite -------------------------------------------------------------------------------------
@@ -363,15 +357,6 @@ def test_any_change_of_one_word_changes_the_sum(content, total):
             words[place] ^= change
             assert int(total(words if total is checkpoint.checksum else torch.from_numpy(words))) != whole
             words[place] ^= change
-
-
-@pytest.mark.parametrize("size", [8, 4096])
-def test_moved_and_lost_content_changes_the_sum(size):
-    """Weights of 1.0 and 0.0 have few different bits. A move or a loss of a piece still changes the sum."""
-    values = np.zeros(3 * BYTES // 4, np.float32)
-    values[: size // 4] = 1.0
-    moved = [values, np.roll(values, BYTES // 4), np.roll(values, size // 4), np.zeros_like(values)]
-    assert len({checkpoint.checksum(x) for x in moved}) == 4
 
 
 # --- flipped bits in files --------------------------------------------------------------------------------------------

@@ -157,16 +157,6 @@ def test_published_timers_memory_and_validation_lines():
 # --- FLOPs, peaks, MFU ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [SHAPE, {"num_layers": 3, "hidden_size": 20, "seq_length": 7}])
-def test_model_flops_are_6N_plus_12Lhs_per_token(shape):
-    config = Config(**shape, vocab_size=300)
-    L, h, s = config.num_layers, config.hidden_size, config.seq_length
-    matrices = 12 * L * h**2 + 384 * h  # the head is padded from 300 to 384
-    flops = 5 * s * (6 * matrices + 12 * L * h * s)
-    assert log.model_flops(config, batch=5) == pytest.approx(flops, rel=1e-14)
-    assert log.hardware_flops(config, batch=5) == log.model_flops(config, batch=5)
-
-
 def test_model_flops_count_every_product_of_the_blocks_and_the_head():
     b, s, h, a, L, V = 2, 24, 32, 4, 3, 128
 
@@ -183,12 +173,6 @@ def test_model_flops_count_every_product_of_the_blocks_and_the_head():
         (x @ head).sum().backward()
     config = Config(num_layers=L, hidden_size=h, num_attention_heads=a, seq_length=s, vocab_size=V)
     assert counter.get_total_flops() == log.model_flops(config, batch=b)
-
-
-def test_recomputation_adds_one_forward_of_the_blocks():
-    head = 6 * 8 * 1024 * 1024 * 50304  # 3 forwards x 2 FLOPs x 8 x 1024 tokens x the head's elements
-    blocks = log.model_flops(GPT2_345M, 8) - head
-    assert log.hardware_flops(GPT2_345M, 8) == pytest.approx(4 / 3 * blocks + head, rel=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +281,7 @@ def test_a_step_on_a_gpu_is_judged_when_the_next_one_runs():
     """Its signal to stop ends the run one step later. On the CPU, and after a call of PipeDream, it ends it at once."""
     history, stop = log.History(run_of(), print), Ready(STEP._replace(stop=True))
     history.add([Ready(STEP)])
-    stop.on_host = False
+    stop.copied = SimpleNamespace(synchronize=lambda: None)
     history.add([stop])
     assert not history.stop and stop.step is None
     history.add([Ready(STEP)])

@@ -98,11 +98,6 @@ def checksum(data, offset=0):
     return total % (1 << 64)
 
 
-def signed(total):
-    """Return the int64 that has the same bits as `total`, an int below 2^64. PyTorch has few operations on uint64."""
-    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
 def arrays(bucket, begin, end):
     """Yield (file name, Piece, elements) of each weight and moment in begin .. end of a bucket's flat buffer.
 
@@ -125,9 +120,13 @@ def in_threads(transfer, jobs):
 
 
 def int64(zero, names, terms):
-    """Return the terms of these arrays as a tensor, int64 [n]. A rank without elements of an array adds 0."""
+    """Return the terms of these arrays as a tensor, int64 [n]. A rank without elements of an array adds 0.
+
+    The int64 have the same bits as the terms mod 2^64: PyTorch has few operations on uint64.
+    """
     zero.mesh.ledger.phase = "setup"
-    return torch.tensor([signed(terms.get(name, 0)) for name in names], device=zero.device)
+    words = np.array([terms.get(name, 0) % (1 << 64) for name in names], np.uint64)
+    return torch.from_numpy(words.view(np.int64)).to(zero.device)
 
 
 # --- save -------------------------------------------------------------------------------------------------------------
@@ -308,18 +307,12 @@ def refuse_contradictions(path, index, config, tokenizer, data=None):
     if index["tokenizer"] != tokenizer:
         there = f"the checkpoint {path} has {index['tokenizer']}"
         raise UserError(f"data_dir={config.data_dir}: its tokenizer is {tokenizer}, but {there}")
-    if not config.new_data and (text := other_data(index, data)):
+    there, compared = index.get("data") or data, ("dtype", "tokens", "crc32")
+    if data and not config.new_data and any(there.get(name) != data[name] for name in compared):
+        ours, theirs = (f"{x['tokens']} tokens of {x['dtype']} with the CRC-32 {x['crc32']}" for x in (data, there))
+        why = f"not the training data of the checkpoint {path}: {ours}, the checkpoint's has {theirs}"
         remedy = "use the same data, or set --new_data=True to continue with this data"
-        raise UserError(f"data_dir={config.data_dir}: not the training data of the checkpoint {path}: {text}; {remedy}")
-
-
-def other_data(index, data):
-    """Return how `data`, a `data.identity`, differs from the data of a checkpoint's index, or ""."""
-    there = index.get("data")
-    if not there or not data or all(there.get(name) == data[name] for name in ("dtype", "tokens", "crc32")):
-        return ""
-    ours, theirs = (f"{x['tokens']} tokens of {x['dtype']} with the CRC-32 {x['crc32']}" for x in (data, there))
-    return f"{ours}, the checkpoint's has {theirs}"
+        raise UserError(f"data_dir={config.data_dir}: {why}; {remedy}")
 
 
 def to_resume(config, tokenizer, data=None):
