@@ -364,7 +364,8 @@ def on_gpu(machine, sizes, dtype, repeats, only):
     print_row(ROW, "", "", "error", "Triton", "rate", "share", "reference.py", "compiled", "", "PyTorch's own")
     wrong, slower = [], []
     for operation in selected(operations(machine.device, DTYPES[dtype], **sizes), only):
-        machine.forget_compiled()
+        torch._dynamo.reset()  # deletes the compiled code of the operation before
+        machine.give_back()
         plain = functools.partial(operation.run, reference)
         variants = {"Triton": functools.partial(operation.run, kernels), "reference.py": plain}
         variants |= {"compiled": machine.compile(plain)} | operation.own

@@ -63,24 +63,18 @@ class Gpu:
         gc.collect()
         torch.cuda.empty_cache()
 
-    def forget_compiled(self):
-        """Delete compiled code, and free its memory."""
-        torch._dynamo.reset()
-        self.give_back()
-
 
 class Cpu:
     profiled = ProfilerActivity.CPU, DeviceType.CPU
     no_waiting = staticmethod(contextlib.nullcontext)
+    synchronize = staticmethod(torch.cpu.synchronize)
+    give_back = staticmethod(gc.collect)
     sustained = 1e3
 
     def __init__(self):
         self.device, self.name = torch.device("cpu"), "CPU"
         self.compile = lambda function: function
         self.yardstick = 1 << 20, 64
-
-    def synchronize(self):
-        pass
 
     def timed(self, call):
         start = time.perf_counter()
@@ -90,11 +84,6 @@ class Cpu:
     def peak(self, call):
         call()
         return 0
-
-    def give_back(self):
-        gc.collect()
-
-    forget_compiled = give_back
 
 
 def copy_rate(machine):
