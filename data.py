@@ -34,6 +34,7 @@ when memory is short.
 """
 
 import itertools
+import json
 import math
 import mmap
 import queue
@@ -46,7 +47,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from errors import UserError, parse_json
+from errors import UserError, reading
 
 # -- the shuffle
 
@@ -110,15 +111,25 @@ class Tokens:
     """
 
     def __init__(self, data_dir, split, seq_length, vocab_size):
-        self.path = Path(data_dir) / f"{split}.bin"
-        self.seq_length = seq_length
-        self.meta = read_meta(Path(data_dir), vocab_size)
-        num_tokens = count_tokens(self.path, self.meta)
-        self.num_samples = (num_tokens - 1) // seq_length
+        self.path, self.seq_length = Path(data_dir) / f"{split}.bin", seq_length
+        tokenizer = "gpt2" if vocab_size >= 50257 else "bytes"
+        command = f"python prepare.py --tokenizer={tokenizer} --out={data_dir}"
+        with reading(f"data_dir={data_dir}: no data set of prepare.py; create it with: {command}"):
+            self.meta = json.loads(Path(data_dir, "meta.json").read_text(encoding="utf-8"))
+            said, ids, dtype = self.meta["tokens"][split], self.meta["vocab_size"], DTYPES[self.meta["dtype"]]
+            size, expected = self.path.stat().st_size, said * np.dtype(dtype).itemsize
+            if size != expected:
+                raise ValueError(f"{self.path} has {size:,} bytes, but meta.json's {said:,} tokens are {expected:,}")
+        if ids > vocab_size:
+            why = f"{data_dir} was tokenized with {self.meta['tokenizer']!r}, which has {ids} ids"
+            raise UserError(
+                f"vocab_size={vocab_size}: {why}; set vocab_size={ids} or prepare it with another tokenizer"
+            )
+        self.num_samples = (said - 1) // seq_length
         if self.num_samples < 1:
-            lack = f"a sample needs {seq_length + 1} tokens, but {self.path} has {num_tokens}"
+            lack = f"a sample needs {seq_length + 1} tokens, but {self.path} has {said}"
             raise UserError(f"seq_length={seq_length}: {lack}; use a smaller seq_length or prepare more text")
-        self.tokens = map_tokens(self.path, DTYPES[self.meta["dtype"]])
+        self.tokens = map_tokens(self.path, dtype)
         self.check_ids(self.tokens[None, : 2**16], [0])  # every rank finds most wrong files before training
 
     def windows(self, numbers, seed):
@@ -143,43 +154,6 @@ class Tokens:
             row, column = np.argwhere(rows >= ids)[0]
             where = f"id {rows[row, column]} at token {starts[row] + column}, but meta.json has vocab_size={ids}"
             raise UserError(f"{self.path}: {where}; the file is damaged or replaced; prepare the data again")
-
-
-def read_meta(data_dir, vocab_size):
-    """Return the content of meta.json. Raise UserError if a model with `vocab_size` ids can't use the data."""
-    path = data_dir / "meta.json"
-    if not path.is_file():  # prepare.py writes meta.json last
-        what = "not a finished data set (no meta.json)" if data_dir.is_dir() else "no such folder"
-        command = f"python prepare.py --tokenizer={'gpt2' if vocab_size >= 50257 else 'bytes'} --out={data_dir}"
-        raise UserError(f"data_dir={data_dir}: {what}; create it with: {command}")
-    try:
-        meta = parse_json(path.read_text(encoding="utf-8"))
-        tokenizer, ids, dtype = meta["tokenizer"], meta["vocab_size"], meta["dtype"]
-        if not all(type(count) is int for count in (ids, *meta["tokens"].values())):
-            raise TypeError("counts should be integers")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: not a valid meta.json of prepare.py ({error!r}); prepare the data again") from None
-    if dtype not in DTYPES:
-        raise UserError(f"{path}: dtype={dtype!r}, but tokens are {' or '.join(DTYPES)}; prepare the data again")
-    if ids > vocab_size:
-        why = f"{data_dir} was tokenized with {tokenizer!r}, which has {ids} ids"
-        what = f"set vocab_size={ids} or prepare the data with another tokenizer"
-        raise UserError(f"vocab_size={vocab_size}: {why}; {what}")
-    return meta
-
-
-def count_tokens(path, meta):
-    """Return the number of tokens in the file `path`. Raise UserError if meta.json has another number."""
-    said = meta["tokens"].get(path.stem)
-    size = path.stat().st_size if path.is_file() else 0
-    if said is None:
-        raise UserError(f"{path}: meta.json has no such split, only {', '.join(meta['tokens'])}")
-    expected = said * np.dtype(DTYPES[meta["dtype"]]).itemsize
-    if size != expected:
-        what = ("truncated" if size else "missing or empty") if size < expected else "too long"
-        why = f"{size} bytes, but meta.json has {said} tokens, which are {expected} bytes"
-        raise UserError(f"{path}: {what}: {why}; prepare the data again")
-    return said
 
 
 def map_tokens(path, dtype="<u2"):
@@ -217,12 +191,6 @@ def identity(tokens):
 # -- samples of a data rank
 
 
-def micro_batch_samples(consumed_samples, micro_batch, dp_rank, dp, micro_batch_size):
-    """Return the sample numbers of data rank `dp_rank` for one micro-batch of a step, [b] int64."""
-    first = consumed_samples + (micro_batch * dp + dp_rank) * micro_batch_size
-    return np.arange(first, first + micro_batch_size, dtype=np.int64)
-
-
 def training_samples(consumed_samples, dp_rank, dp, micro_batch_size):
     """Yield a data rank's sample numbers, [b] int64, for each micro-batch after `consumed_samples`, without end.
 
@@ -230,8 +198,8 @@ def training_samples(consumed_samples, dp_rank, dp, micro_batch_size):
     next step continues the numbers. So a global batch size that grows during a run (rampup_batch_size) changes nothing
     here.
     """
-    for micro_batch in itertools.count():
-        yield micro_batch_samples(consumed_samples, micro_batch, dp_rank, dp, micro_batch_size)
+    for first in itertools.count(consumed_samples + dp_rank * micro_batch_size, dp * micro_batch_size):
+        yield np.arange(first, first + micro_batch_size, dtype=np.int64)
 
 
 def eval_batches(tokens, samples_wanted, dp_rank, dp, micro_batch_size, seed, device="cpu"):

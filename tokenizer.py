@@ -1,295 +1,309 @@
-"""Load tokenizers, and find the cut points of a long text: a cut there does not change the tokens.
+"""Tokenizers: text to ids and back.
 
-A pattern splits the text into pre-tokens, roughly words. Inside each pre-token, byte-pair encoding (BPE) merges bytes
-into longer and longer known pieces. tiktoken does both. `gpt2` is the tokenizer of GPT-2. `bytes` has the 256 byte
-values and no merges, so it needs no download and gives a small vocabulary for a model on a laptop. Any byte-level BPE
-can come from files (`vocabulary.py`).
+    bytes        the 256 byte values and an end of text: needs no download; a small vocabulary for a model on a laptop
+    gpt2 ...     the names that tiktoken knows; it downloads the vocabulary once
+    PATH         a byte-level BPE in files: tokenizer.json (Hugging Face), or vocab.json with merges.txt (GPT-2, OPT)
 
-tiktoken's ids are the ranks, the order of the merges. Some vocabularies have other ids: OPT sorts them by frequency.
-Then a table maps rank to id: 2 ns per token, while tiktoken needs about 600 ns. Tokens are uint16 up to 65,536 ids,
-otherwise uint32.
+A vocabulary gives each token (a byte string) an id. A regular expression, the pattern, cuts a text into pre-tokens,
+roughly words. A merge is a pair of tokens that may become one token. Byte-pair encoding (BPE) starts from the single
+bytes of a pre-token. Of the merges that fit, the earliest in the list is applied first, and at its leftmost place.
 
-A data set and a checkpoint have a copy of the vocabulary in tokenizer.json, except for `bytes`. The tokenizer's name
+tiktoken has no list of merges. It merges two neighbours if the result is a token, and the token's rank is its priority.
+The two methods are equal if each token has exactly one merge that can happen. `ranked` makes sure of it:
+
+    A merge (l, r) is alive if the earlier merges alone turn the bytes of l + r into l, r. Only live merges give ranks.
+
+Proof: suppose that neighbours x, y appear while a text is encoded, and xy is a token with the live merge (l, r). No
+merge has crossed the ends of xy. So all merges inside xy so far are the first merges of xy encoded alone. Encoded
+alone, xy is in two pieces only before its last merge, and these are l, r. So x, y is l, r. A merge that is not alive
+never meets its pair l, r. It produces no token, so it gives no rank.
+
+tiktoken's ids are the ranks. Vocabularies in files may have other ids (OPT sorts them by frequency), so a table maps
+ranks to ids: 2 ns per token, while tiktoken needs about 600 ns. Ids are uint16 up to 65,536 ids, otherwise uint32.
+
+A data set and a checkpoint have a copy of the vocabulary, the files COPY, except for `bytes`. The tokenizer's name
 identifies the vocabulary. It does not depend on the path of the files.
 """
 
+import array
 import contextlib
-import difflib
 import functools
-import os
-import unicodedata
-from dataclasses import dataclass
+import hashlib
+import json
+import math
+import re
 from pathlib import Path
 
 import tiktoken
 
-import vocabulary
-from errors import UserError, parse_json
-from vocabulary import BYTES_PATTERN, NAME_OF, PATTERNS, Vocabulary
+from errors import UserError, reading
 
-ENDOFTEXT = "<|endoftext|>"
-GPT2_NAME = "bpe-50257-17721001"  # `Vocabulary.name` of GPT-2's vocabulary and of `bytes`
-BYTES_NAME = "bpe-257-f8e6bff0"
+COPY = ("tokenizer.json", "tokenizer_config.json")  # files of a vocabulary's copy
+ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")  # ends of a document, if no file names one
+SAME = {"bpe-50257-17721001": "gpt2", "bpe-257-f8e6bff0": "bytes"}  # names of these vocabularies if they are in files
+UNSUPPORTED = "dropout continuing_subword_prefix end_of_word_suffix byte_fallback ignore_merges".split()
+# Name: patterns with the same pre-tokens. The first is for tiktoken, the last for Hugging Face, whose regular
+# expressions understand ++ and $ differently.
+PATTERNS = {
+    "gpt2": (  # also of r50k_base and the p50k encodings
+        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    ),
+    "cl100k_base": (
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|"
+        r"\s+(?!\S)|\s",
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+\z|\s*[\r\n]|"
+        r"\s+(?!\S)|\s",
+    ),
+    "o200k_base": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+}
+NAME_OF = {regex: name for name, forms in PATTERNS.items() for regex in forms}
+# GPT-2's letters for bytes: a printable Latin-1 byte is its own letter, the n-th other byte is the character 256 + n.
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+LETTER_OF = {b: chr(b) for b in PRINTABLE}
+LETTER_OF |= {b: chr(256 + n) for n, b in enumerate(b for b in range(256) if b not in PRINTABLE)}
+BYTE_OF = {c: b for b, c in LETTER_OF.items()}
 
 
-@dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """A vocabulary and the tiktoken.Encoding that encodes with it."""
+    """A vocabulary. Its ids are 0, 1, 2 ... Each is in `ids` or in `special`.
 
-    name: str  # `bytes`, a name of tiktoken, or `Vocabulary.name`: in meta.json and in a checkpoint's index.json
-    vocabulary: Vocabulary
-    encoding: tiktoken.Encoding  # its ids are ranks
-    table: tuple[int, ...] | None = None  # the id of each rank; None: they are equal
+    ids: {bytes of a token: id}, also of tokens that encoding never produces. special: {text: id} of tokens that stand
+    for no text. end: the special token after a document. pattern: a key of PATTERNS, or a regular expression.
+    ranks: {bytes: rank} of the tokens that encoding can produce. encoding: tiktoken's, if its ids are `ids`.
+    name: in meta.json and in a checkpoint's index.json; None: computed from the vocabulary.
+    """
 
-    @property
-    def pattern(self) -> str:
-        return self.encoding._pat_str
+    def __init__(self, ids, special, end, pattern, ranks, name=None, encoding=None):
+        self.ids, self.special, self.end, self.pattern = ids, special, end, pattern
+        self.order = sorted(ranks, key=ranks.get)
+        self.n_vocab, self.eot_token = len(ids) + len(special), special[end]
+        self.dtype, self.width = ("uint16", 2) if self.n_vocab <= 65536 else ("uint32", 4)
+        self.pieces = {i: token for token, i in ids.items()} | {i: text.encode() for text, i in special.items()}
+        self.name = name or self.computed_name()
+        self.encoding, self.table = encoding, None
+        if not encoding:
+            regex = PATTERNS[pattern][0] if pattern in PATTERNS else keep_all(pattern)
+            self.table, ranks = [ids[token] for token in self.order], {token: i for i, token in enumerate(self.order)}
+            self.encoding = tiktoken.Encoding(self.name, pat_str=regex, mergeable_ranks=ranks, special_tokens={})
 
-    @functools.cached_property
-    def n_vocab(self) -> int:
-        """The number of ids, special tokens included."""
-        return len(self.vocabulary.ids) + len(self.vocabulary.special)
+    def computed_name(self):
+        """Return `bpe-IDS-HASH`: equal vocabularies have equal names, in whatever files they are."""
+        made = [token for token in self.order if len(token) > 1]
+        pattern = self.pattern if made else ""  # without merges the pattern has no effect
+        content = (sorted(self.ids.items()), made, sorted(self.special.items()), self.end, pattern)
+        digest = hashlib.blake2b(repr(content).encode(), digest_size=4).hexdigest()
+        return SAME.get(name := f"bpe-{self.n_vocab}-{digest}", name)
 
-    @property
-    def end(self) -> str:
-        return self.vocabulary.end
-
-    @property
-    def eot_token(self) -> int:
-        return self.vocabulary.special[self.vocabulary.end]
-
-    @property
-    def special(self) -> dict[str, int]:
-        return self.vocabulary.special
-
-    @property
-    def dtype(self) -> str:
-        return "uint16" if self.n_vocab <= 65536 else "uint32"
-
-    @functools.cached_property
-    def pieces(self) -> dict[int, bytes]:
-        """The bytes of each id. A special token has the bytes of its name."""
-        special = {i: text.encode("utf-8", "surrogatepass") for text, i in self.vocabulary.special.items()}
-        return {i: token for token, i in self.vocabulary.ids.items()} | special
-
-    @functools.cached_property
-    def array(self):
-        """`table` as a numpy array, [ranks] uint16 or uint32."""
-        import numpy as np  # not at the top: see prepare.START_METHOD
-
-        return np.array(self.table, self.dtype)
-
-    def encode(self, text: str):
-        """Return the ids of `text`, [n] uint16 or uint32, without a Python integer for each id.
+    def encode_to_bytes(self, text):
+        """Return the ids of `text` as little-endian integers of `width` bytes. Raises ValueError for a lone surrogate.
 
         The text of a special token in `text` has no special meaning.
         """
+        if self.name == "bytes":  # the id is the byte; UTF-16 adds a zero byte. Then prepare.py's workers need no numpy
+            return text.encode().decode("latin-1").encode("utf-16-le")
         ranks = self.encoding.encode_to_numpy(text, disallowed_special=())
-        return self.array[ranks] if self.table else ranks.astype(self.dtype)
+        return (self.id_of_rank[ranks] if self.table else ranks).astype(f"<u{self.width}").tobytes()
 
-    def encode_ordinary(self, text: str) -> list[int]:
-        ranks = self.encoding.encode_ordinary(text)
-        return [self.table[rank] for rank in ranks] if self.table else ranks
+    @functools.cached_property
+    def id_of_rank(self):
+        import numpy as np  # not at the top: prepare.py's workers are forked, and importing numpy may start threads
 
-    def decode(self, ids) -> str:
-        return b"".join(map(self.decode_single_token_bytes, ids)).decode("utf-8", "replace")
+        return np.array(self.table, self.dtype)
 
-    def decode_single_token_bytes(self, i: int) -> bytes:
-        return self.pieces[i]
+    def encode_ordinary(self, text):
+        """Return the ids of `text` as a list."""
+        return array.array("H" if self.width == 2 else "I", self.encode_to_bytes(text)).tolist()
+
+    def decode(self, ids):
+        return b"".join(self.pieces[i] for i in ids).decode("utf-8", "replace")
+
+
+def keep_all(regex):
+    """Return `regex` with an alternative for all other text. tiktoken would drop it, Hugging Face keeps it whole."""
+    return rf"(?:{regex})|(?:(?!{regex})[\s\S])+"
 
 
 @functools.cache
-def load_tokenizer(source: str) -> Tokenizer:
+def load_tokenizer(source):
     """Return the tokenizer `source`: `bytes`, a name of tiktoken, or a folder or file of a vocabulary.
 
     Raises UserError for an unknown name, for files that are missing, damaged or not supported, or if tiktoken can't
     download the vocabulary.
     """
     if source == "bytes":
-        ids = {bytes([i]): i for i in range(256)}
-        return build("bytes", Vocabulary(ids, ids, {ENDOFTEXT: 256}, ENDOFTEXT, BYTES_PATTERN))
-    names = ["bytes", *tiktoken.list_encoding_names()]
+        ids = {bytes([b]): b for b in range(256)}
+        return Tokenizer(ids, {ENDS[1]: 256}, ENDS[1], "gpt2", ids, "bytes")
+    names = tiktoken.list_encoding_names()
     if source in names:
         return download(source)
-    path = Path(source)
-    if path.exists() or path.suffix in (".json", ".txt", ".tiktoken", ".bpe", ".model") or os.sep in source:
-        return build_from_files(path)
-    near = (difflib.get_close_matches(source, names, n=1, cutoff=0.4) or ["gpt2"])[0]
-    raise UserError(
-        f"tokenizer={source}: no such tokenizer and no such file; did you mean {near}? (bytes, gpt2, r50k_base ..., or "
-        "a folder or file of a vocabulary)"
-    )
+    if not Path(source).exists():
+        raise UserError(f"tokenizer={source}: should be a folder or file of a vocabulary, or bytes {' '.join(names)}")
+    with reading(f"tokenizer={source}: not a byte-level BPE (tokenizer.json, or vocab.json with merges.txt)"):
+        return read(Path(source))
 
 
-def download(name: str) -> Tokenizer:
+def download(name):
     """Return tiktoken's encoding `name`."""
     try:
         encoding = tiktoken.get_encoding(name)
     except (OSError, ValueError) as error:  # requests' errors are OSErrors; a broken download is a ValueError
         raise UserError(
-            f"tokenizer={name}: tiktoken must download this vocabulary once and could not ({type(error).__name__}). "
-            f"On a machine with a network, run TIKTOKEN_CACHE_DIR=DIR python -c 'import tiktoken; "
-            f'tiktoken.get_encoding("{name}")\'. Then copy DIR here and set TIKTOKEN_CACHE_DIR to its path. '
-            f"Or use tokenizer=bytes, which needs no download"
+            f"tokenizer={name}: tiktoken must download this vocabulary once and could not ({type(error).__name__}). On "
+            f"a machine with a network, run TIKTOKEN_CACHE_DIR=DIR python prepare.py --tokenizer={name}. Then copy DIR "
+            "here and set TIKTOKEN_CACHE_DIR to its path. Or use tokenizer=bytes, which needs no download"
         ) from None
-    special = encoding._special_tokens
-    if ENDOFTEXT not in special:
-        raise UserError(f"tokenizer={name}: has no {ENDOFTEXT} for the end of a document; use gpt2 or bytes")
-    ids, pattern = encoding._mergeable_ranks, NAME_OF.get(encoding._pat_str, encoding._pat_str)
-    special = special | vocabulary.unused(ids, special)
-    return Tokenizer(name, Vocabulary(ids, ids, special, ENDOFTEXT, pattern), encoding)
+    ids, special = encoding._mergeable_ranks, encoding._special_tokens
+    unused = {*range(encoding.n_vocab)} - {*ids.values(), *special.values()}  # cl100k_base has 16 such ids
+    special = special | {f"<|unused_{i}|>": i for i in unused}
+    pattern = NAME_OF.get(encoding._pat_str, encoding._pat_str)
+    return Tokenizer(ids, special, ENDS[1], pattern, ids, name, encoding)
 
 
-def build_from_files(path: Path) -> Tokenizer:
-    """Return the tokenizer of a folder or file. Its name is in the folder's meta.json or index.json, or is computed."""
-    found = vocabulary.read(str(path))
-    name = found.name()
-    if name == BYTES_NAME:
-        return load_tokenizer("bytes")
-    for file in ("meta.json", "index.json"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            said = parse_json((path / file).read_text(encoding="utf-8"))["tokenizer"]
-            if said.startswith("bpe-") and said != name:
-                what = f"{file} names {said}, but {vocabulary.FILE} has {name}"
-                raise UserError(f"tokenizer={path}: {what}; the file is replaced or damaged")
-            return build(said, found, path)
-    return build("gpt2" if name == GPT2_NAME else name, found, path)
-
-
-def build(name: str, v: Vocabulary, path="") -> Tokenizer:
-    """Return the tokenizer of a vocabulary. If the ids are in the order of the ranks, no table is needed."""
-    order = sorted(v.ranks, key=v.ranks.get)
-    ids = [v.ids[token] for token in order]
-    long = [i for i, token in zip(ids, order, strict=True) if len(token) > 1]
-    equal = long == sorted(long)
-    ranks = {token: v.ids[token] if equal else rank for rank, token in enumerate(order)}
-    regex = PATTERNS[v.pattern][0] if v.pattern in PATTERNS else v.pattern
-    if v.pattern not in PATTERNS and v.pattern != BYTES_PATTERN:  # tiktoken drops text that the pattern does not match
-        regex = rf"(?:{regex})|(?:(?!{regex})[\s\S])+"  # Hugging Face keeps such text as a piece of its own
-    try:
-        encoding = tiktoken.Encoding(name, pat_str=regex, mergeable_ranks=ranks, special_tokens={})
-    except ValueError as error:
-        raise UserError(f"tokenizer={path}: tiktoken can't use its pattern: {str(error).splitlines()[0]}") from None
-    return Tokenizer(name, v, encoding, None if equal else tuple(ids))
-
-
-def copy(tokenizer: Tokenizer, folder):
-    """Write the vocabulary into `folder`, in Hugging Face's format: the files vocabulary.COPY."""
-    vocabulary.write(tokenizer.vocabulary, folder)
-
-
-def copied(folder, name: str) -> Tokenizer:
+def copied(folder, name):
     """Return the tokenizer of a data set or checkpoint: its copy, or the tokenizer `name` if it has no copy."""
-    return load_tokenizer(str(folder) if (Path(folder) / vocabulary.FILE).is_file() else name)
+    return load_tokenizer(str(folder) if Path(folder, COPY[0]).is_file() else name)
+
+
+# --- vocabularies in files --------------------------------------------------------------------------------------------
+
+
+def read(path):
+    """Return the Tokenizer of a folder or file. Raises OSError, ValueError, LookupError, TypeError, AttributeError."""
+    if path.is_dir():
+        path = [*path.glob(COPY[0]), *sorted(path.glob("*vocab.json"))][0]
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if path.name.endswith("vocab.json"):  # gpt2-vocab.json belongs to gpt2-merges.txt
+        text = path.with_name(path.name.removesuffix("vocab.json") + "merges.txt").read_text(encoding="utf-8")
+        lines = [line for line in text.splitlines() if line and not line.startswith("#version")]
+        vocab, merges, pattern = value, [line.split(" ") for line in lines], "gpt2"
+        made = {*BYTE_OF, *map("".join, merges)}
+        special = {text: i for text, i in vocab.items() if text not in made}  # for example <|endoftext|>
+    else:
+        model, pattern, added = value["model"], pattern_of(value["pre_tokenizer"]), value.get("added_tokens") or []
+        odd = [key for key in UNSUPPORTED if model.get(key)] + ["normalizer"] * bool(value.get("normalizer"))
+        odd += [token["content"] for token in added if not token["special"]]  # it would split ordinary text
+        if odd:
+            raise ValueError(f"{odd[0]!r} is not supported")
+        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        special = {token["content"]: token["id"] for token in added}
+        vocab = model["vocab"] | special
+    end = told(path.parent, "eos_token", "tokenizer_config.json", "special_tokens_map.json")
+    usual = [text for text in ENDS if text in special]
+    end = end["content"] if isinstance(end, dict) else end or usual[0]
+    special = special | {end: vocab[end]}
+    ids = {bytes_of(text): i for text, i in vocab.items() if text not in special}
+    if sorted([*ids.values(), *special.values()]) != [*range(len(vocab))]:
+        raise ValueError("its ids have gaps or occur twice")
+    ranks = ranked([(bytes_of(left), bytes_of(right)) for left, right in merges])
+    found = Tokenizer(ids, special, end, pattern, ranks, told(path.parent, "tokenizer", "meta.json", "index.json"))
+    return load_tokenizer("bytes") if found.name == "bytes" else found
+
+
+def pattern_of(pre_tokenizer):
+    """Return the pattern of a pre-tokenizer: ByteLevel (GPT-2's), or a Split and then ByteLevel."""
+    *split, last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    wrong = [step["type"] for step in split] not in ([], ["Split"]) or last["type"] != "ByteLevel"
+    if wrong or last.get("add_prefix_space") or last.get("use_regex", True) == bool(split):
+        raise ValueError("its pre-tokenizer is not supported")
+    if split and split[0]["behavior"] != "Isolated":
+        raise ValueError("its Split removes text")
+    regex = split[0]["pattern"]["Regex"] if split else PATTERNS["gpt2"][0]
+    return NAME_OF.get(regex, regex)
+
+
+def told(folder, key, *files):
+    """Return what one of these JSON files in `folder` says about `key`, or None."""
+    for file in files:
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            if value := json.loads((folder / file).read_text(encoding="utf-8"))[key]:
+                return value
+    return None
+
+
+def bytes_of(text):
+    """Return the bytes of a token in GPT-2's letters. If `text` has other letters, return its UTF-8 bytes."""
+    return bytes(map(BYTE_OF.get, text)) if BYTE_OF.keys() >= {*text} else text.encode()
+
+
+def text_of(token):
+    return "".join(map(LETTER_OF.get, token))
+
+
+def merged(token, ranks):
+    """Encode the bytes of `token` with the merges before its own. Return the pieces, at least two."""
+    parts, own = [token[i : i + 1] for i in range(len(token))], ranks.get(token, math.inf)
+    while len(parts) > 2:
+        found = [ranks.get(parts[i] + parts[i + 1], math.inf) for i in range(len(parts) - 1)]
+        best = min(found)
+        if best >= own:
+            break
+        i = found.index(best)  # the leftmost
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts
+
+
+def ranked(merges):
+    """Return the ranks of the tokens that a live merge makes (see above), after the 256 bytes. Raises ValueError."""
+    ranks, missed = {bytes([b]): b for b in range(256)}, set()
+    for rank, (left, right) in enumerate(merges, 256):
+        missed |= {left, right} - ranks.keys()
+        if left + right not in ranks and merged(left + right, ranks) == [left, right]:
+            ranks[left + right] = rank
+    if late := missed & ranks.keys():
+        raise ValueError(f"a merge needs {text_of(min(late))!r}, which only a later merge makes")
+    return ranks
+
+
+def copy(tokenizer, folder):
+    """Write the vocabulary into `folder` in Hugging Face's format, the files COPY.
+
+    Some of tiktoken's vocabularies have tokens that no merge makes. Then nothing is written, and `copied` loads the
+    vocabulary by its name.
+    """
+    ranks = {token: rank for rank, token in enumerate(tokenizer.order)}
+    merges = [merged(token, ranks) for token in tokenizer.order if len(token) > 1]
+    if any(len(parts) > 2 for parts in merges):
+        return
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    regex = PATTERNS[tokenizer.pattern][-1] if tokenizer.pattern in PATTERNS else tokenizer.pattern
+    split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    steps = {"type": "Sequence", "pretokenizers": [split, byte_level | {"use_regex": False}]}
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    vocab = {text_of(token): i for token, i in tokenizer.ids.items()} | tokenizer.special
+    content = {
+        "version": "1.0",
+        "added_tokens": [{"id": i, "content": text, **plain} for text, i in tokenizer.special.items()],
+        "pre_tokenizer": byte_level if tokenizer.pattern == "gpt2" else steps,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocab, "merges": [[*map(text_of, parts)] for parts in merges]},
+    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    for file, value in zip(COPY, (content, config | {"eos_token": tokenizer.end}), strict=True):
+        Path(folder, file).write_text(json.dumps(value, ensure_ascii=False, indent=1), encoding="utf-8")
 
 
 # --- cut points of a long document ------------------------------------------------------------------------------------
 
-WHITE_SPACE = set("\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000") | {chr(c) for c in range(0x2000, 0x200B)}
+# BPE never merges across pre-tokens. So a text may be cut where one pre-token ends and another begins, if the cut
+# changes no other pre-token. The known patterns look ahead only from white space, and never back. In GPT-2's pattern,
+# white space only begins a pre-token. In its relatives, a newline may also follow punctuation, but no letter or digit.
+GPT2_CUT = re.compile(r"(?s).*\S(?=[ \n])")  # up to the last space or newline that follows a non-space
+OTHER_CUT = re.compile(r"(?s).*[a-zA-Z0-9](?=[ \n])")
 
 
-@functools.lru_cache(1 << 16)
-def character_class(c: str) -> str | None:
-    """Return the class of `c` in the patterns ("space", "L" letter, "N" number, "other"), or None if uncertain.
+def last_cut(text, tokenizer):
+    """Return the last i with encode(text) == encode(text[:i]) + encode(text[i:]) that is easy to see, or 0.
 
-    Python and tiktoken may use different versions of Unicode. The class is certain if it is the same in Unicode 3.2 and
-    in this Python's version. Bytes that are not UTF-8 give None (surrogates represent them in `c`).
+    If the text is part of a longer text, this is also a cut point of the longer text. An unknown pattern has none.
     """
-    if c in WHITE_SPACE:
-        return "space"
-    category = unicodedata.category(c)[0]
-    if category in "CZ" or category != unicodedata.ucd_3_2_0.category(c)[0]:
-        return None
-    return category if category in "LN" else "other"
-
-
-def cut_points(text: str, pattern: str):
-    """Yield the cut points i of a text: encode(text) == encode(text[:i]) + encode(text[i:]).
-
-    If the text is part of a longer text, these are also cut points of the longer text. A pattern that is not listed in
-    vocabulary.PATTERNS has no cut points.
-
-    BPE never merges across pre-tokens. So i is a cut point if no pre-token contains both neighbours of i, and if the
-    cut changes no other pre-token. The pre-tokens after i do not change, because no pattern looks back.
-    """
-    kind = NAME_OF.get(pattern)
-    if pattern == BYTES_PATTERN:  # between any two complete characters
-        yield from (i for i in range(1, len(text)) if not ("\udc80" <= text[i] <= "\udcff"))
-    elif kind == "gpt2":
-        yield from cut_points_gpt2(text)
-    elif kind:
-        yield from cut_points_cl100k(text, kind == "o200k_base")
-
-
-def cut_points_gpt2(text: str):
-    """Yield the cut points of GPT-2's pattern
-
-        's 't 're 've 'm 'll 'd | ?letters | ?numbers | ?others | whitespace before whitespace or end | whitespace
-
-    where ? is one optional space. A pre-token certainly begins in two cases:
-    1. i is between a non-space character and a character of another class. An apostrophe and a letter are an exception,
-       because one pre-token can contain them.
-    2. i is before the last of several whitespace characters, and a non-space character follows. This last whitespace
-       is either the optional space of the next pre-token or a pre-token of its own.
-    The cut does not change the pre-tokens before i, because the pattern looks ahead only from whitespace, and only for
-    more whitespace. In case 1, i does not follow whitespace. In case 2 all whitespace before i is one pre-token, with
-    or without the cut.
-    """
-    kinds = [*map(character_class, text), None]
-    for i in range(1, len(text)):
-        before, here, after = kinds[i - 1], kinds[i], kinds[i + 1]
-        if before == here == "space" and after not in ("space", None):
-            yield i
-        elif before and here and before not in (here, "space") and not (text[i - 1] == "'" and here == "L"):
-            yield i
-
-
-def cut_points_cl100k(text: str, o200k: bool):
-    r"""Yield the cut points of cl100k_base's pattern and its relatives (PATTERNS). Its pre-tokens are
-
-        's 't 're 've 'm 'll 'd | ?letters | 1 to 3 numbers | ?others newlines | spaces newlines | whitespace
-
-    where ?letters may begin with any character except a newline or a number, and ?others with a space. A pre-token
-    certainly begins in three cases:
-    1. i follows a letter or a number, and another class begins. In o200k_base, a letter before ' or before a
-       mark (\p{M}) is an exception, because a word may contain ' and marks.
-    2. i follows a character of the class "other", and a number or whitespace other than a newline begins.
-    3. i follows a newline, and a non-space character begins. In o200k_base, / is an exception, because one pre-token
-       can contain a newline and then /.
-    The cut does not change the pre-tokens before i, because a pattern looks ahead only from whitespace. In case 3 the
-    whitespace before i ends in a newline. With or without the cut, its first newlines may belong to ?others, and the
-    rest is one pre-token.
-    """
-    kinds = [*map(character_class, text)]
-    for i in range(1, len(text)):
-        before, here, c = kinds[i - 1], kinds[i], text[i]
-        if not before or not here or before == here:
-            continue
-        if before in "LN":
-            if not (o200k and before == "L" and here == "other" and (c == "'" or unicodedata.category(c)[0] == "M")):
-                yield i
-        elif before == "other":
-            if here == "N" or (here == "space" and c not in "\r\n"):
-                yield i
-        elif text[i - 1] in "\r\n" and not (o200k and c == "/"):
-            yield i
-
-
-def size(text: str) -> int:
-    return len(text.encode("utf-8", "surrogateescape"))
-
-
-def last_cut(data: bytes, pattern: str) -> int:
-    """Return the last cut point of `data`, or 0. First try the last 64 bytes, which nearly always have one."""
-    for window in (64, 4096, len(data)):
-        start = max(0, len(data) - window)
-        text = data[start:].decode("utf-8", "surrogateescape")
-        if points := list(cut_points(text, pattern)):
-            return start + size(text[: points[-1]])
-    return 0
-
-
-def first_cut(data: bytes, pattern: str) -> int:
-    """Return the first cut point of `data`, or 0."""
-    text = data.decode("utf-8", "surrogateescape")
-    return size(text[: next(cut_points(text, pattern), 0)])
+    if tokenizer.name == "bytes":
+        return len(text)
+    if tokenizer.pattern not in PATTERNS:
+        return 0
+    found = (GPT2_CUT if tokenizer.pattern == "gpt2" else OTHER_CUT).match(text)
+    return found.end() if found else 0

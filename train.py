@@ -35,7 +35,7 @@ from parallel.optimizer import LossScale, learning_rate
 from parallel.pipedream import PipeDream, train_call
 from parallel.pipeline import Executor
 from parallel.zero import Zero
-from vocabulary import COPY
+from tokenizer import COPY
 
 RATES = 4096  # learning rates in the table of `rate`
 

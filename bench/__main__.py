@@ -1,7 +1,6 @@
 """The command line of the measurements. Each measurement prints tables like those in the README.
 
     python -m bench                   list the measurements
-    python -m bench prepare --mb=200  throughput and memory of prepare.py
     python -m bench layouts           a training step of every layout, ours and PyTorch's own
     python -m bench kernels           correctness and speed of every operation, on a GPU
     python -m bench train             a whole step, ours and plain PyTorch's, and a profile, on a GPU
@@ -19,7 +18,7 @@ import sys
 from errors import UserError, exit_on_user_error
 
 LARGEST = 2**20  # of an option that is a number
-NAMES = ["prepare", "layouts", "kernels", "train", "sweep"]
+NAMES = ["layouts", "kernels", "train", "sweep"]
 
 
 def measurement(name):

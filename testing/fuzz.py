@@ -206,7 +206,6 @@ def shuffled(rng, words, extra):
 
 def prepare_case(rng):
     """A data set from the texts, in a new folder, or in the folder of a finished or of an unfinished one."""
-    import documents
     import prepare
 
     names = "out tokenizer split workers text_key megatron on_error".split()
@@ -214,18 +213,16 @@ def prepare_case(rng):
     out = rng.choice("new new data half".split())
     words = [*inputs, "--tokenizer=bytes", f"--workers={rng.choice('12')}", f"--out={out}"]
     extra = some(rng, names) + rng.choice([[], ["--on_error=skip"]])
-    shutil.copytree("data", "half")  # an unfinished data set: meta.json is missing
-    for name in ("train.bin", "val.bin", "test.bin"):
-        os.rename(f"half/{name}", f"half/{name}.part")
-    meta = json.loads(Path("half/meta.json").read_text())
-    Path("half/meta.json").unlink()
+    shutil.copytree("data", "half.part")  # an unfinished data set
+    meta = json.loads(Path("half.part/meta.json").read_text())
     made_from = meta["made_from"] | {"split": "969,30,1"}
     with contextlib.suppress(UserError):
-        made_from["input"] = prepare.describe(documents.find_files(inputs[:1]))
-    state = {"made_from": made_from, "cut": rng.choice([prepare.cut_settings(), "other"]), "blocks": 1}
+        made_from["input"] = prepare.describe(prepare.find_files(inputs[:1]))
+    state = {"made_from": made_from, "piece": rng.choice([prepare.PIECE, 64]), "blocks": 1}
+    state |= {"skipped": {}, "examples": []}
     state |= {name: list(meta[name].values()) for name in ("tokens", "documents")}
-    Path("half/progress.json").write_text(json.dumps(state))
-    files = "texts/a.txt texts/c.jsonl data/meta.json half/progress.json half/progress.json data/val.bin"
+    Path("half.part/progress.json").write_text(json.dumps(state))
+    files = "texts/a.txt texts/c.jsonl data/meta.json half.part/progress.json half.part/progress.json data/val.bin"
     return shuffled(rng, words, extra), files.split()
 
 
@@ -303,7 +300,6 @@ def curve_case(rng):
 def bench_case(rng):
     """Return (words, []). Each command line has a mistake, because a measurement takes too long."""
     numbers = {
-        "prepare": "mb line_mb repeats",
         "layouts": "layers hidden seq vocab repeats",
         "kernels": "repeats hidden tokens seq vocab",
         "checkpoint": "layers hidden repeats",
@@ -312,7 +308,6 @@ def bench_case(rng):
         "model": "micro_batch_size micro_batches",
     }
     texts = {
-        "prepare": "tokenizers parts",
         "layouts": "only",
         "kernels": "only dtype",
         "delay": "stages data_dir",
@@ -342,7 +337,7 @@ COMMANDS = {  # name: (module, function that returns (words, files to spoil), fo
 }
 
 
-PRELOADED = {"bench": [f"bench.{name}" for name in "prepare layouts checkpoint delay kernels train model".split()]}
+PRELOADED = {"bench": [f"bench.{name}" for name in "layouts checkpoint delay kernels train model".split()]}
 
 
 def main_of(command):
