@@ -26,7 +26,6 @@ The files grow in DIR.part, which is renamed to DIR when they are complete. Afte
 resumes: it reads the finished blocks again without encoding them, and continues with the next block.
 """
 
-import argparse
 import bz2
 import contextlib
 import glob
@@ -57,12 +56,7 @@ from errors import Parser, UserError, exit_on_user_error, explained, locked, rea
 from tokenizer import copy, last_cut, load_tokenizer
 
 SPLITS = ("train", "val", "test")
-KINDS = (
-    ".txt",
-    ".md",
-    ".py",
-    ".jsonl",
-)  # .json is read as JSON lines, but not in a folder: there it is often another file
+KINDS = (".txt", ".md", ".py", ".jsonl")  # a .json file is read as JSON lines if it is named, but not in a folder
 PACKINGS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 KNOWN = f"{' '.join(KINDS)}, also compressed as {' '.join(PACKINGS)}"
 PIECE = 512 << 10  # characters that a worker encodes at a time
@@ -183,9 +177,6 @@ def json_parts(stream, part):
 # --- encode: blocks to tokens, in the workers -------------------------------------------------------------------------
 
 
-REASONS = {UnicodeEncodeError: "not UTF-8", json.JSONDecodeError: "not JSON", RecursionError: "not JSON"}
-
-
 def encode_block(source, text_key, weights, block):
     """Encode the documents of a block, each into its split. Of a bad long text, only the bad pieces are left out.
 
@@ -216,7 +207,8 @@ def encode_block(source, text_key, weights, block):
 
 def described(error, part, line, data, text_key):
     """Return (reason, message) for an error in the document `data`, which begins on `line`. Reasons are counted."""
-    reasons = REASONS | {OSError: "unreadable", KeyError: f"no key '{text_key}'"}
+    reasons = {UnicodeEncodeError: "not UTF-8", json.JSONDecodeError: "not JSON", RecursionError: "not JSON"}
+    reasons |= {OSError: "unreadable", KeyError: f"no key '{text_key}'"}
     reason = reasons.get(type(error), "no string" if part.json_lines else "not encoded")
     line += data.count("\n", 0, getattr(error, "start", 0))  # UnicodeEncodeError.start
     more = "; see --text_key" if isinstance(error, LookupError) else ""
@@ -237,7 +229,7 @@ def start_worker():
 
 
 def encoded_blocks(blocks, workers, *job):
-    """Yield (block, Encoded) in the order of `blocks`. job: the first arguments of `encode_block`."""
+    """Yield (block, result of `encode_block`) in the order of `blocks`. job: the first arguments of `encode_block`."""
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context(START_METHOD), start_worker)
     submitted = ((block, pool.submit(encode_block, *job, block)) for block in blocks)
     try:
@@ -254,9 +246,9 @@ def encoded_blocks(blocks, workers, *job):
 
 
 def megatron_blocks(prefix, tokenizer, weights):
-    """Yield (block, Encoded) of PREFIX.bin, with an end-of-text token after each document that lacks it.
+    """Yield (block, result), as `encoded_blocks` does, of PREFIX.bin. A document that lacks its end-of-text gets it.
 
-    Megatron-LM encodes text with tools/preprocess_data.py --dataset-impl=mmap. PREFIX.bin contains only token ids.
+    Megatron-LM encodes text with tools/preprocess_data.py --dataset-impl=mmap. PREFIX.bin has only token ids.
     PREFIX.idx contains, little-endian (megatron/core/datasets/indexed_dataset.py), for S sequences (parts of documents)
     and D documents:
 
@@ -283,10 +275,8 @@ def megatron_blocks(prefix, tokenizer, weights):
         bounds = ends[document : document + 1025]
         ids, pieces, documents = tokens[bounds[0] : bounds[-1]], [[], [], []], [0, 0, 0]
         if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.n_vocab:
-            wrong = (
-                f"ids from {ids.min()} to {ids.max()}, but --tokenizer={tokenizer.name} has {tokenizer.n_vocab:,} ids"
-            )
-            raise UserError(f"{prefix}.bin: {wrong}; use the tokenizer that encoded it")
+            wrong = f"ids from {ids.min()} to {ids.max()}, but {tokenizer.name} has {tokenizer.n_vocab:,} ids"
+            raise UserError(f"{prefix}.bin: {wrong}; --tokenizer should be the one that encoded it")
         data, start = ids.astype(f"<u{tokenizer.width}").tobytes(), bounds[0]
         for line, (begin, end) in enumerate(itertools.pairwise(bounds), document + 1):
             one = data[tokenizer.width * (begin - start) : tokenizer.width * (end - start)]
@@ -392,23 +382,13 @@ def write_whole(path, value):
 def parse_arguments():
     """Return the parsed command line. Raises UserError."""
     parser = Parser("python prepare.py", allow_abbrev=False)
-    parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=120)
     parser.description = "Text to tokens on disk: DIR/{train,val,test}.bin, DIR/meta.json and a copy of the vocabulary."
     parser.epilog = "After a stop or a crash, run the same command again to resume. It does not change a finished DIR."
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     add = parser.add_argument
-    add(
-        "inputs",
-        nargs="*",
-        metavar="INPUT",
-        help=f"files, 'globs' or folders of {KNOWN} (default: the standard library)",
-    )
+    add("inputs", nargs="*", metavar="INPUT", help=f"files, 'globs' or folders of {KNOWN} (default: Python's own)")
     add("--out", metavar="DIR", help="output folder (default: data/SOURCE_TOKENIZER, for example data/stdlib_gpt2)")
-    add(
-        "--tokenizer",
-        default="gpt2",
-        help="gpt2 (default), bytes ..., or tokenizer.json, or vocab.json with merges.txt",
-    )
+    add("--tokenizer", default="gpt2", help="gpt2 (default), bytes ..., tokenizer.json, or vocab.json with merges.txt")
     add("--split", default="969,30,1", help="relative sizes of train,val,test (default: 969,30,1)")
     add("--workers", type=int, default=cores, metavar="N", help="processes that encode (default: one per core)")
     add("--text_key", default="text", metavar="KEY", help="key of the text in a JSON line (default: text)")
@@ -485,16 +465,15 @@ def make(args, tokenizer, files, output, folder):
         blocks = read_blocks(files, tokenizer)
         results = encoded_blocks(blocks, args.workers, args.tokenizer, args.text_key, args.split)
     tqdm.monitor_interval = 0  # without tqdm's thread: see START_METHOD
-    with tqdm(total=progress["made_from"]["input"]["bytes"], unit="B", unit_scale=True, smoothing=0.05) as bar:
-        for _ in itertools.islice(blocks, progress["blocks"]):  # finished by an earlier run
-            pass
-        with contextlib.closing(results):
-            for block, (tokens, documents, problems) in results:
-                if problems and stop:
-                    output.save()
-                    raise UserError(f"{problems[0][1]}; correct it, or skip bad documents with --on_error=skip")
-                output.write(tokens, documents, problems)
-                bar.update(sum(part.used for part in block))
+    bar = tqdm(total=progress["made_from"]["input"]["bytes"], unit="B", unit_scale=True, smoothing=0.05)
+    with bar, contextlib.closing(results):
+        deque(itertools.islice(blocks, progress["blocks"]), maxlen=0)  # an earlier run finished these
+        for block, (tokens, documents, problems) in results:
+            if problems and stop:
+                output.save()
+                raise UserError(f"{problems[0][1]}; correct it, or skip bad documents with --on_error=skip")
+            output.write(tokens, documents, problems)
+            bar.update(sum(part.used for part in block))
     skipped = sum(progress["skipped"].values())
     if sum(progress["tokens"]) == sum(progress["documents"]):
         raise UserError(f"the input is empty: no text in {len(files):,} files; skipped {progress['examples']}")

@@ -370,7 +370,7 @@ BAD = {
     "text not UTF-8": ("a.txt", b"one\ntwo \xe9 x\n", ":2", "not UTF-8", []),
     "a piece not UTF-8": ("a.txt", b"x " * 50 + b"\n\xff" + b" y" * 300000, ":2", "not UTF-8", None),
     "the last piece": ("a.txt", b"x " * 300000 + b"\xff", ":1", "not UTF-8", None),
-    "half a .gz": ("a.txt.gz", gzip.compress(b"x y " * 200000)[:-9], ":1", "unreadable", None),
+    "half a .gz": ("a.txt.gz", gzip.compress(b"x y " * 200000)[:-9], ":1", "unreadable", []),
     "no .xz": ("a.txt.xz", b"plain text", ":1", "unreadable", []),
     "a FIFO": ("a.txt", None, ":1", "unreadable", []),
     "no cut": ("a.txt", b"x" * 4_000_000, ":1", "unreadable", []),
@@ -400,7 +400,7 @@ def test_bad_input_stops_with_its_place_or_is_skipped_and_counted(case, name, he
     if left is not None:
         assert tokens["train"] == whole(load_tokenizer(name), ["before", *left, "after"])
     else:  # only the bad piece is left out; the rest is one document
-        assert tokens["train"].count(load_tokenizer(name).eot_token) == 3 and len(tokens["train"]) > 50_000
+        assert tokens["train"].count(load_tokenizer(name).eot_token) == 3 and len(tokens["train"]) > 30_000
 
 
 @pytest.mark.parametrize(
@@ -505,8 +505,8 @@ def test_megatrons_files_give_the_data_set_of_the_same_texts(dtype, eod, here, t
     [
         (dict(code=7), "damaged"),
         (dict(magic=b"TNTIDX\0\0\0"), "not data of --dataset-impl=mmap"),
-        (dict(documents=[[[999]]]), "use the tokenizer that encoded it"),
-        (dict(documents=[[[-1]]], dtype="i4"), "use the tokenizer that encoded it"),
+        (dict(documents=[[[999]]]), "--tokenizer should be the one that encoded it"),
+        (dict(documents=[[[-1]]], dtype="i4"), "--tokenizer should be the one that encoded it"),
         ("m.bin", "damaged: ValueError: its documents have 6 tokens, but the .bin has 3"),
         ("m.idx", "damaged"),
     ],
