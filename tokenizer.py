@@ -251,7 +251,7 @@ def ranked(merges):
     """Return the ranks of the tokens that a live merge makes (see above), after the 256 bytes. Raises ValueError."""
     ranks, missed = {bytes([b]): b for b in range(256)}, set()
     for rank, (left, right) in enumerate(merges, 256):
-        missed |= {left, right} - ranks.keys()
+        missed |= {part for part in (left, right) if part not in ranks}
         if left + right not in ranks and merged(left + right, ranks) == [left, right]:
             ranks[left + right] = rank
     if late := missed & ranks.keys():
