@@ -82,7 +82,7 @@ class Config:
     resume: str = "auto"  # auto: from out_dir's latest checkpoint; none; or a checkpoint's path (Megatron-LM: --load)
     new_data: bool = False  # resume although the training tokens are not those of the checkpoint
     save_interval: int = 0  # updates between checkpoints (0: at the end only)
-    keep: int = 2  # latest checkpoints to keep (0: all); the last one that a finite loss followed stays, too
+    keep: int = 2  # latest checkpoints to keep (0: all)
     log_interval: int = 10  # updates between log lines
     eval_interval: int = 0  # updates between validations (0: at the end only)
     eval_iters: int = 10  # global batches of a validation (0: no validation)

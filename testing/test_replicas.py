@@ -10,7 +10,7 @@ from config import check
 from errors import UserError
 from parallel import checkpoint, replicas
 from parallel.mesh import Mesh
-from test_checkpoint import CPU, configured, go
+from test_checkpoint import configured, go
 from test_layouts import built, micro_batches, tiny_config
 
 
@@ -37,13 +37,9 @@ def said_after_damage(config, rank, bucket, kind, place):
     [
         (3, {}, "fp64", (1, "block0", "parameter", 0), "block0.qkv.weight: ranks [0, 2] and ranks [1]"),
         (2, {}, "bf16", (1, "block1", "master", 4), "block1.qkv.weight (master weight): ranks [0] and ranks [1]"),
-        (2, {}, "bf16", (0, "block1", "parameter", 1), "block1.qkv.weight: ranks [0] and ranks [1]"),
-        (2, {}, "fp64", (1, "head", "moment", -60), "head.ln.bias (moment 1): ranks [0] and ranks [1]"),
         (2, dict(zero=1), "bf16", (0, "word", "parameter", -1), "word.weight: ranks [0] and ranks [1]"),
-        (2, dict(zero=2), "fp64", (1, "block0", "parameter", 9), "block0.qkv.weight: ranks [0] and ranks [1]"),
         (2, dict(tp=2), "fp64", (1, "block0", "moment", -60), "block0.fc2.bias (moment 1): ranks [0] and ranks [1]"),
         (4, dict(tp=2, zero=3), "fp64", (3, "block0", "moment", -60), "block0.fc2.bias (moment 1): ranks [2] and"),
-        (2, dict(pp=2), "fp64", (1, "word", "moment", 5), "word.weight (moment 1): ranks [0] and ranks [1]"),
         (4, dict(pp=2, zero=3), "bf16", (2, "word", "parameter", 5), "word.weight: ranks [2] and ranks [3]"),
         (4, dict(pp=4, schedule="chimera", num_layers=4), "fp64", (2, "block1", "parameter", 0), "block1.qkv.weight"),
     ],
@@ -133,8 +129,3 @@ def test_equal_copies_pass_and_change_nothing(workers, tokens_dir, tmp_path):
         workers.run(4, go, configured(out, tokens_dir, tp=2, sequence_parallel=True, check_replicas=every))
     ours, theirs = ([p.read_bytes() for p in sorted(Path(out, "step_10").glob("*.*t*"))] for out in outs)
     assert ours == theirs and ours
-
-
-def test_one_process_has_no_copies(tokens_dir, tmp_path):
-    run = train.build(configured(tmp_path, tokens_dir), Mesh(), CPU)
-    replicas.check(run.zero, 0)
