@@ -52,7 +52,7 @@ def reading(file, *more):
     except UserError:
         raise
     except (*wrong, *more) as error:
-        said = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        said = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(f"{file}: {said}") from None
 
 
@@ -217,4 +217,4 @@ def boolean(text):
 
 
 # until all rooms use the new names
-parse_json, regular, writable = json.loads, Path, Path
+parse_json, regular = json.loads, Path

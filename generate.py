@@ -10,6 +10,7 @@ whose probabilities sum to `top_p` or more (nucleus sampling, Holtzman et al., a
 
 import codecs
 import dataclasses
+import math
 
 import torch
 
@@ -81,26 +82,28 @@ def generate(model, ids, count, temperature=1.0, top_k=0, top_p=1.0, generator=N
         yield token
 
 
+OPTIONS = {  # (default, smallest value, largest value, meaning)
+    "max_tokens": (300, 1, math.inf, "maximum number of new tokens"),
+    "num_samples": (1, 1, math.inf, "number of texts to generate"),
+    "temperature": (0.8, 0, math.inf, "0: always the likeliest token"),
+    "top_k": (0, 0, math.inf, "draw from the k likeliest tokens; 0: all"),
+    "top_p": (1.0, 1e-9, 1, "keep tokens up to this probability sum"),
+    "seed": (0, -(2**63), 2**63 - 1, "the same seed gives the same text"),
+}
+
+
 def arguments():
     """Return the parsed command line. Raises UserError."""
     parser = Parser(prog="python generate.py", description="Writes text with a checkpoint.", allow_abbrev=False)
     parser.add_argument("checkpoint", help="out_dir of a run, or one of its step_N folders")
     parser.add_argument("--prompt", default="", help="text to continue (default: new document)")
-    parser.add_argument("--max_tokens", type=int, default=300, help="maximum number of new tokens (%(default)s)")
-    parser.add_argument("--num_samples", type=int, default=1, help="number of texts to generate (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (%(default)s)")
-    parser.add_argument("--top_k", type=int, default=0, help="draw from the k likeliest tokens; 0: all (%(default)s)")
-    parser.add_argument("--top_p", type=float, default=1.0, help="keep tokens up to this probability sum (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (%(default)s)")
-    a = parser.parse_args()
-    for name, least in [("max_tokens", 1), ("num_samples", 1), ("temperature", 0), ("top_k", 0)]:
-        if not getattr(a, name) >= least:  # `not >=` also refuses nan
-            raise UserError(f"--{name}={getattr(a, name)}: should be {least} or more")
-    if not -(2**63) <= a.seed < 2**63:
-        raise UserError(f"--seed={a.seed}: should be between -2^63 and 2^63 - 1")
-    if not 0 < a.top_p <= 1:
-        raise UserError(f"--top_p={a.top_p}: should be above 0 and at most 1")
-    return a
+    for name, (default, _, _, text) in OPTIONS.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{text} (%(default)s)")
+    options = parser.parse_args()
+    for name, (_, least, most, _) in OPTIONS.items():
+        if not least <= (value := getattr(options, name)) <= most:  # `not <=` also refuses nan
+            raise UserError(f"--{name}={value}: should be between {least} and {most}")
+    return options
 
 
 def main():

@@ -119,15 +119,6 @@ def test_logits_are_those_of_transformers(tmp_path, kind, sizes, dtype, name, to
     assert (ours - theirs).abs().max() < tolerance * theirs.abs().max()
 
 
-def their_parameters(family, run):
-    """Return {name in transformers: parameter of ours}."""
-    pairs = {}
-    for p in run.model.parameters():
-        parts = family.to_there(p.spec, p.detach(), run.config.vocab_size)
-        pairs |= dict(zip((family.prefix + name for name in family.names(p.spec.name)), parts, strict=True))
-    return pairs
-
-
 @pytest.mark.parametrize("kind", ["gpt2", "opt"])
 def test_three_training_steps_are_those_of_transformers_and_adamw(tmp_path, kind):
     model = saved(tmp_path / "hf", kind, dtype=torch.float64).train()
@@ -138,7 +129,7 @@ def test_three_training_steps_are_those_of_transformers_and_adamw(tmp_path, kind
     for layer in model.model.decoder.layers if kind == "opt" else []:
         layer.dropout = 0.0
     run = run_of(imported(tmp_path / "hf", tmp_path / "out"), dtype="fp64", seq_length=9, weight_decay=0.1)
-    c, family = run.config, convert.FAMILIES[kind]
+    c, state = run.config, model.state_dict()
     groups = [
         dict(params=[p for p in model.parameters() if (p.ndim > 1) == decays], weight_decay=0.1 * decays)
         for decays in (True, False)
@@ -155,32 +146,24 @@ def test_three_training_steps_are_those_of_transformers_and_adamw(tmp_path, kind
         adamw.step()
         theirs.append(loss.item())
     assert ours == pytest.approx(theirs, rel=1e-6) and ours[2] < ours[0]
-    state = model.state_dict()
-    for name, ours in their_parameters(family, run).items():
-        used = slice(family.offset if name.endswith("embed_positions.weight") else 0, None)
-        assert torch.allclose(ours[used], state[name][used], rtol=0, atol=1e-6), name
+    for p in run.model.parameters():
+        for name, ours in convert.to_there(kind, p.spec, p.detach(), c.vocab_size).items():
+            used = slice(2 if name.endswith("embed_positions.weight") else 0, None)
+            assert torch.allclose(ours[used], state[name][used], rtol=0, atol=1e-6), name
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "lars", "sgd"])
-def test_an_imported_model_trains_on_in_other_layouts(workers, tokens_dir, tmp_path, optimizer):
-    """A run may choose seed, seq_length and optimizer, because it is still at step 0."""
+def test_an_imported_model_trains_on_in_other_layouts(workers, tokens_dir, tmp_path):
+    """A run may choose seed and seq_length, because it is still at step 0."""
     saved(tmp_path / "hf", "opt", (3, 24, 4, 301, 40))
-    curves = []
-    layouts = [(1, {}), (4, dict(tp=2, zero=3)), (4, dict(tp=2, pp=2))]
-    for i, (ranks, fields) in enumerate(layouts if optimizer == "adamw" else layouts[:2]):
+    curves, more = [], dict(data_dir=tokens_dir, optimizer="adamw", seed=7, seq_length=8, train_iters=3, dtype="fp64")
+    for i, (ranks, layout) in enumerate([(1, {}), (4, dict(tp=2, zero=3)), (4, dict(tp=2, pp=2))]):
         out = imported(tmp_path / "hf", tmp_path / f"out{i}")
-        fields |= dict(
-            data_dir=tokens_dir, optimizer=optimizer, seed=7, seq_length=8, train_iters=3, lr=1e-3, dtype="fp64"
-        )
-        fields |= dict(global_batch_size=8, log_interval=1, eval_iters=0)
+        fields = more | layout | dict(global_batch_size=8, log_interval=1, eval_iters=0, lr=1e-3)
         config = configuration.load([f"{out}/config.py", *(f"--{name}={value}" for name, value in fields.items())])
-        assert configuration.check(config, ranks)
         workers.run(ranks, go, config)
-        assert sorted(p.name for p in out.glob("step_*")) == ["step_0", "step_3"]
-        curves.append(curve(out))
-    assert len(curves[0]) == 3 and curves[0][0] != curves[0][1]
-    for first, *others in zip(*curves, strict=True):
-        assert all(other == pytest.approx(first, rel=1e-9) for other in others)
+        curves.append([number for row in curve(out) for number in row])
+    assert len(curves[0]) == 3 * 5 and curves[0][0] != curves[0][5]
+    assert all(other == pytest.approx(curves[0], rel=1e-9) for other in curves)
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -208,7 +191,6 @@ def test_greedy_text_is_that_of_generate(tmp_path, kind):
 def test_a_pipeline_of_transformers_writes_our_text(trained, tmp_path, capsys, monkeypatch):
     ours = written(capsys, monkeypatch, trained, "--prompt=cde", "--temperature=0", "--max_tokens=12")
     folder = exported(trained, tmp_path / "hf")
-    assert "13 tokens here" in capsys.readouterr().out
     pipe = transformers.pipeline("text-generation", model=str(folder))
     (text,) = pipe("cde", max_new_tokens=12, do_sample=False)
     assert text["generated_text"] + "\n" == ours == "cdefgabcdefgabc\n"
@@ -216,32 +198,6 @@ def test_a_pipeline_of_transformers_writes_our_text(trained, tmp_path, capsys, m
     everything = bytes(range(256)).decode("latin-1") + "日本語 \n\n"
     assert tokenizer(everything).input_ids == list(everything.encode()) and tokenizer.decode([0xC3, 0xA9]) == "é"
     assert tokenizer("a<|endoftext|>").input_ids == [97, 256] and tokenizer.eos_token_id == 256
-    assert load_tokenizer("bytes").encode_ordinary("<|endoftext|>") == list(b"<|endoftext|>")  # thirteen
-
-
-TEXT = "Hello world, it's 2,024 degrees\n\n\tdef f(x):  return x**2   # 日本語 naïve 🙂 \x00\x7f " + "x" * 70
-
-
-def test_gpt2s_vocabulary_goes_out_and_comes_back(tmp_path, capsys):
-    """With GPT-2's vocabulary, a pipeline works, too. Its tokens are tiktoken's. The import finds the name gpt2."""
-    try:
-        gpt2 = load_tokenizer("gpt2")
-    except UserError as error:
-        pytest.skip(f"GPT-2's vocabulary is not available: {error}")
-    model = random_model("gpt2", (1, 16, 2, 50257, 32))
-    model.save_pretrained(tmp_path / "hf")
-    copy(gpt2, tmp_path / "hf")
-    out = imported(tmp_path / "hf", tmp_path / "out")
-    assert json.loads((out / "step_0/index.json").read_text())["tokenizer"] == "gpt2"
-    folder = exported(out, tmp_path / "again")
-    assert "7 tokens here" in capsys.readouterr().out
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    assert tokenizer(TEXT).input_ids == list(gpt2.encode_ordinary(TEXT))
-    pipe = transformers.pipeline("text-generation", model=str(folder))
-    (text,) = pipe("Hello world", max_new_tokens=5, do_sample=False)
-    ours, _, _ = generate.load_model(out, CPU)
-    prompt = list(gpt2.encode_ordinary("Hello world"))
-    assert text["generated_text"] == gpt2.decode(prompt + list(generate.generate(ours, prompt, 5, temperature=0)))
 
 
 def opts_tokenizer(folder):
@@ -300,28 +256,8 @@ def test_export_of_import_is_the_identity(tmp_path, kind):
             tensor, other = tensor[2:], other[2:]
         assert torch.equal(tensor, other), name
     theirs, ours = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "hf", folder))
-    free = {"pad_token_id", "attn_pdrop", "n_inner"}
+    free = {"pad_token_id", "attn_pdrop", "attention_dropout", "n_inner", "transformers_version"}
     assert {k: v for k, v in ours.items() if k not in free} == {k: theirs[k] for k in ours if k not in free}
-
-
-def test_import_of_export_is_the_identity(trained, tmp_path):
-    """The padding of the word table becomes zeros. It had no gradient, so no loss and no update can change."""
-    before = arrays(trained / "step_100")
-    after = arrays(imported(exported(trained, tmp_path / "hf"), tmp_path / "out") / "step_0")
-    weights = {name for name in before if ".moment" not in name}
-    assert after.keys() - {"tokenizer.json"} == before.keys() and len(weights) == 28
-    for name in after.keys() & before.keys():
-        if name == "word.weight":
-            rows = 257 * 32 * 4
-            assert len(before[name]) == len(after[name]) == 384 * 32 * 4 and not any(after[name][rows:])
-            assert before[name][:rows] == after[name][:rows]
-        elif name in weights:
-            assert before[name] == after[name], name
-        else:
-            assert len(before[name]) == len(after[name]) and not any(after[name]), name
-    again = exported(tmp_path / "out", tmp_path / "again")
-    for path in again.iterdir():
-        assert path.read_bytes() == (tmp_path / "hf" / path.name).read_bytes(), path.name
 
 
 # --- other files ------------------------------------------------------------------------------------------------------
@@ -339,14 +275,15 @@ def to_bin(folder, change=lambda tensors: tensors, shards=1):
     names = {name: f"pytorch_model-{i % shards}.bin" for i, name in enumerate(tensors)}
     for file in set(names.values()):
         torch.save({name: t for name, t in tensors.items() if names[name] == file}, folder / file)
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
 
 
 def as_on_the_hub(tensors):
     """GPT-2's old files have causal masks and no prefix. OPT's old files have another prefix."""
     short = {name.removeprefix("transformer.").removeprefix("model."): t for name, t in tensors.items()}
     masks = {"h.0.attn.bias": torch.ones(1, 1, 17, 17).tril(), "h.0.attn.masked_bias": torch.tensor(-1e4)}
-    return short | (masks if "wte.weight" in short else {}) | {"lm_head.weight": torch.zeros(301, 24)}
+    word = short["wte.weight" if "wte.weight" in short else "decoder.embed_tokens.weight"]
+    return short | (masks if "wte.weight" in short else {}) | {"lm_head.weight": word}
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "opt"])
@@ -370,173 +307,124 @@ def test_16_bit_weights_become_float32(tmp_path, dtype):
     assert position == model.transformer.wpe.weight.detach().float().numpy().tobytes()
 
 
-def test_a_large_export_has_several_files(tmp_path, monkeypatch):
-    model = saved(tmp_path / "hf", "gpt2")
-    out = imported(tmp_path / "hf", tmp_path / "out")
-    monkeypatch.setattr(convert, "SHARD", 20000)
-    folder = exported(out, tmp_path / "again")
-    files = sorted(p.name for p in folder.glob("*.safetensors"))
-    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
-    assert all(p.stat().st_size < 34000 for p in folder.glob("*.safetensors"))  # the word table has 28,896 bytes
-    again, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(info.values())
-    assert all(torch.equal(t, again.state_dict()[name]) for name, t in model.state_dict().items())
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == 4 * sum(p.numel() for p in model.parameters())
-
-
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 
 def refusal(capsys, monkeypatch, *words):
-    """Run the command line. Return its only line on stderr."""
+    """Run the command line. Return its only line on stderr, without "error: "."""
     monkeypatch.setattr(sys, "argv", ["convert.py", *map(str, words)])
     with pytest.raises(SystemExit) as stopped:
         exit_on_user_error(convert.main)
-    lines = [line for line in capsys.readouterr().err.splitlines() if line and "B/s]" not in line]  # no bars
+    lines = [line for line in capsys.readouterr().err.splitlines() if line and "tensor/s]" not in line]  # no bars
     assert stopped.value.code == 2 and len(lines) == 1 and lines[0].startswith("error: ")
     return lines[0].removeprefix("error: ")
+
+
+def change_config(folder, **fields):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 @pytest.mark.parametrize(
     "kind, fields, message",
     [
-        ("gpt2", dict(model_type="llama"), "model_type=llama: should be one of gpt2, opt"),
-        ("gpt2", dict(model_type=["gpt2"]), "model_type=['gpt2']: should be one of gpt2, opt"),
-        ("gpt2", dict(activation_function=["relu"]), "activation_function=['relu']: should be one of gelu_new, "),
-        ("opt", dict(activation_function={}), "activation_function={}: should be one of gelu_new, "),
+        ("gpt2", dict(model_type="bert"), "model_type=bert: should be one of gpt2, opt"),
         ("gpt2", dict(activation_function="gelu"), "activation_function=gelu: should be one of gelu_new, "),
-        ("gpt2", dict(activation_function="silu"), "activation_function=silu: should be one of gelu_new, "),
-        ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True: attention here"),
-        ("gpt2", dict(scale_attn_weights=False), "scale_attn_weights=False: attention here divides"),
-        ("gpt2", dict(layer_norm_epsilon=1e-6), "layer_norm_epsilon=1e-06: LayerNorm here adds 1e-5"),
-        ("gpt2", dict(add_cross_attention=True), "add_cross_attention=True: the model here has no cross-attention"),
-        ("gpt2", dict(n_inner=100), "n_inner=100: the MLP here has 4 * 24 = 96 columns"),
-        ("gpt2", dict(tie_word_embeddings=False), "tie_word_embeddings=False: the model here uses the word table"),
-        ("gpt2", dict(quantization_config={"bits": 4}), "quantization_config: the weights are quantized"),
-        ("gpt2", dict(n_layer="2"), "n_layer='2': should be int"),
-        ("gpt2", dict(n_embd=None), "n_embd=None: should be int"),
+        ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True: the model here"),
+        ("gpt2", dict(layer_norm_epsilon=1e-6), "layer_norm_epsilon=1e-06: the model here has layer_norm_epsilon="),
+        ("gpt2", dict(n_inner=100), "n_inner=100: the model here has n_inner=96"),
+        ("gpt2", dict(tie_word_embeddings=False), "tie_word_embeddings=False: the model here"),
+        ("gpt2", dict(quantization_config={"bits": 4}), "quantization_config="),
+        ("gpt2", dict(n_layer="2"), "n_layer"),
         ("gpt2", dict(n_head=5), "hidden_size = 24 is not a multiple of num_attention_heads = 5"),
-        ("opt", dict(do_layer_norm_before=False), "do_layer_norm_before=False: LayerNorm here is before attention"),
-        ("opt", dict(word_embed_proj_dim=12), "word_embed_proj_dim=12: the word table here has hidden_size=24 columns"),
-        ("opt", dict(ffn_dim=24), "ffn_dim=24: the MLP here has 4 * 24 = 96 columns"),
-        ("opt", dict(enable_bias=False), "enable_bias=False: every linear here has a bias"),
-        ("opt", dict(layer_norm_elementwise_affine=False), "layer_norm_elementwise_affine=False: every LayerNorm"),
-        ("opt", dict(_remove_final_layer_norm=True), "_remove_final_layer_norm=True: the head here begins with"),
+        ("gpt2", dict(vocab_size=256), "its tokenizer has 257 ids, but its model has 256"),
+        ("gpt2", dict(n_positions=18), "wpe.weight"),
+        ("opt", dict(do_layer_norm_before=False), "do_layer_norm_before=False: the model here"),
+        ("opt", dict(word_embed_proj_dim=12), "word_embed_proj_dim=12: the model here has word_embed_proj_dim=24"),
+        ("opt", dict(enable_bias=False), "enable_bias=False: the model here"),
     ],
 )  # fmt: skip
 def test_a_model_that_differs_is_refused_by_name(tmp_path, capsys, monkeypatch, kind, fields, message):
     saved(tmp_path / "hf", kind)
-    path = tmp_path / "hf/config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    change_config(tmp_path / "hf", **fields)
     said = refusal(capsys, monkeypatch, "from_hf", tmp_path / "hf", f"--out={tmp_path}/out")
-    assert said.startswith(f"{path}: {message}") and not (tmp_path / "out").exists()
+    assert message in said and not (tmp_path / "out").exists()
+
+
+def test_a_model_is_not_loaded_before_its_configuration_is_checked(tmp_path, monkeypatch):
+    saved(tmp_path / "hf")
+    change_config(tmp_path / "hf", n_inner=100)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
+    with pytest.raises(UserError, match="n_inner=100: the model here has n_inner=96"):
+        imported(tmp_path / "hf", tmp_path / "out")
+
+
+def test_a_head_that_is_not_the_word_table_is_refused(tmp_path, capsys, monkeypatch):
+    """transformers uses lm_head.weight of the file if it differs, whatever the configuration says."""
+    saved(tmp_path / "hf")
+    to_bin(tmp_path / "hf", lambda t: t | {"lm_head.weight": t["transformer.wte.weight"] + 1})
+    said = refusal(capsys, monkeypatch, "from_hf", tmp_path / "hf", f"--out={tmp_path}/out")
+    assert "lm_head.weight differs from the word table" in said
+
+
+@pytest.mark.parametrize(
+    "kind, fields, lines",
+    [
+        ("gpt2", dict(embd_pdrop=0.2, resid_pdrop=0.1, attn_pdrop=0.3), ["embd_pdrop=0.2 there is 0.1 here"]),
+        ("gpt2", dict(attn_pdrop=0.3), ["attn_pdrop=0.3 there is 0.0 here"]),
+        ("opt", dict(layerdrop=0.2), ["layerdrop=0.2 there is 0.0 here"]),
+        ("gpt2", dict(embd_pdrop=0.1, resid_pdrop=0.1, attn_pdrop=0.0), []),
+    ],
+)
+def test_dropouts_that_change_are_named(tmp_path, capsys, kind, fields, lines):
+    saved(tmp_path / "hf", kind)
+    change_config(tmp_path / "hf", **fields)
+    imported(tmp_path / "hf", tmp_path / "out")
+    said = capsys.readouterr().out
+    assert all(line in said for line in lines) and (lines or " there is " not in said)
 
 
 def without(name):
     return lambda tensors: {n: t for n, t in tensors.items() if n != name}
 
 
+def cut(folder, name="model.safetensors"):
+    (folder / name).write_bytes((folder / name).read_bytes()[:1000])
+
+
 WPE = "transformer.wpe.weight"
-
-
-class Code:
-    def __reduce__(self):
-        return os.system, ("touch owned",)
-
-
-def cut(folder, size=1000):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:size])
-
-
-def header(folder, change):
-    """Change an entry in the header of model.safetensors."""
-    path = folder / "model.safetensors"
-    data = path.read_bytes()
-    end = 8 + int.from_bytes(data[:8], "little")
-    entries = json.loads(data[8:end])
-    entries[WPE] |= change
-    text = json.dumps(entries).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
-
-
-def unsafe(folder):
-    (folder / "model.safetensors").unlink()
-    torch.save({WPE: Code()}, folder / "pytorch_model.bin")
-
-
-def outside(folder):
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {WPE: "../x.safetensors"}}))
-
-
-def absent(folder):
-    from safetensors.torch import load_file
-
-    files = dict.fromkeys(load_file(folder / "model.safetensors"), "x.safetensors")
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
 
 
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (lambda f: shutil.rmtree(f), "hf/config.json: can't be read: No such file"),
-        (lambda f: (f / "config.json").write_text("{"), "hf/config.json: can't be read: Expecting"),
-        (lambda f: (f / "config.json").write_text("[]"), "hf/config.json: can't be read: not an object"),
-        (lambda f: (f / "model.safetensors").unlink(), "hf: no model.safetensors and no pytorch_model.bin"),
+        (shutil.rmtree, ""),
+        (lambda f: (f / "config.json").write_text("{"), ""),
+        (lambda f: (f / "model.safetensors").unlink(), "no file named"),
         (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"),
-        (cut, "hf/model.safetensors: can't be read: not a safetensors file, or truncated"),
-        (lambda f: cut(f, 50000), "hf/model.safetensors: can't be read: truncated"),
-        (lambda f: cut(f, 5), "hf/model.safetensors: can't be read: not a safetensors file"),
-        (lambda f: header(f, {"dtype": "I8"}), f"can't be read: {WPE} has the dtype I8, should be one of F64, F32"),
-        (lambda f: header(f, {"shape": [18, 24]}), f"{WPE} has 1632 bytes, which do not fit its shape [18, 24]"),
-        (lambda f: header(f, {"data_offsets": [-4, 1628]}), f"{WPE} has 1632 bytes, which do not fit its shape"),
-        (unsafe, "hf/pytorch_model.bin: can't be read: "),
-        (outside, "hf/model.safetensors.index.json: its weight_map should name a file of this folder"),
-        (absent, "hf/x.safetensors: can't be read: No such file"),
-        (lambda f: to_bin(f, without(WPE)), "hf/pytorch_model.bin: the tensor wpe.weight is missing"),
-        (lambda f: to_bin(f, lambda t: t | {"x.y": t[WPE]}), "the model here has no place for the tensor x.y"),
-        (lambda f: to_bin(f, lambda t: t | {WPE: t[WPE][1:]}), "wpe.weight has the shape [16, 24], the model needs"),
-        (lambda f: to_bin(f, lambda t: t | {WPE: t[WPE].to(torch.int8)}), "wpe.weight has the dtype torch.int8"),
-        (lambda f: to_bin(f, lambda t: {"a": 1}), "hf/pytorch_model.bin: can't be read: not a state_dict"),
+        (lambda f: cut(f, "tokenizer.json"), "tokenizer"),
+        (cut, ""),
+        (lambda f: to_bin(f, without(WPE)), "missing keys: transformer.wpe.weight"),
+        (lambda f: to_bin(f, lambda t: t | {"x.y": t[WPE]}), "unexpected keys: "),
+        (lambda f: to_bin(f, lambda t: t | {WPE: t[WPE][1:]}), "wpe.weight"),
     ],
-)  # fmt: skip
+)
 def test_damaged_folders(tmp_path, capsys, monkeypatch, damage, message):
-    monkeypatch.chdir(tmp_path)
     saved(tmp_path / "hf")
     damage(tmp_path / "hf")
-    assert message in refusal(capsys, monkeypatch, "from_hf", tmp_path / "hf", "--out=out")
-    assert not Path("out").exists() and not Path("owned").exists()
-
-
-def test_the_program_needs_neither_safetensors_nor_transformers(tmp_path):
-    saved(tmp_path / "hf")
-    code = (
-        "import sys; sys.modules |= dict.fromkeys(['safetensors', 'transformers', 'tokenizers']); import convert, train"
-    )
-    code += f"; convert.from_hf({str(tmp_path / 'hf')!r}, {str(tmp_path / 'out')!r})"
-    code += f"; convert.to_hf({str(tmp_path / 'out')!r}, {str(tmp_path / 'again')!r})"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
-
-
-def test_a_vocabulary_that_the_model_lacks(tmp_path, capsys, monkeypatch):
-    saved(tmp_path / "hf", sizes=(1, 8, 2, 256 + 1, 8))
-    path = tmp_path / "hf/config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 256}))
     said = refusal(capsys, monkeypatch, "from_hf", tmp_path / "hf", f"--out={tmp_path}/out")
-    assert said == f"{tmp_path}/hf: its tokenizer has 257 ids, but its model has 256"
+    assert "hf" in said and message in said and not (tmp_path / "out").exists()
 
 
 def test_a_full_disk_leaves_nothing(tmp_path, capsys, monkeypatch):
     saved(tmp_path / "hf")
     out = imported(tmp_path / "hf", tmp_path / "out")
 
-    def fsync(_):
+    def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(convert.os, "fsync", fsync)
+    monkeypatch.setattr(convert.checkpoint, "flush", full)
+    monkeypatch.setattr(convert, "copy", full)
     for words, left in ((["from_hf", tmp_path / "hf"], "a/step_0"), (["to_hf", out], "b")):
         said = refusal(capsys, monkeypatch, *words, f"--out={tmp_path}/{left[0]}")
         assert said == f"out={tmp_path}/{left}: No space left on device"
@@ -551,26 +439,3 @@ def test_what_exists_is_not_overwritten(tmp_path, capsys, monkeypatch):
     said = refusal(capsys, monkeypatch, "to_hf", out, f"--out={tmp_path}/hf")
     assert said == f"out={tmp_path}/hf: exists and is not an empty folder; use another --out"
     assert refusal(capsys, monkeypatch, "to_hf", tmp_path, "--out=x") == f"{tmp_path}: there is no checkpoint"
-    (out / "step_0/word.weight").write_bytes(b"12345678")
-    said = refusal(capsys, monkeypatch, "to_hf", out, f"--out={tmp_path}/new")
-    assert said.endswith("word.weight: 8 bytes instead of 36864: damaged") and not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["from_hf"], "the following arguments are required: source, --out (python convert.py --help lists"),
-        (["out/tiny", "x", "--out=y"], "argument direction: invalid choice"),
-        (["to_hf", "x", "--output=y"], "--output: no such option; the nearest is out"),
-    ],
-)
-def test_mistakes_on_the_command_line(capsys, monkeypatch, words, message):
-    assert refusal(capsys, monkeypatch, *words).startswith(message)
-
-
-def test_a_run_that_contradicts_the_imported_model_is_refused(tmp_path, tokens_dir):
-    saved(tmp_path / "hf", "opt")
-    out = imported(tmp_path / "hf", tmp_path / "out")
-    for field in ("activation=gelu", "num_layers=3", "max_position_embeddings=64"):
-        with pytest.raises(UserError, match=rf"^{field}: the checkpoint .* has "):
-            go(configuration.load([f"{out}/config.py", f"--data_dir={tokens_dir}", f"--{field}"]))

@@ -1,9 +1,9 @@
 # CodeParrot small (110M). Source of all values: the script in "How to train a Language Model with Megatron-LM",
 # huggingface.co/blog/megatron-training, which needs about 12 hours on 8 GPUs. Rename the blog's file to .jsonl:
 # mv codeparrot_data.json codeparrot_data.jsonl
+# The script sets --fp16. dtype=auto, the default, uses bf16 if the GPU has it.
 # python prepare.py codeparrot_data.jsonl --text_key=content --out=data/codeparrot_gpt2
 data_dir = "data/codeparrot_gpt2"
-vocab_size = 50257
 
 num_layers = 12
 hidden_size = 768
@@ -17,15 +17,9 @@ global_batch_size = 192
 train_iters = 150000
 
 lr = 0.0005
-lr_decay_style = "cosine"
 lr_decay_iters = 150000
 lr_warmup_iters = 2000
 weight_decay = 0.1
-adam_beta2 = 0.999
 
-dtype = "auto"  # the script sets --fp16; auto uses bf16 if the GPU has it
-
-log_interval = 10
 save_interval = 2000
 eval_interval = 200
-eval_iters = 10

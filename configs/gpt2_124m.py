@@ -3,14 +3,12 @@
 # number of tokens). The other values are this project's choice.
 # python prepare.py --tokenizer=gpt2
 data_dir = "data/stdlib_gpt2"
-vocab_size = 50257
 
 num_layers = 12
 hidden_size = 768
 num_attention_heads = 12
 seq_length = 1024
 
-micro_batch_size = 8
 global_batch_size = 480  # 480 * 1,024 = 491,520 tokens a step
 train_iters = 20000  # about 10 billion tokens
 

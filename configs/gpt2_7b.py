@@ -2,7 +2,6 @@
 # "大規模言語モデル(LLM)の作り方 Megatron-DeepSpeed編 Part1" (2023).
 # The script also sets --fp16 and ZeRO stage 1. This file sets neither (add --dtype=fp16 --zero=1).
 data_dir = "data/stdlib_gpt2"
-vocab_size = 50257
 
 num_layers = 32
 hidden_size = 4096
@@ -17,16 +16,12 @@ train_iters = 500000
 
 lr = 0.00015
 min_lr = 1.0e-5
-lr_decay_style = "cosine"
 lr_decay_iters = 320000
 lr_warmup_iters = 32000
-weight_decay = 1e-2
 adam_beta2 = 0.95
-clip_grad = 1.0
 
 recompute = "full"  # --checkpoint-activations
 
 log_interval = 100
 save_interval = 10000
 eval_interval = 100
-eval_iters = 10

@@ -1,7 +1,6 @@
 # GPT-3 13B. Source: Brown et al. 2020. Sizes, batch (2M tokens), lr and length (300B tokens) are in Table 2.1.
 # Decay, warm-up, adam_beta2 and weight_decay are in Appendix B. The other values are this project's choice.
 data_dir = "data/stdlib_gpt2"
-vocab_size = 50257
 
 num_layers = 40
 hidden_size = 5120  # 40 heads of 128; Table 2.1 prints 5140

@@ -1,7 +1,6 @@
 # GPT-3 XL, 1.3B. Source: Brown et al. 2020. Sizes, batch (1M tokens), lr and length (300B tokens) are in Table 2.1.
 # Decay, warm-up, adam_beta2 and weight_decay are in Appendix B. The other values are this project's choice.
 data_dir = "data/stdlib_gpt2"
-vocab_size = 50257
 
 num_layers = 24
 hidden_size = 2048

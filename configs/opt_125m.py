@@ -7,7 +7,6 @@
 # values, but 2 samples per GPU, as a GPU had only 16 GB. In 24 hours the loss fell to about 3. To use these
 # values, for example on 4 GPUs: --zero=3 --micro_batch_size=2 --global_batch_size=8.
 data_dir = "data/stdlib_gpt2"
-vocab_size = 50257
 
 activation = "relu"
 num_layers = 12
@@ -17,7 +16,6 @@ seq_length = 2048
 dropout = 0.1  # here also on the embedding; the paper has none there
 init_method_std = 0.006
 
-micro_batch_size = 8
 global_batch_size = 256  # 256 * 2,048 = 0.5M tokens
 train_iters = 572204  # 300B tokens
 
@@ -27,7 +25,6 @@ lr_decay_style = "linear"
 lr_warmup_iters = 715  # 375M tokens
 adam_beta2 = 0.95
 weight_decay = 0.1
-clip_grad = 1.0
 
 eval_interval = 1000
 save_interval = 1000

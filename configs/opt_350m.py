@@ -7,7 +7,6 @@
 # A hackathon team trained OPT-350M on BookCorpus. With lr = 3e-4 on 2 nodes of 4 GPUs the loss stayed at about 7. With
 # lr = 3e-6 on 16 nodes, and so a larger batch, the loss fell to about 4. For this lr: --lr=3e-6 --min_lr=3e-7 --zero=3.
 data_dir = "data/stdlib_gpt2"
-vocab_size = 50257
 
 activation = "relu"
 num_layers = 24
@@ -27,7 +26,6 @@ lr_decay_style = "linear"
 lr_warmup_iters = 715  # 375M tokens
 adam_beta2 = 0.95
 weight_decay = 0.1
-clip_grad = 1.0
 
 eval_interval = 1000
 save_interval = 1000

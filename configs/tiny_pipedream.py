@@ -1,12 +1,7 @@
 # configs/tiny.py as an asynchronous pipeline of two stages: an update after every micro-batch.
+# The model and data_dir are the defaults of config.py.
 # python prepare.py --tokenizer=bytes && torchrun --nproc_per_node=2 train.py configs/tiny_pipedream.py
-data_dir = "data/stdlib_bytes"
 vocab_size = 257  # 256 bytes and <|endoftext|>
-
-num_layers = 4
-hidden_size = 128
-num_attention_heads = 4
-seq_length = 256
 
 pp = 2
 schedule = "pipedream"
@@ -17,7 +12,6 @@ micro_batch_size = 4
 global_batch_size = 4
 train_iters = 2400  # as many samples as configs/tiny.py
 
-lr = 1e-3
 min_lr = 1e-4
 lr_warmup_iters = 240
 adam_beta2 = 0.99
