@@ -3,8 +3,8 @@
     python -m bench kernels --only=gelu
 
 The inputs are as in the model: the tokens of one micro-batch, and parameters with float32 gradients. Forward and
-backward are timed separately. Each row compares our Triton kernel with `reference.py` (eager and under torch.compile)
-and with PyTorch's own fused operation, if one exists. (`reference.adamw_` is PyTorch's fused AdamW.)
+backward are timed separately. Each row compares our Triton kernel with `reference.py` (eager and under torch.compile),
+and attention with PyTorch's own fused kernels. (`reference.adamw_` is PyTorch's fused AdamW.)
 
 The exact result is `reference.py` in float64 on the same inputs. The allowed error is the same as in the tests: twice
 the error of `reference.py` in the inputs' own dtype, plus one rounding.
@@ -23,8 +23,7 @@ The rows "dW" measure `reference.add_product_`, which adds a weight's gradient t
 Its time stands in the column of our kernels. Each row is printed as soon as it is measured. All rows together may take
 more than ten minutes, mainly for torch.compile. With --only=NAME a run should take one or two minutes.
 
-Without a GPU the kernels run in Triton's interpreter at a small size. The measurement then checks the errors and counts
-the moved bytes.
+Without a GPU the kernels run in Triton's interpreter at a small size. Then only the errors mean something.
 """
 
 import functools
@@ -36,50 +35,41 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import reference
-from bench.machine import NO_GPU, VERSIONS, Gpu, copy_rate, product_rate, products, what_went_wrong
-from bench.tables import print_row, print_table, spread
+from bench.machine import NO_GPU, VERSIONS, Cpu, Gpu, copy_rate, product_rate, what_went_wrong
+from bench.tables import spread
 from errors import UserError
-from operations import DTYPES
 from parallel.mesh import Mesh
 from parallel.tensor import ROWS, LinearCrossEntropy
 from reference import Drop
 
-L2 = 200 << 20  # bytes of all copies of the inputs: more than the L2 cache, which has 50 MB on an H200
-SMALL = dict(n=64, h=128, s=32, v=500)  # sizes without a GPU
-ROW = "{:<30}{:<9}{:>13}{:>28}{:>17}{:>6}{:>28}{:>28}{:>7}  {}"
+LARGE = dict(n=32768, h=1024, s=1024, v=50257)  # tokens, hidden size, tokens of a sample, vocabulary: the 345M model
+SMALL = dict(n=16, h=64, s=16, v=200)  # without a GPU
+ROW = "{:<30}{:<9}{:>13}{:>17}{:>6}  {}"
 
 
-def measure(
-    only: str = "",
-    repeats: int = 20,
-    dtype: str = "bf16",
-    hidden: int = 1024,
-    tokens: int = 32768,
-    seq: int = 1024,
-    vocab: int = 50257,
-):
+def measure(only: str = "", repeats: int = 20):
     """Check every operation. Compare its time with PyTorch's, and its rate with a memory copy or a matrix product.
 
-    --only                      measure only the operation of this name, or operations whose name contains this text
-    --repeats                   number of measurements of each variant; the variants take turns
-    --dtype                     dtype of the activations: bf16, fp16, fp32
-    --hidden, --tokens, --seq, --vocab   hidden size; tokens of a micro-batch; tokens of a sample; vocabulary
+    --only     measure only the operation of this name, or operations whose name contains this text
+    --repeats  number of measurements of each variant; the variants take turns
     """
-    if dtype not in ("bf16", "fp16", "fp32"):
-        raise UserError(f"--dtype={dtype}: should be bf16, fp16 or fp32")
-    if hidden % 64 or tokens % seq:
-        raise UserError(f"--hidden={hidden}: should be a multiple of 64 (a head), and --tokens={tokens} of --seq={seq}")
-    names = [operation.name for operation in operations(torch.device("cpu"), torch.bfloat16, **SMALL)]
+    names = [operation.name for operation in operations(torch.device("cpu"), **SMALL)]
     if not any(only in name for name in names):
         raise UserError(f"--only={only}: no operation has this text in its name; the names are {', '.join(names)}")
-    sizes = dict(n=tokens, h=hidden, s=seq, v=vocab)
-    right = on_gpu(Gpu(), sizes, dtype, repeats, only) if torch.cuda.is_available() else interpreted(only)
-    if not right:
+    gpu = torch.cuda.is_available()
+    if not gpu:
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it once, during its import
+        try:
+            from testing import sanitizer
+        except ImportError as error:
+            raise UserError(f"{NO_GPU}Triton's interpreter does not run either ({error})") from None
+        sanitizer.install()
+        print(NO_GPU + "a check in Triton's interpreter at a small size; its times mean nothing")
+    if not (compare(Gpu(), LARGE, repeats, only) if gpu else compare(Cpu(), SMALL, 1, only)):
         sys.exit(1)
 
 
@@ -92,20 +82,15 @@ class Operation:
 
     draw(seed): returns its inputs. run(module, *inputs): calls the function of `kernels` or `reference`. floor: the
     bytes that forward and backward must move, or with `flops` the FLOP; one number for an operation without backward.
-    elements: moved bytes are printed divided by this number. own {name: function(*inputs)}: PyTorch's own variants.
+    own {name: function(*inputs)}: PyTorch's own variants.
     """
 
     name: str
     draw: Callable
     run: Callable
     floor: tuple
-    elements: int
     flops: bool = False
     own: dict = field(default_factory=dict)
-
-    @property
-    def directions(self):
-        return ("forward", "backward") if len(self.floor) == 2 else ("whole",)
 
     def inputs(self, seed):
         """Return inputs with requires_grad. A parameter (a vector) has a float32 gradient, as in training."""
@@ -118,7 +103,7 @@ class Operation:
         return inputs
 
 
-def operations(device, dtype, n, h, s, v):
+def operations(device, n, h, s, v, dtype=torch.bfloat16):
     """Return all operations for n tokens, in samples of s tokens. Heads have size 64."""
     drop = Drop(torch.arange(n, device=device), 0.1, 1234, 1)
 
@@ -126,7 +111,7 @@ def operations(device, dtype, n, h, s, v):
         """passes: the number of passes over a tensor of the first shape, in forward and in backward."""
         size = shapes[0][0] * shapes[0][1]
         draw = functools.partial(randoms, device, dtype, shapes=shapes)
-        return Operation(name, draw, call, tuple(count * size * dtype.itemsize for count in passes), size)
+        return Operation(name, draw, call, tuple(count * size * dtype.itemsize for count in passes))
 
     x, v1, wide = (n, h), (h,), [(n, 4 * h), (4 * h,)]
     added = [x, x, v1, v1, v1]
@@ -176,7 +161,7 @@ def attention(device, dtype, n, h, s):
     own = {"flash": backend(SDPBackend.FLASH_ATTENTION), "cudnn": backend(SDPBackend.CUDNN_ATTENTION)}
     draw = functools.partial(randoms, device, dtype, shapes=[(n // s, s, 3, h // 64, 64)])
     floor = 2 * product, 5 * product
-    return Operation("attention", draw, lambda ops, qkv: ops.attention(*qkv.unbind(2)), floor, n * h, True, own)
+    return Operation("attention", draw, lambda ops, qkv: ops.attention(*qkv.unbind(2)), floor, True, own)
 
 
 def padded(v):
@@ -192,29 +177,17 @@ def loss_of_logits(device, dtype, n, v):
     wide = torch.promote_types(dtype, torch.float32)
 
     def draw(seed):
-        (z,) = randoms(device, dtype, seed, [(n, padded(v))])
-        z[:, v:] = -1e4  # PyTorch's loss cannot exclude columns; this padding adds 0 to the softmax
-        return [z, draw_targets(device, seed, n, v)]
+        return [*randoms(device, dtype, seed, [(n, padded(v))]), draw_targets(device, seed, n, v)]
 
     def run(ops, z, targets):
         weights = torch.full((n,), 1 / n, dtype=torch.promote_types(z.dtype, wide), device=device)
         return ops.cross_entropy_(z, targets, v, weights), z
 
-    def own(z, targets):
-        z = z.detach().requires_grad_()
-        losses = F.cross_entropy(z, targets, reduction="none")
-        return losses.detach(), *torch.autograd.grad(losses, z, torch.full_like(losses, 1 / n))
-
-    size = n * padded(v)
-    return Operation("cross_entropy_", draw, run, (2 * size * dtype.itemsize,), size, own={"F.cross_entropy": own})
+    return Operation("cross_entropy_", draw, run, (2 * n * padded(v) * dtype.itemsize,))
 
 
 def loss_of_head(device, dtype, n, h, v):
-    """Return the operation: the loss of all tokens from x [n, h] and word table w [width, h], and both gradients.
-
-    It uses all columns, padding included. Without padding PyTorch's own variant would have an odd number of columns,
-    such as 50257, which is slow.
-    """
+    """Return the operation: the loss of all tokens from x [n, h] and word table w [width, h], and both gradients."""
     width = padded(v)
 
     def draw(seed):
@@ -229,13 +202,7 @@ def loss_of_head(device, dtype, n, h, v):
         dx = torch.autograd.grad(losses, x, torch.full_like(losses, 1 / n))  # fills `losses`, too
         return losses.detach().mean(), *dx, w.grad
 
-    def own(x, w, targets):
-        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
-        loss = F.linear_cross_entropy(x, w, targets, options=nn.LinearCrossEntropyOptions())  # PyTorch 2.13 or later
-        return loss.detach(), *torch.autograd.grad(loss, (x, w))
-
-    owns = {"F.linear_cross_entropy": own} if hasattr(nn, "LinearCrossEntropyOptions") else {}
-    return Operation("linear + cross_entropy_", draw, run, (6 * n * h * width,), n * width, True, owns)
+    return Operation("linear + cross_entropy_", draw, run, (6 * n * h * width,), True)
 
 
 def add_rows(device, dtype, n, h, v):
@@ -253,7 +220,7 @@ def add_rows(device, dtype, n, h, v):
         return table
 
     changed = (1 - (1 - law) ** n).sum().item()  # expected number of rows of the table that change
-    return Operation("add_rows_", draw, run, (n * h * dtype.itemsize + 8 * changed * h,), n * h)
+    return Operation("add_rows_", draw, run, (n * h * dtype.itemsize + 8 * changed * h,))
 
 
 def weight_gradient(device, dtype, name, n, out, width):
@@ -269,7 +236,7 @@ def weight_gradient(device, dtype, name, n, out, width):
         reference.add_product_(gradient, dy.T, x)
         return gradient
 
-    return Operation(f"dW of {name}", draw, run, (2 * n * out * width,), n * width, True)
+    return Operation(f"dW of {name}", draw, run, (2 * n * out * width,), True)
 
 
 def adamw(device, dtype, h):
@@ -278,17 +245,16 @@ def adamw(device, dtype, h):
     ranges, betas = [(0, matrices, True), (matrices, size, False)], dict(beta1=0.9, beta2=0.95)
     numbers = (torch.tensor(x, device=device) for x in (1e-3, 1.0, 3, False))
     scalars = reference.update_scalars(*(x.double() if x.is_floating_point() else x for x in numbers), **betas)
-    cast = dtype != torch.float32  # in float32 the weights are the master weights
 
     def draw(seed):
         w, g, m, v = randoms(device, torch.float32, seed, [(size,)] * 4)
-        return [w, g, m, v.square_(), *([w.to(dtype)] if cast else [])]
+        return [w, g, m, v.square_(), w.to(dtype)]
 
-    def run(ops, w, g, m, v, *out):
-        ops.adamw_(w, g, [m, v], scalars, ranges, decay=0.1, eps=1e-8, out=out[0] if out else None, **betas)
-        return w, m, v, *out
+    def run(ops, w, g, m, v, out):
+        ops.adamw_(w, g, [m, v], scalars, ranges, decay=0.1, eps=1e-8, out=out, **betas)
+        return w, m, v, out
 
-    return Operation("adamw", draw, run, ((28 + cast * dtype.itemsize) * size,), size)
+    return Operation("adamw", draw, run, ((28 + dtype.itemsize) * size,))
 
 
 # --- right? -----------------------------------------------------------------------------------------------------------
@@ -326,16 +292,14 @@ class Judge:
         self.exact, _ = passes(operation, plain, wide, self.seeds and [x.double() for x in self.seeds])
         self.of_plain = [relative_error(x, right) for x, right in zip(results, self.exact, strict=True)]
 
-    def worst(self, results):
+    def worst(self, function):
         """Return the largest error of the results, divided by the allowed error. At most 1 means right."""
+        results, _ = passes(self.operation, function, self.operation.inputs(0), self.seeds)
         shares = []
         for x, right, of_plain in zip(results, self.exact, self.of_plain, strict=True):
             rounding = torch.finfo(x.dtype).eps + 8 * torch.finfo(torch.float32).eps
             shares.append(relative_error(x, right) / (2 * of_plain + rounding))
         return max(shares, key=lambda share: float("inf") if share != share else share)
-
-    def of(self, function):
-        return self.worst(passes(self.operation, function, self.operation.inputs(0), self.seeds)[0])
 
 
 def relative_error(x, right):
@@ -350,20 +314,19 @@ def judged(share):
 # --- how fast? --------------------------------------------------------------------------------------------------------
 
 
-def on_gpu(machine, sizes, dtype, repeats, only):
+def compare(machine, sizes, repeats, only):
     """Print the table. Return whether our operations are right."""
     import kernels
 
-    burst_and_sustained = product_rate(machine, DTYPES[dtype])
-    rates = {False: copy_rate(machine), True: burst_and_sustained[1]}
+    rates = {False: copy_rate(machine), True: product_rate(machine, torch.bfloat16)}
     print(
-        f"{machine.name}, {VERSIONS}, {dtype}; copy {rates[False] / 1e9:,.0f} GB/s, {products(burst_and_sustained)}; "
-        f"{', '.join(f'{k} = {v}' for k, v in sizes.items())}\n"
+        f"{machine.name}, {VERSIONS}, bf16; copy {rates[False] / 1e9:,.0f} GB/s, product {rates[True] / 1e12:,.1f} "
+        f"TFLOP/s; {', '.join(f'{k} = {v}' for k, v in sizes.items())}\n"
         f"microseconds: median (smallest-largest) of {repeats}; error: the largest error / the allowed error"
     )
-    print_row(ROW, "", "", "error", "Triton", "rate", "share", "reference.py", "compiled", "", "PyTorch's own")
-    wrong, slower = [], []
-    for operation in selected(operations(machine.device, DTYPES[dtype], **sizes), only):
+    print(ROW.format("", "", "error", "rate", "share", "microseconds"))
+    right = True
+    for operation in selected(operations(machine.device, **sizes), only):
         torch._dynamo.reset()  # deletes the compiled code of the operation before
         machine.give_back()
         plain = functools.partial(operation.run, reference)
@@ -371,13 +334,9 @@ def on_gpu(machine, sizes, dtype, repeats, only):
         variants |= {"compiled": machine.compile(plain)} | operation.own
         found = examine(machine, operation, variants, repeats)
         for i in range(len(operation.floor)):
-            print_row(ROW, *cells(operation, i, found, rates[operation.flops]))
-        if not found["Triton"].right:
-            wrong.append(operation.name)
-        elif found["Triton"].total() > found["reference.py"].total():
-            slower.append(operation.name)
-    print(f"reference.py is faster than our kernel for: {'; '.join(slower) or 'nothing'}")
-    return not wrong
+            print(ROW.format(*cells(operation, i, found, rates[operation.flops])), flush=True)
+        right &= found["Triton"].right
+    return right
 
 
 @dataclass
@@ -395,12 +354,9 @@ class Found:
     def median(self, i):
         return statistics.median(times[i] for times in self.times) if self.times else float("inf")
 
-    def total(self):
-        return sum(map(self.median, range(len(self.times[0])))) if self.times else float("inf")
-
     def cell(self, i):
-        times = spread([times[i] for times in self.times], "{:,.1f}") if self.times else ""
-        return times + (self.failure or ("" if self.right else f" (error {judged(self.error)})"))
+        times = self.failure or spread([times[i] for times in self.times], "{:,.1f}")
+        return times if self.failure or self.right else f"{times} (error {judged(self.error)})"
 
 
 def examine(machine, operation, variants, repeats):
@@ -417,7 +373,7 @@ def examine(machine, operation, variants, repeats):
 
     check_each(operation, try_each)
     gc.collect()
-    count = max(2, -(-L2 // sum(x.nbytes for x in operation.inputs(0))))  # together they exceed the L2 cache
+    count = max(2, -(-machine.cache // sum(x.nbytes for x in operation.inputs(0))))
     copies = [operation.inputs(seed) for seed in range(count)]
     seeds = None
     if len(operation.floor) == 2:
@@ -430,7 +386,7 @@ def examine(machine, operation, variants, repeats):
 
 def check_each(operation, try_each):
     judge = Judge(operation)
-    try_each(lambda function, what: setattr(what, "error", judge.of(function)))
+    try_each(lambda function, what: setattr(what, "error", judge.worst(function)))
 
 
 def timed(machine, function, copies, seeds):
@@ -447,55 +403,10 @@ def timed(machine, function, copies, seeds):
 
 
 def cells(operation, i, found, rate):
-    """Return a row of the table. Its ratio is the fastest other variant's time / our time: above 1 ours is faster."""
-    ours, plain, compiled = (found[name] for name in ("Triton", "reference.py", "compiled"))
+    """Return a row of the table."""
+    ours = found["Triton"]
     achieved = operation.floor[i] / (ours.median(i) * 1e-6)
     unit = f"{achieved / 1e12:,.1f} TFLOP/s" if operation.flops else f"{achieved / 1e9:,.0f} GB/s"
-    best = min(what.median(i) for what in found.values() if what is not ours)
-    remarks = [f"{name} {what.cell(i)}" for name, what in found.items() if name in operation.own or what.failure]
-    return (
-        operation.name,
-        operation.directions[i],
-        judged(ours.error),
-        ours.cell(i)[:26],
-        unit,
-        f"{achieved / rate:.0%}",
-        plain.cell(i)[:26],
-        compiled.cell(i)[:26],
-        f"x{best / ours.median(i):.2f}",
-        "; ".join(remarks),
-    )
-
-
-# --- without a GPU ----------------------------------------------------------------------------------------------------
-
-
-def interpreted(only):
-    """Check the kernels in Triton's interpreter. Print errors, moved bytes and floors. Return whether all is right."""
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it once, during its import
-    try:
-        import kernels
-        from testing import sanitizer
-    except ImportError as error:
-        print(f"{NO_GPU}Triton's interpreter does not run either ({error}), so nothing is checked")
-        return True
-    sanitizer.install()
-    print(NO_GPU + "a check in Triton's interpreter, in bf16, at a small size; times need a GPU")
-    rows, right = [], True
-    for operation in selected(operations(torch.device("cpu"), torch.bfloat16, **SMALL), only):
-        judge, inputs = Judge(operation), operation.inputs(0)
-        with sanitizer.traffic() as forward:
-            outputs = as_tuple(operation.run(kernels, *inputs))
-        results = [y.detach() for y in outputs]
-        with sanitizer.traffic() as backward:
-            if judge.seeds is not None:
-                results += torch.autograd.grad(outputs, [x for x in inputs if x.requires_grad], judge.seeds)
-        share = judge.worst(results)
-        right &= share <= 1
-        for direction, floor, moved in zip(operation.directions, operation.floor, (forward, backward), strict=False):
-            bytes_each = (moved.loaded_unique.total() + moved.stored_unique.total()) / operation.elements
-            least = "products" if operation.flops else f"{floor / operation.elements:.2f}"
-            rows.append([operation.name, direction, least, f"{bytes_each:.2f}", judged(share)])
-    print_table(["bytes per element", "", "floor", "moved", "error / allowed"], rows)
-    print('"moved": each byte counts once per launch, also those of vectors and partial sums (much at a small size)')
-    return right
+    direction = ("forward", "backward")[i] if len(operation.floor) == 2 else "whole"
+    times = "; ".join(f"{name} {what.cell(i)}" for name, what in found.items())
+    return operation.name, direction, judged(ours.error), unit, f"{achieved / rate:.0%}", times

@@ -14,7 +14,6 @@ import gc
 import itertools
 import tempfile
 import time
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -106,15 +105,15 @@ def ddp(c, mesh, batches):
     return accumulated(model, c, batches, lambda last: contextlib.nullcontext() if last else model.no_sync())
 
 
-def fsdp(c, mesh, batches, free_after_forward):
+def fsdp(c, mesh, batches):
     """Apply `fully_shard` to every block and to the rest.
 
-    free_after_forward=False is ZeRO-2: parameters are gathered once a step, gradients reduced after each micro-batch.
-    free_after_forward=True is ZeRO-3.
+    With ZeRO-2, parameters are gathered once a step, and gradients are reduced after each micro-batch. With ZeRO-3,
+    parameters are freed after forward.
     """
     from torch.distributed.fsdp import fully_shard
 
-    model, axis = Plain(c, mesh.tp), dist.init_device_mesh("cpu", (mesh.dp.size,))
+    model, axis, free_after_forward = Plain(c, mesh.tp), dist.init_device_mesh("cpu", (mesh.dp.size,)), c.zero == 3
     for block in model.units[1:-1]:
         fully_shard(block, mesh=axis, reshard_after_forward=free_after_forward)
     fully_shard(model, mesh=axis, reshard_after_forward=free_after_forward)
@@ -161,14 +160,25 @@ def dtensor(c, mesh, batches):
     return accumulated(model, c, batches, context=loss_parallel)
 
 
-def pipelining(c, mesh, batches, schedule, chunks=1, vee=False):
+THEIR_SCHEDULES = {  # {our schedule: (PyTorch's class that is next to it, chunks of a rank)}
+    "gpipe": ("ScheduleGPipe", 1),
+    "1f1b": ("Schedule1F1B", 1),
+    "interleaved": ("ScheduleInterleaved1F1B", 2),
+    "zb-h1": ("ScheduleInterleavedZeroBubble", 2),
+    "zb-h2": ("ScheduleZBVZeroBubble", 2),
+    "zb-v": ("ScheduleZBVZeroBubble", 2),
+}
+
+
+def pipelining(c, mesh, batches):
     """Use `torch.distributed.pipelining`. It lacks tied weights, so the step adds the gradients of the two word tables.
 
-    vee: the chunks run from the first rank to the last and back, so the first rank has both tables.
+    In a V the chunks run from the first rank to the last and back, so the first rank has both tables.
     """
     from torch.distributed import pipelining as pp
 
-    n, rank, device = mesh.pp.size, mesh.pp.rank, torch.device("cpu")
+    schedule, chunks = THEIR_SCHEDULES[c.schedule]
+    n, rank, device, vee = mesh.pp.size, mesh.pp.rank, torch.device("cpu"), "ZBV" in schedule
     model = Plain(c, mesh.tp, tied=False)
     parts = split(model.units, n * chunks)
     mine = [rank, 2 * n - 1 - rank] if vee else list(range(rank, n * chunks, n))
@@ -211,48 +221,32 @@ def pipelining(c, mesh, batches, schedule, chunks=1, vee=False):
     return step
 
 
-LAYOUTS = [  # name, processes, our fields, micro-batches, name of PyTorch's variant, its function
-    ("one process", 1, {}, 2, "eager", one_process),
-    ("dp=2", 2, {}, 2, "DistributedDataParallel", ddp),
-    ("dp=2 zero=2", 2, {"zero": 2}, 2, "fully_shard, ZeRO-2", partial(fsdp, free_after_forward=False)),
-    ("dp=2 zero=3", 2, {"zero": 3}, 2, "fully_shard, ZeRO-3", partial(fsdp, free_after_forward=True)),
-    ("tp=2", 2, {"tp": 2}, 2, "DTensor", dtensor),
-    ("tp=2 sequence_parallel", 2, {"tp": 2, "sequence_parallel": True}, 2, "DTensor, SequenceParallel", dtensor),
-    (
-        "pp=2 gpipe", 2, {"pp": 2, "schedule": "gpipe"}, 4,
-        "ScheduleGPipe", partial(pipelining, schedule="ScheduleGPipe"),
-    ),
-    ("pp=2 1f1b", 2, {"pp": 2}, 4, "Schedule1F1B", partial(pipelining, schedule="Schedule1F1B")),
-    (
-        "pp=2 interleaved chunks=2", 2, {"pp": 2, "schedule": "interleaved", "chunks": 2}, 4,
-        "ScheduleInterleaved1F1B", partial(pipelining, schedule="ScheduleInterleaved1F1B", chunks=2),
-    ),
-    (
-        "pp=2 zb-h1", 2, {"pp": 2, "schedule": "zb-h1"}, 4,
-        "ScheduleInterleavedZeroBubble", partial(pipelining, schedule="ScheduleInterleavedZeroBubble", chunks=2),
-    ),
-    (
-        "pp=2 zb-h2", 2, {"pp": 2, "schedule": "zb-h2"}, 4,
-        "ScheduleZBVZeroBubble", partial(pipelining, schedule="ScheduleZBVZeroBubble", chunks=2, vee=True),
-    ),
-    (
-        "pp=2 zb-v chunks=2", 2, {"pp": 2, "schedule": "zb-v", "chunks": 2}, 4,
-        "ScheduleZBVZeroBubble", partial(pipelining, schedule="ScheduleZBVZeroBubble", chunks=2, vee=True),
-    ),
-    ("dp=4", 4, {}, 2, "DistributedDataParallel", ddp),
-    ("dp=4 zero=3", 4, {"zero": 3}, 2, "fully_shard, ZeRO-3", partial(fsdp, free_after_forward=True)),
-    ("tp=4", 4, {"tp": 4}, 2, "DTensor", dtensor),
-    ("pp=4 1f1b", 4, {"pp": 4}, 8, "Schedule1F1B", partial(pipelining, schedule="Schedule1F1B")),
-]  # fmt: skip
+LAYOUTS = [  # name, processes, our fields, micro-batches, PyTorch's variant
+    ("one process", 1, {}, 2, one_process),
+    ("dp=2", 2, {}, 2, ddp),
+    ("dp=2 zero=2", 2, {"zero": 2}, 2, fsdp),
+    ("dp=2 zero=3", 2, {"zero": 3}, 2, fsdp),
+    ("tp=2", 2, {"tp": 2}, 2, dtensor),
+    ("tp=2 sequence_parallel", 2, {"tp": 2, "sequence_parallel": True}, 2, dtensor),
+    ("pp=2 gpipe", 2, {"pp": 2, "schedule": "gpipe"}, 4, pipelining),
+    ("pp=2 1f1b", 2, {"pp": 2}, 4, pipelining),
+    ("pp=2 interleaved chunks=2", 2, {"pp": 2, "schedule": "interleaved", "chunks": 2}, 4, pipelining),
+    ("pp=2 zb-h1", 2, {"pp": 2, "schedule": "zb-h1"}, 4, pipelining),
+    ("pp=2 zb-h2", 2, {"pp": 2, "schedule": "zb-h2"}, 4, pipelining),
+    ("pp=2 zb-v chunks=2", 2, {"pp": 2, "schedule": "zb-v", "chunks": 2}, 4, pipelining),
+    ("dp=4", 4, {}, 2, ddp),
+    ("dp=4 zero=3", 4, {"zero": 3}, 2, fsdp),
+    ("tp=4", 4, {"tp": 4}, 2, dtensor),
+    ("pp=4 1f1b", 4, {"pp": 4}, 8, pipelining),
+]
 
 
 # --- the timing -------------------------------------------------------------------------------------------------------
 
 
-def measured(name, processes, ours, count, against, theirs, fields, repeats):
+def measured(name, processes, ours, count, theirs, fields, repeats):
     """Return the table's cells of one row of LAYOUTS. Raises UserError if ours and theirs do not train the same."""
-    sizes = {"tp": 1, "pp": 1} | ours
-    mesh = Mesh(sizes["tp"], sizes["pp"])
+    mesh = Mesh(ours.get("tp", 1), ours.get("pp", 1))
     c = Config(
         **fields, **ours, **STEADY, micro_batch_size=4, global_batch_size=4 * count * mesh.dp.size, dtype="fp32"
     )  # fmt: skip
@@ -269,14 +263,13 @@ def measured(name, processes, ours, count, against, theirs, fields, repeats):
         for kind, value in zip(times, timed(steps[which]), strict=True):
             kind[which].append(value)
     milliseconds = [spread(values, "{:.0f}") for values in times[0]]
-    return [name, processes, *milliseconds, *(spread(ratios(*kind)) for kind in times), against]
+    return [name, processes, *milliseconds, *(spread(ratios(*kind)) for kind in times), theirs.__name__]
 
 
 def our_step(c, mesh, batches):
     """Return our step() -> (loss, gradient norm): train.py's step on this data rank's micro-batches."""
     run = train.build(c, mesh, torch.device("cpu"))
     run.zero.initialize(c.seed)
-
     over_and_over = (run.model.micro_batch(*batch) for batch in itertools.cycle(batches))
 
     def step():

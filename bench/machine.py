@@ -10,7 +10,6 @@ import statistics
 import time
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 NO_GPU = "no GPU here: "
@@ -20,9 +19,10 @@ HEAD_START = 4_000_000  # clock cycles, about 2 ms: the GPU waits this long whil
 
 
 class Gpu:
-    profiled = ProfilerActivity.CUDA, DeviceType.CUDA  # activity to record, device type of kernel events
+    profiled = ProfilerActivity.CUDA, "cuda"  # the activity to record, its name in the columns of the table
     synchronize = staticmethod(torch.cuda.synchronize)
     sustained = 1e6  # microseconds of `product_rate`
+    cache = 200 << 20  # bytes; more than the L2 cache, which has 50 MB on an H200
 
     def __init__(self):
         self.device, self.name = torch.device("cuda"), torch.cuda.get_device_name()
@@ -40,15 +40,6 @@ class Gpu:
         stop.synchronize()
         return 1000 * start.elapsed_time(stop), result
 
-    def peak(self, call):
-        """Return the peak of GPU memory during `call()`, minus the memory in use before, in bytes."""
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-
     @contextlib.contextmanager
     def no_waiting(self):
         """In this `with` block, waiting for the device raises RuntimeError."""
@@ -65,11 +56,12 @@ class Gpu:
 
 
 class Cpu:
-    profiled = ProfilerActivity.CPU, DeviceType.CPU
+    profiled = ProfilerActivity.CPU, "cpu"
     no_waiting = staticmethod(contextlib.nullcontext)
     synchronize = staticmethod(torch.cpu.synchronize)
     give_back = staticmethod(gc.collect)
     sustained = 1e3
+    cache = 1
 
     def __init__(self):
         self.device, self.name = torch.device("cpu"), "CPU"
@@ -81,10 +73,6 @@ class Cpu:
         result = call()
         return 1e6 * (time.perf_counter() - start), result
 
-    def peak(self, call):
-        call()
-        return 0
-
 
 def copy_rate(machine):
     """Measure a plain copy. Return bytes read plus bytes written, per second."""
@@ -95,23 +83,17 @@ def copy_rate(machine):
 
 
 def product_rate(machine, dtype):
-    """Measure a large matrix product. Return FLOP/s (of one product after a pause, of products during a second).
+    """Measure large matrix products. Return FLOP/s.
 
-    A GPU that computes for a second lowers its clock rate. A training step computes for hours.
+    They run for a second, because a busy GPU lowers its clock rate, and a training step computes for hours.
     """
     _, n = machine.yardstick
     a, b = (torch.randn(n, n, device=machine.device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
     one = statistics.median(machine.timed(lambda: torch.mm(a, b, out=out))[0] for _ in range(10))
     count = max(1, int(machine.sustained / one))
-    many = machine.timed(lambda: [torch.mm(a, b, out=out) for _ in range(count)])[0] / count
-    return 2 * n**3 / (one * 1e-6), 2 * n**3 / (many * 1e-6)
-
-
-def products(rates):
-    """Return the result of `product_rate` as text."""
-    burst, sustained = (rate / 1e12 for rate in rates)
-    return f"product {sustained:,.1f} TFLOP/s during a second ({burst:,.1f} after a pause)"
+    microseconds, _ = machine.timed(lambda: [torch.mm(a, b, out=out) for _ in range(count)])
+    return 2 * n**3 * count / (microseconds * 1e-6)
 
 
 def what_went_wrong(error):

@@ -3,8 +3,8 @@
     python -m bench sweep --config=configs/tiny.py --processes=4
 
 Each layout runs under its own torchrun, with one thread per process, on random tokens. The first WARMUP steps do not
-count. A layout that fails has its error in the table. The folder OUT_DIR_sweepN (N: number of processes) has
-results.jsonl with a line for each layout. A repeated sweep runs only layouts without a line.
+count. A layout that fails has its error in the table. The folder OUT_DIR_sweepN (N: number of processes) has the data
+and the last run's output.
 
 A hackathon measured the same combinations. Its fastest layout was more than 3 times as fast as its slowest layout. With
 --device the table shows plan.py's predictions. Their rank correlation (Spearman 1904) is 1 if the predicted order is
@@ -53,17 +53,18 @@ def measure(config: str = "configs/tiny.py", processes: int = 4, steps: int = 10
         save_interval=0, resume="none", data_dir=str(folder / "data"), out_dir="",
     )  # fmt: skip
     chosen = {name: c for c in accepted(base, processes) if only in (name := name_of(c))}
+    milliseconds = {}  # of each timed step, {name: list}
     with explained(folder):
         prepare(base, folder)
-        done = measure_all(chosen, processes, folder)
-    good = sorted((name for name in chosen if done[name]["ms"]), key=lambda name: statistics.median(done[name]["ms"]))
+        for name in chosen:
+            found = run(name, processes, folder)
+            print(f"{name}: {found if isinstance(found, str) else spread(found) + ' ms'}", flush=True)
+            milliseconds |= {} if isinstance(found, str) else {name: found}
+    good = sorted(milliseconds, key=lambda name: statistics.median(milliseconds[name]))
     judged = {name: layouts.judge(chosen[name], processes, DEVICES[device]) for name in good} if device else {}
     predicted = [round(1000 * facts["step_seconds"], 2) for facts in judged.values()] or ["-"] * len(good)
-    rows = [[name, spread(done[name]["ms"]), ms] for name, ms in zip(good, predicted, strict=True)]
+    rows = [[name, spread(milliseconds[name]), ms] for name, ms in zip(good, predicted, strict=True)]
     print_table(["layout", "ms of a step", "predicted"], rows)
-    for name in chosen:
-        if done[name]["error"]:
-            print(f"{name}: failed: {done[name]['error']}")
     if len(judged) > 2:
         places = np.argsort(np.argsort(predicted))
         print(f"rank correlation: {np.corrcoef(places, range(len(good)))[0, 1]:.2f}")
@@ -91,35 +92,19 @@ def accepted(base, processes):
 
 
 def prepare(base, folder):
-    """Write base.py and random tokens in `folder`. Raises UserError if it has a sweep of another configuration."""
+    """Write base.py and random tokens in `folder`."""
     (folder / "data").mkdir(parents=True, exist_ok=True)
     text = "".join(f"{name} = {value!r}\n" for name, value in asdict(base).items() if name not in GRID)
-    path, count = folder / "base.py", max(2**16, base.seq_length + 1)
-    if path.exists() and path.read_text() != text:
-        raise UserError(f"{folder}: has a sweep of another configuration; remove this folder")
-    path.write_text(text)
-    dtype = "uint16" if base.vocab_size <= 2**16 else "uint32"
+    (folder / "base.py").write_text(text)
+    count, dtype = max(2**16, base.seq_length + 1), "uint16" if base.vocab_size <= 2**16 else "uint32"
     np.random.default_rng(0).integers(0, base.vocab_size, count).astype(dtype).tofile(folder / "data" / "train.bin")
     meta = dict(tokenizer="random", vocab_size=base.vocab_size, eot_id=0, dtype=dtype)
     meta |= dict(tokens={"train": count}, documents={"train": 1})
     (folder / "data" / "meta.json").write_text(json.dumps(meta))
 
 
-def measure_all(chosen, processes, folder):
-    """Run the layouts that have no line in results.jsonl. Return {name: row} of all lines."""
-    path = folder / "results.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    done = {row["layout"]: row for row in map(json.loads, lines)}
-    for name in (name for name in chosen if name not in done):
-        done[name] = {"layout": name} | run(name, processes, folder)
-        with open(path, "a") as file:
-            file.write(json.dumps(done[name]) + "\n")
-        print(f"{name}: {done[name]['error'] or spread(done[name]['ms']) + ' ms'}", flush=True)
-    return done
-
-
 def run(name, processes, folder):
-    """Run one layout. Return {"ms": milliseconds of each timed step, "error": None or a line}."""
+    """Run one layout. Return the milliseconds of each timed step, or after a failure a line."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command += [ROOT / "train.py", folder / "base.py", *(f"--{field}" for field in name.split())]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -129,11 +114,10 @@ def run(name, processes, folder):
                 [*command, f"--out_dir={out}"], env=environment, stdout=log, stderr=log, timeout=LIMIT
             )
         except subprocess.TimeoutExpired:
-            return {"ms": [], "error": f"not finished after {LIMIT} s"}
+            return f"failed: not finished after {LIMIT} s"
         if process.returncode == 0:
-            rows = read_metrics(Path(out) / "metrics.jsonl").values()
-            return {"ms": [row["iteration_ms"] for row in rows][WARMUP:], "error": None}
+            return [row["iteration_ms"] for row in read_metrics(Path(out) / "metrics.jsonl").values()][WARMUP:]
         log.seek(0)
         lines = [line.strip() for line in log if line.strip()]
     reasons = [line for line in lines if "rror: " in line] or lines[-1:]
-    return {"ms": [], "error": reasons[0][-160:]}
+    return f"failed: {reasons[0][-160:]}"

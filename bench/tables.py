@@ -14,11 +14,6 @@ def print_table(head: list[str], rows: list[list]):
     print(aligned([[str(cell) for cell in row] for row in [head, *rows]], words=1), flush=True)
 
 
-def print_row(form: str, *cells):
-    """Print one row at once, before the next rows are measured. `form` contains the width of each column."""
-    print(form.format(*cells), flush=True)
-
-
 def spread(values, form="{:.2f}") -> str:
     """Return the median, the smallest and the largest value, as in '1.02 (0.97-1.05)'."""
     low, middle, high = (form.format(f(values)) for f in (min, statistics.median, max))

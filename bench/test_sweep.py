@@ -20,7 +20,7 @@ def test_the_grid():
         sweep.accepted(SMALL, 5)
 
 
-def test_a_sweep_survives_a_failure_and_runs_no_layout_twice(tmp_path, capsys, monkeypatch):
+def test_a_sweep_survives_a_failure(tmp_path, capsys, monkeypatch):
     (tmp_path / "small.py").write_text("".join(f"{name} = {value}\n" for name, value in SIZES.items()))
     monkeypatch.chdir(tmp_path)
     grid = [replace(SMALL, tp=3), replace(SMALL, tp=2), replace(SMALL, pp=2)]  # 2 heads do not suit tp=3
@@ -30,19 +30,16 @@ def test_a_sweep_survives_a_failure_and_runs_no_layout_twice(tmp_path, capsys, m
     assert "tp=3 pp=1 micro_batch_size=8: failed: " in out and "num_attention_heads" in out
 
     def measured(name, *_):
-        assert "tp=3" not in name
-        return {"ms": [5.0, 4.0] if "tp=2" in name else [2.0, 1.0], "error": None}
+        return "failed: no" if "tp=3" in name else [5.0, 4.0] if "tp=2" in name else [2.0, 1.0]
 
     monkeypatch.setattr(sweep, "run", measured)
     sweep.measure("small.py", 2, steps=3)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines if "|" in line][1:] == ["pp=2", "pp=1"]  # the fastest first
-    with pytest.raises(UserError, match="has a sweep of another configuration"):
-        sweep.measure("small.py", 2, steps=4)
 
 
 @pytest.mark.slow
 def test_a_run_has_the_times_of_its_steps(tmp_path):
     sweep.prepare(replace(SMALL, micro_batch_size=2, data_dir=str(tmp_path / "data")), tmp_path)
     row = sweep.run("tp=1 pp=2 micro_batch_size=2", 2, tmp_path)
-    assert row["error"] is None and len(row["ms"]) == SMALL.train_iters - sweep.WARMUP and min(row["ms"]) > 0
+    assert len(row) == SMALL.train_iters - sweep.WARMUP and min(row) > 0

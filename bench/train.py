@@ -7,10 +7,8 @@ changes in the configuration.)
 
     ours                         bf16 with float32 master weights and float32 gradients (parallel/zero.py); with each
                                  choice of --kernels: kernels.py (triton), reference.py (torch) or a mixture (auto)
-    plain PyTorch, autocast      `Plain` of plain.py, trained in the usual way: float32 weights under
+    plain PyTorch                `Plain` of plain.py, trained in the usual way: float32 weights under
                                  torch.autocast(bf16), fused AdamW, clip_grad_norm_; eager, and under torch.compile
-    plain PyTorch, bf16 weights  the same with our numerics: bf16 weights and residual stream, float32 gradients and
-                                 master weights
 
 An update follows each micro-batch. It costs every contestant a few percent, which a real run with more micro-batches
 does not pay; --micro_batches=8 measures that. Ids follow Zipf's law, as in text: id i has a probability proportional to
@@ -20,13 +18,13 @@ backend of plain PyTorch's attention; --attention=cudnn or flash forces one.
 On an H200 we expect (not measured) at most a minute for each of two compilations and four minutes for the rest.
 --only=TEXT leaves contestants out. First, a check compares the losses of three steps: they must agree to 1%. (Plain
 PyTorch's softmax includes the vocabulary's padding, which changes a loss by about 0.01%.) Then the contestants take
-turns in one process. The first step of a turn is not timed, because it allocates memory from the device again. The
-table shows that step's extra memory plus the weights, gradients and moments. All models stay in memory during the
-measurement. A contestant that is "out of memory" may fit without the others.
+turns in one process. The first step of a turn is not timed, because it allocates memory from the device again. All
+models stay in memory during the measurement. A contestant that is "out of memory" may fit without the others.
 
-The last table profiles our step, kernel by kernel; `python -m bench kernels` has the floor of each kernel. The last
-line shows how long the GPU is idle. A CUDA graph or a faster host could save this time. One more step runs in a mode of
-PyTorch in which waiting for the GPU raises an error. This checks that the host never waits within a step.
+The last table is PyTorch's profile of our step, kernel by kernel; `python -m bench kernels` has the floor of each
+kernel. The last line shows how long the GPU is idle. A CUDA graph or a faster host could save this time. One more step
+runs in a mode of PyTorch in which waiting for the GPU raises an error. This checks that the host never waits within a
+step.
 
 Without a GPU the same measurement runs on the CPU with a small model.
 """
@@ -36,11 +34,9 @@ import dataclasses
 import functools
 import itertools
 import math
-import re
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,7 +48,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import config as configuration
 import operations
 import train
-from bench.machine import NO_GPU, VERSIONS, Cpu, Gpu, copy_rate, product_rate, products, what_went_wrong
+from bench.machine import NO_GPU, VERSIONS, Cpu, Gpu, copy_rate, product_rate, what_went_wrong
 from bench.plain import STEADY, Plain, loss_of, make_optimizer, samples
 from bench.tables import print_table, ratios, spread
 from errors import UserError
@@ -62,8 +58,6 @@ from parallel.mesh import Mesh
 BATCHES = 4  # different batches, used in a cycle
 CHECKED = 3  # steps with a comparison of the losses
 PROFILED = 3  # steps
-ROWS = 25  # rows of the profile
-GIB = 2**30
 SMALL = dict(  # the model without a GPU
     num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=512,
     max_position_embeddings=64,
@@ -97,8 +91,8 @@ def measure(
     if not gpu:
         print(NO_GPU + "the same measurement on the CPU, with a small model")
         c = dataclasses.replace(c, **SMALL, micro_batch_size=4, global_batch_size=4 * micro_batches)
-    rates = products(product_rate(machine, torch.bfloat16))
-    print(f"{machine.name}, {VERSIONS}, bf16; copy {copy_rate(machine) / 1e9:,.0f} GB/s, {rates}", flush=True)
+    copy, product = copy_rate(machine) / 1e9, product_rate(machine, torch.bfloat16) / 1e12
+    print(f"{machine.name}, {VERSIONS}, bf16; copy {copy:,.0f} GB/s, product {product:,.1f} TFLOP/s", flush=True)
     with sdpa_kernel(BACKENDS[attention]) if attention in BACKENDS else contextlib.nullcontext():
         right = compare(machine, c, steps, repeats, only)
     if not right:
@@ -131,7 +125,6 @@ class Contestant:
     step: Callable
     choose: Callable = lambda: None
     seconds: list = field(default_factory=list)  # per step
-    bytes: int = 0
     failure: str = ""
 
 
@@ -174,29 +167,15 @@ class Ours:
         self.run.executor.kept.clear()
         self.run.executor.local.clear()
 
-    def tensors(self):
-        for unit in self.units:
-            yield from (unit.param, unit.grad, unit.master, *unit.moments)
-
 
 class Theirs:
-    """`Plain`, trained as in PyTorch's tutorials. torch.compile compiles the model together with its loss.
+    """`Plain`, trained as in PyTorch's tutorials. torch.compile compiles the model together with its loss."""
 
-    dtype: of the weights. bf16 weights have float32 gradients and float32 master weights, which the optimizer updates.
-    float32 weights are their own master weights and run under autocast.
-    """
-
-    def __init__(self, c, machine, batches, name, dtype):
-        self.config, self.machine, self.name, self.model = c, machine, name, Plain(c, Mesh().tp).to(machine.device)
+    def __init__(self, c, machine, batches):
+        self.config, self.machine, self.micro_batches = c, machine, batches
+        self.model = Plain(c, Mesh().tp).to(machine.device)
         self.model.units[0].positions = self.model.units[0].positions.to(machine.device)
-        self.micro_batches = batches
         self.initial = [p.detach().clone() for p in self.model.parameters()]
-        self.model.to(dtype)
-        self.masters = self.weights = list(self.model.parameters())
-        if dtype != torch.float32:
-            self.masters = [nn.Parameter(p.clone()) for p in self.initial]
-            for p in self.weights:
-                p.grad_dtype = torch.float32
         self.restart()
 
     def loss(self, ids, targets):
@@ -204,52 +183,36 @@ class Theirs:
 
     def contestants(self):
         for mode, loss in (("eager", self.loss), ("compiled", self.machine.compile(self.loss))):
-            yield Contestant(f"{self.name}, {mode}", self, functools.partial(self.step, loss))
+            yield Contestant(f"plain PyTorch, {mode}", self, functools.partial(self.step, loss))
 
     def step(self, loss_of_batch):
-        mixed, m, losses = self.masters is self.weights, per_update(self.config), []
+        m, total = per_update(self.config), 0.0
         for _ in range(m):
-            with torch.autocast(self.machine.device.type, torch.bfloat16, enabled=mixed):
-                losses.append(loss_of_batch(*next(self.batches)) / m)
-            losses[-1].backward()
-        if self.masters is not self.weights:
-            for p, master in zip(self.weights, self.masters, strict=True):
-                master.grad, p.grad = p.grad, None
-        nn.utils.clip_grad_norm_(self.masters, self.config.clip_grad)
+            with torch.autocast(self.machine.device.type, torch.bfloat16):
+                loss = loss_of_batch(*next(self.batches)) / m
+            loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.cast()
-        return sum(loss.detach() for loss in losses)
-
-    @torch.no_grad()
-    def cast(self):
-        if self.masters is not self.weights:
-            torch._foreach_copy_(self.weights, self.masters)
+        return total
 
     @torch.no_grad()
     def restart(self):
         self.batches = itertools.cycle(self.micro_batches)
-        for p, initial in zip(self.masters, self.initial, strict=True):
+        for p, initial in zip(self.model.parameters(), self.initial, strict=True):
             p.copy_(initial)
-        self.cast()
-        self.optimizer = make_optimizer(nn.ParameterList(self.masters), self.config)
+        self.optimizer = make_optimizer(self.model, self.config)
 
     def forget(self):
-        for p in (*self.weights, *self.masters):
-            p.grad = None
-
-    def tensors(self):
-        yield from (*self.weights, *self.masters)
-        for state in self.optimizer.state.values():
-            yield from (x for x in state.values() if torch.is_tensor(x))
+        self.optimizer.zero_grad()
 
 
 def contestants_of(c, machine, batches, only=""):
     """Return the contestants: ours with kernels=auto, and those whose name contains `only`."""
     choices = ("auto", "triton", "torch") if machine.device.type == "cuda" else ("auto",)
     ours, *others = Ours(c, machine, batches).contestants(choices)
-    for name, dtype in (("autocast", torch.float32), ("bf16 weights", torch.bfloat16)):
-        others += Theirs(c, machine, batches, f"plain PyTorch, {name}", dtype).contestants()
+    others += Theirs(c, machine, batches).contestants()
     return [ours, *(who for who in others if only in who.name)]
 
 
@@ -263,7 +226,7 @@ def compare(machine, c, steps, repeats, only=""):
     check_same(machine, contestants)
     rounds(machine, contestants, steps, repeats)
     table(machine, c, contestants, steps, repeats)
-    profiled(machine, contestants[0])
+    profile(machine, contestants[0])
     return not any(who.failure for who in contestants if isinstance(who.model, Ours))
 
 
@@ -312,7 +275,7 @@ def surviving(machine, who):
 
 
 def rounds(machine, contestants, steps, repeats):
-    """Run the contestants in turns, and fill in their `seconds`, `bytes` and `failure`. The first turn warms up."""
+    """Run the contestants in turns, and fill in their `seconds` and `failure`. The first turn warms up."""
     for i in range(repeats + 1):
         for who in contestants if i % 2 else reversed(contestants):
             if not who.failure:
@@ -322,10 +285,9 @@ def rounds(machine, contestants, steps, repeats):
 
 
 def turn(machine, who, steps):
-    """Run one step to measure the peak memory, then `steps` timed steps. Return the seconds of one."""
+    """Run one step, which allocates memory, then `steps` timed steps. Return the seconds of one."""
     who.choose()
-    states = {x.data_ptr(): x.nbytes for x in who.model.tensors()}
-    who.bytes = sum(states.values()) + machine.peak(who.step)
+    who.step()
     machine.synchronize()
     start = time.perf_counter()
     for _ in range(steps):
@@ -345,26 +307,38 @@ def table(machine, c, contestants, steps, repeats):
     rows, first = [], contestants[0].seconds
     for who in contestants:
         if who.failure:
-            rows.append([who.name, who.failure.partition(":")[0], "", "", "", ""])
+            rows.append([who.name, who.failure.partition(":")[0], "", "", ""])
             continue
         milliseconds = spread([1000 * seconds for seconds in who.seconds], "{:.1f}")
         speed = spread([tokens / seconds for seconds in who.seconds], "{:,.0f}")
         mfu = f"{flops / statistics.median(who.seconds) / (peak * 1e12):.1%}" if peak else "?"
         ratio = spread(ratios(first, who.seconds)) if first else ""
-        rows.append([who.name, milliseconds, speed, mfu, f"{who.bytes / GIB:.1f}", ratio])
-    print_table(["", "ms per step", "tokens/s", "MFU", "peak, GiB", f"speed / {contestants[0].name}"], rows)
+        rows.append([who.name, milliseconds, speed, mfu, ratio])
+    print_table(["", "ms per step", "tokens/s", "MFU", f"speed / {contestants[0].name}"], rows)
 
 
 # --- the profile ------------------------------------------------------------------------------------------------------
 
 
-def profiled(machine, who):
-    """Print the profile, the idle time and the waits of one contestant."""
-    if not who.failure:
-        with surviving(machine, who):
-            seconds = turn(machine, who, 2 * PROFILED)
-            print(f"\na step of {who.name}: {waits(machine, who)}")
-            print_profile(profile(machine, who), seconds)
+def profile(machine, who):
+    """Print whether the host waits, the profile, and the idle time of one contestant."""
+    if who.failure:
+        return
+    with surviving(machine, who):
+        milliseconds = 1000 * turn(machine, who, 2 * PROFILED)
+        print(f"\na step of {who.name}: {waits(machine, who)}")
+        activity, column = machine.profiled
+        machine.synchronize()
+        with torch.profiler.profile(activities=[activity], acc_events=True) as record:
+            for _ in range(PROFILED):
+                who.step()
+            machine.synchronize()
+        averages = record.key_averages()
+        print(averages.table(sort_by=f"self_{column}_time_total", row_limit=25, max_name_column_width=90))
+        own = "self_device_time_total" if column == "cuda" else "self_cpu_time_total"
+        busy = sum(getattr(event, own) for event in averages if not event.is_user_annotation) / 1000 / PROFILED
+        idle = max(0, 1 - busy / milliseconds)
+        print(f"kernels take {busy:.2f} ms of a step's {milliseconds:.2f} ms: the GPU is idle for {idle:.1%}")
 
 
 def waits(machine, who):
@@ -377,51 +351,3 @@ def waits(machine, who):
         return f"the host waits for the GPU: {str(error).splitlines()[0]}"
     machine.synchronize()
     return "the host never waits for the GPU (set_sync_debug_mode('error') raises no error)"
-
-
-def profile(machine, who):
-    """Return [(name, start, end)] of all kernels of PROFILED steps, in microseconds."""
-    activity, kind = machine.profiled
-    machine.synchronize()
-    with torch.profiler.profile(activities=[activity], acc_events=True) as record:
-        for _ in range(PROFILED):
-            who.step()
-        machine.synchronize()
-    events = [e for e in record.events() if e.device_type == kind and not e.is_user_annotation]
-    return [(e.name, e.time_range.start, e.time_range.end) for e in events]
-
-
-def print_profile(kernels, seconds):
-    """Print the table. kernels: from `profile`. seconds: a step without profiler."""
-    calls, total = defaultdict(int), defaultdict(float)
-    for name, start, end in kernels:
-        calls[name] += 1
-        total[name] += (end - start) / 1000 / PROFILED
-    whole, names = sum(total.values()), sorted(total, key=total.get, reverse=True)
-    rows = [
-        [short(name), f"{calls[name] / PROFILED:g}", f"{total[name]:.3f}", f"{total[name] / whole:.1%}"]
-        for name in names[:ROWS]
-    ]
-    rest = sum(total[name] for name in names[ROWS:])
-    rows.append([f"other ({len(names[ROWS:])} names)", "", f"{rest:.3f}", f"{rest / whole:.1%}"])
-    print_table(["kernel", "calls", "ms", "share"], rows)
-    busy, span = (x / 1000 / PROFILED for x in busy_and_span(kernels))
-    print(
-        f"the GPU works {busy:.2f} ms per step: idle {max(0, 1 - busy / span):.1%} of {span:.2f} ms with the profiler, "
-        f"{max(0, 1 - busy / (1000 * seconds)):.1%} of {1000 * seconds:.2f} ms without the profiler"
-    )
-
-
-def busy_and_span(kernels):
-    """Return microseconds with at least one running kernel, and microseconds from the first start to the last end."""
-    busy, reached = 0.0, float("-inf")
-    for _, start, end in sorted(kernels, key=lambda kernel: kernel[1]):
-        busy += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return busy, reached - min((start for _, start, _ in kernels), default=reached)
-
-
-def short(name):
-    """Return a C++ function's name without its common namespaces, at most 90 characters."""
-    name = re.sub(r"^void |\(anonymous namespace\)::|at::native::|c10::|std::", "", name)
-    return name if len(name) <= 90 else name[:87] + "..."
