@@ -189,8 +189,8 @@ def residual_backward(
     d_bias = tl.zeros([BLOCK], tl.float32)
     if DOUT is not None:
         weight = _load(WEIGHT + column, exists)
-    # The loop loads the next rows into shared memory, because a program has too few bytes in flight otherwise (ENOUGH
-    # in test_kernels.py). Some GPUs have only 99 KB of shared memory, so fewer wide rows are loaded.
+    # The loop loads the next rows into shared memory, because a program has too few bytes in flight otherwise. Some
+    # GPUs have only 99 KB of shared memory, so fewer wide rows are loaded.
     stages: tl.constexpr = 2 if DOUT is not None or BLOCK > 8192 else 6 if BLOCK <= 4096 else 3
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=stages):
         here = tl.cast(row, tl.int64) * width + column

@@ -48,7 +48,7 @@ TYPES |= {torch.int64: "i64", torch.bool: "i1"}
 
 
 class Recorder:
-    """Stands in for `module.kernel`. A launch adds (job, number of programs) to the list `found` and runs nothing.
+    """Stands in for `module.kernel`. A launch adds its job to the list `found` and runs nothing.
 
     The job is one for `reports`, but without arch. It has the types of the arguments as Triton specializes them. All
     tensors must be on `device`.
@@ -58,7 +58,7 @@ class Recorder:
         self.kernel, self.found, self.device = kernel, found, device
 
     def __getitem__(self, grid):
-        return lambda *arguments, **named: self.found.append((self.job(arguments, named), torch.Size(grid).numel()))
+        return lambda *arguments, **named: self.found.append(self.job(arguments, named))
 
     def job(self, arguments, named):
         signature, jit_options = inspect.signature(self.kernel.fn), self.kernel.kwargs
@@ -117,17 +117,6 @@ def report(kernel, types, constants, arch, **options):
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
     counts = {name: len(re.findall(rf"\b{pattern}", code)) for name, pattern in INSTRUCTIONS.items()}
     return dict(registers=registers, stack=stack, shared=binary.metadata.shared, **counts)
-
-
-def programs(report, num_warps, arch):
-    """Return the number of programs that fit on a multiprocessor at once (arch 80 or 90): its *occupancy*.
-
-    A multiprocessor has 64 warps and 65536 registers, a quarter of both in each of 4 parts. A warp's registers are
-    allocated in groups of 256. Each program has 1 KB of shared memory more than it asks for. (CUDA C++ Programming
-    Guide, tables of compute capabilities)
-    """
-    warps = min(65536 // 4 // (-(-report.registers // 8) * 8 * 32), 16) * 4
-    return min(warps // num_warps, {80: 164, 90: 228}[arch] * 1024 // (report.shared + 1024), 32)
 
 
 def tool(name):

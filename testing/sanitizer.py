@@ -10,10 +10,9 @@ means after `install()`:
     out of bounds   Triton does not check addresses. Now: OutOfBounds names argument, element and program. A pointer
                     contains its argument's index in the 16 bits that addresses do not use. So an access outside of
                     this argument is an error even inside another tensor or in a gap between a view's rows.
-    races           Programs that run in turn cannot race. Now: three cases raise Race. Two programs of one launch
-                    access the same element and one of them changes it. Two lanes (positions in the stored array) of
-                    one store write the same element. A lane reads or overwrites an element that another lane of its
-                    program stored, without a `tl.debug_barrier()` in between.
+    races           Programs that run in turn cannot race. Now: two cases raise Race. Two programs of one launch access
+                    the same element and one of them changes it. Two lanes (positions in the stored array) of one store
+                    write the same element. (Not checked: a lane that reads what another lane of its program stored.)
     traffic         Triton does not count it. Now: `with traffic() as t` counts the bytes that kernels load and store.
                     The speed of a memory-bound kernel depends on these bytes, so a unit test can check it.
 
@@ -97,7 +96,7 @@ def traffic():
 
 TAG = np.uint64(48)  # Addresses have 47 bits. The higher bits contain the argument's index, counted from 1.
 ADDRESS = np.uint64((1 << 48) - 1)
-NOBODY, SEVERAL = -1, -2  # They stand for the index of a program or of a lane.
+NOBODY, SEVERAL = -1, -2  # They stand for the index of a program.
 
 
 class Memory:
@@ -105,8 +104,8 @@ class Memory:
 
     def __init__(self, tensor):
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
-        # The program that loaded each element, the program that stored it, and the lane that stored it.
-        self.loads, self.stores, self.lane = (np.full(size, NOBODY, np.int32) for _ in range(3))
+        # The program that loaded each element, and the program that stored it.
+        self.loads, self.stores = (np.full(size, NOBODY, np.int32) for _ in range(2))
 
 
 class Argument:
@@ -176,20 +175,14 @@ class Launch:
 
         refuse(OutOfBounds, outside, f"which is outside of the argument's shape {list(argument.tensor.shape)}")
         refuse(Race, by_others(memory.stores), "which another program of this launch stored")
-        before = memory.lane[elements]
-        refuse(Race, (before != NOBODY) & (before != lanes), "which another lane stored: tl.debug_barrier() is missing")
         np.add.at(getattr(argument, does), elements, 1)
         if does == "loads":
             memory.loads[elements] = np.where(by_others(memory.loads), SEVERAL, program)
         else:
             refuse(Race, by_others(memory.loads), "which another program of this launch loaded")
-            memory.lane[elements] = lanes
-            refuse(Race, memory.lane[elements] != lanes, "which another lane of this store also stores")
+            memory.stores[elements] = lanes  # only the last lane of an element stays
+            refuse(Race, memory.stores[elements] != lanes, "which another lane of this store also stores")
             memory.stores[elements] = program
-
-    def barrier(self):
-        for argument in self.arguments:
-            argument.memory.lane.fill(NOBODY)
 
 
 # --- installation -----------------------------------------------------------------------------------------------------
@@ -271,10 +264,6 @@ def _install_memory():
     @replaces(InterpreterBuilder, "create_masked_store")
     def store(original, self, pointers, value, mask, *rest, **options):
         return original(self, _launch.access(pointers, mask, "stores"), value, mask, *rest, **options)
-
-    @replaces(InterpreterBuilder, "create_barrier")
-    def barrier(original, self):
-        _launch.barrier()
 
 
 # --- bfloat16 ---------------------------------------------------------------------------------------------------------

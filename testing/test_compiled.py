@@ -1,7 +1,6 @@
 """Tests that testing/compiled.py recognizes bad machine code. It needs no GPU, only Triton's own tools."""
 
 import importlib.util
-from types import SimpleNamespace
 
 import pytest
 
@@ -64,12 +63,3 @@ def test_tensor_cores_and_spills(reports):
     for r in (a100, h100):
         assert r.async_copies and r.shared and not r.spills and not r.loads
     assert crowded.spills and crowded.stack and crowded.registers >= 254
-
-
-@pytest.mark.parametrize(
-    "registers, shared, warps, arch, programs",
-    [(32, 0, 32, 90, 2), (33, 0, 32, 90, 1), (41, 0, 4, 90, 10), (16, 0, 1, 90, 32), (32, 20 << 10, 2, 80, 7)],
-)
-def test_occupancy(registers, shared, warps, arch, programs):
-    """41 registers are allocated as 48, so 40 of 64 warps fit. A program takes 1 KB of shared memory more."""
-    assert compiled.programs(SimpleNamespace(registers=registers, shared=shared), warps, arch) == programs
