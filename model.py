@@ -5,19 +5,20 @@
     block:   x + dropout(proj(attention(qkv(ln1(x)))))
              x + dropout(fc2(gelu(fc1(ln2(x)))))
 
-x is [n, h]: n = b s tokens, sample after sample. With sequence parallelism each tensor parallel rank has n/t of the
-rows. GPT-2 (Radford et al. 2019) has LayerNorm before attention and MLP, learned positions, tanh-GELU and biases in
-every block, and uses the word table twice. With ReLU instead of GELU the model is OPT (Zhang et al. 2022). Dropout acts
-on the embedding and on the outputs of attention and MLP. The attention probabilities have no dropout.
+x is [n, h]. A micro-batch has b samples of s tokens, n = b s, and h is the hidden size. The rows are in the order of
+the samples. With sequence parallelism each of the t tensor parallel ranks has n/t rows. GPT-2 (Radford et al. 2019) has
+LayerNorm before attention and MLP, learned positions, tanh-GELU and biases in every block, and uses the word table
+twice. With ReLU instead of GELU the model is OPT (Zhang et al. 2022). Dropout acts on the embedding and on the outputs
+of attention and MLP. The attention probabilities have no dropout.
 
 The layers of `parallel/tensor.py` contain the parallelism. A model is a list of *units* (embedding, blocks, head).
 Each unit is a function of (x, micro-batch). Between two units the executor (`parallel/pipeline.py`) can gather or free
 parameters, recompute a unit, or reduce gradients. A layer declares its parameters as `ParamSpec`s, which have no
-storage. `parallel/zero.py` replaces each ParamSpec by a view into a flat buffer. Two units use the word table, so it
-is a bucket of its own.
+storage. `parallel/zero.py` replaces each ParamSpec by a view into a flat buffer. The embedding and the head both use
+the word table. Therefore it is a bucket of its own (`parallel/layout.py`).
 
-Number of parameters: V h + s h + L (12 h^2 + 13 h) + 2 h, where V is the padded vocabulary. This is 354,871,296 for
-L = 24 and h = s = 1024.
+Number of parameters: V h + s h + L (12 h^2 + 13 h) + 2 h, where V is the padded vocabulary. This is 354,871,296 for L =
+24, h = s = 1024 and V = 50,304.
 """
 
 import math
@@ -50,7 +51,7 @@ class MicroBatch:
     ids: torch.Tensor  # [n] int64
     targets: torch.Tensor | None  # [n] int64: the next id of each token; None in generation
     positions: torch.Tensor  # [n or n/t]: for each row of this rank, its position in the sample
-    rows: torch.Tensor  # [n or n/t] of this rank's rows: sample number * s + position, for dropout masks
+    rows: torch.Tensor  # [n or n/t] sample number * s + position of each row of this rank, for dropout masks
     dropout: float
     caches: list | None = None  # in generation: for each block a list of past keys and values
 
@@ -163,7 +164,8 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """The last unit: maps vectors to the loss of every token, [n]. In generation (no targets, t = 1): to logits.
+    """The last unit: maps vectors to the loss of every token, [n]. In generation there are no targets and t is 1; then
+    it returns logits.
 
     In training, backward computes the losses together with their gradient. Until then the losses are nan
     (`LinearCrossEntropy`).

@@ -9,13 +9,13 @@
 
 N is a size in bytes. The right column is the cost of the ring algorithm, which is optimal (Patarasuk and Yuan 2009).
 Its all_reduce is a reduce_scatter and then an all_gather. The ledger counts these bytes. Tensors are cut along their
-first dimension, so no element is rearranged before it is sent.
+first dimension, so a contiguous tensor is sent without a copy.
 
-Each call starts the communication and returns a `Pending`. `.wait()` returns the tensor. The caller may compute
-between the two; this is the overlap of communication and computation. On NCCL, `wait` makes only the GPU wait. If a
-peer does not answer within the timeout, NCCL's watchdog ends the process with its own message. On Gloo, `wait` blocks
-the host. The error of `wait` names the rank that waited and the other ranks. On an axis of one rank nothing is sent or
-counted.
+Each call starts the communication and returns a `Pending`. `.wait()` returns the tensor. The caller may compute between
+the call and `.wait()`. This is the overlap of communication and computation. On NCCL, `wait` makes only the GPU wait.
+If a peer does not answer within the timeout, NCCL's watchdog ends the process with its own message. On Gloo, `wait`
+blocks the host. The error of `wait` names the rank that waited and the other ranks. On an axis of one rank nothing is
+sent or counted.
 
 `agree` and `gather_objects` send small Python objects outside of a step. The ledger does not count them.
 """
@@ -69,7 +69,7 @@ def sent_bytes(operation, ranks, whole_bytes):
 def group_options(backend, timeout=None):
     """Return the options of a new process group: NCCL's kernels run on a CUDA stream of high priority. Gloo: None.
 
-    Otherwise a communication could wait until a matrix product, which fills the whole GPU, has ended.
+    Without high priority, a communication could wait until a matrix product that fills the whole GPU has ended.
     """
     if backend != "nccl":
         return None
@@ -106,12 +106,12 @@ class Pending:
 
 @contextlib.contextmanager
 def lost_peer(name):
-    """Turn an error of the communication `name` into a CommunicationError, but not an error of this GPU."""
+    """Raise a CommunicationError if the communication `name` fails. Errors of this GPU pass unchanged."""
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, torch.AcceleratorError) or "out of memory" in str(error):
-            raise  # perhaps of an earlier operation: no peer is lost
+            raise  # an error of this GPU, perhaps of an earlier operation
         raise CommunicationError(f"{name}: {error}") from error
 
 
@@ -158,7 +158,8 @@ def send(x, axis, to, what, tag=0):
 
 
 def receive(shape, like, axis, source, tag=0):
-    """Start to receive a tensor of `shape` from rank `source` of the axis. like: has its dtype and device.
+    """Start to receive a tensor of `shape` from rank `source` of the axis. like: any object with the `dtype` and
+    `device` of the result.
 
     Two ranks must start all messages of one group between them in the same order. Gloo matches a send and a receive by
     their tag.

@@ -2,11 +2,12 @@
 
 Slide "深層学習の用語説明" has SGD and Adam. Its Adam differs from Kingma and Ba's (arXiv 1412.6980) in three places.
 The slide subtracts the gradient from the moments; the paper adds it. The slide has epsilon inside the root; the paper
-has it outside. The slide multiplies the update by b^(t+1); the paper divides m by 1 - b1^t and v by 1 - b2^t.
-This file follows the paper.
+has it outside. In update t, the paper divides m by 1 - b1^t and v by 1 - b2^t (b1, b2: beta1, beta2). The slide
+multiplies the update by b^(t+1). This file follows the paper.
 
-A rule changes any range of a rank's flat buffers in place. It is elementwise, so a range may begin anywhere. All
-tensors have the master dtype, float32 (float64 in fp64 runs). Keyword arguments of a rule:
+A rule is the update of an optimizer. It changes one range of a rank's flat buffers in place. It is elementwise, so a
+range may begin anywhere. All tensors have the master dtype, float32 (float64 in fp64 runs). Keyword arguments of a
+rule:
 
     lr       the learning rate          scale    factor on the gradient: clipping * (1 / loss scale)
     decay    weight decay, or 0         update   the number of this update, from 1
@@ -57,8 +58,8 @@ def adam_direction(gradient, m, v, scale, update, beta1, beta2, eps):
 # Slide "データ並列": a large global batch generalises worse. LARS and LAMB are remedies. They give every parameter
 # tensor ("layer") its own rate: the norm of an update becomes proportional to the norm of the tensor. Such a rule
 # has two halves. The first half is elementwise and overwrites the gradient with a direction. The second half needs
-# the norms of whole tensors. `tensor_norms` sums their squares over tp and dp. The second half gets
-# `layerwise`, which is False for biases and LayerNorms (plain rate).
+# the norms of whole tensors. `tensor_norms` sums the squared elements of each tensor over tp and dp. The second half
+# gets `layerwise`. It is False for biases and LayerNorms, which use the rate `lr` unchanged.
 
 
 def lamb(weight, gradient, moments, *, decay, scale, update, beta1, beta2, eps, **_):
@@ -121,8 +122,8 @@ class Shard(NamedTuple):
 def update(c, shards, scalars, ops, mesh, device):
     """Update every shard. c: the configuration. scalars: `reference.UpdateScalars`. ops: has the fused operations.
 
-    shards: [Shard], in the same order on all ranks with a copy. device: where communication needs its tensors. A rule
-    that is not fused reads the scalars on the host, so the host waits for the device.
+    shards: [Shard], in the same order on all ranks with a copy. device: of the tensors that are sent. A rule that is
+    not fused reads the scalars on the host, so the host waits for the device.
     """
     rule, constants = RULES[c.optimizer], dict(beta1=c.adam_beta1, beta2=c.adam_beta2, eps=c.adam_eps)
     if rule.fused:
@@ -154,8 +155,9 @@ def tensor_norms(tensors, mesh, sharded, device):
     """Return the norms of each whole weight and of its `Shard.gradient`, float64 [number of tensors, 2].
 
     tensors: [(Shard, Piece)], every parameter of this rank. A tensor may be cut by shards (`sharded`) and over tp, so
-    its squares are summed over dp and tp. Then all holders of a tensor take the sums of the first one: they add the
-    same squares, but perhaps in another order, and by other rounding the copies of a weight would drift apart.
+    its squares are summed over dp and tp. Then all holders of a tensor take the sums of the first holder. Their own
+    sums may differ in the last digits, because the order of the additions may differ. Then the copies of a weight would
+    drift apart.
     """
     squares = torch.zeros(len(tensors), 2, dtype=torch.float64, device=tensors[0][0].weight.device)
     rows_of = {}  # {Axis of holders: their rows of `squares`}
@@ -177,9 +179,9 @@ def tensor_norms(tensors, mesh, sharded, device):
 def learning_rate(c, update):
     """Return the learning rate of an update. update: counted from 1, without skipped steps. c: the configuration.
 
-    A linear warm-up rises to `lr`. With lr_decay_style `constant` the rate stays at `lr`. Otherwise it falls and
-    reaches `min_lr` at `lr_decay_iters` (0: at `train_iters`). A warm-up can be longer than `lr_decay_iters` or the
-    run.
+    A linear warm-up rises to `lr`. With lr_decay_style `constant` the rate stays at `lr`. The other styles fall (wsd:
+    only in the last `lr_wsd_decay_iters` updates) and reach `min_lr` at `lr_decay_iters` (0: at `train_iters`). A
+    warm-up can be longer than `lr_decay_iters` or the run.
     """
     end = c.lr_decay_iters or c.train_iters
     warmup = c.lr_warmup_iters if c.lr_warmup_iters >= 0 else c.lr_warmup_fraction * end

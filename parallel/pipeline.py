@@ -10,7 +10,8 @@ micro-batch j:
             every linear of the blocks. Later W adds each dW = dy^T x to its bucket, and frees dy and x.
 
 The executor has no code for a particular schedule. It runs the list in its order. Between two neighbour stages one
-micro-batch sends bsh elements in each direction (bsh/t with sequence parallelism). A validation is a list of F only.
+micro-batch sends bsh elements in each direction (bsh/t with sequence parallelism). A validation runs a list that has
+only F.
 
 The graph is cut between two units. Each unit gets a detached input. A unit's backward is one `torch.autograd.backward`;
 it starts from the gradient of the next unit's input:
@@ -23,11 +24,12 @@ runs again just before its backward, so only one block's activations exist at a 
 ZeRO-3 gathers a unit's parameters before the unit and frees them after it. A bucket's gradient is reduced as soon as it
 is complete, while backward continues with earlier units (as in PyTorch's DDP, Li et al., arXiv 2006.15704).
 
-A send does not block. All ranks post their messages in one common order. A receive is posted as early as this order
-allows. The order prevents a deadlock (proof: `schedules.messages`). Messages to a higher rank and to a lower rank have
-different process groups, so a rank's send never waits for a receive that it has posted before. A buffer lives until
-its message is sent. Then the values of a sent output y are freed, because backward needs only y's graph. A rank with
-more than IN_TRANSIT unfinished sends waits for the oldest.
+Starting a send does not block, but `post` waits for the oldest send if too many are open. All ranks post their messages
+in one common order. A receive is posted as early as this order allows. The order prevents a deadlock (proof:
+`schedules.messages`). Messages to a higher rank and to a lower rank have different process groups, so a rank's send
+never waits for a receive that it has posted before. A buffer lives until its message is sent. Then the values of a sent
+output y are freed, because backward needs only y's graph. A rank with more than IN_TRANSIT unfinished sends waits for
+the oldest.
 """
 
 import contextlib
@@ -80,8 +82,8 @@ class Chunk:
 class Executor:
     """This rank's part of every step. schedule: a Schedule with any number of micro-batches; timers: a `log.Timers`.
 
-    The executor tells others what it does. `trace` gets each action and each wait for a message. `after_action` is
-    called after each action.
+    Tools can observe the executor: `trace` gets each action and each wait for a message. `after_action` is called after
+    each action.
     """
 
     def __init__(self, model, zero, config, mesh, layout, schedule, timers):
@@ -98,7 +100,7 @@ class Executor:
         self.local = {}  # (kind, micro-batch, chunk): a tensor for another chunk on this rank
         self.mail = None  # the Mailbox of the current step
         self.trace = self.after_action = Unwatched()
-        self.methods, self.flats = METHODS, {}  # flats: {name: flat buffers besides those of the buckets}
+        self.methods, self.flats = METHODS, {}  # flats: PipeDream's buffers of old weights and sums
         connect(mesh, schedule, zero.device)
 
     def run(self, micro_batches, count, weight):
@@ -126,7 +128,7 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, batch):
-        """Return the losses [n] of one micro-batch, forward only, or None on a rank without the pipeline's last chunk.
+        """Run the forward of one micro-batch. Return its losses [n], or None on a rank without the last chunk.
 
         If the schedule has two pipelines (Chimera), the first one runs.
         """
@@ -269,8 +271,8 @@ def axis_to(mesh, source, destination):
 def connect(mesh, schedule, device):
     """Send one number over each connection between ranks in both directions.
 
-    With a pair's first message, NCCL connects the two ranks, and blocks both hosts until this is done. So this must not
-    happen in a step, where a rank computes until its messages arrive.
+    With a pair's first message, NCCL connects the two ranks, and blocks both hosts until this is done. So all pairs
+    connect before the first step: in a step such a wait would stop a rank that could compute.
     """
     mesh.ledger.phase = "setup"
     below = [(chunk, schedules.downstream(schedule, chunk)) for chunk in range(len(schedule.parts))]
@@ -295,7 +297,9 @@ class Mailbox:
         self.leaving = deque()  # (Pending, tensor to free when it is sent, or None)
 
     def post(self):
-        """Post receives up to this rank's next send. Free sent tensors."""
+        """Post receives up to this rank's next send. Free sent tensors. Wait for the oldest send if more than
+        IN_TRANSIT are open.
+        """
         while self.queue and self.queue[0][1].source != self.rank:
             tag, m = self.queue.popleft()
             axis = axis_to(self.mesh, m.source, m.destination)

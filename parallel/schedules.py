@@ -1,7 +1,7 @@
 """Pipeline schedules: the order in which each rank computes (slide "パイプライン並列").
 
 The model is cut into stages, one on each rank, and the batch into micro-batches. A micro-batch runs forward from the
-first stage to the last, then backward to the first. The time in which a rank waits for a micro-batch is the bubble. A
+first stage to the last, then backward to the first. The bubble is the share of a step's time in which a rank waits. A
 micro-batch is in flight between its forward and its backward. Its activations fill memory during this time. A schedule
 is a list of actions for each rank, made by one of the functions below. Schedules differ in bubble and memory. The
 example is 1F1B with four ranks, eight micro-batches and a backward as long as two forwards. `python -m accounts.draw
@@ -24,13 +24,13 @@ example is 1F1B with four ranks, eight micro-batches and a backward as long as t
     pipedream-2bw  the same                                      p-r                   old weights, 2 versions of them
 
 There are p stages, m micro-batches and v chunks per rank. F, I and W are the durations of forward, input gradient and
-weight gradient on a whole stage. The column "in flight" is for large m. Its unit is the activations of one micro-batch
-on a whole stage. The formulas of zb-h1 and zb-h2 need W <= F and W <= I. The formula of zb-v needs W <= F <= I.
-`FORMULAS` below has the exact conditions. Each micro-batch sends bsh elements forward and bsh elements backward over
-every boundary between ranks.
+weight gradient on a whole stage. B = I + W is a backward. The column "in flight" is for large m. Its unit is the
+activations of one micro-batch on a whole stage. The formulas of zb-h1 and zb-h2 need W <= F and W <= I. The formula of
+zb-v needs W <= F <= I. `FORMULAS` below has the exact conditions. Each micro-batch sends bsh elements forward and bsh
+elements backward over every boundary between ranks.
 
-A schedule is data. The same lists are checked, simulated, drawn (`draw.py`) and executed (`pipeline.py`). This file has
-these sections: the schedules, their checks, their simulation, their messages without a deadlock, the papers' formulas.
+A schedule is data. The same lists are checked, simulated, drawn (`draw.py`) and executed (`pipeline.py`). The sections
+of this file: schedules, checks, simulation, an order of messages that never deadlocks, formulas of the papers.
 `versions.py` counts the old weights that the two asynchronous schedules keep.
 """
 
@@ -64,7 +64,7 @@ class Schedule(NamedTuple):
     parts: list  # parts[chunk]: the part of the model that this chunk runs; a pipeline begins at part 0
     placement: list  # placement[chunk]: the rank that runs this chunk
     actions: list  # actions[rank]: the Actions of this rank, in their order
-    versions: list | None = None  # versions[rank][j]: updates in the weights that micro-batch j uses; None: no U
+    versions: list | None = None  # [rank][j]: updates of the weights that micro-batch j uses; None: no U
 
     @property
     def microbatches(self):
@@ -96,7 +96,7 @@ def forward_only(schedule):
 
 
 def updates(schedule):
-    """Return the number of updates in the lists of a rank; 1 for a schedule without U, whose step is one update."""
+    """Return the number of weight updates that one run of the lists makes. Without U this is 1."""
     return sum(action.kind == "U" for action in schedule.actions[0]) or 1
 
 
@@ -161,8 +161,9 @@ def interleaved(stages, microbatches, chunks=2):
             group = range(first, first + p)
             F += [Action("F", j, c * p + rank) for c in range(v) for j in group]
             B += [Action("B", j, c * p + rank) for c in reversed(range(v)) for j in group]
-        # In the first (v-1) p forwards, the first group runs through all of this rank's chunks except the last. Then
-        # its first micro-batch passes through the p-1-rank later ranks, and its backward returns through them.
+        # In the first (v-1) p forwards, the first group runs through all of this rank's chunks except the last. Its
+        # first micro-batch goes through p-1-rank later ranks, and its backward comes back. These are 2 (p-1-rank)
+        # steps, and the rank runs one forward in each.
         warmup = (v - 1) * p + 2 * (p - 1 - rank)
         actions.append(F[:warmup] + alternate(F[warmup:], B))
     return Schedule("interleaved", list(range(v * p)), [c % p for c in range(v * p)], actions)
@@ -180,9 +181,9 @@ def zb_h1(stages, microbatches, chunks=1):
 def zb_h2(stages, microbatches, chunks=1):
     """ZB-H2: no bubble if F, I and W take equal time and m >= 2p-1, with 2p-1 micro-batches in flight.
 
-    The warm-up and the delay of W are twice those of ZB-H1. The ranks begin and end a step one after another. If each
-    rank starts its next step at once, no rank waits. In train.py all ranks wait for the gradient norm first. Qi et al.,
-    arXiv 2401.10241, section 2.2, figure 3.
+    The warm-up and the delay of W are twice those of ZB-H1. Each rank begins and ends its step later than the rank
+    before it. If each rank starts its next step at once, no rank waits. In train.py all ranks wait for the gradient
+    norm first. Qi et al., arXiv 2401.10241, section 2.2, figure 3.
     """
     return straight("zb-h2", chunks, zero_bubble(stages, microbatches, 2))
 
@@ -200,19 +201,21 @@ def zero_bubble(stages, microbatches, factor):
 def zb_v(stages, microbatches, chunks=2):
     """ZB-V: a bubble no larger than ZB-H2's, as much memory as ZB-H1, and twice the messages.
 
-    Rank r has chunk r on the way down (from rank 0 to rank p-1) and chunk 2p-1-r on the way up. Rank 0 has both ends
-    of the model, so a backward follows its forward at once. Every rank works in turns. A turn has six places, for F, I
-    and W (down) and f, i and w (up). A rank leaves out a place without an action. Below are p = 3 and rank 1:
+    Rank r has chunk r on the way down (from rank 0 to rank p-1) and chunk 2p-1-r on the way up. Rank 0 has the first
+    and the last part of the model. So a backward can follow its last forward at once. Every rank works in turns. A turn
+    has six places in this order: f, i, w (up), then F, I, W (down). A rank leaves out a place without an action. Below
+    are p = 3 and rank 1:
 
         turn       -3 -2 -1   0         1            2               3                        4
         rank 1     F0 F1 F2   f0 F3     f1 i0 w0     f2 i1 w1 F4 I0 W0   f3 i2 w2 F5 I1 W1    f4 i3 w3 F6 I2 W2 ...
 
-    Each turn is one micro-batch after the turn before. In turn k a rank runs f of micro-batch k, i and w of k-r, and I
-    and W of k-(p-1), because these take one turn for each rank on their way. The first 2p-1-r forwards down run as
-    early as possible. The others run in turn k = j+r-p. Near the end other ranks wait for i and I, so the last w
-    and W are delayed until all i and I have run. The bubble is 0 if F, I and W take equal time and m >= 2p-1. If m < p,
-    the lists are made for p micro-batches, and the actions of the last p-m are left out. Qi et al., arXiv 2401.10241
-    (not in the conference version) and 2405.15362 (V-ZB). Raises UserError if chunks is not 2.
+    Turn k+1 does for micro-batch j+1 what turn k does for micro-batch j. In turn k rank r runs f of micro-batch k, i
+    and w of micro-batch k-r, and I and W of micro-batch k-(p-1): i needs one turn for each rank on its way from rank 0
+    to rank p-1, and I goes back through all ranks in one turn. The first 2p-1-r forwards down run as early as possible.
+    F of a later micro-batch j runs in turn j+r-p. Near the end other ranks wait for i and I, so rank r delays its last
+    w and W. The bubble is 0 if F, I and W take equal time and m >= 2p-1. If m < p, the lists are made for p
+    micro-batches, and the actions of the last p-m are left out. Qi et al., arXiv 2401.10241 (not in the conference
+    version) and 2405.15362 (V-ZB). Raises UserError if chunks is not 2.
     """
     p, m = stages, max(stages, microbatches)
     if p == chunks == 1:  # one stage has no way down and up
@@ -240,12 +243,13 @@ def chimera(stages, microbatches, chunks=1):
 
     Rank r has part r of the down pipeline (chunk r) and part p-1-r of the up pipeline (chunk 2p-1-r). So it has twice
     the parameters, and the gradients of both copies are summed at the end. Even micro-batches go down (from rank 0 to
-    rank p-1), odd micro-batches go up. In each group of p micro-batches, the micro-batches of one direction have the
-    indices k = 0, 1 ... Suppose that F and B take one time slot each. On part i, micro-batch k then has its F in slot
-    i + 2k and its B in slot 2p-1 - i + 2k. Because p is even, the two directions never need the same slot. The next
-    group begins 2p slots later and uses slots that are still free ("direct concatenation"). Any m is allowed; a
-    multiple of p is best. Li and Hoefler, arXiv 2107.06925, section 3, figure 3. Raises UserError if p is odd and not
-    1.
+    rank p-1), odd micro-batches go up. The batch is cut into groups of p micro-batches. In a group, k = 0, 1 ...
+    numbers the micro-batches of one direction. Suppose that F and B take one time slot each. On part i, micro-batch k
+    then has its F in slot i + 2k and its B in slot 2p-1 - i + 2k. The two directions never need the same slot: because
+    p is even, their F have slots of different parity, and so have their B; and in a group, an F of one direction comes
+    before all B of the other on the same rank. The next group begins 2p slots later and uses slots that are still free
+    ("direct concatenation"). Any m is allowed; a multiple of p is best. Li and Hoefler, arXiv 2107.06925, section 3,
+    figure 3. Raises UserError if p is odd and not 1.
     """
     p = stages
     if p == 1:  # with one stage both directions are the same
@@ -268,9 +272,10 @@ def chimera(stages, microbatches, chunks=1):
 def pipedream(stages, microbatches, chunks=1, per_update=None):
     """PipeDream: 1F1B without the flush. Each rank updates its weights after each of its backwards.
 
-    The list has the micro-batches of many updates, so a rank waits only at its two ends. While micro-batch j is in
-    flight, a rank updates its weights p-1-rank times. The backward of j needs the weights of its forward, so the rank
-    keeps the old version (weight stashing). Narayanan et al., arXiv 1806.03377, sections 3.2 and 3.3. Raises UserError
+    The list has the micro-batches of many updates. A rank waits only at the beginning and at the end of the list. While
+    micro-batch j is in flight, a rank updates its weights p-1-rank times. The backward of j needs the weights of its
+    forward, so the rank keeps the old version (weight stashing). Narayanan et al., arXiv 1806.03377, sections 3.2 and
+    3.3. Raises UserError
     if per_update, the number of micro-batches in an update, is not 1.
     """
     if per_update not in (None, 1):
@@ -422,7 +427,7 @@ def check_actions(schedule, microbatches=None):
 def check_updates(schedule):
     """Refuse updates that differ between ranks or do not end with the last micro-batch.
 
-    Only the schedules in ASYNCHRONOUS have updates. `prerequisites` has their order.
+    Only the schedules in ASYNCHRONOUS have updates. `prerequisites` says which backwards must end before an update.
     """
     marks = [[action.microbatch for action in actions if action.kind == "U"] for actions in schedule.actions]
     wanted = [] if schedule.versions is None else [*marks[0][:-1], schedule.microbatches - 1]
@@ -459,7 +464,7 @@ def where(schedule, rank, i):
 
 
 def deadlock(schedule, needs, position, done):
-    """Return the message of a deadlock: a circle of ranks. Each rank waits for a later action of the next.
+    """Return the error text of a deadlock: it names a circle of ranks. Each rank waits for a later action of the next.
 
     position[rank]: the index of the action that waits; done: the actions that have run.
     """
@@ -507,8 +512,8 @@ def simulate(schedule, cost, comm=0):
 
     Each rank runs its list in order. An action starts when its rank is free and its inputs have arrived. An input from
     another rank arrives `comm` after the action that produces it ends. A rank can compute while it sends. cost: {kind:
-    duration of an action of one chunk}. All durations and `comm` have one unit of time, for example seconds. If `cost`
-    has no U, updates take no time. This is the model of Qi et al., arXiv 2401.10241, section 5.
+    duration of an action of one chunk}. All durations and `comm` use the same unit, for example seconds. If `cost` has
+    no U, updates take no time. This is the model of Qi et al., arXiv 2401.10241, section 5.
     """
     check_actions(schedule)
     cost = {"U": 0} | cost
@@ -588,21 +593,22 @@ def messages(schedule):
         before an action: wait for the message that this action consumes
 
     Posting does not wait (isend, irecv; the tensor is kept until the message is done). `pipeline.Mailbox` posts the
-    messages. It also waits for its oldest send if more than two sends are unfinished. This wait adds no deadlock,
-    because the other rank posts its receives in the same order. A rank posts receives as early as the order allows.
+    messages. It also waits for its oldest send if more than two sends are unfinished. This wait adds no deadlock: the
+    oldest send needs only messages that come before it in the order, and the proof below says that they run. A rank
+    posts receives as early as the order allows.
 
     **This never deadlocks**, even if each rank runs the messages in its queue strictly one by one. Proof: suppose that
     some actions never run. Let A be the first of these in the simulation. All actions before A on its rank have run,
-    so A lacks only a message M. In the simulation, the producers of M and of all messages before M end by the start of
-    A. Each producer takes some time there, so it starts before A. So it has run. Then both ends post M and all messages
-    before M. These messages run one after another, and A gets M. This is a contradiction. The proof only needs a
-    timeline in which every producer of a message takes some time. Real durations do not matter.
+    so A lacks only a message M. In the simulation, M is ready before A starts, and the messages before M are ready no
+    later than M. Each producer takes some time there, so it starts before A. So it has run. Then both ends post M and
+    all messages before M. These messages run one after another, and A gets M. This is a contradiction. The proof only
+    needs a timeline in which every producer of a message takes some time. Real durations do not matter.
 
     **No tensor that is ready waits for another one.** Messages to a higher rank have one process group. Messages to a
     lower rank have another one (`pipeline.axis_to`). So between two ranks each group has only one sender. Its messages
     are in the order in which this rank computes them. With one group for both directions, a send would wait for each
-    receive that its rank has posted before. The proof also holds with two groups, because they run the messages less
-    strictly. Two chunks on one rank need no message.
+    receive that its rank has posted before. The proof also holds with two groups: then each message waits for fewer
+    earlier messages. Two chunks on one rank need no message.
     """
     consumers = {}  # {producer: its consumer on another rank}; a producer has at most one
     for action, needs in prerequisites(schedule).items():

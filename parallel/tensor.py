@@ -16,7 +16,7 @@ of the MLP, without communication:
     leave   all_reduce (g) all_reduce of y    nothing               y is whole on every rank
             reduce_scatter reduce_scatter y   all_gather of dy      y is cut by tokens (sequence parallel)
 
-`CONJUGATE` is this table in code.
+`CONJUGATE` is this table in code. None means no communication.
 
 Activations are [n, h]: the n = b s tokens of the micro-batch, sample after sample. With sequence parallelism each rank
 has n/t consecutive rows of an activation outside of the pairs. LayerNorm, dropout and residual stream then cost 1/t of
@@ -28,12 +28,12 @@ sums it over tp at the end of the step.
 **What can overlap.** The slide says that tensor parallel communication can't be hidden. This is true in forward: the
 next operation needs the sum that g computes. It is not true in backward: dx needs its all_reduce, but the weight
 gradient dW = dy^T x does not. In the action B, `Linear.backward` starts the all_reduce, computes dW, then waits. With
-sequence parallelism, the all_gather of x for dW also overlaps with the computation of dx. These are not hidden: all
-communication in forward, the all_gather of dy in backward (sequence parallelism), the communication of the embedding
-and the head, and the all_reduce in the action I, which leaves dW to W (zb-* schedules).
+sequence parallelism, the all_gather of x for dW also overlaps with the computation of dx. Four kinds of communication
+are not hidden: all of forward; the all_gather of dy (sequence parallelism); that of the embedding and the head; and
+that of dx in the action I, because I leaves dW to W (zb-* schedules).
 
-Costs per layer and micro-batch: 8 bsh (t-1)/t elements sent, 10 with sequence parallelism (`ledger.py`); memory and
-work of the matrices 1/t.
+Per layer and micro-batch each rank sends 8 bsh (t-1)/t elements, or 10 bsh (t-1)/t with sequence parallelism
+(`accounts/ledger.py`). It has 1/t of the matrices and of their work.
 """
 
 import hashlib
@@ -108,7 +108,9 @@ CONJUGATE = {  # {communication of a tensor in forward: communication of its gra
 
 
 def start(communication, x, tp, what):
-    """Start a communication of the table above over tp. Return a Pending, with None and "copy" of x itself."""
+    """Start a communication of the table above over tp. Return its Pending. With None and "copy" nothing is sent, and
+    the Pending holds x.
+    """
     if communication in (None, "copy"):
         return Pending(x)
     operations = {"all_reduce": all_reduce, "all_gather": all_gather, "reduce_scatter": reduce_scatter}
@@ -140,7 +142,7 @@ class Linear(torch.autograd.Function):
         if bias is None:
             (dy,) = parts
         else:
-            dy, sums = ops.join(parts)  # reads the parts once for both
+            dy, sums = ops.join(parts)  # one pass over the parts gives dy and the gradient of the bias
             bias.grad.add_(sums.view_as(bias))
         dy = start(CONJUGATE[leave], dy, tp, "activations").wait()
         gathering = start(enter, x, tp, "activations")
@@ -261,7 +263,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, w, targets, vocab_size, enter, tp, ops):
         losses = x.new_full(targets.shape, torch.nan, dtype=torch.promote_types(x.dtype, torch.float32))
         ctx.save_for_backward(x)
-        ctx.losses = losses.detach()  # the same memory without the graph, to avoid a reference cycle
+        ctx.losses = losses.detach()  # without a graph: otherwise ctx and losses keep each other alive
         ctx.arguments = w, targets, vocab_size, enter, tp, ops
         return losses
 
@@ -294,8 +296,8 @@ def slices(x):
 
 
 def cross_entropy_(z, w, targets, vocab_size, weights, tp, ops):
-    """Return the losses [n] of logits z [n, v/t]. z becomes its own gradient. weights [n]: the losses'
-    gradient; None: z is only overwritten.
+    """Return the losses [n] of logits z [n, v/t]. The logits in z are replaced by the gradient of the loss with respect
+    to them. weights [n]: the gradient of the losses. With None, the values of z have no meaning afterwards.
 
     Each token's row of logits is cut over tp, and no rank sees a whole row. The ranks combine three numbers per token:
     the maximum, the sum of exponentials and the logit of the target.

@@ -11,12 +11,12 @@ whole copy on each rank. P: elements of a rank's buckets; m: micro-batches.
       2     1/n               1/n         replicated     m + 1   as stage 1, but gradients after each micro-batch
       3     1/n               1/n         1/n            3m      as stage 2, but parameters before each F and each B
 
-With m = 1 this is 2, 2, 2 and 3, as in section 7 of the paper. The calls of a step, in the order of a step and of this
-file:
+With m = 1 this is 2, 2, 2 and 3, as in section 7 of the paper. The table lists the calls of a step in their order. This
+file has the methods in the same order.
 
     call           when                    stage 0          1                 2                        3
     zero_grad      at the start            clear            clear             clear 1/n                clear 1/n
-    gather         before a unit's F and B -                -                 -                        all_gather
+    gather         before a unit's F and B -                wait for publish  wait for publish         all_gather
     release        after each              -                -                 -                        free
     open_gradient  before its backward     -                -                 allocate                 allocate
     reduce         after each micro-batch  -                -                 reduce_scatter           reduce_scatter
@@ -27,10 +27,11 @@ file:
     update         once                    everything       1/n               1/n                      1/n
     publish        once                    -                all_gather        all_gather               -
 
-`publish` only starts the gathers. They run while the next step begins, and `gather` waits for a bucket's gather.
+`publish` only starts the gathers. These all_gathers run while the next step begins. `gather` waits until that of its
+bucket is done.
 
-Stages 2 and 3 save memory because a sharded buffer is whole only while a unit uses it or while it is sent. This is the
-life of a bucket's whole gradient. It repeats with each micro-batch:
+Stages 2 and 3 save memory: beside its shard, a rank has the whole buffer only while a unit uses it or while it is sent.
+This is the life of a bucket's whole gradient. It repeats with each micro-batch:
 
     open_gradient      allocate it, filled with 0
     backward           adds to it: the `.grad` of each parameter is a view into it
@@ -41,10 +42,10 @@ At most two sums run while backward fills a third buffer. In stage 3 the paramet
 this unit computes. If a schedule splits B, a chunk's whole gradients exist from I to W. The action I also computes the
 gradients of LayerNorms, biases, head and embedding. The action W computes the others.
 
-Bytes per parameter in bf16: parameter 2, gradient 4, master weight 4, two moments 8; 18 in total. Stage 1 divides 12
-of these by n, stage 2 divides 16, stage 3 divides 18. In fp32 without offload the total is 16, because the parameters
-are also the master weights. Gradients accumulate over micro-batches in the master dtype, float32 (float64 in fp64
-runs), for every dtype of the parameters.
+In bf16 each parameter needs 18 bytes: parameter 2, gradient 4, master weight 4 (the float32 copy that the optimizer
+updates), two moments 8. Stage 1 divides 12 of these by n, stage 2 divides 16, stage 3 divides 18. In fp32 without
+offload the total is 16, because the parameters are also the master weights. Gradients accumulate over micro-batches in
+the master dtype, float32 (float64 in fp64 runs), for every dtype of the parameters.
 
 With `offload` the optimizer state stays in the CPU's memory, and the CPU makes the update. Once a step, gradients go to
 the CPU and weights come back (Ren et al., ZeRO-Offload, arXiv 2101.06840). On a GPU both go through one *pinned*
@@ -80,9 +81,9 @@ class Bucket:
     """One bucket's flat buffers on this rank.
 
     param, grad: whole, [size]. If the stage shards them, they have storage only while they are in use.
-    owned: (begin, end) of the elements that this rank updates, with stage 1 or higher its shard.
-    own_param, own_grad, master, moments: the elements `owned` of each kind; master: the master weights.
-    staging: only with offload from a GPU: [elements of `owned`], pinned; the gradient for the CPU, then the new weights
+    owned: (begin, end) of the elements that this rank updates: its shard with stage 1 or higher, else everything.
+    own_param, own_grad, master (master weights), moments: each has only the elements `owned`.
+    staging: only with offload from a GPU: pinned; it carries the gradient to the CPU, then the new weights back.
     ranges: parts of `owned` with equal `cut` and `decays`; pieces: one for each parameter (layout.py).
     params: the nn.Parameters, views into `param`, in the order of layout.specs.
     """
@@ -178,7 +179,8 @@ class Zero:
         self.updates = torch.zeros((), dtype=torch.int64, device=device)  # steps that were not skipped
         self.gathering = {}  # {bucket name: Pending} of parameters
         self.summing = {}  # {Bucket: Pending} of gradients, the oldest first
-        self.sum_axis = mesh.second(mesh.dp) if layout.stage == 3 else mesh.dp  # a sum must not delay the next gather
+        # NCCL runs the calls of one group one after another. In a second group a sum does not delay the next gather.
+        self.sum_axis = mesh.second(mesh.dp) if layout.stage == 3 else mesh.dp
         self.counted = None
         state_device = torch.device("cpu") if config.offload else device
         storage = Storage(dtype, self.master_dtype, device, state_device, RULES[config.optimizer].moments, training)
@@ -224,7 +226,8 @@ class Zero:
         bucket = self.buckets[name]
         if bucket.stage == 3 and name not in self.gathering:
             allocate(bucket.param)
-            # The gather writes the values that the buffer had before. `.data` hides the write from autograd's check.
+            # Autograd refuses a saved tensor that has changed. This gather writes the old values again, so it is safe.
+            # `.data` hides it from autograd.
             self.gathering[name] = all_gather(bucket.own_param, bucket.dp, "parameters", out=bucket.param.data)
 
     def gather(self, name):
@@ -255,7 +258,7 @@ class Zero:
             bucket.grad.zero_()
 
     def reduce(self, name, last):
-        """Start to sum a bucket's gradient over the data ranks. last: its last micro-batch of the step.
+        """Start to sum a bucket's gradient over the data ranks. last: True if this is its last gradient of the step.
 
         The executor calls this after the bucket's last use in B (`Chunk.reduce_after`), or in W. The sum runs while
         backward continues with earlier units. Stages 0 and 1 sum only once, after the last micro-batch.
@@ -283,7 +286,7 @@ class Zero:
     # --- finish: after all backwards ---------------------------------------------------------------------------------
 
     def finish(self):
-        """Wait for all sums over dp. Then sum over tp (`sum_replicas`) and over the holders of each bucket.
+        """Wait for all sums over dp and sum over tp (`sum_replicas`). Then sum over the holders of each bucket.
 
         Several pipeline ranks hold a tied table, so its gradient is summed over its holders. The sum over dp comes
         first: after it, only shards need to be summed.
@@ -295,9 +298,9 @@ class Zero:
     def sum_replicas(self):
         """Wait for all sums over dp. Then sum the gradients of replicated parameters over tp (`layout.replica_sums`).
 
-        They have 6 h elements in a block. With sequence parallelism each tp rank has a part of the sum. Otherwise all
-        have equal gradients, and only more than two data ranks make a sum necessary: the other tp ranks add 0 to the
-        first tp rank's gradient, so all ranks get that one.
+        They have 6 h elements in a block. With sequence parallelism each tp rank has a part of the sum. Without it the
+        tp ranks compute equal gradients, but with more than two data ranks the sums over dp may differ in their last
+        digits (`layout.replica_sums`). Then all take the gradient of the first tp rank: the others add 0.
         """
         while self.summing:
             self._end_oldest_sum()
@@ -306,7 +309,7 @@ class Zero:
             parts = [bucket.own_grad[r.begin : r.end] for bucket in buckets for r in bucket.ranges if not r.cut]
             if not self.config.sequence_parallel and self.mesh.tp.rank > 0:
                 for part in parts:
-                    part.mul_(0)  # keeps a nan, so that all ranks skip the step
+                    part.mul_(0)  # 0 times inf or nan is nan, so all ranks skip the step
             wait_for([all_reduce(part, self.mesh.tp, what) for part in parts])
 
     # --- squared_norm ------------------------------------------------------------------------------------------------
@@ -314,7 +317,8 @@ class Zero:
     def counts(self, bucket, cut):
         """Return True on exactly one of the ranks that hold the same elements: the norm counts them once.
 
-        For a LayerNorm: first of its holders, tp rank 0, and dp rank 0 (stage 0) or the shard's owner.
+        An element of a LayerNorm counts on the rank that is the first of its holders, has tp rank 0, and has dp rank 0
+        (stage 0) or owns the element (stages 1 to 3).
         """
         first_of_dp = bucket.stage >= 1 or bucket.dp.rank == 0
         return first_of_dp and bucket.holders.rank == 0 and (cut or self.mesh.tp.rank == 0)
@@ -355,7 +359,8 @@ class Zero:
                 gradient, cast = bucket.staging.copy_(gradient, non_blocking=True), None
             buffers = bucket.master, gradient, bucket.moments
             shards.append(optimizer.Shard(*buffers, bucket.ranges, bucket.pieces, cast, bucket.holders))
-        # With offload these copies wait for the GPU, so the gradients have arrived, too.
+        # With offload, the copy of the scalars to the CPU waits for the GPU. Then the gradients in `staging` are there,
+        # too.
         there = reference.UpdateScalars(*(x.to("cpu" if offload else self.device) for x in scalars))
         optimizer.update(self.config, shards, there, reference if offload else self.ops, self.mesh, self.device)
         for bucket in self.buckets.values():

@@ -64,6 +64,7 @@ def verify(folder):
         assert checkpoint.checksum(np.fromfile(folder / name, np.uint8)) == int(total, 16), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, layout", [(1, {}), (2, dict(tp=2, sequence_parallel=True)), (4, dict(zero=2, pp=2))], ids=str
 )
@@ -71,7 +72,7 @@ def test_a_kill_while_saving_loses_nothing_complete(tokens_dir, tmp_path, ranks,
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "train"])
     dice, out = random.Random(ranks), tmp_path / "killed"
-    fields = dict(layout, save_interval=1, log_interval=3, eval_iters=0, lr_decay_iters=3000, keep=3, dtype="fp64")
+    fields = dict(layout, save_interval=1, log_interval=1, eval_iters=0, lr_decay_iters=3000, keep=3, dtype="fp64")
     config = configured(out, tokens_dir, train_iters=3000, comm_timeout=20.0, **fields)
     out.mkdir()
     for kill in range(KILLS):
