@@ -86,7 +86,6 @@ def parse(arguments):
     add("--dry_run", action="store_true", help="run a step of one rank without a GPU and without data")
     add("--rank", type=int, default=0, metavar="R", help="the rank of --dry_run (0)")
     add("--flops", type=float, metavar="C", help="size and tokens of the best model for C FLOPs")
-    add("--mfu", type=float, default=0.4, metavar="X", help="share of the peak in --flops (0.4)")
     add("--as_is", action="store_true", help="judge the layout of the configuration")
     options, rest = parser.parse_known_args(arguments)
     for name, most in dict(gpus=1e6, gpus_per_node=1e6, rings=1e6, top=1e6, tokens=1e18).items():
@@ -146,7 +145,7 @@ def main(arguments=None):
         print(__doc__)
     options, config, given = parse(arguments)
     if options.flops is not None:
-        scaling.main(options.flops, options.device and (options.gpus, device_of(options)), options.mfu)
+        scaling.main(options.flops, options.device and (options.gpus, device_of(options)))
     elif options.dry_run:
         from accounts import dry_run  # loads the whole program
 

@@ -9,21 +9,18 @@ executor. Two replacements make it small:
     PyTorch's fake process group    pretends that all ranks exist; a communication returns at once
 
 So the run does everything except compute numbers. comm.py counts each byte that the rank sends, and meter.py counts
-each byte that the rank keeps. Both counts must equal the formulas of ledger.py and memory.py. Only with dropout, the
-peak may be a little lower (`shared_rows`).
+each byte that the rank keeps. Both counts must equal the formulas of ledger.py and memory.py.
 
-Meta tensors have no numbers, so the dry run replaces four things (`blind`):
+Meta tensors have no numbers, so the dry run replaces four things:
 
     train.PendingStep    copies loss, norm and flags of a step to the host. A dry run copies nothing
     Tensor.cpu, .item    copy numbers to the host. In a dry run `cpu` returns ones, and `item` returns 0
-    adamw_               is a fused kernel that meta tensors do not have. `optimizer.adamw` makes the same update
-    attention            PyTorch's form for meta tensors keeps [s, s] matrices. A dry run keeps fused attention's bytes
+    adamw_               is a fused kernel that meta tensors do not have. It changes no byte that is sent or kept
+    attention            PyTorch's choice for meta tensors keeps [s, s] matrices. A dry run takes the fused attention
 
-Other optimizers and fp16's loss scale read numbers, and offload keeps bytes on the CPU. A dry run refuses them.
+`SUPPORTED` has the values of fields that allow this.
 """
 
-import itertools
-import resource
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
@@ -41,15 +38,15 @@ import reference
 import train
 from accounts import ledger, memory, meter, report
 from errors import UserError
-from parallel import optimizer, schedules
+from parallel import schedules
 from parallel.mesh import Mesh
 
 META = torch.device("meta")
-REFUSED = {  # field: (the values that a dry run cannot have, why)
-    "optimizer": (("sgd", "lamb", "lars"), "its rule reads numbers, but a dry run has none; set adamw"),
-    "dtype": (("fp16",), "its loss scale reads numbers, but a dry run has none; set bf16"),
-    "offload": ((True,), "a dry run does not count the CPU's memory; set --offload=False"),
-    "eval_only": ((True,), "a dry run makes a training step; set --eval_only=False"),
+SUPPORTED = {  # field: its values in a dry run, and why it has no others
+    "optimizer": (["adamw"], "its rule reads numbers, but a dry run has none"),
+    "dtype": (["bf16", "fp32", "auto"], "a dry run has neither a loss scale nor float64 attention"),
+    "offload": ([False], "a dry run does not count the CPU's memory"),
+    "eval_only": ([False], "a dry run makes a training step"),
 }
 
 
@@ -60,7 +57,6 @@ class Accounts(NamedTuple):
     sent_formula: dict
     kept: dict  # {part of the memory: bytes}
     kept_formula: dict
-    shared: int  # bytes by which the dry run's peak may be below the formula: see `shared_rows`
 
 
 def main(config, gpus, rank):
@@ -70,18 +66,17 @@ def main(config, gpus, rank):
     """
     with started(config, gpus, rank) as run:
         accounts, c, mesh, pp, who = step(run), run.config, run.mesh, run.mesh.pp.rank, f"rank {rank}"
-        often = ledger.how_often(run.layout, run.schedule, pp)
         print(
             f"Dry run of {who} of {gpus}: dp {mesh.dp.rank} of {mesh.dp.size}, pp {pp} of {c.pp}, tp {mesh.tp.rank} of "
             f"{c.tp}; {run.model.num_parameters():,} parameters in {c.dtype}; {c.schedule} with "
             f"{run.schedule.microbatches} micro-batches, zero={c.zero}. No number was computed.\n"
         )
+        often = ledger.how_often(run.layout, run.schedule, pp)
         print(report.sent_table(who, accounts.sent_formula, often, accounts.sent), end="\n\n")
         stored, padding = run.layout.stored(pp), run.layout.padding(pp)
         print(report.kept_table(who, accounts.kept_formula, stored, padding, accounts.kept), end="\n\n")
     wrong = differences(accounts)
     print("\n".join(wrong) or "The dry run and the formulas agree.")
-    print(f"This process has used at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024} MiB.")
     if wrong:
         sys.exit(1)
 
@@ -95,12 +90,13 @@ def started(config, gpus, rank):
     """
     if not 0 <= rank < gpus:
         raise UserError(f"--rank={rank}: should be 0 to {gpus - 1}, because --gpus={gpus}")
-    for name, (values, why) in REFUSED.items():
-        configuration.require(config, name, getattr(config, name) not in values, why)
+    for name, (values, why) in SUPPORTED.items():
+        fits = getattr(config, name) in values
+        configuration.require(config, name, fits, f"{why}; set --{name}={values[0]}")
     dtype = "bf16" if config.dtype == "auto" else config.dtype
     config = replace(config, dtype=dtype, rampup_batch_size="", train_iters=config.updates_per_call, train_epochs=0.0)
     configuration.check(config, gpus)
-    ops = SimpleNamespace(**vars(reference) | {"attention": lambda *qkv: Attention.apply(*qkv[:3]), "adamw_": adamw_})
+    ops = SimpleNamespace(**vars(reference) | {"attention": attention, "adamw_": lambda *_, **__: None})
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=gpus)
     try:
         with (
@@ -114,31 +110,10 @@ def started(config, gpus, rank):
         dist.destroy_process_group()
 
 
-class Attention(torch.autograd.Function):
-    """`reference.attention` of meta tensors. q, k, v [b, s, a, d] -> [b, s, a, d].
-
-    Keeps what PyTorch's fused attention keeps: q, k, v, the output, and one number for each row of [s, s] matrices.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v):
-        y = torch.empty_like(q, memory_format=torch.contiguous_format)
-        sums = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
-        ctx.save_for_backward(q, k, v, y, sums)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
-
-
-def adamw_(weight, gradient, moments, scalars, ranges, *, decay, out=None, **constants):
-    """Run `optimizer.adamw` on every range. The values of lr, scale and update have no effect without numbers."""
-    for begin, end, decays in ranges:
-        w, g, *m = (x[begin:end] for x in (weight, gradient, *moments))
-        optimizer.adamw(w, g, m, lr=1.0, scale=1.0, update=1, decay=decay * decays, **constants)
-    if out is not None:
-        out.copy_(weight)
+def attention(q, k, v, cache=None):
+    """`reference.attention` of meta tensors. q, k, v [b, s, a, d] -> [b, s, a, d]."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=True)[0].transpose(1, 2)
 
 
 def step(run):
@@ -151,40 +126,16 @@ def step(run):
     with meter.Activations(run.executor) as activations:
         (train.train_call if run.schedule.versions else train.train_step)(run, batches)
     widths = run.zero.dtype.itemsize, run.zero.master_dtype.itemsize
-    sizes = memory.sizes(c, *widths, on_cpu=False)
     return Accounts(
         mesh.ledger.per_step(schedules.updates(run.schedule)),
         ledger.predict(run.layout, run.schedule, rank, mesh.dp.rank, *widths),
         meter.model_states(run.zero, run.executor.flats) | activations.rows(),
-        memory.predict(run.layout, run.schedule, rank, sizes),
-        shared_rows(run.schedule.actions[rank], c, sizes.rows),
+        memory.predict(run.layout, run.schedule, rank, memory.sizes(c, *widths, on_cpu=False)),
     )
-
-
-def shared_rows(actions, c, rows):
-    """Return the bytes by which a run's peak of activations may be below the formula (meter.py explains why).
-
-    Only dropout keeps indices of rows (int64). The formula counts them for each micro-batch and chunk in flight. But
-    a rank's chunks share them, and the action I may free them early. actions: the rank's; rows: of a micro-batch.
-    """
-    kinds, chunks = {action.kind for action in actions}, {action.chunk for action in actions}
-    if not c.dropout or (len(chunks) == 1 and not (c.sequence_parallel and "I" in kinds)):
-        return 0
-    change = {"F": 1, "B": -1, "I": -1}  # other kinds change nothing
-    return 8 * rows * max(itertools.accumulate(change.get(action.kind, 0) for action in actions))
 
 
 def differences(a):
     """Return a line for each row of the Accounts in which the dry run and the formula differ."""
-    pairs = [(" ".join(key), a.sent.get(key, 0), a.sent_formula.get(key, 0), 0) for key in a.sent | a.sent_formula]
-    pairs += [(what, a.kept[what], size, a.shared * (what == memory.PEAK)) for what, size in a.kept_formula.items()]
-    return [
-        f"different: {what}: the dry run has {shown(found)}, the formula {shown(formula)}"
-        for what, found, formula, most in pairs
-        if found != formula and not (most and 0 <= formula - found <= most)
-    ]
-
-
-def shown(count):
-    """Return bytes, or (calls, bytes), as text."""
-    return f"{shown(count[0])} calls, {shown(count[1])}" if isinstance(count, tuple) else report.number(count)
+    pairs = (a.sent, a.sent_formula), (a.kept, a.kept_formula)
+    keys = [key for found, formula in pairs for key in found | formula if found.get(key) != formula.get(key)]
+    return [f"different: {key if isinstance(key, str) else ' '.join(key)}" for key in keys]

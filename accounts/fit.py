@@ -7,15 +7,16 @@ The others keep their starting values, because these runs do not determine them.
 sheet's rate, and these steps wait little for the network. The fit minimises the sum of the squares of log(predicted /
 published) (Gauss and Newton's method).
 
-    NARAYANAN     Narayanan et al., arXiv 2104.04473, Table 1. The fit uses it
-    KORTHIKANTI   Korthikanti et al., arXiv 2205.05198, Table 5. The fit uses the runs with full recomputation
-    MOSAIC        MosaicML, LLM Foundry, scripts/train/benchmarking/README.md (MPT, ZeRO-3). No fit uses these 8 runs.
-                  They are among the 64 runs whose mean is `seconds.REST`
-    SMITH         Smith et al., arXiv 2201.11990, section 2.4 (MT-NLG, DeepSpeed). No fit uses it
-    JIANG         Jiang et al., arXiv 2402.15627, Table 2 (Megatron-LM). No fit uses it
+    2021         Narayanan et al., arXiv 2104.04473, Table 1. The fit uses it
+    2022         Korthikanti et al., arXiv 2205.05198, Table 5, full recomputation. The fit uses it
+    selective    the same table with selective recomputation, and the run with 8 data ranks. No fit uses it
+    MPT          MosaicML, LLM Foundry, scripts/train/benchmarking/README.md. No fit uses these 8 runs. They are among
+                 the 64 runs whose mean is `seconds.REST`
+    MT-NLG       Smith et al., arXiv 2201.11990, section 2.4 (DeepSpeed). No fit uses it
+    Jiang        Jiang et al., arXiv 2402.15627, Table 2 (Megatron-LM). No fit uses it
 
-The GPUs are A100 with 80 GB, eight in a node, except where MOSAIC names the H100. These settings of `plan.py` predict
-features of the programs of the first two:
+TFLOP/s and tokens/s are those of one GPU. The GPUs are A100 with 80 GB, eight in a node, unless the column "program"
+names another device. These settings of `plan.py` predict features of the programs of the first two papers:
 
     their program                                     setting
     attention's matrix, messages, reductions          code="megatron-2021", "megatron-2022" (`seconds.py`)
@@ -29,7 +30,7 @@ fastest prediction that fits into memory, with 1 to 16 samples and 1 to 4 chunks
 """
 
 import math
-from dataclasses import replace
+from collections import namedtuple
 
 import numpy as np
 
@@ -41,103 +42,88 @@ from log import hardware_flops
 
 TOKENS = 2048  # of a sample
 FITTED = ("matrix", "wire", "wave")
-DEVICE = DEVICES["a100-80g"]._replace(rings=1)
-GPT = Config(seq_length=TOKENS, vocab_size=51200, dropout=0.1, train_iters=1, dtype="bf16")
-
-# (billions of parameters, L, h, heads, tp, pp, v, global batch, b, GPUs, TFLOP/s of a GPU with recomputation)
-NARAYANAN = [
-    (1.7, 24, 2304, 24, 1, 1, 1, 512, 16, 32, 137),
-    (3.6, 30, 3072, 32, 2, 1, 1, 512, 16, 64, 138),
-    (7.5, 36, 4096, 32, 4, 1, 1, 512, 16, 128, 142),
-    (18.4, 40, 6144, 48, 8, 1, 1, 1024, 16, 256, 135),
-    (39.1, 48, 8192, 64, 8, 2, 4, 1536, 8, 512, 138),
-    (76.1, 60, 10240, 80, 8, 4, 3, 1792, 2, 1024, 140),
-    (145.6, 80, 12288, 96, 8, 8, 2, 2304, 2, 1536, 148),
-    (310.1, 96, 16384, 128, 8, 16, 3, 2160, 1, 1920, 155),
-    (529.6, 105, 20480, 128, 8, 35, 3, 2520, 2, 2520, 163),
-    (1008.0, 128, 25600, 160, 8, 64, 2, 3072, 1, 3072, 163),
-]
-# (model, L, h, heads, tp, pp, chunks, global batch, micro-batch, GPUs, seconds with full recomputation, seconds with
-# selective recomputation and sequence parallelism)
-KORTHIKANTI = [
-    ("22B", 48, 6144, 64, 8, 1, 1, 4, 4, 8, 1.42, 1.10),
-    ("175B", 96, 12288, 96, 8, 8, 3, 64, 1, 64, 18.13, 13.75),
-    ("530B", 105, 20480, 128, 8, 35, 3, 280, 1, 280, 49.05, 37.83),
-    ("1T", 128, 25600, 160, 8, 64, 1, 512, 1, 512, 94.42, 71.49),
-]
-DATA_PARALLEL_530B = 8, 2240, 39.15  # dp, GPUs, seconds of the 530B model with dp times its batch
-
-
-MOSAIC = [  # (model, device, GPUs, L, h, heads, micro-batch, micro-batches, recompute, tokens/s of a GPU)
-    ("MPT 1B", "a100-80g", 8, 24, 2048, 16, 14, 4, "none", 20513),
-    ("MPT 7B", "a100-80g", 8, 32, 4096, 32, 6, 2, "none", 4641),
-    ("MPT 30B", "a100-80g", 8, 48, 7168, 56, 3, 21, "full", 916),
-    ("MPT 70B", "a100-80g", 64, 80, 8192, 64, 8, 4, "full", 410),
-    ("MPT 13B", "a100-40g", 32, 40, 5120, 40, 14, 1, "full", 1998),
-    ("MPT 3B", "h100", 16, 32, 2560, 20, 10, 3, "none", 24142),
-    ("MPT 30B", "h100", 8, 48, 7168, 56, 3, 21, "full", 2002),
-    ("MPT 70B", "h100", 64, 80, 8192, 64, 8, 4, "full", 1039),
-]
-SMITH = [(1920, 2240, 60.1), (1920, 2800, 50.2), (1920, 3360, 44.4)]  # (samples, GPUs, seconds), as in JIANG
-JIANG = [(768, 256, 40.0), (768, 1024, 11.9), (6144, 3072, 29.02), (6144, 6144, 14.78), (6144, 12288, 8.57)]
-
-
-def config(layers, hidden, heads, tp, pp, chunks, batch, b, **more):
-    """Return the Config of a published run."""
-    sizes = dict(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, tp=tp, pp=pp, chunks=chunks)
-    name = "interleaved" if chunks > 1 else "1f1b"
-    return replace(GPT, **sizes, schedule=name, global_batch_size=batch, micro_batch_size=b, **more)
+DEVICE = DEVICES["a100-80g"]._replace(rings=1)  # that of the Megatron programs
+# sp: sequence parallelism; zero: ZeRO stage; program: one of seconds.CODES, or a device (then it is "ours").
+TABLE = """
+  L     h heads tp pp v batch  b  GPUs sp zero recompute program       published unit     name
+ 24  2304    24  1  1 1   512 16    32  0    0 full      megatron-2021       137 TFLOP/s  1.7B, 2021
+ 30  3072    32  2  1 1   512 16    64  0    0 full      megatron-2021       138 TFLOP/s  3.6B, 2021
+ 36  4096    32  4  1 1   512 16   128  0    0 full      megatron-2021       142 TFLOP/s  7.5B, 2021
+ 40  6144    48  8  1 1  1024 16   256  0    0 full      megatron-2021       135 TFLOP/s  18.4B, 2021
+ 48  8192    64  8  2 4  1536  8   512  0    0 full      megatron-2021       138 TFLOP/s  39.1B, 2021
+ 60 10240    80  8  4 3  1792  2  1024  0    0 full      megatron-2021       140 TFLOP/s  76.1B, 2021
+ 80 12288    96  8  8 2  2304  2  1536  0    0 full      megatron-2021       148 TFLOP/s  145.6B, 2021
+ 96 16384   128  8 16 3  2160  1  1920  0    0 full      megatron-2021       155 TFLOP/s  310.1B, 2021
+105 20480   128  8 35 3  2520  2  2520  0    0 full      megatron-2021       163 TFLOP/s  529.6B, 2021
+128 25600   160  8 64 2  3072  1  3072  0    0 full      megatron-2021       163 TFLOP/s  1008.0B, 2021
+ 48  6144    64  8  1 1     4  4     8  0    0 full      megatron-2022      1.42 s        22B, 2022
+ 96 12288    96  8  8 3    64  1    64  0    0 full      megatron-2022     18.13 s        175B, 2022
+105 20480   128  8 35 3   280  1   280  0    0 full      megatron-2022     49.05 s        530B, 2022
+128 25600   160  8 64 1   512  1   512  0    0 full      megatron-2022     94.42 s        1T, 2022
+ 48  6144    64  8  1 1     4  4     8  1    0 none      megatron-2022      1.10 s        22B, selective
+ 96 12288    96  8  8 3    64  1    64  1    0 none      megatron-2022     13.75 s        175B, selective
+105 20480   128  8 35 3   280  1   280  1    0 none      megatron-2022     37.83 s        530B, selective
+128 25600   160  8 64 1   512  1   512  1    0 none      megatron-2022     71.49 s        1T, selective
+105 20480   128  8 35 3  2240  1  2240  1    0 none      megatron-2022     39.15 s        530B, selective, dp=8
+ 24  2048    16  1  1 1   448 14     8  0    3 none      a100-80g          20513 tokens/s MPT 1B
+ 32  4096    32  1  1 1    96  6     8  0    3 none      a100-80g           4641 tokens/s MPT 7B
+ 48  7168    56  1  1 1   504  3     8  0    3 full      a100-80g            916 tokens/s MPT 30B
+ 80  8192    64  1  1 1  2048  8    64  0    3 full      a100-80g            410 tokens/s MPT 70B
+ 40  5120    40  1  1 1   448 14    32  0    3 full      a100-40g           1998 tokens/s MPT 13B
+ 32  2560    20  1  1 1   480 10    16  0    3 none      h100              24142 tokens/s MPT 3B
+ 48  7168    56  1  1 1   504  3     8  0    3 full      h100               2002 tokens/s MPT 30B
+ 80  8192    64  1  1 1  2048  8    64  0    3 full      h100               1039 tokens/s MPT 70B
+105 20480   128  8 35 1  1920  1  2240  0    0 full      a100-80g           60.1 s        MT-NLG 530B
+105 20480   128  8 35 1  1920  1  2800  0    0 full      a100-80g           50.2 s        MT-NLG 530B
+105 20480   128  8 35 1  1920  1  3360  0    0 full      a100-80g           44.4 s        MT-NLG 530B
+ 96 12288   128  8  8 6   768  1   256  1    1 none      a100-80g           40.0 s        175B, Jiang
+ 96 12288   128  8  8 6   768  1  1024  1    1 none      a100-80g           11.9 s        175B, Jiang
+ 96 12288   128  8  8 6  6144  1  3072  1    1 none      a100-80g          29.02 s        175B, Jiang
+ 96 12288   128  8  8 6  6144  1  6144  1    1 none      a100-80g          14.78 s        175B, Jiang
+ 96 12288   128  8  8 6  6144  1 12288  1    1 none      a100-80g           8.57 s        175B, Jiang
+"""
+Run = namedtuple("Run", "name config gpus program seconds")
 
 
 def published():
-    """Return (runs of the fit, other runs): [(name, Config, GPUs, code or device, seconds of a step)] each."""
-    fitted, runs = [], []
-    for billions, *sizes, gpus, tflops in NARAYANAN:
-        c = config(*sizes, recompute="full")
-        seconds = hardware_flops(c, c.global_batch_size) / (tflops * 1e12 * gpus)
-        fitted.append((f"{billions}B, 2021", c, gpus, "megatron-2021", seconds))
-    for name, *sizes, gpus, full, selective in KORTHIKANTI:
-        c = config(*sizes, sequence_parallel=True)
-        fitted.append((f"{name}, 2022", config(*sizes, recompute="full"), gpus, "megatron-2022", full))
-        runs.append((f"{name}, selective", c, gpus, "megatron-2022", selective))
-    dp, gpus, seconds = DATA_PARALLEL_530B
-    c = replace(runs[2][1], global_batch_size=dp * runs[2][1].global_batch_size)
-    runs.append((f"530B, selective, dp={dp}", c, gpus, "megatron-2022", seconds))
-    for name, device, gpus, *sizes, b, m, recompute, speed in MOSAIC:
-        c = config(*sizes, 1, 1, 1, m * b * gpus, b, recompute=recompute, zero=3, dropout=0.0)
-        runs.append((name, c, gpus, device, m * b * TOKENS / speed))
-    for batch, gpus, seconds in SMITH:
-        c = config(105, 20480, 128, 8, 35, 1, batch, 1, recompute="full")
-        runs.append(("MT-NLG 530B", c, gpus, "a100-80g", seconds))
-    for batch, gpus, seconds in JIANG:
-        c = config(96, 12288, 128, 8, 8, 6, batch, 1, sequence_parallel=True, zero=1)
-        runs.append(("175B, Jiang", c, gpus, "a100-80g", seconds))
-    return fitted, runs
+    """Return TABLE as (Runs of the fit, other Runs). The seconds are those of a step."""
+    fitted, others = [], []
+    for line in TABLE.strip().splitlines()[1:]:
+        *numbers, recompute, program, value, unit, name = line.split(maxsplit=15)
+        L, h, heads, tp, pp, v, batch, b, gpus, sp, zero = map(int, numbers)
+        c = Config(
+            num_layers=L, hidden_size=h, num_attention_heads=heads, seq_length=TOKENS, vocab_size=51200, dtype="bf16",
+            tp=tp, pp=pp, schedule="interleaved" if v > 1 else "1f1b", chunks=v, global_batch_size=batch,
+            micro_batch_size=b, sequence_parallel=sp == 1, zero=zero, recompute=recompute, train_iters=1,
+        )  # fmt: skip
+        work = {"TFLOP/s": hardware_flops(c, batch) / 1e12, "tokens/s": batch * TOKENS}
+        seconds = float(value) if unit == "s" else work[unit] / (float(value) * gpus)
+        fits = program not in DEVICES and recompute == "full"
+        (fitted if fits else others).append(Run(name, c, gpus, program, seconds))
+    return fitted, others
 
 
 def predicted(run, device=DEVICE):
     """Return the predicted seconds of a step. device: for the programs of the two papers."""
-    _, c, gpus, code, _ = run
-    if code in DEVICES:
-        device, code = DEVICES[code], "ours"
-    return layouts.judge(c, gpus, device, code, exact=False)["step_seconds"]
+    place = (DEVICES[run.program], "ours") if run.program in DEVICES else (device, run.program)
+    return layouts.judge(run.config, run.gpus, *place, exact=False)["step_seconds"]
 
 
-def fit(runs, device=DEVICE, rounds=8):
-    """Return the device with the values of FITTED that predict the runs best."""
+def fit(runs, rounds=8):
+    """Return DEVICE with the values of FITTED that predict the runs best."""
 
-    def with_logs(x):
-        return device._replace(**dict(zip(FITTED, map(float, np.exp(x)), strict=True)))
+    def device(x):
+        return DEVICE._replace(**dict(zip(FITTED, np.exp(x).tolist(), strict=True)))
 
     def errors(x):
-        return np.array([math.log(predicted(run, with_logs(x)) / run[-1]) for run in runs])
+        return np.array([math.log(predicted(run, device(x)) / run.seconds) for run in runs])
 
-    x, step = np.log([getattr(device, name) for name in FITTED]), 1e-3
+    x, step = np.log([getattr(DEVICE, name) for name in FITTED]), 1e-3
     for _ in range(rounds):
         now = errors(x)
-        slopes = np.array([(errors(x + step * unit) - now) / step for unit in np.eye(len(x))]).T
-        x = x + np.clip(np.linalg.lstsq(slopes, -now, rcond=None)[0], -0.3, 0.3)
-    return with_logs(x)
+        slopes = np.array([errors(x + step * unit) - now for unit in np.eye(len(x))]).T / step
+        x -= np.linalg.lstsq(slopes, now, rcond=None)[0]
+    return device(x)
 
 
 def main(arguments=None):
@@ -149,11 +135,11 @@ def main(arguments=None):
     best = fit(fitted)
     print("fitted: " + ", ".join(f"{name} {getattr(best, name):.4g}" for name in FITTED))
     print(f"{'run':<25} {'GPUs':>5} {'published':>10} {'predicted':>10} {'error':>7}")
-    for group, runs in ("fitted", fitted), ("not fitted", others):
-        for run in runs:
-            (name, _, gpus, _, seconds), now = run, predicted(run, best)
-            print(f"{name:<25} {gpus:>5} {seconds:>10.2f} {now:>10.2f} {now / seconds - 1:>+7.1%} {group}")
-            points.append((name, group, seconds, now))
+    for run in [*fitted, *others]:
+        group, now = "fitted" if run in fitted else "not fitted", predicted(run, best)
+        error = f"{now / run.seconds - 1:+.1%}"
+        print(f"{run.name:<25} {run.gpus:>5} {run.seconds:>10.2f} {now:>10.2f} {error:>7} {group}")
+        points.append((run.name, group, run.seconds, now))
     if options.svg:
         figures.scatter(options.svg, points)
 

@@ -31,17 +31,11 @@ from collections import namedtuple
 
 from accounts.report import aligned
 from errors import UserError
-from log import peak_tflops
-
-DAY = 86400  # seconds
-
 
 Fit = namedtuple("Fit", "E A B a b")  # constants of L(N, D) = E + A / N^a + B / D^b
-Machine = namedtuple("Machine", "name devices days")  # devices: [(count, name, peak in TFLOP/s)]; days: on the slide
 HOFFMANN = Fit(1.69, 406.4, 410.7, 0.34, 0.28)
 BESIROGLU = Fit(1.8172, 482.01, 2085.43, 0.3478, 0.3658)
 FITS = (HOFFMANN, BESIROGLU)  # [1] and [2]
-
 MODELS = {  # (parameters, training tokens), slide "Transformerのスケール則"
     "LaMDA": (137e9, 168e9),
     "GPT-3": (175e9, 300e9),
@@ -50,18 +44,16 @@ MODELS = {  # (parameters, training tokens), slide "Transformerのスケール�
     "MT-NLG 530B": (530e9, 270e9),
     "Chinchilla": (70e9, 1.4e12),
 }
-
-
 SLIDE_FLOPS = 3e24  # slide "GPT-4をスパコンで学習するには?", like the counts and days of MACHINES
-A100, V100 = peak_tflops("A100 SXM4", "bf16"), peak_tflops("V100 SXM2", "fp16")
-MACHINES = [
-    Machine("OpenAI", [(25000, "A100", A100)], 90),
-    Machine("Frontier", [(37888, "MI250X", 383)], 75),
-    Machine("LUMI", [(20480, "MI250X die", 191.5)], 140),
-    Machine("Aurora", [(63744, "PVC", 839)], 30),
-    Machine("Fugaku", [(158976, "A64FX", 6.758)], 2100),
-    Machine("ABCI", [(960, "A100", A100), (4352, "V100", V100)], 770),
-]
+MACHINES = {  # name: ([(number of devices, device, peak in TFLOP/s)], days)
+    "OpenAI": ([(25000, "A100", 312)], 90),
+    "Frontier": ([(37888, "MI250X", 383)], 75),
+    "LUMI": ([(20480, "MI250X die", 191.5)], 140),
+    "Aurora": ([(63744, "PVC", 839)], 30),
+    "Fugaku": ([(158976, "A64FX", 6.758)], 2100),
+    "ABCI": ([(960, "A100", 312), (4352, "V100", 125)], 770),
+}
+MFU = 0.4  # share of the peak; large runs use 0.3 to 0.5
 
 
 # --- the law ----------------------------------------------------------------------------------------------------------
@@ -92,82 +84,65 @@ def enough_flops(fit, target):
     return 6 * ((loss(fit, parameters, tokens) - fit.E) / (target - fit.E)) ** (1 / k)
 
 
-def peak(machine):
-    """Return FLOP/s of all devices of a Machine together."""
-    return sum(count * teraflops for count, _, teraflops in machine.devices) * 1e12
+def per_day(devices):
+    """Return the FLOPs of a day of all devices at their peak. devices: a list as in MACHINES."""
+    return sum(count * peak for count, _, peak in devices) * 1e12 * 86400
 
 
-def used(machine):
-    """Return the part of a Machine's peak that it uses if SLIDE_FLOPS take the days on the slide."""
-    return SLIDE_FLOPS / (peak(machine) * machine.days * DAY)
+def used(devices, days):
+    """Return the share of their peak that the devices use if SLIDE_FLOPS take so many days."""
+    return SLIDE_FLOPS / (per_day(devices) * days)
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------
 
 
-def optimum_table(flops):
-    """Return the compute-optimal sizes for C = `flops` by the rule and by both fits, as text."""
-    rows = [("", "N", "D", "D/N", "loss [1]", "loss [2]")]
-    sizes = {"20 tokens per parameter": by_rule(flops)}
-    sizes |= {f"minimum of fit [{i}]": optimum(fit, flops) for i, fit in enumerate(FITS, 1)}
-    for name, (n, d) in sizes.items():
-        rows.append((name, big(n), big(d), f"{d / n:.1f}", *(f"{loss(fit, n, d):.3f}" for fit in FITS)))
-    return f"""Compute-optimal model for C = {power(flops)} FLOPs
-{aligned(rows, 1)}
-N: parameters. D: training tokens. C = 6ND. Losses are in nats per token.
-[1]: Hoffmann et al. 2022, arXiv 2203.15556. [2]: its replication, Besiroglu et al. 2024, arXiv 2404.10102."""
-
-
-def models_table():
-    """Return the models of slide "Transformerのスケール則" with their FLOPs and losses, as text."""
-    rows = [("model", "N", "D", "D/N", "6ND", "5.7ND", "loss [1]", "enough [1]", "loss [2]", "enough [2]")]
-    for name, (n, d) in MODELS.items():
+def models_table(flops):
+    """Return the compute-optimal models for C = `flops`, and then MODELS, as text."""
+    rows = [("model", "N", "D", "D/N", "6ND", "loss [1]", "enough [1]", "loss [2]", "enough [2]")]
+    best = {f"minimum of fit [{i}]": optimum(fit, flops) for i, fit in enumerate(FITS, 1)}
+    for name, (n, d) in ({"20 tokens per parameter": by_rule(flops)} | best | MODELS).items():
         cells = []
         for fit in FITS:
             reached = loss(fit, n, d)
             cells += [f"{reached:.3f}", f"{enough_flops(fit, reached) / (6 * n * d):.0%}"]
-        rows.append((name, big(n), big(d), f"{d / n:.1f}", power(6 * n * d), power(5.7 * n * d), *cells))
-    return f"""Models of the slide "Transformerのスケール則" (the slide counts 5.7ND FLOPs)
-{aligned(rows, 1)}
-enough: a compute-optimal model reaches the same loss with this part of the FLOPs. 100% is compute-optimal."""
+        rows.append((name, big(n), big(d), f"{d / n:.1f}", f"{6 * n * d:.3g}", *cells))
+    return aligned(rows, 1)
 
 
-def machines_table(flops, cluster, mfu):
-    """Return the machines of slide "GPT-4をスパコンで学習するには?" and the user's `cluster` (or None), as text."""
-    rows = [("machine", "device", "devices", "peak TFLOP/s", "slide's days", "used", f"FLOPs at {mfu:.3g}", "days")]
-    for machine in [*MACHINES, *([cluster] if cluster else [])]:
-        counts, names, peaks = zip(*machine.devices, strict=True)
-        devices = [" + ".join(texts) for texts in (names, (f"{n:,}" for n in counts), (f"{x:g}" for x in peaks))]
-        per_day, on_slide = peak(machine) * DAY, ["-"] * 3
-        if machine.days:
-            on_slide = f"{machine.days:,}", f"{used(machine):.1%}", power(mfu * per_day * machine.days)
-        rows.append((machine.name, *devices, *on_slide, f"{flops / (mfu * per_day):,.1f}"))
-    return f"""Machines of the slide "GPT-4をスパコンで学習するには?"
-{aligned(rows, 2)}
-used: part of the peak that the machine uses if {power(SLIDE_FLOPS)} FLOPs take the slide's days.
-FLOPs: in the slide's days, at {mfu:.3g} of the peak. days: for {power(flops)} FLOPs, at {mfu:.3g} of the peak.
-Large runs use 30% to 50% of the peak. Public estimates for GPT-4 are near 2e25 FLOPs."""
+def machines_table(flops, machines):
+    """Return as text how long machines as in MACHINES need for `flops` FLOPs, and what the slide says."""
+    rows = [("machine", "devices", "slide's days", "used", "days")]
+    for name, (devices, days) in machines.items():
+        names = " + ".join(f"{count:,} {device}" for count, device, _ in devices)
+        on_slide = (f"{days:,}", f"{used(devices, days):.1%}") if days else ("-", "-")
+        rows.append((name, names, *on_slide, f"{flops / (MFU * per_day(devices)):,.1f}"))
+    return aligned(rows, 2)
 
 
 def big(number):
     """Return a count with three digits: "158 B" for 158 billion."""
     for size, unit in ((1e12, " T"), (1e9, " B"), (1e6, " M")):
         if number >= 0.9995 * size:
-            return f"{number / size:,.{max(0, 2 - int(math.log10(number / size * 1.0005)))}f}{unit}"
+            return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
 
 
-def power(number):
-    """Return a number of FLOPs as text: "3.00e24"."""
-    return f"{number:.2e}".replace("e+", "e")
-
-
-def main(flops, cluster=None, mfu=0.4):
-    """Print the three tables for a budget of `flops` FLOPs. cluster: (number, Device) of the user. Raises UserError."""
-    for name, value, most in ("flops", flops, 1e300), ("mfu", mfu, 1):
-        if not 0 < value <= most:
-            raise UserError(f"--{name}={value}: should be above 0 and at most {most}")
+def main(flops, cluster=None):
+    """Print both tables for a budget of `flops` FLOPs. cluster: (number, Device) of the user. Raises UserError."""
+    if not 0 < flops <= 1e300:
+        raise UserError(f"--flops={flops}: should be positive, such as 3e24")
+    machines = dict(MACHINES)
     if cluster:
         gpus, device = cluster
-        cluster = Machine("your cluster", [(gpus, device.name, device.peak(device.dtype) / 1e12)], None)
-    print(optimum_table(flops), models_table(), machines_table(flops, cluster, mfu), sep="\n\n")
+        machines["your cluster"] = [(gpus, device.name, device.peak(device.dtype) / 1e12)], None
+    print(f"""Compute-optimal models for C = {flops:.3g} FLOPs, and the models of the slide "Transformerのスケール則"
+{models_table(flops)}
+N: parameters. D: training tokens. C = 6ND (the slide counts 5.7ND). Losses are in nats per token.
+[1]: Hoffmann et al. 2022, arXiv 2203.15556. [2]: its replication, Besiroglu et al. 2024, arXiv 2404.10102.
+enough: a compute-optimal model reaches the same loss with this part of the FLOPs. 100% is compute-optimal.
+
+Machines of the slide "GPT-4をスパコンで学習するには?"
+{machines_table(flops, machines)}
+used: share of the peak that the machine uses if {SLIDE_FLOPS:.3g} FLOPs take the slide's days.
+days: for {flops:.3g} FLOPs, at {MFU} of the peak. Public estimates for GPT-4 are near 2e25 FLOPs.""")

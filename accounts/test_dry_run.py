@@ -7,6 +7,7 @@ import math
 import resource
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -26,6 +27,9 @@ def dry(config, gpus, rank):
         return dry_run.step(run)
 
 
+bf16 = partial(tiny_config, dtype="bf16")
+
+
 def every_kind():
     """Return [(configuration, number of ranks)]: each schedule with each ZeRO stage, each mode at least twice."""
     found = []
@@ -35,12 +39,12 @@ def every_kind():
         if calls:
             fields |= dict(updates_per_call=3, clip_grad=0.0, global_batch_size=6 if schedule == "pipedream" else 24)
         for zero in range(2 if calls else 4):
-            dtype, sp = ("fp32", "bf16", "fp64")[(i + zero) % 3], (i + zero) % 2 == 0
+            dtype, sp = ("fp32", "bf16")[(i + zero // 2) % 2], (i + zero) % 2 == 0
             recompute, dropout = ("none", "full")[i % 2], 0.1 * (zero // 2 == i % 2)
             modes = dict(dtype=dtype, sequence_parallel=sp, recompute=recompute, dropout=dropout)
             found.append((tiny_config(2, 2, zero=zero, **fields, **modes), 8))
-    found += [(tiny_config(1), 1), (tiny_config(3, zero=3, dtype="bf16"), 3), (tiny_config(1, 8), 8)]
-    return [*found, (tiny_config(2, pp=4, num_layers=6, dropout=0.1, recompute="full", micro_batch_size=4), 8)]
+    found += [(bf16(1), 1), (bf16(3, zero=3), 3), (bf16(1, 8), 8)]
+    return [*found, (bf16(2, pp=4, num_layers=6, dropout=0.1, recompute="full", micro_batch_size=4), 8)]
 
 
 @pytest.mark.parametrize("config, gpus", every_kind(), ids=lambda x: getattr(x, "schedule", x))
@@ -48,18 +52,7 @@ def test_every_kind_of_layout_equals_the_formulas(config, gpus):
     for rank in (3, 6) if gpus == 8 else range(gpus):  # dp, pp and tp ranks 011 and 110
         accounts = dry(config, gpus, rank)
         assert dry_run.differences(accounts) == [], f"rank {rank}"
-        assert accounts.sent == accounts.sent_formula
-        assert config.dropout or accounts.shared == 0
-        if not accounts.shared:
-            assert accounts.kept == accounts.kept_formula
-
-
-def test_the_peak_may_differ_only_where_rows_are_shared():
-    assert dry(tiny_config(1, dropout=0.1), 1, 0).shared == 0
-    # zb-h1: between their F and their I, 2 micro-batches are in flight on stage 0, and 1 on stage 1.
-    # By hand: 8 bytes for each of the 8 * 8 / 2 rows of a tp rank.
-    split = tiny_config(1, 2, pp=2, schedule="zb-h1", sequence_parallel=True, dropout=0.1)
-    assert [dry(split, 4, rank).shared for rank in (0, 3)] == [2 * 8 * (8 * 8 // 2), 8 * (8 * 8 // 2)]
+        assert (accounts.sent, accounts.kept) == (accounts.sent_formula, accounts.kept_formula)
 
 
 # --- sizes that do not run here ---------------------------------------------------------------------------------------
@@ -100,7 +93,7 @@ def test_zero_3_over_1024_ranks():
 
 
 def test_the_tables_and_the_end(capsys):
-    dry_run.main(tiny_config(2, 2, pp=2, zero=1), 8, 5)
+    dry_run.main(bf16(2, 2, pp=2, zero=1), 8, 5)
     out = capsys.readouterr().out
     assert "rank 5 of 8: dp 1 of 2, pp 0 of 2, tp 1 of 2" in out
     rows = [[cell.strip() for cell in line.split("|")] for line in out.splitlines() if line.count("|") == 6]
@@ -119,39 +112,29 @@ def test_a_difference_is_named_and_ends_with_code_1(monkeypatch, capsys, file, r
     formula, wrong = file.predict, (2, 9) if file is ledger else 1
     monkeypatch.setattr(file, "predict", lambda *a: formula(*a) | {row: wrong})
     with pytest.raises(SystemExit) as ended:
-        dry_run.main(tiny_config(4), 4, 1)
+        dry_run.main(bf16(4), 4, 1)
     out = capsys.readouterr().out
     name = row if isinstance(row, str) else " ".join(row)
-    assert ended.value.code == 1 and out.count("different:") == 1 and f"different: {name}: " in out
-
-
-def test_a_peak_above_the_formula_is_a_difference(monkeypatch):
-    accounts = dry(tiny_config(1, 2, pp=2, schedule="zb-h1", sequence_parallel=True, dropout=0.1), 4, 0)
-    assert dry_run.differences(accounts) == []
-    low, high = accounts.kept_formula[memory.PEAK] - accounts.shared - 1, accounts.kept_formula[memory.PEAK] + 1
-    for peak in (low, high):
-        assert len(dry_run.differences(accounts._replace(kept=accounts.kept | {memory.PEAK: peak}))) == 1
+    assert ended.value.code == 1 and out.count("different:") == 1 and f"different: {name}" in out
 
 
 @pytest.mark.parametrize(
     "rank, fields, message",
     [
         (4, {}, "--rank=4: should be 0 to 3, because --gpus=4"),
-        (0, dict(optimizer="lamb"), "optimizer=lamb: .*set adamw"),
-        (0, dict(dtype="fp16"), "dtype=fp16: .*set bf16"),
-        (0, dict(offload=True), "offload=True: .*set --offload=False"),
-        (0, dict(eval_only=True), "eval_only=True: .*set --eval_only=False"),
+        (0, dict(optimizer="lamb"), "optimizer=lamb: .*set --optimizer=adamw"),
+        (0, dict(dtype="fp16"), "dtype=fp16: .*set --dtype=bf16"),
         (0, dict(tp=3), "num_attention_heads = 8 is not a multiple of tp = 3"),
     ],
 )
 def test_mistakes(rank, fields, message):
     with pytest.raises(UserError, match=message):
-        dry_run.main(tiny_config(4, **fields), 4, rank)
+        dry_run.main(tiny_config(4, **dict(dtype="bf16") | fields), 4, rank)
 
 
 def test_nothing_is_left_behind():
     before = train.PendingStep, operations.choose
-    with pytest.raises(RuntimeError), dry_run.started(tiny_config(2), 2, 1):
+    with pytest.raises(RuntimeError), dry_run.started(bf16(2), 2, 1):
         assert dist.is_initialized() and train.PendingStep is not before[0]
         raise RuntimeError
     assert not dist.is_initialized() and (train.PendingStep, operations.choose) == before

@@ -13,7 +13,7 @@ import config as configuration
 import plan
 from accounts import fit, layouts, ledger, memory, seconds
 from accounts.devices import DEVICES
-from accounts.fit import KORTHIKANTI, NARAYANAN, TOKENS
+from accounts.fit import TOKENS
 from config import Config
 from errors import UserError
 from log import model_flops
@@ -89,48 +89,54 @@ def test_the_collectives_are_the_ledgers():
 # --- published tables: identities -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", NARAYANAN, ids=lambda row: f"{row[0]}B")
-def test_narayanan_parameters(row):
-    billions, *sizes, _, _ = row
-    assert round(layouts.model_of(fit.config(*sizes), "bf16").parameters / 1e9, 1) == billions
+FITTED, OTHERS = fit.published()
+
+
+@pytest.mark.parametrize("run", FITTED[:10], ids=lambda run: run.name)
+def test_narayanan_parameters(run):
+    assert run.name == f"{layouts.model_of(run.config, 'bf16').parameters / 1e9:.1f}B, 2021"
 
 
 # Table 5: % MFU and % HFU with selective recomputation. Figure 1: GiB of a GPU for weights and optimizer, for
 # activations with tp, and with sp and selective recomputation.
-FIGURE_1 = {
-    "22B": (41.5, 43.7, 45.5625, 59.25, 9.5625),
-    "175B": (51.4, 52.8, 45.5625, 66.84375, 12.3515625),
-    "530B": (56.0, 57.0, 31.640625, 114.0234375, 23.076171875),
-    "1T": (56.3, 57.0, 32.958984375, 131.25, 26.5625),
-}
+FIGURE_1 = [
+    (41.5, 43.7, 45.5625, 59.25, 9.5625),
+    (51.4, 52.8, 45.5625, 66.84375, 12.3515625),
+    (56.0, 57.0, 31.640625, 114.0234375, 23.076171875),
+    (56.3, 57.0, 32.958984375, 131.25, 26.5625),
+]
+ROWS = list(zip(OTHERS[:4], FIGURE_1, strict=True))
+KORTHIKANTI = pytest.mark.parametrize("run, row", ROWS, ids=lambda x: getattr(x, "name", ""))
 
 
-@pytest.mark.parametrize("row", KORTHIKANTI, ids=lambda row: row[0])
-def test_korthikanti_utilisation(row):
+@KORTHIKANTI
+def test_korthikanti_utilisation(run, row):
     """Our FLOPs in their seconds give their MFU. Their HFU counts attention twice: 1 + s/3h instead of 1 + s/6h."""
-    name, *sizes, gpus, _, selective = row
-    c, unit = fit.config(*sizes), selective * gpus * 312e12 / 100
+    c, unit = run.config, run.seconds * run.gpus * 312e12 / 100
     model = model_flops(c, c.global_batch_size)
     again = 12 * c.global_batch_size * TOKENS * c.num_layers * TOKENS * c.hidden_size
-    assert model / unit == pytest.approx(FIGURE_1[name][0], abs=0.2)
-    assert (model + again) / unit == pytest.approx(FIGURE_1[name][1], abs=0.2)
+    assert model / unit == pytest.approx(row[0], abs=0.2)
+    assert (model + again) / unit == pytest.approx(row[1], abs=0.2)
 
 
-@pytest.mark.parametrize("row", KORTHIKANTI, ids=lambda row: row[0])
-def test_korthikanti_figure_1(row):
+@KORTHIKANTI
+def test_korthikanti_figure_1(run, row):
     """The paper keeps more than we do: two masks, and, if tp is used alone, the [s, s] matrices. We add them."""
-    name, L, h, a, tp, pp, v, batch, b, *_ = row
-    _, _, states, *expected = FIGURE_1[name]
+    L, h, tp, pp, v = (getattr(run.config, name) for name in "num_layers hidden_size tp pp chunks".split())
+    _, _, states, *expected = row
     weights = 12 * L * h**2 // (tp * pp)  # the figure leaves out biases, LayerNorms and embeddings
     assert sum(memory.model_states(weights, 1, 0).values()) == states * 2**30
-    formula = schedules.FORMULAS["interleaved" if v > 1 else "1f1b"].peak
-    blocks = schedules.by_formula(formula, p=pp, m=batch // b, v=v, r=0) * L / (pp * v)  # in flight on stage 0
+    formula, bsh = schedules.FORMULAS[run.config.schedule].peak, run.config.micro_batch_size * TOKENS * h
+    m = run.config.global_batch_size // run.config.micro_batch_size
+    blocks = schedules.by_formula(formula, p=pp, m=m, v=v, r=0) * L / (pp * v)  # in flight on stage 0
     for sp, GiBs in zip((False, True), expected, strict=True):
-        c = fit.config(L, h, a, tp, pp, v, batch, b, sequence_parallel=sp)
+        c = replace(run.config, sequence_parallel=sp)
         table = memory.block_activations(c, memory.sizes(c, 2, 4, False))
         ours = sum(size for what, size in table.items() if what not in ("LayerNorms' statistics", "log-sum-exp"))
-        bsh = b * TOKENS * h
-        masks, matrices = 2 * bsh // (tp if sp else 1), 0 if sp else 5 * a * TOKENS * bsh // (h * tp)
+        masks, matrices = (
+            2 * bsh // (tp if sp else 1),
+            0 if sp else 5 * c.num_attention_heads * TOKENS * bsh // (h * tp),
+        )
         assert blocks * (ours + masks + matrices) == GiBs * 2**30
 
 
@@ -153,21 +159,19 @@ def test_zero_table_1(dp):
 
 
 def errors(runs):
-    return [abs(fit.predicted(run) / run[-1] - 1) for run in runs]
+    return [abs(fit.predicted(run) / run.seconds - 1) for run in runs]
 
 
 def test_published_times():
     """The limits for Korthikanti's selective rows are the mean and largest error of Calculon, another predictor."""
-    fitted, others = fit.published()
-    assert len(fitted) == 14 and sum(errors(fitted)) / 14 <= 0.05 and max(errors(fitted)) <= 0.13
-    selective = errors(others[:4])
-    assert sum(selective) / 4 <= 0.0365 and max(selective) <= 0.0887
-    every = errors([*fitted, *others])
+    fitted, selective, every = errors(FITTED), errors(OTHERS[:4]), errors([*FITTED, *OTHERS])
+    assert len(fitted) == 14 and sum(fitted) / 14 <= 0.05 and max(fitted) <= 0.13
+    assert len(every) == 35 and sum(selective) / 4 <= 0.0365 and max(selective) <= 0.0887
     assert sum(error <= seconds.ERROR for error in every) >= 0.9 * len(every) and max(every) <= 0.13
 
 
 def test_the_constants_are_those_of_the_fit():
-    again = fit.fit(fit.published()[0], rounds=1)
+    again = fit.fit(FITTED, rounds=1)
     assert all(getattr(again, name) == pytest.approx(getattr(A100, name), rel=0.02) for name in fit.FITTED)
 
 

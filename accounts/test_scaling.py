@@ -60,15 +60,14 @@ def test_the_rule_gives_chinchilla():
 def test_the_tables_have_the_numbers_of_the_slides(capsys):
     rows = printed(capsys, 3e24)
     assert rows["20 tokens per parameter"][:3] == ["158 B", "3.16 T", "20.0"]
-    assert rows["GPT-3"][:6] == ["175 B", "300 B", "1.7", "3.15e23", "2.99e23", "2.002"]
-    assert rows["Chinchilla"][:3] == ["70.0 B", "1.40 T", "20.0"] and rows["Chinchilla"][-1] == "100%"
+    assert rows["GPT-3"][:5] == ["175 B", "300 B", "1.7", "3.15e+23", "2.002"]
+    assert rows["Chinchilla"][:3] == ["70 B", "1.4 T", "20.0"] and rows["Chinchilla"][-1] == "100%"
+    assert all(rows[f"minimum of fit [{i}]"][2 * i + 3] == "100%" for i in (1, 2))
 
 
 @pytest.mark.parametrize(
     "name, peak, days",
     [
-        ("OpenAI", 25000 * 312e12, 90),
-        ("Frontier", 37888 * 383e12, 75),
         ("LUMI", 20480 / 2 * 383e12, 140),
         ("Aurora", 63744 * 128 * 4096 * 1.6e9, 30),  # 128 cores, 4096 bf16 operations in a cycle, 1.6 GHz
         ("Fugaku", 158976 * 48 * 2 * 16 * 2 * 2.2e9, 2100),  # 48 cores, 2 units of 16 fp32, multiply and add, 2.2 GHz
@@ -76,31 +75,19 @@ def test_the_tables_have_the_numbers_of_the_slides(capsys):
     ],
 )
 def test_the_machines(capsys, name, peak, days):
-    rows = printed(capsys, 1.5e25, None, 0.5)
-    *_, on_slide, used, flops, needed = rows[name]
+    _, on_slide, used, needed = printed(capsys, 1.5e25)[name]
     assert on_slide == f"{days:,}"
     assert float(used.rstrip("%")) == pytest.approx(100 * 3e24 / (peak * days * 86400), abs=0.051)
-    assert float(flops) == pytest.approx(peak * days * 86400 / 2, rel=0.006)
-    assert float(needed.replace(",", "")) == pytest.approx(2 * 1.5e25 / (peak * 86400), abs=0.051)
+    assert float(needed.replace(",", "")) == pytest.approx(1.5e25 / (0.4 * peak * 86400), abs=0.051)
 
 
 def test_the_readers_cluster(capsys):
-    a100 = DEVICES["a100-80g"]
-    rows = printed(capsys, 86400 * 1000 * 312e12, (1000, a100), 0.25)
-    assert rows["your cluster"] == ["a100-80g", "1,000", "312", "-", "-", "-", "4.0"]
+    rows = printed(capsys, 86400 * 1000 * 312e12, (1000, DEVICES["a100-80g"]))
+    assert rows["your cluster"] == ["1,000 a100-80g", "-", "-", "2.5"]
     assert "your cluster" not in printed(capsys, 1e20)
 
 
-@pytest.mark.parametrize(
-    "number, text", [(158e9, "158 B"), (67.84e9, "67.8 B"), (3.162e12, "3.16 T"), (999.6e9, "1.00 T"), (12, "12")]
-)
-def test_counts_have_three_digits(number, text):
-    assert scaling.big(number) == text
-
-
-@pytest.mark.parametrize(
-    "flops, mfu", [(0.0, 0.4), (-3e24, 0.4), (math.inf, 0.4), (math.nan, 0.4), (3e24, 0), (3e24, 40)]
-)
-def test_mistakes(flops, mfu):
-    with pytest.raises(UserError, match="should be above 0 and at most"):
-        scaling.main(flops, None, mfu)
+@pytest.mark.parametrize("flops", [0.0, -3e24, math.inf, math.nan])
+def test_mistakes(flops):
+    with pytest.raises(UserError, match="should be positive"):
+        scaling.main(flops)
