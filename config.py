@@ -126,20 +126,14 @@ POSITIVE = (  # the other numbers may be 0
     "updates_per_call log_interval loss_scale_window hysteresis initial_loss_scale min_loss_scale adam_eps "
     "comm_timeout init_method_std"
 ).split()
-BELOW_ONE = ("dropout", "adam_beta1", "adam_beta2")
+BELOW_ONE = ("dropout", "adam_beta1", "adam_beta2", "lr_warmup_fraction")
 LARGEST = 1e13  # no number of a run is larger
 MICRO_BATCHES = 2**13  # the most of one step on one data rank, because a schedule is a list of actions
-NO_EFFECT = (  # on the weights of a run
+NO_EFFECT = (  # on the weights of a run that is resumed
     "out_dir resume save_interval keep log_interval eval_interval eval_iters eval_only split ledger trace tensorboard "
-    "wandb comm_timeout new_data stop_after_nan check_replicas"
+    "wandb comm_timeout new_data stop_after_nan check_replicas init_method_std initial_loss_scale"
 ).split()
-
-
-USAGE = """torchrun --nproc_per_node=N train.py [CONFIG.py] [--field=value ...]
-
-CONFIG.py is a Python file that assigns fields. The command line replaces its values.
---num_layers=24, --num_layers 24 and --num-layers 24 are the same. --ledger is --ledger=True.
-example: torchrun --nproc_per_node=4 train.py configs/gpt2_345m.py --tp=2 --zero=1 --lr=3e-4"""
+USAGE = "torchrun --nproc_per_node=N train.py [CONFIG.py] [--field=value ...] (--ledger is --ledger=True)"
 
 
 def parser():
@@ -153,19 +147,19 @@ def parser():
         elif row := re.match(r"    (\w+): \w+ = (.*?)  # (.*)", line):
             name, default, text = row.groups()
             choices = f" ({', '.join(map(str, CHOICES[name]))})" if name in CHOICES else ""
-            kind = {"type": boolean, "nargs": "?"} if known[name] is bool else {"type": known[name]}
-            add(f"--{name}", metavar=default, help=text + choices, **kind)
+            kind = boolean if known[name] is bool else known[name]
+            add(f"--{name}", metavar=default, help=text + choices, type=kind)
     return parser
 
 
-def help_text():
-    """Return the text of --help."""
-    return parser().format_help()
+def parsed(words):
+    """Return {field: value} of the fields that `words` set."""
+    return {name: value for name, value in vars(parser().parse_args(words)).items() if value is not None}
 
 
 def load(words):
     """Return the Config of the words `[FILE] [--field=value ...]`. Raises UserError."""
-    given = {name: value for name, value in vars(parser().parse_args(words)).items() if value is not None}
+    given = parsed(words)
     path = Path(given.pop("file", "configs/tiny.py"))
     values = from_file(path)
     if "train_iters" in given or "train_epochs" in given:  # the file's two values are ignored
@@ -177,18 +171,13 @@ def load(words):
 
 def from_file(path):
     """Return {field: value} of the assignments in the Python file `path`. Raises UserError."""
-    values, known = {}, {field.name: field.type for field in fields(Config)}
     with reading(path, Exception):
-        names = runpy.run_path(str(path))
-        for name, value in names.items():
-            if name.startswith("_") or inspect.ismodule(value) or callable(value):
-                continue
-            if name not in known:
-                raise UserError(f"{path}: {name}: {parser().meaning(name)}")
-            values[name] = float(value) if known[name] is float and type(value) is int else value
-            if type(values[name]) is not known[name]:
-                raise UserError(f"{path}: {name}={value!r} should be {known[name].__name__}")
-    return values
+        names = runpy.run_path(str(path)).items()
+    words = [f"--{k}={v}" for k, v in names if not (k.startswith("_") or inspect.ismodule(v) or callable(v))]
+    try:
+        return parsed(words)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
@@ -198,12 +187,11 @@ def rampup(c):
     """Return (start, increment, samples) of `rampup_batch_size`. If the field is empty, start is global_batch_size."""
     if not c.rampup_batch_size:
         return c.global_batch_size, c.global_batch_size, 1
-    numbers = re.fullmatch(r"(\d+),(\d+),(\d+)", c.rampup_batch_size.replace(" ", ""))
-    start, increment, samples = map(int, numbers.groups()) if numbers else (0, 0, 0)
-    fits = 0 < start <= c.global_batch_size and increment > 0 and samples > 0
+    numbers = [int(word) if word.isdecimal() else 0 for word in c.rampup_batch_size.split(",")]
+    fits = len(numbers) == 3 and min(numbers) > 0 and numbers[0] <= c.global_batch_size
     limit = f"start is at most global_batch_size={c.global_batch_size}"
     require(c, "rampup_batch_size", fits, f"should be start,increment,samples (as in 16,8,30000); {limit}")
-    return start, increment, samples
+    return numbers
 
 
 def global_batch_size_at(c, consumed_samples):
@@ -237,12 +225,9 @@ def of_checkpoint(index):
 
 def differences(c, index):
     """Return "lr=0.002 (the checkpoint: 0.001), ...": values of `c` that differ from those in a checkpoint's index."""
-    saved, texts = index["config"], []
-    for name, value in vars(c).items():
-        if name not in NO_EFFECT and name in saved and saved[name] != value:
-            first = name == "init_method_std" or (name == "initial_loss_scale" and index["loss_scale"]["dynamic"])
-            texts.append(f"{name}={value} (the checkpoint: {saved[name]}{', still used' if first else ''})")
-    return ", ".join(texts)
+    saved, now = index["config"], vars(c)
+    names = [name for name in now if name not in NO_EFFECT and saved.get(name, now[name]) != now[name]]
+    return ", ".join(f"{name}={now[name]} (the checkpoint: {saved[name]})" for name in names)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -257,15 +242,12 @@ def require(c, name, fits, why):
 def check(c, world):
     """Raise UserError if a run with `c` cannot work on `world` processes. Return dp, the data parallel size."""
     for name, choices in CHOICES.items():
-        shares = "; prepare.py --split sets the shares" if name == "split" and "," in c.split else ""
-        require(c, name, getattr(c, name) in choices, f"should be one of {', '.join(map(str, choices))}{shares}")
+        require(c, name, getattr(c, name) in choices, f"should be one of {', '.join(map(str, choices))}")
     for name, value in vars(c).items():
-        if type(value) in (int, float) and name not in ("seed", "lr_warmup_iters"):
-            require(c, name, 0 <= value < LARGEST and (value > 0 or name not in POSITIVE), "should be positive")
-    for name in BELOW_ONE:
-        require(c, name, getattr(c, name) < 1, "should be below 1")
-    require(c, "seed", -(2**63) <= c.seed < 2**63, "should be between -2^63 and 2^63 - 1")
-    require(c, "lr_warmup_fraction", c.lr_warmup_fraction <= 1, "a fraction of lr_decay_iters, at most 1")
+        if type(value) in (int, float) and name != "lr_warmup_iters":
+            least, most = "above 0" if name in POSITIVE else "0 or more", 1 if name in BELOW_ONE else LARGEST
+            fits = 0 <= value < most and (value > 0 or name not in POSITIVE)
+            require(c, name, fits, f"should be {least} and below {most:g}")
     falls = c.lr_decay_style != "wsd" or c.lr_wsd_decay_iters > 0
     require(c, "lr_decay_style", falls, "set lr_wsd_decay_iters, the updates in which the rate falls")
     require(c, "min_lr", c.min_lr <= c.lr, f"should be at most lr={c.lr}")
@@ -289,14 +271,7 @@ def check_asynchronous(c):
     require(c, "zero", c.zero <= 1, f"{c.schedule} keeps whole parameters and gradients of a stage; set --zero=1 or 0")
     require(c, "rampup_batch_size", not c.rampup_batch_size, f"{c.schedule} has a constant batch; leave it out")
     require(c, "train_iters", c.train_iters % n == 0, f"{c.schedule} needs a multiple of updates_per_call={n}")
-    if c.dtype == "fp16":
-        refuse_fp16(c)
-
-
-def refuse_fp16(c):
-    """Raise UserError if the schedule is asynchronous. dtype=auto may mean fp16, which only `train.build` knows."""
-    alone = "can't skip an update on all stages, as fp16 needs it; set --dtype=bf16 or fp32"
-    require(c, "dtype", c.schedule not in schedules.ASYNCHRONOUS, f"{c.schedule} {alone}")
+    require(c, "dtype", c.dtype != "fp16", f"{c.schedule} can't skip an update on all stages; set --dtype=bf16")
 
 
 def divides(small, divisor, big, value, why=""):
@@ -329,9 +304,9 @@ def check_layout(c, world):
 
 def remedy(c, sizes, dp):
     """Name the largest micro_batch_size with which `dp` data ranks share the batch sizes evenly, if there is one."""
-    smaller = range(min(c.micro_batch_size, sizes[0]), 0, -1)
-    fitting = next((b for b in smaller if not any(size % (b * dp) for size in sizes)), None)
-    return f"; set --micro_batch_size={fitting}" if fitting else f"; it should be a multiple of dp = {dp}"
+    smaller = range(1, min(c.micro_batch_size, sizes[0]) + 1)
+    fitting = [b for b in smaller if not any(size % (b * dp) for size in sizes)]
+    return f"; set --micro_batch_size={fitting[-1]}" if fitting else f"; it should be a multiple of dp = {dp}"
 
 
 def check_batch(c, m):

@@ -39,7 +39,6 @@ import math
 import mmap
 import queue
 import threading
-import time
 import weakref
 import zlib
 from pathlib import Path
@@ -228,13 +227,11 @@ class Loader:
     """Yield (tokens [b, seq_length + 1], numbers [b]), int64 on `device`, for each array in `numbers`.
 
     A thread keeps up to `depth` micro-batches ready, in pinned memory if the device is a GPU. An exception in the
-    thread is raised by `next`. `wait_seconds` is the total time that the caller has waited for data. The caller may
-    reset it to 0.
+    thread is raised by `next`.
     """
 
     def __init__(self, tokens, numbers, seed, device="cpu", depth=4):
         self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"; the thread needs the 0
-        self.wait_seconds = 0.0
         self.ready, self.room = queue.SimpleQueue(), threading.Semaphore(depth)
         source, closed = read(tokens, numbers, seed, self.device), threading.Event()
         # The thread has no reference to the loader. So an unused loader is garbage-collected, and `finalize` then ends
@@ -247,9 +244,7 @@ class Loader:
         return self
 
     def __next__(self):
-        start = time.perf_counter()
         item = self.ready.get()
-        self.wait_seconds += time.perf_counter() - start
         if isinstance(item, BaseException):
             self.ready.put(item)  # the next call raises the exception again
             raise item

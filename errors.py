@@ -14,7 +14,6 @@ import os
 import re
 import sys
 import time
-from pathlib import Path
 
 sys.set_int_max_str_digits(0)  # otherwise Python refuses a JSON document because of an integer with 5,000 digits
 
@@ -33,6 +32,7 @@ FOREIGN = {
     "nnodes num-nodes node-rank": "on node R: torchrun --nnodes=N --node_rank=R --master_addr=A train.py ...",
     "master-addr master-port": "use torchrun --master_addr=A --master_port=P train.py ...",
 }
+WRONG = OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, EOFError
 BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -44,9 +44,8 @@ class UserError(Exception):
 
 
 @contextlib.contextmanager
-def reading(file, *more):
+def reading(file, *more, wrong=WRONG):
     """Turn an error that the content of `file` can cause, or one of the exceptions `more`, into a UserError."""
-    wrong = OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, EOFError
     try:
         yield
     except UserError:
@@ -56,13 +55,9 @@ def reading(file, *more):
         raise UserError(f"{file}: {said}") from None
 
 
-@contextlib.contextmanager
 def explained(what):
     """Turn an OSError in the block into a UserError: `what`, for example a file's name, and the system's reason."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{what}: {error.strerror or error}") from None
+    return reading(what, wrong=(OSError,))
 
 
 @contextlib.contextmanager
@@ -119,42 +114,15 @@ def write_error_file(text, late=0):
             json.dump({"message": {"message": text, "extraInfo": extra}}, file)
 
 
-class Stream(io.FileIO):
-    """stdout or stderr that survives a full disk: after the first error the text is dropped, and the run goes on.
-
-    Only a reader that closes the pipe of stdout early (`| head`) stops the program.
-    """
-
-    lost = False
-
-    def write(self, data):
-        try:
-            return len(data) if self.lost else super().write(data)
-        except OSError as error:
-            if isinstance(error, BrokenPipeError) and self.fileno() == 1:
-                raise
-            self.lost = True
-            if self.fileno() == 1:
-                report(f"stdout: {error.strerror}; the work goes on, but its text is lost")
-            return len(data)
-
-
-def open_streams():
-    """Replace stdout and stderr by `Stream`s. A character that their encoding lacks is written as an escape (\\xe9)."""
-    for name in ("stdout", "stderr"):
-        old = getattr(sys, name)
-        if old and old is getattr(sys, f"__{name}__"):  # otherwise it is closed, or a test has replaced it
-            raw = io.BufferedWriter(Stream(old.fileno(), "w", closefd=False))
-            lines = old.line_buffering
-            setattr(sys, name, io.TextIOWrapper(raw, old.encoding, errors="backslashreplace", line_buffering=lines))
-
-
 def exit_on_user_error(main):
     """Call `main()`. An error with a `cause` is reported and ends the program with exit code 2.
 
-    Ctrl-C ends it with exit code 130. A reader that closes the pipe early (`| head`) is no error.
+    Ctrl-C ends it with exit code 130. A reader that closes the pipe early (`| head`) is no error. A character that the
+    encoding of stdout lacks is written as an escape (\\xe9).
     """
-    open_streams()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         main()
         sys.stdout.flush()
@@ -180,10 +148,9 @@ class Parser(argparse.ArgumentParser):
         words = list(sys.argv[1:] if words is None else words)
         for i, word in enumerate(words):
             flag, equals, value = word.partition("=")
-            name, following = "--" + flag[2:].replace("-", "_"), (words[i + 1 :] or [""])[0]
+            name = "--" + flag[2:].replace("-", "_")
             if flag.startswith("--") and (option := self._option_string_actions.get(name)):
-                alone = option.type is boolean and not equals and following.lower() not in BOOLEANS
-                words[i] = f"{name}=True" if alone else name + equals + value
+                words[i] = f"{name}=True" if option.type is boolean and not equals else name + equals + value
         return super().parse_known_args(words, namespace)
 
     def parse_args(self, words=None):
@@ -214,7 +181,3 @@ def boolean(text):
     if text.lower() not in BOOLEANS:
         raise ValueError
     return BOOLEANS[text.lower()]
-
-
-# until all rooms use the new names
-parse_json, regular = json.loads, Path

@@ -226,16 +226,12 @@ class History:
         yield
         self.start += time.perf_counter() - began
 
-    def row(self, data_wait):
-        """Return the row of metrics.jsonl of the steps since the last row, and begin the next interval.
-
-        data_wait: seconds that a rank waited for batches.
-        """
+    def row(self):
+        """Return the row of metrics.jsonl of the steps since the last row, and begin the next interval."""
         self.judge()
         steps, now, timed = [step.read() for step in self.steps], time.perf_counter(), len(self.steps) - self.untimed
         seconds, timed = (now - self.start, timed) if timed else (self.first_seconds, len(steps))
-        row = metrics_row(self.run, steps, timed, seconds)
-        row |= {"data_wait_ms": 1000 * data_wait / len(steps), "timers_ms": self.run.timers.take(timed)}
+        row = metrics_row(self.run, steps, timed, seconds) | {"timers_ms": self.run.timers.take(timed)}
         self.steps, self.judged, self.untimed, self.start = [], 0, 0, now
         return row
 
@@ -373,8 +369,9 @@ class Logger:
     def say(self, text):
         """Print `text` on rank 0, above the bar."""
         if self.first:
-            tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()  # if stdout is a file, it can be read during the run
+            with suppress(OSError):  # a full disk under stdout costs the text, not the run
+                tqdm.write(text, file=sys.stdout)
+                sys.stdout.flush()  # if stdout is a file, it can be read during the run
 
     def log(self, row, validation_loss=None):
         """Write and print a row on rank 0. validation_loss: of this iteration, if one was taken."""

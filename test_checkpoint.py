@@ -3,7 +3,6 @@
 import itertools
 import json
 import random
-import re
 import shutil
 from pathlib import Path
 
@@ -240,14 +239,9 @@ def test_remains_of_a_crash_are_passed_over(straight, tokens_dir, tmp_path):
 def test_other_data_is_refused_by_name_or_taken_with_a_flag(straight, tokens_dir, tmp_path):
     out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
     longer = write_tokens(tmp_path / "longer", train=4001)
-    for other, tokens in ((longer, 4001), (write_tokens(tmp_path / "seed", seed=1), 4000)):
-        config = configured(out, other, dtype="fp64", train_iters=12)
-        with pytest.raises(UserError) as error:
-            go(config)
-        start = (
-            rf"data_dir={other}: not the training data of the checkpoint .*/step_10: {tokens} tokens of uint16 with "
-        )
-        assert re.match(start, str(error.value)) and "set --new_data=True" in str(error.value)
+    for other in (longer, write_tokens(tmp_path / "seed", seed=1)):
+        with pytest.raises(UserError, match=f"^data_dir={other}: not the training data of .*set --new_data=True"):
+            go(configured(out, other, dtype="fp64", train_iters=12))
     go(configured(out, longer, dtype="fp64", train_iters=11, new_data=True))
     moved = shutil.copytree(longer, tmp_path / "moved")
     go(configured(out, str(moved), dtype="fp64", train_iters=12))  # step_11 was trained on it

@@ -385,16 +385,6 @@ def test_a_loader_that_is_never_closed_does_not_keep_the_process():
     assert (done.returncode, done.stderr) == (7, "")
 
 
-def test_wait_seconds_counts_a_slow_source_and_can_be_reset():
-    with Loader(Source(seconds=0.2), endless(), seed=0) as loader:
-        next(loader)
-        next(loader)
-        assert 0.05 < loader.wait_seconds < 20
-        loader.wait_seconds = 0.0
-        next(loader)
-        assert 0 < loader.wait_seconds < 20
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_batches_arrive_whole_on_the_gpu(counted):
     numbers = list(itertools.islice(training_samples(0, 0, 1, 4), 200))

@@ -19,12 +19,11 @@ import train
 from conftest import write_tokens
 from errors import UserError
 from parallel import checkpoint, processes
-from parallel.comm import CommunicationError, Ledger, agree, lost_peer
-from parallel.mesh import Axis, Mesh
+from parallel.comm import CommunicationError, Ledger, lost_peer
+from parallel.mesh import Axis
 from parallel.optimizer import learning_rate
 from test_checkpoint import configured, curve, fails, go
 from test_config import held_elsewhere
-from test_layouts import micro_batches
 
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")
@@ -193,13 +192,13 @@ def test_a_rank_exits_at_once_with_its_code(monkeypatch, capsys, error, code):
 
 def test_a_traceback_is_torchruns_root_cause(monkeypatch, tmp_path):
     def work():
-        raise RuntimeError("out of memory")
+        raise RuntimeError("a defect")
 
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(RuntimeError, match="a defect"):
         processes.together(Axis("world", (0,), 0, Ledger()), work)
     text = json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]["py_callstack"]
-    assert text.startswith("Traceback") and text.endswith("RuntimeError: out of memory\n")
+    assert text.startswith("Traceback") and text.endswith("RuntimeError: a defect\n")
 
 
 def stop_of_rank_1(config):
@@ -249,7 +248,7 @@ def test_ranks_that_see_different_files_stop_before_the_first_step(workers, tmp_
     config = configured("out", "data", train_iters=2, resume="out/step_1" if eval_only else "auto")
     field = {"out": "out_dir=out", "data": "data_dir=data", "resume": "resume=out/step_1"}[different]
     for said in workers.run(2, go_at_home, config, homes, eval_only):
-        assert said.startswith(f"{field}: ranks [1] (on ") and "\n" not in said
+        assert said.startswith(f"{field}: rank 1 (on ") and "\n" not in said
     assert different != "out" or not any(p for home in homes for p in home.rglob("step_*"))
 
 
@@ -282,7 +281,7 @@ def test_two_hosts_without_a_shared_folder_are_named(config_file, tmp_path):
             host.kill()
         for i in "12":
             subprocess.run(["ip", "netns", "del", f"nano{i}"], capture_output=True)
-    line = r"error: out_dir=out: ranks \[2, 3\] \(on .*\) see other files there than rank 0"
+    line = r"error: out_dir=out: rank 2 \(on .*\) sees other files there than rank 0"
     assert re.search(line, "".join(said)) and " iteration " not in "".join(said), said
 
 
@@ -324,18 +323,11 @@ def test_learning_rates_come_from_small_tables(config_file, monkeypatch, capsys,
     assert rates == {i: learning_rate(c, i) for i in range(1, 12)}
 
 
-def test_a_billion_iterations_need_no_list(monkeypatch, config_file):
-    run, calls = train.build(configuration.load([config_file, f"--train_iters={10**9}"]), Mesh(), CPU), []
-    monkeypatch.setattr(train, "learning_rate", lambda c, update: calls.append(update) or learning_rate(c, update))
-    assert train.rate(run).item() == learning_rate(run.config, 1)
-    assert calls == list(range(1, train.RATES + 1))
-
-
 @pytest.mark.parametrize(
     "arguments, line",
     [
         (["--tp=2"], "the number of processes = 1 is not a multiple of tp * pp = 2"),
-        (["--data_dir=nowhere"], "data_dir=nowhere: no such folder"),
+        (["--data_dir=nowhere"], "data_dir=nowhere: "),
         ([f"--data_dir={'x' * 300}"], ""),
         (["--vocab_size=49"], "vocab_size=49: "),
         (["--seq_length=5000"], "seq_length=5000: "),
@@ -346,7 +338,7 @@ def test_a_billion_iterations_need_no_list(monkeypatch, config_file):
         ([f"--out_dir={'x' * 300}"], f"out_dir={'x' * 300}: File name too long"),
         (["--trace=/nowhere/x.json"], "trace=/nowhere/x.json: No such file or directory"),
         (["--tensorboard=x"], "tensorboard=x: "),
-        (["--hidden_size=10000000"], "num_layers=2, hidden_size=10000000, vocab_size=50, seq_length=8, micro_b"),
+        (["--hidden_size=10000000"], "num_layers=2, hidden_size=10000000, "),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -358,23 +350,16 @@ def test_a_mistake_is_one_line_before_training(config_file, monkeypatch, capsys,
 
 
 def test_a_second_run_names_the_fields_that_differ(config_file, monkeypatch, capsys, tmp_path):
-    """The run uses the new values, except init_method_std. Fields without an effect on the weights are not named."""
+    """The run uses the new values. Fields without an effect on a resumed run are not named."""
     main(monkeypatch, capsys, config_file, "--train_iters=4")
     command = [config_file, "--lr=0.5", "--init_method_std=0.5", "--zero=1", "--ledger", "--log_interval=1"]
     code, out, _ = main(monkeypatch, capsys, *command)
-    line = (
-        f"changed since {tmp_path}/out/step_4: init_method_std=0.5 (the checkpoint: 0.02, still used), "
-        "train_iters=6 (the checkpoint: 4), lr=0.5 (the checkpoint: 0.01), zero=1 (the checkpoint: 0); to begin anew"
+    changes = "train_iters=6 (the checkpoint: 4), lr=0.5 (the checkpoint: 0.01), zero=1 (the checkpoint: 0)"
+    assert code == 0 and out.splitlines()[2].startswith(
+        f"changed since {tmp_path}/out/step_4: {changes}; to begin anew"
     )
-    assert code == 0 and out.splitlines()[2].startswith(line)
     rows = log.read_metrics(tmp_path / "out" / "metrics.jsonl")
     assert rows[4]["lr"] < 0.01 and 0.01 < rows[5]["lr"] < 0.5
-
-
-def test_a_log_that_cannot_be_written_is_one_line(config_file, monkeypatch, capsys, tmp_path):
-    (tmp_path / "out" / "metrics.jsonl").mkdir(parents=True)
-    code, _, err = main(monkeypatch, capsys, config_file)
-    assert code == 2 and err.endswith("metrics.jsonl: Is a directory\n") and err.count("\n") == 1
 
 
 def test_an_out_dir_that_takes_no_new_file_is_found_before_training(config_file, monkeypatch, capsys, tmp_path):
@@ -399,7 +384,7 @@ def test_more_processes_than_gpus_is_one_line(config_file, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     code, _, err = main(monkeypatch, capsys, config_file)
-    line = "error: nproc_per_node=4: each process needs a GPU, and there are 2; set at most 2"
+    line = "error: nproc_per_node=4: there are only 2 GPUs; set at most 2"
     assert code == 2 and err.startswith(line) and err.count("\n") == 1
 
 
@@ -427,16 +412,6 @@ def test_operations_that_do_not_run_are_one_line(tokens_dir, tmp_path, monkeypat
     with pytest.raises(UserError) as error:
         go(configured(tmp_path, tokens_dir))
     assert str(error.value) == "kernels=auto: cannot run here (Failed to find C compiler.); set --kernels=torch"
-
-
-def test_who_waits_for_an_agreement_says_so(monkeypatch):
-    def gone(*_, **__):
-        raise RuntimeError("connection closed by peer")
-
-    monkeypatch.setattr(torch.distributed, "all_gather_object", gone)
-    axis = Axis("world", (0, 1), 0, Ledger())
-    with pytest.raises(CommunicationError, match=r"^rank 0 waited for ranks \[1\] to send objects: connection closed"):
-        agree(axis, UserError, lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -474,31 +449,20 @@ def test_validation_is_over_all_ranks(workers, tokens_dir, tmp_path, ranks, tp, 
     assert workers.run(ranks, validation_losses, config) == pytest.approx([expected] * ranks, rel=1e-12)
 
 
-def test_eval_only_takes_a_checkpoints_loss_on_any_split(tokens_dir, tmp_path, capsys):
+def test_eval_only_takes_a_checkpoints_loss_on_any_split_in_any_dtype(tokens_dir, tmp_path, capsys):
     """eval_only changes no file and takes no lock. Therefore it also works during a training."""
-    config = configured(tmp_path, tokens_dir, train_iters=4, eval_iters=100)
+    config = configured(tmp_path, tokens_dir, train_iters=4, eval_iters=100, dtype="fp32")
     trained = validation_losses(config)
-    said = {}
     with held_elsewhere(tmp_path / "lock"):
         before = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*"))
-        for split in ("val", "test"):
-            config = configured(tmp_path, tokens_dir, train_iters=0, eval_iters=100, eval_only=True, split=split)
+        for split, dtype in (("val", "fp32"), ("val", "fp64"), ("val", "bf16"), ("test", "fp32")):
             capsys.readouterr()
-            go(config)
-            said[split] = capsys.readouterr().out
-    assert f"validation loss at iteration 4 | lm loss value: {trained:.6E}" in said["val"]
-    assert " test loss at iteration 4 | lm loss value: " in said["test"] and "validation" not in said["test"]
+            go(replace(config, train_iters=0, eval_only=True, split=split, dtype=dtype))
+            name = "validation" if split == "val" else "test"
+            said = re.search(rf" {name} loss at iteration 4 \| lm loss value: (\S+)", capsys.readouterr().out)[1]
+            if split == "val":
+                assert float(said) == pytest.approx(trained, rel=1e-2 if dtype == "bf16" else 1e-6)
     assert sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*")) == before
-
-
-@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
-def test_eval_only_reads_a_checkpoint_of_another_dtype(tokens_dir, tmp_path, capsys, dtype):
-    config = configured(tmp_path, tokens_dir, train_iters=2, eval_iters=100, dtype="fp32")
-    trained = validation_losses(config)
-    capsys.readouterr()
-    go(replace(config, train_iters=0, eval_only=True, dtype=dtype))
-    said = re.search(r"validation loss at iteration 2 \| lm loss value: (\S+)", capsys.readouterr().out)
-    assert float(said[1]) == pytest.approx(trained, rel=1e-2)
 
 
 def test_epochs_stand_for_iterations(tokens_dir, tmp_path):
@@ -514,32 +478,13 @@ def test_the_logged_loss_is_the_mean_over_interval_micro_batches_and_ranks(worke
     assert curve(tmp_path / "three")[0][0] == pytest.approx(sum(losses) / 4, rel=1e-12)
 
 
-def test_an_empty_validation_split_is_an_error_only_for_who_reads_it(tmp_path):
-    data_dir = write_tokens(tmp_path / "tokens", val=0)
-    with pytest.raises(UserError, match="val"):
-        go(configured(tmp_path / "a", data_dir))
-    go(configured(tmp_path / "b", data_dir, eval_iters=0, train_iters=1))
-
-
-def test_a_nan_loss_is_counted_and_does_not_touch_the_weights(tokens_dir, tmp_path):
-    run = train.build(configured(tmp_path, tokens_dir), Mesh(), CPU)
-    run.zero.initialize(1)
-    run.zero.buckets["head"].master.fill_(torch.nan)
-    before = run.zero.buckets["block0"].param.clone()
-    history = log.History(run, print)
-    history.add([train.train_step(run, micro_batches(run))])
-    row = history.row(0.0)
-    assert (row["nan_iterations"], row["skipped_iterations"]) == (1, 1) and history.bad == 1
-    assert torch.equal(before, run.zero.buckets["block0"].param)
-
-
 def test_metrics_have_every_promised_field(tokens_dir, tmp_path):
     go(configured(tmp_path, tokens_dir, train_iters=2))
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     promised = (
         "iteration train_iters consumed_samples consumed_tokens lm_loss grad_norm lr loss_scale global_batch_size "
         "seq_length skipped_iterations nan_iterations iteration_ms samples_per_second tokens_per_second tflops "
-        "hardware_tflops mfu data_wait_ms timers_ms"
+        "hardware_tflops mfu timers_ms"
     ).split()
     assert len(rows) == 2 and set(rows[0]) == set(promised) and set(rows[1]) == {*promised, "validation_loss"}
     assert rows[0]["mfu"] == "unknown" and len(repr(rows[0]["lm_loss"])) > 12

@@ -142,7 +142,7 @@ def train(run, tokens, validation, logger):
             last = counters.iteration >= c.train_iters or history.stop
             validate = validation and due(c.eval_interval) and not history.stop
             if due(c.log_interval) or validate:
-                row = history.row(longest_data_wait(run, loader))
+                row = history.row()
                 with history.paused():
                     logger.log(row, evaluate(run, validation) if validate else None)
             saving = due(c.save_interval) and history.good(last)
@@ -164,14 +164,6 @@ def micro_batches(run, loader):
             tokens, samples = next(loader)  # [b, s + 1], [b]
             batch = run.model.micro_batch(tokens[:, :-1], tokens[:, 1:], samples)
         yield batch
-
-
-def longest_data_wait(run, loader):
-    """Return the longest time, in seconds, that a rank waited for data since the last call. Every rank must call."""
-    run.mesh.ledger.phase = "setup"
-    seconds = torch.tensor(loader.wait_seconds, dtype=torch.float64, device=run.device)
-    loader.wait_seconds = 0.0
-    return all_reduce(seconds, run.mesh.world, "data wait", op="max").wait().item()
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------
@@ -211,8 +203,6 @@ def build(config, mesh, device):
     dtype = operations.resolved_dtype(config, device)
     ops = operations.choose(config, device, dtype)
     model = GPT(config, mesh.tp, ops)
-    if dtype == "fp16":
-        configuration.refuse_fp16(config)
     m = configuration.micro_batches(config, config.global_batch_size, mesh.dp.size)
     schedule = schedules.build_for(config, mesh.dp.size, m * config.updates_per_call)
     layout = Layout(config, mesh.dp.size, model.table, schedule)
@@ -254,14 +244,11 @@ def restore(run, path):
 
 def describe(run, path):
     """Return the model, the layout and the folders of this run as text. After a resume, also what has changed."""
-    c, m = run.config, run.mesh
-    schedule = f" {c.schedule}" if m.pp.size > 1 else ""
-    text = (
-        f"{run.model.num_parameters():,} parameters, {c.num_layers} layers of {c.hidden_size}; "
-        f"dp={m.dp.size} tp={m.tp.size} pp={m.pp.size}{schedule} zero={c.zero} "
-        f"sequence_parallel={c.sequence_parallel} recompute={c.recompute}; {run.dtype} on {run.device.type}\n"
-        f"{c.data_dir} -> {c.out_dir}, from {path or 'initial weights'}"
-    )
+    c = run.config
+    names = "tp pp zero sequence_parallel recompute".split() + ["schedule"] * (c.pp > 1)
+    layout = " ".join([f"dp={run.mesh.dp.size}", *(f"{name}={getattr(c, name)}" for name in names)])
+    text = f"{run.model.num_parameters():,} parameters, {c.num_layers} layers of {c.hidden_size}; {layout}; "
+    text += f"{run.dtype} on {run.device.type}\n{c.data_dir} -> {c.out_dir}, from {path or 'initial weights'}"
     if run.device.type == "cuda":
         text += f"\nattention: {operations.attention_name(c, run.device, run.dtype, run.zero.ops)}"
     if path and (changed := configuration.differences(c, checkpoint.read_index(path))):
@@ -278,7 +265,7 @@ def run_training(config, mesh, device):
             config.train_iters = configuration.iterations(config, config.train_epochs * tokens["train"].num_samples)
         # Triton may lack a compiler on one node. Find out before `build`, in which ranks wait for each other.
         agree(mesh.world, UserError, lambda: operations.trial(config, device))
-        agree(mesh.world, UserError, lambda: refuse_too_large(config, mesh.dp.size, device))
+        agree(mesh.world, UserError, lambda: memory.refuse_too_large(config, mesh.dp.size, device))
         run = build(config, mesh, device)
         if mesh.rank == 0:
             print(describe(run, path), flush=True)  # before the weights, which may take minutes
@@ -312,14 +299,15 @@ def compare_hosts(c, mesh, tokens, path):
             "data_dir": [data.identity(split)["crc32"] for split in tokens.values()],
             "resume": path and checkpoint.read_index(path)["crc32"],
         }
-        rows = gather_objects((socket.gethostname(), seen), mesh.world)  # afterwards rank 0 removes the file
-    for field_name, value in rows[0][1].items():
-        if others := [rank for rank, (_, row) in enumerate(rows) if row[field_name] != value]:
-            hosts = ", ".join(sorted({rows[rank][0] for rank in others}))
-            where = f"ranks {others} (on {hosts}) see other files there than rank 0 (on {rows[0][0]})"
-            error = UserError(f"{field_name}={getattr(c, field_name)}: {where}; all hosts need one shared folder")
-            error.agreed = True  # every rank raises it
-            raise error
+        first = gather_objects(seen, mesh.world)[0]  # afterwards rank 0 removes the file
+
+    def compare():
+        if differing := [name for name in seen if seen[name] != first[name]]:
+            who = f"rank {mesh.rank} (on {socket.gethostname()}) sees other files there than rank 0"
+            field = f"{differing[0]}={getattr(c, differing[0])}"
+            raise UserError(f"{field}: {who}; all hosts need one shared folder")
+
+    agree(mesh.world, UserError, compare)
 
 
 @contextlib.contextmanager
@@ -331,20 +319,6 @@ def new_file(c):
     with explained(f"out_dir={c.out_dir}"), tempfile.NamedTemporaryFile(dir=c.out_dir, buffering=0) as file:
         file.write(bytes(4096))  # a full disk may take a name, but no bytes
         yield Path(file.name).name
-
-
-def refuse_too_large(c, dp, device):
-    """Raise UserError if the memory of a rank is too small, before the model is built. dp: the number of data ranks."""
-    item = DTYPES[operations.resolved_dtype(c, device)].itemsize
-    need = memory.least(c, dp, memory.sizes(c, item, max(item, 4), device.type == "cpu"))
-    if device.type == "cuda":
-        have = torch.cuda.get_device_properties(device).total_memory
-    else:  # the processes of a machine share its memory
-        have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if need > have:
-        names = "num_layers", "hidden_size", "vocab_size", "seq_length", "micro_batch_size"
-        sizes = ", ".join(f"{name}={getattr(c, name)}" for name in names)
-        raise UserError(f"{sizes}: needs at least {need / 1e9:,.1f} GB of memory; this rank has {have / 1e9:,.1f} GB")
 
 
 def open_files(config, mesh, stack):
@@ -360,9 +334,6 @@ def open_files(config, mesh, stack):
 def main():
     """Run the command line. Exit codes: 0 done, or saved and stopped; 1 a lost peer; 2 a mistake or a dead torchrun."""
     arguments = sys.argv[1:]
-    if {"--help", "-h"} & set(arguments):
-        print(configuration.help_text())
-        return
     if "--plan" in arguments:  # judges this configuration on --world=N --device=D, and starts nothing
         words = [word.replace("--world=", "--gpus=", 1) for word in arguments if word != "--plan"]
         plan = Path(__file__).with_name("plan.py")

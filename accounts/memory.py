@@ -61,10 +61,15 @@ least the number of bytes within a backward.
 """
 
 import itertools
+import os
 from collections import Counter, deque
 from fractions import Fraction
 from typing import NamedTuple
 
+import torch
+
+from errors import UserError
+from operations import DTYPES, resolved_dtype
 from parallel import schedules
 from parallel.layout import rows_outside, split
 from parallel.optimizer import RULES
@@ -155,6 +160,18 @@ def least(c, dp, z):
         return states["parameters"] + block["qkv's input"]
     kept_on_device = [states[what] for what in ("parameters", "gradients") if c.offload] or states.values()
     return sum(kept_on_device) + blocks * (block["qkv's input"] if c.recompute == "full" else sum(block.values()))
+
+
+def refuse_too_large(c, dp, device):
+    """Raise UserError if this rank has less memory than `least`, before the model is built. dp: data ranks."""
+    item = DTYPES[resolved_dtype(c, device)].itemsize
+    need = least(c, dp, sizes(c, item, max(item, 4), device.type == "cpu"))
+    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if device.type == "cuda":
+        have = torch.cuda.get_device_properties(device).total_memory
+    if need > have:
+        what = f"num_layers={c.num_layers}, hidden_size={c.hidden_size}, micro_batch_size={c.micro_batch_size}"
+        raise UserError(f"{what}: needs at least {need / 1e9:,.1f} GB of memory; this rank has {have / 1e9:,.1f} GB")
 
 
 # --- activations ------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ import os
 import re
 import shutil
 import zlib
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -45,7 +46,7 @@ import torch
 
 from data import mix
 from errors import UserError, explained, reading
-from parallel.comm import agree, all_reduce
+from parallel.comm import agree, gather_objects
 from parallel.schedules import ASYNCHRONOUS
 
 # Fields that must be equal in the configuration and in the checkpoint.
@@ -119,14 +120,12 @@ def in_threads(transfer, jobs):
     return {path.name: term for (path, *_), term in zip(jobs, terms, strict=True)}
 
 
-def int64(zero, names, terms):
-    """Return the terms of these arrays as a tensor, int64 [n]. A rank without elements of an array adds 0.
-
-    The int64 have the same bits as the terms mod 2^64: PyTorch has few operations on uint64.
-    """
-    zero.mesh.ledger.phase = "setup"
-    words = np.array([terms.get(name, 0) % (1 << 64) for name in names], np.uint64)
-    return torch.from_numpy(words.view(np.int64)).to(zero.device)
+def added(terms, axis):
+    """Return {file name: sum of the terms of all ranks of the axis}. Every rank of the axis calls this."""
+    total = Counter()
+    for theirs in gather_objects(terms, axis):
+        total.update(theirs)
+    return total
 
 
 # --- save -------------------------------------------------------------------------------------------------------------
@@ -156,23 +155,17 @@ def save(out_dir, step, zero, state, keep=0, copies=()):
         flush(out_dir)
         remove_old(out_dir, keep)
 
-    def together(action, *arguments):
+    def together(action, *arguments, here=True):
         def attempt():
             with explained(f"out_dir={out_dir}: can't write the checkpoint"):
-                return action(*arguments)
+                return action(*arguments) if here else None
 
         return agree(zero.mesh.world, UserError, attempt)
 
-    def on_first(action, *arguments):
-        together(action if first else lambda *_: None, *arguments)
-
     try:
-        on_first(prepare)
+        together(prepare, here=first)
         terms = together(write_arrays, writing, zero)
-        moments = len(next(iter(zero.buckets.values())).moments)
-        names = [file for name in state["shapes"] for file in (name, *(f"{name}.moment{k}" for k in range(moments)))]
-        sums = all_reduce(int64(zero, names, terms), zero.mesh.world, "checksums").wait()
-        on_first(publish, dict(zip(names, sums.tolist(), strict=True)))
+        together(publish, added(terms, zero.mesh.world), here=first)
     except UserError:
         if first:
             shutil.rmtree(writing, ignore_errors=True)
@@ -272,8 +265,8 @@ def using(path):
         raise UserError(f"{error}{REMEDY}") from None
 
 
-def damaged(path, why="its content does not match its checksum"):
-    return UserError(f"{path}: damaged: {why}{REMEDY}")
+def damaged(path):
+    return UserError(f"{path}: damaged: its content does not match its checksum{REMEDY}")
 
 
 def read_index(path):
@@ -281,8 +274,8 @@ def read_index(path):
     path = Path(path)
     with using(path / "index.json"):
         data = (path / "index.json").read_bytes()
-    end = re.fullmatch(rb'(.*),\n "crc32": "([0-9a-f]{8})"\n}', data, re.DOTALL)
-    if not end or crc(end[1]) != end[2].decode():
+    text, _, end = data.rpartition(b',\n "crc32": ')
+    if end != f'"{crc(text)}"\n}}'.encode():
         raise damaged(path / "index.json")
     index = json.loads(data)
     for name, expected in index["copies"].items():
@@ -307,12 +300,10 @@ def refuse_contradictions(path, index, config, tokenizer, data=None):
     if index["tokenizer"] != tokenizer:
         there = f"the checkpoint {path} has {index['tokenizer']}"
         raise UserError(f"data_dir={config.data_dir}: its tokenizer is {tokenizer}, but {there}")
-    there, compared = index.get("data") or data, ("dtype", "tokens", "crc32")
-    if data and not config.new_data and any(there.get(name) != data[name] for name in compared):
-        ours, theirs = (f"{x['tokens']} tokens of {x['dtype']} with the CRC-32 {x['crc32']}" for x in (data, there))
-        why = f"not the training data of the checkpoint {path}: {ours}, the checkpoint's has {theirs}"
+    there = index.get("data") or data
+    if data and not config.new_data and any(there.get(name) != data[name] for name in ("dtype", "tokens", "crc32")):
         remedy = "use the same data, or set --new_data=True to continue with this data"
-        raise UserError(f"data_dir={config.data_dir}: {why}; {remedy}")
+        raise UserError(f"data_dir={config.data_dir}: not the training data of the checkpoint {path}; {remedy}")
 
 
 def to_resume(config, tokenizer, data=None):
@@ -345,70 +336,51 @@ def load(path, zero):
     """Fill the buckets' master weights and moments from the checkpoint `path`, and verify them.
 
     Every rank of the mesh calls this. Each rank reads only its own elements. Afterwards, call
-    `zero.parameters_from_master` to set the parameters. Raises the same UserError on all ranks if a file is missing,
-    damaged, or of another shape.
+    `zero.parameters_from_master` to set the parameters. Raises the same UserError on all ranks if a file is missing or
+    damaged.
     """
     folder, index, mesh = Path(path), read_index(path), zero.mesh
     mine = [array for bucket in zero.buckets.values() for array in arrays(bucket, *bucket.owned)]
 
     def read_all():
-        jobs = [(check_array(folder, index, name, piece.spec), piece, flat) for name, piece, flat in mine]
+        jobs = [(folder / name, piece, flat) for name, piece, flat in mine]
         return in_threads(partial(read, mesh.tp, index["dtype"]), jobs)
 
     terms = agree(mesh.world, UserError, read_all)
     # Add the terms of the ranks that have read one copy of an array together: its shards over dp, its cuts over tp.
     # Every copy gets its own sum, so a rank that has read wrong bytes notices it even if other ranks read right ones.
-    sums = int64(zero, [name for name, *_ in mine], terms)
-    if zero.config.zero >= 1:
-        sums = all_reduce(sums, mesh.dp, "checksums").wait()
-    cut = torch.tensor([piece.spec.tp_dim is not None for _, piece, _ in mine], device=zero.device)
-    sums = torch.where(cut, all_reduce(sums * cut, mesh.tp, "checksums").wait(), sums).tolist()
+    terms = added(terms, mesh.dp) if zero.config.zero >= 1 else terms
+    cut = added(terms, mesh.tp)
 
     def verify_all():
-        for (name, *_), total in zip(mine, sums, strict=True):
-            verify(folder, index, name, total)
+        for name, piece, _ in mine:
+            verify(folder, index, name, (terms if piece.spec.tp_dim is None else cut).get(name, 0))
 
     agree(mesh.world, UserError, verify_all)
 
 
 def read(tp, dtype, path, piece, flat):
     """Read one piece of an array into `flat`. Return its terms in the file's sum."""
-    direct = flat.device.type == "cpu" and flat.dtype == getattr(torch, dtype)
-    local, terms = flat.numpy() if direct else np.empty(piece.end - piece.begin, dtype), 0
+    local, terms = np.zeros(piece.end - piece.begin, dtype), 0
     with using(path), open(path, "rb") as file:
         for at, place, length in runs(piece.spec, piece.begin, piece.end, tp.rank, tp.size):
             run, offset = local[at - piece.begin :][:length], place * local.itemsize
             file.seek(offset)
             file.readinto(run)
             terms += checksum(run, offset)
-    if not direct:
-        flat.copy_(torch.from_numpy(local))
+    flat.copy_(torch.from_numpy(local))
     return terms
 
 
-def check_array(folder, index, name, spec):
-    """Return the path of an array's file. Raises UserError if it has not the shape of the ParamSpec `spec`."""
-    path, shape = folder / name, index["shapes"].get(spec.name)
-    if shape != list(spec.shape):
-        raise UserError(f"{folder}: {spec.name} has the shape {shape}, the model needs {list(spec.shape)}")
-    size = math.prod(shape) * np.dtype(index["dtype"]).itemsize
-    with using(path):
-        found = path.stat().st_size
-    if found != size:
-        raise damaged(path, f"{found} bytes instead of {size}")
-    return path
-
-
 def verify(folder, index, name, total):
-    """Raise UserError if `total`, signed or not, is not the sum of this array in the index."""
+    """Raise UserError if `total`, mod 2^64, is not the sum of this array in the index."""
     if int(index["sums"][name], 16) != total % (1 << 64):
         raise damaged(folder / name)
 
 
 def read_tensor(folder, index, spec):
     """Return a whole weight of a checkpoint, verified, as a numpy array of the ParamSpec's shape. Raises UserError."""
-    path = check_array(folder, index, spec.name, spec)
-    with using(path):
-        whole = np.fromfile(path, index["dtype"])
+    with using(folder / spec.name):
+        whole = np.fromfile(folder / spec.name, index["dtype"])
     verify(folder, index, spec.name, checksum(whole))
     return whole.reshape(spec.shape)

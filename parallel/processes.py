@@ -43,9 +43,7 @@ def wrong_devices():
     if torch.cuda.is_available():
         here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
         if here > gpus:
-            return (
-                f"nproc_per_node={here}: each process needs a GPU, and there are {gpus}; set at most {gpus}, or {cpu}"
-            )
+            return f"nproc_per_node={here}: there are only {gpus} GPUs; set at most {gpus}, or {cpu}"
     elif torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") != "" and DRIVER.exists() and GPU.exists():
         driver = re.search(r"\d+\.[\d.]+", DRIVER.read_text())[0]
         why = f"PyTorch for CUDA {torch.version.cuda} can't use the GPU of this machine with its driver {driver}"
@@ -66,21 +64,19 @@ def together(world, work):
     """
     try:
         work()
-    except UserError as error:
-        if not dist.is_initialized():
-            raise
-        if world.rank == 0 or not getattr(error, "agreed", False):
-            leave(error, 2)
-        time.sleep(1)  # rank 0 reports the error first, then torchrun ends the other ranks
-        write_error_file(f"error: {error}", late=1)  # torchrun on another node reads this
-        os._exit(2)
     except CommunicationError as error:
         leave(error, 1)
     except Exception as error:
-        if (explained := cause(error)) and dist.is_initialized():
-            leave(explained, 2)
-        write_error_file(traceback.format_exc())  # a defect: torchrun's report shows the traceback
-        raise
+        known = cause(error)
+        if known is None:
+            write_error_file(traceback.format_exc())  # a defect: torchrun's report shows the traceback
+        if known is None or not dist.is_initialized():
+            raise
+        if world.rank and getattr(known, "agreed", False):
+            time.sleep(1)  # rank 0 reports the error first, then torchrun ends the other ranks
+            write_error_file(f"error: {known}", late=1)  # torchrun on another node reads this
+            os._exit(2)
+        leave(known, 2)
     if dist.is_initialized():
         dist.destroy_process_group()
         # A group ends its threads when no object refers to it any more. Cycles of objects still do. If a Gloo thread

@@ -30,15 +30,13 @@ class Row(NamedTuple):
     """One tensor that this rank keeps: the part of a parameter, master weight or moment that it stores."""
 
     name: str  # in the message
-    bucket: object  # zero.Bucket
-    replicated: bool  # over tp
-    on_dp: bool  # every dp rank has a copy
+    axes: list  # the axes on which all ranks have a copy
     flat: torch.Tensor  # [n], with the alignment padding
 
 
 def rows(zero):
     """Return the Rows of this rank. Ranks with copies of a bucket have its Rows in the same order."""
-    found = []
+    found, mesh = [], zero.mesh
     for _, bucket in sorted(zero.buckets.items()):  # holders need the same order
         whole, own = bucket.layout.pieces(0, bucket.size), bucket.pieces
         kinds = [("", bucket.param, whole, True) if bucket.stage < 3 else ("", bucket.own_param, own, False)]
@@ -47,9 +45,9 @@ def rows(zero):
         kinds += [(f" (moment {k})", moment, own, bucket.stage == 0) for k, moment in enumerate(bucket.moments)]
         for kind, flat, pieces, on_dp in kinds:
             for piece in pieces:
+                axes = [bucket.holders] + [mesh.dp] * on_dp + [mesh.tp] * (piece.spec.tp_dim is None)
                 count = math.ceil((piece.end - piece.begin) / ALIGN) * ALIGN
-                part = flat[piece.at : piece.at + count]
-                found.append(Row(piece.spec.name + kind, bucket, piece.spec.tp_dim is None, on_dp, part))
+                found.append(Row(piece.spec.name + kind, axes, flat[piece.at : piece.at + count]))
     return found
 
 
@@ -72,8 +70,7 @@ def check(zero, iteration):
 
     def refuse():
         if found:
-            more = f" (and {len(found) - 1} other tensors)" if len(found) > 1 else ""
-            raise UserError(f"after iteration {iteration} copies differ: {found[0]}{more}; nothing is saved")
+            raise UserError(f"after iteration {iteration} copies differ: {found[0]}; nothing is saved")
 
     agree(zero.mesh.world, UserError, refuse)
 
@@ -81,15 +78,14 @@ def check(zero, iteration):
 @torch.no_grad()
 def differences(zero):
     """Return a text for each tensor of this rank whose copies differ. Every rank of the mesh calls this."""
-    mesh, found = zero.mesh, rows(zero)
-    mesh.ledger.phase = "setup"
+    found, texts = rows(zero), []
+    zero.mesh.ledger.phase = "setup"
     zero.finish_gathers()
     sums = torch.stack([fingerprint(row.flat).to(zero.device) for row in found])
-    texts = _compared(mesh.dp, [i for i, row in enumerate(found) if row.on_dp], found, sums)
-    texts += _compared(mesh.tp, [i for i, row in enumerate(found) if row.replicated], found, sums)
-    axes = {row.bucket.holders.ranks: row.bucket.holders for row in found}
-    for _, axis in sorted(axes.items()):  # the same order on all ranks; otherwise they would wait for ever
-        texts += _compared(axis, [i for i, row in enumerate(found) if row.bucket.holders == axis], found, sums)
+    axes = {axis.ranks: axis for row in found for axis in row.axes}
+    for ranks, axis in sorted(axes.items()):  # the same order on all ranks; otherwise they would wait for ever
+        numbers = [i for i, row in enumerate(found) if ranks in [axis.ranks for axis in row.axes]]
+        texts += _compared(axis, numbers, found, sums)
     return texts
 
 
