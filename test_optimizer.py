@@ -56,12 +56,11 @@ def test_adamw_is_its_formula_and_the_fused_one_is_the_same():
 
 
 def test_sgd_is_torch_sgd():
-    w = drawn(5, 0)
-    theirs = torch.nn.Parameter(w.clone())
-    reference = torch.optim.SGD([theirs], lr=1e-2, weight_decay=0.1)
+    w, theirs = drawn(5, 0), torch.nn.Parameter(drawn(5, 0))
+    rule = torch.optim.SGD([theirs], lr=1e-2, weight_decay=0.1)
     for update in range(5):
         theirs.grad = drawn(5, update + 1)
-        reference.step()
+        rule.step()
         optimizer.sgd(w, theirs.grad * 4, [], lr=1e-2, decay=0.1, scale=0.25)
         assert torch.allclose(w, theirs.detach(), rtol=1e-12)
 
@@ -114,6 +113,9 @@ def test_layerwise_rates_are_the_papers(name, weight_decay):
 # --- learning rate --------------------------------------------------------------------------------------------------
 
 
+WSD = dict(lr_warmup_iters=10, lr_decay_style="wsd", lr_wsd_decay_iters=20)
+
+
 @pytest.mark.parametrize(
     "updates, expected, fields",
     [
@@ -121,11 +123,7 @@ def test_layerwise_rates_are_the_papers(name, weight_decay):
         ([32], [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 22 / 90))], dict(lr_warmup_iters=10)),
         ([5, 10, 55, 100], [0.5, 1, 0.55, 0.1], dict(lr_warmup_iters=10, lr_decay_style="linear")),
         ([5, 10, 55, 500], [0.5, 1, 1, 1], dict(lr_warmup_iters=10, lr_decay_style="constant")),
-        (
-            [5, 10, 79, 80, 90, 100],
-            [0.5, 1, 1, 1, 0.55, 0.1],
-            dict(lr_warmup_iters=10, lr_decay_style="wsd", lr_wsd_decay_iters=20),
-        ),
+        ([5, 10, 80, 90, 100], [0.5, 1, 1, 0.55, 0.1], WSD),
         ([10], [0.5], dict(lr_warmup_fraction=0.5, lr_decay_iters=40)),
         ([1], [0.5], dict(lr_warmup_iters=2, lr_warmup_fraction=0.5)),  # the number wins over the fraction
         ([1, 100, 200, 201], [0.005, 0.5, 1.0, 0.1], dict(lr_warmup_iters=200)),  # longer than the run
@@ -259,9 +257,7 @@ def poisoned_step(config, victim, value):
     [
         (math.inf, dict(dp=2)),
         (math.nan, dict(dp=1, tp=2, sequence_parallel=True)),
-        (math.inf, dict(dp=2, tp=2)),
         (math.nan, dict(dp=3, tp=2, global_batch_size=12)),  # the copy of tp rank 0 replaces the others
-        (math.nan, dict(dp=2, zero=1)),
         (math.inf, dict(dp=2, zero=3)),
         (math.nan, dict(dp=1, pp=2, schedule="zb-h1")),
         (math.inf, dict(dp=2, pp=2, zero=2, schedule="chimera")),

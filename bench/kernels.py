@@ -20,7 +20,7 @@ of the copy or the product, a faster kernel gains little. The comments in kernel
 floors.
 
 The rows "dW" measure `reference.add_product_`, which adds a weight's gradient to float32 with PyTorch's own product.
-Its time stands in the column of our kernels. Each row is printed as soon as it is measured. All rows together may take
+Its time stands as that of Triton. Each row is printed as soon as it is measured. All rows together may take
 more than ten minutes, mainly for torch.compile. With --only=NAME a run should take one or two minutes.
 
 Without a GPU the kernels run in Triton's interpreter at a small size. Then only the errors mean something.

@@ -5,10 +5,10 @@
 All contestants train the same GPT on the same batches, without dropout and recomputation. (A line lists what this
 changes in the configuration.)
 
-    ours                         bf16 with float32 master weights and float32 gradients (parallel/zero.py); with each
-                                 choice of --kernels: kernels.py (triton), reference.py (torch) or a mixture (auto)
-    plain PyTorch                `Plain` of plain.py, trained in the usual way: float32 weights under
-                                 torch.autocast(bf16), fused AdamW, clip_grad_norm_; eager, and under torch.compile
+    ours           bf16 with float32 master weights and float32 gradients (parallel/zero.py); with each choice of
+                   --kernels: kernels.py (triton), reference.py (torch) or a mixture (auto)
+    plain PyTorch  `Plain` of plain.py, trained in the usual way: float32 weights under torch.autocast(bf16), fused
+                   AdamW, clip_grad_norm_; eager, and under torch.compile
 
 An update follows each micro-batch. It costs every contestant a few percent, which a real run with more micro-batches
 does not pay; --micro_batches=8 measures that. Ids follow Zipf's law, as in text: id i has a probability proportional to

@@ -13,7 +13,6 @@ import torch
 
 import test_layouts
 import test_pipedream
-import test_tensor
 from parallel.comm import all_gather, all_reduce, receive, reduce_scatter, send
 from parallel.mesh import Mesh
 from testing.adversary import Caught, adversary
@@ -21,25 +20,29 @@ from testing.adversary import Caught, adversary
 # --- what a result looks like before and after `wait` -----------------------------------------------------------------
 
 
-def started(operation, axis, dtype):
-    """Start an operation on [rank, rank + 1, ...]. Return (Pending, a buffer that may be read before `wait`)."""
-    x, me = torch.arange(axis.rank, axis.rank + 4).to(dtype), axis.rank
-    if operation == "all_reduce":
-        return all_reduce(x, axis, "x", op="max"), x[:0]
-    if operation == "all_gather":
-        return all_gather(x, axis, "x"), x
-    if operation == "all_gather in place":
-        whole = torch.cat([x, x])
-        return all_gather(whole[4 * me : 4 * me + 4], axis, "x", out=whole), whole[4 * me : 4 * me + 4]
-    if operation == "reduce_scatter":
-        return reduce_scatter(x, axis, "x"), x
-    return reduce_scatter(x, axis, "x", out=x[2 * me : 2 * me + 2]), x[2 * (1 - me) : 2 * (1 - me) + 2]
+def gathered_in_place(axis, x):
+    whole = torch.cat([x, x])
+    mine = whole.chunk(2)[axis.rank]
+    return all_gather(mine, axis, "x", out=whole), mine
+
+
+STARTED = {  # {operation: f(axis, x) = (Pending, values that may be read before `wait`)}; x is [rank, rank + 1, ...]
+    "all_reduce": lambda axis, x: (all_reduce(x, axis, "x", op="max"), x[:0]),
+    "all_gather": lambda axis, x: (all_gather(x, axis, "x"), x),
+    "all_gather in place": gathered_in_place,
+    "reduce_scatter": lambda axis, x: (reduce_scatter(x, axis, "x"), x),
+    "reduce_scatter in place": lambda axis, x: (
+        reduce_scatter(x, axis, "x", out=x.chunk(2)[axis.rank]),
+        x.chunk(2)[1 - axis.rank],
+    ),
+}
 
 
 def results(operation, dtype):
     """Return (result before `wait`, values that may be read before `wait`, result after `wait`)."""
+    axis = Mesh().dp
     with adversary():
-        pending, readable = started(operation, Mesh().dp, dtype)
+        pending, readable = STARTED[operation](axis, torch.arange(axis.rank, axis.rank + 4).to(dtype))
         return pending.result.tolist(), readable.tolist(), pending.wait().tolist()
 
 
@@ -155,20 +158,6 @@ def late(workers):
     before, workers.adversary = workers.adversary, True
     yield workers
     workers.adversary = before
-
-
-OPERATIONS = [
-    (test_tensor.check_column_parallel, "copy", False),
-    (test_tensor.check_column_parallel, "all_gather", True),
-    *((test_tensor.check_row_parallel, leave) for leave in ("all_reduce", "reduce_scatter")),
-    *((test_tensor.check_embedding, leave) for leave in ("all_reduce", "reduce_scatter")),
-    *((test_tensor.check_linear_cross_entropy, enter, 1.0) for enter in ("copy", "all_gather")),
-]
-
-
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: f"{operation[0].__name__}-{operation[1]}")
-def test_an_operation(late, operation):
-    late.check(2, *operation)
 
 
 # (dp, tp, pp, schedule, zero, sequence_parallel, recompute, optimizer, micro_batches): as in the grid of
