@@ -20,17 +20,11 @@ sys.set_int_max_str_digits(0)  # otherwise Python refuses a JSON document becaus
 # Flags of Megatron-LM, DeepSpeed and their launchers that no option's help names, and the answers.
 FOREIGN = {
     "vocab vocab-file merge-file tokenizer-type": "use prepare.py --tokenizer=vocab.json, with merges.txt beside it",
-    "input": "name the files without a flag: prepare.py FILE ...",
-    "output-prefix": "use prepare.py --out, a folder",
-    "json-keys": "use prepare.py --text_key",
-    "append-eod data-impl dataset-impl chunk-size": "not needed: a data set is a plain file of tokens",
+    "input output-prefix json-keys data-impl": "use prepare.py FILE ... --out=FOLDER --text_key=KEY",
     "deepspeed deepspeed-config no-pipeline-parallel": "not needed: ZeRO is --zero, the pipeline is --pp",
     "deepspeed-activation-checkpointing": "use --recompute=full",
-    "distributed-backend local-rank override-lr-scheduler": "not needed",
     "no-masked-softmax-fusion": "use --kernels=torch",
-    "nproc-per-node num-gpus": "use torchrun --nproc_per_node=N train.py ...",
-    "nnodes num-nodes node-rank": "on node R: torchrun --nnodes=N --node_rank=R --master_addr=A train.py ...",
-    "master-addr master-port": "use torchrun --master_addr=A --master_port=P train.py ...",
+    "nproc-per-node num-gpus nnodes num-nodes node-rank master-addr master-port": "is an option of torchrun",
 }
 WRONG = OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, EOFError
 BOOLEANS = {"true": True, "1": True, "false": False, "0": False}

@@ -98,11 +98,11 @@ def test_mistakes_on_the_command_line(words, message):
 
 # The flags of two how-tos: huggingface.co/blog/megatron-training, and an article on GPT-2 345M with Megatron-DeepSpeed.
 HOW_TO_TRAIN = """
---checkpoint-activations --recompute --data-impl . --data-path --data_dir --deepspeed --zero
---deepspeed-activation-checkpointing --recompute=full --deepspeed_config --zero --distributed-backend . --fp16 --dtype
---load --resume --local-rank . --local_rank . --master_addr torchrun --master_port torchrun
+--checkpoint-activations --recompute --data-impl prepare.py --data-path --data_dir --deepspeed --zero
+--deepspeed-activation-checkpointing --recompute=full --deepspeed_config --zero --fp16 --dtype
+--load --resume --master_addr torchrun --master_port torchrun
 --merge-file prepare.py --nnodes torchrun --no-masked-softmax-fusion --kernels=torch --node_rank torchrun
---nproc_per_node torchrun --num_gpus torchrun --num_nodes torchrun --override-lr-scheduler .
+--nproc_per_node torchrun --num_gpus torchrun --num_nodes torchrun
 --pipeline-model-parallel-size --pp --save --out_dir --tensor-model-parallel-size --tp --tensorboard-dir --tensorboard
 --vocab-file prepare.py --zero-stage --zero
 """.split()
@@ -112,7 +112,7 @@ SAME = """
 --min-lr --num-attention-heads --num-layers --save-interval --seed --seq-length --train-iters --weight-decay
 """.split()
 HOW_TO_PREPARE = """
---append-eod . --chunk-size . --dataset-impl . --input FILE --json-keys --text_key --merge-file --tokenizer
+--input FILE --json-keys --text_key --merge-file --tokenizer
 --output-prefix --out --tokenizer-type --tokenizer --vocab --tokenizer
 """.split()
 

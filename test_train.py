@@ -328,14 +328,12 @@ def test_learning_rates_come_from_small_tables(config_file, monkeypatch, capsys,
     [
         (["--tp=2"], "the number of processes = 1 is not a multiple of tp * pp = 2"),
         (["--data_dir=nowhere"], "data_dir=nowhere: "),
-        ([f"--data_dir={'x' * 300}"], ""),
         (["--vocab_size=49"], "vocab_size=49: "),
         (["--seq_length=5000"], "seq_length=5000: "),
         (["--resume=nowhere"], "resume=nowhere: there is no checkpoint in nowhere"),
         (["--eval_only"], "resume=auto: there is no checkpoint in"),
         (["--eval_only", "--eval_iters=0"], "eval_iters=0: "),
         (["--out_dir=/dev/null/x"], "out_dir=/dev/null/x: Not a directory"),
-        ([f"--out_dir={'x' * 300}"], f"out_dir={'x' * 300}: File name too long"),
         (["--trace=/nowhere/x.json"], "trace=/nowhere/x.json: No such file or directory"),
         (["--tensorboard=x"], "tensorboard=x: "),
         (["--hidden_size=10000000"], "num_layers=2, hidden_size=10000000, "),
@@ -367,15 +365,12 @@ def test_an_out_dir_that_takes_no_new_file_is_found_before_training(config_file,
     out = tmp_path / "out"
     main(monkeypatch, capsys, config_file, "--train_iters=1", f"--out_dir={out}")
     monkeypatch.setattr(train, "train_step", None)
-    lock, unlock = (
-        (["chattr", "+i", out], ["chattr", "-i", out]) if os.geteuid() == 0 else (["chmod", "a-w", out], None)
-    )
-    if subprocess.run(lock, capture_output=True).returncode:
-        pytest.skip("this file system has no immutable folders, and root writes everywhere")
+    if subprocess.run(["chattr", "+i", out], capture_output=True).returncode:
+        pytest.skip("only root can make a folder immutable, and only on some file systems")
     try:
         code, _, err = main(monkeypatch, capsys, config_file)
     finally:
-        subprocess.run(unlock or ["chmod", "u+w", out], check=True)
+        subprocess.run(["chattr", "-i", out], check=True)
     assert code == 2 and err.startswith(f"error: out_dir={out}: ") and err.count("\n") == 1
 
 

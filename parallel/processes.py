@@ -22,9 +22,6 @@ def join():
     """Return this process's device. Under torchrun, also connect the processes (NCCL on GPUs, otherwise Gloo)."""
     local = int(os.environ.get("LOCAL_RANK", 0))
     if mistake := wrong_devices():
-        if local:  # local rank 0 reports it
-            time.sleep(1)
-            os._exit(2)
         raise UserError(mistake)
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
