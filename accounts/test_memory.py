@@ -92,6 +92,7 @@ def check_states(configs):
         with newly_alive() as alive:
             run, batches = started(config, mesh)
             train.train_step(run, batches)
+            run.rates = None  # the table of learning rates
             measured, where = meter.model_states(run.zero), f"{config.dtype} {config.optimizer} zero={config.zero}"
             assert measured == {what: count for what, count in predicted(run).items() if what in meter.STATES}, where
             assert sum(measured.values()) == sum(alive().values()), where
