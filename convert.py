@@ -15,13 +15,13 @@ from_hf turns 16-bit weights into float32. <|endoftext|> in a text is one token 
 """
 
 import contextlib
+import os
 import re
 import shutil
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 import config as configuration
 from config import Config
@@ -31,38 +31,37 @@ from parallel import checkpoint
 from reference import ACTIVATIONS
 from tokenizer import copied, copy, load_tokenizer
 
-PREFIX = {"gpt2": "transformer.", "opt": "model.decoder."}
-MODULES = {  # {module here: modules there}; the first column is GPT-2's, the second OPT's; # is the number of the block
-    "word": {"gpt2": "wte", "opt": "embed_tokens"},
-    "embedding.position": {"gpt2": "wpe", "opt": "embed_positions"},
-    "ln1": {"gpt2": "h.#.ln_1", "opt": "layers.#.self_attn_layer_norm"},
-    "qkv": {"gpt2": "h.#.attn.c_attn", "opt": " ".join(f"layers.#.self_attn.{x}_proj" for x in "qkv")},
-    "proj": {"gpt2": "h.#.attn.c_proj", "opt": "layers.#.self_attn.out_proj"},
-    "ln2": {"gpt2": "h.#.ln_2", "opt": "layers.#.final_layer_norm"},
-    "fc1": {"gpt2": "h.#.mlp.c_fc", "opt": "layers.#.fc1"},
-    "fc2": {"gpt2": "h.#.mlp.c_proj", "opt": "layers.#.fc2"},
-    "head.ln": {"gpt2": "ln_f", "opt": "final_layer_norm"},
+# Each table has a column for GPT-2 and one for OPT. `opt`, True for OPT, chooses the column.
+KINDS = ("gpt2", "opt")
+PREFIX = ("transformer.", "model.decoder.")
+MODULES = {  # {module here: modules there}; # is the number of the block
+    "word": ("wte", "embed_tokens"),
+    "embedding.position": ("wpe", "embed_positions"),
+    "ln1": ("h.#.ln_1", "layers.#.self_attn_layer_norm"),
+    "qkv": ("h.#.attn.c_attn", " ".join(f"layers.#.self_attn.{x}_proj" for x in "qkv")),
+    "proj": ("h.#.attn.c_proj", "layers.#.self_attn.out_proj"),
+    "ln2": ("h.#.ln_2", "layers.#.final_layer_norm"),
+    "fc1": ("h.#.mlp.c_fc", "layers.#.fc1"),
+    "fc2": ("h.#.mlp.c_proj", "layers.#.fc2"),
+    "head.ln": ("ln_f", "final_layer_norm"),
 }
 FIELDS = {  # {field of Config: field there}
-    "num_layers": {"gpt2": "n_layer", "opt": "num_hidden_layers"},
-    "hidden_size": {"gpt2": "n_embd", "opt": "hidden_size"},
-    "num_attention_heads": {"gpt2": "n_head", "opt": "num_attention_heads"},
-    "max_position_embeddings": {"gpt2": "n_positions", "opt": "max_position_embeddings"},
-    "vocab_size": {"gpt2": "vocab_size", "opt": "vocab_size"},
-    "dropout": {"gpt2": "resid_pdrop", "opt": "dropout"},
-    "init_method_std": {"gpt2": "initializer_range", "opt": "init_std"},
+    "num_layers": ("n_layer", "num_hidden_layers"),
+    "hidden_size": ("n_embd", "hidden_size"),
+    "num_attention_heads": ("n_head", "num_attention_heads"),
+    "max_position_embeddings": ("n_positions", "max_position_embeddings"),
+    "vocab_size": ("vocab_size", "vocab_size"),
+    "dropout": ("resid_pdrop", "dropout"),
+    "init_method_std": ("initializer_range", "init_std"),
 }
-FIXED = {  # {field there: the only value that the model here has}
-    "gpt2": dict(
+FIXED = (  # {field there: the only value that the model here has}
+    dict(
         tie_word_embeddings=True, layer_norm_epsilon=1e-5, scale_attn_weights=True,
-        scale_attn_by_inverse_layer_idx=False, add_cross_attention=False,
+        scale_attn_by_inverse_layer_idx=False,
     ),
-    "opt": dict(
-        tie_word_embeddings=True, do_layer_norm_before=True, enable_bias=True, layer_norm_elementwise_affine=True,
-        _remove_final_layer_norm=False,
-    ),
-}  # fmt: skip
-NO_DROPOUT = {"gpt2": ["attn_pdrop"], "opt": ["attention_dropout", "layerdrop"]}  # dropouts there that are 0 here
+    dict(tie_word_embeddings=True, do_layer_norm_before=True, enable_bias=True, _remove_final_layer_norm=False),
+)  # fmt: skip
+NO_DROPOUT = (["attn_pdrop"], ["attention_dropout", "layerdrop"])  # dropouts there that are 0 here
 
 
 def transformers():
@@ -78,39 +77,39 @@ def transformers():
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def names_there(kind, name):
+def names_there(opt, name):
     """Return the names there of the parameter `name` here: three for OPT's qkv, otherwise one."""
     block, module, suffix = re.fullmatch(r"(?:block(\d+)\.)?(.*?)\.?(weight|bias|)", name).groups()
-    modules = MODULES[module][kind].replace("#", str(block)).split()
-    return [f"{PREFIX[kind]}{there}.{suffix or 'weight'}" for there in modules]
+    modules = MODULES[module][opt].replace("#", str(block)).split()
+    return [f"{PREFIX[opt]}{there}.{suffix or 'weight'}" for there in modules]
 
 
-def turned(kind, spec, tensor):
+def turned(opt, spec, tensor):
     """Return GPT-2's linear weight transposed, and any other tensor as it is."""
-    linear = kind == "gpt2" and re.fullmatch(r"block\d+\.(qkv|proj|fc1|fc2)\.weight", spec.name)
+    linear = not opt and re.fullmatch(r"block\d+\.(qkv|proj|fc1|fc2)\.weight", spec.name)
     return tensor.T if linear else tensor
 
 
-def to_here(kind, spec, tensors):
+def to_here(opt, spec, tensors):
     """Return the whole tensor of a ParamSpec from transformers' tensors, in the order of `names_there`."""
-    whole = torch.cat([turned(kind, spec, tensor) for tensor in tensors])
-    if spec.name == "embedding.position" and kind == "opt":
+    whole = torch.cat([turned(opt, spec, tensor) for tensor in tensors])
+    if opt and spec.name == "embedding.position":
         whole = whole[2:]
     if spec.name == "word.weight":
         whole = F.pad(whole, (0, 0, 0, spec.shape[0] - len(whole)))
     return whole.reshape(spec.shape).contiguous()
 
 
-def to_there(kind, spec, whole, vocab_size):
+def to_there(opt, spec, whole, vocab_size):
     """Return {name: tensor} there from the whole tensor of a ParamSpec. This is the inverse of `to_here`."""
-    names = names_there(kind, spec.name)
-    if spec.name == "embedding.position" and kind == "opt":
+    names = names_there(opt, spec.name)
+    if opt and spec.name == "embedding.position":
         whole = F.pad(whole, (0, 0, 2, 0))
     if spec.name == "word.weight":
         whole = whole[:vocab_size]
     if ".qkv." in spec.name:
         whole = whole.flatten(0, 1)
-    parts = [turned(kind, spec, part).contiguous() for part in whole.chunk(len(names))]
+    parts = [turned(opt, spec, part).contiguous() for part in whole.chunk(len(names))]
     return dict(zip(names, parts, strict=True))
 
 
@@ -124,27 +123,24 @@ def from_hf(folder, out):
     hf, options = transformers(), {"local_files_only": True}
     with reading(folder, Exception):
         there = hf.AutoConfig.from_pretrained(folder, **options)
-        config = config_here(there, folder, out)
-    tokenizer = load_tokenizer(str(folder))
-    if tokenizer.n_vocab > config.vocab_size:
-        raise UserError(f"{folder}: its tokenizer has {tokenizer.n_vocab} ids, but its model has {config.vocab_size}")
-    with reading(folder, Exception):
-        options |= {"dtype": "auto", "output_loading_info": True, "ignore_mismatched_sizes": True}
-        model, info = hf.AutoModelForCausalLM.from_pretrained(folder, **options)
-    check_weights(folder, model, info)
-    specs, final = GPT(config, tp=None).specs(), checkpoint.step_path(out, 0)
+        config, tokenizer = config_here(there, folder, out), load_tokenizer(str(folder))
+        if tokenizer.n_vocab > config.vocab_size:
+            raise ValueError(f"its tokenizer has {tokenizer.n_vocab} ids, but its model has {config.vocab_size}")
+        model, info = hf.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True, **options)
+        check_weights(model, info)
+    opt, final = there.model_type == "opt", checkpoint.step_path(out, 0)
     with complete(final) as writing:
-        write_checkpoint(writing, there.model_type, model, config, specs, tokenizer)
-    lines, prepare = config_lines(config, tokenizer)
-    Path(out, "config.py").write_text(f"# {folder}, written by convert.py\n{lines}", encoding="utf-8")
+        write_checkpoint(writing, opt, model, config, tokenizer)
+    changed = {field: value for field, value in vars(config).items() if value != getattr(Config, field)}
+    lines = [f"# {folder}, written by convert.py", *(f"{field} = {value!r}" for field, value in changed.items()), ""]
+    Path(out, "config.py").write_text("\n".join(lines), encoding="utf-8")
     print(
         f"{folder} -> {final}, the vocabulary is {tokenizer.name}\n"
         f"text:  python generate.py {out}\n"
-        f"train: {prepare}\n"
+        f"train: python prepare.py FILES --tokenizer={folder} --out={config.data_dir}\n"
         f"       torchrun --nproc_per_node=N train.py {out}/config.py"
     )
-    zero = dict.fromkeys(NO_DROPOUT[there.model_type], 0.0)
-    for name, here in (zero | {"embd_pdrop": config.dropout}).items():
+    for name, here in (dict.fromkeys(NO_DROPOUT[opt], 0.0) | {"embd_pdrop": config.dropout}).items():
         if getattr(there, name, here) != here:
             print(f"{name}={getattr(there, name)} there is {here} here")
 
@@ -156,12 +152,13 @@ def config_here(there, folder, out):
         if not fits:
             raise UserError(f"{folder}/config.json: {name}={getattr(there, name)}: {why}")
 
-    kind, known = there.model_type, {name: here for here, row in ACTIVATIONS.items() for name in row.hugging_face}
-    need("model_type", kind in PREFIX, f"should be one of {', '.join(PREFIX)}")
-    for name, value in (FIXED[kind] | widths(kind, there.hidden_size) | {"quantization_config": None}).items():
+    need("model_type", there.model_type in KINDS, f"should be one of {', '.join(KINDS)}")
+    opt = there.model_type == "opt"
+    known = {name: here for here, row in ACTIVATIONS.items() for name in row.hugging_face}
+    for name, value in (fixed(opt, there.hidden_size) | {"quantization_config": None}).items():
         need(name, getattr(there, name, None) in (None, value), f"the model here has {name}={value}")
     need("activation_function", there.activation_function in known, f"should be one of {', '.join(known)}")
-    values = {here: getattr(there, names[kind]) for here, names in FIELDS.items()}
+    values = {here: getattr(there, names[opt]) for here, names in FIELDS.items()}
     values |= {"activation": known[there.activation_function], "seq_length": values["max_position_embeddings"]}
     values |= dict(out_dir=str(out), data_dir=f"data/{Path(out).name}", micro_batch_size=1, global_batch_size=32)
     config = Config(**values, train_iters=1000, lr=3e-5, lr_decay_style="constant")
@@ -169,33 +166,32 @@ def config_here(there, folder, out):
     return config
 
 
-def widths(kind, h):
-    """Return the fields there that are other widths of the model here."""
-    return {"n_inner": 4 * h} if kind == "gpt2" else {"ffn_dim": 4 * h, "word_embed_proj_dim": h}
+def fixed(opt, h):
+    """Return the fields there that have only one value here. h: the hidden size."""
+    return FIXED[opt] | ({"ffn_dim": 4 * h, "word_embed_proj_dim": h} if opt else {"n_inner": 4 * h})
 
 
-def check_weights(folder, model, info):
-    """Raise UserError unless the files have the model's tensors, and the head is the word table."""
+def check_weights(model, info):
+    """Raise ValueError unless the files have the model's tensors, and the head is the word table."""
     for what, names in info.items():
-        names = [name for name in names if not str(name).endswith(".attn.masked_bias")]  # causal masks of old files
+        names = [str(name) for name in names if not str(name).endswith(".attn.masked_bias")]  # masks of old files
         if names:
-            raise UserError(f"{folder}: {what.replace('_', ' ')}: {', '.join(map(str, sorted(names)))}")
+            raise ValueError(f"{what.replace('_', ' ')}: {', '.join(sorted(names))}")
     if not torch.equal(model.get_output_embeddings().weight, model.get_input_embeddings().weight):
-        raise UserError(f"{folder}: lm_head.weight differs from the word table; the model here has one table for both")
-    if not model.dtype.is_floating_point:
-        raise UserError(f"{folder}: its weights are {model.dtype}; should be floats of 16 bits or more")
+        raise ValueError("lm_head.weight differs from the word table; the model here has one table for both")
 
 
-def write_checkpoint(folder, kind, model, config, specs, tokenizer):
+def write_checkpoint(folder, opt, model, config, tokenizer):
     """Write step 0 of a run into `folder`: the weights, moments of 0, and index.json."""
     tensors, sums, dtype = model.state_dict(), {}, torch.promote_types(model.dtype, torch.float32)
-    for name, spec in tqdm(specs.items(), unit="tensor"):
-        whole = to_here(kind, spec, [tensors[there].to(dtype) for there in names_there(kind, name)])
+    specs = GPT(config, tp=None).specs()
+    for name, spec in specs.items():
+        whole = to_here(opt, spec, [tensors[there].to(dtype) for there in names_there(opt, name)])
         (folder / name).write_bytes(memoryview(whole.numpy()).cast("B"))
         sums[name] = checkpoint.checksum(whole.flatten().numpy())
         for moment in (f"{name}.moment0", f"{name}.moment1"):  # AdamW's: sparse files, which use no disk space
-            with open(folder / moment, "wb") as file:
-                file.truncate(whole.nbytes)
+            (folder / moment).touch()
+            os.truncate(folder / moment, whole.nbytes)
             sums[moment] = 0  # the sum of zeros
         checkpoint.flush(folder / name)
     if tokenizer.name != "bytes":
@@ -210,16 +206,6 @@ def write_checkpoint(folder, kind, model, config, specs, tokenizer):
     checkpoint.write_index(folder, dtype, state, sums)
 
 
-def config_lines(config, tokenizer):
-    """Return (the lines of out/config.py, a command that writes its data set with the model's tokenizer)."""
-    own = tokenizer.name.startswith("bpe-")  # prepare.py can't find this name, but can read the checkpoint's copy
-    name = checkpoint.step_path(config.out_dir, 0) if own else tokenizer.name
-    changed = {field: value for field, value in vars(config).items() if value != getattr(Config, field)}
-    lines = [f"{field} = {value!r}\n" for field, value in changed.items()]
-    prepare = f"python prepare.py FILES --tokenizer={name} --out={config.data_dir}"
-    return f"# {prepare}\n{''.join(lines)}", prepare
-
-
 # --- to_hf ------------------------------------------------------------------------------------------------------------
 
 
@@ -228,43 +214,36 @@ def to_hf(path, out):
     found, hf = checkpoint.find(path), transformers()
     if found is None:
         raise UserError(f"{path}: there is no checkpoint")
-    if Path(out).exists() and (not Path(out).is_dir() or any(Path(out).iterdir())):
-        raise UserError(f"out={out}: exists and is not an empty folder; use another --out")
     index = checkpoint.read_index(found)
     config, tokenizer = configuration.of_checkpoint(index), copied(found, index["tokenizer"])
-    kind = "opt" if config.activation == "relu" else "gpt2"
+    opt = config.activation == "relu"
     with torch.device("meta"):
-        model = hf.AutoModelForCausalLM.from_config(config_there(hf, kind, config, tokenizer))
+        model = hf.AutoModelForCausalLM.from_config(config_there(hf, opt, config, tokenizer))
     tensors = {}
-    for spec in tqdm(GPT(config, tp=None).specs().values(), unit="tensor"):
+    for spec in GPT(config, tp=None).specs().values():
         whole = torch.from_numpy(checkpoint.read_tensor(found, index, spec))
-        tensors |= to_there(kind, spec, whole, config.vocab_size)
-    tensors["lm_head.weight"] = tensors[names_there(kind, "word.weight")[0]]
-    model.to(getattr(torch, index["dtype"])).load_state_dict(tensors, assign=True)
-    model.tie_weights()
+        tensors |= to_there(opt, spec, whole, config.vocab_size)
+    model.to(getattr(torch, index["dtype"])).load_state_dict(tensors, strict=False, assign=True)
+    model.tie_weights()  # the head
     model.generation_config.pad_token_id = tokenizer.eot_token
     without_text = list(range(tokenizer.n_vocab, config.vocab_size))  # generate.py never draws these ids
     model.generation_config.suppress_tokens = without_text or None
     with complete(Path(out)) as writing:
         model.save_pretrained(writing)
         copy(tokenizer, writing)
-        words = dict(bos_token=tokenizer.end, eos_token=tokenizer.end, model_max_length=config.positions)
-        file = str(writing / "tokenizer.json")
-        hf.PreTrainedTokenizerFast(tokenizer_file=file, **words).save_pretrained(writing)
     print(f"{found} -> {out}, {type(model).__name__}")
 
 
-def config_there(hf, kind, c, tokenizer):
+def config_there(hf, opt, c, tokenizer):
     """Return transformers' configuration of the model of the Config `c`."""
     names, end = ACTIVATIONS[c.activation].hugging_face, tokenizer.eot_token
     configuration.require(c, "activation", names, "transformers has no name for it")
-    values = {there[kind]: getattr(c, here) for here, there in FIELDS.items()}
-    values[FIELDS["max_position_embeddings"][kind]] = c.positions
-    values |= FIXED[kind] | widths(kind, c.hidden_size) | dict.fromkeys(NO_DROPOUT[kind], 0.0)
-    values |= {"embd_pdrop": c.dropout} if kind == "gpt2" else {}
-    values |= {"activation_function": names[0], "bos_token_id": end, "eos_token_id": end}
-    values |= {"pad_token_id": None}  # OPT's default, 1, would stop the gradient of row 1 of the word table
-    return hf.AutoConfig.for_model(kind, **values)
+    values = {there[opt]: getattr(c, here) for here, there in FIELDS.items()}
+    values |= fixed(opt, c.hidden_size) | dict.fromkeys(NO_DROPOUT[opt], 0.0)
+    values |= {} if opt else {"embd_pdrop": c.dropout}
+    values |= {FIELDS["max_position_embeddings"][opt]: c.positions, "activation_function": names[0]}
+    # OPT's default pad_token_id, 1, would stop the gradient of row 1 of the word table
+    return hf.AutoConfig.for_model(KINDS[opt], **values, bos_token_id=end, eos_token_id=end, pad_token_id=None)
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ whose probabilities sum to `top_p` or more (nucleus sampling, Holtzman et al., a
 
 import codecs
 import dataclasses
-import math
 
 import torch
 
@@ -82,48 +81,38 @@ def generate(model, ids, count, temperature=1.0, top_k=0, top_p=1.0, generator=N
         yield token
 
 
-OPTIONS = {  # (default, smallest value, largest value, meaning)
-    "max_tokens": (300, 1, math.inf, "maximum number of new tokens"),
-    "num_samples": (1, 1, math.inf, "number of texts to generate"),
-    "temperature": (0.8, 0, math.inf, "0: always the likeliest token"),
-    "top_k": (0, 0, math.inf, "draw from the k likeliest tokens; 0: all"),
-    "top_p": (1.0, 1e-9, 1, "keep tokens up to this probability sum"),
-    "seed": (0, -(2**63), 2**63 - 1, "the same seed gives the same text"),
-}
-
-
 def arguments():
     """Return the parsed command line. Raises UserError."""
     parser = Parser(prog="python generate.py", description="Writes text with a checkpoint.", allow_abbrev=False)
-    parser.add_argument("checkpoint", help="out_dir of a run, or one of its step_N folders")
-    parser.add_argument("--prompt", default="", help="text to continue (default: new document)")
-    for name, (default, _, _, text) in OPTIONS.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{text} (%(default)s)")
-    options = parser.parse_args()
-    for name, (_, least, most, _) in OPTIONS.items():
-        if not least <= (value := getattr(options, name)) <= most:  # `not <=` also refuses nan
-            raise UserError(f"--{name}={value}: should be between {least} and {most}")
-    return options
+    add = parser.add_argument
+    add("checkpoint", help="out_dir of a run, or one of its step_N folders")
+    add("--prompt", default="", help="text to continue (default: new document)")
+    add("--max_tokens", type=int, default=300, help="maximum number of new tokens (300)")
+    add("--temperature", type=float, default=0.8, help="0: always the likeliest token (0.8)")
+    add("--top_k", type=int, default=0, help="draw from the k likeliest tokens; 0: all (0)")
+    add("--top_p", type=float, default=1.0, help="keep tokens up to this probability sum (1.0)")
+    add("--seed", type=int, default=0, help="the same seed gives the same text (0)")
+    a = parser.parse_args()
+    if not (a.temperature >= 0 and a.top_k >= 0 and 0 < a.top_p <= 1):
+        raise UserError("--temperature and --top_k should be at least 0, --top_p above 0 and at most 1")
+    return a
 
 
 def main():
-    """Print each sample while it is generated, up to an end-of-text token or max_tokens. Raises UserError."""
+    """Print the text while it is generated, up to an end-of-text token or max_tokens. Raises UserError."""
     a = arguments()
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would prepare a new kernel for each cache length
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, _, tokenizer = load_model(a.checkpoint, device)
     prompt = tokenizer.encode_ordinary(a.prompt) or [tokenizer.eot_token]
-    for sample in range(a.num_samples):
-        if a.num_samples > 1:
-            print(f"--- sample {sample + 1} of {a.num_samples}")
-        print(a.prompt, end="", flush=True)
-        text = codecs.getincrementaldecoder("utf-8")("replace")  # one character may need several tokens
-        generator = torch.Generator(device).manual_seed(a.seed + sample)
-        for token in generate(model, prompt, a.max_tokens, a.temperature, a.top_k, a.top_p, generator):
-            if token == tokenizer.eot_token:
-                break
-            print(text.decode(tokenizer.pieces[token]), end="", flush=True)
-        print(text.decode(b"", final=True), flush=True)
+    print(a.prompt, end="", flush=True)
+    text = codecs.getincrementaldecoder("utf-8")("replace")  # one character may need several tokens
+    generator = torch.Generator(device).manual_seed(a.seed)
+    for token in generate(model, prompt, a.max_tokens, a.temperature, a.top_k, a.top_p, generator):
+        if token == tokenizer.eot_token:
+            break
+        print(text.decode(tokenizer.pieces[token]), end="", flush=True)
+    print(text.decode(b"", final=True), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,15 @@
 
     python prepare.py --tokenizer=bytes             # the standard library's sources -> data/stdlib_bytes
     python prepare.py corpus/ --tokenizer=gpt2      # a folder of text               -> data/corpus_gpt2
-    python prepare.py 'shards/*.jsonl.gz' --out=data/web --text_key=content
+    python prepare.py shards/*.jsonl.gz --out=data/web --text_key=content
     python prepare.py corpus/ --tokenizer=dataset/gpt2-vocab.json     # another vocabulary (tokenizer.py)
     python prepare.py --megatron=PREFIX --out=data/web                # PREFIX.bin and PREFIX.idx of Megatron-LM
 
 A `.bin` file contains only the token ids as little-endian uint16 (above 65,536 ids: uint32; meta.json has the dtype),
 so data.py can map it into memory. DIR also gets a copy of the vocabulary, tokenizer.json, except for `bytes`.
 
-A document is one text file (.txt .md .py) or one line of a .jsonl (.json) file. A file may be compressed (.gz .bz2
-.xz). A document is encoded as ordinary text: the characters "<|endoftext|>" in it have no special meaning. The
+A document is one text file (.txt .md .py) or one line of a .jsonl (.json) file. A file may be compressed (.gz). A
+document is encoded as ordinary text: the characters "<|endoftext|>" in it have no special meaning. The
 end-of-text token follows each document; an empty document is only this token. A hash of the document's position (index
 of its file, line of its start) selects its split. A byte-order mark at the start of a file is removed, blank JSON lines
 are ignored, and line ends do not change.
@@ -26,17 +26,15 @@ The files grow in DIR.part, which is renamed to DIR when they are complete. Afte
 resumes: it reads the finished blocks again without encoding them, and continues with the next block.
 """
 
-import bz2
 import contextlib
-import glob
 import gzip
 import hashlib
 import io
 import itertools
 import json
-import lzma
 import multiprocessing
 import os
+import shutil
 import signal
 import struct
 import sys
@@ -57,16 +55,19 @@ from tokenizer import copy, last_cut, load_tokenizer
 
 SPLITS = ("train", "val", "test")
 KINDS = (".txt", ".md", ".py", ".jsonl")  # a .json file is read as JSON lines if it is named, but not in a folder
-PACKINGS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-KNOWN = f"{' '.join(KINDS)}, also compressed as {' '.join(PACKINGS)}"
+KNOWN = f"{' '.join(KINDS)}, also compressed as .gz"
 PIECE = 512 << 10  # characters that a worker encodes at a time
 LONGEST = 64 << 20  # characters of a JSON line, or of a text without a cut point
 SAVE_EVERY = 5.0  # seconds between two saves; a crash loses about this much work
+REASONS = {  # what is wrong with a document, by the error that it causes; skipped documents are counted by reason
+    UnicodeEncodeError: "not UTF-8", json.JSONDecodeError: "not JSON", RecursionError: "not JSON",
+    KeyError: "no such key; see --text_key", TypeError: "no string", AttributeError: "no string",
+    OSError: "unreadable",
+}  # fmt: skip
 # fork is fast and shares the vocabulary, but it needs a parent without threads. Importing numpy may start threads, so
 # only the workers import it. macOS needs spawn.
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
-# Codes of dtypes in an .idx file. Megatron-LM has 1 to 8 (6 and 7 are floats); other projects added 9 and 10.
-DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2", 9: "<u4", 10: "<u8"}
+DTYPES = {1: "u1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # Megatron-LM's codes of integers in an .idx file
 
 
 # --- read: files to blocks --------------------------------------------------------------------------------------------
@@ -79,47 +80,37 @@ def find_files(inputs):
         return [path for path in walk(stdlib) if path.endswith(".py") and "-packages" not in path.removeprefix(stdlib)]
     found = {}
     for name in inputs:
-        matches = [name] if os.path.lexists(name) else sorted(glob.glob(name, recursive=True))
-        here = [path for match in matches for path in (walk(match) if os.path.isdir(match) else [match])]
-        here = [path for path in here if split_suffixes(path)[1] in (*KINDS, ".json")]
+        here = list(walk(name)) if os.path.isdir(name) else [name] * (kind_of(name) in (*KINDS, ".json"))
         if not here:
-            raise UserError(f"input {name}: no such file or folder, or it has no {KNOWN}")
-        for path in here:
-            found.setdefault(os.path.realpath(path), path)
+            raise UserError(f"input {name}: should be a file or folder of {KNOWN}")
+        found |= {os.path.realpath(path): path for path in here}
     return list(found.values())
 
 
 def walk(folder):
     """Yield the text files below `folder`, sorted, except hidden files and folders and __pycache__."""
-
-    def stop(error):
-        raise error
-
-    for here, folders, names in os.walk(folder, onerror=stop):
+    for here, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name[0] != "." and name != "__pycache__")
-        names = sorted(name for name in names if name[0] != "." and split_suffixes(name)[1] in KINDS)
+        names = sorted(name for name in names if name[0] != "." and kind_of(name) in KINDS)
         yield from (os.path.join(here, name) for name in names)
 
 
-def split_suffixes(path):
-    """Split 'a/b.v2.jsonl.gz' into ('a/b.v2', '.jsonl', '.gz')."""
-    packing = os.path.splitext(path)[1]
-    packing = packing if packing in PACKINGS else ""
-    return *os.path.splitext(path.removesuffix(packing)), packing
+def kind_of(path):
+    """Return '.jsonl' for 'a/b.jsonl' and 'a/b.jsonl.gz'."""
+    return os.path.splitext(path.removesuffix(".gz"))[1]
 
 
 class Part(NamedTuple):
-    """Some characters of one file: a text, a piece of a long text, or several JSON lines."""
+    """Some characters of one file: a text, a piece of a long text, or a JSON line."""
 
     path: str
     file: int  # index of the file in the input
     line: int = 1  # line where `text` starts
     text: str = ""
-    json_lines: bool = False
+    is_json: bool = False
     begins: bool = True  # False: the document began in an earlier part
     ends: bool = True  # False: the document continues in a later part
     problem: str = ""  # why the file can't be read further
-    used: int = 0  # bytes that were read from the file for this part (before decompression)
 
 
 def read_blocks(files, tokenizer):
@@ -138,20 +129,18 @@ def read_blocks(files, tokenizer):
 
 def read_parts(path, number, tokenizer):
     """Yield the Parts of one file. A read error is a Part too, so errors are reported in the order of the input."""
-    _, kind, packing = split_suffixes(path)
-    part, used = Part(path, number), 0
+    part = Part(path, number, is_json=kind_of(path) not in KINDS[:3])
     try:
         if not os.path.isfile(path):  # a FIFO would wait for ever
             raise OSError("not a regular file")
-        with open(path, "rb") as raw, PACKINGS.get(packing, contextlib.nullcontext)(raw) as unpacked:
+        with open(path, "rb") as raw, (gzip.open if path.endswith(".gz") else contextlib.nullcontext)(raw) as unpacked:
             # bytes that are not UTF-8 become lone surrogates, which `encode_block` refuses
             stream = io.TextIOWrapper(unpacked, "utf-8-sig", "surrogateescape", newline="\n")
-            parts = text_parts(stream, part, tokenizer) if kind in KINDS[:3] else json_parts(stream, part)
+            parts = json_parts(stream, part) if part.is_json else text_parts(stream, part, tokenizer)
             for part in parts:
-                yield part._replace(used=raw.tell() - used)
-                used = raw.tell()
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        yield Part(path, number, begins=part.ends, problem=getattr(error, "strerror", None) or str(error))
+                yield part
+    except (OSError, EOFError, zlib.error) as error:
+        yield Part(path, number, begins=part.ends, problem=str(error))
 
 
 def text_parts(stream, part, tokenizer):
@@ -168,10 +157,10 @@ def text_parts(stream, part, tokenizer):
 
 
 def json_parts(stream, part):
-    """Yield copies of `part` with complete lines of `stream`. A line over LONGEST is cut, so it is not JSON."""
-    while text := stream.read(PIECE) + stream.readline(LONGEST):
-        yield part._replace(text=text, json_lines=True)
-        part = part._replace(line=part.line + text.count("\n"))
+    """Yield copies of `part`, each with one line of `stream`. A line over LONGEST is cut, so it is not JSON."""
+    for line, text in enumerate(iter(lambda: stream.readline(LONGEST), ""), 1):
+        if text.strip():
+            yield part._replace(text=text, line=line)
 
 
 # --- encode: blocks to tokens, in the workers -------------------------------------------------------------------------
@@ -187,32 +176,21 @@ def encode_block(source, text_key, weights, block):
     endoftext = tokenizer.eot_token.to_bytes(tokenizer.width, "little")
     tokens, documents, problems = [[], [], []], [0, 0, 0], []
     for part in block:
-        for line, data in enumerate(part.text.split("\n") if part.json_lines else [part.text], part.line):
-            if part.json_lines and not data.strip():
+        try:
+            if part.problem:
+                raise OSError(part.problem)
+            ids = tokenizer.encode_to_bytes(json.loads(part.text)[text_key] if part.is_json else part.text)
+        except Exception as error:
+            reason = REASONS.get(type(error), type(error).__name__)
+            line = part.line + part.text.count("\n", 0, getattr(error, "start", 0))  # UnicodeEncodeError.start
+            problems.append((reason, f"{part.path}:{line}: {reason} ({error})"))
+            if part.begins and part.ends:
                 continue
             ids = b""
-            try:
-                if part.problem:
-                    raise OSError(part.problem)
-                ids = tokenizer.encode_to_bytes(json.loads(data)[text_key] if part.json_lines else data)
-            except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-                problems.append(described(error, part, line, data, text_key))
-                if part.begins and part.ends:
-                    continue
-            split = split_of(part.file, line if part.json_lines else 1, weights)
-            tokens[split] += [ids, endoftext] if part.ends else [ids]
-            documents[split] += part.ends
+        split = split_of(part.file, part.line if part.is_json else 1, weights)
+        tokens[split] += [ids, endoftext] if part.ends else [ids]
+        documents[split] += part.ends
     return [b"".join(pieces) for pieces in tokens], documents, problems
-
-
-def described(error, part, line, data, text_key):
-    """Return (reason, message) for an error in the document `data`, which begins on `line`. Reasons are counted."""
-    reasons = {UnicodeEncodeError: "not UTF-8", json.JSONDecodeError: "not JSON", RecursionError: "not JSON"}
-    reasons |= {OSError: "unreadable", KeyError: f"no key '{text_key}'"}
-    reason = reasons.get(type(error), "no string" if part.json_lines else "not encoded")
-    line += data.count("\n", 0, getattr(error, "start", 0))  # UnicodeEncodeError.start
-    more = "; see --text_key" if isinstance(error, LookupError) else ""
-    return reason, f"{part.path}:{line}: {reason} ({error}{more})"
 
 
 def split_of(file, line, weights):
@@ -229,14 +207,13 @@ def start_worker():
 
 
 def encoded_blocks(blocks, workers, *job):
-    """Yield (block, result of `encode_block`) in the order of `blocks`. job: the first arguments of `encode_block`."""
+    """Yield the results of `encode_block` in the order of `blocks`. job: the first arguments of `encode_block`."""
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context(START_METHOD), start_worker)
-    submitted = ((block, pool.submit(encode_block, *job, block)) for block in blocks)
+    submitted = (pool.submit(encode_block, *job, block) for block in blocks)
     try:
         pending = deque(itertools.islice(submitted, 4 * workers))  # this many blocks wait in the pool
         while pending:
-            block, future = pending.popleft()
-            yield block, future.result()
+            yield pending.popleft().result()
             pending.extend(itertools.islice(submitted, 1))
     except BrokenProcessPool:
         remedy = f"run the same command again to resume; fewer --workers than {workers} need less memory"
@@ -246,7 +223,7 @@ def encoded_blocks(blocks, workers, *job):
 
 
 def megatron_blocks(prefix, tokenizer, weights):
-    """Yield (block, result), as `encoded_blocks` does, of PREFIX.bin. A document that lacks its end-of-text gets it.
+    """Yield results, as `encoded_blocks` does, of PREFIX.bin. A document that lacks its end-of-text gets it.
 
     Megatron-LM encodes text with tools/preprocess_data.py --dataset-impl=mmap. PREFIX.bin has only token ids.
     PREFIX.idx contains, little-endian (megatron/core/datasets/indexed_dataset.py), for S sequences (parts of documents)
@@ -255,35 +232,28 @@ def megatron_blocks(prefix, tokenizer, weights):
         magic, 9 bytes | version, 8 | code of the dtype, 1 | S, 8 | D + 1, 8 | number of tokens of each sequence, 4 S |
         first byte of each sequence in the .bin, 8 S | first sequence of each document, and S, 8 (D + 1)
 
-    It does not name the vocabulary, so every id is compared with the size of `tokenizer`. Document d takes the place of
-    line d + 1 of a .jsonl file.
+    It does not name the vocabulary, so the ids are compared with the size of `tokenizer`. Document d takes the place of
+    line d + 1 of a .jsonl file. Each document is a block.
     """
     import numpy as np  # not at the top: see START_METHOD
 
-    with reading(f"--megatron={prefix}: not data of --dataset-impl=mmap, or damaged", struct.error):
+    kind = f"not data of --dataset-impl=mmap that --tokenizer={tokenizer.name} encoded, or damaged"
+    with reading(f"--megatron={prefix}: {kind}", struct.error):
         index = np.fromfile(f"{prefix}.idx", np.uint8)
-        magic, version, code, sequences, bounds = struct.unpack("<9sQBQQ", index[:34].tobytes())
+        _, _, code, sequences, bounds = struct.unpack("<9sQBQQ", index[:34].tobytes())
         sizes, _, first = np.split(index[34:], [4 * sequences, 12 * sequences])
-        tokens = np.memmap(f"{prefix}.bin", DTYPES[code], "r")
+        ids = np.memmap(f"{prefix}.bin", DTYPES[code], "r")
         ends = np.append(0, np.cumsum(sizes.view("<i4"), dtype=np.int64))[first.view("<i8")]
-        if (magic, version, len(first)) != (b"MMIDIDX\0\0", 1, 8 * bounds) or (np.diff(ends) < 0).any():
-            raise ValueError("its header or its documents")
-        if ends[0] or ends[-1] != len(tokens):
-            raise ValueError(f"its documents have {ends[-1]:,} tokens, but the .bin has {len(tokens):,}")
-    ends, endoftext = ends.tolist(), tokenizer.eot_token.to_bytes(tokenizer.width, "little")
-    for document in range(0, len(ends) - 1, 1024):
-        bounds = ends[document : document + 1025]
-        ids, pieces, documents = tokens[bounds[0] : bounds[-1]], [[], [], []], [0, 0, 0]
-        if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.n_vocab:
-            wrong = f"ids from {ids.min()} to {ids.max()}, but {tokenizer.name} has {tokenizer.n_vocab:,} ids"
-            raise UserError(f"{prefix}.bin: {wrong}; --tokenizer should be the one that encoded it")
-        data, start = ids.astype(f"<u{tokenizer.width}").tobytes(), bounds[0]
-        for line, (begin, end) in enumerate(itertools.pairwise(bounds), document + 1):
-            one = data[tokenizer.width * (begin - start) : tokenizer.width * (end - start)]
-            split = split_of(0, line, weights)
-            pieces[split] += [one] if one.endswith(endoftext) else [one, endoftext]
-            documents[split] += 1
-        yield [Part(prefix, 0, used=ids.nbytes)], (list(map(b"".join, pieces)), documents, [])
+        fits = (len(first), ends[0], ends[-1]) == (8 * bounds, 0, len(ids))
+        if not fits or not 0 <= ids.min() <= ids.max() < tokenizer.n_vocab:
+            raise ValueError(f"{ends[-1]:,} tokens in the .idx, {len(ids):,} in the .bin, ids up to {ids.max()}")
+    endoftext = tokenizer.eot_token.to_bytes(tokenizer.width, "little")
+    for line, (begin, end) in enumerate(itertools.pairwise(ends.tolist()), 1):
+        data = ids[begin:end].astype(f"<u{tokenizer.width}").tobytes()
+        tokens, documents, split = [b"", b"", b""], [0, 0, 0], split_of(0, line, weights)
+        tokens[split] = data if data.endswith(endoftext) else data + endoftext
+        documents[split] = 1
+        yield tokens, documents, []
 
 
 # --- write: in the order of the input ---------------------------------------------------------------------------------
@@ -295,12 +265,11 @@ class Output:
     def __init__(self, folder, made_from, width):
         self.folder, self.width, self.saved_at = folder, width, time.monotonic()
         self.files = [open(folder / f"{split}.bin", "ab") for split in SPLITS]
-        same = {"made_from": made_from, "piece": PIECE}  # otherwise the blocks are others
-        self.progress = same | {"blocks": 0, "tokens": [0] * 3, "documents": [0] * 3, "skipped": {}, "examples": []}
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        counts = {"blocks": 0, "tokens": [0, 0, 0], "documents": [0, 0, 0], "skipped": {}}
+        self.progress = {"made_from": made_from, **counts}
+        with contextlib.suppress(OSError, ValueError):
             saved = json.loads((folder / "progress.json").read_text(encoding="utf-8"))
-            sizes = [width * n for n in saved["tokens"]]
-            if saved.items() >= same.items() and all(map(int.__le__, sizes, (file.tell() for file in self.files))):
+            if saved["made_from"] == made_from:
                 self.progress = saved
                 print(f"{folder}: resuming after {sum(saved['tokens']):,} tokens")
         self.truncate()
@@ -319,7 +288,7 @@ class Output:
             p["documents"][i] += documents[i]
         for reason, message in problems:
             p["skipped"][reason] = p["skipped"].get(reason, 0) + 1
-            p["examples"] = [*p["examples"], message][:3]
+            tqdm.write(message)
         if time.monotonic() - self.saved_at > SAVE_EVERY:
             self.save()
 
@@ -347,8 +316,7 @@ class Output:
                 tokens[i], end = share, end - share
                 with open(self.files[giver].name, "rb") as source:
                     source.seek(self.width * end)
-                    for left in range(self.width * share, 0, -PIECE):
-                        self.files[i].write(source.read(min(left, PIECE)))
+                    shutil.copyfileobj(source, self.files[i])  # `truncate` cuts off the splits after this one
                 print(f"{SPLITS[i]} had no document, so it gets the last {share:,} tokens of {SPLITS[giver]}")
         tokens[giver] = end
         self.progress["tokens"] = tokens
@@ -386,32 +354,31 @@ def parse_arguments():
     parser.epilog = "After a stop or a crash, run the same command again to resume. It does not change a finished DIR."
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     add = parser.add_argument
-    add("inputs", nargs="*", metavar="INPUT", help=f"files, 'globs' or folders of {KNOWN} (default: Python's own)")
+    add("inputs", nargs="*", metavar="INPUT", help=f"files or folders of {KNOWN} (default: Python's own)")
     add("--out", metavar="DIR", help="output folder (default: data/SOURCE_TOKENIZER, for example data/stdlib_gpt2)")
     add("--tokenizer", default="gpt2", help="gpt2 (default), bytes ..., tokenizer.json, or vocab.json with merges.txt")
     add("--split", default="969,30,1", help="relative sizes of train,val,test (default: 969,30,1)")
     add("--workers", type=int, default=cores, metavar="N", help="processes that encode (default: one per core)")
     add("--text_key", default="text", metavar="KEY", help="key of the text in a JSON line (default: text)")
     add("--megatron", metavar="PREFIX", help="instead of text, convert encoded tokens: PREFIX.bin and PREFIX.idx")
-    add("--on_error", choices=("stop", "skip"), help="at a bad document (default: stop; skip for the standard library)")
+    choices = ("stop", "skip")
+    add("--on_error", choices=choices, default="stop", help="at a bad document (stop; the standard library: skip)")
     return parser.parse_args()
 
 
 def prepare(args):
     """Check the options and make the data set."""
     with reading(f"--split={args.split}: should be three shares, the first above 0, like 969,30,1"):
-        args.split = train, val, test = [float(share) for share in args.split.split(",")]
-        if not (0 < train < 1e100 and 0 <= val < 1e100 and 0 <= test < 1e100):
+        weights = train, val, test = [float(share) for share in args.split.split(",")]
+        if not (train > 0 <= min(val, test)):
             raise ValueError("out of range")
-    if not 0 < args.workers < 1000:  # a thousand processes may fill the memory
-        raise UserError(f"--workers={args.workers}: should be a positive integer below 1,000")
-    if args.megatron and args.inputs:
-        raise UserError(f"input {args.inputs[0]}: is text, but --megatron={args.megatron} is encoded; leave one out")
+    if args.workers < 1:
+        raise UserError(f"--workers={args.workers}: should be a positive integer")
     tokenizer = load_tokenizer(args.tokenizer)  # raises its errors before any work
     files = [f"{args.megatron}.bin", f"{args.megatron}.idx"] if args.megatron else find_files(args.inputs)
-    out = args.out or default_out(args, files, tokenizer)
-    split = ",".join(f"{weight:.12g}" for weight in args.split)
-    made_from = {"tokenizer": tokenizer.name, "split": split, "text_key": args.text_key, "input": describe(files)}
+    source = args.megatron or (args.inputs or ["stdlib"])[0]
+    out = args.out or f"data/{Path(source).resolve().name.split('.')[0]}_{tokenizer.name}"
+    made_from = {"tokenizer": tokenizer.name, "split": args.split, "text_key": args.text_key, "input": describe(files)}
     with explained(f"--out={out}"):
         folder = Path(os.path.realpath(out))
         if is_finished(folder, made_from):
@@ -421,22 +388,14 @@ def prepare(args):
             part.mkdir(parents=True, exist_ok=True)
             with locked(part / "prepare.lock", f"--out={out}: another prepare.py is writing this data set"):
                 with contextlib.closing(Output(part, made_from, tokenizer.width)) as output:
-                    make(args, tokenizer, files, output, folder)
+                    make(args, tokenizer, files, weights, output, folder)
     config = "tiny" if tokenizer.name == "bytes" else "gpt2_124m"
-    sizes = f" --vocab_size={tokenizer.n_vocab}" if tokenizer.n_vocab not in (257, 50257) else ""
-    print(f"next: torchrun train.py configs/{config}.py --data_dir={out}{sizes}")
-
-
-def default_out(args, files, tokenizer):
-    """Return data/SOURCE_TOKENIZER. SOURCE: "stdlib", or the name of the folder or of the first file."""
-    source = args.inputs[0] if args.inputs and os.path.isdir(args.inputs[0]) else split_suffixes(files[0])[0]
-    source = os.path.basename(os.path.abspath(source)) if args.inputs or args.megatron else "stdlib"
-    return f"data/{source}_{tokenizer.name}"
+    print(f"next: torchrun train.py configs/{config}.py --data_dir={out}")
 
 
 def describe(files):
     """Identify the input: number of files, bytes, and a hash of the files' paths, sizes and modification times."""
-    stats = [(os.path.abspath(path), os.stat(path)) for path in files if os.path.exists(path)]
+    stats = [(os.path.abspath(path), os.stat(path)) for path in files]
     text = "".join(f"{path!r} {stat.st_size} {stat.st_mtime_ns}\n" for path, stat in stats)
     digest = hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16)
     return {"files": len(files), "bytes": sum(stat.st_size for _, stat in stats), "hash": digest.hexdigest()}
@@ -455,29 +414,26 @@ def is_finished(folder, made_from):
     return True
 
 
-def make(args, tokenizer, files, output, folder):
+def make(args, tokenizer, files, weights, output, folder):
     """Read, encode and write all documents into `output`, and give it its final name."""
-    progress, began = output.progress, time.monotonic()
-    before, stop = sum(progress["tokens"]), (args.on_error or ("stop" if args.inputs else "skip")) == "stop"
+    progress, stop = output.progress, args.inputs and args.on_error == "stop"
     if args.megatron:
-        results = blocks = megatron_blocks(args.megatron, tokenizer, args.split)
+        results = blocks = megatron_blocks(args.megatron, tokenizer, weights)
     else:
         blocks = read_blocks(files, tokenizer)
-        results = encoded_blocks(blocks, args.workers, args.tokenizer, args.text_key, args.split)
+        results = encoded_blocks(blocks, args.workers, args.tokenizer, args.text_key, weights)
     tqdm.monitor_interval = 0  # without tqdm's thread: see START_METHOD
-    bar = tqdm(total=progress["made_from"]["input"]["bytes"], unit="B", unit_scale=True, smoothing=0.05)
-    with bar, contextlib.closing(results):
+    about = progress["made_from"]["input"]["bytes"] // PIECE  # blocks, if a character is a byte
+    with contextlib.closing(results), tqdm(results, total=about, initial=progress["blocks"], unit="block") as bar:
         deque(itertools.islice(blocks, progress["blocks"]), maxlen=0)  # an earlier run finished these
-        for block, (tokens, documents, problems) in results:
+        for tokens, documents, problems in bar:
             if problems and stop:
                 output.save()
                 raise UserError(f"{problems[0][1]}; correct it, or skip bad documents with --on_error=skip")
             output.write(tokens, documents, problems)
-            bar.update(sum(part.used for part in block))
-    skipped = sum(progress["skipped"].values())
     if sum(progress["tokens"]) == sum(progress["documents"]):
-        raise UserError(f"the input is empty: no text in {len(files):,} files; skipped {progress['examples']}")
-    output.fill_empty_splits(args.split)
+        raise UserError(f"the input is empty: no text in {len(files):,} files; skipped {progress['skipped']}")
+    output.fill_empty_splits(weights)
     if tokenizer.name != "bytes":
         copy(tokenizer, output.folder)
     tokens, documents = (dict(zip(SPLITS, progress[name], strict=True)) for name in ("tokens", "documents"))
@@ -486,10 +442,7 @@ def make(args, tokenizer, files, output, folder):
     output.finish(folder, meta | {"skipped": progress["skipped"], "made_from": progress["made_from"]})
     for split in SPLITS:
         print(f"{split:<5} {tokens[split]:>16,} tokens {documents[split]:>12,} documents")
-    if skipped:
-        print(f"skipped {skipped:,}:", *progress["examples"], sep="\n")
-    seconds = time.monotonic() - began
-    print(f"{folder}: complete in {seconds:.1f} s, {(sum(tokens.values()) - before) / seconds:,.0f} tokens/s")
+    print(f"skipped documents: {progress['skipped'] or 'none'}")
 
 
 def main():

@@ -105,12 +105,6 @@ def test_epochs_and_seeds_have_their_own_order():
         assert (one == other).sum() < 12  # two random orders agree in 1 place on average
 
 
-def test_a_place_depends_on_nothing_but_its_own_sample(counted):
-    numbers = np.arange(40, 70)  # the end of one epoch and the start of the next
-    together = counted.windows(numbers, seed=3)
-    assert [counted.windows(numbers[k : k + 1], seed=3).item() for k in range(30)] == together.tolist()
-
-
 @pytest.mark.parametrize("n", [10_007, 2**18, 2**18 + 1])
 def test_large_shuffles_look_random(n):
     i, side = np.arange(n), math.isqrt(n - 1) + 1
@@ -152,11 +146,6 @@ def test_a_window_is_counted_only_if_its_last_target_is_there(tmp_path, tokens, 
     assert data.batch(np.arange(samples), seed=0).max() == samples * 7
 
 
-def test_every_id_of_16_bits_arrives(tmp_path):
-    data = Tokens(write(tmp_path, range(2**16), vocab_size=2**16), "train", 2**16 - 1, 2**16)
-    assert torch.equal(data.batch(np.array([0]), seed=0)[0], torch.arange(2**16))
-
-
 def test_offsets_beyond_2_to_the_31_tokens(tmp_path):
     size, seq_length = 2**31 + 2**20, 256
     write(tmp_path, [], tokens={"train": size})
@@ -186,12 +175,6 @@ def steps(dp, b, global_batch_size, consumed=0):
         yield np.concatenate([next(rank) for rank in ranks for _ in range(micro_batches)])
 
 
-def test_micro_batches_deal_out_a_step():
-    ranks = [training_samples(2**40, rank, 2, 3) for rank in range(2)]
-    taken = [(next(rank) - 2**40).tolist() for _ in range(2) for rank in ranks]
-    assert taken == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
-
-
 @pytest.mark.parametrize("dp, b", LAYOUTS)
 def test_every_window_of_an_epoch_exactly_once(counted, dp, b):
     taken = np.concatenate(list(itertools.islice(steps(dp, b, 2 * dp * b), 200)))  # the first epoch ends inside a step
@@ -205,13 +188,6 @@ def test_every_window_of_an_epoch_exactly_once(counted, dp, b):
 def test_a_step_takes_the_same_samples_in_every_layout(dp, b):
     for step, taken in zip(range(3), steps(dp, b, 720, consumed=7), strict=False):
         assert sorted(taken) == list(range(7 + 720 * step, 7 + 720 * (step + 1)))
-
-
-def test_a_run_goes_on_alike_wherever_it_was_stopped():
-    whole = list(itertools.islice(training_samples(0, 1, 2, 2), 6))
-    for done in range(6):  # micro-batches of 2 samples, on each of 2 data ranks
-        resumed = itertools.islice(training_samples(done * 2 * 2, 1, 2, 2), 6 - done)
-        assert [n.tolist() for n in resumed] == [n.tolist() for n in whole[done:]]
 
 
 def test_a_batch_is_a_pure_function_of_consumed_samples(counted):
@@ -253,19 +229,14 @@ def test_a_validation_that_is_left_early_leaves_no_thread(counted):
 NO_DATA = r"data_dir=.*: no data set of prepare.py; create it with: python prepare.py --tokenizer=bytes --out=.*"
 REFUSALS = {
     "no folder": (lambda folder: folder.rename(folder.parent / "elsewhere"), NO_DATA),
-    "no meta.json": (lambda folder: (folder / "meta.json").unlink(), NO_DATA),
     "damaged meta.json": (lambda folder: (folder / "meta.json").write_text('{"tokens": 1'), NO_DATA),
     "dtype": (lambda folder: write(folder, range(100), dtype="int32"), NO_DATA + "int32.*"),
-    "another dtype": (lambda folder: write(folder, range(100), dtype="uint32"), NO_DATA + "200 bytes.* are 400"),
-    "no such split": (lambda folder: write(folder, range(100), tokens={"val": 100}), NO_DATA + "train.*"),
-    "no such file": (lambda folder: (folder / "train.bin").unlink(), NO_DATA),
     "half a token": (lambda folder: os.truncate(folder / "train.bin", 199), NO_DATA + "train.bin has 199 bytes.* 200"),
     "vocabulary": (
         lambda folder: write(folder, range(100), tokenizer="gpt2", vocab_size=50257),
         r"vocab_size=257: .* was tokenized with 'gpt2', which has 50257 ids; set vocab_size=50257 or .*",
     ),
     "too short": (lambda folder: write(folder, range(7)), r"seq_length=7: a sample needs 8 tokens, but .* has 7; .*"),
-    "empty": (lambda folder: write(folder, []), r"seq_length=7: a sample needs 8 tokens, but .* has 0; .*"),
     "an id beyond the vocabulary": (
         lambda folder: write(folder, [*range(50), 257, *range(49)]),
         r".*train.bin: id 257 at token 50, but meta.json has vocab_size=257; .*; prepare the data again",
@@ -282,10 +253,6 @@ def test_refuses(tmp_path, name):
     with pytest.raises(UserError) as refusal:
         Tokens(folder, "train", seq_length=7, vocab_size=257)
     assert re.fullmatch(message, str(refusal.value)), refusal.value  # one line: `.` matches no newline
-
-
-def test_a_smaller_vocabulary_is_fine(tmp_path):
-    assert Tokens(write(tmp_path, range(100)), "train", 7, 50257).meta["vocab_size"] == 257
 
 
 def test_an_id_beyond_the_vocabulary_deep_in_the_file_is_found_in_its_batch(tmp_path):
@@ -340,8 +307,6 @@ def test_the_end_of_the_numbers_is_the_end_of_the_loader():
     with Loader(Source(), numbers, seed=0) as loader:
         assert [n.tolist() for _, n in take(loader, 9)] == [[0, 1], [2]]
         assert take(loader, 1) == []
-    with Loader(Source(), [], seed=0) as loader:
-        assert take(loader, 1) == []
 
 
 def test_reads_ahead_as_far_as_asked_and_closes_while_full():
@@ -356,21 +321,6 @@ def test_reads_ahead_as_far_as_asked_and_closes_while_full():
     loader.close()
     assert not loader_threads()
     assert len(take(loader, 9)) == 3  # 3 items were ready; then the iteration ends
-
-
-def test_closes_while_it_reads():
-    with Loader(Source(seconds=0.1), endless(), seed=0) as loader:
-        pass
-    assert not loader_threads()
-    assert len(take(loader, 9)) <= 1
-
-
-def test_a_dropped_loader_ends_its_thread():
-    loader = Loader(Source(), endless(), seed=0)
-    next(loader)
-    del loader
-    gc.collect()
-    assert not loader_threads()
 
 
 def test_a_loader_that_is_never_closed_does_not_keep_the_process():

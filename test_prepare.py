@@ -4,16 +4,13 @@ Most tests call the command in this process, without workers and with small piec
 The tests of crashes and signals run it in processes of its own.
 """
 
-import bz2
 import contextlib
 import fcntl
 import gzip
 import itertools
 import json
-import lzma
 import os
 import random
-import re
 import signal
 import struct
 import subprocess
@@ -38,7 +35,7 @@ def here(monkeypatch):
     """Encode in this process, in small pieces."""
 
     def serial(blocks, workers, *job):
-        return ((block, prepare.encode_block(*job, block)) for block in blocks)
+        return (prepare.encode_block(*job, block) for block in blocks)
 
     monkeypatch.setattr(prepare, "encoded_blocks", serial)
     monkeypatch.setattr(prepare, "PIECE", 64)
@@ -102,7 +99,7 @@ def test_long_documents_equal_whole_ones(name, kind, here, tmp_path, monkeypatch
 
 
 def test_every_kind_and_packing_is_read_in_order_and_once(here, tmp_path):
-    packings = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+    packings = {"": bytes, ".gz": gzip.compress}
     texts, names = [], ["b", "c/d", "e"]
     for i, (kind, packing) in enumerate(itertools.product(prepare.KINDS, packings)):
         texts.append(f"text {i}\r\nwith two lines \u2028 and é\n")
@@ -112,9 +109,9 @@ def test_every_kind_and_packing_is_read_in_order_and_once(here, tmp_path):
     for name in (".hidden/x.txt", ".x.txt", "__pycache__/x.py", "x.csv", "x.json", *(f"{name}.txt" for name in names)):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    tokens, meta = run(tmp_path, f"{tmp_path}/*.txt", tmp_path / "out")
+    tokens, meta = run(tmp_path, tmp_path / "b.txt", tmp_path / "out")
     texts += ["b.txt", "e.txt", "c/d.txt"]  # a folder's files come before its subfolders
-    assert tokens["train"] == whole(BYTES, texts) and meta["documents"]["train"] == 19
+    assert tokens["train"] == whole(BYTES, texts) and meta["documents"]["train"] == 11
     assert (tmp_path / "out/train.bin").read_bytes()[:4] == b"t\0e\0"
 
 
@@ -327,22 +324,14 @@ def test_a_finished_folder_is_left_alone(here, tmp_path, capsys):
     with pytest.raises(UserError, match="contains another data set"):
         run(tmp_path / "a.txt", tmp_path / "out")
     assert data_set(tmp_path / "out") == first
-    (tmp_path / "out/meta.json").write_text("[]")
-    with pytest.raises(UserError, match=re.escape(f"--out={tmp_path}/out: its meta.json is not prepare.py's")):
-        run(tmp_path / "a.txt", tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    "change", [dict(made_from={}), dict(piece=1), dict(tokens=[10**9, 0, 0]), dict(tokens=2), "[", "[]"], ids=str
-)
-def test_another_commands_or_damaged_progress_starts_over(change, here, tmp_path, capsys, monkeypatch):
+def test_the_progress_of_another_command_is_not_used(here, tmp_path, capsys, monkeypatch):
     (tmp_path / "a.txt").write_text("some words " * 20)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         run(tmp_path / "a.txt", tmp_path / "out")
-    path = tmp_path / "out.part/progress.json"
-    path.write_text(change if isinstance(change, str) else json.dumps(json.loads(path.read_text()) | change))
-    assert run(tmp_path / "a.txt", tmp_path / "out")[0]["train"] == whole(BYTES, ["some words " * 20])
+    assert sum(map(len, run(tmp_path / "a.txt", tmp_path / "out", split="1,1,1")[0].values())) == 221
     assert "resuming" not in capsys.readouterr().out
 
 
@@ -361,29 +350,22 @@ GOOD = b'{"text": "good"}\n'
 # case: (file, its content, where, reason, documents that are left of it)
 BAD = {
     "not JSON": ("a.jsonl", GOOD + b'{"text": "x"\n' + GOOD, ":2", "not JSON", ["good"] * 2),
-    "a list": ("a.jsonl", GOOD + b'["x"]\n' + GOOD, ":2", "no string", ["good"] * 2),
-    "no key": ("a.jsonl", GOOD + b'{"texts": "x"}\n' + GOOD, ":2", "no key 'text'", ["good"] * 2),
-    "null": ("a.jsonl", GOOD + b'{"text": null}\n' + GOOD, ":2", "no string", ["good"] * 2),
+    "no key": ("a.jsonl", GOOD + b'{"texts": "x"}\n' + GOOD, ":2", "no such key; see --text_key", ["good"] * 2),
     "a lone surrogate": ("a.jsonl", GOOD + b'{"text": "x\\ud800"}\n' + GOOD, ":2", "not UTF-8", ["good"] * 2),
     "brackets": ("a.jsonl", GOOD + b"[" * 99999 + b"\n" + GOOD, ":2", "not JSON", ["good"] * 2),
-    "JSON not UTF-8": ("a.jsonl", GOOD + b'{"text": "\xff"}\n' + GOOD, ":2", "not UTF-8", ["good"] * 2),
     "text not UTF-8": ("a.txt", b"one\ntwo \xe9 x\n", ":2", "not UTF-8", []),
     "a piece not UTF-8": ("a.txt", b"x " * 50 + b"\n\xff" + b" y" * 300000, ":2", "not UTF-8", None),
-    "the last piece": ("a.txt", b"x " * 300000 + b"\xff", ":1", "not UTF-8", None),
     "half a .gz": ("a.txt.gz", gzip.compress(b"x y " * 200000)[:-9], ":1", "unreadable", []),
-    "no .xz": ("a.txt.xz", b"plain text", ":1", "unreadable", []),
+    "no .gz": ("a.txt.gz", b"plain text", ":1", "unreadable", []),
     "a FIFO": ("a.txt", None, ":1", "unreadable", []),
     "no cut": ("a.txt", b"x" * 4_000_000, ":1", "unreadable", []),
 }
 
 
-@pytest.mark.parametrize("name", ["bytes", "gpt2"])
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_stops_with_its_place_or_is_skipped_and_counted(case, name, here, tmp_path, monkeypatch, request):
+def test_bad_input_stops_with_its_place_or_is_skipped_and_counted(case, here, tmp_path, monkeypatch, request):
     file, data, where, reason, left = BAD[case]
-    available(name, request)
-    if case == "no cut" and name == "bytes":
-        pytest.skip("bytes can be cut anywhere")
+    name = available("gpt2" if case == "no cut" else "bytes", request)  # bytes can be cut anywhere
     (tmp_path / "0.txt").write_text("before")
     (tmp_path / "z.txt").write_text("after")
     os.mkfifo(tmp_path / file) if data is None else (tmp_path / file).write_bytes(data)
@@ -392,9 +374,7 @@ def test_bad_input_stops_with_its_place_or_is_skipped_and_counted(case, name, he
     words = [tmp_path / "0.txt", tmp_path / file, tmp_path / "z.txt"]
     with pytest.raises(UserError) as error:
         run(*words, tmp_path / "out", tokenizer=name)
-    assert str(error.value).startswith(f"{tmp_path}/{file}{where}: {reason} (") and "--on_error=skip" in str(
-        error.value
-    )
+    assert str(error.value).startswith(f"{tmp_path}/{file}{where}: {reason} (")
     tokens, meta = run(*words, "--on_error=skip", tmp_path / "out", tokenizer=name)
     assert meta["skipped"] == {reason: 1} and meta["documents"]["train"] == (3 if left is None else 2 + len(left))
     if left is not None:
@@ -406,18 +386,12 @@ def test_bad_input_stops_with_its_place_or_is_skipped_and_counted(case, name, he
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["nothing.txt"], "input nothing.txt: no such file"),
-        (["empty"], "input empty: no such file or folder, or it has no"),
         (["a.csv"], "input a.csv: "),
+        (["empty"], "input empty: "),
         (["empty.txt"], "the input is empty: no text in 1 files"),
         (["a.txt", "--split=1,2"], "--split=1,2: should be three shares"),
-        (["a.txt", "--split=0,1,1"], "--split=0,1,1: should be three shares, the first above 0"),
         (["a.txt", "--workers=0"], "--workers=0: should be a positive integer"),
-        (["a.txt", "--tokenizer=gpt-2"], "tokenizer=gpt-2: should be"),
-        (["a.txt", "--megatron=x"], "input a.txt: is text, but"),
         (["a.txt", "--out=strange"], "--out=strange: Directory not empty"),
-        (["a.txt", "--out=a.txt"], "--out=a.txt: Not a directory"),
-        (["a.txt", "--out=/proc/x"], "--out=/proc/x: No such file or directory"),
     ],
 )
 def test_mistakes_in_the_command_are_one_line(words, message, here, tmp_path, monkeypatch):
@@ -438,26 +412,23 @@ def test_mistakes_in_the_command_are_one_line(words, message, here, tmp_path, mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["a.txt", "a.txt.gz", "a.jsonl"])
-def test_memory_does_not_grow_with_the_input(kind, tmp_path):
-    """For 48 MB of input, the parent and the largest worker need at most 12 MB more than for 3 MB."""
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_memory_does_not_grow_with_the_input(name, tmp_path):
+    """For 48 MB of input, the parent needs at most 12 MB more than for 3 MB."""
     # Only the parent prints. It reads its peak memory from /proc (VmHWM), because ru_maxrss would also count the
     # memory of pytest, which started it.
-    report = "import atexit, resource; parent = os.getpid(); prepare.PIECE = 1 << 19\n"
+    report = "import atexit; parent = os.getpid(); prepare.PIECE = 1 << 19\n"
     report += "atexit.register(lambda: os.getpid() != parent or print('peak', "
-    report += "open('/proc/self/status').read().split('VmHWM:')[1].split()[0], "
-    report += "resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))"
-    peaks = []
-    for megabytes in (3, 48):
-        line = b"some words to encode, " * 4
-        data = line * (megabytes * 1_000_000 // len(line))  # a single line
-        if kind == "a.jsonl":
-            data = b'{"text": "%s"}\n' % (line * 100) * (len(data) // (100 * len(line)))
-        path = tmp_path / f"{megabytes}{kind}"
-        path.write_bytes(gzip.compress(data, 1) if kind.endswith(".gz") else data)
-        text = command([path, f"--out={tmp_path}/{megabytes}", "--tokenizer=bytes", "--workers=2"], report)[1]
-        peaks.append([int(n) for n in re.search(r"peak (\d+) (\d+)", text).groups()])
-    assert all(large - small < 12_000 for small, large in zip(*peaks, strict=True)), peaks
+    report += "open('/proc/self/status').read().split('VmHWM:')[1].split()[0]))"
+    peaks, line = [], "some words to encode, " * 40
+    for lines in (3_400, 54_500):
+        if name == "a.txt":
+            (tmp_path / name).write_text(line * lines)
+        else:
+            write_lines(tmp_path / name, [line] * lines)
+        text = command([tmp_path / name, f"--out={tmp_path}/{lines}", "--tokenizer=bytes", "--workers=2"], report)[1]
+        peaks.append(int(text.split("peak ")[1].split()[0]))
+    assert peaks[1] - peaks[0] < 12_000, peaks
 
 
 def test_importing_it_is_light():
@@ -468,15 +439,15 @@ def test_importing_it_is_light():
 
 # --- Megatron-LM's files ----------------------------------------------------------------------------------------------
 
-CODES = {"i1": 2, "i2": 3, "i4": 4, "i8": 5, "u1": 1, "u2": 8, "u4": 9, "u8": 10}
+CODES = {"u1": 1, "i2": 3, "i4": 4, "i8": 5, "u2": 8}
 
 
-def write_megatron(prefix, documents, dtype="u2", code=None, magic=b"MMIDIDX\0\0"):
+def write_megatron(prefix, documents, dtype="u2", code=None):
     """Write documents, each a list of sequences of ids, as Megatron-LM's IndexedDatasetBuilder does."""
     sequences = [np.array(s, f"<{dtype}") for document in documents for s in document]
     sizes, bounds = [len(s) for s in sequences], np.cumsum([0, *map(len, documents)])
     pointers = np.cumsum([0, *sizes])[:-1] * np.dtype(dtype).itemsize
-    data = struct.pack("<9sQBQQ", magic, 1, code or CODES[dtype], len(sizes), len(bounds))
+    data = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code or CODES[dtype], len(sizes), len(bounds))
     data += np.array(sizes, "<i4").tobytes() + pointers.astype("<i8").tobytes() + bounds.astype("<i8").tobytes()
     Path(f"{prefix}.idx").write_bytes(data)
     Path(f"{prefix}.bin").write_bytes(b"".join(s.tobytes() for s in sequences))
@@ -486,7 +457,7 @@ def write_megatron(prefix, documents, dtype="u2", code=None, magic=b"MMIDIDX\0\0
 @pytest.mark.parametrize("eod", [True, False])
 @pytest.mark.parametrize("dtype", CODES)
 def test_megatrons_files_give_the_data_set_of_the_same_texts(dtype, eod, here, tmp_path):
-    """With and without --append-eod; documents of several sequences, empty ones, and more than one block of them."""
+    """With and without --append-eod; documents of several sequences, and empty ones."""
     rng, eot = random.Random(dtype), [] if "1" in dtype or not eod else [256]
     texts = ["", *("".join(rng.choices("abc d\n", k=rng.choice([0, 1, 30, 300]))) for _ in range(1500)), "", "end"]
     documents = []
@@ -504,10 +475,9 @@ def test_megatrons_files_give_the_data_set_of_the_same_texts(dtype, eod, here, t
     "change, message",
     [
         (dict(code=7), "damaged"),
-        (dict(magic=b"TNTIDX\0\0\0"), "not data of --dataset-impl=mmap"),
-        (dict(documents=[[[999]]]), "--tokenizer should be the one that encoded it"),
-        (dict(documents=[[[-1]]], dtype="i4"), "--tokenizer should be the one that encoded it"),
-        ("m.bin", "damaged: ValueError: its documents have 6 tokens, but the .bin has 3"),
+        (dict(documents=[[[999]]]), "ids up to 999"),
+        (dict(documents=[[[-1]]], dtype="i4"), "ids up to -1"),
+        ("m.bin", "damaged: ValueError: 6 tokens in the .idx, 3 in the .bin"),
         ("m.idx", "damaged"),
     ],
     ids=str,

@@ -80,7 +80,8 @@ def check_equal(ours, theirs, texts=TEXTS):
     for text in texts:
         ids = ours.encode_ordinary(text)
         assert ids == theirs.encode(text, add_special_tokens=False).ids, text
-        assert ours.decode(ids) == text and len(ours.encode_to_bytes(text)) == ours.width * len(ids)
+        assert b"".join(map(ours.pieces.get, ids)) == text.encode()
+        assert len(ours.encode_to_bytes(text)) == ours.width * len(ids)
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -160,8 +161,6 @@ def test_a_trained_vocabulary_in_each_form_and_its_copy(pattern, tmp_path):
     assert copied(tmp_path, "x").name == ours.name
     check_equal(loaded(tmp_path), theirs)
     check_equal(ours, transformers.AutoTokenizer.from_pretrained(str(tmp_path)).backend_tokenizer)
-    (tmp_path / "index.json").write_text(json.dumps({"tokenizer": "the name in a checkpoint"}))
-    assert loaded(tmp_path).name == "the name in a checkpoint"
 
 
 def test_the_names_of_vocabularies_never_change(tmp_path):
@@ -251,7 +250,7 @@ def with_model(**changes):
         (lambda it: it | {"normalizer": {"type": "NFC"}}, "'normalizer' is not supported"),
         (lambda it: it | {"pre_tokenizer": {"type": "Whitespace"}}, "its pre-tokenizer is not supported"),
         (lambda it: it | {"pre_tokenizer": BARE}, "its pre-tokenizer is not supported"),
-        (lambda it: it | {"pre_tokenizer": {"pretokenizers": [SPLIT, BARE]}}, "its Split removes text"),
+        (lambda it: it | {"pre_tokenizer": {"pretokenizers": [SPLIT, BARE]}}, "its pre-tokenizer is not supported"),
         (lambda it: it | {"added_tokens": [{"id": 0, "content": " ", "special": False}]}, "' ' is not supported"),
         (lambda it: it | {"added_tokens": []}, "IndexError"),  # no end of a document
         (with_model(vocab={"a": 0}), "its ids have gaps or occur twice"),

@@ -21,8 +21,8 @@ never meets its pair l, r. It produces no token, so it gives no rank.
 tiktoken's ids are the ranks. Vocabularies in files may have other ids (OPT sorts them by frequency), so a table maps
 ranks to ids: 2 ns per token, while tiktoken needs about 600 ns. Ids are uint16 up to 65,536 ids, otherwise uint32.
 
-A data set and a checkpoint have a copy of the vocabulary, the files COPY, except for `bytes`. The tokenizer's name
-identifies the vocabulary. It does not depend on the path of the files.
+A data set and a checkpoint have a copy of the vocabulary, the files COPY, except for `bytes`. The tokenizer's name is
+tiktoken's name, or it is computed from the vocabulary. It does not depend on the path of the files.
 """
 
 import array
@@ -73,23 +73,23 @@ class Tokenizer:
     """A vocabulary. Its ids are 0, 1, 2 ... Each is in `ids` or in `special`.
 
     ids: {bytes of a token: id}, also of tokens that encoding never produces. special: {text: id} of tokens that stand
-    for no text. end: the special token after a document. pattern: a key of PATTERNS, or a regular expression.
-    ranks: {bytes: rank} of the tokens that encoding can produce. encoding: tiktoken's, if its ids are `ids`.
+    for no text. end: the special token after a document. pattern: a regular expression, or a key of PATTERNS.
+    ranks: {bytes: rank} of the tokens that encoding can produce.
     name: in meta.json and in a checkpoint's index.json; None: computed from the vocabulary.
     """
 
-    def __init__(self, ids, special, end, pattern, ranks, name=None, encoding=None):
-        self.ids, self.special, self.end, self.pattern = ids, special, end, pattern
+    def __init__(self, ids, special, end, pattern, ranks, name=None):
+        self.ids, self.special, self.end, self.pattern = ids, special, end, NAME_OF.get(pattern, pattern)
         self.order = sorted(ranks, key=ranks.get)
         self.n_vocab, self.eot_token = len(ids) + len(special), special[end]
         self.dtype, self.width = ("uint16", 2) if self.n_vocab <= 65536 else ("uint32", 4)
         self.pieces = {i: token for token, i in ids.items()} | {i: text.encode() for text, i in special.items()}
         self.name = name or self.computed_name()
-        self.encoding, self.table = encoding, None
-        if not encoding:
-            regex = PATTERNS[pattern][0] if pattern in PATTERNS else keep_all(pattern)
-            self.table, ranks = [ids[token] for token in self.order], {token: i for i, token in enumerate(self.order)}
-            self.encoding = tiktoken.Encoding(self.name, pat_str=regex, mergeable_ranks=ranks, special_tokens={})
+        self.id_of_rank = array.array("H" if self.width == 2 else "I", [ids[token] for token in self.order])
+        # tiktoken would drop text that an unknown pattern does not match; Hugging Face keeps it whole
+        regex = PATTERNS[self.pattern][0] if self.pattern in PATTERNS else rf"(?:{pattern})|(?:(?!{pattern})[\s\S])+"
+        ranks = {token: rank for rank, token in enumerate(self.order)}
+        self.encoding = tiktoken.Encoding(self.name, pat_str=regex, mergeable_ranks=ranks, special_tokens={})
 
     def computed_name(self):
         """Return `bpe-IDS-HASH`: equal vocabularies have equal names, in whatever files they are."""
@@ -106,26 +106,14 @@ class Tokenizer:
         """
         if self.name == "bytes":  # the id is the byte; UTF-16 adds a zero byte. Then prepare.py's workers need no numpy
             return text.encode().decode("latin-1").encode("utf-16-le")
-        ranks = self.encoding.encode_to_numpy(text, disallowed_special=())
-        return (self.id_of_rank[ranks] if self.table else ranks).astype(f"<u{self.width}").tobytes()
-
-    @functools.cached_property
-    def id_of_rank(self):
         import numpy as np  # not at the top: prepare.py's workers are forked, and importing numpy may start threads
 
-        return np.array(self.table, self.dtype)
+        ranks = self.encoding.encode_to_numpy(text, disallowed_special=())
+        return np.asarray(self.id_of_rank, f"<u{self.width}")[ranks].tobytes()
 
     def encode_ordinary(self, text):
         """Return the ids of `text` as a list."""
         return array.array("H" if self.width == 2 else "I", self.encode_to_bytes(text)).tolist()
-
-    def decode(self, ids):
-        return b"".join(self.pieces[i] for i in ids).decode("utf-8", "replace")
-
-
-def keep_all(regex):
-    """Return `regex` with an alternative for all other text. tiktoken would drop it, Hugging Face keeps it whole."""
-    return rf"(?:{regex})|(?:(?!{regex})[\s\S])+"
 
 
 @functools.cache
@@ -149,19 +137,16 @@ def load_tokenizer(source):
 
 def download(name):
     """Return tiktoken's encoding `name`."""
-    try:
+    with reading(
+        f"tokenizer={name}: tiktoken must download this vocabulary once and could not. On a machine with a network, "
+        f"run TIKTOKEN_CACHE_DIR=DIR python prepare.py --tokenizer={name}. Then copy DIR here and set "
+        "TIKTOKEN_CACHE_DIR to its path. Or use tokenizer=bytes, which needs no download"
+    ):
         encoding = tiktoken.get_encoding(name)
-    except (OSError, ValueError) as error:  # requests' errors are OSErrors; a broken download is a ValueError
-        raise UserError(
-            f"tokenizer={name}: tiktoken must download this vocabulary once and could not ({type(error).__name__}). On "
-            f"a machine with a network, run TIKTOKEN_CACHE_DIR=DIR python prepare.py --tokenizer={name}. Then copy DIR "
-            "here and set TIKTOKEN_CACHE_DIR to its path. Or use tokenizer=bytes, which needs no download"
-        ) from None
     ids, special = encoding._mergeable_ranks, encoding._special_tokens
     unused = {*range(encoding.n_vocab)} - {*ids.values(), *special.values()}  # cl100k_base has 16 such ids
     special = special | {f"<|unused_{i}|>": i for i in unused}
-    pattern = NAME_OF.get(encoding._pat_str, encoding._pat_str)
-    return Tokenizer(ids, special, ENDS[1], pattern, ids, name, encoding)
+    return Tokenizer(ids, special, ENDS[1], encoding._pat_str, ids, name)
 
 
 def copied(folder, name):
@@ -192,36 +177,32 @@ def read(path):
         merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
         special = {token["content"]: token["id"] for token in added}
         vocab = model["vocab"] | special
-    end = told(path.parent, "eos_token", "tokenizer_config.json", "special_tokens_map.json")
     usual = [text for text in ENDS if text in special]
-    end = end["content"] if isinstance(end, dict) else end or usual[0]
+    end = named_end(path.parent) or usual[0]
     special = special | {end: vocab[end]}
     ids = {bytes_of(text): i for text, i in vocab.items() if text not in special}
     if sorted([*ids.values(), *special.values()]) != [*range(len(vocab))]:
         raise ValueError("its ids have gaps or occur twice")
     ranks = ranked([(bytes_of(left), bytes_of(right)) for left, right in merges])
-    found = Tokenizer(ids, special, end, pattern, ranks, told(path.parent, "tokenizer", "meta.json", "index.json"))
-    return load_tokenizer("bytes") if found.name == "bytes" else found
+    return Tokenizer(ids, special, end, pattern, ranks)
 
 
 def pattern_of(pre_tokenizer):
     """Return the pattern of a pre-tokenizer: ByteLevel (GPT-2's), or a Split and then ByteLevel."""
     *split, last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    wrong = [step["type"] for step in split] not in ([], ["Split"]) or last["type"] != "ByteLevel"
+    kinds = [(step["type"], step.get("behavior")) for step in (*split, last)]
+    wrong = kinds not in ([("ByteLevel", None)], [("Split", "Isolated"), ("ByteLevel", None)])
     if wrong or last.get("add_prefix_space") or last.get("use_regex", True) == bool(split):
         raise ValueError("its pre-tokenizer is not supported")
-    if split and split[0]["behavior"] != "Isolated":
-        raise ValueError("its Split removes text")
-    regex = split[0]["pattern"]["Regex"] if split else PATTERNS["gpt2"][0]
-    return NAME_OF.get(regex, regex)
+    return split[0]["pattern"]["Regex"] if split else "gpt2"
 
 
-def told(folder, key, *files):
-    """Return what one of these JSON files in `folder` says about `key`, or None."""
-    for file in files:
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            if value := json.loads((folder / file).read_text(encoding="utf-8"))[key]:
-                return value
+def named_end(folder):
+    """Return the `eos_token` in Hugging Face's other files of `folder`, or None."""
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        with contextlib.suppress(FileNotFoundError, LookupError):
+            end = json.loads((folder / file).read_text(encoding="utf-8"))["eos_token"]
+            return end["content"] if isinstance(end, dict) else end
     return None
 
 
