@@ -57,7 +57,7 @@ SPLITS = ("train", "val", "test")
 KINDS = (".txt", ".md", ".py", ".jsonl")  # a .json file is read as JSON lines if it is named, but not in a folder
 KNOWN = f"{' '.join(KINDS)}, also compressed as .gz"
 PIECE = 512 << 10  # characters that a worker encodes at a time
-LONGEST = 64 << 20  # characters of a JSON line, or of a text without a cut point
+LONGEST = 64 << 20  # characters of a JSON line
 SAVE_EVERY = 5.0  # seconds between two saves; a crash loses about this much work
 REASONS = {  # what is wrong with a document, by the error that it causes; skipped documents are counted by reason
     UnicodeEncodeError: "not UTF-8", json.JSONDecodeError: "not JSON", RecursionError: "not JSON",
@@ -151,8 +151,6 @@ def text_parts(stream, part, tokenizer):
             yield part._replace(text=text[:cut], ends=False)
             part = part._replace(begins=False, line=part.line + text.count("\n", 0, cut))
         text = text[cut:] + more
-        if len(text) > LONGEST:
-            raise OSError(f"line {part.line}: {LONGEST:,} characters without a space after a word")
     yield part._replace(text=text)
 
 
@@ -301,14 +299,13 @@ class Output:
         self.saved_at = time.monotonic()
 
     def fill_empty_splits(self, weights):
-        """Fill each empty split with its share (--split) of train's tokens, taken from the end of train.
+        """Fill each empty split with its share (--split) of the tokens of the largest split, taken from its end.
 
-        Example: one big text file is one document, so all its tokens go to one split. If train is empty, the tokens
-        come from the larger of the other two splits.
+        Example: one big text file is one document, so all its tokens go to one split.
         """
         tokens = list(self.progress["tokens"])
-        giver = 0 if tokens[0] else max(1, 2, key=lambda i: tokens[i])
-        total = end = tokens[giver]
+        total = end = max(tokens)
+        giver = tokens.index(total)
         self.save()
         for i in (2, 1, 0):
             share = round(total * weights[i] / sum(weights))
