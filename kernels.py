@@ -71,7 +71,7 @@ def one_row(width):
     return dict(BLOCK=block, num_warps=min(max(block // 256, 1), 16))
 
 
-def persistent(x, each=4):
+def persistent(x, each):
     """Return the number of persistent programs: `each` per multiprocessor of a GPU, 2 in Triton's interpreter."""
     return each * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
 

@@ -6,7 +6,6 @@ tested too. The published numbers are data below.
 
 import contextlib
 import itertools
-import json
 
 import pytest
 
@@ -275,16 +274,6 @@ def test_there_is_one_message_per_boundary_and_direction(name):
     assert set(messages(schedule)) == wanted
 
 
-def test_chunks_on_one_rank_send_each_other_nothing():
-    """A V on two ranks: chunks 0 and 1 go down, chunks 2 and 3 go up. Chunks 1 and 2 are neighbours on rank 1."""
-    chunks = range(4)
-    F, B = [Action("F", 0, c) for c in chunks], [Action("B", 0, c) for c in chunks]
-    schedule = Schedule("v", list(chunks), [0, 1, 1, 0], [[F[0], F[3], B[3], B[0]], [F[1], F[2], B[2], B[1]]])
-    both = [(0, 1), (1, 0)]
-    expected = [(*ranks, kind) for kind in ("activation", "gradient") for ranks in both]
-    assert [message[:3] for message in messages(schedule)] == expected
-
-
 def test_messages_in_another_order_do_deadlock():
     """Sorted by chunk or by kind, a receive is queued before a send that must come first."""
     schedule = build("1f1b", 4, 8)
@@ -309,7 +298,6 @@ def refusal(check, *arguments):
         (("interleaved", 4, 6, 2), "microbatches=6: interleaved needs a multiple of stages=4, such as 4 or 8"),
         (("interleaved", 4, 8, 1), "chunks=1: interleaved"),
         (("chimera", 3, 4), "stages=3: chimera needs an even number, such as 2 or 4"),
-        (("1f1b", 4, 8, 2), "chunks=2: 1f1b"),
         (("zb-v", 4, 8, 1), "chunks=1: zb-v needs 2"),
         (("1f1b", 0, 8), "stages=0"),
         (("zb-h3", 4, 8), f"schedule=zb-h3: should be one of {', '.join(SCHEDULES)}"),
@@ -349,16 +337,12 @@ def changed(schedule, change):
         ("zb-h1", lambda lists: lists[0].remove(Action("W", 3, 0)), "rank 0 has F and I of micro-batch 3, chunk 0"),
         ("1f1b", lambda lists: lists[2].append(Action("W", 7, 2)), "rank 2 has F and B and W of micro-batch 7"),
         ("1f1b", lambda lists: lists[3].append(Action("F", 2, 3)), "rank 3, action 16 (F of micro-batch 2, chunk 3)"),
-        ("1f1b", lambda lists: lists[1].append(Action("F", 0, 2)), "rank 1, action 16 (F of micro-batch 0, chunk 2)"),
-        ("1f1b", lambda lists: lists[1].append(Action("F", 8, 1)), "rank 1, action 16 (F of micro-batch 8, chunk 1)"),
         ("1f1b", lambda lists: lists[1].append(Action("G", 0, 1)), "rank 1, action 16 (G of micro-batch 0, chunk 1)"),
         ("zb-h1", lambda lists: lists[1].insert(0, lists[1].pop()), "deadlock: rank 1, action 0 (W of micro-batch 7"),
         ("chimera", lambda lists: lists[1].insert(0, Action("F", 0, 6)), "micro-batch 0 has actions in chunk 0 and in"),
         ("1f1b", dict(parts=[0, 1, 3, 2]), "parts=[0, 1, 3, 2]"),
         ("1f1b", dict(placement=[0, 1, 2, 4]), "placement=[0, 1, 2, 4]"),
-        ("1f1b", dict(placement=[0, 1, 2]), "placement=[0, 1, 2]"),
         ("pipedream", lambda lists: lists[1].remove(Action("U", 2, 1)), "the ranks update after"),
-        ("pipedream", lambda lists: lists[0].remove(Action("U", 7, 0)), "the ranks update after"),
         ("pipedream", dict(versions=None), "the ranks update after"),
         ("pipedream", lambda lists: lists[1].insert(0, lists[1].pop(4)), "deadlock: "),
         ("pipedream", dict(versions=[[0] * 8, [1] * 8, [0] * 8, [0] * 8]), "deadlock: "),
@@ -402,10 +386,3 @@ def test_the_docstrings_picture_is_drawn(monkeypatch, capsys):
     main(["1f1b"])
     picture = [line.rstrip() for line in capsys.readouterr().out.splitlines() if line.startswith("rank ")]
     assert "\n".join(f"    {line}" for line in picture) in schedules.__doc__
-
-
-@pytest.mark.parametrize("content", [{"traceEvents": []}, {"otherData": {}, "traceEvents": []}, []])
-def test_a_trace_that_cannot_be_drawn_is_one_line(tmp_path, content):
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps(content))
-    assert str(path) in refusal(main, [f"--trace={path}"])

@@ -285,7 +285,6 @@ def mistaken_losses(z, targets, tp):
         "made with the padding in the softmax": z.logsumexp(1) - z.gather(1, targets[:, None])[:, 0],
         "made with targets that are not counted from the slice's first column": total - top - found,
         "made with the maximum of each slice, not of the whole row": shard_total.log() - shard_target,
-        "made without the target's logit": total - top,
     }
 
 
@@ -302,17 +301,12 @@ def test_linear_cross_entropy(workers, tp, enter, scale, rows):
     workers.check(tp, with_rows, rows, check_linear_cross_entropy, enter, scale)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
-def test_cross_entropy_computes_in_float32(dtype, tolerance):
-    logits = (random(4, 50000) * 3).to(dtype)
-    targets = torch.tensor([0, 1, 2, 3])
-    gradient = logits.clone()
-    losses = reference.cross_entropy_(gradient, targets, 50000, torch.ones(4))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cross_entropy_computes_in_float32(dtype):
+    logits, targets = (random(4, 50000) * 3).to(dtype), torch.arange(4)
+    losses = reference.cross_entropy_(logits.clone(), targets, 50000)
     exact = F.cross_entropy(logits.double(), targets, reduction="none")
     assert losses.dtype == torch.float32 and torch.allclose(losses.double(), exact, rtol=1e-6)
-    expected = torch.softmax(logits.double(), 1)
-    expected[range(4), targets] -= 1
-    assert torch.allclose(gradient.double(), expected, rtol=tolerance, atol=1e-7)
 
 
 # --- reference.py ---------------------------------------------------------------------------------------------------
@@ -351,16 +345,6 @@ def test_dropout_masks_are_functions_of_seed_site_row_and_column():
         assert abs((whole == other).double().mean() - 0.625) < 0.03
     bits = mask(torch.tensor([0, 1, 10**12]), columns=16, rate=0.5, seed=1234, site=3).int()
     assert ["".join(map(str, row)) for row in bits.tolist()] == GOLDEN
-
-
-def test_dropout_masks_look_random():
-    m = mask(torch.arange(4096), columns=256, rate=0.1).double()
-    assert abs(m.mean() - 0.9) < 0.002  # 1e6 draws: 0.0003 is one standard deviation
-    assert (m.mean(0) - 0.9).abs().max() < 0.025 and (m.mean(1) - 0.9).abs().max() < 0.1
-    z = (m - 0.9) / 0.3
-    for down, right in [(0, 1), (1, 0), (1, 1), (0, 2), (2, 0), (64, 0), (256, 0), (1, 255)]:
-        shifted = z[down:, right:] * z[: 4096 - down, : 256 - right]
-        assert abs(shifted.mean()) < 6 / shifted.numel() ** 0.5, (down, right)
 
 
 def test_dropout_scales_and_its_backward_uses_the_same_mask():

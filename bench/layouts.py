@@ -128,21 +128,15 @@ def fsdp(c, mesh, batches):
 def dtensor(c, mesh, batches):
     """Cut layers, logits and loss over tp. With c.sequence_parallel each rank normalizes only its tokens."""
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        loss_parallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor import parallel as styles
 
     model, axis = Plain(c, mesh.tp), dist.init_device_mesh("cpu", (mesh.tp.size,))
     tokens = Shard(1) if c.sequence_parallel else Replicate()
-    column = ColwiseParallel(input_layouts=tokens)
-    row = RowwiseParallel(output_layouts=tokens)
+    column = styles.ColwiseParallel(input_layouts=tokens)
+    row = styles.RowwiseParallel(output_layouts=tokens)
     plan = {
-        "units.0.word": RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
-        f"units.{c.num_layers + 1}.word": ColwiseParallel(
+        "units.0.word": styles.RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
+        f"units.{c.num_layers + 1}.word": styles.ColwiseParallel(
             input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False
         ),
     }
@@ -150,14 +144,14 @@ def dtensor(c, mesh, batches):
         plan |= {f"units.{i}.{name}": column for name in ("qkv", "fc1")}
         plan |= {f"units.{i}.{name}": row for name in ("proj", "fc2")}
         if c.sequence_parallel:
-            plan |= {f"units.{i}.{name}": SequenceParallel() for name in ("ln1", "ln2")}
+            plan |= {f"units.{i}.{name}": styles.SequenceParallel() for name in ("ln1", "ln2")}
     if c.sequence_parallel:
-        plan[f"units.{c.num_layers + 1}.ln"] = SequenceParallel()
-        plan["units.0.position"] = SequenceParallel(sequence_dim=0, use_local_output=True)
+        plan[f"units.{c.num_layers + 1}.ln"] = styles.SequenceParallel()
+        plan["units.0.position"] = styles.SequenceParallel(sequence_dim=0, use_local_output=True)
         model.units[0].positions = model.units[0].positions.chunk(mesh.tp.size)[mesh.tp.rank]
-    parallelize_module(model, axis, plan)
+    styles.parallelize_module(model, axis, plan)
     model.tie()
-    return accumulated(model, c, batches, context=loss_parallel)
+    return accumulated(model, c, batches, context=styles.loss_parallel)
 
 
 THEIR_SCHEDULES = {  # {our schedule: (PyTorch's class that is next to it, chunks of a rank)}
@@ -295,26 +289,22 @@ def check_same(name, step, ours, theirs):
 
 def timed(step):
     """Run a step between two synchronizations. Return (ms of wall clock, CPU ms of all ranks together)."""
-    if dist.is_initialized():
-        dist.barrier()
+    dist.barrier()
     start, cpu = time.perf_counter(), time.process_time()
     step()
     cpu = torch.tensor(time.process_time() - cpu)
-    if dist.is_initialized():
-        dist.all_reduce(cpu)
+    dist.all_reduce(cpu)
     return 1000 * (time.perf_counter() - start), 1000 * cpu.item()
 
 
 def work(rank, rendezvous, processes, names, fields, repeats):
     """Measure the named layouts on this rank. Rank 0 prints each row of the table as soon as it is measured."""
     torch.set_num_threads(1)  # one core per process, if the machine has enough
-    if processes > 1:
-        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=processes)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=processes)
     for row in LAYOUTS:
         if row[0] in names:
             cells = measured(*row, fields, repeats)
             if rank == 0:
                 print(ROW.format(*cells), flush=True)
-    if processes > 1:
-        dist.destroy_process_group()
-        gc.collect()  # ends the groups' threads, as in parallel/processes.py
+    dist.destroy_process_group()
+    gc.collect()  # ends the groups' threads, as in parallel/processes.py

@@ -57,25 +57,17 @@ class Race(RuntimeError):
 
 @dataclass
 class Traffic:
-    """Work of the launches in a `with traffic()`. The counters are {argument: bytes}. Masked lanes do not count.
-
-    loaded, stored: summed over the lanes of all accesses. *_unique: each element counts once per launch, as with a
-    perfect cache.
-    """
+    """Work of the launches in a `with traffic()`. loaded, stored: {argument: bytes}; masked lanes do not count."""
 
     flops: int = 0  # 2 m n k for each `tl.dot`
     loaded: Counter = field(default_factory=Counter)
     stored: Counter = field(default_factory=Counter)
-    loaded_unique: Counter = field(default_factory=Counter)
-    stored_unique: Counter = field(default_factory=Counter)
 
     def add(self, launch):
         self.flops += launch.flops
         for a in launch.arguments:
-            self.loaded[a.name] += int(a.loads.sum()) * a.item
-            self.stored[a.name] += int(a.stores.sum()) * a.item
-            self.loaded_unique[a.name] += np.count_nonzero(a.loads) * a.item
-            self.stored_unique[a.name] += np.count_nonzero(a.stores) * a.item
+            self.loaded[a.name] += a.loads * a.item
+            self.stored[a.name] += a.stores * a.item
 
 
 _counting = []  # the Traffic of each open `with traffic()`
@@ -109,7 +101,7 @@ class Memory:
 
 
 class Argument:
-    """One tensor of a launch: the elements of its storage that belong to it, and how often each was accessed."""
+    """One tensor of a launch: the elements of its storage that belong to it, and the number of accesses."""
 
     def __init__(self, name, tensor, memory):
         self.name, self.tensor, self.memory = name, tensor, memory
@@ -117,8 +109,7 @@ class Argument:
         self.storage = tensor.data_ptr() - self.first * self.item  # address of the storage
         belongs = torch.zeros(len(memory.loads), dtype=torch.bool)
         belongs.as_strided(tensor.shape, tensor.stride(), self.first).fill_(True)
-        self.belongs = belongs.numpy()
-        self.loads, self.stores = np.zeros((2, len(belongs)), np.int64)
+        self.belongs, self.loads, self.stores = belongs.numpy(), 0, 0
 
     def elements(self, addresses):
         """Return the indices of the addressed elements in the storage, and a mask of those outside of the tensor."""
@@ -175,14 +166,15 @@ class Launch:
 
         refuse(OutOfBounds, outside, f"which is outside of the argument's shape {list(argument.tensor.shape)}")
         refuse(Race, by_others(memory.stores), "which another program of this launch stored")
-        np.add.at(getattr(argument, does), elements, 1)
         if does == "loads":
+            argument.loads += len(lanes)
             memory.loads[elements] = np.where(by_others(memory.loads), SEVERAL, program)
         else:
             refuse(Race, by_others(memory.loads), "which another program of this launch loaded")
             memory.stores[elements] = lanes  # only the last lane of an element stays
             refuse(Race, memory.stores[elements] != lanes, "which another lane of this store also stores")
             memory.stores[elements] = program
+            argument.stores += len(lanes)
 
 
 # --- installation -----------------------------------------------------------------------------------------------------

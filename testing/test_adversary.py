@@ -13,6 +13,7 @@ import torch
 
 import test_layouts
 import test_pipedream
+import test_tensor
 from parallel.comm import all_gather, all_reduce, receive, reduce_scatter, send
 from parallel.mesh import Mesh
 from testing.adversary import Caught, adversary
@@ -158,6 +159,11 @@ def late(workers):
     before, workers.adversary = workers.adversary, True
     yield workers
     workers.adversary = before
+
+
+def test_the_losses_of_a_validation(late):
+    """The layouts below make no validation."""
+    late.check(2, test_tensor.check_linear_cross_entropy, "all_gather", 1.0)
 
 
 # (dp, tp, pp, schedule, zero, sequence_parallel, recompute, optimizer, micro_batches): as in the grid of
