@@ -14,18 +14,19 @@ import shutil
 from statistics import fmean
 from typing import NamedTuple
 
+from accounts import figures
+from accounts.figures import MEANINGS
 from errors import Parser, UserError, exit_on_user_error, reading
 from parallel import schedules
 from parallel.schedules import Action, Event, Schedule, Timeline, simulate
 from parallel.versions import kept_versions
 
-MEANINGS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "U": "update"}
 BUBBLE = (
     "bubble X of T: T = longest time from a rank's first action to its last; X = 1 - (mean busy time of a rank) / T"
 )
 IN_FLIGHT = "in flight: the most activations that a rank keeps at once; 1 = one micro-batch on a whole stage"
 VERSIONS = "version: how many updates are in the weights that an action uses; !: other weights than in its forward"
-LONGEST, MOST = 1e6, 5000  # the largest duration; the most forwards of a picture
+LONGEST = 1e6  # the largest duration
 
 
 class Picture(NamedTuple):
@@ -38,10 +39,10 @@ class Picture(NamedTuple):
     versions: dict  # {(rank, F or B): the version of the weights}; empty if the schedule has no updates
 
     @property
-    def shades(self):
-        """{chunk: its index among the chunks of its rank}."""
+    def later(self):
+        """The chunks that are not the first one of their rank."""
         placement = self.schedule.placement
-        return {chunk: placement[:chunk].count(rank) for chunk, rank in enumerate(placement)}
+        return {chunk for chunk, rank in enumerate(placement) if rank in placement[:chunk]}
 
     @property
     def in_flight(self):
@@ -54,22 +55,14 @@ class Picture(NamedTuple):
         return f"{mine}!" if mine != forward else f"{mine}"
 
 
-def meanings(pictures):
-    """Return MEANINGS of the kinds that occur in the pictures."""
-    kinds = {event.action.kind for picture in pictures for event in picture.timeline.events}
-    return {kind: meaning for kind, meaning in MEANINGS.items() if kind in kinds}
-
-
 def terminal(pictures, columns):
     """Return the pictures under one another on one time axis, as text of at most `columns` columns a row."""
     asynchronous = any(picture.versions for picture in pictures)
-    label = max(len(f"rank {len(picture.schedule.actions)}  ") for picture in pictures)
-    label = max(label, len("version  ")) if asynchronous else label
+    label = max(len("version  ") * asynchronous, *(len(f"rank {len(p.schedule.actions)}  ") for p in pictures))
     scale = columns_per_time(pictures, columns - label)
-    legend = [f"{'|' if kind == 'U' else kind} {meaning}" for kind, meaning in meanings(pictures).items()]
-    if any(max(picture.shades.values()) for picture in pictures):
-        legend.append("small letter: not the rank's first chunk")
-    lines = ["   ".join([*legend, ".. idle"])]
+    kinds = {event.action.kind for picture in pictures for event in picture.timeline.events}
+    legend = [f"{'|' if kind == 'U' else kind} {meaning}" for kind, meaning in MEANINGS.items() if kind in kinds]
+    lines = ["   ".join([*legend, "small letter: not the rank's first chunk", ".. idle"])]
     for picture in pictures:
         lines += ["", picture.title]
         for rank in range(len(picture.schedule.actions)):
@@ -92,23 +85,19 @@ def columns_per_time(pictures, columns):
 
 def row(picture, rank, scale):
     """Return two texts with `scale` columns a unit of time: the boxes of a rank, and the versions that they use."""
-    boxes, versions, shades = "", "", picture.shades
+    boxes = versions = ""
     for _, action, start, end in (event for event in picture.timeline.events if event.rank == rank):
         begin, stop = max(len(boxes), round(start * scale)), round(end * scale)
         if action.kind == "U":
             versions = versions.ljust(stop - 1) + "|"
         elif stop > begin:
-            boxes = boxes.ljust(begin, ".") + box(action, stop - begin, shades[action.chunk])
+            letter, width = action.kind.lower() if action.chunk in picture.later else action.kind, stop - begin
+            name = f"{letter}{action.microbatch}"
+            box = name.ljust(width - 1, "-") + " " if len(name) < width else name if len(name) == width else letter
+            boxes = boxes.ljust(begin, ".") + box.ljust(width)
             if picture.versions:
                 versions = versions.ljust(begin) + picture.version(rank, action)
     return boxes.ljust(round(picture.timeline.makespan * scale), "."), versions
-
-
-def box(action, width, shade):
-    """Return an action as text: the kind, and the micro-batch if there is room."""
-    text = f"{action.kind.lower() if shade else action.kind}{action.microbatch}"
-    text = text if len(text) <= width else text[0]
-    return text if len(text) == width else text.ljust(width - 1, "-") + " "
 
 
 # --- the pictures -----------------------------------------------------------------------------------------------------
@@ -123,7 +112,14 @@ def simulated(name, chunks, stages, microbatches, cost, comm, stashing=True):
     v = chunks_per_rank(schedule)
     line = simulate(schedule, {kind: duration / v for kind, duration in cost.items()}, comm)
     title = f"{name}: {stages} stages, {microbatches} micro-batches" + (f", {v} chunks per rank" if v > 1 else "")
-    notes = notes_of(line, "", *formulas(name, comm, p=stages, m=microbatches, v=v, **cost))
+    bubble, peak = notes_of(line)
+    if stages > 1 and name in schedules.FORMULAS:
+        formula, letters = schedules.FORMULAS[name], dict(p=stages, m=microbatches, v=v, **cost)
+        if comm == 0 and schedules.by_formula(formula.where, **letters):
+            bubble += f"   {formula.bubble} = {schedules.by_formula(formula.bubble, **letters):.4f}"
+        peaks = " ".join(str(schedules.by_formula(formula.peak, r=r, **letters)) for r in range(stages))
+        peak += (f", each 1/{v} of a stage's" if v > 1 else "") + f"   {formula.peak} = {peaks}"
+    notes = [bubble, peak]
     if schedule.versions:
         title += f", {schedules.updates(schedule)} updates" + ("" if stashing else ", without weight stashing")
         kept = [kept_versions(schedule, rank, [rank])[0] for rank in range(stages)]
@@ -136,23 +132,10 @@ def chunks_per_rank(schedule):
     return len(schedules.pipelines(schedule)[0]) // len(schedule.actions)
 
 
-def notes_of(line, unit="", bubble="", peak=""):
-    """Return the two lines below a picture. They end with `bubble` and `peak`, the texts of `formulas`."""
+def notes_of(line, unit=""):
+    """Return the two lines below a picture."""
     peaks = " ".join(map(str, line.peak))
-    return [f"bubble {line.bubble:.4f} of {line.span:.4g} {unit}".rstrip() + bubble, f"peak   {peaks} in flight{peak}"]
-
-
-def formulas(name, comm, **letters):
-    """Return the published formulas of a schedule with their values, as two texts (bubble, peak), empty if none."""
-    if letters["p"] == 1 or name not in schedules.FORMULAS:
-        return "", ""
-    formula, bubble = schedules.FORMULAS[name], ""
-    if schedules.by_formula(formula.where, **letters):
-        value = schedules.by_formula(formula.bubble, **letters)
-        bubble = f"   {formula.bubble} = {value:.4f}" + (" at --comm=0" if comm else "")
-    peaks = " ".join(str(schedules.by_formula(formula.peak, r=r, **letters)) for r in range(letters["p"]))
-    unit = f", each 1/{letters['v']} of a stage's" if letters["v"] > 1 else ""
-    return bubble, f"{unit}   {formula.peak} = {peaks}"
+    return [f"bubble {line.bubble:.4f} of {line.span:.4g} {unit}".rstrip(), f"peak   {peaks} in flight"]
 
 
 def versions_of(schedule, stashing=True):
@@ -177,13 +160,11 @@ def recorded(path):
         schedule, steps = read_trace(path)
         wanted = sorted((rank, action) for rank, actions in enumerate(schedule.actions) for action in actions)
         whole = [step for step, events in steps.items() if sorted((e.rank, e.action) for e in events) == wanted]
-        if not whole:
-            raise ValueError("no step has each action of the schedule once")
-        step = max(whole)
+        step = max(whole)  # a ValueError if no step has each action of the schedule once
         begin = min(event.start for event in steps[step])
         events = [event._replace(start=event.start - begin, end=event.end - begin) for event in steps[step]]
-        kinds = [kind for kind in MEANINGS if any(event.action.kind == kind for event in events)]
-        cost = {kind: fmean(e.end - e.start for e in events if e.action.kind == kind) for kind in kinds}
+        kinds = {event.action.kind for event in events}
+        cost = {kind: fmean(e.end - e.start for e in events if e.action.kind == kind) for kind in sorted(kinds)}
         lines = simulate(schedule, cost), schedules.timeline(events, len(schedule.actions))
     means = ", ".join(f"{kind} {cost[kind]:.3g} ms" for kind in cost)
     titles = f"{schedule.name}, ideal: {means}, messages no time", f"{schedule.name}, recorded: step {step}"
@@ -218,7 +199,7 @@ def parse_arguments(arguments):
     add("--stages", type=int, default=4, metavar="P", help="pipeline stages, one on each rank (default: 4)")
     add("--microbatches", type=int, default=8, metavar="M", help="micro-batches in a step (default: 8)")
     add("--chunks", type=int, metavar="V", help="chunks per rank, for schedules with several (default: 2)")
-    add("--cost", default="", metavar="F:1,I:1.5,W:0.5", help="durations on a whole stage (default: 1; B takes I + W)")
+    add("--cost", default="1,1,1", metavar="F,I,W", help="durations on a whole stage (default: 1,1,1); B takes I + W")
     add("--comm", type=float, default=0.0, metavar="T", help="time of a message, in the unit of --cost (default: 0)")
     add("--without_stashing", action="store_true", help="also draw pipedream with the latest weights in each backward")
     add("--trace", metavar="FILE", help="draw the last complete step that `train.py --trace=FILE` recorded")
@@ -227,13 +208,12 @@ def parse_arguments(arguments):
 
 
 def parse_cost(text):
-    """Return {kind: duration} of a text such as "F:1,W:0.5". The default is 1 for F, I and W, and I + W for B."""
-    cost = {"F": 1.0, "I": 1.0, "W": 1.0}
-    with reading(f"--cost={text}: should be like F:1,I:1.5,W:0.5"):
-        cost |= {kind: float(duration) for kind, duration in (item.split(":") for item in text.split(",") if item)}
-        if not cost.keys() <= {*"FBIW"} or not all(1 / LONGEST <= duration <= LONGEST for duration in cost.values()):
-            raise ValueError(f"kinds are F, B, I and W, durations are {1 / LONGEST:g} to {LONGEST:g}")
-    return {"B": cost["I"] + cost["W"]} | cost
+    """Return {kind: duration} of a text such as "1,1.5,0.5": F, I and W. B takes I + W."""
+    with reading(f"--cost={text}: should be like 1,1.5,0.5"):
+        F, I, W = map(float, text.split(","))
+        if not all(1 / LONGEST <= duration <= LONGEST for duration in (F, I, W)):
+            raise ValueError(f"durations are {1 / LONGEST:g} to {LONGEST:g}")
+    return {"F": F, "B": I + W, "I": I, "W": W}
 
 
 def pictures_of(options):
@@ -244,15 +224,12 @@ def pictures_of(options):
     if options.trace:
         return recorded(options.trace)
     if not options.names:
-        names = ", ".join(schedules.SCHEDULES)
-        raise UserError(f"which schedule? python -m accounts.draw NAME ...; a NAME is one of {names}")
+        raise UserError(f"which schedule? name one or several of {', '.join(schedules.SCHEDULES)}")
     shared = options.stages, options.microbatches, parse_cost(options.cost), options.comm
     usual = {name: schedules.usual_chunks(name) if name in schedules.SCHEDULES else 1 for name in options.names}
     pictures = []
     for name, v in usual.items():
         chunks = options.chunks if options.chunks is not None and v == max(usual.values()) else v
-        if options.stages * options.microbatches * chunks > MOST:
-            raise UserError(f"--stages={options.stages} --microbatches={options.microbatches}: too many boxes to draw")
         pictures.append(simulated(name, chunks, *shared))
     return pictures + [simulated("pipedream", 1, *shared, stashing=False)] * options.without_stashing
 
@@ -261,12 +238,10 @@ def main(arguments=None):
     """Print the pictures, and write them to a file if the user asks for it. Raises UserError."""
     options = parse_arguments(arguments)
     pictures = pictures_of(options)
-    print(terminal(pictures, min(shutil.get_terminal_size((120, 0)).columns, 10_000)))
+    print(terminal(pictures, shutil.get_terminal_size((120, 0)).columns))
     if options.svg:
-        from accounts import figures
-
         below = [BUBBLE, IN_FLIGHT, *[f"below a box, the {VERSIONS}"] * any(picture.versions for picture in pictures)]
-        figures.timelines(options.svg, pictures, "ms" if options.trace else "", meanings(pictures), below)
+        figures.timelines(options.svg, pictures, "ms" if options.trace else "", below)
 
 
 if __name__ == "__main__":

@@ -72,9 +72,10 @@ def main(config, gpus, rank):
             f"{run.schedule.microbatches} micro-batches, zero={c.zero}. No number was computed.\n"
         )
         often = ledger.how_often(run.layout, run.schedule, pp)
-        print(report.sent_table(who, accounts.sent_formula, often, accounts.sent), end="\n\n")
-        stored, padding = run.layout.stored(pp), run.layout.padding(pp)
-        print(report.kept_table(who, accounts.kept_formula, stored, padding, accounts.kept), end="\n\n")
+        sent = {"bytes": accounts.sent, "formula": accounts.sent_formula}
+        kept = {"bytes": accounts.kept, "formula": accounts.kept_formula}
+        print(report.sent_table(who, often, sent), end="\n\n")
+        print(report.kept_table(who, run.layout, pp, kept), end="\n\n")
     wrong = differences(accounts)
     print("\n".join(wrong) or "The dry run and the formulas agree.")
     if wrong:

@@ -96,10 +96,13 @@ def rows(layout, schedule, pp_rank, dp_rank, item, master_item):
         row(holders, "twin gradients", "all_reduce", step, updates, updates * (end - begin), master_item)
         norms[holders] += 2 * len(bucket.specs)
     if RULES[c.optimizer].layerwise:  # two norms of every parameter, in float64
-        row("tp", "parameter norms", "all_reduce", "step", 1, norms.total(), 8)
-        row("dp", "parameter norms", "all_reduce", "step", int(c.zero >= 1), norms.total(), 8)
-        for holders, count in norms.items():
-            row(holders, "parameter norms", "all_reduce", "step", 1, count, 8)
+        whole = norms.total()
+        for axis, calls, count in [
+            ("tp", 1, whole),
+            ("dp", int(c.zero >= 1), whole),
+            *((h, 1, norms[h]) for h in norms),
+        ]:
+            row(axis, "parameter norms", "all_reduce", "step", calls, count, 8)
     row("world", "scalars", "all_reduce", "step", 1, 2 * updates + FLAGS, 8)
     return table
 
@@ -123,26 +126,22 @@ def sends(schedule, rank):
 
 def average(tables):
     """Return the mean of [(table, number of steps with this table)]. The tables differ if the global batch grows."""
-    steps, mean = sum(count for _, count in tables), {}
-    for table, count in tables:
-        for key, (calls, sent) in table.items():
-            before = mean.get(key, (0, 0))
-            mean[key] = before[0] + Fraction(calls * count, steps), before[1] + Fraction(sent * count, steps)
-    return mean
+    steps, keys = sum(count for _, count in tables), {key for table, _ in tables for key in table}
+
+    def mean(key, i):
+        return sum(Fraction(table[key][i] * count, steps) for table, count in tables if key in table)
+
+    return {key: (mean(key, 0), mean(key, 1)) for key in keys}
 
 
 def _tensor_rows(row, c, blocks, embeddings, heads, item, master_item):
     """Add the rows of tp, except norms and gradients. blocks, embeddings, heads: from `unit_passes`."""
     bs, again = c.micro_batch_size * c.seq_length, 2 * (c.recompute == "full")
-    in_layer = (
-        {"all_gather": 6 + again, "reduce_scatter": 4 + again} if c.sequence_parallel else {"all_reduce": 4 + again}
-    )
-    for operation, calls in in_layer.items():
-        for what, per, count in [
-            ("activations", "layer and micro-batch", calls * blocks),
-            ("embedding", "micro-batch", embeddings),
-            ("head", "micro-batch", heads),
-        ]:
+    gathered = {"all_gather": 6 + again, "reduce_scatter": 4 + again}
+    for operation, calls in (gathered if c.sequence_parallel else {"all_reduce": 4 + again}).items():
+        parts = [("activations", "layer and micro-batch", calls * blocks)]
+        parts += [("embedding", "micro-batch", embeddings), ("head", "micro-batch", heads)]
+        for what, per, count in parts:
             row("tp", what, operation, per, count, count * bs * c.hidden_size, item)
     calls = 2 * heads * math.ceil(bs / ROWS)
     row("tp", "cross-entropy rows", "all_reduce", "micro-batch", calls, 3 * heads * bs, master_item)
@@ -155,13 +154,6 @@ def _data_rows(row, P, stage, m, updates, versions, item, master_item):
     """
     per = ["bucket and step", "bucket and micro-batch"]
     reduces, gathers = m if stage >= 2 else updates * min(m, 1), [0, versions, versions, 2 * m][stage]
-    row(
-        "dp",
-        "gradients",
-        "reduce_scatter" if stage else "all_reduce",
-        per[stage >= 2],
-        reduces,
-        reduces * P,
-        master_item,
-    )
+    operation = "reduce_scatter" if stage else "all_reduce"
+    row("dp", "gradients", operation, per[stage >= 2], reduces, reduces * P, master_item)
     row("dp", "parameters", "all_gather", per[stage == 3], gathers, gathers * P, item)

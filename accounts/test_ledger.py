@@ -17,7 +17,7 @@ from accounts import dry_run, ledger, memory, report, traffic
 from config import Config
 from errors import exit_on_user_error
 from model import parameter_table
-from parallel import comm, processes, schedules, tensor
+from parallel import comm, schedules, tensor
 from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
 from test_layouts import LAYOUTS, micro_batches, tiny_config
@@ -95,10 +95,9 @@ def test_the_formulas_are_the_lectures(workers):
 def test_the_papers_2_2_2_3(workers, m, factors):
     """Section 7 of the ZeRO paper, in units of P (n-1)/n: 2, 2, 2, 3 for m = 1. For any m: 2, 2, m + 1, 3m."""
     configs = [tiny_config(2, zero=stage, dtype="fp32", micro_batch_size=12 // m) for stage in range(4)]
-    for stage, (measured, _, elements, table) in enumerate(workers.run(2, counted, configs)[0]):
+    for stage, (measured, _, elements, _) in enumerate(workers.run(2, counted, configs)[0]):
         sent = sum(count for (axis, *_), (_, count) in measured.items() if axis == "dp")
         assert sent == factors[stage] * elements * Fraction(1, 2) * 4
-        assert f"stage {stage}: {factors[stage]} x P (n-1)/n elements" in table and f"m = {m} micro-batches" in table
 
 
 def counted_in_chunks(config):
@@ -121,15 +120,11 @@ def test_how_often():
     often = [traffic.predict(tiny_config(2, zero=zero), 2).often for zero in range(4)]
     found = [[table[key] for key in sorted(table) if key[0] == "dp"] for table in often]
     assert found == [[step], [step, step], [each, step], [each, each]]  # gradients, parameters
-    often = traffic.predict(tiny_config(2, 2, pp=2, schedule="zb-h1", sequence_parallel=True), 8).often
-    assert often["tp", "activations", "all_gather"] == "layer and micro-batch"
-    assert often["pp", "activations", "send"] == "boundary and micro-batch"
-    assert often["tp", "embedding", "all_gather"] == "micro-batch" and often["world", "scalars", "all_reduce"] == "step"
 
 
 def test_a_difference_shows_in_the_table():
     key = "dp", "gradients", "all_reduce"
-    table = report.sent_table("rank 0", {key: (1, 10)}, {key: "bucket and step"}, {key: (1, 11)})
+    table = report.sent_table("rank 0", {key: "bucket and step"}, {"bytes": {key: (1, 11)}, "formula": {key: (1, 10)}})
     assert table.splitlines()[-1].split() == "dp | gradients | all_reduce | bucket, step | 1 | 11 | 10".split()
 
 
@@ -241,23 +236,6 @@ def test_on_nccl_groups_have_priority_and_are_connected_at_once(monkeypatch):
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("gpus, expected", [(0, ("gloo", None)), (1, ("nccl", True))])
-def test_the_default_group_has_priority_on_nccl_only(monkeypatch, gpus, expected):
-    def starting(backend, pg_options):
-        said.append((backend, pg_options and pg_options.priority))
-
-    options, said = (lambda is_high_priority_stream: SimpleNamespace(priority=is_high_priority_stream)), []
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_DEVICE_MAX_CONNECTIONS"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
-    monkeypatch.setattr(dist, "init_process_group", starting)
-    processes.join()
-    assert said == [expected]
-
-
 def waits_in_vain():
     """Return the error on rank 0 if rank 1 does not join an all_reduce."""
     mesh = Mesh(timeout=3.0)
@@ -343,16 +321,15 @@ def test_predictions_for_4096_ranks_need_no_process_and_no_tensor(pp, schedule, 
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    "word, message",
     [
-        (["--tp=2"], "required: --ranks"),
-        (["--ranks=0"], "--ranks=0: should be positive"),
-        (["--ranks=3", "--tp=2"], "the number of processes = 3 is not a multiple of tp * pp = 2"),
-        (["--ranks=2", "--svg=/no/such/folder/a.svg"], "--svg=/no/such/folder/a.svg: No such file or directory"),
+        ("--tp=2", "required: --ranks"),
+        ("--ranks=0", "--ranks=0: should be positive"),
+        ("--ranks=3", "the number of processes = 3 is not a multiple of tp * pp = 2"),
     ],
 )
-def test_a_mistake_ends_the_command_with_one_line(arguments, message, capsys):
+def test_a_mistake_ends_the_command_with_one_line(word, message, capsys):
     with pytest.raises(SystemExit) as ended:
-        exit_on_user_error(lambda: traffic.main(["configs/tiny.py", *arguments]))
+        exit_on_user_error(lambda: traffic.main(["configs/tiny.py", "--tp=2", word]))
     error = capsys.readouterr().err
     assert ended.value.code == 2 and message in error and error.count("\n") == 1

@@ -27,44 +27,25 @@ def judged(pp=4, step=10.0, **fields):
     """Return a layout as `plan.py --json` prints it."""
     layout = dict(dp=2, tp=8, pp=pp, schedule="1f1b", chunks=1, zero=1, sequence_parallel=True, recompute="none")
     parts = {"compute": 0.6 * step, "bubble": 0.25 * step, "exposed dp": 0.15 * step}
+    kept = {"parameters": 4 * GiB, "a<b": pp * GiB}
     return dict(
-        layout=layout | dict(micro_batch_size=4, offload=False) | fields,
-        step_seconds=step,
-        mfu=0.5,
-        memory_by_rank=[{"parameters": 4 * GiB, "a<b": (pp - rank) * GiB} for rank in range(pp)],
-        capacity_bytes=12 * GiB,
-        step_parts=parts,
-    )
+        layout=layout | dict(micro_batch_size=4, offload=False) | fields, step_seconds=step, step_parts=parts,
+        memory_bytes=kept, capacity_bytes=12 * GiB,
+    )  # fmt: skip
 
 
 def test_a_ranking_names_layouts_parts_and_times(tmp_path):
-    rows = [judged(), judged(8, 20.0, schedule="interleaved", chunks=3) | {"mfu": None}, *[judged(step=30.0)] * 7]
-    rows[1]["memory_by_rank"][0]["only in the second"] = GiB
+    rows = [judged(), judged(8, 20.0, schedule="interleaved", chunks=3), *[judged(step=30.0)] * 7]
+    rows[1]["memory_bytes"]["only in the second"] = GiB
     figures.ranking(tmp_path / "x.svg", rows)
     words = texts(tmp_path / "x.svg")
-    assert {"parameters", "a<b", "only in the second", "compute", "bubble", "exposed dp"} <= set(words)
-    assert {"1: dp=2 tp=8 pp=4 schedule=1f1b", "2: dp=2 tp=8 pp=8 schedule=interleaved"} <= set(words)
-    assert {"zero=1 sequence_parallel=True micro_batch_size=4", "10 s, MFU 50.0%", "20 s"} <= set(words)
-    assert "layout 6" in words and "layout 7" not in words, "only the best are drawn"
-
-
-def test_bars_are_stacked():
-    """The parts of a bar lie one on another, and a part has one colour."""
-    drawn = []
-    figures.stack(
-        lambda at, sizes, **more: drawn.append((sizes, more)), "left", [{"a": 1, "b": 2}, {"b": 3}], ["a", "b"]
-    )
-    assert [sizes for sizes, _ in drawn] == [[1, 0], [2, 3]] and [more["left"] for _, more in drawn] == [[0, 0], [1, 0]]
-    assert [more["label"] for _, more in drawn] == ["a", "b"] and len({more["color"] for _, more in drawn}) == 2
+    assert {"parameters", "a<b", "only in the second", "compute", "bubble", "exposed dp", "10 s", "20 s"} <= set(words)
+    assert "dp=2 tp=8 pp=8 schedule=interleaved chunks=3" in words and words.count("30 s") == 4, "only the best"
 
 
 def test_predictions_beside_published_times(tmp_path):
-    figures.scatter(
-        tmp_path / "x.svg", [("b", "first", 1.0, 1.1), ("c", "second", 4.0, 3.0), ("d", "first", 20.0, 20.0)]
-    )
-    words = texts(tmp_path / "x.svg")
-    rows = [words.index(row) for row in ("b: 1 s, predicted 1.1 s", "d: 20 s, predicted 20 s", "c: 4 s, predicted 3 s")]
-    assert rows == sorted(rows) and {"first", "second"} <= set(words)
+    figures.scatter(tmp_path / "x.svg", [("b", "first", 1.0, 1.1), ("c", "second", 4.0, 3.0)])
+    assert {"b: 1 s, predicted 1.1 s", "c: 4 s, predicted 3 s", "first", "second"} <= set(texts(tmp_path / "x.svg"))
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------
@@ -73,40 +54,26 @@ PICTURES = Path(__file__).parent.parent / "pictures"
 RUNS = [str(PICTURES / f"{name}.jsonl") for name in ("tiny", "tiny_2x2")]
 
 
-def run_folder(path, losses):
-    """Make an out_dir with the rows {iteration: loss}, and a row that a crash has cut off."""
-    path.mkdir()
-    rows = ({"iteration": i, "consumed_tokens": 1000 * i, "lm_loss": loss} for i, loss in losses.items())
-    (path / "metrics.jsonl").write_text("".join(f"{log.to_json(row)}\n" for row in rows) + '{"iteration": 120, "cons')
-    return str(path)
-
-
-def test_two_layouts_have_equal_curves(tmp_path, capsys):
-    """The page shows that the two runs are equal. `*` marks a place with several runs."""
-    one, four = (curve.read_curve(run, "iterations") for run in RUNS)
+def test_two_layouts_have_equal_curves(tmp_path):
+    """The page shows that the two runs are equal."""
+    one, four = map(curve.read_curve, RUNS)
     assert len(one.training) == 30 and len(one.validation) == 3
     assert four.training == [pytest.approx(point, abs=3e-4) for point in one.training]
     assert four.validation == [pytest.approx(point, abs=3e-4) for point in one.validation]
     curve.main([*RUNS, f"--svg={tmp_path}/loss.svg"])
     assert {"tiny", "tiny_2x2", "iterations"} <= set(texts(tmp_path / "loss.svg"))
-    curve.main(RUNS)
-    *rows, _, _ = capsys.readouterr().out.splitlines()
-    assert len(rows) == 17 and not any("a" in row or "b" in row for row in rows[1:]) and "*" in rows[1]
 
 
-def test_a_curve_leaves_out_what_is_not_finite(tmp_path, capsys):
-    folder = run_folder(tmp_path / "tiny", {20: 4.5, 40: math.nan, 60: 3.0, 100: math.inf})
-    curve.main([folder, "--tokens"])
-    top, *rows, axis, legend = capsys.readouterr().out.splitlines()
-    assert top.startswith("   4.500 |") and rows[-1].startswith("   3.000 |") and rows[-1].endswith("a")
-    assert top.count("a") + "".join(rows).count("a") == 2
-    assert axis.endswith("0.06") and legend.startswith("x: million tokens   a: tiny, training")
-    curve.main([folder, f"--svg={tmp_path}/loss.svg"])
+def test_a_curve_may_end_in_nan_and_in_a_cut_row(tmp_path):
+    rows = ({"iteration": i, "lm_loss": loss} for i, loss in {20: 4.5, 40: math.nan, 60: math.inf}.items())
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f"{log.to_json(row)}\n" for row in rows) + '{"iteration": 120, "cons'
+    )
+    curve.main([str(tmp_path), f"--svg={tmp_path}/loss.svg"])
+    assert tmp_path.name in texts(tmp_path / "loss.svg")
 
 
-@pytest.mark.parametrize(
-    "content", [None, "", '{"iteration": 20, "lm_loss": "nan"}\n', '{"iteration": 20}\n', "3\n{}\n"]
-)
+@pytest.mark.parametrize("content", [None, "", '{"iteration": 20}\n', "3\n{}\n"])
 def test_metrics_that_cannot_be_drawn_are_one_line(tmp_path, content):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
@@ -117,12 +84,13 @@ def test_metrics_that_cannot_be_drawn_are_one_line(tmp_path, content):
 # --- schedules --------------------------------------------------------------------------------------------------------
 
 
-def test_a_drawing_has_the_micro_batches_and_the_bubble(tmp_path, capsys):
+def test_a_drawing_has_the_bubble_and_the_activations_in_flight(tmp_path, capsys):
     draw.main(["1f1b", "interleaved", "--stages=2", "--microbatches=4", f"--svg={tmp_path}/x.svg"])
     words = texts(tmp_path / "x.svg")
-    assert words.count("3") == 2 * 2 + 2 * 2 * 2, "a number in each F and B, in 2 + 4 chunks"
     assert any(word.startswith("1f1b: 2 stages, 4 micro-batches: bubble 0.2000 of 15") for word in words)
-    assert {"forward", "backward", "rank 1", "2.5"} <= set(words) and "update" not in words
+    assert {"forward", "backward", "rank 0, 2 in flight", "rank 1, 1.5 in flight"} <= set(
+        words
+    ) and "update" not in words
 
 
 def test_a_backward_with_other_weights_is_marked(tmp_path, capsys):
@@ -145,10 +113,11 @@ def test_the_numbers_in_the_picture_are_the_ledgers(tmp_path, ranks, fields):
     p = traffic.predict(tiny_config(**fields), ranks)
     figures.traffic(tmp_path / "x.svg", p)
     words, tables = texts(tmp_path / "x.svg"), traffic.tables(p)
+    rows = [set(word.split()) for word in words]  # str.split splits at no-break spaces, too
     for stage, sent in enumerate(p.sent):
         for key, (_, count) in sent.items():
             assert f"{float(count):,.0f}" in tables
-            assert stage >= 4 or {*key, p.often[key], f"{float(count):,.0f}"} <= set(words)
+            assert stage >= 4 or any({key[0], *key[1].split(), f"{float(count):,.0f}"} <= words for words in rows), key
     assert "sent per step by rank 0, predicted" in tables and f"{min(ranks, 8) - 1}" in words
 
 

@@ -43,25 +43,23 @@ class Trace:
             torch.cuda.current_stream(self.device).synchronize()  # not NCCL's streams: a receive may still wait there
         return time.time_ns() / 1000
 
-    @contextmanager
     def action(self, action):
-        """Context: record an action. Its time begins after the wait for its message (`wait` moves `began`)."""
-        self.began = self.now()
-        yield
-        self._record(f"{action.kind}{action.microbatch}", action.kind, self.began, action._asdict())
+        """Return a context that records an action. The action begins after the wait for its message."""
+        return self._record(f"{action.kind}{action.microbatch}", action.kind, action._asdict())
+
+    def wait(self, kind, microbatch, chunk):
+        """Return a context that records the wait for a message. An action waits before it computes."""
+        what = {"kind": kind, "microbatch": microbatch, "chunk": chunk}
+        return self._record(f"wait for {kind} {microbatch}", "message", what)
 
     @contextmanager
-    def wait(self, kind, microbatch, chunk):
-        """Context: record the wait for a message. An action waits before it computes."""
-        began = self.now()
-        yield
-        asked_for = {"kind": kind, "microbatch": microbatch, "chunk": chunk}
-        self._record(f"wait for {kind} {microbatch}", "message", began, asked_for)
+    def _record(self, name, category, what):
         self.began = self.now()
-
-    def _record(self, name, category, began, what):
-        event = {"name": name, "cat": category, "ph": "X", "ts": began, "dur": self.now() - began}
+        yield  # a wait within an action moves `began` to its own end
+        now = self.now()
+        event = {"name": name, "cat": category, "ph": "X", "ts": self.began, "dur": now - self.began}
         self.steps[-1].append(event | {"pid": self.replica, "tid": self.rank, "args": what | {"step": self.step}})
+        self.began = now
 
 
 def check(c):

@@ -47,15 +47,12 @@ def predict(config, ranks):
 
 def tables(p):
     """Return as text the tables of bytes sent and of bytes kept, for each pipeline rank."""
-    texts, m = [], p.schedule.microbatches // schedules.updates(p.schedule)
+    texts = []
     for stage, sent in enumerate(p.sent):
-        who, kept = (
-            f"rank {stage * p.layout.config.tp}, predicted",
-            memory.predict(p.layout, p.schedule, stage, p.sizes),
-        )
-        texts.append(report.sent_table(who, sent, p.often))
-        texts[-1] += "\n" + report.zeros_line(sent, p.layout, stage, p.sizes.item, p.sizes.wide, m)
-        texts.append(report.kept_table(who, kept, p.layout.stored(stage), p.layout.padding(stage)))
+        who = f"rank {stage * p.layout.config.tp}, predicted"
+        kept = memory.predict(p.layout, p.schedule, stage, p.sizes)
+        texts.append(report.sent_table(who, p.often, {"bytes": sent}))
+        texts.append(report.kept_table(who, p.layout, stage, {"bytes": kept}))
     return "\n\n".join(texts)
 
 
