@@ -37,6 +37,25 @@ waits_for: percent of the step for communication of tp / pp / dp that no computa
 Expected error of a step: {seconds.ERROR:.0%} for A100 and H100 (nine of ten published runs), unknown for V100."""
 
 
+OPTIONS = {
+    "gpus": (int, "N", "number of GPUs"),
+    "device": (str, "D", f"one of {', '.join(DEVICES)}"),
+    "gpus_per_node": (int, "N", "GPUs of a node (as usual for the device)"),
+    "rings": (int, "N", "network cards of one collective (one for each of its GPUs in a node)"),
+    "tokens": (float, "T", "tokens of the whole run (20 for each parameter)"),
+    "top": (int, "N", "layouts to list (10)"),
+    "svg": (str, "FILE", "draw memory and time of the best layouts"),
+    "rank": (int, "R", "the rank of --dry_run (0)"),
+    "flops": (float, "C", "size and tokens of the best model for C FLOPs"),
+}
+FLAGS = {
+    "explain": "print the arithmetic of the given or the best layout",
+    "json": "print JSON",
+    "dry_run": "run a step of one rank without a GPU and without data",
+    "as_is": "judge the layout of the configuration",
+}
+
+
 def entry(facts):
     """Return the lines of a layout: a row of `table`, the memory of the fullest rank by part, and what binds."""
     c, step, kept = facts["layout"], facts["step_seconds"], facts["memory_bytes"]
@@ -61,10 +80,9 @@ def table(found, judged):
     return "\n".join([*count, TITLES, *map(entry, fit), *nearly, *map(entry, rest), LEGEND])
 
 
-def explain(name, formula=None, value=0, unit=""):
-    """Print a line of --explain. Without a formula it is a title."""
-    number = f"{value:,.0f}" if isinstance(value, int) or value >= 1e5 else f"{value:.5g}"
-    print(f"\n{name}" if formula is None else f"{name:<37} {formula:<51} {number:>15} {unit}")
+def explain(name, formula, value, unit):
+    """Print a line of --explain."""
+    print(f"{name:<37} {formula:<51} {value:>15,.5g} {unit}")
 
 
 def parse(arguments):
@@ -72,21 +90,11 @@ def parse(arguments):
     usage = "%(prog)s [CONFIG.py] --gpus=N --device=D [--field=value ...] [options]"
     parser = Parser(prog="python plan.py", usage=usage, allow_abbrev=False)
     parser.epilog = "python train.py --help lists the fields."
-    add = parser.add_argument
-    add("--gpus", type=int, metavar="N", help="number of GPUs")
-    add("--device", metavar="D", help=f"one of {', '.join(DEVICES)}")
-    add("--gpus_per_node", type=int, metavar="N", help="GPUs of a node (as usual for the device)")
-    add("--rings", type=int, metavar="N", help="network cards of one collective (one for each of its GPUs in a node)")
-    add("--tokens", type=float, metavar="T", help="tokens of the whole run (20 for each parameter)")
-    add("--top", type=int, metavar="N", help="layouts to list (10)")
-    add("--code", default="ours", choices=seconds.CODES, help="the program to predict (ours)")
-    add("--explain", action="store_true", help="print the arithmetic of the given or the best layout")
-    add("--json", action="store_true", help="print JSON")
-    add("--svg", metavar="FILE", help="draw memory and time of the best layouts")
-    add("--dry_run", action="store_true", help="run a step of one rank without a GPU and without data")
-    add("--rank", type=int, default=0, metavar="R", help="the rank of --dry_run (0)")
-    add("--flops", type=float, metavar="C", help="size and tokens of the best model for C FLOPs")
-    add("--as_is", action="store_true", help="judge the layout of the configuration")
+    for name, (kind, metavar, text) in OPTIONS.items():
+        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
+    for name, text in FLAGS.items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
+    parser.add_argument("--code", default="ours", choices=seconds.CODES, help="the program to predict (ours)")
     options, rest = parser.parse_known_args(arguments)
     for name, most in dict(gpus=1e6, gpus_per_node=1e6, rings=1e6, top=1e6, tokens=1e18).items():
         value = getattr(options, name)
@@ -112,7 +120,7 @@ def find(options, config, device, given, **choose):
         return [{"config": config, "fits": True}]
     if found := layouts.rank_all(config, options.gpus, device, given, **choose):
         return found
-    simplest = dict(tp=1, pp=1, micro_batch_size=1, schedule="1f1b", chunks=1)
+    simplest = {"tp": 1, "pp": 1, "micro_batch_size": 1, "schedule": "1f1b", "chunks": 1}
     simplest = {name: value for name, value in simplest.items() if name not in given}
     configuration.check(replace(config, **simplest), options.gpus)  # names the mistake, if there is one
     raise UserError(f"--gpus={options.gpus}: no layout suits the batch, the heads and this number of GPUs")
@@ -149,7 +157,7 @@ def main(arguments=None):
     elif options.dry_run:
         from accounts import dry_run  # loads the whole program
 
-        dry_run.main(config, options.gpus, options.rank)
+        dry_run.main(config, options.gpus, options.rank or 0)
     else:
         plan(options, config, given)
 

@@ -19,9 +19,9 @@ The list leaves out layouts if another listed layout is better. Set their fields
 
 import gc
 import math
-from collections import defaultdict
 from copy import copy
 from dataclasses import replace
+from fractions import Fraction
 from functools import cache
 from itertools import product
 
@@ -53,19 +53,16 @@ GB = 1e9
 SHORT = {"1f1b": (1, 2), "interleaved": (2, 0), "zb-h1": (2, 2), "zb-h2": (3, 2), "zb-v": (3, 2)}
 
 
+def short(c, m):
+    """Return the micro-batches of a short step, for a step with m of them."""
+    rounds, more = SHORT.get(c.schedule, (m, 0))
+    return min(m, rounds * c.pp + more)
+
+
 @cache
 def messages(*numbers):
-    """Return {rank: the messages of this rank} of the Schedule with these numbers: (name, p, m, chunks)."""
-    found = defaultdict(list)
-    for message in schedules.messages(schedule(*numbers)):
-        found[message.source].append(message)
-        found[message.destination].append(message)
-    return found
-
-
-def least(c, m):
-    """Return the least number of micro-batches for which the schedule of a Config exists, if it exists for m."""
-    return {"interleaved": c.pp}.get(c.schedule, 1) if c.schedule in SHORT else m
+    """Return the messages of the Schedule with these numbers: (name, p, m, chunks)."""
+    return schedules.messages(schedule(*numbers))
 
 
 class Model:
@@ -80,24 +77,27 @@ class Model:
         for name in ("layout", "states", "rows", "activations"):
             setattr(self, name, cache(getattr(self, name)))
 
+    def config_of(self, *fields):
+        """Return the Config with these values of the first FIELDS, and one sample in a micro-batch."""
+        return replace(self.config, **dict(zip(FIELDS, fields, strict=False)), micro_batch_size=1)
+
     def layout(self, dp, *fields):
-        """Return the `layout.Layout` of the first FIELDS, with one sample in a micro-batch."""
-        c = replace(self.config, **dict(zip(FIELDS, fields, strict=False)), micro_batch_size=1)
+        """Return the `layout.Layout` of `config_of(*fields)`."""
+        c = self.config_of(*fields)
         if len(fields) > 4:  # the placement of units does not depend on these fields
             made = copy(self.layout(dp, *fields[:4]))
             made.config, made.stage = c, c.zero if dp > 1 else 0
             return made
-        numbers = c.schedule, c.pp, c.pp, c.chunks
-        made = Layout(c, dp, self.table, schedule(*numbers), self.buckets(c.tp, dp))
+        made = Layout(c, dp, self.table, schedule(c.schedule, c.pp, c.pp, c.chunks), self.buckets(c.tp, dp))
         made.holders, made.stored = cache(made.holders), cache(made.stored)
         return made
 
+    def sizes(self, c):
+        return memory.sizes(c, self.item, self.wide, on_cpu=False)
+
     def states(self, layout, rank):
         """Return {what: bytes} of the model states that a pipeline rank keeps (`memory.rank_states`)."""
-        return memory.rank_states(layout, rank, self.sizes(layout))
-
-    def sizes(self, layout):
-        return memory.sizes(layout.config, self.item, self.wide, on_cpu=False)
+        return memory.rank_states(layout, rank, self.sizes(layout.config))
 
     def rows(self, layout, m, rank):
         """Return `ledger.rows` of a step with m micro-batches of one sample, on data rank 0."""
@@ -109,27 +109,23 @@ class Model:
 
         The calls of the cross-entropy rows are those of b = 1.
         """
-        short, result = least(layout.config, m), {}
-        for (axis, *names), (calls, sent, per) in self.rows(layout, short, rank).items():
-            often = "micro-batch" in per
-            times, samples = m // short if often else 1, b if often and axis != "dp" else 1
+        few, result = short(layout.config, m), {}
+        for (axis, *names), (calls, sent, per) in self.rows(layout, few, rank).items():
+            times, samples = (Fraction(m, few), b if axis != "dp" else 1) if "micro-batch" in per else (1, 1)
             result[axis, *names] = calls * times, sent * times * samples
         return result
 
-    def activations(self, layout, m, rank):
-        """Return `memory.activations` of a step with m micro-batches of one sample."""
-        c = layout.config
+    def activations(self, m, rank, *fields):
+        """Return `memory.activations` of a step with m micro-batches of `config_of(*fields)`."""
+        c = self.config_of(*fields)
         numbers = c.schedule, c.pp, m, c.chunks
-        return memory.activations(c, schedule(*numbers), rank, self.sizes(layout), messages(*numbers)[rank])
+        return memory.activations(c, schedule(*numbers), rank, self.sizes(c), messages(*numbers))
 
     def kept(self, layout, m, b, rank):
         """Return {what: bytes} that a pipeline rank keeps: the table of `memory.predict`."""
         c = layout.config
-        rounds, more = SHORT.get(c.schedule, (m, 0))
-        short = min(m, rounds * c.pp + more)
-        # The activations depend neither on dp nor on ZeRO.
-        alone = self.layout(1, c.tp, c.pp, c.schedule, c.chunks, 0, c.sequence_parallel, c.recompute)
-        activations = self.activations(alone, short, rank)
+        fields = c.tp, c.pp, c.schedule, c.chunks, 0, c.sequence_parallel, c.recompute  # ZeRO shards no activations
+        activations = self.activations(short(c, m), rank, *fields)
         return self.states(layout, rank) | {what: b * size for what, size in activations.items()}
 
     def on_gpu(self, c, layout, m, rank):
@@ -204,12 +200,11 @@ def fields_fit(c, gpus):
 def schedule_fits(c, dp):
     """Return True if the schedule exists. It builds a shorter one."""
     m = configuration.micro_batches(c, c.global_batch_size, dp)
-    short = least(c, m)
     try:
-        made = schedule(c.schedule, c.pp, short, c.chunks)
+        made = schedule(c.schedule, c.pp, min(m, c.pp + m % c.pp) if c.schedule in SHORT else m, c.chunks)
     except UserError:
         return False
-    return m % short == 0 and c.num_layers >= max(made.parts) - 1
+    return c.num_layers >= max(made.parts) - 1
 
 
 # --- one layout -------------------------------------------------------------------------------------------------------
@@ -229,15 +224,12 @@ def judge(c, gpus, device, code="ours", tokens=None, exact=True, say=lambda *lin
     """Return the facts of one layout as a dict with the keys of plan.py's --json. Sizes in bytes, times in seconds.
 
     exact: False is fast: it leaves out memory_by_rank, and takes 1F1B's bubble for a bubble without a closed form.
-    say gets each line of the explanation: name, formula, value, unit; or a title.
+    say gets each line of the explanation: name, formula, value, unit.
     """
     dtype, dp, p, batch = refuse(c, device), gpus // (c.tp * c.pp), c.pp, c.global_batch_size
     m, known = configuration.micro_batches(c, batch, dp), model_of(c, dtype)
     layout = known.layout(dp, *(getattr(c, name) for name in FIELDS[:-1]))
-    say("The batch and the model")
-    say("data ranks dp", "GPUs / (tp pp)", dp, "")
     say("micro-batches m", "global_batch_size / (b dp)", m, "")
-    say("parameters", "all units; a tied table counts once", known.parameters, "")
     step = Step(c, known, layout, device, m, code, exact, say)
     # The fullest rank is 0 (most micro-batches in flight), 1 (a block more), p/2 (Chimera) or p-1 (the logits).
     ranks = range(p) if exact else {0, min(1, p - 1), p // 2, p - 1}
@@ -282,8 +274,7 @@ def binds(facts, device):
     if share < 0.05:
         return f"computation: {parts['compute'] / facts['step_seconds']:.0%} of the step; no other part costs 5%"
     beyond = name == "tensor parallel" and layout["tp"] > device.per_node
-    reasons = {"bubble": f", {facts['micro_batches']} micro-batches for {layout['pp']} stages"}
-    return f"{name}: {share:.0%} of the step" + (", it leaves the node" if beyond else reasons.get(name, ""))
+    return f"{name}: {share:.0%} of the step" + ", it leaves the node" * beyond
 
 
 def order(facts):

@@ -42,6 +42,8 @@ import math
 from collections import namedtuple
 from functools import cache
 
+import numpy as np
+
 from parallel import schedules
 from parallel.comm import sent_bytes
 from parallel.layout import rows_outside
@@ -91,9 +93,8 @@ class Step:
         self.n, self.rows = c.micro_batch_size * c.seq_length, rows_outside(c)
         self.peak, stride = device.peak(model.dtype), c.tp * c.pp
         self.matrix, self.memory = self.peak * device.matrix, device.memory_rate * device.memory
-        say("Rates: data sheet * share that is reached (accounts/devices.py)")
-        say("matrix products", f"{self.peak / 1e12:.4g} TFLOP/s * {device.matrix}", self.matrix / 1e12, "TFLOP/s")
-        say("memory", f"{device.memory_rate / 1e9:.4g} GB/s * {device.memory}", self.memory / 1e9, "GB/s")
+        say("rate of matrix products", f"{device.matrix} of the data sheet's", self.matrix / 1e12, "TFLOP/s")
+        say("rate of memory", f"{device.memory} of the data sheet's", self.memory / 1e9, "GB/s")
         apart = c.tp if stride <= device.per_node else device.per_node  # from a stage to the next one
         places = {"tp": (1, c.tp), "pp": (apart, 2), "dp": (stride, layout.dp), "world": (1, stride * layout.dp)}
         places["holders"] = c.tp * max(1, c.pp - 1), 2
@@ -107,14 +108,14 @@ class Step:
         """Return the seconds of a product [M, K] x [K, N]. result: bytes moved for an element of the result."""
         moved = self.item * (M * K + K * N) + result * M * N
         seconds = 2 * K * (M * N + self.device.wave) / self.matrix + moved / self.memory + self.device.operation
-        formula = f"2 K (M N + {self.device.wave:.3g}) / rate + bytes / memory + gap"
-        self.say(f"product [{M}, {K}] x [{K}, {N}]", formula, seconds * 1e3, "ms")
+        self.say(
+            f"product [{M}, {K}] x [{K}, {N}]", "2 K (M N + wave) / rate + bytes / rate + gap", seconds * 1e3, "ms"
+        )
         return seconds
 
     def block(self):
         """Return {"F", "I", "W": seconds} of a block for n = bs tokens, without tensor parallel communication."""
         h, t, n, result = self.c.hidden_size, self.c.tp, self.n, {}
-        self.say(f"A block, one micro-batch of n = b s = {n:,} tokens")
         linears = [(h, 3 * h // t), (h // t, h), (h, 4 * h // t), (4 * h // t, h)]  # inputs, outputs
         products = sum(self.product(n, outputs, inputs, self.item) for inputs, outputs in linears)
         for kind, core in zip("FI", self.attention(), strict=True):
@@ -200,22 +201,19 @@ class Step:
         bubble, formula, messages = idle(c.schedule, c.pp, m, c.chunks, *mean[:3], arrival, self.exact)
         if self.code != "ours" and c.chunks > 1:
             messages += 2 * m * c.chunks * message
-        name, rest = f"stage {stages.index(busiest)}", REST[self.code]
-        for who, times in (name, busiest), ("a stage, mean", mean):
-            self.say(f"One micro-batch of {who}")
-            for what, seconds in zip(("F", "I", "W", "recomputation", "collectives"), times, strict=True):
-                self.say(what, "", seconds * 1e3, "ms")
-        self.say("A step (accounts/seconds.py)")
-        self.part("compute", f"m (F + I + W - recomputation - collectives), {name}", m * (F + I + W - again - tensor))
-        self.part("recomputation", f"m recomputation of {name}", m * again)
-        self.part("tensor parallel", f"m collectives of {name}", m * tensor)
+        lines = "F", "I", "W", "recomputation", "collectives", "F + I + W of a mean stage"
+        for what, seconds in zip(lines, (*busiest, sum(mean[:3])), strict=True):
+            self.say(what, f"a micro-batch on stage {stages.index(busiest)}, the busiest", seconds * 1e3, "ms")
+        self.part("compute", "m (F + I + W - recomputation - collectives)", m * (F + I + W - again - tensor))
+        self.part("recomputation", "m recomputation", m * again)
+        self.part("tensor parallel", "m collectives", m * tensor)
         self.part("bubble", f"{formula}, mean stage", bubble)
         self.part("pipeline messages", "waits for messages on their way", messages)
         self.bubble = bubble / sum(self.parts.values())
         data = max(self.data_parallel(rank, *stages[rank][:3]) for rank in self.sent) + max(map(self.sums, self.sent))
         self.part("data parallel", "what no backward hides; sums", data)
-        self.part("update", "bytes of the optimizer's state / memory rate", max(map(self.update, self.sent)))
-        self.part("everything else", f"{rest:.0%} of the sum", rest * sum(self.parts.values()))
+        self.part("update", "bytes of the optimizer's state / rate of memory", max(map(self.update, self.sent)))
+        self.part("everything else", f"{REST[self.code]:.0%} of the sum", REST[self.code] * sum(self.parts.values()))
         self.seconds = sum(self.parts.values())
         self.say("step", f"sum; expected error {ERROR:.0%}", self.seconds, "s")
 
@@ -303,14 +301,16 @@ def idle(name, p, m, chunks, F, I, W, message, exact=True):
         _, waiting, messages = CLOSED[name if known else "1f1b"]
         return schedules.by_formula(waiting, **letters), waiting, schedules.by_formula(messages, **letters) * message
     first = min(m, 3 * p + m % p)  # two short steps predict a long step
-    spans = [[simulated(name, p, n, chunks, F, I, W, time) for time in (0, message)] for n in (first, first + p)]
-    still, moving = (a + (m - first) // p * (b - a) for a, b in zip(*spans, strict=True))
-    return max(0.0, still - m * (F + I + W)), "schedules.simulate", moving - still
+    still, moving = ends = simulated(name, p, first, chunks, F, I, W, message)
+    if m > first:
+        more = simulated(name, p, first + p, chunks, F, I, W, message)
+        still, moving = ends + (m - first) // p * (more - ends)
+    return max(0.0, float(still) - m * (F + I + W)), "schedules.simulate", float(moving - still)
 
 
 def simulated(name, p, m, chunks, F, I, W, message):
-    """Return the seconds of a step of the pipeline."""
+    """Return the seconds of a step of the pipeline: if messages take no time, and with them."""
     made = schedule(name, p, m, chunks)
     v = len(schedules.pipelines(made)[0]) // p  # in Chimera, each of two pipelines runs half of the micro-batches
     cost = {"F": F / v, "B": (I + W) / v, "I": I / v, "W": W / v}
-    return schedules.simulate(made, cost, message).makespan
+    return np.array([max(e.end for e in schedules.run_in_order(made, cost, time)) for time in (0, message)])
