@@ -147,14 +147,19 @@ def versions_of_weights(layout, schedule, rank, z):
 
 
 def least(c, dp, z):
-    """Return a lower bound of the model states of a rank in bytes, with configuration c on `dp` data ranks. z: Sizes.
+    """Return a lower bound of the bytes that the fullest rank keeps, with configuration c on `dp` data ranks. z: Sizes.
 
-    The bound counts the matrices of a stage's blocks. So it needs no layout, and its time does not depend on c.
+    The bound counts the matrices of a stage's blocks, its share of the two tables, and the activations of one
+    micro-batch. So it needs no layout and no schedule, and its time does not depend on c.
     """
-    elements = 12 * (c.num_layers // (c.pp * c.chunks)) * c.chunks * c.hidden_size**2 // c.tp
-    master, moments = (z.wide * part * (not c.offload) for part in (z.apart, RULES[c.optimizer].moments))
-    states = model_states(elements, dp, c.zero, z.item, z.wide, master, moments)
-    return states["parameters"] if c.eval_only else sum(states.values())
+    blocks, h = c.num_layers // (c.pp * c.chunks) * c.chunks, c.hidden_size
+    elements = 12 * blocks * h * h // c.tp + (c.padded_vocab_size // c.tp + c.positions) * h // c.pp
+    states = model_states(elements, dp, c.zero, z.item, z.wide, z.wide * z.apart, z.wide * RULES[c.optimizer].moments)
+    block = block_activations(c, z)
+    if c.eval_only:
+        return states["parameters"] + block["qkv's input"]
+    kept_on_device = [states[what] for what in ("parameters", "gradients") if c.offload] or states.values()
+    return sum(kept_on_device) + blocks * (block["qkv's input"] if c.recompute == "full" else sum(block.values()))
 
 
 def refuse_too_large(c, dp, device):
