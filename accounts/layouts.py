@@ -109,7 +109,8 @@ class Model:
 
         The calls of the cross-entropy rows are those of b = 1.
         """
-        few, result = short(layout.config, m), {}
+        c, result = layout.config, {}
+        few = math.gcd(m, c.pp) if c.schedule in SHORT else m  # interleaved needs a multiple of pp
         for (axis, *names), (calls, sent, per) in self.rows(layout, few, rank).items():
             times, samples = (Fraction(m, few), b if axis != "dp" else 1) if "micro-batch" in per else (1, 1)
             result[axis, *names] = calls * times, sent * times * samples
