@@ -19,6 +19,7 @@ The list leaves out layouts if another listed layout is better. Set their fields
 
 import gc
 import math
+from collections import defaultdict
 from copy import copy
 from dataclasses import replace
 from fractions import Fraction
@@ -61,8 +62,12 @@ def short(c, m):
 
 @cache
 def messages(*numbers):
-    """Return the messages of the Schedule with these numbers: (name, p, m, chunks)."""
-    return schedules.messages(schedule(*numbers))
+    """Return {rank: its messages} of the Schedule with these numbers: (name, p, m, chunks)."""
+    of = defaultdict(list)
+    for message in schedules.messages(schedule(*numbers)):
+        of[message.source].append(message)
+        of[message.destination].append(message)
+    return of
 
 
 class Model:
@@ -120,7 +125,7 @@ class Model:
         """Return `memory.activations` of a step with m micro-batches of `config_of(*fields)`."""
         c = self.config_of(*fields)
         numbers = c.schedule, c.pp, m, c.chunks
-        return memory.activations(c, schedule(*numbers), rank, self.sizes(c), messages(*numbers))
+        return memory.activations(c, schedule(*numbers), rank, self.sizes(c), messages(*numbers)[rank])
 
     def kept(self, layout, m, b, rank):
         """Return {what: bytes} that a pipeline rank keeps: the table of `memory.predict`."""

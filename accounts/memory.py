@@ -60,6 +60,7 @@ least the number of bytes within a backward.
     - with offload on a GPU, in the CPU's memory: a buffer for the gradients that the rank updates (`Bucket.staging`)
 """
 
+import functools
 import itertools
 import os
 from collections import Counter, deque
@@ -254,9 +255,14 @@ def changes(c, schedule, rank, z, messages):
         """Return the bytes of the tensor between two chunks if `after` alone keeps it at the end: 0 or `message`."""
         return message * (crosses(before, after) or (None not in (before, after) and chunks[before][-1].again > 0))
 
-    for kind, j, chunk in schedule.actions[rank]:
+    @functools.cache
+    def of(chunk):
         units, above, below = chunks[chunk], schedules.upstream(schedule, chunk), schedules.downstream(schedule, chunk)
-        own, rows = sum(unit.saved + unit.output for unit in units), any(unit.rows for unit in units)
+        own, operands = sum(unit.saved + unit.output for unit in units), sum(unit.operands for unit in units)
+        return own, operands, any(unit.rows for unit in units), above, below
+
+    for kind, j, chunk in schedule.actions[rank]:
+        own, operands, rows, above, below = of(chunk)
         change = -message * max(0, leaving - IN_TRANSIT)
         leaving = min(leaving, IN_TRANSIT)
         while mail and not mail[0]:  # all receives before the rank's next send start now
@@ -270,7 +276,7 @@ def changes(c, schedule, rank, z, messages):
             change -= own + 8 * z.rows * (rows and not sharing[j])
             change += handed_on(chunk, below) - handed_on(above, chunk)
             change += message * (above is not None) - message * (below is not None)
-        change += {"I": 1, "W": -1}.get(kind, 0) * sum(unit.operands for unit in units)
+        change += {"I": 1, "W": -1}.get(kind, 0) * operands
         if kind not in "WU" and crosses(*((chunk, below) if kind == "F" else (above, chunk))):
             mail.popleft()
             leaving += 1
