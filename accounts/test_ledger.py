@@ -188,7 +188,7 @@ def test_all_members_make_a_group_as_their_same_group(monkeypatch, layout, expec
 
     The default group, of all ranks, exists before the Mesh. Axes with the same ranks share a group.
     """
-    config, made, new_group = tiny_config(1, micro_batch_size=1, **layout), {}, dist.new_group
+    config, made, new_group = tiny_config(1, micro_batch_size=1, dtype="fp32", **layout), {}, dist.new_group
 
     def counting(ranks, **more):
         before[tuple(ranks)].append(len(dist.distributed_c10d._world.pg_names))
