@@ -88,6 +88,7 @@ def trained(workers, tmp_path_factory):
     config = configured(
         folder / "out", str(folder), vocab_size=257, train_iters=100, lr_decay_iters=100, lr=1e-2, clip_grad=1.0, tp=2,
         sequence_parallel=True, dropout=0.0, seq_length=16, dtype="fp32", hidden_size=32, global_batch_size=16,
+        micro_batch_size=16,
     )  # fmt: skip
     workers.run(2, go, config)
     return folder / "out"

@@ -488,9 +488,9 @@ def trained(config, steps=2):
     "dp, tp, fields",
     [
         (1, 1, dict(dtype="fp32", dropout=0.1)),
-        (1, 1, dict(dtype="bf16", recompute="full")),
+        pytest.param(1, 1, dict(dtype="bf16", recompute="full"), marks=pytest.mark.slow),
         (1, 2, dict(dtype="fp32", sequence_parallel=True, activation="relu")),  # the second rank has padding only
-        (2, 1, dict(dtype="fp32", zero=3, dropout=0.1)),
+        pytest.param(2, 1, dict(dtype="fp32", zero=3, dropout=0.1), marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -247,6 +247,7 @@ prepare.write_whole = lambda path, value: die() if 'meta' in str(path) else whol
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("crash", CRASHES)
 def test_after_a_crash_the_same_command_ends_in_the_same_bytes(crash, corpus, tmp_path):
     """A kill at any moment leaves no folder or a whole one."""
@@ -261,6 +262,7 @@ def test_after_a_crash_the_same_command_ends_in_the_same_bytes(crash, corpus, tm
     assert {name: found[name] for name in expected} == expected and (done or found.keys() == expected.keys())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("crash", ["while it fills the empty splits", "before the rename"])
 def test_a_kill_at_the_end_keeps_the_finished_work(crash, tmp_path):
     """One big file is one document, so val and test get their tokens from the end of train."""

@@ -32,6 +32,8 @@ from errors import UserError
 OPERATIONS = bench_kernels.operations(torch.device("cpu"), **bench_kernels.SMALL, dtype=torch.float64)
 SCRIPT = Path(__file__).parent / "first_run.sh"
 
+pytestmark = pytest.mark.slow  # no part of the program
+
 # --- the command line -------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,8 @@ from errors import UserError
 SIZES = dict(num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8, vocab_size=50, global_batch_size=4)
 SMALL = Config(**SIZES, train_iters=9, eval_iters=0, log_interval=1)
 
+pytestmark = pytest.mark.slow  # no part of the program
+
 
 def test_the_grid():
     """2 processes and 4 samples allow micro-batches of 1 and 2 with dp = 2, and of 1, 2 and 4 with tp = 2 or pp = 2."""

@@ -6,6 +6,8 @@ import pytest
 
 from testing import compiled
 
+pytestmark = pytest.mark.slow
+
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 for tool in ("cuobjdump", "nvdisasm"):

@@ -108,7 +108,10 @@ def test_pipedream_is_refused_on_gpus_by_name():
 
 def test_the_rule_finds_a_wrong_order(monkeypatch):
     """Swap two neighbouring calls of one rank. In most places the ranks then wait for ever."""
-    calls, dice = [recorded(monkeypatch, tiny_config(1, 2, pp=2, dtype="fp32"), 4, rank) for rank in range(4)], random.Random(0)
+    calls, dice = (
+        [recorded(monkeypatch, tiny_config(1, 2, pp=2, dtype="fp32"), 4, rank) for rank in range(4)],
+        random.Random(0),
+    )
     assert waiting(calls) == {}
     stuck = 0
     for _ in range(40):
