@@ -126,7 +126,7 @@ POSITIVE = (  # the other numbers may be 0
     "updates_per_call log_interval loss_scale_window hysteresis initial_loss_scale min_loss_scale adam_eps "
     "comm_timeout init_method_std"
 ).split()
-BELOW_ONE = ("dropout", "adam_beta1", "adam_beta2", "lr_warmup_fraction")
+BELOW_ONE = ("dropout", "adam_beta1", "adam_beta2")
 LARGEST = 1e13  # no number of a run is larger
 MICRO_BATCHES = 2**13  # the most of one step on one data rank, because a schedule is a list of actions
 NO_EFFECT = (  # on the weights of a run that is resumed
@@ -250,6 +250,7 @@ def check(c, world):
             require(c, name, fits, f"should be {least} and below {most:g}")
     falls = c.lr_decay_style != "wsd" or c.lr_wsd_decay_iters > 0
     require(c, "lr_decay_style", falls, "set lr_wsd_decay_iters, the updates in which the rate falls")
+    require(c, "lr_warmup_fraction", c.lr_warmup_fraction <= 1, "should be at most 1, the whole of lr_decay_iters")
     require(c, "min_lr", c.min_lr <= c.lr, f"should be at most lr={c.lr}")
     one = c.eval_only or (c.train_iters > 0) != (c.train_epochs > 0)
     require(c, "train_iters", one, f"with train_epochs={c.train_epochs}: set one of the two")

@@ -88,8 +88,15 @@ def find_files(inputs):
 
 
 def walk(folder):
-    """Yield the text files below `folder`, sorted, except hidden files and folders and __pycache__."""
-    for here, folders, names in os.walk(folder):
+    """Yield the text files below `folder`, sorted, except hidden files and folders and __pycache__.
+
+    Raises UserError if a folder can't be read: without its texts, the data set would lack them in silence.
+    """
+
+    def stop(error):
+        raise UserError(f"input folder {error.filename}: {error.strerror}")
+
+    for here, folders, names in os.walk(folder, onerror=stop):
         folders[:] = sorted(name for name in folders if name[0] != "." and name != "__pycache__")
         names = sorted(name for name in names if name[0] != "." and kind_of(name) in KINDS)
         yield from (os.path.join(here, name) for name in names)
@@ -371,6 +378,8 @@ def prepare(args):
             raise ValueError("out of range")
     if args.workers < 1:
         raise UserError(f"--workers={args.workers}: should be a positive integer")
+    if args.megatron and args.inputs:
+        raise UserError(f"--megatron={args.megatron}: converts one data set; leave out the inputs {args.inputs}")
     tokenizer = load_tokenizer(args.tokenizer)  # raises its errors before any work
     files = [f"{args.megatron}.bin", f"{args.megatron}.idx"] if args.megatron else find_files(args.inputs)
     source = args.megatron or (args.inputs or ["stdlib"])[0]

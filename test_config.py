@@ -173,6 +173,7 @@ def test_mistakes_in_a_file(tmp_path, text, message):
         (1, dict(dropout=1.0), "dropout=1.0: should be 0 or more and below 1"),
         (1, dict(seed=10**30), "seed=1000000000000000000000000000000: should be"),
         (1, dict(comm_timeout=1e300), "comm_timeout=1e+300: should be"),
+        (1, dict(lr_warmup_fraction=2.0), "lr_warmup_fraction=2.0: should be at most 1"),
         (1, dict(min_lr=1.0), "min_lr=1.0: should be at most lr=0.001"),
         (1, dict(max_position_embeddings=100), "seq_length=256: should be at most max_position_embeddings=100"),
         (1, dict(lr_decay_style="wsd"), "lr_decay_style=wsd: set lr_wsd_decay_iters"),
@@ -181,6 +182,10 @@ def test_mistakes_in_a_file(tmp_path, text, message):
 )
 def test_what_cannot_work_is_refused_by_name(world, fields, message):
     assert refusal(configuration.check, Config(**{"train_iters": 10} | fields), world).startswith(message)
+
+
+def test_the_warm_up_may_be_the_whole_decay():
+    assert configuration.check(Config(train_iters=10, lr_warmup_fraction=1.0), world=1) == 1
 
 
 @pytest.mark.parametrize(

@@ -315,6 +315,11 @@ def test_a_full_disk_is_one_line_and_no_loss(corpus, tmp_path):
 # --- the output folder ------------------------------------------------------------------------------------------------
 
 
+def test_a_folder_that_cannot_be_read_is_not_left_out():
+    with pytest.raises(UserError, match="input folder nowhere: No such file"):
+        list(prepare.walk("nowhere"))
+
+
 def test_a_finished_folder_is_left_alone(here, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("text")
     first = run(tmp_path / "a.txt", tmp_path / "out")
@@ -390,6 +395,7 @@ def test_bad_input_stops_with_its_place_or_is_skipped_and_counted(case, here, tm
         (["empty.txt"], "the input is empty: no text in 1 files"),
         (["a.txt", "--split=1,2"], "--split=1,2: should be three shares"),
         (["a.txt", "--workers=0"], "--workers=0: should be a positive integer"),
+        (["a.txt", "--megatron=web"], "--megatron=web: converts one data set"),
         (["a.txt", "--out=strange"], "--out=strange: Directory not empty"),
     ],
 )

@@ -305,7 +305,7 @@ def compare_hosts(c, mesh, tokens, path):
         if differing := [name for name in seen if seen[name] != first[name]]:
             who = f"rank {mesh.rank} (on {socket.gethostname()}) sees other files there than rank 0"
             field = f"{differing[0]}={getattr(c, differing[0])}"
-            raise UserError(f"{field}: {who}; all hosts need one shared folder")
+            raise UserError(f"{field}: {who}; all hosts need one shared out_dir and equal data")
 
     agree(mesh.world, UserError, compare)
 
