@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node=4 train.py configs/tiny.py --tp=2
 
-Every process runs this file. Every random number is a function of the seed and of the place where it is used.
-Therefore a checkpoint needs only the weights, the moments, the loss scale, and the counters in `Counters` and
-`Zero.updates`.
+Every process runs this file. Every random number depends only on the seed and on its use: a parameter's name, or the
+sample, position and layer. Therefore a checkpoint needs only the weights, the moments, the loss scale, and the counters
+in `Counters` and `Zero.updates`.
 """
 
 import contextlib
@@ -69,8 +69,8 @@ def train_step(run, batches):
         sums = torch.stack([loss, zero.squared_norm(), stop])
         loss, squared_norm, stop = all_reduce(sums, mesh.world, "scalars").wait()
 
-        # Skip, or clip and update. With AdamW in bf16 or fp32 the host waits for no result here: it enqueues the next
-        # step meanwhile.
+        # Skip, or clip and update. With AdamW in bf16 or fp32, without offload, the host does not wait here. It
+        # enqueues the next step while the GPU works.
         norm = squared_norm.sqrt() / scale
         skip = ~norm.isfinite()
         clip = (c.clip_grad / (norm + 1e-6)).clamp(max=1.0) if c.clip_grad else torch.ones_like(norm)
@@ -88,9 +88,10 @@ def train_step(run, batches):
 
 
 def rate(run):
-    """Return the learning rate of the next update, float64 on the device. The host does not wait for `zero.updates`.
+    """Return the learning rate of the next update, float64 on the device.
 
-    A table has the rates of the next RATES updates. In RATES iterations there are at most as many updates.
+    A table has the rates of the next RATES updates. RATES iterations make at most RATES updates, so the table is long
+    enough. The host waits for `zero.updates` only when it makes a new table.
     """
     if run.rates is None or run.counters.iteration % RATES == 0:
         first = run.zero.updates.item()
@@ -102,7 +103,7 @@ def rate(run):
 
 @torch.no_grad()
 def evaluate(run, tokens):
-    """Return the mean loss per token of at most the first eval_iters global batches of `tokens`."""
+    """Return the mean loss per token of the first eval_iters global batches of `tokens`, or of all it has."""
     c, mesh = run.config, run.mesh
     mesh.ledger.phase = "evaluate"
     total = torch.zeros(2, dtype=torch.float64, device=run.device)
@@ -129,7 +130,7 @@ def train(run, tokens, validation, logger):
     """
     c, mesh, counters, history = run.config, run.mesh, run.counters, History(run, logger.say)
 
-    def due(interval):  # a call of PipeDream makes several updates
+    def due(interval):  # one call of PipeDream makes several updates: is a multiple of `interval` passed?
         return last or (interval and counters.iteration // interval > before // interval)
 
     samples = data.training_samples(counters.consumed_samples, mesh.dp.rank, mesh.dp.size, c.micro_batch_size)
@@ -138,7 +139,7 @@ def train(run, tokens, validation, logger):
         while not last:
             before = counters.iteration
             steps = train_call(run, batches) if run.schedule.versions else [train_step(run, batches)]
-            history.add(steps)  # reads the step before: the device already works on this one
+            history.add(steps)  # reads the results of the step before, while the device computes this one
             last = counters.iteration >= c.train_iters or history.stop
             validate = validation and due(c.eval_interval) and not history.stop
             if due(c.log_interval) or validate:
@@ -171,7 +172,7 @@ def micro_batches(run, loader):
 
 @dataclass
 class Counters:
-    """The progress of a run. `Zero.updates`, on the device, counts the updates that were not skipped."""
+    """The progress of a run. `Zero.updates` (on the device) counts the updates that were not skipped."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -187,7 +188,7 @@ class Run:
     dtype: str
     model: GPT
     layout: Layout
-    schedule: schedules.Schedule  # of a step with global_batch_size samples, as after a ramp-up
+    schedule: schedules.Schedule  # for global_batch_size samples; during a ramp-up, steps have fewer micro-batches
     zero: Zero
     loss_scale: LossScale
     timers: Timers
@@ -215,7 +216,7 @@ def build(config, mesh, device):
 
 
 def save(run, tokens):
-    """Save a checkpoint. tokens: of the split train."""
+    """Save a checkpoint. tokens: the `data.Tokens` of the training split."""
     state = {
         "shapes": {name: list(spec.shape) for name, spec in run.model.specs().items()},
         "config": asdict(run.config),
@@ -312,9 +313,9 @@ def compare_hosts(c, mesh, tokens, path):
 
 @contextlib.contextmanager
 def new_file(c):
-    """Context: a file of a new name in out_dir, with some bytes, to see that rank 0 can write there. Yield the name.
+    """Context: write a file with a new name in out_dir, to see that rank 0 can write there. Yield the name.
 
-    A new name, because network file systems remember for a while that a file was not there.
+    The name is new, because network file systems remember for a while that a file did not exist.
     """
     with explained(f"out_dir={c.out_dir}"), tempfile.NamedTemporaryFile(dir=c.out_dir, buffering=0) as file:
         file.write(bytes(4096))  # a full disk may take a name, but no bytes
@@ -332,7 +333,11 @@ def open_files(config, mesh, stack):
 
 
 def main():
-    """Run the command line. Exit codes: 0 done, or saved and stopped; 1 a lost peer; 2 a mistake or a dead torchrun."""
+    """Run the command line.
+
+    Exit codes: 0 if the run is done, or was saved and stopped; 1 if another process was lost; 2 after a mistake of the
+    user, or if torchrun died.
+    """
     arguments = sys.argv[1:]
     if "--plan" in arguments:  # judges this configuration on --world=N --device=D, and starts nothing
         words = [word.replace("--world=", "--gpus=", 1) for word in arguments if word != "--plan"]
