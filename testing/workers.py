@@ -42,7 +42,9 @@ def work(rank, pipe):
             answer = False, str(error)
         except BaseException:
             answer = False, traceback.format_exc()
-        pipe.send(answer)  # first, because after an error the next lines may wait for another rank
+        pipe.send(answer)
+        if not answer[0]:
+            pipe.poll(None)  # the caller ends all ranks; a connection closed before would be an error of another rank
         if dist.is_initialized():
             dist.destroy_process_group()
 
