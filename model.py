@@ -5,11 +5,12 @@
     block:   x + dropout(proj(attention(qkv(ln1(x)))))
              x + dropout(fc2(gelu(fc1(ln2(x)))))
 
-x is [n, h]. A micro-batch has b samples of s tokens, n = b s, and h is the hidden size. The rows are in the order of
-the samples. With sequence parallelism each of the t tensor parallel ranks has n/t rows. GPT-2 (Radford et al. 2019) has
-LayerNorm before attention and MLP, learned positions, tanh-GELU and biases in every block, and uses the word table
-twice. With ReLU instead of GELU the model is OPT (Zhang et al. 2022). Dropout acts on the embedding and on the outputs
-of attention and MLP. The attention probabilities have no dropout.
+x is [n, h]. A micro-batch has b samples of s tokens, n = b s, and h is the hidden size. The s rows of the first sample
+come first, then those of the second. Sequence parallelism cuts the rows over the t tensor parallel ranks
+(`parallel/tensor.py`). Then each rank has n/t rows. GPT-2 (Radford et al. 2019) has LayerNorm before attention and MLP,
+learned positions, tanh-GELU and biases in every block, and uses the word table twice. With ReLU instead of GELU the
+model is OPT (Zhang et al. 2022). Dropout acts on the embedding and on the outputs of attention and MLP. The attention
+probabilities have no dropout.
 
 The layers of `parallel/tensor.py` contain the parallelism. A model is a list of *units* (embedding, blocks, head).
 Each unit is a function of (x, micro-batch). Between two units the executor (`parallel/pipeline.py`) can gather or free
@@ -190,7 +191,9 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    """The units in order. config: a `config.Config`; tp: the tensor parallel axis; ops: the operations to use."""
+    """The units in order. config: a `config.Config`. tp: the `mesh.Axis` of the tensor parallel ranks. ops: a module
+    with the operations, such as `reference`.
+    """
 
     def __init__(self, config, tp, ops=reference):
         super().__init__()

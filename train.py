@@ -43,7 +43,8 @@ RATES = 4096  # learning rates in the table of `rate`
 
 
 def train_step(run, batches):
-    """Make one update with micro-batches from the iterator `batches`. Return a `PendingStep`.
+    """Make one update with micro-batches from the iterator `batches`. Return a `PendingStep` (`log.py`): the loss and
+    norm, which the device may still compute.
 
     If the gradient of one rank has an inf or nan, the sum of the squared norms over all ranks is not finite, and every
     rank skips the update. A skipped update changes no weight, no moment and not `zero.updates`, on which the learning
@@ -69,7 +70,7 @@ def train_step(run, batches):
         sums = torch.stack([loss, zero.squared_norm(), stop])
         loss, squared_norm, stop = all_reduce(sums, mesh.world, "scalars").wait()
 
-        # Skip, or clip and update. With AdamW in bf16 or fp32, without offload, the host does not wait here. It
+        # Skip, or clip and update. With AdamW in bf16 or fp32, and its state on the GPU, the CPU does not wait here. It
         # enqueues the next step while the GPU works.
         norm = squared_norm.sqrt() / scale
         skip = ~norm.isfinite()
@@ -90,8 +91,8 @@ def train_step(run, batches):
 def rate(run):
     """Return the learning rate of the next update, float64 on the device.
 
-    A table has the rates of the next RATES updates. RATES iterations make at most RATES updates, so the table is long
-    enough. The host waits for `zero.updates` only when it makes a new table.
+    A table has the rates of the next RATES updates. An iteration makes at most one update, so the table lasts for RATES
+    iterations. The host waits for `zero.updates` only when it makes a new table.
     """
     if run.rates is None or run.counters.iteration % RATES == 0:
         first = run.zero.updates.item()
@@ -103,7 +104,7 @@ def rate(run):
 
 @torch.no_grad()
 def evaluate(run, tokens):
-    """Return the mean loss per token of the first eval_iters global batches of `tokens`, or of all it has."""
+    """Return the mean loss per token of the first eval_iters global batches of `tokens`, or of all if it has fewer."""
     c, mesh = run.config, run.mesh
     mesh.ledger.phase = "evaluate"
     total = torch.zeros(2, dtype=torch.float64, device=run.device)

@@ -5,9 +5,9 @@ The slide subtracts the gradient from the moments; the paper adds it. The slide 
 has it outside. In update t, the paper divides m by 1 - b1^t and v by 1 - b2^t (b1, b2: beta1, beta2). The slide
 multiplies the update by b^(t+1). This file follows the paper.
 
-A rule is the update of an optimizer. It changes one range of a rank's flat buffers in place. It is elementwise, so a
-range may begin anywhere. All tensors have the master dtype, float32 (float64 in fp64 runs). Keyword arguments of a
-rule:
+A rule is the function with which an optimizer changes the weights. It changes one range of a rank's flat buffers in
+place. It is elementwise, so a range may begin anywhere. All tensors have the master dtype, float32 (float64 in fp64
+runs). Keyword arguments of a rule:
 
     lr       the learning rate          scale    factor on the gradient: clipping * (1 / loss scale)
     decay    weight decay, or 0         update   the number of this update, from 1
@@ -15,8 +15,9 @@ rule:
 
 The functions below are the specification. If a rule names a *fused* operation, training runs this operation instead of
 the function: PyTorch's kernel in `reference.py`, or Triton's in `kernels.py`. The fused operation makes the same update
-in one pass over memory, instead of one pass per line of the function. It reads lr and scale on the device, so the host
-does not wait. A test compares the two. To change such a rule, edit its function and remove its `fused` in RULES.
+in one pass over memory. The function needs a pass for each of its operations. The fused operation reads lr and scale on
+the device, so the host does not wait. A test compares the two. To change such a rule, edit its function and remove its
+`fused` in RULES.
 """
 
 import math
@@ -55,11 +56,11 @@ def adam_direction(gradient, m, v, scale, update, beta1, beta2, eps):
 
 # --- layer-wise rates, for large batches ------------------------------------------------------------------------------
 #
-# Slide "データ並列": a large global batch generalises worse. LARS and LAMB are remedies. They give every parameter
-# tensor ("layer") its own rate: the norm of an update becomes proportional to the norm of the tensor. Such a rule
-# has two halves. The first half is elementwise and overwrites the gradient with a direction. The second half needs
-# the norms of whole tensors. `tensor_norms` sums the squared elements of each tensor over tp and dp. The second half
-# gets `layerwise`. It is False for biases and LayerNorms, which use the rate `lr` unchanged.
+# Slide "データ並列": a model that is trained with a large global batch generalises worse. LARS and LAMB are remedies. They
+# give every parameter tensor ("layer") its own rate: the norm of an update becomes proportional to the norm of the
+# tensor. Such a rule has two halves. The first half is elementwise and overwrites the gradient with a direction. The
+# second half needs the norms of whole tensors. `tensor_norms` sums the squared elements of each tensor over tp and dp.
+# The second half gets `layerwise`. It is False for biases and LayerNorms, which use the rate `lr` unchanged.
 
 
 def lamb(weight, gradient, moments, *, decay, scale, update, beta1, beta2, eps, **_):
@@ -81,7 +82,7 @@ def lars(weight, gradient, moments, *, scale, **_):
 
 
 def apply_lars(weight, gradient, moments, weight_norm, norm, *, lr, decay, layerwise, beta1, lars_coefficient, **_):
-    """Second half of LARS: v = b1 v + lr (c |w| / (|g| + decay |w|)) (g + decay w);  w -= v."""
+    """Second half of LARS: v = b1 v + lr (c |w| / (|g| + decay |w|)) (g + decay w); w -= v; c is `lars_coefficient`."""
     ratio = 1.0
     if layerwise and weight_norm > 0 and norm > 0:
         ratio = lars_coefficient * weight_norm / (norm + decay * weight_norm)
@@ -115,15 +116,15 @@ class Shard(NamedTuple):
     moments: list
     ranges: list  # layout.Ranges: which elements decay
     pieces: list  # layout.Pieces: the position of each parameter in these tensors
-    cast: torch.Tensor | None  # the parameters, if they are a second buffer (16 bits, or offload); else None
+    cast: torch.Tensor | None  # the 16-bit parameters, if they are a second buffer on this device; else None
     holders: object  # mesh.Axis of the pipeline ranks that have a copy of the bucket
 
 
 def update(c, shards, scalars, ops, mesh, device):
     """Update every shard. c: the configuration. scalars: `reference.UpdateScalars`. ops: has the fused operations.
 
-    shards: [Shard], in the same order on all ranks with a copy. device: of the tensors that are sent. A rule that is
-    not fused reads the scalars on the host, so the host waits for the device.
+    shards: [Shard], in the same order on all ranks that hold the same buckets. device: the device of the norms that are
+    sent. A rule that is not fused reads the scalars on the host, so the host waits for the device.
     """
     rule, constants = RULES[c.optimizer], dict(beta1=c.adam_beta1, beta2=c.adam_beta2, eps=c.adam_eps)
     if rule.fused:
@@ -179,9 +180,9 @@ def tensor_norms(tensors, mesh, sharded, device):
 def learning_rate(c, update):
     """Return the learning rate of an update. update: counted from 1, without skipped steps. c: the configuration.
 
-    A linear warm-up rises to `lr`. With lr_decay_style `constant` the rate stays at `lr`. The other styles fall (wsd:
-    only in the last `lr_wsd_decay_iters` updates) and reach `min_lr` at `lr_decay_iters` (0: at `train_iters`). A
-    warm-up can be longer than `lr_decay_iters` or the run.
+    A linear warm-up rises to `lr`. With lr_decay_style `constant` the rate stays at `lr`. The other styles fall to
+    `min_lr`, which they reach at update `lr_decay_iters` (if 0: at `train_iters`). wsd (warm-up, stable, decay) falls
+    only in the last `lr_wsd_decay_iters` updates. A warm-up can be longer than `lr_decay_iters` or the run.
     """
     end = c.lr_decay_iters or c.train_iters
     warmup = c.lr_warmup_iters if c.lr_warmup_iters >= 0 else c.lr_warmup_fraction * end

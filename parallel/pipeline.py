@@ -100,7 +100,7 @@ class Executor:
         self.local = {}  # (kind, micro-batch, chunk): a tensor for another chunk on this rank
         self.mail = None  # the Mailbox of the current step
         self.trace = self.after_action = Unwatched()
-        self.methods, self.flats = METHODS, {}  # flats: PipeDream's buffers of old weights and sums
+        self.methods, self.flats = METHODS, {}  # flats is empty here; PipeDream's buffers of old weights
         connect(mesh, schedule, zero.device)
 
     def run(self, micro_batches, count, weight):
@@ -139,7 +139,9 @@ class Executor:
         return self.losses
 
     def _execute(self, schedule, messages, micro_batches, rows):
-        """Run this rank's actions in order; post messages before each. rows: the number of rows of a micro-batch."""
+        """Run this rank's actions in order. Before each one, post receives (`Mailbox.post`). rows: the number of rows
+        of a micro-batch.
+        """
         self.schedule, self.batches, self.micro_batches = schedule, {}, micro_batches
         self.mail = Mailbox(messages, self.mesh, (rows, self.config.hidden_size), self.zero)
         for action in schedule.actions[self.mesh.pp.rank]:
@@ -151,7 +153,9 @@ class Executor:
         self.mail.close()
 
     def batch(self, j):
-        """Return micro-batch j. All micro-batches up to j are kept, because some schedules do not begin with 0."""
+        """Return micro-batch j. The iterator gives them in order, but a rank of Chimera may begin with micro-batch 1.
+        So all up to j are kept.
+        """
         while j not in self.batches:
             self.batches[len(self.batches)] = next(self.micro_batches)
         return self.batches[j]

@@ -23,15 +23,17 @@ example is 1F1B with four ranks, eight micro-batches and a backward as long as t
     pipedream      (p-1) / (m+p-1)  with m of many updates       p-r                   old weights, p-r versions of them
     pipedream-2bw  the same                                      p-r                   old weights, 2 versions of them
 
-There are p stages, m micro-batches and v chunks per rank. F, I and W are the durations of forward, input gradient and
-weight gradient on a whole stage. B = I + W is a backward. The column "in flight" is for large m. Its unit is the
-activations of one micro-batch on a whole stage. The formulas of zb-h1 and zb-h2 need W <= F and W <= I. The formula of
-zb-v needs W <= F <= I. `FORMULAS` below has the exact conditions. Each micro-batch sends bsh elements forward and bsh
-elements backward over every boundary between ranks.
+There are p stages and m micro-batches. A chunk is a part of the model that one rank runs as a whole; a rank has v
+chunks. F, I and W are the durations of forward, input gradient and weight gradient on a whole stage. B = I + W is a
+backward. The column "in flight" is for large m. Its unit is the activations of one micro-batch on a whole stage. The
+formulas of zb-h1 and zb-h2 need W <= F and W <= I. The formula of zb-v needs W <= F <= I. `FORMULAS` below has the
+exact conditions. Each micro-batch sends bsh elements forward and bsh elements backward over every boundary between
+ranks.
 
 A schedule is data. The same lists are checked, simulated, drawn (`draw.py`) and executed (`pipeline.py`). The sections
-of this file: schedules, checks, simulation, an order of messages that never deadlocks, formulas of the papers.
-`versions.py` counts the old weights that the two asynchronous schedules keep.
+of this file: schedules, checks, simulation, an order of messages that never deadlocks, formulas of the papers. The
+schedules pipedream and pipedream-2bw are asynchronous: a rank updates its weights without waiting for the others.
+`versions.py` counts the old weights that it keeps.
 """
 
 from itertools import accumulate, zip_longest
@@ -46,10 +48,11 @@ class Action(NamedTuple):
     """One computation of a rank, for one micro-batch in one chunk of the model.
 
     The kinds are F (forward), B (backward) and U (update of the weights, only in PipeDream). A schedule may cut B into
-    two halves: first I (gradient of the chunk's input), later W (gradients of the weights).
+    two halves: first I (gradient of the chunk's input), later W (gradients of the linears' weights). The other
+    gradients are computed in I.
     """
 
-    kind: str  # one of the keys of NOMINAL
+    kind: str  # F, B, I, W or U
     microbatch: int  # 0 .. m-1
     chunk: int  # the number of the chunk; chunks are numbered over all ranks
 
@@ -64,7 +67,7 @@ class Schedule(NamedTuple):
     parts: list  # parts[chunk]: the part of the model that this chunk runs; a pipeline begins at part 0
     placement: list  # placement[chunk]: the rank that runs this chunk
     actions: list  # actions[rank]: the Actions of this rank, in their order
-    versions: list | None = None  # [rank][j]: updates of the weights that micro-batch j uses; None: no U
+    versions: list | None = None  # [rank][j]: the number of updates before the weights that micro-batch j uses
 
     @property
     def microbatches(self):
@@ -161,9 +164,9 @@ def interleaved(stages, microbatches, chunks=2):
             group = range(first, first + p)
             F += [Action("F", j, c * p + rank) for c in range(v) for j in group]
             B += [Action("B", j, c * p + rank) for c in reversed(range(v)) for j in group]
-        # In the first (v-1) p forwards, the first group runs through all of this rank's chunks except the last. Its
-        # first micro-batch goes through p-1-rank later ranks, and its backward comes back. These are 2 (p-1-rank)
-        # steps, and the rank runs one forward in each.
+        # In the first (v-1) p forwards, the first group runs through all of this rank's chunks except the last. Then
+        # the first micro-batch runs its last chunk on the p-1-rank later ranks, and its backward returns through them.
+        # Meanwhile this rank has time for 2 (p-1-rank) forwards.
         warmup = (v - 1) * p + 2 * (p - 1 - rank)
         actions.append(F[:warmup] + alternate(F[warmup:], B))
     return Schedule("interleaved", list(range(v * p)), [c % p for c in range(v * p)], actions)
@@ -183,7 +186,7 @@ def zb_h2(stages, microbatches, chunks=1):
 
     The warm-up and the delay of W are twice those of ZB-H1. Each rank begins and ends its step later than the rank
     before it. If each rank starts its next step at once, no rank waits. In train.py all ranks wait for the gradient
-    norm first. Qi et al., arXiv 2401.10241, section 2.2, figure 3.
+    norm at the end of a step, so a bubble remains. Qi et al., arXiv 2401.10241, section 2.2, figure 3.
     """
     return straight("zb-h2", chunks, zero_bubble(stages, microbatches, 2))
 
@@ -202,20 +205,21 @@ def zb_v(stages, microbatches, chunks=2):
     """ZB-V: a bubble no larger than ZB-H2's, as much memory as ZB-H1, and twice the messages.
 
     Rank r has chunk r on the way down (from rank 0 to rank p-1) and chunk 2p-1-r on the way up. Rank 0 has the first
-    and the last part of the model. So a backward can follow its last forward at once. Every rank works in turns. A turn
-    has six places in this order: f, i, w (up), then F, I, W (down). A rank leaves out a place without an action. Below
-    are p = 3 and rank 1:
+    and the last part of the model. So a backward can follow its last forward at once. The work of a rank is divided
+    into turns. A turn has six places in this order: f, i, w (up), then F, I, W (down). A rank leaves out a place
+    without an action. Below are p = 3 and rank 1:
 
         turn       -3 -2 -1   0         1            2               3                        4
         rank 1     F0 F1 F2   f0 F3     f1 i0 w0     f2 i1 w1 F4 I0 W0   f3 i2 w2 F5 I1 W1    f4 i3 w3 F6 I2 W2 ...
 
-    Turn k+1 does for micro-batch j+1 what turn k does for micro-batch j. In turn k rank r runs f of micro-batch k, i
-    and w of micro-batch k-r, and I and W of micro-batch k-(p-1): i needs one turn for each rank on its way from rank 0
-    to rank p-1, and I goes back through all ranks in one turn. The first 2p-1-r forwards down run as early as possible.
-    F of a later micro-batch j runs in turn j+r-p. Near the end other ranks wait for i and I, so rank r delays its last
-    w and W. The bubble is 0 if F, I and W take equal time and m >= 2p-1. If m < p, the lists are made for p
-    micro-batches, and the actions of the last p-m are left out. Qi et al., arXiv 2401.10241 (not in the conference
-    version) and 2405.15362 (V-ZB). Raises UserError if chunks is not 2.
+    Turn k+1 does for micro-batch j+1 what turn k does for micro-batch j. In turn k, rank r runs f of micro-batch k. It
+    runs i and w of micro-batch k-r, because i needs one turn for each rank on its way from rank 0 to rank p-1. It runs
+    I and W of micro-batch k-(p-1), because I then passes all ranks in one turn. The first 2p-1-r forwards down run as
+    early as possible. F of a later micro-batch j runs in turn j+r-p. Near the end no forward is left, and other ranks
+    wait for i and I. So rank r delays its last r w by r-1 turns and its last p W by 2r turns. The bubble is 0 if F, I
+    and W take equal time and m >= 2p-1. If m < p, the lists are made for p micro-batches, and the actions of the last
+    p-m are left out. Qi et al., arXiv 2401.10241 (not in the conference version) and 2405.15362 (V-ZB). Raises
+    UserError if chunks is not 2.
     """
     p, m = stages, max(stages, microbatches)
     if p == chunks == 1:  # one stage has no way down and up
@@ -245,11 +249,11 @@ def chimera(stages, microbatches, chunks=1):
     the parameters, and the gradients of both copies are summed at the end. Even micro-batches go down (from rank 0 to
     rank p-1), odd micro-batches go up. The batch is cut into groups of p micro-batches. In a group, k = 0, 1 ...
     numbers the micro-batches of one direction. Suppose that F and B take one time slot each. On part i, micro-batch k
-    then has its F in slot i + 2k and its B in slot 2p-1 - i + 2k. The two directions never need the same slot: because
-    p is even, their F have slots of different parity, and so have their B; and in a group, an F of one direction comes
-    before all B of the other on the same rank. The next group begins 2p slots later and uses slots that are still free
-    ("direct concatenation"). Any m is allowed; a multiple of p is best. Li and Hoefler, arXiv 2107.06925, section 3,
-    figure 3. Raises UserError if p is odd and not 1.
+    then has its F in slot i + 2k and its B in slot 2p-1 - i + 2k. The two directions never need the same slot. p is
+    even, so on one rank the F of the two directions are in slots of different parity, and so are their B. Within a
+    group, all F of one direction come before all B of the other. The next group begins 2p slots later and uses slots
+    that are still free ("direct concatenation"). Any m is allowed; a multiple of p is best. Li and Hoefler, arXiv
+    2107.06925, section 3, figure 3. Raises UserError if p is odd and not 1.
     """
     p = stages
     if p == 1:  # with one stage both directions are the same
@@ -270,13 +274,13 @@ def chimera(stages, microbatches, chunks=1):
 
 
 def pipedream(stages, microbatches, chunks=1, per_update=None):
-    """PipeDream: 1F1B without the flush. Each rank updates its weights after each of its backwards.
+    """PipeDream: 1F1B that does not wait for an empty pipeline (a flush) before an update. Each rank updates its
+    weights after each of its backwards.
 
     The list has the micro-batches of many updates. A rank waits only at the beginning and at the end of the list. While
     micro-batch j is in flight, a rank updates its weights p-1-rank times. The backward of j needs the weights of its
     forward, so the rank keeps the old version (weight stashing). Narayanan et al., arXiv 1806.03377, sections 3.2 and
-    3.3. Raises UserError
-    if per_update, the number of micro-batches in an update, is not 1.
+    3.3. Raises UserError if per_update, the number of micro-batches in an update, is not 1.
     """
     if per_update not in (None, 1):
         raise UserError(f"per_update={per_update}: pipedream updates after every micro-batch; should be 1")
@@ -464,7 +468,8 @@ def where(schedule, rank, i):
 
 
 def deadlock(schedule, needs, position, done):
-    """Return the error text of a deadlock: it names a circle of ranks. Each rank waits for a later action of the next.
+    """Return the error text of a deadlock: it names a circle of ranks. Each rank in it waits for an action that the
+    next rank has not reached.
 
     position[rank]: the index of the action that waits; done: the actions that have run.
     """
@@ -592,23 +597,24 @@ def messages(schedule):
             tensor is not yet computed
         before an action: wait for the message that this action consumes
 
-    Posting does not wait (isend, irecv; the tensor is kept until the message is done). `pipeline.Mailbox` posts the
-    messages. It also waits for its oldest send if more than two sends are unfinished. This wait adds no deadlock: the
-    oldest send needs only messages that come before it in the order, and the proof below says that they run. A rank
-    posts receives as early as the order allows.
+    Posting does not wait (isend, irecv; the tensor is kept until the message is done). `Mailbox.post` (pipeline.py)
+    posts the receives up to the next send; `Mailbox.send` posts this send. The Mailbox also waits for its oldest send
+    if more than two sends are unfinished. This wait adds no deadlock: by the proof below, all messages before the
+    oldest send run, so it runs, too. A rank posts receives as early as the order allows.
 
     **This never deadlocks**, even if each rank runs the messages in its queue strictly one by one. Proof: suppose that
-    some actions never run. Let A be the first of these in the simulation. All actions before A on its rank have run,
-    so A lacks only a message M. In the simulation, M is ready before A starts, and the messages before M are ready no
-    later than M. Each producer takes some time there, so it starts before A. So it has run. Then both ends post M and
-    all messages before M. These messages run one after another, and A gets M. This is a contradiction. The proof only
-    needs a timeline in which every producer of a message takes some time. Real durations do not matter.
+    some actions never run. Let A be the first of these in the simulation. All actions before A on its rank have run, so
+    A lacks only a message M. In the simulation, M is ready before A starts, and the messages before M are ready no
+    later than M. The producers of these messages take some time, so they start before A. A is the first action that
+    never runs, so they have run. Then both ends post M and all messages before M. These messages run one after another,
+    and A gets M. This is a contradiction. The proof only needs a timeline in which every producer of a message takes
+    some time. Real durations do not matter.
 
-    **No tensor that is ready waits for another one.** Messages to a higher rank have one process group. Messages to a
-    lower rank have another one (`pipeline.axis_to`). So between two ranks each group has only one sender. Its messages
-    are in the order in which this rank computes them. With one group for both directions, a send would wait for each
-    receive that its rank has posted before. The proof also holds with two groups: then each message waits for fewer
-    earlier messages. Two chunks on one rank need no message.
+    **No tensor that is ready waits for one that is not.** Messages to a higher rank have one process group. Messages to
+    a lower rank have another one (`pipeline.axis_to`). So between two ranks each group has only one sender. Its
+    messages are in the order in which this rank computes them. With one group for both directions, a send would wait
+    for each receive that its rank has posted before. The proof also holds with two groups: then each message waits for
+    fewer earlier messages. Two chunks on one rank need no message.
     """
     consumers = {}  # {producer: its consumer on another rank}; a producer has at most one
     for action, needs in prerequisites(schedule).items():

@@ -1,9 +1,10 @@
 """Tensor parallelism: the matrices of a layer are cut over t ranks (slide "テンソル並列").
 
 Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3; sequence parallelism: Korthikanti et al. (arXiv 2205.05198),
-section 4.2. A transformer block has two pairs of linears: qkv and proj, fc1 and fc2. The first of a pair is cut by
-columns (its outputs), the second by rows (its inputs). Inside a pair each rank computes its own heads or its own part
-of the MLP, without communication:
+section 4.2. A transformer block has two pairs of linears: qkv and proj, fc1 and fc2. The first linear of a pair is cut
+by its outputs (column parallel): each rank computes some columns of y. The second is cut by its inputs (row parallel):
+each rank reads some columns of x. Inside a pair each rank computes its own heads or its own part of the MLP, without
+communication:
 
         x --f-->  Y_i = x A_i^T  -->  gelu / attention  -->  Z_i = Y_i B_i^T  --g-->  z = sum_i Z_i
               column parallel            all local                row parallel
@@ -16,7 +17,7 @@ of the MLP, without communication:
     leave   all_reduce (g) all_reduce of y    nothing               y is whole on every rank
             reduce_scatter reduce_scatter y   all_gather of dy      y is cut by tokens (sequence parallel)
 
-`CONJUGATE` is this table in code. None means no communication.
+`CONJUGATE` is this table in code. With None, nothing is sent in forward or in backward.
 
 Activations are [n, h]: the n = b s tokens of the micro-batch, sample after sample. With sequence parallelism each rank
 has n/t consecutive rows of an activation outside of the pairs. LayerNorm, dropout and residual stream then cost 1/t of
@@ -28,9 +29,9 @@ sums it over tp at the end of the step.
 **What can overlap.** The slide says that tensor parallel communication can't be hidden. This is true in forward: the
 next operation needs the sum that g computes. It is not true in backward: dx needs its all_reduce, but the weight
 gradient dW = dy^T x does not. In the action B, `Linear.backward` starts the all_reduce, computes dW, then waits. With
-sequence parallelism, the all_gather of x for dW also overlaps with the computation of dx. Four kinds of communication
-are not hidden: all of forward; the all_gather of dy (sequence parallelism); that of the embedding and the head; and
-that of dx in the action I, because I leaves dW to W (zb-* schedules).
+sequence parallelism, the all_gather of x for dW also overlaps with the computation of dx. Not hidden are (1) all
+communication in forward, (2) the all_gather of dy, (3) the communication of the embedding and the head, and (4) the
+communication of dx in the action I (zb-* schedules), because W computes dW later.
 
 Per layer and micro-batch each rank sends 8 bsh (t-1)/t elements, or 10 bsh (t-1)/t with sequence parallelism
 (`accounts/ledger.py`). It has 1/t of the matrices and of their work.
@@ -108,8 +109,8 @@ CONJUGATE = {  # {communication of a tensor in forward: communication of its gra
 
 
 def start(communication, x, tp, what):
-    """Start a communication of the table above over tp. Return its Pending. With None and "copy" nothing is sent, and
-    the Pending holds x.
+    """Start a communication of the table above over tp. Return a `comm.Pending`; its `wait()` returns the result. With
+    None and "copy" nothing is sent, and the Pending holds x.
     """
     if communication in (None, "copy"):
         return Pending(x)
@@ -118,12 +119,12 @@ def start(communication, x, tp, what):
 
 
 class Linear(torch.autograd.Function):
-    """y = leave(enter(x) W^T + bias). Every linear of the model is this function.
+    """y = leave(enter(x) W^T + bias). Every linear of the blocks is this function. The head uses it only in generation.
 
-    x: [n or n/t, in]. w: [out, in] of this rank, or [k, out, in] for k outputs of one product. bias: [(k,) out], or
-    None if k = 1. enter: copy, all_gather or None (x has only this rank's columns). leave: all_reduce, reduce_scatter
-    or None. Return y [n, out] (n/t rows with reduce_scatter), or a tuple of k views. Backward adds the gradients of w
-    and bias to `.grad` and does not return them.
+    x: [n or n/t, in]. w: [out, in] of this rank, or [k, out, in] for k outputs of one product. bias: [out] or [k, out].
+    It may be None only if k is 1. enter: copy, all_gather or None (x has only this rank's columns). leave: all_reduce,
+    reduce_scatter or None. Return y [n, out] (n/t rows with reduce_scatter), or a tuple of k views. Backward adds the
+    gradients of w and bias to `.grad` and does not return them.
     """
 
     @staticmethod
@@ -158,7 +159,9 @@ class Linear(torch.autograd.Function):
 
 
 class WeightGradient(NamedTuple):
-    """The factors of dW = dy^T x. The action I stores them, and the action W multiplies them."""
+    """The factors of dW = dy^T x. The action I stores them in `Executor.deferred`. The action W
+    (`Executor.weight_gradient`) multiplies them, and then frees dy and x.
+    """
 
     w: nn.Parameter
     dy: torch.Tensor

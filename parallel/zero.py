@@ -11,8 +11,8 @@ whole copy on each rank. P: elements of a rank's buckets; m: micro-batches.
       2     1/n               1/n         replicated     m + 1   as stage 1, but gradients after each micro-batch
       3     1/n               1/n         1/n            3m      as stage 2, but parameters before each F and each B
 
-With m = 1 this is 2, 2, 2 and 3, as in section 7 of the paper. The table lists the calls of a step in their order. This
-file has the methods in the same order.
+With m = 1 this is 2, 2, 2 and 3, as in section 7 of the paper. The next table lists the calls of a step in their order.
+This file has the methods in the same order.
 
     call           when                    stage 0          1                 2                        3
     zero_grad      at the start            clear            clear             clear 1/n                clear 1/n
@@ -30,8 +30,9 @@ file has the methods in the same order.
 `publish` only starts the gathers. These all_gathers run while the next step begins. `gather` waits until that of its
 bucket is done.
 
-Stages 2 and 3 save memory: beside its shard, a rank has the whole buffer only while a unit uses it or while it is sent.
-This is the life of a bucket's whole gradient. It repeats with each micro-batch:
+Stage 2 frees whole gradients, stage 3 also whole parameters. A rank always keeps its shard. It has the whole buffer
+only while a unit uses the buffer or while the buffer is sent. This is the life of a bucket's whole gradient. It repeats
+with each micro-batch:
 
     open_gradient      allocate it, filled with 0
     backward           adds to it: the `.grad` of each parameter is a view into it
@@ -39,8 +40,9 @@ This is the life of a bucket's whole gradient. It repeats with each micro-batch:
     _end_oldest_sum    waits for it, adds the shard to `own_grad`, frees the whole gradient
 
 At most two sums run while backward fills a third buffer. In stage 3 the parameters of the next unit are gathered while
-this unit computes. If a schedule splits B, a chunk's whole gradients exist from I to W. The action I also computes the
-gradients of LayerNorms, biases, head and embedding. The action W computes the others.
+this unit computes. If a schedule splits B, the whole gradients of a chunk (the units that one action runs) exist from I
+to W. The action I also computes the gradients of LayerNorms, biases, head and embedding. The action W computes the
+others.
 
 In bf16 each parameter needs 18 bytes: parameter 2, gradient 4, master weight 4 (the float32 copy that the optimizer
 updates), two moments 8. Stage 1 divides 12 of these by n, stage 2 divides 16, stage 3 divides 18. In fp32 without
@@ -80,12 +82,12 @@ class Storage(NamedTuple):
 class Bucket:
     """One bucket's flat buffers on this rank.
 
-    param, grad: whole, [size]. If the stage shards them, they have storage only while they are in use.
-    owned: (begin, end) of the elements that this rank updates: its shard with stage 1 or higher, else everything.
-    own_param, own_grad, master (master weights), moments: each has only the elements `owned`.
-    staging: only with offload from a GPU: pinned; it carries the gradient to the CPU, then the new weights back.
-    ranges: parts of `owned` with equal `cut` and `decays`; pieces: one for each parameter (layout.py).
-    params: the nn.Parameters, views into `param`, in the order of layout.specs.
+    param, grad: whole, [size]. If the stage shards them, they have storage only while they are in use. owned: (begin,
+    end) of the elements that this rank updates: its shard with stage 1 or higher, else everything. own_param, own_grad,
+    master (master weights), moments: each has only the elements `owned`. staging: only with offload from a GPU: pinned;
+    it carries the gradient to the CPU, then the new weights back. ranges: consecutive elements of `owned` that are all
+    cut over tp or all replicated, and all with or all without weight decay. pieces: for each parameter, its elements in
+    `owned` (`layout.py`). params: the nn.Parameters, views into `param`, in the order of layout.specs.
     """
 
     def __init__(self, layout, stage, dp, holders, storage):
@@ -129,7 +131,7 @@ class Bucket:
 
     @property
     def cast(self):
-        """The parameters that this rank updates, if they are a second buffer beside the master weights; else None."""
+        """`own_param`, if it is another buffer than `master`; else None."""
         return None if self.own_param is self.master else self.own_param
 
     def defer_to(self, products):
@@ -261,7 +263,8 @@ class Zero:
         """Start to sum a bucket's gradient over the data ranks. last: True if this is its last gradient of the step.
 
         The executor calls this after the bucket's last use in B (`Chunk.reduce_after`), or in W. The sum runs while
-        backward continues with earlier units. Stages 0 and 1 sum only once, after the last micro-batch.
+        backward continues with the unit below. Stages 2 and 3 sum after each micro-batch. Stages 0 and 1 sum only once,
+        after the last micro-batch.
         """
         bucket = self.buckets[name]
         if bucket.stage >= 2:
@@ -286,7 +289,8 @@ class Zero:
     # --- finish: after all backwards ---------------------------------------------------------------------------------
 
     def finish(self):
-        """Wait for all sums over dp and sum over tp (`sum_replicas`). Then sum over the holders of each bucket.
+        """Call `sum_replicas`: it waits for all sums over dp, then sums over tp. Then sum over the holders of each
+        bucket.
 
         Several pipeline ranks hold a tied table, so its gradient is summed over its holders. The sum over dp comes
         first: after it, only shards need to be summed.
@@ -298,9 +302,10 @@ class Zero:
     def sum_replicas(self):
         """Wait for all sums over dp. Then sum the gradients of replicated parameters over tp (`layout.replica_sums`).
 
-        They have 6 h elements in a block. With sequence parallelism each tp rank has a part of the sum. Without it the
-        tp ranks compute equal gradients, but with more than two data ranks the sums over dp may differ in their last
-        digits (`layout.replica_sums`). Then all take the gradient of the first tp rank: the others add 0.
+        These are LayerNorms, the biases of row-parallel linears and the position table. With sequence parallelism their
+        gradient is partial: each tp rank has summed its own tokens. Without it the tp ranks compute equal gradients.
+        But each tp rank has its own dp group, which may add in another order. So with more than two data ranks the last
+        digits may differ. Then all take the gradient of the first tp rank: the others add 0.
         """
         while self.summing:
             self._end_oldest_sum()
@@ -338,7 +343,9 @@ class Zero:
         return (self.ops.squared_norms([piece for piece, _ in pieces]) * self.counted).sum()
 
     def _counted_pieces(self):
-        """Return [(consecutive ranges of a gradient that this rank owns, True if they count on this rank)]."""
+        """Return [(gradient, counts)]: neighbouring ranges of `own_grad`, joined; counts: True if they count on this
+        rank.
+        """
         pieces = []
         for bucket in self.buckets.values():
             for counts, group in itertools.groupby(bucket.ranges, lambda r, bucket=bucket: self.counts(bucket, r.cut)):
