@@ -56,8 +56,8 @@ def adam_direction(gradient, m, v, scale, update, beta1, beta2, eps):
 
 # --- layer-wise rates, for large batches ------------------------------------------------------------------------------
 #
-# Slide "データ並列": a model that is trained with a large global batch generalises worse. LARS and LAMB are remedies. They
-# give every parameter tensor ("layer") its own rate: the norm of an update becomes proportional to the norm of the
+# Slide "データ並列": a model that is trained with a large global batch generalises worse. LARS and LAMB are remedies.
+# They give every parameter tensor ("layer") its own rate: the norm of an update becomes proportional to the norm of the
 # tensor. Such a rule has two halves. The first half is elementwise and overwrites the gradient with a direction. The
 # second half needs the norms of whole tensors. `tensor_norms` sums the squared elements of each tensor over tp and dp.
 # The second half gets `layerwise`. It is False for biases and LayerNorms, which use the rate `lr` unchanged.
