@@ -30,16 +30,15 @@ CPU = torch.device("cpu")
 # --- the arithmetic of runs -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape, tp_dim", [((3, 8, 4), 1), ((8, 4), 0), ((6, 8), 1), ((3, 8), 1), ((7,), None)])
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("cuts", [1, 2, 3, 5])
+@pytest.mark.parametrize("shape, tp_dim", [((3, 8, 4), 1), ((8, 4), 0), ((3, 8), 1), ((7,), None)])
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("cuts", [1, 3, 5])
 def test_runs_say_where_every_element_of_a_part_of_a_part_lies(shape, tp_dim, tp, cuts):
     """Cut a tensor over tp, flatten each piece and cut it again at any element. Copying the `runs` must rebuild it."""
     spec = ParamSpec("u.w", shape, tp_dim)
     whole = torch.arange(np.prod(shape)).view(shape)
     rebuilt = torch.full((whole.numel(),), -1)
-    for rank in range(tp if tp_dim is not None else 1):
-        local = whole if tp_dim is None else whole.chunk(tp, tp_dim)[rank]
+    for rank, local in enumerate([whole] if tp_dim is None else whole.chunk(tp, tp_dim)):
         local = local.flatten()
         edges = [len(local) * i // cuts for i in range(cuts + 1)]
         for begin, end in itertools.pairwise(edges):
@@ -88,10 +87,11 @@ def straight(workers, tokens_dir, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("dtype", ["fp64", "bf16", "fp16"])
-@pytest.mark.parametrize("ranks, tp, parts", [(1, 1, (5, 10)), (1, 1, (3, 6, 10)), (4, 2, (3, 6, 10))])
+@pytest.mark.parametrize(
+    "ranks, tp, parts, dtype", [(1, 1, (5, 10), "fp64"), (1, 1, (3, 6, 10), "fp16"), (4, 2, (5, 10), "bf16")]
+)
 def test_resuming_changes_no_bit(workers, straight, tokens_dir, tmp_path, ranks, tp, parts, dtype):
-    """Train 10 steps, 5 + 5 steps and 3 + 3 + 4 steps. All weights, moments and logged numbers must be equal.
+    """Train 10 steps, and the same in parts. All weights, moments and logged numbers must be equal.
 
     fp16 starts with a loss scale that overflows a few times, and its window is short. So the scaler's counters change.
     """
@@ -111,13 +111,13 @@ def test_resuming_changes_no_bit(workers, straight, tokens_dir, tmp_path, ranks,
 @pytest.mark.parametrize(
     "before, after",
     [
-        ((1, {}), (4, dict(tp=2, sequence_parallel=True))),
         ((4, dict(tp=2, sequence_parallel=True)), (3, dict(zero=3))),
-        ((8, dict(tp=2, pp=2, zero=2, schedule="zb-h1")), (4, dict(zero=1))),
-        ((4, dict(zero=3)), (4, dict(pp=4, schedule="chimera"))),
-        ((8, dict(pp=4, zero=3, schedule="chimera")), (4, dict(pp=2, zero=2, schedule="interleaved", chunks=2))),
-        ((4, dict(pp=2, schedule="interleaved", chunks=2, zero=1)), (8, dict(tp=4, zero=3))),
-        ((4, dict(pp=2, tp=2, sequence_parallel=True)), (1, {})),
+        ((4, dict(pp=2, zero=2, schedule="zb-h1")), (1, {})),
+        pytest.param((4, dict(zero=3)), (4, dict(pp=4, schedule="chimera")), marks=pytest.mark.slow),
+        pytest.param((8, dict(pp=4, zero=3, schedule="chimera")), (4, dict(tp=2, zero=1)), marks=pytest.mark.slow),
+        pytest.param(
+            (4, dict(pp=2, schedule="interleaved", chunks=2)), (8, dict(tp=4, zero=2)), marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
@@ -158,7 +158,7 @@ def test_what_contradicts_the_checkpoint_is_refused_by_name(straight, tokens_dir
         with pytest.raises(UserError, match=rf"^{name}={value}: the checkpoint .*/step_10 has {name}="):
             go(configured(out, tokens_dir, train_iters=12, **{name: value}))
     other_tokens = write_tokens(tmp_path / "gpt2", tokenizer="gpt2")
-    with pytest.raises(UserError, match=r"^data_dir=.*: its tokenizer is gpt2, but the checkpoint .* has bytes"):
+    with pytest.raises(UserError, match=r"^tokenizer=gpt2: the checkpoint .*/step_10 has tokenizer=bytes"):
         go(configured(out, other_tokens, train_iters=12))
 
 
@@ -187,22 +187,17 @@ def test_what_is_later_than_the_resumed_step_is_not_left_for_the_next_run_to_fin
     assert checkpoint.all_steps(tmp_path) == [2, 3]
 
 
-def test_an_imported_step_0_is_never_removed(tokens_dir, tmp_path):
+def test_keeps_the_latest_and_an_imported_step_0(tokens_dir, tmp_path):
     go(configured(tmp_path, tokens_dir, train_iters=1))
     (tmp_path / "step_1").rename(tmp_path / "step_0")  # as if convert.py had written it
-    go(configured(tmp_path, tokens_dir, save_interval=2, keep=1, resume=str(tmp_path / "step_0")))
-    assert checkpoint.all_steps(tmp_path) == [0, 10]
-
-
-def test_keeps_the_latest(tokens_dir, tmp_path):
-    go(configured(tmp_path, tokens_dir, save_interval=2, keep=2))
-    assert checkpoint.all_steps(tmp_path) == [8, 10]
+    go(configured(tmp_path, tokens_dir, save_interval=2, keep=2, resume=str(tmp_path / "step_0")))
     assert checkpoint.find(tmp_path).name == "step_10"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["lock", "metrics.jsonl", "step_10", "step_8"]
+    names = ["lock", "metrics.jsonl", "step_0", "step_10", "step_8"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
 
 
 def test_a_half_written_checkpoint_is_never_seen(tokens_dir, tmp_path, monkeypatch):
-    """The disk is full in the middle of a save. The error is one line, and the incomplete checkpoint is removed."""
+    """The disk is full in the middle of a save. The error is one line. The next save removes the remains."""
     flushed, real = [], checkpoint.os.fsync
 
     def fsync(file):
@@ -214,18 +209,12 @@ def test_a_half_written_checkpoint_is_never_seen(tokens_dir, tmp_path, monkeypat
     monkeypatch.setattr(checkpoint.os, "fsync", fsync)
     with pytest.raises(UserError, match=r"out_dir=.*: can't write the checkpoint: .*No space left on device"):
         go(configured(tmp_path, tokens_dir, save_interval=5))
-    assert not list(tmp_path.glob("*.writing")) and checkpoint.find(tmp_path) is None
-
-
-def test_remains_of_a_crash_are_passed_over(straight, tokens_dir, tmp_path):
-    out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
-    shutil.copytree(out / "step_10", out / "step_12.writing")
-    shutil.copytree(out / "step_10", out / "step_11.writing")  # of a step that is not saved again
-    shutil.copytree(out / "step_10", out / "step_8.removing")
-    (out / "step_junk").mkdir()
-    assert checkpoint.find(out).name == "step_10"
-    go(configured(out, tokens_dir, train_iters=12))
-    assert sorted(p.name for p in out.glob("step_*")) == ["step_10", "step_12", "step_junk"]
+    assert checkpoint.find(tmp_path) is None
+    monkeypatch.undo()
+    shutil.copytree(tmp_path / "step_5.writing", tmp_path / "step_3.writing")  # of a step that is not saved again
+    (tmp_path / "step_junk").mkdir()
+    go(configured(tmp_path, tokens_dir, train_iters=5))
+    assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_5", "step_junk"]
 
 
 # --- the same data --------------------------------------------------------------------------------------------------
@@ -290,23 +279,22 @@ def fails(config):
         return str(error)
 
 
-@pytest.mark.parametrize("layout", [dict(zero=1), dict(zero=2, tp=2)], ids=str)
-def test_damage_that_one_rank_sees_stops_all(workers, straight, tokens_dir, tmp_path, layout):
+def test_damage_that_one_rank_sees_stops_all(workers, straight, tokens_dir, tmp_path):
     """A file lacks its last bytes. All ranks must stop, also those that do not own these bytes."""
     out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
     file = out / "step_10" / "block0.qkv.weight"
     file.write_bytes(file.read_bytes()[:-8])
-    for said in workers.run(4, fails, configured(out, tokens_dir, train_iters=12, **layout)):
-        assert f"{file}: damaged" in said and checkpoint.REMEDY in said
+    for said in workers.run(4, fails, configured(out, tokens_dir, train_iters=12, zero=2, tp=2)):
+        assert f"{file}: damaged" in said
 
 
-@pytest.mark.parametrize("name", ["block0.qkv.weight", "block1.fc1.bias.moment0", "tokenizer.json"])
-def test_a_missing_file_names_the_remedy(trained, tmp_path, name):
+@pytest.mark.parametrize("name", ["block1.fc1.bias.moment0", "tokenizer.json"])
+def test_a_missing_file_is_named(trained, tmp_path, name):
     out, data_dir = trained
     shutil.copytree(out, tmp_path / "run")
     (tmp_path / "run" / "step_3" / name).unlink()
     said = fails(configured(tmp_path / "run", data_dir, train_iters=4, num_layers=3))
-    assert said == f"{tmp_path}/run/step_3/{name}: No such file or directory{checkpoint.REMEDY}"
+    assert said == f"{tmp_path}/run/step_3/{name}: No such file or directory"
 
 
 # --- checksums --------------------------------------------------------------------------------------------------------
@@ -391,9 +379,7 @@ def load_each(config, flips):
 
 
 @pytest.mark.parametrize(
-    "ranks, layout",
-    [(1, {}), (4, dict(tp=2, zero=1)), (4, dict(zero=3)), (4, dict(pp=2, zero=2)), (4, dict(tp=4))],
-    ids=str,
+    "ranks, layout", [(1, {}), (4, dict(tp=2, zero=1)), (2, dict(zero=3)), (4, dict(pp=2, zero=2))], ids=str
 )
 def test_one_flipped_bit_anywhere_is_named_on_every_rank(workers, trained, tmp_path, ranks, layout):
     """One bit in a random place of a weight, of both moments, of the index and of a tokenizer file, and at the ends."""

@@ -25,7 +25,7 @@ from parallel.optimizer import RULES, learning_rate
 from parallel.pipedream import train_call
 from parallel.schedules import ASYNCHRONOUS, build
 from parallel.versions import kept_versions
-from test_checkpoint import arrays, configured, curve, go
+from test_checkpoint import arrays, configured, curve, fails, go
 from test_layouts import assert_same_model, built, covering, micro_batches, parameters, specs, tiny_config
 
 # --- the schedules ----------------------------------------------------------------------------------------------------
@@ -244,20 +244,6 @@ def test_logs_validation_and_checkpoints_change_no_bit(workers, tokens_dir, tmp_
     assert arrays(plain / "step_12") == arrays(busy / "step_12") == arrays(parts / "step_12")
 
 
-def refused(config):
-    try:
-        go(config)
-    except UserError as error:
-        return str(error)
-
-
-def test_updates_per_call_does_not_change_on_resume(workers, tokens_dir, tmp_path):
-    workers.run(2, go, at_rest(tmp_path, tokens_dir, "pipedream", 2))
-    config = at_rest(tmp_path, tokens_dir, "pipedream", 2, updates_per_call=5, train_iters=15)
-    message = f"updates_per_call=5: the checkpoint {tmp_path}/step_12 has updates_per_call=4"
-    assert workers.run(2, refused, config) == [message] * 2
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "before, after",
@@ -301,7 +287,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_the_next_save(workers
     fields = dict(save_interval=4, keep=0, optimizer="sgd", train_iters=16)
     workers.run(2, go, at_rest(tmp_path, tokens_dir, "pipedream", 2, **fields | dict(train_iters=4)))
     config = at_rest(tmp_path, tokens_dir, "pipedream", 2, **fields, lr=1e200, min_lr=1e200)
-    for message in workers.run(2, refused, config):
+    for message in workers.run(2, fails, config):
         assert re.match(r"iteration [5-9]: the gradient norm is (nan|inf): pipedream can't skip an update", message)
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_4"]
 

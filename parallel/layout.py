@@ -23,6 +23,7 @@ So gradient norm and weight decay need only a few slices, even if a shard begins
 
 import itertools
 import math
+from collections import Counter
 from typing import NamedTuple
 
 from parallel.schedules import updates
@@ -158,8 +159,8 @@ class Layout:
 
     def holders(self, name):
         """Return the pipeline ranks that hold the bucket `name`, ascending."""
-        chunks = [chunk for chunk, units in enumerate(self.units) if name in self.names(units)]
-        return sorted({self.placement[chunk] for chunk in chunks})
+        placed = zip(self.placement, self.units, strict=True)
+        return sorted({rank for rank, units in placed if name in self.names(units)})
 
     def stored(self, rank):
         """Return P, the number of elements of the buckets of pipeline rank `rank`, with padding."""
@@ -175,11 +176,9 @@ class Layout:
         This is one gradient per micro-batch and chunk that uses the bucket. The step of an asynchronous schedule is one
         of the updates in its lists.
         """
-        count, steps = dict.fromkeys(self.buckets(rank), 0), updates(schedule)
-        for kind, _, chunk in schedule.actions[rank]:
-            for name in self.names(self.units[chunk]) if kind == "F" else []:
-                count[name] += 1
-        return {name: n // steps for name, n in count.items()}
+        forwards = [self.names(self.units[chunk]) for kind, _, chunk in schedule.actions[rank] if kind == "F"]
+        count = Counter(itertools.chain(*forwards))
+        return {name: count[name] // updates(schedule) for name in self.buckets(rank)}
 
 
 def replica_sums(c, dp):

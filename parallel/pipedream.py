@@ -83,7 +83,8 @@ class Versions:
         squares: receives this rank's shares of the squared gradient norms, float64 [updates].
         """
         self.versions = shared_versions(schedule, self.holders)  # of each micro-batch
-        self.left = Counter(self.versions)  # {version: number of micro-batches that still need it}
+        # {version: number of micro-batches that still need it}. The next call needs the last version.
+        self.left = Counter([*self.versions, len(scalars)])
         self.made, self.flats, self.shown = 0, {0: self.flats[self.made]}, 0
         self.scalars, self.squares, self.sums = scalars, squares, deque()
 
@@ -116,7 +117,7 @@ class Versions:
             if summed := bool(self.sums):
                 bucket.own_grad = self.sums.popleft().wait()
             self.squares[update] += self.zero.squared_norm()
-            used = self.left[update + 1] > 0 or update + 1 == len(self.scalars)
+            used = self.left[update + 1] > 0
             if used:  # `.data`: autograd's check for in-place changes must not see that a buffer is used again
                 self.flats[update + 1] = self._buffer(OLDER, self.spare, bucket.param)
                 bucket.param = self.flats[update + 1].data
@@ -133,20 +134,13 @@ class Versions:
         self.made = max(self.made, version)
 
 
-def refuse_deadlock(config, device):
-    """Raise UserError if the first call may deadlock: see "Not on GPUs yet" above."""
-    if device.type == "cuda" and config.pp > 1:
-        advice = "use another schedule, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
-        error = UserError(f"schedule={config.schedule}: on GPUs its first call may deadlock; {advice}")
-        error.agreed = True  # every rank raises it
-        raise error
-
-
 class PipeDream(Executor):
-    """Executes the asynchronous schedules."""
+    """Executes the asynchronous schedules. Raises UserError on GPUs: see "Not on GPUs yet" above."""
 
     def __init__(self, model, zero, config, mesh, layout, schedule, timers):
-        refuse_deadlock(config, zero.device)
+        if zero.device.type == "cuda" and config.pp > 1:
+            advice = "use another schedule, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
+            raise UserError(f"schedule={config.schedule}: on GPUs its first call may deadlock; {advice}")
         super().__init__(model, zero, config, mesh, layout, schedule, timers)
         self.methods = METHODS | {"U": ("update", "optimizer")}
         self.flats = {OLDER: [], SUMS: []}
@@ -207,17 +201,12 @@ def train_call(run, batches):
     UserError on every rank if a gradient is not finite.
     """
     c, mesh, zero, counters = run.config, run.mesh, run.zero, run.counters
-    n, m = c.updates_per_call - counters.iteration % c.updates_per_call, c.global_batch_size // c.micro_batch_size
-    m, share = m // mesh.dp.size, 1 / m  # m: micro-batches of an update on each data rank
-    first = zero.updates.item() + 1  # waits for the device, but the pipeline is empty anyway
+    n = c.updates_per_call - counters.iteration % c.updates_per_call
+    m = c.global_batch_size // (c.micro_batch_size * mesh.dp.size)  # micro-batches of an update on each data rank
+    share, first = 1 / (m * mesh.dp.size), zero.updates.item() + 1
     rates = torch.tensor([learning_rate(c, first + k) for k in range(n)], dtype=torch.float64, device=run.device)
-    updates, one, never = (
-        torch.arange(first, first + n, device=run.device),
-        rates.new_ones(()),
-        rates.new_zeros(()).bool(),
-    )
-    betas = never, c.adam_beta1, c.adam_beta2
-    scalars = [reference.update_scalars(lr, one, update, *betas) for lr, update in zip(rates, updates, strict=True)]
+    one, never, betas = rates.new_ones(()), rates.new_zeros(()).bool(), (c.adam_beta1, c.adam_beta2)
+    scalars = [reference.update_scalars(lr, one, zero.updates + k, never, *betas) for k, lr in enumerate(rates, 1)]
     zero.zero_grad()
     losses, squares = run.executor.call(batches, n * m, share, scalars)
 
@@ -231,7 +220,9 @@ def train_call(run, batches):
     for k, norm in enumerate(numbers[:, 1].tolist(), counters.iteration + 1):
         if not math.isfinite(norm):
             advice = f"{c.schedule} can't skip an update; resume from the last checkpoint with a smaller --lr"
-            raise UserError(f"iteration {k}: the gradient norm is {norm}: {advice}")
+            error = UserError(f"iteration {k}: the gradient norm is {norm}: {advice}")
+            error.agreed = True  # every rank raises it
+            raise error
     run.steps[n * m] += n
     counters.iteration += n
     counters.consumed_samples += n * c.global_batch_size

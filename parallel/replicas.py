@@ -9,46 +9,19 @@ with wrong weights, and prints no error. These copies exist:
     parameters, master weights, moments, and shards of these      holders of a bucket (the tied word table)
     all of them, if the parameter is replicated over tp           tp ranks
 
-Each rank computes a sum S (`fingerprint`) of each parameter, master weight and moment. One all_reduce on each axis
-gives max(S) and max(~S) = ~min(S). All copies are equal if max(S) = min(S). The all_reduce sends 16 bytes for each sum.
-The ledger counts these bytes as "setup", because a comparison is not a part of a step.
+Each rank computes a sum S (`fingerprint`) of each parameter, master weight and moment. Then every rank gets the sums of
+all ranks, and compares those that must be equal.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 
 from errors import UserError
-from parallel.comm import agree, all_reduce, gather_objects
+from parallel.comm import agree, gather_objects
 from parallel.layout import ALIGN
 
 BLOCK = 1 << 17  # words of 8 bytes that are multiplied at once
-
-
-class Row(NamedTuple):
-    """One tensor that this rank keeps: the part of a parameter, master weight or moment that it stores."""
-
-    name: str  # in the message
-    axes: list  # the axes on which all ranks have a copy
-    flat: torch.Tensor  # [n], with the alignment padding
-
-
-def rows(zero):
-    """Return the Rows of this rank. Ranks with copies of a bucket have its Rows in the same order."""
-    found, mesh = [], zero.mesh
-    for _, bucket in sorted(zero.buckets.items()):  # holders need the same order
-        whole, own = bucket.layout.pieces(0, bucket.size), bucket.pieces
-        kinds = [("", bucket.param, whole, True) if bucket.stage < 3 else ("", bucket.own_param, own, False)]
-        if bucket.own_param is not bucket.master:
-            kinds.append((" (master weight)", bucket.master, own, bucket.stage == 0))
-        kinds += [(f" (moment {k})", moment, own, bucket.stage == 0) for k, moment in enumerate(bucket.moments)]
-        for kind, flat, pieces, on_dp in kinds:
-            for piece in pieces:
-                axes = [bucket.holders] + [mesh.dp] * on_dp + [mesh.tp] * (piece.spec.tp_dim is None)
-                count = math.ceil((piece.end - piece.begin) / ALIGN) * ALIGN
-                found.append(Row(piece.spec.name + kind, axes, flat[piece.at : piece.at + count]))
-    return found
 
 
 def fingerprint(flat):
@@ -64,6 +37,40 @@ def fingerprint(flat):
     return total
 
 
+@torch.no_grad()
+def fingerprints(zero):
+    """Return {(tensor, dp rank, tp rank): S} of all tensors that this rank keeps. Copies have equal keys.
+
+    The dp rank or tp rank is None if all ranks of this axis have copies.
+    """
+    sums, mesh = {}, zero.mesh
+    zero.finish_gathers()
+    for bucket in zero.buckets.values():
+        kept = {"": bucket.param if bucket.stage < 3 else bucket.own_param}
+        if bucket.cast is not None:
+            kept[" (master weight)"] = bucket.master
+        kept |= {f" (moment {k})": moment for k, moment in enumerate(bucket.moments)}
+        for kind, flat in kept.items():
+            sharded = len(flat) < bucket.size
+            dp = mesh.dp.rank if sharded else None
+            for piece in bucket.pieces if sharded else bucket.layout.pieces(0, bucket.size):
+                tp = None if piece.spec.tp_dim is None else mesh.tp.rank
+                count = math.ceil((piece.end - piece.begin) / ALIGN) * ALIGN  # with the alignment padding
+                sums[piece.spec.name + kind, dp, tp] = fingerprint(flat[piece.at : piece.at + count])
+    values = torch.stack([total.to(zero.device) for total in sums.values()]).tolist()
+    return dict(zip(sums, values, strict=True))
+
+
+def differences(zero):
+    """Return "NAME: ranks [0, 1] and ranks [2]" for each tensor whose copies differ. Every rank calls this."""
+    groups = {}  # {key of `fingerprints`: {S: ranks}}
+    for rank, sums in enumerate(gather_objects(fingerprints(zero), zero.mesh.world)):
+        for key, total in sums.items():
+            groups.setdefault(key, {}).setdefault(total, []).append(rank)
+    found = [(key[0], ranks.values()) for key, ranks in groups.items() if len(ranks) > 1]
+    return [f"{name}: {' and '.join(f'ranks {ranks}' for ranks in copies)}" for name, copies in found]
+
+
 def check(zero, iteration):
     """Raise UserError on all ranks if two copies differ. Every rank of the mesh calls this between two steps."""
     found = differences(zero)
@@ -73,30 +80,3 @@ def check(zero, iteration):
             raise UserError(f"after iteration {iteration} copies differ: {found[0]}; nothing is saved")
 
     agree(zero.mesh.world, UserError, refuse)
-
-
-@torch.no_grad()
-def differences(zero):
-    """Return a text for each tensor of this rank whose copies differ. Every rank of the mesh calls this."""
-    found, texts = rows(zero), []
-    zero.mesh.ledger.phase = "setup"
-    zero.finish_gathers()
-    sums = torch.stack([fingerprint(row.flat).to(zero.device) for row in found])
-    axes = {axis.ranks: axis for row in found for axis in row.axes}
-    for ranks, axis in sorted(axes.items()):  # the same order on all ranks; otherwise they would wait for ever
-        numbers = [i for i, row in enumerate(found) if ranks in [axis.ranks for axis in row.axes]]
-        texts += _compared(axis, numbers, found, sums)
-    return texts
-
-
-def _compared(axis, numbers, found, sums):
-    """Return a text for each of the Rows `numbers` whose copies differ: "NAME: ranks [0, 1] and ranks [2]"."""
-    mine = sums[numbers]
-    high, low = all_reduce(torch.stack([mine, ~mine]), axis, "replicas", op="max").wait()
-    texts = []
-    for i in (high != ~low).nonzero().flatten().tolist():
-        groups = {}
-        for rank, total in zip(axis.ranks, gather_objects(mine[i].item(), axis), strict=True):
-            groups.setdefault(total, []).append(rank)
-        texts.append(f"{found[numbers[i]].name}: {' and '.join(f'ranks {ranks}' for ranks in groups.values())}")
-    return texts

@@ -90,7 +90,7 @@ def layouts(schedule):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_order_of_calls_deadlocks(monkeypatch, schedule):
-    """Only PipeDream's does. So `pipedream.refuse_deadlock` refuses it on GPUs."""
+    """Only PipeDream's does. So the class `PipeDream` refuses GPUs."""
     stuck = []
     for config, gpus in layouts(schedule):
         calls = [recorded(monkeypatch, config, gpus, rank) for rank in range(gpus)]
