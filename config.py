@@ -8,10 +8,12 @@ it differs. `load` refuses an unknown name and a value of a wrong type. `check` 
 are not divisible, before anything is allocated.
 """
 
+import argparse
 import inspect
+import math
 import re
 import runpy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from errors import Parser, UserError, boolean, reading
@@ -38,8 +40,7 @@ class Config:
     micro_batch_size: int = 8  # samples of one forward and backward on one data rank
     global_batch_size: int = 8  # samples of one update: all micro-batches of all data ranks
     rampup_batch_size: str = ""  # start,increment,samples: the batch grows to global_batch_size over so many samples
-    train_iters: int = 0  # updates of the run (or set train_epochs)
-    train_epochs: float = 0.0  # passes over the training tokens, instead of train_iters
+    train_iters: int = 0  # updates of the run
     seed: int = 1234  # determines initial weights, data order and dropout
 
     # -- optimizer
@@ -81,10 +82,10 @@ class Config:
     out_dir: str = ""  # folder of checkpoints and metrics.jsonl (default: out/CONFIGNAME) (Megatron-LM: --save)
     resume: str = "auto"  # auto: from out_dir's latest checkpoint; none; or a checkpoint's path (Megatron-LM: --load)
     new_data: bool = False  # resume although the training tokens are not those of the checkpoint
-    save_interval: int = 0  # updates between checkpoints (0: at the end only)
+    save_interval: int = 1000  # updates between checkpoints (0: at the end only)
     keep: int = 2  # latest checkpoints to keep (0: all)
     log_interval: int = 10  # updates between log lines
-    eval_interval: int = 0  # updates between validations (0: at the end only)
+    eval_interval: int = 1000  # updates between validations (0: at the end only)
     eval_iters: int = 10  # global batches of a validation (0: no validation)
     eval_only: bool = False  # only print the loss of a checkpoint
     split: str = "val"  # eval_only: the split to evaluate
@@ -126,8 +127,6 @@ POSITIVE = (  # the other numbers may be 0
     "updates_per_call log_interval loss_scale_window hysteresis initial_loss_scale min_loss_scale adam_eps "
     "comm_timeout init_method_std"
 ).split()
-BELOW_ONE = ("dropout", "adam_beta1", "adam_beta2")
-LARGEST = 1e13  # no number of a run is larger
 MICRO_BATCHES = 2**13  # the most of one step on one data rank, because a schedule is a list of actions
 NO_EFFECT = (  # on the weights of a run that is resumed
     "out_dir resume save_interval keep log_interval eval_interval eval_iters eval_only split ledger trace tensorboard "
@@ -138,33 +137,31 @@ USAGE = "torchrun --nproc_per_node=N train.py [CONFIG.py] [--field=value ...] (-
 
 def parser():
     """Return the parser of the command line. Its help has the comment and the default of each field of `Config`."""
-    parser = Parser("python train.py", usage=USAGE, allow_abbrev=False)
-    add, known = parser.add_argument, {field.name: field.type for field in fields(Config)}
-    add("file", nargs="?", metavar="CONFIG.py", help="default: configs/tiny.py")
+    parser = Parser("python train.py", usage=USAGE, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("file", nargs="?", metavar="CONFIG.py", help="default: configs/tiny.py")
+    group = parser
     for line in inspect.getsource(Config).splitlines():
         if section := re.match(r"    # -- (.*)", line):
-            add = parser.add_argument_group(section[1]).add_argument
+            group = parser.add_argument_group(section[1])
         elif row := re.match(r"    (\w+): \w+ = (.*?)  # (.*)", line):
             name, default, text = row.groups()
-            choices = f" ({', '.join(map(str, CHOICES[name]))})" if name in CHOICES else ""
-            kind = boolean if known[name] is bool else known[name]
-            add(f"--{name}", metavar=default, help=text + choices, type=kind)
+            if name in CHOICES:
+                text += f" ({', '.join(map(str, CHOICES[name]))})"
+            kind = Config.__annotations__[name]
+            group.add_argument(f"--{name}", metavar=default, help=text, type=boolean if kind is bool else kind)
     return parser
 
 
 def parsed(words):
     """Return {field: value} of the fields that `words` set."""
-    return {name: value for name, value in vars(parser().parse_args(words)).items() if value is not None}
+    return vars(parser().parse_args(words))
 
 
 def load(words):
     """Return the Config of the words `[FILE] [--field=value ...]`. Raises UserError."""
     given = parsed(words)
     path = Path(given.pop("file", "configs/tiny.py"))
-    values = from_file(path)
-    if "train_iters" in given or "train_epochs" in given:  # the file's two values are ignored
-        values |= {"train_iters": 0, "train_epochs": 0.0}
-    config = Config(**values | given)
+    config = Config(**from_file(path) | given)
     config.out_dir = config.out_dir or f"out/{path.stem}"
     return config
 
@@ -187,10 +184,9 @@ def rampup(c):
     """Return (start, increment, samples) of `rampup_batch_size`. If the field is empty, start is global_batch_size."""
     if not c.rampup_batch_size:
         return c.global_batch_size, c.global_batch_size, 1
-    numbers = [int(word) if word.isdecimal() else 0 for word in c.rampup_batch_size.split(",")]
+    numbers = [int(number) for number in re.findall(r"\d+", c.rampup_batch_size)]
     fits = len(numbers) == 3 and min(numbers) > 0 and numbers[0] <= c.global_batch_size
-    limit = f"start is at most global_batch_size={c.global_batch_size}"
-    require(c, "rampup_batch_size", fits, f"should be start,increment,samples (as in 16,8,30000); {limit}")
+    require(c, "rampup_batch_size", fits, "should be start,increment,samples, as in 16,8,30000")
     return numbers
 
 
@@ -206,21 +202,13 @@ def micro_batches(c, samples, dp):
     return samples // (c.micro_batch_size * dp)
 
 
-def iterations(c, samples):
-    """The number of updates that use at most `samples` samples, but at least 1 (with updates_per_call, 1 call)."""
-    count, consumed = 0, 0
-    while (size := global_batch_size_at(c, consumed)) < c.global_batch_size and consumed + size <= samples:
-        count, consumed = count + 1, consumed + size
-    count += max(0, int(samples) - consumed) // c.global_batch_size
-    return max(1, count // c.updates_per_call) * c.updates_per_call
-
-
 # --- a checkpoint's configuration -------------------------------------------------------------------------------------
 
 
 def of_checkpoint(index):
     """Return the Config of a checkpoint's index. A field that the checkpoint lacks has its default."""
-    return Config(**{field.name: index["config"].get(field.name, field.default) for field in fields(Config)})
+    saved = index["config"]
+    return Config(**{name: saved.get(name, default) for name, default in vars(Config()).items()})
 
 
 def differences(c, index):
@@ -245,15 +233,16 @@ def check(c, world):
         require(c, name, getattr(c, name) in choices, f"should be one of {', '.join(map(str, choices))}")
     for name, value in vars(c).items():
         if type(value) in (int, float) and name != "lr_warmup_iters":
-            least, most = "above 0" if name in POSITIVE else "0 or more", 1 if name in BELOW_ONE else LARGEST
-            fits = 0 <= value < most and (value > 0 or name not in POSITIVE)
-            require(c, name, fits, f"should be {least} and below {most:g}")
+            most = 1 if name in ("dropout", "adam_beta1", "adam_beta2") else 1e13  # no number of a run is larger
+            least = "above 0" if name in POSITIVE else "0 or more"
+            require(
+                c, name, 0 <= value < most and (value or least == "0 or more"), f"should be {least} and below {most:g}"
+            )
     falls = c.lr_decay_style != "wsd" or c.lr_wsd_decay_iters > 0
     require(c, "lr_decay_style", falls, "set lr_wsd_decay_iters, the updates in which the rate falls")
     require(c, "lr_warmup_fraction", c.lr_warmup_fraction <= 1, "should be at most 1, the whole of lr_decay_iters")
     require(c, "min_lr", c.min_lr <= c.lr, f"should be at most lr={c.lr}")
-    one = c.eval_only or (c.train_iters > 0) != (c.train_epochs > 0)
-    require(c, "train_iters", one, f"with train_epochs={c.train_epochs}: set one of the two")
+    require(c, "train_iters", c.train_iters or c.eval_only, "should be above 0")
     enough = c.eval_iters > 0 or not c.eval_only
     require(c, "eval_iters", enough, "eval_only averages over eval_iters global batches; should be 1 or more")
     require(c, "seq_length", c.seq_length <= c.positions, f"should be at most max_position_embeddings={c.positions}")
@@ -292,38 +281,25 @@ def check_layout(c, world):
     dp = world // (c.tp * c.pp)
     start, increment, _ = rampup(c)
     divides("increment", increment, "rampup_batch_size: global_batch_size - start", c.global_batch_size - start)
-    sizes = sorted({start, min(start + increment, c.global_batch_size), c.global_batch_size})
-    for size in sizes:  # all other sizes of a growing batch have the same divisors
-        name = "global_batch_size" if size == c.global_batch_size else "rampup_batch_size: batch size"
-        divides("micro_batch_size * dp", c.micro_batch_size * dp, name, size, remedy(c, sizes, dp))
-        schedule = check_batch(c, micro_batches(c, size, dp))
-    parts = max(schedule.parts) + 1
+    batch = math.gcd(start, increment, c.global_batch_size)  # divides all sizes of a growing batch
+    name = "rampup_batch_size: common divisor" if c.rampup_batch_size else "global_batch_size"
+    divides("micro_batch_size * dp", c.micro_batch_size * dp, name, batch, remedy(c, batch, dp))
+    m = micro_batches(c, c.global_batch_size, dp)
+    why = f"makes {m:,} micro-batches on each data rank; use a larger micro_batch_size"
+    require(c, "global_batch_size", m * c.updates_per_call <= MICRO_BATCHES, why)
+    m = micro_batches(c, batch, dp)
+    few = min(m, 2 * c.pp + m % c.pp)  # a schedule suits m micro-batches if it suits fewer with the same remainder
+    if c.schedule in schedules.ASYNCHRONOUS:
+        few, fits = m, m >= c.pp if c.schedule == "pipedream-2bw" else m == 1
+        why = f"makes {m} micro-batches in an update; pipedream needs 1, pipedream-2bw pp={c.pp} or more"
+        require(c, "global_batch_size", fits, why)
+    parts = max(schedules.build(c.schedule, c.pp, few, c.chunks, m).parts) + 1
     why = f"should be at least {parts - 2}, because pp={c.pp} and chunks={c.chunks} make {parts} parts of the model"
     require(c, "num_layers", c.num_layers >= parts - 2, why)
     return dp
 
 
-def remedy(c, sizes, dp):
-    """Name the largest micro_batch_size with which `dp` data ranks share the batch sizes evenly, if there is one."""
-    smaller = range(1, min(c.micro_batch_size, sizes[0]) + 1)
-    fitting = [b for b in smaller if not any(size % (b * dp) for size in sizes)]
+def remedy(c, batch, dp):
+    """Name the largest micro_batch_size with which `dp` data ranks share `batch` samples evenly, if there is one."""
+    fitting = [size for size in range(1, c.micro_batch_size + 1) if batch % (size * dp) == 0]
     return f"; set --micro_batch_size={fitting[-1]}" if fitting else f"; it should be a multiple of dp = {dp}"
-
-
-def check_batch(c, m):
-    """Raise UserError if a step can't have m micro-batches on each data rank. Return a Schedule.
-
-    The order of a schedule repeats after a multiple of pp micro-batches. So a small number with the same remainder is
-    checked instead of a large one.
-    """
-    most = MICRO_BATCHES // c.updates_per_call
-    why = f"makes {m:,} micro-batches on each data rank, at most {most:,}; use a larger micro_batch_size"
-    require(c, "global_batch_size", m <= most, why)
-    if c.schedule in schedules.ASYNCHRONOUS:
-        each = c.global_batch_size // m  # samples of one micro-batch on all data ranks
-        one, some = c.schedule != "pipedream" or m == 1, c.schedule != "pipedream-2bw" or m >= c.pp
-        require(c, "global_batch_size", one, f"pipedream updates after every micro-batch; set {each}")
-        require(c, "global_batch_size", some, f"pipedream-2bw needs pp={c.pp} or more of them; set {each * c.pp}")
-        return schedules.build(c.schedule, c.pp, m, c.chunks, m)
-    few = max(64 // c.pp, 2) * c.pp
-    return schedules.build(c.schedule, c.pp, min(m, few + m % c.pp), c.chunks)

@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import difflib
 import fcntl
-import io
 import json
 import os
 import re
@@ -27,7 +26,6 @@ FOREIGN = {
     "nproc-per-node num-gpus nnodes num-nodes node-rank master-addr master-port": "is an option of torchrun",
 }
 WRONG = OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, EOFError
-BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
 class UserError(Exception):
@@ -114,9 +112,7 @@ def exit_on_user_error(main):
     Ctrl-C ends it with exit code 130. A reader that closes the pipe early (`| head`) is no error. A character that the
     encoding of stdout lacks is written as an escape (\\xe9).
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is by default
     try:
         main()
         sys.stdout.flush()
@@ -149,22 +145,22 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, words=None):
         options, unknown = self.parse_known_args(words)
-        if flags := [word.partition("=")[0] for word in unknown if word.startswith("--")]:
-            raise UserError("; ".join(f"{flag}: {self.meaning(flag)}" for flag in flags))
         if unknown:
-            raise UserError(f"{unknown[0]}: a word too many ({self.prog} --help lists the options)")
+            flags = [word.partition("=")[0] for word in unknown if word.startswith("--")] or unknown[:1]
+            raise UserError("; ".join(f"{flag}: {self.meaning(flag)}" for flag in flags))
         return options
 
     def meaning(self, flag):
-        """Return a remedy for an unknown flag: the option whose help names it, FOREIGN, or the nearest option."""
+        """Return a remedy for an unknown word: the option whose help names it, FOREIGN, or the nearest option."""
         name = flag.lstrip("-").replace("_", "-")
-        answers = {name: answer for names, answer in FOREIGN.items() for name in names.split()}
         for option in self._actions:
-            if re.search(rf"--{name}(?![\w-])", option.help or ""):
+            if f"--{name}" in re.findall(r"--[\w-]+", option.help or ""):
                 return f"use {option.option_strings[-1]}"
+        for names, answer in FOREIGN.items():
+            if name in names.split():
+                return answer
         near = difflib.get_close_matches("--" + name.replace("-", "_"), self._option_string_actions, n=1)
-        nearest = f"the nearest is {near[0]}" if near else f"{self.prog} --help lists all"
-        return answers.get(name) or f"no such option; {nearest}"
+        return f"no such option; {f'the nearest is {near[0]}' if near else f'{self.prog} --help lists all'}"
 
     def error(self, message):
         raise UserError(f"{message} ({self.prog} --help lists the options)")
@@ -172,6 +168,4 @@ class Parser(argparse.ArgumentParser):
 
 def boolean(text):
     """Return the value of True, 1, False or 0. Raises ValueError."""
-    if text.lower() not in BOOLEANS:
-        raise ValueError
-    return BOOLEANS[text.lower()]
+    return bool(json.loads(text.lower()))

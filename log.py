@@ -26,7 +26,6 @@ FLOPs utilization (Chowdhery et al., arXiv 2204.02311), is `tflops` divided by t
 out_dir/metrics.jsonl and, if configured, to TensorBoard and Weights & Biases (W&B). So all outputs show equal numbers.
 """
 
-import errno
 import json
 import math
 import os
@@ -67,14 +66,10 @@ PEAK_TFLOPS = {  # bf16, fp16, fp32, fp64; None: the device cannot do it, or the
     "V100 PCIE": (None, 112, 14, 7),
     "V100 SXM2": (None, 125, 15.7, 7.8),
     "T4": (None, 65, 8.1, None),
-    "A10": (125, 125, 31.2, None),
-    "A30": (165, 165, 10.3, 10.3),
-    "A40": (149.7, 149.7, 37.4, None),
     "A100 PCIE": (312, 312, 19.5, 19.5),
     "A100 SXM4": (312, 312, 19.5, 19.5),
     "RTX 3090": (71, 71, 35.6, None),
     "RTX 4090": (165.2, 165.2, 82.6, None),
-    "L4": (121, 121, 30.3, None),
     "L40S": (362, 362, 91.6, None),
     "H100": (989, 989, 67, 67),  # SXM
     "H100 PCIE": (756, 756, 51, 51),
@@ -183,41 +178,34 @@ class History:
         """say: a function that prints a line."""
         self.run, self.say, self.steps, self.judged = run, say, [], 0
         self.stop, self.bad = False, 0  # bad: the number of latest losses that are not finite
-        self.start, self.untimed, self.first_seconds = time.perf_counter(), 0, None
+        self.start, self.first = time.perf_counter(), None  # first: (steps, seconds) of the first call of a run
 
     def add(self, steps):
         """Add the `PendingStep`s of a call. Judge the steps before, and these if their numbers are on the host."""
         self.steps += steps
-        first = self.first_seconds is None
-        self.judge(-len(steps) if steps[-1].copied and not first else None)
-        if first:  # this call compiled kernels: leave it out of the speeds
-            self.untimed, self.first_seconds = len(steps), time.perf_counter() - self.start
-            self.say(f"first step: {self.first_seconds:.1f} s, with compilation; no speed of several steps includes it")
+        self.good(-len(steps) if steps[-1].copied and self.first else None)
+        if not self.first:  # this call compiled kernels: leave it out of the speeds
+            self.first = len(steps), time.perf_counter() - self.start
+            self.say(f"first step: {self.first[1]:.1f} s, with compilation; no speed of several steps includes it")
             self.run.timers.take(1)
-            self.start = time.perf_counter()
 
-    def judge(self, end=None):
-        """Read the steps up to `end`. Raise UserError if the last `stop_after_nan` losses were not finite."""
+    def good(self, end=None, last=False):
+        """Judge the steps up to `end`. Return True if the latest loss is finite: only then a checkpoint is useful.
+
+        Raise UserError on all ranks after `stop_after_nan` losses that are not finite, or after one in the last step.
+        """
         for step in self.steps[self.judged : end]:
-            numbers = step.read()
             self.judged += 1
-            self.stop |= numbers.stop
-            self.bad = 0 if math.isfinite(numbers.loss) else self.bad + 1
-            if self.bad == self.run.config.stop_after_nan > 0:
-                self.refuse()
-
-    def good(self, last):
-        """Return True if the latest loss is finite: only then a checkpoint is useful. Raise UserError if `last`."""
-        self.judge()
-        if self.bad and last:
-            self.refuse()
+            self.stop |= step.read().stop
+            self.bad = 0 if math.isfinite(step.read().loss) else self.bad + 1
+        if self.bad and (last or self.bad >= self.run.config.stop_after_nan > 0):
+            remedy = f"resume from a checkpoint in {self.run.config.out_dir} with other values (--lr)"
+            error = UserError(
+                f"lm_loss: the last {self.bad} are not finite, and nothing was saved since then; {remedy}"
+            )
+            error.agreed = True  # every rank raises it
+            raise error
         return not self.bad
-
-    def refuse(self):
-        remedy = f"resume from a checkpoint in {self.run.config.out_dir} with other values (--lr)"
-        error = UserError(f"lm_loss: the last {self.bad} are not finite, and nothing was saved since then; {remedy}")
-        error.agreed = True  # every rank raises it
-        raise error
 
     @contextmanager
     def paused(self):
@@ -228,12 +216,13 @@ class History:
 
     def row(self):
         """Return the row of metrics.jsonl of the steps since the last row, and begin the next interval."""
-        self.judge()
-        steps, now, timed = [step.read() for step in self.steps], time.perf_counter(), len(self.steps) - self.untimed
-        seconds, timed = (now - self.start, timed) if timed else (self.first_seconds, len(steps))
-        row = metrics_row(self.run, steps, timed, seconds) | {"timers_ms": self.run.timers.take(timed)}
-        self.steps, self.judged, self.untimed, self.start = [], 0, 0, now
-        return row
+        self.good()
+        steps, now = [step.read() for step in self.steps], time.perf_counter()
+        compiling, seconds = self.first if len(steps) > self.first[0] else (0, 0.0)
+        timed = len(steps) - compiling
+        row = metrics_row(self.run, steps, timed, now - self.start - seconds)
+        self.steps, self.judged, self.start, self.first = [], 0, now, (0, 0.0)
+        return row | {"timers_ms": self.run.timers.take(timed)}
 
 
 def metrics_row(run, steps, timed, seconds):
@@ -296,18 +285,14 @@ def validation_lines(iteration, loss, split="val"):
     return f"{dashes}\n{line}\n{dashes}"
 
 
-def memory_line(iteration, megabytes):
-    fields = " | ".join(f"{name}: {value}" for name, value in megabytes.items())
+def memory_line(iteration, device):
+    """Return a line with PyTorch's memory on a GPU, or the process's largest resident memory on a CPU (2^20 bytes)."""
+    sizes = {"max resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10}
+    if device.type == "cuda":
+        allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        sizes = {"max allocated": allocated, "max reserved": reserved}
+    fields = " | ".join(f"{name}: {size / 2**20}" for name, size in sizes.items())
     return f"[Rank 0] (after {iteration} iterations) memory (MB) | {fields}"
-
-
-def memory_in_use(device):
-    """Return {name: MB of 2^20 bytes}: PyTorch's memory on a GPU, or the process's largest resident memory on a CPU."""
-    if torch.device(device).type == "cpu":
-        unit = 1 if sys.platform == "darwin" else 2**10
-        return {"max resident": unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
-    kinds = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
-    return {k.replace("memory_", "").replace("_", " "): getattr(torch.cuda, k)(device) / 2**20 for k in kinds}
 
 
 # --- metrics.jsonl ----------------------------------------------------------------------------------------------------
@@ -350,19 +335,14 @@ class Logger:
     """
 
     def __init__(self, run):
-        self.run, self.first, self.memory_said, self.plots = run, run.mesh.rank == 0, False, []
+        self.run, self.first, self.memory_said = run, run.mesh.rank == 0, False
         if not self.first:
             return
         c, iteration = run.config, run.counters.iteration
-        if c.tensorboard:
-            self.plots.append(tensorboard_writer(c, iteration))
-        if c.wandb:
-            self.plots.append(wandb_writer(c))
-        self.path = Path(c.out_dir) / "metrics.jsonl"
-        with explained(self.path):
-            self.file = open(self.path, "ab+", buffering=0)  # one write for a line: no reader sees half of it
-            if self.file.tell() and os.pread(self.file.fileno(), 1, self.file.tell() - 1) != b"\n":
-                self.file.write(b"\n")  # a crash has cut off the last line
+        self.plots, self.path = plot_writers(c, iteration), Path(c.out_dir, "metrics.jsonl")
+        with explained(self.path), open(self.path, "ab+") as file:
+            if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+                file.write(b"\n")  # a crash has cut off the last line
         # disable=None: no bar where stderr is not a terminal.
         self.bar = tqdm(total=c.train_iters, initial=iteration, dynamic_ncols=True, disable=None)
 
@@ -378,55 +358,45 @@ class Logger:
         if not self.first:
             return
         row |= {} if validation_loss is None else {"validation_loss": validation_loss}
-        with explained(self.path):
-            if not os.fstat(self.file.fileno()).st_nlink:
-                raise OSError(errno.ENOENT, "removed during the run; nothing more can be saved")
-            self.file.write(f"{to_json(row)}\n".encode())
+        # Opened for each line, to notice that out_dir was removed. One write for a line: no reader sees half of it.
+        with explained(self.path), open(self.path, "ab", buffering=0) as file:
+            file.write(f"{to_json(row)}\n".encode())
         self.say(MEGATRONS_LINE.format(**row))
         if not self.memory_said:
-            self.say(memory_line(row["iteration"], memory_in_use(self.run.device)))
+            self.say(memory_line(row["iteration"], self.run.device))
             self.memory_said = True
-        if row["timers_ms"]:
-            self.say(timers_line(row["timers_ms"]))
+        self.say(timers_line(row["timers_ms"]))
         if validation_loss is not None:
             self.say(validation_lines(row["iteration"], validation_loss))
         for write in self.plots:
-            write(scalars(row), row["iteration"])
-        self.bar.set_postfix_str(f"loss {row['lm_loss']:.3f}, {row['tokens_per_second']:,.0f} tokens/s", refresh=False)
+            write({k: v for k, v in row.items() if isinstance(v, int | float)}, row["iteration"])  # mfu may be a word
         self.bar.update(row["iteration"] - self.bar.n)
 
     def close(self):
         if self.first:
             self.bar.close()
-            self.file.close()
 
 
-def tensorboard_writer(c, iteration):
-    """Return a function (numbers, iteration) that writes for TensorBoard. It hides an earlier run's later points."""
-    with reading(f"tensorboard={c.tensorboard}", ImportError):
-        from torch.utils.tensorboard import SummaryWriter
+def plot_writers(c, iteration):
+    """Return functions (numbers, iteration) that write for TensorBoard and W&B, if they are configured."""
+    writers = []
+    if c.tensorboard:
+        with reading(f"tensorboard={c.tensorboard}", ImportError):
+            from torch.utils.tensorboard import SummaryWriter
 
-        board = SummaryWriter(c.tensorboard, purge_step=iteration + 1)
+            board = SummaryWriter(c.tensorboard, purge_step=iteration + 1)  # hides an earlier run's later points
 
-    def write(numbers, iteration):
-        for name, value in numbers.items():
-            board.add_scalar(name, value, iteration)
-        board.flush()
+        def write(numbers, iteration):
+            for name, value in numbers.items():
+                board.add_scalar(name, value, iteration)
+            board.flush()
 
-    return write
+        writers.append(write)
+    if c.wandb:
+        with reading(f"wandb={c.wandb}", Exception):  # not installed, not logged in, no network
+            import wandb
 
-
-def wandb_writer(c):
-    """Return a function (numbers, iteration) that writes for W&B. After a crash, a restart continues the W&B run."""
-    with reading(f"wandb={c.wandb}", Exception):  # not installed, not logged in, no network
-        import wandb
-
-        settings = dict(name=Path(c.out_dir).name, dir=c.out_dir, config=asdict(c), resume="auto")
-        run = wandb.init(project=c.wandb, **settings)
-    return lambda numbers, iteration: run.log(numbers, step=iteration)
-
-
-def scalars(row):
-    """Return {name: number} of a row, for plots. Timers are named timers_ms/optimizer; an "unknown" mfu is left out."""
-    timers = {f"timers_ms/{phase}": ms for phase, ms in row["timers_ms"].items()}
-    return {name: value for name, value in row.items() if isinstance(value, int | float)} | timers
+            name = Path(c.out_dir).name  # resume: after a crash, a restart continues the W&B run
+            run = wandb.init(project=c.wandb, name=name, dir=c.out_dir, config=asdict(c), resume="auto")
+        writers.append(lambda numbers, iteration: run.log(numbers, step=iteration))
+    return writers

@@ -401,7 +401,6 @@ def launches(monkeypatch, arch=90, **fields):
     monkeypatch.setattr(kernels, "persistent", lambda x, each: each * 132)
     monkeypatch.setattr(flash_attention, "capability", lambda device: (arch // 10, 0))
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: x.is_meta))
-    monkeypatch.setattr(train, "rate", lambda run: torch.ones((), dtype=torch.float64, device=device))
     monkeypatch.setattr(train, "PendingStep", lambda *numbers: None)
     config = tiny_config(1, **dict(kernels="triton", dtype="bf16", vocab_size=257, micro_batch_size=1) | fields)
     run = train.build(config, Mesh(), device)

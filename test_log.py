@@ -136,13 +136,10 @@ def test_the_33_published_lines_byte_for_byte():
         assert log.MEGATRONS_LINE.format(**published_row(printed)) == line_as_printed(printed)
 
 
-def test_published_timers_memory_and_validation_lines():
+def test_published_timers_and_validation_lines():
     timers = {"forward-compute": 94.4, "backward-compute": 217.97, "optimizer": 24.32}
     assert log.timers_line(timers) == (
         "time (ms) | forward-compute: 94.40 | backward-compute: 217.97 | optimizer: 24.32"
-    )
-    assert log.memory_line(100, {"allocated": 6785.88818359375, "max allocated": 8857.02587890625}) == (
-        "[Rank 0] (after 100 iterations) memory (MB) | allocated: 6785.88818359375 | max allocated: 8857.02587890625"
     )
     assert log.validation_lines(1000, math.log(2.002711e2)) == (
         f"{'-' * 96}\n"
@@ -291,7 +288,7 @@ def test_losses_that_are_not_finite_stop_the_run_and_every_save():
     nan, patient = Ready(STEP._replace(loss=math.nan)), log.History(run_of(Config(stop_after_nan=3)), print)
     for steps in ([nan, nan], [Ready(STEP)], [nan], [nan]):
         patient.add(steps)
-        assert patient.good(last=False) == (steps[0] is not nan)
+        assert patient.good() == (steps[0] is not nan)
     with pytest.raises(UserError, match="the last 2 are not finite"):
         patient.good(last=True)
     with pytest.raises(UserError, match="the last 3 are not finite"):
@@ -373,9 +370,8 @@ def test_a_torn_last_line_is_passed_over_and_does_not_spoil_the_next(config, kep
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_is_one_sentence(config):
     logger = log.Logger(run_of(config))
-    logger.file.close()
-    logger.file = open("/dev/full", "wb", buffering=0)
-    with pytest.raises(UserError, match=r"metrics\.jsonl: No space left on device$"):
+    logger.path = "/dev/full"
+    with pytest.raises(UserError, match=r"^/dev/full: No space left on device$"):
         logger.log(row_of())
     logger.close()
 
@@ -384,7 +380,7 @@ def test_a_folder_that_vanishes_during_a_run_is_noticed_at_the_next_line(config)
     logger = log.Logger(run_of(config))
     logger.log(row_of(10))
     shutil.rmtree(config.out_dir)
-    with pytest.raises(UserError, match="removed during the run"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl: No such file or directory"):
         logger.log(row_of(20))
     logger.close()
 
@@ -400,18 +396,27 @@ class Terminal(io.StringIO):
 def test_the_lines_on_the_terminal(config, capsys, monkeypatch):
     """The memory is shown only once. The bar goes to stderr, and stdout has no part of it."""
     monkeypatch.setattr(sys, "stderr", Terminal())
-    logger, rows = log.Logger(run_of(config, iteration=0)), [row_of(10), row_of(20), row_of(30, timers_ms={})]
+    logger, rows = log.Logger(run_of(config, iteration=0)), [row_of(10), row_of(20), row_of(30)]
     for row, validation in zip(rows, (None, 2.0, None), strict=True):
         logger.log(row, validation)
     logger.say("saved")
-    assert "30/300" in sys.stderr.getvalue() and "loss 0.333, 6,400 tokens/s" in sys.stderr.getvalue()
+    assert "30/300" in sys.stderr.getvalue()
     logger.close()
     lines, time_line = [log.MEGATRONS_LINE.format(**row) for row in rows], log.timers_line(rows[0]["timers_ms"])
     out = capsys.readouterr().out.splitlines()
     memory = out.pop(1)
     assert memory.startswith("[Rank 0] (after 10 iterations) memory (MB) | ") and "max resident: " in memory
     validation = log.validation_lines(20, 2.0).splitlines()
-    assert [line for line in out if line] == [lines[0], time_line, lines[1], time_line, *validation, lines[2], "saved"]
+    assert [line for line in out if line] == [
+        lines[0],
+        time_line,
+        lines[1],
+        time_line,
+        *validation,
+        lines[2],
+        time_line,
+        "saved",
+    ]
     assert rows[1]["validation_loss"] == 2.0
 
 
@@ -436,7 +441,7 @@ def test_tensorboard_gets_the_numbers_of_each_row(config, monkeypatch):
     config.tensorboard = f"{config.out_dir}/runs"
     logged(config, row_of(10), iteration=5)
     assert calls[0] == 6 and calls[-1] == "flushed"
-    assert ("lm_loss", 1 / 3, 10) in calls and ("timers_ms/optimizer", 2 / 3, 10) in calls
+    assert ("lm_loss", 1 / 3, 10) in calls
     assert "mfu" not in {call[0] for call in calls[1:]}  # "unknown" is not a number
     config.tensorboard = "/dev/null/runs"
     with pytest.raises(UserError, match=r"^tensorboard=/dev/null/runs: "):

@@ -42,7 +42,7 @@ def config_file(tokens_dir, tmp_path):
     file.write_text(
         f"data_dir = {tokens_dir!r}\nout_dir = {str(tmp_path / 'out')!r}\nvocab_size = 50\nnum_layers = 2\n"
         "hidden_size = 16\nnum_attention_heads = 2\nseq_length = 8\nmicro_batch_size = 2\nglobal_batch_size = 8\n"
-        "train_iters = 6\nlog_interval = 2\nlr = 1e-2\ndtype = 'fp64'\n"
+        "train_iters = 6\nlog_interval = 2\nlr = 1e-2\ndtype = 'fp64'\nsave_interval = 0\n"
     )
     return str(file)
 
@@ -252,39 +252,6 @@ def test_ranks_that_see_different_files_stop_before_the_first_step(workers, tmp_
     assert different != "out" or not any(p for home in homes for p in home.rglob("step_*"))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="needs root to make two network namespaces")
-def test_two_hosts_without_a_shared_folder_are_named(config_file, tmp_path):
-    """Each host is a network namespace with a folder of its own; data_dir is shared."""
-    config = Path(config_file).read_text().replace(f"{tmp_path}/out", "out")
-    launch = f"{sys.executable} -m torch.distributed.run --nnodes=2 --nproc_per_node=2 --master_addr=10.77.0.1"
-    program = f"{HERE}/train.py micro.py --pp=2"
-    make = ["ip netns add nano1", "ip netns add nano2", "ip link add v1 netns nano1 type veth peer name v2 netns nano2"]
-    for i in "12":
-        (tmp_path / i).mkdir()
-        (tmp_path / i / "micro.py").write_text(config)
-        up = f"ip link set lo up && ip addr add 10.77.0.{i}/24 dev v{i} && ip link set v{i} up"
-        make.append(f"ip netns exec nano{i} sh -c '{up}'")
-    hosts = []
-    try:
-        for command in make:
-            if subprocess.run(command, shell=True, capture_output=True).returncode:
-                pytest.skip(f"this machine can't: {command}")
-        for i in "12":
-            inside = f"cd {tmp_path}/{i} && GLOO_SOCKET_IFNAME=v{i} {launch} --node_rank={int(i) - 1} {program}"
-            command = ["ip", "netns", "exec", f"nano{i}", "sh", "-c", inside]
-            pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
-            hosts.append(subprocess.Popen(command, **pipes))
-        said = [host.communicate(timeout=120)[0] for host in hosts]
-    finally:
-        for host in hosts:
-            host.kill()
-        for i in "12":
-            subprocess.run(["ip", "netns", "del", f"nano{i}"], capture_output=True)
-    line = r"error: out_dir=out: rank 2 \(on .*\) sees other files there than rank 0"
-    assert re.search(line, "".join(said)) and " iteration " not in "".join(said), said
-
-
 # --- in this process --------------------------------------------------------------------------------------------------
 
 
@@ -311,10 +278,8 @@ def test_one_process_without_torchrun(config_file, monkeypatch, capsys, tmp_path
     assert code == 0 and "--lr_warmup_fraction" in out
 
 
-@pytest.mark.parametrize("table", [1, 4, 4096])
-def test_learning_rates_come_from_small_tables(config_file, monkeypatch, capsys, tmp_path, table):
-    """The rates are those of the formula, exactly, also where a table ends and after a resume."""
-    monkeypatch.setattr(train, "RATES", table)
+def test_the_learning_rates_are_those_of_the_formula(config_file, monkeypatch, capsys, tmp_path):
+    """They are equal in all digits, also after a resume."""
     fields = ["--lr_warmup_iters=3", "--lr_decay_iters=11", "--log_interval=1", "--eval_iters=0", "--min_lr=1e-3"]
     for iterations in (5, 11):
         assert main(monkeypatch, capsys, config_file, *fields, f"--train_iters={iterations}")[0] == 0
@@ -383,20 +348,15 @@ def test_more_processes_than_gpus_is_one_line(config_file, monkeypatch, capsys):
     assert code == 2 and err.startswith(line) and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("visible, refused", [(None, True), ("0", True), ("", False)])
-def test_a_gpu_with_an_old_driver_does_not_train_on_the_cpu_in_silence(
-    config_file, monkeypatch, capsys, tmp_path, visible, refused
-):
-    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.57.02  Tue Jul 13\n")
-    (tmp_path / "nvidiactl").touch()
-    monkeypatch.setattr(processes, "GPU", tmp_path / "nvidiactl")
-    monkeypatch.setattr(processes, "DRIVER", tmp_path / "version")
+@pytest.mark.parametrize("visible, code", [(None, 2), ("0", 2), ("", 0)])
+def test_a_gpu_that_pytorch_cannot_use_is_no_silent_cpu(config_file, monkeypatch, capsys, tmp_path, visible, code):
+    monkeypatch.setattr(processes, "GPU", tmp_path)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    code, _, err = main(monkeypatch, capsys, config_file, "--train_iters=1")
-    assert (code, err.count("\n")) == ((2, 1) if refused else (0, 0)) and ("470.57.02" in err) == refused
+    found, _, err = main(monkeypatch, capsys, config_file, "--train_iters=1")
+    assert found == code and err.count("\n") == (code == 2)
 
 
 def test_operations_that_do_not_run_are_one_line(tokens_dir, tmp_path, monkeypatch):
@@ -458,12 +418,6 @@ def test_eval_only_takes_a_checkpoints_loss_on_any_split_in_any_dtype(tokens_dir
             if split == "val":
                 assert float(said) == pytest.approx(trained, rel=1e-2 if dtype == "bf16" else 1e-6)
     assert sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*")) == before
-
-
-def test_epochs_stand_for_iterations(tokens_dir, tmp_path):
-    """4,000 tokens make 499 samples of 8 tokens. A step has 24 samples, so half an epoch is 10 steps."""
-    go(configured(tmp_path, tokens_dir, train_iters=0, train_epochs=0.5, lr_decay_iters=0))
-    assert checkpoint.all_steps(tmp_path) == [10]
 
 
 def test_the_logged_loss_is_the_mean_over_interval_micro_batches_and_ranks(workers, tokens_dir, tmp_path):

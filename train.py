@@ -8,7 +8,6 @@ in `Counters` and `Zero.updates`.
 """
 
 import contextlib
-import os
 import socket
 import sys
 import tempfile
@@ -36,8 +35,6 @@ from parallel.pipedream import PipeDream, train_call
 from parallel.pipeline import Executor
 from parallel.zero import Zero
 from tokenizer import COPY
-
-RATES = 4096  # learning rates in the table of `rate`
 
 # --- the step -------------------------------------------------------------------------------------------------------
 
@@ -75,7 +72,7 @@ def train_step(run, batches):
         norm = squared_norm.sqrt() / scale
         skip = ~norm.isfinite()
         clip = (c.clip_grad / (norm + 1e-6)).clamp(max=1.0) if c.clip_grad else torch.ones_like(norm)
-        lr = rate(run)
+        lr = run.rates.take(zero.updates)  # unlike run.rates[...], it does not wait for the GPU
         zero.update(reference.update_scalars(lr, clip / scale, zero.updates + 1, skip, c.adam_beta1, c.adam_beta2))
         zero.publish()
         done = PendingStep(torch.stack([loss, norm, lr, skip, stop]), scale, samples)
@@ -86,20 +83,6 @@ def train_step(run, batches):
     run.counters.iteration += 1
     run.counters.consumed_samples += samples  # also those of a skipped step
     return done
-
-
-def rate(run):
-    """Return the learning rate of the next update, float64 on the device.
-
-    A table has the rates of the next RATES updates. An iteration makes at most one update, so the table lasts for RATES
-    iterations. The host waits for `zero.updates` only when it makes a new table.
-    """
-    if run.rates is None or run.counters.iteration % RATES == 0:
-        first = run.zero.updates.item()
-        rates = [learning_rate(run.config, first + i) for i in range(1, RATES + 1)]
-        run.rates = first, torch.tensor(rates, dtype=torch.float64, device=run.device)
-    first, rates = run.rates
-    return rates.take(run.zero.updates - first)
 
 
 @torch.no_grad()
@@ -147,7 +130,7 @@ def train(run, tokens, validation, logger):
                 row = history.row()
                 with history.paused():
                     logger.log(row, evaluate(run, validation) if validate else None)
-            saving = due(c.save_interval) and history.good(last)
+            saving = due(c.save_interval) and history.good(last=last)
             if c.check_replicas and (due(c.check_replicas) or saving):
                 replicas.check(run.zero, counters.iteration)
             if saving:
@@ -194,9 +177,9 @@ class Run:
     loss_scale: LossScale
     timers: Timers
     executor: Executor
+    rates: torch.Tensor  # float64 [train_iters] on the device: the learning rate of each update
     counters: Counters = field(default_factory=Counters)
     signals: processes.Signals = field(default_factory=processes.Signals)
-    rates: tuple | None = None  # the table of `rate`
     steps: Counter = field(default_factory=Counter)  # {m: number of steps with m micro-batches in this process}
 
 
@@ -213,7 +196,9 @@ def build(config, mesh, device):
     kind = PipeDream if schedule.versions and not config.eval_only else Executor
     executor = kind(model, zero, config, mesh, layout, schedule, timers)
     scale = LossScale(config, dtype)
-    return Run(config, mesh, device, dtype, model, layout, schedule, zero, scale, timers, executor)
+    rates = [learning_rate(config, update) for update in range(1, config.train_iters + 1)]
+    rates = torch.tensor(rates, dtype=torch.float64, device=device)
+    return Run(config, mesh, device, dtype, model, layout, schedule, zero, scale, timers, executor, rates)
 
 
 def save(run, tokens):
@@ -246,11 +231,11 @@ def restore(run, path):
 
 def describe(run, path):
     """Return the model, the layout and the folders of this run as text. After a resume, also what has changed."""
-    c = run.config
-    names = "tp pp zero sequence_parallel recompute".split() + ["schedule"] * (c.pp > 1)
-    layout = " ".join([f"dp={run.mesh.dp.size}", *(f"{name}={getattr(c, name)}" for name in names)])
-    text = f"{run.model.num_parameters():,} parameters, {c.num_layers} layers of {c.hidden_size}; {layout}; "
-    text += f"{run.dtype} on {run.device.type}\n{c.data_dir} -> {c.out_dir}, from {path or 'initial weights'}"
+    c, names = run.config, "tp pp zero sequence_parallel recompute".split()
+    layout = " ".join(f"{name}={getattr(c, name)}" for name in names + ["schedule"] * (c.pp > 1))
+    text = f"{run.model.num_parameters():,} parameters, {c.num_layers} layers of {c.hidden_size}; "
+    text += f"dp={run.mesh.dp.size} {layout}; {run.dtype} on {run.device.type}\n"
+    text += f"{c.data_dir} -> {c.out_dir}, from {path or 'initial weights'}"
     if run.device.type == "cuda":
         text += f"\nattention: {operations.attention_name(c, run.device, run.dtype, run.zero.ops)}"
     if path and (changed := configuration.differences(c, checkpoint.read_index(path))):
@@ -261,13 +246,8 @@ def describe(run, path):
 def run_training(config, mesh, device):
     """Open the files, build the Run, resume, and train or evaluate. A UserError of one rank is raised on all ranks."""
     with contextlib.ExitStack() as stack:
-        tokens, path = agree(mesh.world, UserError, lambda: open_files(config, mesh, stack))
+        tokens, path = agree(mesh.world, UserError, lambda: open_files(config, mesh, device, stack))
         compare_hosts(config, mesh, tokens, path)
-        if config.train_epochs and not config.eval_only:
-            config.train_iters = configuration.iterations(config, config.train_epochs * tokens["train"].num_samples)
-        # Triton may lack a compiler on one node. Find out before `build`, in which ranks wait for each other.
-        agree(mesh.world, UserError, lambda: operations.trial(config, device))
-        agree(mesh.world, UserError, lambda: memory.refuse_too_large(config, mesh.dp.size, device))
         run = build(config, mesh, device)
         if mesh.rank == 0:
             print(describe(run, path), flush=True)  # before the weights, which may take minutes
@@ -287,50 +267,53 @@ def run_training(config, mesh, device):
             train(run, tokens["train"], tokens.get("val"), logger)
 
 
+def open_files(config, mesh, device, stack):
+    """Lock out_dir. Return ({split: Tokens}, path of the checkpoint to resume from or None).
+
+    Raises UserError, also if Triton lacks a compiler on this node or the model is too large for its memory. `build`
+    must not find this out, because there the ranks wait for each other.
+    """
+    if mesh.rank == 0 and not config.eval_only:
+        stack.enter_context(processes.lock(config.out_dir))
+    splits = [config.split] if config.eval_only else ["train", "val"][: 1 + (config.eval_iters > 0)]
+    tokens = {s: data.Tokens(config.data_dir, s, config.seq_length, config.vocab_size) for s in splits}
+    identity = None if config.eval_only else data.identity(tokens["train"])
+    path = checkpoint.to_resume(config, tokens[splits[0]].meta["tokenizer"], identity)
+    operations.trial(config, device)
+    memory.refuse_too_large(config, mesh.dp.size, device)
+    return tokens, path
+
+
 def compare_hosts(c, mesh, tokens, path):
     """Raise UserError on all ranks if a rank sees another out_dir, data or checkpoint than rank 0.
 
     tokens, path: from `open_files`. Ranks that saw different files would wait for each other, or train on wrong data.
     """
     with contextlib.ExitStack() as stack:
-        tries = mesh.rank == 0 and not c.eval_only
-        name = agree(mesh.world, UserError, lambda: stack.enter_context(new_file(c)) if tries else None)
+        writes = mesh.rank == 0 and not c.eval_only
+        name = agree(mesh.world, UserError, lambda: stack.enter_context(new_file(c.out_dir)) if writes else "")
         name = gather_objects(name, mesh.world)[0]
         seen = {
-            "out_dir": name is None or Path(c.out_dir, name).exists(),
+            "out_dir": not name or Path(c.out_dir, name).exists(),
             "data_dir": [data.identity(split)["crc32"] for split in tokens.values()],
             "resume": path and checkpoint.read_index(path)["crc32"],
         }
         first = gather_objects(seen, mesh.world)[0]  # afterwards rank 0 removes the file
 
-    def compare():
-        if differing := [name for name in seen if seen[name] != first[name]]:
-            who = f"rank {mesh.rank} (on {socket.gethostname()}) sees other files there than rank 0"
-            field = f"{differing[0]}={getattr(c, differing[0])}"
-            raise UserError(f"{field}: {who}; all hosts need one shared out_dir and equal data")
-
-    agree(mesh.world, UserError, compare)
+    field = next((name for name in seen if seen[name] != first[name]), "out_dir")
+    why = f"rank {mesh.rank} (on {socket.gethostname()}) sees other files there than rank 0"
+    why += "; all hosts need one shared out_dir and equal data"
+    agree(mesh.world, UserError, lambda: configuration.require(c, field, seen == first, why))
 
 
 @contextlib.contextmanager
-def new_file(c):
-    """Context: write a file with a new name in out_dir, to see that rank 0 can write there. Yield the name.
+def new_file(out_dir):
+    """Context: make a file in out_dir, to see that rank 0 can write there. Yield its name.
 
     The name is new, because network file systems remember for a while that a file did not exist.
     """
-    with explained(f"out_dir={c.out_dir}"), tempfile.NamedTemporaryFile(dir=c.out_dir, buffering=0) as file:
-        file.write(bytes(4096))  # a full disk may take a name, but no bytes
+    with explained(f"out_dir={out_dir}"), tempfile.NamedTemporaryFile(dir=out_dir) as file:
         yield Path(file.name).name
-
-
-def open_files(config, mesh, stack):
-    """Lock out_dir. Return ({split: Tokens}, path of the checkpoint to resume from or None). Raises UserError."""
-    if mesh.rank == 0 and not config.eval_only:
-        stack.enter_context(processes.lock(config.out_dir))
-    splits = [config.split] if config.eval_only else ["train", "val"][: 1 + (config.eval_iters > 0)]
-    tokens = {s: data.Tokens(config.data_dir, s, config.seq_length, config.vocab_size) for s in splits}
-    identity = None if config.eval_only else data.identity(tokens["train"])
-    return tokens, checkpoint.to_resume(config, tokens[splits[0]].meta["tokenizer"], identity)
 
 
 def main():
@@ -341,9 +324,10 @@ def main():
     """
     arguments = sys.argv[1:]
     if "--plan" in arguments:  # judges this configuration on --world=N --device=D, and starts nothing
+        import plan
+
         words = [word.replace("--world=", "--gpus=", 1) for word in arguments if word != "--plan"]
-        plan = Path(__file__).with_name("plan.py")
-        os.execv(sys.executable, [sys.executable, str(plan), "--as_is", *words])
+        return plan.main(["--as_is", *words])
     device = processes.join()
     world = everyone()
 

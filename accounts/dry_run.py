@@ -95,7 +95,7 @@ def started(config, gpus, rank):
         fits = getattr(config, name) in values
         configuration.require(config, name, fits, f"{why}; set --{name}={values[0]}")
     dtype = "bf16" if config.dtype == "auto" else config.dtype
-    config = replace(config, dtype=dtype, rampup_batch_size="", train_iters=config.updates_per_call, train_epochs=0.0)
+    config = replace(config, dtype=dtype, rampup_batch_size="", train_iters=config.updates_per_call)
     configuration.check(config, gpus)
     ops = SimpleNamespace(**vars(reference) | {"attention": attention, "adamw_": lambda *_, **__: None})
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=gpus)

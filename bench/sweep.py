@@ -49,7 +49,7 @@ def measure(config: str = "configs/tiny.py", processes: int = 4, steps: int = 10
     c = configuration.load([config])
     folder = Path(f"{c.out_dir}_sweep{processes}").resolve()
     base = replace(
-        c, train_iters=WARMUP + steps, train_epochs=0.0, rampup_batch_size="", log_interval=1, eval_iters=0,
+        c, train_iters=WARMUP + steps, rampup_batch_size="", log_interval=1, eval_iters=0,
         save_interval=0, resume="none", data_dir=str(folder / "data"), out_dir="",
     )  # fmt: skip
     chosen = {name: c for c in accepted(base, processes) if only in (name := name_of(c))}

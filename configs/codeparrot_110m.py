@@ -9,7 +9,6 @@ num_layers = 12
 hidden_size = 768
 num_attention_heads = 12
 seq_length = 1024
-max_position_embeddings = 1024
 dropout = 0.1  # Megatron-LM's default; the script does not set it
 
 micro_batch_size = 12
@@ -17,7 +16,6 @@ global_batch_size = 192
 train_iters = 150000
 
 lr = 0.0005
-lr_decay_iters = 150000
 lr_warmup_iters = 2000
 weight_decay = 0.1
 

@@ -17,6 +17,3 @@ min_lr = 6e-5
 lr_warmup_iters = 700
 adam_beta2 = 0.95
 weight_decay = 0.1
-
-eval_interval = 250
-save_interval = 1000

@@ -9,7 +9,6 @@ num_layers = 24
 hidden_size = 1024
 num_attention_heads = 16
 seq_length = 1024
-max_position_embeddings = 1024
 dropout = 0.1  # Megatron-LM's default; the script does not set it
 
 global_batch_size = 64
@@ -24,4 +23,3 @@ recompute = "full"  # --checkpoint-activations
 
 log_interval = 100
 save_interval = 10000
-eval_interval = 1000

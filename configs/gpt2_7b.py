@@ -7,7 +7,6 @@ num_layers = 32
 hidden_size = 4096
 num_attention_heads = 32
 seq_length = 2024  # as in the script; perhaps 2048 was meant
-max_position_embeddings = 2024
 dropout = 0.1  # Megatron-LM's default; the script does not set it
 
 micro_batch_size = 4

@@ -20,5 +20,3 @@ weight_decay = 0.1
 
 tp = 8
 recompute = "full"
-eval_interval = 1000
-save_interval = 1000

@@ -21,5 +21,3 @@ weight_decay = 0.1
 tp = 8
 pp = 8
 sequence_parallel = True
-eval_interval = 1000
-save_interval = 1000

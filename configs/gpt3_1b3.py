@@ -19,5 +19,3 @@ adam_beta2 = 0.95
 weight_decay = 0.1
 
 recompute = "full"
-eval_interval = 1000
-save_interval = 1000

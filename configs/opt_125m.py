@@ -25,6 +25,3 @@ lr_decay_style = "linear"
 lr_warmup_iters = 715  # 375M tokens
 adam_beta2 = 0.95
 weight_decay = 0.1
-
-eval_interval = 1000
-save_interval = 1000

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import re
 import signal
 import threading
 import time
@@ -15,36 +14,29 @@ import torch.distributed as dist
 from errors import UserError, cause, explained, locked, report, write_error_file
 from parallel.comm import CommunicationError, group_options
 
-GPU, DRIVER = Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version")
+GPU = Path("/dev/nvidiactl")
 
 
 def join():
-    """Return this process's device. Under torchrun, also connect the processes (NCCL on GPUs, otherwise Gloo)."""
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    if mistake := wrong_devices():
-        raise UserError(mistake)
-    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
+    """Return this process's device. Under torchrun, also connect the processes (NCCL on GPUs, otherwise Gloo).
+
+    Raises UserError if there are too few GPUs, or if PyTorch cannot use the GPU, because its driver is too old.
+    """
+    device, backend, here = torch.device("cpu"), "gloo", int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cpu = "set an empty CUDA_VISIBLE_DEVICES to train on the CPU"
+    if torch.cuda.is_available():
+        if here > (gpus := torch.cuda.device_count()):
+            raise UserError(f"nproc_per_node={here}: there are only {gpus} GPUs; set at most {gpus}, or {cpu}")
+        device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "nccl"
         torch.cuda.set_device(device)
+    elif torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") != "" and GPU.exists():
+        why = f"PyTorch for CUDA {torch.version.cuda} can't use the GPU of this machine"
+        raise UserError(f"{why}; update its driver (nvidia-smi names it), install another PyTorch, or {cpu}")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=follow, args=[os.getppid()], daemon=True).start()
     if "WORLD_SIZE" in os.environ:
-        backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, pg_options=group_options(backend))
     return device
-
-
-def wrong_devices():
-    """Return a line if there are too few GPUs, or if there is one and its driver is too old for this PyTorch."""
-    cpu = "set an empty CUDA_VISIBLE_DEVICES to train on the CPU"
-    if torch.cuda.is_available():
-        here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-        if here > gpus:
-            return f"nproc_per_node={here}: there are only {gpus} GPUs; set at most {gpus}, or {cpu}"
-    elif torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") != "" and DRIVER.exists() and GPU.exists():
-        driver = re.search(r"\d+\.[\d.]+", DRIVER.read_text())[0]
-        why = f"PyTorch for CUDA {torch.version.cuda} can't use the GPU of this machine with its driver {driver}"
-        return f"{why}; update the driver, install a PyTorch for an older CUDA, or {cpu}"
 
 
 def follow(launcher):
