@@ -18,14 +18,14 @@ Meta tensors have no numbers, so the dry run replaces four things:
     adamw_               is a fused kernel that meta tensors do not have. It changes no byte that is sent or kept
     attention            PyTorch's choice for meta tensors keeps [s, s] matrices. A dry run takes the fused attention
 
-`SUPPORTED` has the values of fields that allow this.
+`SUPPORTED` has the values of fields that allow this. The rules of LAMB and LARS, loss scales and float64 attention read
+numbers. A dry run does not count the CPU's memory, and it makes a training step.
 """
 
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -42,21 +42,7 @@ from parallel import schedules
 from parallel.mesh import Mesh
 
 META = torch.device("meta")
-SUPPORTED = {  # field: its values in a dry run, and why it has no others
-    "optimizer": (["adamw"], "its rule reads numbers, but a dry run has none"),
-    "dtype": (["bf16", "fp32", "auto"], "a dry run has neither a loss scale nor float64 attention"),
-    "offload": ([False], "a dry run does not count the CPU's memory"),
-    "eval_only": ([False], "a dry run makes a training step"),
-}
-
-
-class Accounts(NamedTuple):
-    """Bytes that one rank sends and keeps in a step, by the dry run and by the formulas."""
-
-    sent: dict  # {(axis, what, operation): (calls, bytes)}
-    sent_formula: dict
-    kept: dict  # {part of the memory: bytes}
-    kept_formula: dict
+SUPPORTED = {"optimizer": ["adamw"], "dtype": ["bf16", "fp32", "auto"], "offload": [False], "eval_only": [False]}
 
 
 def main(config, gpus, rank):
@@ -65,21 +51,18 @@ def main(config, gpus, rank):
     config: a `config.Config`; gpus: the number of ranks. Raises UserError.
     """
     with started(config, gpus, rank) as run:
-        accounts, c, mesh, pp, who = step(run), run.config, run.mesh, run.mesh.pp.rank, f"rank {rank}"
+        (sent, kept), c, mesh, pp, who = step(run), run.config, run.mesh, run.mesh.pp.rank, f"rank {rank}"
         print(
             f"Dry run of {who} of {gpus}: dp {mesh.dp.rank} of {mesh.dp.size}, pp {pp} of {c.pp}, tp {mesh.tp.rank} of "
             f"{c.tp}; {run.model.num_parameters():,} parameters in {c.dtype}; {c.schedule} with "
             f"{run.schedule.microbatches} micro-batches, zero={c.zero}. No number was computed.\n"
         )
         often = ledger.how_often(run.layout, run.schedule, pp)
-        sent = {"bytes": accounts.sent, "formula": accounts.sent_formula}
-        kept = {"bytes": accounts.kept, "formula": accounts.kept_formula}
-        print(report.sent_table(who, often, sent), end="\n\n")
-        print(report.kept_table(who, run.layout, pp, kept), end="\n\n")
-    wrong = differences(accounts)
-    print("\n".join(wrong) or "The dry run and the formulas agree.")
-    if wrong:
-        sys.exit(1)
+        tables = report.sent_table(who, often, sent), report.kept_table(who, run.layout, pp, kept)
+        print(*tables, sep="\n\n", end="\n\n")
+    if wrong := differences(sent, kept):
+        sys.exit("\n".join(wrong))
+    print("The dry run and the formulas agree.")
 
 
 @contextmanager
@@ -91,9 +74,8 @@ def started(config, gpus, rank):
     """
     if not 0 <= rank < gpus:
         raise UserError(f"--rank={rank}: should be 0 to {gpus - 1}, because --gpus={gpus}")
-    for name, (values, why) in SUPPORTED.items():
-        fits = getattr(config, name) in values
-        configuration.require(config, name, fits, f"{why}; set --{name}={values[0]}")
+    for name, values in SUPPORTED.items():
+        configuration.require(config, name, getattr(config, name) in values, f"a dry run needs --{name}={values[0]}")
     dtype = "bf16" if config.dtype == "auto" else config.dtype
     config = replace(config, dtype=dtype, rampup_batch_size="", train_iters=config.updates_per_call)
     configuration.check(config, gpus)
@@ -118,25 +100,28 @@ def attention(q, k, v, cache=None):
 
 
 def step(run):
-    """Make one training step of a dry Run, inside `started`. Return its Accounts."""
+    """Make one training step of a dry Run, inside `started`. Return two dicts {"bytes": table, "formula": table}.
+
+    They have the bytes sent, in tables as `ledger.predict` makes them, and the bytes kept, as `memory.predict`.
+    """
     c, mesh, rank = run.config, run.mesh, run.mesh.pp.rank
     tokens = torch.empty(c.micro_batch_size, c.seq_length + 1, dtype=torch.int64, device=META)
-    samples = torch.empty(c.micro_batch_size, dtype=torch.int64, device=META)
-    count = run.schedule.microbatches
-    batches = (run.model.micro_batch(tokens[:, :-1], tokens[:, 1:], samples) for _ in range(count))
+    batch = tokens[:, :-1], tokens[:, 1:], torch.empty_like(tokens[:, 0])
+    batches = (run.model.micro_batch(*batch) for _ in range(run.schedule.microbatches))
     with meter.Activations(run.executor) as activations:
         (train.train_call if run.schedule.versions else train.train_step)(run, batches)
     widths = run.zero.dtype.itemsize, run.zero.master_dtype.itemsize
-    return Accounts(
-        mesh.ledger.per_step(schedules.updates(run.schedule)),
-        ledger.predict(run.layout, run.schedule, rank, mesh.dp.rank, *widths),
-        meter.model_states(run.zero, run.executor.flats) | activations.rows(),
-        memory.predict(run.layout, run.schedule, rank, memory.sizes(c, *widths, on_cpu=False)),
+    sent = mesh.ledger.per_step(schedules.updates(run.schedule))
+    kept = meter.model_states(run.zero, run.executor.flats) | activations.rows()
+    predicted = memory.predict(run.layout, run.schedule, rank, memory.sizes(c, *widths, on_cpu=False))
+    return (
+        {"bytes": sent, "formula": ledger.predict(run.layout, run.schedule, rank, mesh.dp.rank, *widths)},
+        {"bytes": kept, "formula": predicted},
     )
 
 
-def differences(a):
-    """Return a line for each row of the Accounts in which the dry run and the formula differ."""
-    pairs = (a.sent, a.sent_formula), (a.kept, a.kept_formula)
+def differences(*tables):
+    """Return a line for each row in which the dry run and the formula differ. tables: as `step` returns them."""
+    pairs = [(table["bytes"], table["formula"]) for table in tables]
     keys = [key for found, formula in pairs for key in found | formula if found.get(key) != formula.get(key)]
     return [f"different: {key if isinstance(key, str) else ' '.join(key)}" for key in keys]

@@ -30,7 +30,6 @@ import math
 from collections import namedtuple
 
 from accounts.report import aligned
-from errors import UserError
 
 Fit = namedtuple("Fit", "E A B a b")  # constants of L(N, D) = E + A / N^a + B / D^b
 HOFFMANN = Fit(1.69, 406.4, 410.7, 0.34, 0.28)
@@ -99,43 +98,26 @@ def used(devices, days):
 
 def models_table(flops):
     """Return the compute-optimal models for C = `flops`, and then MODELS, as text."""
-    rows = [("model", "N", "D", "D/N", "6ND", "loss [1]", "enough [1]", "loss [2]", "enough [2]")]
-    best = {f"minimum of fit [{i}]": optimum(fit, flops) for i, fit in enumerate(FITS, 1)}
-    for name, (n, d) in ({"20 tokens per parameter": by_rule(flops)} | best | MODELS).items():
-        cells = []
+    rows = [("model", "N / 10^9", "D / 10^9", "D/N", "6ND", "loss [1]", "enough [1]", "loss [2]", "enough [2]")]
+    models = {"20 tokens per parameter": by_rule(flops)}
+    models |= {f"minimum of fit [{i}]": optimum(fit, flops) for i, fit in enumerate(FITS, 1)}
+    for name, (n, d) in (models | MODELS).items():
+        row = [name, f"{n / 1e9:,.4g}", f"{d / 1e9:,.4g}", f"{d / n:.1f}", f"{6 * n * d:.3g}"]
         for fit in FITS:
             reached = loss(fit, n, d)
-            cells += [f"{reached:.3f}", f"{enough_flops(fit, reached) / (6 * n * d):.0%}"]
-        rows.append((name, big(n), big(d), f"{d / n:.1f}", f"{6 * n * d:.3g}", *cells))
+            row += [f"{reached:.3f}", f"{enough_flops(fit, reached) / (6 * n * d):.0%}"]
+        rows.append(row)
     return aligned(rows, 1)
 
 
-def machines_table(flops, machines):
-    """Return as text how long machines as in MACHINES need for `flops` FLOPs, and what the slide says."""
+def main(flops, gpus, device):
+    """Print both tables for a budget of `flops` FLOPs. gpus, device: the user's cluster."""
+    yours = {"your cluster": ([(gpus, device.name, device.peak(device.dtype) / 1e12)], None)}
     rows = [("machine", "devices", "slide's days", "used", "days")]
-    for name, (devices, days) in machines.items():
+    for name, (devices, days) in (MACHINES | yours).items():
         names = " + ".join(f"{count:,} {device}" for count, device, _ in devices)
         on_slide = (f"{days:,}", f"{used(devices, days):.1%}") if days else ("-", "-")
         rows.append((name, names, *on_slide, f"{flops / (MFU * per_day(devices)):,.1f}"))
-    return aligned(rows, 2)
-
-
-def big(number):
-    """Return a count with three digits: "158 B" for 158 billion."""
-    for size, unit in ((1e12, " T"), (1e9, " B"), (1e6, " M")):
-        if number >= 0.9995 * size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.3g}"
-
-
-def main(flops, cluster=None):
-    """Print both tables for a budget of `flops` FLOPs. cluster: (number, Device) of the user. Raises UserError."""
-    if not 0 < flops <= 1e300:
-        raise UserError(f"--flops={flops}: should be positive, such as 3e24")
-    machines = dict(MACHINES)
-    if cluster:
-        gpus, device = cluster
-        machines["your cluster"] = [(gpus, device.name, device.peak(device.dtype) / 1e12)], None
     print(f"""Compute-optimal models for C = {flops:.3g} FLOPs, and the models of the slide "Transformerのスケール則"
 {models_table(flops)}
 N: parameters. D: training tokens. C = 6ND (the slide counts 5.7ND). Losses are in nats per token.
@@ -143,6 +125,6 @@ N: parameters. D: training tokens. C = 6ND (the slide counts 5.7ND). Losses are 
 enough: a compute-optimal model reaches the same loss with this part of the FLOPs. 100% is compute-optimal.
 
 Machines of the slide "GPT-4をスパコンで学習するには?"
-{machines_table(flops, machines)}
+{aligned(rows, 2)}
 used: share of the peak that the machine uses if {SLIDE_FLOPS:.3g} FLOPs take the slide's days.
 days: for {flops:.3g} FLOPs, at {MFU} of the peak. Public estimates for GPT-4 are near 2e25 FLOPs.""")

@@ -39,7 +39,6 @@ Narayanan et al. (arXiv 2104.04473) and Korthikanti et al. (arXiv 2205.05198) ra
 """
 
 import math
-from collections import namedtuple
 from functools import cache
 
 import numpy as np
@@ -55,6 +54,7 @@ GAPS = {"F": 5, "I": 9}  # operations of a block that are no matrix products
 # Bytes for each element of the [s, s] matrix: product, mask with softmax, dropout (with a mask of 1 byte), product.
 MATRIX = {"F": 2 + 4 + 5 + 2, "I": 2 + 2 + 5 + 6 + 4}
 CODES = ("ours", "megatron-2021", "megatron-2022")
+COLUMNS = ("F", "I", "W", "recomputation", "collectives")  # of `Step.stages`
 # The collectives of a block, all of one size. `ledger.py` counts their sum.
 COLLECTIVES = {  # sequence parallel: (operation, in F, alone in I, in I beside dW, in I beside dx)
     False: ("all_reduce", 2, 0, 2, 0),
@@ -74,11 +74,6 @@ def schedule(name, p, m, chunks):
     return schedules.SCHEDULES[name](p, m, chunks)
 
 
-# Seconds of one micro-batch on a pipeline rank. F and I contain `again` (recomputation) and `tensor`: tensor parallel
-# collectives that nothing hides, without those of the recomputation.
-Stage = namedtuple("Stage", "F I W again tensor")
-
-
 class Step:
     """The prediction of one step: `parts` is {part: seconds}.
 
@@ -88,17 +83,13 @@ class Step:
 
     def __init__(self, c, model, layout, device, m, code, exact, say):
         self.c, self.model, self.layout, self.device, self.m = c, model, layout, device, m
-        self.code, self.exact, self.say, self.parts = code, exact, say, {}
-        self.item, self.wide = model.item, model.wide
+        self.code, self.exact, self.say, self.item, self.wide = code, exact, say, model.item, model.wide
         self.n, self.rows = c.micro_batch_size * c.seq_length, rows_outside(c)
-        self.peak, stride = device.peak(model.dtype), c.tp * c.pp
+        self.peak, stride = device.peak(model.config.dtype), c.tp * c.pp
         self.matrix, self.memory = self.peak * device.matrix, device.memory_rate * device.memory
-        say("rate of matrix products", f"{device.matrix} of the data sheet's", self.matrix / 1e12, "TFLOP/s")
-        say("rate of memory", f"{device.memory} of the data sheet's", self.memory / 1e9, "GB/s")
         apart = c.tp if stride <= device.per_node else device.per_node  # from a stage to the next one
-        places = {"tp": (1, c.tp), "pp": (apart, 2), "dp": (stride, layout.dp), "world": (1, stride * layout.dp)}
-        places["holders"] = c.tp * max(1, c.pp - 1), 2
-        self.rings = {axis: self.ring(axis, *place) for axis, place in places.items()}
+        self.rings = {"tp": (1, c.tp), "pp": (apart, 2), "dp": (stride, layout.dp), "world": (1, stride * layout.dp)}
+        self.rings["holders"] = c.tp * max(1, c.pp - 1), 2
         self.sent = {rank: model.sent(layout, m, c.micro_batch_size, rank) for rank in {0, min(1, c.pp - 1), c.pp - 1}}
         self.add_parts(self.stages())
 
@@ -108,24 +99,20 @@ class Step:
         """Return the seconds of a product [M, K] x [K, N]. result: bytes moved for an element of the result."""
         moved = self.item * (M * K + K * N) + result * M * N
         seconds = 2 * K * (M * N + self.device.wave) / self.matrix + moved / self.memory + self.device.operation
-        self.say(
-            f"product [{M}, {K}] x [{K}, {N}]", "2 K (M N + wave) / rate + bytes / rate + gap", seconds * 1e3, "ms"
-        )
+        self.say(f"product [{M}, {K}] x [{K}, {N}]", "2 K (M N + wave) / rate + bytes / rate + gap", seconds)
         return seconds
 
     def block(self):
-        """Return {"F", "I", "W": seconds} of a block for n = bs tokens, without tensor parallel communication."""
-        h, t, n, result = self.c.hidden_size, self.c.tp, self.n, {}
+        """Return the seconds of a block in F, I and W for n = bs tokens, without tensor parallel communication."""
+        h, t, n, gap = self.c.hidden_size, self.c.tp, self.n, self.device.operation
         linears = [(h, 3 * h // t), (h // t, h), (h, 4 * h // t), (4 * h // t, h)]  # inputs, outputs
         products = sum(self.product(n, outputs, inputs, self.item) for inputs, outputs in linears)
+        result = []
         for kind, core in zip("FI", self.attention(), strict=True):
             passes = OUTSIDE[kind] * self.rows * h + INSIDE[kind] * n * h // t
-            result[kind] = products + core + passes * self.item / self.memory + GAPS[kind] * self.device.operation
+            result.append(products + core + passes * self.item / self.memory + GAPS[kind] * gap)
         added = 2 * self.wide + 2 * self.item * (self.code == "megatron-2021")  # bytes of an element of the gradient
-        result["W"] = sum(self.product(outputs, inputs, n, added) for inputs, outputs in linears)
-        for kind, seconds in result.items():
-            self.say(f"{kind} of a block", "4 products; F, I: attention, passes over memory", seconds * 1e3, "ms")
-        return result
+        return *result, sum(self.product(outputs, inputs, n, added) for inputs, outputs in linears)
 
     def attention(self):
         """Return the seconds of a block's attention between qkv and proj, in F and in I."""
@@ -149,24 +136,21 @@ class Step:
 
     # --- wires --------------------------------------------------------------------------------------------------------
 
-    def ring(self, axis, stride, n):
-        """Return (bytes per second, hops) of a ring of n ranks, each `stride` ranks after the one before."""
-        rate = wire(self.device, stride, n)
-        self.say(f"ring of {axis}", f"{n} ranks, each {stride} after the one before", rate / 1e9, "GB/s")
-        return rate, math.ceil(math.log2(n))
+    def send(self, axis, calls, sent):
+        """Return the seconds of `calls` communications of an axis that send `sent` bytes together."""
+        stride, n = self.rings[axis]
+        return float(sent) / wire(self.device, stride, n) + calls * math.ceil(math.log2(n)) * self.device.latency
 
     def transfer(self, rank, axis, *whats):
         """Return the seconds to send a rank's rows of an axis, one after another. whats: only these rows."""
-        rate, hops = self.rings[axis]
         rows = (row for (a, what, _), row in self.sent[rank].items() if a == axis and (not whats or what in whats))
-        return sum(float(sent) / rate + calls * hops * self.device.latency for calls, sent in rows)
+        return sum(self.send(axis, *row) for row in rows)
 
     def tensor_parallel(self, W):
         """Return the seconds, in F and in I, of a block's collectives that no product hides. W: seconds of its dW."""
-        c, (rate, hops) = self.c, self.rings["tp"]
+        c = self.c
         operation, in_F, alone, by_dw, by_dx = COLLECTIVES[c.sequence_parallel]
-        sent = float(sent_bytes(operation, c.tp, self.item * self.n * c.hidden_size))
-        each = sent / rate + hops * self.device.latency
+        each = self.send("tp", 1, sent_bytes(operation, c.tp, self.item * self.n * c.hidden_size))
         split = any(action.kind == "W" for action in schedule(c.schedule, c.pp, c.pp, c.chunks).actions[0])
         if split or self.code == "megatron-2021":  # dW runs later
             alone, by_dw = alone + by_dw, 0
@@ -176,66 +160,71 @@ class Step:
     # --- the step -----------------------------------------------------------------------------------------------------
 
     def stages(self):
-        """Return the Stage of each pipeline rank."""
-        c, layout, result = self.c, self.layout, []
-        block, (embedding, head) = self.block(), self.ends()
-        F, I = self.tensor_parallel(block["W"])
-        again = (block["F"] + F) * (c.recompute == "full")
-        pipelines = sum(0 in units for units in layout.units)  # 2 in Chimera: a micro-batch uses one of them
-        for rank in range(c.pp):
+        """Return the seconds of one micro-batch as an array [pp, 5]: F, I, W, recomputation, collectives of each rank.
+
+        F and I contain the recomputation and the collectives: those of tp that nothing hides. Collectives that
+        recomputation repeats count as recomputation.
+        """
+        layout, (F, I, W), (embedding, head) = self.layout, self.block(), self.ends()
+        in_F, in_I = self.tensor_parallel(W)
+        again = (F + in_F) * (self.c.recompute == "full")
+        block = F + in_F, I + in_I + again, W, again, in_F + in_I
+        for name, seconds in zip(COLUMNS, block, strict=True):
+            self.say(f"{name} of a block", "4 products; F, I: attention, passes over memory, collectives", seconds)
+        counts, pipelines = [], sum(0 in units for units in layout.units)
+        for rank in range(self.c.pp):
             units = [unit for chunk in layout.chunks(rank) for unit in layout.units[chunk]]
-            first, last = units.count(0) / pipelines, units.count(len(layout.table) - 1) / pipelines
-            blocks = len(units) / pipelines - first - last
-            forward = blocks * (block["F"] + F) + first * embedding / 2
-            backward = blocks * (block["I"] + I + again) + first * embedding / 2 + last * head
-            result.append(Stage(forward, backward, blocks * block["W"], blocks * again, blocks * (F + I)))
-        return result
+            first, last = units.count(0), units.count(len(layout.table) - 1)
+            counts.append((len(units) - first - last, first, last))
+        # Chimera has 2 pipelines, and a micro-batch uses one of them.
+        return np.array(counts) @ [block, (embedding / 2, embedding / 2, 0, 0, 0), (0, head, 0, 0, 0)] / pipelines
 
     def add_parts(self, stages):
-        """Fill `parts`, and set `seconds` and `bubble`. stages: the Stage of each pipeline rank."""
-        c, m, rate = self.c, self.m, self.rings["pp"][0]
-        F, I, W, again, tensor = busiest = max(stages, key=lambda stage: sum(stage[:3]))
-        mean = [sum(times) / c.pp for times in zip(*stages, strict=True)]
-        message = self.item * (self.rows if self.code == "ours" else self.n / c.tp) * c.hidden_size / rate
+        """Set `parts`, `seconds` and `bubble`. stages: as `stages` returns them."""
+        c, m, code = self.c, self.m, self.code
+        busiest, mean = stages[stages[:, :3].sum(1).argmax()], stages[:, :3].mean(0)
+        F, I, W, again, tensor = busiest
+        message = self.send("pp", 0, self.item * (self.rows if code == "ours" else self.n / c.tp) * c.hidden_size)
         arrival = message + self.device.latency
-        bubble, formula, messages = idle(c.schedule, c.pp, m, c.chunks, *mean[:3], arrival, self.exact)
-        if self.code != "ours" and c.chunks > 1:
+        bubble, formula, messages = idle(c.schedule, c.pp, m, c.chunks, *mean, arrival, self.exact)
+        if code != "ours" and c.chunks > 1:
             messages += 2 * m * c.chunks * message
-        lines = "F", "I", "W", "recomputation", "collectives", "F + I + W of a mean stage"
-        for what, seconds in zip(lines, (*busiest, sum(mean[:3])), strict=True):
-            self.say(what, f"a micro-batch on stage {stages.index(busiest)}, the busiest", seconds * 1e3, "ms")
-        self.part("compute", "m (F + I + W - recomputation - collectives)", m * (F + I + W - again - tensor))
-        self.part("recomputation", "m recomputation", m * again)
-        self.part("tensor parallel", "m collectives", m * tensor)
-        self.part("bubble", f"{formula}, mean stage", bubble)
-        self.part("pipeline messages", "waits for messages on their way", messages)
-        self.bubble = bubble / sum(self.parts.values())
-        data = max(self.data_parallel(rank, *stages[rank][:3]) for rank in self.sent) + max(map(self.sums, self.sent))
-        self.part("data parallel", "what no backward hides; sums", data)
-        self.part("update", "bytes of the optimizer's state / rate of memory", max(map(self.update, self.sent)))
-        self.part("everything else", f"{REST[self.code]:.0%} of the sum", REST[self.code] * sum(self.parts.values()))
+        for name, seconds in zip([*COLUMNS, "F + I + W of a mean stage"], [*busiest, sum(mean)], strict=True):
+            self.say(name, "a micro-batch on the busiest stage", seconds)
+        work = m * (F + I + W)
+        data = max(self.data_parallel(rank, *stages[rank, :3]) for rank in self.sent) + max(map(self.sums, self.sent))
+        update = max(map(self.update, self.sent))
+        rest = REST[code] * (work + bubble + messages + data + update)
+        parts = [
+            ("compute", "m (F + I + W - recomputation - collectives)", work - m * (again + tensor)),
+            ("recomputation", "m recomputation", m * again),
+            ("tensor parallel", "m collectives", m * tensor),
+            ("bubble", f"{formula}, mean stage", bubble),
+            ("pipeline messages", "waits for messages on their way", messages),
+            ("data parallel", "what no backward hides; sums", data),
+            ("update", "bytes of the optimizer's state / rate of memory", update),
+            ("everything else", f"{REST[code]:.0%} of the sum", rest),
+        ]
+        self.parts, self.bubble = {name: seconds for name, _, seconds in parts}, bubble / (work + bubble + messages)
         self.seconds = sum(self.parts.values())
-        self.say("step", f"sum; expected error {ERROR:.0%}", self.seconds, "s")
-
-    def part(self, name, formula, seconds):
-        self.parts[name] = seconds
-        self.say(name, formula, seconds, "s")
+        for part in [*parts, ("step", f"sum; expected error {ERROR:.0%}", self.seconds)]:
+            self.say(*part)
 
     def data_parallel(self, rank, F, I, W):
         """Return the seconds of dp that no computation hides. Nothing hides the bucket that backward completes last."""
-        layout, m = self.layout, self.m
-        B = I + W if self.code == "ours" or layout.stage >= 2 else 0.0  # the others reduce after the backward
+        layout, m, stage = self.layout, self.m, self.layout.stage
         units = sum(len(layout.units[chunk]) for chunk in layout.chunks(rank))
         whats = "gradients", "parameters", "parameter norms"
         reduced, gathered, norms = (self.transfer(rank, "dp", what) for what in whats)
-        last = reduced / (m if layout.stage >= 2 else 1) / units
-        if layout.stage == 3:  # beside a unit: the next unit's gather, reductions
+        rounds = m if stage >= 2 else 1  # the gradients are reduced so often
+        last = reduced / rounds / units
+        B = I + W if self.code == "ours" or stage >= 2 else 0.0  # the others reduce after the backward
+        if stage < 2:
+            B += last
+        exposed = rounds * max(0.0, reduced / rounds - B) + gathered
+        if stage == 3:  # beside a unit: the next unit's gather, reductions
             each = gathered / 2 / m
             exposed = m * (max(0.0, each - F) + max(0.0, each + reduced / m - B)) + each / units
-        elif layout.stage == 2:
-            exposed = m * max(0.0, reduced / m - B) + gathered
-        else:
-            exposed = max(0.0, reduced - last - B) + gathered
         return exposed + last + norms
 
     def sums(self, rank):

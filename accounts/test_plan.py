@@ -3,8 +3,6 @@
 import itertools
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -188,8 +186,7 @@ def test_the_candidates_are_what_config_check_accepts():
             right = True
         except UserError:
             right = False
-        fits = layouts.fields_fit(c, 24) and layouts.schedule_fits(c, 24 // (tp * pp))
-        assert fits == right, c
+        assert layouts.fits(c, 24) == right, c
         accepted, refused = accepted + right, refused + (not right)
     assert accepted > 50 and refused > 50
 
@@ -204,26 +201,21 @@ FULLEST = [  # (rank, number of ranks, change)
 
 @pytest.mark.parametrize("rank, pp, change", FULLEST)
 def test_the_fullest_rank_is_found_wherever_it_is(rank, pp, change):
-    blocks = dict(num_layers=8, hidden_size=256, seq_length=512, pp=pp, micro_batch_size=1, global_batch_size=16)
-    facts = layouts.judge(replace(SMALL, **blocks | change), pp, A100)
-    sums = [sum(parts.values()) for parts in facts["memory_by_rank"]]
-    assert facts["fullest_rank"] == rank and sums[rank] == max(sums) and len(sums) == pp
-    few = layouts.judge(replace(SMALL, **blocks | change), pp, A100, exact=False)
-    assert sum(few["memory_bytes"].values()) == max(sums)
+    sizes = dict(num_layers=8, hidden_size=256, seq_length=512, pp=pp, micro_batch_size=1, global_batch_size=16)
+    c = replace(SMALL, **sizes | change)
+    few, every = (layouts.judge(c, pp, A100, exact=exact) for exact in (False, True))
+    assert every["fullest_rank"] == rank and every["memory_bytes"] == few["memory_bytes"]
 
 
 def test_parts_sum_to_the_step():
-    """Also with uneven stages: seven blocks on four stages. The busiest stages have two blocks."""
-    for pp, L in (4, 7), (1, 8), (2, 8):
-        sizes = dict(num_layers=L, hidden_size=1024, seq_length=512, vocab_size=128, global_batch_size=64)
-        c, lines = replace(SMALL, **sizes, pp=pp, micro_batch_size=1), []
-        facts = layouts.judge(c, pp, A100, say=lambda *line, lines=lines: lines.append(line))
-        values = {name: value for name, _, value, _ in (line for line in lines if len(line) == 4)}
-        assert sum(facts["step_parts"].values()) == facts["step_seconds"] == values["step"] > 0
-        assert facts["mfu"] <= facts["hfu"] < 1 and 0 <= facts["bubble"] < 1
-        if L == 7:
-            block = sum(values[f"{kind} of a block"] for kind in "FIW") / 1e3
-            assert 2 * 64 * block < facts["step_parts"]["compute"] < 2.2 * 64 * block
+    """Seven blocks on four stages: the busiest stages have two blocks."""
+    sizes = dict(num_layers=7, hidden_size=1024, seq_length=512, vocab_size=128, global_batch_size=64)
+    c, values = replace(SMALL, **sizes, pp=4, micro_batch_size=1), {}
+    facts = layouts.judge(c, 4, A100, say=lambda name, formula, value: values.update({name: value}))
+    assert sum(facts["step_parts"].values()) == facts["step_seconds"] == values["step"] > 0
+    assert facts["mfu"] <= facts["hfu"] < 1 and 0 <= facts["bubble"] < 1
+    block = sum(values[f"{kind} of a block"] for kind in "FIW")
+    assert 2 * 64 * block < facts["step_parts"]["compute"] < 2.2 * 64 * block
 
 
 # --- physics ----------------------------------------------------------------------------------------------------------
@@ -248,7 +240,7 @@ def test_what_the_hackathon_found():
 
 def test_tensor_parallelism_that_leaves_the_node_is_slow():
     c = configuration.load(["configs/gpt3_175b.py", "--pp=4", "--sequence_parallel=True", "--micro_batch_size=4"])
-    inside, beyond = (layouts.judge(replace(c, tp=tp), 1024, A100)["exposed_seconds"]["tp"] for tp in (8, 16))
+    inside, beyond = (layouts.judge(replace(c, tp=tp), 1024, A100)["step_parts"]["tensor parallel"] for tp in (8, 16))
     assert inside * 2 < beyond
 
 
@@ -264,19 +256,16 @@ def test_a_collective_uses_all_network_cards_of_a_node():
 COMMON = ["configs/gpt3_13b.py", "--gpus=16", "--device=a100-80g"]
 
 
-def test_the_table(capsys):
+def test_the_table_and_json(capsys):
     plan.main([*COMMON, "--pp=1", "--top=3"])
     text = capsys.readouterr().out
-    assert "nearly fit:" in text and "does not fit" in text and f"{seconds.ERROR:.0%}" in text
-
-
-def test_json_of_a_ranking_and_of_one_layout(capsys):
+    assert "does not fit" in text and f"{seconds.ERROR:.0%}" in text
     plan.main([*COMMON, "--pp=1", "--top=4", "--json"])
     found = json.loads(capsys.readouterr().out)
     fast = [facts["step_seconds"] for facts in found if facts["fits"]]
     assert fast == sorted(fast) and len(fast) == 4
     plan.main([*COMMON, "--tp=8", "--pp=2", "--json", "--tokens=3e11"])
-    one = json.loads(capsys.readouterr().out)
+    (one,) = json.loads(capsys.readouterr().out)
     assert (one["layout"]["tp"], one["layout"]["dp"], one["gpus"]) == (8, 1, 16)
     assert one["days"] == pytest.approx(3e11 / one["tokens_per_second"] / 86400)
 
@@ -284,25 +273,23 @@ def test_json_of_a_ranking_and_of_one_layout(capsys):
 def test_explain_reproduces_its_numbers(capsys):
     plan.main([*COMMON, "--tp=8", "--pp=2", "--recompute=full", "--explain"])
     text, _, _ = capsys.readouterr().out.partition(plan.TITLES)
-    value = {}
-    for line in (line for line in text.splitlines() if len(line) > 100):
-        value.setdefault(line[:37].strip(), float(line[90:106].replace(",", "")))  # the first is the busiest stage's
+    value = {line[:37].strip(): float(line[-12:]) for line in reversed(text.splitlines()) if line}
     work = sum(value[kind] for kind in "FIW") - value["recomputation"] - value["collectives"]
-    assert value["compute"] == pytest.approx(value["micro-batches m"] * work / 1e3, rel=1e-3)
+    assert value["compute"] == pytest.approx(value["micro-batches m"] * work, rel=1e-3)
 
 
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--gpus=0"], "--gpus=0: should be between 1 and"),
-        (["--gpus=0", "--dry_run"], "--gpus=0: should be between 1 and"),
-        (["--device=b300"], "--device=b300: should be one of v100-16g"),
+        (["--gpus=0"], "--gpus: invalid"),
+        (["--device=b300"], "--device: invalid"),
         (["--tp=3", "--pp=1"], "is not a multiple of tp"),
         (["--tp=8", "--pp=4"], r"not a multiple of tp \* pp = 32"),
         (["--gpus=7", "--pp=1"], "global_batch_size = .* is not a multiple of"),
         (["--foo=1"], "--foo: no such "),
         (["--dtype=bf16", "--device=v100-16g"], "dtype=bf16: v100-16g has no known rate"),
-        (["--tokens=-1"], "--tokens=-1.0: should be"),
+        (["--tokens=-1"], "--tokens: invalid"),
+        (["--flops=nan"], "--flops: invalid"),
         (["--schedule=1_000"], "schedule=1_000: "),
         (["--schedule=pipedream"], "schedule=pipedream: plan.py predicts only schedules with one update a step"),
     ],
@@ -310,8 +297,3 @@ def test_explain_reproduces_its_numbers(capsys):
 def test_mistakes(words, message):
     with pytest.raises(UserError, match=message):
         plan.main([*COMMON, *words])
-
-
-def test_a_mistake_is_one_line_and_exit_code_2():
-    done = subprocess.run([sys.executable, "plan.py", "--gpus=0"], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1

@@ -143,6 +143,10 @@ class Layout:
         self.placement = schedule.placement
         self.names_of = [list(dict.fromkeys(spec.bucket for spec in unit)) for unit in table]  # buckets of each unit
         self.all_buckets = buckets or all_buckets(table, config.tp, dp)
+        self.holders_of = {name: set() for name in self.all_buckets}
+        for chunk, units in enumerate(self.units):
+            for name in self.names(units):
+                self.holders_of[name].add(self.placement[chunk])
 
     def chunks(self, rank):
         """Return the chunks on pipeline rank `rank`."""
@@ -159,8 +163,7 @@ class Layout:
 
     def holders(self, name):
         """Return the pipeline ranks that hold the bucket `name`, ascending."""
-        placed = zip(self.placement, self.units, strict=True)
-        return sorted({rank for rank, units in placed if name in self.names(units)})
+        return sorted(self.holders_of[name])
 
     def stored(self, rank):
         """Return P, the number of elements of the buckets of pipeline rank `rank`, with padding."""
