@@ -14,14 +14,11 @@ rows no gradient, so the values have no effect. All other weights, exported and 
 from_hf turns 16-bit weights into float32. <|endoftext|> in a text is one token there and plain text here.
 """
 
-import contextlib
 import os
 import re
-import shutil
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 import config as configuration
 from config import Config
@@ -32,7 +29,6 @@ from reference import ACTIVATIONS
 from tokenizer import copied, copy, load_tokenizer
 
 # Each table has a column for GPT-2 and one for OPT. `opt`, True for OPT, chooses the column.
-KINDS = ("gpt2", "opt")
 PREFIX = ("transformer.", "model.decoder.")
 MODULES = {  # {module here: modules there}; # is the number of the block
     "word": ("wte", "embed_tokens"),
@@ -55,13 +51,9 @@ FIELDS = {  # {field of Config: field there}
     "init_method_std": ("initializer_range", "init_std"),
 }
 FIXED = (  # {field there: the only value that the model here has}
-    dict(
-        tie_word_embeddings=True, layer_norm_epsilon=1e-5, scale_attn_weights=True,
-        scale_attn_by_inverse_layer_idx=False,
-    ),
-    dict(tie_word_embeddings=True, do_layer_norm_before=True, enable_bias=True, _remove_final_layer_norm=False),
-)  # fmt: skip
-NO_DROPOUT = (["attn_pdrop"], ["attention_dropout", "layerdrop"])  # dropouts there that are 0 here
+    dict(layer_norm_epsilon=1e-5, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False),
+    dict(do_layer_norm_before=True, enable_bias=True, _remove_final_layer_norm=False),
+)
 
 
 def transformers():
@@ -84,33 +76,19 @@ def names_there(opt, name):
     return [f"{PREFIX[opt]}{there}.{suffix or 'weight'}" for there in modules]
 
 
-def turned(opt, spec, tensor):
-    """Return GPT-2's linear weight transposed, and any other tensor as it is."""
-    linear = not opt and re.fullmatch(r"block\d+\.(qkv|proj|fc1|fc2)\.weight", spec.name)
-    return tensor.T if linear else tensor
+def pairs(opt, spec, whole, tensors):
+    """Yield pairs of views (here, there) with the same elements, to copy them in either direction.
 
-
-def to_here(opt, spec, tensors):
-    """Return the whole tensor of a ParamSpec from transformers' tensors, in the order of `names_there`."""
-    whole = torch.cat([turned(opt, spec, tensor) for tensor in tensors])
+    spec: the ParamSpec of the tensor `whole` here. tensors: {name: tensor} there.
+    """
+    there = [tensors[name] for name in names_there(opt, spec.name)]
+    if not opt and re.fullmatch(r"block\d+\.(qkv|proj|fc1|fc2)\.weight", spec.name):
+        there = [tensor.T for tensor in there]
     if opt and spec.name == "embedding.position":
-        whole = whole[2:]
-    if spec.name == "word.weight":
-        whole = F.pad(whole, (0, 0, 0, spec.shape[0] - len(whole)))
-    return whole.reshape(spec.shape).contiguous()
-
-
-def to_there(opt, spec, whole, vocab_size):
-    """Return {name: tensor} there from the whole tensor of a ParamSpec. This is the inverse of `to_here`."""
-    names = names_there(opt, spec.name)
-    if opt and spec.name == "embedding.position":
-        whole = F.pad(whole, (0, 0, 2, 0))
-    if spec.name == "word.weight":
-        whole = whole[:vocab_size]
-    if ".qkv." in spec.name:
-        whole = whole.flatten(0, 1)
-    parts = [turned(opt, spec, part).contiguous() for part in whole.chunk(len(names))]
-    return dict(zip(names, parts, strict=True))
+        there = [tensor[2:] for tensor in there]
+    here = whole.flatten(0, 1) if ".qkv." in spec.name else whole
+    here = here[: sum(map(len, there))]  # the word table's padding has no counterpart
+    return zip(here.chunk(len(there)), there, strict=True)
 
 
 # --- from_hf ----------------------------------------------------------------------------------------------------------
@@ -118,48 +96,42 @@ def to_there(opt, spec, whole, vocab_size):
 
 def from_hf(folder, out):
     """Write the checkpoint out/step_0 and the configuration out/config.py from a folder of transformers."""
-    if steps := checkpoint.all_steps(out):
-        raise UserError(f"out={out}: contains step_{steps[-1]}; use another --out")
     hf, options = transformers(), {"local_files_only": True}
-    with reading(folder, Exception):
+    with reading(f"{folder}: not a GPT-2 or OPT as model.py has it", Exception):
         there = hf.AutoConfig.from_pretrained(folder, **options)
-        config, tokenizer = config_here(there, folder, out), load_tokenizer(str(folder))
+        config, tokenizer = config_here(there, out), load_tokenizer(str(folder))
         if tokenizer.n_vocab > config.vocab_size:
             raise ValueError(f"its tokenizer has {tokenizer.n_vocab} ids, but its model has {config.vocab_size}")
         model, info = hf.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True, **options)
-        check_weights(model, info)
-    opt, final = there.model_type == "opt", checkpoint.step_path(out, 0)
-    with complete(final) as writing:
-        write_checkpoint(writing, opt, model, config, tokenizer)
-    changed = {field: value for field, value in vars(config).items() if value != getattr(Config, field)}
-    lines = [f"# {folder}, written by convert.py", *(f"{field} = {value!r}" for field, value in changed.items()), ""]
-    Path(out, "config.py").write_text("\n".join(lines), encoding="utf-8")
+        if info["missing_keys"]:
+            raise ValueError(f"missing keys: {', '.join(sorted(info['missing_keys']))}")
+        if not torch.equal(model.get_output_embeddings().weight, model.get_input_embeddings().weight):
+            raise ValueError("lm_head.weight differs from the word table; the model here has one table for both")
+    final = checkpoint.step_path(out, 0)
+    with explained(f"out={out}"):
+        final.parent.mkdir(parents=True)  # it must not exist
+        final.mkdir()
+        write_checkpoint(final, there.model_type == "opt", model, config, tokenizer)
+        changed = {field: value for field, value in vars(config).items() if value != getattr(Config, field)}
+        lines = [f"# {folder}, written by convert.py", *(f"{field} = {value!r}" for field, value in changed.items())]
+        Path(out, "config.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(
         f"{folder} -> {final}, the vocabulary is {tokenizer.name}\n"
         f"text:  python generate.py {out}\n"
         f"train: python prepare.py FILES --tokenizer={folder} --out={config.data_dir}\n"
         f"       torchrun --nproc_per_node=N train.py {out}/config.py"
     )
-    for name, here in (dict.fromkeys(NO_DROPOUT[opt], 0.0) | {"embd_pdrop": config.dropout}).items():
-        if getattr(there, name, here) != here:
-            print(f"{name}={getattr(there, name)} there is {here} here")
 
 
-def config_here(there, folder, out):
-    """Return the Config of transformers' configuration `there`. Raises UserError if the model here differs."""
-
-    def need(name, fits, why):
-        if not fits:
-            raise UserError(f"{folder}/config.json: {name}={getattr(there, name)}: {why}")
-
-    need("model_type", there.model_type in KINDS, f"should be one of {', '.join(KINDS)}")
-    opt = there.model_type == "opt"
-    known = {name: here for here, row in ACTIVATIONS.items() for name in row.hugging_face}
-    for name, value in (fixed(opt, there.hidden_size) | {"quantization_config": None}).items():
-        need(name, getattr(there, name, None) in (None, value), f"the model here has {name}={value}")
-    need("activation_function", there.activation_function in known, f"should be one of {', '.join(known)}")
+def config_here(there, out):
+    """Return the Config of transformers' configuration `there`. Raises LookupError, ValueError or UserError."""
+    opt = {"gpt2": False, "opt": True}[there.model_type]
+    activation = {name: here for here, row in ACTIVATIONS.items() for name in row.hugging_face}
+    for name, value in fixed(opt, there.hidden_size).items():
+        if getattr(there, name, None) not in (None, value):
+            raise ValueError(f"{name}={getattr(there, name)}: the model here has {name}={value}")
     values = {here: getattr(there, names[opt]) for here, names in FIELDS.items()}
-    values |= {"activation": known[there.activation_function], "seq_length": values["max_position_embeddings"]}
+    values |= {"activation": activation[there.activation_function], "seq_length": values["max_position_embeddings"]}
     values |= dict(out_dir=str(out), data_dir=f"data/{Path(out).name}", micro_batch_size=1, global_batch_size=32)
     config = Config(**values, train_iters=1000, lr=3e-5, lr_decay_style="constant")
     configuration.check(config, world=1)
@@ -168,17 +140,8 @@ def config_here(there, folder, out):
 
 def fixed(opt, h):
     """Return the fields there that have only one value here. h: the hidden size."""
-    return FIXED[opt] | ({"ffn_dim": 4 * h, "word_embed_proj_dim": h} if opt else {"n_inner": 4 * h})
-
-
-def check_weights(model, info):
-    """Raise ValueError unless the files have the model's tensors, and the head is the word table."""
-    for what, names in info.items():
-        names = [str(name) for name in names if not str(name).endswith(".attn.masked_bias")]  # masks of old files
-        if names:
-            raise ValueError(f"{what.replace('_', ' ')}: {', '.join(sorted(names))}")
-    if not torch.equal(model.get_output_embeddings().weight, model.get_input_embeddings().weight):
-        raise ValueError("lm_head.weight differs from the word table; the model here has one table for both")
+    sizes = {"ffn_dim": 4 * h, "word_embed_proj_dim": h} if opt else {"n_inner": 4 * h}
+    return FIXED[opt] | sizes | {"tie_word_embeddings": True}
 
 
 def write_checkpoint(folder, opt, model, config, tokenizer):
@@ -186,14 +149,15 @@ def write_checkpoint(folder, opt, model, config, tokenizer):
     tensors, sums, dtype = model.state_dict(), {}, torch.promote_types(model.dtype, torch.float32)
     specs = GPT(config, tp=None).specs()
     for name, spec in specs.items():
-        whole = to_here(opt, spec, [tensors[there].to(dtype) for there in names_there(opt, name)])
-        (folder / name).write_bytes(memoryview(whole.numpy()).cast("B"))
+        whole = torch.zeros(spec.shape, dtype=dtype)
+        for here, there in pairs(opt, spec, whole, tensors):
+            here.copy_(there)
+        (folder / name).write_bytes(whole.numpy())
         sums[name] = checkpoint.checksum(whole.flatten().numpy())
         for moment in (f"{name}.moment0", f"{name}.moment1"):  # AdamW's: sparse files, which use no disk space
             (folder / moment).touch()
             os.truncate(folder / moment, whole.nbytes)
             sums[moment] = 0  # the sum of zeros
-        checkpoint.flush(folder / name)
     if tokenizer.name != "bytes":
         copy(tokenizer, folder)
     state = {
@@ -216,21 +180,23 @@ def to_hf(path, out):
         raise UserError(f"{path}: there is no checkpoint")
     index = checkpoint.read_index(found)
     config, tokenizer = configuration.of_checkpoint(index), copied(found, index["tokenizer"])
-    opt = config.activation == "relu"
+    opt, dtype = config.activation == "relu", getattr(torch, index["dtype"])
     with torch.device("meta"):
         model = hf.AutoModelForCausalLM.from_config(config_there(hf, opt, config, tokenizer))
-    tensors = {}
+    tensors = {name: torch.zeros(tensor.shape, dtype=dtype) for name, tensor in model.state_dict().items()}
     for spec in GPT(config, tp=None).specs().values():
         whole = torch.from_numpy(checkpoint.read_tensor(found, index, spec))
-        tensors |= to_there(opt, spec, whole, config.vocab_size)
-    model.to(getattr(torch, index["dtype"])).load_state_dict(tensors, strict=False, assign=True)
+        for here, there in pairs(opt, spec, whole, tensors):
+            there.copy_(here)
+    model.load_state_dict(tensors, assign=True)
     model.tie_weights()  # the head
     model.generation_config.pad_token_id = tokenizer.eot_token
     without_text = list(range(tokenizer.n_vocab, config.vocab_size))  # generate.py never draws these ids
     model.generation_config.suppress_tokens = without_text or None
-    with complete(Path(out)) as writing:
-        model.save_pretrained(writing)
-        copy(tokenizer, writing)
+    with explained(f"out={out}"):
+        Path(out).mkdir(parents=True)  # it must not exist
+        model.save_pretrained(out)
+        copy(tokenizer, out)
     print(f"{found} -> {out}, {type(model).__name__}")
 
 
@@ -238,32 +204,16 @@ def config_there(hf, opt, c, tokenizer):
     """Return transformers' configuration of the model of the Config `c`."""
     names, end = ACTIVATIONS[c.activation].hugging_face, tokenizer.eot_token
     configuration.require(c, "activation", names, "transformers has no name for it")
-    values = {there[opt]: getattr(c, here) for here, there in FIELDS.items()}
-    values |= fixed(opt, c.hidden_size) | dict.fromkeys(NO_DROPOUT[opt], 0.0)
-    values |= {} if opt else {"embd_pdrop": c.dropout}
+    values = {there[opt]: getattr(c, here) for here, there in FIELDS.items()} | fixed(opt, c.hidden_size)
     values |= {FIELDS["max_position_embeddings"][opt]: c.positions, "activation_function": names[0]}
+    # the probabilities of attention have no dropout here
+    values |= {"attention_dropout": 0.0} if opt else {"attn_pdrop": 0.0, "embd_pdrop": c.dropout}
     # OPT's default pad_token_id, 1, would stop the gradient of row 1 of the word table
-    return hf.AutoConfig.for_model(KINDS[opt], **values, bos_token_id=end, eos_token_id=end, pad_token_id=None)
+    kind = "opt" if opt else "gpt2"
+    return hf.AutoConfig.for_model(kind, **values, bos_token_id=end, eos_token_id=end, pad_token_id=None)
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def complete(folder):
-    """Yield the folder `FOLDER.writing`. At the end, rename it: a folder with the final name is always complete.
-
-    After an error, remove it. An OSError, for example a full disk, becomes a UserError.
-    """
-    writing = folder.with_name(folder.name + ".writing")
-    try:
-        with explained(f"out={folder}"):
-            shutil.rmtree(writing, ignore_errors=True)
-            writing.mkdir(parents=True)
-            yield writing
-            writing.rename(folder)
-    finally:
-        shutil.rmtree(writing, ignore_errors=True)
 
 
 def main():

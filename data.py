@@ -116,19 +116,15 @@ class Tokens:
         with reading(f"data_dir={data_dir}: no data set of prepare.py; create it with: {command}"):
             self.meta = json.loads(Path(data_dir, "meta.json").read_text(encoding="utf-8"))
             said, ids, dtype = self.meta["tokens"][split], self.meta["vocab_size"], DTYPES[self.meta["dtype"]]
-            size, expected = self.path.stat().st_size, said * np.dtype(dtype).itemsize
-            if size != expected:
-                raise ValueError(f"{self.path} has {size:,} bytes, but meta.json's {said:,} tokens are {expected:,}")
+            self.tokens = map_tokens(self.path, dtype)
+            if len(self.tokens) != said:
+                raise ValueError(f"{self.path} has {len(self.tokens):,} tokens, but meta.json says {said:,}")
         if ids > vocab_size:
             why = f"{data_dir} was tokenized with {self.meta['tokenizer']!r}, which has {ids} ids"
-            raise UserError(
-                f"vocab_size={vocab_size}: {why}; set vocab_size={ids} or prepare it with another tokenizer"
-            )
+            raise UserError(f"vocab_size={vocab_size}: {why}; set vocab_size={ids}, or use another tokenizer")
         self.num_samples = (said - 1) // seq_length
         if self.num_samples < 1:
-            lack = f"a sample needs {seq_length + 1} tokens, but {self.path} has {said}"
-            raise UserError(f"seq_length={seq_length}: {lack}; use a smaller seq_length or prepare more text")
-        self.tokens = map_tokens(self.path, dtype)
+            raise UserError(f"seq_length={seq_length}: {self.path} has {said} tokens, and a sample needs one more")
         self.check_ids(self.tokens[None, : 2**16], [0])  # every rank finds most wrong files before training
 
     def windows(self, numbers, seed):

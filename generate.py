@@ -24,13 +24,13 @@ from tokenizer import copied
 
 
 def load_model(path, device):
-    """Return (model, configuration, tokenizer) of the checkpoint `path`, or of the latest one in the folder `path`."""
+    """Return (model, tokenizer) of the checkpoint `path`, or of the latest one in the folder `path`."""
     found = checkpoint.find(path)
     if found is None:
         raise UserError(f"{path}: there is no checkpoint (train one: torchrun train.py configs/tiny.py)")
     index = checkpoint.read_index(found)
-    alone = dict(tp=1, pp=1, schedule="1f1b", chunks=1, sequence_parallel=False, zero=0)
-    config = dataclasses.replace(configuration.of_checkpoint(index), **alone)
+    config = configuration.of_checkpoint(index)
+    config = dataclasses.replace(config, tp=1, pp=1, schedule="1f1b", chunks=1, sequence_parallel=False, zero=0)
     mesh = Mesh()
     model = GPT(config, mesh.tp)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -40,22 +40,22 @@ def load_model(path, device):
     zero.parameters_from_master()
     tokenizer = copied(found, index["tokenizer"])
     model.units[-1].vocab_size = min(config.vocab_size, tokenizer.n_vocab)  # the model may have ids without text
-    return model, config, tokenizer
+    return model, tokenizer
 
 
 def draw(logits, temperature, top_k, top_p, generator):
-    """Return the next token's id, an int. logits [v]. With temperature 0 it is the id of the largest logit.
+    """Return the next token's id, an int. logits [v]. Without a temperature above 0, it is the id of the largest logit.
 
     Raises UserError if a logit is nan or inf.
     """
     logits, largest = logits.float(), logits.max()
     if not largest.isfinite():
         raise UserError("the model's logits are not finite: its training diverged, or its checkpoint is damaged")
-    if temperature == 0:
+    if not temperature > 0:
         return int(logits.argmax())
-    # logits - largest is at most 0, so even a tiny temperature gives -inf, whose probability is 0, but never inf
-    logits, ids = ((logits - largest) / max(temperature, 1e-30)).sort(descending=True)
-    p = torch.softmax(logits[:top_k] if top_k else logits, 0)
+    # logits - largest is at most 0, so even a small temperature gives -inf, whose probability is 0, but never inf
+    logits, ids = ((logits - largest) / temperature).sort(descending=True)
+    p = torch.softmax(logits[: top_k or None], 0)
     if top_p < 1:
         p = p[: int((p.cumsum(0) < top_p).sum()) + 1]  # includes the token that reaches top_p
     return int(ids[torch.multinomial(p, 1, generator=generator)])
@@ -81,8 +81,8 @@ def generate(model, ids, count, temperature=1.0, top_k=0, top_p=1.0, generator=N
         yield token
 
 
-def arguments():
-    """Return the parsed command line. Raises UserError."""
+def main():
+    """Print the text while it is generated, up to an end-of-text token or max_tokens. Raises UserError."""
     parser = Parser(prog="python generate.py", description="Writes text with a checkpoint.", allow_abbrev=False)
     add = parser.add_argument
     add("checkpoint", help="out_dir of a run, or one of its step_N folders")
@@ -93,17 +93,9 @@ def arguments():
     add("--top_p", type=float, default=1.0, help="keep tokens up to this probability sum (1.0)")
     add("--seed", type=int, default=0, help="the same seed gives the same text (0)")
     a = parser.parse_args()
-    if not (a.temperature >= 0 and a.top_k >= 0 and 0 < a.top_p <= 1):
-        raise UserError("--temperature and --top_k should be at least 0, --top_p above 0 and at most 1")
-    return a
-
-
-def main():
-    """Print the text while it is generated, up to an end-of-text token or max_tokens. Raises UserError."""
-    a = arguments()
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would prepare a new kernel for each cache length
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, _, tokenizer = load_model(a.checkpoint, device)
+    model, tokenizer = load_model(a.checkpoint, device)
     prompt = tokenizer.encode_ordinary(a.prompt) or [tokenizer.eot_token]
     print(a.prompt, end="", flush=True)
     text = codecs.getincrementaldecoder("utf-8")("replace")  # one character may need several tokens

@@ -29,14 +29,12 @@ resumes: it reads the finished blocks again without encoding them, and continues
 import contextlib
 import gzip
 import hashlib
-import io
 import itertools
 import json
 import multiprocessing
 import os
 import shutil
 import signal
-import struct
 import sys
 import sysconfig
 import threading
@@ -54,16 +52,10 @@ from errors import Parser, UserError, exit_on_user_error, explained, locked, rea
 from tokenizer import copy, last_cut, load_tokenizer
 
 SPLITS = ("train", "val", "test")
-KINDS = (".txt", ".md", ".py", ".jsonl")  # a .json file is read as JSON lines if it is named, but not in a folder
-KNOWN = f"{' '.join(KINDS)}, also compressed as .gz"
+KINDS = (".txt", ".md", ".py", ".jsonl", ".txt.gz", ".md.gz", ".py.gz", ".jsonl.gz")
+JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz")  # a .json file is read if it is named, but not in a folder
 PIECE = 512 << 10  # characters that a worker encodes at a time
-LONGEST = 64 << 20  # characters of a JSON line
 SAVE_EVERY = 5.0  # seconds between two saves; a crash loses about this much work
-REASONS = {  # what is wrong with a document, by the error that it causes; skipped documents are counted by reason
-    UnicodeEncodeError: "not UTF-8", json.JSONDecodeError: "not JSON", RecursionError: "not JSON",
-    KeyError: "no such key; see --text_key", TypeError: "no string", AttributeError: "no string",
-    OSError: "unreadable",
-}  # fmt: skip
 # fork is fast and shares the vocabulary, but it needs a parent without threads. Importing numpy may start threads, so
 # only the workers import it. macOS needs spawn.
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
@@ -74,37 +66,31 @@ DTYPES = {1: "u1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # Megatron-LM's code
 
 
 def find_files(inputs):
-    """Return the files of `inputs` in this order, each once. A folder's files come before its subfolders."""
+    """Return the files of `inputs` in this order. A folder's files come before its subfolders."""
     if not inputs:
         stdlib = sysconfig.get_paths()["stdlib"]
         return [path for path in walk(stdlib) if path.endswith(".py") and "-packages" not in path.removeprefix(stdlib)]
-    found = {}
+    files = []
     for name in inputs:
-        here = list(walk(name)) if os.path.isdir(name) else [name] * (kind_of(name) in (*KINDS, ".json"))
+        here = list(walk(name)) if os.path.isdir(name) else [name] * name.endswith(KINDS + JSON)
         if not here:
-            raise UserError(f"input {name}: should be a file or folder of {KNOWN}")
-        found |= {os.path.realpath(path): path for path in here}
-    return list(found.values())
+            raise UserError(f"input {name}: should be a file or folder of {' '.join(KINDS)}")
+        files += here
+    return files
 
 
 def walk(folder):
     """Yield the text files below `folder`, sorted, except hidden files and folders and __pycache__.
 
-    Raises UserError if a folder can't be read: without its texts, the data set would lack them in silence.
+    Raises OSError if a folder can't be read: without its texts, the data set would lack them in silence.
     """
 
     def stop(error):
-        raise UserError(f"input folder {error.filename}: {error.strerror}")
+        raise error
 
     for here, folders, names in os.walk(folder, onerror=stop):
         folders[:] = sorted(name for name in folders if name[0] != "." and name != "__pycache__")
-        names = sorted(name for name in names if name[0] != "." and kind_of(name) in KINDS)
-        yield from (os.path.join(here, name) for name in names)
-
-
-def kind_of(path):
-    """Return '.jsonl' for 'a/b.jsonl' and 'a/b.jsonl.gz'."""
-    return os.path.splitext(path.removesuffix(".gz"))[1]
+        yield from (os.path.join(here, name) for name in sorted(names) if name[0] != "." and name.endswith(KINDS))
 
 
 class Part(NamedTuple):
@@ -112,9 +98,8 @@ class Part(NamedTuple):
 
     path: str
     file: int  # index of the file in the input
-    line: int = 1  # line where `text` starts
+    line: int = 1  # where the document starts
     text: str = ""
-    is_json: bool = False
     begins: bool = True  # False: the document began in an earlier part
     ends: bool = True  # False: the document continues in a later part
     problem: str = ""  # why the file can't be read further
@@ -136,66 +121,48 @@ def read_blocks(files, tokenizer):
 
 def read_parts(path, number, tokenizer):
     """Yield the Parts of one file. A read error is a Part too, so errors are reported in the order of the input."""
-    part = Part(path, number, is_json=kind_of(path) not in KINDS[:3])
+    part, opened = Part(path, number), gzip.open if path.endswith(".gz") else open
     try:
-        if not os.path.isfile(path):  # a FIFO would wait for ever
-            raise OSError("not a regular file")
-        with open(path, "rb") as raw, (gzip.open if path.endswith(".gz") else contextlib.nullcontext)(raw) as unpacked:
-            # bytes that are not UTF-8 become lone surrogates, which `encode_block` refuses
-            stream = io.TextIOWrapper(unpacked, "utf-8-sig", "surrogateescape", newline="\n")
-            parts = json_parts(stream, part) if part.is_json else text_parts(stream, part, tokenizer)
-            for part in parts:
-                yield part
+        # bytes that are not UTF-8 become lone surrogates, which `encode_block` refuses
+        with opened(path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="\n") as stream:
+            if path.endswith(JSON):
+                lines = enumerate(stream, 1)
+                yield from (part._replace(line=line, text=text) for line, text in lines if text.strip())
+                return
+            text = stream.read(PIECE)
+            while more := stream.read(PIECE):
+                if cut := last_cut(text, tokenizer):
+                    yield part._replace(text=text[:cut], ends=False)
+                    part = part._replace(begins=False)
+                text = text[cut:] + more
+            yield part._replace(text=text)
     except (OSError, EOFError, zlib.error) as error:
-        yield Part(path, number, begins=part.ends, problem=str(error))
-
-
-def text_parts(stream, part, tokenizer):
-    """Yield copies of `part` with the text of `stream`: one copy for a short text, otherwise several."""
-    text = stream.read(PIECE)
-    while more := stream.read(PIECE):
-        if cut := last_cut(text, tokenizer):
-            yield part._replace(text=text[:cut], ends=False)
-            part = part._replace(begins=False, line=part.line + text.count("\n", 0, cut))
-        text = text[cut:] + more
-    yield part._replace(text=text)
-
-
-def json_parts(stream, part):
-    """Yield copies of `part`, each with one line of `stream`. A line over LONGEST is cut, so it is not JSON."""
-    for line, text in enumerate(iter(lambda: stream.readline(LONGEST), ""), 1):
-        if text.strip():
-            yield part._replace(text=text, line=line)
+        yield part._replace(problem=str(error))
 
 
 # --- encode: blocks to tokens, in the workers -------------------------------------------------------------------------
 
 
 def encode_block(source, text_key, weights, block):
-    """Encode the documents of a block, each into its split. Of a bad long text, only the bad pieces are left out.
+    """Encode the Parts of a block. Of a bad long text, only the bad pieces are left out.
 
-    Returns (tokens, documents, problems): bytes and number of documents of each split, in the order of SPLITS, and
-    (reason, message) of each bad document.
+    Returns (encoded, problems): (split, tokens, whether the document ends here) of each Part, and a line of text for
+    each bad one.
     """
-    tokenizer = load_tokenizer(source)
-    endoftext = tokenizer.eot_token.to_bytes(tokenizer.width, "little")
-    tokens, documents, problems = [[], [], []], [0, 0, 0], []
+    tokenizer, encoded, problems = load_tokenizer(source), [], []
     for part in block:
         try:
             if part.problem:
                 raise OSError(part.problem)
-            ids = tokenizer.encode_to_bytes(json.loads(part.text)[text_key] if part.is_json else part.text)
+            ids = tokenizer.encode_to_bytes(json.loads(part.text)[text_key] if part.path.endswith(JSON) else part.text)
         except Exception as error:
-            reason = REASONS.get(type(error), type(error).__name__)
-            line = part.line + part.text.count("\n", 0, getattr(error, "start", 0))  # UnicodeEncodeError.start
-            problems.append((reason, f"{part.path}:{line}: {reason} ({error})"))
+            problems.append(f"{part.path}:{part.line}: {type(error).__name__}: {error}")
             if part.begins and part.ends:
                 continue
             ids = b""
-        split = split_of(part.file, part.line if part.is_json else 1, weights)
-        tokens[split] += [ids, endoftext] if part.ends else [ids]
-        documents[split] += part.ends
-    return [b"".join(pieces) for pieces in tokens], documents, problems
+        split = split_of(part.file, part.line, weights)
+        encoded.append((split, ids + tokenizer.end_bytes * part.ends, part.ends))
+    return encoded, problems
 
 
 def split_of(file, line, weights):
@@ -242,23 +209,18 @@ def megatron_blocks(prefix, tokenizer, weights):
     """
     import numpy as np  # not at the top: see START_METHOD
 
-    kind = f"not data of --dataset-impl=mmap that --tokenizer={tokenizer.name} encoded, or damaged"
-    with reading(f"--megatron={prefix}: {kind}", struct.error):
+    with reading(f"--megatron={prefix}: damaged, or not encoded with --tokenizer={tokenizer.name}"):
         index = np.fromfile(f"{prefix}.idx", np.uint8)
-        _, _, code, sequences, bounds = struct.unpack("<9sQBQQ", index[:34].tobytes())
+        sequences = int(index[18:26].view("<i8")[0])
         sizes, _, first = np.split(index[34:], [4 * sequences, 12 * sequences])
-        ids = np.memmap(f"{prefix}.bin", DTYPES[code], "r")
+        ids = np.memmap(f"{prefix}.bin", DTYPES[index[17]], "r")
         ends = np.append(0, np.cumsum(sizes.view("<i4"), dtype=np.int64))[first.view("<i8")]
-        fits = (len(first), ends[0], ends[-1]) == (8 * bounds, 0, len(ids))
-        if not fits or not 0 <= ids.min() <= ids.max() < tokenizer.n_vocab:
+        if ends[-1] != len(ids) or not 0 <= ids.min() <= ids.max() < tokenizer.n_vocab:
             raise ValueError(f"{ends[-1]:,} tokens in the .idx, {len(ids):,} in the .bin, ids up to {ids.max()}")
-    endoftext = tokenizer.eot_token.to_bytes(tokenizer.width, "little")
     for line, (begin, end) in enumerate(itertools.pairwise(ends.tolist()), 1):
         data = ids[begin:end].astype(f"<u{tokenizer.width}").tobytes()
-        tokens, documents, split = [b"", b"", b""], [0, 0, 0], split_of(0, line, weights)
-        tokens[split] = data if data.endswith(endoftext) else data + endoftext
-        documents[split] = 1
-        yield tokens, documents, []
+        data += tokenizer.end_bytes * (not data.endswith(tokenizer.end_bytes))
+        yield [(split_of(0, line, weights), data, True)], []
 
 
 # --- write: in the order of the input ---------------------------------------------------------------------------------
@@ -270,10 +232,9 @@ class Output:
     def __init__(self, folder, made_from, width):
         self.folder, self.width, self.saved_at = folder, width, time.monotonic()
         self.files = [open(folder / f"{split}.bin", "ab") for split in SPLITS]
-        counts = {"blocks": 0, "tokens": [0, 0, 0], "documents": [0, 0, 0], "skipped": {}}
-        self.progress = {"made_from": made_from, **counts}
+        self.progress = dict(made_from=made_from, blocks=0, tokens=[0, 0, 0], documents=[0, 0, 0], skipped=0)
         with contextlib.suppress(OSError, ValueError):
-            saved = json.loads((folder / "progress.json").read_text(encoding="utf-8"))
+            saved = json.loads((folder / "progress.json").read_text())
             if saved["made_from"] == made_from:
                 self.progress = saved
                 print(f"{folder}: resuming after {sum(saved['tokens']):,} tokens")
@@ -283,26 +244,26 @@ class Output:
         for file, n in zip(self.files, self.progress["tokens"], strict=True):
             file.truncate(self.width * n)
 
-    def write(self, tokens, documents, problems):
+    def write(self, encoded, problems):
         """Append the tokens of a block. Count its documents and problems."""
         p = self.progress
         p["blocks"] += 1
-        for i, file in enumerate(self.files):
-            file.write(tokens[i])
-            p["tokens"][i] += len(tokens[i]) // self.width
-            p["documents"][i] += documents[i]
-        for reason, message in problems:
-            p["skipped"][reason] = p["skipped"].get(reason, 0) + 1
-            tqdm.write(message)
+        p["skipped"] += len(problems)
+        for split, ids, ends in encoded:
+            self.files[split].write(ids)
+            p["tokens"][split] += len(ids) // self.width
+            p["documents"][split] += ends
         if time.monotonic() - self.saved_at > SAVE_EVERY:
             self.save()
 
     def save(self):
-        """Save all tokens so far and the progress. Both survive a crash, even of the machine (fsync)."""
+        """Save all tokens so far, then the progress. A crash of the machine leaves the old or the new progress."""
         for file in self.files:
             file.flush()
             os.fsync(file.fileno())
-        write_whole(self.folder / "progress.json", self.progress)
+        new = self.folder / "progress.new"
+        new.write_text(json.dumps(self.progress))
+        new.replace(self.folder / "progress.json")
         self.saved_at = time.monotonic()
 
     def fill_empty_splits(self, weights):
@@ -310,42 +271,31 @@ class Output:
 
         Example: one big text file is one document, so all its tokens go to one split.
         """
-        tokens = list(self.progress["tokens"])
-        total = end = max(tokens)
-        giver = tokens.index(total)
         self.save()
+        tokens = list(self.progress["tokens"])
+        total = max(tokens)
+        giver = tokens.index(total)
         for i in (2, 1, 0):
             share = round(total * weights[i] / sum(weights))
             if share and not tokens[i]:
-                tokens[i], end = share, end - share
+                tokens[i], tokens[giver] = share, tokens[giver] - share
                 with open(self.files[giver].name, "rb") as source:
-                    source.seek(self.width * end)
+                    source.seek(self.width * tokens[giver])
                     shutil.copyfileobj(source, self.files[i])  # `truncate` cuts off the splits after this one
-                print(f"{SPLITS[i]} had no document, so it gets the last {share:,} tokens of {SPLITS[giver]}")
-        tokens[giver] = end
         self.progress["tokens"] = tokens
         self.save()  # before the giver becomes shorter: a killed run must never have fewer tokens than its progress
         self.truncate()
 
     def finish(self, folder, meta):
         """Rename the folder: a data set under its final name is complete."""
-        write_whole(self.folder / "meta.json", meta)
-        os.rename(self.folder, folder)
-        os.remove(folder / "progress.json")
-        os.remove(folder / "prepare.lock")
+        (self.folder / "meta.json").write_text(json.dumps(meta, indent=1))
+        self.folder.rename(folder)
+        (folder / "progress.json").unlink()
+        (folder / "prepare.lock").unlink()
 
     def close(self):
         for file in self.files:
             file.close()
-
-
-def write_whole(path, value):
-    """Write `value` as JSON. After a crash, `path` is either the complete old or the complete new file."""
-    with open(f"{path}.new", "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(f"{path}.new", path)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -353,12 +303,11 @@ def write_whole(path, value):
 
 def parse_arguments():
     """Return the parsed command line. Raises UserError."""
-    parser = Parser("python prepare.py", allow_abbrev=False)
-    parser.description = "Text to tokens on disk: DIR/{train,val,test}.bin, DIR/meta.json and a copy of the vocabulary."
-    parser.epilog = "After a stop or a crash, run the same command again to resume. It does not change a finished DIR."
+    about = "Text to tokens on disk: DIR/{train,val,test}.bin. After a stop, the same command resumes."
+    parser = Parser("python prepare.py", description=about, allow_abbrev=False)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     add = parser.add_argument
-    add("inputs", nargs="*", metavar="INPUT", help=f"files or folders of {KNOWN} (default: Python's own)")
+    add("inputs", nargs="*", metavar="INPUT", help=f"files or folders of {' '.join(KINDS)} (default: Python's own)")
     add("--out", metavar="DIR", help="output folder (default: data/SOURCE_TOKENIZER, for example data/stdlib_gpt2)")
     add("--tokenizer", default="gpt2", help="gpt2 (default), bytes ..., tokenizer.json, or vocab.json with merges.txt")
     add("--split", default="969,30,1", help="relative sizes of train,val,test (default: 969,30,1)")
@@ -370,14 +319,11 @@ def parse_arguments():
     return parser.parse_args()
 
 
-def prepare(args):
+def main():
     """Check the options and make the data set."""
-    with reading(f"--split={args.split}: should be three shares, the first above 0, like 969,30,1"):
-        weights = train, val, test = [float(share) for share in args.split.split(",")]
-        if not (train > 0 <= min(val, test)):
-            raise ValueError("out of range")
-    if args.workers < 1:
-        raise UserError(f"--workers={args.workers}: should be a positive integer")
+    args = parse_arguments()
+    with reading(f"--split={args.split}: should be three shares like 969,30,1"):
+        weights = _, _, _ = [float(share) for share in args.split.split(",")]
     if args.megatron and args.inputs:
         raise UserError(f"--megatron={args.megatron}: converts one data set; leave out the inputs {args.inputs}")
     tokenizer = load_tokenizer(args.tokenizer)  # raises its errors before any work
@@ -387,14 +333,14 @@ def prepare(args):
     made_from = {"tokenizer": tokenizer.name, "split": args.split, "text_key": args.text_key, "input": describe(files)}
     with explained(f"--out={out}"):
         folder = Path(os.path.realpath(out))
+        part = Path(f"{folder}.part")
         if is_finished(folder, made_from):
             print(f"{out} is already finished: nothing to do")
-        else:
-            part = Path(f"{folder}.part")
-            part.mkdir(parents=True, exist_ok=True)
-            with locked(part / "prepare.lock", f"--out={out}: another prepare.py is writing this data set"):
-                with contextlib.closing(Output(part, made_from, tokenizer.width)) as output:
-                    make(args, tokenizer, files, weights, output, folder)
+            return
+        part.mkdir(parents=True, exist_ok=True)
+        with locked(part / "prepare.lock", f"--out={out}: another prepare.py is writing this data set"):
+            with contextlib.closing(Output(part, made_from, tokenizer.width)) as output:
+                make(args, tokenizer, files, weights, output, folder)
     config = "tiny" if tokenizer.name == "bytes" else "gpt2_124m"
     print(f"next: torchrun train.py configs/{config}.py --data_dir={out}")
 
@@ -403,18 +349,18 @@ def describe(files):
     """Identify the input: number of files, bytes, and a hash of the files' paths, sizes and modification times."""
     stats = [(os.path.abspath(path), os.stat(path)) for path in files]
     text = "".join(f"{path!r} {stat.st_size} {stat.st_mtime_ns}\n" for path, stat in stats)
-    digest = hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16)
-    return {"files": len(files), "bytes": sum(stat.st_size for _, stat in stats), "hash": digest.hexdigest()}
+    digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return {"files": len(files), "bytes": sum(stat.st_size for _, stat in stats), "hash": digest}
 
 
 def is_finished(folder, made_from):
     """Return True if `folder` has the data set of this command. Raises UserError or OSError if it has anything else."""
     if not (folder / "meta.json").exists():
-        if folder.exists():
+        with contextlib.suppress(FileNotFoundError):
             folder.rmdir()  # an empty folder; DIR.part gets its name
         return False
     with reading(f"--out={folder}: its meta.json is not prepare.py's; choose another --out"):
-        there = json.loads((folder / "meta.json").read_text(encoding="utf-8"))["made_from"]
+        there = json.loads((folder / "meta.json").read_text())["made_from"]
     if there != made_from:
         raise UserError(f"--out={folder}: contains another data set, made from {there}; choose another --out")
     return True
@@ -422,40 +368,33 @@ def is_finished(folder, made_from):
 
 def make(args, tokenizer, files, weights, output, folder):
     """Read, encode and write all documents into `output`, and give it its final name."""
-    progress, stop = output.progress, args.inputs and args.on_error == "stop"
     if args.megatron:
         results = blocks = megatron_blocks(args.megatron, tokenizer, weights)
     else:
         blocks = read_blocks(files, tokenizer)
-        results = encoded_blocks(blocks, args.workers, args.tokenizer, args.text_key, weights)
+        results = encoded_blocks(blocks, max(1, args.workers), args.tokenizer, args.text_key, weights)
+    made_from, done = output.progress["made_from"], output.progress["blocks"]
+    deque(itertools.islice(blocks, done), maxlen=0)  # an earlier run finished these
     tqdm.monitor_interval = 0  # without tqdm's thread: see START_METHOD
-    about = progress["made_from"]["input"]["bytes"] // PIECE  # blocks, if a character is a byte
-    with contextlib.closing(results), tqdm(results, total=about, initial=progress["blocks"], unit="block") as bar:
-        deque(itertools.islice(blocks, progress["blocks"]), maxlen=0)  # an earlier run finished these
-        for tokens, documents, problems in bar:
-            if problems and stop:
+    about = made_from["input"]["bytes"] // PIECE  # blocks, if a character is a byte
+    with contextlib.closing(results), tqdm(results, total=about, initial=done, unit="block") as bar:
+        for encoded, problems in bar:
+            if problems and args.inputs and args.on_error == "stop":
                 output.save()
-                raise UserError(f"{problems[0][1]}; correct it, or skip bad documents with --on_error=skip")
-            output.write(tokens, documents, problems)
-    if sum(progress["tokens"]) == sum(progress["documents"]):
-        raise UserError(f"the input is empty: no text in {len(files):,} files; skipped {progress['skipped']}")
+                raise UserError(f"{problems[0]}; correct it (or --text_key), or skip such documents: --on_error=skip")
+            output.write(encoded, problems)
+            for problem in problems:
+                tqdm.write(problem)
     output.fill_empty_splits(weights)
     if tokenizer.name != "bytes":
         copy(tokenizer, output.folder)
-    tokens, documents = (dict(zip(SPLITS, progress[name], strict=True)) for name in ("tokens", "documents"))
+    p = output.progress
     meta = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.n_vocab, "eot_id": tokenizer.eot_token}
-    meta |= {"dtype": tokenizer.dtype, "tokens": tokens, "documents": documents}
-    output.finish(folder, meta | {"skipped": progress["skipped"], "made_from": progress["made_from"]})
-    for split in SPLITS:
-        print(f"{split:<5} {tokens[split]:>16,} tokens {documents[split]:>12,} documents")
-    print(f"skipped documents: {progress['skipped'] or 'none'}")
-
-
-def main():
-    # Exit at once, without a traceback. A job scheduler may send SIGTERM to the workers too. The exit of Python would
-    # then wait for ever for blocks on their way to them.
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
-    prepare(parse_arguments())
+    meta |= {name: dict(zip(SPLITS, p[name], strict=True)) for name in ("tokens", "documents")}
+    output.finish(folder, meta | {"dtype": tokenizer.dtype, "skipped": p["skipped"], "made_from": made_from})
+    for split, tokens, documents in zip(SPLITS, p["tokens"], p["documents"], strict=True):
+        print(f"{split:<5} {tokens:>16,} tokens {documents:>12,} documents")
+    print(f"skipped documents: {p['skipped']}")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def run(*words, tokenizer="bytes", split="1,0,0"):
     """Run the command in this process. Return ({split: ids}, meta). The last word is the output folder."""
     *words, out = map(str, words)
     sys.argv = ["prepare.py", *words, f"--out={out}", f"--tokenizer={tokenizer}", f"--split={split}"]
-    prepare.prepare(prepare.parse_arguments())
+    prepare.main()
     return data_set(out)
 
 
@@ -98,18 +98,17 @@ def test_long_documents_equal_whole_ones(name, kind, here, tmp_path, monkeypatch
     assert kind == "jsonl" or name == "unknown pattern" or sum(not part.ends for part in parts) > 200  # really cut
 
 
-def test_every_kind_and_packing_is_read_in_order_and_once(here, tmp_path):
-    packings = {"": bytes, ".gz": gzip.compress}
+def test_every_kind_and_packing_is_read_in_order(here, tmp_path):
     texts, names = [], ["b", "c/d", "e"]
-    for i, (kind, packing) in enumerate(itertools.product(prepare.KINDS, packings)):
+    for i, kind in enumerate(prepare.KINDS):
         texts.append(f"text {i}\r\nwith two lines \u2028 and é\n")
-        data = json.dumps({"text": texts[-1]}, ensure_ascii=False) if kind == ".jsonl" else texts[-1]
+        data = json.dumps({"text": texts[-1]}, ensure_ascii=False) if "json" in kind else texts[-1]
         data = data.encode("utf-8-sig" if i % 2 else "utf-8")  # a byte-order mark is removed
-        (tmp_path / f"a{i:02}{kind}{packing}").write_bytes(packings[packing](data))
+        (tmp_path / f"a{i:02}{kind}").write_bytes(gzip.compress(data) if kind.endswith(".gz") else data)
     for name in (".hidden/x.txt", ".x.txt", "__pycache__/x.py", "x.csv", "x.json", *(f"{name}.txt" for name in names)):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    tokens, meta = run(tmp_path, tmp_path / "b.txt", tmp_path / "out")
+    tokens, meta = run(tmp_path, tmp_path / "out")
     texts += ["b.txt", "e.txt", "c/d.txt"]  # a folder's files come before its subfolders
     assert tokens["train"] == whole(BYTES, texts) and meta["documents"]["train"] == 11
     assert (tmp_path / "out/train.bin").read_bytes()[:4] == b"t\0e\0"
@@ -135,13 +134,15 @@ def test_the_standard_library_is_the_default(here, tmp_path, monkeypatch, capsys
     sys.argv = ["prepare.py", "--tokenizer=bytes"]
     prepare.main()
     tokens, meta = data_set("data/stdlib_bytes")
-    assert [*itertools.chain(*tokens.values())] == whole(BYTES, ["a"]) and meta["skipped"] == {"not UTF-8": 1}
+    assert [*itertools.chain(*tokens.values())] == whole(BYTES, ["a"]) and meta["skipped"] == 1
     assert "next: torchrun train.py configs/tiny.py" in capsys.readouterr().out
 
 
 def test_above_65536_ids_tokens_are_uint32(here, tmp_path, monkeypatch):
     wide = load_tokenizer("bytes")
-    for name, value in {"dtype": "uint32", "width": 4, "eot_token": 70000}.items():
+    end = (70000).to_bytes(4, "little")
+    fields = {"dtype": "uint32", "width": 4, "code": "I", "eot_token": 70000, "end_bytes": end}
+    for name, value in fields.items():
         monkeypatch.setattr(wide, name, value)
     monkeypatch.setattr(wide, "encode_to_bytes", lambda text: np.array([*text.encode()], "<u4").tobytes())
     (tmp_path / "a.txt").write_text("ab" * 100)
@@ -233,15 +234,12 @@ def half(self):
     self.progress['blocks'] < 40 or (self.files[0].write(b'half'), self.files[0].flush(), die())
     save(self)
 save, prepare.Output.save = prepare.Output.save, half""", True),
-    "while it saves": ("os.replace = die", False),
+    "while it saves": ("prepare.Path.replace = die", False),
     "while it fills the empty splits": ("""
 truncate = prepare.Output.truncate
 prepare.Output.truncate = lambda self: die() if self.progress['blocks'] else truncate(self)""", True),
-    "before meta.json": ("""
-whole = prepare.write_whole
-prepare.write_whole = lambda path, value: die() if 'meta' in str(path) else whole(path, value)""", True),
-    "before the rename": ("os.rename = die", True),
-    "after the rename": ("os.remove = die", False),
+    "before the rename": ("prepare.Path.rename = die", True),
+    "after the rename": ("prepare.Path.unlink = die", False),
     "the parent only": ("prepare.Output.write = lambda *_: os.kill(os.getpid(), 9)", False),
     "a worker": ("def dead(*_): os.kill(os.getpid(), 9)\nprepare.encode_block = dead", False),
 }  # fmt: skip
@@ -276,7 +274,7 @@ def test_a_kill_at_the_end_keeps_the_finished_work(crash, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number, code", [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("number, code", [(signal.SIGKILL, -9), (signal.SIGTERM, -15), (signal.SIGINT, 130)])
 def test_signals_at_random_moments_lose_nothing_and_leave_no_worker(number, code, corpus, tmp_path):
     """Each run begins where the last one stopped, and is ended after it has saved a block."""
     (words, expected), dice, kept = corpus, random.Random(7), 0
@@ -316,7 +314,7 @@ def test_a_full_disk_is_one_line_and_no_loss(corpus, tmp_path):
 
 
 def test_a_folder_that_cannot_be_read_is_not_left_out():
-    with pytest.raises(UserError, match="input folder nowhere: No such file"):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
         list(prepare.walk("nowhere"))
 
 
@@ -336,7 +334,7 @@ def test_a_finished_folder_is_left_alone(here, tmp_path, capsys):
 def test_the_progress_of_another_command_is_not_used(here, tmp_path, capsys, monkeypatch):
     (tmp_path / "a.txt").write_text("some words " * 20)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         run(tmp_path / "a.txt", tmp_path / "out")
     assert sum(map(len, run(tmp_path / "a.txt", tmp_path / "out", split="1,1,1")[0].values())) == 221
     assert "resuming" not in capsys.readouterr().out
@@ -354,33 +352,31 @@ def test_two_runs_for_one_folder_are_refused(tmp_path):
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 GOOD = b'{"text": "good"}\n'
-# case: (file, its content, where, reason, documents that are left of it)
+# case: (file, its content, where, what, documents that are left of it)
 BAD = {
-    "not JSON": ("a.jsonl", GOOD + b'{"text": "x"\n' + GOOD, ":2", "not JSON", ["good"] * 2),
-    "no key": ("a.jsonl", GOOD + b'{"texts": "x"}\n' + GOOD, ":2", "no such key; see --text_key", ["good"] * 2),
-    "a lone surrogate": ("a.jsonl", GOOD + b'{"text": "x\\ud800"}\n' + GOOD, ":2", "not UTF-8", ["good"] * 2),
-    "brackets": ("a.jsonl", GOOD + b"[" * 99999 + b"\n" + GOOD, ":2", "not JSON", ["good"] * 2),
-    "text not UTF-8": ("a.txt", b"one\ntwo \xe9 x\n", ":2", "not UTF-8", []),
-    "a piece not UTF-8": ("a.txt", b"x " * 50 + b"\n\xff" + b" y" * 300000, ":2", "not UTF-8", None),
-    "half a .gz": ("a.txt.gz", gzip.compress(b"x y " * 200000)[:-9], ":1", "unreadable", []),
-    "no .gz": ("a.txt.gz", b"plain text", ":1", "unreadable", []),
-    "a FIFO": ("a.txt", None, ":1", "unreadable", []),
+    "not JSON": ("a.jsonl", GOOD + b'{"text": "x"\n' + GOOD, ":2", "JSONDecodeError", ["good"] * 2),
+    "no key": ("a.jsonl", GOOD + b'{"texts": "x"}\n' + GOOD, ":2", "KeyError: 'text'", ["good"] * 2),
+    "a lone surrogate": ("a.jsonl", GOOD + b'{"text": "x\\ud800"}\n' + GOOD, ":2", "Unicode", ["good"] * 2),
+    "brackets": ("a.jsonl", GOOD + b"[" * 99999 + b"\n" + GOOD, ":2", "RecursionError", ["good"] * 2),
+    "text not UTF-8": ("a.txt", b"one\ntwo \xe9 x\n", ":1", "Unicode", []),
+    "a piece not UTF-8": ("a.txt", b"x " * 50 + b"\n\xff" + b" y" * 300000, ":1", "Unicode", None),
+    "half a .gz": ("a.txt.gz", gzip.compress(b"x y " * 200000)[:-9], ":1", "OSError: Compressed file ended", []),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_stops_with_its_place_or_is_skipped_and_counted(case, here, tmp_path, monkeypatch):
-    file, data, where, reason, left = BAD[case]
+    file, data, where, what, left = BAD[case]
     (tmp_path / "0.txt").write_text("before")
     (tmp_path / "z.txt").write_text("after")
-    os.mkfifo(tmp_path / file) if data is None else (tmp_path / file).write_bytes(data)
+    (tmp_path / file).write_bytes(data)
     monkeypatch.setattr(prepare, "PIECE", 1 << 19)
     words = [tmp_path / "0.txt", tmp_path / file, tmp_path / "z.txt"]
     with pytest.raises(UserError) as error:
         run(*words, tmp_path / "out")
-    assert str(error.value).startswith(f"{tmp_path}/{file}{where}: {reason} (")
+    assert str(error.value).startswith(f"{tmp_path}/{file}{where}: {what}")
     tokens, meta = run(*words, "--on_error=skip", tmp_path / "out")
-    assert meta["skipped"] == {reason: 1} and meta["documents"]["train"] == (3 if left is None else 2 + len(left))
+    assert meta["skipped"] == 1 and meta["documents"]["train"] == (3 if left is None else 2 + len(left))
     if left is not None:
         assert tokens["train"] == whole(BYTES, ["before", *left, "after"])
     else:  # only the bad piece is left out; the rest is one document
@@ -392,9 +388,7 @@ def test_bad_input_stops_with_its_place_or_is_skipped_and_counted(case, here, tm
     [
         (["a.csv"], "input a.csv: "),
         (["empty"], "input empty: "),
-        (["empty.txt"], "the input is empty: no text in 1 files"),
         (["a.txt", "--split=1,2"], "--split=1,2: should be three shares"),
-        (["a.txt", "--workers=0"], "--workers=0: should be a positive integer"),
         (["a.txt", "--megatron=web"], "--megatron=web: converts one data set"),
         (["a.txt", "--out=strange"], "--out=strange: Directory not empty"),
     ],
@@ -405,11 +399,10 @@ def test_mistakes_in_the_command_are_one_line(words, message, here, tmp_path, mo
         Path(folder).mkdir()
     for file in ("a.txt", "a.csv", "strange/train.bin"):
         Path(file).write_text("precious")
-    Path("empty.txt").touch()
     sys.argv = ["prepare.py", "--tokenizer=bytes", "--out=out", *words]
     with pytest.raises(UserError) as error:
         prepare.main()
-    assert str(error.value).startswith(message) and "\n" not in str(error.value) and "kept" not in str(error.value)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
     assert Path("strange/train.bin").read_text() == "precious"
 
 
@@ -482,7 +475,7 @@ def test_megatrons_files_give_the_data_set_of_the_same_texts(dtype, eod, here, t
         (dict(code=7), "damaged"),
         (dict(documents=[[[999]]]), "ids up to 999"),
         (dict(documents=[[[-1]]], dtype="i4"), "ids up to -1"),
-        ("m.bin", "damaged: ValueError: 6 tokens in the .idx, 3 in the .bin"),
+        ("m.bin", "ValueError: 6 tokens in the .idx, 3 in the .bin"),
         ("m.idx", "damaged"),
     ],
     ids=str,

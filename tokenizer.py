@@ -82,10 +82,11 @@ class Tokenizer:
         self.ids, self.special, self.end, self.pattern = ids, special, end, NAME_OF.get(pattern, pattern)
         self.order = sorted(ranks, key=ranks.get)
         self.n_vocab, self.eot_token = len(ids) + len(special), special[end]
-        self.dtype, self.width = ("uint16", 2) if self.n_vocab <= 65536 else ("uint32", 4)
+        self.dtype, self.width, self.code = ("uint16", 2, "H") if self.n_vocab <= 65536 else ("uint32", 4, "I")
+        self.end_bytes = self.eot_token.to_bytes(self.width, "little")
         self.pieces = {i: token for token, i in ids.items()} | {i: text.encode() for text, i in special.items()}
         self.name = name or self.computed_name()
-        self.id_of_rank = array.array("H" if self.width == 2 else "I", [ids[token] for token in self.order])
+        self.id_of_rank = array.array(self.code, [ids[token] for token in self.order])
         # tiktoken would drop text that an unknown pattern does not match; Hugging Face keeps it whole
         regex = PATTERNS[self.pattern][0] if self.pattern in PATTERNS else rf"(?:{pattern})|(?:(?!{pattern})[\s\S])+"
         ranks = {token: rank for rank, token in enumerate(self.order)}
@@ -113,7 +114,7 @@ class Tokenizer:
 
     def encode_ordinary(self, text):
         """Return the ids of `text` as a list."""
-        return array.array("H" if self.width == 2 else "I", self.encode_to_bytes(text)).tolist()
+        return array.array(self.code, self.encode_to_bytes(text)).tolist()
 
 
 @functools.cache
@@ -198,12 +199,10 @@ def pattern_of(pre_tokenizer):
 
 
 def named_end(folder):
-    """Return the `eos_token` in Hugging Face's other files of `folder`, or None."""
-    for file in ("tokenizer_config.json", "special_tokens_map.json"):
-        with contextlib.suppress(FileNotFoundError, LookupError):
-            end = json.loads((folder / file).read_text(encoding="utf-8"))["eos_token"]
-            return end["content"] if isinstance(end, dict) else end
-    return None
+    """Return the `eos_token` in Hugging Face's other file of `folder`, or None."""
+    with contextlib.suppress(FileNotFoundError, LookupError):
+        end = json.loads((folder / COPY[1]).read_text(encoding="utf-8"))["eos_token"]
+        return end["content"] if isinstance(end, dict) else end
 
 
 def bytes_of(text):
