@@ -51,65 +51,55 @@ import triton.language as tl
 LOG2E = tl.constexpr(math.log2(math.e))
 
 
+# In the functions that the kernels call, SIZE, ROWS, COLUMNS, WIDTH, D and MASKED are compile-time constants, too.
+
+
 @triton.jit
-def _pointers(X, first, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return pointers to the tile [ROWS, WIDTH] of X at row `first`, in int64 because s * stride may exceed 2^31."""
+def _place(s, a, stride_b, stride_a, SIZE, D):
+    """Return the place of a program with SIZE tokens of one head.
+
+    It is (index of its tile, number of tiles, offset of its head in L [b, a, s], in q, k and v, and in o [b, s, a, d]).
+    """
+    tiles = tl.cdiv(s, SIZE)
+    head = tl.program_id(0) // tiles
+    sample = (head // a).to(tl.int64)
+    of_q, of_o = sample * stride_b + (head % a) * stride_a, sample * s * a * D + (head % a) * D
+    return tl.program_id(0) % tiles, tiles, head.to(tl.int64) * s, of_q, of_o
+
+
+@triton.jit
+def _tile(X, first, stride, s, D, ROWS, WIDTH):
+    """Return (pointers to rows first .. first + ROWS of X, mask of the elements inside of X), both [ROWS, WIDTH].
+
+    WIDTH is D rounded up to a power of two. Row offsets are int64, because s * stride may exceed 2^31.
+    """
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    return X + tl.cast(first, tl.int64) * stride + (row[:, None] * stride + column[None, :])
-
-
-@triton.jit
-def _inside(first, s, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the mask of a tile's elements in rows < s and columns < D (WIDTH is D rounded up to a power of two)."""
-    inside = (first + tl.arange(0, ROWS) < s)[:, None]
+    inside = (first + row < s)[:, None]
     if D < WIDTH:
-        inside = inside & (tl.arange(0, WIDTH) < D)[None, :]
-    return inside
+        inside = inside & (column < D)[None, :]
+    return X + tl.cast(first, tl.int64) * stride + (row[:, None] * stride + column[None, :]), inside
 
 
 @triton.jit
-def _load(X, first, stride, s, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return rows first .. first + ROWS of X, [ROWS, WIDTH], with 0 for elements outside of X."""
-    inside = _inside(first, s, D, ROWS, WIDTH)
-    return tl.load(_pointers(X, first, stride, ROWS, WIDTH), mask=inside, other=0.0)
+def _load(X, first, stride, s, D, ROWS, WIDTH):
+    pointers, inside = _tile(X, first, stride, s, D, ROWS, WIDTH)
+    return tl.load(pointers, mask=inside, other=0.0)
 
 
 @triton.jit
-def _store(X, x, first, stride, s, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    inside = _inside(first, s, D, ROWS, WIDTH)
-    tl.store(_pointers(X, first, stride, ROWS, WIDTH), x.to(X.dtype.element_ty), mask=inside)
+def _store(X, x, first, stride, s, D):
+    pointers, inside = _tile(X, first, stride, s, D, x.shape[0], x.shape[1])
+    tl.store(pointers, x.to(X.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _scores(
-    q, K, j, first, stride, s,
-    MASKED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Return (k [COLUMNS, WIDTH], q k^T [ROWS, COLUMNS]) of the keys from j on. MASKED: -inf above the diagonal."""
-    k = _load(K, j, stride, s, D, COLUMNS, WIDTH)
+def _scores(q, k, first, j, MASKED):
+    """Return q k^T of the queries from `first` on and the keys from j on. MASKED: -inf above the diagonal."""
     x = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
-        seen = (j + tl.arange(0, COLUMNS))[None, :] <= (first + tl.arange(0, ROWS))[:, None]
+        seen = (j + tl.arange(0, k.shape[0]))[None, :] <= (first + tl.arange(0, q.shape[0]))[:, None]
         x = tl.where(seen, x, float("-inf"))
-    return k, x
-
-
-@triton.jit
-def _over_keys(
-    o, l, m, q, K, V, first, start, stop, stride, s, c,
-    MASKED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Update o, l and m of one tile of queries with the keys start .. stop (the online softmax above)."""
-    for j in range(start, stop, COLUMNS):
-        _, x = _scores(q, K, j, first, stride, s, MASKED, D, ROWS, COLUMNS, WIDTH)
-        above = tl.maximum(m, tl.max(x, 1) * c)  # finite: every query sees the first key
-        p = tl.exp2(tl.fma(x, c, -above[:, None]))
-        alpha = tl.exp2(m - above)
-        l = tl.fma(l, alpha, tl.sum(p, 1))
-        m = above
-        v = _load(V, j, stride, s, D, COLUMNS, WIDTH)
-        o = tl.dot(p.to(v.dtype), v, o * alpha[:, None], input_precision="ieee")
-    return o, l, m
+    return x
 
 
 @triton.jit
@@ -118,142 +108,102 @@ def attention_forward(
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute o [b, s, a, d] and L [b, a, s] float32 of one query tile. Grid: b a heads times cdiv(s, ROWS) tiles."""
-    tiles = tl.cdiv(s, ROWS)
-    tile = tiles - 1 - tl.program_id(0) % tiles  # longest first: the last queries have the most keys
-    head = tl.program_id(0) // tiles
-    sample = (head // a).to(tl.int64)
-    offset = sample * stride_b + (head % a) * stride_a
-    Q, K, V = Q + offset, K + offset, V + offset
-    first = tile * ROWS
+    tile, tiles, of_l, of_q, of_o = _place(s, a, stride_b, stride_a, ROWS, D)
+    first = (tiles - 1 - tile) * ROWS  # longest first: the last queries have the most keys
     stop = tl.minimum(first + ROWS, s)
     c = scale * LOG2E
-    q = _load(Q, first, stride_s, s, D, ROWS, WIDTH)
+    q = _load(Q + of_q, first, stride_s, s, D, ROWS, WIDTH)
     o = tl.zeros([ROWS, WIDTH], tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     m = tl.full([ROWS], float("-inf"), tl.float32)
-    o, l, m = _over_keys(o, l, m, q, K, V, first, 0, first, stride_s, s, c, False, D, ROWS, COLUMNS, WIDTH)
-    o, l, m = _over_keys(o, l, m, q, K, V, first, first, stop, stride_s, s, c, True, D, ROWS, COLUMNS, WIDTH)
+    for MASKED in tl.static_range(2):  # the tiles below the diagonal, then those on it
+        for j in range(first if MASKED else 0, stop if MASKED else first, COLUMNS):  # the online softmax above
+            k = _load(K + of_q, j, stride_s, s, D, COLUMNS, WIDTH)
+            x = _scores(q, k, first, j, MASKED)
+            above = tl.maximum(m, tl.max(x, 1) * c)  # finite: every query sees the first key
+            p = tl.exp2(tl.fma(x, c, -above[:, None]))
+            alpha = tl.exp2(m - above)
+            l = tl.fma(l, alpha, tl.sum(p, 1))
+            m = above
+            v = _load(V + of_q, j, stride_s, s, D, COLUMNS, WIDTH)
+            o = tl.dot(p.to(v.dtype), v, o * alpha[:, None], input_precision="ieee")
     row = first + tl.arange(0, ROWS)
-    tl.store(L + head.to(tl.int64) * s + row, m + tl.log2(l), mask=row < s)
-    O += sample * s * a * D + (head % a) * D
-    _store(O, o * (1.0 / l)[:, None], first, a * D, s, D, ROWS, WIDTH)
+    tl.store(L + of_l + row, m + tl.log2(l), mask=row < s)
+    _store(O + of_o, o * (1.0 / l)[:, None], first, a * D, s, D)
 
 
 @triton.jit
 def attention_delta(O, DO, DELTA, s, a, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     """Compute delta = sum over d of o do, [b, a, s] float32. It reads 4 bytes per element of o in bf16."""
-    tiles = tl.cdiv(s, ROWS)
-    first = tl.program_id(0) % tiles * ROWS
-    head = tl.program_id(0) // tiles
-    offset = (head // a).to(tl.int64) * s * a * D + (head % a) * D
-    o = _load(O + offset, first, a * D, s, D, ROWS, WIDTH).to(tl.float32)
-    do = _load(DO + offset, first, a * D, s, D, ROWS, WIDTH).to(tl.float32)
-    row = first + tl.arange(0, ROWS)
-    tl.store(DELTA + head.to(tl.int64) * s + row, tl.sum(o * do, 1), mask=row < s)
+    tile, _, of_l, _, of_o = _place(s, a, 0, 0, ROWS, D)
+    o = _load(O + of_o, tile * ROWS, a * D, s, D, ROWS, WIDTH).to(tl.float32)
+    do = _load(DO + of_o, tile * ROWS, a * D, s, D, ROWS, WIDTH).to(tl.float32)
+    row = tile * ROWS + tl.arange(0, ROWS)
+    tl.store(DELTA + of_l + row, tl.sum(o * do, 1), mask=row < s)
 
 
 @triton.jit
-def _over_queries(
-    dk, dv, k, v, Q, DO, L, DELTA, first, start, stop, stride, stride_o, s, c,
-    MASKED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+def attention_backward_keys(
+    Q, K, V, DO, L, DELTA, DK, DV, s, a, stride_b, stride_s, stride_a, scale,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add the share of the queries start .. stop to dk and dv of one tile of keys.
+    """Write dk and dv [b, s, a, d] of one tile of COLUMNS keys. Grid: b a heads times cdiv(s, COLUMNS).
 
     P and dS are computed transposed, with keys as rows. Then each is the left operand of the next product, and tensor
     cores can read left operands from registers. Queries with an index >= s need no mask: their q, do, L and delta are
     read as 0. Then P = 1 and dP = dS = 0, and these queries add 0 to dv and dk.
     """
-    for i in range(start, stop, ROWS):
-        row = i + tl.arange(0, ROWS)
-        q = _load(Q, i, stride, s, D, ROWS, WIDTH)
-        x = tl.dot(k, tl.trans(q), input_precision="ieee")  # [COLUMNS, ROWS]
-        if MASKED:
-            x = tl.where((first + tl.arange(0, COLUMNS))[:, None] <= row[None, :], x, float("-inf"))
-        p = tl.exp2(tl.fma(x, c, -tl.load(L + row, mask=row < s, other=0.0)[None, :]))
-        do = _load(DO, i, stride_o, s, D, ROWS, WIDTH)
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
-        dp = tl.dot(v, tl.trans(do), input_precision="ieee")
-        ds = p * (dp - tl.load(DELTA + row, mask=row < s, other=0.0)[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
-    return dk, dv
-
-
-@triton.jit
-def attention_backward_keys(
-    Q, K, V, DO, L, DELTA, DQKV, s, a, stride_b, stride_s, stride_a, scale,
-    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Write dk and dv of one tile of COLUMNS keys to dqkv [b, s, 3, a, d]. Grid: b a heads times cdiv(s, COLUMNS)."""
-    tiles = tl.cdiv(s, COLUMNS)
-    first = tl.program_id(0) % tiles * COLUMNS  # longest first: the first keys have the most queries
-    head = tl.program_id(0) // tiles
-    sample = (head // a).to(tl.int64)
-    offset = sample * stride_b + (head % a) * stride_a
-    Q, K, V = Q + offset, K + offset, V + offset
-    DO += sample * s * a * D + (head % a) * D
-    L += head.to(tl.int64) * s
-    DELTA += head.to(tl.int64) * s
+    tile, _, of_l, of_q, of_o = _place(s, a, stride_b, stride_a, COLUMNS, D)
+    first = tile * COLUMNS  # longest first: the first keys have the most queries
+    Q, DO, L, DELTA = Q + of_q, DO + of_o, L + of_l, DELTA + of_l  # In the loop they would need more registers.
     stop = tl.minimum(first + COLUMNS, s)
     c = scale * LOG2E
-    k = _load(K, first, stride_s, s, D, COLUMNS, WIDTH)
-    v = _load(V, first, stride_s, s, D, COLUMNS, WIDTH)
+    k = _load(K + of_q, first, stride_s, s, D, COLUMNS, WIDTH)
+    v = _load(V + of_q, first, stride_s, s, D, COLUMNS, WIDTH)
     dk = tl.zeros([COLUMNS, WIDTH], tl.float32)
     dv = tl.zeros([COLUMNS, WIDTH], tl.float32)
-    dk, dv = _over_queries(
-        dk, dv, k, v, Q, DO, L, DELTA, first, first, stop, stride_s, a * D, s, c, True, D, ROWS, COLUMNS, WIDTH
-    )
-    dk, dv = _over_queries(
-        dk, dv, k, v, Q, DO, L, DELTA, first, stop, s, stride_s, a * D, s, c, False, D, ROWS, COLUMNS, WIDTH
-    )
-    DK = DQKV + sample * s * 3 * a * D + (a + head % a) * D
-    _store(DK, dk * scale, first, 3 * a * D, s, D, COLUMNS, WIDTH)
-    _store(DK + a * D, dv, first, 3 * a * D, s, D, COLUMNS, WIDTH)
-
-
-@triton.jit
-def _over_keys_backward(
-    dq, q, do, log, delta, K, V, first, start, stop, stride, s, c,
-    MASKED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Add the share of the keys start .. stop to dq of one tile of queries."""
-    for j in range(start, stop, COLUMNS):
-        k, x = _scores(q, K, j, first, stride, s, MASKED, D, ROWS, COLUMNS, WIDTH)
-        p = tl.exp2(tl.fma(x, c, -log[:, None]))
-        v = _load(V, j, stride, s, D, COLUMNS, WIDTH)
-        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
-        ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
-    return dq
+    for BELOW in tl.static_range(2):  # the tiles on the diagonal, then those below it
+        for i in range(stop if BELOW else first, s if BELOW else stop, ROWS):
+            row = i + tl.arange(0, ROWS)
+            q = _load(Q, i, stride_s, s, D, ROWS, WIDTH)
+            x = tl.dot(k, tl.trans(q), input_precision="ieee")  # [COLUMNS, ROWS]
+            if not BELOW:
+                x = tl.where((first + tl.arange(0, COLUMNS))[:, None] <= row[None, :], x, float("-inf"))
+            p = tl.exp2(tl.fma(x, c, -tl.load(L + row, mask=row < s, other=0.0)[None, :]))
+            do = _load(DO, i, a * D, s, D, ROWS, WIDTH)
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+            dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+            ds = p * (dp - tl.load(DELTA + row, mask=row < s, other=0.0)[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    _store(DK + of_o, dk * scale, first, a * D, s, D)
+    _store(DV + of_o, dv, first, a * D, s, D)
 
 
 @triton.jit
 def attention_backward_queries(
-    Q, K, V, DO, L, DELTA, DQKV, s, a, stride_b, stride_s, stride_a, scale,
+    Q, K, V, DO, L, DELTA, DQ, s, a, stride_b, stride_s, stride_a, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write dq of one tile of ROWS queries to dqkv [b, s, 3, a, d]. Grid: b a heads times cdiv(s, ROWS) tiles."""
-    tiles = tl.cdiv(s, ROWS)
-    first = (tiles - 1 - tl.program_id(0) % tiles) * ROWS
-    head = tl.program_id(0) // tiles
-    sample = (head // a).to(tl.int64)
-    offset = sample * stride_b + (head % a) * stride_a
-    Q, K, V = Q + offset, K + offset, V + offset
+    """Write dq [b, s, a, d] of one tile of ROWS queries. Grid: b a heads times cdiv(s, ROWS) tiles."""
+    tile, tiles, of_l, of_q, of_o = _place(s, a, stride_b, stride_a, ROWS, D)
+    first = (tiles - 1 - tile) * ROWS
     stop = tl.minimum(first + ROWS, s)
     c = scale * LOG2E
-    q = _load(Q, first, stride_s, s, D, ROWS, WIDTH)
-    do = _load(DO + sample * s * a * D + (head % a) * D, first, a * D, s, D, ROWS, WIDTH)
+    q = _load(Q + of_q, first, stride_s, s, D, ROWS, WIDTH)
+    do = _load(DO + of_o, first, a * D, s, D, ROWS, WIDTH)
     row = first + tl.arange(0, ROWS)
-    log = tl.load(L + head.to(tl.int64) * s + row, mask=row < s, other=0.0)
-    delta = tl.load(DELTA + head.to(tl.int64) * s + row, mask=row < s, other=0.0)
+    log = tl.load(L + of_l + row, mask=row < s, other=0.0)
+    delta = tl.load(DELTA + of_l + row, mask=row < s, other=0.0)
     dq = tl.zeros([ROWS, WIDTH], tl.float32)
-    dq = _over_keys_backward(
-        dq, q, do, log, delta, K, V, first, 0, first, stride_s, s, c, False, D, ROWS, COLUMNS, WIDTH
-    )
-    dq = _over_keys_backward(
-        dq, q, do, log, delta, K, V, first, first, stop, stride_s, s, c, True, D, ROWS, COLUMNS, WIDTH
-    )
-    DQ = DQKV + sample * s * 3 * a * D + (head % a) * D
-    _store(DQ, dq * scale, first, 3 * a * D, s, D, ROWS, WIDTH)
+    for MASKED in tl.static_range(2):  # as in forward
+        for j in range(first if MASKED else 0, stop if MASKED else first, COLUMNS):
+            k = _load(K + of_q, j, stride_s, s, D, COLUMNS, WIDTH)
+            p = tl.exp2(tl.fma(_scores(q, k, first, j, MASKED), c, -log[:, None]))
+            v = _load(V + of_q, j, stride_s, s, D, COLUMNS, WIDTH)
+            dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+            ds = p * (dp - delta[:, None])
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    _store(DQ + of_o, dq * scale, first, a * D, s, D)
 
 
 # (ROWS, COLUMNS, warps, stages) of each kernel, for each (kind of GPU or float32, width). No time on a GPU is measured:
@@ -282,8 +232,6 @@ TILES = {
 
 def attention_options(d, dtype, capability):
     """Return constants and launch options of each kernel. capability: the GPU's compute capability, such as (9, 0)."""
-    if d > 128:
-        raise ValueError(f"attention: head size {d} is too large, at most 128")
     products = "float32" if dtype == torch.float32 else "hopper" if capability[0] in (9, 10) else "ampere"
     width = max(triton.next_power_of_2(d), 16)  # tensor cores need at least 16
     options = {
@@ -305,8 +253,7 @@ class Attention(torch.autograd.Function):
         if q.stride(-1) != 1 or len({x.stride() for x in (q, k, v)}) > 1:
             q, k, v = (x.contiguous() for x in (q, k, v))
         ctx.options = attention_options(d, q.dtype, capability(q.device))
-        o = q.new_empty(b, s, a, d)
-        log = q.new_empty(b, a, s, dtype=torch.float32)
+        o, log = q.new_empty(b, s, a, d), q.new_empty(b, a, s, dtype=torch.float32)
         ctx.sizes = s, a, *q.stride()[:3], d**-0.5
         launch(attention_forward, ctx.options["forward"], b * a, s, "ROWS", q, k, v, o, log, *ctx.sizes)
         ctx.save_for_backward(q, k, v, o, log)
@@ -315,21 +262,19 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do):
         q, k, v, o, log = ctx.saved_tensors
-        b, s, a, d = q.shape
-        do = do.contiguous()
-        delta = torch.empty_like(log)
-        dqkv = q.new_empty(b, s, 3, a, d)
+        b, s, a, _ = q.shape
+        do, delta = do.contiguous(), torch.empty_like(log)
         launch(attention_delta, ctx.options["delta"], b * a, s, "ROWS", o, do, delta, s, a)
-        shared = q, k, v, do, log, delta, dqkv, *ctx.sizes
-        launch(attention_backward_keys, ctx.options["keys"], b * a, s, "COLUMNS", *shared)
-        launch(attention_backward_queries, ctx.options["queries"], b * a, s, "ROWS", *shared)
-        return dqkv.unbind(2)
+        dq, dk, dv = q.new_empty(3, *q.shape)
+        given = q, k, v, do, log, delta
+        launch(attention_backward_keys, ctx.options["keys"], b * a, s, "COLUMNS", *given, dk, dv, *ctx.sizes)
+        launch(attention_backward_queries, ctx.options["queries"], b * a, s, "ROWS", *given, dq, *ctx.sizes)
+        return dq, dk, dv
 
 
 def launch(kernel, options, heads, s, along, *arguments):
-    """Run one program for each head and each tile of tokens, on the tensors' device."""
-    with torch.cuda.device_of(arguments[0]):
-        kernel[(heads * triton.cdiv(s, options[along]),)](*arguments, **options)
+    """Run one program for each head and each tile of tokens."""
+    kernel[(heads * triton.cdiv(s, options[along]),)](*arguments, **options)
 
 
 def attention(q, k, v, cache=None):

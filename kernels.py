@@ -283,11 +283,11 @@ def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
 
 
 @triton.jit
-def _tile(first, column, rows, width, stride, TALL: tl.constexpr):
+def _tile(first, column, rows, width, TALL):
     """Return (offsets, mask) of the tile [TALL, columns] that begins at row `first` of a matrix [rows, width]."""
     row = first + tl.arange(0, TALL)
     exists = (row < rows)[:, None] & (column < width)[None, :]
-    return row.to(tl.int64)[:, None] * stride + column[None, :], exists
+    return row.to(tl.int64)[:, None] * width + column[None, :], exists
 
 
 @triton.jit
@@ -303,7 +303,7 @@ def _gelu(x):
 def activation_forward(Y, BIAS, OUT, rows, width, RELU: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr):
     """OUT = gelu(Y + BIAS), or relu(Y + BIAS). Y and OUT: [rows, width]. A program has TALL rows x WIDE columns."""
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    here, exists = _tile(tl.program_id(0) * TALL, column, rows, width, width, TALL)
+    here, exists = _tile(tl.program_id(0) * TALL, column, rows, width, TALL)
     x = _load(Y + here, exists) + _load(BIAS + column, column < width)[None, :]
     if RELU:
         out = tl.where(x < 0, 0.0, x)  # Unlike tl.maximum this keeps nan, so an overflow is seen.
@@ -322,7 +322,7 @@ def activation_backward(
     bias = _load(BIAS + column, column < width)
     total = tl.zeros([TALL, WIDE], tl.float32)
     for first in range(tl.program_id(0) * TALL, rows, tl.num_programs(0) * TALL):
-        here, exists = _tile(first, column, rows, width, width, TALL)
+        here, exists = _tile(first, column, rows, width, TALL)
         kept = _load(KEPT + here, exists)
         dy = _load(DOUT + here, exists)
         if RELU:
@@ -390,14 +390,14 @@ def relu_(y, bias):
 
 
 @triton.jit
-def join_part(X, WHOLE, SUMS, rows, width, stride, all_columns, TALL: tl.constexpr, WIDE: tl.constexpr):
+def join_part(X, WHOLE, SUMS, rows, width, all_columns, TALL: tl.constexpr, WIDE: tl.constexpr):
     """Copy X [rows, width] to columns of WHOLE [rows, all_columns]. SUMS [programs along the rows, all_columns]."""
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     total = tl.zeros([TALL, WIDE], tl.float32)
     for first in range(tl.program_id(0) * TALL, rows, tl.num_programs(0) * TALL):
-        source, exists = _tile(first, column, rows, width, stride, TALL)
-        to, _ = _tile(first, column, rows, width, all_columns, TALL)
-        x = tl.load(X + source, mask=exists, other=0.0)
+        here, exists = _tile(first, column, rows, width, TALL)
+        to, _ = _tile(first, column, rows, all_columns, TALL)
+        x = tl.load(X + here, mask=exists, other=0.0)
         tl.store(WHOLE + to, x, mask=exists)
         total += x.to(tl.float32)
     tl.store(SUMS + tl.program_id(0) * all_columns + column, tl.sum(total, 0), mask=column < width)
@@ -405,13 +405,12 @@ def join_part(X, WHOLE, SUMS, rows, width, stride, all_columns, TALL: tl.constex
 
 def join(parts):
     """Do the same as `reference.join`. The sums are float32."""
-    n, width = parts[0].shape
-    whole = parts[0].new_empty(n, width * len(parts))
+    (n, width), k = parts[0].shape, len(parts)
     grid = striped(parts[0], each=8)
-    sums = whole.new_empty(grid[0], whole.shape[1], dtype=torch.float32)
-    for part, *out in zip(parts, whole.chunk(len(parts), 1), sums.chunk(len(parts), 1), strict=True):
-        part = part if part.stride(1) == 1 else part.contiguous()
-        join_part[grid](part, *out, n, width, part.stride(0), whole.shape[1], **TILE)
+    whole = parts[0].new_empty(n, k * width)
+    sums = whole.new_empty(grid[0], k * width, dtype=torch.float32)
+    for part, *out in zip(parts, whole.chunk(k, 1), sums.chunk(k, 1), strict=True):
+        join_part[grid](part.contiguous(), *out, n, width, k * width, **TILE)
     return whole, sums.sum(0)
 
 
@@ -461,50 +460,29 @@ def add_rows_(table, ids, rows):
 
 
 @triton.jit
-def _statistics(Z, columns, width, BLOCK: tl.constexpr):
-    """Return (top, total) of the first `columns` elements of a row; the row is padded to `width`."""
-    top, total = -1e38, 0.0  # If a rank has padding only, a top of -inf would make total nan instead of 0.
-    for first in range(0, width, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        z = tl.where(column < columns, _load(Z + column, column < width), float("-inf"))
-        higher = tl.maximum(top, tl.max(z, 0))
-        total = total * tl.exp2((top - higher) * LOG2E) + tl.sum(tl.exp2((z - higher) * LOG2E), 0)
-        top = higher
-    return top, total
-
-
-@triton.jit
-def _gradient(Z, target, top, total, columns, width, weight, BLOCK: tl.constexpr):
-    """Overwrite a row with its gradient dz."""
-    factor = weight / total
-    for first in range(0, width, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        z = _load(Z + column, column < width)
-        dz = tl.where(column < columns, tl.exp2((z - top) * LOG2E) * factor, 0.0)
-        dz = tl.where(column == target, dz - weight, dz)
-        tl.store(Z + column, dz, mask=column < width)
-
-
-@triton.jit
-def cross_entropy_row(
-    Z, TARGETS, WEIGHTS, LOSSES, TOP, TOTAL, TARGET_LOGIT, columns, width, GIVEN: tl.constexpr, BLOCK: tl.constexpr
-):
+def cross_entropy_row(Z, TARGETS, WEIGHTS, LOSSES, TOP, TOTAL, TARGET_LOGIT, columns, width, BLOCK: tl.constexpr):
     """TARGETS .. TARGET_LOGIT [rows]. The launches of `cross_entropy_` differ in what is None:
 
         one rank             reads TARGETS and WEIGHTS               writes LOSSES, dz
         tp, first pass       reads TARGETS                           writes TOP, TOTAL, TARGET_LOGIT
-        tp, second pass      reads TARGETS, WEIGHTS, TOP, TOTAL      writes dz. GIVEN: TOP and TOTAL are known
+        tp, second pass      reads TARGETS, WEIGHTS, TOP, TOTAL      writes dz
 
     WEIGHTS None: no gradient. TARGET_LOGIT is 0 if another rank has the target's column.
     """
     row = tl.program_id(0).to(tl.int64)
     Z += row * width
     target = tl.load(TARGETS + row)
-    if GIVEN:
+    if LOSSES is None and TARGET_LOGIT is None:
         top, total = tl.load(TOP + row), tl.load(TOTAL + row)
     else:
         z_target = _load(Z + target, (target >= 0) & (target < columns))
-        top, total = _statistics(Z, columns, width, BLOCK)
+        top, total = -1e38, 0.0  # If a rank has padding only, a top of -inf would make total nan instead of 0.
+        for first in range(0, width, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            z = tl.where(column < columns, _load(Z + column, column < width), float("-inf"))
+            higher = tl.maximum(top, tl.max(z, 0))
+            total = total * tl.exp2((top - higher) * LOG2E) + tl.sum(tl.exp2((z - higher) * LOG2E), 0)
+            top = higher
         if LOSSES is not None:
             tl.store(LOSSES + row, tl.log2(total) / LOG2E - (z_target - top))
         else:
@@ -512,7 +490,13 @@ def cross_entropy_row(
             tl.store(TOTAL + row, total)
             tl.store(TARGET_LOGIT + row, z_target)
     if WEIGHTS is not None:
-        _gradient(Z, target, top, total, columns, width, tl.load(WEIGHTS + row), BLOCK)
+        weight = tl.load(WEIGHTS + row)
+        factor = weight / total
+        for first in range(0, width, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            z = _load(Z + column, column < width)
+            dz = tl.where(column < columns, tl.exp2((z - top) * LOG2E) * factor, 0.0)
+            tl.store(Z + column, tl.where(column == target, dz - weight, dz), mask=column < width)
 
 
 # With 32 registers a thread, two programs run on a multiprocessor: 264 programs and rows on an H200. Their bf16 logits
@@ -528,15 +512,15 @@ def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
     launch = functools.partial(cross_entropy_row[(n,)], columns=columns, width=width, **CROSS_ENTROPY)
     if reduce is None:
         losses = torch.empty(n, dtype=torch.float32, device=logits.device)
-        launch(logits, targets, weights, losses, None, None, None, GIVEN=False)
+        launch(logits, targets, weights, losses, None, None, None)
         return losses
     own, total, target = torch.empty(3, n, dtype=torch.float32, device=logits.device)
-    launch(logits, targets, None, None, own, total, target, GIVEN=False)
+    launch(logits, targets, None, None, own, total, target)
     top = reduce(own.clone(), "max")
     mine = (targets >= 0) & (targets < columns)
     total, target = reduce(torch.stack([total * (own - top).exp(), (target - top).where(mine, 0.0)]), "sum")
     if weights is not None:
-        launch(logits, targets, weights, None, top, total, None, GIVEN=True)
+        launch(logits, targets, weights, None, top, total, None)
     return total.log() - target
 
 
@@ -551,10 +535,13 @@ def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
 
 @triton.jit
 def adamw_flat(
-    W, G, M, V, OUT, LR, SCALE, CORRECTION1, CORRECTION2, SKIP, size, decay_from, decay_to, decay_from2, decay_to2,
+    W, G, M, V, OUT, LR, SCALE, UPDATE, SKIP, CORRECTION1, CORRECTION2, size, begin, end, begin2, end2,
     decay, beta1, beta2, eps, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """W, G, M, V [size] float32; OUT [size] of any dtype, or None; LR .. SKIP one number each; decay in two ranges."""
+    """W, G, M, V [size] float32; OUT [size] of any dtype, or None; LR .. CORRECTION2: `reference.UpdateScalars`.
+
+    Elements begin .. end and begin2 .. end2 have weight decay.
+    """
     if tl.load(SKIP) == 0:
         here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         exists = here < size
@@ -564,7 +551,7 @@ def adamw_flat(
         m = tl.fma(m, beta1, g * (1.0 - beta1))
         v = tl.fma(v, beta2, g * g * (1.0 - beta2))
         root = tl.sqrt(v * (1.0 / tl.load(CORRECTION2).to(tl.float32))) + eps
-        decays = ((here >= decay_from) & (here < decay_to)) | ((here >= decay_from2) & (here < decay_to2))
+        decays = ((here >= begin) & (here < end)) | ((here >= begin2) & (here < end2))
         w *= 1.0 - lr * tl.where(decays, decay, 0.0)
         w -= (lr / tl.load(CORRECTION1).to(tl.float32)) * (m / root)
         tl.store(M + here, m, mask=exists)
@@ -579,11 +566,8 @@ ADAMW = dict(BLOCK=1024, num_warps=4)
 
 def adamw_(weight, gradient, moments, scalars, ranges, *, decay, beta1, beta2, eps, out=None):
     """Do the same as `reference.adamw_` on float32 buffers. At most two of the ranges may decay."""
-    size = weight.numel()
-    decaying = [(begin, end) for begin, end, decays in ranges if decays]
-    assert len(decaying) <= 2
-    (begin, end), (begin2, end2) = [*decaying, (0, 0), (0, 0)][:2]
-    adamw_flat[(triton.cdiv(size, ADAMW["BLOCK"]),)](
-        weight, gradient, *moments, out, scalars.lr, scalars.scale, scalars.correction1, scalars.correction2,
-        scalars.skip, size, begin, end, begin2, end2, decay, beta1, beta2, eps, **ADAMW,
-    )  # fmt: skip
+    places = [place for begin, end, decays in ranges if decays for place in (begin, end)]
+    assert len(places) <= 4
+    places += [0] * (4 - len(places))
+    arguments = weight, gradient, *moments, out, *scalars, len(weight), *places, decay, beta1, beta2, eps
+    adamw_flat[(triton.cdiv(len(weight), ADAMW["BLOCK"]),)](*arguments, **ADAMW)

@@ -239,15 +239,14 @@ class Dropout(torch.autograd.Function):
     """x * mask / (1 - rate). Backward computes the mask again, so no tensor of x's size is kept."""
 
     @staticmethod
-    def forward(ctx, x, rows, rate, seed, site):
+    def forward(ctx, x, rows, *rest):
         ctx.save_for_backward(rows)
-        ctx.rate, ctx.seed, ctx.site = rate, seed, site
-        return Dropout.masked(x, Drop(rows, rate, seed, site))
+        ctx.rest = rest  # rate, seed, site
+        return Dropout.masked(x, Drop(rows, *rest))
 
     @staticmethod
     def backward(ctx, dy):
-        (rows,) = ctx.saved_tensors
-        return Dropout.masked(dy, Drop(rows, ctx.rate, ctx.seed, ctx.site)), None, None, None, None
+        return Dropout.masked(dy, Drop(*ctx.saved_tensors, *ctx.rest)), None, None, None, None
 
     @staticmethod
     def masked(x, drop):
