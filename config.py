@@ -122,6 +122,13 @@ CHOICES = {
     "zero": (0, 1, 2, 3),
     "schedule": tuple(schedules.SCHEDULES),
 }
+ASYNCHRONOUS = {  # a stage updates before the other stages have their gradients
+    "clip_grad": (0,),  # no rank knows the global norm
+    "optimizer": tuple(name for name, rule in RULES.items() if not rule.layerwise),
+    "dtype": ("auto", "fp64", "fp32", "bf16"),  # an update can't be skipped on all stages
+    "zero": (0, 1),  # a stage keeps whole parameters and gradients
+    "rampup_batch_size": ("",),  # the batch is constant
+}
 POSITIVE = (  # the other numbers may be 0
     "num_layers hidden_size num_attention_heads seq_length vocab_size micro_batch_size global_batch_size tp pp chunks "
     "updates_per_call log_interval loss_scale_window hysteresis initial_loss_scale min_loss_scale adam_eps "
@@ -152,14 +159,9 @@ def parser():
     return parser
 
 
-def parsed(words):
-    """Return {field: value} of the fields that `words` set."""
-    return vars(parser().parse_args(words))
-
-
 def load(words):
     """Return the Config of the words `[FILE] [--field=value ...]`. Raises UserError."""
-    given = parsed(words)
+    given = vars(parser().parse_args(words))
     path = Path(given.pop("file", "configs/tiny.py"))
     config = Config(**from_file(path) | given)
     config.out_dir = config.out_dir or f"out/{path.stem}"
@@ -172,7 +174,7 @@ def from_file(path):
         names = runpy.run_path(str(path)).items()
     words = [f"--{k}={v}" for k, v in names if not (k.startswith("_") or inspect.ismodule(v) or callable(v))]
     try:
-        return parsed(words)
+        return vars(parser().parse_args(words))
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
@@ -184,7 +186,7 @@ def rampup(c):
     """Return (start, increment, samples) of `rampup_batch_size`. If the field is empty, start is global_batch_size."""
     if not c.rampup_batch_size:
         return c.global_batch_size, c.global_batch_size, 1
-    numbers = [int(number) for number in re.findall(r"\d+", c.rampup_batch_size)]
+    numbers = list(map(int, re.findall(r"\d+", c.rampup_batch_size)))
     fits = len(numbers) == 3 and min(numbers) > 0 and numbers[0] <= c.global_batch_size
     require(c, "rampup_batch_size", fits, "should be start,increment,samples, as in 16,8,30000")
     return numbers
@@ -213,9 +215,9 @@ def of_checkpoint(index):
 
 def differences(c, index):
     """Return "lr=0.002 (the checkpoint: 0.001), ...": values of `c` that differ from those in a checkpoint's index."""
-    saved, now = index["config"], vars(c)
-    names = [name for name in now if name not in NO_EFFECT and saved.get(name, now[name]) != now[name]]
-    return ", ".join(f"{name}={now[name]} (the checkpoint: {saved[name]})" for name in names)
+    saved = index["config"]
+    changed = [name for name, value in vars(c).items() if name not in NO_EFFECT and saved.get(name, value) != value]
+    return ", ".join(f"{name}={getattr(c, name)} (the checkpoint: {saved[name]})" for name in changed)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -229,8 +231,10 @@ def require(c, name, fits, why):
 
 def check(c, world):
     """Raise UserError if a run with `c` cannot work on `world` processes. Return dp, the data parallel size."""
-    for name, choices in CHOICES.items():
-        require(c, name, getattr(c, name) in choices, f"should be one of {', '.join(map(str, choices))}")
+    more = ASYNCHRONOUS if c.schedule in schedules.ASYNCHRONOUS else {"updates_per_call": (1,)}
+    for name, choices in (CHOICES | more).items():
+        where = f", with schedule={c.schedule}" if name in more else ""
+        require(c, name, getattr(c, name) in choices, f"should be one of {', '.join(map(str, choices))}{where}")
     for name, value in vars(c).items():
         if type(value) in (int, float) and name != "lr_warmup_iters":
             most = 1 if name in ("dropout", "adam_beta1", "adam_beta2") else 1e13  # no number of a run is larger
@@ -240,28 +244,14 @@ def check(c, world):
             )
     falls = c.lr_decay_style != "wsd" or c.lr_wsd_decay_iters > 0
     require(c, "lr_decay_style", falls, "set lr_wsd_decay_iters, the updates in which the rate falls")
-    require(c, "lr_warmup_fraction", c.lr_warmup_fraction <= 1, "should be at most 1, the whole of lr_decay_iters")
     require(c, "min_lr", c.min_lr <= c.lr, f"should be at most lr={c.lr}")
     require(c, "train_iters", c.train_iters or c.eval_only, "should be above 0")
+    whole = c.train_iters % c.updates_per_call == 0
+    require(c, "train_iters", whole, f"should be a multiple of updates_per_call={c.updates_per_call}")
     enough = c.eval_iters > 0 or not c.eval_only
     require(c, "eval_iters", enough, "eval_only averages over eval_iters global batches; should be 1 or more")
     require(c, "seq_length", c.seq_length <= c.positions, f"should be at most max_position_embeddings={c.positions}")
-    check_asynchronous(c)
     return check_layout(c, world)
-
-
-def check_asynchronous(c):
-    """Raise UserError if a field does not go together with the schedule's updates, or with their absence."""
-    n, early = c.updates_per_call, f"{c.schedule} updates a stage before the other stages have their gradients"
-    if c.schedule not in schedules.ASYNCHRONOUS:
-        require(c, "updates_per_call", n == 1, f"only {' and '.join(schedules.ASYNCHRONOUS)} need it; set 1")
-        return
-    require(c, "clip_grad", c.clip_grad == 0, f"{early}, so no rank knows the global norm; set --clip_grad=0")
-    require(c, "optimizer", not RULES[c.optimizer].layerwise, f"{early}; set --optimizer=adamw or sgd")
-    require(c, "zero", c.zero <= 1, f"{c.schedule} keeps whole parameters and gradients of a stage; set --zero=1 or 0")
-    require(c, "rampup_batch_size", not c.rampup_batch_size, f"{c.schedule} has a constant batch; leave it out")
-    require(c, "train_iters", c.train_iters % n == 0, f"{c.schedule} needs a multiple of updates_per_call={n}")
-    require(c, "dtype", c.dtype != "fp16", f"{c.schedule} can't skip an update on all stages; set --dtype=bf16")
 
 
 def divides(small, divisor, big, value, why=""):

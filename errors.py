@@ -81,7 +81,7 @@ def cause(error):
     Such a cause is a system call that failed (OSError), or a lack of memory in Python or PyTorch.
     """
     if isinstance(error, MemoryError) or re.search("can't allocate memory|out of memory", str(error)):
-        return UserError(f"not enough memory: {(str(error) or 'Python needs more').splitlines()[0]}")
+        return UserError(f"not enough memory: {error}")
     if isinstance(error, OSError) and error.strerror:
         return UserError(f"{error.filename or 'the system refused a call'}: {error.strerror}")
     return error if isinstance(error, UserError) else None
@@ -93,7 +93,7 @@ def report(error, late=0):
     At its end, torchrun prints the error file with the smallest time as the "Root Cause". late: seconds to add to the
     time. A rank that only lost a peer reports with late=1, so it does not become the root cause.
     """
-    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in f"error: {error}")
+    line = " ".join(f"error: {error}".splitlines())
     print(line, file=sys.stderr, flush=True)
     write_error_file(line, late)
 

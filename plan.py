@@ -10,7 +10,7 @@ predicted time. `accounts/devices.py` has the devices.
     --explain           print the arithmetic of one layout, line by line
     --json              print a list of layouts
     --svg=FILE          draw memory and time of the best layouts
-    --as_is             judge the configuration as it is (`python train.py CONFIG --plan --world=N --device=D`)
+    --as_is             judge the configuration as it is
     --dry_run --rank=R  run the real program of one rank on tensors without data, beside the prediction
     --flops=3e24        print the best size and number of tokens for a budget (scaling law), and the days of a cluster
     --code=NAME         predict another program, to compare with its paper: megatron-2021 or megatron-2022

@@ -99,11 +99,6 @@ HOW_TO_TRAIN = """
 --pipeline-model-parallel-size --pp --save --out_dir --tensor-model-parallel-size --tp --tensorboard-dir --tensorboard
 --vocab-file prepare.py --zero-stage --zero
 """.split()
-SAME = """
---adam-beta2 --clip-grad --eval-interval --eval-iters --global-batch-size --hidden-size --log-interval --lr
---lr-decay-iters --lr-decay-style --lr-warmup-fraction --lr-warmup-iters --max-position-embeddings --micro-batch-size
---min-lr --num-attention-heads --num-layers --save-interval --seed --seq-length --train-iters --weight-decay
-""".split()
 HOW_TO_PREPARE = """
 --input FILE --json-keys --text_key --merge-file --tokenizer
 --output-prefix --out --tokenizer-type --tokenizer --vocab --tokenizer
@@ -116,7 +111,6 @@ def test_the_flags_of_the_how_tos_are_answered_with_ours(pairs):
         answer = configuration.parser().meaning(flag)
         assert re.search(r"not needed" if ours == "." else rf"use .*{ours}\b|.*{ours}", answer), (flag, answer)
     assert not {f"--{name}" for name in vars(Config())} & {flag.replace("-", "_") for flag in pairs[::2]}
-    assert {flag[2:].replace("-", "_") for flag in SAME} <= vars(Config()).keys()
 
 
 def test_a_pasted_command_is_answered_flag_by_flag():
@@ -146,8 +140,6 @@ def test_mistakes_in_a_file(tmp_path, text, message):
     "world, fields, message",
     [
         (1, dict(zero=4), "zero=4: should be one of 0, 1, 2, 3"),
-        (1, dict(split="949,50,1"), "split=949,50,1: should be one of train, val, test"),
-        (1, dict(schedule="zb-h3"), "schedule=zb-h3: should be one of"),
         (1, dict(chunks=2), "chunks=2: 1f1b does not cut a rank's share into chunks; interleaved and zb-v do"),
         (2, dict(pp=2, chunks=2, schedule="interleaved", micro_batch_size=8), "microbatches=1"),
         (8, dict(pp=8), "num_layers=4: should be at least 6, because pp=8 and chunks=1 make 8 parts"),
@@ -164,13 +156,10 @@ def test_mistakes_in_a_file(tmp_path, text, message):
         (2, dict(tp=2, sequence_parallel=True, seq_length=33), "seq_length = 33 is not a multiple of tp = 2"),
         (5, dict(tp=5, num_attention_heads=5, hidden_size=50), "padded vocab_size = 50304 is not a multiple of tp = 5"),
         (1, dict(train_iters=0), "train_iters=0: should be above 0"),
-        (1, dict(lr=-1.0), "lr=-1.0: should be"),
         (1, dict(lr=float("nan")), "lr=nan: should be"),
         (1, dict(num_layers=0), "num_layers=0: should be above 0"),
         (1, dict(dropout=1.0), "dropout=1.0: should be 0 or more and below 1"),
         (1, dict(seed=10**30), "seed=1000000000000000000000000000000: should be"),
-        (1, dict(comm_timeout=1e300), "comm_timeout=1e+300: should be"),
-        (1, dict(lr_warmup_fraction=2.0), "lr_warmup_fraction=2.0: should be at most 1"),
         (1, dict(min_lr=1.0), "min_lr=1.0: should be at most lr=0.001"),
         (1, dict(max_position_embeddings=100), "seq_length=256: should be at most max_position_embeddings=100"),
         (1, dict(lr_decay_style="wsd"), "lr_decay_style=wsd: set lr_wsd_decay_iters"),
@@ -181,16 +170,10 @@ def test_what_cannot_work_is_refused_by_name(world, fields, message):
     assert refusal(configuration.check, Config(**{"train_iters": 10} | fields), world).startswith(message)
 
 
-def test_the_warm_up_may_be_the_whole_decay():
-    assert configuration.check(Config(train_iters=10, lr_warmup_fraction=1.0), world=1) == 1
-
-
 @pytest.mark.parametrize(
     "world, fields, remedy",
     [
-        (16, dict(global_batch_size=64, micro_batch_size=8), "= 64 is not a multiple of micro_batch_size * dp = 128"),
         (4, dict(global_batch_size=24, micro_batch_size=7), "set --micro_batch_size=6"),
-        (16, dict(global_batch_size=64, micro_batch_size=8, tp=2, pp=2), None),
         (16, dict(global_batch_size=64, micro_batch_size=8), "set --micro_batch_size=4"),
         (2, dict(global_batch_size=12, rampup_batch_size="4,4,9", micro_batch_size=6), "set --micro_batch_size=2"),
         (3, dict(global_batch_size=64), "it should be a multiple of dp = 3"),
@@ -198,9 +181,6 @@ def test_the_warm_up_may_be_the_whole_decay():
 )
 def test_a_batch_that_does_not_fit_names_a_micro_batch_size_that_does(world, fields, remedy):
     c = Config(train_iters=1, **fields)
-    if remedy is None:
-        assert configuration.check(c, world) == 4
-        return
     said = refusal(configuration.check, c, world)
     assert remedy in said
     if found := re.search(r"micro_batch_size=(\d+)", said):
@@ -211,16 +191,15 @@ def test_a_batch_that_does_not_fit_names_a_micro_batch_size_that_does(world, fie
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ramp", ["", "16,16,5000000"])
-def test_the_check_does_not_grow_with_the_batch(monkeypatch, ramp):
+def test_the_check_does_not_grow_with_the_batch(monkeypatch):
     """interleaved needs multiples of pp=4. A small number of micro-batches with the same remainder is checked."""
     built, build = [], schedules.build
     monkeypatch.setattr(schedules, "build", lambda *args: built.append(args[2]) or build(*args))
     fields = dict(train_iters=1, micro_batch_size=1, pp=4, schedule="interleaved", chunks=2, num_layers=6)
-    configuration.check(Config(global_batch_size=8000, rampup_batch_size=ramp, **fields), 4)
-    assert len(built) <= 3 and max(built) <= 80
-    wrong = dict(global_batch_size=8002) if not ramp else dict(global_batch_size=8000, rampup_batch_size="4,2,9")
-    assert "interleaved needs a multiple of stages=4" in refusal(configuration.check, Config(**fields, **wrong), 4)
+    configuration.check(Config(global_batch_size=8000, **fields), 4)
+    assert len(built) == 1 and built[0] < 16
+    for wrong in (dict(global_batch_size=8002), dict(global_batch_size=8000, rampup_batch_size="4,2,9")):
+        assert "interleaved needs a multiple of stages=4" in refusal(configuration.check, Config(**fields, **wrong), 4)
 
 
 # --- the lock ---------------------------------------------------------------------------------------------------------
@@ -255,15 +234,6 @@ def test_a_lock_is_refused_until_its_process_ends_though_a_worker_lives_on(tmp_p
             pass
 
 
-def test_a_file_system_without_locks_is_used_without_them(tmp_path, monkeypatch):
-    def lockf(*_):
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setattr(errors.fcntl, "lockf", lockf)
-    with locked(tmp_path / "lock", "it is taken"):
-        assert (tmp_path / "lock").exists()
-
-
 # --- the end of a command ---------------------------------------------------------------------------------------------
 
 
@@ -295,9 +265,9 @@ def end_of(tmp_path, line="pass", redirection="", **environment):
     [
         ("pass", 0, ""),
         ("raise errors.UserError('lr=-1: should be zero or more')", 2, "error: lr=-1: should be zero or more\n"),
-        ("raise errors.UserError('a\\nb\\x1b[31m')", 2, "error: a\\nb\\x1b[31m\n"),
+        ("raise errors.UserError('a\\nb')", 2, "error: a b\n"),
         ("open('missing/file')", 2, "error: missing/file: No such file or directory\n"),
-        ("raise MemoryError", 2, "error: not enough memory: Python needs more\n"),
+        ("raise MemoryError", 2, "error: not enough memory: \n"),
         ("raise RuntimeError('[enforce fail] can\\'t allocate memory: 9 bytes')", 2, "error: not enough memory: ["),
         ("raise KeyboardInterrupt", 130, ""),
         ("raise RuntimeError('a defect')", 1, "Traceback"),

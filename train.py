@@ -263,8 +263,8 @@ def run_training(config, mesh, device):
         logger = agree(mesh.world, UserError, lambda: Logger(run))
         stack.callback(logger.close)
         stack.enter_context(report.watching(run, logger.say))
-        with processes.Signals() as run.signals:
-            train(run, tokens["train"], tokens.get("val"), logger)
+        run.signals.watch(stack)
+        train(run, tokens["train"], tokens.get("val"), logger)
 
 
 def open_files(config, mesh, device, stack):
@@ -322,22 +322,12 @@ def main():
     Exit codes: 0 if the run is done, or was saved and stopped; 1 if another process was lost; 2 after a mistake of the
     user, or if torchrun died.
     """
-    arguments = sys.argv[1:]
-    if "--plan" in arguments:  # judges this configuration on --world=N --device=D, and starts nothing
-        import plan
-
-        words = [word.replace("--world=", "--gpus=", 1) for word in arguments if word != "--plan"]
-        return plan.main(["--as_is", *words])
     device = processes.join()
     world = everyone()
 
-    def read_configuration():
-        config = configuration.load(arguments)
-        configuration.check(config, world.size)
-        return config
-
     def work():
-        config = agree(world, UserError, read_configuration)
+        config = agree(world, UserError, lambda: configuration.load(sys.argv[1:]))
+        agree(world, UserError, lambda: configuration.check(config, world.size))
         run_training(config, Mesh(config.tp, config.pp, timeout=config.comm_timeout), device)
 
     processes.together(world, work)

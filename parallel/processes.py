@@ -91,13 +91,10 @@ class Signals:
 
     stop = False  # True after a signal
 
-    def __enter__(self):
-        self.before = [(number, signal.signal(number, self._received)) for number in (signal.SIGTERM, signal.SIGINT)]
-        return self
-
-    def __exit__(self, *_):
-        for number, handler in self.before:
-            signal.signal(number, handler)
+    def watch(self, stack):
+        """Receive the signals until the contextlib.ExitStack `stack` is closed."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            stack.callback(signal.signal, number, signal.signal(number, self._received))
 
     def _received(self, number, _):
         self.stop = True
