@@ -202,8 +202,8 @@ def gradient_cause(found, case):
 
 
 def shown(names):
-    """Return text: three names at most, and how many more follow."""
-    return ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    """Return text: the number of names, and one of them."""
+    return f"{len(names)} parameters, {min(names)} among them"
 
 
 def ratio_cause(found, case):
@@ -369,7 +369,7 @@ def norm_cause(norm, case):
     }
     causes |= {f"only the shards of data rank {d} count": shard_squares(case, d) for d in range(dp)}
     for cause, square in causes.items():
-        if abs(square - total) > 1e-9 * total and abs(norm**2 - square) <= 1e-8 * square:
+        if math.isclose(norm**2, square, rel_tol=1e-8):
             return f"It is the norm if {cause}. Each element of the model must count once."
     return f"Its ratio is {norm / case.one.norm:.6g}. Each element of the model must count once, whoever has copies."
 
@@ -400,17 +400,14 @@ def update_cause(found, before, case):
     return text + "Look at the learning rate, clipping, the ranges of weight decay, and the moments of shards."
 
 
-def after_difference(results, reference, case):
-    """Return (Findings of the parameters after the run, a sentence about unequal copies or "")."""
-    found, first, copies = [], {}, ""
+def parameter_findings(results, reference, case):
+    """Return the Findings of all parameters {name: slice} that differ from those of one process."""
+    found = []
     for rank, result in enumerate(results):
         for name, ours in result.items():
             size = max(1.0, reference[name].abs().max().item())
             found += finding(name, rank, 0, ours, case.local(name, reference[name], rank), size)
-            other, copy = first.setdefault((name, case.cut(name) and rank % case.sizes["tp"]), (rank, ours))
-            if not copies and not torch.equal(copy, ours):
-                copies = f"Ranks {case.name(other)} and {case.name(rank)} have copies of {name} that are not equal."
-    return found, copies
+    return found
 
 
 # --- all together -----------------------------------------------------------------------------------------------------
@@ -433,9 +430,8 @@ def differences(results, reference, config, specs, first_step=None):
         for step, theirs in enumerate(reference[k]):
             if (ours := unequal([result[k][step] for result in results], theirs)) is not None:
                 run.append(f"In the whole run: the {what} of step {step + 1} is {ours:.12g} instead of {theirs:.12g}.")
-    found, copies = after_difference([result[3] for result in results], reference[3], case)
-    run += ["Parameters after the run:", table(found, case)] if found else []
-    run += [copies] if copies else []
+    if found := parameter_findings([result[3] for result in results], reference[3], case):
+        run += ["Parameters after the run:", table(found, case)]
     if not run:
         return ""
     first = diagnosis(reference[2], Case(config, specs, case.sizes, *first_step())) if first_step else []
@@ -454,8 +450,7 @@ def diagnosis(before, case):
     """Return lines about the first difference in the first step. before: the initial parameters of one process."""
     one, steps = case.one, case.steps
     loss, norm = unequal([s.loss for s in steps], one.loss), unequal([s.norm for s in steps], one.norm)
-    also = "" if loss is None else f"The loss of step 1 is {loss:.12g} instead of {one.loss:.12g}: ratio "
-    also += "" if loss is None else written(loss / one.loss, case)
+    also = f"The loss of step 1 is {loss:.12g} instead of {one.loss:.12g}." if loss is not None else ""
     if found := gradient_findings(case):
         count = len({f.name for f in found})
         head = f"First difference: gradients of step 1, in {count} of {len(case.specs)} parameters."
@@ -467,11 +462,10 @@ def diagnosis(before, case):
     if norm is not None:
         text = f"First difference: the gradient norm of step 1, {norm:.12g} instead of {one.norm:.12g}."
         return [f"{text} The gradients are equal.", norm_cause(norm, case)]
-    found, copies = after_difference([step.after for step in steps], one.after, case)
-    if found:
+    if found := parameter_findings([step.after for step in steps], one.after, case):
         text = "First difference: parameters after step 1. Gradients, loss and norm of step 1 are equal."
         return [text, table(found, case), update_cause(found, before, case)]
-    return [f"First difference: copies of a parameter after step 1. {copies}"] if copies else []
+    return []
 
 
 # --- one tensor -------------------------------------------------------------------------------------------------------

@@ -1,10 +1,6 @@
-"""Shows the imports between the project's files, and finds imports that break the rules.
+"""Finds imports between the project's files that break the rules.
 
-    python -m testing.imports
-
-prints each file of the program with its level and its imports. A file of level 0 imports no other file of the project.
-Any other file is one level above the highest file that it imports. Imports inside functions count, too. The command
-then prints a line for each broken rule, and exits with code 1 if there is one. The rules and their reasons:
+Imports inside functions count, too. The rules and their reasons:
 
     no circle                                     the files of a circle cannot be read or tested one after another
     the program imports no bench, testing, test   the program must run without them
@@ -15,7 +11,7 @@ then prints a line for each broken rule, and exits with code 1 if there is one. 
 """
 
 import ast
-import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from testing.count_lines import PROGRAM, group_of, tracked
@@ -39,19 +35,13 @@ def graph():
     return {path: imported(ast.parse(Path(path).read_text("utf-8")), modules) - {path} for path in modules.values()}
 
 
-def levels(imports):
-    """Return {path: level}. It lacks the files of a circle, and the files that import such a file, also indirectly."""
-    known, ready = {}, {path for path in imports if not imports[path]}
-    while ready:
-        known |= {path: max((known[other] + 1 for other in imports[path]), default=0) for path in ready}
-        ready = {path for path in imports if path not in known and imports[path] <= known.keys()}
-    return known
-
-
 def broken_rules(imports):
     """Return one line for each violation of a rule."""
-    known = levels(imports)
-    lines = [f"{path} is in a circle of imports, or imports one" for path in sorted(imports) if path not in known]
+    lines = []
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        lines.append(f"a circle of imports: {' '.join(error.args[1])}")
     for path, other in sorted((file, other) for file in imports for other in imports[file]):
         program = group_of(path) in PROGRAM
         if program and group_of(other) not in (*PROGRAM, "configs"):
@@ -63,18 +53,3 @@ def broken_rules(imports):
         if path == "errors.py":
             lines.append(f"errors.py imports {other}")
     return lines
-
-
-def main():
-    imports = graph()
-    known = levels(imports)
-    program = [path for path in imports if group_of(path) in PROGRAM]
-    for path in sorted(program, key=lambda path: (known.get(path, len(imports)), path)):
-        print(f"{known.get(path, '-'):>2}  {path:<24} {' '.join(sorted(imports[path]))}".rstrip())
-    wrong = broken_rules(imports)
-    print("\n".join(wrong), end="\n" if wrong else "")
-    sys.exit(bool(wrong))
-
-
-if __name__ == "__main__":
-    main()
