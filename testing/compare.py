@@ -440,9 +440,9 @@ def differences(results, reference, config, specs, first_step=None):
 
 
 def title(case):
-    c, sizes = case.config, case.sizes
-    text = f"dp={sizes['dp']} tp={c.tp} pp={c.pp} {c.schedule} m={sizes['m']} zero={c.zero} {c.optimizer}"
-    text += f" sequence_parallel={c.sequence_parallel} dropout={c.dropout} recompute={c.recompute}"
+    names = "schedule zero optimizer sequence_parallel dropout recompute".split()
+    values = case.sizes | {name: getattr(case.config, name) for name in names}
+    text = " ".join(f"{name}={value}" for name, value in values.items())
     return f"{text}: this layout does not train the model of one process."
 
 

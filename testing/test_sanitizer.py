@@ -1,10 +1,5 @@
 """Tests that testing/sanitizer.py finds each kind of defect in a small kernel, and accepts correct kernels."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -185,8 +180,7 @@ def test_traffic():
 @triton.jit
 def overflow(x, y, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
-    value = tl.load(x + i)
-    tl.store(y + i, value * 1664525 + 1013904223 if y.dtype.element_ty == tl.int32 else tl.exp(value) - tl.log(value))
+    tl.store(y + i, tl.exp(tl.load(x + i)) - tl.log(tl.load(x + i)))
 
 
 def test_what_a_gpu_does_silently_does_not_warn():
@@ -194,28 +188,5 @@ def test_what_a_gpu_does_silently_does_not_warn():
     y = torch.zeros(4)
     overflow[1,](x, y, BLOCK=4)
     same(y, x.exp() - x.log())
-    x, y = torch.tensor([1, -1, 1 << 30, -(1 << 31)], dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
-    overflow[1,](x, y, BLOCK=4)
-    assert torch.equal(y, x * 1664525 + 1013904223)
     with pytest.warns(RuntimeWarning, match="overflow"):  # outside of a launch, numpy warns as before
         np.float32(1e38) * np.float32(1e38)
-
-
-def check_in_a_worker():
-    sanitizer.install()
-    with pytest.raises(sanitizer.OutOfBounds):
-        copy[2,](random(32), torch.zeros(31), 32, 0, BLOCK=16)
-    test_traffic()  # after an error, all is as before
-
-
-def test_workers_interpret_too(workers):
-    workers.check(2, check_in_a_worker)
-
-
-def test_too_late_is_an_error():
-    """Triton reads TRITON_INTERPRET during its import."""
-    code = "import triton, os; os.environ['TRITON_INTERPRET'] = '1'; from testing import sanitizer"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    root = Path(__file__).parent.parent
-    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True)
-    assert done.returncode and "before the first `import triton`" in done.stderr
