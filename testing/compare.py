@@ -201,11 +201,6 @@ def gradient_cause(found, case):
     return next(filter(None, (cause(found, case) for cause in tried)))
 
 
-def shown(names):
-    """Return text: the number of names, and one of them."""
-    return f"{len(names)} parameters, {min(names)} among them"
-
-
 def ratio_cause(found, case):
     """Find a ratio that all wrong gradients share."""
     wrong, ratios, tp = {f.name for f in found}, [f.ratio for f in found], case.sizes["tp"]
@@ -214,7 +209,7 @@ def ratio_cause(found, case):
     r, replicated = ratios[0], not any(case.cut(name) for name in wrong)
     if wrong == set(case.specs):
         return f"All gradients have the ratio {r:.6g} to the right ones. {scale_cause(r, case)}."
-    names = "weight matrices" if len(wrong) > 1 and case.all_matrices(wrong) else shown(wrong)
+    names = "weight matrices" if len(wrong) > 1 and case.all_matrices(wrong) else ", ".join(sorted(wrong))
     text = f"Only these parameters differ, by the ratio {r:.6g}: {names}. "
     if r > 1.5 and all(abs(r - len(case.holders(name))) < 1e-6 for name in wrong):
         return f"{text}Their gradient is summed over the holders twice."
@@ -245,8 +240,8 @@ def missing_sum_cause(found, case):
     for axis, ranks in (("tp", "the tp ranks"), ("pp", "the holders")):
         fixed = [f for f in found if sum_is_right(f, case, axis)]
         if len(fixed) * 2 > len(found):
-            names = shown({f.name for f in fixed})
-            return f"Partial gradients are not summed over {ranks}. The sum is right for {names}."
+            names = sorted({f.name for f in fixed})
+            return f"Partial gradients are not summed over {ranks}. The sum is right for {', '.join(names)}."
     return ""
 
 
