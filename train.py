@@ -21,7 +21,7 @@ import config as configuration
 import data
 import operations
 import reference
-from accounts import memory, report
+from accounts import report, traffic
 from errors import UserError, exit_on_user_error, explained
 from log import History, Logger, PendingStep, Timers, validation_lines
 from model import GPT
@@ -280,7 +280,7 @@ def open_files(config, mesh, device, stack):
     identity = None if config.eval_only else data.identity(tokens["train"])
     path = checkpoint.to_resume(config, tokens[splits[0]].meta["tokenizer"], identity)
     operations.trial(config, device)
-    memory.refuse_too_large(config, mesh.dp.size, device)
+    traffic.refuse_too_large(config, mesh.world.size, device)
     return tokens, path
 
 

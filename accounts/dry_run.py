@@ -57,8 +57,7 @@ def main(config, gpus, rank):
             f"{c.tp}; {run.model.num_parameters():,} parameters in {c.dtype}; {c.schedule} with "
             f"{run.schedule.microbatches} micro-batches, zero={c.zero}. No number was computed.\n"
         )
-        often = ledger.how_often(run.layout, run.schedule, pp)
-        tables = report.sent_table(who, often, sent), report.kept_table(who, run.layout, pp, kept)
+        tables = report.sent_table(who, run.layout.stage, sent), report.kept_table(who, run.layout, pp, kept)
         print(*tables, sep="\n\n", end="\n\n")
     if wrong := differences(sent, kept):
         sys.exit("\n".join(wrong))

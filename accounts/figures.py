@@ -15,6 +15,7 @@ from collections import defaultdict
 from contextlib import contextmanager
 from math import nan
 
+from accounts.ledger import how_often
 from accounts.report import aligned, number
 from errors import UserError, reading
 from parallel.schedules import messages
@@ -170,10 +171,15 @@ def traffic(path, p):
     A box is a rank. The boxes of a group are its tp ranks; a row is a data replica, and a column is a pipeline stage.
     At most 4 ranks of an axis are drawn.
     """
-    c, keys = p.layout.config, sorted(p.often, key=lambda key: (list(AXES).index(key[0]), key))
+    c, keys = (
+        p.layout.config,
+        sorted({key for table in p.sent for key in table}, key=lambda key: (list(AXES).index(key[0]), key)),
+    )
     rows = [("axis", "what", "operation", "how often (per)", *(f"bytes, stage {i}" for i in range(min(4, c.pp))))]
     for key in keys:
-        rows.append((*key, p.often[key], *(number(table.get(key, (0, 0))[1]) for table in p.sent[:4])))
+        rows.append(
+            (*key, how_often(key, p.layout.stage), *(number(table.get(key, (0, 0))[1]) for table in p.sent[:4]))
+        )
     heights = min(4, p.layout.dp), 0.15 * len(rows)
     with figure(path, 1 + sum(heights), 2, 1, height_ratios=heights) as (grid, table):
         ranks(grid, p)

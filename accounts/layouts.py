@@ -88,9 +88,9 @@ class Model:
         return memory.rank_states(layout, rank, self.sizes(layout.config))
 
     def rows(self, layout, m, rank):
-        """Return `ledger.rows` of a step with m micro-batches of one sample, on data rank 0."""
+        """Return `ledger.predict` of a step with m micro-batches of one sample, on data rank 0."""
         c = layout.config
-        return ledger.rows(layout, schedule(c.schedule, c.pp, m, c.chunks), rank, 0, self.item, self.wide)
+        return ledger.predict(layout, schedule(c.schedule, c.pp, m, c.chunks), rank, 0, self.item, self.wide)
 
     def sent(self, layout, m, b, rank):
         """Return {(axis, what, operation): (calls, bytes)} of a pipeline rank: the table of `ledger.predict`.
@@ -99,9 +99,10 @@ class Model:
         """
         c, result = layout.config, {}
         few = {"interleaved": c.pp, "chimera": m}.get(c.schedule, 1)
-        for (axis, *names), (calls, sent, per) in self.rows(layout, few, rank).items():
-            times, samples = (m // few, 1 if axis == "dp" else b) if "micro-batch" in per else (1, 1)
-            result[axis, *names] = calls * times, sent * times * samples
+        for key, (calls, sent) in self.rows(layout, few, rank).items():
+            per = ledger.how_often(key, layout.stage)
+            times, samples = (m // few, 1 if key[0] == "dp" else b) if "micro-batch" in per else (1, 1)
+            result[key] = calls * times, sent * times * samples
         return result
 
     def activations(self, layout, m, rank):

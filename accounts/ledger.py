@@ -48,6 +48,25 @@ from parallel.versions import published
 FLAGS = 1  # float64 numbers besides loss and squared gradient norm at the end of a step: the flag to stop
 
 
+PER = {  # how often each thing is sent; gradients and parameters depend on the ZeRO stage
+    "pp": "boundary and micro-batch",
+    "activations": "layer and micro-batch",
+    "embedding": "micro-batch",
+    "head": "micro-batch",
+    "cross-entropy rows": "micro-batch",
+    "parameter norms": "step",
+    "scalars": "step",
+}
+EACH_MICRO_BATCH = {"gradients": 2, "parameters": 3}  # the first ZeRO stage that sends them for each micro-batch
+
+
+def how_often(key, stage):
+    """Return the column 通信頻度 (how often) of a row (axis, what, operation) in a ZeRO stage."""
+    axis, what, _ = key
+    usual = "bucket and micro-batch" if stage >= EACH_MICRO_BATCH.get(what, 4) else "bucket and step"
+    return PER.get(axis) or PER.get(what, usual)
+
+
 def predict(layout, schedule, pp_rank, dp_rank, item, master_item):
     """Return the table above as {(axis, what, operation): (calls, bytes)} for a step on one rank.
 
@@ -56,55 +75,51 @@ def predict(layout, schedule, pp_rank, dp_rank, item, master_item):
 
     The prediction needs no process and no tensor.
     """
-    table, n = rows(layout, schedule, pp_rank, dp_rank, item, master_item), schedules.updates(schedule)
-    return {key: (Fraction(calls, n), Fraction(sent, n)) for key, (calls, sent, _) in table.items()}
-
-
-def how_often(layout, schedule, pp_rank):
-    """Return the column 通信頻度 (how often): {(axis, what, operation): "layer and micro-batch", ...}."""
-    return {key: per for key, (_, _, per) in rows(layout, schedule, pp_rank, 0, 1, 1).items()}
-
-
-def rows(layout, schedule, pp_rank, dp_rank, item, master_item):
-    """Return {(axis, what, operation): (calls, bytes, how often)} on one rank.
-
-    They are those of all actions in the Schedule: a step, or a call of an asynchronous schedule with several updates.
-    """
-    c, table, updates = layout.config, {}, schedules.updates(schedule)
+    c, table, updates = layout.config, {}, schedules.updates(schedule)  # only PipeDream's lists have several updates
     sizes = {"dp": layout.dp, "tp": c.tp, "pp": c.pp, "world": layout.dp * c.tp * c.pp}
 
-    def row(axis, what, operation, per, calls, elements, item):
-        """Add calls and bytes to a row. axis: a name in `sizes`, or a tuple of holders. per: how often, in words."""
+    def row(axis, what, operation, calls, elements, item):
+        """Add calls and bytes to a row. axis: a name in `sizes`, or a tuple of holders."""
         ranks, name = (sizes[axis], axis) if axis in sizes else (len(axis), "holders")
         if ranks > 1 and calls:
             before = table.get((name, what, operation), (0, 0))
-            sent = sent_bytes(operation, ranks, elements * item)
-            table[name, what, operation] = before[0] + calls, before[1] + sent, per
+            sent = Fraction(sent_bytes(operation, ranks, elements * item), updates)
+            table[name, what, operation] = before[0] + Fraction(calls, updates), before[1] + sent
 
-    _tensor_rows(row, c, *unit_passes(layout, schedule, pp_rank), item, master_item)
-    message = rows_outside(c) * c.hidden_size
+    (blocks, embeddings, heads), tokens = unit_passes(layout, schedule, pp_rank), c.micro_batch_size * c.seq_length
+    again = 2 * (c.recompute == "full")
+    gathered = {"all_gather": 6 + again, "reduce_scatter": 4 + again}
+    for operation, calls in (gathered if c.sequence_parallel else {"all_reduce": 4 + again}).items():
+        for what, count in [("activations", calls * blocks), ("embedding", embeddings), ("head", heads)]:
+            row("tp", what, operation, count, count * tokens * c.hidden_size, item)
+    calls = 2 * heads * math.ceil(tokens / ROWS)
+    row("tp", "cross-entropy rows", "all_reduce", calls, 3 * heads * tokens, master_item)
     for what, count in sends(schedule, pp_rank).items():
-        row("pp", what, "send", "boundary and micro-batch", count, count * message, item)
-    norms, passes, partial = Counter(), layout.passes(schedule, pp_rank), replica_sums(c, layout.dp)
+        row("pp", what, "send", count, count * rows_outside(c) * c.hidden_size, item)
+    _bucket_rows(row, layout, schedule, pp_rank, dp_rank, item, master_item)
+    row("world", "scalars", "all_reduce", 1, 2 * updates + FLAGS, 8)
+    return table
+
+
+def _bucket_rows(row, layout, schedule, pp_rank, dp_rank, item, master_item):
+    """Add the rows of gradients, parameters and their norms."""
+    c, stage, updates, norms = layout.config, layout.stage, schedules.updates(schedule), Counter()
+    partial, passes = replica_sums(c, layout.dp), layout.passes(schedule, pp_rank)
     for name, bucket in layout.buckets(pp_rank).items():
-        holders, step = tuple(layout.holders(name)), "bucket and step"
-        versions = published(schedule, holders)
-        _data_rows(row, bucket.size, layout.stage, passes[name], updates, versions, item, master_item)
-        begin, end = bucket.owned(dp_rank, layout.stage)
-        uncut = [r.end - r.begin for r in bucket.ranges_in(begin, end) if not r.cut] if partial else []
-        row("tp", partial, "all_reduce", step, updates * len(uncut), updates * sum(uncut), master_item)
-        row(holders, "twin gradients", "all_reduce", step, updates, updates * (end - begin), master_item)
+        holders, m, (begin, end) = tuple(layout.holders(name)), passes[name], bucket.owned(dp_rank, stage)
+        reduces = m if stage >= 2 else updates * min(m, 1)
+        row("dp", "gradients", "reduce_scatter" if stage else "all_reduce", reduces, reduces * bucket.size, master_item)
+        versions = published(schedule, holders)  # 1 if the schedule has no updates
+        gathers = [0, versions, versions, 2 * m][stage]
+        row("dp", "parameters", "all_gather", gathers, gathers * bucket.size, item)
+        for r in bucket.ranges_in(begin, end):
+            if partial and not r.cut:
+                row("tp", partial, "all_reduce", updates, updates * (r.end - r.begin), master_item)
+        row(holders, "twin gradients", "all_reduce", updates, updates * (end - begin), master_item)
         norms[holders] += 2 * len(bucket.specs)
     if RULES[c.optimizer].layerwise:  # two norms of every parameter, in float64
-        whole = norms.total()
-        for axis, calls, count in [
-            ("tp", 1, whole),
-            ("dp", int(c.zero >= 1), whole),
-            *((h, 1, norms[h]) for h in norms),
-        ]:
-            row(axis, "parameter norms", "all_reduce", "step", calls, count, 8)
-    row("world", "scalars", "all_reduce", "step", 1, 2 * updates + FLAGS, 8)
-    return table
+        for axis in ["tp", *["dp"] * (c.zero >= 1), *norms]:
+            row(axis, "parameter norms", "all_reduce", 1, norms.get(axis, norms.total()), 8)
 
 
 def unit_passes(layout, schedule, rank):
@@ -126,34 +141,9 @@ def sends(schedule, rank):
 
 def average(tables):
     """Return the mean of [(table, number of steps with this table)]. The tables differ if the global batch grows."""
-    steps, keys = sum(count for _, count in tables), {key for table, _ in tables for key in table}
-
-    def mean(key, i):
-        return sum(Fraction(table[key][i] * count, steps) for table, count in tables if key in table)
-
-    return {key: (mean(key, 0), mean(key, 1)) for key in keys}
-
-
-def _tensor_rows(row, c, blocks, embeddings, heads, item, master_item):
-    """Add the rows of tp, except norms and gradients. blocks, embeddings, heads: from `unit_passes`."""
-    bs, again = c.micro_batch_size * c.seq_length, 2 * (c.recompute == "full")
-    gathered = {"all_gather": 6 + again, "reduce_scatter": 4 + again}
-    for operation, calls in (gathered if c.sequence_parallel else {"all_reduce": 4 + again}).items():
-        parts = [("activations", "layer and micro-batch", calls * blocks)]
-        parts += [("embedding", "micro-batch", embeddings), ("head", "micro-batch", heads)]
-        for what, per, count in parts:
-            row("tp", what, operation, per, count, count * bs * c.hidden_size, item)
-    calls = 2 * heads * math.ceil(bs / ROWS)
-    row("tp", "cross-entropy rows", "all_reduce", "micro-batch", calls, 3 * heads * bs, master_item)
-
-
-def _data_rows(row, P, stage, m, updates, versions, item, master_item):
-    """Add a bucket's rows of dp. P: elements of the bucket; m: backwards of a step that use it (`Layout.passes`).
-
-    updates, versions: how many the Schedule has, 1 and 1 if it is not asynchronous.
-    """
-    per = ["bucket and step", "bucket and micro-batch"]
-    reduces, gathers = m if stage >= 2 else updates * min(m, 1), [0, versions, versions, 2 * m][stage]
-    operation = "reduce_scatter" if stage else "all_reduce"
-    row("dp", "gradients", operation, per[stage >= 2], reduces, reduces * P, master_item)
-    row("dp", "parameters", "all_gather", per[stage == 3], gathers, gathers * P, item)
+    mean, steps = {}, sum(count for _, count in tables)
+    for table, count in tables:
+        for key, row in table.items():
+            before = mean.get(key, (0, 0))
+            mean[key] = tuple(x + Fraction(y * count, steps) for x, y in zip(before, row, strict=True))
+    return mean

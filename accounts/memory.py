@@ -46,9 +46,10 @@ gradient dy of its output. The operands are as large as the freed tensors, 4 + 1
 memory is free only after W. With sequence parallelism the size even grows in I, from 16/t to 4 + 12/t, because x and
 dy are gathered.
 
-The peak is the largest number of bytes between two actions. With full recomputation, a backward saves the tensors of
-one block at a time and frees them again. These bytes are a row of their own, `RECOMPUTED`. The sum of both rows is at
-least the number of bytes within a backward.
+`after_actions` follows a rank through its actions and adds up what it keeps after each of them. The largest sum is the
+row `PEAK`. With full recomputation, a backward runs one block at a time again, keeps what the block saves, and frees it
+before the action ends. So `PEAK` has none of these bytes; they are a row of their own, `RECOMPUTED`. Within a backward
+a rank keeps at most the sum of both rows.
 
 **Not counted**, by the formulas and by the meter:
 
@@ -60,17 +61,10 @@ least the number of bytes within a backward.
     - with offload on a GPU, in the CPU's memory: a buffer for the gradients that the rank updates (`Bucket.staging`)
 """
 
-import functools
-import itertools
-import os
-from collections import Counter, deque
+from collections import deque
 from fractions import Fraction
 from typing import NamedTuple
 
-import torch
-
-from errors import UserError
-from operations import DTYPES, resolved_dtype
 from parallel import schedules
 from parallel.layout import rows_outside, split
 from parallel.optimizer import RULES
@@ -147,34 +141,6 @@ def versions_of_weights(layout, schedule, rank, z):
     return {OLDER: older, SUMS: sums}
 
 
-def least(c, dp, z):
-    """Return a lower bound of the bytes that the fullest rank keeps, with configuration c on `dp` data ranks. z: Sizes.
-
-    The bound counts the matrices of a stage's blocks, its share of the two tables, and the activations of one
-    micro-batch. So it needs no layout and no schedule, and its time does not depend on c.
-    """
-    blocks, h = c.num_layers // (c.pp * c.chunks) * c.chunks, c.hidden_size
-    elements = 12 * blocks * h * h // c.tp + (c.padded_vocab_size // c.tp + c.positions) * h // c.pp
-    states = model_states(elements, dp, c.zero, z.item, z.wide, z.wide * z.apart, z.wide * RULES[c.optimizer].moments)
-    block = block_activations(c, z)
-    if c.eval_only:
-        return states["parameters"] + block["qkv's input"]
-    kept_on_device = [states[what] for what in ("parameters", "gradients") if c.offload] or states.values()
-    return sum(kept_on_device) + blocks * (block["qkv's input"] if c.recompute == "full" else sum(block.values()))
-
-
-def refuse_too_large(c, dp, device):
-    """Raise UserError if this rank has less memory than `least`, before the model is built. dp: data ranks."""
-    item = DTYPES[resolved_dtype(c, device)].itemsize
-    need = least(c, dp, sizes(c, item, max(item, 4), device.type == "cpu"))
-    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if device.type == "cuda":
-        have = torch.cuda.get_device_properties(device).total_memory
-    if need > have:
-        what = f"num_layers={c.num_layers}, hidden_size={c.hidden_size}, micro_batch_size={c.micro_batch_size}"
-        raise UserError(f"{what}: needs at least {need / 1e9:,.1f} GB of memory; this rank has {have / 1e9:,.1f} GB")
-
-
 # --- activations ------------------------------------------------------------------------------------------------------
 
 
@@ -196,88 +162,76 @@ def block_activations(c, z):
 
 
 class Kept(NamedTuple):
-    """Bytes that a unit keeps of one micro-batch between two actions. Its input is the output of another unit."""
+    """Bytes of a chunk and a micro-batch."""
 
-    saved: int  # tensors in its graph, from F to B or I; 0 if recomputation makes them again
-    output: int
-    operands: int = 0  # tensors from I to W
-    again: int = 0  # tensors that recomputation saves within B or I, and the input
-    rows: bool = False  # True if the graph has the index of each row (`MicroBatch.rows`), from F to B or I
+    own: int  # from F to B or I: what autograd saves, and the outputs that this chunk keeps
+    output: int  # the chunk's output, if only the next chunk keeps it
+    operands: int  # from I to W
 
 
-def kept_by_chunk(c, schedule, z):
-    """Return a list for each chunk of the Schedule: the Kept of its units, in order."""
-    outside, whole = z.item * z.rows * c.hidden_size, z.item * z.tokens * c.hidden_size
-    full, dropout = c.recompute == "full", c.dropout > 0
-    block = sum(block_activations(c, z).values())
-    saved = 0 if full else block - outside  # LayerNorm 1's input is the block's input
-    table = {
-        "embedding": Kept(8 * z.tokens + 8 * z.rows, outside, rows=dropout),  # ids and positions, int64
-        "block": Kept(saved, outside, 4 * whole + 12 * whole // c.tp, block * full, dropout and not full),
-        "head": Kept(outside + 2 * z.statistic * z.rows, z.wide * z.tokens),  # its LayerNorm's output and statistics
+FREED = {"B": ("own", "activation", "gradient"), "I": ("own", "activation", "gradient"), "W": ("operands",)}
+
+
+def kept_by_chunk(c, schedule, z, message):
+    """Return the Kept of each chunk of the Schedule. message: bytes of a unit's output."""
+    saved = {
+        "embedding": 8 * z.tokens + 8 * z.rows,  # ids and positions, int64
+        "block": sum(block_activations(c, z).values()) - message,  # LayerNorm 1's input is another unit's output
+        "head": message + 2 * z.statistic * z.rows + z.wide * z.tokens,  # LayerNorm's output and statistics; losses
     }
-    names = split(["embedding", *["block"] * c.num_layers, "head"], max(schedule.parts) + 1)
-    return [[table[name] for name in names[part]] for part in schedule.parts]
+    if c.recompute == "full":
+        del saved["block"]  # it keeps only its input, the output of another unit
+    whole, kept = z.item * z.tokens * c.hidden_size, []
+    units = split(["embedding", *["block"] * c.num_layers, "head"], max(schedule.parts) + 1)
+    for chunk, part in enumerate(schedule.parts):
+        names, rank, below = units[part], schedule.placement[chunk], schedules.downstream(schedule, chunk)
+        stays = below is not None and schedule.placement[below] == rank and names[-1] in saved
+        own = sum(saved.get(name, 0) for name in names) + message * (len(names) - 1 + stays)
+        if c.dropout and {*names} & saved.keys() - {"head"} and rank not in schedule.placement[chunk - part : chunk]:
+            own += 8 * z.rows  # the index of each row (`MicroBatch.rows`), which this rank's later chunks share
+        kept.append(Kept(own, message * (not stays), names.count("block") * (4 * whole + 12 * whole // c.tp)))
+    return kept
 
 
 def activations(c, schedule, rank, z, messages=None):
-    """Return {what: bytes} of the activations of pipeline rank `rank`: the peak in a step, and a recomputed block.
+    """Return {what: bytes} of the activations of pipeline rank `rank`: PEAK, and with recomputation RECOMPUTED.
 
     messages: the messages of `rank` in `schedules.messages(schedule)`, or all of them, if the caller has them.
     """
-    peak = max(itertools.accumulate(changes(c, schedule, rank, z, messages or schedules.messages(schedule))))
-    again = recomputed(c, schedule, rank, z) if c.recompute == "full" else 0
-    return {PEAK: peak} | ({RECOMPUTED: again} if again else {})
+    message = z.item * z.rows * c.hidden_size
+    chunks, messages = kept_by_chunk(c, schedule, z, message), messages or schedules.messages(schedule)
+    table = {PEAK: max(after_actions(schedule, rank, chunks, message, messages))}
+    has_block = any(chunk.operands for chunk, place in zip(chunks, schedule.placement, strict=True) if place == rank)
+    if c.recompute == "full" and has_block:
+        table[RECOMPUTED] = sum(block_activations(c, z).values()) + 8 * z.rows * (c.dropout > 0)
+    return table
 
 
-def recomputed(c, schedule, rank, z):
-    """Return the bytes that recomputation of a block saves on pipeline rank `rank`, and frees in the same action."""
-    chunks, found = kept_by_chunk(c, schedule, z), [0]
-    for pipeline in schedules.pipelines(schedule):
-        # The embedding has saved the index of each row already, if it is on this rank.
-        rows = 8 * z.rows * (c.dropout > 0 and schedule.placement[pipeline[0]] != rank)
-        own = [unit for chunk in pipeline if schedule.placement[chunk] == rank for unit in chunks[chunk]]
-        found += [unit.again + rows for unit in own if unit.again]
-    return max(found)
+def after_actions(schedule, rank, chunks, message, messages):
+    """Yield the bytes that a rank keeps after each of its actions, as `pipeline.Executor` runs them.
 
-
-def changes(c, schedule, rank, z, messages):
-    """Yield by how much each action of a rank changes the bytes that it keeps, in the order of `pipeline.Executor`."""
-    message, chunks = z.item * z.rows * c.hidden_size, kept_by_chunk(c, schedule, z)
-    mail = deque(m.source == rank for m in messages if rank in (m.source, m.destination))
-    leaving = 0  # sent messages that may still be in transit
-    sharing = Counter()  # {micro-batch: this rank's chunks in flight that share its index of rows}
-
-    def crosses(before, after):
-        return None not in (before, after) and schedule.placement[before] != schedule.placement[after]
-
-    def handed_on(before, after):
-        """Return the bytes of the tensor between two chunks if `after` alone keeps it at the end: 0 or `message`."""
-        return message * (crosses(before, after) or (None not in (before, after) and chunks[before][-1].again > 0))
-
-    @functools.cache
-    def of(chunk):
-        units, above, below = chunks[chunk], schedules.upstream(schedule, chunk), schedules.downstream(schedule, chunk)
-        own, operands = sum(unit.saved + unit.output for unit in units), sum(unit.operands for unit in units)
-        return own, operands, any(unit.rows for unit in units), above, below
-
+    chunks: `kept_by_chunk`; message: bytes of a tensor between two chunks; messages: as in `activations`.
+    """
+    kept, sent = {}, deque()  # {(what, micro-batch, chunk that needs it): bytes}, and the names of sent tensors in it
+    mail = deque(m for m in messages if rank in (m.source, m.destination))
     for kind, j, chunk in schedule.actions[rank]:
-        own, operands, rows, above, below = of(chunk)
-        change = -message * max(0, leaving - IN_TRANSIT)
-        leaving = min(leaving, IN_TRANSIT)
-        while mail and not mail[0]:  # all receives before the rank's next send start now
-            mail.popleft()
-            change += message
+        while len(sent) > IN_TRANSIT:
+            del kept[sent.popleft()]
+        while mail and mail[0].source != rank:  # all receives before the rank's next send start now
+            m = mail.popleft()
+            kept[m.kind, m.microbatch, m.consumer.chunk] = message
+        for what in FREED.get(kind, ()):
+            kept.pop((what, j, chunk), None)
         if kind == "F":
-            change += own + 8 * z.rows * (rows and not sharing[j])
-            sharing[j] += rows
-        elif kind in "BI":  # frees x, the chunk's own tensors and dy; makes dx
-            sharing[j] -= rows
-            change -= own + 8 * z.rows * (rows and not sharing[j])
-            change += handed_on(chunk, below) - handed_on(above, chunk)
-            change += message * (above is not None) - message * (below is not None)
-        change += {"I": 1, "W": -1}.get(kind, 0) * operands
-        if kind not in "WU" and crosses(*((chunk, below) if kind == "F" else (above, chunk))):
-            mail.popleft()
-            leaving += 1
-        yield change
+            kept["own", j, chunk] = chunks[chunk].own
+            made, size, to = "activation", chunks[chunk].output, schedules.downstream(schedule, chunk)
+        else:
+            made, size, to = "gradient", message, schedules.upstream(schedule, chunk)
+        if kind == "I":
+            kept["operands", j, chunk] = chunks[chunk].operands
+        if kind in "FBI" and to is not None:
+            kept[made, j, to] = size
+            if schedule.placement[to] != rank:
+                mail.popleft()
+                sent.append((made, j, to))
+        yield sum(kept.values())

@@ -67,13 +67,12 @@ class Activations:
     """
 
     def __init__(self, executor):
-        self.executor, self.actions = executor, 0
-        self.saved = {}  # {id of an alias that autograd keeps: (storage, bytes, number of the action that saved it)}
-        self.packed = False  # True from `pack` until the next `unpack`
+        self.executor = executor
+        self.saved = {}  # {id of an alias that autograd keeps: (storage, bytes, phase of the step that saved it)}
         self.current = self.peak = self.recomputed = 0  # bytes
 
     def __enter__(self):
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda alias: alias)
         self.hooks.__enter__()
         self.executor.after_action = self.count
         return self
@@ -89,36 +88,24 @@ class Activations:
     def pack(self, tensor):
         """Return an alias that autograd keeps instead of `tensor`. The alias lives until the graph is freed.
 
-        `tensor` itself may live longer, and may be saved again after an in-place change.
+        `tensor` itself may live longer. In a recomputation this function also counts what the block has saved so far.
         """
-        alias = tensor.detach()
-        alias.version = tensor._version
-        self.saved[id(alias)] = identity(alias), alias.untyped_storage().nbytes(), self.actions
+        alias, phase = tensor.detach(), self.executor.mesh.ledger.phase
+        self.saved[id(alias)] = identity(alias), alias.untyped_storage().nbytes(), phase
         weakref.finalize(alias, self.saved.pop, id(alias), None).atexit = False
-        self.packed = True
-        return alias
-
-    def unpack(self, alias):
-        """Return the saved tensor. With hooks, autograd does not check for in-place changes, so this function does.
-
-        The first `unpack` after a recomputation is the moment with the most recomputed tensors.
-        """
-        if alias._version != alias.version:
-            raise RuntimeError(f"a tensor {list(alias.shape)} that backward needs was modified by an inplace operation")
-        if self.packed:
-            before = {key for key, _, action in self.saved.values() if action < self.actions} | self.states()
-            new = {key: size for key, size, _ in self.saved.values() if key not in before}
-            self.recomputed, self.packed = max(self.recomputed, sum(new.values())), False
+        if phase == "recompute":
+            again = {storage: size for storage, size, when in self.saved.values() if when == phase}
+            self.recomputed = max(self.recomputed, self.bytes_of(again))
         return alias
 
     def count(self):
         """Count the bytes that this rank keeps after an action."""
-        kept = {key: size for key, size, _ in self.saved.values()}
+        kept = {storage: size for storage, size, _ in self.saved.values()}
         kept |= {identity(x): x.untyped_storage().nbytes() for x in kept_by(self.executor)}
-        states = self.states()
-        self.current = sum(size for key, size in kept.items() if key not in states)
-        self.peak, self.actions = max(self.peak, self.current), self.actions + 1
+        self.current = self.bytes_of(kept)
+        self.peak = max(self.peak, self.current)
 
-    def states(self):
-        """Return the storages of the flat buffers, which do not count."""
-        return {identity(flat) for _, flat in flat_buffers(self.executor.zero, self.executor.flats)}
+    def bytes_of(self, kept):
+        """Return the sum of {storage: bytes} without the flat buffers."""
+        states = {identity(flat) for _, flat in flat_buffers(self.executor.zero, self.executor.flats)}
+        return sum(size for storage, size in kept.items() if storage not in states)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import config as configuration
 import train
-from accounts import dry_run, ledger, memory, report, traffic
+from accounts import dry_run, ledger, memory, traffic
 from config import Config
 from errors import exit_on_user_error
 from model import parameter_table
@@ -24,7 +24,7 @@ from test_layouts import LAYOUTS, micro_batches, tiny_config
 
 
 def counted(configs, steps=2):
-    """Train with each of the configurations. Return [(measured, expected, elements of all buckets, report)]."""
+    """Train with each of the configurations. Return [(measured, expected, elements of all buckets)]."""
     found = []
     for config in configs:
         run = train.build(config, Mesh(config.tp, config.pp), torch.device("cpu"))
@@ -35,7 +35,7 @@ def counted(configs, steps=2):
         ranks, widths = (run.mesh.pp.rank, run.mesh.dp.rank), (run.zero.dtype.itemsize, run.zero.master_dtype.itemsize)
         expected = ledger.predict(run.layout, run.schedule, *ranks, *widths)
         elements = sum(bucket.size for bucket in run.zero.buckets.values())
-        found.append((run.mesh.ledger.per_step(steps), expected, elements, report.sent_by_ranks(run)))
+        found.append((run.mesh.ledger.per_step(steps), expected, elements))
     return found
 
 
@@ -73,9 +73,8 @@ def test_the_ledger_equals_the_formulas(workers, ranks):
 
 def check_ledger(results, configs):
     for found in results:
-        for (measured, expected, _, table), c in zip(found, configs, strict=True):
+        for (measured, expected, _), c in zip(found, configs, strict=True):
             assert measured == expected, c
-            assert all(f"{float(count):,.0f}" in table for _, count in expected.values()), c
 
 
 def test_the_formulas_are_the_lectures(workers):
@@ -95,7 +94,7 @@ def test_the_formulas_are_the_lectures(workers):
 def test_the_papers_2_2_2_3(workers, m, factors):
     """Section 7 of the ZeRO paper, in units of P (n-1)/n: 2, 2, 2, 3 for m = 1. For any m: 2, 2, m + 1, 3m."""
     configs = [tiny_config(2, zero=stage, dtype="fp32", micro_batch_size=12 // m) for stage in range(4)]
-    for stage, (measured, _, elements, _) in enumerate(workers.run(2, counted, configs)[0]):
+    for stage, (measured, _, elements) in enumerate(workers.run(2, counted, configs)[0]):
         sent = sum(count for (axis, *_), (_, count) in measured.items() if axis == "dp")
         assert sent == factors[stage] * elements * Fraction(1, 2) * 4
 
@@ -117,15 +116,8 @@ def test_the_ledger_of_a_head_in_chunks(workers):
 def test_how_often():
     """The slide's column 通信頻度, which for dp depends on the ZeRO stage."""
     step, each = "bucket and step", "bucket and micro-batch"
-    often = [traffic.predict(tiny_config(2, zero=zero), 2).often for zero in range(4)]
-    found = [[table[key] for key in sorted(table) if key[0] == "dp"] for table in often]
-    assert found == [[step], [step, step], [each, step], [each, each]]  # gradients, parameters
-
-
-def test_a_difference_shows_in_the_table():
-    key = "dp", "gradients", "all_reduce"
-    table = report.sent_table("rank 0", {key: "bucket and step"}, {"bytes": {key: (1, 11)}, "formula": {key: (1, 10)}})
-    assert table.splitlines()[-1].split() == "dp | gradients | all_reduce | bucket, step | 1 | 11 | 10".split()
+    found = [[ledger.how_often(("dp", what, ""), zero) for what in ("gradients", "parameters")] for zero in range(4)]
+    assert found == [[step, step], [step, step], [each, step], [each, each]]
 
 
 def test_one_process_sends_nothing():
@@ -234,25 +226,6 @@ def test_on_nccl_groups_have_priority_and_are_connected_at_once(monkeypatch):
         assert mesh.second(mesh.dp).group is groups[-1] not in (dp, tp, backward) and calls[5:] == [(groups[-1], [7])]
     finally:
         dist.destroy_process_group()
-
-
-def waits_in_vain():
-    """Return the error on rank 0 if rank 1 does not join an all_reduce."""
-    mesh = Mesh(timeout=3.0)
-    if mesh.rank == 1:
-        import time
-
-        time.sleep(6)
-        return None
-    try:
-        comm.all_reduce(torch.zeros(3), mesh.dp, "gradients").wait()
-    except comm.CommunicationError as error:
-        return str(error)
-
-
-def test_a_rank_that_waits_too_long_says_for_whom(workers):
-    said, _ = workers.run(2, waits_in_vain)
-    assert said.startswith("rank 0 waited for ranks [1] in all_reduce of gradients over dp: ")
 
 
 def agrees(bad_rank):

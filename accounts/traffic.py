@@ -7,6 +7,7 @@ also draws the ranks and who sends to whom (slide "3-D Parallelism"), above the 
 dtype=auto is predicted for a CPU (fp32). Any other dtype is predicted for a GPU.
 """
 
+import os
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,8 @@ from operations import DTYPES, resolved_dtype
 from parallel import schedules
 from parallel.layout import Layout
 
+CPU = torch.device("cpu")
+
 
 class Prediction(NamedTuple):
     """The prediction of one step of a configuration."""
@@ -27,10 +30,10 @@ class Prediction(NamedTuple):
     schedule: schedules.Schedule
     sizes: memory.Sizes
     sent: list  # sent[pipeline rank]: `ledger.predict` of data rank 0
-    often: dict  # `ledger.how_often` of all pipeline ranks
+    kept: list  # kept[pipeline rank]: `memory.predict`
 
 
-def predict(config, ranks):
+def predict(config, ranks, device=CPU):
     """Return the Prediction of `config` on `ranks` ranks. Raises UserError."""
     if ranks < 1:
         raise UserError(f"--ranks={ranks}: should be positive")
@@ -38,22 +41,36 @@ def predict(config, ranks):
     m = configuration.micro_batches(config, config.global_batch_size, dp)
     schedule = schedules.build_for(config, dp, m * config.updates_per_call)
     layout = Layout(config, dp, parameter_table(config), schedule)
-    item = DTYPES[resolved_dtype(config, torch.device("cpu"))].itemsize
-    sizes = memory.sizes(config, item, max(item, 4), on_cpu=config.dtype == "auto")
+    item = DTYPES[resolved_dtype(config, device)].itemsize
+    sizes = memory.sizes(config, item, max(item, 4), on_cpu=device.type == "cpu" and config.dtype == "auto")
     sent = [ledger.predict(layout, schedule, stage, 0, item, sizes.wide) for stage in range(config.pp)]
-    often = {key: per for stage in range(config.pp) for key, per in ledger.how_often(layout, schedule, stage).items()}
-    return Prediction(layout, schedule, sizes, sent, often)
+    kept = [memory.predict(layout, schedule, stage, sizes) for stage in range(config.pp)]
+    return Prediction(layout, schedule, sizes, sent, kept)
 
 
 def tables(p):
     """Return as text the tables of bytes sent and of bytes kept, for each pipeline rank."""
     texts = []
-    for stage, sent in enumerate(p.sent):
+    for stage, (sent, kept) in enumerate(zip(p.sent, p.kept, strict=True)):
         who = f"rank {stage * p.layout.config.tp}, predicted"
-        kept = memory.predict(p.layout, p.schedule, stage, p.sizes)
-        texts.append(report.sent_table(who, p.often, {"bytes": sent}))
+        texts.append(report.sent_table(who, p.layout.stage, {"bytes": sent}))
         texts.append(report.kept_table(who, p.layout, stage, {"bytes": kept}))
     return "\n\n".join(texts)
+
+
+def refuse_too_large(c, ranks, device):
+    """Raise UserError if this rank has less memory than the fullest rank needs, before the model is built."""
+    kept = predict(c, ranks, device).kept
+    left_out = ["master weights", "moments"] if c.offload else []
+    need = max(sum(table.values()) - sum(table[what] for what in left_out) for table in kept)
+    if c.eval_only:
+        need = max(table["parameters"] for table in kept)
+    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if device.type == "cuda":
+        have = torch.cuda.get_device_properties(device).total_memory
+    if need > have:
+        what = f"num_layers={c.num_layers}, hidden_size={c.hidden_size}, micro_batch_size={c.micro_batch_size}"
+        raise UserError(f"{what}: needs at least {need / 1e9:,.1f} GB of memory; this rank has {have / 1e9:,.1f} GB")
 
 
 def main(arguments=None):
