@@ -98,7 +98,7 @@ def plan(options, config, device, given):
         fit, rest = ([f["config"] for f in found if f["fits"] == fits] for fits in (True, False))
         # The check of the simplest layout names the mistake if no layout was found.
         simplest = replace(config, **{name: value for name, value in layouts.PLAIN.items() if name not in given})
-        chosen = [*fit[:top], *rest[: max(1, top // 3)]] or [simplest]
+        chosen = [*fit[:top], *rest[:1]] or [simplest]
         lines = [f"{len(found):,} layouts of {gpus:,} {device.name}, {len(fit):,} fit"]
     configuration.check(chosen[0], gpus)
     if options.explain:

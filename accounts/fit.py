@@ -29,7 +29,6 @@ Narayanan et al. do not publish the micro-batch size b and the number of chunks 
 fastest prediction that fits into memory, with 1 to 16 samples and 1 to 4 chunks that divide the layers.
 """
 
-import math
 from collections import namedtuple
 
 import numpy as np
@@ -111,17 +110,17 @@ def predicted(run, device=DEVICE):
 
 def fit(runs, rounds=8):
     """Return DEVICE with the values of FITTED that predict the runs best."""
+    x, shifts = np.log([getattr(DEVICE, name) for name in FITTED]), 1e-3 * np.eye(len(FITTED))
 
     def device(x):
         return DEVICE._replace(**dict(zip(FITTED, np.exp(x).tolist(), strict=True)))
 
     def errors(x):
-        return np.array([math.log(predicted(run, device(x)) / run.seconds) for run in runs])
+        return np.log([predicted(run, device(x)) / run.seconds for run in runs])
 
-    x, step = np.log([getattr(DEVICE, name) for name in FITTED]), 1e-3
     for _ in range(rounds):
         now = errors(x)
-        slopes = np.array([errors(x + step * unit) - now for unit in np.eye(len(x))]).T / step
+        slopes = np.stack([errors(x + shift) - now for shift in shifts], axis=1) / 1e-3
         x -= np.linalg.lstsq(slopes, now, rcond=None)[0]
     return device(x)
 

@@ -76,16 +76,14 @@ class Model:
         self.layout, self.rows, self.activations = map(cache, (self.layout, self.rows, self.activations))
 
     def layout(self, dp, *fields):
-        """Return the `layout.Layout` with these values of FIELDS, except the last: a micro-batch is one sample."""
+        """Return the `layout.Layout` with these values of FIELDS, except the last: a micro-batch is one sample.
+
+        Its attribute `sizes` has its `memory.Sizes`.
+        """
         c = replace(self.config, **dict(zip(FIELDS, (*fields, 1), strict=True)))
-        return Layout(c, dp, self.table, schedule(c.schedule, c.pp, c.pp, c.chunks), self.buckets(c.tp, dp))
-
-    def sizes(self, c):
-        return memory.sizes(c, self.item, self.wide, on_cpu=False)
-
-    def states(self, layout, rank):
-        """Return {what: bytes} of the model states that a pipeline rank keeps (`memory.rank_states`)."""
-        return memory.rank_states(layout, rank, self.sizes(layout.config))
+        made = Layout(c, dp, self.table, schedule(c.schedule, c.pp, c.pp, c.chunks), self.buckets(c.tp, dp))
+        made.buckets, made.sizes = cache(made.buckets), memory.sizes(c, self.item, self.wide, on_cpu=False)
+        return made
 
     def rows(self, layout, m, rank):
         """Return `ledger.predict` of a step with m micro-batches of one sample, on data rank 0."""
@@ -109,7 +107,7 @@ class Model:
         """Return `memory.activations` of a step with m micro-batches of one sample."""
         c = layout.config
         numbers = c.schedule, c.pp, m, c.chunks
-        return memory.activations(c, schedule(*numbers), rank, self.sizes(c), messages(*numbers)[rank])
+        return memory.activations(c, schedule(*numbers), rank, layout.sizes, messages(*numbers)[rank])
 
     def kept(self, layout, m, b, rank):
         """Return {what: bytes} that a pipeline rank keeps: the table of `memory.predict`."""
@@ -117,7 +115,7 @@ class Model:
         rounds, more = SHORT.get(c.schedule, (m, 0))
         fields = c.tp, c.pp, c.schedule, c.chunks, 0, c.sequence_parallel, c.recompute  # ZeRO shards no activations
         activations = self.activations(self.layout(layout.dp, *fields), min(m, rounds * c.pp + more), rank)
-        return self.states(layout, rank) | {what: b * size for what, size in activations.items()}
+        return memory.rank_states(layout, rank, layout.sizes) | {what: b * size for what, size in activations.items()}
 
     def on_gpu(self, c, layout, m, rank):
         """Return {part: bytes} on the GPU of a pipeline rank: `kept`, and what `memory.py` does not count."""
@@ -148,39 +146,37 @@ def model_of(config, dtype):
 
 
 def candidates(config, gpus, device, fixed):
-    """Yield the Configs of all layouts in the list. fixed: names of fields that keep their values."""
-
-    def choices(name, values):
-        return [getattr(config, name)] if name in fixed else values
-
+    """Yield the Configs of all layouts that `config.check` accepts. fixed: names of fields that keep their values."""
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
-    tps = choices("tp", [n for n in divisors if n & (n - 1) == 0 and n <= 2 * device.per_node])  # also beyond the node
-    pps = choices("pp", [n for n in divisors if n <= config.num_layers])
-    for tp, pp, b in product(tps, pps, choices("micro_batch_size", [1, 2, 4, 8])):
-        (sequence_parallel,) = choices("sequence_parallel", [tp > 1])
-        zeros = choices("zero", [0] if tp * pp == gpus else [0, 1] if pp > 1 else [0, 1, 2, 3])
-        usual = {"interleaved": [v for v in (2, 3, 4) if config.num_layers % (pp * v) == 0], "zb-v": [2]}
-        for name in choices("schedule", LISTED if pp > 1 else LISTED[:1]):
-            for chunks in choices("chunks", usual.get(name, [1])):
-                fields = tp, pp, name, chunks, 0, sequence_parallel, "none", b
-                c = replace(config, **dict(zip(FIELDS, fields, strict=True)))
-                if fits(c, gpus):
-                    for zero, recompute in product(zeros, choices("recompute", ["none", "full"])):
-                        yield replace(c, zero=zero, recompute=recompute)
+    tps = [n for n in divisors if n & (n - 1) == 0 and n <= 2 * device.per_node]  # also beyond the node
+    pps, zeros, recomputes = [n for n in divisors if n <= config.num_layers], [0, 1, 2, 3], ["none", "full"]
+    choices = tps, pps, LISTED, [1, 2, 3, 4], zeros, [False, True], recomputes, [1, 2, 4, 8]
+    choices = [[getattr(config, f)] if f in fixed else values for f, values in zip(FIELDS, choices, strict=True)]
+    for fields in product(*choices):
+        tp, pp, name, chunks, zero, sequence_parallel, *_ = fields
+        even = chunks > 1 and config.num_layers % (pp * chunks) == 0
+        listed = {
+            "schedule": pp > 1 or name == "1f1b",
+            "chunks": even if name == "interleaved" else chunks == {"zb-v": 2}.get(name, 1),
+            "zero": zero <= (0 if tp * pp == gpus else 1 if pp > 1 else 3),
+            "sequence_parallel": sequence_parallel == (tp > 1),
+        }
+        if all(listed[f] for f in listed.keys() - fixed):
+            c = replace(config, **dict(zip(FIELDS, fields, strict=True)))
+            if fits(c, gpus):
+                yield c
 
 
 def fits(c, gpus):
-    """Return True if `config.check` accepts the layout. It checks one micro-batch of 1f1b, and builds a short schedule.
-
-    A batch that grows (rampup_batch_size) or does not divide is checked as it is.
-    """
-    each = c.micro_batch_size * max(1, gpus // (c.tp * c.pp))
-    m, over = divmod(c.global_batch_size, each)
-    batch = c.global_batch_size if over or c.rampup_batch_size else each
-    with suppress(UserError, KeyError):  # no schedule of this name
-        configuration.check_layout(replace(c, schedule="1f1b", chunks=1, global_batch_size=batch), gpus)
+    """Return True if `config.check` accepts the layout. It is faster, because it builds and keeps a short schedule."""
+    dp = max(1, gpus // (c.tp * c.pp))
+    batch = math.gcd(*configuration.rampup(c)[:2])  # divides all batch sizes
+    m, over = divmod(batch, c.micro_batch_size * dp)
+    over += gpus % (c.tp * c.pp) + c.num_attention_heads % c.tp + c.padded_vocab_size % c.tp
+    over += c.seq_length % c.tp * c.sequence_parallel
+    with suppress(UserError, KeyError):  # no such schedule
         parts = schedule(c.schedule, c.pp, min(m, c.pp + m % c.pp), c.chunks).parts
-        return c.num_layers >= max(parts) - 1
+        return not over and c.num_layers >= max(parts) - 1
     return False
 
 
@@ -190,9 +186,8 @@ def fits(c, gpus):
 def judge(c, gpus, device, code="ours", tokens=None, exact=True, say=lambda *line: None):
     """Return the facts of one layout as a dict with the keys of plan.py's --json. Sizes in bytes, times in seconds.
 
-    exact: False is fast: it looks for the fullest rank among four, and takes 1F1B's bubble for a bubble without a
-    closed form. say gets each line of the explanation: name, formula, value. Raises UserError for a layout that can't
-    be predicted.
+    exact: False is fast: it takes 1F1B's bubble for a bubble without a closed form. say gets each line of the
+    explanation: name, formula, value. Raises UserError for a layout that can't be predicted.
     """
     known = schedules.SCHEDULES.keys() - schedules.ASYNCHRONOUS
     why = f"plan.py predicts only schedules with one update a step: {', '.join(sorted(known))}"
@@ -202,11 +197,12 @@ def judge(c, gpus, device, code="ours", tokens=None, exact=True, say=lambda *lin
     m, layout = configuration.micro_batches(c, batch, dp), model.layout(dp, *(getattr(c, name) for name in FIELDS[:-1]))
     say("micro-batches m", "global_batch_size / (b dp)", m)
     step = Step(c, model, layout, device, m, code, exact, say)
-    # The fullest rank is 0 (most micro-batches in flight), 1 (a block more), p/2 (Chimera) or p-1 (the logits).
-    ranks = range(p) if exact else {0, min(1, p - 1), p // 2, p - 1}
+    # The fullest rank is 0 (most micro-batches in flight), the first or last with a block more, p/2 (Chimera), or p-1
+    # (the logits).
+    ranks = {0, min(1, p - 1), c.num_layers % p, p // 2, p - 1}
     kept = {rank: model.on_gpu(c, layout, m, rank) for rank in ranks}
     fullest = max(kept, key=lambda rank: sum(kept[rank].values()))
-    available = step.seconds * gpus * step.peak  # FLOPs
+    available = step.seconds * gpus * device.peak(model.config.dtype)  # FLOPs
     facts = {
         "layout": {"dp": dp} | {name: getattr(c, name) for name in (*FIELDS, "offload")},
         "gpus": gpus,

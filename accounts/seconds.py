@@ -43,6 +43,7 @@ from functools import cache
 
 import numpy as np
 
+from accounts.memory import rank_states
 from parallel import schedules
 from parallel.comm import sent_bytes
 from parallel.layout import rows_outside
@@ -74,6 +75,44 @@ def schedule(name, p, m, chunks):
     return schedules.SCHEDULES[name](p, m, chunks)
 
 
+def units(c, device, dtype, z, code, say):
+    """Return the seconds of one micro-batch, without communication: ((F, I, W) of a block, embedding, head).
+
+    Those of the embedding and the head are forward and backward together. z: `memory.Sizes`; code: one of CODES.
+    """
+    h, t, n, rows, item = c.hidden_size, c.tp, c.micro_batch_size * c.seq_length, rows_outside(c), z.item
+    peak, memory, gap = device.peak(dtype), device.memory_rate * device.memory, device.operation
+    rate, V = peak * device.matrix, c.padded_vocab_size // t
+
+    def product(M, N, K, result=item):
+        """Return the seconds of a product [M, K] x [K, N]. result: bytes moved for an element of the result."""
+        moved = item * (M * K + K * N) + result * M * N
+        seconds = 2 * K * (M * N + device.wave) / rate + moved / memory + gap
+        say(f"product [{M}, {K}] x [{K}, {N}]", "2 K (M N + wave) / rate + bytes / rate + gap", seconds)
+        return seconds
+
+    linears = [(h, 3 * h // t), (h // t, h), (h, 4 * h // t), (4 * h // t, h)]  # inputs, outputs
+    products = sum(product(n, outputs, inputs) for inputs, outputs in linears)
+    flops, vectors = 4 * n * c.seq_length * h / t, item * n * h / t / memory  # of attention
+    if code == "ours":  # the lower triangle; backward has five products instead of two (arXiv 2307.08691)
+        half = flops / 2 / (peak * device.attention)
+        attention = {"F": half, "I": 2.5 * half}
+    else:
+        square = item * n * c.seq_length * c.num_attention_heads / t / 2 / memory
+        attention = {"F": flops / rate + MATRIX["F"] * square, "I": 2 * flops / rate + MATRIX["I"] * square}
+        if c.recompute == "none":  # selective recomputation
+            attention["I"] += attention["F"] + 4 * vectors
+    block = []
+    for kind, reads in {"F": 4, "I": 8}.items():
+        passes = (OUTSIDE[kind] * rows * h + INSIDE[kind] * n * h // t) * item / memory + GAPS[kind] * gap
+        block.append(products + attention[kind] + reads * vectors + passes)
+    added = 2 * z.wide + 2 * item * (code == "megatron-2021")  # bytes of an element of the gradient
+    block.append(sum(product(outputs, inputs, n, added) for inputs, outputs in linears))
+    embedding = (6 * item + 3 * z.wide) * n * h / memory + 10 * gap
+    head = product(n, V, h) + product(n, h, V) + product(V, h, n, 2 * z.wide)
+    return block, embedding, head + (4 * item * n * V + 8 * item * rows * h) / memory
+
+
 class Step:
     """The prediction of one step: `parts` is {part: seconds}.
 
@@ -82,57 +121,21 @@ class Step:
     """
 
     def __init__(self, c, model, layout, device, m, code, exact, say):
-        self.c, self.model, self.layout, self.device, self.m = c, model, layout, device, m
-        self.code, self.exact, self.say, self.item, self.wide = code, exact, say, model.item, model.wide
-        self.n, self.rows = c.micro_batch_size * c.seq_length, rows_outside(c)
-        self.peak, stride = device.peak(model.config.dtype), c.tp * c.pp
-        self.matrix, self.memory = self.peak * device.matrix, device.memory_rate * device.memory
+        self.c, self.layout, self.device, self.m, self.code, self.exact, self.say = (
+            c,
+            layout,
+            device,
+            m,
+            code,
+            exact,
+            say,
+        )
+        self.z, stride = layout.sizes, c.tp * c.pp
         apart = c.tp if stride <= device.per_node else device.per_node  # from a stage to the next one
         self.rings = {"tp": (1, c.tp), "pp": (apart, 2), "dp": (stride, layout.dp), "world": (1, stride * layout.dp)}
         self.rings["holders"] = c.tp * max(1, c.pp - 1), 2
         self.sent = {rank: model.sent(layout, m, c.micro_batch_size, rank) for rank in {0, min(1, c.pp - 1), c.pp - 1}}
-        self.add_parts(self.stages())
-
-    # --- a block, the head --------------------------------------------------------------------------------------------
-
-    def product(self, M, N, K, result):
-        """Return the seconds of a product [M, K] x [K, N]. result: bytes moved for an element of the result."""
-        moved = self.item * (M * K + K * N) + result * M * N
-        seconds = 2 * K * (M * N + self.device.wave) / self.matrix + moved / self.memory + self.device.operation
-        self.say(f"product [{M}, {K}] x [{K}, {N}]", "2 K (M N + wave) / rate + bytes / rate + gap", seconds)
-        return seconds
-
-    def block(self):
-        """Return the seconds of a block in F, I and W for n = bs tokens, without tensor parallel communication."""
-        h, t, n, gap = self.c.hidden_size, self.c.tp, self.n, self.device.operation
-        linears = [(h, 3 * h // t), (h // t, h), (h, 4 * h // t), (4 * h // t, h)]  # inputs, outputs
-        products = sum(self.product(n, outputs, inputs, self.item) for inputs, outputs in linears)
-        result = []
-        for kind, core in zip("FI", self.attention(), strict=True):
-            passes = OUTSIDE[kind] * self.rows * h + INSIDE[kind] * n * h // t
-            result.append(products + core + passes * self.item / self.memory + GAPS[kind] * gap)
-        added = 2 * self.wide + 2 * self.item * (self.code == "megatron-2021")  # bytes of an element of the gradient
-        return *result, sum(self.product(outputs, inputs, n, added) for inputs, outputs in linears)
-
-    def attention(self):
-        """Return the seconds of a block's attention between qkv and proj, in F and in I."""
-        c, width = self.c, self.c.hidden_size / self.c.tp
-        flops = 4 * self.n * c.seq_length * width
-        vectors = self.item * self.n * width / self.memory
-        if self.code == "ours":  # the lower triangle; backward has five products instead of two (arXiv 2307.08691)
-            half = flops / 2 / (self.peak * self.device.attention)
-            return half + 4 * vectors, 2.5 * half + 8 * vectors
-        square = self.item * self.n * c.seq_length * c.num_attention_heads / c.tp / 2 / self.memory
-        F = flops / self.matrix + MATRIX["F"] * square + 4 * vectors
-        I = 2 * flops / self.matrix + MATRIX["I"] * square + 8 * vectors
-        return F, I + F * (c.recompute == "none")  # selective recomputation
-
-    def ends(self):
-        """Return the seconds of the embedding and of the head, forward and backward of one micro-batch together."""
-        n, h, V, item = self.n, self.c.hidden_size, self.c.padded_vocab_size // self.c.tp, self.item
-        embedding = (6 * item + 3 * self.wide) * n * h / self.memory + 10 * self.device.operation
-        products = self.product(n, V, h, item) + self.product(n, h, V, item) + self.product(V, h, n, 2 * self.wide)
-        return embedding, products + (4 * item * n * V + 8 * item * self.rows * h) / self.memory
+        self.add_parts(self.stages(*units(c, device, model.config.dtype, self.z, code, say)))
 
     # --- wires --------------------------------------------------------------------------------------------------------
 
@@ -150,7 +153,9 @@ class Step:
         """Return the seconds, in F and in I, of a block's collectives that no product hides. W: seconds of its dW."""
         c = self.c
         operation, in_F, alone, by_dw, by_dx = COLLECTIVES[c.sequence_parallel]
-        each = self.send("tp", 1, sent_bytes(operation, c.tp, self.item * self.n * c.hidden_size))
+        each = self.send(
+            "tp", 1, sent_bytes(operation, c.tp, self.z.item * c.micro_batch_size * c.seq_length * c.hidden_size)
+        )
         split = any(action.kind == "W" for action in schedule(c.schedule, c.pp, c.pp, c.chunks).actions[0])
         if split or self.code == "megatron-2021":  # dW runs later
             alone, by_dw = alone + by_dw, 0
@@ -159,13 +164,13 @@ class Step:
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
-    def stages(self):
+    def stages(self, block, embedding, head):
         """Return the seconds of one micro-batch as an array [pp, 5]: F, I, W, recomputation, collectives of each rank.
 
         F and I contain the recomputation and the collectives: those of tp that nothing hides. Collectives that
-        recomputation repeats count as recomputation.
+        recomputation repeats count as recomputation. block, embedding, head: as `units` returns them.
         """
-        layout, (F, I, W), (embedding, head) = self.layout, self.block(), self.ends()
+        layout, (F, I, W) = self.layout, block
         in_F, in_I = self.tensor_parallel(W)
         again = (F + in_F) * (self.c.recompute == "full")
         block = F + in_F, I + in_I + again, W, again, in_F + in_I
@@ -184,7 +189,8 @@ class Step:
         c, m, code = self.c, self.m, self.code
         busiest, mean = stages[stages[:, :3].sum(1).argmax()], stages[:, :3].mean(0)
         F, I, W, again, tensor = busiest
-        message = self.send("pp", 0, self.item * (self.rows if code == "ours" else self.n / c.tp) * c.hidden_size)
+        rows = rows_outside(c) if code == "ours" else c.micro_batch_size * c.seq_length / c.tp
+        message = self.send("pp", 0, self.z.item * rows * c.hidden_size)
         arrival = message + self.device.latency
         bubble, formula, messages = idle(c.schedule, c.pp, m, c.chunks, *mean, arrival, self.exact)
         if code != "ours" and c.chunks > 1:
@@ -234,15 +240,15 @@ class Step:
 
     def update(self, rank):
         """Return the seconds of the optimizer on the elements that a rank updates."""
-        layout, device, states = self.layout, self.device, self.model.states(self.layout, rank)
-        _, gradients, master, moments = map(float, states.values())
+        layout, device, z, memory_rate = self.layout, self.device, self.z, self.device.memory_rate * self.device.memory
+        _, gradients, master, moments = map(float, rank_states(layout, rank, z).values())
         owned = layout.stored(rank) / (layout.dp if layout.stage else 1)
-        state, read = 2 * (master + moments), 2 * self.wide * owned  # the norm and the update read the gradients
+        state, read = 2 * (master + moments), 2 * z.wide * owned  # the norm and the update read the gradients
         if not self.c.offload:
-            return (state + gradients + read + self.item * owned) / self.memory
-        moved = (self.wide + self.item) * owned  # gradients to the host, parameters to the device
+            return (state + gradients + read + z.item * owned) / memory_rate
+        moved = (z.wide + z.item) * owned  # gradients to the host, parameters to the device
         on_host = moved / device.host_rate + (state + moved) / device.host_memory_rate
-        return on_host + (gradients + read / 2) / self.memory
+        return on_host + (gradients + read / 2) / memory_rate
 
 
 def wire(device, stride, n):

@@ -116,16 +116,12 @@ def test_a_difference_is_named_and_ends_with_code_1(monkeypatch, file, row):
     assert ended.value.code == f"different: {name}"
 
 
-@pytest.mark.parametrize(
-    "rank, fields, message",
-    [
-        (4, {}, "--rank=4: should be 0 to 3, because --gpus=4"),
-        (0, dict(optimizer="lamb"), "optimizer=lamb: .*--optimizer=adamw"),
-        (0, dict(dtype="fp16"), "dtype=fp16: .*--dtype=bf16"),
-        (0, dict(tp=3), "num_attention_heads = 8 is not a multiple of tp = 3"),
-    ],
-)
-def test_mistakes(rank, fields, message):
+MISTAKES = {"--rank=4": (4, {}), "optimizer=lamb": (0, dict(optimizer="lamb")), "dtype=fp16": (0, dict(dtype="fp16"))}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_mistakes(message):
+    rank, fields = MISTAKES[message]
     with pytest.raises(UserError, match=message):
         dry_run.main(tiny_config(4, **dict(dtype="bf16") | fields), 4, rank)
 
