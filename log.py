@@ -153,18 +153,16 @@ class PendingStep:
 
     def __init__(self, numbers, loss_scale, samples):
         """numbers: the first five fields of `Step`, float64 [5] on the device. Start their copy to the host."""
-        self.host_fields, self.step = (loss_scale, samples), None
+        self.host_fields = loss_scale, samples
         self.numbers = numbers.to("cpu", non_blocking=True)  # from a GPU: asynchronous, into pinned memory
         self.copied = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
 
     def read(self):
-        """Return the `Step`. The first call waits for the device; later calls return the same Step."""
-        if self.step is None:
-            if self.copied:
-                self.copied.synchronize()
-            loss, grad_norm, lr, *flags = self.numbers.tolist()
-            self.step = Step(loss, grad_norm, lr, *(flag > 0 for flag in flags), *self.host_fields)
-        return self.step
+        """Return the `Step`. Wait until the device has computed it."""
+        if self.copied:
+            self.copied.synchronize()
+        loss, grad_norm, lr, *flags = self.numbers.tolist()
+        return Step(loss, grad_norm, lr, *(flag > 0 for flag in flags), *self.host_fields)
 
 
 class History:
@@ -178,7 +176,7 @@ class History:
         """say: a function that prints a line."""
         self.run, self.say, self.steps, self.judged = run, say, [], 0
         self.stop, self.bad = False, 0  # bad: the number of latest losses that are not finite
-        self.start, self.first = time.perf_counter(), None  # first: (steps, seconds) of the first call of a run
+        self.start, self.first = time.perf_counter(), None  # first: (steps, seconds) of the first call
 
     def add(self, steps):
         """Add the `PendingStep`s of a call. Judge the steps before, and these if their numbers are on the host."""

@@ -196,7 +196,7 @@ def build(config, mesh, device):
     kind = PipeDream if schedule.versions and not config.eval_only else Executor
     executor = kind(model, zero, config, mesh, layout, schedule, timers)
     scale = LossScale(config, dtype)
-    rates = [learning_rate(config, update) for update in range(1, config.train_iters + 1)]
+    rates = [learning_rate(config, i + 1) for i in range(config.train_iters)]
     rates = torch.tensor(rates, dtype=torch.float64, device=device)
     return Run(config, mesh, device, dtype, model, layout, schedule, zero, scale, timers, executor, rates)
 
