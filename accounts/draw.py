@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from accounts import figures
-from accounts.figures import MEANINGS
+from accounts.figures import KINDS
 from errors import Parser, UserError, exit_on_user_error, reading
 from parallel import schedules
 from parallel.schedules import Action, Event, Schedule, Timeline, simulate
@@ -24,7 +24,6 @@ from parallel.versions import kept_versions
 BUBBLE = (
     "bubble X of T: T = longest time from a rank's first action to its last; X = 1 - (mean busy time of a rank) / T"
 )
-IN_FLIGHT = "in flight: the most activations that a rank keeps at once; 1 = one micro-batch on a whole stage"
 VERSIONS = "version: how many updates are in the weights that an action uses; !: other weights than in its forward"
 LONGEST = 1e6  # the largest duration
 
@@ -44,15 +43,11 @@ class Picture(NamedTuple):
         placement = self.schedule.placement
         return {chunk for chunk, rank in enumerate(placement) if rank in placement[:chunk]}
 
-    @property
-    def in_flight(self):
-        """The peak of each rank, in activations of one micro-batch on a whole stage."""
-        return [peak / chunks_per_rank(self.schedule) for peak in self.timeline.peak]
-
-    def version(self, rank, action):
-        """Return the version of an F or B as text, with a ! if a backward has another version than its forward."""
-        mine, forward = self.versions[rank, action], self.versions[rank, action._replace(kind="F")]
-        return f"{mine}!" if mine != forward else f"{mine}"
+    def other_weights(self, rank, action):
+        """Return True if this is a backward with other weights than its forward."""
+        return action.kind == "B" and self.versions.get((rank, action)) != self.versions.get(
+            (rank, action._replace(kind="F"))
+        )
 
 
 def terminal(pictures, columns):
@@ -61,7 +56,7 @@ def terminal(pictures, columns):
     label = max(len("version  ") * asynchronous, *(len(f"rank {len(p.schedule.actions)}  ") for p in pictures))
     scale = columns_per_time(pictures, columns - label)
     kinds = {event.action.kind for picture in pictures for event in picture.timeline.events}
-    legend = [f"{'|' if kind == 'U' else kind} {meaning}" for kind, meaning in MEANINGS.items() if kind in kinds]
+    legend = [f"{'|' if kind == 'U' else kind} {meaning}" for kind, (meaning, *_) in KINDS.items() if kind in kinds]
     lines = ["   ".join([*legend, "small letter: not the rank's first chunk", ".. idle"])]
     for picture in pictures:
         lines += ["", picture.title]
@@ -96,7 +91,8 @@ def row(picture, rank, scale):
             box = name.ljust(width - 1, "-") + " " if len(name) < width else name if len(name) == width else letter
             boxes = boxes.ljust(begin, ".") + box.ljust(width)
             if picture.versions:
-                versions = versions.ljust(begin) + picture.version(rank, action)
+                mark = "!" if picture.other_weights(rank, action) else ""
+                versions = versions.ljust(begin) + f"{picture.versions[rank, action]}{mark}"
     return boxes.ljust(round(picture.timeline.makespan * scale), "."), versions
 
 
@@ -179,7 +175,7 @@ def read_trace(path):
     about, steps = trace["otherData"], {}
     sizes = [about.get(name) for name in ("stages", "microbatches", "chunks", "per_update")]
     for e in trace["traceEvents"]:
-        if e["cat"] in MEANINGS and e["pid"] == 0:
+        if e["cat"] in KINDS and e["pid"] == 0:
             action = Action(e["cat"], e["args"]["microbatch"], e["args"]["chunk"])
             event = Event(e["tid"], action, e["ts"] / 1000, (e["ts"] + e["dur"]) / 1000)
             steps.setdefault(e["args"]["step"], []).append(event)
@@ -240,8 +236,7 @@ def main(arguments=None):
     pictures = pictures_of(options)
     print(terminal(pictures, shutil.get_terminal_size((120, 0)).columns))
     if options.svg:
-        below = [BUBBLE, IN_FLIGHT, *[f"below a box, the {VERSIONS}"] * any(picture.versions for picture in pictures)]
-        figures.timelines(options.svg, pictures, "ms" if options.trace else "", below)
+        figures.timelines(options.svg, pictures)
 
 
 if __name__ == "__main__":
