@@ -215,8 +215,8 @@ def train_call(run, batches):
     losses = share * losses if mesh.tp.rank == 0 else 0 * losses
     stop = losses.new_full((1,), float(run.signals.stop))
     sums = all_reduce(torch.cat([losses, squares, stop]), mesh.world, "scalars").wait()
-    losses, norms, stop = sums[:n], sums[n : 2 * n].sqrt(), sums[2 * n :].expand(n)
-    numbers = torch.stack([losses, norms, rates, 0 * rates, stop], dim=1).cpu()
+    losses, squares, stop = sums.split([n, n, 1])
+    numbers = torch.stack([losses, squares.sqrt(), rates, 0 * rates, stop.expand(n)], dim=1).cpu()
     for k, norm in enumerate(numbers[:, 1].tolist(), counters.iteration + 1):
         if not math.isfinite(norm):
             advice = f"{c.schedule} can't skip an update; resume from the last checkpoint with a smaller --lr"

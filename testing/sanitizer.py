@@ -63,12 +63,6 @@ class Traffic:
     loaded: Counter = field(default_factory=Counter)
     stored: Counter = field(default_factory=Counter)
 
-    def add(self, launch):
-        self.flops += launch.flops
-        for a in launch.arguments:
-            self.loaded[a.name] += a.loads * a.item
-            self.stored[a.name] += a.stores * a.item
-
 
 _counting = []  # the Traffic of each open `with traffic()`
 _launch = None  # the current Launch
@@ -76,7 +70,7 @@ _launch = None  # the current Launch
 
 @contextmanager
 def traffic():
-    """Yield a Traffic. Each launch in the `with` block adds its counts at its end."""
+    """Yield a Traffic, which counts all launches in the `with` block."""
     _counting.append(Traffic())
     try:
         yield _counting[-1]
@@ -91,25 +85,20 @@ ADDRESS = np.uint64((1 << 48) - 1)
 NOBODY, SEVERAL = -1, -2  # They stand for the index of a program.
 
 
-class Memory:
-    """The accesses of one launch to one storage. Arguments may share a storage, such as q, k and v of one qkv."""
-
-    def __init__(self, tensor):
-        size = tensor.untyped_storage().nbytes() // tensor.element_size()
-        # The program that loaded each element, and the program that stored it.
-        self.loads, self.stores = (np.full(size, NOBODY, np.int32) for _ in range(2))
-
-
 class Argument:
-    """One tensor of a launch: the elements of its storage that belong to it, and the number of accesses."""
+    """One tensor of a launch: the elements of its storage that belong to it, and the accesses to them.
 
-    def __init__(self, name, tensor, memory):
-        self.name, self.tensor, self.memory = name, tensor, memory
+    accesses: the program that loaded each element of the storage, and the program that stored it, int32 [2, elements].
+    Arguments may share a storage, such as q, k and v of one qkv.
+    """
+
+    def __init__(self, name, tensor, accesses):
+        self.name, self.tensor, (self.loads, self.stores) = name, tensor, accesses
         self.item, self.first = tensor.element_size(), tensor.storage_offset()
         self.storage = tensor.data_ptr() - self.first * self.item  # address of the storage
-        belongs = torch.zeros(len(memory.loads), dtype=torch.bool)
+        belongs = torch.zeros(len(self.loads), dtype=torch.bool)
         belongs.as_strided(tensor.shape, tensor.stride(), self.first).fill_(True)
-        self.belongs, self.loads, self.stores = belongs.numpy(), 0, 0
+        self.belongs = belongs.numpy()
 
     def elements(self, addresses):
         """Return the indices of the addressed elements in the storage, and a mask of those outside of the tensor."""
@@ -122,16 +111,17 @@ class Launch:
     """One launch: its arguments, and the checks of every access."""
 
     def __init__(self):
-        self.arguments, self.flops = [], 0
+        self.arguments = []
         self.patched = set()  # the Python modules whose `tl` is replaced by the interpreter's
 
     def add_arguments(self, named):
         """Register the tensors of [(name, value)]."""
-        memories = {}
+        accesses = {}  # to each storage
         for name, tensor in named:
             if isinstance(tensor, torch.Tensor):
-                memory = memories.setdefault(tensor.untyped_storage().data_ptr(), Memory(tensor))
-                self.arguments.append(Argument(name, tensor, memory))
+                storage = tensor.untyped_storage()
+                nobody = np.full((2, storage.nbytes() // tensor.element_size()), NOBODY, np.int32)
+                self.arguments.append(Argument(name, tensor, accesses.setdefault(storage.data_ptr(), nobody)))
 
     def tag(self, tensor):
         return np.uint64([a.tensor is tensor for a in self.arguments].index(True) + 1) << TAG
@@ -151,7 +141,7 @@ class Launch:
 
     def check(self, argument, addresses, lanes, does):
         """Raise OutOfBounds or Race, or note the access of these lanes."""
-        grid, memory = interpreter.interpreter_builder, argument.memory
+        grid = interpreter.interpreter_builder
         program = np.ravel_multi_index(grid.grid_idx, grid.grid_dim)
         elements, outside = argument.elements(addresses)
 
@@ -165,16 +155,17 @@ class Launch:
             return (programs[elements] != NOBODY) & (programs[elements] != program)
 
         refuse(OutOfBounds, outside, f"which is outside of the argument's shape {list(argument.tensor.shape)}")
-        refuse(Race, by_others(memory.stores), "which another program of this launch stored")
+        refuse(Race, by_others(argument.stores), "which another program of this launch stored")
         if does == "loads":
-            argument.loads += len(lanes)
-            memory.loads[elements] = np.where(by_others(memory.loads), SEVERAL, program)
+            argument.loads[elements] = np.where(by_others(argument.loads), SEVERAL, program)
         else:
-            refuse(Race, by_others(memory.loads), "which another program of this launch loaded")
-            memory.stores[elements] = lanes  # only the last lane of an element stays
-            refuse(Race, memory.stores[elements] != lanes, "which another lane of this store also stores")
-            memory.stores[elements] = program
-            argument.stores += len(lanes)
+            refuse(Race, by_others(argument.loads), "which another program of this launch loaded")
+            argument.stores[elements] = lanes  # only the last lane of an element stays
+            refuse(Race, argument.stores[elements] != lanes, "which another lane of this store also stores")
+            argument.stores[elements] = program
+        for total in _counting:
+            moved = total.loaded if does == "loads" else total.stored
+            moved[argument.name] += len(lanes) * argument.item
 
 
 # --- installation -----------------------------------------------------------------------------------------------------
@@ -221,8 +212,6 @@ def _install_launch():
                 error = error.__cause__
             raise error from None
         finally:
-            for total in _counting:
-                total.add(_launch)
             _launch = None
 
     @replaces(interpreter, "_patch_lang")
@@ -291,7 +280,8 @@ def _install_bfloat16():
 
     @replaces(InterpreterBuilder, "create_dot")
     def dot(original, self, left, right, *rest):
-        _launch.flops += 2 * left.data.size * right.data.shape[-1]
+        for total in _counting:
+            total.flops += 2 * left.data.size * right.data.shape[-1]
         return original(self, widened(left), widened(right), *rest)
 
     @replaces(InterpreterBuilder, "cast_impl")

@@ -168,7 +168,7 @@ def test_traffic():
     x, y = random(100), torch.zeros(100, dtype=torch.bfloat16)
     with sanitizer.traffic() as t:
         copy[7,](x, y, 100, 0, BLOCK=16)
-    assert t.loaded == {"x": 400, "y": 0} and t.stored == {"x": 0, "y": 200}
+    assert t.loaded == {"x": 400} and t.stored == {"y": 200}
     with sanitizer.traffic() as t:
         copy[1,](x[:1].expand(4), y, 4, 0, BLOCK=4, STRIDE=0)
     assert t.loaded["x"] == 4 * 4
