@@ -22,11 +22,12 @@ import torch
 
 import config as configuration
 from config import Config
-from errors import Parser, UserError, exit_on_user_error, explained, reading
+from errors import Parser, exit_on_user_error, explained, reading
+from generate import load_model
 from model import GPT
 from parallel import checkpoint
 from reference import ACTIVATIONS
-from tokenizer import copied, copy, load_tokenizer
+from tokenizer import copy, load_tokenizer
 
 # Each table has a column for GPT-2 and one for OPT. `opt`, True for OPT, chooses the column.
 PREFIX = ("transformer.", "model.decoder.")
@@ -100,8 +101,6 @@ def from_hf(folder, out):
     with reading(f"{folder}: not a GPT-2 or OPT as model.py has it", Exception):
         there = hf.AutoConfig.from_pretrained(folder, **options)
         config, tokenizer = config_here(there, out), load_tokenizer(str(folder))
-        if tokenizer.n_vocab > config.vocab_size:
-            raise ValueError(f"its tokenizer has {tokenizer.n_vocab} ids, but its model has {config.vocab_size}")
         model, info = hf.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True, **options)
         if info["missing_keys"]:
             raise ValueError(f"missing keys: {', '.join(sorted(info['missing_keys']))}")
@@ -115,12 +114,8 @@ def from_hf(folder, out):
         changed = {field: value for field, value in vars(config).items() if value != getattr(Config, field)}
         lines = [f"# {folder}, written by convert.py", *(f"{field} = {value!r}" for field, value in changed.items())]
         Path(out, "config.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print(
-        f"{folder} -> {final}, the vocabulary is {tokenizer.name}\n"
-        f"text:  python generate.py {out}\n"
-        f"train: python prepare.py FILES --tokenizer={folder} --out={config.data_dir}\n"
-        f"       torchrun --nproc_per_node=N train.py {out}/config.py"
-    )
+    print(f"{folder} -> {final}; to train it further:")
+    print(f"python prepare.py FILES --tokenizer={folder} --out={config.data_dir} && torchrun train.py {out}/config.py")
 
 
 def config_here(there, out):
@@ -175,19 +170,14 @@ def write_checkpoint(folder, opt, model, config, tokenizer):
 
 def to_hf(path, out):
     """Write a folder of transformers from the checkpoint `path`, or from the latest one in the folder `path`."""
-    found, hf = checkpoint.find(path), transformers()
-    if found is None:
-        raise UserError(f"{path}: there is no checkpoint")
-    index = checkpoint.read_index(found)
-    config, tokenizer = configuration.of_checkpoint(index), copied(found, index["tokenizer"])
-    opt, dtype = config.activation == "relu", getattr(torch, index["dtype"])
+    hf, (here, tokenizer) = transformers(), load_model(path, torch.device("cpu"))
+    config, opt = here.config, here.config.activation == "relu"
     with torch.device("meta"):
         model = hf.AutoModelForCausalLM.from_config(config_there(hf, opt, config, tokenizer))
-    tensors = {name: torch.zeros(tensor.shape, dtype=dtype) for name, tensor in model.state_dict().items()}
-    for spec in GPT(config, tp=None).specs().values():
-        whole = torch.from_numpy(checkpoint.read_tensor(found, index, spec))
-        for here, there in pairs(opt, spec, whole, tensors):
-            there.copy_(here)
+    tensors = {name: torch.zeros(tensor.shape) for name, tensor in model.state_dict().items()}
+    for p in here.parameters():
+        for ours, theirs in pairs(opt, p.spec, p.detach(), tensors):
+            theirs.copy_(ours)
     model.load_state_dict(tensors, assign=True)
     model.tie_weights()  # the head
     model.generation_config.pad_token_id = tokenizer.eot_token
@@ -197,7 +187,7 @@ def to_hf(path, out):
         Path(out).mkdir(parents=True)  # it must not exist
         model.save_pretrained(out)
         copy(tokenizer, out)
-    print(f"{found} -> {out}, {type(model).__name__}")
+    print(f"{path} -> {out}, {type(model).__name__}")
 
 
 def config_there(hf, opt, c, tokenizer):

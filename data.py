@@ -120,12 +120,12 @@ class Tokens:
             if len(self.tokens) != said:
                 raise ValueError(f"{self.path} has {len(self.tokens):,} tokens, but meta.json says {said:,}")
         if ids > vocab_size:
-            why = f"{data_dir} was tokenized with {self.meta['tokenizer']!r}, which has {ids} ids"
-            raise UserError(f"vocab_size={vocab_size}: {why}; set vocab_size={ids}, or use another tokenizer")
+            why = f"the tokenizer of {data_dir}, {self.meta['tokenizer']}, has {ids} ids"
+            raise UserError(f"vocab_size={vocab_size}: {why}; set this vocab_size, or use another tokenizer")
         self.num_samples = (said - 1) // seq_length
         if self.num_samples < 1:
             raise UserError(f"seq_length={seq_length}: {self.path} has {said} tokens, and a sample needs one more")
-        self.check_ids(self.tokens[None, : 2**16], [0])  # every rank finds most wrong files before training
+        self.check_ids(self.tokens[: 2**16])  # every rank finds most wrong files before training
 
     def windows(self, numbers, seed):
         """Return the index of each sample's window. numbers: sample numbers, [b] int64 -> [b] int64"""
@@ -136,19 +136,16 @@ class Tokens:
         """Return the tokens of samples. numbers [b] int64 -> [b, seq_length + 1] int64 tensor"""
         starts = self.windows(numbers, seed) * self.seq_length  # int64: a file may have more than 2^31 tokens
         rows = np.stack([self.tokens[start : start + self.seq_length + 1] for start in starts])
-        self.check_ids(rows, starts)
+        self.check_ids(rows)
         return torch.from_numpy(rows.astype(np.int64))
 
-    def check_ids(self, rows, starts):
+    def check_ids(self, ids):
         """Raise UserError for an id that the tokenizer does not have. The id could lie beyond the embedding's last row.
 
         Each batch is checked when it is read, which takes microseconds. A check of the whole file would take minutes.
         """
-        ids = self.meta["vocab_size"]
-        if rows.max() >= ids:
-            row, column = np.argwhere(rows >= ids)[0]
-            where = f"id {rows[row, column]} at token {starts[row] + column}, but meta.json has vocab_size={ids}"
-            raise UserError(f"{self.path}: {where}; the file is damaged or replaced; prepare the data again")
+        if ids.max() >= self.meta["vocab_size"]:
+            raise UserError(f"{self.path}: the id {ids.max()} is not in the vocabulary; prepare the data again")
 
 
 def map_tokens(path, dtype="<u2"):

@@ -103,7 +103,7 @@ def main():
     for token in generate(model, prompt, a.max_tokens, a.temperature, a.top_k, a.top_p, generator):
         if token == tokenizer.eot_token:
             break
-        print(text.decode(tokenizer.pieces[token]), end="", flush=True)
+        print(text.decode(tokenizer.pieces.get(token, b"")), end="", flush=True)
     print(text.decode(b"", final=True), flush=True)
 
 

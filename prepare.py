@@ -26,6 +26,7 @@ The files grow in DIR.part, which is renamed to DIR when they are complete. Afte
 resumes: it reads the finished blocks again without encoding them, and continues with the next block.
 """
 
+import bisect
 import contextlib
 import gzip
 import hashlib
@@ -39,7 +40,6 @@ import sys
 import sysconfig
 import threading
 import time
-import zlib
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -59,7 +59,7 @@ SAVE_EVERY = 5.0  # seconds between two saves; a crash loses about this much wor
 # fork is fast and shares the vocabulary, but it needs a parent without threads. Importing numpy may start threads, so
 # only the workers import it. macOS needs spawn.
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
-DTYPES = {1: "u1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # Megatron-LM's codes of integers in an .idx file
+DTYPES = {4: "<i4", 8: "<u2"}  # Megatron-LM's codes in an .idx file: uint16 below 65,500 ids, otherwise int32
 
 
 # --- read: files to blocks --------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def read_parts(path, number, tokenizer):
                     part = part._replace(begins=False)
                 text = text[cut:] + more
             yield part._replace(text=text)
-    except (OSError, EOFError, zlib.error) as error:
+    except Exception as error:  # gzip raises errors of many types
         yield part._replace(problem=str(error))
 
 
@@ -169,7 +169,7 @@ def split_of(file, line, weights):
     """Return the split (0 train, 1 val, 2 test) of the document that starts on `line` of the file with index `file`."""
     digest = hashlib.blake2b(f"{file}:{line}".encode(), digest_size=4).digest()
     point = int.from_bytes(digest, "little") / 2**32 * sum(weights)
-    return 0 if point < weights[0] else 1 if point < weights[0] + weights[1] or not weights[2] else 2
+    return bisect.bisect([*itertools.accumulate(weights)], point)
 
 
 def start_worker():
@@ -181,14 +181,15 @@ def start_worker():
 def encoded_blocks(blocks, workers, *job):
     """Yield the results of `encode_block` in the order of `blocks`. job: the first arguments of `encode_block`."""
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context(START_METHOD), start_worker)
-    submitted = (pool.submit(encode_block, *job, block) for block in blocks)
+    pending = deque()
     try:
-        pending = deque(itertools.islice(submitted, 4 * workers))  # this many blocks wait in the pool
-        while pending:
-            yield pending.popleft().result()
-            pending.extend(itertools.islice(submitted, 1))
+        for block in blocks:
+            pending.append(pool.submit(encode_block, *job, block))
+            if len(pending) == 4 * workers:  # this many blocks wait in the pool
+                yield pending.popleft().result()
+        yield from (future.result() for future in pending)
     except BrokenProcessPool:
-        remedy = f"run the same command again to resume; fewer --workers than {workers} need less memory"
+        remedy = "run the same command again to resume; fewer --workers need less memory"
         raise UserError(f"a worker was killed, perhaps for lack of memory: {remedy}") from None
     finally:
         pool.shutdown(cancel_futures=True)
@@ -301,8 +302,8 @@ class Output:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def parse_arguments():
-    """Return the parsed command line. Raises UserError."""
+def main():
+    """Check the options and make the data set."""
     about = "Text to tokens on disk: DIR/{train,val,test}.bin. After a stop, the same command resumes."
     parser = Parser("python prepare.py", description=about, allow_abbrev=False)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -314,14 +315,8 @@ def parse_arguments():
     add("--workers", type=int, default=cores, metavar="N", help="processes that encode (default: one per core)")
     add("--text_key", default="text", metavar="KEY", help="key of the text in a JSON line (default: text)")
     add("--megatron", metavar="PREFIX", help="instead of text, convert encoded tokens: PREFIX.bin and PREFIX.idx")
-    choices = ("stop", "skip")
-    add("--on_error", choices=choices, default="stop", help="at a bad document (stop; the standard library: skip)")
-    return parser.parse_args()
-
-
-def main():
-    """Check the options and make the data set."""
-    args = parse_arguments()
+    add("--on_error", choices=("stop", "skip"), default="stop", help="at a bad document (stop; Python's own: skip)")
+    args = parser.parse_args()
     with reading(f"--split={args.split}: should be three shares like 969,30,1"):
         weights = _, _, _ = [float(share) for share in args.split.split(",")]
     if args.megatron and args.inputs:
@@ -341,8 +336,6 @@ def main():
         with locked(part / "prepare.lock", f"--out={out}: another prepare.py is writing this data set"):
             with contextlib.closing(Output(part, made_from, tokenizer.width)) as output:
                 make(args, tokenizer, files, weights, output, folder)
-    config = "tiny" if tokenizer.name == "bytes" else "gpt2_124m"
-    print(f"next: torchrun train.py configs/{config}.py --data_dir={out}")
 
 
 def describe(files):

@@ -23,7 +23,7 @@ import generate  # noqa: E402
 import train  # noqa: E402
 from errors import UserError, exit_on_user_error  # noqa: E402
 from parallel.mesh import Mesh  # noqa: E402
-from test_checkpoint import arrays, curve, go  # noqa: E402
+from test_checkpoint import curve, go  # noqa: E402
 from test_layouts import micro_batches, tiny_config  # noqa: E402
 from tokenizer import copy, load_tokenizer  # noqa: E402
 
@@ -335,23 +335,6 @@ def to_bin(folder, change):
     (folder / "model.safetensors").unlink()
 
 
-def as_on_the_hub(tensors):
-    """GPT-2's old files have causal masks and no prefix. OPT's old files have another prefix."""
-    short = {name.removeprefix("transformer.").removeprefix("model."): t for name, t in tensors.items()}
-    masks = {"h.0.attn.bias": torch.ones(1, 1, 17, 17).tril(), "h.0.attn.masked_bias": torch.tensor(-1e4)}
-    word = short["wte.weight" if "wte.weight" in short else "decoder.embed_tokens.weight"]
-    return short | (masks if "wte.weight" in short else {}) | {"lm_head.weight": word}
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "opt"])
-def test_old_files_are_read(tmp_path, kind):
-    for name in ("new", "old"):
-        saved(tmp_path / name, kind)
-    to_bin(tmp_path / "old", as_on_the_hub)
-    new, old = (arrays(imported(tmp_path / name, tmp_path / f"out_{name}") / "step_0") for name in ("new", "old"))
-    assert new == old
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_16_bit_weights_become_float32(tmp_path, dtype):
     model = saved(tmp_path / "hf", dtype=dtype)
@@ -386,7 +369,6 @@ def change_config(folder, **fields):
         ("gpt2", dict(n_inner=100), "n_inner=100: the model here has n_inner=96"),
         ("gpt2", dict(tie_word_embeddings=False), "tie_word_embeddings=False: the model here"),
         ("gpt2", dict(n_head=5), "hidden_size = 24 is not a multiple of num_attention_heads = 5"),
-        ("gpt2", dict(vocab_size=256), "its tokenizer has 257 ids, but its model has 256"),
         ("opt", dict(do_layer_norm_before=False), "do_layer_norm_before=False: the model here"),
     ],
 )  # fmt: skip
@@ -434,4 +416,4 @@ def test_what_exists_is_not_overwritten(tmp_path, capsys, monkeypatch):
     out = imported(tmp_path / "hf", tmp_path / "out")
     for words in (["from_hf", tmp_path / "hf"], ["to_hf", out]):
         assert refusal(capsys, monkeypatch, *words, f"--out={out}") == f"out={out}: File exists"
-    assert refusal(capsys, monkeypatch, "to_hf", tmp_path, "--out=x") == f"{tmp_path}: there is no checkpoint"
+    assert refusal(capsys, monkeypatch, "to_hf", tmp_path, "--out=x").startswith(f"{tmp_path}: there is no checkpoint")

@@ -64,10 +64,6 @@ def write_lines(path, texts):
     return path
 
 
-def available(name, request):
-    return name if name != "gpt2" else request.getfixturevalue("gpt2").name
-
-
 @pytest.fixture(autouse=True)
 def restored_arguments(monkeypatch):
     monkeypatch.setattr(sys, "argv", sys.argv)
@@ -80,7 +76,8 @@ def restored_arguments(monkeypatch):
 @pytest.mark.parametrize("name", ["bytes", "gpt2", "files", "unknown pattern"])
 def test_long_documents_equal_whole_ones(name, kind, here, tmp_path, monkeypatch, request):
     """Cut random texts many times. Their tokens must equal the encoding of each whole text."""
-    source, rng, parts = available(name, request), random.Random(4), []
+    source = request.getfixturevalue("gpt2").name if name == "gpt2" else name
+    rng, parts = random.Random(4), []
     if name in ("files", "unknown pattern"):
         source = str(tmp_path / "tokenizer.json")
         trained(500, None if name == "files" else r"\p{L}+|[0-9]").save(source)
@@ -124,7 +121,7 @@ def test_blank_lines_no_last_newline_empty_text_and_a_json_file(here, tmp_path):
     assert run(tmp_path / "c.jsonl", "--text_key=content", tmp_path / "c")[0]["train"] == whole(BYTES, ["right"])
 
 
-def test_the_standard_library_is_the_default(here, tmp_path, monkeypatch, capsys):
+def test_the_standard_library_is_the_default(here, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "PIECE", 1 << 19)
     (tmp_path / "lib/site-packages").mkdir(parents=True)
     for name, text in {"a.py": b"a", "site-packages/b.py": b"b", "c.txt": b"c", "d.py": b"\xff"}.items():
@@ -135,7 +132,6 @@ def test_the_standard_library_is_the_default(here, tmp_path, monkeypatch, capsys
     prepare.main()
     tokens, meta = data_set("data/stdlib_bytes")
     assert [*itertools.chain(*tokens.values())] == whole(BYTES, ["a"]) and meta["skipped"] == 1
-    assert "next: torchrun train.py configs/tiny.py" in capsys.readouterr().out
 
 
 def test_above_65536_ids_tokens_are_uint32(here, tmp_path, monkeypatch):
@@ -218,7 +214,7 @@ def corpus(tmp_path_factory):
     return words, files_in(folder / "out")
 
 
-@pytest.mark.parametrize("before", ["", "prepare.START_METHOD = 'spawn'"])
+@pytest.mark.parametrize("before", ["", pytest.param("prepare.START_METHOD = 'spawn'", marks=pytest.mark.slow)])
 def test_the_output_does_not_depend_on_workers_nor_on_pieces(before, corpus, tmp_path):
     words, expected = corpus
     late = "encode = prepare.encode_block\ndef slow(*job):\n    import time; time.sleep(0.1 * (job[-1][0].line == 1))\n"
@@ -356,8 +352,6 @@ GOOD = b'{"text": "good"}\n'
 BAD = {
     "not JSON": ("a.jsonl", GOOD + b'{"text": "x"\n' + GOOD, ":2", "JSONDecodeError", ["good"] * 2),
     "no key": ("a.jsonl", GOOD + b'{"texts": "x"}\n' + GOOD, ":2", "KeyError: 'text'", ["good"] * 2),
-    "a lone surrogate": ("a.jsonl", GOOD + b'{"text": "x\\ud800"}\n' + GOOD, ":2", "Unicode", ["good"] * 2),
-    "brackets": ("a.jsonl", GOOD + b"[" * 99999 + b"\n" + GOOD, ":2", "RecursionError", ["good"] * 2),
     "text not UTF-8": ("a.txt", b"one\ntwo \xe9 x\n", ":1", "Unicode", []),
     "a piece not UTF-8": ("a.txt", b"x " * 50 + b"\n\xff" + b" y" * 300000, ":1", "Unicode", None),
     "half a .gz": ("a.txt.gz", gzip.compress(b"x y " * 200000)[:-9], ":1", "OSError: Compressed file ended", []),
@@ -437,26 +431,25 @@ def test_importing_it_is_light():
 
 # --- Megatron-LM's files ----------------------------------------------------------------------------------------------
 
-CODES = {"u1": 1, "i2": 3, "i4": 4, "i8": 5, "u2": 8}
+CODES = {"i4": 4, "u2": 8}
 
 
-def write_megatron(prefix, documents, dtype="u2", code=None):
+def write_megatron(prefix, documents, dtype="u2"):
     """Write documents, each a list of sequences of ids, as Megatron-LM's IndexedDatasetBuilder does."""
     sequences = [np.array(s, f"<{dtype}") for document in documents for s in document]
     sizes, bounds = [len(s) for s in sequences], np.cumsum([0, *map(len, documents)])
     pointers = np.cumsum([0, *sizes])[:-1] * np.dtype(dtype).itemsize
-    data = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code or CODES[dtype], len(sizes), len(bounds))
+    data = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, CODES[dtype], len(sizes), len(bounds))
     data += np.array(sizes, "<i4").tobytes() + pointers.astype("<i8").tobytes() + bounds.astype("<i8").tobytes()
     Path(f"{prefix}.idx").write_bytes(data)
     Path(f"{prefix}.bin").write_bytes(b"".join(s.tobytes() for s in sequences))
-    return prefix
 
 
 @pytest.mark.parametrize("eod", [True, False])
 @pytest.mark.parametrize("dtype", CODES)
 def test_megatrons_files_give_the_data_set_of_the_same_texts(dtype, eod, here, tmp_path):
     """With and without --append-eod; documents of several sequences, and empty ones."""
-    rng, eot = random.Random(dtype), [] if "1" in dtype or not eod else [256]
+    rng, eot = random.Random(dtype), [256] if eod else []
     texts = ["", *("".join(rng.choices("abc d\n", k=rng.choice([0, 1, 30, 300]))) for _ in range(1500)), "", "end"]
     documents = []
     for text in texts:
@@ -469,24 +462,16 @@ def test_megatrons_files_give_the_data_set_of_the_same_texts(dtype, eod, here, t
     assert found == expected and other | {"made_from": 0} == meta | {"made_from": 0}
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (dict(code=7), "damaged"),
-        (dict(documents=[[[999]]]), "ids up to 999"),
-        (dict(documents=[[[-1]]], dtype="i4"), "ids up to -1"),
-        ("m.bin", "ValueError: 6 tokens in the .idx, 3 in the .bin"),
-        ("m.idx", "damaged"),
-    ],
-    ids=str,
-)
-def test_wrong_files_of_megatron_are_one_line(change, message, here, tmp_path):
-    write_megatron(
-        tmp_path / "m", **{"documents": [[[1, 2], [3]], [[4, 5, 6]]]} | ({} if type(change) is str else change)
-    )
-    if type(change) is str:  # half of the file is missing
-        path = tmp_path / change
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(UserError, match=message) as error:
+@pytest.mark.parametrize("file, end, message", [("m.bin", 6, ".idx"), ("m.idx", 50, "Error")])
+def test_damaged_files_of_megatron_are_one_line(file, end, message, here, tmp_path):
+    write_megatron(tmp_path / "m", [[[1, 2], [3]], [[4, 5, 6]]])
+    os.truncate(tmp_path / file, end)
+    with pytest.raises(UserError, match=message):
         run(f"--megatron={tmp_path}/m", tmp_path / "b")
-    assert str(tmp_path / "m") in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("wrong", [999, -1])
+def test_another_vocabulary_of_megatron_is_refused(wrong, here, tmp_path):
+    write_megatron(tmp_path / "m", [[[1, wrong]]], "i4")
+    with pytest.raises(UserError, match="not encoded with --tokenizer=bytes"):
+        run(f"--megatron={tmp_path}/m", tmp_path / "b")

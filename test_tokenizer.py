@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import regex  # installed, because tiktoken needs it
 import tiktoken
 import tokenizers
 import transformers
@@ -19,7 +18,7 @@ from tiktoken_ext import openai_public
 from tokenizers import models, pre_tokenizers, trainers
 
 from errors import UserError
-from tokenizer import BYTE_OF, COPY, LETTER_OF, PATTERNS, copied, copy, last_cut, load_tokenizer
+from tokenizer import BYTE_OF, COPY, LETTER_OF, copied, copy, last_cut, load_tokenizer
 
 HERE = Path(__file__).parent
 JAPANESE = (HERE / "testing/japanese.txt").read_text(encoding="utf-8")
@@ -96,6 +95,7 @@ def test_bytes_has_256_bytes_and_an_end_of_text(tmp_path):
     assert loaded(tmp_path).name == "bytes"
 
 
+@pytest.mark.slow
 def test_gpt2_is_tiktokens_and_hugging_faces_and_comes_back_from_its_files(gpt2, tmp_path):
     theirs = tiktoken.get_encoding("gpt2")
     assert all(gpt2.encode_ordinary(text) == theirs.encode_ordinary(text) for text in TEXTS)
@@ -116,7 +116,7 @@ def test_random_merges(tmp_path):
     Ids in another order than the merges, as OPT has them, need a table.
     """
     rng, seen = random.Random(2), {"useless": 0, "table": 0, "refused": 0}
-    for _ in range(100):
+    for _ in range(40):
         base = [LETTER_OF[b] for c in rng.choice(["ab", "abc", "aé日"]) for b in c.encode()]
         tokens, merges = [*base], []
         for _ in range(rng.choice([5, 12, 30])):
@@ -143,10 +143,10 @@ def test_random_merges(tmp_path):
         copy(ours, tmp_path)
         assert loaded(tmp_path).name == ours.name
         check_equal(loaded(tmp_path), tokenizers.Tokenizer.from_file(str(tmp_path / COPY[0])), samples)
-    assert seen["useless"] > 25 and seen["table"] > 25 and seen["refused"] < 25, seen
+    assert seen["useless"] > 9 and seen["table"] > 9 and seen["refused"] < 12, seen
 
 
-@pytest.mark.parametrize("pattern", [None, *(forms[-1] for forms in PATTERNS.values()), r"\p{L}+|[0-9]"])
+@pytest.mark.parametrize("pattern", [None, r"'s| ?\p{L}+|\p{N}{1,3}|\s+(?!\S)|\s+", r"\p{L}+|[0-9]"])
 def test_a_trained_vocabulary_in_each_form_and_its_copy(pattern, tmp_path):
     theirs = trained(pattern=pattern)
     theirs.save(str(tmp_path / COPY[0]))
@@ -186,10 +186,10 @@ def large(gpt2, monkeypatch):
 @pytest.mark.parametrize("name", ["cl100k_base", "o200k_base"])
 def test_tiktokens_large_encodings(name, large, tmp_path, monkeypatch):
     ours, theirs = loaded(name), tiktoken.get_encoding(name)
-    assert (ours.name, ours.pattern, ours.n_vocab, ours.eot_token, ours.dtype) == (name, name, 70001, 70000, "uint32")
+    assert (ours.name, ours.n_vocab, ours.eot_token, ours.dtype) == (name, 70001, 70000, "uint32")
     assert all(ours.encode_ordinary(text) == theirs.encode_ordinary(text) for text in TEXTS)
     copy(ours, tmp_path)
-    assert not (tmp_path / COPY[0]).exists()  # a token can't be written as a merge: the name must do
+    assert not (tmp_path / COPY[0]).exists()  # the name must do
     monkeypatch.setattr("tokenizer.load_tokenizer", lambda source: source)
     assert copied(tmp_path, name) == name
 
@@ -223,15 +223,6 @@ def test_a_cut_changes_no_token(name, tmp_path, gpt2, large):
     assert cuts > 200
 
 
-@pytest.mark.parametrize("name", PATTERNS)
-def test_forms_of_a_pattern_give_the_same_pre_tokens(name):
-    forms, rng = [regex.compile(form.replace(r"\z", r"\Z")) for form in PATTERNS[name]], random.Random(4)
-    for _ in range(1500):
-        text = text_of_atoms(rng, 12)
-        first, *others = ([found.group() for found in form.finditer(text)] for form in forms)
-        assert all(other == first for other in others) and "".join(first) == text
-
-
 # --- wrong vocabularies -----------------------------------------------------------------------------------------------
 
 SPLIT = {"type": "Split", "pattern": {"Regex": r"\w+"}, "behavior": "Removed", "invert": True}
@@ -247,15 +238,13 @@ def with_model(**changes):
     [
         (lambda it: "{", "JSON"),
         (lambda it: "[" * 99999, "Recursion"),
-        (lambda it: it | {"normalizer": {"type": "NFC"}}, "'normalizer' is not supported"),
+        (lambda it: it | {"normalizer": {"type": "NFC"}}, "are not supported"),
+        (with_model(ignore_merges=True), "are not supported"),
+        (lambda it: it | {"added_tokens": [{"id": 0, "content": " ", "special": False}]}, "are not supported"),
         (lambda it: it | {"pre_tokenizer": {"type": "Whitespace"}}, "its pre-tokenizer is not supported"),
         (lambda it: it | {"pre_tokenizer": BARE}, "its pre-tokenizer is not supported"),
         (lambda it: it | {"pre_tokenizer": {"pretokenizers": [SPLIT, BARE]}}, "its pre-tokenizer is not supported"),
-        (lambda it: it | {"added_tokens": [{"id": 0, "content": " ", "special": False}]}, "' ' is not supported"),
-        (lambda it: it | {"added_tokens": []}, "IndexError"),  # no end of a document
-        (with_model(vocab={"a": 0}), "its ids have gaps or occur twice"),
-        (with_model(byte_fallback=True), "'byte_fallback' is not supported"),
-        (with_model(ignore_merges=True), "'ignore_merges' is not supported"),
+        (lambda it: it | {"added_tokens": []}, "ValueError"),  # no end of a document
         (with_model(merges=[["a"]]), "ValueError"),
         (with_model(merges=[["a", "Ā"]]), "KeyError"),  # its token has no id
         (lambda it: it | {"model": {"type": "Unigram", "vocab": [["a", 0.0]]}}, "KeyError"),

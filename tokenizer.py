@@ -29,6 +29,7 @@ import array
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -41,27 +42,8 @@ from errors import UserError, reading
 COPY = ("tokenizer.json", "tokenizer_config.json")  # files of a vocabulary's copy
 ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")  # ends of a document, if no file names one
 SAME = {"bpe-50257-17721001": "gpt2", "bpe-257-f8e6bff0": "bytes"}  # names of these vocabularies if they are in files
-UNSUPPORTED = "dropout continuing_subword_prefix end_of_word_suffix byte_fallback ignore_merges".split()
-# Name: patterns with the same pre-tokens. The first is for tiktoken, the last for Hugging Face, whose regular
-# expressions understand ++ and $ differently.
-PATTERNS = {
-    "gpt2": (  # also of r50k_base and the p50k encodings
-        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
-        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    ),
-    "cl100k_base": (
-        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|"
-        r"\s+(?!\S)|\s",
-        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+\z|\s*[\r\n]|"
-        r"\s+(?!\S)|\s",
-    ),
-    "o200k_base": (
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    ),
-}
-NAME_OF = {regex: name for name, forms in PATTERNS.items() for regex in forms}
+# GPT-2's pattern as tiktoken has it, also for r50k_base and the p50k encodings. Hugging Face calls it ByteLevel.
+GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 # GPT-2's letters for bytes: a printable Latin-1 byte is its own letter, the n-th other byte is the character 256 + n.
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 LETTER_OF = {b: chr(b) for b in PRINTABLE}
@@ -70,25 +52,26 @@ BYTE_OF = {c: b for b, c in LETTER_OF.items()}
 
 
 class Tokenizer:
-    """A vocabulary. Its ids are 0, 1, 2 ... Each is in `ids` or in `special`.
+    """A vocabulary.
 
     ids: {bytes of a token: id}, also of tokens that encoding never produces. special: {text: id} of tokens that stand
-    for no text. end: the special token after a document. pattern: a regular expression, or a key of PATTERNS.
-    ranks: {bytes: rank} of the tokens that encoding can produce.
+    for no text. end: the special token after a document. pattern: a regular expression, or "gpt2".
+    ranks: {bytes: rank} of the tokens that encoding can produce. n_vocab: the largest id + 1; some ids may be unused.
     name: in meta.json and in a checkpoint's index.json; None: computed from the vocabulary.
     """
 
     def __init__(self, ids, special, end, pattern, ranks, name=None):
-        self.ids, self.special, self.end, self.pattern = ids, special, end, NAME_OF.get(pattern, pattern)
+        self.ids, self.special, self.end, self.pattern = ids, special, end, pattern
         self.order = sorted(ranks, key=ranks.get)
-        self.n_vocab, self.eot_token = len(ids) + len(special), special[end]
+        self.n_vocab, self.eot_token = max(*ids.values(), *special.values()) + 1, special[end]
         self.dtype, self.width, self.code = ("uint16", 2, "H") if self.n_vocab <= 65536 else ("uint32", 4, "I")
         self.end_bytes = self.eot_token.to_bytes(self.width, "little")
         self.pieces = {i: token for token, i in ids.items()} | {i: text.encode() for text, i in special.items()}
         self.name = name or self.computed_name()
         self.id_of_rank = array.array(self.code, [ids[token] for token in self.order])
-        # tiktoken would drop text that an unknown pattern does not match; Hugging Face keeps it whole
-        regex = PATTERNS[self.pattern][0] if self.pattern in PATTERNS else rf"(?:{pattern})|(?:(?!{pattern})[\s\S])+"
+        # tiktoken would drop text that a pattern from a file does not match; Hugging Face keeps it whole
+        whole = pattern if name else rf"(?:{pattern})|(?:(?!{pattern})[\s\S])+"
+        regex = GPT2 if pattern == "gpt2" else whole
         ranks = {token: rank for rank, token in enumerate(self.order)}
         self.encoding = tiktoken.Encoding(self.name, pat_str=regex, mergeable_ranks=ranks, special_tokens={})
 
@@ -144,10 +127,8 @@ def download(name):
         "TIKTOKEN_CACHE_DIR to its path. Or use tokenizer=bytes, which needs no download"
     ):
         encoding = tiktoken.get_encoding(name)
-    ids, special = encoding._mergeable_ranks, encoding._special_tokens
-    unused = {*range(encoding.n_vocab)} - {*ids.values(), *special.values()}  # cl100k_base has 16 such ids
-    special = special | {f"<|unused_{i}|>": i for i in unused}
-    return Tokenizer(ids, special, ENDS[1], encoding._pat_str, ids, name)
+    ids, pattern = encoding._mergeable_ranks, encoding._pat_str
+    return Tokenizer(ids, encoding._special_tokens, ENDS[1], "gpt2" if pattern == GPT2 else pattern, ids, name)
 
 
 def copied(folder, name):
@@ -165,25 +146,21 @@ def read(path):
     value = json.loads(path.read_text(encoding="utf-8"))
     if path.name.endswith("vocab.json"):  # gpt2-vocab.json belongs to gpt2-merges.txt
         text = path.with_name(path.name.removesuffix("vocab.json") + "merges.txt").read_text(encoding="utf-8")
-        lines = [line for line in text.splitlines() if line and not line.startswith("#version")]
-        vocab, merges, pattern = value, [line.split(" ") for line in lines], "gpt2"
+        merges = [line.split(" ") for line in text.splitlines() if line and not line.startswith("#version")]
+        vocab, pattern = value, "gpt2"
         made = {*BYTE_OF, *map("".join, merges)}
         special = {text: i for text, i in vocab.items() if text not in made}  # for example <|endoftext|>
     else:
         model, pattern, added = value["model"], pattern_of(value["pre_tokenizer"]), value.get("added_tokens") or []
-        odd = [key for key in UNSUPPORTED if model.get(key)] + ["normalizer"] * bool(value.get("normalizer"))
-        odd += [token["content"] for token in added if not token["special"]]  # it would split ordinary text
-        if odd:
-            raise ValueError(f"{odd[0]!r} is not supported")
+        ordinary = any(not token["special"] for token in added)  # these would split ordinary text
+        if value.get("normalizer") or model.get("ignore_merges") or ordinary:
+            raise ValueError("a normalizer, ignore_merges and added tokens that are not special are not supported")
         merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
         special = {token["content"]: token["id"] for token in added}
         vocab = model["vocab"] | special
-    usual = [text for text in ENDS if text in special]
-    end = named_end(path.parent) or usual[0]
+    end = named_end(path.parent) or min(special.keys() & ENDS, key=ENDS.index)
     special = special | {end: vocab[end]}
     ids = {bytes_of(text): i for text, i in vocab.items() if text not in special}
-    if sorted([*ids.values(), *special.values()]) != [*range(len(vocab))]:
-        raise ValueError("its ids have gaps or occur twice")
     ranks = ranked([(bytes_of(left), bytes_of(right)) for left, right in merges])
     return Tokenizer(ids, special, end, pattern, ranks)
 
@@ -218,11 +195,10 @@ def merged(token, ranks):
     """Encode the bytes of `token` with the merges before its own. Return the pieces, at least two."""
     parts, own = [token[i : i + 1] for i in range(len(token))], ranks.get(token, math.inf)
     while len(parts) > 2:
-        found = [ranks.get(parts[i] + parts[i + 1], math.inf) for i in range(len(parts) - 1)]
-        best = min(found)
-        if best >= own:
+        found = [ranks.get(left + right, own) for left, right in itertools.pairwise(parts)]
+        if min(found) >= own:
             break
-        i = found.index(best)  # the leftmost
+        i = found.index(min(found))  # the leftmost
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     return parts
 
@@ -242,16 +218,15 @@ def ranked(merges):
 def copy(tokenizer, folder):
     """Write the vocabulary into `folder` in Hugging Face's format, the files COPY.
 
-    Some of tiktoken's vocabularies have tokens that no merge makes. Then nothing is written, and `copied` loads the
-    vocabulary by its name.
+    Nothing is written for tiktoken's other vocabularies: `copied` loads them by name. Some have tokens that no merge
+    makes, and Hugging Face would understand their patterns differently.
     """
+    if not tokenizer.name.startswith(("bpe-", "bytes", "gpt2")):
+        return
     ranks = {token: rank for rank, token in enumerate(tokenizer.order)}
     merges = [merged(token, ranks) for token in tokenizer.order if len(token) > 1]
-    if any(len(parts) > 2 for parts in merges):
-        return
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    regex = PATTERNS[tokenizer.pattern][-1] if tokenizer.pattern in PATTERNS else tokenizer.pattern
-    split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    split = {"type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False}
     steps = {"type": "Sequence", "pretokenizers": [split, byte_level | {"use_regex": False}]}
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
     vocab = {text_of(token): i for token, i in tokenizer.ids.items()} | tokenizer.special
@@ -270,8 +245,8 @@ def copy(tokenizer, folder):
 # --- cut points of a long document ------------------------------------------------------------------------------------
 
 # BPE never merges across pre-tokens. So a text may be cut where one pre-token ends and another begins, if the cut
-# changes no other pre-token. The known patterns look ahead only from white space, and never back. In GPT-2's pattern,
-# white space only begins a pre-token. In its relatives, a newline may also follow punctuation, but no letter or digit.
+# changes no other pre-token. tiktoken's patterns look ahead only from white space, and never back. In GPT-2's pattern,
+# white space only begins a pre-token. In the others, a newline may also follow punctuation, but no letter or digit.
 GPT2_CUT = re.compile(r"(?s).*\S(?=[ \n])")  # up to the last space or newline that follows a non-space
 OTHER_CUT = re.compile(r"(?s).*[a-zA-Z0-9](?=[ \n])")
 
@@ -279,11 +254,11 @@ OTHER_CUT = re.compile(r"(?s).*[a-zA-Z0-9](?=[ \n])")
 def last_cut(text, tokenizer):
     """Return the last i with encode(text) == encode(text[:i]) + encode(text[i:]) that is easy to see, or 0.
 
-    If the text is part of a longer text, this is also a cut point of the longer text. An unknown pattern has none.
+    If the text is part of a longer text, this is also a cut point of the longer text. A pattern from a file has none.
     """
     if tokenizer.name == "bytes":
         return len(text)
-    if tokenizer.pattern not in PATTERNS:
+    if tokenizer.pattern != "gpt2" and tokenizer.name.startswith("bpe-"):
         return 0
     found = (GPT2_CUT if tokenizer.pattern == "gpt2" else OTHER_CUT).match(text)
     return found.end() if found else 0
