@@ -332,11 +332,3 @@ def read(tp, dtype, path, piece, flat):
         terms = transferred(file, file.readinto, local, piece, tp)
     flat.copy_(torch.from_numpy(local))
     return terms
-
-
-def read_tensor(folder, index, spec):
-    """Return a whole weight of a checkpoint, verified, as a numpy array of the ParamSpec's shape. Raises UserError."""
-    with explained(folder / spec.name):
-        whole = np.fromfile(folder / spec.name, index["dtype"])
-    verify(folder / spec.name, in_hex(checksum(whole)), index["sums"][spec.name])
-    return whole.reshape(spec.shape)
