@@ -189,9 +189,8 @@ def judge(c, gpus, device, code="ours", tokens=None, exact=True, say=lambda *lin
     exact: False is fast: it takes 1F1B's bubble for a bubble without a closed form. say gets each line of the
     explanation: name, formula, value. Raises UserError for a layout that can't be predicted.
     """
-    known = schedules.SCHEDULES.keys() - schedules.ASYNCHRONOUS
-    why = f"plan.py predicts only schedules with one update a step: {', '.join(sorted(known))}"
-    configuration.require(c, "schedule", c.schedule in known, why)
+    one = c.schedule not in schedules.ASYNCHRONOUS
+    configuration.require(c, "schedule", one, "plan.py predicts only schedules with one update a step")
     model, p, batch = model_of(c, device.dtype if c.dtype == "auto" else c.dtype), c.pp, c.global_batch_size
     dp = gpus // (c.tp * p)
     m, layout = configuration.micro_batches(c, batch, dp), model.layout(dp, *(getattr(c, name) for name in FIELDS[:-1]))
