@@ -135,7 +135,7 @@ class Versions:
 
 
 class PipeDream(Executor):
-    """Executes the asynchronous schedules. Raises UserError on GPUs: see "Not on GPUs yet" above."""
+    """Executes the asynchronous schedules. Raises UserError on GPUs with pp > 1: see "Not on GPUs yet" above."""
 
     def __init__(self, model, zero, config, mesh, layout, schedule, timers):
         if zero.device.type == "cuda" and config.pp > 1:
