@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 import reference
-from errors import UserError
+from errors import UserError, reading
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -71,8 +71,6 @@ def trial(config, device):
     if DTYPES[dtype].itemsize == 2:
         reference.mixed_product(device.type, DTYPES[dtype])
     ops = choose(config, device, dtype)
-    try:
+    # The error may come from Triton, from the C compiler or from the driver.
+    with reading(f"kernels={config.kernels} does not run here, --kernels=torch does", Exception):
         ops.join([torch.ones(16, 16, device=device)])
-    except Exception as error:  # from Triton, from the C compiler or from the driver
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"kernels={config.kernels}: cannot run here ({reason}); set --kernels=torch") from error

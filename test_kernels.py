@@ -402,9 +402,8 @@ def launches(monkeypatch, arch=90, **fields):
     monkeypatch.setattr(flash_attention, "capability", lambda device: (arch // 10, 0))
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: x.is_meta))
     monkeypatch.setattr(train, "PendingStep", lambda *numbers: None)
-    config = tiny_config(
-        1, **dict(kernels="triton", dtype="bf16", vocab_size=257, micro_batch_size=1, num_layers=1) | fields
-    )
+    fields = dict(num_layers=1, dtype="bf16", vocab_size=257, micro_batch_size=1) | fields
+    config = tiny_config(1, kernels="triton", **fields)
     run = train.build(config, Mesh(), device)
     ids, samples = torch.zeros(1, config.seq_length, dtype=torch.int64, device=device), torch.arange(1, device=device)
     with Products():
@@ -481,14 +480,10 @@ def trained(config, steps=2):
     "dp, tp, fields",
     [
         (1, 1, dict(dropout=0.1)),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                (1, 1, dict(dtype="bf16", recompute="full")),
-                (1, 2, dict(sequence_parallel=True, activation="relu")),  # the second rank has padding only
-                (2, 1, dict(zero=3, dropout=0.1)),
-            ]
-        ),
+        pytest.param(1, 1, dict(dtype="bf16", recompute="full"), marks=pytest.mark.slow),
+        # The second rank has padding only.
+        pytest.param(1, 2, dict(sequence_parallel=True, activation="relu"), marks=pytest.mark.slow),
+        pytest.param(2, 1, dict(zero=3, dropout=0.1), marks=pytest.mark.slow),
     ],
     ids=str,
 )

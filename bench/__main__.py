@@ -7,57 +7,39 @@
     python -m bench sweep             a training step of every layout that this machine can run, beside predictions
 
 The measurement NAME is the function `measure` of bench/NAME.py. Its keyword arguments are the options, its docstring
-is the help. This file imports a measurement only when it is needed. The measurements share machine.py, plain.py and
-tables.py. No file outside bench/ imports bench, except its tests.
+is the help: `python -m bench NAME --help`. This file imports a measurement only when it is needed. The measurements
+share machine.py, plain.py and tables.py. No file outside bench/ imports bench, except its tests.
 """
 
+import argparse
 import importlib
 import inspect
 import sys
 
-from errors import UserError, exit_on_user_error
+from errors import Parser, UserError, exit_on_user_error
 
 NAMES = ["layouts", "kernels", "train", "sweep"]
 
 
 def measurement(name):
-    return importlib.import_module(f"bench.{name}").measure
-
-
-def print_list():
-    for name in NAMES:
-        measure = measurement(name)
-        options = " ".join(f"--{p.name}={p.default}" for p in inspect.signature(measure).parameters.values())
-        print(f"python -m bench {name} {options}\n    {measure.__doc__}")
-
-
-def parse_options(name, arguments, parameters):
-    """Return {option: value} from arguments like --key=value. A value has its default's type. Raises UserError."""
-    options = {}
-    for argument in arguments:
-        key, _, value = argument.removeprefix("--").partition("=")
-        if key not in parameters:
-            raise UserError(f"{argument}: {name} has the options {', '.join('--' + key for key in parameters)}")
-        kind = type(parameters[key].default)
-        try:
-            options[key] = kind(value)
-        except ValueError:
-            raise UserError(f"{argument}: should be like --{key}={parameters[key].default}") from None
-        if kind is int and options[key] < 1:
-            raise UserError(f"{argument}: should be at least 1")
-    return options
+    """Return (the function of the measurement, the parser of its options). An option has its default's type."""
+    measure = importlib.import_module(f"bench.{name}").measure
+    shown = argparse.RawDescriptionHelpFormatter
+    parser = Parser(f"python -m bench {name}", description=measure.__doc__, formatter_class=shown, allow_abbrev=False)
+    for option in inspect.signature(measure).parameters.values():
+        parser.add_argument(f"--{option.name}", type=type(option.default), default=option.default)
+    return measure, parser
 
 
 def main():
     """Run the named measurement with its options. Without a name, print the list. Raises UserError."""
-    name, *arguments = sys.argv[1:] or ["--help"]
+    name, *words = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        return print(__doc__)
     if name not in NAMES:
-        print_list()
-        if name not in ("-h", "--help"):
-            raise UserError(f"{name} is no measurement; the measurements are {', '.join(NAMES)}")
-        return
-    measure = measurement(name)
-    measure(**parse_options(name, arguments, inspect.signature(measure).parameters))
+        raise UserError(f"{name} is no measurement; the measurements are {', '.join(NAMES)}")
+    measure, parser = measurement(name)
+    measure(**vars(parser.parse_args(words)))
 
 
 if __name__ == "__main__":

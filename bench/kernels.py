@@ -27,7 +27,6 @@ Without a GPU the kernels run in Triton's interpreter at a small size. Then only
 """
 
 import functools
-import gc
 import os
 import statistics
 import sys
@@ -40,8 +39,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import reference
 from bench.machine import NO_GPU, VERSIONS, Cpu, Gpu, copy_rate, product_rate, what_went_wrong
-from bench.tables import spread
-from errors import UserError
+from bench.tables import chosen, spread
 from parallel.mesh import Mesh
 from parallel.tensor import ROWS, LinearCrossEntropy
 from reference import Drop
@@ -57,20 +55,18 @@ def measure(only: str = "", repeats: int = 20):
     --only     measure only the operation of this name, or operations whose name contains this text
     --repeats  number of measurements of each variant; the variants take turns
     """
-    names = [operation.name for operation in operations(torch.device("cpu"), **SMALL)]
-    if not any(only in name for name in names):
-        raise UserError(f"--only={only}: no operation has this text in its name; the names are {', '.join(names)}")
-    gpu = torch.cuda.is_available()
-    if not gpu:
+    names = chosen([operation.name for operation in operations(torch.device("cpu"), **SMALL)], only)
+    names = [only] if only in names else names
+    if torch.cuda.is_available():
+        right = compare(Gpu(), LARGE, repeats, names)
+    else:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it once, during its import
-        try:
-            from testing import sanitizer
-        except ImportError as error:
-            raise UserError(f"{NO_GPU}Triton's interpreter does not run either ({error})") from None
+        from testing import sanitizer
+
         sanitizer.install()
         print(NO_GPU + "a check in Triton's interpreter at a small size; its times mean nothing")
-    if not (compare(Gpu(), LARGE, repeats, only) if gpu else compare(Cpu(), SMALL, 1, only)):
-        sys.exit(1)
+        right = compare(Cpu(), SMALL, 1, names)
+    sys.exit(not right)
 
 
 # --- the operations ---------------------------------------------------------------------------------------------------
@@ -92,26 +88,29 @@ class Operation:
     flops: bool = False
     own: dict = field(default_factory=dict)
 
-    def inputs(self, seed):
-        """Return inputs with requires_grad. A parameter (a vector) has a float32 gradient, as in training."""
-        inputs = self.draw(seed)
+    def inputs(self, seed, wide=False):
+        """Return inputs with requires_grad. A parameter (a vector) has a float32 gradient, as in training.
+
+        wide: in float64, with gradients in float64.
+        """
+        inputs = [x.double() if wide and x.is_floating_point() else x for x in self.draw(seed)]
         for x in inputs:
             if len(self.floor) == 2 and x.is_floating_point():
                 x.requires_grad_()
                 if x.ndim == 1:
-                    x.grad_dtype = torch.float32
+                    x.grad_dtype = torch.promote_types(x.dtype, torch.float32)
         return inputs
 
 
-def operations(device, n, h, s, v, dtype=torch.bfloat16):
+def operations(device, n, h, s, v):
     """Return all operations for n tokens, in samples of s tokens. Heads have size 64."""
     drop = Drop(torch.arange(n, device=device), 0.1, 1234, 1)
 
     def simple(name, shapes, call, *passes):
         """passes: the number of passes over a tensor of the first shape, in forward and in backward."""
         size = shapes[0][0] * shapes[0][1]
-        draw = functools.partial(randoms, device, dtype, shapes=shapes)
-        return Operation(name, draw, call, tuple(count * size * dtype.itemsize for count in passes))
+        draw = functools.partial(randoms, device, shapes=shapes)
+        return Operation(name, draw, call, tuple(2 * count * size for count in passes))
 
     x, v1, wide = (n, h), (h,), [(n, 4 * h), (4 * h,)]
     added = [x, x, v1, v1, v1]
@@ -126,28 +125,23 @@ def operations(device, n, h, s, v, dtype=torch.bfloat16):
         simple("dropout", [x], lambda ops, x: ops.dropout(x, drop), 2, 2),
         simple("gelu", wide, lambda ops, *inputs: ops.gelu_(*inputs), 2, 3),
         simple("relu", wide, lambda ops, *inputs: ops.relu_(*inputs), 2, 3),
-        attention(device, dtype, n, h, s),
+        attention(device, n, h, s),
         simple("join", [x, x, x], lambda ops, *parts: ops.join(parts), 6),
-        add_rows(device, dtype, n, h, v),
-        loss_of_logits(device, dtype, min(n, ROWS), v),
-        loss_of_head(device, dtype, n, h, v),
-        weight_gradient(device, dtype, "proj", n, h, h),
-        weight_gradient(device, dtype, "fc1", n, 4 * h, h),
-        adamw(device, dtype, h),
+        add_rows(device, n, h, v),
+        loss_of_logits(device, min(n, ROWS), v),
+        loss_of_head(device, n, h, v),
+        weight_gradient(device, "proj", n, h, h),
+        weight_gradient(device, "fc1", n, 4 * h, h),
+        adamw(device, h),
     ]  # fmt: skip
 
 
-def selected(found, only):
-    """Return the operation with the name `only`, or all whose name contains it."""
-    return [op for op in found if op.name == only] or [op for op in found if only in op.name]
-
-
-def randoms(device, dtype, seed, shapes):
+def randoms(device, seed, shapes, dtype=torch.bfloat16):
     generator = torch.Generator(device).manual_seed(seed)
     return [torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes]
 
 
-def attention(device, dtype, n, h, s):
+def attention(device, n, h, s):
     """Return the operation. A matrix product of causal attention has s^2 d FLOP per head."""
 
     def backend(which):
@@ -159,7 +153,7 @@ def attention(device, dtype, n, h, s):
 
     product = n * s * h
     own = {"flash": backend(SDPBackend.FLASH_ATTENTION), "cudnn": backend(SDPBackend.CUDNN_ATTENTION)}
-    draw = functools.partial(randoms, device, dtype, shapes=[(n // s, s, 3, h // 64, 64)])
+    draw = functools.partial(randoms, device, shapes=[(n // s, s, 3, h // 64, 64)])
     floor = 2 * product, 5 * product
     return Operation("attention", draw, lambda ops, qkv: ops.attention(*qkv.unbind(2)), floor, True, own)
 
@@ -172,26 +166,25 @@ def draw_targets(device, seed, count, v):
     return torch.randint(v, (count,), generator=torch.Generator(device).manual_seed(seed), device=device)
 
 
-def loss_of_logits(device, dtype, n, v):
+def loss_of_logits(device, n, v):
     """Return the operation: the loss of logits [n, width]. Their gradient overwrites them."""
-    wide = torch.promote_types(dtype, torch.float32)
 
     def draw(seed):
-        return [*randoms(device, dtype, seed, [(n, padded(v))]), draw_targets(device, seed, n, v)]
+        return [*randoms(device, seed, [(n, padded(v))]), draw_targets(device, seed, n, v)]
 
     def run(ops, z, targets):
-        weights = torch.full((n,), 1 / n, dtype=torch.promote_types(z.dtype, wide), device=device)
+        weights = torch.full((n,), 1 / n, dtype=torch.promote_types(z.dtype, torch.float32), device=device)
         return ops.cross_entropy_(z, targets, v, weights), z
 
-    return Operation("cross_entropy_", draw, run, (2 * n * padded(v) * dtype.itemsize,))
+    return Operation("cross_entropy_", draw, run, (4 * n * padded(v),))
 
 
-def loss_of_head(device, dtype, n, h, v):
+def loss_of_head(device, n, h, v):
     """Return the operation: the loss of all tokens from x [n, h] and word table w [width, h], and both gradients."""
     width = padded(v)
 
     def draw(seed):
-        x, w = randoms(device, dtype, seed, [(n, h), (width, h)])
+        x, w = randoms(device, seed, [(n, h), (width, h)])
         return [x, w.mul_(0.02), draw_targets(device, seed, n, v)]
 
     def run(ops, x, w, targets):
@@ -205,30 +198,30 @@ def loss_of_head(device, dtype, n, h, v):
     return Operation("linear + cross_entropy_", draw, run, (6 * n * h * width,), True)
 
 
-def add_rows(device, dtype, n, h, v):
+def add_rows(device, n, h, v):
     """Return the operation: the gradient of a word table [v, h], float32, from n rows. Ids follow Zipf's law."""
     law = 1 / torch.arange(1, v + 1, dtype=torch.float64)
     law /= law.sum()
 
     def draw(seed):
         ids = torch.multinomial(law, n, replacement=True, generator=torch.Generator().manual_seed(seed))
-        (table,) = randoms(device, torch.promote_types(dtype, torch.float32), seed, [(v, h)])
-        return [table, ids.to(device), *randoms(device, dtype, seed + 1, [(n, h)])]
+        (table,) = randoms(device, seed, [(v, h)], torch.float32)
+        return [table, ids.to(device), *randoms(device, seed + 1, [(n, h)])]
 
     def run(ops, table, ids, rows):
         ops.add_rows_(table, ids, rows)
         return table
 
     changed = (1 - (1 - law) ** n).sum().item()  # expected number of rows of the table that change
-    return Operation("add_rows_", draw, run, (n * h * dtype.itemsize + 8 * changed * h,))
+    return Operation("add_rows_", draw, run, (2 * n * h + 8 * changed * h,))
 
 
-def weight_gradient(device, dtype, name, n, out, width):
+def weight_gradient(device, name, n, out, width):
     """Return the operation dW += dy^T x, with dW [out, width] in float32, dy [n, out] and x [n, width]."""
 
     def draw(seed):
-        gradient = randoms(device, torch.promote_types(dtype, torch.float32), seed, [(out, width)])
-        return gradient + randoms(device, dtype, seed + 1, [(n, out), (n, width)])
+        gradient = randoms(device, seed, [(out, width)], torch.float32)
+        return gradient + randoms(device, seed + 1, [(n, out), (n, width)])
 
     def run(ops, gradient, dy, x):
         if ops is reference:
@@ -239,7 +232,7 @@ def weight_gradient(device, dtype, name, n, out, width):
     return Operation(f"dW of {name}", draw, run, (2 * n * out * width,), True)
 
 
-def adamw(device, dtype, h):
+def adamw(device, h):
     """Return the operation: the update of a block's flat buffer, matrices (with weight decay) before vectors."""
     matrices, size = 12 * h * h, 12 * h * h + 13 * h
     ranges, betas = [(0, matrices, True), (matrices, size, False)], dict(beta1=0.9, beta2=0.95)
@@ -247,14 +240,14 @@ def adamw(device, dtype, h):
     scalars = reference.update_scalars(*(x.double() if x.is_floating_point() else x for x in numbers), **betas)
 
     def draw(seed):
-        w, g, m, v = randoms(device, torch.float32, seed, [(size,)] * 4)
-        return [w, g, m, v.square_(), w.to(dtype)]
+        w, g, m, v = randoms(device, seed, [(size,)] * 4, torch.float32)
+        return [w, g, m, v.square_(), w.bfloat16()]
 
     def run(ops, w, g, m, v, out):
         ops.adamw_(w, g, [m, v], scalars, ranges, decay=0.1, eps=1e-8, out=out, **betas)
         return w, m, v, out
 
-    return Operation("adamw", draw, run, ((28 + dtype.itemsize) * size,))
+    return Operation("adamw", draw, run, (30 * size,))
 
 
 # --- right? -----------------------------------------------------------------------------------------------------------
@@ -264,47 +257,39 @@ def as_tuple(outputs):
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-def random_seeds(outputs):
-    """Return a random gradient for each output, from which backward starts."""
-    return [randoms(y.device, y.dtype, 90 + i, [y.shape])[0] for i, y in enumerate(outputs)]
+def gradients_of(outputs):
+    """Return a random gradient of each output. Its numbers are those of bf16, so they are equal in every dtype."""
+    return [randoms(y.device, 90 + i, [y.shape])[0].to(y.dtype) for i, y in enumerate(outputs)]
 
 
-def passes(operation, function, inputs, seeds=None):
-    """Return (results, seeds). Results: outputs, then input gradients. Seeds: output gradients, or None."""
+def results(operation, function, inputs):
+    """Return the outputs and the gradients of the inputs."""
     outputs = as_tuple(function(*inputs))
     if len(operation.floor) == 1:
-        return [*outputs], None
-    if seeds is None:
-        seeds = random_seeds(outputs)
-    gradients = torch.autograd.grad(outputs, [x for x in inputs if x.requires_grad], seeds)
-    return [*(y.detach() for y in outputs), *gradients], seeds
+        return outputs
+    leaves = [x for x in inputs if x.requires_grad]
+    return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, gradients_of(outputs))]
 
 
 class Judge:
-    """The exact results of an operation on inputs(0), and the error of `reference.py` in the inputs' dtype."""
+    """The exact results of an operation on inputs(0), and the errors of `reference.py` in the inputs' dtype."""
 
     def __init__(self, operation):
-        plain, self.operation = functools.partial(operation.run, reference), operation
-        results, self.seeds = passes(operation, plain, operation.inputs(0))
-        wide = [x.detach().double() if x.is_floating_point() else x for x in operation.draw(0)]
-        if self.seeds is not None:
-            wide = [x.requires_grad_(x.is_floating_point()) for x in wide]
-        self.exact, _ = passes(operation, plain, wide, self.seeds and [x.double() for x in self.seeds])
-        self.of_plain = [relative_error(x, right) for x, right in zip(results, self.exact, strict=True)]
+        self.operation, plain = operation, functools.partial(operation.run, reference)
+        self.exact = results(operation, plain, operation.inputs(0, wide=True))
+        self.of_plain = self.errors(results(operation, plain, operation.inputs(0)))
+
+    def errors(self, found):
+        """Return the largest error of each result, relative to the largest exact element."""
+        pairs = zip(found, self.exact, strict=True)
+        errors = [(x.double() - right).abs().max() / (right.abs().max() + 1e-30) for x, right in pairs]
+        return torch.stack(errors).cpu()
 
     def worst(self, function):
         """Return the largest error of the results, divided by the allowed error. At most 1 means right."""
-        results, _ = passes(self.operation, function, self.operation.inputs(0), self.seeds)
-        shares = []
-        for x, right, of_plain in zip(results, self.exact, self.of_plain, strict=True):
-            rounding = torch.finfo(x.dtype).eps + 8 * torch.finfo(torch.float32).eps
-            shares.append(relative_error(x, right) / (2 * of_plain + rounding))
-        return max(shares, key=lambda share: float("inf") if share != share else share)
-
-
-def relative_error(x, right):
-    """Return the largest error of an element, divided by the largest exact element."""
-    return ((x.double() - right).abs().max() / (right.abs().max() + 1e-30)).item()
+        found = results(self.operation, function, self.operation.inputs(0))
+        rounding = torch.tensor([torch.finfo(x.dtype).eps + 8 * torch.finfo(torch.float32).eps for x in found])
+        return (self.errors(found) / (2 * self.of_plain + rounding)).max().item()
 
 
 def judged(share):
@@ -314,7 +299,7 @@ def judged(share):
 # --- how fast? --------------------------------------------------------------------------------------------------------
 
 
-def compare(machine, sizes, repeats, only):
+def compare(machine, sizes, repeats, names):
     """Print the table. Return whether our operations are right."""
     import kernels
 
@@ -326,7 +311,9 @@ def compare(machine, sizes, repeats, only):
     )
     print(ROW.format("", "", "error", "rate", "share", "microseconds"))
     right = True
-    for operation in selected(operations(machine.device, **sizes), only):
+    for operation in operations(machine.device, **sizes):
+        if operation.name not in names:
+            continue
         torch._dynamo.reset()  # deletes the compiled code of the operation before
         machine.give_back()
         plain = functools.partial(operation.run, reference)
@@ -371,33 +358,26 @@ def examine(machine, operation, variants, repeats):
                 except Exception as error:  # the others go on
                     what.failure, what.times = what_went_wrong(error), []
 
-    check_each(operation, try_each)
-    gc.collect()
+    judge = Judge(operation)
+    try_each(lambda function, what: setattr(what, "error", judge.worst(function)))
     count = max(2, -(-machine.cache // sum(x.nbytes for x in operation.inputs(0))))
     copies = [operation.inputs(seed) for seed in range(count)]
-    seeds = None
-    if len(operation.floor) == 2:
-        seeds = random_seeds(as_tuple(operation.run(reference, *copies[0])))
-    try_each(lambda function, what: timed(machine, function, copies, seeds))  # a warm-up
+    try_each(lambda function, what: timed(machine, operation, function, copies))  # a warm-up
     for _ in range(repeats):
-        try_each(lambda function, what: what.times.append(timed(machine, function, copies, seeds)))
+        try_each(lambda function, what: what.times.append(timed(machine, operation, function, copies)))
     return found
 
 
-def check_each(operation, try_each):
-    judge = Judge(operation)
-    try_each(lambda function, what: setattr(what, "error", judge.worst(function)))
-
-
-def timed(machine, function, copies, seeds):
-    """Return mean microseconds per copy: (forward, backward), or (whole,) without seeds."""
+def timed(machine, operation, function, copies):
+    """Return mean microseconds per copy: (forward, backward), or (whole,) for an operation without backward."""
     forward, outputs = machine.timed(lambda: [as_tuple(function(*inputs)) for inputs in copies])
-    if seeds is None:
+    if len(operation.floor) == 1:
         return (forward / len(copies),)
     leaves = [[x for x in inputs if x.requires_grad] for inputs in copies]
+    given = gradients_of(outputs[0])
 
     def backward():
-        return [torch.autograd.grad(ys, xs, seeds) for ys, xs in zip(outputs, leaves, strict=True)]
+        return [torch.autograd.grad(ys, xs, given) for ys, xs in zip(outputs, leaves, strict=True)]
 
     return forward / len(copies), machine.timed(backward)[0] / len(copies)
 

@@ -21,7 +21,7 @@ from torch import nn
 
 import train
 from bench.plain import STEADY, Plain, loss_of, make_optimizer, samples
-from bench.tables import ratios, spread
+from bench.tables import chosen, ratios, spread
 from config import Config, check
 from errors import UserError
 from parallel.comm import all_reduce
@@ -38,13 +38,12 @@ def measure(layers: int = 4, hidden: int = 256, seq: int = 128, vocab: int = 204
     --repeats                            number of timed steps of ours and of theirs, which take turns
     --only                               measure only layouts whose name contains this text
     """
-    names = [row[0] for row in LAYOUTS]
-    if not any(only in name for name in names):
-        raise UserError(f"--only={only}: no layout has this text in its name; the names are {', '.join(names)}")
+    asked = chosen([row[0] for row in LAYOUTS], only)
     if vocab % 128:
         raise UserError(f"--vocab={vocab}: should be a multiple of 128; PyTorch's model has no padding")
-    fields = dict(num_layers=layers, hidden_size=hidden, seq_length=seq, vocab_size=vocab, num_attention_heads=8)
-    check(Config(**fields, **STEADY, micro_batch_size=4, global_batch_size=32, dtype="fp32"), 1)
+    sizes = dict(num_layers=layers, hidden_size=hidden, seq_length=seq, vocab_size=vocab, num_attention_heads=8)
+    fields = dict(micro_batch_size=4, dtype="fp32", **sizes, **STEADY)
+    check(Config(**fields, global_batch_size=32), 1)
     print(
         f"PyTorch {torch.__version__}, Gloo, one thread per process; {layers} layers of {hidden}, {seq} tokens, "
         f"vocabulary {vocab}, fp32\nms per step of n processes; ratio: ours / PyTorch's; median (smallest-largest) of "
@@ -52,7 +51,7 @@ def measure(layers: int = 4, hidden: int = 256, seq: int = 128, vocab: int = 204
     )
     print(ROW.format("", "n", "ours, ms", "PyTorch's, ms", "ratio", "by CPU time", "against"))
     for processes in (1, 2, 4):
-        names = [name for name, n, *_ in LAYOUTS if n == processes and only in name]
+        names = [name for name, n, *_ in LAYOUTS if n == processes and name in asked]
         if names:
             with tempfile.TemporaryDirectory() as folder:
                 torch.multiprocessing.spawn(work, (f"{folder}/x", processes, names, fields, repeats), nprocs=processes)
@@ -241,9 +240,7 @@ LAYOUTS = [  # name, processes, our fields, micro-batches, PyTorch's variant
 def measured(name, processes, ours, count, theirs, fields, repeats):
     """Return the table's cells of one row of LAYOUTS. Raises UserError if ours and theirs do not train the same."""
     mesh = Mesh(ours.get("tp", 1), ours.get("pp", 1))
-    c = Config(
-        **fields, **ours, **STEADY, micro_batch_size=4, global_batch_size=4 * count * mesh.dp.size, dtype="fp32"
-    )  # fmt: skip
+    c = Config(**fields, **ours, global_batch_size=4 * count * mesh.dp.size)
     generator = torch.Generator().manual_seed(c.seed)
     tokens = torch.randint(c.vocab_size, (count, mesh.dp.size, 4, c.seq_length + 1), generator=generator)
     mine = samples(tokens[:, mesh.dp.rank])

@@ -7,6 +7,14 @@ shows the median, the smallest and the largest value of all turns.
 import statistics
 
 from accounts.report import aligned
+from errors import UserError
+
+
+def chosen(names, only):
+    """Return the names that contain the text `only`. Raises UserError if there are none."""
+    if not any(only in name for name in names):
+        raise UserError(f"--only={only}: no name contains this text; the names are {', '.join(names)}")
+    return [name for name in names if only in name]
 
 
 def print_table(head: list[str], rows: list[list]):

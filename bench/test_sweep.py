@@ -40,7 +40,6 @@ def test_a_sweep_survives_a_failure(tmp_path, capsys, monkeypatch):
     assert [line.split()[1] for line in lines if "|" in line][1:] == ["pp=2", "pp=1"]  # the fastest first
 
 
-@pytest.mark.slow
 def test_a_run_has_the_times_of_its_steps(tmp_path):
     sweep.prepare(replace(SMALL, micro_batch_size=2, data_dir=str(tmp_path / "data")), tmp_path)
     row = sweep.run("tp=1 pp=2 micro_batch_size=2", 2, tmp_path)

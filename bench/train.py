@@ -48,7 +48,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import config as configuration
 import operations
 import train
-from bench.machine import NO_GPU, VERSIONS, Cpu, Gpu, copy_rate, product_rate, what_went_wrong
+from bench.machine import NO_GPU, VERSIONS, Cpu, Gpu, what_went_wrong
 from bench.plain import STEADY, Plain, loss_of, make_optimizer, samples
 from bench.tables import print_table, ratios, spread
 from errors import UserError
@@ -91,12 +91,9 @@ def measure(
     if not gpu:
         print(NO_GPU + "the same measurement on the CPU, with a small model")
         c = dataclasses.replace(c, **SMALL, micro_batch_size=4, global_batch_size=4 * micro_batches)
-    copy, product = copy_rate(machine) / 1e9, product_rate(machine, torch.bfloat16) / 1e12
-    print(f"{machine.name}, {VERSIONS}, bf16; copy {copy:,.0f} GB/s, product {product:,.1f} TFLOP/s", flush=True)
+    print(f"{machine.name}, {VERSIONS}, bf16", flush=True)
     with sdpa_kernel(BACKENDS[attention]) if attention in BACKENDS else contextlib.nullcontext():
-        right = compare(machine, c, steps, repeats, only)
-    if not right:
-        sys.exit(1)
+        sys.exit(not compare(machine, c, steps, repeats, only))
 
 
 def load(name, size, micro_batches):
@@ -154,6 +151,9 @@ class Ours:
 
     @torch.no_grad()
     def restart(self):
+        """Return to the initial weights. Delete the activations of a step that failed."""
+        self.run.executor.kept.clear()
+        self.run.executor.local.clear()
         self.batches = itertools.cycle(self.micro_batches)
         for unit, initial in zip(self.units, self.initial, strict=True):
             unit.master.copy_(initial)
@@ -161,11 +161,6 @@ class Ours:
                 moment.zero_()
         self.run.zero.updates.zero_()
         self.run.zero.parameters_from_master()
-
-    def forget(self):
-        """Delete the activations of a step that failed."""
-        self.run.executor.kept.clear()
-        self.run.executor.local.clear()
 
 
 class Theirs:
@@ -202,10 +197,8 @@ class Theirs:
         self.batches = itertools.cycle(self.micro_batches)
         for p, initial in zip(self.model.parameters(), self.initial, strict=True):
             p.copy_(initial)
+            p.grad = None
         self.optimizer = make_optimizer(self.model, self.config)
-
-    def forget(self):
-        self.optimizer.zero_grad()
 
 
 def contestants_of(c, machine, batches, only=""):
@@ -270,7 +263,7 @@ def surviving(machine, who):
     except Exception as error:
         who.failure = what_went_wrong(error)
         print(f"{who.name:<40} {who.failure}", flush=True)
-        who.model.forget()
+        who.model.restart()
     machine.give_back()
 
 
@@ -347,7 +340,7 @@ def waits(machine, who):
         with machine.no_waiting():
             who.step()
     except RuntimeError as error:
-        who.model.forget()
+        who.model.restart()
         return f"the host waits for the GPU: {str(error).splitlines()[0]}"
     machine.synchronize()
     return "the host never waits for the GPU (set_sync_debug_mode('error') raises no error)"
