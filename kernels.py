@@ -231,7 +231,7 @@ class Residual(torch.autograd.Function):
             mean, r = torch.empty(2, n, dtype=torch.float32, device=z.device)
         arguments = x, y, bias, z, weight, norm_bias, out, mean, r, *_drop_arguments(drop), width
         residual_forward[(n,)](*arguments, **one_row(width))
-        ctx.drop, ctx.given = drop, [part is not None for part in (x, y, bias)]
+        ctx.drop, ctx.given = drop, [part is not None for part in (x, y, bias, weight, norm_bias)]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(None if out is None else z, weight, mean, r)
         return z, out  # z is an output even if z is x, so `backward` gets the residual stream's gradient.
@@ -250,8 +250,8 @@ class Residual(torch.autograd.Function):
         arguments = dz, dout, *ctx.saved_tensors, dx, dy, sums, *_drop_arguments(ctx.drop), n, width
         residual_backward[(programs,)](*arguments, **options)
         d_weight, d_norm_bias, d_bias = sums.sum(0)
-        gradients = [d if given else None for d, given in zip((dx, dy, d_bias), ctx.given, strict=True)]
-        return *gradients, *((None, None) if dout is None else (d_weight, d_norm_bias)), None
+        gradients = dx, dy, d_bias, d_weight, d_norm_bias
+        return *(d if given else None for d, given in zip(gradients, ctx.given, strict=True)), None
 
 
 def add_(y, x, bias, drop=None):

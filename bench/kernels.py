@@ -66,7 +66,8 @@ def measure(only: str = "", repeats: int = 20):
         sanitizer.install()
         print(NO_GPU + "a check in Triton's interpreter at a small size; its times mean nothing")
         right = compare(Cpu(), SMALL, 1, names)
-    sys.exit(not right)
+    if not right:
+        sys.exit(1)
 
 
 # --- the operations ---------------------------------------------------------------------------------------------------

@@ -93,7 +93,8 @@ def measure(
         c = dataclasses.replace(c, **SMALL, micro_batch_size=4, global_batch_size=4 * micro_batches)
     print(f"{machine.name}, {VERSIONS}, bf16", flush=True)
     with sdpa_kernel(BACKENDS[attention]) if attention in BACKENDS else contextlib.nullcontext():
-        sys.exit(not compare(machine, c, steps, repeats, only))
+        if not compare(machine, c, steps, repeats, only):
+            sys.exit(1)
 
 
 def load(name, size, micro_batches):
