@@ -7,7 +7,7 @@
     python prepare.py --megatron=PREFIX --out=data/web                # PREFIX.bin and PREFIX.idx of Megatron-LM
 
 A `.bin` file contains only the token ids as little-endian uint16 (above 65,536 ids: uint32; meta.json has the dtype),
-so data.py can map it into memory. DIR also gets a copy of the vocabulary, tokenizer.json, except for `bytes`.
+so data.py can map it into memory. DIR also gets a copy of the vocabulary, if tokenizer.py can write it.
 
 A document is one text file (.txt .md .py) or one line of a .jsonl (.json) file. A file may be compressed (.gz). A
 document is encoded as ordinary text: the characters "<|endoftext|>" in it have no special meaning. The

@@ -21,8 +21,8 @@ never meets its pair l, r. It produces no token, so it gives no rank.
 tiktoken's ids are the ranks. Vocabularies in files may have other ids (OPT sorts them by frequency), so a table maps
 ranks to ids: 2 ns per token, while tiktoken needs about 600 ns. Ids are uint16 up to 65,536 ids, otherwise uint32.
 
-A data set and a checkpoint have a copy of the vocabulary, the files COPY, except for `bytes`. The tokenizer's name is
-tiktoken's name, or it is computed from the vocabulary. It does not depend on the path of the files.
+A data set and a checkpoint have a copy of GPT-2's vocabulary or of one from files, the files COPY. The tokenizer's name
+is tiktoken's name, or it is computed from the vocabulary. It does not depend on the path of the files.
 """
 
 import array
