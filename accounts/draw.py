@@ -10,22 +10,21 @@ if it applies.
 """
 
 import json
+import math
 import shutil
 from statistics import fmean
 from typing import NamedTuple
 
 from accounts import figures
 from accounts.figures import KINDS
-from errors import Parser, UserError, exit_on_user_error, reading
+from errors import Parser, exit_on_user_error, reading
 from parallel import schedules
 from parallel.schedules import Action, Event, Schedule, Timeline, simulate
-from parallel.versions import kept_versions
 
 BUBBLE = (
     "bubble X of T: T = longest time from a rank's first action to its last; X = 1 - (mean busy time of a rank) / T"
 )
 VERSIONS = "version: how many updates are in the weights that an action uses; !: other weights than in its forward"
-LONGEST = 1e6  # the largest duration
 
 
 class Picture(NamedTuple):
@@ -115,12 +114,9 @@ def simulated(name, chunks, stages, microbatches, cost, comm, stashing=True):
             bubble += f"   {formula.bubble} = {schedules.by_formula(formula.bubble, **letters):.4f}"
         peaks = " ".join(str(schedules.by_formula(formula.peak, r=r, **letters)) for r in range(stages))
         peak += (f", each 1/{v} of a stage's" if v > 1 else "") + f"   {formula.peak} = {peaks}"
-    notes = [bubble, peak]
     if schedule.versions:
         title += f", {schedules.updates(schedule)} updates" + ("" if stashing else ", without weight stashing")
-        kept = [kept_versions(schedule, rank, [rank])[0] for rank in range(stages)]
-        notes += [f"kept   {' '.join(map(str, kept))} versions of the weights"] * stashing
-    return Picture(title, schedule, line, notes, versions_of(schedule, stashing))
+    return Picture(title, schedule, line, [bubble, peak], versions_of(schedule, stashing))
 
 
 def chunks_per_rank(schedule):
@@ -191,10 +187,10 @@ def parse_arguments(arguments):
     parser.description = "Draw pipeline schedules. Below each, print its bubble and its peak of activations in flight."
     parser.epilog = f"Schedules: {', '.join(schedules.SCHEDULES)}. To add one, see SCHEDULES in parallel/schedules.py."
     add = parser.add_argument
-    add("names", nargs="*", metavar="SCHEDULE", help="schedules to draw under one another; example: 1f1b zb-h1")
+    add("names", nargs="*", default=["1f1b"], metavar="SCHEDULE", help="drawn under one another (default: 1f1b)")
     add("--stages", type=int, default=4, metavar="P", help="pipeline stages, one on each rank (default: 4)")
     add("--microbatches", type=int, default=8, metavar="M", help="micro-batches in a step (default: 8)")
-    add("--chunks", type=int, metavar="V", help="chunks per rank, for schedules with several (default: 2)")
+    add("--chunks", type=int, default=2, metavar="V", help="chunks per rank of interleaved and zb-v (default: 2)")
     add("--cost", default="1,1,1", metavar="F,I,W", help="durations on a whole stage (default: 1,1,1); B takes I + W")
     add("--comm", type=float, default=0.0, metavar="T", help="time of a message, in the unit of --cost (default: 0)")
     add("--without_stashing", action="store_true", help="also draw pipedream with the latest weights in each backward")
@@ -203,30 +199,17 @@ def parse_arguments(arguments):
     return parser.parse_args(arguments)
 
 
-def parse_cost(text):
-    """Return {kind: duration} of a text such as "1,1.5,0.5": F, I and W. B takes I + W."""
-    with reading(f"--cost={text}: should be like 1,1.5,0.5"):
-        F, I, W = map(float, text.split(","))
-        if not all(1 / LONGEST <= duration <= LONGEST for duration in (F, I, W)):
-            raise ValueError(f"durations are {1 / LONGEST:g} to {LONGEST:g}")
-    return {"F": F, "B": I + W, "I": I, "W": W}
-
-
 def pictures_of(options):
-    """Return the Pictures that the options ask for. Raises UserError.
-
-    If some of the schedules have several chunks per rank, --chunks applies only to these.
-    """
+    """Return the Pictures that the options ask for. Raises UserError."""
     if options.trace:
         return recorded(options.trace)
-    if not options.names:
-        raise UserError(f"which schedule? name one or several of {', '.join(schedules.SCHEDULES)}")
-    shared = options.stages, options.microbatches, parse_cost(options.cost), options.comm
-    usual = {name: schedules.usual_chunks(name) if name in schedules.SCHEDULES else 1 for name in options.names}
-    pictures = []
-    for name, v in usual.items():
-        chunks = options.chunks if options.chunks is not None and v == max(usual.values()) else v
-        pictures.append(simulated(name, chunks, *shared))
+    with reading(f"--cost={options.cost} --comm={options.comm}: should be like 1,1.5,0.5 and 0.2"):
+        F, I, W = map(float, options.cost.split(","))
+        if not (min(F, I, W) > 0 <= options.comm and F + I + W + options.comm < math.inf):
+            raise ValueError("a duration is not positive or not finite")
+        shared = options.stages, options.microbatches, {"F": F, "B": I + W, "I": I, "W": W}, options.comm
+        several = {name for name in options.names if schedules.SCHEDULES.get(name) and schedules.usual_chunks(name) > 1}
+        pictures = [simulated(name, options.chunks if name in several else 1, *shared) for name in options.names]
     return pictures + [simulated("pipedream", 1, *shared, stashing=False)] * options.without_stashing
 
 
