@@ -51,11 +51,6 @@ def test_numbers_that_the_papers_state():
     assert round(growth, 3) == 0.513
 
 
-def test_the_rule_gives_chinchilla():
-    n, d = scaling.by_rule(6 * 70e9 * 1.4e12)
-    assert (n, d) == (pytest.approx(70e9), pytest.approx(1.4e12))
-
-
 def test_the_tables_have_the_numbers_of_the_slides(capsys):
     rows = printed(capsys, 3e24)
     assert rows["20 tokens per parameter"][:3] == ["158.1", "3,162", "20.0"]
