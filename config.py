@@ -41,6 +41,7 @@ class Config:
     global_batch_size: int = 8  # samples of one update: all micro-batches of all data ranks
     rampup_batch_size: str = ""  # start,increment,samples: the batch grows to global_batch_size over so many samples
     train_iters: int = 0  # updates of the run
+    train_epochs: float = 0.0  # passes over the training tokens (0: use train_iters)
     seed: int = 1234  # determines initial weights, data order and dropout
 
     # -- optimizer
@@ -204,6 +205,15 @@ def micro_batches(c, samples, dp):
     return samples // (c.micro_batch_size * dp)
 
 
+def iterations(c, samples):
+    """The number of updates that use at most `samples` samples, but at least 1 (with updates_per_call, 1 call)."""
+    count, consumed = 0, 0
+    while (size := global_batch_size_at(c, consumed)) < c.global_batch_size and consumed + size <= samples:
+        count, consumed = count + 1, consumed + size
+    count += max(0, int(samples) - consumed) // c.global_batch_size
+    return max(1, count // c.updates_per_call) * c.updates_per_call
+
+
 # --- a checkpoint's configuration -------------------------------------------------------------------------------------
 
 
@@ -245,7 +255,7 @@ def check(c, world):
     falls = c.lr_decay_style != "wsd" or c.lr_wsd_decay_iters > 0
     require(c, "lr_decay_style", falls, "set lr_wsd_decay_iters, the updates in which the rate falls")
     require(c, "min_lr", c.min_lr <= c.lr, f"should be at most lr={c.lr}")
-    require(c, "train_iters", c.train_iters or c.eval_only, "should be above 0")
+    require(c, "train_iters", c.train_iters or c.train_epochs or c.eval_only, "should be above 0")
     whole = c.train_iters % c.updates_per_call == 0
     require(c, "train_iters", whole, f"should be a multiple of updates_per_call={c.updates_per_call}")
     enough = c.eval_iters > 0 or not c.eval_only

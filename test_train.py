@@ -252,6 +252,39 @@ def test_ranks_that_see_different_files_stop_before_the_first_step(workers, tmp_
     assert different != "out" or not any(p for home in homes for p in home.rglob("step_*"))
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="needs root to make two network namespaces")
+def test_two_hosts_without_a_shared_folder_are_named(config_file, tmp_path):
+    """Each host is a network namespace with a folder of its own; data_dir is shared."""
+    config = Path(config_file).read_text().replace(f"{tmp_path}/out", "out")
+    launch = f"{sys.executable} -m torch.distributed.run --nnodes=2 --nproc_per_node=2 --master_addr=10.77.0.1"
+    program = f"{HERE}/train.py micro.py --pp=2"
+    make = ["ip netns add nano1", "ip netns add nano2", "ip link add v1 netns nano1 type veth peer name v2 netns nano2"]
+    for i in "12":
+        (tmp_path / i).mkdir()
+        (tmp_path / i / "micro.py").write_text(config)
+        up = f"ip link set lo up && ip addr add 10.77.0.{i}/24 dev v{i} && ip link set v{i} up"
+        make.append(f"ip netns exec nano{i} sh -c '{up}'")
+    hosts = []
+    try:
+        for command in make:
+            if subprocess.run(command, shell=True, capture_output=True).returncode:
+                pytest.skip(f"this machine can't: {command}")
+        for i in "12":
+            inside = f"cd {tmp_path}/{i} && GLOO_SOCKET_IFNAME=v{i} {launch} --node_rank={int(i) - 1} {program}"
+            command = ["ip", "netns", "exec", f"nano{i}", "sh", "-c", inside]
+            pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
+            hosts.append(subprocess.Popen(command, **pipes))
+        said = [host.communicate(timeout=120)[0] for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+        for i in "12":
+            subprocess.run(["ip", "netns", "del", f"nano{i}"], capture_output=True)
+    line = r"error: out_dir=out: rank 2 \(on .*\) sees other files there than rank 0"
+    assert re.search(line, "".join(said)) and " iteration " not in "".join(said), said
+
+
 # --- in this process --------------------------------------------------------------------------------------------------
 
 
@@ -344,13 +377,15 @@ def test_more_processes_than_gpus_is_one_line(config_file, monkeypatch, capsys):
 
 @pytest.mark.parametrize("visible, code", [(None, 2), ("0", 2), ("", 0)])
 def test_a_gpu_that_pytorch_cannot_use_is_no_silent_cpu(config_file, monkeypatch, capsys, tmp_path, visible, code):
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.57.02  Tue Jul 13\n")
     monkeypatch.setattr(processes, "GPU", tmp_path)
+    monkeypatch.setattr(processes, "DRIVER", tmp_path / "version")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     found, _, err = main(monkeypatch, capsys, config_file, "--train_iters=1")
-    assert found == code and err.count("\n") == (code == 2)
+    assert found == code and err.count("\n") == (code == 2) == ("470.57.02" in err)
 
 
 def test_operations_that_do_not_run_are_one_line(tokens_dir, tmp_path, monkeypatch):
@@ -425,3 +460,9 @@ def test_metrics_have_every_promised_field(tokens_dir, tmp_path):
     ).split()
     assert len(rows) == 2 and set(rows[0]) == set(promised) and set(rows[1]) == {*promised, "validation_loss"}
     assert rows[0]["mfu"] == "unknown" and len(repr(rows[0]["lm_loss"])) > 12
+
+
+def test_epochs_stand_for_iterations(tokens_dir, tmp_path):
+    """4,000 tokens make 499 samples of 8 tokens. A step has 24 samples, so half an epoch is 10 steps."""
+    go(configured(tmp_path, tokens_dir, train_iters=0, train_epochs=0.5, lr_decay_iters=0))
+    assert checkpoint.all_steps(tmp_path) == [10]

@@ -248,6 +248,8 @@ def run_training(config, mesh, device):
     with contextlib.ExitStack() as stack:
         tokens, path = agree(mesh.world, UserError, lambda: open_files(config, mesh, device, stack))
         compare_hosts(config, mesh, tokens, path)
+        if config.train_epochs and not config.eval_only:
+            config.train_iters = configuration.iterations(config, config.train_epochs * tokens["train"].num_samples)
         run = build(config, mesh, device)
         if mesh.rank == 0:
             print(describe(run, path), flush=True)  # before the weights, which may take minutes
@@ -312,7 +314,8 @@ def new_file(out_dir):
 
     The name is new, because network file systems remember for a while that a file did not exist.
     """
-    with explained(f"out_dir={out_dir}"), tempfile.NamedTemporaryFile(dir=out_dir) as file:
+    with explained(f"out_dir={out_dir}"), tempfile.NamedTemporaryFile(dir=out_dir, buffering=0) as file:
+        file.write(bytes(4096))  # a full disk may take a name, but no bytes
         yield Path(file.name).name
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import threading
 import time
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from errors import UserError, cause, explained, locked, report, write_error_file
 from parallel.comm import CommunicationError, group_options
 
-GPU = Path("/dev/nvidiactl")
+GPU, DRIVER = Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version")
 
 
 def join():
@@ -30,8 +31,9 @@ def join():
         device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "nccl"
         torch.cuda.set_device(device)
     elif torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") != "" and GPU.exists():
-        why = f"PyTorch for CUDA {torch.version.cuda} can't use the GPU of this machine"
-        raise UserError(f"{why}; update its driver (nvidia-smi names it), install another PyTorch, or {cpu}")
+        driver = re.search(r"\d+\.[\d.]+", DRIVER.read_text())[0] if DRIVER.exists() else "unknown"
+        why = f"PyTorch for CUDA {torch.version.cuda} can't use this machine's GPU with its driver {driver}"
+        raise UserError(f"{why}; update the driver, install a PyTorch for an older CUDA, or {cpu}")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=follow, args=[os.getppid()], daemon=True).start()
     if "WORLD_SIZE" in os.environ:
