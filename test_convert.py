@@ -159,7 +159,7 @@ def test_a_seed_gives_one_text(out, capsys, monkeypatch):
 def test_ids_that_are_no_text_are_never_drawn(out):
     """The model has 301 ids, but the tokenizer `bytes` has 257. A hot model gives all ids some probability."""
     model, _ = generate.load_model(out, CPU)
-    ids = list(generate.generate(model, [0], 1000, temperature=1000.0, generator=torch.Generator().manual_seed(0)))
+    ids = list(generate.generate(model, [0], 300, temperature=1000.0, generator=torch.Generator().manual_seed(0)))
     assert model.config.vocab_size == 301 and 250 < max(ids) < 257
 
 
