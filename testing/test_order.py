@@ -6,6 +6,7 @@ each call until all ranks of the call are in it. A dry run of each rank records 
 """
 
 import random
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -14,7 +15,8 @@ import torch.distributed as dist
 
 from accounts import dry_run
 from errors import UserError
-from parallel import comm, pipedream
+from parallel import comm
+from parallel.pipedream import PipeDream
 from parallel.schedules import ASYNCHRONOUS, SCHEDULES, usual_chunks
 from test_layouts import tiny_config
 
@@ -100,18 +102,15 @@ def test_no_order_of_calls_deadlocks(monkeypatch, schedule):
 
 
 def test_pipedream_is_refused_on_gpus_by_name():
-    config = tiny_config(1, pp=2, schedule="pipedream")
-    pipedream.refuse_deadlock(config, torch.device("cpu"))
+    zero, config = SimpleNamespace(device=torch.device("cuda")), tiny_config(1, pp=2, schedule="pipedream")
     with pytest.raises(UserError, match="schedule=pipedream: on GPUs"):
-        pipedream.refuse_deadlock(config, torch.device("cuda"))
+        PipeDream(None, zero, config, *[None] * 4)
 
 
 def test_the_rule_finds_a_wrong_order(monkeypatch):
     """Swap two neighbouring calls of one rank. In most places the ranks then wait for ever."""
-    calls, dice = (
-        [recorded(monkeypatch, tiny_config(1, 2, pp=2, dtype="fp32"), 4, rank) for rank in range(4)],
-        random.Random(0),
-    )
+    config, dice = tiny_config(1, 2, pp=2, dtype="fp32"), random.Random(0)
+    calls = [recorded(monkeypatch, config, 4, rank) for rank in range(4)]
     assert waiting(calls) == {}
     stuck = 0
     for _ in range(40):
