@@ -102,8 +102,9 @@ def from_hf(folder, out):
         there = hf.AutoConfig.from_pretrained(folder, **options)
         config, tokenizer = config_here(there, out), load_tokenizer(str(folder))
         model, info = hf.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True, **options)
-        if info["missing_keys"]:
-            raise ValueError(f"missing keys: {', '.join(sorted(info['missing_keys']))}")
+        for what, names in info.items():
+            if names := [str(name) for name in names if not str(name).endswith(".attn.masked_bias")]:  # of old files
+                raise ValueError(f"{what}: {', '.join(sorted(names))}")
         if not torch.equal(model.get_output_embeddings().weight, model.get_input_embeddings().weight):
             raise ValueError("lm_head.weight differs from the word table; the model here has one table for both")
     final = checkpoint.step_path(out, 0)
@@ -116,13 +117,17 @@ def from_hf(folder, out):
         Path(out, "config.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"{folder} -> {final}; to train it further:")
     print(f"python prepare.py FILES --tokenizer={folder} --out={config.data_dir} && torchrun train.py {out}/config.py")
+    dropouts = dict(attention_dropout=0.0, layerdrop=0.0, attn_pdrop=0.0, embd_pdrop=config.dropout)
+    for name, here in dropouts.items():
+        if getattr(there, name, here) != here:
+            print(f"{name}={getattr(there, name)} there is {here} here")
 
 
 def config_here(there, out):
     """Return the Config of transformers' configuration `there`. Raises LookupError, ValueError or UserError."""
     opt = {"gpt2": False, "opt": True}[there.model_type]
     activation = {name: here for here, row in ACTIVATIONS.items() for name in row.hugging_face}
-    for name, value in fixed(opt, there.hidden_size).items():
+    for name, value in (fixed(opt, there.hidden_size) | {"quantization_config": None}).items():
         if getattr(there, name, None) not in (None, value):
             raise ValueError(f"{name}={getattr(there, name)}: the model here has {name}={value}")
     values = {here: getattr(there, names[opt]) for here, names in FIELDS.items()}

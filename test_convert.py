@@ -417,3 +417,20 @@ def test_what_exists_is_not_overwritten(tmp_path, capsys, monkeypatch):
     for words in (["from_hf", tmp_path / "hf"], ["to_hf", out]):
         assert refusal(capsys, monkeypatch, *words, f"--out={out}") == f"out={out}: File exists"
     assert refusal(capsys, monkeypatch, "to_hf", tmp_path, "--out=x").startswith(f"{tmp_path}: there is no checkpoint")
+
+
+@pytest.mark.parametrize(
+    "kind, fields, lines",
+    [
+        ("gpt2", dict(embd_pdrop=0.2, resid_pdrop=0.1, attn_pdrop=0.3), ["embd_pdrop=0.2 there is 0.1 here"]),
+        ("gpt2", dict(attn_pdrop=0.3), ["attn_pdrop=0.3 there is 0.0 here"]),
+        ("opt", dict(layerdrop=0.2), ["layerdrop=0.2 there is 0.0 here"]),
+        ("gpt2", dict(embd_pdrop=0.1, resid_pdrop=0.1, attn_pdrop=0.0), []),
+    ],
+)
+def test_dropouts_that_change_are_named(tmp_path, capsys, kind, fields, lines):
+    saved(tmp_path / "hf", kind)
+    change_config(tmp_path / "hf", **fields)
+    imported(tmp_path / "hf", tmp_path / "out")
+    said = capsys.readouterr().out
+    assert all(line in said for line in lines) and (lines or " there is " not in said)
