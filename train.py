@@ -250,7 +250,7 @@ def run_training(config, mesh, device):
         compare_hosts(config, mesh, tokens, path)
         if config.train_epochs and not config.eval_only:
             config.train_iters = configuration.iterations(config, config.train_epochs * tokens["train"].num_samples)
-        run = build(config, mesh, device)
+        run = agree(mesh.world, UserError, lambda: build(config, mesh, device))
         if mesh.rank == 0:
             print(describe(run, path), flush=True)  # before the weights, which may take minutes
         if path:
