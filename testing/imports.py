@@ -1,4 +1,4 @@
-"""Finds imports between the project's files that break the rules.
+"""Finds imports between the project's files that break the rules, and prints them: python -m testing.imports
 
 Imports inside functions count, too. The rules and their reasons:
 
@@ -53,3 +53,7 @@ def broken_rules(imports):
         if path == "errors.py":
             lines.append(f"errors.py imports {other}")
     return lines
+
+
+if __name__ == "__main__":
+    print("\n".join(broken_rules(graph())) or "no import breaks a rule")
