@@ -104,7 +104,7 @@ def from_hf(folder, out):
         model, info = hf.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True, **options)
         for what, names in info.items():
             if names := [str(name) for name in names if not str(name).endswith(".attn.masked_bias")]:  # of old files
-                raise ValueError(f"{what}: {', '.join(sorted(names))}")
+                raise ValueError(f"{what.replace('_', ' ')}: {', '.join(sorted(names))}")
         if not torch.equal(model.get_output_embeddings().weight, model.get_input_embeddings().weight):
             raise ValueError("lm_head.weight differs from the word table; the model here has one table for both")
     final = checkpoint.step_path(out, 0)

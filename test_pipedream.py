@@ -277,7 +277,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_the_next_save(workers
     monkeypatch.setattr(workers, "adversary", False)  # this mode refuses to send a nan
     fields = dict(save_interval=4, keep=0, optimizer="sgd", train_iters=16)
     workers.run(2, go, at_rest(tmp_path, tokens_dir, "pipedream", 2, **fields | dict(train_iters=4)))
-    config = at_rest(tmp_path, tokens_dir, "pipedream", 2, **fields, lr=1e200, min_lr=1e200)
+    config = at_rest(tmp_path, tokens_dir, "pipedream", 2, **fields, lr=9e12, min_lr=9e12, weight_decay=9e12)
     for message in workers.run(2, fails, config):
         assert re.match(r"iteration [5-9]: the gradient norm is (nan|inf): pipedream can't skip an update", message)
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_4"]
