@@ -311,7 +311,7 @@ def pytest_generate_tests(metafunc):
 
 
 def test_the_grid_covered(workers, point):
-    check_point(workers, point, [point["optimizer"]])
+    check_point(workers, point, [point["optimizer"]], steps=2)
 
 
 @pytest.mark.grid

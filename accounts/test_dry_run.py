@@ -31,14 +31,14 @@ bf16 = partial(tiny_config, dtype="bf16")
 
 
 def every_kind():
-    """Return [(configuration, number of ranks, rank)]: each schedule with each ZeRO stage, each mode at least twice."""
+    """Return [(configuration, number of ranks, rank)]: each schedule with two ZeRO stages."""
     found = []
     for i, schedule in enumerate(schedules.SCHEDULES):
         chunks, calls = schedules.usual_chunks(schedule), schedule in schedules.ASYNCHRONOUS
         fields = dict(pp=2, schedule=schedule, chunks=chunks, num_layers=6, micro_batch_size=3, activation="relu")
         if calls:
             fields |= dict(updates_per_call=3, clip_grad=0.0, global_batch_size=6 if schedule == "pipedream" else 24)
-        for zero in range(2 if calls else 4):
+        for zero in (0, 1) if calls else (i % 2, 2 + i % 2):
             dtype, sp = ("fp32", "bf16")[(i + zero // 2) % 2], (i + zero) % 2 == 0
             recompute, dropout = ("none", "full")[i % 2], 0.1 * (zero // 2 == i % 2)
             modes = dict(dtype=dtype, sequence_parallel=sp, recompute=recompute, dropout=dropout)

@@ -68,7 +68,7 @@ def layouts():
 @pytest.mark.parametrize("ranks", [2, 4, 6, 8])
 def test_the_ledger_equals_the_formulas(workers, ranks):
     fitting = [config for count, config in layouts() if count == ranks]
-    check_ledger(workers.run(ranks, counted, fitting), fitting)
+    check_ledger(workers.run(ranks, counted, fitting, 1), fitting)
 
 
 def check_ledger(results, configs):
