@@ -35,7 +35,7 @@ def every_kind():
     found = []
     for i, schedule in enumerate(schedules.SCHEDULES):
         chunks, calls = schedules.usual_chunks(schedule), schedule in schedules.ASYNCHRONOUS
-        fields = dict(pp=2, schedule=schedule, chunks=chunks, num_layers=6, micro_batch_size=3, activation="relu")
+        fields = dict(pp=2, schedule=schedule, chunks=chunks, num_layers=3, micro_batch_size=3, activation="relu")
         if calls:
             fields |= dict(updates_per_call=3, clip_grad=0.0, global_batch_size=6 if schedule == "pipedream" else 24)
         for zero in (0, 1) if calls else (i % 2, 2 + i % 2):

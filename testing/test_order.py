@@ -84,7 +84,7 @@ def layouts(schedule):
         batch = 4 if schedule == "pipedream-2bw" else 1
         fields |= dict(updates_per_call=5, clip_grad=0.0, micro_batch_size=1, global_batch_size=batch)
         return [(tiny_config(1, pp=p, **fields), p) for p in (2, 4)]
-    fields |= dict(micro_batch_size=1, num_layers=6, zero=i % 4)
+    fields |= dict(micro_batch_size=1, num_layers=4 * fields["chunks"] - 2, zero=i % 4)
     dp, tp = (2, 1) if i % 2 else (1, 2)
     short = tiny_config(dp, tp, pp=2, global_batch_size=4 * dp, sequence_parallel=tp == 2, **fields)
     return [(tiny_config(1, pp=4, global_batch_size=4, **fields), 4), (short, 4)]
