@@ -46,7 +46,12 @@ def test_the_lines_of_the_files_to_read():
     assert abs(about - sum(lines.values())) <= 50, sum(lines.values())
 
 
-SLIDES = re.findall(r"(?m)^\| ([^|]+?) \| [^|]+ \| `([^|`]+)` \| ([^|]+) \| ([^|]+) \|$", README)
+def slides(text):
+    """Return [(slide, command, code, test)] of the map."""
+    return re.findall(r"(?m)^\| ([^|]+?) \| [^|]+ \| `([^|`]+)` \| ([^|]+) \| ([^|]+) \|$", text)
+
+
+SLIDES = slides(README)
 
 
 def names_in(path):
@@ -83,6 +88,16 @@ def test_the_map_from_the_slides(slide, command, code, test):
 
 def test_the_map_has_every_slide():
     assert len(SLIDES) >= 18
+
+
+def test_the_japanese_readme_has_the_same_commands_and_names():
+    def names(rows):
+        return [(slide, command, re.findall("`(.+?)`", code + test)) for slide, command, code, test in rows]
+
+    japanese = (HERE / "README.ja.md").read_text("utf-8")
+    blocks = re.compile(r"```\w*\n.*?```", re.DOTALL)
+    assert japanese.count("\n") <= 200 and names(slides(japanese)) == names(SLIDES)
+    assert set(blocks.findall(japanese)) <= set(blocks.findall(README))
 
 
 # --- transcripts ------------------------------------------------------------------------------------------------------
