@@ -52,7 +52,7 @@ class MicroBatch:
     ids: torch.Tensor  # [n] int64
     targets: torch.Tensor | None  # [n] int64: the next id of each token; None in generation
     positions: torch.Tensor  # [n or n/t]: for each row of this rank, its position in the sample
-    rows: torch.Tensor  # [n or n/t] sample number * s + position of each row of this rank, for dropout masks
+    rows: torch.Tensor  # [n or n/t]: sample number * s + position, of each row of this rank; for dropout masks
     dropout: float
     caches: list | None = None  # in generation: for each block a list of past keys and values
 
@@ -168,7 +168,7 @@ class Head(nn.Module):
     """The last unit: maps vectors to the loss of every token, [n]. In generation there are no targets and t is 1; then
     it returns logits.
 
-    In training, backward computes the losses together with their gradient. Until then the losses are nan
+    In training, forward returns losses that are nan, and backward fills them in together with their gradient
     (`LinearCrossEntropy`).
     """
 

@@ -110,11 +110,11 @@ def evaluate(run, tokens):
 def train(run, tokens, validation, logger):
     """Train until train_iters, or until a signal to stop. tokens, validation: `data.Tokens`; validation may be None.
 
-    Raises UserError on all ranks if the loss is not finite for `stop_after_nan` iterations, or at the end.
+    Raises UserError on all ranks if the loss is not finite in `stop_after_nan` iterations in a row, or in the last one.
     """
     c, mesh, counters, history = run.config, run.mesh, run.counters, History(run, logger.say)
 
-    def due(interval):  # one call of PipeDream makes several updates: is a multiple of `interval` passed?
+    def due(interval):  # did this call pass a multiple? A call of PipeDream makes several updates
         return last or (interval and counters.iteration // interval > before // interval)
 
     samples = data.training_samples(counters.consumed_samples, mesh.dp.rank, mesh.dp.size, c.micro_batch_size)
@@ -272,8 +272,8 @@ def run_training(config, mesh, device):
 def open_files(config, mesh, device, stack):
     """Lock out_dir. Return ({split: Tokens}, path of the checkpoint to resume from or None).
 
-    Raises UserError, also if Triton lacks a compiler on this node or the model is too large for its memory. `build`
-    must not find this out, because there the ranks wait for each other.
+    Raises UserError, also if Triton lacks a compiler on this node or the model is too large for its memory. In `build`
+    the ranks wait for each other, so an error of one rank must be found before.
     """
     if mesh.rank == 0 and not config.eval_only:
         stack.enter_context(processes.lock(config.out_dir))

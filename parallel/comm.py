@@ -149,8 +149,8 @@ def _collective(operation, axis, what, whole, result, call, *arguments):
 def send(x, axis, to, what, tag=0):
     """Send x to rank `to` of the axis. x must not change or be freed until it is sent.
 
-    On NCCL, PyTorch may keep the memory of x reserved for some time after that (`recordStream`), so a GPU may reserve
-    more memory for messages than `memory.py` counts.
+    On NCCL, PyTorch may keep the memory of x after x is sent (`recordStream`). So a GPU may use more memory for
+    messages than `memory.py` counts.
     """
     x = x.contiguous()
     axis.ledger.count("send", axis.name, axis.size, what, x.numel() * x.element_size())
@@ -161,8 +161,8 @@ def receive(shape, like, axis, source, tag=0):
     """Start to receive a tensor of `shape` from rank `source` of the axis. like: any object with the `dtype` and
     `device` of the result.
 
-    Two ranks must start all messages of one group between them in the same order. Gloo matches a send and a receive by
-    their tag.
+    For each group, both ranks of a pair must start their messages to each other in the same order. Gloo matches a send
+    and a receive by their tag.
     """
     x = torch.empty(shape, dtype=like.dtype, device=like.device)
     return _message(x, axis, source, "to send", dist.irecv, tag)

@@ -2,8 +2,8 @@
 
 Slide "深層学習の用語説明" has SGD and Adam. Its Adam differs from Kingma and Ba's (arXiv 1412.6980) in three places.
 The slide subtracts the gradient from the moments; the paper adds it. The slide has epsilon inside the root; the paper
-has it outside. In update t, the paper divides m by 1 - b1^t and v by 1 - b2^t (b1, b2: beta1, beta2). The slide
-multiplies the update by b^(t+1). This file follows the paper.
+has it outside. m and v are the two moments. In update t, the paper divides m by 1 - b1^t and v by 1 - b2^t (b1, b2:
+beta1, beta2). The slide multiplies the update by b^(t+1). This file follows the paper.
 
 A rule is the function with which an optimizer changes the weights. It changes one range of a rank's flat buffers in
 place. It is elementwise, so a range may begin anywhere. All tensors have the master dtype, float32 (float64 in fp64
@@ -60,7 +60,8 @@ def adam_direction(gradient, m, v, scale, update, beta1, beta2, eps):
 # They give every parameter tensor ("layer") its own rate: the norm of an update becomes proportional to the norm of the
 # tensor. Such a rule has two halves. The first half is elementwise and overwrites the gradient with a direction. The
 # second half needs the norms of whole tensors. `tensor_norms` sums the squared elements of each tensor over tp and dp.
-# The second half gets `layerwise`. It is False for biases and LayerNorms, which use the rate `lr` unchanged.
+# The second half gets the argument `layerwise`. It is False for biases and LayerNorms, which use the rate `lr`
+# unchanged.
 
 
 def lamb(weight, gradient, moments, *, decay, scale, update, beta1, beta2, eps, **_):
@@ -157,8 +158,8 @@ def tensor_norms(tensors, mesh, sharded, device):
 
     tensors: [(Shard, Piece)], every parameter of this rank. A tensor may be cut by shards (`sharded`) and over tp, so
     its squares are summed over dp and tp. Then all holders of a tensor take the sums of the first holder. Their own
-    sums may differ in the last digits, because the order of the additions may differ. Then the copies of a weight would
-    drift apart.
+    sums may differ in the last digits, because the order of the additions may differ. With different norms the copies
+    of a weight would drift apart.
     """
     squares = torch.zeros(len(tensors), 2, dtype=torch.float64, device=tensors[0][0].weight.device)
     rows_of = {}  # {Axis of holders: their rows of `squares`}

@@ -24,12 +24,11 @@ runs again just before its backward, so only one block's activations exist at a 
 ZeRO-3 gathers a unit's parameters before the unit and frees them after it. A bucket's gradient is reduced as soon as it
 is complete, while backward continues with earlier units (as in PyTorch's DDP, Li et al., arXiv 2006.15704).
 
-Starting a send does not block, but `post` waits for the oldest send if too many are open. All ranks post their messages
-in one common order. A receive is posted as early as this order allows. The order prevents a deadlock (proof:
-`schedules.messages`). Messages to a higher rank and to a lower rank have different process groups, so a rank's send
-never waits for a receive that it has posted before. A buffer lives until its message is sent. Then the values of a sent
-output y are freed, because backward needs only y's graph. A rank with more than IN_TRANSIT unfinished sends waits for
-the oldest.
+Starting a send does not block. But `Mailbox.post`, which runs before each action, waits for the oldest send if more
+than IN_TRANSIT are unfinished. All ranks post their messages in one common order. A receive is posted as early as this
+order allows. The order prevents a deadlock (proof: `schedules.messages`). Messages to a higher rank and to a lower rank
+have different process groups, so a rank's send never waits for a receive that it has posted before. A buffer lives
+until its message is sent. Then the values of a sent output y are freed, because backward needs only y's graph.
 """
 
 import contextlib
@@ -100,7 +99,7 @@ class Executor:
         self.local = {}  # (kind, micro-batch, chunk): a tensor for another chunk on this rank
         self.mail = None  # the Mailbox of the current step
         self.trace = self.after_action = Unwatched()
-        self.methods, self.flats = METHODS, {}  # flats is empty here; PipeDream's buffers of old weights
+        self.methods, self.flats = METHODS, {}  # flats: empty here; PipeDream keeps old weights in it
         connect(mesh, schedule, zero.device)
 
     def run(self, micro_batches, count, weight):

@@ -15,12 +15,12 @@ example is 1F1B with four ranks, eight micro-batches and a backward as long as t
                    bubble                                        in flight on rank r   costs
     gpipe          (p-1) / (m+p-1)                               m
     1f1b           (p-1) / (m+p-1)                               p-r
-    interleaved    (p-1) / (vm+p-1)                              p + (p-2r-1)/v        more than v times the messages
+    interleaved    (p-1) / (vm+p-1)                              p + (p-2r-1)/v        (vp-1)/(p-1) times the messages
     zb-h1          (p-1)(F+I-W) / (m(F+I+W) + (p-1)(F+I-W))      p                     keeps output gradients until W
     zb-h2          (p-1)(F+I-2W) / (m(F+I+W) + (p-1)(F+I-2W))    2p-1                  keeps output gradients until W
     zb-v           (p-1)(I-W) / (m(F+I+W) + (p-1)(I-W))          p                     as zb-h1, twice the messages
     chimera        (p-2) / (2m+p-2)  if F = B                    p/2+1 .. p            twice the parameters
-    pipedream      (p-1) / (m+p-1)  with m of many updates       p-r                   old weights, p-r versions of them
+    pipedream      (p-1) / (m+p-1)  with m of all updates        p-r                   old weights, p-r versions of them
     pipedream-2bw  the same                                      p-r                   old weights, 2 versions of them
 
 There are p stages and m micro-batches. A chunk is a part of the model that one rank runs as a whole; a rank has v
@@ -67,7 +67,7 @@ class Schedule(NamedTuple):
     parts: list  # parts[chunk]: the part of the model that this chunk runs; a pipeline begins at part 0
     placement: list  # placement[chunk]: the rank that runs this chunk
     actions: list  # actions[rank]: the Actions of this rank, in their order
-    versions: list | None = None  # [rank][j]: the number of updates before the weights that micro-batch j uses
+    versions: list | None = None  # [rank][j]: how many updates the weights have had that micro-batch j uses
 
     @property
     def microbatches(self):
@@ -165,8 +165,8 @@ def interleaved(stages, microbatches, chunks=2):
             F += [Action("F", j, c * p + rank) for c in range(v) for j in group]
             B += [Action("B", j, c * p + rank) for c in reversed(range(v)) for j in group]
         # In the first (v-1) p forwards, the first group runs through all of this rank's chunks except the last. Then
-        # the first micro-batch runs its last chunk on the p-1-rank later ranks, and its backward returns through them.
-        # Meanwhile this rank has time for 2 (p-1-rank) forwards.
+        # the first micro-batch runs its last chunk on the later ranks (there are p-1-rank), and its backward returns
+        # through the same ranks. Meanwhile this rank has time for 2 (p-1-rank) forwards.
         warmup = (v - 1) * p + 2 * (p - 1 - rank)
         actions.append(F[:warmup] + alternate(F[warmup:], B))
     return Schedule("interleaved", list(range(v * p)), [c % p for c in range(v * p)], actions)
@@ -205,21 +205,21 @@ def zb_v(stages, microbatches, chunks=2):
     """ZB-V: a bubble no larger than ZB-H2's, as much memory as ZB-H1, and twice the messages.
 
     Rank r has chunk r on the way down (from rank 0 to rank p-1) and chunk 2p-1-r on the way up. Rank 0 has the first
-    and the last part of the model. So a backward can follow its last forward at once. The work of a rank is divided
-    into turns. A turn has six places in this order: f, i, w (up), then F, I, W (down). A rank leaves out a place
-    without an action. Below are p = 3 and rank 1:
+    and the last part of the model. So it can start the backward of a micro-batch directly after the last forward of
+    this micro-batch. The work of a rank is divided into turns. A turn has six places in this order: f, i, w (up), then
+    F, I, W (down). A rank leaves out a place without an action. Below are p = 3 and rank 1:
 
         turn       -3 -2 -1   0         1            2               3                        4
         rank 1     F0 F1 F2   f0 F3     f1 i0 w0     f2 i1 w1 F4 I0 W0   f3 i2 w2 F5 I1 W1    f4 i3 w3 F6 I2 W2 ...
 
-    Turn k+1 does for micro-batch j+1 what turn k does for micro-batch j. In turn k, rank r runs f of micro-batch k. It
-    runs i and w of micro-batch k-r, because i needs one turn for each rank on its way from rank 0 to rank p-1. It runs
-    I and W of micro-batch k-(p-1), because I then passes all ranks in one turn. The first 2p-1-r forwards down run as
-    early as possible. F of a later micro-batch j runs in turn j+r-p. Near the end no forward is left, and other ranks
-    wait for i and I. So rank r delays its last r w by r-1 turns and its last p W by 2r turns. The bubble is 0 if F, I
-    and W take equal time and m >= 2p-1. If m < p, the lists are made for p micro-batches, and the actions of the last
-    p-m are left out. Qi et al., arXiv 2401.10241 (not in the conference version) and 2405.15362 (V-ZB). Raises
-    UserError if chunks is not 2.
+    Turn k+1 does for micro-batch j+1 what turn k does for micro-batch j. In turn k, rank r runs f of micro-batch k. i
+    starts on rank 0 and moves to the next rank in each turn, so rank r runs i and w of micro-batch k-r. When i has
+    arrived on rank p-1, I passes all ranks in one turn. So every rank runs I and W of micro-batch k-(p-1). The first
+    2p-1-r forwards down run as early as possible. F of a later micro-batch j runs in turn j+r-p. Near the end no
+    forward is left, and other ranks wait for i and I. So rank r runs its last r actions w late: r-1 turns later, in the
+    place of W. It runs its last p actions W 2r turns later. The bubble is 0 if F, I and W take equal time and m >=
+    2p-1. If m < p, the lists are made for p micro-batches, and the actions of the last p-m are left out. Qi et al.,
+    arXiv 2401.10241 (not in the conference version) and 2405.15362 (V-ZB). Raises UserError if chunks is not 2.
     """
     p, m = stages, max(stages, microbatches)
     if p == chunks == 1:  # one stage has no way down and up
@@ -291,10 +291,10 @@ def pipedream(stages, microbatches, chunks=1, per_update=None):
 def pipedream_2bw(stages, microbatches, chunks=1, per_update=None):
     """PipeDream-2BW: an update after every `per_update` micro-batches (default: stages), and two versions of weights.
 
-    All micro-batches of an update use the same version on all ranks. It is one update older than the latest version, so
-    W(t+1) = W(t) - lr * gradient(W(t-1)). Narayanan et al., arXiv 2006.09503, section 3.1 (double-buffered weight
-    updates). Raises UserError if per_update < stages, because a rank would need a third version, or if the number of
-    micro-batches is not a multiple of per_update.
+    All micro-batches of an update use the same version on all ranks. It is one update older than the latest version.
+    With w(t) for the weights: w(t+1) = w(t) - lr * gradient(w(t-1)). Narayanan et al., arXiv 2006.09503, section 3.1
+    (double-buffered weight updates). Raises UserError if per_update < stages, because a rank would need a third
+    version, or if the number of micro-batches is not a multiple of per_update.
     """
     m = stages if per_update is None else per_update
     if m < stages:
@@ -599,8 +599,9 @@ def messages(schedule):
 
     Posting does not wait (isend, irecv; the tensor is kept until the message is done). `Mailbox.post` (pipeline.py)
     posts the receives up to the next send; `Mailbox.send` posts this send. The Mailbox also waits for its oldest send
-    if more than two sends are unfinished. This wait adds no deadlock: by the proof below, all messages before the
-    oldest send run, so it runs, too. A rank posts receives as early as the order allows.
+    if more than two sends are unfinished. This wait adds no deadlock. For the proof below, it only makes the next
+    action need one message more, which is ready before this action starts in the simulation. A rank posts receives as
+    early as the order allows.
 
     **This never deadlocks**, even if each rank runs the messages in its queue strictly one by one. Proof: suppose that
     some actions never run. Let A be the first of these in the simulation. All actions before A on its rank have run, so
@@ -611,10 +612,10 @@ def messages(schedule):
     some time. Real durations do not matter.
 
     **No tensor that is ready waits for one that is not.** Messages to a higher rank have one process group. Messages to
-    a lower rank have another one (`pipeline.axis_to`). So between two ranks each group has only one sender. Its
-    messages are in the order in which this rank computes them. With one group for both directions, a send would wait
-    for each receive that its rank has posted before. The proof also holds with two groups: then each message waits for
-    fewer earlier messages. Two chunks on one rank need no message.
+    a lower rank have another one (`pipeline.axis_to`). So between two ranks each group has only one sender. The
+    messages of a group are in the order in which its sender computes them. With one group for both directions, a send
+    would wait for each receive that its rank has posted before. The proof also holds with two groups: then each message
+    waits for fewer earlier messages. Two chunks on one rank need no message.
     """
     consumers = {}  # {producer: its consumer on another rank}; a producer has at most one
     for action, needs in prerequisites(schedule).items():

@@ -21,10 +21,10 @@ communication:
 
 Activations are [n, h]: the n = b s tokens of the micro-batch, sample after sample. With sequence parallelism each rank
 has n/t consecutive rows of an activation outside of the pairs. LayerNorm, dropout and residual stream then cost 1/t of
-the memory and the work. An all_reduce sends as many bytes as reduce_scatter plus all_gather. But each pair needs one
-more all_gather: x is stored cut, and backward gathers it again. A replicated parameter (LayerNorm, row-parallel bias,
-position embedding) now sees only part of the tokens on each rank. Its gradient is a partial sum there, and `zero.py`
-sums it over tp at the end of the step.
+the memory and the work. An all_reduce sends as many bytes as reduce_scatter plus all_gather. But sequence parallelism
+needs one all_gather more for each pair of linears: forward stores only the cut x, so backward gathers x again for dW. A
+replicated parameter (LayerNorm, row-parallel bias, position embedding) now sees only part of the tokens on each rank.
+Its gradient is a partial sum there, and `zero.py` sums it over tp at the end of the step.
 
 **What can overlap.** The slide says that tensor parallel communication can't be hidden. This is true in forward: the
 next operation needs the sum that g computes. It is not true in backward: dx needs its all_reduce, but the weight
@@ -33,8 +33,9 @@ sequence parallelism, the all_gather of x for dW also overlaps with the computat
 communication in forward, (2) the all_gather of dy, (3) the communication of the embedding and the head, and (4) the
 communication of dx in the action I (zb-* schedules), because W computes dW later.
 
-Per layer and micro-batch each rank sends 8 bsh (t-1)/t elements, or 10 bsh (t-1)/t with sequence parallelism
-(`accounts/ledger.py`). It has 1/t of the matrices and of their work.
+Per layer and micro-batch each rank sends 8 bsh (t-1)/t elements, 2 bsh (t-1)/t in each of 4 all_reduces. With sequence
+parallelism it sends 10 bsh (t-1)/t, bsh (t-1)/t in each of 10 all_gathers and reduce_scatters (`accounts/ledger.py`).
+It has 1/t of the matrices and of their work.
 """
 
 import hashlib

@@ -27,8 +27,8 @@ This file has the methods in the same order.
     update         once                    everything       1/n               1/n                      1/n
     publish        once                    -                all_gather        all_gather               -
 
-`publish` only starts the gathers. These all_gathers run while the next step begins. `gather` waits until that of its
-bucket is done.
+`publish` only starts the gathers. These all_gathers run while the next step begins. `gather` waits for the all_gather
+of its bucket.
 
 Stage 2 frees whole gradients, stage 3 also whole parameters. A rank always keeps its shard. It has the whole buffer
 only while a unit uses the buffer or while the buffer is sent. This is the life of a bucket's whole gradient. It repeats
@@ -84,10 +84,11 @@ class Bucket:
 
     param, grad: whole, [size]. If the stage shards them, they have storage only while they are in use. owned: (begin,
     end) of the elements that this rank updates: its shard with stage 1 or higher, else everything. own_param, own_grad,
-    master (master weights), moments: each has only the elements `owned`. staging: only with offload from a GPU: pinned;
-    it carries the gradient to the CPU, then the new weights back. ranges: consecutive elements of `owned` that are all
-    cut over tp or all replicated, and all with or all without weight decay. pieces: for each parameter, its elements in
-    `owned` (`layout.py`). params: the nn.Parameters, views into `param`, in the order of layout.specs.
+    master (master weights), moments: each has only the elements `owned`. staging: a pinned buffer, only with offload
+    from a GPU. It carries the gradient to the CPU, then the new weights back. ranges: `owned`, cut into ranges of
+    consecutive elements. In a range all elements are cut over tp or none is, and all decay or none does. pieces: for
+    each parameter, its elements in `owned` (`layout.py`). params: the nn.Parameters, views into `param`, in the order
+    of layout.specs.
     """
 
     def __init__(self, layout, stage, dp, holders, storage):
@@ -338,14 +339,12 @@ class Zero:
         pieces = self._counted_pieces()
         if not pieces:
             return torch.zeros((), dtype=torch.float64, device=self.device)
-        if self.counted is None:  # built once: a host-to-device copy synchronizes
+        if self.counted is None:  # built once, because the host waits for a copy to the device
             self.counted = torch.tensor([counts for _, counts in pieces], dtype=torch.float64, device=self.device)
         return (self.ops.squared_norms([piece for piece, _ in pieces]) * self.counted).sum()
 
     def _counted_pieces(self):
-        """Return [(gradient, counts)]: neighbouring ranges of `own_grad`, joined; counts: True if they count on this
-        rank.
-        """
+        """Return [(part of `own_grad`, True if the norm counts it on this rank)]."""
         pieces = []
         for bucket in self.buckets.values():
             for counts, group in itertools.groupby(bucket.ranges, lambda r, bucket=bucket: self.counts(bucket, r.cut)):
@@ -366,8 +365,8 @@ class Zero:
                 gradient, cast = bucket.staging.copy_(gradient, non_blocking=True), None
             buffers = bucket.master, gradient, bucket.moments
             shards.append(optimizer.Shard(*buffers, bucket.ranges, bucket.pieces, cast, bucket.holders))
-        # With offload, the copy of the scalars to the CPU waits for the GPU. Then the gradients in `staging` are there,
-        # too.
+        # With offload, the copy of the scalars to the CPU waits for the GPU. Then the gradients have arrived in
+        # `staging`, too.
         there = reference.UpdateScalars(*(x.to("cpu" if offload else self.device) for x in scalars))
         optimizer.update(self.config, shards, there, reference if offload else self.ops, self.mesh, self.device)
         for bucket in self.buckets.values():
