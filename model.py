@@ -7,10 +7,10 @@
 
 x is [n, h]. A micro-batch has b samples of s tokens, n = b s, and h is the hidden size. The s rows of the first sample
 come first, then those of the second. Sequence parallelism cuts the rows over the t tensor parallel ranks
-(`parallel/tensor.py`). Then each rank has n/t rows. GPT-2 (Radford et al. 2019) has LayerNorm before attention and MLP,
-learned positions, tanh-GELU and biases in every block, and uses the word table twice. With ReLU instead of GELU the
-model is OPT (Zhang et al. 2022). Dropout acts on the embedding and on the outputs of attention and MLP. The attention
-probabilities have no dropout.
+(`parallel/tensor.py`). Then each rank has n/t rows. In GPT-2 (Radford et al. 2019) each block has a LayerNorm before
+attention and before the MLP, the tanh form of GELU, and biases. Positions are learned. The word table is used twice.
+With ReLU instead of GELU the model is OPT (Zhang et al. 2022). Dropout acts on the embedding and on the outputs of
+attention and MLP. The attention probabilities have no dropout.
 
 The layers of `parallel/tensor.py` contain the parallelism. A model is a list of *units* (embedding, blocks, head).
 Each unit is a function of (x, micro-batch). Between two units the executor (`parallel/pipeline.py`) can gather or free
@@ -106,7 +106,8 @@ class Branch(NamedTuple):
 
 
 class ResidualStream:
-    """The residual stream x. `x += branch` only stores the branch. The next LayerNorm adds the branch to x.
+    """The residual stream x. `x += branch` only stores the branch. The next LayerNorm, the next `+=` or `tensor()` adds
+    the branch to x.
 
     So addition and LayerNorm are one operation, and a fused kernel needs one pass over memory for both
     (`kernels.add_layer_norm_`).
@@ -207,7 +208,9 @@ class GPT(nn.Module):
         self.table = [specs(unit) for unit in self.units]  # table[i]: the ParamSpecs that unit i uses
 
     def forward(self, batch):
-        """Run all units on one process, for generation. Return logits, or with targets the losses [n]."""
+        """Run all units on one process, for generation. Return the logits. If the micro-batch has targets, return the
+        losses [n].
+        """
         x = None
         for unit in self.units:
             x = unit(x, batch)

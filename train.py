@@ -41,7 +41,7 @@ from tokenizer import COPY
 
 def train_step(run, batches):
     """Make one update with micro-batches from the iterator `batches`. Return a `PendingStep` (`log.py`): the loss and
-    norm, which the device may still compute.
+    the norm. The device may not have computed them yet.
 
     If the gradient of one rank has an inf or nan, the sum of the squared norms over all ranks is not finite, and every
     rank skips the update. A skipped update changes no weight, no moment and not `zero.updates`, on which the learning
@@ -252,7 +252,7 @@ def run_training(config, mesh, device):
             config.train_iters = configuration.iterations(config, config.train_epochs * tokens["train"].num_samples)
         run = agree(mesh.world, UserError, lambda: build(config, mesh, device))
         if mesh.rank == 0:
-            print(describe(run, path), flush=True)  # before the weights, which may take minutes
+            print(describe(run, path), flush=True)  # printed first, because setting the weights may take minutes
         if path:
             restore(run, path)
         else:
@@ -312,7 +312,8 @@ def compare_hosts(c, mesh, tokens, path):
 def new_file(out_dir):
     """Context: make a file in out_dir, to see that rank 0 can write there. Yield its name.
 
-    The name is new, because network file systems remember for a while that a file did not exist.
+    The name was never used: a network file system may deny a file for a while, if it was asked before the file was
+    made.
     """
     with explained(f"out_dir={out_dir}"), tempfile.NamedTemporaryFile(dir=out_dir, buffering=0) as file:
         file.write(bytes(4096))  # a full disk may take a name, but no bytes

@@ -14,8 +14,8 @@ first dimension, so a contiguous tensor is sent without a copy.
 Each call starts the communication and returns a `Pending`. `.wait()` returns the tensor. The caller may compute between
 the call and `.wait()`. This is the overlap of communication and computation. On NCCL, `wait` makes only the GPU wait.
 If a peer does not answer within the timeout, a thread of NCCL (its watchdog) prints a message and ends the process. On
-Gloo, `wait` blocks the host. The error of `wait` names the rank that waited and the other ranks. On an axis of one rank
-nothing is sent or counted.
+Gloo, `wait` blocks the host. The error of `wait` names the rank that waited and the other ranks. If an axis (a group of
+ranks, `mesh.Axis`) has one rank, nothing is sent or counted.
 
 `agree` and `gather_objects` send small Python objects outside of a step. The ledger does not count them.
 """

@@ -48,11 +48,11 @@ METHODS = {  # {kind of an action: (method of Executor, timer)}
     "I": ("input_gradient", "backward-compute"),
     "W": ("weight_gradient", "backward-compute"),
 }
-IN_TRANSIT = 2  # unfinished sends before we wait for the oldest (Gloo does not tell which sends have finished)
+IN_TRANSIT = 2  # the most unfinished sends of a rank; with more it waits for the oldest
 
 
 class Unwatched:
-    """Replaces timers (`log.Timers`), a trace (`trace.py`) or a meter (`meter.py`), and does nothing."""
+    """Replaces timers (`log.Timers`), a trace (`accounts/trace.py`) or a meter (`accounts/meter.py`), and does nothing."""
 
     def __call__(self, *_):
         return contextlib.nullcontext()
@@ -63,8 +63,9 @@ class Unwatched:
 class Chunk:
     """Consecutive units on this rank. buckets[i]: the names of the buckets that unit i uses.
 
-    reduce_after[i]: the buckets whose gradient is complete once backward has passed unit i, as no unit before i uses
-    them. release_after[i]: the buckets that forward no longer needs after unit i, as no unit after i uses them.
+    reduce_after[i]: the buckets that unit i uses and no unit before i uses. Their gradient is complete after the
+    backward of unit i. release_after[i]: the buckets that unit i uses and no unit after i uses. Forward does not need
+    them after unit i.
     """
 
     def __init__(self, units, buckets):

@@ -24,11 +24,11 @@ example is 1F1B with four ranks, eight micro-batches and a backward as long as t
     pipedream-2bw  the same                                      p-r                   old weights, 2 versions of them
 
 There are p stages and m micro-batches. A chunk is a part of the model that one rank runs as a whole; a rank has v
-chunks. F, I and W are the durations of forward, input gradient and weight gradient on a whole stage. B = I + W is a
-backward. The column "in flight" is for large m. Its unit is the activations of one micro-batch on a whole stage. The
-formulas of zb-h1 and zb-h2 need W <= F and W <= I. The formula of zb-v needs W <= F <= I. `FORMULAS` below has the
-exact conditions. Each micro-batch sends bsh elements forward and bsh elements backward over every boundary between
-ranks.
+chunks. F, I and W are the durations of forward, input gradient and weight gradient on a whole stage. B = I + W is the
+duration of a backward. The column "in flight" is for large m. Its unit is the activations of one micro-batch on a whole
+stage. The formulas of zb-h1 and zb-h2 need W <= F and W <= I. The formula of zb-v needs W <= F <= I. `FORMULAS` below
+has the exact conditions. Each micro-batch sends bsh elements forward and bsh elements backward over every boundary
+between ranks.
 
 A schedule is data. The same lists are checked, simulated, drawn (`draw.py`) and executed (`pipeline.py`). The sections
 of this file: schedules, checks, simulation, an order of messages that never deadlocks, formulas of the papers. The
@@ -166,7 +166,8 @@ def interleaved(stages, microbatches, chunks=2):
             B += [Action("B", j, c * p + rank) for c in reversed(range(v)) for j in group]
         # In the first (v-1) p forwards, the first group runs through all of this rank's chunks except the last. Then
         # the first micro-batch runs its last chunk on the later ranks (there are p-1-rank), and its backward returns
-        # through the same ranks. Meanwhile this rank has time for 2 (p-1-rank) forwards.
+        # through the same ranks. Meanwhile this rank runs 2 (p-1-rank) forwards: one for each of these forwards and
+        # backwards.
         warmup = (v - 1) * p + 2 * (p - 1 - rank)
         actions.append(F[:warmup] + alternate(F[warmup:], B))
     return Schedule("interleaved", list(range(v * p)), [c % p for c in range(v * p)], actions)
@@ -249,11 +250,12 @@ def chimera(stages, microbatches, chunks=1):
     the parameters, and the gradients of both copies are summed at the end. Even micro-batches go down (from rank 0 to
     rank p-1), odd micro-batches go up. The batch is cut into groups of p micro-batches. In a group, k = 0, 1 ...
     numbers the micro-batches of one direction. Suppose that F and B take one time slot each. On part i, micro-batch k
-    then has its F in slot i + 2k and its B in slot 2p-1 - i + 2k. The two directions never need the same slot. p is
-    even, so on one rank the F of the two directions are in slots of different parity, and so are their B. Within a
-    group, all F of one direction come before all B of the other. The next group begins 2p slots later and uses slots
-    that are still free ("direct concatenation"). Any m is allowed; a multiple of p is best. Li and Hoefler, arXiv
-    2107.06925, section 3, figure 3. Raises UserError if p is odd and not 1.
+    then has its F in slot i + 2k and its B in slot 2p-1 - i + 2k. The two directions never need the same slot. On rank
+    r they use the parts r and p-1-r. p is even, so one of these numbers is even and the other is odd. So their F are in
+    slots of different parity, and so are their B. Within a group, all F of one direction come before all B of the
+    other. The next group begins 2p slots later and uses slots that are still free ("direct concatenation"). Any m is
+    allowed; a multiple of p is best. Li and Hoefler, arXiv 2107.06925, section 3, figure 3. Raises UserError if p is
+    odd and not 1.
     """
     p = stages
     if p == 1:  # with one stage both directions are the same
@@ -399,7 +401,7 @@ def check(schedule, microbatches=None):
 
 
 def check_actions(schedule, microbatches=None):
-    """Refuse a schedule unless each chunk of a micro-batch's pipeline has F and B, or F, I and W, on the right rank."""
+    """Accept a schedule only if each chunk of a micro-batch's pipeline has F and B, or F, I and W, on the right rank."""
     name, parts, placement, lists, _ = schedule
     length = max(parts, default=-1) + 1
     if not parts or list(parts) != list(range(length)) * (len(parts) // length):
@@ -516,9 +518,9 @@ def simulate(schedule, cost, comm=0):
     """Return the Timeline of a schedule. Raises UserError for a schedule that `check` refuses.
 
     Each rank runs its list in order. An action starts when its rank is free and its inputs have arrived. An input from
-    another rank arrives `comm` after the action that produces it ends. A rank can compute while it sends. cost: {kind:
-    duration of an action of one chunk}. All durations and `comm` use the same unit, for example seconds. If `cost` has
-    no U, updates take no time. This is the model of Qi et al., arXiv 2401.10241, section 5.
+    another rank arrives a time `comm` after the end of the action that produces it. A rank can compute while it sends.
+    cost: {kind: duration of an action of one chunk}. All durations and `comm` use the same unit, for example seconds.
+    If `cost` has no U, updates take no time. This is the model of Qi et al., arXiv 2401.10241, section 5.
     """
     check_actions(schedule)
     cost = {"U": 0} | cost
@@ -607,9 +609,9 @@ def messages(schedule):
     some actions never run. Let A be the first of these in the simulation. All actions before A on its rank have run, so
     A lacks only a message M. In the simulation, M is ready before A starts, and the messages before M are ready no
     later than M. The producers of these messages take some time, so they start before A. A is the first action that
-    never runs, so they have run. Then both ends post M and all messages before M. These messages run one after another,
-    and A gets M. This is a contradiction. The proof only needs a timeline in which every producer of a message takes
-    some time. Real durations do not matter.
+    never runs, so these producers have run. Then both ends post M and all messages before M. These messages run one
+    after another, and A gets M. This is a contradiction. The proof only needs a timeline in which every producer of a
+    message takes some time. Real durations do not matter.
 
     **No tensor that is ready waits for one that is not.** Messages to a higher rank have one process group. Messages to
     a lower rank have another one (`pipeline.axis_to`). So between two ranks each group has only one sender. The

@@ -31,7 +31,8 @@ next operation needs the sum that g computes. It is not true in backward: dx nee
 gradient dW = dy^T x does not. In the action B, `Linear.backward` starts the all_reduce, computes dW, then waits. With
 sequence parallelism, the all_gather of x for dW also overlaps with the computation of dx. Not hidden are (1) all
 communication in forward, (2) the all_gather of dy, (3) the communication of the embedding and the head, and (4) the
-communication of dx in the action I (zb-* schedules), because W computes dW later.
+communication of dx in the action I (zb-* schedules). There is nothing to compute meanwhile, because W computes dW
+later.
 
 Per layer and micro-batch each rank sends 8 bsh (t-1)/t elements, 2 bsh (t-1)/t in each of 4 all_reduces. With sequence
 parallelism it sends 10 bsh (t-1)/t, bsh (t-1)/t in each of 10 all_gathers and reduce_scatters (`accounts/ledger.py`).
@@ -150,7 +151,7 @@ class Linear(torch.autograd.Function):
         gathering = start(enter, x, tp, "activations")
         dx = dy @ w.flatten(0, -2)
         sending = start(CONJUGATE[enter], dx, tp, "activations")
-        # detach: x's graph would keep the unit's input alive until the action W
+        # without detach, x would keep its graph, and with it the unit's input, until the action W
         product = WeightGradient(w, dy, gathering.wait().detach())
         if w.deferred is None:
             product.add()  # while dx is sent
@@ -301,7 +302,8 @@ def slices(x):
 
 def cross_entropy_(z, w, targets, vocab_size, weights, tp, ops):
     """Return the losses [n] of logits z [n, v/t]. The logits in z are replaced by the gradient of the loss with respect
-    to them. weights [n]: the gradient of the losses. With None, the values of z have no meaning afterwards.
+    to them. weights [n]: the derivative of the total loss with respect to each of these losses. With None, the values
+    of z have no meaning afterwards.
 
     Each token's row of logits is cut over tp, and no rank sees a whole row. The ranks combine three numbers per token:
     the maximum, the sum of exponentials and the logit of the target.
