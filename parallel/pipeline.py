@@ -52,7 +52,7 @@ IN_TRANSIT = 2  # the most unfinished sends of a rank; with more it waits for th
 
 
 class Unwatched:
-    """Replaces timers (`log.Timers`), a trace (`accounts/trace.py`) or a meter (`accounts/meter.py`), and does nothing."""
+    """Replaces timers (`log.Timers`), a trace or a meter (`accounts/trace.py`, `meter.py`), and does nothing."""
 
     def __call__(self, *_):
         return contextlib.nullcontext()

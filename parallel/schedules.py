@@ -401,7 +401,7 @@ def check(schedule, microbatches=None):
 
 
 def check_actions(schedule, microbatches=None):
-    """Accept a schedule only if each chunk of a micro-batch's pipeline has F and B, or F, I and W, on the right rank."""
+    """Accept a schedule only if each chunk of a micro-batch's pipeline has F and B, or F, I, W, on the right rank."""
     name, parts, placement, lists, _ = schedule
     length = max(parts, default=-1) + 1
     if not parts or list(parts) != list(range(length)) * (len(parts) // length):
