@@ -463,6 +463,6 @@ def test_metrics_have_every_promised_field(tokens_dir, tmp_path):
 
 
 def test_epochs_stand_for_iterations(tokens_dir, tmp_path):
-    """4,000 tokens make 499 samples of 8 tokens. A step has 24 samples, so half an epoch is 10 steps."""
+    """4,000 tokens make 499 samples of 8 tokens. A step has 12 samples, so half an epoch is 20 steps."""
     go(configured(tmp_path, tokens_dir, train_iters=0, train_epochs=0.5, lr_decay_iters=0))
-    assert checkpoint.all_steps(tmp_path) == [10]
+    assert checkpoint.all_steps(tmp_path) == [20]

@@ -83,7 +83,7 @@ def layouts(schedule):
     if schedule in ASYNCHRONOUS:
         batch = 4 if schedule == "pipedream-2bw" else 1
         fields |= dict(updates_per_call=5, clip_grad=0.0, micro_batch_size=1, global_batch_size=batch)
-        return [(tiny_config(1, pp=p, **fields), p) for p in (2, 4)]
+        return [(tiny_config(1, pp=p, **fields), p) for p in (4, 2)]
     fields |= dict(micro_batch_size=1, num_layers=4 * fields["chunks"] - 2, zero=i % 4)
     dp, tp = (2, 1) if i % 2 else (1, 2)
     short = tiny_config(dp, tp, pp=2, global_batch_size=4 * dp, sequence_parallel=tp == 2, **fields)
@@ -91,14 +91,14 @@ def layouts(schedule):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_no_order_of_calls_deadlocks(monkeypatch, schedule):
-    """Only PipeDream's does. So the class `PipeDream` refuses GPUs."""
-    stuck = []
-    for config, gpus in layouts(schedule):
-        calls = [recorded(monkeypatch, config, gpus, rank) for rank in range(gpus)]
-        assert min(map(len, calls)) > 10
-        stuck.append(waiting(calls))
-    assert any(stuck) == (schedule in ASYNCHRONOUS), stuck
+@pytest.mark.parametrize("short", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_no_order_of_calls_deadlocks(monkeypatch, schedule, short):
+    """Only PipeDream does. So the class `PipeDream` refuses GPUs."""
+    config, gpus = layouts(schedule)[short]
+    calls = [recorded(monkeypatch, config, gpus, rank) for rank in range(gpus)]
+    assert min(map(len, calls)) > 10
+    stuck = waiting(calls)
+    assert stuck == {} if schedule not in ASYNCHRONOUS else stuck or not short, stuck
 
 
 def test_pipedream_is_refused_on_gpus_by_name():
