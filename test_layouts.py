@@ -242,8 +242,10 @@ def number_of_micro_batches(word, pp):
 def can_run(schedule, stages, m):
     try:
         return bool(schedules.build(schedule, stages, m, schedules.usual_chunks(schedule)))
-    except UserError:  # the schedule needs another number of micro-batches or stages
-        return False
+    except UserError as error:  # "stages=3: ...": the schedule needs another number. Another error is for the tests
+        return "=" not in str(error).partition(":")[0]
+    except Exception:
+        return True
 
 
 def fits(dp, tp, pp, schedule, zero, sequence_parallel, micro_batches, **_):

@@ -12,6 +12,7 @@ import train
 from model import GPT, MicroBatch
 from parallel.mesh import Mesh
 from test_layouts import built, micro_batches, tiny_config
+from testing.compare import same_tensor
 
 PARAMETERS = {  # configs/NAME.py: number of parameters, with the padded vocabulary
     "gpt2_345m": 354_871_296,  # equals Megatron-LM's number
@@ -85,7 +86,7 @@ def test_losses_and_gradients_are_those_of_plain_pytorch(run):
     mean.backward()
     assert torch.allclose(loss, mean.detach(), rtol=1e-12)
     for p in run.model.parameters():  # 8 is the loss scale
-        assert torch.allclose(ours[p.spec.name], 8 * p.grad, rtol=1e-10, atol=1e-14), p.spec.name
+        same_tensor(f"the gradient of {p.spec.name}", ours[p.spec.name], 8 * p.grad)
     norm = torch.nn.utils.get_total_norm([p.grad for p in run.model.parameters()])  # contains the tied table once
     assert torch.allclose(squared_norm.sqrt(), 8 * norm, rtol=1e-12)
 

@@ -17,6 +17,7 @@ from parallel.mesh import Mesh
 from parallel.optimizer import LossScale, learning_rate
 from reference import adamw_
 from test_layouts import built, micro_batches, tiny_config, train_tiny
+from testing.compare import same_tensor
 
 
 def drawn(n, seed):
@@ -32,7 +33,7 @@ def scalars(lr, scale, update, skip=False, beta1=0.9, beta2=0.999):
 def test_adamw_is_its_formula_and_the_fused_one_is_the_same():
     """Two ranges: one decays, one does not. A skipped update by `adamw_` changes nothing."""
     w, m, v, lr, b1, b2, eps = drawn(48, 0), torch.zeros(48), torch.zeros(48), 1e-2, 0.8, 0.95, 1e-6
-    m, v, decay = m.double(), v.double(), 0.1 * (torch.arange(48) < 32)
+    m, v, decay = m.double(), v.double(), 0.1 * (torch.arange(48) < 32).double()
     ours, moments, cast = w.clone(), [m.clone(), v.clone()], torch.zeros(48, dtype=torch.bfloat16)
     plain, plain_moments = w.clone(), [m.clone(), v.clone()]
     for t in range(1, 6):
@@ -49,20 +50,24 @@ def test_adamw_is_its_formula_and_the_fused_one_is_the_same():
             buffers = plain[part], g[part] * 4, [x[part] for x in plain_moments]
             constants = dict(beta1=b1, beta2=b2, eps=eps)
             optimizer.adamw(*buffers, lr=lr, decay=weight_decay, scale=0.25, update=t, **constants)
-        assert torch.allclose(plain, w, rtol=1e-12) and torch.allclose(ours, w, rtol=1e-12)
+        same_tensor(f"the weight after update {t} by optimizer.adamw", plain, w)
+        same_tensor(f"the weight after update {t} by the fused adamw_", ours, w)
         assert torch.equal(cast, ours.bfloat16())
         for a, b, c in zip(moments, plain_moments, (m, v), strict=True):
-            assert torch.allclose(a, c, rtol=1e-12) and torch.allclose(b, c, rtol=1e-12)
+            same_tensor(f"a moment after update {t} by optimizer.adamw", b, c)
+            same_tensor(f"a moment after update {t} by the fused adamw_", a, c)
 
 
 def test_sgd_is_torch_sgd():
     w, theirs = drawn(5, 0), torch.nn.Parameter(drawn(5, 0))
     rule = torch.optim.SGD([theirs], lr=1e-2, weight_decay=0.1)
     for update in range(5):
+        before = w.clone()
         theirs.grad = drawn(5, update + 1)
         rule.step()
         optimizer.sgd(w, theirs.grad * 4, [], lr=1e-2, decay=0.1, scale=0.25)
-        assert torch.allclose(w, theirs.detach(), rtol=1e-12)
+        wrong = {"moved along the gradient, not against it": before * (1 - 1e-3) + 1e-2 * theirs.grad}
+        same_tensor(f"the weight after update {update + 1}", w, theirs.detach(), wrong)
 
 
 def by_tensor(name, w, g, state, c, lr, update, matrix):
@@ -107,7 +112,8 @@ def test_layerwise_rates_are_the_papers(name, weight_decay):
         for p in run.model.parameters():
             n, state = p.spec.name, states.setdefault(p.spec.name, {})
             whole[n] = by_tensor(name, whole[n], gradients[n], state, run.config, lr, count, p.spec.decay)
-            assert torch.allclose(p.detach(), whole[n], rtol=1e-10, atol=1e-13), (count, n)
+            same, norms = torch.allclose(p.detach(), whole[n], rtol=1e-10, atol=1e-13), (p.norm(), whole[n].norm())
+            assert same, f"{n} after update {count}: |w| is {norms[0]:.8g}, and {norms[1]:.8g} by the paper's formula"
 
 
 # --- learning rate --------------------------------------------------------------------------------------------------

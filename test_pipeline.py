@@ -206,7 +206,8 @@ def test_stage_3_holds_a_bucket_only_while_it_computes(workers):
     """Whole in block1's F: block1, block2 (its gather has started), and the tied table, which the head will use."""
     config = tiny_config(2, zero=3, num_layers=4)
     for computing, at_rest in workers.run(2, storages, config):
-        assert computing == ({"block1", "block2", "word"}, set()) and at_rest == (set(), set())
+        whole = f"whole in block1's F: {computing}; whole after the step: {at_rest}"
+        assert computing == ({"block1", "block2", "word"}, set()) and at_rest == (set(), set()), whole
 
 
 def whole_gradients_at_products(config):
@@ -249,8 +250,9 @@ def waiting_in_block(config):
 
 def test_a_step_begins_while_later_parameters_are_gathered(workers):
     for at_rest, in_block1 in workers.run(2, waiting_in_block, tiny_config(2, zero=1, num_layers=4)):
-        assert at_rest == ["block0", "block1", "block2", "block3", "embedding", "head", "word"]
-        assert in_block1 == ["block2", "block3", "head"]
+        everything = ["block0", "block1", "block2", "block3", "embedding", "head", "word"]
+        assert at_rest == everything, f"after a step the gathers of {at_rest} are unfinished; should be all"
+        assert in_block1 == ["block2", "block3", "head"], f"in block1's F the unfinished gathers are {in_block1}"
 
 
 def groups(config):

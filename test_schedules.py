@@ -170,7 +170,9 @@ ZERO_BUBBLE = [
 @pytest.mark.parametrize("p, m, F, I, W, comm, published", ZERO_BUBBLE)
 def test_the_zero_bubble_papers_rates_to_all_four_decimals(p, m, F, I, W, comm, published):
     cost = {"F": F, "B": I + W, "I": I, "W": W}
-    assert {name: round(simulate(build(name, p, m), cost, comm).bubble, 4) for name in published} == published
+    for name, rate in published.items():
+        bubble = round(simulate(build(name, p, m), cost, comm).bubble, 4)
+        assert bubble == rate, f"{name}, {p} stages, {m} micro-batches: the bubble is {bubble}; the paper has {rate}"
 
 
 def test_the_printed_formulas_are_the_simulations():
@@ -182,9 +184,17 @@ def test_the_printed_formulas_are_the_simulations():
         for costs in (COST, {"F": 1, "B": 2, "I": 1, "W": 1}, {"F": 2, "B": 2, "I": 1.2, "W": 0.8}):
             formula, letters = schedules.FORMULAS[name], dict(p=p, m=m, v=v, **costs)
             line = simulate(build(name, p, m, v), costs)
-            assert [schedules.by_formula(formula.peak, r=r, **letters) for r in range(p)] == line.peak
+            where, peak = (
+                f"{name}, p={p}, m={m}, v={v}",
+                [schedules.by_formula(formula.peak, r=r, **letters) for r in range(p)],
+            )
+            assert line.peak == peak, (
+                f"{where}: {line.peak} are in flight on the ranks; should be {formula.peak} = {peak}"
+            )
             if schedules.by_formula(formula.where, **letters):
-                assert schedules.by_formula(formula.bubble, **letters) == pytest.approx(line.bubble, abs=1e-9)
+                bubble = schedules.by_formula(formula.bubble, **letters)
+                why = f"{where}: the bubble is {line.bubble:.4f}; should be {formula.bubble} = {bubble:.4f}"
+                assert line.bubble == pytest.approx(bubble, abs=1e-9), why
                 held.add((name, line.bubble > 0))
     assert held >= {(name, True) for name in schedules.FORMULAS}
 

@@ -149,7 +149,7 @@ def test_dw_is_computed_while_dx_is_sent(monkeypatch, enter):
     out = Linear.apply(random(8, 6).requires_grad_(), with_buffer(random(4, 6)), None, enter, None, Mesh().tp)
     calls.clear()
     out.backward(random(8, 4))
-    assert calls == ORDER[enter]
+    assert calls == ORDER[enter], f"backward makes: {', '.join(calls)}; should be: {', '.join(ORDER[enter])}"
 
 
 SMALL = 2.0**-12  # neither bf16 nor fp16 can represent 1 + SMALL

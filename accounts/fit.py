@@ -81,11 +81,19 @@ TABLE = """
  96 12288   128  8  8 6  6144  1  6144  1    1 none      a100-80g          14.78 s        175B, Jiang
  96 12288   128  8  8 6  6144  1 12288  1    1 none      a100-80g           8.57 s        175B, Jiang
 """
-Run = namedtuple("Run", "name config gpus program seconds")
+
+
+class Run(namedtuple("Run", "name config gpus program value unit")):
+    @property
+    def seconds(self):
+        """The seconds of a step. TFLOP/s are those of one GPU, with recomputation."""
+        batch = self.config.global_batch_size
+        work = hardware_flops(self.config, batch) / 1e12 if self.unit == "TFLOP/s" else batch * TOKENS
+        return self.value if self.unit == "s" else work / (self.value * self.gpus)
 
 
 def published():
-    """Return TABLE as (Runs of the fit, other Runs). The seconds are those of a step."""
+    """Return TABLE as (Runs of the fit, other Runs)."""
     fitted, others = [], []
     for line in TABLE.strip().splitlines()[1:]:
         *numbers, recompute, program, value, unit, name = line.split(maxsplit=15)
@@ -95,10 +103,8 @@ def published():
             tp=tp, pp=pp, schedule="interleaved" if v > 1 else "1f1b", chunks=v, global_batch_size=batch,
             micro_batch_size=b, sequence_parallel=sp == 1, zero=zero, recompute=recompute, train_iters=1,
         )  # fmt: skip
-        work = {"TFLOP/s": hardware_flops(c, batch) / 1e12, "tokens/s": batch * TOKENS}
-        seconds = float(value) if unit == "s" else work[unit] / (float(value) * gpus)
         fits = program not in DEVICES and recompute == "full"
-        (fitted if fits else others).append(Run(name, c, gpus, program, seconds))
+        (fitted if fits else others).append(Run(name, c, gpus, program, float(value), unit))
     return fitted, others
 
 

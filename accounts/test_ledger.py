@@ -21,6 +21,7 @@ from parallel import comm, schedules, tensor
 from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
 from test_layouts import LAYOUTS, micro_batches, tiny_config
+from testing.compare import same_rows
 
 
 def counted(configs, steps=2):
@@ -74,7 +75,7 @@ def test_the_ledger_equals_the_formulas(workers, ranks):
 def check_ledger(results, configs):
     for found in results:
         for (measured, expected, _), c in zip(found, configs, strict=True):
-            assert measured == expected, c
+            same_rows(c, measured, expected)
 
 
 def test_the_formulas_are_the_lectures(workers):
@@ -96,7 +97,8 @@ def test_the_papers_2_2_2_3(workers, m, factors):
     configs = [tiny_config(2, zero=stage, dtype="fp32", micro_batch_size=12 // m) for stage in range(4)]
     for stage, (measured, _, elements) in enumerate(workers.run(2, counted, configs)[0]):
         sent = sum(count for (axis, *_), (_, count) in measured.items() if axis == "dp")
-        assert sent == factors[stage] * elements * Fraction(1, 2) * 4
+        sent = float(sent / (elements * Fraction(1, 2) * 4))
+        assert sent == factors[stage], f"stage {stage}, m={m}: {sent:g} P (n-1)/n are sent; should be {factors[stage]}"
 
 
 def counted_in_chunks(config):

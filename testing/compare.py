@@ -25,6 +25,22 @@ class Different(AssertionError):
     """A comparison failed. Its message is complete: no traceback is needed."""
 
 
+def same_rows(where, measured, expected):
+    """Compare two tables {row: bytes} or {row: (calls, bytes)}. The message has a line for each row that differs."""
+
+    def written(row):
+        calls, count = row if isinstance(row, tuple) else (None, row)
+        return f"{float(count):,.10g} bytes" + ("" if calls is None else f" in {float(calls):g} calls")
+
+    lines = []
+    for key in sorted(measured.keys() | expected.keys()):
+        ours, theirs = (written(table.get(key, 0)) for table in (measured, expected))
+        if measured.get(key) != expected.get(key):
+            lines.append(f"    {key if isinstance(key, str) else ' '.join(key)}: {ours}; should be {theirs}")
+    if lines:
+        raise Different("\n".join([f"{where}: measured bytes are not those of the formula", *lines]))
+
+
 class FirstStep(NamedTuple):
     """The first step of one rank."""
 

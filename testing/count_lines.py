@@ -30,6 +30,8 @@ def group_of(path):
     folder, _, name = path.rpartition("/")
     if path in CORE:
         return "core"
+    if path == "exercise.py":
+        return "exercises"
     if name.startswith("test_") or name == "conftest.py":
         return "tests"
     top = folder.split("/")[0]

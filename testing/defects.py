@@ -77,23 +77,36 @@ def planted(defect):
 
 
 def failure(defect, folder):
-    """Plant a defect in a copy of the tree in `folder`, and run its test. Return the message of the failure, or None.
+    """Plant a defect in a copy of the tree in `folder`. Return the message of its failing test, or None."""
+    subprocess.run(f"git ls-files -z | xargs -0 cp --parents -t {folder}", shell=True, cwd=ROOT, check=True)
+    (folder / defect.file).write_text(planted(defect), encoding="utf-8")
+    messages = [message for _, message in run_tests(folder, [defect.test], "-x") if message is not None]
+    return messages[0] if messages else None
+
+
+def run_tests(folder, tests, *options):
+    """Run `tests` (arguments of pytest) in a copy of the tree. Return [(test, None or the message of its failure)].
 
     The message has no lines of the test's source, because these may contain the words that are looked for.
     """
-    subprocess.run(f"git ls-files -z | xargs -0 cp --parents -t {folder}", shell=True, cwd=ROOT, check=True)
-    (folder / defect.file).write_text(planted(defect), encoding="utf-8")
-    report = folder / "report.xml"
-    options = ["-q", "-x", "-p", "no:cacheprovider", "--tb=short", "-m", "", f"--junitxml={report}"]
+    report = Path(folder) / "report.xml"
+    options = [*options, "-q", "-p", "no:cacheprovider", "--tb=short", "-m", "", f"--junitxml={report}"]
     environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", *options, defect.test]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    if done.returncode not in (0, 1):
-        raise ValueError(f"pytest cannot run {defect.test}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    found = [node for kind in ("failure", "error") for node in ElementTree.parse(report).iter(kind)]
-    if not found:
-        return None
-    return "\n".join(re.findall(r"(?m)^E\s+(.*)", found[0].text)) or found[0].text or found[0].get("message")
+    if not report.exists():
+        raise ValueError(f"pytest cannot run {tests}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    results = []
+    for node in ElementTree.parse(report).iter("testcase"):
+        name = f"{node.get('classname').replace('.', '/')}.py::{node.get('name')}"
+        failed = [child for kind in ("failure", "error") for child in node.iter(kind)]
+        results.append((name, message(failed[0]) if failed else None))
+    return results
+
+
+def message(failed):
+    """Return the message of a <failure> or <error> of pytest's report; never an empty one."""
+    return "\n".join(re.findall(r"(?m)^E\s+(.*)", failed.text)) or failed.text or failed.get("message") or "failed"
 
 
 def main():

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from errors import UserError
 from testing import adversary
 from testing.compare import Different
 
@@ -39,7 +40,7 @@ def work(rank, pipe):
                 dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
                 dist.barrier()  # a rank that is done early must not close its connections while others still connect
             answer = True, function(*arguments)
-        except Different as error:
+        except (Different, UserError) as error:
             answer = False, str(error)
         except BaseException:
             answer = False, traceback.format_exc()

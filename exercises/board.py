@@ -1,0 +1,56 @@
+"""Print how the schedules of this tree compare: `python -m exercises.board leaderboard`, or `delay` (exercise 10)."""
+
+import sys
+
+from accounts import draw, report
+from errors import UserError, exit_on_user_error
+from parallel import schedules
+from parallel.schedules import Action
+
+P, M, COST, COMM = 4, 8, {"F": 1, "B": 2, "I": 1, "W": 1}, 0.5
+PLAIN = "F and B only, one chunk"
+BEST = [
+    (PLAIN, "the best possible", 4, 0.4),
+    (PLAIN, "the best possible", 5, 0.3514),
+    (PLAIN, "the best possible", 6, 0.3333),
+]
+
+
+def leaderboard():
+    """All synchronous schedules, in two classes, the smallest peak first. No schedule of its class beats BEST."""
+    rows = list(BEST)
+    for name in schedules.SCHEDULES.keys() - schedules.ASYNCHRONOUS:
+        try:
+            picture = draw.simulated(name, schedules.usual_chunks(name), P, M, COST, COMM)
+        except UserError as error:
+            print(f"{name}: {error}")
+            continue
+        plain = len(picture.schedule.parts) == P and not any(
+            action.kind in "IW" for action in picture.schedule.actions[0]
+        )
+        rows.append((PLAIN if plain else "others", name, max(picture.in_flight), picture.timeline.bubble))
+    texts = [
+        (what, name, f"{peak:g}", f"{bubble:.4f}")
+        for what, name, peak, bubble in sorted(rows, key=lambda row: (row[0], *row[2:]))
+    ]
+    print(f"{P} stages, {M} micro-batches, F = I = W = 1, B = 2, a message takes {COMM}")
+    print(report.aligned([("class", "schedule", "peak", "bubble"), *texts], 2))
+
+
+def delay():
+    """1F1B whose W follow their I at once; zb-h1 of this tree; zb-h1 of the paper."""
+    at_once = []
+    for actions in schedules.build("1f1b", P, M).actions:
+        halves = [[Action(k, a.microbatch, a.chunk) for k in ("F" if a.kind == "F" else "IW")] for a in actions]
+        at_once.append([action for part in halves for action in part])
+    yours, formula = schedules.build("zb-h1", P, M), schedules.FORMULAS["zb-h1"]
+    rows = [("delay of W", "bubble", "in flight")]
+    for name, schedule in [("0: W follows I", schedules.straight("", 1, at_once)), ("yours", yours)]:
+        line = schedules.simulate(schedule, COST)
+        rows.append((name, f"{line.bubble:.4f}", " ".join(map(str, line.peak))))
+    bubble, peak = (schedules.by_formula(text, p=P, m=M, **COST) for text in (formula.bubble, formula.peak))
+    print(report.aligned([*rows, ("the paper's", f"{bubble:.4f}", " ".join([str(peak)] * P))], 1))
+
+
+if __name__ == "__main__":
+    exit_on_user_error({"leaderboard": leaderboard, "delay": delay}[sys.argv[1]])

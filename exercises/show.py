@@ -1,0 +1,113 @@
+"""Show what your functions compute, beside the slides and the usual mistakes.
+
+    python -m exercises.show flops      exercise 1: GPT-3's FLOPs, and the machines of the slides
+    python -m exercises.show losses     exercise 3: your AdamW, beside the slide's Adam and epsilon inside the root
+    python -m exercises.show ratios     exercise 7: LAMB's trust ratio of each layer
+    python -m exercises.show groups     exercise 12: the groups of 8 ranks with tp=2, pp=2
+
+Tests and this file use the same tiny model (`test_layouts.py`).
+"""
+
+import sys
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import config as configuration
+import train
+from accounts import scaling
+from accounts.report import aligned
+from errors import exit_on_user_error
+from log import hardware_flops, model_flops
+from model import GPT
+from parallel.mesh import Mesh
+from parallel.optimizer import RULES
+from test_layouts import built, micro_batches, tiny_config
+
+TOKENS = 300e9  # of all sizes of GPT-3
+
+
+def flops():
+    """Print a table of GPT-3's sizes: 5.7 N D (the slide), and the functions of log.py."""
+    rows = [("model", "N", "D", "slide: 5.7ND", "yours", "yours / ND", "recompute=full / yours")]
+    for name in ("gpt3_1b3", "gpt3_13b", "gpt3_175b"):
+        c = configuration.load([f"configs/{name}.py", "--recompute=full"])
+        n = GPT(c, None).num_parameters()
+        yours = model_flops(c, TOKENS / c.seq_length)
+        more = hardware_flops(c, TOKENS / c.seq_length) / yours
+        rows.append((name, scaling.big(n), scaling.big(TOKENS), f"{5.7 * n * TOKENS:.3g}", f"{yours:.3g}"))
+        rows[-1] += f"{yours / n / TOKENS:.3f}", f"{more:.3f}"
+    print(
+        aligned(rows, 1), "", f"days: for your {yours:.3g} FLOPs of gpt3_175b, at {scaling.MFU} of the peak", sep="\n"
+    )
+    print(scaling.machines_table(yours, scaling.MACHINES))
+
+
+def slides_adam(sign):
+    """Return an update rule: Adam with the slide's `sign` of the gradient in m and v, and epsilon inside the root."""
+
+    def rule(weight, gradient, moments, *, lr, scale, update, beta1, beta2, eps, **_):
+        (m, v), g = moments, gradient * scale
+        m.mul_(beta1).add_(g, alpha=sign * (1 - beta1))
+        v.mul_(beta2).add_(g * g, alpha=sign * (1 - beta2))
+        weight.sub_(lr * m / (1 - beta1**update) / (v / (1 - beta2**update) + eps).sqrt())
+
+    return rule
+
+
+def losses(steps=21):
+    """Print the losses of a tiny model. "yours" runs your `adamw`, not the fused operation."""
+    curves = []
+    for rule in (RULES["adamw"].step, slides_adam(-1), slides_adam(1)):
+        with mock.patch.dict(RULES, adamw=RULES["adamw"]._replace(step=rule, fused=None)):
+            run = built(tiny_config(1, optimizer="adamw", dtype="fp32", weight_decay=0.0, lr=5e-3))
+            batches = micro_batches(run)
+            curves.append([f"{train.train_step(run, batches).read().loss:.4f}" for _ in range(steps)])
+    rows = [("step", "your AdamW", "the slide's Adam", "only epsilon inside the root")]
+    print(aligned([*rows, *([str(i), *row] for i, row in enumerate(zip(*curves, strict=True)) if i % 4 == 0)], 0))
+
+
+def ratios():
+    """Print the trust ratio of each layer in the first step of LAMB."""
+    rule, rows = RULES["lamb"], [("layer", "|w|", "|direction|", "|w| / |direction|", "yours")]
+
+    def watched(w, direction, moments, weight_norm, norm, *, lr, **more):
+        before, after = w.clone(), direction.norm().item()
+        rule.layerwise(w, direction, moments, weight_norm, norm, lr=lr, **more)
+        moved = (w - before).norm().item()
+        rows.append((weight_norm, norm, weight_norm / norm, moved / lr / after))
+
+    run = built(tiny_config(1, optimizer="lamb", num_layers=1))
+    with mock.patch.dict(RULES, lamb=rule._replace(layerwise=watched)):
+        train.train_step(run, micro_batches(run))
+    names = [piece.spec.name for _, bucket in sorted(run.zero.buckets.items()) for piece in bucket.pieces]
+    lines = [(name, *(f"{x:.4f}" for x in row)) for name, row in zip(names, rows[1:], strict=True)]
+    print(aligned([rows[0], *lines], 1))
+
+
+def meshes(ranks=8, tp=2, pp=2):
+    """Yield the Mesh of each rank. No process starts: torch's fake group pretends that the other ranks exist."""
+    for rank in range(ranks):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+        try:
+            yield Mesh(tp, pp)
+        finally:
+            dist.destroy_process_group()
+
+
+def groups():
+    """Print the groups of the axes."""
+    found = list(meshes())
+    for axis in ("tp", "pp", "dp", "world"):
+        print(f"{axis:<5}", *sorted({getattr(mesh, axis).ranks for mesh in found}))
+
+
+def main():
+    torch.set_num_threads(1)
+    {show.__name__: show for show in (flops, losses, ratios, groups)}[sys.argv[1]]()
+
+
+if __name__ == "__main__":
+    exit_on_user_error(main)

@@ -1,0 +1,55 @@
+"""Judges the exercises' answers: the project's code is green, an empty function red, a wrong answer names its idea."""
+
+import pytest
+
+import exercise
+
+ANSWERS = [(number, answer) for number in exercise.numbers() for answer in exercise.exercise(number).get("answer", [])]
+QUICK = (3, 8)  # blanked and judged in the default run
+
+
+def required(number, text):
+    """Judge a file. Return ({idea: message} of the red lamps that are no bonus, number of such lamps)."""
+    judged = [(lamp, message) for lamp, message in exercise.judge(number, text)[0] if "bonus" not in lamp]
+    return {lamp["idea"][0]: message for lamp, message in judged if message is not None}, len(judged)
+
+
+def changed(number, edits):
+    text = exercise.committed(exercise.exercise(number)["file"])
+    for old, new in edits:
+        assert text.count(old) == 1, f"exercise {number}: {old!r} is there {text.count(old)} times, not once"
+        text = text.replace(old, new)
+    return text
+
+
+@pytest.mark.parametrize("number, answer", ANSWERS, ids=lambda x: x["name"] if isinstance(x, dict) else str(x))
+def test_the_lines_of_an_answer_are_in_its_file(number, answer):
+    e = exercise.exercise(number)
+    assert changed(number, answer["edits"])
+    assert answer.get("red", e["lamp"][0]["idea"][0]) in [lamp["idea"][0] for lamp in e["lamp"]]
+
+
+def slow(number):
+    return pytest.param(number, marks=[pytest.mark.slow] * (number not in QUICK))
+
+
+@pytest.mark.parametrize("number", map(slow, exercise.numbers()))
+def test_an_empty_exercise_is_red(number):
+    """Each lamp is red, and one says which function is missing."""
+    text = exercise.committed(exercise.exercise(number)["file"])
+    red, lamps = required(number, exercise.blank(number, text))
+    assert len(red) == lamps and any("is yours to write" in message for message in red.values()), red
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", exercise.numbers())
+def test_a_solved_exercise_is_green(number):
+    assert required(number, exercise.committed(exercise.exercise(number)["file"]))[0] == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number, answer", ANSWERS, ids=lambda x: x["name"] if isinstance(x, dict) else str(x))
+def test_an_answer_is_judged_by_its_idea(number, answer):
+    """A right answer that differs from the project's is green. A wrong one turns the lamp of its idea red."""
+    red, _ = required(number, changed(number, answer["edits"]))
+    assert answer["red"] in red if "red" in answer else red == {}, red

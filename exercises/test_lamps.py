@@ -1,0 +1,348 @@
+"""Lamps that no other test shows alone. They are specifications, too: the project's code passes them.
+
+PYTEST_DONT_REWRITE: the message of a failing `assert` is its sentence alone.
+"""
+
+import functools
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import log
+import train
+from config import Config
+from exercises.show import meshes
+from parallel import optimizer, schedules, tensor, zero
+from parallel.comm import Pending
+from parallel.mesh import Mesh
+from parallel.tensor import Linear
+from parallel.versions import kept_versions
+from test_layouts import built, check_layout, micro_batches, tiny_config
+from test_pipeline import storages, waiting_in_block
+from testing.compare import ratio, same_tensor
+
+
+pytestmark = pytest.mark.slow  # the default run has no need of them: other tests show the same
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+# --- 1: FLOPs ---------------------------------------------------------------------------------------------------------
+
+L, H, S, V = 3, 64, 32, 128
+PARTS = {
+    "blocks": (6, "FLOPs for each weight of a block and each token: 2 in forward, 4 in backward"),
+    "attention": (12, "L h s FLOPs for each token: q k^T and its product with v are 2 s h each in forward"),
+    "head": (6, "FLOPs for each weight of the head and each token: 2 in forward, 4 in backward"),
+}
+
+
+def flops(function, **fields):
+    """Return the FLOPs of a token in a batch of 2."""
+    sizes = dict(num_layers=L, hidden_size=H, num_attention_heads=4, seq_length=S, vocab_size=V) | fields
+    return function(Config(**sizes), batch=2) / (2 * sizes["seq_length"])
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_flops_of(part):
+    whole, found = flops(log.model_flops), {}
+    found["attention"] = (flops(log.model_flops, seq_length=2 * S) - whole) / (L * H * S)
+    found["head"] = (flops(log.model_flops, vocab_size=2 * V) - whole) / (V * H)
+    found["blocks"] = (whole - found["attention"] * L * H * S - found["head"] * V * H) / (12 * L * H**2)
+    right, why = PARTS[part]
+    assert found[part] == pytest.approx(right), f"{part}: {found[part]:.6g} instead of {right} {why}"
+
+
+def test_recomputation_costs_one_forward_of_the_blocks():
+    for recompute, right in [("none", 0), ("full", 1)]:
+        more = flops(log.hardware_flops, recompute=recompute) - flops(log.model_flops)
+        found = more / (24 * L * H**2 + 4 * L * S * H)
+        assert found == pytest.approx(right), (
+            f"recompute={recompute} costs {found:.6g} forwards of the blocks more than model_flops, instead of {right}"
+        )
+
+
+# --- 2: the chain rule ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["dx", "dW", "db", "the sum of two micro-batches"])
+def test_backward_of_a_linear(what):
+    """y = x W^T + b, on one process, against torch.nn.functional.linear."""
+    x, w, b, dy = (drawn(*shape, seed=i).requires_grad_() for i, shape in enumerate([(8, 6), (4, 6), (4,), (8, 4)]))
+    F.linear(x, w, b).backward(dy.detach())
+    ours = [torch.nn.Parameter(tensor.detach().clone()) for tensor in (x, w, b)]
+    for p in ours[1:]:
+        p.grad, p.deferred = torch.zeros_like(p), None
+    for _ in range(1 + what.startswith("the sum")):
+        ours[0].grad = None
+        Linear.apply(*ours, "copy", None, Mesh().tp).backward(dy.detach())
+    if what.startswith("the sum"):
+        last = {"the last micro-batch's alone: `.grad` is overwritten, not added to": w.grad}
+        same_tensor("the sum of dW over two micro-batches", ours[1].grad, 2 * w.grad, last)
+    else:
+        i = ["dx", "dW", "db"].index(what)
+        same_tensor(f"{what} (compared with autograd's)", ours[i].grad, (x, w, b)[i].grad)
+
+
+# --- 3: SGD, AdamW ----------------------------------------------------------------------------------------------------
+
+B1, B2, EPS, LR, DECAY, T = 0.8, 0.95, 0.1, 0.5, 0.2, 3
+CONSTANTS = dict(lr=LR, decay=DECAY, scale=1.0, update=T, beta1=B1, beta2=B2, eps=EPS)
+
+
+def buffers():
+    """Return a weight, a gradient, and [m, v]: always the same values."""
+    return drawn(6), drawn(6, seed=1), [drawn(6, seed=2), 2 + drawn(6, seed=3) ** 2]
+
+
+def adam(slide=1, inside=False, t=T):
+    """Return (m, v, direction) of update `t`. slide=-1: the slide's signs. inside: epsilon inside the root."""
+    _, g, (m, v) = buffers()
+    m, v = B1 * m + slide * (1 - B1) * g, B2 * v + slide * (1 - B2) * g**2
+    root = v / (1 - B2**t)
+    return m, v, m / (1 - B1**t) / ((root + EPS).sqrt() if inside else root.sqrt() + EPS)
+
+
+@pytest.mark.parametrize("what", ["m", "v", "direction"])
+def test_adam(what):
+    _, g, (m, v) = buffers()
+    direction = optimizer.adam_direction(4 * g, m, v, 0.25, T, B1, B2, EPS)
+    i = ["m", "v", "direction"].index(what)
+    wrong = {
+        "the slide's: it subtracts the gradient": adam(slide=-1)[i],
+        "made with epsilon inside the root": adam(inside=True)[i],
+        "made without the division by 1 - b^t": adam(t=1e9)[i],
+    }
+    same_tensor(f"{what} of Adam", (m, v, direction)[i], adam()[i], wrong)
+
+
+def test_adamw_decays_the_weight_itself():
+    (w, g, moments), before, step = buffers(), drawn(6), LR * adam()[2]
+    optimizer.adamw(w, g, moments, **CONSTANTS)
+    wrong = {"made without the weight decay": before - step, "moved along the gradient, not against it": before + step}
+    same_tensor("the weight after AdamW", w, before - step - LR * DECAY * before, wrong)
+
+
+# --- 4: data parallel -------------------------------------------------------------------------------------------------
+
+
+def gradients_sent():
+    """Return {operation: (calls, bytes)} of the gradients in a step with 3 micro-batches, and the bytes of a copy."""
+    run = built(tiny_config(2, dtype="fp32"))
+    train.train_step(run, micro_batches(run))
+    sent = {key[2]: row for key, row in run.mesh.ledger.per_step(1).items() if key[1] == "gradients"}
+    return sent, 4 * sum(bucket.size for bucket in run.zero.buckets.values()), len(run.zero.buckets)
+
+
+def test_a_step_sends_each_gradient_once(workers):
+    sent, copy, buckets = workers.run(2, gradients_sent)[0]
+    calls, sent = sent.get("all_reduce", (0, 0))
+    said = f"2 P (n-1)/n = {copy:,} bytes in {buckets} all_reduce, one for each bucket"
+    assert (calls, sent) == (buckets, copy), f"a step sends {float(sent):,.0f} bytes in {calls} all_reduce, not {said}"
+
+
+def test_sums_run_while_backward_continues(monkeypatch):
+    calls = []
+
+    class Watched(Pending):
+        def wait(self):
+            calls.append("wait")
+            return super().wait()
+
+    monkeypatch.setattr(zero, "all_reduce", lambda x, axis, what, **_: calls.append(what) or Watched(x))
+    run = built(tiny_config(1))
+    run.zero.zero_grad()
+    run.executor.run(micro_batches(run), 1, 1.0)
+    assert "gradients" in calls, "no sum of gradients starts during backward"
+    assert "wait" not in calls, "backward stands still: it waits for a sum of gradients before `Zero.finish`"
+
+
+# --- 5, 6: ZeRO -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_trains_the_same_model(workers, monkeypatch, stage):
+    """In the mode of testing/adversary.py the result of a communication is wrong until somebody waits for it."""
+    monkeypatch.setattr(workers, "adversary", True)
+    check_layout([tiny_config(2, zero=stage)], functools.partial(workers.run, 2))
+
+
+def gradients_in_a_step(config):
+    """Return the most buckets with a whole gradient {in a backward, after it}, and the most unfinished sums in one."""
+    run, most, product = built(config), Counter(), tensor.add_product
+
+    def count(when):
+        whole = sum(bucket.grad.untyped_storage().size() > 0 for bucket in run.zero.buckets.values())
+        unfinished = sum(pending.work is not None for pending in run.zero.summing.values())
+        most.update({when: max(whole - most[when], 0), "unfinished": max(unfinished - most["unfinished"], 0)})
+
+    def watching(*arguments):
+        count("in a backward")
+        product(*arguments)
+
+    run.executor.after_action = lambda: count("between two micro-batches")
+    with mock.patch.object(tensor, "add_product", watching):
+        train.train_step(run, micro_batches(run))
+    return most
+
+
+def test_stage_2_keeps_few_whole_gradients(workers):
+    """In a backward: that of this block, of the tied table, and two that are being summed. Then only the last two."""
+    for most in workers.run(2, gradients_in_a_step, tiny_config(2, zero=2, num_layers=4)):
+        for when, allowed in [("in a backward", 4), ("between two micro-batches", 2)]:
+            whole = f"{most[when]} of 7 buckets have a whole gradient {when}; at most {allowed} should"
+            assert most[when] <= allowed, whole
+
+
+def test_gradients_are_summed_during_backward(workers):
+    for most in workers.run(2, gradients_in_a_step, tiny_config(2, zero=2, num_layers=4)):
+        assert most["unfinished"], "each sum has ended before the next block computes: nothing overlaps"
+
+
+def test_stage_3_frees_a_bucket_that_does_not_compute(workers):
+    for (whole, _), (left, _) in workers.run(2, storages, tiny_config(2, zero=3, num_layers=4)):
+        more = sorted(whole - {"block1", "block2", "word"})
+        assert not more, f"{more} are whole while block1 computes; only block1, the next one and the table should be"
+        assert not left, f"{sorted(left)} are whole after the step; none should be"
+
+
+def test_the_next_bucket_is_gathered_while_this_one_computes(workers):
+    for _, unfinished in workers.run(2, waiting_in_block, tiny_config(2, zero=3, num_layers=4)):
+        assert unfinished == ["block2"], f"while block1 computes, {unfinished} are being gathered; should be block2"
+
+
+# --- 7: LAMB ----------------------------------------------------------------------------------------------------------
+
+WHOLE, DIRECTION = 8.0, 2.0  # norms of a whole tensor and of its direction; a rank may have only a part of the tensor
+
+
+def test_lambs_direction_is_adamws_with_decay():
+    w, g, moments = buffers()
+    optimizer.lamb(w, g, moments, **CONSTANTS)
+    wrong = {"still the gradient: `gradient` must be overwritten": drawn(6, seed=1), "made without decay": adam()[2]}
+    same_tensor("LAMB's direction", g, adam()[2] + DECAY * drawn(6), wrong)
+    same_tensor("the weight after LAMB's first half, which must not change it,", w, drawn(6))
+
+
+@pytest.mark.parametrize(
+    "layerwise, norm, right",
+    [(True, WHOLE, 4.0), (False, WHOLE, 1.0), (True, 0.0, 1.0)],
+    ids=["matrix", "bias", "zero"],
+)
+def test_trust_ratio(layerwise, norm, right):
+    """The update is lr * ratio * direction. The ratio is 1 for a bias, and where the weight is 0."""
+    w, direction, _ = buffers()
+    optimizer.apply_lamb(w, direction, [], norm, DIRECTION, lr=LR, decay=DECAY, layerwise=layerwise)
+    before, direction, _ = buffers()
+    found, part = ratio(before - w, LR * direction), (before.norm() / direction.norm()).item()
+    names = {4.0: "|w| / |direction|", 1.0: "the rate is lr", 0.0: "no update", part: "with norms of this rank's part"}
+    name = next((text for value, text in names.items() if found == pytest.approx(value)), "unknown")
+    assert found == pytest.approx(right), f"the trust ratio is {found} ({name}) instead of {right} ({names[right]})"
+
+
+def test_lamb_with_shards_trains_the_same_model(workers):
+    check_layout([tiny_config(2, optimizer="lamb", zero=1)], functools.partial(workers.run, 2))
+
+
+# --- 8, 9, 10: schedules ----------------------------------------------------------------------------------------------
+
+SIZES = [(p, m) for p in (1, 2, 3, 4, 6) for m in (1, 2, 4, 7, 12)]
+COST = {"F": 1, "B": 2, "I": 1, "W": 1}
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "pipedream"])
+def test_a_schedule_can_run_in_every_size(name):
+    for p, m in SIZES:
+        schedules.build(name, p, m)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
+def test_the_bubble_is_the_formulas(name):
+    for p, m in SIZES:
+        formula, letters = schedules.FORMULAS[name], dict(p=p, m=m, **COST)
+        if schedules.by_formula(formula.where, **letters):
+            bubble = schedules.simulate(schedules.build(name, p, m), COST).bubble
+            least = schedules.by_formula(formula.bubble, **letters)
+            where = f"{name}, {p} stages, {m} micro-batches"
+            assert bubble <= least + 1e-9, (
+                f"{where}: the bubble is {bubble:.4f}; should be {formula.bubble} = {least:.4f}"
+            )
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
+def test_the_peak_is_the_formulas(name):
+    for p, m in SIZES:
+        peaks, formula = schedules.simulate(schedules.build(name, p, m), COST).peak, schedules.FORMULAS[name].peak
+        for r, peak in enumerate(peaks):
+            most = schedules.by_formula(formula, p=p, m=m, r=r)
+            where = f"{name}, {p} stages, {m} micro-batches: {peak} are in flight on rank {r}"
+            assert peak <= most, f"{where}; should be at most {formula} = {most}"
+
+
+def test_2bw_updates_after_the_last_micro_batch_of_an_update():
+    for p, m, n in [(1, 1, 4), (2, 3, 4), (4, 4, 3)]:
+        made = schedules.updates(schedules.build("pipedream-2bw", p, m * n, 1, m))
+        assert made == n, f"{m * n} micro-batches, {m} in an update: a rank makes {made} updates; should make {n}"
+
+
+def test_pipedream_keeps_few_versions():
+    for p in (1, 2, 4, 6):
+        for r in range(p):
+            kept, _ = kept_versions(schedules.build("pipedream", p, 3 * p), r, [r])
+            assert kept <= p - r, f"rank {r} of {p} keeps {kept} versions of its weights; should be p - r = {p - r}"
+
+
+# --- 11: tensor parallelism -------------------------------------------------------------------------------------------
+
+
+def activations_sent(config):
+    """Return the bytes of activations that this rank sends over tp in a step."""
+    run = built(config)
+    train.train_step(run, micro_batches(run))
+    return sum(sent for (_, what, _), (_, sent) in run.mesh.ledger.per_step(1).items() if what == "activations")
+
+
+@pytest.mark.parametrize("sequence_parallel, factor", [(False, 8), (True, 10)])
+def test_a_block_sends_8_bsh(workers, sequence_parallel, factor):
+    c = tiny_config(1, 2, sequence_parallel=sequence_parallel)
+    unit = c.num_layers * 3 * c.micro_batch_size * c.seq_length * c.hidden_size / 2 * 8  # m = 3, (t-1)/t, float64
+    for sent in workers.run(2, activations_sent, c):
+        assert sent == factor * unit, (
+            f"a block sends {float(sent) / unit:g} bsh (t-1)/t; should be {factor} bsh (t-1)/t"
+        )
+
+
+# --- 12: the mesh -----------------------------------------------------------------------------------------------------
+
+AXES = {  # axis: (its groups, why)
+    "tp": ([(0, 1), (2, 3), (4, 5), (6, 7)], "tp sends most, so its ranks are neighbours, inside a node"),
+    "pp": ([(0, 2), (1, 3), (4, 6), (5, 7)], "pp comes after tp: its ranks are inside a rack"),
+    "dp": ([(0, 4), (1, 5), (2, 6), (3, 7)], "dp sends least often, so its ranks are farthest from one another"),
+    "world": ([tuple(range(8))], "the world has all ranks"),
+}
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_groups_by_axis(axis):
+    groups, why = AXES[axis]
+    found = sorted({getattr(mesh, axis).ranks for mesh in meshes()})
+    assert found == groups, f"{why}. On 8 ranks with tp=2, pp=2, the groups of {axis} are {found}, not {groups}"
+
+
+def test_each_rank_is_in_its_groups_at_its_index():
+    for rank, mesh in enumerate(meshes()):
+        for axis in (mesh.world, mesh.dp, mesh.pp, mesh.tp, mesh.back):
+            text = f"rank {rank}: its index on {axis.name} is {axis.rank}, and the ranks there are {axis.ranks}"
+            assert mesh.rank == rank == axis.ranks[axis.rank], text
+
+
+def test_messages_back_have_a_group_of_their_own():
+    for mesh in meshes():
+        assert mesh.back.ranks == mesh.pp.ranks and mesh.back.group is not mesh.pp.group, (
+            "`back`, for messages to lower ranks, needs the ranks of pp and a second group (`second`)"
+        )
