@@ -24,7 +24,6 @@ from test_layouts import built, check_layout, micro_batches, tiny_config
 from test_pipeline import storages, waiting_in_block
 from testing.compare import ratio, same_tensor
 
-
 pytestmark = pytest.mark.slow  # the default run has no need of them: other tests show the same
 
 
