@@ -300,7 +300,7 @@ def test_a_missing_file_is_named(trained, tmp_path, name):
     shutil.copytree(out, tmp_path / "run")
     (tmp_path / "run" / "step_3" / name).unlink()
     said = fails(configured(tmp_path / "run", data_dir, train_iters=4, num_layers=3))
-    assert said == f"{tmp_path}/run/step_3/{name}: No such file or directory"
+    assert said == f"{tmp_path}/run/step_3/{name} ({checkpoint.REMEDY}): No such file or directory"
 
 
 # --- checksums --------------------------------------------------------------------------------------------------------

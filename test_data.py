@@ -321,6 +321,7 @@ def test_reads_ahead_as_far_as_asked_and_closes_while_full():
     assert len(take(loader, 9)) == 3  # 3 items were ready; then the iteration ends
 
 
+@pytest.mark.slow
 def test_a_loader_that_is_never_closed_does_not_keep_the_process():
     code = """if True:
         import test_data

@@ -72,6 +72,7 @@ def restored_arguments(monkeypatch):
 # --- the tokens -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
 @pytest.mark.parametrize("name", ["bytes", "gpt2", "files", "unknown pattern"])
 def test_long_documents_equal_whole_ones(name, kind, here, tmp_path, monkeypatch, request):
@@ -214,7 +215,8 @@ def corpus(tmp_path_factory):
     return words, files_in(folder / "out")
 
 
-@pytest.mark.parametrize("before", ["", pytest.param("prepare.START_METHOD = 'spawn'", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("before", ["", "prepare.START_METHOD = 'spawn'"])
 def test_the_output_does_not_depend_on_workers_nor_on_pieces(before, corpus, tmp_path):
     words, expected = corpus
     late = "encode = prepare.encode_block\ndef slow(*job):\n    import time; time.sleep(0.1 * (job[-1][0].line == 1))\n"

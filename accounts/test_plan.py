@@ -128,6 +128,7 @@ def errors(runs):
     return [abs(fit.predicted(run) / run.seconds - 1) for run in runs]
 
 
+@pytest.mark.slow
 def test_published_times():
     """The limits for Korthikanti's selective rows are the mean and largest error of Calculon, another predictor."""
     fitted, selective, every = errors(FITTED), errors(OTHERS[:4]), errors([*FITTED, *OTHERS])

@@ -52,6 +52,7 @@ MUST_MATCH = (
     "num_layers hidden_size num_attention_heads seq_length max_position_embeddings vocab_size activation seed "
     "optimizer tokenizer"
 )
+REMEDY = "use another checkpoint: remove this one, or set --resume"
 THREADS = 4  # of a rank: a flush waits for the disk, so more threads than cores are useful
 BLOCK = 1 << 17  # words in TABLE: 1 MiB, which stays in a core's cache
 G = 0x9E3779B97F4A7C15
@@ -250,20 +251,24 @@ def find(path):
 def verify(path, found, expected):
     """Raise UserError unless the sum `found` of a file is the `expected` one."""
     if found != expected:
-        remedy = "use another checkpoint: remove this one, or set --resume"
-        raise UserError(f"{path}: damaged: its content does not match its checksum; {remedy}")
+        raise UserError(f"{path}: damaged: its content does not match its checksum; {REMEDY}")
+
+
+def using(path):
+    """Turn an OSError of reading a checkpoint's file, for example of a missing one, into a UserError."""
+    return explained(f"{path} ({REMEDY})")
 
 
 def read_index(path):
     """Return the content of index.json of the checkpoint `path`. Raises UserError if it or a copied file is damaged."""
     path = Path(path)
-    with explained(path / "index.json"):
+    with using(path / "index.json"):
         data = (path / "index.json").read_bytes()
     text, _, end = data.rpartition(b',\n "crc32": ')
     verify(path / "index.json", end, f'"{crc(text)}"\n}}'.encode())
     index = json.loads(data)
     for name, expected in index["copies"].items():
-        with explained(path / name):
+        with using(path / name):
             verify(path / name, crc((path / name).read_bytes()), expected)
     return index
 
@@ -328,7 +333,7 @@ def load(path, zero):
 def read(tp, dtype, path, piece, flat):
     """Read one piece of an array into `flat`. Return its terms in the file's sum."""
     local = np.zeros(piece.end - piece.begin, dtype)
-    with explained(path), open(path, "rb") as file:
+    with using(path), open(path, "rb") as file:
         terms = transferred(file, file.readinto, local, piece, tp)
     flat.copy_(torch.from_numpy(local))
     return terms

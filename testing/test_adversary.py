@@ -199,7 +199,7 @@ def test_a_layout(late, layout):
 # (schedule, dp, tp, pp, zero, sequence_parallel, recompute, dropout, calls, optimizer): as in test_pipedream.py
 ASYNCHRONOUS_LAYOUTS = [
     ("pipedream", 1, 1, 4, 0, False, "full", 0.1, "5+7", "sgd"),
-    ("pipedream-2bw", 2, 2, 2, 1, True, "none", 0.0, "2+2+2", "adamw"),
+    pytest.param(("pipedream-2bw", 2, 2, 2, 1, True, "none", 0.0, "2+2+2", "adamw"), marks=pytest.mark.slow),
 ]
 
 

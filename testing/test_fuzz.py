@@ -74,6 +74,7 @@ def end_well(template, tmp_path, monkeypatch, capfd, module, words, damage=lambd
 FILES = [(module, words.split(), file) for module, words, files in COMMANDS for file in files.split()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", DAMAGE)
 @pytest.mark.parametrize("module, words, file", FILES, ids=[f"{m}-{f}" for m, _, f in FILES])
 def test_a_damaged_file(template, tmp_path, monkeypatch, capfd, module, words, file, how):

@@ -82,8 +82,16 @@ def test_the_map_from_the_slides(slide, command, code, test):
         config.check(config.load(arguments[1:]), ranks)
     elif program == "pytest":
         assert all((HERE / file).exists() for file in arguments)
-    elif arguments[:2] != ["-m", "bench"]:
-        assert program == "python" and run(sys.executable, *arguments, cwd=HERE)
+    else:
+        assert program == "python"  # the next test runs it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command", [row[1] for row in SLIDES if row[1].startswith(("python plan", "python -m accounts"))]
+)
+def test_a_command_of_the_map_runs(command):
+    assert run(sys.executable, *shlex.split(command)[1:], cwd=HERE)
 
 
 def test_the_map_has_every_slide():
