@@ -367,7 +367,8 @@ class Logger:
         if not self.memory_said:
             self.say(memory_line(row["iteration"], self.run.device))
             self.memory_said = True
-        self.say(timers_line(row["timers_ms"]))
+        if row["timers_ms"]:  # empty if the first step is alone in the interval
+            self.say(timers_line(row["timers_ms"]))
         if validation_loss is not None:
             self.say(validation_lines(row["iteration"], validation_loss))
         for write in self.plots:
