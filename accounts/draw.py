@@ -108,12 +108,13 @@ def simulated(name, chunks, stages, microbatches, cost, comm, stashing=True):
     line = simulate(schedule, {kind: duration / v for kind, duration in cost.items()}, comm)
     title = f"{name}: {stages} stages, {microbatches} micro-batches" + (f", {v} chunks per rank" if v > 1 else "")
     bubble, peak = notes_of(line)
+    peak += f", each 1/{v} of a stage's" if v > 1 else ""
     if stages > 1 and name in schedules.FORMULAS:
         formula, letters = schedules.FORMULAS[name], dict(p=stages, m=microbatches, v=v, **cost)
         if comm == 0 and schedules.by_formula(formula.where, **letters):
             bubble += f"   {formula.bubble} = {schedules.by_formula(formula.bubble, **letters):.4f}"
         peaks = " ".join(str(schedules.by_formula(formula.peak, r=r, **letters)) for r in range(stages))
-        peak += (f", each 1/{v} of a stage's" if v > 1 else "") + f"   {formula.peak} = {peaks}"
+        peak += f"   {formula.peak} = {peaks}"
     if schedule.versions:
         title += f", {schedules.updates(schedule)} updates" + ("" if stashing else ", without weight stashing")
     return Picture(title, schedule, line, [bubble, peak], versions_of(schedule, stashing))
