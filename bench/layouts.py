@@ -28,7 +28,7 @@ from parallel.comm import all_reduce
 from parallel.layout import split
 from parallel.mesh import Mesh
 
-ROW = "{:<26}{:>4}{:>16}{:>16}{:>18}{:>18}  {}"
+ROW = "{:<26}{:>4}{:>18}{:>18}{:>18}{:>18}  {}"
 
 
 def measure(layers: int = 4, hidden: int = 256, seq: int = 128, vocab: int = 2048, repeats: int = 15, only: str = ""):
