@@ -18,6 +18,7 @@ from pathlib import Path
 
 from errors import Parser, UserError, boolean, reading
 from parallel import schedules
+from parallel.context import WAYS
 from parallel.optimizer import RULES
 from reference import ACTIVATIONS
 
@@ -68,9 +69,13 @@ class Config:
     hysteresis: int = 2  # fp16: overflows until the loss scale is halved
     kernels: str = "auto"  # operations between the matrix products: triton is kernels.py, torch is reference.py
 
-    # -- layout (the data parallel size is dp = processes / (tp * pp))
+    # -- layout (the data parallel size is dp = processes / (tp * cp * pp))
     tp: int = 1  # tensor parallel ranks (Megatron-LM: --tensor-model-parallel-size)
     pp: int = 1  # pipeline stages (Megatron-LM: --pipeline-model-parallel-size)
+    cp: int = (
+        1  # context parallel ranks: each has 1/cp of the tokens of a sample (Megatron-LM: --context-parallel-size)
+    )
+    context: str = "ring"  # attention over cp ranks: keys and values go around, or tokens are exchanged for heads
     sequence_parallel: bool = False  # also shard over tp the activations between the tensor parallel layers
     zero: int = 0  # shard over dp: 1 optimizer state, 2 also gradients, 3 also parameters (DeepSpeed: --zero-stage)
     schedule: str = "1f1b"  # order of the work in the pipeline
@@ -119,6 +124,7 @@ CHOICES = {
     "dtype": ("auto", "fp64", "fp32", "bf16", "fp16"),
     "kernels": ("auto", "triton", "torch"),
     "recompute": ("none", "full"),
+    "context": tuple(WAYS),
     "split": ("train", "val", "test"),
     "zero": (0, 1, 2, 3),
     "schedule": tuple(schedules.SCHEDULES),
@@ -131,8 +137,8 @@ ASYNCHRONOUS = {  # a stage updates before the other stages have their gradients
     "rampup_batch_size": ("",),  # the batch is constant
 }
 POSITIVE = (  # the other numbers may be 0
-    "num_layers hidden_size num_attention_heads seq_length vocab_size micro_batch_size global_batch_size tp pp chunks "
-    "updates_per_call log_interval loss_scale_window hysteresis initial_loss_scale min_loss_scale adam_eps "
+    "num_layers hidden_size num_attention_heads seq_length vocab_size micro_batch_size global_batch_size tp pp cp "
+    "chunks updates_per_call log_interval loss_scale_window hysteresis initial_loss_scale min_loss_scale adam_eps "
     "comm_timeout init_method_std"
 ).split()
 MICRO_BATCHES = 2**13  # the most of one step on one data rank, because a schedule is a list of actions
@@ -198,11 +204,6 @@ def global_batch_size_at(c, consumed_samples):
     start, increment, samples = rampup(c)
     steps = (c.global_batch_size - start) // increment  # increments, spread evenly over `samples`
     return start + increment * min(steps, consumed_samples * steps // samples)
-
-
-def micro_batches(c, samples, dp):
-    """Return m, the number of micro-batches on each of `dp` data ranks in a step of `samples` samples."""
-    return samples // (c.micro_batch_size * dp)
 
 
 def iterations(c, samples):
@@ -276,18 +277,24 @@ def check_layout(c, world):
     divides("tp", c.tp, "num_attention_heads", c.num_attention_heads, ": a tensor parallel rank has whole heads")
     divides("tp", c.tp, "padded vocab_size", c.padded_vocab_size)
     if c.sequence_parallel:
-        divides("tp", c.tp, "seq_length", c.seq_length, ": sequence_parallel shards the tokens")
-    divides("tp * pp", c.tp * c.pp, "the number of processes", world)
-    dp = world // (c.tp * c.pp)
+        divides("tp * cp", c.tp * c.cp, "seq_length", c.seq_length, ": sequence_parallel shards the tokens")
+    if c.cp > 1 and c.context == "ring":
+        divides("2 * cp", 2 * c.cp, "seq_length", c.seq_length, ": a rank has two parts of each sample")
+    if c.context == "ulysses":
+        divides("cp", c.cp, "seq_length", c.seq_length)
+        divides("tp * cp", c.tp * c.cp, "num_attention_heads", c.num_attention_heads, ": a rank has whole heads")
+    divides("tp * cp * pp", c.tp * c.cp * c.pp, "the number of processes", world)
+    dp = world // (c.tp * c.pp)  # with the cp ranks
     start, increment, _ = rampup(c)
     divides("increment", increment, "rampup_batch_size: global_batch_size - start", c.global_batch_size - start)
     batch = math.gcd(start, increment, c.global_batch_size)  # divides all sizes of a growing batch
     name = "rampup_batch_size: common divisor" if c.rampup_batch_size else "global_batch_size"
-    divides("micro_batch_size * dp", c.micro_batch_size * dp, name, batch, remedy(c, batch, dp))
-    m = micro_batches(c, c.global_batch_size, dp)
+    readers = dp // c.cp  # of different samples
+    divides("micro_batch_size * dp", c.micro_batch_size * readers, name, batch, remedy(c, batch, readers))
+    m = schedules.micro_batches(c, c.global_batch_size, dp)
     why = f"makes {m:,} micro-batches on each data rank; use a larger micro_batch_size"
     require(c, "global_batch_size", m * c.updates_per_call <= MICRO_BATCHES, why)
-    m = micro_batches(c, batch, dp)
+    m = schedules.micro_batches(c, batch, dp)
     few = min(m, 2 * c.pp + m % c.pp)  # a schedule suits m micro-batches if it suits fewer with the same remainder
     if c.schedule in schedules.ASYNCHRONOUS:
         few, fits = m, m >= c.pp if c.schedule == "pipedream-2bw" else m == 1

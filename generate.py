@@ -30,7 +30,7 @@ def load_model(path, device):
         raise UserError(f"{path}: there is no checkpoint (train one: torchrun train.py configs/tiny.py)")
     index = checkpoint.read_index(found)
     config = configuration.of_checkpoint(index)
-    config = dataclasses.replace(config, tp=1, pp=1, schedule="1f1b", chunks=1, sequence_parallel=False, zero=0)
+    config = dataclasses.replace(config, tp=1, pp=1, cp=1, schedule="1f1b", chunks=1, sequence_parallel=False, zero=0)
     mesh = Mesh()
     model = GPT(config, mesh.tp)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 import reference
+from parallel.context import WAYS, positions
 from parallel.tensor import (
     ColumnParallelLinear,
     EmbeddingLookup,
@@ -46,9 +47,9 @@ from reference import Drop
 
 @dataclass
 class MicroBatch:
-    """One micro-batch, b samples of s tokens, as the input of the units on one rank."""
+    """One micro-batch, b samples of s tokens, as the input of the units on one rank. It has s/cp tokens of each."""
 
-    shape: tuple  # (b, s)
+    shape: tuple  # (b, s/cp)
     ids: torch.Tensor  # [n] int64
     targets: torch.Tensor | None  # [n] int64: the next id of each token; None in generation
     positions: torch.Tensor  # [n or n/t]: for each row of this rank, its position in the sample
@@ -66,7 +67,7 @@ class Block(nn.Module):
 
     recomputable = True  # a block keeps about 32 bytes per element of x (bf16), and can run again from x alone
 
-    def __init__(self, c, index, tp, ops):
+    def __init__(self, c, index, tp, ops, cp):
         super().__init__()
         h, std, sp, name = c.hidden_size, c.init_method_std, c.sequence_parallel, f"block{index}"
         residual_std = std / math.sqrt(2 * c.num_layers)  # x is a sum of 2L outputs; its variance shall not grow with L
@@ -78,6 +79,7 @@ class Block(nn.Module):
         self.fc2 = RowParallelLinear(f"{name}.fc2", (h, 4 * h), residual_std, tp, sp)
         self.index, self.seed, self.head_size, self.ops = index, c.seed, c.head_size, ops
         self.activation_ = getattr(ops, f"{c.activation}_")  # one of reference.ACTIVATIONS
+        self.cp, self.over_cp = cp, WAYS[c.context] if c.cp > 1 else None
 
     def forward(self, x, batch):
         x = ResidualStream(x, self.ops)
@@ -87,7 +89,10 @@ class Block(nn.Module):
 
     def attention(self, x, batch):
         q, k, v = (y.view(*batch.shape, -1, self.head_size) for y in self.qkv(x))  # each [b, s, heads/t, d]
-        y = self.ops.attention(q, k, v, batch.caches and batch.caches[self.index])  # [b, s, heads/t, d]
+        if self.over_cp:  # q, k, v have s/cp tokens
+            y = self.over_cp(q, k, v, self.cp, self.ops)
+        else:
+            y = self.ops.attention(q, k, v, batch.caches and batch.caches[self.index])  # [b, s, heads/t, d]
         y = self.proj(y.reshape(len(batch.ids), -1))  # [n, h/t] -> [n, h]
         return Branch(y, self.proj.bias, batch.drop(self.seed, site=2 * self.index + 1))
 
@@ -192,18 +197,18 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    """The units in order. config: a `config.Config`. tp: the `mesh.Axis` of the tensor parallel ranks. ops: a module
-    with the operations, such as `reference`.
+    """The units in order. config: a `config.Config`. tp, cp: the `mesh.Axis` of the tensor and of the context parallel
+    ranks. ops: a module with the operations, such as `reference`.
     """
 
-    def __init__(self, config, tp, ops=reference):
+    def __init__(self, config, tp, ops=reference, cp=None):
         super().__init__()
         c = config
-        self.config, self.tp = c, tp
+        self.config, self.tp, self.cp = c, tp, cp
         word = VocabParallelEmbedding(
             "word", c.padded_vocab_size, c.hidden_size, c.init_method_std, tp, c.sequence_parallel, ops
         )
-        blocks = [Block(c, i, tp, ops) for i in range(c.num_layers)]
+        blocks = [Block(c, i, tp, ops, cp) for i in range(c.num_layers)]
         self.units = nn.ModuleList([Embedding(c, word, ops), *blocks, Head(c, word, tp, ops)])
         self.table = [specs(unit) for unit in self.units]  # table[i]: the ParamSpecs that unit i uses
 
@@ -225,19 +230,23 @@ class GPT(nn.Module):
         return sum(math.prod(spec.shape) for spec in self.specs().values())
 
     def micro_batch(self, ids, targets=None, samples=None, start=0, caches=None):
-        """Return a MicroBatch. ids, targets: [b, s]. start: the first position.
+        """Return a MicroBatch of this rank's tokens. ids, targets: [b, s], whole samples. start: the first position.
 
         samples: [b], the index of each sample in the run. None: no dropout.
         """
+        place = torch.arange(start, start + ids.shape[1], device=ids.device)
+        if self.config.cp > 1:
+            mine = positions(ids.shape[1], self.cp, self.config.context).to(ids.device)
+            ids, targets, place = ids[:, mine], targets[:, mine], place[mine]
         b, s = ids.shape
         row = torch.arange(b * s, device=ids.device)
         if self.config.sequence_parallel:
             row = row.chunk(self.tp.size)[self.tp.rank]
-        positions = start + row % s
-        rows = positions if samples is None else samples[row // s] * self.config.seq_length + positions
+        place = place[row % s]
+        rows = place if samples is None else samples[row // s] * self.config.seq_length + place
         rate = 0.0 if samples is None else self.config.dropout
         targets = None if targets is None else targets.flatten()
-        return MicroBatch((b, s), ids.flatten(), targets, positions, rows, rate, caches)
+        return MicroBatch((b, s), ids.flatten(), targets, place, rows, rate, caches)
 
 
 def parameter_table(config):

@@ -103,6 +103,34 @@ def attention(q, k, v, cache=None):
     return y.transpose(1, 2)
 
 
+def attention_part(q, k, v, causal):
+    """Attention of q [b, s, a, d] to k and v [b, s', a, d], some of all keys. Return (y, L): `parallel/context.py`.
+
+    causal: query i sees keys 0 .. i, otherwise all. y [b, s, a, d]. L [b, s, a]: the log-sum-exp of a query's scores.
+    """
+    scores = part_scores(q, k, causal)
+    L = scores.logsumexp(-1, keepdim=True)
+    y = (scores - L).exp().to(v.dtype) @ v.transpose(1, 2)
+    return y.transpose(1, 2), L[..., 0].transpose(1, 2)
+
+
+def attention_part_backward(dy, q, k, v, y, L, causal):
+    """Return (dq, dk, dv) of one part. y and L are those of the attention to all keys; dy is y's gradient."""
+    p = (part_scores(q, k, causal) - L.transpose(1, 2)[..., None]).exp()
+    delta = (dy * y).sum(-1, dtype=L.dtype).transpose(1, 2)[..., None]
+    dy, q, k, v = (x.transpose(1, 2) for x in (dy, q, k, v))
+    ds = (p * (dy @ v.mT - delta) * q.shape[-1] ** -0.5).to(q.dtype)
+    return tuple(x.transpose(1, 2) for x in (ds @ k, ds.mT @ q, p.to(dy.dtype).mT @ dy))
+
+
+def part_scores(q, k, causal):
+    """Return q k^T / sqrt(d), [b, a, s, s'] in float32 (float64 for float64 q). causal: -inf above the diagonal."""
+    scores = q.transpose(1, 2) @ k.transpose(1, 2).mT * q.shape[-1] ** -0.5
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32))
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return scores.masked_fill(hidden, -math.inf) if causal else scores
+
+
 # --- gradients of parameters ------------------------------------------------------------------------------------------
 
 

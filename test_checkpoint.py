@@ -69,7 +69,7 @@ def configured(out_dir, tokens_dir, **fields):
 
 
 def go(config):
-    train.run_training(config, Mesh(config.tp, config.pp, timeout=60.0), CPU)
+    train.run_training(config, Mesh.of(config), CPU)
 
 
 def curve(out_dir):
@@ -123,7 +123,7 @@ def test_resuming_changes_no_bit(workers, straight, tokens_dir, tmp_path, ranks,
     "before, after",
     [
         ((4, dict(tp=2, sequence_parallel=True)), (3, dict(zero=3))),
-        ((4, dict(pp=2, zero=2, schedule="zb-h1")), (1, {})),
+        ((8, dict(pp=2, cp=2, zero=2, schedule="zb-h1")), (4, dict(cp=4, context="ulysses"))),
         pytest.param(
             (4, dict(zero=3, micro_batch_size=1)), (4, dict(pp=4, schedule="chimera")), marks=pytest.mark.slow
         ),
@@ -362,7 +362,7 @@ def trained(tmp_path_factory):
 
 def load_each(config, flips):
     """For each of `flips`, flip this bit, load the checkpoint on each rank, and flip it back. Return the messages."""
-    run = train.build(config, Mesh(config.tp, config.pp), CPU)
+    run = train.build(config, Mesh.of(config), CPU)
     said, folder = [], checkpoint.find(config.out_dir)
     for name, place, bit in flips:
         if run.mesh.rank == 0:

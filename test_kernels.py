@@ -469,7 +469,7 @@ def test_machine_code(arch, monkeypatch):
 def trained(config, steps=2):
     if config.kernels == "triton":
         sanitizer.install()
-    run = train.build(config, Mesh(config.tp, config.pp), torch.device("cpu"))
+    run = train.build(config, Mesh.of(config), torch.device("cpu"))
     run.zero.initialize(config.seed)
     batches = micro_batches(run)
     done = [train.train_step(run, batches).read() for _ in range(steps)]

@@ -15,15 +15,15 @@ After a failure `testing/compare.py` names the first thing that differs and its 
 
 import functools
 import itertools
+import math
 import operator
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train
-from config import Config
+from config import CHOICES, Config
 from data import training_samples
 from errors import UserError
 from model import GPT
@@ -50,7 +50,9 @@ LAYOUTS = [
 ALL_MODES = list(itertools.product(["sgd", "adamw"], [0.0, 0.1], ["none", "full"]))
 MODES = ALL_MODES[0], ALL_MODES[-1]  # every value, but not every pair
 CURVES = {}  # of one process: each is trained once
-SAME = "optimizer dropout activation num_layers global_batch_size lr".split()  # fields that one process shares
+SAME = (
+    "optimizer dropout activation num_layers hidden_size num_attention_heads seq_length global_batch_size lr"
+).split()  # fields that one process shares
 
 
 def tiny_config(dp, tp=1, **fields):
@@ -58,15 +60,15 @@ def tiny_config(dp, tp=1, **fields):
     return Config(**TINY | fields)
 
 
-def micro_batches(run, vocab_size=50, dp=None):
+def micro_batches(run, vocab_size=50, reader=None):
     """Yield this rank's micro-batches. Sample g depends on g alone, so every layout has the same data.
 
-    The data can be learned: most ids are 1 more than the id before. dp: another data rank's `rank` and `size`.
+    The data can be learned: most ids are 1 more than the id before. reader: another one than the mesh's.
     """
-    c, dp = run.config, dp or run.mesh.dp
+    c = run.config
     dice = torch.randint(0, vocab_size, (1000, c.seq_length + 1), generator=torch.Generator().manual_seed(5))
     table = (dice // 10 - 1).clamp(1).cumsum(1).add(dice[:, :1]) % vocab_size
-    for numbers in training_samples(0, dp.rank, dp.size, c.micro_batch_size):
+    for numbers in training_samples(0, *(reader or run.mesh.reader), c.micro_batch_size):
         numbers = torch.from_numpy(numbers)
         tokens = table[numbers % len(table)]
         yield run.model.micro_batch(tokens[:, :-1], tokens[:, 1:], numbers)
@@ -89,7 +91,7 @@ def gradients(run):
 
 
 def built(config, mesh=None):
-    run = train.build(config, mesh or Mesh(config.tp, config.pp), torch.device("cpu"))
+    run = train.build(config, mesh or Mesh.of(config), torch.device("cpu"))
     run.zero.initialize(config.seed)
     return run
 
@@ -110,7 +112,7 @@ def trained(config, steps=STEPS, mesh=None):
 
 def train_each(configs, steps=FEW):
     """Call `trained` with each of these configurations, which have the same mesh."""
-    mesh = Mesh(configs[0].tp, configs[0].pp)
+    mesh = Mesh.of(configs[0])
     return [trained(config, steps, mesh) for config in configs]
 
 
@@ -145,11 +147,11 @@ def check_layout(configs, on_ranks, steps=FEW):
     by_rank = on_ranks(train_each, configs, steps)
     for config, results in zip(configs, zip(*by_rank, strict=True), strict=True):
         again = functools.partial(first_steps, on_ranks, config)
-        assert_same_model(results, one_process(config, steps), config, specs(config.num_layers), again)
+        assert_same_model(results, one_process(config, steps), config, specs(config), again)
 
 
-def specs(num_layers=2):
-    return GPT(tiny_config(1, num_layers=num_layers), Mesh().tp).specs()
+def specs(config):
+    return GPT(config, Mesh().tp).specs()
 
 
 # --- after a failure: the first step, with its gradients --------------------------------------------------------------
@@ -174,7 +176,7 @@ def gradient_of_each_micro_batch(one, config, dp):
     m, size = config.global_batch_size // (config.micro_batch_size * dp), config.micro_batch_size
     run, shares = built(replace(one, micro_batch_size=size, global_batch_size=size)), {}
     for d in range(dp):
-        batches = micro_batches(run, dp=SimpleNamespace(rank=d, size=dp))
+        batches = micro_batches(run, reader=(d, dp))
         for j in range(m):
             run.zero.zero_grad()
             run.executor.run(batches, 1, 1 / (m * dp))
@@ -185,7 +187,7 @@ def gradient_of_each_micro_batch(one, config, dp):
 def first_steps(on_ranks, config):
     """Run the first step again: on the ranks, on one process, and each micro-batch alone."""
     steps, one = on_ranks(first_step, config), one_process_config(config)
-    dp = len(steps) // (config.tp * config.pp)
+    dp = len(steps) // (config.tp * config.cp * config.pp)
     return steps, first_step(one), gradient_of_each_micro_batch(one, config, dp)
 
 
@@ -222,16 +224,15 @@ def test_relu_trains_the_same_model(workers):
 
 # --- the grid -------------------------------------------------------------------------------------------------------
 
-AXES = {
-    "dp": [1, 2, 4, 8],
-    "tp": [1, 2, 4, 8],
-    "pp": [1, 2, 4, 8],
+SIZES = {"dp": [1, 2, 4, 8], "tp": [1, 2, 4, 8], "pp": [1, 2, 4, 8], "cp": [1, 2, 4]}
+OTHERS = {
     "schedule": [name for name in schedules.SCHEDULES if name not in schedules.ASYNCHRONOUS],
     "zero": [0, 1, 2, 3],
     "sequence_parallel": [False, True],
     "recompute": ["none", "full"],
     "optimizer": list(RULES),
     "micro_batches": ["one", "fewer than stages", "stages", "not a multiple", "twice"],
+    "context": CHOICES["context"],
 }
 
 
@@ -249,31 +250,39 @@ def can_run(schedule, stages, m):
         return True
 
 
-def fits(dp, tp, pp, schedule, zero, sequence_parallel, micro_batches, **_):
+def fits(dp, tp, pp, cp, context, schedule, zero, sequence_parallel, micro_batches, **_):
     """Return False if the values do not go together, or if a simpler point is the same layout."""
     redundant = (
-        not 2 <= dp * tp * pp <= 8
+        (cp == 1 and context != "ring")
         or (pp == 1 and (schedule != "1f1b" or micro_batches in ("fewer than stages", "stages")))
         or (pp == 2 and micro_batches == "fewer than stages")
-        or (dp == 1 and zero)
+        or (dp * cp == 1 and zero)
         or (tp == 1 and sequence_parallel)
     )
     return not redundant and can_run(schedule, pp, number_of_micro_batches(micro_batches, pp))
 
 
-def ranks(dp, tp, pp, **_):
-    return dp * tp * pp
+def ranks(dp, tp, pp, cp, **_):
+    return dp * tp * pp * cp
 
 
-def fitted(dp, tp, pp, schedule, micro_batches, **fields):
+def points():
+    """Return all points of the grid that can run on 2 to 8 ranks."""
+    sizes = [values for values in itertools.product(*SIZES.values()) if 2 <= math.prod(values) <= 8]
+    others = list(itertools.product(*OTHERS.values()))
+    found = (dict(zip(SIZES | OTHERS, a + b, strict=True)) for a in sizes for b in others)
+    return [point for point in found if fits(**point)]
+
+
+def fitted(dp, tp, pp, cp, schedule, micro_batches, **fields):
     """Return (configuration, number of processes) of a point of the grid."""
     chunks = schedules.usual_chunks(schedule)
     layers = max(3, pp * chunks - 1)  # 2 parts: 2 blocks and 1 block; more parts: one has no block
     config = tiny_config(
-        dp, tp, pp=pp, schedule=schedule, chunks=chunks, num_layers=layers, micro_batch_size=2,
+        dp, tp, pp=pp, cp=cp, schedule=schedule, chunks=chunks, num_layers=layers, micro_batch_size=2,
         global_batch_size=2 * dp * number_of_micro_batches(micro_batches, pp), lr=5e-3, dropout=0.1, **fields,
     )  # fmt: skip
-    return config, dp * tp * pp
+    return config, dp * tp * pp * cp
 
 
 def covering(points, chosen=()):
@@ -300,15 +309,15 @@ def check_point(workers, point, optimizers, steps=FEW):
 
 
 def name(point):
-    return "-".join(map(str, point.values())).replace(" ", "_")
+    values = [value for axis, value in point.items() if point["cp"] > 1 or axis not in ("cp", "context")]
+    return "-".join(map(str, values)).replace(" ", "_")
 
 
 def pytest_generate_tests(metafunc):
     """Parametrize the two tests below. The grid is computed only here, because every worker imports this file."""
     if "point" not in metafunc.fixturenames:
         return
-    every = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
-    every = [point for point in every if fits(**point)]
+    every = points()
     if metafunc.function is test_the_grid_covered:
         few = covering(
             [point for point in every if ranks(**point) <= 4 or {*itertools.islice(point.values(), 3)} == {2}]

@@ -148,7 +148,7 @@ def check_same(results, reference, config):
                 place = f"{config.schedule} pp={config.pp}: first difference in update {k} on rank {rank}"
                 values = f"loss {x!r}, norm {y!r} instead of {loss!r}, {norm!r}"
                 pytest.fail(f"{place}: {values}. {BACKWARD if right[0] else FORWARD}", False)
-    assert_same_model(results, reference, config, specs(config.num_layers))
+    assert_same_model(results, reference, config, specs(config))
 
 
 FORWARD = "The loss differs: a forward uses a wrong version of the weights, or an update before was wrong."
@@ -210,7 +210,7 @@ def pytest_generate_tests(metafunc):
 
 
 def train_with_each(configs, calls):
-    mesh = Mesh(configs[0].tp, configs[0].pp)
+    mesh = Mesh.of(configs[0])
     return [train_asynchronously(config, calls, mesh) for config in configs]
 
 
@@ -274,7 +274,7 @@ def test_checkpoints_load_in_any_layout(workers, tokens_dir, tmp_path):
 
 
 def load_and_save(config, path):
-    run = train.build(config, Mesh(config.tp, config.pp), torch.device("cpu"))
+    run = train.build(config, Mesh.of(config), torch.device("cpu"))
     train.restore(run, path)
     train.save(run, data.Tokens(config.data_dir, "train", config.seq_length, config.vocab_size))
 

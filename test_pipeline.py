@@ -156,7 +156,7 @@ def test_a_schedule_whose_ranks_hold_different_buckets_with_different_ranks(work
     fields = dict(optimizer=optimizer, num_layers=2)
     config = tiny_config(1, pp=4, schedule="pair", **fields)
     reference = train_tiny(tiny_config(1, **fields), 3)
-    assert_same_model(workers.run(4, trained_in_pairs, config), reference, config, specs())
+    assert_same_model(workers.run(4, trained_in_pairs, config), reference, config, specs(config))
 
 
 def holdings(config):
@@ -272,7 +272,7 @@ def test_in_stage_3_a_sum_does_not_delay_a_gather(workers):
 def staged(config):
     """Train as with offload from a GPU: the state has another device than the model (`cpu`, not `cpu:0`)."""
     with mock.patch.object(zero, "pinned", lambda size, dtype: torch.zeros(size, dtype=dtype)):
-        run = train.build(config, Mesh(config.tp, config.pp), torch.device("cpu", 0))
+        run = train.build(config, Mesh.of(config), torch.device("cpu", 0))
         assert all((bucket.staging is not None) == config.offload for bucket in run.zero.buckets.values())
         run.zero.initialize(1)
         batches = micro_batches(run)

@@ -324,7 +324,7 @@ def test_the_learning_rates_are_those_of_the_formula(config_file, monkeypatch, c
 @pytest.mark.parametrize(
     "arguments, line",
     [
-        (["--tp=2"], "the number of processes = 1 is not a multiple of tp * pp = 2"),
+        (["--tp=2"], "the number of processes = 1 is not a multiple of tp * cp * pp = 2"),
         (["--vocab_size=49"], "vocab_size=49: "),
         (["--resume=nowhere"], "resume=nowhere: there is no checkpoint in nowhere"),
         (["--eval_only", "--eval_iters=0"], "eval_iters=0: "),

@@ -49,7 +49,7 @@ def train_step(run, batches):
     """
     c, mesh, zero = run.config, run.mesh, run.zero
     samples = configuration.global_batch_size_at(c, run.counters.consumed_samples)
-    m = configuration.micro_batches(c, samples, mesh.dp.size)
+    m = schedules.micro_batches(c, samples, mesh.dp.size)
     share = 1 / (m * mesh.dp.size)  # the loss is the mean over m micro-batches and the data ranks
     scale = run.loss_scale.scale
 
@@ -92,7 +92,7 @@ def evaluate(run, tokens):
     mesh.ledger.phase = "evaluate"
     total = torch.zeros(2, dtype=torch.float64, device=run.device)
     wanted = c.eval_iters * c.global_batch_size
-    share = data.eval_batches(tokens, wanted, mesh.dp.rank, mesh.dp.size, c.micro_batch_size, c.seed, run.device)
+    share = data.eval_batches(tokens, wanted, *mesh.reader, c.micro_batch_size, c.seed, run.device)
     for ids, counts in share:
         losses = run.executor.evaluate(run.model.micro_batch(ids[:, :-1], ids[:, 1:]))
         if losses is not None and counts:
@@ -117,7 +117,7 @@ def train(run, tokens, validation, logger):
     def due(interval):  # did this call pass a multiple? A call of PipeDream makes several updates
         return last or (interval and counters.iteration // interval > before // interval)
 
-    samples = data.training_samples(counters.consumed_samples, mesh.dp.rank, mesh.dp.size, c.micro_batch_size)
+    samples = data.training_samples(counters.consumed_samples, *mesh.reader, c.micro_batch_size)
     with data.Loader(tokens, samples, c.seed, run.device) as loader:
         batches, last = micro_batches(run, loader), counters.iteration >= c.train_iters
         while not last:
@@ -187,8 +187,8 @@ def build(config, mesh, device):
     """Return the Run of this rank. Its weights are 0 until `Zero.initialize` or `restore`."""
     dtype = operations.resolved_dtype(config, device)
     ops = operations.choose(config, device, dtype)
-    model = GPT(config, mesh.tp, ops)
-    m = configuration.micro_batches(config, config.global_batch_size, mesh.dp.size)
+    model = GPT(config, mesh.tp, ops, mesh.cp)
+    m = schedules.micro_batches(config, config.global_batch_size, mesh.dp.size)
     schedule = schedules.build_for(config, mesh.dp.size, m * config.updates_per_call)
     layout = Layout(config, mesh.dp.size, model.table, schedule)
     zero = Zero(model, layout, config, mesh, DTYPES[dtype], device, ops, training=not config.eval_only)
@@ -231,10 +231,10 @@ def restore(run, path):
 
 def describe(run, path):
     """Return the model, the layout and the folders of this run as text. After a resume, also what has changed."""
-    c, names = run.config, "tp pp zero sequence_parallel recompute".split()
+    c, names = run.config, "tp cp pp zero sequence_parallel recompute".split()
     layout = " ".join(f"{name}={getattr(c, name)}" for name in names + ["schedule"] * (c.pp > 1))
     text = f"{run.model.num_parameters():,} parameters, {c.num_layers} layers of {c.hidden_size}; "
-    text += f"dp={run.mesh.dp.size} {layout}; {run.dtype} on {run.device.type}\n"
+    text += f"dp={run.mesh.dp.size // c.cp} {layout}; {run.dtype} on {run.device.type}\n"
     text += f"{c.data_dir} -> {c.out_dir}, from {path or 'initial weights'}"
     if run.device.type == "cuda":
         text += f"\nattention: {operations.attention_name(c, run.device, run.dtype, run.zero.ops)}"
@@ -332,7 +332,7 @@ def main():
     def work():
         config = agree(world, UserError, lambda: configuration.load(sys.argv[1:]))
         agree(world, UserError, lambda: configuration.check(config, world.size))
-        run_training(config, Mesh(config.tp, config.pp, timeout=config.comm_timeout), device)
+        run_training(config, Mesh.of(config), device)
 
     processes.together(world, work)
 

@@ -2,6 +2,7 @@
 
     python -m accounts.draw 1f1b zb-h1 --stages=4 --microbatches=8 --svg=pipelines.svg
     python -m accounts.draw --trace=trace.json         a step that `train.py --trace` recorded, below its simulation
+    python -m accounts.draw --cp=4                     the tokens of context parallel ranks
 
 A picture shows a timeline (`schedules.simulate`) as one row of boxes per rank. Several pictures share one time axis.
 In the terminal, a letter gives the kind of an action: a small letter if its chunk is not the first one of its rank. Two
@@ -13,12 +14,14 @@ import json
 import math
 import shutil
 from statistics import fmean
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from accounts import figures
 from accounts.figures import KINDS
 from errors import Parser, exit_on_user_error, reading
 from parallel import schedules
+from parallel.context import WAYS, positions
 from parallel.schedules import Action, Event, Schedule, Timeline, simulate
 
 BUBBLE = (
@@ -179,6 +182,18 @@ def read_trace(path):
     return schedules.build(about["schedule"], *sizes), steps
 
 
+def tokens_of_ranks(n):
+    """Return as text which tokens of a sample each of n cp ranks has, and how many keys its queries would see there."""
+    s, lines = 64 // (2 * n) * 2 * n, []
+    for way in WAYS:
+        lines.append(f"{way}: {s} tokens on {n} ranks; #: a token of the rank; at the end: keys that its tokens see")
+        for rank in range(n):
+            mine = set(positions(s, SimpleNamespace(size=n, rank=rank), way).tolist())
+            boxes = "".join("#" if i in mine else "." for i in range(s))
+            lines.append(f"rank {rank}  {boxes} {sum(i + 1 for i in mine):>5}")
+    return "\n".join(lines)
+
+
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
@@ -195,6 +210,9 @@ def parse_arguments(arguments):
     add("--cost", default="1,1,1", metavar="F,I,W", help="durations on a whole stage (default: 1,1,1); B takes I + W")
     add("--comm", type=float, default=0.0, metavar="T", help="time of a message, in the unit of --cost (default: 0)")
     add("--without_stashing", action="store_true", help="also draw pipedream with the latest weights in each backward")
+    add(
+        "--cp", type=int, choices=range(2, 33), metavar="N", help="draw only which tokens N context parallel ranks have"
+    )
     add("--trace", metavar="FILE", help="draw the last complete step that `train.py --trace=FILE` recorded")
     add("--svg", metavar="FILE", help="also write the pictures to a file")
     return parser.parse_args(arguments)
@@ -217,6 +235,9 @@ def pictures_of(options):
 def main(arguments=None):
     """Print the pictures, and write them to a file if the user asks for it. Raises UserError."""
     options = parse_arguments(arguments)
+    if options.cp:
+        print(tokens_of_ranks(options.cp))
+        return
     pictures = pictures_of(options)
     print(terminal(pictures, shutil.get_terminal_size((120, 0)).columns))
     if options.svg:

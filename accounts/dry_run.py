@@ -53,8 +53,9 @@ def main(config, gpus, rank):
     with started(config, gpus, rank) as run:
         (sent, kept), c, mesh, pp, who = step(run), run.config, run.mesh, run.mesh.pp.rank, f"rank {rank}"
         print(
-            f"Dry run of {who} of {gpus}: dp {mesh.dp.rank} of {mesh.dp.size}, pp {pp} of {c.pp}, tp {mesh.tp.rank} of "
-            f"{c.tp}; {run.model.num_parameters():,} parameters in {c.dtype}; {c.schedule} with "
+            f"Dry run of {who} of {gpus}: dp {mesh.dp.rank // c.cp} of {mesh.dp.size // c.cp}, pp {pp} of {c.pp}, cp "
+            f"{mesh.cp.rank} of {c.cp}, tp {mesh.tp.rank} of {c.tp}; {run.model.num_parameters():,} parameters in "
+            f"{c.dtype}; {c.schedule} with "
             f"{run.schedule.microbatches} micro-batches, zero={c.zero}. No number was computed.\n"
         )
         tables = report.sent_table(who, run.layout.stage, sent), report.kept_table(who, run.layout, pp, kept)
@@ -87,7 +88,7 @@ def started(config, gpus, rank):
             mock.patch.object(torch.Tensor, "cpu", lambda x: torch.ones(x.shape, dtype=x.dtype)),
             mock.patch.object(torch.Tensor, "item", lambda _: 0),
         ):
-            yield train.build(config, Mesh(config.tp, config.pp), META)
+            yield train.build(config, Mesh.of(config), META)
     finally:
         dist.destroy_process_group()
 

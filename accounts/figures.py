@@ -24,7 +24,7 @@ KINDS = {  # of an action: its meaning, its colour in a rank's first chunk and i
     "U": ("update", "black", "black"),
     "!": ("backward with other weights than its forward", "#b3303f", "#b3303f"),
 }
-AXES = {"tp": "orange", "pp": "blue", "dp": "green", "holders": "purple"}  # colours of who sends to whom
+AXES = {"tp": "orange", "cp": "red", "pp": "blue", "dp": "green", "holders": "purple"}  # colours of who sends to whom
 STYLE = {
     "font.size": 9,
     "svg.fonttype": "none",
@@ -137,7 +137,8 @@ def timelines(path, pictures):
 def traffic(path, p):
     """Draw who sends what in one step, above a table of the bytes. p: `traffic.Prediction`.
 
-    A box is a rank. The boxes of a group are its tp ranks; a row is a data replica, and a column is a pipeline stage.
+    A box is a rank. The boxes of a group are its tp ranks; a row is a data replica (with cp, one of its cp ranks), and
+    a column is a pipeline stage.
     At most 4 ranks of an axis are drawn.
     """
     c, sizes = p.layout.config, [min(4, n) for n in (p.layout.dp, p.layout.config.pp, p.layout.config.tp)]
@@ -151,7 +152,8 @@ def traffic(path, p):
 
     with figure(path, 1 + sizes[0] + 0.17 * table.count("\n")) as grid:
         for d, stage, t in itertools.product(*map(range, sizes)):
-            others = [("tp", (d, stage, t + 1)), ("dp", (d + 1, stage, t))]
+            group, i = divmod(d, c.cp)
+            others = [("tp", (d, stage, t + 1)), ("cp" if i + 1 < c.cp else "dp", (d + 1, stage, t))]
             others += [(axis, (d, b, t)) for axis, a, b in sorted(links) if a == stage]
             for axis, other in others:
                 if all(i < size for i, size in zip(other, sizes, strict=True)):
@@ -160,11 +162,14 @@ def traffic(path, p):
                     grid.annotate(
                         "", place(*other), place(d, stage, t), arrowprops=style | dict(shrinkA=13, shrinkB=13)
                     )
-            number, frame = (d * c.pp + stage) * c.tp + t, dict(facecolor="none", boxstyle="round,pad=0.5")
+            number, frame = (
+                ((group * c.pp + stage) * c.cp + i) * c.tp + t,
+                dict(facecolor="none", boxstyle="round,pad=0.5"),
+            )
             grid.text(*place(d, stage, t), number, ha="center", va="center", bbox=frame)
         for axis, colour in AXES.items():
             grid.plot([], color=colour, label=axis)
-        grid.legend(**ABOVE | {"ncols": 4})
+        grid.legend(**ABOVE | {"ncols": 5})
         grid.set(xlim=(-0.6, place(0, sizes[1], 0)[0] - 1), ylim=(0.4 - sizes[0], 0.8), xticks=[], yticks=[])
         table = table.replace(" ", "\u00a0")  # an SVG joins plain spaces
         grid.figure.supxlabel(table, x=0.01, ha="left", family="monospace", fontsize=7)

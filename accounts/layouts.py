@@ -193,7 +193,7 @@ def judge(c, gpus, device, code="ours", tokens=None, exact=True, say=lambda *lin
     configuration.require(c, "schedule", one, "plan.py predicts only schedules with one update a step")
     model, p, batch = model_of(c, device.dtype if c.dtype == "auto" else c.dtype), c.pp, c.global_batch_size
     dp = gpus // (c.tp * p)
-    m, layout = configuration.micro_batches(c, batch, dp), model.layout(dp, *(getattr(c, name) for name in FIELDS[:-1]))
+    m, layout = schedules.micro_batches(c, batch, dp), model.layout(dp, *(getattr(c, name) for name in FIELDS[:-1]))
     say("micro-batches m", "global_batch_size / (b dp)", m)
     step = Step(c, model, layout, device, m, code, exact, say)
     # The fullest rank is 0 (most micro-batches in flight), the first or last with a block more, p/2 (Chimera), or p-1

@@ -4,8 +4,9 @@ Slide "分散並列学習" lists what each kind of parallelism sends (通信内�
 (通信頻度). This file predicts that table and its bytes for any number of ranks. `comm.Ledger` counts the same table in
 a run, and `report.py` prints both side by side.
 
-Letters: b samples of a micro-batch, s tokens of a sample, h hidden size, t = tp, n = dp, L layers of this pipeline
-rank, m micro-batches, P elements of this rank's buckets (padding included). Each rank sends in a step:
+Letters: b samples of a micro-batch, s tokens of a sample (with context parallelism in the rows of tp and pp: s/c), h
+hidden size, t = tp, c = cp, n = dp, L layers of this pipeline rank, m micro-batches, P elements of this rank's buckets
+(padding included). Each rank sends in a step:
 
     axis  what                     operation                        how often (per)          elements
     dp    gradients       stage 0  all_reduce                       bucket and step          2 P (n-1)/n
@@ -17,6 +18,9 @@ rank, m micro-batches, P elements of this rank's buckets (padding included). Eac
           ... recomputation        6 all_reduce (F runs twice)      layer and micro-batch    12 Lm bsh (t-1)/t
           ... sequence parallel    6 all_gather, 4 reduce_scatter   layer and micro-batch    10 Lm bsh (t-1)/t
           ... both                 8 all_gather, 6 reduce_scatter   layer and micro-batch    14 Lm bsh (t-1)/t
+    cp    keys and values          c-1 sends (F), c-1 (B)           layer and micro-batch    4 Lm bsh/t (c-1)/c
+          their gradients          c-1 sends (B)                    layer and micro-batch    2 Lm bsh/t (c-1)/c
+          tokens for heads         4 all_to_all (2 in F, 2 in B)    layer and micro-batch    8 Lm bsh/t (c-1)/c^2
     pp    activations              send to the next chunk           boundary and micro-batch m bsh for each boundary
           gradients of activations send to the previous chunk       boundary and micro-batch m bsh for each boundary
           ... sequence parallel    both sends                       boundary and micro-batch 1/t of these elements
@@ -39,7 +43,7 @@ from fractions import Fraction
 
 from parallel import schedules
 from parallel.comm import sent_bytes
-from parallel.layout import replica_sums, rows_outside
+from parallel.layout import replica_sums, rows_outside, tokens_of_rank
 from parallel.optimizer import RULES
 from parallel.pipeline import SENT
 from parallel.tensor import ROWS
@@ -50,6 +54,7 @@ FLAGS = 1  # float64 numbers besides loss and squared gradient norm at the end o
 
 PER = {  # how often each thing is sent; gradients and parameters depend on the ZeRO stage
     "pp": "boundary and micro-batch",
+    "cp": "layer and micro-batch",
     "activations": "layer and micro-batch",
     "embedding": "micro-batch",
     "head": "micro-batch",
@@ -76,7 +81,7 @@ def predict(layout, schedule, pp_rank, dp_rank, item, master_item):
     The prediction needs no process and no tensor.
     """
     c, table, updates = layout.config, {}, schedules.updates(schedule)  # only PipeDream's lists have several updates
-    sizes = {"dp": layout.dp, "tp": c.tp, "pp": c.pp, "world": layout.dp * c.tp * c.pp}
+    sizes = {"dp": layout.dp, "cp": c.cp, "tp": c.tp, "pp": c.pp, "world": layout.dp * c.tp * c.pp}
 
     def row(axis, what, operation, calls, elements, item):
         """Add calls and bytes to a row. axis: a name in `sizes`, or a tuple of holders."""
@@ -86,7 +91,7 @@ def predict(layout, schedule, pp_rank, dp_rank, item, master_item):
             sent = Fraction(sent_bytes(operation, ranks, elements * item), updates)
             table[name, what, operation] = before[0] + Fraction(calls, updates), before[1] + sent
 
-    (blocks, embeddings, heads), tokens = unit_passes(layout, schedule, pp_rank), c.micro_batch_size * c.seq_length
+    (blocks, embeddings, heads), tokens = unit_passes(layout, schedule, pp_rank), tokens_of_rank(c)
     again = 2 * (c.recompute == "full")
     gathered = {"all_gather": 6 + again, "reduce_scatter": 4 + again}
     for operation, calls in (gathered if c.sequence_parallel else {"all_reduce": 4 + again}).items():
@@ -94,11 +99,24 @@ def predict(layout, schedule, pp_rank, dp_rank, item, master_item):
             row("tp", what, operation, count, count * tokens * c.hidden_size, item)
     calls = 2 * heads * math.ceil(tokens / ROWS)
     row("tp", "cross-entropy rows", "all_reduce", calls, 3 * heads * tokens, master_item)
+    _context_rows(row, c, blocks, item, master_item)
     for what, count in sends(schedule, pp_rank).items():
         row("pp", what, "send", count, count * rows_outside(c) * c.hidden_size, item)
     _bucket_rows(row, layout, schedule, pp_rank, dp_rank, item, master_item)
     row("world", "scalars", "all_reduce", 1, 2 * updates + FLAGS, 8)
     return table
+
+
+def _context_rows(row, c, blocks, item, master_item):
+    """Add the rows of attention over cp ranks. blocks: number of forwards of a block in a step."""
+    again, pair = c.recompute == "full", 2 * tokens_of_rank(c) * c.hidden_size // c.tp  # elements of keys and values
+    if c.context == "ring":
+        turns = blocks * (c.cp - 1)
+        row("cp", "keys and values", "send", turns * (2 + again), turns * (2 + again) * pair, item)
+        row("cp", "gradients of keys and values", "send", turns, turns * pair, master_item)
+    else:  # q, k, v together, then y: on average a pair
+        calls = blocks * (4 + 2 * again)
+        row("cp", "tokens for heads", "all_to_all", calls, calls * pair, item)
 
 
 def _bucket_rows(row, layout, schedule, pp_rank, dp_rank, item, master_item):

@@ -66,7 +66,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from parallel import schedules
-from parallel.layout import rows_outside, split
+from parallel.layout import rows_outside, split, tokens_of_rank
 from parallel.optimizer import RULES
 from parallel.pipedream import OLDER, SUMS
 from parallel.pipeline import IN_TRANSIT
@@ -82,15 +82,15 @@ class Sizes(NamedTuple):
     item: int  # a parameter, or an element of an activation
     wide: int  # a float32 number (float64 in fp64 runs): gradients, master weights, moments, losses
     statistic: int  # LayerNorm's mean and 1/deviation: `wide` on a GPU, `item` on a CPU
-    tokens: int  # bs: rows between a column parallel linear and the next row parallel linear
-    rows: int  # rows elsewhere: bs/t with sequence parallelism, otherwise bs
+    tokens: int  # bs/cp: rows between a column parallel linear and the next row parallel linear
+    rows: int  # rows elsewhere: tokens/t with sequence parallelism, otherwise tokens
     apart: bool  # True if master weights have their own buffer
 
 
 def sizes(c, item, wide, on_cpu):
     """Return the Sizes of configuration c. item, wide: as in Sizes."""
     apart = item != wide or (c.offload and not on_cpu) or c.schedule in schedules.ASYNCHRONOUS
-    tokens = c.micro_batch_size * c.seq_length
+    tokens = tokens_of_rank(c)
     return Sizes(item, wide, item if on_cpu else wide, tokens, rows_outside(c), apart)
 
 
@@ -151,6 +151,7 @@ def block_activations(c, z):
         "LayerNorm 1's input": outside,
         "qkv's input": outside,
         "q, k, v": 3 * inside,
+        "attention's output": inside * (c.cp > 1 and c.context == "ulysses"),  # before the exchange back
         "proj's input": inside,
         "LayerNorm 2's input": outside,
         "fc1's input": outside,

@@ -44,7 +44,13 @@ def every_kind():
             modes = dict(dtype=dtype, sequence_parallel=sp, recompute=recompute, dropout=dropout)
             rank = 6 if (i + zero) % 3 else 3  # dp, pp and tp ranks 110 or 011
             found.append((tiny_config(2, 2, zero=zero, **fields, **modes), 8, rank))
-    found += [(bf16(1), 1, 0), (bf16(3, zero=3), 3, 1), (bf16(1, 8), 8, 6)]
+    found += [
+        (bf16(1), 1, 0),
+        (bf16(3, zero=3), 3, 1),
+        (bf16(1, 8), 8, 6),
+        (bf16(2, 2, cp=2, sequence_parallel=True), 8, 3),
+    ]
+    found += [(bf16(1, cp=4, context="ulysses", zero=3, recompute="full"), 4, 2)]
     return [*found, (bf16(2, pp=4, num_layers=6, dropout=0.1, recompute="full", micro_batch_size=4), 8, 3)]
 
 
@@ -94,7 +100,7 @@ def test_zero_3_over_1024_ranks():
 def test_the_tables_and_the_end(capsys):
     dry_run.main(bf16(2, 2, pp=2, zero=1), 8, 5)
     out = capsys.readouterr().out
-    assert "rank 5 of 8: dp 1 of 2, pp 0 of 2, tp 1 of 2" in out
+    assert "rank 5 of 8: dp 1 of 2, pp 0 of 2, cp 0 of 1, tp 1 of 2" in out
     rows = [[cell.strip() for cell in line.split("|")] for line in out.splitlines() if line.count("|") == 6]
     assert len(rows) > 6 and all(row[5] == row[6] for row in rows[1:])
     assert "The dry run and the formulas agree." in out and "moments" in out

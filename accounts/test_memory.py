@@ -79,14 +79,14 @@ def predicted(run):
 
 
 def started(config, mesh=None):
-    run = train.build(config, mesh or Mesh(config.tp, config.pp), torch.device("cpu"))
+    run = train.build(config, mesh or Mesh.of(config), torch.device("cpu"))
     run.zero.initialize(config.seed)
     return run, micro_batches(run)
 
 
 def check_states(configs):
     """After a step, each row equals its formula, and no other tensor lives."""
-    mesh = Mesh(configs[0].tp, configs[0].pp)
+    mesh = Mesh.of(configs[0])
     for config in configs:
         with newly_alive() as alive:
             run, batches = started(config, mesh)
@@ -128,7 +128,7 @@ def test_padding():
 
 def rows(configs):
     """Return [(measured, predicted)] on this rank: the bytes of activations for each configuration."""
-    found, mesh = [], Mesh(configs[0].tp, configs[0].pp)
+    found, mesh = [], Mesh.of(configs[0])
     for config in configs:
         run, batches = started(config, mesh)
         with meter.Activations(run.executor) as account:
@@ -165,6 +165,14 @@ def test_activations_of_one_process(activation):
 def test_activations_of_tensor_parallel_ranks(workers, tp, sp):
     configs = modes(1, tp, sequence_parallel=sp) + modes(1, tp, schedule="zb-h1", sequence_parallel=sp)
     assert_equal_rows(workers.run(tp, rows, configs), configs)
+
+
+@pytest.mark.parametrize("context", CHOICES["context"])
+def test_activations_of_context_parallel_ranks(workers, context):
+    configs = [c for schedule in ("1f1b", "zb-h1") for c in modes(1, cp=2, schedule=schedule, context=context)]
+    assert_equal_rows(workers.run(2, rows, configs), configs)
+    configs = modes(1, 2, cp=2, sequence_parallel=True, zero=3, context=context)
+    assert_equal_rows(workers.run(4, rows, configs), configs)
 
 
 def test_activations_of_pipeline_ranks(workers):

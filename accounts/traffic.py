@@ -38,7 +38,7 @@ def predict(config, ranks, device=CPU):
     if ranks < 1:
         raise UserError(f"--ranks={ranks}: should be positive")
     dp = configuration.check(config, ranks)
-    m = configuration.micro_batches(config, config.global_batch_size, dp)
+    m = schedules.micro_batches(config, config.global_batch_size, dp)
     schedule = schedules.build_for(config, dp, m * config.updates_per_call)
     layout = Layout(config, dp, parameter_table(config), schedule)
     item = DTYPES[resolved_dtype(config, device)].itemsize
@@ -52,7 +52,7 @@ def tables(p):
     """Return as text the tables of bytes sent and of bytes kept, for each pipeline rank."""
     texts = []
     for stage, (sent, kept) in enumerate(zip(p.sent, p.kept, strict=True)):
-        who = f"rank {stage * p.layout.config.tp}, predicted"
+        who = f"rank {stage * p.layout.config.tp * p.layout.config.cp}, predicted"
         texts.append(report.sent_table(who, p.layout.stage, {"bytes": sent}))
         texts.append(report.kept_table(who, p.layout, stage, {"bytes": kept}))
     return "\n\n".join(texts)

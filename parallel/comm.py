@@ -4,7 +4,8 @@
     all_reduce      a   |  b             a+b  | a+b                2 (n-1)/n N    N: the tensor
     reduce_scatter  a a'|  b b'          a+b  | a'+b'                (n-1)/n N    N: the input
     all_gather      a   |  b             a b  | a b                  (n-1)/n N    N: the output
-
+    all_to_all      a a'|  b b'          a b  | a'b'                 (n-1)/n N    N: the input
+    rotate          a   |  b             b    | a                            N    counted as a send
     send            a   |  -              a   | a                    N
 
 N is a size in bytes. The right column is the cost of the ring algorithm, which is optimal (Patarasuk and Yuan 2009).
@@ -32,7 +33,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
-RING = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}  # the factor of (n-1)/n N in the table above
+RING = {
+    "all_reduce": 2,
+    "reduce_scatter": 1,
+    "all_gather": 1,
+    "all_to_all": 1,
+}  # the factor of (n-1)/n N in the table above
 NOT_A_STEP = ("setup", "evaluate")  # phases that do not belong to a training step
 
 
@@ -136,6 +142,23 @@ def reduce_scatter(x, axis, what, out=None):
         return Pending(x)
     part = x.new_empty(x.shape[0] // axis.size, *x.shape[1:]) if out is None else out
     return _collective("reduce_scatter", axis, what, x, part, _reduce_scatter, part, x.contiguous())
+
+
+def all_to_all(x, axis, what):
+    """Send x[i] to rank i of the axis. x [n, ...]; return what the ranks send to this one, in their order, [n, ...]."""
+    arrived = torch.empty_like(x)
+    return _collective("all_to_all", axis, what, x, arrived, dist.all_to_all_single, arrived, x)
+
+
+def rotate(x, axis, what):
+    """Send x to the next rank of the axis, from the last rank to the first. Return the tensor of the rank before.
+
+    It is one call, because NCCL would run a send and a receive of one group one after another, and all ranks would
+    wait.
+    """
+    arrived, to, of = torch.empty_like(x), [0] * axis.size, [0] * axis.size  # rows for each rank, rows of each rank
+    to[(axis.rank + 1) % axis.size] = of[axis.rank - 1] = len(x)
+    return _collective("send", axis, what, x, arrived, dist.all_to_all_single, arrived, x, of, to)
 
 
 def _collective(operation, axis, what, whole, result, call, *arguments):

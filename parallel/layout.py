@@ -197,5 +197,10 @@ def replica_sums(c, dp):
 
 
 def rows_outside(c):
-    """Return the number of rows of x on a rank between two units: bs, with sequence parallelism bs/t."""
-    return c.micro_batch_size * c.seq_length // (c.tp if c.sequence_parallel else 1)
+    """Return the number of rows of x on a rank between two units: its tokens, with sequence parallelism 1/t of them."""
+    return tokens_of_rank(c) // (c.tp if c.sequence_parallel else 1)
+
+
+def tokens_of_rank(c):
+    """Return the number of tokens of a micro-batch on a rank: bs, with context parallelism bs/cp."""
+    return c.micro_batch_size * c.seq_length // c.cp

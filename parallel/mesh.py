@@ -6,6 +6,10 @@ The processes are numbered along three axes. The tp index changes fastest, then 
                                                                                       dp 1 | 4 5 6 7
                                                                                              ------- tp
 
+With context parallelism (`context.py`), cp ranks share each sample. They lie between tp and pp, because they
+communicate in each layer. They have equal parameters, so the axis dp contains them: it has all ranks with the same
+place on pp and tp. `Mesh.reader` says which samples a rank reads.
+
 Ranks with neighbouring numbers are on one node. So tp, which communicates most (several times a layer), gets the
 fastest connections. The pipeline (two messages per stage and micro-batch) uses the connections inside a rack. Data
 parallelism (once a step, more often with ZeRO-2 and 3) uses the connections between racks. A rank is in one process
@@ -35,7 +39,7 @@ from parallel.comm import Ledger, group_options
 class Axis:
     """The ranks along one axis, and this process's place among them."""
 
-    name: str  # dp, pp, tp, world (all ranks), or holders (pipeline ranks with the same parameters)
+    name: str  # dp, pp, cp, tp, world (all ranks), or holders (pipeline ranks with the same parameters)
     ranks: tuple  # the members, as ranks of torch.distributed
     rank: int  # this process's index in `ranks`
     ledger: Ledger  # counts what this rank sends
@@ -53,15 +57,18 @@ class Axis:
 
 
 class Mesh:
-    """The axes dp, pp, tp and world of this process. timeout: in seconds.
+    """The axes dp, pp, cp, tp and world of this process. timeout: in seconds.
+
+    reader: (i, n): this rank reads every n-th micro-batch from number i on. The cp ranks of a group read the same ones.
 
     Every process must build its Mesh at the same point of the program, because the Mesh makes the process groups.
     """
 
-    def __init__(self, tp=1, pp=1, timeout=600.0):
+    def __init__(self, tp=1, pp=1, cp=1, timeout=600.0):
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        grid = np.arange(size).reshape(size // (pp * tp), pp, tp)
-        dp_rank, pp_rank, tp_rank = (int(i) for i in np.unravel_index(rank, grid.shape))
+        grid = np.arange(size).reshape(size // (pp * cp * tp), pp, cp, tp)
+        group, pp_rank, cp_rank, tp_rank = (int(i) for i in np.unravel_index(rank, grid.shape))
+        self.reader = group, len(grid)
         self.rank = rank
         self.ledger, self.timeout, self._groups = Ledger(), timedelta(seconds=timeout), {}
         if size > 1:
@@ -69,10 +76,16 @@ class Mesh:
             if dist.get_backend() != "fake":  # of a dry run, where no rank waits
                 _set_pg_timeout(self.timeout, dist.group.WORLD)
         self.world = self._axis("world", grid.flatten(), rank)
-        self.dp = self._axis("dp", grid[:, pp_rank, tp_rank], dp_rank)
-        self.pp = self._axis("pp", grid[dp_rank, :, tp_rank], pp_rank)
+        self.dp = self._axis("dp", grid[:, pp_rank, :, tp_rank].flatten(), group * cp + cp_rank)
+        self.pp = self._axis("pp", grid[group, :, cp_rank, tp_rank], pp_rank)
         self.back = self.second(self.pp)
-        self.tp = self._axis("tp", grid[dp_rank, pp_rank, :], tp_rank)
+        self.cp = self._axis("cp", grid[group, pp_rank, :, tp_rank], cp_rank)
+        self.tp = self._axis("tp", grid[group, pp_rank, cp_rank, :], tp_rank)
+
+    @classmethod
+    def of(cls, c):
+        """Return the Mesh of a Config."""
+        return cls(c.tp, c.pp, c.cp, c.comm_timeout)
 
     def holders(self, pp_ranks):
         """Return the axis of the pipeline ranks `pp_ranks` (ascending, with this rank), which keep the same bucket.

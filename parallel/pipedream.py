@@ -45,6 +45,7 @@ import torch
 import reference
 from errors import UserError
 from log import PendingStep
+from parallel import schedules
 from parallel.comm import all_reduce
 from parallel.optimizer import learning_rate
 from parallel.pipeline import METHODS, Executor
@@ -202,7 +203,7 @@ def train_call(run, batches):
     """
     c, mesh, zero, counters = run.config, run.mesh, run.zero, run.counters
     n = c.updates_per_call - counters.iteration % c.updates_per_call
-    m = c.global_batch_size // (c.micro_batch_size * mesh.dp.size)  # micro-batches of an update on each data rank
+    m = schedules.micro_batches(c, c.global_batch_size, mesh.dp.size)  # micro-batches of an update on each data rank
     share, first = 1 / (m * mesh.dp.size), zero.updates.item() + 1
     rates = torch.tensor([learning_rate(c, first + k) for k in range(n)], dtype=torch.float64, device=run.device)
     one, never, betas = rates.new_ones(()), rates.new_zeros(()).bool(), (c.adam_beta1, c.adam_beta2)

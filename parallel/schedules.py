@@ -380,7 +380,15 @@ def build(name, stages, microbatches, chunks=1, per_update=None):
 
 def build_for(c, dp, microbatches):
     """Return the checked Schedule of a configuration: `microbatches` micro-batches on each of `dp` data ranks."""
-    return build(c.schedule, c.pp, microbatches, c.chunks, c.global_batch_size // (c.micro_batch_size * dp))
+    return build(c.schedule, c.pp, microbatches, c.chunks, micro_batches(c, c.global_batch_size, dp))
+
+
+def micro_batches(c, samples, dp):
+    """Return m, the number of micro-batches on each of `dp` data ranks in a step of `samples` samples.
+
+    cp of the data ranks share each micro-batch (`mesh.py`).
+    """
+    return samples * c.cp // (c.micro_batch_size * dp)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------

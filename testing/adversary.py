@@ -11,7 +11,7 @@ time its buffers belong to it. A program breaks this rule if it reads a result, 
 - Gloo matches a send and a receive by their tags. NCCL ignores tags: two ranks must post (start) the messages between
   them in one order. Otherwise a message goes to the wrong receive, or both ranks wait for ever.
 
-**How the mode shows them.** The program does not change. The mode replaces torch's five functions that comm.py calls.
+**How the mode shows them.** The program does not change. The mode replaces torch's six functions that comm.py calls.
 Each runs its communication at once, in a thread, on private copies of the tensors, and returns a `Late` instead of
 torch's handle. The program's own tensors stay without the result until `wait`:
 
@@ -237,7 +237,8 @@ def name_of_call():
 # --- the mode ---------------------------------------------------------------------------------------------------------
 
 
-CALLS = [(dist, "all_reduce"), (comm, "_all_gather"), (comm, "_reduce_scatter"), (dist, "isend"), (dist, "irecv")]
+CALLS = [(dist, name) for name in ("all_reduce", "all_to_all_single", "isend", "irecv")]
+CALLS += [(comm, "_all_gather"), (comm, "_reduce_scatter")]
 
 
 @contextlib.contextmanager

@@ -55,15 +55,17 @@ class Case(NamedTuple):
 
     config: object
     specs: dict  # {parameter: ParamSpec}
-    sizes: dict  # {"dp", "tp", "pp", "m": number}
+    sizes: dict  # {"dp", "cp", "tp", "pp", "m": number}; dp: data ranks with samples of their own
     steps: list = ()  # [FirstStep of each rank]
     one: FirstStep | None = None  # of one process
     shares: dict | None = None  # {(data rank, micro-batch): {parameter: gradient}}, computed by one process
 
     def place(self, rank):
         """Return the rank's number on each axis, as `mesh.py` counts."""
-        tp, pp = self.sizes["tp"], self.sizes["pp"]
-        return {"dp": rank // (tp * pp), "tp": rank % tp, "pp": rank // tp % pp}
+        rest, tp = divmod(rank, self.sizes["tp"])
+        rest, cp = divmod(rest, self.sizes["cp"])
+        dp, pp = divmod(rest, self.sizes["pp"])
+        return {"dp": dp, "cp": cp, "tp": tp, "pp": pp}
 
     def name(self, rank):
         """Return the rank and its place on the axes with several ranks: `3 (dp=1 tp=1)`."""
@@ -95,6 +97,7 @@ class Case(NamedTuple):
 RATIOS = {  # {ratio of all gradients to the right ones: its cause}
     "m": "the loss is not divided by the number of micro-batches",
     "dp": "the loss is not divided by the number of data ranks, or gradients are summed over dp twice",
+    "cp": "the loss is not divided by the number of context parallel ranks, which share the tokens of a sample",
     "tp": "gradients are summed over tp, although every tp rank already has the whole sum",
     "pp": "every pipeline stage adds the same gradient",
     "m * dp": "the loss is divided neither by the number of micro-batches nor by the number of data ranks",
@@ -188,7 +191,7 @@ def initial_cause(name, ours, theirs, whole, case):
         if torch.equal(ours, case.local(name, whole, t)):
             return f"it is the slice of tp rank {t}. Each tp rank must keep its own slice of the whole tensor"
     wrong = ours != theirs
-    if case.config.zero and case.sizes["dp"] > 1 and not wrong.all():
+    if case.config.zero and case.sizes["dp"] * case.sizes["cp"] > 1 and not wrong.all():
         if ours[wrong].any():
             return "The elements of a shard over dp are taken from a wrong place"
         return "some elements are 0. The shards of other data ranks are not gathered (`publish`)"
@@ -253,7 +256,7 @@ def same(ours, theirs):
 
 def missing_sum_cause(found, case):
     """Find an axis over which the sum is the right gradient."""
-    for axis, ranks in (("tp", "the tp ranks"), ("pp", "the holders")):
+    for axis, ranks in (("tp", "the tp ranks"), ("cp", "the cp ranks"), ("pp", "the holders")):
         fixed = [f for f in found if sum_is_right(f, case, axis)]
         if len(fixed) * 2 > len(found):
             names = sorted({f.name for f in fixed})
@@ -370,7 +373,7 @@ def loss_cause(r, case):
 def norm_cause(norm, case):
     """Compare a wrong norm with the norms that usual mistakes give. The gradients are right."""
     squares = {name: values.square().sum().item() for name, (_, _, values) in case.one.gradients.items()}
-    total, dp = sum(squares.values()), case.sizes["dp"]
+    total, dp = sum(squares.values()), case.sizes["dp"] * case.sizes["cp"]
     replicated = sum(square for name, square in squares.items() if case.specs[name].tp_dim is None)
     of_holders = sum(square * len(case.holders(name)) for name, square in squares.items())
     causes = {
@@ -392,13 +395,14 @@ def shard_squares(case, data_rank):
         place = case.place(rank)
         for name, (_, _, values) in step.gradients.items():
             first = place["pp"] == min(case.holders(name)) and (place["tp"] == 0 or case.cut(name))
-            square += values.square().sum().item() if first and place["dp"] == data_rank else 0.0
+            mine = place["dp"] * case.sizes["cp"] + place["cp"] == data_rank
+            square += values.square().sum().item() if first and mine else 0.0
     return square
 
 
 def update_cause(found, before, case):
     """Name the usual cause if gradients and norm are right, but not the parameters after the update."""
-    c, sharded = case.config, case.config.zero and case.sizes["dp"] > 1
+    c, sharded = case.config, case.config.zero and case.sizes["dp"] * case.sizes["cp"] > 1
     for f in found if sharded else []:
         if ((f.ours == case.local(f.name, before[f.name], f.rank).flatten()) & (f.ours != f.theirs)).any():
             text = f"Elements of {f.name} on rank {case.name(f.rank)} still have their initial values. Another data"
@@ -431,9 +435,9 @@ def differences(results, reference, config, specs, first_step=None):
     process. first_step: a function that runs the first step again. It is called only after a difference, and returns
     ([FirstStep of each rank], the FirstStep of one process, shares as in `Case`).
     """
-    dp = len(results) // (config.tp * config.pp)
-    m = config.global_batch_size // (config.micro_batch_size * dp)
-    case = Case(config, specs, {"dp": dp, "tp": config.tp, "pp": config.pp, "m": m})
+    c, dp = config, len(results) // (config.tp * config.cp * config.pp)
+    m = c.global_batch_size // (c.micro_batch_size * dp)
+    case = Case(c, specs, {"dp": dp, "cp": c.cp, "tp": c.tp, "pp": c.pp, "m": m})
     if initial := initial_difference(results, reference[2], case):
         return f"{title(case)}\nFirst difference: initial parameters.\n{initial}"
     run = []

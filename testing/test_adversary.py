@@ -14,7 +14,7 @@ import torch
 import test_layouts
 import test_pipedream
 import test_tensor
-from parallel.comm import all_gather, all_reduce, receive, reduce_scatter, send
+from parallel.comm import all_gather, all_reduce, all_to_all, receive, reduce_scatter, rotate, send
 from parallel.mesh import Mesh
 from testing.adversary import Caught, adversary
 
@@ -32,6 +32,8 @@ STARTED = {  # {operation: f(axis, x) = (Pending, values that may be read before
     "all_gather": lambda axis, x: (all_gather(x, axis, "x"), x),
     "all_gather in place": gathered_in_place,
     "reduce_scatter": lambda axis, x: (reduce_scatter(x, axis, "x"), x),
+    "all_to_all": lambda axis, x: (all_to_all(x, axis, "x"), x),
+    "rotate": lambda axis, x: (rotate(x, axis, "x"), x),
     "reduce_scatter in place": lambda axis, x: (
         reduce_scatter(x, axis, "x", out=x.chunk(2)[axis.rank]),
         x.chunk(2)[1 - axis.rank],
@@ -52,6 +54,8 @@ RIGHT = {  # {operation: [(readable values, result) of ranks 0 and 1]}
     "all_gather": [([0, 1, 2, 3], [0, 1, 2, 3, 1, 2, 3, 4]), ([1, 2, 3, 4], [0, 1, 2, 3, 1, 2, 3, 4])],
     "all_gather in place": [([0, 1, 2, 3], [0, 1, 2, 3, 1, 2, 3, 4]), ([1, 2, 3, 4], [0, 1, 2, 3, 1, 2, 3, 4])],
     "reduce_scatter": [([0, 1, 2, 3], [1, 3]), ([1, 2, 3, 4], [5, 7])],
+    "all_to_all": [([0, 1, 2, 3], [0, 1, 1, 2]), ([1, 2, 3, 4], [2, 3, 3, 4])],
+    "rotate": [([0, 1, 2, 3], [1, 2, 3, 4]), ([1, 2, 3, 4], [0, 1, 2, 3])],
     "reduce_scatter in place": [([2, 3], [1, 3]), ([1, 2], [5, 7])],
 }
 
@@ -166,33 +170,51 @@ def test_the_losses_of_a_validation(late):
     late.check(2, test_tensor.check_linear_cross_entropy, "all_gather", 1.0)
 
 
-# (dp, tp, pp, schedule, zero, sequence_parallel, recompute, optimizer, micro_batches): as in the grid of
-# test_layouts.py. They contain all our schedules, every stage of ZeRO with a pipeline and without, and all optimizers.
+# (dp, tp, pp, cp, schedule, zero, sequence_parallel, recompute, optimizer, micro_batches, context): as in the grid of
+# test_layouts.py. They contain all our schedules, every stage of ZeRO with a pipeline and without, all optimizers, and
+# both ways of context parallelism.
 LAYOUTS = [
-    (2, 1, 1, "1f1b", 0, False, "none", "sgd", "twice"),
-    (2, 1, 1, "1f1b", 1, False, "none", "adamw", "twice"),
-    (2, 1, 1, "1f1b", 2, False, "none", "sgd", "twice"),
-    (2, 1, 1, "1f1b", 3, False, "full", "adamw", "twice"),
-    (2, 2, 1, "1f1b", 1, True, "full", "lamb", "twice"),
-    (1, 2, 2, "1f1b", 0, False, "none", "lars", "not a multiple"),
-    (1, 1, 2, "gpipe", 0, False, "none", "sgd", "twice"),
-    (2, 1, 2, "interleaved", 1, False, "none", "sgd", "twice"),
-    (2, 1, 2, "chimera", 2, False, "none", "sgd", "twice"),
-    (2, 1, 2, "chimera", 1, False, "none", "sgd", "one"),  # the second pipeline uses no parameter before the update
-    (2, 1, 2, "zb-h1", 3, False, "full", "sgd", "twice"),
-    (1, 1, 4, "zb-h2", 0, False, "none", "sgd", "twice"),
-    (1, 2, 2, "zb-v", 0, True, "none", "adamw", "twice"),
-    (2, 2, 2, "1f1b", 3, True, "full", "lamb", "stages"),
+    (2, 1, 1, 1, "1f1b", 0, False, "none", "sgd", "twice", "ring"),
+    (2, 1, 1, 1, "1f1b", 1, False, "none", "adamw", "twice", "ring"),
+    (2, 1, 1, 1, "1f1b", 2, False, "none", "sgd", "twice", "ring"),
+    (2, 1, 1, 1, "1f1b", 3, False, "full", "adamw", "twice", "ring"),
+    (2, 2, 1, 1, "1f1b", 1, True, "full", "lamb", "twice", "ring"),
+    (1, 2, 2, 1, "1f1b", 0, False, "none", "lars", "not a multiple", "ring"),
+    (1, 1, 2, 1, "gpipe", 0, False, "none", "sgd", "twice", "ring"),
+    (2, 1, 2, 1, "interleaved", 1, False, "none", "sgd", "twice", "ring"),
+    (2, 1, 2, 1, "chimera", 2, False, "none", "sgd", "twice", "ring"),
+    (
+        2,
+        1,
+        2,
+        1,
+        "chimera",
+        1,
+        False,
+        "none",
+        "sgd",
+        "one",
+        "ring",
+    ),  # the second pipeline uses no parameter before the update
+    (2, 1, 2, 1, "zb-h1", 3, False, "full", "sgd", "twice", "ring"),
+    (1, 1, 4, 1, "zb-h2", 0, False, "none", "sgd", "twice", "ring"),
+    (1, 2, 2, 1, "zb-v", 0, True, "none", "adamw", "twice", "ring"),
+    (2, 2, 2, 1, "1f1b", 3, True, "full", "lamb", "stages", "ring"),
+    (1, 1, 1, 4, "1f1b", 2, False, "full", "sgd", "twice", "ring"),
+    (1, 2, 1, 2, "1f1b", 1, True, "none", "adamw", "twice", "ulysses"),
 ]
+
+
+AXES = test_layouts.SIZES | test_layouts.OTHERS
 
 
 def named(keys, values):
     return dict(zip(keys, values, strict=True))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda values: test_layouts.name(named(test_layouts.AXES, values)))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda values: test_layouts.name(named(AXES, values)))
 def test_a_layout(late, layout):
-    point = named(test_layouts.AXES, layout)
+    point = named(AXES, layout)
     test_layouts.check_point(late, point, [point["optimizer"]], steps=2)
 
 

@@ -52,6 +52,7 @@ def recorded(monkeypatch, config, gpus, rank):
         record(dist, "all_reduce", "all_reduce", lambda group, *_: dist.get_process_group_ranks(group))
         record(comm, "_all_gather", "all_gather", lambda group, *_: dist.get_process_group_ranks(group))
         record(comm, "_reduce_scatter", "reduce_scatter", lambda group, *_: dist.get_process_group_ranks(group))
+        record(dist, "all_to_all_single", "all_to_all", lambda group, *_: dist.get_process_group_ranks(group))
         record(dist, "isend", "message", lambda _, other: (rank, other))
         record(dist, "irecv", "message", lambda _, other: (other, rank))
         with dry_run.started(config, gpus, rank) as run:
@@ -87,7 +88,8 @@ def layouts(schedule):
     fields |= dict(micro_batch_size=1, num_layers=4 * fields["chunks"] - 2, zero=i % 4)
     dp, tp = (2, 1) if i % 2 else (1, 2)
     short = tiny_config(dp, tp, pp=2, global_batch_size=4 * dp, sequence_parallel=tp == 2, **fields)
-    return [(tiny_config(1, pp=4, global_batch_size=4, **fields), 4), (short, 4)]
+    context = tiny_config(1, pp=2, cp=2, context=["ring", "ulysses"][i % 2], global_batch_size=4, **fields)
+    return [(tiny_config(1, pp=4, global_batch_size=4, **fields), 4), (short, 4), (context, 4)]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

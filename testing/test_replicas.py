@@ -16,7 +16,7 @@ from test_layouts import built, micro_batches, tiny_config
 
 def said_after_damage(config, rank, bucket, kind, place):
     """Train two steps, compare, change one element on one rank, and compare again. Return the message."""
-    run = built(config, Mesh(config.tp, config.pp))
+    run = built(config, Mesh.of(config))
     batches = micro_batches(run)
     for _ in range(2):
         train.train_step(run, batches)
@@ -71,7 +71,7 @@ def train_with_damage(config, iteration):
 
 def said_after_other_rounding(config):
     """Train two steps, in which the second tp rank's sums over dp are rounded otherwise. Return the message or None."""
-    run = built(config, Mesh(config.tp, config.pp))
+    run = built(config, Mesh.of(config))
     end, batches = run.zero._end_oldest_sum, micro_batches(run)
 
     def end_otherwise():

@@ -1,0 +1,139 @@
+"""Context parallelism: the tokens of each sample are cut over n = cp ranks.
+
+Only attention connects the tokens of a sample. Everything else of the model works on each token alone, so a rank runs
+it on its 1/n of the tokens as it is. The cp ranks have equal parameters: for ZeRO, gradient norm and checkpoints they
+are data ranks (`mesh.py`). There are two ways to compute attention:
+
+    ring      keys and values travel from rank to rank         Liu et al., Ring Attention (arXiv 2310.01889)
+    ulysses   each rank gets all tokens of 1/n of the heads    Jacobs et al., DeepSpeed-Ulysses (arXiv 2309.14509)
+
+(A third way gathers all keys and values on each rank: Llama 3, arXiv 2407.21783, section 3.3.2. It sends as many bytes
+as the ring, but needs memory for all keys and values. It is not built here.)
+
+**Ring.** A late token sees more keys than an early one. So a sample is cut into 2n equal parts, and rank r has the
+parts r and 2n-1-r, a zigzag. (Brandon et al., arXiv 2311.09431, balance the work in another way.) In turn i, rank r has
+the keys and values of rank r-i (mod n), and all ranks have equal work. The turns of rank 1 of n = 4, which has the
+parts 1 and 6:
+
+    turn  keys of parts   of                who sees them
+    0     1 6             itself            each token sees the tokens before it, as on one rank
+    1     0 7             an earlier rank   both parts see all of part 0; no token sees part 7
+    2     3 4             a later rank      part 6 sees both; part 1 sees neither
+    3     2 5             a later rank      the same
+
+While a rank computes with keys and values, it sends them to the next rank. Each turn gives y, attention to its keys
+alone, and L = log sum_j exp(q k_j / sqrt(d)). Attention to the keys of two turns is y1 exp(L1 - L) + y2 exp(L2 - L)
+with L = log(exp(L1) + exp(L2)). This cannot overflow, because no exponent is above 0. In backward, keys and values
+travel again. The gradients of keys and values travel one turn later, and each rank adds its share. After the last turn
+they arrive at the rank of their keys. Backward knows L, so the probabilities of a turn are exp(q k / sqrt(d) - L).
+
+**Ulysses.** Rank r has part r of n equal parts. Before attention an all_to_all exchanges tokens for heads: each rank
+gets all tokens of a/(n t) heads. Attention runs there as on one rank, with any kernel. A second all_to_all exchanges
+back. n t must divide the number a of heads.
+
+A rank sends for each layer and micro-batch, in elements, with t = tp:
+
+    ring      keys and values      4 bsh/t (n-1)/n     half of it in F; with recomputation 6
+              their gradients      2 bsh/t (n-1)/n     in float32 (float64 in fp64 runs)
+    ulysses   q, k, v, y           8 bsh/t (n-1)/n^2   half of it in F; with recomputation 12
+"""
+
+import math
+
+import torch
+
+from parallel.comm import all_to_all, rotate
+
+
+def positions(s, cp, way):
+    """Return the positions in a sample of s tokens that this rank has, ascending, [s/n]. way: ring or ulysses."""
+    if way == "ulysses":
+        return torch.arange(s).chunk(cp.size)[cp.rank]
+    parts = torch.arange(s).chunk(2 * cp.size)
+    return torch.cat([parts[cp.rank], parts[-1 - cp.rank]])
+
+
+# --- ring -------------------------------------------------------------------------------------------------------------
+
+
+class RingAttention(torch.autograd.Function):
+    """Causal attention over the tokens of all cp ranks. q, k, v [b, s/n, a/t, d] of this rank's tokens -> the same."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, cp, ops):
+        wide = torch.promote_types(q.dtype, torch.float32)
+        y, L = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:3], -math.inf, dtype=wide)
+        for (keys, values), rows, seen, causal in turns(torch.stack([k, v]), cp):
+            part, part_L = ops.attention_part(q[:, rows], keys[:, seen], values[:, seen], causal)
+            total = torch.logaddexp(L[:, rows], part_L)
+            y[:, rows] *= (L[:, rows] - total).exp()[..., None]
+            y[:, rows] += (part_L - total).exp()[..., None] * part
+            L[:, rows] = total
+        y = y.to(q.dtype)
+        ctx.save_for_backward(q, k, v, y, L)
+        ctx.cp, ctx.ops = cp, ops
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        q, k, v, y, L = ctx.saved_tensors
+        dq, own, travelling = torch.zeros_like(q, dtype=L.dtype), None, None
+        for (keys, values), rows, seen, causal in turns(torch.stack([k, v]), ctx.cp):
+            kept = dy[:, rows], q[:, rows], keys[:, seen], values[:, seen], y[:, rows], L[:, rows]
+            part, *parts = ctx.ops.attention_part_backward(*kept, causal)
+            dq[:, rows] += part
+            gradient = L.new_zeros(2, *k.shape)
+            gradient[:, :, seen] = torch.stack(parts).to(L.dtype)
+            if own is None:  # turn 0: this rank's own keys
+                own = gradient
+                continue
+            if travelling:
+                gradient += travelling.wait()  # the shares of the ranks before
+            travelling = rotate(gradient, ctx.cp, "gradients of keys and values")
+        dk, dv = (own + travelling.wait()).to(q.dtype)
+        return dq.to(q.dtype), dk, dv, None, None
+
+
+def turns(kv, cp):
+    """Yield (keys and values [2, b, s/n, a/t, d], the rows that see them, the rows of them that are seen, causal).
+
+    kv: this rank's keys and values. Each turn sends them on while the caller computes. causal: row i sees keys 0 .. i.
+    """
+    s = kv.shape[2]
+    whole, first, second = slice(s), slice(s // 2), slice(s // 2, s)
+    for turn in range(cp.size):
+        last = turn == cp.size - 1
+        arriving = None if last else rotate(kv, cp, "keys and values")
+        if turn == 0:
+            yield kv, whole, whole, True
+        elif turn <= cp.rank:  # of rank r - turn, an earlier rank
+            yield kv, whole, first, False
+        else:  # of rank r - turn + n, a later rank
+            yield kv, second, whole, False
+        kv = None if last else arriving.wait()
+
+
+# --- Ulysses ----------------------------------------------------------------------------------------------------------
+
+
+def ulysses(q, k, v, cp, ops):
+    """Causal attention over the tokens of all cp ranks. q, k, v [b, s/n, a/t, d] of this rank's tokens -> the same."""
+    q, k, v = Exchange.apply(torch.stack([q, k, v]), 3, 2, cp).unbind()  # each [b, s, a/(n t), d]
+    return Exchange.apply(ops.attention(q, k, v), 1, 2, cp)
+
+
+class Exchange(torch.autograd.Function):
+    """Cut x along the dimension `cut`, send part i to rank i, and join the parts that arrive along `join`."""
+
+    @staticmethod
+    def forward(ctx, x, cut, join, cp):
+        ctx.arguments = join, cut, cp
+        parts = torch.stack(x.chunk(cp.size, cut))
+        return torch.cat(all_to_all(parts, cp, "tokens for heads").wait().unbind(), join)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return Exchange.forward(ctx, dy, *ctx.arguments), None, None, None  # the exchange in the other direction
+
+
+WAYS = {"ring": RingAttention.apply, "ulysses": ulysses}
