@@ -72,10 +72,8 @@ class Config:
     # -- layout (the data parallel size is dp = processes / (tp * cp * pp))
     tp: int = 1  # tensor parallel ranks (Megatron-LM: --tensor-model-parallel-size)
     pp: int = 1  # pipeline stages (Megatron-LM: --pipeline-model-parallel-size)
-    cp: int = (
-        1  # context parallel ranks: each has 1/cp of the tokens of a sample (Megatron-LM: --context-parallel-size)
-    )
-    context: str = "ring"  # attention over cp ranks: keys and values go around, or tokens are exchanged for heads
+    cp: int = 1  # ranks that share the tokens of each sample (Megatron-LM: --context-parallel-size)
+    context: str = "ulysses"  # attention over cp ranks: tokens are exchanged for heads, or keys and values go around
     sequence_parallel: bool = False  # also shard over tp the activations between the tensor parallel layers
     zero: int = 0  # shard over dp: 1 optimizer state, 2 also gradients, 3 also parameters (DeepSpeed: --zero-stage)
     schedule: str = "1f1b"  # order of the work in the pipeline
@@ -278,9 +276,9 @@ def check_layout(c, world):
     divides("tp", c.tp, "padded vocab_size", c.padded_vocab_size)
     if c.sequence_parallel:
         divides("tp * cp", c.tp * c.cp, "seq_length", c.seq_length, ": sequence_parallel shards the tokens")
-    if c.cp > 1 and c.context == "ring":
+    if c.context == "ring":
         divides("2 * cp", 2 * c.cp, "seq_length", c.seq_length, ": a rank has two parts of each sample")
-    if c.context == "ulysses":
+    else:
         divides("cp", c.cp, "seq_length", c.seq_length)
         divides("tp * cp", c.tp * c.cp, "num_attention_heads", c.num_attention_heads, ": a rank has whole heads")
     divides("tp * cp * pp", c.tp * c.cp * c.pp, "the number of processes", world)

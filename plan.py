@@ -27,16 +27,18 @@ from accounts.devices import DEVICES
 from errors import Parser, boolean, exit_on_user_error
 
 GB = 1e9
-TITLES = "tp  pp   dp schedule    v Z sp    reco  b  step,s   MFU   HFU     GB bubble   waits_for,%   tokens/s    days"
-ROW = (
-    "{tp:>2} {pp:>3} {dp:>4} {schedule:<11} {chunks} {zero} {sequence_parallel!s:<5} {recompute} {micro_batch_size:>2} "
-    "{step_seconds:>7.4g} {mfu:>5.1%} {hfu:>5.1%} {memory:>6.1f} {bubble:>6.1%} {waits:>13} {tokens_per_second:>10,.0f}"
-    " {days:>7,.1f}\n        stage {fullest_rank}: {parts} GB\n        {binds}"
+TITLES = (
+    "tp cp  pp   dp schedule    v Z sp    reco  b  step,s   MFU   HFU     GB bubble      waits_for,%   tokens/s    days"
 )
-WAITS = ("tensor parallel", "pipeline messages", "data parallel")
+ROW = (
+    "{tp:>2} {cp:>2} {pp:>3} {dp:>4} {schedule:<11} {chunks} {zero} {sequence_parallel!s:<5} {recompute} "
+    "{micro_batch_size:>2} {step_seconds:>7.4g} {mfu:>5.1%} {hfu:>5.1%} {memory:>6.1f} {bubble:>6.1%} {waits:>16} "
+    "{tokens_per_second:>10,.0f} {days:>7,.1f}\n        stage {fullest_rank}: {parts} GB\n        {binds}"
+)
+WAITS = ("tensor parallel", "context parallel", "pipeline messages", "data parallel")
 LEGEND = f"""
 v: chunks of a rank. Z: ZeRO stage. b: samples of a micro-batch. GB: memory of the fullest rank.
-waits_for: percent of the step for communication of tp / pp / dp that no computation hides.
+waits_for: percent of the step for communication of tp / cp / pp / dp that no computation hides.
 Expected error of a step: {seconds.ERROR:.0%} for A100 and H100 (nine of ten published runs), unknown for V100."""
 
 

@@ -253,7 +253,7 @@ def can_run(schedule, stages, m):
 def fits(dp, tp, pp, cp, context, schedule, zero, sequence_parallel, micro_batches, **_):
     """Return False if the values do not go together, or if a simpler point is the same layout."""
     redundant = (
-        (cp == 1 and context != "ring")
+        (cp == 1 and context != "ulysses")
         or (pp == 1 and (schedule != "1f1b" or micro_batches in ("fewer than stages", "stages")))
         or (pp == 2 and micro_batches == "fewer than stages")
         or (dp * cp == 1 and zero)

@@ -33,7 +33,7 @@ from log import hardware_flops, model_flops
 from model import parameter_table
 from operations import DTYPES
 from parallel import schedules
-from parallel.layout import Layout, all_buckets
+from parallel.layout import Layout, all_buckets, tokens_of_rank
 from parallel.tensor import ROWS
 
 FIELDS = ("tp", "pp", "schedule", "chunks", "zero", "sequence_parallel", "recompute", "micro_batch_size")
@@ -127,7 +127,7 @@ class Model:
         word, largest = sizes.pop("word", 0), sorted(sizes.values(), reverse=True)
         gradients = self.wide * (sum(largest[:3]) + word) if layout.stage >= 2 else 0
         parameters = self.item * (sum(largest[:2]) + word) if layout.stage == 3 else 0
-        tokens = min(ROWS, c.micro_batch_size * c.seq_length) if rank == layout.placement[-1] else 0
+        tokens = min(ROWS, tokens_of_rank(c)) if rank == layout.placement[-1] else 0
         logits = tokens * c.padded_vocab_size // c.tp * self.item
         return parts | {"whole buckets": gradients + parameters, "logits": logits, "context": RESERVED}
 
@@ -171,9 +171,10 @@ def fits(c, gpus):
     """Return True if `config.check` accepts the layout. It is faster, because it builds and keeps a short schedule."""
     dp = max(1, gpus // (c.tp * c.pp))
     batch = math.gcd(*configuration.rampup(c)[:2])  # divides all batch sizes
-    m, over = divmod(batch, c.micro_batch_size * dp)
-    over += gpus % (c.tp * c.pp) + c.num_attention_heads % c.tp + c.padded_vocab_size % c.tp
-    over += c.seq_length % c.tp * c.sequence_parallel
+    m, over = divmod(batch * c.cp, c.micro_batch_size * dp)
+    over += gpus % (c.tp * c.cp * c.pp) + c.padded_vocab_size % c.tp
+    over += c.seq_length % (c.tp * c.cp) * c.sequence_parallel
+    over += c.num_attention_heads % (c.tp * c.cp)
     with suppress(UserError, KeyError):  # no such schedule
         parts = schedule(c.schedule, c.pp, min(m, c.pp + m % c.pp), c.chunks).parts
         return not over and c.num_layers >= max(parts) - 1
@@ -191,6 +192,8 @@ def judge(c, gpus, device, code="ours", tokens=None, exact=True, say=lambda *lin
     """
     one = c.schedule not in schedules.ASYNCHRONOUS
     configuration.require(c, "schedule", one, "plan.py predicts only schedules with one update a step")
+    ulysses = c.cp == 1 or c.context == "ulysses"
+    configuration.require(c, "context", ulysses, "no GPU runs the ring yet; set --context=ulysses")
     model, p, batch = model_of(c, device.dtype if c.dtype == "auto" else c.dtype), c.pp, c.global_batch_size
     dp = gpus // (c.tp * p)
     m, layout = schedules.micro_batches(c, batch, dp), model.layout(dp, *(getattr(c, name) for name in FIELDS[:-1]))
@@ -203,7 +206,7 @@ def judge(c, gpus, device, code="ours", tokens=None, exact=True, say=lambda *lin
     fullest = max(kept, key=lambda rank: sum(kept[rank].values()))
     available = step.seconds * gpus * device.peak(model.config.dtype)  # FLOPs
     facts = {
-        "layout": {"dp": dp} | {name: getattr(c, name) for name in (*FIELDS, "offload")},
+        "layout": {"dp": dp // c.cp, "cp": c.cp} | {name: getattr(c, name) for name in (*FIELDS, "offload")},
         "gpus": gpus,
         "device": device.name,
         "micro_batches": m,

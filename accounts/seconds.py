@@ -18,6 +18,7 @@ A step on the busiest pipeline rank is the sum of these parts:
     compute              m (F + I + W) of its units, without the next two parts
     recomputation        m F of its blocks, with recompute=full
     tensor parallel      its collectives, minus what runs beside a matrix product (`tensor.py`, "What can overlap")
+    context parallel     its exchanges before and after attention (`context.py`, Ulysses)
     bubble               the rank waits; the formula of the schedule, for stages of mean duration
     pipeline messages    the rank waits for messages that are sent
     data parallel        what the backward of the last micro-batch does not hide (ZeRO-2: of each micro-batch; ZeRO-3:
@@ -39,14 +40,14 @@ Narayanan et al. (arXiv 2104.04473) and Korthikanti et al. (arXiv 2205.05198) ra
 """
 
 import math
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
 from accounts.memory import rank_states
 from parallel import schedules
 from parallel.comm import sent_bytes
-from parallel.layout import rows_outside
+from parallel.layout import rows_outside, tokens_of_rank
 
 # Passes over memory of a block's elementwise operations, counted in `kernels.py`. A pass reads or writes a tensor once.
 OUTSIDE = {"F": 9, "I": 10}  # tensors of [rows, h]: LayerNorms, additions, gradients of two biases
@@ -55,7 +56,7 @@ GAPS = {"F": 5, "I": 9}  # operations of a block that are no matrix products
 # Bytes for each element of the [s, s] matrix: product, mask with softmax, dropout (with a mask of 1 byte), product.
 MATRIX = {"F": 2 + 4 + 5 + 2, "I": 2 + 2 + 5 + 6 + 4}
 CODES = ("ours", "megatron-2021", "megatron-2022")
-COLUMNS = ("F", "I", "W", "recomputation", "collectives")  # of `Step.stages`
+COLUMNS = ("F", "I", "W", "recomputation", "collectives", "context")  # of `Step.stages`
 # The collectives of a block, all of one size. `ledger.py` counts their sum.
 COLLECTIVES = {  # sequence parallel: (operation, in F, alone in I, in I beside dW, in I beside dx)
     False: ("all_reduce", 2, 0, 2, 0),
@@ -80,7 +81,7 @@ def units(c, device, dtype, z, code, say):
 
     Those of the embedding and the head are forward and backward together. z: `memory.Sizes`; code: one of CODES.
     """
-    h, t, n, rows, item = c.hidden_size, c.tp, c.micro_batch_size * c.seq_length, rows_outside(c), z.item
+    h, t, n, rows, item = c.hidden_size, c.tp, tokens_of_rank(c), rows_outside(c), z.item
     peak, memory, gap = device.peak(dtype), device.memory_rate * device.memory, device.operation
     rate, V = peak * device.matrix, c.padded_vocab_size // t
 
@@ -130,10 +131,18 @@ class Step:
             exact,
             say,
         )
-        self.z, stride = layout.sizes, c.tp * c.pp
-        apart = c.tp if stride <= device.per_node else device.per_node  # from a stage to the next one
-        self.rings = {"tp": (1, c.tp), "pp": (apart, 2), "dp": (stride, layout.dp), "world": (1, stride * layout.dp)}
-        self.rings["holders"] = c.tp * max(1, c.pp - 1), 2
+        self.z, stage = layout.sizes, c.tp * c.cp
+        near = partial(members_in_node, device.per_node)
+        replica = stage * c.pp  # ranks of a pipeline; the next one is the next in the axis dp
+        apart = stage if replica <= device.per_node else device.per_node  # from a stage to the next one
+        self.rings = {  # axis: (its ranks in one node, all its ranks)
+            "tp": (near(1, c.tp), c.tp),
+            "cp": (near(c.tp, c.cp), c.cp),
+            "pp": (near(apart, 2), 2),
+            "dp": (near(c.tp, c.cp) * near(replica, layout.dp // c.cp), layout.dp),
+            "holders": (near(stage * max(1, c.pp - 1), 2), 2),
+            "world": (near(1, c.tp * c.pp * layout.dp), c.tp * c.pp * layout.dp),
+        }
         self.sent = {rank: model.sent(layout, m, c.micro_batch_size, rank) for rank in {0, min(1, c.pp - 1), c.pp - 1}}
         self.add_parts(self.stages(*units(c, device, model.config.dtype, self.z, code, say)))
 
@@ -141,8 +150,8 @@ class Step:
 
     def send(self, axis, calls, sent):
         """Return the seconds of `calls` communications of an axis that send `sent` bytes together."""
-        stride, n = self.rings[axis]
-        return float(sent) / wire(self.device, stride, n) + calls * math.ceil(math.log2(n)) * self.device.latency
+        together, n = self.rings[axis]
+        return float(sent) / wire(self.device, together, n) + calls * math.ceil(math.log2(n)) * self.device.latency
 
     def transfer(self, rank, axis, *whats):
         """Return the seconds to send a rank's rows of an axis, one after another. whats: only these rows."""
@@ -153,27 +162,31 @@ class Step:
         """Return the seconds, in F and in I, of a block's collectives that no product hides. W: seconds of its dW."""
         c = self.c
         operation, in_F, alone, by_dw, by_dx = COLLECTIVES[c.sequence_parallel]
-        each = self.send(
-            "tp", 1, sent_bytes(operation, c.tp, self.z.item * c.micro_batch_size * c.seq_length * c.hidden_size)
-        )
+        each = self.send("tp", 1, sent_bytes(operation, c.tp, self.z.item * tokens_of_rank(c) * c.hidden_size))
         split = any(action.kind == "W" for action in schedule(c.schedule, c.pp, c.pp, c.chunks).actions[0])
         if split or self.code == "megatron-2021":  # dW runs later
             alone, by_dw = alone + by_dw, 0
         product = W * 7 / 24  # dW of qkv or fc1: 3 or 4 of a block's 12 h^2 weights. dx takes as long
         return in_F * each, alone * each + (by_dw + by_dx) * max(0.0, each - product)
 
+    def context_parallel(self):
+        """Return the seconds of a block's two exchanges over cp, q k v and y, in F. In I they take as long."""
+        c = self.c
+        elements = 4 * tokens_of_rank(c) * c.hidden_size // c.tp
+        return self.send("cp", 2, sent_bytes("all_to_all", c.cp, elements * self.z.item))
+
     # --- the step -----------------------------------------------------------------------------------------------------
 
     def stages(self, block, embedding, head):
-        """Return the seconds of one micro-batch as an array [pp, 5]: F, I, W, recomputation, collectives of each rank.
+        """Return the seconds of one micro-batch as an array [pp, 6]: COLUMNS of each rank.
 
-        F and I contain the recomputation and the collectives: those of tp that nothing hides. Collectives that
-        recomputation repeats count as recomputation. block, embedding, head: as `units` returns them.
+        F and I contain the recomputation, the collectives of tp and the exchanges of cp that nothing hides. What
+        recomputation repeats of them counts as recomputation. The arguments are as `units` returns them.
         """
         layout, (F, I, W) = self.layout, block
-        in_F, in_I = self.tensor_parallel(W)
-        again = (F + in_F) * (self.c.recompute == "full")
-        block = F + in_F, I + in_I + again, W, again, in_F + in_I
+        (in_F, in_I), over_cp = self.tensor_parallel(W), self.context_parallel()
+        again = (F + in_F + over_cp) * (self.c.recompute == "full")
+        block = F + in_F + over_cp, I + in_I + over_cp + again, W, again, in_F + in_I, 2 * over_cp
         for name, seconds in zip(COLUMNS, block, strict=True):
             self.say(f"{name} of a block", "4 products; F, I: attention, passes over memory, collectives", seconds)
         counts, pipelines = [], sum(0 in units for units in layout.units)
@@ -182,14 +195,14 @@ class Step:
             first, last = units.count(0), units.count(len(layout.table) - 1)
             counts.append((len(units) - first - last, first, last))
         # Chimera has 2 pipelines, and a micro-batch uses one of them.
-        return np.array(counts) @ [block, (embedding / 2, embedding / 2, 0, 0, 0), (0, head, 0, 0, 0)] / pipelines
+        return np.array(counts) @ [block, (embedding / 2, embedding / 2, 0, 0, 0, 0), (0, head, 0, 0, 0, 0)] / pipelines
 
     def add_parts(self, stages):
         """Set `parts`, `seconds` and `bubble`. stages: as `stages` returns them."""
         c, m, code = self.c, self.m, self.code
         busiest, mean = stages[stages[:, :3].sum(1).argmax()], stages[:, :3].mean(0)
-        F, I, W, again, tensor = busiest
-        rows = rows_outside(c) if code == "ours" else c.micro_batch_size * c.seq_length / c.tp
+        F, I, W, again, tensor, context = busiest
+        rows = rows_outside(c) if code == "ours" else tokens_of_rank(c) / c.tp
         message = self.send("pp", 0, self.z.item * rows * c.hidden_size)
         arrival = message + self.device.latency
         bubble, formula, messages = idle(c.schedule, c.pp, m, c.chunks, *mean, arrival, self.exact)
@@ -202,9 +215,10 @@ class Step:
         update = max(map(self.update, self.sent))
         rest = REST[code] * (work + bubble + messages + data + update)
         parts = [
-            ("compute", "m (F + I + W - recomputation - collectives)", work - m * (again + tensor)),
+            ("compute", "m (F + I + W - recomputation - collectives - context)", work - m * (again + tensor + context)),
             ("recomputation", "m recomputation", m * again),
             ("tensor parallel", "m collectives", m * tensor),
+            ("context parallel", "m context", m * context),
             ("bubble", f"{formula}, mean stage", bubble),
             ("pipeline messages", "waits for messages on their way", messages),
             ("data parallel", "what no backward hides; sums", data),
@@ -251,13 +265,17 @@ class Step:
         return on_host + (gradients + read / 2) / memory_rate
 
 
-def wire(device, stride, n):
-    """Return bytes per second of a ring of n ranks, each `stride` ranks after the one before.
+def members_in_node(per_node, stride, n):
+    """Return how many of n ranks are in one node. Each is `stride` ranks after the one before."""
+    return min(n, max(1, per_node // stride))
 
-    Ranks are numbered node by node. Between nodes, each member in a node opens a ring through a network card, at most
-    `device.rings`. All ranks of a node run such rings at once, so the groups of one node share its cards.
+
+def wire(device, together, n):
+    """Return bytes per second of a ring of n ranks, of which `together` are in one node.
+
+    Between nodes, each member in a node opens a ring through a network card, at most `device.rings`. All ranks of a
+    node run such rings at once, so the groups of one node share its cards.
     """
-    together = min(n, max(1, device.per_node // stride))  # members in one node
     inside = device.wire_rate * device.wire
     if together == n:
         return inside

@@ -33,10 +33,12 @@ def test_bytes_of_a_long_step_from_a_short_one(name, p, m):
         (1, 3, 2, 3, True, "full", 1, 0.0),
         (2, 2, 2, 1, True, "none", 3, 0.0),
         (3, 2, 4, 2, False, "none", 1, 0.1),
+        (1, 4, 2, 3, True, "full", 1, 0.0),
     ]:
-        base = replace(SMALL, dropout=dropout, optimizer="lamb" if zero == 1 else "adamw")
+        cp = 2 if dp == 4 else 1
+        base = replace(SMALL, cp=cp, dropout=dropout, optimizer="lamb" if zero == 1 else "adamw")
         fields = dict(tp=tp, pp=p, schedule=name, chunks=chunks, zero=zero, sequence_parallel=sp, recompute=recompute)
-        c = replace(base, **fields, micro_batch_size=b, global_batch_size=b * m * dp)
+        c = replace(base, **fields, micro_batch_size=b, global_batch_size=b * m * dp // cp)
         try:
             configuration.check(c, dp * tp * p)
         except UserError:
@@ -217,9 +219,9 @@ def test_tensor_parallelism_that_leaves_the_node_is_slow():
 
 def test_a_collective_uses_all_network_cards_of_a_node():
     """ZeRO-3 on 8 nodes: with one card instead of eight, gathers and reductions take eight times as long."""
-    assert seconds.wire(A100, 8, 8) == pytest.approx(A100.card_rate * A100.network)  # a group has one GPU in each node
-    assert seconds.wire(A100, 1, 64) == A100.wire_rate * A100.wire  # eight cards are faster than NVLink
-    assert seconds.wire(A100._replace(rings=1), 1, 64) == pytest.approx(A100.card_rate * A100.network)
+    assert seconds.wire(A100, 1, 8) == pytest.approx(A100.card_rate * A100.network)  # a group has one GPU in each node
+    assert seconds.wire(A100, 8, 64) == A100.wire_rate * A100.wire  # eight cards are faster than NVLink
+    assert seconds.wire(A100._replace(rings=1), 8, 64) == pytest.approx(A100.card_rate * A100.network)
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -255,7 +257,7 @@ def test_explain_reproduces_its_numbers(capsys):
         (["--gpus=0"], "--gpus: invalid"),
         (["--device=b300"], "--device: invalid"),
         (["--tp=3", "--pp=1"], "is not a multiple of tp"),
-        (["--tp=8", "--pp=4"], r"not a multiple of tp \* pp = 32"),
+        (["--tp=8", "--pp=4"], "not a multiple of tp"),
         (["--gpus=7", "--pp=1"], "global_batch_size = .* is not a multiple of"),
         (["--foo=1"], "--foo: no such "),
         (["--dtype=bf16", "--device=v100-16g"], "dtype=bf16: v100-16g has no known rate"),

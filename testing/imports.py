@@ -49,7 +49,7 @@ def broken_rules(imports):
         whole = path == "accounts/dry_run.py" or group_of(path) in ("tests", "bench", "exercises")
         if other == "train.py" and not whole:
             lines.append(f"{path} imports train.py")
-        if path.startswith("parallel/") and other.startswith("accounts/"):
+        if program and path.startswith("parallel/") and other.startswith("accounts/"):
             lines.append(f"{path} is a scheme and imports {other}")
         if path == "errors.py":
             lines.append(f"errors.py imports {other}")

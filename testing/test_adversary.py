@@ -174,15 +174,15 @@ def test_the_losses_of_a_validation(late):
 # test_layouts.py. They contain all our schedules, every stage of ZeRO with a pipeline and without, all optimizers, and
 # both ways of context parallelism.
 LAYOUTS = [
-    (2, 1, 1, 1, "1f1b", 0, False, "none", "sgd", "twice", "ring"),
-    (2, 1, 1, 1, "1f1b", 1, False, "none", "adamw", "twice", "ring"),
-    (2, 1, 1, 1, "1f1b", 2, False, "none", "sgd", "twice", "ring"),
-    (2, 1, 1, 1, "1f1b", 3, False, "full", "adamw", "twice", "ring"),
-    (2, 2, 1, 1, "1f1b", 1, True, "full", "lamb", "twice", "ring"),
-    (1, 2, 2, 1, "1f1b", 0, False, "none", "lars", "not a multiple", "ring"),
-    (1, 1, 2, 1, "gpipe", 0, False, "none", "sgd", "twice", "ring"),
-    (2, 1, 2, 1, "interleaved", 1, False, "none", "sgd", "twice", "ring"),
-    (2, 1, 2, 1, "chimera", 2, False, "none", "sgd", "twice", "ring"),
+    (2, 1, 1, 1, "1f1b", 0, False, "none", "sgd", "twice", "ulysses"),
+    (2, 1, 1, 1, "1f1b", 1, False, "none", "adamw", "twice", "ulysses"),
+    (2, 1, 1, 1, "1f1b", 2, False, "none", "sgd", "twice", "ulysses"),
+    (2, 1, 1, 1, "1f1b", 3, False, "full", "adamw", "twice", "ulysses"),
+    (2, 2, 1, 1, "1f1b", 1, True, "full", "lamb", "twice", "ulysses"),
+    (1, 2, 2, 1, "1f1b", 0, False, "none", "lars", "not a multiple", "ulysses"),
+    (1, 1, 2, 1, "gpipe", 0, False, "none", "sgd", "twice", "ulysses"),
+    (2, 1, 2, 1, "interleaved", 1, False, "none", "sgd", "twice", "ulysses"),
+    (2, 1, 2, 1, "chimera", 2, False, "none", "sgd", "twice", "ulysses"),
     (
         2,
         1,
@@ -196,10 +196,10 @@ LAYOUTS = [
         "one",
         "ring",
     ),  # the second pipeline uses no parameter before the update
-    (2, 1, 2, 1, "zb-h1", 3, False, "full", "sgd", "twice", "ring"),
-    (1, 1, 4, 1, "zb-h2", 0, False, "none", "sgd", "twice", "ring"),
-    (1, 2, 2, 1, "zb-v", 0, True, "none", "adamw", "twice", "ring"),
-    (2, 2, 2, 1, "1f1b", 3, True, "full", "lamb", "stages", "ring"),
+    (2, 1, 2, 1, "zb-h1", 3, False, "full", "sgd", "twice", "ulysses"),
+    (1, 1, 4, 1, "zb-h2", 0, False, "none", "sgd", "twice", "ulysses"),
+    (1, 2, 2, 1, "zb-v", 0, True, "none", "adamw", "twice", "ulysses"),
+    (2, 2, 2, 1, "1f1b", 3, True, "full", "lamb", "stages", "ulysses"),
     (1, 1, 1, 4, "1f1b", 2, False, "full", "sgd", "twice", "ring"),
     (1, 2, 1, 2, "1f1b", 1, True, "none", "adamw", "twice", "ulysses"),
 ]

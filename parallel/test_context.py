@@ -79,4 +79,4 @@ def test_three_ranks_train_the_same_model(workers, context, dp, tp, fields):
 
 def test_the_ring_has_no_kernel_yet():
     with pytest.raises(UserError, match="context=ring: no kernel"):
-        operations.choose(tiny_config(1, cp=2, dtype="bf16"), torch.device("cuda"), "bf16")
+        operations.choose(tiny_config(1, cp=2, context="ring", dtype="bf16"), torch.device("cuda"), "bf16")
