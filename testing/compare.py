@@ -256,7 +256,7 @@ def same(ours, theirs):
 
 def missing_sum_cause(found, case):
     """Find an axis over which the sum is the right gradient."""
-    for axis, ranks in (("tp", "the tp ranks"), ("cp", "the cp ranks"), ("pp", "the holders")):
+    for axis, ranks in (("tp", "the tp ranks"), ("pp", "the holders")):
         fixed = [f for f in found if sum_is_right(f, case, axis)]
         if len(fixed) * 2 > len(found):
             names = sorted({f.name for f in fixed})
@@ -348,6 +348,7 @@ def where_cause(found, case):
 def forward_cause(case):
     """Return a line: the loss shows that the data or the forward pass is wrong."""
     c, look = case.config, ["the samples that each rank draws"]
+    look += ["the tokens of each cp rank (their targets, their positions, their dropout masks)"] * (c.cp > 1)
     look += ["the rows of each tp rank (their positions, their dropout masks)"] * c.sequence_parallel
     look += ["the vocabulary cut over tp (targets, padding, the maximum and the sum of the softmax)"] * (c.tp > 1)
     look += ["messages of other micro-batches; buffers that change while they are sent"] * (c.pp > 1)

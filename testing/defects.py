@@ -60,7 +60,7 @@ def without_wait():
                 old = "\n".join(lines[number - 1 : number + 1])  # with the line before it, this occurs once
                 new = f"{lines[number - 1]}\n{line.replace('.wait()', '.result')}"
                 name = f"{Path(file).stem}:{number + 1}"
-                found.append(Defect(name, file, LATE, "without `wait`", False, [(old, new)]))
+                found.append(Defect(name, file, LATE, "`wait`", False, [(old, new)]))
     return found
 
 
