@@ -33,6 +33,13 @@ class Config:
     max_position_embeddings: int = 0  # rows of the position embedding (0: seq_length)
     vocab_size: int = 50257  # number of token ids; the word table is padded to a multiple of 128 rows
     activation: str = "gelu"  # of the MLP: gelu is GPT-2's (with tanh), relu is OPT's
+    experts: int = 0  # of each block, cut over tp (0: one MLP) (Megatron-LM: --num-experts)
+    top_k: int = 1  # experts of a token (Megatron-LM: --moe-router-topk)
+    expert_group: int = 64  # consecutive tokens that compete for the places of an expert
+    capacity_factor: float = (
+        1.25  # places of an expert / its share of the tokens (Megatron-LM: --moe-expert-capacity-factor)
+    )
+    balance: float = 0.01  # factor of the loss that balances the experts (Megatron-LM: --moe-aux-loss-coeff)
     dropout: float = 0.0  # on embedding, attention and MLP outputs (Megatron-LM: --hidden-dropout)
     init_method_std: float = 0.02  # standard deviation of initial weights (proj, fc2: divided by sqrt(2 num_layers))
 
@@ -133,11 +140,12 @@ ASYNCHRONOUS = {  # a stage updates before the other stages have their gradients
     "dtype": ("auto", "fp64", "fp32", "bf16"),  # an update can't be skipped on all stages
     "zero": (0, 1),  # a stage keeps whole parameters and gradients
     "rampup_batch_size": ("",),  # the batch is constant
+    "experts": (0,),  # not tested
 }
 POSITIVE = (  # the other numbers may be 0
     "num_layers hidden_size num_attention_heads seq_length vocab_size micro_batch_size global_batch_size tp pp cp "
     "chunks updates_per_call log_interval loss_scale_window hysteresis initial_loss_scale min_loss_scale adam_eps "
-    "comm_timeout init_method_std"
+    "expert_group capacity_factor comm_timeout init_method_std"
 ).split()
 MICRO_BATCHES = 2**13  # the most of one step on one data rank, because a schedule is a list of actions
 NO_EFFECT = (  # on the weights of a run that is resumed
@@ -281,6 +289,13 @@ def check_layout(c, world):
     else:
         divides("cp", c.cp, "seq_length", c.seq_length)
         divides("tp * cp", c.tp * c.cp, "num_attention_heads", c.num_attention_heads, ": a rank has whole heads")
+    if c.experts:
+        require(c, "top_k", 1 <= c.top_k <= c.experts, f"should be 1 to experts={c.experts}")
+        require(c, "sequence_parallel", c.sequence_parallel or c.tp == 1, "experts with tp > 1 need it; set it to True")
+        divides("tp", c.tp, "experts", c.experts, ": a tensor parallel rank has whole experts")
+        parts = c.tp * c.cp * (2 if c.cp > 1 and c.context == "ring" else 1)
+        why = f": a rank has whole groups, and the layout cuts each sample into {parts} parts"
+        divides("expert_group * parts", c.expert_group * parts, "seq_length", c.seq_length, why)
     divides("tp * cp * pp", c.tp * c.cp * c.pp, "the number of processes", world)
     dp = world // (c.tp * c.pp)  # with the cp ranks
     start, increment, _ = rampup(c)

@@ -52,7 +52,16 @@ def model_flops(config, batch, block_forwards=3):
     block_forwards: the cost of the blocks in a step, in forwards. The head always costs three forwards.
     """
     L, h, s, V = config.num_layers, config.hidden_size, config.seq_length, config.padded_vocab_size
-    return batch * s * (block_forwards * (24 * L * h**2 + 4 * L * s * h) + 3 * 2 * V * h)
+    more = L * expert_flops(config)
+    return batch * s * (block_forwards * (24 * L * h**2 + 4 * L * s * h + more) + 3 * 2 * V * h)
+
+
+def expert_flops(c):
+    """Return the FLOPs that a mixture of experts adds to a block's forward of a token: k MLPs for one, and the router.
+
+    Empty places count nothing, and dropped tokens count as if they were computed.
+    """
+    return 16 * (c.top_k - 1) * c.hidden_size**2 + 2 * c.experts * c.hidden_size if c.experts else 0
 
 
 def hardware_flops(config, batch):

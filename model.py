@@ -31,6 +31,7 @@ from torch import nn
 
 import reference
 from parallel.context import WAYS, positions
+from parallel.experts import Experts
 from parallel.tensor import (
     ColumnParallelLinear,
     EmbeddingLookup,
@@ -55,6 +56,7 @@ class MicroBatch:
     positions: torch.Tensor  # [n or n/t]: for each row of this rank, its position in the sample
     rows: torch.Tensor  # [n or n/t]: sample number * s + position, of each row of this rank; for dropout masks
     dropout: float
+    weight: float = 0.0  # of its mean loss in the loss of the step; backward sets it
     caches: list | None = None  # in generation: for each block a list of past keys and values
 
     def drop(self, seed, site):
@@ -75,16 +77,20 @@ class Block(nn.Module):
         self.qkv = ColumnParallelLinear(f"{name}.qkv", (3, h, h), std, tp, sp, ops)
         self.proj = RowParallelLinear(f"{name}.proj", (h, h), residual_std, tp, sp)
         self.ln2 = LayerNorm(f"{name}.ln2", h)
-        self.fc1 = ColumnParallelLinear(f"{name}.fc1", (4 * h, h), std, tp, sp, adds_bias=False)
-        self.fc2 = RowParallelLinear(f"{name}.fc2", (h, 4 * h), residual_std, tp, sp)
+        if c.experts:
+            self.experts = Experts(c, name, std, residual_std, tp, ops)
+        else:
+            self.fc1 = ColumnParallelLinear(f"{name}.fc1", (4 * h, h), std, tp, sp, adds_bias=False)
+            self.fc2 = RowParallelLinear(f"{name}.fc2", (h, 4 * h), residual_std, tp, sp)
         self.index, self.seed, self.head_size, self.ops = index, c.seed, c.head_size, ops
         self.activation_ = getattr(ops, f"{c.activation}_")  # one of reference.ACTIVATIONS
+        self.mixed = c.experts > 0
         self.cp, self.over_cp = cp, WAYS[c.context] if c.cp > 1 else None
 
     def forward(self, x, batch):
         x = ResidualStream(x, self.ops)
         x += self.attention(self.ln1(x), batch)
-        x += self.mlp(self.ln2(x), batch)
+        x += (self.mixture if self.mixed else self.mlp)(self.ln2(x), batch)
         return x.tensor()
 
     def attention(self, x, batch):
@@ -100,6 +106,11 @@ class Block(nn.Module):
         """Return the MLP's output. A new activation is a function and a row of `reference.ACTIVATIONS`."""
         y = self.fc2(self.activation_(self.fc1(x), self.fc1.bias))  # [n, h] -> [n, 4h/t] -> [n, h]
         return Branch(y, self.fc2.bias, batch.drop(self.seed, site=2 * self.index + 2))
+
+    def mixture(self, x, batch):
+        """Return the output of a mixture of experts, which replaces the MLP."""
+        y = self.experts(x, batch)
+        return Branch(y, self.experts.bias, batch.drop(self.seed, site=2 * self.index + 2))
 
 
 class Branch(NamedTuple):
@@ -225,9 +236,13 @@ class GPT(nn.Module):
         """Return {name: ParamSpec}: every parameter of the model. A tied parameter appears once."""
         return {spec.name: spec for unit in self.table for spec in unit}
 
-    def num_parameters(self):
-        """Return the number of parameters of the whole model, with the padded vocabulary."""
-        return sum(math.prod(spec.shape) for spec in self.specs().values())
+    def num_parameters(self, active=False):
+        """Return the number of parameters of the whole model, with the padded vocabulary.
+
+        active: without the experts that a token does not use.
+        """
+        c, total = self.config, sum(math.prod(spec.shape) for spec in self.specs().values())
+        return total - active * c.num_layers * (c.experts - c.top_k) * 8 * c.hidden_size**2
 
     def micro_batch(self, ids, targets=None, samples=None, start=0, caches=None):
         """Return a MicroBatch of this rank's tokens. ids, targets: [b, s], whole samples. start: the first position.
@@ -246,7 +261,7 @@ class GPT(nn.Module):
         rows = place if samples is None else samples[row // s] * self.config.seq_length + place
         rate = 0.0 if samples is None else self.config.dropout
         targets = None if targets is None else targets.flatten()
-        return MicroBatch((b, s), ids.flatten(), targets, place, rows, rate, caches)
+        return MicroBatch((b, s), ids.flatten(), targets, place, rows, rate, caches=caches)
 
 
 def parameter_table(config):

@@ -16,9 +16,9 @@ After a failure `testing/compare.py` names the first thing that differs and its 
 import functools
 import itertools
 import math
-import operator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,7 +51,8 @@ ALL_MODES = list(itertools.product(["sgd", "adamw"], [0.0, 0.1], ["none", "full"
 MODES = ALL_MODES[0], ALL_MODES[-1]  # every value, but not every pair
 CURVES = {}  # of one process: each is trained once
 SAME = (
-    "optimizer dropout activation num_layers hidden_size num_attention_heads seq_length global_batch_size lr"
+    "optimizer dropout activation num_layers hidden_size num_attention_heads seq_length global_batch_size lr "
+    "experts top_k expert_group balance capacity_factor"
 ).split()  # fields that one process shares
 
 
@@ -233,7 +234,13 @@ OTHERS = {
     "optimizer": list(RULES),
     "micro_batches": ["one", "fewer than stages", "stages", "not a multiple", "twice"],
     "context": CHOICES["context"],
+    "experts": [0, 4],
 }
+
+
+MIXTURE = dict(
+    top_k=2, capacity_factor=1.0, balance=0.3
+)  # an expert of 4 has 1 place in a group of 2: some are dropped
 
 
 def number_of_micro_batches(word, pp):
@@ -250,7 +257,7 @@ def can_run(schedule, stages, m):
         return True
 
 
-def fits(dp, tp, pp, cp, context, schedule, zero, sequence_parallel, micro_batches, **_):
+def fits(dp, tp, pp, cp, context, experts, schedule, zero, sequence_parallel, micro_batches, **_):
     """Return False if the values do not go together, or if a simpler point is the same layout."""
     redundant = (
         (cp == 1 and context != "ulysses")
@@ -258,8 +265,14 @@ def fits(dp, tp, pp, cp, context, schedule, zero, sequence_parallel, micro_batch
         or (pp == 2 and micro_batches == "fewer than stages")
         or (dp * cp == 1 and zero)
         or (tp == 1 and sequence_parallel)
+        or (experts and (tp > 4 or (tp > 1 and not sequence_parallel) or not group_of_tokens(tp, cp, context)))
     )
     return not redundant and can_run(schedule, pp, number_of_micro_batches(micro_batches, pp))
+
+
+def group_of_tokens(tp, cp, context):
+    """Return the size of the largest group of tokens that one rank has whole, at most 2; 0: there is none."""
+    return min(2, TINY["seq_length"] // (tp * cp * (2 if context == "ring" else 1)))
 
 
 def ranks(dp, tp, pp, cp, **_):
@@ -274,12 +287,14 @@ def points():
     return [point for point in found if fits(**point)]
 
 
-def fitted(dp, tp, pp, cp, schedule, micro_batches, **fields):
+def fitted(dp, tp, pp, cp, context, experts, schedule, micro_batches, **fields):
     """Return (configuration, number of processes) of a point of the grid."""
     chunks = schedules.usual_chunks(schedule)
     layers = max(3, pp * chunks - 1)  # 2 parts: 2 blocks and 1 block; more parts: one has no block
+    if experts:
+        fields |= MIXTURE | dict(experts=experts, expert_group=group_of_tokens(tp, cp, context))
     config = tiny_config(
-        dp, tp, pp=pp, cp=cp, schedule=schedule, chunks=chunks, num_layers=layers, micro_batch_size=2,
+        dp, tp, pp=pp, cp=cp, context=context, schedule=schedule, chunks=chunks, num_layers=layers, micro_batch_size=2,
         global_batch_size=2 * dp * number_of_micro_batches(micro_batches, pp), lr=5e-3, dropout=0.1, **fields,
     )  # fmt: skip
     return config, dp * tp * pp * cp
@@ -287,20 +302,20 @@ def fitted(dp, tp, pp, cp, schedule, micro_batches, **fields):
 
 def covering(points, chosen=()):
     """Choose points until these and `chosen` contain every pair of values, each time that with the most new pairs."""
-    numbers = {}
-
-    def pairs(point):  # as the bits of an integer
-        return sum(1 << numbers.setdefault(pair, len(numbers)) for pair in itertools.combinations(point.items(), 2))
-
-    sets = [pairs(point) for point in points]
-    left, more = functools.reduce(operator.or_, sets), []
-    for point in chosen:
-        left &= ~pairs(point)
-    while left:
-        best = max(range(len(sets)), key=lambda i: (sets[i] & left).bit_count())
-        left &= ~sets[best]
+    table = pairs_of([*chosen, *points])
+    left, table, more = ~table[: len(chosen)].any(0), table[len(chosen) :], []
+    while left.any():
+        best = table[:, left].sum(1).argmax()
+        left &= ~table[best]
         more.append(points[best])
     return more
+
+
+def pairs_of(points):
+    """Return which pairs of values of two axes the points contain, bool [points, pairs]."""
+    codes = [np.unique([str(point[axis]) for point in points], return_inverse=True)[1] for axis in points[0]]
+    numbers = [a * (b.max() + 1) + b for a, b in itertools.combinations(codes, 2)]
+    return np.concatenate([number[:, None] == np.unique(number) for number in numbers], 1)
 
 
 def check_point(workers, point, optimizers, steps=FEW):
@@ -309,7 +324,8 @@ def check_point(workers, point, optimizers, steps=FEW):
 
 
 def name(point):
-    values = [value for axis, value in point.items() if point["cp"] > 1 or axis not in ("cp", "context")]
+    left_out = ["cp", "context"] * (point["cp"] == 1) + ["experts"] * (point["experts"] == 0)
+    values = [value for axis, value in point.items() if axis not in left_out]
     return "-".join(map(str, values)).replace(" ", "_")
 
 

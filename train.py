@@ -233,7 +233,10 @@ def describe(run, path):
     """Return the model, the layout and the folders of this run as text. After a resume, also what has changed."""
     c, names = run.config, "tp cp pp zero sequence_parallel recompute".split()
     layout = " ".join(f"{name}={getattr(c, name)}" for name in names + ["schedule"] * (c.pp > 1))
-    text = f"{run.model.num_parameters():,} parameters, {c.num_layers} layers of {c.hidden_size}; "
+    text = f"{run.model.num_parameters():,} parameters"
+    if c.experts:
+        text += f" ({run.model.num_parameters(active=True):,} of them for a token)"
+    text += f", {c.num_layers} layers of {c.hidden_size}; "
     text += f"dp={run.mesh.dp.size // c.cp} {layout}; {run.dtype} on {run.device.type}\n"
     text += f"{c.data_dir} -> {c.out_dir}, from {path or 'initial weights'}"
     if run.device.type == "cuda":

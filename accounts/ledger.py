@@ -18,6 +18,7 @@ hidden size, t = tp, c = cp, n = dp, L layers of this pipeline rank, m micro-bat
           ... recomputation        6 all_reduce (F runs twice)      layer and micro-batch    12 Lm bsh (t-1)/t
           ... sequence parallel    6 all_gather, 4 reduce_scatter   layer and micro-batch    10 Lm bsh (t-1)/t
           ... both                 8 all_gather, 6 reduce_scatter   layer and micro-batch    14 Lm bsh (t-1)/t
+          tokens for experts       4 all_to_all (2 in F, 2 in B)    layer, micro-batch, group 4 Lm E C h (t-1)/t
     cp    keys and values          c-1 sends (F), c-1 (B)           layer and micro-batch    4 Lm bsh/t (c-1)/c
           their gradients          c-1 sends (B)                    layer and micro-batch    2 Lm bsh/t (c-1)/c
           tokens for heads         4 all_to_all (2 in F, 2 in B)    layer and micro-batch    8 Lm bsh/t (c-1)/c^2
@@ -43,6 +44,7 @@ from fractions import Fraction
 
 from parallel import schedules
 from parallel.comm import sent_bytes
+from parallel.experts import places_of_expert
 from parallel.layout import replica_sums, rows_outside, tokens_of_rank
 from parallel.optimizer import RULES
 from parallel.pipeline import SENT
@@ -55,6 +57,7 @@ FLAGS = 1  # float64 numbers besides loss and squared gradient norm at the end o
 PER = {  # how often each thing is sent; gradients and parameters depend on the ZeRO stage
     "pp": "boundary and micro-batch",
     "cp": "layer and micro-batch",
+    "tokens for experts": "layer and micro-batch",
     "activations": "layer and micro-batch",
     "embedding": "micro-batch",
     "head": "micro-batch",
@@ -92,14 +95,18 @@ def predict(layout, schedule, pp_rank, dp_rank, item, master_item):
             table[name, what, operation] = before[0] + Fraction(calls, updates), before[1] + sent
 
     (blocks, embeddings, heads), tokens = unit_passes(layout, schedule, pp_rank), tokens_of_rank(c)
-    again = 2 * (c.recompute == "full")
-    gathered = {"all_gather": 6 + again, "reduce_scatter": 4 + again}
-    for operation, calls in (gathered if c.sequence_parallel else {"all_reduce": 4 + again}).items():
-        for what, count in [("activations", calls * blocks), ("embedding", embeddings), ("head", heads)]:
+    again, pairs = c.recompute == "full", 1 if c.experts else 2  # pairs of linears in a block
+    gathered = {"all_gather": 3 + again, "reduce_scatter": 2 + again}
+    for operation, calls in (gathered if c.sequence_parallel else {"all_reduce": 2 + again}).items():
+        for what, count in [("activations", pairs * calls * blocks), ("embedding", embeddings), ("head", heads)]:
             row("tp", what, operation, count, count * tokens * c.hidden_size, item)
     calls = 2 * heads * math.ceil(tokens / ROWS)
     row("tp", "cross-entropy rows", "all_reduce", calls, 3 * heads * tokens, master_item)
     _context_rows(row, c, blocks, item, master_item)
+    if c.experts:
+        calls, places = blocks * (4 + 2 * again), c.experts * places_of_expert(c, c.expert_group)
+        elements = rows_outside(c) // c.expert_group * places * c.hidden_size
+        row("tp", "tokens for experts", "all_to_all", calls, calls * elements, item)
     for what, count in sends(schedule, pp_rank).items():
         row("pp", what, "send", count, count * rows_outside(c) * c.hidden_size, item)
     _bucket_rows(row, layout, schedule, pp_rank, dp_rank, item, master_item)

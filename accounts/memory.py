@@ -66,6 +66,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from parallel import schedules
+from parallel.experts import places_of_expert
 from parallel.layout import rows_outside, split, tokens_of_rank
 from parallel.optimizer import RULES
 from parallel.pipedream import OLDER, SUMS
@@ -147,19 +148,45 @@ def versions_of_weights(layout, schedule, rank, z):
 def block_activations(c, z):
     """Return {what: bytes} that one block saves of one micro-batch: the second table above, plus small terms."""
     outside, inside = z.item * z.rows * c.hidden_size, z.item * z.tokens * c.hidden_size // c.tp
-    return {
+    table = {
         "LayerNorm 1's input": outside,
         "qkv's input": outside,
         "q, k, v": 3 * inside,
         "attention's output": inside * (c.cp > 1 and c.context == "ulysses"),  # before the exchange back
         "proj's input": inside,
         "LayerNorm 2's input": outside,
-        "fc1's input": outside,
+        "fc1's input": outside,  # with experts the router's
         "gelu's input": 4 * inside * ACTIVATIONS[c.activation].keeps_input,
         "fc2's input": 4 * inside,
         "LayerNorms' statistics": 2 * 2 * z.statistic * z.rows,
         "log-sum-exp": z.wide * z.tokens * c.num_attention_heads // c.tp,
     }
+    if c.experts:
+        places, chosen = expert_places(c, z), z.rows * c.top_k
+        inputs = z.item * places * c.hidden_size
+        table |= {
+            "probabilities": z.wide * z.rows * c.experts,
+            "chosen experts, their places, tokens of the places": 8 * (2 * chosen + places + 1),
+            "dropped or not": chosen,
+            "fc1's input of the experts": inputs,
+            "gelu's input": 4 * inputs * ACTIVATIONS[c.activation].keeps_input,
+            "fc2's input": 4 * inputs,
+            "outputs of the experts, probabilities": z.item * chosen * (c.hidden_size + 1),
+        }
+    return table
+
+
+def expert_places(c, z):
+    """Return the places of a rank's experts: as many as it sends tokens to."""
+    return z.rows // c.expert_group * places_of_expert(c, c.expert_group) * c.experts
+
+
+def operand_elements(c, z):
+    """Return the elements of the operands of W that a block keeps from I."""
+    whole = z.tokens * c.hidden_size
+    if c.experts:  # of qkv and proj; of fc1 and fc2
+        return 2 * whole + 4 * whole // c.tp + 10 * expert_places(c, z) * c.hidden_size
+    return 4 * whole + 12 * whole // c.tp
 
 
 class Kept(NamedTuple):
@@ -182,7 +209,7 @@ def kept_by_chunk(c, schedule, z, message):
     }
     if c.recompute == "full":
         del saved["block"]  # it keeps only its input, the output of another unit
-    whole, kept = z.item * z.tokens * c.hidden_size, []
+    kept = []
     units = split(["embedding", *["block"] * c.num_layers, "head"], max(schedule.parts) + 1)
     for chunk, part in enumerate(schedule.parts):
         names, rank, below = units[part], schedule.placement[chunk], schedules.downstream(schedule, chunk)
@@ -190,7 +217,7 @@ def kept_by_chunk(c, schedule, z, message):
         own = sum(saved.get(name, 0) for name in names) + message * (len(names) - 1 + stays)
         if c.dropout and {*names} & saved.keys() - {"head"} and rank not in schedule.placement[chunk - part : chunk]:
             own += 8 * z.rows  # the index of each row (`MicroBatch.rows`), which this rank's later chunks share
-        kept.append(Kept(own, message * (not stays), names.count("block") * (4 * whole + 12 * whole // c.tp)))
+        kept.append(Kept(own, message * (not stays), names.count("block") * z.item * operand_elements(c, z)))
     return kept
 
 

@@ -175,6 +175,17 @@ def test_activations_of_context_parallel_ranks(workers, context):
     assert_equal_rows(workers.run(4, rows, configs), configs)
 
 
+@pytest.mark.parametrize("activation", CHOICES["activation"])
+def test_activations_of_experts(workers, activation):
+    fields = dict(experts=4, top_k=2, expert_group=2, activation=activation)
+    configs = [c for schedule in ("1f1b", "zb-h1") for c in modes(1, schedule=schedule, **fields)]
+    assert_equal_rows([rows(configs)], configs)
+    configs = modes(1, 2, sequence_parallel=True, **fields) + modes(
+        1, 2, sequence_parallel=True, schedule="zb-h1", **fields
+    )
+    assert_equal_rows(workers.run(2, rows, configs), configs)
+
+
 def test_activations_of_pipeline_ranks(workers):
     configs = [c for schedule in ("gpipe", "1f1b", "zb-h2", "chimera") for c in modes(1, pp=2, schedule=schedule)]
     configs += [

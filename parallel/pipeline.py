@@ -211,6 +211,7 @@ class Executor:
             is_loss = gradient is None
             if is_loss:  # y [n] is still nan: the head's backward fills it
                 gradient = torch.full_like(y, self.weight / len(y))  # d(weight * mean) / dy
+            batch.weight = self.weight
             torch.autograd.backward(y, gradient)
             if is_loss:
                 self.total += y.detach().mean(dtype=torch.float64)

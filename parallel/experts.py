@@ -1,0 +1,155 @@
+"""Mixture of experts: a block has E MLPs, the experts, and each token uses k of them.
+
+Lepikhin et al., GShard (arXiv 2006.16668); Fedus et al., Switch Transformer (arXiv 2101.03961). A router computes
+p = softmax(R x) for each token x. The token goes to the k experts with the largest p. Its output is the sum of their
+outputs, each times its p. So the model has many parameters, but a token costs as much as in a small model.
+
+**Over ranks.** The experts are cut over the t tensor parallel ranks, E/t on each: the weights of all experts are one
+parameter [E, out, in], which is cut along E. So ZeRO, checkpoints and norms treat it like every other parameter.
+Sequence parallelism gives each rank n/t tokens. An all_to_all sends each token to the ranks of its experts, and a
+second one sends the outputs back:
+
+    x [n/t, h]  --places-->  [E, groups, C, h]  --all_to_all-->  [E/t, t groups C, h]  -->  fc1, activation, fc2
+                                                                                                     |
+    sum over k, times p  <--places--  [E, groups, C, h]  <--all_to_all--  [E/t, t groups C, h]  <----+
+
+**Every layout drops the same tokens.** An expert has a fixed number of places. So the buffers have the same size in
+each step, and the bytes sent and kept are formulas. If the places depended on all tokens of a rank, each layout would
+drop other tokens. So tokens compete for places only in a *group* of G consecutive tokens of one sample, and one rank
+has the whole group. In each group an expert takes its first C = ceil(capacity_factor k G / E) tokens. A dropped token
+gets nothing from this expert; only the residual stream carries it on. In generation each token is a group of its own,
+so none is dropped.
+
+**Balance.** Without help the router sends most tokens to few experts. So the loss of each group has one more term, a E
+sum_e f_e P_e, with a = `balance` (Switch, section 2.2). f_e is the share of the group's choices that are expert e, and
+P_e the mean of p_e. The term is smallest if all experts get equally many tokens. A block returns no loss. Instead
+`Balance` adds the gradient of the term in backward. The printed loss does not contain the term.
+
+A rank sends 4 all_to_alls of E C h elements for each of its groups, layer and micro-batch: 2 in forward, 2 in backward
+(with recomputation 6). GShard divides the two p of a token by their sum, and Switch adds noise to the router; this file
+does neither. Experts over data parallel ranks (DeepSpeed-MoE), experts without dropped tokens (MegaBlocks) and shared
+experts (DeepSeekMoE) are left out: their bytes depend on the data, or ZeRO would need a second axis.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+import reference
+from parallel.comm import all_to_all
+from parallel.tensor import ParamSpec, WeightGradient
+
+
+class Experts(nn.Module):
+    """x [n/t, h] -> [n/t, h], without the bias, which the next operation adds. The experts have no other bias."""
+
+    def __init__(self, c, name, std, residual_std, tp, ops):
+        super().__init__()
+        E, h = c.experts, c.hidden_size
+        self.router = ParamSpec(f"{name}.router", (E, h), None, True, std)
+        self.fc1 = ParamSpec(f"{name}.fc1.weight", (E, 4 * h, h), 0, True, std)
+        self.fc2 = ParamSpec(f"{name}.fc2.weight", (E, h, 4 * h), 0, True, residual_std)
+        self.bias = ParamSpec(f"{name}.fc2.bias", (h,))
+        self.c, self.tp, self.activation_ = c, tp, getattr(ops, f"{c.activation}_")
+
+    def forward(self, x, batch):
+        c, t, (n, h) = self.c, self.tp.size, x.shape
+        G = c.expert_group if batch.targets is not None else 1
+        p = (x @ self.router.T).to(torch.promote_types(x.dtype, torch.float32)).softmax(-1)  # [n, E]
+        chosen = p.detach().topk(c.top_k).indices  # [n, k]
+        p = Balance.apply(p, chosen, c, G, batch)
+        place, places = places_of(chosen, c, G)  # [n k]
+        token = place.new_full((places + 1,), n)  # of each place; n: an empty place
+        token[place] = torch.arange(n * c.top_k, device=x.device) // c.top_k
+        inputs = torch.cat([x, x.new_zeros(1, h)])[token[:-1]].view(t, c.experts // t, -1, h)
+        inputs = Exchange.apply(inputs, self.tp)  # [t, E/t, groups C, h]
+        y = ExpertLinear.apply(inputs.transpose(0, 1).flatten(1, 2), self.fc1)  # [E/t, t groups C, 4h]
+        y = self.activation_(y.flatten(0, 1), y.new_zeros(4 * h)).view(y.shape)
+        y = ExpertLinear.apply(y, self.fc2).view(c.experts // t, t, -1, h)
+        y = Exchange.apply(y.transpose(0, 1), self.tp).flatten(0, 2)  # [places, h]
+        dropped = place == places
+        y = y[place.where(~dropped, 0)].view(n, c.top_k, h)
+        gates = p.gather(1, chosen).masked_fill(dropped.view(n, c.top_k), 0.0)
+        return (y * gates[..., None].to(y.dtype)).sum(1)
+
+
+def places_of_expert(c, G):
+    """Return C, the places of an expert in a group of G tokens."""
+    return math.ceil(c.capacity_factor * c.top_k * G / c.experts)
+
+
+def places_of(chosen, c, G):
+    """Return (the place of each token and choice [n k], number of places). The places are [E, groups, C].
+
+    chosen: [n, k]. A dropped choice has the place after the last one.
+    """
+    E, C, expert = c.experts, places_of_expert(c, G), chosen.view(-1, G * c.top_k)  # [groups, G k], in order of tokens
+    groups = len(expert)
+    is_expert = expert[..., None] == torch.arange(E, device=chosen.device)
+    earlier = (is_expert.cumsum(1) * is_expert).sum(-1) - 1  # choices of the same expert before this one
+    group = torch.arange(groups, device=chosen.device)[:, None]
+    place = (expert * groups + group) * C + earlier
+    return place.where(earlier < C, E * groups * C).flatten(), E * groups * C
+
+
+class ExpertLinear(torch.autograd.Function):
+    """y[e] = x[e] w[e]^T for each expert e of this rank. x [E/t, m, in]; w [E/t, out, in]; y [E/t, m, out].
+
+    Backward adds the gradient of w to `.grad` and does not return it, as in `tensor.Linear`.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x)
+        ctx.w = w
+        return x @ w.mT
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,), w = ctx.saved_tensors, ctx.w
+        product = ExpertGradient(w, dy, x.detach())
+        if w.deferred is None:
+            product.add()
+        else:
+            w.deferred.append(product)
+        return dy @ w, None
+
+
+class ExpertGradient(WeightGradient):
+    """The factors of dW of all experts of a rank."""
+
+    def add(self):
+        for gradient, dy, x in zip(self.w.grad, self.dy, self.x, strict=True):
+            reference.add_product_(gradient, dy.T, x)
+
+
+class Exchange(torch.autograd.Function):
+    """x [t, ...]: send x[i] to tp rank i. Backward sends the gradients back."""
+
+    @staticmethod
+    def forward(ctx, x, tp):
+        ctx.tp = tp
+        return all_to_all(x.contiguous(), tp, "tokens for experts").wait()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return Exchange.forward(ctx, dy, ctx.tp), None
+
+
+class Balance(torch.autograd.Function):
+    """Return p unchanged. Backward adds the gradient of the term for balance, with the weight of the micro-batch."""
+
+    @staticmethod
+    def forward(ctx, p, chosen, c, G, batch):
+        ctx.save_for_backward(chosen)
+        ctx.arguments = c, G, batch
+        return p.view_as(p)
+
+    @staticmethod
+    def backward(ctx, dp):
+        (chosen,), (c, G, batch) = ctx.saved_tensors, ctx.arguments
+        is_expert = chosen.view(-1, G * c.top_k, 1) == torch.arange(c.experts, device=dp.device)
+        f = is_expert.sum(1).to(dp.dtype) / (G * c.top_k)  # [groups, E]
+        weight = batch.weight * c.balance * c.experts / len(batch.ids)  # 1 / (groups of all tp ranks * G)
+        return dp + (weight * f).repeat_interleave(G, 0), None, None, None, None

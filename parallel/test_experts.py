@@ -1,0 +1,103 @@
+"""A mixture of experts computes a loop over its experts, and every layout trains the same model.
+
+`test_layouts.py` has experts in its grid, beside every other axis.
+"""
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import config as configuration
+from errors import UserError
+from model import GPT, parameter_table
+from parallel.mesh import Mesh
+from test_layouts import built, check_layout, micro_batches, tiny_config
+
+TOKENS = dict(experts=4, top_k=2, expert_group=4, capacity_factor=1.0, balance=0.3)  # 2 places for 8 choices of 4
+
+
+def loop(x, router, fc1, fc2, c):
+    """Return (output, balance term) of a mixture of experts: loops over groups, tokens and choices. x [n, h]."""
+    G, C, y, term = c.expert_group, math.ceil(c.capacity_factor * c.top_k * c.expert_group / c.experts), [], 0.0
+    for group in x.split(G):
+        p, taken = (group @ router.T).softmax(-1), [0] * c.experts
+        for token, gates in zip(group, p, strict=True):
+            out = torch.zeros_like(token)
+            for e in gates.topk(c.top_k).indices.tolist():
+                if taken[e] < C:
+                    out = out + gates[e] * (fc2[e] @ F.gelu(fc1[e] @ token, approximate="tanh"))
+                taken[e] += 1
+            y.append(out)
+        shares = torch.tensor(taken, dtype=torch.float64) / (G * c.top_k)
+        term = term + c.balance * c.experts * (shares * p.mean(0)).sum() / (len(x) // G)
+    return torch.stack(y), term
+
+
+def test_a_loop_over_experts_computes_the_same():
+    """Outputs, and the gradients of the loss with the balance term. Some tokens are dropped."""
+    c = tiny_config(1, **TOKENS)
+    run = built(c)
+    batch, experts = next(micro_batches(run)), run.model.units[1].experts
+    batch.weight = 0.7
+    x = torch.randn(len(batch.ids), c.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    theirs = [t.detach().clone().requires_grad_() for t in (x, experts.router, experts.fc1, experts.fc2)]
+    right, term = loop(*theirs, c)
+    assert 0 < (right == 0).all(1).sum() < len(x), "the test should drop some tokens"
+    dy = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    ((right * dy).sum() + batch.weight * term).backward()
+    x.requires_grad_()
+    y = experts(x, batch)
+    y.backward(dy)
+    assert torch.allclose(y, right, rtol=1e-12, atol=1e-12)
+    for name, ours, t in zip(
+        "x router fc1 fc2".split(), (x, experts.router, experts.fc1, experts.fc2), theirs, strict=True
+    ):
+        assert torch.allclose(ours.grad, t.grad, rtol=1e-10, atol=1e-12), f"the gradient of {name} differs"
+
+
+def test_in_generation_no_token_is_dropped():
+    """Each token is a group of its own, so a text may have any length."""
+    run = built(tiny_config(1, **TOKENS))
+    experts, x = run.model.units[1].experts, torch.randn(7, 16, dtype=torch.float64)
+    alone = functools.partial(loop, router=experts.router, fc1=experts.fc1, fc2=experts.fc2)
+    right, _ = alone(x, c=tiny_config(1, **TOKENS | dict(expert_group=1)))
+    with torch.no_grad():
+        assert torch.allclose(experts(x, run.model.micro_batch(torch.zeros(1, 7, dtype=torch.int64))), right)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_groups_of_four_train_the_same_model(workers, tp):
+    """The grid has groups of two. Here ZeRO-3 shards the experts, too."""
+    dp = max(1, 2 // tp)
+    modes = [dict(optimizer="sgd", dropout=0.0), dict(optimizer="lamb", dropout=0.1, recompute="full")]
+    fields = TOKENS | dict(seq_length=16, sequence_parallel=tp > 1, zero=3 * (dp > 1))
+    check_layout([tiny_config(dp, tp, **mode, **fields) for mode in modes], functools.partial(workers.run, dp * tp))
+
+
+@pytest.mark.parametrize(
+    "world, fields, message",
+    [
+        (1, dict(top_k=5), "top_k=5: should be 1 to experts=4"),
+        (2, dict(tp=2), "sequence_parallel=False: experts with tp > 1 need it"),
+        (8, dict(tp=8, sequence_parallel=True), "experts = 4 is not a multiple of tp = 8"),
+        (2, dict(cp=2, context="ring"), "seq_length = 8 is not a multiple of expert_group * parts = 16"),
+        (1, dict(schedule="pipedream", clip_grad=0.0), "experts=4: should be one of 0, with schedule=pipedream"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(world, fields, message):
+    with pytest.raises(UserError) as refused:
+        configuration.check(tiny_config(1, **TOKENS | fields), world)
+    assert str(refused.value).startswith(message)
+
+
+def test_the_config_of_one_billion():
+    """By hand: GPT-2 small has 124,475,904 parameters. An MLP has 8 h^2 + 4 h without the output's bias."""
+    c, h = configuration.load(["configs/experts_1b.py"]), 768
+    model = GPT(c, Mesh().tp)
+    assert model.num_parameters() == 124_475_904 + 12 * (15 * 8 * h**2 + 16 * h - 4 * h)
+    assert model.num_parameters(active=True) == 124_475_904 + 12 * (16 * h - 4 * h)
+    small = configuration.load(["configs/experts_1b.py", "--num_layers=1", "--hidden_size=48", "--seq_length=64"])
+    assert [spec.shape for spec in parameter_table(small)[1] if "fc1" in spec.name] == [(16, 192, 48)]
