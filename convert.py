@@ -199,6 +199,7 @@ def config_there(hf, opt, c, tokenizer):
     """Return transformers' configuration of the model of the Config `c`."""
     names, end = ACTIVATIONS[c.activation].hugging_face, tokenizer.eot_token
     configuration.require(c, "activation", names, "transformers has no name for it")
+    configuration.require(c, "experts", not c.experts, "GPT-2 and OPT have no experts in transformers")
     values = {there[opt]: getattr(c, here) for here, there in FIELDS.items()} | fixed(opt, c.hidden_size)
     values |= {FIELDS["max_position_embeddings"][opt]: c.positions, "activation_function": names[0]}
     # the probabilities of attention have no dropout here
