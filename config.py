@@ -36,9 +36,7 @@ class Config:
     experts: int = 0  # of each block, cut over tp (0: one MLP) (Megatron-LM: --num-experts)
     top_k: int = 1  # experts of a token (Megatron-LM: --moe-router-topk)
     expert_group: int = 64  # consecutive tokens that compete for the places of an expert
-    capacity_factor: float = (
-        1.25  # places of an expert / its share of the tokens (Megatron-LM: --moe-expert-capacity-factor)
-    )
+    capacity_factor: float = 1.25  # places of an expert / its equal share of the tokens of a group
     balance: float = 0.01  # factor of the loss that balances the experts (Megatron-LM: --moe-aux-loss-coeff)
     dropout: float = 0.0  # on embedding, attention and MLP outputs (Megatron-LM: --hidden-dropout)
     init_method_std: float = 0.02  # standard deviation of initial weights (proj, fc2: divided by sqrt(2 num_layers))

@@ -42,7 +42,7 @@ the ids of the embedding, and the output of the last LayerNorm. The logits never
 (`tensor.LinearCrossEntropy`). The table and the small terms count once per micro-batch in flight (`schedules.py`).
 
 With a mixture of experts, the rows of fc1 and fc2 have one row for each place of an expert, instead of one for each
-token (`parallel/experts.py`). A block also keeps the probabilities of the router, the chosen experts, and the outputs of
+token (`parallel/experts.py`). A block also keeps the probabilities of the router, the chosen experts and the outputs of
 the experts. Context parallelism with Ulysses keeps the output of attention once more, before the exchange back.
 
 The action I frees a block's saved tensors, but keeps the operands of W: for each of four linears the input x and the
