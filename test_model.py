@@ -22,7 +22,6 @@ PARAMETERS = {  # configs/NAME.py: number of parameters, with the padded vocabul
     "gpt3_1b3": 1_315_819_520,
     "gpt3_13b": 12_853_626_880,
     "opt_125m": 125_262_336,
-    "opt_350m": 355_919_872,
     "tiny": 875_264,
 }
 

@@ -10,8 +10,7 @@
                  latency    seconds of one hop of a message
                  attention  share of the peak that fused attention reaches
 
-Three constants of the A100 are fitted to published runs: `matrix`, `wave` and `wire` (`python -m accounts.fit` prints
-the fit, its errors and the fits without one row). The others are usual values, not fitted. We have no table of matrix
+Three constants of the A100 are fitted to published runs: `matrix`, `wave` and `wire` (`published.py`). The others are usual values, not fitted. We have no table of matrix
 products for the V100 and the Hopper GPUs. They get the A100's constants, except those in VOLTA and HOPPER.
 
 Between nodes, NCCL opens one ring for each GPU of a node that is in the group, and each ring uses a network card of its

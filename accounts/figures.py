@@ -4,7 +4,6 @@ timelines   schedules, one row of boxes per rank     python -m accounts.draw ...
 traffic     who sends what to whom in a step         python -m accounts.traffic ... --svg=FILE
 curves      the losses of runs                       python -m accounts.curve ... --svg=FILE
 ranking     memory and time of the best layouts      python plan.py ... --svg=FILE
-scatter     errors of predicted times                python -m accounts.fit --svg=FILE
 """
 
 import itertools
@@ -82,19 +81,6 @@ def stack(axes, stacks):
         ends = [a + b for a, b in zip(ends, sizes, strict=True)]
     axes.legend(**ABOVE | {"ncols": 2})
     return bars
-
-
-def scatter(path, points):
-    """Draw the error of each predicted time. points: (name, group, published seconds, predicted seconds)."""
-    with figure(path, 0.8 + 0.17 * len(points)) as axes:
-        for group in dict.fromkeys(group for _, group, *_ in points):
-            rows = [(100 * (b / a - 1), i) for i, (_, of, a, b) in enumerate(points) if of == group]
-            axes.plot(*zip(*rows, strict=True), "o", label=group)
-        axes.set_yticks(range(len(points)), [f"{name}: {a:.4g} s, predicted {b:.4g} s" for name, _, a, b in points])
-        axes.set_xlabel("error of the predicted time in percent")
-        axes.grid(alpha=0.3)
-        axes.invert_yaxis()
-        axes.legend(**ABOVE)
 
 
 def curves(path, runs):

@@ -67,7 +67,7 @@ COLLECTIVES = {  # sequence parallel: (operation, in F, alone in I, in I beside 
 # (MosaicML, LLM Foundry, scripts/train/benchmarking/README.md). The constants of the two Megatron codes are fitted to
 # whole steps, so they contain it.
 REST = {"ours": 0.18, "megatron-2021": 0.0, "megatron-2022": 0.0}
-ERROR = 0.10  # nine of ten published runs are within it; `accounts/fit.py` has their tables
+ERROR = 0.10  # nine of ten published runs are within it; `accounts/published.py` has their tables
 
 
 @cache

@@ -43,11 +43,6 @@ def test_a_ranking_names_layouts_parts_and_times(tmp_path):
     assert "dp=2 tp=8 pp=8 schedule=interleaved chunks=3" in words and words.count("30 s") == 4, "only the best"
 
 
-def test_predictions_beside_published_times(tmp_path):
-    figures.scatter(tmp_path / "x.svg", [("b", "first", 1.0, 1.1), ("c", "second", 4.0, 3.0)])
-    assert {"b: 1 s, predicted 1.1 s", "c: 4 s, predicted 3 s", "first", "second"} <= set(texts(tmp_path / "x.svg"))
-
-
 # --- curves -----------------------------------------------------------------------------------------------------------
 
 PICTURES = Path(__file__).parent.parent / "pictures"

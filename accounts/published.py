@@ -1,11 +1,10 @@
-"""Published runs, the fit of the A100's constants to some of them, and the predictions of all.
+"""Published runs, and the predictions of their times.
 
-    python -m accounts.fit --svg=published.svg
+    python -m accounts.published
 
-The command prints the fitted constants and the error of each run. The fitted constants are `matrix`, `wire` and `wave`.
-The others keep their starting values, because these runs do not determine them. A fitted `memory` would exceed the data
-sheet's rate, and these steps wait little for the network. The fit minimises the sum of the squares of log(predicted /
-published) (Gauss and Newton's method).
+The command prints the error of each run. Three constants of the A100, `matrix`, `wire` and `wave`, are fitted to some of
+these runs: they minimise the sum of the squares of log(predicted / published) (`test_plan.py` checks this). The other
+constants of `devices.py` have usual values, because these runs do not determine them.
 
     2021         Narayanan et al., arXiv 2104.04473, Table 1. The fit uses it
     2022         Korthikanti et al., arXiv 2205.05198, Table 5, full recomputation. The fit uses it
@@ -31,16 +30,12 @@ fastest prediction that fits into memory, with 1 to 16 samples and 1 to 4 chunks
 
 from collections import namedtuple
 
-import numpy as np
-
-from accounts import figures, layouts
+from accounts import layouts
 from accounts.devices import DEVICES
 from config import Config
-from errors import Parser, exit_on_user_error
 from log import hardware_flops
 
 TOKENS = 2048  # of a sample
-FITTED = ("matrix", "wire", "wave")
 DEVICE = DEVICES["a100-80g"]._replace(rings=1)  # that of the Megatron programs
 # sp: sequence parallelism; zero: ZeRO stage; program: one of seconds.CODES, or a device (then it is "ours").
 TABLE = """
@@ -114,40 +109,15 @@ def predicted(run, device=DEVICE):
     return layouts.judge(run.config, run.gpus, *place, exact=False)["step_seconds"]
 
 
-def fit(runs, rounds=8):
-    """Return DEVICE with the values of FITTED that predict the runs best."""
-    x, shifts = np.log([getattr(DEVICE, name) for name in FITTED]), 1e-3 * np.eye(len(FITTED))
-
-    def device(x):
-        return DEVICE._replace(**dict(zip(FITTED, np.exp(x).tolist(), strict=True)))
-
-    def errors(x):
-        return np.log([predicted(run, device(x)) / run.seconds for run in runs])
-
-    for _ in range(rounds):
-        now = errors(x)
-        slopes = np.stack([errors(x + shift) - now for shift in shifts], axis=1) / 1e-3
-        x -= np.linalg.lstsq(slopes, now, rcond=None)[0]
-    return device(x)
-
-
-def main(arguments=None):
-    """Print the constants and the table of all runs; --svg draws them. arguments: by default the command line's."""
-    parser = Parser(prog="python -m accounts.fit", description="Fit the A100's constants to published runs.")
-    parser.add_argument("--svg", metavar="FILE", help="draw predicted beside published times")
-    options, points = parser.parse_args(arguments), []
-    fitted, others = published()
-    best = fit(fitted)
-    print("fitted: " + ", ".join(f"{name} {getattr(best, name):.4g}" for name in FITTED))
+def main():
+    """Print the published and the predicted seconds of all runs, and the error."""
     print(f"{'run':<25} {'GPUs':>5} {'published':>10} {'predicted':>10} {'error':>7}")
+    fitted, others = published()
     for run in [*fitted, *others]:
-        group, now = "fitted" if run in fitted else "not fitted", predicted(run, best)
+        now, group = predicted(run), "fitted" if run in fitted else "not fitted"
         error = f"{now / run.seconds - 1:+.1%}"
         print(f"{run.name:<25} {run.gpus:>5} {run.seconds:>10.2f} {now:>10.2f} {error:>7} {group}")
-        points.append((run.name, group, run.seconds, now))
-    if options.svg:
-        figures.scatter(options.svg, points)
 
 
 if __name__ == "__main__":
-    exit_on_user_error(main)
+    main()
