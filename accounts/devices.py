@@ -10,8 +10,9 @@
                  latency    seconds of one hop of a message
                  attention  share of the peak that fused attention reaches
 
-Three constants of the A100 are fitted to published runs: `matrix`, `wave` and `wire` (`published.py`). The others are usual values, not fitted. We have no table of matrix
-products for the V100 and the Hopper GPUs. They get the A100's constants, except those in VOLTA and HOPPER.
+Three constants of the A100 are fitted to published runs: `matrix`, `wave` and `wire` (`published.py`). The others are
+usual values, not fitted. We have no table of matrix products for the V100 and the Hopper GPUs. They get the A100's
+constants, except those in VOLTA and HOPPER.
 
 Between nodes, NCCL opens one ring for each GPU of a node that is in the group, and each ring uses a network card of its
 own (NVIDIA/nccl issue 601: "creates 4 rings, each using a different NIC"). --rings=1 sets one card. One card gives the

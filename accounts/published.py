@@ -2,9 +2,9 @@
 
     python -m accounts.published
 
-The command prints the error of each run. Three constants of the A100, `matrix`, `wire` and `wave`, are fitted to some of
-these runs: they minimise the sum of the squares of log(predicted / published) (`test_plan.py` checks this). The other
-constants of `devices.py` have usual values, because these runs do not determine them.
+The command prints the error of each run. Three constants of the A100, `matrix`, `wire` and `wave`, are fitted to some
+of these runs: they minimise the sum of the squares of log(predicted / published) (`test_plan.py` checks this). The
+other constants of `devices.py` have usual values, because these runs do not determine them.
 
     2021         Narayanan et al., arXiv 2104.04473, Table 1. The fit uses it
     2022         Korthikanti et al., arXiv 2205.05198, Table 5, full recomputation. The fit uses it
