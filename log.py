@@ -248,6 +248,7 @@ def metrics_row(run, steps, timed, seconds):
     return {
         "iteration": run.counters.iteration,
         "train_iters": c.train_iters,
+        "processes": world,
         "consumed_samples": consumed,
         "consumed_tokens": consumed * c.seq_length,
         "lm_loss": sum(losses) / len(losses),

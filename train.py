@@ -26,7 +26,7 @@ from errors import UserError, exit_on_user_error, explained
 from log import History, Logger, PendingStep, Timers, validation_lines
 from model import GPT
 from operations import DTYPES
-from parallel import checkpoint, processes, replicas, schedules
+from parallel import checkpoint, hang, processes, replicas, schedules
 from parallel.comm import agree, all_reduce, gather_objects
 from parallel.layout import Layout
 from parallel.mesh import Mesh, everyone
@@ -94,6 +94,7 @@ def evaluate(run, tokens):
     wanted = c.eval_iters * c.global_batch_size
     share = data.eval_batches(tokens, wanted, *mesh.reader, c.micro_batch_size, c.seed, run.device)
     for ids, counts in share:
+        run.watchdog.progress("validation")
         losses = run.executor.evaluate(run.model.micro_batch(ids[:, :-1], ids[:, 1:]))
         if losses is not None and counts:
             total[0] += losses.sum(dtype=torch.float64)
@@ -122,6 +123,7 @@ def train(run, tokens, validation, logger):
         batches, last = micro_batches(run, loader), counters.iteration >= c.train_iters
         while not last:
             before = counters.iteration
+            run.watchdog.progress(f"iteration {before + 1}")
             steps = train_call(run, batches) if run.schedule.versions else [train_step(run, batches)]
             history.add(steps)  # reads the results of the step before, while the device computes this one
             last = counters.iteration >= c.train_iters or history.stop
@@ -134,6 +136,7 @@ def train(run, tokens, validation, logger):
             if c.check_replicas and (due(c.check_replicas) or saving):
                 replicas.check(run.zero, counters.iteration)
             if saving:
+                run.watchdog.progress("save")
                 with history.paused():
                     save(run, tokens)
     if counters.iteration < c.train_iters:
@@ -180,6 +183,7 @@ class Run:
     rates: torch.Tensor  # float64 [train_iters] on the device: the learning rate of each update
     counters: Counters = field(default_factory=Counters)
     signals: processes.Signals = field(default_factory=processes.Signals)
+    watchdog: hang.Watchdog = field(default_factory=hang.Watchdog)
     steps: Counter = field(default_factory=Counter)  # {m: number of steps with m micro-batches in this process}
 
 
@@ -253,7 +257,11 @@ def run_training(config, mesh, device):
         compare_hosts(config, mesh, tokens, path)
         if config.train_epochs and not config.eval_only:
             config.train_iters = configuration.iterations(config, config.train_epochs * tokens["train"].num_samples)
+        watchdog = hang.Watchdog()
+        if mesh.world.size > 1 and not config.eval_only:
+            watchdog.watch(mesh, config.out_dir, 0.8 * config.comm_timeout)
         run = agree(mesh.world, UserError, lambda: build(config, mesh, device))
+        run.watchdog = watchdog
         if mesh.rank == 0:
             print(describe(run, path), flush=True)  # printed first, because setting the weights may take minutes
         if path:

@@ -1,11 +1,13 @@
-"""Draws the losses of one or several runs.
+"""Draws the losses of one or several runs, or their speeds.
 
     python -m accounts.curve out/tiny out/tiny_2x2 --svg=loss.svg
+    python -m accounts.curve --speed out/tiny out/tiny_dp2 --svg=speed.svg
 
 A line shows the training loss. Each of its points is the mean over the iterations of one log line (`lm_loss`), drawn at
 the last of these iterations. Circles show the validation loss. A loss of nan or inf leaves a gap.
 """
 
+import statistics
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,13 +36,43 @@ def read_curve(path):
     return Curve(Path(path).resolve().name.removesuffix(".jsonl"), training, validation)
 
 
+def differences(first, others):
+    """Return a line for each other Curve: its largest difference from the training loss of the first, and where."""
+    losses, lines = dict(first.training), []
+    for curve in others:
+        common = [(abs(loss - losses[i]), i) for i, loss in curve.training if i in losses]
+        if common:
+            lines.append(f"{curve.name} - {first.name}: at most {max(common)[0]:.3g}, at iteration {max(common)[1]}")
+    return lines
+
+
+def speeds(paths):
+    """Return [(processes, tokens/s)] of runs, in order. A run's speed is the median of its log lines but the first."""
+    points = []
+    for path in paths:
+        with reading(path):
+            rows = list(read_metrics(Path(path, "metrics.jsonl")).values())
+            points.append((rows[0]["processes"], statistics.median(r["tokens_per_second"] for r in rows[1:] or rows)))
+    return sorted(points)
+
+
 def main(arguments=None):
     """Draw the runs of the command line. Raises UserError."""
     parser = Parser(prog="python -m accounts.curve", description="Draws the losses of training runs.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="an out_dir, or a file like its metrics.jsonl")
     parser.add_argument("--svg", metavar="FILE", default="loss.svg", help="the picture (default: %(default)s)")
+    parser.add_argument("--speed", action="store_true", help="draw tokens/s over the number of processes")
     options = parser.parse_args(arguments)
-    figures.curves(options.svg, [read_curve(run) for run in options.runs])
+    if options.speed:
+        points = speeds(options.runs)
+        for n, speed in points:
+            share = speed / n / (points[0][1] / points[0][0])
+            print(f"{n:6} processes {speed:14,.0f} tokens/s {share:8.2f} of linear")
+        figures.speeds(options.svg, points)
+    else:
+        curves = [read_curve(run) for run in options.runs]
+        print("\n".join(differences(curves[0], curves[1:])))
+        figures.curves(options.svg, curves)
     print(f"{options.svg}: written")
 
 

@@ -3,6 +3,7 @@
 timelines   schedules, one row of boxes per rank     python -m accounts.draw ... --svg=FILE
 traffic     who sends what to whom in a step         python -m accounts.traffic ... --svg=FILE
 curves      the losses of runs                       python -m accounts.curve ... --svg=FILE
+speeds      tokens/s over the number of processes    python -m accounts.curve --speed ... --svg=FILE
 ranking     memory and time of the best layouts      python plan.py ... --svg=FILE
 """
 
@@ -91,6 +92,16 @@ def curves(path, runs):
             if validation:
                 axes.plot(*zip(*validation, strict=True), "o", color=line.get_color(), mfc="none", ms=6 + 4 * i)
         axes.set(xlabel="iterations", ylabel="loss: training (line), validation (circles)")
+        axes.legend()
+
+
+def speeds(path, points):
+    """Draw tokens/s over processes, and a line with the speed of each process in the first point. points: ascending."""
+    with figure(path, 4) as axes:
+        (n, first), counts = points[0], [count for count, _ in points]
+        axes.plot(*zip(*points, strict=True), "o-", label="measured")
+        axes.plot(counts, [first / n * count for count in counts], "--", label="linear")
+        axes.set(xlabel="processes", ylabel="tokens/s", xticks=counts)
         axes.legend()
 
 

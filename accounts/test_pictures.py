@@ -59,6 +59,22 @@ def test_two_layouts_have_equal_curves(tmp_path):
     assert {"tiny", "tiny_2x2", "iterations"} <= set(texts(tmp_path / "loss.svg"))
 
 
+def test_two_runs_are_compared_and_speeds_are_drawn(tmp_path, capsys):
+    for n, scale in ((4, 3.0), (1, 1.0)):
+        rows = [{"iteration": i, "lm_loss": 2.0 + n * i, "processes": n, "tokens_per_second": s * scale}
+                for i, s in enumerate((1.0, 90.0, 100.0, 110.0))]  # fmt: skip
+        (tmp_path / str(n)).mkdir()
+        (tmp_path / str(n) / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    runs = [str(tmp_path / "4"), str(tmp_path / "1")]
+    curve.main([*runs, f"--svg={tmp_path}/x.svg"])
+    assert "1 - 4: at most 9, at iteration 3" in capsys.readouterr().out
+    curve.main(["--speed", *runs, f"--svg={tmp_path}/x.svg"])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "1 processes 100 tokens/s 1.00 of linear".split()
+    assert lines[1] == "4 processes 300 tokens/s 0.75 of linear".split()
+    assert {"measured", "linear", "processes", "tokens/s"} <= set(texts(tmp_path / "x.svg"))
+
+
 def test_a_curve_may_end_in_nan_and_in_a_cut_row(tmp_path):
     rows = ({"iteration": i, "lm_loss": loss} for i, loss in {20: 4.5, 40: math.nan, 60: math.inf}.items())
     (tmp_path / "metrics.jsonl").write_text(

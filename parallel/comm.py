@@ -56,6 +56,7 @@ class Ledger:
         row = self.rows.setdefault((self.phase, axis, what, operation), [0, Fraction(0)])
         row[0] += 1
         row[1] += sent_bytes(operation, ranks, whole_bytes)
+        return row[0]
 
     def per_step(self, steps):
         """Return {(axis, what, operation): (calls, bytes)}, summed over the phases of a step and divided by `steps`."""
@@ -95,15 +96,19 @@ class Pending:
     work: torch's handle of the communication, or None if there is nothing to wait for. name: for an error's message.
     """
 
+    waiting = None  # the Pending in whose `wait` this process is (`hang.py`)
+    latest = None  # the name of the latest collective
+
     def __init__(self, result, work=None, name=""):
         self.result, self.work, self.name = result, work, name
 
     def wait(self):
         """Return the result. On a GPU, operations that are enqueued after `wait` may read the result."""
         if self.work:
+            Pending.waiting = self
             with lost_peer(self.name):
                 self.work.wait()
-            self.work = None
+            self.work = Pending.waiting = None
         return self.result
 
     def done(self):
@@ -165,8 +170,8 @@ def rotate(x, axis, what):
 
 def _collective(operation, axis, what, whole, result, call, *arguments):
     """Count and start a collective. whole: the tensor of N bytes in the table above. call: torch's function."""
-    axis.ledger.count(operation, axis.name, axis.size, what, whole.numel() * whole.element_size())
-    name = f"{axis.waited} in {operation} of {what} over {axis.name}"
+    number = axis.ledger.count(operation, axis.name, axis.size, what, whole.numel() * whole.element_size())
+    name = Pending.latest = f"{axis.waited} in {operation} {number} of {what} over {axis.name}"
     with lost_peer(name):
         return Pending(result, call(*arguments, group=axis.group, async_op=True), name)
 

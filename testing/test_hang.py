@@ -1,0 +1,46 @@
+"""A hang names its culprit: which ranks wait, for whom, in which communication, and which rank does not answer."""
+
+import time
+
+import pytest
+import torch
+
+from parallel.comm import all_reduce
+from parallel.hang import Watchdog
+from parallel.mesh import Mesh
+
+
+def asleep(folder, sleeper):
+    """Rank `sleeper` sleeps, and the others wait for it in the second all_reduce. Nobody hangs for long."""
+    mesh, dog = Mesh(), Watchdog()
+    dog.watch(mesh, folder, 1.5)
+    all_reduce(torch.ones(1), mesh.world, "numbers").wait()
+    dog.progress("iteration 2")
+    if mesh.rank == sleeper:
+        time.sleep(3.5)
+    all_reduce(torch.ones(1), mesh.world, "numbers").wait()
+
+
+def busy(folder):
+    """A long validation: each batch is progress."""
+    dog = Watchdog()
+    dog.watch(Mesh(), folder, 1.0)
+    for _ in range(10):
+        dog.progress("validation")
+        time.sleep(0.3)
+
+
+def test_a_slow_validation_is_no_hang(workers, tmp_path):
+    workers.run(2, busy, str(tmp_path))
+    assert not (tmp_path / "hang").exists()
+
+
+@pytest.mark.parametrize("sleeper", [0, 2])
+def test_the_row_of_each_rank(workers, tmp_path, sleeper):
+    workers.run(3, asleep, str(tmp_path), sleeper)
+    rows = {int(path.name): path.read_text() for path in (tmp_path / "hang").iterdir()}
+    assert rows.keys() == {0, 1, 2}
+    for rank, row in rows.items():
+        others = [other for other in range(3) if other != rank]
+        waits = f"waits for ranks {others} in all_reduce 2 of numbers over world"
+        assert row.startswith(f"iteration 2: {'waits for no communication' if rank == sleeper else waits}")
