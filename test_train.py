@@ -50,11 +50,13 @@ def config_file(tokens_dir, tmp_path):
 # --- under torchrun ---------------------------------------------------------------------------------------------------
 
 
-def torchrun(ranks, *arguments, program=HERE / "train.py"):
+def torchrun(ranks, *arguments, program=HERE / "train.py", restarts=0):
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--master_port=0"]
-    command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", str(program), *arguments]
+    command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", f"--max_restarts={restarts}"]
+    environment = ENVIRONMENT | ({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if restarts else {})
+    command += [str(program), *arguments]
     return subprocess.Popen(
-        command, cwd=HERE, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=HERE, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -85,13 +87,16 @@ def wait_for(condition, process, seconds=60):
         time.sleep(0.05)
 
 
+def children(process):
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
 def started(folder, *arguments, ranks=2):
     """Start an endless run under torchrun, and wait for log lines. Return (torchrun, its pids)."""
     metrics = folder / "out" / "metrics.jsonl"
     process = torchrun(ranks, str(folder / "micro.py"), "--train_iters=100000", "--log_interval=1", *arguments)
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return process, [int(pid) for pid in children]
+    return process, children(process)
 
 
 def alive(pid):
@@ -144,6 +149,27 @@ def test_a_rank_that_hangs_is_named_by_those_who_wait(config_file, tmp_path, ran
     assert [int(rank) for rank, _ in rows] == list(range(ranks - 1)), err
     assert any(f"rank {ranks - 1} " in row or f"{ranks - 1}]" in row for _, row in rows), rows
     assert checkpoint.all_steps(tmp_path / "out") == []
+
+
+@linux
+def test_restarts_change_no_bit(config_file, tmp_path):
+    """torchrun restarts all ranks after one is killed. The curve and the last checkpoint are those of a quiet run."""
+    fields = "--train_iters=60 --save_interval=10 --log_interval=1 --micro_batch_size=1 --zero=1".split()
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    process = torchrun(4, config_file, *fields, restarts=3)
+    for step in (25, 45):
+        wait_for(lambda step=step: metrics.exists() and step in log.read_metrics(metrics), process, 120)
+        os.kill(children(process)[-1], signal.SIGKILL)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    quiet = torchrun(4, config_file, *fields, f"--out_dir={tmp_path}/quiet")
+    assert quiet.wait(timeout=120) == 0
+    quiet.communicate()
+    ours, theirs = (log.read_metrics(path) for path in (metrics, tmp_path / "quiet" / "metrics.jsonl"))
+    assert [ours[i]["lm_loss"] for i in range(1, 61)] == [theirs[i]["lm_loss"] for i in range(1, 61)]
+    for file in sorted((tmp_path / "quiet" / "step_60").glob("*.*")):
+        if file.name != "index.json":  # it contains out_dir
+            assert file.read_bytes() == (tmp_path / "out" / "step_60" / file.name).read_bytes(), file.name
 
 
 @linux

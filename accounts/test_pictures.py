@@ -1,5 +1,6 @@
 """The pictures show the numbers: a test compares the texts in a file (accounts/figures.py)."""
 
+import json
 import math
 import sys
 from pathlib import Path
