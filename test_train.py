@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -284,35 +285,85 @@ def test_ranks_that_see_different_files_stop_before_the_first_step(workers, tmp_
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="needs root to make two network namespaces")
-def test_two_hosts_without_a_shared_folder_are_named(config_file, tmp_path):
-    """Each host is a network namespace with a folder of its own; data_dir is shared."""
-    config = Path(config_file).read_text().replace(f"{tmp_path}/out", "out")
-    launch = f"{sys.executable} -m torch.distributed.run --nnodes=2 --nproc_per_node=2 --master_addr=10.77.0.1"
-    program = f"{HERE}/train.py micro.py --pp=2"
+@pytest.mark.parametrize("shared", [True, False])
+def test_two_hosts(config_file, tmp_path, shared):
+    """Run GUIDE's command for several hosts in two network namespaces, each with a host name of its own.
+
+    Without a shared out_dir, a line names the host.
+    """
+    guide = (HERE / "GUIDE.md").read_text(encoding="utf-8")
+    launch = re.search(r"```\n(export TORCH_DISABLE.*?)\n```", guide, re.DOTALL)[1]
+    for old, new in {
+        "HOST0": "host1",
+        "--nproc_per_node=8": "--nproc_per_node=2",
+        "train.py configs/gpt2_345m.py": f"{HERE}/train.py micro.py",
+        "\ntorchrun": f"\n{sys.executable} -m torch.distributed.run",
+    }.items():
+        assert old in launch
+        launch = launch.replace(old, new)
     make = ["ip netns add nano1", "ip netns add nano2", "ip link add v1 netns nano1 type veth peer name v2 netns nano2"]
-    for i in "12":
+    config = Path(config_file).read_text() + "pp = 2\n"
+    hosts, files = [], [Path(f"/etc/netns/nano{i}/hosts") for i in "12"]
+    for i, file in zip("12", files, strict=True):
         (tmp_path / i).mkdir()
-        (tmp_path / i / "micro.py").write_text(config)
+        (tmp_path / i / "micro.py").write_text(config if shared else config.replace(f"{tmp_path}/out", "out"))
         up = f"ip link set lo up && ip addr add 10.77.0.{i}/24 dev v{i} && ip link set v{i} up"
         make.append(f"ip netns exec nano{i} sh -c '{up}'")
-    hosts = []
+        names = r"127.0.0.1 localhost\n10.77.0.1 host1\n10.77.0.2 host2\n"
+        make.append(f"mkdir -p {file.parent} && printf '{names}' > {file}")
     try:
         for command in make:
             if subprocess.run(command, shell=True, capture_output=True).returncode:
                 pytest.skip(f"this machine can't: {command}")
         for i in "12":
-            inside = f"cd {tmp_path}/{i} && GLOO_SOCKET_IFNAME=v{i} {launch} --node_rank={int(i) - 1} {program}"
-            command = ["ip", "netns", "exec", f"nano{i}", "sh", "-c", inside]
+            inside = f"hostname host{i} && cd {tmp_path}/{i} && export GLOO_SOCKET_IFNAME=v{i} && {launch}"
+            command = ["ip", "netns", "exec", f"nano{i}", "unshare", "--uts", "sh", "-c", inside]
             pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
             hosts.append(subprocess.Popen(command, **pipes))
         said = [host.communicate(timeout=120)[0] for host in hosts]
     finally:
         for host in hosts:
             host.kill()
-        for i in "12":
+        for i, file in zip("12", files, strict=True):
             subprocess.run(["ip", "netns", "del", f"nano{i}"], capture_output=True)
-    line = r"error: out_dir=out: rank 2 \(on .*\) sees other files there than rank 0"
-    assert re.search(line, "".join(said)) and " iteration " not in "".join(said), said
+            shutil.rmtree(file.parent, ignore_errors=True)
+    if shared:
+        assert "trained to iteration 6" in "".join(said) and all(host.returncode == 0 for host in hosts), said
+    else:
+        line = r"error: out_dir=out: rank 2 \(on host2\) sees other files there than rank 0"
+        assert re.search(line, "".join(said)) and " iteration " not in "".join(said), said
+
+
+@linux
+def test_a_job_of_slurm_saves_and_is_queued_again(config_file, tmp_path):
+    """jobs/slurm.sh with stand-ins for srun and scontrol. USR1 to the shell saves; the next start resumes and ends."""
+    for name, text in {
+        "srun": 'exec "$@"',
+        "scontrol": f'[ "$1" = show ] && echo localhost || echo "$@" >> {tmp_path}/requeued',
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = dict(SLURM_JOB_ID="4711", SLURM_JOB_NODELIST="localhost", SLURM_NNODES="1", SLURM_GPUS_ON_NODE="2")
+    environment = ENVIRONMENT | slurm | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    metrics = tmp_path / "out" / "metrics.jsonl"
+
+    def job(iterations):
+        words = ["jobs/slurm.sh", config_file, "--log_interval=1", f"--train_iters={iterations}"]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(words, cwd=HERE, env=environment, **pipes)
+
+    process = job(100000)
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
+    process.send_signal(signal.SIGUSR1)
+    said, _ = process.communicate(timeout=120)
+    (step,) = checkpoint.all_steps(tmp_path / "out")
+    assert f"stopped after iteration {step}" in said, said
+    assert (tmp_path / "requeued").read_text() == "requeue 4711\n"
+    process = job(step + 2)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and f"from {tmp_path}/out/step_{step}" in said, said
+    assert (tmp_path / "requeued").read_text() == "requeue 4711\n"
 
 
 # --- in this process --------------------------------------------------------------------------------------------------

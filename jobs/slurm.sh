@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Train under Slurm, from the folder of train.py. An option of sbatch replaces the line below:
+#
+#     sbatch --nodes=2 --gpus-per-node=8 --time=24:00:00 jobs/slurm.sh configs/gpt2_345m.py --tp=2
+#
+# There is one torchrun on each node. 600 s before the time is over, Slurm sends USR1 to this shell (B:), not to
+# torchrun, which would end at once. The shell sends TERM to torchrun. The run saves a checkpoint and stops, and the
+# job is queued again. It is not queued again after another end, because torchrun's exit code does not tell a stop from
+# a mistake.
+#SBATCH --job-name=nanoparallel
+#SBATCH --ntasks-per-node=1
+#SBATCH --signal=B:USR1@600
+#SBATCH --requeue
+#SBATCH --open-mode=append
+
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # without it, --max-restarts fails (pytorch issue 135712)
+host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+port=$((10000 + SLURM_JOB_ID % 50000)) # two jobs on one node have two ports
+timed_out=
+
+srun torchrun --nnodes="$SLURM_NNODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" --max-restarts=3 --shutdown-timeout=540 \
+    --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$host:$port" train.py "$@" &
+step=$!
+trap 'timed_out=1; kill -TERM $step' USR1
+wait $step
+code=$?
+while kill -0 $step 2>/dev/null; do # a signal ends `wait` before the step ends
+    wait $step
+    code=$?
+done
+if [ "$timed_out" ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $code
