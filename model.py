@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 import reference
-from parallel.context import WAYS, positions
+from parallel.context import WAYS, own_positions
 from parallel.experts import Experts
 from parallel.tensor import (
     ColumnParallelLinear,
@@ -53,7 +53,8 @@ class MicroBatch:
     shape: tuple  # (b, s/cp)
     ids: torch.Tensor  # [n] int64
     targets: torch.Tensor | None  # [n] int64: the next id of each token; None in generation
-    positions: torch.Tensor  # [n or n/t]: for each row of this rank, its position in the sample
+    place: torch.Tensor  # [s/cp]: the position of each token in its sample, the same in all samples
+    positions: torch.Tensor  # [n or n/t]: the position of each row of this rank
     rows: torch.Tensor  # [n or n/t]: sample number * s + position, of each row of this rank; for dropout masks
     dropout: float
     weight: float = 0.0  # of its mean loss in the loss of the step; backward sets it
@@ -251,17 +252,17 @@ class GPT(nn.Module):
         """
         place = torch.arange(start, start + ids.shape[1], device=ids.device)
         if self.config.cp > 1:
-            mine = positions(ids.shape[1], self.cp, self.config.context).to(ids.device)
+            mine = own_positions(ids.shape[1], self.cp, self.config.context).to(ids.device)
             ids, targets, place = ids[:, mine], targets[:, mine], place[mine]
         b, s = ids.shape
         row = torch.arange(b * s, device=ids.device)
         if self.config.sequence_parallel:
             row = row.chunk(self.tp.size)[self.tp.rank]
-        place = place[row % s]
-        rows = place if samples is None else samples[row // s] * self.config.seq_length + place
+        positions = place[row % s]
+        rows = positions if samples is None else samples[row // s] * self.config.seq_length + positions
         rate = 0.0 if samples is None else self.config.dropout
         targets = None if targets is None else targets.flatten()
-        return MicroBatch((b, s), ids.flatten(), targets, place, rows, rate, caches=caches)
+        return MicroBatch((b, s), ids.flatten(), targets, place, positions, rows, rate, caches=caches)
 
 
 def parameter_table(config):

@@ -21,7 +21,7 @@ from accounts import figures
 from accounts.figures import KINDS
 from errors import Parser, exit_on_user_error, reading
 from parallel import schedules
-from parallel.context import WAYS, positions
+from parallel.context import WAYS, own_positions
 from parallel.schedules import Action, Event, Schedule, Timeline, simulate
 
 BUBBLE = (
@@ -188,7 +188,7 @@ def tokens_of_ranks(n):
     for way in WAYS:
         lines.append(f"{way}: {s} tokens on {n} ranks; #: a token of the rank; at the end: keys that its tokens see")
         for rank in range(n):
-            mine = set(positions(s, SimpleNamespace(size=n, rank=rank), way).tolist())
+            mine = set(own_positions(s, SimpleNamespace(size=n, rank=rank), way).tolist())
             boxes = "".join("#" if i in mine else "." for i in range(s))
             lines.append(f"rank {rank}  {boxes} {sum(i + 1 for i in mine):>5}")
     return "\n".join(lines)

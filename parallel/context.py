@@ -45,7 +45,7 @@ import torch
 from parallel.comm import all_to_all, rotate
 
 
-def positions(s, cp, way):
+def own_positions(s, cp, way):
     """Return the positions in a sample of s tokens that this rank has, ascending, [s/n]. way: ring or ulysses."""
     if way == "ulysses":
         return torch.arange(s).chunk(cp.size)[cp.rank]

@@ -14,7 +14,7 @@ import reference
 from accounts import draw
 from config import CHOICES
 from errors import UserError
-from parallel.context import WAYS, positions
+from parallel.context import WAYS, own_positions
 from parallel.mesh import Mesh
 from test_layouts import check_layout, tiny_config
 
@@ -33,10 +33,10 @@ def differences(way, n, dtype, shift):
     q, k, v, dy = (x.double() for x in inputs)
     q, k, v = (x.requires_grad_() for x in (q, k + shift, v))
     y = plain(q, k, v)
-    right = [x[:, positions(24, cp, way)] for x in (y, *torch.autograd.grad(y, (q, k, v), dy))]
-    ours = [x.detach().to(dtype)[:, positions(24, cp, way)].requires_grad_() for x in (q, k, v)]
+    right = [x[:, own_positions(24, cp, way)] for x in (y, *torch.autograd.grad(y, (q, k, v), dy))]
+    ours = [x.detach().to(dtype)[:, own_positions(24, cp, way)].requires_grad_() for x in (q, k, v)]
     y = WAYS[way](*ours, cp, reference)
-    found = [y, *torch.autograd.grad(y, ours, dy.to(dtype)[:, positions(24, cp, way)])]
+    found = [y, *torch.autograd.grad(y, ours, dy.to(dtype)[:, own_positions(24, cp, way)])]
     return [((x - theirs).abs().max() / theirs.abs().max()).item() for x, theirs in zip(found, right, strict=True)]
 
 
