@@ -193,6 +193,7 @@ def judge(c, gpus, device, code="ours", tokens=None, exact=True, say=lambda *lin
     one = c.schedule not in schedules.ASYNCHRONOUS
     configuration.require(c, "schedule", one, "plan.py predicts only schedules with one update a step")
     configuration.require(c, "experts", not c.experts, "plan.py predicts no mixture of experts")
+    configuration.require(c, "penalty", not c.penalty, "plan.py predicts one backward for each micro-batch")
     ulysses = c.cp == 1 or c.context == "ulysses"
     configuration.require(c, "context", ulysses, "no GPU runs the ring yet; set --context=ulysses")
     model, p, batch = model_of(c, device.dtype if c.dtype == "auto" else c.dtype), c.pp, c.global_batch_size

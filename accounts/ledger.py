@@ -110,7 +110,7 @@ def predict(layout, schedule, pp_rank, dp_rank, item, master_item):
     for what, count in sends(schedule, pp_rank).items():
         row("pp", what, "send", count, count * rows_outside(c) * c.hidden_size, item)
     _bucket_rows(row, layout, schedule, pp_rank, dp_rank, item, master_item)
-    row("world", "scalars", "all_reduce", 1, 2 * updates + FLAGS, 8)
+    row("world", "scalars", "all_reduce", 1, 2 * updates + FLAGS + 2 * c.noise_scale, 8)
     return table
 
 
@@ -132,7 +132,7 @@ def _bucket_rows(row, layout, schedule, pp_rank, dp_rank, item, master_item):
     partial, passes = replica_sums(c, layout.dp), layout.passes(schedule, pp_rank)
     for name, bucket in layout.buckets(pp_rank).items():
         holders, m, (begin, end) = tuple(layout.holders(name)), passes[name], bucket.owned(dp_rank, stage)
-        reduces = m if stage >= 2 else updates * min(m, 1)
+        reduces = m if stage >= 2 else updates * min(m, 1) * (2 if c.penalty else 1)
         row("dp", "gradients", "reduce_scatter" if stage else "all_reduce", reduces, reduces * bucket.size, master_item)
         versions = published(schedule, holders)  # 1 if the schedule has no updates
         gathers = [0, versions, versions, 2 * m][stage]
