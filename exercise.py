@@ -83,9 +83,11 @@ def blank(number, text):
 
 def committed(file):
     """Return the text of a file of the last commit."""
-    return subprocess.run(
-        ["git", "show", f"HEAD:./{file}"], cwd=ROOT, check=True, capture_output=True, text=True, encoding="utf-8"
-    ).stdout
+    return git("show", f"HEAD:./{file}").decode()
+
+
+def git(*words):
+    return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True).stdout
 
 
 def start(number):
@@ -121,9 +123,8 @@ def judge(number, text):
     text: the answer, a whole file. It is judged in a copy of the last commit.
     """
     e = exercise(number)
-    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True).stdout
     with tempfile.TemporaryDirectory() as folder:
-        tarfile.open(fileobj=io.BytesIO(archive)).extractall(folder, filter="data")
+        tarfile.open(fileobj=io.BytesIO(git("archive", "HEAD"))).extractall(folder, filter="data")
         (Path(folder) / e["file"]).write_text(text, encoding="utf-8")
         results = run_tests(folder, [lamp["test"] for lamp in e["lamp"]])
         shown = [run(folder, command) for command in e["show"]]
@@ -155,9 +156,8 @@ def predictions(number, text):
         with reading(f"mine/{number}.txt: {q['name']} = {said[q['name']]}"):
             mine = float(Fraction(said[q["name"]].replace(",", "")))
         right = float(formula(q["formula"]))
-        lines.append(
-            f"{mark(abs(mine - right) <= 0.01 * abs(right))}  {q['name']}: you {mine:g}, the formula {right:g}"
-        )
+        good = abs(mine - right) <= 0.01 * abs(right)
+        lines.append(f"{mark(good)}  {q['name']}: you {mine:g}, the formula {right:g}")
     return lines
 
 
@@ -207,9 +207,8 @@ def main(arguments=None):
     command = words.pop(0) if words[:1] in (["start"], ["stop"]) else "judge"
     if not words:
         for number in numbers():
-            print(
-                f"{number:>2} {state(number):<6} {exercise(number)['idea'][0]}\n          {exercise(number)['idea'][1]}"
-            )
+            english, japanese = exercise(number)["idea"]
+            print(f"{number:>2} {state(number):<6} {english}\n          {japanese}")
         return
     number, folder = words[0], Path(words[1]) if len(words) > 1 else ROOT
     if command == "judge":

@@ -91,8 +91,7 @@ def predict(layout, schedule, pp_rank, dp_rank, item, master_item):
         ranks, name = (sizes[axis], axis) if axis in sizes else (len(axis), "holders")
         if ranks > 1 and calls:
             before = table.get((name, what, operation), (0, 0))
-            sent = Fraction(sent_bytes(operation, ranks, elements * item), updates)
-            table[name, what, operation] = before[0] + Fraction(calls, updates), before[1] + sent
+            table[name, what, operation] = before[0] + calls, before[1] + sent_bytes(operation, ranks, elements * item)
 
     (blocks, embeddings, heads), tokens = unit_passes(layout, schedule, pp_rank), tokens_of_rank(c)
     again, pairs = c.recompute == "full", 1 if c.experts else 2  # pairs of linears in a block
@@ -111,7 +110,7 @@ def predict(layout, schedule, pp_rank, dp_rank, item, master_item):
         row("pp", what, "send", count, count * rows_outside(c) * c.hidden_size, item)
     _bucket_rows(row, layout, schedule, pp_rank, dp_rank, item, master_item)
     row("world", "scalars", "all_reduce", 1, 2 * updates + FLAGS + 2 * c.noise_scale, 8)
-    return table
+    return {key: (Fraction(calls, updates), Fraction(sent, updates)) for key, (calls, sent) in table.items()}
 
 
 def _context_rows(row, c, blocks, item, master_item):

@@ -37,12 +37,13 @@ def flops():
         n = GPT(c, None).num_parameters()
         yours = model_flops(c, TOKENS / c.seq_length)
         more = hardware_flops(c, TOKENS / c.seq_length) / yours
-        rows.append((name, scaling.big(n), scaling.big(TOKENS), f"{5.7 * n * TOKENS:.3g}", f"{yours:.3g}"))
+        rows.append((name, f"{n:.4g}", f"{TOKENS:.3g}", f"{5.7 * n * TOKENS:.3g}", f"{yours:.3g}"))
         rows[-1] += f"{yours / n / TOKENS:.3f}", f"{more:.3f}"
-    print(
-        aligned(rows, 1), "", f"days: for your {yours:.3g} FLOPs of gpt3_175b, at {scaling.MFU} of the peak", sep="\n"
-    )
-    print(scaling.machines_table(yours, scaling.MACHINES))
+    print(aligned(rows, 1), end="\n\n")
+    machines = [("machine", f"days for your {yours:.3g} FLOPs of gpt3_175b, at {scaling.MFU} of the peak")]
+    for name, (devices, _) in scaling.MACHINES.items():
+        machines.append((name, f"{yours / (scaling.MFU * scaling.per_day(devices)):,.1f}"))
+    print(aligned(machines, 1))
 
 
 def slides_adam(sign):
@@ -62,7 +63,7 @@ def losses(steps=21):
     curves = []
     for rule in (RULES["adamw"].step, slides_adam(-1), slides_adam(1)):
         with mock.patch.dict(RULES, adamw=RULES["adamw"]._replace(step=rule, fused=None)):
-            run = built(tiny_config(1, optimizer="adamw", dtype="fp32", weight_decay=0.0, lr=5e-3))
+            run = built(tiny_config(1, optimizer="adamw", dtype="fp32", weight_decay=0.0, lr=5e-3, train_iters=steps))
             batches = micro_batches(run)
             curves.append([f"{train.train_step(run, batches).read().loss:.4f}" for _ in range(steps)])
     rows = [("step", "your AdamW", "the slide's Adam", "only epsilon inside the root")]

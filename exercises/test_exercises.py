@@ -44,6 +44,15 @@ def test_an_empty_exercise_is_red(number):
     assert len(red) == lamps and any("is yours to write" in message for message in red.values()), red
 
 
+@pytest.mark.parametrize("number", [*map(slow, exercise.numbers())])
+def test_what_an_exercise_shows(number):
+    """Its commands run, and each prediction has a right number."""
+    e = exercise.exercise(number)
+    for command in e["show"]:
+        subprocess.run([sys.executable, *command.split()], cwd=exercise.ROOT, check=True, capture_output=True)
+    assert all(float(exercise.formula(question["formula"])) >= 0 for question in e["predict"])
+
+
 @pytest.mark.slow
 def test_a_solved_exercise_is_green():
     """Every lamp is a test of the project, and these are green."""
