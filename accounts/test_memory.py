@@ -85,20 +85,19 @@ def started(config, mesh=None):
 
 
 def check_states(configs):
-    """After a step, each row equals its formula, and no other tensor lives."""
+    """Before the first step and after it, each row equals its formula. After it, no other tensor lives."""
     mesh = Mesh.of(configs[0])
     for config in configs:
         with newly_alive() as alive:
             run, batches = started(config, mesh)
+            where = f"{config.dtype} {config.optimizer} zero={config.zero}"
+            expected = {what: n for what, n in predicted(run).items() if what in meter.STATES}
+            same_rows(f"{where}, before the first step", meter.model_states(run.zero), expected)
             train.train_step(run, batches)
             run.rates = None  # the table of learning rates
-            measured, where = meter.model_states(run.zero), f"{config.dtype} {config.optimizer} zero={config.zero}"
-            same_rows(where, measured, {what: n for what, n in predicted(run).items() if what in meter.STATES})
-            same_rows(
-                where,
-                {"all tensors that live": sum(alive().values())},
-                {"all tensors that live": sum(measured.values())},
-            )
+            same_rows(where, meter.model_states(run.zero), expected)
+            every = "all tensors that live"
+            same_rows(where, {every: sum(alive().values())}, {every: sum(expected.values())})
 
 
 @pytest.mark.parametrize("dp, tp, pp", [(1, 1, 1), (3, 1, 1), (2, 1, 2)])
