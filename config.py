@@ -256,9 +256,8 @@ def check(c, world):
         if type(value) in (int, float) and name != "lr_warmup_iters":
             most = 1 if name in ("dropout", "adam_beta1", "adam_beta2") else 1e13  # no number of a run is larger
             least = "above 0" if name in POSITIVE else "0 or more"
-            require(
-                c, name, 0 <= value < most and (value or least == "0 or more"), f"should be {least} and below {most:g}"
-            )
+            fits = (value > 0 or name not in POSITIVE) and 0 <= value < most
+            require(c, name, fits, f"should be {least} and below {most:g}")
     falls = c.lr_decay_style != "wsd" or c.lr_wsd_decay_iters > 0
     require(c, "lr_decay_style", falls, "set lr_wsd_decay_iters, the updates in which the rate falls")
     require(c, "min_lr", c.min_lr <= c.lr, f"should be at most lr={c.lr}")

@@ -12,14 +12,15 @@ attention and before the MLP, the tanh form of GELU, and biases. Positions are l
 With ReLU instead of GELU the model is OPT (Zhang et al. 2022). Dropout acts on the embedding and on the outputs of
 attention and MLP. The attention probabilities have no dropout.
 
-The layers of `parallel/tensor.py` contain the parallelism. A model is a list of *units* (embedding, blocks, head).
-Each unit is a function of (x, micro-batch). Between two units the executor (`parallel/pipeline.py`) can gather or free
-parameters, recompute a unit, or reduce gradients. A layer declares its parameters as `ParamSpec`s, which have no
-storage. `parallel/zero.py` replaces each ParamSpec by a view into a flat buffer. The embedding and the head both use
-the word table. Therefore it is a bucket of its own (`parallel/layout.py`).
+The layers of `parallel/tensor.py` contain the parallelism. A model is a list of *units* (embedding, blocks, head). Each
+unit is a function of (x, micro-batch). Between two units the executor (`parallel/pipeline.py`) can gather or free
+parameters, or reduce gradients. To save memory, it can also run a unit's forward again before its backward. A layer
+declares its parameters as `ParamSpec`s, which have no storage. `parallel/zero.py` replaces each ParamSpec by a view
+into a flat buffer. The embedding and the head both use the word table. Therefore it is a bucket of its own
+(`parallel/layout.py`).
 
-Number of parameters: V h + s h + L (12 h^2 + 13 h) + 2 h, where V is the padded vocabulary. This is 354,871,296 for L =
-24, h = s = 1024 and V = 50,304.
+Number of parameters: V h + s h + L (12 h^2 + 13 h) + 2 h, where V is the vocabulary, rounded up to a multiple of 128.
+This is 354,871,296 for L = 24, h = s = 1024 and V = 50,304.
 """
 
 import math
@@ -48,16 +49,18 @@ from reference import Drop
 
 @dataclass
 class MicroBatch:
-    """One micro-batch, b samples of s tokens, as the input of the units on one rank. It has s/cp tokens of each."""
+    """One micro-batch, b samples of s tokens, as the input of the units on one rank. With context parallelism a rank
+    has s/cp tokens of each sample, so n = b s/cp.
+    """
 
     shape: tuple  # (b, s/cp)
     ids: torch.Tensor  # [n] int64
     targets: torch.Tensor | None  # [n] int64: the next id of each token; None in generation
-    place: torch.Tensor  # [s/cp]: the position of each token in its sample, the same in all samples
-    positions: torch.Tensor  # [n or n/t]: the position of each row of this rank
+    place: torch.Tensor  # [s/cp]: the positions of this rank's tokens in a sample
+    positions: torch.Tensor  # [n or n/t]: the same for each row of this rank, so repeated for each sample
     rows: torch.Tensor  # [n or n/t]: sample number * s + position, of each row of this rank; for dropout masks
     dropout: float
-    weight: float = 0.0  # of its mean loss in the loss of the step; backward sets it
+    weight: float = 0.0  # the factor of its mean loss in the loss of the step; the executor sets it in backward
     caches: list | None = None  # in generation: for each block a list of past keys and values
 
     def drop(self, seed, site):
@@ -66,7 +69,7 @@ class MicroBatch:
 
 
 class Block(nn.Module):
-    """One transformer layer: attention, then MLP. The output of each is added to the residual stream."""
+    """One transformer layer: attention, then MLP. The output of each is added to x, the residual stream."""
 
     recomputable = True  # a block keeps about 32 bytes per element of x (bf16), and can run again from x alone
 
@@ -186,8 +189,8 @@ class Head(nn.Module):
     """The last unit: maps vectors to the loss of every token, [n]. In generation there are no targets and t is 1; then
     it returns logits.
 
-    In training, forward returns losses that are nan, and backward fills them in together with their gradient
-    (`LinearCrossEntropy`).
+    In training, forward only returns a tensor of nan. Backward computes the losses and their gradient together, and
+    writes the losses into this tensor (`LinearCrossEntropy`).
     """
 
     recomputable = False  # the head keeps little: backward computes the logits
@@ -209,8 +212,8 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    """The units in order. config: a `config.Config`. tp, cp: the `mesh.Axis` of the tensor and of the context parallel
-    ranks. ops: a module with the operations, such as `reference`.
+    """The units in order. config: a `config.Config`. tp, cp: a `mesh.Axis`, the group of this rank's tensor parallel or
+    context parallel ranks. ops: a module with the operations, such as `reference`.
     """
 
     def __init__(self, config, tp, ops=reference, cp=None):
@@ -240,7 +243,7 @@ class GPT(nn.Module):
     def num_parameters(self, active=False):
         """Return the number of parameters of the whole model, with the padded vocabulary.
 
-        active: without the experts that a token does not use.
+        active: count only the experts that one token uses.
         """
         c, total = self.config, sum(math.prod(spec.shape) for spec in self.specs().values())
         return total - active * c.num_layers * (c.experts - c.top_k) * 8 * c.hidden_size**2
@@ -248,7 +251,7 @@ class GPT(nn.Module):
     def micro_batch(self, ids, targets=None, samples=None, start=0, caches=None):
         """Return a MicroBatch of this rank's tokens. ids, targets: [b, s], whole samples. start: the first position.
 
-        samples: [b], the index of each sample in the run. None: no dropout.
+        samples: [b], the index of each sample in the run; dropout depends on it. None (validation): no dropout.
         """
         place = torch.arange(start, start + ids.shape[1], device=ids.device)
         if self.config.cp > 1:

@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node=4 train.py configs/tiny.py --tp=2
 
-Every process runs this file. Every random number depends only on the seed and on its use: a parameter's name, or the
-sample, position and layer. Therefore a checkpoint needs only the weights, the moments, the loss scale, and the counters
-in `Counters` and `Zero.updates`.
+Every process runs this file. A random number depends only on the seed and on its use: for an initial weight on the
+parameter's name, for dropout on sample, position and layer. Therefore a checkpoint needs no state of a random
+generator. It has the weights, the moments, the loss scale, and the counters in `Counters` and `Zero.updates`.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ def train_step(run, batches):
         zero.finish()
 
     with run.timers("optimizer"):
-        # One all_reduce gives every rank the loss, the squared gradient norm, and whether a rank received a signal.
+        # One all_reduce gives every rank the loss, the squared gradient norm, and whether a rank shall stop.
         mesh.ledger.phase = "step"
         loss = loss if mesh.tp.rank == 0 else 0 * loss  # the tp ranks have equal losses: count one
         stop = loss.new_full((), float(run.signals.stop))
@@ -116,7 +116,7 @@ def train(run, tokens, validation, logger):
     """
     c, mesh, counters, history = run.config, run.mesh, run.counters, History(run, logger.say)
 
-    def due(interval):  # did this call pass a multiple? A call of PipeDream makes several updates
+    def due(interval):  # did this call reach or pass a multiple? A call of PipeDream makes several updates
         return last or (interval and counters.iteration // interval > before // interval)
 
     samples = data.training_samples(counters.consumed_samples, *mesh.reader, c.micro_batch_size)
@@ -286,7 +286,7 @@ def run_training(config, mesh, device):
 def open_files(config, mesh, device, stack):
     """Lock out_dir. Return ({split: Tokens}, path of the checkpoint to resume from or None).
 
-    Raises UserError, also if Triton lacks a compiler on this node or the model is too large for its memory. In `build`
+    Raises UserError, also if Triton lacks a compiler on this node, or if the model does not fit into memory. In `build`
     the ranks wait for each other, so an error of one rank must be found before.
     """
     if mesh.rank == 0 and not config.eval_only:
@@ -326,7 +326,7 @@ def compare_hosts(c, mesh, tokens, path):
 def new_file(out_dir):
     """Context: make a file in out_dir, to see that rank 0 can write there. Yield its name.
 
-    The name was never used: a network file system may deny a file for a while, if it was asked before the file was
+    The name is new: a network file system may deny a file for a while, if it was asked before the file was
     made.
     """
     with explained(f"out_dir={out_dir}"), tempfile.NamedTemporaryFile(dir=out_dir, buffering=0) as file:

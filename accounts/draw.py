@@ -47,9 +47,8 @@ class Picture(NamedTuple):
 
     def other_weights(self, rank, action):
         """Return True if this is a backward with other weights than its forward."""
-        return action.kind == "B" and self.versions.get((rank, action)) != self.versions.get(
-            (rank, action._replace(kind="F"))
-        )
+        forward = action._replace(kind="F")
+        return action.kind == "B" and self.versions.get((rank, action)) != self.versions.get((rank, forward))
 
 
 def terminal(pictures, columns):
@@ -210,9 +209,7 @@ def parse_arguments(arguments):
     add("--cost", default="1,1,1", metavar="F,I,W", help="durations on a whole stage (default: 1,1,1); B takes I + W")
     add("--comm", type=float, default=0.0, metavar="T", help="time of a message, in the unit of --cost (default: 0)")
     add("--without_stashing", action="store_true", help="also draw pipedream with the latest weights in each backward")
-    add(
-        "--cp", type=int, choices=range(2, 33), metavar="N", help="draw only which tokens N context parallel ranks have"
-    )
+    add("--cp", type=int, choices=range(2, 33), metavar="N", help="draw only the tokens of N context parallel ranks")
     add("--trace", metavar="FILE", help="draw the last complete step that `train.py --trace=FILE` recorded")
     add("--svg", metavar="FILE", help="also write the pictures to a file")
     return parser.parse_args(arguments)

@@ -25,11 +25,7 @@ KINDS = {  # of an action: its meaning, its colour in a rank's first chunk and i
     "!": ("backward with other weights than its forward", "#b3303f", "#b3303f"),
 }
 AXES = {"tp": "orange", "cp": "red", "pp": "blue", "dp": "green", "holders": "purple"}  # colours of who sends to whom
-STYLE = {
-    "font.size": 9,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "",
-}  # texts stay texts; the same picture, the same bytes
+STYLE = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": ""}  # texts stay texts; equal pictures, equal bytes
 GiB, MOST = 2**30, 6  # MOST: the largest number of layouts in a ranking
 ABOVE = dict(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)  # the place of a legend
 
@@ -155,14 +151,11 @@ def traffic(path, p):
             for axis, other in others:
                 if all(i < size for i, size in zip(other, sizes, strict=True)):
                     bend = {"pp": -0.15, "holders": -0.25}.get(axis, 0)
-                    style = dict(arrowstyle="<|-|>", color=AXES[axis], connectionstyle=f"arc3,rad={bend}")
-                    grid.annotate(
-                        "", place(*other), place(d, stage, t), arrowprops=style | dict(shrinkA=13, shrinkB=13)
-                    )
-            number, frame = (
-                ((group * c.pp + stage) * c.cp + i) * c.tp + t,
-                dict(facecolor="none", boxstyle="round,pad=0.5"),
-            )
+                    style = dict(arrowstyle="<|-|>", color=AXES[axis], shrinkA=13, shrinkB=13)
+                    style["connectionstyle"] = f"arc3,rad={bend}"
+                    grid.annotate("", place(*other), place(d, stage, t), arrowprops=style)
+            number = ((group * c.pp + stage) * c.cp + i) * c.tp + t
+            frame = dict(facecolor="none", boxstyle="round,pad=0.5")
             grid.text(*place(d, stage, t), number, ha="center", va="center", bbox=frame)
         for axis, colour in AXES.items():
             grid.plot([], color=colour, label=axis)

@@ -122,16 +122,9 @@ class Step:
     """
 
     def __init__(self, c, model, layout, device, m, code, exact, say):
-        self.c, self.layout, self.device, self.m, self.code, self.exact, self.say = (
-            c,
-            layout,
-            device,
-            m,
-            code,
-            exact,
-            say,
-        )
-        self.z, stage = layout.sizes, c.tp * c.cp
+        self.c, self.layout, self.device, self.m = c, layout, device, m
+        self.z, self.code, self.exact, self.say = layout.sizes, code, exact, say
+        stage = c.tp * c.cp
         near = partial(members_in_node, device.per_node)
         replica = stage * c.pp  # ranks of a pipeline; the next one is the next in the axis dp
         apart = stage if replica <= device.per_node else device.per_node  # from a stage to the next one

@@ -96,7 +96,7 @@ class Pending:
     work: torch's handle of the communication, or None if there is nothing to wait for. name: for an error's message.
     """
 
-    waiting = None  # the Pending in whose `wait` this process is (`hang.py`)
+    waiting = None  # the Pending for which this process waits now; `hang.py` reads it
     latest = None  # the name of the latest collective
 
     def __init__(self, result, work=None, name=""):
@@ -160,10 +160,10 @@ def all_to_all(x, axis, what):
 def rotate(x, axis, what):
     """Send x to the next rank of the axis, from the last rank to the first. Return the tensor of the rank before.
 
-    It is one call, because NCCL would run a send and a receive of one group one after another, and all ranks would
-    wait.
+    It is one call. With two calls, NCCL would run each rank's send before its receive. A send ends only when it is
+    received, so no rank would come to its receive.
     """
-    arrived, to, of = torch.empty_like(x), [0] * axis.size, [0] * axis.size  # rows for each rank, rows of each rank
+    arrived, to, of = torch.empty_like(x), [0] * axis.size, [0] * axis.size  # to[i]: rows sent to rank i; of[i]: from i
     to[(axis.rank + 1) % axis.size] = of[axis.rank - 1] = len(x)
     return _collective("send", axis, what, x, arrived, dist.all_to_all_single, arrived, x, of, to)
 
@@ -179,8 +179,8 @@ def _collective(operation, axis, what, whole, result, call, *arguments):
 def send(x, axis, to, what, tag=0):
     """Send x to rank `to` of the axis. x must not change or be freed until it is sent.
 
-    On NCCL, PyTorch may keep the memory of x after x is sent (`recordStream`). So a GPU may use more memory for
-    messages than `memory.py` counts.
+    On NCCL, x is used on a stream of its own. So PyTorch may free its memory later than the end of the send
+    (`recordStream`), and a GPU may use more memory for messages than `memory.py` counts.
     """
     x = x.contiguous()
     axis.ledger.count("send", axis.name, axis.size, what, x.numel() * x.element_size())

@@ -3,7 +3,7 @@
 Slide "深層学習の用語説明" has SGD and Adam. Its Adam differs from Kingma and Ba's (arXiv 1412.6980) in three places.
 The slide subtracts the gradient from the moments; the paper adds it. The slide has epsilon inside the root; the paper
 has it outside. m and v are the two moments. In update t, the paper divides m by 1 - b1^t and v by 1 - b2^t (b1, b2:
-beta1, beta2). The slide has a factor b^(t+1) instead and does not define b. This file follows the paper.
+beta1, beta2). The slide multiplies by b^(t+1) instead, and does not say what b is. This file follows the paper.
 
 A rule is the function with which an optimizer changes the weights. It changes one range of a rank's flat buffers in
 place. It is elementwise, so a range may begin anywhere. All tensors have the master dtype, float32 (float64 in fp64
@@ -124,8 +124,9 @@ class Shard(NamedTuple):
 def update(c, shards, scalars, ops, mesh, device):
     """Update every shard. c: the configuration. scalars: `reference.UpdateScalars`. ops: has the fused operations.
 
-    shards: [Shard], in the same order on all ranks that hold the same buckets. device: the device of the norms that are
-    sent. A rule that is not fused reads the scalars on the host, so the host waits for the device.
+    shards: [Shard], in the same order on all ranks that hold the same buckets. device: where norms are summed over the
+    ranks (with offload the shards are on the CPU). A rule that is not fused reads the scalars on the host, so the host
+    waits for the device.
     """
     rule, constants = RULES[c.optimizer], dict(beta1=c.adam_beta1, beta2=c.adam_beta2, eps=c.adam_eps)
     if rule.fused:

@@ -28,7 +28,8 @@ Starting a send does not block. But `Mailbox.post`, which runs before each actio
 than IN_TRANSIT are unfinished. All ranks post their messages in one common order. A receive is posted as early as this
 order allows. The order prevents a deadlock (proof: `schedules.messages`). Messages to a higher rank and to a lower rank
 have different process groups, so a rank's send never waits for a receive that it has posted before. A buffer lives
-until its message is sent. Then the values of a sent output y are freed, because backward needs only y's graph.
+until its message is sent. Then the values of a sent output y are freed: backward starts at y's graph, and does not read
+the values of y.
 """
 
 import contextlib
@@ -112,14 +113,14 @@ class Executor:
         """
         schedule, messages, passes = self.prepared(count)
         self.trace.begin_step(schedule)
-        self.weight, self.passes = weight, dict(passes)  # passes: number of gradients that each bucket still gets
+        self.weight, self.passes = weight, dict(passes)  # passes: backwards that still add to each bucket
         self.total = torch.zeros((), dtype=torch.float64, device=self.zero.device)
         self._execute(schedule, messages, micro_batches, rows_outside(self.config))
         self.batch(count - 1)  # read all micro-batches, also those without an action on this rank
         return self.total
 
     def measured(self, scale):
-        """Return more numbers of a step, each the share of this rank: none. `noise.py` has two. scale: loss scale."""
+        """Return more numbers that a step sums over all ranks: here none. scale: the loss scale. See `noise.py`."""
         return ()
 
     def prepared(self, count):
@@ -280,8 +281,8 @@ def axis_to(mesh, source, destination):
 def connect(mesh, schedule, device):
     """Send one number over each connection between ranks in both directions.
 
-    With a pair's first message, NCCL connects the two ranks, and blocks both hosts until this is done. So all pairs
-    connect before the first step: in a step such a wait would stop a rank that could compute.
+    With a pair's first message, NCCL connects the two ranks. Until this is done, the programs of both ranks stand
+    still. So all pairs connect before the first step: in a step such a wait would stop a rank that could compute.
     """
     mesh.ledger.phase = "setup"
     below = [(chunk, schedules.downstream(schedule, chunk)) for chunk in range(len(schedule.parts))]

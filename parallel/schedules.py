@@ -2,7 +2,7 @@
 
 The model is cut into stages, one on each rank, and the batch into micro-batches. A micro-batch runs forward from the
 first stage to the last, then backward to the first. The bubble is the share of a step's time in which a rank waits. A
-micro-batch is in flight between its forward and its backward. Its activations fill memory during this time. A schedule
+micro-batch is in flight from its forward to the end of its backward. Its activations fill memory then. A schedule
 is a list of actions for each rank, made by one of the functions below. Schedules differ in bubble and memory. The
 example is 1F1B with four ranks, eight micro-batches and a backward as long as two forwards. `python -m accounts.draw
 1f1b` draws it (F forward, B backward, . idle):
@@ -20,10 +20,10 @@ example is 1F1B with four ranks, eight micro-batches and a backward as long as t
     zb-h2          (p-1)(F+I-2W) / (m(F+I+W) + (p-1)(F+I-2W))    2p-1                  keeps output gradients until W
     zb-v           (p-1)(I-W) / (m(F+I+W) + (p-1)(I-W))          p                     as zb-h1, twice the messages
     chimera        (p-2) / (2m+p-2)  if F = B                    p/2+1 .. p            twice the parameters
-    pipedream      (p-1) / (m+p-1)  with m of all updates        p-r                   old weights, p-r versions of them
+    pipedream      (p-1) / (m+p-1)  m: of all updates together   p-r                   old weights, p-r versions of them
     pipedream-2bw  the same                                      p-r                   old weights, 2 versions of them
 
-There are p stages and m micro-batches. A chunk is a part of the model that one rank runs as a whole; a rank has v
+There are p stages and m micro-batches. The model is cut into parts, and a chunk is one part on one rank. A rank has v
 chunks. F, I and W are the durations of forward, input gradient and weight gradient on a whole stage. B = I + W is the
 duration of a backward. The column "in flight" is for large m. Its unit is the activations of one micro-batch on a whole
 stage. The formulas of zb-h1 and zb-h2 need W <= F and W <= I. The formula of zb-v needs W <= F <= I. `FORMULAS` below
@@ -64,10 +64,10 @@ class Schedule(NamedTuple):
     """The actions of all ranks, as plain data. Ranks, chunks and micro-batches count from 0."""
 
     name: str
-    parts: list  # parts[chunk]: the part of the model that this chunk runs; a pipeline begins at part 0
+    parts: list  # parts[chunk]: the part of the model in this chunk; a pipeline begins at part 0
     placement: list  # placement[chunk]: the rank that runs this chunk
     actions: list  # actions[rank]: the Actions of this rank, in their order
-    versions: list | None = None  # [rank][j]: how many updates the weights have had that micro-batch j uses
+    versions: list | None = None  # [rank][j]: micro-batch j uses the weights after so many updates
 
     @property
     def microbatches(self):
@@ -165,9 +165,8 @@ def interleaved(stages, microbatches, chunks=2):
             F += [Action("F", j, c * p + rank) for c in range(v) for j in group]
             B += [Action("B", j, c * p + rank) for c in reversed(range(v)) for j in group]
         # In the first (v-1) p forwards, the first group runs through all of this rank's chunks except the last. Then
-        # the first micro-batch runs its last chunk on the later ranks (there are p-1-rank), and its backward returns
-        # through the same ranks. Meanwhile this rank runs 2 (p-1-rank) forwards: one for each of these forwards and
-        # backwards.
+        # the first micro-batch needs a forward on each of the p-1-rank later ranks, and as many backwards on its way
+        # back. During each of them this rank runs one more forward.
         warmup = (v - 1) * p + 2 * (p - 1 - rank)
         actions.append(F[:warmup] + alternate(F[warmup:], B))
     return Schedule("interleaved", list(range(v * p)), [c % p for c in range(v * p)], actions)
@@ -213,12 +212,13 @@ def zb_v(stages, microbatches, chunks=2):
         turn       -3 -2 -1   0         1            2               3                        4
         rank 1     F0 F1 F2   f0 F3     f1 i0 w0     f2 i1 w1 F4 I0 W0   f3 i2 w2 F5 I1 W1    f4 i3 w3 F6 I2 W2 ...
 
-    Turn k+1 does for micro-batch j+1 what turn k does for micro-batch j. In turn k, rank r runs f of micro-batch k. i
-    starts on rank 0 and moves to the next rank in each turn, so rank r runs i and w of micro-batch k-r. When i has
-    arrived on rank p-1, I passes all ranks in one turn. So every rank runs I and W of micro-batch k-(p-1). The first
-    2p-1-r forwards down run as early as possible. F of a later micro-batch j runs in turn j+r-p. Near the end no
-    forward is left, and other ranks wait for i and I. So rank r runs its last r actions w late: r-1 turns later, in the
-    place of W. It runs its last p actions W 2r turns later. The bubble is 0 if F, I and W take equal time and m >=
+    Turn k+1 does for micro-batch j+1 what turn k does for micro-batch j. In turn k, rank r runs f of micro-batch k. The
+    action i starts on rank 0 and moves to the next rank in each turn, so rank r runs i and w of micro-batch k-r. When i
+    has arrived on rank p-1, I passes all ranks in one turn. So every rank runs I and W of micro-batch k-(p-1). The
+    first 2p-1-r forwards F of rank r run one in each turn before turn r. F of a later micro-batch j runs in turn j+r-p.
+    Near the end no forward is left, and other ranks wait for i and I. So rank r delays weight gradients. Each of its
+    last r actions w moves r-1 turns later, to the place of W. Each of its last p actions W moves 2r turns later. The
+    bubble is 0 if F, I and W take equal time and m >=
     2p-1. If m < p, the lists are made for p micro-batches, and the actions of the last p-m are left out. Qi et al.,
     arXiv 2401.10241 (not in the conference version) and 2405.15362 (V-ZB). Raises UserError if chunks is not 2.
     """
@@ -252,10 +252,10 @@ def chimera(stages, microbatches, chunks=1):
     numbers the micro-batches of one direction. Suppose that F and B take one time slot each. On part i, micro-batch k
     then has its F in slot i + 2k and its B in slot 2p-1 - i + 2k. The two directions never need the same slot. On rank
     r they use the parts r and p-1-r. p is even, so one of these numbers is even and the other is odd. So their F are in
-    slots of different parity, and so are their B. Within a group, all F of one direction come before all B of the
-    other. The next group begins 2p slots later and uses slots that are still free ("direct concatenation"). Any m is
-    allowed; a multiple of p is best. Li and Hoefler, arXiv 2107.06925, section 3, figure 3. Raises UserError if p is
-    odd and not 1.
+    slots of different parity, and so are their B. An F and a B do not meet either, because in a group the last F of one
+    direction comes before the first B of the other. The next group begins 2p slots later and uses slots that are still
+    free ("direct concatenation"). Any m is allowed; a multiple of p is best. Li and Hoefler, arXiv 2107.06925, section
+    3, figure 3. Raises UserError if p is odd and not 1.
     """
     p = stages
     if p == 1:  # with one stage both directions are the same
@@ -386,7 +386,7 @@ def build_for(c, dp, microbatches):
 def micro_batches(c, samples, dp):
     """Return m, the number of micro-batches on each of `dp` data ranks in a step of `samples` samples.
 
-    cp of the data ranks share each micro-batch (`mesh.py`).
+    dp contains the cp ranks, and cp ranks work on one micro-batch together (`mesh.py`).
     """
     return samples * c.cp // (c.micro_batch_size * dp)
 
@@ -609,17 +609,17 @@ def messages(schedule):
 
     Posting does not wait (isend, irecv; the tensor is kept until the message is done). `Mailbox.post` (pipeline.py)
     posts the receives up to the next send; `Mailbox.send` posts this send. The Mailbox also waits for its oldest send
-    if more than two sends are unfinished. This wait adds no deadlock. For the proof below, it only makes the next
-    action need one message more, which is ready before this action starts in the simulation. A rank posts receives as
-    early as the order allows.
+    if more than two sends are unfinished. This wait cannot cause a deadlock: in the proof below, the next
+    action then needs one message more, and the simulation has this message ready before this action starts. A rank
+    posts receives as early as the order allows.
 
     **This never deadlocks**, even if each rank runs the messages in its queue strictly one by one. Proof: suppose that
     some actions never run. Let A be the first of these in the simulation. All actions before A on its rank have run, so
     A lacks only a message M. In the simulation, M is ready before A starts, and the messages before M are ready no
-    later than M. The producers of these messages take some time, so they start before A. A is the first action that
-    never runs, so these producers have run. Then both ends post M and all messages before M. These messages run one
-    after another, and A gets M. This is a contradiction. The proof only needs a timeline in which every producer of a
-    message takes some time. Real durations do not matter.
+    later than M. A producer ends no later than A starts, and takes some time. So it starts before A. A is the first
+    action that never runs, so these producers have run. Then both ends post M and all messages before M. These messages
+    run one after another, and A gets M. This is a contradiction. The proof only needs a timeline in which every
+    producer of a message takes some time. Real durations do not matter.
 
     **No tensor that is ready waits for one that is not.** Messages to a higher rank have one process group. Messages to
     a lower rank have another one (`pipeline.axis_to`). So between two ranks each group has only one sender. The

@@ -31,12 +31,12 @@ next operation needs the sum that g computes. It is not true in backward: dx nee
 gradient dW = dy^T x does not. In the action B, `Linear.backward` starts the all_reduce, computes dW, then waits. With
 sequence parallelism, the all_gather of x for dW also overlaps with the computation of dx. Not hidden are (1) all
 communication in forward, (2) the all_gather of dy, (3) the communication of the embedding and the head, and (4) the
-communication of dx in the action I (zb-* schedules). There is nothing to compute meanwhile, because W computes dW
+communication of dx in the action I (zb-* schedules). In I there is nothing to compute meanwhile, because W computes dW
 later.
 
-Per layer and micro-batch each rank sends 8 bsh (t-1)/t elements, 2 bsh (t-1)/t in each of 4 all_reduces. With sequence
-parallelism it sends 10 bsh (t-1)/t, bsh (t-1)/t in each of 10 all_gathers and reduce_scatters (`accounts/ledger.py`).
-It has 1/t of the matrices and of their work.
+Per layer and micro-batch each rank makes 4 all_reduces, and sends 2 bsh (t-1)/t elements in each: 8 bsh (t-1)/t in all.
+With sequence parallelism it makes 10 all_gathers and reduce_scatters, and sends bsh (t-1)/t in each: 10 bsh (t-1)/t
+(`accounts/ledger.py`). It has 1/t of the matrices and of their work.
 """
 
 import hashlib
@@ -123,10 +123,10 @@ def start(communication, x, tp, what):
 class Linear(torch.autograd.Function):
     """y = leave(enter(x) W^T + bias). Every linear of the blocks is this function. The head uses it only in generation.
 
-    x: [n or n/t, in]. w: [out, in] of this rank, or [k, out, in] for k outputs of one product. bias: [out] or [k, out].
-    It may be None only if k is 1. enter: copy, all_gather or None (x has only this rank's columns). leave: all_reduce,
-    reduce_scatter or None. Return y [n, out] (n/t rows with reduce_scatter), or a tuple of k views. Backward adds the
-    gradients of w and bias to `.grad` and does not return them.
+    x: [n or n/t, in]. w: this rank's [out, in]; [k, out, in] if one product has k outputs (q, k, v). bias: [out] or [k,
+    out]. It may be None only if k is 1. enter: copy, all_gather or None (x has only this rank's columns). leave:
+    all_reduce, reduce_scatter or None. Return y [n, out] (n/t rows with reduce_scatter), or a tuple of k views.
+    Backward adds the gradients of w and bias to `.grad` and does not return them.
     """
 
     @staticmethod
@@ -151,7 +151,7 @@ class Linear(torch.autograd.Function):
         gathering = start(enter, x, tp, "activations")
         dx = dy @ w.flatten(0, -2)
         sending = start(CONJUGATE[enter], dx, tp, "activations")
-        # without detach, x would keep its graph, and with it the unit's input, until the action W
+        # With its graph, x would keep the unit's input until the action W, so detach.
         product = WeightGradient(w, dy, gathering.wait().detach())
         if w.deferred is None:
             product.add()  # while dx is sent
@@ -182,7 +182,7 @@ class ColumnParallelLinear(nn.Module):
     """Linear cut by its outputs: x [n, in] (n/t rows with sequence parallelism) -> [n, out/t].
 
     shape: of the whole weight, [out, in], or [3, out, in] for three outputs (q, k, v). The weight is cut along out.
-    adds_bias=False: the next operation adds the bias, because it reads the whole output anyway.
+    adds_bias=False: the next operation adds the bias, because it reads every element of the output anyway.
     """
 
     def __init__(self, name, shape, std, tp, sequence_parallel, ops=reference, adds_bias=True):
@@ -268,7 +268,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, w, targets, vocab_size, enter, tp, ops):
         losses = x.new_full(targets.shape, torch.nan, dtype=torch.promote_types(x.dtype, torch.float32))
         ctx.save_for_backward(x)
-        ctx.losses = losses.detach()  # without a graph: otherwise ctx and losses keep each other alive
+        ctx.losses = losses.detach()  # with their graph, ctx and losses would keep each other alive
         ctx.arguments = w, targets, vocab_size, enter, tp, ops
         return losses
 

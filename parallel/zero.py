@@ -19,10 +19,10 @@ This file has the methods in the same order.
     gather         before a unit's F and B -                wait for publish  wait for publish         all_gather
     release        after each              -                -                 -                        free
     open_gradient  before its backward     -                -                 allocate                 allocate
-    reduce         after each micro-batch  -                -                 reduce_scatter           reduce_scatter
-      ... the last of a step               all_reduce       reduce_scatter    reduce_scatter           reduce_scatter
+    reduce         after its backward      -                -                 reduce_scatter           reduce_scatter
+      ... in the last micro-batch          all_reduce       reduce_scatter    reduce_scatter           reduce_scatter
     finish         after all backwards     wait             wait              wait, add, free          wait, add, free
-                                           then sums over tp (if needed) and over the holders of a bucket
+                                           then sums over tp (if needed) and over holders (pipeline ranks with a copy)
     squared_norm   once                    each element is counted on one rank
     update         once                    everything       1/n               1/n                      1/n
     publish        once                    -                all_gather        all_gather               -
@@ -45,13 +45,14 @@ to W. The action I also computes the gradients of LayerNorms, biases, head and e
 others.
 
 In bf16 each parameter needs 18 bytes: parameter 2, gradient 4, master weight 4 (the float32 copy that the optimizer
-updates), two moments 8. Stage 1 divides 12 of these by n, stage 2 divides 16, stage 3 divides 18. In fp32 without
-offload the total is 16, because the parameters are also the master weights. Gradients accumulate over micro-batches in
-the master dtype, float32 (float64 in fp64 runs), for every dtype of the parameters.
+updates), two moments 8. Stage 1 divides 12 of these by n, stage 2 divides 16, stage 3 divides 18. In fp32 the total is
+16, because the parameters are also the master weights. Gradients accumulate over micro-batches in the master dtype,
+float32 (float64 in fp64 runs), for every dtype of the parameters.
 
 With `offload` the optimizer state stays in the CPU's memory, and the CPU makes the update. Once a step, gradients go to
-the CPU and weights come back (Ren et al., ZeRO-Offload, arXiv 2101.06840). On a GPU both go through one *pinned*
-buffer for each bucket. The operating system never moves pinned memory, so the GPU copies it directly.
+the CPU and weights come back (Ren et al., ZeRO-Offload, arXiv 2101.06840). On a GPU fp32
+then has separate master weights, too, and both copies go through one *pinned* buffer for each bucket. The operating
+system never moves pinned memory, so the GPU copies it directly.
 """
 
 import itertools
@@ -86,9 +87,9 @@ class Bucket:
     end) of the elements that this rank updates: its shard with stage 1 or higher, else everything. own_param, own_grad,
     master (master weights), moments: each has only the elements `owned`. staging: a pinned buffer, only with offload
     from a GPU. It carries the gradient to the CPU, then the new weights back. ranges: `owned`, cut into ranges of
-    consecutive elements. In a range all elements are cut over tp or none is, and all decay or none does. pieces: for
-    each parameter, its elements in `owned` (`layout.py`). params: the nn.Parameters, views into `param`, in the order
-    of layout.specs.
+    consecutive elements. A range has elements of one kind: all cut over tp or all replicated, all with weight decay or
+    all without. pieces: for each parameter, its elements in `owned` (`layout.py`). params: the nn.Parameters, views
+    into `param`, in the order of layout.specs.
     """
 
     def __init__(self, layout, stage, dp, holders, storage):
@@ -132,7 +133,7 @@ class Bucket:
 
     @property
     def cast(self):
-        """`own_param`, if it is another buffer than `master`; else None."""
+        """The buffer to which an update copies the new master weights: `own_param`. None: it is `master` itself."""
         return None if self.own_param is self.master else self.own_param
 
     def defer_to(self, products):
@@ -339,7 +340,7 @@ class Zero:
         pieces = self._counted_pieces()
         if not pieces:
             return torch.zeros((), dtype=torch.float64, device=self.device)
-        if self.counted is None:  # built once, because the host waits for a copy to the device
+        if self.counted is None:  # built once, because the CPU waits for a copy to the GPU
             self.counted = torch.tensor([counts for _, counts in pieces], dtype=torch.float64, device=self.device)
         return (self.ops.squared_norms([piece for piece, _ in pieces]) * self.counted).sum()
 
