@@ -66,11 +66,6 @@ def with_bodies(text, new):
     return "".join(lines)
 
 
-def bodies(text, names):
-    lines = text.splitlines(keepends=True)
-    return {name: lines[slice(*place(lines, name))] for name in names}
-
-
 def blank(number, text):
     """Return the text of the exercise's file with empty functions. Whoever calls one gets one line and exit code 2."""
     new = {}
@@ -95,7 +90,6 @@ def start(number):
     e = exercise(number)
     file, questions = ROOT / e["file"], ROOT / f"mine/{number}.txt"
     file.write_text(blank(number, file.read_text(encoding="utf-8")), encoding="utf-8")
-    questions.parent.mkdir(exist_ok=True)
     if not questions.exists():
         asked = ["\n".join([*(f"# {text}" for text in q["ask"]), f"{q['name']} = ?\n"]) for q in e["predict"]]
         questions.write_text("\n".join(asked), encoding="utf-8")
@@ -107,10 +101,10 @@ def stop(number):
     """Put the committed functions back, and keep the answer in mine/. Return the text to show."""
     e = exercise(number)
     file, kept = ROOT / e["file"], ROOT / f"mine/{number}_{Path(e['file']).name}"
-    text = file.read_text(encoding="utf-8")
-    kept.parent.mkdir(exist_ok=True)
+    text, ours = file.read_text(encoding="utf-8"), committed(e["file"]).splitlines(keepends=True)
     kept.write_text(text, encoding="utf-8")
-    file.write_text(with_bodies(text, bodies(committed(e["file"]), e["functions"])), encoding="utf-8")
+    bodies = {name: ours[slice(*place(ours, name))] for name in e["functions"]}
+    file.write_text(with_bodies(text, bodies), encoding="utf-8")
     return f"{e['file']}: the project's functions again; your file is mine/{kept.name}"
 
 
@@ -211,10 +205,10 @@ def main(arguments=None):
             print(f"{number:>2} {state(number):<6} {english}\n          {japanese}")
         return
     number, folder = words[0], Path(words[1]) if len(words) > 1 else ROOT
+    (ROOT / "mine").mkdir(exist_ok=True)
     if command == "judge":
         green = report(number, folder)
         if folder == ROOT:
-            (ROOT / "mine").mkdir(exist_ok=True)
             (ROOT / f"mine/{number}.state").write_text("green" if green else "red", encoding="utf-8")
         sys.exit(not green)
     print(start(number) if command == "start" else stop(number))

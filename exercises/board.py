@@ -3,7 +3,7 @@
 import sys
 
 from accounts import draw, report
-from errors import UserError, exit_on_user_error
+from errors import exit_on_user_error
 from parallel import schedules
 from parallel.schedules import Action
 
@@ -16,11 +16,7 @@ def leaderboard():
     """All synchronous schedules, in two classes, the smallest peak first. No schedule of its class beats BEST."""
     rows = [(PLAIN, *best, "the best possible") for best in BEST]
     for name in schedules.SCHEDULES.keys() - schedules.ASYNCHRONOUS:
-        try:
-            picture = draw.simulated(name, schedules.usual_chunks(name), P, M, COST, COMM)
-        except UserError as error:
-            print(f"{name}: {error}")
-            continue
+        picture = draw.simulated(name, schedules.usual_chunks(name), P, M, COST, COMM)
         kinds = {action.kind for action in picture.schedule.actions[0]}
         plain = len(picture.schedule.parts) == P and kinds == {"F", "B"}
         rows.append((PLAIN if plain else "others", max(picture.timeline.peak), picture.timeline.bubble, name))

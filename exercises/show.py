@@ -11,7 +11,6 @@ Tests and this file use the same tiny model (`test_layouts.py`).
 import sys
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -37,8 +36,8 @@ def flops():
         n = GPT(c, None).num_parameters()
         yours = model_flops(c, TOKENS / c.seq_length)
         more = hardware_flops(c, TOKENS / c.seq_length) / yours
-        rows.append((name, f"{n:.4g}", f"{TOKENS:.3g}", f"{5.7 * n * TOKENS:.3g}", f"{yours:.3g}"))
-        rows[-1] += f"{yours / n / TOKENS:.3f}", f"{more:.3f}"
+        numbers = n, TOKENS, 5.7 * n * TOKENS, yours, yours / n / TOKENS, more
+        rows.append((name, *(f"{number:.4g}" for number in numbers)))
     print(aligned(rows, 1), end="\n\n")
     machines = [("machine", f"days for your {yours:.3g} FLOPs of gpt3_175b, at {scaling.MFU} of the peak")]
     for name, (devices, _) in scaling.MACHINES.items():
@@ -105,10 +104,5 @@ def groups():
         print(f"{axis:<5}", *sorted({getattr(mesh, axis).ranks for mesh in found}))
 
 
-def main():
-    torch.set_num_threads(1)
-    {show.__name__: show for show in (flops, losses, ratios, groups)}[sys.argv[1]]()
-
-
 if __name__ == "__main__":
-    exit_on_user_error(main)
+    exit_on_user_error({"flops": flops, "losses": losses, "ratios": ratios, "groups": groups}[sys.argv[1]])
