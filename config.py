@@ -2,10 +2,11 @@
 
     torchrun --nproc_per_node=4 train.py configs/gpt2_345m.py --tp=2 --lr=3e-4
 
-The file is plain Python that assigns fields. A field on the command line replaces the file's value. `--help` prints the
-comment beside each field. Most fields have Megatron-LM's names, in snake case; a comment gives Megatron-LM's name where
-it differs. `load` refuses an unknown name and a value of a wrong type. `check` refuses unknown choices and sizes that
-are not divisible, before anything is allocated.
+The file is plain Python that assigns fields. It may begin with those of another file (`from configs.gpt2_124m import
+*`). A field on the command line replaces the file's value. `--help` prints the comment beside each field. Most fields
+have Megatron-LM's names, in snake case; a comment gives Megatron-LM's name where it differs. `load` refuses an unknown
+name and a value of a wrong type. `check` refuses unknown choices and sizes that are not divisible, before anything is
+allocated.
 """
 
 import argparse
