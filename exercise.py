@@ -16,7 +16,6 @@ functions but their names: their lines are found in the file, and their solution
 """
 
 import ast
-import importlib
 import io
 import re
 import subprocess
@@ -32,14 +31,13 @@ from testing.defects import run_tests
 
 ROOT = Path(__file__).parent
 LINES = 16  # of the message of a red lamp: a table of gradients and its cause
+FORMAT = "# Write one number each, such as 8,192 or 0.11 or 3/27 (at most 1% off). 数を1つずつ書いてください。\n"
 
 
 def exercise(number):
     """Return the table of exercises/`number`.toml. Raises UserError if there is none."""
-    path = ROOT / f"exercises/{number}.toml"
-    if not path.exists():
-        raise UserError(f"exercise {number}: should be one of {', '.join(map(str, numbers()))}")
-    return tomllib.loads(path.read_text(encoding="utf-8"))
+    with reading(f"exercise {number}: should be one of {', '.join(map(str, numbers()))}"):
+        return tomllib.loads((ROOT / f"exercises/{number}.toml").read_text(encoding="utf-8"))
 
 
 def numbers():
@@ -66,6 +64,11 @@ def with_bodies(text, new):
     return "".join(lines)
 
 
+def bodies(text, names):
+    lines = text.splitlines(keepends=True)
+    return {name: lines[slice(*place(lines, name))] for name in names}
+
+
 def blank(number, text):
     """Return the text of the exercise's file with empty functions. Whoever calls one gets one line and exit code 2."""
     new = {}
@@ -86,13 +89,20 @@ def git(*words):
 
 
 def start(number):
-    """Empty the functions of an exercise, and write the questions to mine/`number`.txt. Return the text to show."""
+    """Empty the functions of an exercise, and write the questions to mine/`number`.txt. Return the text to show.
+
+    Raises UserError if an exercise is open in the same file: its answer would be lost, or would be missing here.
+    """
     e = exercise(number)
     file, questions = ROOT / e["file"], ROOT / f"mine/{number}.txt"
-    file.write_text(blank(number, file.read_text(encoding="utf-8")), encoding="utf-8")
+    text, sharing = file.read_text(encoding="utf-8"), [x for x in map(exercise, numbers()) if x["file"] == e["file"]]
+    names = [name for x in sharing for name in x["functions"]]
+    if bodies(text, names) != bodies(committed(e["file"]), names):
+        raise UserError(f"{e['file']}: another exercise is open in it; first: python exercise.py stop NUMBER")
+    file.write_text(blank(number, text), encoding="utf-8")
     if not questions.exists():
         asked = ["\n".join([*(f"# {text}" for text in q["ask"]), f"{q['name']} = ?\n"]) for q in e["predict"]]
-        questions.write_text("\n".join(asked), encoding="utf-8")
+        questions.write_text("\n".join([FORMAT, *asked]), encoding="utf-8")
     todo = ", ".join(f"`{name}`" for name in e["functions"])
     return "\n".join([title(number), *e["task"], f"write: {e['file']} {todo}", f"predict first: mine/{number}.txt"])
 
@@ -101,10 +111,9 @@ def stop(number):
     """Put the committed functions back, and keep the answer in mine/. Return the text to show."""
     e = exercise(number)
     file, kept = ROOT / e["file"], ROOT / f"mine/{number}_{Path(e['file']).name}"
-    text, ours = file.read_text(encoding="utf-8"), committed(e["file"]).splitlines(keepends=True)
+    text = file.read_text(encoding="utf-8")
     kept.write_text(text, encoding="utf-8")
-    bodies = {name: ours[slice(*place(ours, name))] for name in e["functions"]}
-    file.write_text(with_bodies(text, bodies), encoding="utf-8")
+    file.write_text(with_bodies(text, bodies(committed(e["file"]), e["functions"])), encoding="utf-8")
     return f"{e['file']}: the project's functions again; your file is mine/{kept.name}"
 
 
@@ -112,52 +121,42 @@ def stop(number):
 
 
 def judge(number, text):
-    """Return ([(lamp, None or the message of a failure)], the output of the exercise's commands).
+    """Return ([(lamp, None or the message of a failure)], the formulas' numbers, the output of the commands to show).
 
-    text: the answer, a whole file. It is judged in a copy of the last commit.
+    text: the answer, a whole file. It is judged in a copy of the last commit. The numbers are those of this commit.
     """
     e = exercise(number)
     with tempfile.TemporaryDirectory() as folder:
         tarfile.open(fileobj=io.BytesIO(git("archive", "HEAD"))).extractall(folder, filter="data")
+        numbers = run(folder, ["-m", "exercises.formulas", *(q["formula"] for q in e["predict"])])
         (Path(folder) / e["file"]).write_text(text, encoding="utf-8")
         results = run_tests(folder, [lamp["test"] for lamp in e["lamp"]])
-        shown = [run(folder, command) for command in e["show"]]
+        shown = [f"$ python {command}\n{run(folder, command.split())}" for command in e["show"]]
     judged = []
     for lamp in e["lamp"]:
         messages = [message for test, message in results if lamp["test"] in (test, test.partition("[")[0])]
         failed = [message for message in messages or ["the test did not run"] if message is not None]
         judged.append((lamp, failed[0] if failed else None))
-    return judged, "\n".join(shown)
+    return judged, [*map(float, numbers.split())], "\n".join(shown)
 
 
-def run(folder, command):
-    """Return what a command of the project prints in `folder`, with the command."""
-    done = subprocess.run([sys.executable, *command.split()], cwd=folder, capture_output=True, text=True)
-    return f"$ python {command}\n{done.stdout}{done.stderr}"
+def run(folder, words):
+    """Return what a command of the project prints in `folder`."""
+    done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True)
+    return done.stdout + "".join(done.stderr.splitlines(keepends=True)[-1:])  # the error, without its traceback
 
 
 def predictions(number, text):
-    """Return lines that compare the answers in `text` (mine/`number`.txt) with the formulas.
+    """Return the answers [(name, number)] in `text` (mine/`number`.txt), none until all questions have an answer.
 
-    Nothing is revealed before all questions have an answer.
+    Raises UserError for an answer that is no number.
     """
-    questions = exercise(number)["predict"]
     said = dict(re.findall(r"(?m)^(\w+) *= *(.*?) *$", text))
-    if any(said.get(q["name"], "?") == "?" for q in questions):
-        return [f"mine/{number}.txt: answer all questions, then the right numbers are shown"]
-    lines = []
-    for q in questions:
-        with reading(f"mine/{number}.txt: {q['name']} = {said[q['name']]}"):
-            mine = float(Fraction(said[q["name"]].replace(",", "")))
-        right = float(formula(q["formula"]))
-        good = abs(mine - right) <= 0.01 * abs(right)
-        lines.append(f"{mark(good)}  {q['name']}: you {mine:g}, the formula {right:g}")
-    return lines
-
-
-def formula(text):
-    """Return the value of a formula of a TOML file. It uses the project's prediction functions."""
-    return eval(text, vars(importlib.import_module("exercises.formulas")))
+    answers = [(q["name"], said.get(q["name"], "?")) for q in exercise(number)["predict"]]
+    if "?" in (answer for _, answer in answers):
+        return []
+    with reading(f"mine/{number}.txt: an answer should be one number such as 8,192 or 3/27"):
+        return [(name, float(Fraction(re.sub(r",(?=\d{3}\b)", "", answer)))) for name, answer in answers]
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -182,15 +181,23 @@ def state(number):
 def report(number, folder):
     """Judge and print the file and predictions in `folder`. Return True if all lamps are green (bonus may be red)."""
     e, asked = exercise(number), folder / f"mine/{number}.txt"
-    judged, shown = judge(number, (folder / e["file"]).read_text(encoding="utf-8"))
-    print(title(number), *predictions(number, asked.read_text("utf-8") if asked.exists() else ""), sep="\n")
+    mine = predictions(number, asked.read_text("utf-8") if asked.exists() else "")
+    text = (folder / e["file"]).read_text(encoding="utf-8")
+    with reading(e["file"], SyntaxError):
+        ast.parse(text)
+    judged, numbers, shown = judge(number, text)
+    print(shown, title(number), sep="\n")
+    for (name, answer), right in zip(mine, numbers, strict=False):
+        good = abs(answer - right) <= 0.01 * abs(right)
+        print(mark(good), f"{name}: you {answer:,.10g}, the formula {right:,.10g}", sep="  ")
+    if not mine:
+        print(f"mine/{number}.txt: answer all questions, then the right numbers are shown")
     for lamp, message in judged:
         print(mark(message is None, "bonus" in lamp), f"{lamp['idea'][0]}\n       {lamp['idea'][1]}", sep="  ")
         if message is not None:
-            lines = [line for line in message.splitlines() if line.strip(" ^~")]
+            lines = [line for line in message.splitlines() if line.strip(" ^~") and "-v to get" not in line]
             lines = lines[-6:] if "Traceback" in message else lines[:LINES]  # its last line says what happened
             print(*(f"       | {line}" for line in lines), sep="\n")
-    print(shown)
     return all(message is None or "bonus" in lamp for lamp, message in judged)
 
 

@@ -146,21 +146,25 @@ def test_published_timers_and_validation_lines():
 # --- FLOPs, peaks, MFU ------------------------------------------------------------------------------------------------
 
 
-def test_model_flops_count_every_product_of_the_blocks_and_the_head():
+@pytest.mark.parametrize("experts, top_k", [(0, 1), (4, 2)])
+def test_model_flops_count_every_product_of_the_blocks_and_the_head(experts, top_k):
     b, s, h, a, L, V = 2, 24, 32, 4, 3, 128
 
     def zeros(*shape):
         return torch.zeros(shape, requires_grad=True)
 
-    qkv, projection, up, down, head = zeros(h, 3 * h), zeros(h, h), zeros(h, 4 * h), zeros(4 * h, h), zeros(h, V)
+    qkv, projection, router = zeros(h, 3 * h), zeros(h, h), zeros(h, experts)
+    up, down, head = zeros(h, 4 * h), zeros(4 * h, h), zeros(h, V)
     with FlopCounterMode(display=False) as counter:
         x = zeros(b, s, h)
         for _ in range(L):
             q, k, v = (x @ qkv).view(b, s, 3, a, h // a).permute(2, 0, 3, 1, 4)  # [b, a, s, d] each
             x = ((q @ k.mT) @ v).transpose(1, 2).reshape(b, s, h) @ projection
-            x = x @ up @ down
+            x = (x @ router).sum() + x if experts else x
+            x = sum(x @ up @ down for _ in range(top_k))
         (x @ head).sum().backward()
-    config = Config(num_layers=L, hidden_size=h, num_attention_heads=a, seq_length=s, vocab_size=V)
+    sizes = dict(num_layers=L, hidden_size=h, num_attention_heads=a, seq_length=s, vocab_size=V)
+    config = Config(experts=experts, top_k=top_k, **sizes)
     ours, counted = log.model_flops(config, batch=b), counter.get_total_flops()
     assert ours == pytest.approx(counted, rel=1e-12), f"model_flops is {ours / counted:.6g} of what PyTorch counts"
 

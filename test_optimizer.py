@@ -66,7 +66,11 @@ def test_sgd_is_torch_sgd():
         theirs.grad = drawn(5, update + 1)
         rule.step()
         optimizer.sgd(w, theirs.grad * 4, [], lr=1e-2, decay=0.1, scale=0.25)
-        wrong = {"moved along the gradient, not against it": before * (1 - 1e-3) + 1e-2 * theirs.grad}
+        wrong = {
+            "moved along the gradient, not against it": before * (1 - 1e-3) + 1e-2 * theirs.grad,
+            "made without `scale`": before * (1 - 1e-3) - 4e-2 * theirs.grad,
+            "the old one: change `weight` in place": before,
+        }
         same_tensor(f"the weight after update {update + 1}", w, theirs.detach(), wrong)
 
 

@@ -38,16 +38,14 @@ def same_versions(schedule, rank, theory):
 
 
 def test_the_versions_of_the_theory():
-    """Stage i keeps min(p-i, max(1, M-(p-1-i))) versions, and p-i from M = 2p-1 on. 2BW keeps at most two."""
+    """Stage i keeps min(p-i, max(1, M-(p-1-i))) versions."""
     for p, M in itertools.product(range(1, 9), range(1, 25)):
         schedule = build("pipedream", p, M)
         for i in range(p):
             same_versions(schedule, i, [max(k - 1 - (p - 1 - i), 0) for k in range(1, M + 1)])
             kept, _ = kept_versions(schedule, i, [i])
-            assert kept == min(p - i, max(1, M - (p - 1 - i))), (
-                f"rank {i} of {p} keeps {kept} versions, {M} micro-batches"
-            )
-            assert M < 2 * p - 1 or kept == p - i
+            theory = min(p - i, max(1, M - (p - 1 - i)))  # p - i from M = 2p - 1 on
+            assert kept == theory, f"rank {i} of {p} keeps {kept} versions of {M} micro-batches; should be {theory}"
             for j, action in ((action.microbatch, action) for action in schedule.actions[i] if action.kind == "F"):
                 before = schedule.actions[i][: schedule.actions[i].index(action)]
                 made = sum(a.kind == "U" for a in before)
@@ -55,12 +53,15 @@ def test_the_versions_of_the_theory():
         if p > 1:
             tied = [kept_versions(schedule, rank, [0, p - 1]) for rank in (0, p - 1)]
             assert tied == [(min(p, max(1, M - p + 1)), 1), (1, min(p, M))]
+
+
+def test_2bw_keeps_two_versions():
     for p, m, n in itertools.product((1, 2, 4), (4, 5), range(1, 6)):
         schedule = build("pipedream-2bw", p, m * n, 1, m)
         for i in range(p):
             same_versions(schedule, i, [max((k - 1) // m - 1, 0) for k in range(1, m * n + 1)])
-            kept, _ = kept_versions(schedule, i, [i])
-            assert kept == min(2, max(1, n - 1)), f"pipedream-2bw: rank {i} of {p} keeps {kept} versions, {n} updates"
+            (kept, _), most = kept_versions(schedule, i, [i]), min(2, max(1, n - 1))
+            assert kept == most, f"2BW: rank {i} of {p} keeps {kept} versions of {n} updates; should be {most}"
 
 
 def test_the_drawing_shows_updates_and_versions(capsys):

@@ -80,6 +80,7 @@ def check_column_parallel(enter, packed):
     whole_x, x = x, x[rows].clone().requires_grad_()
     shape = (3, -1) if packed else (-1,)
     our_w, our_bias = (with_buffer(mine(part, 0).unflatten(0, shape)) for part in (w, bias))
+    our_bias.grad.fill_(1.0)  # of an earlier micro-batch
     out = Linear.apply(x, our_w, our_bias, enter, None, tp)
     out = torch.cat(out, 1) if packed else out
     close_on(tp, "y", out.detach(), mine(y, 1), {"the product without the bias": whole_x @ mine(w, 0).T})
@@ -88,7 +89,8 @@ def check_column_parallel(enter, packed):
     close_on(tp, "dx", x.grad, dx[rows], {"its own share, not the sum over tp": share[rows]})
     own_rows = {"made of its own rows of x only, not of the gathered x": mine(dy, 1)[rows].T @ whole_x[rows]}
     close_on(tp, "dw", our_w.grad.flatten(0, -2), mine(dw, 0), own_rows)
-    close_on(tp, "db", our_bias.grad.flatten(), mine(db, 0))
+    alone = {"that of the last micro-batch alone: it is not added to `bias.grad`": mine(db, 0)}
+    close_on(tp, "db", our_bias.grad.flatten(), 1 + mine(db, 0), alone)
 
 
 def check_row_parallel(leave):

@@ -226,7 +226,9 @@ def pictures_of(options):
         shared = options.stages, options.microbatches, {"F": F, "B": I + W, "I": I, "W": W}, options.comm
         several = {name for name in options.names if schedules.SCHEDULES.get(name) and schedules.usual_chunks(name) > 1}
         pictures = [simulated(name, options.chunks if name in several else 1, *shared) for name in options.names]
-    return pictures + [simulated("pipedream", 1, *shared, stashing=False)] * options.without_stashing
+        if options.without_stashing:
+            pictures.append(simulated("pipedream", 1, *shared, stashing=False))
+    return pictures
 
 
 def main(arguments=None):

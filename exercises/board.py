@@ -17,7 +17,7 @@ def leaderboard():
     rows = [(PLAIN, *best, "the best possible") for best in BEST]
     for name in schedules.SCHEDULES.keys() - schedules.ASYNCHRONOUS:
         picture = draw.simulated(name, schedules.usual_chunks(name), P, M, COST, COMM)
-        kinds = {action.kind for action in picture.schedule.actions[0]}
+        kinds = {action.kind for actions in picture.schedule.actions for action in actions}
         plain = len(picture.schedule.parts) == P and kinds == {"F", "B"}
         rows.append((PLAIN if plain else "others", max(picture.timeline.peak), picture.timeline.bubble, name))
     texts = [(what, name, f"{peak:g}", f"{bubble:.4f}") for what, peak, bubble, name in sorted(rows)]

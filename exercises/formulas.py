@@ -1,4 +1,9 @@
-"""The right answers of the exercises' predictions come from these functions. They are the project's own."""
+"""Compute the right answers of the exercises' predictions with the project's own functions.
+
+python -m exercises.formulas "kept(2, zero=1)" "by_formula(FORMULAS['1f1b'].bubble, p=4, m=8)"
+"""
+
+import sys
 
 import config as configuration
 from accounts import memory, scaling, traffic
@@ -13,17 +18,19 @@ def tiny(**fields):
 
 
 def sent(ranks, axis, what=None, column=1, **fields):
-    """Return the bytes that rank 0 of `ranks` sends over an axis in a step of `tiny(**fields)`. what: only these."""
+    """Return the bytes that rank 0 of `ranks` sends over an axis in a step of `tiny(**fields)`. what: only these.
+
+    column=0: the number of communications.
+    """
     rows = traffic.predict(tiny(**fields), ranks).sent[0].items()
     return sum(row[column] for (name, kind, _), row in rows if name == axis and what in (None, kind))
-
-
-def calls(ranks, axis, what=None, **fields):
-    """Return how many communications they are."""
-    return sent(ranks, axis, what, column=0, **fields)
 
 
 def kept(ranks, what=None, **fields):
     """Return the bytes of model states that rank 0 of `ranks` keeps in a step of `tiny(**fields)`. what: only these."""
     p = traffic.predict(tiny(**fields), ranks)
     return sum(size for name, size in memory.rank_states(p.layout, 0, p.sizes).items() if what in (None, name))
+
+
+if __name__ == "__main__":
+    print(*(float(eval(text)) for text in sys.argv[1:]))

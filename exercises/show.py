@@ -1,6 +1,6 @@
 """Show what your functions compute, beside the slides and the usual mistakes.
 
-    python -m exercises.show flops      exercise 1: GPT-3's FLOPs, and the machines of the slides
+    python -m exercises.show flops      exercise 1: GPT-3's FLOPs
     python -m exercises.show losses     exercise 3: your AdamW, beside the slide's Adam and epsilon inside the root
     python -m exercises.show ratios     exercise 7: LAMB's trust ratio of each layer
     python -m exercises.show groups     exercise 12: the groups of 8 ranks with tp=2, pp=2
@@ -16,7 +16,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import config as configuration
 import train
-from accounts import scaling
 from accounts.report import aligned
 from errors import exit_on_user_error
 from log import hardware_flops, model_flops
@@ -30,7 +29,7 @@ TOKENS = 300e9  # of all sizes of GPT-3
 
 def flops():
     """Print a table of GPT-3's sizes: 5.7 N D (the slide), and the functions of log.py."""
-    rows = [("model", "N", "D", "slide: 5.7ND", "yours", "yours / ND", "recompute=full / yours")]
+    rows = [("model", "N", "D", "slide: 5.7ND", "yours", "yours / ND: 6 + attention", "recompute=full / yours")]
     for name in ("gpt3_1b3", "gpt3_13b", "gpt3_175b"):
         c = configuration.load([f"configs/{name}.py", "--recompute=full"])
         n = GPT(c, None).num_parameters()
@@ -38,11 +37,7 @@ def flops():
         more = hardware_flops(c, TOKENS / c.seq_length) / yours
         numbers = n, TOKENS, 5.7 * n * TOKENS, yours, yours / n / TOKENS, more
         rows.append((name, *(f"{number:.4g}" for number in numbers)))
-    print(aligned(rows, 1), end="\n\n")
-    machines = [("machine", f"days for your {yours:.3g} FLOPs of gpt3_175b, at {scaling.MFU} of the peak")]
-    for name, (devices, _) in scaling.MACHINES.items():
-        machines.append((name, f"{yours / (scaling.MFU * scaling.per_day(devices)):,.1f}"))
-    print(aligned(machines, 1))
+    print(aligned(rows, 1))
 
 
 def slides_adam(sign):
@@ -87,21 +82,22 @@ def ratios():
     print(aligned([rows[0], *lines], 1))
 
 
-def meshes(ranks=8, tp=2, pp=2):
-    """Yield the Mesh of each rank. No process starts: torch's fake group pretends that the other ranks exist."""
+def meshes(ranks=8, tp=2, pp=2, cp=1):
+    """Return the Mesh of each rank. No process starts: torch's fake group pretends that the other ranks exist."""
+    found = []
     for rank in range(ranks):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
         try:
-            yield Mesh(tp, pp)
+            found.append(Mesh(tp, pp, cp))
         finally:
             dist.destroy_process_group()
+    return found
 
 
 def groups():
     """Print the groups of the axes."""
-    found = list(meshes())
     for axis in ("tp", "pp", "dp", "world"):
-        print(f"{axis:<5}", *sorted({getattr(mesh, axis).ranks for mesh in found}))
+        print(f"{axis:<5}", *sorted({getattr(mesh, axis).ranks for mesh in meshes()}))
 
 
 if __name__ == "__main__":

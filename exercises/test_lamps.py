@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 
 import log
+import reference
 import train
 from config import Config
+from errors import UserError
 from exercises.show import meshes
 from parallel import optimizer, schedules, tensor, zero
 from parallel.comm import Pending
@@ -77,12 +79,15 @@ def test_backward_of_a_linear(what):
     ours = [torch.nn.Parameter(tensor.detach().clone()) for tensor in (x, w, b)]
     for p in ours[1:]:
         p.grad, p.deferred = torch.zeros_like(p), None
+    buffers = [p.grad for p in ours[1:]]
     for _ in range(1 + what.startswith("the sum")):
         ours[0].grad = None
-        Linear.apply(*ours, "copy", None, Mesh().tp).backward(dy.detach())
+        Linear.apply(*ours, "copy", None, Mesh().tp, reference).backward(dy.detach())
     if what.startswith("the sum"):
-        last = {"the last micro-batch's alone: `.grad` is overwritten, not added to": w.grad}
-        same_tensor("the sum of dW over two micro-batches", ours[1].grad, 2 * w.grad, last)
+        for name, p, buffer, right in zip(["dW", "db"], ours[1:], buffers, [w.grad, b.grad], strict=True):
+            assert p.grad is buffer, f"{name}: `.grad` is a new tensor; add in place, it is a view into a bucket"
+            last = {"the last micro-batch's alone: `.grad` is overwritten, not added to": right}
+            same_tensor(f"the sum of {name} over two micro-batches", p.grad, 2 * right, last)
     else:
         i = ["dx", "dW", "db"].index(what)
         same_tensor(f"{what} (compared with autograd's)", ours[i].grad, (x, w, b)[i].grad)
@@ -112,10 +117,12 @@ def test_adam(what):
     _, g, (m, v) = buffers()
     direction = optimizer.adam_direction(4 * g, m, v, 0.25, T, B1, B2, EPS)
     i = ["m", "v", "direction"].index(what)
-    wrong = {
+    wrong = {} if what == "direction" else {f"the old one: change `{what}` in place": buffers()[2][i]}
+    wrong |= {
         "the slide's: it subtracts the gradient": adam(slide=-1)[i],
         "made with epsilon inside the root": adam(inside=True)[i],
         "made without the division by 1 - b^t": adam(t=1e9)[i],
+        "made with b^(t+1)": adam(t=T + 1)[i],
     }
     same_tensor(f"{what} of Adam", (m, v, direction)[i], adam()[i], wrong)
 
@@ -123,7 +130,12 @@ def test_adam(what):
 def test_adamw_decays_the_weight_itself():
     (w, g, moments), before, step = buffers(), drawn(6), LR * adam()[2]
     optimizer.adamw(w, g, moments, **CONSTANTS)
-    wrong = {"made without the weight decay": before - step, "moved along the gradient, not against it": before + step}
+    wrong = {
+        "made without the weight decay": before - step,
+        "moved along the gradient, not against it": before + step,
+        "the old one: change `weight` in place": before,
+        "made with the decay of the weight after the step": (before - step) * (1 - LR * DECAY),
+    }
     same_tensor("the weight after AdamW", w, before - step - LR * DECAY * before, wrong)
 
 
@@ -234,8 +246,10 @@ def test_lambs_direction_is_adamws_with_decay():
     ids=["matrix", "bias", "zero"],
 )
 def test_trust_ratio(layerwise, norm, right):
-    """The update is lr * ratio * direction. The ratio is 1 for a bias, and where the weight is 0."""
+    """The update is lr * ratio * direction. The ratio is 1 for a bias, and where the weight or the direction is 0."""
     w, direction, _ = buffers()
+    if norm == 0:
+        optimizer.apply_lamb(w.clone(), 0 * direction, [], WHOLE, 0.0, lr=LR, decay=DECAY, layerwise=True)
     optimizer.apply_lamb(w, direction, [], norm, DIRECTION, lr=LR, decay=DECAY, layerwise=layerwise)
     before, direction, _ = buffers()
     found, part = ratio(before - w, LR * direction), (before.norm() / direction.norm()).item()
@@ -289,6 +303,11 @@ def test_2bw_updates_after_the_last_micro_batch_of_an_update():
         assert made == n, f"{m * n} micro-batches, {m} in an update: a rank makes {made} updates; should make {n}"
 
 
+def test_pipedream_refuses_another_per_update():
+    with pytest.raises(UserError, match="per_update=2"):
+        schedules.build("pipedream", 4, 8, 1, 2)
+
+
 def test_pipedream_keeps_few_versions():
     for p in (1, 2, 4, 6):
         for r in range(p):
@@ -324,6 +343,11 @@ AXES = {  # axis: (its groups, why)
     "dp": ([(0, 4), (1, 5), (2, 6), (3, 7)], "dp sends least often, so its ranks are farthest from one another"),
     "world": ([tuple(range(8))], "the world has all ranks"),
 }
+CONTEXT_AXES = {  # with tp=2, cp=2: the cp ranks share samples, and are data ranks, too
+    "tp": [(0, 1), (2, 3), (4, 5), (6, 7)],
+    "cp": [(0, 2), (1, 3), (4, 6), (5, 7)],
+    "dp": [(0, 2, 4, 6), (1, 3, 5, 7)],
+}
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -338,6 +362,18 @@ def test_each_rank_is_in_its_groups_at_its_index():
         for axis in (mesh.world, mesh.dp, mesh.pp, mesh.tp, mesh.back):
             text = f"rank {rank}: its index on {axis.name} is {axis.rank}, and the ranks there are {axis.ranks}"
             assert mesh.rank == rank == axis.ranks[axis.rank], text
+
+
+@pytest.mark.parametrize("axis", CONTEXT_AXES)
+def test_groups_with_context_parallelism(axis):
+    groups, found = CONTEXT_AXES[axis], meshes(tp=2, pp=1, cp=2)
+    sets = sorted({getattr(mesh, axis).ranks for mesh in found})
+    assert sets == groups, f"on 8 ranks with tp=2, cp=2, the groups of {axis} are {sets}, not {groups}"
+    for rank, mesh in enumerate(found):
+        reader = (rank // 4, 2)  # ranks 0 to 3 read the same samples
+        assert mesh.reader == reader, f"rank {rank} reads {mesh.reader}, not {reader}"
+        index = getattr(mesh, axis).rank
+        assert getattr(mesh, axis).ranks[index] == rank, f"rank {rank}: its index on {axis} is {index}"
 
 
 def test_messages_back_have_a_group_of_their_own():

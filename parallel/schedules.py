@@ -444,9 +444,10 @@ def check_updates(schedule):
     Only the schedules in ASYNCHRONOUS have updates. `prerequisites` says which backwards must end before an update.
     """
     marks = [[action.microbatch for action in actions if action.kind == "U"] for actions in schedule.actions]
-    wanted = [] if schedule.versions is None else [*marks[0][:-1], schedule.microbatches - 1]
-    if marks != [wanted] * len(marks):
-        raise UserError(f"{schedule.name}: the ranks update after the micro-batches {marks}; should all be {wanted}")
+    last = [schedule.microbatches - 1] if schedule.versions else []
+    if any(mark != marks[0] or mark[-1:] != last for mark in marks):
+        should = f"should be equal lists that end with {last}" if last else "has no versions, so it has no updates"
+        raise UserError(f"{schedule.name}: the ranks update after the micro-batches {marks}; {should}")
 
 
 def prerequisites(schedule):
