@@ -57,10 +57,10 @@ class MicroBatch:
     ids: torch.Tensor  # [n] int64
     targets: torch.Tensor | None  # [n] int64: the next id of each token; None in generation
     place: torch.Tensor  # [s/cp]: the positions of this rank's tokens in a sample
-    positions: torch.Tensor  # [n or n/t]: the same for each row of this rank, so repeated for each sample
+    positions: torch.Tensor  # [n or n/t]: the position of each row of this rank: `place`, once for each sample
     rows: torch.Tensor  # [n or n/t]: sample number * s + position, of each row of this rank; for dropout masks
     dropout: float
-    weight: float = 0.0  # the factor of its mean loss in the loss of the step; the executor sets it in backward
+    weight: float = 0.0  # the executor's factor for its mean loss; only `experts.py` reads it, for the balance term
     caches: list | None = None  # in generation: for each block a list of past keys and values
 
     def drop(self, seed, site):

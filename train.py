@@ -116,7 +116,7 @@ def train(run, tokens, validation, logger):
     """
     c, mesh, counters, history = run.config, run.mesh, run.counters, History(run, logger.say)
 
-    def due(interval):  # did this call reach or pass a multiple? A call of PipeDream makes several updates
+    def due(interval):  # reached or passed a multiple of it in this turn? A turn of PipeDream makes several updates
         return last or (interval and counters.iteration // interval > before // interval)
 
     samples = data.training_samples(counters.consumed_samples, *mesh.reader, c.micro_batch_size)
@@ -326,8 +326,7 @@ def compare_hosts(c, mesh, tokens, path):
 def new_file(out_dir):
     """Context: make a file in out_dir, to see that rank 0 can write there. Yield its name.
 
-    The name is new: a network file system may deny a file for a while, if it was asked before the file was
-    made.
+    Each call has a new name: a network file system may remember for a while that a name did not exist.
     """
     with explained(f"out_dir={out_dir}"), tempfile.NamedTemporaryFile(dir=out_dir, buffering=0) as file:
         file.write(bytes(4096))  # a full disk may take a name, but no bytes

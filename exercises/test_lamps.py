@@ -189,11 +189,12 @@ def gradients_in_a_step(config):
 
     def count(when):
         whole = sum(bucket.grad.untyped_storage().size() > 0 for bucket in run.zero.buckets.values())
-        unfinished = sum(pending.work is not None for pending in run.zero.summing.values())
-        most.update({when: max(whole - most[when], 0), "unfinished": max(unfinished - most["unfinished"], 0)})
+        most[when] = max(most[when], whole)
 
     def watching(*arguments):
         count("in a backward")
+        unfinished = sum(pending.work is not None for pending in run.zero.summing.values())
+        most["unfinished"] = max(most["unfinished"], unfinished)
         product(*arguments)
 
     run.executor.after_action = lambda: count("between two micro-batches")

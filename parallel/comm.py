@@ -158,7 +158,7 @@ def all_to_all(x, axis, what):
 
 
 def rotate(x, axis, what):
-    """Send x to the next rank of the axis, from the last rank to the first. Return the tensor of the rank before.
+    """Send x to the next rank of the axis (the last sends to the first). Return the tensor of the rank before.
 
     It is one call. With two calls, NCCL would run each rank's send before its receive. A send ends only when it is
     received, so no rank would come to its receive.
@@ -179,7 +179,7 @@ def _collective(operation, axis, what, whole, result, call, *arguments):
 def send(x, axis, to, what, tag=0):
     """Send x to rank `to` of the axis. x must not change or be freed until it is sent.
 
-    On NCCL, x is used on a stream of its own. So PyTorch may free its memory later than the end of the send
+    NCCL reads x on its own CUDA stream. So PyTorch may free the memory of x some time after the end of the send
     (`recordStream`), and a GPU may use more memory for messages than `memory.py` counts.
     """
     x = x.contiguous()

@@ -176,8 +176,8 @@ class Layout:
     def passes(self, schedule, rank):
         """Return {bucket name: number of gradients that the bucket gets in a step on pipeline rank `rank`}.
 
-        This is one gradient per micro-batch and chunk that uses the bucket. The step of an asynchronous schedule is one
-        of the updates in its lists.
+        This is one gradient per micro-batch and chunk that uses the bucket. The lists of an asynchronous schedule have
+        several updates; then it is the number of one update.
         """
         forwards = [self.names(self.units[chunk]) for kind, _, chunk in schedule.actions[rank] if kind == "F"]
         count = Counter(itertools.chain(*forwards))
@@ -185,11 +185,12 @@ class Layout:
 
 
 def replica_sums(c, dp):
-    """Return the ledger's name of the sums over tp of the gradients of replicated parameters; None: there are none.
+    """Return the name in the ledger if gradients of replicated parameters must be summed over tp, otherwise None.
 
     With sequence parallelism each tp rank has a part of the sum over the tokens. Without it the tp ranks compute equal
-    gradients, but each has its own group of dp ranks. NCCL may add the numbers of two groups in different orders. With
-    more than two dp ranks the last digits may then differ, and the copies of a parameter would drift apart.
+    gradients, but each has its own group of dp ranks. NCCL may add the numbers of two groups in different orders. A sum
+    of three or more numbers depends on the order in its last digits. So with more than two dp ranks the copies of a
+    parameter would drift apart.
     """
     if c.sequence_parallel:
         return "partial gradients"

@@ -67,7 +67,7 @@ class Schedule(NamedTuple):
     parts: list  # parts[chunk]: the part of the model in this chunk; a pipeline begins at part 0
     placement: list  # placement[chunk]: the rank that runs this chunk
     actions: list  # actions[rank]: the Actions of this rank, in their order
-    versions: list | None = None  # [rank][j]: micro-batch j uses the weights after so many updates
+    versions: list | None = None  # [rank][j]: the number of updates in the weights of micro-batch j
 
     @property
     def microbatches(self):
@@ -165,8 +165,8 @@ def interleaved(stages, microbatches, chunks=2):
             F += [Action("F", j, c * p + rank) for c in range(v) for j in group]
             B += [Action("B", j, c * p + rank) for c in reversed(range(v)) for j in group]
         # In the first (v-1) p forwards, the first group runs through all of this rank's chunks except the last. Then
-        # the first micro-batch needs a forward on each of the p-1-rank later ranks, and as many backwards on its way
-        # back. During each of them this rank runs one more forward.
+        # the first micro-batch needs a forward on each later rank (there are p - 1 - rank), and as many backwards on
+        # its way back. During each of them this rank runs one more forward.
         warmup = (v - 1) * p + 2 * (p - 1 - rank)
         actions.append(F[:warmup] + alternate(F[warmup:], B))
     return Schedule("interleaved", list(range(v * p)), [c % p for c in range(v * p)], actions)
@@ -213,14 +213,16 @@ def zb_v(stages, microbatches, chunks=2):
         rank 1     F0 F1 F2   f0 F3     f1 i0 w0     f2 i1 w1 F4 I0 W0   f3 i2 w2 F5 I1 W1    f4 i3 w3 F6 I2 W2 ...
 
     Turn k+1 does for micro-batch j+1 what turn k does for micro-batch j. In turn k, rank r runs f of micro-batch k. The
-    action i starts on rank 0 and moves to the next rank in each turn, so rank r runs i and w of micro-batch k-r. When i
-    has arrived on rank p-1, I passes all ranks in one turn. So every rank runs I and W of micro-batch k-(p-1). The
-    first 2p-1-r forwards F of rank r run one in each turn before turn r. F of a later micro-batch j runs in turn j+r-p.
-    Near the end no forward is left, and other ranks wait for i and I. So rank r delays weight gradients. Each of its
-    last r actions w moves r-1 turns later, to the place of W. Each of its last p actions W moves 2r turns later. The
-    bubble is 0 if F, I and W take equal time and m >=
-    2p-1. If m < p, the lists are made for p micro-batches, and the actions of the last p-m are left out. Qi et al.,
-    arXiv 2401.10241 (not in the conference version) and 2405.15362 (V-ZB). Raises UserError if chunks is not 2.
+    action i starts on rank 0 and moves to the next rank in each turn, so rank r runs i and w of micro-batch k-r. In the
+    turn in which i runs on rank p-1, I runs on all ranks, from rank p-1 down to rank 0. So every rank runs I and W of
+    micro-batch k-(p-1). Rank r runs its first 2p-1-r forwards F before turn r, one in each turn. F of a later
+    micro-batch j runs in turn j+r-p. Near the end no forward is left to fill the time, and the next rank waits for i or
+    I. So rank r runs these first, and delays weight gradients: each of its last r actions w moves r-1 turns later, to
+    the place of W, and each of its last p actions W moves 2r turns later.
+
+    The bubble is 0 if F, I and W take equal time and m >= 2p-1. If m < p, the lists are made for p micro-batches, and
+    the actions of the last p-m are left out. Qi et al., arXiv 2401.10241 (not in the conference version) and 2405.15362
+    (V-ZB). Raises UserError if chunks is not 2.
     """
     p, m = stages, max(stages, microbatches)
     if p == chunks == 1:  # one stage has no way down and up
@@ -610,17 +612,17 @@ def messages(schedule):
 
     Posting does not wait (isend, irecv; the tensor is kept until the message is done). `Mailbox.post` (pipeline.py)
     posts the receives up to the next send; `Mailbox.send` posts this send. The Mailbox also waits for its oldest send
-    if more than two sends are unfinished. This wait cannot cause a deadlock: in the proof below, the next
-    action then needs one message more, and the simulation has this message ready before this action starts. A rank
-    posts receives as early as the order allows.
+    if more than two sends are unfinished. This wait cannot cause a deadlock: it only makes the next action wait for one
+    message more, an earlier send of this rank. In the simulation, this send is ready before that action starts. So the
+    proof below covers it, too. A rank posts receives as early as the order allows.
 
     **This never deadlocks**, even if each rank runs the messages in its queue strictly one by one. Proof: suppose that
     some actions never run. Let A be the first of these in the simulation. All actions before A on its rank have run, so
     A lacks only a message M. In the simulation, M is ready before A starts, and the messages before M are ready no
-    later than M. A producer ends no later than A starts, and takes some time. So it starts before A. A is the first
-    action that never runs, so these producers have run. Then both ends post M and all messages before M. These messages
-    run one after another, and A gets M. This is a contradiction. The proof only needs a timeline in which every
-    producer of a message takes some time. Real durations do not matter.
+    later than M. The actions that produce them end no later than A starts, and take some time. So they start before A.
+    A is the first action that never runs, so these producers have run. Then both ends post M and all messages before M.
+    These messages run one after another, and A gets M. This is a contradiction. The proof only needs a timeline in
+    which every producer of a message takes some time. Real durations do not matter.
 
     **No tensor that is ready waits for one that is not.** Messages to a higher rank have one process group. Messages to
     a lower rank have another one (`pipeline.axis_to`). So between two ranks each group has only one sender. The

@@ -151,7 +151,7 @@ class Linear(torch.autograd.Function):
         gathering = start(enter, x, tp, "activations")
         dx = dy @ w.flatten(0, -2)
         sending = start(CONJUGATE[enter], dx, tp, "activations")
-        # With its graph, x would keep the unit's input until the action W, so detach.
+        # detach: the graph of x refers to the unit's input, which would stay in memory until the action W
         product = WeightGradient(w, dy, gathering.wait().detach())
         if w.deferred is None:
             product.add()  # while dx is sent
@@ -161,8 +161,8 @@ class Linear(torch.autograd.Function):
 
 
 class WeightGradient(NamedTuple):
-    """The factors of dW = dy^T x. The action I stores them in `Executor.deferred`. The action W
-    (`Executor.weight_gradient`) multiplies them, and then frees dy and x.
+    """The factors of dW = dy^T x. In the action I, `w.deferred` is a list of `Executor.deferred`, and `Linear.backward`
+    appends to it. The action W (`Executor.weight_gradient`) multiplies the factors, and then frees dy and x.
     """
 
     w: nn.Parameter
@@ -268,7 +268,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, w, targets, vocab_size, enter, tp, ops):
         losses = x.new_full(targets.shape, torch.nan, dtype=torch.promote_types(x.dtype, torch.float32))
         ctx.save_for_backward(x)
-        ctx.losses = losses.detach()  # with their graph, ctx and losses would keep each other alive
+        ctx.losses = losses.detach()  # otherwise ctx and the graph of losses refer to each other, and live on
         ctx.arguments = w, targets, vocab_size, enter, tp, ops
         return losses
 

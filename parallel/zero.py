@@ -50,9 +50,9 @@ updates), two moments 8. Stage 1 divides 12 of these by n, stage 2 divides 16, s
 float32 (float64 in fp64 runs), for every dtype of the parameters.
 
 With `offload` the optimizer state stays in the CPU's memory, and the CPU makes the update. Once a step, gradients go to
-the CPU and weights come back (Ren et al., ZeRO-Offload, arXiv 2101.06840). On a GPU fp32
-then has separate master weights, too, and both copies go through one *pinned* buffer for each bucket. The operating
-system never moves pinned memory, so the GPU copies it directly.
+the CPU and weights come back (Ren et al., ZeRO-Offload, arXiv 2101.06840). On a GPU, fp32 then has separate master
+weights, too. Each bucket has one *pinned* buffer, through which the gradients go to the CPU, and later the new weights
+come back. The operating system never moves pinned memory, so the GPU copies it directly.
 """
 
 import itertools
@@ -133,7 +133,7 @@ class Bucket:
 
     @property
     def cast(self):
-        """The buffer to which an update copies the new master weights: `own_param`. None: it is `master` itself."""
+        """`own_param`, to which an update copies the new master weights. None if it is the same buffer as `master`."""
         return None if self.own_param is self.master else self.own_param
 
     def defer_to(self, products):
