@@ -218,7 +218,8 @@ def main(arguments=None):
         if folder == ROOT:
             (ROOT / f"mine/{number}.state").write_text("green" if green else "red", encoding="utf-8")
         sys.exit(not green)
-    print(start(number) if command == "start" else stop(number))
+    with reading(exercise(number)["file"], SyntaxError, StopIteration):  # the file can't be read, or lacks a function
+        print(start(number) if command == "start" else stop(number))
 
 
 if __name__ == "__main__":
