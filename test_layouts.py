@@ -137,7 +137,9 @@ def assert_same_model(results, reference, config, specs, first_step=None):
     message = differences(results, reference, config, specs, first_step)
     if message:
         pytest.fail(message, pytrace=False)
-    assert not any(result[4:] != ([],) for result in results), f"copies differ: {[result[4:] for result in results]}"
+    assert not any(result[4:] != ([],) for result in results), (
+        f"copies differ, a sum or its `wait` is missing: {[result[4:] for result in results]}"
+    )
 
 
 def check_layout(configs, on_ranks, steps=FEW):

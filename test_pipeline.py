@@ -313,7 +313,8 @@ def test_validation_is_the_same_in_every_layout(workers, tokens_dir, tmp_path, l
     expected = validation_losses(configured(tmp_path / "one", tokens_dir, micro_batch_size=24, **fields))
     config = configured(tmp_path / "many", tokens_dir, micro_batch_size=4, **fields, **layout)
     ranks = 6 if layout == dict(zero=3) else 4
-    assert workers.run(ranks, validation_losses, config) == pytest.approx([expected] * ranks, rel=1e-12)
+    found = workers.run(ranks, validation_losses, config)
+    assert found == pytest.approx([expected] * ranks, rel=1e-12), f"{found}: a sum or its `wait` is missing"
 
 
 def test_a_validation_is_not_watched_and_watching_goes_on_after_it():

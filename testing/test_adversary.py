@@ -13,6 +13,7 @@ import torch
 
 import test_layouts
 import test_pipedream
+import test_pipeline
 import test_tensor
 from parallel.comm import all_gather, all_reduce, all_to_all, receive, reduce_scatter, rotate, send
 from parallel.mesh import Mesh
@@ -215,3 +216,9 @@ ASYNCHRONOUS_LAYOUTS = [
 def test_an_asynchronous_layout(late, layout):
     point = named(test_pipedream.AXES, layout)
     test_pipedream.check_point(late, point, [point["optimizer"]])
+
+
+def test_a_validation(late, tokens_dir, tmp_path):
+    test_pipeline.test_validation_is_the_same_in_every_layout(
+        late, tokens_dir, tmp_path, dict(zero=3, comm_timeout=20.0)
+    )
