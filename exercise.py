@@ -98,7 +98,7 @@ def start(number):
     text, sharing = file.read_text(encoding="utf-8"), [x for x in map(exercise, numbers()) if x["file"] == e["file"]]
     names = [name for x in sharing for name in x["functions"]]
     if bodies(text, names) != bodies(committed(e["file"]), names):
-        raise UserError(f"{e['file']}: another exercise is open in it; first: python exercise.py stop NUMBER")
+        raise UserError(f"{e['file']}: an exercise is open in it; first: python exercise.py stop NUMBER")
     file.write_text(blank(number, text), encoding="utf-8")
     if not questions.exists():
         asked = ["\n".join([*(f"# {text}" for text in q["ask"]), f"{q['name']} = ?\n"]) for q in e["predict"]]
@@ -128,7 +128,9 @@ def judge(number, text):
     e = exercise(number)
     with tempfile.TemporaryDirectory() as folder:
         tarfile.open(fileobj=io.BytesIO(git("archive", "HEAD"))).extractall(folder, filter="data")
-        numbers = run(folder, ["-m", "exercises.formulas", *(q["formula"] for q in e["predict"])])
+        printed = run(folder, ["-m", "exercises.formulas", *(q["formula"] for q in e["predict"])])
+        with reading(f"the last commit should have the project's functions, but its predictions print {printed!r}"):
+            numbers = [*map(float, printed.split())]
         (Path(folder) / e["file"]).write_text(text, encoding="utf-8")
         results = run_tests(folder, [lamp["test"] for lamp in e["lamp"]])
         shown = [f"$ python {command}\n{run(folder, command.split())}" for command in e["show"]]
@@ -137,7 +139,7 @@ def judge(number, text):
         messages = [message for test, message in results if lamp["test"] in (test, test.partition("[")[0])]
         failed = [message for message in messages or ["the test did not run"] if message is not None]
         judged.append((lamp, failed[0] if failed else None))
-    return judged, [*map(float, numbers.split())], "\n".join(shown)
+    return judged, numbers, "\n".join(shown)
 
 
 def run(folder, words):
@@ -202,6 +204,7 @@ def report(number, folder):
 
 
 def main(arguments=None):
+    """Run the command line. Raises UserError. Exit with code 1 if a lamp that is no bonus is red."""
     parser = Parser("python exercise.py", usage="python exercise.py [[start | stop] NUMBER [FOLDER]]")
     parser.add_argument("words", nargs="*")
     words = parser.parse_args(arguments).words
