@@ -25,7 +25,6 @@ This is 354,871,296 for L = 24, h = s = 1024 and V = 50,304.
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -77,25 +76,22 @@ class Block(nn.Module):
         super().__init__()
         h, std, sp, name = c.hidden_size, c.init_method_std, c.sequence_parallel, f"block{index}"
         residual_std = std / math.sqrt(2 * c.num_layers)  # x is a sum of 2L outputs; its variance shall not grow with L
-        self.ln1 = LayerNorm(f"{name}.ln1", h)
+        self.ln1 = LayerNorm(f"{name}.ln1", h, ops)
         self.qkv = ColumnParallelLinear(f"{name}.qkv", (3, h, h), std, tp, sp, ops)
         self.proj = RowParallelLinear(f"{name}.proj", (h, h), residual_std, tp, sp)
-        self.ln2 = LayerNorm(f"{name}.ln2", h)
-        if c.experts:
-            self.experts = Experts(c, name, std, residual_std, tp, ops)
-        else:
-            self.fc1 = ColumnParallelLinear(f"{name}.fc1", (4 * h, h), std, tp, sp, adds_bias=False)
-            self.fc2 = RowParallelLinear(f"{name}.fc2", (h, 4 * h), residual_std, tp, sp)
+        self.ln2 = LayerNorm(f"{name}.ln2", h, ops)
+        self.mlp = (Experts if c.experts else MLP)(c, name, std, residual_std, tp, ops)
         self.index, self.seed, self.head_size, self.ops = index, c.seed, c.head_size, ops
-        self.activation_ = getattr(ops, f"{c.activation}_")  # one of reference.ACTIVATIONS
-        self.mixed = c.experts > 0
         self.cp, self.over_cp = cp, WAYS[c.context] if c.cp > 1 else None
 
     def forward(self, x, batch):
-        x = ResidualStream(x, self.ops)
-        x += self.attention(self.ln1(x), batch)
-        x += (self.mixture if self.mixed else self.mlp)(self.ln2(x), batch)
-        return x.tensor()
+        """x: the residual stream, [n, h]. y: an output of attention or MLP. The next operation adds its bias."""
+        drop1, drop2 = (batch.drop(self.seed, site=2 * self.index + k) for k in (1, 2))
+        x, y = self.ln1(x)
+        y = self.attention(y, batch)
+        x, y = self.ln2(x, y, self.proj.bias, drop1)  # x + dropout(y + bias), and its LayerNorm
+        y = self.mlp(y, batch)
+        return self.ops.add_(y, x, self.mlp.bias, drop2)  # x + dropout(y + bias)
 
     def attention(self, x, batch):
         q, k, v = (y.view(*batch.shape, -1, self.head_size) for y in self.qkv(x))  # each [b, s, heads/t, d]
@@ -103,69 +99,43 @@ class Block(nn.Module):
             y = self.over_cp(q, k, v, self.cp, self.ops)
         else:
             y = self.ops.attention(q, k, v, batch.caches and batch.caches[self.index])  # [b, s, heads/t, d]
-        y = self.proj(y.reshape(len(batch.ids), -1))  # [n, h/t] -> [n, h]
-        return Branch(y, self.proj.bias, batch.drop(self.seed, site=2 * self.index + 1))
-
-    def mlp(self, x, batch):
-        """Return the MLP's output. A new activation is a function and a row of `reference.ACTIVATIONS`."""
-        y = self.fc2(self.activation_(self.fc1(x), self.fc1.bias))  # [n, h] -> [n, 4h/t] -> [n, h]
-        return Branch(y, self.fc2.bias, batch.drop(self.seed, site=2 * self.index + 2))
-
-    def mixture(self, x, batch):
-        """Return the output of a mixture of experts, which replaces the MLP."""
-        y = self.experts(x, batch)
-        return Branch(y, self.experts.bias, batch.drop(self.seed, site=2 * self.index + 2))
+        return self.proj(y.reshape(len(batch.ids), -1))  # [n, h/t] -> [n, h]
 
 
-class Branch(NamedTuple):
-    """An output of attention or MLP, still without bias and dropout. The stream adds dropout(y + bias)."""
-
-    y: torch.Tensor  # [n, h]
-    bias: torch.Tensor  # [h]
-    drop: Drop | None
-
-
-class ResidualStream:
-    """The residual stream x. `x += branch` only stores the branch. The next LayerNorm, the next `+=` or `tensor()` adds
-    the branch to x.
-
-    So addition and LayerNorm are one operation, and a fused kernel needs one pass over memory for both
-    (`kernels.add_layer_norm_`).
+class MLP(nn.Module):
+    """x [n, h] -> [n, h], without the bias of fc2. `Experts` can replace it. An activation is a function and a row of
+    `reference.ACTIVATIONS`.
     """
 
-    def __init__(self, x, ops):
-        self.x, self.ops, self.branch = x, ops, None
+    def __init__(self, c, name, std, residual_std, tp, ops):
+        super().__init__()
+        h, sp = c.hidden_size, c.sequence_parallel
+        self.fc1 = ColumnParallelLinear(f"{name}.fc1", (4 * h, h), std, tp, sp, adds_bias=False)
+        self.fc2 = RowParallelLinear(f"{name}.fc2", (h, 4 * h), residual_std, tp, sp)
+        self.activation_ = getattr(ops, f"{c.activation}_")
 
-    def __iadd__(self, branch):
-        self.tensor()
-        self.branch = branch
-        return self
+    @property
+    def bias(self):
+        return self.fc2.bias
 
-    def norm(self, weight, bias):
-        """Add the branch, and return the LayerNorm of the sum, [n, h]."""
-        y, y_bias, drop = self.branch or (None, None, None)
-        self.x, normed = self.ops.add_layer_norm_(y, self.x, y_bias, weight, bias, drop)
-        self.branch = None
-        return normed
-
-    def tensor(self):
-        """Add the branch, and return the sum, [n, h]."""
-        if self.branch:
-            y, bias, drop = self.branch
-            self.x, self.branch = self.ops.add_(y, self.x, bias, drop), None
-        return self.x
+    def forward(self, x, batch):
+        return self.fc2(self.activation_(self.fc1(x), self.fc1.bias))  # [n, h] -> [n, 4h/t] -> [n, h]
 
 
 class LayerNorm(nn.Module):
-    """The LayerNorm of a ResidualStream, [n, h]."""
+    """(x, y) -> (z, LayerNorm of z) with z = x + dropout(y + bias). Without y, z is x. All are [n, h].
 
-    def __init__(self, name, width):
+    Addition and LayerNorm are one operation, so a fused kernel needs one pass over memory for both.
+    """
+
+    def __init__(self, name, width, ops):
         super().__init__()
         self.weight = ParamSpec(f"{name}.weight", (width,), mean=1.0)
         self.bias = ParamSpec(f"{name}.bias", (width,))
+        self.ops = ops
 
-    def forward(self, stream):
-        return stream.norm(self.weight, self.bias)
+    def forward(self, x, y=None, bias=None, drop=None):
+        return self.ops.add_layer_norm_(y, x, bias, self.weight, self.bias, drop)
 
 
 class Embedding(nn.Module):
@@ -197,13 +167,13 @@ class Head(nn.Module):
 
     def __init__(self, c, word, tp, ops):
         super().__init__()
-        self.ln = LayerNorm("head.ln", c.hidden_size)
+        self.ln = LayerNorm("head.ln", c.hidden_size, ops)
         self.word = word
         self.vocab_size, self.tp, self.ops = c.vocab_size, tp, ops
         self.enter = "all_gather" if c.sequence_parallel else "copy"
 
     def forward(self, x, batch):
-        x = self.ln(ResidualStream(x, self.ops))
+        _, x = self.ln(x)
         if batch.targets is None:
             logits = Linear.apply(x, self.word.weight, None, self.enter, None, self.tp)
             return logits[:, : self.vocab_size]

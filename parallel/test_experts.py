@@ -40,7 +40,7 @@ def test_a_loop_over_experts_computes_the_same():
     """Outputs, and the gradients of the loss with the balance term. Some tokens are dropped."""
     c = tiny_config(1, **TOKENS)
     run = built(c)
-    batch, experts = next(micro_batches(run)), run.model.units[1].experts
+    batch, experts = next(micro_batches(run)), run.model.units[1].mlp
     batch.weight = 0.7
     x = torch.randn(len(batch.ids), c.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     theirs = [t.detach().clone().requires_grad_() for t in (x, experts.router, experts.fc1, experts.fc2)]
@@ -61,7 +61,7 @@ def test_a_loop_over_experts_computes_the_same():
 def test_in_generation_no_token_is_dropped():
     """Each token is a group of its own, so a text may have any length."""
     run = built(tiny_config(1, **TOKENS))
-    experts, x = run.model.units[1].experts, torch.randn(7, 16, dtype=torch.float64)
+    experts, x = run.model.units[1].mlp, torch.randn(7, 16, dtype=torch.float64)
     alone = functools.partial(loop, router=experts.router, fc1=experts.fc1, fc2=experts.fc2)
     right, _ = alone(x, c=tiny_config(1, **TOKENS | dict(expert_group=1)))
     with torch.no_grad():

@@ -26,9 +26,9 @@ def paste(file, name, table, row):
 
 
 def edit(file, diff):
-    """Replace each block of "-" lines by the "+" lines below it. New code goes above the class Branch."""
+    """Replace each block of "-" lines by the "+" lines below it. New code goes above the class LayerNorm."""
     text = file.read_text(encoding="utf-8")
-    edits, new = diff.split("         # new, above Branch\n")
+    edits, new = diff.split("         # new, above LayerNorm\n")
     for old, lines in re.findall(r"((?:^-.*\n)+)((?:^\+.*\n)*)", edits, re.MULTILINE):
         removed = [f"{line[1:]}\n" for line in old.splitlines()]
         assert all(text.count(line) == 1 for line in removed), removed
@@ -36,7 +36,7 @@ def edit(file, diff):
         for line in removed[1:]:
             text = text.replace(line, "")
     added = "".join(f"{line[1:]}\n" for line in new.splitlines())
-    file.write_text(text.replace("class Branch(", f"{added}\n\nclass Branch("), encoding="utf-8")
+    file.write_text(text.replace("class LayerNorm(", f"{added}\n\nclass LayerNorm("), encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
