@@ -38,6 +38,7 @@ ROW = (
 WAITS = ("tensor parallel", "context parallel", "pipeline messages", "data parallel")
 LEGEND = f"""
 v: chunks of a rank. Z: ZeRO stage. b: samples of a micro-batch. GB: memory of the fullest rank.
+bubble: share of the whole step, in which all ranks end together.
 waits_for: percent of the step for communication of tp / cp / pp / dp that no computation hides.
 Expected error of a step: {seconds.ERROR:.0%} for A100 and H100 (nine of ten published runs), unknown for V100."""
 

@@ -207,6 +207,14 @@ def test_the_bubble_of_uneven_ranks_is_their_mean_idle_time():
     assert line.peak == [1, 2]
 
 
+@pytest.mark.parametrize("name, span, makespan", [("1f1b", 33, 33), ("zb-h2", 24, 27), ("zb-v", 24, 25.5)])
+def test_the_bubble_of_a_rank_and_of_the_whole_step(name, span, makespan):
+    """By hand: p = 4, m = 8, F = I = W = 1. Each rank computes for 24. zb-v has two chunks, each half as long."""
+    cost = {"F": 1, "B": 2, "I": 1, "W": 1} if name != "zb-v" else {"F": 0.5, "I": 0.5, "W": 0.5}
+    line = simulate(build(name, 4, 8, schedules.usual_chunks(name)), cost)
+    assert (line.bubble, line.step_bubble) == pytest.approx((1 - 24 / span, 1 - 24 / makespan))
+
+
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 

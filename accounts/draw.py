@@ -6,8 +6,8 @@
 
 A picture shows a timeline (`schedules.simulate`) as one row of boxes per rank. Several pictures share one time axis.
 In the terminal, a letter gives the kind of an action: a small letter if its chunk is not the first one of its rank. Two
-lines below each picture give the bubble and the peak of activations in flight. Each line ends with a published formula,
-if it applies.
+lines below each picture give the bubble and the peak of activations in flight, each with a published formula if it
+applies. The bubble of a rank's own time is the zero-bubble paper's; that of the whole step is added if it differs.
 """
 
 import json
@@ -24,9 +24,9 @@ from parallel import schedules
 from parallel.context import WAYS, own_positions
 from parallel.schedules import Action, Event, Schedule, Timeline, simulate
 
-BUBBLE = (
-    "bubble X of T: T = longest time from a rank's first action to its last; X = 1 - (mean busy time of a rank) / T"
-)
+BUBBLE = """\
+bubble X of T: T = longest time from a rank's first action to its last; X = 1 - (mean busy time of a rank) / T
+whole step: T = time from the first action of any rank to the last, because in train.py all ranks end a step together"""
 VERSIONS = "version: how many updates are in the weights that an action uses; !: other weights than in its forward"
 
 
@@ -114,9 +114,9 @@ def simulated(name, chunks, stages, microbatches, cost, comm, stashing=True):
     if stages > 1 and name in schedules.FORMULAS:
         formula, letters = schedules.FORMULAS[name], dict(p=stages, m=microbatches, v=v, **cost)
         if comm == 0 and schedules.by_formula(formula.where, **letters):
-            bubble += f"   {formula.bubble} = {schedules.by_formula(formula.bubble, **letters):.4f}"
+            bubble += f" | {formula.bubble} = {schedules.by_formula(formula.bubble, **letters):.4f}"
         peaks = " ".join(str(schedules.by_formula(formula.peak, r=r, **letters)) for r in range(stages))
-        peak += f"   {formula.peak} = {peaks}"
+        peak += f" | {formula.peak} = {peaks}"
     if schedule.versions:
         title += f", {schedules.updates(schedule)} updates" + ("" if stashing else ", without weight stashing")
     return Picture(title, schedule, line, [bubble, peak], versions_of(schedule, stashing))
@@ -130,7 +130,10 @@ def chunks_per_rank(schedule):
 def notes_of(line, unit=""):
     """Return the two lines below a picture."""
     peaks = " ".join(map(str, line.peak))
-    return [f"bubble {line.bubble:.4f} of {line.span:.4g} {unit}".rstrip(), f"peak   {peaks} in flight"]
+    bubble = f"bubble {line.bubble:.4f} of {line.span:.4g} {unit}".rstrip()
+    if line.step_bubble - line.bubble > 1e-4:
+        bubble += f" | whole step: {line.step_bubble:.4f} of {line.makespan:.4g} {unit}".rstrip()
+    return [bubble, f"peak   {peaks} in flight"]
 
 
 def versions_of(schedule, stashing=True):

@@ -124,6 +124,7 @@ def timelines(path, pictures):
             axes.bar_label(bars, numbers, label_type="center", color="black" if later else "white", fontsize=6)
         axes.set_yticks(list(ranks), ranks.values())
         axes.set_ylim(row - 1, -1)
+        axes.set_xlabel("time; pale: not the rank's first chunk; white: idle")
         axes.legend(**ABOVE)
 
 

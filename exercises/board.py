@@ -14,15 +14,16 @@ BEST = [(4, 0.4), (5, 0.3514), (6, 0.3333)]  # (peak, the smallest bubble that a
 
 def leaderboard():
     """All synchronous schedules, in two classes, the smallest peak first. No schedule of its class beats BEST."""
-    rows = [(PLAIN, *best, "the best possible") for best in BEST]
+    rows = [(PLAIN, peak, bubble, bubble, "the best possible") for peak, bubble in BEST]
     for name in schedules.SCHEDULES.keys() - schedules.ASYNCHRONOUS:
         picture = draw.simulated(name, schedules.usual_chunks(name), P, M, COST, COMM)
         kinds = {action.kind for actions in picture.schedule.actions for action in actions}
         plain = len(picture.schedule.parts) == P and kinds == {"F", "B"}
-        rows.append((PLAIN if plain else "others", max(picture.timeline.peak), picture.timeline.bubble, name))
-    texts = [(what, name, f"{peak:g}", f"{bubble:.4f}") for what, peak, bubble, name in sorted(rows)]
+        line = picture.timeline
+        rows.append((PLAIN if plain else "others", max(line.peak), line.bubble, line.step_bubble, name))
+    texts = [(what, name, f"{peak:g}", *(f"{x:.4f}" for x in bubbles)) for what, peak, *bubbles, name in sorted(rows)]
     print(f"{P} stages, {M} micro-batches, F = I = W = 1, B = 2, a message takes {COMM}")
-    print(report.aligned([("class", "schedule", "peak", "bubble"), *texts], 2))
+    print(report.aligned([("class", "schedule", "peak", "bubble", "of the step"), *texts], 2))
 
 
 def delay():

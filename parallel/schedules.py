@@ -522,6 +522,7 @@ class Timeline(NamedTuple):
     makespan: float  # time from the first start on any rank to the last end on any rank
     span: float  # the longest time from one rank's first start to its last end
     bubble: float  # the share of `span` in which a rank is idle, 0 .. 1, as a mean over the ranks
+    step_bubble: float  # the same of `makespan`: in training all ranks wait for the gradient norm at the end of a step
     peak: list  # peak[rank]: the most (micro-batch, chunk) pairs that are in flight at once
 
 
@@ -568,7 +569,8 @@ def timeline(events, ranks):
 
     The bubble is (span - busy) / span. `span` is the longest time from one rank's first start to its last end, `busy`
     the mean time in which a rank computes. The zero-bubble paper counts like this, because there no rank waits for
-    another at the end of a step. An activation is in flight from its F to its B, or to its W if B is cut into I and W.
+    another at the end of a step. `step_bubble` has the makespan instead of the span. An activation
+    is in flight from its F to its B, or to its W if B is cut into I and W.
     """
     events = sorted(events, key=lambda e: (e.start, e.end))
     spans, peak, busy = [], [], 0
@@ -580,7 +582,8 @@ def timeline(events, ranks):
         peak.append(max(in_flight, default=0))
     span = max(spans)
     makespan = max(e.end for e in events) - min(e.start for e in events)
-    return Timeline(events, makespan, span, (span - busy) / span if span else 0.0, peak)
+    bubbles = [(time - busy) / time if time else 0.0 for time in (span, makespan)]
+    return Timeline(events, makespan, span, *bubbles, peak)
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
