@@ -162,7 +162,7 @@ def write_checkpoint(folder, opt, model, config, tokenizer):
         copy(tokenizer, folder)
     state = {
         "shapes": {name: list(spec.shape) for name, spec in specs.items()},
-        "config": {name: getattr(config, name) for name in [*FIELDS, "activation"]},  # a run may choose other fields
+        "config": {name: getattr(config, name) for name in [*FIELDS, "activation", "experts"]},  # a run sets the others
         "tokenizer": tokenizer.name,
         "counters": {"iteration": 0, "consumed_samples": 0, "updates": 0},
         "loss_scale": {"dynamic": False, "scale": 1.0, "clean": 0, "patience": 0},

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -169,7 +170,7 @@ def test_files_are_whole_tensors(straight):
 def test_what_contradicts_the_checkpoint_is_refused_by_name(straight, tokens_dir, tmp_path):
     out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
     other = dict(num_layers=3, hidden_size=32, num_attention_heads=4, seq_length=4, vocab_size=51, seed=1)
-    for name, value in (other | dict(optimizer="sgd", activation="relu")).items():
+    for name, value in (other | dict(optimizer="sgd", activation="relu", experts=4)).items():
         with pytest.raises(UserError, match=rf"^{name}={value}: the checkpoint .*/step_10 has {name}="):
             go(configured(out, tokens_dir, train_iters=12, **{name: value}))
     other_tokens = write_tokens(tmp_path / "gpt2", tokenizer="gpt2")
@@ -285,13 +286,15 @@ def fails(config):
         return str(error)
 
 
-def test_damage_that_one_rank_sees_stops_all(workers, straight, tokens_dir, tmp_path):
-    """A file lacks its last bytes. All ranks must stop, also those that do not own these bytes."""
+@pytest.mark.parametrize("change", [-8, 8])
+def test_damage_that_one_rank_sees_stops_all(workers, straight, tokens_dir, tmp_path, change):
+    """A file is too short or too long. All ranks must stop, also those that do not own its last bytes."""
     out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
     file = out / "step_10" / "block0.qkv.weight"
-    file.write_bytes(file.read_bytes()[:-8])
+    size = file.stat().st_size
+    os.truncate(file, size + change)
     for said in workers.run(4, fails, configured(out, tokens_dir, train_iters=12, zero=2, tp=2)):
-        assert f"{file}: damaged" in said
+        assert f"{file}: damaged: it has {size + change:,} bytes instead of {size:,}; " in said
 
 
 @pytest.mark.parametrize("name", ["block1.fc1.bias.moment0", "tokenizer.json"])
@@ -300,7 +303,17 @@ def test_a_missing_file_is_named(trained, tmp_path, name):
     shutil.copytree(out, tmp_path / "run")
     (tmp_path / "run" / "step_3" / name).unlink()
     said = fails(configured(tmp_path / "run", data_dir, train_iters=4, num_layers=3))
-    assert said == f"{tmp_path}/run/step_3/{name} ({checkpoint.REMEDY}): No such file or directory"
+    assert said == f"{tmp_path}/run/step_3/{name}: No such file or directory"
+
+
+@pytest.mark.parametrize("layers, said", [(2, r"is \[.* and absent in the model"), (4, "is absent in the checkpoint")])
+def test_another_model_is_no_damage(trained, layers, said):
+    """The code of the model has changed since the checkpoint, so the configuration is the same."""
+    out, data_dir = trained
+    config = configured(out, data_dir, num_layers=layers)
+    with pytest.raises(UserError, match=rf"step_3: block{min(layers, 3)}.* {said}") as error:
+        train.restore(train.build(config, Mesh(), CPU), out / "step_3")
+    assert "remove" not in str(error.value)
 
 
 # --- checksums --------------------------------------------------------------------------------------------------------

@@ -225,7 +225,7 @@ def save(run, tokens):
 def restore(run, path):
     """Load weights, moments and counters from the checkpoint `path`, which may be of any layout."""
     index = checkpoint.read_index(path)
-    checkpoint.load(path, run.zero)
+    checkpoint.load(path, run.model, run.zero)
     run.zero.parameters_from_master()
     counters = index["counters"]
     run.zero.updates.fill_(counters.pop("updates"))

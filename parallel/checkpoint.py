@@ -49,7 +49,7 @@ from parallel.comm import agree, gather_objects
 
 # These must be equal in the run and in the checkpoint. convert.py leaves some of them open.
 MUST_MATCH = (
-    "num_layers hidden_size num_attention_heads seq_length max_position_embeddings vocab_size activation seed "
+    "num_layers hidden_size num_attention_heads seq_length max_position_embeddings vocab_size activation experts seed "
     "optimizer tokenizer"
 )
 REMEDY = "use another checkpoint: remove this one, or set --resume"
@@ -248,27 +248,22 @@ def find(path):
     return step_path(path, steps[-1]) if steps else None
 
 
-def verify(path, found, expected):
-    """Raise UserError unless the sum `found` of a file is the `expected` one."""
+def verify(path, found, expected, what="its content does not match its checksum"):
+    """Raise UserError unless the sum or size `found` of a file is the `expected` one."""
     if found != expected:
-        raise UserError(f"{path}: damaged: its content does not match its checksum; {REMEDY}")
-
-
-def using(path):
-    """Turn an OSError of reading a checkpoint's file, for example of a missing one, into a UserError."""
-    return explained(f"{path} ({REMEDY})")
+        raise UserError(f"{path}: damaged: {what}; {REMEDY}")
 
 
 def read_index(path):
     """Return the content of index.json of the checkpoint `path`. Raises UserError if it or a copied file is damaged."""
     path = Path(path)
-    with using(path / "index.json"):
+    with explained(path / "index.json"):
         data = (path / "index.json").read_bytes()
     text, _, end = data.rpartition(b',\n "crc32": ')
     verify(path / "index.json", end, f'"{crc(text)}"\n}}'.encode())
     index = json.loads(data)
     for name, expected in index["copies"].items():
-        with using(path / name):
+        with explained(path / name):
             verify(path / name, crc((path / name).read_bytes()), expected)
     return index
 
@@ -307,15 +302,16 @@ def to_resume(config, tokenizer, data=None):
 
 
 @torch.no_grad()
-def load(path, zero):
+def load(path, model, zero):
     """Fill the buckets' master weights and moments from the checkpoint `path`, and verify them.
 
     Every rank of the mesh calls this. Each rank reads only its own elements. Afterwards, call
-    `zero.parameters_from_master` to set the parameters. Raises the same UserError on all ranks if a file is missing or
-    damaged.
+    `zero.parameters_from_master` to set the parameters. Raises the same UserError on all ranks if the model is
+    another one, or if a file is missing or damaged.
     """
     folder, index, mesh = Path(path), read_index(path), zero.mesh
     jobs = [job for bucket in zero.buckets.values() for job in arrays(folder, bucket, *bucket.owned)]
+    agree(mesh.world, UserError, lambda: compare(folder, index, model, jobs))
     terms = agree(mesh.world, UserError, lambda: in_threads(partial(read, mesh.tp, index["dtype"]), jobs))
     # Add the terms of the ranks that have read one copy of an array together: its shards over dp, its cuts over tp.
     # Every copy gets its own sum, so a rank that has read wrong bytes notices it even if other ranks read right ones.
@@ -330,10 +326,23 @@ def load(path, zero):
     agree(mesh.world, UserError, verify_all)
 
 
+def compare(folder, index, model, jobs):
+    """Raise UserError if the model has other shapes than the checkpoint, or if a file of `jobs` has a wrong size."""
+    here, there = {name: list(spec.shape) for name, spec in model.specs().items()}, index["shapes"]
+    for name in here | there:
+        if here.get(name) != there.get(name):
+            shapes = f"{there.get(name, 'absent')} in the checkpoint and {here.get(name, 'absent')} in the model"
+            raise UserError(f"{folder}: {name} is {shapes}")
+    for path, piece, _ in jobs:
+        with explained(path):
+            found, right = path.stat().st_size, math.prod(piece.spec.shape) * np.dtype(index["dtype"]).itemsize
+        verify(path, found, right, f"it has {found:,} bytes instead of {right:,}")
+
+
 def read(tp, dtype, path, piece, flat):
     """Read one piece of an array into `flat`. Return its terms in the file's sum."""
     local = np.zeros(piece.end - piece.begin, dtype)
-    with using(path), open(path, "rb") as file:
+    with explained(path), open(path, "rb") as file:
         terms = transferred(file, file.readinto, local, piece, tp)
     flat.copy_(torch.from_numpy(local))
     return terms
