@@ -65,7 +65,7 @@ class Config:
     adam_beta2: float = 0.999  # decay of the second moment
     adam_eps: float = 1e-8  # added to the root of the second moment
     lars_coefficient: float = 1e-3  # lars: norm of a tensor's step / (lr x the tensor's norm)
-    penalty: float = 0.0  # of the variance of the data ranks' gradients (`parallel/noise.py`); doubles the work
+    penalty: float = 0.0  # of the variance of the data ranks' gradients (`parallel/penalty.py`); doubles the work
     clip_grad: float = 1.0  # largest global gradient norm (0: no clipping)
 
     # -- numbers
@@ -102,7 +102,6 @@ class Config:
     split: str = "val"  # eval_only: the split to evaluate
     stop_after_nan: int = 20  # stop after so many iterations in a row without a finite loss (0: never)
     check_replicas: int = 0  # updates between comparisons of all copies of weights and moments (0: never)
-    noise_scale: bool = False  # log the gradient noise scale: about how many samples a step can use well
     ledger: bool = False  # at the end, print traffic and memory in bytes, measured and predicted
     trace: str = ""  # file with every action and message of the last steps, in Chrome's trace format
     tensorboard: str = ""  # folder for TensorBoard logs (Megatron-LM: --tensorboard-dir)
@@ -151,7 +150,7 @@ POSITIVE = (  # the other numbers may be 0
 MICRO_BATCHES = 2**13  # the most of one step on one data rank, because a schedule is a list of actions
 NO_EFFECT = (  # on the weights of a run that is resumed
     "out_dir resume save_interval keep log_interval eval_interval eval_iters eval_only split ledger trace tensorboard "
-    "wandb comm_timeout new_data noise_scale stop_after_nan check_replicas init_method_std initial_loss_scale"
+    "wandb comm_timeout new_data stop_after_nan check_replicas init_method_std initial_loss_scale"
 ).split()
 USAGE = "torchrun --nproc_per_node=N train.py [CONFIG.py] [--field=value ...] (--ledger is --ledger=True)"
 
@@ -268,11 +267,8 @@ def check(c, world):
     enough = c.eval_iters > 0 or not c.eval_only
     require(c, "eval_iters", enough, "eval_only averages over eval_iters global batches; should be 1 or more")
     require(c, "seq_length", c.seq_length <= c.positions, f"should be at most max_position_embeddings={c.positions}")
-    plain = c.cp == 1 and c.schedule not in (*schedules.ASYNCHRONOUS, "chimera")
-    why = "needs several micro-batches in a step, cp=1, and another schedule than chimera and pipedream"
-    require(c, "noise_scale", not c.noise_scale or (plain and c.global_batch_size > c.micro_batch_size), why)
-    alone = plain and c.tp == c.pp == 1 < world and not (c.zero or c.offload or c.noise_scale)
-    why = "needs two or more data ranks, tp=1, pp=1, cp=1, zero=0, dtype=fp32 or fp64, and no offload and noise_scale"
+    alone = c.tp == c.pp == c.cp == 1 < world and not (c.zero or c.offload)
+    why = "needs two or more data ranks, tp=1, pp=1, cp=1, zero=0, dtype=fp32 or fp64, and no offload"
     require(c, "penalty", not c.penalty or (alone and c.dtype in ("fp32", "fp64")), why)
     return check_layout(c, world)
 

@@ -42,7 +42,6 @@ import torch
 from tqdm import tqdm
 
 from errors import UserError, explained, reading
-from parallel.noise import noise_scale
 
 # --- speed ------------------------------------------------------------------------------------------------------------
 
@@ -160,14 +159,13 @@ class Step(NamedTuple):
     stop: bool  # some rank received a signal to stop: all ranks save and stop
     loss_scale: float
     samples: int  # global batch size
-    measured: tuple = ()  # with noise_scale: two squared norms (`noise.py`)
 
 
 class PendingStep:
     """An update that the device may still be computing. `read` waits for its numbers."""
 
     def __init__(self, numbers, loss_scale, samples):
-        """numbers: the first five fields of `Step`, then `measured`, float64 on the device. Start their copy to the
+        """numbers: the first five fields of `Step`, float64 on the device. Start their copy to the
         host.
         """
         self.host_fields = loss_scale, samples
@@ -178,8 +176,8 @@ class PendingStep:
         """Return the `Step`. Wait until the device has computed it."""
         if self.copied:
             self.copied.synchronize()
-        loss, grad_norm, lr, skipped, stop, *measured = self.numbers.tolist()
-        return Step(loss, grad_norm, lr, skipped > 0, stop > 0, *self.host_fields, tuple(measured))
+        loss, grad_norm, lr, skipped, stop = self.numbers.tolist()
+        return Step(loss, grad_norm, lr, skipped > 0, stop > 0, *self.host_fields)
 
 
 class History:
@@ -249,8 +247,7 @@ def metrics_row(run, steps, timed, seconds):
     samples, consumed = sum(step.samples for step in steps[-timed:]), run.counters.consumed_samples
     tflops = model_flops(c, samples) / seconds / world / 1e12
     peak = peak_tflops(torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "cpu", run.dtype)
-    more = {"noise_scale": noise_scale(steps, c.micro_batch_size)} if c.noise_scale else {}
-    return more | {
+    return {
         "iteration": run.counters.iteration,
         "train_iters": c.train_iters,
         "processes": world,
@@ -379,8 +376,6 @@ class Logger:
         with explained(self.path), open(self.path, "ab", buffering=0) as file:
             file.write(f"{to_json(row)}\n".encode())
         self.say(MEGATRONS_LINE.format(**row))
-        if "noise_scale" in row:
-            self.say(f"gradient noise scale: {row['noise_scale']:.1f} samples")
         if not self.memory_said:
             self.say(memory_line(row["iteration"], self.run.device))
             self.memory_said = True

@@ -248,7 +248,7 @@ def go_with_nan(config, iteration):
 
     def breaking(run, batches):
         if run.counters.iteration + 1 == iteration:
-            run.zero.buckets["head"].param.fill_(torch.nan)
+            run.zero.buckets["head"].param.whole.fill_(torch.nan)
         return step(run, batches)
 
     with pytest.MonkeyPatch.context() as patch:

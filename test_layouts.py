@@ -88,7 +88,7 @@ def parameters(run):
 def gradients(run):
     """Return copies, {parameter: (begin, end, values)}, of the elements that this rank updates."""
     pieces = [(bucket, piece) for bucket in run.zero.buckets.values() for piece in bucket.pieces]
-    return {p.spec.name: (p.begin, p.end, p.of(bucket.own_grad).clone()) for bucket, p in pieces}
+    return {p.spec.name: (p.begin, p.end, p.of(bucket.grad.own).clone()) for bucket, p in pieces}
 
 
 def built(config, mesh=None):

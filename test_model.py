@@ -144,13 +144,13 @@ def test_flat_buffers_hold_everything_in_its_range(run):
         covered = torch.zeros(bucket.size)
         for i, p in enumerate(bucket.params):
             begin, end = bucket.layout.offsets[i], bucket.layout.offsets[i] + p.numel()
-            assert p.data_ptr() == bucket.param[begin:].data_ptr()
-            assert p.grad.data_ptr() == bucket.grad[begin:].data_ptr()
+            assert p.data_ptr() == bucket.param.whole[begin:].data_ptr()
+            assert p.grad.data_ptr() == bucket.grad.whole[begin:].data_ptr()
             assert begin % 16 == 0
             (kind,) = [r[2:] for r in bucket.ranges if r.begin <= begin and end <= r.end]
             assert kind == (p.spec.tp_dim is not None, p.spec.decay)
             covered[begin:end] += 1
-        assert covered.max() == 1 and not bucket.param[covered == 0].any()
+        assert covered.max() == 1 and not bucket.param.whole[covered == 0].any()
     block = run.zero.buckets["block0"]
     assert [r[2:] for r in block.ranges] == [(True, True), (True, False), (False, False)]
     tied = [p for unit in run.model.units for p in unit.parameters() if p.spec.name == "word.weight"]

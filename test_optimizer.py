@@ -221,7 +221,7 @@ def test_lower_precision_trains_close_to_float64(dtype, distance):
     assert max(abs(s.loss - e) / e for s, e in zip(steps, exact, strict=True)) < distance
     assert exact[-1] < exact[0] - 0.1 and run.zero.buckets["block0"].master.dtype == torch.float32
     if dtype != "fp32":  # 2 + 4 + 4 + 8 bytes a parameter
-        assert run.zero.buckets["block0"].param.dtype == train.DTYPES[dtype]
+        assert run.zero.buckets["block0"].param.whole.dtype == train.DTYPES[dtype]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -242,7 +242,7 @@ def poison(run, value):
 
     def reduce_poison(name, last):
         if name == "head":
-            run.zero.buckets[name].grad[3] = value
+            run.zero.buckets[name].grad.whole[3] = value
         reduce(name, last)
 
     run.zero.reduce = reduce_poison

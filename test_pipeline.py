@@ -191,7 +191,7 @@ def storages(config):
     forward = block.forward
 
     def whole(kind):
-        return {name for name, b in buckets.items() if getattr(b, kind).untyped_storage().size()}
+        return {name for name, b in buckets.items() if getattr(b, kind).whole.untyped_storage().size()}
 
     def watching(*arguments):
         seen.append((whole("param"), whole("grad")))
@@ -215,7 +215,7 @@ def whole_gradients_at_products(config):
     run, alive, product = built(config), {}, tensor.add_product
 
     def watching(w, dy, x):
-        alive[w.spec.bucket] = sum(b.grad.untyped_storage().size() > 0 for b in run.zero.buckets.values())
+        alive[w.spec.bucket] = sum(b.grad.whole.untyped_storage().size() > 0 for b in run.zero.buckets.values())
         product(w, dy, x)
 
     with mock.patch.object(tensor, "add_product", watching):

@@ -30,8 +30,8 @@ from parallel import checkpoint, hang, processes, replicas, schedules
 from parallel.comm import agree, all_reduce, gather_objects
 from parallel.layout import Layout
 from parallel.mesh import Mesh, everyone
-from parallel.noise import MeasuringExecutor, PenalisedExecutor
 from parallel.optimizer import LossScale, learning_rate
+from parallel.penalty import PenalisedExecutor
 from parallel.pipedream import PipeDream, train_call
 from parallel.pipeline import Executor
 from parallel.zero import Zero
@@ -65,8 +65,8 @@ def train_step(run, batches):
         mesh.ledger.phase = "step"
         loss = loss if mesh.tp.rank == 0 else 0 * loss  # the tp ranks have equal losses: count one
         stop = loss.new_full((), float(run.signals.stop))
-        sums = torch.stack([loss, zero.squared_norm(), stop, *run.executor.measured(scale)])
-        loss, squared_norm, stop, *measured = all_reduce(sums, mesh.world, "scalars").wait()
+        sums = torch.stack([loss, zero.squared_norm(), stop])
+        loss, squared_norm, stop = all_reduce(sums, mesh.world, "scalars").wait()
 
         # Skip, or clip and update. With AdamW in bf16 or fp32, and its state on the GPU, the CPU does not wait here. It
         # enqueues the next step while the GPU works.
@@ -76,7 +76,7 @@ def train_step(run, batches):
         lr = run.rates.take(zero.updates)  # unlike run.rates[...], it does not wait for the GPU
         zero.update(reference.update_scalars(lr, clip / scale, zero.updates + 1, skip, c.adam_beta1, c.adam_beta2))
         zero.publish()
-        done = PendingStep(torch.stack([loss, norm, lr, skip, stop, *measured]), scale, samples)
+        done = PendingStep(torch.stack([loss, norm, lr, skip, stop]), scale, samples)
         if run.loss_scale.dynamic:  # fp16 only: the next step's scale depends on this step's overflow
             run.loss_scale.update(done.read().skipped)
 
@@ -198,7 +198,7 @@ def build(config, mesh, device):
     layout = Layout(config, mesh.dp.size, model.table, schedule)
     zero = Zero(model, layout, config, mesh, DTYPES[dtype], device, ops, training=not config.eval_only)
     timers = Timers(device)
-    kind = MeasuringExecutor if config.noise_scale else PenalisedExecutor if config.penalty else Executor
+    kind = PenalisedExecutor if config.penalty else Executor
     if schedule.versions and not config.eval_only:
         kind = PipeDream
     executor = kind(model, zero, config, mesh, layout, schedule, timers)

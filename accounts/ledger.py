@@ -109,7 +109,7 @@ def predict(layout, schedule, pp_rank, dp_rank, item, master_item):
     for what, count in sends(schedule, pp_rank).items():
         row("pp", what, "send", count, count * rows_outside(c) * c.hidden_size, item)
     _bucket_rows(row, layout, schedule, pp_rank, dp_rank, item, master_item)
-    row("world", "scalars", "all_reduce", 1, 2 * updates + FLAGS + 2 * c.noise_scale, 8)
+    row("world", "scalars", "all_reduce", 1, 2 * updates + FLAGS, 8)
     return {key: (Fraction(calls, updates), Fraction(sent, updates)) for key, (calls, sent) in table.items()}
 
 

@@ -29,8 +29,9 @@ def identity(tensor):
 def flat_buffers(zero, more):
     """Yield (what, buffer) for the flat buffers of a `Zero`, in the order of STATES, and for those in `more`."""
     for b in zero.buckets.values():
-        flats = [b.param, b.own_param], [b.grad, b.own_grad], [b.master], b.moments
-        yield from ((what, x) for what, found in zip(STATES, flats, strict=True) for x in found if x is not None)
+        grads = [b.grad.whole, b.grad.own] if b.grad else []
+        flats = [b.param.whole, b.param.own], grads, [b.master], b.moments
+        yield from ((what, x) for what, found in zip(STATES, flats, strict=True) for x in found)
     yield from ((what, x) for what, found in more.items() for x in found)
 
 

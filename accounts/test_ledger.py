@@ -62,7 +62,6 @@ def layouts():
         yield sized(1, 2, pp=2, sequence_parallel=True, **more)
     for more in (dict(dp=2, tp=2, zero=1), dict(dp=1, tp=2, pp=2), dict(dp=2, pp=2, schedule="chimera")):
         yield sized(**more, optimizer="lamb", micro_batch_size=3)
-    yield sized(2, 2, noise_scale=True)
     yield sized(2, penalty=0.1)
     mixture = dict(experts=4, expert_group=2)
     yield sized(2, zero=2, **mixture)

@@ -188,7 +188,7 @@ def gradients_in_a_step(config):
     run, most, product = built(config), Counter(), tensor.add_product
 
     def count(when):
-        whole = sum(bucket.grad.untyped_storage().size() > 0 for bucket in run.zero.buckets.values())
+        whole = sum(bucket.grad.whole.untyped_storage().size() > 0 for bucket in run.zero.buckets.values())
         most[when] = max(most[when], whole)
 
     def watching(*arguments):

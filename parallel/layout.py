@@ -1,9 +1,8 @@
 """The units, buckets and shards of each rank, computed from the configuration alone.
 
-A *layout* describes how a model is spread over dp * tp * pp ranks. This file contains only arithmetic: it needs no
-process and no tensor. A real run (`zero.py`, `pipeline.py`, `checkpoint.py`) and a prediction (`ledger.py`,
-`memory.py`) both use it. A *table* describes the model: table[i] is the list of the `tensor.ParamSpec`s that unit i
-uses (`model.parameter_table`).
+This file is arithmetic: it needs no process and no tensor. A real run (`zero.py`, `pipeline.py`, `checkpoint.py`) and a
+prediction (`ledger.py`, `memory.py`) both use it. A *table* describes the model: table[i] is the list of the
+`tensor.ParamSpec`s that unit i uses.
 
     units       are cut into consecutive parts; a chunk of the schedule is one part, placed on one rank
     bucket      the parameters that are gathered, reduced and updated together: word table, position table, each block,
@@ -11,14 +10,12 @@ uses (`model.parameter_table`).
     holders     the pipeline ranks whose units use a bucket
     shard       the 1/dp of a bucket that one data rank owns
 
-The parameters of a bucket lie in its flat buffer in this order. Each parameter begins at a multiple of ALIGN elements:
+The parameters of a bucket lie in its flat buffer in this order, each at a multiple of ALIGN elements. So gradient norm
+and weight decay need only a few slices, even if a shard begins or ends inside a parameter:
 
     | cut over tp, decays | cut over tp, no decay | replicated, decays | replicated, no decay | padding |
                                                   ^
-    Parameters to the right of the mark are replicated over tp: only tp rank 0 counts them in the gradient norm. With
-    sequence parallelism each copy's gradient is a partial sum.
-
-So gradient norm and weight decay need only a few slices, even if a shard begins or ends inside a parameter.
+    To the right of the mark only tp rank 0 counts in the norm, and with sequence parallelism gradients are partial.
 """
 
 import itertools
@@ -84,10 +81,7 @@ class BucketLayout:
         return dp_rank * length, (dp_rank + 1) * length
 
     def owned(self, dp_rank, stage):
-        """Return (begin, end) of the elements that a data rank updates.
-
-        These are its shard with ZeRO stage 1 or higher, otherwise the whole buffer.
-        """
+        """Return (begin, end) of the elements that a data rank updates: with ZeRO stage 0 all, otherwise its shard."""
         return self.shard(dp_rank) if stage >= 1 else (0, self.size)
 
     def ranges_in(self, begin, end):
@@ -106,8 +100,7 @@ class BucketLayout:
 def split(units, parts):
     """Cut `units` (embedding, blocks, head) into `parts` consecutive lists. The numbers of blocks differ by at most 1.
 
-    The middle parts are the first to get one block more, because the first and the last part also have the embedding
-    and the head.
+    The middle parts get one block more first, because the outer ones also have the embedding or the head.
     """
     blocks = len(units) - 2
     counts = [blocks // parts] * parts
@@ -129,9 +122,8 @@ def all_buckets(table, tp, dp):
 
 
 class Layout:
-    """The layout of `config` on `dp` data ranks. table: [ParamSpecs of each unit]; schedule: a Schedule for any m.
+    """The layout of `config` on `dp` data ranks. schedule: a Schedule for any number of micro-batches.
 
-    Of the schedule, only the part and the rank of each chunk are used. The number of micro-batches does not matter.
     buckets: `all_buckets` of another Layout with the same table, tp and dp, if there is one.
     """
 
@@ -174,10 +166,9 @@ class Layout:
         return sum(bucket.size - sum(bucket.lengths) for bucket in self.buckets(rank).values())
 
     def passes(self, schedule, rank):
-        """Return {bucket name: number of gradients that the bucket gets in a step on pipeline rank `rank`}.
+        """Return {bucket name: number of gradients that the bucket gets for an update on pipeline rank `rank`}.
 
-        This is one gradient per micro-batch and chunk that uses the bucket. The lists of an asynchronous schedule have
-        several updates; then it is the number of one update.
+        This is one for each micro-batch and chunk that uses the bucket.
         """
         forwards = [self.names(self.units[chunk]) for kind, _, chunk in schedule.actions[rank] if kind == "F"]
         count = Counter(itertools.chain(*forwards))
@@ -187,10 +178,9 @@ class Layout:
 def replica_sums(c, dp):
     """Return the name in the ledger if gradients of replicated parameters must be summed over tp, otherwise None.
 
-    With sequence parallelism each tp rank has a part of the sum over the tokens. Without it the tp ranks compute equal
-    gradients, but each has its own group of dp ranks. NCCL may add the numbers of two groups in different orders. A sum
-    of three or more numbers depends on the order in its last digits. So with more than two dp ranks the copies of a
-    parameter would drift apart.
+    With sequence parallelism each tp rank has summed its own tokens. Without it the tp ranks compute equal gradients,
+    but each adds in its own dp group, and NCCL may use another order in each. With more than two dp ranks the last
+    digits then differ, and the copies of a parameter would drift apart.
     """
     if c.sequence_parallel:
         return "partial gradients"

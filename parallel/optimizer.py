@@ -1,23 +1,19 @@
 """Update rules on flat buffers, the loss scale, and the learning rate.
 
-Slide "深層学習の用語説明" has SGD and Adam. Its Adam differs from Kingma and Ba's (arXiv 1412.6980) in three places.
-The slide subtracts the gradient from the moments; the paper adds it. The slide has epsilon inside the root; the paper
-has it outside. m and v are the two moments. In update t, the paper divides m by 1 - b1^t and v by 1 - b2^t (b1, b2:
-beta1, beta2). The slide multiplies by b^(t+1) instead, and does not say what b is. This file follows the paper.
+Slide "深層学習の用語説明" has SGD and Adam. This file follows the Adam of Kingma and Ba (arXiv 1412.6980). It differs:
+the slide subtracts the gradient from the moments m and v, has epsilon inside the root, and multiplies by b^(t+1)
+instead of dividing m by 1 - b1^t and v by 1 - b2^t in update t.
 
-A rule is the function with which an optimizer changes the weights. It changes one range of a rank's flat buffers in
-place. It is elementwise, so a range may begin anywhere. All tensors have the master dtype, float32 (float64 in fp64
-runs). Keyword arguments of a rule:
+A rule changes one range of a rank's flat buffers in place. It is elementwise, so a range may begin anywhere. All
+tensors have the master dtype, float32 (in fp64 runs float64). Keyword arguments of a rule:
 
     lr       the learning rate          scale    factor on the gradient: clipping * (1 / loss scale)
     decay    weight decay, or 0         update   the number of this update, from 1
     beta1, beta2, eps                   as in the configuration
 
-The functions below are the specification. If a rule names a *fused* operation, training runs this operation instead of
-the function: PyTorch's kernel in `reference.py`, or Triton's in `kernels.py`. The fused operation makes the same update
-in one pass over memory. The function needs a pass for each of its operations. The fused operation reads lr and scale on
-the device, so the host does not wait. A test compares the two. To change such a rule, edit its function and remove its
-`fused` in RULES.
+The functions are the specification. If a rule names a *fused* operation, training runs this operation of `reference.py`
+or `kernels.py` instead: the same update in one pass over memory, compared by a test. To change such a rule, edit its
+function and remove its `fused` in RULES.
 """
 
 import math
@@ -37,7 +33,7 @@ def sgd(weight, gradient, moments, *, lr, decay, scale, **_):
 def adamw(weight, gradient, moments, *, lr, decay, scale, update, beta1, beta2, eps, **_):
     """AdamW: Adam whose decay acts on the weight itself. Loshchilov and Hutter (arXiv 1711.05101), Algorithm 2.
 
-    Training runs the fused `adamw_` instead, which makes the same update.
+    Training runs the fused `adamw_`: the same update.
 
     m = b1 m + (1 - b1) g      w -= lr (decay w + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))
     v = b2 v + (1 - b2) g^2    where g = scale * gradient
@@ -56,12 +52,10 @@ def adam_direction(gradient, m, v, scale, update, beta1, beta2, eps):
 
 # --- layer-wise rates, for large batches ------------------------------------------------------------------------------
 #
-# Slide "データ並列": a model that is trained with a large global batch generalises worse. LARS and LAMB are remedies.
-# They give every parameter tensor ("layer") its own rate: the norm of an update becomes proportional to the norm of the
-# tensor. Such a rule has two halves. The first half is elementwise and overwrites the gradient with a direction. The
-# second half needs the norms of whole tensors. `tensor_norms` sums the squared elements of each tensor over tp and dp.
-# The second half gets the argument `layerwise`. It is False for biases and LayerNorms, which use the rate `lr`
-# unchanged.
+# Slide "データ並列": LARS and LAMB are remedies for large batches. They give every parameter tensor its own rate: the
+# norm of an update becomes proportional to the norm of the tensor. The first half of such a rule is elementwise and
+# overwrites the gradient with a direction. The second half needs the norms of whole tensors (`tensor_norms`). Its
+# argument `layerwise` is False for biases and LayerNorms, which use the rate `lr` unchanged.
 
 
 def lamb(weight, gradient, moments, *, decay, scale, update, beta1, beta2, eps, **_):
@@ -109,65 +103,51 @@ RULES = {
 }
 
 
-class Shard(NamedTuple):
-    """The elements of a bucket that this rank updates, as flat tensors. `update()` may overwrite `gradient`."""
+def update(c, buckets, scalars, ops, mesh, device):
+    """Update the elements that this rank owns of every `zero.Bucket`. It may overwrite their `gradient`.
 
-    weight: torch.Tensor  # master weights
-    gradient: torch.Tensor
-    moments: list
-    ranges: list  # layout.Ranges: which elements decay
-    pieces: list  # layout.Pieces: the position of each parameter in these tensors
-    cast: torch.Tensor | None  # the 16-bit parameters, if they are a second buffer on this device; else None
-    holders: object  # mesh.Axis of the pipeline ranks that have a copy of the bucket
-
-
-def update(c, shards, scalars, ops, mesh, device):
-    """Update every shard. c: the configuration. scalars: `reference.UpdateScalars`. ops: has the fused operations.
-
-    shards: [Shard], in the same order on all ranks that hold the same buckets. device: where norms are summed over the
-    ranks (with offload the shards are on the CPU). A rule that is not fused reads the scalars on the host, so the host
-    waits for the device.
+    c: the configuration. scalars: `reference.UpdateScalars`. ops: has the fused operations. device: where norms are
+    summed over the ranks (with offload the state is on the CPU). A rule that is not fused reads the scalars on the
+    host, so the host waits for the device.
     """
     rule, constants = RULES[c.optimizer], dict(beta1=c.adam_beta1, beta2=c.adam_beta2, eps=c.adam_eps)
     if rule.fused:
-        for s in shards:
-            ranges = [(r.begin, r.end, r.decays) for r in s.ranges]
+        for b in buckets:
+            ranges = [(r.begin, r.end, r.decays) for r in b.ranges]
             fused = getattr(ops, rule.fused)
-            fused(s.weight, s.gradient, s.moments, scalars, ranges, decay=c.weight_decay, out=s.cast, **constants)
+            fused(b.master, b.gradient, b.moments, scalars, ranges, decay=c.weight_decay, out=b.cast, **constants)
         return
     if scalars.skip:
         return
     constants |= dict(lr=scalars.lr.item(), scale=scalars.scale.item(), update=scalars.update.item())
-    for s in shards:
-        for begin, end, _, decays in s.ranges:
-            w, g, *moments = (x[begin:end] for x in (s.weight, s.gradient, *s.moments))
+    for b in buckets:
+        for begin, end, _, decays in b.ranges:
+            w, g, *moments = (x[begin:end] for x in (b.master, b.gradient, *b.moments))
             rule.step(w, g, moments, decay=c.weight_decay * decays, **constants)
     if rule.layerwise:
-        tensors = [(s, piece) for s in shards for piece in s.pieces]
+        tensors = [(b, piece) for b in buckets for piece in b.pieces]
         norms = tensor_norms(tensors, mesh, c.zero >= 1, device).tolist()
-        for (s, piece), (weight_norm, norm) in zip(tensors, norms, strict=True):
-            w, g, *moments = (piece.of(x) for x in (s.weight, s.gradient, *s.moments))
+        for (b, piece), (weight_norm, norm) in zip(tensors, norms, strict=True):
+            w, g, *moments = (piece.of(x) for x in (b.master, b.gradient, *b.moments))
             constants |= dict(decay=c.weight_decay * piece.spec.decay, layerwise=piece.spec.decay)
             rule.layerwise(w, g, moments, weight_norm, norm, lars_coefficient=c.lars_coefficient, **constants)
-    for s in shards:
-        if s.cast is not None:
-            s.cast.copy_(s.weight)
+    for b in buckets:
+        if b.cast is not None:
+            b.cast.copy_(b.master)
 
 
 def tensor_norms(tensors, mesh, sharded, device):
-    """Return the norms of each whole weight and of its `Shard.gradient`, float64 [number of tensors, 2].
+    """Return the norms of each whole weight and of its gradient, float64 [number of tensors, 2].
 
-    tensors: [(Shard, Piece)], every parameter of this rank. A tensor may be cut by shards (`sharded`) and over tp, so
-    its squares are summed over dp and tp. Then all holders of a tensor take the sums of the first holder. Their own
-    sums may differ in the last digits, because the order of the additions may differ. With different norms the copies
-    of a weight would drift apart.
+    tensors: [(Bucket, Piece)], every parameter of this rank. sharded: shards cut them over dp. All holders of a tensor
+    take the sums of the first holder: their own may differ in the last digits, and then the copies would drift apart.
     """
-    squares = torch.zeros(len(tensors), 2, dtype=torch.float64, device=tensors[0][0].weight.device)
+    squares = torch.zeros(len(tensors), 2, dtype=torch.float64, device=tensors[0][0].master.device)
     rows_of = {}  # {Axis of holders: their rows of `squares`}
-    for i, (shard, piece) in enumerate(tensors):
-        rows_of.setdefault(shard.holders, []).append(i)
+    for i, (bucket, piece) in enumerate(tensors):
+        rows_of.setdefault(bucket.holders, []).append(i)
         if piece.spec.tp_dim is not None or mesh.tp.rank == 0:
-            for k, x in enumerate((shard.weight, shard.gradient)):
+            for k, x in enumerate((bucket.master, bucket.gradient)):
                 squares[i, k] = torch.linalg.vector_norm(piece.of(x)).double() ** 2
     squares = squares.to(device)
     if sharded:
@@ -182,9 +162,8 @@ def tensor_norms(tensors, mesh, sharded, device):
 def learning_rate(c, update):
     """Return the learning rate of an update. update: counted from 1, without skipped steps. c: the configuration.
 
-    A linear warm-up rises to `lr`. With lr_decay_style `constant` the rate stays at `lr`. The other styles fall to
-    `min_lr`, which they reach at update `lr_decay_iters` (if 0: at `train_iters`). wsd (warm-up, stable, decay) falls
-    only in the last `lr_wsd_decay_iters` updates. A warm-up can be longer than `lr_decay_iters` or the run.
+    A linear warm-up rises to `lr`. Then `constant` stays there. The other styles fall to `min_lr`, which they reach at
+    update `lr_decay_iters` (if 0: at `train_iters`); wsd falls only in the last `lr_wsd_decay_iters` updates.
     """
     end = c.lr_decay_iters or c.train_iters
     warmup = c.lr_warmup_iters if c.lr_warmup_iters >= 0 else c.lr_warmup_fraction * end
@@ -206,10 +185,9 @@ def learning_rate(c, update):
 class LossScale:
     """Dynamic loss scale of fp16: as large as possible without overflow, so that small gradients do not become 0.
 
-    Micikevicius et al. (arXiv 1710.03740), section 3.2. The initial scale is too large on purpose (2^32, as in
-    Megatron-LM), so the first steps overflow. From the `hysteresis`-th overflow on, each overflow halves the scale.
-    After `window` steps in a row without overflow, the scale doubles and the count of overflows starts again at 0. In
-    other dtypes the scale stays 1.
+    Micikevicius et al. (arXiv 1710.03740), section 3.2. It starts too large on purpose (2^32). From the `hysteresis`-th
+    overflow on, each overflow halves it. After `window` steps without overflow it doubles, and the count of overflows
+    starts again. In other dtypes the scale is 1.
     """
 
     def __init__(self, config, dtype_name):

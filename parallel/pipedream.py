@@ -1,10 +1,9 @@
 """PipeDream: asynchronous pipelines, which keep old versions of the weights (slide "パイプライン並列": 非同期).
 
-A synchronous pipeline waits at each update until all micro-batches have left it (a flush). An asynchronous pipeline
-does not wait: while a rank updates its weights, later micro-batches are between their forward and their backward. The
-schedules `pipedream` and `pipedream-2bw` have actions U for these updates (`schedules.py`; Narayanan et al., arXiv
-1806.03377 and 2006.09503). A *call* runs the lists of such a schedule once: many micro-batches with many updates. At
-the end of a call the pipeline is empty, and all ranks have made all updates.
+A synchronous pipeline waits at each update until all micro-batches have left it. An asynchronous one does not: while a
+rank updates its weights (action U), later micro-batches are between their forward and their backward. Narayanan et al.,
+arXiv 1806.03377 (`pipedream`) and 2006.09503 (`pipedream-2bw`). A *call* runs the lists of such a schedule once: many
+micro-batches with many updates. At the end of a call the pipeline is empty.
 
 **Versions.** Version v of the parameters contains v updates of this call. A micro-batch needs the same version in its
 backward as in its forward. Otherwise its backward would not compute the gradient of any function. So U updates the
@@ -14,26 +13,19 @@ master weights, and keeps a copy of them as parameters for each version that mic
     F uses version   0  0          1      2      3
     B uses version          0        0      1
 
-On rank r of p, F and B of micro-batch j (from 0) use version max(j - (p-1-r), 0) with `pipedream`, and version
-max(j // m - 1, 0) with `pipedream-2bw` and m micro-batches in an update. A rank keeps min(p-r, max(1, M-(p-1-r)))
-versions with `pipedream`, at most 2 with `pipedream-2bw`. M: micro-batches of the call.
+    micro-batch j of rank r uses version                     versions that a rank keeps
+    pipedream        max(j - (p-1-r), 0)                     min(p-r, max(1, M-(p-1-r)))  M: micro-batches of the call
+    pipedream-2bw    max(j // m - 1, 0)                      2 at most                    m: micro-batches of an update
 
 **The tied word table** is on the first and the last rank. Both use the version of the first rank, which is the older.
-Each U starts to sum the table's gradient over both ranks. A rank waits for this sum when a forward needs the new
-version, so the ranks do not delay each other. This wait cannot cause a deadlock. On the last rank, such a forward also
-waits for its micro-batch, and the first rank sends the micro-batch only after its own U. On the first rank, such a
-forward comes after a backward. The last rank makes its U right after it has computed the gradient for this backward.
+Each U starts to sum the table's gradient. A rank waits for this sum when a forward needs the new version, so the ranks
+do not delay each other (NOTES.md: why this cannot deadlock).
 
-**Impossible.** No rank knows the global gradient norm at its update, because other ranks update later. So there
-is no clipping, no common decision to skip an update (fp16), and no norm of a cut tensor over all ranks (LAMB, LARS). A
-gradient that is not finite ends the run at the end of the call. ZeRO-2 and 3 would free the versions that this
-scheme keeps.
+**Impossible.** No rank knows the global gradient norm at its update, because other ranks update later. So there is no
+clipping, no common decision to skip an update (fp16), and no norm of a cut tensor (LAMB, LARS). A gradient that is not
+finite ends the run at the end of the call. ZeRO-2 and 3 would free the versions that this scheme keeps.
 
-**Not on GPUs yet.** When a CUDA kernel runs for the first time, its launch may wait until the GPU has finished all work
-that was enqueued before, and a communication is such work. So in the first call a communication may block a rank until
-its peers reach it. The first rank then waits in the table's sum for the last rank. The last rank waits in a receive,
-which it posts early, for an activation that the first rank sends after this sum. `testing/test_order.py` shows this
-deadlock, and that no synchronous schedule has it.
+**Not on GPUs yet.** There the first call may deadlock (NOTES.md; `testing/test_order.py` shows it).
 """
 
 import copy
@@ -65,10 +57,10 @@ class Versions:
         """flats: `Executor.flats`, which receives every buffer that is made here."""
         self.bucket, self.holders, self.zero = zero.buckets[name], holders, copy.copy(zero)
         self.zero.buckets, self.zero.updates = {name: self.bucket}, zero.updates.clone()  # a Zero of this bucket only
-        if self.bucket.master is self.bucket.own_param:
-            self.bucket.master = torch.zeros_like(self.bucket.own_param)
-        self.made, self.flats, self.buffers = 0, {0: self.bucket.param}, flats
-        self.buffers[OLDER].append(self.bucket.param)  # it becomes an older version when another buffer is the latest
+        if self.bucket.master is self.bucket.param.own:
+            self.bucket.master = torch.zeros_like(self.bucket.param.own)
+        self.made, self.flats, self.buffers = 0, {0: self.bucket.param.whole}, flats
+        self.buffers[OLDER].append(self.bucket.param.whole)  # older, when another buffer is the latest
         self.spare, self.spare_sums = [], []  # buffers that are free for a version, for a sum
 
     def _buffer(self, what, spare, like):
@@ -105,31 +97,31 @@ class Versions:
 
     def start_sum(self):
         """Copy the gradient, and start to sum the copies of all holders."""
-        flat = self._buffer(SUMS, self.spare_sums, self.bucket.own_grad)
-        flat.copy_(self.bucket.own_grad)
+        flat = self._buffer(SUMS, self.spare_sums, self.bucket.grad.own)
+        flat.copy_(self.bucket.grad.own)
         self.sums.append(all_reduce(flat, self.bucket.holders, "twin gradients"))
         self.zero.zero_grad()
 
     @torch.no_grad()
     def catch_up(self, version):
         """Make updates until the master weights contain `version` of them."""
-        bucket, gradient = self.bucket, self.bucket.own_grad
+        bucket, gradient = self.bucket, self.bucket.grad.own
         for update in range(self.made, version):
             if summed := bool(self.sums):
-                bucket.own_grad = self.sums.popleft().wait()
+                bucket.grad.own = self.sums.popleft().wait()
             self.squares[update] += self.zero.squared_norm()
             used = self.left[update + 1] > 0
             if used:  # `.data`: autograd's check for in-place changes must not see that a buffer is used again
-                self.flats[update + 1] = self._buffer(OLDER, self.spare, bucket.param)
-                bucket.param = self.flats[update + 1].data
+                self.flats[update + 1] = self._buffer(OLDER, self.spare, bucket.param.whole)
+                bucket.param.whole = self.flats[update + 1].data
             # If no forward uses this version, only the master weights have it.
-            bucket.own_param = bucket.param[slice(*bucket.owned)] if used else bucket.master
+            bucket.param.own = bucket.param.whole[slice(*bucket.owned)] if used else bucket.master
             self.zero.update(self.scalars[update])
             if used:
                 self.zero.publish()
             if summed:
-                self.spare_sums.append(bucket.own_grad)
-                bucket.own_grad = gradient
+                self.spare_sums.append(bucket.grad.own)
+                bucket.grad.own = gradient
             else:
                 self.zero.zero_grad()
         self.made = max(self.made, version)
@@ -149,11 +141,10 @@ class PipeDream(Executor):
         self.weights = [Versions(zero, name, layout.holders(name), self.flats) for name in names]
 
     def call(self, micro_batches, count, weight, scalars):
-        """Run a call of `count` micro-batches from the iterator `micro_batches`, with their updates.
+        """Run a call of `count` micro-batches, with their updates. Return (losses, squares), float64 [updates].
 
-        weight: as in `Executor.run`. scalars: [reference.UpdateScalars of each update]. Return (losses, squares),
-        float64 [updates]: the sum of the mean losses of each update, 0 on ranks without the head, and this rank's
-        shares of the squared gradient norms.
+        Arguments as in `Executor.run`, and scalars: [reference.UpdateScalars of each update]. losses: the sum of the
+        mean losses of each update, 0 on ranks without the head. squares: this rank's shares of the squared norms.
         """
         schedule, _, self.passes_of_update = self.prepared(count)
         self.losses, squares = [], torch.zeros(len(scalars), dtype=torch.float64, device=self.zero.device)
@@ -186,7 +177,8 @@ class PipeDream(Executor):
         """The action U: update this rank's weights with the gradients of the micro-batches up to j."""
         self.losses.append(self.total)
         self.total, self.passes = torch.zeros_like(self.total), dict(self.passes_of_update)
-        self.zero.sum_replicas()
+        self.zero.sum_over_dp()
+        self.zero.sum_over_tp()
         self.mesh.ledger.phase = "step"
         for weights in self.weights:
             if len(weights.holders) > 1:
@@ -196,10 +188,9 @@ class PipeDream(Executor):
 
 
 def train_call(run, batches):
-    """Make the updates of one call, with micro-batches from the iterator `batches`. Return a list of `PendingStep`.
+    """Make the updates of one call, in place of `train.train_step`. Return a list of `PendingStep`.
 
-    It replaces `train.train_step`. A call ends at a multiple of `updates_per_call`. run: a `train.Run`. Raises
-    UserError on every rank if a gradient is not finite.
+    A call ends at a multiple of `updates_per_call`. Raises UserError on every rank if a gradient is not finite.
     """
     c, mesh, zero, counters = run.config, run.mesh, run.zero, run.counters
     n = c.updates_per_call - counters.iteration % c.updates_per_call

@@ -119,10 +119,6 @@ class Executor:
         self.batch(count - 1)  # read all micro-batches, also those without an action on this rank
         return self.total
 
-    def measured(self, scale):
-        """Return more numbers that a step sums over all ranks: here none. scale: the loss scale. See `noise.py`."""
-        return ()
-
     def prepared(self, count):
         """Return (Schedule, Messages, passes) of `count` micro-batches. They are made once."""
         if count not in self.schedules:

@@ -46,8 +46,8 @@ def fingerprints(zero):
     sums, mesh = {}, zero.mesh
     zero.finish_gathers()
     for bucket in zero.buckets.values():
-        kept = {"": bucket.param if bucket.stage < 3 else bucket.own_param}
-        if bucket.cast is not None:
+        kept = {"": bucket.param.whole if bucket.stage < 3 else bucket.param.own}
+        if bucket.param.own is not bucket.master:
             kept[" (master weight)"] = bucket.master
         kept |= {f" (moment {k})": moment for k, moment in enumerate(bucket.moments)}
         for kind, flat in kept.items():

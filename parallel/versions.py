@@ -1,7 +1,6 @@
 """Count the versions of the weights that an asynchronous schedule keeps (`pipedream.py`). No torch is needed.
 
-schedule.versions[rank][j] is the number of updates in the weights that micro-batch j uses on a rank. A bucket with
-several holders (the tied word table) has on all of them the version of the rank with the oldest weights.
+schedule.versions[rank][j] is the number of updates in the weights that micro-batch j uses on a rank.
 """
 
 from collections import Counter
@@ -23,11 +22,8 @@ def published(schedule, holders):
 def kept_versions(schedule, rank, holders):
     """Return (versions, sums) of a bucket: how many `rank` keeps at most. holders: pipeline ranks that hold the bucket.
 
-    versions: versions of the bucket's parameters that micro-batches need. sums: gradients that wait for other holders.
-
-    This follows a rank through its actions, as `pipedream.PipeDream` runs them. A bucket of one rank is updated in U.
-    A bucket of several ranks waits for the sum of its gradients over the holders, and no rank may delay the others. So
-    its update is made only in the F that needs the new version, or in a U after which no F follows.
+    sums: gradients that wait for other holders. A bucket of one rank is updated in U. One of several ranks is updated
+    in the F that needs the new version, or in a U after which no F follows.
     """
     versions, alone = shared_versions(schedule, holders), len(holders) == 1
     users, forwards = Counter(versions), len(versions)  # users: micro-batches that still need a version

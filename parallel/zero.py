@@ -1,18 +1,17 @@
 """ZeRO: shards three kinds of buffers over the data ranks (slides "データ並列 (DP)" and "ZeRO (FSDP)").
 
-Rajbhandari et al. (arXiv 1910.02054), section 5. The parameters are stored in *buckets* (word table, position table,
-each block, head; `layout.py`). A bucket has three kinds of flat buffers: optimizer state, gradients, parameters. The
-stage selects the kinds that are sharded over the n data parallel ranks, 1/n on each. The others are replicated, with a
-whole copy on each rank. P: elements of a rank's buckets; m: micro-batches.
+Rajbhandari et al. (arXiv 1910.02054), section 5. The parameters lie in *buckets* (word table, position table, each
+block, head; `layout.py`). A bucket has three kinds of flat buffers: optimizer state, gradients, parameters. The ZeRO
+stage selects the kinds that are sharded over the n data parallel ranks, 1/n on each. The others are whole on each rank.
+P: elements of a rank's buckets; m: micro-batches.
 
     stage   optimizer state   gradients   parameters     sent per step and rank, in units of P (n-1)/n elements
-      0     replicated        replicated  replicated     2       all_reduce of gradients
-      1     1/n               replicated  replicated     2       reduce_scatter of gradients, all_gather of parameters
-      2     1/n               1/n         replicated     m + 1   as stage 1, but gradients after each micro-batch
+      0     whole             whole       whole          2       all_reduce of gradients
+      1     1/n               whole       whole          2       reduce_scatter of gradients, all_gather of parameters
+      2     1/n               1/n         whole          m + 1   as stage 1, but gradients after each micro-batch
       3     1/n               1/n         1/n            3m      as stage 2, but parameters before each F and each B
 
-With m = 1 this is 2, 2, 2 and 3, as in section 7 of the paper. The next table lists the calls of a step in their order.
-This file has the methods in the same order.
+With m = 1 this is 2, 2, 2 and 3, as in section 7 of the paper. The calls of a step, in the order of this file:
 
     call           when                    stage 0          1                 2                        3
     zero_grad      at the start            clear            clear             clear 1/n                clear 1/n
@@ -21,42 +20,24 @@ This file has the methods in the same order.
     open_gradient  before its backward     -                -                 allocate                 allocate
     reduce         after its backward      -                -                 reduce_scatter           reduce_scatter
       ... in the last micro-batch          all_reduce       reduce_scatter    reduce_scatter           reduce_scatter
-    finish         after all backwards     wait             wait              wait, add, free          wait, add, free
-                                           then sums over tp (if needed) and over holders (pipeline ranks with a copy)
+    settle         before the next use     wait             wait              wait, add, free          wait, add, free
+    finish         after all backwards     settle all; sum over tp (if needed) and over holders (ranks with a copy)
     squared_norm   once                    each element is counted on one rank
     update         once                    everything       1/n               1/n                      1/n
     publish        once                    -                all_gather        all_gather               -
 
-`publish` only starts the gathers. These all_gathers run while the next step begins. `gather` waits for the all_gather
-of its bucket.
-
-Stage 2 frees whole gradients, stage 3 also whole parameters. A rank always keeps its shard. It has the whole buffer
-only while a unit uses the buffer or while the buffer is sent. This is the life of a bucket's whole gradient. It repeats
-with each micro-batch:
-
-    open_gradient      allocate it, filled with 0
-    backward           adds to it: the `.grad` of each parameter is a view into it
-    reduce             starts the reduce_scatter
-    _end_oldest_sum    waits for it, adds the shard to `own_grad`, frees the whole gradient
-
-At most two sums run while backward fills a third buffer. In stage 3 the parameters of the next unit are gathered while
-this unit computes. If a schedule splits B, the whole gradients of a chunk (the units that one action runs) exist from I
-to W. The action I also computes the gradients of LayerNorms, biases, head and embedding. The action W computes the
-others.
+The all_gathers of `publish` run while the next step begins. At most two sums of gradients run while backward fills a
+third buffer. In stage 3 the parameters of the next unit are gathered while this unit computes. If a schedule splits B,
+I computes the gradients of LayerNorms, biases, head and embedding, and W the others. So the whole gradients of a chunk
+(the units that one action runs) exist from I to W.
 
 In bf16 each parameter needs 18 bytes: parameter 2, gradient 4, master weight 4 (the float32 copy that the optimizer
 updates), two moments 8. Stage 1 divides 12 of these by n, stage 2 divides 16, stage 3 divides 18. In fp32 the total is
-16, because the parameters are also the master weights. Gradients accumulate over micro-batches in the master dtype,
-float32 (float64 in fp64 runs), for every dtype of the parameters.
-
-With `offload` the optimizer state stays in the CPU's memory, and the CPU makes the update. Once a step, gradients go to
-the CPU and weights come back (Ren et al., ZeRO-Offload, arXiv 2101.06840). On a GPU, fp32 then has separate master
-weights, too. Each bucket has one *pinned* buffer, through which the gradients go to the CPU, and later the new weights
-come back. The operating system never moves pinned memory, so the GPU copies it directly.
+16, because the parameters are also the master weights. Gradients accumulate in the master dtype: float32, in fp64 runs
+float64.
 """
 
 import itertools
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -69,98 +50,106 @@ from parallel.optimizer import RULES
 from parallel.tensor import ParamSpec
 
 
-class Storage(NamedTuple):
-    """Dtypes and devices of the buffers, the same for all buckets of a run."""
+class Flat:
+    """A flat buffer of a bucket. whole: [size]. own: the elements that this rank updates.
 
-    dtype: torch.dtype  # of parameters
-    master_dtype: torch.dtype  # of gradients, master weights and moments
-    device: torch.device
-    state_device: torch.device  # of master weights and moments
-    moments: int  # number of moment buffers of the optimizer
-    training: bool  # False: parameters only
+    Not sharded: `own` is a view into `whole`; `open` and `close` do nothing. Sharded: `own` is a buffer of its own, and
+    `whole` has storage only from `open` to `close`. Without storage, `whole` and its views stay, but have no values.
+    """
+
+    def __init__(self, size, owned, sharded, dtype, device):
+        self.whole, self.sharded = torch.zeros(size, dtype=dtype, device=device), sharded
+        own = self.whole[slice(*owned)]
+        self.own = torch.zeros_like(own) if sharded else own
+
+    def open(self):
+        """Give `whole` storage. Return True if it had none. Then its values are undefined."""
+        storage = self.whole.untyped_storage()
+        closed = storage.size() == 0
+        if closed:
+            storage.resize_(self.whole.nbytes)
+        return closed
+
+    def close(self):
+        if self.sharded:
+            free(self.whole)
+
+    def clear(self):
+        (self.own if self.sharded else self.whole).zero_()
+
+
+def free(x):
+    """Give the storage of a tensor back."""
+    x.untyped_storage().resize_(0)
 
 
 class Bucket:
     """One bucket's flat buffers on this rank.
 
-    param, grad: whole, [size]. If the stage shards them, they have storage only while they are in use. owned: (begin,
-    end) of the elements that this rank updates: its shard with stage 1 or higher, else everything. own_param, own_grad,
-    master (master weights), moments: each has only the elements `owned`. staging: a pinned buffer, only with offload
-    from a GPU. It carries the gradient to the CPU, then the new weights back. ranges: `owned`, cut into ranges of
-    consecutive elements. A range has elements of one kind: all cut over tp or all replicated, all with weight decay or
-    all without. pieces: for each parameter, its elements in `owned` (`layout.py`). params: the nn.Parameters, views
-    into `param`, in the order of layout.specs.
+    param, grad: `Flat`s. owned: (begin, end) of the elements that this rank updates: with ZeRO stage 0 all, otherwise
+    its shard. master (weights), moments and `gradient` have only these elements, on the device of the optimizer state.
+    ranges, pieces: `owned` as `layout.Range`s and `layout.Piece`s. params: the nn.Parameters, views into `param.whole`.
+    holders: the pipeline ranks that keep the bucket.
     """
 
-    def __init__(self, layout, stage, dp, holders, storage):
+    def __init__(self, layout, zero, holders, training):
         self.layout, self.name, self.size = layout, layout.name, layout.size
-        self.stage, self.dp, self.holders = stage, dp, holders
-        self.shard = layout.shard(dp.rank)
-        self.owned = begin, end = layout.owned(dp.rank, stage)
-        self.ranges, self.pieces = layout.ranges_in(begin, end), list(layout.pieces(begin, end))
-        dtype, master_dtype, device, state_device, moments, training = storage
-        offloaded = torch.device(device) != state_device
-
-        def flat(size, dtype, device=device):
-            return torch.zeros(size, dtype=dtype, device=device)
-
-        self.param = flat(self.size, dtype)
-        self.own_param = flat(end - begin, dtype) if stage == 3 else self.param[begin:end]
-        self.grad = self.own_grad = self.staging = None
-        self.master, self.moments = self.own_param, []
+        self.stage, self.dp, self.holders = zero.stage, zero.mesh.dp, holders
+        self.shard, self.owned = layout.shard(self.dp.rank), layout.owned(self.dp.rank, self.stage)
+        self.ranges, self.pieces = layout.ranges_in(*self.owned), list(layout.pieces(*self.owned))
+        self.param = Flat(self.size, self.owned, self.stage == 3, zero.dtype, zero.device)
+        self.grad = self.gradient = self.staging = None
+        self.master, self.moments = self.param.own, []
         if training:
-            self.grad = flat(self.size, master_dtype)
-            self.own_grad = flat(end - begin, master_dtype) if stage >= 2 else self.grad[begin:end]
-            if dtype != master_dtype or offloaded:
-                self.master = flat(end - begin, master_dtype, state_device)
-            self.moments = [flat(end - begin, master_dtype, state_device) for _ in range(moments)]
-            self.staging = pinned(end - begin, master_dtype) if offloaded else None
-        self.params = [self._parameter(piece, master_dtype) for piece in layout.pieces(0, self.size)]
-        if stage == 3:
-            free(self.param)
-        if stage >= 2 and training:
-            free(self.grad)
+            self.grad = Flat(self.size, self.owned, self.stage >= 2, zero.master_dtype, zero.device)
+            state = dict(dtype=zero.master_dtype, device=zero.state_device)
+            offloaded = torch.device(zero.device) != zero.state_device
+            if zero.dtype != zero.master_dtype or offloaded:
+                self.master = torch.zeros_like(self.param.own, **state)
+            self.moments = [torch.zeros_like(self.master) for _ in range(RULES[zero.config.optimizer].moments)]
+            self.staging = pinned(len(self.master), zero.master_dtype) if offloaded else None
+        self.params = [self._parameter(piece, zero.master_dtype) for piece in layout.pieces(0, self.size)]
+        for flat in (self.param, self.grad)[: 1 + training]:
+            flat.close()
 
     def _parameter(self, piece, master_dtype):
-        """Return an nn.Parameter for a Piece. The parameter and its gradient are views into the flat buffers."""
+        """Return an nn.Parameter. It and its `.grad` are views into flat buffers, so backward adds to the buffer."""
         shape = piece.spec.local_shape(self.layout.tp)
-        p = nn.Parameter(piece.of(self.param).view(shape))
+        p = nn.Parameter(piece.of(self.param.whole).view(shape))
         p.spec, p.deferred = piece.spec, None
         if self.grad is not None:
             p.grad_dtype = master_dtype
-            p.grad = piece.of(self.grad).view(shape)
+            p.grad = piece.of(self.grad.whole).view(shape)
         return p
+
+    def defer_to(self, products):
+        """Let linears append the operands of their weight gradients to the list `products`. None: compute at once."""
+        for p in self.params:
+            p.deferred = products
+
+    # With `offload` the CPU keeps the optimizer state and makes the update (Ren et al., ZeRO-Offload, arXiv
+    # 2101.06840). Gradients and new weights go through `staging`, a pinned buffer: memory that a GPU copies directly.
 
     @property
     def cast(self):
-        """`own_param`, to which an update copies the new master weights. None if it is the same buffer as `master`."""
-        return None if self.own_param is self.master else self.own_param
+        """`param.own`, to which the optimizer copies the master weights. None if it is their buffer, or offloaded."""
+        return None if self.param.own is self.master or self.staging is not None else self.param.own
 
-    def defer_to(self, products):
-        """Let linears append the operands of their weight gradients to the list `products`, for W. None: compute at
-        once.
-        """
-        for p in self.params:
-            p.deferred = products
+    def fetch_gradient(self):
+        """Set `gradient`, the gradient for the update."""
+        own = self.grad.own
+        self.gradient = own if self.staging is None else self.staging.copy_(own, non_blocking=True)
+
+    def return_weights(self):
+        """Copy the new weights of an offloaded bucket to `param.own`."""
+        if self.staging is not None and self.param.own is not self.master:
+            weights = self.staging.view(self.param.own.dtype)[: len(self.master)].copy_(self.master)
+            self.param.own.copy_(weights, non_blocking=True)
 
 
 def pinned(size, dtype):
     """Return zeros in pinned memory of the CPU, [size]."""
     return torch.zeros(size, dtype=dtype, pin_memory=True)
-
-
-def allocate(flat):
-    """Give a freed flat buffer its storage again. Views into the buffer are valid again; its old values are lost."""
-    flat.untyped_storage().resize_(flat.numel() * flat.element_size())
-
-
-def free(flat):
-    """Give the storage of a flat buffer back. The tensor and its views stay, but have no values."""
-    flat.untyped_storage().resize_(0)
-
-
-def is_free(flat):
-    return flat.untyped_storage().size() == 0
 
 
 def wait_for(communications):
@@ -171,27 +160,24 @@ def wait_for(communications):
 class Zero:
     """Training state of this rank's part of the model: its buckets, and the calls of a step in the table above.
 
-    Replaces each ParamSpec in this rank's units by an nn.Parameter. The parameter's `.grad` is a view into the flat
-    gradient buffer, so backward adds directly to the buffer that is reduced.
-
-    layout: a `layout.Layout` of the model. training: False for parameters only.
+    Replaces each ParamSpec in this rank's units by an nn.Parameter. layout: a `layout.Layout` of the model. training:
+    False for parameters only.
     """
 
     def __init__(self, model, layout, config, mesh, dtype, device, ops=reference, training=True):
         self.config, self.mesh, self.dtype, self.device, self.ops = config, mesh, dtype, device, ops
         self.master_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.updates = torch.zeros((), dtype=torch.int64, device=device)  # steps that were not skipped
+        self.stage, self.state_device = layout.stage, torch.device("cpu") if config.offload else device
         self.gathering = {}  # {bucket name: Pending} of parameters
-        self.summing = {}  # {Bucket: Pending} of gradients, the oldest first
-        # NCCL runs the calls of one group one after another. In a second group a sum does not delay the next gather.
+        self.summing = {}  # {bucket name: Pending} of gradients, the oldest first
+        # NCCL runs the calls of a group one after another. In a second group, a sum does not delay the next gather.
         self.sum_axis = mesh.second(mesh.dp) if layout.stage == 3 else mesh.dp
         self.counted = None
-        state_device = torch.device("cpu") if config.offload else device
-        storage = Storage(dtype, self.master_dtype, device, state_device, RULES[config.optimizer].moments, training)
         places, self.buckets = layout.buckets(mesh.pp.rank), {}
         holders = {name: mesh.holders(layout.holders(name)) for name in sorted(places)}  # same order on all ranks
         for name, place in places.items():  # whole buffers of a sharded bucket are freed before the next one is made
-            self.buckets[name] = Bucket(place, layout.stage, mesh.dp, holders[name], storage)
+            self.buckets[name] = Bucket(place, self, holders[name], training)
         params = {p.spec: p for bucket in self.buckets.values() for p in bucket.params}
         units = [model.units[unit] for chunk in layout.chunks(mesh.pp.rank) for unit in layout.units[chunk]]
         for module in (module for unit in units for module in unit.modules()):
@@ -201,7 +187,7 @@ class Zero:
 
     @torch.no_grad()
     def initialize(self, seed):
-        """Set the initial weights. They are drawn whole, then cut over tp, then over dp (`ParamSpec.initial`)."""
+        """Set the initial weights. They are drawn whole, then cut over tp, then over dp."""
         for bucket in self.buckets.values():
             for piece in bucket.pieces:
                 if piece.begin < piece.end:
@@ -211,11 +197,11 @@ class Zero:
 
     @torch.no_grad()
     def parameters_from_master(self):
-        """Copy the master weights to the parameters if these are separate buffers, and publish the parameters."""
+        """Set the parameters to the master weights."""
         self.finish_gathers()
         for bucket in self.buckets.values():
-            if bucket.cast is not None:
-                bucket.cast.copy_(bucket.master)
+            if bucket.param.own is not bucket.master:
+                bucket.param.own.copy_(bucket.master)
         self.publish()
 
     # --- zero_grad; gather, release: parameters, before and after a unit computes ------------------------------------
@@ -223,22 +209,20 @@ class Zero:
     def zero_grad(self):
         """Set the gradients of the last step to 0."""
         for bucket in self.buckets.values():
-            (bucket.grad if bucket.stage < 2 else bucket.own_grad).zero_()
+            bucket.grad.clear()
 
     def start_gather(self, name):
         """Start the all-gather of a bucket's parameters in stage 3. In stages 1 and 2 `publish` has started it."""
         bucket = self.buckets[name]
-        if bucket.stage == 3 and name not in self.gathering:
-            allocate(bucket.param)
-            # Autograd refuses a saved tensor that has changed. This gather writes the old values again, so it is safe.
-            # `.data` hides it from autograd.
-            self.gathering[name] = all_gather(bucket.own_param, bucket.dp, "parameters", out=bucket.param.data)
+        if bucket.param.sharded and name not in self.gathering:
+            bucket.param.open()
+            # Autograd refuses saved tensors that change. `.data` hides the gather, which writes the old values again.
+            self.gathering[name] = all_gather(bucket.param.own, bucket.dp, "parameters", out=bucket.param.whole.data)
 
     def gather(self, name):
         """Wait until a bucket's parameters are whole. They stay whole until `release`.
 
-        In stage 3 a block is gathered 2m times a step: for the F and for the B (or I) of each micro-batch. The executor
-        calls `release` after each F and each B.
+        In stage 3 a block is gathered 2m times a step: for F and for B (or I) of each micro-batch.
         """
         self.start_gather(name)
         if name in self.gathering:
@@ -246,86 +230,82 @@ class Zero:
 
     def release(self, name):
         """Free a bucket's whole parameters (stage 3) until the next `gather`."""
-        if self.buckets[name].stage == 3:
+        if self.buckets[name].param.sharded:
             del self.gathering[name]
-            free(self.buckets[name].param)
+            self.buckets[name].param.close()
 
     # --- open_gradient, reduce: gradients, before and after a unit's backward ----------------------------------------
 
     def open_gradient(self, name):
         """Prepare a bucket's gradient for backward, which adds to it. Stages 2 and 3: allocate it, filled with 0."""
-        bucket = self.buckets[name]
-        while bucket in self.summing:  # a buffer must not change while it is sent
-            self._end_oldest_sum()
-        if is_free(bucket.grad):
-            allocate(bucket.grad)
-            bucket.grad.zero_()
+        self.settle(name)  # a buffer must not change while it is sent
+        if self.buckets[name].grad.open():
+            self.buckets[name].grad.whole.zero_()
 
     def reduce(self, name, last):
-        """Start to sum a bucket's gradient over the data ranks. last: True if this is its last gradient of the step.
+        """Start to sum a bucket's gradient over the data ranks, while backward continues with the unit below.
 
-        The executor calls this after the bucket's last use in B (`Chunk.reduce_after`), or in W. The sum runs while
-        backward continues with the unit below. Stages 2 and 3 sum after each micro-batch. Stages 0 and 1 sum only once,
-        after the last micro-batch.
+        last: True if this is the bucket's last gradient of the step. Stages 2 and 3 sum after each micro-batch, stages
+        0 and 1 only after the last one.
         """
         bucket = self.buckets[name]
-        if bucket.stage >= 2:
-            while len(self.summing) > 1:
-                self._end_oldest_sum()
+        if bucket.grad.sharded:
+            for older in [*self.summing][:-1]:
+                self.settle(older)  # at most two sums run
         elif not last:
             return
         if bucket.stage == 0:
-            self.summing[bucket] = all_reduce(bucket.grad, bucket.dp, "gradients")
+            self.summing[name] = all_reduce(bucket.grad.whole, bucket.dp, "gradients")
         else:
-            begin, end = bucket.shard
-            self.summing[bucket] = reduce_scatter(bucket.grad, self.sum_axis, "gradients", out=bucket.grad[begin:end])
+            part = bucket.grad.whole[slice(*bucket.shard)]
+            self.summing[name] = reduce_scatter(bucket.grad.whole, self.sum_axis, "gradients", out=part)
 
-    def _end_oldest_sum(self):
-        """Wait for the oldest sum. Stages 2 and 3: add this rank's shard to `own_grad`, and free the whole buffer."""
-        bucket = next(iter(self.summing))
-        shard = self.summing.pop(bucket).wait()
-        if bucket.stage >= 2:
-            bucket.own_grad.add_(shard)
-            free(bucket.grad)
+    def settle(self, name):
+        """Wait for a bucket's sum, if one runs. Stages 2 and 3: add this rank's shard to `grad.own`, free `whole`."""
+        if name in self.summing:
+            shard, grad = self.summing.pop(name).wait(), self.buckets[name].grad
+            if grad.sharded:
+                grad.own.add_(shard)
+                grad.close()
 
     # --- finish: after all backwards ---------------------------------------------------------------------------------
 
     def finish(self):
-        """Call `sum_replicas`: it waits for all sums over dp, then sums over tp. Then sum over the holders of each
-        bucket.
+        """Complete all gradients. The sum over dp comes first: after it, only shards need the other sums."""
+        self.sum_over_dp()
+        self.sum_over_tp()
+        self.sum_over_holders()
 
-        Several pipeline ranks hold a tied table, so its gradient is summed over its holders. The sum over dp comes
-        first: after it, only shards need to be summed.
+    def sum_over_dp(self):
+        for name in [*self.summing]:
+            self.settle(name)
+
+    def sum_over_tp(self):
+        """Sum the gradients of replicated parameters over tp: LayerNorms, biases after a sum, position table, router.
+
+        With sequence parallelism they are partial: each tp rank has summed its own tokens. Without it only the last
+        digits can differ (`layout.replica_sums`). Then all take those of the first tp rank: the others add 0.
         """
-        self.sum_replicas()
-        by_name = [self.buckets[name] for name in sorted(self.buckets)]  # all holders need the same order
-        wait_for([all_reduce(bucket.own_grad, bucket.holders, "twin gradients") for bucket in by_name])
-
-    def sum_replicas(self):
-        """Wait for all sums over dp. Then sum the gradients of replicated parameters over tp (`layout.replica_sums`).
-
-        These are LayerNorms, the biases of row-parallel linears and the position table. With sequence parallelism their
-        gradient is partial: each tp rank has summed its own tokens. Without it the tp ranks compute equal gradients.
-        But each tp rank has its own dp group, which may add in another order. So with more than two data ranks the last
-        digits may differ. Then all take the gradient of the first tp rank: the others add 0.
-        """
-        while self.summing:
-            self._end_oldest_sum()
         if what := replica_sums(self.config, self.mesh.dp.size):
             buckets = self.buckets.values()
-            parts = [bucket.own_grad[r.begin : r.end] for bucket in buckets for r in bucket.ranges if not r.cut]
+            parts = [bucket.grad.own[r.begin : r.end] for bucket in buckets for r in bucket.ranges if not r.cut]
             if not self.config.sequence_parallel and self.mesh.tp.rank > 0:
                 for part in parts:
                     part.mul_(0)  # 0 times inf or nan is nan, so all ranks skip the step
             wait_for([all_reduce(part, self.mesh.tp, what) for part in parts])
+
+    def sum_over_holders(self):
+        """Sum gradients over the pipeline ranks that keep a copy: of the tied word table, in Chimera of all buckets."""
+        by_name = [self.buckets[name] for name in sorted(self.buckets)]  # all holders need the same order
+        wait_for([all_reduce(bucket.grad.own, bucket.holders, "twin gradients") for bucket in by_name])
 
     # --- squared_norm ------------------------------------------------------------------------------------------------
 
     def counts(self, bucket, cut):
         """Return True on exactly one of the ranks that hold the same elements: the norm counts them once.
 
-        An element of a LayerNorm counts on the rank that is the first of its holders, has tp rank 0, and has dp rank 0
-        (stage 0) or owns the element (stages 1 to 3).
+        An element of a LayerNorm counts on its first holder, on tp rank 0, and there on dp rank 0 (stage 0) or on the
+        data rank that owns it.
         """
         first_of_dp = bucket.stage >= 1 or bucket.dp.rank == 0
         return first_of_dp and bucket.holders.rank == 0 and (cut or self.mesh.tp.rank == 0)
@@ -333,9 +313,8 @@ class Zero:
     def squared_norm(self):
         """Return this rank's share of the squared global gradient norm, float64 []. Each element counts on one rank.
 
-        An inf or nan in any gradient of this rank makes the share inf or nan, even where a gradient does not count (0
-        times inf is nan). Then all ranks skip the step. The buckets' squares are added in float64, so that a large loss
-        scale does not overflow their sum.
+        An inf or nan makes the share inf or nan, even in a gradient that does not count (0 times inf is nan). Then all
+        ranks skip the step. float64: a large loss scale must not overflow the sum.
         """
         pieces = self._counted_pieces()
         if not pieces:
@@ -345,12 +324,12 @@ class Zero:
         return (self.ops.squared_norms([piece for piece, _ in pieces]) * self.counted).sum()
 
     def _counted_pieces(self):
-        """Return [(part of `own_grad`, True if the norm counts it on this rank)]."""
+        """Return [(part of `grad.own`, True if the norm counts it on this rank)]."""
         pieces = []
         for bucket in self.buckets.values():
             for counts, group in itertools.groupby(bucket.ranges, lambda r, bucket=bucket: self.counts(bucket, r.cut)):
                 ranges = list(group)
-                pieces.append((bucket.own_grad[ranges[0].begin : ranges[-1].end], counts))
+                pieces.append((bucket.grad.own[ranges[0].begin : ranges[-1].end], counts))
         return pieces
 
     # --- update, publish ---------------------------------------------------------------------------------------------
@@ -359,28 +338,22 @@ class Zero:
     def update(self, scalars):
         """Update the elements that this rank owns, unless scalars.skip. scalars: `reference.UpdateScalars`."""
         self.finish_gathers()
-        offload, shards = self.config.offload, []
-        for _, bucket in sorted(self.buckets.items()):  # all holders need the same order
-            gradient, cast = bucket.own_grad, bucket.cast
-            if bucket.staging is not None:
-                gradient, cast = bucket.staging.copy_(gradient, non_blocking=True), None
-            buffers = bucket.master, gradient, bucket.moments
-            shards.append(optimizer.Shard(*buffers, bucket.ranges, bucket.pieces, cast, bucket.holders))
-        # With offload, the copy of the scalars to the CPU waits for the GPU. Then the gradients have arrived in
-        # `staging`, too.
-        there = reference.UpdateScalars(*(x.to("cpu" if offload else self.device) for x in scalars))
-        optimizer.update(self.config, shards, there, reference if offload else self.ops, self.mesh, self.device)
-        for bucket in self.buckets.values():
-            if bucket.staging is not None and bucket.cast is not None:
-                weights = bucket.staging.view(self.dtype)[: len(bucket.master)].copy_(bucket.master)
-                bucket.cast.copy_(weights, non_blocking=True)
+        buckets = [bucket for _, bucket in sorted(self.buckets.items())]  # all holders need the same order
+        for bucket in buckets:
+            bucket.fetch_gradient()
+        # With offload, the copy of the scalars to the CPU waits for the GPU. Then the gradients have arrived, too.
+        there = reference.UpdateScalars(*(x.to(self.state_device) for x in scalars))
+        ops = reference if self.config.offload else self.ops
+        optimizer.update(self.config, buckets, there, ops, self.mesh, self.device)
+        for bucket in buckets:
+            bucket.return_weights()
         self.updates += ~scalars.skip
 
     def publish(self):
         """Start to all-gather the new parameters from their shards (stages 1 and 2)."""
         for name, bucket in self.buckets.items():
             if bucket.stage in (1, 2):
-                self.gathering[name] = all_gather(bucket.own_param, bucket.dp, "parameters", out=bucket.param)
+                self.gathering[name] = all_gather(bucket.param.own, bucket.dp, "parameters", out=bucket.param.whole)
 
     def finish_gathers(self):
         """Wait until all parameters are whole (stages 0 to 2), before they change or are read outside of a unit."""

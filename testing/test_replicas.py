@@ -23,7 +23,11 @@ def said_after_damage(config, rank, bucket, kind, place):
     replicas.check(run.zero, 2)
     if run.mesh.rank == rank:
         b = run.zero.buckets[bucket]
-        flat = {"parameter": b.own_param if b.stage == 3 else b.param, "master": b.master, "moment": b.moments[-1]}
+        flat = {
+            "parameter": b.param.own if b.stage == 3 else b.param.whole,
+            "master": b.master,
+            "moment": b.moments[-1],
+        }
         flat[kind].view(torch.int16)[place] ^= 1
     try:
         replicas.check(run.zero, 2)
@@ -72,15 +76,15 @@ def train_with_damage(config, iteration):
 def said_after_other_rounding(config):
     """Train two steps, in which the second tp rank's sums over dp are rounded otherwise. Return the message or None."""
     run = built(config, Mesh.of(config))
-    end, batches = run.zero._end_oldest_sum, micro_batches(run)
+    settle, batches = run.zero.settle, micro_batches(run)
 
-    def end_otherwise():
-        bucket = next(iter(run.zero.summing))
-        end()
-        if run.mesh.tp.rank == 1:
-            bucket.own_grad.mul_(1 + 2**-52)
+    def settle_otherwise(name):
+        ends = name in run.zero.summing
+        settle(name)
+        if ends and run.mesh.tp.rank == 1:
+            run.zero.buckets[name].grad.own.mul_(1 + 2**-52)
 
-    run.zero._end_oldest_sum = end_otherwise
+    run.zero.settle = settle_otherwise
     for _ in range(2):
         train.train_step(run, batches)
     try:

@@ -1,0 +1,42 @@
+"""A penalty on the variance of the gradient over the data ranks (`--penalty`). Slide "データ並列": 勾配分散.
+
+The loss has one more term, penalty / 2 times the variance. With the gradients g_r of the data ranks and their mean g,
+the variance is the mean over r of |g_r - g|^2. The gradient of this term is penalty times the mean of H_r (g_r - g),
+with the second derivatives H_r. A product H_r d needs no H_r: it is (g_r(w + e d) - g_r(w)) / e for a small e. So each
+step runs forward and backward twice, and sums gradients twice.
+"""
+
+import torch
+
+from parallel.pipeline import Executor
+
+RADIUS = 1e-5  # the length of e d, relative to that of w; on tiny models 0.1% to 0.6% off, in fp32 and fp64
+
+
+class PenalisedExecutor(Executor):
+    """An Executor whose `run` leaves the gradients of the loss with the penalty. It needs ZeRO stage 0."""
+
+    def run(self, micro_batches, count, weight):
+        batches, buckets = [next(micro_batches) for _ in range(count)], self.zero.buckets.values()
+        self.own = {}  # {bucket name: this rank's share of the gradient}
+        loss = super().run(iter(batches), count, weight)
+        self.zero.finish()
+        params, grads = [b.param.whole for b in buckets], [b.grad.whole for b in buckets]
+        own = [self.own[b.name] for b in buckets]
+        away = [self.mesh.dp.size * g - summed for g, summed in zip(own, grads, strict=True)]
+        length = torch.nn.utils.get_total_norm
+        e = RADIUS * length(params) / length(away)
+        weights = [w.clone() for w in params]
+        for param, grad, g, d in zip(params, grads, own, away, strict=True):
+            param += e * d
+            grad.copy_((1 - self.config.penalty / e) * g)  # the second backward adds penalty / e times its gradient
+        super().run(iter(batches), count, weight * (self.config.penalty / e).item())
+        self.zero.finish()
+        for param, w in zip(params, weights, strict=True):
+            param.copy_(w)
+        return loss
+
+    def _reduce(self, name):
+        if self.passes[name] == 1:
+            self.own[name] = self.zero.buckets[name].grad.whole.clone()
+        super()._reduce(name)
