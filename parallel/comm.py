@@ -8,15 +8,13 @@
     rotate          a   |  b             b    | a                            N    counted as a send
     send            a   |  -              a   | a                    N
 
-N is a size in bytes. The right column is the cost of the ring algorithm, which is optimal (Patarasuk and Yuan 2009).
-Its all_reduce is a reduce_scatter and then an all_gather. The ledger counts these bytes. Tensors are cut along their
-first dimension, so a contiguous tensor is sent without a copy.
+N is a size in bytes. The right column is the cost of the ring algorithm, which is optimal (Patarasuk and Yuan 2009):
+its all_reduce is a reduce_scatter and then an all_gather. Tensors are cut along their first dimension, so a contiguous
+tensor is sent without a copy. An axis (a group of ranks, `mesh.Axis`) with one rank sends and counts nothing.
 
-Each call starts the communication and returns a `Pending`. `.wait()` returns the tensor. The caller may compute between
-the call and `.wait()`. This is the overlap of communication and computation. On NCCL, `wait` makes only the GPU wait.
-If a peer does not answer within the timeout, a thread of NCCL (its watchdog) prints a message and ends the process. On
-Gloo, `wait` blocks the host. The error of `wait` names the rank that waited and the other ranks. If an axis (a group of
-ranks, `mesh.Axis`) has one rank, nothing is sent or counted.
+Each call starts the communication and returns a `Pending`; `.wait()` returns the tensor. What the caller computes
+between the two overlaps with the communication. On Gloo, `wait` blocks the host, and its error names the rank that
+waited and the other ranks. On NCCL, a thread (the watchdog) prints a message and ends the process after the timeout.
 
 `agree` and `gather_objects` send small Python objects outside of a step. The ledger does not count them.
 """
@@ -33,23 +31,16 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
-RING = {
-    "all_reduce": 2,
-    "reduce_scatter": 1,
-    "all_gather": 1,
-    "all_to_all": 1,
-}  # the factor of (n-1)/n N in the table above
+# The factor of (n-1)/n N in the table above.
+RING = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
 NOT_A_STEP = ("setup", "evaluate")  # phases that do not belong to a training step
 
 
 class Ledger:
-    """Counts calls and bytes by (phase, axis, what, operation). what: a name for the data, for example "gradients".
-
-    The code that runs a step sets `phase`.
-    """
+    """Counts calls and bytes by (phase, axis, what, operation). what: a name for the data, for example "gradients"."""
 
     def __init__(self):
-        self.phase = "setup"
+        self.phase = "setup"  # the code that runs a step sets it
         self.rows = {}
 
     def count(self, operation, axis, ranks, what, whole_bytes):
@@ -69,14 +60,14 @@ class Ledger:
 
 
 def sent_bytes(operation, ranks, whole_bytes):
-    """Return the bytes that a rank sends. ranks: how many there are. whole_bytes: N in the table above."""
+    """Return the bytes that a rank sends. ranks: their number. whole_bytes: N in the table above."""
     return whole_bytes if operation == "send" else Fraction(RING[operation] * (ranks - 1) * whole_bytes, ranks)
 
 
 def group_options(backend, timeout=None):
     """Return the options of a new process group: NCCL's kernels run on a CUDA stream of high priority. Gloo: None.
 
-    Without high priority, a communication could wait until a matrix product that fills the whole GPU has ended.
+    Otherwise a communication could wait until a matrix product that fills the whole GPU has ended.
     """
     if backend != "nccl":
         return None
@@ -91,9 +82,9 @@ class CommunicationError(RuntimeError):
 
 
 class Pending:
-    """A communication in progress. The object keeps the buffers until the communication is done.
+    """A communication in progress. It keeps the buffers until it is done.
 
-    work: torch's handle of the communication, or None if there is nothing to wait for. name: for an error's message.
+    work: torch's handle, or None if there is nothing to wait for. name: for an error's message.
     """
 
     waiting = None  # the Pending for which this process waits now; `hang.py` reads it
@@ -103,7 +94,7 @@ class Pending:
         self.result, self.work, self.name = result, work, name
 
     def wait(self):
-        """Return the result. On a GPU, operations that are enqueued after `wait` may read the result."""
+        """Return the result. On a GPU, only the GPU waits: operations that are enqueued later may read the result."""
         if self.work:
             Pending.waiting = self
             with lost_peer(self.name):
@@ -130,7 +121,7 @@ def all_reduce(x, axis, what, op="sum"):
     """Combine `x` elementwise over the axis, in place, on every rank."""
     if axis.size == 1:
         return Pending(x)
-    return _collective("all_reduce", axis, what, x, x, dist.all_reduce, x, OPS[op])
+    return _collective("all_reduce", axis, what, dist.all_reduce, (x, OPS[op]), whole=x, result=x)
 
 
 def all_gather(x, axis, what, out=None):
@@ -138,7 +129,7 @@ def all_gather(x, axis, what, out=None):
     if axis.size == 1:
         return Pending(x)
     whole = x.new_empty(axis.size * x.shape[0], *x.shape[1:]) if out is None else out
-    return _collective("all_gather", axis, what, whole, whole, _all_gather, whole, x.contiguous())
+    return _collective("all_gather", axis, what, _all_gather, (whole, x.contiguous()), whole=whole, result=whole)
 
 
 def reduce_scatter(x, axis, what, out=None):
@@ -146,7 +137,7 @@ def reduce_scatter(x, axis, what, out=None):
     if axis.size == 1:
         return Pending(x)
     part = x.new_empty(x.shape[0] // axis.size, *x.shape[1:]) if out is None else out
-    return _collective("reduce_scatter", axis, what, x, part, _reduce_scatter, part, x.contiguous())
+    return _collective("reduce_scatter", axis, what, _reduce_scatter, (part, x.contiguous()), whole=x, result=part)
 
 
 def all_to_all(x, axis, what):
@@ -154,22 +145,21 @@ def all_to_all(x, axis, what):
     if axis.size == 1:
         return Pending(x)
     arrived = torch.empty_like(x)
-    return _collective("all_to_all", axis, what, x, arrived, dist.all_to_all_single, arrived, x)
+    return _collective("all_to_all", axis, what, dist.all_to_all_single, (arrived, x), whole=x, result=arrived)
 
 
 def rotate(x, axis, what):
     """Send x to the next rank of the axis (the last sends to the first). Return the tensor of the rank before.
 
-    It is one call. With two calls, NCCL would run each rank's send before its receive. A send ends only when it is
-    received, so no rank would come to its receive.
+    It is one call. With two, NCCL would run each rank's send first, and no rank would come to its receive.
     """
     arrived, to, of = torch.empty_like(x), [0] * axis.size, [0] * axis.size  # to[i]: rows sent to rank i; of[i]: from i
     to[(axis.rank + 1) % axis.size] = of[axis.rank - 1] = len(x)
-    return _collective("send", axis, what, x, arrived, dist.all_to_all_single, arrived, x, of, to)
+    return _collective("send", axis, what, dist.all_to_all_single, (arrived, x, of, to), whole=x, result=arrived)
 
 
-def _collective(operation, axis, what, whole, result, call, *arguments):
-    """Count and start a collective. whole: the tensor of N bytes in the table above. call: torch's function."""
+def _collective(operation, axis, what, call, arguments, whole, result):
+    """Count and start a collective. call: torch's function. whole: the tensor of N bytes in the table above."""
     number = axis.ledger.count(operation, axis.name, axis.size, what, whole.numel() * whole.element_size())
     name = Pending.latest = f"{axis.waited} in {operation} {number} of {what} over {axis.name}"
     with lost_peer(name):
@@ -177,22 +167,16 @@ def _collective(operation, axis, what, whole, result, call, *arguments):
 
 
 def send(x, axis, to, what, tag=0):
-    """Send x to rank `to` of the axis. x must not change or be freed until it is sent.
-
-    NCCL reads x on its own CUDA stream. So PyTorch may free the memory of x some time after the end of the send
-    (`recordStream`), and a GPU may use more memory for messages than `memory.py` counts.
-    """
+    """Send x to rank `to` of the axis. x must not change or be freed until it is sent."""
     x = x.contiguous()
     axis.ledger.count("send", axis.name, axis.size, what, x.numel() * x.element_size())
     return _message(x, axis, to, f"to receive {what}", dist.isend, tag)
 
 
 def receive(shape, like, axis, source, tag=0):
-    """Start to receive a tensor of `shape` from rank `source` of the axis. like: any object with the `dtype` and
-    `device` of the result.
+    """Start to receive a tensor of `shape` from rank `source` of the axis. like: an object with its dtype and device.
 
-    For each group, both ranks of a pair must start their messages to each other in the same order. Gloo matches a send
-    and a receive by their tag.
+    In each group, both ranks of a pair must start their messages to each other in the same order. Gloo compares tags.
     """
     x = torch.empty(shape, dtype=like.dtype, device=like.device)
     return _message(x, axis, source, "to send", dist.irecv, tag)
@@ -207,8 +191,7 @@ def _message(x, axis, peer, does, call, tag):
 def agree(axis, error_type, action):
     """Run `action` on every rank. If it raises `error_type` on some ranks, raise the first rank's error on all ranks.
 
-    Use `agree` for errors that only some ranks see, for example a missing file on one node. Then no rank waits for a
-    rank that has stopped.
+    So no rank waits for a rank that has stopped, for example because a file is missing on its node.
     """
     error = result = None
     try:
@@ -218,7 +201,7 @@ def agree(axis, error_type, action):
     for message in gather_objects(None if error is None else str(error), axis):
         if message is not None:
             agreed = error_type(message)
-            agreed.agreed = True  # every rank raises this error, so it is enough if one rank prints it
+            agreed.agreed = True  # every rank raises this error, so one rank prints it
             raise agreed from error
     return result
 

@@ -1,18 +1,14 @@
 """Context parallelism: the tokens of each sample are cut over n = cp ranks.
 
-Only attention connects the tokens of a sample. Everything else of the model works on each token alone, so a rank runs
-it on its 1/n of the tokens as it is. The cp ranks have equal parameters: for ZeRO, gradient norm and checkpoints they
-are data ranks (`mesh.py`). There are two ways to compute attention:
+Only attention connects the tokens of a sample. A rank runs everything else on its 1/n of the tokens. The cp ranks have
+equal parameters: for ZeRO, gradient norm and checkpoints they are data ranks (`mesh.py`). Attention has two ways:
 
     ring      keys and values travel from rank to rank         Liu et al., Ring Attention (arXiv 2310.01889)
     ulysses   each rank gets all tokens of 1/n of the heads    Jacobs et al., DeepSpeed-Ulysses (arXiv 2309.14509)
 
-(A third way gathers all keys and values on each rank: Llama 3, arXiv 2407.21783, section 3.3.2. It sends as many bytes
-as the ring, but needs memory for all keys and values. It is not built here.)
-
-**Ring.** A late token sees more keys than an early one. So a sample is cut into 2n equal parts, and rank r has the
-parts r and 2n-1-r, a zigzag. (Brandon et al., arXiv 2311.09431, balance the work in another way.) In turn i, rank r has
-the keys and values of rank r-i (mod n), and all ranks have equal work. The turns of rank 1 of n = 4, which has the
+**Ring** (refused on a GPU: no kernel computes attention to a part of the keys yet). A late token sees more keys than an
+early one. So a sample is cut into 2n equal parts, and rank r has the parts r and 2n-1-r, a zigzag. In turn i, rank r
+has the keys and values of rank r-i (mod n), and all ranks have equal work. The turns of rank 1 of n = 4, which has the
 parts 1 and 6:
 
     turn  keys of parts   of                who sees them
@@ -23,13 +19,13 @@ parts 1 and 6:
 
 While a rank computes with keys and values, it sends them to the next rank. Each turn gives y, attention to its keys
 alone, and L = log sum_j exp(q k_j / sqrt(d)). Attention to the keys of two turns is y1 exp(L1 - L) + y2 exp(L2 - L)
-with L = log(exp(L1) + exp(L2)). This cannot overflow, because no exponent is above 0. In backward, keys and values
-travel again. The gradients of keys and values travel one turn later, and each rank adds its share. After the last turn
-they arrive at the rank of their keys. Backward knows L, so the probabilities of a turn are exp(q k / sqrt(d) - L).
+with L = log(exp(L1) + exp(L2)). No exponent is above 0, so this cannot overflow. In backward, keys and values travel
+again, and their gradients one turn later. Each rank adds its share, and after the last turn they are at the rank of
+their keys. Backward knows L, so the probabilities of a turn are exp(q k / sqrt(d) - L).
 
 **Ulysses.** Rank r has part r of n equal parts. Before attention an all_to_all exchanges tokens for heads: each rank
-gets all tokens of a/(n t) heads. Attention runs there as on one rank, with any kernel. A second all_to_all exchanges
-back. n t must divide the number a of heads.
+gets all tokens of a/(n t) heads, so n t must divide the number a of heads. Attention runs as on one rank, with any
+kernel. A second all_to_all exchanges back.
 
 A rank sends for each layer and micro-batch, in elements, with t = tp:
 
@@ -118,11 +114,11 @@ def turns(kv, cp):
 
 def ulysses(q, k, v, cp, ops):
     """Causal attention over the tokens of all cp ranks. q, k, v [b, s/n, a/t, d] of this rank's tokens -> the same."""
-    q, k, v = Exchange.apply(torch.stack([q, k, v]), 3, 2, cp).unbind()  # each [b, s, a/(n t), d]
-    return Exchange.apply(ops.attention(q, k, v), 1, 2, cp)
+    q, k, v = TokensForHeads.apply(torch.stack([q, k, v]), 3, 2, cp).unbind()  # each [b, s, a/(n t), d]
+    return TokensForHeads.apply(ops.attention(q, k, v), 1, 2, cp)
 
 
-class Exchange(torch.autograd.Function):
+class TokensForHeads(torch.autograd.Function):
     """Cut x along the dimension `cut`, send part i to rank i, and join the parts that arrive along `join`."""
 
     @staticmethod
@@ -133,7 +129,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return Exchange.forward(ctx, dy, *ctx.arguments), None, None, None  # the exchange in the other direction
+        return TokensForHeads.forward(ctx, dy, *ctx.arguments), None, None, None  # the exchange in the other direction
 
 
 WAYS = {"ring": RingAttention.apply, "ulysses": ulysses}

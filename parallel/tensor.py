@@ -1,10 +1,8 @@
 """Tensor parallelism: the matrices of a layer are cut over t ranks (slide "テンソル並列").
 
 Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3; sequence parallelism: Korthikanti et al. (arXiv 2205.05198),
-section 4.2. A transformer block has two pairs of linears: qkv and proj, fc1 and fc2. The first linear of a pair is cut
-by its outputs (column parallel): each rank computes some columns of y. The second is cut by its inputs (row parallel):
-each rank reads some columns of x. Inside a pair each rank computes its own heads or its own part of the MLP, without
-communication:
+section 4.2. A block has two pairs of linears: qkv and proj around attention, fc1 and fc2 in the MLP. The first of a
+pair is cut by its outputs (column parallel), the second by its inputs (row parallel). Inside a pair nothing is sent:
 
         x --f-->  Y_i = x A_i^T  -->  gelu / attention  -->  Z_i = Y_i B_i^T  --g-->  z = sum_i Z_i
               column parallel            all local                row parallel
@@ -17,26 +15,20 @@ communication:
     leave   all_reduce (g) all_reduce of y    nothing               y is whole on every rank
             reduce_scatter reduce_scatter y   all_gather of dy      y is cut by tokens (sequence parallel)
 
-`CONJUGATE` is this table in code. With None, nothing is sent in forward or in backward.
+`CONJUGATE` is this table in code. Activations are [n, h]: the n = b s tokens of the micro-batch, sample after sample.
+With sequence parallelism each rank has n/t consecutive rows of an activation outside of the pairs. LayerNorm, dropout
+and residual stream then cost 1/t of the memory and the work. Forward stores only the cut x, so backward gathers x again
+for dW. A replicated parameter (LayerNorm, row-parallel bias, position table, router) sees only part of the tokens on
+each rank. So its gradient is a partial sum, which `zero.py` adds over tp at the end of the step.
 
-Activations are [n, h]: the n = b s tokens of the micro-batch, sample after sample. With sequence parallelism each rank
-has n/t consecutive rows of an activation outside of the pairs. LayerNorm, dropout and residual stream then cost 1/t of
-the memory and the work. An all_reduce sends as many bytes as reduce_scatter plus all_gather. But sequence parallelism
-needs one all_gather more for each pair of linears: forward stores only the cut x, so backward gathers x again for dW. A
-replicated parameter (LayerNorm, row-parallel bias, position embedding) now sees only part of the tokens on each rank.
-Its gradient is a partial sum there, and `zero.py` sums it over tp at the end of the step.
+**What can overlap.** The slide says that this communication can't be hidden. This is true in forward: the next
+operation needs the sum of g. In backward, dW = dy^T x does not need the all_reduce of dx. So `Linear.backward` starts
+the all_reduce, computes dW, then waits. With sequence parallelism, the all_gather of x for dW overlaps with the product
+dx. Not hidden are all of forward, the all_gather of dy, embedding and head, and dx in the action I (zb-* schedules),
+which computes no dW.
 
-**What can overlap.** The slide says that tensor parallel communication can't be hidden. This is true in forward: the
-next operation needs the sum that g computes. It is not true in backward: dx needs its all_reduce, but the weight
-gradient dW = dy^T x does not. In the action B, `Linear.backward` starts the all_reduce, computes dW, then waits. With
-sequence parallelism, the all_gather of x for dW also overlaps with the computation of dx. Not hidden are (1) all
-communication in forward, (2) the all_gather of dy, (3) the communication of the embedding and the head, and (4) the
-communication of dx in the action I (zb-* schedules). In I there is nothing to compute meanwhile, because W computes dW
-later.
-
-Per layer and micro-batch each rank makes 4 all_reduces, and sends 2 bsh (t-1)/t elements in each: 8 bsh (t-1)/t in all.
-With sequence parallelism it makes 10 all_gathers and reduce_scatters, and sends bsh (t-1)/t in each: 10 bsh (t-1)/t
-(`accounts/ledger.py`). It has 1/t of the matrices and of their work.
+Per layer and micro-batch each rank makes 4 all_reduces of bsh elements, and sends 8 bsh (t-1)/t. With sequence
+parallelism it makes 10 all_gathers and reduce_scatters, and sends 10 bsh (t-1)/t (`accounts/ledger.py`).
 """
 
 import hashlib
@@ -58,8 +50,8 @@ ROWS = 4096  # tokens whose logits exist at a time: enough for an efficient matr
 class ParamSpec:
     """One logical parameter, the same in every layout. A rank keeps it whole or cut along `tp_dim`.
 
-    A layer declares a parameter with `self.weight = ParamSpec(...)`. `zero.py` replaces the ParamSpec by an
-    nn.Parameter, which is a view into a flat buffer.
+    A layer declares `self.weight = ParamSpec(...)`. `zero.py` replaces it by an nn.Parameter, a view into a flat
+    buffer.
     """
 
     name: str  # "block3.qkv.weight"; also the name of its file in a checkpoint
@@ -82,10 +74,9 @@ class ParamSpec:
         return whole if self.tp_dim is None else whole.chunk(axis.size, self.tp_dim)[axis.rank]
 
     def initial(self, seed):
-        """Return the whole initial tensor, float32 on the CPU: a function of (seed, name) and nothing else.
+        """Return the whole initial tensor, float32 on the CPU: a function of (seed, name) alone, as in every layout.
 
-        The caller cuts it, so a weight has the same value in every layout. Python's hash() cannot be the seed: its
-        value differs between processes.
+        Python's hash() cannot be the seed, because it differs between processes.
         """
         if not self.std:
             return torch.full(self.shape, self.mean)
@@ -111,9 +102,7 @@ CONJUGATE = {  # {communication of a tensor in forward: communication of its gra
 
 
 def start(communication, x, tp, what):
-    """Start a communication of the table above over tp. Return a `comm.Pending`; its `wait()` returns the result. With
-    None and "copy" nothing is sent, and the Pending holds x.
-    """
+    """Start a communication of the table above over tp. Return a `comm.Pending`, whose `wait()` returns the result."""
     if communication in (None, "copy"):
         return Pending(x)
     operations = {"all_reduce": all_reduce, "all_gather": all_gather, "reduce_scatter": reduce_scatter}
@@ -121,12 +110,11 @@ def start(communication, x, tp, what):
 
 
 class Linear(torch.autograd.Function):
-    """y = leave(enter(x) W^T + bias). Every linear of the blocks is this function. The head uses it only in generation.
+    """y = leave(enter(x) W^T + bias): every linear of the blocks.
 
-    x: [n or n/t, in]. w: this rank's [out, in]; [k, out, in] if one product has k outputs (q, k, v). bias: [out] or [k,
-    out]. It may be None only if k is 1. enter: copy, all_gather or None (x has only this rank's columns). leave:
-    all_reduce, reduce_scatter or None. Return y [n, out] (n/t rows with reduce_scatter), or a tuple of k views.
-    Backward adds the gradients of w and bias to `.grad` and does not return them.
+    x: [n or n/t, in]. w: this rank's [out, in], or [k, out, in] for k outputs (q, k, v). bias: [out] or [k, out], or
+    None if k is 1. Return y [n, out] (n/t rows with reduce_scatter), or a tuple of k views. Backward adds the gradients
+    of w and bias to `.grad` and does not return them.
     """
 
     @staticmethod
@@ -151,7 +139,7 @@ class Linear(torch.autograd.Function):
         gathering = start(enter, x, tp, "activations")
         dx = dy @ w.flatten(0, -2)
         sending = start(CONJUGATE[enter], dx, tp, "activations")
-        # detach: the graph of x refers to the unit's input, which would stay in memory until the action W
+        # detach: the graph of x would keep the unit's input in memory until the action W
         product = WeightGradient(w, dy, gathering.wait().detach())
         if w.deferred is None:
             product.add()  # while dx is sent
@@ -161,9 +149,7 @@ class Linear(torch.autograd.Function):
 
 
 class WeightGradient(NamedTuple):
-    """The factors of dW = dy^T x. In the action I, `w.deferred` is a list of `Executor.deferred`, and `Linear.backward`
-    appends to it. The action W (`Executor.weight_gradient`) multiplies the factors, and then frees dy and x.
-    """
+    """The factors of dW = dy^T x, kept from the action I to the action W (`Executor.weight_gradient`)."""
 
     w: nn.Parameter
     dy: torch.Tensor
@@ -181,8 +167,8 @@ def add_product(w, dy, x):
 class ColumnParallelLinear(nn.Module):
     """Linear cut by its outputs: x [n, in] (n/t rows with sequence parallelism) -> [n, out/t].
 
-    shape: of the whole weight, [out, in], or [3, out, in] for three outputs (q, k, v). The weight is cut along out.
-    adds_bias=False: the next operation adds the bias, because it reads every element of the output anyway.
+    shape: of the whole weight, [out, in], or [3, out, in] for three outputs (q, k, v). It is cut along out.
+    adds_bias=False: the next operation adds the bias, because it reads the output anyway.
     """
 
     def __init__(self, name, shape, std, tp, sequence_parallel, ops=reference, adds_bias=True):
@@ -220,8 +206,8 @@ class RowParallelLinear(nn.Module):
 class EmbeddingLookup(torch.autograd.Function):
     """Look up ids [n] in a table w [v, h], or in a slice [v/t, h] of a table that is cut over tp.
 
-    leave None: the table is not cut. Otherwise a rank fills the rows whose ids are in its slice; the other rows are 0.
-    The sum over tp gives all rows. Backward adds the gradient of w to `.grad` and does not return it.
+    leave None: the table is whole. Otherwise a rank fills the rows whose ids are in its slice, and the sum over tp
+    gives all rows. Backward adds the gradient of w to `.grad`.
     """
 
     @staticmethod
@@ -258,10 +244,9 @@ class VocabParallelEmbedding(nn.Module):
 class LinearCrossEntropy(torch.autograd.Function):
     """The loss of every token, [n], from x [n or n/t, h] and the word table w [v/t, h]. **Backward computes it.**
 
-    The logits, v numbers per token, would be the largest activation tensor. So they never exist whole. Forward only
-    allocates the losses (nan) and keeps x. Backward works on ROWS tokens at a time: it computes their logits x W^T and
-    their losses, and overwrites the logits with their gradient dz. Then it computes dx = dz W and dW += dz^T x, and
-    frees dz. So each logit is computed only once. `next_token_losses` returns the same losses without a gradient.
+    The logits, v numbers per token, would be the largest activation, so they never exist whole. Forward only allocates
+    the losses (nan) and keeps x. Backward works on ROWS tokens at a time: logits z = x W^T, their losses and their
+    gradient dz in the place of z, then dx = dz W and dW += dz^T x. So each logit is computed once.
     """
 
     @staticmethod
@@ -301,14 +286,12 @@ def slices(x):
 
 
 def cross_entropy_(z, w, targets, vocab_size, weights, tp, ops):
-    """Return the losses [n] of logits z [n, v/t]. The logits in z are replaced by the gradient of the loss with respect
-    to them. weights [n]: the derivative of the total loss with respect to each of these losses. With None, the values
-    of z have no meaning afterwards.
+    """Return the losses [n] of logits z [n, v/t], and replace z by its gradient.
 
-    Each token's row of logits is cut over tp, and no rank sees a whole row. The ranks combine three numbers per token:
-    the maximum, the sum of exponentials and the logit of the target.
+    weights [n]: the derivative of the total loss with respect to each loss, or None: no gradient. No rank sees a whole
+    row of logits. The ranks combine three numbers per token: maximum, sum of exponentials, logit of the target.
     """
-    start = tp.rank * len(w)
-    columns = min(max(vocab_size - start, 0), len(w))  # this rank's columns without padding
+    first = tp.rank * len(w)
+    columns = min(max(vocab_size - first, 0), len(w))  # this rank's columns without padding
     reduce = None if tp.size == 1 else lambda x, op: all_reduce(x, tp, "cross-entropy rows", op).wait()
-    return ops.cross_entropy_(z, targets - start, columns, weights, reduce)
+    return ops.cross_entropy_(z, targets - first, columns, weights, reduce)
