@@ -221,6 +221,28 @@ def test_a_rank_exits_at_once_with_its_code(monkeypatch, capsys, error, code):
     assert stop.value.args == (code,) and re.fullmatch("error: .*x\n", capsys.readouterr().err)
 
 
+ENDS = """
+import atexit, threading, torch
+from parallel import mesh, processes
+
+def work():
+    x = torch.ones(2**18)
+    threading.Thread(target=lambda: [x.add_(1) for _ in iter(int, 1)], daemon=True).start()
+    atexit.register(print, "a hook")
+    print("done")
+
+processes.join()
+processes.together(mesh.everyone(), work)
+"""
+
+
+def test_a_finished_run_exits_with_0_although_a_thread_is_in_torchs_code():
+    """Python's own exit would abort it. The exit hooks run, and no output is lost."""
+    alone = ENVIRONMENT | dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
+    done = subprocess.run([sys.executable, "-c", ENDS], cwd=HERE, env=alone, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "done\na hook\n"), done.stderr
+
+
 def test_a_traceback_is_torchruns_root_cause(monkeypatch, tmp_path):
     def work():
         raise RuntimeError("a defect")

@@ -304,4 +304,4 @@ def work(rank, rendezvous, processes, names, fields, repeats):
             if rank == 0:
                 print(ROW.format(*cells), flush=True)
     dist.destroy_process_group()
-    gc.collect()  # ends the groups' threads, as in parallel/processes.py
+    gc.collect()  # a group ends its threads when no object refers to it; cycles of objects still do

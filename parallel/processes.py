@@ -1,9 +1,10 @@
 """Start and end of the processes of a run: join the others, lock out_dir, stop on a signal, leave after an error."""
 
-import gc
+import atexit
 import os
 import re
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -49,9 +50,10 @@ def follow(launcher):
 
 
 def together(world, work):
-    """Call `work()` on every rank of the axis `world`. After an error, end the process with one line on stderr.
+    """Call `work()` on every rank of the axis `world`, and end the process. An error is one line on stderr.
 
-    Exit code 2 means a mistake of the user, 1 a lost peer. Without torchrun, the UserError is raised to the caller.
+    Exit code 0 means that the work is done, 2 a mistake of the user, 1 a lost peer. Without torchrun, the function
+    returns, or raises the UserError to the caller.
     """
     try:
         work()
@@ -69,10 +71,20 @@ def together(world, work):
             os._exit(2)
         leave(known, 2)
     if dist.is_initialized():
-        dist.destroy_process_group()
-        # A group ends its threads when no object refers to it any more. Cycles of objects still do. If a Gloo thread
-        # frees its last tensors while the interpreter exits, the process is aborted.
-        gc.collect()
+        finish()
+
+
+def finish():
+    """Close the groups, run the exit hooks (of W&B, for example), flush, and end this process with exit code 0.
+
+    Python's own exit would abort the process if a thread is then in torch's code, for example one of Gloo that frees
+    its last tensors.
+    """
+    dist.destroy_process_group()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()  # after an error, for example of a closed pipe, `exit_on_user_error` ends the process
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def leave(error, code):
