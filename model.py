@@ -1,23 +1,18 @@
-"""GPT-2, written as if there were one GPU.
+"""GPT-2, written as if there were one GPU. The layers of `parallel/tensor.py` contain the parallelism.
 
     ids [n] -> word + position embedding -> dropout -> L blocks -> LayerNorm -> logits (tied to the word table) -> loss
 
     block:   x + dropout(proj(attention(qkv(ln1(x)))))
              x + dropout(fc2(gelu(fc1(ln2(x)))))
 
-x is [n, h]. A micro-batch has b samples of s tokens, n = b s, and h is the hidden size. The s rows of the first sample
-come first, then those of the second. Sequence parallelism cuts the rows over the t tensor parallel ranks
-(`parallel/tensor.py`). Then each rank has n/t rows. In GPT-2 (Radford et al. 2019) each block has a LayerNorm before
-attention and before the MLP, the tanh form of GELU, and biases. Positions are learned. The word table is used twice.
-With ReLU instead of GELU the model is OPT (Zhang et al. 2022). Dropout acts on the embedding and on the outputs of
-attention and MLP. The attention probabilities have no dropout.
+x is [n, h]: n = b s tokens of b samples, sample after sample, and h is the hidden size. With sequence parallelism each
+of the t tensor parallel ranks has n/t of these rows. In GPT-2 (Radford et al. 2019) a LayerNorm stands before attention
+and before the MLP, GELU has its tanh form, linears have biases, positions are learned, and the word table is used
+twice. With ReLU the model is OPT (Zhang et al. 2022). Attention probabilities have no dropout.
 
-The layers of `parallel/tensor.py` contain the parallelism. A model is a list of *units* (embedding, blocks, head). Each
-unit is a function of (x, micro-batch). Between two units the executor (`parallel/pipeline.py`) can gather or free
-parameters, or reduce gradients. To save memory, it can also run a unit's forward again before its backward. A layer
-declares its parameters as `ParamSpec`s, which have no storage. `parallel/zero.py` replaces each ParamSpec by a view
-into a flat buffer. The embedding and the head both use the word table. Therefore it is a bucket of its own
-(`parallel/layout.py`).
+A model is a list of *units* (embedding, blocks, head), functions of (x, micro-batch). Between two units the executor
+(`parallel/pipeline.py`) can gather or free parameters, or reduce gradients. A layer declares its parameters as
+`ParamSpec`s, which have no storage. `parallel/zero.py` replaces each by a view into a flat buffer.
 
 Number of parameters: V h + s h + L (12 h^2 + 13 h) + 2 h, where V is the vocabulary, rounded up to a multiple of 128.
 This is 354,871,296 for L = 24, h = s = 1024 and V = 50,304.
@@ -48,9 +43,7 @@ from reference import Drop
 
 @dataclass
 class MicroBatch:
-    """One micro-batch, b samples of s tokens, as the input of the units on one rank. With context parallelism a rank
-    has s/cp tokens of each sample, so n = b s/cp.
-    """
+    """One micro-batch, b samples of s tokens, as the input of the units on one rank. With cp ranks, n = b s/cp."""
 
     shape: tuple  # (b, s/cp)
     ids: torch.Tensor  # [n] int64
@@ -68,7 +61,7 @@ class MicroBatch:
 
 
 class Block(nn.Module):
-    """One transformer layer: attention, then MLP. The output of each is added to x, the residual stream."""
+    """One transformer layer: attention, then MLP. The output of each is added to x, the residual stream [n, h]."""
 
     recomputable = True  # a block keeps about 32 bytes per element of x (bf16), and can run again from x alone
 
@@ -85,11 +78,10 @@ class Block(nn.Module):
         self.cp, self.over_cp = cp, WAYS[c.context] if c.cp > 1 else None
 
     def forward(self, x, batch):
-        """x: the residual stream, [n, h]. y: an output of attention or MLP. The next operation adds its bias."""
         drop1, drop2 = (batch.drop(self.seed, site=2 * self.index + k) for k in (1, 2))
         x, y = self.ln1(x)
         y = self.attention(y, batch)
-        x, y = self.ln2(x, y, self.proj.bias, drop1)  # x + dropout(y + bias), and its LayerNorm
+        x, y = self.ln2(x, y, self.proj.bias, drop1)  # x + dropout(y + bias), and the LayerNorm of this sum
         y = self.mlp(y, batch)
         return self.ops.add_(y, x, self.mlp.bias, drop2)  # x + dropout(y + bias)
 
@@ -103,9 +95,7 @@ class Block(nn.Module):
 
 
 class MLP(nn.Module):
-    """x [n, h] -> [n, h], without the bias of fc2. `Experts` can replace it. An activation is a function and a row of
-    `reference.ACTIVATIONS`.
-    """
+    """x [n, h] -> [n, h], without the bias of fc2. An activation is a row of `reference.ACTIVATIONS`."""
 
     def __init__(self, c, name, std, residual_std, tp, ops):
         super().__init__()
@@ -123,10 +113,7 @@ class MLP(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x, y) -> (z, LayerNorm of z) with z = x + dropout(y + bias). Without y, z is x. All are [n, h].
-
-    Addition and LayerNorm are one operation, so a fused kernel needs one pass over memory for both.
-    """
+    """(x, y) -> (z, LayerNorm of z) with z = x + dropout(y + bias), in one pass over memory. Without y, z is x."""
 
     def __init__(self, name, width, ops):
         super().__init__()
@@ -156,11 +143,9 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """The last unit: maps vectors to the loss of every token, [n]. In generation there are no targets and t is 1; then
-    it returns logits.
+    """The last unit: maps vectors to the loss of every token, [n]. Without targets (generation) it returns logits.
 
-    In training, forward only returns a tensor of nan. Backward computes the losses and their gradient together, and
-    writes the losses into this tensor (`LinearCrossEntropy`).
+    In training, forward returns a tensor of nan. Backward writes the losses into it (`LinearCrossEntropy`).
     """
 
     recomputable = False  # the head keeps little: backward computes the logits
@@ -182,9 +167,7 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    """The units in order. config: a `config.Config`. tp, cp: a `mesh.Axis`, the group of this rank's tensor parallel or
-    context parallel ranks. ops: a module with the operations, such as `reference`.
-    """
+    """The units in order. tp, cp: `mesh.Axis`, this rank's groups. ops: has the operations of `reference`."""
 
     def __init__(self, config, tp, ops=reference, cp=None):
         super().__init__()
@@ -211,17 +194,14 @@ class GPT(nn.Module):
         return {spec.name: spec for unit in self.table for spec in unit}
 
     def num_parameters(self, active=False):
-        """Return the number of parameters of the whole model, with the padded vocabulary.
-
-        active: count only the experts that one token uses.
-        """
+        """Return the number of parameters, with the padded vocabulary. active: only the experts that a token uses."""
         c, total = self.config, sum(math.prod(spec.shape) for spec in self.specs().values())
         return total - active * c.num_layers * (c.experts - c.top_k) * 8 * c.hidden_size**2
 
     def micro_batch(self, ids, targets=None, samples=None, start=0, caches=None):
         """Return a MicroBatch of this rank's tokens. ids, targets: [b, s], whole samples. start: the first position.
 
-        samples: [b], the index of each sample in the run; dropout depends on it. None (validation): no dropout.
+        samples: [b], the index of each sample in the run, on which dropout depends. None (validation): no dropout.
         """
         place = torch.arange(start, start + ids.shape[1], device=ids.device)
         if self.config.cp > 1:
