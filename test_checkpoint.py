@@ -204,7 +204,7 @@ def test_keeps_the_latest_and_an_imported_step_0(tokens_dir, tmp_path):
 
 
 def test_a_half_written_checkpoint_is_never_seen(tokens_dir, tmp_path, monkeypatch):
-    """The disk is full in the middle of a save. The error is one line. The next save removes the remains."""
+    """The disk is full in the middle of a save. The error is one line. The next start removes the remains."""
     flushed, real = [], checkpoint.os.fsync
 
     def fsync(file):
@@ -220,6 +220,8 @@ def test_a_half_written_checkpoint_is_never_seen(tokens_dir, tmp_path, monkeypat
     monkeypatch.undo()
     shutil.copytree(tmp_path / "step_5.writing", tmp_path / "step_3.writing")  # of a step that is not saved again
     (tmp_path / "step_junk").mkdir()
+    assert fails(configured(tmp_path, "nowhere")).startswith("data_dir=nowhere: ")
+    assert [p.name for p in tmp_path.glob("step_*")] == ["step_junk"], "the disk stays full"
     go(configured(tmp_path, tokens_dir, train_iters=5))
     assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_5", "step_junk"]
 

@@ -291,6 +291,7 @@ def open_files(config, mesh, device, stack):
     """
     if mesh.rank == 0 and not config.eval_only:
         stack.enter_context(processes.lock(config.out_dir))
+        checkpoint.remove_unfinished(config.out_dir)
     splits = [config.split] if config.eval_only else ["train", "val"][: 1 + (config.eval_iters > 0)]
     tokens = {s: data.Tokens(config.data_dir, s, config.seq_length, config.vocab_size) for s in splits}
     identity = None if config.eval_only else data.identity(tokens["train"])

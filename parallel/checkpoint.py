@@ -13,7 +13,7 @@ conversion tool is necessary.
 
 Every rank writes into the folder `step_N.writing` and flushes its files. Then rank 0 renames the folder to `step_N`, so
 the latest checkpoint, the `step_N` with the largest N, is always complete. If a run is killed, or if its disk is full,
-it leaves a `step_N.writing`, which the next save removes. No file is unpickled, so loading a checkpoint runs no code
+it leaves a `step_N.writing`, which the next start removes. No file is unpickled, so loading a checkpoint runs no code
 from it.
 
 Every byte that a rank uses is verified, in any layout. The checksum of an array reads the file as words w_0, w_1, ...
@@ -161,11 +161,6 @@ def save(out_dir, step, zero, state, keep=0, copies=()):
     final, mesh = step_path(out_dir, step), zero.mesh
     writing, first = final.with_name(final.name + ".writing"), mesh.rank == 0
 
-    def prepare():
-        for left in Path(out_dir).glob("step_*.writing"):
-            shutil.rmtree(left, ignore_errors=True)
-        writing.mkdir()  # not its parents: they have vanished if they are not there
-
     def publish():
         for path in filter(os.path.isfile, copies):
             shutil.copyfile(path, writing / path.name)
@@ -179,9 +174,15 @@ def save(out_dir, step, zero, state, keep=0, copies=()):
         attempt = explained(f"out_dir={out_dir}: can't write the checkpoint")(action)
         return agree(mesh.world, UserError, attempt if here else lambda: None)
 
-    together(prepare, first)
+    together(writing.mkdir, first)  # not its parents: they have vanished if they are not there
     sums = added(together(lambda: write_arrays(writing, zero)), mesh.world)
     together(publish, first)
+
+
+def remove_unfinished(out_dir):
+    """Remove what a killed run, or one with a full disk, left in out_dir. No other run may write there."""
+    for left in Path(out_dir).glob("step_*.writing"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def write_arrays(folder, zero):

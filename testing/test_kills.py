@@ -49,11 +49,12 @@ def start(context, config, ranks, rendezvous):
 
 
 def wait_for_a_save(folder, processes):
-    """Wait until this run begins a save. Unfinished saves of the killed run do not count."""
-    left, deadline = set(folder.glob("*.writing")), time.monotonic() + 60
-    while not set(folder.glob("*.writing")) - left and not (left and not any(p.exists() for p in left)):
-        assert time.monotonic() < deadline and all(p.is_alive() for p in processes), "no save begins"
-        time.sleep(0.001)
+    """Wait until this run has removed the unfinished save of the killed run, then until it begins a save."""
+    deadline = time.monotonic() + 60
+    for begun in (False, True):
+        while any(folder.glob("*.writing")) != begun:
+            assert time.monotonic() < deadline and all(p.is_alive() for p in processes), "no save begins"
+            time.sleep(0.001)
 
 
 def verify(folder):
