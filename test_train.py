@@ -21,7 +21,7 @@ from conftest import write_tokens
 from errors import UserError
 from parallel import checkpoint, processes
 from parallel.comm import CommunicationError, Ledger, lost_peer
-from parallel.mesh import Axis
+from parallel.mesh import Axis, everyone
 from parallel.optimizer import learning_rate
 from test_checkpoint import configured, curve, fails, go
 from test_config import held_elsewhere
@@ -274,7 +274,24 @@ def test_a_signal_on_one_rank_stops_all_after_the_same_step(workers, tokens_dir,
     assert checkpoint.all_steps(tmp_path) == [3] and len(curve(tmp_path)) == 1
 
 
-# --- hosts that see different files -----------------------------------------------------------------------------------
+# --- hosts that differ ------------------------------------------------------------------------------------------------
+
+
+def refused_config(words):
+    """Load the configuration of this rank's words. Return the message, or None."""
+    world = everyone()
+    try:
+        train.load_config(words[world.rank].split(), world)
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("word", ["--lr=0.01", "--seed=1", "--tp=2", "--log_interval=7"])
+def test_hosts_with_other_fields_stop_before_they_wait_for_each_other(workers, word):
+    field = word[2:].partition("=")[0]
+    for said in workers.run(2, refused_config, ["", word]):
+        assert re.match(rf"{word[2:]}: rank 1 \(on .*\) has this value, and rank 0 has {field}=[\d.]+;", said)
+    assert workers.run(2, refused_config, ["--data_dir=a --out_dir=b --resume=c", ""]) == [None] * 2
 
 
 def go_at_home(config, homes, eval_only):

@@ -37,6 +37,8 @@ from parallel.pipeline import Executor
 from parallel.zero import Zero
 from tokenizer import COPY
 
+COMPARED_BY_CONTENT = "out_dir", "data_dir", "resume"  # hosts may have other paths to the same files (`compare_hosts`)
+
 # --- the step -------------------------------------------------------------------------------------------------------
 
 
@@ -334,6 +336,25 @@ def new_file(out_dir):
         yield Path(file.name).name
 
 
+def load_config(words, world):
+    """Return the Config of the command line `words`. Raises the same UserError on all ranks, also if the hosts differ.
+
+    Fields that only print must be equal, too: ranks that print or save after different steps wait for each other.
+    """
+    config = agree(world, UserError, lambda: configuration.load(words))
+    first = gather_objects(config, world)[0]
+
+    def check():
+        for name, value in vars(first).items():
+            why = f"rank {world.rank} (on {socket.gethostname()}) has this value, and rank 0 has {name}={value}"
+            same = name in COMPARED_BY_CONTENT or getattr(config, name) == value
+            configuration.require(config, name, same, f"{why}; start all hosts with equal fields")
+        configuration.check(config, world.size)
+
+    agree(world, UserError, check)
+    return config
+
+
 def main():
     """Run the command line.
 
@@ -344,8 +365,7 @@ def main():
     world = everyone()
 
     def work():
-        config = agree(world, UserError, lambda: configuration.load(sys.argv[1:]))
-        agree(world, UserError, lambda: configuration.check(config, world.size))
+        config = load_config(sys.argv[1:], world)
         run_training(config, Mesh.of(config), device)
 
     processes.together(world, work)
