@@ -147,6 +147,7 @@ POSITIVE = (  # the other numbers may be 0
     "chunks updates_per_call log_interval loss_scale_window hysteresis initial_loss_scale min_loss_scale adam_eps "
     "expert_group capacity_factor comm_timeout init_method_std"
 ).split()
+BELOW = {"dropout": 1, "adam_beta1": 1, "adam_beta2": 1, "train_iters": 1e7}  # each update has a rate in a table
 MICRO_BATCHES = 2**13  # the most of one step on one data rank, because a schedule is a list of actions
 NO_EFFECT = (  # on the weights of a run that is resumed
     "out_dir resume save_interval keep log_interval eval_interval eval_iters eval_only split ledger trace tensorboard "
@@ -254,7 +255,7 @@ def check(c, world):
         require(c, name, getattr(c, name) in choices, f"should be one of {', '.join(map(str, choices))}{where}")
     for name, value in vars(c).items():
         if type(value) in (int, float) and name != "lr_warmup_iters":
-            most = 1 if name in ("dropout", "adam_beta1", "adam_beta2") else 1e13  # no number of a run is larger
+            most = BELOW.get(name, 1e13)  # no number of a run is larger
             least = "above 0" if name in POSITIVE else "0 or more"
             fits = (value > 0 or name not in POSITIVE) and 0 <= value < most
             require(c, name, fits, f"should be {least} and below {most:g}")

@@ -166,6 +166,18 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} ({self.prog} --help lists the options)")
 
 
+def within(least, most, kind=int):
+    """Return the type of an option whose value is a number from `least` to `most`."""
+
+    def number(text):
+        with contextlib.suppress(ValueError, OverflowError):
+            if least <= (value := kind(text)) <= most:
+                return value
+        raise argparse.ArgumentTypeError(f"{text}: should be {least:,} to {most:,}")
+
+    return number
+
+
 def boolean(text):
     """Return the value of True, 1, False or 0. Raises ValueError."""
     return bool(json.loads(text.lower()))

@@ -36,8 +36,9 @@ FORMAT = "# Write one number each, such as 8,192 or 0.11 or 3/27 (at most 1% off
 
 def exercise(number):
     """Return the table of exercises/`number`.toml. Raises UserError if there is none."""
-    with reading(f"exercise {number}: should be one of {', '.join(map(str, numbers()))}"):
-        return tomllib.loads((ROOT / f"exercises/{number}.toml").read_text(encoding="utf-8"))
+    if str(number) not in map(str, numbers()):
+        raise UserError(f"exercise {number}: should be one of {', '.join(map(str, numbers()))}")
+    return tomllib.loads((ROOT / f"exercises/{number}.toml").read_text(encoding="utf-8"))
 
 
 def numbers():
@@ -214,6 +215,8 @@ def main(arguments=None):
             english, japanese = exercise(number)["idea"]
             print(f"{number:>2} {state(number):<6} {english}\n          {japanese}")
         return
+    if len(words) > 1 + (command == "judge"):
+        parser.error(f"{words[-1]}: start and stop take one number, and judging one number and one folder")
     number, folder = words[0], Path(words[1]) if len(words) > 1 else ROOT
     (ROOT / "mine").mkdir(exist_ok=True)
     if command == "judge":

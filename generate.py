@@ -14,7 +14,7 @@ import dataclasses
 import torch
 
 import config as configuration
-from errors import Parser, UserError, exit_on_user_error
+from errors import Parser, UserError, exit_on_user_error, within
 from model import GPT
 from parallel import checkpoint, schedules
 from parallel.layout import Layout
@@ -44,14 +44,14 @@ def load_model(path, device):
 
 
 def draw(logits, temperature, top_k, top_p, generator):
-    """Return the next token's id, an int. logits [v]. Without a temperature above 0, it is the id of the largest logit.
+    """Return the next token's id, an int. logits [v]. With a temperature below 1e-6, it is the id of the largest logit.
 
     Raises UserError if a logit is nan or inf.
     """
     logits, largest = logits.float(), logits.max()
     if not largest.isfinite():
         raise UserError("the model's logits are not finite: its training diverged, or its checkpoint is damaged")
-    if not temperature > 0:
+    if temperature < 1e-6:  # float32 can't divide by a number near 0
         return int(logits.argmax())
     # logits - largest is at most 0, so even a small temperature gives -inf, whose probability is 0, but never inf
     logits, ids = ((logits - largest) / temperature).sort(descending=True)
@@ -81,17 +81,22 @@ def generate(model, ids, count, temperature=1.0, top_k=0, top_p=1.0, generator=N
         yield token
 
 
+def utf8(text):
+    """Return the text. Raises ValueError for a byte that is not UTF-8, which Python reads as a lone surrogate."""
+    return text.encode().decode()
+
+
 def main():
     """Print the text while it is generated, up to an end-of-text token or max_tokens. Raises UserError."""
     parser = Parser(prog="python generate.py", description="Writes text with a checkpoint.", allow_abbrev=False)
     add = parser.add_argument
     add("checkpoint", help="out_dir of a run, or one of its step_N folders")
-    add("--prompt", default="", help="text to continue (default: new document)")
-    add("--max_tokens", type=int, default=300, help="maximum number of new tokens (300)")
-    add("--temperature", type=float, default=0.8, help="0: always the likeliest token (0.8)")
-    add("--top_k", type=int, default=0, help="draw from the k likeliest tokens; 0: all (0)")
-    add("--top_p", type=float, default=1.0, help="keep tokens up to this probability sum (1.0)")
-    add("--seed", type=int, default=0, help="the same seed gives the same text (0)")
+    add("--prompt", type=utf8, default="", help="text to continue (default: new document)")
+    add("--max_tokens", type=within(0, 10**9), default=300, help="maximum number of new tokens (300)")
+    add("--temperature", type=within(0, 1000, float), default=0.8, help="0: always the likeliest token (0.8)")
+    add("--top_k", type=within(0, 10**9), default=0, help="draw from the k likeliest tokens; 0: all (0)")
+    add("--top_p", type=within(1e-9, 1, float), default=1.0, help="keep tokens up to this probability sum (1.0)")
+    add("--seed", type=within(0, 2**64 - 1), default=0, help="the same seed gives the same text (0)")
     a = parser.parse_args()
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would prepare a new kernel for each cache length
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -24,7 +24,7 @@ from dataclasses import replace
 import config as configuration
 from accounts import figures, layouts, scaling, seconds
 from accounts.devices import DEVICES
-from errors import Parser, boolean, exit_on_user_error
+from errors import Parser, boolean, exit_on_user_error, within
 
 GB = 1e9
 TITLES = (
@@ -43,22 +43,20 @@ waits_for: percent of the step for communication of tp / cp / pp / dp that no co
 Expected error of a step: {seconds.ERROR:.0%} for A100 and H100 (nine of ten published runs), unknown for V100."""
 
 
-def positive(text):
-    """Return a number of 1 or more, rounded down, such as 1024 or 3e11. Raises ValueError."""
-    if not 1 <= float(text) < 1e300:
-        raise ValueError
+def whole(text):
+    """Return a number such as 1024 or 3e11, rounded down. Raises ValueError and OverflowError."""
     return int(float(text))
 
 
 OPTIONS = {  # type, default, help
-    "gpus": (positive, 1, "number of GPUs (1)"),
-    "gpus_per_node": (positive, None, "GPUs of a node (as usual for the device)"),
-    "rings": (positive, None, "network cards of one collective (one for each of its GPUs in a node)"),
-    "tokens": (positive, None, "tokens of the whole run (20 for each parameter)"),
-    "top": (positive, None, "layouts to list (10)"),
+    "gpus": (within(1, 10**6, whole), 1, "number of GPUs (1)"),
+    "gpus_per_node": (within(1, 10**6, whole), None, "GPUs of a node (as usual for the device)"),
+    "rings": (within(1, 10**6, whole), None, "network cards of one collective (one for each of its GPUs in a node)"),
+    "tokens": (within(1, 10**18, whole), None, "tokens of the whole run (20 for each parameter)"),
+    "top": (within(1, 10**6, whole), None, "layouts to list (10)"),
     "svg": (str, None, "file: draw memory and time of the best layouts"),
     "rank": (int, 0, "the rank of --dry_run (0)"),
-    "flops": (positive, None, "print size and tokens of the best model for so many FLOPs"),
+    "flops": (within(1, 1e40, whole), None, "print size and tokens of the best model for so many FLOPs"),
     "explain": (boolean, False, "print the arithmetic of the given or the best layout"),
     "json": (boolean, False, "print JSON"),
     "dry_run": (boolean, False, "run a step of one rank without a GPU and without data"),

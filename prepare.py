@@ -32,6 +32,7 @@ import gzip
 import hashlib
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -48,7 +49,7 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from errors import Parser, UserError, exit_on_user_error, explained, locked, reading
+from errors import Parser, UserError, exit_on_user_error, explained, locked, reading, within
 from tokenizer import copy, last_cut, load_tokenizer
 
 SPLITS = ("train", "val", "test")
@@ -312,13 +313,15 @@ def main():
     add("--out", metavar="DIR", help="output folder (default: data/SOURCE_TOKENIZER, for example data/stdlib_gpt2)")
     add("--tokenizer", default="gpt2", help="gpt2 (default), bytes ..., tokenizer.json, or vocab.json with merges.txt")
     add("--split", default="969,30,1", help="relative sizes of train,val,test (default: 969,30,1)")
-    add("--workers", type=int, default=cores, metavar="N", help="processes that encode (default: one per core)")
+    add("--workers", type=within(1, 1024), default=cores, metavar="N", help="processes that encode (one per core)")
     add("--text_key", default="text", metavar="KEY", help="key of the text in a JSON line (default: text)")
     add("--megatron", metavar="PREFIX", help="instead of text, convert encoded tokens: PREFIX.bin and PREFIX.idx")
     add("--on_error", choices=("stop", "skip"), default="stop", help="at a bad document (stop; Python's own: skip)")
     args = parser.parse_args()
     with reading(f"--split={args.split}: should be three shares like 969,30,1"):
         weights = _, _, _ = [float(share) for share in args.split.split(",")]
+        if not (min(weights) >= 0 < sum(weights) < math.inf):
+            raise ValueError("a share is negative or not finite, or all are 0")
     if args.megatron and args.inputs:
         raise UserError(f"--megatron={args.megatron}: converts one data set; leave out the inputs {args.inputs}")
     tokenizer = load_tokenizer(args.tokenizer)  # raises its errors before any work
@@ -365,7 +368,7 @@ def make(args, tokenizer, files, weights, output, folder):
         results = blocks = megatron_blocks(args.megatron, tokenizer, weights)
     else:
         blocks = read_blocks(files, tokenizer)
-        results = encoded_blocks(blocks, max(1, args.workers), args.tokenizer, args.text_key, weights)
+        results = encoded_blocks(blocks, args.workers, args.tokenizer, args.text_key, weights)
     made_from, done = output.progress["made_from"], output.progress["blocks"]
     deque(itertools.islice(blocks, done), maxlen=0)  # an earlier run finished these
     tqdm.monitor_interval = 0  # without tqdm's thread: see START_METHOD

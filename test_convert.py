@@ -133,7 +133,7 @@ def test_sampling():
     assert drawn(top_p=0.7)[[0, 3]].sum() == 0 and drawn(top_p=0.7)[2] > 0.15
     assert drawn(temperature=0).tolist() == [0, 1, 0, 0] and drawn(temperature=0.1)[1] > 0.99
     assert drawn(temperature=100.0).min() > 0.15
-    assert drawn(temperature=1e-30)[1] == 1
+    assert drawn(temperature=1e-30)[1] == drawn(temperature=1e-320)[1] == 1
 
 
 def written(capsys, monkeypatch, *arguments):
@@ -167,6 +167,15 @@ def test_text_ends_at_its_end_and_has_whole_characters(out, capsys, monkeypatch)
     ids = [*"é".encode(), *"日".encode(), 0xE6, ord("x"), load_tokenizer("bytes").eot_token, ord("b")]
     monkeypatch.setattr(generate, "generate", lambda *_: iter(ids))
     assert written(capsys, monkeypatch, out) == "é日\N{REPLACEMENT CHARACTER}x\n"
+
+
+WRONG = "temperature=nan temperature=-1 top_k=-1 top_p=0 top_p=1.5 top_p=nan seed=99999999999999999999 prompt=\udcff"
+
+
+@pytest.mark.parametrize("word", WRONG.split())
+def test_a_wrong_option_is_one_line(word, capsys, monkeypatch):
+    with pytest.raises(UserError, match=f"argument --{word.partition('=')[0]}: "):
+        written(capsys, monkeypatch, "nowhere", f"--{word}")
 
 
 @pytest.mark.parametrize("temperature", [0, 0.8])

@@ -388,6 +388,11 @@ def test_bad_input_stops_with_its_place_or_is_skipped_and_counted(case, here, tm
         (["a.csv"], "input a.csv: "),
         (["empty"], "input empty: "),
         (["a.txt", "--split=1,2"], "--split=1,2: should be three shares"),
+        *(
+            (["a.txt", f"--split={x}"], f"--split={x}: should be three shares")
+            for x in ("0,0,0", "1,nan,1", "9,2,-1", "inf,1,1")
+        ),
+        (["a.txt", "--workers=999999"], "argument --workers: 999999: should be 1 to"),
         (["a.txt", "--megatron=web"], "--megatron=web: converts one data set"),
         (["a.txt", "--out=strange"], "--out=strange: Directory not empty"),
     ],

@@ -448,6 +448,7 @@ def test_the_learning_rates_are_those_of_the_formula(config_file, monkeypatch, c
         (["--vocab_size=49"], "vocab_size=49: "),
         (["--resume=nowhere"], "resume=nowhere: there is no checkpoint in nowhere"),
         (["--eval_only", "--eval_iters=0"], "eval_iters=0: "),
+        (["--train_epochs=1e9"], "train_iters="),
         (["--out_dir=/dev/null/x"], "out_dir=/dev/null/x: Not a directory"),
         (["--hidden_size=10000000"], "num_layers=2, hidden_size=10000000, "),
     ],

@@ -205,8 +205,7 @@ def build(config, mesh, device):
         kind = PipeDream
     executor = kind(model, zero, config, mesh, layout, schedule, timers)
     scale = LossScale(config, dtype)
-    rates = [learning_rate(config, i + 1) for i in range(config.train_iters)]
-    rates = torch.tensor(rates, dtype=torch.float64, device=device)
+    rates = learning_rate(config, torch.arange(1, config.train_iters + 1)).to(device)
     return Run(config, mesh, device, dtype, model, layout, schedule, zero, scale, timers, executor, rates)
 
 
@@ -262,6 +261,7 @@ def run_training(config, mesh, device):
         compare_hosts(config, mesh, tokens, path)
         if config.train_epochs and not config.eval_only:
             config.train_iters = configuration.iterations(config, config.train_epochs * tokens["train"].num_samples)
+            agree(mesh.world, UserError, lambda: configuration.check(config, mesh.world.size))
         watchdog = hang.Watchdog()
         if mesh.world.size > 1 and not config.eval_only:
             watchdog.watch(mesh, config.out_dir, 0.8 * config.comm_timeout)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from accounts import figures
 from accounts.figures import KINDS
-from errors import Parser, exit_on_user_error, reading
+from errors import Parser, UserError, exit_on_user_error, reading
 from parallel import schedules
 from parallel.context import WAYS, own_positions
 from parallel.schedules import Action, Event, Schedule, Timeline, simulate
@@ -27,6 +27,7 @@ from parallel.schedules import Action, Event, Schedule, Timeline, simulate
 BUBBLE = """\
 bubble X of T: T = longest time from a rank's first action to its last; X = 1 - (mean busy time of a rank) / T
 whole step: T = time from the first action of any rank to the last, because in train.py all ranks end a step together"""
+WORK = 2**14  # the most of a drawing: parts of the model, squared or times the micro-batches
 VERSIONS = "version: how many updates are in the weights that an action uses; !: other weights than in its forward"
 
 
@@ -222,6 +223,10 @@ def pictures_of(options):
     """Return the Pictures that the options ask for. Raises UserError."""
     if options.trace:
         return recorded(options.trace)
+    if (parts := options.stages * options.chunks) * max(parts, options.microbatches) > WORK:
+        raise UserError(
+            f"--stages={options.stages} --microbatches={options.microbatches} --chunks={options.chunks}: too many"
+        )
     with reading(f"--cost={options.cost} --comm={options.comm}: should be like 1,1.5,0.5 and 0.2"):
         F, I, W = map(float, options.cost.split(","))
         if not (min(F, I, W) > 0 <= options.comm and F + I + W + options.comm < math.inf):

@@ -135,6 +135,12 @@ def test_the_numbers_in_the_picture_are_the_ledgers(tmp_path, ranks, fields):
 # --- all pictures -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("words", ["--stages=3000", "interleaved --chunks=1000000000", "--microbatches=1000000000"])
+def test_a_drawing_that_takes_too_long_is_refused(words):
+    with pytest.raises(UserError, match="too many"):
+        draw.main(words.split())
+
+
 def test_mistakes(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"^--svg=.*nowhere/x.svg: No such file or directory$"):
         figures.ranking(tmp_path / "nowhere" / "x.svg", [judged()])

@@ -16,7 +16,7 @@ import importlib
 import inspect
 import sys
 
-from errors import Parser, UserError, exit_on_user_error
+from errors import Parser, UserError, exit_on_user_error, within
 
 NAMES = ["layouts", "kernels", "train", "sweep"]
 
@@ -27,7 +27,8 @@ def measurement(name):
     shown = argparse.RawDescriptionHelpFormatter
     parser = Parser(f"python -m bench {name}", description=measure.__doc__, formatter_class=shown, allow_abbrev=False)
     for option in inspect.signature(measure).parameters.values():
-        parser.add_argument(f"--{option.name}", type=type(option.default), default=option.default)
+        kind = type(option.default)
+        parser.add_argument(f"--{option.name}", type=within(1, 10**6) if kind is int else kind, default=option.default)
     return measure, parser
 
 

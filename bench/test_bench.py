@@ -57,6 +57,7 @@ def test_each_measurement_and_option_is_explained():
         ["layout"],
         ["train", "--step=1"],
         ["train", "--steps=few"],
+        ["train", "--steps=-1"],
         ["train", "--attention=flex"],
         ["layouts", "--vocab=257"],
         ["layouts", "--only=nomatch"],

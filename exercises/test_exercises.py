@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import exercise
+from errors import UserError
 
 ANSWERS = [(number, answer) for number in exercise.numbers() for answer in exercise.exercise(number).get("answer", [])]
 QUICK = (3, 8)  # blanked and judged in the default run
@@ -75,3 +77,10 @@ def test_an_answer_is_judged_by_its_idea(number, answer):
     """A right answer that differs from the project's is green. A wrong one turns the lamp of its idea red."""
     red, _ = required(number, changed(number, answer["edits"]))
     assert answer["red"] in red if "red" in answer else red == {}, red
+
+
+@pytest.mark.parametrize("words", ["99", "start 99", "start 3 4", "stop 3 4", "3 folder 4"])
+def test_a_mistake_on_the_command_line_changes_nothing(words, monkeypatch):
+    monkeypatch.setattr(Path, "write_text", None)
+    with pytest.raises(UserError, match=r"exercise 99: should be one of 1, .*, \d+$|take one number"):
+        exercise.main(words.split())

@@ -160,26 +160,23 @@ def tensor_norms(tensors, mesh, sharded, device):
 
 
 def learning_rate(c, update):
-    """Return the learning rate of an update. update: counted from 1, without skipped steps. c: the configuration.
+    """Return the learning rate of an update, a float64 tensor. c: the configuration.
+
+    update: counted from 1, without skipped steps; a number, or a tensor of many.
 
     A linear warm-up rises to `lr`. Then `constant` stays there. The other styles fall to `min_lr`, which they reach at
     update `lr_decay_iters` (if 0: at `train_iters`); wsd falls only in the last `lr_wsd_decay_iters` updates.
     """
     end = c.lr_decay_iters or c.train_iters
     warmup = c.lr_warmup_iters if c.lr_warmup_iters >= 0 else c.lr_warmup_fraction * end
-    if update <= warmup:
-        return c.lr * update / warmup
-    if c.lr_decay_style == "constant":
-        return c.lr
-    if update >= end:
-        return c.min_lr
-    if c.lr_decay_style == "wsd":  # warm-up, stable, decay (Hu et al., arXiv 2404.06395)
-        left = min(1.0, (end - update) / c.lr_wsd_decay_iters)
-    else:
-        left = (end - update) / (end - warmup)
+    update = torch.as_tensor(update, dtype=torch.float64)
+    # wsd is warm-up, stable, decay (Hu et al., arXiv 2404.06395)
+    decay = c.lr_wsd_decay_iters if c.lr_decay_style == "wsd" else max(1, end - warmup)
+    left = ((end - update) / decay).clamp(0, 1)
     if c.lr_decay_style == "cosine":
-        left = 0.5 * (1 + math.cos(math.pi * (1 - left)))
-    return c.min_lr + (c.lr - c.min_lr) * left
+        left = 0.5 * (1 + torch.cos(math.pi * (1 - left)))
+    low = c.lr if c.lr_decay_style == "constant" else c.min_lr
+    return torch.where(update <= warmup, c.lr * update / max(1, warmup), low + (c.lr - low) * left)
 
 
 class LossScale:

@@ -195,8 +195,8 @@ def train_call(run, batches):
     c, mesh, zero, counters = run.config, run.mesh, run.zero, run.counters
     n = c.updates_per_call - counters.iteration % c.updates_per_call
     m = schedules.micro_batches(c, c.global_batch_size, mesh.dp.size)  # micro-batches of an update on each data rank
-    share, first = 1 / (m * mesh.dp.size), zero.updates.item() + 1
-    rates = torch.tensor([learning_rate(c, first + k) for k in range(n)], dtype=torch.float64, device=run.device)
+    share = 1 / (m * mesh.dp.size)
+    rates = learning_rate(c, zero.updates + 1 + torch.arange(n, device=run.device))
     one, never, betas = rates.new_ones(()), rates.new_zeros(()).bool(), (c.adam_beta1, c.adam_beta2)
     scalars = [reference.update_scalars(lr, one, zero.updates + k, never, *betas) for k, lr in enumerate(rates, 1)]
     zero.zero_grad()
