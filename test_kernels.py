@@ -409,7 +409,7 @@ def launches(monkeypatch, arch=90, **fields):
     with Products():
         train.train_step(run, iter(lambda: run.model.micro_batch(ids, ids, samples), None))
     with torch.no_grad():
-        run.executor.evaluate(run.model.micro_batch(ids, ids))
+        run.executor.evaluate([run.model.micro_batch(ids, ids)])
     logits = torch.zeros(8, 384, dtype=torch.bfloat16, device=device)
     kernels.cross_entropy_(logits, ids[0, :8], 257, torch.ones(8, device=device), lambda x, op: x)  # with tp
     return found

@@ -304,7 +304,12 @@ def test_offload_through_a_staging_buffer_changes_no_bit(workers, fields):
 
 @pytest.mark.parametrize(
     "layout",
-    [dict(pp=2, schedule="zb-v", chunks=2, zero=2), dict(pp=2, schedule="chimera", zero=3), dict(zero=3)],
+    [
+        dict(pp=2, schedule="zb-v", chunks=2, zero=2),
+        dict(pp=2, schedule="interleaved", chunks=2, zero=3),
+        dict(pp=2, schedule="chimera", zero=3),
+        dict(zero=3),
+    ],
     ids=str,
 )
 def test_validation_is_the_same_in_every_layout(workers, tokens_dir, tmp_path, layout):
@@ -324,7 +329,7 @@ def test_a_validation_is_not_watched_and_watching_goes_on_after_it():
         train.train_step(run, batches)
         peak, account.peak = account.peak, 0
         run.timers.take(1)
-        run.executor.evaluate(next(batches))
+        run.executor.evaluate([next(batches)])
         assert account.peak == 0 and run.timers.take(1) == {}
         train.train_step(run, batches)
         assert account.peak == peak and run.timers.take(1)["forward-compute"] > 0

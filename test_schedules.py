@@ -280,6 +280,17 @@ def test_messages_in_their_order_never_deadlock():
         assert len(order) == len(set(order))
 
 
+def test_a_validation_fills_the_pipeline_once():
+    """It has each forward once. Beside v forwards for each micro-batch, a rank waits at most v (p-1) forwards long."""
+    for name, p, m, v in all_of_them((1, 2, 4, 8), (8,)):
+        schedule = schedules.forward_only(build(name, p, m, v), 4 * p)
+        chunks, order = pipelines(schedule)[0], messages(schedule)
+        assert sorted(itertools.chain(*schedule.actions)) == [("F", j, chunk) for j in range(4 * p) for chunk in chunks]
+        assert unfinished(schedule, order) == [] == unfinished(schedule, order, per_pair=True)
+        end = max(event.end for event in schedules.run_in_order(schedule, {"F": 1}, 0))
+        assert end <= v * (4 * p + p - 1), f"{name}, p={p}: the forwards take {end}; does a rank wait for each?"
+
+
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "chimera"])
 def test_there_is_one_message_per_boundary_and_direction(name):
     schedule = build(name, 4, 8, usual_chunks(name))

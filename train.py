@@ -8,6 +8,7 @@ generator. It has the weights, the moments, the loss scale, and the counters in 
 """
 
 import contextlib
+import itertools
 import socket
 import sys
 import tempfile
@@ -96,12 +97,14 @@ def evaluate(run, tokens):
     total = torch.zeros(2, dtype=torch.float64, device=run.device)
     wanted = c.eval_iters * c.global_batch_size
     share = data.eval_batches(tokens, wanted, *mesh.reader, c.micro_batch_size, c.seed, run.device)
-    for ids, counts in share:
+    # A pipeline fills and empties once in each list. Its last rank has room for all messages of a list.
+    while part := list(itertools.islice(share, 4 * c.pp)):
         run.watchdog.progress("validation")
-        losses = run.executor.evaluate(run.model.micro_batch(ids[:, :-1], ids[:, 1:]))
-        if losses is not None and counts:
-            total[0] += losses.sum(dtype=torch.float64)
-            total[1] += losses.numel()
+        batches = [run.model.micro_batch(ids[:, :-1], ids[:, 1:]) for ids, _ in part]
+        for j, losses in run.executor.evaluate(batches).items():
+            if part[j][1]:  # not a stand-in
+                total[0] += losses.sum(dtype=torch.float64)
+                total[1] += losses.numel()
     if mesh.tp.rank != 0:
         total.zero_()
     loss, count = all_reduce(total, mesh.world, "evaluation").wait().tolist()

@@ -2,7 +2,7 @@
 
 After `comm_timeout` seconds torch ends the ranks that wait, and torchrun names one of them, although the rank that they
 wait for is the culprit. So a thread of each rank looks at the clock. After 0.8 comm_timeout without a new iteration,
-batch of a validation or checkpoint, it writes a row into out_dir/hang/RANK: the communication that its rank waits for,
+part of a validation or checkpoint, it writes a row into out_dir/hang/RANK: the communication that its rank waits for,
 and where its program is. A little later the lowest rank with a row prints all rows, and the ranks without one:
 
     no progress for 16 s:
@@ -33,7 +33,7 @@ class Watchdog:
         self.progress("start")
 
     def progress(self, what):
-        """Note that this rank begins something new: an iteration, a batch of a validation."""
+        """Note that this rank begins something new: an iteration, a part of a validation."""
         self.what, self.since = what, time.monotonic()
 
     def watch(self, mesh, out_dir, seconds):

@@ -90,8 +90,7 @@ class Executor:
     def __init__(self, model, zero, config, mesh, layout, schedule, timers):
         self.zero, self.config, self.mesh, self.layout = zero, config, mesh, layout
         self.timers, self.schedules = timers, {}  # number of micro-batches: (Schedule, Messages, passes: see `run`)
-        validation = schedules.forward_only(schedule)
-        self.validation = validation, schedules.messages(validation)
+        self.usual, self.validations = schedule, {}  # number of micro-batches: (Schedule, Messages)
         self.chunks = {}
         for chunk in layout.chunks(mesh.pp.rank):
             numbers = layout.units[chunk]
@@ -115,7 +114,7 @@ class Executor:
         self.trace.begin_step(schedule)
         self.weight, self.passes = weight, dict(passes)  # passes[bucket]: backwards that still add to it
         self.total = torch.zeros((), dtype=torch.float64, device=self.zero.device)
-        self._execute(schedule, messages, micro_batches, rows_outside(self.config))
+        self._execute(schedule, messages, micro_batches, [rows_outside(self.config)] * count)
         self.batch(count - 1)  # read all micro-batches, also those without an action on this rank
         return self.total
 
@@ -128,23 +127,27 @@ class Executor:
         return self.schedules[count]
 
     @torch.no_grad()
-    def evaluate(self, batch):
-        """Run the forward of one micro-batch. Return its losses [n], or None on a rank without the last chunk.
+    def evaluate(self, batches):
+        """Run the forwards of a list of MicroBatches. Return {number of the micro-batch: its losses [n]}, which is
+        empty on a rank without the last chunk.
 
         If the schedule has two pipelines (Chimera), the first one runs.
         """
-        watchers, self.losses = (self.timers, self.trace, self.after_action), None
+        watchers, self.losses = (self.timers, self.trace, self.after_action), {}
         self.timers = self.trace = self.after_action = Unwatched()
-        self._execute(*self.validation, iter([batch]), len(batch.positions))  # the last batch may be short
+        if (count := len(batches)) not in self.validations:
+            validation = schedules.forward_only(self.usual, count)
+            self.validations[count] = validation, schedules.messages(validation)
+        self._execute(*self.validations[count], iter(batches), [len(batch.positions) for batch in batches])
         self.timers, self.trace, self.after_action = watchers
         return self.losses
 
     def _execute(self, schedule, messages, micro_batches, rows):
         """Run this rank's actions in order. Before each one, post receives (`Mailbox.post`). rows: the number of rows
-        of a micro-batch.
+        of each micro-batch. In a validation the last one may be short.
         """
         self.schedule, self.batches, self.micro_batches = schedule, {}, micro_batches
-        self.mail = Mailbox(messages, self.mesh, (rows, self.config.hidden_size), self.zero)
+        self.mail = Mailbox(messages, self.mesh, rows, self.config.hidden_size, self.zero)
         for action in schedule.actions[self.mesh.pp.rank]:
             method, timer = self.methods[action.kind]
             self.mail.post()
@@ -184,7 +187,7 @@ class Executor:
         if after is not None:
             self._give("activation", j, after, y)
         elif not training:
-            self.losses = y
+            self.losses[j] = y
 
     def backward(self, j, c):
         self._backward(j, c, None)
@@ -295,8 +298,8 @@ def connect(mesh, schedule, device):
 class Mailbox:
     """This rank's messages of a step. All ranks post their messages in the same order."""
 
-    def __init__(self, order, mesh, shape, like):
-        self.mesh, self.shape, self.like = mesh, shape, like
+    def __init__(self, order, mesh, rows, width, like):
+        self.mesh, self.rows, self.width, self.like = mesh, rows, width, like
         self.rank = rank = mesh.pp.rank
         self.queue = deque((i, m) for i, m in enumerate(order) if rank in (m.source, m.destination))
         self.arriving = {}  # (kind, micro-batch, chunk): Pending
@@ -309,7 +312,8 @@ class Mailbox:
         while self.queue and self.queue[0][1].source != self.rank:
             tag, m = self.queue.popleft()
             axis = axis_to(self.mesh, m.source, m.destination)
-            arriving = receive(self.shape, self.like, axis, m.source, tag)
+            shape = self.rows[m.microbatch], self.width
+            arriving = receive(shape, self.like, axis, m.source, tag)
             self.arriving[m.kind, m.microbatch, m.consumer.chunk] = arriving
         while len(self.leaving) > IN_TRANSIT or (self.leaving and self.leaving[0][0].done()):
             self._let_go()

@@ -36,7 +36,7 @@ schedules pipedream and pipedream-2bw are asynchronous: a rank updates its weigh
 `versions.py` counts the old weights that it keeps.
 """
 
-from itertools import accumulate, zip_longest
+from itertools import accumulate, product, zip_longest
 from typing import NamedTuple
 
 from errors import UserError
@@ -90,11 +90,16 @@ def downstream(schedule, chunk):
     return chunk + 1 if chunk + 1 < len(schedule.parts) and schedule.parts[chunk + 1] > 0 else None
 
 
-def forward_only(schedule):
-    """Return a Schedule for validation: the forward of one micro-batch through the first pipeline of `schedule`."""
-    actions = [[] for _ in schedule.actions]
-    for chunk in pipelines(schedule)[0]:
-        actions[schedule.placement[chunk]].append(Action("F", 0, chunk))
+def forward_only(schedule, microbatches):
+    """Return a Schedule for validation: forwards through the first pipeline of `schedule`.
+
+    With v chunks on each rank, a rank runs v forwards for a micro-batch. So micro-batch j begins v j forwards after
+    micro-batch 0, and each rank sorts its forwards by the time at which they can begin.
+    """
+    chunks, actions = pipelines(schedule)[0], [[] for _ in schedule.actions]
+    v = len(chunks) // len(actions)
+    for chunk, j in sorted(product(chunks, range(microbatches)), key=lambda place: place[0] + v * place[1]):
+        actions[schedule.placement[chunk]].append(Action("F", j, chunk))
     return schedule._replace(name=f"{schedule.name}, forward only", actions=actions, versions=None)
 
 
