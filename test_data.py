@@ -12,13 +12,14 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from data import Loader, Tokens, eval_batches, permute, shuffle_key, training_samples
+from data import Tokens, eval_batches, loaded, permute, shuffle_key, training_samples
 from errors import UserError
 
 LAYOUTS = [(dp, b) for dp in (1, 2, 3, 4, 8) for b in (1, 2, 3, 5)]  # data ranks, micro_batch_size
@@ -192,7 +193,7 @@ def test_a_step_takes_the_same_samples_in_every_layout(dp, b):
 
 def test_a_batch_is_a_pure_function_of_consumed_samples(counted):
     def batches(consumed, steps):
-        with Loader(counted, training_samples(consumed, 1, 2, 3), seed=0) as loader:
+        with closing(loaded(counted, training_samples(consumed, 1, 2, 3), seed=0)) as loader:
             return take(loader, 2 * steps)  # two micro-batches in each step
 
     whole, resumed = batches(0, 10), batches(12 * 4, 6)  # an epoch ends inside the 5th step
@@ -220,7 +221,7 @@ def test_a_validation_that_is_left_early_leaves_no_thread(counted):
     for _ in eval_batches(counted, 50, 0, 1, 2, seed=0):
         break
     gc.collect()
-    assert not loader_threads()
+    wait_until(lambda: not loader_threads())
 
 
 # -- errors
@@ -257,7 +258,7 @@ def test_an_id_beyond_the_vocabulary_deep_in_the_file_is_found_in_its_batch(tmp_
     tokens = np.zeros(2**17, int)
     tokens[100_000] = 300
     data = Tokens(write(tmp_path, tokens), "train", 7, 257)
-    with Loader(data, training_samples(0, 0, 1, 64), seed=0) as loader:
+    with closing(loaded(data, training_samples(0, 0, 1, 64), seed=0)) as loader:
         with pytest.raises(UserError, match=r"train.bin: the id 300 is not in the vocabulary"):
             for _ in range(data.num_samples // 64 + 1):
                 next(loader)
@@ -291,41 +292,40 @@ def wait_until(condition):
         time.sleep(0.001)
 
 
-def test_an_exception_in_the_thread_is_raised_in_the_caller_each_time():
-    with Loader(Source(fails=3), endless(), seed=0) as loader:
+def test_an_exception_in_the_thread_is_raised_in_the_caller():
+    with closing(loaded(Source(fails=3), endless(), seed=0)) as loader:
         assert len(take(loader, 2)) == 2  # batches read before the error are delivered
-        for _ in range(2):
-            with pytest.raises(OSError, match="the disk is gone"):
-                take(loader, 1)
-    assert not loader_threads()
+        with pytest.raises(OSError, match="the disk is gone"):
+            take(loader, 1)
+    wait_until(lambda: not loader_threads())
 
 
 def test_the_end_of_the_numbers_is_the_end_of_the_loader():
     numbers = [np.arange(2), np.arange(2, 3)]
-    with Loader(Source(), numbers, seed=0) as loader:
+    with closing(loaded(Source(), numbers, seed=0)) as loader:
         assert [n.tolist() for _, n in take(loader, 9)] == [[0, 1], [2]]
         assert take(loader, 1) == []
 
 
 def test_reads_ahead_as_far_as_asked_and_closes_while_full():
     source = Source()
-    loader = Loader(source, endless(), seed=0, depth=3)
-    wait_until(lambda: source.count == 3)
-    take(loader, 10)
+    loader = loaded(source, endless(), seed=0, depth=3)
+    take(loader, 1)
+    wait_until(lambda: source.count == 4)
+    take(loader, 9)
     wait_until(lambda: source.count == 13)
     time.sleep(0.02)
     assert source.count == 13 and len(loader_threads()) == 1
     loader.close()
     loader.close()
-    assert not loader_threads()
-    assert len(take(loader, 9)) == 3  # 3 items were ready; then the iteration ends
+    wait_until(lambda: not loader_threads())
 
 
 @pytest.mark.slow
 def test_a_loader_that_is_never_closed_does_not_keep_the_process():
     code = """if True:
         import test_data
-        loader = test_data.Loader(test_data.Source(), test_data.endless(), seed=0)
+        loader = test_data.loaded(test_data.Source(), test_data.endless(), seed=0)
         next(loader)
         raise SystemExit(7)
     """
@@ -337,7 +337,7 @@ def test_a_loader_that_is_never_closed_does_not_keep_the_process():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_batches_arrive_whole_on_the_gpu(counted):
     numbers = list(itertools.islice(training_samples(0, 0, 1, 4), 200))
-    with Loader(counted, numbers, seed=0, device="cuda", depth=2) as loader:
+    with closing(loaded(counted, numbers, seed=0, device="cuda", depth=2)) as loader:
         kept = [(tokens, n) for tokens, n in loader]
     for (tokens, n), expected in zip(kept, numbers, strict=True):
         assert tokens.is_cuda and n.tolist() == expected.tolist()

@@ -125,7 +125,7 @@ def train(run, tokens, validation, logger):
         return last or (interval and counters.iteration // interval > before // interval)
 
     samples = data.training_samples(counters.consumed_samples, *mesh.reader, c.micro_batch_size)
-    with data.Loader(tokens, samples, c.seed, run.device) as loader:
+    with contextlib.closing(data.loaded(tokens, samples, c.seed, run.device)) as loader:
         batches, last = micro_batches(run, loader), counters.iteration >= c.train_iters
         while not last:
             before = counters.iteration
