@@ -147,7 +147,7 @@ class PipeDream(Executor):
         mean losses of each update, 0 on ranks without the head. squares: this rank's shares of the squared norms.
         """
         schedule, _, self.passes_of_update = self.prepared(count)
-        self.losses, squares = [], torch.zeros(len(scalars), dtype=torch.float64, device=self.zero.device)
+        self.update_losses, squares = [], torch.zeros(len(scalars), dtype=torch.float64, device=self.zero.device)
         for weights in self.weights:
             weights.begin(schedule, scalars, squares)
         self.forwards = count  # forwards that this rank has not begun
@@ -155,7 +155,7 @@ class PipeDream(Executor):
         for weights in self.weights:
             weights.show(len(scalars))
         self.zero.updates += len(scalars)
-        return torch.stack(self.losses), squares
+        return torch.stack(self.update_losses), squares
 
     def forward(self, j, c):
         if torch.is_grad_enabled():  # a validation runs between two calls, with the latest version
@@ -175,7 +175,7 @@ class PipeDream(Executor):
 
     def update(self, j, c):
         """The action U: update this rank's weights with the gradients of the micro-batches up to j."""
-        self.losses.append(self.total)
+        self.update_losses.append(self.total)
         self.total, self.passes = torch.zeros_like(self.total), dict(self.passes_of_update)
         self.zero.sum_over_dp()
         self.zero.sum_over_tp()
@@ -184,7 +184,7 @@ class PipeDream(Executor):
             if len(weights.holders) > 1:
                 weights.start_sum()
             if len(weights.holders) == 1 or not self.forwards:
-                weights.catch_up(len(self.losses))
+                weights.catch_up(len(self.update_losses))
 
 
 def train_call(run, batches):

@@ -1,35 +1,31 @@
 """Execute a schedule: this rank's forwards and backwards, unit by unit, and the messages between ranks.
 
-Slide "パイプライン並列". The model's units (embedding, blocks, head) are cut into consecutive *parts*. A chunk of
-the schedule is one part, placed on one rank (`layout.py`, `schedules.py`). A rank runs its list of actions. For
-micro-batch j:
+Slide "パイプライン並列". The model's units (embedding, blocks, head) are cut into consecutive *parts*. A chunk of the
+schedule is one part, placed on one rank (`schedules.py`). A rank runs its list of actions. For micro-batch j:
 
     F j     receive x, run the chunk's units, send y (the embedding reads ids instead, the head returns losses)
     B j     receive dL/dy, run the units backwards, send dL/dx
     I, W    the two halves of B. I computes dL/dx, and stores in `Executor.deferred` a WeightGradient (w, dy, x) for
             every linear of the blocks. Later W adds each dW = dy^T x to its bucket, and frees dy and x.
 
-The executor has no code for a particular schedule. It runs the list in its order. Between two neighbour stages one
-micro-batch sends bsh elements in each direction (bsh/t with sequence parallelism). A validation runs a list that has
-only F.
+The executor has no code for a particular schedule. Over each boundary between ranks a micro-batch sends bsh elements in
+each direction (bsh/t with sequence parallelism). A validation runs a list that has only F.
 
-The graph is cut between two units. Each unit gets a detached input. A unit's backward is one `torch.autograd.backward`;
-it starts from the gradient of the next unit's input:
+The graph is cut between two units. Each unit gets a detached input, and its backward is one `torch.autograd.backward`,
+from the gradient of the next unit's input:
 
     forward     x0 -> [embedding] -> y0 | x1 = y0.detach() -> [block] -> y1 | ...  -> [head] -> losses
     backward    dL/dx1 = x1.grad  <-  [block].backward(x2.grad)  <-  ...
 
-So recomputation and ZeRO are plain code between units, not hooks. With full recomputation a block keeps only x and
-runs again just before its backward, so only one block's activations exist at a time (Chen et al., arXiv 1604.06174).
-ZeRO-3 gathers a unit's parameters before the unit and frees them after it. A bucket's gradient is reduced as soon as it
-is complete, while backward continues with earlier units (as in PyTorch's DDP, Li et al., arXiv 2006.15704).
+So ZeRO and recomputation are plain code between units, not hooks. With full recomputation a block keeps only x and runs
+again just before its backward (Chen et al., arXiv 1604.06174). ZeRO-3 gathers a unit's parameters before the unit and
+frees them after it. A bucket's gradient is reduced as soon as it is complete, while backward continues (as in PyTorch's
+DDP, Li et al., arXiv 2006.15704).
 
-Starting a send does not block. But `Mailbox.post`, which runs before each action, waits for the oldest send if more
-than IN_TRANSIT are unfinished. All ranks post their messages in one common order. A receive is posted as early as this
-order allows. The order prevents a deadlock (proof: `schedules.messages`). Messages to a higher rank and to a lower rank
-have different process groups, so a rank's send never waits for a receive that it has posted before. A buffer lives
-until its message is sent. Then the values of a sent output y are freed: backward starts at y's graph, and does not read
-the values of y.
+Starting a send does not block. All ranks post their messages in one common order, which prevents a deadlock
+(`schedules.messages`), and a receive as early as this order allows. Messages to a higher rank and to a lower rank have
+different process groups, so a send never waits for a receive that was posted before. A buffer lives until its message
+is sent. Then the values of a sent output y are freed: backward needs y's graph, not its values.
 """
 
 import contextlib
@@ -64,9 +60,8 @@ class Unwatched:
 class Chunk:
     """Consecutive units on this rank. buckets[i]: the names of the buckets that unit i uses.
 
-    reduce_after[i]: the buckets that unit i uses and no unit before i uses. Their gradient is complete after the
-    backward of unit i. release_after[i]: the buckets that unit i uses and no unit after i uses. Forward does not need
-    them after unit i.
+    reduce_after[i]: the buckets that no unit before i uses. Their gradient is complete after the backward of unit i.
+    release_after[i]: the buckets that no unit after i uses. Forward does not need them after unit i.
     """
 
     def __init__(self, units, buckets):
@@ -83,8 +78,7 @@ class Chunk:
 class Executor:
     """This rank's part of every step. schedule: a Schedule with any number of micro-batches; timers: a `log.Timers`.
 
-    Tools can observe the executor: `trace` gets each action and each wait for a message. `after_action` is called after
-    each action.
+    Tools can set `trace`, which gets each action and each wait for a message, and `after_action`.
     """
 
     def __init__(self, model, zero, config, mesh, layout, schedule, timers):
@@ -106,9 +100,8 @@ class Executor:
     def run(self, micro_batches, count, weight):
         """Run forward and backward of `count` micro-batches from the iterator `micro_batches`.
 
-        weight: the factor by which each micro-batch's mean loss is multiplied before backward. The gradients are left
-        in the buckets' flat buffers, and their reduction has started. Return the sum of the mean losses, without
-        `weight`: a float64 scalar on the device, 0 on ranks without the head.
+        weight: the factor of each micro-batch's mean loss in backward. Return the sum of the mean losses, without
+        `weight`: float64 [] on the device, 0 on ranks without the head. The reduction of the gradients has started.
         """
         schedule, messages, passes = self.prepared(count)
         self.trace.begin_step(schedule)
@@ -119,7 +112,7 @@ class Executor:
         return self.total
 
     def prepared(self, count):
-        """Return (Schedule, Messages, passes) of `count` micro-batches. They are made once."""
+        """Return (Schedule, Messages, passes) of `count` micro-batches."""
         if count not in self.schedules:
             schedule = schedules.build_for(self.config, self.mesh.dp.size, count)
             passes = self.layout.passes(schedule, self.mesh.pp.rank)
@@ -128,10 +121,8 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, batches):
-        """Run the forwards of a list of MicroBatches. Return {number of the micro-batch: its losses [n]}, which is
-        empty on a rank without the last chunk.
-
-        If the schedule has two pipelines (Chimera), the first one runs.
+        """Run the forwards of MicroBatches. Return {number of the micro-batch: its losses [n]}, on other ranks than that
+        of the last chunk {}. If the schedule has two pipelines (Chimera), the first one runs.
         """
         watchers, self.losses = (self.timers, self.trace, self.after_action), {}
         self.timers = self.trace = self.after_action = Unwatched()
@@ -143,9 +134,7 @@ class Executor:
         return self.losses
 
     def _execute(self, schedule, messages, micro_batches, rows):
-        """Run this rank's actions in order. Before each one, post receives (`Mailbox.post`). rows: the number of rows
-        of each micro-batch. In a validation the last one may be short.
-        """
+        """Run this rank's actions in order. rows: those of each micro-batch. In a validation the last may be short."""
         self.schedule, self.batches, self.micro_batches = schedule, {}, micro_batches
         self.mail = Mailbox(messages, self.mesh, rows, self.config.hidden_size, self.zero)
         for action in schedule.actions[self.mesh.pp.rank]:
@@ -157,9 +146,7 @@ class Executor:
         self.mail.close()
 
     def batch(self, j):
-        """Return micro-batch j. The iterator gives them in order, but a rank of Chimera may begin with micro-batch 1.
-        So all up to j are kept.
-        """
+        """Return micro-batch j. All up to j are kept, because a rank of Chimera may begin with micro-batch 1."""
         while j not in self.batches:
             self.batches[len(self.batches)] = next(self.micro_batches)
         return self.batches[j]
@@ -280,8 +267,7 @@ def axis_to(mesh, source, destination):
 def connect(mesh, schedule, device):
     """Send one number over each connection between ranks in both directions.
 
-    With a pair's first message, NCCL connects the two ranks. Until this is done, the programs of both ranks stand
-    still. So all pairs connect before the first step: in a step such a wait would stop a rank that could compute.
+    A pair's first message connects it on NCCL, and both programs stand still meanwhile. In a step this would cost time.
     """
     mesh.ledger.phase = "setup"
     below = [(chunk, schedules.downstream(schedule, chunk)) for chunk in range(len(schedule.parts))]
@@ -306,9 +292,7 @@ class Mailbox:
         self.leaving = deque()  # (Pending, tensor to free when it is sent, or None)
 
     def post(self):
-        """Post receives up to this rank's next send. Free sent tensors. Wait for the oldest send if more than
-        IN_TRANSIT are open.
-        """
+        """Post receives up to this rank's next send. Free sent tensors. Wait while more than IN_TRANSIT sends are open."""
         while self.queue and self.queue[0][1].source != self.rank:
             tag, m = self.queue.popleft()
             axis = axis_to(self.mesh, m.source, m.destination)
