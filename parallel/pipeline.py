@@ -121,8 +121,9 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, batches):
-        """Run the forwards of MicroBatches. Return {number of the micro-batch: its losses [n]}, on other ranks than that
-        of the last chunk {}. If the schedule has two pipelines (Chimera), the first one runs.
+        """Run the forwards of MicroBatches, in Chimera through the first pipeline. Return {number: its losses [n]}.
+
+        It is empty on a rank without the last chunk.
         """
         watchers, self.losses = (self.timers, self.trace, self.after_action), {}
         self.timers = self.trace = self.after_action = Unwatched()
@@ -292,7 +293,7 @@ class Mailbox:
         self.leaving = deque()  # (Pending, tensor to free when it is sent, or None)
 
     def post(self):
-        """Post receives up to this rank's next send. Free sent tensors. Wait while more than IN_TRANSIT sends are open."""
+        """Post receives up to this rank's next send. Wait while more than IN_TRANSIT sends are open, and free them."""
         while self.queue and self.queue[0][1].source != self.rank:
             tag, m = self.queue.popleft()
             axis = axis_to(self.mesh, m.source, m.destination)
