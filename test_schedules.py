@@ -1,7 +1,6 @@
 """Schedules have each action once in a possible order, the papers' bubbles, and messages that never deadlock.
 
-The rules for a list of actions are written here again, from what each action needs. So the checker of schedules.py is
-tested too. The published numbers are data below.
+The rules for a list of actions are written here again, so the checker of schedules.py is tested, too.
 """
 
 import contextlib
@@ -18,7 +17,7 @@ from parallel.schedules import (
     Schedule,
     alternate,
     build,
-    check,
+    check_schedule,
     downstream,
     each,
     messages,
@@ -314,9 +313,9 @@ def test_messages_in_another_order_do_deadlock():
 # --- what is wrong with a schedule ------------------------------------------------------------------------------------
 
 
-def refusal(check, *arguments):
+def refusal(refuse, *arguments):
     with pytest.raises(UserError) as error:
-        check(*arguments)
+        refuse(*arguments)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -343,7 +342,7 @@ def test_a_deadlock_is_explained():
     """Rank 1 runs all its forwards first, but rank 0 needs rank 1's first backward before its last forward."""
     schedule = build("1f1b", 2, 3)
     schedule.actions[1][:] = each("F", 3, 1) + each("B", 3, 1)
-    for refuse in (check, messages, lambda schedule: simulate(schedule, COST)):
+    for refuse in (check_schedule, messages, lambda schedule: simulate(schedule, COST)):
         assert refusal(refuse, schedule) == (
             "1f1b: deadlock: rank 0, action 2 (B of micro-batch 0, chunk 0) waits for B of micro-batch 0, chunk 1, "
             "which is rank 1's action 3; rank 1, action 2 (F of micro-batch 2, chunk 1) waits for F of micro-batch 2, "
@@ -378,13 +377,13 @@ def changed(schedule, change):
     ],
 )
 def test_the_wrong_action_is_named(name, change, words):
-    assert refusal(check, changed(build(name, 4, 8), change), 8).startswith(f"{name}: {words}")
+    assert refusal(check_schedule, changed(build(name, 4, 8), change), 8).startswith(f"{name}: {words}")
 
 
 def test_one_stage_may_have_b_while_its_neighbour_has_i_and_w():
     mixed = build("1f1b", 2, 1)
     mixed.actions[1][:] = [Action("F", 0, 1), Action("I", 0, 1), Action("W", 0, 1)]
-    check(mixed)
+    check_schedule(mixed)
     assert [message.producer.kind for message in messages(mixed)] == ["F", "I"]
 
 
