@@ -173,6 +173,9 @@ def test_what_contradicts_the_checkpoint_is_refused_by_name(straight, tokens_dir
     for name, value in (other | dict(optimizer="sgd", activation="relu", experts=4)).items():
         with pytest.raises(UserError, match=rf"^{name}={value}: the checkpoint .*/step_10 has {name}="):
             go(configured(out, tokens_dir, train_iters=12, **{name: value}))
+    with pytest.raises(UserError, match=r"^seq_length=8, max_position_embeddings=9: .* has 8 positions; set"):
+        go(configured(out, tokens_dir, train_iters=12, max_position_embeddings=9))
+    go(configured(out, tokens_dir, max_position_embeddings=8))  # as many as without it
     other_tokens = write_tokens(tmp_path / "gpt2", tokenizer="gpt2")
     with pytest.raises(UserError, match=r"^tokenizer=gpt2: the checkpoint .*/step_10 has tokenizer=bytes"):
         go(configured(out, other_tokens, train_iters=12))
@@ -184,9 +187,9 @@ def test_where_to_resume_from(straight, tokens_dir, tmp_path):
     for resume, said in {
         str(tmp_path / "nowhere"): r"^resume=.*nowhere: there is no checkpoint in",
         first: None,
-        "none": r"^resume=none: .* contains step_11; remove it, or use another --out_dir",
+        "none": r"^resume=none: .* contains step_11; use another --out_dir",
         "auto": None,
-        str(tmp_path / "a/step_11"): r"^resume=.*step_11: .* contains the later step_12; remove the later check",
+        str(tmp_path / "a/step_11"): r"^resume=.*step_11: .* contains the later step_12; use another --out_dir",
     }.items():
         config = configured(tmp_path / "a", tokens_dir, resume=resume, train_iters=11 if resume == first else 12)
         with pytest.raises(UserError, match=said) if said else contextlib.nullcontext():

@@ -49,8 +49,7 @@ from parallel.comm import agree, gather_objects
 
 # These must be equal in the run and in the checkpoint. convert.py leaves some of them open.
 MUST_MATCH = (
-    "num_layers hidden_size num_attention_heads seq_length max_position_embeddings vocab_size activation experts seed "
-    "optimizer tokenizer"
+    "num_layers hidden_size num_attention_heads seq_length vocab_size activation experts seed optimizer tokenizer"
 )
 REMEDY = "use another checkpoint: remove this one, or set --resume"
 THREADS = 4  # of a rank: a flush waits for the disk, so more threads than cores are useful
@@ -282,20 +281,25 @@ def to_resume(config, tokenizer, data=None):
             raise UserError(f"resume={config.resume}: there is no checkpoint in {place}")
         return None
     if config.resume == "none":
-        raise UserError(f"resume=none: {config.out_dir} contains {path.name}; remove it, or use another --out_dir")
+        raise UserError(f"resume=none: {config.out_dir} contains {path.name}; use another --out_dir")
     index = read_index(path)
     then, now = index["config"] | {"tokenizer": index["tokenizer"]}, vars(config) | {"tokenizer": tokenizer}
     for name in MUST_MATCH.split():
         if then.get(name, now[name]) != now[name]:
             raise UserError(f"{name}={now[name]}: the checkpoint {path} has {name}={then[name]}")
+    positions = then["max_position_embeddings"] or then["seq_length"]
+    if positions != config.positions:
+        given = f"seq_length={config.seq_length}, max_position_embeddings={config.max_position_embeddings}"
+        remedy = f"set --max_position_embeddings={positions}"
+        raise UserError(f"{given}: the checkpoint {path} has {positions} positions; {remedy}")
     there = index.get("data") or data
     if data and not config.new_data and any(there.get(name) != data[name] for name in ("dtype", "tokens", "crc32")):
         remedy = "use the same data, or set --new_data=True to continue with this data"
         raise UserError(f"data_dir={config.data_dir}: not the training data of the checkpoint {path}; {remedy}")
     later = [step for step in all_steps(config.out_dir) if step > index["counters"]["iteration"]]
     if later and not config.eval_only:  # the next run would resume from the latest of these
-        advice = "remove the later checkpoints, or use another --out_dir"
-        raise UserError(f"resume={config.resume}: {config.out_dir} contains the later step_{later[-1]}; {advice}")
+        there = f"{config.out_dir} contains the later step_{later[-1]}"
+        raise UserError(f"resume={config.resume}: {there}; use another --out_dir")
     return path
 
 
