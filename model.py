@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 import reference
+from errors import UserError
 from parallel.context import WAYS, own_positions
 from parallel.experts import Experts
 from parallel.tensor import (
@@ -182,8 +183,10 @@ class GPT(nn.Module):
 
     def forward(self, batch):
         """Run all units on one process, for generation. Return the logits. If the micro-batch has targets, return the
-        losses [n].
+        losses [n]. Only the executor computes gradients.
         """
+        if batch.targets is not None and torch.is_grad_enabled():
+            raise UserError("GPT.forward has no losses for gradients; use torch.no_grad(), or Executor.run to train")
         x = None
         for unit in self.units:
             x = unit(x, batch)

@@ -9,8 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import config as configuration
 import train
-from model import GPT, MicroBatch
+from errors import UserError
+from model import GPT, LayerNorm, MicroBatch
 from parallel.mesh import Mesh
+from parallel.tensor import specs
 from test_layouts import built, micro_batches, tiny_config
 from testing.compare import same_tensor
 
@@ -57,6 +59,14 @@ def plain_gpt(run, ids, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
 
 
+@pytest.mark.parametrize("own", [torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4, affine=False)])
+def test_a_parameter_or_buffer_of_torch_is_refused_by_name(own):
+    unit = LayerNorm("head.ln", 4, None)
+    unit.gate = own
+    with pytest.raises(UserError, match=r"LayerNorm.gate.\w+ is torch's own, .*ParamSpec"):
+        specs(unit)
+
+
 @pytest.fixture(params=["gelu", "relu"])
 def run(request):
     return built(tiny_config(1, init_method_std=0.2, activation=request.param))
@@ -74,6 +84,8 @@ def test_losses_and_gradients_are_those_of_plain_pytorch(run):
         expected = plain_gpt(run, tokens[:, :-1], tokens[:, 1:])
         assert torch.allclose(run.model(batch), expected, rtol=1e-12)
 
+    with pytest.raises(UserError, match="to train"):
+        run.model(batch)
     parts = iter([run.model.micro_batch(t[:, :-1], t[:, 1:]) for t in tokens.split(3)])
     run.zero.zero_grad()
     loss = run.executor.run(parts, 2, 8.0 / 2) / 2

@@ -39,6 +39,7 @@ import torch
 from torch import nn
 
 import reference
+from errors import UserError
 from parallel.comm import Pending, all_gather, all_reduce, reduce_scatter
 
 ROWS = 4096  # tokens whose logits exist at a time: enough for an efficient matrix product; 412 MB (bf16, v = 50,304)
@@ -86,7 +87,13 @@ class ParamSpec:
 
 
 def specs(unit):
-    """Return the ParamSpecs of a unit and of the modules inside it, in order."""
+    """Return the ParamSpecs of a unit and of the modules inside it, in order.
+
+    Raises UserError for torch's own parameters and buffers: only ParamSpecs are drawn, summed, updated and saved.
+    """
+    for name, _ in (*unit.named_parameters(), *unit.named_buffers()):
+        right = 'should be a `ParamSpec("block0.NAME", shape, std=0.02)`, or a constant that forward computes'
+        raise UserError(f"{type(unit).__name__}.{name} is torch's own, so no rank would train or save it: {right}")
     return [spec for module in unit.modules() for spec in vars(module).values() if isinstance(spec, ParamSpec)]
 
 
