@@ -153,6 +153,9 @@ NO_EFFECT = (  # on the weights of a run that is resumed
     "out_dir resume save_interval keep log_interval eval_interval eval_iters eval_only split ledger trace tensorboard "
     "wandb comm_timeout new_data stop_after_nan check_replicas init_method_std initial_loss_scale"
 ).split()
+# (section, field, default, comment) of the lines of `Config`: a section's or a field's
+LINES = re.findall(r"(?m)^    (?:# -- (.*)|(\w+): \w+ = (.*?)  # (.+))", inspect.getsource(Config))
+assert [line[1] for line in LINES if line[1]] == [*vars(Config())], "each field of Config needs a comment, its help"
 USAGE = "torchrun --nproc_per_node=N train.py [CONFIG.py] [--field=value ...] (--ledger is --ledger=True)"
 
 
@@ -161,15 +164,14 @@ def parser():
     parser = Parser("python train.py", usage=USAGE, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("file", nargs="?", metavar="CONFIG.py", help="default: configs/tiny.py")
     group = parser
-    for line in inspect.getsource(Config).splitlines():
-        if section := re.match(r"    # -- (.*)", line):
-            group = parser.add_argument_group(section[1])
-        elif row := re.match(r"    (\w+): \w+ = (.*?)  # (.*)", line):
-            name, default, text = row.groups()
-            if name in CHOICES:
-                text += f" ({', '.join(map(str, CHOICES[name]))})"
-            kind = Config.__annotations__[name]
-            group.add_argument(f"--{name}", metavar=default, help=text, type=boolean if kind is bool else kind)
+    for section, name, default, text in LINES:
+        if section:
+            group = parser.add_argument_group(section)
+            continue
+        if name in CHOICES:
+            text += f" ({', '.join(map(str, CHOICES[name]))})"
+        kind = Config.__annotations__[name]
+        group.add_argument(f"--{name}", metavar=default, help=text, type=boolean if kind is bool else kind)
     return parser
 
 

@@ -14,8 +14,6 @@ import re
 import sys
 import time
 
-sys.set_int_max_str_digits(0)  # otherwise Python refuses a JSON document because of an integer with 5,000 digits
-
 # Flags of Megatron-LM, DeepSpeed and their launchers that no option's help names, and the answers.
 FOREIGN = {
     "vocab vocab-file merge-file tokenizer-type": "use prepare.py --tokenizer=vocab.json, with merges.txt beside it",

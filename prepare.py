@@ -155,7 +155,9 @@ def encode_block(source, text_key, weights, block):
         try:
             if part.problem:
                 raise OSError(part.problem)
-            ids = tokenizer.encode_to_bytes(json.loads(part.text)[text_key] if part.path.endswith(JSON) else part.text)
+            # parse_int: json.loads would refuse an integer of 5,000 digits beside the text
+            text = json.loads(part.text, parse_int=float)[text_key] if part.path.endswith(JSON) else part.text
+            ids = tokenizer.encode_to_bytes(text)
         except Exception as error:
             problems.append(f"{part.path}:{part.line}: {type(error).__name__}: {error}")
             if part.begins and part.ends:

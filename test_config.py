@@ -2,9 +2,9 @@
 
 import contextlib
 import inspect
-import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import time
@@ -39,6 +39,13 @@ def test_a_file_assigns_fields_and_the_command_line_has_the_last_word(tmp_path):
     c = configuration.load([str(file), "--lr=0.5", "--lr=0.25", "--sequence_parallel=True", "--ledger", "--seed=7"])
     assert (c.hidden_size, c.lr, c.sequence_parallel, c.ledger, c.seed) == (64, 0.25, True, True, 7)
     assert c.out_dir == "out/mine" and configuration.load([str(file), "--out_dir=x"]).out_dir == "x"
+
+
+def test_a_field_without_a_comment_is_no_field_without_an_option(tmp_path):
+    text = re.sub(r"(    dropout: .*?)  #.*", r"\1", (HERE / "config.py").read_text("utf-8"))
+    (tmp_path / "config.py").write_text(text, "utf-8")
+    with pytest.raises(AssertionError, match="needs a comment"):
+        runpy.run_path(str(tmp_path / "config.py"))
 
 
 def test_without_a_file_it_is_tiny():
@@ -291,4 +298,3 @@ def test_reading_turns_what_wrong_content_causes_into_one_line():
             cause()
     with pytest.raises(AssertionError), errors.reading("f.json"):
         raise AssertionError  # a defect of the program keeps its traceback
-    assert json.loads('{"n": ' + "9" * 6000 + "}")["n"] > 0  # errors.py lifts Python's limit of 4,300 digits

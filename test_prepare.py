@@ -118,7 +118,7 @@ def test_blank_lines_no_last_newline_empty_text_and_a_json_file(here, tmp_path):
     (tmp_path / "b.txt").write_bytes(b"")
     tokens, _ = run(tmp_path / "a.json", tmp_path / "b.txt", tmp_path / "out")
     assert tokens["train"] == whole(BYTES, ["one\u2028", "", "<|endoftext|>", ""])
-    (tmp_path / "c.jsonl").write_text('{"text": 5, "content": "right"}\n')
+    (tmp_path / "c.jsonl").write_text('{"text": 5, "content": "right", "n": ' + "9" * 5000 + "}\n")
     assert run(tmp_path / "c.jsonl", "--text_key=content", tmp_path / "c")[0]["train"] == whole(BYTES, ["right"])
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -494,6 +495,12 @@ def test_more_processes_than_gpus_is_one_line(config_file, monkeypatch, capsys):
     code, _, err = main(monkeypatch, capsys, config_file)
     line = "error: nproc_per_node=4: there are only 2 GPUs; set at most 2"
     assert code == 2 and err.startswith(line) and err.count("\n") == 1
+
+
+def test_a_torch_that_is_too_old_is_one_line(config_file, monkeypatch, capsys):
+    monkeypatch.setattr(processes, "torch", SimpleNamespace(Tensor=object, __version__="2.9.1"))
+    code, _, err = main(monkeypatch, capsys, config_file)
+    assert code == 2 and err.startswith("error: torch 2.9.1 is too old; should be 2.11") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("visible, code", [(None, 2), ("0", 2), ("", 0)])

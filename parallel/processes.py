@@ -22,8 +22,10 @@ GPU, DRIVER = Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version")
 def join():
     """Return this process's device. Under torchrun, also connect the processes (NCCL on GPUs, otherwise Gloo).
 
-    Raises UserError if there are too few GPUs, or if PyTorch cannot use the GPU, because its driver is too old.
+    Raises UserError if PyTorch is too old, if there are too few GPUs, or if the GPU's driver is too old for PyTorch.
     """
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        raise UserError(f"torch {torch.__version__} is too old; should be 2.11 or later, as in requirements.txt")
     device, backend, here = torch.device("cpu"), "gloo", int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     cpu = "set an empty CUDA_VISIBLE_DEVICES to train on the CPU"
     if torch.cuda.is_available():
