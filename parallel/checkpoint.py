@@ -316,7 +316,7 @@ def load(path, model, zero):
     """
     folder, index, mesh = Path(path), read_index(path), zero.mesh
     jobs = [job for bucket in zero.buckets.values() for job in arrays(folder, bucket, *bucket.owned)]
-    agree(mesh.world, UserError, lambda: compare(folder, index, model, jobs))
+    agree(mesh.world, UserError, lambda: compare(folder, index, model))
     terms = agree(mesh.world, UserError, lambda: in_threads(partial(read, mesh.tp, index["dtype"]), jobs))
     # Add the terms of the ranks that have read one copy of an array together: its shards over dp, its cuts over tp.
     # Every copy gets its own sum, so a rank that has read wrong bytes notices it even if other ranks read right ones.
@@ -331,23 +331,22 @@ def load(path, model, zero):
     agree(mesh.world, UserError, verify_all)
 
 
-def compare(folder, index, model, jobs):
-    """Raise UserError if the model has other shapes than the checkpoint, or if a file of `jobs` has a wrong size."""
-    here, there = {name: list(spec.shape) for name, spec in model.specs().items()}, index["shapes"]
-    for name in here | there:
-        if here.get(name) != there.get(name):
-            shapes = f"{there.get(name, 'absent')} in the checkpoint and {here.get(name, 'absent')} in the model"
-            raise UserError(f"{folder}: {name} is {shapes}")
-    for path, piece, _ in jobs:
-        with explained(path):
-            found, right = path.stat().st_size, math.prod(piece.spec.shape) * np.dtype(index["dtype"]).itemsize
-        verify(path, found, right, f"it has {found:,} bytes instead of {right:,}")
+def compare(folder, index, model):
+    """Raise UserError if an array has another shape in the model than in the checkpoint."""
+    shapes = {name: list(spec.shape) for name, spec in model.specs().items()}
+    for name in shapes | index["shapes"]:
+        here, there = (table.get(name, "absent") for table in (shapes, index["shapes"]))
+        if here != there:
+            raise UserError(f"{folder}: {name} is {there} in the checkpoint and {here} in the model")
 
 
 def read(tp, dtype, path, piece, flat):
     """Read one piece of an array into `flat`. Return its terms in the file's sum."""
     local = np.zeros(piece.end - piece.begin, dtype)
+    right = math.prod(piece.spec.shape) * local.itemsize
     with explained(path), open(path, "rb") as file:
+        found = os.fstat(file.fileno()).st_size
+        verify(path, found, right, f"it has {found:,} bytes instead of {right:,}")
         terms = transferred(file, file.readinto, local, piece, tp)
     flat.copy_(torch.from_numpy(local))
     return terms
