@@ -32,9 +32,11 @@ import os
 import re
 import resource
 import sys
+import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -415,3 +417,49 @@ def plot_writers(c, iteration):
             run = wandb.init(project=c.wandb, name=name, dir=c.out_dir, config=asdict(c), resume="auto")
         writers.append(lambda numbers, iteration: run.log(numbers, step=iteration))
     return writers
+
+
+# --- signs of life ----------------------------------------------------------------------------------------------------
+
+SOON = 15  # seconds until the first line of a long step; each further line comes after twice the time
+
+
+@contextmanager
+def signs_of_life(run, say):
+    """Context: a thread says how far a long step on a CPU is, and answers a signal."""
+    over = threading.Event()
+    thread = threading.Thread(target=observe, args=(run, say, over), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def observe(run, say, over):
+    """Look at the step every second, until the threading.Event `over`."""
+    dog, answered, began, due = run.watchdog, False, None, SOON
+    while not over.wait(1):
+        if dog.since != began:
+            began, due = dog.since, SOON
+        what, seconds = dog.what, time.monotonic() - began
+        training = what.startswith("iteration")
+        if training:
+            what += f": {how_far(run.executor, seconds)}"
+        if run.signals.stop and not answered:
+            answered = True
+            say(f"a signal: the run stops and saves after this step; a second Ctrl-C ends it now, unsaved ({what})")
+        elif training and run.device.type == "cpu" and seconds >= due:
+            due = 2 * seconds
+            say(what)
+
+
+def how_far(executor, seconds):
+    """Return as text at which micro-batch a step is after `seconds`, and how long it takes if it goes on so."""
+    schedule, done = executor.schedule, executor.work - 1  # the last unit has only begun
+    units = {c: len(chunk.units) for c, chunk in executor.chunks.items()}
+    actions = schedule.actions[executor.mesh.pp.rank]
+    whole = sum({"F": 1, "B": 2, "I": 2}.get(action.kind, 0) * units[action.chunk] for action in actions)
+    text = f"micro-batch {len(executor.batches)} of {schedule.microbatches} after {timedelta(seconds=int(seconds))}"
+    return text + (f"; the step takes about {timedelta(seconds=int(seconds * whole / done))}" if done > 0 else "")

@@ -4,8 +4,10 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import sys
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +16,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import log
+import train
 from config import Config
 from errors import UserError
+from test_layouts import built, micro_batches, tiny_config
 
 STEP = log.Step(1 / 3, 0.1, 1e-3, skipped=False, stop=False, loss_scale=1.0, samples=50)
 
@@ -425,3 +429,37 @@ def test_wandb_gets_the_configuration_and_each_row(config, monkeypatch):
     fake.init = lambda **settings: exec("raise RuntimeError('No API key configured')")
     with pytest.raises(UserError, match=r"^wandb=lecture: .*No API key configured"):
         log.Logger(run_of(config))
+
+
+# --- signs of life ----------------------------------------------------------------------------------------------------
+
+
+def lines_of_a_step(config):
+    """Run a step on this rank. Return the lines after each action. The two last actions follow a signal."""
+    run, said, whole = built(config), [], []
+    left = iter(range(len(run.schedule.actions[run.mesh.pp.rank]), 0, -1))
+
+    def look():
+        run.signals.stop, turns = next(left) <= 2, iter([False, True])
+        log.observe(run, said.append, SimpleNamespace(wait=lambda _: next(turns)))
+        whole.append(log.how_far(run.executor, run.executor.work - 1).split()[-1])  # a unit of work takes a second
+
+    run.executor.after_action = look
+    run.watchdog.progress("iteration 1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log, "SOON", 0)
+        train.train_step(run, micro_batches(run))
+    return said, whole, str(timedelta(seconds=run.executor.work))
+
+
+def test_a_long_step_says_how_far_it_is_and_a_signal_is_answered():
+    said, *_ = lines_of_a_step(tiny_config(1))  # 3 micro-batches
+    assert [re.search("micro-batch (. of 3)", line)[1][0] for line in said] == list("112233")
+    assert ["second Ctrl-C" in line for line in said] == [False] * 4 + [True] * 2
+
+
+@pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("zb-v", 2), ("chimera", 1)])
+def test_the_length_of_a_step_is_known_after_each_action(workers, schedule, chunks):
+    config = tiny_config(1, pp=2, schedule=schedule, chunks=chunks, num_layers=3, micro_batch_size=6)
+    for _, whole, work in workers.run(2, lines_of_a_step, config):
+        assert {*whole} - {"0:00:00"} == {work}  # 0:00:00 while the first unit runs: the length is not known yet

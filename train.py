@@ -24,7 +24,7 @@ import operations
 import reference
 from accounts import report, traffic
 from errors import UserError, exit_on_user_error, explained
-from log import History, Logger, PendingStep, Timers, validation_lines
+from log import History, Logger, PendingStep, Timers, signs_of_life, validation_lines
 from model import GPT
 from operations import DTYPES
 from parallel import checkpoint, hang, processes, replicas, schedules
@@ -285,6 +285,8 @@ def run_training(config, mesh, device):
         stack.callback(logger.close)
         stack.enter_context(report.watching(run, logger.say))
         run.signals.watch(stack)
+        if mesh.rank == 0:
+            stack.enter_context(signs_of_life(run, logger.say))
         train(run, tokens["train"], tokens.get("val"), logger)
 
 

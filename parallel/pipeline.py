@@ -94,6 +94,7 @@ class Executor:
         self.local = {}  # (kind, micro-batch, chunk): a tensor for another chunk on this rank
         self.mail = None  # the Mailbox of the current step
         self.trace = self.after_action = Unwatched()
+        self.schedule, self.batches, self.work = schedule, {}, 0  # of the current step; work: see `_gather`
         self.methods, self.flats = METHODS, {}  # flats: empty here; PipeDream keeps old weights in it
         connect(mesh, schedule, zero.device)
 
@@ -136,7 +137,7 @@ class Executor:
 
     def _execute(self, schedule, messages, micro_batches, rows):
         """Run this rank's actions in order. rows: those of each micro-batch. In a validation the last may be short."""
-        self.schedule, self.batches, self.micro_batches = schedule, {}, micro_batches
+        self.schedule, self.batches, self.work, self.micro_batches = schedule, {}, 0, micro_batches
         self.mail = Mailbox(messages, self.mesh, rows, self.config.hidden_size, self.zero)
         for action in schedule.actions[self.mesh.pp.rank]:
             method, timer = self.methods[action.kind]
@@ -233,7 +234,11 @@ class Executor:
     # --- around them --------------------------------------------------------------------------------------------------
 
     def _gather(self, chunk, i, step):
-        """Make the parameters of unit i whole, and start to gather those of unit i + step, which runs next."""
+        """Make the parameters of unit i whole, and start to gather those of unit i + step, which runs next.
+
+        `work` counts the units that have begun, a backward twice, because it takes about twice as long.
+        """
+        self.work += 1 if step > 0 else 2
         for name in chunk.buckets[i]:
             self.zero.gather(name)
         if 0 <= i + step < len(chunk.units):
