@@ -1,13 +1,12 @@
 """The operations of `reference.py` as fused Triton kernels, under the same names, and why they are faster.
 
-Between two matrix products a GPU computes almost nothing per element. Memory traffic takes nearly all the time: while
-an H200 reads one byte, it can do 200 operations of a matrix product. Each operation of plain PyTorch reads its operands
-from memory and writes its result back for the next operation. A fused kernel reads an element once, does all operations
-on it, and writes it once.
+Between two matrix products a GPU computes almost nothing per element, and memory traffic takes nearly all the time: an
+H200 can do 200 operations of a matrix product while it reads one byte. Each operation of plain PyTorch reads its
+operands from memory and writes its result back. A fused kernel reads an element once, does all operations on it, and
+writes it once.
 
 The table shows the memory traffic of one block of the 345M model, in MiB: 8 samples of 1024 tokens, h = 1024, 16 heads,
-bf16. One activation [8192, h] is 16 MiB. The notes name plain PyTorch's passes over memory. "add" in backward adds the
-residual's gradient.
+bf16. One activation [8192, h] is 16 MiB. The notes name plain PyTorch's passes over memory.
 
                                       forward                               backward
                                       plain                         fused  plain                                  fused
@@ -19,30 +18,20 @@ residual's gradient.
     fc2's bias, residual                 48  add                       48     16  dbias                              16
     sum                               2,400                           336  3,632                                    560
 
-Each step of plain attention writes and reads an [s, s] matrix per head, 256 MiB for all heads. PyTorch has a fused
-attention, too; the row has the least traffic of one fused kernel (flash_attention.py moves 208 MiB in backward). The
-other rows move 976 MiB plain and 704 MiB fused, forward and backward together. After the blocks, the head computes
-50,304 logits a token, and the optimizer reads and writes 30 bytes a parameter.
+Plain attention moves [s, s] matrices, 256 MiB each for all heads. The table has the least traffic of one fused kernel;
+flash_attention.py moves 208 MiB in backward.
 
-The *floor* of an operation is the least memory traffic that it needs: each input is read once, each result written
-once. The comment above each kernel derives the floor.
+The *floor* of an operation is its least memory traffic: each input is read once, each result written once.
 
-How to read a kernel: a `@triton.jit` function is the code of one *program*. The launch `kernel[grid](...)` starts many
-programs. A program computes on small arrays, which Triton calls blocks; `tl.arange` gives their indices. The compiler
-spreads an array over the program's threads; 32 threads are a *warp*. Names in capitals are pointers or compile-time
-constants. A pointer may be None; the compiler then omits the code of `if POINTER is not None`. One 16-byte load reads 8
-consecutive bf16. For this, the compiler must prove that row lengths are multiples of 8 and that the mask is equal for
-all 8. Row offsets are int64 because a tensor may have more than 2^31 elements.
+How to read a kernel: a `@triton.jit` function is the code of one *program*, and `kernel[grid](...)` starts many
+programs. A program computes on small arrays, spread over its threads; 32 threads are a *warp*. Names in capitals are
+pointers or compile-time constants. A pointer may be None; then the code of `if POINTER is not None` is omitted. One
+load of 16 bytes reads 8 consecutive bf16, if the compiler can prove that row lengths are multiples of 8 and the mask is
+equal for all 8. Row offsets are int64 because a tensor may have more than 2^31 elements.
 
-All kernels compute in float32, whatever dtype the tensors have. A store rounds to the dtype of its tensor. The kernels
-use no atomics, so two launches with equal inputs give the same bits. Two training runs may still differ in the last
-bits, because on a GPU the default is PyTorch's attention, whose backward may add in another order each time.
-
-A few *persistent* programs compute the sums over rows (gradients of biases and LayerNorms). Each of these programs adds
-up many rows in its registers and writes its sum once. A small last sum adds up these partial sums.
-
-test_kernels.py checks the results, the bytes moved and the compiled machine code. It needs no GPU. On a GPU,
-`python -m bench kernels` measures the speed.
+All kernels compute in float32; a store rounds to its tensor's dtype. There are no atomics, so equal inputs give the
+same bits. A few *persistent* programs compute the sums over rows, such as a bias's gradient: each adds up many rows in
+registers, and PyTorch adds their sums.
 """
 
 import functools
@@ -52,11 +41,11 @@ import triton
 import triton.language as tl
 
 import reference
-from flash_attention import LOG2E, attention  # noqa: F401  (Attention is a chapter of its own.)
+from flash_attention import LOG2E, attention  # noqa: F401
 from reference import mix
 
 EPS = tl.constexpr(reference.EPS)
-WIDEST = 8192  # The LayerNorm kernels accept rows of at most so many elements.
+WIDEST = 8192  # the longest row of the LayerNorm kernels
 
 
 @triton.jit
@@ -78,8 +67,8 @@ def persistent(x, each):
 
 # --- dropout --------------------------------------------------------------------------------------------------------
 #
-# The mask is a function of (seed, site, row, column), with the same bits as `reference.dropout_mask`. Backward computes
-# the mask again with about ten integer instructions an element. No mask is stored or read.
+# The mask has the same bits as `reference.dropout_mask`. Backward computes it again with about ten integer instructions
+# an element, so no mask is stored or read.
 
 
 @triton.jit
@@ -92,7 +81,7 @@ def _mix(x):
 
 @triton.jit
 def _dropped(x, ROWS, row, column, place, threshold, factor):
-    """Return the row x after dropout. `_drop_arguments` returns the last four arguments of this function."""
+    """Return the row x after dropout. ROWS, place, threshold and factor are those of `_drop_arguments`."""
     key = _mix((tl.load(ROWS + row) + place).to(tl.uint64))
     low, high = key.to(tl.int32), (key >> 32).to(tl.int32)
     bits = (column * -1640531527 + low) ^ high
@@ -102,14 +91,14 @@ def _dropped(x, ROWS, row, column, place, threshold, factor):
     return tl.where(bits >= threshold, x * factor, 0.0)
 
 
-@functools.cache  # A run has few pairs (seed, index of the dropout), and needs each one in every micro-batch.
+@functools.cache
 def _place(seed, site):
-    """Return the number that `_dropped` and `reference.dropout_mask` add to each element of `drop.rows`."""
+    """Return the number that `reference.dropout_mask` adds to each element of `drop.rows`."""
     return mix(torch.tensor(seed * 1009 + site)).item()
 
 
 def _drop_arguments(drop):
-    """Return (ROWS, place, threshold, factor) of `_dropped`. factor is 1 / (1 - rate). drop: a `Drop` or None."""
+    """Return (ROWS, place, threshold, factor) of `_dropped`. drop: a `Drop` or None."""
     if drop is None:
         return None, 0, 0, 1.0
     return drop.rows, _place(drop.seed, drop.site), int(drop.rate * 2**32) - 2**31, 1 / (1 - drop.rate)
@@ -125,9 +114,8 @@ def dropout(x, drop=None):
 #     z = x + dropout(y + bias)        mean = sum_c z / h      r = 1 / sqrt(sum_c (z - mean)^2 / h + eps)
 #     out = n weight + norm_bias       n = (z - mean) r
 #
-# Forward: each program computes one row. It loads the row once, keeps it in registers and stores it once. z is rounded
-# to the activations' dtype *before* mean and r are computed. So backward computes the same n from the rounded z.
-# Floor in bf16: 8 bytes an element (x, y read; z, out written).
+# Forward: a program has one row. It rounds z to the activations' dtype *before* mean and r, so backward computes the
+# same n from the rounded z. Floor in bf16: 8 bytes an element (x, y read; z, out written).
 #
 # Backward: g = weight * dout, the gradient of the normalized row n. mean and r depend on every element of the row, so
 #
@@ -135,17 +123,15 @@ def dropout(x, drop=None):
 #     dx = dz      dy = dropout(dz)
 #     dbias = sum_rows dy      dweight = sum_rows dout n      dnorm_bias = sum_rows dout
 #
-# The programs are persistent: each keeps its sums over rows, [3, h] float32, in registers. Floor in bf16: 8 bytes an
-# element (dout, z, the residual stream's gradient read; dx written; dy is dx). With dropout, dy is written: 10 bytes.
+# Each persistent program keeps these three sums, [3, h] float32, in registers. Floor in bf16: 8 bytes an element (dout,
+# z, the residual stream's gradient read; dx written; dy is dx). With dropout, dy is written: 10 bytes. A row and the
+# three sums must fit into the registers of one multiprocessor, so PyTorch normalizes rows of more than WIDEST elements.
 #
-# A row and the three sums must fit into the registers of one multiprocessor. Rows of more than WIDEST elements do not
-# fit, so PyTorch normalizes them.
-#
-# One pair of kernels serves `dropout` (no x, no bias, no norm), `add_` (no norm) and `add_layer_norm_` (for the first
-# LayerNorm of a model no y). LayerNorm: Ba et al. (arXiv 1607.06450).
+# One pair of kernels serves `dropout` (no x, no bias, no norm), `add_` (no norm) and `add_layer_norm_` (y is None for
+# the first LayerNorm of each block). LayerNorm: Ba et al. (arXiv 1607.06450).
 
 
-@triton.jit(do_not_specialize=["place"])  # A variant for places that are divisible by 16 would gain nothing.
+@triton.jit(do_not_specialize=["place"])
 def residual_forward(
     X, Y, BIAS, Z, WEIGHT, NORM_BIAS, OUT, MEAN, R, ROWS, place, threshold, factor, width, BLOCK: tl.constexpr
 ):
@@ -189,8 +175,7 @@ def residual_backward(
     d_bias = tl.zeros([BLOCK], tl.float32)
     if DOUT is not None:
         weight = _load(WEIGHT + column, exists)
-    # The loop loads the next rows into shared memory, because a program has too few bytes in flight otherwise. Some
-    # GPUs have only 99 KB of shared memory, so fewer wide rows are loaded.
+    # The loop loads the next rows into shared memory. Some GPUs have only 99 KB of it: fewer wide rows.
     stages: tl.constexpr = 2 if DOUT is not None or BLOCK > 8192 else 6 if BLOCK <= 4096 else 3
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=stages):
         here = tl.cast(row, tl.int64) * width + column
@@ -200,9 +185,9 @@ def residual_backward(
         if DOUT is not None:
             dout = _load(DOUT + here, exists)
             r = tl.load(R + row)
-            n = (_load(Z + here, exists) - tl.load(MEAN + row)) * r  # Beyond the row's end dout is 0: n has no effect.
+            n = (_load(Z + here, exists) - tl.load(MEAN + row)) * r  # beyond the row's end dout is 0
             g = dout * weight
-            sum_g, sum_gn = tl.split(tl.sum(tl.join(g, g * n), 0))  # The threads exchange both sums at once.
+            sum_g, sum_gn = tl.split(tl.sum(tl.join(g, g * n), 0))  # one exchange for both sums
             dz += r * (g - sum_g / width - n * (sum_gn / width))
             d_weight += dout * n
             d_norm_bias += dout
@@ -234,7 +219,7 @@ class Residual(torch.autograd.Function):
         ctx.drop, ctx.given = drop, [part is not None for part in (x, y, bias, weight, norm_bias)]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(None if out is None else z, weight, mean, r)
-        return z, out  # z is an output even if z is x, so `backward` gets the residual stream's gradient.
+        return z, out  # z also where it is x: `backward` then gets the residual stream's gradient
 
     @staticmethod
     def backward(ctx, dz, dout):
@@ -244,7 +229,7 @@ class Residual(torch.autograd.Function):
         dx = dz if dout is None else torch.empty_like(like)
         dy = dx if ctx.drop is None else torch.empty_like(like)
         options = one_row(width)
-        # With 80 registers a thread, 24 warps fit on a multiprocessor.
+        # 24 warps with 80 registers a thread fit on a multiprocessor.
         programs = min(n, persistent(like, max(24 // options["num_warps"], 1)))
         sums = torch.empty(programs, 3, width, dtype=torch.float32, device=like.device)
         arguments = dz, dout, *ctx.saved_tensors, dx, dy, sums, *_drop_arguments(ctx.drop), n, width
@@ -260,10 +245,7 @@ def add_(y, x, bias, drop=None):
 
 
 def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
-    """Do the same as `reference.add_layer_norm_`, but leave y unchanged.
-
-    The three vectors' gradients are float32. With rows of more than WIDEST elements, PyTorch computes the norm.
-    """
+    """Do the same as `reference.add_layer_norm_`, but leave y unchanged. The three vectors' gradients are float32."""
     if x.shape[1] > WIDEST:
         z = x if y is None else add_(y, x, bias, drop)
         return z, reference.layer_norm(z, weight, norm_bias)
@@ -276,10 +258,9 @@ def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
 #     gelu' = S + x S (1 - S) 2 u'                              u' = sqrt(2/pi) (1 + 3 * 0.044715 x^2)
 #     relu = max(0, x)                                          relu' = 1 where relu > 0, otherwise 0
 #
-# The form with the sigmoid S needs one exponential and cannot overflow to nan. Floor in bf16: forward 4 bytes an
-# element (y read, the result written), backward 6 (dout, y read; dy written). GELU's backward computes x and S again,
-# which needs no memory traffic. ReLU's backward reads the result instead of y, and y is not kept. For dbias each
-# program adds up many rows of one stripe of columns. RELU is a constant; the compiler omits the other function.
+# The sigmoid S needs one exponential and cannot overflow to nan. Floor in bf16: forward 4 bytes an element (y read, the
+# result written), backward 6 (dout, y read; dy written). GELU's backward computes x and S again, without memory
+# traffic. ReLU's backward reads the result, so y is not kept. For dbias a program adds up rows of a stripe of columns.
 
 
 @triton.jit
@@ -301,12 +282,12 @@ def _gelu(x):
 
 @triton.jit
 def activation_forward(Y, BIAS, OUT, rows, width, RELU: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr):
-    """OUT = gelu(Y + BIAS), or relu(Y + BIAS). Y and OUT: [rows, width]. A program has TALL rows x WIDE columns."""
+    """OUT = gelu(Y + BIAS), or relu(Y + BIAS), [rows, width]. A program has TALL rows x WIDE columns."""
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     here, exists = _tile(tl.program_id(0) * TALL, column, rows, width, TALL)
     x = _load(Y + here, exists) + _load(BIAS + column, column < width)[None, :]
     if RELU:
-        out = tl.where(x < 0, 0.0, x)  # Unlike tl.maximum this keeps nan, so an overflow is seen.
+        out = tl.where(x < 0, 0.0, x)  # unlike tl.maximum this keeps nan
     else:
         sigmoid, _ = _gelu(x)
         out = x * sigmoid
@@ -367,7 +348,7 @@ class Activation(torch.autograd.Function):
 
 
 def gelu_(y, bias):
-    """Do the same as `reference.gelu_`, but leave y unchanged for backward. The bias's gradient is float32."""
+    """Do the same as `reference.gelu_`, but leave y unchanged. The bias's gradient is float32."""
     return Activation.apply(y, bias, False)
 
 
@@ -378,15 +359,13 @@ def relu_(y, bias):
 
 # --- gradients of qkv and of the embedding's tables -------------------------------------------------------------------
 #
-# Attention's backward returns dq, dk and dv as three tensors. `join` copies them to the columns of one matrix, which
-# the two products of qkv's backward read. It also adds up the rows, which gives the bias's gradient. Floor in bf16: 4
-# bytes an element.
+# `join` copies attention's dq, dk and dv to the columns of one matrix, which the products of qkv's backward read. It
+# also adds up the rows: the bias's gradient. Floor in bf16: 4 bytes an element.
 #
-# An embedding's gradient adds the rows of dy that have the same id. A frequent word has thousands of rows. First the
-# ids are sorted. There is one program for each place in the sorted order and each stripe of columns. If the place is
-# the first one of its id, the program adds all rows of this id, TALL rows at a time. Otherwise it ends at once. So each
-# element of the table has one writer and a fixed order. Floor in bf16: 2 bytes an element of dy, 8 bytes an element of
-# the table's rows that change.
+# An embedding's gradient adds the rows of dy that have the same id; a frequent word has thousands. The ids are sorted.
+# There is one program for each place in the sorted order and each stripe of columns. At the first place of an id it
+# adds all rows of this id; elsewhere it ends at once. So each element of the table has one writer and a fixed order.
+# Floor in bf16: 2 bytes an element of dy, 8 bytes an element of the table's rows that change.
 
 
 @triton.jit
@@ -448,15 +427,14 @@ def add_rows_(table, ids, rows):
 #
 #     loss = log sum_j exp(z_j - top) - (z_target - top)        dz_j = weight (exp(z_j - top) / total - [j = target])
 #
-# Each program computes one row, in two passes over its columns. The first pass computes top = max z and
-# total = sum exp(z - top) together. It is *online*: when the maximum grows, the sum so far is scaled down (Milakov and
-# Gimelshein, arXiv 1805.02867). The second pass overwrites z with dz. A row of 50,304 bf16 is 100 KB, so the second
-# pass reads it from the cache. Floor: 4 bytes a logit, one read and one write. With tp, the ranks combine three floats
-# a row between the passes, and the second pass may read from memory: 6 bytes. Each row adds 16 bytes: its target (8)
-# and its weight (4) are read, its loss (4) is written.
+# A program has one row. Its first pass computes top = max z and total = sum exp(z - top) *online*: when the maximum
+# grows, the sum so far is scaled down (Milakov and Gimelshein, arXiv 1805.02867). Its second pass overwrites z with dz.
+# A row of 50,304 bf16 is 100 KB, so the second pass reads it from the cache. Floor: 4 bytes a logit, and 16 bytes a row
+# (its target 8, weight 4, loss 4). With tp, the ranks combine three floats a row between the passes, and the second
+# pass may read from memory: 6 bytes.
 #
-# Loads are masked by the padded width, a multiple of 128. A mask by the number of real columns (50,257) would split
-# each load into loads of 2 bytes. So padding is loaded, too, and then replaced by -inf or 0.
+# Loads are masked by the padded width, a multiple of 128: a mask by the real columns (50,257) would split each load
+# into loads of 2 bytes. Padding is then replaced by -inf or 0.
 
 
 @triton.jit
@@ -476,7 +454,7 @@ def cross_entropy_row(Z, TARGETS, WEIGHTS, LOSSES, TOP, TOTAL, TARGET_LOGIT, col
         top, total = tl.load(TOP + row), tl.load(TOTAL + row)
     else:
         z_target = _load(Z + target, (target >= 0) & (target < columns))
-        top, total = -1e38, 0.0  # If a rank has padding only, a top of -inf would make total nan instead of 0.
+        top, total = -1e38, 0.0  # with -inf, a rank with only padding would get nan
         for first in range(0, width, BLOCK):
             column = first + tl.arange(0, BLOCK)
             z = tl.where(column < columns, _load(Z + column, column < width), float("-inf"))
@@ -499,8 +477,7 @@ def cross_entropy_row(Z, TARGETS, WEIGHTS, LOSSES, TOP, TOTAL, TARGET_LOGIT, col
             tl.store(Z + column, tl.where(column == target, dz - weight, dz), mask=column < width)
 
 
-# With 32 registers a thread, two programs run on a multiprocessor: 264 programs and rows on an H200. Their bf16 logits
-# take 27 MB, so the second pass should find them in the L2 cache.
+# Two programs run on a multiprocessor. The rows of all programs on an H200 take 27 MB in bf16: less than its L2 cache.
 CROSS_ENTROPY = dict(BLOCK=8192, num_warps=32)
 
 
@@ -508,7 +485,7 @@ def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
     """Do the same as `reference.cross_entropy_`. logits [n, v/t] must be contiguous; the losses [n] are float32."""
     assert logits.is_contiguous() and (weights is None or weights.dtype == torch.float32)
     n, width = logits.shape
-    weights = None if weights is None else weights.contiguous()  # The gradient of losses.sum() has stride 0.
+    weights = None if weights is None else weights.contiguous()  # the gradient of losses.sum() has stride 0
     launch = functools.partial(cross_entropy_row[(n,)], columns=columns, width=width, **CROSS_ENTROPY)
     if reduce is None:
         losses = torch.empty(n, dtype=torch.float32, device=logits.device)
@@ -527,10 +504,9 @@ def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
 # --- the end of a step ----------------------------------------------------------------------------------------------
 #
 # AdamW reads weight, gradient and two moments of each parameter (16 bytes), and writes weight, moments and the rounded
-# weight (14 bytes). Floor: 30 bytes a parameter (28 in fp32, without rounded weights). At most two ranges of a flat
-# buffer have weight decay. The kernel gets both ranges as arguments, so one launch updates a bucket. Numbers that
-# change from step to step (learning rate, scale, two bias corrections, the skip flag) lie on the device, so the host
-# does not wait for them. PyTorch's own kernel computes the gradient's norm: it already reads each element only once.
+# weight (14 bytes). Floor: 30 bytes a parameter (28 in fp32, without rounded weights). One launch updates a bucket: the
+# kernel gets the two ranges with weight decay as arguments. Numbers that change from step to step lie on the device, so
+# the host does not wait for them. PyTorch computes the gradient's norm: its kernel reads each element only once.
 
 
 @triton.jit
