@@ -14,15 +14,16 @@ rows no gradient, so the values have no effect. All other weights, exported and 
 from_hf turns 16-bit weights into float32. <|endoftext|> in a text is one token there and plain text here.
 """
 
+from errors import Parser, exit_on_user_error, explained, reading  # isort: skip
 import os
 import re
+import sys
 from pathlib import Path
 
 import torch
 
 import config as configuration
 from config import Config
-from errors import Parser, exit_on_user_error, explained, reading
 from generate import load_model
 from model import GPT
 from parallel import checkpoint
@@ -58,13 +59,20 @@ FIXED = (  # {field there: the only value that the model here has}
 
 
 def transformers():
-    """Import and return transformers, without its warnings."""
-    with reading("convert.py needs transformers (pip install transformers)", ImportError):
-        import transformers
+    """Import and return transformers, without its warnings. It must not find kernels.py: it has a package `kernels`."""
+    ours, sys.modules["kernels"] = sys.modules.get("kernels"), None
+    try:
+        with reading("convert.py needs transformers (pip install transformers)", ImportError):
+            import transformers
 
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-        return transformers
+            transformers.utils.is_kernels_available()  # transformers remembers this answer
+    finally:
+        del sys.modules["kernels"]
+        if ours is not None:
+            sys.modules["kernels"] = ours
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------

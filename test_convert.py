@@ -15,27 +15,32 @@ import torch
 import torch.nn.functional as F
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when it is imported
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-import config as configuration  # noqa: E402
-import convert  # noqa: E402
-import generate  # noqa: E402
-import train  # noqa: E402
-from errors import UserError, exit_on_user_error  # noqa: E402
-from parallel.mesh import Mesh  # noqa: E402
-from test_checkpoint import curve, go  # noqa: E402
-from test_layouts import micro_batches, tiny_config  # noqa: E402
-from tokenizer import copy, load_tokenizer  # noqa: E402
+import config as configuration
+import convert
+import generate
+import train
+from errors import UserError, exit_on_user_error
+from parallel.mesh import Mesh
+from test_checkpoint import curve, go
+from test_layouts import micro_batches, tiny_config
+from tokenizer import copy, load_tokenizer
 
+transformers = convert.transformers()
 CPU = torch.device("cpu")
 SIZES = [(2, 24, 3, 301, 17), (1, 20, 5, 257, 40), (3, 64, 4, 384, 32)]  # layers, width, heads, vocabulary, positions
-
-transformers.utils.logging.disable_progress_bar()
 
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_kernels_py_is_not_taken_for_the_package_of_this_name():
+    """Without triton, transformers would fail to import it."""
+    code = "import sys; sys.modules['triton'] = None; import convert; convert.transformers().GPT2LMHeadModel"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=True)
 
 
 def random_model(kind, sizes=SIZES[0], dtype=torch.float32):
