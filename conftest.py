@@ -5,6 +5,7 @@ The environment variables are set before the imports of torch and Triton, becaus
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # because up to eight processes share a laptop's cores
@@ -21,6 +22,9 @@ if not torch.cuda.is_available():  # the workers inherit the environment
 
 pytest.register_assert_rewrite("testing")  # its failing asserts then print the compared values
 from testing.workers import Workers  # noqa: E402
+
+GIT = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(__file__).parent, capture_output=True).returncode == 0
+needs_git = pytest.mark.skipif(not GIT, reason="needs git, and the project as a clone of this user")
 
 
 @pytest.fixture(scope="session")

@@ -301,9 +301,14 @@ def validation_lines(iteration, loss, split="val"):
     return f"{dashes}\n{line}\n{dashes}"
 
 
+def max_resident():
+    """Return the largest resident memory of this process, in bytes. The system counts KiB; macOS counts bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
+
+
 def memory_line(iteration, device):
     """Return a line with PyTorch's memory on a GPU, or the process's largest resident memory on a CPU (2^20 bytes)."""
-    sizes = {"max resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10}
+    sizes = {"max resident": max_resident()}
     if device.type == "cuda":
         allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
         sizes = {"max allocated": allocated, "max reserved": reserved}

@@ -4,7 +4,6 @@
 """
 
 import math
-import resource
 import subprocess
 import sys
 from functools import partial
@@ -12,6 +11,7 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 
+import log
 import operations
 import train
 from accounts import dry_run, ledger, memory
@@ -71,7 +71,7 @@ def one_rank_of_a_trillion():
     """Print True if one rank agrees with the formulas, its number of parameters, and the MiB of this process."""
     sent, kept = dry(Config(**TRILLION, global_batch_size=6 * 64), 3072, 43)
     agrees, elements = not dry_run.differences(sent, kept), kept["bytes"]["parameters"] // 2
-    print(agrees, elements, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+    print(agrees, elements, log.max_resident() // 2**20)
 
 
 @pytest.mark.slow

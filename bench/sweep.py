@@ -107,7 +107,7 @@ def run(name, processes, folder):
     """Run one layout. Return the milliseconds of each timed step, or after a failure a line."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command += [ROOT / "train.py", folder / "base.py", *(f"--{field}" for field in name.split())]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PET_LOCAL_ADDR": "localhost"}
     with tempfile.TemporaryDirectory(dir=folder) as out, open(folder / "run.log", "w+") as log:
         try:
             process = subprocess.run(

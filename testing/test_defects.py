@@ -6,9 +6,10 @@ defects` plants all.
 
 import pytest
 
-from testing.defects import DEFECTS, ROOT, failure, planted
+from conftest import needs_git
+from testing.defects import DEFECTS, failure, planted
 
-pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only git knows which files are the project's")
+pytestmark = needs_git
 
 
 def check(defect, folder):

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from conftest import needs_git
 from testing.count_lines import PROGRAM, group_of, lines_and_tokens, tracked
 from testing.imports import broken_rules, graph, imported
 
 ROOT = Path(__file__).parent.parent
 LONGEST = 50  # lines of a function, including `def`: one page
 
-pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no git to list the project's files")
+pytestmark = needs_git
 
 
 @pytest.fixture(autouse=True)

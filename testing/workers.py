@@ -12,6 +12,8 @@ test slow, not red.
 import multiprocessing
 import multiprocessing.connection
 import os
+import resource
+import subprocess
 import traceback
 from pathlib import Path
 
@@ -51,13 +53,17 @@ def work(rank, pipe):
             dist.destroy_process_group()
 
 
-def cpu_seconds(pid):
-    """Return the CPU time that a process has used, or 0 where the system does not tell."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def cpu_seconds(processes):
+    """Return the CPU time that the processes have used."""
+    seconds = 0.0
+    for process in processes:
+        try:
+            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+            seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        except OSError:  # macOS has no /proc; its ps prints minutes:seconds
+            said = subprocess.run(["ps", "-o", "cputime=", "-p", str(process.pid)], capture_output=True, text=True)
+            seconds += sum(float(part) * 60**i for i, part in enumerate(said.stdout.split(":")[::-1]) if part.strip())
+    return seconds
 
 
 class Workers:
@@ -65,6 +71,8 @@ class Workers:
 
     def __init__(self, folder):
         self.folder, self.calls, self.pipes, self.processes = folder, 0, [], []
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))  # macOS allows 256 open files
         self.adversary = "ADVERSARY" in os.environ  # True: calls run in the mode of testing/adversary.py
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["torch", "train"])  # imported once, then forked
@@ -93,14 +101,15 @@ class Workers:
         call = (adversary.run, (function, *arguments)) if self.adversary else (function, arguments)
         for pipe in self.pipes[:ranks]:
             pipe.send((*call, ranks, self.folder / f"rendezvous{self.calls}"))
-        results, used = {}, 0.0
+        results, used = {}, cpu_seconds(self.processes[:ranks])
         while len(results) < ranks:
             waiting = [self.pipes[r] for r in range(ranks) if r not in results]
             ready = multiprocessing.connection.wait(waiting, PATIENCE)
-            before, used = used, sum(cpu_seconds(process.pid) for process in self.processes[:ranks])
-            if not ready and used < before + 0.5:
-                self.stop()
-                pytest.fail(f"{function.__name__}: no answer from ranks {sorted(set(range(ranks)) - set(results))}")
+            if not ready:
+                before, used = used, cpu_seconds(self.processes[:ranks])
+                if used < before + 0.5:
+                    self.stop()
+                    pytest.fail(f"{function.__name__}: no answer from ranks {sorted(set(range(ranks)) - set(results))}")
             for pipe in ready:
                 rank = self.pipes.index(pipe)
                 try:
