@@ -7,12 +7,17 @@ It needs no checks of its own: any error that wrong content can cause becomes on
 import argparse
 import contextlib
 import difflib
-import fcntl
 import json
 import os
 import re
 import sys
 import time
+
+if sys.platform == "win32" or sys.version_info < (3, 11):  # the programs import this file before all others
+    found = f"Python {sys.version.split()[0]} on {sys.platform}"
+    print(f"error: {found}: should be 3.11 or later, on Linux, macOS or WSL (GUIDE.md, Machines)", file=sys.stderr)
+    sys.exit(2)
+import fcntl
 
 # Flags of Megatron-LM, DeepSpeed and their launchers that no option's help names, and the answers.
 FOREIGN = {

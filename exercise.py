@@ -15,7 +15,9 @@ answers for our own tests (right in another way, or wrong as people are often wr
 functions but their names: their lines are found in the file, and their solution is in git.
 """
 
+from errors import Parser, UserError, exit_on_user_error, explained, reading  # isort: skip
 import ast
+import importlib.util
 import io
 import re
 import subprocess
@@ -26,7 +28,6 @@ import tomllib
 from fractions import Fraction
 from pathlib import Path
 
-from errors import Parser, UserError, exit_on_user_error, reading
 from testing.defects import run_tests
 
 ROOT = Path(__file__).parent
@@ -86,7 +87,12 @@ def committed(file):
 
 
 def git(*words):
-    return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True).stdout
+    """Return what git prints, as bytes. Raises UserError without git, or if this folder is no clone."""
+    with explained("exercises need git"):
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True)
+    if done.returncode:
+        raise UserError(f"exercises need a clone, made by git clone; git says: {done.stderr.decode()}")
+    return done.stdout
 
 
 def start(number):
@@ -128,7 +134,9 @@ def judge(number, text):
     """
     e = exercise(number)
     with tempfile.TemporaryDirectory() as folder:
-        tarfile.open(fileobj=io.BytesIO(git("archive", "HEAD"))).extractall(folder, filter="data")
+        with tarfile.open(fileobj=io.BytesIO(git("archive", "HEAD"))) as archive:
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.3 and older have none
+            archive.extractall(folder)
         printed = run(folder, ["-m", "exercises.formulas", *(q["formula"] for q in e["predict"])])
         with reading(f"the last commit should have the project's functions, but its predictions print {printed!r}"):
             numbers = [*map(float, printed.split())]
@@ -220,6 +228,8 @@ def main(arguments=None):
     number, folder = words[0], Path(words[1]) if len(words) > 1 else ROOT
     (ROOT / "mine").mkdir(exist_ok=True)
     if command == "judge":
+        if not importlib.util.find_spec("pytest"):
+            raise UserError("judging needs pytest: pip install -r requirements-dev.txt")
         green = report(number, folder)
         if folder == ROOT:
             (ROOT / f"mine/{number}.state").write_text("green" if green else "red", encoding="utf-8")

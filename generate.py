@@ -8,13 +8,13 @@ To sample a token, divide the logits by the temperature and keep the `top_k` lar
 whose probabilities sum to `top_p` or more (nucleus sampling, Holtzman et al., arXiv 1904.09751). Draw one of them.
 """
 
+from errors import Parser, UserError, exit_on_user_error, within  # isort: skip
 import codecs
 import dataclasses
 
 import torch
 
 import config as configuration
-from errors import Parser, UserError, exit_on_user_error, within
 from model import GPT
 from parallel import checkpoint, schedules
 from parallel.layout import Layout

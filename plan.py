@@ -18,13 +18,13 @@ predicted time. `accounts/devices.py` has the devices.
 `python -m bench sweep` runs each layout for a few steps on this machine and compares their times.
 """
 
+from errors import Parser, boolean, exit_on_user_error, within  # isort: skip
 import json
 from dataclasses import replace
 
 import config as configuration
 from accounts import figures, layouts, scaling, seconds
 from accounts.devices import DEVICES
-from errors import Parser, boolean, exit_on_user_error, within
 
 GB = 1e9
 TITLES = (

@@ -26,6 +26,7 @@ The files grow in DIR.part, which is renamed to DIR when they are complete. Afte
 resumes: it reads the finished blocks again without encoding them, and continues with the next block.
 """
 
+from errors import Parser, UserError, exit_on_user_error, explained, locked, reading, within  # isort: skip
 import bisect
 import contextlib
 import gzip
@@ -49,7 +50,6 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from errors import Parser, UserError, exit_on_user_error, explained, locked, reading, within
 from tokenizer import copy, last_cut, load_tokenizer
 
 SPLITS = ("train", "val", "test")

@@ -1,5 +1,6 @@
 """Tests of config.py and errors.py: fields, the command line, one line and exit code 2 for every mistake, the lock."""
 
+import ast
 import contextlib
 import inspect
 import os
@@ -282,13 +283,26 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, line, code, err):
     assert found[:2] == (code, "work é\n") and found[2].startswith(err) and (err or not found[2])
 
 
-def test_a_full_disk_or_a_reader_that_leaves_does_not_stop_the_work(tmp_path):
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="macOS has no /dev/full")
+def test_a_full_disk_does_not_stop_the_work(tmp_path):
     assert end_of(tmp_path, redirection="2>/dev/full") == (0, "work é\n", "")
     code, _, err = end_of(tmp_path, redirection=">/dev/full")  # the text is lost, but `end_of` finds the result
     assert code != 0 and "No space left on device" in err
+
+
+def test_a_reader_that_leaves_does_not_stop_the_work(tmp_path):
     many = "[print('x' * 1000) for _ in range(1000)]"
-    assert end_of(tmp_path, many, "| head -c 3; exit ${PIPESTATUS[0]}") == (141, "wor", "")
+    assert end_of(tmp_path, many, "| head -c 3; exit ${PIPESTATUS[0]}", PYTHONUNBUFFERED="") == (141, "wor", "")
     assert end_of(tmp_path, PYTHONIOENCODING="ascii") == (0, "work \\xe9\n", "")
+
+
+@pytest.mark.parametrize("change", ["sys.version_info = (3, 10)", "sys.platform, sys.modules['fcntl'] = 'win32', None"])
+@pytest.mark.parametrize("program", ["train", "prepare", "generate", "plan", "convert", "exercise"])
+def test_an_old_python_and_windows_are_one_line_before_any_other_import(program, change):
+    ast.parse((HERE / f"{program}.py").read_text("utf-8"), feature_version=(3, 8))
+    code = f"import sys, runpy; {change}; sys.modules['torch'] = None; runpy.run_path('{program}.py')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 2 and re.fullmatch("error: Python .* 3.11 or later.*\n", done.stderr), done.stderr
 
 
 def test_reading_turns_what_wrong_content_causes_into_one_line():

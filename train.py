@@ -7,6 +7,7 @@ parameter's name, for dropout on sample, position and layer. Therefore a checkpo
 generator. It has the weights, the moments, the loss scale, and the counters in `Counters` and `Zero.updates`.
 """
 
+from errors import UserError, exit_on_user_error, explained  # isort: skip
 import contextlib
 import itertools
 import socket
@@ -23,7 +24,6 @@ import data
 import operations
 import reference
 from accounts import report, traffic
-from errors import UserError, exit_on_user_error, explained
 from log import History, Logger, PendingStep, Timers, signs_of_life, validation_lines
 from model import GPT
 from operations import DTYPES

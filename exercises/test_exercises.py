@@ -1,5 +1,6 @@
 """Judges the exercises' answers: the project's code is green, an empty function red, a wrong answer names its idea."""
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -7,8 +8,10 @@ from pathlib import Path
 import pytest
 
 import exercise
+from conftest import needs_git
 from errors import UserError
 
+pytestmark = needs_git
 ANSWERS = [(number, answer) for number in exercise.numbers() for answer in exercise.exercise(number).get("answer", [])]
 QUICK = (3, 8)  # blanked and judged in the default run
 
@@ -32,6 +35,15 @@ def test_the_lines_of_an_answer_are_in_its_file(number, answer):
     e = exercise.exercise(number)
     assert changed(number, answer["edits"])
     assert answer.get("red", e["lamp"][0]["idea"][0]) in [lamp["idea"][0] for lamp in e["lamp"]]
+
+
+def test_no_clone_and_no_pytest_are_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"requirements-dev\.txt"):
+        exercise.main(["8"])
+    monkeypatch.setattr(exercise, "ROOT", tmp_path)
+    with pytest.raises(UserError, match=r"git clone.*not a git repository"):
+        exercise.committed("model.py")
 
 
 def slow(number):
