@@ -36,7 +36,7 @@ class Config:
     activation: str = "gelu"  # of the MLP: gelu is GPT-2's (with tanh), relu is OPT's
     experts: int = 0  # of each block, cut over tp (0: one MLP) (Megatron-LM: --num-experts)
     top_k: int = 1  # experts of a token (Megatron-LM: --moe-router-topk)
-    expert_group: int = 64  # consecutive tokens that compete for the places of an expert
+    expert_group: int = 0  # consecutive tokens that compete for the places of an expert (0: seq_length / 4)
     capacity_factor: float = 1.25  # places of an expert / its equal share of the tokens of a group
     balance: float = 0.01  # factor of the loss that balances the experts (Megatron-LM: --moe-aux-loss-coeff)
     dropout: float = 0.0  # on embedding, attention and MLP outputs (Megatron-LM: --hidden-dropout)
@@ -118,6 +118,11 @@ class Config:
         return -(-self.vocab_size // 128) * 128
 
     @property
+    def tokens_of_group(self):
+        """The tokens of a group (`parallel/experts.py`). The number must not depend on the layout."""
+        return self.expert_group or max(1, self.seq_length // 4)
+
+    @property
     def positions(self):
         return self.max_position_embeddings or self.seq_length
 
@@ -145,7 +150,7 @@ ASYNCHRONOUS = {  # a stage updates before the other stages have their gradients
 POSITIVE = (  # the other numbers may be 0
     "num_layers hidden_size num_attention_heads seq_length vocab_size micro_batch_size global_batch_size tp pp cp "
     "chunks updates_per_call log_interval loss_scale_window hysteresis initial_loss_scale min_loss_scale adam_eps "
-    "expert_group capacity_factor comm_timeout init_method_std"
+    "capacity_factor comm_timeout init_method_std"
 ).split()
 BELOW = {"dropout": 1, "adam_beta1": 1, "adam_beta2": 1, "train_iters": 1e7}  # each update has a rate in a table
 MICRO_BATCHES = 2**13  # the most of one step on one data rank, because a schedule is a list of actions
@@ -300,7 +305,7 @@ def check_layout(c, world):
         divides("tp", c.tp, "experts", c.experts, ": a tensor parallel rank has whole experts")
         parts = c.tp * c.cp * (2 if c.cp > 1 and c.context == "ring" else 1)
         why = f": a rank has whole groups, and the layout cuts each sample into {parts} parts"
-        divides("expert_group * parts", c.expert_group * parts, "seq_length", c.seq_length, why)
+        divides("expert_group * parts", c.tokens_of_group * parts, "seq_length", c.seq_length, why)
     divides("tp * cp * pp", c.tp * c.cp * c.pp, "the number of processes", world)
     dp = world // (c.tp * c.pp)  # with the cp ranks
     start, increment, _ = rampup(c)

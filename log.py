@@ -44,6 +44,7 @@ import torch
 from tqdm import tqdm
 
 from errors import UserError, explained, reading
+from parallel.comm import all_reduce
 
 # --- speed ------------------------------------------------------------------------------------------------------------
 
@@ -237,7 +238,23 @@ class History:
         timed = len(steps) - compiling
         row = metrics_row(self.run, steps, timed, now - self.start - seconds)
         self.steps, self.judged, self.start, self.first = [], 0, now, (0, 0.0)
-        return row | {"timers_ms": self.run.timers.take(timed)}
+        more = experts_row(self.run) if self.run.config.experts else {}
+        return row | more | {"timers_ms": self.run.timers.take(timed)}
+
+
+def experts_row(run):
+    """Return two numbers of all experts since the last row. dropped_tokens: the share of the tokens' choices that were
+    dropped. largest_load: the largest number of choices of an expert, divided by the mean of its block.
+    """
+    c, mesh, layers = run.config, run.mesh, [block.mlp for block in run.model.units[1:-1]]
+    counts = torch.zeros(c.num_layers, 2, c.experts, dtype=torch.float64, device=run.device)
+    for total, layer in zip(counts, layers, strict=True):  # 0 if another rank has the layer
+        total += layer.counts
+        layer.counts = 0
+    mesh.ledger.phase = "log"
+    loads, dropped = all_reduce(counts, mesh.world, "loads of experts").wait().unbind(1)  # [layers, E]
+    largest = (loads / loads.mean(1, keepdim=True)).max()
+    return {"dropped_tokens": (dropped.sum() / loads.sum()).item(), "largest_load": largest.item()}
 
 
 def metrics_row(run, steps, timed, seconds):
@@ -383,6 +400,9 @@ class Logger:
         with explained(self.path), open(self.path, "ab", buffering=0) as file:
             file.write(f"{to_json(row)}\n".encode())
         self.say(MEGATRONS_LINE.format(**row))
+        if "dropped_tokens" in row:
+            dropped, load = f"{row['dropped_tokens']:.1%}", f"{row['largest_load']:.2f}"
+            self.say(f"experts: {dropped} of the tokens dropped | largest load: {load} times the mean")
         if not self.memory_said:
             self.say(memory_line(row["iteration"], self.run.device))
             self.memory_said = True

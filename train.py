@@ -29,6 +29,7 @@ from model import GPT
 from operations import DTYPES
 from parallel import checkpoint, hang, processes, replicas, schedules
 from parallel.comm import agree, all_reduce, gather_objects
+from parallel.experts import dropped_if_uniform
 from parallel.layout import Layout
 from parallel.mesh import Mesh, everyone
 from parallel.optimizer import LossScale, learning_rate
@@ -250,6 +251,10 @@ def describe(run, path):
     text += f", {c.num_layers} layers of {c.hidden_size}; "
     text += f"dp={run.mesh.dp.size // c.cp} {layout}; {run.dtype} on {run.device.type}\n"
     text += f"{c.data_dir} -> {c.out_dir}, from {path or 'initial weights'}"
+    if c.experts:
+        text += (
+            f"\nexperts: groups of {c.tokens_of_group} tokens drop {dropped_if_uniform(c):.1%} with a uniform router"
+        )
     if run.device.type == "cuda":
         text += f"\nattention: {operations.attention_name(c, run.device, run.dtype, run.zero.ops)}"
     if path and (changed := configuration.differences(c, checkpoint.read_index(path))):

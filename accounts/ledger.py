@@ -103,8 +103,8 @@ def predict(layout, schedule, pp_rank, dp_rank, item, master_item):
     row("tp", "cross-entropy rows", "all_reduce", calls, 3 * heads * tokens, master_item)
     _context_rows(row, c, blocks, item, master_item)
     if c.experts:
-        calls, places = blocks * (4 + 2 * again), c.experts * places_of_expert(c, c.expert_group)
-        elements = rows_outside(c) // c.expert_group * places * c.hidden_size
+        calls, places = blocks * (4 + 2 * again), c.experts * places_of_expert(c, c.tokens_of_group)
+        elements = rows_outside(c) // c.tokens_of_group * places * c.hidden_size
         row("tp", "tokens for experts", "all_to_all", calls, calls * elements, item)
     for what, count in sends(schedule, pp_rank).items():
         row("pp", what, "send", count, count * rows_outside(c) * c.hidden_size, item)

@@ -182,7 +182,7 @@ def block_activations(c, z):
 
 def expert_places(c, z):
     """Return the places of a rank's experts: as many as it sends tokens to."""
-    return z.rows // c.expert_group * places_of_expert(c, c.expert_group) * c.experts
+    return z.rows // c.tokens_of_group * places_of_expert(c, c.tokens_of_group) * c.experts
 
 
 def operand_elements(c, z):

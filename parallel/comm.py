@@ -33,7 +33,7 @@ OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 # The factor of (n-1)/n N in the table above.
 RING = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
-NOT_A_STEP = ("setup", "evaluate")  # phases that do not belong to a training step
+NOT_A_STEP = ("setup", "evaluate", "log")  # phases that do not belong to a training step
 
 
 class Ledger:

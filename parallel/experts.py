@@ -18,7 +18,13 @@ each step, and the bytes sent and kept are formulas. If the places depended on a
 drop other tokens. So tokens compete for places only in a *group* of G consecutive tokens of one sample, and one rank
 has the whole group. In each group an expert takes its first C = ceil(capacity_factor k G / E) tokens. A dropped token
 gets nothing from this expert; only the residual stream carries it on. In generation each token is a group of its own,
-so none is dropped.
+so none is dropped. A larger group drops fewer tokens. But tp cp groups, with the ring twice as many, must fit into a
+sample. Therefore the default is G = s/4. A uniform router, which chooses by chance, drops with capacity_factor 1.25:
+
+    G                 64      128     256     512     1024    2048
+    8 experts, k=1    4.5%    1.9%    0.5%    0.1%    0.0%    0.0%       also 16 experts, k=2
+    16 experts, k=1   9.6%    4.9%    2.1%    0.6%    0.1%    0.0%
+    64 experts, k=1   10.1%   10.7%   10.1%   5.2%    2.2%    0.7%
 
 **Balance.** Without help the router sends most tokens to few experts. So the loss of each group has one more term, a E
 sum_e f_e P_e, with a = `balance` (Switch, section 2.2). f_e is the share of the group's choices that are expert e, and
@@ -51,14 +57,15 @@ class Experts(nn.Module):
         self.fc1 = ParamSpec(f"{name}.fc1.weight", (E, 4 * h, h), 0, True, std)
         self.fc2 = ParamSpec(f"{name}.fc2.weight", (E, h, 4 * h), 0, True, residual_std)
         self.bias = ParamSpec(f"{name}.fc2.bias", (h,))
+        self.counts = 0  # [2, E]: each expert's choices since the last log line, and those of them that were dropped
         self.c, self.tp, self.activation_ = c, tp, getattr(ops, f"{c.activation}_")
 
     def forward(self, x, batch):
         c, t, (n, h) = self.c, self.tp.size, x.shape
-        G = c.expert_group if batch.targets is not None else 1
+        G = c.tokens_of_group if batch.targets is not None else 1
         p = (x @ self.router.T).to(torch.promote_types(x.dtype, torch.float32)).softmax(-1)  # [n, E]
         chosen = p.detach().topk(c.top_k).indices  # [n, k]
-        p = Balance.apply(p, chosen, c, G, batch)
+        p = Balance.apply(p, chosen, self, G, batch)
         place, places = places_of(chosen, c, G)  # [n k]
         token = place.new_full((places + 1,), n)  # of each place; n: an empty place
         token[place] = torch.arange(n * c.top_k, device=x.device) // c.top_k
@@ -91,6 +98,16 @@ def places_of(chosen, c, G):
     group = torch.arange(groups, device=chosen.device)[:, None]
     place = (expert * groups + group) * C + earlier
     return place.where(earlier < C, E * groups * C).flatten(), E * groups * C
+
+
+def dropped_if_uniform(c):
+    """Return the share of choices that a uniform router drops: an expert gets a binomial number of a group's tokens."""
+    G, C, p, ln = c.tokens_of_group, places_of_expert(c, c.tokens_of_group), c.top_k / c.experts, math.lgamma
+    share, p = 0.0, min(p, 1 - 1e-12)  # the logarithm of 1 - p must exist
+    for n in range(C + 1, G + 1):
+        subsets = ln(G + 1) - ln(n + 1) - ln(G - n + 1)  # the logarithm of their number
+        share += (n - C) * math.exp(subsets + n * math.log(p) + (G - n) * math.log1p(-p)) / (G * p)
+    return share
 
 
 class ExpertLinear(torch.autograd.Function):
@@ -138,18 +155,23 @@ class Exchange(torch.autograd.Function):
 
 
 class Balance(torch.autograd.Function):
-    """Return p unchanged. Backward adds the gradient of the term for balance, with the weight of the micro-batch."""
+    """Return p unchanged. Backward adds the gradient of the term for balance, with the weight of the micro-batch. It
+    also counts choices, because it runs once for each forward.
+    """
 
     @staticmethod
-    def forward(ctx, p, chosen, c, G, batch):
+    def forward(ctx, p, chosen, experts, G, batch):
         ctx.save_for_backward(chosen)
-        ctx.arguments = c, G, batch
+        ctx.arguments = experts, G, batch
         return p.view_as(p)
 
     @staticmethod
     def backward(ctx, dp):
-        (chosen,), (c, G, batch) = ctx.saved_tensors, ctx.arguments
+        (chosen,), (experts, G, batch), c = ctx.saved_tensors, ctx.arguments, ctx.arguments[0].c
         is_expert = chosen.view(-1, G * c.top_k, 1) == torch.arange(c.experts, device=dp.device)
-        f = is_expert.sum(1).to(dp.dtype) / (G * c.top_k)  # [groups, E]
+        counts = is_expert.sum(1)  # [groups, E]
+        dropped = (counts - places_of_expert(c, G)).clamp(min=0)
+        experts.counts = experts.counts + torch.stack([counts, dropped]).sum(1)
+        f = counts.to(dp.dtype) / (G * c.top_k)
         weight = batch.weight * c.balance * c.experts / len(batch.ids)  # 1 / (groups of all tp ranks * G)
         return dp + (weight * f).repeat_interleave(G, 0), None, None, None, None

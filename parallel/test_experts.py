@@ -11,8 +11,12 @@ import torch
 import torch.nn.functional as F
 
 import config as configuration
+import log
+import train
 from errors import UserError
 from model import GPT, parameter_table
+from parallel import experts
+from parallel.experts import dropped_if_uniform
 from parallel.mesh import Mesh
 from test_layouts import built, check_layout, micro_batches, tiny_config
 
@@ -40,32 +44,63 @@ def test_a_loop_over_experts_computes_the_same():
     """Outputs, and the gradients of the loss with the balance term. Some tokens are dropped."""
     c = tiny_config(1, **TOKENS)
     run = built(c)
-    batch, experts = next(micro_batches(run)), run.model.units[1].mlp
+    batch, layer = next(micro_batches(run)), run.model.units[1].mlp
     batch.weight = 0.7
     x = torch.randn(len(batch.ids), c.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    theirs = [t.detach().clone().requires_grad_() for t in (x, experts.router, experts.fc1, experts.fc2)]
+    theirs = [t.detach().clone().requires_grad_() for t in (x, layer.router, layer.fc1, layer.fc2)]
     right, term = loop(*theirs, c)
     assert 0 < (right == 0).all(1).sum() < len(x), "the test should drop some tokens"
     dy = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     ((right * dy).sum() + batch.weight * term).backward()
     x.requires_grad_()
-    y = experts(x, batch)
+    y = layer(x, batch)
     y.backward(dy)
     assert torch.allclose(y, right, rtol=1e-12, atol=1e-12)
-    for name, ours, t in zip(
-        "x router fc1 fc2".split(), (x, experts.router, experts.fc1, experts.fc2), theirs, strict=True
-    ):
+    for name, ours, t in zip("x router fc1 fc2".split(), (x, layer.router, layer.fc1, layer.fc2), theirs, strict=True):
         assert torch.allclose(ours.grad, t.grad, rtol=1e-10, atol=1e-12), f"the gradient of {name} differs"
 
 
 def test_in_generation_no_token_is_dropped():
     """Each token is a group of its own, so a text may have any length."""
     run = built(tiny_config(1, **TOKENS))
-    experts, x = run.model.units[1].mlp, torch.randn(7, 16, dtype=torch.float64)
-    alone = functools.partial(loop, router=experts.router, fc1=experts.fc1, fc2=experts.fc2)
+    layer, x = run.model.units[1].mlp, torch.randn(7, 16, dtype=torch.float64)
+    alone = functools.partial(loop, router=layer.router, fc1=layer.fc1, fc2=layer.fc2)
     right, _ = alone(x, c=tiny_config(1, **TOKENS | dict(expert_group=1)))
     with torch.no_grad():
-        assert torch.allclose(experts(x, run.model.micro_batch(torch.zeros(1, 7, dtype=torch.int64))), right)
+        assert torch.allclose(layer(x, run.model.micro_batch(torch.zeros(1, 7, dtype=torch.int64))), right)
+
+
+def test_the_share_of_dropped_tokens_if_the_loads_are_equal():
+    """Switch's capacity: 9.6% in groups of 64. By hand, two tokens choose the same of two experts half of the time."""
+    for E, k, group, capacity, share in ((16, 1, 64, 1.25, 0.0964), (2, 1, 2, 1.0, 0.25), (4, 4, 8, 1.0, 0.0)):
+        c = tiny_config(1, experts=E, top_k=k, expert_group=group, capacity_factor=capacity)
+        assert dropped_if_uniform(c) == pytest.approx(share, abs=1e-4)
+    assert tiny_config(1, seq_length=1024).tokens_of_group == 256
+
+
+def counted(config):
+    """Train, and return the two numbers of the log of these steps and a validation, and whether they are 0 again."""
+    run = built(config)
+    batches = micro_batches(run)
+    for _ in range(2):
+        train.train_step(run, batches)
+    with torch.no_grad():
+        run.executor.evaluate([next(batches)])
+    return log.experts_row(run), all(type(block.mlp.counts) is int for block in run.model.units[1:-1])
+
+
+@pytest.mark.parametrize("layout", [dict(tp=2, sequence_parallel=True, pp=2), dict(dp=2, recompute="full")], ids=str)
+def test_every_layout_counts_the_same_dropped_tokens(workers, monkeypatch, layout):
+    """Recomputation and validation count nothing. On one rank the places are counted, too."""
+    fields, taken, places = TOKENS | dict(seq_length=16), [], experts.places_of
+    with monkeypatch.context() as patch:
+        patch.setattr(experts, "places_of", lambda *a: taken.append(places(*a)) or taken[-1])
+        expected, _ = counted(tiny_config(1, **fields))
+    taken = taken[:-2]  # without the validation's two blocks
+    dropped = sum((place == most).sum().item() for place, most in taken) / sum(len(place) for place, _ in taken)
+    assert 0 < dropped == pytest.approx(expected["dropped_tokens"], rel=1e-12) and expected["largest_load"] > 1
+    for found, empty in workers.run(4 if "pp" in layout else 2, counted, tiny_config(**{"dp": 1} | fields | layout)):
+        assert found == pytest.approx(expected, rel=1e-12) and empty
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
