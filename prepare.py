@@ -9,11 +9,11 @@
 A `.bin` file contains only the token ids as little-endian uint16 (above 65,536 ids: uint32; meta.json has the dtype),
 so data.py can map it into memory. DIR also gets a copy of the vocabulary, if tokenizer.py can write it.
 
-A document is one text file (.txt .md .py) or one line of a .jsonl (.json) file. A file may be compressed (.gz). A
-document is encoded as ordinary text: the characters "<|endoftext|>" in it have no special meaning. The
-end-of-text token follows each document; an empty document is only this token. A hash of the document's position (index
-of its file, line of its start) selects its split. A byte-order mark at the start of a file is removed, blank JSON lines
-are ignored, and line ends do not change.
+A document is one text file (.txt .md .py), one line of a .jsonl (.json) file, or one row of a .parquet file. A file may
+be compressed (.gz .zst). To read .parquet and .zst, `pip install pyarrow`. A document is encoded as ordinary text: the
+characters "<|endoftext|>" in it have no special meaning. The end-of-text token follows each document; an empty document
+is only this token. A hash of the document's position (index of its file, line of its start) selects its split. A
+byte-order mark at the start of a file is removed, blank JSON lines are ignored, and line ends do not change.
 
     this process                        one process per core              this process
     read, cut into blocks  --512 Ki-->  parse, encode  --tokens-->        append in the order of the input
@@ -31,6 +31,8 @@ import bisect
 import contextlib
 import gzip
 import hashlib
+import importlib.util
+import io
 import itertools
 import json
 import math
@@ -53,12 +55,13 @@ from tqdm import tqdm
 from tokenizer import copy, last_cut, load_tokenizer
 
 SPLITS = ("train", "val", "test")
-KINDS = (".txt", ".md", ".py", ".jsonl", ".txt.gz", ".md.gz", ".py.gz", ".jsonl.gz")
-JSON = (".jsonl", ".json", ".jsonl.gz", ".json.gz")  # a .json file is read if it is named, but not in a folder
+PACKED = ("", ".gz", ".zst")
+KINDS = (*(kind + packed for kind in (".txt", ".md", ".py", ".jsonl") for packed in PACKED), ".parquet")
+JSON = tuple(kind + packed for kind in (".jsonl", ".json") for packed in PACKED)  # .json: not from a folder, only named
 PIECE = 512 << 10  # characters that a worker encodes at a time
 SAVE_EVERY = 5.0  # seconds between two saves; a crash loses about this much work
 # fork is fast and shares the vocabulary, but it needs a parent without threads. Importing numpy may start threads, so
-# only the workers import it. macOS needs spawn.
+# only the workers import it. pyarrow is imported after the fork. macOS needs spawn.
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 DTYPES = {4: "<i4", 8: "<u2"}  # Megatron-LM's codes in an .idx file: uint16 below 65,500 ids, otherwise int32
 
@@ -77,6 +80,9 @@ def find_files(inputs):
         if not here:
             raise UserError(f"input {name}: should be a file or folder of {' '.join(KINDS)}")
         files += here
+    packed = [path for path in files if path.endswith((".parquet", ".zst"))]
+    if packed and not importlib.util.find_spec("pyarrow"):
+        raise UserError(f"input {packed[0]}: needs a package: pip install pyarrow")
     return files
 
 
@@ -95,7 +101,7 @@ def walk(folder):
 
 
 class Part(NamedTuple):
-    """Some characters of one file: a text, a piece of a long text, or a JSON line."""
+    """Some characters of one file: a text, a piece of a long text, a JSON line, or the text of a row."""
 
     path: str
     file: int  # index of the file in the input
@@ -106,11 +112,11 @@ class Part(NamedTuple):
     problem: str = ""  # why the file can't be read further
 
 
-def read_blocks(files, tokenizer):
+def read_blocks(files, tokenizer, text_key):
     """Yield blocks, lists of Parts of about PIECE characters together, in the order of the input."""
     block, size = [], 0
     for number, path in enumerate(files):
-        for part in read_parts(path, number, tokenizer):
+        for part in read_parts(path, number, tokenizer, text_key):
             if block and size + len(part.text) > PIECE:
                 yield block
                 block, size = [], 0
@@ -120,12 +126,17 @@ def read_blocks(files, tokenizer):
         yield block
 
 
-def read_parts(path, number, tokenizer):
+def read_parts(path, number, tokenizer, text_key):
     """Yield the Parts of one file. A read error is a Part too, so errors are reported in the order of the input."""
-    part, opened = Part(path, number), gzip.open if path.endswith(".gz") else open
+    part = Part(path, number)
     try:
+        if path.endswith(".parquet"):
+            for line, text in enumerate(read_column(path, text_key), 1):
+                good = {"text": text} if isinstance(text, str) else {"problem": f"{text_key} is {text!r:.20}"}
+                yield part._replace(line=line, **good)
+            return
         # bytes that are not UTF-8 become lone surrogates, which `encode_block` refuses
-        with opened(path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="\n") as stream:
+        with io.TextIOWrapper(opened(path), "utf-8-sig", "surrogateescape", "\n") as stream:
             if path.endswith(JSON):
                 lines = enumerate(stream, 1)
                 yield from (part._replace(line=line, text=text) for line, text in lines if text.strip())
@@ -139,6 +150,23 @@ def read_parts(path, number, tokenizer):
             yield part._replace(text=text)
     except Exception as error:  # gzip raises errors of many types
         yield part._replace(problem=str(error))
+
+
+def opened(path):
+    """Return a stream of the bytes in a file, unpacked."""
+    if path.endswith(".zst"):
+        import pyarrow  # the package zstandard would not notice a file that is cut off
+
+        return pyarrow.input_stream(path, compression="zstd")
+    return gzip.open(path) if path.endswith(".gz") else open(path, "rb")
+
+
+def read_column(path, name):
+    """Yield the values of a column of a .parquet file."""
+    from pyarrow import parquet
+
+    for batch in parquet.ParquetFile(path).iter_batches(64, columns=[name]):
+        yield from batch.column(name).to_pylist()
 
 
 # --- encode: blocks to tokens, in the workers -------------------------------------------------------------------------
@@ -186,6 +214,7 @@ def encoded_blocks(blocks, workers, *job):
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context(START_METHOD), start_worker)
     pending = deque()
     try:
+        pool.submit(int)  # forks all workers, before the first block is read
         for block in blocks:
             pending.append(pool.submit(encode_block, *job, block))
             if len(pending) == 4 * workers:  # this many blocks wait in the pool
@@ -316,7 +345,7 @@ def main():
     add("--tokenizer", default="gpt2", help="gpt2 (default), bytes ..., tokenizer.json, or vocab.json with merges.txt")
     add("--split", default="969,30,1", help="relative sizes of train,val,test (default: 969,30,1)")
     add("--workers", type=within(1, 1024), default=cores, metavar="N", help="processes that encode (one per core)")
-    add("--text_key", default="text", metavar="KEY", help="key of the text in a JSON line (default: text)")
+    add("--text_key", default="text", metavar="KEY", help="key of a JSON line, or column of a .parquet (text)")
     add("--megatron", metavar="PREFIX", help="instead of text, convert encoded tokens: PREFIX.bin and PREFIX.idx")
     add("--on_error", choices=("stop", "skip"), default="stop", help="at a bad document (stop; Python's own: skip)")
     args = parser.parse_args()
@@ -366,13 +395,11 @@ def is_finished(folder, made_from):
 
 def make(args, tokenizer, files, weights, output, folder):
     """Read, encode and write all documents into `output`, and give it its final name."""
-    if args.megatron:
-        results = blocks = megatron_blocks(args.megatron, tokenizer, weights)
-    else:
-        blocks = read_blocks(files, tokenizer)
-        results = encoded_blocks(blocks, args.workers, args.tokenizer, args.text_key, weights)
     made_from, done = output.progress["made_from"], output.progress["blocks"]
-    deque(itertools.islice(blocks, done), maxlen=0)  # an earlier run finished these
+    megatron = args.megatron and megatron_blocks(args.megatron, tokenizer, weights)
+    blocks = megatron or read_blocks(files, tokenizer, args.text_key)
+    rest = (block for block in itertools.islice(blocks, done, None))  # an earlier run finished the first ones
+    results = rest if megatron else encoded_blocks(rest, args.workers, args.tokenizer, args.text_key, weights)
     tqdm.monitor_interval = 0  # without tqdm's thread: see START_METHOD
     about = made_from["input"]["bytes"] // PIECE  # blocks, if a character is a byte
     with contextlib.closing(results), tqdm(results, total=about, initial=done, unit="block") as bar:

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import struct
 import subprocess
@@ -96,19 +97,42 @@ def test_long_documents_equal_whole_ones(name, kind, here, tmp_path, monkeypatch
     assert kind == "jsonl" or name == "unknown pattern" or sum(not part.ends for part in parts) > 200  # really cut
 
 
-def test_every_kind_and_packing_is_read_in_order(here, tmp_path):
+ARROW = [kind for kind in prepare.KINDS if kind.endswith((".zst", ".parquet"))]
+
+
+def arrow():
+    pytest.importorskip("pyarrow.parquet", reason="prepare.py needs pyarrow for .zst and .parquet")
+    return sys.modules["pyarrow"]
+
+
+def write_rows(path, texts):
+    arrow().parquet.write_table(arrow().table({"id": [*range(len(texts))], "text": texts}), path, row_group_size=30)
+    return path
+
+
+def packed(kind, data):
+    if kind.endswith(".zst"):  # two frames, as parallel programs write them
+        return b"".join(arrow().compress(part, "zstd", asbytes=True) for part in (data[:9], data[9:]))
+    return gzip.compress(data) if kind.endswith(".gz") else data
+
+
+@pytest.mark.parametrize("kinds", [[kind for kind in prepare.KINDS if kind not in ARROW], ARROW], ids=" ".join)
+def test_every_kind_and_packing_is_read_in_order(kinds, here, tmp_path):
     texts, names = [], ["b", "c/d", "e"]
-    for i, kind in enumerate(prepare.KINDS):
+    for i, kind in enumerate(kinds):
         texts.append(f"text {i}\r\nwith two lines \u2028 and é\n")
         data = json.dumps({"text": texts[-1]}, ensure_ascii=False) if "json" in kind else texts[-1]
         data = data.encode("utf-8-sig" if i % 2 else "utf-8")  # a byte-order mark is removed
-        (tmp_path / f"a{i:02}{kind}").write_bytes(gzip.compress(data) if kind.endswith(".gz") else data)
+        if kind == ".parquet":
+            write_rows(tmp_path / f"a{i:02}{kind}", [texts[-1]])
+        else:
+            (tmp_path / f"a{i:02}{kind}").write_bytes(packed(kind, data))
     for name in (".hidden/x.txt", ".x.txt", "__pycache__/x.py", "x.csv", "x.json", *(f"{name}.txt" for name in names)):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     tokens, meta = run(tmp_path, tmp_path / "out")
     texts += ["b.txt", "e.txt", "c/d.txt"]  # a folder's files come before its subfolders
-    assert tokens["train"] == whole(BYTES, texts) and meta["documents"]["train"] == 11
+    assert tokens["train"] == whole(BYTES, texts) and meta["documents"]["train"] == 3 + len(kinds)
     assert (tmp_path / "out/train.bin").read_bytes()[:4] == b"t\0e\0"
 
 
@@ -339,6 +363,38 @@ def test_the_progress_of_another_command_is_not_used(here, tmp_path, capsys, mon
         run(tmp_path / "a.txt", tmp_path / "out")
     assert sum(map(len, run(tmp_path / "a.txt", tmp_path / "out", split="1,1,1")[0].values())) == 221
     assert "resuming" not in capsys.readouterr().out
+
+
+def test_rows_of_a_parquet_file_become_the_tokens_of_json_lines(tmp_path):
+    """Also after a crash. No thread of pyarrow may run when the workers are forked."""
+    texts = [text_of_atoms(random.Random(i), 50) for i in range(100)]
+    files = write_lines(tmp_path / "a.jsonl", texts), write_rows(tmp_path / "a.parquet", texts)
+    lines, rows = ([file, "--tokenizer=bytes", f"--out={file}.out", "--workers=2"] for file in files)
+    assert command(lines)[0] == 0 and command(rows, CRASHES["in a block"][0])[0] == -9
+    code, text = command(
+        rows, "import sys\nos.register_at_fork(before=lambda: 'pyarrow' in sys.modules and os._exit(9))"
+    )
+    assert code == 0 and "resuming after" in text, text
+    assert all(
+        files_in(f"{files[0]}.out")[f"{s}.bin"] == files_in(f"{files[1]}.out")[f"{s}.bin"] for s in prepare.SPLITS
+    )
+
+
+def test_damaged_rows_and_a_missing_package_are_one_line(here, tmp_path, monkeypatch):
+    path = write_rows(tmp_path / "a.parquet", ["one", None, "two"])
+    for words, message in [([], ":2: OSError: text is None"), (["--text_key=x"], ':1: OSError: .*"x" does not exist')]:
+        with pytest.raises(UserError, match=re.escape(str(path)) + message):
+            run(path, *words, tmp_path / "out")
+    assert run(path, "--on_error=skip", tmp_path / "out")[0]["train"] == whole(BYTES, ["one", "two"])
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(UserError, match=r":1: OSError: .*corrupt"):
+        run(path, tmp_path / "cut")
+    (tmp_path / "a.jsonl.zst").write_bytes(packed(".zst", GOOD * 1000)[:-9])
+    with pytest.raises(UserError, match=":1: OSError: Truncated"):
+        run(tmp_path / "a.jsonl.zst", tmp_path / "cut")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match=r"a\.parquet: needs a package: pip install pyarrow"):
+        run(path, tmp_path / "none")
 
 
 def test_two_runs_for_one_folder_are_refused(tmp_path):

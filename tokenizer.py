@@ -73,7 +73,9 @@ class Tokenizer:
         whole = pattern if name else rf"(?:{pattern})|(?:(?!{pattern})[\s\S])+"
         regex = GPT2 if pattern == "gpt2" else whole
         ranks = {token: rank for rank, token in enumerate(self.order)}
-        self.encoding = tiktoken.Encoding(self.name, pat_str=regex, mergeable_ranks=ranks, special_tokens={})
+        # encoding never makes the special token; without any, tiktoken searches for it at each character
+        special = {end: len(ranks)}
+        self.encoding = tiktoken.Encoding(self.name, pat_str=regex, mergeable_ranks=ranks, special_tokens=special)
 
     def computed_name(self):
         """Return `bpe-IDS-HASH`: equal vocabularies have equal names, in whatever files they are."""
