@@ -252,9 +252,7 @@ def describe(run, path):
     text += f"dp={run.mesh.dp.size // c.cp} {layout}; {run.dtype} on {run.device.type}\n"
     text += f"{c.data_dir} -> {c.out_dir}, from {path or 'initial weights'}"
     if c.experts:
-        text += (
-            f"\nexperts: groups of {c.tokens_of_group} tokens drop {dropped_if_uniform(c):.1%} with a uniform router"
-        )
+        text += f"\nexperts: groups of {c.tokens_of_group} tokens; a uniform router drops {dropped_if_uniform(c):.1%}"
     if run.device.type == "cuda":
         text += f"\nattention: {operations.attention_name(c, run.device, run.dtype, run.zero.ops)}"
     if path and (changed := configuration.differences(c, checkpoint.read_index(path))):
