@@ -29,7 +29,6 @@ out_dir/metrics.jsonl and, if configured, to TensorBoard and Weights & Biases (W
 import json
 import math
 import os
-import re
 import resource
 import sys
 import threading
@@ -43,6 +42,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
+from accounts.devices import peak_tflops
 from errors import UserError, explained, reading
 from parallel.comm import all_reduce
 
@@ -74,37 +74,6 @@ def hardware_flops(config, batch):
 
 # TFLOP/s of dense matrix products, from the makers' data sheets. bf16 and fp16 products are summed in float32;
 # GeForce cards do this at half of the advertised rate. fp32 is without TF32. fp64 uses tensor cores where possible.
-PEAK_TFLOPS = {  # bf16, fp16, fp32, fp64; None: the device cannot do it, or the rate is not certain
-    "V100 PCIE": (None, 112, 14, 7),
-    "V100 SXM2": (None, 125, 15.7, 7.8),
-    "T4": (None, 65, 8.1, None),
-    "A10": (125, 125, 31.2, None),
-    "A30": (165, 165, 10.3, 10.3),
-    "A40": (149.7, 149.7, 37.4, None),
-    "A100 PCIE": (312, 312, 19.5, 19.5),
-    "A100 SXM4": (312, 312, 19.5, 19.5),
-    "RTX 3090": (71, 71, 35.6, None),
-    "RTX 4090": (165.2, 165.2, 82.6, None),
-    "L4": (121, 121, 30.3, None),
-    "L40S": (362, 362, 91.6, None),
-    "H100": (989, 989, 67, 67),  # SXM
-    "H100 PCIE": (756, 756, 51, 51),
-    "H200": (989, 989, 67, 67),  # SXM
-    "GH200": (989, 989, 67, 67),
-    "B200": (2250, 2250, None, None),
-}
-
-
-def peak_tflops(device_name, dtype):
-    """Return the device's peak in TFLOP/s for `dtype` (bf16, fp16, fp32, fp64), or None if it is unknown.
-
-    `device_name` is CUDA's name, such as "NVIDIA A100-SXM4-40GB" or "NVIDIA H100 80GB HBM3". The maker and the memory
-    are removed. The rest must match exactly: "H200 NVL" is not an H200, and "A100-SXM4-40GB MIG 1g.5gb" is only a part
-    of an A100.
-    """
-    name = re.sub(r"NVIDIA|Tesla|GeForce|\b\d+GB\b|\bHBM3e?\b|-", " ", device_name)
-    peaks = PEAK_TFLOPS.get(" ".join(name.upper().split()), (None,) * 4)
-    return dict(zip(("bf16", "fp16", "fp32", "fp64"), peaks, strict=True)).get(dtype)
 
 
 # --- where a step's time goes -----------------------------------------------------------------------------------------

@@ -9,11 +9,8 @@ predicted time. `accounts/devices.py` has the devices.
 
     --explain           print the arithmetic of one layout, line by line
     --json              print a list of layouts
-    --svg=FILE          draw memory and time of the best layouts
     --as_is             judge the configuration as it is
-    --dry_run --rank=R  run the real program of one rank on tensors without data, beside the prediction
     --flops=3e24        print the best size and number of tokens for a budget (scaling law), and the days of a cluster
-    --code=NAME         predict another program, to compare with its paper: megatron-2021 or megatron-2022
 
 `python -m bench sweep` runs each layout for a few steps on this machine and compares their times.
 """
@@ -23,7 +20,7 @@ import json
 from dataclasses import replace
 
 import config as configuration
-from accounts import figures, layouts, scaling, seconds
+from accounts import layouts, scaling, seconds
 from accounts.devices import DEVICES
 
 GB = 1e9
@@ -40,7 +37,7 @@ LEGEND = f"""
 v: chunks of a rank. Z: ZeRO stage. b: samples of a micro-batch. GB: memory of the fullest rank.
 bubble: share of the whole step, in which all ranks end together.
 waits_for: percent of the step for communication of tp / cp / pp / dp that no computation hides.
-Expected error of a step: {seconds.ERROR:.0%} for A100 and H100 (nine of ten published runs), unknown for V100."""
+Expected error of a step: {seconds.ERROR:.0%} for A100 and H100 (14 of 16 published runs), unknown for V100."""
 
 
 def whole(text):
@@ -51,15 +48,11 @@ def whole(text):
 OPTIONS = {  # type, default, help
     "gpus": (within(1, 10**6, whole), 1, "number of GPUs (1)"),
     "gpus_per_node": (within(1, 10**6, whole), None, "GPUs of a node (as usual for the device)"),
-    "rings": (within(1, 10**6, whole), None, "network cards of one collective (one for each of its GPUs in a node)"),
     "tokens": (within(1, 10**18, whole), None, "tokens of the whole run (20 for each parameter)"),
     "top": (within(1, 10**6, whole), None, "layouts to list (10)"),
-    "svg": (str, None, "file: draw memory and time of the best layouts"),
-    "rank": (int, 0, "the rank of --dry_run (0)"),
     "flops": (within(1, 1e40, whole), None, "print size and tokens of the best model for so many FLOPs"),
     "explain": (boolean, False, "print the arithmetic of the given or the best layout"),
     "json": (boolean, False, "print JSON"),
-    "dry_run": (boolean, False, "run a step of one rank without a GPU and without data"),
     "as_is": (boolean, False, "judge the layout of the configuration"),
 }
 
@@ -85,7 +78,6 @@ def parse(arguments):
     for name, (kind, default, text) in OPTIONS.items():
         parser.add_argument(f"--{name}", type=kind, default=default, help=text)
     parser.add_argument("--device", default="a100-80g", choices=DEVICES, help="the GPU (a100-80g)")
-    parser.add_argument("--code", default="ours", choices=seconds.CODES, help="the program to predict (ours)")
     options, rest = parser.parse_known_args(arguments)
     given = {word[2:].partition("=")[0].replace("-", "_") for word in rest if word.startswith("--")}
     return options, configuration.load(rest), given
@@ -93,9 +85,9 @@ def parse(arguments):
 
 def plan(options, config, device, given):
     """Print the layouts that suit the options, or the given one. Raises UserError if there is no layout."""
-    gpus, choose, chosen, lines = options.gpus, dict(code=options.code, tokens=options.tokens), [config], []
+    gpus, chosen, lines = options.gpus, [config], []
     if not options.as_is and (options.top or not {"tp", "pp"} <= given):
-        found, top = layouts.rank_all(config, gpus, device, given, **choose), options.top or 10
+        found, top = layouts.rank_all(config, gpus, device, given, tokens=options.tokens), options.top or 10
         fit, rest = ([f["config"] for f in found if f["fits"] == fits] for fits in (True, False))
         # The check of the simplest layout names the mistake if no layout was found.
         simplest = replace(config, **{name: value for name, value in layouts.PLAIN.items() if name not in given})
@@ -103,25 +95,19 @@ def plan(options, config, device, given):
         lines = [f"{len(found):,} layouts of {gpus:,} {device.name}, {len(fit):,} fit"]
     configuration.check(chosen[0], gpus)
     if options.explain:
-        shown = [layouts.judge(chosen[0], gpus, device, **choose, say=explain)]
+        shown = [layouts.judge(chosen[0], gpus, device, options.tokens, say=explain)]
     else:
-        shown = sorted((layouts.judge(c, gpus, device, **choose) for c in chosen), key=layouts.order)
-    if options.svg:
-        figures.ranking(options.svg, [facts for facts in shown if facts["fits"]])
+        shown = sorted((layouts.judge(c, gpus, device, options.tokens) for c in chosen), key=layouts.order)
     print(json.dumps(shown, indent=1) if options.json else "\n".join([*lines, TITLES, *map(entry, shown), LEGEND]))
 
 
 def main(arguments=None):
     """Run the command line. Raises UserError for a mistake of the user."""
     options, config, given = parse(arguments)
-    changes = {"per_node": options.gpus_per_node, "rings": options.rings}
-    device = DEVICES[options.device]._replace(**{name: value for name, value in changes.items() if value})
+    device = DEVICES[options.device]
+    device = device._replace(per_node=options.gpus_per_node or device.per_node)
     if options.flops:
         scaling.main(options.flops, options.gpus, device)
-    elif options.dry_run:
-        from accounts import dry_run  # loads the whole program
-
-        dry_run.main(config, options.gpus, options.rank)
     else:
         plan(options, config, device, given)
 

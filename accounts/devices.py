@@ -1,6 +1,6 @@
 """Describe GPUs and the wires between them (NVLink, network, PCIe) as data.
 
-    data sheet   peak of matrix products (`log.PEAK_TFLOPS`), memory, memory rate, NVLink, network cards, PCIe
+    data sheet   peak of matrix products, memory, memory rate, NVLink, network cards, PCIe
     constants    matrix     share of the peak that a large matrix product reaches
                  wave       time that each product loses, in elements of its result (`seconds.py`)
                  memory     share of the memory rate that an elementwise operation reaches
@@ -10,30 +10,49 @@
                  latency    seconds of one hop of a message
                  attention  share of the peak that fused attention reaches
 
-Three constants of the A100 are fitted to published runs: `matrix`, `wave` and `wire` (`published.py`). The others are
-usual values, not fitted. We have no table of matrix products for the V100 and the Hopper GPUs. They get the A100's
-constants, except those in VOLTA and HOPPER.
+Three constants of the A100 are fitted to 14 published steps of Megatron-LM, on 8 to 3,072 GPUs with full recomputation
+(Narayanan et al., arXiv 2104.04473, Table 1; Korthikanti et al., arXiv 2205.05198, Table 5). They minimise the squares
+of log(predicted / published). Commit 79624d7 has the fit (accounts/published.py). The others are usual values. The V100
+and the Hopper GPUs have the A100's constants, except those in VOLTA and HOPPER.
 
 Between nodes, NCCL opens one ring for each GPU of a node that is in the group, and each ring uses a network card of its
-own (NVIDIA/nccl issue 601: "creates 4 rings, each using a different NIC"). --rings=1 sets one card. One card gives the
-rate of ZeRO-3 in Narayanan et al., arXiv 2104.04473, Table 2.
+own (NVIDIA/nccl issue 601: "creates 4 rings, each using a different NIC").
 """
 
-import math
+import re
 from typing import NamedTuple
 
 from errors import UserError
-from log import PEAK_TFLOPS
 
 GiB = 2**30
 TILE = 128 * 256  # elements of a product's result that one multiprocessor computes at a time
+PEAK_TFLOPS = {  # dense products in bf16, fp16, fp32, fp64; None: the device cannot do it, or the rate is not certain
+    "T4": (None, 65, 8.1, None),
+    "V100 SXM2": (None, 125, 15.7, 7.8),
+    "RTX 4090": (165.2, 165.2, 82.6, None),
+    "A100 PCIE": (312, 312, 19.5, 19.5),
+    "A100 SXM4": (312, 312, 19.5, 19.5),
+    "H100": (989, 989, 67, 67),  # SXM
+    "H200": (989, 989, 67, 67),  # SXM
+    "B200": (2250, 2250, None, None),
+}
+
+
+def peak_tflops(device_name, dtype):
+    """Return the peak in TFLOP/s of a GPU with CUDA's name, such as "NVIDIA A100-SXM4-40GB", or None if it is unknown.
+
+    The maker and the memory are removed. The rest must match exactly: "H200 NVL" is not an H200.
+    """
+    name = re.sub(r"NVIDIA|Tesla|GeForce|\b\d+GB\b|\bHBM3e?\b|-", " ", device_name)
+    peaks = PEAK_TFLOPS.get(" ".join(name.upper().split()), (None,) * 4)
+    return dict(zip(("bf16", "fp16", "fp32", "fp64"), peaks, strict=True)).get(dtype)
 
 
 class Device(NamedTuple):
     """A GPU and its place in a cluster. Rates are in bytes per second and one direction, times in seconds."""
 
     name: str
-    chip: str  # its name in log.PEAK_TFLOPS
+    chip: str  # its name in PEAK_TFLOPS
     memory_bytes: int
     memory_rate: float
     dtype: str = "bf16"  # the dtype that dtype=auto means
@@ -51,14 +70,13 @@ class Device(NamedTuple):
     network: float = 0.86
     operation: float = 4e-6
     latency: float = 1e-5
-    rings: float = math.inf  # the most rings of one collective between nodes, each through a card of its own
 
     def peak(self, dtype):
         """Return FLOP/s of dense matrix products. Raises UserError if the device cannot compute in `dtype`."""
-        rates = dict(zip(("bf16", "fp16", "fp32", "fp64"), PEAK_TFLOPS[self.chip], strict=True))
-        if not rates.get(dtype):
+        peak = peak_tflops(self.chip, dtype)
+        if not peak:
             raise UserError(f"dtype={dtype}: {self.name} has no known rate for it; use --dtype={self.dtype}")
-        return rates[dtype] * 1e12
+        return peak * 1e12
 
 
 # `attention` and `matrix` of these are estimates. wave: one tile on each of 80 or 132 multiprocessors.

@@ -4,11 +4,9 @@ timelines   schedules, one row of boxes per rank     python -m accounts.draw ...
 traffic     who sends what to whom in a step         python -m accounts.traffic ... --svg=FILE
 curves      the losses of runs                       python -m accounts.curve ... --svg=FILE
 speeds      tokens/s over the number of processes    python -m accounts.curve --speed ... --svg=FILE
-ranking     memory and time of the best layouts      python plan.py ... --svg=FILE
 """
 
 import itertools
-import textwrap
 from collections import defaultdict
 from contextlib import contextmanager
 
@@ -26,7 +24,6 @@ KINDS = {  # of an action: its meaning, its colour in a rank's first chunk and i
 }
 AXES = {"tp": "orange", "cp": "red", "pp": "blue", "dp": "green", "holders": "purple"}  # colours of who sends to whom
 STYLE = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": ""}  # texts stay texts; equal pictures, equal bytes
-GiB, MOST = 2**30, 6  # MOST: the largest number of layouts in a ranking
 ABOVE = dict(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)  # the place of a legend
 
 
@@ -46,38 +43,6 @@ def figure(path, height, *grid, **more):
         yield picture.subplots(*grid, **more)
         with reading(f"--svg={path}"):
             picture.savefig(path, format="svg", metadata={"Date": None})
-
-
-def ranking(path, judged):
-    """Draw the memory of the fullest rank and the time of a step, for at most MOST layouts. Raises UserError.
-
-    judged: dicts as `plan.py --json` prints them, the best first.
-    """
-    if not judged:
-        raise UserError(f"--svg={path}: there is no layout to draw")
-    judged = judged[:MOST]
-    layouts = [" ".join(f"{name}={value}" for name, value in facts["layout"].items()) for facts in judged]
-    with figure(path, 1.8 + 0.6 * len(judged), 1, 2, sharey=True) as (memory, time):
-        stack(memory, [{what: size / GiB for what, size in facts["memory_bytes"].items()} for facts in judged])
-        memory.axvline(judged[0]["capacity_bytes"] / GiB, linestyle="--")
-        bars = stack(time, [facts["step_parts"] for facts in judged])
-        time.bar_label(bars, [f"{facts['step_seconds']:.4g} s" for facts in judged], padding=4)
-        memory.set_yticks(range(len(judged)), [textwrap.fill(layout, 45) for layout in layouts], fontsize=7)
-        memory.set_xlabel("GiB on the fullest rank (dashed: capacity)")
-        time.set_xlabel("predicted seconds of a step")
-        time.margins(x=0.2)
-        memory.invert_yaxis()
-
-
-def stack(axes, stacks):
-    """Draw a bar for each dict {part: size}. A part has one colour. Return the bars of the last part."""
-    ends = [0.0] * len(stacks)
-    for part in dict.fromkeys(part for parts in stacks for part in parts):
-        sizes = [float(parts.get(part, 0)) for parts in stacks]
-        bars = axes.barh(range(len(stacks)), sizes, left=ends, label=part)
-        ends = [a + b for a, b in zip(ends, sizes, strict=True)]
-    axes.legend(**ABOVE | {"ncols": 2})
-    return bars
 
 
 def curves(path, runs):

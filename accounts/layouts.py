@@ -184,7 +184,7 @@ def fits(c, gpus):
 # --- one layout -------------------------------------------------------------------------------------------------------
 
 
-def judge(c, gpus, device, code="ours", tokens=None, exact=True, say=lambda *line: None):
+def judge(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
     """Return the facts of one layout as a dict with the keys of plan.py's --json. Sizes in bytes, times in seconds.
 
     exact: False is fast: it takes 1F1B's bubble for a bubble without a closed form. say gets each line of the
@@ -200,7 +200,7 @@ def judge(c, gpus, device, code="ours", tokens=None, exact=True, say=lambda *lin
     dp = gpus // (c.tp * p)
     m, layout = schedules.micro_batches(c, batch, dp), model.layout(dp, *(getattr(c, name) for name in FIELDS[:-1]))
     say("micro-batches m", "global_batch_size / (b dp)", m)
-    step = Step(c, model, layout, device, m, code, exact, say)
+    step = Step(c, model, layout, device, m, exact, say)
     # The fullest rank is 0 (most micro-batches in flight), the first or last with a block more, p/2 (Chimera), or p-1
     # (the logits).
     ranks = {0, min(1, p - 1), c.num_layers % p, p // 2, p - 1}

@@ -26,17 +26,6 @@ A step on the busiest pipeline rank is the sum of these parts:
                          over holders and over tp
     update               the optimizer reads and writes its state; with offload in the host's memory
     everything else      REST of the sum of the parts above
-
-The model predicts three programs. "ours" is this project: FlashAttention keeps no [s, s] matrix and computes only the
-lower triangle; its backward computes the probabilities again. "megatron-2021" and "megatron-2022" are Megatron-LM as
-Narayanan et al. (arXiv 2104.04473) and Korthikanti et al. (arXiv 2205.05198) ran it, to compare with their tables:
-
-    attention     the [s, s] matrix is formed and passes through memory several times. With recompute=none, backward
-                  computes it again: the selective recomputation of Korthikanti et al.
-    messages      bsh/t elements, gathered again inside the node (Narayanan et al., section 4.1)
-                  with several chunks, a rank waits for the messages of each action
-    gradients     reduced after the backward
-    2021 only     dx is summed before dW is computed; dW is written, and then added to the gradient
 """
 
 import math
@@ -53,9 +42,6 @@ from parallel.layout import rows_outside, tokens_of_rank
 OUTSIDE = {"F": 9, "I": 10}  # tensors of [rows, h]: LayerNorms, additions, gradients of two biases
 INSIDE = {"F": 8, "I": 15}  # tensors of [n, h/t]: GELU 4 + 4, its backward 3 * 4, gradient of qkv's bias 3
 GAPS = {"F": 5, "I": 9}  # operations of a block that are no matrix products
-# Bytes for each element of the [s, s] matrix: product, mask with softmax, dropout (with a mask of 1 byte), product.
-MATRIX = {"F": 2 + 4 + 5 + 2, "I": 2 + 2 + 5 + 6 + 4}
-CODES = ("ours", "megatron-2021", "megatron-2022")
 COLUMNS = ("F", "I", "W", "recomputation", "collectives", "context")  # of `Step.stages`
 # The collectives of a block, all of one size. `ledger.py` counts their sum.
 COLLECTIVES = {  # sequence parallel: (operation, in F, alone in I, in I beside dW, in I beside dx)
@@ -64,10 +50,9 @@ COLLECTIVES = {  # sequence parallel: (operation, in F, alone in I, in I beside 
 }
 # What a step takes beyond the parts above: gaps of the host, stragglers, clocks under load, products slower than the
 # best ones, multiprocessors that NCCL uses. This is the mean of 64 published runs of ZeRO-3 on 8 to 128 A100 and H100
-# (MosaicML, LLM Foundry, scripts/train/benchmarking/README.md). The constants of the two Megatron codes are fitted to
-# whole steps, so they contain it.
-REST = {"ours": 0.18, "megatron-2021": 0.0, "megatron-2022": 0.0}
-ERROR = 0.10  # nine of ten published runs are within it; `accounts/published.py` has their tables
+# (MosaicML, LLM Foundry, scripts/train/benchmarking/README.md).
+REST = 0.18
+ERROR = 0.10  # 14 of 16 published steps are within it: test_plan.py
 
 
 @cache
@@ -76,10 +61,10 @@ def schedule(name, p, m, chunks):
     return schedules.SCHEDULES[name](p, m, chunks)
 
 
-def units(c, device, dtype, z, code, say):
+def units(c, device, dtype, z, say):
     """Return the seconds of one micro-batch, without communication: ((F, I, W) of a block, embedding, head).
 
-    Those of the embedding and the head are forward and backward together. z: `memory.Sizes`; code: one of CODES.
+    Those of the embedding and the head are forward and backward together. z: `memory.Sizes`.
     """
     h, t, n, rows, item = c.hidden_size, c.tp, tokens_of_rank(c), rows_outside(c), z.item
     peak, memory, gap = device.peak(dtype), device.memory_rate * device.memory, device.operation
@@ -94,21 +79,13 @@ def units(c, device, dtype, z, code, say):
 
     linears = [(h, 3 * h // t), (h // t, h), (h, 4 * h // t), (4 * h // t, h)]  # inputs, outputs
     products = sum(product(n, outputs, inputs) for inputs, outputs in linears)
-    flops, vectors = 4 * n * c.seq_length * h / t, item * n * h / t / memory  # of attention
-    if code == "ours":  # the lower triangle; backward has five products instead of two (arXiv 2307.08691)
-        half = flops / 2 / (peak * device.attention)
-        attention = {"F": half, "I": 2.5 * half}
-    else:
-        square = item * n * c.seq_length * c.num_attention_heads / t / 2 / memory
-        attention = {"F": flops / rate + MATRIX["F"] * square, "I": 2 * flops / rate + MATRIX["I"] * square}
-        if c.recompute == "none":  # selective recomputation
-            attention["I"] += attention["F"] + 4 * vectors
+    # Attention has the lower triangle. Its backward has five products instead of two (arXiv 2307.08691).
+    triangle, vectors = 2 * n * c.seq_length * h / t / (peak * device.attention), item * n * h / t / memory
     block = []
-    for kind, reads in {"F": 4, "I": 8}.items():
+    for kind, (triangles, reads) in {"F": (1, 4), "I": (2.5, 8)}.items():
         passes = (OUTSIDE[kind] * rows * h + INSIDE[kind] * n * h // t) * item / memory + GAPS[kind] * gap
-        block.append(products + attention[kind] + reads * vectors + passes)
-    added = 2 * z.wide + 2 * item * (code == "megatron-2021")  # bytes of an element of the gradient
-    block.append(sum(product(outputs, inputs, n, added) for inputs, outputs in linears))
+        block.append(products + triangles * triangle + reads * vectors + passes)
+    block.append(sum(product(outputs, inputs, n, 2 * z.wide) for inputs, outputs in linears))
     embedding = (6 * item + 3 * z.wide) * n * h / memory + 10 * gap
     head = product(n, V, h) + product(n, h, V) + product(V, h, n, 2 * z.wide)
     return block, embedding, head + (4 * item * n * V + 8 * item * rows * h) / memory
@@ -121,9 +98,9 @@ class Step:
     in `layouts.judge`.
     """
 
-    def __init__(self, c, model, layout, device, m, code, exact, say):
+    def __init__(self, c, model, layout, device, m, exact, say):
         self.c, self.layout, self.device, self.m = c, layout, device, m
-        self.z, self.code, self.exact, self.say = layout.sizes, code, exact, say
+        self.z, self.exact, self.say = layout.sizes, exact, say
         stage = c.tp * c.cp
         near = partial(members_in_node, device.per_node)
         replica = stage * c.pp  # ranks of a pipeline; the next one is the next in the axis dp
@@ -137,7 +114,7 @@ class Step:
             "world": (near(1, c.tp * c.pp * layout.dp), c.tp * c.pp * layout.dp),
         }
         self.sent = {rank: model.sent(layout, m, c.micro_batch_size, rank) for rank in {0, min(1, c.pp - 1), c.pp - 1}}
-        self.add_parts(self.stages(*units(c, device, model.config.dtype, self.z, code, say)))
+        self.add_parts(self.stages(*units(c, device, model.config.dtype, self.z, say)))
 
     # --- wires --------------------------------------------------------------------------------------------------------
 
@@ -157,7 +134,7 @@ class Step:
         operation, in_F, alone, by_dw, by_dx = COLLECTIVES[c.sequence_parallel]
         each = self.send("tp", 1, sent_bytes(operation, c.tp, self.z.item * tokens_of_rank(c) * c.hidden_size))
         split = any(action.kind == "W" for action in schedule(c.schedule, c.pp, c.pp, c.chunks).actions[0])
-        if split or self.code == "megatron-2021":  # dW runs later
+        if split:  # dW runs later
             alone, by_dw = alone + by_dw, 0
         product = W * 7 / 24  # dW of qkv or fc1: 3 or 4 of a block's 12 h^2 weights. dx takes as long
         return in_F * each, alone * each + (by_dw + by_dx) * max(0.0, each - product)
@@ -192,21 +169,17 @@ class Step:
 
     def add_parts(self, stages):
         """Set `parts`, `seconds` and `bubble`. stages: as `stages` returns them."""
-        c, m, code = self.c, self.m, self.code
+        c, m = self.c, self.m
         busiest, mean = stages[stages[:, :3].sum(1).argmax()], stages[:, :3].mean(0)
         F, I, W, again, tensor, context = busiest
-        rows = rows_outside(c) if code == "ours" else tokens_of_rank(c) / c.tp
-        message = self.send("pp", 0, self.z.item * rows * c.hidden_size)
-        arrival = message + self.device.latency
+        arrival = self.send("pp", 0, self.z.item * rows_outside(c) * c.hidden_size) + self.device.latency
         bubble, formula, messages = idle(c.schedule, c.pp, m, c.chunks, *mean, arrival, self.exact)
-        if code != "ours" and c.chunks > 1:
-            messages += 2 * m * c.chunks * message
         for name, seconds in zip([*COLUMNS, "F + I + W of a mean stage"], [*busiest, sum(mean)], strict=True):
             self.say(name, "a micro-batch on the busiest stage", seconds)
         work = m * (F + I + W)
         data = max(self.data_parallel(rank, *stages[rank, :3]) for rank in self.sent) + max(map(self.sums, self.sent))
         update = max(map(self.update, self.sent))
-        rest = REST[code] * (work + bubble + messages + data + update)
+        rest = REST * (work + bubble + messages + data + update)
         parts = [
             ("compute", "m (F + I + W - recomputation - collectives - context)", work - m * (again + tensor + context)),
             ("recomputation", "m recomputation", m * again),
@@ -216,7 +189,7 @@ class Step:
             ("pipeline messages", "waits for messages on their way", messages),
             ("data parallel", "what no backward hides; sums", data),
             ("update", "bytes of the optimizer's state / rate of memory", update),
-            ("everything else", f"{REST[code]:.0%} of the sum", rest),
+            ("everything else", f"{REST:.0%} of the sum", rest),
         ]
         self.parts, self.bubble = {name: seconds for name, _, seconds in parts}, bubble / (work + bubble + messages)
         self.seconds = sum(self.parts.values())
@@ -231,9 +204,7 @@ class Step:
         reduced, gathered, norms = (self.transfer(rank, "dp", what) for what in whats)
         rounds = m if stage >= 2 else 1  # the gradients are reduced so often
         last = reduced / rounds / units
-        B = I + W if self.code == "ours" or stage >= 2 else 0.0  # the others reduce after the backward
-        if stage < 2:
-            B += last
+        B = I + W + last * (stage < 2)
         exposed = rounds * max(0.0, reduced / rounds - B) + gathered
         if stage == 3:  # beside a unit: the next unit's gather, reductions
             each = gathered / 2 / m
@@ -242,7 +213,7 @@ class Step:
 
     def sums(self, rank):
         """Return the seconds of the sums at the end of a step: over holders, over tp, and of scalars over all ranks."""
-        names = ("partial gradients", "parameter norms") + ("replicated gradients",) * (self.code == "ours")
+        names = "partial gradients", "parameter norms", "replicated gradients"
         return self.transfer(rank, "tp", *names) + self.transfer(rank, "holders") + self.transfer(rank, "world")
 
     def update(self, rank):
@@ -266,14 +237,14 @@ def members_in_node(per_node, stride, n):
 def wire(device, together, n):
     """Return bytes per second of a ring of n ranks, of which `together` are in one node.
 
-    Between nodes, each member in a node opens a ring through a network card, at most `device.rings`. All ranks of a
-    node run such rings at once, so the groups of one node share its cards.
+    Between nodes, each member in a node opens a ring through a network card. All ranks of a node run such rings at
+    once, so the groups of one node share its cards.
     """
     inside = device.wire_rate * device.wire
     if together == n:
         return inside
     groups = max(1, device.per_node // together)
-    cards = min(device.rings, together, device.cards / groups)
+    cards = min(together, device.cards / groups)
     return min(cards * device.card_rate * device.network, inside)
 
 

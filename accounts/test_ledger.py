@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import config as configuration
 import train
-from accounts import dry_run, ledger, memory, traffic
+from accounts import ledger, memory, traffic
 from config import CHOICES, Config
 from errors import exit_on_user_error
 from model import parameter_table
@@ -21,6 +21,7 @@ from parallel import comm, schedules, tensor
 from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
 from test_layouts import LAYOUTS, micro_batches, tiny_config
+from testing import dry_run
 from testing.compare import same_rows
 
 

@@ -13,35 +13,10 @@ from accounts import curve, draw, figures, traffic
 from errors import UserError
 from test_layouts import tiny_config
 
-GiB = 2**30
-
 
 def texts(path):
     """Return all texts of an SVG."""
     return [element.text for element in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
-
-
-# --- layouts and times ------------------------------------------------------------------------------------------------
-
-
-def judged(pp=4, step=10.0, **fields):
-    """Return a layout as `plan.py --json` prints it."""
-    layout = dict(dp=2, tp=8, pp=pp, schedule="1f1b", chunks=1, zero=1, sequence_parallel=True, recompute="none")
-    parts = {"compute": 0.6 * step, "bubble": 0.25 * step, "exposed dp": 0.15 * step}
-    kept = {"parameters": 4 * GiB, "a<b": pp * GiB}
-    return dict(
-        layout=layout | dict(micro_batch_size=4, offload=False) | fields, step_seconds=step, step_parts=parts,
-        memory_bytes=kept, capacity_bytes=12 * GiB,
-    )  # fmt: skip
-
-
-def test_a_ranking_names_layouts_parts_and_times(tmp_path):
-    rows = [judged(), judged(8, 20.0, schedule="interleaved", chunks=3), *[judged(step=30.0)] * 7]
-    rows[1]["memory_bytes"]["only in the second"] = GiB
-    figures.ranking(tmp_path / "x.svg", rows)
-    words = texts(tmp_path / "x.svg")
-    assert {"parameters", "a<b", "only in the second", "compute", "bubble", "exposed dp", "10 s", "20 s"} <= set(words)
-    assert "dp=2 tp=8 pp=8 schedule=interleaved chunks=3" in words and words.count("30 s") == 4, "only the best"
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------
@@ -142,10 +117,9 @@ def test_a_drawing_that_takes_too_long_is_refused(words):
 
 
 def test_mistakes(tmp_path, monkeypatch):
+    curves = [curve.read_curve(RUNS[0])]
     with pytest.raises(UserError, match=r"^--svg=.*nowhere/x.svg: No such file or directory$"):
-        figures.ranking(tmp_path / "nowhere" / "x.svg", [judged()])
-    with pytest.raises(UserError, match=r"^--svg=x.svg: there is no layout to draw$"):
-        figures.ranking("x.svg", [])
+        figures.curves(tmp_path / "nowhere" / "x.svg", curves)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match=r"^--svg=x.svg: .*pip install matplotlib$"):
-        figures.ranking("x.svg", [judged()])
+        figures.curves("x.svg", curves)

@@ -4,14 +4,12 @@ import itertools
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 import config as configuration
 import plan
-from accounts import layouts, ledger, memory, published, seconds
+from accounts import layouts, ledger, memory, seconds
 from accounts.devices import DEVICES
-from accounts.published import TOKENS
 from config import Config
 from errors import UserError
 from parallel import schedules
@@ -87,70 +85,139 @@ def test_the_collectives_are_the_ledgers():
 
 # --- published tables: identities -------------------------------------------------------------------------------------
 
-
-FITTED, OTHERS = published.published()
-
-
-@pytest.mark.parametrize("run", FITTED[:10], ids=lambda run: run.name)
-def test_narayanan_parameters(run):
-    assert run.name == f"{layouts.model_of(run.config, 'bf16').parameters / 1e9:.1f}B, 2021"
+TOKENS = 2048  # of a sample
 
 
-# Figure 1: GiB of a GPU for weights and optimizer, for activations with tp, and with sp and selective recomputation.
+def parallel(L, h, heads, tp, pp, v, **fields):
+    """Return the Config of a published model."""
+    schedule = dict(schedule="interleaved", chunks=v) if v > 1 else {}
+    sizes = dict(num_layers=L, hidden_size=h, num_attention_heads=heads, seq_length=TOKENS, vocab_size=51200)
+    return Config(**sizes, dtype="bf16", tp=tp, pp=pp, **schedule, train_iters=1, **fields)
+
+
+# Narayanan et al., arXiv 2104.04473, Table 1: billions of parameters, layers, hidden size, heads
+NARAYANAN = [
+    (1.7, 24, 2304, 24), (3.6, 30, 3072, 32), (7.5, 36, 4096, 32), (18.4, 40, 6144, 48), (39.1, 48, 8192, 64),
+    (76.1, 60, 10240, 80), (145.6, 80, 12288, 96), (310.1, 96, 16384, 128), (529.6, 105, 20480, 128),
+    (1008.0, 128, 25600, 160),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("billions, L, h, heads", NARAYANAN)
+def test_narayanan_parameters(billions, L, h, heads):
+    assert round(layouts.model_of(parallel(L, h, heads, 1, 1, 1), "bf16").parameters / 1e9, 1) == billions
+
+
+# Korthikanti et al., arXiv 2205.05198, Table 5 and Figure 1: L, h, heads, tp, pp, v, batch, b; GiB of a GPU for weights
+# and optimizer, for activations with tp, and with sequence parallelism and selective recomputation
 FIGURE_1 = [
-    (45.5625, 59.25, 9.5625),
-    (45.5625, 66.84375, 12.3515625),
-    (31.640625, 114.0234375, 23.076171875),
-    (32.958984375, 131.25, 26.5625),
+    ((48, 6144, 64, 8, 1, 1), 4, 4, (45.5625, 59.25, 9.5625)),
+    ((96, 12288, 96, 8, 8, 3), 64, 1, (45.5625, 66.84375, 12.3515625)),
+    ((105, 20480, 128, 8, 35, 3), 280, 1, (31.640625, 114.0234375, 23.076171875)),
+    ((128, 25600, 160, 8, 64, 1), 512, 1, (32.958984375, 131.25, 26.5625)),
 ]
 
 
-@pytest.mark.parametrize("run, row", list(zip(OTHERS[:4], FIGURE_1, strict=True)), ids=lambda x: getattr(x, "name", ""))
-def test_korthikanti_figure_1(run, row):
+@pytest.mark.parametrize("sizes, batch, b, row", FIGURE_1, ids=["22B", "175B", "530B", "1T"])
+def test_korthikanti_figure_1(sizes, batch, b, row):
     """The paper keeps more than we do: two masks, and, if tp is used alone, the [s, s] matrices. We add them."""
-    L, h, tp, pp, v = (getattr(run.config, name) for name in "num_layers hidden_size tp pp chunks".split())
+    config = parallel(*sizes, global_batch_size=batch, micro_batch_size=b)
+    L, h, heads, tp, pp, v = sizes
     states, *expected = row
     weights = 12 * L * h**2 // (tp * pp)  # the figure leaves out biases, LayerNorms and embeddings
     assert sum(memory.model_states(weights, 1, 0).values()) == states * 2**30
-    formula, bsh = schedules.FORMULAS[run.config.schedule].peak, run.config.micro_batch_size * TOKENS * h
-    m = run.config.global_batch_size // run.config.micro_batch_size
-    blocks = schedules.by_formula(formula, p=pp, m=m, v=v, r=0) * L / (pp * v)  # in flight on stage 0
+    formula, bsh = schedules.FORMULAS[config.schedule].peak, b * TOKENS * h
+    blocks = schedules.by_formula(formula, p=pp, m=batch // b, v=v, r=0) * L / (pp * v)  # in flight on stage 0
     for sp, GiBs in zip((False, True), expected, strict=True):
-        c = replace(run.config, sequence_parallel=sp)
+        c = replace(config, sequence_parallel=sp)
         table = memory.block_activations(c, memory.sizes(c, 2, 4, False))
         ours = sum(size for what, size in table.items() if what not in ("LayerNorms' statistics", "log-sum-exp"))
         masks = 2 * bsh // (tp if sp else 1)
-        matrices = 0 if sp else 5 * c.num_attention_heads * TOKENS * bsh // (h * tp)
+        matrices = 0 if sp else 5 * heads * TOKENS * bsh // (h * tp)
         assert blocks * (ours + masks + matrices) == GiBs * 2**30
 
 
 # --- published tables: time -------------------------------------------------------------------------------------------
 
+# Steps of other programs. No constant of devices.py is fitted to them; the first eight are among the 64 runs whose mean
+# is seconds.REST. tokens/s are those of one GPU. zero: ZeRO stage.
+#     MPT      MosaicML, LLM Foundry, scripts/train/benchmarking/README.md
+#     MT-NLG   Smith et al., arXiv 2201.11990, section 2.4 (DeepSpeed)
+#     Jiang    Jiang et al., arXiv 2402.15627, Table 2 (Megatron-LM, with sequence parallelism)
+PUBLISHED = """
+  L     h heads tp pp v batch  b  GPUs zero recompute device     published unit     name
+ 24  2048    16  1  1 1   448 14     8    3 none      a100-80g       20513 tokens/s MPT 1B
+ 32  4096    32  1  1 1    96  6     8    3 none      a100-80g        4641 tokens/s MPT 7B
+ 48  7168    56  1  1 1   504  3     8    3 full      a100-80g         916 tokens/s MPT 30B
+ 80  8192    64  1  1 1  2048  8    64    3 full      a100-80g         410 tokens/s MPT 70B
+ 40  5120    40  1  1 1   448 14    32    3 full      a100-40g        1998 tokens/s MPT 13B
+ 32  2560    20  1  1 1   480 10    16    3 none      h100           24142 tokens/s MPT 3B
+ 48  7168    56  1  1 1   504  3     8    3 full      h100            2002 tokens/s MPT 30B
+ 80  8192    64  1  1 1  2048  8    64    3 full      h100            1039 tokens/s MPT 70B
+105 20480   128  8 35 1  1920  1  2240    0 full      a100-80g        60.1 s        MT-NLG 530B
+105 20480   128  8 35 1  1920  1  2800    0 full      a100-80g        50.2 s        MT-NLG 530B
+105 20480   128  8 35 1  1920  1  3360    0 full      a100-80g        44.4 s        MT-NLG 530B
+ 96 12288   128  8  8 6   768  1   256    1 none      a100-80g        40.0 s        Jiang 175B
+ 96 12288   128  8  8 6   768  1  1024    1 none      a100-80g        11.9 s        Jiang 175B
+ 96 12288   128  8  8 6  6144  1  3072    1 none      a100-80g       29.02 s        Jiang 175B
+ 96 12288   128  8  8 6  6144  1  6144    1 none      a100-80g       14.78 s        Jiang 175B
+ 96 12288   128  8  8 6  6144  1 12288    1 none      a100-80g        8.57 s        Jiang 175B
+"""
 
-def errors(runs):
-    return [abs(published.predicted(run) / run.seconds - 1) for run in runs]
+
+def errors_of_published_steps():
+    """Return predicted / published - 1 of each row. Print each row."""
+    errors = []
+    for line in PUBLISHED.strip().splitlines()[1:]:
+        *numbers, recompute, device, value, unit, name = line.split(maxsplit=14)
+        L, h, heads, tp, pp, v, batch, b, gpus, zero = map(int, numbers)
+        fields = dict(zero=zero, recompute=recompute, sequence_parallel="Jiang" in name)
+        c = parallel(L, h, heads, tp, pp, v, global_batch_size=batch, micro_batch_size=b, **fields)
+        seconds = float(value) if unit == "s" else batch * TOKENS / (float(value) * gpus)
+        predicted = layouts.judge(c, gpus, DEVICES[device], exact=False)["step_seconds"]
+        errors.append(predicted / seconds - 1)
+        print(f"{name:<25} {gpus:>5} {seconds:>10.2f} {predicted:>10.2f} {errors[-1]:>+7.1%}")
+    return errors
 
 
-@pytest.mark.slow
 def test_published_times():
-    """The limits for Korthikanti's selective rows are the mean and largest error of Calculon, another predictor."""
-    fitted, selective, every = errors(FITTED), errors(OTHERS[:4]), errors([*FITTED, *OTHERS])
-    assert len(fitted) == 14 and sum(fitted) / 14 <= 0.05 and max(fitted) <= 0.13
-    assert len(every) == 35 and sum(selective) / 4 <= 0.0365 and max(selective) <= 0.0887
-    assert sum(error <= seconds.ERROR for error in every) >= 0.9 * len(every) and max(every) <= 0.13
+    errors = [abs(error) for error in errors_of_published_steps()]
+    assert len(errors) == 16 and max(errors) <= 0.13
+    assert sum(error <= seconds.ERROR for error in errors) >= 14
 
 
-def test_the_constants_are_those_of_the_fit():
-    """A step of Gauss and Newton from the constants, which minimises the squares of the errors, stays there."""
-    names = ("matrix", "wire", "wave")
+def as_megatron_of_2021(monkeypatch):
+    """Predict Megatron-LM of 2021 instead of our program, for tp = pp = 1.
 
-    def errors(x):
-        device = published.DEVICE._replace(**dict(zip(names, np.exp(x).tolist(), strict=True)))
-        return np.log([published.predicted(run, device) / run.seconds for run in FITTED])
+    Attention forms the [s, s] matrix, and it passes through memory several times. dW is written, and then added to the
+    gradient. Gradients are reduced after the backward.
+    """
+    units, data_parallel = seconds.units, seconds.Step.data_parallel
 
-    x, shifts = np.log([getattr(A100, name) for name in names]), 1e-3 * np.eye(3)
-    slopes = np.stack([errors(x + shift) - errors(x) for shift in shifts], axis=1) / 1e-3
-    assert np.abs(np.linalg.lstsq(slopes, errors(x), rcond=None)[0]).max() < 0.02
+    def theirs(c, device, dtype, z, say):
+        (F, I, W), embedding, head = units(c, device, dtype, z, say)
+        n, h, memory_rate = c.micro_batch_size * c.seq_length, c.hidden_size, device.memory_rate * device.memory
+        flops, peak, elements = 4 * n * c.seq_length * h, device.peak(dtype), n * c.seq_length * c.num_attention_heads
+        triangle = flops / 2 / (peak * device.attention)
+        # Bytes for each element of the matrix: product, mask with softmax, dropout with a mask of 1 byte, product.
+        F += flops / (peak * device.matrix) + (2 + 4 + 5 + 2) * elements / memory_rate - triangle
+        I += 2 * flops / (peak * device.matrix) + (2 + 2 + 5 + 6 + 4) * elements / memory_rate - 2.5 * triangle
+        return (F, I, W + 4 * 12 * h**2 / memory_rate), embedding, head
+
+    monkeypatch.setattr(seconds, "units", theirs)
+    monkeypatch.setattr(seconds.Step, "data_parallel", lambda self, rank, *_: data_parallel(self, rank, 0, 0, 0))
+    monkeypatch.setattr(seconds, "REST", 0.0)  # the constants of the A100 are fitted to whole steps of that program
+
+
+def test_two_small_runs_of_megatron(monkeypatch):
+    """GPT-2 345M on 8 A100 with 40 GB took 334 to 379 ms a step. CodeParrot 110M took about 12 hours on 8 GPUs."""
+    as_megatron_of_2021(monkeypatch)
+    c = configuration.load(["configs/gpt2_345m.py", "--dtype=fp16"])
+    predicted = step(c, 8, DEVICES["a100-40g"])
+    assert 0.8 * 0.379 <= predicted <= 1.2 * 0.334
+    c = configuration.load(["configs/codeparrot_110m.py", "--dtype=fp16"])
+    hours = step(c, 8, DEVICES["a100-40g"]) * c.train_iters / 3600
+    assert 0.8 * 12 <= hours <= 1.2 * 12
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
@@ -227,10 +294,8 @@ def test_tensor_parallelism_that_leaves_the_node_is_slow():
 
 
 def test_a_collective_uses_all_network_cards_of_a_node():
-    """ZeRO-3 on 8 nodes: with one card instead of eight, gathers and reductions take eight times as long."""
     assert seconds.wire(A100, 1, 8) == pytest.approx(A100.card_rate * A100.network)  # a group has one GPU in each node
     assert seconds.wire(A100, 8, 64) == A100.wire_rate * A100.wire  # eight cards are faster than NVLink
-    assert seconds.wire(A100._replace(rings=1), 8, 64) == pytest.approx(A100.card_rate * A100.network)
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

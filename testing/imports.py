@@ -4,8 +4,7 @@ Imports inside functions count, too. The rules and their reasons:
 
     no circle                                     the files of a circle cannot be read or tested one after another
     the program imports no bench, testing, test   the program must run without them
-    only tests, bench, exercises and              train.py joins all parts; a part must not depend on the whole (the dry
-    accounts/dry_run.py import train.py           run runs the whole)
+    only tests, bench, exercises import train.py  train.py joins all parts; a part must not depend on the whole
     parallel/ imports no accounts/                a scheme can be read without the tools that predict and measure it
     errors.py imports nothing                     every file may use it
 """
@@ -46,8 +45,7 @@ def broken_rules(imports):
         program = group_of(path) in PROGRAM
         if program and group_of(other) not in (*PROGRAM, "configs"):
             lines.append(f"{path} belongs to the program and imports {other}")
-        whole = path == "accounts/dry_run.py" or group_of(path) in ("tests", "bench", "exercises")
-        if other == "train.py" and not whole:
+        if other == "train.py" and program:
             lines.append(f"{path} imports train.py")
         if program and path.startswith("parallel/") and other.startswith("accounts/"):
             lines.append(f"{path} is a scheme and imports {other}")

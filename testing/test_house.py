@@ -65,7 +65,7 @@ def test_no_function_is_longer_than_a_page():
         ("parallel/comm.py", "bench/kernels.py", True),
         ("model.py", "test_layouts.py", True),
         ("generate.py", "train.py", True),
-        ("accounts/dry_run.py", "train.py", False),
+        ("testing/dry_run.py", "train.py", False),
         ("parallel/pipeline.py", "accounts/meter.py", True),
         ("errors.py", "config.py", True),
     ],

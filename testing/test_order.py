@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accounts import dry_run
 from errors import UserError
 from parallel import comm
 from parallel.pipedream import PipeDream
 from parallel.schedules import ASYNCHRONOUS, SCHEDULES, usual_chunks
 from test_layouts import tiny_config
+from testing import dry_run
 
 
 class Call(NamedTuple):

@@ -1,6 +1,6 @@
 """Run one training step of one rank without a GPU and without the other ranks, and compare it with the formulas.
 
-    python plan.py configs/gpt3_175b.py --gpus=1024 --tp=8 --pp=16 --dry_run --rank=5
+    python -m testing.dry_run configs/gpt3_175b.py --gpus=1024 --tp=8 --pp=16 --rank=5
 
 The dry run runs the program itself: `train.build` and `train.train_step` with the real model, buckets, schedule and
 executor. Two replacements make it small:
@@ -37,7 +37,7 @@ import operations
 import reference
 import train
 from accounts import ledger, memory, meter, report
-from errors import UserError
+from errors import Parser, UserError, exit_on_user_error, within
 from parallel import schedules
 from parallel.mesh import Mesh
 
@@ -45,7 +45,17 @@ META = torch.device("meta")
 SUPPORTED = {"optimizer": ["adamw"], "dtype": ["bf16", "fp32", "auto"], "offload": [False], "eval_only": [False]}
 
 
-def main(config, gpus, rank):
+def main(arguments=None):
+    """Run the command line. Raises UserError."""
+    usage = "%(prog)s [CONFIG.py] --gpus=N --rank=R [--field=value ...]"
+    parser = Parser(prog="python -m testing.dry_run", usage=usage, allow_abbrev=False)
+    parser.add_argument("--gpus", type=within(1, 10**6, int), default=1)
+    parser.add_argument("--rank", type=int, default=0)
+    options, rest = parser.parse_known_args(arguments)
+    show(configuration.load(rest), options.gpus, options.rank)
+
+
+def show(config, gpus, rank):
     """Make a dry run of one step of `rank`, and print its bytes beside the formulas. Exit with code 1 if they differ.
 
     config: a `config.Config`; gpus: the number of ranks. Raises UserError.
@@ -125,3 +135,7 @@ def differences(*tables):
     pairs = [(table["bytes"], table["formula"]) for table in tables]
     keys = [key for found, formula in pairs for key in found | formula if found.get(key) != formula.get(key)]
     return [f"different: {key if isinstance(key, str) else ' '.join(key)}" for key in keys]
+
+
+if __name__ == "__main__":
+    exit_on_user_error(main)

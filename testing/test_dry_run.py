@@ -14,11 +14,12 @@ import torch.distributed as dist
 import log
 import operations
 import train
-from accounts import dry_run, ledger, memory
+from accounts import ledger, memory
 from config import Config
 from errors import UserError
 from parallel import schedules
 from test_layouts import tiny_config
+from testing import dry_run
 
 
 def dry(config, gpus, rank):
@@ -76,7 +77,7 @@ def one_rank_of_a_trillion():
 
 @pytest.mark.slow
 def test_a_rank_of_a_trillion_parameters_fits_in_one_gibibyte():
-    code = "from accounts import test_dry_run; test_dry_run.one_rank_of_a_trillion()"
+    code = "from testing import test_dry_run; test_dry_run.one_rank_of_a_trillion()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     agrees, elements, mebibytes = done.stdout.split()
     # Stage 5 has 2 blocks. tp cuts the matrices, 12 h^2, and the biases of qkv and fc1, 7 h. 6 h are replicated.
@@ -97,8 +98,16 @@ def test_zero_3_over_1024_ranks():
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
+def test_the_command_line(capsys):
+    words = "configs/tiny.py --gpus=4 --rank=3 --tp=2 --dtype=bf16 --micro_batch_size=1"
+    dry_run.main(words.split())
+    assert "rank 3 of 4: dp 1 of 2" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--gpus: 0: should be 1 to"):
+        dry_run.main(["--gpus=0"])
+
+
 def test_the_tables_and_the_end(capsys):
-    dry_run.main(bf16(2, 2, pp=2, zero=1), 8, 5)
+    dry_run.show(bf16(2, 2, pp=2, zero=1), 8, 5)
     out = capsys.readouterr().out
     assert "rank 5 of 8: dp 1 of 2, pp 0 of 2, cp 0 of 1, tp 1 of 2" in out
     rows = [[cell.strip() for cell in line.split("|")] for line in out.splitlines() if line.count("|") == 6]
@@ -117,7 +126,7 @@ def test_a_difference_is_named_and_ends_with_code_1(monkeypatch, file, row):
     formula, wrong = file.predict, (2, 9) if file is ledger else 1
     monkeypatch.setattr(file, "predict", lambda *a: formula(*a) | {row: wrong})
     with pytest.raises(SystemExit) as ended:
-        dry_run.main(bf16(4), 4, 1)
+        dry_run.show(bf16(4), 4, 1)
     name = row if isinstance(row, str) else " ".join(row)
     assert ended.value.code == f"different: {name}"
 
@@ -129,7 +138,7 @@ MISTAKES = {"--rank=4": (4, {}), "optimizer=lamb": (0, dict(optimizer="lamb")), 
 def test_mistakes(message):
     rank, fields = MISTAKES[message]
     with pytest.raises(UserError, match=message):
-        dry_run.main(tiny_config(4, **dict(dtype="bf16") | fields), 4, rank)
+        dry_run.show(tiny_config(4, **dict(dtype="bf16") | fields), 4, rank)
 
 
 def test_nothing_is_left_behind():
