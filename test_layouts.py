@@ -17,6 +17,7 @@ import functools
 import itertools
 import math
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from errors import UserError
 from model import GPT
 from parallel import replicas, schedules
 from parallel.mesh import Mesh
-from parallel.optimizer import RULES
+from parallel.optimizer import RULES, Rule
 from testing.compare import FirstStep, differences
 
 STEPS = 8
@@ -188,10 +189,12 @@ def gradient_of_each_micro_batch(one, config, dp):
 
 
 def first_steps(on_ranks, config):
-    """Run the first step again: on the ranks, on one process, and each micro-batch alone."""
+    """Run the first step again: on the ranks, on one process, each micro-batch alone, and without dropout."""
     steps, one = on_ranks(first_step, config), one_process_config(config)
-    dp = len(steps) // (config.tp * config.cp * config.pp)
-    return steps, first_step(one), gradient_of_each_micro_batch(one, config, dp)
+    dp, whole = len(steps) // (config.tp * config.cp * config.pp), replace(config, dropout=0.0)
+    losses = [step.loss for step in on_ranks(first_step, whole)] if config.dropout else [math.nan]
+    dropout_only = losses == pytest.approx([first_step(one_process_config(whole)).loss] * len(losses), rel=1e-10)
+    return steps, first_step(one), gradient_of_each_micro_batch(one, config, dp), dropout_only
 
 
 # --- every layout of dp and tp ----------------------------------------------------------------------------------------
@@ -223,6 +226,24 @@ def test_relu_trains_the_same_model(workers):
     relu = replace(gelu, activation="relu")
     assert one_process(relu)[0] != one_process(gelu)[0], "equal losses: GELU was used"
     check_layout([relu], functools.partial(workers.run, 4))
+
+
+def lion(weight, gradient, moments, *, lr, decay, scale, beta1, beta2, **_):
+    """Lion (Chen et al., arXiv 2302.06675): w -= lr (sign(b1 m + (1 - b1) g) + decay w);  m = b2 m + (1 - b2) g."""
+    (m,), g = moments, gradient * scale
+    weight.mul_(1 - lr * decay).add_((beta1 * m + (1 - beta1) * g).sign(), alpha=-lr)
+    m.mul_(beta2).add_(g, alpha=1 - beta2)
+
+
+def with_lion(function, *arguments):
+    with mock.patch.dict(RULES, lion=Rule(lion, 1)):
+        return function(*arguments)
+
+
+def test_a_rule_with_a_sign_trains_the_same_model(workers):
+    """Only the key bias is not compared: its gradient is rounding noise, whose sign is no property of the model."""
+    config = tiny_config(2, 2, sequence_parallel=True, zero=2, optimizer="lion")
+    with_lion(check_layout, [config], lambda *call: workers.run(4, with_lion, *call))
 
 
 # --- the grid -------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
+import data
 import train
 from accounts import draw, meter
 from model import parameter_table
@@ -319,7 +320,18 @@ def test_validation_is_the_same_in_every_layout(workers, tokens_dir, tmp_path, l
     config = configured(tmp_path / "many", tokens_dir, micro_batch_size=4, **fields, **layout)
     ranks = 6 if layout == dict(zero=3) else 4
     found = workers.run(ranks, validation_losses, config)
-    assert found == pytest.approx([expected] * ranks, rel=1e-12), f"{found}: a sum or its `wait` is missing"
+    if found != pytest.approx([expected] * ranks, rel=1e-12):
+        with mock.patch.object(data, "eval_batches", with_stand_ins):
+            wrong = validation_losses(configured(tmp_path / "wrong", tokens_dir, micro_batch_size=24, **fields))
+        counted = found == pytest.approx([wrong] * ranks, rel=1e-12)
+        cause = "stand-in samples (is_real = False) count" if counted else "a sum or its `wait` is missing"
+        pytest.fail(f"{found}; should be {expected}: {cause}", pytrace=False)
+
+
+def with_stand_ins(*arguments, original=data.eval_batches):
+    """Yield the real micro-batches, then sample 0 twice, as if it were real: the stand-ins of ranks 4 and 5 of 6."""
+    real = list(original(*arguments))
+    yield from [*real, *[(real[0][0][:1], True)] * 2]
 
 
 def test_a_validation_is_not_watched_and_watching_goes_on_after_it():

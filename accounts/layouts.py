@@ -4,8 +4,7 @@
 `plan.py` prints, ranks and writes as JSON. The memory is that of the fullest pipeline rank. It has the parts of
 `memory.py` and three parts that `memory.py` does not count:
 
-    whole buckets        ZeRO-2 and 3: gradients of three buckets and the word table; ZeRO-3: parameters of two buckets
-                         and the word table (`memory.py`, "Not counted")
+    whole parameters     ZeRO-3: those of two buckets and the word table (`memory.py`, "Not counted")
     logits               of `tensor.ROWS` tokens at a time
     context              CUDA's and NCCL's own memory, RESERVED bytes
 
@@ -114,8 +113,11 @@ class Model:
         c = layout.config
         rounds, more = SHORT.get(c.schedule, (m, 0))
         fields = c.tp, c.pp, c.schedule, c.chunks, 0, c.sequence_parallel, c.recompute  # ZeRO shards no activations
-        activations = self.activations(self.layout(layout.dp, *fields), min(m, rounds * c.pp + more), rank)
-        return memory.rank_states(layout, rank, layout.sizes) | {what: b * size for what, size in activations.items()}
+        few = min(m, rounds * c.pp + more)
+        activations = self.activations(self.layout(layout.dp, *fields), few, rank)
+        whole = memory.whole_gradients(layout, schedule(c.schedule, c.pp, few, c.chunks), rank, layout.sizes)
+        states = memory.rank_states(layout, rank, layout.sizes)
+        return states | whole | {what: b * size for what, size in activations.items()}
 
     def on_gpu(self, c, layout, m, rank):
         """Return {part: bytes} on the GPU of a pipeline rank: `kept`, and what `memory.py` does not count."""
@@ -125,11 +127,10 @@ class Model:
         parts = {what.removesuffix(" at their peak"): int(size) for what, size in kept.items()}
         sizes = {name: bucket.size for name, bucket in layout.buckets(rank).items()}
         word, largest = sizes.pop("word", 0), sorted(sizes.values(), reverse=True)
-        gradients = self.wide * (sum(largest[:3]) + word) if layout.stage >= 2 else 0
         parameters = self.item * (sum(largest[:2]) + word) if layout.stage == 3 else 0
         tokens = min(ROWS, tokens_of_rank(c)) if rank == layout.placement[-1] else 0
         logits = tokens * c.padded_vocab_size // c.tp * self.item
-        return parts | {"whole buckets": gradients + parameters, "logits": logits, "context": RESERVED}
+        return parts | {"whole parameters": parameters, "logits": logits, "context": RESERVED}
 
 
 @cache

@@ -55,12 +55,14 @@ row `PEAK`. With full recomputation, a backward runs one block at a time again, 
 before the action ends. So `PEAK` has none of these bytes; they are a row of their own, `RECOMPUTED`. Within a backward
 a rank keeps at most the sum of both rows.
 
+**Whole gradients.** In ZeRO stages 2 and 3 a rank has whole gradients only while they are in use: at most three buckets
+and the tied word table. If a schedule splits B, it has those of each chunk from its I to its W. The row `WHOLE` has the
+largest sum.
+
 **Not counted**, by the formulas and by the meter:
 
-    - tensors that live only within one action (logits, gradients, the operands that I has added before it has freed the
-      tensors of the same block)
-    - in ZeRO stages 2 and 3, whole gradients in use: at most three buckets and the tied word table
-    - in ZeRO stages 2 and 3, if a schedule splits B: the whole gradients of each chunk from its I to its W
+    - tensors that live only within one action (logits, gradients of activations, the operands that I has added before
+      it has freed the tensors of the same block)
     - in ZeRO stage 3, whole parameters in use: at most two buckets and the tied word table
     - with offload on a GPU, in the CPU's memory: a buffer for the gradients that the rank updates (`Bucket.staging`)
 """
@@ -74,11 +76,12 @@ from parallel.experts import places_of_expert
 from parallel.layout import rows_outside, split, tokens_of_rank
 from parallel.optimizer import RULES
 from parallel.pipedream import OLDER, SUMS
-from parallel.pipeline import IN_TRANSIT
+from parallel.pipeline import IN_TRANSIT, Chunk
 from parallel.versions import kept_versions
 from reference import ACTIVATIONS
 
 PEAK, RECOMPUTED = "activations at their peak", "activations of a recomputed block"
+WHOLE = "whole gradients at their peak"
 
 
 class Sizes(NamedTuple):
@@ -107,7 +110,7 @@ def predict(layout, schedule, rank, z):
     states = rank_states(layout, rank, z)
     if schedule.versions:
         states |= versions_of_weights(layout, schedule, rank, z)
-    return states | activations(layout.config, schedule, rank, z)
+    return states | whole_gradients(layout, schedule, rank, z) | activations(layout.config, schedule, rank, z)
 
 
 # --- model states -----------------------------------------------------------------------------------------------------
@@ -133,6 +136,22 @@ def model_states(elements, n, stage, parameters=2, gradients=4, master=4, moment
         "moments": (moments, 1),
     }
     return {what: Fraction(elements * width, n if stage >= begins else 1) for what, (width, begins) in table.items()}
+
+
+def whole_gradients(layout, schedule, rank, z):
+    """Return {WHOLE: bytes}; {} if the stage shards no gradients. Follows `Zero.open_gradient` and `Zero.reduce`."""
+    size = {name: z.wide * bucket.size for name, bucket in layout.buckets(rank).items()}
+    opened, sums, peak = set(), deque(maxlen=2), 0  # sums: at most two run, so a third ends the oldest
+    for kind, _, c in schedule.actions[rank] if layout.stage >= 2 else ():
+        chunk = Chunk(layout.units[c], [layout.names([unit]) for unit in layout.units[c]])
+        for names, complete in [] if kind == "F" else [*zip(chunk.buckets, chunk.reduce_after, strict=True)][::-1]:
+            sums = deque((name for name in sums if name not in names), maxlen=2)
+            opened |= {*names}
+            peak = max(peak, sum(size[name] for name in {*opened, *sums}))
+            if kind != "I":
+                opened -= {*complete}
+                sums.extend(complete)
+    return {WHOLE: peak} if peak else {}
 
 
 def versions_of_weights(layout, schedule, rank, z):

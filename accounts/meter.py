@@ -15,7 +15,7 @@ import weakref
 
 import torch
 
-from accounts.memory import PEAK, RECOMPUTED
+from accounts.memory import PEAK, RECOMPUTED, WHOLE
 from parallel.pipeline import Unwatched
 
 STATES = ("parameters", "gradients", "master weights", "moments")
@@ -70,21 +70,30 @@ class Activations:
     def __init__(self, executor):
         self.executor = executor
         self.saved = {}  # {id of an alias that autograd keeps: (storage, bytes, phase of the step that saved it)}
-        self.current = self.peak = self.recomputed = 0  # bytes
+        self.current = self.peak = self.recomputed = self.whole = 0  # bytes
 
     def __enter__(self):
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda alias: alias)
         self.hooks.__enter__()
-        self.executor.after_action = self.count
+        self.executor.after_action, self.executor.zero.open_gradient = self.count, self.open_gradient
         return self
 
     def __exit__(self, *error):
         self.executor.after_action = Unwatched()
+        del self.executor.zero.open_gradient
         self.hooks.__exit__(*error)
 
     def rows(self):
         """Return {what: bytes} of this rank, the rows of activations in `memory.predict`."""
-        return {PEAK: self.peak} | ({RECOMPUTED: self.recomputed} if self.recomputed else {})
+        table = {WHOLE: self.whole, PEAK: self.peak, RECOMPUTED: self.recomputed}
+        return {what: count for what, count in table.items() if count or what == PEAK}
+
+    def open_gradient(self, name):
+        """Call `Zero.open_gradient`. Then count the whole gradients, which ZeRO-2 and 3 keep only while in use."""
+        zero = self.executor.zero
+        type(zero).open_gradient(zero, name)
+        whole = [b.grad.whole.untyped_storage().nbytes() for b in zero.buckets.values() if b.grad.sharded]
+        self.whole = max(self.whole, sum(whole))
 
     def pack(self, tensor):
         """Return an alias that autograd keeps instead of `tensor`. The alias lives until the graph is freed.

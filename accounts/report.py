@@ -64,7 +64,7 @@ def kept_table(who, layout, rank, columns):
     columns: {title of a column of bytes: a table as `memory.predict` makes}.
     """
     first, *_ = columns.values()
-    states = [what for what in first if what not in (memory.PEAK, memory.RECOMPUTED)]
+    states = [what for what in first if what not in (memory.WHOLE, memory.PEAK, memory.RECOMPUTED)]
     parts = {what: [what] for what in states} | {"model states": states} | {what: [what] for what in first}
     rows, stored = [("what is kept", *columns, "bytes per parameter")], layout.stored(rank)
     for what, names in parts.items():

@@ -14,6 +14,7 @@ import torch
 import train
 from accounts import memory, meter, report
 from config import CHOICES
+from parallel import schedules
 from parallel.mesh import Mesh
 from parallel.pipeline import Unwatched
 from test_layouts import micro_batches, parameters, tiny_config
@@ -201,6 +202,19 @@ def test_activations_of_longer_pipelines(workers):
     assert_equal_rows(workers.run(4, rows, configs), configs)
     configs = modes(2, pp=2, zero=3, schedule="zb-h1")
     assert_equal_rows(workers.run(4, rows, configs), configs)
+
+
+@pytest.mark.parametrize("dp, pp", [(2, 1), (2, 2)])
+def test_whole_gradients_of_zero_2_and_3(workers, dp, pp):
+    names = ("1f1b", "zb-h1") if pp == 1 else ("1f1b", "interleaved", "zb-h2", "zb-v", "chimera")
+    fields = [dict(schedule=name, chunks=schedules.usual_chunks(name), zero=2 + i % 2) for i, name in enumerate(names)]
+    configs = [tiny_config(dp, pp=pp, num_layers=6, micro_batch_size=3, **more) for more in fields]
+    results = workers.run(dp * pp, rows, configs)
+    assert_equal_rows(results, configs)
+    if pp == 1:  # by hand: three blocks and the word table; with zb-h1 everything. A block has 16 elements of padding
+        block, word, rest = 12 * h**2 + 13 * h + 16, v * h, 8 * h + 2 * h
+        found = [measured[memory.WHOLE] for measured, _ in results[0]]
+        assert found == [e * (3 * block + word), e * (6 * block + word + rest)]
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])

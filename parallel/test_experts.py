@@ -5,6 +5,7 @@
 
 import functools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from model import GPT, parameter_table
 from parallel import experts
 from parallel.experts import dropped_if_uniform
 from parallel.mesh import Mesh
-from test_layouts import built, check_layout, micro_batches, tiny_config
+from test_layouts import built, check_layout, gradients, micro_batches, tiny_config
+from testing.compare import same_tensor
 
 TOKENS = dict(experts=4, top_k=2, expert_group=4, capacity_factor=1.0, balance=0.3)  # 2 places for 8 choices of 4
 
@@ -40,9 +42,10 @@ def loop(x, router, fc1, fc2, c):
     return torch.stack(y), term
 
 
-def test_a_loop_over_experts_computes_the_same():
+@pytest.mark.parametrize("group, places", [(4, 2), (8, 4)])
+def test_a_loop_over_experts_computes_the_same(group, places):
     """Outputs, and the gradients of the loss with the balance term. Some tokens are dropped."""
-    c = tiny_config(1, **TOKENS)
+    c = tiny_config(1, **TOKENS | dict(expert_group=group))
     run = built(c)
     batch, layer = next(micro_batches(run)), run.model.units[1].mlp
     batch.weight = 0.7
@@ -55,9 +58,28 @@ def test_a_loop_over_experts_computes_the_same():
     x.requires_grad_()
     y = layer(x, batch)
     y.backward(dy)
-    assert torch.allclose(y, right, rtol=1e-12, atol=1e-12)
+    fewer = loop(*theirs, replace(c, capacity_factor=(places - 1) / places))[0]
+    same_tensor("y of the experts", y, right, {f"made with {places - 1} places in a group; should be {places}": fewer})
     for name, ours, t in zip("x router fc1 fc2".split(), (x, layer.router, layer.fc1, layer.fc2), theirs, strict=True):
         assert torch.allclose(ours.grad, t.grad, rtol=1e-10, atol=1e-12), f"the gradient of {name} differs"
+
+
+def scaled_gradients(dtype, scale):
+    """Return {parameter: its gradient / scale} of a step whose loss is multiplied by the loss scale."""
+    run = built(tiny_config(1, dtype=dtype, **TOKENS))
+    run.executor.run(micro_batches(run), 3, scale)
+    return {name: values / scale for name, (_, _, values) in gradients(run).items()}
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("fp64", 1e-12), ("fp16", 1e-2)])
+def test_a_loss_scale_scales_the_balance_term(dtype, tolerance):
+    """fp16 rounds numbers below 6e-5 to a multiple of 6e-8, which the loss scale should avoid."""
+    one, large = (scaled_gradients(dtype, 2.0**k) for k in (0, 8))
+    for name, right in one.items():
+        distance = (large[name] - right).norm() / (right.norm() + 1e-3)
+        assert distance < tolerance, (
+            f"{name}: not all of its gradient has the loss scale (the balance term: batch.weight)"
+        )
 
 
 def test_in_generation_no_token_is_dropped():
