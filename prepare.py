@@ -61,7 +61,7 @@ JSON = tuple(kind + packed for kind in (".jsonl", ".json") for packed in PACKED)
 PIECE = 512 << 10  # characters that a worker encodes at a time
 SAVE_EVERY = 5.0  # seconds between two saves; a crash loses about this much work
 # fork is fast and shares the vocabulary, but it needs a parent without threads. Importing numpy may start threads, so
-# only the workers import it. pyarrow is imported after the fork. macOS needs spawn.
+# only the workers import it, and --megatron, which has none. pyarrow is imported after the fork. macOS needs spawn.
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 DTYPES = {4: "<i4", 8: "<u2"}  # Megatron-LM's codes in an .idx file: uint16 below 65,500 ids, otherwise int32
 

@@ -18,7 +18,7 @@ hidden size, t = tp, c = cp, n = dp, L layers of this pipeline rank, m micro-bat
           ... recomputation        6 all_reduce (F runs twice)      layer and micro-batch    12 Lm bsh (t-1)/t
           ... sequence parallel    6 all_gather, 4 reduce_scatter   layer and micro-batch    10 Lm bsh (t-1)/t
           ... both                 8 all_gather, 6 reduce_scatter   layer and micro-batch    14 Lm bsh (t-1)/t
-          tokens for experts       4 all_to_all (2 in F, 2 in B)    layer, micro-batch, group 4 Lm E C h (t-1)/t
+          tokens for experts       4 all_to_all (2 in F, 2 in B)    layer and micro-batch    4 Lm E C h (t-1)/t a group
     cp    keys and values          c-1 sends (F), c-1 (B)           layer and micro-batch    4 Lm bsh/t (c-1)/c
           their gradients          c-1 sends (B)                    layer and micro-batch    2 Lm bsh/t (c-1)/c
           tokens for heads         4 all_to_all (2 in F, 2 in B)    layer and micro-batch    8 Lm bsh/t (c-1)/c^2

@@ -17,9 +17,10 @@ second one sends the outputs back:
 each step, and the bytes sent and kept are formulas. If the places depended on all tokens of a rank, each layout would
 drop other tokens. So tokens compete for places only in a *group* of G consecutive tokens of one sample, and one rank
 has the whole group. In each group an expert takes its first C = ceil(capacity_factor k G / E) tokens. A dropped token
-gets nothing from this expert; only the residual stream carries it on. In generation each token is a group of its own,
-so none is dropped. A larger group drops fewer tokens. But tp cp groups, with the ring twice as many, must fit into a
-sample. Therefore the default is G = s/4. A uniform router, which chooses by chance, drops with capacity_factor 1.25:
+gets nothing from this expert; without any expert only the residual stream carries it on. In generation each token is a
+group of its own, so none is dropped. A larger group drops fewer tokens. But tp cp groups, with the ring twice as many,
+must fit into a sample. Therefore the default is G = s/4. A uniform router, which chooses by chance, drops with
+capacity_factor 1.25:
 
     G                 64      128     256     512     1024    2048
     8 experts, k=1    4.5%    1.9%    0.5%    0.1%    0.0%    0.0%       also 16 experts, k=2
@@ -31,10 +32,11 @@ sum_e f_e P_e, with a = `balance` (Switch, section 2.2). f_e is the share of the
 P_e the mean of p_e. The term is smallest if all experts get equally many tokens. A block returns no loss. Instead
 `Balance` adds the gradient of the term in backward. The printed loss does not contain the term.
 
-A rank sends 4 all_to_alls of E C h elements for each of its groups, layer and micro-batch: 2 in forward, 2 in backward
-(with recomputation 6). GShard divides the two p of a token by their sum, and Switch adds noise to the router; this file
-does neither. Experts over data parallel ranks (DeepSpeed-MoE), experts without dropped tokens (MegaBlocks) and shared
-experts (DeepSeekMoE) are left out: their bytes depend on the data, or ZeRO would need a second axis.
+For each layer and micro-batch a rank makes 4 all_to_alls, 2 in forward, 2 in backward (with recomputation 6). Each has
+E C h elements for each group of the rank. GShard divides the two p of a token by their sum, and Switch adds noise to
+the router; this file does neither. Experts over data parallel ranks (DeepSpeed-MoE), experts without dropped tokens
+(MegaBlocks) and shared experts (DeepSeekMoE) are left out: their bytes depend on the data, or ZeRO would need a second
+axis.
 """
 
 import math
