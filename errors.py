@@ -35,6 +35,13 @@ class UserError(Exception):
     """A mistake that the user can correct. Its message is one line."""
 
 
+def agreed(text):
+    """Return a UserError that every rank raises."""
+    error = UserError(text)
+    error.agreed = True
+    return error
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 

@@ -1,29 +1,11 @@
-"""FLOPs, timers, the lines on the terminal, and metrics.jsonl. (curve.py draws the losses of metrics.jsonl.)
+"""Timers, the lines on the terminal, and metrics.jsonl. (curve.py draws the losses of metrics.jsonl.)
 
-The FLOPs of a training step follow from the model's shape. The letters are those of Narayanan et al. (arXiv
-2104.04473, appendix): L layers, hidden size h, padded vocabulary V, and B sequences of s tokens in a step.
-Only matrix products are counted. For each token, each element of a weight costs one multiplication and one
-addition, 2 FLOPs. The forward of one token costs:
+The log has two speeds of one device, in TFLOP/s (`accounts/flops.py`). `tflops` counts the model FLOPs: it measures how
+fast training proceeds. `hardware_tflops` also counts recomputation: it measures how busy the devices are. `mfu`, the
+model FLOPs utilization (Chowdhery et al., arXiv 2204.02311), is `tflops` divided by the device's peak.
 
-    weights of a block    qkv 3h^2, projection h^2, MLP 4h^2 + 4h^2      12h^2 elements   24h^2 FLOPs
-    attention of a block  q k^T, and its softmax times v: 2sh each       no elements       4sh
-    head                  h by V (the embedding's look-up is free)       Vh elements       2Vh
-
-The sum is 24Lh^2 + 4Lsh + 2Vh. Backward computes two products for each product of forward: the gradient of the
-input and the gradient of the weight. So a step costs as much as three forwards of all B sequences:
-
-    model FLOPs     72BsLh^2 (1 + s/6h + V/12Lh)  =  Bs (6N + 12Lhs)  with N = 12Lh^2 + Vh
-    with recompute  96BsLh^2 (1 + s/6h + V/16Lh)     a second forward of the blocks, but not of the head
-
-Like Megatron-LM we count all s by s products of attention, although the causal mask needs half of them. (The
-slide "Transformerのスケール則" counts 5.7 FLOPs per parameter and token; we count 6.)
-
-The log has two speeds of one device, in TFLOP/s. `tflops` counts the model FLOPs: it measures how fast training
-proceeds. `hardware_tflops` also counts recomputation: it measures how busy the devices are. `mfu`, the model
-FLOPs utilization (Chowdhery et al., arXiv 2204.02311), is `tflops` divided by the device's peak. 0.5 is very good.
-
-`Logger.log` makes one row of numbers and writes it everywhere: as Megatron-LM's line to the terminal, as a line to
-out_dir/metrics.jsonl and, if configured, to TensorBoard and Weights & Biases (W&B). So all outputs show equal numbers.
+`Logger.log` writes one row of numbers everywhere: as Megatron-LM's line to the terminal, as a line to
+out_dir/metrics.jsonl and, if configured, to TensorBoard and Weights & Biases (W&B).
 """
 
 import json
@@ -42,6 +24,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
+<<<<<<< HEAD
 from accounts.devices import peak_tflops
 from errors import UserError, explained, reading
 from parallel.comm import all_reduce
@@ -76,6 +59,12 @@ def hardware_flops(config, batch):
 # GeForce cards do this at half of the advertised rate. fp32 is without TF32. fp64 uses tensor cores where possible.
 
 
+=======
+from accounts.flops import hardware_flops, model_flops, peak_tflops
+from errors import agreed, explained, reading
+from parallel.comm import all_reduce
+
+>>>>>>> 105fb9f (The loop in one view: Interval reads a step one turn late, crossed() replaces a closure; log.py only logs, accounts/flops.py counts)
 # --- where a step's time goes -----------------------------------------------------------------------------------------
 
 PHASES = ("forward-compute", "backward-compute", "grad-reduce", "optimizer", "batch-generator")
@@ -85,9 +74,7 @@ class Timers:
     """Time spent in each of PHASES: `with timers("forward-compute"): ...`, any number of times in a step.
 
     The time of batch-generator is also a part of forward-compute. The wait for a message is a part of the phase that
-    waits. On a GPU the host runs ahead: a host clock would time only the launch of the work. So we record a CUDA event
-    in the current stream before a phase and another one after it. The GPU measures the time between the two events.
-    This includes the time in which the GPU has no work because the host is slow. Only `take` waits for the GPU.
+    waits. On a GPU the host runs ahead, so a CUDA event stands before and after a phase. Only `take` waits for the GPU.
     """
 
     def __init__(self, device):
@@ -100,16 +87,12 @@ class Timers:
         self.spans.append((phase, start, self.mark()))
 
     def mark(self):
-        """Return the time now: on a GPU an event, otherwise seconds."""
         if not self.on_gpu:
             return time.perf_counter()
         return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
 
     def take(self, iterations):
-        """Return {phase: milliseconds per iteration} since the last `take`, in PHASES' order, without unused phases.
-
-        iterations: the number of iterations since the last `take`. `take` waits for the GPU: call it once a log line.
-        """
+        """Return {phase: milliseconds per iteration} of the `iterations` since the last `take`."""
         if self.on_gpu:
             torch.cuda.synchronize()
         totals, spans, self.spans = dict.fromkeys(PHASES, 0.0), self.spans, []
@@ -137,9 +120,7 @@ class PendingStep:
     """An update that the device may still be computing. `read` waits for its numbers."""
 
     def __init__(self, numbers, loss_scale, samples):
-        """numbers: the first five fields of `Step`, float64 on the device. Start their copy to the
-        host.
-        """
+        """Start to copy numbers, the first five fields of `Step`, float64, from the device to the host."""
         self.host_fields = loss_scale, samples
         self.numbers = numbers.to("cpu", non_blocking=True)  # from a GPU: asynchronous, into pinned memory
         self.copied = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
@@ -152,45 +133,43 @@ class PendingStep:
         return Step(loss, grad_norm, lr, skipped > 0, stop > 0, *self.host_fields)
 
 
-class History:
-    """The steps since the last log line, and what the loop must know of all steps: a signal to stop, bad losses.
+class Interval:
+    """The steps since the last log line. steps: those that are read. unread: the newest `PendingStep`s.
 
-    A step is judged when its numbers are on the host. On a GPU this is one step later: then the device already works on
-    the next step. All ranks have the same numbers, so they judge alike without communication.
+    On a GPU the newest step is read one step later: then the device already works on the next one. All ranks have the
+    same numbers, so they decide alike without communication.
     """
 
     def __init__(self, run, say):
         """say: a function that prints a line."""
-        self.run, self.say, self.steps, self.judged = run, say, [], 0
-        self.stop, self.bad = False, 0  # bad: the number of latest losses that are not finite
+        self.run, self.say, self.steps, self.unread = run, say, [], []
+        self.stop, self.bad = False, 0  # some rank received a signal; the number of latest losses that are not finite
         self.start, self.first = time.perf_counter(), None  # first: (steps, seconds) of the first call
 
-    def add(self, steps):
-        """Add the `PendingStep`s of a call. Judge the steps before, and these if their numbers are on the host."""
-        self.steps += steps
-        self.good(-len(steps) if steps[-1].copied and self.first else None)
+    def add(self, pending):
+        """Add the `PendingStep`s of a call. Read the steps before, and these if their numbers are on the host."""
+        self.read()
+        self.unread = pending
+        if not (pending[-1].copied and self.first):
+            self.read()
         if not self.first:  # this call compiled kernels: leave it out of the speeds
-            self.first = len(steps), time.perf_counter() - self.start
+            self.first = len(pending), time.perf_counter() - self.start
             self.say(f"first step: {self.first[1]:.1f} s, with compilation; no speed of several steps includes it")
             self.run.timers.take(1)
 
-    def good(self, end=None, last=False):
-        """Judge the steps up to `end`. Return True if the latest loss is finite: only then a checkpoint is useful.
+    def read(self, last=False):
+        """Wait for the newest steps. last: no step follows.
 
         Raise UserError on all ranks after `stop_after_nan` losses that are not finite, or after one in the last step.
         """
-        for step in self.steps[self.judged : end]:
-            self.judged += 1
-            self.stop |= step.read().stop
-            self.bad = 0 if math.isfinite(step.read().loss) else self.bad + 1
+        for step in (pending.read() for pending in self.unread):
+            self.steps.append(step)
+            self.stop |= step.stop
+            self.bad = 0 if math.isfinite(step.loss) else self.bad + 1
+        self.unread = []
         if self.bad and (last or self.bad >= self.run.config.stop_after_nan > 0):
             remedy = f"resume from a checkpoint in {self.run.config.out_dir} with other values (--lr)"
-            error = UserError(
-                f"lm_loss: the last {self.bad} are not finite, and nothing was saved since then; {remedy}"
-            )
-            error.agreed = True  # every rank raises it
-            raise error
-        return not self.bad
+            raise agreed(f"lm_loss: the last {self.bad} are not finite, and nothing was saved since then; {remedy}")
 
     @contextmanager
     def paused(self):
@@ -201,12 +180,12 @@ class History:
 
     def row(self):
         """Return the row of metrics.jsonl of the steps since the last row, and begin the next interval."""
-        self.good()
-        steps, now = [step.read() for step in self.steps], time.perf_counter()
+        self.read()
+        steps, now = self.steps, time.perf_counter()
         compiling, seconds = self.first if len(steps) > self.first[0] else (0, 0.0)
         timed = len(steps) - compiling
         row = metrics_row(self.run, steps, timed, now - self.start - seconds)
-        self.steps, self.judged, self.start, self.first = [], 0, now, (0, 0.0)
+        self.steps, self.start, self.first = [], now, (0, 0.0)
         more = experts_row(self.run) if self.run.config.experts else {}
         return row | more | {"timers_ms": self.run.timers.take(timed)}
 
@@ -229,7 +208,7 @@ def experts_row(run):
 def metrics_row(run, steps, timed, seconds):
     """Return a row of metrics.jsonl: a dict of numbers. mfu is "unknown" if the device's peak is unknown.
 
-    steps: the `Step`s of the interval. timed: the number of its last steps that took `seconds`.
+    steps: the `Step`s of the interval, of which the last `timed` took `seconds`.
     """
     c, world, last, losses = run.config, run.mesh.world.size, steps[-1], [step.loss for step in steps]
     samples, consumed = sum(step.samples for step in steps[-timed:]), run.counters.consumed_samples
@@ -276,10 +255,7 @@ def timers_line(timers_ms):
 
 
 def validation_lines(iteration, loss, split="val"):
-    """Return three lines with the loss of a split (train, val, test) and its perplexity exp(loss).
-
-    A model that always chooses among k equally likely tokens has perplexity k.
-    """
+    """Return three lines with the loss of a split (train, val, test) and its perplexity exp(loss)."""
     name = "validation" if split == "val" else split
     ppl = math.exp(min(loss, 20))  # Megatron-LM's bound: the exp of a diverged loss would overflow
     line = f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {ppl:.6E} | "

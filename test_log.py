@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import log
 import train
+from accounts import flops
 from config import Config
 from errors import UserError
 from test_layouts import built, micro_batches, tiny_config
@@ -169,7 +170,7 @@ def test_model_flops_count_every_product_of_the_blocks_and_the_head(experts, top
         (x @ head).sum().backward()
     sizes = dict(num_layers=L, hidden_size=h, num_attention_heads=a, seq_length=s, vocab_size=V)
     config = Config(experts=experts, top_k=top_k, **sizes)
-    ours, counted = log.model_flops(config, batch=b), counter.get_total_flops()
+    ours, counted = flops.model_flops(config, batch=b), counter.get_total_flops()
     assert ours == pytest.approx(counted, rel=1e-12), f"model_flops is {ours / counted:.6g} of what PyTorch counts"
 
 
@@ -179,12 +180,12 @@ def test_model_flops_count_every_product_of_the_blocks_and_the_head(experts, top
         ("NVIDIA H100 80GB HBM3", "bf16", 989),
         ("NVIDIA A100-SXM4-40GB", "fp32", 19.5),
         ("Tesla V100-SXM2-16GB", "bf16", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "fp16", None),
+        ("NVIDIA H200 NVL", "fp16", None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
     ],
 )
 def test_peak_of_a_device_by_its_real_name(name, dtype, peak):
-    assert log.peak_tflops(name, dtype) == peak
+    assert flops.peak_tflops(name, dtype) == peak
 
 
 # --- a row ------------------------------------------------------------------------------------------------------------
@@ -197,8 +198,8 @@ def test_a_row_has_every_number_with_its_unit(monkeypatch):
     row = log.metrics_row(run_of(config), [STEP, STEP], 2, 4.0)
     assert row["iteration_ms"] == 2000 and row["consumed_tokens"] == 100 * 256
     assert row["samples_per_second"] == 25 and row["tokens_per_second"] == 25 * 256  # of all devices
-    assert row["tflops"] == pytest.approx(log.model_flops(config, 50) / 2 / 2 / 1e12, rel=1e-14)  # per device
-    assert row["hardware_tflops"] == pytest.approx(log.hardware_flops(config, 50) / 2 / 2 / 1e12, rel=1e-14)
+    assert row["tflops"] == pytest.approx(flops.model_flops(config, 50) / 2 / 2 / 1e12, rel=1e-14)  # per device
+    assert row["hardware_tflops"] == pytest.approx(flops.hardware_flops(config, 50) / 2 / 2 / 1e12, rel=1e-14)
     assert row["mfu"] == row["tflops"] / 0.5
 
 
@@ -238,7 +239,7 @@ def test_a_pending_step_waits_for_a_real_gpu():
 def test_the_speeds_of_a_line_leave_out_the_first_step_and_pauses(clock):
     """The first step takes 100 s, because it compiles. Each later one takes 2 s, and a save between them 10 s."""
     run, said = run_of(), []
-    history = log.History(run, said.append)
+    history = log.Interval(run, said.append)
 
     def step(seconds):
         with run.timers("optimizer"):
@@ -260,7 +261,7 @@ def test_the_speeds_of_a_line_leave_out_the_first_step_and_pauses(clock):
 
 
 def test_a_line_of_the_first_step_alone_has_its_speed(clock):
-    history = log.History(run_of(), print)
+    history = log.Interval(run_of(), print)
     clock.now = 100.0
     history.add([Ready(STEP)])
     assert history.row()["iteration_ms"] == 100_000
@@ -268,7 +269,7 @@ def test_a_line_of_the_first_step_alone_has_its_speed(clock):
 
 def test_a_step_on_a_gpu_is_judged_when_the_next_one_runs():
     """Its signal to stop ends the run one step later. On the CPU, and after a call of PipeDream, it ends it at once."""
-    history, stop = log.History(run_of(), print), Ready(STEP._replace(stop=True))
+    history, stop = log.Interval(run_of(), print), Ready(STEP._replace(stop=True))
     history.add([Ready(STEP)])
     reads = []
     stop.copied = SimpleNamespace(synchronize=lambda: reads.append("stop"))
@@ -279,12 +280,12 @@ def test_a_step_on_a_gpu_is_judged_when_the_next_one_runs():
 
 
 def test_losses_that_are_not_finite_stop_the_run_and_every_save():
-    nan, patient = Ready(STEP._replace(loss=math.nan)), log.History(run_of(Config(stop_after_nan=3)), print)
+    nan, patient = Ready(STEP._replace(loss=math.nan)), log.Interval(run_of(Config(stop_after_nan=3)), print)
     for steps in ([nan, nan], [Ready(STEP)], [nan], [nan]):
         patient.add(steps)
-        assert patient.good() == (steps[0] is not nan)
+        assert (patient.bad == 0) == (steps[0] is not nan)
     with pytest.raises(UserError, match="the last 2 are not finite"):
-        patient.good(last=True)
+        patient.read(last=True)
     with pytest.raises(UserError, match="the last 3 are not finite"):
         patient.add([nan])
 

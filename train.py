@@ -3,8 +3,7 @@
     torchrun --nproc_per_node=4 train.py configs/tiny.py --tp=2
 
 Every process runs this file. A random number depends only on the seed and on its use: for an initial weight on the
-parameter's name, for dropout on sample, position and layer. Therefore a checkpoint needs no state of a random
-generator. It has the weights, the moments, the loss scale, and the counters in `Counters` and `Zero.updates`.
+parameter's name, for dropout on sample, position and layer. So a checkpoint needs no state of a random generator.
 """
 
 from errors import UserError, exit_on_user_error, explained  # isort: skip
@@ -15,6 +14,7 @@ import sys
 import tempfile
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ import data
 import operations
 import reference
 from accounts import report, traffic
-from log import History, Logger, PendingStep, Timers, signs_of_life, validation_lines
+from log import Interval, Logger, PendingStep, Timers, signs_of_life, validation_lines
 from model import GPT
 from operations import DTYPES
 from parallel import checkpoint, hang, processes, replicas, schedules
@@ -45,12 +45,11 @@ COMPARED_BY_CONTENT = "out_dir", "data_dir", "resume"  # hosts may have other pa
 
 
 def train_step(run, batches):
-    """Make one update with micro-batches from the iterator `batches`. Return a `PendingStep` (`log.py`): the loss and
-    the norm. The device may not have computed them yet.
+    """Make one update with micro-batches from the iterator `batches`. Return a `log.PendingStep`.
 
     If the gradient of one rank has an inf or nan, the sum of the squared norms over all ranks is not finite, and every
-    rank skips the update. A skipped update changes no weight, no moment and not `zero.updates`, on which the learning
-    rate depends. Its samples still count as consumed. In fp16 a skipped update may halve the loss scale (`LossScale`).
+    rank skips the update. It changes no weight, no moment and not `zero.updates`, on which the learning rate depends.
+    Its samples count as consumed. In fp16 it may halve the loss scale (`LossScale`).
     """
     c, mesh, zero = run.config, run.mesh, run.zero
     samples = configuration.global_batch_size_at(c, run.counters.consumed_samples)
@@ -72,8 +71,8 @@ def train_step(run, batches):
         sums = torch.stack([loss, zero.squared_norm(), stop])
         loss, squared_norm, stop = all_reduce(sums, mesh.world, "scalars").wait()
 
-        # Skip, or clip and update. With AdamW in bf16 or fp32, and its state on the GPU, the CPU does not wait here. It
-        # enqueues the next step while the GPU works.
+        # Skip, or clip and update. With AdamW in bf16 or fp32 on a GPU, the CPU does not wait: it enqueues the next
+        # step.
         norm = squared_norm.sqrt() / scale
         skip = ~norm.isfinite()
         clip = (c.clip_grad / (norm + 1e-6)).clamp(max=1.0) if c.clip_grad else torch.ones_like(norm)
@@ -120,36 +119,43 @@ def train(run, tokens, validation, logger):
 
     Raises UserError on all ranks if the loss is not finite in `stop_after_nan` iterations in a row, or in the last one.
     """
-    c, mesh, counters, history = run.config, run.mesh, run.counters, History(run, logger.say)
-
-    def due(interval):  # reached or passed a multiple of it in this turn? A turn of PipeDream makes several updates
-        return last or (interval and counters.iteration // interval > before // interval)
-
-    samples = data.training_samples(counters.consumed_samples, *mesh.reader, c.micro_batch_size)
+    c, counters, interval = run.config, run.counters, Interval(run, logger.say)
+    samples = data.training_samples(counters.consumed_samples, *run.mesh.reader, c.micro_batch_size)
     with contextlib.closing(data.loaded(tokens, samples, c.seed, run.device)) as loader:
         batches, last = micro_batches(run, loader), counters.iteration >= c.train_iters
         while not last:
             before = counters.iteration
             run.watchdog.progress(f"iteration {before + 1}")
             steps = train_call(run, batches) if run.schedule.versions else [train_step(run, batches)]
-            history.add(steps)  # reads the results of the step before, while the device computes this one
-            last = counters.iteration >= c.train_iters or history.stop
-            validate = validation and due(c.eval_interval) and not history.stop
+            interval.add(steps)  # reads the results of the step before, while the device computes this one
+            last = counters.iteration >= c.train_iters or interval.stop
+            due = partial(crossed, before, counters.iteration, last)
+            validate = validation and due(c.eval_interval) and not interval.stop
             if due(c.log_interval) or validate:
-                row = history.row()
-                with history.paused():
+                row = interval.row()
+                with interval.paused():
                     logger.log(row, evaluate(run, validation) if validate else None)
-            saving = due(c.save_interval) and history.good(last=last)
+            if due(c.save_interval):
+                interval.read(last)
+            saving = due(c.save_interval) and not interval.bad  # a checkpoint of nan would be useless
             if c.check_replicas and (due(c.check_replicas) or saving):
                 replicas.check(run.zero, counters.iteration)
             if saving:
                 run.watchdog.progress("save")
-                with history.paused():
+                with interval.paused():
                     save(run, tokens)
     if counters.iteration < c.train_iters:
         logger.say(f"stopped after iteration {counters.iteration}; the same command (without --resume) resumes the run")
     else:
         logger.say(f"trained to iteration {counters.iteration}; python generate.py {c.out_dir}")
+
+
+def crossed(before, now, last, every):
+    """Return True in the last iteration, and if a multiple of `every` lies in before + 1 .. now. every=0: only then.
+
+    A call of PipeDream makes several updates, so now may be larger than before + 1.
+    """
+    return last or (every > 0 and now // every > before // every)
 
 
 def micro_batches(run, loader):

@@ -26,9 +26,9 @@ from itertools import product
 
 import config as configuration
 from accounts import ledger, memory
+from accounts.flops import hardware_flops, model_flops
 from accounts.seconds import ERROR, Step, schedule
 from errors import UserError
-from log import hardware_flops, model_flops
 from model import parameter_table
 from operations import DTYPES
 from parallel import schedules

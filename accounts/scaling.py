@@ -1,6 +1,6 @@
 """Prints how large a model should be for a budget of FLOPs, and how long a cluster trains it: `plan.py --flops=3e24`.
 
-Letters: N parameters, D training tokens, C training FLOPs. Training costs C = 6ND (log.py explains the 6; the slide
+Letters: N parameters, D training tokens, C training FLOPs. Training costs C = 6ND (flops.py explains the 6; the slide
 "Transformerのスケール則" counts 5.7). The same budget can train a large model on few tokens or a small model on many.
 Two answers exist for the best (compute-optimal) model:
 

@@ -48,11 +48,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import config as configuration
 import operations
 import train
+from accounts.flops import model_flops, peak_tflops
 from bench.machine import NO_GPU, VERSIONS, Cpu, Gpu, what_went_wrong
 from bench.plain import STEADY, Plain, loss_of, make_optimizer, samples
 from bench.tables import print_table, ratios, spread
 from errors import UserError
-from log import PendingStep, model_flops, peak_tflops
+from log import PendingStep
 from parallel.mesh import Mesh
 
 BATCHES = 4  # different batches, used in a cycle

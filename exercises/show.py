@@ -16,9 +16,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import config as configuration
 import train
+from accounts.flops import hardware_flops, model_flops
 from accounts.report import aligned
 from errors import exit_on_user_error
-from log import hardware_flops, model_flops
 from model import GPT
 from parallel.mesh import Mesh
 from parallel.optimizer import RULES
@@ -28,7 +28,7 @@ TOKENS = 300e9  # of all sizes of GPT-3
 
 
 def flops():
-    """Print a table of GPT-3's sizes: 5.7 N D (the slide), and the functions of log.py."""
+    """Print a table of GPT-3's sizes: 5.7 N D (the slide), and the functions of accounts/flops.py."""
     rows = [("model", "N", "D", "slide: 5.7ND", "yours", "yours / ND: 6 + attention", "recompute=full / yours")]
     for name in ("gpt3_1b3", "gpt3_13b", "gpt3_175b"):
         c = configuration.load([f"configs/{name}.py", "--recompute=full"])

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import log
 import reference
 import train
+from accounts import flops as flops_of
 from config import Config
 from errors import UserError
 from exercises.show import meshes
@@ -51,9 +51,9 @@ def flops(function, **fields):
 
 @pytest.mark.parametrize("part", PARTS)
 def test_flops_of(part):
-    whole, found = flops(log.model_flops), {}
-    found["attention"] = (flops(log.model_flops, seq_length=2 * S) - whole) / (L * H * S)
-    found["head"] = (flops(log.model_flops, vocab_size=2 * V) - whole) / (V * H)
+    whole, found = flops(flops_of.model_flops), {}
+    found["attention"] = (flops(flops_of.model_flops, seq_length=2 * S) - whole) / (L * H * S)
+    found["head"] = (flops(flops_of.model_flops, vocab_size=2 * V) - whole) / (V * H)
     found["blocks"] = (whole - found["attention"] * L * H * S - found["head"] * V * H) / (12 * L * H**2)
     right, why = PARTS[part]
     assert found[part] == pytest.approx(right), f"{part}: {found[part]:.6g} instead of {right} {why}"
@@ -61,7 +61,7 @@ def test_flops_of(part):
 
 def test_recomputation_costs_one_forward_of_the_blocks():
     for recompute, right in [("none", 0), ("full", 1)]:
-        more = flops(log.hardware_flops, recompute=recompute) - flops(log.model_flops)
+        more = flops(flops_of.hardware_flops, recompute=recompute) - flops(flops_of.model_flops)
         found = more / (24 * L * H**2 + 4 * L * S * H)
         assert found == pytest.approx(right), (
             f"recompute={recompute} costs {found:.6g} forwards of the blocks more than model_flops, instead of {right}"

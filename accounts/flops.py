@@ -1,0 +1,68 @@
+"""Count the FLOPs of a training step, and list the peaks of devices. No torch is needed.
+
+The letters are those of Narayanan et al. (arXiv 2104.04473, appendix): L layers, hidden size h, padded vocabulary V,
+and B sequences of s tokens in a step. Only matrix products count. For each token, each element of a weight costs one
+multiplication and one addition, 2 FLOPs. The forward of one token costs:
+
+    weights of a block    qkv 3h^2, projection h^2, MLP 4h^2 + 4h^2      12h^2 elements   24h^2 FLOPs
+    attention of a block  q k^T, and its softmax times v: 2sh each       no elements       4sh
+    head                  h by V (the embedding's look-up is free)       Vh elements       2Vh
+
+The sum is 24Lh^2 + 4Lsh + 2Vh. Backward computes two products for each product of forward (gradient of the input,
+gradient of the weight), so a step costs as much as three forwards of all B sequences:
+
+    model FLOPs     72BsLh^2 (1 + s/6h + V/12Lh)  =  Bs (6N + 12Lhs)  with N = 12Lh^2 + Vh
+    with recompute  96BsLh^2 (1 + s/6h + V/16Lh)     a second forward of the blocks, but not of the head
+
+Like Megatron-LM we count all s by s products of attention, although the causal mask needs half of them. The slide
+"Transformerのスケール則" counts 5.7 FLOPs per parameter and token; we count 6.
+"""
+
+import re
+
+
+def model_flops(config, batch, block_forwards=3):
+    """Return the FLOPs of a step of `batch` sequences: 72BsLh^2(1 + s/6h + V/12Lh) = Bs(6N + 12Lhs).
+
+    block_forwards: the cost of the blocks in a step, in forwards. The head always costs three forwards.
+    """
+    L, h, s, V = config.num_layers, config.hidden_size, config.seq_length, config.padded_vocab_size
+    more = L * expert_flops(config)
+    return batch * s * (block_forwards * (24 * L * h**2 + 4 * L * s * h + more) + 3 * 2 * V * h)
+
+
+def expert_flops(c):
+    """Return the FLOPs that a mixture of experts adds to a block's forward of a token: k MLPs for one, and the router.
+
+    Empty places count nothing, and dropped tokens count as if they were computed.
+    """
+    return 16 * (c.top_k - 1) * c.hidden_size**2 + 2 * c.experts * c.hidden_size if c.experts else 0
+
+
+def hardware_flops(config, batch):
+    """Return `model_flops` plus the recomputation: with recompute=full, 96BsLh^2(1 + s/6h + V/16Lh)."""
+    return model_flops(config, batch, block_forwards=4 if config.recompute == "full" else 3)
+
+
+# TFLOP/s of dense matrix products, from the makers' data sheets. fp32 is without TF32.
+PEAK_TFLOPS = {  # bf16, fp16, fp32, fp64; None: the device cannot do it, or the rate is not certain
+    "V100 PCIE": (None, 112, 14, 7),
+    "V100 SXM2": (None, 125, 15.7, 7.8),
+    "A100 PCIE": (312, 312, 19.5, 19.5),
+    "A100 SXM4": (312, 312, 19.5, 19.5),
+    "H100 PCIE": (756, 756, 51, 51),
+    "H100": (989, 989, 67, 67),  # SXM
+    "H200": (989, 989, 67, 67),  # SXM
+    "B200": (2250, 2250, None, None),
+}
+
+
+def peak_tflops(device_name, dtype):
+    """Return the device's peak in TFLOP/s for `dtype` (bf16, fp16, fp32, fp64), or None if it is unknown.
+
+    device_name: CUDA's, such as "NVIDIA A100-SXM4-40GB". Without maker and memory it must match a row exactly: "H200
+    NVL" is not an H200, and "A100-SXM4-40GB MIG 1g.5gb" is a part of an A100.
+    """
+    name = re.sub(r"NVIDIA|Tesla|\b\d+GB\b|\bHBM3e?\b|-", " ", device_name)
+    peaks = PEAK_TFLOPS.get(" ".join(name.upper().split()), (None,) * 4)
+    return dict(zip(("bf16", "fp16", "fp32", "fp64"), peaks, strict=True)).get(dtype)
