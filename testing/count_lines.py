@@ -35,7 +35,7 @@ def group_of(path):
     if name.startswith("test_") or name == "conftest.py":
         return "tests"
     top = folder.split("/")[0]
-    return top if top in ("bench", "testing", "exercises", "configs") else "rest of the program"
+    return top if top in ("bench", "testing", "exercises", "configs", "ladder") else "rest of the program"
 
 
 def lines_and_tokens(source):

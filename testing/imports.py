@@ -6,6 +6,7 @@ Imports inside functions count, too. The rules and their reasons:
     the program imports no bench, testing, test   the program must run without them
     only tests, bench, exercises import train.py  train.py joins all parts; a part must not depend on the whole
     parallel/ imports no accounts/                a scheme can be read without the tools that predict and measure it
+    ladder/ imports only files of ladder/         a student reads it before the program, and runs it with torch alone
     errors.py imports nothing                     every file may use it
 """
 
@@ -49,6 +50,8 @@ def broken_rules(imports):
             lines.append(f"{path} imports train.py")
         if program and path.startswith("parallel/") and other.startswith("accounts/"):
             lines.append(f"{path} is a scheme and imports {other}")
+        if group_of(path) == "ladder":
+            lines.append(f"{path} is in the ladder and imports {other}")
         if path == "errors.py":
             lines.append(f"errors.py imports {other}")
     return lines

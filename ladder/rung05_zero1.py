@@ -1,0 +1,40 @@
+"""5. ZeRO stage 1: each rank updates 1/n of each weight tensor, its shard. So it has 1/n of the optimizer state.
+
+データ:分散  モデル:冗長  通信:勾配+重み, ReduceScatter+AllGather, ステップ毎
+
+    gradients --ReduceScatter--> gradients of a shard --Adam--> new weights of a shard --AllGather--> new weights
+
+Sends   P(n-1)/n gradients, P(n-1)/n weights: 679,936 bytes (n=4: 1,019,904).
+Memory  weights P, the rest 3P/n: 1,699,840 bytes (n=4: 1,189,888). In backward also the gradients P.
+Bad     weights and gradients are whole (-> rung 6). `Zero.publish` (parallel/zero.py) hides the AllGather.
+"""
+
+import torch
+import torch.distributed as dist
+from gpt import GPT, Adam, batches, connect, cross_entropy, show
+
+rank, n = connect(2, 4)
+
+
+def parts(x):
+    """Return n flat parts of x. They share the memory of x."""
+    return list(x.view(-1).chunk(n))
+
+
+model = GPT()
+for w in model.parameters():
+    w.shard = parts(w.data)[rank]  # .data: without autograd
+adam = Adam(w.shard for w in model.parameters())
+
+for ids, targets in batches():
+    ids, targets = ids.chunk(n)[rank], targets.chunk(n)[rank]  # [b/n, s]
+    loss = cross_entropy(model(ids), targets)
+    loss.backward()
+    for w in model.parameters():
+        w.shard.grad = torch.empty_like(w.shard)
+        dist.reduce_scatter(w.shard.grad, parts(w.grad))  # the result is in w.shard.grad
+        w.grad = None
+    adam.step()
+    for w in model.parameters():
+        dist.all_gather(parts(w.data), w.shard)  # the result is in w
+    show(loss)

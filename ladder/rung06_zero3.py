@@ -1,0 +1,78 @@
+"""6. ZeRO (FSDP), stage 3: each rank has 1/n of everything. The weights of a unit are whole only while it computes.
+
+データ:分散  モデル:一時的に分散  通信:勾配+重み, ReduceScatter+AllGather, 層毎
+
+    forward:  gather F free | gather F free | ...      backward:  gather B free reduce_scatter | gather B ...
+
+Sends   P(n-1)/n weights in forward, again in backward, P(n-1)/n gradients: 1,019,904 bytes (n=4: 1,529,856).
+Memory  4P/n numbers: 1,359,872 bytes (n=4: 679,936). During F and B also a whole unit.
+        (Stage 2 keeps weights as stage 1, and reduces gradients unit by unit as stage 3.)
+Bad     ranks wait for each gather. `Zero.start_gather` (parallel/zero.py) gathers the next unit early.
+"""
+
+import torch
+import torch.distributed as dist
+from gpt import GPT, Adam, batches, connect, cross_entropy, show
+
+rank, n = connect(2, 4)
+
+
+def parts(x):
+    return list(x.view(-1).chunk(n))
+
+
+def gather(unit):
+    """Allocate a unit's weights, and fill them with all shards."""
+    for w in unit.parameters():
+        w.untyped_storage().resize_(w.nbytes)
+        dist.all_gather(parts(w.data), w.shard)
+
+
+def free(unit):
+    """Free a unit's weights. (`del w` would not: autograd keeps w for backward.)"""
+    for w in unit.parameters():
+        w.untyped_storage().resize_(0)
+
+
+def reduce_scatter(unit):
+    for w in unit.parameters():
+        w.shard.grad = torch.empty_like(w.shard)
+        dist.reduce_scatter(w.shard.grad, parts(w.grad))
+        w.grad = None
+
+
+def forward(x):
+    kept = []
+    for unit in model:
+        gather(unit)
+        y = unit(x)
+        free(unit)
+        kept.append((unit, x, y))
+        x = y.detach().requires_grad_()  # so autograd stops here, and backward goes unit by unit
+    return x, kept
+
+
+def backward(dy, kept):  # dy: gradient of the logits
+    while kept:
+        unit, x, y = kept.pop()
+        gather(unit)
+        y.backward(dy)
+        free(unit)
+        reduce_scatter(unit)
+        dy = x.grad
+
+
+model = GPT()
+for w in model.parameters():
+    w.shard = parts(w.data)[rank].clone()  # a copy, because w is freed
+adam = Adam(w.shard for w in model.parameters())
+free(model)
+
+for ids, targets in batches():
+    ids, targets = ids.chunk(n)[rank], targets.chunk(n)[rank]  # [b/n, s]
+    logits, kept = forward(ids)
+    loss = cross_entropy(logits, targets)
+    loss.backward()  # gives logits.grad
+    backward(logits.grad, kept)
+    adam.step()
+    show(loss)

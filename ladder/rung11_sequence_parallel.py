@@ -1,0 +1,62 @@
+"""11. Sequence parallelism (not on the slides): rung 9, but outside f and g each rank has s/n tokens of a sample.
+
+    rung 9    g: AllReduce     --> [b, s, h]   --> LayerNorm --> f: copy
+    here      g: ReduceScatter --> [b, s/n, h] --> LayerNorm --> f: AllGather
+
+Sends   as rung 9, and gradients of LayerNorms, embedding and head: 862,720 bytes (n=4: 1,294,080).
+Memory  as rung 9: 1,518,592 bytes (n=4: 918,016). 1/n of nearly all activations.
+Bad     the gathered x is kept for backward. `Linear` (parallel/tensor.py) keeps 1/n of it, and gathers again.
+"""
+
+import torch
+import torch.distributed as dist
+from gpt import GPT, Adam, batches, connect, cross_entropy, show
+from rung09_tp import TensorParallelBlock
+from torch import nn
+
+
+def all_gather(x):
+    """[b, s/n, h] -> [b, s, h]"""
+    parts = [torch.empty_like(x) for _ in range(n)]
+    dist.all_gather(parts, x)
+    return torch.cat(parts, 1)
+
+
+def reduce_scatter(x):
+    """[b, s, h] -> [b, s/n, h]"""
+    parts = [part.contiguous() for part in x.chunk(n, 1)]
+    y = torch.empty_like(parts[0])
+    dist.reduce_scatter(y, parts)
+    return y
+
+
+class AllGather(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: all_gather(x))
+    backward = staticmethod(lambda ctx, dy: reduce_scatter(dy))
+
+
+class ReduceScatter(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, y: reduce_scatter(y))
+    backward = staticmethod(lambda ctx, dx: all_gather(dx))
+
+
+class SequenceParallelBlock(TensorParallelBlock):
+    def forward(self, x):  # [b, s/n, h]
+        x = x + ReduceScatter.apply(self.block.attention(AllGather.apply(self.block.ln1(x))))
+        return x + ReduceScatter.apply(self.block.mlp(AllGather.apply(self.block.ln2(x))))
+
+
+rank, n = connect(2, 4)
+embedding, *blocks, head = GPT()
+blocks = nn.Sequential(*[SequenceParallelBlock(block) for block in blocks])
+adam = Adam([*embedding.parameters(), *blocks.parameters(), *head.parameters()])
+replicated = nn.ModuleList([embedding, head, *[m for m in blocks.modules() if isinstance(m, nn.LayerNorm)]])
+
+for ids, targets in batches():
+    x = embedding(ids).chunk(n, 1)[rank].clone()  # [b, s/n, h]; the others are freed
+    loss = cross_entropy(head(blocks(x)), targets.chunk(n, 1)[rank])
+    loss.backward()
+    for w in replicated.parameters():
+        dist.all_reduce(w.grad)  # it was that of this rank's tokens
+    adam.step()
+    show(loss)

@@ -1,0 +1,52 @@
+"""12. Vocabulary parallelism (not on the slides): rung 9, but the tables of embedding and head are cut by ids.
+
+    loss of a token = log(exp z_0 + ... + exp z_127) - z_target      z: logits, v/n on each rank
+
+Sends   as rung 9, and AllReduces of 2bsh + 3bs numbers: 855,040 bytes (n=4: 1,282,560).
+Memory  as rung 9, but 1/n of the tables: 1,387,520 bytes (n=4: 721,408). 1/n of the logits.
+Bad     all logits exist at a time. `LinearCrossEntropy` (parallel/tensor.py) makes those of 4,096 tokens at a time.
+"""
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from gpt import BATCH, GPT, SEQ, VOCAB, Adam, batches, connect, show
+from rung09_tp import cut, f, g, tensor_parallel
+
+
+def locate(ids):
+    """Return the row of each id in this rank's table, and whether it is there."""
+    row = ids - rank * VOCAB // n
+    here = (row >= 0) & (row < VOCAB // n)
+    return row * here, here
+
+
+def embed(ids, table):
+    """[b, s] -> [b, s, h]. A vector is 0 except on the rank that has it; g adds."""
+    row, here = locate(ids)
+    return g(F.embedding(row, table) * here[..., None])
+
+
+def cross_entropy(x, table, targets):
+    z = f(x) @ table.T  # [b, s, v/n]
+    largest = z.detach().amax(2)  # [b, s]
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    # log(sum of exp z) = largest + log(sum of exp(z - largest)), without overflow
+    exp_sum = g((z - largest[..., None]).exp().sum(2))
+    row, here = locate(targets)
+    z_target = g(z.gather(2, row[..., None])[..., 0] * here)  # 0 except on one rank
+    return (largest + exp_sum.log() - z_target).sum() / (BATCH * SEQ)
+
+
+rank, n = connect(2, 4)
+embedding, *blocks, (norm, linear) = GPT()
+words_in, words_out, positions = cut(embedding.word.weight, 0), cut(linear.weight, 0), embedding.position.weight
+blocks = tensor_parallel(blocks)
+adam = Adam([words_in, words_out, positions, *blocks.parameters(), *norm.parameters()])
+del embedding, linear  # frees the whole tables
+
+for ids, targets in batches():
+    x = blocks(embed(ids, words_in) + positions)
+    loss = cross_entropy(norm(x), words_out, targets)
+    loss.backward()
+    adam.step()
+    show(loss / n)

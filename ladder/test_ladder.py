@@ -1,0 +1,211 @@
+"""Every rung has the losses of one process, and sends and keeps what its card says. So the students' mistakes show:
+
+    rung  mistake                                         what happens
+    02    a part's loss is the mean of the part           the losses are m times as large; Adam hides it in the weights
+    03    no AllReduce                                    step 2 is wrong
+          the loss is the mean of the rank's samples      the losses are n times as large; Adam hides it in the weights
+    04    no wait                                         step 2 is wrong, in each run by another amount
+          register_hook                                   an error: w.grad does not exist yet
+    05    part [0] on each rank                           step 2 is wrong
+          no AllGather                                    step 2 is wrong
+    06    no gather before backward                       an error: storage of size 0
+          the shard is a view (no clone)                  the process dies: the shard was freed with the weight
+    07    no requires_grad_                               an error: x.grad is None
+          no wait for the sends                           a hang: Gloo drops a message that nobody refers to
+    08    send instead of isend                           a hang: two ranks send, and wait for each other's recv
+          warmup = rank                                   a hang with 4 ranks: rank 0 waits for B before it has sent F
+    09    f without AllReduce                             step 2 is wrong, but the loss falls
+          each rank has the bias                          step 1 is wrong: g adds it n times
+    10    AllReduce without the DP group                  an error or a hang: tensors of different sizes
+          no cut of the samples                           the losses are twice as large; Adam hides it in the weights
+    11    no AllReduce of replicated weights              step 2 is wrong: the copies of a LayerNorm differ
+          AllGather's backward without the sum            step 2 is wrong, but the loss falls
+    12    z_target without `here`                         step 1 is wrong; the loss falls below the true one
+          the maximum without AllReduce                   step 1 is wrong
+    13    W also adds the gradient of the bias            step 2 is wrong
+          W in the order of I on each rank                right losses, but no bubble is filled
+    14    no requires_grad_                               an error: x.grad is None
+          no dy: backward of the sum of the output        step 2 is wrong
+
+A rung runs as it is, in the processes of testing/workers.py. The test replaces `connect` and `show` of gpt.py, and
+counts what the calls of torch.distributed send.
+"""
+
+import contextlib
+import gc
+import re
+import subprocess
+import sys
+import weakref
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+
+import train
+from config import Config
+from parallel.mesh import Mesh
+
+LADDER = Path(__file__).parent
+RUNGS = {path.stem: path.read_text("utf-8") for path in sorted(LADDER.glob("rung*.py"))}
+ALLOWED = {name: re.search(r"connect\(([\d, ]+)", text)[1].split(",") for name, text in RUNGS.items()}
+SENT = {  # the numbers that each of n ranks sends; x: the first argument of the call
+    "all_reduce": lambda x, n: 2 * (n - 1) * x.numel() // n,
+    "reduce_scatter": lambda x, n: (n - 1) * x.numel(),
+    "all_gather": lambda x, n: (n - 1) * x[0].numel(),
+    "isend": lambda x, n: x.numel(),
+}
+ACTIVATIONS = {  # (rung, with whose activations it is compared, their share on rank r of n)
+    "rung02_micro_batches": ("rung01_one_process", lambda r, n: 1 / 4),
+    "rung03_dp": ("rung01_one_process", lambda r, n: 1 / n),
+    "rung08_1f1b": ("rung07_gpipe", lambda r, n: (n - r) / 4),
+}
+MISTAKES = [
+    ("rung03_dp", "(model(ids), targets)", "(model(ids), targets) * n"),
+    ("rung05_zero1", "[rank]  #", "[0]  #"),
+    ("rung09_tp", "dist.all_reduce(dx, group=ctx.group)", "pass"),
+]
+
+
+def size(tensors):
+    """Return the bytes of these tensors. Memory that several of them share counts once."""
+    return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+def activations(peak):
+    """Return a context. When autograd keeps a tensor for backward, `peak` gets the bytes of all that it keeps."""
+    alive = weakref.WeakSet()
+
+    def pack(x):
+        kept = partial(torch.detach, x.detach())  # unlike a tensor, it can be in a set
+        if x.is_floating_point() and x.dim() and Parameter not in (type(x), type(x._base)):
+            alive.add(kept)
+            peak.append(size(kept() for kept in alive))
+        return kept
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept())
+
+
+def run_rung(name, old="", new="", change=lambda model: model):
+    """Run a rung on this rank. Return its losses and bytes: (sent in a step, kept, of activations, of whole weights).
+
+    old, new: a text of the rung, and what replaces it. change: gets the model, and returns it.
+    """
+    losses, sent, kept, whole, peak, models = [], [], [], [0], [0], weakref.WeakSet()
+    place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+    def counting(call, numbers):
+        def count(x, *arguments, group=None, **more):
+            sent.append(8 * numbers(x, dist.get_world_size(group)))
+            whole.append(sum(size(model.parameters()) for model in models))
+            return call(x, *arguments, group=group, **more)
+
+        return count
+
+    def make():
+        models.add(model := change(GPT()))
+        return model
+
+    def step(adam):
+        if len(losses) == 1:
+            tensors = [x for x in gc.get_objects() if type(x) is Parameter] + [x for state in adam.state for x in state]
+            kept.append(size(tensors + [x.grad for x in tensors if x.grad is not None]))
+        update(adam)
+
+    watched = name in {*ACTIVATIONS, *(other for other, _ in ACTIVATIONS.values())}
+    with pytest.MonkeyPatch.context() as patch, activations(peak) if watched else contextlib.nullcontext():
+        try:
+            import gpt
+
+            torch.set_default_dtype(torch.float64)
+            GPT, update = gpt.GPT, gpt.Adam.step
+            patch.setattr(gpt, "GPT", make)
+            patch.setattr(gpt, "connect", lambda *_: place)
+            patch.setattr(gpt, "show", lambda loss: losses.append(loss.item()))
+            patch.setattr(gpt.Adam, "step", step)
+            for call, numbers in SENT.items():
+                patch.setattr(dist, call, counting(getattr(dist, call), numbers))
+            assert old in RUNGS[name]
+            exec(
+                compile(RUNGS[name].replace(old, new) if old else RUNGS[name], name, "exec"),
+                names := {"__name__": "__main__"},
+            )
+        finally:
+            names.clear()  # the next run shall not find this run's weights
+            gc.collect()
+            torch.set_default_dtype(torch.float32)
+            for module in {"gpt", *RUNGS} & {*sys.modules}:
+                del sys.modules[module]
+    return losses, (sum(sent) // gpt.STEPS, *kept, max(peak), max(whole))
+
+
+def run_all(workers, n, name, *mistake):
+    """Run a rung on n ranks. Return the sums of their losses, and the bytes of each rank."""
+    losses, counts = zip(*workers.run(n, run_rung, name, *mistake), strict=True)
+    return [sum(parts) for parts in zip(*losses, strict=True)], counts
+
+
+@pytest.fixture(scope="module")
+def one_process(workers):
+    return run_all(workers, 1, "rung01_one_process")
+
+
+@pytest.mark.parametrize("name, n", [(name, int(n)) for name in RUNGS for n in ALLOWED[name]])
+def test_a_rung_has_the_losses_of_one_process_and_the_bytes_of_its_card(workers, one_process, name, n):
+    losses, counts = run_all(workers, n, name)
+    assert losses == pytest.approx(one_process[0], rel=1e-10)
+    pairs = re.findall(r"([\d,]+) bytes(?: \(n=4: ([\d,]+)\))?", RUNGS[name])
+    assert list(counts[0][:2]) == [0] * (n == 1) + [int(pair[n == 4].replace(",", "")) for pair in pairs]
+    if name in ACTIVATIONS:
+        other, share = ACTIVATIONS[name]
+        full = one_process[1] * n if other == "rung01_one_process" else run_all(workers, n, other)[1]
+        assert [c[2] for c in counts] == [full[r][2] * share(r, n) for r in range(n)]
+    assert name != "rung06_zero3" or max(c[3] for c in counts) == 12_704 * 8  # the weights of one block
+
+
+@pytest.mark.parametrize("name, right, wrong", MISTAKES)
+def test_a_mistake_shows(workers, one_process, name, right, wrong):
+    assert run_all(workers, 2, name, right, wrong)[0] != pytest.approx(one_process[0], rel=1e-4)
+
+
+def program_and_ladder():
+    """Return the losses of `train_step`, and those of rung 1 with its weights. Here both use one word table (tied)."""
+    import gpt
+
+    torch.set_default_dtype(torch.float32)
+    config = Config(
+        num_layers=gpt.LAYERS, hidden_size=gpt.HIDDEN, num_attention_heads=gpt.HEADS, seq_length=gpt.SEQ,
+        vocab_size=gpt.VOCAB, global_batch_size=gpt.BATCH, micro_batch_size=gpt.BATCH, train_iters=gpt.STEPS,
+        lr=0.01, lr_decay_style="constant", weight_decay=0.0, clip_grad=0.0, init_method_std=0.2, dtype="fp64",
+    )  # fmt: skip
+    run = train.build(config, Mesh.of(config), torch.device("cpu"))
+    run.zero.initialize(config.seed)
+    weights = {p.spec.name: p.detach().clone() for p in run.model.parameters()}
+    batches = (run.model.micro_batch(ids, targets) for ids, targets in gpt.batches())
+    program = [train.train_step(run, batches).read().loss for _ in range(gpt.STEPS)]
+    ends = {"0.word.weight": "word.weight", "0.position.weight": "embedding.position", "7.1.weight": "word.weight"}
+
+    def with_these_weights(model):
+        for name, p in model.named_parameters():
+            unit, _, rest = name.partition(".")
+            w = weights[ends.get(name) or (f"head.ln.{rest[2:]}" if unit == "7" else f"block{int(unit) - 1}.{rest}")]
+            if "qkv" in name:  # the program's rows: q, k, v, in each the heads; the ladder's: heads, in each q, k, v
+                w = w.unflatten(1, (gpt.HEADS, -1)).transpose(0, 1)
+            p.data.copy_(w.reshape(p.shape))
+        model[-1][1].weight = model[0].word.weight
+        return model
+
+    return program, run_rung("rung01_one_process", change=with_these_weights)[0]
+
+
+def test_the_program_trains_the_same_model(workers):
+    program, ladder = workers.run(1, program_and_ladder)[0]
+    assert ladder == pytest.approx(program, rel=1e-10)
+
+
+def test_another_number_of_processes_is_one_line():
+    done = subprocess.run([sys.executable, LADDER / "rung03_dp.py"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "rung03_dp.py needs 2 or 4" in done.stderr
