@@ -24,47 +24,11 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-<<<<<<< HEAD
 from accounts.devices import peak_tflops
-from errors import UserError, explained, reading
-from parallel.comm import all_reduce
-
-# --- speed ------------------------------------------------------------------------------------------------------------
-
-
-def model_flops(config, batch, block_forwards=3):
-    """Return the FLOPs of a step of `batch` sequences: 72BsLh^2(1 + s/6h + V/12Lh) = Bs(6N + 12Lhs).
-
-    block_forwards: the cost of the blocks in a step, in forwards. The head always costs three forwards.
-    """
-    L, h, s, V = config.num_layers, config.hidden_size, config.seq_length, config.padded_vocab_size
-    more = L * expert_flops(config)
-    return batch * s * (block_forwards * (24 * L * h**2 + 4 * L * s * h + more) + 3 * 2 * V * h)
-
-
-def expert_flops(c):
-    """Return the FLOPs that a mixture of experts adds to a block's forward of a token: k MLPs for one, and the router.
-
-    Empty places count nothing, and dropped tokens count as if they were computed.
-    """
-    return 16 * (c.top_k - 1) * c.hidden_size**2 + 2 * c.experts * c.hidden_size if c.experts else 0
-
-
-def hardware_flops(config, batch):
-    """Return `model_flops` plus the recomputation: with recompute=full, 96BsLh^2(1 + s/6h + V/16Lh)."""
-    return model_flops(config, batch, block_forwards=4 if config.recompute == "full" else 3)
-
-
-# TFLOP/s of dense matrix products, from the makers' data sheets. bf16 and fp16 products are summed in float32;
-# GeForce cards do this at half of the advertised rate. fp32 is without TF32. fp64 uses tensor cores where possible.
-
-
-=======
-from accounts.flops import hardware_flops, model_flops, peak_tflops
+from accounts.flops import hardware_flops, model_flops
 from errors import agreed, explained, reading
 from parallel.comm import all_reduce
 
->>>>>>> 105fb9f (The loop in one view: Interval reads a step one turn late, crossed() replaces a closure; log.py only logs, accounts/flops.py counts)
 # --- where a step's time goes -----------------------------------------------------------------------------------------
 
 PHASES = ("forward-compute", "backward-compute", "grad-reduce", "optimizer", "batch-generator")

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import log
 import train
-from accounts import flops
+from accounts import devices, flops
 from config import Config
 from errors import UserError
 from test_layouts import built, micro_batches, tiny_config
@@ -185,7 +185,7 @@ def test_model_flops_count_every_product_of_the_blocks_and_the_head(experts, top
     ],
 )
 def test_peak_of_a_device_by_its_real_name(name, dtype, peak):
-    assert flops.peak_tflops(name, dtype) == peak
+    assert devices.peak_tflops(name, dtype) == peak
 
 
 # --- a row ------------------------------------------------------------------------------------------------------------

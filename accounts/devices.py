@@ -1,10 +1,6 @@
 """Describe GPUs and the wires between them (NVLink, network, PCIe) as data.
 
-<<<<<<< HEAD
     data sheet   peak of matrix products, memory, memory rate, NVLink, network cards, PCIe
-=======
-    data sheet   peak of matrix products (`flops.PEAK_TFLOPS`), memory, memory rate, NVLink, network cards, PCIe
->>>>>>> 105fb9f (The loop in one view: Interval reads a step one turn late, crossed() replaces a closure; log.py only logs, accounts/flops.py counts)
     constants    matrix     share of the peak that a large matrix product reaches
                  wave       time that each product loses, in elements of its result (`seconds.py`)
                  memory     share of the memory rate that an elementwise operation reaches
@@ -26,7 +22,6 @@ own (NVIDIA/nccl issue 601: "creates 4 rings, each using a different NIC").
 import re
 from typing import NamedTuple
 
-from accounts.flops import PEAK_TFLOPS
 from errors import UserError
 
 GiB = 2**30
@@ -57,11 +52,7 @@ class Device(NamedTuple):
     """A GPU and its place in a cluster. Rates are in bytes per second and one direction, times in seconds."""
 
     name: str
-<<<<<<< HEAD
     chip: str  # its name in PEAK_TFLOPS
-=======
-    chip: str  # its name in flops.PEAK_TFLOPS
->>>>>>> 105fb9f (The loop in one view: Interval reads a step one turn late, crossed() replaces a closure; log.py only logs, accounts/flops.py counts)
     memory_bytes: int
     memory_rate: float
     dtype: str = "bf16"  # the dtype that dtype=auto means

@@ -1,4 +1,4 @@
-"""Count the FLOPs of a training step, and list the peaks of devices. No torch is needed.
+"""Count the FLOPs of a training step. No torch is needed.
 
 The letters are those of Narayanan et al. (arXiv 2104.04473, appendix): L layers, hidden size h, padded vocabulary V,
 and B sequences of s tokens in a step. Only matrix products count. For each token, each element of a weight costs one
@@ -17,8 +17,6 @@ gradient of the weight), so a step costs as much as three forwards of all B sequ
 Like Megatron-LM we count all s by s products of attention, although the causal mask needs half of them. The slide
 "Transformerのスケール則" counts 5.7 FLOPs per parameter and token; we count 6.
 """
-
-import re
 
 
 def model_flops(config, batch, block_forwards=3):
@@ -42,27 +40,3 @@ def expert_flops(c):
 def hardware_flops(config, batch):
     """Return `model_flops` plus the recomputation: with recompute=full, 96BsLh^2(1 + s/6h + V/16Lh)."""
     return model_flops(config, batch, block_forwards=4 if config.recompute == "full" else 3)
-
-
-# TFLOP/s of dense matrix products, from the makers' data sheets. fp32 is without TF32.
-PEAK_TFLOPS = {  # bf16, fp16, fp32, fp64; None: the device cannot do it, or the rate is not certain
-    "V100 PCIE": (None, 112, 14, 7),
-    "V100 SXM2": (None, 125, 15.7, 7.8),
-    "A100 PCIE": (312, 312, 19.5, 19.5),
-    "A100 SXM4": (312, 312, 19.5, 19.5),
-    "H100 PCIE": (756, 756, 51, 51),
-    "H100": (989, 989, 67, 67),  # SXM
-    "H200": (989, 989, 67, 67),  # SXM
-    "B200": (2250, 2250, None, None),
-}
-
-
-def peak_tflops(device_name, dtype):
-    """Return the device's peak in TFLOP/s for `dtype` (bf16, fp16, fp32, fp64), or None if it is unknown.
-
-    device_name: CUDA's, such as "NVIDIA A100-SXM4-40GB". Without maker and memory it must match a row exactly: "H200
-    NVL" is not an H200, and "A100-SXM4-40GB MIG 1g.5gb" is a part of an A100.
-    """
-    name = re.sub(r"NVIDIA|Tesla|\b\d+GB\b|\bHBM3e?\b|-", " ", device_name)
-    peaks = PEAK_TFLOPS.get(" ".join(name.upper().split()), (None,) * 4)
-    return dict(zip(("bf16", "fp16", "fp32", "fp64"), peaks, strict=True)).get(dtype)

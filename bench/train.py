@@ -48,7 +48,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import config as configuration
 import operations
 import train
-from accounts.flops import model_flops, peak_tflops
+from accounts.devices import peak_tflops
+from accounts.flops import model_flops
 from bench.machine import NO_GPU, VERSIONS, Cpu, Gpu, what_went_wrong
 from bench.plain import STEADY, Plain, loss_of, make_optimizer, samples
 from bench.tables import print_table, ratios, spread
