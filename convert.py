@@ -26,7 +26,7 @@ import config as configuration
 from config import Config
 from generate import load_model
 from model import GPT
-from parallel import checkpoint
+from recovery import checkpoint
 from reference import ACTIVATIONS
 from tokenizer import copy, load_tokenizer
 

@@ -16,10 +16,11 @@ import torch
 
 import config as configuration
 from model import GPT
-from parallel import checkpoint, schedules
+from parallel import schedules
 from parallel.layout import Layout
 from parallel.mesh import Mesh
 from parallel.zero import Zero
+from recovery import checkpoint
 from tokenizer import copied
 
 

@@ -20,10 +20,10 @@ from config import Config, check
 from conftest import write_tokens
 from errors import UserError
 from model import GPT
-from parallel import checkpoint, replicas
 from parallel.comm import gather_objects
 from parallel.mesh import Mesh
 from parallel.tensor import ParamSpec
+from recovery import checkpoint, replicas
 from test_layouts import TINY, tiny_config
 
 CPU = torch.device("cpu")

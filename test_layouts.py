@@ -28,9 +28,10 @@ from config import CHOICES, Config
 from data import training_samples
 from errors import UserError
 from model import GPT
-from parallel import replicas, schedules
+from parallel import schedules
 from parallel.mesh import Mesh
 from parallel.optimizer import RULES, Rule
+from recovery import replicas
 from testing.compare import FirstStep, differences
 
 STEPS = 8

@@ -18,13 +18,13 @@ import train
 from accounts import draw, ledger, memory, meter
 from config import Config, check
 from errors import UserError
-from parallel import replicas
 from parallel.layout import split
 from parallel.mesh import Mesh
 from parallel.optimizer import RULES, learning_rate
 from parallel.pipedream import train_call
 from parallel.schedules import ASYNCHRONOUS, build
 from parallel.versions import kept_versions
+from recovery import replicas
 from test_checkpoint import arrays, configured, curve, fails, go
 from test_layouts import assert_same_model, built, covering, micro_batches, parameters, specs, tiny_config
 from testing.compare import same_rows

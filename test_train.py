@@ -20,10 +20,10 @@ import log
 import train
 from conftest import write_tokens
 from errors import UserError
-from parallel import checkpoint, processes
 from parallel.comm import CommunicationError, Ledger, lost_peer
 from parallel.mesh import Axis, everyone
 from parallel.optimizer import learning_rate
+from recovery import checkpoint, processes
 from test_checkpoint import configured, curve, fails, go
 from test_config import held_elsewhere
 
@@ -225,7 +225,8 @@ def test_a_rank_exits_at_once_with_its_code(monkeypatch, capsys, error, code):
 
 ENDS = """
 import atexit, threading, torch
-from parallel import mesh, processes
+from parallel import mesh
+from recovery import processes
 
 def work():
     x = torch.ones(2**18)

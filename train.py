@@ -27,7 +27,7 @@ from accounts import report, traffic
 from log import Interval, Logger, PendingStep, Timers, signs_of_life, validation_lines
 from model import GPT
 from operations import DTYPES
-from parallel import checkpoint, hang, processes, replicas, schedules
+from parallel import schedules
 from parallel.comm import agree, all_reduce, gather_objects
 from parallel.experts import dropped_if_uniform
 from parallel.layout import Layout
@@ -37,6 +37,7 @@ from parallel.penalty import PenalisedExecutor
 from parallel.pipedream import PipeDream, train_call
 from parallel.pipeline import Executor
 from parallel.zero import Zero
+from recovery import checkpoint, hang, processes, replicas
 from tokenizer import COPY
 
 COMPARED_BY_CONTENT = "out_dir", "data_dir", "resume"  # hosts may have other paths to the same files (`compare_hosts`)

@@ -87,7 +87,7 @@ class Pending:
     work: torch's handle, or None if there is nothing to wait for. name: for an error's message.
     """
 
-    waiting = None  # the Pending for which this process waits now; `hang.py` reads it
+    waiting = None  # the Pending for which this process waits now; `recovery/hang.py` reads it
     latest = None  # the name of the latest collective
 
     def __init__(self, result, work=None, name=""):

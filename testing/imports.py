@@ -5,7 +5,8 @@ Imports inside functions count, too. The rules and their reasons:
     no circle                                     the files of a circle cannot be read or tested one after another
     the program imports no bench, testing, test   the program must run without them
     only tests, bench, exercises import train.py  train.py joins all parts; a part must not depend on the whole
-    parallel/ imports no accounts/                a scheme can be read without the tools that predict and measure it
+    parallel/ imports no accounts/, no recovery/  a scheme can be read without the tools that predict and measure it,
+                                                  and without the files that keep a run alive
     ladder/ imports only files of ladder/         a student reads it before the program, and runs it with torch alone
     errors.py imports nothing                     every file may use it
 """
@@ -48,7 +49,7 @@ def broken_rules(imports):
             lines.append(f"{path} belongs to the program and imports {other}")
         if other == "train.py" and program:
             lines.append(f"{path} imports train.py")
-        if program and path.startswith("parallel/") and other.startswith("accounts/"):
+        if program and path.startswith("parallel/") and other.startswith(("accounts/", "recovery/")):
             lines.append(f"{path} is a scheme and imports {other}")
         if group_of(path) == "ladder":
             lines.append(f"{path} is in the ladder and imports {other}")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from parallel.comm import all_reduce
-from parallel.hang import Watchdog
 from parallel.mesh import Mesh
+from recovery.hang import Watchdog
 
 
 def asleep(folder, sleeper):
@@ -44,3 +44,4 @@ def test_the_row_of_each_rank(workers, tmp_path, sleeper):
         others = [other for other in range(3) if other != rank]
         waits = f"waits for ranks {others} in all_reduce 2 of numbers over world"
         assert row.startswith(f"iteration 2: {'waits for no communication' if rank == sleeper else waits}")
+        assert rank == sleeper or "(comm.py:" in row, "the row names no function of the program"

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from errors import UserError
-from parallel import checkpoint
 from parallel.comm import CommunicationError
+from recovery import checkpoint
 from test_checkpoint import arrays, configured, curve, go
 
 KILLS = int(os.environ.get("KILLS", "3"))

@@ -34,7 +34,7 @@ def test_the_readme_is_one_page():
 def test_every_file_in_the_texts_exists():
     text = README + GUIDE + MEASURED
     paths = re.findall(r"`((?:\w+/)?\w+\.(?:py|md|sh))`", text) + re.findall(r"\]\(([\w/.]+)\)", text)
-    folders = (".", "parallel", "accounts")
+    folders = (".", "parallel", "recovery", "accounts")
     assert len(paths) > 50 and [p for p in paths if not any((HERE / f / p).exists() for f in folders)] == []
 
 

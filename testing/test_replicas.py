@@ -8,8 +8,8 @@ import torch
 import train
 from config import check
 from errors import UserError
-from parallel import checkpoint, replicas
 from parallel.mesh import Mesh
+from recovery import checkpoint, replicas
 from test_checkpoint import configured, fails
 from test_layouts import built, micro_batches, tiny_config
 

@@ -23,7 +23,8 @@ from pathlib import Path
 
 from parallel.comm import Pending
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parent.parent
+PROGRAM = ROOT, ROOT / "parallel", ROOT / "recovery"
 
 
 class Watchdog:
@@ -69,7 +70,7 @@ def waits_for(rank):
 def places(thread):
     """Return the four innermost functions of the project in which the thread is."""
     frames = traceback.extract_stack(sys._current_frames()[thread])
-    ours = [frame for frame in frames if Path(frame.filename).parent in (HERE, HERE.parent)]
+    ours = [frame for frame in frames if Path(frame.filename).parent in PROGRAM]
     return " < ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in reversed(ours[-4:]))
 
 
