@@ -4,9 +4,9 @@ Row i (a query) uses the keys j <= i only. Per sample and head, the matrices are
 
     S = q k^T / sqrt(d)      P = causal softmax of S      o = P v
 
-FlashAttention-2 (Dao, arXiv 2307.08691) computes P tile by tile on the chip and never stores it. The softmax of a row
-needs the row's maximum m and sum l. The *online* softmax (Milakov and Gimelshein, arXiv 1805.02867) keeps m and l of
-the keys so far. When the maximum grows, l and o are scaled down. In these formulas, S is multiplied by log2 e:
+FlashAttention-2 (Dao, arXiv 2307.08691) computes P tile by tile on the chip. The softmax of a row needs the row's
+maximum m and sum l. The *online* softmax (Milakov and Gimelshein, arXiv 1805.02867) keeps m and l of the keys so far;
+when the maximum grows, l and o are scaled down. In these formulas, S is multiplied by log2 e:
 
     for every tile of keys:     m' = max(m, max_j S_j)      alpha = 2^(m - m')      P_j = 2^(S_j - m')
                                 l = alpha l + sum_j P_j     o = alpha o + P v       m = m'
@@ -16,30 +16,26 @@ L is log2 of the row's sum of exponentials. From L, backward computes any tile o
 
     dv = P^T do      dP = do v^T      dS = P (dP - delta)      dq = dS k / sqrt(d)      dk = dS^T q / sqrt(d)
 
-with delta_i = sum_j P_ij dP_ij = sum_d o_id do_id (section 3.1 of the paper). So backward needs no whole row of P.
-Backward launches three kernels. The first computes delta. The second computes dk and dv: a program has one tile of
-keys and loops over the queries that see them. The third computes dq: a program has one tile of queries and loops
-over the keys that they see. Each element has one writer, so there are no atomics and two runs give the same bits.
-But S and dP are computed twice: 7 products instead of 5.
+with delta_i = sum_j P_ij dP_ij = sum_d o_id do_id (section 3.1 of the paper). So backward needs no whole row of P. One
+kernel computes delta. One computes dk and dv: a program has a tile of keys and loops over the queries that see them.
+One computes dq: a program has a tile of queries. Each element has one writer, so two runs give the same bits, but S and
+dP are computed twice: 7 products instead of 5.
 
-Causality by tiles: a program of ROWS queries first loops over the key tiles below the diagonal without a mask, then
-over the ROWS / COLUMNS tiles on the diagonal with a mask. Indices of the tiles, with ROWS = 2 COLUMNS:
+A program of ROWS queries first loops over the key tiles below the diagonal without a mask, then over the ROWS / COLUMNS
+tiles on the diagonal with a mask. Indices of the tiles, with ROWS = 2 COLUMNS:
 
     keys       0   1   2   3   4   5
     queries 0  m   m                       m: on the diagonal, with a mask
             1  .   .   m   m               .: below the diagonal, without a mask
             2  .   .   .   .   m   m       empty: above the diagonal, skipped
 
-Operations per head: forward 2 products of 2 s^2 d each; the causal half is 2 s^2 d in total. The masked halves of
-the diagonal tiles add a share of ROWS/s. Backward: 7 s^2 d (floor 5). Memory traffic in bf16, per element of o:
-forward 8 bytes (q, k, v, o) + 4/d (L); backward 26 bytes (delta 4; dk, dv 12; dq 10) + 20/d (L, delta). If several
-programs of a launch read the same tile, the tile counts once, because the cache should serve the other reads. Kept
-for backward: qkv, o, and L with 4 bytes a row. Plain attention keeps s numbers of P a row.
+Operations per head: forward 2 s^2 d, the causal half of two products, and a share of ROWS/s more for the masked halves
+of the diagonal tiles. Backward: 7 s^2 d (floor 5). Memory traffic in bf16, per element of o: forward 8 bytes (q, k, v,
+o) + 4/d (L); backward 26 bytes (delta 4; dk, dv 12; dq 10) + 20/d (L, delta). Kept for backward: qkv, o, and L with 4
+bytes a row. Plain attention keeps s numbers of P a row.
 
-The kernels compute powers of 2 instead of e: exp(x) = 2^(x log2 e), because `exp2` is one instruction and exp is five.
-They multiply log2 e into the softmax's scale: c = scale log2 e. In 2^(c x - m), m is the maximum of c x in the row. The
-product and the subtraction are one `fma`, rounded once. A rounding error of m scales the whole row; the division by
-the row's sum cancels this factor.
+exp(x) is 2^(x log2 e), because `exp2` is one instruction and exp is five. The softmax's scale contains log2 e: c =
+scale log2 e.
 """
 
 import math
@@ -51,14 +47,10 @@ import triton.language as tl
 LOG2E = tl.constexpr(math.log2(math.e))
 
 
-# In the functions that the kernels call, SIZE, ROWS, COLUMNS, WIDTH, D and MASKED are compile-time constants, too.
-
-
 @triton.jit
 def _place(s, a, stride_b, stride_a, SIZE, D):
-    """Return the place of a program with SIZE tokens of one head.
-
-    It is (index of its tile, number of tiles, offset of its head in L [b, a, s], in q, k and v, and in o [b, s, a, d]).
+    """Return the place of a program with SIZE tokens of one head: (index of its tile, number of tiles, offset of its
+    head in L [b, a, s], in q, k and v, and in o [b, s, a, d]).
     """
     tiles = tl.cdiv(s, SIZE)
     head = tl.program_id(0) // tiles
@@ -109,7 +101,7 @@ def attention_forward(
 ):  # fmt: skip
     """Compute o [b, s, a, d] and L [b, a, s] float32 of one query tile. Grid: b a heads times cdiv(s, ROWS) tiles."""
     tile, tiles, of_l, of_q, of_o = _place(s, a, stride_b, stride_a, ROWS, D)
-    first = (tiles - 1 - tile) * ROWS  # longest first: the last queries have the most keys
+    first = (tiles - 1 - tile) * ROWS  # longest first: the last queries have most keys
     stop = tl.minimum(first + ROWS, s)
     c = scale * LOG2E
     q = _load(Q + of_q, first, stride_s, s, D, ROWS, WIDTH)
@@ -134,7 +126,7 @@ def attention_forward(
 
 @triton.jit
 def attention_delta(O, DO, DELTA, s, a, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Compute delta = sum over d of o do, [b, a, s] float32. It reads 4 bytes per element of o in bf16."""
+    """Compute delta = sum over d of o do, [b, a, s] float32."""
     tile, _, of_l, _, of_o = _place(s, a, 0, 0, ROWS, D)
     o = _load(O + of_o, tile * ROWS, a * D, s, D, ROWS, WIDTH).to(tl.float32)
     do = _load(DO + of_o, tile * ROWS, a * D, s, D, ROWS, WIDTH).to(tl.float32)
@@ -149,13 +141,12 @@ def attention_backward_keys(
 ):  # fmt: skip
     """Write dk and dv [b, s, a, d] of one tile of COLUMNS keys. Grid: b a heads times cdiv(s, COLUMNS).
 
-    P and dS are computed transposed, with keys as rows. Then each is the left operand of the next product, and tensor
-    cores can read left operands from registers. Queries with an index >= s need no mask: their q, do, L and delta are
-    read as 0. Then P = 1 and dP = dS = 0, and these queries add 0 to dv and dk.
+    P and dS are transposed, with keys as rows: tensor cores can read the left operand of the next product from
+    registers. Queries with an index >= s need no mask: all of theirs is read as 0, so they add 0 to dv and dk.
     """
     tile, _, of_l, of_q, of_o = _place(s, a, stride_b, stride_a, COLUMNS, D)
     first = tile * COLUMNS  # longest first: the first keys have the most queries
-    Q, DO, L, DELTA = Q + of_q, DO + of_o, L + of_l, DELTA + of_l  # In the loop they would need more registers.
+    Q, DO, L, DELTA = Q + of_q, DO + of_o, L + of_l, DELTA + of_l  # in the loop they would need more registers
     stop = tl.minimum(first + COLUMNS, s)
     c = scale * LOG2E
     k = _load(K + of_q, first, stride_s, s, D, COLUMNS, WIDTH)
@@ -206,16 +197,10 @@ def attention_backward_queries(
     _store(DQ + of_o, dq * scale, first, a * D, s, D)
 
 
-# (ROWS, COLUMNS, warps, stages) of each kernel, for each (kind of GPU or float32, width). No time on a GPU is measured:
-# the tiles were chosen by the compiler's report.
+# (ROWS, COLUMNS, warps, stages) of each kernel, for each (kind of GPU or float32, width). The tiles were chosen by the
+# compiler's report (NOTES.md); no time on a GPU is measured.
 #
 #     ROWS, COLUMNS   In `forward` and `queries` ROWS is a multiple of COLUMNS, in `keys` COLUMNS is a multiple of ROWS.
-#                     So the masked and the unmasked loop cover whole tiles. Small tiles waste less work on the
-#                     diagonal, large tiles read k and v less often.
-#     warps           An accumulator [ROWS, WIDTH] needs ROWS WIDTH / (32 warps) of a thread's 255 registers. Values
-#                     that do not fit *spill* to memory. Nothing spills, except two registers with "float32" in one
-#                     version of Triton. Two or three programs share a multiprocessor: one computes products while
-#                     another computes its softmax.
 #     stages          The number of tiles of k and v in shared memory. A product reads one while the next are loaded.
 #     "hopper"        sm_90 and sm_100: tensor cores read shared memory directly.
 #     "ampere"        All other GPUs: the tiles need at most 99 KB of shared memory, which every GPU since Ampere has.
@@ -273,7 +258,6 @@ class Attention(torch.autograd.Function):
 
 
 def launch(kernel, options, heads, s, along, *arguments):
-    """Run one program for each head and each tile of tokens."""
     kernel[(heads * triton.cdiv(s, options[along]),)](*arguments, **options)
 
 
@@ -281,8 +265,7 @@ def attention(q, k, v, cache=None):
     """Return softmax(q k^T / sqrt(d)) v per head, causal: q, k, v [b, s, a, d] -> [b, s, a, d] of the same dtype.
 
     q, k, v: float32, float16 or bfloat16. Products are in this dtype, sums in float32. d is at most 128, best a power
-    of two. The three are copied if their strides differ or their last stride is not 1. Two runs give the same bits.
-    `reference.attention` is the plain form. Only the plain form supports a `cache`, for generation.
+    of two. The plain form is `reference.attention`; only it supports a `cache`, for generation.
     """
     assert cache is None
     return Attention.apply(q, k, v)

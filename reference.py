@@ -1,11 +1,10 @@
-"""Operations around the matrix products in plain PyTorch: the specification of `kernels.py`.
+"""Operations around the matrix products in plain PyTorch: the specification of `kernels.py`, which has the same
+OPERATIONS.
 
-Each operation is a few lines here. `kernels.py` has the same OPERATIONS under the same names and is tested against this
-file. The model takes each operation from one of the two files (`operations.py`). This file runs on every device.
-
-If an operation overwrites an argument, its name ends in `_`, as in PyTorch. If an argument is *used up*, the
-operation may overwrite it, and the caller must not read it again. The operation after a matrix product also adds the
-product's bias, because a separate addition would be one more pass over the whole activation.
+The model takes each operation from one of the two files (`operations.py`). If an operation overwrites an argument, its
+name ends in `_`, as in PyTorch. If an argument is *used up*, the operation may overwrite it, and the caller must not
+read it again. The operation after a matrix product also adds the product's bias: a separate addition would be one more
+pass over the activation.
 
 Letters: n tokens, h hidden, a heads, d head size, s sequence, b samples, v vocabulary, t tensor parallel ranks.
 """
@@ -18,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch.optim.adamw import adamw as torch_adamw
 
-# Add your own: write a function in this file, and call it in model.py as `self.ops.NAME`. It needs no kernel. To use a
-# kernel of the same name from kernels.py, also add the name to this list.
+# Add your own: write a function in this file, and call it in model.py as `self.ops.NAME`. To use a kernel of the same
+# name from kernels.py, also add the name to this list.
 OPERATIONS = "add_ add_layer_norm_ gelu_ relu_ attention join add_rows_ cross_entropy_ dropout adamw_".split()
 EPS = 1e-5  # LayerNorm's epsilon in GPT-2
 
@@ -38,9 +37,8 @@ def add_bias_(y, bias):
 
 
 def add_(y, x, bias, drop=None):
-    """Add a linear's output y [n, h] to the residual stream x [n, h]: x + dropout(y + bias). y is used up.
-
-    drop: a `Drop`; None: no dropout.
+    """Add a linear's output y [n, h] to the residual stream x [n, h]: x + dropout(y + bias). y is used up. drop: `Drop`
+    or None.
     """
     y = add_bias_(y, bias)
     return y.add_(x) if drop is None else x + dropout(y, drop)
@@ -49,8 +47,7 @@ def add_(y, x, bias, drop=None):
 def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
     """Return (z, layer_norm(z)), both [n, h], with z = add_(y, x, bias, drop). y is used up. If y is None, z is x.
 
-    The residual stream continues with z. One operation returns both, so that one fused backward can add their
-    gradients.
+    One operation returns both, so that one fused backward can add their gradients.
     """
     z = x if y is None else add_(y, x, bias, drop)
     return z, layer_norm(z, weight, norm_bias)
@@ -60,10 +57,8 @@ def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
 
 
 class Activation(NamedTuple):
-    """One row of ACTIVATIONS."""
-
-    keeps_input: bool  # True if backward needs y + bias; False if it needs only the result, which fc2 keeps anyway
-    hugging_face: tuple  # its names in Hugging Face's configurations; `convert.py` writes the first
+    keeps_input: bool  # True: backward needs y + bias; False: only the result, which fc2 keeps anyway
+    hugging_face: tuple  # its names there; `convert.py` writes the first
 
 
 # Add your own: write the function `mine_` below, and add a row "mine" here. `train.py --activation=mine` uses it.
@@ -74,9 +69,8 @@ ACTIVATIONS = {
 
 
 def gelu_(y, bias):
-    """GPT-2's GELU of x = y + bias: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))); y [n, 4h] is used up.
-
-    Hendrycks and Gimpel (arXiv 1606.08415).
+    """GPT-2's GELU of x = y + bias: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))); y [n, 4h] is used up. arXiv
+    1606.08415.
     """
     return F.gelu(add_bias_(y, bias), approximate="tanh")
 
@@ -89,16 +83,16 @@ def relu_(y, bias):
 def attention(q, k, v, cache=None):
     """Causal attention, softmax(q k^T / sqrt(d)) v, per head. q, k, v [b, s, a, d] -> [b, s, a, d].
 
-    The probabilities have no dropout: they are an [s, s] matrix, which fused attention never stores.
-    cache: a list with the keys and values of earlier tokens, [b, a, s', d]. This call appends the keys
-    and values of the s tokens. If the cache is not empty, s must be 1.
+    The probabilities have no dropout: they are an [s, s] matrix, which fused attention never stores. cache: a list with
+    the keys and values of earlier tokens, [b, a, s', d]. This call appends its own. If the cache is not empty, s must
+    be 1.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, a, s, d]
     if cache is not None:
         if cache:
             k, v = torch.cat([cache[0], k], 2), torch.cat([cache[1], v], 2)
         cache[:] = [k, v]
-    # One new token sees all tokens and needs no mask. PyTorch's causal mask needs as many queries as keys.
+    # One new token sees all tokens and needs no mask.
     y = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] == k.shape[2])
     return y.transpose(1, 2)
 
@@ -144,22 +138,21 @@ def join(parts):
 
 
 def add_rows_(table, ids, rows):
-    """Add rows[i] to table[ids[i]] for every i, in the table's dtype. table [v, h]; ids [n] int64; rows [n, h].
+    """Add rows[i] to table[ids[i]] for every i, in a fixed order. table [v, h]; ids [n] int64; rows [n, h].
 
-    Equal ids add in a fixed order. A rank skips ids outside of 0 .. v - 1: another rank has their rows.
+    Ids outside of 0 .. v - 1 are skipped: another rank has their rows.
     """
     mine = (ids >= 0) & (ids < len(table))
     ids, rows = ids.where(mine, 0), (rows * mine[:, None]).to(table.dtype)
-    if rows.is_cuda:  # sorts the ids, so the order of the sum is fixed; index_add_ on CUDA has no fixed order
+    if rows.is_cuda:  # index_add_ on CUDA has no fixed order
         table.index_put_((ids,), rows, accumulate=True)
     else:
         table.index_add_(0, ids, rows)
 
 
 def add_product_(gradient, a, b):
-    """Add the product a b to `gradient`, in the gradient's dtype. gradient [i, o]; a [i, n] and b [n, o] of one dtype.
-
-    The product of 16-bit factors is not rounded to 16 bits before it is added.
+    """Add the product a b to `gradient`, unrounded, in the gradient's dtype. gradient [i, o]; a [i, n], b [n, o] of one
+    dtype.
     """
     if gradient.dtype == a.dtype:
         gradient.addmm_(a, b)
@@ -174,7 +167,7 @@ MIXED = (  # gradient += a b for 16-bit factors and a float32 gradient, best fir
 )
 
 
-@functools.cache  # the check waits for the GPU: `operations.trial` calls this function before the first step
+@functools.cache  # `operations.trial` calls it before the first step, because the check waits for the GPU
 def mixed_product(device, dtype):
     """Return the first of MIXED that is right on this device ("cuda", "cpu") with factors of this dtype."""
     ones, parts = torch.ones(16, 16, dtype=dtype, device=device), torch.full((16, 16), 2.0**-12, device=device)
@@ -185,7 +178,7 @@ def mixed_product(device, dtype):
             add(gradient, ones, parts.to(dtype))
             if torch.equal(gradient, 1 + parts.sum(0).expand(16, 16)):
                 return add
-        except (RuntimeError, TypeError):  # this version of PyTorch has no such product, or not on this device
+        except (RuntimeError, TypeError):  # this PyTorch has no such product on this device
             pass
     return MIXED[-1]
 
@@ -196,13 +189,11 @@ def mixed_product(device, dtype):
 def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
     """Return -log softmax(logits)[target] of each token, [n]. Overwrite `logits` with their gradient.
 
-    logits: [n, v/t], this rank's columns. The first `columns` of them are real; padding gets no probability.
-    targets: [n] int64, counted from this rank's first column. Targets outside 0 .. columns - 1 belong to other ranks.
-    weights: [n] float32 (float64 for float64 logits), the gradient that arrives at each loss. Row i of `logits` becomes
-        weights[i] * d loss_i / d logits. None: compute no gradient; `logits` are used up.
-    reduce(x, "max" or "sum"): combines three numbers per token over the tp ranks: max_j z_j, sum_j exp(z_j - max) and
-        z_target - max. None: one rank.
-    Computes in float32 (float64 for float64 logits), for every dtype of the logits.
+    logits: [n, v/t], this rank's columns. The first `columns` of them are real; padding gets no probability. targets:
+    [n] int64, counted from this rank's first column. Others than 0 .. columns - 1 belong to other ranks. weights: [n]
+    float32 (float64 for float64 logits), the gradient that arrives at each loss. None: no gradient. reduce(x, "max" or
+    "sum"): combines max_j z_j, sum_j exp(z_j - max), z_target - max over the tp ranks. None: one rank. Computes in
+    float32 (float64 for float64 logits).
     """
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))  # `logits` itself if it has this dtype
     z[:, columns:] = -math.inf
@@ -250,8 +241,8 @@ def mix(x):
 def dropout_mask(columns, drop):
     """Return the mask, bool [n, columns], True for elements that stay. It depends on (seed, site, row, column) only.
 
-    So the layout does not change a mask, and backward can compute it again. Each row has a 64-bit key. The key and
-    the column index are hashed in two rounds of 32-bit multiply and xor-shift.
+    So the layout does not change a mask, and backward can compute it again. Each row has a 64-bit key, which is hashed
+    with the column index in two rounds of 32-bit multiply and xor-shift.
     """
     key = mix(drop.rows + mix(torch.full_like(drop.rows, drop.seed * 1009 + drop.site)))  # [n]
     low, high = key.to(torch.int32), (key >> 32).to(torch.int32)
@@ -295,10 +286,7 @@ def squared_norms(flats):
 
 
 class UpdateScalars(NamedTuple):
-    """The scalars of one update: 0-dimensional tensors on the buffers' device.
-
-    The device computes them, so the host does not wait for their values.
-    """
+    """The scalars of one update: 0-dimensional tensors. The device computes them, so the host does not wait."""
 
     lr: torch.Tensor  # float64
     scale: torch.Tensor  # float64; multiplies the gradient: clipping, 1 / loss scale
@@ -309,7 +297,6 @@ class UpdateScalars(NamedTuple):
 
 
 def update_scalars(lr, scale, update, skip, beta1, beta2):
-    """Return UpdateScalars, from its first four fields and AdamW's beta1 and beta2."""
     update64 = update.double()
     return UpdateScalars(lr, scale, update, skip, 1 - beta1**update64, 1 - beta2**update64)
 
@@ -317,10 +304,8 @@ def update_scalars(lr, scale, update, skip, beta1, beta2):
 def adamw_(weight, gradient, moments, scalars, ranges, *, decay, beta1, beta2, eps, out=None):
     """AdamW on flat buffers: changes `weight` and `moments` in place; `gradient` is used up.
 
-    The specification is `adamw` in `parallel/optimizer.py`. PyTorch's fused kernel makes the same update in one
-    pass. The gradient g of the specification is scalars.scale * gradient.
-
-    scalars: an `UpdateScalars`; ranges: [(begin, end, decays)], which cover the buffers; out: None, or a
+    The specification is `adamw` in `parallel/optimizer.py`, whose gradient is scalars.scale * gradient. PyTorch's fused
+    kernel makes the same update in one pass. ranges: [(begin, end, decays)], which cover the buffers. out: None, or a
     buffer of any dtype that also receives the new weights.
     """
     before, skip, divisor = (scalars.update - 1).float(), scalars.skip.float(), (1 / scalars.scale).float()

@@ -1,8 +1,8 @@
 """Tests the Triton kernels without a GPU: results compared with reference.py in float64, memory traffic, machine code.
 
-The interpreter of testing/sanitizer.py turns every race and every access out of bounds into an error. Errors are
-relative to the result's largest value. The allowed error is 2 e + eps of the dtype + 8 eps of float32. Here e is the
-error of plain PyTorch in the same dtype on the same input; e may be 0.
+The interpreter of testing/sanitizer.py turns every race and every access out of bounds into an error. An error is
+relative to the result's largest value, and at most 2 e + eps of the dtype + 8 eps of float32. Here e is the error of
+plain PyTorch in the same dtype on the same input.
 
 Each of these defects was inserted once and turned a test red:
 
@@ -102,7 +102,7 @@ CASES = {  # name: (inputs, call). An input x is [n, h], an input v is [h].
 }
 
 
-def check(case, n, h, dtype=torch.float32, first=None):
+def check_operation(case, n, h, dtype=torch.float32, first=None):
     """Compare kernels.py and reference.py. first: the first input, instead of random numbers."""
     kinds, call = CASES[case]
     shapes = {"x": (n, h), "v": (h,)}
@@ -116,7 +116,7 @@ def check(case, n, h, dtype=torch.float32, first=None):
 @pytest.mark.parametrize("n, h", [(1, 16), (17, 37), (2, 1024)])  # one row; odd width; the 345M model's width
 @pytest.mark.parametrize("case", CASES)
 def test_an_operation_and_its_gradients(case, n, h, dtype):
-    check(case, n, h, dtype)
+    check_operation(case, n, h, dtype)
 
 
 def test_extreme_inputs():
@@ -126,10 +126,10 @@ def test_extreme_inputs():
     x[1] = 7.0
     x[2] = 0.0
     x[2, 9] = 1e4
-    check("layer norm", 3, 64, first=x)
+    check_operation("layer norm", 3, 64, first=x)
     large = torch.tensor([[-1e4, -60.0, -10.0, -5.0, 0.0, 5.0, 10.0, 60.0, 1e4]])
-    check("gelu", 1, 9, first=large)
-    check("relu", 1, 9, first=large)
+    check_operation("gelu", 1, 9, first=large)
+    check_operation("relu", 1, 9, first=large)
 
 
 def test_the_norm_is_that_of_the_rounded_sum():
@@ -142,7 +142,7 @@ def test_the_norm_is_that_of_the_rounded_sum():
 
 def test_rows_wider_than_the_norms_kernels(monkeypatch):
     monkeypatch.setattr(kernels, "WIDEST", 36)
-    check("add, dropout, layer norm", 5, 37)
+    check_operation("add, dropout, layer norm", 5, 37)
     x = random(5, 37).requires_grad_()
     assert kernels.add_layer_norm_(None, x, None, x[0], x[1])[1].grad_fn.name() == "NativeLayerNormBackward0"
 

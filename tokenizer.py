@@ -8,21 +8,13 @@ A vocabulary gives each token (a byte string) an id. A regular expression, the p
 roughly words. A merge is a pair of tokens that may become one token. Byte-pair encoding (BPE) starts from the single
 bytes of a pre-token. Of the merges that fit, the earliest in the list is applied first, and at its leftmost place.
 
-tiktoken has no list of merges. It merges two neighbours if the result is a token, and the token's rank is its priority.
-The two methods are equal if each token has exactly one merge that can happen. `ranked` makes sure of it:
-
-    A merge (l, r) is alive if the earlier merges alone turn the bytes of l + r into l, r. Only live merges give ranks.
-
-Proof: suppose that neighbours x, y appear while a text is encoded, and xy is a token with the live merge (l, r). No
-merge has crossed the ends of xy. So all merges inside xy so far are the first merges of xy encoded alone. Encoded
-alone, xy is in two pieces only before its last merge, and these are l, r. So x, y is l, r. A merge that is not alive
-never meets its pair l, r. It produces no token, so it gives no rank.
+tiktoken has no list of merges: it merges two neighbours if the result is a token, and the token's rank is its priority.
+A merge (l, r) is *alive* if the earlier merges alone turn the bytes of l + r into l, r. The two methods are equal if
+only live merges give ranks (proof: NOTES.md); `ranked` makes sure of it.
 
 tiktoken's ids are the ranks. Vocabularies in files may have other ids (OPT sorts them by frequency), so a table maps
-ranks to ids: 2 ns per token, while tiktoken needs about 600 ns. Ids are uint16 up to 65,536 ids, otherwise uint32.
-
-A data set and a checkpoint have a copy of GPT-2's vocabulary or of one from files, the files COPY. The tokenizer's name
-is tiktoken's name, or it is computed from the vocabulary. It does not depend on the path of the files.
+ranks to ids. Ids are uint16 up to 65,536 ids, otherwise uint32. A data set and a checkpoint have a copy of GPT-2's
+vocabulary or of one from files, the files COPY. Its name is computed from the vocabulary, not from the path.
 """
 
 import array
@@ -41,8 +33,8 @@ from errors import UserError, reading
 
 COPY = ("tokenizer.json", "tokenizer_config.json")  # files of a vocabulary's copy
 ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")  # ends of a document, if no file names one
-SAME = {"bpe-50257-17721001": "gpt2", "bpe-257-f8e6bff0": "bytes"}  # names of these vocabularies if they are in files
-# GPT-2's pattern as tiktoken has it, also for r50k_base and the p50k encodings. Hugging Face calls it ByteLevel.
+SAME = {"bpe-50257-17721001": "gpt2", "bpe-257-f8e6bff0": "bytes"}  # the names of these
+# GPT-2's pattern as tiktoken has it. Hugging Face calls it ByteLevel.
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 # GPT-2's letters for bytes: a printable Latin-1 byte is its own letter, the n-th other byte is the character 256 + n.
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -54,9 +46,8 @@ BYTE_OF = {c: b for b, c in LETTER_OF.items()}
 class Tokenizer:
     """A vocabulary.
 
-    ids: {bytes of a token: id}, also of tokens that encoding never produces. special: {text: id} of tokens that stand
-    for no text. end: the special token after a document. pattern: a regular expression, or "gpt2".
-    ranks: {bytes: rank} of the tokens that encoding can produce. n_vocab: the largest id + 1; some ids may be unused.
+    ids: {bytes of a token: id}. special: {text: id} of tokens that stand for no text. end: the special token after a
+    document. pattern: a regular expression, or "gpt2". ranks: {bytes: rank} of the tokens that encoding can produce.
     name: in meta.json and in a checkpoint's index.json; None: computed from the vocabulary.
     """
 
@@ -78,7 +69,7 @@ class Tokenizer:
         self.encoding = tiktoken.Encoding(self.name, pat_str=regex, mergeable_ranks=ranks, special_tokens=special)
 
     def computed_name(self):
-        """Return `bpe-IDS-HASH`: equal vocabularies have equal names, in whatever files they are."""
+        """Return `bpe-IDS-HASH`: equal vocabularies have equal names."""
         made = [token for token in self.order if len(token) > 1]
         pattern = self.pattern if made else ""  # without merges the pattern has no effect
         content = (sorted(self.ids.items()), made, sorted(self.special.items()), self.end, pattern)
@@ -88,26 +79,23 @@ class Tokenizer:
     def encode_to_bytes(self, text):
         """Return the ids of `text` as little-endian integers of `width` bytes. Raises ValueError for a lone surrogate.
 
-        The text of a special token in `text` has no special meaning.
+        Special tokens in `text` have no special meaning.
         """
-        if self.name == "bytes":  # the id is the byte; UTF-16 adds a zero byte. Then prepare.py's workers need no numpy
+        if self.name == "bytes":  # the id is the byte, and UTF-16 adds a zero byte
             return text.encode().decode("latin-1").encode("utf-16-le")
-        import numpy as np  # not at the top: prepare.py's workers are forked, and importing numpy may start threads
+        import numpy as np  # not at the top: prepare.py forks, and numpy may start threads
 
         ranks = self.encoding.encode_to_numpy(text, disallowed_special=())
         return np.asarray(self.id_of_rank, f"<u{self.width}")[ranks].tobytes()
 
     def encode_ordinary(self, text):
-        """Return the ids of `text` as a list."""
         return array.array(self.code, self.encode_to_bytes(text)).tolist()
 
 
 @functools.cache
 def load_tokenizer(source):
-    """Return the tokenizer `source`: `bytes`, a name of tiktoken, or a folder or file of a vocabulary.
-
-    Raises UserError for an unknown name, for files that are missing, damaged or not supported, or if tiktoken can't
-    download the vocabulary.
+    """Return the tokenizer `source`: `bytes`, a name of tiktoken, or a folder or file of a vocabulary. Raises
+    UserError.
     """
     if source == "bytes":
         ids = {bytes([b]): b for b in range(256)}
@@ -122,7 +110,6 @@ def load_tokenizer(source):
 
 
 def download(name):
-    """Return tiktoken's encoding `name`."""
     with reading(
         f"tokenizer={name}: tiktoken must download this vocabulary once and could not. On a machine with a network, "
         f"run TIKTOKEN_CACHE_DIR=DIR python prepare.py --tokenizer={name}. Then copy DIR here and set "
@@ -206,7 +193,7 @@ def merged(token, ranks):
 
 
 def ranked(merges):
-    """Return the ranks of the tokens that a live merge makes (see above), after the 256 bytes. Raises ValueError."""
+    """Return the ranks of the tokens that a live merge makes, after the 256 bytes. Raises ValueError."""
     ranks, missed = {bytes([b]): b for b in range(256)}, set()
     for rank, (left, right) in enumerate(merges, 256):
         missed |= {part for part in (left, right) if part not in ranks}
@@ -220,8 +207,7 @@ def ranked(merges):
 def copy(tokenizer, folder):
     """Write the vocabulary into `folder` in Hugging Face's format, the files COPY.
 
-    Nothing is written for tiktoken's other vocabularies: `copied` loads them by name. Some have tokens that no merge
-    makes, and Hugging Face would understand their patterns differently.
+    tiktoken's other vocabularies are not written: some have tokens that no merge makes.
     """
     if not tokenizer.name.startswith(("bpe-", "bytes", "gpt2")):
         return
@@ -246,9 +232,9 @@ def copy(tokenizer, folder):
 
 # --- cut points of a long document ------------------------------------------------------------------------------------
 
-# BPE never merges across pre-tokens. So a text may be cut where one pre-token ends and another begins, if the cut
-# changes no other pre-token. tiktoken's patterns look ahead only from white space, and never back. In GPT-2's pattern,
-# white space only begins a pre-token. In the others, a newline may also follow punctuation, but no letter or digit.
+# BPE never merges across pre-tokens, so a text may be cut between two. tiktoken's patterns look ahead only from white
+# space, and never back. In GPT-2's pattern white space only begins a pre-token. In the others a newline may also follow
+# punctuation, but no letter or digit.
 GPT2_CUT = re.compile(r"(?s).*\S(?=[ \n])")  # up to the last space or newline that follows a non-space
 OTHER_CUT = re.compile(r"(?s).*[a-zA-Z0-9](?=[ \n])")
 
@@ -256,7 +242,7 @@ OTHER_CUT = re.compile(r"(?s).*[a-zA-Z0-9](?=[ \n])")
 def last_cut(text, tokenizer):
     """Return the last i with encode(text) == encode(text[:i]) + encode(text[i:]) that is easy to see, or 0.
 
-    If the text is part of a longer text, this is also a cut point of the longer text. A pattern from a file has none.
+    It is also a cut point of a longer text. A pattern from a file has none.
     """
     if tokenizer.name == "bytes":
         return len(text)

@@ -10,13 +10,12 @@
                  latency    seconds of one hop of a message
                  attention  share of the peak that fused attention reaches
 
-Three constants of the A100 are fitted to 14 published steps of Megatron-LM, on 8 to 3,072 GPUs with full recomputation
+`matrix`, `wave` and `wire` of the A100 are fitted to 14 published steps of Megatron-LM with full recomputation
 (Narayanan et al., arXiv 2104.04473, Table 1; Korthikanti et al., arXiv 2205.05198, Table 5). They minimise the squares
-of log(predicted / published). Commit 79624d7 has the fit (accounts/published.py). The others are usual values. The V100
-and the Hopper GPUs have the A100's constants, except those in VOLTA and HOPPER.
+of log(predicted / published). Commit 79624d7 has the fit (accounts/published.py). The others are usual values.
 
-Between nodes, NCCL opens one ring for each GPU of a node that is in the group, and each ring uses a network card of its
-own (NVIDIA/nccl issue 601: "creates 4 rings, each using a different NIC").
+Between nodes, NCCL opens one ring for each GPU of a node that is in the group, each through a network card of its own
+(NVIDIA/nccl issue 601).
 """
 
 import re

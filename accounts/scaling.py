@@ -1,29 +1,23 @@
 """Prints how large a model should be for a budget of FLOPs, and how long a cluster trains it: `plan.py --flops=3e24`.
 
-Letters: N parameters, D training tokens, C training FLOPs. Training costs C = 6ND (flops.py explains the 6; the slide
-"Transformerのスケール則" counts 5.7). The same budget can train a large model on few tokens or a small model on many.
-Two answers exist for the best (compute-optimal) model:
+Letters: N parameters, D training tokens, C training FLOPs. Training costs C = 6ND (`flops.py` explains the 6; the slide
+"Transformerのスケール則" counts 5.7). Two answers exist for the best (compute-optimal) model:
 
     rule    D = 20 N, so N = sqrt(C / 120)       slide "Transformerのスケール則"
     fit     L(N, D) = E + A / N^a + B / D^b      loss in nats per token; Hoffmann et al. fitted it to over 400 runs
 
-For a given C, the fit is lowest where its derivative along 6ND = C is zero. With x = C/6:
+For a given C, the fit is lowest at (NOTES.md derives it)
 
-    N = G x^(b/(a+b)),  D = x / N,  G = (aA / bB)^(1/(a+b))
-    L = E + K x^-k,  k = ab / (a+b),  K = A G^-a + B G^b
+    N = G x^(b/(a+b)),  D = x / N,  with x = C/6 and G = (aA / bB)^(1/(a+b))
 
-`enough_flops` solves the last line for C: the FLOPs that a compute-optimal model needs for a given loss. The fit was
-published with two sets of constants. They disagree most at large budgets, so the tables show both:
+The fit was published with two sets of constants, which disagree most at large budgets. The tables show both:
 
     [1]  Hoffmann et al. 2022, arXiv 2203.15556, section 3.3 (approach 3)
     [2]  Besiroglu et al. 2024, arXiv 2404.10102: a replication with the data of [1]. Its minimum is close to the rule.
 
-The exponents in [1] are rounded. Before rounding, they are 0.3392 and 0.2849 (see [2]). For Gopher's 5.76e23 FLOPs,
-the exact exponents give the 40 billion parameters that [1] states, and the rounded exponents give 32 billion.
-
-MACHINES are those of the slide "GPT-4をスパコンで学習するには?". Their peaks are those of dense bf16 or fp16
-products in the makers' data sheets (A64FX: fp32 at 2.2 GHz). A MI250X has 2 dies. Frontier's 37,888 are modules
-(9,472 nodes with 4). LUMI's 20,480 must be dies: its 2,978 nodes have only 11,912 modules.
+MACHINES are those of the slide "GPT-4をスパコンで学習するには?", with the makers' peaks of dense bf16 or fp16
+products (A64FX: fp32 at 2.2 GHz). A MI250X has 2 dies. Frontier's 37,888 are modules, LUMI's 20,480 must be dies: it
+has 11,912 modules.
 """
 
 import math
@@ -77,7 +71,10 @@ def optimum(fit, flops):
 
 
 def enough_flops(fit, target):
-    """Return the FLOPs with which a compute-optimal model reaches the loss `target` (above E), in nats per token."""
+    """Return the FLOPs with which a compute-optimal model reaches the loss `target` (above E).
+
+    At the optimum, L - E falls as C^-k with k = ab / (a+b).
+    """
     parameters, tokens = optimum(fit, 6)  # at C/6 = 1: N = G, D = 1/G
     k = fit.a * fit.b / (fit.a + fit.b)
     return 6 * ((loss(fit, parameters, tokens) - fit.E) / (target - fit.E)) ** (1 / k)

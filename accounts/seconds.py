@@ -5,13 +5,10 @@
     an elementwise pass     bytes / memory rate
     a ring of n ranks       bytes that a rank sends / rate of the slowest wire  +  calls * log2(n) * latency
 
-A GPU computes the result of a product in tiles, one wave of tiles after another. It needs time to begin the first wave,
-and the last wave is not full. Together this costs about one wave, the constant `wave`: one tile of 128 x 256 elements
-on each multiprocessor. So a product with a small result is slow. A product with a short inner side is slow because its
-matrices cost more than its multiplications. A small micro-batch is slow for the first reason.
-
-`ledger.py` predicts the bytes sent, `memory.py` the bytes kept, `schedules.FORMULAS` and `schedules.simulate` the idle
-time. A run's reports use the same predictions.
+A GPU computes the result of a product in tiles, one wave of tiles after another. The beginning of the first wave and
+the last wave, which is not full, together cost about one wave, the constant `wave`: one tile of 128 x 256 elements on
+each multiprocessor. So a product with a small result is slow, for example that of a small micro-batch. `ledger.py`
+predicts the bytes sent, `memory.py` the bytes kept.
 
 A step on the busiest pipeline rank is the sum of these parts:
 
@@ -48,9 +45,8 @@ COLLECTIVES = {  # sequence parallel: (operation, in F, alone in I, in I beside 
     False: ("all_reduce", 2, 0, 2, 0),
     True: ("all_gather", 4, 2, 2, 2),  # a reduce_scatter sends as much
 }
-# What a step takes beyond the parts above: gaps of the host, stragglers, clocks under load, products slower than the
-# best ones, multiprocessors that NCCL uses. This is the mean of 64 published runs of ZeRO-3 on 8 to 128 A100 and H100
-# (MosaicML, LLM Foundry, scripts/train/benchmarking/README.md).
+# Gaps of the host, stragglers, clocks under load, slow products, multiprocessors that NCCL uses. It is the mean of 64
+# published runs of ZeRO-3 on 8 to 128 A100 and H100 (MosaicML LLM Foundry, scripts/train/benchmarking; commit 0c9a4d1)
 REST = 0.18
 ERROR = 0.10  # 14 of 16 published steps are within it: test_plan.py
 
@@ -92,10 +88,9 @@ def units(c, device, dtype, z, say):
 
 
 class Step:
-    """The prediction of one step: `parts` is {part: seconds}.
+    """The prediction of one step: `parts` is {part: seconds}. The arguments are those of `layouts.judge`.
 
-    c: Config; model: `layouts.Model`; layout: its `layout.Layout` of c; m: micro-batches of a data rank. exact, say: as
-    in `layouts.judge`.
+    model: `layouts.Model`; layout: its `layout.Layout` of c; m: micro-batches of a data rank.
     """
 
     def __init__(self, c, model, layout, device, m, exact, say):
@@ -148,10 +143,10 @@ class Step:
     # --- the step -----------------------------------------------------------------------------------------------------
 
     def stages(self, block, embedding, head):
-        """Return the seconds of one micro-batch as an array [pp, 6]: COLUMNS of each rank.
+        """Return the seconds of one micro-batch as an array [pp, 6]: COLUMNS of each rank. Arguments: as `units`
+        returns them.
 
-        F and I contain the recomputation, the collectives of tp and the exchanges of cp that nothing hides. What
-        recomputation repeats of them counts as recomputation. The arguments are as `units` returns them.
+        F and I contain the recomputation, the collectives of tp and the exchanges of cp that nothing hides.
         """
         layout, (F, I, W) = self.layout, block
         (in_F, in_I), over_cp = self.tensor_parallel(W), self.context_parallel()
@@ -237,8 +232,7 @@ def members_in_node(per_node, stride, n):
 def wire(device, together, n):
     """Return bytes per second of a ring of n ranks, of which `together` are in one node.
 
-    Between nodes, each member in a node opens a ring through a network card. All ranks of a node run such rings at
-    once, so the groups of one node share its cards.
+    Between nodes, each member in a node opens a ring through a network card. The groups of one node share its cards.
     """
     inside = device.wire_rate * device.wire
     if together == n:
@@ -250,8 +244,7 @@ def wire(device, together, n):
 
 # --- the pipeline -----------------------------------------------------------------------------------------------------
 #
-# A step of the pipeline lasts from the first start on any rank to the last end on any rank, because all ranks wait for
-# the gradient norm. `schedules.FORMULAS` counts a rank's own span. For ZB-H2 and ZB-V the two differ.
+# Here the bubble is that of the whole step. `schedules.FORMULAS` counts a rank's own time: ZB-H2 and ZB-V differ.
 
 CLOSED = {  # (the condition; makespan minus m (F + I + W); time that short messages add, in units of one message)
     "gpipe": ("True", "(p-1) * (F+I+W)", "2*(p-1)"),
@@ -267,8 +260,8 @@ CLOSED = {  # (the condition; makespan minus m (F + I + W); time that short mess
 def idle(name, p, m, chunks, F, I, W, message, exact=True):
     """Return (idle seconds of a rank in a step if messages take no time, the formula, seconds that messages add).
 
-    F, I, W: seconds of a whole stage. message: seconds of a message. If these numbers have no closed form, `idle`
-    simulates, or with exact=False returns 1F1B's result, which is fast.
+    F, I, W: seconds of a whole stage. message: seconds of a message. Without a closed form `idle` simulates, or with
+    exact=False returns 1F1B's result, which is fast.
     """
     if p == 1:
         return 0.0, "one stage", 0.0
