@@ -44,7 +44,7 @@ def tree(tmp_path_factory):
     """A copy of the tree with the schedule and the optimizer of the README, and the model of the guide."""
     ignored = shutil.ignore_patterns(".*", "__pycache__", "data", "out")
     copy = shutil.copytree(HERE, tmp_path_factory.mktemp("tree") / "nanoparallel", ignore=ignored)
-    paste(copy / "parallel/schedules.py", "half_warmup", "SCHEDULES", '"half-warmup": half_warmup,')
+    paste(copy / "parallel/schedules.py", "two_waves", "SCHEDULES", '"two-waves": two_waves,')
     paste(copy / "parallel/optimizer.py", "momentum", "RULES", '"momentum": Rule(momentum, 1),')
     return copy
 
@@ -56,8 +56,8 @@ def run(tree, *command):
 
 def test_the_drawing_is_the_readmes(tree):
     """The numbers of 1f1b, with which the README compares, are right too."""
-    shown = re.search(r"```\n(half-warmup: 4 stages.*?)\n```", README, re.DOTALL)[1]
-    assert shown in run(tree, "-m", "accounts.draw", "half-warmup").stdout
+    shown = re.search(r"```\n(two-waves: 4 stages.*?)\n```", README, re.DOTALL)[1]
+    assert shown in run(tree, "-m", "accounts.draw", "two-waves").stdout
     drawn = run(tree, "-m", "accounts.draw", "1f1b").stdout
     assert "bubble 0.2727 of 33" in drawn and "peak   4 3 2 1" in drawn
 
@@ -65,10 +65,10 @@ def test_the_drawing_is_the_readmes(tree):
 def test_a_backward_before_its_forward_is_refused_in_the_readmes_words(tree, tmp_path):
     copy = shutil.copytree(tree, tmp_path / "wrong")
     file = copy / "parallel/schedules.py"
-    before, after = file.read_text(encoding="utf-8").split("def half_warmup")
-    wrong = after.replace("alternate(F[warmup:], B)", "alternate(B, F[warmup:])", 1)
-    file.write_text(f"{before}def half_warmup{wrong}", encoding="utf-8")
-    done = run(copy, "-m", "accounts.draw", "half-warmup")
+    before, after = file.read_text(encoding="utf-8").split("def two_waves")
+    wrong = after.replace("F[:half] + B[:half]", "B[:half] + F[:half]", 1)
+    file.write_text(f"{before}def two_waves{wrong}", encoding="utf-8")
+    done = run(copy, "-m", "accounts.draw", "two-waves")
     assert done.returncode == 2 and " ".join(done.stderr.split()) in " ".join(README.split())
 
 
@@ -77,7 +77,7 @@ def test_a_backward_before_its_forward_is_refused_in_the_readmes_words(tree, tmp
     [
         ["test_schedules.py"],
         ["test_config.py"],
-        ["test_layouts.py", "-k", "half-warmup or momentum"],
+        ["test_layouts.py", "-k", "two-waves or momentum"],
         ["accounts/test_ledger.py", "-k", "equals_the_formulas"],
     ],
     ids=" ".join,
@@ -89,7 +89,7 @@ def test_the_tests_stay_green(tree, arguments):
 
 def test_help_and_mistakes_know_them(tree):
     text = " ".join(run(tree, "train.py", "--help").stdout.split())  # long lines are wrapped
-    assert "half-warmup" in text and "momentum" in text
+    assert "two-waves" in text and "momentum" in text
     done = run(tree, "train.py", "configs/tiny.py", "--optimizer=nonesuch")
     assert done.returncode == 2 and "momentum" in done.stderr
 
