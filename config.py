@@ -2,11 +2,9 @@
 
     torchrun --nproc_per_node=4 train.py configs/gpt2_345m.py --tp=2 --lr=3e-4
 
-The file is plain Python that assigns fields. It may begin with those of another file (`from configs.gpt2_124m import
-*`). A field on the command line replaces the file's value. `--help` prints the comment beside each field. Most fields
-have Megatron-LM's names, in snake case; a comment gives Megatron-LM's name where it differs. `load` refuses an unknown
-name and a value of a wrong type. `check` refuses unknown choices and sizes that are not divisible, before anything is
-allocated.
+The file is plain Python that assigns fields. It may import another file's (`from configs.gpt2_124m import *`). The
+command line replaces the file's values. `--help` prints the comment beside each field. Fields have Megatron-LM's names,
+in snake case, or the comment gives Megatron-LM's name.
 """
 
 import argparse
@@ -28,84 +26,84 @@ from reference import ACTIVATIONS
 class Config:
     # -- model
     num_layers: int = 4  # transformer blocks
-    hidden_size: int = 128  # width h of the residual stream; the MLP has 4h
-    num_attention_heads: int = 4  # each head has hidden_size / num_attention_heads columns
-    seq_length: int = 256  # tokens in a training sample
-    max_position_embeddings: int = 0  # rows of the position embedding (0: seq_length)
-    vocab_size: int = 50257  # number of token ids; the word table is padded to a multiple of 128 rows
-    activation: str = "gelu"  # of the MLP: gelu is GPT-2's (with tanh), relu is OPT's
-    experts: int = 0  # of each block, cut over tp (0: one MLP) (Megatron-LM: --num-experts)
-    top_k: int = 1  # experts of a token (Megatron-LM: --moe-router-topk)
-    expert_group: int = 0  # consecutive tokens that compete for the places of an expert (0: seq_length / 4)
-    capacity_factor: float = 1.25  # places of an expert / its equal share of the tokens of a group
-    balance: float = 0.01  # factor of the loss that balances the experts (Megatron-LM: --moe-aux-loss-coeff)
-    dropout: float = 0.0  # on embedding, attention and MLP outputs (Megatron-LM: --hidden-dropout)
+    hidden_size: int = 128  # width h of the residual stream
+    num_attention_heads: int = 4  # each has hidden_size / num_attention_heads columns
+    seq_length: int = 256  # tokens of a sample
+    max_position_embeddings: int = 0  # rows of the position table (0: seq_length)
+    vocab_size: int = 50257  # token ids; the word table is padded to a multiple of 128
+    activation: str = "gelu"  # gelu is GPT-2's (tanh), relu OPT's
+    experts: int = 0  # per block (0: one MLP) (Megatron-LM: --num-experts)
+    top_k: int = 1  # experts per token (Megatron-LM: --moe-router-topk)
+    expert_group: int = 0  # consecutive tokens that compete for an expert's places (0: seq_length / 4)
+    capacity_factor: float = 1.25  # places of an expert / its equal share of a group's tokens
+    balance: float = 0.01  # factor of the loss that balances experts (Megatron-LM: --moe-aux-loss-coeff)
+    dropout: float = 0.0  # of embedding, attention and MLP outputs (Megatron-LM: --hidden-dropout)
     init_method_std: float = 0.02  # standard deviation of initial weights (proj, fc2: divided by sqrt(2 num_layers))
 
     # -- data and batch
     data_dir: str = "data/stdlib_bytes"  # folder that prepare.py wrote (Megatron-LM: --data-path)
-    micro_batch_size: int = 8  # samples of one forward and backward on one data rank
-    global_batch_size: int = 8  # samples of one update: all micro-batches of all data ranks
+    micro_batch_size: int = 8  # samples of one forward and backward on a data rank
+    global_batch_size: int = 8  # samples of an update, on all data ranks together
     rampup_batch_size: str = ""  # start,increment,samples: the batch grows to global_batch_size over so many samples
-    train_iters: int = 0  # updates of the run
+    train_iters: int = 0  # updates
     train_epochs: float = 0.0  # passes over the training tokens (0: use train_iters)
-    seed: int = 1234  # determines initial weights, data order and dropout
+    seed: int = 1234  # of initial weights, data order and dropout
 
     # -- optimizer
-    optimizer: str = "adamw"  # update rule; lamb and lars scale the rate of each tensor, for large batches
+    optimizer: str = "adamw"  # update rule; lamb and lars are for large batches
     lr: float = 1e-3  # peak learning rate
-    min_lr: float = 0.0  # learning rate at the end of the decay
-    lr_decay_style: str = "cosine"  # curve of the learning rate; wsd is warm-up, stable, decay
-    lr_decay_iters: int = 0  # updates until the end of the decay, warm-up included (0: train_iters)
+    min_lr: float = 0.0  # learning rate after the decay
+    lr_decay_style: str = "cosine"  # shape of the learning rate; wsd: warm-up, stable, decay
+    lr_decay_iters: int = 0  # update at which the decay ends (0: train_iters)
     lr_warmup_iters: int = -1  # updates of linear warm-up (-1: use lr_warmup_fraction)
-    lr_warmup_fraction: float = 0.0  # warm-up as a fraction of lr_decay_iters
-    lr_wsd_decay_iters: int = 0  # wsd: updates of the linear decay, which ends at lr_decay_iters
-    weight_decay: float = 0.01  # factor of the weight decay; biases and LayerNorms have none
+    lr_warmup_fraction: float = 0.0  # warm-up / lr_decay_iters
+    lr_wsd_decay_iters: int = 0  # wsd: updates of the decay, which ends at lr_decay_iters
+    weight_decay: float = 0.01  # biases and LayerNorms have none
     adam_beta1: float = 0.9  # decay of the first moment
     adam_beta2: float = 0.999  # decay of the second moment
-    adam_eps: float = 1e-8  # added to the root of the second moment
+    adam_eps: float = 1e-8  # added to the second moment's root
     lars_coefficient: float = 1e-3  # lars: norm of a tensor's step / (lr x the tensor's norm)
     penalty: float = 0.0  # of the variance of the data ranks' gradients (`parallel/penalty.py`); doubles the work
     clip_grad: float = 1.0  # largest global gradient norm (0: no clipping)
 
     # -- numbers
     dtype: str = "auto"  # auto: bf16 on a GPU that has it, fp16 on others, fp32 on a CPU (Megatron-LM: --fp16, --bf16)
-    initial_loss_scale: float = 2.0**32  # fp16: first loss scale
-    min_loss_scale: float = 1.0  # fp16: smallest loss scale
-    loss_scale_window: int = 1000  # fp16: updates without overflow until the loss scale doubles
-    hysteresis: int = 2  # fp16: overflows until the loss scale is halved
-    kernels: str = "auto"  # operations between the matrix products: triton is kernels.py, torch is reference.py
+    initial_loss_scale: float = 2.0**32  # fp16
+    min_loss_scale: float = 1.0  # fp16
+    loss_scale_window: int = 1000  # fp16: updates without overflow until the scale doubles
+    hysteresis: int = 2  # fp16: overflows until the scale is halved
+    kernels: str = "auto"  # triton is kernels.py, torch reference.py
 
-    # -- layout (the data parallel size is dp = processes / (tp * cp * pp))
+    # -- layout (data parallel size: dp = processes / (tp * cp * pp))
     tp: int = 1  # tensor parallel ranks (Megatron-LM: --tensor-model-parallel-size)
     pp: int = 1  # pipeline stages (Megatron-LM: --pipeline-model-parallel-size)
-    cp: int = 1  # ranks that share the tokens of each sample (Megatron-LM: --context-parallel-size)
-    context: str = "ulysses"  # attention over cp ranks: tokens are exchanged for heads, or keys and values go around
-    sequence_parallel: bool = False  # also shard over tp the activations between the tensor parallel layers
+    cp: int = 1  # ranks that share each sample's tokens (Megatron-LM: --context-parallel-size)
+    context: str = "ulysses"  # over cp ranks: ulysses exchanges tokens for heads, ring passes keys and values around
+    sequence_parallel: bool = False  # shard over tp the activations between tensor parallel layers
     zero: int = 0  # shard over dp: 1 optimizer state, 2 also gradients, 3 also parameters (DeepSpeed: --zero-stage)
-    schedule: str = "1f1b"  # order of the work in the pipeline
-    updates_per_call: int = 1  # pipedream, pipedream-2bw: updates from an empty pipeline to the next empty pipeline
+    schedule: str = "1f1b"  # order of the pipeline's work
+    updates_per_call: int = 1  # pipedream, pipedream-2bw: updates from one empty pipeline to the next
     chunks: int = 1  # per rank; zb-v: 2, interleaved: 2 or more (Megatron-LM: --num-virtual-stages-per-pipeline-rank)
-    offload: bool = False  # keep the optimizer state in CPU memory and update there (DeepSpeed: --cpu-optimizer)
+    offload: bool = False  # optimizer state and update on the CPU (DeepSpeed: --cpu-optimizer)
     recompute: str = "none"  # full: keep each block's input, repeat its forward (Megatron-LM: --checkpoint-activations)
 
     # -- run
-    out_dir: str = ""  # folder of checkpoints and metrics.jsonl (default: out/CONFIGNAME) (Megatron-LM: --save)
-    resume: str = "auto"  # auto: from out_dir's latest checkpoint; none; or a checkpoint's path (Megatron-LM: --load)
-    new_data: bool = False  # resume although the training tokens are not those of the checkpoint
+    out_dir: str = ""  # checkpoints and metrics.jsonl (default: out/CONFIGNAME) (Megatron-LM: --save)
+    resume: str = "auto"  # auto: out_dir's latest checkpoint; none; or a checkpoint's path (Megatron-LM: --load)
+    new_data: bool = False  # resume with training tokens other than the checkpoint's
     save_interval: int = 1000  # updates between checkpoints (0: at the end only)
     keep: int = 2  # latest checkpoints to keep (0: all)
     log_interval: int = 10  # updates between log lines
     eval_interval: int = 1000  # updates between validations (0: at the end only)
     eval_iters: int = 10  # global batches of a validation (0: no validation)
-    eval_only: bool = False  # only print the loss of a checkpoint
-    split: str = "val"  # eval_only: the split to evaluate
-    stop_after_nan: int = 20  # stop after so many iterations in a row without a finite loss (0: never)
+    eval_only: bool = False  # only print a checkpoint's loss
+    split: str = "val"  # eval_only: the split
+    stop_after_nan: int = 20  # iterations in a row without a finite loss before the run stops (0: never)
     check_replicas: int = 0  # updates between comparisons of all copies of weights and moments (0: never)
-    ledger: bool = False  # at the end, print traffic and memory in bytes, measured and predicted
-    trace: str = ""  # file with every action and message of the last steps, in Chrome's trace format
-    tensorboard: str = ""  # folder for TensorBoard logs (Megatron-LM: --tensorboard-dir)
-    wandb: str = ""  # Weights & Biases project (Megatron-LM: --wandb-project)
+    ledger: bool = False  # print traffic and memory in bytes, measured and predicted
+    trace: str = ""  # file for the last steps' actions and messages, in Chrome's format
+    tensorboard: str = ""  # folder (Megatron-LM: --tensorboard-dir)
+    wandb: str = ""  # project of Weights & Biases (Megatron-LM: --wandb-project)
     comm_timeout: float = 600.0  # seconds that a rank waits for another (Megatron-LM: --distributed-timeout-minutes)
 
     @property
@@ -114,12 +112,12 @@ class Config:
 
     @property
     def padded_vocab_size(self):
-        """vocab_size rounded up to a multiple of 128, which is fast on tensor cores. It does not depend on tp."""
+        """vocab_size rounded up to a multiple of 128, fast on tensor cores. It does not depend on tp."""
         return -(-self.vocab_size // 128) * 128
 
     @property
     def tokens_of_group(self):
-        """The tokens of a group (`parallel/experts.py`). The number must not depend on the layout."""
+        """Tokens of a group (`parallel/experts.py`). They must not depend on the layout."""
         return self.expert_group or max(1, self.seq_length // 4)
 
     @property
@@ -139,7 +137,7 @@ CHOICES = {
     "zero": (0, 1, 2, 3),
     "schedule": tuple(schedules.SCHEDULES),
 }
-ASYNCHRONOUS = {  # a stage updates before the other stages have their gradients
+ASYNCHRONOUS = {  # a stage updates before others have their gradients
     "clip_grad": (0,),  # no rank knows the global norm
     "optimizer": tuple(name for name, rule in RULES.items() if not rule.layerwise),
     "dtype": ("auto", "fp64", "fp32", "bf16"),  # an update can't be skipped on all stages
@@ -153,19 +151,18 @@ POSITIVE = (  # the other numbers may be 0
     "capacity_factor comm_timeout init_method_std"
 ).split()
 BELOW = {"dropout": 1, "adam_beta1": 1, "adam_beta2": 1, "train_iters": 1e7}  # each update has a rate in a table
-MICRO_BATCHES = 2**13  # the most of one step on one data rank, because a schedule is a list of actions
-NO_EFFECT = (  # on the weights of a run that is resumed
+NO_EFFECT = (  # on the weights of a resumed run
     "out_dir resume save_interval keep log_interval eval_interval eval_iters eval_only split ledger trace tensorboard "
     "wandb comm_timeout new_data stop_after_nan check_replicas init_method_std initial_loss_scale"
 ).split()
-# (section, field, default, comment) of the lines of `Config`: a section's or a field's
+# (section, field, default, comment) of each line of `Config`
 LINES = re.findall(r"(?m)^    (?:# -- (.*)|(\w+): \w+ = (.*?)  # (.+))", inspect.getsource(Config))
 assert [line[1] for line in LINES if line[1]] == [*vars(Config())], "each field of Config needs a comment, its help"
 USAGE = "torchrun --nproc_per_node=N train.py [CONFIG.py] [--field=value ...] (--ledger is --ledger=True)"
 
 
 def parser():
-    """Return the parser of the command line. Its help has the comment and the default of each field of `Config`."""
+    """Return the parser of the command line, whose help has each field's comment and default."""
     parser = Parser("python train.py", usage=USAGE, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("file", nargs="?", metavar="CONFIG.py", help="default: configs/tiny.py")
     group = parser
@@ -181,7 +178,7 @@ def parser():
 
 
 def load(words):
-    """Return the Config of the words `[FILE] [--field=value ...]`. Raises UserError."""
+    """Return the Config of the words `[FILE] [--field=value ...]`."""
     given = vars(parser().parse_args(words))
     path = Path(given.pop("file", "configs/tiny.py"))
     config = Config(**from_file(path) | given)
@@ -190,7 +187,7 @@ def load(words):
 
 
 def from_file(path):
-    """Return {field: value} of the assignments in the Python file `path`. Raises UserError."""
+    """Return {field: value} of the file `path`."""
     with reading(path, Exception):
         names = runpy.run_path(str(path)).items()
     words = [f"--{k}={v}" for k, v in names if not (k.startswith("_") or inspect.ismodule(v) or callable(v))]
@@ -204,7 +201,7 @@ def from_file(path):
 
 
 def rampup(c):
-    """Return (start, increment, samples) of `rampup_batch_size`. If the field is empty, start is global_batch_size."""
+    """Return (start, increment, samples) of `rampup_batch_size`."""
     if not c.rampup_batch_size:
         return c.global_batch_size, c.global_batch_size, 1
     numbers = list(map(int, re.findall(r"\d+", c.rampup_batch_size)))
@@ -214,14 +211,14 @@ def rampup(c):
 
 
 def global_batch_size_at(c, consumed_samples):
-    """The global batch size of the step after `consumed_samples` (slide "データ並列": 途中からbatch sizeを上げる)."""
+    """Return the batch size after `consumed_samples` (slide "データ並列": 途中からbatch sizeを上げる)."""
     start, increment, samples = rampup(c)
-    steps = (c.global_batch_size - start) // increment  # increments, spread evenly over `samples`
+    steps = (c.global_batch_size - start) // increment  # spread evenly over `samples`
     return start + increment * min(steps, consumed_samples * steps // samples)
 
 
 def iterations(c, samples):
-    """The number of updates that use at most `samples` samples, but at least 1 (with updates_per_call, 1 call)."""
+    """Return how many updates fit into `samples` samples, at least one call."""
     count, consumed = 0, 0
     while (size := global_batch_size_at(c, consumed)) < c.global_batch_size and consumed + size <= samples:
         count, consumed = count + 1, consumed + size
@@ -233,13 +230,13 @@ def iterations(c, samples):
 
 
 def of_checkpoint(index):
-    """Return the Config of a checkpoint's index. A field that the checkpoint lacks has its default."""
+    """Return the Config of a checkpoint's index; a field that it lacks has its default."""
     saved = index["config"]
     return Config(**{name: saved.get(name, default) for name, default in vars(Config()).items()})
 
 
 def differences(c, index):
-    """Return "lr=0.002 (the checkpoint: 0.001), ...": values of `c` that differ from those in a checkpoint's index."""
+    """Return "lr=0.002 (the checkpoint: 0.001), ...": values of `c` that differ from a checkpoint's index."""
     saved = index["config"]
     changed = [name for name, value in vars(c).items() if name not in NO_EFFECT and saved.get(name, value) != value]
     return ", ".join(f"{name}={getattr(c, name)} (the checkpoint: {saved[name]})" for name in changed)
@@ -249,13 +246,13 @@ def differences(c, index):
 
 
 def require(c, name, fits, why):
-    """Raise UserError with the reason `why`, unless the value of the field `name` fits."""
+    """Raise UserError with the reason `why`, unless the field's value fits."""
     if not fits:
         raise UserError(f"{name}={getattr(c, name)}: {why}")
 
 
 def check(c, world):
-    """Raise UserError if a run with `c` cannot work on `world` processes. Return dp, the data parallel size."""
+    """Raise UserError if a run with `c` cannot work on `world` processes. Return dp."""
     more = ASYNCHRONOUS if c.schedule in schedules.ASYNCHRONOUS else {"updates_per_call": (1,)}
     for name, choices in (CHOICES | more).items():
         where = f", with schedule={c.schedule}" if name in more else ""
@@ -282,13 +279,13 @@ def check(c, world):
 
 
 def divides(small, divisor, big, value, why=""):
-    """Raise UserError unless `value`, the field `big`, is a multiple of `divisor`, the field `small`."""
+    """Raise UserError unless `value` is a multiple of `divisor`. small, big: their names."""
     if value % divisor:
         raise UserError(f"{big} = {value} is not a multiple of {small} = {divisor}{why}")
 
 
 def check_layout(c, world):
-    """Raise UserError if a size is not divisible as the layout needs. Return dp."""
+    """Raise UserError if a size is not divisible. Return dp."""
     divides("num_attention_heads", c.num_attention_heads, "hidden_size", c.hidden_size)
     divides("tp", c.tp, "num_attention_heads", c.num_attention_heads, ": a tensor parallel rank has whole heads")
     divides("tp", c.tp, "padded vocab_size", c.padded_vocab_size)
@@ -314,11 +311,8 @@ def check_layout(c, world):
     name = "rampup_batch_size: common divisor" if c.rampup_batch_size else "global_batch_size"
     readers = dp // c.cp  # of different samples
     divides("micro_batch_size * dp", c.micro_batch_size * readers, name, batch, remedy(c, batch, readers))
-    m = schedules.micro_batches(c, c.global_batch_size, dp)
-    why = f"makes {m:,} micro-batches on each data rank; use a larger micro_batch_size"
-    require(c, "global_batch_size", m * c.updates_per_call <= MICRO_BATCHES, why)
     m = schedules.micro_batches(c, batch, dp)
-    few = min(m, 2 * c.pp + m % c.pp)  # a schedule suits m micro-batches if it suits fewer with the same remainder
+    few = min(m, 2 * c.pp + m % c.pp)  # the remainder decides whether a schedule suits m
     if c.schedule in schedules.ASYNCHRONOUS:
         few, fits = m, m >= c.pp if c.schedule == "pipedream-2bw" else m == 1
         why = f"makes {m} micro-batches in an update; pipedream needs 1, pipedream-2bw pp={c.pp} or more"
@@ -330,6 +324,6 @@ def check_layout(c, world):
 
 
 def remedy(c, batch, dp):
-    """Name the largest micro_batch_size with which `dp` data ranks share `batch` samples evenly, if there is one."""
+    """Name the largest micro_batch_size with which `dp` ranks share `batch` samples evenly, if there is one."""
     fitting = [size for size in range(1, c.micro_batch_size + 1) if batch % (size * dp) == 0]
     return f"; set --micro_batch_size={fitting[-1]}" if fitting else f"; it should be a multiple of dp = {dp}"

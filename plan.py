@@ -2,17 +2,15 @@
 
     python plan.py configs/gpt3_175b.py --gpus=1024 --device=a100-80g
 
-This command prints the layouts (tp, pp, schedule, ZeRO stage ...) that fit, the fastest first, and those that nearly
-fit. A field on the command line keeps its value. With --tp and --pp, plan.py judges only the configuration's layout.
-With --top=N as well, it lists the layouts with this tp and pp. plan.py needs no GPU. `accounts/seconds.py` explains the
-predicted time. `accounts/devices.py` has the devices.
+It prints the layouts (tp, pp, schedule, ZeRO stage ...) that fit, the fastest first, and the first that does not. It
+needs no GPU. A field on the command line keeps its value. With --tp and --pp, only the configuration's layout is
+judged; with --top=N as well, the layouts with this tp and pp. `accounts/seconds.py` explains the predicted time.
 
     --explain           print the arithmetic of one layout, line by line
-    --json              print a list of layouts
     --as_is             judge the configuration as it is
     --flops=3e24        print the best size and number of tokens for a budget (scaling law), and the days of a cluster
 
-`python -m bench sweep` runs each layout for a few steps on this machine and compares their times.
+`python -m bench sweep` compares the predicted times with measured ones.
 """
 
 from errors import Parser, boolean, exit_on_user_error, within  # isort: skip
@@ -41,7 +39,7 @@ Expected error of a step: {seconds.ERROR:.0%} for A100 and H100 (14 of 16 publis
 
 
 def whole(text):
-    """Return a number such as 1024 or 3e11, rounded down. Raises ValueError and OverflowError."""
+    """Return a number such as 1024 or 3e11, rounded down."""
     return int(float(text))
 
 
@@ -58,7 +56,7 @@ OPTIONS = {  # type, default, help
 
 
 def entry(facts):
-    """Return the lines of a layout: a row of the table, the memory of the fullest rank by part, and what binds."""
+    """Return a layout's lines: a row of the table, the fullest rank's memory, and what binds."""
     kept, step = facts["memory_bytes"], facts["step_seconds"]
     waits = "/".join(f"{100 * facts['step_parts'][part] / step:.1f}" for part in WAITS)
     parts = ", ".join(f"{what} {size / GB:.1f}" for what, size in kept.items() if size >= 0.05 * GB)
@@ -66,7 +64,7 @@ def entry(facts):
 
 
 def explain(name, formula, value):
-    """Print a line of --explain. Its times are in seconds."""
+    """Print a line of --explain. Times are in seconds."""
     print(f"{name:<37} {formula:<63} {value:>12.5g}")
 
 
@@ -84,12 +82,12 @@ def parse(arguments):
 
 
 def plan(options, config, device, given):
-    """Print the layouts that suit the options, or the given one. Raises UserError if there is no layout."""
+    """Print the layouts that suit the options, or the given one."""
     gpus, chosen, lines = options.gpus, [config], []
     if not options.as_is and (options.top or not {"tp", "pp"} <= given):
         found, top = layouts.rank_all(config, gpus, device, given, tokens=options.tokens), options.top or 10
         fit, rest = ([f["config"] for f in found if f["fits"] == fits] for fits in (True, False))
-        # The check of the simplest layout names the mistake if no layout was found.
+        # if no layout was found, the check of the simplest one names the mistake
         simplest = replace(config, **{name: value for name, value in layouts.PLAIN.items() if name not in given})
         chosen = [*fit[:top], *rest[:1]] or [simplest]
         lines = [f"{len(found):,} layouts of {gpus:,} {device.name}, {len(fit):,} fit"]
@@ -102,7 +100,7 @@ def plan(options, config, device, given):
 
 
 def main(arguments=None):
-    """Run the command line. Raises UserError for a mistake of the user."""
+    """Run the command line."""
     options, config, given = parse(arguments)
     device = DEVICES[options.device]
     device = device._replace(per_node=options.gpus_per_node or device.per_node)

@@ -6,24 +6,22 @@
     python prepare.py corpus/ --tokenizer=dataset/gpt2-vocab.json     # another vocabulary (tokenizer.py)
     python prepare.py --megatron=PREFIX --out=data/web                # PREFIX.bin and PREFIX.idx of Megatron-LM
 
-A `.bin` file contains only the token ids as little-endian uint16 (above 65,536 ids: uint32; meta.json has the dtype),
-so data.py can map it into memory. DIR also gets a copy of the vocabulary, if tokenizer.py can write it.
+A `.bin` file contains only token ids, little-endian uint16 (above 65,536 ids: uint32), so data.py can map it into
+memory. DIR also gets a copy of the vocabulary.
 
 A document is one text file (.txt .md .py), one line of a .jsonl (.json) file, or one row of a .parquet file. A file may
-be compressed (.gz .zst). To read .parquet and .zst, `pip install pyarrow`. A document is encoded as ordinary text: the
-characters "<|endoftext|>" in it have no special meaning. The end-of-text token follows each document; an empty document
-is only this token. A hash of the document's position (index of its file, line of its start) selects its split. A
-byte-order mark at the start of a file is removed, blank JSON lines are ignored, and line ends do not change.
+be compressed (.gz .zst). .parquet and .zst need `pip install pyarrow`. The characters "<|endoftext|>" in a document
+have no special meaning. The end-of-text token follows each document. A hash of the document's position (index of its
+file, line of its start) selects its split. A byte-order mark and blank JSON lines are ignored.
 
     this process                        one process per core              this process
     read, cut into blocks  --512 Ki-->  parse, encode  --tokens-->        append in the order of the input
 
-Encoding takes nearly all the time, so the main process only reads and writes. At most a few blocks per worker are in
-memory. The memory does not depend on the size of the input, and the output does not depend on the number of workers.
-A long text is cut only where the cut does not change its tokens (`tokenizer.last_cut`).
+A few blocks per worker are in memory, whatever the size of the input. The output does not depend on the number of
+workers: a long text is cut only where the cut does not change its tokens (`tokenizer.last_cut`).
 
 The files grow in DIR.part, which is renamed to DIR when they are complete. After a stop or a crash, the same command
-resumes: it reads the finished blocks again without encoding them, and continues with the next block.
+resumes: it reads the finished blocks again, without encoding them.
 """
 
 from errors import Parser, UserError, exit_on_user_error, explained, locked, reading, within  # isort: skip
@@ -57,11 +55,11 @@ from tokenizer import copy, last_cut, load_tokenizer
 SPLITS = ("train", "val", "test")
 PACKED = ("", ".gz", ".zst")
 KINDS = (*(kind + packed for kind in (".txt", ".md", ".py", ".jsonl") for packed in PACKED), ".parquet")
-JSON = tuple(kind + packed for kind in (".jsonl", ".json") for packed in PACKED)  # .json: not from a folder, only named
+JSON = tuple(kind + packed for kind in (".jsonl", ".json") for packed in PACKED)  # .json must be named: see KINDS
 PIECE = 512 << 10  # characters that a worker encodes at a time
-SAVE_EVERY = 5.0  # seconds between two saves; a crash loses about this much work
-# fork is fast and shares the vocabulary, but it needs a parent without threads. Importing numpy may start threads, so
-# only the workers import it, and --megatron, which has none. pyarrow is imported after the fork. macOS needs spawn.
+SAVE_EVERY = 5.0  # seconds; a crash loses about this much work
+# fork shares the vocabulary, but needs a parent without threads. Importing numpy or pyarrow may start threads: only
+# workers import numpy (and --megatron, which has none), and pyarrow is imported after the fork. macOS needs spawn.
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 DTYPES = {4: "<i4", 8: "<u2"}  # Megatron-LM's codes in an .idx file: uint16 below 65,500 ids, otherwise int32
 
@@ -70,7 +68,7 @@ DTYPES = {4: "<i4", 8: "<u2"}  # Megatron-LM's codes in an .idx file: uint16 bel
 
 
 def find_files(inputs):
-    """Return the files of `inputs` in this order. A folder's files come before its subfolders."""
+    """Return the files of `inputs`. A folder's files come before its subfolders."""
     if not inputs:
         stdlib = sysconfig.get_paths()["stdlib"]
         return [path for path in walk(stdlib) if path.endswith(".py") and "-packages" not in path.removeprefix(stdlib)]
@@ -87,10 +85,7 @@ def find_files(inputs):
 
 
 def walk(folder):
-    """Yield the text files below `folder`, sorted, except hidden files and folders and __pycache__.
-
-    Raises OSError if a folder can't be read: without its texts, the data set would lack them in silence.
-    """
+    """Yield the text files below `folder`, sorted, without hidden ones. Raises OSError if a folder can't be read."""
 
     def stop(error):
         raise error
@@ -101,19 +96,19 @@ def walk(folder):
 
 
 class Part(NamedTuple):
-    """Some characters of one file: a text, a piece of a long text, a JSON line, or the text of a row."""
+    """A text, a piece of a long text, a JSON line, or the text of a row."""
 
     path: str
     file: int  # index of the file in the input
     line: int = 1  # where the document starts
     text: str = ""
-    begins: bool = True  # False: the document began in an earlier part
-    ends: bool = True  # False: the document continues in a later part
+    begins: bool = True  # the document begins here
+    ends: bool = True  # the document ends here
     problem: str = ""  # why the file can't be read further
 
 
 def read_blocks(files, tokenizer, text_key):
-    """Yield blocks, lists of Parts of about PIECE characters together, in the order of the input."""
+    """Yield blocks: lists of Parts, together about PIECE characters."""
     block, size = [], 0
     for number, path in enumerate(files):
         for part in read_parts(path, number, tokenizer, text_key):
@@ -127,7 +122,7 @@ def read_blocks(files, tokenizer, text_key):
 
 
 def read_parts(path, number, tokenizer, text_key):
-    """Yield the Parts of one file. A read error is a Part too, so errors are reported in the order of the input."""
+    """Yield the Parts of one file. A read error is a Part too."""
     part = Part(path, number)
     try:
         if path.endswith(".parquet"):
@@ -135,7 +130,7 @@ def read_parts(path, number, tokenizer, text_key):
                 good = {"text": text} if isinstance(text, str) else {"problem": f"{text_key} is {text!r:.20}"}
                 yield part._replace(line=line, **good)
             return
-        # bytes that are not UTF-8 become lone surrogates, which `encode_block` refuses
+        # bad bytes become lone surrogates, which `encode_block` refuses
         with io.TextIOWrapper(opened(path), "utf-8-sig", "surrogateescape", "\n") as stream:
             if path.endswith(JSON):
                 lines = enumerate(stream, 1)
@@ -153,7 +148,7 @@ def read_parts(path, number, tokenizer, text_key):
 
 
 def opened(path):
-    """Return a stream of the bytes in a file, unpacked."""
+    """Return a stream of a file's unpacked bytes."""
     if path.endswith(".zst"):
         import pyarrow  # the package zstandard would not notice a file that is cut off
 
@@ -162,7 +157,7 @@ def opened(path):
 
 
 def read_column(path, name):
-    """Yield the values of a column of a .parquet file."""
+    """Yield a column of a .parquet file."""
     from pyarrow import parquet
 
     for batch in parquet.ParquetFile(path).iter_batches(64, columns=[name]):
@@ -173,17 +168,16 @@ def read_column(path, name):
 
 
 def encode_block(source, text_key, weights, block):
-    """Encode the Parts of a block. Of a bad long text, only the bad pieces are left out.
+    """Return [(split, tokens, whether the document ends here)] of the Parts, and a line for each bad Part.
 
-    Returns (encoded, problems): (split, tokens, whether the document ends here) of each Part, and a line of text for
-    each bad one.
+    Of a bad long text, only the bad pieces are left out.
     """
     tokenizer, encoded, problems = load_tokenizer(source), [], []
     for part in block:
         try:
             if part.problem:
                 raise OSError(part.problem)
-            # parse_int: json.loads would refuse an integer of 5,000 digits beside the text
+            # parse_int: without it, an integer of 5,000 digits is an error
             text = json.loads(part.text, parse_int=float)[text_key] if part.path.endswith(JSON) else part.text
             ids = tokenizer.encode_to_bytes(text)
         except Exception as error:
@@ -197,27 +191,27 @@ def encode_block(source, text_key, weights, block):
 
 
 def split_of(file, line, weights):
-    """Return the split (0 train, 1 val, 2 test) of the document that starts on `line` of the file with index `file`."""
+    """Return the split (0 train, 1 val, 2 test) of the document on `line` of the file with index `file`."""
     digest = hashlib.blake2b(f"{file}:{line}".encode(), digest_size=4).digest()
     point = int.from_bytes(digest, "little") / 2**32 * sum(weights)
     return bisect.bisect([*itertools.accumulate(weights)], point)
 
 
 def start_worker():
-    """Set up a worker: it ignores Ctrl-C, and it exits when its parent process ends for any reason."""
+    """Let a worker ignore Ctrl-C, and exit when its parent process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
 
 
 def encoded_blocks(blocks, workers, *job):
-    """Yield the results of `encode_block` in the order of `blocks`. job: the first arguments of `encode_block`."""
+    """Yield the results of `encode_block`, in order. job: its first arguments."""
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context(START_METHOD), start_worker)
     pending = deque()
     try:
         pool.submit(int)  # forks all workers, before the first block is read
         for block in blocks:
             pending.append(pool.submit(encode_block, *job, block))
-            if len(pending) == 4 * workers:  # this many blocks wait in the pool
+            if len(pending) == 4 * workers:
                 yield pending.popleft().result()
         yield from (future.result() for future in pending)
     except BrokenProcessPool:
@@ -228,17 +222,15 @@ def encoded_blocks(blocks, workers, *job):
 
 
 def megatron_blocks(prefix, tokenizer, weights):
-    """Yield results, as `encoded_blocks` does, of PREFIX.bin. A document that lacks its end-of-text gets it.
+    """Yield what `encoded_blocks` yields, for PREFIX.bin. Each document is a block, and ends with end-of-text.
 
-    Megatron-LM encodes text with tools/preprocess_data.py --dataset-impl=mmap. PREFIX.bin has only token ids.
-    PREFIX.idx contains, little-endian (megatron/core/datasets/indexed_dataset.py), for S sequences (parts of documents)
-    and D documents:
+    Megatron-LM's tools/preprocess_data.py --dataset-impl=mmap writes ids only into PREFIX.bin, and into PREFIX.idx
+    (megatron/core/datasets/indexed_dataset.py), little-endian, for S sequences (parts of documents) and D documents:
 
         magic, 9 bytes | version, 8 | code of the dtype, 1 | S, 8 | D + 1, 8 | number of tokens of each sequence, 4 S |
         first byte of each sequence in the .bin, 8 S | first sequence of each document, and S, 8 (D + 1)
 
-    It does not name the vocabulary, so the ids are compared with the size of `tokenizer`. Document d takes the place of
-    line d + 1 of a .jsonl file. Each document is a block.
+    The vocabulary is not named, so the ids are compared with the size of `tokenizer`.
     """
     import numpy as np  # not at the top: see START_METHOD
 
@@ -260,7 +252,7 @@ def megatron_blocks(prefix, tokenizer, weights):
 
 
 class Output:
-    """The folder DIR.part of an unfinished data set. progress.json says how much of its files counts."""
+    """The folder DIR.part of an unfinished data set, with progress.json: how much of its files counts."""
 
     def __init__(self, folder, made_from, width):
         self.folder, self.width, self.saved_at = folder, width, time.monotonic()
@@ -278,7 +270,7 @@ class Output:
             file.truncate(self.width * n)
 
     def write(self, encoded, problems):
-        """Append the tokens of a block. Count its documents and problems."""
+        """Append a block."""
         p = self.progress
         p["blocks"] += 1
         p["skipped"] += len(problems)
@@ -290,7 +282,7 @@ class Output:
             self.save()
 
     def save(self):
-        """Save all tokens so far, then the progress. A crash of the machine leaves the old or the new progress."""
+        """Save the tokens, then the progress, so a crash leaves the old or the new progress."""
         for file in self.files:
             file.flush()
             os.fsync(file.fileno())
@@ -300,10 +292,7 @@ class Output:
         self.saved_at = time.monotonic()
 
     def fill_empty_splits(self, weights):
-        """Fill each empty split with its share (--split) of the tokens of the largest split, taken from its end.
-
-        Example: one big text file is one document, so all its tokens go to one split.
-        """
+        """Fill each empty split (one big text is one document) with its share from the end of the largest split."""
         self.save()
         tokens = list(self.progress["tokens"])
         total = max(tokens)
@@ -314,13 +303,13 @@ class Output:
                 tokens[i], tokens[giver] = share, tokens[giver] - share
                 with open(self.files[giver].name, "rb") as source:
                     source.seek(self.width * tokens[giver])
-                    shutil.copyfileobj(source, self.files[i])  # `truncate` cuts off the splits after this one
+                    shutil.copyfileobj(source, self.files[i])  # `truncate` cuts off the rest
         self.progress["tokens"] = tokens
-        self.save()  # before the giver becomes shorter: a killed run must never have fewer tokens than its progress
+        self.save()  # first: a killed run must not have fewer tokens than its progress
         self.truncate()
 
     def finish(self, folder, meta):
-        """Rename the folder: a data set under its final name is complete."""
+        """Rename the folder: under its final name, a data set is complete."""
         (self.folder / "meta.json").write_text(json.dumps(meta, indent=1))
         self.folder.rename(folder)
         (folder / "progress.json").unlink()
@@ -355,7 +344,7 @@ def main():
             raise ValueError("a share is negative or not finite, or all are 0")
     if args.megatron and args.inputs:
         raise UserError(f"--megatron={args.megatron}: converts one data set; leave out the inputs {args.inputs}")
-    tokenizer = load_tokenizer(args.tokenizer)  # raises its errors before any work
+    tokenizer = load_tokenizer(args.tokenizer)  # first, because it finds mistakes
     files = [f"{args.megatron}.bin", f"{args.megatron}.idx"] if args.megatron else find_files(args.inputs)
     source = args.megatron or (args.inputs or ["stdlib"])[0]
     out = args.out or f"data/{Path(source).resolve().name.split('.')[0]}_{tokenizer.name}"
@@ -373,7 +362,7 @@ def main():
 
 
 def describe(files):
-    """Identify the input: number of files, bytes, and a hash of the files' paths, sizes and modification times."""
+    """Return the number of files, their bytes, and a hash of their paths, sizes and modification times."""
     stats = [(os.path.abspath(path), os.stat(path)) for path in files]
     text = "".join(f"{path!r} {stat.st_size} {stat.st_mtime_ns}\n" for path, stat in stats)
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -381,10 +370,10 @@ def describe(files):
 
 
 def is_finished(folder, made_from):
-    """Return True if `folder` has the data set of this command. Raises UserError or OSError if it has anything else."""
+    """Return whether `folder` has this command's data set. Raises UserError or OSError if it has anything else."""
     if not (folder / "meta.json").exists():
         with contextlib.suppress(FileNotFoundError):
-            folder.rmdir()  # an empty folder; DIR.part gets its name
+            folder.rmdir()  # only if empty; DIR.part gets its name
         return False
     with reading(f"--out={folder}: its meta.json is not prepare.py's; choose another --out"):
         there = json.loads((folder / "meta.json").read_text())["made_from"]
@@ -394,14 +383,14 @@ def is_finished(folder, made_from):
 
 
 def make(args, tokenizer, files, weights, output, folder):
-    """Read, encode and write all documents into `output`, and give it its final name."""
+    """Read, encode and write all documents."""
     made_from, done = output.progress["made_from"], output.progress["blocks"]
     megatron = args.megatron and megatron_blocks(args.megatron, tokenizer, weights)
     blocks = megatron or read_blocks(files, tokenizer, args.text_key)
-    rest = (block for block in itertools.islice(blocks, done, None))  # an earlier run finished the first ones
+    rest = (block for block in itertools.islice(blocks, done, None))  # an earlier run finished the first
     results = rest if megatron else encoded_blocks(rest, args.workers, args.tokenizer, args.text_key, weights)
     tqdm.monitor_interval = 0  # without tqdm's thread: see START_METHOD
-    about = made_from["input"]["bytes"] // PIECE  # blocks, if a character is a byte
+    about = made_from["input"]["bytes"] // PIECE  # blocks
     with contextlib.closing(results), tqdm(results, total=about, initial=done, unit="block") as bar:
         for encoded, problems in bar:
             if problems and args.inputs and args.on_error == "stop":

@@ -168,7 +168,6 @@ def test_mistakes_in_a_file(tmp_path, text, message):
         (1, dict(seed=10**30), "seed=1000000000000000000000000000000: should be"),
         (1, dict(min_lr=1.0), "min_lr=1.0: should be at most lr=0.001"),
         (1, dict(lr_decay_style="wsd"), "lr_decay_style=wsd: set lr_wsd_decay_iters"),
-        (1, dict(global_batch_size=2_000_000, micro_batch_size=1), "global_batch_size=2000000: makes 2,000,000 micro"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(world, fields, message):

@@ -1,7 +1,5 @@
-# CodeParrot small (110M). Source of all values: the script in "How to train a Language Model with Megatron-LM",
-# huggingface.co/blog/megatron-training, which needs about 12 hours on 8 GPUs. Rename the blog's file to .jsonl:
-# mv codeparrot_data.json codeparrot_data.jsonl
-# The script sets --fp16. dtype=auto, the default, uses bf16 if the GPU has it.
+# CodeParrot small (110M). Source: the script of huggingface.co/blog/megatron-training (about 12 hours on 8 GPUs), which
+# sets --fp16 too. Rename the blog's file codeparrot_data.json to .jsonl.
 # python prepare.py codeparrot_data.jsonl --text_key=content --out=data/codeparrot_gpt2
 data_dir = "data/codeparrot_gpt2"
 
@@ -9,7 +7,7 @@ num_layers = 12
 hidden_size = 768
 num_attention_heads = 12
 seq_length = 1024
-dropout = 0.1  # Megatron-LM's default; the script does not set it
+dropout = 0.1  # Megatron-LM's default
 
 micro_batch_size = 12
 global_batch_size = 192

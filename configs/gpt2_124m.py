@@ -1,6 +1,5 @@
-# GPT-2 small, 124,475,904 parameters (vocabulary padded to 50,304). Sources: nanoGPT's train.py
-# and config/train_gpt2.py (batch, lr, min_lr, adam_beta2, weight_decay), and llm.c's scripts/run_gpt2_124M.sh (warm-up,
-# number of tokens). The other values are this project's choice.
+# GPT-2 small, 124,475,904 parameters (vocabulary padded to 50,304). Sources: nanoGPT's config/train_gpt2.py (batch,
+# rates, adam_beta2, weight_decay) and llm.c's scripts/run_gpt2_124M.sh (warm-up, tokens).
 # python prepare.py --tokenizer=gpt2
 data_dir = "data/stdlib_gpt2"
 

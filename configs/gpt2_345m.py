@@ -1,15 +1,13 @@
-# GPT-2 medium, 354,871,296 parameters.
-# Source of all values: Megatron-DeepSpeed's script examples/pretrain_gpt_distributed.sh.
-# The script sets --fp16. dtype=auto, the default, uses bf16 if the GPU has it. For speed, on a GPU with 80 GB:
-# --recompute=none --dropout=0 --micro_batch_size=32: a quarter less work, larger matrix products, 26 GB of activations.
-# python prepare.py --tokenizer=gpt2        (add --split=949,50,1 for the split of the script)
+# GPT-2 medium, 354,871,296 parameters. Source: Megatron-DeepSpeed's examples/pretrain_gpt_distributed.sh, which sets
+# --fp16 too. Faster on a GPU with 80 GB: --recompute=none --dropout=0 --micro_batch_size=32
+# python prepare.py --tokenizer=gpt2        (the script's split: --split=949,50,1)
 data_dir = "data/stdlib_gpt2"
 
 num_layers = 24
 hidden_size = 1024
 num_attention_heads = 16
 seq_length = 1024
-dropout = 0.1  # Megatron-LM's default; the script does not set it
+dropout = 0.1  # Megatron-LM's default
 
 global_batch_size = 64
 train_iters = 500000

@@ -1,16 +1,15 @@
-# GPT-2 7B, 6,658,498,560 parameters. Source of all values: ds_gpt2_7b.sh and ds_config_gpt2_7b_4.json in the article
-# "大規模言語モデル(LLM)の作り方 Megatron-DeepSpeed編 Part1" (2023).
-# The script also sets --fp16 and ZeRO stage 1. This file sets neither (add --dtype=fp16 --zero=1).
+# GPT-2 7B, 6,658,498,560 parameters. Source: ds_gpt2_7b.sh and ds_config_gpt2_7b_4.json in the article
+# "大規模言語モデル(LLM)の作り方 Megatron-DeepSpeed編 Part1" (2023). The script adds --dtype=fp16 --zero=1.
 data_dir = "data/stdlib_gpt2"
 
 num_layers = 32
 hidden_size = 4096
 num_attention_heads = 32
-seq_length = 2024  # as in the script; perhaps 2048 was meant
-dropout = 0.1  # Megatron-LM's default; the script does not set it
+seq_length = 2024  # the script's; perhaps 2048 was meant
+dropout = 0.1  # Megatron-LM's default
 
 micro_batch_size = 4
-global_batch_size = 16  # 4 samples on each of the script's 4 GPUs
+global_batch_size = 16  # the script has 4 GPUs
 train_iters = 500000
 
 lr = 0.00015

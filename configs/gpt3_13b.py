@@ -1,5 +1,5 @@
-# GPT-3 13B. Source: Brown et al. 2020. Sizes, batch (2M tokens), lr and length (300B tokens) are in Table 2.1.
-# Decay, warm-up, adam_beta2 and weight_decay are in Appendix B. The other values are this project's choice.
+# GPT-3 13B. Source: Brown et al. 2020, Table 2.1 (sizes, batch, lr, 300B tokens) and Appendix B (decay, warm-up,
+# adam_beta2, weight_decay).
 data_dir = "data/stdlib_gpt2"
 
 num_layers = 40

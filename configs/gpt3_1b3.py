@@ -1,10 +1,10 @@
-# GPT-3 XL, 1.3B. Source: Brown et al. 2020. Sizes, batch (1M tokens), lr and length (300B tokens) are in Table 2.1.
-# Decay, warm-up, adam_beta2 and weight_decay are in Appendix B. The other values are this project's choice.
+# GPT-3 XL, 1.3B. Source: Brown et al. 2020, Table 2.1 (sizes, batch, lr, 300B tokens) and Appendix B (decay, warm-up,
+# adam_beta2, weight_decay).
 data_dir = "data/stdlib_gpt2"
 
 num_layers = 24
 hidden_size = 2048
-num_attention_heads = 16  # Table 2.1 prints 24, but 24 heads of 128 are not 2,048
+num_attention_heads = 16  # Table 2.1 prints 24
 seq_length = 2048
 
 micro_batch_size = 4

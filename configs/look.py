@@ -1,4 +1,4 @@
-# configs/tiny.py for three steps, to look at one scheme. At the end it prints the bytes that a step sends and keeps.
+# Three steps of configs/tiny.py, to look at one scheme. They end with the bytes that a step sends and keeps.
 # torchrun --nproc_per_node=2 train.py configs/look.py --zero=1 --out_dir=out/zero1
 vocab_size = 257  # 256 bytes and <|endoftext|>
 

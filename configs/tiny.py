@@ -1,5 +1,4 @@
-# A small GPT for the source code of Python's standard library. It trains in minutes on a laptop.
-# The values are this project's choice. The model (4 blocks of 128 columns, 4 heads) has config.py's defaults.
+# A small GPT (4 blocks, h = 128, 4 heads: config.py's defaults) that trains in minutes on a laptop.
 # python prepare.py --tokenizer=bytes
 vocab_size = 257  # 256 bytes and <|endoftext|>
 
