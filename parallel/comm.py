@@ -9,14 +9,12 @@
     send            a   |  -              a   | a                    N
 
 N is a size in bytes. The right column is the cost of the ring algorithm, which is optimal (Patarasuk and Yuan 2009):
-its all_reduce is a reduce_scatter and then an all_gather. Tensors are cut along their first dimension, so a contiguous
-tensor is sent without a copy. An axis (a group of ranks, `mesh.Axis`) with one rank sends and counts nothing.
+its all_reduce is a reduce_scatter and then an all_gather. Tensors are cut along their first dimension. An axis (a group
+of ranks, `mesh.Axis`) with one rank sends and counts nothing.
 
 Each call starts the communication and returns a `Pending`; `.wait()` returns the tensor. What the caller computes
-between the two overlaps with the communication. On Gloo, `wait` blocks the host, and its error names the rank that
-waited and the other ranks. On NCCL, a thread (the watchdog) prints a message and ends the process after the timeout.
-
-`agree` and `gather_objects` send small Python objects outside of a step. The ledger does not count them.
+between the two overlaps with the communication. On Gloo, `wait` blocks the host. `agree` and `gather_objects` send
+small Python objects outside of a step, which the ledger does not count.
 """
 
 import contextlib

@@ -1,31 +1,25 @@
 """Execute a schedule: this rank's forwards and backwards, unit by unit, and the messages between ranks.
 
-Slide "パイプライン並列". The model's units (embedding, blocks, head) are cut into consecutive *parts*. A chunk of the
-schedule is one part, placed on one rank (`schedules.py`). A rank runs its list of actions. For micro-batch j:
+Slide "パイプライン並列". A rank runs its list of actions (`schedules.py`). For micro-batch j and a chunk of units:
 
     F j     receive x, run the chunk's units, send y (the embedding reads ids instead, the head returns losses)
     B j     receive dL/dy, run the units backwards, send dL/dx
     I, W    the two halves of B. I computes dL/dx, and stores in `Executor.deferred` a WeightGradient (w, dy, x) for
             every linear of the blocks. Later W adds each dW = dy^T x to its bucket, and frees dy and x.
 
-The executor has no code for a particular schedule. Over each boundary between ranks a micro-batch sends bsh elements in
-each direction (bsh/t with sequence parallelism). A validation runs a list that has only F.
-
-The graph is cut between two units. Each unit gets a detached input, and its backward is one `torch.autograd.backward`,
-from the gradient of the next unit's input:
+Over each boundary between ranks a micro-batch sends bsh elements in each direction (bsh/t with sequence parallelism).
+The graph is cut between two units. A unit gets a detached input, and its backward is one `torch.autograd.backward`:
 
     forward     x0 -> [embedding] -> y0 | x1 = y0.detach() -> [block] -> y1 | ...  -> [head] -> losses
     backward    dL/dx1 = x1.grad  <-  [block].backward(x2.grad)  <-  ...
 
 So ZeRO and recomputation are plain code between units, not hooks. With full recomputation a block keeps only x and runs
-again just before its backward (Chen et al., arXiv 1604.06174). ZeRO-3 gathers a unit's parameters before the unit and
-frees them after it. A bucket's gradient is reduced as soon as it is complete, while backward continues (as in PyTorch's
-DDP, Li et al., arXiv 2006.15704).
+again just before its backward (Chen et al., arXiv 1604.06174). A bucket's gradient is reduced as soon as it is
+complete, while backward continues (as in PyTorch's DDP, Li et al., arXiv 2006.15704).
 
-Starting a send does not block. All ranks post their messages in one common order, which prevents a deadlock
-(`schedules.messages`), and a receive as early as this order allows. Messages to a higher rank and to a lower rank have
-different process groups, so a send never waits for a receive that was posted before. A buffer lives until its message
-is sent. Then the values of a sent output y are freed: backward needs y's graph, not its values.
+All ranks post their messages in one common order, which prevents a deadlock (`schedules.messages`), and a receive as
+early as this order allows. Messages to a higher and to a lower rank have different process groups, so a send never
+waits for a receive that was posted before. The values of a sent output y are freed: backward needs only y's graph.
 """
 
 import contextlib

@@ -15,17 +15,15 @@ pair is cut by its outputs (column parallel), the second by its inputs (row para
     leave   all_reduce (g) all_reduce of y    nothing               y is whole on every rank
             reduce_scatter reduce_scatter y   all_gather of dy      y is cut by tokens (sequence parallel)
 
-`CONJUGATE` is this table in code. Activations are [n, h]: the n = b s tokens of the micro-batch, sample after sample.
-With sequence parallelism each rank has n/t consecutive rows of an activation outside of the pairs. LayerNorm, dropout
-and residual stream then cost 1/t of the memory and the work. Forward stores only the cut x, so backward gathers x again
-for dW. A replicated parameter (LayerNorm, row-parallel bias, position table, router) sees only part of the tokens on
-each rank. So its gradient is a partial sum, which `zero.py` adds over tp at the end of the step.
+`CONJUGATE` is this table in code. Activations are [n, h]: n = b s tokens, sample after sample. With sequence
+parallelism each rank has n/t consecutive rows outside of the pairs, so LayerNorm, dropout and residual stream cost 1/t
+of the memory and the work. Forward stores only the cut x, so backward gathers x again for dW. A replicated parameter
+(LayerNorm, row-parallel bias, position table, router) sees part of the tokens, so `zero.py` sums its gradient over tp.
 
 **What can overlap.** The slide says that this communication can't be hidden. This is true in forward: the next
-operation needs the sum of g. In backward, dW = dy^T x does not need the all_reduce of dx. So `Linear.backward` starts
-the all_reduce, computes dW, then waits. With sequence parallelism, the all_gather of x for dW overlaps with the product
-dx. Not hidden are all of forward, the all_gather of dy, embedding and head, and dx in the action I (zb-* schedules),
-which computes no dW.
+operation needs the sum of g. In backward, `Linear.backward` starts the all_reduce of dx, computes dW = dy^T x, then
+waits. With sequence parallelism, the all_gather of x for dW overlaps with the product dx. Not hidden are the all_gather
+of dy, embedding and head, and dx in the action I, which computes no dW.
 
 Per layer and micro-batch each rank makes 4 all_reduces of bsh elements, and sends 8 bsh (t-1)/t. With sequence
 parallelism it makes 10 all_gathers and reduce_scatters, and sends 10 bsh (t-1)/t (`accounts/ledger.py`).

@@ -1,9 +1,8 @@
 """ZeRO: shards three kinds of buffers over the data ranks (slides "データ並列 (DP)" and "ZeRO (FSDP)").
 
-Rajbhandari et al. (arXiv 1910.02054), section 5. The parameters lie in *buckets* (word table, position table, each
-block, head; `layout.py`). A bucket has three kinds of flat buffers: optimizer state, gradients, parameters. The ZeRO
-stage selects the kinds that are sharded over the n data parallel ranks, 1/n on each. The others are whole on each rank.
-P: elements of a rank's buckets; m: micro-batches.
+Rajbhandari et al. (arXiv 1910.02054), section 5. A *bucket* (`layout.py`) has three kinds of flat buffers: optimizer
+state, gradients, parameters. The ZeRO stage selects the kinds that are sharded over the n data parallel ranks. P:
+elements of a rank's buckets; m: micro-batches.
 
     stage   optimizer state   gradients   parameters     sent per step and rank, in units of P (n-1)/n elements
       0     whole             whole       whole          2       all_reduce of gradients
@@ -11,7 +10,7 @@ P: elements of a rank's buckets; m: micro-batches.
       2     1/n               1/n         whole          m + 1   as stage 1, but gradients after each micro-batch
       3     1/n               1/n         1/n            3m      as stage 2, but parameters before each F and each B
 
-With m = 1 this is 2, 2, 2 and 3, as in section 7 of the paper. The calls of a step, in the order of this file:
+With m = 1 this is 2, 2, 2, 3, as in the paper's section 7. The calls of a step, in the order of this file:
 
     call           when                    stage 0          1                 2                        3
     zero_grad      at the start            clear            clear             clear 1/n                clear 1/n
@@ -26,15 +25,13 @@ With m = 1 this is 2, 2, 2 and 3, as in section 7 of the paper. The calls of a s
     update         once                    everything       1/n               1/n                      1/n
     publish        once                    -                all_gather        all_gather               -
 
-The all_gathers of `publish` run while the next step begins. At most two sums of gradients run while backward fills a
-third buffer. In stage 3 the parameters of the next unit are gathered while this unit computes. If a schedule splits B,
-I computes the gradients of LayerNorms, biases, head and embedding, and W the others. So the whole gradients of a chunk
-(the units that one action runs) exist from I to W.
+The all_gathers of `publish` run while the next step begins. At most two sums run while backward fills a third buffer.
+In stage 3 the next unit's parameters are gathered while this unit computes. If a schedule splits B, the whole gradients
+of a chunk exist from I to W.
 
 In bf16 each parameter needs 18 bytes: parameter 2, gradient 4, master weight 4 (the float32 copy that the optimizer
-updates), two moments 8. Stage 1 divides 12 of these by n, stage 2 divides 16, stage 3 divides 18. In fp32 the total is
-16, because the parameters are also the master weights. Gradients accumulate in the master dtype: float32, in fp64 runs
-float64.
+updates), two moments 8. Stages 1, 2, 3 divide 12, 16, 18 of these by n. In fp32 the parameters are the master weights:
+16 bytes. Gradients accumulate in the master dtype, float32 (in fp64 runs float64).
 """
 
 import itertools
@@ -53,8 +50,8 @@ from parallel.tensor import ParamSpec
 class Flat:
     """A flat buffer of a bucket. whole: [size]. own: the elements that this rank updates.
 
-    Not sharded: `own` is a view into `whole`; `open` and `close` do nothing. Sharded: `own` is a buffer of its own, and
-    `whole` has storage only from `open` to `close`. Without storage, `whole` and its views stay, but have no values.
+    Not sharded: `own` is a view into `whole`. Sharded: `own` is a buffer of its own, and `whole` has storage only from
+    `open` to `close`. Without storage, `whole` and its views stay, but have no values.
     """
 
     def __init__(self, size, owned, sharded, dtype, device):
@@ -158,10 +155,9 @@ def wait_for(communications):
 
 
 class Zero:
-    """Training state of this rank's part of the model: its buckets, and the calls of a step in the table above.
+    """This rank's buckets, and the calls of a step in the table above. training: False for parameters only.
 
-    Replaces each ParamSpec in this rank's units by an nn.Parameter. layout: a `layout.Layout` of the model. training:
-    False for parameters only.
+    It replaces each ParamSpec in this rank's units by an nn.Parameter.
     """
 
     def __init__(self, model, layout, config, mesh, dtype, device, ops=reference, training=True):
@@ -212,7 +208,7 @@ class Zero:
             bucket.grad.clear()
 
     def start_gather(self, name):
-        """Start the all-gather of a bucket's parameters in stage 3. In stages 1 and 2 `publish` has started it."""
+        """Start the all-gather of a bucket's parameters (stage 3)."""
         bucket = self.buckets[name]
         if bucket.param.sharded and name not in self.gathering:
             bucket.param.open()
@@ -237,7 +233,7 @@ class Zero:
     # --- open_gradient, reduce: gradients, before and after a unit's backward ----------------------------------------
 
     def open_gradient(self, name):
-        """Prepare a bucket's gradient for backward, which adds to it. Stages 2 and 3: allocate it, filled with 0."""
+        """Prepare a bucket's gradient for backward, which adds to it."""
         self.settle(name)  # a buffer must not change while it is sent
         if self.buckets[name].grad.open():
             self.buckets[name].grad.whole.zero_()
@@ -245,8 +241,7 @@ class Zero:
     def reduce(self, name, last):
         """Start to sum a bucket's gradient over the data ranks, while backward continues with the unit below.
 
-        last: True if this is the bucket's last gradient of the step. Stages 2 and 3 sum after each micro-batch, stages
-        0 and 1 only after the last one.
+        last: True if this is the bucket's last gradient of the step.
         """
         bucket = self.buckets[name]
         if bucket.grad.sharded:
@@ -313,8 +308,8 @@ class Zero:
     def squared_norm(self):
         """Return this rank's share of the squared global gradient norm, float64 []. Each element counts on one rank.
 
-        An inf or nan makes the share inf or nan, even in a gradient that does not count (0 times inf is nan). Then all
-        ranks skip the step. float64: a large loss scale must not overflow the sum.
+        An inf or nan makes it inf or nan, even in a gradient that does not count (0 times inf is nan): all ranks skip
+        the step. float64: a large loss scale must not overflow the sum.
         """
         pieces = self._counted_pieces()
         if not pieces:
@@ -356,5 +351,5 @@ class Zero:
                 self.gathering[name] = all_gather(bucket.param.own, bucket.dp, "parameters", out=bucket.param.whole)
 
     def finish_gathers(self):
-        """Wait until all parameters are whole (stages 0 to 2), before they change or are read outside of a unit."""
+        """Wait until all parameters are whole (stages 0 to 2)."""
         wait_for([self.gathering[name] for name in self.buckets if name in self.gathering])
