@@ -1,6 +1,6 @@
-"""Define the fixtures that tests share: processes connected by Gloo (`testing/workers.py`), and a tiny data set.
+"""Define the tests' fixtures: processes connected by Gloo (`testing/workers.py`), and a tiny data set.
 
-The environment variables are set before the imports of torch and Triton, because an import reads them.
+Importing torch and Triton reads the environment variables.
 """
 
 import json
@@ -8,7 +8,7 @@ import os
 import subprocess
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # because up to eight processes share a laptop's cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # up to eight processes share the cores
 vocabulary = Path(__file__).parent / "../shared/tiktoken"
 if vocabulary.is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(vocabulary.resolve()))
@@ -20,7 +20,7 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():  # the workers inherit the environment
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-pytest.register_assert_rewrite("testing")  # its failing asserts then print the compared values
+pytest.register_assert_rewrite("testing")  # its asserts print the compared values
 from testing.workers import Workers  # noqa: E402
 
 GIT = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(__file__).parent, capture_output=True).returncode == 0
@@ -35,7 +35,7 @@ def workers(tmp_path_factory):
 
 
 def write_tokens(folder, train=4000, val=700, test=300, vocab_size=50, tokenizer="bytes", seed=0):
-    """Write a data set of random tokens. A model can learn it, because a token is often the previous one plus 1."""
+    """Write a data set of random tokens, which a model can learn: a token is often the previous one plus 1."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(seed)
     counts = {"train": train, "val": val, "test": test}

@@ -1,4 +1,4 @@
-"""The command line of the measurements. Each measurement prints tables like those in the README.
+"""The command line of the measurements.
 
     python -m bench                   list the measurements
     python -m bench layouts           a training step of every layout, ours and PyTorch's own
@@ -6,9 +6,8 @@
     python -m bench train             a whole step, ours and plain PyTorch's, and a profile, on a GPU
     python -m bench sweep             a training step of every layout that this machine can run, beside predictions
 
-The measurement NAME is the function `measure` of bench/NAME.py. Its keyword arguments are the options, its docstring
-is the help: `python -m bench NAME --help`. This file imports a measurement only when it is needed. The measurements
-share machine.py, plain.py and tables.py. No file outside bench/ imports bench, except its tests.
+The measurement NAME is `measure` of bench/NAME.py. Its keyword arguments are the options, its docstring is the help:
+`python -m bench NAME --help`.
 """
 
 import argparse
@@ -22,7 +21,7 @@ NAMES = ["layouts", "kernels", "train", "sweep"]
 
 
 def measurement(name):
-    """Return (the function of the measurement, the parser of its options). An option has its default's type."""
+    """Return (the measurement's function, the parser of its options)."""
     measure = importlib.import_module(f"bench.{name}").measure
     shown = argparse.RawDescriptionHelpFormatter
     parser = Parser(f"python -m bench {name}", description=measure.__doc__, formatter_class=shown, allow_abbrev=False)
@@ -33,7 +32,7 @@ def measurement(name):
 
 
 def main():
-    """Run the named measurement with its options. Without a name, print the list. Raises UserError."""
+    """Run the named measurement. Without a name, print the list."""
     name, *words = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         return print(__doc__)

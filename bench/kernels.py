@@ -2,26 +2,22 @@
 
     python -m bench kernels --only=gelu
 
-The inputs are as in the model: the tokens of one micro-batch, and parameters with float32 gradients. Forward and
-backward are timed separately. Each row compares our Triton kernel with `reference.py` (eager and under torch.compile),
-and attention with PyTorch's own fused kernels. (`reference.adamw_` is PyTorch's fused AdamW.)
+The inputs are as in the model: the tokens of one micro-batch, and parameters with float32 gradients. Each row compares
+our Triton kernel with `reference.py` (eager and compiled; its adamw_ is PyTorch's fused AdamW), and attention with
+PyTorch's fused kernels.
 
-The exact result is `reference.py` in float64 on the same inputs. The allowed error is the same as in the tests: twice
-the error of `reference.py` in the inputs' own dtype, plus one rounding.
+The exact result is `reference.py` in float64. The allowed error is that of the tests: twice the error of `reference.py`
+in the inputs' dtype, plus one rounding.
 
-The times are GPU times. Before each measurement the GPU waits for two milliseconds. Meanwhile the host queues the work,
-so no kernel waits for its launch. The variants take turns. Each variant processes several copies of its inputs, which
-together do not fit into the L2 cache. So the inputs are not in the cache, as in a training step.
+The times are GPU times. The host queues the work while the GPU waits, so no kernel waits for its launch. The variants
+take turns, on several copies of the inputs that together do not fit into the L2 cache.
 
-Each run also measures a plain copy (bytes read and written per second) and large matrix products (FLOP/s). The products
-run for a whole second, because a busy GPU lowers its clock rate. An operation's *floor* is the least number of bytes
-that it must move, or of FLOP that it must compute. The operation's rate is floor / time. If this rate is near the rate
-of the copy or the product, a faster kernel gains little. The comments in kernels.py and flash_attention.py derive the
-floors.
+An operation's *floor* is the least number of bytes that it must move, or of FLOP that it must compute. Its rate is
+floor / time. A plain copy (bytes read and written per second) and large matrix products (FLOP/s) are measured too. If
+the operation's rate is near theirs, a faster kernel gains little.
 
-The rows "dW" measure `reference.add_product_`, which adds a weight's gradient to float32 with PyTorch's own product.
-Its time stands as that of Triton. Each row is printed as soon as it is measured. All rows together may take
-more than ten minutes, mainly for torch.compile. With --only=NAME a run should take one or two minutes.
+The rows "dW" time `reference.add_product_`, PyTorch's product added to float32, as Triton's. All rows may take more
+than ten minutes, mainly for torch.compile.
 
 Without a GPU the kernels run in Triton's interpreter at a small size. Then only the errors mean something.
 """
@@ -44,7 +40,7 @@ from parallel.mesh import Mesh
 from parallel.tensor import ROWS, LinearCrossEntropy
 from reference import Drop
 
-LARGE = dict(n=32768, h=1024, s=1024, v=50257)  # tokens, hidden size, tokens of a sample, vocabulary: the 345M model
+LARGE = dict(n=32768, h=1024, s=1024, v=50257)  # tokens, hidden size, tokens of a sample, vocabulary
 SMALL = dict(n=16, h=64, s=16, v=200)  # without a GPU
 ROW = "{:<30}{:<9}{:>13}{:>17}{:>6}  {}"
 
@@ -52,15 +48,15 @@ ROW = "{:<30}{:<9}{:>13}{:>17}{:>6}  {}"
 def measure(only: str = "", repeats: int = 20):
     """Check every operation. Compare its time with PyTorch's, and its rate with a memory copy or a matrix product.
 
-    --only     measure only the operation of this name, or operations whose name contains this text
-    --repeats  number of measurements of each variant; the variants take turns
+    --only     only the operation of this name, or operations whose name contains this text
+    --repeats  measurements of each variant
     """
     names = chosen([operation.name for operation in operations(torch.device("cpu"), **SMALL)], only)
     names = [only] if only in names else names
     if torch.cuda.is_available():
         right = compare(Gpu(), LARGE, repeats, names)
     else:
-        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it once, during its import
+        os.environ["TRITON_INTERPRET"] = "1"  # before the import of Triton
         from testing import sanitizer
 
         sanitizer.install()
@@ -75,11 +71,10 @@ def measure(only: str = "", repeats: int = 20):
 
 @dataclass
 class Operation:
-    """One operation, which is one row of the table (whole) or two (forward, backward).
+    """One operation: one row of the table (whole) or two (forward, backward).
 
-    draw(seed): returns its inputs. run(module, *inputs): calls the function of `kernels` or `reference`. floor: the
-    bytes that forward and backward must move, or with `flops` the FLOP; one number for an operation without backward.
-    own {name: function(*inputs)}: PyTorch's own variants.
+    draw(seed): returns its inputs. run(module, *inputs): calls the function of `kernels` or `reference`. floor: bytes
+    (with `flops`: FLOP) of forward and backward, or one number without backward. own: {name: PyTorch's variant}.
     """
 
     name: str
@@ -90,10 +85,7 @@ class Operation:
     own: dict = field(default_factory=dict)
 
     def inputs(self, seed, wide=False):
-        """Return inputs with requires_grad. A parameter (a vector) has a float32 gradient, as in training.
-
-        wide: in float64, with gradients in float64.
-        """
+        """Return inputs with requires_grad. A parameter (a vector) has a float32 gradient. wide: all in float64."""
         inputs = [x.double() if wide and x.is_floating_point() else x for x in self.draw(seed)]
         for x in inputs:
             if len(self.floor) == 2 and x.is_floating_point():
@@ -104,11 +96,11 @@ class Operation:
 
 
 def operations(device, n, h, s, v):
-    """Return all operations for n tokens, in samples of s tokens. Heads have size 64."""
+    """Return all operations for n tokens, in samples of s. Heads have size 64."""
     drop = Drop(torch.arange(n, device=device), 0.1, 1234, 1)
 
     def simple(name, shapes, call, *passes):
-        """passes: the number of passes over a tensor of the first shape, in forward and in backward."""
+        """passes: over a tensor of the first shape, in forward and in backward."""
         size = shapes[0][0] * shapes[0][1]
         draw = functools.partial(randoms, device, shapes=shapes)
         return Operation(name, draw, call, tuple(2 * count * size for count in passes))
@@ -143,7 +135,7 @@ def randoms(device, seed, shapes, dtype=torch.bfloat16):
 
 
 def attention(device, n, h, s):
-    """Return the operation. A matrix product of causal attention has s^2 d FLOP per head."""
+    """A matrix product of causal attention has s^2 d FLOP per head."""
 
     def backend(which):
         def run(qkv):
@@ -168,7 +160,7 @@ def draw_targets(device, seed, count, v):
 
 
 def loss_of_logits(device, n, v):
-    """Return the operation: the loss of logits [n, width]. Their gradient overwrites them."""
+    """The loss of logits [n, width]. Their gradient overwrites them."""
 
     def draw(seed):
         return [*randoms(device, seed, [(n, padded(v))]), draw_targets(device, seed, n, v)]
@@ -181,7 +173,7 @@ def loss_of_logits(device, n, v):
 
 
 def loss_of_head(device, n, h, v):
-    """Return the operation: the loss of all tokens from x [n, h] and word table w [width, h], and both gradients."""
+    """The loss of all tokens from x [n, h] and word table w [width, h], and both gradients."""
     width = padded(v)
 
     def draw(seed):
@@ -200,7 +192,7 @@ def loss_of_head(device, n, h, v):
 
 
 def add_rows(device, n, h, v):
-    """Return the operation: the gradient of a word table [v, h], float32, from n rows. Ids follow Zipf's law."""
+    """The gradient of a word table [v, h], float32, from n rows. Ids follow Zipf's law."""
     law = 1 / torch.arange(1, v + 1, dtype=torch.float64)
     law /= law.sum()
 
@@ -213,12 +205,12 @@ def add_rows(device, n, h, v):
         ops.add_rows_(table, ids, rows)
         return table
 
-    changed = (1 - (1 - law) ** n).sum().item()  # expected number of rows of the table that change
+    changed = (1 - (1 - law) ** n).sum().item()  # expected rows of the table that change
     return Operation("add_rows_", draw, run, (2 * n * h + 8 * changed * h,))
 
 
 def weight_gradient(device, name, n, out, width):
-    """Return the operation dW += dy^T x, with dW [out, width] in float32, dy [n, out] and x [n, width]."""
+    """dW += dy^T x, with dW [out, width] in float32, dy [n, out] and x [n, width]."""
 
     def draw(seed):
         gradient = randoms(device, seed, [(out, width)], torch.float32)
@@ -234,7 +226,7 @@ def weight_gradient(device, name, n, out, width):
 
 
 def adamw(device, h):
-    """Return the operation: the update of a block's flat buffer, matrices (with weight decay) before vectors."""
+    """The update of a block's flat buffer, matrices (with weight decay) before vectors."""
     matrices, size = 12 * h * h, 12 * h * h + 13 * h
     ranges, betas = [(0, matrices, True), (matrices, size, False)], dict(beta1=0.9, beta2=0.95)
     numbers = (torch.tensor(x, device=device) for x in (1e-3, 1.0, 3, False))
@@ -259,7 +251,7 @@ def as_tuple(outputs):
 
 
 def gradients_of(outputs):
-    """Return a random gradient of each output. Its numbers are those of bf16, so they are equal in every dtype."""
+    """Return a random gradient of each output, in numbers of bf16, equal in every dtype."""
     return [randoms(y.device, 90 + i, [y.shape])[0].to(y.dtype) for i, y in enumerate(outputs)]
 
 
@@ -273,7 +265,7 @@ def results(operation, function, inputs):
 
 
 class Judge:
-    """The exact results of an operation on inputs(0), and the errors of `reference.py` in the inputs' dtype."""
+    """The exact results of an operation, and the errors of `reference.py` in the inputs' dtype."""
 
     def __init__(self, operation):
         self.operation, plain = operation, functools.partial(operation.run, reference)
@@ -315,7 +307,7 @@ def compare(machine, sizes, repeats, names):
     for operation in operations(machine.device, **sizes):
         if operation.name not in names:
             continue
-        torch._dynamo.reset()  # deletes the compiled code of the operation before
+        torch._dynamo.reset()  # deletes compiled code
         machine.give_back()
         plain = functools.partial(operation.run, reference)
         variants = {"Triton": functools.partial(operation.run, kernels), "reference.py": plain}
@@ -329,10 +321,10 @@ def compare(machine, sizes, repeats, names):
 
 @dataclass
 class Found:
-    """The results of one variant: its error, its times (microseconds for one copy of the inputs), or its failure."""
+    """A variant's error, times (microseconds for one copy of the inputs), or failure."""
 
     error: float = float("nan")
-    times: list = field(default_factory=list)  # one tuple per repeat, with one number per direction
+    times: list = field(default_factory=list)  # per repeat, a tuple of one number per direction
     failure: str = ""
 
     @property
@@ -370,7 +362,7 @@ def examine(machine, operation, variants, repeats):
 
 
 def timed(machine, operation, function, copies):
-    """Return mean microseconds per copy: (forward, backward), or (whole,) for an operation without backward."""
+    """Return mean microseconds per copy: (forward, backward), or (whole,)."""
     forward, outputs = machine.timed(lambda: [as_tuple(function(*inputs)) for inputs in copies])
     if len(operation.floor) == 1:
         return (forward / len(copies),)

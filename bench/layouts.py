@@ -2,11 +2,10 @@
 
     python -m bench layouts --only=zero
 
-Ours and PyTorch's ("theirs") train the same GPT from the same weights on the same samples. They take turns in the same
-processes (Gloo, one thread each): ours, theirs, theirs, ours ... First, a check compares losses and gradient norms of
-three steps (to 1e-4). Theirs follows PyTorch's tutorials and uses every option that makes it faster: fused AdamW,
-gradients as views into buckets, no unnecessary copies or messages. Its model is `Plain` of plain.py. The functions
-`ddp`, `fsdp`, `dtensor` and `pipelining` spread the model over processes.
+Ours and PyTorch's ("theirs": `Plain` of plain.py) train the same GPT from the same weights on the same samples. They
+take turns in the same processes (Gloo, one thread each). First, losses and gradient norms of three steps are compared
+(to 1e-4). Theirs follows PyTorch's tutorials and uses every option that makes it faster: fused AdamW, gradients as
+views into buckets, no unnecessary copies or messages.
 """
 
 import contextlib
@@ -35,8 +34,8 @@ def measure(layers: int = 4, hidden: int = 256, seq: int = 128, vocab: int = 204
     """Compare our step with PyTorch's: same model, samples, processes and threads (goal: ours / theirs at most 1).
 
     --layers, --hidden, --seq, --vocab   the model; a micro-batch is 4 samples
-    --repeats                            number of timed steps of ours and of theirs, which take turns
-    --only                               measure only layouts whose name contains this text
+    --repeats                            timed steps of ours and of theirs
+    --only                               only layouts whose name contains this text
     """
     asked = chosen([row[0] for row in LAYOUTS], only)
     if vocab % 128:
@@ -59,13 +58,12 @@ def measure(layers: int = 4, hidden: int = 256, seq: int = 128, vocab: int = 204
 
 # --- theirs -----------------------------------------------------------------------------------------------------------
 #
-# `one_process` to `pipelining` take c (the configuration), mesh, and batches: [(ids [b, s], targets [b, s])], the
-# micro-batches of this data rank. Each returns a function step() -> (loss, gradient norm). The loss is the mean of the
-# micro-batches, or 0 on a rank that computes no loss.
+# `one_process` to `pipelining` take (Config, mesh, [(ids [b, s], targets [b, s])] of this data rank's micro-batches).
+# Each returns step() -> (mean loss, or 0 on a rank that computes none; gradient norm).
 
 
 def clip(optimizer, c):
-    """Clip the gradients. Return their norm before clipping. A group has only DTensors, or none."""
+    """Clip the gradients. Return their norm. A group has only DTensors, or none."""
     norms = [nn.utils.get_total_norm([p.grad for p in g["params"]], foreach=True) for g in optimizer.param_groups]
     norms = [norm.full_tensor() if isinstance(norm, dist.tensor.DTensor) else norm for norm in norms]
     norm = torch.linalg.vector_norm(torch.stack(norms))
@@ -75,7 +73,7 @@ def clip(optimizer, c):
 
 
 def accumulated(model, c, batches, before_backward=lambda last: contextlib.nullcontext(), context=None):
-    """Return the step of a model without pipeline stages. Gradients of the micro-batches add up in `.grad`."""
+    """Return the step of a model without pipeline stages."""
     optimizer = make_optimizer(model, c)
 
     def step():
@@ -105,11 +103,7 @@ def ddp(c, mesh, batches):
 
 
 def fsdp(c, mesh, batches):
-    """Apply `fully_shard` to every block and to the rest.
-
-    With ZeRO-2, parameters are gathered once a step, and gradients are reduced after each micro-batch. With ZeRO-3,
-    parameters are freed after forward.
-    """
+    """Apply `fully_shard` to every block and to the rest. With ZeRO-3, parameters are freed after forward."""
     from torch.distributed.fsdp import fully_shard
 
     model, axis, free_after_forward = Plain(c, mesh.tp), dist.init_device_mesh("cpu", (mesh.dp.size,)), c.zero == 3
@@ -125,7 +119,7 @@ def fsdp(c, mesh, batches):
 
 
 def dtensor(c, mesh, batches):
-    """Cut layers, logits and loss over tp. With c.sequence_parallel each rank normalizes only its tokens."""
+    """Cut layers, logits and loss over tp."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor import parallel as styles
 
@@ -153,7 +147,7 @@ def dtensor(c, mesh, batches):
     return accumulated(model, c, batches, context=styles.loss_parallel)
 
 
-THEIR_SCHEDULES = {  # {our schedule: (PyTorch's class that is next to it, chunks of a rank)}
+THEIR_SCHEDULES = {  # {our schedule: (PyTorch's nearest class, chunks of a rank)}
     "gpipe": ("ScheduleGPipe", 1),
     "1f1b": ("Schedule1F1B", 1),
     "interleaved": ("ScheduleInterleaved1F1B", 2),
@@ -166,7 +160,7 @@ THEIR_SCHEDULES = {  # {our schedule: (PyTorch's class that is next to it, chunk
 def pipelining(c, mesh, batches):
     """Use `torch.distributed.pipelining`. It lacks tied weights, so the step adds the gradients of the two word tables.
 
-    In a V the chunks run from the first rank to the last and back, so the first rank has both tables.
+    In a V (zb-v) the first rank has both tables.
     """
     from torch.distributed import pipelining as pp
 
@@ -194,7 +188,7 @@ def pipelining(c, mesh, batches):
     def step():
         losses = []
         runner.step(*[ids][:first], target=targets if last else None, losses=losses, return_outputs=False)
-        twice = torch.zeros(())  # the tied gradient's squared norm, which is counted twice
+        twice = torch.zeros(())  # the tied gradient's squared norm counts twice
         if first and last:
             tables[0].grad += tables[1].grad
             tables[1].grad = tables[0].grad.clone()
@@ -238,7 +232,7 @@ LAYOUTS = [  # name, processes, our fields, micro-batches, PyTorch's variant
 
 
 def measured(name, processes, ours, count, theirs, fields, repeats):
-    """Return the table's cells of one row of LAYOUTS. Raises UserError if ours and theirs do not train the same."""
+    """Return the table's cells of a row of LAYOUTS. Raises UserError if ours and theirs train differently."""
     mesh = Mesh(ours.get("tp", 1), ours.get("pp", 1))
     c = Config(**fields, **ours, global_batch_size=4 * count * mesh.dp.size)
     generator = torch.Generator().manual_seed(c.seed)
@@ -248,7 +242,7 @@ def measured(name, processes, ours, count, theirs, fields, repeats):
     for i in range(3):
         ours_did, (loss, norm) = (step() for step in steps)
         check_same(name, i + 1, ours_did, (whole_loss(mesh, loss), norm.item()))
-    times = [[], []], [[], []]  # wall clock of ours, theirs; CPU time of ours, theirs
+    times = [[], []], [[], []]  # wall clock, CPU time; each of ours, theirs
     for i in range(2 * repeats):
         which = (0, 1, 1, 0)[i % 4]
         for kind, value in zip(times, timed(steps[which]), strict=True):
@@ -258,7 +252,7 @@ def measured(name, processes, ours, count, theirs, fields, repeats):
 
 
 def our_step(c, mesh, batches):
-    """Return our step() -> (loss, gradient norm): train.py's step on this data rank's micro-batches."""
+    """Return train.py's step() -> (loss, gradient norm) on this data rank's micro-batches."""
     run = train.build(c, mesh, torch.device("cpu"))
     run.zero.initialize(c.seed)
     over_and_over = (run.model.micro_batch(*batch) for batch in itertools.cycle(batches))
@@ -271,21 +265,21 @@ def our_step(c, mesh, batches):
 
 
 def whole_loss(mesh, loss):
-    """Return PyTorch's loss, averaged over the data ranks. `loss` is 0 on ranks that compute none."""
+    """Return PyTorch's loss, averaged over the data ranks."""
     loss = loss.full_tensor() if isinstance(loss, dist.tensor.DTensor) else torch.as_tensor(loss)
     share = loss.double() / (mesh.dp.size * mesh.tp.size)
     return all_reduce(share, mesh.world, "loss").wait().item()
 
 
 def check_same(name, step, ours, theirs):
-    """Raise UserError if (loss, gradient norm) of ours and of theirs differ by more than 1e-4, relative to theirs."""
+    """Raise UserError if (loss, gradient norm) differ by more than 1e-4 of theirs."""
     for what, a, b in zip(("loss", "gradient norm"), ours, theirs, strict=True):
         if abs(a - b) > 1e-4 * abs(b):
             raise UserError(f"{name}: the {what} of step {step} differs: ours {a}, PyTorch's {b}")
 
 
 def timed(step):
-    """Run a step between two synchronizations. Return (ms of wall clock, CPU ms of all ranks together)."""
+    """Run a step. Return (ms of wall clock, CPU ms of all ranks together)."""
     dist.barrier()
     start, cpu = time.perf_counter(), time.process_time()
     step()
@@ -295,8 +289,8 @@ def timed(step):
 
 
 def work(rank, rendezvous, processes, names, fields, repeats):
-    """Measure the named layouts on this rank. Rank 0 prints each row of the table as soon as it is measured."""
-    torch.set_num_threads(1)  # one core per process, if the machine has enough
+    """Measure the named layouts on this rank. Rank 0 prints the rows."""
+    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=processes)
     for row in LAYOUTS:
         if row[0] in names:
@@ -304,4 +298,4 @@ def work(rank, rendezvous, processes, names, fields, repeats):
             if rank == 0:
                 print(ROW.format(*cells), flush=True)
     dist.destroy_process_group()
-    gc.collect()  # a group ends its threads when no object refers to it; cycles of objects still do
+    gc.collect()  # a group ends its threads when no object refers to it

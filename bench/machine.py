@@ -1,7 +1,4 @@
-"""The devices of the measurements: `Gpu`, and `Cpu` for tests and for machines without a GPU.
-
-`Cpu` has the same methods. It uses the host's clock, small sizes and no compiler.
-"""
+"""The devices of the measurements: `Gpu`, and `Cpu` with the host's clock, small sizes and no compiler."""
 
 import contextlib
 import functools
@@ -15,23 +12,23 @@ from torch.profiler import ProfilerActivity
 NO_GPU = "no GPU here: "
 VERSIONS = f"PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
 
-HEAD_START = 4_000_000  # clock cycles, about 2 ms: the GPU waits this long while the host queues the work
+HEAD_START = 4_000_000  # clock cycles, about 2 ms, in which the host queues the work
 
 
 class Gpu:
-    profiled = ProfilerActivity.CUDA, "cuda"  # the activity to record, its name in the columns of the table
+    profiled = ProfilerActivity.CUDA, "cuda"  # the activity to record, its name in the table
     synchronize = staticmethod(torch.cuda.synchronize)
     sustained = 1e6  # microseconds of `product_rate`
-    cache = 200 << 20  # bytes; more than the L2 cache, which has 50 MB on an H200
+    cache = 200 << 20  # bytes; more than the L2 cache
 
     def __init__(self):
         self.device, self.name = torch.device("cuda"), torch.cuda.get_device_name()
         self.compile = functools.partial(torch.compile, dynamic=False)
-        self.yardstick = 1 << 29, 8192  # bytes of a copy; rows and columns of a matrix product
-        torch._dynamo.config.recompile_limit = 64  # compile at most 64 sizes; then use eager code
+        self.yardstick = 1 << 29, 8192  # bytes of a copy; rows of a matrix product
+        torch._dynamo.config.recompile_limit = 64  # sizes; beyond, code is eager
 
     def timed(self, call):
-        """Return (microseconds of GPU time for the work that `call()` queues, the result of `call()`)."""
+        """Return (microseconds of GPU time, result) of `call()`."""
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(HEAD_START)
         start.record()
@@ -42,7 +39,7 @@ class Gpu:
 
     @contextlib.contextmanager
     def no_waiting(self):
-        """In this `with` block, waiting for the device raises RuntimeError."""
+        """In this block, waiting for the device raises RuntimeError."""
         torch.cuda.set_sync_debug_mode("error")
         try:
             yield
@@ -50,7 +47,7 @@ class Gpu:
             torch.cuda.set_sync_debug_mode("default")
 
     def give_back(self):
-        """Return unused memory to the device, so that the next measurement can allocate blocks of other sizes."""
+        """Return unused memory to the device, for blocks of other sizes."""
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -75,7 +72,7 @@ class Cpu:
 
 
 def copy_rate(machine):
-    """Measure a plain copy. Return bytes read plus bytes written, per second."""
+    """Return a plain copy's bytes read and written per second."""
     size, _ = machine.yardstick
     pairs = [[torch.ones(size, dtype=torch.uint8, device=machine.device) for _ in range(2)] for _ in range(2)]
     runs = [machine.timed(lambda: [to.copy_(source) for to, source in pairs])[0] for _ in range(10)]
@@ -83,10 +80,7 @@ def copy_rate(machine):
 
 
 def product_rate(machine, dtype):
-    """Measure large matrix products. Return FLOP/s.
-
-    They run for a second, because a busy GPU lowers its clock rate, and a training step computes for hours.
-    """
+    """Return FLOP/s of large matrix products in one second: a busy GPU lowers its clock rate."""
     _, n = machine.yardstick
     a, b = (torch.randn(n, n, device=machine.device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
@@ -97,7 +91,7 @@ def product_rate(machine, dtype):
 
 
 def what_went_wrong(error):
-    """Return an exception as one line, for a cell of the table. The caller then measures the next cell."""
+    """Return an exception as one line, for a cell of the table."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return "out of memory"
     return f"failed: {type(error).__name__}: {' '.join(str(error).split())}"[:300]

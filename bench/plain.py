@@ -1,4 +1,4 @@
-"""The same GPT in plain PyTorch, with our initial weights. The measurements compare it with ours."""
+"""The same GPT in plain PyTorch, with our initial weights."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ STEADY = dict(train_iters=1000, lr_decay_style="constant", lr_warmup_iters=0)  #
 
 
 def samples(tokens):
-    """Return [(ids [b, s], targets [b, s])], one pair for each micro-batch of tokens [m, b, s + 1]."""
+    """Return [(ids [b, s], targets [b, s])] of the micro-batches of tokens [m, b, s + 1]."""
     return [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in tokens]
 
 
@@ -29,7 +29,7 @@ class PlainEmbedding(nn.Module):
 
 
 class PlainBlock(nn.Module):
-    """One block. The outputs of qkv are ordered by head, [a, 3, d], so that DTensor can cut them between heads."""
+    """One block. The outputs of qkv are [a, 3, d], so that DTensor can cut them between heads."""
 
     def __init__(self, c):
         super().__init__()
@@ -56,8 +56,6 @@ class PlainHead(nn.Module):
 
 
 class Plain(nn.Module):
-    """The same GPT in plain PyTorch, with our initial weights."""
-
     def __init__(self, c, tp, tied=True):
         super().__init__()
         self.units = nn.ModuleList([PlainEmbedding(c), *(PlainBlock(c) for _ in range(c.num_layers)), PlainHead(c)])
@@ -95,7 +93,7 @@ def loss_of(logits, targets):
 
 
 def make_optimizer(model, c):
-    """Return fused AdamW. DTensors get their own groups, because the fused kernel refuses mixed lists."""
+    """Return fused AdamW. DTensors get groups of their own: the fused kernel refuses mixed lists."""
     groups = {}
     for p in dict.fromkeys(model.parameters()):
         groups.setdefault((p.ndim > 1, type(p)), []).append(p)

@@ -3,12 +3,10 @@
     python -m bench sweep --config=configs/tiny.py --processes=4
 
 Each layout runs under its own torchrun, with one thread per process, on random tokens. The first WARMUP steps do not
-count. A layout that fails has its error in the table. The folder OUT_DIR_sweepN (N: number of processes) has the data
-and the last run's output.
+count. The folder OUT_DIR_sweepN (N: number of processes) has the data and the last run's output.
 
-A hackathon measured the same combinations. Its fastest layout was more than 3 times as fast as its slowest layout. With
---device the table shows plan.py's predictions. Their rank correlation (Spearman 1904) is 1 if the predicted order is
-the measured one, 0 if the orders are unrelated, and -1 if one order is the reverse of the other.
+With --device the table shows plan.py's predictions. Their rank correlation (Spearman 1904) is 1 if the predicted order
+is the measured one, 0 if the orders are unrelated, and -1 for the reverse order.
 """
 
 import itertools
@@ -31,18 +29,18 @@ from errors import UserError, explained
 from log import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-GRID = ("tp", "pp", "micro_batch_size")  # the fields that differ between the layouts
-WARMUP, LIMIT = 2, 300  # steps that do not count; seconds that a run may take
+GRID = ("tp", "pp", "micro_batch_size")  # the fields of a layout
+WARMUP, LIMIT = 2, 300  # steps that do not count; seconds of a run
 
 
 def measure(config: str = "configs/tiny.py", processes: int = 4, steps: int = 10, only: str = "", device: str = ""):
     """Run every layout that train.py accepts for a few steps on this machine, and print the fastest first.
 
-    --config     the model, its global batch size and all fields except tp, pp and micro_batch_size
+    --config     all fields except tp, pp and micro_batch_size
     --processes  of each run
     --steps      timed steps of each run
-    --only       measure only layouts whose name contains this text, such as tp=2
-    --device     a device of accounts/devices.py; the table then shows plan.py's predictions for it
+    --only       only layouts whose name contains this text, such as tp=2
+    --device     a device of accounts/devices.py, for plan.py's predictions
     """
     if device and device not in DEVICES:
         raise UserError(f"--device={device}: should be one of {', '.join(DEVICES)}")
@@ -53,7 +51,7 @@ def measure(config: str = "configs/tiny.py", processes: int = 4, steps: int = 10
         save_interval=0, resume="none", data_dir=str(folder / "data"), out_dir="",
     )  # fmt: skip
     chosen = {name: c for c in accepted(base, processes) if only in (name := name_of(c))}
-    milliseconds = {}  # of each timed step, {name: list}
+    milliseconds = {}  # {name: those of each timed step}
     with explained(folder):
         prepare(base, folder)
         for name in chosen:
@@ -71,12 +69,12 @@ def measure(config: str = "configs/tiny.py", processes: int = 4, steps: int = 10
 
 
 def name_of(c):
-    """Return the name of a layout: its values of GRID."""
+    """Return a layout's values of GRID."""
     return " ".join(f"{name}={getattr(c, name)}" for name in GRID)
 
 
 def accepted(base, processes):
-    """Return the configurations of GRID that `config.check` accepts. Raises UserError if there are none."""
+    """Return the configurations that `config.check` accepts. Raises UserError if there are none."""
     divisors, found = [n for n in range(1, processes + 1) if processes % n == 0], []
     sizes = [2**i for i in range(base.global_batch_size.bit_length())]
     for values in itertools.product(divisors, divisors, sizes):
@@ -104,7 +102,7 @@ def prepare(base, folder):
 
 
 def run(name, processes, folder):
-    """Run one layout. Return the milliseconds of each timed step, or after a failure a line."""
+    """Return the milliseconds of each timed step of a layout, or a failure as a line."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command += [ROOT / "train.py", folder / "base.py", *(f"--{field}" for field in name.split())]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PET_LOCAL_ADDR": "localhost"}

@@ -2,29 +2,22 @@
 
     python -m bench train --config=gpt2_345m --micro_batch_size=32
 
-All contestants train the same GPT on the same batches, without dropout and recomputation. (A line lists what this
-changes in the configuration.)
+All contestants train the same GPT on the same batches, without dropout and recomputation:
 
-    ours           bf16 with float32 master weights and float32 gradients (parallel/zero.py); with each choice of
-                   --kernels: kernels.py (triton), reference.py (torch) or a mixture (auto)
-    plain PyTorch  `Plain` of plain.py, trained in the usual way: float32 weights under torch.autocast(bf16), fused
-                   AdamW, clip_grad_norm_; eager, and under torch.compile
+    ours           bf16 with float32 master weights and gradients; with each choice of --kernels: kernels.py (triton),
+                   reference.py (torch) or a mixture (auto)
+    plain PyTorch  `Plain` of plain.py: float32 weights under torch.autocast(bf16), fused AdamW, clip_grad_norm_; eager,
+                   and under torch.compile
 
-An update follows each micro-batch. It costs every contestant a few percent, which a real run with more micro-batches
-does not pay; --micro_batches=8 measures that. Ids follow Zipf's law, as in text: id i has a probability proportional to
-1 / (i + 1). With uniform ids the embedding's gradient would have few duplicates and be too fast. PyTorch chooses the
-backend of plain PyTorch's attention; --attention=cudnn or flash forces one.
+An update follows each micro-batch; --micro_batches=8 changes that. Ids follow Zipf's law, as in text: with uniform ids
+the embedding's gradient would have few duplicates and be too fast.
 
-On an H200 we expect (not measured) at most a minute for each of two compilations and four minutes for the rest.
---only=TEXT leaves contestants out. First, a check compares the losses of three steps: they must agree to 1%. (Plain
-PyTorch's softmax includes the vocabulary's padding, which changes a loss by about 0.01%.) Then the contestants take
-turns in one process. The first step of a turn is not timed, because it allocates memory from the device again. All
-models stay in memory during the measurement. A contestant that is "out of memory" may fit without the others.
+First, the losses of three steps must agree to 1%. (Plain PyTorch's softmax includes the vocabulary's padding, which
+changes a loss by about 0.01%.) Then the contestants take turns. A turn's first step, which allocates memory, is not
+timed. All models stay in memory: a contestant that is "out of memory" may fit without the others (--only=TEXT).
 
-The last table is PyTorch's profile of our step, kernel by kernel; `python -m bench kernels` has the floor of each
-kernel. The last line shows how long the GPU is idle. A CUDA graph or a faster host could save this time. One more step
-runs in a mode of PyTorch in which waiting for the GPU raises an error. This checks that the host never waits within a
-step.
+The last table is PyTorch's profile of our step, and the last line shows how long the GPU is idle. One more step runs in
+a mode of PyTorch in which waiting for the GPU raises an error: the host must not wait within a step.
 
 Without a GPU the same measurement runs on the CPU with a small model.
 """
@@ -58,7 +51,7 @@ from log import PendingStep
 from parallel.mesh import Mesh
 
 BATCHES = 4  # different batches, used in a cycle
-CHECKED = 3  # steps with a comparison of the losses
+CHECKED = 3  # steps whose losses are compared
 PROFILED = 3  # steps
 SMALL = dict(  # the model without a GPU
     num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=512,
@@ -84,7 +77,7 @@ def measure(
     --steps              steps of a turn
     --repeats            turns of each contestant
     --attention          of plain PyTorch: own (PyTorch chooses), cudnn or flash
-    --only               only contestants whose name contains this text, such as eager; kernels=auto always takes part
+    --only               kernels=auto, and contestants whose name contains this text, such as eager
     """
     if attention not in ("own", *BACKENDS):
         raise UserError(f"--attention={attention}: should be own, cudnn or flash")
@@ -100,7 +93,7 @@ def measure(
 
 
 def load(name, size, micro_batches):
-    """Return configs/NAME.py in bf16, without the features that bench/plain.py does not have. Print the changes."""
+    """Return configs/NAME.py in bf16, without what bench/plain.py lacks. Print the changes."""
     asked = configuration.load([str(Path(__file__).parents[1] / f"configs/{name}.py")])
     changes = dict(dtype="bf16", dropout=0.0, recompute="none", rampup_batch_size="")
     changed = [f", {k}={getattr(asked, k)} -> {v}" for k, v in changes.items() if getattr(asked, k) != v]
@@ -118,18 +111,18 @@ def per_update(c):
 
 @dataclass
 class Contestant:
-    """One way to train a model. step() returns the loss (a tensor or a PendingStep). choose() sets its operations."""
+    """One way to train a model. step() returns the loss (a tensor or a PendingStep)."""
 
     name: str
     model: object  # Ours or Theirs; several contestants may share a model
     step: Callable
-    choose: Callable = lambda: None
+    choose: Callable = lambda: None  # sets the model's operations
     seconds: list = field(default_factory=list)  # per step
     failure: str = ""
 
 
 class Ours:
-    """Our model and its training state. The contestants that share it differ in the operations."""
+    """Our model and its training state. Its contestants differ in the operations."""
 
     def __init__(self, c, machine, batches):
         self.run = train.build(c, Mesh(), machine.device)
@@ -154,7 +147,7 @@ class Ours:
 
     @torch.no_grad()
     def restart(self):
-        """Return to the initial weights. Delete the activations of a step that failed."""
+        """Return to the initial weights, also after a step that failed."""
         self.run.executor.kept.clear()
         self.run.executor.local.clear()
         self.batches = itertools.cycle(self.micro_batches)
@@ -167,7 +160,7 @@ class Ours:
 
 
 class Theirs:
-    """`Plain`, trained as in PyTorch's tutorials. torch.compile compiles the model together with its loss."""
+    """`Plain`, trained as in PyTorch's tutorials. torch.compile gets the model with its loss."""
 
     def __init__(self, c, machine, batches):
         self.config, self.machine, self.micro_batches = c, machine, batches
@@ -205,7 +198,7 @@ class Theirs:
 
 
 def contestants_of(c, machine, batches, only=""):
-    """Return the contestants: ours with kernels=auto, and those whose name contains `only`."""
+    """Return ours with kernels=auto, and the contestants whose name contains `only`."""
     choices = ("auto", "triton", "torch") if machine.device.type == "cuda" else ("auto",)
     ours, *others = Ours(c, machine, batches).contestants(choices)
     others += Theirs(c, machine, batches).contestants()
@@ -216,7 +209,7 @@ def contestants_of(c, machine, batches, only=""):
 
 
 def compare(machine, c, steps, repeats, only=""):
-    """Print the check, the table and the profile. Return whether no contestant of ours failed."""
+    """Print the check, the table and the profile. Return whether none of ours failed."""
     batches = batches_of(c, machine)
     contestants = contestants_of(c, machine, batches, only)
     check_same(machine, contestants)
@@ -227,7 +220,7 @@ def compare(machine, c, steps, repeats, only=""):
 
 
 def batches_of(c, machine):
-    """Return BATCHES micro-batches, [(ids [b, s], targets [b, s])]. Ids follow Zipf's law."""
+    """Return BATCHES micro-batches, [(ids [b, s], targets [b, s])]."""
     generator = torch.Generator().manual_seed(c.seed)
     shape = BATCHES, c.micro_batch_size, c.seq_length + 1
     law = 1 / torch.arange(1, c.vocab_size + 1, dtype=torch.float64)
@@ -236,7 +229,7 @@ def batches_of(c, machine):
 
 
 def check_same(machine, contestants):
-    """Print the losses of the first steps from the same weights. Raises UserError if they differ by more than 1%."""
+    """Print the first losses from the same weights. Raises UserError if they differ by more than 1%."""
     losses = {}
     for who in contestants:
         who.model.restart()
@@ -260,7 +253,7 @@ def value(loss):
 
 @contextlib.contextmanager
 def surviving(machine, who):
-    """Store an exception of one contestant for its cell of the table. The others continue."""
+    """Store an exception of one contestant for the table. The others continue."""
     try:
         yield
     except Exception as error:
@@ -271,7 +264,7 @@ def surviving(machine, who):
 
 
 def rounds(machine, contestants, steps, repeats):
-    """Run the contestants in turns, and fill in their `seconds` and `failure`. The first turn warms up."""
+    """Run the contestants in turns, for their `seconds` and `failure`. The first turn warms up."""
     for i in range(repeats + 1):
         for who in contestants if i % 2 else reversed(contestants):
             if not who.failure:
@@ -281,7 +274,7 @@ def rounds(machine, contestants, steps, repeats):
 
 
 def turn(machine, who, steps):
-    """Run one step, which allocates memory, then `steps` timed steps. Return the seconds of one."""
+    """Run one step, then `steps` timed steps. Return the seconds of one."""
     who.choose()
     who.step()
     machine.synchronize()
@@ -293,7 +286,7 @@ def turn(machine, who, steps):
 
 
 def table(machine, c, contestants, steps, repeats):
-    """Print a row for each contestant with the results of `rounds`."""
+    """Print a row for each contestant."""
     peak, flops = peak_tflops(machine.name, c.dtype), model_flops(c, c.global_batch_size)
     tokens = c.global_batch_size * c.seq_length
     print(

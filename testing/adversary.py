@@ -2,38 +2,26 @@
 
     ADVERSARY=1 pytest test_layouts.py        all processes of the tests communicate in this mode
 
-**Why a CPU hides these bugs.** A communication runs beside the computation, from its call until `wait`. During this
-time its buffers belong to it. A program breaks this rule if it reads a result, or changes or frees a buffer, before
-`wait`. With NCCL on GPUs it then computes with wrong numbers. With Gloo on a CPU it mostly passes its tests:
+From a communication's call until `wait`, its buffers belong to it. A program that reads, changes or frees one of them
+earlier computes wrong numbers with NCCL. With Gloo on a CPU it mostly passes its tests: small communications are done
+at once, and freed memory keeps its values. Gloo also matches messages by tags. NCCL ignores tags: two ranks must post
+(start) the messages between them in one order.
 
-- The tensors of a test are small. A communication is often done before the next line of Python runs.
-- Memory that is freed and allocated again often still has its old values.
-- Gloo matches a send and a receive by their tags. NCCL ignores tags: two ranks must post (start) the messages between
-  them in one order. Otherwise a message goes to the wrong receive, or both ranks wait for ever.
-
-**How the mode shows them.** The program does not change. The mode replaces torch's six functions that comm.py calls.
-Each runs its communication at once, in a thread, on private copies of the tensors, and returns a `Late` instead of
-torch's handle. The program's own tensors stay without the result until `wait`:
+The mode replaces torch's six functions that comm.py calls. Each runs its communication in a thread, on private copies,
+and returns a `Late` instead of torch's handle. The program's tensors get the result at `wait`:
 
     bug                              how it is found
-    result read before `wait`        Until `wait` the result is poison: nan. A later call that would send a nan is an
-                                     error. A nan of float32 or float64 contains the number of its call. Arithmetic
-                                     keeps this number. So the error can name the call whose result was read.
+    result read before `wait`        Until `wait` the result is nan. To send a nan is an error. A nan of float32 or
+                                     float64 contains the number of its call, and arithmetic keeps this number.
     no `wait`                        The `Late` is destroyed before its `wait`. The next call is an error.
-    buffer changed before `wait`     `wait` compares all bytes with those just after the call. The nan is a signalling
-                                     nan: arithmetic in place makes it a quiet nan, which has other bits.
+    buffer changed before `wait`     `wait` compares all bytes with those just after the call. Arithmetic in place makes
+                                     the signalling nan a quiet nan, which has other bits.
     buffer freed before `wait`       `resize_` of a storage that belongs to an unfinished call is an error.
     memory read before it is         `resize_` fills memory with nan before it is freed, and after it is allocated.
       written
-    messages in another order        Each rank has one thread for each group and peer. It runs the messages one by one,
-                                     in the order of posting. Before each message, both ranks exchange its direction,
-                                     tag and size. If these do not match, it is an error.
-    use of `done` as `wait`          `done` answers False at random (from a seed). Otherwise it waits up to a second and
-                                     answers truly. The result stays poison until `wait`.
-
-A call may use one buffer as input and as result. The buffer of all_reduce is a result. If the input of all_gather is a
-slice of the result, this slice keeps its values. If the result of reduce_scatter is a slice of the input, only this
-slice is poison.
+    messages in another order        One thread for each group and peer runs the messages in the order of posting.
+                                     Before each, both ranks compare its direction, tag and size.
+    use of `done` as `wait`          `done` answers False at random. The result stays poison until `wait`.
 
 Each error names the operation, the data, the axis, the rank, and the line of the program that made the call.
 """
@@ -52,13 +40,13 @@ from torch.distributed import irecv, isend
 
 from parallel import comm, tensor
 
-all_gather = comm._all_gather  # like `irecv` and `isend`, the true function also within the mode
+all_gather = comm._all_gather  # torch's function, also within the mode
 
-PATIENCE = 50  # seconds that one communication may take, also on a busy machine
-MOMENT = 1  # seconds that `done` waits at most, if it does not answer False at once
+PATIENCE = 50  # seconds that one communication may take
+MOMENT = 1  # seconds that `done` waits at most
 NUMBER = 0x3FFFFF  # the bits of a float32 nan that can contain a number
-NANS = {  # {dtype: (bits of a signalling nan, place of the number in it, or None)}
-    torch.float64: (0x7FF << 52, 29),  # a conversion to float32 keeps the bits of the number
+NANS = {  # {dtype: (bits of a signalling nan, shift of the number in it, or None)}
+    torch.float64: (0x7FF << 52, 29),  # a conversion to float32 keeps the number
     torch.float32: (0x7F8 << 20, 0),
     torch.bfloat16: (0x7FBF, None),
     torch.float16: (0x7DFF, None),
@@ -67,19 +55,19 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # {byte
 
 
 class Caught(AssertionError):
-    """The program uses a buffer that belongs to a communication, or posts its messages in a wrong order."""
+    """The program broke a rule of the table above."""
 
 
 class Adversary:
-    """The state of the mode on this rank. seed: for the random answers of `done`."""
+    """The state of the mode on this rank. seed: of the answers of `done`."""
 
     def __init__(self, seed):
         self.dice = random.Random(seed)
         self.names = [""]  # of all calls, by their numbers
-        self.travelling = weakref.WeakSet()  # the `Late`s that were not waited for
+        self.travelling = weakref.WeakSet()  # the `Late`s before their `wait`
         self.dropped = []  # names of calls whose `Late` was destroyed before its `wait`
         self.threads = {}  # {(process group, peer or None): its executor with one thread}
-        self.failed = futures.Future()  # gets the first error of a thread
+        self.failed = futures.Future()  # the first error of a thread
 
     def refuse_dropped(self):
         if self.dropped:
@@ -97,7 +85,7 @@ class Adversary:
             raise Caught(f"nan is sent by {name}: {cause}. Calls without `wait` so far: {unfinished}")
 
     def submit(self, key, work, *arguments):
-        """Run `work(*arguments)` in the thread `key`, after all earlier work of this thread. Return its Future."""
+        """Run `work(*arguments)` in the thread `key`. Return its Future."""
         thread = self.threads.setdefault(key, futures.ThreadPoolExecutor(1))
         return thread.submit(self._watched, work, *arguments)
 
@@ -113,10 +101,7 @@ class Adversary:
 
 
 class Late:
-    """Replaces torch's handle of a communication. The result appears at `wait`.
-
-    call: torch's function. arguments: those of the call; the tensors among them come first.
-    """
+    """Stands in for torch's handle of a communication. The result appears at `wait`. call: torch's function."""
 
     waits = False  # True from the call until `wait`
 
@@ -125,16 +110,15 @@ class Late:
         self.here, self.sends = here, call is isend
         self.name, number = name_of_call(), len(here.names) & NUMBER
         here.names.append(self.name)
-        # The first tensor is the result, except in a send. The last tensor is the input, except in a receive.
-        # Autograd does not see the writes of NCCL. `.data` hides ours from it, too.
-        self.tensors = [x.data for x in arguments if isinstance(x, torch.Tensor)]
+        # The first tensor is the result (in a send: the input), the last one the input (in a receive: the result).
+        self.tensors = [x.data for x in arguments if isinstance(x, torch.Tensor)]  # .data: autograd sees no write
         self.private = [x.clone() for x in self.tensors]
         others = arguments[len(self.private) :]
         if call is not irecv:
             here.refuse_poison(self.name, self.private[-1])
         if not self.sends:
             poison(self.tensors[0], number)
-        if call is all_gather:
+        if call is all_gather:  # its input may be a slice of the result
             self.tensors[-1].copy_(self.private[-1])
         self.shown = [x.clone() for x in self.tensors]
         here.travelling.add(self)
@@ -178,7 +162,7 @@ def collective(call, arguments, group):
 
 
 def message(name, x, sends, peer, tag, group):
-    """Send x to rank `peer`, or receive it. Both ranks first tell each other which message they run."""
+    """Send x to rank `peer`, or receive it. Both ranks first compare which message they run."""
     ours = torch.tensor([sends, tag, x.numel()])
     theirs = torch.empty_like(ours)
     sending = isend(ours, peer, group=group)
@@ -207,7 +191,7 @@ def poison(x, number):
 
 
 def resized(adversary):
-    """Return a function that replaces `torch.UntypedStorage.resize_`."""
+    """Return the mode's `torch.UntypedStorage.resize_`."""
     resize = torch.UntypedStorage.resize_
 
     def resize_(storage, size):
@@ -222,7 +206,7 @@ def resized(adversary):
 
 
 def name_of_call():
-    """Return the name of the communication that is called: its function in comm.py, and the caller's line."""
+    """Return a communication's name: its function in comm.py, and the caller's line."""
     frame = sys._getframe(3)  # the caller of a replaced function
     while frame.f_code.co_filename == comm.__file__:
         call, frame = frame, frame.f_back
@@ -257,17 +241,17 @@ def adversary(seed=0):
             yield here
             ended = True
         finally:
-            for thread in here.threads.values():  # after an error a thread may wait for ever
+            for thread in here.threads.values():  # which may hang after an error
                 thread.shutdown(wait=ended, cancel_futures=not ended)
 
 
 def run(function, *arguments):
-    """Call a function in this mode. testing/workers.py does so if ADVERSARY is set."""
+    """Call a function in this mode."""
     with adversary(dist.get_rank() if dist.is_initialized() else 0) as here:
         try:
             return function(*arguments)
         except Caught:
             raise
         except Exception:
-            here.refuse_dropped()  # a missing `wait` is the cause of the error, so report it instead
+            here.refuse_dropped()  # a missing `wait` caused the error
             raise

@@ -1,9 +1,8 @@
 """Compare a layout's run with a run on one process, and name the usual cause of a difference.
 
-The order is: initial parameters, gradients of the first step, loss, gradient norm, parameters. A message describes the
-first of these that differs. The comparison is cheap while all numbers are equal. Only after a difference the first step
-runs again, and its gradients are compared, parameter by parameter. Here `ours` is the layout's number and `theirs` the
-number of one process. `gradient_cause` tries in this order:
+A message describes the first of these that differs: initial parameters, gradients of the first step, loss, gradient
+norm, parameters. Only after a difference the first step runs again, for its gradients. `ours` is the layout's number,
+`theirs` that of one process. `gradient_cause` tries in this order:
 
     ratio          ours = r * theirs. example: r = 8 = m * dp: the loss is not divided by m * dp
     sums           ours, summed over an axis, is theirs: this sum is missing
@@ -19,16 +18,16 @@ import torch
 from parallel.optimizer import RULES
 
 TOLERANCE = 1e-10  # relative: float64 rounds at 1e-16, and eight steps add up
-ROWS = 8  # of a table
+ROWS = 8  # rows of a table
 LATER = "Step 1 is right. Does a step leave something in a buffer? Do ranks draw different numbers of micro-batches?"
 
 
 class Different(AssertionError):
-    """A comparison failed. Its message is complete: no traceback is needed."""
+    """A comparison failed. The message needs no traceback."""
 
 
 def same_rows(where, measured, expected):
-    """Compare two tables {row: bytes} or {row: (calls, bytes)}. The message has a line for each row that differs."""
+    """Compare two tables {row: bytes} or {row: (calls, bytes)}."""
 
     def written(row):
         calls, count = row if isinstance(row, tuple) else (None, row)
@@ -48,47 +47,47 @@ class FirstStep(NamedTuple):
 
     loss: float
     norm: float
-    gradients: dict  # {parameter: (begin, end, values)}: the elements of its slice over tp that this rank updates
-    after: dict  # {parameter: this rank's slice over tp, after the update}
+    gradients: dict  # {parameter: (begin, end, values)}: the elements of its tp slice that this rank updates
+    after: dict  # {parameter: this rank's tp slice after the update}
 
 
 class Case(NamedTuple):
-    """A layout. After a difference also its first step, and the first step of one process."""
+    """A layout and, after a difference, its first step."""
 
     config: object
     specs: dict  # {parameter: ParamSpec}
     sizes: dict  # {"dp", "cp", "tp", "pp", "m": number}; dp: data ranks with samples of their own
     steps: list = ()  # [FirstStep of each rank]
-    one: FirstStep | None = None  # of one process
-    shares: dict | None = None  # {(data rank, micro-batch): {parameter: gradient}}, computed by one process
+    one: FirstStep | None = None  # one process's
+    shares: dict | None = None  # {(data rank, micro-batch): {parameter: gradient}}, of one process
     dropout_only: bool = False  # with dropout = 0 the loss of the first step is right
 
     def place(self, rank):
-        """Return the rank's number on each axis, as `mesh.py` counts."""
+        """Return the rank's index on each axis."""
         rest, tp = divmod(rank, self.sizes["tp"])
         rest, cp = divmod(rest, self.sizes["cp"])
         dp, pp = divmod(rest, self.sizes["pp"])
         return {"dp": dp, "cp": cp, "tp": tp, "pp": pp}
 
     def name(self, rank):
-        """Return the rank and its place on the axes with several ranks: `3 (dp=1 tp=1)`."""
+        """Return the rank and its indices: `3 (dp=1 tp=1)`."""
         parts = [f"{axis}={i}" for axis, i in self.place(rank).items() if self.sizes[axis] > 1]
         return f"{rank} ({' '.join(parts)})" if parts else f"{rank}"
 
     def neighbours(self, rank, axis):
-        """Return the ranks that differ from `rank` on one axis only, with the rank itself."""
+        """Return the ranks of the axis's group with `rank` in it."""
         return [r for r in range(len(self.steps)) if self.place(r) | {axis: 0} == self.place(rank) | {axis: 0}]
 
     def cut(self, name):
         return self.specs[name].tp_dim is not None and self.sizes["tp"] > 1
 
     def local(self, name, whole, rank):
-        """Return a rank's slice, over tp, of a whole parameter."""
+        """Return a rank's tp slice of a whole parameter."""
         tp = self.sizes["tp"]
         return whole.chunk(tp, self.specs[name].tp_dim)[rank % tp] if self.cut(name) else whole
 
     def holders(self, name):
-        """Return the pipeline ranks that hold a parameter."""
+        """Return the stages that hold a parameter."""
         return {self.place(rank)["pp"] for rank, step in enumerate(self.steps) if name in step.gradients}
 
     def all_matrices(self, names):
@@ -113,7 +112,7 @@ RATIOS = {  # {ratio of all gradients to the right ones: its cause}
 
 
 def ratio(ours, theirs):
-    """Return r with ours = r * theirs, or None if there is no such number."""
+    """Return r with ours = r * theirs, or None."""
     square = (theirs * theirs).sum().item()
     if square == 0:
         return None
@@ -129,12 +128,12 @@ def products(r, case):
 
 
 def written(r, case):
-    """Return a ratio as text: `8 = m * dp`."""
+    """Return `8 = m * dp`."""
     return "not constant" if r is None else " = ".join([f"{r:.6g}", *products(r, case)])
 
 
 def scale_cause(r, case):
-    """Name the usual cause of this ratio of gradients."""
+    """Name the usual cause of a ratio."""
     causes = [f"{name}: {RATIOS[name]}" for name in products(r, case)]
     return "; or ".join(causes) or "Look where the loss and its gradient are scaled"
 
@@ -150,12 +149,12 @@ class Finding(NamedTuple):
     begin: int
     ours: torch.Tensor
     theirs: torch.Tensor
-    relative: float  # the largest difference, in units of the parameter's largest element
+    relative: float  # largest difference / the parameter's largest element
     ratio: float | None
 
 
 def finding(name, rank, begin, ours, theirs, size):
-    """Return [Finding] if two tensors differ, otherwise []. size: the largest element of the whole parameter."""
+    """Return [Finding] if two tensors differ, otherwise []. size: the parameter's largest element."""
     ours, theirs = ours.flatten(), theirs.flatten()
     distance = (ours - theirs).abs().max().item() if ours.numel() else 0.0
     if distance <= TOLERANCE * size:
@@ -164,7 +163,7 @@ def finding(name, rank, begin, ours, theirs, size):
 
 
 def table(findings, case):
-    """Return a table of the worst Finding of each parameter, the largest difference first."""
+    """Return a table of each parameter's worst Finding, the largest first."""
     worst = {}
     for f in sorted(findings, key=lambda f: -math.inf if math.isnan(f.relative) else -f.relative):
         worst.setdefault(f.name, f)
@@ -178,7 +177,7 @@ def table(findings, case):
 
 
 def initial_difference(results, before, case):
-    """Describe the first initial parameter that is not equal bit for bit to `before`; "" if all are equal."""
+    """Describe the first initial parameter that is not bit-equal to `before`, if there is one."""
     for rank, result in enumerate(results):
         for name, ours in result[2].items():
             if not torch.equal(ours, case.local(name, before[name], rank)):
@@ -189,7 +188,7 @@ def initial_difference(results, before, case):
 
 
 def initial_cause(name, ours, theirs, whole, case):
-    """Describe wrong initial values: of another slice, from a wrong place, or drawn slice by slice."""
+    """Name the usual cause of wrong initial values."""
     for t in range(case.sizes["tp"] if case.cut(name) else 0):
         if torch.equal(ours, case.local(name, whole, t)):
             return f"it is the slice of tp rank {t}. Each tp rank must keep its own slice of the whole tensor"
@@ -207,7 +206,7 @@ def initial_cause(name, ours, theirs, whole, case):
 
 
 def gradient_findings(case):
-    """Return the Findings of all gradients that differ from those of one process."""
+    """Return the Findings of the gradients."""
     found = []
     for rank, step in enumerate(case.steps):
         for name, (begin, end, ours) in step.gradients.items():
@@ -232,7 +231,7 @@ def gradient_cause(found, case):
 
 
 def dropout_cause(found, case):
-    """See if the forward pass is wrong with dropout only."""
+    """See if the loss is wrong only with dropout."""
     if not case.dropout_only or unequal([step.loss for step in case.steps], case.one.loss) is None:
         return ""
     text = "With dropout = 0 the loss is right, so the dropout masks differ. A mask is a function of (seed, site, row)."
@@ -259,7 +258,7 @@ def ratio_cause(found, case):
 
 
 def added_slices_cause(found, case):
-    """Find slices over tp that are added to one another."""
+    """Find tp slices that are added to one another."""
     for f in found:
         group = case.neighbours(f.rank, "tp")
         parts = [g.theirs for g in found if (g.name, g.begin) == (f.name, f.begin) and g.rank in group]
@@ -284,14 +283,14 @@ def missing_sum_cause(found, case):
 
 
 def sum_is_right(f, case, axis):
-    """True if the right gradient is the sum over the ranks of an axis."""
+    """Return whether the right gradient is the sum over the ranks of an axis."""
     held = [case.steps[rank].gradients.get(f.name) for rank in case.neighbours(f.rank, axis)]
     parts = [values for begin, end, values in filter(None, held) if (begin, end) == (f.begin, f.begin + len(f.ours))]
     return len(parts) > 1 and same(sum(parts), f.theirs)
 
 
 def tied_cause(found, case):
-    """See if only the word table is wrong. The embedding and the head both use it."""
+    """See if only the word table is wrong, which embedding and head share."""
     if {f.name for f in found} != {"word.weight"} or case.config.schedule.startswith("zb"):
         return ""
     text = "Only the word table differs. The head and the embedding both add to its gradient, which is complete after"
@@ -299,7 +298,7 @@ def tied_cause(found, case):
 
 
 def micro_batch_cause(found, case):
-    """Find how often each micro-batch counts in the gradient of the largest piece that differs."""
+    """Find how often each micro-batch counts in the largest piece that differs."""
     f, shares = max(found, key=lambda f: len(f.ours)), case.shares
     if case.sizes["dp"] > 1 and torch.equal(shares[0, 0][f.name], shares[1, 0][f.name]):
         return "Data ranks 0 and 1 have the same gradient: they read the same samples."
@@ -315,9 +314,9 @@ def micro_batch_cause(found, case):
 
 
 def times_counted(f, case):
-    """Fit f.ours by a sum of factor * gradient over the micro-batches. Return the rounded factors, [dp, m].
+    """Fit f.ours by a sum of factor * gradient over the micro-batches. Return the factors, [dp, m].
 
-    Return None if no factors fit, or if all are 0 or all are 1.
+    Return None if none fit, or if all are 0 or all are 1.
     """
     wholes = [share[f.name].view(case.specs[f.name].shape) for share in case.shares.values()]
     rows = slice(f.begin, f.begin + len(f.ours))
@@ -332,7 +331,7 @@ def times_counted(f, case):
 
 
 def pattern(counts, mine):
-    """Name the usual cause of a matrix of factors. mine: the data rank whose gradient this is."""
+    """Name the usual cause of such factors. mine: the data rank whose gradient this is."""
     others = torch.cat([counts[:mine], counts[mine + 1 :]])
     equal_rows = bool((counts == counts[0]).all())
     if len(others) and not others.any() and counts[mine].all():
@@ -351,7 +350,7 @@ def pattern(counts, mine):
 
 
 def where_cause(found, case):
-    """Name the first wrong gradient in the order of backward. This is the last cause tried."""
+    """Name the first wrong gradient in the order of backward."""
     wrong, order = {f.name for f in found}, list(reversed(case.specs))  # backward ends at the word table
     text = "Backward runs from the head to the embedding. The first wrong gradient on this way is "
     text += f"{next(name for name in order if name in wrong)}'s. "
@@ -365,7 +364,7 @@ def where_cause(found, case):
 
 
 def forward_cause(case):
-    """Return a line: the loss shows that the data or the forward pass is wrong."""
+    """Return a line for a loss that differs."""
     c, look = case.config, ["the samples that each rank draws"]
     look += ["the tokens of each cp rank (their targets, their positions, their dropout masks)"] * (c.cp > 1)
     look += ["the rows of each tp rank (their positions, their dropout masks)"] * c.sequence_parallel
@@ -379,19 +378,19 @@ def forward_cause(case):
 
 
 def unequal(ours, theirs):
-    """Return the first of the numbers `ours` that is not `theirs`, or None."""
+    """Return the first of `ours` that is not `theirs`, or None."""
     return next((x for x in ours if not abs(x - theirs) <= TOLERANCE * abs(theirs)), None)
 
 
 def loss_cause(r, case):
-    """Name the usual cause of a ratio of logged losses. The gradients are right."""
+    """Name the usual cause of a ratio of losses, if the gradients are right."""
     if "tp" in products(r, case):
         return "Every tp rank has the same loss: only one of them may add it."
     return "The gradients are right, so the forward pass is right too. Look at how the loss is summed for the log."
 
 
 def norm_cause(norm, case):
-    """Compare a wrong norm with the norms that usual mistakes give. The gradients are right."""
+    """Compare a wrong norm with the norms of usual mistakes."""
     squares = {name: values.square().sum().item() for name, (_, _, values) in case.one.gradients.items()}
     total, dp = sum(squares.values()), case.sizes["dp"] * case.sizes["cp"]
     replicated = sum(square for name, square in squares.items() if case.specs[name].tp_dim is None)
@@ -409,7 +408,7 @@ def norm_cause(norm, case):
 
 
 def shard_squares(case, data_rank):
-    """Return the squared norm of the elements that one data rank updates. Each element counts once."""
+    """Return the squared norm of the elements that one data rank updates."""
     square = 0.0
     for rank, step in enumerate(case.steps):
         place = case.place(rank)
@@ -421,7 +420,7 @@ def shard_squares(case, data_rank):
 
 
 def update_cause(found, before, case):
-    """Name the usual cause if gradients and norm are right, but not the parameters after the update."""
+    """Name the usual cause if only the parameters after the update are wrong."""
     c, sharded = case.config, case.config.zero and case.sizes["dp"] * case.sizes["cp"] > 1
     for f in found if sharded else []:
         if ((f.ours == case.local(f.name, before[f.name], f.rank).flatten()) & (f.ours != f.theirs)).any():
@@ -436,7 +435,7 @@ def update_cause(found, before, case):
 
 
 def parameter_findings(results, reference, case):
-    """Return the Findings of all parameters {name: slice} that differ from those of one process."""
+    """Return the Findings of the parameters {name: slice}."""
     found = []
     smooth = continuous(RULES[case.config.optimizer])
     for rank, result in enumerate(results):
@@ -452,8 +451,7 @@ def parameter_findings(results, reference, case):
 def continuous(rule):
     """Return False if a tiny change of the gradient changes the update, as with Lion's sign.
 
-    Under such a rule the key bias differs between layouts. Its gradient is 0 except for rounding, because softmax
-    ignores a number that is added to all scores of a query. No other number depends on the key bias.
+    Then the key bias, on which no other number depends, may differ: its gradient is 0 except for rounding.
     """
     constants = dict(lr=1.0, decay=0.0, scale=1.0, update=1, beta1=0.9, beta2=0.99, eps=1e-6)
     updates = []
@@ -471,8 +469,7 @@ def differences(results, reference, config, specs, first_step=None):
     """Return a message if a layout's run is not that of one process, otherwise "".
 
     results: (losses, gradient norms, initial parameters, parameters after) of each rank. reference: the same of one
-    process. first_step: a function that runs the first step again. It is called only after a difference, and returns
-    ([FirstStep of each rank], the FirstStep of one process, shares and dropout_only as in `Case`).
+    process. first_step: called after a difference, returns `steps`, `one`, `shares` and `dropout_only` of `Case`.
     """
     c, dp = config, len(results) // (config.tp * config.cp * config.pp)
     m = c.global_batch_size // (c.micro_batch_size * dp)
@@ -501,7 +498,7 @@ def title(case):
 
 
 def diagnosis(before, case):
-    """Return lines about the first difference in the first step. before: the initial parameters of one process."""
+    """Return lines about the first difference of the first step. before: one process's initial parameters."""
     one, steps = case.one, case.steps
     loss, norm = unequal([s.loss for s in steps], one.loss), unequal([s.norm for s in steps], one.norm)
     also = f"The loss of step 1 is {loss:.12g} instead of {one.loss:.12g}." if loss is not None else ""
@@ -526,7 +523,7 @@ def diagnosis(before, case):
 
 
 def same_tensor(what, ours, theirs, instead=None, tolerance=1e-12):
-    """Raise Different unless two tensors are equal. Its message says what `ours` is instead, if it is recognised.
+    """Raise Different unless two tensors are equal.
 
     what: "dx of rank 0"; instead: {"its own share, not the sum over tp": the tensor that `ours` would be}.
     """

@@ -1,20 +1,17 @@
 """Compiles a kernel without needing its GPU, and counts instructions in the machine code. For tests only.
 
-`report` compiles ahead of time and reads the machine code with Triton's disassemblers. The machine code shows whether a
-kernel spills registers to memory, loads 2 bytes instead of 16, or does not use the tensor cores:
+The machine code shows whether a kernel spills registers to memory, loads 2 bytes instead of 16, or does not use the
+tensor cores:
 
     r = compiled.report(copy, "*bf16 *bf16 i32", {"BLOCK": 1024}, 90, num_warps=4)
     assert r.spills == 0 and r.wide_loads == r.loads
 
-A process can use Triton's compiler or its interpreter (TRITON_INTERPRET=1, sanitizer.py), not both. The other tests on
-a CPU need the interpreter. So `reports` compiles a list of kernels in a separate process:
+A process can use Triton's compiler or its interpreter (sanitizer.py), not both. So `reports` compiles in another
+process:
 
     [a, b] = compiled.reports([("copies:copy", "*bf16 *bf16 i32", {"BLOCK": 1024}, arch) for arch in (80, 90)])
 
-`Recorder` finds out which types a program uses: it stands in for a kernel and keeps the arguments of each launch.
-
-An elementwise kernel takes 0.1 to 0.3 seconds, attention up to 3, and `import triton` up to 3 more. The counts differ a
-little between versions of Triton.
+`Recorder` finds the types that a program uses. The counts differ a little between versions of Triton.
 """
 
 import importlib.util
@@ -32,13 +29,13 @@ import torch
 
 # Instructions of the machine code. One in a loop counts once.
 INSTRUCTIONS = dict(
-    spills=r"(STL|LDL)\b",  # stores to the stack and loads from it, because there are too few registers
+    spills=r"(STL|LDL)\b",  # stores to the stack and loads from it
     loads=r"LDG\b",  # from global memory to registers
-    wide_loads=r"LDG\.\S*(128|256)\b",  # 16 bytes or more per thread, for the full bandwidth
-    async_copies=r"LDGSTS\b",  # from global to shared memory, in parallel with arithmetic
+    wide_loads=r"LDG\.\S*(128|256)\b",  # 16 bytes or more per thread
+    async_copies=r"LDGSTS\b",  # from global to shared memory, beside arithmetic
     wide_async_copies=r"LDGSTS\.\S*128\b",
     hgmma=r"HGMMA\b",  # Hopper's tensor cores
-    hmma=r"HMMA\b",  # the tensor cores of Ampere and before
+    hmma=r"HMMA\b",  # Ampere's and older tensor cores
 )
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 TYPES |= {torch.int64: "i64", torch.bool: "i1"}
@@ -48,10 +45,9 @@ TYPES |= {torch.int64: "i64", torch.bool: "i1"}
 
 
 class Recorder:
-    """Stands in for `module.kernel`. A launch adds its job to the list `found` and runs nothing.
+    """Stands in for `module.kernel`. A launch runs nothing and adds a job of `reports`, without arch, to `found`.
 
-    The job is one for `reports`, but without arch. It has the types of the arguments as Triton specializes them. All
-    tensors must be on `device`.
+    All tensors must be on `device`.
     """
 
     def __init__(self, kernel, found, device):
@@ -90,13 +86,12 @@ def type_of(value, specialized):
 
 
 def report(kernel, types, constants, arch, **options):
-    """Compile a `@triton.jit` function. Return {name: number} of its registers, stack, shared memory and INSTRUCTIONS.
+    """Compile a `@triton.jit` function. Return {name: number}: INSTRUCTIONS, registers and stack (bytes) of a thread,
+    shared memory (bytes) of a program.
 
-    registers: per thread, at most 255. stack: bytes per thread. shared: bytes per program.
-    types: types of the arguments that are not in `constants`, in order, as in "*bf16 *fp32 i32 fp32"; * is a pointer.
-    Pointers and integers are assumed to be divisible by 16, except "i32:1" and "*bf16:1". At a real launch, Triton
-    checks the divisibility. constants: {name: value} of each `tl.constexpr` and of each argument that is None.
-    arch: 80 (A100), 90 (H100, H200), ... options: num_warps, num_stages, ...
+    types: of the arguments not in `constants`, as "*bf16 *fp32 i32 fp32"; * is a pointer. Pointers and integers are
+    divisible by 16, except "i32:1" and "*bf16:1". constants: {name: value} of each `tl.constexpr` and each None.
+    arch: 80 (A100), 90 (H100, H200). options: num_warps, num_stages.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -120,7 +115,7 @@ def report(kernel, types, constants, arch, **options):
 
 
 def tool(name):
-    """Return the path of a disassembler in Triton's package, without importing Triton."""
+    """Return the path of a disassembler in Triton's package."""
     return Path(importlib.util.find_spec("triton").origin).parent / "backends/nvidia/bin" / name
 
 
@@ -135,7 +130,7 @@ def disassembled(name, option, cubin):
 def reports(jobs, path=()):
     """Return `report` of each job ("module:kernel", types, constants, arch[, options]), compiled in another process.
 
-    The values of constants and options must be JSON values. path: folders that are searched first for modules.
+    path: folders that are searched first for modules.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([*map(str, path), str(Path(__file__).parent.parent), *sys.path])

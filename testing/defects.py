@@ -4,8 +4,7 @@
     python -m testing.defects no-1/m not-reduced   plants each in a copy of the tree, runs its test, prints the failure
     python -m testing.defects all
 
-A defect changes some lines of one file. Its test must fail, and the message must contain the defect's words. Programs
-for distributed training had most of these defects.
+A defect changes some lines of one file. Its test must fail with the defect's words.
 """
 
 import itertools
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-LATE = "testing/test_adversary.py"  # in the mode of testing/adversary.py a result appears only at `wait`
+LATE = "testing/test_adversary.py"  # here a result appears only at `wait`
 WAITING = ["parallel/tensor.py", "parallel/zero.py", "parallel/context.py", "parallel/experts.py"]
 WAITING += ["parallel/pipeline.py", "parallel/pipedream.py", "train.py"]
 
@@ -27,8 +26,8 @@ WAITING += ["parallel/pipeline.py", "parallel/pipedream.py", "train.py"]
 class Defect(NamedTuple):
     name: str
     file: str
-    test: str  # the argument of pytest
-    words: str  # the failure's message must contain them
+    test: str  # argument of pytest
+    words: str  # of the failure's message
     quick: bool  # planted in the default run, too
     edits: list  # [(old, new)]: each old text occurs once in the file
 
@@ -51,7 +50,7 @@ def listed():
 
 
 def without_wait():
-    """Return a Defect for each `.wait()` of the schemes: the result is read at once."""
+    """Return a Defect for each `.wait()` of the schemes."""
     found = []
     for file in WAITING:
         lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
@@ -68,7 +67,7 @@ DEFECTS = [*listed(), *without_wait()]
 
 
 def planted(defect):
-    """Return the text of the defect's file with the defect. Raises ValueError if it does not fit."""
+    """Return the file's text with the defect. Raises ValueError if it does not fit."""
     text = (ROOT / defect.file).read_text(encoding="utf-8")
     for old, new in defect.edits:
         if text.count(old) != 1:
@@ -88,7 +87,7 @@ def failure(defect, folder):
 def run_tests(folder, tests, *options):
     """Run `tests` (arguments of pytest) in a copy of the tree. Return [(test, None or the message of its failure)].
 
-    The message has no lines of the test's source, because these may contain the words that are looked for.
+    The message has no line of the test's source, which may contain the defect's words.
     """
     report = Path(folder) / "report.xml"
     options = [*options, "-q", "-p", "no:cacheprovider", "--tb=short", "-m", "", f"--junitxml={report}"]
@@ -106,12 +105,12 @@ def run_tests(folder, tests, *options):
 
 
 def message(failed):
-    """Return the message of a <failure> or <error> of pytest's report; never an empty one."""
+    """Return the message of a <failure> or <error> of pytest's report."""
     return "\n".join(re.findall(r"(?m)^E\s+(.*)", failed.text)) or failed.text or failed.get("message") or "failed"
 
 
 def main():
-    """Print the list of the defects, or plant the named ones and print the messages of their tests."""
+    """List the defects, or plant the named ones and print their tests' messages."""
     names, by_name = sys.argv[1:], {defect.name: defect for defect in DEFECTS}
     if not names:
         print("\n".join(f"{d.name:<36} {d.file:<22} {d.test}" for d in DEFECTS))

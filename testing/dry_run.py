@@ -2,24 +2,18 @@
 
     python -m testing.dry_run configs/gpt3_175b.py --gpus=1024 --tp=8 --pp=16 --rank=5
 
-The dry run runs the program itself: `train.build` and `train.train_step` with the real model, buckets, schedule and
-executor. Two replacements make it small:
-
-    tensors on the device "meta"    have a shape and a dtype but no memory, so an operation computes no number
-    PyTorch's fake process group    pretends that all ranks exist; a communication returns at once
-
-So the run does everything except compute numbers. comm.py counts each byte that the rank sends, and meter.py counts
-each byte that the rank keeps. Both counts must equal the formulas of ledger.py and memory.py.
+It runs `train.build` and `train.train_step` on tensors of the device "meta", which have a shape and a dtype but no
+memory, and in PyTorch's fake process group, whose communication returns at once. The bytes that comm.py and meter.py
+count must equal the formulas of ledger.py and memory.py.
 
 Meta tensors have no numbers, so the dry run replaces four things:
 
-    train.PendingStep    copies loss, norm and flags of a step to the host. A dry run copies nothing
-    Tensor.cpu, .item    copy numbers to the host. In a dry run `cpu` returns ones, and `item` returns 0
-    adamw_               is a fused kernel that meta tensors do not have. It changes no byte that is sent or kept
-    attention            PyTorch's choice for meta tensors keeps [s, s] matrices. A dry run takes the fused attention
+    train.PendingStep    copies loss, norm and flags of a step to the host: nothing is copied
+    Tensor.cpu, .item    copy numbers to the host: `cpu` returns ones, `item` returns 0
+    adamw_               is a fused kernel that meta tensors do not have: nothing is updated
+    attention            PyTorch's choice for meta tensors keeps [s, s] matrices: the fused one is taken
 
-`SUPPORTED` has the values of fields that allow this. The rules of LAMB and LARS, loss scales and float64 attention read
-numbers. A dry run does not count the CPU's memory, and it makes a training step.
+`SUPPORTED` has the fields' values that allow this: LAMB, LARS, loss scales and float64 attention read numbers.
 """
 
 import sys
@@ -46,7 +40,7 @@ SUPPORTED = {"optimizer": ["adamw"], "dtype": ["bf16", "fp32", "auto"], "offload
 
 
 def main(arguments=None):
-    """Run the command line. Raises UserError."""
+    """Run the command line."""
     usage = "%(prog)s [CONFIG.py] --gpus=N --rank=R [--field=value ...]"
     parser = Parser(prog="python -m testing.dry_run", usage=usage, allow_abbrev=False)
     parser.add_argument("--gpus", type=within(1, 10**6, int), default=1)
@@ -56,10 +50,7 @@ def main(arguments=None):
 
 
 def show(config, gpus, rank):
-    """Make a dry run of one step of `rank`, and print its bytes beside the formulas. Exit with code 1 if they differ.
-
-    config: a `config.Config`; gpus: the number of ranks. Raises UserError.
-    """
+    """Make a dry run of one step of `rank`. Print its bytes beside the formulas; exit with 1 if they differ."""
     with started(config, gpus, rank) as run:
         (sent, kept), c, mesh, pp, who = step(run), run.config, run.mesh, run.mesh.pp.rank, f"rank {rank}"
         print(
@@ -79,8 +70,7 @@ def show(config, gpus, rank):
 def started(config, gpus, rank):
     """Context: yield the `train.Run` of `rank` of `gpus` pretended ranks, on meta tensors. Raises UserError.
 
-    The run has one step, or one call of PipeDream. dtype=auto becomes bf16, as on an A100 and later GPUs. The ramp-up
-    of the batch and epochs are ignored.
+    dtype=auto becomes bf16. The ramp-up of the batch and epochs are ignored.
     """
     if not 0 <= rank < gpus:
         raise UserError(f"--rank={rank}: should be 0 to {gpus - 1}, because --gpus={gpus}")
@@ -110,10 +100,7 @@ def attention(q, k, v, cache=None):
 
 
 def step(run):
-    """Make one training step of a dry Run, inside `started`. Return two dicts {"bytes": table, "formula": table}.
-
-    They have the bytes sent, in tables as `ledger.predict` makes them, and the bytes kept, as `memory.predict`.
-    """
+    """Make one training step of a dry Run. Return {"bytes": table, "formula": table} of the bytes sent, and kept."""
     c, mesh, rank = run.config, run.mesh, run.mesh.pp.rank
     tokens = torch.empty(c.micro_batch_size, c.seq_length + 1, dtype=torch.int64, device=META)
     batch = tokens[:, :-1], tokens[:, 1:], torch.empty_like(tokens[:, 0])
@@ -131,7 +118,7 @@ def step(run):
 
 
 def differences(*tables):
-    """Return a line for each row in which the dry run and the formula differ. tables: as `step` returns them."""
+    """Return a line for each row of `step`'s tables in which the dry run and the formula differ."""
     pairs = [(table["bytes"], table["formula"]) for table in tables]
     keys = [key for found, formula in pairs for key in found | formula if found.get(key) != formula.get(key)]
     return [f"different: {key if isinstance(key, str) else ' '.join(key)}" for key in keys]

@@ -1,12 +1,11 @@
 """Finds imports between the project's files that break the rules, and prints them: python -m testing.imports
 
-Imports inside functions count, too. The rules and their reasons:
+Imports inside functions count, too. The rules:
 
-    no circle                                     the files of a circle cannot be read or tested one after another
-    the program imports no bench, testing, test   the program must run without them
-    only tests, bench, exercises import train.py  train.py joins all parts; a part must not depend on the whole
-    parallel/ imports no accounts/, no recovery/  a scheme can be read without the tools that predict and measure it,
-                                                  and without the files that keep a run alive
+    no circle                                     its files cannot be read one after another
+    the program imports no bench, testing, test   it runs without them
+    only tests, bench, exercises import train.py  a part must not depend on the whole
+    parallel/ imports no accounts/, no recovery/  a scheme is read without the tools that measure it or keep it alive
     ladder/ imports only files of ladder/         a student reads it before the program, and runs it with torch alone
     errors.py imports nothing                     every file may use it
 """
@@ -19,19 +18,19 @@ from testing.count_lines import PROGRAM, group_of, tracked
 
 
 def imported(tree, modules):
-    """Return the paths of the project's files that this tree imports. modules: {module's name: path}."""
+    """Return the paths that this tree imports. modules: {module's name: path}."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    # In `from a.b import f`, f may be a function of a.b or a file a/b/f.py.
+    # in `from a.b import f`, f may be a function or a file
     return {modules[n] for name in names for n in (name, name.rpartition(".")[0]) if n in modules}
 
 
 def graph():
-    """Return {path: paths of the project's files that it imports} for every tracked Python file."""
+    """Return {path: paths that it imports} of every tracked Python file."""
     modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in tracked()}
     return {path: imported(ast.parse(Path(path).read_text("utf-8")), modules) - {path} for path in modules.values()}
 

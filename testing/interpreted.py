@@ -1,6 +1,6 @@
-"""Prepares test files that run Triton kernels on the CPU, in the interpreter that sanitizer.py changes.
+"""Prepares test files that run Triton kernels on the CPU, in sanitizer.py's interpreter.
 
-This import skips the rest of a test file if Triton is missing or there is a GPU. Write it before `import kernels`:
+The import, before `import kernels`, skips the test file if Triton is missing or there is a GPU:
 
     from testing.interpreted import DTYPES, poisoned, random  # noqa: F401
 """
@@ -20,7 +20,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """Fill new memory with nan, so that tests find elements that a kernel does not write."""
+    """Fill new memory with nan: so tests find elements that a kernel does not write."""
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, real=real, **k: poison(real(*a, **k)))
@@ -31,5 +31,5 @@ def poison(x):
 
 
 def random(*shape, dtype=torch.float32, seed=0, size=1.0):
-    """Return normal random numbers of standard deviation `size`. Equal seeds give equal numbers."""
+    """Return normal random numbers of standard deviation `size`."""
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * size).to(dtype)

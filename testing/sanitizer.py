@@ -1,31 +1,27 @@
 """Runs Triton kernels on the CPU and reports mistakes that a GPU does not report. For tests only.
 
-With TRITON_INTERPRET=1, Triton runs a kernel in numpy, one program after another. So a kernel can be tested without a
-GPU. But Triton's own interpreter misses mistakes and computes bfloat16 wrongly. `install()` changes this. Below, "Now"
-means after `install()`:
+With TRITON_INTERPRET=1, Triton runs a kernel in numpy, one program after another, without a GPU. `install()` adds what
+Triton's interpreter lacks:
 
-    bfloat16        Triton stores bfloat16 as bits in uint16, computes with these bits as integers, and truncates
-                    float32 to bfloat16. Now: conversions round to nearest even, and `tl.dot` multiplies exactly and
-                    adds in float32. Other arithmetic on bfloat16 raises TypeError: convert to float32 first.
-    out of bounds   Triton does not check addresses. Now: OutOfBounds names argument, element and program. A pointer
-                    contains its argument's index in the 16 bits that addresses do not use. So an access outside of
-                    this argument is an error even inside another tensor or in a gap between a view's rows.
-    races           Programs that run in turn cannot race. Now: two cases raise Race. Two programs of one launch access
-                    the same element and one of them changes it. Two lanes (positions in the stored array) of one store
-                    write the same element. (Not checked: a lane that reads what another lane of its program stored.)
-    traffic         Triton does not count it. Now: `with traffic() as t` counts the bytes that kernels load and store.
-                    The speed of a memory-bound kernel depends on these bytes, so a unit test can check it.
+    bfloat16        Triton computes with its bits as integers. Now conversions round to nearest even, and `tl.dot`
+                    multiplies exactly and adds in float32. Other arithmetic on bfloat16 raises TypeError.
+    out of bounds   OutOfBounds names argument, element and program. A pointer contains its argument's index in the 16
+                    bits that addresses do not use, so an access to another tensor, or to a gap between a view's rows,
+                    is an error.
+    races           Race is raised if two programs of a launch access an element and one of them changes it, or if two
+                    lanes (positions in the stored array) of one store write the same element.
+    traffic         `with traffic() as t` counts the bytes that kernels load and store, which decide the speed of a
+                    memory-bound kernel.
 
-A launch raises the original exception instead of the interpreter's InterpreterError. Integers wrap silently, as in a
-kernel that is compiled without debug=True. Atomics are not checked, because no kernel of this project needs them.
+A launch raises the original exception, not InterpreterError. Integers wrap silently. Atomics are not checked.
 
     sanitizer.install()
     with sanitizer.traffic() as t:
         copy[grid](x, y, n, BLOCK=1024)
     assert t.loaded["x"] == t.stored["y"] == n * x.element_size()
 
-The interpreter does not model the exchange of registers between threads, the hardware's order of additions in `tl.dot`
-or `tl.sum`, tf32, or speed. (compiled.py examines the machine code.)
+The interpreter models no exchange of registers between threads, order of additions in `tl.dot` and `tl.sum`, tf32, or
+speed (see compiled.py).
 """
 
 import functools
@@ -57,7 +53,7 @@ class Race(RuntimeError):
 
 @dataclass
 class Traffic:
-    """Work of the launches in a `with traffic()`. loaded, stored: {argument: bytes}; masked lanes do not count."""
+    """Work of the launches in a `with traffic()`. loaded, stored: {argument: bytes}."""
 
     flops: int = 0  # 2 m n k for each `tl.dot`
     loaded: Counter = field(default_factory=Counter)
@@ -70,7 +66,7 @@ _launch = None  # the current Launch
 
 @contextmanager
 def traffic():
-    """Yield a Traffic, which counts all launches in the `with` block."""
+    """Yield a Traffic of all launches in the `with` block."""
     _counting.append(Traffic())
     try:
         yield _counting[-1]
@@ -80,28 +76,27 @@ def traffic():
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
-TAG = np.uint64(48)  # Addresses have 47 bits. The higher bits contain the argument's index, counted from 1.
+TAG = np.uint64(48)  # addresses have 47 bits; above is the argument's index, counted from 1
 ADDRESS = np.uint64((1 << 48) - 1)
-NOBODY, SEVERAL = -1, -2  # They stand for the index of a program.
+NOBODY, SEVERAL = -1, -2  # instead of a program's index
 
 
 class Argument:
-    """One tensor of a launch: the elements of its storage that belong to it, and the accesses to them.
+    """One tensor of a launch. It may share its storage, as q, k and v of one qkv.
 
-    accesses: the program that loaded each element of the storage, and the program that stored it, int32 [2, elements].
-    Arguments may share a storage, such as q, k and v of one qkv.
+    accesses: the program that loaded each element of the storage, and that stored it, int32 [2, elements].
     """
 
     def __init__(self, name, tensor, accesses):
         self.name, self.tensor, (self.loads, self.stores) = name, tensor, accesses
         self.item, self.first = tensor.element_size(), tensor.storage_offset()
-        self.storage = tensor.data_ptr() - self.first * self.item  # address of the storage
+        self.storage = tensor.data_ptr() - self.first * self.item  # address
         belongs = torch.zeros(len(self.loads), dtype=torch.bool)
         belongs.as_strided(tensor.shape, tensor.stride(), self.first).fill_(True)
         self.belongs = belongs.numpy()
 
     def elements(self, addresses):
-        """Return the indices of the addressed elements in the storage, and a mask of those outside of the tensor."""
+        """Return the addressed elements' indices in the storage, and a mask of those outside of the tensor."""
         elements = (addresses.astype(np.int64) - self.storage) // self.item
         outside = (elements < 0) | (elements >= len(self.belongs))
         return elements, outside | ~self.belongs[elements.clip(0, len(self.belongs) - 1)]
@@ -112,11 +107,11 @@ class Launch:
 
     def __init__(self):
         self.arguments = []
-        self.patched = set()  # the Python modules whose `tl` is replaced by the interpreter's
+        self.patched = set()  # modules whose `tl` is the interpreter's
 
     def add_arguments(self, named):
         """Register the tensors of [(name, value)]."""
-        accesses = {}  # to each storage
+        accesses = {}  # {storage's address: accesses}
         for name, tensor in named:
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
@@ -127,15 +122,12 @@ class Launch:
         return np.uint64([a.tensor is tensor for a in self.arguments].index(True) + 1) << TAG
 
     def access(self, pointers, mask, does):
-        """Check and count one access. Return the pointers as plain addresses, without the argument's index.
-
-        pointers, mask: TensorHandles whose shapes broadcast. does: "loads" or "stores".
-        """
+        """Check and count an access. Return the pointers as plain addresses. does: "loads" or "stores"."""
         tagged, mask = np.broadcast_arrays(pointers.data, np.asarray(mask.data))
         lanes = np.flatnonzero(mask)
         if len(lanes):
             tagged = tagged.reshape(-1)[lanes]
-            tag = tagged[0] >> TAG  # All pointers of an access are those of one argument.
+            tag = tagged[0] >> TAG  # an access has one argument
             self.check(self.arguments[int(tag) - 1], tagged - (tag << TAG), lanes, does)
         return TensorHandle(pointers.data & ADDRESS, pointers.dtype)
 
@@ -160,7 +152,7 @@ class Launch:
             argument.loads[elements] = np.where(by_others(argument.loads), SEVERAL, program)
         else:
             refuse(Race, by_others(argument.loads), "which another program of this launch loaded")
-            argument.stores[elements] = lanes  # only the last lane of an element stays
+            argument.stores[elements] = lanes  # the last lane of an element stays
             refuse(Race, argument.stores[elements] != lanes, "which another lane of this store also stores")
             argument.stores[elements] = program
         for total in _counting:
@@ -172,7 +164,7 @@ class Launch:
 
 
 def replaces(owner, name):
-    """Return a decorator that makes `owner.name(*arguments)` call the decorated f(original, *arguments)."""
+    """Return a decorator: `owner.name(*arguments)` calls the decorated f(original, *arguments)."""
 
     def decorate(function):
         original = getattr(owner, name)
@@ -188,11 +180,11 @@ def replaces(owner, name):
 
 @functools.cache
 def install():
-    """Change the interpreter of this process as described above. A second call does nothing."""
+    """Change the interpreter of this process, once."""
     _install_launch()
     _install_memory()
     _install_bfloat16()
-    # With sanitize_overflow, hashes that wrap on purpose would raise.
+    # hashes wrap on purpose
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
 
@@ -202,13 +194,12 @@ def _install_launch():
         global _launch
         _launch = Launch()
         try:
-            # A GPU computes inf and NaN, and wraps integers, without a warning. Only these warnings of numpy are
-            # switched off, and only during a launch.
+            # without numpy's warnings of inf, NaN and wrapped integers
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "All-NaN (slice|axis) encountered", RuntimeWarning)  # from tl.max
                 original(self, *arguments, **options)
         except interpreter.InterpreterError as error:
-            while error.__cause__ is not None:  # The launch and each called function wrap the error once.
+            while error.__cause__ is not None:
                 error = error.__cause__
             raise error from None
         finally:
@@ -216,7 +207,7 @@ def _install_launch():
 
     @replaces(interpreter, "_patch_lang")
     def patch_once(original, function):
-        """Do it once per launch. Triton does it in every call of a function, which takes most of the time."""
+        """Patch once per launch: Triton patches in every call of a function, which takes most of the time."""
         if function.__module__ not in _launch.patched:
             _launch.patched.add(function.__module__)
             return original(function)
@@ -255,14 +246,14 @@ def is_bfloat16(handle):
 
 
 def widened(handle):
-    """Convert bfloat16 bits (uint16) to float32: the upper half of a float32's bits is a bfloat16."""
+    """Convert bfloat16 bits (uint16), the upper half of a float32's, to float32."""
     if not is_bfloat16(handle):
         return handle
     return TensorHandle((handle.data.astype(np.uint32) << np.uint32(16)).view(np.float32), tl.float32)
 
 
 def rounded(handle):
-    """Round float32 to bfloat16 bits (uint16), to nearest even. NaN becomes 0x7FFF, as on a GPU."""
+    """Round float32 to bfloat16 bits (uint16), to nearest even. NaN becomes 0x7FFF."""
     bits = handle.data.view(np.uint32)
     half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     data = np.where(np.isnan(handle.data), np.uint16(0x7FFF), ((bits + half) >> np.uint32(16)).astype(np.uint16))
@@ -271,7 +262,7 @@ def rounded(handle):
 
 def _install_bfloat16():
     def refusing(original, self, *arguments):
-        if np.where not in arguments and any(map(is_bfloat16, arguments)):  # `np.where` only chooses bits.
+        if np.where not in arguments and any(map(is_bfloat16, arguments)):  # `np.where` only chooses
             raise TypeError("this operation on bfloat16 is not supported: convert to float32 first")
         return original(self, *arguments)
 
@@ -290,4 +281,4 @@ def _install_bfloat16():
             return rounded(original(self, value, tl.float32))
         return original(self, widened(value) if to.scalar != tl.bfloat16 else value, to)
 
-    InterpreterBuilder.get_bf16 = lambda self, value: rounded(self.get_fp32(value))  # Triton 3.7 has none.
+    InterpreterBuilder.get_bf16 = lambda self, value: rounded(self.get_fp32(value))  # Triton 3.7 has none

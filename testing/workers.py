@@ -3,10 +3,9 @@
     def test_something(workers):
         results = workers.run(4, function, *arguments)      # on ranks 0 .. 3; their results in this order
 
-`function` is a module-level function of a test file. An exception in any rank fails the test. The failure shows that
-rank's traceback, or only the message if a comparison fails (`compare.Different`). If the ranks do not answer and use no
-CPU time, they wait for each other: all processes are ended, and the next test starts new ones. A busy machine makes a
-test slow, not red.
+`function` is a module-level function of a test file. An exception in any rank fails the test with that rank's
+traceback, or only the message of `compare.Different`. Ranks that neither answer nor use CPU time wait for each other:
+they are ended, and the next test starts new ones. A busy machine makes a test slow, not red.
 """
 
 import multiprocessing
@@ -26,11 +25,11 @@ from testing import adversary
 from testing.compare import Different
 
 RANKS = 8
-PATIENCE = float(os.environ.get("PATIENCE", "60"))  # seconds without progress until a call is given up
+PATIENCE = float(os.environ.get("PATIENCE", "60"))  # seconds without progress until a call fails
 
 
 def work(rank, pipe):
-    """Answer the calls that come through `pipe`, one by one, until its other end is closed."""
+    """Answer the calls that come through `pipe` until its other end is closed."""
     torch.set_num_threads(1)
     while True:
         try:
@@ -38,9 +37,9 @@ def work(rank, pipe):
         except (EOFError, KeyboardInterrupt):
             return
         try:
-            if ranks > 1:  # each call makes a new process group, as each run under torchrun does
+            if ranks > 1:
                 dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
-                dist.barrier()  # a rank that is done early must not close its connections while others still connect
+                dist.barrier()  # no rank may close its connections while others still connect
             answer = True, function(*arguments)
         except (Different, UserError) as error:
             answer = False, str(error)
@@ -48,7 +47,7 @@ def work(rank, pipe):
             answer = False, traceback.format_exc()
         pipe.send(answer)
         if not answer[0]:
-            pipe.poll(None)  # the caller ends all ranks; a connection closed before would be an error of another rank
+            pipe.poll(None)  # the caller ends all ranks; a connection closed before would be another rank's error
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -60,20 +59,20 @@ def cpu_seconds(processes):
         try:
             fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
             seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        except OSError:  # macOS has no /proc; its ps prints minutes:seconds
+        except OSError:  # macOS: ps prints minutes:seconds
             said = subprocess.run(["ps", "-o", "cputime=", "-p", str(process.pid)], capture_output=True, text=True)
             seconds += sum(float(part) * 60**i for i, part in enumerate(said.stdout.split(":")[::-1]) if part.strip())
     return seconds
 
 
 class Workers:
-    """Up to RANKS processes. The ranks of a call connect through a file in `folder`."""
+    """Up to RANKS processes, which connect through a file in `folder`."""
 
     def __init__(self, folder):
         self.folder, self.calls, self.pipes, self.processes = folder, 0, [], []
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))  # macOS allows 256 open files
-        self.adversary = "ADVERSARY" in os.environ  # True: calls run in the mode of testing/adversary.py
+        self.adversary = "ADVERSARY" in os.environ  # calls run in testing/adversary.py's mode
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["torch", "train"])  # imported once, then forked
 
@@ -94,7 +93,7 @@ class Workers:
         self.pipes, self.processes = [], []
 
     def run(self, ranks, function, *arguments):
-        """Call `function(*arguments)` on ranks 0 .. ranks-1. Return their results."""
+        """Call `function(*arguments)` on all ranks. Return their results."""
         assert ranks <= RANKS
         self.start(ranks)
         self.calls += 1
@@ -116,11 +115,11 @@ class Workers:
                     good, results[rank] = pipe.recv()
                 except EOFError:
                     good, results[rank] = False, "the process died"
-                if not good:  # the other ranks may wait for this one for ever
+                if not good:  # others may wait for this rank
                     self.stop()
                     pytest.fail(f"rank {rank} of {ranks}:\n{results[rank]}", pytrace=False)
         return [results[r] for r in range(ranks)]
 
     def check(self, ranks, function, *arguments):
-        """On each rank, run a function that checks and returns None."""
+        """On each rank, call a function that checks and returns None."""
         assert self.run(ranks, function, *arguments) == [None] * ranks
