@@ -6,13 +6,12 @@
     python exercise.py 8 FOLDER        judge the file and the predictions in another copy of the project
     python exercise.py stop 8          put the project's functions back; your file is kept in mine/
 
-Predict first: `start` asks for two or three numbers, and the numbers of the formulas are shown once you have answered
-all questions. Your file is judged in a copy of the last commit. So functions that you add stay, and changed tests do
-not count. Each test is a lamp with the idea that it stands for. A bonus lamp may stay red.
+Predict first: `start` asks for two or three numbers. The formulas' numbers are shown once you have answered all. Your
+file is judged in a copy of the last commit, so changed tests do not count. Each test is a lamp with the idea that it
+stands for. A bonus lamp may stay red.
 
-An exercise is a file exercises/N.toml: the ideas in Japanese and English, the functions to write, the lamps, and
-answers for our own tests (right in another way, or wrong as people are often wrong). Nothing is stored about the
-functions but their names: their lines are found in the file, and their solution is in git.
+exercises/N.toml has the ideas in Japanese and English, the names of the functions to write, the lamps, and answers for
+our own tests (right in another way, or wrong as people are often wrong). The solution is in git.
 """
 
 from errors import Parser, UserError, exit_on_user_error, explained, reading  # isort: skip
@@ -31,12 +30,12 @@ from pathlib import Path
 from testing.defects import run_tests
 
 ROOT = Path(__file__).parent
-LINES = 16  # of the message of a red lamp: a table of gradients and its cause
+LINES = 16  # of a red lamp's message
 FORMAT = "# Write one number each, such as 8,192 or 0.11 or 3/27 (at most 1% off). 数を1つずつ書いてください。\n"
 
 
 def exercise(number):
-    """Return the table of exercises/`number`.toml. Raises UserError if there is none."""
+    """Return exercises/`number`.toml. Raises UserError if there is none."""
     if str(number) not in map(str, numbers()):
         raise UserError(f"exercise {number}: should be one of {', '.join(map(str, numbers()))}")
     return tomllib.loads((ROOT / f"exercises/{number}.toml").read_text(encoding="utf-8"))
@@ -50,7 +49,7 @@ def numbers():
 
 
 def place(lines, name):
-    """Return (begin, end) of the lines below the docstring of the function `name` ("f" or "Class.f")."""
+    """Return (begin, end) of the lines below the docstring of "f" or "Class.f"."""
     node = ast.parse("".join(lines))
     for part in name.split("."):
         node = next(child for child in node.body if getattr(child, "name", None) == part)
@@ -58,7 +57,7 @@ def place(lines, name):
 
 
 def with_bodies(text, new):
-    """Return a file's text with other function bodies. new: {name of the function: lines}."""
+    """Return a file's text with other bodies. new: {function's name: lines}."""
     lines = text.splitlines(keepends=True)
     for name, body in new.items():
         begin, end = place(lines, name)
@@ -72,7 +71,7 @@ def bodies(text, names):
 
 
 def blank(number, text):
-    """Return the text of the exercise's file with empty functions. Whoever calls one gets one line and exit code 2."""
+    """Return the text of the exercise's file with functions that raise UserError."""
     new = {}
     for name in exercise(number)["functions"]:
         indent = "    " * (1 + name.count("."))
@@ -82,12 +81,12 @@ def blank(number, text):
 
 
 def committed(file):
-    """Return the text of a file of the last commit."""
+    """Return a file's text in the last commit."""
     return git("show", f"HEAD:./{file}").decode()
 
 
 def git(*words):
-    """Return what git prints, as bytes. Raises UserError without git, or if this folder is no clone."""
+    """Return what git prints, as bytes. Raises UserError without git or a clone."""
     with explained("exercises need git"):
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True)
     if done.returncode:
@@ -96,9 +95,9 @@ def git(*words):
 
 
 def start(number):
-    """Empty the functions of an exercise, and write the questions to mine/`number`.txt. Return the text to show.
+    """Empty an exercise's functions, and write the questions to mine/`number`.txt. Return the text to show.
 
-    Raises UserError if an exercise is open in the same file: its answer would be lost, or would be missing here.
+    Raises UserError if an exercise is open in the same file.
     """
     e = exercise(number)
     file, questions = ROOT / e["file"], ROOT / f"mine/{number}.txt"
@@ -115,7 +114,7 @@ def start(number):
 
 
 def stop(number):
-    """Put the committed functions back, and keep the answer in mine/. Return the text to show."""
+    """Put the committed functions back, and keep the answer. Return the text to show."""
     e = exercise(number)
     file, kept = ROOT / e["file"], ROOT / f"mine/{number}_{Path(e['file']).name}"
     text = file.read_text(encoding="utf-8")
@@ -128,9 +127,9 @@ def stop(number):
 
 
 def judge(number, text):
-    """Return ([(lamp, None or the message of a failure)], the formulas' numbers, the output of the commands to show).
+    """Judge `text`, a whole file, in a copy of the last commit.
 
-    text: the answer, a whole file. It is judged in a copy of the last commit. The numbers are those of this commit.
+    Return ([(lamp, None or the message of a failure)], the formulas' numbers, the output of the commands to show).
     """
     e = exercise(number)
     with tempfile.TemporaryDirectory() as folder:
@@ -154,14 +153,11 @@ def judge(number, text):
 def run(folder, words):
     """Return what a command of the project prints in `folder`."""
     done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True)
-    return done.stdout + "".join(done.stderr.splitlines(keepends=True)[-1:])  # the error, without its traceback
+    return done.stdout + "".join(done.stderr.splitlines(keepends=True)[-1:])  # without a traceback
 
 
 def predictions(number, text):
-    """Return the answers [(name, number)] in `text` (mine/`number`.txt), none until all questions have an answer.
-
-    Raises UserError for an answer that is no number.
-    """
+    """Return [(name, number)] of the answers in `text`, or [] until all have one. Raises UserError for no number."""
     said = dict(re.findall(r"(?m)^(\w+) *= *(.*?) *$", text))
     answers = [(q["name"], said.get(q["name"], "?")) for q in exercise(number)["predict"]]
     if "?" in (answer for _, answer in answers):
@@ -184,13 +180,13 @@ def title(number):
 
 
 def state(number):
-    """Return todo, red or green: how the exercise stood when it was judged last."""
+    """Return todo, red or green: how the exercise was judged last."""
     judged = ROOT / f"mine/{number}.state"
     return judged.read_text(encoding="utf-8") if judged.exists() else "todo"
 
 
 def report(number, folder):
-    """Judge and print the file and predictions in `folder`. Return True if all lamps are green (bonus may be red)."""
+    """Judge the file and predictions in `folder`. Return True if all lamps but bonus are green."""
     e, asked = exercise(number), folder / f"mine/{number}.txt"
     mine = predictions(number, asked.read_text("utf-8") if asked.exists() else "")
     text = (folder / e["file"]).read_text(encoding="utf-8")
@@ -207,13 +203,13 @@ def report(number, folder):
         print(mark(message is None, "bonus" in lamp), f"{lamp['idea'][0]}\n       {lamp['idea'][1]}", sep="  ")
         if message is not None:
             lines = [line for line in message.splitlines() if line.strip(" ^~") and "-v to get" not in line]
-            lines = lines[-6:] if "Traceback" in message else lines[:LINES]  # its last line says what happened
+            lines = lines[-6:] if "Traceback" in message else lines[:LINES]
             print(*(f"       | {line}" for line in lines), sep="\n")
     return all(message is None or "bonus" in lamp for lamp, message in judged)
 
 
 def main(arguments=None):
-    """Run the command line. Raises UserError. Exit with code 1 if a lamp that is no bonus is red."""
+    """Run the command line. Exit with code 1 if a lamp that is no bonus is red."""
     parser = Parser("python exercise.py", usage="python exercise.py [[start | stop] NUMBER [FOLDER]]")
     parser.add_argument("words", nargs="*")
     words = parser.parse_args(arguments).words
@@ -234,7 +230,7 @@ def main(arguments=None):
         if folder == ROOT:
             (ROOT / f"mine/{number}.state").write_text("green" if green else "red", encoding="utf-8")
         sys.exit(not green)
-    with reading(exercise(number)["file"], SyntaxError, StopIteration):  # the file can't be read, or lacks a function
+    with reading(exercise(number)["file"], SyntaxError, StopIteration):  # StopIteration: a function is missing
         print(start(number) if command == "start" else stop(number))
 
 

@@ -1,4 +1,4 @@
-"""Print how the schedules of this tree compare: `python -m exercises.board leaderboard`, or `delay` (exercise 10)."""
+"""Compare this tree's schedules: `python -m exercises.board leaderboard`, or `delay` (exercise 10)."""
 
 import sys
 
@@ -9,11 +9,11 @@ from parallel.schedules import Action
 
 P, M, COST, COMM = 4, 8, {"F": 1, "B": 2, "I": 1, "W": 1}, 0.5
 PLAIN = "F and B only, one chunk"
-BEST = [(4, 0.4), (5, 0.3514), (6, 0.3333)]  # (peak, the smallest bubble that a plain schedule can have)
+BEST = [(4, 0.4), (5, 0.3514), (6, 0.3333)]  # (peak, a plain schedule's smallest bubble)
 
 
 def leaderboard():
-    """All synchronous schedules, in two classes, the smallest peak first. No schedule of its class beats BEST."""
+    """Print all synchronous schedules, in two classes, the smallest peak first."""
     rows = [(PLAIN, peak, bubble, bubble, "the best possible") for peak, bubble in BEST]
     for name in schedules.SCHEDULES.keys() - schedules.ASYNCHRONOUS:
         picture = draw.simulated(name, schedules.usual_chunks(name), P, M, COST, COMM)
@@ -27,7 +27,7 @@ def leaderboard():
 
 
 def delay():
-    """1F1B whose W follow their I at once; zb-h1 of this tree; zb-h1 of the paper."""
+    """Print 1F1B whose W follow their I at once; this tree's zb-h1; the paper's."""
     at_once = []
     for actions in schedules.build("1f1b", P, M).actions:
         halves = [[Action(k, a.microbatch, a.chunk) for k in ("F" if a.kind == "F" else "IW")] for a in actions]

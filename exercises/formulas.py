@@ -13,21 +13,18 @@ __all__ = ["FORMULAS", "build", "by_formula", "scaling", "simulate"]
 
 
 def tiny(**fields):
-    """Return the Config of configs/tiny.py with some other fields."""
+    """Return configs/tiny.py's Config with other fields."""
     return configuration.load(["configs/tiny.py", *(f"--{name}={value}" for name, value in fields.items())])
 
 
 def sent(ranks, axis, what=None, column=1, **fields):
-    """Return the bytes that rank 0 of `ranks` sends over an axis in a step of `tiny(**fields)`. what: only these.
-
-    column=0: the number of communications.
-    """
+    """Return the bytes (column=0: communications) that rank 0 sends over an axis in a step. what: only these."""
     rows = traffic.predict(tiny(**fields), ranks).sent[0].items()
     return sum(row[column] for (name, kind, _), row in rows if name == axis and what in (None, kind))
 
 
 def kept(ranks, what=None, **fields):
-    """Return the bytes of model states that rank 0 of `ranks` keeps in a step of `tiny(**fields)`. what: only these."""
+    """Return the bytes of model states that rank 0 keeps in a step. what: only these."""
     p = traffic.predict(tiny(**fields), ranks)
     return sum(size for name, size in memory.rank_states(p.layout, 0, p.sizes).items() if what in (None, name))
 

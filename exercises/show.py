@@ -1,11 +1,9 @@
 """Show what your functions compute, beside the slides and the usual mistakes.
 
-    python -m exercises.show flops      exercise 1: GPT-3's FLOPs
-    python -m exercises.show losses     exercise 3: your AdamW, beside the slide's Adam and epsilon inside the root
-    python -m exercises.show ratios     exercise 7: LAMB's trust ratio of each layer
-    python -m exercises.show groups     exercise 12: the groups of 8 ranks with tp=2, pp=2
-
-Tests and this file use the same tiny model (`test_layouts.py`).
+python -m exercises.show flops      exercise 1: GPT-3's FLOPs
+python -m exercises.show losses     exercise 3: your AdamW, beside the slide's Adam and epsilon inside the root
+python -m exercises.show ratios     exercise 7: LAMB's trust ratio of each layer
+python -m exercises.show groups     exercise 12: the groups of 8 ranks with tp=2, pp=2
 """
 
 import sys
@@ -28,7 +26,7 @@ TOKENS = 300e9  # of all sizes of GPT-3
 
 
 def flops():
-    """Print a table of GPT-3's sizes: 5.7 N D (the slide), and the functions of accounts/flops.py."""
+    """Print GPT-3's sizes: 5.7 N D (the slide), and the functions of accounts/flops.py."""
     rows = [("model", "N", "D", "slide: 5.7ND", "yours", "yours / ND: 6 + attention", "recompute=full / yours")]
     for name in ("gpt3_1b3", "gpt3_13b", "gpt3_175b"):
         c = configuration.load([f"configs/{name}.py", "--recompute=full"])
@@ -41,7 +39,7 @@ def flops():
 
 
 def slides_adam(sign):
-    """Return an update rule: Adam with the slide's `sign` of the gradient in m and v, and epsilon inside the root."""
+    """Return Adam with the slide's `sign` of the gradient in m and v, and epsilon inside the root."""
 
     def rule(weight, gradient, moments, *, lr, scale, update, beta1, beta2, eps, **_):
         (m, v), g = moments, gradient * scale
@@ -83,7 +81,7 @@ def ratios():
 
 
 def meshes(ranks=8, tp=2, pp=2, cp=1):
-    """Return the Mesh of each rank. No process starts: torch's fake group pretends that the other ranks exist."""
+    """Return the Mesh of each rank, in torch's fake process group: no process starts."""
     found = []
     for rank in range(ranks):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)

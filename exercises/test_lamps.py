@@ -1,4 +1,4 @@
-"""Lamps that no other test shows alone. They are specifications, too: the project's code passes them.
+"""Lamps that no other test shows alone.
 
 PYTEST_DONT_REWRITE: the message of a failing `assert` is its sentence alone.
 """
@@ -26,7 +26,7 @@ from test_layouts import built, check_layout, micro_batches, tiny_config
 from test_pipeline import storages, waiting_in_block
 from testing.compare import ratio, same_tensor
 
-pytestmark = pytest.mark.slow  # the default run has no need of them: other tests show the same
+pytestmark = pytest.mark.slow  # other tests show the same
 
 
 def drawn(*shape, seed=0):
@@ -100,7 +100,7 @@ CONSTANTS = dict(lr=LR, decay=DECAY, scale=1.0, update=T, beta1=B1, beta2=B2, ep
 
 
 def buffers():
-    """Return a weight, a gradient, and [m, v]: always the same values."""
+    """Return a weight, a gradient, and [m, v]."""
     return drawn(6), drawn(6, seed=1), [drawn(6, seed=2), 2 + drawn(6, seed=3) ** 2]
 
 
@@ -178,7 +178,7 @@ def test_sums_run_while_backward_continues(monkeypatch):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_trains_the_same_model(workers, monkeypatch, stage):
-    """In the mode of testing/adversary.py the result of a communication is wrong until somebody waits for it."""
+    """In testing/adversary.py's mode a result is wrong until `wait`."""
     monkeypatch.setattr(workers, "adversary", True)
     check_layout([tiny_config(2, zero=stage)], functools.partial(workers.run, 2))
 
@@ -204,7 +204,7 @@ def gradients_in_a_step(config):
 
 
 def test_stage_2_keeps_few_whole_gradients(workers):
-    """In a backward: that of this block, of the tied table, and two that are being summed. Then only the last two."""
+    """In a backward: this block's, the tied table's, and two that are being summed. Then only the last two."""
     for most in workers.run(2, gradients_in_a_step, tiny_config(2, zero=2, num_layers=4)):
         for when, allowed in [("in a backward", 4), ("between two micro-batches", 2)]:
             whole = f"{most[when]} of 7 buckets have a whole gradient {when}; at most {allowed} should"
@@ -230,7 +230,7 @@ def test_the_next_bucket_is_gathered_while_this_one_computes(workers):
 
 # --- 7: LAMB ----------------------------------------------------------------------------------------------------------
 
-WHOLE, DIRECTION = 8.0, 2.0  # norms of a whole tensor and of its direction; a rank may have only a part of the tensor
+WHOLE, DIRECTION = 8.0, 2.0  # norms of a whole tensor and of its direction
 
 
 def test_lambs_direction_is_adamws_with_decay():
@@ -344,7 +344,7 @@ AXES = {  # axis: (its groups, why)
     "dp": ([(0, 4), (1, 5), (2, 6), (3, 7)], "dp sends least often, so its ranks are farthest from one another"),
     "world": ([tuple(range(8))], "the world has all ranks"),
 }
-CONTEXT_AXES = {  # with tp=2, cp=2: the cp ranks share samples, and are data ranks, too
+CONTEXT_AXES = {  # with tp=2, cp=2: the cp ranks are data ranks, too
     "tp": [(0, 1), (2, 3), (4, 5), (6, 7)],
     "cp": [(0, 2), (1, 3), (4, 6), (5, 7)],
     "dp": [(0, 2, 4, 6), (1, 3, 5, 7)],
