@@ -37,7 +37,7 @@ def load_model(path, device):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     layout = Layout(config, 1, model.table, schedules.build(config.schedule, 1, 1))
     zero = Zero(model, layout, config, mesh, dtype, device, training=False)
-    checkpoint.load(found, model, zero)
+    checkpoint.load_checkpoint(found, model, zero)
     zero.parameters_from_master()
     tokenizer = copied(found, index["tokenizer"])
     model.units[-1].vocab_size = min(config.vocab_size, tokenizer.n_vocab)  # the model may have ids without text

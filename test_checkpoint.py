@@ -1,4 +1,4 @@
-"""Test checkpoints: any layout loads any other's, resuming changes no bit, an incomplete checkpoint is never used."""
+"""Tests that any layout loads any other's checkpoint, that resuming changes no bit, and that damage is noticed."""
 
 import contextlib
 import itertools
@@ -35,8 +35,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("shape, tp_dim", [((3, 8, 4), 1), ((8, 4), 0), ((3, 8), 1), ((7,), None)])
 @pytest.mark.parametrize("tp", [1, 4])
 @pytest.mark.parametrize("cuts", [1, 3, 5])
-def test_runs_say_where_every_element_of_a_part_of_a_part_lies(shape, tp_dim, tp, cuts):
-    """Cut a tensor over tp, flatten each piece and cut it again at any element. Copying the `runs` must rebuild it."""
+def test_runs_rebuild_a_tensor_that_was_cut_over_tp_and_then_into_shards(shape, tp_dim, tp, cuts):
     spec = ParamSpec("u.w", shape, tp_dim)
     whole = torch.arange(np.prod(shape)).view(shape)
     rebuilt = torch.full((whole.numel(),), -1)
@@ -79,14 +78,13 @@ def curve(out_dir):
     return [[row[field] for field in fields] for row in rows.values()]
 
 
-def arrays(folder):
-    """Return {file: bytes} of a checkpoint's tensors."""
+def tensor_files(folder):
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "index.json"}
 
 
 @pytest.fixture(scope="module")
 def straight(workers, tokens_dir, tmp_path_factory):
-    """Return a function that trains ten steps without a stop and returns the out_dir. Equal runs are made only once."""
+    """Return a function that trains ten steps without a stop, once for equal fields, and returns the out_dir."""
     made = {}
 
     def run(ranks=1, **fields):
@@ -103,10 +101,7 @@ def straight(workers, tokens_dir, tmp_path_factory):
     "ranks, tp, parts, dtype", [(1, 1, (5, 10), "fp64"), (1, 1, (3, 6, 10), "fp16"), (4, 2, (5, 10), "bf16")]
 )
 def test_resuming_changes_no_bit(workers, straight, tokens_dir, tmp_path, ranks, tp, parts, dtype):
-    """Train 10 steps, and the same in parts. All weights, moments and logged numbers must be equal.
-
-    fp16 starts with a loss scale that overflows a few times, and its window is short. So the scaler's counters change.
-    """
+    """With fp16 the first loss scale overflows a few times and its window is short, so the scaler's counters change."""
     fields = dict(tp=tp, dtype=dtype)
     if dtype == "fp16":
         fields |= dict(initial_loss_scale=2.0**22, loss_scale_window=2, hysteresis=2)
@@ -114,7 +109,7 @@ def test_resuming_changes_no_bit(workers, straight, tokens_dir, tmp_path, ranks,
     for stop in parts:
         workers.run(ranks, go, configured(tmp_path, tokens_dir, **fields, train_iters=stop))
     assert repr(curve(tmp_path)) == repr(curve(reference)) and len(curve(tmp_path)) == 10
-    assert arrays(tmp_path / "step_10") == arrays(reference / "step_10")
+    assert tensor_files(tmp_path / "step_10") == tensor_files(reference / "step_10")
     if dtype == "fp16":
         scales = [row[3] for row in curve(reference)]
         assert min(scales) < scales[0] and any(b > a for a, b in itertools.pairwise(scales))
@@ -138,7 +133,7 @@ def test_resuming_changes_no_bit(workers, straight, tokens_dir, tmp_path, ranks,
     ids=str,
 )
 def test_any_layout_goes_on_from_any_other(workers, straight, tokens_dir, tmp_path, before, after):
-    """Train five steps in each of two layouts in float64. The curve must equal that of one process to ten digits."""
+    """Five steps in each of two layouts have the curve of one process, to ten digits."""
     reference = straight(1, dtype="fp64", num_layers=3)
     for (ranks, layout), stop in [(before, 5), (after, 10)]:
         config = configured(tmp_path, tokens_dir, train_iters=stop, num_layers=3, **layout)
@@ -146,7 +141,7 @@ def test_any_layout_goes_on_from_any_other(workers, straight, tokens_dir, tmp_pa
         workers.run(ranks, go, config)
     for ours, theirs in zip(curve(tmp_path), curve(reference), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-10)
-    ours, theirs = arrays(tmp_path / "step_10"), arrays(reference / "step_10")
+    ours, theirs = tensor_files(tmp_path / "step_10"), tensor_files(reference / "step_10")
     assert ours.keys() == theirs.keys()
     for name in ours:
         a, b = np.frombuffer(ours[name]), np.frombuffer(theirs[name])
@@ -154,7 +149,6 @@ def test_any_layout_goes_on_from_any_other(workers, straight, tokens_dir, tmp_pa
 
 
 def test_files_are_whole_tensors(straight):
-    """Files have raw values in C order, and the index has the shapes, so any program can read them."""
     folder = straight(4, tp=2, dtype="bf16") / "step_10"
     index = json.loads((folder / "index.json").read_text())
     assert index["dtype"] == "float32"
@@ -167,7 +161,7 @@ def test_files_are_whole_tensors(straight):
     assert np.abs(ln - 1).max() < 0.5 and ln.std() > 0
 
 
-def test_what_contradicts_the_checkpoint_is_refused_by_name(straight, tokens_dir, tmp_path):
+def test_a_field_that_contradicts_the_checkpoint_is_refused_by_name(straight, tokens_dir, tmp_path):
     out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
     other = dict(num_layers=3, hidden_size=32, num_attention_heads=4, seq_length=4, vocab_size=51, seed=1)
     for name, value in (other | dict(optimizer="sgd", activation="relu", experts=4)).items():
@@ -181,8 +175,7 @@ def test_what_contradicts_the_checkpoint_is_refused_by_name(straight, tokens_dir
         go(configured(out, other_tokens, train_iters=12))
 
 
-def test_where_to_resume_from(straight, tokens_dir, tmp_path):
-    """To resume from an earlier step while later ones exist is an error: the next run would resume from the latest."""
+def test_resume_refuses_a_folder_without_checkpoints_and_a_step_before_later_ones(straight, tokens_dir, tmp_path):
     first = str(straight(1, dtype="fp64") / "step_10")
     for resume, said in {
         str(tmp_path / "nowhere"): r"^resume=.*nowhere: there is no checkpoint in",
@@ -197,7 +190,7 @@ def test_where_to_resume_from(straight, tokens_dir, tmp_path):
     assert checkpoint.all_steps(tmp_path / "a") == [11, 12]
 
 
-def test_keeps_the_latest_and_an_imported_step_0(tokens_dir, tmp_path):
+def test_a_run_keeps_the_latest_checkpoints_and_an_imported_step_0(tokens_dir, tmp_path):
     go(configured(tmp_path, tokens_dir, train_iters=1))
     (tmp_path / "step_1").rename(tmp_path / "step_0")  # as if convert.py had written it
     go(configured(tmp_path, tokens_dir, save_interval=2, keep=2, resume=str(tmp_path / "step_0")))
@@ -207,7 +200,7 @@ def test_keeps_the_latest_and_an_imported_step_0(tokens_dir, tmp_path):
 
 
 def test_a_half_written_checkpoint_is_never_seen(tokens_dir, tmp_path, monkeypatch):
-    """The disk is full in the middle of a save. The error is one line. The next start removes the remains."""
+    """The disk is full in the middle of a save."""
     flushed, real = [], checkpoint.os.fsync
 
     def fsync(file):
@@ -221,7 +214,7 @@ def test_a_half_written_checkpoint_is_never_seen(tokens_dir, tmp_path, monkeypat
         go(configured(tmp_path, tokens_dir, save_interval=5))
     assert checkpoint.find(tmp_path) is None
     monkeypatch.undo()
-    shutil.copytree(tmp_path / "step_5.writing", tmp_path / "step_3.writing")  # of a step that is not saved again
+    shutil.copytree(tmp_path / "step_5.writing", tmp_path / "step_3.writing")  # this step is not saved again
     (tmp_path / "step_junk").mkdir()
     assert fails(configured(tmp_path, "nowhere")).startswith("data_dir=nowhere: ")
     assert [p.name for p in tmp_path.glob("step_*")] == ["step_junk"], "the disk stays full"
@@ -232,7 +225,7 @@ def test_a_half_written_checkpoint_is_never_seen(tokens_dir, tmp_path, monkeypat
 # --- the same data --------------------------------------------------------------------------------------------------
 
 
-def test_other_data_is_refused_by_name_or_taken_with_a_flag(straight, tokens_dir, tmp_path):
+def test_other_data_is_refused_without_new_data(straight, tokens_dir, tmp_path):
     out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
     longer = write_tokens(tmp_path / "longer", train=4001)
     for other in (longer, write_tokens(tmp_path / "seed", seed=1)):
@@ -292,8 +285,7 @@ def fails(config):
 
 
 @pytest.mark.parametrize("change", [-8, 8])
-def test_damage_that_one_rank_sees_stops_all(workers, straight, tokens_dir, tmp_path, change):
-    """A file is too short or too long. All ranks must stop, also those that do not own its last bytes."""
+def test_a_file_that_is_too_short_or_too_long_stops_all_ranks(workers, straight, tokens_dir, tmp_path, change):
     out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
     file = out / "step_10" / "block0.qkv.weight"
     size = file.stat().st_size
@@ -312,8 +304,8 @@ def test_a_missing_file_is_named(trained, tmp_path, name):
 
 
 @pytest.mark.parametrize("layers, said", [(2, r"is \[.* and absent in the model"), (4, "is absent in the checkpoint")])
-def test_another_model_is_no_damage(trained, layers, said):
-    """The code of the model has changed since the checkpoint, so the configuration is the same."""
+def test_a_changed_model_is_not_called_damage(trained, layers, said):
+    """The configuration is the same, because the code of the model has changed."""
     out, data_dir = trained
     config = configured(out, data_dir, num_layers=layers)
     with pytest.raises(UserError, match=rf"step_3: block{min(layers, 3)}.* {said}") as error:
@@ -324,7 +316,7 @@ def test_another_model_is_no_damage(trained, layers, said):
 # --- checksums --------------------------------------------------------------------------------------------------------
 
 BYTES = 8 * checkpoint.BLOCK
-OLDER = 5784482173726471624
+OLDER = 5784482173726471624  # the first version of the checksum
 
 
 @pytest.fixture(scope="module")
@@ -332,13 +324,12 @@ def content():
     return np.frombuffer(random.Random(0).randbytes(2 * BYTES + 40), np.uint8)
 
 
-def test_the_sum_is_that_of_older_checkpoints():
-    """The number was computed by the first version of the sum. Another sum would refuse all older checkpoints."""
+def test_the_checksum_is_that_of_older_checkpoints():
     assert checkpoint.checksum(np.arange(300_000, dtype=np.int64)) == OLDER
 
 
-def test_sums_of_pieces_add_up_to_the_whole(content):
-    """A cut may lie at any byte: inside a word, at the end of a block, or beside another cut in the same word."""
+def test_the_checksums_of_pieces_add_up_to_that_of_the_file(content):
+    """A piece may begin at any byte: inside a word, at the end of a block, in the word in which another one begins."""
     whole, dice = checkpoint.checksum(content), random.Random(1)
     for cuts in (1, 2, 30):
         edges = sorted([0, len(content), BYTES, BYTES + 3, *(dice.randrange(len(content)) for _ in range(cuts)), 5, 6])
@@ -347,7 +338,7 @@ def test_sums_of_pieces_add_up_to_the_whole(content):
 
 
 @pytest.mark.parametrize("total", [checkpoint.checksum, replicas.fingerprint])
-def test_any_change_of_one_word_changes_the_sum(content, total):
+def test_a_change_of_one_word_changes_the_checksum(content, total):
     words, dice = content.view(np.int64).copy(), random.Random(2)
     whole = int(total(words if total is checkpoint.checksum else torch.from_numpy(words)))
     for place in (0, checkpoint.BLOCK - 1, checkpoint.BLOCK, len(words) - 1):
@@ -379,7 +370,7 @@ def trained(tmp_path_factory):
 
 
 def load_each(config, flips):
-    """For each of `flips`, flip this bit, load the checkpoint on each rank, and flip it back. Return the messages."""
+    """Return the messages of loading a checkpoint with one of `flips` each time."""
     run = train.build(config, Mesh.of(config), CPU)
     said, folder = [], checkpoint.find(config.out_dir)
     for name, place, bit in flips:
@@ -403,7 +394,6 @@ def load_each(config, flips):
     "ranks, layout", [(1, {}), (4, dict(tp=2, zero=1)), (2, dict(zero=3)), (4, dict(pp=2, zero=2))], ids=str
 )
 def test_one_flipped_bit_anywhere_is_named_on_every_rank(workers, trained, tmp_path, ranks, layout):
-    """One bit in a random place of a weight, of both moments, of the index and of a tokenizer file, and at the ends."""
     out, data_dir = trained
     folder = shutil.copytree(out, tmp_path / "run") / "step_3"
     config = configured(tmp_path / "run", data_dir, num_layers=3, **layout)

@@ -231,13 +231,13 @@ def save(run, tokens):
         "loss_scale": run.loss_scale.state(),
     }
     copies = [Path(run.config.data_dir, name) for name in COPY]
-    checkpoint.save(run.config.out_dir, run.counters.iteration, run.zero, state, run.config.keep, copies)
+    checkpoint.save_checkpoint(run.config.out_dir, run.counters.iteration, run.zero, state, run.config.keep, copies)
 
 
 def restore(run, path):
     """Load weights, moments and counters from the checkpoint `path`, which may be of any layout."""
     index = checkpoint.read_index(path)
-    checkpoint.load(path, run.model, run.zero)
+    checkpoint.load_checkpoint(path, run.model, run.zero)
     run.zero.parameters_from_master()
     counters = index["counters"]
     run.zero.updates.fill_(counters.pop("updates"))

@@ -7,26 +7,15 @@
         tokenizer.json  ...               the data set's copy of the vocabulary (none for `bytes`)
 
 A rank has a shard of each bucket. The shard may begin and end in the middle of a parameter, and the parameter may be
-cut over tp. So a rank's elements are a list of *runs* (consecutive elements) in the whole tensor; the function `runs`
-computes this list. All ranks write their runs into the same file. The ranks of a later layout read their own runs. No
-conversion tool is necessary.
+cut over tp. So a rank has *runs* (consecutive elements) of the whole tensor; the function `runs` lists them. All ranks
+write their runs into the same file. The ranks of a later layout read their own runs.
 
-Every rank writes into the folder `step_N.writing` and flushes its files. Then rank 0 renames the folder to `step_N`, so
-the latest checkpoint, the `step_N` with the largest N, is always complete. If a run is killed, or if its disk is full,
-it leaves a `step_N.writing`, which the next start removes. No file is unpickled, so loading a checkpoint runs no code
-from it.
+Every rank writes into the folder `step_N.writing` and flushes its files. Then rank 0 renames the folder to `step_N`. So
+a `step_N` is always complete. A killed run, or a full disk, leaves a `step_N.writing`, and the next start removes it.
+No file is unpickled, so loading a checkpoint runs no code from it.
 
-Every byte that a rank uses is verified, in any layout. The checksum of an array reads the file as words w_0, w_1, ...
-of 8 bytes:
-
-    S = c_0 w_0 + c_1 w_1 + ...  mod 2^64        c_i = TABLE[i mod BLOCK] * G^(i div BLOCK), an odd number
-
-Each rank computes the terms of its own runs, and the terms of all ranks are added. An odd c_i has an inverse mod 2^64,
-so a change of one word always changes S. The c_i are pseudo-random, so S of several changed words stays equal only by
-chance (multilinear hashing; Carter and Wegman, "Universal classes of hash functions", 1979). index.json has the sum of
-every array and the CRC-32 of every other file. Its last entry is the CRC-32 of its own bytes before this entry.
-
-Writing with shared memmaps would be wrong: on network file systems, two hosts that write to the same page lose updates.
+Each rank verifies every byte that it uses. index.json has the `checksum` of every array and the CRC-32 of every other
+file. Its last entry is the CRC-32 of its own bytes before this entry.
 """
 
 import json
@@ -47,26 +36,22 @@ from data import mix
 from errors import UserError, explained
 from parallel.comm import agree, gather_objects
 
-# These must be equal in the run and in the checkpoint. convert.py leaves some of them open.
+# These must be equal in the run and in the checkpoint, if it has them: convert.py leaves some open.
 MUST_MATCH = (
     "num_layers hidden_size num_attention_heads seq_length vocab_size activation experts seed optimizer tokenizer"
 )
 REMEDY = "use another checkpoint: remove this one, or set --resume"
-THREADS = 4  # of a rank: a flush waits for the disk, so more threads than cores are useful
-BLOCK = 1 << 17  # words in TABLE: 1 MiB, which stays in a core's cache
-G = 0x9E3779B97F4A7C15
-TABLE = mix(np.arange(1, BLOCK + 1, dtype=np.uint64)) | 1
+THREADS = 4  # a flush waits for the disk, so more threads than cores are useful
 
 
-# --- runs and sums ----------------------------------------------------------------------------------------------------
+# --- runs -------------------------------------------------------------------------------------------------------------
 
 
 def runs(spec, begin, end, tp_rank, tp):
-    """Yield the runs of a rank: the places of its elements [begin, end) in the whole tensor.
+    """Yield the runs (local offset, whole offset, length) of the elements [begin, end) of a rank's flattened tensor.
 
-    begin and end count elements of the rank's flattened local tensor. Each run is (local offset, whole offset, length),
-    in elements, in order. If the tensor is cut along `tp_dim`, its shape can be written as [outer, tp, inner]. Then a
-    rank has `inner` consecutive elements of each of the `outer` rows.
+    If the tensor is cut along `tp_dim`, its shape can be written as [outer, tp, inner]. Then a rank has `inner`
+    consecutive elements of each of the `outer` rows.
     """
     if spec.tp_dim is None:
         yield begin, begin, end - begin
@@ -79,40 +64,9 @@ def runs(spec, begin, end, tp_rank, tp):
         begin += length
 
 
-def checksum(data, offset=0):
-    """Return the part of a file's sum that comes from `data`, an int below 2^64.
-
-    data: a contiguous array [n] of any dtype. offset: its place in the file, in bytes. If data begins or ends inside a
-    word, the other bytes of the word count as 0.
-    """
-    lead, tail = offset % 8, -(offset + data.nbytes) % 8
-    if lead or tail:
-        data = np.pad(data.view(np.uint8), (lead, tail))
-    words, at, total = data.view(np.uint64), (offset - lead) // 8, 0
-    while len(words):
-        row, column = divmod(at, BLOCK)
-        block = words[: BLOCK - column]
-        total += int(np.dot(block, TABLE[column : column + len(block)])) * pow(G, row, 1 << 64)
-        at, words = at + len(block), words[len(block) :]
-    return total % (1 << 64)
-
-
-def crc(data):
-    return f"{zlib.crc32(data):08x}"
-
-
-def in_hex(total):
-    """Return a sum, mod 2^64, as index.json has it."""
-    return f"{total % (1 << 64):016x}"
-
-
 def arrays(folder, bucket, begin, end):
-    """Yield (path, Piece, elements) of each weight and moment in begin .. end of a bucket's flat buffer.
-
-    A Piece is the part of one parameter in begin .. end. The elements are a view into `master` or a moment. These
-    tensors begin at element owned[0] of the buffer: a rank keeps only the elements that it updates.
-    """
-    first = bucket.owned[0]
+    """Yield (path, Piece, its elements) of the weights and moments in begin .. end of a bucket's flat buffer."""
+    first = bucket.owned[0]  # the first element that this rank keeps
     tensors = {"": bucket.master} | {f".moment{k}": moment for k, moment in enumerate(bucket.moments)}
     for piece in bucket.layout.pieces(begin, end):
         if piece.begin < piece.end:
@@ -121,16 +75,13 @@ def arrays(folder, bucket, begin, end):
 
 
 def in_threads(transfer, jobs):
-    """Call transfer(path, piece, elements) for each of the `arrays`. Return {file name: terms in its sum}."""
+    """Return {file name: transfer(path, piece, elements)} of these `arrays`."""
     with ThreadPoolExecutor(THREADS) as pool:
         return dict(pool.map(lambda job: (job[0].name, transfer(*job)), jobs))
 
 
 def transferred(file, move, elements, piece, tp):
-    """Move the runs of a Piece. Return their terms in the file's sum. move: file.write or file.readinto.
-
-    elements: an array [n] of the Piece's elements.
-    """
+    """Write or read (`move`) the runs of a Piece. Return their terms in the file's `checksum`."""
     terms = 0
     for at, place, length in runs(piece.spec, piece.begin, piece.end, tp.rank, tp.size):
         run, offset = elements[at - piece.begin :][:length], place * elements.itemsize
@@ -141,7 +92,7 @@ def transferred(file, move, elements, piece, tp):
 
 
 def added(terms, axis):
-    """Return {file name: sum of the terms of all ranks of the axis}. Every rank of the axis calls this."""
+    """Return {file name: sum of the terms of all ranks}."""
     total = Counter()
     for theirs in gather_objects(terms, axis):
         total.update(theirs)
@@ -151,11 +102,11 @@ def added(terms, axis):
 # --- save -------------------------------------------------------------------------------------------------------------
 
 
-def save(out_dir, step, zero, state, keep=0, copies=()):
+def save_checkpoint(out_dir, step, zero, state, keep=0, copies=()):
     """Write `out_dir/step_N`. Every rank of the mesh calls this with the same `state` (entries of index.json).
 
-    copies: files that are also copied into the checkpoint, if they exist. Keeps the `keep` latest checkpoints (0: all)
-    and step_0, which convert.py wrote. If one rank can't write, raises UserError on every rank.
+    Copies the files `copies` that exist. Keeps the `keep` latest checkpoints (0: all) and step_0, which convert.py
+    wrote. If one rank can't write, raises UserError on every rank.
     """
     final, mesh = step_path(out_dir, step), zero.mesh
     writing, first = final.with_name(final.name + ".writing"), mesh.rank == 0
@@ -167,48 +118,43 @@ def save(out_dir, step, zero, state, keep=0, copies=()):
         writing.rename(final)
         flush(out_dir)
         for old in filter(None, all_steps(out_dir)[:-keep] if keep else []):
-            shutil.rmtree(step_path(out_dir, old), ignore_errors=True)  # the new one is complete: the run continues
+            shutil.rmtree(step_path(out_dir, old), ignore_errors=True)
 
-    def together(action, here=True):
+    def on_all_ranks(action, here=True):
         attempt = explained(f"out_dir={out_dir}: can't write the checkpoint")(action)
         return agree(mesh.world, UserError, attempt if here else lambda: None)
 
-    together(writing.mkdir, first)  # not its parents: they have vanished if they are not there
-    sums = added(together(lambda: write_arrays(writing, zero)), mesh.world)
-    together(publish, first)
+    on_all_ranks(writing.mkdir, first)
+    sums = added(on_all_ranks(lambda: write_arrays(writing, zero)), mesh.world)
+    on_all_ranks(publish, first)
 
 
 def remove_unfinished(out_dir):
-    """Remove what a killed run, or one with a full disk, left in out_dir. No other run may write there."""
+    """Remove each `step_N.writing`."""
     for left in Path(out_dir).glob("step_*.writing"):
         shutil.rmtree(left, ignore_errors=True)
 
 
 def write_arrays(folder, zero):
-    """Write and flush this rank's elements of all arrays. Return {file name: their terms in the file's sum}."""
+    """Write what this rank keeps. Return {file name: terms in its sum}."""
     tp, jobs = zero.mesh.tp, []
     for bucket in zero.buckets.values():
         for path, piece, flat in arrays(folder, bucket, *bucket.shard):
             if bucket.holders.rank == 0 and (piece.spec.tp_dim is not None or tp.rank == 0):
                 jobs.append((path, piece, flat))  # else another rank writes the same elements
-    return in_threads(partial(write, tp), jobs)
+    return in_threads(partial(write_piece, tp), jobs)
 
 
-def write(tp, path, piece, flat):
-    """Write and flush one piece of an array. Return its terms in the file's sum."""
+def write_piece(tp, path, piece, flat):
     path.touch()
-    with open(path, "r+b") as file:  # "wb" would delete the elements that other ranks have written into the file
+    with open(path, "r+b") as file:  # "wb" would delete what other ranks wrote
         terms = transferred(file, file.write, flat.cpu().numpy(), piece, tp)
     flush(path)
     return terms
 
 
 def write_index(folder, dtype, state, sums):
-    """Write index.json, and flush the folder.
-
-    dtype: of the arrays. state: the other entries. sums: {name of an array's file: its sum}. Computes the CRC-32 of the
-    other files in the folder and of index.json.
-    """
+    """Write index.json: the arrays' dtype, the entries `state`, `sums` {array: checksum}, the CRC-32 of other files."""
     others = [path for path in sorted(folder.iterdir()) if path.name not in sums]
     index = {"dtype": str(dtype).removeprefix("torch."), **state}
     index["sums"] = {name: in_hex(total) for name, total in sums.items()}
@@ -220,7 +166,7 @@ def write_index(folder, dtype, state, sums):
 
 
 def flush(path):
-    """Flush a file or a folder to disk. A file name is data of its folder, so fsync of the file is not enough."""
+    """Flush a file or a folder. The name of a new file is data of its folder."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
@@ -249,13 +195,12 @@ def find(path):
 
 
 def verify(path, found, expected, what="its content does not match its checksum"):
-    """Raise UserError unless the sum or size `found` of a file is the `expected` one."""
     if found != expected:
         raise UserError(f"{path}: damaged: {what}; {REMEDY}")
 
 
 def read_index(path):
-    """Return the content of index.json of the checkpoint `path`. Raises UserError if it or a copied file is damaged."""
+    """Return the content of index.json. Raises UserError if it or a copied file is damaged."""
     path = Path(path)
     with explained(path / "index.json"):
         data = (path / "index.json").read_bytes()
@@ -297,7 +242,7 @@ def to_resume(config, tokenizer, data=None):
         remedy = "use the same data, or set --new_data=True to continue with this data"
         raise UserError(f"data_dir={config.data_dir}: not the training data of the checkpoint {path}; {remedy}")
     later = [step for step in all_steps(config.out_dir) if step > index["counters"]["iteration"]]
-    if later and not config.eval_only:  # the next run would resume from the latest of these
+    if later and not config.eval_only:  # the next run would resume from the latest one
         there = f"{config.out_dir} contains the later step_{later[-1]}"
         raise UserError(f"resume={config.resume}: {there}; use another --out_dir")
     return path
@@ -307,19 +252,16 @@ def to_resume(config, tokenizer, data=None):
 
 
 @torch.no_grad()
-def load(path, model, zero):
-    """Fill the buckets' master weights and moments from the checkpoint `path`, and verify them.
+def load_checkpoint(path, model, zero):
+    """Fill this rank's master weights and moments. Every rank of the mesh calls this, then `parameters_from_master`.
 
-    Every rank of the mesh calls this. Each rank reads only its own elements. Afterwards, call
-    `zero.parameters_from_master` to set the parameters. Raises the same UserError on all ranks if the model is
-    another one, or if a file is missing or damaged.
+    Raises the same UserError on all ranks if the model is another one, or if a file is missing or damaged.
     """
     folder, index, mesh = Path(path), read_index(path), zero.mesh
     jobs = [job for bucket in zero.buckets.values() for job in arrays(folder, bucket, *bucket.owned)]
-    agree(mesh.world, UserError, lambda: compare(folder, index, model))
-    terms = agree(mesh.world, UserError, lambda: in_threads(partial(read, mesh.tp, index["dtype"]), jobs))
-    # Add the terms of the ranks that have read one copy of an array together: its shards over dp, its cuts over tp.
-    # Every copy gets its own sum, so a rank that has read wrong bytes notices it even if other ranks read right ones.
+    agree(mesh.world, UserError, lambda: compare_shapes(folder, index, model))
+    terms = agree(mesh.world, UserError, lambda: in_threads(partial(read_piece, mesh.tp, index["dtype"]), jobs))
+    # The ranks of dp (with ZeRO) and of tp have read one copy of an array together. Each copy has its own sum.
     terms = added(terms, mesh.dp) if zero.config.zero >= 1 else terms
     cut = added(terms, mesh.tp)
 
@@ -331,7 +273,7 @@ def load(path, model, zero):
     agree(mesh.world, UserError, verify_all)
 
 
-def compare(folder, index, model):
+def compare_shapes(folder, index, model):
     """Raise UserError if an array has another shape in the model than in the checkpoint."""
     shapes = {name: list(spec.shape) for name, spec in model.specs().items()}
     for name in shapes | index["shapes"]:
@@ -340,8 +282,7 @@ def compare(folder, index, model):
             raise UserError(f"{folder}: {name} is {there} in the checkpoint and {here} in the model")
 
 
-def read(tp, dtype, path, piece, flat):
-    """Read one piece of an array into `flat`. Return its terms in the file's sum."""
+def read_piece(tp, dtype, path, piece, flat):
     local = np.zeros(piece.end - piece.begin, dtype)
     right = math.prod(piece.spec.shape) * local.itemsize
     with explained(path), open(path, "rb") as file:
@@ -350,3 +291,38 @@ def read(tp, dtype, path, piece, flat):
         terms = transferred(file, file.readinto, local, piece, tp)
     flat.copy_(torch.from_numpy(local))
     return terms
+
+
+# --- checksums --------------------------------------------------------------------------------------------------------
+
+# Carter and Wegman, "Universal classes of hash functions", 1979. A file has the words w_0, w_1, ... of 8 bytes.
+#
+#     S = c_0 w_0 + c_1 w_1 + ...  mod 2^64        c_i = TABLE[i mod BLOCK] * G^(i div BLOCK), an odd number
+#
+# An odd c_i has an inverse mod 2^64, so a change of one word always changes S. The c_i are pseudo-random, so another
+# change keeps S only by chance.
+BLOCK = 1 << 17  # words in TABLE: 1 MiB, which stays in a core's cache
+G = 0x9E3779B97F4A7C15
+TABLE = mix(np.arange(1, BLOCK + 1, dtype=np.uint64)) | 1
+
+
+def checksum(data, offset=0):
+    """Return the terms of a contiguous array at byte `offset` of a file. Other bytes of a word count as 0."""
+    lead, tail = offset % 8, -(offset + data.nbytes) % 8
+    if lead or tail:
+        data = np.pad(data.view(np.uint8), (lead, tail))
+    words, at, total = data.view(np.uint64), (offset - lead) // 8, 0
+    while len(words):
+        row, column = divmod(at, BLOCK)
+        block = words[: BLOCK - column]
+        total += int(np.dot(block, TABLE[column : column + len(block)])) * pow(G, row, 1 << 64)
+        at, words = at + len(block), words[len(block) :]
+    return total % (1 << 64)
+
+
+def crc(data):
+    return f"{zlib.crc32(data):08x}"
+
+
+def in_hex(total):
+    return f"{total % (1 << 64):016x}"

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from errors import UserError
 from parallel.comm import CommunicationError
 from recovery import checkpoint
-from test_checkpoint import arrays, configured, curve, go
+from test_checkpoint import configured, curve, go, tensor_files
 
 KILLS = int(os.environ.get("KILLS", "3"))
 SPAN = 0.4  # seconds: a kill comes at a random moment of this span after the first save has begun
@@ -57,7 +57,7 @@ def wait_for_a_save(folder, processes):
             time.sleep(0.001)
 
 
-def verify(folder):
+def verify_whole(folder):
     """Check every byte of a complete checkpoint."""
     index = checkpoint.read_index(folder)
     assert {*index["sums"], *index["copies"], "index.json"} == {p.name for p in folder.iterdir()}
@@ -89,7 +89,7 @@ def test_a_kill_while_saving_loses_nothing_complete(tokens_dir, tmp_path, ranks,
         steps = checkpoint.all_steps(out)
         assert (steps[-1] if steps else 0) >= (before[-1] if before else 0)
         for step in steps[-2:]:
-            verify(checkpoint.step_path(out, step))
+            verify_whole(checkpoint.step_path(out, step))
     end = checkpoint.all_steps(out)[-1] + 3
     fields |= dict(train_iters=end)
     for folder, name in ((out, "last"), (tmp_path / "straight", "straight")):
@@ -100,4 +100,4 @@ def test_a_kill_while_saving_loses_nothing_complete(tokens_dir, tmp_path, ranks,
             assert process.exitcode == 0, [p.read_text() for p in tmp_path.glob("*.error*")]
     assert sorted(p.name for p in out.glob("step_*")) == sorted(f"step_{end - i}" for i in range(3))
     assert curve(out) == curve(tmp_path / "straight")
-    assert arrays(out / f"step_{end}") == arrays(tmp_path / "straight" / f"step_{end}")
+    assert tensor_files(out / f"step_{end}") == tensor_files(tmp_path / "straight" / f"step_{end}")
