@@ -185,7 +185,7 @@ def state(number):
     return judged.read_text(encoding="utf-8") if judged.exists() else "todo"
 
 
-def report(number, folder):
+def judge_files(number, folder):
     """Judge the file and predictions in `folder`. Return True if all lamps but bonus are green."""
     e, asked = exercise(number), folder / f"mine/{number}.txt"
     mine = predictions(number, asked.read_text("utf-8") if asked.exists() else "")
@@ -226,7 +226,7 @@ def main(arguments=None):
     if command == "judge":
         if not importlib.util.find_spec("pytest"):
             raise UserError("judging needs pytest: pip install -r requirements-dev.txt")
-        green = report(number, folder)
+        green = judge_files(number, folder)
         if folder == ROOT:
             (ROOT / f"mine/{number}.state").write_text("green" if green else "red", encoding="utf-8")
         sys.exit(not green)

@@ -42,7 +42,7 @@ import triton.language as tl
 
 import reference
 from flash_attention import LOG2E, attention  # noqa: F401
-from reference import mix
+from reference import mix_bits
 
 EPS = tl.constexpr(reference.EPS)
 WIDEST = 8192  # the longest row of the LayerNorm kernels
@@ -73,7 +73,7 @@ def persistent(x, each):
 
 @triton.jit
 def _mix(x):
-    """`reference.mix` in Triton, on uint64."""
+    """`reference.mix_bits` in Triton, on uint64."""
     x = (x ^ (x >> 33)) * 0xFF51AFD7ED558CCD
     x = (x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53
     return x ^ (x >> 33)
@@ -94,7 +94,7 @@ def _dropped(x, ROWS, row, column, place, threshold, factor):
 @functools.cache
 def _place(seed, site):
     """Return the number that `reference.dropout_mask` adds to each element of `drop.rows`."""
-    return mix(torch.tensor(seed * 1009 + site)).item()
+    return mix_bits(torch.tensor(seed * 1009 + site)).item()
 
 
 def _drop_arguments(drop):
@@ -326,7 +326,7 @@ def striped(x, each):
     return min(rows, max(persistent(x, each) // stripes, 1)), stripes
 
 
-class Activation(torch.autograd.Function):
+class BiasActivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, bias, relu):
         y = y.contiguous()
@@ -349,12 +349,12 @@ class Activation(torch.autograd.Function):
 
 def gelu_(y, bias):
     """Do the same as `reference.gelu_`, but leave y unchanged. The bias's gradient is float32."""
-    return Activation.apply(y, bias, False)
+    return BiasActivation.apply(y, bias, False)
 
 
 def relu_(y, bias):
     """Do the same as `reference.relu_`, but leave y unchanged. The bias's gradient is float32."""
-    return Activation.apply(y, bias, True)
+    return BiasActivation.apply(y, bias, True)
 
 
 # --- gradients of qkv and of the embedding's tables -------------------------------------------------------------------

@@ -18,7 +18,7 @@ import json
 from dataclasses import replace
 
 import config as configuration
-from accounts import layouts, scaling, seconds
+from accounts import scaling, search, seconds
 from accounts.devices import DEVICES
 
 GB = 1e9
@@ -85,17 +85,17 @@ def plan(options, config, device, given):
     """Print the layouts that suit the options, or the given one."""
     gpus, chosen, lines = options.gpus, [config], []
     if not options.as_is and (options.top or not {"tp", "pp"} <= given):
-        found, top = layouts.rank_all(config, gpus, device, given, tokens=options.tokens), options.top or 10
+        found, top = search.rank_all(config, gpus, device, given, tokens=options.tokens), options.top or 10
         fit, rest = ([f["config"] for f in found if f["fits"] == fits] for fits in (True, False))
         # if no layout was found, the check of the simplest one names the mistake
-        simplest = replace(config, **{name: value for name, value in layouts.PLAIN.items() if name not in given})
+        simplest = replace(config, **{name: value for name, value in search.PLAIN.items() if name not in given})
         chosen = [*fit[:top], *rest[:1]] or [simplest]
         lines = [f"{len(found):,} layouts of {gpus:,} {device.name}, {len(fit):,} fit"]
     configuration.check(chosen[0], gpus)
     if options.explain:
-        shown = [layouts.judge(chosen[0], gpus, device, options.tokens, say=explain)]
+        shown = [search.facts_of(chosen[0], gpus, device, options.tokens, say=explain)]
     else:
-        shown = sorted((layouts.judge(c, gpus, device, options.tokens) for c in chosen), key=layouts.order)
+        shown = sorted((search.facts_of(c, gpus, device, options.tokens) for c in chosen), key=search.sort_key)
     print(json.dumps(shown, indent=1) if options.json else "\n".join([*lines, TITLES, *map(entry, shown), LEGEND]))
 
 

@@ -230,7 +230,7 @@ class Drop(NamedTuple):
     site: int  # index of the dropout in the model, from 0
 
 
-def mix(x):
+def mix_bits(x):
     """Return x with mixed bits: a bijection of int64 (fmix64 of MurmurHash3)."""
     # The factors are 0xff51afd7ed558ccd and 0xc4ceb9fe1a85ec53 as int64. The 31 bits make the shift a logical one.
     x = (x ^ ((x >> 33) & 0x7FFFFFFF)) * -0x00AE502812AA7333
@@ -244,7 +244,7 @@ def dropout_mask(columns, drop):
     So the layout does not change a mask, and backward can compute it again. Each row has a 64-bit key, which is hashed
     with the column index in two rounds of 32-bit multiply and xor-shift.
     """
-    key = mix(drop.rows + mix(torch.full_like(drop.rows, drop.seed * 1009 + drop.site)))  # [n]
+    key = mix_bits(drop.rows + mix_bits(torch.full_like(drop.rows, drop.seed * 1009 + drop.site)))  # [n]
     low, high = key.to(torch.int32), (key >> 32).to(torch.int32)
     x = torch.arange(columns, dtype=torch.int32, device=key.device) * -1640531527  # 2^32 / golden ratio, as int32
     x = (x[None] + low[:, None]) ^ high[:, None]  # [n, columns]; int32 wraps

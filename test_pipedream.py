@@ -277,7 +277,7 @@ def test_checkpoints_load_in_any_layout(workers, tokens_dir, tmp_path):
 def load_and_save(config, path):
     run = train.build(config, Mesh.of(config), torch.device("cpu"))
     train.restore(run, path)
-    train.save(run, data.Tokens(config.data_dir, "train", config.seq_length, config.vocab_size))
+    train.save_checkpoint(run, data.Tokens(config.data_dir, "train", config.seq_length, config.vocab_size))
 
 
 def test_a_signal_stops_the_run_at_the_end_of_a_call():
@@ -323,10 +323,11 @@ def accounts(config):
     rank, widths = run.mesh.pp.rank, (run.zero.dtype.itemsize, run.zero.master_dtype.itemsize)
     with meter.Activations(run.executor) as activations:
         updates = len(train_call(run, micro_batches(run)))
-    sent = run.mesh.ledger.per_step(updates), ledger.predict(run.layout, run.schedule, rank, run.mesh.dp.rank, *widths)
+    expected = ledger.predict_sent(run.layout, run.schedule, rank, run.mesh.dp.rank, *widths)
+    sent = run.mesh.ledger.per_step(updates), expected
     sizes = memory.sizes(config, *widths, on_cpu=True)
-    kept = meter.model_states(run.zero, run.executor.flats) | activations.rows()
-    return sent, (kept, memory.predict(run.layout, run.schedule, rank, sizes))
+    kept = meter.measured_states(run.zero, run.executor.flats) | activations.rows()
+    return sent, (kept, memory.predict_kept(run.layout, run.schedule, rank, sizes))
 
 
 @pytest.mark.parametrize(

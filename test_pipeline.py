@@ -365,7 +365,7 @@ def test_a_trace_holds_every_action_of_every_rank(workers, tokens_dir, tmp_path)
         ran = [(e["cat"], e["args"]["microbatch"], e["args"]["chunk"]) for e in done]
         assert ran == [tuple(action) for action in schedule.actions[rank]] and len(mine) == len(done) + m
         assert all(a["ts"] + a["dur"] <= b["ts"] + 1 for a, b in itertools.pairwise(done))
-    ideal, recorded = draw.recorded(str(trace))
+    ideal, recorded = draw.recorded_pictures(str(trace))
     assert "step 12" in recorded.title and ideal.schedule == schedule
 
 

@@ -36,7 +36,7 @@ def read_curve(path):
     return Curve(Path(path).resolve().name.removesuffix(".jsonl"), training, validation)
 
 
-def differences(first, others):
+def loss_differences(first, others):
     """Return a line for each other Curve: its largest difference from the training loss of the first, and where."""
     losses, lines = dict(first.training), []
     for curve in others:
@@ -46,7 +46,7 @@ def differences(first, others):
     return lines
 
 
-def speeds(paths):
+def read_speeds(paths):
     """Return [(processes, tokens/s)] of runs, in order. A run's speed is the median of its log lines but the first."""
     points = []
     for path in paths:
@@ -64,14 +64,14 @@ def main(arguments=None):
     parser.add_argument("--speed", action="store_true", help="draw tokens/s over the number of processes")
     options = parser.parse_args(arguments)
     if options.speed:
-        points = speeds(options.runs)
+        points = read_speeds(options.runs)
         for n, speed in points:
             share = speed / n / (points[0][1] / points[0][0])
             print(f"{n:6} processes {speed:14,.0f} tokens/s {share:8.2f} of linear")
         figures.speeds(options.svg, points)
     else:
         curves = [read_curve(run) for run in options.runs]
-        print("\n".join(differences(curves[0], curves[1:])))
+        print("\n".join(loss_differences(curves[0], curves[1:])))
         figures.curves(options.svg, curves)
     print(f"{options.svg}: written")
 

@@ -101,7 +101,7 @@ def row(picture, rank, scale):
 # --- the pictures -----------------------------------------------------------------------------------------------------
 
 
-def simulated(name, chunks, stages, microbatches, cost, comm, stashing=True):
+def simulated_picture(name, chunks, stages, microbatches, cost, comm, stashing=True):
     """Return the Picture of a schedule. cost: durations of a whole stage; each of v chunks takes 1/v of them.
 
     stashing: False shows PipeDream without old weights: each backward uses the latest weights.
@@ -148,7 +148,7 @@ def versions_of(schedule, stashing=True):
     return table
 
 
-def recorded(path):
+def recorded_pictures(path):
     """Return two Pictures of the last complete step in a trace that train.py wrote: simulated and recorded.
 
     The simulation uses the mean duration of each kind, and messages take no time. So the pictures differ only where
@@ -222,7 +222,7 @@ def parse_arguments(arguments):
 def pictures_of(options):
     """Return the Pictures that the options ask for. Raises UserError."""
     if options.trace:
-        return recorded(options.trace)
+        return recorded_pictures(options.trace)
     if (parts := options.stages * options.chunks) * max(parts, options.microbatches) > WORK:
         raise UserError(
             f"--stages={options.stages} --microbatches={options.microbatches} --chunks={options.chunks}: too many"
@@ -233,9 +233,11 @@ def pictures_of(options):
             raise ValueError("a duration is not positive or not finite")
         shared = options.stages, options.microbatches, {"F": F, "B": I + W, "I": I, "W": W}, options.comm
         several = {name for name in options.names if schedules.SCHEDULES.get(name) and schedules.usual_chunks(name) > 1}
-        pictures = [simulated(name, options.chunks if name in several else 1, *shared) for name in options.names]
+        pictures = [
+            simulated_picture(name, options.chunks if name in several else 1, *shared) for name in options.names
+        ]
         if options.without_stashing:
-            pictures.append(simulated("pipedream", 1, *shared, stashing=False))
+            pictures.append(simulated_picture("pipedream", 1, *shared, stashing=False))
     return pictures
 
 

@@ -75,7 +75,7 @@ def how_often(key, stage):
     return PER.get(axis) or PER.get(what, usual)
 
 
-def predict(layout, schedule, pp_rank, dp_rank, item, master_item):
+def predict_sent(layout, schedule, pp_rank, dp_rank, item, master_item):
     """Return the table above as {(axis, what, operation): (calls, bytes)} for a step on one rank.
 
     layout: a `layout.Layout`; schedule: the step's Schedule. item: bytes of an element of a parameter or an activation;

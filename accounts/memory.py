@@ -102,7 +102,7 @@ def sizes(c, item, wide, on_cpu):
     return Sizes(item, wide, item if on_cpu else wide, tokens, rows_outside(c), apart)
 
 
-def predict(layout, schedule, rank, z):
+def predict_kept(layout, schedule, rank, z):
     """Return {what: bytes} that pipeline rank `rank` keeps: model states, and activations in a step.
 
     layout: a `layout.Layout`; schedule: the step's Schedule; z: Sizes. The prediction needs no process and no tensor.
@@ -117,7 +117,7 @@ def predict(layout, schedule, rank, z):
 
 
 def rank_states(layout, rank, z):
-    """Return the model states of pipeline rank `rank` as {what: bytes}. layout, z: as in `predict`."""
+    """Return the model states of pipeline rank `rank` as {what: bytes}. layout, z: as in `predict_kept`."""
     c = layout.config
     widths = z.item, z.wide, z.wide * z.apart, z.wide * RULES[c.optimizer].moments
     return model_states(layout.stored(rank), layout.dp, c.zero, *widths)

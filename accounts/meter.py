@@ -1,6 +1,6 @@
 """Measures the bytes that one rank really keeps in a run. `memory.py` predicts the same bytes.
 
-`model_states` adds up the storages of the flat buffers. `Activations` adds up two kinds of tensors after each action:
+`measured_states` adds up the flat buffers. `Activations` adds up two kinds of tensors, after each action:
 those that autograd has saved for backward, and those that the executor keeps (inputs and outputs of units, operands of
 W, buffers of messages). A storage counts once. Parameters do not count.
 
@@ -21,7 +21,7 @@ from parallel.pipeline import Unwatched
 STATES = ("parameters", "gradients", "master weights", "moments")
 
 
-def identity(tensor):
+def storage_id(tensor):
     """Return a key for a tensor's storage. Its address cannot be the key: a storage of size 0 has no address."""
     return tensor.untyped_storage()._cdata
 
@@ -35,15 +35,15 @@ def flat_buffers(zero, more):
     yield from ((what, x) for what, found in more.items() for x in found)
 
 
-def model_states(zero, more=None):
+def measured_states(zero, more=None):
     """Return {what: bytes} of a `Zero`'s buffers. Call this function between two steps.
 
     A storage counts once: under the first of its names. more: {what: other flat buffers}, as in `Executor.flats`.
     """
     table, seen = dict.fromkeys((*STATES, *(more or {})), 0), set()
     for what, flat in flat_buffers(zero, more or {}):
-        table[what] += flat.untyped_storage().nbytes() * (identity(flat) not in seen)
-        seen.add(identity(flat))
+        table[what] += flat.untyped_storage().nbytes() * (storage_id(flat) not in seen)
+        seen.add(storage_id(flat))
     return table
 
 
@@ -84,7 +84,7 @@ class Activations:
         self.hooks.__exit__(*error)
 
     def rows(self):
-        """Return {what: bytes} of this rank, the rows of activations in `memory.predict`."""
+        """Return {what: bytes} of this rank, the rows of activations in `memory.predict_kept`."""
         table = {WHOLE: self.whole, PEAK: self.peak, RECOMPUTED: self.recomputed}
         return {what: count for what, count in table.items() if count or what == PEAK}
 
@@ -101,7 +101,7 @@ class Activations:
         `tensor` itself may live longer. In a recomputation this function also counts what the block has saved so far.
         """
         alias, phase = tensor.detach(), self.executor.mesh.ledger.phase
-        self.saved[id(alias)] = identity(alias), alias.untyped_storage().nbytes(), phase
+        self.saved[id(alias)] = storage_id(alias), alias.untyped_storage().nbytes(), phase
         weakref.finalize(alias, self.saved.pop, id(alias), None).atexit = False
         if phase == "recompute":
             again = {storage: size for storage, size, when in self.saved.values() if when == phase}
@@ -111,11 +111,11 @@ class Activations:
     def count(self):
         """Count the bytes that this rank keeps after an action."""
         kept = {storage: size for storage, size, _ in self.saved.values()}
-        kept |= {identity(x): x.untyped_storage().nbytes() for x in kept_by(self.executor)}
+        kept |= {storage_id(x): x.untyped_storage().nbytes() for x in kept_by(self.executor)}
         self.current = self.bytes_of(kept)
         self.peak = max(self.peak, self.current)
 
     def bytes_of(self, kept):
         """Return the sum of {storage: bytes} without the flat buffers."""
-        states = {identity(flat) for _, flat in flat_buffers(self.executor.zero, self.executor.flats)}
+        states = {storage_id(flat) for _, flat in flat_buffers(self.executor.zero, self.executor.flats)}
         return sum(size for storage, size in kept.items() if storage not in states)

@@ -17,37 +17,38 @@ def watching(run, say):
     say: a function that prints a text on rank 0. Every rank must enter. Raises UserError if the trace can't be written.
     """
     c, mesh = run.config, run.mesh
-    agree(mesh.world, UserError, lambda: trace.check(c) if mesh.rank == 0 else None)
+    agree(mesh.world, UserError, lambda: trace.check_file(c) if mesh.rank == 0 else None)
     if c.trace:
         run.executor.trace = trace.Trace(mesh, run.device, run.counters.iteration)
     with meter.Activations(run.executor) if c.ledger else contextlib.nullcontext() as activations:
         yield
     if c.ledger and run.steps:
-        say(tables(run, activations.rows()))
+        say(measured_tables(run, activations.rows()))
     if c.trace and run.steps:
-        agree(mesh.world, UserError, lambda: trace.write(c, run.executor.trace, mesh))
+        agree(mesh.world, UserError, lambda: trace.write_trace(c, run.executor.trace, mesh))
 
 
-def tables(run, activations):
+def measured_tables(run, activations):
     """Return as text the bytes that each rank of rank 0's pipeline sent in a step, and the bytes that it keeps.
 
     activations: `meter.Activations.rows`. Every rank must call this function.
     """
-    layout, rank, zero, made = run.layout, run.mesh.pp.rank, run.zero, run.executor.schedules
-    who, widths = f"rank {run.mesh.rank}", (zero.dtype.itemsize, zero.master_dtype.itemsize)
-    expected = [(ledger.predict(layout, made[m][0], rank, run.mesh.dp.rank, *widths), n) for m, n in run.steps.items()]
-    sent = {"bytes": run.mesh.ledger.per_step(run.steps.total()), "formula": ledger.average(expected)}
+    layout, mesh, zero, made = run.layout, run.mesh, run.zero, run.executor.schedules
+    widths, rank, dp_rank = (zero.dtype.itemsize, zero.master_dtype.itemsize), mesh.pp.rank, mesh.dp.rank
+    expected = [(ledger.predict_sent(layout, made[m][0], rank, dp_rank, *widths), n) for m, n in run.steps.items()]
+    sent = {"bytes": mesh.ledger.per_step(run.steps.total()), "formula": ledger.average(expected)}
     sizes = memory.sizes(run.config, *widths, zero.device.type == "cpu")
-    formula = memory.predict(layout, made[max(run.steps)][0], rank, sizes)  # of a step with the most micro-batches
-    kept = {"bytes": meter.model_states(zero, run.executor.flats) | activations, "formula": formula}
+    formula = memory.predict_kept(layout, made[max(run.steps)][0], rank, sizes)  # of a step with the most micro-batches
+    kept = {"bytes": meter.measured_states(zero, run.executor.flats) | activations, "formula": formula}
+    who = f"rank {mesh.rank}"
     texts = sent_table(who, layout.stage, sent), kept_table(who, layout, rank, kept)
-    return "\n\n".join(text for mine in texts for text in gather_objects(mine, run.mesh.pp))
+    return "\n\n".join(text for mine in texts for text in gather_objects(mine, mesh.pp))
 
 
 def sent_table(who, stage, columns):
     """Return the table of slide "分散並列学習" as text, with the calls and bytes of one rank in a step.
 
-    who: the rank; stage: of ZeRO; columns: {title of a column of bytes: a table as `ledger.predict` makes}.
+    who: the rank; stage: of ZeRO; columns: {title of a column of bytes: a table as `ledger.predict_sent` makes}.
     """
     first, *_ = columns.values()
     rows = [("axis", "what is sent", "operation", "how often (per)", "calls", *columns)]
@@ -61,7 +62,7 @@ def sent_table(who, stage, columns):
 def kept_table(who, layout, rank, columns):
     """Return the bytes that one rank keeps, as text. who: its name; rank: its pipeline rank in a `layout.Layout`.
 
-    columns: {title of a column of bytes: a table as `memory.predict` makes}.
+    columns: {title of a column of bytes: a table as `memory.predict_kept` makes}.
     """
     first, *_ = columns.values()
     states = [what for what in first if what not in (memory.WHOLE, memory.PEAK, memory.RECOMPUTED)]

@@ -88,9 +88,9 @@ def units(c, device, dtype, z, say):
 
 
 class Step:
-    """The prediction of one step: `parts` is {part: seconds}. The arguments are those of `layouts.judge`.
+    """The prediction of one step: `parts` is {part: seconds}. The arguments are those of `search.facts_of`.
 
-    model: `layouts.Model`; layout: its `layout.Layout` of c; m: micro-batches of a data rank.
+    model: `search.Model`; layout: its `layout.Layout` of c; m: micro-batches of a data rank.
     """
 
     def __init__(self, c, model, layout, device, m, exact, say):

@@ -35,7 +35,7 @@ def counted(configs, steps=2):
         for _ in range(steps):
             train.train_step(run, batches)
         ranks, widths = (run.mesh.pp.rank, run.mesh.dp.rank), (run.zero.dtype.itemsize, run.zero.master_dtype.itemsize)
-        expected = ledger.predict(run.layout, run.schedule, *ranks, *widths)
+        expected = ledger.predict_sent(run.layout, run.schedule, *ranks, *widths)
         elements = sum(bucket.size for bucket in run.zero.buckets.values())
         found.append((run.mesh.ledger.per_step(steps), expected, elements))
     return found
@@ -287,7 +287,8 @@ def test_predictions_for_4096_ranks_need_no_process_and_no_tensor(pp, schedule, 
         layout = Layout(config, dp, parameter_table(config), plan)
         sizes = memory.sizes(config, item=2, wide=4, on_cpu=False)
         for rank in (0, 1, pp - 1):
-            sent, kept = ledger.predict(layout, plan, rank, 0, 2, 4), memory.predict(layout, plan, rank, sizes)
+            sent = ledger.predict_sent(layout, plan, rank, 0, 2, 4)
+            kept = memory.predict_kept(layout, plan, rank, sizes)
             blocks = sum(name.startswith("block") for name in layout.buckets(rank))
             P, bsh = layout.stored(rank), b * s * h
             both = sum(sent["tp", "activations", operation][1] for operation in ("all_gather", "reduce_scatter"))

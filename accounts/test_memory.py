@@ -70,13 +70,13 @@ def alive():
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu"]
     tensors = [x for x in tensors if x.is_floating_point() and x.numel() > 12]
-    return {meter.identity(x): x.untyped_storage().nbytes() for x in tensors}
+    return {meter.storage_id(x): x.untyped_storage().nbytes() for x in tensors}
 
 
 def predicted(run):
     """Return {what: bytes} that memory.py predicts for this rank."""
     sizes = memory.sizes(run.config, run.zero.dtype.itemsize, run.zero.master_dtype.itemsize, on_cpu=True)
-    return memory.predict(run.layout, run.schedule, run.mesh.pp.rank, sizes)
+    return memory.predict_kept(run.layout, run.schedule, run.mesh.pp.rank, sizes)
 
 
 def started(config, mesh=None):
@@ -93,10 +93,10 @@ def check_states(configs):
             run, batches = started(config, mesh)
             where = f"{config.dtype} {config.optimizer} zero={config.zero}"
             expected = {what: n for what, n in predicted(run).items() if what in meter.STATES}
-            same_rows(f"{where}, before the first step", meter.model_states(run.zero), expected)
+            same_rows(f"{where}, before the first step", meter.measured_states(run.zero), expected)
             train.train_step(run, batches)
             run.rates = None  # the table of learning rates
-            same_rows(where, meter.model_states(run.zero), expected)
+            same_rows(where, meter.measured_states(run.zero), expected)
             every = "all tensors that live"
             same_rows(where, {every: sum(alive().values())}, {every: sum(expected.values())})
 
@@ -302,7 +302,7 @@ def test_the_report():
     with meter.Activations(run.executor) as account:
         train.train_step(run, batches)
     elements = run.layout.stored(0)
-    lines = report.tables(run, account.rows()).splitlines()
+    lines = report.measured_tables(run, account.rows()).splitlines()
     cells = {name.strip(): [x.strip() for x in rest] for name, *rest in (line.split(" | ") for line in lines)}
     assert cells["model states"] == [f"{18 * elements:,}", f"{18 * elements:,}", "18.00"]
     assert cells["gradients"][-1] == "4.00"

@@ -96,9 +96,9 @@ def test_a_backward_with_other_weights_is_marked(tmp_path, capsys):
     ],
 )
 def test_the_numbers_in_the_picture_are_the_ledgers(tmp_path, ranks, fields):
-    p = traffic.predict(tiny_config(**fields), ranks)
+    p = traffic.predict_step(tiny_config(**fields), ranks)
     figures.traffic(tmp_path / "x.svg", p)
-    words, tables = texts(tmp_path / "x.svg"), traffic.tables(p)
+    words, tables = texts(tmp_path / "x.svg"), traffic.predicted_tables(p)
     rows = [set(word.split()) for word in words]  # str.split splits at no-break spaces, too
     for stage, sent in enumerate(p.sent):
         for key, (_, count) in sent.items():

@@ -8,7 +8,7 @@ import pytest
 
 import config as configuration
 import plan
-from accounts import layouts, ledger, memory, seconds
+from accounts import ledger, memory, search, seconds
 from accounts.devices import DEVICES
 from config import Config
 from errors import UserError
@@ -26,7 +26,7 @@ SYNCHRONOUS = [name for name in schedules.SCHEDULES if name not in schedules.ASY
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 @pytest.mark.parametrize("p, m", [(1, 3), (2, 1), (2, 9), (4, 4), (4, 24), (6, 36)])
 def test_bytes_of_a_long_step_from_a_short_one(name, p, m):
-    """Sent and kept bytes equal ledger.predict and memory.predict of the whole step, in every row."""
+    """Sent and kept bytes equal ledger.predict_sent and memory.predict_kept of the whole step, in every row."""
     for chunks, dp, tp, zero, sp, recompute, b, dropout in [
         (1, 1, 1, 0, False, "none", 2, 0.1),
         (1, 3, 2, 3, True, "full", 1, 0.0),
@@ -42,15 +42,17 @@ def test_bytes_of_a_long_step_from_a_short_one(name, p, m):
             configuration.check(c, dp * tp * p)
         except UserError:
             continue
-        known, made = layouts.model_of(base, "bf16"), schedules.build(name, p, m, chunks)
+        known, made = search.model_of(base, "bf16"), schedules.build(name, p, m, chunks)
         layout, short = Layout(c, dp, known.table, made), known.layout(dp, *fields.values())
         for rank in range(p):
-            sent, expected = known.sent(short, m, b, rank), ledger.predict(layout, made, rank, 0, 2, 4)
+            sent, expected = known.sent(short, m, b, rank), ledger.predict_sent(layout, made, rank, 0, 2, 4)
             assert sent.keys() == expected.keys()
             for key, (calls, size) in expected.items():
                 assert sent[key][1] == size
                 assert sent[key][0] == calls or key[1] == "cross-entropy rows"
-            assert known.kept(short, m, b, rank) == memory.predict(layout, made, rank, memory.sizes(c, 2, 4, False))
+            assert known.kept(short, m, b, rank) == memory.predict_kept(
+                layout, made, rank, memory.sizes(c, 2, 4, False)
+            )
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
@@ -76,7 +78,7 @@ def test_idle_time_equals_the_simulation(name, p):
 
 def test_the_collectives_are_the_ledgers():
     for sp, recompute in itertools.product((False, True), ("none", "full")):
-        known = layouts.model_of(SMALL, "bf16")
+        known = search.model_of(SMALL, "bf16")
         table = known.sent(known.layout(1, 2, 1, "1f1b", 1, 0, sp, recompute), 1, 1, 0)
         _, in_F, *in_I = seconds.COLLECTIVES[sp]
         calls = sum(calls for (_, what, _), (calls, _) in table.items() if what == "activations")
@@ -105,7 +107,7 @@ NARAYANAN = [
 
 @pytest.mark.parametrize("billions, L, h, heads", NARAYANAN)
 def test_narayanan_parameters(billions, L, h, heads):
-    assert round(layouts.model_of(parallel(L, h, heads, 1, 1, 1), "bf16").parameters / 1e9, 1) == billions
+    assert round(search.model_of(parallel(L, h, heads, 1, 1, 1), "bf16").parameters / 1e9, 1) == billions
 
 
 # Korthikanti et al., arXiv 2205.05198, Table 5 and Figure 1: L, h, heads, tp, pp, v, batch, b; GiB of a GPU for weights
@@ -174,7 +176,7 @@ def errors_of_published_steps():
         fields = dict(zero=zero, recompute=recompute, sequence_parallel="Jiang" in name)
         c = parallel(L, h, heads, tp, pp, v, global_batch_size=batch, micro_batch_size=b, **fields)
         seconds = float(value) if unit == "s" else batch * TOKENS / (float(value) * gpus)
-        predicted = layouts.judge(c, gpus, DEVICES[device], exact=False)["step_seconds"]
+        predicted = search.facts_of(c, gpus, DEVICES[device], exact=False)["step_seconds"]
         errors.append(predicted / seconds - 1)
         print(f"{name:<25} {gpus:>5} {seconds:>10.2f} {predicted:>10.2f} {errors[-1]:>+7.1%}")
     return errors
@@ -233,7 +235,7 @@ def test_the_candidates_are_what_config_check_accepts():
             right = True
         except UserError:
             right = False
-        assert layouts.fits(c, 24) == right, c
+        assert search.fits(c, 24) == right, c
         accepted, refused = accepted + right, refused + (not right)
     assert accepted > 50 and refused > 50
 
@@ -250,8 +252,8 @@ FULLEST = [  # (rank, number of ranks, change)
 def test_the_fullest_rank_is_found_wherever_it_is(rank, pp, change):
     sizes = dict(num_layers=8, hidden_size=256, seq_length=512, pp=pp, micro_batch_size=1, global_batch_size=16)
     c = replace(SMALL, **sizes | change)
-    model, facts = layouts.model_of(c, "bf16"), layouts.judge(c, pp, A100)
-    layout = model.layout(1, *(getattr(c, name) for name in layouts.FIELDS[:-1]))
+    model, facts = search.model_of(c, "bf16"), search.facts_of(c, pp, A100)
+    layout = model.layout(1, *(getattr(c, name) for name in search.FIELDS[:-1]))
     sums = [sum(model.on_gpu(c, layout, facts["micro_batches"], stage).values()) for stage in range(pp)]
     assert sum(facts["memory_bytes"].values()) == sums[facts["fullest_rank"]] == sums[rank] == max(sums)
 
@@ -260,7 +262,7 @@ def test_parts_sum_to_the_step():
     """Seven blocks on four stages: the busiest stages have two blocks."""
     sizes = dict(num_layers=7, hidden_size=1024, seq_length=512, vocab_size=128, global_batch_size=64)
     c, values = replace(SMALL, **sizes, pp=4, micro_batch_size=1), {}
-    facts = layouts.judge(c, 4, A100, say=lambda name, formula, value: values.update({name: value}))
+    facts = search.facts_of(c, 4, A100, say=lambda name, formula, value: values.update({name: value}))
     assert sum(facts["step_parts"].values()) == facts["step_seconds"] == values["step"] > 0
     assert facts["mfu"] <= facts["hfu"] < 1 and 0 <= facts["bubble"] < 1
     block = sum(values[f"{kind} of a block"] for kind in "FIW")
@@ -271,7 +273,7 @@ def test_parts_sum_to_the_step():
 
 
 def step(c, gpus, device, **fields):
-    return layouts.judge(replace(c, **fields), gpus, device)["step_seconds"]
+    return search.facts_of(replace(c, **fields), gpus, device)["step_seconds"]
 
 
 def test_what_the_hackathon_found():
@@ -281,7 +283,7 @@ def test_what_the_hackathon_found():
     assert tensor == sorted(tensor, reverse=True)
     assert step(c, 8, V100, pp=8, micro_batch_size=4) < step(c, 8, V100, pp=8, micro_batch_size=16)
     c = configuration.load(["configs/gpt3_13b.py", "--pp=2"])
-    plain, sharded = (layouts.judge(replace(c, zero=zero), 64, V100)["memory_bytes"] for zero in (0, 1))
+    plain, sharded = (search.facts_of(replace(c, zero=zero), 64, V100)["memory_bytes"] for zero in (0, 1))
     assert sum(sharded.values()) < sum(plain.values())
     c = configuration.load(["configs/opt_125m.py", "--micro_batch_size=2", "--global_batch_size=8", "--zero=3"])
     assert step(c, 4, V100) > step(c, 1, V100) / 4
@@ -289,7 +291,7 @@ def test_what_the_hackathon_found():
 
 def test_tensor_parallelism_that_leaves_the_node_is_slow():
     c = configuration.load(["configs/gpt3_175b.py", "--pp=4", "--sequence_parallel=True", "--micro_batch_size=4"])
-    inside, beyond = (layouts.judge(replace(c, tp=tp), 1024, A100)["step_parts"]["tensor parallel"] for tp in (8, 16))
+    inside, beyond = (search.facts_of(replace(c, tp=tp), 1024, A100)["step_parts"]["tensor parallel"] for tp in (8, 16))
     assert inside * 2 < beyond
 
 

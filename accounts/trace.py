@@ -62,14 +62,14 @@ class Trace:
         self.began = now
 
 
-def check(c):
+def check_file(c):
     """Raise UserError if the file of the trace can't be written. Rank 0 calls this before the run."""
     if c.trace:
         with reading(f"trace={c.trace}"), open(c.trace, "a"):
             pass
 
 
-def write(c, trace, mesh):
+def write_trace(c, trace, mesh):
     """Collect the ranks' records in one file. Every rank calls this, and rank 0 writes. Raises UserError on rank 0.
 
     c: the configuration. The file names the schedule of the last step and its sizes.

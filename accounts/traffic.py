@@ -29,11 +29,11 @@ class Prediction(NamedTuple):
     layout: Layout
     schedule: schedules.Schedule
     sizes: memory.Sizes
-    sent: list  # sent[pipeline rank]: `ledger.predict` of data rank 0
-    kept: list  # kept[pipeline rank]: `memory.predict`
+    sent: list  # sent[pipeline rank]: `ledger.predict_sent` of data rank 0
+    kept: list  # kept[pipeline rank]: `memory.predict_kept`
 
 
-def predict(config, ranks, device=CPU):
+def predict_step(config, ranks, device=CPU):
     """Return the Prediction of `config` on `ranks` ranks. Raises UserError."""
     if ranks < 1:
         raise UserError(f"--ranks={ranks}: should be positive")
@@ -43,12 +43,12 @@ def predict(config, ranks, device=CPU):
     layout = Layout(config, dp, parameter_table(config), schedule)
     item = DTYPES[resolved_dtype(config, device)].itemsize
     sizes = memory.sizes(config, item, max(item, 4), on_cpu=device.type == "cpu" and config.dtype == "auto")
-    sent = [ledger.predict(layout, schedule, stage, 0, item, sizes.wide) for stage in range(config.pp)]
-    kept = [memory.predict(layout, schedule, stage, sizes) for stage in range(config.pp)]
+    sent = [ledger.predict_sent(layout, schedule, stage, 0, item, sizes.wide) for stage in range(config.pp)]
+    kept = [memory.predict_kept(layout, schedule, stage, sizes) for stage in range(config.pp)]
     return Prediction(layout, schedule, sizes, sent, kept)
 
 
-def tables(p):
+def predicted_tables(p):
     """Return as text the tables of bytes sent and of bytes kept, for each pipeline rank."""
     texts = []
     for stage, (sent, kept) in enumerate(zip(p.sent, p.kept, strict=True)):
@@ -60,7 +60,7 @@ def tables(p):
 
 def refuse_too_large(c, ranks, device):
     """Raise UserError if this rank has less memory than the fullest rank needs, before the model is built."""
-    kept = predict(c, ranks, device).kept
+    kept = predict_step(c, ranks, device).kept
     left_out = ["master weights", "moments"] if c.offload else []
     need = max(sum(table.values()) - sum(table[what] for what in left_out) for table in kept)
     if c.eval_only:
@@ -81,8 +81,8 @@ def main(arguments=None):
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="number of processes")
     parser.add_argument("--svg", metavar="FILE", help="draw who sends what to whom")
     options, fields = parser.parse_known_args(arguments)
-    prediction = predict(configuration.load(fields), options.ranks)
-    print(tables(prediction))
+    prediction = predict_step(configuration.load(fields), options.ranks)
+    print(predicted_tables(prediction))
     if options.svg:
         figures.traffic(options.svg, prediction)
 

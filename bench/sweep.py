@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 import config as configuration
-from accounts import layouts
+from accounts import search
 from accounts.devices import DEVICES
 from bench.tables import print_table, spread
 from errors import UserError, explained
@@ -59,7 +59,7 @@ def measure(config: str = "configs/tiny.py", processes: int = 4, steps: int = 10
             print(f"{name}: {found if isinstance(found, str) else spread(found) + ' ms'}", flush=True)
             milliseconds |= {} if isinstance(found, str) else {name: found}
     good = sorted(milliseconds, key=lambda name: statistics.median(milliseconds[name]))
-    judged = {name: layouts.judge(chosen[name], processes, DEVICES[device]) for name in good} if device else {}
+    judged = {name: search.facts_of(chosen[name], processes, DEVICES[device]) for name in good} if device else {}
     predicted = [round(1000 * facts["step_seconds"], 2) for facts in judged.values()] or ["-"] * len(good)
     rows = [[name, spread(milliseconds[name]), ms] for name, ms in zip(good, predicted, strict=True)]
     print_table(["layout", "ms of a step", "predicted"], rows)

@@ -16,7 +16,7 @@ def leaderboard():
     """Print all synchronous schedules, in two classes, the smallest peak first."""
     rows = [(PLAIN, peak, bubble, bubble, "the best possible") for peak, bubble in BEST]
     for name in schedules.SCHEDULES.keys() - schedules.ASYNCHRONOUS:
-        picture = draw.simulated(name, schedules.usual_chunks(name), P, M, COST, COMM)
+        picture = draw.simulated_picture(name, schedules.usual_chunks(name), P, M, COST, COMM)
         kinds = {action.kind for actions in picture.schedule.actions for action in actions}
         plain = len(picture.schedule.parts) == P and kinds == {"F", "B"}
         line = picture.timeline

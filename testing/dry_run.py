@@ -109,10 +109,10 @@ def step(run):
         (train.train_call if run.schedule.versions else train.train_step)(run, batches)
     widths = run.zero.dtype.itemsize, run.zero.master_dtype.itemsize
     sent = mesh.ledger.per_step(schedules.updates(run.schedule))
-    kept = meter.model_states(run.zero, run.executor.flats) | activations.rows()
-    predicted = memory.predict(run.layout, run.schedule, rank, memory.sizes(c, *widths, on_cpu=False))
+    kept = meter.measured_states(run.zero, run.executor.flats) | activations.rows()
+    predicted = memory.predict_kept(run.layout, run.schedule, rank, memory.sizes(c, *widths, on_cpu=False))
     return (
-        {"bytes": sent, "formula": ledger.predict(run.layout, run.schedule, rank, mesh.dp.rank, *widths)},
+        {"bytes": sent, "formula": ledger.predict_sent(run.layout, run.schedule, rank, mesh.dp.rank, *widths)},
         {"bytes": kept, "formula": predicted},
     )
 

@@ -1,6 +1,6 @@
 """Judge layouts: which fit, how long a step takes, and what limits its speed.
 
-`candidates` lists the layouts of a model on a cluster. `judge` returns the facts of one layout as a dict, which
+`candidates` lists the layouts of a model on a cluster. `facts_of` returns the facts of one layout as a dict, which
 `plan.py` prints, ranks and writes as JSON. The memory is that of the fullest pipeline rank. It has the parts of
 `memory.py` and three parts that `memory.py` does not count:
 
@@ -54,7 +54,7 @@ SHORT = {"1f1b": (1, 2), "interleaved": (2, 0), "zb-h1": (2, 2), "zb-h2": (3, 2)
 
 
 @cache
-def messages(*numbers):
+def messages_by_rank(*numbers):
     """Return {rank: its messages} of the Schedule with these numbers: (name, p, m, chunks)."""
     of = defaultdict(list)
     for message in schedules.messages(schedule(*numbers)):
@@ -85,12 +85,12 @@ class Model:
         return made
 
     def rows(self, layout, m, rank):
-        """Return `ledger.predict` of a step with m micro-batches of one sample, on data rank 0."""
+        """Return `ledger.predict_sent` of a step with m micro-batches of one sample, on data rank 0."""
         c = layout.config
-        return ledger.predict(layout, schedule(c.schedule, c.pp, m, c.chunks), rank, 0, self.item, self.wide)
+        return ledger.predict_sent(layout, schedule(c.schedule, c.pp, m, c.chunks), rank, 0, self.item, self.wide)
 
     def sent(self, layout, m, b, rank):
-        """Return {(axis, what, operation): (calls, bytes)} of a pipeline rank: the table of `ledger.predict`.
+        """Return {(axis, what, operation): (calls, bytes)} of a pipeline rank: the table of `ledger.predict_sent`.
 
         The calls of the cross-entropy rows are those of b = 1.
         """
@@ -106,10 +106,10 @@ class Model:
         """Return `memory.activations` of a step with m micro-batches of one sample."""
         c = layout.config
         numbers = c.schedule, c.pp, m, c.chunks
-        return memory.activations(c, schedule(*numbers), rank, layout.sizes, messages(*numbers)[rank])
+        return memory.activations(c, schedule(*numbers), rank, layout.sizes, messages_by_rank(*numbers)[rank])
 
     def kept(self, layout, m, b, rank):
-        """Return {what: bytes} that a pipeline rank keeps: the table of `memory.predict`."""
+        """Return {what: bytes} that a pipeline rank keeps: the table of `memory.predict_kept`."""
         c = layout.config
         rounds, more = SHORT.get(c.schedule, (m, 0))
         fields = c.tp, c.pp, c.schedule, c.chunks, 0, c.sequence_parallel, c.recompute  # ZeRO shards no activations
@@ -134,13 +134,13 @@ class Model:
 
 
 @cache
-def model(**fields):
+def _model(**fields):
     return Model(configuration.Config(**fields))
 
 
 def model_of(config, dtype):
     """Return the Model of a Config with parameters of `dtype`, the same for all its layouts."""
-    return model(**vars(config) | PLAIN | {"dtype": dtype})
+    return _model(**vars(config) | PLAIN | {"dtype": dtype})
 
 
 # --- which layouts ----------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def fits(c, gpus):
 # --- one layout -------------------------------------------------------------------------------------------------------
 
 
-def judge(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
+def facts_of(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
     """Return the facts of one layout as a dict with the keys of plan.py's --json. Sizes in bytes, times in seconds.
 
     exact: False is fast: it takes 1F1B's bubble for a bubble without a closed form. say gets each line of the
@@ -239,15 +239,15 @@ def binds(facts):
     return f"{name}: {parts[name] / facts['step_seconds']:.0%} of the step"
 
 
-def order(facts):
+def sort_key(facts):
     """Return the key by which layouts are sorted: first those that fit, the fastest first; then the smallest first."""
     return not facts["fits"], facts["step_seconds"] if facts["fits"] else sum(facts["memory_bytes"].values())
 
 
 def rank_all(config, gpus, device, fixed, **options):
-    """Return the facts of all candidates in their `order`, each with its Config."""
+    """Return the facts of all candidates in the order of `sort_key`, each with its Config."""
     gc.disable()  # else a third of the time: the collector visits all kept schedules and tables again and again
     found = candidates(config, gpus, device, fixed)
-    judged = [judge(c, gpus, device, exact=False, **options) | {"config": c} for c in found]
+    judged = [facts_of(c, gpus, device, exact=False, **options) | {"config": c} for c in found]
     gc.enable()
-    return sorted(judged, key=order)
+    return sorted(judged, key=sort_key)
