@@ -25,7 +25,7 @@ from parallel.pipedream import train_call
 from parallel.schedules import ASYNCHRONOUS, build
 from parallel.versions import kept_versions
 from recovery import replicas
-from test_checkpoint import arrays, configured, curve, fails, go
+from test_checkpoint import tensor_files, configured, curve, fails, go
 from test_layouts import assert_same_model, built, covering, micro_batches, parameters, specs, tiny_config
 from testing.compare import same_rows
 
@@ -255,7 +255,7 @@ def test_logs_validation_and_checkpoints_change_no_bit(workers, tokens_dir, tmp_
         workers.run(2, go, at_rest(parts, tokens_dir, schedule, 2, log_interval=4, train_iters=stop))
     assert sorted(path.name for path in busy.glob("step_*")) == ["step_12", "step_4", "step_8"]
     assert len(curve(plain)) == 3 and repr(curve(plain)) == repr(curve(busy)) == repr(curve(parts))
-    assert arrays(plain / "step_12") == arrays(busy / "step_12") == arrays(parts / "step_12")
+    assert tensor_files(plain / "step_12") == tensor_files(busy / "step_12") == tensor_files(parts / "step_12")
 
 
 @pytest.mark.slow
@@ -271,13 +271,13 @@ def test_checkpoints_load_in_any_layout(workers, tokens_dir, tmp_path):
         config = configured(tmp_path / f"{i}", tokens_dir, **common, **layout, micro_batch_size=4)
         (tmp_path / f"{i}").mkdir()
         workers.run(4, load_and_save, config, tmp_path / f"{i - 1}/step_4")
-        assert arrays(tmp_path / f"{i}/step_4") == arrays(tmp_path / "0/step_4")
+        assert tensor_files(tmp_path / f"{i}/step_4") == tensor_files(tmp_path / "0/step_4")
 
 
 def load_and_save(config, path):
     run = train.build(config, Mesh.of(config), torch.device("cpu"))
     train.restore(run, path)
-    train.save_checkpoint(run, data.Tokens(config.data_dir, "train", config.seq_length, config.vocab_size))
+    train.save(run, data.Tokens(config.data_dir, "train", config.seq_length, config.vocab_size))
 
 
 def test_a_signal_stops_the_run_at_the_end_of_a_call():

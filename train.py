@@ -144,7 +144,7 @@ def train(run, tokens, validation, logger):
             if saving:
                 run.watchdog.progress("save")
                 with interval.paused():
-                    save_checkpoint(run, tokens)
+                    save(run, tokens)
     if counters.iteration < c.train_iters:
         logger.say(f"stopped after iteration {counters.iteration}; the same command (without --resume) resumes the run")
     else:
@@ -220,7 +220,7 @@ def build(config, mesh, device):
     return Run(config, mesh, device, dtype, model, layout, schedule, zero, scale, timers, executor, rates)
 
 
-def save_checkpoint(run, tokens):
+def save(run, tokens):
     """Save a checkpoint. tokens: the `data.Tokens` of the training split."""
     state = {
         "shapes": {name: list(spec.shape) for name, spec in run.model.specs().items()},
