@@ -25,7 +25,7 @@ from parallel.pipedream import train_call
 from parallel.schedules import ASYNCHRONOUS, build
 from parallel.versions import kept_versions
 from recovery import replicas
-from test_checkpoint import tensor_files, configured, curve, fails, go
+from test_checkpoint import configured, curve, fails, go, tensor_files
 from test_layouts import assert_same_model, built, covering, micro_batches, parameters, specs, tiny_config
 from testing.compare import same_rows
 
