@@ -228,16 +228,12 @@ class Executor:
     # --- around them --------------------------------------------------------------------------------------------------
 
     def _gather(self, chunk, i, step):
-        """Make the parameters of unit i whole, and start to gather those of unit i + step, which runs next.
-
-        `work` counts the units that have begun, a backward twice, because it takes about twice as long.
-        """
-        self.work += 1 if step > 0 else 2
+        """Make the parameters of unit i whole. Those of unit i + step, which runs next, travel meanwhile."""
+        soon = [*chunk.buckets[i], *(chunk.buckets[i + step] if 0 <= i + step < len(chunk.units) else [])]
+        for name in soon:
+            self.zero.start_gather(name)
         for name in chunk.buckets[i]:
             self.zero.gather(name)
-        if 0 <= i + step < len(chunk.units):
-            for name in chunk.buckets[i + step]:
-                self.zero.start_gather(name)
 
     def _reduce(self, name):
         """Reduce bucket `name`, whose gradient of one micro-batch is complete."""
