@@ -79,6 +79,7 @@ class Config:
     pp: int = 1  # pipeline stages (Megatron-LM: --pipeline-model-parallel-size)
     cp: int = 1  # ranks that share each sample's tokens (Megatron-LM: --context-parallel-size)
     context: str = "ulysses"  # over cp ranks: ulysses exchanges tokens for heads, ring passes keys and values around
+    order: str = "dp-pp-tp"  # the axes of a rank's number, outermost first; pp-dp-tp is Megatron-LM's
     sequence_parallel: bool = False  # shard over tp the activations between tensor parallel layers
     zero: int = 0  # shard over dp: 1 optimizer state, 2 also gradients, 3 also parameters (DeepSpeed: --zero-stage)
     schedule: str = "1f1b"  # order of the pipeline's work
@@ -133,6 +134,7 @@ CHOICES = {
     "kernels": ("auto", "triton", "torch"),
     "recompute": ("none", "full"),
     "context": tuple(WAYS),
+    "order": ("dp-pp-tp", "pp-dp-tp"),
     "split": ("train", "val", "test"),
     "zero": (0, 1, 2, 3),
     "schedule": tuple(schedules.SCHEDULES),

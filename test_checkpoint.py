@@ -120,6 +120,7 @@ def test_resuming_changes_no_bit(workers, straight, tokens_dir, tmp_path, ranks,
     [
         ((4, dict(tp=2, sequence_parallel=True)), (3, dict(zero=3))),
         ((8, dict(pp=2, cp=2, zero=2, schedule="zb-h1")), (4, dict(cp=4, context="ulysses"))),
+        ((4, dict(pp=2, zero=1)), (4, dict(pp=2, zero=1, order="pp-dp-tp"))),
         pytest.param(
             (4, dict(zero=3, micro_batch_size=1)), (4, dict(pp=4, schedule="chimera")), marks=pytest.mark.slow
         ),

@@ -259,6 +259,7 @@ OTHERS = {
     "micro_batches": ["one", "fewer than stages", "stages", "not a multiple", "twice"],
     "context": CHOICES["context"],
     "experts": [0, 4],
+    "order": CHOICES["order"],
 }
 
 
@@ -281,7 +282,7 @@ def can_run(schedule, stages, m):
         return True
 
 
-def fits(dp, tp, pp, cp, context, experts, schedule, zero, sequence_parallel, micro_batches, **_):
+def fits(dp, tp, pp, cp, context, experts, schedule, zero, sequence_parallel, micro_batches, order, **_):
     """Return False if the values do not go together, or if a simpler point is the same layout."""
     redundant = (
         (cp == 1 and context != "ulysses")
@@ -289,6 +290,7 @@ def fits(dp, tp, pp, cp, context, experts, schedule, zero, sequence_parallel, mi
         or (pp == 2 and micro_batches == "fewer than stages")
         or (dp * cp == 1 and zero)
         or (tp == 1 and sequence_parallel)
+        or (1 in (dp, pp) and order != "dp-pp-tp")
         or (experts and (tp > 4 or (tp > 1 and not sequence_parallel) or not group_of_tokens(tp, cp, context)))
     )
     return not redundant and can_run(schedule, pp, number_of_micro_batches(micro_batches, pp))
@@ -349,6 +351,7 @@ def check_point(workers, point, optimizers, steps=FEW):
 
 def name(point):
     left_out = ["cp", "context"] * (point["cp"] == 1) + ["experts"] * (point["experts"] == 0)
+    left_out += ["order"] * (point["order"] == "dp-pp-tp")
     values = [value for axis, value in point.items() if axis not in left_out]
     return "-".join(map(str, values)).replace(" ", "_")
 

@@ -120,7 +120,8 @@ def traffic(path, p):
                     style = dict(arrowstyle="<|-|>", color=AXES[axis], shrinkA=13, shrinkB=13)
                     style["connectionstyle"] = f"arc3,rad={bend}"
                     grid.annotate("", place(*other), place(d, stage, t), arrowprops=style)
-            number = ((group * c.pp + stage) * c.cp + i) * c.tp + t
+            outer = stage * (p.layout.dp // c.cp) + group if c.order == "pp-dp-tp" else group * c.pp + stage
+            number = (outer * c.cp + i) * c.tp + t
             frame = dict(facecolor="none", boxstyle="round,pad=0.5")
             grid.text(*place(d, stage, t), number, ha="center", va="center", bbox=frame)
         for axis, colour in AXES.items():

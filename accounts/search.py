@@ -38,6 +38,7 @@ from parallel.tensor import ROWS
 FIELDS = ("tp", "pp", "schedule", "chunks", "zero", "sequence_parallel", "recompute", "micro_batch_size")
 LISTED = ("1f1b", "interleaved", "zb-h1", "zb-v")
 RESERVED = 2 * 2**30  # bytes of a GPU that PyTorch cannot use
+ORDERS = configuration.CHOICES["order"]
 GB = 1e9
 PLAIN = dict(zip(FIELDS, (1, 1, "1f1b", 1, 0, False, "none", 1), strict=True))
 
@@ -140,7 +141,7 @@ def _model(**fields):
 
 def model_of(config, dtype):
     """Return the Model of a Config with parameters of `dtype`, the same for all its layouts."""
-    return _model(**vars(config) | PLAIN | {"dtype": dtype})
+    return _model(**vars(config) | PLAIN | {"dtype": dtype, "order": ORDERS[0]})
 
 
 # --- which layouts ----------------------------------------------------------------------------------------------------
@@ -202,6 +203,10 @@ def facts_of(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
     m, layout = schedules.micro_batches(c, batch, dp), model.layout(dp, *(getattr(c, name) for name in FIELDS[:-1]))
     say("micro-batches m", "global_batch_size / (b dp)", m)
     step = Step(c, model, layout, device, m, exact, say)
+    times = {c.order: step.seconds}
+    if exact and p > 1 and dp > c.cp:
+        other = replace(c, order=ORDERS[c.order == ORDERS[0]])
+        times[other.order] = Step(other, model, layout, device, m, exact, lambda *line: None).seconds
     # The fullest rank is 0 (most micro-batches in flight), the first or last with a block more, p/2 (Chimera), or p-1
     # (the logits).
     ranks = {0, min(1, p - 1), c.num_layers % p, p // 2, p - 1}
@@ -216,6 +221,7 @@ def facts_of(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
         "step_seconds": step.seconds,
         "expected_error": ERROR,
         "step_parts": step.parts,
+        "order_seconds": times,
         "bubble": step.bubble,
         "fullest_rank": fullest,
         "memory_bytes": kept[fullest],

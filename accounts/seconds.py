@@ -98,14 +98,14 @@ class Step:
         self.z, self.exact, self.say = layout.sizes, exact, say
         stage = c.tp * c.cp
         near = partial(members_in_node, device.per_node)
-        replica = stage * c.pp  # ranks of a pipeline; the next one is the next in the axis dp
-        apart = stage if replica <= device.per_node else device.per_node  # from a stage to the next one
+        # The distance in ranks from a pipeline to the next one, and from a stage to the next one.
+        replica, apart = (stage, c.tp * layout.dp) if c.order == "pp-dp-tp" else (stage * c.pp, stage)
         self.rings = {  # axis: (its ranks in one node, all its ranks)
             "tp": (near(1, c.tp), c.tp),
             "cp": (near(c.tp, c.cp), c.cp),
-            "pp": (near(apart, 2), 2),
+            "pp": (near(apart if apart * c.pp <= device.per_node else device.per_node, 2), 2),
             "dp": (near(c.tp, c.cp) * near(replica, layout.dp // c.cp), layout.dp),
-            "holders": (near(stage * max(1, c.pp - 1), 2), 2),
+            "holders": (near(apart * max(1, c.pp - 1), 2), 2),
             "world": (near(1, c.tp * c.pp * layout.dp), c.tp * c.pp * layout.dp),
         }
         self.sent = {rank: model.sent(layout, m, c.micro_batch_size, rank) for rank in {0, min(1, c.pp - 1), c.pp - 1}}

@@ -300,6 +300,19 @@ def test_a_collective_uses_all_network_cards_of_a_node():
     assert seconds.wire(A100, 8, 64) == A100.wire_rate * A100.wire  # eight cards are faster than NVLink
 
 
+def test_pp_outermost_is_faster_on_many_nodes():
+    """With pp outermost the rings of dp have several ranks in a node. The messages of pp then pass between nodes."""
+    c = configuration.load(["configs/gpt3_13b.py", "--tp=2", "--pp=4", "--sequence_parallel", "--micro_batch_size=1"])
+    both = [search.facts_of(replace(c, order=order), 512, DEVICES["h100"]) for order in search.ORDERS]
+    first, second = (facts["step_parts"] for facts in both)
+    assert 2 * second["data parallel"] < first["data parallel"]
+    assert first["pipeline messages"] < second["pipeline messages"]
+    times = {order: facts["step_seconds"] for order, facts in zip(search.ORDERS, both, strict=True)}
+    assert both[0]["order_seconds"] == both[1]["order_seconds"] == times
+    for facts, named in zip(both, [True, False], strict=True):
+        assert ("--order=pp-dp-tp" in plan.entry(facts)) == named
+
+
 # --- the command line -------------------------------------------------------------------------------------------------
 
 COMMON = ["configs/gpt3_13b.py", "--gpus=16", "--device=a100-80g"]

@@ -80,13 +80,13 @@ def ratios():
     print(aligned([rows[0], *lines], 1))
 
 
-def meshes(ranks=8, tp=2, pp=2, cp=1):
+def meshes(ranks=8, tp=2, pp=2, cp=1, order="dp-pp-tp"):
     """Return the Mesh of each rank, in torch's fake process group: no process starts."""
     found = []
     for rank in range(ranks):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
         try:
-            found.append(Mesh(tp, pp, cp))
+            found.append(Mesh(tp, pp, cp, order=order))
         finally:
             dist.destroy_process_group()
     return found

@@ -12,9 +12,12 @@ place on pp and tp. `Mesh.reader` says which samples a rank reads.
 
 Ranks with neighbouring numbers are on one node. So tp, which communicates most (several times a layer), gets the
 fastest connections. The pipeline (two messages per stage and micro-batch) uses the connections inside a rack. Data
-parallelism (once a step, more often with ZeRO-2 and 3) uses the connections between racks. A rank is in one process
-group per axis. One `arange().reshape()` gives the members of all these groups. Axes with the same ranks share a group,
-because each group costs connections and, on a GPU, memory.
+parallelism (once a step, more often with ZeRO-2 and 3) uses the connections between racks. With order=pp-dp-tp, as in
+Megatron-LM, dp lies inside pp: rank = (pp_rank * dp + dp_rank) * tp + tp_rank. A pipeline then spans the racks. On many
+GPUs this is usually faster (`plan.py` compares both). The training is the same.
+
+A rank is in one process group per axis. One `arange().reshape()` gives the members of all these groups. Axes with the
+same ranks share a group, because each group costs connections and, on a GPU, memory.
 
 NCCL runs the collectives of a group one after another, on one CUDA stream. The same is true of the messages between two
 ranks. Two axes have a second group, so that one kind of communication does not wait for another kind: pp for messages
@@ -57,17 +60,19 @@ class Axis:
 
 
 class Mesh:
-    """The axes dp, pp, cp, tp and world of this process. timeout: in seconds.
+    """The axes dp, pp, cp, tp and world of this process. timeout: in seconds; order: as in config.py.
 
     reader: (i, n): this rank reads every n-th micro-batch from number i on. The cp ranks of a group read the same ones.
 
     Every process must build its Mesh at the same point of the program, because the Mesh makes the process groups.
     """
 
-    def __init__(self, tp=1, pp=1, cp=1, timeout=600.0):
+    def __init__(self, tp=1, pp=1, cp=1, timeout=600.0, order="dp-pp-tp"):
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         grid = np.arange(size).reshape(size // (pp * cp * tp), pp, cp, tp)
-        group, pp_rank, cp_rank, tp_rank = (int(i) for i in np.unravel_index(rank, grid.shape))
+        if order == "pp-dp-tp":
+            grid = np.arange(size).reshape(pp, -1, cp, tp).swapaxes(0, 1)
+        group, pp_rank, cp_rank, tp_rank = (int(i) for i in np.argwhere(grid == rank)[0])
         self.reader = group, len(grid)
         self.rank = rank
         self.ledger, self.timeout, self._groups = Ledger(), timedelta(seconds=timeout), {}
@@ -85,7 +90,7 @@ class Mesh:
     @classmethod
     def of(cls, c):
         """Return the Mesh of a Config."""
-        return cls(c.tp, c.pp, c.cp, c.comm_timeout)
+        return cls(c.tp, c.pp, c.cp, c.comm_timeout, c.order)
 
     def holders(self, pp_ranks):
         """Return the axis of the pipeline ranks `pp_ranks` (ascending, with this rank), which keep the same bucket.

@@ -67,6 +67,8 @@ class Case(NamedTuple):
         rest, tp = divmod(rank, self.sizes["tp"])
         rest, cp = divmod(rest, self.sizes["cp"])
         dp, pp = divmod(rest, self.sizes["pp"])
+        if self.config.order == "pp-dp-tp":
+            pp, dp = divmod(rest, self.sizes["dp"])
         return {"dp": dp, "cp": cp, "tp": tp, "pp": pp}
 
     def name(self, rank):
