@@ -2,8 +2,8 @@
 
     ids [b, s] -> embedding -> x [b, s, h] -> 6 blocks -> head -> logits [b, s, v] -> loss
 
-b samples of s tokens, hidden size h, a heads of size d, v ids, L blocks. The model is a list of L+2 = 8 units. It has
-P = 2vh + sh + L(12h^2+13h) + 2h = 84,992 weights. A number takes 8 bytes.
+b samples of s tokens, hidden size h, a heads of size d=h/a, v ids, L blocks. The model is a list of L+2 = 8 units.
+It has P = 2vh + sh + L(12h^2+13h) + 2h = 84,992 weights. A number takes 8 bytes.
 
 `torchrun --nproc_per_node=2 FILE` starts n=2 processes. Each process runs the whole FILE. A process is called a rank,
 and so is its number, 0 or 1. Ranks share no memory. They send tensors with four operations:
@@ -14,8 +14,8 @@ and so is its number, 0 or 1. Ranks share no memory. They send tensors with four
     AllGather                     a|b            a,b|a,b        N(n-1)/n
     SendRecv                      a|                |a          N
 
-Each rung begins with a card. It counts the bytes of rank 0 with n=2, and in brackets with n=4. Sends: in one step.
-Memory: weights, gradients and optimizer state, before the update. Bad: -> names a rung without this fault.
+Each rung begins with a card. It counts the bytes of rank 0 with n=2 (in brackets n=4). Sends: in one step. Memory:
+weights, gradients and optimizer state, before the update. Bad: -> names a rung without this fault.
 """
 
 import atexit
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 VOCAB, SEQ, HIDDEN, HEADS, LAYERS = 128, 16, 32, 4, 6  # v, s, h, a, L
-BATCH, MICRO_BATCHES, STEPS = 8, 4, 5  # b, the samples of all ranks; m; steps of the run
+BATCH, MICRO_BATCHES, STEPS = 8, 4, 5  # b, samples of all ranks; m; steps
 torch.set_default_dtype(torch.float64)  # float32 has only 7 digits
 
 
@@ -40,8 +40,8 @@ def connect(*allowed):
         time.sleep(30 * rank)  # rank 0 prints and ends; then torchrun ends the others
         print(f"error: nproc_per_node={n}: {sys.argv[0]} needs {' or '.join(map(str, allowed))}", file=sys.stderr)
         sys.exit(2)
-    if n > 1:  # Gloo is for CPUs, NCCL for GPUs. A rank that waits for 20 seconds stops
-        dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    if n > 1:  # Gloo is for CPUs, NCCL for GPUs. A rank that waits for a minute stops
+        dist.init_process_group("gloo", timeout=timedelta(minutes=1))
         atexit.register(dist.destroy_process_group)
     return rank, n
 
@@ -60,7 +60,7 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.ln1, self.ln2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
-        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)  # q, k, v of head 0, then of head 1, ...: so rung 9 can cut it
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)  # q, k, v of head 0, of head 1, ...: so rung 9 can cut it
         self.proj = nn.Linear(HIDDEN, HIDDEN)
         self.fc1 = nn.Linear(HIDDEN, 4 * HIDDEN)
         self.fc2 = nn.Linear(4 * HIDDEN, HIDDEN)

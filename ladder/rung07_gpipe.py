@@ -1,4 +1,4 @@
-"""7. パイプライン並列 (PP), GPipe: each of p=n ranks has a stage, 8/n units. All F (forward), then all B (backward).
+"""7. パイプライン並列 (PP), GPipe: each of p=n ranks has a pipeline stage, 8/n units. All F (forward), then all B.
 
 データ:冗長  モデル:分散  通信:活性, SendRecv, 層毎
 

@@ -2,12 +2,12 @@
 
 データ:冗長  モデル:分散  通信:活性, AllReduce, 層毎
 
-    x --f--> Y_i = gelu(x A_i) --> Y_i B_i --g--> sum of Y_i B_i      rank i has columns A_i and rows B_i
+    x --f--> Y_i = gelu(x A_i) --> Y_i B_i --g--> sum of Y_i B_i      (A_i: columns of A; B_i: rows of B)
     f: copy in forward, AllReduce in backward      g: AllReduce in forward, copy in backward
 
 Sends   4 AllReduces per block, 8Lbsh(n-1)/n numbers: 786,432 bytes (n=4: 1,179,648).
 Memory  1/n of the matrices, the rest whole: 1,518,592 bytes (n=4: 918,016). 1/n of activations between f and g.
-Bad     オーバーラップ不可 in forward. In backward `Linear.backward` (parallel/tensor.py) computes dW meanwhile.
+Bad     オーバーラップ不可 in forward. `Linear.backward` (parallel/tensor.py) sums dx while it computes dW.
 """
 
 import torch
@@ -16,7 +16,7 @@ from gpt import GPT, Adam, Block, batches, connect, cross_entropy, show
 from torch import nn
 
 
-class CopyToRanks(torch.autograd.Function):
+class CopyToRanks(torch.autograd.Function):  # has its own backward
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group

@@ -4,7 +4,7 @@
 
 Sends   as rung 9, and AllReduces of 2bsh + 3bs numbers: 855,040 bytes (n=4: 1,282,560).
 Memory  as rung 9, but 1/n of the tables: 1,387,520 bytes (n=4: 721,408). 1/n of the logits.
-Bad     all logits exist at a time. `LinearCrossEntropy` (parallel/tensor.py) makes those of 4,096 tokens at a time.
+Bad     all logits exist at a time. `LinearCrossEntropy` (parallel/tensor.py) makes 4,096 tokens' at a time.
 """
 
 import torch.distributed as dist

@@ -4,7 +4,7 @@
 
 Sends   nothing.
 Memory  as rung 1: 2,719,744 bytes. Inputs of all units, other activations of one unit.
-Bad     F runs twice: a step takes 4 units of time, not 3. `Executor.forward` (parallel/pipeline.py) has both.
+Bad     F runs twice: a step takes 4 units of time, not 3. `Executor` (parallel/pipeline.py) does it for blocks only.
 """
 
 import torch

@@ -12,7 +12,7 @@
           the shard is a view (no clone)                  the process dies: the shard was freed with the weight
     07    no requires_grad_                               an error: x.grad is None
           no wait for the sends                           a hang: Gloo drops a message that nobody refers to
-    08    send instead of isend                           a hang: two ranks send, and wait for each other's recv
+    08    send instead of isend, in F and in B            a hang: two ranks send, and wait for each other's recv
           warmup = rank                                   a hang with 4 ranks: rank 0 waits for B before it has sent F
     09    f without AllReduce                             step 2 is wrong, but the loss falls
           each rank has the bias                          step 1 is wrong: g adds it n times
@@ -22,11 +22,12 @@
           AllGather's backward without the sum            step 2 is wrong, but the loss falls
     12    z_target without `here`                         step 1 is wrong; the loss falls below the true one
           the maximum without AllReduce                   step 1 is wrong
-    13    W also adds the gradient of the bias            step 2 is wrong
-          W in the order of I on each rank                right losses, but no bubble is filled
-    14    no requires_grad_                               an error: x.grad is None
-          no dy: backward of the sum of the output        step 2 is wrong
+    13    w.grad = dw instead of the sum                  step 2 is wrong
+          W before I in the list                          an error: I has left no work yet
+    14    no requires_grad_                               an error: the loss has no graph
+          no torch.no_grad                                an error: x.grad is None, because x has a graph
 
+After a minute of waiting a rank stops, and its error names the line. The test makes the three mistakes of `MISTAKES`.
 A rung runs as it is, in the processes of testing/workers.py. The test replaces `connect` and `show` of gpt.py, and
 counts what the calls of torch.distributed send.
 """
@@ -89,25 +90,21 @@ def activations(peak):
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept())
 
 
-def run_rung(name, old="", new="", change=lambda model: model):
+def run_rung(name, old="\n", new="\n", change=lambda model: model):
     """Run a rung on this rank. Return its losses and bytes: (sent in a step, kept, of activations, of whole weights).
 
     old, new: a text of the rung, and what replaces it. change: gets the model, and returns it.
     """
-    losses, sent, kept, whole, peak, models = [], [], [], [0], [0], weakref.WeakSet()
+    losses, sent, kept, whole, peak, names = [], [], [], [0], [0], {"__name__": "__main__"}
     place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     def counting(call, numbers):
         def count(x, *arguments, group=None, **more):
             sent.append(8 * numbers(x, dist.get_world_size(group)))
-            whole.append(sum(size(model.parameters()) for model in models))
+            whole.append(size(names["model"].parameters() if "model" in names else []))
             return call(x, *arguments, group=group, **more)
 
         return count
-
-    def make():
-        models.add(model := change(GPT()))
-        return model
 
     def step(adam):
         if len(losses) == 1:
@@ -122,17 +119,14 @@ def run_rung(name, old="", new="", change=lambda model: model):
 
             torch.set_default_dtype(torch.float64)
             GPT, update = gpt.GPT, gpt.Adam.step
-            patch.setattr(gpt, "GPT", make)
+            patch.setattr(gpt, "GPT", lambda: change(GPT()))
             patch.setattr(gpt, "connect", lambda *_: place)
             patch.setattr(gpt, "show", lambda loss: losses.append(loss.item()))
             patch.setattr(gpt.Adam, "step", step)
             for call, numbers in SENT.items():
                 patch.setattr(dist, call, counting(getattr(dist, call), numbers))
             assert old in RUNGS[name]
-            exec(
-                compile(RUNGS[name].replace(old, new) if old else RUNGS[name], name, "exec"),
-                names := {"__name__": "__main__"},
-            )
+            exec(compile(RUNGS[name].replace(old, new), name, "exec"), names)
         finally:
             names.clear()  # the next run shall not find this run's weights
             gc.collect()
