@@ -4,14 +4,15 @@
     python convert.py to_hf out/NAME --out=FOLDER         writes config, weights and tokenizer
 
 The model of model.py is GPT-2, and with ReLU it is OPT. So a conversion renames tensors (MODULES) and changes their
-shapes. In this file, "here" is the model of model.py and "there" is transformers, which reads and writes the folders
-(pip install transformers). The model must fit into memory twice.
+shapes. "Here" is the model of model.py and "there" is transformers (pip install transformers). The model must fit into
+memory twice. Weights that were exported and imported again have the same bits.
 
-GPT-2's linears are transposed (`Conv1D`). OPT's first two position rows belong to padding and are never used with text.
-from_hf drops them and to_hf writes zeros. The word table has vocab_size rows there. Here it is padded to a multiple of
-128 rows. to_hf cuts the padding off and from_hf fills it with zeros. The padding's ids have no probability and their
-rows no gradient, so the values have no effect. All other weights, exported and imported again, have the same bits.
-from_hf turns 16-bit weights into float32. <|endoftext|> in a text is one token there and plain text here.
+    tensor                    there                                   here
+    GPT-2's linears           transposed (`Conv1D`)                   [out, in]
+    OPT's position rows       two more, of padding (to_hf: zeros)     from_hf drops them
+    word table                vocab_size rows                         padded to a multiple of 128 rows, with zeros
+    16-bit weights            as they are                             float32
+    <|endoftext|> in a text   one token                               plain text
 """
 
 from errors import Parser, exit_on_user_error, explained, reading  # isort: skip
@@ -59,7 +60,7 @@ FIXED = (  # {field there: the only value that the model here has}
 
 
 def transformers():
-    """Import and return transformers, without its warnings. It must not find kernels.py: it has a package `kernels`."""
+    """Return transformers, without its warnings. It must not take kernels.py for the package of this name."""
     ours, sys.modules["kernels"] = sys.modules.get("kernels"), None
     try:
         with reading("convert.py needs transformers (pip install transformers)", ImportError):
@@ -79,17 +80,14 @@ def transformers():
 
 
 def names_there(opt, name):
-    """Return the names there of the parameter `name` here: three for OPT's qkv, otherwise one."""
+    """Return the names there of a parameter: three for OPT's qkv, otherwise one."""
     block, module, suffix = re.fullmatch(r"(?:block(\d+)\.)?(.*?)\.?(weight|bias|)", name).groups()
     modules = MODULES[module][opt].replace("#", str(block)).split()
     return [f"{PREFIX[opt]}{there}.{suffix or 'weight'}" for there in modules]
 
 
 def pairs(opt, spec, whole, tensors):
-    """Yield pairs of views (here, there) with the same elements, to copy them in either direction.
-
-    spec: the ParamSpec of the tensor `whole` here. tensors: {name: tensor} there.
-    """
+    """Yield pairs of views (of `whole` here, of a tensor there) with the same elements, to copy in either direction."""
     there = [tensors[name] for name in names_there(opt, spec.name)]
     if not opt and re.fullmatch(r"block\d+\.(qkv|proj|fc1|fc2)\.weight", spec.name):
         there = [tensor.T for tensor in there]
@@ -104,7 +102,6 @@ def pairs(opt, spec, whole, tensors):
 
 
 def from_hf(folder, out):
-    """Write the checkpoint out/step_0 and the configuration out/config.py from a folder of transformers."""
     hf, options = transformers(), {"local_files_only": True}
     with reading(f"{folder}: not a GPT-2 or OPT as model.py has it", Exception):
         there = hf.AutoConfig.from_pretrained(folder, **options)
@@ -132,7 +129,7 @@ def from_hf(folder, out):
 
 
 def config_here(there, out):
-    """Return the Config of transformers' configuration `there`. Raises LookupError, ValueError or UserError."""
+    """Return the Config of transformers' configuration `there`."""
     opt = {"gpt2": False, "opt": True}[there.model_type]
     activation = {name: here for here, row in ACTIVATIONS.items() for name in row.hugging_face}
     for name, value in (fixed(opt, there.hidden_size) | {"quantization_config": None}).items():
@@ -147,13 +144,13 @@ def config_here(there, out):
 
 
 def fixed(opt, h):
-    """Return the fields there that have only one value here. h: the hidden size."""
+    """Return the fields there that have only one value here."""
     sizes = {"ffn_dim": 4 * h, "word_embed_proj_dim": h} if opt else {"n_inner": 4 * h}
     return FIXED[opt] | sizes | {"tie_word_embeddings": True}
 
 
 def write_checkpoint(folder, opt, model, config, tokenizer):
-    """Write step 0 of a run into `folder`: the weights, moments of 0, and index.json."""
+    """Write the checkpoint of step 0: the weights, moments of 0, and index.json."""
     tensors, sums, dtype = model.state_dict(), {}, torch.promote_types(model.dtype, torch.float32)
     specs = GPT(config, tp=None).specs()
     for name, spec in specs.items():
@@ -162,10 +159,10 @@ def write_checkpoint(folder, opt, model, config, tokenizer):
             here.copy_(there)
         (folder / name).write_bytes(whole.numpy())
         sums[name] = checkpoint.checksum(whole.flatten().numpy())
-        for moment in (f"{name}.moment0", f"{name}.moment1"):  # AdamW's: sparse files, which use no disk space
+        for moment in (f"{name}.moment0", f"{name}.moment1"):  # sparse files, which use no disk space
             (folder / moment).touch()
             os.truncate(folder / moment, whole.nbytes)
-            sums[moment] = 0  # the sum of zeros
+            sums[moment] = 0
     if tokenizer.name != "bytes":
         copy(tokenizer, folder)
     state = {
@@ -182,7 +179,6 @@ def write_checkpoint(folder, opt, model, config, tokenizer):
 
 
 def to_hf(path, out):
-    """Write a folder of transformers from the checkpoint `path`, or from the latest one in the folder `path`."""
     hf, (here, tokenizer) = transformers(), load_model(path, torch.device("cpu"))
     config, opt = here.config, here.config.activation == "relu"
     with torch.device("meta"):
@@ -204,7 +200,7 @@ def to_hf(path, out):
 
 
 def config_there(hf, opt, c, tokenizer):
-    """Return transformers' configuration of the model of the Config `c`."""
+    """Return transformers' configuration of this Config."""
     names, end = ACTIVATIONS[c.activation].hugging_face, tokenizer.eot_token
     configuration.require(c, "activation", names, "transformers has no name for it")
     configuration.require(c, "experts", not c.experts, "GPT-2 and OPT have no experts in transformers")

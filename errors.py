@@ -1,7 +1,7 @@
 """Mistakes of a user: one line with the field, its value and the remedy, and exit code 2. And the commands' options.
 
-A file that a user gives may be missing, damaged or something else. Code that reads it stands in `with reading(file):`.
-It needs no checks of its own: any error that wrong content can cause becomes one line.
+A file that a user gives may be missing or damaged. `with reading(file):` turns every error of wrong content into one
+line, so the code in it needs no checks.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def agreed(text):
 
 @contextlib.contextmanager
 def reading(file, *more, wrong=WRONG):
-    """Turn an error that the content of `file` can cause, or one of the exceptions `more`, into a UserError."""
+    """Turn an error of the content of `file`, or one of the exceptions `more`, into a UserError."""
     try:
         yield
     except UserError:
@@ -58,22 +58,21 @@ def reading(file, *more, wrong=WRONG):
 
 
 def explained(what):
-    """Turn an OSError in the block into a UserError: `what`, for example a file's name, and the system's reason."""
+    """Turn an OSError in the block into a UserError: `what` (a file, for example) and the system's reason."""
     return reading(what, wrong=(OSError,))
 
 
 @contextlib.contextmanager
 def locked(path, message):
-    """Create the file `path` and hold its lock. Raises UserError(message) if another process holds the lock.
+    """Create the file `path` and hold its lock in the block. A process that is killed releases it, too.
 
-    The system releases the lock when this process ends, also when the process is killed.
+    Raises UserError(message) if another process holds the lock.
     """
     with explained(path):
         file = open(path, "w")
     with file:
         try:
-            # lockf, because its lock belongs to this process only. With flock, forked workers would share the lock, and
-            # a worker that lives longer than this process would keep the lock.
+            # With flock, a forked worker that lives longer than this process would keep the lock.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             raise UserError(message) from None
@@ -86,10 +85,7 @@ def locked(path, message):
 
 
 def cause(error):
-    """Return a UserError for an exception with a cause outside the program, otherwise None.
-
-    Such a cause is a system call that failed (OSError), or a lack of memory in Python or PyTorch.
-    """
+    """Return a UserError for a mistake, a failed system call (OSError) or a lack of memory, otherwise None."""
     if isinstance(error, MemoryError) or re.search("can't allocate memory|out of memory", str(error)):
         return UserError(f"not enough memory: {error}")
     if isinstance(error, OSError) and error.strerror:
@@ -97,11 +93,11 @@ def cause(error):
     return error if isinstance(error, UserError) else None
 
 
-def report(error, late=0):
-    """Print an error's line on stderr. Under torchrun, also write the line into the error file of this process.
+def report_error(error, late=0):
+    """Print an error's line on stderr. Under torchrun, also write it into the error file of this process.
 
-    At its end, torchrun prints the error file with the smallest time as the "Root Cause". late: seconds to add to the
-    time. A rank that only lost a peer reports with late=1, so it does not become the root cause.
+    torchrun prints the error file with the smallest time as the "Root Cause". So a rank that only lost a peer reports
+    with late=1 second.
     """
     line = " ".join(f"error: {error}".splitlines())
     print(line, file=sys.stderr, flush=True)
@@ -109,7 +105,7 @@ def report(error, late=0):
 
 
 def write_error_file(text, late=0):
-    """Write `text` as torch.distributed.elastic's ErrorHandler does: the time is an int, in seconds, as a string."""
+    """Write `text` as torch.distributed.elastic's ErrorHandler does. late: seconds to add to the time."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": text, "timestamp": str(int(time.time()) + late)}
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
@@ -117,12 +113,11 @@ def write_error_file(text, late=0):
 
 
 def exit_on_user_error(main):
-    """Call `main()`. An error with a `cause` is reported and ends the program with exit code 2.
+    """Call `main()`. An error with a `cause` ends the program with its line and exit code 2, Ctrl-C with 130.
 
-    Ctrl-C ends it with exit code 130. A reader that closes the pipe early (`| head`) is no error. A character that the
-    encoding of stdout lacks is written as an escape (\\xe9).
+    A reader that closes the pipe early (`| head`) is no error.
     """
-    sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is by default
+    sys.stdout.reconfigure(errors="backslashreplace")  # for characters that its encoding lacks
     try:
         main()
         sys.stdout.flush()
@@ -134,7 +129,7 @@ def exit_on_user_error(main):
     except Exception as error:
         if (known := cause(error)) is None:
             raise
-        report(known)
+        report_error(known)
         sys.exit(2)
 
 

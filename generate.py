@@ -2,10 +2,9 @@
 
     python generate.py out/tiny --prompt "def hello_world():" --temperature=0.8 --top_k=50
 
-First, the prompt goes through the model. Then each new token goes through the model alone. A cache keeps the keys and
-values of all earlier tokens for attention, so earlier tokens are not computed again.
-To sample a token, divide the logits by the temperature and keep the `top_k` largest. Of these, keep the fewest tokens
-whose probabilities sum to `top_p` or more (nucleus sampling, Holtzman et al., arXiv 1904.09751). Draw one of them.
+First, the prompt goes through the model, then each new token alone: a cache keeps the keys and values of all earlier
+tokens. To draw a token, divide the logits by the temperature and keep the `top_k` largest. Of these, keep the fewest
+tokens whose probabilities sum to `top_p` or more (nucleus sampling, Holtzman et al., arXiv 1904.09751).
 """
 
 from errors import Parser, UserError, exit_on_user_error, within  # isort: skip
@@ -25,7 +24,7 @@ from tokenizer import copied
 
 
 def load_model(path, device):
-    """Return (model, tokenizer) of the checkpoint `path`, or of the latest one in the folder `path`."""
+    """Return (model, tokenizer) of a checkpoint, or of the latest one in an out_dir."""
     found = checkpoint.find(path)
     if found is None:
         raise UserError(f"{path}: there is no checkpoint (train one: torchrun train.py configs/tiny.py)")
@@ -40,35 +39,28 @@ def load_model(path, device):
     checkpoint.load_checkpoint(found, model, zero)
     zero.parameters_from_master()
     tokenizer = copied(found, index["tokenizer"])
-    model.units[-1].vocab_size = min(config.vocab_size, tokenizer.n_vocab)  # the model may have ids without text
+    model.units[-1].vocab_size = min(config.vocab_size, tokenizer.n_vocab)  # no ids without text
     return model, tokenizer
 
 
-def draw(logits, temperature, top_k, top_p, generator):
-    """Return the next token's id, an int. logits [v]. With a temperature below 1e-6, it is the id of the largest logit.
-
-    Raises UserError if a logit is nan or inf.
-    """
+def draw_token(logits, temperature, top_k, top_p, generator):
+    """Return the next token's id. logits [v]. Raises UserError if a logit is nan or inf."""
     logits, largest = logits.float(), logits.max()
     if not largest.isfinite():
         raise UserError("the model's logits are not finite: its training diverged, or its checkpoint is damaged")
     if temperature < 1e-6:  # float32 can't divide by a number near 0
         return int(logits.argmax())
-    # logits - largest is at most 0, so even a small temperature gives -inf, whose probability is 0, but never inf
+    # logits - largest is at most 0, so a small temperature gives -inf (probability 0), but never inf
     logits, ids = ((logits - largest) / temperature).sort(descending=True)
     p = torch.softmax(logits[: top_k or None], 0)
     if top_p < 1:
-        p = p[: int((p.cumsum(0) < top_p).sum()) + 1]  # includes the token that reaches top_p
+        p = p[: int((p.cumsum(0) < top_p).sum()) + 1]  # with the token that reaches top_p
     return int(ids[torch.multinomial(p, 1, generator=generator)])
 
 
 @torch.no_grad()
 def generate(model, ids, count, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-    """Yield `count` ids that continue the list `ids`.
-
-    The model has a fixed number of positions. When the text has filled them, its last `positions // 2` tokens become
-    the new context at positions 0, 1, ...
-    """
+    """Yield `count` ids that continue `ids`. When all positions are filled, the last half moves to the first ones."""
     device = next(model.parameters()).device
     positions = model.config.positions
     ids, new, start, caches = list(ids), list(ids), 0, [[] for _ in range(model.config.num_layers)]
@@ -76,19 +68,19 @@ def generate(model, ids, count, temperature=1.0, top_k=0, top_p=1.0, generator=N
         if start + len(new) > positions:
             start, new, caches = 0, ids[-max(1, positions // 2) :], [[] for _ in caches]
         batch = model.micro_batch(torch.tensor([new], device=device), start=start, caches=caches)
-        token = draw(model(batch)[-1], temperature, top_k, top_p, generator)
+        token = draw_token(model(batch)[-1], temperature, top_k, top_p, generator)
         start, new = start + len(new), [token]
         ids.append(token)
         yield token
 
 
 def utf8(text):
-    """Return the text. Raises ValueError for a byte that is not UTF-8, which Python reads as a lone surrogate."""
+    """Return the text. Raises ValueError for a byte that is not UTF-8 (Python reads it as a lone surrogate)."""
     return text.encode().decode()
 
 
 def main():
-    """Print the text while it is generated, up to an end-of-text token or max_tokens. Raises UserError."""
+    """Print the text while it is generated, up to an end-of-text token or max_tokens."""
     parser = Parser(prog="python generate.py", description="Writes text with a checkpoint.", allow_abbrev=False)
     add = parser.add_argument
     add("checkpoint", help="out_dir of a run, or one of its step_N folders")

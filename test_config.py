@@ -246,7 +246,7 @@ def test_torchrun_reads_the_line_as_its_root_cause(monkeypatch, tmp_path):
     reports = {0: ("rank 0 waited for ranks [1]", 1), 1: ("out_dir=x: No space left on device", 0)}
     for rank, (text, late) in reports.items():
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{rank}.json"))
-        errors.report(UserError(text), late)
+        errors.report_error(UserError(text), late)
     failures = {rank: ProcessFailure(rank, 1000 + rank, 2, str(tmp_path / f"{rank}.json")) for rank in reports}
     assert [f.timestamp - int(time.time()) for f in failures.values()] in ([1, 0], [0, -1])
     lines = ChildFailedError("train.py", failures).format_msg().splitlines()

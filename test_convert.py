@@ -1,4 +1,4 @@
-"""Test generate.py, and convert.py against the real transformers: logits, training steps, greedy text.
+"""Tests generate.py, and convert.py with the real transformers: logits, training steps, greedy text.
 
 Random models with odd sizes have large weights, so that a wrong place of a tensor changes the logits.
 """
@@ -38,7 +38,6 @@ def on_the_cpu(monkeypatch):
 
 
 def test_kernels_py_is_not_taken_for_the_package_of_this_name():
-    """Without triton, transformers would fail to import it."""
     code = "import sys; sys.modules['triton'] = None; import convert; convert.transformers().GPT2LMHeadModel"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=True)
 
@@ -72,7 +71,7 @@ def saved(folder, kind="gpt2", sizes=SIZES[0], dtype=torch.float32, **how):
 
 
 def run_of(out, **fields):
-    """Return a training Run of the imported checkpoint `out`, as `train.py out/config.py --field=value ...` does."""
+    """Return the Run of `train.py out/config.py --field=value ...`."""
     values = dict(train_iters=3, lr=1e-2, dropout=0.0, clip_grad=0.0, micro_batch_size=2, global_batch_size=4) | fields
     config = configuration.load([f"{out}/config.py", *(f"--{name}={value}" for name, value in values.items())])
     configuration.check(config, 1)
@@ -102,7 +101,7 @@ def model():
 
 
 def greedy(model, ids, count):
-    """Generate without a cache: run the whole text for each token. Beyond 12 positions, keep the last 6 tokens."""
+    """Generate without a cache. Beyond 12 positions, keep the last 6 tokens."""
     ids, context = list(ids), list(ids)
     for _ in range(count):
         if len(context) > 12:
@@ -115,8 +114,7 @@ def greedy(model, ids, count):
 
 
 @pytest.mark.parametrize("prompt", [[7], [1, 2, 3, 4], list(range(30))])
-def test_the_cache_changes_nothing(model, prompt):
-    """Test also texts beyond the model's last position, and a prompt that is longer than the positions."""
+def test_text_with_the_cache_is_that_without_it(model, prompt):
     got = prompt + list(generate.generate(model, prompt, 25, temperature=0))
     if len(prompt) > 12:
         prompt, got = prompt[-6:], got[-31:]
@@ -126,11 +124,11 @@ def test_the_cache_changes_nothing(model, prompt):
 def drawn(top_k=0, top_p=1.0, temperature=1.0, count=400):
     logits = torch.tensor([0.0, 2.0, 1.0, -1.0])
     generator = torch.Generator().manual_seed(0)
-    ids = [generate.draw(logits, temperature, top_k, top_p, generator) for _ in range(count)]
+    ids = [generate.draw_token(logits, temperature, top_k, top_p, generator) for _ in range(count)]
     return torch.bincount(torch.tensor(ids), minlength=4) / count
 
 
-def test_sampling():
+def test_tokens_are_drawn_with_their_probabilities():
     p = torch.softmax(torch.tensor([0.0, 2.0, 1.0, -1.0]), 0)  # 0.087, 0.644, 0.237, 0.032
     assert torch.allclose(drawn(count=4000), p, atol=0.03)
     assert drawn(top_k=2)[[0, 3]].sum() == 0 and drawn(top_k=2)[2] > 0.15
@@ -168,7 +166,7 @@ def test_ids_that_are_no_text_are_never_drawn(out):
     assert model.config.vocab_size == 301 and 250 < max(ids) < 257
 
 
-def test_text_ends_at_its_end_and_has_whole_characters(out, capsys, monkeypatch):
+def test_text_ends_at_the_end_of_text_token_and_has_whole_characters(out, capsys, monkeypatch):
     ids = [*"é".encode(), *"日".encode(), 0xE6, ord("x"), load_tokenizer("bytes").eot_token, ord("b")]
     monkeypatch.setattr(generate, "generate", lambda *_: iter(ids))
     assert written(capsys, monkeypatch, out) == "é日\N{REPLACEMENT CHARACTER}x\n"
@@ -187,7 +185,7 @@ def test_a_wrong_option_is_one_line(word, capsys, monkeypatch):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_broken_model_is_one_line(value, temperature):
     with pytest.raises(UserError, match="the model's logits are not finite"):
-        generate.draw(torch.tensor([0.0, value]), temperature, 0, 1.0, torch.Generator())
+        generate.draw_token(torch.tensor([0.0, value]), temperature, 0, 1.0, torch.Generator())
 
 
 # --- the same numbers -------------------------------------------------------------------------------------------------
@@ -402,7 +400,6 @@ def test_a_model_is_not_loaded_before_its_configuration_is_checked(tmp_path, mon
 
 
 def test_a_head_that_is_not_the_word_table_is_refused(tmp_path, capsys, monkeypatch):
-    """transformers uses lm_head.weight of the file if it differs, whatever the configuration says."""
     saved(tmp_path / "hf")
     to_bin(tmp_path / "hf", lambda t: t | {"lm_head.weight": t["transformer.wte.weight"] + 1})
     said = refusal(capsys, monkeypatch, "from_hf", tmp_path / "hf", f"--out={tmp_path}/out")
@@ -418,14 +415,14 @@ def test_a_head_that_is_not_the_word_table_is_refused(tmp_path, capsys, monkeypa
         (lambda f: to_bin(f, lambda t: {n: t[n] for n in t if n != "transformer.wpe.weight"}), "missing keys: "),
     ],
 )
-def test_damaged_folders(tmp_path, capsys, monkeypatch, damage, message):
+def test_a_damaged_folder_is_refused_in_one_line(tmp_path, capsys, monkeypatch, damage, message):
     saved(tmp_path / "hf")
     damage(tmp_path / "hf")
     said = refusal(capsys, monkeypatch, "from_hf", tmp_path / "hf", f"--out={tmp_path}/out")
     assert "hf" in said and message in said and not (tmp_path / "out").exists()
 
 
-def test_what_exists_is_not_overwritten(tmp_path, capsys, monkeypatch):
+def test_an_existing_folder_is_not_overwritten(tmp_path, capsys, monkeypatch):
     saved(tmp_path / "hf")
     out = imported(tmp_path / "hf", tmp_path / "out")
     for words in (["from_hf", tmp_path / "hf"], ["to_hf", out]):

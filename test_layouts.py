@@ -105,11 +105,11 @@ def train_tiny(config, steps=STEPS, mesh=None):
 
 
 def trained(config, steps=STEPS, mesh=None):
-    """Return what `train_tiny` returns, then the copies that differ (`replicas.differences`)."""
+    """Return what `train_tiny` returns, then the copies that differ (`replicas.differing_copies`)."""
     run = built(config, mesh)
     before, batches = parameters(run), micro_batches(run)
     done = [train.train_step(run, batches).read() for _ in range(steps)]
-    copies = replicas.differences(run.zero)
+    copies = replicas.differing_copies(run.zero)
     return [s.loss for s in done], [s.grad_norm for s in done], before, parameters(run), copies
 
 

@@ -129,7 +129,8 @@ def train_asynchronously(config, calls, mesh=None):
         steps = train_call(run, batches)
         assert len(steps) == count
         done += [step.read() for step in steps]
-    return [s.loss for s in done], [s.grad_norm for s in done], before, parameters(run), replicas.differences(run.zero)
+    copies = replicas.differing_copies(run.zero)
+    return [s.loss for s in done], [s.grad_norm for s in done], before, parameters(run), copies
 
 
 def asynchronous(schedule, pp, per_update=1, updates=12, dp=1, tp=1, **fields):

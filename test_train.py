@@ -234,7 +234,7 @@ def work():
     atexit.register(print, "a hook")
     print("done")
 
-processes.join()
+processes.join_processes()
 processes.together(mesh.everyone(), work)
 """
 

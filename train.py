@@ -140,7 +140,7 @@ def train(run, tokens, validation, logger):
                 interval.read(last)
             saving = due(c.save_interval) and not interval.bad  # a checkpoint of nan would be useless
             if c.check_replicas and (due(c.check_replicas) or saving):
-                replicas.check(run.zero, counters.iteration)
+                replicas.compare_copies(run.zero, counters.iteration)
             if saving:
                 run.watchdog.progress("save")
                 with interval.paused():
@@ -376,7 +376,7 @@ def main():
     Exit codes: 0 if the run is done, or was saved and stopped; 1 if another process was lost; 2 after a mistake of the
     user, or if torchrun died.
     """
-    device = processes.join()
+    device = processes.join_processes()
     world = everyone()
 
     def work():

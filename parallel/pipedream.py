@@ -35,7 +35,7 @@ from collections import Counter, deque
 import torch
 
 import reference
-from errors import UserError
+from errors import UserError, agreed
 from log import PendingStep
 from parallel import schedules
 from parallel.comm import all_reduce
@@ -212,9 +212,7 @@ def train_call(run, batches):
     for k, norm in enumerate(numbers[:, 1].tolist(), counters.iteration + 1):
         if not math.isfinite(norm):
             advice = f"{c.schedule} can't skip an update; resume from the last checkpoint with a smaller --lr"
-            error = UserError(f"iteration {k}: the gradient norm is {norm}: {advice}")
-            error.agreed = True  # every rank raises it
-            raise error
+            raise agreed(f"iteration {k}: the gradient norm is {norm}: {advice}")
     run.steps[n * m] += n
     counters.iteration += n
     counters.consumed_samples += n * c.global_batch_size

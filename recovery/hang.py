@@ -1,17 +1,17 @@
-"""Names the rank that the others wait for, if a run makes no progress: "100% utilisation, but the GPUs stay cold".
+"""Names the rank that the others wait for, if a run makes no progress.
 
-After `comm_timeout` seconds torch ends the ranks that wait, and torchrun names one of them, although the rank that they
-wait for is the culprit. So a thread of each rank looks at the clock. After 0.8 comm_timeout without a new iteration,
-part of a validation or checkpoint, it writes a row into out_dir/hang/RANK: the communication that its rank waits for,
-and where its program is. A little later the lowest rank with a row prints all rows, and the ranks without one:
+After `comm_timeout` seconds torch ends the ranks that wait, and torchrun names one of them, but another rank is the
+culprit. So a thread of each rank looks at the clock. After 0.8 comm_timeout without progress (an iteration, a part of a
+validation, a checkpoint) it writes a row into out_dir/hang/RANK: the communication that its rank waits for, and the
+place in the program. A little later the lowest rank with a row prints all rows, and the ranks without one:
 
     no progress for 16 s:
     rank 0: iteration 8: waits for rank 2 to send (pipeline.py:86 receive < pipeline.py:162 forward < ...)
     rank 2: iteration 8: waits for ranks [3] in all_reduce 113 of activations over tp (comm.py:75 wait < ...)
     ranks [3]: no answer (stopped, dead, or its host is lost)
 
-All ranks of a communication should wait in one number of it. The files need no connection between the ranks. On NCCL,
-`wait` does not block the host, so the row has the latest communication (no GPU has tested this).
+Ranks that wait in different numbers of a communication (113 above) have lost their common order. On NCCL, `wait` does
+not block the host, so the row has the latest communication (no GPU has tested this).
 """
 
 import shutil
@@ -28,17 +28,17 @@ PROGRAM = ROOT, ROOT / "parallel", ROOT / "recovery"
 
 
 class Watchdog:
-    """Knows when this rank made progress. `watch` starts the thread."""
+    """Knows when this rank made progress."""
 
     def __init__(self):
         self.progress("start")
 
     def progress(self, what):
-        """Note that this rank begins something new: an iteration, a part of a validation."""
+        """Note that this rank begins `what`."""
         self.what, self.since = what, time.monotonic()
 
     def watch(self, mesh, out_dir, seconds):
-        """Print the table once for each time that no progress was made for `seconds`."""
+        """Start the thread, which prints the table once for each `seconds` without progress."""
         folder, main = Path(out_dir, "hang"), threading.get_ident()
         if mesh.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # rows of an earlier run
@@ -56,12 +56,12 @@ class Watchdog:
                 time.sleep(seconds / 8)  # until the other ranks have written, too
                 rows = {int(path.name): path.read_text() for path in folder.iterdir()}
                 if rank == min(rows):
-                    print(table(rows, ranks, seconds), file=sys.stderr, flush=True)
+                    print(hang_table(rows, ranks, seconds), file=sys.stderr, flush=True)
                 reported = since
 
 
 def waits_for(rank):
-    """Return the communication in whose `wait` this process is, or the latest one that it started."""
+    """Return the communication that this process waits for, or the latest one that it started."""
     if Pending.waiting:
         return Pending.waiting.name.replace(f"rank {rank} waited", "waits")
     return f"waits for no communication; the latest was: {Pending.latest}"
@@ -74,8 +74,7 @@ def places(thread):
     return " < ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in reversed(ours[-4:]))
 
 
-def table(rows, ranks, seconds):
-    """Return the rows {rank: text} and the ranks without one as text."""
+def hang_table(rows, ranks, seconds):
     lines = [f"no progress for {seconds:.0f} s:", *(f"rank {rank}: {row}" for rank, row in sorted(rows.items()))]
     silent = [rank for rank in ranks if rank not in rows]
     return "\n".join(lines + [f"ranks {silent}: no answer (stopped, dead, or its host is lost)"] * bool(silent))

@@ -1,4 +1,4 @@
-"""Start and end of the processes of a run: join the others, lock out_dir, stop on a signal, leave after an error."""
+"""The start and the end of a run's processes."""
 
 import atexit
 import os
@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from errors import UserError, cause, explained, locked, report, write_error_file
+from errors import UserError, cause, explained, locked, report_error, write_error_file
 from parallel.comm import CommunicationError, group_options
 
 GPU, DRIVER = Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version")
 
 
-def join():
+def join_processes():
     """Return this process's device. Under torchrun, also connect the processes (NCCL on GPUs, otherwise Gloo).
 
     Raises UserError if PyTorch is too old, if there are too few GPUs, or if the GPU's driver is too old for PyTorch.
@@ -45,17 +45,16 @@ def join():
 
 
 def follow(launcher):
-    """End this process when its torchrun `launcher` has died. Nobody saves: other processes may be lost, too."""
+    """End this process, without a save, when its torchrun `launcher` has died."""
     while os.getppid() == launcher:
         time.sleep(1)
     leave("the torchrun of this process died; the steps after the last checkpoint are lost", 2)
 
 
 def together(world, work):
-    """Call `work()` on every rank of the axis `world`, and end the process. An error is one line on stderr.
+    """Call `work()`, and end the process. Exit codes: 0 done, 2 a mistake of the user, 1 a lost peer.
 
-    Exit code 0 means that the work is done, 2 a mistake of the user, 1 a lost peer. Without torchrun, the function
-    returns, or raises the UserError to the caller.
+    Without torchrun, the function returns, or raises the UserError to the caller.
     """
     try:
         work()
@@ -68,35 +67,34 @@ def together(world, work):
         if known is None or not dist.is_initialized():
             raise
         if world.rank and getattr(known, "agreed", False):
-            time.sleep(1)  # rank 0 reports the error first, then torchrun ends the other ranks
+            time.sleep(1)  # rank 0 reports first, then torchrun ends the others
             write_error_file(f"error: {known}", late=1)  # torchrun on another node reads this
             os._exit(2)
         leave(known, 2)
     if dist.is_initialized():
-        finish()
+        finish_process()
 
 
-def finish():
+def finish_process():
     """Close the groups, run the exit hooks (of W&B, for example), flush, and end this process with exit code 0.
 
-    Python's own exit would abort the process if a thread is then in torch's code, for example one of Gloo that frees
-    its last tensors.
+    Python's own exit would abort if a thread is in torch's code, for example one of Gloo that frees tensors.
     """
     dist.destroy_process_group()
     atexit._run_exitfuncs()
-    sys.stdout.flush()  # after an error, for example of a closed pipe, `exit_on_user_error` ends the process
+    sys.stdout.flush()  # may raise BrokenPipeError, for `exit_on_user_error`
     sys.stderr.flush()
     os._exit(0)
 
 
 def leave(error, code):
-    """Report the error and exit at once, because the normal exit would wait for peers that may be dead."""
-    report(error, late=int(code == 1))
+    """Report the error and exit at once: the normal exit would wait for peers that may be dead."""
+    report_error(error, late=int(code == 1))
     os._exit(code)
 
 
 def lock(out_dir):
-    """Make out_dir, and return a context that refuses a second run in it. Raises UserError."""
+    """Make out_dir, and return a context that refuses a second run in it."""
     with explained(f"out_dir={out_dir}"):
         Path(out_dir).mkdir(parents=True, exist_ok=True)
     return locked(Path(out_dir) / "lock", f"out_dir={out_dir}: another run is training there; set another --out_dir")

@@ -1,7 +1,7 @@
-"""Compare copies: several ranks keep the same numbers, which must be equal bit for bit (--check_replicas=N).
+"""Compares copies: several ranks keep the same numbers, which must be equal bit for bit (--check_replicas=N).
 
-A defective memory, a lost update or a wrong kernel can make copies differ. Without this comparison the run continues
-with wrong weights, and prints no error. These copies exist:
+A defective memory, a lost update or a wrong kernel can make copies differ, and the run continues with wrong weights.
+These copies exist:
 
     tensors                                                       copies on
     parameters, ZeRO stages 0 to 2                                dp ranks
@@ -9,26 +9,25 @@ with wrong weights, and prints no error. These copies exist:
     parameters, master weights, moments, and shards of these      holders of a bucket (the tied word table)
     all of them, if the parameter is replicated over tp           tp ranks
 
-Each rank computes a sum S (`fingerprint`) of each parameter, master weight and moment. Then every rank gets the sums of
-all ranks, and compares those that must be equal.
+Each rank computes a sum (`fingerprint`) of each tensor, and compares it with the sums of the other ranks.
 """
 
 import math
 
 import torch
 
-from errors import UserError
+from errors import agreed
 from parallel.comm import gather_objects
 from parallel.layout import ALIGN
 
-BLOCK = 1 << 17  # words of 8 bytes that are multiplied at once
+BLOCK = 1 << 17  # words that are multiplied at once
 
 
 def fingerprint(flat):
-    """Return the sum S of a tensor [n] (a multiple of 8 bytes), int64 [], computed on its device.
+    """Return a sum of a tensor [n] (a multiple of 8 bytes), int64 [], computed on its device.
 
-    S adds the words of 8 bytes mod 2^64, each multiplied by an odd number that depends on its place. A change of one
-    word always changes S, because an odd number has an inverse mod 2^64.
+    Each word of 8 bytes is multiplied by an odd number that depends on its place, so any change of one word changes the
+    sum mod 2^64.
     """
     odd = torch.arange(1, 2 * BLOCK, 2, device=flat.device)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -39,9 +38,9 @@ def fingerprint(flat):
 
 @torch.no_grad()
 def fingerprints(zero):
-    """Return {(tensor, dp rank, tp rank): S} of all tensors that this rank keeps. Copies have equal keys.
+    """Return {(tensor, dp rank, tp rank): sum} of this rank's tensors. Copies have equal keys.
 
-    The dp rank or tp rank is None if all ranks of this axis have copies.
+    A rank is None in the key if all ranks of its axis have copies.
     """
     sums, mesh = {}, zero.mesh
     zero.finish_gathers()
@@ -61,9 +60,9 @@ def fingerprints(zero):
     return dict(zip(sums, values, strict=True))
 
 
-def differences(zero):
+def differing_copies(zero):
     """Return "NAME: ranks [0, 1] and ranks [2]" for each tensor whose copies differ. Every rank calls this."""
-    groups = {}  # {key of `fingerprints`: {S: ranks}}
+    groups = {}  # {key of `fingerprints`: {sum: ranks}}
     for rank, sums in enumerate(gather_objects(fingerprints(zero), zero.mesh.world)):
         for key, total in sums.items():
             groups.setdefault(key, {}).setdefault(total, []).append(rank)
@@ -71,9 +70,7 @@ def differences(zero):
     return [f"{name}: {' and '.join(f'ranks {ranks}' for ranks in copies)}" for name, copies in found]
 
 
-def check(zero, iteration):
-    """Raise UserError if two copies differ. Every rank of the mesh calls this between two steps."""
-    if found := differences(zero):
-        error = UserError(f"after iteration {iteration} copies differ: {found[0]}; nothing is saved")
-        error.agreed = True  # every rank raises it
-        raise error
+def compare_copies(zero, iteration):
+    """Raise UserError if two copies differ. Every rank calls this between two steps."""
+    if found := differing_copies(zero):
+        raise agreed(f"after iteration {iteration} copies differ: {found[0]}; nothing is saved")

@@ -1,4 +1,4 @@
-"""A hang names its culprit: which ranks wait, for whom, in which communication, and which rank does not answer."""
+"""Tests that a hang names its culprit."""
 
 import time
 
@@ -11,7 +11,7 @@ from recovery.hang import Watchdog
 
 
 def asleep(folder, sleeper):
-    """Rank `sleeper` sleeps, and the others wait for it in the second all_reduce. Nobody hangs for long."""
+    """Rank `sleeper` sleeps for a while, and the others wait for it in the second all_reduce."""
     mesh, dog = Mesh(), Watchdog()
     dog.watch(mesh, folder, 1.5)
     all_reduce(torch.ones(1), mesh.world, "numbers").wait()
@@ -22,7 +22,6 @@ def asleep(folder, sleeper):
 
 
 def busy(folder):
-    """A long validation: each batch is progress."""
     dog = Watchdog()
     dog.watch(Mesh(), folder, 1.0)
     for _ in range(10):
@@ -30,13 +29,13 @@ def busy(folder):
         time.sleep(0.3)
 
 
-def test_a_slow_validation_is_no_hang(workers, tmp_path):
+def test_a_long_validation_is_no_hang(workers, tmp_path):
     workers.run(2, busy, str(tmp_path))
     assert not (tmp_path / "hang").exists()
 
 
 @pytest.mark.parametrize("sleeper", [0, 2])
-def test_the_row_of_each_rank(workers, tmp_path, sleeper):
+def test_each_rank_writes_the_communication_that_it_waits_for(workers, tmp_path, sleeper):
     workers.run(3, asleep, str(tmp_path), sleeper)
     rows = {int(path.name): path.read_text() for path in (tmp_path / "hang").iterdir()}
     assert rows.keys() == {0, 1, 2}

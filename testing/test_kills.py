@@ -1,4 +1,4 @@
-"""Kill runs (SIGKILL) while they save. No complete checkpoint may be lost, and no bit of the curve may change.
+"""Tests that a kill (SIGKILL) during a save loses no complete checkpoint and changes no bit of the curve.
 
 `KILLS=100 pytest testing/test_kills.py` makes 100 kills in each layout instead of 3.
 """
@@ -25,7 +25,7 @@ SPAN = 0.4  # seconds: a kill comes at a random moment of this span after the fi
 
 
 def rank_main(config, rank, ranks, rendezvous):
-    """Train on one rank, without output. If another rank is lost, exit with code 1, as train.py does."""
+    """Train on one rank, without output. Exit with code 1 if another rank is lost."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(1, 2)
     torch.set_num_threads(1)
@@ -49,7 +49,7 @@ def start(context, config, ranks, rendezvous):
 
 
 def wait_for_a_save(folder, processes):
-    """Wait until this run has removed the unfinished save of the killed run, then until it begins a save."""
+    """Wait until this run has removed the killed run's unfinished save, then until it begins a save."""
     deadline = time.monotonic() + 60
     for begun in (False, True):
         while any(folder.glob("*.writing")) != begun:
@@ -58,7 +58,6 @@ def wait_for_a_save(folder, processes):
 
 
 def verify_whole(folder):
-    """Check every byte of a complete checkpoint."""
     index = checkpoint.read_index(folder)
     assert {*index["sums"], *index["copies"], "index.json"} == {p.name for p in folder.iterdir()}
     for name, total in index["sums"].items():
@@ -69,7 +68,7 @@ def verify_whole(folder):
 @pytest.mark.parametrize(
     "ranks, layout", [(1, {}), (2, dict(tp=2, sequence_parallel=True)), (4, dict(zero=2, pp=2))], ids=str
 )
-def test_a_kill_while_saving_loses_nothing_complete(tokens_dir, tmp_path, ranks, layout):
+def test_a_kill_during_a_save_loses_no_complete_checkpoint(tokens_dir, tmp_path, ranks, layout):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "train"])
     dice, out = random.Random(ranks), tmp_path / "killed"
@@ -83,7 +82,7 @@ def test_a_kill_while_saving_loses_nothing_complete(tokens_dir, tmp_path, ranks,
         before = checkpoint.all_steps(out)
         for process in dice.sample(processes, ranks if kill % 2 else 1):  # all ranks, or one
             os.kill(process.pid, signal.SIGKILL)
-        for process in processes:  # the other ranks notice that a rank is lost
+        for process in processes:  # the other ranks notice the loss
             process.join(60)
             assert process.exitcode in (1, -signal.SIGKILL)
         steps = checkpoint.all_steps(out)

@@ -1,4 +1,4 @@
-"""Test --check_replicas: a message names copies of any kind that differ, and the run stops before its next save."""
+"""Tests that --check_replicas names copies that differ, and stops the run before its next save."""
 
 import re
 
@@ -15,12 +15,12 @@ from test_layouts import built, micro_batches, tiny_config
 
 
 def said_after_damage(config, rank, bucket, kind, place):
-    """Train two steps, compare, change one element on one rank, and compare again. Return the message."""
+    """Return the message after one bit of one element has changed on one rank."""
     run = built(config, Mesh.of(config))
     batches = micro_batches(run)
     for _ in range(2):
         train.train_step(run, batches)
-    replicas.check(run.zero, 2)
+    replicas.compare_copies(run.zero, 2)
     if run.mesh.rank == rank:
         b = run.zero.buckets[bucket]
         flat = {
@@ -30,7 +30,7 @@ def said_after_damage(config, rank, bucket, kind, place):
         }
         flat[kind].view(torch.int16)[place] ^= 1
     try:
-        replicas.check(run.zero, 2)
+        replicas.compare_copies(run.zero, 2)
     except UserError as error:
         assert error.agreed, "every rank would print the line"
         return str(error)
@@ -57,7 +57,7 @@ def test_one_bit_in_one_copy_is_named_on_every_rank(workers, ranks, layout, dtyp
 
 
 def train_with_damage(config, iteration):
-    """Train. Rank 1 changes one bit of a moment after `iteration`. Return the message or None."""
+    """Rank 1 changes one bit of a moment after `iteration`. Return the message or None."""
     step = train.train_step
 
     def damaging(run, *arguments):
@@ -74,7 +74,7 @@ def train_with_damage(config, iteration):
 
 
 def said_after_other_rounding(config):
-    """Train two steps, in which the second tp rank's sums over dp are rounded otherwise. Return the message or None."""
+    """The second tp rank's sums over dp are rounded otherwise. Return the message or None."""
     run = built(config, Mesh.of(config))
     settle, batches = run.zero.settle, micro_batches(run)
 
@@ -88,22 +88,24 @@ def said_after_other_rounding(config):
     for _ in range(2):
         train.train_step(run, batches)
     try:
-        replicas.check(run.zero, 2)
+        replicas.compare_copies(run.zero, 2)
     except UserError as error:
         return str(error)
 
 
 @pytest.mark.parametrize("layout", [dict(zero=0), dict(zero=1), dict(zero=2), dict(zero=3)], ids=str)
-def test_the_order_of_sums_over_dp_makes_no_difference(workers, layout):
-    """NCCL may add in another order for each tp rank: each has its own group of three dp ranks."""
+def test_copies_stay_equal_if_tp_ranks_sum_over_dp_in_another_order(workers, layout):
+    """NCCL may do so, because each tp rank has its own group of dp ranks."""
     config = tiny_config(3, **{"tp": 2, "dtype": "fp64", "optimizer": "adamw"} | layout)
     check(config, 6)
     assert workers.run(6, said_after_other_rounding, config) == [None] * 6
 
 
 @pytest.mark.parametrize("every, save_interval, found, saved", [(2, 4, 6, [4]), (5, 7, 7, []), (0, 4, None, [8, 10])])
-def test_a_run_stops_before_its_next_save(workers, tokens_dir, tmp_path, every, save_interval, found, saved):
-    """The bit changes after iteration 5 (every = 2) or 6. A run with check_replicas also compares before each save."""
+def test_a_run_stops_before_it_saves_different_copies(
+    workers, tokens_dir, tmp_path, every, save_interval, found, saved
+):
+    """A run with check_replicas also compares before each save."""
     fields = dict(check_replicas=every, save_interval=save_interval, dtype="fp64", log_interval=50)
     config = configured(tmp_path, tokens_dir, **fields)
     for said in workers.run(2, train_with_damage, config, 5 if every == 2 else 6):
