@@ -4,9 +4,9 @@ Row i (a query) uses the keys j <= i only. Per sample and head, the matrices are
 
     S = q k^T / sqrt(d)      P = causal softmax of S      o = P v
 
-FlashAttention-2 (Dao, arXiv 2307.08691) computes P tile by tile on the chip. The softmax of a row needs the row's
-maximum m and sum l. The *online* softmax (Milakov and Gimelshein, arXiv 1805.02867) keeps m and l of the keys so far;
-when the maximum grows, l and o are scaled down. In these formulas, S is multiplied by log2 e:
+FlashAttention-2 (Dao, arXiv 2307.08691) computes P tile by tile on the chip. The *online* softmax (Milakov and
+Gimelshein, arXiv 1805.02867) keeps the maximum m and the sum l of the keys so far; when the maximum grows, l and o are
+scaled down. In these formulas, S is multiplied by log2 e, because `exp2` is one instruction and `exp` is five:
 
     for every tile of keys:     m' = max(m, max_j S_j)      alpha = 2^(m - m')      P_j = 2^(S_j - m')
                                 l = alpha l + sum_j P_j     o = alpha o + P v       m = m'
@@ -16,26 +16,21 @@ L is log2 of the row's sum of exponentials. From L, backward computes any tile o
 
     dv = P^T do      dP = do v^T      dS = P (dP - delta)      dq = dS k / sqrt(d)      dk = dS^T q / sqrt(d)
 
-with delta_i = sum_j P_ij dP_ij = sum_d o_id do_id (section 3.1 of the paper). So backward needs no whole row of P. One
-kernel computes delta. One computes dk and dv: a program has a tile of keys and loops over the queries that see them.
-One computes dq: a program has a tile of queries. Each element has one writer, so two runs give the same bits, but S and
-dP are computed twice: 7 products instead of 5.
+with delta_i = sum_j P_ij dP_ij = sum_d o_id do_id (section 3.1 of the paper). One kernel computes delta. One computes
+dk and dv: a program has a tile of keys and loops over the queries that see them. One computes dq: a program has a tile
+of queries. Each element has one writer, so two runs give the same bits, but S and dP are computed twice: 7 products
+instead of 5.
 
-A program of ROWS queries first loops over the key tiles below the diagonal without a mask, then over the ROWS / COLUMNS
-tiles on the diagonal with a mask. Indices of the tiles, with ROWS = 2 COLUMNS:
+Indices of the tiles, with ROWS = 2 COLUMNS:
 
     keys       0   1   2   3   4   5
     queries 0  m   m                       m: on the diagonal, with a mask
             1  .   .   m   m               .: below the diagonal, without a mask
             2  .   .   .   .   m   m       empty: above the diagonal, skipped
 
-Operations per head: forward 2 s^2 d, the causal half of two products, and a share of ROWS/s more for the masked halves
-of the diagonal tiles. Backward: 7 s^2 d (floor 5). Memory traffic in bf16, per element of o: forward 8 bytes (q, k, v,
-o) + 4/d (L); backward 26 bytes (delta 4; dk, dv 12; dq 10) + 20/d (L, delta). Kept for backward: qkv, o, and L with 4
-bytes a row. Plain attention keeps s numbers of P a row.
-
-exp(x) is 2^(x log2 e), because `exp2` is one instruction and exp is five. The softmax's scale contains log2 e: c =
-scale log2 e.
+Operations per head: forward 2 s^2 d (1 + ROWS/s), the causal half of two products and the masked halves of the diagonal
+tiles; backward 7 s^2 d (floor 5). Memory traffic in bf16, per element of o: forward 8 bytes (q, k, v, o) + 4/d (L);
+backward 26 bytes (delta 4; dk, dv 12; dq 10) + 20/d (L, delta). Kept for backward: qkv, o, and L with 4 bytes a row.
 """
 
 import math
@@ -49,9 +44,7 @@ LOG2E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def _place(s, a, stride_b, stride_a, SIZE, D):
-    """Return the place of a program with SIZE tokens of one head: (index of its tile, number of tiles, offset of its
-    head in L [b, a, s], in q, k and v, and in o [b, s, a, d]).
-    """
+    """Return (index of a program's tile of SIZE tokens, number of tiles, offset of its head in L, in q, and in o)."""
     tiles = tl.cdiv(s, SIZE)
     head = tl.program_id(0) // tiles
     sample = (head // a).to(tl.int64)
@@ -63,7 +56,7 @@ def _place(s, a, stride_b, stride_a, SIZE, D):
 def _tile(X, first, stride, s, D, ROWS, WIDTH):
     """Return (pointers to rows first .. first + ROWS of X, mask of the elements inside of X), both [ROWS, WIDTH].
 
-    WIDTH is D rounded up to a power of two. Row offsets are int64, because s * stride may exceed 2^31.
+    WIDTH is D rounded up to a power of two.
     """
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     inside = (first + row < s)[:, None]
@@ -86,7 +79,7 @@ def _store(X, x, first, stride, s, D):
 
 @triton.jit
 def _scores(q, k, first, j, MASKED):
-    """Return q k^T of the queries from `first` on and the keys from j on. MASKED: -inf above the diagonal."""
+    """Return q k^T of the queries from `first` on and the keys from j on."""
     x = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         seen = (j + tl.arange(0, k.shape[0]))[None, :] <= (first + tl.arange(0, q.shape[0]))[:, None]
@@ -99,9 +92,9 @@ def attention_forward(
     Q, K, V, O, L, s, a, stride_b, stride_s, stride_a, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute o [b, s, a, d] and L [b, a, s] float32 of one query tile. Grid: b a heads times cdiv(s, ROWS) tiles."""
+    """Compute o [b, s, a, d] and L [b, a, s] float32 of one tile of ROWS queries."""
     tile, tiles, of_l, of_q, of_o = _place(s, a, stride_b, stride_a, ROWS, D)
-    first = (tiles - 1 - tile) * ROWS  # longest first: the last queries have most keys
+    first = (tiles - 1 - tile) * ROWS  # longest first
     stop = tl.minimum(first + ROWS, s)
     c = scale * LOG2E
     q = _load(Q + of_q, first, stride_s, s, D, ROWS, WIDTH)
@@ -109,7 +102,7 @@ def attention_forward(
     l = tl.zeros([ROWS], tl.float32)
     m = tl.full([ROWS], float("-inf"), tl.float32)
     for MASKED in tl.static_range(2):  # the tiles below the diagonal, then those on it
-        for j in range(first if MASKED else 0, stop if MASKED else first, COLUMNS):  # the online softmax above
+        for j in range(first if MASKED else 0, stop if MASKED else first, COLUMNS):
             k = _load(K + of_q, j, stride_s, s, D, COLUMNS, WIDTH)
             x = _scores(q, k, first, j, MASKED)
             above = tl.maximum(m, tl.max(x, 1) * c)  # finite: every query sees the first key
@@ -139,13 +132,13 @@ def attention_backward_keys(
     Q, K, V, DO, L, DELTA, DK, DV, s, a, stride_b, stride_s, stride_a, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write dk and dv [b, s, a, d] of one tile of COLUMNS keys. Grid: b a heads times cdiv(s, COLUMNS).
+    """Write dk and dv [b, s, a, d] of one tile of COLUMNS keys.
 
     P and dS are transposed, with keys as rows: tensor cores can read the left operand of the next product from
-    registers. Queries with an index >= s need no mask: all of theirs is read as 0, so they add 0 to dv and dk.
+    registers. Queries beyond s need no mask: they are read as 0 and add 0.
     """
     tile, _, of_l, of_q, of_o = _place(s, a, stride_b, stride_a, COLUMNS, D)
-    first = tile * COLUMNS  # longest first: the first keys have the most queries
+    first = tile * COLUMNS  # longest first
     Q, DO, L, DELTA = Q + of_q, DO + of_o, L + of_l, DELTA + of_l  # in the loop they would need more registers
     stop = tl.minimum(first + COLUMNS, s)
     c = scale * LOG2E
@@ -175,7 +168,7 @@ def attention_backward_queries(
     Q, K, V, DO, L, DELTA, DQ, s, a, stride_b, stride_s, stride_a, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write dq [b, s, a, d] of one tile of ROWS queries. Grid: b a heads times cdiv(s, ROWS) tiles."""
+    """Write dq [b, s, a, d] of one tile of ROWS queries."""
     tile, tiles, of_l, of_q, of_o = _place(s, a, stride_b, stride_a, ROWS, D)
     first = (tiles - 1 - tile) * ROWS
     stop = tl.minimum(first + ROWS, s)
@@ -198,10 +191,10 @@ def attention_backward_queries(
 
 
 # (ROWS, COLUMNS, warps, stages) of each kernel, for each (kind of GPU or float32, width). The tiles were chosen by the
-# compiler's report (NOTES.md); no time on a GPU is measured.
+# compiler's report (NOTES.md).
 #
 #     ROWS, COLUMNS   In `forward` and `queries` ROWS is a multiple of COLUMNS, in `keys` COLUMNS is a multiple of ROWS.
-#     stages          The number of tiles of k and v in shared memory. A product reads one while the next are loaded.
+#     stages          The number of tiles of k and v in shared memory.
 #     "hopper"        sm_90 and sm_100: tensor cores read shared memory directly.
 #     "ampere"        All other GPUs: the tiles need at most 99 KB of shared memory, which every GPU since Ampere has.
 #     "float32"       The products do not use tensor cores.
@@ -216,7 +209,7 @@ TILES = {
 
 
 def attention_options(d, dtype, capability):
-    """Return constants and launch options of each kernel. capability: the GPU's compute capability, such as (9, 0)."""
+    """Return constants and launch options of each kernel. capability: the GPU's, such as (9, 0)."""
     products = "float32" if dtype == torch.float32 else "hopper" if capability[0] in (9, 10) else "ampere"
     width = max(triton.next_power_of_2(d), 16)  # tensor cores need at least 16
     options = {
@@ -227,7 +220,7 @@ def attention_options(d, dtype, capability):
 
 
 def capability(device):
-    """Return the GPU's compute capability, or (9, 0) under the interpreter, which has none."""
+    """Return the GPU's compute capability, or (9, 0) under the interpreter."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
@@ -262,10 +255,9 @@ def launch(kernel, options, heads, s, along, *arguments):
 
 
 def attention(q, k, v, cache=None):
-    """Return softmax(q k^T / sqrt(d)) v per head, causal: q, k, v [b, s, a, d] -> [b, s, a, d] of the same dtype.
+    """Do the same as `reference.attention` without a cache. q, k, v: float32, float16 or bfloat16; d at most 128.
 
-    q, k, v: float32, float16 or bfloat16. Products are in this dtype, sums in float32. d is at most 128, best a power
-    of two. The plain form is `reference.attention`; only it supports a `cache`, for generation.
+    Products are in this dtype, sums in float32.
     """
     assert cache is None
     return Attention.apply(q, k, v)

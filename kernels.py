@@ -1,12 +1,10 @@
-"""The operations of `reference.py` as fused Triton kernels, under the same names, and why they are faster.
+"""The operations of `reference.py` as fused Triton kernels, under the same names.
 
-Between two matrix products a GPU computes almost nothing per element, and memory traffic takes nearly all the time: an
-H200 can do 200 operations of a matrix product while it reads one byte. Each operation of plain PyTorch reads its
-operands from memory and writes its result back. A fused kernel reads an element once, does all operations on it, and
-writes it once.
+Between two matrix products, memory traffic takes nearly all the time: an H200 can do 200 operations of a matrix product
+while it reads one byte. Each operation of plain PyTorch reads its operands from memory and writes its result back. A
+fused kernel reads an element once, does all operations on it, and writes it once.
 
-The table shows the memory traffic of one block of the 345M model, in MiB: 8 samples of 1024 tokens, h = 1024, 16 heads,
-bf16. One activation [8192, h] is 16 MiB. The notes name plain PyTorch's passes over memory.
+Memory traffic of one block of the 345M model, in MiB (8 samples of 1024 tokens, bf16), and plain PyTorch's passes:
 
                                       forward                               backward
                                       plain                         fused  plain                                  fused
@@ -18,20 +16,16 @@ bf16. One activation [8192, h] is 16 MiB. The notes name plain PyTorch's passes 
     fc2's bias, residual                 48  add                       48     16  dbias                              16
     sum                               2,400                           336  3,632                                    560
 
-Plain attention moves [s, s] matrices, 256 MiB each for all heads. The table has the least traffic of one fused kernel;
-flash_attention.py moves 208 MiB in backward.
+One kernel for attention's backward would move 128 MiB; flash_attention.py moves 208. The *floor* of an operation is its
+least memory traffic: each input is read once, each result written once.
 
-The *floor* of an operation is its least memory traffic: each input is read once, each result written once.
+A `@triton.jit` function is the code of one *program*, and `kernel[grid](...)` starts many programs. A program computes
+on small arrays, spread over its threads; 32 threads are a *warp*. Names in capitals are pointers or compile-time
+constants. Row offsets are int64 because a tensor may have more than 2^31 elements.
 
-How to read a kernel: a `@triton.jit` function is the code of one *program*, and `kernel[grid](...)` starts many
-programs. A program computes on small arrays, spread over its threads; 32 threads are a *warp*. Names in capitals are
-pointers or compile-time constants. A pointer may be None; then the code of `if POINTER is not None` is omitted. One
-load of 16 bytes reads 8 consecutive bf16, if the compiler can prove that row lengths are multiples of 8 and the mask is
-equal for all 8. Row offsets are int64 because a tensor may have more than 2^31 elements.
-
-All kernels compute in float32; a store rounds to its tensor's dtype. There are no atomics, so equal inputs give the
-same bits. A few *persistent* programs compute the sums over rows, such as a bias's gradient: each adds up many rows in
-registers, and PyTorch adds their sums.
+All kernels compute in float32; a store rounds to its tensor's dtype. Unlike in `reference.py`, no operation uses up y,
+and the gradients of vectors are float32. There are no atomics, so equal inputs give the same bits. A few *persistent*
+programs compute the sums over rows, such as a bias's gradient: each adds up many rows, and PyTorch adds their sums.
 """
 
 import functools
@@ -50,12 +44,11 @@ WIDEST = 8192  # the longest row of the LayerNorm kernels
 
 @triton.jit
 def _load(pointers, exists):
-    """Return the elements as float32, and 0 for those that do not exist."""
     return tl.load(pointers, mask=exists, other=0.0).to(tl.float32)
 
 
 def one_row(width):
-    """Return launch options for programs with one row in registers. A thread loads 8 elements, in bf16 16 bytes."""
+    """Return launch options for programs with one row in registers."""
     block = triton.next_power_of_2(width)
     return dict(BLOCK=block, num_warps=min(max(block // 256, 1), 16))
 
@@ -67,13 +60,12 @@ def persistent(x, each):
 
 # --- dropout --------------------------------------------------------------------------------------------------------
 #
-# The mask has the same bits as `reference.dropout_mask`. Backward computes it again with about ten integer instructions
-# an element, so no mask is stored or read.
+# The mask has the same bits as `reference.dropout_mask`. Backward computes it again.
 
 
 @triton.jit
 def _mix(x):
-    """`reference.mix_bits` in Triton, on uint64."""
+    """`reference.mix_bits`, on uint64."""
     x = (x ^ (x >> 33)) * 0xFF51AFD7ED558CCD
     x = (x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53
     return x ^ (x >> 33)
@@ -81,7 +73,7 @@ def _mix(x):
 
 @triton.jit
 def _dropped(x, ROWS, row, column, place, threshold, factor):
-    """Return the row x after dropout. ROWS, place, threshold and factor are those of `_drop_arguments`."""
+    """Return the row x after dropout. ROWS, place, threshold, factor: `_drop_arguments`."""
     key = _mix((tl.load(ROWS + row) + place).to(tl.uint64))
     low, high = key.to(tl.int32), (key >> 32).to(tl.int32)
     bits = (column * -1640531527 + low) ^ high
@@ -98,14 +90,13 @@ def _place(seed, site):
 
 
 def _drop_arguments(drop):
-    """Return (ROWS, place, threshold, factor) of `_dropped`. drop: a `Drop` or None."""
     if drop is None:
         return None, 0, 0, 1.0
     return drop.rows, _place(drop.seed, drop.site), int(drop.rate * 2**32) - 2**31, 1 / (1 - drop.rate)
 
 
 def dropout(x, drop=None):
-    """Do the same as `reference.dropout`. Floor in bf16: 4 bytes an element, in forward and in backward."""
+    """Floor in bf16: 4 bytes an element, in forward and in backward."""
     return x if drop is None else Residual.apply(None, x, None, None, None, drop)[0]
 
 
@@ -115,27 +106,26 @@ def dropout(x, drop=None):
 #     out = n weight + norm_bias       n = (z - mean) r
 #
 # Forward: a program has one row. It rounds z to the activations' dtype *before* mean and r, so backward computes the
-# same n from the rounded z. Floor in bf16: 8 bytes an element (x, y read; z, out written).
-#
-# Backward: g = weight * dout, the gradient of the normalized row n. mean and r depend on every element of the row, so
+# same n from the rounded z. Floor in bf16: 8 bytes an element (x, y read; z, out written). Backward, with g = weight
+# dout:
 #
 #     dz = r (g - sum_c g / h - n sum_c (g n) / h) + (the residual stream's gradient, which bypasses the norm)
 #     dx = dz      dy = dropout(dz)
 #     dbias = sum_rows dy      dweight = sum_rows dout n      dnorm_bias = sum_rows dout
 #
-# Each persistent program keeps these three sums, [3, h] float32, in registers. Floor in bf16: 8 bytes an element (dout,
-# z, the residual stream's gradient read; dx written; dy is dx). With dropout, dy is written: 10 bytes. A row and the
-# three sums must fit into the registers of one multiprocessor, so PyTorch normalizes rows of more than WIDEST elements.
+# Each persistent program keeps these three sums in registers. Floor in bf16: 8 bytes an element (dout, z, the residual
+# stream's gradient read; dx written; dy is dx). With dropout, dy is written: 10 bytes. Rows of more than WIDEST
+# elements do not fit into the registers of one multiprocessor, so PyTorch normalizes them.
 #
-# One pair of kernels serves `dropout` (no x, no bias, no norm), `add_` (no norm) and `add_layer_norm_` (y is None for
-# the first LayerNorm of each block). LayerNorm: Ba et al. (arXiv 1607.06450).
+# The same kernels serve `dropout` (no x, no bias, no norm), `add_` (no norm) and `add_layer_norm_` (y is None for the
+# first LayerNorm of each block).
 
 
 @triton.jit(do_not_specialize=["place"])
 def residual_forward(
     X, Y, BIAS, Z, WEIGHT, NORM_BIAS, OUT, MEAN, R, ROWS, place, threshold, factor, width, BLOCK: tl.constexpr
 ):
-    """X, Y, Z, OUT [rows, width]; BIAS, WEIGHT, NORM_BIAS [width]; MEAN, R [rows] float32. One program a row."""
+    """X, Y, Z, OUT [rows, width]; BIAS, WEIGHT, NORM_BIAS [width]; MEAN, R [rows] float32."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     exists = column < width
@@ -167,7 +157,7 @@ def residual_forward(
 def residual_backward(
     DZ, DOUT, Z, WEIGHT, MEAN, R, DX, DY, SUMS, ROWS, place, threshold, factor, rows, width, BLOCK: tl.constexpr
 ):
-    """DZ is the gradient that bypasses the norm. SUMS [programs, 3, width] receives dweight, dnorm_bias, dbias."""
+    """DZ: the gradient that bypasses the norm. SUMS [programs, 3, width]: dweight, dnorm_bias, dbias."""
     column = tl.arange(0, BLOCK)
     exists = column < width
     d_weight = tl.zeros([BLOCK], tl.float32)
@@ -203,7 +193,7 @@ def residual_backward(
 
 
 class Residual(torch.autograd.Function):
-    """Compute (z, out) of the formulas above. If y is None, z is x itself. If weight is None, out is None."""
+    """Compute (z, out). If y is None, z is x itself. If weight is None, out is None."""
 
     @staticmethod
     def forward(ctx, x, y, bias, weight, norm_bias, drop):
@@ -240,12 +230,10 @@ class Residual(torch.autograd.Function):
 
 
 def add_(y, x, bias, drop=None):
-    """Do the same as `reference.add_`, but leave y unchanged. The bias's gradient is float32."""
     return Residual.apply(x, y, bias, None, None, drop)[0]
 
 
 def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
-    """Do the same as `reference.add_layer_norm_`, but leave y unchanged. The three vectors' gradients are float32."""
     if x.shape[1] > WIDEST:
         z = x if y is None else add_(y, x, bias, drop)
         return z, reference.layer_norm(z, weight, norm_bias)
@@ -258,14 +246,13 @@ def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
 #     gelu' = S + x S (1 - S) 2 u'                              u' = sqrt(2/pi) (1 + 3 * 0.044715 x^2)
 #     relu = max(0, x)                                          relu' = 1 where relu > 0, otherwise 0
 #
-# The sigmoid S needs one exponential and cannot overflow to nan. Floor in bf16: forward 4 bytes an element (y read, the
-# result written), backward 6 (dout, y read; dy written). GELU's backward computes x and S again, without memory
-# traffic. ReLU's backward reads the result, so y is not kept. For dbias a program adds up rows of a stripe of columns.
+# The sigmoid S cannot overflow to nan. Floor in bf16: forward 4 bytes an element (y read, the result written), backward
+# 6 (dout, y read; dy written).
 
 
 @triton.jit
 def _tile(first, column, rows, width, TALL):
-    """Return (offsets, mask) of the tile [TALL, columns] that begins at row `first` of a matrix [rows, width]."""
+    """Return (offsets, mask) of the tile [TALL, columns] from row `first` of a matrix [rows, width]."""
     row = first + tl.arange(0, TALL)
     exists = (row < rows)[:, None] & (column < width)[None, :]
     return row.to(tl.int64)[:, None] * width + column[None, :], exists
@@ -273,7 +260,6 @@ def _tile(first, column, rows, width, TALL):
 
 @triton.jit
 def _gelu(x):
-    """Return (S, u') of the formulas above."""
     squared = x * x
     u = 0.7978845608028654 * x * tl.fma(squared, 0.044715, 1.0)
     sigmoid = 1.0 / (1.0 + tl.exp2(u * (-2 * LOG2E)))
@@ -282,7 +268,7 @@ def _gelu(x):
 
 @triton.jit
 def activation_forward(Y, BIAS, OUT, rows, width, RELU: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr):
-    """OUT = gelu(Y + BIAS), or relu(Y + BIAS), [rows, width]. A program has TALL rows x WIDE columns."""
+    """OUT = gelu(Y + BIAS) or relu(Y + BIAS), [rows, width]. A program has one tile."""
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     here, exists = _tile(tl.program_id(0) * TALL, column, rows, width, TALL)
     x = _load(Y + here, exists) + _load(BIAS + column, column < width)[None, :]
@@ -348,24 +334,21 @@ class BiasActivation(torch.autograd.Function):
 
 
 def gelu_(y, bias):
-    """Do the same as `reference.gelu_`, but leave y unchanged. The bias's gradient is float32."""
     return BiasActivation.apply(y, bias, False)
 
 
 def relu_(y, bias):
-    """Do the same as `reference.relu_`, but leave y unchanged. The bias's gradient is float32."""
     return BiasActivation.apply(y, bias, True)
 
 
 # --- gradients of qkv and of the embedding's tables -------------------------------------------------------------------
 #
-# `join` copies attention's dq, dk and dv to the columns of one matrix, which the products of qkv's backward read. It
-# also adds up the rows: the bias's gradient. Floor in bf16: 4 bytes an element.
+# Floor of `join` in bf16: 4 bytes an element. Floor of `add_rows_`: 2 bytes an element of the rows, 8 bytes an element
+# of the table's rows that change.
 #
-# An embedding's gradient adds the rows of dy that have the same id; a frequent word has thousands. The ids are sorted.
-# There is one program for each place in the sorted order and each stripe of columns. At the first place of an id it
-# adds all rows of this id; elsewhere it ends at once. So each element of the table has one writer and a fixed order.
-# Floor in bf16: 2 bytes an element of dy, 8 bytes an element of the table's rows that change.
+# `add_rows_` sorts the ids. There is one program for each place in the sorted order and each stripe of columns. At the
+# first place of an id it adds all rows of this id; elsewhere it ends at once. So each element of the table has one
+# writer.
 
 
 @triton.jit
@@ -383,7 +366,6 @@ def join_part(X, WHOLE, SUMS, rows, width, all_columns, TALL: tl.constexpr, WIDE
 
 
 def join(parts):
-    """Do the same as `reference.join`. The sums are float32."""
     (n, width), k = parts[0].shape, len(parts)
     grid = striped(parts[0], each=8)
     whole = parts[0].new_empty(n, k * width)
@@ -417,7 +399,6 @@ ADD_ROWS = dict(TALL=32, WIDE=256, num_warps=4)
 
 
 def add_rows_(table, ids, rows):
-    """Do the same as `reference.add_rows_` on a float32 table."""
     (n, width), (ids, order) = rows.shape, ids.sort(stable=True)
     grid = n, triton.cdiv(width, ADD_ROWS["WIDE"])
     add_rows[grid](table, ids, order, rows.contiguous(), n, len(table), width, **ADD_ROWS)
@@ -428,18 +409,16 @@ def add_rows_(table, ids, rows):
 #     loss = log sum_j exp(z_j - top) - (z_target - top)        dz_j = weight (exp(z_j - top) / total - [j = target])
 #
 # A program has one row. Its first pass computes top = max z and total = sum exp(z - top) *online*: when the maximum
-# grows, the sum so far is scaled down (Milakov and Gimelshein, arXiv 1805.02867). Its second pass overwrites z with dz.
-# A row of 50,304 bf16 is 100 KB, so the second pass reads it from the cache. Floor: 4 bytes a logit, and 16 bytes a row
-# (its target 8, weight 4, loss 4). With tp, the ranks combine three floats a row between the passes, and the second
-# pass may read from memory: 6 bytes.
+# grows, the sum so far is scaled down (Milakov and Gimelshein, arXiv 1805.02867). Its second pass reads the row of
+# 100 KB from the cache and overwrites z with dz. Floor in bf16: 4 bytes a logit (with tp up to 6), and 16 bytes a row.
 #
 # Loads are masked by the padded width, a multiple of 128: a mask by the real columns (50,257) would split each load
-# into loads of 2 bytes. Padding is then replaced by -inf or 0.
+# into loads of 2 bytes.
 
 
 @triton.jit
 def cross_entropy_row(Z, TARGETS, WEIGHTS, LOSSES, TOP, TOTAL, TARGET_LOGIT, columns, width, BLOCK: tl.constexpr):
-    """TARGETS .. TARGET_LOGIT [rows]. The launches of `cross_entropy_` differ in what is None:
+    """TARGETS .. TARGET_LOGIT [rows]. Arguments that a launch does not use are None:
 
         one rank             reads TARGETS and WEIGHTS               writes LOSSES, dz
         tp, first pass       reads TARGETS                           writes TOP, TOTAL, TARGET_LOGIT
@@ -477,12 +456,10 @@ def cross_entropy_row(Z, TARGETS, WEIGHTS, LOSSES, TOP, TOTAL, TARGET_LOGIT, col
             tl.store(Z + column, tl.where(column == target, dz - weight, dz), mask=column < width)
 
 
-# Two programs run on a multiprocessor. The rows of all programs on an H200 take 27 MB in bf16: less than its L2 cache.
 CROSS_ENTROPY = dict(BLOCK=8192, num_warps=32)
 
 
 def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
-    """Do the same as `reference.cross_entropy_`. logits [n, v/t] must be contiguous; the losses [n] are float32."""
     assert logits.is_contiguous() and (weights is None or weights.dtype == torch.float32)
     n, width = logits.shape
     weights = None if weights is None else weights.contiguous()  # the gradient of losses.sum() has stride 0
@@ -503,10 +480,8 @@ def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
 
 # --- the end of a step ----------------------------------------------------------------------------------------------
 #
-# AdamW reads weight, gradient and two moments of each parameter (16 bytes), and writes weight, moments and the rounded
-# weight (14 bytes). Floor: 30 bytes a parameter (28 in fp32, without rounded weights). One launch updates a bucket: the
-# kernel gets the two ranges with weight decay as arguments. Numbers that change from step to step lie on the device, so
-# the host does not wait for them. PyTorch computes the gradient's norm: its kernel reads each element only once.
+# AdamW reads weight, gradient and two moments of a parameter (16 bytes), and writes weight, moments and the rounded
+# weight (14 bytes). Floor: 30 bytes (28 in fp32, without rounded weights).
 
 
 @triton.jit
@@ -541,7 +516,7 @@ ADAMW = dict(BLOCK=1024, num_warps=4)
 
 
 def adamw_(weight, gradient, moments, scalars, ranges, *, decay, beta1, beta2, eps, out=None):
-    """Do the same as `reference.adamw_` on float32 buffers. At most two of the ranges may decay."""
+    """At most two of the ranges may decay."""
     places = [place for begin, end, decays in ranges if decays for place in (begin, end)]
     assert len(places) <= 4
     places += [0] * (4 - len(places))

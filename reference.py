@@ -1,10 +1,8 @@
-"""Operations around the matrix products in plain PyTorch: the specification of `kernels.py`, which has the same
-OPERATIONS.
+"""Operations around the matrix products in plain PyTorch: the specification of `kernels.py`.
 
-The model takes each operation from one of the two files (`operations.py`). If an operation overwrites an argument, its
-name ends in `_`, as in PyTorch. If an argument is *used up*, the operation may overwrite it, and the caller must not
-read it again. The operation after a matrix product also adds the product's bias: a separate addition would be one more
-pass over the activation.
+If an operation overwrites an argument, its name ends in `_`, as in PyTorch. If an argument is *used up*, the operation
+may overwrite it, and the caller must not read it again. The operation after a matrix product also adds the product's
+bias: a separate addition would be one more pass over memory.
 
 Letters: n tokens, h hidden, a heads, d head size, s sequence, b samples, v vocabulary, t tensor parallel ranks.
 """
@@ -17,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.optim.adamw import adamw as torch_adamw
 
-# Add your own: write a function in this file, and call it in model.py as `self.ops.NAME`. To use a kernel of the same
-# name from kernels.py, also add the name to this list.
+# Add your own: write a function in this file, and call it in model.py as `self.ops.NAME`. If kernels.py has one of the
+# same name, add it to this list.
 OPERATIONS = "add_ add_layer_norm_ gelu_ relu_ attention join add_rows_ cross_entropy_ dropout adamw_".split()
 EPS = 1e-5  # LayerNorm's epsilon in GPT-2
 
@@ -27,28 +25,22 @@ EPS = 1e-5  # LayerNorm's epsilon in GPT-2
 
 
 def layer_norm(x, weight, bias):
-    """LayerNorm of x [n, h]: (x - mean) / sqrt(var + 1e-5) * weight + bias. Ba et al. (arXiv 1607.06450)."""
+    """Return (x - mean) / sqrt(var + 1e-5) * weight + bias, x [n, h]. Ba et al. (arXiv 1607.06450)."""
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps=EPS)
 
 
 def add_bias_(y, bias):
-    """Return y + bias, written over y. If y is a leaf of the graph, return a new tensor: a leaf must not change."""
     return y + bias if y.is_leaf else y.add_(bias)
 
 
 def add_(y, x, bias, drop=None):
-    """Add a linear's output y [n, h] to the residual stream x [n, h]: x + dropout(y + bias). y is used up. drop: `Drop`
-    or None.
-    """
+    """Return x + dropout(y + bias): residual stream x [n, h], a linear's output y [n, h]. y is used up."""
     y = add_bias_(y, bias)
     return y.add_(x) if drop is None else x + dropout(y, drop)
 
 
 def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
-    """Return (z, layer_norm(z)), both [n, h], with z = add_(y, x, bias, drop). y is used up. If y is None, z is x.
-
-    One operation returns both, so that one fused backward can add their gradients.
-    """
+    """Return (z, layer_norm(z)), both [n, h], with z = add_(y, x, bias, drop). y is used up. If y is None, z is x."""
     z = x if y is None else add_(y, x, bias, drop)
     return z, layer_norm(z, weight, norm_bias)
 
@@ -57,11 +49,11 @@ def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
 
 
 class Activation(NamedTuple):
-    keeps_input: bool  # True: backward needs y + bias; False: only the result, which fc2 keeps anyway
+    keeps_input: bool  # backward needs y + bias, not only the result, which fc2 keeps anyway
     hugging_face: tuple  # its names there; `convert.py` writes the first
 
 
-# Add your own: write the function `mine_` below, and add a row "mine" here. `train.py --activation=mine` uses it.
+# Add your own: write a function `mine_`, and add a row "mine" here. `train.py --activation=mine` uses it.
 ACTIVATIONS = {
     "gelu": Activation(True, ("gelu_new", "gelu_pytorch_tanh")),
     "relu": Activation(False, ("relu",)),
@@ -69,23 +61,20 @@ ACTIVATIONS = {
 
 
 def gelu_(y, bias):
-    """GPT-2's GELU of x = y + bias: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))); y [n, 4h] is used up. arXiv
-    1606.08415.
-    """
+    """Return x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), x = y + bias. y [n, 4h] is used up. arXiv 1606.08415."""
     return F.gelu(add_bias_(y, bias), approximate="tanh")
 
 
 def relu_(y, bias):
-    """Return OPT's ReLU, max(0, y + bias). y [n, 4h] is used up."""
+    """Return max(0, y + bias). y [n, 4h] is used up."""
     return F.relu(add_bias_(y, bias), inplace=True)
 
 
 def attention(q, k, v, cache=None):
-    """Causal attention, softmax(q k^T / sqrt(d)) v, per head. q, k, v [b, s, a, d] -> [b, s, a, d].
+    """Return causal attention, softmax(q k^T / sqrt(d)) v, per head. q, k, v [b, s, a, d] -> [b, s, a, d].
 
-    The probabilities have no dropout: they are an [s, s] matrix, which fused attention never stores. cache: a list with
-    the keys and values of earlier tokens, [b, a, s', d]. This call appends its own. If the cache is not empty, s must
-    be 1.
+    cache: a list with the keys and values of earlier tokens, [b, a, s', d], or an empty list. This call appends its
+    own. If the cache is not empty, s must be 1.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, a, s, d]
     if cache is not None:
@@ -98,9 +87,9 @@ def attention(q, k, v, cache=None):
 
 
 def attention_part(q, k, v, causal):
-    """Attention of q [b, s, a, d] to k and v [b, s', a, d], some of all keys. Return (y, L): `parallel/context.py`.
+    """Return (y [b, s, a, d], L [b, s, a]) of the attention of q [b, s, a, d] to some keys: k, v [b, s', a, d].
 
-    causal: query i sees keys 0 .. i, otherwise all. y [b, s, a, d]. L [b, s, a]: the log-sum-exp of a query's scores.
+    causal: query i sees keys 0 .. i, otherwise all. L: the log-sum-exp of a query's scores.
     """
     scores = part_scores(q, k, causal)
     L = scores.logsumexp(-1, keepdim=True)
@@ -109,7 +98,7 @@ def attention_part(q, k, v, causal):
 
 
 def attention_part_backward(dy, q, k, v, y, L, causal):
-    """Return (dq, dk, dv) of one part. y and L are those of the attention to all keys; dy is y's gradient."""
+    """Return (dq, dk, dv) of one part. y and L are those of the attention to all keys."""
     p = (part_scores(q, k, causal) - L.transpose(1, 2)[..., None]).exp()
     delta = (dy * y).sum(-1, dtype=L.dtype).transpose(1, 2)[..., None]
     dy, q, k, v = (x.transpose(1, 2) for x in (dy, q, k, v))
@@ -118,7 +107,7 @@ def attention_part_backward(dy, q, k, v, y, L, causal):
 
 
 def part_scores(q, k, causal):
-    """Return q k^T / sqrt(d), [b, a, s, s'] in float32 (float64 for float64 q). causal: -inf above the diagonal."""
+    """Return q k^T / sqrt(d), [b, a, s, s'], in float32 (float64 for float64 q)."""
     scores = q.transpose(1, 2) @ k.transpose(1, 2).mT * q.shape[-1] ** -0.5
     scores = scores.to(torch.promote_types(q.dtype, torch.float32))
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -129,18 +118,15 @@ def part_scores(q, k, causal):
 
 
 def join(parts):
-    """Join tensors [n, c] by their columns. Return (whole [n, k c], sums of its columns [k c], float32 or float64).
-
-    In qkv's backward the parts are dq, dk, dv, and the sums are the gradient of the bias.
-    """
+    """Join k tensors [n, c], such as dq, dk, dv. Return (whole [n, k c], sums of its columns [k c])."""
     whole = torch.cat(parts, 1)
     return whole, whole.sum(0, dtype=torch.promote_types(whole.dtype, torch.float32))
 
 
 def add_rows_(table, ids, rows):
-    """Add rows[i] to table[ids[i]] for every i, in a fixed order. table [v, h]; ids [n] int64; rows [n, h].
+    """Add rows[i] to table[ids[i]] in a fixed order. table [v, h]; ids [n] int64; rows [n, h].
 
-    Ids outside of 0 .. v - 1 are skipped: another rank has their rows.
+    Ids outside of 0 .. v - 1 belong to other ranks and are skipped.
     """
     mine = (ids >= 0) & (ids < len(table))
     ids, rows = ids.where(mine, 0), (rows * mine[:, None]).to(table.dtype)
@@ -151,25 +137,23 @@ def add_rows_(table, ids, rows):
 
 
 def add_product_(gradient, a, b):
-    """Add the product a b to `gradient`, unrounded, in the gradient's dtype. gradient [i, o]; a [i, n], b [n, o] of one
-    dtype.
-    """
+    """Add the product a b, unrounded, to `gradient` [i, o] in its dtype. a [i, n], b [n, o] of one dtype."""
     if gradient.dtype == a.dtype:
         gradient.addmm_(a, b)
     else:
         mixed_product(a.device.type, a.dtype)(gradient, a, b)
 
 
-MIXED = (  # gradient += a b for 16-bit factors and a float32 gradient, best first
+MIXED = (  # 16-bit factors and a float32 gradient, best first
     lambda gradient, a, b: torch.addmm(gradient, a, b, out_dtype=gradient.dtype, out=gradient),  # one pass over memory
-    lambda gradient, a, b: gradient.add_(torch.mm(a, b, out_dtype=gradient.dtype)),  # a temporary a b
+    lambda gradient, a, b: gradient.add_(torch.mm(a, b, out_dtype=gradient.dtype)),  # a temporary matrix
     lambda gradient, a, b: gradient.addmm_(a.to(gradient.dtype), b.to(gradient.dtype)),  # runs everywhere, slow on CUDA
 )
 
 
 @functools.cache  # `operations.trial` calls it before the first step, because the check waits for the GPU
 def mixed_product(device, dtype):
-    """Return the first of MIXED that is right on this device ("cuda", "cpu") with factors of this dtype."""
+    """Return the first of MIXED that is right on this device with factors of this dtype."""
     ones, parts = torch.ones(16, 16, dtype=dtype, device=device), torch.full((16, 16), 2.0**-12, device=device)
     parts[0] = 1  # a column's sum, 1 + 15 * 2^-12, has too many digits for 16 bits
     for add in MIXED[:-1]:
@@ -178,7 +162,7 @@ def mixed_product(device, dtype):
             add(gradient, ones, parts.to(dtype))
             if torch.equal(gradient, 1 + parts.sum(0).expand(16, 16)):
                 return add
-        except (RuntimeError, TypeError):  # this PyTorch has no such product on this device
+        except (RuntimeError, TypeError):  # no such product on this device
             pass
     return MIXED[-1]
 
@@ -189,10 +173,9 @@ def mixed_product(device, dtype):
 def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
     """Return -log softmax(logits)[target] of each token, [n]. Overwrite `logits` with their gradient.
 
-    logits: [n, v/t], this rank's columns. The first `columns` of them are real; padding gets no probability. targets:
-    [n] int64, counted from this rank's first column. Others than 0 .. columns - 1 belong to other ranks. weights: [n]
-    float32 (float64 for float64 logits), the gradient that arrives at each loss. None: no gradient. reduce(x, "max" or
-    "sum"): combines max_j z_j, sum_j exp(z_j - max), z_target - max over the tp ranks. None: one rank. Computes in
+    logits: [n, v/t], this rank's columns. The first `columns` are real, others are padding. targets: [n] int64, counted
+    from this rank's first column; those outside of 0 .. columns - 1 belong to other ranks. weights: [n], the gradient
+    that arrives at each loss. None: no gradient. reduce(x, "max" or "sum"): combines x over the tp ranks. Computes in
     float32 (float64 for float64 logits).
     """
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))  # `logits` itself if it has this dtype
@@ -222,8 +205,6 @@ def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
 
 
 class Drop(NamedTuple):
-    """One dropout of the model, applied to some tokens."""
-
     rows: torch.Tensor  # [n] int64: index of each token in the run, sample index * s + position
     rate: float
     seed: int
@@ -241,8 +222,7 @@ def mix_bits(x):
 def dropout_mask(columns, drop):
     """Return the mask, bool [n, columns], True for elements that stay. It depends on (seed, site, row, column) only.
 
-    So the layout does not change a mask, and backward can compute it again. Each row has a 64-bit key, which is hashed
-    with the column index in two rounds of 32-bit multiply and xor-shift.
+    So the layout does not change a mask, and backward can compute it again.
     """
     key = mix_bits(drop.rows + mix_bits(torch.full_like(drop.rows, drop.seed * 1009 + drop.site)))  # [n]
     low, high = key.to(torch.int32), (key >> 32).to(torch.int32)
@@ -255,7 +235,7 @@ def dropout_mask(columns, drop):
 
 
 class Dropout(torch.autograd.Function):
-    """x * mask / (1 - rate). Backward computes the mask again, so no tensor of x's size is kept."""
+    """Compute x * mask / (1 - rate)."""
 
     @staticmethod
     def forward(ctx, x, rows, *rest):
@@ -273,7 +253,6 @@ class Dropout(torch.autograd.Function):
 
 
 def dropout(x, drop=None):
-    """Set each element of x [n, h] to 0 with probability `drop.rate`, and scale the others up. drop None: return x."""
     return x if drop is None else Dropout.apply(x, *drop)
 
 
@@ -281,12 +260,12 @@ def dropout(x, drop=None):
 
 
 def squared_norms(flats):
-    """Return the squared norm of each tensor, float64 [number of tensors]. Squares are added in the tensor's dtype."""
+    """Return the squared norm of each tensor, float64. Squares are added in the tensor's dtype."""
     return torch.stack([torch.linalg.vector_norm(flat) for flat in flats]).double() ** 2
 
 
 class UpdateScalars(NamedTuple):
-    """The scalars of one update: 0-dimensional tensors. The device computes them, so the host does not wait."""
+    """0-dimensional tensors of one update. The device computes them, so the host does not wait."""
 
     lr: torch.Tensor  # float64
     scale: torch.Tensor  # float64; multiplies the gradient: clipping, 1 / loss scale
@@ -302,11 +281,9 @@ def update_scalars(lr, scale, update, skip, beta1, beta2):
 
 
 def adamw_(weight, gradient, moments, scalars, ranges, *, decay, beta1, beta2, eps, out=None):
-    """AdamW on flat buffers: changes `weight` and `moments` in place; `gradient` is used up.
+    """Update flat buffers as `adamw` in `parallel/optimizer.py` does, by PyTorch's fused kernel. `gradient` is used up.
 
-    The specification is `adamw` in `parallel/optimizer.py`, whose gradient is scalars.scale * gradient. PyTorch's fused
-    kernel makes the same update in one pass. ranges: [(begin, end, decays)], which cover the buffers. out: None, or a
-    buffer of any dtype that also receives the new weights.
+    ranges: [(begin, end, decays)], which cover the buffers. out: a buffer that also receives the new weights.
     """
     before, skip, divisor = (scalars.update - 1).float(), scalars.skip.float(), (1 / scalars.scale).float()
     if weight.dtype == torch.float64:  # a float32 divisor is not exact enough

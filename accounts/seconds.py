@@ -7,15 +7,14 @@
 
 A GPU computes the result of a product in tiles, one wave of tiles after another. The beginning of the first wave and
 the last wave, which is not full, together cost about one wave, the constant `wave`: one tile of 128 x 256 elements on
-each multiprocessor. So a product with a small result is slow, for example that of a small micro-batch. `ledger.py`
-predicts the bytes sent, `memory.py` the bytes kept.
+each multiprocessor. So a product with a small result is slow.
 
 A step on the busiest pipeline rank is the sum of these parts:
 
     compute              m (F + I + W) of its units, without the next two parts
     recomputation        m F of its blocks, with recompute=full
-    tensor parallel      its collectives, minus what runs beside a matrix product (`tensor.py`, "What can overlap")
-    context parallel     its exchanges before and after attention (`context.py`, Ulysses)
+    tensor parallel      its collectives, minus what runs beside a matrix product (`tensor.py`)
+    context parallel     its exchanges before and after attention (`context.py`)
     bubble               the rank waits; the formula of the schedule, for stages of mean duration
     pipeline messages    the rank waits for messages that are sent
     data parallel        what the backward of the last micro-batch does not hide (ZeRO-2: of each micro-batch; ZeRO-3:
@@ -35,7 +34,7 @@ from parallel import schedules
 from parallel.comm import sent_bytes
 from parallel.layout import rows_outside, tokens_of_rank
 
-# Passes over memory of a block's elementwise operations, counted in `kernels.py`. A pass reads or writes a tensor once.
+# Passes over memory of a block's elementwise operations in `kernels.py`. A pass reads or writes a tensor once.
 OUTSIDE = {"F": 9, "I": 10}  # tensors of [rows, h]: LayerNorms, additions, gradients of two biases
 INSIDE = {"F": 8, "I": 15}  # tensors of [n, h/t]: GELU 4 + 4, its backward 3 * 4, gradient of qkv's bias 3
 GAPS = {"F": 5, "I": 9}  # operations of a block that are no matrix products
@@ -45,29 +44,25 @@ COLLECTIVES = {  # sequence parallel: (operation, in F, alone in I, in I beside 
     False: ("all_reduce", 2, 0, 2, 0),
     True: ("all_gather", 4, 2, 2, 2),  # a reduce_scatter sends as much
 }
-# Gaps of the host, stragglers, clocks under load, slow products, multiprocessors that NCCL uses. It is the mean of 64
-# published runs of ZeRO-3 on 8 to 128 A100 and H100 (MosaicML LLM Foundry, scripts/train/benchmarking; commit 0c9a4d1)
+# Gaps of the host, stragglers, clocks under load, multiprocessors that NCCL uses. It is the mean of 64 published runs
+# of ZeRO-3 on 8 to 128 A100 and H100 (MosaicML LLM Foundry, scripts/train/benchmarking; commit 0c9a4d1)
 REST = 0.18
 ERROR = 0.10  # 14 of 16 published steps are within it: test_plan.py
 
 
 @cache
 def schedule(name, p, m, chunks):
-    """Return the unchecked Schedule. Raises UserError if no such schedule exists."""
     return schedules.SCHEDULES[name](p, m, chunks)
 
 
 def units(c, device, dtype, z, say):
-    """Return the seconds of one micro-batch, without communication: ((F, I, W) of a block, embedding, head).
-
-    Those of the embedding and the head are forward and backward together. z: `memory.Sizes`.
-    """
+    """Return the seconds of one micro-batch, without communication: ((F, I, W) of a block, embedding, head)."""
     h, t, n, rows, item = c.hidden_size, c.tp, tokens_of_rank(c), rows_outside(c), z.item
     peak, memory, gap = device.peak(dtype), device.memory_rate * device.memory, device.operation
     rate, V = peak * device.matrix, c.padded_vocab_size // t
 
     def product(M, N, K, result=item):
-        """Return the seconds of a product [M, K] x [K, N]. result: bytes moved for an element of the result."""
+        """result: bytes moved for an element of the result."""
         moved = item * (M * K + K * N) + result * M * N
         seconds = 2 * K * (M * N + device.wave) / rate + moved / memory + gap
         say(f"product [{M}, {K}] x [{K}, {N}]", "2 K (M N + wave) / rate + bytes / rate + gap", seconds)
@@ -88,10 +83,7 @@ def units(c, device, dtype, z, say):
 
 
 class Step:
-    """The prediction of one step: `parts` is {part: seconds}. The arguments are those of `search.facts_of`.
-
-    model: `search.Model`; layout: its `layout.Layout` of c; m: micro-batches of a data rank.
-    """
+    """The prediction of one step: `parts` is {part: seconds}. model: `search.Model`; layout: its `Layout` of c."""
 
     def __init__(self, c, model, layout, device, m, exact, say):
         self.c, self.layout, self.device, self.m = c, layout, device, m
@@ -114,12 +106,12 @@ class Step:
     # --- wires --------------------------------------------------------------------------------------------------------
 
     def send(self, axis, calls, sent):
-        """Return the seconds of `calls` communications of an axis that send `sent` bytes together."""
+        """Return the seconds of `calls` communications that send `sent` bytes together."""
         together, n = self.rings[axis]
         return float(sent) / wire(self.device, together, n) + calls * math.ceil(math.log2(n)) * self.device.latency
 
     def transfer(self, rank, axis, *whats):
-        """Return the seconds to send a rank's rows of an axis, one after another. whats: only these rows."""
+        """Return the seconds to send a rank's rows of an axis. whats: only these rows."""
         rows = (row for (a, what, _), row in self.sent[rank].items() if a == axis and (not whats or what in whats))
         return sum(self.send(axis, *row) for row in rows)
 
@@ -135,7 +127,7 @@ class Step:
         return in_F * each, alone * each + (by_dw + by_dx) * max(0.0, each - product)
 
     def context_parallel(self):
-        """Return the seconds of a block's two exchanges over cp, q k v and y, in F. In I they take as long."""
+        """Return the seconds of a block's exchanges of q k v and of y, in F. In I they take as long."""
         c = self.c
         elements = 4 * tokens_of_rank(c) * c.hidden_size // c.tp
         return self.send("cp", 2, sent_bytes("all_to_all", c.cp, elements * self.z.item))
@@ -143,8 +135,7 @@ class Step:
     # --- the step -----------------------------------------------------------------------------------------------------
 
     def stages(self, block, embedding, head):
-        """Return the seconds of one micro-batch as an array [pp, 6]: COLUMNS of each rank. Arguments: as `units`
-        returns them.
+        """Return the seconds of one micro-batch as an array [pp, 6]: COLUMNS of each rank. Arguments: as from `units`.
 
         F and I contain the recomputation, the collectives of tp and the exchanges of cp that nothing hides.
         """
@@ -163,7 +154,6 @@ class Step:
         return np.array(counts) @ [block, (embedding / 2, embedding / 2, 0, 0, 0, 0), (0, head, 0, 0, 0, 0)] / pipelines
 
     def add_parts(self, stages):
-        """Set `parts`, `seconds` and `bubble`. stages: as `stages` returns them."""
         c, m = self.c, self.m
         busiest, mean = stages[stages[:, :3].sum(1).argmax()], stages[:, :3].mean(0)
         F, I, W, again, tensor, context = busiest
@@ -192,7 +182,7 @@ class Step:
             self.say(*part)
 
     def data_parallel(self, rank, F, I, W):
-        """Return the seconds of dp that no computation hides. Nothing hides the bucket that backward completes last."""
+        """Return the seconds of dp that no computation hides. The bucket that backward completes last is not hidden."""
         layout, m, stage = self.layout, self.m, self.layout.stage
         units = sum(len(layout.units[chunk]) for chunk in layout.chunks(rank))
         whats = "gradients", "parameters", "parameter norms"
@@ -207,12 +197,10 @@ class Step:
         return exposed + last + norms
 
     def sums(self, rank):
-        """Return the seconds of the sums at the end of a step: over holders, over tp, and of scalars over all ranks."""
         names = "partial gradients", "parameter norms", "replicated gradients"
         return self.transfer(rank, "tp", *names) + self.transfer(rank, "holders") + self.transfer(rank, "world")
 
     def update(self, rank):
-        """Return the seconds of the optimizer on the elements that a rank updates."""
         layout, device, z, memory_rate = self.layout, self.device, self.z, self.device.memory_rate * self.device.memory
         _, gradients, master, moments = map(float, rank_states(layout, rank, z).values())
         owned = layout.stored(rank) / (layout.dp if layout.stage else 1)
@@ -225,7 +213,7 @@ class Step:
 
 
 def members_in_node(per_node, stride, n):
-    """Return how many of n ranks are in one node. Each is `stride` ranks after the one before."""
+    """Return how many of n ranks, `stride` apart, are in one node."""
     return min(n, max(1, per_node // stride))
 
 
@@ -260,8 +248,7 @@ CLOSED = {  # (the condition; makespan minus m (F + I + W); time that short mess
 def idle(name, p, m, chunks, F, I, W, message, exact=True):
     """Return (idle seconds of a rank in a step if messages take no time, the formula, seconds that messages add).
 
-    F, I, W: seconds of a whole stage. message: seconds of a message. Without a closed form `idle` simulates, or with
-    exact=False returns 1F1B's result, which is fast.
+    F, I, W: seconds of a whole stage. Without a closed form, exact=False returns 1F1B's result, which is fast.
     """
     if p == 1:
         return 0.0, "one stage", 0.0
@@ -279,8 +266,8 @@ def idle(name, p, m, chunks, F, I, W, message, exact=True):
 
 
 def simulated(name, p, m, chunks, F, I, W, message):
-    """Return the seconds of a step of the pipeline: if messages take no time, and with them."""
+    """Return the seconds of a step: if messages take no time, and with them."""
     made = schedule(name, p, m, chunks)
-    v = len(schedules.pipelines(made)[0]) // p  # in Chimera, each of two pipelines runs half of the micro-batches
+    v = len(schedules.pipelines(made)[0]) // p  # Chimera: each of two pipelines runs half of the micro-batches
     cost = {"F": F / v, "B": (I + W) / v, "I": I / v, "W": W / v}
     return np.array([max(e.end for e in schedules.run_in_order(made, cost, time)) for time in (0, message)])

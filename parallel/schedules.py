@@ -25,13 +25,13 @@ as long as two forwards (F forward, B backward, . idle):
 
 There are p stages and m micro-batches. A rank has v chunks; a chunk is one part of the model. F, I and W are the
 durations of forward, input gradient and weight gradient on a whole stage, and B = I + W. "In flight" is for large m, in
-activations of one micro-batch on a whole stage. `FORMULAS` has the conditions. Over each boundary between ranks, a
-micro-batch sends bsh elements forward and bsh elements backward.
+activations of one micro-batch on a whole stage. Over each boundary between ranks, a micro-batch sends bsh elements
+forward and bsh elements backward.
 
-The bubble has two definitions. The papers and this table count a rank's *own time*, from its first action to its last:
-a rank may start its next step while others still work. In train.py all ranks end a step together, because they wait for
-the gradient norm. So the *whole step* counts, from the first action of any rank to the last. With p = 4, m = 8 and F =
-I = W, zb-h2 has 0.0000 of its own time and 0.1111 of the whole step. `Timeline` has both.
+The bubble has two definitions. The papers and this table count a rank's *own time*, from its first action to its last.
+In train.py all ranks end a step together, because they wait for the gradient norm. So the *whole step* counts, from the
+first action of any rank to the last. With p = 4, m = 8 and F = I = W, zb-h2 has a bubble of 0.0000 of its own time, but
+0.1111 of the whole step.
 """
 
 from itertools import accumulate, product, zip_longest
@@ -58,7 +58,7 @@ class Action(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The actions of all ranks, as plain data. Ranks, chunks and micro-batches count from 0."""
+    """The actions of all ranks. Ranks, chunks and micro-batches count from 0."""
 
     name: str
     parts: list  # parts[chunk]: the part of the model in this chunk; a pipeline begins at part 0
@@ -72,7 +72,7 @@ class Schedule(NamedTuple):
 
 
 def pipelines(schedule):
-    """Return the chunks of each pipeline in the model's order: [[0 .. p-1]], for Chimera [[0 .. p-1], [p .. 2p-1]]."""
+    """Return the chunks of each pipeline: [[0 .. p-1]], for Chimera [[0 .. p-1], [p .. 2p-1]]."""
     starts = [chunk for chunk, part in enumerate(schedule.parts) if part == 0]
     return [list(range(a, b)) for a, b in zip(starts, [*starts[1:], len(schedule.parts)], strict=True)]
 
@@ -88,10 +88,7 @@ def downstream(schedule, chunk):
 
 
 def forward_only(schedule, microbatches):
-    """Return a Schedule for validation: forwards through the first pipeline, sorted by the time when they can begin.
-
-    A rank runs v forwards for a micro-batch, so micro-batch j begins v j forwards after micro-batch 0.
-    """
+    """Return a Schedule for validation: forwards through the first pipeline, in the order in which they can begin."""
     chunks, actions = pipelines(schedule)[0], [[] for _ in schedule.actions]
     v = len(chunks) // len(actions)
     for chunk, j in sorted(product(chunks, range(microbatches)), key=lambda place: place[0] + v * place[1]):
@@ -100,7 +97,7 @@ def forward_only(schedule, microbatches):
 
 
 def updates(schedule):
-    """Return the number of weight updates in the lists. Without U this is 1."""
+    """Return the number of weight updates. Without U this is 1."""
     return sum(action.kind == "U" for action in schedule.actions[0]) or 1
 
 
@@ -120,12 +117,12 @@ def routes(schedule):
 
 
 def gpipe(stages, microbatches, chunks=1):
-    """GPipe: all forwards, then all backwards, so m micro-batches are in flight. Huang et al., arXiv 1811.06965."""
+    """GPipe: all forwards, then all backwards. Huang et al., arXiv 1811.06965."""
     return straight("gpipe", chunks, [each("F", microbatches, r) + each("B", microbatches, r) for r in range(stages)])
 
 
 def one_f_one_b(stages, microbatches, chunks=1):
-    """1F1B, also PipeDream-Flush: after the warm-up, a backward follows each forward.
+    """1F1B: after the warm-up, a backward follows each forward.
 
     Narayanan et al., arXiv 2006.09503 (PipeDream-Flush), and 2104.04473, section 2.2.1.
     """
@@ -156,8 +153,8 @@ def interleaved(stages, microbatches, chunks=2):
             group = range(first, first + p)
             F += [Action("F", j, c * p + rank) for c in range(v) for j in group]
             B += [Action("B", j, c * p + rank) for c in reversed(range(v)) for j in group]
-        # The first group runs through all of this rank's chunks except the last: (v-1) p forwards. Then the first
-        # micro-batch runs through the p - 1 - rank later ranks, forward and backward.
+        # (v-1) p forwards of the first group, in all chunks except the last. Then the first micro-batch runs through
+        # the p - 1 - rank later ranks, forward and backward.
         warmup = (v - 1) * p + 2 * (p - 1 - rank)
         actions.append(F[:warmup] + alternate(F[warmup:], B))
     return Schedule("interleaved", list(range(v * p)), [c % p for c in range(v * p)], actions)
@@ -180,7 +177,6 @@ def zb_h2(stages, microbatches, chunks=1):
 
 
 def zero_bubble(stages, microbatches, factor):
-    """Return the actions of ZB-H1 (factor 1) or ZB-H2 (factor 2)."""
     actions = []
     for rank in range(stages):
         F, I, W = (each(kind, microbatches, rank) for kind in "FIW")
@@ -192,8 +188,8 @@ def zero_bubble(stages, microbatches, factor):
 def zb_v(stages, microbatches, chunks=2):
     """ZB-V: rank r has chunk r on the way down (from rank 0 to p-1) and chunk 2p-1-r on the way up (back to rank 0).
 
-    Rank 0 has the first and the last part of the model. So there a backward can start directly after the last forward.
-    A rank works in turns. Below is turn k = 4 for p = 3. Small letters are actions of the chunk on the way up.
+    Rank 0 has the first and the last part of the model. A rank works in turns. Below is turn k = 4 for p = 3. Small
+    letters are actions of the chunk on the way up.
 
         rank 0   f4 i4 w4 F7 I2 W2      f    micro-batch k
         rank 1   f4 i3 w3 F6 I2 W2      i w  reach the next rank one turn later: micro-batch k-r
@@ -261,12 +257,10 @@ def chimera(stages, microbatches, chunks=1):
 
 
 def pipedream(stages, microbatches, chunks=1, per_update=None):
-    """PipeDream: 1F1B without a flush (a wait until the pipeline is empty). A rank updates its weights after each
-    backward.
+    """PipeDream: 1F1B without a flush (a wait until the pipeline is empty). A rank updates after each backward.
 
     While micro-batch j is in flight, a rank makes p-1-rank updates. It keeps the weights of j's forward for j's
-    backward (weight stashing). Narayanan et al., arXiv 1806.03377, sections 3.2 and 3.3. per_update: micro-batches in
-    an update.
+    backward (weight stashing). Narayanan et al., arXiv 1806.03377, sections 3.2 and 3.3.
     """
     if per_update not in (None, 1):
         raise UserError(f"per_update={per_update}: pipedream updates after every micro-batch; should be 1")
@@ -311,7 +305,7 @@ def alternate(*lists):
 
 
 def straight(name, chunks, actions):
-    """Return the Schedule of a pipeline with one chunk per rank, from the first rank to the last."""
+    """Return the Schedule of a pipeline with one chunk per rank."""
     one_chunk(name, chunks)
     return Schedule(name, list(range(len(actions))), list(range(len(actions))), actions)
 
@@ -338,15 +332,11 @@ ASYNCHRONOUS = ("pipedream", "pipedream-2bw")  # their lists have updates (actio
 
 
 def usual_chunks(name):
-    """Return the default number of chunks per rank."""
     return (SCHEDULES[name].__defaults__ or (1,))[0]
 
 
 def build(name, stages, microbatches, chunks=1, per_update=None):
-    """Return the checked Schedule `name`. Raises UserError if the name, a number or a list of actions is wrong.
-
-    per_update: micro-batches of an update. Only the schedules in ASYNCHRONOUS read it.
-    """
+    """Return the checked Schedule `name`. per_update: micro-batches of an update, only for the ASYNCHRONOUS ones."""
     if name not in SCHEDULES:
         raise UserError(f"schedule={name}: should be one of {', '.join(SCHEDULES)}")
     for field, value in [("stages", stages), ("microbatches", microbatches), ("chunks", chunks)]:
@@ -361,14 +351,12 @@ def build(name, stages, microbatches, chunks=1, per_update=None):
 
 
 def build_for(c, dp, microbatches):
-    """Return the checked Schedule of a configuration, for `microbatches` micro-batches on each of `dp` data ranks."""
+    """Return the checked Schedule of a configuration, for `microbatches` on each of `dp` data ranks."""
     return build(c.schedule, c.pp, microbatches, c.chunks, micro_batches(c, c.global_batch_size, dp))
 
 
 def micro_batches(c, samples, dp):
-    """Return m on each of `dp` data ranks in a step of `samples` samples. cp ranks share a micro-batch; dp contains
-    them.
-    """
+    """Return m of a data rank in a step of `samples`. dp contains the cp ranks, which share a micro-batch."""
     return samples * c.cp // (c.micro_batch_size * dp)
 
 
@@ -379,16 +367,12 @@ NOMINAL = {"F": 1, "B": 2, "I": 1, "W": 1, "U": 0.01}
 
 
 def check_schedule(schedule, microbatches=None):
-    """Refuse a schedule that skips an action, runs an action twice or in the wrong place, or deadlocks.
-
-    microbatches: how many it must have (default: the highest index plus 1).
-    """
+    """Refuse a schedule with a missing, repeated or misplaced action, or a deadlock. microbatches: its m, if known."""
     check_actions(schedule, microbatches)
     run_in_order(schedule, NOMINAL, 0)
 
 
 def check_actions(schedule, microbatches=None):
-    """Accept a schedule only if each chunk of a micro-batch's pipeline has F and B, or F, I, W, on the right rank."""
     name, parts, placement, lists, _ = schedule
     length = max(parts, default=-1) + 1
     if not parts or list(parts) != list(range(length)) * (len(parts) // length):
@@ -418,7 +402,6 @@ def check_actions(schedule, microbatches=None):
 
 
 def check_updates(schedule):
-    """Refuse updates that differ between ranks or do not end with the last micro-batch."""
     marks = [[action.microbatch for action in actions if action.kind == "U"] for actions in schedule.actions]
     last = [schedule.microbatches - 1] if schedule.versions else []
     if any(mark != marks[0] or mark[-1:] != last for mark in marks):
@@ -427,7 +410,7 @@ def check_updates(schedule):
 
 
 def prerequisites(schedule):
-    """Return {action: [actions that must end before it can start]}, on the same rank or another."""
+    """Return {action: [actions that must end before it can start]}."""
     backward = {(a.microbatch, a.chunk): a for actions in schedule.actions for a in actions if a.kind in "BI"}
     needs = {}
     for rank, actions in enumerate(schedule.actions):
@@ -455,7 +438,7 @@ def where(schedule, rank, i):
 
 
 def deadlock(schedule, needs, position, done):
-    """Return the error text of a deadlock: a circle of ranks, each waiting for an action that the next has not reached.
+    """Return the error text of a deadlock: a circle of ranks, each waiting for an action of the next.
 
     position[rank]: the index of the action that waits; done: the actions that have run.
     """
@@ -480,8 +463,6 @@ def deadlock(schedule, needs, position, done):
 
 
 class Event(NamedTuple):
-    """An action on the time axis."""
-
     rank: int
     action: Action
     start: float
@@ -489,22 +470,21 @@ class Event(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """The events of one step, simulated or recorded, and numbers about them."""
+    """One step, simulated or recorded."""
 
     events: list  # Events, sorted by start
-    makespan: float  # the whole step: from the first start on any rank to the last end
-    span: float  # the longest of the ranks' own times, from first start to last end
+    makespan: float  # the whole step
+    span: float  # the longest of the ranks' own times
     bubble: float  # the mean share of `span` in which a rank is idle, 0 .. 1
     step_bubble: float  # the share of `makespan`
-    peak: list  # peak[rank]: the most (micro-batch, chunk) pairs in flight at once
+    peak: list  # peak[rank]: the most (micro-batch, chunk) pairs in flight
 
 
 def simulate(schedule, cost, comm=0):
-    """Return the Timeline of a schedule, as in Qi et al., arXiv 2401.10241, section 5. Raises UserError for a wrong
-    one.
+    """Return the Timeline of a schedule, as in Qi et al., arXiv 2401.10241, section 5.
 
     An action starts when its rank is free and its inputs have arrived: a time `comm` after their producers end, if
-    those run on another rank. A rank can compute while it sends. cost: {kind: duration of an action of one chunk}.
+    those run on another rank. cost: {kind: duration of an action of one chunk}.
     """
     check_actions(schedule)
     cost = {"U": 0} | cost
@@ -537,9 +517,6 @@ def run_in_order(schedule, cost, comm):
 
 
 def timeline(events, ranks):
-    """Return the Timeline of events. A bubble is (time - busy) / time, where busy is a rank's mean time of
-    computing.
-    """
     events = sorted(events, key=lambda e: (e.start, e.end))
     spans, peak, busy = [], [], 0
     for rank in range(ranks):
@@ -558,8 +535,6 @@ def timeline(events, ranks):
 
 
 class Message(NamedTuple):
-    """An activation or a gradient that one rank sends to another."""
-
     source: int  # rank
     destination: int  # rank
     kind: str  # "activation" or "gradient"
@@ -572,11 +547,11 @@ def messages(schedule):
     """Return all messages of a checked schedule in one order, which never deadlocks (proof: NOTES.md).
 
     NCCL runs the messages between two ranks in the order in which each rank posts (starts) them. So all ranks need one
-    order: the one in which the messages become ready in a simulation with the durations NOMINAL. Each rank has a queue,
-    the messages that it sends or receives. `pipeline.Mailbox` works so:
+    order: that in which the messages become ready in a simulation. `pipeline.Mailbox` has a queue of its rank's
+    messages:
 
-        before its first action and after each action: post from the front of the queue, up to the first send whose
-            tensor is not yet computed (isend and irecv do not wait)
+        before the first action and after each: post from the front of the queue, up to the first send whose tensor
+            is not yet computed (isend and irecv do not wait)
         before an action: wait for the message that this action consumes
 
     Messages to higher ranks and to lower ranks have a process group each (`pipeline.axis_to`). With one group, a send
@@ -601,7 +576,7 @@ def messages(schedule):
 
 
 class Formula(NamedTuple):
-    """Formulas as Python text, which is both printed and evaluated. The letters are those of the table above."""
+    """Formulas as Python text, with the letters of the table at the top."""
 
     bubble: str  # of a rank's own time, if messages take no time
     where: str  # the condition of `bubble`
