@@ -36,7 +36,7 @@ class UserError(Exception):
 
 
 def agreed(text):
-    """Return a UserError that every rank raises."""
+    """Return a UserError that every rank raises, so that one rank prints it."""
     error = UserError(text)
     error.agreed = True
     return error

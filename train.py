@@ -6,7 +6,7 @@ Every process runs this file. A random number depends only on the seed and on it
 parameter's name, for dropout on sample, position and layer. So a checkpoint needs no state of a random generator.
 """
 
-from errors import UserError, exit_on_user_error, explained  # isort: skip
+from errors import exit_on_user_error, explained  # isort: skip
 import contextlib
 import itertools
 import socket
@@ -270,15 +270,15 @@ def describe(run, path):
 def run_training(config, mesh, device):
     """Open the files, build the Run, resume, and train or evaluate. A UserError of one rank is raised on all ranks."""
     with contextlib.ExitStack() as stack:
-        tokens, path = agree(mesh.world, UserError, lambda: open_files(config, mesh, device, stack))
+        tokens, path = agree(mesh.world, lambda: open_files(config, mesh, device, stack))
         compare_hosts(config, mesh, tokens, path)
         if config.train_epochs and not config.eval_only:
             config.train_iters = configuration.iterations(config, config.train_epochs * tokens["train"].num_samples)
-            agree(mesh.world, UserError, lambda: configuration.check(config, mesh.world.size))
+            agree(mesh.world, lambda: configuration.check(config, mesh.world.size))
         watchdog = hang.Watchdog()
         if mesh.world.size > 1 and not config.eval_only:
             watchdog.watch(mesh, config.out_dir, 0.8 * config.comm_timeout)
-        run = agree(mesh.world, UserError, lambda: build(config, mesh, device))
+        run = agree(mesh.world, lambda: build(config, mesh, device))
         run.watchdog = watchdog
         if mesh.rank == 0:
             print(describe(run, path), flush=True)  # printed first, because setting the weights may take minutes
@@ -291,7 +291,7 @@ def run_training(config, mesh, device):
             if mesh.rank == 0:
                 print(validation_lines(run.counters.iteration, loss, config.split), flush=True)
             return
-        logger = agree(mesh.world, UserError, lambda: Logger(run))
+        logger = agree(mesh.world, lambda: Logger(run))
         stack.callback(logger.close)
         stack.enter_context(report.watching(run, logger.say))
         run.signals.watch(stack)
@@ -325,7 +325,7 @@ def compare_hosts(c, mesh, tokens, path):
     """
     with contextlib.ExitStack() as stack:
         writes = mesh.rank == 0 and not c.eval_only
-        name = agree(mesh.world, UserError, lambda: stack.enter_context(new_file(c.out_dir)) if writes else "")
+        name = agree(mesh.world, lambda: stack.enter_context(new_file(c.out_dir)) if writes else "")
         name = gather_objects(name, mesh.world)[0]
         seen = {
             "out_dir": not name or Path(c.out_dir, name).exists(),
@@ -337,7 +337,7 @@ def compare_hosts(c, mesh, tokens, path):
     field = next((name for name in seen if seen[name] != first[name]), "out_dir")
     why = f"rank {mesh.rank} (on {socket.gethostname()}) sees other files there than rank 0"
     why += "; all hosts need one shared out_dir and equal data"
-    agree(mesh.world, UserError, lambda: configuration.require(c, field, seen == first, why))
+    agree(mesh.world, lambda: configuration.require(c, field, seen == first, why))
 
 
 @contextlib.contextmanager
@@ -356,7 +356,7 @@ def load_config(words, world):
 
     Fields that only print must be equal, too: ranks that print or save after different steps wait for each other.
     """
-    config = agree(world, UserError, lambda: configuration.load(words))
+    config = agree(world, lambda: configuration.load(words))
     first = gather_objects(config, world)[0]
 
     def check():
@@ -366,7 +366,7 @@ def load_config(words, world):
             configuration.require(config, name, same, f"{why}; start all hosts with equal fields")
         configuration.check(config, world.size)
 
-    agree(world, UserError, check)
+    agree(world, check)
     return config
 
 

@@ -6,7 +6,6 @@
 import contextlib
 
 from accounts import ledger, memory, meter, trace
-from errors import UserError
 from parallel.comm import agree, gather_objects
 
 
@@ -17,7 +16,7 @@ def watching(run, say):
     say: a function that prints a text on rank 0. Every rank must enter. Raises UserError if the trace can't be written.
     """
     c, mesh = run.config, run.mesh
-    agree(mesh.world, UserError, lambda: trace.check_file(c) if mesh.rank == 0 else None)
+    agree(mesh.world, lambda: trace.check_file(c) if mesh.rank == 0 else None)
     if c.trace:
         run.executor.trace = trace.Trace(mesh, run.device, run.counters.iteration)
     with meter.Activations(run.executor) if c.ledger else contextlib.nullcontext() as activations:
@@ -25,7 +24,7 @@ def watching(run, say):
     if c.ledger and run.steps:
         say(measured_tables(run, activations.rows()))
     if c.trace and run.steps:
-        agree(mesh.world, UserError, lambda: trace.write_trace(c, run.executor.trace, mesh))
+        agree(mesh.world, lambda: trace.write_trace(c, run.executor.trace, mesh))
 
 
 def measured_tables(run, activations):

@@ -15,7 +15,7 @@ import config as configuration
 import train
 from accounts import ledger, memory, traffic
 from config import CHOICES, Config
-from errors import exit_on_user_error
+from errors import UserError, exit_on_user_error
 from model import parameter_table
 from parallel import comm, schedules, tensor
 from parallel.layout import Layout
@@ -246,18 +246,18 @@ def agrees(bad_rank):
 
     def action():
         if axis.rank == bad_rank:
-            raise KeyError(f"rank {axis.rank} has no file")
+            raise UserError(f"rank {axis.rank} has no file")
         return axis.rank
 
     try:
-        return comm.agree(axis, KeyError, action)
-    except KeyError as error:
-        return error.args[0]
+        return comm.agree(axis, action)
+    except UserError as error:
+        return str(error)
 
 
 def test_what_one_rank_cannot_do_stops_all_with_its_message(workers):
     assert workers.run(3, agrees, None) == [0, 1, 2]
-    assert workers.run(3, agrees, 1) == ["'rank 1 has no file'"] * 3
+    assert workers.run(3, agrees, 1) == ["rank 1 has no file"] * 3
 
 
 # --- predictions without a run ----------------------------------------------------------------------------------------

@@ -382,7 +382,7 @@ def test_groups_with_pp_outermost():
     for rank, mesh in enumerate(meshes(order="pp-dp-tp")):
         dp, pp, tp = rank // 2 % 2, rank // 4, rank % 2
         axes = {"dp": (4 * pp + tp, 4 * pp + 2 + tp), "pp": (rank % 4, rank % 4 + 4), "tp": (rank - tp, rank - tp + 1)}
-        for axis, ranks in axes.items():
+        for axis, ranks in (axes | {"world": tuple(range(8))}).items():
             text = f"with order=pp-dp-tp, tp=2, pp=2, the group {axis} of rank {rank} is {ranks}"
             assert getattr(mesh, axis).ranks == ranks and ranks[getattr(mesh, axis).rank] == rank, text
         assert mesh.reader == (dp, 2), f"with order=pp-dp-tp, rank {rank} reads {mesh.reader}, not {(dp, 2)}"

@@ -23,6 +23,8 @@ from fractions import Fraction
 import torch
 import torch.distributed as dist
 
+from errors import UserError, agreed
+
 # PyTorch 2.13 renamed these two functions, and warns about the older names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -186,21 +188,19 @@ def _message(x, axis, peer, does, call, tag):
         return Pending(x, call(x, axis.ranks[peer], group=axis.group, tag=tag), name)
 
 
-def agree(axis, error_type, action):
-    """Run `action` on every rank. If it raises `error_type` on some ranks, raise the first rank's error on all ranks.
+def agree(axis, action):
+    """Run `action` on every rank. If it raises UserError on some ranks, raise the first rank's error on all ranks.
 
     So no rank waits for a rank that has stopped, for example because a file is missing on its node.
     """
     error = result = None
     try:
         result = action()
-    except error_type as raised:
+    except UserError as raised:
         error = raised
     for message in gather_objects(None if error is None else str(error), axis):
         if message is not None:
-            agreed = error_type(message)
-            agreed.agreed = True  # every rank raises this error, so one rank prints it
-            raise agreed from error
+            raise agreed(message) from error
     return result
 
 

@@ -4,39 +4,32 @@ Lepikhin et al., GShard (arXiv 2006.16668); Fedus et al., Switch Transformer (ar
 p = softmax(R x) for each token x. The token goes to the k experts with the largest p. Its output is the sum of their
 outputs, each times its p. So the model has many parameters, but a token costs as much as in a small model.
 
-**Over ranks.** The experts are cut over the t tensor parallel ranks, E/t on each: the weights of all experts are one
-parameter [E, out, in], which is cut along E. So ZeRO, checkpoints and norms treat it like every other parameter.
+**Over ranks.** Each of the t tensor parallel ranks has E/t experts: one parameter [E, out, in], which is cut along E.
 Sequence parallelism gives each rank n/t tokens. An all_to_all sends each token to the ranks of its experts, and a
-second one sends the outputs back:
+second one sends the outputs back (4 for each layer and micro-batch; 6 with recomputation):
 
     x [n/t, h]  --places-->  [E, groups, C, h]  --all_to_all-->  [E/t, t groups C, h]  -->  fc1, activation, fc2
                                                                                                      |
     sum over k, times p  <--places--  [E, groups, C, h]  <--all_to_all--  [E/t, t groups C, h]  <----+
 
-**Every layout drops the same tokens.** An expert has a fixed number of places. So the buffers have the same size in
-each step, and the bytes sent and kept are formulas. If the places depended on all tokens of a rank, each layout would
-drop other tokens. So tokens compete for places only in a *group* of G consecutive tokens of one sample, and one rank
-has the whole group. In each group an expert takes its first C = ceil(capacity_factor k G / E) tokens. A dropped token
-gets nothing from this expert; without any expert only the residual stream carries it on. In generation each token is a
-group of its own, so none is dropped. A larger group drops fewer tokens. But tp cp groups, with the ring twice as many,
-must fit into a sample. Therefore the default is G = s/4. A uniform router, which chooses by chance, drops with
-capacity_factor 1.25:
+**Every layout drops the same tokens.** Tokens compete for places in a *group* of G consecutive tokens of one sample,
+which one rank has. In each group an expert takes its first C = ceil(capacity_factor k G / E) tokens. So buffers and
+messages have a fixed size. A dropped token gets nothing from this expert. In generation each token is a group of its
+own, so none is dropped. A larger group drops fewer tokens, but tp cp groups (twice as many with the ring) must fit into
+a sample. So the default is G = s/4. A router that chooses by chance drops with capacity_factor 1.25:
 
     G                 64      128     256     512     1024    2048
     8 experts, k=1    4.5%    1.9%    0.5%    0.1%    0.0%    0.0%       also 16 experts, k=2
     16 experts, k=1   9.6%    4.9%    2.1%    0.6%    0.1%    0.0%
     64 experts, k=1   10.1%   10.7%   10.1%   5.2%    2.2%    0.7%
 
-**Balance.** Without help the router sends most tokens to few experts. So the loss of each group has one more term, a E
-sum_e f_e P_e, with a = `balance` (Switch, section 2.2). f_e is the share of the group's choices that are expert e, and
-P_e the mean of p_e. The term is smallest if all experts get equally many tokens. A block returns no loss. Instead
-`Balance` adds the gradient of the term in backward. The printed loss does not contain the term.
+**Balance.** Without help the router sends most tokens to few experts. So the loss of each group has one more term,
+a E sum_e f_e P_e, with a = `balance` (Switch, section 2.2). f_e is the share of the group's choices that are expert e,
+and P_e the mean of p_e. The term is smallest if all experts get equally many tokens. `Balance` adds its gradient in
+backward. The printed loss does not contain the term.
 
-For each layer and micro-batch a rank makes 4 all_to_alls, 2 in forward, 2 in backward (with recomputation 6). Each has
-E C h elements for each group of the rank. GShard divides the two p of a token by their sum, and Switch adds noise to
-the router; this file does neither. Experts over data parallel ranks (DeepSpeed-MoE), experts without dropped tokens
-(MegaBlocks) and shared experts (DeepSeekMoE) are left out: their bytes depend on the data, or ZeRO would need a second
-axis.
+Left out: GShard's division of the two p of a token by their sum, Switch's noise, experts over data parallel ranks
+(DeepSpeed-MoE), experts without dropped tokens (MegaBlocks), shared experts (DeepSeekMoE).
 """
 
 import math
@@ -50,7 +43,7 @@ from parallel.tensor import ParamSpec, WeightGradient
 
 
 class Experts(nn.Module):
-    """x [n/t, h] -> [n/t, h], without the bias, which the next operation adds. The experts have no other bias."""
+    """x [n/t, h] -> [n/t, h]. The next operation adds the bias; the experts have no other one."""
 
     def __init__(self, c, name, std, residual_std, tp, ops):
         super().__init__()
@@ -59,7 +52,7 @@ class Experts(nn.Module):
         self.fc1 = ParamSpec(f"{name}.fc1.weight", (E, 4 * h, h), 0, True, std)
         self.fc2 = ParamSpec(f"{name}.fc2.weight", (E, h, 4 * h), 0, True, residual_std)
         self.bias = ParamSpec(f"{name}.fc2.bias", (h,))
-        self.counts = 0  # [2, E]: each expert's choices since the last log line, and those of them that were dropped
+        self.counts = 0  # [2, E]: all and dropped choices since the last log line
         self.c, self.tp, self.activation_ = c, tp, getattr(ops, f"{c.activation}_")
 
     def forward(self, x, batch):
@@ -69,14 +62,14 @@ class Experts(nn.Module):
         chosen = p.detach().topk(c.top_k).indices  # [n, k]
         p = Balance.apply(p, chosen, self, G, batch)
         place, places = places_of(chosen, c, G)  # [n k]
-        token = place.new_full((places + 1,), n)  # of each place; n: an empty place
+        token = place.new_full((places + 1,), n)  # n: an empty place
         token[place] = torch.arange(n * c.top_k, device=x.device) // c.top_k
         inputs = torch.cat([x, x.new_zeros(1, h)])[token[:-1]].view(t, c.experts // t, -1, h)
-        inputs = Exchange.apply(inputs, self.tp)  # [t, E/t, groups C, h]
+        inputs = TokensForExperts.apply(inputs, self.tp)  # [t, E/t, groups C, h]
         y = ExpertLinear.apply(inputs.transpose(0, 1).flatten(1, 2), self.fc1)  # [E/t, t groups C, 4h]
         y = self.activation_(y.flatten(0, 1), y.new_zeros(4 * h)).view(y.shape)
         y = ExpertLinear.apply(y, self.fc2).view(c.experts // t, t, -1, h)
-        y = Exchange.apply(y.transpose(0, 1), self.tp).flatten(0, 2)  # [places, h]
+        y = TokensForExperts.apply(y.transpose(0, 1), self.tp).flatten(0, 2)  # [places, h]
         dropped = place == places
         y = y[place.where(~dropped, 0)].view(n, c.top_k, h)
         gates = p.gather(1, chosen).masked_fill(dropped.view(n, c.top_k), 0.0)
@@ -89,7 +82,7 @@ def places_of_expert(c, G):
 
 
 def places_of(chosen, c, G):
-    """Return (the place of each token and choice [n k], number of places). The places are [E, groups, C].
+    """Return (the place of each choice [n k], number of places). The places are [E, groups, C].
 
     chosen: [n, k]. A dropped choice has the place after the last one.
     """
@@ -103,7 +96,7 @@ def places_of(chosen, c, G):
 
 
 def dropped_if_uniform(c):
-    """Return the share of choices that a uniform router drops: an expert gets a binomial number of a group's tokens."""
+    """Return the share of choices that a router drops if it chooses by chance (a binomial distribution)."""
     G, C, p, ln = c.tokens_of_group, places_of_expert(c, c.tokens_of_group), c.top_k / c.experts, math.lgamma
     share, p = 0.0, min(p, 1 - 1e-12)  # the logarithm of 1 - p must exist
     for n in range(C + 1, G + 1):
@@ -113,10 +106,7 @@ def dropped_if_uniform(c):
 
 
 class ExpertLinear(torch.autograd.Function):
-    """y[e] = x[e] w[e]^T for each expert e of this rank. x [E/t, m, in]; w [E/t, out, in]; y [E/t, m, out].
-
-    Backward adds the gradient of w to `.grad` and does not return it, as in `tensor.Linear`.
-    """
+    """y[e] = x[e] w[e]^T. x [E/t, m, in]; w [E/t, out, in]; y [E/t, m, out]. `.grad` of w as in `tensor.Linear`."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -143,7 +133,7 @@ class ExpertGradient(WeightGradient):
             reference.add_product_(gradient, dy.T, x)
 
 
-class Exchange(torch.autograd.Function):
+class TokensForExperts(torch.autograd.Function):
     """x [t, ...]: send x[i] to tp rank i. Backward sends the gradients back."""
 
     @staticmethod
@@ -153,13 +143,11 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return Exchange.forward(ctx, dy, ctx.tp), None
+        return TokensForExperts.forward(ctx, dy, ctx.tp), None
 
 
 class Balance(torch.autograd.Function):
-    """Return p unchanged. Backward adds the gradient of the term for balance, with the weight of the micro-batch. It
-    also counts choices, because it runs once for each forward.
-    """
+    """Return p. Backward adds the balance term's gradient, and counts choices, because it runs once for each token."""
 
     @staticmethod
     def forward(ctx, p, chosen, experts, G, batch):

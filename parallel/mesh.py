@@ -6,24 +6,18 @@ The processes are numbered along three axes. The tp index changes fastest, then 
                                                                                       dp 1 | 4 5 6 7
                                                                                              ------- tp
 
-With context parallelism (`context.py`), cp ranks share each sample. They lie between tp and pp, because they
-communicate in each layer. They have equal parameters, so the axis dp contains them: it has all ranks with the same
-place on pp and tp. `Mesh.reader` says which samples a rank reads.
-
 Ranks with neighbouring numbers are on one node. So tp, which communicates most (several times a layer), gets the
-fastest connections. The pipeline (two messages per stage and micro-batch) uses the connections inside a rack. Data
-parallelism (once a step, more often with ZeRO-2 and 3) uses the connections between racks. With order=pp-dp-tp, as in
-Megatron-LM, dp lies inside pp: rank = (pp_rank * dp + dp_rank) * tp + tp_rank. A pipeline then spans the racks. On many
-GPUs this is usually faster (`plan.py` compares both). The training is the same.
+fastest connections. The pipeline (two messages per stage and micro-batch) uses the connections inside a rack, and data
+parallelism (once a step, more often with ZeRO-2 and 3) those between racks. With order=pp-dp-tp, as in Megatron-LM,
+dp lies inside pp: rank = (pp_rank * dp + dp_rank) * tp + tp_rank. A pipeline then spans the racks. On many GPUs this is
+usually faster (`plan.py` compares both). The training is the same.
 
-A rank is in one process group per axis. One `arange().reshape()` gives the members of all these groups. Axes with the
-same ranks share a group, because each group costs connections and, on a GPU, memory.
+With context parallelism (`context.py`), cp ranks share each sample. They lie between tp and pp. They have equal
+parameters, so the axis dp contains them: it has all ranks with the same place on pp and tp.
 
-NCCL runs the collectives of a group one after another, on one CUDA stream. The same is true of the messages between two
-ranks. Two axes have a second group, so that one kind of communication does not wait for another kind: pp for messages
-to lower ranks (`Mesh.back`), dp for the sums of gradients in ZeRO-3.
-
-Without torch.distributed (one process) every axis has one rank, and nothing is sent.
+A rank is in one process group per axis. Axes with the same ranks share a group, because each group costs connections
+and, on a GPU, memory. NCCL runs the collectives of a group, and the messages between two ranks, one after another. So
+two axes have a second group: pp for messages to lower ranks (`Mesh.back`), dp for the sums of gradients in ZeRO-3.
 """
 
 import functools
@@ -40,13 +34,13 @@ from parallel.comm import Ledger, group_options
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks along one axis, and this process's place among them."""
+    """The ranks along one axis. An axis with one rank sends nothing."""
 
     name: str  # dp, pp, cp, tp, world (all ranks), or holders (pipeline ranks with the same parameters)
     ranks: tuple  # the members, as ranks of torch.distributed
     rank: int  # this process's index in `ranks`
     ledger: Ledger  # counts what this rank sends
-    group: object = None  # torch's process group; None if the axis has one rank
+    group: object = None  # torch's process group, if the axis has several ranks
 
     @property
     def size(self):
@@ -54,7 +48,6 @@ class Axis:
 
     @functools.cached_property
     def waited(self):
-        """Text for an error: this rank, and the ranks that it waited for."""
         others = [rank for rank in self.ranks if rank != self.ranks[self.rank]]
         return f"rank {self.ranks[self.rank]} waited for ranks {others}"
 
@@ -63,8 +56,7 @@ class Mesh:
     """The axes dp, pp, cp, tp and world of this process. timeout: in seconds; order: as in config.py.
 
     reader: (i, n): this rank reads every n-th micro-batch from number i on. The cp ranks of a group read the same ones.
-
-    Every process must build its Mesh at the same point of the program, because the Mesh makes the process groups.
+    All ranks of a group must make it at the same point of the program (in Mesh, `holders`, `second`).
     """
 
     def __init__(self, tp=1, pp=1, cp=1, timeout=600.0, order="dp-pp-tp"):
@@ -78,9 +70,9 @@ class Mesh:
         self.ledger, self.timeout, self._groups = Ledger(), timedelta(seconds=timeout), {}
         if size > 1:
             self._groups[tuple(range(size)), 0] = dist.group.WORLD
-            if dist.get_backend() != "fake":  # of a dry run, where no rank waits
+            if dist.get_backend() != "fake":  # a dry run, where no rank waits
                 _set_pg_timeout(self.timeout, dist.group.WORLD)
-        self.world = self._axis("world", grid.flatten(), rank)
+        self.world = self._axis("world", range(size), rank)
         self.dp = self._axis("dp", grid[:, pp_rank, :, tp_rank].flatten(), group * cp + cp_rank)
         self.pp = self._axis("pp", grid[group, :, cp_rank, tp_rank], pp_rank)
         self.back = self.second(self.pp)
@@ -89,18 +81,14 @@ class Mesh:
 
     @classmethod
     def of(cls, c):
-        """Return the Mesh of a Config."""
         return cls(c.tp, c.pp, c.cp, c.comm_timeout, c.order)
 
     def holders(self, pp_ranks):
-        """Return the axis of the pipeline ranks `pp_ranks` (ascending, with this rank), which keep the same bucket.
-
-        All these ranks must call this at the same point of the program.
-        """
+        """Return the axis of the pipeline ranks `pp_ranks` (ascending, with this rank), which keep the same bucket."""
         return self._axis("holders", [self.pp.ranks[i] for i in pp_ranks], pp_ranks.index(self.pp.rank))
 
     def second(self, axis):
-        """Return `axis` with its second group. All its ranks must call this at the same point of the program."""
+        """Return `axis` with its second group."""
         return self._axis(axis.name, axis.ranks, axis.rank, 1)
 
     def _axis(self, name, ranks, index, number=0):
@@ -109,12 +97,11 @@ class Mesh:
             return Axis(name, ranks, index, self.ledger)
         options = group_options(dist.get_backend(), self.timeout)
         if (ranks, number) not in self._groups:
-            # Only the members make a group. All of them must have made the same number of groups before, because torch
-            # uses this number in the group's name.
+            # Only the members make a group. All must have made equally many before: the group's name has the number.
             more = dict(timeout=self.timeout, pg_options=options, use_local_synchronization=True)
             self._groups[ranks, number] = dist.new_group(ranks, **more)
         group = self._groups[ranks, number]
-        if options and name != "pp":  # connects the ranks now, not in a step (pp: `connect`)
+        if options and name != "pp":  # connects the ranks now, not in a step (pp: `pipeline.connect`)
             dist.barrier(group, device_ids=[torch.cuda.current_device()])
         return Axis(name, ranks, index, self.ledger, group)
 

@@ -1,7 +1,4 @@
-"""A mixture of experts computes a loop over its experts, and every layout trains the same model.
-
-`test_layouts.py` has experts in its grid, beside every other axis.
-"""
+"""Tests that a mixture of experts computes a loop over its experts. `test_layouts.py` has experts in its grid."""
 
 import functools
 import math
@@ -26,7 +23,7 @@ TOKENS = dict(experts=4, top_k=2, expert_group=4, capacity_factor=1.0, balance=0
 
 
 def loop(x, router, fc1, fc2, c):
-    """Return (output, balance term) of a mixture of experts: loops over groups, tokens and choices. x [n, h]."""
+    """Return (output, balance term) of a mixture of experts. x [n, h]."""
     G, C, y, term = c.expert_group, math.ceil(c.capacity_factor * c.top_k * c.expert_group / c.experts), [], 0.0
     for group in x.split(G):
         p, taken = (group @ router.T).softmax(-1), [0] * c.experts
@@ -44,7 +41,6 @@ def loop(x, router, fc1, fc2, c):
 
 @pytest.mark.parametrize("group, places", [(4, 2), (8, 4)])
 def test_a_loop_over_experts_computes_the_same(group, places):
-    """Outputs, and the gradients of the loss with the balance term. Some tokens are dropped."""
     c = tiny_config(1, **TOKENS | dict(expert_group=group))
     run = built(c)
     batch, layer = next(micro_batches(run)), run.model.units[1].mlp
@@ -65,7 +61,6 @@ def test_a_loop_over_experts_computes_the_same(group, places):
 
 
 def scaled_gradients(dtype, scale):
-    """Return {parameter: its gradient / scale} of a step whose loss is multiplied by the loss scale."""
     run = built(tiny_config(1, dtype=dtype, **TOKENS))
     run.executor.run(micro_batches(run), 3, scale)
     return {name: values / scale for name, (_, _, values) in gradients(run).items()}
@@ -73,7 +68,7 @@ def scaled_gradients(dtype, scale):
 
 @pytest.mark.parametrize("dtype, tolerance", [("fp64", 1e-12), ("fp16", 1e-2)])
 def test_a_loss_scale_scales_the_balance_term(dtype, tolerance):
-    """fp16 rounds numbers below 6e-5 to a multiple of 6e-8, which the loss scale should avoid."""
+    """fp16 rounds numbers below 6e-5 to a multiple of 6e-8."""
     one, large = (scaled_gradients(dtype, 2.0**k) for k in (0, 8))
     for name, right in one.items():
         distance = (large[name] - right).norm() / (right.norm() + 1e-3)
@@ -83,7 +78,6 @@ def test_a_loss_scale_scales_the_balance_term(dtype, tolerance):
 
 
 def test_in_generation_no_token_is_dropped():
-    """Each token is a group of its own, so a text may have any length."""
     run = built(tiny_config(1, **TOKENS))
     layer, x = run.model.units[1].mlp, torch.randn(7, 16, dtype=torch.float64)
     alone = functools.partial(loop, router=layer.router, fc1=layer.fc1, fc2=layer.fc2)
@@ -101,7 +95,7 @@ def test_the_share_of_dropped_tokens_if_the_loads_are_equal():
 
 
 def counted(config):
-    """Train, and return the two numbers of the log of these steps and a validation, and whether they are 0 again."""
+    """Return the two numbers of the log after two steps and a validation, and whether they are 0 again."""
     run = built(config)
     batches = micro_batches(run)
     for _ in range(2):
@@ -113,7 +107,7 @@ def counted(config):
 
 @pytest.mark.parametrize("layout", [dict(tp=2, sequence_parallel=True, pp=2), dict(dp=2, recompute="full")], ids=str)
 def test_every_layout_counts_the_same_dropped_tokens(workers, monkeypatch, layout):
-    """Recomputation and validation count nothing. On one rank the places are counted, too."""
+    """Recomputation and validation count nothing."""
     fields, taken, places = TOKENS | dict(seq_length=16), [], experts.places_of
     with monkeypatch.context() as patch:
         patch.setattr(experts, "places_of", lambda *a: taken.append(places(*a)) or taken[-1])
@@ -127,7 +121,6 @@ def test_every_layout_counts_the_same_dropped_tokens(workers, monkeypatch, layou
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_groups_of_four_train_the_same_model(workers, tp):
-    """The grid has groups of two. Here ZeRO-3 shards the experts, too."""
     dp = max(1, 2 // tp)
     modes = [dict(optimizer="sgd", dropout=0.0), dict(optimizer="lamb", dropout=0.1, recompute="full")]
     fields = TOKENS | dict(seq_length=16, sequence_parallel=tp > 1, zero=3 * (dp > 1))
@@ -144,14 +137,14 @@ def test_groups_of_four_train_the_same_model(workers, tp):
         (1, dict(schedule="pipedream", clip_grad=0.0), "experts=4: should be one of 0, with schedule=pipedream"),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(world, fields, message):
+def test_a_layout_that_experts_cannot_have_is_refused_by_name(world, fields, message):
     with pytest.raises(UserError) as refused:
         configuration.check(tiny_config(1, **TOKENS | fields), world)
     assert str(refused.value).startswith(message)
 
 
-def test_the_config_of_one_billion():
-    """By hand: GPT-2 small has 124,475,904 parameters. An MLP has 8 h^2 + 4 h without the output's bias."""
+def test_the_config_of_one_billion_has_the_parameters_counted_by_hand():
+    """GPT-2 small has 124,475,904 parameters, an MLP 8 h^2 + 4 h without the output's bias."""
     c, h = configuration.load(["configs/experts_1b.py"]), 768
     model = GPT(c, Mesh().tp)
     assert model.num_parameters() == 124_475_904 + 12 * (15 * 8 * h**2 + 16 * h - 4 * h)

@@ -122,7 +122,7 @@ def save_checkpoint(out_dir, step, zero, state, keep=0, copies=()):
 
     def on_all_ranks(action, here=True):
         attempt = explained(f"out_dir={out_dir}: can't write the checkpoint")(action)
-        return agree(mesh.world, UserError, attempt if here else lambda: None)
+        return agree(mesh.world, attempt if here else lambda: None)
 
     on_all_ranks(writing.mkdir, first)
     sums = added(on_all_ranks(lambda: write_arrays(writing, zero)), mesh.world)
@@ -259,8 +259,8 @@ def load_checkpoint(path, model, zero):
     """
     folder, index, mesh = Path(path), read_index(path), zero.mesh
     jobs = [job for bucket in zero.buckets.values() for job in arrays(folder, bucket, *bucket.owned)]
-    agree(mesh.world, UserError, lambda: compare_shapes(folder, index, model))
-    terms = agree(mesh.world, UserError, lambda: in_threads(partial(read_piece, mesh.tp, index["dtype"]), jobs))
+    agree(mesh.world, lambda: compare_shapes(folder, index, model))
+    terms = agree(mesh.world, lambda: in_threads(partial(read_piece, mesh.tp, index["dtype"]), jobs))
     # The ranks of dp (with ZeRO) and of tp have read one copy of an array together. Each copy has its own sum.
     terms = added(terms, mesh.dp) if zero.config.zero >= 1 else terms
     cut = added(terms, mesh.tp)
@@ -270,7 +270,7 @@ def load_checkpoint(path, model, zero):
             total = (terms if piece.spec.tp_dim is None else cut)[path.name]
             verify(path, in_hex(total), index["sums"][path.name])
 
-    agree(mesh.world, UserError, verify_all)
+    agree(mesh.world, verify_all)
 
 
 def compare_shapes(folder, index, model):
