@@ -1,4 +1,4 @@
-"""Tests of config.py and errors.py: fields, the command line, one line and exit code 2 for every mistake, the lock."""
+"""Tests of config.py and errors.py: fields, the command line, mistakes, the lock."""
 
 import ast
 import contextlib
@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 
 
 def refusal(function, *arguments):
-    """Return the line with which `function(*arguments)` refuses."""
+    """Return the line of the refusal."""
     with pytest.raises(UserError) as error:
         function(*arguments)
     assert "\n" not in str(error.value)
@@ -95,7 +95,7 @@ def test_mistakes_on_the_command_line(words, message):
     assert refusal(configuration.load, words.split()).startswith(message)
 
 
-# The flags of two how-tos: huggingface.co/blog/megatron-training, and an article on GPT-2 345M with Megatron-DeepSpeed.
+# of huggingface.co/blog/megatron-training, and of an article on GPT-2 345M with Megatron-DeepSpeed
 HOW_TO_TRAIN = """
 --checkpoint-activations --recompute --data-impl prepare.py --data-path --data_dir --deepspeed --zero
 --deepspeed-activation-checkpointing --recompute=full --deepspeed_config --zero --fp16 --dtype
@@ -196,7 +196,7 @@ def test_a_batch_that_does_not_fit_names_a_micro_batch_size_that_does(world, fie
 
 
 def test_the_check_does_not_grow_with_the_batch(monkeypatch):
-    """interleaved needs multiples of pp=4. A small number of micro-batches with the same remainder is checked."""
+    """interleaved needs multiples of pp=4: a small number with the same remainder is checked."""
     built, build = [], schedules.build
     monkeypatch.setattr(schedules, "build", lambda *args: built.append(args[2]) or build(*args))
     fields = dict(train_iters=1, micro_batch_size=1, pp=4, schedule="interleaved", chunks=2, num_layers=6)
@@ -208,7 +208,7 @@ def test_the_check_does_not_grow_with_the_batch(monkeypatch):
 
 # --- the lock ---------------------------------------------------------------------------------------------------------
 
-# The holder takes the lock and forks a worker. Both processes then wait until their stdin is closed.
+# takes the lock, forks a worker, and waits until stdin is closed
 HOLDER = """
 import os, sys
 from errors import locked
@@ -221,7 +221,7 @@ with locked(sys.argv[1], ""):
 
 @contextlib.contextmanager
 def held_elsewhere(path):
-    """Start a process that holds the lock of the file `path` while the block runs. The process has a worker."""
+    """A process with a worker holds the lock of the file `path` while the block runs."""
     command = [sys.executable, "-c", HOLDER, str(path)]
     with subprocess.Popen(command, cwd=HERE, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"locked\n"
@@ -242,7 +242,7 @@ def test_a_lock_is_refused_until_its_process_ends_though_a_worker_lives_on(tmp_p
 
 
 def test_torchrun_reads_the_line_as_its_root_cause(monkeypatch, tmp_path):
-    """A lost peer is reported one second late, so that the peer's own mistake is the root cause."""
+    """A lost peer is reported one second late, after the peer's own mistake."""
     reports = {0: ("rank 0 waited for ranks [1]", 1), 1: ("out_dir=x: No space left on device", 0)}
     for rank, (text, late) in reports.items():
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{rank}.json"))
@@ -285,7 +285,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, line, code, err):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="macOS has no /dev/full")
 def test_a_full_disk_does_not_stop_the_work(tmp_path):
     assert end_of(tmp_path, redirection="2>/dev/full") == (0, "work é\n", "")
-    code, _, err = end_of(tmp_path, redirection=">/dev/full")  # the text is lost, but `end_of` finds the result
+    code, _, err = end_of(tmp_path, redirection=">/dev/full")
     assert code != 0 and "No space left on device" in err
 
 

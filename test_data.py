@@ -1,4 +1,4 @@
-"""Test data.py: shuffle, samples of each rank, resuming, files beyond 2^31 tokens, errors, and the thread."""
+"""Test data.py: shuffle, samples of each rank, resuming, large files, errors, and the thread."""
 
 import gc
 import itertools
@@ -26,7 +26,7 @@ LAYOUTS = [(dp, b) for dp in (1, 2, 3, 4, 8) for b in (1, 2, 3, 5)]  # data rank
 
 
 def write(folder, row, /, **changes):
-    """Write files as prepare.py does. All splits have the tokens `row`. `changes` replace fields of meta.json."""
+    """Write files as prepare.py does. All splits have the tokens `row`. changes: of meta.json."""
     for split in ("train", "val", "test"):
         np.asarray(row, "<u2").tofile(folder / f"{split}.bin")
     counts = dict.fromkeys(("train", "val", "test"), len(row))
@@ -37,7 +37,7 @@ def write(folder, row, /, **changes):
 
 @pytest.fixture
 def counted(tmp_path):
-    """53 windows of 7 targets; 5 more tokens fill no window. The id of each token is its position."""
+    """53 windows of 7 targets, and 5 more tokens. A token's id is its position."""
     return Tokens(write(tmp_path, range(53 * 7 + 1 + 5), vocab_size=1000), "train", 7, 1000)
 
 
@@ -46,13 +46,13 @@ def keys(seed, epochs):
 
 
 def chi_square(counts, expected):
-    """Return (chi-square - its mean) / its standard deviation. All `counts` should be near `expected`."""
+    """Return (chi-square - its mean) / its standard deviation."""
     degrees = counts.size - 1
     return (((counts - expected) ** 2 / expected).sum() - degrees) / math.sqrt(2 * degrees)
 
 
 def take(loader, count):
-    """Return the next `count` items, or all if there are fewer. A wait of more than 20 seconds is a failure."""
+    """Return the next `count` items, at most. A wait of 20 seconds is a failure."""
     results = queue.SimpleQueue()
 
     def work():
@@ -93,7 +93,7 @@ def test_permute_is_a_bijection_for_large_n(n):
 
 
 def test_the_order_never_changes():
-    # These numbers must never change, because an older run must resume with the same order.
+    # an older run must resume with this order
     assert permute(np.arange(10), 10, keys(1234, 1)).tolist() == [2, 8, 5, 3, 6, 1, 9, 0, 7, 4]
     assert permute(np.arange(5), 10**6, keys(1234, 1)).tolist() == [546811, 587208, 919336, 345507, 342174]
     assert permute(np.array([0, 2**33]), 2**33 + 1, keys(-1, 5)[4:]).tolist() == [1419077843, 3495266281]
@@ -103,7 +103,7 @@ def test_epochs_and_seeds_have_their_own_order():
     n = 1000
     orders = [permute(np.arange(n), n, key) for seed in (0, 1, 2, 1234, -1) for key in keys(seed, 4)]
     for one, other in itertools.combinations(orders, 2):
-        assert (one == other).sum() < 12  # two random orders agree in 1 place on average
+        assert (one == other).sum() < 12  # 1 on average
 
 
 @pytest.mark.parametrize("n", [10_007, 2**18, 2**18 + 1])
@@ -113,7 +113,7 @@ def test_large_shuffles_look_random(n):
         places = permute(i, n, key)
         assert abs(np.abs(places - i).mean() / n - 1 / 3) < 1.5 / math.sqrt(n)  # mean displacement n/3
         assert (places == i).sum() < 10  # fixed points: 1 on average
-        assert (np.abs(np.diff(places)) == 1).sum() < 16  # neighbours that stay neighbours: 2 on average
+        assert (np.abs(np.diff(places)) == 1).sum() < 16  # neighbours: 2 on average
         for apart in (1, 2, side - 1, side, side + 1, 2 * side):
             distance = (np.roll(places, -apart) - places) % n
             assert chi_square(np.bincount(distance * 64 // n, minlength=64), n / 64) < 6
@@ -134,7 +134,7 @@ def test_windows_overlap_by_one_token_and_every_token_is_a_target_once(counted):
     assert counted.num_samples == 53
     rows = counted.batch(np.arange(53), seed=0)
     assert rows.dtype == torch.int64 and rows.shape == (53, 8)
-    assert torch.equal(rows[:, 1:], rows[:, :-1] + 1)  # consecutive tokens: the targets are the inputs shifted by one
+    assert torch.equal(rows[:, 1:], rows[:, :-1] + 1)
     rows = rows[rows[:, 0].argsort()]
     assert torch.equal(rows[1:, 0], rows[:-1, -1])
     assert rows[:, 1:].flatten().tolist() == list(range(1, 53 * 7 + 1))
@@ -152,7 +152,7 @@ def test_offsets_beyond_2_to_the_31_tokens(tmp_path):
     write(tmp_path, [], tokens={"train": size})
     path = tmp_path / "train.bin"
     with open(path, "wb") as file:
-        file.truncate(2 * size)  # a sparse file: 4 GiB that use no disk space
+        file.truncate(2 * size)  # 4 GiB, sparse
     data = Tokens(tmp_path, "train", seq_length, 257)
     windows = data.windows(np.arange(20_000), seed=0)
     numbers = np.flatnonzero(windows * seq_length > 2**31)
@@ -169,7 +169,7 @@ def test_offsets_beyond_2_to_the_31_tokens(tmp_path):
 
 
 def steps(dp, b, global_batch_size, consumed=0):
-    """Yield the sample numbers of each step, of all data ranks together."""
+    """Yield each step's sample numbers, of all data ranks together."""
     micro_batches = global_batch_size // (dp * b)
     ranks = [training_samples(consumed, r, dp, b) for r in range(dp)]
     while True:
@@ -178,7 +178,7 @@ def steps(dp, b, global_batch_size, consumed=0):
 
 @pytest.mark.parametrize("dp, b", LAYOUTS)
 def test_every_window_of_an_epoch_exactly_once(counted, dp, b):
-    taken = np.concatenate(list(itertools.islice(steps(dp, b, 2 * dp * b), 200)))  # the first epoch ends inside a step
+    taken = np.concatenate(list(itertools.islice(steps(dp, b, 2 * dp * b), 200)))
     for epoch in range(3):
         assert 53 * (epoch + 1) < len(taken)
         windows = counted.windows(np.sort(taken)[53 * epoch : 53 * (epoch + 1)], seed=0)
@@ -251,7 +251,7 @@ def test_refuses(tmp_path, name):
     spoil(write(folder, range(100)))
     with pytest.raises(UserError) as refusal:
         Tokens(folder, "train", seq_length=7, vocab_size=257)
-    assert re.fullmatch(message, str(refusal.value)), refusal.value  # one line: `.` matches no newline
+    assert re.fullmatch(message, str(refusal.value)), refusal.value  # one line
 
 
 def test_an_id_beyond_the_vocabulary_deep_in_the_file_is_found_in_its_batch(tmp_path):
@@ -268,7 +268,7 @@ def test_an_id_beyond_the_vocabulary_deep_in_the_file_is_found_in_its_batch(tmp_
 
 
 class Source:
-    """Replace Tokens. Count the batches, sleep `seconds` in each, and raise an error in batch number `fails`."""
+    """Stands in for Tokens. Batch number `fails` raises an error."""
 
     def __init__(self, seconds=0.0, fails=None):
         self.seconds, self.fails, self.count = seconds, fails, 0

@@ -5,12 +5,9 @@ Each test trains in float64 and compares a layout with one process that has one 
     losses, gradient norms, parameters after the run    equal to ten digits
     initial parameters, copies of one parameter         equal bit for bit
 
-The gradients of every step are clipped. A layout of LAYOUTS has at least three micro-batches. It runs under SGD (whose
-update shows a wrong gradient scale at once), and under AdamW with dropout and recomputation. Further tests (the grid)
-add pipelines, ZeRO and the other optimizers. What needs an axis of eight ranks is slow, and has the mark `slow`.
-
-After a failure `testing/compare.py` names the first thing that differs and its usual cause.
-`testing/defects.py` lists the defects that these tests must find; `pytest -m defects` plants each of them.
+Every step is clipped. A layout of LAYOUTS has at least three micro-batches. It runs under SGD (whose update shows a
+wrong gradient scale at once), and under AdamW with dropout and recomputation. The grid adds pipelines, ZeRO and the
+other optimizers. After a failure `testing/compare.py` names the first difference and its usual cause.
 """
 
 import functools
@@ -35,14 +32,14 @@ from recovery import replicas
 from testing.compare import FirstStep, differences
 
 STEPS = 8
-FEW = 2  # steps of most runs here
+FEW = 2  # steps of most runs
 TINY = dict(
     num_layers=2, hidden_size=16, num_attention_heads=8, seq_length=8, vocab_size=50, train_iters=STEPS,
     global_batch_size=24, lr=3e-2, min_lr=1e-3, lr_warmup_iters=2, weight_decay=0.1, adam_eps=1e-6, clip_grad=0.1,
     dtype="fp64",
 )  # fmt: skip
 
-# (dp, tp, sequence parallel): all with dp * tp = 2, 4 or 8; also dp=3, so that shards need padding
+# (dp, tp, sequence parallel): dp * tp = 2, 4 or 8; with dp=3 shards need padding
 LAYOUTS = [
     (dp, tp, sp)
     for dp, tp in [(2, 1), (1, 2), (3, 1), (4, 1), (2, 2), (1, 4), (3, 2), (8, 1), (4, 2), (2, 4), (1, 8)]
@@ -51,7 +48,7 @@ LAYOUTS = [
 ]
 ALL_MODES = list(itertools.product(["sgd", "adamw"], [0.0, 0.1], ["none", "full"]))
 MODES = ALL_MODES[0], ALL_MODES[-1]  # every value, but not every pair
-CURVES = {}  # of one process: each is trained once
+CURVES = {}  # of one process
 SAME = (
     "optimizer dropout activation num_layers hidden_size num_attention_heads seq_length global_batch_size lr "
     "experts top_k expert_group balance capacity_factor"
@@ -64,10 +61,7 @@ def tiny_config(dp, tp=1, **fields):
 
 
 def micro_batches(run, vocab_size=50, reader=None):
-    """Yield this rank's micro-batches. Sample g depends on g alone, so every layout has the same data.
-
-    The data can be learned: most ids are 1 more than the id before. reader: another one than the mesh's.
-    """
+    """Yield this rank's micro-batches. Sample g depends on g alone. Most of its ids are the last one plus 1."""
     c = run.config
     dice = torch.randint(0, vocab_size, (1000, c.seq_length + 1), generator=torch.Generator().manual_seed(5))
     table = (dice // 10 - 1).clamp(1).cumsum(1).add(dice[:, :1]) % vocab_size
@@ -78,7 +72,7 @@ def micro_batches(run, vocab_size=50, reader=None):
 
 
 def parameters(run):
-    """Return copies, {parameter: this rank's slice over tp}."""
+    """Return copies, {parameter: this rank's tp slice}."""
     parts = {}
     for name, bucket in run.zero.buckets.items():
         run.zero.gather(name)
@@ -114,19 +108,19 @@ def trained(config, steps=STEPS, mesh=None):
 
 
 def train_each(configs, steps=FEW):
-    """Call `trained` with each of these configurations, which have the same mesh."""
+    """Call `trained` with each configuration, on one mesh."""
     mesh = Mesh.of(configs[0])
     return [trained(config, steps, mesh) for config in configs]
 
 
 def one_process_config(config):
-    """Return the same training on one process, with one micro-batch a step. No loss is divided by m."""
+    """Return the same training on one process, with one micro-batch a step."""
     fields = {name: getattr(config, name) for name in SAME}
     return tiny_config(1, micro_batch_size=config.global_batch_size, **fields)
 
 
 def one_process(config, steps=FEW):
-    """Return what `train_tiny` returns for `one_process_config`."""
+    """Return `train_tiny` of `one_process_config`."""
     key = steps, *(getattr(config, name) for name in SAME)
     if key not in CURVES:
         CURVES[key] = train_tiny(one_process_config(config), steps)
@@ -134,7 +128,7 @@ def one_process(config, steps=FEW):
 
 
 def assert_same_model(results, reference, config, specs, first_step=None):
-    """Fail with a message unless every rank's run is that of one process. Arguments: `testing.compare.differences`."""
+    """Fail unless every rank's run is that of one process. Arguments: `testing.compare.differences`."""
     assert all(norm > config.clip_grad for norm in reference[1]), "clipping must change every step"
     message = differences(results, reference, config, specs, first_step)
     if message:
@@ -145,9 +139,9 @@ def assert_same_model(results, reference, config, specs, first_step=None):
 
 
 def check_layout(configs, on_ranks, steps=FEW):
-    """Train with each of these configurations, which have the same mesh. Compare each run with one process.
+    """Train with each configuration, on one mesh. Compare each run with one process.
 
-    on_ranks(function, *arguments) calls a function on each rank, and returns the results.
+    on_ranks(function, *arguments) returns the function's results of all ranks.
     """
     by_rank = on_ranks(train_each, configs, steps)
     for config, results in zip(configs, zip(*by_rank, strict=True), strict=True):
@@ -163,7 +157,7 @@ def specs(config):
 
 
 def first_step(config):
-    """Run the first step on this rank, and copy its gradients just before the update."""
+    """Run the first step on this rank, and copy its gradients before the update."""
     run, found = built(config), {}
     update = run.zero.update
 
@@ -177,7 +171,7 @@ def first_step(config):
 
 
 def gradient_of_each_micro_batch(one, config, dp):
-    """Return {(data rank, micro-batch): {parameter: gradient}}. The sum of all is the gradient of the step."""
+    """Return {(data rank, micro-batch): {parameter: gradient}}, whose sum is the step's gradient."""
     m, size = config.global_batch_size // (config.micro_batch_size * dp), config.micro_batch_size
     run, shares = built(replace(one, micro_batch_size=size, global_batch_size=size)), {}
     for d in range(dp):
@@ -202,7 +196,7 @@ def first_steps(on_ranks, config):
 
 
 def slow_with_eight(values):
-    """Mark a layout as slow if an axis has eight ranks, or if there are eight ranks without sequence parallelism."""
+    """Mark a layout as slow if an axis has eight ranks, or eight ranks have no sequence parallelism."""
     dp, tp, sp = values
     return pytest.param(*values, marks=[pytest.mark.slow] * (8 in values or (dp * tp == 8 and not sp)))
 
@@ -242,7 +236,7 @@ def with_lion(function, *arguments):
 
 
 def test_a_rule_with_a_sign_trains_the_same_model(workers):
-    """Only the key bias is not compared: its gradient is rounding noise, whose sign is no property of the model."""
+    """The key bias is not compared: its gradient is rounding noise."""
     config = tiny_config(2, 2, sequence_parallel=True, zero=2, optimizer="lion")
     with_lion(check_layout, [config], lambda *call: workers.run(4, with_lion, *call))
 
@@ -276,14 +270,14 @@ def number_of_micro_batches(word, pp):
 def can_run(schedule, stages, m):
     try:
         return bool(schedules.build(schedule, stages, m, schedules.usual_chunks(schedule)))
-    except UserError as error:  # "stages=3: ...": the schedule needs another number. Another error is for the tests
+    except UserError as error:  # "stages=3: ...": the schedule needs another number
         return "=" not in str(error).partition(":")[0]
     except Exception:
         return True
 
 
 def fits(dp, tp, pp, cp, context, experts, schedule, zero, sequence_parallel, micro_batches, order, **_):
-    """Return False if the values do not go together, or if a simpler point is the same layout."""
+    """Return False if the values do not go together, or a simpler point is the same layout."""
     redundant = (
         (cp == 1 and context != "ulysses")
         or (pp == 1 and (schedule != "1f1b" or micro_batches in ("fewer than stages", "stages")))
@@ -297,7 +291,7 @@ def fits(dp, tp, pp, cp, context, experts, schedule, zero, sequence_parallel, mi
 
 
 def group_of_tokens(tp, cp, context):
-    """Return the size of the largest group of tokens that one rank has whole, at most 2; 0: there is none."""
+    """Return the largest group of tokens that one rank has whole, at most 2."""
     return min(2, TINY["seq_length"] // (tp * cp * (2 if context == "ring" else 1)))
 
 
@@ -306,7 +300,7 @@ def ranks(dp, tp, pp, cp, **_):
 
 
 def points():
-    """Return all points of the grid that can run on 2 to 8 ranks."""
+    """Return all points of the grid on 2 to 8 ranks."""
     sizes = [values for values in itertools.product(*SIZES.values()) if 2 <= math.prod(values) <= 8]
     others = list(itertools.product(*OTHERS.values()))
     found = (dict(zip(SIZES | OTHERS, a + b, strict=True)) for a in sizes for b in others)
@@ -327,7 +321,7 @@ def fitted(dp, tp, pp, cp, context, experts, schedule, micro_batches, **fields):
 
 
 def covering(points, chosen=()):
-    """Choose points until these and `chosen` contain every pair of values, each time that with the most new pairs."""
+    """Choose points until these and `chosen` contain every pair of values."""
     table = pairs_of([*chosen, *points])
     left, table, more = ~table[: len(chosen)].any(0), table[len(chosen) :], []
     while left.any():
@@ -338,7 +332,7 @@ def covering(points, chosen=()):
 
 
 def pairs_of(points):
-    """Return which pairs of values of two axes the points contain, bool [points, pairs]."""
+    """Return which pairs of values the points contain, bool [points, pairs]."""
     codes = [np.unique([str(point[axis]) for point in points], return_inverse=True)[1] for axis in points[0]]
     numbers = [a * (b.max() + 1) + b for a, b in itertools.combinations(codes, 2)]
     return np.concatenate([number[:, None] == np.unique(number) for number in numbers], 1)
@@ -357,7 +351,7 @@ def name(point):
 
 
 def pytest_generate_tests(metafunc):
-    """Parametrize the two tests below. The grid is computed only here, because every worker imports this file."""
+    """Compute the grid only here, because every worker imports this file."""
     if "point" not in metafunc.fixturenames:
         return
     every = points()
@@ -377,5 +371,5 @@ def test_the_grid_covered(workers, point):
 
 @pytest.mark.grid
 def test_the_whole_grid(workers, point):
-    """Check every point. One test runs all optimizers of a layout; the test's id names the first of them."""
+    """One test runs all optimizers of a layout; its id names the first."""
     check_point(workers, point, list(RULES))

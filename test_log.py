@@ -1,4 +1,4 @@
-"""Test log.py. It prints the 33 lines of Megatron-DeepSpeed's published log of GPT-2 345M, digit for digit."""
+"""Test log.py, which prints 33 lines of Megatron-DeepSpeed's published log of GPT-2 345M, digit for digit."""
 
 import io
 import json
@@ -41,13 +41,12 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Replaces log.py's clock."""
     monkeypatch.setattr(log.time, "perf_counter", clock := Clock())
     return clock
 
 
 def run_of(config=None, *, rank=0, world=2, iteration=10, consumed=100):
-    """Return what log.py uses of a `train.Run` on the CPU."""
+    """Return what log.py uses of a `train.Run`."""
     counters, cpu = SimpleNamespace(iteration=iteration, consumed_samples=consumed), torch.device("cpu")
     mesh = SimpleNamespace(rank=rank, world=SimpleNamespace(size=world))
     return SimpleNamespace(
@@ -144,7 +143,7 @@ def test_published_timers_and_validation_lines():
         " validation loss at iteration 1000 | lm loss value: 5.299672E+00 | lm loss PPL: 2.002711E+02 | \n"
         f"{'-' * 96}"
     )
-    assert "PPL: 4.851652E+08" in log.validation_lines(1, 1e9)  # exp(20) instead of an overflow
+    assert "PPL: 4.851652E+08" in log.validation_lines(1, 1e9)  # exp(20)
     assert log.validation_lines(7, 2.0, "test").splitlines()[1].startswith(" test loss at iteration 7 | ")
 
 
@@ -192,7 +191,7 @@ def test_peak_of_a_device_by_its_real_name(name, dtype, peak):
 
 
 def test_a_row_has_every_number_with_its_unit(monkeypatch):
-    """Two iterations of two devices, each of 50 sequences of 256 tokens, in 4 seconds."""
+    """Two iterations of 50 sequences of 256 tokens on two devices, in 4 seconds."""
     monkeypatch.setattr(log, "peak_tflops", lambda *_: 0.5)
     config = Config(recompute="full")
     row = log.metrics_row(run_of(config), [STEP, STEP], 2, 4.0)
@@ -230,14 +229,14 @@ def test_a_pending_step_has_the_numbers_of_the_step():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_pending_step_waits_for_a_real_gpu():
     late, numbers = torch.ones(5, device="cuda").double(), torch.zeros(5, dtype=torch.float64, device="cuda")
-    log.PendingStep(numbers, 1.0, 2).read()  # allocates pinned memory, and so may wait for the GPU
-    torch.cuda._sleep(10**8)  # cycles: tens of milliseconds
+    log.PendingStep(numbers, 1.0, 2).read()  # allocates pinned memory
+    torch.cuda._sleep(10**8)
     numbers.copy_(late)
     assert log.PendingStep(numbers, 1.0, 2).read() == (1.0, 1.0, 1.0, True, True, 1.0, 2)
 
 
 def test_the_speeds_of_a_line_leave_out_the_first_step_and_pauses(clock):
-    """The first step takes 100 s, because it compiles. Each later one takes 2 s, and a save between them 10 s."""
+    """The first step takes 100 s, each later one 2 s, and a save between them 10 s."""
     run, said = run_of(), []
     history = log.Interval(run, said.append)
 
@@ -268,7 +267,7 @@ def test_a_line_of_the_first_step_alone_has_its_speed(clock):
 
 
 def test_a_step_on_a_gpu_is_judged_when_the_next_one_runs():
-    """Its signal to stop ends the run one step later. On the CPU, and after a call of PipeDream, it ends it at once."""
+    """A stop is one step later. On the CPU, and after a call of PipeDream, it is at once."""
     history, stop = log.Interval(run_of(), print), Ready(STEP._replace(stop=True))
     history.add([Ready(STEP)])
     reads = []
@@ -303,9 +302,9 @@ def test_timers_add_up_a_phase_and_divide_by_the_iterations(clock):
                 clock.now += 2.0
                 with timers("batch-generator"):
                     clock.now += 0.25
-        clock.now += 100.0  # between phases: no phase includes this time
+        clock.now += 100.0  # between phases
     expected = {"forward-compute": 6750.0, "optimizer": 500.0, "batch-generator": 750.0}
-    assert list(timers.take(2).items()) == list(expected.items())  # in the order of PHASES
+    assert list(timers.take(2).items()) == list(expected.items())  # the order of PHASES
     assert timers.take(1) == {}
 
 
@@ -319,13 +318,12 @@ def config(tmp_path):
 
 
 def row_of(iteration=10, loss=1 / 3, **changes):
-    """Return a row of two devices: 25 sequences a second."""
     row = log.metrics_row(run_of(iteration=iteration), [STEP._replace(loss=loss)], 1, 2.0)
     return row | {"timers_ms": {"forward-compute": 100.0, "optimizer": 2 / 3}} | changes
 
 
 def logged(config, *rows, **run):
-    """Write these rows with a Logger, and return those that metrics.jsonl then has."""
+    """Write rows with a Logger. Return those of metrics.jsonl."""
     logger = log.Logger(run_of(config, **run))
     for row in rows:
         logger.log(dict(row))
@@ -357,7 +355,7 @@ def test_a_torn_last_line_is_passed_over_and_does_not_spoil_the_next(config, kep
     with open(Path(config.out_dir, "metrics.jsonl"), "rb+") as file:
         first, second = file.read().splitlines(keepends=True)
         file.truncate(len(first) + len(second[:kept]))
-    whole = [10, 20] if kept == -1 else [10]  # -1: only the newline is missing, the row is whole
+    whole = [10, 20] if kept == -1 else [10]  # -1: only the newline is missing
     assert list(logged(config)) == whole
     assert list(logged(config, row_of(30))) == [*whole, 30]
 
@@ -380,7 +378,7 @@ class Terminal(io.StringIO):
 
 
 def test_the_lines_on_the_terminal(config, capsys, monkeypatch):
-    """The memory is shown only once. The bar goes to stderr, and stdout has no part of it."""
+    """The memory is shown once. The bar goes to stderr."""
     monkeypatch.setattr(sys, "stderr", Terminal())
     logger, rows = log.Logger(run_of(config, iteration=0)), [row_of(10), row_of(20), row_of(30)]
     for row, validation in zip(rows, (None, 2.0, None), strict=True):
@@ -411,7 +409,7 @@ def test_tensorboard_gets_the_numbers_of_each_row(config, monkeypatch):
     config.tensorboard = f"{config.out_dir}/runs"
     logged(config, row_of(10), iteration=5)
     assert calls[0] == 6 and calls[-1] == "flushed" and ("lm_loss", 1 / 3, 10) in calls
-    assert "mfu" not in {call[0] for call in calls[1:]}  # "unknown" is not a number
+    assert "mfu" not in {call[0] for call in calls[1:]}
     fake.SummaryWriter = lambda *_, **__: os.mkdir("/dev/null/runs")
     config.tensorboard = "/dev/null/runs"
     with pytest.raises(UserError, match=r"^tensorboard=/dev/null/runs: "):
@@ -436,7 +434,7 @@ def test_wandb_gets_the_configuration_and_each_row(config, monkeypatch):
 
 
 def lines_of_a_step(config):
-    """Run a step on this rank. Return the lines after each action. The two last actions follow a signal."""
+    """Return the lines after each action of a step. The two last actions follow a signal."""
     run, said, whole = built(config), [], []
     left = iter(range(len(run.schedule.actions[run.mesh.pp.rank]), 0, -1))
 
@@ -463,4 +461,4 @@ def test_a_long_step_says_how_far_it_is_and_a_signal_is_answered():
 def test_the_length_of_a_step_is_known_after_each_action(workers, schedule, chunks):
     config = tiny_config(1, pp=2, schedule=schedule, chunks=chunks, num_layers=3, micro_batch_size=6)
     for _, whole, work in workers.run(2, lines_of_a_step, config):
-        assert {*whole} - {"0:00:00"} == {work}  # 0:00:00 while the first unit runs: the length is not known yet
+        assert {*whole} - {"0:00:00"} == {work}  # 0:00:00: not known yet

@@ -1,4 +1,4 @@
-"""Tests of the model: its size, its losses against plain PyTorch, and the step that runs it unit by unit."""
+"""Tests of the model: its size, its losses against plain PyTorch, and its step."""
 
 import math
 
@@ -16,7 +16,7 @@ from parallel.tensor import specs
 from test_layouts import built, micro_batches, tiny_config
 from testing.compare import same_tensor
 
-PARAMETERS = {  # configs/NAME.py: number of parameters, with the padded vocabulary
+PARAMETERS = {  # of configs/NAME.py, with the padded vocabulary
     "gpt2_345m": 354_871_296,  # equals Megatron-LM's number
     "gpt2_7b": 6_658_498_560,  # with 2,024 positions
     "gpt2_124m": 124_475_904,
@@ -30,14 +30,14 @@ PARAMETERS = {  # configs/NAME.py: number of parameters, with the padded vocabul
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_number_of_parameters(name):
-    """No tensor is needed: a model has only ParamSpecs until zero.py gives it storage."""
+    """A model has only ParamSpecs until zero.py gives it storage."""
     c = configuration.load([f"configs/{name}.py"])
     assert GPT(c, Mesh().tp).num_parameters() == PARAMETERS[name]
     assert configuration.check(c, world=c.tp) == 1, "the configuration runs nowhere"
 
 
 def plain_gpt(run, ids, targets):
-    """Return the loss of every token, computed by the same model in plain PyTorch with the same weights."""
+    """Return every token's loss in plain PyTorch, with the same weights."""
     c, w = run.config, {p.spec.name: p for p in run.model.parameters()}
 
     def norm(x, name):
@@ -77,7 +77,6 @@ def samples(run, b=3):
 
 
 def test_losses_and_gradients_are_those_of_plain_pytorch(run):
-    """The executor runs the units one by one, with two micro-batches."""
     tokens = samples(run, 6)
     with torch.no_grad():
         batch = run.model.micro_batch(tokens[:, :-1], tokens[:, 1:])
@@ -103,7 +102,7 @@ def test_losses_and_gradients_are_those_of_plain_pytorch(run):
 
 
 def test_dropout_acts_in_training_only_and_on_every_site(monkeypatch):
-    """The embedding and both outputs of each block have a site of their own. Evaluation has no dropout."""
+    """The sites are the embedding and both outputs of each block."""
     config = tiny_config(1, dropout=0.5)
     run = built(config)
     tokens, sites = samples(run), []
@@ -123,7 +122,7 @@ def test_dropout_acts_in_training_only_and_on_every_site(monkeypatch):
 
 
 class Reads(TorchDispatchMode):
-    """Records the operations that read a tensor's value on the host, because the host then waits for the device."""
+    """Records the operations that read a tensor's value on the host."""
 
     names = ()
 
@@ -147,7 +146,7 @@ def test_the_host_reads_no_number_within_a_step(fields):
 
 
 def test_flat_buffers_hold_everything_in_its_range(run):
-    """Parameters are aligned views. Cut parameters come first. The padding is never written."""
+    """Parameters are aligned views, cut ones first. The padding is never written."""
     batches = micro_batches(run)
     for _ in range(2):
         train.train_step(run, batches)
@@ -170,7 +169,7 @@ def test_flat_buffers_hold_everything_in_its_range(run):
 
 
 def test_the_tied_table_is_reduced_after_its_first_user(run):
-    """Backward begins with the head, where the gradient of the tied table is not yet complete."""
+    """In the head, where backward begins, its gradient is not complete."""
     (chunk,) = run.executor.chunks.values()
     assert chunk.reduce_after == [["embedding", "word"], ["block0"], ["block1"], ["head"]]
     assert chunk.release_after == [["embedding"], ["block0"], ["block1"], ["head", "word"]]

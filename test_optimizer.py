@@ -1,7 +1,4 @@
-"""Tests of the update rules against PyTorch and the papers' formulas.
-
-The loss scale and the learning rate are compared with the log of a real run.
-"""
+"""Tests of the update rules against PyTorch, the papers' formulas, and the log of a real run."""
 
 import contextlib
 import math
@@ -31,7 +28,7 @@ def scalars(lr, scale, update, skip=False, beta1=0.9, beta2=0.999):
 
 
 def test_adamw_is_its_formula_and_the_fused_one_is_the_same():
-    """Two ranges: one decays, one does not. A skipped update by `adamw_` changes nothing."""
+    """One range decays, one does not. A skipped update changes nothing."""
     w, m, v, lr, b1, b2, eps = drawn(48, 0), torch.zeros(48), torch.zeros(48), 1e-2, 0.8, 0.95, 1e-6
     m, v, decay = m.double(), v.double(), 0.1 * (torch.arange(48) < 32).double()
     ours, moments, cast = w.clone(), [m.clone(), v.clone()], torch.zeros(48, dtype=torch.bfloat16)
@@ -75,7 +72,7 @@ def test_sgd_is_torch_sgd():
 
 
 def by_tensor(name, w, g, state, c, lr, update, matrix):
-    """Return the weight after an update by LAMB or LARS, written as in the paper, on one whole tensor."""
+    """Return a whole tensor after LAMB or LARS, written as in the paper."""
     decay = c.weight_decay * matrix
     if name == "lamb":
         m, v = state.setdefault("m", torch.zeros_like(w)), state.setdefault("v", torch.zeros_like(w))
@@ -145,7 +142,7 @@ def test_learning_rate(updates, expected, fields):
 
 
 def test_learning_rates_of_a_real_log():
-    """Megatron-DeepSpeed's 345M: (iteration, skipped so far, learning rate). Skipped steps do not change the rate."""
+    """Megatron-DeepSpeed's 345M: (iteration, skipped so far, learning rate)."""
     c = Config(lr=0.00015, min_lr=1e-5, lr_decay_iters=320000, lr_warmup_fraction=0.01, train_iters=500000)
     rows = [(100, 15, "3.984E-06"), (200, 15, "8.672E-06"), (600, 17, "2.733E-05"), (3000, 19, "1.397E-04")]
     assert [f"{learning_rate(c, i - skipped):.3E}" for i, skipped, _ in rows] == [rate for *_, rate in rows]
@@ -164,11 +161,10 @@ def scales(overflows, scale=None, **fields):
 
 
 def test_loss_scale_of_a_real_log():
-    """The scale starts at 2^32.
+    """With hysteresis=2, the scale starts at 2^32, and the second overflow and later ones halve it.
 
-    The hysteresis is 2: only the second overflow and later ones halve the scale. So the scale is 2^18 after 15
-    overflows, and 2^16 after 2 more by iteration 600. After 1,000 steps without overflow it is 2^17, and the count of
-    overflows is 0 again. It is 2^18 after 1,000 more updates, and 2^17 after 2 overflows.
+    It is 2^18 after 15 overflows, 2^16 after 2 more, 2^17 after 1,000 steps without overflow (the count of overflows is
+    0 again), 2^18 after 1,000 more, and 2^17 after 2 overflows.
     """
     scale = LossScale(Config(), "fp16")
     assert scales([True] * 15, scale)[-1] == 2**18
@@ -189,7 +185,7 @@ def test_loss_scale_has_a_floor_and_a_clean_count_starts_over():
 
 
 def test_weight_decay_spares_biases_and_layer_norms():
-    """With gradient 0, only the parameters that decay change."""
+    """With gradient 0, only what decays changes."""
     run, _ = step_of(optimizer="sgd", weight_decay=0.5)
     before = weights(run)
     run.zero.update(scalars(lr=0.1, scale=1.0, update=1))
@@ -212,7 +208,7 @@ def test_the_clip_scales_the_update_and_the_log_has_the_norm_before_it():
 
 @pytest.mark.parametrize("dtype, distance", [("fp32", 1e-4), ("bf16", 0.03), ("fp16", 0.01)])
 def test_lower_precision_trains_close_to_float64(dtype, distance):
-    """8 steps: relative to float64, each loss is off by less than `distance`. No fp16 step overflows."""
+    """distance: the largest of 8 losses from float64's. No fp16 step overflows."""
     exact, batches = step_of()
     exact = [train.train_step(exact, batches).read().loss for _ in range(8)]
     run, batches = step_of(dtype, initial_loss_scale=2.0**10)
@@ -226,7 +222,7 @@ def test_lower_precision_trains_close_to_float64(dtype, distance):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_with_one_micro_batch_every_stage_gives_the_same_bits(workers, dtype):
-    """Casts and gathers are equal in all ZeRO stages. A sum over two ranks has one result, because a + b is b + a."""
+    """A sum over two ranks has one result, because a + b is b + a."""
     fields = dict(dtype=dtype, global_batch_size=8, micro_batch_size=4, clip_grad=0.0)  # norms differ by rounding
     (losses, norms, _, whole), _ = workers.run(2, train_tiny, tiny_config(2, **fields), 4)
     for zero in (1, 2, 3):
@@ -237,7 +233,7 @@ def test_with_one_micro_batch_every_stage_gives_the_same_bits(workers, dtype):
 
 @contextlib.contextmanager
 def poison(run, value):
-    """Put `value` into a gradient of the head's LayerNorm before it is reduced."""
+    """Put `value` into a gradient of the head before it is reduced."""
     reduce = run.zero.reduce
 
     def reduce_poison(name, last):
@@ -251,7 +247,7 @@ def poison(run, value):
 
 
 def poisoned_step(config, victim, value):
-    """Run three steps, the second with a poisoned gradient on rank `victim`. Return this rank's results."""
+    """Run three steps, the second with a poisoned gradient on rank `victim`."""
     run = built(config)
     batches, steps, block = micro_batches(run), [], list(run.zero.buckets.values())[-2]
     for i in range(3):
@@ -275,7 +271,7 @@ def poisoned_step(config, victim, value):
     ids=str,
 )
 def test_an_overflow_on_one_rank_makes_every_rank_skip(workers, layout, value):
-    """A skipped step advances the data, but not the learning rate. The loss scale falls on all ranks."""
+    """The data advance, the learning rate does not. The loss scale falls on all ranks."""
     fields = dict(dtype="fp16", initial_loss_scale=2.0**8, hysteresis=1, global_batch_size=8, micro_batch_size=2)
     config = tiny_config(**fields | layout)
     ranks = layout["dp"] * config.tp * config.pp
@@ -290,7 +286,7 @@ def test_an_overflow_on_one_rank_makes_every_rank_skip(workers, layout, value):
 
 @pytest.mark.parametrize("name", optimizer.RULES)
 def test_a_skipped_step_is_as_if_its_data_had_not_been(name):
-    """The weights are equal bit for bit: the skipped step changes no moment, no bias correction and no rate."""
+    """It changes no moment, no bias correction and no rate."""
     (run, batches), (other, rest) = step_of("fp32", optimizer=name), step_of("fp32", optimizer=name)
     train.train_step(run, batches)
     train.train_step(other, rest)

@@ -1,7 +1,7 @@
-"""Test that the asynchronous schedules train the model that a sequential program with old weights trains.
+"""The asynchronous schedules train the model of a sequential program with old weights.
 
-`oracle` is this program: one process keeps the history of each stage's weights, and computes the gradient of each
-micro-batch with the versions that the papers state. It has its own update rules.
+`oracle` is this program: one process keeps all versions of each stage's weights, and computes a micro-batch's gradient
+with the versions that the papers state.
 """
 
 import functools
@@ -77,7 +77,7 @@ def test_the_drawing_shows_updates_and_versions(capsys):
 
 
 def version(config, stage, k, m):
-    """Return the version of a stage's weights that micro-batch k of a call uses. k counts from 1, stages from 0."""
+    """Return the version of a stage's weights in micro-batch k of a call. k counts from 1, stages from 0."""
     if config.schedule == "pipedream":
         return max(k - 1 - (config.pp - 1 - stage), 0)
     return max((k - 1) // m - 1, 0)
@@ -89,7 +89,7 @@ def oracle(config, dp, calls):
     alone = dict(tp=1, pp=1, schedule="1f1b", sequence_parallel=False, zero=0, recompute="none", updates_per_call=1)
     run = built(replace(config, **alone, micro_batch_size=samples, global_batch_size=samples))
     weights = {p.spec.name: p for bucket in run.zero.buckets.values() for p in bucket.params}
-    stages = {}  # a tied parameter has the version of the first stage, the oldest
+    stages = {}  # a tied parameter: the first stage, the oldest
     for stage, units in enumerate(split(run.layout.table, config.pp)):
         stages = {spec.name: stage for unit in units for spec in unit} | stages
     batches, before, losses, norms = micro_batches(run), parameters(run), [], []
@@ -121,7 +121,7 @@ def updated(c, w, gradient, moments, t, decays):
 
 
 def train_asynchronously(config, calls, mesh=None):
-    """Train on this rank. Return (losses, norms, before, after, copies that differ). calls: updates of each call."""
+    """Train. Return (losses, norms, before, after, copies that differ). calls: updates of each call."""
     run = built(config, mesh)
     before, batches, done = parameters(run), micro_batches(run), []
     run.counters.iteration = -calls[0] % config.updates_per_call  # the first call may be shorter
@@ -142,7 +142,7 @@ def asynchronous(schedule, pp, per_update=1, updates=12, dp=1, tp=1, **fields):
 
 
 def check_same(results, reference, config):
-    """Fail with a message unless each rank's losses, norms and parameters are those of `oracle`."""
+    """Fail unless each rank's losses, norms and parameters are those of `oracle`."""
     for rank, (losses, norms, *_) in enumerate(results):
         for k, (x, y, loss, norm) in enumerate(zip(losses, norms, *reference[:2], strict=True), 1):
             right = math.isclose(x, loss, rel_tol=1e-10), math.isclose(y, norm, rel_tol=1e-10)
@@ -202,7 +202,6 @@ def points():
 
 
 def pytest_generate_tests(metafunc):
-    """Parametrize the two tests below, as in test_layouts.py."""
     if "point" in metafunc.fixturenames:
         found = [point for point in points() if point["optimizer"] == AXES["optimizer"][0]]
         if metafunc.function is test_the_grid_covered:
@@ -231,7 +230,6 @@ def test_the_grid_covered(workers, point):
 
 @pytest.mark.grid
 def test_the_whole_grid(workers, point):
-    """Check every point. One test runs all optimizers of a layout; the test's id names the first of them."""
     check_point(workers, point, AXES["optimizer"])
 
 
@@ -247,7 +245,7 @@ def at_rest(out_dir, tokens_dir, schedule, pp, **fields):
 
 @pytest.mark.parametrize("schedule", ASYNCHRONOUS)
 def test_logs_validation_and_checkpoints_change_no_bit(workers, tokens_dir, tmp_path, schedule):
-    """All three happen only at multiples of updates_per_call. A stop and a resume there change no bit either."""
+    """Neither does a stop and a resume at a multiple of updates_per_call."""
     plain, busy, parts = (tmp_path / name for name in ("plain", "busy", "parts"))
     often = dict(log_interval=1, eval_interval=1, save_interval=1, keep=0)
     workers.run(2, go, at_rest(plain, tokens_dir, schedule, 2, log_interval=4))
@@ -261,7 +259,7 @@ def test_logs_validation_and_checkpoints_change_no_bit(workers, tokens_dir, tmp_
 
 @pytest.mark.slow
 def test_checkpoints_load_in_any_layout(workers, tokens_dir, tmp_path):
-    """Other layouts load a checkpoint and save it again without a step: the files are equal."""
+    """Loaded and saved again without a step, the files are equal."""
     common = dict(train_iters=4, global_batch_size=8, eval_iters=0, clip_grad=0.0, num_layers=3)
     first = configured(
         tmp_path / "0", tokens_dir, **common, schedule="pipedream-2bw", pp=2, micro_batch_size=4, updates_per_call=4
@@ -289,7 +287,7 @@ def test_a_signal_stops_the_run_at_the_end_of_a_call():
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_before_the_next_save(workers, monkeypatch, tokens_dir, tmp_path):
-    monkeypatch.setattr(workers, "adversary", False)  # this mode refuses to send a nan
+    monkeypatch.setattr(workers, "adversary", False)  # it refuses to send a nan
     fields = dict(save_interval=4, keep=0, optimizer="sgd", train_iters=16)
     workers.run(2, go, at_rest(tmp_path, tokens_dir, "pipedream", 2, **fields | dict(train_iters=4)))
     config = at_rest(tmp_path, tokens_dir, "pipedream", 2, **fields, lr=9e12, min_lr=9e12, weight_decay=9e12)
@@ -298,7 +296,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_the_next_save(workers
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_4"]
 
 
-MISTAKES = [  # fields of a configuration, of which the first is named
+MISTAKES = [  # fields; the first is named
     *(dict(clip_grad=1.0), dict(dtype="fp16"), dict(optimizer="lamb"), dict(optimizer="lars"), dict(zero=2)),
     *(dict(rampup_batch_size="2,2,8"), dict(global_batch_size=8), dict(train_iters=10), dict(updates_per_call=0)),
     *(dict(chunks=2), dict(updates_per_call=4, schedule="1f1b")),
@@ -319,7 +317,7 @@ def test_what_needs_all_ranks_at_each_update_is_refused_by_name(fields):
 
 
 def accounts(config):
-    """Run one call. Return (bytes sent, bytes kept), each (measured, predicted)."""
+    """Return a call's bytes sent and bytes kept, each (measured, predicted)."""
     run = built(config)
     rank, widths = run.mesh.pp.rank, (run.zero.dtype.itemsize, run.zero.master_dtype.itemsize)
     with meter.Activations(run.executor) as activations:
@@ -335,7 +333,7 @@ def accounts(config):
     "schedule, pp, updates", [("pipedream", 4, 12), ("pipedream-2bw", 2, 1), ("pipedream-2bw", 4, 3)]
 )
 def test_bytes_sent_and_kept_equal_the_formulas(workers, monkeypatch, schedule, pp, updates):
-    monkeypatch.setattr(workers, "adversary", False)  # in this mode a message is seen as sent at a random time
+    monkeypatch.setattr(workers, "adversary", False)  # it sends at random times
     for fields in [dict(dp=2, zero=1, dtype="bf16"), dict(tp=2, sequence_parallel=True, dropout=0.1, recompute="full")]:
         config = asynchronous(schedule, pp, pp if schedule == "pipedream-2bw" else 1, updates, **fields)
         for found in workers.run(2 * pp, accounts, config):

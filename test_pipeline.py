@@ -1,8 +1,4 @@
-"""Tests of the executor: its work between units. The speed of the ranks must not change a result.
-
-Other tests of the pipeline: test_layouts.py (every schedule trains the same model), test_schedules.py (the schedules),
-accounts/test_ledger.py (bytes sent), testing/test_adversary.py (nothing is read before it has arrived).
-"""
+"""Tests of the executor. (test_layouts.py: every schedule trains the same model; test_schedules.py: the schedules.)"""
 
 import contextlib
 import itertools
@@ -43,7 +39,7 @@ from test_train import validation_losses
     [(4, 1, [6]), (5, 2, [4, 3]), (5, 3, [3, 2, 2]), (7, 4, [3, 2, 2, 2]), (2, 4, [1, 1, 1, 1]), (9, 4, [3, 3, 2, 3])],
 )
 def test_blocks_are_spread_evenly_and_the_ends_take_fewer(layers, parts, expected):
-    """expected: units per part. The first part also has the embedding, the last part the head."""
+    """expected: units per part. The ends also have the embedding and the head."""
     units = ["embedding", *range(layers), "head"]
     cut = split(units, parts)
     assert [unit for part in cut for unit in part] == units and [len(part) for part in cut] == expected
@@ -65,7 +61,7 @@ def test_who_holds_what():
 
 
 def sleepy(config, seed):
-    """Run train_tiny. This rank sleeps for a random time before every action and every message."""
+    """Run train_tiny, and sleep for a random time before every action and message."""
     dice = random.Random(seed + torch.distributed.get_rank())
 
     def slow(original):
@@ -93,7 +89,7 @@ def test_random_sleeps_on_every_rank_change_no_bit(workers, schedule, zero):
 
 
 def posted(config):
-    """Run a step. Return this rank's messages [(group, source, destination, tag)] in posting order: before it, in it.
+    """Run a step. Return this rank's messages [(group, source, destination, tag)], before and in it, as posted.
 
     group: 0 for messages to higher ranks, 1 for messages to lower ranks.
     """
@@ -118,7 +114,7 @@ def posted(config):
 
 @pytest.mark.parametrize("schedule", schedules.SCHEDULES)
 def test_a_group_has_one_sender_between_two_ranks_and_is_connected_before_the_step(workers, schedule):
-    """NCCL runs the messages of a group between two ranks in the order in which both ranks post them."""
+    """NCCL runs a group's messages between two ranks in the order in which both post them."""
     fields = dict(schedule=schedule, chunks=schedules.usual_chunks(schedule), num_layers=7, micro_batch_size=1)
     fields |= dict(global_batch_size=4, updates_per_call=6) if schedule in schedules.ASYNCHRONOUS else {}
     fields |= dict(global_batch_size=1) if schedule == "pipedream" else {}
@@ -136,7 +132,7 @@ def test_a_group_has_one_sender_between_two_ranks_and_is_connected_before_the_st
 
 
 def pair(stages, microbatches, chunks=1):
-    """Return a schedule of two pipelines. Each uses half of the ranks and every second micro-batch."""
+    """Return a schedule of two pipelines, each with half of the ranks and every second micro-batch."""
     half = stages // 2
     actions = []
     for rank in range(stages):
@@ -153,7 +149,7 @@ def trained_in_pairs(config):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "lamb"])
 def test_a_schedule_whose_ranks_hold_different_buckets_with_different_ranks(workers, optimizer):
-    """The word table is on four ranks, the others on two. The last two ranks run only one of the 3 micro-batches."""
+    """The word table is on four ranks, the others on two. The last two ranks run one of 3 micro-batches."""
     fields = dict(optimizer=optimizer, num_layers=2)
     config = tiny_config(1, pp=4, schedule="pair", **fields)
     reference = train_tiny(tiny_config(1, **fields), 3)
@@ -161,7 +157,7 @@ def test_a_schedule_whose_ranks_hold_different_buckets_with_different_ranks(work
 
 
 def holdings(config):
-    """Run a step. Return (most micro-batches kept at once, kept outputs with values after the last F, tensors left)."""
+    """Return a step's (most micro-batches kept, kept outputs with values after the last F, tensors left)."""
     run = built(config)
     executor, most, full = run.executor, 0, 0
     forward = executor.forward
@@ -179,14 +175,14 @@ def holdings(config):
 
 @pytest.mark.parametrize("schedule, most", [("gpipe", [8, 8, 8, 8]), ("1f1b", [4, 3, 2, 1]), ("zb-h2", [7, 5, 3, 1])])
 def test_activations_in_flight_are_the_schedules(workers, schedule, most):
-    """Backward needs no values of sent outputs, so all but the last few are freed."""
+    """Sent outputs are freed: backward needs no values of them."""
     results = workers.run(4, holdings, tiny_config(1, pp=4, schedule=schedule, num_layers=4, micro_batch_size=3))
     assert [found for found, _, _ in results] == most and all(left == 0 for *_, left in results)
     assert all(full <= pipeline.IN_TRANSIT + 1 for _, full, _ in results[:-1])
 
 
 def storages(config):
-    """Run a step with ZeRO-3. Return which (parameters, gradients) are whole in block1's F and after the step."""
+    """Return which (parameters, gradients) are whole in block1's F and after a step."""
     run, seen = built(config), []
     block, buckets = run.model.units[2], run.zero.buckets
     forward = block.forward
@@ -204,7 +200,7 @@ def storages(config):
 
 
 def test_stage_3_holds_a_bucket_only_while_it_computes(workers):
-    """Whole in block1's F: block1, block2 (its gather has started), and the tied table, which the head will use."""
+    """Whole in block1's F: block1, block2 (its gather has started), and the tied table."""
     config = tiny_config(2, zero=3, num_layers=4)
     for computing, at_rest in workers.run(2, storages, config):
         whole = f"whole in block1's F: {computing}; whole after the step: {at_rest}"
@@ -212,7 +208,7 @@ def test_stage_3_holds_a_bucket_only_while_it_computes(workers):
 
 
 def whole_gradients_at_products(config):
-    """Return {bucket: how many buckets have whole gradients when W last adds to this one}."""
+    """Return {bucket: number of buckets with whole gradients when W last adds to this one}."""
     run, alive, product = built(config), {}, tensor.add_product
 
     def watching(w, dy, x):
@@ -225,14 +221,14 @@ def whole_gradients_at_products(config):
 
 
 def test_a_late_weight_gradient_lets_go_of_each_bucket_as_it_is_done(workers):
-    """After I, seven gradients exist: head, four blocks, word table, embedding. W frees each when it is summed."""
+    """After I, seven gradients exist. W frees each when it is summed."""
     config = tiny_config(2, zero=2, schedule="zb-h1", num_layers=4)
     for alive in workers.run(2, whole_gradients_at_products, config):
         assert [alive[f"block{i}"] for i in (3, 2, 1, 0)] == [7, 7, 6, 5]
 
 
 def waiting_in_block(config):
-    """Return the buckets whose gathers nobody has waited for, after a step and in the next step's F of block1."""
+    """Return the buckets whose gathers run after a step, and in the next step's F of block1."""
     run = built(config)
     batches, block, seen = micro_batches(run), run.model.units[2], []
     train.train_step(run, batches)
@@ -257,7 +253,7 @@ def test_a_step_begins_while_later_parameters_are_gathered(workers):
 
 
 def groups(config):
-    """Run a step. Return the number of groups of gathers, of sums, and of both together."""
+    """Return the number of groups of a step's gathers, of its sums, and of both together."""
     gathers, sums = mock.Mock(wraps=comm._all_gather), mock.Mock(wraps=comm._reduce_scatter)
     with mock.patch.multiple(comm, _all_gather=gathers, _reduce_scatter=sums):
         train_tiny(config, 1)
@@ -271,7 +267,7 @@ def test_in_stage_3_a_sum_does_not_delay_a_gather(workers):
 
 
 def staged(config):
-    """Train as with offload from a GPU: the state has another device than the model (`cpu`, not `cpu:0`)."""
+    """Train with the state on another device than the model (`cpu`, not `cpu:0`)."""
     with mock.patch.object(zero, "pinned", lambda size, dtype: torch.zeros(size, dtype=dtype)):
         run = train.build(config, Mesh.of(config), torch.device("cpu", 0))
         assert all((bucket.staging is not None) == config.offload for bucket in run.zero.buckets.values())
@@ -293,7 +289,7 @@ def staged(config):
     ids=str,
 )
 def test_offload_through_a_staging_buffer_changes_no_bit(workers, fields):
-    """PipeDream: a version that no forward uses has only master weights, which must not be rounded to bf16."""
+    """PipeDream: a version that no forward uses has master weights alone, not rounded to bf16."""
     config = tiny_config(1, micro_batch_size=4, **fields)
     plain, offloaded = (workers.run(2, staged, replace(config, offload=on)) for on in (False, True))
     for a, b in zip(plain, offloaded, strict=True):
@@ -314,7 +310,7 @@ def test_offload_through_a_staging_buffer_changes_no_bit(workers, fields):
     ids=str,
 )
 def test_validation_is_the_same_in_every_layout(workers, tokens_dir, tmp_path, layout):
-    """2 and 6 data ranks do not divide the 87 samples. With ZeRO-3 all data ranks must gather equally often."""
+    """2 and 6 data ranks do not divide the 87 samples. With ZeRO-3 all must gather equally often."""
     fields = dict(train_iters=1, eval_iters=100, dtype="fp64", global_batch_size=96, num_layers=4)
     expected = validation_losses(configured(tmp_path / "one", tokens_dir, micro_batch_size=24, **fields))
     config = configured(tmp_path / "many", tokens_dir, micro_batch_size=4, **fields, **layout)
@@ -329,7 +325,7 @@ def test_validation_is_the_same_in_every_layout(workers, tokens_dir, tmp_path, l
 
 
 def with_stand_ins(*arguments, original=data.eval_batches):
-    """Yield the real micro-batches, then sample 0 twice, as if it were real: the stand-ins of ranks 4 and 5 of 6."""
+    """Yield the real micro-batches, then sample 0 twice as if it were real."""
     real = list(original(*arguments))
     yield from [*real, *[(real[0][0][:1], True)] * 2]
 
@@ -348,7 +344,7 @@ def test_a_validation_is_not_watched_and_watching_goes_on_after_it():
 
 
 def test_a_trace_holds_every_action_of_every_rank(workers, tokens_dir, tmp_path):
-    """The file is a trace for Perfetto, and `python -m accounts.draw --trace` can read it."""
+    """`python -m accounts.draw --trace` can read the file."""
     trace = tmp_path / "trace.json"
     fields = dict(train_iters=12, micro_batch_size=3, num_layers=3, trace=str(trace), eval_iters=0)
     config = configured(tmp_path / "out", tokens_dir, pp=2, schedule="zb-h1", **fields)
@@ -378,7 +374,7 @@ def grown(config):
 
 @pytest.mark.parametrize("layout", [dict(pp=2, schedule="zb-h2", zero=2), dict(zero=3)], ids=str)
 def test_the_batch_grows_alike_in_every_layout(workers, layout):
-    """A step has 8 samples, then 16 once 24 samples are seen, then 24 once 48 are seen."""
+    """A step has 8 samples, 16 after 24 samples, 24 after 48."""
     fields = dict(rampup_batch_size="8,8,48", micro_batch_size=2, num_layers=4)
     samples, losses = grown(tiny_config(1, **fields))
     assert samples == [8, 8, 8, 16, 16, 24, 24, 24]

@@ -1,7 +1,6 @@
 """Test prepare.py: the files equal the encoding of each whole document, also after crashes and with any settings.
 
-Most tests call the command in this process, without workers and with small pieces, so short texts are cut many times.
-The tests of crashes and signals run it in processes of its own.
+Most tests call the command without workers and with small pieces, so short texts are cut many times.
 """
 
 import contextlib
@@ -43,7 +42,7 @@ def here(monkeypatch):
 
 
 def run(*words, tokenizer="bytes", split="1,0,0"):
-    """Run the command in this process. Return ({split: ids}, meta). The last word is the output folder."""
+    """Run the command in this process. Return ({split: ids}, meta)."""
     *words, out = map(str, words)
     sys.argv = ["prepare.py", *words, f"--out={out}", f"--tokenizer={tokenizer}", f"--split={split}"]
     prepare.main()
@@ -56,7 +55,7 @@ def data_set(out):
 
 
 def whole(tokenizer, documents):
-    """Return the expected ids: each document encoded as a whole, and an end-of-text token after each."""
+    """Return the expected ids: each document encoded as a whole, then end-of-text."""
     return [i for text in documents for i in [*tokenizer.encode_ordinary(text), tokenizer.eot_token]]
 
 
@@ -77,7 +76,6 @@ def restored_arguments(monkeypatch):
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
 @pytest.mark.parametrize("name", ["bytes", "gpt2", "files", "unknown pattern"])
 def test_long_documents_equal_whole_ones(name, kind, here, tmp_path, monkeypatch, request):
-    """Cut random texts many times. Their tokens must equal the encoding of each whole text."""
     source = request.getfixturevalue("gpt2").name if name == "gpt2" else name
     rng, parts = random.Random(4), []
     if name in ("files", "unknown pattern"):
@@ -94,7 +92,7 @@ def test_long_documents_equal_whole_ones(name, kind, here, tmp_path, monkeypatch
     monkeypatch.setattr(prepare, "read_blocks", lambda *a: (b for b in blocks(*a) if not parts.extend(b)))
     tokens, meta = run(tmp_path / "in", tmp_path / "out", tokenizer=source)
     assert tokens["train"] == whole(load_tokenizer(source), texts) and meta["documents"]["train"] == len(texts)
-    assert kind == "jsonl" or name == "unknown pattern" or sum(not part.ends for part in parts) > 200  # really cut
+    assert kind == "jsonl" or name == "unknown pattern" or sum(not part.ends for part in parts) > 200
 
 
 ARROW = [kind for kind in prepare.KINDS if kind.endswith((".zst", ".parquet"))]
@@ -111,7 +109,7 @@ def write_rows(path, texts):
 
 
 def packed(kind, data):
-    if kind.endswith(".zst"):  # two frames, as parallel programs write them
+    if kind.endswith(".zst"):  # two frames
         return b"".join(arrow().compress(part, "zstd", asbytes=True) for part in (data[:9], data[9:]))
     return gzip.compress(data) if kind.endswith(".gz") else data
 
@@ -122,7 +120,7 @@ def test_every_kind_and_packing_is_read_in_order(kinds, here, tmp_path):
     for i, kind in enumerate(kinds):
         texts.append(f"text {i}\r\nwith two lines \u2028 and é\n")
         data = json.dumps({"text": texts[-1]}, ensure_ascii=False) if "json" in kind else texts[-1]
-        data = data.encode("utf-8-sig" if i % 2 else "utf-8")  # a byte-order mark is removed
+        data = data.encode("utf-8-sig" if i % 2 else "utf-8")
         if kind == ".parquet":
             write_rows(tmp_path / f"a{i:02}{kind}", [texts[-1]])
         else:
@@ -183,7 +181,7 @@ def test_documents_go_to_splits_by_a_hash_of_their_position(here, tmp_path):
         mine = [t for n, t in enumerate(texts) if n != 50 and prepare.split_of(0, n + 1, (80, 15, 5)) == i]
         assert tokens[split] == whole(BYTES, mine) and meta["documents"][split] == len(mine)
         assert abs(len(mine) / 2000 - (0.8, 0.15, 0.05)[i]) < 0.03 and meta["tokens"][split] == len(tokens[split])
-    # the hash must never change: validation texts of an old data set would be training texts of a new one
+    # with another hash, old validation texts would be new training texts
     assert [prepare.split_of(0, line, (1, 1, 1)) for line in range(1, 13)] == [0, 2, 1, 0, 0, 2, 1, 1, 1, 1, 2, 0]
 
 
@@ -216,7 +214,7 @@ def start(words, before=""):
 
 
 def command(words, before=""):
-    """Return (exit code, text). It returns when no process has the pipe open: no worker outlives its parent."""
+    """Return (exit code, text), once no process has the pipe open: no worker outlives its parent."""
     with start(words, before) as process:
         text = process.communicate(timeout=120)[0]
     return process.returncode, text
@@ -228,7 +226,7 @@ def files_in(folder):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """A command with a long text and JSON lines as input, and the output files of its first run."""
+    """A command with a long text and JSON lines, and its output files."""
     folder, rng = tmp_path_factory.mktemp("corpus"), random.Random(5)
     (folder / "in").mkdir()
     (folder / "in/long.txt").write_bytes(text_of_atoms(rng, 6000).encode())
@@ -270,7 +268,6 @@ prepare.Output.truncate = lambda self: die() if self.progress['blocks'] else tru
 @pytest.mark.slow
 @pytest.mark.parametrize("crash", CRASHES)
 def test_after_a_crash_the_same_command_ends_in_the_same_bytes(crash, corpus, tmp_path):
-    """A kill at any moment leaves no folder or a whole one."""
     (words, expected), (before, resumes) = corpus, CRASHES[crash]
     words, done = [*words, f"--out={tmp_path}/out"], crash == "after the rename"
     code, text = command(words, before)
@@ -285,12 +282,12 @@ def test_after_a_crash_the_same_command_ends_in_the_same_bytes(crash, corpus, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("crash", ["while it fills the empty splits", "before the rename"])
 def test_a_kill_at_the_end_keeps_the_finished_work(crash, tmp_path):
-    """One big file is one document, so val and test get their tokens from the end of train."""
+    """val and test get their tokens from the end of the one document."""
     (tmp_path / "big.txt").write_text("some words " * 2000)
     words = [tmp_path / "big.txt", "--tokenizer=bytes", "--workers=1"]
     assert command([*words, f"--out={tmp_path}/expected"])[0] == 0
     assert command([*words, f"--out={tmp_path}/out"], CRASHES[crash][0])[0] == -9
-    code, text = command([*words, f"--out={tmp_path}/out"], "prepare.Output.write = die")  # encodes nothing again
+    code, text = command([*words, f"--out={tmp_path}/out"], "prepare.Output.write = die")
     assert code == 0 and "resuming after 22,001 tokens" in text
     assert files_in(tmp_path / "out") == files_in(tmp_path / "expected")
 
@@ -298,7 +295,7 @@ def test_a_kill_at_the_end_keeps_the_finished_work(crash, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("number, code", [(signal.SIGKILL, -9), (signal.SIGTERM, -15), (signal.SIGINT, 130)])
 def test_signals_at_random_moments_lose_nothing_and_leave_no_worker(number, code, corpus, tmp_path):
-    """Each run begins where the last one stopped, and is ended after it has saved a block."""
+    """Each run is ended after it has saved a block."""
     (words, expected), dice, kept = corpus, random.Random(7), 0
     words = [*words, f"--out={tmp_path}/out"]
 
@@ -314,9 +311,9 @@ def test_signals_at_random_moments_lose_nothing_and_leave_no_worker(number, code
             time.sleep(0.2 * dice.random())
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
-            text = process.communicate(timeout=120)[0]  # until no process has the pipe open
+            text = process.communicate(timeout=120)[0]
         codes = {0, code}
-        if "skipped documents" in text:  # the data set is complete, and Python's exit has no handler of signals
+        if "skipped documents" in text:  # complete; the exit handles no signals
             codes.add(-number)
         assert process.returncode in codes and "Traceback" not in text, text
         assert blocks() >= kept or (tmp_path / "out").exists()
@@ -366,7 +363,7 @@ def test_the_progress_of_another_command_is_not_used(here, tmp_path, capsys, mon
 
 
 def test_rows_of_a_parquet_file_become_the_tokens_of_json_lines(tmp_path):
-    """Also after a crash. No thread of pyarrow may run when the workers are forked."""
+    """Also after a crash. No thread of pyarrow runs when the workers are forked."""
     texts = [text_of_atoms(random.Random(i), 50) for i in range(100)]
     files = write_lines(tmp_path / "a.jsonl", texts), write_rows(tmp_path / "a.parquet", texts)
     lines, rows = ([file, "--tokenizer=bytes", f"--out={file}.out", "--workers=2"] for file in files)
@@ -434,7 +431,7 @@ def test_bad_input_stops_with_its_place_or_is_skipped_and_counted(case, here, tm
     assert meta["skipped"] == 1 and meta["documents"]["train"] == (3 if left is None else 2 + len(left))
     if left is not None:
         assert tokens["train"] == whole(BYTES, ["before", *left, "after"])
-    else:  # only the bad piece is left out; the rest is one document
+    else:  # only the bad piece is left out
         assert tokens["train"].count(256) == 3 and len(tokens["train"]) > 30_000
 
 
@@ -473,8 +470,7 @@ def test_mistakes_in_the_command_are_one_line(words, message, here, tmp_path, mo
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
 def test_memory_does_not_grow_with_the_input(name, tmp_path):
     """For 48 MB of input, the parent needs at most 12 MB more than for 3 MB."""
-    # Only the parent prints. It reads its peak memory from /proc (VmHWM), because ru_maxrss would also count the
-    # memory of pytest, which started it.
+    # VmHWM, because ru_maxrss also counts the memory of pytest, which started the parent
     report = "import atexit; parent = os.getpid(); prepare.PIECE = 1 << 19\n"
     report += "atexit.register(lambda: os.getpid() != parent or print('peak', "
     report += "open('/proc/self/status').read().split('VmHWM:')[1].split()[0]))"
@@ -490,7 +486,7 @@ def test_memory_does_not_grow_with_the_input(name, tmp_path):
 
 
 def test_importing_it_is_light():
-    """The command starts fast, and no import starts threads before the workers are forked."""
+    """No import may start threads before the workers are forked."""
     code = "import sys, prepare; print('torch' in sys.modules, 'numpy' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=HERE, text=True).split() == ["False", "False"]
 
@@ -501,7 +497,7 @@ CODES = {"i4": 4, "u2": 8}
 
 
 def write_megatron(prefix, documents, dtype="u2"):
-    """Write documents, each a list of sequences of ids, as Megatron-LM's IndexedDatasetBuilder does."""
+    """Write documents, lists of sequences of ids, as Megatron-LM's IndexedDatasetBuilder."""
     sequences = [np.array(s, f"<{dtype}") for document in documents for s in document]
     sizes, bounds = [len(s) for s in sequences], np.cumsum([0, *map(len, documents)])
     pointers = np.cumsum([0, *sizes])[:-1] * np.dtype(dtype).itemsize
@@ -514,7 +510,7 @@ def write_megatron(prefix, documents, dtype="u2"):
 @pytest.mark.parametrize("eod", [True, False])
 @pytest.mark.parametrize("dtype", CODES)
 def test_megatrons_files_give_the_data_set_of_the_same_texts(dtype, eod, here, tmp_path):
-    """With and without --append-eod; documents of several sequences, and empty ones."""
+    """With and without --append-eod; documents have several sequences or none."""
     rng, eot = random.Random(dtype), [256] if eod else []
     texts = ["", *("".join(rng.choices("abc d\n", k=rng.choice([0, 1, 30, 300]))) for _ in range(1500)), "", "end"]
     documents = []

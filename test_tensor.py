@@ -1,8 +1,7 @@
 """Compare tensor.py, and the model's operations in reference.py, with torch.nn.functional or formulas, in float64.
 
-The expected outputs and gradients are those of the uncut layer. Each rank must have its slices of these, to 1e-12. A
-failure names the tensor and the rank. If it recognises the tensor that the rank has instead, it names that too.
-(test_layouts.py compares whole models. testing/defects.py lists the defects that these tests must find.)
+Each rank must have its slices of the uncut layer's outputs and gradients, to 1e-12. A failure names the tensor, the
+rank, and the tensor that the rank has instead, if it is known.
 """
 
 from unittest import mock
@@ -29,7 +28,7 @@ def random(*shape, seed=SEED, **options):
 
 
 def with_buffer(p):
-    """Make a parameter with a buffer for its gradient, as zero.py does."""
+    """Return a parameter with a buffer for its gradient."""
     p = torch.nn.Parameter(p.clone())
     p.grad, p.deferred = torch.zeros_like(p), None
     return p
@@ -40,12 +39,12 @@ def all_ranks_as_tp():
 
 
 def close_on(tp, what, ours, theirs, instead=None):
-    """Compare a tensor of this rank. instead: {a description: the tensor that a usual mistake gives}."""
+    """Compare a tensor of this rank. instead: {usual mistake: the tensor that it gives}."""
     same_tensor(f"{what} of rank {tp.rank}", ours, theirs, instead)
 
 
 def rows_of(tp, n, cut):
-    """Return the rows of [n, ...] that this rank has: all of them, or 1/t (sequence parallelism)."""
+    """Return the rows of [n, ...] that this rank has."""
     return slice(n // tp.size * tp.rank, n // tp.size * (tp.rank + 1)) if cut else slice(None)
 
 
@@ -70,7 +69,7 @@ def check_column_parallel(enter, packed):
     x, w, bias, dy, y, dx, dw, db = whole_linear(8, 6, 24)
 
     def mine(t, dim):
-        """Return this rank's slice. A packed tensor consists of three tensors: this rank has a slice of each."""
+        """Return this rank's slice. A packed tensor has three parts, each with a slice of this rank."""
         if not packed:
             return t.chunk(tp.size, dim)[tp.rank]
         t = t.unflatten(dim, (3, -1))
@@ -124,7 +123,7 @@ def test_row_parallel_linear(workers, tp, leave):
 
 
 class Watched(Pending):
-    """A communication over one rank, which notes in `calls` when it starts and when somebody waits for it."""
+    """A communication that notes in `calls` when it starts and when `wait` is called."""
 
     def __init__(self, x, name, calls):
         super().__init__(x)
@@ -166,7 +165,6 @@ def of_16_bits(*values):
 
 
 def test_gradients_accumulate_in_float32_under_bf16():
-    """Neither a sum over tokens nor a sum over micro-batches is rounded to the parameter's dtype."""
     w, bias, table = of_16_bits(1.0), of_16_bits(0.0), of_16_bits(1.0, 1.0)
     for tokens in ([1.0, SMALL], [SMALL]):
         dy = torch.tensor(tokens, dtype=torch.bfloat16)[:, None]
@@ -183,7 +181,7 @@ def refused(*_, **__):
 
 @pytest.mark.parametrize("mm, chosen", [(lambda a, b, out_dtype: (a @ b).float(), 2), (refused, 2), (None, 1)])
 def test_the_product_is_chosen_by_a_check(monkeypatch, mm, chosen):
-    """PyTorch may refuse a product of 16-bit factors with a float32 sum, or round the product."""
+    """PyTorch may refuse or round a product of 16-bit factors with a float32 sum."""
     with monkeypatch.context() as patch:
         patch.setattr(torch, "addmm", refused)
         patch.setattr(torch, "mm", mm or (lambda a, b, out_dtype: a.float() @ b.float()))
@@ -194,7 +192,7 @@ def test_the_product_is_chosen_by_a_check(monkeypatch, mm, chosen):
 
 # --- vocabulary -----------------------------------------------------------------------------------------------------
 
-V, REAL = 16, 11  # padded to 16: 4 ranks have 4 rows each; rank 2 has three real ids, rank 3 none
+V, REAL = 16, 11  # of 4 ranks with 4 rows each, rank 2 has three real ids, rank 3 none
 EDGES = [0, 1, 3, 4, 6, 7, 8, 10]  # with the first and the last id of every slice
 
 
@@ -222,23 +220,23 @@ def check_embedding(leave):
 
 
 def sum_of_unmasked(table, ids, tp):
-    """Return the sum over tp if each rank gives row 0 of its slice for ids that it does not have."""
+    """Return the sum over tp if each rank gives its row 0 for ids that it lacks."""
     per_rank = V // tp.size
     return sum(table[ids.where(ids // per_rank == t, t * per_rank)] for t in range(tp.size))
 
 
 def with_rows(rows, check, *arguments):
-    """Call `check` while the logits of only `rows` tokens exist at a time."""
+    """Call `check` with logits of `rows` tokens at a time."""
     with mock.patch.object(tensor, "ROWS", rows):
         check(*arguments)
 
 
 def check_linear_cross_entropy(enter, scale):
-    """x is the identity matrix, so the logits are the table's columns: random, times `scale`, some of them +-1e4."""
+    """x is the identity matrix, so the logits are the table's columns: random, times `scale`, some +-1e4."""
     tp, n = all_ranks_as_tp(), len(EDGES) + 4
     weights = torch.linspace(0.1, 2, n, dtype=torch.float64)  # the gradient that arrives at each token's loss
     table, targets = random(V, n) * scale, torch.tensor([*EDGES, 3, 3, 0, 10])
-    table[REAL:] = 1e6  # padding must get no probability, also if its logits are the largest
+    table[REAL:] = 1e6  # padding must get no probability
     table[:REAL, 0] = -1e4
     table[5, 1] = 1e4
     x = torch.eye(n, dtype=torch.float64)
@@ -253,7 +251,7 @@ def check_linear_cross_entropy(enter, scale):
     out.backward(weights)
     padding = F.pad(w.grad, (0, 0, 0, V - REAL))
     close_losses(tp, out.detach(), losses.detach(), table, targets)
-    close_on(tp, "dx", ours.grad / 1e4, whole.grad[rows] / 1e4)  # dx = dz W is up to 1e4 large
+    close_on(tp, "dx", ours.grad / 1e4, whole.grad[rows] / 1e4)  # up to 1e4 large
     close_on(tp, "dw", our_w.grad - 1, padding.chunk(tp.size)[tp.rank], other_slices(tp, padding))
     with torch.no_grad():
         losses_only = next_token_losses(ours, our_w, targets, REAL, enter, tp, reference)
@@ -261,14 +259,14 @@ def check_linear_cross_entropy(enter, scale):
 
 
 def close_losses(tp, ours, theirs, table, targets):
-    """Compare the losses of all tokens. The logits are the columns of `table`."""
+    """Compare the losses of all tokens, with the columns of `table` as logits."""
     if ours.isnan().all():
         raise Different(f"the loss of rank {tp.rank} is nan: backward has not filled it in")
     close_on(tp, "the loss", ours, theirs, mistaken_losses(table.T, targets, tp))
 
 
 def mistaken_losses(z, targets, tp):
-    """Return {usual mistake: the losses that it gives} for logits z [n, V]."""
+    """Return {usual mistake: its losses} for logits z [n, V]."""
     top, total = z[:, :REAL].amax(1), z[:, :REAL].logsumexp(1)
     found, shard_total, shard_target = 0, 0, 0
     for start in range(0, REAL, V // tp.size):
@@ -339,7 +337,7 @@ GOLDEN = ["1010001100011000", "1101100000100001", "1000001100101101"]  # a resum
 
 
 def test_dropout_masks_are_functions_of_seed_site_row_and_column():
-    rows = torch.arange(100) + 2**40  # in a long run, sample number * s exceeds 32 bits
+    rows = torch.arange(100) + 2**40  # a row's number may exceed 32 bits
     whole = mask(rows)
     assert torch.equal(whole[40:60], mask(rows[40:60])), "the mask of some rows depends on other rows"
     for other in [mask(rows, seed=2), mask(rows, site=1), mask(rows + 100), mask(rows + 2**32)]:
@@ -375,7 +373,7 @@ def test_initial_weights_depend_on_seed_and_name_only():
 
 
 def test_the_table_of_names():
-    """Each parameter has one name. Weight decay applies to matrices only. The std of proj and fc2 is smaller."""
+    """Weight decay applies to matrices only. The std of proj and fc2 is smaller."""
     config = tiny_config(1)
     specs = GPT(config, Mesh().tp).specs()
     assert len(specs) == 2 + 12 * config.num_layers + 2

@@ -39,7 +39,7 @@ def on_the_cpu(monkeypatch):
 
 @pytest.fixture
 def config_file(tokens_dir, tmp_path):
-    """The configuration file of a tiny run in tmp_path/out."""
+    """A run's configuration file."""
     file = tmp_path / "micro.py"
     file.write_text(
         f"data_dir = {tokens_dir!r}\nout_dir = {str(tmp_path / 'out')!r}\nvocab_size = 50\nnum_layers = 2\n"
@@ -55,7 +55,7 @@ def config_file(tokens_dir, tmp_path):
 def torchrun(ranks, *arguments, program=HERE / "train.py", restarts=0):
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--master_port=0"]
     command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", f"--max_restarts={restarts}"]
-    command += ["--local-addr=localhost"]  # this host's name may have no address
+    command += ["--local-addr=localhost"]
     environment = ENVIRONMENT | ({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if restarts else {})
     command += [str(program), *arguments]
     return subprocess.Popen(
@@ -64,7 +64,6 @@ def torchrun(ranks, *arguments, program=HERE / "train.py", restarts=0):
 
 
 def test_torchrun_trains_and_reports(config_file, tmp_path):
-    """The run prints log lines, memory, timers, validation and ledger, and writes metrics.jsonl and a checkpoint."""
     process = torchrun(2, config_file, "--tp=2", "--sequence_parallel", "--ledger", "--eval_iters=2")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
@@ -95,7 +94,7 @@ def children(process):
 
 
 def started(folder, *arguments, ranks=2):
-    """Start an endless run under torchrun, and wait for log lines. Return (torchrun, its pids)."""
+    """Start an endless run, and wait for log lines. Return (torchrun, its pids)."""
     metrics = folder / "out" / "metrics.jsonl"
     process = torchrun(ranks, str(folder / "micro.py"), "--train_iters=100000", "--log_interval=1", *arguments)
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
@@ -110,13 +109,12 @@ def alive(pid):
 
 
 def linux(test):
-    """Mark a test that looks at /proc, and that starts torchrun."""
+    """Mark a test of torchrun that looks at /proc."""
     return pytest.mark.slow(pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")(test))
 
 
 @linux
 def test_sigterm_on_one_rank_saves_the_same_step_everywhere(config_file, tmp_path):
-    """Each process exits with 0, and the same command resumes the run."""
     process, pids = started(tmp_path)
     os.kill(pids[1], signal.SIGTERM)
     out, err = process.communicate(timeout=60)
@@ -139,7 +137,7 @@ def test_a_killed_rank_stops_the_others_and_nobody_saves(config_file, tmp_path):
 @linux
 @pytest.mark.parametrize("ranks, layout", [(2, ["--tp=2"]), (4, ["--tp=2", "--pp=2"]), (2, ["--zero=3"])], ids=str)
 def test_a_rank_that_hangs_is_named_by_those_who_wait(config_file, tmp_path, ranks, layout):
-    """A table names the silent rank. After comm_timeout seconds the run ends without a checkpoint."""
+    """The run ends without a checkpoint."""
     process, pids = started(tmp_path, "--comm_timeout=10", *layout, ranks=ranks)
     os.kill(pids[-1], signal.SIGSTOP)
     wait_for(lambda: not alive(pids[-2]), process)
@@ -156,7 +154,7 @@ def test_a_rank_that_hangs_is_named_by_those_who_wait(config_file, tmp_path, ran
 
 @linux
 def test_restarts_change_no_bit(config_file, tmp_path):
-    """torchrun restarts all ranks after one is killed. The curve and the last checkpoint are those of a quiet run."""
+    """The curve and the last checkpoint are those of a quiet run."""
     fields = "--train_iters=60 --save_interval=10 --log_interval=1 --micro_batch_size=1 --zero=1".split()
     metrics = tmp_path / "out" / "metrics.jsonl"
     process = torchrun(4, config_file, *fields, restarts=3)
@@ -190,7 +188,7 @@ def test_workers_stop_when_their_launcher_dies(config_file, tmp_path):
 
 @pytest.mark.slow
 def test_a_mistake_is_one_line_from_rank_0_and_exit_code_2(config_file):
-    """torchrun's report ends with its root cause, which is the same line."""
+    """torchrun's root cause is the same line."""
     process = torchrun(2, config_file, "--tp=3")
     out, err = process.communicate(timeout=120)
     line = "error: num_attention_heads = 2 is not a multiple of tp = 3: a tensor parallel rank has whole heads"
@@ -204,7 +202,7 @@ def test_a_mistake_is_one_line_from_rank_0_and_exit_code_2(config_file):
     "error, code", [(CommunicationError("x"), 1), (UserError("x"), 2), (MemoryError("x"), 2)], ids=repr
 )
 def test_a_rank_exits_at_once_with_its_code(monkeypatch, capsys, error, code):
-    """A normal exit would wait for ranks that may be dead, and a lost rank must not end as a success."""
+    """A normal exit waits for ranks that may be dead."""
 
     class Exit(BaseException):
         pass
@@ -240,7 +238,7 @@ processes.together(mesh.everyone(), work)
 
 
 def test_a_finished_run_exits_with_0_although_a_thread_is_in_torchs_code():
-    """Python's own exit would abort it. The exit hooks run, and no output is lost."""
+    """Python's own exit would abort it."""
     alone = ENVIRONMENT | dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
     done = subprocess.run([sys.executable, "-c", ENDS], cwd=HERE, env=alone, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "done\na hook\n"), done.stderr
@@ -258,7 +256,7 @@ def test_a_traceback_is_torchruns_root_cause(monkeypatch, tmp_path):
 
 
 def stop_of_rank_1(config):
-    """Train. Rank 1 receives a signal to stop in iteration 3. Return this rank's last iteration."""
+    """Train. Rank 1 gets a signal in iteration 3. Return this rank's last iteration."""
     step, runs = train.train_step, []
 
     def signalled(run, batches):
@@ -281,7 +279,7 @@ def test_a_signal_on_one_rank_stops_all_after_the_same_step(workers, tokens_dir,
 
 
 def refused_config(words):
-    """Load the configuration of this rank's words. Return the message, or None."""
+    """Load this rank's words. Return the message, or None."""
     world = everyone()
     try:
         train.load_config(words[world.rank].split(), world)
@@ -298,7 +296,7 @@ def test_hosts_with_other_fields_stop_before_they_wait_for_each_other(workers, w
 
 
 def go_at_home(config, homes, eval_only):
-    """Train in a folder of this rank's own, as on a host without a shared file system. Return the message."""
+    """Train in a folder of this rank's own. Return the message."""
     before, rank = os.getcwd(), torch.distributed.get_rank()
     os.chdir(homes[rank])
     try:
@@ -309,13 +307,13 @@ def go_at_home(config, homes, eval_only):
 
 @pytest.mark.parametrize("different", ["out", "data", "resume"])
 def test_ranks_that_see_different_files_stop_before_the_first_step(workers, tmp_path, different):
-    """Each rank has a folder of its own. Equal copies of the data are no mistake."""
+    """Equal copies of the data are no mistake."""
     homes = [tmp_path / "a", tmp_path / "b"]
     for i, home in enumerate(homes):
         write_tokens(home / "data", seed=i * (different == "data"))
         (home / "out").mkdir()
     eval_only = different != "out"
-    if eval_only:  # nothing is written: only the files that are read must be equal
+    if eval_only:
         for home, lr in zip(homes, (0.1, 0.1 + 0.1 * (different == "resume")), strict=True):
             go(configured(home / "out", str(home / "data"), train_iters=1, lr=lr))
     config = configured("out", "data", train_iters=2, resume="out/step_1" if eval_only else "auto")
@@ -329,10 +327,7 @@ def test_ranks_that_see_different_files_stop_before_the_first_step(workers, tmp_
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="needs root to make two network namespaces")
 @pytest.mark.parametrize("shared", [True, False])
 def test_two_hosts(config_file, tmp_path, shared):
-    """Run GUIDE's command for several hosts in two network namespaces, each with a host name of its own.
-
-    Without a shared out_dir, a line names the host.
-    """
+    """Run GUIDE's command in two network namespaces. Without a shared out_dir, a line names the host."""
     guide = (HERE / "GUIDE.md").read_text(encoding="utf-8")
     launch = re.search(r"```\n(export TORCH_DISABLE.*?)\n```", guide, re.DOTALL)[1]
     for old, new in {
@@ -378,7 +373,7 @@ def test_two_hosts(config_file, tmp_path, shared):
 
 @linux
 def test_a_job_of_slurm_saves_and_is_queued_again(config_file, tmp_path):
-    """jobs/slurm.sh with stand-ins for srun and scontrol. USR1 to the shell saves; the next start resumes and ends."""
+    """Run jobs/slurm.sh with stand-ins for srun and scontrol. USR1 to the shell saves; the next start resumes."""
     for name, text in {
         "srun": 'exec "$@"',
         "scontrol": f'[ "$1" = show ] && echo localhost || echo "$@" >> {tmp_path}/requeued',
@@ -412,7 +407,7 @@ def test_a_job_of_slurm_saves_and_is_queued_again(config_file, tmp_path):
 
 
 def main(monkeypatch, capsys, *arguments):
-    """Run train.py in this process. Return (exit code, stdout, stderr)."""
+    """Return train.py's (exit code, stdout, stderr)."""
     monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # keep pytest's handlers
     code = 0
@@ -435,7 +430,7 @@ def test_one_process_without_torchrun(config_file, monkeypatch, capsys, tmp_path
 
 
 def test_the_learning_rates_are_those_of_the_formula(config_file, monkeypatch, capsys, tmp_path):
-    """They are equal in all digits, also after a resume."""
+    """Also after a resume."""
     fields = ["--lr_warmup_iters=3", "--lr_decay_iters=11", "--log_interval=1", "--eval_iters=0", "--min_lr=1e-3"]
     for iterations in (5, 11):
         assert main(monkeypatch, capsys, config_file, *fields, f"--train_iters={iterations}")[0] == 0
@@ -464,7 +459,7 @@ def test_a_mistake_is_one_line_before_training(config_file, monkeypatch, capsys,
 
 
 def test_a_second_run_names_the_fields_that_differ(config_file, monkeypatch, capsys, tmp_path):
-    """The run uses the new values. Fields without an effect on a resumed run are not named."""
+    """Fields without an effect on a resumed run are not named."""
     main(monkeypatch, capsys, config_file, "--train_iters=4")
     command = [config_file, "--lr=0.5", "--init_method_std=0.5", "--zero=1", "--ledger", "--log_interval=1"]
     code, out, _ = main(monkeypatch, capsys, *command)
@@ -477,7 +472,7 @@ def test_a_second_run_names_the_fields_that_differ(config_file, monkeypatch, cap
 
 
 def test_an_out_dir_that_takes_no_new_file_is_found_before_training(config_file, monkeypatch, capsys, tmp_path):
-    """Its lock and its log are there, so they can be written: without a trial, only the first save fails."""
+    """Its lock and log exist: without a trial, only the first save would fail."""
     out = tmp_path / "out"
     main(monkeypatch, capsys, config_file, "--train_iters=1", f"--out_dir={out}")
     monkeypatch.setattr(train, "train_step", None)
@@ -550,7 +545,7 @@ def validation_losses(config):
 
 @pytest.mark.parametrize("ranks, tp, size", [(3, 1, 1), (4, 2, 2), (1, 1, 5)])
 def test_validation_is_over_all_ranks(workers, tokens_dir, tmp_path, ranks, tp, size):
-    """The 87 validation samples are the same for every dp, tp and micro_batch_size."""
+    """Each layout has the same 87 samples."""
     fields = dict(train_iters=1, eval_iters=100, dtype="fp64", global_batch_size=60)
     expected = validation_losses(configured(tmp_path / "one", tokens_dir, micro_batch_size=30, **fields))
     config = configured(tmp_path / "many", tokens_dir, tp=tp, micro_batch_size=size, **fields)
@@ -558,7 +553,7 @@ def test_validation_is_over_all_ranks(workers, tokens_dir, tmp_path, ranks, tp, 
 
 
 def test_eval_only_takes_a_checkpoints_loss_on_any_split_in_any_dtype(tokens_dir, tmp_path, capsys):
-    """eval_only changes no file and takes no lock. Therefore it also works during a training."""
+    """It changes no file and takes no lock."""
     config = configured(tmp_path, tokens_dir, train_iters=4, eval_iters=100, dtype="fp32")
     trained = validation_losses(config)
     with held_elsewhere(tmp_path / "lock"):
@@ -593,6 +588,6 @@ def test_metrics_have_every_promised_field(tokens_dir, tmp_path):
 
 
 def test_epochs_stand_for_iterations(tokens_dir, tmp_path):
-    """4,000 tokens make 499 samples of 8 tokens. A step has 12 samples, so half an epoch is 20 steps."""
+    """4,000 tokens make 499 samples; with 12 samples a step, half an epoch is 20 steps."""
     go(configured(tmp_path, tokens_dir, train_iters=0, train_epochs=0.5, lr_decay_iters=0))
     assert checkpoint.all_steps(tmp_path) == [20]

@@ -1,8 +1,4 @@
-"""Tests bench/: the command line, the measurements on a CPU, and the commands of first_run.sh. No test checks a time.
-
-Where a measurement needs a GPU, the tests give it `Cpu`, which uses the host's clock and compiles nothing, or class
-`Gpu` with replaced functions of torch.cuda.
-"""
+"""Tests bench/: the command line, the measurements on `Cpu`, the commands of first_run.sh. No test checks a time."""
 
 import dataclasses
 import inspect
@@ -72,7 +68,6 @@ def test_a_mistake_on_the_command_line_is_named(monkeypatch, arguments):
 
 
 def test_layouts(monkeypatch, capfd):
-    """bench prints a row only if our losses equal PyTorch's."""
     sizes = "--repeats=1", "--layers=2", "--hidden=64", "--seq=32", "--vocab=256"
     bench(monkeypatch, "layouts", *sizes, "--only=2")
     rows = [line.split("  ")[0] for line in capfd.readouterr().out.splitlines()[3:]]
@@ -83,7 +78,7 @@ def test_layouts(monkeypatch, capfd):
 
 
 def measured(monkeypatch, capsys, only=""):
-    """Run `bench kernels` without a GPU. Return (whether all results are right, the rows of the table)."""
+    """Return (whether all results of `bench kernels` are right, its rows)."""
     try:
         bench(monkeypatch, "kernels", f"--only={only}")
         right = True
@@ -94,7 +89,7 @@ def measured(monkeypatch, capsys, only=""):
 
 def test_kernels(monkeypatch, capsys):
     right, rows = measured(monkeypatch, capsys)
-    rows = [row for row in rows if "cudnn" not in row]  # a CPU has no cudnn
+    rows = [row for row in rows if "cudnn" not in row]
     assert right and len(rows) == sum(len(op.floor) for op in OPERATIONS) - 2
     assert not any("failed" in row or "WRONG" in row for row in rows)
 
@@ -124,7 +119,7 @@ TINY = Config(
 def test_training_on_a_cpu(monkeypatch, capsys):
     bench(monkeypatch, "train", "--steps=1", "--repeats=1", "--micro_batches=2")
     out = capsys.readouterr().out
-    assert "dropout=0.1 -> 0.0, recompute=full -> none" in out  # changes of gpt2_345m.py
+    assert "dropout=0.1 -> 0.0, recompute=full -> none" in out
     assert "micro-batch of 4 x 64 tokens, 2 in an update" in out and "failed" not in out
     for name in ("ours, kernels=auto", "plain PyTorch, eager", "plain PyTorch, compiled"):
         assert out.count(f"\n{name} ") == 2  # losses and table
@@ -134,7 +129,7 @@ def test_training_on_a_cpu(monkeypatch, capsys):
 def test_out_of_memory_is_a_cell_and_not_the_end(capsys, monkeypatch):
     monkeypatch.setattr(bench_train.Theirs, "step", exhausted)
     assert bench_train.compare(Cpu(), TINY, 1, 1)
-    assert capsys.readouterr().out.count("out of memory") == 2 * 2  # two contestants: losses and table
+    assert capsys.readouterr().out.count("out of memory") == 2 * 2  # losses and table of two
     monkeypatch.setattr(bench_train.train, "train_step", exhausted)
     assert not bench_train.compare(Cpu(), TINY, 1, 1, "eager")
 
@@ -151,7 +146,7 @@ def test_another_training_is_refused(monkeypatch):
 
 @pytest.fixture
 def pretended(monkeypatch):
-    """Return a `Gpu` and the list of its calls of torch.cuda. These calls are only recorded."""
+    """Return a `Gpu` and its recorded calls of torch.cuda."""
     calls = []
 
     class Event:
@@ -177,7 +172,7 @@ def test_what_is_asked_of_a_gpu(pretended, capsys):
     gpu, calls = pretended
     assert gpu.timed(lambda: 7) == (500, 7) and calls[-1] == ("_sleep", machine.HEAD_START)
     assert bench_kernels.compare(gpu, bench_kernels.SMALL, 1, ["gelu"])
-    assert "250.0 (250.0-250.0)" in capsys.readouterr().out  # 500 us / 2 copies of the inputs
+    assert "250.0 (250.0-250.0)" in capsys.readouterr().out  # 500 us / 2 copies
     assert bench_train.compare(gpu, TINY, 1, 1, "eager")
     out = capsys.readouterr().out
     assert "MFU relative to 989 TFLOP/s" in out and "the host never waits" in out
@@ -207,7 +202,7 @@ def test_the_first_run_needs_a_gpu_and_a_part(tmp_path):
 
 
 def test_every_command_of_the_first_run_is_accepted():
-    """Each command line parses. Each operation of bench/kernels.py has exactly one command."""
+    """Each line parses. Each operation of bench/kernels.py has one command."""
     operations = []
     for line in first_run("--list", "all").stdout.splitlines():
         _, *words = shlex.split(line)
@@ -225,7 +220,7 @@ def test_every_command_of_the_first_run_is_accepted():
 
 
 def test_the_first_run_goes_on_after_a_failure(tmp_path):
-    """A stand-in for Python: the second of five commands fails."""
+    """The second of five commands fails."""
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho did "$@"\ncase "$*" in *fc1*) exit 7 ;; esac\n')
     python.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Test the sweep over layouts: its grid, a failing layout, a repeated sweep, the table."""
+"""Test the sweep: its grid, a failing layout, a repeated sweep, the table."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow  # no part of the program
 
 
 def test_the_grid():
-    """2 processes and 4 samples allow micro-batches of 1 and 2 with dp = 2, and of 1, 2 and 4 with tp = 2 or pp = 2."""
+    """Micro-batches of 1 and 2 with dp = 2, and of 1, 2 and 4 with tp = 2 or pp = 2."""
     found = [(c.tp, c.pp, c.micro_batch_size) for c in sweep.accepted(SMALL, 2)]
     assert found == [(1, 1, 1), (1, 1, 2), *[(1, 2, b) for b in (1, 2, 4)], *[(2, 1, b) for b in (1, 2, 4)]]
     with pytest.raises(UserError, match="--processes=5: no layout suits this configuration; for example: "):
@@ -25,7 +25,7 @@ def test_the_grid():
 def test_a_sweep_survives_a_failure(tmp_path, capsys, monkeypatch):
     (tmp_path / "small.py").write_text("".join(f"{name} = {value}\n" for name, value in SIZES.items()))
     monkeypatch.chdir(tmp_path)
-    grid = [replace(SMALL, tp=3), replace(SMALL, tp=2), replace(SMALL, pp=2)]  # 2 heads do not suit tp=3
+    grid = [replace(SMALL, tp=3), replace(SMALL, tp=2), replace(SMALL, pp=2)]  # 2 heads do not suit 3
     monkeypatch.setattr(sweep, "accepted", lambda base, _: [replace(base, tp=c.tp, pp=c.pp) for c in grid])
     sweep.measure("small.py", 2, steps=3, device="h100", only="tp=3")
     out = capsys.readouterr().out

@@ -72,16 +72,16 @@ MISTAKES = [
 
 
 def size(tensors):
-    """Return the bytes of these tensors. Memory that several of them share counts once."""
+    """Return the bytes of these tensors, shared memory once."""
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
 
 def activations(peak):
-    """Return a context. When autograd keeps a tensor for backward, `peak` gets the bytes of all that it keeps."""
+    """Return a context in which `peak` gets the bytes that autograd keeps for backward."""
     alive = weakref.WeakSet()
 
     def pack(x):
-        kept = partial(torch.detach, x.detach())  # unlike a tensor, it can be in a set
+        kept = partial(torch.detach, x.detach())  # it can be in a set
         if x.is_floating_point() and x.dim() and Parameter not in (type(x), type(x._base)):
             alive.add(kept)
             peak.append(size(kept() for kept in alive))
@@ -128,7 +128,7 @@ def run_rung(name, old="\n", new="\n", change=lambda model: model):
             assert old in RUNGS[name]
             exec(compile(RUNGS[name].replace(old, new), name, "exec"), names)
         finally:
-            names.clear()  # the next run shall not find this run's weights
+            names.clear()  # for the next run
             gc.collect()
             torch.set_default_dtype(torch.float32)
             for module in {"gpt", *RUNGS} & {*sys.modules}:
@@ -137,7 +137,7 @@ def run_rung(name, old="\n", new="\n", change=lambda model: model):
 
 
 def run_all(workers, n, name, *mistake):
-    """Run a rung on n ranks. Return the sums of their losses, and the bytes of each rank."""
+    """Return the sums of n ranks' losses, and each rank's bytes."""
     losses, counts = zip(*workers.run(n, run_rung, name, *mistake), strict=True)
     return [sum(parts) for parts in zip(*losses, strict=True)], counts
 
@@ -166,7 +166,7 @@ def test_a_mistake_shows(workers, one_process, name, right, wrong):
 
 
 def program_and_ladder():
-    """Return the losses of `train_step`, and those of rung 1 with its weights. Here both use one word table (tied)."""
+    """Return the losses of `train_step`, and of rung 1 with its weights and one word table (tied)."""
     import gpt
 
     torch.set_default_dtype(torch.float32)

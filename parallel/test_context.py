@@ -1,7 +1,4 @@
-"""Context parallelism: attention over several ranks is plain attention, and every layout trains the same model.
-
-`test_layouts.py` has context parallelism in its grid, beside every other axis.
-"""
+"""Context parallelism: attention over several ranks is plain attention. (test_layouts.py has it in its grid.)"""
 
 import functools
 import math
@@ -27,7 +24,7 @@ def plain(q, k, v):
 
 
 def differences(way, n, dtype, shift):
-    """Return the largest differences of y, dq, dk, dv on this rank from those of `plain`. shift: added to all keys."""
+    """Return this rank's largest differences of y, dq, dk, dv from `plain`. shift: added to all keys."""
     cp, generator = Mesh(cp=n).cp, torch.Generator().manual_seed(1)
     inputs = [torch.randn(2, 24, 12, 4, dtype=torch.float64, generator=generator).to(dtype) for _ in range(4)]
     q, k, v, dy = (x.double() for x in inputs)
@@ -51,7 +48,7 @@ def test_attention_over_ranks_is_plain_attention(workers, way, n, dtype, shift, 
 
 
 def test_the_zigzag_gives_equal_work(capsys):
-    """Each query of 64 sees the keys up to itself: 2,080 in all, 520 on each of 4 ranks."""
+    """64 queries see 2,080 keys: 520 on each of 4 ranks."""
     draw.main(["--cp=4"])
     seen = [int(line.split()[-1]) for line in capsys.readouterr().out.splitlines() if line.startswith("rank")]
     assert dict(zip(WAYS, (seen[:4], seen[4:]), strict=True)) == {"ring": [520] * 4, "ulysses": [136, 392, 648, 904]}

@@ -1,4 +1,4 @@
-"""The gradient of the penalty on the variance of gradients is compared with plain PyTorch's second derivative."""
+"""The penalty's gradient is compared with plain PyTorch's second derivative."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from test_layouts import built, first_step, micro_batches, tiny_config
 
 
 def test_the_penaltys_gradient_is_that_of_double_backward(workers):
-    """Plain PyTorch differentiates the variance of two data ranks' gradients. A finite difference is close to it."""
+    """A finite difference is close to it, too."""
     config = tiny_config(2, penalty=3.0)
     one, losses = built(tiny_config(1, micro_batch_size=12)), []
     plain = Plain(one.config, one.mesh.tp).double()

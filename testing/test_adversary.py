@@ -1,7 +1,7 @@
 """Tests of testing/adversary.py: it catches bugs that Gloo hides, and the program has none of them.
 
 `ADVERSARY=1 pytest test_layouts.py test_pipedream.py test_pipeline.py test_tensor.py testing/test_replicas.py` runs all
-layouts in this mode. The tests here run a few of these layouts. Together they call every communication of the program.
+layouts in this mode. A few of them here call every communication of the program.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ STARTED = {  # {operation: f(axis, x) = (Pending, values that may be read before
 
 
 def results(operation, dtype):
-    """Return (result before `wait`, values that may be read before `wait`, result after `wait`)."""
+    """Return (result before `wait`, what may be read before `wait`, result after `wait`)."""
     axis = Mesh().dp
     with adversary():
         pending, readable = STARTED[operation](axis, torch.arange(axis.rank, axis.rank + 4).to(dtype))
@@ -138,7 +138,7 @@ PROGRAMS = {  # {program: the error of rank 0, a regular expression}
 
 
 def outcome(program, mode):
-    """Run a program on this rank. Return the error, or None."""
+    """Return a program's error on this rank, or None."""
     axis = Mesh(timeout=30).dp
     try:
         with adversary() if mode else contextlib.nullcontext():
@@ -167,12 +167,11 @@ def late(workers):
 
 
 def test_the_losses_of_a_validation(late):
-    """The layouts below make no validation."""
     late.check(2, test_tensor.check_linear_cross_entropy, "all_gather", 1.0)
 
 
-# As in the grid of test_layouts.py. They contain all schedules with one update a step, every stage of ZeRO with a
-# pipeline and without, all optimizers, both ways of context parallelism, and a mixture of experts.
+# as in test_layouts.py's grid: all schedules, ZeRO stages
+# with and without a pipeline, optimizers, both ways of cp, experts
 KEYS = ("dp tp pp schedule zero sequence_parallel recompute optimizer micro_batches cp context experts").split()
 USUAL = 1, "ulysses", 0  # the last three
 LAYOUTS = [
@@ -185,7 +184,7 @@ LAYOUTS = [
     (1, 1, 2, "gpipe", 0, False, "none", "sgd", "twice"),
     (2, 1, 2, "interleaved", 1, False, "none", "sgd", "twice"),
     (2, 1, 2, "chimera", 2, False, "none", "sgd", "twice"),
-    (2, 1, 2, "chimera", 1, False, "none", "sgd", "one"),  # the second pipeline uses no parameter before the update
+    (2, 1, 2, "chimera", 1, False, "none", "sgd", "one"),  # its second pipeline uses no parameter
     (2, 1, 2, "zb-h1", 3, False, "full", "sgd", "twice"),
     (1, 1, 4, "zb-h2", 0, False, "none", "sgd", "twice"),
     (1, 2, 2, "zb-v", 0, True, "none", "adamw", "twice"),

@@ -1,4 +1,4 @@
-"""Tests that testing/compiled.py recognizes bad machine code. It needs no GPU, only Triton's own tools."""
+"""testing/compiled.py recognizes bad machine code, without a GPU."""
 
 import importlib.util
 
@@ -45,7 +45,7 @@ def reports(tmp_path, monkeypatch):
 
 
 def test_a_kernel_that_is_fine_and_one_that_is_careless(reports):
-    """n is the mask's limit. If n may be odd, the mask may end inside a pair, so a thread loads 2 bytes at a time."""
+    """If the mask's limit n may be odd, a thread loads 2 bytes at a time."""
     constants = {"bias": None, "BLOCK": 1024}
     jobs = [("scale", f"*bf16 *bf16 fp32 {n}", constants, arch) for n in ("i32", "i32:1") for arch in (80, 90)]
     *fine, careless_a100, careless_h100 = reports(jobs)
@@ -57,7 +57,7 @@ def test_a_kernel_that_is_fine_and_one_that_is_careless(reports):
 
 
 def test_tensor_cores_and_spills(reports):
-    """Count tensor core instructions of Ampere and Hopper, and spills of a tile too large for one warp's registers."""
+    """Ampere, Hopper, and a tile too large for one warp's registers."""
     types = "*bf16 *bf16 *fp32 i32"
     jobs = [("multiply", types, {"N": 64}, arch, {"num_warps": 4}) for arch in (80, 90)]
     a100, h100, crowded = reports([*jobs, ("multiply", types, {"N": 128}, 80, {"num_warps": 1})])

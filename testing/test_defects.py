@@ -1,8 +1,4 @@
-"""Plants each defect alone in a copy of the tree. A test must fail, and its message must name the cause.
-
-The defects, their tests and the words are in testing/defects.txt. The default run plants a few of them; `pytest -m
-defects` plants all.
-"""
+"""Plants each defect of testing/defects.txt alone in a copy of the tree. A test must fail and name the cause."""
 
 import pytest
 

@@ -1,7 +1,4 @@
-"""Test that a dry run sends and keeps the bytes of the formulas.
-
-`test_ledger.py` and `test_memory.py` compare the formulas with real runs.
-"""
+"""A dry run sends and keeps the bytes of the formulas, which test_ledger.py and test_memory.py compare with runs."""
 
 import math
 import subprocess
@@ -23,7 +20,6 @@ from testing import dry_run
 
 
 def dry(config, gpus, rank):
-    """Return the result of `dry_run.step`."""
     with dry_run.started(config, gpus, rank) as run:
         return dry_run.step(run)
 
@@ -32,7 +28,7 @@ bf16 = partial(tiny_config, dtype="bf16")
 
 
 def every_kind():
-    """Return [(configuration, number of ranks, rank)]: each schedule with two ZeRO stages."""
+    """Return [(configuration, number of ranks, rank)] of each schedule with two ZeRO stages."""
     found = []
     for i, schedule in enumerate(schedules.SCHEDULES):
         chunks, calls = schedules.usual_chunks(schedule), schedule in schedules.ASYNCHRONOUS
@@ -69,7 +65,7 @@ TRILLION = dict(  # Narayanan et al. (arXiv 2104.04473), Table 1, last row: 1008
 
 
 def one_rank_of_a_trillion():
-    """Print True if one rank agrees with the formulas, its number of parameters, and the MiB of this process."""
+    """Print whether one rank agrees with the formulas, its parameters, and this process's MiB."""
     sent, kept = dry(Config(**TRILLION, global_batch_size=6 * 64), 3072, 43)
     agrees, elements = not dry_run.differences(sent, kept), kept["bytes"]["parameters"] // 2
     print(agrees, elements, log.max_resident() // 2**20)
@@ -80,8 +76,7 @@ def test_a_rank_of_a_trillion_parameters_fits_in_one_gibibyte():
     code = "from testing import test_dry_run; test_dry_run.one_rank_of_a_trillion()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     agrees, elements, mebibytes = done.stdout.split()
-    # Stage 5 has 2 blocks. tp cuts the matrices, 12 h^2, and the biases of qkv and fc1, 7 h. 6 h are replicated.
-    # The bucket of a block is padded to a multiple of 16 dp = 96 elements.
+    # 2 blocks; tp cuts the matrices, 12 h^2, and the biases of qkv and fc1, 7 h, of 13 h
     h = TRILLION["hidden_size"]
     assert (agrees, int(elements)) == ("True", 2 * 96 * math.ceil((12 * h * h // 8 + 7 * h // 8 + 6 * h) / 96))
     assert int(mebibytes) < 1024

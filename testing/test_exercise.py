@@ -16,7 +16,7 @@ README, GUIDE = ((HERE / f"{name}.md").read_text("utf-8") for name in ("README",
 
 
 def paste(file, name, table, row):
-    """Insert the README's function `name` above the comment "Add your own", and its row at the start of the table."""
+    """Insert the README's function above "Add your own", and its row at the table's start."""
     function = re.search(rf"```python\n(def {name}\(.*?)```", README, re.DOTALL)[1]
     text = file.read_text(encoding="utf-8")
     for place, new in (("# Add your own:", f"{function}\n\n# Add your own:"), (f"\n{table} = {{\n", None)):
@@ -26,7 +26,7 @@ def paste(file, name, table, row):
 
 
 def edit(file, diff):
-    """Replace each block of "-" lines by the "+" lines below it. New code goes above the class LayerNorm."""
+    """Replace each block of "-" lines by "+" lines; new code goes above the class LayerNorm."""
     text = file.read_text(encoding="utf-8")
     edits, new = diff.split("         # new, above LayerNorm\n")
     for old, lines in re.findall(r"((?:^-.*\n)+)((?:^\+.*\n)*)", edits, re.MULTILINE):
@@ -41,7 +41,7 @@ def edit(file, diff):
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """A copy of the tree with the schedule and the optimizer of the README, and the model of the guide."""
+    """A copy with the README's schedule and optimizer, and the guide's model."""
     ignored = shutil.ignore_patterns(".*", "__pycache__", "data", "out")
     copy = shutil.copytree(HERE, tmp_path_factory.mktemp("tree") / "nanoparallel", ignore=ignored)
     paste(copy / "parallel/schedules.py", "two_waves", "SCHEDULES", '"two-waves": two_waves,')
@@ -55,7 +55,7 @@ def run(tree, *command):
 
 
 def test_the_drawing_is_the_readmes(tree):
-    """The numbers of 1f1b, with which the README compares, are right too."""
+    """1f1b's numbers, too."""
     shown = re.search(r"```\n(two-waves: 4 stages.*?)\n```", README, re.DOTALL)[1]
     assert shown in run(tree, "-m", "accounts.draw", "two-waves").stdout
     drawn = run(tree, "-m", "accounts.draw", "1f1b").stdout
@@ -95,7 +95,7 @@ def test_help_and_mistakes_know_them(tree):
 
 
 def test_a_changed_model_is_the_same_in_every_layout(tree):
-    """RoPE, RMSNorm and SwiGLU, as the guide has them: layouts and generation with a cache need no other change."""
+    """RoPE, RMSNorm and SwiGLU of the guide; also generation with a cache."""
     edit(tree / "model.py", re.search(r"```diff\n(.*?)```", GUIDE, re.DOTALL)[1])
     # test ids: dp-tp-sequence_parallel; "covered and zb-v" tests pipelines
     chosen = "trains_the_same and (2-1-False or 2-2-True or 1-4-False) or covered and zb-v"

@@ -1,4 +1,4 @@
-"""Damage every file that a command reads, and give it wrong values: it works, or it ends with one line and code 2."""
+"""After damage or a wrong word, a command works or ends with one line and code 2."""
 
 import importlib
 import json
@@ -38,7 +38,7 @@ DAMAGE = {
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory):
-    """A folder with texts, a data set, a configuration, a run with a checkpoint, and a trace."""
+    """Texts, a data set, a configuration, a run with a checkpoint, and a trace."""
     folder = tmp_path_factory.mktemp("template")
     (folder / "texts").mkdir()
     (folder / "texts/a.txt").write_text("some words " * 40)
@@ -56,7 +56,7 @@ def template(tmp_path_factory):
 
 
 def end_well(template, tmp_path, monkeypatch, capfd, module, words, damage=lambda: None):
-    """Run a command in a copy of the template. It may work, or refuse with one line."""
+    """Run a command in a copy of the template."""
     if module == "convert":
         pytest.importorskip("transformers")
     shutil.copytree(template, tmp_path, dirs_exist_ok=True)

@@ -1,16 +1,13 @@
-"""Count the host's work in a training step: launches, allocations, waits. A test fails if a count exceeds its budget.
+"""Count the host's work in a training step. A test fails if a count exceeds its budget.
 
-A GPU runs operations in the order in which the host launches them. It must not wait for the host. A launch takes the
-host a few microseconds, so small models are limited by the number of launches. An allocation takes less, because
-PyTorch keeps freed memory. While the host waits for a number from the GPU, it launches nothing. So afterwards the GPU
-has nothing to do.
+A GPU runs what the host launches, and must not wait for the host. A launch takes the host a few microseconds, so small
+models are limited by their number. While the host waits for a number from the GPU, it launches nothing.
 
     launch       a Triton kernel, or an operation of PyTorch that is no view
     allocation   a new tensor with storage of its own
     wait         the host reads a number of a tensor (`.item()`, `.tolist()`, `if tensor:`)
 
-The counts are those of a GPU. The test needs no GPU: the fused kernels are counted and do not run. So the tensors of
-the step have wrong values.
+The counts are those of a GPU, but none is needed: the fused kernels are counted and do not run.
 """
 
 from collections import Counter
@@ -41,7 +38,7 @@ WAITS = {"_local_scalar_dense", "nonzero"}
 
 
 class Host(TorchDispatchMode):
-    """Count by (phase of the step, kind). phase: a function that returns the name of the current phase."""
+    """Count by (phase, kind). phase: a function that returns the current phase."""
 
     def __init__(self, phase):
         super().__init__()
@@ -68,7 +65,7 @@ def tensors(tree):
 
 
 class Launcher:
-    """Replaces a Triton kernel: counts its launches and does nothing."""
+    """Stands in for a Triton kernel: counts its launches."""
 
     count = None  # a function (kind)
 
@@ -85,7 +82,7 @@ def nothing_runs(monkeypatch):
 
 
 def counts_of_a_step(num_layers, batch=2, **fields):
-    """Return {(phase, kind): count} of the second step of a model. batch: samples; a micro-batch has two."""
+    """Return {(phase, kind): count} of the second step. batch: samples, two a micro-batch."""
     c = Config(**FIELDS | fields, num_layers=num_layers, global_batch_size=batch, dtype="fp32")
     run = train.build(c, Mesh(), torch.device("cpu"))
     run.zero.ops.attention = reference.attention  # as kernels=auto chooses on a GPU
@@ -102,7 +99,7 @@ def counts_of_a_step(num_layers, batch=2, **fields):
 
 
 def per_block(**fields):
-    """Return {(phase, kind): count} of one block and micro-batch: three blocks minus two blocks."""
+    """Return {(phase, kind): count} of a block and micro-batch: three blocks minus two."""
     two, three = (counts_of_a_step(layers, **fields) for layers in (2, 3))
     return {key: three[key] - two[key] for key in three if key[1] != "waits"}
 
@@ -110,8 +107,7 @@ def per_block(**fields):
 BUDGET = {  # of a block for one micro-batch, and of its update
     ("forward", "launches"): 9,  # 4 products, attention, 3 times LayerNorm or addition, GELU
     ("forward", "allocations"): 13,
-    # 8 products, attention, 3 times LayerNorm or addition, GELU, 3 to join dq, dk, dv, 5 sums over programs, 8 to add
-    # the gradients of vectors
+    # 8 products, attention, 3 LayerNorm or addition, GELU, 3 to join dq, dk, dv, 5 sums over programs, 8 vectors
     ("backward", "launches"): 29,
     ("backward", "allocations"): 21,
     ("step", "launches"): 3,  # zero_grad, norm, AdamW
@@ -119,7 +115,7 @@ BUDGET = {  # of a block for one micro-batch, and of its update
 }
 
 
-REST = {"forward": 12, "backward": 17, "reduce": 1, "step": 41}  # launches of embedding and head, and the end of a step
+REST = {"forward": 12, "backward": 17, "reduce": 1, "step": 41}  # launches of embedding, head, and a step's end
 
 
 def test_each_further_chunk_of_the_head_has_six_launches(monkeypatch):
@@ -133,7 +129,7 @@ def test_each_further_chunk_of_the_head_has_six_launches(monkeypatch):
 def test_a_block_stays_in_its_budget(fields):
     budget = dict(BUDGET)
     if "dropout" in fields:
-        budget["backward", "allocations"] += 2  # with dropout, dy of each branch is a tensor of its own
+        budget["backward", "allocations"] += 2  # dropout: dy of each branch is a tensor
     if "recompute" in fields:
         budget |= {("recompute", kind): budget["forward", kind] for kind in ("launches", "allocations")}
     found = {key: count for key, count in per_block(**fields).items() if count}
@@ -151,5 +147,5 @@ def test_the_rest_of_a_step_stays_in_its_budget():
     "fields, waits", [({}, 0), (dict(dropout=0.1), 0), (dict(optimizer="sgd", kernels="torch"), 4)]
 )
 def test_the_host_waits_for_no_number(fields, waits):
-    """SGD has no fused kernel: its update reads four scalars on the host."""
+    """SGD has no fused kernel, and reads four scalars on the host."""
     assert sum(count for (_, kind), count in counts_of_a_step(2, **fields).items() if kind == "waits") == waits

@@ -1,4 +1,4 @@
-"""Tests the rules of the house: imports, the number of files at the top, and the length of functions."""
+"""The rules of the house: imports, files at the top, length of functions, words."""
 
 import ast
 import subprocess
@@ -33,7 +33,7 @@ def test_kernels_and_reference_import_only_each_other_and_flash_attention():
 
 
 def test_schedules_can_be_read_without_torch():
-    """A schedule is a pure function. Drawing or checking it needs neither a GPU nor PyTorch."""
+    """Drawing or checking a schedule needs no PyTorch."""
     code = "import sys, parallel.schedules; assert 'torch' not in sys.modules, 'torch is imported'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -46,7 +46,7 @@ def test_few_files_stand_at_the_top():
 
 
 def functions(path):
-    """Yield (name, number of lines) of every function of a file, nested functions included."""
+    """Yield (name, number of lines) of a file's functions."""
     for node in ast.walk(ast.parse(Path(path).read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name, node.end_lineno - node.lineno + 1
@@ -110,7 +110,7 @@ def test_lines_of_code_and_tokens():
 
 
 def test_no_file_has_many_more_words_than_before():
-    """testing/words.txt has the number of each file. A tenth more is free."""
+    """A tenth more than testing/words.txt is free."""
     rows = map(str.split, Path("testing/words.txt").read_text("utf-8").splitlines())
     numbers = {path: int(number) for number, path in rows}
     more = {path: found for path, found in words_by_path().items() if found > 1.1 * numbers.get(path, -1)}

@@ -1,8 +1,7 @@
 """No schedule deadlocks even if every communication blocks its rank until the other ranks reach it.
 
-On NCCL a communication may block the host in the first step: the first launch of a kernel may wait until the GPU has
-finished all work that was enqueued before. So the order of all calls must be possible under this rule: a rank waits in
-each call until all ranks of the call are in it. A dry run of each rank records its calls.
+NCCL may block the host in the first step: a kernel's first launch may wait for all work of the GPU. A dry run of each
+rank records its calls.
 """
 
 import random
@@ -22,10 +21,7 @@ from testing import dry_run
 
 
 class Call(NamedTuple):
-    """A call of a rank. All ranks of a communication make an equal Call; a message has the ranks (source, destination).
-
-    Calls of one communicator (`group`) with other ranks, sizes or dtypes are never equal.
-    """
+    """A call of a rank. All ranks of a communication make an equal Call. ranks of a message: (source, destination)."""
 
     operation: str
     group: str
@@ -35,7 +31,7 @@ class Call(NamedTuple):
 
 
 def recorded(monkeypatch, config, gpus, rank):
-    """Return the Calls of `rank` while it builds its run and makes one step, in their order."""
+    """Return the Calls of `rank` while it builds its run and makes a step."""
     calls = []
 
     def record(place, name, operation, ranks_of):
@@ -61,7 +57,7 @@ def recorded(monkeypatch, config, gpus, rank):
 
 
 def waiting(calls):
-    """Let every rank run its Calls. Return {rank: the Call in which it waits for ever}."""
+    """Let every rank run. Return {rank: the Call in which it waits for ever}."""
     position = [0] * len(calls)
 
     def now(rank):
@@ -79,7 +75,7 @@ def waiting(calls):
 
 
 def layouts(schedule):
-    """Return [(configuration, number of ranks)]: a long pipeline, and a short one with two or three other axes."""
+    """Return [(configuration, number of ranks)]: a long pipeline, and a short one with other axes."""
     i, fields = list(SCHEDULES).index(schedule), dict(schedule=schedule, chunks=usual_chunks(schedule), dtype="bf16")
     if schedule in ASYNCHRONOUS:
         batch = 4 if schedule == "pipedream-2bw" else 1
@@ -95,7 +91,7 @@ def layouts(schedule):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("short", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_no_order_of_calls_deadlocks(monkeypatch, schedule, short):
-    """Only PipeDream does. So the class `PipeDream` refuses GPUs."""
+    """PipeDream's does, so it refuses GPUs."""
     config, gpus = layouts(schedule)[short]
     calls = [recorded(monkeypatch, config, gpus, rank) for rank in range(gpus)]
     assert min(map(len, calls)) > 10
@@ -110,7 +106,7 @@ def test_pipedream_is_refused_on_gpus_by_name():
 
 
 def test_the_rule_finds_a_wrong_order(monkeypatch):
-    """Swap two neighbouring calls of one rank. In most places the ranks then wait for ever."""
+    """Swap two neighbouring calls of one rank: mostly the ranks then wait for ever."""
     config, dice = tiny_config(1, 2, pp=2, dtype="fp32"), random.Random(0)
     calls = [recorded(monkeypatch, config, 4, rank) for rank in range(4)]
     assert waiting(calls) == {}

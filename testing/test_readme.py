@@ -49,7 +49,7 @@ def test_the_lines_of_the_files_to_read():
 
 
 def test_the_rungs_of_the_ladder():
-    """The table has all rungs of the main line, and their lines of code."""
+    """All rungs of the main line, and their lines of code."""
     rows = re.findall(r"(?m)^\| [^|]+ \| `(rung\w+\.py)` \| (\d+) \| [^|]+ \| `([\w.]+)` \|$", README)
     assert [path for path, *_ in rows] == sorted(path.name for path in (HERE / "ladder").glob("rung*.py"))[:10]
     for path, said, _ in rows:
@@ -63,7 +63,7 @@ LOOK = re.search(r"(?m)^look\(\) \{ (torchrun --nproc_per_node=)\$1 (.*?) --out_
 
 
 def slides(text):
-    """Return [(slide, command, code and test)] of the map."""
+    """Return [(slide, command, code and test)]."""
     found = re.findall(r"(?m)^\| ([^|`]+) \| `([^|`]+)`[^|]* \| ([^|]+) \|$", text)
     return [(slide.strip(), command, code) for slide, command, code in found if "; `" in code]
 
@@ -72,7 +72,7 @@ SLIDES = slides(README)
 
 
 def names_in(path):
-    """The functions, classes and methods (`Class.method`) that a file defines."""
+    """Return a file's functions, classes and `Class.method`s."""
     names = set()
     for node in ast.parse((HERE / path).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -82,14 +82,14 @@ def names_in(path):
 
 
 def in_full(command):
-    """Return the words of a command of the map. `look N` is a function of the shell."""
+    """Return a command's words. `look N` is a function of the shell."""
     words = shlex.split(command)
     return [*shlex.split(f"{LOOK[1]}{words[1]} {LOOK[2]}"), *words[2:]] if words[0] == "look" else words
 
 
 @pytest.mark.parametrize("slide, command, code", SLIDES, ids=[row[0] for row in SLIDES])
 def test_the_map_from_the_slides(slide, command, code):
-    """Each name exists in the file named before it, the last file is a test, and the command is accepted."""
+    """Each name exists in the file before it, the last file is a test, and the command is accepted."""
     path, found = None, 0
     for word in re.findall(r"`(.+?)`", code):
         if word.endswith(".py"):
@@ -107,7 +107,7 @@ def test_the_map_from_the_slides(slide, command, code):
     elif program == "pytest":
         assert all((HERE / file).exists() for file in arguments)
     else:
-        assert program == "python"  # the next test runs it
+        assert program == "python"
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ def test_the_first_command(tmp_path):
     """
     tests_only = ("OMP_NUM_THREADS", "TRITON_INTERPRET")
     environment = {name: value for name, value in os.environ.items() if name not in tests_only}
-    environment["OMP_WAIT_POLICY"] = "passive"  # a waiting thread leaves its core to the tests that run beside this one
+    environment["OMP_WAIT_POLICY"] = "passive"  # leaves its core to other tests
     command = re.search(r"\n.* pip install -r requirements.txt && (.*)\n```", README)[1]
     text = ""
     for words in command.split(" && "):
@@ -170,10 +170,10 @@ def test_the_first_command(tmp_path):
 
 @pytest.mark.slow
 def test_the_tables_of_eight_processes(tmp_path):
-    """The command in MEASURED.md prints its two tables, digit for digit: bytes do not depend on the machine."""
+    """Bytes do not depend on the machine."""
     command = re.search(r"```\n(torchrun --nproc_per_node=8 .*?)\n```", MEASURED, re.DOTALL)[1].replace("\\\n", " ")
     run(sys.executable, HERE / "prepare.py", "--tokenizer=bytes", cwd=tmp_path)
     words = [str(HERE / word) if word.endswith(".py") else word for word in shlex.split(command)]
-    printed = run(words[0], "--local-addr=localhost", *words[1:], cwd=tmp_path)  # the host's name may have no address
+    printed = run(words[0], "--local-addr=localhost", *words[1:], cwd=tmp_path)
     shown = re.search(r"(sent per step by rank 0.*?)\n\n(kept by rank 0.*?)\n```", MEASURED, re.DOTALL)
     assert shown[1] in printed and shown[2] in printed

@@ -1,10 +1,10 @@
-"""Tests that testing/sanitizer.py finds each kind of defect in a small kernel, and accepts correct kernels."""
+"""testing/sanitizer.py finds each kind of defect in a small kernel, and accepts correct ones."""
 
 import numpy as np
 import pytest
 import torch
 
-from testing.interpreted import random  # first: it skips this file without Triton
+from testing.interpreted import random  # first: skips without Triton
 
 # isort: split
 
@@ -15,7 +15,7 @@ from testing import sanitizer
 
 
 def same(a, b):
-    """Require equal dtypes, shapes and values. NaN equals NaN."""
+    """Require equal dtypes, shapes and values, with NaN."""
     assert a.dtype == b.dtype and a.shape == b.shape
     assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0), b.nan_to_num(0))
 
@@ -32,7 +32,7 @@ def copy(x, y, n, offset, BLOCK: tl.constexpr, STRIDE: tl.constexpr = 1):
 
 @pytest.mark.parametrize("offset", [1, -1, 1 << 20, 1 << 40, -(1 << 30)])
 def test_loads_out_of_bounds(offset):
-    """Some offsets lead one element outside of the tensor. The others lead far away, where the process could crash."""
+    """One element outside, or far away, where the process could crash."""
     x, y = random(37), torch.zeros(37)
     copy[3,](x, y, 37, 0, BLOCK=16)
     assert torch.equal(x, y)
@@ -47,10 +47,7 @@ def test_stores_out_of_bounds():
 
 
 def test_one_argument_does_not_lead_into_another():
-    """The memory after the first half of a buffer belongs to another argument. So does each gap between a view's rows.
-
-    A program may access the same elements through the argument that has them.
-    """
+    """Memory after half a buffer, and between a view's rows, belongs to another argument."""
     both = random(64)
     with pytest.raises(sanitizer.OutOfBounds, match=r"loads x\[32\]"):
         copy[1,](both[:32], both[32:], 32, 1, BLOCK=32)
@@ -79,7 +76,7 @@ def test_two_programs_store_one_element():
 
 
 def test_a_program_loads_what_another_stores():
-    """In the interpreter, the order of the load and the store is fixed. On a GPU, this order is undefined."""
+    """On a GPU, their order is undefined."""
     x = random(18)
     with pytest.raises(sanitizer.Race, match=r"\(1, 0, 0\), lane 0, loads x\[4\], .* stored"):
         copy[4,](x, x[1:], 16, 0, BLOCK=4)
@@ -118,7 +115,7 @@ def converted(x, dtype):
 
 
 def test_conversions_of_bfloat16_are_those_of_torch():
-    """Every bfloat16; then all midpoints of two bfloat16 and the float32 beside them; then extreme numbers."""
+    """Every bfloat16; midpoints of two, and the float32 beside them; extreme numbers."""
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     same(converted(x, torch.float32), x.float())
     same(converted(x.float(), torch.bfloat16), x)
@@ -144,7 +141,7 @@ def test_a_product_adds_in_float32(dtype):
     with sanitizer.traffic() as t:
         multiply[1,](a, b, c, N=32)
     assert t.flops == 2 * 32**3
-    assert (c - a.double() @ b.double()).abs().max() < 1e-5  # with bfloat16 sums, the error is 0.1
+    assert (c - a.double() @ b.double()).abs().max() < 1e-5  # bfloat16 sums: 0.1
 
 
 @triton.jit
@@ -164,7 +161,7 @@ def test_other_arithmetic_on_bfloat16_is_refused():
 
 
 def test_traffic():
-    """Masked lanes move nothing. An element that is read four times counts four times."""
+    """Masked lanes move nothing. Four reads count four times."""
     x, y = random(100), torch.zeros(100, dtype=torch.bfloat16)
     with sanitizer.traffic() as t:
         copy[7,](x, y, 100, 0, BLOCK=16)
@@ -188,5 +185,5 @@ def test_what_a_gpu_does_silently_does_not_warn():
     y = torch.zeros(4)
     overflow[1,](x, y, BLOCK=4)
     same(y, x.exp() - x.log())
-    with pytest.warns(RuntimeWarning, match="overflow"):  # outside of a launch, numpy warns as before
+    with pytest.warns(RuntimeWarning, match="overflow"):  # as before, outside of a launch
         np.float32(1e38) * np.float32(1e38)
