@@ -4,8 +4,8 @@ The log has two speeds of one device, in TFLOP/s (`accounts/flops.py`). `tflops`
 fast training proceeds. `hardware_tflops` also counts recomputation: it measures how busy the devices are. `mfu`, the
 model FLOPs utilization (Chowdhery et al., arXiv 2204.02311), is `tflops` divided by the device's peak.
 
-`Logger.log` writes one row of numbers everywhere: as Megatron-LM's line to the terminal, as a line to
-out_dir/metrics.jsonl and, if configured, to TensorBoard and Weights & Biases (W&B).
+`Logger.log` writes a row of numbers as Megatron-LM's line to the terminal, as a line to out_dir/metrics.jsonl and, if
+configured, to TensorBoard and Weights & Biases (W&B).
 """
 
 import json
@@ -38,7 +38,7 @@ class Timers:
     """Time spent in each of PHASES: `with timers("forward-compute"): ...`, any number of times in a step.
 
     The time of batch-generator is also a part of forward-compute. The wait for a message is a part of the phase that
-    waits. On a GPU the host runs ahead, so a CUDA event stands before and after a phase. Only `take` waits for the GPU.
+    waits. On a GPU the host runs ahead, so CUDA events measure a phase. Only `take` waits for the GPU.
     """
 
     def __init__(self, device):
@@ -69,28 +69,25 @@ class Timers:
 
 
 class Step(NamedTuple):
-    """The numbers of one update, on the host."""
-
     loss: float  # mean over all micro-batches and data ranks
     grad_norm: float  # of all ranks, before clipping; nan or inf if the update was skipped
-    lr: float  # learning rate of this update
+    lr: float
     skipped: bool  # a gradient overflowed on some rank
-    stop: bool  # some rank received a signal to stop: all ranks save and stop
+    stop: bool  # some rank received a signal: all ranks save and stop
     loss_scale: float
     samples: int  # global batch size
 
 
 class PendingStep:
-    """An update that the device may still be computing. `read` waits for its numbers."""
+    """An update that the device may still be computing."""
 
     def __init__(self, numbers, loss_scale, samples):
-        """Start to copy numbers, the first five fields of `Step`, float64, from the device to the host."""
+        """numbers: the first five fields of `Step`, float64, on the device."""
         self.host_fields = loss_scale, samples
         self.numbers = numbers.to("cpu", non_blocking=True)  # from a GPU: asynchronous, into pinned memory
         self.copied = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
 
     def read(self):
-        """Return the `Step`. Wait until the device has computed it."""
         if self.copied:
             self.copied.synchronize()
         loss, grad_norm, lr, skipped, stop = self.numbers.tolist()
@@ -105,18 +102,16 @@ class Interval:
     """
 
     def __init__(self, run, say):
-        """say: a function that prints a line."""
         self.run, self.say, self.steps, self.unread = run, say, [], []
-        self.stop, self.bad = False, 0  # some rank received a signal; the number of latest losses that are not finite
+        self.stop, self.bad = False, 0  # the number of latest losses that are not finite
         self.start, self.first = time.perf_counter(), None  # first: (steps, seconds) of the first call
 
     def add(self, pending):
-        """Add the `PendingStep`s of a call. Read the steps before, and these if their numbers are on the host."""
         self.read()
         self.unread = pending
         if not (pending[-1].copied and self.first):
             self.read()
-        if not self.first:  # this call compiled kernels: leave it out of the speeds
+        if not self.first:  # this call compiled kernels
             self.first = len(pending), time.perf_counter() - self.start
             self.say(f"first step: {self.first[1]:.1f} s, with compilation; no speed of several steps includes it")
             self.run.timers.take(1)
@@ -124,7 +119,7 @@ class Interval:
     def read(self, last=False):
         """Wait for the newest steps. last: no step follows.
 
-        Raise UserError on all ranks after `stop_after_nan` losses that are not finite, or after one in the last step.
+        Raises UserError on all ranks after `stop_after_nan` losses that are not finite, or after one in the last step.
         """
         for step in (pending.read() for pending in self.unread):
             self.steps.append(step)
@@ -137,13 +132,13 @@ class Interval:
 
     @contextmanager
     def paused(self):
-        """Leave the time of a `with` block out of the speeds, for example that of a save."""
+        """Context: leave the time of a block out of the speeds."""
         began = time.perf_counter()
         yield
         self.start += time.perf_counter() - began
 
     def row(self):
-        """Return the row of metrics.jsonl of the steps since the last row, and begin the next interval."""
+        """Return the row of metrics.jsonl, and begin the next interval."""
         self.read()
         steps, now = self.steps, time.perf_counter()
         compiling, seconds = self.first if len(steps) > self.first[0] else (0, 0.0)
@@ -155,8 +150,8 @@ class Interval:
 
 
 def experts_row(run):
-    """Return two numbers of all experts since the last row. dropped_tokens: the share of the tokens' choices that were
-    dropped. largest_load: the largest number of choices of an expert, divided by the mean of its block.
+    """Return dropped_tokens, the share of the tokens' choices that were dropped since the last row, and largest_load,
+    the largest number of choices of an expert, divided by the mean of its block.
     """
     c, mesh, layers = run.config, run.mesh, [block.mlp for block in run.model.units[1:-1]]
     counts = torch.zeros(c.num_layers, 2, c.experts, dtype=torch.float64, device=run.device)
@@ -170,10 +165,7 @@ def experts_row(run):
 
 
 def metrics_row(run, steps, timed, seconds):
-    """Return a row of metrics.jsonl: a dict of numbers. mfu is "unknown" if the device's peak is unknown.
-
-    steps: the `Step`s of the interval, of which the last `timed` took `seconds`.
-    """
+    """Return a row of metrics.jsonl. steps: the `Step`s of the interval, of which the last `timed` took `seconds`."""
     c, world, last, losses = run.config, run.mesh.world.size, steps[-1], [step.loss for step in steps]
     samples, consumed = sum(step.samples for step in steps[-timed:]), run.counters.consumed_samples
     tflops = model_flops(c, samples) / seconds / world / 1e12
@@ -219,21 +211,20 @@ def timers_line(timers_ms):
 
 
 def validation_lines(iteration, loss, split="val"):
-    """Return three lines with the loss of a split (train, val, test) and its perplexity exp(loss)."""
+    """Return three lines with the loss of a split and its perplexity exp(loss)."""
     name = "validation" if split == "val" else split
-    ppl = math.exp(min(loss, 20))  # Megatron-LM's bound: the exp of a diverged loss would overflow
+    ppl = math.exp(min(loss, 20))  # Megatron-LM's bound: exp would overflow
     line = f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {ppl:.6E} | "
     dashes = "-" * (len(line) + 1)
     return f"{dashes}\n{line}\n{dashes}"
 
 
 def max_resident():
-    """Return the largest resident memory of this process, in bytes. The system counts KiB; macOS counts bytes."""
+    """Return the largest resident memory of this process, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
 
 
 def memory_line(iteration, device):
-    """Return a line with PyTorch's memory on a GPU, or the process's largest resident memory on a CPU (2^20 bytes)."""
     sizes = {"max resident": max_resident()}
     if device.type == "cuda":
         allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
@@ -246,11 +237,7 @@ def memory_line(iteration, device):
 
 
 def to_json(row):
-    """Return a row as one line of JSON, with numbers at full precision.
-
-    JSON has no nan or infinity. They become the strings "nan", "inf" and "-inf", which float() reads. We do not
-    write null, because inf and nan would then look the same.
-    """
+    """Return a row as one line of JSON. It has no nan or infinity: they become the strings "nan", "inf" and "-inf"."""
     strange = {name: repr(v) for name, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
     return json.dumps(row | strange, allow_nan=False)
 
@@ -258,8 +245,8 @@ def to_json(row):
 def read_metrics(path):
     """Return {iteration: row} of a metrics.jsonl, in the order of iterations.
 
-    A run that resumes from a checkpoint repeats iterations. A row of the resumed run replaces the earlier rows of
-    the same iteration and of later iterations. A line that a crash cut off is skipped.
+    A run that resumes from a checkpoint repeats iterations: its row replaces the earlier rows of the same iteration and
+    of later ones. A line that a crash cut off is skipped.
     """
     rows = {}
     for line in Path(path).read_bytes().splitlines():
@@ -276,10 +263,7 @@ def read_metrics(path):
 
 
 class Logger:
-    """Prints and writes the log on rank 0. On the other ranks it does nothing.
-
-    Lines go to stdout. A progress bar goes to stderr if it is a terminal. Raises UserError if a file can't be written.
-    """
+    """Writes the log on rank 0. On the other ranks it does nothing. Raises UserError if a file can't be written."""
 
     def __init__(self, run):
         self.run, self.first, self.memory_said = run, run.mesh.rank == 0, False
@@ -294,18 +278,16 @@ class Logger:
         self.bar = tqdm(total=c.train_iters, initial=iteration, dynamic_ncols=True, disable=None)
 
     def say(self, text):
-        """Print `text` on rank 0, above the bar."""
         if self.first:
             with suppress(OSError):  # a full disk under stdout costs the text, not the run
                 tqdm.write(text, file=sys.stdout)
-                sys.stdout.flush()  # if stdout is a file, it can be read during the run
+                sys.stdout.flush()
 
     def log(self, row, validation_loss=None):
-        """Write and print a row on rank 0. validation_loss: of this iteration, if one was taken."""
         if not self.first:
             return
         row |= {} if validation_loss is None else {"validation_loss": validation_loss}
-        # Opened for each line, to notice that out_dir was removed. One write for a line: no reader sees half of it.
+        # Open the file for each line, to notice that out_dir was removed. Without a buffer no reader sees half a line.
         with explained(self.path), open(self.path, "ab", buffering=0) as file:
             file.write(f"{to_json(row)}\n".encode())
         self.say(MEGATRONS_LINE.format(**row))
@@ -315,7 +297,7 @@ class Logger:
         if not self.memory_said:
             self.say(memory_line(row["iteration"], self.run.device))
             self.memory_said = True
-        if row["timers_ms"]:  # empty if the first step is alone in the interval
+        if row["timers_ms"]:
             self.say(timers_line(row["timers_ms"]))
         if validation_loss is not None:
             self.say(validation_lines(row["iteration"], validation_loss))
@@ -329,7 +311,7 @@ class Logger:
 
 
 def plot_writers(c, iteration):
-    """Return functions (numbers, iteration) that write for TensorBoard and W&B, if they are configured."""
+    """Return functions (numbers, iteration) that write for TensorBoard and W&B."""
     writers = []
     if c.tensorboard:
         with reading(f"tensorboard={c.tensorboard}", ImportError):
@@ -355,12 +337,12 @@ def plot_writers(c, iteration):
 
 # --- signs of life ----------------------------------------------------------------------------------------------------
 
-SOON = 15  # seconds until the first line of a long step; each further line comes after twice the time
+SOON = 15  # seconds until a long step's first line; each further line comes after twice the time
 
 
 @contextmanager
 def signs_of_life(run, say):
-    """Context: a thread says how far a long step on a CPU is, and answers a signal."""
+    """Context: a thread says how far a long step on a CPU is."""
     over = threading.Event()
     thread = threading.Thread(target=observe, args=(run, say, over), daemon=True)
     thread.start()
@@ -372,7 +354,7 @@ def signs_of_life(run, say):
 
 
 def observe(run, say, over):
-    """Look at the step every second, until the threading.Event `over`."""
+    """Look at the step every second, until `over`, and answer a signal."""
     dog, answered, began, due = run.watchdog, False, None, SOON
     while not over.wait(1):
         if dog.since != began:
@@ -390,7 +372,7 @@ def observe(run, say, over):
 
 
 def how_far(executor, seconds):
-    """Return as text at which micro-batch a step is after `seconds`, and how long it takes if it goes on so."""
+    """Return as text at which micro-batch a step is after `seconds`, and how long it takes."""
     schedule, done = executor.schedule, executor.work - 1  # the last unit has only begun
     units = {c: len(chunk.units) for c, chunk in executor.chunks.items()}
     actions = schedule.actions[executor.mesh.pp.rank]

@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=4 train.py configs/tiny.py --tp=2
 
 Every process runs this file. A random number depends only on the seed and on its use: for an initial weight on the
-parameter's name, for dropout on sample, position and layer. So a checkpoint needs no state of a random generator.
+parameter's name, for dropout on sample, position and layer. So a checkpoint needs no random state.
 """
 
 from errors import exit_on_user_error, explained  # isort: skip
@@ -49,8 +49,7 @@ def train_step(run, batches):
     """Make one update with micro-batches from the iterator `batches`. Return a `log.PendingStep`.
 
     If the gradient of one rank has an inf or nan, the sum of the squared norms over all ranks is not finite, and every
-    rank skips the update. It changes no weight, no moment and not `zero.updates`, on which the learning rate depends.
-    Its samples count as consumed. In fp16 it may halve the loss scale (`LossScale`).
+    rank skips the update: it changes no weight, no moment and not `zero.updates`, on which the learning rate depends.
     """
     c, mesh, zero = run.config, run.mesh, run.zero
     samples = configuration.global_batch_size_at(c, run.counters.consumed_samples)
@@ -58,7 +57,7 @@ def train_step(run, batches):
     share = 1 / (m * mesh.dp.size)  # the loss is the mean over m micro-batches and the data ranks
     scale = run.loss_scale.scale
 
-    # Forward and backward of all micro-batches. Reductions of gradients over the data ranks start during backward.
+    # Reductions of gradients over the data ranks start during backward.
     zero.zero_grad()
     loss = share * run.executor.run(batches, m, share * scale)
     with run.timers("grad-reduce"):
@@ -72,8 +71,7 @@ def train_step(run, batches):
         sums = torch.stack([loss, zero.squared_norm(), stop])
         loss, squared_norm, stop = all_reduce(sums, mesh.world, "scalars").wait()
 
-        # Skip, or clip and update. With AdamW in bf16 or fp32 on a GPU, the CPU does not wait: it enqueues the next
-        # step.
+        # Skip, or clip and update. With AdamW in bf16 or fp32 the CPU does not wait for the GPU.
         norm = squared_norm.sqrt() / scale
         skip = ~norm.isfinite()
         clip = (c.clip_grad / (norm + 1e-6)).clamp(max=1.0) if c.clip_grad else torch.ones_like(norm)
@@ -81,7 +79,7 @@ def train_step(run, batches):
         zero.update(reference.update_scalars(lr, clip / scale, zero.updates + 1, skip, c.adam_beta1, c.adam_beta2))
         zero.publish()
         done = PendingStep(torch.stack([loss, norm, lr, skip, stop]), scale, samples)
-        if run.loss_scale.dynamic:  # fp16 only: the next step's scale depends on this step's overflow
+        if run.loss_scale.dynamic:  # fp16: the next step's scale depends on this step's overflow
             run.loss_scale.update(done.read().skipped)
 
     run.steps[m] += 1
@@ -92,13 +90,13 @@ def train_step(run, batches):
 
 @torch.no_grad()
 def evaluate(run, tokens):
-    """Return the mean loss per token of the first eval_iters global batches of `tokens`, or of all if it has fewer."""
+    """Return the mean loss per token of the first eval_iters global batches of `tokens`."""
     c, mesh = run.config, run.mesh
     mesh.ledger.phase = "evaluate"
     total = torch.zeros(2, dtype=torch.float64, device=run.device)
     wanted = c.eval_iters * c.global_batch_size
     share = data.eval_batches(tokens, wanted, *mesh.reader, c.micro_batch_size, c.seed, run.device)
-    # A pipeline fills and empties once in each list. Its last rank has room for all messages of a list.
+    # A pipeline fills and empties once in each list.
     while part := list(itertools.islice(share, 4 * c.pp)):
         run.watchdog.progress("validation")
         batches = [run.model.micro_batch(ids[:, :-1], ids[:, 1:]) for ids, _ in part]
@@ -116,10 +114,7 @@ def evaluate(run, tokens):
 
 
 def train(run, tokens, validation, logger):
-    """Train until train_iters, or until a signal to stop. tokens, validation: `data.Tokens`; validation may be None.
-
-    Raises UserError on all ranks if the loss is not finite in `stop_after_nan` iterations in a row, or in the last one.
-    """
+    """Train until train_iters, or until a signal to stop. tokens, validation: `data.Tokens`; validation may be None."""
     c, counters, interval = run.config, run.counters, Interval(run, logger.say)
     samples = data.training_samples(counters.consumed_samples, *run.mesh.reader, c.micro_batch_size)
     with contextlib.closing(data.loaded(tokens, samples, c.seed, run.device)) as loader:
@@ -128,7 +123,7 @@ def train(run, tokens, validation, logger):
             before = counters.iteration
             run.watchdog.progress(f"iteration {before + 1}")
             steps = train_call(run, batches) if run.schedule.versions else [train_step(run, batches)]
-            interval.add(steps)  # reads the results of the step before, while the device computes this one
+            interval.add(steps)  # reads the step before, while the device computes this one
             last = counters.iteration >= c.train_iters or interval.stop
             due = partial(crossed, before, counters.iteration, last)
             validate = validation and due(c.eval_interval) and not interval.stop
@@ -160,7 +155,6 @@ def crossed(before, now, last, every):
 
 
 def micro_batches(run, loader):
-    """Yield the loader's samples as MicroBatches of the model."""
     while True:
         with run.timers("batch-generator"):
             tokens, samples = next(loader)  # [b, s + 1], [b]
@@ -173,7 +167,7 @@ def micro_batches(run, loader):
 
 @dataclass
 class Counters:
-    """The progress of a run. `Zero.updates` (on the device) counts the updates that were not skipped."""
+    """The progress of a run. `Zero.updates` counts the updates that were not skipped."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -181,8 +175,6 @@ class Counters:
 
 @dataclass
 class Run:
-    """The objects of a training run on this rank, and the run's progress."""
-
     config: configuration.Config
     mesh: Mesh
     device: torch.device
@@ -198,7 +190,7 @@ class Run:
     counters: Counters = field(default_factory=Counters)
     signals: processes.Signals = field(default_factory=processes.Signals)
     watchdog: hang.Watchdog = field(default_factory=hang.Watchdog)
-    steps: Counter = field(default_factory=Counter)  # {m: number of steps with m micro-batches in this process}
+    steps: Counter = field(default_factory=Counter)  # {m: number of steps with m micro-batches}
 
 
 def build(config, mesh, device):
@@ -221,7 +213,6 @@ def build(config, mesh, device):
 
 
 def save(run, tokens):
-    """Save a checkpoint. tokens: the `data.Tokens` of the training split."""
     state = {
         "shapes": {name: list(spec.shape) for name, spec in run.model.specs().items()},
         "config": asdict(run.config),
@@ -249,7 +240,7 @@ def restore(run, path):
 
 
 def describe(run, path):
-    """Return the model, the layout and the folders of this run as text. After a resume, also what has changed."""
+    """Return the model, the layout and the folders of this run as text. path: the checkpoint, or None."""
     c, names = run.config, "tp cp pp zero sequence_parallel recompute".split()
     layout = " ".join(f"{name}={getattr(c, name)}" for name in names + ["schedule"] * (c.pp > 1))
     text = f"{run.model.num_parameters():,} parameters"
@@ -268,7 +259,7 @@ def describe(run, path):
 
 
 def run_training(config, mesh, device):
-    """Open the files, build the Run, resume, and train or evaluate. A UserError of one rank is raised on all ranks."""
+    """Open the files, build the Run, and train or evaluate. A UserError of one rank is raised on all ranks."""
     with contextlib.ExitStack() as stack:
         tokens, path = agree(mesh.world, lambda: open_files(config, mesh, device, stack))
         compare_hosts(config, mesh, tokens, path)
@@ -303,8 +294,8 @@ def run_training(config, mesh, device):
 def open_files(config, mesh, device, stack):
     """Lock out_dir. Return ({split: Tokens}, path of the checkpoint to resume from or None).
 
-    Raises UserError, also if Triton lacks a compiler on this node, or if the model does not fit into memory. In `build`
-    the ranks wait for each other, so an error of one rank must be found before.
+    Raises UserError, also if Triton lacks a compiler, or if the model does not fit into memory: in `build` the ranks
+    wait for each other, so an error of one rank must be found before.
     """
     if mesh.rank == 0 and not config.eval_only:
         stack.enter_context(processes.lock(config.out_dir))
@@ -319,10 +310,7 @@ def open_files(config, mesh, device, stack):
 
 
 def compare_hosts(c, mesh, tokens, path):
-    """Raise UserError on all ranks if a rank sees another out_dir, data or checkpoint than rank 0.
-
-    tokens, path: from `open_files`. Ranks that saw different files would wait for each other, or train on wrong data.
-    """
+    """Raise UserError on all ranks if a rank sees another out_dir, data or checkpoint than rank 0."""
     with contextlib.ExitStack() as stack:
         writes = mesh.rank == 0 and not c.eval_only
         name = agree(mesh.world, lambda: stack.enter_context(new_file(c.out_dir)) if writes else "")
@@ -342,9 +330,8 @@ def compare_hosts(c, mesh, tokens, path):
 
 @contextlib.contextmanager
 def new_file(out_dir):
-    """Context: make a file in out_dir, to see that rank 0 can write there. Yield its name.
-
-    Each call has a new name: a network file system may remember for a while that a name did not exist.
+    """Context: make a file in out_dir. Yield its name, a new one: a network file system may remember that an old name
+    did not exist.
     """
     with explained(f"out_dir={out_dir}"), tempfile.NamedTemporaryFile(dir=out_dir, buffering=0) as file:
         file.write(bytes(4096))  # a full disk may take a name, but no bytes
@@ -352,10 +339,7 @@ def new_file(out_dir):
 
 
 def load_config(words, world):
-    """Return the Config of the command line `words`. Raises the same UserError on all ranks, also if the hosts differ.
-
-    Fields that only print must be equal, too: ranks that print or save after different steps wait for each other.
-    """
+    """Return the Config of the command line `words`. All ranks raise the same UserError, also if the hosts differ."""
     config = agree(world, lambda: configuration.load(words))
     first = gather_objects(config, world)[0]
 
@@ -371,10 +355,8 @@ def load_config(words, world):
 
 
 def main():
-    """Run the command line.
-
-    Exit codes: 0 if the run is done, or was saved and stopped; 1 if another process was lost; 2 after a mistake of the
-    user, or if torchrun died.
+    """Exit codes: 0 if the run is done, or was saved and stopped; 1 if another process was lost; 2 after a mistake of
+    the user, or if torchrun died.
     """
     device = processes.join_processes()
     world = everyone()
