@@ -16,6 +16,7 @@ import weakref
 import torch
 
 from accounts.memory import PEAK, RECOMPUTED, WHOLE
+from log import max_resident
 from parallel.pipeline import Unwatched
 
 STATES = ("parameters", "gradients", "master weights", "moments")
@@ -73,6 +74,7 @@ class Activations:
         self.current = self.peak = self.recomputed = self.whole = 0  # bytes
 
     def __enter__(self):
+        self.before = max_resident()
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda alias: alias)
         self.hooks.__enter__()
         self.executor.after_action, self.executor.zero.open_gradient = self.count, self.open_gradient
@@ -87,6 +89,15 @@ class Activations:
         """Return {what: bytes} of this rank, the rows of activations in `memory.predict_kept`."""
         table = {WHOLE: self.whole, PEAK: self.peak, RECOMPUTED: self.recomputed}
         return {what: count for what, count in table.items() if count or what == PEAK}
+
+    def process_peak(self):
+        """Return as text the largest memory of this process. It has no formula: tensors within actions count, too."""
+        device = self.executor.zero.device
+        if device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(device)
+            return f"measured by PyTorch's allocator, also within actions: {peak:,} bytes"
+        grown = max_resident() - self.before  # model states have been in memory since before the first step
+        return f"measured by the operating system, also within actions: the model states and {grown:,} bytes"
 
     def open_gradient(self, name):
         """Call `Zero.open_gradient`. Then count the whole gradients, which ZeRO-2 and 3 keep only while in use."""

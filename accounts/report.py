@@ -22,7 +22,7 @@ def watching(run, say):
     with meter.Activations(run.executor) if c.ledger else contextlib.nullcontext() as activations:
         yield
     if c.ledger and run.steps:
-        say(measured_tables(run, activations.rows()))
+        say(measured_tables(run, activations))
     if c.trace and run.steps:
         agree(mesh.world, lambda: trace.write_trace(c, run.executor.trace, mesh))
 
@@ -30,7 +30,7 @@ def watching(run, say):
 def measured_tables(run, activations):
     """Return as text the bytes that each rank of rank 0's pipeline sent in a step, and the bytes that it keeps.
 
-    activations: `meter.Activations.rows`. Every rank must call this function.
+    activations: `meter.Activations` of these steps. Every rank must call this function.
     """
     layout, mesh, zero, made = run.layout, run.mesh, run.zero, run.executor.schedules
     widths, rank, dp_rank = (zero.dtype.itemsize, zero.master_dtype.itemsize), mesh.pp.rank, mesh.dp.rank
@@ -38,9 +38,10 @@ def measured_tables(run, activations):
     sent = {"bytes": mesh.ledger.per_step(run.steps.total()), "formula": ledger.average(expected)}
     sizes = memory.sizes(run.config, *widths, zero.device.type == "cpu")
     formula = memory.predict_kept(layout, made[max(run.steps)][0], rank, sizes)  # of a step with the most micro-batches
-    kept = {"bytes": meter.measured_states(zero, run.executor.flats) | activations, "formula": formula}
+    kept = {"bytes": meter.measured_states(zero, run.executor.flats) | activations.rows(), "formula": formula}
     who = f"rank {mesh.rank}"
-    texts = sent_table(who, layout.stage, sent), kept_table(who, layout, rank, kept)
+    texts = [sent_table(who, layout.stage, sent)]
+    texts.append(f"{kept_table(who, layout, rank, kept)}\n{activations.process_peak()}")
     return "\n\n".join(text for mine in texts for text in gather_objects(mine, mesh.pp))
 
 
