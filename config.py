@@ -113,7 +113,7 @@ class Config:
 
     @property
     def padded_vocab_size(self):
-        """vocab_size rounded up to a multiple of 128, fast on tensor cores. It does not depend on tp."""
+        """vocab_size rounded up to a multiple of 128, fast on tensor cores."""
         return -(-self.vocab_size // 128) * 128
 
     @property
@@ -164,7 +164,7 @@ USAGE = "torchrun --nproc_per_node=N train.py [CONFIG.py] [--field=value ...] (-
 
 
 def parser():
-    """Return the parser of the command line, whose help has each field's comment and default."""
+    """Return the parser, whose help has each field's comment and default."""
     parser = Parser("python train.py", usage=USAGE, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("file", nargs="?", metavar="CONFIG.py", help="default: configs/tiny.py")
     group = parser
@@ -180,7 +180,7 @@ def parser():
 
 
 def load(words):
-    """Return the Config of the words `[FILE] [--field=value ...]`."""
+    """Return the Config of `[FILE] [--field=value ...]`."""
     given = vars(parser().parse_args(words))
     path = Path(given.pop("file", "configs/tiny.py"))
     config = Config(**from_file(path) | given)
@@ -189,7 +189,6 @@ def load(words):
 
 
 def from_file(path):
-    """Return {field: value} of the file `path`."""
     with reading(path, Exception):
         names = runpy.run_path(str(path)).items()
     words = [f"--{k}={v}" for k, v in names if not (k.startswith("_") or inspect.ismodule(v) or callable(v))]
@@ -220,7 +219,7 @@ def global_batch_size_at(c, consumed_samples):
 
 
 def iterations(c, samples):
-    """Return how many updates fit into `samples` samples, at least one call."""
+    """Return how many updates fit into `samples`, at least one call."""
     count, consumed = 0, 0
     while (size := global_batch_size_at(c, consumed)) < c.global_batch_size and consumed + size <= samples:
         count, consumed = count + 1, consumed + size
@@ -232,7 +231,7 @@ def iterations(c, samples):
 
 
 def of_checkpoint(index):
-    """Return the Config of a checkpoint's index; a field that it lacks has its default."""
+    """Return a checkpoint's Config; a field that it lacks has its default."""
     saved = index["config"]
     return Config(**{name: saved.get(name, default) for name, default in vars(Config()).items()})
 
@@ -248,7 +247,6 @@ def differences(c, index):
 
 
 def require(c, name, fits, why):
-    """Raise UserError with the reason `why`, unless the field's value fits."""
     if not fits:
         raise UserError(f"{name}={getattr(c, name)}: {why}")
 

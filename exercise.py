@@ -81,12 +81,12 @@ def blank(number, text):
 
 
 def committed(file):
-    """Return a file's text in the last commit."""
+    """Return a file's committed text."""
     return git("show", f"HEAD:./{file}").decode()
 
 
 def git(*words):
-    """Return what git prints, as bytes. Raises UserError without git or a clone."""
+    """Return git's output, as bytes. Raises UserError."""
     with explained("exercises need git"):
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True)
     if done.returncode:
@@ -151,7 +151,7 @@ def judge(number, text):
 
 
 def run(folder, words):
-    """Return what a command of the project prints in `folder`."""
+    """Return a command's output in `folder`."""
     done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True)
     return done.stdout + "".join(done.stderr.splitlines(keepends=True)[-1:])  # without a traceback
 

@@ -6,8 +6,8 @@
     python prepare.py corpus/ --tokenizer=dataset/gpt2-vocab.json     # another vocabulary (tokenizer.py)
     python prepare.py --megatron=PREFIX --out=data/web                # PREFIX.bin and PREFIX.idx of Megatron-LM
 
-A `.bin` file contains only token ids, little-endian uint16 (above 65,536 ids: uint32), so data.py can map it into
-memory. DIR also gets a copy of the vocabulary.
+A `.bin` file contains only token ids, little-endian uint16 (above 65,536 ids: uint32). DIR also gets a copy of the
+vocabulary.
 
 A document is one text file (.txt .md .py), one line of a .jsonl (.json) file, or one row of a .parquet file. A file may
 be compressed (.gz .zst). .parquet and .zst need `pip install pyarrow`. The characters "<|endoftext|>" in a document
@@ -55,9 +55,9 @@ from tokenizer import copy, last_cut, load_tokenizer
 SPLITS = ("train", "val", "test")
 PACKED = ("", ".gz", ".zst")
 KINDS = (*(kind + packed for kind in (".txt", ".md", ".py", ".jsonl") for packed in PACKED), ".parquet")
-JSON = tuple(kind + packed for kind in (".jsonl", ".json") for packed in PACKED)  # .json must be named: see KINDS
-PIECE = 512 << 10  # characters that a worker encodes at a time
-SAVE_EVERY = 5.0  # seconds; a crash loses about this much work
+JSON = tuple(kind + packed for kind in (".jsonl", ".json") for packed in PACKED)  # .json: only if named
+PIECE = 512 << 10  # characters of a block
+SAVE_EVERY = 5.0  # seconds; a crash loses this much
 # fork shares the vocabulary, but needs a parent without threads. Importing numpy or pyarrow may start threads: only
 # workers import numpy (and --megatron, which has none), and pyarrow is imported after the fork. macOS needs spawn.
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
@@ -68,7 +68,6 @@ DTYPES = {4: "<i4", 8: "<u2"}  # Megatron-LM's codes in an .idx file: uint16 bel
 
 
 def find_files(inputs):
-    """Return the files of `inputs`. A folder's files come before its subfolders."""
     if not inputs:
         stdlib = sysconfig.get_paths()["stdlib"]
         return [path for path in walk(stdlib) if path.endswith(".py") and "-packages" not in path.removeprefix(stdlib)]
@@ -85,7 +84,7 @@ def find_files(inputs):
 
 
 def walk(folder):
-    """Yield the text files below `folder`, sorted, without hidden ones. Raises OSError if a folder can't be read."""
+    """Yield the text files below `folder`, sorted, without hidden ones. Raises OSError."""
 
     def stop(error):
         raise error
@@ -99,16 +98,16 @@ class Part(NamedTuple):
     """A text, a piece of a long text, a JSON line, or the text of a row."""
 
     path: str
-    file: int  # index of the file in the input
-    line: int = 1  # where the document starts
+    file: int  # index of the file
+    line: int = 1  # the document's start
     text: str = ""
     begins: bool = True  # the document begins here
     ends: bool = True  # the document ends here
-    problem: str = ""  # why the file can't be read further
+    problem: str = ""  # why the file ends here
 
 
 def read_blocks(files, tokenizer, text_key):
-    """Yield blocks: lists of Parts, together about PIECE characters."""
+    """Yield lists of Parts, about PIECE characters each."""
     block, size = [], 0
     for number, path in enumerate(files):
         for part in read_parts(path, number, tokenizer, text_key):
@@ -130,7 +129,7 @@ def read_parts(path, number, tokenizer, text_key):
                 good = {"text": text} if isinstance(text, str) else {"problem": f"{text_key} is {text!r:.20}"}
                 yield part._replace(line=line, **good)
             return
-        # bad bytes become lone surrogates, which `encode_block` refuses
+        # bad bytes become surrogates, which `encode_block` refuses
         with io.TextIOWrapper(opened(path), "utf-8-sig", "surrogateescape", "\n") as stream:
             if path.endswith(JSON):
                 lines = enumerate(stream, 1)
@@ -143,12 +142,11 @@ def read_parts(path, number, tokenizer, text_key):
                     part = part._replace(begins=False)
                 text = text[cut:] + more
             yield part._replace(text=text)
-    except Exception as error:  # gzip raises errors of many types
+    except Exception as error:  # gzip raises many types
         yield part._replace(problem=str(error))
 
 
 def opened(path):
-    """Return a stream of a file's unpacked bytes."""
     if path.endswith(".zst"):
         import pyarrow  # the package zstandard would not notice a file that is cut off
 
@@ -157,7 +155,6 @@ def opened(path):
 
 
 def read_column(path, name):
-    """Yield a column of a .parquet file."""
     from pyarrow import parquet
 
     for batch in parquet.ParquetFile(path).iter_batches(64, columns=[name]):
@@ -177,7 +174,7 @@ def encode_block(source, text_key, weights, block):
         try:
             if part.problem:
                 raise OSError(part.problem)
-            # parse_int: without it, an integer of 5,000 digits is an error
+            # int: an error above 4,300 digits
             text = json.loads(part.text, parse_int=float)[text_key] if part.path.endswith(JSON) else part.text
             ids = tokenizer.encode_to_bytes(text)
         except Exception as error:
@@ -191,14 +188,14 @@ def encode_block(source, text_key, weights, block):
 
 
 def split_of(file, line, weights):
-    """Return the split (0 train, 1 val, 2 test) of the document on `line` of the file with index `file`."""
+    """Return the split (0 train, 1 val, 2 test) of a document by file index and line."""
     digest = hashlib.blake2b(f"{file}:{line}".encode(), digest_size=4).digest()
     point = int.from_bytes(digest, "little") / 2**32 * sum(weights)
     return bisect.bisect([*itertools.accumulate(weights)], point)
 
 
 def start_worker():
-    """Let a worker ignore Ctrl-C, and exit when its parent process ends."""
+    """Ignore Ctrl-C, and exit when the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
 
@@ -208,7 +205,7 @@ def encoded_blocks(blocks, workers, *job):
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context(START_METHOD), start_worker)
     pending = deque()
     try:
-        pool.submit(int)  # forks all workers, before the first block is read
+        pool.submit(int)  # forks all workers first
         for block in blocks:
             pending.append(pool.submit(encode_block, *job, block))
             if len(pending) == 4 * workers:
@@ -270,7 +267,6 @@ class Output:
             file.truncate(self.width * n)
 
     def write(self, encoded, problems):
-        """Append a block."""
         p = self.progress
         p["blocks"] += 1
         p["skipped"] += len(problems)
@@ -282,7 +278,7 @@ class Output:
             self.save()
 
     def save(self):
-        """Save the tokens, then the progress, so a crash leaves the old or the new progress."""
+        """Save the tokens, then the progress: a crash leaves the old or the new one."""
         for file in self.files:
             file.flush()
             os.fsync(file.fileno())
@@ -292,7 +288,7 @@ class Output:
         self.saved_at = time.monotonic()
 
     def fill_empty_splits(self, weights):
-        """Fill each empty split (one big text is one document) with its share from the end of the largest split."""
+        """Fill each empty split from the end of the largest (one big text is one document)."""
         self.save()
         tokens = list(self.progress["tokens"])
         total = max(tokens)
@@ -309,7 +305,6 @@ class Output:
         self.truncate()
 
     def finish(self, folder, meta):
-        """Rename the folder: under its final name, a data set is complete."""
         (self.folder / "meta.json").write_text(json.dumps(meta, indent=1))
         self.folder.rename(folder)
         (folder / "progress.json").unlink()
@@ -324,7 +319,6 @@ class Output:
 
 
 def main():
-    """Check the options and make the data set."""
     about = "Text to tokens on disk: DIR/{train,val,test}.bin. After a stop, the same command resumes."
     parser = Parser("python prepare.py", description=about, allow_abbrev=False)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -344,7 +338,7 @@ def main():
             raise ValueError("a share is negative or not finite, or all are 0")
     if args.megatron and args.inputs:
         raise UserError(f"--megatron={args.megatron}: converts one data set; leave out the inputs {args.inputs}")
-    tokenizer = load_tokenizer(args.tokenizer)  # first, because it finds mistakes
+    tokenizer = load_tokenizer(args.tokenizer)  # first: it finds mistakes
     files = [f"{args.megatron}.bin", f"{args.megatron}.idx"] if args.megatron else find_files(args.inputs)
     source = args.megatron or (args.inputs or ["stdlib"])[0]
     out = args.out or f"data/{Path(source).resolve().name.split('.')[0]}_{tokenizer.name}"
@@ -373,7 +367,7 @@ def is_finished(folder, made_from):
     """Return whether `folder` has this command's data set. Raises UserError or OSError if it has anything else."""
     if not (folder / "meta.json").exists():
         with contextlib.suppress(FileNotFoundError):
-            folder.rmdir()  # only if empty; DIR.part gets its name
+            folder.rmdir()  # only if empty
         return False
     with reading(f"--out={folder}: its meta.json is not prepare.py's; choose another --out"):
         there = json.loads((folder / "meta.json").read_text())["made_from"]
@@ -383,11 +377,10 @@ def is_finished(folder, made_from):
 
 
 def make(args, tokenizer, files, weights, output, folder):
-    """Read, encode and write all documents."""
     made_from, done = output.progress["made_from"], output.progress["blocks"]
     megatron = args.megatron and megatron_blocks(args.megatron, tokenizer, weights)
     blocks = megatron or read_blocks(files, tokenizer, args.text_key)
-    rest = (block for block in itertools.islice(blocks, done, None))  # an earlier run finished the first
+    rest = (block for block in itertools.islice(blocks, done, None))  # finished before
     results = rest if megatron else encoded_blocks(rest, args.workers, args.tokenizer, args.text_key, weights)
     tqdm.monitor_interval = 0  # without tqdm's thread: see START_METHOD
     about = made_from["input"]["bytes"] // PIECE  # blocks

@@ -49,7 +49,7 @@ def test_a_field_without_a_comment_is_no_field_without_an_option(tmp_path):
         runpy.run_path(str(tmp_path / "config.py"))
 
 
-def test_without_a_file_it_is_tiny():
+def test_without_a_file_the_configuration_is_tiny():
     assert configuration.load([]).out_dir == "out/tiny" and configuration.load(["--tp=2"]).tp == 2
 
 

@@ -92,7 +92,7 @@ def test_permute_is_a_bijection_for_large_n(n):
     assert chi_square(np.bincount(places * 64 // n, minlength=64), len(i) / 64) < 5
 
 
-def test_the_order_never_changes():
+def test_the_order_of_samples_never_changes():
     # an older run must resume with this order
     assert permute(np.arange(10), 10, keys(1234, 1)).tolist() == [2, 8, 5, 3, 6, 1, 9, 0, 7, 4]
     assert permute(np.arange(5), 10**6, keys(1234, 1)).tolist() == [546811, 587208, 919336, 345507, 342174]
@@ -147,7 +147,7 @@ def test_a_window_is_counted_only_if_its_last_target_is_there(tmp_path, tokens, 
     assert data.batch(np.arange(samples), seed=0).max() == samples * 7
 
 
-def test_offsets_beyond_2_to_the_31_tokens(tmp_path):
+def test_a_window_beyond_2_to_the_31_tokens_is_read(tmp_path):
     size, seq_length = 2**31 + 2**20, 256
     write(tmp_path, [], tokens={"train": size})
     path = tmp_path / "train.bin"
@@ -177,7 +177,7 @@ def steps(dp, b, global_batch_size, consumed=0):
 
 
 @pytest.mark.parametrize("dp, b", LAYOUTS)
-def test_every_window_of_an_epoch_exactly_once(counted, dp, b):
+def test_an_epoch_has_every_window_exactly_once(counted, dp, b):
     taken = np.concatenate(list(itertools.islice(steps(dp, b, 2 * dp * b), 200)))
     for epoch in range(3):
         assert 53 * (epoch + 1) < len(taken)
@@ -244,7 +244,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_refuses(tmp_path, name):
+def test_wrong_data_files_are_refused(tmp_path, name):
     spoil, message = REFUSALS[name]
     folder = tmp_path / "set"
     folder.mkdir()
@@ -307,7 +307,7 @@ def test_the_end_of_the_numbers_is_the_end_of_the_loader():
         assert take(loader, 1) == []
 
 
-def test_reads_ahead_as_far_as_asked_and_closes_while_full():
+def test_a_loader_reads_ahead_as_far_as_asked_and_closes_while_full():
     source = Source()
     loader = loaded(source, endless(), seed=0, depth=3)
     take(loader, 1)

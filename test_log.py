@@ -127,13 +127,13 @@ def line_as_printed(printed):
     )
 
 
-def test_the_33_published_lines_byte_for_byte():
+def test_the_log_prints_the_33_published_lines_byte_for_byte():
     assert len(PUBLISHED) == 33
     for printed in PUBLISHED:
         assert log.MEGATRONS_LINE.format(**published_row(printed)) == line_as_printed(printed)
 
 
-def test_published_timers_and_validation_lines():
+def test_timers_and_validation_print_the_published_lines():
     timers = {"forward-compute": 94.4, "backward-compute": 217.97, "optimizer": 24.32}
     assert log.timers_line(timers) == (
         "time (ms) | forward-compute: 94.40 | backward-compute: 217.97 | optimizer: 24.32"
@@ -183,7 +183,7 @@ def test_model_flops_count_every_product_of_the_blocks_and_the_head(experts, top
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
     ],
 )
-def test_peak_of_a_device_by_its_real_name(name, dtype, peak):
+def test_a_device_has_its_peak_by_its_real_name(name, dtype, peak):
     assert devices.peak_tflops(name, dtype) == peak
 
 
@@ -377,7 +377,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_the_lines_on_the_terminal(config, capsys, monkeypatch):
+def test_the_terminal_has_a_line_of_each_interval(config, capsys, monkeypatch):
     """The memory is shown once. The bar goes to stderr."""
     monkeypatch.setattr(sys, "stderr", Terminal())
     logger, rows = log.Logger(run_of(config, iteration=0)), [row_of(10), row_of(20), row_of(30)]

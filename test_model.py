@@ -29,7 +29,7 @@ PARAMETERS = {  # of configs/NAME.py, with the padded vocabulary
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_number_of_parameters(name):
+def test_a_configuration_has_its_published_number_of_parameters(name):
     """A model has only ParamSpecs until zero.py gives it storage."""
     c = configuration.load([f"configs/{name}.py"])
     assert GPT(c, Mesh().tp).num_parameters() == PARAMETERS[name]

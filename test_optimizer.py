@@ -136,7 +136,7 @@ WSD = dict(lr_warmup_iters=10, lr_decay_style="wsd", lr_wsd_decay_iters=20)
         ([1, 100, 200, 201], [0.005, 0.5, 1.0, 0.1], dict(lr_warmup_iters=200)),  # longer than the run
     ],
 )
-def test_learning_rate(updates, expected, fields):
+def test_the_learning_rate_follows_its_curve(updates, expected, fields):
     c = Config(**{"lr": 1.0, "min_lr": 0.1, "train_iters": 100} | fields)
     assert [learning_rate(c, update) for update in updates] == pytest.approx(expected)
 

@@ -37,7 +37,7 @@ def same_versions(schedule, rank, theory):
     assert schedule.versions[rank] == theory, f"{where} {schedule.versions[rank]}; should be {theory}"
 
 
-def test_the_versions_of_the_theory():
+def test_pipedream_keeps_the_versions_of_the_theory():
     """Stage i keeps min(p-i, max(1, M-(p-1-i))) versions."""
     for p, M in itertools.product(range(1, 9), range(1, 25)):
         schedule = build("pipedream", p, M)

@@ -45,7 +45,7 @@ def test_blocks_are_spread_evenly_and_the_ends_take_fewer(layers, parts, expecte
     assert [unit for part in cut for unit in part] == units and [len(part) for part in cut] == expected
 
 
-def test_who_holds_what():
+def test_each_stage_knows_the_holders_of_each_bucket():
     config = tiny_config(1, num_layers=4)
     layout = Layout(config, 1, parameter_table(config), schedules.build("1f1b", 3, 4))
     assert [set(layout.buckets(rank)) for rank in range(3)] == [

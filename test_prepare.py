@@ -485,7 +485,7 @@ def test_memory_does_not_grow_with_the_input(name, tmp_path):
     assert peaks[1] - peaks[0] < 12_000, peaks
 
 
-def test_importing_it_is_light():
+def test_importing_prepare_loads_neither_torch_nor_numpy():
     """No import may start threads before the workers are forked."""
     code = "import sys, prepare; print('torch' in sys.modules, 'numpy' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=HERE, text=True).split() == ["False", "False"]

@@ -112,13 +112,13 @@ def check_row_parallel(leave):
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("enter", ["copy", "all_gather"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_column_parallel_linear(workers, tp, enter, packed):
+def test_a_column_parallel_linear_is_the_whole_one(workers, tp, enter, packed):
     workers.check(tp, check_column_parallel, enter, packed)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("leave", ["all_reduce", "reduce_scatter"])
-def test_row_parallel_linear(workers, tp, leave):
+def test_a_row_parallel_linear_is_the_whole_one(workers, tp, leave):
     workers.check(tp, check_row_parallel, leave)
 
 
@@ -290,14 +290,14 @@ def mistaken_losses(z, targets, tp):
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("leave", ["all_reduce", "reduce_scatter"])
-def test_vocab_parallel_embedding(workers, tp, leave):
+def test_a_vocab_parallel_embedding_is_the_whole_one(workers, tp, leave):
     workers.check(tp, check_embedding, leave)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("enter", ["copy", "all_gather"])
 @pytest.mark.parametrize("scale, rows", [(1.0, 64), (1e4, 5)])
-def test_linear_cross_entropy(workers, tp, enter, scale, rows):
+def test_linear_cross_entropy_is_the_whole_one(workers, tp, enter, scale, rows):
     workers.check(tp, with_rows, rows, check_linear_cross_entropy, enter, scale)
 
 
@@ -372,7 +372,7 @@ def test_initial_weights_depend_on_seed_and_name_only():
     assert never_changes.tolist() == pytest.approx([0.053421, 1.114251, 1.515838, 0.976252], abs=1e-6)
 
 
-def test_the_table_of_names():
+def test_only_matrices_decay_and_proj_and_fc2_start_smaller():
     """Weight decay applies to matrices only. The std of proj and fc2 is smaller."""
     config = tiny_config(1)
     specs = GPT(config, Mesh().tp).specs()

@@ -326,7 +326,7 @@ def test_ranks_that_see_different_files_stop_before_the_first_step(workers, tmp_
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="needs root to make two network namespaces")
 @pytest.mark.parametrize("shared", [True, False])
-def test_two_hosts(config_file, tmp_path, shared):
+def test_two_hosts_train_and_another_out_dir_is_named(config_file, tmp_path, shared):
     """Run GUIDE's command in two network namespaces. Without a shared out_dir, a line names the host."""
     guide = (HERE / "GUIDE.md").read_text(encoding="utf-8")
     launch = re.search(r"```\n(export TORCH_DISABLE.*?)\n```", guide, re.DOTALL)[1]
@@ -587,7 +587,7 @@ def test_metrics_have_every_promised_field(tokens_dir, tmp_path):
     assert rows[0]["mfu"] == "unknown" and len(repr(rows[0]["lm_loss"])) > 12
 
 
-def test_epochs_stand_for_iterations(tokens_dir, tmp_path):
+def test_train_epochs_sets_the_number_of_iterations(tokens_dir, tmp_path):
     """4,000 tokens make 499 samples; with 12 samples a step, half an epoch is 20 steps."""
     go(configured(tmp_path, tokens_dir, train_iters=0, train_epochs=0.5, lr_decay_iters=0))
     assert checkpoint.all_steps(tmp_path) == [20]

@@ -85,7 +85,7 @@ class Operation:
     own: dict = field(default_factory=dict)
 
     def inputs(self, seed, wide=False):
-        """Return inputs with requires_grad. A parameter (a vector) has a float32 gradient. wide: all in float64."""
+        """Return inputs with requires_grad, vectors with a float32 gradient. wide: all in float64."""
         inputs = [x.double() if wide and x.is_floating_point() else x for x in self.draw(seed)]
         for x in inputs:
             if len(self.floor) == 2 and x.is_floating_point():
@@ -96,7 +96,7 @@ class Operation:
 
 
 def operations(device, n, h, s, v):
-    """Return all operations for n tokens, in samples of s. Heads have size 64."""
+    """Return all operations for n tokens, in samples of s."""
     drop = Drop(torch.arange(n, device=device), 0.1, 1234, 1)
 
     def simple(name, shapes, call, *passes):
@@ -135,7 +135,6 @@ def randoms(device, seed, shapes, dtype=torch.bfloat16):
 
 
 def attention(device, n, h, s):
-    """A matrix product of causal attention has s^2 d FLOP per head."""
 
     def backend(which):
         def run(qkv):
@@ -210,7 +209,7 @@ def add_rows(device, n, h, v):
 
 
 def weight_gradient(device, name, n, out, width):
-    """dW += dy^T x, with dW [out, width] in float32, dy [n, out] and x [n, width]."""
+    """dW [out, width] in float32 += dy^T [out, n] x [n, width]."""
 
     def draw(seed):
         gradient = randoms(device, seed, [(out, width)], torch.float32)
@@ -251,12 +250,11 @@ def as_tuple(outputs):
 
 
 def gradients_of(outputs):
-    """Return a random gradient of each output, in numbers of bf16, equal in every dtype."""
+    """Return a random gradient of each output, in numbers of bf16."""
     return [randoms(y.device, 90 + i, [y.shape])[0].to(y.dtype) for i, y in enumerate(outputs)]
 
 
 def results(operation, function, inputs):
-    """Return the outputs and the gradients of the inputs."""
     outputs = as_tuple(function(*inputs))
     if len(operation.floor) == 1:
         return outputs
@@ -279,7 +277,7 @@ class Judge:
         return torch.stack(errors).cpu()
 
     def worst(self, function):
-        """Return the largest error of the results, divided by the allowed error. At most 1 means right."""
+        """Return the largest error / the allowed error."""
         found = results(self.operation, function, self.operation.inputs(0))
         rounding = torch.tensor([torch.finfo(x.dtype).eps + 8 * torch.finfo(torch.float32).eps for x in found])
         return (self.errors(found) / (2 * self.of_plain + rounding)).max().item()
@@ -293,7 +291,6 @@ def judged(share):
 
 
 def compare(machine, sizes, repeats, names):
-    """Print the table. Return whether our operations are right."""
     import kernels
 
     rates = {False: copy_rate(machine), True: product_rate(machine, torch.bfloat16)}
@@ -340,7 +337,7 @@ class Found:
 
 
 def examine(machine, operation, variants, repeats):
-    """Check each variant, then time them in turns. Return {variant: Found}."""
+    """Check each variant, then time them in turns."""
     found = {name: Found() for name in variants}
 
     def try_each(measure_one):
@@ -376,7 +373,6 @@ def timed(machine, operation, function, copies):
 
 
 def cells(operation, i, found, rate):
-    """Return a row of the table."""
     ours = found["Triton"]
     achieved = operation.floor[i] / (ours.median(i) * 1e-6)
     unit = f"{achieved / 1e12:,.1f} TFLOP/s" if operation.flops else f"{achieved / 1e9:,.0f} GB/s"

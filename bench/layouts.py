@@ -119,7 +119,6 @@ def fsdp(c, mesh, batches):
 
 
 def dtensor(c, mesh, batches):
-    """Cut layers, logits and loss over tp."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor import parallel as styles
 
@@ -265,7 +264,6 @@ def our_step(c, mesh, batches):
 
 
 def whole_loss(mesh, loss):
-    """Return PyTorch's loss, averaged over the data ranks."""
     loss = loss.full_tensor() if isinstance(loss, dist.tensor.DTensor) else torch.as_tensor(loss)
     share = loss.double() / (mesh.dp.size * mesh.tp.size)
     return all_reduce(share, mesh.world, "loss").wait().item()
@@ -279,7 +277,7 @@ def check_same(name, step, ours, theirs):
 
 
 def timed(step):
-    """Run a step. Return (ms of wall clock, CPU ms of all ranks together)."""
+    """Return a step's (ms of wall clock, CPU ms of all ranks)."""
     dist.barrier()
     start, cpu = time.perf_counter(), time.process_time()
     step()
@@ -289,7 +287,6 @@ def timed(step):
 
 
 def work(rank, rendezvous, processes, names, fields, repeats):
-    """Measure the named layouts on this rank. Rank 0 prints the rows."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=processes)
     for row in LAYOUTS:

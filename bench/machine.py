@@ -39,7 +39,6 @@ class Gpu:
 
     @contextlib.contextmanager
     def no_waiting(self):
-        """In this block, waiting for the device raises RuntimeError."""
         torch.cuda.set_sync_debug_mode("error")
         try:
             yield
@@ -47,7 +46,7 @@ class Gpu:
             torch.cuda.set_sync_debug_mode("default")
 
     def give_back(self):
-        """Return unused memory to the device, for blocks of other sizes."""
+        """Return unused memory, for blocks of other sizes."""
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -91,7 +90,6 @@ def product_rate(machine, dtype):
 
 
 def what_went_wrong(error):
-    """Return an exception as one line, for a cell of the table."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return "out of memory"
     return f"failed: {type(error).__name__}: {' '.join(str(error).split())}"[:300]

@@ -67,7 +67,7 @@ def test_a_mistake_on_the_command_line_is_named(monkeypatch, arguments):
     assert arguments[-1].partition("=")[0] in str(error.value)
 
 
-def test_layouts(monkeypatch, capfd):
+def test_bench_layouts_prints_a_row_of_equal_losses(monkeypatch, capfd):
     sizes = "--repeats=1", "--layers=2", "--hidden=64", "--seq=32", "--vocab=256"
     bench(monkeypatch, "layouts", *sizes, "--only=2")
     rows = [line.split("  ")[0] for line in capfd.readouterr().out.splitlines()[3:]]
@@ -87,7 +87,7 @@ def measured(monkeypatch, capsys, only=""):
     return right, capsys.readouterr().out.splitlines()[4:]
 
 
-def test_kernels(monkeypatch, capsys):
+def test_bench_kernels_finds_every_operation_right(monkeypatch, capsys):
     right, rows = measured(monkeypatch, capsys)
     rows = [row for row in rows if "cudnn" not in row]
     assert right and len(rows) == sum(len(op.floor) for op in OPERATIONS) - 2
@@ -116,7 +116,7 @@ TINY = Config(
 )  # fmt: skip
 
 
-def test_training_on_a_cpu(monkeypatch, capsys):
+def test_bench_train_runs_on_a_cpu(monkeypatch, capsys):
     bench(monkeypatch, "train", "--steps=1", "--repeats=1", "--micro_batches=2")
     out = capsys.readouterr().out
     assert "dropout=0.1 -> 0.0, recompute=full -> none" in out
@@ -168,7 +168,7 @@ def pretended(monkeypatch):
     return gpu, calls
 
 
-def test_what_is_asked_of_a_gpu(pretended, capsys):
+def test_a_gpu_is_timed_by_events_and_checked_for_waits(pretended, capsys):
     gpu, calls = pretended
     assert gpu.timed(lambda: 7) == (500, 7) and calls[-1] == ("_sleep", machine.HEAD_START)
     assert bench_kernels.compare(gpu, bench_kernels.SMALL, 1, ["gelu"])

@@ -14,7 +14,7 @@ SMALL = Config(**SIZES, train_iters=9, eval_iters=0, log_interval=1)
 pytestmark = pytest.mark.slow  # no part of the program
 
 
-def test_the_grid():
+def test_a_sweep_has_every_accepted_layout():
     """Micro-batches of 1 and 2 with dp = 2, and of 1, 2 and 4 with tp = 2 or pp = 2."""
     found = [(c.tp, c.pp, c.micro_batch_size) for c in sweep.accepted(SMALL, 2)]
     assert found == [(1, 1, 1), (1, 1, 2), *[(1, 2, b) for b in (1, 2, 4)], *[(2, 1, b) for b in (1, 2, 4)]]

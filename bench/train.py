@@ -122,8 +122,6 @@ class Contestant:
 
 
 class Ours:
-    """Our model and its training state. Its contestants differ in the operations."""
-
     def __init__(self, c, machine, batches):
         self.run = train.build(c, Mesh(), machine.device)
         self.run.zero.initialize(c.seed)
@@ -147,7 +145,6 @@ class Ours:
 
     @torch.no_grad()
     def restart(self):
-        """Return to the initial weights, also after a step that failed."""
         self.run.executor.kept.clear()
         self.run.executor.local.clear()
         self.batches = itertools.cycle(self.micro_batches)
@@ -198,7 +195,6 @@ class Theirs:
 
 
 def contestants_of(c, machine, batches, only=""):
-    """Return ours with kernels=auto, and the contestants whose name contains `only`."""
     choices = ("auto", "triton", "torch") if machine.device.type == "cuda" else ("auto",)
     ours, *others = Ours(c, machine, batches).contestants(choices)
     others += Theirs(c, machine, batches).contestants()
@@ -209,7 +205,7 @@ def contestants_of(c, machine, batches, only=""):
 
 
 def compare(machine, c, steps, repeats, only=""):
-    """Print the check, the table and the profile. Return whether none of ours failed."""
+    """Return whether none of ours failed."""
     batches = batches_of(c, machine)
     contestants = contestants_of(c, machine, batches, only)
     check_same(machine, contestants)
@@ -274,7 +270,7 @@ def rounds(machine, contestants, steps, repeats):
 
 
 def turn(machine, who, steps):
-    """Run one step, then `steps` timed steps. Return the seconds of one."""
+    """Return the seconds of one of `steps` steps."""
     who.choose()
     who.step()
     machine.synchronize()
@@ -286,7 +282,6 @@ def turn(machine, who, steps):
 
 
 def table(machine, c, contestants, steps, repeats):
-    """Print a row for each contestant."""
     peak, flops = peak_tflops(machine.name, c.dtype), model_flops(c, c.global_batch_size)
     tokens = c.global_batch_size * c.seq_length
     print(
@@ -310,7 +305,6 @@ def table(machine, c, contestants, steps, repeats):
 
 
 def profile(machine, who):
-    """Print whether the host waits, the profile, and the idle time of one contestant."""
     if who.failure:
         return
     with surviving(machine, who):
@@ -331,7 +325,7 @@ def profile(machine, who):
 
 
 def waits(machine, who):
-    """Return a message: whether the host waits for the device within a step."""
+    """Return whether the host waits for the device within a step."""
     try:
         with machine.no_waiting():
             who.step()

@@ -50,7 +50,7 @@ def flops(function, **fields):
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_flops_of(part):
+def test_flops_of_a_part_are_the_formulas(part):
     whole, found = flops(flops_of.model_flops), {}
     found["attention"] = (flops(flops_of.model_flops, seq_length=2 * S) - whole) / (L * H * S)
     found["head"] = (flops(flops_of.model_flops, vocab_size=2 * V) - whole) / (V * H)
@@ -72,7 +72,7 @@ def test_recomputation_costs_one_forward_of_the_blocks():
 
 
 @pytest.mark.parametrize("what", ["dx", "dW", "db", "the sum of two micro-batches"])
-def test_backward_of_a_linear(what):
+def test_backward_of_a_linear_is_autograds(what):
     """y = x W^T + b, on one process, against torch.nn.functional.linear."""
     x, w, b, dy = (drawn(*shape, seed=i).requires_grad_() for i, shape in enumerate([(8, 6), (4, 6), (4,), (8, 4)]))
     F.linear(x, w, b).backward(dy.detach())
@@ -113,7 +113,7 @@ def adam(slide=1, inside=False, t=T):
 
 
 @pytest.mark.parametrize("what", ["m", "v", "direction"])
-def test_adam(what):
+def test_adam_is_its_formula(what):
     _, g, (m, v) = buffers()
     direction = optimizer.adam_direction(4 * g, m, v, 0.25, T, B1, B2, EPS)
     i = ["m", "v", "direction"].index(what)
@@ -246,7 +246,7 @@ def test_lambs_direction_is_adamws_with_decay():
     [(True, WHOLE, 4.0), (False, WHOLE, 1.0), (True, 0.0, 1.0)],
     ids=["matrix", "bias", "zero"],
 )
-def test_trust_ratio(layerwise, norm, right):
+def test_lambs_trust_ratio_is_the_formulas(layerwise, norm, right):
     """The update is lr * ratio * direction. The ratio is 1 for a bias, and where the weight or the direction is 0."""
     w, direction, _ = buffers()
     if norm == 0:
@@ -352,7 +352,7 @@ CONTEXT_AXES = {  # with tp=2, cp=2: the cp ranks are data ranks, too
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_groups_by_axis(axis):
+def test_each_axis_has_its_groups(axis):
     groups, why = AXES[axis]
     found = sorted({getattr(mesh, axis).ranks for mesh in meshes()})
     assert found == groups, f"{why}. On 8 ranks with tp=2, pp=2, the groups of {axis} are {found}, not {groups}"

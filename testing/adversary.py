@@ -40,9 +40,9 @@ from torch.distributed import irecv, isend
 
 from parallel import comm, tensor
 
-all_gather = comm._all_gather  # torch's function, also within the mode
+all_gather = comm._all_gather  # torch's own
 
-PATIENCE = 50  # seconds that one communication may take
+PATIENCE = 50  # seconds of one communication
 MOMENT = 1  # seconds that `done` waits at most
 NUMBER = 0x3FFFFF  # the bits of a float32 nan that can contain a number
 NANS = {  # {dtype: (bits of a signalling nan, shift of the number in it, or None)}
@@ -55,7 +55,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # {byte
 
 
 class Caught(AssertionError):
-    """The program broke a rule of the table above."""
+    """A rule of the table was broken."""
 
 
 class Adversary:
@@ -74,7 +74,6 @@ class Adversary:
             raise Caught(f"without `wait`: {self.dropped[0]}. Its `Pending` was destroyed before `wait`")
 
     def refuse_poison(self, name, x):
-        """Raise Caught if a call sends poison."""
         wrong = x[x.isnan()] if x.is_floating_point() else x[:0]
         if wrong.numel():
             number = wrong[:1].float().view(torch.int32).item() & NUMBER

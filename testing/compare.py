@@ -72,12 +72,12 @@ class Case(NamedTuple):
         return {"dp": dp, "cp": cp, "tp": tp, "pp": pp}
 
     def name(self, rank):
-        """Return the rank and its indices: `3 (dp=1 tp=1)`."""
+        """Return `3 (dp=1 tp=1)`."""
         parts = [f"{axis}={i}" for axis, i in self.place(rank).items() if self.sizes[axis] > 1]
         return f"{rank} ({' '.join(parts)})" if parts else f"{rank}"
 
     def neighbours(self, rank, axis):
-        """Return the ranks of the axis's group with `rank` in it."""
+        """Return the ranks of the axis's group."""
         return [r for r in range(len(self.steps)) if self.place(r) | {axis: 0} == self.place(rank) | {axis: 0}]
 
     def cut(self, name):
@@ -135,7 +135,6 @@ def written(r, case):
 
 
 def scale_cause(r, case):
-    """Name the usual cause of a ratio."""
     causes = [f"{name}: {RATIOS[name]}" for name in products(r, case)]
     return "; or ".join(causes) or "Look where the loss and its gradient are scaled"
 
@@ -156,7 +155,7 @@ class Finding(NamedTuple):
 
 
 def finding(name, rank, begin, ours, theirs, size):
-    """Return [Finding] if two tensors differ, otherwise []. size: the parameter's largest element."""
+    """Return [Finding] if two tensors differ, otherwise []. size: the parameter's largest."""
     ours, theirs = ours.flatten(), theirs.flatten()
     distance = (ours - theirs).abs().max().item() if ours.numel() else 0.0
     if distance <= TOLERANCE * size:
@@ -165,7 +164,7 @@ def finding(name, rank, begin, ours, theirs, size):
 
 
 def table(findings, case):
-    """Return a table of each parameter's worst Finding, the largest first."""
+    """Return a table of each parameter's worst Finding."""
     worst = {}
     for f in sorted(findings, key=lambda f: -math.inf if math.isnan(f.relative) else -f.relative):
         worst.setdefault(f.name, f)
@@ -179,7 +178,7 @@ def table(findings, case):
 
 
 def initial_difference(results, before, case):
-    """Describe the first initial parameter that is not bit-equal to `before`, if there is one."""
+    """Describe the first initial parameter that is not bit-equal to `before`."""
     for rank, result in enumerate(results):
         for name, ours in result[2].items():
             if not torch.equal(ours, case.local(name, before[name], rank)):
@@ -190,7 +189,6 @@ def initial_difference(results, before, case):
 
 
 def initial_cause(name, ours, theirs, whole, case):
-    """Name the usual cause of wrong initial values."""
     for t in range(case.sizes["tp"] if case.cut(name) else 0):
         if torch.equal(ours, case.local(name, whole, t)):
             return f"it is the slice of tp rank {t}. Each tp rank must keep its own slice of the whole tensor"
@@ -208,7 +206,6 @@ def initial_cause(name, ours, theirs, whole, case):
 
 
 def gradient_findings(case):
-    """Return the Findings of the gradients."""
     found = []
     for rank, step in enumerate(case.steps):
         for name, (begin, end, ours) in step.gradients.items():
@@ -219,7 +216,6 @@ def gradient_findings(case):
 
 
 def gradient_cause(found, case):
-    """Name the usual cause of these Findings."""
     tried = (
         dropout_cause,
         ratio_cause,
@@ -260,7 +256,7 @@ def ratio_cause(found, case):
 
 
 def added_slices_cause(found, case):
-    """Find tp slices that are added to one another."""
+    """Find tp slices that are added up."""
     for f in found:
         group = case.neighbours(f.rank, "tp")
         parts = [g.theirs for g in found if (g.name, g.begin) == (f.name, f.begin) and g.rank in group]
@@ -300,7 +296,7 @@ def tied_cause(found, case):
 
 
 def micro_batch_cause(found, case):
-    """Find how often each micro-batch counts in the largest piece that differs."""
+    """Find how often each micro-batch counts in the largest piece."""
     f, shares = max(found, key=lambda f: len(f.ours)), case.shares
     if case.sizes["dp"] > 1 and torch.equal(shares[0, 0][f.name], shares[1, 0][f.name]):
         return "Data ranks 0 and 1 have the same gradient: they read the same samples."
@@ -333,7 +329,7 @@ def times_counted(f, case):
 
 
 def pattern(counts, mine):
-    """Name the usual cause of such factors. mine: the data rank whose gradient this is."""
+    """Name the usual cause of factors. mine: the gradient's data rank."""
     others = torch.cat([counts[:mine], counts[mine + 1 :]])
     equal_rows = bool((counts == counts[0]).all())
     if len(others) and not others.any() and counts[mine].all():
@@ -366,7 +362,6 @@ def where_cause(found, case):
 
 
 def forward_cause(case):
-    """Return a line for a loss that differs."""
     c, look = case.config, ["the samples that each rank draws"]
     look += ["the tokens of each cp rank (their targets, their positions, their dropout masks)"] * (c.cp > 1)
     look += ["the rows of each tp rank (their positions, their dropout masks)"] * c.sequence_parallel
@@ -380,19 +375,16 @@ def forward_cause(case):
 
 
 def unequal(ours, theirs):
-    """Return the first of `ours` that is not `theirs`, or None."""
     return next((x for x in ours if not abs(x - theirs) <= TOLERANCE * abs(theirs)), None)
 
 
 def loss_cause(r, case):
-    """Name the usual cause of a ratio of losses, if the gradients are right."""
     if "tp" in products(r, case):
         return "Every tp rank has the same loss: only one of them may add it."
     return "The gradients are right, so the forward pass is right too. Look at how the loss is summed for the log."
 
 
 def norm_cause(norm, case):
-    """Compare a wrong norm with the norms of usual mistakes."""
     squares = {name: values.square().sum().item() for name, (_, _, values) in case.one.gradients.items()}
     total, dp = sum(squares.values()), case.sizes["dp"] * case.sizes["cp"]
     replicated = sum(square for name, square in squares.items() if case.specs[name].tp_dim is None)
@@ -410,7 +402,7 @@ def norm_cause(norm, case):
 
 
 def shard_squares(case, data_rank):
-    """Return the squared norm of the elements that one data rank updates."""
+    """Return the squared norm of what one data rank updates."""
     square = 0.0
     for rank, step in enumerate(case.steps):
         place = case.place(rank)
@@ -422,7 +414,6 @@ def shard_squares(case, data_rank):
 
 
 def update_cause(found, before, case):
-    """Name the usual cause if only the parameters after the update are wrong."""
     c, sharded = case.config, case.config.zero and case.sizes["dp"] * case.sizes["cp"] > 1
     for f in found if sharded else []:
         if ((f.ours == case.local(f.name, before[f.name], f.rank).flatten()) & (f.ours != f.theirs)).any():
@@ -500,7 +491,7 @@ def title(case):
 
 
 def diagnosis(before, case):
-    """Return lines about the first difference of the first step. before: one process's initial parameters."""
+    """Return lines about the first difference of the first step. before: the initial parameters."""
     one, steps = case.one, case.steps
     loss, norm = unequal([s.loss for s in steps], one.loss), unequal([s.norm for s in steps], one.norm)
     also = f"The loss of step 1 is {loss:.12g} instead of {one.loss:.12g}." if loss is not None else ""

@@ -33,7 +33,6 @@ class Defect(NamedTuple):
 
 
 def listed():
-    """Return the Defects of defects.txt."""
     found = []
     for part in (ROOT / "testing/defects.txt").read_text(encoding="utf-8").split("\n== ")[1:]:
         head, *lines = part.splitlines()
@@ -110,7 +109,7 @@ def message(failed):
 
 
 def main():
-    """List the defects, or plant the named ones and print their tests' messages."""
+    """List the defects, or plant the named ones."""
     names, by_name = sys.argv[1:], {defect.name: defect for defect in DEFECTS}
     if not names:
         print("\n".join(f"{d.name:<36} {d.file:<22} {d.test}" for d in DEFECTS))

@@ -36,7 +36,6 @@ def graph():
 
 
 def broken_rules(imports):
-    """Return one line for each violation of a rule."""
     lines = []
     try:
         TopologicalSorter(imports).prepare()

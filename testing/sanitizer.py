@@ -41,11 +41,11 @@ if not isinstance(tl.sum, interpreter.InterpretedFunction):
 
 
 class OutOfBounds(IndexError):
-    """An unmasked lane reads or writes outside of its pointer's tensor."""
+    """An unmasked lane is outside of its pointer's tensor."""
 
 
 class Race(RuntimeError):
-    """The value of an element depends on the order of programs or of lanes."""
+    """An element depends on the order of programs or lanes."""
 
 
 # --- traffic ----------------------------------------------------------------------------------------------------------
@@ -66,7 +66,6 @@ _launch = None  # the current Launch
 
 @contextmanager
 def traffic():
-    """Yield a Traffic of all launches in the `with` block."""
     _counting.append(Traffic())
     try:
         yield _counting[-1]
@@ -110,7 +109,6 @@ class Launch:
         self.patched = set()  # modules whose `tl` is the interpreter's
 
     def add_arguments(self, named):
-        """Register the tensors of [(name, value)]."""
         accesses = {}  # {storage's address: accesses}
         for name, tensor in named:
             if isinstance(tensor, torch.Tensor):
@@ -132,7 +130,7 @@ class Launch:
         return TensorHandle(pointers.data & ADDRESS, pointers.dtype)
 
     def check(self, argument, addresses, lanes, does):
-        """Raise OutOfBounds or Race, or note the access of these lanes."""
+        """Raise OutOfBounds or Race, or note the access."""
         grid = interpreter.interpreter_builder
         program = np.ravel_multi_index(grid.grid_idx, grid.grid_dim)
         elements, outside = argument.elements(addresses)
@@ -184,7 +182,6 @@ def install():
     _install_launch()
     _install_memory()
     _install_bfloat16()
-    # hashes wrap on purpose
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
 
@@ -194,7 +191,6 @@ def _install_launch():
         global _launch
         _launch = Launch()
         try:
-            # without numpy's warnings of inf, NaN and wrapped integers
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "All-NaN (slice|axis) encountered", RuntimeWarning)  # from tl.max
                 original(self, *arguments, **options)
@@ -207,14 +203,14 @@ def _install_launch():
 
     @replaces(interpreter, "_patch_lang")
     def patch_once(original, function):
-        """Patch once per launch: Triton patches in every call of a function, which takes most of the time."""
+        """Once per launch: in every call it takes most of the time."""
         if function.__module__ not in _launch.patched:
             _launch.patched.add(function.__module__)
             return original(function)
 
     @replaces(interpreter.GridExecutor, "_init_args_hst")
     def arguments_on_host(original, self, positional, keywords):
-        """Register the tensors whose addresses the kernel gets."""
+        """Register the kernel's tensors."""
         on_host = original(self, positional, keywords)
         _launch.add_arguments([*zip(self.arg_names, on_host[0], strict=False), *on_host[1].items()])
         return on_host

@@ -166,7 +166,7 @@ def late(workers):
     workers.adversary = before
 
 
-def test_the_losses_of_a_validation(late):
+def test_a_loss_waits_for_each_result(late):
     late.check(2, test_tensor.check_linear_cross_entropy, "all_gather", 1.0)
 
 
@@ -199,7 +199,7 @@ def named(keys, values):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda values: "-".join(map(str, values)))
-def test_a_layout(late, layout):
+def test_a_layout_waits_for_each_result(late, layout):
     point = named(KEYS, (*layout, *USUAL[len(layout) - 9 :]))
     test_layouts.check_point(late, point, [point["optimizer"]], steps=2)
 
@@ -212,12 +212,12 @@ ASYNCHRONOUS_LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", ASYNCHRONOUS_LAYOUTS, ids=lambda values: "-".join(map(str, values)))
-def test_an_asynchronous_layout(late, layout):
+def test_an_asynchronous_layout_waits_for_each_result(late, layout):
     point = named(test_pipedream.AXES, layout)
     test_pipedream.check_point(late, point, [point["optimizer"]])
 
 
-def test_a_validation(late, tokens_dir, tmp_path):
+def test_a_validation_waits_for_each_result(late, tokens_dir, tmp_path):
     test_pipeline.test_validation_is_the_same_in_every_layout(
         late, tokens_dir, tmp_path, dict(zero=3, comm_timeout=20.0)
     )

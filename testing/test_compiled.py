@@ -44,7 +44,7 @@ def reports(tmp_path, monkeypatch):
     return lambda jobs: compiled.reports([(f"planted_kernels:{name}", *job) for name, *job in jobs], [tmp_path])
 
 
-def test_a_kernel_that_is_fine_and_one_that_is_careless(reports):
+def test_a_report_tells_wide_loads_from_narrow_ones(reports):
     """If the mask's limit n may be odd, a thread loads 2 bytes at a time."""
     constants = {"bias": None, "BLOCK": 1024}
     jobs = [("scale", f"*bf16 *bf16 fp32 {n}", constants, arch) for n in ("i32", "i32:1") for arch in (80, 90)]
@@ -56,7 +56,7 @@ def test_a_kernel_that_is_fine_and_one_that_is_careless(reports):
         assert r.loads == 8 and r.wide_loads == 0
 
 
-def test_tensor_cores_and_spills(reports):
+def test_a_report_counts_tensor_cores_and_spills(reports):
     """Ampere, Hopper, and a tile too large for one warp's registers."""
     types = "*bf16 *bf16 *fp32 i32"
     jobs = [("multiply", types, {"N": 64}, arch, {"num_warps": 4}) for arch in (80, 90)]

@@ -82,7 +82,7 @@ def test_a_rank_of_a_trillion_parameters_fits_in_one_gibibyte():
     assert int(mebibytes) < 1024
 
 
-def test_zero_3_over_1024_ranks():
+def test_zero_3_over_1024_ranks_equals_the_formulas():
     fields = dict(num_layers=6, hidden_size=12288, num_attention_heads=96, seq_length=2048, vocab_size=51200)
     config = Config(**fields, micro_batch_size=1, global_batch_size=1024, zero=3, train_iters=1)
     sent, kept = dry(config, 1024, 1000)
@@ -93,7 +93,7 @@ def test_zero_3_over_1024_ranks():
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_line(capsys):
+def test_the_command_makes_a_dry_run(capsys):
     words = "configs/tiny.py --gpus=4 --rank=3 --tp=2 --dtype=bf16 --micro_batch_size=1"
     dry_run.main(words.split())
     assert "rank 3 of 4: dp 1 of 2" in capsys.readouterr().out
@@ -101,7 +101,7 @@ def test_the_command_line(capsys):
         dry_run.main(["--gpus=0"])
 
 
-def test_the_tables_and_the_end(capsys):
+def test_a_dry_run_prints_its_tables_and_that_they_agree(capsys):
     dry_run.show(bf16(2, 2, pp=2, zero=1), 8, 5)
     out = capsys.readouterr().out
     assert "rank 5 of 8: dp 1 of 2, pp 0 of 2, cp 0 of 1, tp 1 of 2" in out
@@ -131,13 +131,13 @@ MISTAKES = {"--rank=4": (4, {}), "optimizer=lamb": (0, dict(optimizer="lamb")), 
 
 
 @pytest.mark.parametrize("message", MISTAKES)
-def test_mistakes(message):
+def test_a_dry_run_refuses_mistakes(message):
     rank, fields = MISTAKES[message]
     with pytest.raises(UserError, match=message):
         dry_run.show(tiny_config(4, **dict(dtype="bf16") | fields), 4, rank)
 
 
-def test_nothing_is_left_behind():
+def test_a_dry_run_leaves_nothing_behind():
     before = train.PendingStep, operations.choose
     with pytest.raises(RuntimeError), dry_run.started(bf16(2), 2, 1):
         assert dist.is_initialized() and train.PendingStep is not before[0]

@@ -82,12 +82,12 @@ def test_a_backward_before_its_forward_is_refused_in_the_readmes_words(tree, tmp
     ],
     ids=" ".join,
 )
-def test_the_tests_stay_green(tree, arguments):
+def test_the_tests_stay_green_with_the_additions(tree, arguments):
     done = run(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]
 
 
-def test_help_and_mistakes_know_them(tree):
+def test_help_and_mistakes_know_the_added_schedule_and_optimizer(tree):
     text = " ".join(run(tree, "train.py", "--help").stdout.split())  # long lines are wrapped
     assert "two-waves" in text and "momentum" in text
     done = run(tree, "train.py", "configs/tiny.py", "--optimizer=nonesuch")

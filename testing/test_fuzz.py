@@ -77,12 +77,12 @@ FILES = [(module, words.split(), file) for module, words, files in COMMANDS for 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", DAMAGE)
 @pytest.mark.parametrize("module, words, file", FILES, ids=[f"{m}-{f}" for m, _, f in FILES])
-def test_a_damaged_file(template, tmp_path, monkeypatch, capfd, module, words, file, how):
+def test_a_damaged_file_is_one_line_or_no_obstacle(template, tmp_path, monkeypatch, capfd, module, words, file, how):
     end_well(template, tmp_path, monkeypatch, capfd, module, words, lambda: DAMAGE[how](Path(file)))
 
 
 @pytest.mark.parametrize("wrong", ["--foo=1", "--seed", "--gpus=0", "missing", "-5", "--num-layers=x", "--", "\udcff"])
 @pytest.mark.parametrize("module, words", [row[:2] for row in COMMANDS])
-def test_a_wrong_word(template, tmp_path, monkeypatch, capfd, module, words, wrong):
+def test_a_wrong_word_is_one_line_or_no_obstacle(template, tmp_path, monkeypatch, capfd, module, words, wrong):
     end_well(template, tmp_path, monkeypatch, capfd, module, [*words.split(), wrong])
     end_well(template, tmp_path, monkeypatch, capfd, module, [wrong, *words.split()[1:]])

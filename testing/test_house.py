@@ -74,7 +74,7 @@ def test_no_function_is_longer_than_a_page():
         ("errors.py", "config.py", True),
     ],
 )
-def test_a_rule_sees(path, other, wrong):
+def test_a_rule_finds_a_wrong_import(path, other, wrong):
     assert len(broken_rules({path: {other}, other: set()})) == wrong
 
 

@@ -40,7 +40,7 @@ def test_every_file_in_the_texts_exists():
     assert len(paths) > 50 and [p for p in paths if not any((HERE / f / p).exists() for f in folders)] == []
 
 
-def test_the_lines_of_the_files_to_read():
+def test_the_readme_counts_the_lines_of_the_files_to_read():
     rows = re.findall(r"(?m)^\| `([\w/.]+)` \| (\d+) \|", README)
     lines = {path: (HERE / path).read_text("utf-8").count("\n") for path, _ in rows}
     assert len(rows) == 6 and all(abs(int(said) - lines[path]) <= 10 for path, said in rows), lines
@@ -88,7 +88,7 @@ def in_full(command):
 
 
 @pytest.mark.parametrize("slide, command, code", SLIDES, ids=[row[0] for row in SLIDES])
-def test_the_map_from_the_slides(slide, command, code):
+def test_the_map_names_existing_code_tests_and_commands(slide, command, code):
     """Each name exists in the file before it, the last file is a test, and the command is accepted."""
     path, found = None, 0
     for word in re.findall(r"`(.+?)`", code):
@@ -138,7 +138,7 @@ def rows_of(file):
 
 
 @pytest.mark.slow
-def test_the_first_command(tmp_path):
+def test_the_readmes_first_command_prints_the_shown_lines(tmp_path):
     """Run the README's first command without its pip, in a new folder: the same losses, and each line that is shown.
 
     The digits depend on the processor and on the version of Python, whose library is the data.

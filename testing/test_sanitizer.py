@@ -31,7 +31,7 @@ def copy(x, y, n, offset, BLOCK: tl.constexpr, STRIDE: tl.constexpr = 1):
 
 
 @pytest.mark.parametrize("offset", [1, -1, 1 << 20, 1 << 40, -(1 << 30)])
-def test_loads_out_of_bounds(offset):
+def test_a_load_out_of_bounds_is_named(offset):
     """One element outside, or far away, where the process could crash."""
     x, y = random(37), torch.zeros(37)
     copy[3,](x, y, 37, 0, BLOCK=16)
@@ -41,7 +41,7 @@ def test_loads_out_of_bounds(offset):
         copy[3,](x, y, 37, offset, BLOCK=16)
 
 
-def test_stores_out_of_bounds():
+def test_a_store_out_of_bounds_is_named():
     with pytest.raises(sanitizer.OutOfBounds, match=r"stores y\[31\]"):
         copy[2,](random(32), torch.zeros(31), 32, 0, BLOCK=16)
 
@@ -69,13 +69,13 @@ def store_at(x, stride):
     tl.store(x + tl.program_id(0) * stride + tl.program_id(1), 1.0)
 
 
-def test_two_programs_store_one_element():
+def test_two_programs_that_store_one_element_are_a_race():
     store_at[3, 2](torch.zeros(6), 2)
     with pytest.raises(sanitizer.Race, match=r"program \(1, 0, 0\), .* stores x\[1\], which another program .* stored"):
         store_at[3, 2](torch.zeros(4), 1)
 
 
-def test_a_program_loads_what_another_stores():
+def test_a_load_of_what_another_program_stores_is_a_race():
     """On a GPU, their order is undefined."""
     x = random(18)
     with pytest.raises(sanitizer.Race, match=r"\(1, 0, 0\), lane 0, loads x\[4\], .* stored"):
@@ -91,7 +91,7 @@ def scatter(x, where, BLOCK: tl.constexpr):
     tl.store(x + tl.load(where + i), i.to(tl.float32))
 
 
-def test_two_lanes_of_one_store():
+def test_two_lanes_that_store_one_element_are_a_race():
     x = torch.zeros(4)
     scatter[1,](x, torch.tensor([3, 1, 2, 0]), BLOCK=4)
     assert x.tolist() == [3, 1, 2, 0]
@@ -160,7 +160,7 @@ def test_other_arithmetic_on_bfloat16_is_refused():
 # --- traffic ----------------------------------------------------------------------------------------------------------
 
 
-def test_traffic():
+def test_traffic_counts_loaded_and_stored_bytes():
     """Masked lanes move nothing. Four reads count four times."""
     x, y = random(100), torch.zeros(100, dtype=torch.bfloat16)
     with sanitizer.traffic() as t:

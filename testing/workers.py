@@ -29,7 +29,6 @@ PATIENCE = float(os.environ.get("PATIENCE", "60"))  # seconds without progress u
 
 
 def work(rank, pipe):
-    """Answer the calls that come through `pipe` until its other end is closed."""
     torch.set_num_threads(1)
     while True:
         try:
@@ -53,7 +52,6 @@ def work(rank, pipe):
 
 
 def cpu_seconds(processes):
-    """Return the CPU time that the processes have used."""
     seconds = 0.0
     for process in processes:
         try:
@@ -93,7 +91,6 @@ class Workers:
         self.pipes, self.processes = [], []
 
     def run(self, ranks, function, *arguments):
-        """Call `function(*arguments)` on all ranks. Return their results."""
         assert ranks <= RANKS
         self.start(ranks)
         self.calls += 1
