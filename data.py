@@ -1,9 +1,8 @@
 """Read shuffled batches of tokens from disk. The seed and the number of consumed samples determine a batch.
 
 For each split, `prepare.py` writes one file with a long row of uint16 tokens (uint32 above 65,536 ids). A sample is a
-window of this row: seq_length inputs, and as targets the inputs shifted by one token. Neighbouring windows share one
-token, so every token is a target once in an epoch (but the first one, and the last ones if they fill no window). A
-document may continue in the next window.
+window of this row. Neighbouring windows share one token, so every token is a target once in an epoch (but the first
+one, and the last ones if they fill no window). A document may continue in the next window.
 
     tokens     t0 t1 t2 t3 t4 t5 t6 t7 t8 ..          seq_length = 4
     window 0   t0 t1 t2 t3 t4                         inputs t0..t3, targets t1..t4
@@ -14,15 +13,15 @@ Samples are numbered from 0 through all epochs. Sample g belongs to epoch g // n
     permute(g % num_samples, num_samples, shuffle_key(seed, epoch))
 
 `permute` computes each entry of a random table without the table. So a shuffle of 10^12 tokens needs no memory and no
-time at the start, and a checkpoint stores only `consumed_samples`. A step takes the next samples, the same for any
-number of ranks, and distributes them over the data ranks. Two data ranks, two samples in a micro-batch:
+time at the start, and a checkpoint stores only `consumed_samples`. A step distributes the next samples over the data
+ranks. Two data ranks, two samples in a micro-batch:
 
     sample         g   g+1  g+2  g+3  |  g+4  g+5  g+6  g+7
     data rank      0    0    1    1   |   0    0    1    1
     micro-batch             0         |           1
 
 All ranks of a tensor or pipeline group have the same data rank, so they read the same batch. The file is mapped into
-memory, not loaded: its pages belong to the kernel's page cache, which all ranks of a host share.
+memory: its pages belong to the kernel's page cache, which all ranks of a host share.
 """
 
 import itertools
@@ -44,8 +43,8 @@ from errors import UserError, reading
 # -- the shuffle
 
 ROUNDS = 8
-# A Feistel round adds a hash of one half of a number to the other half. It can be inverted for any hash, so any number
-# of rounds is a bijection. More rounds shuffle better (NOTES.md: why 8).
+# A Feistel round adds a hash of one half of a number to the other half. It can be inverted for any hash, so it is a
+# bijection. More rounds shuffle better (NOTES.md: why 8).
 
 
 def mix(x):
@@ -61,7 +60,7 @@ def shuffle_key(seed, epoch):
 
 
 def permute(i, n, key):
-    """Return the position of each i in a shuffle of range(n), without a table. Each key gives a bijection of range(n).
+    """Return the position of each i in a shuffle of range(n). Each key gives a bijection of range(n).
 
     i [b] int64, each in range(n); key [b] or [1] uint64 -> [b] int64. Never change it: runs resume with its order.
 
@@ -92,7 +91,7 @@ DTYPES = {"uint16": "<u2", "uint32": "<u4"}  # meta.json's name: numpy's, little
 class Tokens:
     """One split of a data set. Raises UserError if its files are missing, damaged or not usable for this model.
 
-    meta: the content of meta.json. num_samples: windows in an epoch. vocab_size: number of the model's ids.
+    meta: the content of meta.json. num_samples: windows in an epoch.
     """
 
     def __init__(self, data_dir, split, seq_length, vocab_size):
@@ -126,13 +125,13 @@ class Tokens:
         return torch.from_numpy(rows.astype(np.int64))
 
     def check_ids(self, ids):
-        """Raise UserError for an id that the tokenizer does not have. A check of the whole file would take minutes."""
+        """Raise UserError for an id that the tokenizer does not have."""
         if ids.max() >= self.meta["vocab_size"]:
             raise UserError(f"{self.path}: the id {ids.max()} is not in the vocabulary; prepare the data again")
 
 
 def map_tokens(path, dtype="<u2"):
-    """Map the file as a read-only array of `dtype`, [num_tokens]. A page is read from disk at its first use.
+    """Map the file as a read-only array of `dtype`, [num_tokens].
 
     If the file is truncated or the disk fails during the run, the process ends with the signal SIGBUS.
     """
@@ -147,9 +146,9 @@ PAGES = 64  # of 4096 bytes
 
 
 def identity(tokens):
-    """Return what a checkpoint says about the training data, a dict for index.json. tokens: a `Tokens`.
+    """Return what a checkpoint's index.json says about the training data. crc32: of PAGES pages, evenly spaced.
 
-    crc32 is that of PAGES pages of the file, evenly spaced. To read the whole file would take minutes.
+    To read the whole file would take minutes.
     """
     size = 4096 // tokens.tokens.itemsize
     starts = np.linspace(0, max(0, len(tokens.tokens) - size), PAGES).astype(np.int64)
@@ -164,8 +163,7 @@ def identity(tokens):
 def training_samples(consumed_samples, dp_rank, dp, micro_batch_size):
     """Yield a data rank's sample numbers, [b] int64, for each micro-batch after `consumed_samples`, without end.
 
-    A step has whole micro-batches on every rank, and the next step continues the numbers. So the size of a step is not
-    needed, and may grow (rampup_batch_size).
+    The size of a step is not needed, and may grow (rampup_batch_size).
     """
     for first in itertools.count(consumed_samples + dp_rank * micro_batch_size, dp * micro_batch_size):
         yield np.arange(first, first + micro_batch_size, dtype=np.int64)
@@ -174,9 +172,9 @@ def training_samples(consumed_samples, dp_rank, dp, micro_batch_size):
 def eval_batches(tokens, samples_wanted, dp_rank, dp, micro_batch_size, seed, device="cpu"):
     """Yield (tokens [b, seq_length + 1] on `device`, is_real) for each micro-batch of a data rank in a validation.
 
-    All ranks together take the first min(samples_wanted, num_samples) samples once, for any dp and micro_batch_size.
-    The last micro-batch may be smaller. A rank without samples in it gets one with is_real = False, whose loss does not
-    count: all ranks must run the model equally often, because ZeRO-3 gathers parameters on all of them together.
+    All ranks together take the first min(samples_wanted, num_samples) samples once. The last micro-batch may be
+    smaller. A rank without samples in it gets one with is_real = False, whose loss does not count: all ranks must run
+    the model equally often, because ZeRO-3 gathers parameters on all of them together.
     """
     samples = min(samples_wanted, tokens.num_samples)
     micro_batches = -(-samples // (micro_batch_size * dp))
@@ -194,8 +192,8 @@ def eval_batches(tokens, samples_wanted, dp_rank, dp, micro_batch_size, seed, de
 def loaded(tokens, numbers, seed, device="cpu", depth=4):
     """Yield (tokens [b, seq_length + 1], numbers [b]), int64 on `device`, for each array in `numbers`.
 
-    A thread keeps up to `depth` micro-batches ready, for a GPU in pinned memory. Its exceptions are raised here. To end
-    the thread, close the generator (`contextlib.closing`).
+    A thread keeps up to `depth` micro-batches ready, for a GPU in pinned memory. To end the thread, close the generator
+    (`contextlib.closing`).
     """
     device, numbers = torch.empty(0, device=device).device, iter(numbers)  # "cuda" becomes "cuda:0"
     gpu = device.type == "cuda"
@@ -211,7 +209,6 @@ def loaded(tokens, numbers, seed, device="cpu", depth=4):
         while ready:
             pair = ready.popleft().result()
             ready.extend(thread.submit(read, n) for n in itertools.islice(numbers, 1))
-            # The copy runs on the stream of the computation. Torch keeps the pinned memory until it is done.
             yield tuple(x.to(device, non_blocking=True) for x in pair)
     finally:
         thread.shutdown(wait=False, cancel_futures=True)  # a read from a disk that hangs must not keep the process

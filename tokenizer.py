@@ -6,15 +6,14 @@
 
 A vocabulary gives each token (a byte string) an id. A regular expression, the pattern, cuts a text into pre-tokens,
 roughly words. A merge is a pair of tokens that may become one token. Byte-pair encoding (BPE) starts from the single
-bytes of a pre-token. Of the merges that fit, the earliest in the list is applied first, and at its leftmost place.
+bytes of a pre-token. Of the merges that fit, the earliest in the list is applied first, at its leftmost place.
 
 tiktoken has no list of merges: it merges two neighbours if the result is a token, and the token's rank is its priority.
 A merge (l, r) is *alive* if the earlier merges alone turn the bytes of l + r into l, r. The two methods are equal if
 only live merges give ranks (proof: NOTES.md); `ranked` makes sure of it.
 
 tiktoken's ids are the ranks. Vocabularies in files may have other ids (OPT sorts them by frequency), so a table maps
-ranks to ids. Ids are uint16 up to 65,536 ids, otherwise uint32. A data set and a checkpoint have a copy of GPT-2's
-vocabulary or of one from files, the files COPY. Its name is computed from the vocabulary, not from the path.
+ranks to ids. A data set and a checkpoint have a copy of the vocabulary, the files COPY.
 """
 
 import array
@@ -32,11 +31,11 @@ import tiktoken
 from errors import UserError, reading
 
 COPY = ("tokenizer.json", "tokenizer_config.json")  # files of a vocabulary's copy
-ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")  # ends of a document, if no file names one
+ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")  # if no file names the end of a document
 SAME = {"bpe-50257-17721001": "gpt2", "bpe-257-f8e6bff0": "bytes"}  # the names of these
 # GPT-2's pattern as tiktoken has it. Hugging Face calls it ByteLevel.
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-# GPT-2's letters for bytes: a printable Latin-1 byte is its own letter, the n-th other byte is the character 256 + n.
+# GPT-2's letters for bytes. The n-th byte that is not printable is the character 256 + n.
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 LETTER_OF = {b: chr(b) for b in PRINTABLE}
 LETTER_OF |= {b: chr(256 + n) for n, b in enumerate(b for b in range(256) if b not in PRINTABLE)}
@@ -44,9 +43,7 @@ BYTE_OF = {c: b for b, c in LETTER_OF.items()}
 
 
 class Tokenizer:
-    """A vocabulary.
-
-    ids: {bytes of a token: id}. special: {text: id} of tokens that stand for no text. end: the special token after a
+    """ids: {bytes of a token: id}. special: {text: id} of tokens that stand for no text. end: the special token after a
     document. pattern: a regular expression, or "gpt2". ranks: {bytes: rank} of the tokens that encoding can produce.
     name: in meta.json and in a checkpoint's index.json; None: computed from the vocabulary.
     """
@@ -60,7 +57,7 @@ class Tokenizer:
         self.pieces = {i: token for token, i in ids.items()} | {i: text.encode() for text, i in special.items()}
         self.name = name or self.computed_name()
         self.id_of_rank = array.array(self.code, [ids[token] for token in self.order])
-        # tiktoken would drop text that a pattern from a file does not match; Hugging Face keeps it whole
+        # tiktoken would drop text that a pattern from a file does not match
         whole = pattern if name else rf"(?:{pattern})|(?:(?!{pattern})[\s\S])+"
         regex = GPT2 if pattern == "gpt2" else whole
         ranks = {token: rank for rank, token in enumerate(self.order)}
@@ -77,10 +74,7 @@ class Tokenizer:
         return SAME.get(name := f"bpe-{self.n_vocab}-{digest}", name)
 
     def encode_to_bytes(self, text):
-        """Return the ids of `text` as little-endian integers of `width` bytes. Raises ValueError for a lone surrogate.
-
-        Special tokens in `text` have no special meaning.
-        """
+        """Return ids as little-endian integers of `width` bytes. Raises ValueError for a lone surrogate."""
         if self.name == "bytes":  # the id is the byte, and UTF-16 adds a zero byte
             return text.encode().decode("latin-1").encode("utf-16-le")
         import numpy as np  # not at the top: prepare.py forks, and numpy may start threads
@@ -94,9 +88,7 @@ class Tokenizer:
 
 @functools.cache
 def load_tokenizer(source):
-    """Return the tokenizer `source`: `bytes`, a name of tiktoken, or a folder or file of a vocabulary. Raises
-    UserError.
-    """
+    """Return the tokenizer `source`: `bytes`, a name of tiktoken, or the path of a vocabulary. Raises UserError."""
     if source == "bytes":
         ids = {bytes([b]): b for b in range(256)}
         return Tokenizer(ids, {ENDS[1]: 256}, ENDS[1], "gpt2", ids, "bytes")
@@ -121,7 +113,7 @@ def download(name):
 
 
 def copied(folder, name):
-    """Return the tokenizer of a data set or checkpoint: its copy, or the tokenizer `name` if it has no copy."""
+    """Return the tokenizer of a data set or checkpoint: its copy, or if it has none the tokenizer `name`."""
     return load_tokenizer(str(folder) if Path(folder, COPY[0]).is_file() else name)
 
 
@@ -205,9 +197,9 @@ def ranked(merges):
 
 
 def copy(tokenizer, folder):
-    """Write the vocabulary into `folder` in Hugging Face's format, the files COPY.
+    """Write the vocabulary into `folder` in Hugging Face's format.
 
-    tiktoken's other vocabularies are not written: some have tokens that no merge makes.
+    tiktoken's vocabularies except GPT-2's are not written: some have tokens that no merge makes.
     """
     if not tokenizer.name.startswith(("bpe-", "bytes", "gpt2")):
         return
@@ -240,10 +232,7 @@ OTHER_CUT = re.compile(r"(?s).*[a-zA-Z0-9](?=[ \n])")
 
 
 def last_cut(text, tokenizer):
-    """Return the last i with encode(text) == encode(text[:i]) + encode(text[i:]) that is easy to see, or 0.
-
-    It is also a cut point of a longer text. A pattern from a file has none.
-    """
+    """Return the last i with encode(text) == encode(text[:i]) + encode(text[i:]) that is easy to see, or 0."""
     if tokenizer.name == "bytes":
         return len(text)
     if tokenizer.pattern != "gpt2" and tokenizer.name.startswith("bpe-"):

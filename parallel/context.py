@@ -19,13 +19,12 @@ parts 1 and 6:
 
 While a rank computes with keys and values, it sends them to the next rank. Each turn gives y, attention to its keys
 alone, and L = log sum_j exp(q k_j / sqrt(d)). Attention to the keys of two turns is y1 exp(L1 - L) + y2 exp(L2 - L)
-with L = log(exp(L1) + exp(L2)). No exponent is above 0, so this cannot overflow. In backward, keys and values travel
-again, and their gradients one turn later. Each rank adds its share, and after the last turn they are at the rank of
-their keys. Backward knows L, so the probabilities of a turn are exp(q k / sqrt(d) - L).
+with L = log(exp(L1) + exp(L2)). In backward, keys and values travel again, and their gradients one turn later. Each
+rank adds its share, and after the last turn they are at the rank of their keys. The probabilities of a turn are
+exp(q k / sqrt(d) - L).
 
 **Ulysses.** Rank r has part r of n equal parts. Before attention an all_to_all exchanges tokens for heads: each rank
-gets all tokens of a/(n t) heads, so n t must divide the number a of heads. Attention runs as on one rank, with any
-kernel. A second all_to_all exchanges back.
+gets all tokens of a/(n t) heads, so n t must divide the number a of heads. A second all_to_all exchanges back.
 
 A rank sends for each layer and micro-batch, in elements, with t = tp:
 
@@ -42,7 +41,7 @@ from parallel.comm import all_to_all, rotate
 
 
 def own_positions(s, cp, way):
-    """Return the positions in a sample of s tokens that this rank has, ascending, [s/n]. way: ring or ulysses."""
+    """Return the positions in a sample of s tokens that this rank has, ascending, [s/n]."""
     if way == "ulysses":
         return torch.arange(s).chunk(cp.size)[cp.rank]
     parts = torch.arange(s).chunk(2 * cp.size)
@@ -53,7 +52,7 @@ def own_positions(s, cp, way):
 
 
 class RingAttention(torch.autograd.Function):
-    """Causal attention over the tokens of all cp ranks. q, k, v [b, s/n, a/t, d] of this rank's tokens -> the same."""
+    """q, k, v [b, s/n, a/t, d] of this rank's tokens -> the same."""
 
     @staticmethod
     def forward(ctx, q, k, v, cp, ops):
@@ -93,7 +92,7 @@ class RingAttention(torch.autograd.Function):
 def turns(kv, cp):
     """Yield (keys and values [2, b, s/n, a/t, d], the rows that see them, the rows of them that are seen, causal).
 
-    kv: this rank's keys and values. Each turn sends them on while the caller computes. causal: row i sees keys 0 .. i.
+    Each turn sends kv on while the caller computes. causal: row i sees keys 0 .. i.
     """
     s = kv.shape[2]
     whole, first, second = slice(s), slice(s // 2), slice(s // 2, s)
@@ -113,7 +112,7 @@ def turns(kv, cp):
 
 
 def ulysses(q, k, v, cp, ops):
-    """Causal attention over the tokens of all cp ranks. q, k, v [b, s/n, a/t, d] of this rank's tokens -> the same."""
+    """q, k, v [b, s/n, a/t, d] of this rank's tokens -> the same."""
     q, k, v = TokensForHeads.apply(torch.stack([q, k, v]), 3, 2, cp).unbind()  # each [b, s, a/(n t), d]
     return TokensForHeads.apply(ops.attention(q, k, v), 1, 2, cp)
 

@@ -1,8 +1,7 @@
 """The units, buckets and shards of each rank, computed from the configuration alone.
 
-This file is arithmetic: it needs no process and no tensor. A real run (`zero.py`, `pipeline.py`, `checkpoint.py`) and a
-prediction (`ledger.py`, `memory.py`) both use it. A *table* describes the model: table[i] is the list of the
-`tensor.ParamSpec`s that unit i uses.
+This file needs no process and no tensor. A real run and a prediction (`ledger.py`, `memory.py`) both use it. A *table*
+describes the model: table[i] is the list of the `tensor.ParamSpec`s that unit i uses.
 
     units       are cut into consecutive parts; a chunk of the schedule is one part, placed on one rank
     bucket      the parameters that are gathered, reduced and updated together: word table, position table, each block,
@@ -29,7 +28,7 @@ ALIGN = 16  # elements: every parameter and every shard is aligned to 32 bytes o
 
 
 class Range(NamedTuple):
-    """Consecutive elements of a flat buffer whose parameters are of one kind (cut or not, decays or not)."""
+    """Consecutive elements of a flat buffer whose parameters are of one kind."""
 
     begin: int
     end: int
@@ -38,7 +37,6 @@ class Range(NamedTuple):
 
 
 def kind_of(spec):
-    """Return (cut over tp, decays) of a ParamSpec."""
     return spec.tp_dim is not None, spec.decay
 
 
@@ -51,15 +49,14 @@ class Piece(NamedTuple):
     at: int  # index of element `begin` in the slice
 
     def of(self, flat):
-        """Return this piece of `flat`, a tensor with the elements of the slice."""
         return flat[self.at : self.at + self.end - self.begin]
 
 
 class BucketLayout:
-    """Positions of one bucket's parameters in the flat buffer, for given tp and dp.
+    """Positions of one bucket's parameters in the flat buffer.
 
-    specs: ParamSpecs in the order of the buffer; specs[i] begins at offsets[i]. ranges: Ranges in order, without the
-    padding at the end. size: number of elements with padding, a multiple of dp.
+    specs: ParamSpecs in the order of the buffer; specs[i] begins at offsets[i]. ranges: without the padding at the end.
+    size: number of elements with padding, a multiple of dp.
     """
 
     def __init__(self, name, specs, tp, dp):
@@ -76,12 +73,11 @@ class BucketLayout:
         self.size = math.ceil(end / (ALIGN * dp)) * ALIGN * dp
 
     def shard(self, dp_rank):
-        """Return (begin, end) of a data rank's shard."""
         length = self.size // self.dp
         return dp_rank * length, (dp_rank + 1) * length
 
     def owned(self, dp_rank, stage):
-        """Return (begin, end) of the elements that a data rank updates: with ZeRO stage 0 all, otherwise its shard."""
+        """Return (begin, end) of the elements that a data rank updates."""
         return self.shard(dp_rank) if stage >= 1 else (0, self.size)
 
     def ranges_in(self, begin, end):
@@ -114,7 +110,7 @@ def split(units, parts):
 
 
 def all_buckets(table, tp, dp):
-    """Return {name: BucketLayout} of all buckets. table: [ParamSpecs of each unit]."""
+    """Return {name: BucketLayout} of all buckets."""
     specs = {}  # bucket name: {parameter name: ParamSpec}, a tied parameter once
     for spec in (spec for unit in table for spec in unit):
         specs.setdefault(spec.bucket, {})[spec.name] = spec
@@ -124,14 +120,14 @@ def all_buckets(table, tp, dp):
 class Layout:
     """The layout of `config` on `dp` data ranks. schedule: a Schedule for any number of micro-batches.
 
-    buckets: `all_buckets` of another Layout with the same table, tp and dp, if there is one.
+    buckets: `all_buckets` of another Layout with the same table, tp and dp.
     """
 
     def __init__(self, config, dp, table, schedule, buckets=None):
         self.config, self.dp, self.table = config, dp, table
         self.stage = config.zero if dp > 1 else 0  # one data rank shards nothing
         parts = split(range(len(table)), max(schedule.parts) + 1)
-        self.units = [parts[part] for part in schedule.parts]  # units[chunk]: indices of the model's units
+        self.units = [parts[part] for part in schedule.parts]  # units[chunk]: indices
         self.placement = schedule.placement
         self.names_of = [list(dict.fromkeys(spec.bucket for spec in unit)) for unit in table]  # buckets of each unit
         self.all_buckets = buckets or all_buckets(table, config.tp, dp)
@@ -141,35 +137,29 @@ class Layout:
                 self.holders_of[name].add(self.placement[chunk])
 
     def chunks(self, rank):
-        """Return the chunks on pipeline rank `rank`."""
         return [chunk for chunk, placed in enumerate(self.placement) if placed == rank]
 
     def names(self, units):
-        """Return the names of the buckets that some units use, each name once."""
+        """Return the buckets' names, each once."""
         return list(dict.fromkeys(name for unit in units for name in self.names_of[unit]))
 
     def buckets(self, rank):
-        """Return {name: BucketLayout} of pipeline rank `rank`."""
         held = self.names(unit for chunk in self.chunks(rank) for unit in self.units[chunk])
         return {name: self.all_buckets[name] for name in held}
 
     def holders(self, name):
-        """Return the pipeline ranks that hold the bucket `name`, ascending."""
         return sorted(self.holders_of[name])
 
     def stored(self, rank):
-        """Return P, the number of elements of the buckets of pipeline rank `rank`, with padding."""
+        """Return P, the number of elements of a pipeline rank's buckets, with padding."""
         return sum(bucket.size for bucket in self.buckets(rank).values())
 
     def padding(self, rank):
-        """Return the number of padding elements in P. They align parameters and make dp divide every bucket."""
+        """Return the number of padding elements in P."""
         return sum(bucket.size - sum(bucket.lengths) for bucket in self.buckets(rank).values())
 
     def passes(self, schedule, rank):
-        """Return {bucket name: number of gradients that the bucket gets for an update on pipeline rank `rank`}.
-
-        This is one for each micro-batch and chunk that uses the bucket.
-        """
+        """Return {bucket name: gradients for an update}: one for each micro-batch and chunk that uses the bucket."""
         forwards = [self.names(self.units[chunk]) for kind, _, chunk in schedule.actions[rank] if kind == "F"]
         count = Counter(itertools.chain(*forwards))
         return {name: count[name] // updates(schedule) for name in self.buckets(rank)}
@@ -178,9 +168,9 @@ class Layout:
 def replica_sums(c, dp):
     """Return the name in the ledger if gradients of replicated parameters must be summed over tp, otherwise None.
 
-    With sequence parallelism each tp rank has summed its own tokens. Without it the tp ranks compute equal gradients,
-    but each adds in its own dp group, and NCCL may use another order in each. With more than two dp ranks the last
-    digits then differ, and the copies of a parameter would drift apart.
+    With sequence parallelism each tp rank has summed its own tokens. Without it the gradients are equal, but NCCL may
+    add in another order in each dp group. With more than two dp ranks the last digits then differ, and the copies of a
+    parameter would drift apart.
     """
     if c.sequence_parallel:
         return "partial gradients"
@@ -188,7 +178,7 @@ def replica_sums(c, dp):
 
 
 def rows_outside(c):
-    """Return the number of rows of x on a rank between two units: its tokens, with sequence parallelism 1/t of them."""
+    """Return the number of rows of x between two units: the rank's tokens, with sequence parallelism 1/t of them."""
     return tokens_of_rank(c) // (c.tp if c.sequence_parallel else 1)
 
 

@@ -4,16 +4,15 @@ Slide "深層学習の用語説明" has SGD and Adam. This file follows the Adam
 the slide subtracts the gradient from the moments m and v, has epsilon inside the root, and multiplies by b^(t+1)
 instead of dividing m by 1 - b1^t and v by 1 - b2^t in update t.
 
-A rule changes one range of a rank's flat buffers in place. It is elementwise, so a range may begin anywhere. All
-tensors have the master dtype, float32 (in fp64 runs float64). Keyword arguments of a rule:
+A rule changes one range of a rank's flat buffers in place. It is elementwise, so a range may begin anywhere. Keyword
+arguments of a rule:
 
     lr       the learning rate          scale    factor on the gradient: clipping * (1 / loss scale)
     decay    weight decay, or 0         update   the number of this update, from 1
     beta1, beta2, eps                   as in the configuration
 
-The functions are the specification. If a rule names a *fused* operation, training runs this operation of `reference.py`
-or `kernels.py` instead: the same update in one pass over memory, compared by a test. To change such a rule, edit its
-function and remove its `fused` in RULES.
+If a rule names a *fused* operation, training runs this operation of `reference.py` or `kernels.py` instead: the same
+update in one pass over memory. To change such a rule, edit its function and remove its `fused` in RULES.
 """
 
 import math
@@ -26,14 +25,12 @@ from parallel.comm import all_reduce
 
 
 def sgd(weight, gradient, moments, *, lr, decay, scale, **_):
-    """SGD: w -= lr (scale g + decay w). Slide "SGD (確率的勾配降下法)". `moments` is empty."""
+    """SGD: w -= lr (scale g + decay w). Slide "SGD (確率的勾配降下法)"."""
     weight.mul_(1 - lr * decay).add_(gradient, alpha=-lr * scale)
 
 
 def adamw(weight, gradient, moments, *, lr, decay, scale, update, beta1, beta2, eps, **_):
     """AdamW: Adam whose decay acts on the weight itself. Loshchilov and Hutter (arXiv 1711.05101), Algorithm 2.
-
-    Training runs the fused `adamw_`: the same update.
 
     m = b1 m + (1 - b1) g      w -= lr (decay w + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))
     v = b2 v + (1 - b2) g^2    where g = scale * gradient
@@ -54,8 +51,8 @@ def adam_direction(gradient, m, v, scale, update, beta1, beta2, eps):
 #
 # Slide "データ並列": LARS and LAMB are remedies for large batches. They give every parameter tensor its own rate: the
 # norm of an update becomes proportional to the norm of the tensor. The first half of such a rule is elementwise and
-# overwrites the gradient with a direction. The second half needs the norms of whole tensors (`tensor_norms`). Its
-# argument `layerwise` is False for biases and LayerNorms, which use the rate `lr` unchanged.
+# overwrites the gradient with a direction. The second half needs the norms of whole tensors. Its argument `layerwise`
+# is False for biases and LayerNorms, which use the rate `lr` unchanged.
 
 
 def lamb(weight, gradient, moments, *, decay, scale, update, beta1, beta2, eps, **_):
@@ -86,12 +83,10 @@ def apply_lars(weight, gradient, moments, weight_norm, norm, *, lr, decay, layer
 
 
 class Rule(NamedTuple):
-    """One row of RULES."""
-
-    step: Callable  # the update (or its first half) of any range of the flat buffers
+    step: Callable  # the update, or its first half
     moments: int  # number of moment buffers, each of the weight's size
     layerwise: Callable | None = None  # the second half, called for each tensor
-    fused: str | None = None  # name of an operation that does the same as `step` in one pass
+    fused: str | None = None  # name of an operation that does the same as `step`
 
 
 # Add your own: write a function like the ones above, and add a row here. `train.py --optimizer=mine` runs it.
@@ -106,9 +101,9 @@ RULES = {
 def update(c, buckets, scalars, ops, mesh, device):
     """Update the elements that this rank owns of every `zero.Bucket`. It may overwrite their `gradient`.
 
-    c: the configuration. scalars: `reference.UpdateScalars`. ops: has the fused operations. device: where norms are
-    summed over the ranks (with offload the state is on the CPU). A rule that is not fused reads the scalars on the
-    host, so the host waits for the device.
+    scalars: `reference.UpdateScalars`. ops: has the fused operations. device: where norms are summed over the ranks
+    (with offload the state is on the CPU). A rule that is not fused reads the scalars, so the host waits for the
+    device.
     """
     rule, constants = RULES[c.optimizer], dict(beta1=c.adam_beta1, beta2=c.adam_beta2, eps=c.adam_eps)
     if rule.fused:
@@ -139,8 +134,8 @@ def update(c, buckets, scalars, ops, mesh, device):
 def tensor_norms(tensors, mesh, sharded, device):
     """Return the norms of each whole weight and of its gradient, float64 [number of tensors, 2].
 
-    tensors: [(Bucket, Piece)], every parameter of this rank. sharded: shards cut them over dp. All holders of a tensor
-    take the sums of the first holder: their own may differ in the last digits, and then the copies would drift apart.
+    tensors: [(Bucket, Piece)]. sharded: shards cut them over dp. All holders of a tensor take the sums of the first
+    holder: their own may differ in the last digits, and then the copies would drift apart.
     """
     squares = torch.zeros(len(tensors), 2, dtype=torch.float64, device=tensors[0][0].master.device)
     rows_of = {}  # {Axis of holders: their rows of `squares`}
@@ -160,9 +155,7 @@ def tensor_norms(tensors, mesh, sharded, device):
 
 
 def learning_rate(c, update):
-    """Return the learning rate of an update, a float64 tensor. c: the configuration.
-
-    update: counted from 1, without skipped steps; a number, or a tensor of many.
+    """Return the learning rate, float64, of an update (or a tensor of many), counted from 1 without skipped steps.
 
     A linear warm-up rises to `lr`. Then `constant` stays there. The other styles fall to `min_lr`, which they reach at
     update `lr_decay_iters` (if 0: at `train_iters`); wsd falls only in the last `lr_wsd_decay_iters` updates.
@@ -184,7 +177,7 @@ class LossScale:
 
     Micikevicius et al. (arXiv 1710.03740), section 3.2. It starts too large on purpose (2^32). From the `hysteresis`-th
     overflow on, each overflow halves it. After `window` steps without overflow it doubles, and the count of overflows
-    starts again. In other dtypes the scale is 1.
+    starts again.
     """
 
     def __init__(self, config, dtype_name):

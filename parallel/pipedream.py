@@ -2,11 +2,11 @@
 
 A synchronous pipeline waits at each update until all micro-batches have left it. An asynchronous one does not: while a
 rank updates its weights (action U), later micro-batches are between their forward and their backward. Narayanan et al.,
-arXiv 1806.03377 (`pipedream`) and 2006.09503 (`pipedream-2bw`). A *call* runs the lists of such a schedule once: many
-micro-batches with many updates. At the end of a call the pipeline is empty.
+arXiv 1806.03377 (`pipedream`) and 2006.09503 (`pipedream-2bw`). A *call* runs the lists of such a schedule once, with
+many updates. At the end of a call the pipeline is empty.
 
 **Versions.** Version v of the parameters contains v updates of this call. A micro-batch needs the same version in its
-backward as in its forward. Otherwise its backward would not compute the gradient of any function. So U updates the
+backward as in its forward; otherwise its backward would not compute the gradient of any function. So U updates the
 master weights, and keeps a copy of them as parameters for each version that micro-batches use:
 
     rank 1 of 3     F0 F1 .. B0 U F2 B1 U F3 B2 U F4 ...
@@ -18,8 +18,8 @@ master weights, and keeps a copy of them as parameters for each version that mic
     pipedream-2bw    max(j // m - 1, 0)                      2 at most                    m: micro-batches of an update
 
 **The tied word table** is on the first and the last rank. Both use the version of the first rank, which is the older.
-Each U starts to sum the table's gradient. A rank waits for this sum when a forward needs the new version, so the ranks
-do not delay each other (NOTES.md: why this cannot deadlock).
+Each U starts to sum the table's gradient. A rank waits for this sum when a forward needs the new version (NOTES.md: why
+this cannot deadlock).
 
 **Impossible.** No rank knows the global gradient norm at its update, because other ranks update later. So there is no
 clipping, no common decision to skip an update (fp16), and no norm of a cut tensor (LAMB, LARS). A gradient that is not
@@ -43,7 +43,7 @@ from parallel.optimizer import learning_rate
 from parallel.pipeline import METHODS, Executor
 from parallel.versions import shared_versions
 
-OLDER, SUMS = "older versions of parameters", "gradients that wait for holders"  # the names of buffers in tables
+OLDER, SUMS = "older versions of parameters", "gradients that wait for holders"  # names of buffers
 
 
 class Versions:
@@ -64,17 +64,13 @@ class Versions:
         self.spare, self.spare_sums = [], []  # buffers that are free for a version, for a sum
 
     def _buffer(self, what, spare, like):
-        """Return a spare buffer, or a new one. The first calls make all buffers that a call needs."""
         if not spare:
             spare.append(torch.zeros_like(like))
             self.buffers[what].append(spare[-1])
         return spare.pop()
 
     def begin(self, schedule, scalars, squares):
-        """Prepare for a call. scalars: [reference.UpdateScalars of each update].
-
-        squares: receives this rank's shares of the squared gradient norms, float64 [updates].
-        """
+        """Prepare for a call. squares receives this rank's shares of the squared gradient norms, float64 [updates]."""
         self.versions = shared_versions(schedule, self.holders)  # of each micro-batch
         # {version: number of micro-batches that still need it}. The next call needs the last version.
         self.left = Counter([*self.versions, len(scalars)])
@@ -90,13 +86,12 @@ class Versions:
                 p.data = piece.of(self.flats[version]).view(p.shape)
 
     def done(self, version):
-        """Note that a backward with this version has run. Use the buffer again if no other micro-batch needs it."""
+        """Note that a backward with this version has run."""
         self.left[version] -= 1
         if not self.left[version]:
             self.spare.append(self.flats.pop(version))
 
     def start_sum(self):
-        """Copy the gradient, and start to sum the copies of all holders."""
         flat = self._buffer(SUMS, self.spare_sums, self.bucket.grad.own)
         flat.copy_(self.bucket.grad.own)
         self.sums.append(all_reduce(flat, self.bucket.holders, "twin gradients"))
@@ -128,7 +123,7 @@ class Versions:
 
 
 class PipeDream(Executor):
-    """Executes the asynchronous schedules. Raises UserError on GPUs with pp > 1: see "Not on GPUs yet" above."""
+    """Executes the asynchronous schedules. Raises UserError on GPUs with pp > 1."""
 
     def __init__(self, model, zero, config, mesh, layout, schedule, timers):
         if zero.device.type == "cuda" and config.pp > 1:
@@ -143,8 +138,8 @@ class PipeDream(Executor):
     def call(self, micro_batches, count, weight, scalars):
         """Run a call of `count` micro-batches, with their updates. Return (losses, squares), float64 [updates].
 
-        Arguments as in `Executor.run`, and scalars: [reference.UpdateScalars of each update]. losses: the sum of the
-        mean losses of each update, 0 on ranks without the head. squares: this rank's shares of the squared norms.
+        Arguments as in `Executor.run`, and scalars: [reference.UpdateScalars of each update]. losses: sums of mean
+        losses, 0 on ranks without the head. squares: this rank's shares of the squared norms.
         """
         schedule, _, self.passes_of_update = self.prepared(count)
         self.update_losses, squares = [], torch.zeros(len(scalars), dtype=torch.float64, device=self.zero.device)
@@ -174,7 +169,7 @@ class PipeDream(Executor):
             weights.show(weights.versions[j])
 
     def update(self, j, c):
-        """The action U: update this rank's weights with the gradients of the micro-batches up to j."""
+        """The action U, after micro-batch j."""
         self.update_losses.append(self.total)
         self.total, self.passes = torch.zeros_like(self.total), dict(self.passes_of_update)
         self.zero.sum_over_dp()
@@ -194,7 +189,7 @@ def train_call(run, batches):
     """
     c, mesh, zero, counters = run.config, run.mesh, run.zero, run.counters
     n = c.updates_per_call - counters.iteration % c.updates_per_call
-    m = schedules.micro_batches(c, c.global_batch_size, mesh.dp.size)  # micro-batches of an update on each data rank
+    m = schedules.micro_batches(c, c.global_batch_size, mesh.dp.size)
     share = 1 / (m * mesh.dp.size)
     rates = learning_rate(c, zero.updates + 1 + torch.arange(n, device=run.device))
     one, never, betas = rates.new_ones(()), rates.new_zeros(()).bool(), (c.adam_beta1, c.adam_beta2)
@@ -202,7 +197,6 @@ def train_call(run, batches):
     zero.zero_grad()
     losses, squares = run.executor.call(batches, n * m, share, scalars)
 
-    # One all_reduce gives every rank the losses, the squared gradient norms, and whether a rank received a signal.
     mesh.ledger.phase = "step"
     losses = share * losses if mesh.tp.rank == 0 else 0 * losses
     stop = losses.new_full((1,), float(run.signals.stop))
