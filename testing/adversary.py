@@ -207,6 +207,8 @@ def resized(adversary):
 def name_of_call():
     """Return a communication's name: its function in comm.py, and the caller's line."""
     frame = sys._getframe(3)  # the caller of a replaced function
+    while frame.f_code.co_filename != comm.__file__:  # a test's mock stands between
+        frame = frame.f_back
     while frame.f_code.co_filename == comm.__file__:
         call, frame = frame, frame.f_back
     if frame.f_code is tensor.start.__code__:
