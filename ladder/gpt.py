@@ -1,21 +1,22 @@
-"""The parts that all rungs share: a tiny GPT, its data, its loss, Adam, and the start of the processes.
+"""The parts that all rungs (the files rung*.py) share: a tiny GPT, its data, loss, Adam, the start of processes.
 
     ids [b, s] -> embedding -> x [b, s, h] -> 6 blocks -> head -> logits [b, s, v] -> loss
 
-b samples of s tokens, hidden size h, a heads of size d=h/a, v ids, L blocks. The model is a list of L+2 = 8 units.
+Batch b, sequence s, hidden size h, number of heads a, head size d = h/a, v ids, L blocks. The model has L+2 = 8 units.
 It has P = 2vh + sh + L(12h^2+13h) + 2h = 84,992 weights. A number takes 8 bytes.
 
 `torchrun --nproc_per_node=2 FILE` starts n=2 processes. Each process runs the whole FILE. A process is called a rank,
 and so is its number, 0 or 1. Ranks share no memory. They send tensors with four operations:
 
                      before: rank 0|1     after: rank 0|1      each rank sends (N: numbers in the whole tensor)
-    AllReduce                     a|b            a+b|a+b       2N(n-1)/n
-    ReduceScatter             a,a'|b,b'          a+b|a'+b'      N(n-1)/n
-    AllGather                     a|b            a,b|a,b        N(n-1)/n
-    SendRecv                      a|                |a          N
+    AllReduce                     1|2              3|3         2N(n-1)/n, as the next two together
+    ReduceScatter               1,2|3,4            4|6          N(n-1)/n
+    AllGather                     1|2            1,2|1,2        N(n-1)/n
+    SendRecv                      1|                |1          N
 
-Each rung begins with a card. It counts the bytes of rank 0 with n=2 (in brackets n=4). Sends: in one step. Memory:
-weights, gradients and optimizer state, before the update. Bad: -> names a rung without this fault.
+Each rung begins with a card. It counts the bytes of rank 0 with n=2 (in brackets n=4). Sends: bytes of a step. Memory:
+bytes of weights, gradients and optimizer state just before Adam's update. Activations are what backward needs. Bad: (->
+4) means that rung 4 repairs this.
 """
 
 import atexit
@@ -29,18 +30,18 @@ import torch.distributed as dist
 from torch import nn
 
 VOCAB, SEQ, HIDDEN, HEADS, LAYERS = 128, 16, 32, 4, 6  # v, s, h, a, L
-BATCH, MICRO_BATCHES, STEPS = 8, 4, 5  # b, samples of all ranks; m; steps
-torch.set_default_dtype(torch.float64)  # float32 has only 7 digits
+BATCH, MICRO_BATCHES, STEPS = 8, 4, 5  # b: samples of all ranks; m: parts of b; steps
+torch.set_default_dtype(torch.float64)  # all rungs print ten equal digits
 
 
 def connect(*allowed):
     """Connect the processes. Return (rank, n). allowed: possible n."""
     rank, n = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets these
     if n not in allowed:
-        time.sleep(30 * rank)  # rank 0 prints and ends; then torchrun ends the others
+        time.sleep(30 * rank)  # the others sleep, until torchrun ends them
         print(f"error: nproc_per_node={n}: {sys.argv[0]} needs {' or '.join(map(str, allowed))}", file=sys.stderr)
         sys.exit(2)
-    if n > 1:  # Gloo is for CPUs, NCCL for GPUs. A rank that waits for a minute stops
+    if n > 1:  # Gloo sends between CPUs, NCCL between GPUs. A rank waits for a minute at most
         dist.init_process_group("gloo", timeout=timedelta(minutes=1))
         atexit.register(dist.destroy_process_group)
     return rank, n
@@ -60,7 +61,7 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.ln1, self.ln2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
-        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)  # q, k, v of head 0, of head 1, ...: so rung 9 can cut it
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)  # q, k, v of head 0, then of head 1, ... (rung 9 uses this order)
         self.proj = nn.Linear(HIDDEN, HIDDEN)
         self.fc1 = nn.Linear(HIDDEN, 4 * HIDDEN)
         self.fc2 = nn.Linear(4 * HIDDEN, HIDDEN)
@@ -103,7 +104,10 @@ def cross_entropy(logits, targets):
 
 
 class Adam:
-    """Adam as in its paper (two signs on the slide are wrong). m1, m2: the slide's m and v, the optimizer state."""
+    """Adam as in its paper. m1, m2: the slide's m and v, the optimizer state.
+
+    On the slide both -(1-β) must be +, and epsilon stands outside of the root.
+    """
 
     def __init__(self, weights):
         self.steps = 0

@@ -1,8 +1,8 @@
-"""1. One process (slide "深層学習の用語説明"). All other rungs print the losses of this one.
+"""1. One process (slide "深層学習の用語説明"). All other rungs print the same losses.
 
 Sends   nothing.
 Memory  4P numbers (weights, gradients, two optimizer states): 2,719,744 bytes. Activations of 8 samples.
-Bad     all activations exist at a time (-> rung 2). One process is slow (-> 3). Its memory is small (-> 5 to 10).
+Bad     all activations exist together (-> 2). One process is slow (-> 3). A large model does not fit (-> 5 to 10).
 """
 
 from gpt import GPT, Adam, batches, connect, cross_entropy, show

@@ -1,10 +1,10 @@
-"""2. Micro-batches (slide "データ並列": Local batch): the batch runs in m parts.
+"""2. Micro-batches (slide "パイプライン並列": micro batch): the batch runs in m parts.
 
     gradient of the batch = gradient of part 0 + gradient of part 1 + ...
 
 Sends   nothing.
 Memory  as rung 1: 2,719,744 bytes. Activations of 8/m samples.
-Bad     small matrix products are slow. (`train_step` in train.py divides a part's mean loss by m: the same.)
+Bad     small matrix products are slow. (`train_step` in train.py divides a part's mean loss by m. This is equal.)
 """
 
 from gpt import GPT, MICRO_BATCHES, Adam, batches, connect, cross_entropy, show

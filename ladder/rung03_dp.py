@@ -6,8 +6,8 @@
 
 Sends   2P(n-1)/n numbers, after backward: 679,936 bytes (n=4: 1,019,904).
 Memory  as rung 1: 2,719,744 bytes (n=4: 2,719,744). Activations of 8/n samples.
-Bad     no rank computes during the AllReduce (-> rung 4). All keep 4P numbers (-> 5, 6). On the slide the local
-        batch is constant, so the global batch grows (ラージバッチ問題). Here the global batch is constant.
+Bad     no rank computes during the AllReduce (-> 4). Each rank keeps 4P numbers (-> 5, 6). On the slide the local batch
+        fills the memory, so the global batch grows with n (ラージバッチ問題). Here the global batch is constant.
 """
 
 import torch.distributed as dist

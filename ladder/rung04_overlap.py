@@ -14,7 +14,7 @@ from gpt import GPT, Adam, batches, connect, cross_entropy, show
 rank, n = connect(2, 4)
 model = GPT()
 adam = Adam(model.parameters())
-sums = []  # AllReduces that run
+sums = []  # AllReduces that have started
 
 
 def start(w):

@@ -1,12 +1,12 @@
-"""5. ZeRO stage 1: each rank updates 1/n of each weight tensor, its shard. So it has 1/n of the optimizer state.
+"""5. ZeRO-1 (the slide has ZeRO-3, rung 6): each rank updates 1/n of each weight tensor, its shard.
 
 データ:分散  モデル:冗長  通信:勾配+重み, ReduceScatter+AllGather, ステップ毎
 
     gradients --ReduceScatter--> gradients of a shard --Adam--> new weights of a shard --AllGather--> new weights
 
 Sends   P(n-1)/n gradients, P(n-1)/n weights: 679,936 bytes (n=4: 1,019,904).
-Memory  weights P, the rest 3P/n: 1,699,840 bytes (n=4: 1,189,888). In backward also the gradients P.
-Bad     weights and gradients are whole (-> rung 6). `Zero.publish` (parallel/zero.py) hides the AllGather.
+Memory  weights P, the rest 3P/n: 1,699,840 bytes (n=4: 1,189,888). During backward all P gradients exist.
+Bad     weights and gradients are whole (-> 6). `Zero.publish` (parallel/zero.py) overlaps the AllGather.
 """
 
 import torch

@@ -1,12 +1,12 @@
-"""6. ZeRO (FSDP), stage 3: each rank has 1/n of everything. The weights of a unit are whole only while it computes.
+"""6. ZeRO (FSDP), ZeRO-3: each rank has 1/n of everything. The weights of a unit are whole only while it computes.
 
 データ:分散  モデル:一時的に分散  通信:勾配+重み, ReduceScatter+AllGather, 層毎
 
-    forward:  gather F free | gather F free | ...      backward:  gather B free reduce_scatter | gather B ...
+    forward (F):  gather F free | gather F free | ...     backward (B):  gather B free reduce_scatter | gather B ...
 
 Sends   P(n-1)/n weights in forward, again in backward, P(n-1)/n gradients: 1,019,904 bytes (n=4: 1,529,856).
-Memory  4P/n numbers: 1,359,872 bytes (n=4: 679,936). During F and B also a whole unit.
-        (Stage 2 keeps weights as stage 1, and reduces gradients unit by unit as stage 3.)
+Memory  4P/n numbers: 1,359,872 bytes (n=4: 679,936). In F and B also a unit's weights, in B its gradients.
+        (ZeRO-2 has the weights of ZeRO-1 and the gradients of ZeRO-3.)
 Bad     ranks wait for each gather. `Zero.start_gather` (parallel/zero.py) gathers the next unit early.
 """
 

@@ -1,13 +1,13 @@
-"""7. パイプライン並列 (PP), GPipe: each of p=n ranks has a pipeline stage, 8/n units. All F (forward), then all B.
+"""7. パイプライン並列 (PP), GPipe: each rank has a pipeline stage, 8/n units. All F (forward), then all B (backward).
 
-データ:冗長  モデル:分散  通信:活性, SendRecv, 層毎
+データ:冗長  モデル:分散  通信:活性, SendRecv, 層毎 (here: ステージ毎)
 
     rank 0    F0F1F2F3......B0--B1--B2--B3--     F2: F of micro-batch 2. B takes twice as long.
-    rank 1    ..F0F1F2F3B0--B1--B2--B3--....     . : idle (the bubble), (p-1)/(m+p-1) of the time
+    rank 1    ..F0F1F2F3B0--B1--B2--B3--....     . : idle (the bubble), (n-1)/(m+n-1) of the time
 
 Sends   bsh numbers to each neighbour (rank 0 has one): 32,768 bytes (n=4: 32,768).
-Memory  the stage's: 1,367,040 bytes (n=4: 553,984). Activations of all m micro-batches.
-Bad     so many activations (-> rung 8). The bubble (-> rung 13).
+Memory  4 numbers for each weight of the stage: 1,367,040 bytes (n=4: 553,984). Activations of all m micro-batches.
+Bad     so many activations (-> 8). The bubble (-> 13).
 """
 
 import torch
@@ -18,7 +18,7 @@ sends = []  # messages on their way
 
 
 def forward(stage, ids, targets, before, after):
-    """F of a micro-batch. Return the stage's input and output (the last output is the loss)."""
+    """F of a micro-batch. Return the stage's input and output (on the last stage: the loss)."""
     if before is None:
         x = ids  # [b/m, s]
     else:

@@ -2,12 +2,13 @@
 
 データ:冗長  モデル:分散  通信:活性, AllReduce, 層毎
 
-    x --f--> Y_i = gelu(x A_i) --> Y_i B_i --g--> sum of Y_i B_i      (A_i: columns of A; B_i: rows of B)
-    f: copy in forward, AllReduce in backward      g: AllReduce in forward, copy in backward
+    x --f--> Y_i = gelu(x A_i) --> Y_i B_i --g--> sum of Y_i B_i
+    A_i: some columns of A (qkv, fc1)        B_i: some rows of B (proj, fc2)
+    f: AllReduce in backward                 g: AllReduce in forward
 
 Sends   4 AllReduces per block, 8Lbsh(n-1)/n numbers: 786,432 bytes (n=4: 1,179,648).
-Memory  1/n of the matrices, the rest whole: 1,518,592 bytes (n=4: 918,016). 1/n of activations between f and g.
-Bad     オーバーラップ不可 in forward. `Linear.backward` (parallel/tensor.py) sums dx while it computes dW.
+Memory  1/n of A, its biases, B, and of activations from f to g: 1,518,592 bytes (n=4: 918,016).
+Bad     オーバーラップ不可 in forward. In backward, `Linear.backward` (parallel/tensor.py) overlaps.
 """
 
 import torch
@@ -24,7 +25,7 @@ class CopyToRanks(torch.autograd.Function):  # has its own backward
 
     @staticmethod
     def backward(ctx, dx):
-        dist.all_reduce(dx, group=ctx.group)  # so the LayerNorm before f gets the whole dx
+        dist.all_reduce(dx, group=ctx.group)  # each rank's dx is one term of the sum
         return dx, None
 
 

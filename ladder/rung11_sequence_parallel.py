@@ -1,4 +1,4 @@
-"""11. Sequence parallelism (not on the slides): rung 9, but outside f and g each rank has s/n tokens of a sample.
+"""11. Sequence parallelism (not on the slides): rung 9, but from g to the next f each rank has s/n tokens of a sample.
 
     rung 9    g: AllReduce     --> [b, s, h]   --> LayerNorm --> f: copy
     here      g: ReduceScatter --> [b, s/n, h] --> LayerNorm --> f: AllGather
@@ -53,10 +53,10 @@ adam = Adam([*embedding.parameters(), *blocks.parameters(), *head.parameters()])
 replicated = nn.ModuleList([embedding, head, *[m for m in blocks.modules() if isinstance(m, nn.LayerNorm)]])
 
 for ids, targets in batches():
-    x = embedding(ids).chunk(n, 1)[rank].clone()  # [b, s/n, h]; the others are freed
+    x = embedding(ids).chunk(n, 1)[rank].clone()  # [b, s/n, h]; the other parts are freed
     loss = cross_entropy(head(blocks(x)), targets.chunk(n, 1)[rank])
     loss.backward()
     for w in replicated.parameters():
-        dist.all_reduce(w.grad)  # it was that of this rank's tokens
+        dist.all_reduce(w.grad)  # before, it was only of this rank's tokens
     adam.step()
     show(loss)

@@ -1,10 +1,10 @@
-"""12. Vocabulary parallelism (not on the slides): rung 9, but the tables of embedding and head are cut by ids.
+"""12. Vocabulary parallelism (not on the slides): rung 9, but the v x h weights of embedding and head are cut along v.
 
     loss of a token = log(exp z_0 + ... + exp z_127) - z_target      z: logits, v/n on each rank
 
 Sends   as rung 9, and AllReduces of 2bsh + 3bs numbers: 855,040 bytes (n=4: 1,282,560).
 Memory  as rung 9, but 1/n of the tables: 1,387,520 bytes (n=4: 721,408). 1/n of the logits.
-Bad     all logits exist at a time. `LinearCrossEntropy` (parallel/tensor.py) makes 4,096 tokens' at a time.
+Bad     the logits of all tokens exist together. `LinearCrossEntropy` (parallel/tensor.py) has those of 4,096 tokens.
 """
 
 import torch.distributed as dist

@@ -1,11 +1,11 @@
-"""13. パイプライン並列 (PP), ZeroBubble: B = I + W, "BackwardのW微分とx微分を分ける". W fills the bubble.
+"""13. パイプライン並列 (PP), ZeroBubble: B = I + W, "BackwardのW微分とx微分を分ける". ZB-H1: W fills the bubble.
 
-    y = x w^T     I: dx = dy w, for which the stage before waits      W: dw = dy^T x, for which no rank waits
+    y = x w^T     I: dx = dy w (the stage before waits for it)      W: dw = dy^T x (no rank waits)
     rank 0    F0F1..I0W0F2I1W1F3I2W2I3W3      13 units of time (rung 8: 15)
-    rank 1    ..F0I0F1I1W0F2I2W1F3I3W2W3      rank r delays W by r micro-batches (ZB-H1)
+    rank 1    ..F0I0F1I1W0F2I2W1F3I3W2W3      rank r delays W by r micro-batches
 
 Sends   as rung 7: 32,768 bytes (n=4: 32,768).
-Memory  as rung 7: 1,367,040 bytes (n=4: 553,984). Activations of n micro-batches, some of them until W.
+Memory  as rung 7: 1,367,040 bytes (n=4: 553,984). Activations of n micro-batches. Those that W needs stay until W.
 Bad     a bubble remains. `zb_h2` and `zb_v` (parallel/schedules.py) have a smaller one.
 """
 
@@ -26,7 +26,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, w = ctx.saved_tensors
-        work[-1].append((w, dy, x))  # dw is for W
+        work[-1].append((w, dy, x))  # W computes dw
         return dy @ w, None, dy.sum((0, 1))
 
 

@@ -3,7 +3,7 @@
     forward: F F F ...      backward: FB FB FB ...
 
 Sends   nothing.
-Memory  as rung 1: 2,719,744 bytes. Inputs of all units, other activations of one unit.
+Memory  as rung 1: 2,719,744 bytes. Activations: the inputs of all units, the rest of one unit.
 Bad     F runs twice: a step takes 4 units of time, not 3. `Executor` (parallel/pipeline.py) does it for blocks only.
 """
 

@@ -1,23 +1,23 @@
-"""Every rung has the losses of one process, and sends and keeps what its card says. So the students' mistakes show:
+"""Every rung has the losses of rung 1, and sends and keeps what its card says. This finds students' mistakes:
 
     rung  mistake                                         what happens
-    02    a part's loss is the mean of the part           the losses are m times as large; Adam hides it in the weights
+    02    a part's loss is the mean of the part           the losses are m times as large; Adam divides it away
     03    no AllReduce                                    step 2 is wrong
-          the loss is the mean of the rank's samples      the losses are n times as large; Adam hides it in the weights
+          the loss is the mean of the rank's samples      the losses are n times as large; Adam divides it away
     04    no wait                                         step 2 is wrong, in each run by another amount
-          register_hook                                   an error: w.grad does not exist yet
+          register_hook instead                           an error: w.grad does not exist yet
     05    part [0] on each rank                           step 2 is wrong
           no AllGather                                    step 2 is wrong
     06    no gather before backward                       an error: storage of size 0
           the shard is a view (no clone)                  the process dies: the shard was freed with the weight
     07    no requires_grad_                               an error: x.grad is None
-          no wait for the sends                           a hang: Gloo drops a message that nobody refers to
+          no wait for the sends                           a hang: Gloo drops a message without a Python object
     08    send instead of isend, in F and in B            a hang: two ranks send, and wait for each other's recv
-          warmup = rank                                   a hang with 4 ranks: rank 0 waits for B before it has sent F
+          warmup = rank                                   a hang: rank 0 waits for B before it has sent F1
     09    f without AllReduce                             step 2 is wrong, but the loss falls
           each rank has the bias                          step 1 is wrong: g adds it n times
     10    AllReduce without the DP group                  an error or a hang: tensors of different sizes
-          no cut of the samples                           the losses are twice as large; Adam hides it in the weights
+          no cut of the samples                           the losses are twice as large; Adam divides it away
     11    no AllReduce of replicated weights              step 2 is wrong: the copies of a LayerNorm differ
           AllGather's backward without the sum            step 2 is wrong, but the loss falls
     12    z_target without `here`                         step 1 is wrong; the loss falls below the true one
