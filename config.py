@@ -27,13 +27,13 @@ class Config:
     # -- model
     num_layers: int = 4  # transformer blocks
     hidden_size: int = 128  # width h of the residual stream
-    num_attention_heads: int = 4  # each has hidden_size / num_attention_heads columns
+    num_attention_heads: int = 4  # each head has hidden_size / num_attention_heads columns
     seq_length: int = 256  # tokens of a sample
     max_position_embeddings: int = 0  # rows of the position table (0: seq_length)
-    vocab_size: int = 50257  # token ids; the word table is padded to a multiple of 128
+    vocab_size: int = 50257  # number of token ids; the word table is padded to a multiple of 128
     activation: str = "gelu"  # gelu is GPT-2's (tanh), relu OPT's
-    experts: int = 0  # per block (0: one MLP) (Megatron-LM: --num-experts)
-    top_k: int = 1  # experts per token (Megatron-LM: --moe-router-topk)
+    experts: int = 0  # of each block (0: one MLP) (Megatron-LM: --num-experts)
+    top_k: int = 1  # experts of a token (Megatron-LM: --moe-router-topk)
     expert_group: int = 0  # consecutive tokens that compete for an expert's places (0: seq_length / 4)
     capacity_factor: float = 1.25  # places of an expert / its equal share of a group's tokens
     balance: float = 0.01  # factor of the loss that balances experts (Megatron-LM: --moe-aux-loss-coeff)
@@ -45,7 +45,7 @@ class Config:
     micro_batch_size: int = 8  # samples of one forward and backward on a data rank
     global_batch_size: int = 8  # samples of an update, on all data ranks together
     rampup_batch_size: str = ""  # start,increment,samples: the batch grows to global_batch_size over so many samples
-    train_iters: int = 0  # updates
+    train_iters: int = 0  # updates of the run
     train_epochs: float = 0.0  # passes over the training tokens (0: use train_iters)
     seed: int = 1234  # of initial weights, data order and dropout
 
@@ -58,7 +58,7 @@ class Config:
     lr_warmup_iters: int = -1  # updates of linear warm-up (-1: use lr_warmup_fraction)
     lr_warmup_fraction: float = 0.0  # warm-up / lr_decay_iters
     lr_wsd_decay_iters: int = 0  # wsd: updates of the decay, which ends at lr_decay_iters
-    weight_decay: float = 0.01  # biases and LayerNorms have none
+    weight_decay: float = 0.01  # factor of the weight decay; biases and LayerNorms have none
     adam_beta1: float = 0.9  # decay of the first moment
     adam_beta2: float = 0.999  # decay of the second moment
     adam_eps: float = 1e-8  # added to the second moment's root
@@ -68,11 +68,11 @@ class Config:
 
     # -- numbers
     dtype: str = "auto"  # auto: bf16 on a GPU that has it, fp16 on others, fp32 on a CPU (Megatron-LM: --fp16, --bf16)
-    initial_loss_scale: float = 2.0**32  # fp16
-    min_loss_scale: float = 1.0  # fp16
+    initial_loss_scale: float = 2.0**32  # fp16: first loss scale
+    min_loss_scale: float = 1.0  # fp16: smallest loss scale
     loss_scale_window: int = 1000  # fp16: updates without overflow until the scale doubles
     hysteresis: int = 2  # fp16: overflows until the scale is halved
-    kernels: str = "auto"  # triton is kernels.py, torch reference.py
+    kernels: str = "auto"  # operations between matrix products: triton is kernels.py, torch reference.py
 
     # -- layout (data parallel size: dp = processes / (tp * cp * pp))
     tp: int = 1  # tensor parallel ranks (Megatron-LM: --tensor-model-parallel-size)
@@ -85,7 +85,7 @@ class Config:
     schedule: str = "1f1b"  # order of the pipeline's work
     updates_per_call: int = 1  # pipedream, pipedream-2bw: updates from one empty pipeline to the next
     chunks: int = 1  # per rank; zb-v: 2, interleaved: 2 or more (Megatron-LM: --num-virtual-stages-per-pipeline-rank)
-    offload: bool = False  # optimizer state and update on the CPU (DeepSpeed: --cpu-optimizer)
+    offload: bool = False  # keep and update the optimizer state on the CPU (DeepSpeed: --cpu-optimizer)
     recompute: str = "none"  # full: keep each block's input, repeat its forward (Megatron-LM: --checkpoint-activations)
 
     # -- run
@@ -98,7 +98,7 @@ class Config:
     eval_interval: int = 1000  # updates between validations (0: at the end only)
     eval_iters: int = 10  # global batches of a validation (0: no validation)
     eval_only: bool = False  # only print a checkpoint's loss
-    split: str = "val"  # eval_only: the split
+    split: str = "val"  # eval_only: the split to evaluate
     stop_after_nan: int = 20  # iterations in a row without a finite loss before the run stops (0: never)
     check_replicas: int = 0  # updates between comparisons of all copies of weights and moments (0: never)
     ledger: bool = False  # print traffic and memory in bytes, measured and predicted
