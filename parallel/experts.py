@@ -14,19 +14,18 @@ second one sends the outputs back (4 for each layer and micro-batch; 6 with reco
 
 **Every layout drops the same tokens.** Tokens compete for places in a *group* of G consecutive tokens of one sample,
 which one rank has. In each group an expert takes its first C = ceil(capacity_factor k G / E) tokens. So buffers and
-messages have a fixed size. A dropped token gets nothing from this expert. In generation each token is a group of its
-own, so none is dropped. A larger group drops fewer tokens, but tp cp groups (twice as many with the ring) must fit into
-a sample. So the default is G = s/4. A router that chooses by chance drops with capacity_factor 1.25:
+messages have a fixed size. A dropped token gets nothing from this expert. In generation each token is its own group, so
+none is dropped. A larger group drops fewer tokens, but tp cp groups (with the ring 2 tp cp) must fit into a sample. So
+the default is G = s/4. A router that chooses by chance drops with capacity_factor 1.25:
 
     G                 64      128     256     512     1024    2048
     8 experts, k=1    4.5%    1.9%    0.5%    0.1%    0.0%    0.0%       also 16 experts, k=2
     16 experts, k=1   9.6%    4.9%    2.1%    0.6%    0.1%    0.0%
     64 experts, k=1   10.1%   10.7%   10.1%   5.2%    2.2%    0.7%
 
-**Balance.** Without help the router sends most tokens to few experts. So the loss of each group has one more term,
-a E sum_e f_e P_e, with a = `balance` (Switch, section 2.2). f_e is the share of the group's choices that are expert e,
-and P_e the mean of p_e. The term is smallest if all experts get equally many tokens. `Balance` adds its gradient in
-backward. The printed loss does not contain the term.
+**Balance.** Without help the router sends most tokens to few experts. So the loss of each group (not the printed loss)
+has one more term, a E sum_e f_e P_e, with a = `balance` (Switch, section 2.2). f_e is the share of the group's choices
+that are expert e, and P_e the mean of p_e. The term is smallest if all experts get equally many tokens.
 
 Left out: GShard's division of the two p of a token by their sum, Switch's noise, experts over data parallel ranks
 (DeepSpeed-MoE), experts without dropped tokens (MegaBlocks), shared experts (DeepSeekMoE).
@@ -106,7 +105,10 @@ def dropped_if_uniform(c):
 
 
 class ExpertLinear(torch.autograd.Function):
-    """y[e] = x[e] w[e]^T. x [E/t, m, in]; w [E/t, out, in]; y [E/t, m, out]. `.grad` of w as in `tensor.Linear`."""
+    """y[e] = x[e] w[e]^T. x [E/t, m, in]; w [E/t, out, in]; y [E/t, m, out].
+
+    Backward adds the gradient of w to `.grad`, as `tensor.Linear` does.
+    """
 
     @staticmethod
     def forward(ctx, x, w):
@@ -147,7 +149,7 @@ class TokensForExperts(torch.autograd.Function):
 
 
 class Balance(torch.autograd.Function):
-    """Return p. Backward adds the balance term's gradient, and counts choices, because it runs once for each token."""
+    """Return p. Backward adds the balance term's gradient, and counts choices (recomputation repeats only forward)."""
 
     @staticmethod
     def forward(ctx, p, chosen, experts, G, batch):

@@ -2,8 +2,8 @@
 
 After `comm_timeout` seconds torch ends the ranks that wait, and torchrun names one of them, but another rank is the
 culprit. So a thread of each rank looks at the clock. After 0.8 comm_timeout without progress (an iteration, a part of a
-validation, a checkpoint) it writes a row into out_dir/hang/RANK: the communication that its rank waits for, and the
-place in the program. A little later the lowest rank with a row prints all rows, and the ranks without one:
+validation, a checkpoint) it writes a row: the communication that its rank waits for, and the place in the program. A
+little later the lowest rank with a row prints all rows, and the ranks without one:
 
     no progress for 16 s:
     rank 0: iteration 8: waits for rank 2 to send (pipeline.py:86 receive < pipeline.py:162 forward < ...)
