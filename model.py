@@ -12,7 +12,7 @@ twice. With ReLU the model is OPT (Zhang et al. 2022). Attention probabilities h
 
 A model is a list of *units* (embedding, blocks, head), functions of (x, micro-batch). Between two units the executor
 (`parallel/pipeline.py`) can gather or free parameters, or reduce gradients. A layer declares its parameters as
-`ParamSpec`s, which have no storage. `parallel/zero.py` replaces each by a view into a flat buffer.
+`ParamSpec`s. `parallel/zero.py` replaces each by a view into a flat buffer.
 
 Number of parameters: V h + s h + L (12 h^2 + 13 h) + 2 h, where V is the vocabulary, rounded up to a multiple of 128.
 This is 354,871,296 for L = 24, h = s = 1024 and V = 50,304.
@@ -44,27 +44,26 @@ from reference import Drop
 
 @dataclass
 class MicroBatch:
-    """One micro-batch, b samples of s tokens, as the input of the units on one rank. With cp ranks, n = b s/cp."""
+    """One micro-batch, b samples of s tokens. On one of cp ranks, n = b s/cp."""
 
     shape: tuple  # (b, s/cp)
     ids: torch.Tensor  # [n] int64
     targets: torch.Tensor | None  # [n] int64: the next id of each token; None in generation
-    place: torch.Tensor  # [s/cp]: the positions of this rank's tokens in a sample
-    positions: torch.Tensor  # [n or n/t]: the position of each row of this rank: `place`, once for each sample
-    rows: torch.Tensor  # [n or n/t]: sample number * s + position, of each row of this rank; for dropout masks
+    place: torch.Tensor  # [s/cp]: positions of this rank's tokens in a sample
+    positions: torch.Tensor  # [n or n/t]: position of each row
+    rows: torch.Tensor  # [n or n/t]: sample number * s + position of each row; for dropout masks
     dropout: float
-    weight: float = 0.0  # the executor's factor for its mean loss; only `experts.py` reads it, for the balance term
-    caches: list | None = None  # in generation: for each block a list of past keys and values
+    weight: float = 0.0  # the executor's factor for its mean loss; `experts.py` reads it
+    caches: list | None = None  # in generation: past keys and values of each block
 
     def drop(self, seed, site):
-        """Return the dropout of this micro-batch at `site`, a place in the model. None: no dropout."""
         return Drop(self.rows, self.dropout, seed, site) if self.dropout else None
 
 
 class Block(nn.Module):
-    """One transformer layer: attention, then MLP. The output of each is added to x, the residual stream [n, h]."""
+    """One transformer layer. The outputs of attention and MLP are added to x, the residual stream [n, h]."""
 
-    recomputable = True  # a block keeps about 32 bytes per element of x (bf16), and can run again from x alone
+    recomputable = True  # a block keeps about 32 bytes per element of x (bf16)
 
     def __init__(self, c, index, tp, ops, cp):
         super().__init__()
@@ -84,7 +83,7 @@ class Block(nn.Module):
         y = self.attention(y, batch)
         x, y = self.ln2(x, y, self.proj.bias, drop1)  # x + dropout(y + bias), and the LayerNorm of this sum
         y = self.mlp(y, batch)
-        return self.ops.add_(y, x, self.mlp.bias, drop2)  # x + dropout(y + bias)
+        return self.ops.add_(y, x, self.mlp.bias, drop2)
 
     def attention(self, x, batch):
         q, k, v = (y.view(*batch.shape, -1, self.head_size) for y in self.qkv(x))  # each [b, s, heads/t, d]
@@ -127,8 +126,6 @@ class LayerNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The first unit: maps ids to vectors."""
-
     recomputable = False  # the embedding keeps no activations
 
     def __init__(self, c, word, ops):
@@ -144,7 +141,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """The last unit: maps vectors to the loss of every token, [n]. Without targets (generation) it returns logits.
+    """x -> the loss of every token, [n]. Without targets (generation) it returns logits.
 
     In training, forward returns a tensor of nan. Backward writes the losses into it (`LinearCrossEntropy`).
     """
@@ -168,7 +165,7 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    """The units in order. tp, cp: `mesh.Axis`, this rank's groups. ops: has the operations of `reference`."""
+    """tp, cp: `mesh.Axis`, this rank's groups. ops: has the operations of `reference`."""
 
     def __init__(self, config, tp, ops=reference, cp=None):
         super().__init__()
@@ -182,9 +179,7 @@ class GPT(nn.Module):
         self.table = [specs(unit) for unit in self.units]  # table[i]: the ParamSpecs that unit i uses
 
     def forward(self, batch):
-        """Run all units on one process, for generation. Return the logits. If the micro-batch has targets, return the
-        losses [n]. Only the executor computes gradients.
-        """
+        """Run all units on one process, for generation. Return the logits, or with targets the losses [n]."""
         if batch.targets is not None and torch.is_grad_enabled():
             raise UserError("GPT.forward has no losses for gradients; use torch.no_grad(), or Executor.run to train")
         x = None
@@ -193,7 +188,7 @@ class GPT(nn.Module):
         return x
 
     def specs(self):
-        """Return {name: ParamSpec}: every parameter of the model. A tied parameter appears once."""
+        """Return {name: ParamSpec}. A tied parameter appears once."""
         return {spec.name: spec for unit in self.table for spec in unit}
 
     def num_parameters(self, active=False):
@@ -222,5 +217,5 @@ class GPT(nn.Module):
 
 
 def parameter_table(config):
-    """Return the model's table, [ParamSpecs of each unit]. It needs no other rank and no tensor."""
+    """Return the model's table, [ParamSpecs of each unit]."""
     return GPT(config, tp=None).table

@@ -13,7 +13,6 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 
 def resolved_dtype(config, device):
-    """Return the name of the run's dtype. auto: bf16 if the GPU has it, fp16 on older GPUs, fp32 on a CPU."""
     if config.dtype != "auto":
         return config.dtype
     if device.type == "cpu":
@@ -22,10 +21,10 @@ def resolved_dtype(config, device):
 
 
 def choose(config, device, dtype):
-    """Return the operations that --kernels selects. dtype: the name of the run's dtype. Raises UserError.
+    """Return the operations that --kernels selects. Raises UserError.
 
-    auto, on a GPU: the Triton kernels, but PyTorch's attention, which should be faster (not measured yet). The
-    backward of PyTorch's attention may give other last bits in each run.
+    auto, on a GPU: the Triton kernels, but PyTorch's attention, which should be faster (not measured yet). Its backward
+    may give other last bits in each run.
     """
     choice, gpu = config.kernels, device.type == "cuda"
     if gpu and config.cp > 1 and config.context == "ring":
@@ -47,14 +46,11 @@ def choose(config, device, dtype):
     fused = {name: getattr(kernels, name) for name in reference.OPERATIONS}
     if choice == "auto":
         fused["attention"] = reference.attention
-    return SimpleNamespace(**vars(reference) | fused)  # an operation without a kernel is taken from reference.py
+    return SimpleNamespace(**vars(reference) | fused)
 
 
 def attention_name(config, device, dtype, ops):
-    """Return the name of the attention that a run uses: flash_attention.py, or one of PyTorch's forms (SDPBackend).
-
-    PyTorch's form depends on the versions of PyTorch and cuDNN, on the GPU, the dtype and the head size.
-    """
+    """Return the name of the attention that a run uses: flash_attention.py, or one of PyTorch's forms (SDPBackend)."""
     if ops.attention is not reference.attention:
         return "flash_attention.py"
     heads = config.num_attention_heads // config.tp
@@ -66,8 +62,7 @@ def attention_name(config, device, dtype, ops):
 def trial(config, device):
     """Check that an operation runs: Triton needs a C compiler and Python's headers on every node. Raises UserError.
 
-    Also choose the function for products of 16-bit factors. For this choice the host waits for the GPU. It is made
-    here, so that no step waits.
+    Also choose the function for products of 16-bit factors, which waits for the GPU, so that no step waits.
     """
     dtype = resolved_dtype(config, device)
     if DTYPES[dtype].itemsize == 2:

@@ -11,11 +11,8 @@
                  attention  share of the peak that fused attention reaches
 
 `matrix`, `wave` and `wire` of the A100 are fitted to 14 published steps of Megatron-LM with full recomputation
-(Narayanan et al., arXiv 2104.04473, Table 1; Korthikanti et al., arXiv 2205.05198, Table 5). They minimise the squares
-of log(predicted / published). Commit 79624d7 has the fit (accounts/published.py). The others are usual values.
-
-Between nodes, NCCL opens one ring for each GPU of a node that is in the group, each through a network card of its own
-(NVIDIA/nccl issue 601).
+(Narayanan et al., arXiv 2104.04473, Table 1; Korthikanti et al., arXiv 2205.05198, Table 5; commit 79624d7 has the fit,
+accounts/published.py). The others are usual values.
 """
 
 import re
@@ -40,7 +37,7 @@ PEAK_TFLOPS = {  # dense products in bf16, fp16, fp32, fp64; None: the device ca
 def peak_tflops(device_name, dtype):
     """Return the peak in TFLOP/s of a GPU with CUDA's name, such as "NVIDIA A100-SXM4-40GB", or None if it is unknown.
 
-    The maker and the memory are removed. The rest must match exactly: "H200 NVL" is not an H200.
+    "H200 NVL" is not an H200.
     """
     name = re.sub(r"NVIDIA|Tesla|GeForce|\b\d+GB\b|\bHBM3e?\b|-", " ", device_name)
     peaks = PEAK_TFLOPS.get(" ".join(name.upper().split()), (None,) * 4)
@@ -48,19 +45,19 @@ def peak_tflops(device_name, dtype):
 
 
 class Device(NamedTuple):
-    """A GPU and its place in a cluster. Rates are in bytes per second and one direction, times in seconds."""
+    """Rates are in bytes per second and one direction, times in seconds."""
 
     name: str
     chip: str  # its name in PEAK_TFLOPS
     memory_bytes: int
     memory_rate: float
     dtype: str = "bf16"  # the dtype that dtype=auto means
-    per_node: int = 8  # devices of a node
-    wire_rate: float = 300e9  # from a device to the other devices of its node
+    per_node: int = 8
+    wire_rate: float = 300e9  # to the other devices of a node
     cards: int = 8  # network cards of a node
-    card_rate: float = 25e9  # of one network card
+    card_rate: float = 25e9
     host_rate: float = 32e9  # between a device and its host (PCIe)
-    host_memory_rate: float = 25e9  # one device's share of the host's memory rate: for the update with --offload
+    host_memory_rate: float = 25e9  # one device's share of the host's memory rate
     attention: float = 0.5  # Dao, arXiv 2307.08691, section 4.1: 0.5 to 0.6 of an A100's peak
     matrix: float = 0.951  # fitted
     wave: float = 3.45e6  # fitted
@@ -71,7 +68,7 @@ class Device(NamedTuple):
     latency: float = 1e-5
 
     def peak(self, dtype):
-        """Return FLOP/s of dense matrix products. Raises UserError if the device cannot compute in `dtype`."""
+        """Return FLOP/s of dense matrix products. Raises UserError."""
         peak = peak_tflops(self.chip, dtype)
         if not peak:
             raise UserError(f"dtype={dtype}: {self.name} has no known rate for it; use --dtype={self.dtype}")

@@ -20,10 +20,7 @@ Like Megatron-LM we count all s by s products of attention, although the causal 
 
 
 def model_flops(config, batch, block_forwards=3):
-    """Return the FLOPs of a step of `batch` sequences: 72BsLh^2(1 + s/6h + V/12Lh) = Bs(6N + 12Lhs).
-
-    block_forwards: the cost of the blocks in a step, in forwards. The head always costs three forwards.
-    """
+    """Return the FLOPs of a step of `batch` sequences. block_forwards: the cost of the blocks, in forwards."""
     L, h, s, V = config.num_layers, config.hidden_size, config.seq_length, config.padded_vocab_size
     more = L * expert_flops(config)
     return batch * s * (block_forwards * (24 * L * h**2 + 4 * L * s * h + more) + 3 * 2 * V * h)
@@ -38,5 +35,5 @@ def expert_flops(c):
 
 
 def hardware_flops(config, batch):
-    """Return `model_flops` plus the recomputation: with recompute=full, 96BsLh^2(1 + s/6h + V/16Lh)."""
+    """Return `model_flops` plus the recomputation."""
     return model_flops(config, batch, block_forwards=4 if config.recompute == "full" else 3)

@@ -15,9 +15,8 @@ The fit was published with two sets of constants, which disagree most at large b
     [1]  Hoffmann et al. 2022, arXiv 2203.15556, section 3.3 (approach 3)
     [2]  Besiroglu et al. 2024, arXiv 2404.10102: a replication with the data of [1]. Its minimum is close to the rule.
 
-MACHINES are those of the slide "GPT-4をスパコンで学習するには?", with the makers' peaks of dense bf16 or fp16
-products (A64FX: fp32 at 2.2 GHz). A MI250X has 2 dies. Frontier's 37,888 are modules, LUMI's 20,480 must be dies: it
-has 11,912 modules.
+MACHINES have the makers' peaks of dense bf16 or fp16 products (A64FX: fp32 at 2.2 GHz). A MI250X has 2 dies. Frontier's
+37,888 are modules, LUMI's 20,480 must be dies: it has 11,912 modules.
 """
 
 import math
@@ -53,18 +52,16 @@ MFU = 0.4  # share of the peak; large runs use 0.3 to 0.5
 
 
 def by_rule(flops):
-    """Return (N, D) of the rule D = 20 N, for a budget C = 6ND."""
     parameters = math.sqrt(flops / 120)
     return parameters, 20 * parameters
 
 
 def loss(fit, parameters, tokens):
-    """Return L(N, D) in nats per token."""
     return fit.E + fit.A / parameters**fit.a + fit.B / tokens**fit.b
 
 
 def optimum(fit, flops):
-    """Return (N, D) with the lowest L(N, D) among all with 6ND = C (Hoffmann et al., equation 4)."""
+    """Return (N, D) with the lowest L(N, D) (Hoffmann et al., equation 4)."""
     ratio = (fit.a * fit.A / (fit.b * fit.B)) ** (1 / (fit.a + fit.b))  # G
     parameters = ratio * (flops / 6) ** (fit.b / (fit.a + fit.b))
     return parameters, flops / 6 / parameters
@@ -81,7 +78,7 @@ def enough_flops(fit, target):
 
 
 def per_day(devices):
-    """Return the FLOPs of a day of all devices at their peak. devices: a list as in MACHINES."""
+    """Return the FLOPs of a day of all devices at their peak."""
     return sum(count * peak for count, _, peak in devices) * 1e12 * 86400
 
 
@@ -94,7 +91,6 @@ def used(devices, days):
 
 
 def models_table(flops):
-    """Return the compute-optimal models for C = `flops`, and then MODELS, as text."""
     rows = [("model", "N / 10^9", "D / 10^9", "D/N", "6ND", "loss [1]", "enough [1]", "loss [2]", "enough [2]")]
     models = {"20 tokens per parameter": by_rule(flops)}
     models |= {f"minimum of fit [{i}]": optimum(fit, flops) for i, fit in enumerate(FITS, 1)}
@@ -108,7 +104,6 @@ def models_table(flops):
 
 
 def main(flops, gpus, device):
-    """Print both tables for a budget of `flops` FLOPs. gpus, device: the user's cluster."""
     yours = {"your cluster": ([(gpus, device.name, device.peak(device.dtype) / 1e12)], None)}
     rows = [("machine", "devices", "slide's days", "used", "days")]
     for name, (devices, days) in (MACHINES | yours).items():

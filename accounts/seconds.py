@@ -220,7 +220,8 @@ def members_in_node(per_node, stride, n):
 def wire(device, together, n):
     """Return bytes per second of a ring of n ranks, of which `together` are in one node.
 
-    Between nodes, each member in a node opens a ring through a network card. The groups of one node share its cards.
+    Between nodes, each member in a node opens a ring through a network card (NVIDIA/nccl issue 601). The groups of one
+    node share its cards.
     """
     inside = device.wire_rate * device.wire
     if together == n:

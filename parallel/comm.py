@@ -60,7 +60,7 @@ class Ledger:
 
 
 def sent_bytes(operation, ranks, whole_bytes):
-    """Return the bytes that a rank sends. ranks: their number. whole_bytes: N in the table above."""
+    """Return the bytes that a rank sends. whole_bytes: N in the table above."""
     return whole_bytes if operation == "send" else Fraction(RING[operation] * (ranks - 1) * whole_bytes, ranks)
 
 
@@ -82,10 +82,7 @@ class CommunicationError(RuntimeError):
 
 
 class Pending:
-    """A communication in progress. It keeps the buffers until it is done.
-
-    work: torch's handle, or None if there is nothing to wait for. name: for an error's message.
-    """
+    """A communication in progress. It keeps the buffers until it is done. work: torch's handle, or None."""
 
     waiting = None  # the Pending for which this process waits now; `recovery/hang.py` reads it
     latest = None  # the name of the latest collective
@@ -118,14 +115,14 @@ def lost_peer(name):
 
 
 def all_reduce(x, axis, what, op="sum"):
-    """Combine `x` elementwise over the axis, in place, on every rank."""
+    """Combine `x` elementwise over the axis, in place."""
     if axis.size == 1:
         return Pending(x)
     return _collective("all_reduce", axis, what, dist.all_reduce, (x, OPS[op]), whole=x, result=x)
 
 
 def all_gather(x, axis, what, out=None):
-    """Gather [k, ...] of each rank into [n k, ...], in the order of the ranks. x may lie inside `out`."""
+    """Gather [k, ...] of each rank into [n k, ...]. x may lie inside `out`."""
     if axis.size == 1:
         return Pending(x)
     whole = x.new_empty(axis.size * x.shape[0], *x.shape[1:]) if out is None else out
@@ -141,7 +138,7 @@ def reduce_scatter(x, axis, what, out=None):
 
 
 def all_to_all(x, axis, what):
-    """Send x[i] to rank i of the axis. x [n, ...]; return what the ranks send to this one, in their order, [n, ...]."""
+    """Send x[i] to rank i of the axis. Return the rows that the ranks send to this one, [n, ...]."""
     if axis.size == 1:
         return Pending(x)
     arrived = torch.empty_like(x)
@@ -151,7 +148,7 @@ def all_to_all(x, axis, what):
 def rotate(x, axis, what):
     """Send x to the next rank of the axis (the last sends to the first). Return the tensor of the rank before.
 
-    It is one call. With two, NCCL would run each rank's send first, and no rank would come to its receive.
+    With two calls, NCCL would run each rank's send first, and no rank would come to its receive.
     """
     arrived, to, of = torch.empty_like(x), [0] * axis.size, [0] * axis.size  # to[i]: rows sent to rank i; of[i]: from i
     to[(axis.rank + 1) % axis.size] = of[axis.rank - 1] = len(x)
@@ -159,7 +156,7 @@ def rotate(x, axis, what):
 
 
 def _collective(operation, axis, what, call, arguments, whole, result):
-    """Count and start a collective. call: torch's function. whole: the tensor of N bytes in the table above."""
+    """Count and start a collective. whole: the tensor of N bytes in the table above."""
     number = axis.ledger.count(operation, axis.name, axis.size, what, whole.numel() * whole.element_size())
     name = Pending.latest = f"{axis.waited} in {operation} {number} of {what} over {axis.name}"
     with lost_peer(name):
@@ -174,7 +171,7 @@ def send(x, axis, to, what, tag=0):
 
 
 def receive(shape, like, axis, source, tag=0):
-    """Start to receive a tensor of `shape` from rank `source` of the axis. like: an object with its dtype and device.
+    """Start to receive a tensor from rank `source` of the axis. like: an object with its dtype and device.
 
     In each group, both ranks of a pair must start their messages to each other in the same order. Gloo compares tags.
     """
@@ -191,7 +188,7 @@ def _message(x, axis, peer, does, call, tag):
 def agree(axis, action):
     """Run `action` on every rank. If it raises UserError on some ranks, raise the first rank's error on all ranks.
 
-    So no rank waits for a rank that has stopped, for example because a file is missing on its node.
+    So no rank waits for a rank that has stopped.
     """
     error = result = None
     try:
@@ -205,7 +202,7 @@ def agree(axis, action):
 
 
 def gather_objects(x, axis):
-    """Return [x of each rank], in order of ranks. x: a small Python object."""
+    """Return [x of each rank]. x: a small Python object."""
     gathered = [x] * axis.size
     if axis.size > 1:
         with lost_peer(f"{axis.waited} to send objects"):

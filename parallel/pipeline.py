@@ -1,6 +1,6 @@
 """Execute a schedule: this rank's forwards and backwards, unit by unit, and the messages between ranks.
 
-Slide "パイプライン並列". A rank runs its list of actions (`schedules.py`). For micro-batch j and a chunk of units:
+A rank runs its list of actions (`schedules.py`). For micro-batch j and a chunk of units:
 
     F j     receive x, run the chunk's units, send y (the embedding reads ids instead, the head returns losses)
     B j     receive dL/dy, run the units backwards, send dL/dx
@@ -8,7 +8,7 @@ Slide "パイプライン並列". A rank runs its list of actions (`schedules.py
             every linear of the blocks. Later W adds each dW = dy^T x to its bucket, and frees dy and x.
 
 Over each boundary between ranks a micro-batch sends bsh elements in each direction (bsh/t with sequence parallelism).
-The graph is cut between two units. A unit gets a detached input, and its backward is one `torch.autograd.backward`:
+A unit gets a detached input, and its backward is one `torch.autograd.backward`:
 
     forward     x0 -> [embedding] -> y0 | x1 = y0.detach() -> [block] -> y1 | ...  -> [head] -> losses
     backward    dL/dx1 = x1.grad  <-  [block].backward(x2.grad)  <-  ...
@@ -18,8 +18,7 @@ again just before its backward (Chen et al., arXiv 1604.06174). A bucket's gradi
 complete, while backward continues (as in PyTorch's DDP, Li et al., arXiv 2006.15704).
 
 All ranks post their messages in one common order, which prevents a deadlock (`schedules.messages`), and a receive as
-early as this order allows. Messages to a higher and to a lower rank have different process groups, so a send never
-waits for a receive that was posted before. The values of a sent output y are freed: backward needs only y's graph.
+early as this order allows. The values of a sent output y are freed: backward needs only y's graph.
 """
 
 import contextlib
@@ -43,7 +42,7 @@ IN_TRANSIT = 2  # the most unfinished sends of a rank; with more it waits for th
 
 
 class Unwatched:
-    """Replaces timers (`log.Timers`), a trace or a meter (`accounts/trace.py`, `meter.py`), and does nothing."""
+    """Replaces timers, a trace or a meter (`accounts/trace.py`, `meter.py`), and does nothing."""
 
     def __call__(self, *_):
         return contextlib.nullcontext()
@@ -54,8 +53,8 @@ class Unwatched:
 class Chunk:
     """Consecutive units on this rank. buckets[i]: the names of the buckets that unit i uses.
 
-    reduce_after[i]: the buckets that no unit before i uses. Their gradient is complete after the backward of unit i.
-    release_after[i]: the buckets that no unit after i uses. Forward does not need them after unit i.
+    reduce_after[i]: the buckets whose gradient is complete after the backward of unit i. release_after[i]: those that
+    forward does not need after unit i.
     """
 
     def __init__(self, units, buckets):
@@ -96,7 +95,7 @@ class Executor:
         """Run forward and backward of `count` micro-batches from the iterator `micro_batches`.
 
         weight: the factor of each micro-batch's mean loss in backward. Return the sum of the mean losses, without
-        `weight`: float64 [] on the device, 0 on ranks without the head. The reduction of the gradients has started.
+        `weight`: float64 [] on the device, 0 on ranks without the head.
         """
         schedule, messages, passes = self.prepared(count)
         self.trace.begin_step(schedule)
@@ -107,7 +106,6 @@ class Executor:
         return self.total
 
     def prepared(self, count):
-        """Return (Schedule, Messages, passes) of `count` micro-batches."""
         if count not in self.schedules:
             schedule = schedules.build_for(self.config, self.mesh.dp.size, count)
             passes = self.layout.passes(schedule, self.mesh.pp.rank)
@@ -116,10 +114,7 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, batches):
-        """Run the forwards of MicroBatches, in Chimera through the first pipeline. Return {number: its losses [n]}.
-
-        It is empty on a rank without the last chunk.
-        """
+        """Run the forwards of MicroBatches. Return {number: its losses [n]}, empty on a rank without the last chunk."""
         watchers, self.losses = (self.timers, self.trace, self.after_action), {}
         self.timers = self.trace = self.after_action = Unwatched()
         if (count := len(batches)) not in self.validations:
@@ -228,7 +223,7 @@ class Executor:
     # --- around them --------------------------------------------------------------------------------------------------
 
     def _gather(self, chunk, i, step):
-        """Make the parameters of unit i whole. Those of unit i + step, which runs next, travel meanwhile."""
+        """Make the parameters of unit i whole. Start to gather those of unit i + step, which runs next."""
         soon = [*chunk.buckets[i], *(chunk.buckets[i + step] if 0 <= i + step < len(chunk.units) else [])]
         for name in soon:
             self.zero.start_gather(name)
@@ -236,13 +231,12 @@ class Executor:
             self.zero.gather(name)
 
     def _reduce(self, name):
-        """Reduce bucket `name`, whose gradient of one micro-batch is complete."""
         self.mesh.ledger.phase = "reduce"
         self.passes[name] -= 1
         self.zero.reduce(name, last=self.passes[name] == 0)
 
     def _give(self, kind, j, c, x):
-        """Pass x, [rows, h], to chunk c: directly if chunk c is on this rank, else by a message."""
+        """Pass x [rows, h] to chunk c."""
         if c in self.chunks:
             self.local[kind, j, c] = x.detach()
         else:
@@ -278,7 +272,7 @@ def connect(mesh, schedule, device):
 
 
 class Mailbox:
-    """This rank's messages of a step. All ranks post their messages in the same order."""
+    """This rank's messages of a step."""
 
     def __init__(self, order, mesh, rows, width, like):
         self.mesh, self.rows, self.width, self.like = mesh, rows, width, like
@@ -305,7 +299,6 @@ class Mailbox:
             free(x)
 
     def send(self, key, x):
-        """Send x, a unit's output or a gradient, without waiting."""
         self.post()
         tag, m = self.queue.popleft()
         assert key == (m.kind, m.microbatch, m.consumer.chunk), f"{key} is sent, but the next message is {m}"
@@ -315,12 +308,10 @@ class Mailbox:
         self.leaving.append((send(values, axis, m.destination, SENT[m.kind], tag), done))
 
     def receive(self, key):
-        """Wait for a message, and return its tensor."""
         self.post()
         return self.arriving.pop(key).wait()
 
     def close(self):
-        """Wait at the end of a step until all messages are sent."""
         self.post()
         while self.leaving:
             self._let_go()

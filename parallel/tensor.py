@@ -15,10 +15,10 @@ pair is cut by its outputs (column parallel), the second by its inputs (row para
     leave   all_reduce (g) all_reduce of y    nothing               y is whole on every rank
             reduce_scatter reduce_scatter y   all_gather of dy      y is cut by tokens (sequence parallel)
 
-`CONJUGATE` is this table in code. Activations are [n, h]: n = b s tokens, sample after sample. With sequence
-parallelism each rank has n/t consecutive rows outside of the pairs, so LayerNorm, dropout and residual stream cost 1/t
-of the memory and the work. Forward stores only the cut x, so backward gathers x again for dW. A replicated parameter
-(LayerNorm, row-parallel bias, position table, router) sees part of the tokens, so `zero.py` sums its gradient over tp.
+Activations are [n, h]: n = b s tokens, sample after sample. With sequence parallelism each rank has n/t consecutive
+rows outside of the pairs, so LayerNorm, dropout and residual stream cost 1/t of the memory and the work. Forward stores
+only the cut x, so backward gathers x again for dW. A replicated parameter (LayerNorm, row-parallel bias, position
+table, router) sees part of the tokens, so `zero.py` sums its gradient over tp.
 
 **What can overlap.** The slide says that this communication can't be hidden. This is true in forward: the next
 operation needs the sum of g. In backward, `Linear.backward` starts the all_reduce of dx, computes dW = dy^T x, then
@@ -40,7 +40,7 @@ import reference
 from errors import UserError
 from parallel.comm import Pending, all_gather, all_reduce, reduce_scatter
 
-ROWS = 4096  # tokens whose logits exist at a time: enough for an efficient matrix product; 412 MB (bf16, v = 50,304)
+ROWS = 4096  # tokens whose logits exist at a time: 412 MB (bf16, v = 50,304)
 
 # --- logical parameters ---------------------------------------------------------------------------------------------
 
@@ -49,20 +49,19 @@ ROWS = 4096  # tokens whose logits exist at a time: enough for an efficient matr
 class ParamSpec:
     """One logical parameter, the same in every layout. A rank keeps it whole or cut along `tp_dim`.
 
-    A layer declares `self.weight = ParamSpec(...)`. `zero.py` replaces it by an nn.Parameter, a view into a flat
-    buffer.
+    A layer declares `self.weight = ParamSpec(...)`. `zero.py` replaces it by an nn.Parameter.
     """
 
     name: str  # "block3.qkv.weight"; also the name of its file in a checkpoint
     shape: tuple  # whole
     tp_dim: int | None = None  # None: replicated over tp
     decay: bool = False  # weight decay applies
-    std: float = 0.0  # initial values: normal with this standard deviation
-    mean: float = 0.0  # mean of the initial values
+    std: float = 0.0  # standard deviation of the initial values
+    mean: float = 0.0
 
     @property
     def bucket(self):
-        """Name of the parameter's bucket: the parameter's name up to the first dot, for example block3."""
+        """Name of the parameter's bucket, for example block3."""
         return self.name.partition(".")[0]
 
     def local_shape(self, t):
@@ -73,10 +72,7 @@ class ParamSpec:
         return whole if self.tp_dim is None else whole.chunk(axis.size, self.tp_dim)[axis.rank]
 
     def initial(self, seed):
-        """Return the whole initial tensor, float32 on the CPU: a function of (seed, name) alone, as in every layout.
-
-        Python's hash() cannot be the seed, because it differs between processes.
-        """
+        """Return the whole initial tensor, float32 on the CPU: a function of (seed, name) alone."""
         if not self.std:
             return torch.full(self.shape, self.mean)
         digest = hashlib.blake2b(f"{seed} {self.name}".encode(), digest_size=8).digest()
@@ -107,7 +103,7 @@ CONJUGATE = {  # {communication of a tensor in forward: communication of its gra
 
 
 def start(communication, x, tp, what):
-    """Start a communication of the table above over tp. Return a `comm.Pending`, whose `wait()` returns the result."""
+    """Start a communication of the table above over tp. Return a `comm.Pending`."""
     if communication in (None, "copy"):
         return Pending(x)
     operations = {"all_reduce": all_reduce, "all_gather": all_gather, "reduce_scatter": reduce_scatter}
@@ -118,13 +114,13 @@ class Linear(torch.autograd.Function):
     """y = leave(enter(x) W^T + bias): every linear of the blocks.
 
     x: [n or n/t, in]. w: this rank's [out, in], or [k, out, in] for k outputs (q, k, v). bias: [out] or [k, out], or
-    None if k is 1. Return y [n, out] (n/t rows with reduce_scatter), or a tuple of k views. Backward adds the gradients
-    of w and bias to `.grad` and does not return them.
+    None if k is 1. y: [n, out] (n/t rows with reduce_scatter), or a tuple of k views. Backward adds the gradients of w
+    and bias to `.grad`.
     """
 
     @staticmethod
     def forward(ctx, x, w, bias, enter, leave, tp, ops=reference):
-        ctx.save_for_backward(x)  # with sequence parallelism n/t rows, gathered again in backward
+        ctx.save_for_backward(x)
         ctx.arguments = w, bias, enter, leave, tp, ops
         matrix = w.flatten(0, -2)  # qkv is [3, h/t, h]
         x = start(enter, x, tp, "activations").wait()
@@ -138,7 +134,7 @@ class Linear(torch.autograd.Function):
         if bias is None:
             (dy,) = parts
         else:
-            dy, sums = ops.join(parts)  # one pass over the parts gives dy and the gradient of the bias
+            dy, sums = ops.join(parts)
             bias.grad.add_(sums.view_as(bias))
         dy = start(CONJUGATE[leave], dy, tp, "activations").wait()
         gathering = start(enter, x, tp, "activations")
@@ -165,15 +161,13 @@ class WeightGradient(NamedTuple):
 
 
 def add_product(w, dy, x):
-    """Add dy^T x to dW in the dtype of dW."""
     reference.add_product_(w.grad.flatten(0, -2), dy.T, x)
 
 
 class ColumnParallelLinear(nn.Module):
     """Linear cut by its outputs: x [n, in] (n/t rows with sequence parallelism) -> [n, out/t].
 
-    shape: of the whole weight, [out, in], or [3, out, in] for three outputs (q, k, v). It is cut along out.
-    adds_bias=False: the next operation adds the bias, because it reads the output anyway.
+    shape: of the whole weight, [out, in], or [3, out, in] for q, k, v. adds_bias=False: the next operation adds it.
     """
 
     def __init__(self, name, shape, std, tp, sequence_parallel, ops=reference, adds_bias=True):
@@ -212,7 +206,7 @@ class EmbeddingLookup(torch.autograd.Function):
     """Look up ids [n] in a table w [v, h], or in a slice [v/t, h] of a table that is cut over tp.
 
     leave None: the table is whole. Otherwise a rank fills the rows whose ids are in its slice, and the sum over tp
-    gives all rows. Backward adds the gradient of w to `.grad`.
+    gives all rows.
     """
 
     @staticmethod
@@ -286,15 +280,14 @@ def next_token_losses(x, w, targets, vocab_size, enter, tp, ops):
 
 
 def slices(x):
-    """Return slices of ROWS rows that together are all rows of x [n, h]."""
     return [slice(begin, begin + ROWS) for begin in range(0, len(x), ROWS)]
 
 
 def cross_entropy_(z, w, targets, vocab_size, weights, tp, ops):
     """Return the losses [n] of logits z [n, v/t], and replace z by its gradient.
 
-    weights [n]: the derivative of the total loss with respect to each loss, or None: no gradient. No rank sees a whole
-    row of logits. The ranks combine three numbers per token: maximum, sum of exponentials, logit of the target.
+    weights [n]: the gradient of each loss, or None. No rank sees a whole row of logits. The ranks combine three numbers
+    per token: maximum, sum of exponentials, logit of the target.
     """
     first = tp.rank * len(w)
     columns = min(max(vocab_size - first, 0), len(w))  # this rank's columns without padding

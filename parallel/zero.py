@@ -10,7 +10,7 @@ elements of a rank's buckets; m: micro-batches.
       2     1/n               1/n         whole          m + 1   as stage 1, but gradients after each micro-batch
       3     1/n               1/n         1/n            3m      as stage 2, but parameters before each F and each B
 
-With m = 1 this is 2, 2, 2, 3, as in the paper's section 7. The calls of a step, in the order of this file:
+With m = 1 this is 2, 2, 2, 3 (section 7). The calls of a step, in the order of this file:
 
     call           when                    stage 0          1                 2                        3
     zero_grad      at the start            clear            clear             clear 1/n                clear 1/n
@@ -51,7 +51,7 @@ class Flat:
     """A flat buffer of a bucket. whole: [size]. own: the elements that this rank updates.
 
     Not sharded: `own` is a view into `whole`. Sharded: `own` is a buffer of its own, and `whole` has storage only from
-    `open` to `close`. Without storage, `whole` and its views stay, but have no values.
+    `open` to `close`.
     """
 
     def __init__(self, size, owned, sharded, dtype, device):
@@ -60,7 +60,7 @@ class Flat:
         self.own = torch.zeros_like(own) if sharded else own
 
     def open(self):
-        """Give `whole` storage. Return True if it had none. Then its values are undefined."""
+        """Give `whole` storage. Return True if it had none: its values are undefined."""
         storage = self.whole.untyped_storage()
         closed = storage.size() == 0
         if closed:
@@ -76,17 +76,15 @@ class Flat:
 
 
 def free(x):
-    """Give the storage of a tensor back."""
     x.untyped_storage().resize_(0)
 
 
 class Bucket:
     """One bucket's flat buffers on this rank.
 
-    param, grad: `Flat`s. owned: (begin, end) of the elements that this rank updates: with ZeRO stage 0 all, otherwise
-    its shard. master (weights), moments and `gradient` have only these elements, on the device of the optimizer state.
-    ranges, pieces: `owned` as `layout.Range`s and `layout.Piece`s. params: the nn.Parameters, views into `param.whole`.
-    holders: the pipeline ranks that keep the bucket.
+    owned: (begin, end) of the elements that this rank updates: with ZeRO stage 0 all, otherwise its shard. master
+    (weights), moments and `gradient` have only these elements, on the device of the optimizer state. ranges, pieces:
+    `owned` as `layout.Range`s and `layout.Piece`s. holders: the pipeline ranks that keep the bucket.
     """
 
     def __init__(self, layout, zero, holders, training):
@@ -120,7 +118,7 @@ class Bucket:
         return p
 
     def defer_to(self, products):
-        """Let linears append the operands of their weight gradients to the list `products`. None: compute at once."""
+        """Let linears append their `WeightGradient`s to the list `products`. None: compute at once."""
         for p in self.params:
             p.deferred = products
 
@@ -133,7 +131,6 @@ class Bucket:
         return None if self.param.own is self.master or self.staging is not None else self.param.own
 
     def fetch_gradient(self):
-        """Set `gradient`, the gradient for the update."""
         own = self.grad.own
         self.gradient = own if self.staging is None else self.staging.copy_(own, non_blocking=True)
 
@@ -145,7 +142,6 @@ class Bucket:
 
 
 def pinned(size, dtype):
-    """Return zeros in pinned memory of the CPU, [size]."""
     return torch.zeros(size, dtype=dtype, pin_memory=True)
 
 
@@ -193,7 +189,6 @@ class Zero:
 
     @torch.no_grad()
     def parameters_from_master(self):
-        """Set the parameters to the master weights."""
         self.finish_gathers()
         for bucket in self.buckets.values():
             if bucket.param.own is not bucket.master:
@@ -203,7 +198,6 @@ class Zero:
     # --- zero_grad; gather, release: parameters, before and after a unit computes ------------------------------------
 
     def zero_grad(self):
-        """Set the gradients of the last step to 0."""
         for bucket in self.buckets.values():
             bucket.grad.clear()
 
@@ -216,10 +210,7 @@ class Zero:
             self.gathering[name] = all_gather(bucket.param.own, bucket.dp, "parameters", out=bucket.param.whole.data)
 
     def gather(self, name):
-        """Wait until a bucket's parameters are whole. They stay whole until `release`.
-
-        In stage 3 a block is gathered 2m times a step: for F and for B (or I) of each micro-batch.
-        """
+        """Wait until a bucket's parameters are whole. They stay whole until `release`."""
         self.start_gather(name)
         if name in self.gathering:
             self.gathering[name].wait()
@@ -233,16 +224,12 @@ class Zero:
     # --- open_gradient, reduce: gradients, before and after a unit's backward ----------------------------------------
 
     def open_gradient(self, name):
-        """Prepare a bucket's gradient for backward, which adds to it."""
         self.settle(name)  # a buffer must not change while it is sent
         if self.buckets[name].grad.open():
             self.buckets[name].grad.whole.zero_()
 
     def reduce(self, name, last):
-        """Start to sum a bucket's gradient over the data ranks, while backward continues with the unit below.
-
-        last: True if this is the bucket's last gradient of the step.
-        """
+        """Start to sum a bucket's gradient over the data ranks. last: it is the bucket's last gradient of the step."""
         bucket = self.buckets[name]
         if bucket.grad.sharded:
             for older in [*self.summing][:-1]:
