@@ -1,10 +1,10 @@
-"""Draws the losses of one or several runs, or their speeds.
+"""Draw the losses of one or several runs, or their speeds.
 
     python -m accounts.curve out/tiny out/tiny_2x2 --svg=loss.svg
     python -m accounts.curve --speed out/tiny out/tiny_dp2 --svg=speed.svg
 
-A line shows the training loss. Each of its points is the mean over the iterations of one log line (`lm_loss`), drawn at
-the last of these iterations. Circles show the validation loss. A loss of nan or inf leaves a gap.
+A line shows the training loss: the mean of each log line (`lm_loss`), at its last iteration. Circles show the
+validation loss. A loss of nan or inf leaves a gap.
 """
 
 import statistics
@@ -25,7 +25,7 @@ class Curve(NamedTuple):
 
 
 def read_curve(path):
-    """Return the `Curve` of a run's out_dir or of one file like metrics.jsonl."""
+    """Return the `Curve` of an out_dir or of one file like metrics.jsonl."""
     file = Path(path, "metrics.jsonl") if Path(path).is_dir() else Path(path)
     with reading(file):
         rows = read_metrics(file).values()
@@ -37,7 +37,7 @@ def read_curve(path):
 
 
 def loss_differences(first, others):
-    """Return a line for each other Curve: its largest difference from the training loss of the first, and where."""
+    """Return a line for each other Curve: its largest difference from the first training loss, and where."""
     losses, lines = dict(first.training), []
     for curve in others:
         common = [(abs(loss - losses[i]), i) for i, loss in curve.training if i in losses]
@@ -47,7 +47,7 @@ def loss_differences(first, others):
 
 
 def read_speeds(paths):
-    """Return [(processes, tokens/s)] of runs, in order. A run's speed is the median of its log lines but the first."""
+    """Return sorted [(processes, tokens/s)]. A run's speed is the median of its log lines except the first."""
     points = []
     for path in paths:
         with reading(path):
@@ -57,7 +57,6 @@ def read_speeds(paths):
 
 
 def main(arguments=None):
-    """Draw the runs of the command line. Raises UserError."""
     parser = Parser(prog="python -m accounts.curve", description="Draws the losses of training runs.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="an out_dir, or a file like its metrics.jsonl")
     parser.add_argument("--svg", metavar="FILE", default="loss.svg", help="the picture (default: %(default)s)")

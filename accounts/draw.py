@@ -4,10 +4,9 @@
     python -m accounts.draw --trace=trace.json         a step that `train.py --trace` recorded, below its simulation
     python -m accounts.draw --cp=4                     the tokens of context parallel ranks
 
-A picture shows a timeline (`schedules.simulate`) as one row of boxes per rank. Several pictures share one time axis.
-In the terminal, a letter gives the kind of an action: a small letter if its chunk is not the first one of its rank. Two
+A picture shows a timeline (`schedules.simulate`), one row of boxes per rank. Several pictures share one time axis. Two
 lines below each picture give the bubble and the peak of activations in flight, each with a published formula if it
-applies. The bubble of a rank's own time is the zero-bubble paper's; that of the whole step is added if it differs.
+applies. The bubble is the zero-bubble paper's; that of the whole step is added if it differs.
 """
 
 import json
@@ -27,7 +26,7 @@ from parallel.schedules import Action, Event, Schedule, Timeline, simulate
 BUBBLE = """\
 bubble X of T: T = longest time from a rank's first action to its last; X = 1 - (mean busy time of a rank) / T
 whole step: T = time from the first action of any rank to the last, because in train.py all ranks end a step together"""
-WORK = 2**14  # the most of a drawing: parts of the model, squared or times the micro-batches
+WORK = 2**14  # limit: chunks of a drawing, squared or times the micro-batches
 VERSIONS = "version: how many updates are in the weights that an action uses; !: other weights than in its forward"
 
 
@@ -38,7 +37,7 @@ class Picture(NamedTuple):
     schedule: Schedule
     timeline: Timeline
     notes: list  # lines below the picture in the terminal
-    versions: dict  # {(rank, F or B): the version of the weights}; empty if the schedule has no updates
+    versions: dict  # {(rank, F or B): version of the weights}; empty without updates
 
     @property
     def later(self):
@@ -47,13 +46,12 @@ class Picture(NamedTuple):
         return {chunk for chunk, rank in enumerate(placement) if rank in placement[:chunk]}
 
     def other_weights(self, rank, action):
-        """Return True if this is a backward with other weights than its forward."""
         forward = action._replace(kind="F")
         return action.kind == "B" and self.versions.get((rank, action)) != self.versions.get((rank, forward))
 
 
 def terminal(pictures, columns):
-    """Return the pictures under one another on one time axis, as text of at most `columns` columns a row."""
+    """Return the pictures as text with at most `columns` columns a row."""
     asynchronous = any(picture.versions for picture in pictures)
     label = max(len("version  ") * asynchronous, *(len(f"rank {len(p.schedule.actions)}  ") for p in pictures))
     scale = columns_per_time(pictures, columns - label)
@@ -81,7 +79,7 @@ def columns_per_time(pictures, columns):
 
 
 def row(picture, rank, scale):
-    """Return two texts with `scale` columns a unit of time: the boxes of a rank, and the versions that they use."""
+    """Return two texts with `scale` columns a unit of time: the boxes of a rank, and their versions."""
     boxes = versions = ""
     for _, action, start, end in (event for event in picture.timeline.events if event.rank == rank):
         begin, stop = max(len(boxes), round(start * scale)), round(end * scale)
@@ -104,7 +102,7 @@ def row(picture, rank, scale):
 def simulated_picture(name, chunks, stages, microbatches, cost, comm, stashing=True):
     """Return the Picture of a schedule. cost: durations of a whole stage; each of v chunks takes 1/v of them.
 
-    stashing: False shows PipeDream without old weights: each backward uses the latest weights.
+    stashing=False: in PipeDream each backward uses the latest weights.
     """
     schedule = schedules.build(name, stages, microbatches, chunks)
     v = chunks_per_rank(schedule)
@@ -124,12 +122,11 @@ def simulated_picture(name, chunks, stages, microbatches, cost, comm, stashing=T
 
 
 def chunks_per_rank(schedule):
-    """Return how many chunks of one pipeline a rank has (1 for Chimera, whose two chunks are of two pipelines)."""
+    """Return how many chunks of one pipeline a rank has: 1 for Chimera, which has two pipelines."""
     return len(schedules.pipelines(schedule)[0]) // len(schedule.actions)
 
 
 def notes_of(line, unit=""):
-    """Return the two lines below a picture."""
     peaks = " ".join(map(str, line.peak))
     bubble = f"bubble {line.bubble:.4f} of {line.span:.4g} {unit}".rstrip()
     if line.step_bubble - line.bubble > 1e-4:
@@ -138,7 +135,7 @@ def notes_of(line, unit=""):
 
 
 def versions_of(schedule, stashing=True):
-    """Return {(rank, action): version of the weights} of all F and B; empty if the schedule has no updates."""
+    """Return `Picture.versions`."""
     table = {}
     for rank, versions in enumerate(schedule.versions or ()):
         made = 0
@@ -149,17 +146,16 @@ def versions_of(schedule, stashing=True):
 
 
 def recorded_pictures(path):
-    """Return two Pictures of the last complete step in a trace that train.py wrote: simulated and recorded.
+    """Return two Pictures of the last complete step in a trace (`trace.py`): simulated and recorded.
 
-    The simulation uses the mean duration of each kind, and messages take no time. So the pictures differ only where
-    messages take time or actions of one kind take different times. Raises UserError if the file is not such a trace
-    (`trace.py`), or if no step is complete.
+    In the simulation, actions take the mean time of their kind and messages no time. Raises UserError if the file is no
+    trace, or if no step is complete.
     """
     with reading(f"--trace={path}"):
         schedule, steps = read_trace(path)
         wanted = sorted((rank, action) for rank, actions in enumerate(schedule.actions) for action in actions)
         whole = [step for step, events in steps.items() if sorted((e.rank, e.action) for e in events) == wanted]
-        step = max(whole)  # a ValueError if no step has each action of the schedule once
+        step = max(whole)  # a ValueError if no step has each action once
         begin = min(event.start for event in steps[step])
         events = [event._replace(start=event.start - begin, end=event.end - begin) for event in steps[step]]
         kinds = {event.action.kind for event in events}
@@ -172,7 +168,7 @@ def recorded_pictures(path):
 
 
 def read_trace(path):
-    """Return (Schedule, {step: Events}) of a trace. Its Events are those of data rank 0, in milliseconds."""
+    """Return (Schedule, {step: Events of data rank 0, in milliseconds}) of a trace."""
     with open(path, encoding="utf-8") as file:
         trace = json.load(file)
     about, steps = trace["otherData"], {}
@@ -186,7 +182,7 @@ def read_trace(path):
 
 
 def tokens_of_ranks(n):
-    """Return as text which tokens of a sample each of n cp ranks has, and how many keys its queries would see there."""
+    """Return as text which tokens of a sample each of n cp ranks has, and how many keys they see."""
     s, lines = 64 // (2 * n) * 2 * n, []
     for way in WAYS:
         lines.append(f"{way}: {s} tokens on {n} ranks; #: a token of the rank; at the end: keys that its tokens see")
@@ -201,7 +197,6 @@ def tokens_of_ranks(n):
 
 
 def parse_arguments(arguments):
-    """Return the options in `arguments`, by default those of the command line. Raises UserError."""
     parser = Parser(prog="python -m accounts.draw", allow_abbrev=False)
     parser.description = "Draw pipeline schedules. Below each, print its bubble and its peak of activations in flight."
     parser.epilog = f"Schedules: {', '.join(schedules.SCHEDULES)}. To add one, see SCHEDULES in parallel/schedules.py."
@@ -220,7 +215,6 @@ def parse_arguments(arguments):
 
 
 def pictures_of(options):
-    """Return the Pictures that the options ask for. Raises UserError."""
     if options.trace:
         return recorded_pictures(options.trace)
     if (parts := options.stages * options.chunks) * max(parts, options.microbatches) > WORK:
@@ -242,7 +236,6 @@ def pictures_of(options):
 
 
 def main(arguments=None):
-    """Print the pictures, and write them to a file if the user asks for it. Raises UserError."""
     options = parse_arguments(arguments)
     if options.cp:
         print(tokens_of_ranks(options.cp))

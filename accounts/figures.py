@@ -22,7 +22,7 @@ KINDS = {  # of an action: its meaning, its colour in a rank's first chunk and i
     "U": ("update", "black", "black"),
     "!": ("backward with other weights than its forward", "#b3303f", "#b3303f"),
 }
-AXES = {"tp": "orange", "cp": "red", "pp": "blue", "dp": "green", "holders": "purple"}  # colours of who sends to whom
+AXES = {"tp": "orange", "cp": "red", "pp": "blue", "dp": "green", "holders": "purple"}
 STYLE = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": ""}  # texts stay texts; equal pictures, equal bytes
 ABOVE = dict(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)  # the place of a legend
 
@@ -46,9 +46,9 @@ def figure(path, height, *grid, **more):
 
 
 def curves(path, runs):
-    """Draw the losses of runs. runs: [`curve.Curve`]. A loss of nan or inf leaves a gap."""
+    """Draw the losses of runs. runs: [`curve.Curve`]."""
     with figure(path, 4) as axes:
-        for i, (name, training, validation) in enumerate(runs):  # a later line is dashed, so that equal lines show
+        for i, (name, training, validation) in enumerate(runs):  # dashes show equal lines
             (line,) = axes.plot(*zip(*training, strict=True), label=name, dashes=(8 / i, 8) if i else ())
             if validation:
                 axes.plot(*zip(*validation, strict=True), "o", color=line.get_color(), mfc="none", ms=6 + 4 * i)
@@ -57,7 +57,7 @@ def curves(path, runs):
 
 
 def speeds(path, points):
-    """Draw tokens/s over processes, and a line with the speed of each process in the first point. points: ascending."""
+    """Draw tokens/s over processes, and a line that is linear from the first point. points: ascending."""
     with figure(path, 4) as axes:
         (n, first), counts = points[0], [count for count, _ in points]
         axes.plot(*zip(*points, strict=True), "o-", label="measured")
@@ -67,7 +67,7 @@ def speeds(path, points):
 
 
 def timelines(path, pictures):
-    """Draw `draw.Picture`s below one another on one time axis. Its title and notes stand above each."""
+    """Draw `draw.Picture`s below one another on one time axis, each below its title and notes."""
     row, ranks, boxes = 0, {}, defaultdict(list)  # ranks: {row: label}; boxes: {(kind, later): [(row, start, ...)]}
     gap = max(picture.timeline.makespan for picture in pictures) / 500
     with figure(path, sum(0.2 * (len(p.notes) + len(p.schedule.actions) + 2) for p in pictures)) as axes:
@@ -96,9 +96,8 @@ def timelines(path, pictures):
 def traffic(path, p):
     """Draw who sends what in one step, above a table of the bytes. p: `traffic.Prediction`.
 
-    A box is a rank. The boxes of a group are its tp ranks; a row is a data replica (with cp, one of its cp ranks), and
-    a column is a pipeline stage.
-    At most 4 ranks of an axis are drawn.
+    A box is a rank. Boxes side by side are tp ranks, a column of such groups is a pipeline stage, and a row is a data
+    replica (with cp, one of its cp ranks). At most 4 ranks of an axis are drawn.
     """
     c, sizes = p.layout.config, [min(4, n) for n in (p.layout.dp, p.layout.config.pp, p.layout.config.tp)]
     links = {("pp", *sorted((m.source, m.destination))) for m in messages(p.schedule)}

@@ -1,12 +1,11 @@
-"""The ledger's formulas: bytes sent in a step, computed from the configuration alone.
+"""The bytes that one rank sends in a step, computed from the configuration alone (slide "分散並列学習").
 
-Slide "分散並列学習" lists what each kind of parallelism sends (通信内容), the operation (通信形式) and how often
-(通信頻度). This file predicts that table and its bytes for any number of ranks. `comm.Ledger` counts the same table in
-a run, and `report.py` prints both side by side.
+The slide's columns are 通信内容 (what), 通信形式 (operation) and 通信頻度 (how often). `comm.Ledger` counts the same
+table in a run, and `report.py` prints both side by side.
 
-Letters: b samples of a micro-batch, s tokens of a sample (with context parallelism in the rows of tp and pp: s/c), h
-hidden size, t = tp, c = cp, n = dp, L layers of this pipeline rank, m micro-batches, P elements of this rank's buckets
-(padding included). Each rank sends in a step:
+Letters: b samples of a micro-batch, s tokens of a sample (in the rows of tp and pp: s/c), h hidden size, t = tp,
+c = cp, n = dp, L layers of this pipeline rank, m micro-batches, P elements of this rank's buckets (padding included),
+E experts, C places of an expert for a group of tokens.
 
     axis  what                     operation                        how often (per)          elements
     dp    gradients       stage 0  all_reduce                       bucket and step          2 P (n-1)/n
@@ -51,10 +50,9 @@ from parallel.pipeline import SENT
 from parallel.tensor import ROWS
 from parallel.versions import published
 
-FLAGS = 1  # float64 numbers besides loss and squared gradient norm at the end of a step: the flag to stop
+FLAGS = 1  # numbers besides loss and squared gradient norm at the end of a step: the flag to stop
 
-
-PER = {  # how often each thing is sent; gradients and parameters depend on the ZeRO stage
+PER = {  # how often each thing is sent
     "pp": "boundary and micro-batch",
     "cp": "layer and micro-batch",
     "tokens for experts": "layer and micro-batch",
@@ -65,7 +63,7 @@ PER = {  # how often each thing is sent; gradients and parameters depend on the 
     "parameter norms": "step",
     "scalars": "step",
 }
-EACH_MICRO_BATCH = {"gradients": 2, "parameters": 3}  # the first ZeRO stage that sends them for each micro-batch
+EACH_MICRO_BATCH = {"gradients": 2, "parameters": 3}  # the first such ZeRO stage
 
 
 def how_often(key, stage):
@@ -78,12 +76,10 @@ def how_often(key, stage):
 def predict_sent(layout, schedule, pp_rank, dp_rank, item, master_item):
     """Return the table above as {(axis, what, operation): (calls, bytes)} for a step on one rank.
 
-    layout: a `layout.Layout`; schedule: the step's Schedule. item: bytes of an element of a parameter or an activation;
-    master_item: bytes of an element of the gradients and of the cross-entropy rows.
-
-    The prediction needs no process and no tensor.
+    layout: a `layout.Layout`; item: bytes of an element of a parameter or an activation; master_item: bytes of an
+    element of the gradients and of the cross-entropy rows.
     """
-    c, table, updates = layout.config, {}, schedules.updates(schedule)  # only PipeDream's lists have several updates
+    c, table, updates = layout.config, {}, schedules.updates(schedule)  # PipeDream has several
     sizes = {"dp": layout.dp, "cp": c.cp, "tp": c.tp, "pp": c.pp, "world": layout.dp * c.tp * c.pp}
 
     def row(axis, what, operation, calls, elements, item):
@@ -120,7 +116,7 @@ def _context_rows(row, c, blocks, item, master_item):
         turns = blocks * (c.cp - 1)
         row("cp", "keys and values", "send", turns * (2 + again), turns * (2 + again) * pair, item)
         row("cp", "gradients of keys and values", "send", turns, turns * pair, master_item)
-    else:  # q, k, v together, then y: on average a pair
+    else:  # q, k and v, then y: on average a pair
         calls = blocks * (4 + 2 * again)
         row("cp", "tokens for heads", "all_to_all", calls, calls * pair, item)
 
@@ -133,7 +129,7 @@ def _bucket_rows(row, layout, schedule, pp_rank, dp_rank, item, master_item):
         holders, m, (begin, end) = tuple(layout.holders(name)), passes[name], bucket.owned(dp_rank, stage)
         reduces = m if stage >= 2 else updates * min(m, 1) * (2 if c.penalty else 1)
         row("dp", "gradients", "reduce_scatter" if stage else "all_reduce", reduces, reduces * bucket.size, master_item)
-        versions = published(schedule, holders)  # 1 if the schedule has no updates
+        versions = published(schedule, holders)
         gathers = [0, versions, versions, 2 * m][stage]
         row("dp", "parameters", "all_gather", gathers, gathers * bucket.size, item)
         for r in bucket.ranges_in(begin, end):
@@ -141,20 +137,20 @@ def _bucket_rows(row, layout, schedule, pp_rank, dp_rank, item, master_item):
                 row("tp", partial, "all_reduce", updates, updates * (r.end - r.begin), master_item)
         row(holders, "twin gradients", "all_reduce", updates, updates * (end - begin), master_item)
         norms[holders] += 2 * len(bucket.specs)
-    if RULES[c.optimizer].layerwise:  # two norms of every parameter, in float64
+    if RULES[c.optimizer].layerwise:  # in float64
         for axis in ["tp", *["dp"] * (c.zero >= 1), *norms]:
             row(axis, "parameter norms", "all_reduce", 1, norms.get(axis, norms.total()), 8)
 
 
 def unit_passes(layout, schedule, rank):
-    """Return the numbers of forwards in a step on pipeline rank `rank`: (all its blocks, the embedding, the head)."""
+    """Return the numbers of forwards in a step on a pipeline rank: (all its blocks, the embedding, the head)."""
     last = len(layout.table) - 1
     passed = Counter(u for kind, _, c in schedule.actions[rank] if kind == "F" for u in layout.units[c])
     return passed.total() - passed[0] - passed[last], passed[0], passed[last]
 
 
 def sends(schedule, rank):
-    """Return {what: number of messages} that pipeline rank `rank` sends in a step."""
+    """Return {what: number of messages} that a pipeline rank sends in a step."""
     count = Counter()
     for kind, _, chunk in schedule.actions[rank]:
         to = (schedules.downstream if kind == "F" else schedules.upstream)(schedule, chunk)
@@ -164,7 +160,7 @@ def sends(schedule, rank):
 
 
 def average(tables):
-    """Return the mean of [(table, number of steps with this table)]. The tables differ if the global batch grows."""
+    """Return the mean of [(table, number of steps)]. The tables differ if the global batch grows."""
     mean, steps = {}, sum(count for _, count in tables)
     for table, count in tables:
         for key, row in table.items():

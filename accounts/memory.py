@@ -1,14 +1,11 @@
-"""The formulas of memory: bytes that one rank keeps, computed from the configuration alone.
+"""Predict the bytes that one rank keeps, from the configuration alone. `meter.py` measures them in a run.
 
-`meter.py` measures these bytes in a run, and `report.py` prints them beside the formulas. Letters: P elements of this
-rank's buckets (padding included), n = dp, t = tp, b samples of a micro-batch, s tokens of a sample, h hidden size, a
-heads.
+Letters: P elements of this rank's buckets (padding included), n = dp, t = tp, b samples of a micro-batch, s tokens of a
+sample, h hidden size, a heads.
 
-**Model states** (slide "ZeRO (FSDP)"; Rajbhandari et al., arXiv 1910.02054, section 5 and Table 1). The table shows
-the bytes of a rank between two steps. A title such as (2 + 4 + 4 + 8) lists bytes per element: parameters, gradients,
-master weights, moments. The paper sums the last two. It has 2-byte gradients; our gradients are float32. In fp32 the
-parameters are also the master weights. With `offload` on a GPU, master weights and moments lie in the CPU's memory,
-and fp32 also has separate master weights.
+**Model states** (slide "ZeRO (FSDP)"; Rajbhandari et al., arXiv 1910.02054, Table 1). (2 + 4 + 4 + 8) are bytes per
+element of parameters, gradients, master weights and moments. The paper sums the last two. fp32 parameters are also the
+master weights, except with `offload` on a GPU.
 
     stage    the paper (2 + 2 + 12)     bf16 (2 + 4 + 4 + 8)     fp32 (4 + 4 + 0 + 8)
       0      16P                        18P                      16P                     nothing is sharded
@@ -16,9 +13,8 @@ and fp32 also has separate master weights.
       2       2P + 14P/n                 2P + 16P/n               4P + 12P/n             gradients too
       3            16P/n                      18P/n                    16P/n             parameters too
 
-**Activations** (Korthikanti et al., arXiv 2205.05198, section 4 and Table 2). A block keeps these tensors of one
-micro-batch from its forward to its backward. Our column counts elements in units of bsh. The paper's column counts
-bytes in units of bsh, with 2 bytes per element:
+**Activations** of one micro-batch that a block keeps from forward to backward (Korthikanti et al., arXiv 2205.05198,
+Table 2), in units of bsh. Our column counts elements, the paper's bytes, 2 for each element:
 
     kept for backward           ours         the paper
     LayerNorm 1's input x       1            2           with sequence parallelism 1/t
@@ -34,37 +30,26 @@ bytes in units of bsh, with 2 bytes per element:
     dropout's mask              -            1
     sum                         4 + 12/t     10 + 24/t + 5as/ht
     ... sequence parallel       16/t         34/t + 5as/ht
-    ... full recomputation      1            2           plus one block's sum during its recomputation and backward
+    ... full recomputation      1            2           plus one block's sum within a backward
 
-In bf16 our sum is 8 + 24/t bytes: the paper's sum without the dropout masks and the [s, s] matrix. The formulas add
-small terms: for each token two numbers in each LayerNorm and one in each attention head (log-sum-exp),
-the ids of the embedding, and the output of the last LayerNorm. The logits never exist whole
-(`tensor.LinearCrossEntropy`). The table and the small terms count once per micro-batch in flight (`schedules.py`).
+The formulas add the ids and, for each token, two numbers of each LayerNorm, one of each attention head (log-sum-exp)
+and the last LayerNorm's output. All of this counts once per micro-batch in flight.
 
-With a mixture of experts, the rows of fc1 and fc2 have one row for each place of an expert, instead of one for each
-token (`parallel/experts.py`). A block also keeps the probabilities of the router, the chosen experts and the outputs of
-the experts. Context parallelism with Ulysses keeps the output of attention once more, before the exchange back.
+The action I frees these tensors, but keeps the operands of W: input x and output's gradient dy of four linears. They
+take 4 + 12/t (x: 2 + 5/t, dy: 2 + 7/t), as much as the freed tensors. Sequence parallelism frees only 16/t, but its
+operands are gathered and take the same 4 + 12/t. So this memory is free only after W.
 
-The action I frees a block's saved tensors, but keeps the operands of W: for each of four linears the input x and the
-gradient dy of its output. The operands are as large as the freed tensors, 4 + 12/t (x: 2 + 5/t, dy: 2 + 7/t). So this
-memory is free only after W. With sequence parallelism the size even grows in I, from 16/t to 4 + 12/t, because x and
-dy are gathered.
+The row `PEAK` is the largest sum after an action. With full recomputation, a running backward keeps the tensors of one
+block more: the row `RECOMPUTED`.
 
-`after_actions` follows a rank through its actions and adds up what it keeps after each of them. The largest sum is the
-row `PEAK`. With full recomputation, a backward runs one block at a time again, keeps what the block saves, and frees it
-before the action ends. So `PEAK` has none of these bytes; they are a row of their own, `RECOMPUTED`. Within a backward
-a rank keeps at most the sum of both rows.
+**Whole gradients** of ZeRO-2 and 3 exist only while they are in use: at most three buckets and the tied word table. If
+a schedule splits B, a chunk has them from its I to its W. The row `WHOLE` has the largest sum.
 
-**Whole gradients.** In ZeRO stages 2 and 3 a rank has whole gradients only while they are in use: at most three buckets
-and the tied word table. If a schedule splits B, it has those of each chunk from its I to its W. The row `WHOLE` has the
-largest sum.
+**Not counted** here and in the meter's rows (`meter.Activations.process_peak` measures them):
 
-**Not counted**, by the formulas and by the meter:
-
-    - tensors that live only within one action (logits, gradients of activations, the operands that I has added before
-      it has freed the tensors of the same block)
+    - tensors that live only within one action (logits, gradients of activations)
     - in ZeRO stage 3, whole parameters in use: at most two buckets and the tied word table
-    - with offload on a GPU, in the CPU's memory: a buffer for the gradients that the rank updates (`Bucket.staging`)
+    - with offload on a GPU, the CPU's buffer for gradients (`Bucket.staging`)
 """
 
 from collections import deque
@@ -85,28 +70,24 @@ WHOLE = "whole gradients at their peak"
 
 
 class Sizes(NamedTuple):
-    """Bytes of one number of each kind, and rows of a micro-batch. A row is a token's vector."""
+    """Bytes of one number of each kind, and rows (vectors of a token) of a micro-batch."""
 
     item: int  # a parameter, or an element of an activation
-    wide: int  # a float32 number (float64 in fp64 runs): gradients, master weights, moments, losses
-    statistic: int  # LayerNorm's mean and 1/deviation: `wide` on a GPU, `item` on a CPU
-    tokens: int  # bs/cp: rows between a column parallel linear and the next row parallel linear
-    rows: int  # rows elsewhere: tokens/t with sequence parallelism, otherwise tokens
+    wide: int  # gradients, master weights, moments, losses: 4, in fp64 runs 8
+    statistic: int  # LayerNorm's mean and 1/deviation: `wide` on a GPU, else `item`
+    tokens: int  # bs/cp: rows from a column parallel linear to the next row parallel linear
+    rows: int  # rows elsewhere: with sequence parallelism tokens/t
     apart: bool  # True if master weights have their own buffer
 
 
 def sizes(c, item, wide, on_cpu):
-    """Return the Sizes of configuration c. item, wide: as in Sizes."""
     apart = item != wide or (c.offload and not on_cpu) or c.schedule in schedules.ASYNCHRONOUS
     tokens = tokens_of_rank(c)
     return Sizes(item, wide, item if on_cpu else wide, tokens, rows_outside(c), apart)
 
 
 def predict_kept(layout, schedule, rank, z):
-    """Return {what: bytes} that pipeline rank `rank` keeps: model states, and activations in a step.
-
-    layout: a `layout.Layout`; schedule: the step's Schedule; z: Sizes. The prediction needs no process and no tensor.
-    """
+    """Return {what: bytes} that pipeline rank `rank` keeps. layout: a `layout.Layout`; z: Sizes."""
     states = rank_states(layout, rank, z)
     if schedule.versions:
         states |= versions_of_weights(layout, schedule, rank, z)
@@ -117,7 +98,6 @@ def predict_kept(layout, schedule, rank, z):
 
 
 def rank_states(layout, rank, z):
-    """Return the model states of pipeline rank `rank` as {what: bytes}. layout, z: as in `predict_kept`."""
     c = layout.config
     widths = z.item, z.wide, z.wide * z.apart, z.wide * RULES[c.optimizer].moments
     return model_states(layout.stored(rank), layout.dp, c.zero, *widths)
@@ -126,8 +106,7 @@ def rank_states(layout, rank, z):
 def model_states(elements, n, stage, parameters=2, gradients=4, master=4, moments=8):
     """Return the first table above as {what: bytes}, in Fractions. elements: P; n: data ranks; stage: ZeRO stage.
 
-    parameters, gradients, master, moments: bytes per element. The defaults are bf16 with AdamW. Table 1 of the paper
-    has gradients=2.
+    The others are bytes per element.
     """
     table = {  # bytes per element, and the first ZeRO stage that shards them
         "parameters": (parameters, 3),
@@ -139,9 +118,9 @@ def model_states(elements, n, stage, parameters=2, gradients=4, master=4, moment
 
 
 def whole_gradients(layout, schedule, rank, z):
-    """Return {WHOLE: bytes}; {} if the stage shards no gradients. Follows `Zero.open_gradient` and `Zero.reduce`."""
+    """Return {WHOLE: bytes} as `Zero.open_gradient` and `Zero.reduce` make them; {} if no gradients are sharded."""
     size = {name: z.wide * bucket.size for name, bucket in layout.buckets(rank).items()}
-    opened, sums, peak = set(), deque(maxlen=2), 0  # sums: at most two run, so a third ends the oldest
+    opened, sums, peak = set(), deque(maxlen=2), 0  # sums that still run: a third ends the oldest
     for kind, _, c in schedule.actions[rank] if layout.stage >= 2 else ():
         chunk = Chunk(layout.units[c], [layout.names([unit]) for unit in layout.units[c]])
         for names, complete in [] if kind == "F" else [*zip(chunk.buckets, chunk.reduce_after, strict=True)][::-1]:
@@ -169,13 +148,13 @@ def versions_of_weights(layout, schedule, rank, z):
 
 
 def block_activations(c, z):
-    """Return {what: bytes} that one block saves of one micro-batch: the second table above, plus small terms."""
+    """Return {what: bytes} that one block saves of one micro-batch: the second table above."""
     outside, inside = z.item * z.rows * c.hidden_size, z.item * z.tokens * c.hidden_size // c.tp
     table = {
         "LayerNorm 1's input": outside,
         "qkv's input": outside,
         "q, k, v": 3 * inside,
-        "attention's output": inside * (c.cp > 1 and c.context == "ulysses"),  # before the exchange back
+        "attention's output": inside * (c.cp > 1 and c.context == "ulysses"),
         "proj's input": inside,
         "LayerNorm 2's input": outside,
         "fc1's input": outside,  # with experts the router's
@@ -200,14 +179,14 @@ def block_activations(c, z):
 
 
 def expert_places(c, z):
-    """Return the places of a rank's experts: as many as it sends tokens to."""
+    """Return the number of places for tokens that a rank's experts have (`parallel/experts.py`)."""
     return z.rows // c.tokens_of_group * places_of_expert(c, c.tokens_of_group) * c.experts
 
 
 def operand_elements(c, z):
     """Return the elements of the operands of W that a block keeps from I."""
     whole = z.tokens * c.hidden_size
-    if c.experts:  # of qkv and proj; of fc1 and fc2
+    if c.experts:  # qkv and proj; fc1 and fc2
         return 2 * whole + 4 * whole // c.tp + 10 * expert_places(c, z) * c.hidden_size
     return 4 * whole + 12 * whole // c.tp
 
@@ -215,8 +194,8 @@ def operand_elements(c, z):
 class Kept(NamedTuple):
     """Bytes of a chunk and a micro-batch."""
 
-    own: int  # from F to B or I: what autograd saves, and the outputs that this chunk keeps
-    output: int  # the chunk's output, if only the next chunk keeps it
+    own: int  # from F to B or I: saved by autograd, or an output that this chunk keeps
+    output: int  # an output that only the next chunk keeps
     operands: int  # from I to W
 
 
@@ -231,7 +210,7 @@ def kept_by_chunk(c, schedule, z, message):
         "head": message + 2 * z.statistic * z.rows + z.wide * z.tokens,  # LayerNorm's output and statistics; losses
     }
     if c.recompute == "full":
-        del saved["block"]  # it keeps only its input, the output of another unit
+        del saved["block"]  # only its input stays, another unit's output
     kept = []
     units = split(["embedding", *["block"] * c.num_layers, "head"], max(schedule.parts) + 1)
     for chunk, part in enumerate(schedule.parts):
@@ -239,16 +218,13 @@ def kept_by_chunk(c, schedule, z, message):
         stays = below is not None and schedule.placement[below] == rank and names[-1] in saved
         own = sum(saved.get(name, 0) for name in names) + message * (len(names) - 1 + stays)
         if c.dropout and {*names} & saved.keys() - {"head"} and rank not in schedule.placement[chunk - part : chunk]:
-            own += 8 * z.rows  # the index of each row (`MicroBatch.rows`), which this rank's later chunks share
+            own += 8 * z.rows  # `MicroBatch.rows`, which this rank's later chunks share
         kept.append(Kept(own, message * (not stays), names.count("block") * z.item * operand_elements(c, z)))
     return kept
 
 
 def activations(c, schedule, rank, z, messages=None):
-    """Return {what: bytes} of the activations of pipeline rank `rank`: PEAK, and with recomputation RECOMPUTED.
-
-    messages: the messages of `rank` in `schedules.messages(schedule)`, or all of them, if the caller has them.
-    """
+    """Return {PEAK: bytes}, with recomputation also RECOMPUTED. messages: those of `rank`, if the caller has them."""
     message = z.item * z.rows * c.hidden_size
     chunks, messages = kept_by_chunk(c, schedule, z, message), messages or schedules.messages(schedule)
     table = {PEAK: max(after_actions(schedule, rank, chunks, message, messages))}
@@ -259,16 +235,13 @@ def activations(c, schedule, rank, z, messages=None):
 
 
 def after_actions(schedule, rank, chunks, message, messages):
-    """Yield the bytes that a rank keeps after each of its actions, as `pipeline.Executor` runs them.
-
-    chunks: `kept_by_chunk`; message: bytes of a tensor between two chunks; messages: as in `activations`.
-    """
-    kept, sent = {}, deque()  # {(what, micro-batch, chunk that needs it): bytes}, and the names of sent tensors in it
+    """Yield the bytes that a rank keeps after each action of `pipeline.Executor`. message: bytes of one message."""
+    kept, sent = {}, deque()  # {(what, micro-batch, chunk that needs it): bytes}; keys in transit
     mail = deque(m for m in messages if rank in (m.source, m.destination))
     for kind, j, chunk in schedule.actions[rank]:
         while len(sent) > IN_TRANSIT:
             del kept[sent.popleft()]
-        while mail and mail[0].source != rank:  # all receives before the rank's next send start now
+        while mail and mail[0].source != rank:  # receives before the next send start now
             m = mail.popleft()
             kept[m.kind, m.microbatch, m.consumer.chunk] = message
         for what in FREED.get(kind, ()):

@@ -1,8 +1,7 @@
-"""Measures the bytes that one rank really keeps in a run. `memory.py` predicts the same bytes.
+"""Measure the bytes that one rank keeps in a run. `memory.py` predicts the same bytes.
 
-`measured_states` adds up the flat buffers. `Activations` adds up two kinds of tensors, after each action:
-those that autograd has saved for backward, and those that the executor keeps (inputs and outputs of units, operands of
-W, buffers of messages). A storage counts once. Parameters do not count.
+`measured_states` adds up the flat buffers. After each action, `Activations` adds up the tensors that autograd has saved
+for backward, and those that the executor keeps. A storage counts once. Parameters do not count.
 
 On the CPU the measured bytes equal the formulas exactly. On a GPU there are two differences:
 
@@ -23,12 +22,11 @@ STATES = ("parameters", "gradients", "master weights", "moments")
 
 
 def storage_id(tensor):
-    """Return a key for a tensor's storage. Its address cannot be the key: a storage of size 0 has no address."""
+    """Return a key for a tensor's storage. A storage of size 0 has no address."""
     return tensor.untyped_storage()._cdata
 
 
 def flat_buffers(zero, more):
-    """Yield (what, buffer) for the flat buffers of a `Zero`, in the order of STATES, and for those in `more`."""
     for b in zero.buckets.values():
         grads = [b.grad.whole, b.grad.own] if b.grad else []
         flats = [b.param.whole, b.param.own], grads, [b.master], b.moments
@@ -37,9 +35,9 @@ def flat_buffers(zero, more):
 
 
 def measured_states(zero, more=None):
-    """Return {what: bytes} of a `Zero`'s buffers. Call this function between two steps.
+    """Return {what: bytes} of a `Zero`'s buffers between two steps. A storage counts under the first of its names.
 
-    A storage counts once: under the first of its names. more: {what: other flat buffers}, as in `Executor.flats`.
+    more: {what: other flat buffers}, as in `Executor.flats`.
     """
     table, seen = dict.fromkeys((*STATES, *(more or {})), 0), set()
     for what, flat in flat_buffers(zero, more or {}):
@@ -64,13 +62,13 @@ class Activations:
             train_step(run, batches)
         meter.rows()
 
-    Within `with`, autograd calls `pack` with every tensor that it saves (torch.autograd.graph.saved_tensors_hooks), and
-    the executor calls `count` after each action. The meter changes no bit of the step's results.
+    Autograd calls `pack` with every tensor that it saves, and the executor calls `count` after each action. The step's
+    results do not change by a bit.
     """
 
     def __init__(self, executor):
         self.executor = executor
-        self.saved = {}  # {id of an alias that autograd keeps: (storage, bytes, phase of the step that saved it)}
+        self.saved = {}  # {id of an alias: (storage, bytes, phase of the step that saved it)}
         self.current = self.peak = self.recomputed = self.whole = 0  # bytes
 
     def __enter__(self):
@@ -86,7 +84,7 @@ class Activations:
         self.hooks.__exit__(*error)
 
     def rows(self):
-        """Return {what: bytes} of this rank, the rows of activations in `memory.predict_kept`."""
+        """Return {what: bytes}: the rows of activations in `memory.predict_kept`."""
         table = {WHOLE: self.whole, PEAK: self.peak, RECOMPUTED: self.recomputed}
         return {what: count for what, count in table.items() if count or what == PEAK}
 
@@ -100,16 +98,16 @@ class Activations:
         return f"measured by the operating system, also within actions: the model states and {grown:,} bytes"
 
     def open_gradient(self, name):
-        """Call `Zero.open_gradient`. Then count the whole gradients, which ZeRO-2 and 3 keep only while in use."""
+        """Call `Zero.open_gradient`. Then count the whole gradients of ZeRO-2 and 3."""
         zero = self.executor.zero
         type(zero).open_gradient(zero, name)
         whole = [b.grad.whole.untyped_storage().nbytes() for b in zero.buckets.values() if b.grad.sharded]
         self.whole = max(self.whole, sum(whole))
 
     def pack(self, tensor):
-        """Return an alias that autograd keeps instead of `tensor`. The alias lives until the graph is freed.
+        """Return an alias that autograd keeps instead of `tensor`, which may live longer than the graph.
 
-        `tensor` itself may live longer. In a recomputation this function also counts what the block has saved so far.
+        In a recomputation, also count the tensors that the block has saved so far.
         """
         alias, phase = tensor.detach(), self.executor.mesh.ledger.phase
         self.saved[id(alias)] = storage_id(alias), alias.untyped_storage().nbytes(), phase
@@ -120,7 +118,6 @@ class Activations:
         return alias
 
     def count(self):
-        """Count the bytes that this rank keeps after an action."""
         kept = {storage: size for storage, size, _ in self.saved.values()}
         kept |= {storage_id(x): x.untyped_storage().nbytes() for x in kept_by(self.executor)}
         self.current = self.bytes_of(kept)

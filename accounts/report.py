@@ -11,9 +11,9 @@ from parallel.comm import agree, gather_objects
 
 @contextlib.contextmanager
 def watching(run, say):
-    """Context: watch the training of a `train.Run` as --ledger and --trace want it, and report at the end.
+    """Context: watch a `train.Run` for --ledger and --trace, and report at the end. Every rank must enter.
 
-    say: a function that prints a text on rank 0. Every rank must enter. Raises UserError if the trace can't be written.
+    say: prints a text on rank 0. Raises UserError if the trace can't be written.
     """
     c, mesh = run.config, run.mesh
     agree(mesh.world, lambda: trace.check_file(c) if mesh.rank == 0 else None)
@@ -28,16 +28,16 @@ def watching(run, say):
 
 
 def measured_tables(run, activations):
-    """Return as text the bytes that each rank of rank 0's pipeline sent in a step, and the bytes that it keeps.
+    """Return as text the bytes that each rank of rank 0's pipeline sends and keeps. Every rank must call this.
 
-    activations: `meter.Activations` of these steps. Every rank must call this function.
+    activations: `meter.Activations` of these steps.
     """
     layout, mesh, zero, made = run.layout, run.mesh, run.zero, run.executor.schedules
     widths, rank, dp_rank = (zero.dtype.itemsize, zero.master_dtype.itemsize), mesh.pp.rank, mesh.dp.rank
     expected = [(ledger.predict_sent(layout, made[m][0], rank, dp_rank, *widths), n) for m, n in run.steps.items()]
     sent = {"bytes": mesh.ledger.per_step(run.steps.total()), "formula": ledger.average(expected)}
     sizes = memory.sizes(run.config, *widths, zero.device.type == "cpu")
-    formula = memory.predict_kept(layout, made[max(run.steps)][0], rank, sizes)  # of a step with the most micro-batches
+    formula = memory.predict_kept(layout, made[max(run.steps)][0], rank, sizes)  # the largest step
     kept = {"bytes": meter.measured_states(zero, run.executor.flats) | activations.rows(), "formula": formula}
     who = f"rank {mesh.rank}"
     texts = [sent_table(who, layout.stage, sent)]
@@ -48,7 +48,7 @@ def measured_tables(run, activations):
 def sent_table(who, stage, columns):
     """Return the table of slide "分散並列学習" as text, with the calls and bytes of one rank in a step.
 
-    who: the rank; stage: of ZeRO; columns: {title of a column of bytes: a table as `ledger.predict_sent` makes}.
+    stage: of ZeRO; columns: {title: a table of `ledger.predict_sent`}.
     """
     first, *_ = columns.values()
     rows = [("axis", "what is sent", "operation", "how often (per)", "calls", *columns)]
@@ -60,10 +60,7 @@ def sent_table(who, stage, columns):
 
 
 def kept_table(who, layout, rank, columns):
-    """Return the bytes that one rank keeps, as text. who: its name; rank: its pipeline rank in a `layout.Layout`.
-
-    columns: {title of a column of bytes: a table as `memory.predict_kept` makes}.
-    """
+    """Return as text the bytes that pipeline rank `rank` keeps. columns: {title: a table of `memory.predict_kept`}."""
     first, *_ = columns.values()
     states = [what for what in first if what not in (memory.WHOLE, memory.PEAK, memory.RECOMPUTED)]
     parts = {what: [what] for what in states} | {"model states": states} | {what: [what] for what in first}
@@ -80,10 +77,7 @@ def number(count):
 
 
 def aligned(rows, words):
-    """Return rows of strings as text in columns: the first `words` left-aligned, the others right-aligned.
-
-    The first row has the titles of the columns.
-    """
+    """Return rows of strings, titles first, as text in columns: the first `words` left-aligned, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     formats = [f"{{:{'<' if i < words else '>'}{width}}}" for i, width in enumerate(widths)]
     head, *lines = (" | ".join(formats).format(*row) for row in rows)

@@ -1,14 +1,13 @@
-"""Judge layouts: which fit, how long a step takes, and what limits its speed.
+"""Search for layouts: which ones fit, how long a step takes, and what limits its speed.
 
-`candidates` lists the layouts of a model on a cluster. `facts_of` returns the facts of one layout as a dict, which
-`plan.py` prints, ranks and writes as JSON. The memory is that of the fullest pipeline rank. It has the parts of
-`memory.py` and three parts that `memory.py` does not count:
+`candidates` lists the layouts of a model on a cluster. `facts_of` returns the facts of one layout, which `plan.py`
+prints. The memory is that of the fullest pipeline rank: the parts of `memory.py`, and three that it does not count:
 
-    whole parameters     ZeRO-3: those of two buckets and the word table (`memory.py`, "Not counted")
+    whole parameters     ZeRO-3: those of two buckets and the word table
     logits               of `tensor.ROWS` tokens at a time
     context              CUDA's and NCCL's own memory, RESERVED bytes
 
-The list leaves out layouts if another listed layout is better. Set their fields on the command line to judge them:
+These layouts are not listed, because another one is better. Set their fields on the command line to judge them:
 
     gpipe, chimera, zb-h2    1f1b has gpipe's bubble with less memory; chimera has all parameters twice; zb-h2 keeps
                              twice the activations of zb-h1 and saves nothing if all ranks wait for the gradient norm
@@ -45,18 +44,17 @@ PLAIN = dict(zip(FIELDS, (1, 1, "1f1b", 1, 0, False, "none", 1), strict=True))
 
 # --- bytes of a long step from a short step ---------------------------------------------------------------------------
 #
-# A step with hundreds of micro-batches repeats itself, so a short step is enough. A row of the ledger either does not
-# depend on the micro-batches, or is proportional to their number. The peak of the bytes kept stays the same after some
-# rounds of pp micro-batches. Bytes of activations are proportional to b, the samples of a micro-batch, so b = 1 is
-# enough. A thousand layouts have few different schedules and tables, so caches keep each of them.
+# A row of the ledger is proportional to the number of micro-batches, or does not depend on it. The peak of the bytes
+# kept stays the same after some rounds of pp micro-batches. Bytes of activations are proportional to b, the samples of
+# a micro-batch. So a short step with b = 1 is enough. Caches keep schedules and tables, which many layouts share.
 
-# {schedule: (rounds, more)}: the peak is reached after rounds * pp + more micro-batches. Other schedules run whole.
+# {schedule: (rounds, more)}: the peak is reached after rounds * pp + more micro-batches, in others after all.
 SHORT = {"1f1b": (1, 2), "interleaved": (2, 0), "zb-h1": (2, 2), "zb-h2": (3, 2), "zb-v": (3, 2)}
 
 
 @cache
 def messages_by_rank(*numbers):
-    """Return {rank: its messages} of the Schedule with these numbers: (name, p, m, chunks)."""
+    """Return {rank: its messages} of the Schedule (name, p, m, chunks)."""
     of = defaultdict(list)
     for message in schedules.messages(schedule(*numbers)):
         of[message.source].append(message)
@@ -65,7 +63,7 @@ def messages_by_rank(*numbers):
 
 
 class Model:
-    """The bytes of any layout of one model. config: a Config with its dtype, but with any layout."""
+    """The bytes of any layout of one model."""
 
     def __init__(self, config):
         self.config, self.table, self.item = config, parameter_table(config), DTYPES[config.dtype].itemsize
@@ -76,25 +74,18 @@ class Model:
         self.layout, self.rows, self.activations = map(cache, (self.layout, self.rows, self.activations))
 
     def layout(self, dp, *fields):
-        """Return the `layout.Layout` with these values of FIELDS, except the last: a micro-batch is one sample.
-
-        Its attribute `sizes` has its `memory.Sizes`.
-        """
+        """Return the `layout.Layout` with these FIELDS and one sample in a micro-batch, and add its `memory.Sizes`."""
         c = replace(self.config, **dict(zip(FIELDS, (*fields, 1), strict=True)))
         made = Layout(c, dp, self.table, schedule(c.schedule, c.pp, c.pp, c.chunks), self.buckets(c.tp, dp))
         made.buckets, made.sizes = cache(made.buckets), memory.sizes(c, self.item, self.wide, on_cpu=False)
         return made
 
     def rows(self, layout, m, rank):
-        """Return `ledger.predict_sent` of a step with m micro-batches of one sample, on data rank 0."""
         c = layout.config
         return ledger.predict_sent(layout, schedule(c.schedule, c.pp, m, c.chunks), rank, 0, self.item, self.wide)
 
     def sent(self, layout, m, b, rank):
-        """Return {(axis, what, operation): (calls, bytes)} of a pipeline rank: the table of `ledger.predict_sent`.
-
-        The calls of the cross-entropy rows are those of b = 1.
-        """
+        """Return the table of `ledger.predict_sent`. The calls of the cross-entropy rows are those of b = 1."""
         c, result = layout.config, {}
         few = {"interleaved": c.pp, "chimera": m}.get(c.schedule, 1)
         for key, (calls, sent) in self.rows(layout, few, rank).items():
@@ -104,13 +95,12 @@ class Model:
         return result
 
     def activations(self, layout, m, rank):
-        """Return `memory.activations` of a step with m micro-batches of one sample."""
         c = layout.config
         numbers = c.schedule, c.pp, m, c.chunks
         return memory.activations(c, schedule(*numbers), rank, layout.sizes, messages_by_rank(*numbers)[rank])
 
     def kept(self, layout, m, b, rank):
-        """Return {what: bytes} that a pipeline rank keeps: the table of `memory.predict_kept`."""
+        """Return the table of `memory.predict_kept`."""
         c = layout.config
         rounds, more = SHORT.get(c.schedule, (m, 0))
         fields = c.tp, c.pp, c.schedule, c.chunks, 0, c.sequence_parallel, c.recompute  # ZeRO shards no activations
@@ -121,7 +111,7 @@ class Model:
         return states | whole | {what: b * size for what, size in activations.items()}
 
     def on_gpu(self, c, layout, m, rank):
-        """Return {part: bytes} on the GPU of a pipeline rank: `kept`, and what `memory.py` does not count."""
+        """Return {part: bytes} on the GPU of a pipeline rank, with the parts that `memory.py` does not count."""
         kept = self.kept(layout, m, c.micro_batch_size, rank)
         if c.offload:
             del kept["master weights"], kept["moments"]
@@ -170,7 +160,7 @@ def candidates(config, gpus, device, fixed):
 
 
 def fits(c, gpus):
-    """Return True if `config.check` accepts the layout. It is faster, because it builds and keeps a short schedule."""
+    """Return True if `config.check` accepts the layout. This is faster, because the schedule is short."""
     dp = max(1, gpus // (c.tp * c.pp))
     batch = math.gcd(*configuration.rampup(c)[:2])  # divides all batch sizes
     m, over = divmod(batch * c.cp, c.micro_batch_size * dp)
@@ -187,10 +177,10 @@ def fits(c, gpus):
 
 
 def facts_of(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
-    """Return the facts of one layout as a dict with the keys of plan.py's --json. Sizes in bytes, times in seconds.
+    """Return the facts of one layout as a dict with the keys of plan.py's --json, in bytes and seconds.
 
-    exact: False is fast: it takes 1F1B's bubble for a bubble without a closed form. say gets each line of the
-    explanation: name, formula, value. Raises UserError for a layout that can't be predicted.
+    exact=False is fast: it takes 1F1B's bubble for a bubble without a closed form. say: gets each line of the
+    explanation (name, formula, value). Raises UserError for a layout that can't be predicted.
     """
     one = c.schedule not in schedules.ASYNCHRONOUS
     configuration.require(c, "schedule", one, "plan.py predicts only schedules with one update a step")
@@ -207,8 +197,7 @@ def facts_of(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
     if exact and p > 1 and dp > c.cp:
         other = replace(c, order=ORDERS[c.order == ORDERS[0]])
         times[other.order] = Step(other, model, layout, device, m, exact, lambda *line: None).seconds
-    # The fullest rank is 0 (most micro-batches in flight), the first or last with a block more, p/2 (Chimera), or p-1
-    # (the logits).
+    # The fullest rank: 0 (most in flight), the first or last with a block more, p/2 (Chimera), or p-1 (logits).
     ranks = {0, min(1, p - 1), c.num_layers % p, p // 2, p - 1}
     kept = {rank: model.on_gpu(c, layout, m, rank) for rank in ranks}
     fullest = max(kept, key=lambda rank: sum(kept[rank].values()))
@@ -236,7 +225,7 @@ def facts_of(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
 
 
 def binds(facts):
-    """Return a sentence: why the layout does not fit, or which part of the step costs most, except computation."""
+    """Return as text why the layout does not fit, or which part of the step, except computation, costs most."""
     parts, kept = facts["step_parts"], facts["memory_bytes"]
     if not facts["fits"]:
         what, missing = max(kept, key=kept.get), sum(kept.values()) - facts["capacity_bytes"]
@@ -246,13 +235,13 @@ def binds(facts):
 
 
 def sort_key(facts):
-    """Return the key by which layouts are sorted: first those that fit, the fastest first; then the smallest first."""
+    """Return a key that sorts layouts: first those that fit, the fastest first; then the smallest first."""
     return not facts["fits"], facts["step_seconds"] if facts["fits"] else sum(facts["memory_bytes"].values())
 
 
 def rank_all(config, gpus, device, fixed, **options):
     """Return the facts of all candidates in the order of `sort_key`, each with its Config."""
-    gc.disable()  # else a third of the time: the collector visits all kept schedules and tables again and again
+    gc.disable()  # saves a third of the time: the collector would visit all cached schedules and tables
     found = candidates(config, gpus, device, fixed)
     judged = [facts_of(c, gpus, device, exact=False, **options) | {"config": c} for c in found]
     gc.enable()

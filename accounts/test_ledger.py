@@ -26,7 +26,7 @@ from testing.compare import same_rows
 
 
 def counted(configs, steps=2):
-    """Train with each of the configurations. Return [(measured, expected, elements of all buckets)]."""
+    """Train with each configuration. Return [(measured, expected, elements of all buckets)]."""
     found = []
     for config in configs:
         run = train.build(config, Mesh.of(config), torch.device("cpu"))
@@ -126,7 +126,7 @@ def test_the_ledger_of_a_head_in_chunks(workers):
     assert results[0][0][0]["tp", "cross-entropy rows", "all_reduce"][0] == 2 * 4 * 3
 
 
-def test_how_often():
+def test_the_columns_of_how_often_are_the_slides():
     """The slide's column 通信頻度, which for dp depends on the ZeRO stage."""
     step, each = "bucket and step", "bucket and micro-batch"
     found = [[ledger.how_often(("dp", what, ""), zero) for what in ("gradients", "parameters")] for zero in range(4)]
@@ -139,7 +139,6 @@ def test_one_process_sends_nothing():
 
 
 def check_collectives():
-    """all_reduce, all_gather and reduce_scatter return and count what the table in comm.py says."""
     mesh = Mesh()
     n, rank = mesh.dp.size, mesh.dp.rank
     x = torch.arange(6.0) + 10 * rank
@@ -158,7 +157,7 @@ def check_collectives():
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_collectives(workers, ranks):
+def test_collectives_return_and_count_what_comm_says(workers, ranks):
     workers.check(ranks, check_collectives)
 
 
@@ -189,10 +188,7 @@ LAYOUTS_AND_GROUPS = [  # layout on 8 ranks, number of process groups of each ra
 
 @pytest.mark.parametrize("layout, expected", LAYOUTS_AND_GROUPS, ids=str)
 def test_all_members_make_a_group_as_their_same_group(monkeypatch, layout, expected):
-    """torch names a group by its ranks and the number of groups that the process has made before.
-
-    The default group, of all ranks, exists before the Mesh. Axes with the same ranks share a group.
-    """
+    """torch names a group by its ranks and the number of groups that the process has made before."""
     config, made, new_group = tiny_config(1, micro_batch_size=1, dtype="fp32", **layout), {}, dist.new_group
 
     def counting(ranks, **more):
@@ -264,8 +260,6 @@ def test_what_one_rank_cannot_do_stops_all_with_its_message(workers):
 
 
 class NoTensors(TorchDispatchMode):
-    """Raises an error at every operation on tensors."""
-
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         raise AssertionError(f"{function} makes a tensor")
 

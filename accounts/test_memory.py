@@ -42,7 +42,7 @@ def test_zeros_table_1():
                 assert round(cell * unit) in (int(exact * unit), int(exact * unit + 0.5)), (n, elements, stage)
 
 
-def test_bytes_per_parameter():
+def test_bytes_per_parameter_are_those_by_hand():
     """By hand, for n = 4: 18 bytes in bf16, 16 in fp32, 8 without moments. Stages 1 to 3 divide some of them by n."""
 
     def per_parameter(*widths):
@@ -55,11 +55,8 @@ def test_bytes_per_parameter():
 
 @contextlib.contextmanager
 def newly_alive():
-    """Yield a function that returns {storage: bytes} of the floating-point tensors made in the `with` block.
-
-    The function leaves out tensors of at most 12 elements.
-    """
-    gc.freeze()  # hides the objects that exist now from gc.get_objects()
+    """Yield `alive`, for the tensors made in the `with` block."""
+    gc.freeze()  # hides older objects from gc.get_objects()
     try:
         yield alive
     finally:
@@ -67,6 +64,7 @@ def newly_alive():
 
 
 def alive():
+    """Return {storage: bytes} of floating-point tensors with more than 12 elements."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu"]
     tensors = [x for x in tensors if x.is_floating_point() and x.numel() > 12]
@@ -74,7 +72,6 @@ def alive():
 
 
 def predicted(run):
-    """Return {what: bytes} that memory.py predicts for this rank."""
     sizes = memory.sizes(run.config, run.zero.dtype.itemsize, run.zero.master_dtype.itemsize, on_cpu=True)
     return memory.predict_kept(run.layout, run.schedule, run.mesh.pp.rank, sizes)
 
@@ -112,7 +109,7 @@ def test_model_states_equal_the_formulas(workers, dp, tp, pp):
     workers.check(dp * tp * pp, check_states, configs)
 
 
-def test_padding():
+def test_padding_is_that_counted_by_hand():
     """By hand. h = 16, v = 128, s = 8: every parameter has a multiple of 16 elements, so nothing is padded."""
     run, _ = started(tiny_config(1))
     assert run.layout.padding(0) == 0
@@ -127,7 +124,7 @@ def test_padding():
 
 
 def rows(configs):
-    """Return [(measured, predicted)] on this rank: the bytes of activations for each configuration."""
+    """Return [(measured, predicted)] of this rank's activations, for each configuration."""
     found, mesh = [], Mesh.of(configs[0])
     for config in configs:
         run, batches = started(config, mesh)
@@ -147,14 +144,13 @@ def assert_equal_rows(results, configs):
 
 
 def modes(dp, tp=1, **fields):
-    """Return 4 configurations. For any two of recompute, dropout and dtype, every pair of values occurs."""
+    """Return 4 configurations with every pair of values of recompute, dropout and dtype."""
     numbers = [("none", 0.0, "fp64"), ("none", 0.1, "bf16"), ("full", 0.1, "fp64"), ("full", 0.0, "bf16")]
     return [tiny_config(dp, tp, recompute=r, dropout=d, dtype=dtype, **fields) for r, d, dtype in numbers]
 
 
 @pytest.mark.parametrize("activation", CHOICES["activation"])
 def test_activations_of_one_process(activation):
-    """Every activation function, as autograd saves it and as I frees it."""
     fields = dict(activation=activation)
     configs = [c for schedule in ("1f1b", "zb-h1") for c in modes(1, schedule=schedule, **fields)]
     configs.append(tiny_config(1, dtype="fp32", micro_batch_size=24, **fields))
@@ -219,7 +215,6 @@ def test_whole_gradients_of_zero_2_and_3(workers, dp, pp):
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_chunks_that_follow_one_another_on_one_rank(schedule):
-    """Two consecutive chunks on one rank hand over tensors without a message."""
     configs = [c for layers in (2, 4) for c in modes(1, schedule=schedule, chunks=2, num_layers=layers)]
     assert_equal_rows([rows(configs)], configs)
 
@@ -244,7 +239,7 @@ HEAD = e * n * (2 * h + 2 + 1)  # input, LayerNorm's output and statistics, loss
 OPERANDS = L * e * n * 16 * h  # only of blocks: the head's weight gradient is computed in I
 
 
-def test_peaks_by_hand():
+def test_peaks_of_activations_are_those_by_hand():
     changes = {}, dict(recompute="full"), dict(schedule="gpipe"), dict(schedule="zb-h1")
     none, full, three, halves = (measured for measured, _ in rows([tiny_config(1, **fields) for fields in changes]))
     assert none == halves == {memory.PEAK: EMBEDDING + L * BLOCK + HEAD}
@@ -297,7 +292,7 @@ def test_measuring_changes_no_bit(workers, dp, tp, fields):
         assert all(torch.equal(p, metered[1][name]) for name, p in plain[1].items())
 
 
-def test_the_report(monkeypatch):
+def test_the_report_shows_counted_bytes_and_ends_with_the_measured_peak(monkeypatch):
     resident = [3_000_000, 5_500_000]
     monkeypatch.setattr(meter, "max_resident", lambda: resident.pop(0))
     run, batches = started(tiny_config(1, dtype="bf16"))

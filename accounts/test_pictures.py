@@ -116,7 +116,7 @@ def test_a_drawing_that_takes_too_long_is_refused(words):
         draw.main(words.split())
 
 
-def test_mistakes(tmp_path, monkeypatch):
+def test_a_folder_that_is_missing_and_a_missing_matplotlib_are_one_line(tmp_path, monkeypatch):
     curves = [curve.read_curve(RUNS[0])]
     with pytest.raises(UserError, match=r"^--svg=.*nowhere/x.svg: No such file or directory$"):
         figures.curves(tmp_path / "nowhere" / "x.svg", curves)

@@ -3,9 +3,8 @@
     torchrun ... train.py configs/tiny.py --pp=2 --schedule=zb-h1 --trace=trace.json
     python -m accounts.draw --trace=trace.json         draws the last step below its simulation
 
-Perfetto (ui.perfetto.dev) and chrome://tracing open the file. A "process" there is one pipeline (one dp rank and one
-tp rank), and its "threads" are the pp ranks. With `--trace` on a GPU, every action waits for the device, which costs
-some speed. Without `--trace` nothing is recorded.
+Perfetto (ui.perfetto.dev) and chrome://tracing open the file. A "process" there is one pipeline (one dp and tp rank),
+and its "threads" are the pp ranks. On a GPU every recorded action waits for the device, which costs some speed.
 """
 
 import json
@@ -19,14 +18,11 @@ from errors import reading
 from parallel.comm import gather_objects
 from parallel.schedules import updates
 
-STEPS = 10  # only the latest steps are kept, so the file of a long run is small
+STEPS = 10  # latest steps that are kept
 
 
 class Trace:
-    """The record of one rank. Times are in microseconds of the system's clock, which the ranks of a machine share.
-
-    iteration: the number of iterations that the run has done before; the first recorded step is iteration + 1.
-    """
+    """The record of one rank, in microseconds of the machine's clock. The first step is iteration + 1."""
 
     def __init__(self, mesh, device, iteration):
         self.replica, self.rank = mesh.dp.rank * mesh.tp.size + mesh.tp.rank, mesh.pp.rank
@@ -34,7 +30,7 @@ class Trace:
         self.steps = deque(maxlen=STEPS)
 
     def begin_step(self, schedule):
-        """Begin the record of a step. A call with several updates (pipedream.py) has the number of the last update."""
+        """Begin the record of a step. Its number is that of its last update."""
         self.step, self.schedule = self.step + updates(schedule), schedule
         self.steps.append([])
 
@@ -44,11 +40,11 @@ class Trace:
         return time.time_ns() / 1000
 
     def action(self, action):
-        """Return a context that records an action. The action begins after the wait for its message."""
+        """Return a context that records an action, from the end of its wait for a message."""
         return self._record(f"{action.kind}{action.microbatch}", action.kind, action._asdict())
 
     def wait(self, kind, microbatch, chunk):
-        """Return a context that records the wait for a message. An action waits before it computes."""
+        """Return a context that records the wait for a message."""
         what = {"kind": kind, "microbatch": microbatch, "chunk": chunk}
         return self._record(f"wait for {kind} {microbatch}", "message", what)
 
@@ -63,17 +59,14 @@ class Trace:
 
 
 def check_file(c):
-    """Raise UserError if the file of the trace can't be written. Rank 0 calls this before the run."""
+    """Raise UserError if the file of the trace can't be written."""
     if c.trace:
         with reading(f"trace={c.trace}"), open(c.trace, "a"):
             pass
 
 
 def write_trace(c, trace, mesh):
-    """Collect the ranks' records in one file. Every rank calls this, and rank 0 writes. Raises UserError on rank 0.
-
-    c: the configuration. The file names the schedule of the last step and its sizes.
-    """
+    """Collect the ranks' records in one file. Every rank calls this, and rank 0 writes or raises UserError."""
     mine = [event for step in trace.steps for event in step]
     events = [event for events in gather_objects(mine, mesh.world) for event in events]
     m = trace.schedule.microbatches

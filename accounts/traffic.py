@@ -1,10 +1,10 @@
-"""Predicts who sends what in one step, and draws it. This needs no process and no tensor.
+"""Predict and draw who sends what in one step, without processes and tensors.
 
     python -m accounts.traffic configs/tiny.py --ranks=8 --tp=2 --pp=2 --zero=2 --svg=traffic.svg
 
-prints the tables of `train.py --ledger` with predicted numbers, for each pipeline rank (dp rank 0, tp rank 0). --svg
-also draws the ranks and who sends to whom (slide "3-D Parallelism"), above the table of bytes (slide "分散並列学習").
-dtype=auto is predicted for a CPU (fp32). Any other dtype is predicted for a GPU.
+prints the predicted tables of `train.py --ledger` for each pipeline rank (dp rank 0, tp rank 0). --svg also draws who
+sends to whom (slide "3-D Parallelism"), above the table (slide "分散並列学習"). dtype=auto is a CPU's fp32; any other
+dtype is predicted for a GPU.
 """
 
 import os
@@ -24,8 +24,6 @@ CPU = torch.device("cpu")
 
 
 class Prediction(NamedTuple):
-    """The prediction of one step of a configuration."""
-
     layout: Layout
     schedule: schedules.Schedule
     sizes: memory.Sizes
@@ -49,7 +47,6 @@ def predict_step(config, ranks, device=CPU):
 
 
 def predicted_tables(p):
-    """Return as text the tables of bytes sent and of bytes kept, for each pipeline rank."""
     texts = []
     for stage, (sent, kept) in enumerate(zip(p.sent, p.kept, strict=True)):
         who = f"rank {stage * p.layout.config.tp * p.layout.config.cp}, predicted"
@@ -74,7 +71,6 @@ def refuse_too_large(c, ranks, device):
 
 
 def main(arguments=None):
-    """Print the tables, and write the picture if the user asks for it."""
     usage = "%(prog)s [CONFIG.py] --ranks=N [--field=value ...] [--svg=FILE]"
     parser = Parser(prog="python -m accounts.traffic", usage=usage, allow_abbrev=False)
     parser.epilog = "python train.py --help lists the fields."
