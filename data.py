@@ -113,7 +113,7 @@ class Tokens:
         self.check_ids(self.tokens[: 2**16])  # every rank finds most wrong files before training
 
     def windows(self, numbers, seed):
-        """Return the index of each sample's window. numbers: sample numbers, [b] int64 -> [b] int64"""
+        """Return the index of each sample's window. [b] int64 -> [b] int64"""
         epoch, i = np.divmod(numbers, self.num_samples)
         return permute(i, self.num_samples, shuffle_key(seed, epoch))
 
@@ -192,8 +192,7 @@ def eval_batches(tokens, samples_wanted, dp_rank, dp, micro_batch_size, seed, de
 def loaded(tokens, numbers, seed, device="cpu", depth=4):
     """Yield (tokens [b, seq_length + 1], numbers [b]), int64 on `device`, for each array in `numbers`.
 
-    A thread keeps up to `depth` micro-batches ready, for a GPU in pinned memory. To end the thread, close the generator
-    (`contextlib.closing`).
+    A thread keeps up to `depth` micro-batches ready, for a GPU in pinned memory. To end it, close the generator.
     """
     device, numbers = torch.empty(0, device=device).device, iter(numbers)  # "cuda" becomes "cuda:0"
     gpu = device.type == "cuda"
@@ -211,4 +210,4 @@ def loaded(tokens, numbers, seed, device="cpu", depth=4):
             ready.extend(thread.submit(read, n) for n in itertools.islice(numbers, 1))
             yield tuple(x.to(device, non_blocking=True) for x in pair)
     finally:
-        thread.shutdown(wait=False, cancel_futures=True)  # a read from a disk that hangs must not keep the process
+        thread.shutdown(wait=False, cancel_futures=True)  # a disk that hangs must not keep the process

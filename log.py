@@ -211,7 +211,6 @@ def timers_line(timers_ms):
 
 
 def validation_lines(iteration, loss, split="val"):
-    """Return three lines with the loss of a split and its perplexity exp(loss)."""
     name = "validation" if split == "val" else split
     ppl = math.exp(min(loss, 20))  # Megatron-LM's bound: exp would overflow
     line = f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {ppl:.6E} | "
@@ -372,7 +371,7 @@ def observe(run, say, over):
 
 
 def how_far(executor, seconds):
-    """Return as text at which micro-batch a step is after `seconds`, and how long it takes."""
+    """Return as text how far a step is after `seconds`, and how long it takes."""
     schedule, done = executor.schedule, executor.work - 1  # the last unit has only begun
     units = {c: len(chunk.units) for c, chunk in executor.chunks.items()}
     actions = schedule.actions[executor.mesh.pp.rank]

@@ -98,7 +98,7 @@ def attention_part(q, k, v, causal):
 
 
 def attention_part_backward(dy, q, k, v, y, L, causal):
-    """Return (dq, dk, dv) of one part. y and L are those of the attention to all keys."""
+    """Return (dq, dk, dv) of one part. y and L: of the attention to all keys."""
     p = (part_scores(q, k, causal) - L.transpose(1, 2)[..., None]).exp()
     delta = (dy * y).sum(-1, dtype=L.dtype).transpose(1, 2)[..., None]
     dy, q, k, v = (x.transpose(1, 2) for x in (dy, q, k, v))
@@ -144,7 +144,7 @@ def add_product_(gradient, a, b):
         mixed_product(a.device.type, a.dtype)(gradient, a, b)
 
 
-MIXED = (  # 16-bit factors and a float32 gradient, best first
+MIXED = (  # 16-bit factors and a float32 gradient, best first; `mixed_product` returns the first that is right
     lambda gradient, a, b: torch.addmm(gradient, a, b, out_dtype=gradient.dtype, out=gradient),  # one pass over memory
     lambda gradient, a, b: gradient.add_(torch.mm(a, b, out_dtype=gradient.dtype)),  # a temporary matrix
     lambda gradient, a, b: gradient.addmm_(a.to(gradient.dtype), b.to(gradient.dtype)),  # runs everywhere, slow on CUDA
@@ -153,7 +153,6 @@ MIXED = (  # 16-bit factors and a float32 gradient, best first
 
 @functools.cache  # `operations.trial` calls it before the first step, because the check waits for the GPU
 def mixed_product(device, dtype):
-    """Return the first of MIXED that is right on this device with factors of this dtype."""
     ones, parts = torch.ones(16, 16, dtype=dtype, device=device), torch.full((16, 16), 2.0**-12, device=device)
     parts[0] = 1  # a column's sum, 1 + 15 * 2^-12, has too many digits for 16 bits
     for add in MIXED[:-1]:

@@ -33,7 +33,7 @@ from errors import UserError, reading
 COPY = ("tokenizer.json", "tokenizer_config.json")  # files of a vocabulary's copy
 ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")  # if no file names the end of a document
 SAME = {"bpe-50257-17721001": "gpt2", "bpe-257-f8e6bff0": "bytes"}  # the names of these
-# GPT-2's pattern as tiktoken has it. Hugging Face calls it ByteLevel.
+# GPT-2's pattern. Hugging Face calls it ByteLevel.
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 # GPT-2's letters for bytes. The n-th byte that is not printable is the character 256 + n.
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -113,7 +113,7 @@ def download(name):
 
 
 def copied(folder, name):
-    """Return the tokenizer of a data set or checkpoint: its copy, or if it has none the tokenizer `name`."""
+    """Return the copy of a tokenizer in a data set or checkpoint, or the tokenizer `name` if there is none."""
     return load_tokenizer(str(folder) if Path(folder, COPY[0]).is_file() else name)
 
 

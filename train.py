@@ -240,7 +240,7 @@ def restore(run, path):
 
 
 def describe(run, path):
-    """Return the model, the layout and the folders of this run as text. path: the checkpoint, or None."""
+    """Return the first lines of the output. path: the checkpoint, or None."""
     c, names = run.config, "tp cp pp zero sequence_parallel recompute".split()
     layout = " ".join(f"{name}={getattr(c, name)}" for name in names + ["schedule"] * (c.pp > 1))
     text = f"{run.model.num_parameters():,} parameters"

@@ -182,7 +182,7 @@ class Step:
             self.say(*part)
 
     def data_parallel(self, rank, F, I, W):
-        """Return the seconds of dp that no computation hides. The bucket that backward completes last is not hidden."""
+        """Return the seconds of dp that no computation hides. Nothing hides the last bucket."""
         layout, m, stage = self.layout, self.m, self.layout.stage
         units = sum(len(layout.units[chunk]) for chunk in layout.chunks(rank))
         whats = "gradients", "parameters", "parameter norms"
