@@ -48,7 +48,7 @@ PLAIN = dict(zip(FIELDS, (1, 1, "1f1b", 1, 0, False, "none", 1), strict=True))
 # kept stays the same after some rounds of pp micro-batches. Bytes of activations are proportional to b, the samples of
 # a micro-batch. So a short step with b = 1 is enough. Caches keep schedules and tables, which many layouts share.
 
-# {schedule: (rounds, more)}: the peak is reached after rounds * pp + more micro-batches, in others after all.
+# {schedule: (rounds, more)}: the peak is reached after rounds * pp + more micro-batches; in others at the end.
 SHORT = {"1f1b": (1, 2), "interleaved": (2, 0), "zb-h1": (2, 2), "zb-h2": (3, 2), "zb-v": (3, 2)}
 
 
