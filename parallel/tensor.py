@@ -120,7 +120,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, bias, enter, leave, tp, ops=reference):
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x)  # n/t rows with sequence parallelism
         ctx.arguments = w, bias, enter, leave, tp, ops
         matrix = w.flatten(0, -2)  # qkv is [3, h/t, h]
         x = start(enter, x, tp, "activations").wait()
