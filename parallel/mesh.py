@@ -6,14 +6,13 @@ The processes are numbered along three axes. The tp index changes fastest, then 
                                                                                       dp 1 | 4 5 6 7
                                                                                              ------- tp
 
-Ranks with neighbouring numbers are on one node. So tp, which communicates most (several times a layer), gets the
-fastest connections. The pipeline (two messages per stage and micro-batch) uses the connections inside a rack, and data
-parallelism (once a step, more often with ZeRO-2 and 3) those between racks. With order=pp-dp-tp, as in Megatron-LM,
-dp lies inside pp: rank = (pp_rank * dp + dp_rank) * tp + tp_rank. A pipeline then spans the racks. On many GPUs this is
-usually faster (`plan.py` compares both). The training is the same.
+Ranks with neighbouring numbers are on one node. So tp, which communicates most, gets the fastest connections, the
+pipeline those inside a rack, and data parallelism those between racks. With order=pp-dp-tp, as in Megatron-LM, dp lies
+inside pp: rank = (pp_rank * dp + dp_rank) * tp + tp_rank. On many GPUs this is usually faster (`plan.py` compares
+both).
 
-With context parallelism (`context.py`), cp ranks share each sample. They lie between tp and pp. They have equal
-parameters, so the axis dp contains them: it has all ranks with the same place on pp and tp.
+With context parallelism, cp ranks share each sample. They lie next to tp. They have equal parameters, so the axis dp
+contains them.
 
 A rank is in one process group per axis. Axes with the same ranks share a group, because each group costs connections
 and, on a GPU, memory. NCCL runs the collectives of a group, and the messages between two ranks, one after another. So
