@@ -173,7 +173,7 @@ def eval_batches(tokens, samples_wanted, dp_rank, dp, micro_batch_size, seed, de
     """Yield (tokens [b, seq_length + 1] on `device`, is_real) for each micro-batch of a data rank in a validation.
 
     All ranks together take the first min(samples_wanted, num_samples) samples once. The last micro-batch may be
-    smaller. A rank without samples in it gets one with is_real = False, whose loss does not count: all ranks must run
+    smaller. A rank without samples in it runs a stand-in, is_real = False, which does not count: all ranks must run
     the model equally often, because ZeRO-3 gathers parameters on all of them together.
     """
     samples = min(samples_wanted, tokens.num_samples)
@@ -210,4 +210,4 @@ def loaded(tokens, numbers, seed, device="cpu", depth=4):
             ready.extend(thread.submit(read, n) for n in itertools.islice(numbers, 1))
             yield tuple(x.to(device, non_blocking=True) for x in pair)
     finally:
-        thread.shutdown(wait=False, cancel_futures=True)  # a disk that hangs must not keep the process
+        thread.shutdown(wait=False, cancel_futures=True)  # a disk that hangs must not delay the end of the process

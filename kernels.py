@@ -16,16 +16,17 @@ Memory traffic of one block of the 345M model, in MiB (8 samples of 1024 tokens,
     fc2's bias, residual                 48  add                       48     16  dbias                              16
     sum                               2,400                           336  3,632                                    560
 
-One kernel for attention's backward would move 128 MiB; flash_attention.py moves 208. The *floor* of an operation is its
-least memory traffic: each input is read once, each result written once.
+This table has one kernel for attention's backward, 128 MiB. flash_attention.py has two, and moves 208. The *floor* of
+an operation is its least memory traffic: each input is read once, each result written once.
 
 A `@triton.jit` function is the code of one *program*, and `kernel[grid](...)` starts many programs. A program computes
 on small arrays, spread over its threads; 32 threads are a *warp*. Names in capitals are pointers or compile-time
 constants. Row offsets are int64 because a tensor may have more than 2^31 elements.
 
-All kernels compute in float32; a store rounds to its tensor's dtype. Unlike in `reference.py`, no operation uses up y,
-and the gradients of vectors are float32. There are no atomics, so equal inputs give the same bits. A few *persistent*
-programs compute the sums over rows, such as a bias's gradient: each adds up many rows, and PyTorch adds their sums.
+All kernels compute in float32; a store rounds to its tensor's dtype. Unlike in `reference.py`, y is never overwritten,
+and gradients of biases and LayerNorms are float32. No two programs add to one element, so equal inputs give equal bits.
+A few *persistent* programs compute the sums over rows, such as a bias's gradient: each adds up many rows, and PyTorch
+adds their sums.
 """
 
 import functools

@@ -15,7 +15,7 @@ have no special meaning. The end-of-text token follows each document. A hash of 
 file, line of its start) selects its split. A byte-order mark and blank JSON lines are ignored.
 
     this process                        one process per core              this process
-    read, cut into blocks  --512 Ki-->  parse, encode  --tokens-->        append in the order of the input
+    read, cut into blocks  --blocks-->  parse, encode  --tokens-->        append in the order of the input
 
 A few blocks per worker are in memory, whatever the size of the input. The output does not depend on the number of
 workers: a long text is cut only where the cut does not change its tokens (`tokenizer.last_cut`).
@@ -249,7 +249,7 @@ def megatron_blocks(prefix, tokenizer, weights):
 
 
 class Output:
-    """The folder DIR.part of an unfinished data set, with progress.json: how much of its files counts."""
+    """The folder DIR.part of an unfinished data set, with progress.json says how much of each file is valid."""
 
     def __init__(self, folder, made_from, width):
         self.folder, self.width, self.saved_at = folder, width, time.monotonic()
@@ -380,7 +380,7 @@ def make(args, tokenizer, files, weights, output, folder):
     made_from, done = output.progress["made_from"], output.progress["blocks"]
     megatron = args.megatron and megatron_blocks(args.megatron, tokenizer, weights)
     blocks = megatron or read_blocks(files, tokenizer, args.text_key)
-    rest = (block for block in itertools.islice(blocks, done, None))  # finished before
+    rest = (block for block in itertools.islice(blocks, done, None))  # without the finished ones
     results = rest if megatron else encoded_blocks(rest, args.workers, args.tokenizer, args.text_key, weights)
     tqdm.monitor_interval = 0  # without tqdm's thread: see START_METHOD
     about = made_from["input"]["bytes"] // PIECE  # blocks

@@ -96,12 +96,12 @@ def evaluate(run, tokens):
     total = torch.zeros(2, dtype=torch.float64, device=run.device)
     wanted = c.eval_iters * c.global_batch_size
     share = data.eval_batches(tokens, wanted, *mesh.reader, c.micro_batch_size, c.seed, run.device)
-    # A pipeline fills and empties once in each list.
+    # Long lists: a pipeline fills and empties once in each.
     while part := list(itertools.islice(share, 4 * c.pp)):
         run.watchdog.progress("validation")
         batches = [run.model.micro_batch(ids[:, :-1], ids[:, 1:]) for ids, _ in part]
         for j, losses in run.executor.evaluate(batches).items():
-            if part[j][1]:  # not a stand-in
+            if part[j][1]:  # real samples, not a stand-in (`data.eval_batches`)
                 total[0] += losses.sum(dtype=torch.float64)
                 total[1] += losses.numel()
     if mesh.tp.rank != 0:
@@ -147,7 +147,7 @@ def train(run, tokens, validation, logger):
 
 
 def crossed(before, now, last, every):
-    """Return True in the last iteration, and if a multiple of `every` lies in before + 1 .. now. every=0: only then.
+    """Return True in the last iteration, or if a multiple of `every` (not 0) lies in before + 1 .. now.
 
     A call of PipeDream makes several updates, so now may be larger than before + 1.
     """

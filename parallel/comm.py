@@ -67,7 +67,7 @@ def sent_bytes(operation, ranks, whole_bytes):
 def group_options(backend, timeout=None):
     """Return the options of a new process group: NCCL's kernels run on a CUDA stream of high priority. Gloo: None.
 
-    Otherwise a communication could wait until a matrix product that fills the whole GPU has ended.
+    With normal priority a communication could wait until a matrix product that fills the whole GPU has ended.
     """
     if backend != "nccl":
         return None
@@ -173,7 +173,8 @@ def send(x, axis, to, what, tag=0):
 def receive(shape, like, axis, source, tag=0):
     """Start to receive a tensor from rank `source` of the axis. like: an object with its dtype and device.
 
-    In each group, both ranks of a pair must start their messages to each other in the same order. Gloo compares tags.
+    In each group, both ranks of a pair must start their messages to each other in the same order. Gloo matches them by
+    tag.
     """
     x = torch.empty(shape, dtype=like.dtype, device=like.device)
     return _message(x, axis, source, "to send", dist.irecv, tag)

@@ -72,7 +72,7 @@ class Chunk:
 class Executor:
     """This rank's part of every step. schedule: a Schedule with any number of micro-batches; timers: a `log.Timers`.
 
-    Tools can set `trace`, which gets each action and each wait for a message, and `after_action`.
+    Tools can set `trace`, which gets each action and each wait, and `after_action`, which is called after each action.
     """
 
     def __init__(self, model, zero, config, mesh, layout, schedule, timers):
@@ -88,7 +88,7 @@ class Executor:
         self.local = {}  # (kind, micro-batch, chunk): a tensor for another chunk on this rank
         self.mail = None  # the Mailbox of the current step
         self.trace = self.after_action = Unwatched()
-        self.schedule, self.batches, self.work = schedule, {}, 0  # of the current step; work: see `_gather`
+        self.schedule, self.batches, self.work = schedule, {}, 0  # work: units that have begun
         self.methods, self.flats = METHODS, {}  # flats: empty here; PipeDream keeps old weights in it
         connect(mesh, schedule, zero.device)
 
@@ -225,6 +225,7 @@ class Executor:
 
     def _gather(self, chunk, i, step):
         """Make the parameters of unit i whole. Start to gather those of unit i + step, which runs next."""
+        self.work += 1 if step > 0 else 2  # a backward takes about twice as long
         soon = [*chunk.buckets[i], *(chunk.buckets[i + step] if 0 <= i + step < len(chunk.units) else [])]
         for name in soon:
             self.zero.start_gather(name)
@@ -283,7 +284,7 @@ class Mailbox:
         self.leaving = deque()  # (Pending, tensor to free when it is sent, or None)
 
     def post(self):
-        """Post receives up to this rank's next send. Wait while more than IN_TRANSIT sends are open, and free them."""
+        """Post receives up to this rank's next send. Free sent tensors; at most IN_TRANSIT sends stay open."""
         while self.queue and self.queue[0][1].source != self.rank:
             tag, m = self.queue.popleft()
             axis = axis_to(self.mesh, m.source, m.destination)

@@ -25,8 +25,8 @@ as long as two forwards (F forward, B backward, . idle):
     pipedream-2bw  the same                                      p-r                   old weights, 2 versions of them
 
 There are p stages and m micro-batches. A rank has v chunks; a chunk is one part of the model. F, I and W are the
-durations of forward, input gradient and weight gradient on a whole stage, and B = I + W. "In flight" is for large m, in
-activations of one micro-batch on a whole stage. Over each boundary between ranks, a micro-batch sends bsh elements
+durations of forward, input gradient and weight gradient on a whole stage, and B = I + W. "In flight" counts activations
+of one micro-batch on a whole stage, for large m. Over each boundary between ranks, a micro-batch sends bsh elements
 forward and bsh elements backward.
 
 The bubble has two definitions. The papers and this table count a rank's *own time*, from its first action to its last.
@@ -197,10 +197,10 @@ def zb_v(stages, microbatches, chunks=2):
         rank 2   f4 i2 w2 F5 I2 W2      F    reaches the next rank one turn later: micro-batch k-r+p
                                         I W  run on all ranks, in the turn of i on rank p-1: micro-batch k-(p-1)
 
-    Rank r runs its first 2p-1-r forwards F before turn r, and no F from turn r to turn p-2. Near the end, i and I come
-    first because the next rank waits for them: the last r actions w move r-1 turns later, to the place of W, and the
-    last p actions W move 2r turns later. If m < p, actions are made for p micro-batches, and those of the last p-m are
-    left out.
+    Rank r runs its first 2p-1-r forwards F before turn r (turns begin below 0), and no F from turn r to turn p-2. Near
+    the end i and I come first, because the next rank waits for them. So the last r actions w move r-1 turns later, to
+    the place of W. The last p actions W move 2r turns later. If m < p, actions are made for p micro-batches, and those
+    of the last p-m are left out.
 
     Qi et al., arXiv 2401.10241 (not in the conference version) and 2405.15362 (V-ZB).
     """
@@ -301,7 +301,7 @@ def each(kind, microbatches, chunk):
 
 
 def alternate(*lists):
-    """Return one item of each list in turn, until all lists end: a0 b0 a1 b1 ... without each None."""
+    """Return one item of each list in turn, until all lists end: a0 b0 a1 b1 ... None is skipped."""
     return [action for turn in zip_longest(*lists) for action in turn if action]
 
 

@@ -26,9 +26,9 @@ With m = 1 this is 2, 2, 2, 3 (section 7). The calls of a step, in the order of 
     update         once                    everything       1/n               1/n                      1/n
     publish        once                    -                all_gather        all_gather               -
 
-The all_gathers of `publish` run while the next step begins. At most two sums run while backward fills a third buffer.
-In stage 3 the next unit's parameters are gathered while this unit computes. If a schedule splits B, the whole gradients
-of a chunk exist from I to W.
+The all_gathers of `publish` run while the next step begins. In stages 2 and 3 at most two sums run while backward fills
+a third buffer. In stage 3 the next unit's parameters are gathered while this unit computes. If a schedule splits B, the
+whole gradients of a chunk exist from I to W.
 
 In bf16 each parameter needs 18 bytes: parameter 2, gradient 4, master weight 4 (the float32 copy that the optimizer
 updates), two moments 8. Stages 1, 2, 3 divide 12, 16, 18 of these by n. In fp32 the parameters are the master weights:
@@ -85,7 +85,7 @@ class Bucket:
 
     owned: (begin, end) of the elements that this rank updates: with ZeRO stage 0 all, otherwise its shard. master
     (weights), moments and `gradient` have only these elements, on the device of the optimizer state. ranges, pieces:
-    `owned` as `layout.Range`s and `layout.Piece`s. holders: the pipeline ranks that keep the bucket.
+    `owned`, cut by kind and cut by parameter (`layout.py`). holders: the pipeline ranks that keep the bucket.
     """
 
     def __init__(self, layout, zero, holders, training):
@@ -128,7 +128,7 @@ class Bucket:
 
     @property
     def cast(self):
-        """`param.own`, to which the optimizer copies the master weights. None if it is their buffer, or offloaded."""
+        """`param.own`, to which the optimizer copies the master weights. None if it is `master`, or with offload."""
         return None if self.param.own is self.master or self.staging is not None else self.param.own
 
     def fetch_gradient(self):
@@ -207,7 +207,7 @@ class Zero:
         bucket = self.buckets[name]
         if bucket.param.sharded and name not in self.gathering:
             bucket.param.open()
-            # Autograd refuses saved tensors that change. `.data` hides the gather, which writes the old values again.
+            # Autograd refuses saved tensors that change. `.data` hides the gather from it; the values stay the same.
             self.gathering[name] = all_gather(bucket.param.own, bucket.dp, "parameters", out=bucket.param.whole.data)
 
     def gather(self, name):
@@ -267,7 +267,7 @@ class Zero:
         """Sum the gradients of replicated parameters over tp: LayerNorms, biases after a sum, position table, router.
 
         With sequence parallelism they are partial: each tp rank has summed its own tokens. Without it only the last
-        digits can differ (`layout.replica_sums`). Then all take those of the first tp rank: the others add 0.
+        digits can differ (`layout.replica_sums`). Then all take the first tp rank's gradients: the others add 0.
         """
         if what := replica_sums(self.config, self.mesh.dp.size):
             buckets = self.buckets.values()
@@ -302,7 +302,7 @@ class Zero:
         pieces = self._counted_pieces()
         if not pieces:
             return torch.zeros((), dtype=torch.float64, device=self.device)
-        if self.counted is None:  # built once, because the CPU waits for a copy to the GPU
+        if self.counted is None:  # built once: each copy to the GPU makes the CPU wait
             self.counted = torch.tensor([counts for _, counts in pieces], dtype=torch.float64, device=self.device)
         return (self.ops.squared_norms([piece for piece, _ in pieces]) * self.counted).sum()
 
