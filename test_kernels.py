@@ -48,6 +48,7 @@ import flash_attention
 import kernels
 import reference
 import train
+from errors import UserError
 from operations import choose
 from parallel.mesh import Mesh
 from reference import Drop
@@ -505,7 +506,7 @@ def operations(choice, device, dtype, **fields):
 def test_without_triton_everything_runs_on_reference(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "kernels", None)
     assert operations("auto", "cuda", "bf16") is reference
-    with pytest.raises(train.UserError, match="kernels=triton: triton is not installed"):
+    with pytest.raises(UserError, match="kernels=triton: triton is not installed"):
         operations("triton", "cuda", "bf16")
 
 
@@ -515,10 +516,10 @@ def test_which_operations_are_used(monkeypatch):
     auto, all_of_them = (operations(choice, "cuda", "bf16") for choice in ("auto", "triton"))
     assert auto.attention is reference.attention and all_of_them.attention is kernels.attention
     assert auto.adamw_ is all_of_them.adamw_ is kernels.adamw_
-    with pytest.raises(train.UserError, match="float64"):
+    with pytest.raises(UserError, match="float64"):
         operations("triton", "cuda", "fp64")
-    with pytest.raises(train.UserError, match="heads of 256"):
+    with pytest.raises(UserError, match="heads of 256"):
         operations("triton", "cuda", "bf16", num_attention_heads=1, hidden_size=256)
     monkeypatch.delenv("TRITON_INTERPRET")
-    with pytest.raises(train.UserError, match="no GPU here"):
+    with pytest.raises(UserError, match="no GPU here"):
         operations("triton", "cpu", "fp32")
