@@ -166,7 +166,7 @@ def residual_backward(
     d_bias = tl.zeros([BLOCK], tl.float32)
     if DOUT is not None:
         weight = _load(WEIGHT + column, exists)
-    # The loop loads the next rows into shared memory. Some GPUs have only 99 KB of it: fewer wide rows.
+    # The loop loads the next rows into shared memory. Some GPUs have only 99 KB of it: wide rows get fewer stages.
     stages: tl.constexpr = 2 if DOUT is not None or BLOCK > 8192 else 6 if BLOCK <= 4096 else 3
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=stages):
         here = tl.cast(row, tl.int64) * width + column

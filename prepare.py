@@ -55,11 +55,11 @@ from tokenizer import copy, last_cut, load_tokenizer
 SPLITS = ("train", "val", "test")
 PACKED = ("", ".gz", ".zst")
 KINDS = (*(kind + packed for kind in (".txt", ".md", ".py", ".jsonl") for packed in PACKED), ".parquet")
-JSON = tuple(kind + packed for kind in (".jsonl", ".json") for packed in PACKED)  # .json: only if named
+JSON = tuple(kind + packed for kind in (".jsonl", ".json") for packed in PACKED)  # .json: not from a folder
 PIECE = 512 << 10  # characters of a block
 SAVE_EVERY = 5.0  # seconds; a crash loses this much
 # fork shares the vocabulary, but needs a parent without threads. Importing numpy or pyarrow may start threads: only
-# workers import numpy (and --megatron, which has none), and pyarrow is imported after the fork. macOS needs spawn.
+# workers import numpy (and --megatron, without workers), and pyarrow is imported after the fork. macOS needs spawn.
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 DTYPES = {4: "<i4", 8: "<u2"}  # Megatron-LM's codes in an .idx file: uint16 below 65,500 ids, otherwise int32
 
@@ -103,7 +103,7 @@ class Part(NamedTuple):
     text: str = ""
     begins: bool = True  # the document begins here
     ends: bool = True  # the document ends here
-    problem: str = ""  # why the file ends here
+    problem: str = ""  # why this text is missing
 
 
 def read_blocks(files, tokenizer, text_key):
@@ -174,7 +174,7 @@ def encode_block(source, text_key, weights, block):
         try:
             if part.problem:
                 raise OSError(part.problem)
-            # int: an error above 4,300 digits
+            # int() refuses more than 4,300 digits
             text = json.loads(part.text, parse_int=float)[text_key] if part.path.endswith(JSON) else part.text
             ids = tokenizer.encode_to_bytes(text)
         except Exception as error:

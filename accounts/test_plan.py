@@ -184,7 +184,7 @@ def errors_of_published_steps():
 
 def test_published_times():
     errors = [abs(error) for error in errors_of_published_steps()]
-    assert len(errors) == 16 and max(errors) <= 0.13
+    assert len(errors) == 16 and max(errors) <= 0.12
     assert sum(error <= seconds.ERROR for error in errors) >= 14
 
 

@@ -9,8 +9,8 @@
     send            a   |  -              a   | a                    N
 
 N is a size in bytes. The right column is the cost of the ring algorithm, which is optimal (Patarasuk and Yuan 2009):
-its all_reduce is a reduce_scatter and then an all_gather. Tensors are cut along their first dimension. An axis (a group
-of ranks, `mesh.Axis`) with one rank sends and counts nothing.
+its all_reduce is a reduce_scatter and then an all_gather. Tensors are cut along their first dimension. A collective
+over an axis (a group of ranks, `mesh.Axis`) with one rank sends and counts nothing.
 
 Each call starts the communication and returns a `Pending`; `.wait()` returns the tensor. What the caller computes
 between the two overlaps with the communication. On Gloo, `wait` blocks the host. `agree` and `gather_objects` send

@@ -46,8 +46,7 @@ from errors import UserError
 class Action(NamedTuple):
     """One computation of a rank, for one micro-batch in one chunk of the model.
 
-    A schedule may cut B into I (gradients of the chunk's input, biases and LayerNorms), then W (those of the linears'
-    weights).
+    A schedule may cut B into I, then W (gradients of the weights of the blocks' linears). I computes all others.
     """
 
     kind: str  # F forward, B backward, I, W, or U: update of the weights (only in PipeDream)
@@ -236,8 +235,8 @@ def chimera(stages, microbatches, chunks=1):
     Rank r has part r of the down pipeline (chunk r) and part p-1-r of the up pipeline (chunk 2p-1-r). Even
     micro-batches go down, odd ones go up, in groups of p. In a group, k numbers the micro-batches of one direction. On
     part i, micro-batch k has its F in slot i + 2k and its B in slot 2p-1 - i + 2k. The directions never need the same
-    slot, because r or p-1-r is odd. The next group begins 2p slots later. Li and Hoefler, arXiv 2107.06925, section 3,
-    figure 3. Raises UserError if p is odd and not 1.
+    slot: F and F, B and B differ in parity; F and the other direction's B lie p slots apart. The next group begins 2p
+    slots later. Li and Hoefler, arXiv 2107.06925, section 3, figure 3. Raises UserError if p is odd and not 1.
     """
     p = stages
     if p == 1:

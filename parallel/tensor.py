@@ -24,7 +24,7 @@ table, router) sees part of the tokens, so `zero.py` sums its gradient over tp.
 **What can overlap.** The slide says that this communication can't be hidden. This is true in forward: the next
 operation needs the sum of g. In backward, `Linear.backward` starts the all_reduce of dx, computes dW = dy^T x, then
 waits. With sequence parallelism, the all_gather of x for dW overlaps with dx = dy W. Not hidden are the all_gather
-of dy, embedding and head, and dx in the action I, which computes no dW.
+of dy; embedding and head; dx in the action I, which computes no dW.
 
 Per layer and micro-batch each rank makes 4 all_reduces of bsh elements, and sends 8 bsh (t-1)/t. With sequence
 parallelism it makes 10 all_gathers and reduce_scatters, and sends 10 bsh (t-1)/t (`accounts/ledger.py`).
@@ -112,7 +112,7 @@ def start(communication, x, tp, what):
 
 
 class Linear(torch.autograd.Function):
-    """y = leave(enter(x) W^T + bias): every linear of a model without experts.
+    """y = leave(enter(x) W^T + bias): every linear of a block; in generation also the head.
 
     x: [n or n/t, in]. w: this rank's [out, in], or [k, out, in] for k outputs (q, k, v). bias: [out] or [k, out], or
     None if k is 1. y: [n, out] (n/t rows with reduce_scatter), or a tuple of k views. Backward adds the gradients of w

@@ -264,7 +264,7 @@ class Zero:
             self.settle(name)
 
     def sum_over_tp(self):
-        """Sum the gradients of replicated parameters over tp: LayerNorms, biases after a sum, position table, router.
+        """Sum the gradients of replicated parameters over tp: LayerNorms, row-parallel biases, position table, router.
 
         With sequence parallelism they are partial: each tp rank has summed its own tokens. Without it only the last
         digits can differ (`layout.replica_sums`). Then all take the first tp rank's gradients: the others add 0.

@@ -261,7 +261,8 @@ def load_checkpoint(path, model, zero):
     jobs = [job for bucket in zero.buckets.values() for job in arrays(folder, bucket, *bucket.owned)]
     agree(mesh.world, lambda: compare_shapes(folder, index, model))
     terms = agree(mesh.world, lambda: in_threads(partial(read_piece, mesh.tp, index["dtype"]), jobs))
-    # The ranks of dp (with ZeRO) and of tp have read one copy of an array together. Each copy has its own sum.
+    # The ranks of dp (with ZeRO) and of tp have read one copy of an array together. Without ZeRO each dp rank has read
+    # all of it.
     terms = added(terms, mesh.dp) if zero.config.zero >= 1 else terms
     cut = added(terms, mesh.tp)
 
