@@ -126,7 +126,7 @@ class Executor:
         return self.losses
 
     def _execute(self, schedule, messages, micro_batches, rows):
-        """Run this rank's actions in order. rows[j]: the rows of x in micro-batch j; in a validation they may differ."""
+        """Run this rank's actions in order. rows[j]: the rows of x in micro-batch j; in a validation they differ."""
         self.schedule, self.batches, self.work, self.micro_batches = schedule, {}, 0, micro_batches
         self.mail = Mailbox(messages, self.mesh, rows, self.config.hidden_size, self.zero)
         for action in schedule.actions[self.mesh.pp.rank]:
