@@ -67,7 +67,9 @@ def refuse_too_large(c, ranks, device):
         have = torch.cuda.get_device_properties(device).total_memory
     if need > have:
         what = f"num_layers={c.num_layers}, hidden_size={c.hidden_size}, micro_batch_size={c.micro_batch_size}"
-        raise UserError(f"{what}: needs at least {need / 1e9:,.1f} GB of memory; this rank has {have / 1e9:,.1f} GB")
+        remedy = "set --zero=3, --recompute=full, --tp, --pp or --offload; python plan.py lists what fits"
+        sizes = f"needs at least {need / 1e9:,.1f} GB of memory; this rank has {have / 1e9:,.1f} GB"
+        raise UserError(f"{what}: {sizes}; {remedy}")
 
 
 def main(arguments=None):
