@@ -4,9 +4,8 @@
     python -m accounts.draw --trace=trace.json         a step that `train.py --trace` recorded, below its simulation
     python -m accounts.draw --cp=4                     the tokens of context parallel ranks
 
-A picture shows a timeline (`schedules.simulate`), one row of boxes per rank. Several pictures share one time axis. Two
-lines below each picture give the bubble and the peak of activations in flight, each with a published formula if it
-applies. The bubble is the zero-bubble paper's; that of the whole step is added if it differs.
+Two lines below each picture give the bubble (the zero-bubble paper's) and the peak of activations in flight, each with
+a published formula if it applies.
 """
 
 import json
@@ -41,7 +40,7 @@ class Picture(NamedTuple):
 
     @property
     def later(self):
-        """The chunks that are not the first one of their rank."""
+        """The chunks that are not their rank's first."""
         placement = self.schedule.placement
         return {chunk for chunk, rank in enumerate(placement) if rank in placement[:chunk]}
 
@@ -51,7 +50,7 @@ class Picture(NamedTuple):
 
 
 def terminal(pictures, columns):
-    """Return the pictures as text with at most `columns` columns a row."""
+    """Return the pictures as text with at most `columns` columns."""
     asynchronous = any(picture.versions for picture in pictures)
     label = max(len("version  ") * asynchronous, *(len(f"rank {len(p.schedule.actions)}  ") for p in pictures))
     scale = columns_per_time(pictures, columns - label)
@@ -79,7 +78,7 @@ def columns_per_time(pictures, columns):
 
 
 def row(picture, rank, scale):
-    """Return two texts with `scale` columns a unit of time: the boxes of a rank, and their versions."""
+    """Return two texts with `scale` columns a unit of time: the boxes and their versions."""
     boxes = versions = ""
     for _, action, start, end in (event for event in picture.timeline.events if event.rank == rank):
         begin, stop = max(len(boxes), round(start * scale)), round(end * scale)
@@ -122,7 +121,7 @@ def simulated_picture(name, chunks, stages, microbatches, cost, comm, stashing=T
 
 
 def chunks_per_rank(schedule):
-    """Return how many chunks of one pipeline a rank has: 1 for Chimera, which has two pipelines."""
+    """Return how many chunks a rank has in one pipeline: 1 for Chimera, which has two."""
     return len(schedules.pipelines(schedule)[0]) // len(schedule.actions)
 
 
@@ -135,7 +134,6 @@ def notes_of(line, unit=""):
 
 
 def versions_of(schedule, stashing=True):
-    """Return `Picture.versions`."""
     table = {}
     for rank, versions in enumerate(schedule.versions or ()):
         made = 0
@@ -148,8 +146,8 @@ def versions_of(schedule, stashing=True):
 def recorded_pictures(path):
     """Return two Pictures of the last complete step in a trace (`trace.py`): simulated and recorded.
 
-    In the simulation, actions take the mean time of their kind and messages no time. Raises UserError if the file is no
-    trace, or if no step is complete.
+    In the simulation, actions take the mean time of their kind and messages no time. Raises UserError without a
+    complete step.
     """
     with reading(f"--trace={path}"):
         schedule, steps = read_trace(path)
@@ -182,7 +180,7 @@ def read_trace(path):
 
 
 def tokens_of_ranks(n):
-    """Return as text which tokens of a sample each of n cp ranks has, and how many keys they see."""
+    """Return the text that --cp prints."""
     s, lines = 64 // (2 * n) * 2 * n, []
     for way in WAYS:
         lines.append(f"{way}: {s} tokens on {n} ranks; #: a token of the rank; at the end: keys that its tokens see")

@@ -1,4 +1,4 @@
-"""Draws every picture file, as SVG. Only this file needs matplotlib (pip install matplotlib).
+"""Draws every picture file, as SVG. Only this file needs matplotlib.
 
 timelines   schedules, one row of boxes per rank     python -m accounts.draw ... --svg=FILE
 traffic     who sends what to whom in a step         python -m accounts.traffic ... --svg=FILE
@@ -23,15 +23,15 @@ KINDS = {  # of an action: its meaning, its colour in a rank's first chunk and i
     "!": ("backward with other weights than its forward", "#b3303f", "#b3303f"),
 }
 AXES = {"tp": "orange", "cp": "red", "pp": "blue", "dp": "green", "holders": "purple"}
-STYLE = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": ""}  # texts stay texts; equal pictures, equal bytes
-ABOVE = dict(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)  # the place of a legend
+STYLE = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": ""}  # equal pictures get equal bytes
+ABOVE = dict(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)  # a legend's place
 
 
 @contextmanager
 def figure(path, height, *grid, **more):
-    """Context: yield a new picture's axes, and write the picture to the file `path` at the end. Raises UserError.
+    """Context: yield a new picture's axes, and write its file at the end. Raises UserError.
 
-    height: in inches; the width is 9 inches. grid, more: as in matplotlib's `subplots`.
+    height: inches. grid, more: as in matplotlib's `subplots`.
     """
     try:
         import matplotlib
@@ -46,7 +46,7 @@ def figure(path, height, *grid, **more):
 
 
 def curves(path, runs):
-    """Draw the losses of runs. runs: [`curve.Curve`]."""
+    """runs: [`curve.Curve`]."""
     with figure(path, 4) as axes:
         for i, (name, training, validation) in enumerate(runs):  # dashes show equal lines
             (line,) = axes.plot(*zip(*training, strict=True), label=name, dashes=(8 / i, 8) if i else ())
@@ -57,7 +57,7 @@ def curves(path, runs):
 
 
 def speeds(path, points):
-    """Draw tokens/s over processes, and a line that is linear from the first point. points: ascending."""
+    """points: [(processes, tokens/s)], ascending."""
     with figure(path, 4) as axes:
         (n, first), counts = points[0], [count for count, _ in points]
         axes.plot(*zip(*points, strict=True), "o-", label="measured")
@@ -67,7 +67,7 @@ def speeds(path, points):
 
 
 def timelines(path, pictures):
-    """Draw `draw.Picture`s below one another on one time axis, each below its title and notes."""
+    """Draw `draw.Picture`s below one another on one time axis."""
     row, ranks, boxes = 0, {}, defaultdict(list)  # ranks: {row: label}; boxes: {(kind, later): [(row, start, ...)]}
     gap = max(picture.timeline.makespan for picture in pictures) / 500
     with figure(path, sum(0.2 * (len(p.notes) + len(p.schedule.actions) + 2) for p in pictures)) as axes:
@@ -94,7 +94,7 @@ def timelines(path, pictures):
 
 
 def traffic(path, p):
-    """Draw who sends what in one step, above a table of the bytes. p: `traffic.Prediction`.
+    """Draw who sends what, above a table of the bytes. p: `traffic.Prediction`.
 
     A box is a rank. Boxes side by side are tp ranks, a column of such groups is a pipeline stage, and a row is a data
     replica (with cp, one of its cp ranks). At most 4 ranks of an axis are drawn.

@@ -1,7 +1,7 @@
 """The bytes that one rank sends in a step, computed from the configuration alone (slide "分散並列学習").
 
 The slide's columns are 通信内容 (what), 通信形式 (operation) and 通信頻度 (how often). `comm.Ledger` counts the same
-table in a run, and `report.py` prints both side by side.
+table in a run.
 
 Letters: b samples of a micro-batch, s tokens of a sample (in the rows of tp and pp: s/c), h hidden size, t = tp,
 c = cp, n = dp, L layers of this pipeline rank, m micro-batches, P elements of this rank's buckets (padding included),
@@ -21,8 +21,8 @@ E experts, C places of an expert for a group of tokens.
     cp    keys and values          c-1 sends (F), c-1 (B)           layer and micro-batch    4 Lm bsh/t (c-1)/c
           their gradients          c-1 sends (B)                    layer and micro-batch    2 Lm bsh/t (c-1)/c
           tokens for heads         4 all_to_all (2 in F, 2 in B)    layer and micro-batch    8 Lm bsh/t (c-1)/c^2
-    pp    activations              send to the next chunk           boundary and micro-batch m bsh for each boundary
-          gradients of activations send to the previous chunk       boundary and micro-batch m bsh for each boundary
+    pp    activations              send to the next chunk           boundary and micro-batch m bsh a boundary
+          gradients of activations send to the previous chunk       boundary and micro-batch m bsh a boundary
           ... sequence parallel    both sends                       boundary and micro-batch 1/t of these elements
 
 A boundary lies between two consecutive chunks on different ranks. Sequence parallelism needs two more all_gathers in
@@ -30,11 +30,11 @@ backward, because a rank keeps only bsh/t elements of a linear's input. The smal
 
     embedding, head       one all_reduce per micro-batch, the embedding's in forward, the head's in backward
     cross-entropy rows    max, sum, target logit
-    partial gradients     under sequence parallelism, gradients of replicated parameters, summed over tp
+    partial gradients     under sequence parallelism, gradients of replicated parameters, over tp
     replicated gradients  the same gradients without sequence parallelism, if dp > 2 (`layout.replica_sums`)
-    twin gradients        gradients of a bucket that several pipeline ranks keep, summed over its holders
+    twin gradients        gradients of a bucket that several pipeline ranks keep, over its holders
     parameter norms       two norms of every parameter, for LAMB and LARS
-    scalars               loss, squared gradient norm and FLAGS, summed over all ranks
+    scalars               loss, squared gradient norm and FLAGS, over all ranks
 """
 
 import math
@@ -50,9 +50,9 @@ from parallel.pipeline import SENT
 from parallel.tensor import ROWS
 from parallel.versions import published
 
-FLAGS = 1  # numbers besides loss and squared gradient norm at the end of a step: the flag to stop
+FLAGS = 1  # numbers of "scalars" besides loss and norm: the flag to stop
 
-PER = {  # how often each thing is sent
+PER = {  # how often
     "pp": "boundary and micro-batch",
     "cp": "layer and micro-batch",
     "tokens for experts": "layer and micro-batch",
@@ -67,7 +67,7 @@ EACH_MICRO_BATCH = {"gradients": 2, "parameters": 3}  # the first such ZeRO stag
 
 
 def how_often(key, stage):
-    """Return the column 通信頻度 (how often) of a row (axis, what, operation) in a ZeRO stage."""
+    """Return the column 通信頻度 of a row (axis, what, operation) in a ZeRO stage."""
     axis, what, _ = key
     usual = "bucket and micro-batch" if stage >= EACH_MICRO_BATCH.get(what, 4) else "bucket and step"
     return PER.get(axis) or PER.get(what, usual)
@@ -76,14 +76,13 @@ def how_often(key, stage):
 def predict_sent(layout, schedule, pp_rank, dp_rank, item, master_item):
     """Return the table above as {(axis, what, operation): (calls, bytes)} for a step on one rank.
 
-    layout: a `layout.Layout`; item: bytes of an element of a parameter or an activation; master_item: bytes of an
-    element of the gradients and of the cross-entropy rows.
+    item: bytes of an element of a parameter or an activation; master_item: of a gradient or a cross-entropy row.
     """
     c, table, updates = layout.config, {}, schedules.updates(schedule)  # PipeDream has several
     sizes = {"dp": layout.dp, "cp": c.cp, "tp": c.tp, "pp": c.pp, "world": layout.dp * c.tp * c.pp}
 
     def row(axis, what, operation, calls, elements, item):
-        """Add calls and bytes to a row. axis: a name in `sizes`, or a tuple of holders."""
+        """Add to a row. axis: a name in `sizes`, or a tuple of holders."""
         ranks, name = (sizes[axis], axis) if axis in sizes else (len(axis), "holders")
         if ranks > 1 and calls:
             before = table.get((name, what, operation), (0, 0))
@@ -110,7 +109,7 @@ def predict_sent(layout, schedule, pp_rank, dp_rank, item, master_item):
 
 
 def _context_rows(row, c, blocks, item, master_item):
-    """Add the rows of attention over cp ranks. blocks: number of forwards of a block in a step."""
+    """Add the rows of cp. blocks: forwards of blocks in a step."""
     again, pair = c.recompute == "full", 2 * tokens_of_rank(c) * c.hidden_size // c.tp  # elements of keys and values
     if c.context == "ring":
         turns = blocks * (c.cp - 1)
@@ -122,7 +121,6 @@ def _context_rows(row, c, blocks, item, master_item):
 
 
 def _bucket_rows(row, layout, schedule, pp_rank, dp_rank, item, master_item):
-    """Add the rows of gradients, parameters and their norms."""
     c, stage, updates, norms = layout.config, layout.stage, schedules.updates(schedule), Counter()
     partial, passes = replica_sums(c, layout.dp), layout.passes(schedule, pp_rank)
     for name, bucket in layout.buckets(pp_rank).items():
@@ -143,14 +141,14 @@ def _bucket_rows(row, layout, schedule, pp_rank, dp_rank, item, master_item):
 
 
 def unit_passes(layout, schedule, rank):
-    """Return the numbers of forwards in a step on a pipeline rank: (all its blocks, the embedding, the head)."""
+    """Return the forwards in a step: (of all blocks of the rank, of the embedding, of the head)."""
     last = len(layout.table) - 1
     passed = Counter(u for kind, _, c in schedule.actions[rank] if kind == "F" for u in layout.units[c])
     return passed.total() - passed[0] - passed[last], passed[0], passed[last]
 
 
 def sends(schedule, rank):
-    """Return {what: number of messages} that a pipeline rank sends in a step."""
+    """Return {what: messages that a pipeline rank sends in a step}."""
     count = Counter()
     for kind, _, chunk in schedule.actions[rank]:
         to = (schedules.downstream if kind == "F" else schedules.upstream)(schedule, chunk)
@@ -160,7 +158,7 @@ def sends(schedule, rank):
 
 
 def average(tables):
-    """Return the mean of [(table, number of steps)]. The tables differ if the global batch grows."""
+    """Return the mean of [(table, number of steps)]."""
     mean, steps = {}, sum(count for _, count in tables)
     for table, count in tables:
         for key, row in table.items():

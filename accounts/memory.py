@@ -4,8 +4,8 @@ Letters: P elements of this rank's buckets (padding included), n = dp, t = tp, b
 sample, h hidden size, a heads.
 
 **Model states** (slide "ZeRO (FSDP)"; Rajbhandari et al., arXiv 1910.02054, Table 1). (2 + 4 + 4 + 8) are bytes per
-element of parameters, gradients, master weights and moments. The paper sums the last two. fp32 parameters are also the
-master weights, except with `offload` on a GPU.
+element of parameters, gradients, master weights and moments. fp32 parameters are also the master weights, except with
+`offload` on a GPU.
 
     stage    the paper (2 + 2 + 12)     bf16 (2 + 4 + 4 + 8)     fp32 (4 + 4 + 0 + 8)
       0      16P                        18P                      16P                     nothing is sharded
@@ -13,14 +13,14 @@ master weights, except with `offload` on a GPU.
       2       2P + 14P/n                 2P + 16P/n               4P + 12P/n             gradients too
       3            16P/n                      18P/n                    16P/n             parameters too
 
-**Activations** of one micro-batch that a block keeps from forward to backward (Korthikanti et al., arXiv 2205.05198,
-Table 2), in units of bsh. Our column counts elements, the paper's bytes, 2 for each element:
+**Activations** that a block keeps of one micro-batch (Korthikanti et al., arXiv 2205.05198,
+Table 2), in units of bsh. Our column counts elements, the paper's 2 bytes for each:
 
     kept for backward           ours         the paper
     LayerNorm 1's input x       1            2           with sequence parallelism 1/t
     qkv's input                 1            2           the same
     q, k, v                     3/t          6/t
-    softmax and its dropout     -            5as/ht      fused attention never forms an [s, s] matrix
+    softmax and its dropout     -            5as/ht      fused attention forms no [s, s] matrix
     proj's input                1/t          2/t
     dropout's mask              -            1           computed again from (seed, token, column)
     LayerNorm 2's input         1            2           with sequence parallelism 1/t
@@ -30,22 +30,20 @@ Table 2), in units of bsh. Our column counts elements, the paper's bytes, 2 for 
     dropout's mask              -            1
     sum                         4 + 12/t     10 + 24/t + 5as/ht
     ... sequence parallel       16/t         34/t + 5as/ht
-    ... full recomputation      1            2           plus one block's sum within a backward
+    ... full recomputation      1            2           plus one block's sum within a backward (`RECOMPUTED`)
 
 The formulas add the ids and, for each token, two numbers of each LayerNorm, one of each attention head (log-sum-exp)
-and the last LayerNorm's output. All of this counts once per micro-batch in flight.
+and the last LayerNorm's output. All of this counts once per micro-batch in flight. The row `PEAK` is the largest
+sum after an action.
 
-The action I frees these tensors, but keeps the operands of W: input x and output's gradient dy of four linears. They
-take 4 + 12/t (x: 2 + 5/t, dy: 2 + 7/t), as much as the freed tensors. Sequence parallelism frees only 16/t, but its
-operands are gathered and take the same 4 + 12/t. So this memory is free only after W.
+The action I frees these tensors, but until W a rank keeps the operands of W: input x and output's gradient dy of four
+linears. They take as much as the freed tensors: 4 + 12/t (x: 2 + 5/t, dy: 2 + 7/t). Sequence parallelism changes
+nothing here: it gathers them.
 
-The row `PEAK` is the largest sum after an action. With full recomputation, a running backward keeps the tensors of one
-block more: the row `RECOMPUTED`.
+**Whole gradients** of ZeRO-2 and 3 (row `WHOLE`) exist only while they are in use: at most three buckets and the tied
+word table. If a schedule splits B, a chunk has them from its I to its W.
 
-**Whole gradients** of ZeRO-2 and 3 exist only while they are in use: at most three buckets and the tied word table. If
-a schedule splits B, a chunk has them from its I to its W. The row `WHOLE` has the largest sum.
-
-**Not counted** here and in the meter's rows (`meter.Activations.process_peak` measures them):
+**Not counted** (`meter.Activations.process_peak` measures them):
 
     - tensors that live only within one action (logits, gradients of activations)
     - in ZeRO stage 3, whole parameters in use: at most two buckets and the tied word table
@@ -70,12 +68,12 @@ WHOLE = "whole gradients at their peak"
 
 
 class Sizes(NamedTuple):
-    """Bytes of one number of each kind, and rows (vectors of a token) of a micro-batch."""
+    """Bytes of one number, and rows (vectors of a token) of a micro-batch."""
 
     item: int  # a parameter, or an element of an activation
-    wide: int  # gradients, master weights, moments, losses: 4, in fp64 runs 8
+    wide: int  # gradients, master weights, moments, losses: 4, in fp64 8
     statistic: int  # LayerNorm's mean and 1/deviation: `wide` on a GPU, else `item`
-    tokens: int  # bs/cp: rows from a column parallel linear to the next row parallel linear
+    tokens: int  # bs/cp: rows between a column and a row parallel linear
     rows: int  # rows elsewhere: with sequence parallelism tokens/t
     apart: bool  # True if master weights have their own buffer
 
@@ -104,10 +102,7 @@ def rank_states(layout, rank, z):
 
 
 def model_states(elements, n, stage, parameters=2, gradients=4, master=4, moments=8):
-    """Return the first table above as {what: bytes}, in Fractions. elements: P; n: data ranks; stage: ZeRO stage.
-
-    The others are bytes per element.
-    """
+    """Return the first table above as {what: Fraction}. elements: P; the last four: bytes per element."""
     table = {  # bytes per element, and the first ZeRO stage that shards them
         "parameters": (parameters, 3),
         "gradients": (gradients, 2),
@@ -118,7 +113,7 @@ def model_states(elements, n, stage, parameters=2, gradients=4, master=4, moment
 
 
 def whole_gradients(layout, schedule, rank, z):
-    """Return {WHOLE: bytes} as `Zero.open_gradient` and `Zero.reduce` make them; {} if no gradients are sharded."""
+    """Return the row WHOLE as `Zero.open_gradient` and `Zero.reduce` make it; {} if no gradients are sharded."""
     size = {name: z.wide * bucket.size for name, bucket in layout.buckets(rank).items()}
     opened, sums, peak = set(), deque(maxlen=2), 0  # sums that still run: a third ends the oldest
     for kind, _, c in schedule.actions[rank] if layout.stage >= 2 else ():
@@ -134,7 +129,7 @@ def whole_gradients(layout, schedule, rank, z):
 
 
 def versions_of_weights(layout, schedule, rank, z):
-    """Return {what: bytes} that an asynchronous schedule adds on pipeline rank `rank` (`pipedream.py`)."""
+    """Return {what: bytes} that an asynchronous schedule adds (`pipedream.py`)."""
     older = sums = 0
     for name, bucket in layout.buckets(rank).items():
         begin, end = bucket.owned(0, layout.stage)
@@ -148,7 +143,7 @@ def versions_of_weights(layout, schedule, rank, z):
 
 
 def block_activations(c, z):
-    """Return {what: bytes} that one block saves of one micro-batch: the second table above."""
+    """Return {what: bytes} of a block and a micro-batch: the second table above."""
     outside, inside = z.item * z.rows * c.hidden_size, z.item * z.tokens * c.hidden_size // c.tp
     table = {
         "LayerNorm 1's input": outside,
@@ -179,12 +174,11 @@ def block_activations(c, z):
 
 
 def expert_places(c, z):
-    """Return the number of places for tokens that a rank's experts have (`parallel/experts.py`)."""
     return z.rows // c.tokens_of_group * places_of_expert(c, c.tokens_of_group) * c.experts
 
 
 def operand_elements(c, z):
-    """Return the elements of the operands of W that a block keeps from I."""
+    """Return the elements of W's operands in a block."""
     whole = z.tokens * c.hidden_size
     if c.experts:  # qkv and proj; fc1 and fc2
         return 2 * whole + 4 * whole // c.tp + 10 * expert_places(c, z) * c.hidden_size
@@ -194,7 +188,7 @@ def operand_elements(c, z):
 class Kept(NamedTuple):
     """Bytes of a chunk and a micro-batch."""
 
-    own: int  # from F to B or I: saved by autograd, or an output that this chunk keeps
+    own: int  # from F to B or I: saved by autograd, or an output
     output: int  # an output that only the next chunk keeps
     operands: int  # from I to W
 
@@ -203,14 +197,14 @@ FREED = {"B": ("own", "activation", "gradient"), "I": ("own", "activation", "gra
 
 
 def kept_by_chunk(c, schedule, z, message):
-    """Return the Kept of each chunk of the Schedule. message: bytes of a unit's output."""
+    """Return the Kept of each chunk. message: bytes of a unit's output."""
     saved = {
         "embedding": 8 * z.tokens + 8 * z.rows,  # ids and positions, int64
         "block": sum(block_activations(c, z).values()) - message,  # LayerNorm 1's input is another unit's output
         "head": message + 2 * z.statistic * z.rows + z.wide * z.tokens,  # LayerNorm's output and statistics; losses
     }
     if c.recompute == "full":
-        del saved["block"]  # only its input stays, another unit's output
+        del saved["block"]  # its input is another unit's output
     kept = []
     units = split(["embedding", *["block"] * c.num_layers, "head"], max(schedule.parts) + 1)
     for chunk, part in enumerate(schedule.parts):
@@ -218,13 +212,13 @@ def kept_by_chunk(c, schedule, z, message):
         stays = below is not None and schedule.placement[below] == rank and names[-1] in saved
         own = sum(saved.get(name, 0) for name in names) + message * (len(names) - 1 + stays)
         if c.dropout and {*names} & saved.keys() - {"head"} and rank not in schedule.placement[chunk - part : chunk]:
-            own += 8 * z.rows  # `MicroBatch.rows`, which this rank's later chunks share
+            own += 8 * z.rows  # `MicroBatch.rows`, once on a rank
         kept.append(Kept(own, message * (not stays), names.count("block") * z.item * operand_elements(c, z)))
     return kept
 
 
 def activations(c, schedule, rank, z, messages=None):
-    """Return {PEAK: bytes}, with recomputation also RECOMPUTED. messages: those of `rank`, if the caller has them."""
+    """Return the rows PEAK and RECOMPUTED. messages: those of `rank`."""
     message = z.item * z.rows * c.hidden_size
     chunks, messages = kept_by_chunk(c, schedule, z, message), messages or schedules.messages(schedule)
     table = {PEAK: max(after_actions(schedule, rank, chunks, message, messages))}
@@ -235,7 +229,7 @@ def activations(c, schedule, rank, z, messages=None):
 
 
 def after_actions(schedule, rank, chunks, message, messages):
-    """Yield the bytes that a rank keeps after each action of `pipeline.Executor`. message: bytes of one message."""
+    """Yield the bytes that a rank keeps after each action. message: bytes of one message."""
     kept, sent = {}, deque()  # {(what, micro-batch, chunk that needs it): bytes}; keys in transit
     mail = deque(m for m in messages if rank in (m.source, m.destination))
     for kind, j, chunk in schedule.actions[rank]:

@@ -1,11 +1,11 @@
 """Measure the bytes that one rank keeps in a run. `memory.py` predicts the same bytes.
 
-`measured_states` adds up the flat buffers. After each action, `Activations` adds up the tensors that autograd has saved
-for backward, and those that the executor keeps. A storage counts once. Parameters do not count.
+After each action, `Activations` adds up the tensors that autograd has saved for backward, and those that the executor
+keeps. A storage counts once, under its first name. Parameters do not count.
 
 On the CPU the measured bytes equal the formulas exactly. On a GPU there are two differences:
 
-    - The formula counts the last two sent messages (`pipeline.IN_TRANSIT`). NCCL may report sooner that they are sent.
+    - The formula counts the last two sent messages. NCCL may report sooner that they are sent.
     - Fused attention keeps the state of its random generator, and padded copies if its kernel does not support the
       head size.
 """
@@ -22,7 +22,7 @@ STATES = ("parameters", "gradients", "master weights", "moments")
 
 
 def storage_id(tensor):
-    """Return a key for a tensor's storage. A storage of size 0 has no address."""
+    """Return a key for a storage, because one of size 0 has no address."""
     return tensor.untyped_storage()._cdata
 
 
@@ -35,10 +35,7 @@ def flat_buffers(zero, more):
 
 
 def measured_states(zero, more=None):
-    """Return {what: bytes} of a `Zero`'s buffers between two steps. A storage counts under the first of its names.
-
-    more: {what: other flat buffers}, as in `Executor.flats`.
-    """
+    """Return {what: bytes} of a `Zero`'s buffers. more: {what: other flat buffers}, as in `Executor.flats`."""
     table, seen = dict.fromkeys((*STATES, *(more or {})), 0), set()
     for what, flat in flat_buffers(zero, more or {}):
         table[what] += flat.untyped_storage().nbytes() * (storage_id(flat) not in seen)
@@ -47,7 +44,6 @@ def measured_states(zero, more=None):
 
 
 def kept_by(executor):
-    """Yield the tensors that a `pipeline.Executor` keeps between two actions."""
     mail = executor.mail
     yield from (x for units in executor.kept.values() for pair in units for x in pair if x is not None)
     yield from (x for products in executor.deferred.values() for product in products for x in (product.dy, product.x))
@@ -62,8 +58,7 @@ class Activations:
             train_step(run, batches)
         meter.rows()
 
-    Autograd calls `pack` with every tensor that it saves, and the executor calls `count` after each action. The step's
-    results do not change by a bit.
+    Autograd calls `pack` with every tensor that it saves. The step's results do not change by a bit.
     """
 
     def __init__(self, executor):
@@ -84,7 +79,7 @@ class Activations:
         self.hooks.__exit__(*error)
 
     def rows(self):
-        """Return {what: bytes}: the rows of activations in `memory.predict_kept`."""
+        """Return the rows of activations in `memory.predict_kept`."""
         table = {WHOLE: self.whole, PEAK: self.peak, RECOMPUTED: self.recomputed}
         return {what: count for what, count in table.items() if count or what == PEAK}
 
@@ -98,7 +93,6 @@ class Activations:
         return f"measured by the operating system, also within actions: the model states and {grown:,} bytes"
 
     def open_gradient(self, name):
-        """Call `Zero.open_gradient`. Then count the whole gradients of ZeRO-2 and 3."""
         zero = self.executor.zero
         type(zero).open_gradient(zero, name)
         whole = [b.grad.whole.untyped_storage().nbytes() for b in zero.buckets.values() if b.grad.sharded]

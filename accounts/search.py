@@ -1,18 +1,17 @@
 """Search for layouts: which ones fit, how long a step takes, and what limits its speed.
 
-`candidates` lists the layouts of a model on a cluster. `facts_of` returns the facts of one layout, which `plan.py`
-prints. The memory is that of the fullest pipeline rank: the parts of `memory.py`, and three that it does not count:
+`plan.py` prints the result. The memory is that of the fullest pipeline rank, with three parts beside `memory.py`'s:
 
     whole parameters     ZeRO-3: those of two buckets and the word table
     logits               of `tensor.ROWS` tokens at a time
     context              CUDA's and NCCL's own memory, RESERVED bytes
 
-These layouts are not listed, because another one is better. Set their fields on the command line to judge them:
+These layouts are not listed, because another one is better. Set their fields to judge them:
 
     gpipe, chimera, zb-h2    1f1b has gpipe's bubble with less memory; chimera has all parameters twice; zb-h2 keeps
                              twice the activations of zb-h1 and saves nothing if all ranks wait for the gradient norm
     ZeRO-2 and 3 with pp > 1 they reduce gradients, or gather parameters, with every micro-batch
-    tp without sp            tp > 1 without sequence parallelism needs more memory and time
+    tp without sp            without sequence parallelism tp needs more memory and time
 """
 
 import gc
@@ -44,9 +43,9 @@ PLAIN = dict(zip(FIELDS, (1, 1, "1f1b", 1, 0, False, "none", 1), strict=True))
 
 # --- bytes of a long step from a short step ---------------------------------------------------------------------------
 #
-# A row of the ledger is proportional to the number of micro-batches, or does not depend on it. The peak of the bytes
-# kept stays the same after some rounds of pp micro-batches. Bytes of activations are proportional to b, the samples of
-# a micro-batch. So a short step with b = 1 is enough. Caches keep schedules and tables, which many layouts share.
+# A row of the ledger is proportional to the number of micro-batches, or constant. The peak of the bytes kept stays
+# the same after some rounds of pp micro-batches. Bytes of activations are proportional to b, the samples of a
+# micro-batch. So a short step with b = 1 is enough.
 
 # {schedule: (rounds, more)}: the peak is reached after rounds * pp + more micro-batches; in others at the end.
 SHORT = {"1f1b": (1, 2), "interleaved": (2, 0), "zb-h1": (2, 2), "zb-h2": (3, 2), "zb-v": (3, 2)}
@@ -63,8 +62,6 @@ def messages_by_rank(*numbers):
 
 
 class Model:
-    """The bytes of any layout of one model."""
-
     def __init__(self, config):
         self.config, self.table, self.item = config, parameter_table(config), DTYPES[config.dtype].itemsize
         self.wide = max(4, self.item)
@@ -74,7 +71,7 @@ class Model:
         self.layout, self.rows, self.activations = map(cache, (self.layout, self.rows, self.activations))
 
     def layout(self, dp, *fields):
-        """Return the `layout.Layout` with these FIELDS and one sample in a micro-batch, and add its `memory.Sizes`."""
+        """Return the `layout.Layout` with these FIELDS and b = 1, and add its `memory.Sizes`."""
         c = replace(self.config, **dict(zip(FIELDS, (*fields, 1), strict=True)))
         made = Layout(c, dp, self.table, schedule(c.schedule, c.pp, c.pp, c.chunks), self.buckets(c.tp, dp))
         made.buckets, made.sizes = cache(made.buckets), memory.sizes(c, self.item, self.wide, on_cpu=False)
@@ -111,7 +108,7 @@ class Model:
         return states | whole | {what: b * size for what, size in activations.items()}
 
     def on_gpu(self, c, layout, m, rank):
-        """Return {part: bytes} on the GPU of a pipeline rank, with the parts that `memory.py` does not count."""
+        """Return {part: bytes} on the GPU of a pipeline rank."""
         kept = self.kept(layout, m, c.micro_batch_size, rank)
         if c.offload:
             del kept["master weights"], kept["moments"]
@@ -130,7 +127,7 @@ def _model(**fields):
 
 
 def model_of(config, dtype):
-    """Return the Model of a Config with parameters of `dtype`, the same for all its layouts."""
+    """Return the Model that all layouts of a Config share."""
     return _model(**vars(config) | PLAIN | {"dtype": dtype, "order": ORDERS[0]})
 
 
@@ -138,7 +135,7 @@ def model_of(config, dtype):
 
 
 def candidates(config, gpus, device, fixed):
-    """Yield the Configs of all layouts that `config.check` accepts. fixed: names of fields that keep their values."""
+    """Yield the Configs that `config.check` accepts. fixed: names of fields that keep their values."""
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
     tps = [n for n in divisors if n & (n - 1) == 0 and n <= 2 * device.per_node]  # also beyond the node
     pps, zeros, recomputes = [n for n in divisors if n <= config.num_layers], [0, 1, 2, 3], ["none", "full"]
@@ -160,7 +157,7 @@ def candidates(config, gpus, device, fixed):
 
 
 def fits(c, gpus):
-    """Return True if `config.check` accepts the layout. This is faster, because the schedule is short."""
+    """Return True if `config.check` accepts the layout. This is faster."""
     dp = max(1, gpus // (c.tp * c.pp))
     batch = math.gcd(*configuration.rampup(c)[:2])  # divides all batch sizes
     m, over = divmod(batch * c.cp, c.micro_batch_size * dp)
@@ -177,10 +174,10 @@ def fits(c, gpus):
 
 
 def facts_of(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
-    """Return the facts of one layout as a dict with the keys of plan.py's --json, in bytes and seconds.
+    """Return {key of plan.py's --json: value} of one layout, in bytes and seconds.
 
-    exact=False is fast: it takes 1F1B's bubble for a bubble without a closed form. say: gets each line of the
-    explanation (name, formula, value). Raises UserError for a layout that can't be predicted.
+    exact=False is fast: it takes 1F1B's bubble for a bubble without a closed form. say: gets each (name, formula,
+    value). Raises UserError for a layout that can't be predicted.
     """
     one = c.schedule not in schedules.ASYNCHRONOUS
     configuration.require(c, "schedule", one, "plan.py predicts only schedules with one update a step")
@@ -225,7 +222,7 @@ def facts_of(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
 
 
 def binds(facts):
-    """Return as text why the layout does not fit, or which part of the step, except computation, costs most."""
+    """Return why the layout does not fit, or which part of the step, except computation, costs most."""
     parts, kept = facts["step_parts"], facts["memory_bytes"]
     if not facts["fits"]:
         what, missing = max(kept, key=kept.get), sum(kept.values()) - facts["capacity_bytes"]
@@ -235,13 +232,13 @@ def binds(facts):
 
 
 def sort_key(facts):
-    """Return a key that sorts layouts: first those that fit, the fastest first; then the smallest first."""
+    """Return a key: first layouts that fit, by time; then the others, by memory."""
     return not facts["fits"], facts["step_seconds"] if facts["fits"] else sum(facts["memory_bytes"].values())
 
 
 def rank_all(config, gpus, device, fixed, **options):
-    """Return the facts of all candidates in the order of `sort_key`, each with its Config."""
-    gc.disable()  # saves a third of the time: the collector would visit all cached schedules and tables
+    """Return the sorted facts of all candidates, each with its Config."""
+    gc.disable()  # saves a third of the time: the collector would visit all caches
     found = candidates(config, gpus, device, fixed)
     judged = [facts_of(c, gpus, device, exact=False, **options) | {"config": c} for c in found]
     gc.enable()

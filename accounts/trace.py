@@ -1,4 +1,4 @@
-"""Record when each rank runs each action and waits for each message, in Chrome's trace format.
+"""Record each rank's actions and waits for messages in Chrome's trace format.
 
     torchrun ... train.py configs/tiny.py --pp=2 --schedule=zb-h1 --trace=trace.json
     python -m accounts.draw --trace=trace.json         draws the last step below its simulation
@@ -22,7 +22,7 @@ STEPS = 10  # latest steps that are kept
 
 
 class Trace:
-    """The record of one rank, in microseconds of the machine's clock. The first step is iteration + 1."""
+    """The record of one rank, in microseconds. The first step is iteration + 1."""
 
     def __init__(self, mesh, device, iteration):
         self.replica, self.rank = mesh.dp.rank * mesh.tp.size + mesh.tp.rank, mesh.pp.rank
@@ -30,21 +30,20 @@ class Trace:
         self.steps = deque(maxlen=STEPS)
 
     def begin_step(self, schedule):
-        """Begin the record of a step. Its number is that of its last update."""
+        """The number of a step is that of its last update."""
         self.step, self.schedule = self.step + updates(schedule), schedule
         self.steps.append([])
 
     def now(self):
         if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # not NCCL's streams: a receive may still wait there
+            torch.cuda.current_stream(self.device).synchronize()  # on NCCL's streams a receive may still wait
         return time.time_ns() / 1000
 
     def action(self, action):
-        """Return a context that records an action, from the end of its wait for a message."""
+        """Context: record an action, from the end of its wait for a message."""
         return self._record(f"{action.kind}{action.microbatch}", action.kind, action._asdict())
 
     def wait(self, kind, microbatch, chunk):
-        """Return a context that records the wait for a message."""
         what = {"kind": kind, "microbatch": microbatch, "chunk": chunk}
         return self._record(f"wait for {kind} {microbatch}", "message", what)
 
@@ -59,14 +58,14 @@ class Trace:
 
 
 def check_file(c):
-    """Raise UserError if the file of the trace can't be written."""
+    """Raise UserError if the file can't be written."""
     if c.trace:
         with reading(f"trace={c.trace}"), open(c.trace, "a"):
             pass
 
 
 def write_trace(c, trace, mesh):
-    """Collect the ranks' records in one file. Every rank calls this, and rank 0 writes or raises UserError."""
+    """Collect the records in one file. Every rank calls this, and rank 0 writes or raises UserError."""
     mine = [event for step in trace.steps for event in step]
     events = [event for events in gather_objects(mine, mesh.world) for event in events]
     m = trace.schedule.microbatches

@@ -6,17 +6,17 @@ outputs, each times its p. So the model has many parameters, but a token costs a
 
 **Over ranks.** Each of the t tensor parallel ranks has E/t experts: one parameter [E, out, in], which is cut along E.
 Sequence parallelism gives each rank n/t tokens. An all_to_all sends each token to the ranks of its experts, and a
-second one sends the outputs back (4 for each layer and micro-batch; 6 with recomputation):
+second one sends the outputs back:
 
     x [n/t, h]  --places-->  [E, groups, C, h]  --all_to_all-->  [E/t, t groups C, h]  -->  fc1, activation, fc2
                                                                                                      |
     sum over k, times p  <--places--  [E, groups, C, h]  <--all_to_all--  [E/t, t groups C, h]  <----+
 
 **Every layout drops the same tokens.** Tokens compete for places in a *group* of G consecutive tokens of one sample,
-which one rank has. In each group an expert takes its first C = ceil(capacity_factor k G / E) tokens. So buffers and
-messages have a fixed size. A dropped token gets nothing from this expert. In generation each token is its own group, so
-none is dropped. A larger group drops fewer tokens, but tp cp groups (with the ring 2 tp cp) must fit into a sample. So
-the default is G = s/4. A router that chooses by chance drops with capacity_factor 1.25:
+which one rank has. In each group an expert takes its first C = ceil(capacity_factor k G / E) tokens, and the others get
+nothing from it. So buffers and messages have a fixed size. In generation each token is its own group, so none is
+dropped. A larger group drops fewer tokens, but tp cp groups (with the ring 2 tp cp) must fit into a sample. The default
+is G = s/4. A router that chooses by chance drops with capacity_factor 1.25:
 
     G                 64      128     256     512     1024    2048
     8 experts, k=1    4.5%    1.9%    0.5%    0.1%    0.0%    0.0%       also 16 experts, k=2
@@ -27,8 +27,8 @@ the default is G = s/4. A router that chooses by chance drops with capacity_fact
 has one more term, a E sum_e f_e P_e, with a = `balance` (Switch, section 2.2). f_e is the share of the group's choices
 that are expert e, and P_e the mean of p_e. The term is smallest if all experts get equally many tokens.
 
-Left out: GShard's division of the two p of a token by their sum, Switch's noise, experts over data parallel ranks
-(DeepSpeed-MoE), experts without dropped tokens (MegaBlocks), shared experts (DeepSeekMoE).
+Left out: experts over data parallel ranks (DeepSpeed-MoE), experts without dropped tokens (MegaBlocks), shared experts
+(DeepSeekMoE).
 """
 
 import math
@@ -42,7 +42,7 @@ from parallel.tensor import ParamSpec, WeightGradient
 
 
 class Experts(nn.Module):
-    """x [n/t, h] -> [n/t, h]. The next operation adds the bias; the experts have no other one."""
+    """x [n/t, h] -> [n/t, h]. The next operation adds the bias."""
 
     def __init__(self, c, name, std, residual_std, tp, ops):
         super().__init__()
@@ -76,7 +76,7 @@ class Experts(nn.Module):
 
 
 def places_of_expert(c, G):
-    """Return C, the places of an expert in a group of G tokens."""
+    """Return C for a group of G tokens."""
     return math.ceil(c.capacity_factor * c.top_k * G / c.experts)
 
 
@@ -88,14 +88,14 @@ def places_of(chosen, c, G):
     E, C, expert = c.experts, places_of_expert(c, G), chosen.view(-1, G * c.top_k)  # [groups, G k], in order of tokens
     groups = len(expert)
     is_expert = expert[..., None] == torch.arange(E, device=chosen.device)
-    earlier = (is_expert.cumsum(1) * is_expert).sum(-1) - 1  # choices of the same expert before this one
+    earlier = (is_expert.cumsum(1) * is_expert).sum(-1) - 1  # choices of the same expert
     group = torch.arange(groups, device=chosen.device)[:, None]
     place = (expert * groups + group) * C + earlier
     return place.where(earlier < C, E * groups * C).flatten(), E * groups * C
 
 
 def dropped_if_uniform(c):
-    """Return the share of choices that a router drops if it chooses by chance (a binomial distribution)."""
+    """Return the share of choices that a router drops if it chooses by chance."""
     G, C, p, ln = c.tokens_of_group, places_of_expert(c, c.tokens_of_group), c.top_k / c.experts, math.lgamma
     share, p = 0.0, min(p, 1 - 1e-12)  # the logarithm of 1 - p must exist
     for n in range(C + 1, G + 1):
@@ -105,10 +105,7 @@ def dropped_if_uniform(c):
 
 
 class ExpertLinear(torch.autograd.Function):
-    """y[e] = x[e] w[e]^T. x [E/t, m, in]; w [E/t, out, in]; y [E/t, m, out].
-
-    Backward adds the gradient of w to `.grad`, as `tensor.Linear` does.
-    """
+    """y[e] = x[e] w[e]^T. x [E/t, m, in]; w [E/t, out, in]. Backward adds to `w.grad`, as `tensor.Linear` does."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -128,15 +125,13 @@ class ExpertLinear(torch.autograd.Function):
 
 
 class ExpertGradient(WeightGradient):
-    """The factors of dW of all experts of a rank."""
-
     def add(self):
         for gradient, dy, x in zip(self.w.grad, self.dy, self.x, strict=True):
             reference.add_product_(gradient, dy.T, x)
 
 
 class TokensForExperts(torch.autograd.Function):
-    """x [t, ...]: send x[i] to tp rank i. Backward sends the gradients back."""
+    """x [t, ...]: send x[i] to tp rank i."""
 
     @staticmethod
     def forward(ctx, x, tp):

@@ -1,17 +1,17 @@
 """Names the rank that the others wait for, if a run makes no progress.
 
 After `comm_timeout` seconds torch ends the ranks that wait, and torchrun names one of them, but another rank is the
-culprit. So a thread of each rank looks at the clock. After 0.8 comm_timeout without progress (an iteration, a part of a
-validation, a checkpoint) it writes a row: the communication that its rank waits for, and the place in the program. A
-little later the lowest rank with a row prints all rows, and the ranks without one:
+culprit. So after 0.8 comm_timeout without progress (an iteration, a part of a validation, a checkpoint) a thread of
+each rank writes a row: the communication that its rank waits for, and the place in the program. The lowest rank with a
+row prints all rows, and the ranks without one:
 
     no progress for 16 s:
     rank 0: iteration 8: waits for rank 2 to send (pipeline.py:86 receive < pipeline.py:162 forward < ...)
     rank 2: iteration 8: waits for ranks [3] in all_reduce 113 of activations over tp (comm.py:75 wait < ...)
     ranks [3]: no answer (stopped, dead, or its host is lost)
 
-Ranks that wait in different numbers of a communication (113 above) have lost their common order. On NCCL, `wait` does
-not block the host, so the row has the latest communication (no GPU has tested this).
+Ranks that wait in different numbers of a communication (113 above) have lost their common order. On NCCL, the row has
+the latest communication, because `wait` does not block the host (no GPU has tested this).
 """
 
 import shutil
@@ -28,8 +28,6 @@ PROGRAM = ROOT, ROOT / "parallel", ROOT / "recovery"
 
 
 class Watchdog:
-    """Knows when this rank made progress."""
-
     def __init__(self):
         self.progress("start")
 
@@ -38,7 +36,7 @@ class Watchdog:
         self.what, self.since = what, time.monotonic()
 
     def watch(self, mesh, out_dir, seconds):
-        """Start the thread, which prints the table once for each `seconds` without progress."""
+        """Start the thread. It reports after `seconds` without progress."""
         folder, main = Path(out_dir, "hang"), threading.get_ident()
         if mesh.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # rows of an earlier run
@@ -53,7 +51,7 @@ class Watchdog:
             if time.monotonic() - since > seconds and since != reported:
                 folder.mkdir(exist_ok=True)
                 (folder / str(rank)).write_text(f"{self.what}: {waits_for(rank)} ({places(main)})")
-                time.sleep(seconds / 8)  # until the other ranks have written, too
+                time.sleep(seconds / 8)  # until the others have written
                 rows = {int(path.name): path.read_text() for path in folder.iterdir()}
                 if rank == min(rows):
                     print(hang_table(rows, ranks, seconds), file=sys.stderr, flush=True)
@@ -61,14 +59,13 @@ class Watchdog:
 
 
 def waits_for(rank):
-    """Return the communication that this process waits for, or the latest one that it started."""
     if Pending.waiting:
         return Pending.waiting.name.replace(f"rank {rank} waited", "waits")
     return f"waits for no communication; the latest was: {Pending.latest}"
 
 
 def places(thread):
-    """Return the four innermost functions of the project in which the thread is."""
+    """Return the thread's four innermost functions of the project."""
     frames = traceback.extract_stack(sys._current_frames()[thread])
     ours = [frame for frame in frames if Path(frame.filename).parent in PROGRAM]
     return " < ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in reversed(ours[-4:]))

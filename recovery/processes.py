@@ -20,9 +20,9 @@ GPU, DRIVER = Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version")
 
 
 def join_processes():
-    """Return this process's device. Under torchrun, also connect the processes (NCCL on GPUs, otherwise Gloo).
+    """Return this process's device. Under torchrun, also connect the processes.
 
-    Raises UserError if PyTorch is too old, if there are too few GPUs, or if the GPU's driver is too old for PyTorch.
+    Raises UserError if PyTorch or the GPU's driver is too old, or if there are too few GPUs.
     """
     if not hasattr(torch.Tensor, "grad_dtype"):
         raise UserError(f"torch {torch.__version__} is too old; should be 2.11 or later, as in requirements.txt")
@@ -45,7 +45,7 @@ def join_processes():
 
 
 def follow(launcher):
-    """End this process, without a save, when its torchrun `launcher` has died."""
+    """End this process when its torchrun `launcher` has died."""
     while os.getppid() == launcher:
         time.sleep(1)
     leave("the torchrun of this process died; the steps after the last checkpoint are lost", 2)
@@ -54,7 +54,7 @@ def follow(launcher):
 def together(world, work):
     """Call `work()`, and end the process. Exit codes: 0 done, 2 a mistake of the user, 1 a lost peer.
 
-    Without torchrun, the function returns, or raises the UserError to the caller.
+    Without torchrun, the function returns, or raises the UserError.
     """
     try:
         work()
@@ -76,9 +76,9 @@ def together(world, work):
 
 
 def finish_process():
-    """Close the groups, run the exit hooks (of W&B, for example), flush, and end this process with exit code 0.
+    """End this process with exit code 0, after its exit hooks (of W&B, for example).
 
-    Python's own exit would abort if a thread is in torch's code, for example one of Gloo that frees tensors.
+    Python's own exit would abort if a thread is in torch's code, for example one of Gloo.
     """
     dist.destroy_process_group()
     atexit._run_exitfuncs()
@@ -88,7 +88,7 @@ def finish_process():
 
 
 def leave(error, code):
-    """Report the error and exit at once: the normal exit would wait for peers that may be dead."""
+    """Exit at once: the normal exit would wait for peers that may be dead."""
     report_error(error, late=int(code == 1))
     os._exit(code)
 
@@ -103,10 +103,10 @@ def lock(out_dir):
 class Signals:
     """Notes SIGTERM and Ctrl-C, so that a run stops between two steps. A second Ctrl-C stops at once."""
 
-    stop = False  # True after a signal
+    stop = False
 
     def watch(self, stack):
-        """Receive the signals until the contextlib.ExitStack `stack` is closed."""
+        """Receive the signals until the ExitStack `stack` is closed."""
         for number in (signal.SIGTERM, signal.SIGINT):
             stack.callback(signal.signal, number, signal.signal(number, self._received))
 

@@ -1,15 +1,12 @@
 """Compares copies: several ranks keep the same numbers, which must be equal bit for bit (--check_replicas=N).
 
-A defective memory, a lost update or a wrong kernel can make copies differ, and the run continues with wrong weights.
-These copies exist:
+A defective memory, a lost update or a wrong kernel can make copies differ. These copies exist:
 
     tensors                                                       copies on
     parameters, ZeRO stages 0 to 2                                dp ranks
     master weights and moments, stage 0                           dp ranks
     parameters, master weights, moments, and shards of these      holders of a bucket (the tied word table)
     all of them, if the parameter is replicated over tp           tp ranks
-
-Each rank computes a sum (`fingerprint`) of each tensor, and compares it with the sums of the other ranks.
 """
 
 import math
@@ -24,7 +21,7 @@ BLOCK = 1 << 17  # words that are multiplied at once
 
 
 def fingerprint(flat):
-    """Return a sum of a tensor [n] (a multiple of 8 bytes), int64 [], computed on its device.
+    """Return a sum of a tensor [n] (a multiple of 8 bytes), int64 [].
 
     Each word of 8 bytes is multiplied by an odd number that depends on its place, so any change of one word changes the
     sum mod 2^64.
@@ -40,7 +37,7 @@ def fingerprint(flat):
 def fingerprints(zero):
     """Return {(tensor, dp rank, tp rank): sum} of this rank's tensors. Copies have equal keys.
 
-    A rank is None in the key if all ranks of its axis have copies.
+    A rank is None if all ranks of its axis have copies.
     """
     sums, mesh = {}, zero.mesh
     zero.finish_gathers()
