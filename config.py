@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node=4 train.py configs/gpt2_345m.py --tp=2 --lr=3e-4
 
-The file is plain Python that assigns fields. It may import another file's (`from configs.gpt2_124m import *`). The
-command line replaces the file's values. `--help` prints the comment beside each field. Fields have Megatron-LM's names,
-in snake case, or the comment gives Megatron-LM's name.
+The file is plain Python. It may import another file's fields (`from configs.gpt2_124m import *`). The command line
+replaces the file's values. `--help` prints the comment beside each field. Fields have Megatron-LM's names, in snake
+case, or the comment gives them.
 """
 
 import argparse
@@ -26,83 +26,83 @@ from reference import ACTIVATIONS
 class Config:
     # -- model
     num_layers: int = 4  # transformer blocks
-    hidden_size: int = 128  # width h of the residual stream
-    num_attention_heads: int = 4  # each head has hidden_size / num_attention_heads columns
+    hidden_size: int = 128  # width of the residual stream
+    num_attention_heads: int = 4  # attention heads of a block
     seq_length: int = 256  # tokens of a sample
     max_position_embeddings: int = 0  # rows of the position table (0: seq_length)
-    vocab_size: int = 50257  # number of token ids; the word table is padded to a multiple of 128
+    vocab_size: int = 50257  # number of token ids
     activation: str = "gelu"  # gelu is GPT-2's (tanh), relu OPT's
     experts: int = 0  # of each block (0: one MLP) (Megatron-LM: --num-experts)
     top_k: int = 1  # experts of a token (Megatron-LM: --moe-router-topk)
-    expert_group: int = 0  # consecutive tokens that compete for an expert's places (0: seq_length / 4)
-    capacity_factor: float = 1.25  # places of an expert / its equal share of a group's tokens
-    balance: float = 0.01  # factor of the loss that balances experts (Megatron-LM: --moe-aux-loss-coeff)
+    expert_group: int = 0  # tokens that compete for an expert's places (0: seq_length / 4)
+    capacity_factor: float = 1.25  # places of an expert / its equal share of tokens
+    balance: float = 0.01  # factor of the balancing loss (Megatron-LM: --moe-aux-loss-coeff)
     dropout: float = 0.0  # of embedding, attention and MLP outputs (Megatron-LM: --hidden-dropout)
-    init_method_std: float = 0.02  # standard deviation of initial weights (proj, fc2: divided by sqrt(2 num_layers))
+    init_method_std: float = 0.02  # of initial weights (proj, fc2: divided by sqrt(2 num_layers))
 
     # -- data and batch
     data_dir: str = "data/stdlib_bytes"  # folder that prepare.py wrote (Megatron-LM: --data-path)
-    micro_batch_size: int = 8  # samples of one forward and backward on a data rank
-    global_batch_size: int = 8  # samples of an update, on all data ranks together
-    rampup_batch_size: str = ""  # start,increment,samples: the batch grows to global_batch_size over so many samples
+    micro_batch_size: int = 8  # samples of one forward and backward
+    global_batch_size: int = 8  # samples of an update, on all data ranks
+    rampup_batch_size: str = ""  # start,increment,samples: the batch grows over so many samples
     train_iters: int = 0  # updates of the run
-    train_epochs: float = 0.0  # passes over the training tokens (0: use train_iters)
+    train_epochs: float = 0.0  # passes over the data (0: use train_iters)
     seed: int = 1234  # of initial weights, data order and dropout
 
     # -- optimizer
-    optimizer: str = "adamw"  # update rule; lamb and lars are for large batches
+    optimizer: str = "adamw"  # lamb and lars are for large batches
     lr: float = 1e-3  # peak learning rate
     min_lr: float = 0.0  # learning rate after the decay
-    lr_decay_style: str = "cosine"  # shape of the learning rate; wsd: warm-up, stable, decay
+    lr_decay_style: str = "cosine"  # wsd: warm-up, stable, decay
     lr_decay_iters: int = 0  # update at which the decay ends (0: train_iters)
     lr_warmup_iters: int = -1  # updates of linear warm-up (-1: use lr_warmup_fraction)
     lr_warmup_fraction: float = 0.0  # warm-up / lr_decay_iters
-    lr_wsd_decay_iters: int = 0  # wsd: updates of the decay, which ends at lr_decay_iters
-    weight_decay: float = 0.01  # factor of the weight decay; biases and LayerNorms have none
+    lr_wsd_decay_iters: int = 0  # wsd: updates of the decay
+    weight_decay: float = 0.01  # biases and LayerNorms have none
     adam_beta1: float = 0.9  # decay of the first moment
     adam_beta2: float = 0.999  # decay of the second moment
     adam_eps: float = 1e-8  # added to the second moment's root
     lars_coefficient: float = 1e-3  # lars: norm of a tensor's step / (lr x the tensor's norm)
-    penalty: float = 0.0  # of the variance of the data ranks' gradients (`parallel/penalty.py`); doubles the work
+    penalty: float = 0.0  # of the variance of the data ranks' gradients; doubles the work
     clip_grad: float = 1.0  # largest global gradient norm (0: no clipping)
 
     # -- numbers
-    dtype: str = "auto"  # auto: bf16 on a GPU that has it, fp16 on others, fp32 on a CPU (Megatron-LM: --fp16, --bf16)
-    initial_loss_scale: float = 2.0**32  # fp16: first loss scale
-    min_loss_scale: float = 1.0  # fp16: smallest loss scale
+    dtype: str = "auto"  # auto: bf16 or fp16 on a GPU, fp32 on a CPU (Megatron-LM: --fp16, --bf16)
+    initial_loss_scale: float = 2.0**32  # fp16: first scale
+    min_loss_scale: float = 1.0  # fp16: smallest scale
     loss_scale_window: int = 1000  # fp16: updates without overflow until the scale doubles
     hysteresis: int = 2  # fp16: overflows until the scale is halved
-    kernels: str = "auto"  # operations between matrix products: triton is kernels.py, torch reference.py
+    kernels: str = "auto"  # triton is kernels.py, torch reference.py
 
     # -- layout (data parallel size: dp = processes / (tp * cp * pp))
     tp: int = 1  # tensor parallel ranks (Megatron-LM: --tensor-model-parallel-size)
     pp: int = 1  # pipeline stages (Megatron-LM: --pipeline-model-parallel-size)
     cp: int = 1  # ranks that share each sample's tokens (Megatron-LM: --context-parallel-size)
-    context: str = "ulysses"  # over cp ranks: ulysses exchanges tokens for heads, ring passes keys and values around
-    order: str = "dp-pp-tp"  # the axes of a rank's number, outermost first; pp-dp-tp is Megatron-LM's
+    context: str = "ulysses"  # ulysses exchanges tokens for heads, ring passes keys and values around
+    order: str = "dp-pp-tp"  # axes of a rank's number, outermost first; pp-dp-tp is Megatron-LM's
     sequence_parallel: bool = False  # shard over tp the activations between tensor parallel layers
     zero: int = 0  # shard over dp: 1 optimizer state, 2 also gradients, 3 also parameters (DeepSpeed: --zero-stage)
     schedule: str = "1f1b"  # order of the pipeline's work
-    updates_per_call: int = 1  # pipedream, pipedream-2bw: updates from one empty pipeline to the next
+    updates_per_call: int = 1  # pipedream, pipedream-2bw: updates until the pipeline empties
     chunks: int = 1  # per rank; zb-v: 2, interleaved: 2 or more (Megatron-LM: --num-virtual-stages-per-pipeline-rank)
-    offload: bool = False  # keep and update the optimizer state on the CPU (DeepSpeed: --cpu-optimizer)
+    offload: bool = False  # keep the optimizer state on the CPU (DeepSpeed: --cpu-optimizer)
     recompute: str = "none"  # full: keep each block's input, repeat its forward (Megatron-LM: --checkpoint-activations)
 
     # -- run
     out_dir: str = ""  # checkpoints and metrics.jsonl (default: out/CONFIGNAME) (Megatron-LM: --save)
     resume: str = "auto"  # auto: out_dir's latest checkpoint; none; or a checkpoint's path (Megatron-LM: --load)
-    new_data: bool = False  # resume with training tokens other than the checkpoint's
-    save_interval: int = 1000  # updates between checkpoints (0: at the end only)
+    new_data: bool = False  # resume with other training tokens
+    save_interval: int = 1000  # updates between checkpoints (0: at the end)
     keep: int = 2  # latest checkpoints to keep (0: all)
     log_interval: int = 10  # updates between log lines
-    eval_interval: int = 1000  # updates between validations (0: at the end only)
-    eval_iters: int = 10  # global batches of a validation (0: no validation)
-    eval_only: bool = False  # only print a checkpoint's loss
-    split: str = "val"  # eval_only: the split to evaluate
-    stop_after_nan: int = 20  # iterations in a row without a finite loss before the run stops (0: never)
-    check_replicas: int = 0  # updates between comparisons of all copies of weights and moments (0: never)
-    ledger: bool = False  # print traffic and memory in bytes, measured and predicted
-    trace: str = ""  # file for the last steps' actions and messages, in Chrome's format
+    eval_interval: int = 1000  # updates between validations (0: at the end)
+    eval_iters: int = 10  # global batches of a validation (0: none)
+    eval_only: bool = False  # print a checkpoint's loss
+    split: str = "val"  # split of eval_only
+    stop_after_nan: int = 20  # nan or inf losses in a row that stop the run (0: never)
+    check_replicas: int = 0  # updates between comparisons of the ranks' copies (0: never)
+    ledger: bool = False  # print traffic and memory, measured and predicted
+    trace: str = ""  # file for the last steps' actions, in Chrome's format
     tensorboard: str = ""  # folder (Megatron-LM: --tensorboard-dir)
     wandb: str = ""  # project of Weights & Biases (Megatron-LM: --wandb-project)
     comm_timeout: float = 600.0  # seconds that a rank waits for another (Megatron-LM: --distributed-timeout-minutes)
@@ -118,7 +118,7 @@ class Config:
 
     @property
     def tokens_of_group(self):
-        """Tokens of a group (`parallel/experts.py`). They must not depend on the layout."""
+        """They must not depend on the layout (`parallel/experts.py`)."""
         return self.expert_group or max(1, self.seq_length // 4)
 
     @property
@@ -164,7 +164,6 @@ USAGE = "torchrun --nproc_per_node=N train.py [CONFIG.py] [--field=value ...] (-
 
 
 def parser():
-    """Return the parser, whose help has each field's comment and default."""
     parser = Parser("python train.py", usage=USAGE, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("file", nargs="?", metavar="CONFIG.py", help="default: configs/tiny.py")
     group = parser
@@ -214,7 +213,7 @@ def rampup(c):
 def global_batch_size_at(c, consumed_samples):
     """Return the batch size after `consumed_samples` (slide "データ並列": 途中からbatch sizeを上げる)."""
     start, increment, samples = rampup(c)
-    steps = (c.global_batch_size - start) // increment  # spread evenly over `samples`
+    steps = (c.global_batch_size - start) // increment
     return start + increment * min(steps, consumed_samples * steps // samples)
 
 
@@ -231,13 +230,13 @@ def iterations(c, samples):
 
 
 def of_checkpoint(index):
-    """Return a checkpoint's Config; a field that it lacks has its default."""
+    """A field that a checkpoint lacks has its default."""
     saved = index["config"]
     return Config(**{name: saved.get(name, default) for name, default in vars(Config()).items()})
 
 
 def differences(c, index):
-    """Return "lr=0.002 (the checkpoint: 0.001), ...": values of `c` that differ from a checkpoint's index."""
+    """Return "lr=0.002 (the checkpoint: 0.001), ...": values that differ from a checkpoint's."""
     saved = index["config"]
     changed = [name for name, value in vars(c).items() if name not in NO_EFFECT and saved.get(name, value) != value]
     return ", ".join(f"{name}={getattr(c, name)} (the checkpoint: {saved[name]})" for name in changed)
@@ -252,14 +251,14 @@ def require(c, name, fits, why):
 
 
 def check(c, world):
-    """Raise UserError if a run with `c` cannot work on `world` processes. Return dp."""
+    """Raise UserError if `c` cannot run on `world` processes. Return dp."""
     more = ASYNCHRONOUS if c.schedule in schedules.ASYNCHRONOUS else {"updates_per_call": (1,)}
     for name, choices in (CHOICES | more).items():
         where = f", with schedule={c.schedule}" if name in more else ""
         require(c, name, getattr(c, name) in choices, f"should be one of {', '.join(map(str, choices))}{where}")
     for name, value in vars(c).items():
         if type(value) in (int, float) and name != "lr_warmup_iters":
-            most = BELOW.get(name, 1e13)  # no number of a run is larger
+            most = BELOW.get(name, 1e13)
             least = "above 0" if name in POSITIVE else "0 or more"
             fits = (value > 0 or name not in POSITIVE) and 0 <= value < most
             require(c, name, fits, f"should be {least} and below {most:g}")
@@ -279,13 +278,13 @@ def check(c, world):
 
 
 def divides(small, divisor, big, value, why=""):
-    """Raise UserError unless `value` is a multiple of `divisor`. small, big: their names."""
+    """small, big: the names of `divisor` and `value`."""
     if value % divisor:
         raise UserError(f"{big} = {value} is not a multiple of {small} = {divisor}{why}")
 
 
 def check_layout(c, world):
-    """Raise UserError if a size is not divisible. Return dp."""
+    """Return dp."""
     divides("num_attention_heads", c.num_attention_heads, "hidden_size", c.hidden_size)
     divides("tp", c.tp, "num_attention_heads", c.num_attention_heads, ": a tensor parallel rank has whole heads")
     divides("tp", c.tp, "padded vocab_size", c.padded_vocab_size)
@@ -324,6 +323,5 @@ def check_layout(c, world):
 
 
 def remedy(c, batch, dp):
-    """Name the largest micro_batch_size with which `dp` ranks share `batch` samples evenly, if there is one."""
     fitting = [size for size in range(1, c.micro_batch_size + 1) if batch % (size * dp) == 0]
     return f"; set --micro_batch_size={fitting[-1]}" if fitting else f"; it should be a multiple of dp = {dp}"

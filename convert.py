@@ -3,9 +3,9 @@
     python convert.py from_hf FOLDER --out=out/NAME       writes out/NAME/step_0 and out/NAME/config.py
     python convert.py to_hf out/NAME --out=FOLDER         writes config, weights and tokenizer
 
-The model of model.py is GPT-2, and with ReLU it is OPT. So a conversion renames tensors (MODULES) and changes their
-shapes. "Here" is the model of model.py and "there" is transformers (pip install transformers). The model must fit into
-memory twice. Weights that were exported and imported again have the same bits.
+The model of model.py is GPT-2, and with ReLU it is OPT. So a conversion renames tensors and changes their shapes.
+"Here" is the model of model.py and "there" is transformers (pip install transformers). The model must fit into memory
+twice.
 
     tensor                    there                                   here
     GPT-2's linears           transposed (`Conv1D`)                   [out, in]
@@ -31,7 +31,7 @@ from recovery import checkpoint
 from reference import ACTIVATIONS
 from tokenizer import copy, load_tokenizer
 
-# Each table has a column for GPT-2 and one for OPT. `opt`, True for OPT, chooses the column.
+# Each table has a column for GPT-2 and one for OPT; `opt` chooses it.
 PREFIX = ("transformer.", "model.decoder.")
 MODULES = {  # {module here: modules there}; # is the number of the block
     "word": ("wte", "embed_tokens"),
@@ -60,7 +60,7 @@ FIXED = (  # {field there: the only value that the model here has}
 
 
 def transformers():
-    """Return transformers, without its warnings. It must not take kernels.py for the package of this name."""
+    """Import transformers. It must not take kernels.py for the package of this name."""
     ours, sys.modules["kernels"] = sys.modules.get("kernels"), None
     try:
         with reading("convert.py needs transformers (pip install transformers)", ImportError):
@@ -87,7 +87,7 @@ def names_there(opt, name):
 
 
 def pairs(opt, spec, whole, tensors):
-    """Yield pairs of views (of `whole` here, of a tensor there) with the same elements, to copy in either direction."""
+    """Yield pairs of views (here, there) with the same elements, to copy in either direction."""
     there = [tensors[name] for name in names_there(opt, spec.name)]
     if not opt and re.fullmatch(r"block\d+\.(qkv|proj|fc1|fc2)\.weight", spec.name):
         there = [tensor.T for tensor in there]
@@ -129,7 +129,6 @@ def from_hf(folder, out):
 
 
 def config_here(there, out):
-    """Return the Config of transformers' configuration `there`."""
     opt = {"gpt2": False, "opt": True}[there.model_type]
     activation = {name: here for here, row in ACTIVATIONS.items() for name in row.hugging_face}
     for name, value in (fixed(opt, there.hidden_size) | {"quantization_config": None}).items():
@@ -150,7 +149,6 @@ def fixed(opt, h):
 
 
 def write_checkpoint(folder, opt, model, config, tokenizer):
-    """Write the checkpoint of step 0: the weights, moments of 0, and index.json."""
     tensors, sums, dtype = model.state_dict(), {}, torch.promote_types(model.dtype, torch.float32)
     specs = GPT(config, tp=None).specs()
     for name, spec in specs.items():
@@ -159,7 +157,7 @@ def write_checkpoint(folder, opt, model, config, tokenizer):
             here.copy_(there)
         (folder / name).write_bytes(whole.numpy())
         sums[name] = checkpoint.checksum(whole.flatten().numpy())
-        for moment in (f"{name}.moment0", f"{name}.moment1"):  # sparse files, which use no disk space
+        for moment in (f"{name}.moment0", f"{name}.moment1"):  # sparse files
             (folder / moment).touch()
             os.truncate(folder / moment, whole.nbytes)
             sums[moment] = 0
@@ -193,20 +191,19 @@ def to_hf(path, out):
     without_text = list(range(tokenizer.n_vocab, config.vocab_size))  # generate.py never draws these ids
     model.generation_config.suppress_tokens = without_text or None
     with explained(f"out={out}"):
-        Path(out).mkdir(parents=True)  # it must not exist
+        Path(out).mkdir(parents=True)
         model.save_pretrained(out)
         copy(tokenizer, out)
     print(f"{path} -> {out}, {type(model).__name__}")
 
 
 def config_there(hf, opt, c, tokenizer):
-    """Return transformers' configuration of this Config."""
     names, end = ACTIVATIONS[c.activation].hugging_face, tokenizer.eot_token
     configuration.require(c, "activation", names, "transformers has no name for it")
     configuration.require(c, "experts", not c.experts, "GPT-2 and OPT have no experts in transformers")
     values = {there[opt]: getattr(c, here) for here, there in FIELDS.items()} | fixed(opt, c.hidden_size)
     values |= {FIELDS["max_position_embeddings"][opt]: c.positions, "activation_function": names[0]}
-    # the probabilities of attention have no dropout here
+    # attention's probabilities have no dropout here
     values |= {"attention_dropout": 0.0} if opt else {"attn_pdrop": 0.0, "embd_pdrop": c.dropout}
     # OPT's default pad_token_id, 1, would stop the gradient of row 1 of the word table
     kind = "opt" if opt else "gpt2"

@@ -1,7 +1,6 @@
 """Mistakes of a user: one line with the field, its value and the remedy, and exit code 2. And the commands' options.
 
-A file that a user gives may be missing or damaged. `with reading(file):` turns every error of wrong content into one
-line, so the code in it needs no checks.
+`with reading(file):` turns every error of a missing or damaged file into one line, so the code in it needs no checks.
 """
 
 import argparse
@@ -19,7 +18,7 @@ if sys.platform == "win32" or sys.version_info < (3, 11):  # the programs import
     sys.exit(2)
 import fcntl
 
-# Flags of Megatron-LM, DeepSpeed and their launchers that no option's help names, and the answers.
+# Flags of Megatron-LM, DeepSpeed and their launchers, and the answers.
 FOREIGN = {
     "vocab vocab-file merge-file tokenizer-type": "use prepare.py --tokenizer=vocab.json, with merges.txt beside it",
     "input output-prefix json-keys data-impl": "use prepare.py FILE ... --out=FOLDER --text_key=KEY",
@@ -58,21 +57,18 @@ def reading(file, *more, wrong=WRONG):
 
 
 def explained(what):
-    """Turn an OSError in the block into a UserError: `what` (a file, for example) and the system's reason."""
+    """Turn an OSError in the block into a UserError about `what`."""
     return reading(what, wrong=(OSError,))
 
 
 @contextlib.contextmanager
 def locked(path, message):
-    """Create the file `path` and hold its lock in the block. A process that is killed releases it, too.
-
-    Raises UserError(message) if another process holds the lock.
-    """
+    """Hold the lock of the file `path` in the block. Raises UserError(message) if another process holds it."""
     with explained(path):
         file = open(path, "w")
     with file:
         try:
-            # With flock, a forked worker that lives longer than this process would keep the lock.
+            # With flock, a forked worker would keep the lock longer than this process.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             raise UserError(message) from None
@@ -85,7 +81,7 @@ def locked(path, message):
 
 
 def cause(error):
-    """Return a UserError for a mistake, a failed system call (OSError) or a lack of memory, otherwise None."""
+    """Return a UserError for a mistake, an OSError or a lack of memory, otherwise None."""
     if isinstance(error, MemoryError) or re.search("can't allocate memory|out of memory", str(error)):
         return UserError(f"not enough memory: {error}")
     if isinstance(error, OSError) and error.strerror:
@@ -94,7 +90,7 @@ def cause(error):
 
 
 def report_error(error, late=0):
-    """Print an error's line on stderr. Under torchrun, also write it into the error file of this process.
+    """Print an error's line on stderr, and write it into torchrun's error file of this process.
 
     torchrun prints the error file with the smallest time as the "Root Cause". So a rank that only lost a peer reports
     with late=1 second.
@@ -105,7 +101,7 @@ def report_error(error, late=0):
 
 
 def write_error_file(text, late=0):
-    """Write `text` as torch.distributed.elastic's ErrorHandler does. late: seconds to add to the time."""
+    """Write `text` as torch.distributed.elastic's ErrorHandler does."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": text, "timestamp": str(int(time.time()) + late)}
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
@@ -113,17 +109,14 @@ def write_error_file(text, late=0):
 
 
 def exit_on_user_error(main):
-    """Call `main()`. An error with a `cause` ends the program with its line and exit code 2, Ctrl-C with 130.
-
-    A reader that closes the pipe early (`| head`) is no error.
-    """
+    """Call `main()`. An error with a `cause` ends the program with its line and exit code 2, Ctrl-C with 130."""
     sys.stdout.reconfigure(errors="backslashreplace")  # for characters that its encoding lacks
     try:
         main()
         sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:
+    except BrokenPipeError:  # `| head` closes the pipe early
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise the flush at exit fails
         sys.exit(141)
     except Exception as error:
@@ -137,7 +130,7 @@ def exit_on_user_error(main):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, with one line for a mistake. --num-layers is --num_layers, and --ledger is --ledger=True."""
+    """argparse's parser. --num-layers is --num_layers, and --ledger is --ledger=True."""
 
     def parse_known_args(self, words=None, namespace=None):
         words = list(sys.argv[1:] if words is None else words)
@@ -156,7 +149,7 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def meaning(self, flag):
-        """Return a remedy for an unknown word: the option whose help names it, FOREIGN, or the nearest option."""
+        """Return a remedy for an unknown word."""
         name = flag.lstrip("-").replace("_", "-")
         for option in self._actions:
             if f"--{name}" in re.findall(r"--[\w-]+", option.help or ""):
@@ -172,7 +165,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def within(least, most, kind=int):
-    """Return the type of an option whose value is a number from `least` to `most`."""
+    """Return the type of an option with a number from `least` to `most`."""
 
     def number(text):
         with contextlib.suppress(ValueError, OverflowError):
@@ -184,5 +177,5 @@ def within(least, most, kind=int):
 
 
 def boolean(text):
-    """Return the value of True, 1, False or 0. Raises ValueError."""
+    """Return the value of True, 1, False or 0."""
     return bool(json.loads(text.lower()))

@@ -2,8 +2,8 @@
 
     python generate.py out/tiny --prompt "def hello_world():" --temperature=0.8 --top_k=50
 
-First, the prompt goes through the model, then each new token alone: a cache keeps the keys and values of all earlier
-tokens. To draw a token, divide the logits by the temperature and keep the `top_k` largest. Of these, keep the fewest
+First, the prompt goes through the model, then each new token alone: a cache keeps the keys and values of earlier
+tokens. `draw_token` divides the logits by the temperature and keeps the `top_k` largest. Of these, it keeps the fewest
 tokens whose probabilities sum to `top_p` or more (nucleus sampling, Holtzman et al., arXiv 1904.09751).
 """
 
@@ -24,7 +24,7 @@ from tokenizer import copied
 
 
 def load_model(path, device):
-    """Return (model, tokenizer) of a checkpoint, or of the latest one in an out_dir."""
+    """Return (model, tokenizer). path: a checkpoint or an out_dir."""
     found = checkpoint.find(path)
     if found is None:
         raise UserError(f"{path}: there is no checkpoint (train one: torchrun train.py configs/tiny.py)")
@@ -44,13 +44,13 @@ def load_model(path, device):
 
 
 def draw_token(logits, temperature, top_k, top_p, generator):
-    """Return the next token's id. logits [v]. Raises UserError if a logit is nan or inf."""
+    """Return a token's id. logits [v]. Raises UserError if a logit is nan or inf."""
     logits, largest = logits.float(), logits.max()
     if not largest.isfinite():
         raise UserError("the model's logits are not finite: its training diverged, or its checkpoint is damaged")
-    if temperature < 1e-6:  # float32 can't divide by a number near 0
+    if temperature < 1e-6:
         return int(logits.argmax())
-    # logits - largest is at most 0, so a small temperature gives -inf (probability 0), but never inf
+    # at most 0, so a small temperature gives -inf (probability 0), never inf
     logits, ids = ((logits - largest) / temperature).sort(descending=True)
     p = torch.softmax(logits[: top_k or None], 0)
     if top_p < 1:
@@ -60,7 +60,7 @@ def draw_token(logits, temperature, top_k, top_p, generator):
 
 @torch.no_grad()
 def generate(model, ids, count, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-    """Yield `count` ids that continue `ids`. When all positions are filled, the last half moves to the first ones."""
+    """Yield `count` ids. When all positions are filled, the last half moves to the first ones."""
     device = next(model.parameters()).device
     positions = model.config.positions
     ids, new, start, caches = list(ids), list(ids), 0, [[] for _ in range(model.config.num_layers)]
@@ -75,12 +75,11 @@ def generate(model, ids, count, temperature=1.0, top_k=0, top_p=1.0, generator=N
 
 
 def utf8(text):
-    """Return the text. Raises ValueError for a byte that is not UTF-8 (Python reads it as a lone surrogate)."""
+    """Raises ValueError for a byte that is not UTF-8 (Python reads it as a lone surrogate)."""
     return text.encode().decode()
 
 
 def main():
-    """Print the text while it is generated, up to an end-of-text token or max_tokens."""
     parser = Parser(prog="python generate.py", description="Writes text with a checkpoint.", allow_abbrev=False)
     add = parser.add_argument
     add("checkpoint", help="out_dir of a run, or one of its step_N folders")
@@ -91,7 +90,7 @@ def main():
     add("--top_p", type=within(1e-9, 1, float), default=1.0, help="keep tokens up to this probability sum (1.0)")
     add("--seed", type=within(0, 2**64 - 1), default=0, help="the same seed gives the same text (0)")
     a = parser.parse_args()
-    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would prepare a new kernel for each cache length
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it would prepare a kernel for each cache length
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_model(a.checkpoint, device)
     prompt = tokenizer.encode_ordinary(a.prompt) or [tokenizer.eot_token]

@@ -12,16 +12,16 @@ vocabulary.
 A document is one text file (.txt .md .py), one line of a .jsonl (.json) file, or one row of a .parquet file. A file may
 be compressed (.gz .zst). .parquet and .zst need `pip install pyarrow`. The characters "<|endoftext|>" in a document
 have no special meaning. The end-of-text token follows each document. A hash of the document's position (index of its
-file, line of its start) selects its split. A byte-order mark and blank JSON lines are ignored.
+file, line of its start) selects its split.
 
     this process                        one process per core              this process
     read, cut into blocks  --blocks-->  parse, encode  --tokens-->        append in the order of the input
 
-A few blocks per worker are in memory, whatever the size of the input. The output does not depend on the number of
-workers: a long text is cut only where the cut does not change its tokens (`tokenizer.last_cut`).
+A few blocks per worker are in memory. A long text is cut only where the cut does not change its tokens
+(`tokenizer.last_cut`), so the output does not depend on the number of workers.
 
-The files grow in DIR.part, which is renamed to DIR when they are complete. After a stop or a crash, the same command
-resumes: it reads the finished blocks again, without encoding them.
+The files grow in DIR.part, which is renamed to DIR at the end. After a crash, the same command resumes: it reads the
+finished blocks again, without encoding them.
 """
 
 from errors import Parser, UserError, exit_on_user_error, explained, locked, reading, within  # isort: skip
@@ -58,10 +58,10 @@ KINDS = (*(kind + packed for kind in (".txt", ".md", ".py", ".jsonl") for packed
 JSON = tuple(kind + packed for kind in (".jsonl", ".json") for packed in PACKED)  # .json: not from a folder
 PIECE = 512 << 10  # characters of a block
 SAVE_EVERY = 5.0  # seconds; a crash loses this much
-# fork shares the vocabulary, but needs a parent without threads. Importing numpy or pyarrow may start threads: only
-# workers import numpy (and --megatron, without workers), and pyarrow is imported after the fork. macOS needs spawn.
+# fork shares the vocabulary, but needs a parent without threads. numpy and pyarrow may start threads, so they are
+# imported only after the fork. macOS needs spawn.
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
-DTYPES = {4: "<i4", 8: "<u2"}  # Megatron-LM's codes in an .idx file: uint16 below 65,500 ids, otherwise int32
+DTYPES = {4: "<i4", 8: "<u2"}  # Megatron-LM's codes in an .idx file
 
 
 # --- read: files to blocks --------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def find_files(inputs):
 
 
 def walk(folder):
-    """Yield the text files below `folder`, sorted, without hidden ones. Raises OSError."""
+    """Raises OSError."""
 
     def stop(error):
         raise error
@@ -165,10 +165,7 @@ def read_column(path, name):
 
 
 def encode_block(source, text_key, weights, block):
-    """Return [(split, tokens, whether the document ends here)] of the Parts, and a line for each bad Part.
-
-    Of a bad long text, only the bad pieces are left out.
-    """
+    """Return [(split, tokens, whether the document ends here)] of the Parts, and a line for each bad one."""
     tokenizer, encoded, problems = load_tokenizer(source), [], []
     for part in block:
         try:
@@ -188,7 +185,7 @@ def encode_block(source, text_key, weights, block):
 
 
 def split_of(file, line, weights):
-    """Return the split (0 train, 1 val, 2 test) of a document by file index and line."""
+    """Return a document's split: 0 train, 1 val, 2 test."""
     digest = hashlib.blake2b(f"{file}:{line}".encode(), digest_size=4).digest()
     point = int.from_bytes(digest, "little") / 2**32 * sum(weights)
     return bisect.bisect([*itertools.accumulate(weights)], point)
@@ -205,7 +202,7 @@ def encoded_blocks(blocks, workers, *job):
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context(START_METHOD), start_worker)
     pending = deque()
     try:
-        pool.submit(int)  # forks all workers first
+        pool.submit(int)  # forks all workers
         for block in blocks:
             pending.append(pool.submit(encode_block, *job, block))
             if len(pending) == 4 * workers:
@@ -219,15 +216,15 @@ def encoded_blocks(blocks, workers, *job):
 
 
 def megatron_blocks(prefix, tokenizer, weights):
-    """Yield what `encoded_blocks` yields, for PREFIX.bin. Each document is a block, and ends with end-of-text.
+    """Yield what `encoded_blocks` yields, for PREFIX.bin. Each document is a block.
 
-    Megatron-LM's tools/preprocess_data.py --dataset-impl=mmap writes ids only into PREFIX.bin, and into PREFIX.idx
+    Megatron-LM's tools/preprocess_data.py --dataset-impl=mmap writes ids into PREFIX.bin, and into PREFIX.idx
     (megatron/core/datasets/indexed_dataset.py), little-endian, for S sequences (parts of documents) and D documents:
 
         magic, 9 bytes | version, 8 | code of the dtype, 1 | S, 8 | D + 1, 8 | number of tokens of each sequence, 4 S |
         first byte of each sequence in the .bin, 8 S | first sequence of each document, and S, 8 (D + 1)
 
-    The vocabulary is not named, so the ids are compared with the size of `tokenizer`.
+    No file names the vocabulary, so the ids are compared with its size.
     """
     import numpy as np  # not at the top: see START_METHOD
 
@@ -249,7 +246,7 @@ def megatron_blocks(prefix, tokenizer, weights):
 
 
 class Output:
-    """The folder DIR.part of an unfinished data set, with progress.json says how much of each file is valid."""
+    """The folder DIR.part. Its progress.json says how much of each file is valid."""
 
     def __init__(self, folder, made_from, width):
         self.folder, self.width, self.saved_at = folder, width, time.monotonic()
@@ -278,7 +275,7 @@ class Output:
             self.save()
 
     def save(self):
-        """Save the tokens, then the progress: a crash leaves the old or the new one."""
+        """Save the tokens before the progress, so that a crash leaves a valid one."""
         for file in self.files:
             file.flush()
             os.fsync(file.fileno())
@@ -288,7 +285,7 @@ class Output:
         self.saved_at = time.monotonic()
 
     def fill_empty_splits(self, weights):
-        """Fill each empty split from the end of the largest (one big text is one document)."""
+        """Fill each empty split from the end of the largest."""
         self.save()
         tokens = list(self.progress["tokens"])
         total = max(tokens)
@@ -301,7 +298,7 @@ class Output:
                     source.seek(self.width * tokens[giver])
                     shutil.copyfileobj(source, self.files[i])  # `truncate` cuts off the rest
         self.progress["tokens"] = tokens
-        self.save()  # first: a killed run must not have fewer tokens than its progress
+        self.save()  # before tokens are cut off
         self.truncate()
 
     def finish(self, folder, meta):
@@ -338,7 +335,7 @@ def main():
             raise ValueError("a share is negative or not finite, or all are 0")
     if args.megatron and args.inputs:
         raise UserError(f"--megatron={args.megatron}: converts one data set; leave out the inputs {args.inputs}")
-    tokenizer = load_tokenizer(args.tokenizer)  # first: it finds mistakes
+    tokenizer = load_tokenizer(args.tokenizer)
     files = [f"{args.megatron}.bin", f"{args.megatron}.idx"] if args.megatron else find_files(args.inputs)
     source = args.megatron or (args.inputs or ["stdlib"])[0]
     out = args.out or f"data/{Path(source).resolve().name.split('.')[0]}_{tokenizer.name}"
@@ -356,7 +353,6 @@ def main():
 
 
 def describe(files):
-    """Return the number of files, their bytes, and a hash of their paths, sizes and modification times."""
     stats = [(os.path.abspath(path), os.stat(path)) for path in files]
     text = "".join(f"{path!r} {stat.st_size} {stat.st_mtime_ns}\n" for path, stat in stats)
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -364,7 +360,7 @@ def describe(files):
 
 
 def is_finished(folder, made_from):
-    """Return whether `folder` has this command's data set. Raises UserError or OSError if it has anything else."""
+    """Return whether `folder` has this data set. Raises UserError or OSError if it has anything else."""
     if not (folder / "meta.json").exists():
         with contextlib.suppress(FileNotFoundError):
             folder.rmdir()  # only if empty
@@ -380,10 +376,10 @@ def make(args, tokenizer, files, weights, output, folder):
     made_from, done = output.progress["made_from"], output.progress["blocks"]
     megatron = args.megatron and megatron_blocks(args.megatron, tokenizer, weights)
     blocks = megatron or read_blocks(files, tokenizer, args.text_key)
-    rest = (block for block in itertools.islice(blocks, done, None))  # without the finished ones
+    rest = (block for block in itertools.islice(blocks, done, None))
     results = rest if megatron else encoded_blocks(rest, args.workers, args.tokenizer, args.text_key, weights)
     tqdm.monitor_interval = 0  # without tqdm's thread: see START_METHOD
-    about = made_from["input"]["bytes"] // PIECE  # blocks
+    about = made_from["input"]["bytes"] // PIECE
     with contextlib.closing(results), tqdm(results, total=about, initial=done, unit="block") as bar:
         for encoded, problems in bar:
             if problems and args.inputs and args.on_error == "stop":

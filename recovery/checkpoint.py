@@ -6,16 +6,16 @@
         block0.qkv.weight.moment0  ...    AdamW's two moments
         tokenizer.json  ...               the data set's copy of the vocabulary (none for `bytes`)
 
-A rank has a shard of each bucket. The shard may begin and end in the middle of a parameter, and the parameter may be
-cut over tp. So a rank has *runs* (consecutive elements) of the whole tensor; the function `runs` lists them. All ranks
-write their runs into the same file. The ranks of a later layout read their own runs.
+A rank's shard may begin and end in the middle of a parameter, and the parameter may be cut over tp. So a rank has
+*runs* (consecutive elements) of the whole tensor. All ranks write their runs into the same file. The ranks of a later
+layout read their own runs.
 
-Every rank writes into the folder `step_N.writing` and flushes its files. Then rank 0 renames the folder to `step_N`. So
-a `step_N` is always complete. A killed run, or a full disk, leaves a `step_N.writing`, and the next start removes it.
-No file is unpickled, so loading a checkpoint runs no code from it.
+Every rank writes into the folder `step_N.writing` and flushes its files. Then rank 0 renames the folder to `step_N`, so
+a `step_N` is always complete. The next start removes a `step_N.writing` that a killed run left. No file is unpickled,
+so loading a checkpoint runs no code from it.
 
-Each rank verifies every byte that it uses. index.json has the `checksum` of every array and the CRC-32 of every other
-file. Its last entry is the CRC-32 of its own bytes before this entry.
+Each rank verifies every byte that it uses. index.json has the `checksum` of every array, the CRC-32 of every other
+file, and at last the CRC-32 of its own bytes before this entry.
 """
 
 import json
@@ -36,7 +36,7 @@ from data import mix
 from errors import UserError, explained
 from parallel.comm import agree, gather_objects
 
-# These must be equal in the run and in the checkpoint, if it has them: convert.py leaves some open.
+# These must be equal in the run and in the checkpoint. convert.py leaves some out.
 MUST_MATCH = (
     "num_layers hidden_size num_attention_heads seq_length vocab_size activation experts seed optimizer tokenizer"
 )
@@ -50,8 +50,7 @@ THREADS = 4  # a flush waits for the disk, so more threads than cores are useful
 def runs(spec, begin, end, tp_rank, tp):
     """Yield the runs (local offset, whole offset, length) of the elements [begin, end) of a rank's flattened tensor.
 
-    If the tensor is cut along `tp_dim`, its shape can be written as [outer, tp, inner]. Then a rank has `inner`
-    consecutive elements of each of the `outer` rows.
+    A tensor that is cut along `tp_dim` is [outer, tp, inner]: a rank has `inner` elements of each of the `outer` rows.
     """
     if spec.tp_dim is None:
         yield begin, begin, end - begin
@@ -65,7 +64,7 @@ def runs(spec, begin, end, tp_rank, tp):
 
 
 def arrays(folder, bucket, begin, end):
-    """Yield (path, Piece, its elements) of the weights and moments in begin .. end of a bucket's flat buffer."""
+    """Yield (path, Piece, its elements) of weights and moments in begin .. end of a bucket."""
     first = bucket.owned[0]  # the first element that this rank keeps
     tensors = {"": bucket.master} | {f".moment{k}": moment for k, moment in enumerate(bucket.moments)}
     for piece in bucket.layout.pieces(begin, end):
@@ -75,13 +74,13 @@ def arrays(folder, bucket, begin, end):
 
 
 def in_threads(transfer, jobs):
-    """Return {file name: transfer(path, piece, elements)} of these `arrays`."""
+    """Return {file name: transfer(path, piece, elements)}."""
     with ThreadPoolExecutor(THREADS) as pool:
         return dict(pool.map(lambda job: (job[0].name, transfer(*job)), jobs))
 
 
 def transferred(file, move, elements, piece, tp):
-    """Write or read (`move`) the runs of a Piece. Return their terms in the file's `checksum`."""
+    """Write or read (`move`) a Piece's runs. Return their terms in the file's `checksum`."""
     terms = 0
     for at, place, length in runs(piece.spec, piece.begin, piece.end, tp.rank, tp.size):
         run, offset = elements[at - piece.begin :][:length], place * elements.itemsize
@@ -105,8 +104,8 @@ def added(terms, axis):
 def save_checkpoint(out_dir, step, zero, state, keep=0, copies=()):
     """Write `out_dir/step_N`. Every rank of the mesh calls this with the same `state` (entries of index.json).
 
-    Copies the files `copies` that exist. Keeps the `keep` latest checkpoints (0: all) and step_0, which convert.py
-    wrote. If one rank can't write, raises UserError on every rank.
+    Keeps the `keep` latest checkpoints (0: all) and step_0, which convert.py wrote. If one rank can't write, raises
+    UserError on every rank.
     """
     final, mesh = step_path(out_dir, step), zero.mesh
     writing, first = final.with_name(final.name + ".writing"), mesh.rank == 0
@@ -130,18 +129,16 @@ def save_checkpoint(out_dir, step, zero, state, keep=0, copies=()):
 
 
 def remove_unfinished(out_dir):
-    """Remove each `step_N.writing`."""
     for left in Path(out_dir).glob("step_*.writing"):
         shutil.rmtree(left, ignore_errors=True)
 
 
 def write_arrays(folder, zero):
-    """Write what this rank keeps. Return {file name: terms in its sum}."""
     tp, jobs = zero.mesh.tp, []
     for bucket in zero.buckets.values():
         for path, piece, flat in arrays(folder, bucket, *bucket.shard):
             if bucket.holders.rank == 0 and (piece.spec.tp_dim is not None or tp.rank == 0):
-                jobs.append((path, piece, flat))  # else another rank writes the same elements
+                jobs.append((path, piece, flat))  # else another rank writes them
     return in_threads(partial(write_piece, tp), jobs)
 
 
@@ -154,7 +151,7 @@ def write_piece(tp, path, piece, flat):
 
 
 def write_index(folder, dtype, state, sums):
-    """Write index.json: the arrays' dtype, the entries `state`, `sums` {array: checksum}, the CRC-32 of other files."""
+    """Write index.json. sums: {array: checksum}."""
     others = [path for path in sorted(folder.iterdir()) if path.name not in sums]
     index = {"dtype": str(dtype).removeprefix("torch."), **state}
     index["sums"] = {name: in_hex(total) for name, total in sums.items()}
@@ -166,7 +163,7 @@ def write_index(folder, dtype, state, sums):
 
 
 def flush(path):
-    """Flush a file or a folder. The name of a new file is data of its folder."""
+    """Flush a file, or a folder: it contains the names of new files."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
@@ -186,7 +183,7 @@ def step_path(out_dir, step):
 
 
 def find(path):
-    """Return the checkpoint `path`, or the latest checkpoint in the folder `path`, or None."""
+    """Return the checkpoint `path`, or the latest in the folder `path`, or None."""
     path = Path(path)
     if (path / "index.json").is_file():
         return path
@@ -200,7 +197,7 @@ def verify(path, found, expected, what="its content does not match its checksum"
 
 
 def read_index(path):
-    """Return the content of index.json. Raises UserError if it or a copied file is damaged."""
+    """Raises UserError if index.json or a copied file is damaged."""
     path = Path(path)
     with explained(path / "index.json"):
         data = (path / "index.json").read_bytes()
@@ -216,7 +213,7 @@ def read_index(path):
 def to_resume(config, tokenizer, data=None):
     """Return the path of the checkpoint to resume from, or None. Raises UserError if it can't be used.
 
-    tokenizer: its name; data: `data.identity` of the training data, or None.
+    tokenizer: its name. data: `data.identity`.
     """
     chosen = config.resume not in ("auto", "none")
     place = config.resume if chosen else config.out_dir
@@ -253,7 +250,7 @@ def to_resume(config, tokenizer, data=None):
 
 @torch.no_grad()
 def load_checkpoint(path, model, zero):
-    """Fill this rank's master weights and moments. Every rank of the mesh calls this, then `parameters_from_master`.
+    """Fill this rank's master weights and moments. Every rank calls this, then `parameters_from_master`.
 
     Raises the same UserError on all ranks if the model is another one, or if a file is missing or damaged.
     """
@@ -261,8 +258,7 @@ def load_checkpoint(path, model, zero):
     jobs = [job for bucket in zero.buckets.values() for job in arrays(folder, bucket, *bucket.owned)]
     agree(mesh.world, lambda: compare_shapes(folder, index, model))
     terms = agree(mesh.world, lambda: in_threads(partial(read_piece, mesh.tp, index["dtype"]), jobs))
-    # The ranks of dp (with ZeRO) and of tp have read one copy of an array together. Without ZeRO each dp rank has read
-    # all of it.
+    # The ranks of dp (with ZeRO) and of tp have read one copy of an array together.
     terms = added(terms, mesh.dp) if zero.config.zero >= 1 else terms
     cut = added(terms, mesh.tp)
 
@@ -275,7 +271,6 @@ def load_checkpoint(path, model, zero):
 
 
 def compare_shapes(folder, index, model):
-    """Raise UserError if an array has another shape in the model than in the checkpoint."""
     shapes = {name: list(spec.shape) for name, spec in model.specs().items()}
     for name in shapes | index["shapes"]:
         here, there = (table.get(name, "absent") for table in (shapes, index["shapes"]))
@@ -300,15 +295,15 @@ def read_piece(tp, dtype, path, piece, flat):
 #
 #     S = c_0 w_0 + c_1 w_1 + ...  mod 2^64        c_i = TABLE[i mod BLOCK] * G^(i div BLOCK), an odd number
 #
-# An odd c_i has an inverse mod 2^64, so a change of one word always changes S. The c_i are pseudo-random, so another
-# change keeps S only by chance.
+# An odd c_i has an inverse mod 2^64, so a change of one word always changes S. Other changes keep S only by chance,
+# because the c_i are pseudo-random.
 BLOCK = 1 << 17  # words in TABLE: 1 MiB, which stays in a core's cache
 G = 0x9E3779B97F4A7C15
 TABLE = mix(np.arange(1, BLOCK + 1, dtype=np.uint64)) | 1
 
 
 def checksum(data, offset=0):
-    """Return the terms of a contiguous array at byte `offset` of a file. Other bytes of a word count as 0."""
+    """Return the terms of an array at byte `offset` of a file."""
     lead, tail = offset % 8, -(offset + data.nbytes) % 8
     if lead or tail:
         data = np.pad(data.view(np.uint8), (lead, tail))
