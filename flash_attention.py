@@ -16,10 +16,10 @@ L is log2 of the row's sum of exponentials. From L, backward computes any tile o
 
     dv = P^T do      dP = do v^T      dS = P (dP - delta)      dq = dS k / sqrt(d)      dk = dS^T q / sqrt(d)
 
-with delta_i = sum_j P_ij dP_ij = sum_d o_id do_id (section 3.1 of the paper). One kernel computes delta. One computes
-dk and dv: a program has a tile of keys and loops over the queries that see them. One computes dq: a program has a tile
-of queries. Each element has one writer, so two runs give the same bits, but S and dP are computed twice: 7 products
-instead of 5.
+with delta_i = sum_j P_ij dP_ij = sum_d o_id do_id (FlashAttention-2, section 3.1). One kernel computes delta. One
+computes dk and dv: a program has a tile of keys and loops over the queries that see them. One computes dq: a program
+has a tile of queries. Each element has one writer, so two runs give the same bits, but S and dP are computed twice: 7
+products instead of 5.
 
 Indices of the tiles, with ROWS = 2 COLUMNS:
 
@@ -54,10 +54,7 @@ def _place(s, a, stride_b, stride_a, SIZE, D):
 
 @triton.jit
 def _tile(X, first, stride, s, D, ROWS, WIDTH):
-    """Return (pointers to rows first .. first + ROWS of X, mask of the elements inside of X), both [ROWS, WIDTH].
-
-    WIDTH is D rounded up to a power of two.
-    """
+    """Return (pointers to rows first .. first + ROWS of X, mask of the elements inside of X), both [ROWS, WIDTH]."""
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     inside = (first + row < s)[:, None]
     if D < WIDTH:
@@ -79,7 +76,6 @@ def _store(X, x, first, stride, s, D):
 
 @triton.jit
 def _scores(q, k, first, j, MASKED):
-    """Return q k^T of the queries from `first` on and the keys from j on."""
     x = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         seen = (j + tl.arange(0, k.shape[0]))[None, :] <= (first + tl.arange(0, q.shape[0]))[:, None]
@@ -119,7 +115,7 @@ def attention_forward(
 
 @triton.jit
 def attention_delta(O, DO, DELTA, s, a, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Compute delta = sum over d of o do, [b, a, s] float32."""
+    """DELTA: [b, a, s] float32."""
     tile, _, of_l, _, of_o = _place(s, a, 0, 0, ROWS, D)
     o = _load(O + of_o, tile * ROWS, a * D, s, D, ROWS, WIDTH).to(tl.float32)
     do = _load(DO + of_o, tile * ROWS, a * D, s, D, ROWS, WIDTH).to(tl.float32)
@@ -134,8 +130,8 @@ def attention_backward_keys(
 ):  # fmt: skip
     """Write dk and dv [b, s, a, d] of one tile of COLUMNS keys.
 
-    P and dS are transposed, with keys as rows: tensor cores can read the left operand of the next product from
-    registers. Queries beyond s need no mask: they are read as 0 and add 0.
+    P and dS are transposed: tensor cores read the left operand of the next product from registers. Queries beyond s
+    need no mask: they are read as 0 and add 0.
     """
     tile, _, of_l, of_q, of_o = _place(s, a, stride_b, stride_a, COLUMNS, D)
     first = tile * COLUMNS  # longest first
@@ -179,7 +175,7 @@ def attention_backward_queries(
     log = tl.load(L + of_l + row, mask=row < s, other=0.0)
     delta = tl.load(DELTA + of_l + row, mask=row < s, other=0.0)
     dq = tl.zeros([ROWS, WIDTH], tl.float32)
-    for MASKED in tl.static_range(2):  # as in forward
+    for MASKED in tl.static_range(2):
         for j in range(first if MASKED else 0, stop if MASKED else first, COLUMNS):
             k = _load(K + of_q, j, stride_s, s, D, COLUMNS, WIDTH)
             p = tl.exp2(tl.fma(_scores(q, k, first, j, MASKED), c, -log[:, None]))
@@ -196,7 +192,7 @@ def attention_backward_queries(
 #     ROWS, COLUMNS   In `forward` and `queries` ROWS is a multiple of COLUMNS, in `keys` COLUMNS is a multiple of ROWS.
 #     stages          The number of tiles of k and v in shared memory.
 #     "hopper"        sm_90 and sm_100: tensor cores read shared memory directly.
-#     "ampere"        All other GPUs: the tiles need at most 99 KB of shared memory, which every GPU since Ampere has.
+#     "ampere"        All other GPUs: the tiles need at most 99 KB of shared memory.
 #     "float32"       The products do not use tensor cores.
 TILES = {
     ("hopper", 64): dict(forward=(128, 64, 8, 3), keys=(64, 64, 4, 3), queries=(64, 64, 4, 3)),
@@ -209,7 +205,7 @@ TILES = {
 
 
 def attention_options(d, dtype, capability):
-    """Return constants and launch options of each kernel. capability: the GPU's, such as (9, 0)."""
+    """capability: the GPU's, such as (9, 0)."""
     products = "float32" if dtype == torch.float32 else "hopper" if capability[0] in (9, 10) else "ampere"
     width = max(triton.next_power_of_2(d), 16)  # tensor cores need at least 16
     options = {
@@ -220,7 +216,6 @@ def attention_options(d, dtype, capability):
 
 
 def capability(device):
-    """Return the GPU's compute capability, or (9, 0) under the interpreter."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
@@ -255,9 +250,6 @@ def launch(kernel, options, heads, s, along, *arguments):
 
 
 def attention(q, k, v, cache=None):
-    """Do the same as `reference.attention` without a cache. q, k, v: float32, float16 or bfloat16; d at most 128.
-
-    Products are in this dtype, sums in float32.
-    """
+    """q, k, v: float32, float16 or bfloat16; d at most 128. Products are in this dtype, sums in float32."""
     assert cache is None
     return Attention.apply(q, k, v)

@@ -1,8 +1,8 @@
 """The operations of `reference.py` as fused Triton kernels, under the same names.
 
 Between two matrix products, memory traffic takes nearly all the time: an H200 can do 200 operations of a matrix product
-while it reads one byte. Each operation of plain PyTorch reads its operands from memory and writes its result back. A
-fused kernel reads an element once, does all operations on it, and writes it once.
+while it reads one byte. Plain PyTorch reads and writes memory in each operation. A fused kernel reads an element once,
+does all operations on it, and writes it once.
 
 Memory traffic of one block of the 345M model, in MiB (8 samples of 1024 tokens, bf16), and plain PyTorch's passes:
 
@@ -16,8 +16,8 @@ Memory traffic of one block of the 345M model, in MiB (8 samples of 1024 tokens,
     fc2's bias, residual                 48  add                       48     16  dbias                              16
     sum                               2,400                           336  3,632                                    560
 
-This table has one kernel for attention's backward, 128 MiB. flash_attention.py has two, and moves 208. The *floor* of
-an operation is its least memory traffic: each input is read once, each result written once.
+Attention's backward in flash_attention.py has two kernels, and moves 208 instead of the table's 128. The *floor* of an
+operation is its least memory traffic: each input is read once, each result written once.
 
 A `@triton.jit` function is the code of one *program*, and `kernel[grid](...)` starts many programs. A program computes
 on small arrays, spread over its threads; 32 threads are a *warp*. Names in capitals are pointers or compile-time
@@ -25,8 +25,7 @@ constants. Row offsets are int64 because a tensor may have more than 2^31 elemen
 
 All kernels compute in float32; a store rounds to its tensor's dtype. Unlike in `reference.py`, y is never overwritten,
 and gradients of biases and LayerNorms are float32. No two programs add to one element, so equal inputs give equal bits.
-A few *persistent* programs compute the sums over rows, such as a bias's gradient: each adds up many rows, and PyTorch
-adds their sums.
+A few *persistent* programs compute the sums over rows: each adds up many rows, and PyTorch adds their sums.
 """
 
 import functools
@@ -40,7 +39,7 @@ from flash_attention import LOG2E, attention  # noqa: F401
 from reference import mix_bits
 
 EPS = tl.constexpr(reference.EPS)
-WIDEST = 8192  # the longest row of the LayerNorm kernels
+WIDEST = 8192
 
 
 @triton.jit
@@ -49,19 +48,18 @@ def _load(pointers, exists):
 
 
 def one_row(width):
-    """Return launch options for programs with one row in registers."""
     block = triton.next_power_of_2(width)
     return dict(BLOCK=block, num_warps=min(max(block // 256, 1), 16))
 
 
 def persistent(x, each):
-    """Return the number of persistent programs: `each` per multiprocessor of a GPU, 2 in Triton's interpreter."""
+    """Return the number of persistent programs, `each` per multiprocessor."""
     return each * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
 
 
 # --- dropout --------------------------------------------------------------------------------------------------------
 #
-# The mask has the same bits as `reference.dropout_mask`. Backward computes it again.
+# The mask has the same bits as `reference.dropout_mask`.
 
 
 @triton.jit
@@ -74,7 +72,7 @@ def _mix(x):
 
 @triton.jit
 def _dropped(x, ROWS, row, column, place, threshold, factor):
-    """Return the row x after dropout. ROWS, place, threshold, factor: `_drop_arguments`."""
+    """ROWS, place, threshold, factor: as from `_drop_arguments`."""
     key = _mix((tl.load(ROWS + row) + place).to(tl.uint64))
     low, high = key.to(tl.int32), (key >> 32).to(tl.int32)
     bits = (column * -1640531527 + low) ^ high
@@ -86,7 +84,6 @@ def _dropped(x, ROWS, row, column, place, threshold, factor):
 
 @functools.cache
 def _place(seed, site):
-    """Return the number that `reference.dropout_mask` adds to each element of `drop.rows`."""
     return mix_bits(torch.tensor(seed * 1009 + site)).item()
 
 
@@ -97,7 +94,7 @@ def _drop_arguments(drop):
 
 
 def dropout(x, drop=None):
-    """Floor in bf16: 4 bytes an element, in forward and in backward."""
+    """Floor in bf16: 4 bytes an element, also in backward."""
     return x if drop is None else Residual.apply(None, x, None, None, None, drop)[0]
 
 
@@ -107,19 +104,17 @@ def dropout(x, drop=None):
 #     out = n weight + norm_bias       n = (z - mean) r
 #
 # Forward: a program has one row. It rounds z to the activations' dtype *before* mean and r, so backward computes the
-# same n from the rounded z. Floor in bf16: 8 bytes an element (x, y read; z, out written). Backward, with g = weight
-# dout:
+# same n. Floor in bf16: 8 bytes an element (x, y read; z, out written). Backward, with g = weight dout:
 #
 #     dz = r (g - sum_c g / h - n sum_c (g n) / h) + (the residual stream's gradient, which bypasses the norm)
 #     dx = dz      dy = dropout(dz)
 #     dbias = sum_rows dy      dweight = sum_rows dout n      dnorm_bias = sum_rows dout
 #
-# Each persistent program keeps these three sums in registers. Floor in bf16: 8 bytes an element (dout, z, the residual
-# stream's gradient read; dx written; dy is dx). With dropout, dy is written: 10 bytes. Rows of more than WIDEST
-# elements do not fit into the registers of one multiprocessor, so PyTorch normalizes them.
+# Floor in bf16: 8 bytes an element (dout, z, the residual stream's gradient read; dx written; dy is dx). With dropout,
+# dy is written: 10 bytes. Rows longer than WIDEST do not fit into one multiprocessor's registers, so PyTorch
+# normalizes them.
 #
-# The same kernels serve `dropout` (no x, no bias, no norm), `add_` (no norm) and `add_layer_norm_` (y is None for the
-# first LayerNorm of each block).
+# The same kernels serve `dropout` (no x, bias and norm) and `add_` (no norm). Each block's first LayerNorm has no y.
 
 
 @triton.jit(do_not_specialize=["place"])
@@ -245,10 +240,8 @@ def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
 #
 #     x = y + bias      u = sqrt(2/pi) (x + 0.044715 x^3)      gelu = x/2 (1 + tanh u) = x S      S = 1 / (1 + e^-2u)
 #     gelu' = S + x S (1 - S) 2 u'                              u' = sqrt(2/pi) (1 + 3 * 0.044715 x^2)
-#     relu = max(0, x)                                          relu' = 1 where relu > 0, otherwise 0
 #
-# The sigmoid S cannot overflow to nan. Floor in bf16: forward 4 bytes an element (y read, the result written), backward
-# 6 (dout, y read; dy written).
+# The sigmoid S cannot overflow to nan. Floor in bf16: 4 bytes an element in forward, 6 in backward.
 
 
 @triton.jit
@@ -269,7 +262,7 @@ def _gelu(x):
 
 @triton.jit
 def activation_forward(Y, BIAS, OUT, rows, width, RELU: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr):
-    """OUT = gelu(Y + BIAS) or relu(Y + BIAS), [rows, width]. A program has one tile."""
+    """Y, OUT [rows, width]."""
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     here, exists = _tile(tl.program_id(0) * TALL, column, rows, width, TALL)
     x = _load(Y + here, exists) + _load(BIAS + column, column < width)[None, :]
@@ -285,7 +278,7 @@ def activation_forward(Y, BIAS, OUT, rows, width, RELU: tl.constexpr, TALL: tl.c
 def activation_backward(
     DOUT, KEPT, BIAS, DY, SUMS, rows, width, RELU: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr
 ):
-    """KEPT: y for GELU, the result for ReLU. SUMS [programs along the rows, width]: partial sums of dbias."""
+    """KEPT: y for GELU, the result for ReLU. SUMS [programs along the rows, width]: of dbias."""
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     bias = _load(BIAS + column, column < width)
     total = tl.zeros([TALL, WIDE], tl.float32)
@@ -308,7 +301,7 @@ TILE = dict(TALL=8, WIDE=256, num_warps=8)
 
 
 def striped(x, each):
-    """Return the grid of a kernel that sums over the rows of x: (programs along the rows, stripes of columns)."""
+    """Return the grid for sums over the rows: (programs along the rows, stripes of columns)."""
     rows, stripes = triton.cdiv(len(x), TILE["TALL"]), triton.cdiv(x.shape[1], TILE["WIDE"])
     return min(rows, max(persistent(x, each) // stripes, 1)), stripes
 
@@ -344,12 +337,11 @@ def relu_(y, bias):
 
 # --- gradients of qkv and of the embedding's tables -------------------------------------------------------------------
 #
-# Floor of `join` in bf16: 4 bytes an element. Floor of `add_rows_`: 2 bytes an element of the rows, 8 bytes an element
-# of the table's rows that change.
+# Floors in bf16: `join` 4 bytes an element; `add_rows_` 2 bytes an element of the rows, and 8 an element of the table's
+# rows that change.
 #
 # `add_rows_` sorts the ids. There is one program for each place in the sorted order and each stripe of columns. At the
-# first place of an id it adds all rows of this id; elsewhere it ends at once. So each element of the table has one
-# writer.
+# first place of an id it adds all rows of this id.
 
 
 @triton.jit
@@ -409,9 +401,9 @@ def add_rows_(table, ids, rows):
 #
 #     loss = log sum_j exp(z_j - top) - (z_target - top)        dz_j = weight (exp(z_j - top) / total - [j = target])
 #
-# A program has one row. Its first pass computes top = max z and total = sum exp(z - top) *online*: when the maximum
-# grows, the sum so far is scaled down (Milakov and Gimelshein, arXiv 1805.02867). Its second pass reads the row of
-# 100 KB from the cache and overwrites z with dz. Floor in bf16: 4 bytes a logit (with tp up to 6), and 16 bytes a row.
+# A program has one row. Its first pass computes top = max z and total = sum exp(z - top) *online*, as
+# flash_attention.py does. Its second pass reads the row of 100 KB from the cache and overwrites z with dz. Floor in
+# bf16: 4 bytes a logit (with tp up to 6).
 #
 # Loads are masked by the padded width, a multiple of 128: a mask by the real columns (50,257) would split each load
 # into loads of 2 bytes.
@@ -425,7 +417,7 @@ def cross_entropy_row(Z, TARGETS, WEIGHTS, LOSSES, TOP, TOTAL, TARGET_LOGIT, col
         tp, first pass       reads TARGETS                           writes TOP, TOTAL, TARGET_LOGIT
         tp, second pass      reads TARGETS, WEIGHTS, TOP, TOTAL      writes dz
 
-    WEIGHTS None: no gradient. TARGET_LOGIT is 0 if another rank has the target's column.
+    TARGET_LOGIT is 0 if another rank has the target's column.
     """
     row = tl.program_id(0).to(tl.int64)
     Z += row * width
@@ -481,8 +473,8 @@ def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
 
 # --- the end of a step ----------------------------------------------------------------------------------------------
 #
-# AdamW reads weight, gradient and two moments of a parameter (16 bytes), and writes weight, moments and the rounded
-# weight (14 bytes). Floor: 30 bytes (28 in fp32, without rounded weights).
+# Floor of AdamW: 30 bytes a parameter. Weight, gradient and two moments are read (16); weight, moments and rounded
+# weight are written (14, or 12 in fp32).
 
 
 @triton.jit

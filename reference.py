@@ -1,8 +1,7 @@
 """Operations around the matrix products in plain PyTorch: the specification of `kernels.py`.
 
-If an operation overwrites an argument, its name ends in `_`, as in PyTorch. If an argument is *used up*, the operation
-may overwrite it, and the caller must not read it again. The operation after a matrix product also adds the product's
-bias: a separate addition would be one more pass over memory.
+If an operation overwrites an argument, its name ends in `_`. If an argument is *used up*, the operation may overwrite
+it, and the caller must not read it again. The operation after a matrix product also adds the product's bias.
 
 Letters: n tokens, h hidden, a heads, d head size, s sequence, b samples, v vocabulary, t tensor parallel ranks.
 """
@@ -15,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch.optim.adamw import adamw as torch_adamw
 
-# Add your own: write a function in this file, and call it in model.py as `self.ops.NAME`. If kernels.py has one of the
-# same name, add it to this list.
+# Add your own: write a function in this file, and call it in model.py as `self.ops.NAME`. If kernels.py has it too, add
+# it to this list.
 OPERATIONS = "add_ add_layer_norm_ gelu_ relu_ attention join add_rows_ cross_entropy_ dropout adamw_".split()
 EPS = 1e-5  # LayerNorm's epsilon in GPT-2
 
@@ -49,7 +48,7 @@ def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
 
 
 class Activation(NamedTuple):
-    keeps_input: bool  # backward needs y + bias, not only the result, which fc2 keeps anyway
+    keeps_input: bool  # backward needs y + bias, not only the result
     hugging_face: tuple  # its names there; `convert.py` writes the first
 
 
@@ -87,9 +86,9 @@ def attention(q, k, v, cache=None):
 
 
 def attention_part(q, k, v, causal):
-    """Return (y [b, s, a, d], L [b, s, a]) of the attention of q [b, s, a, d] to some keys: k, v [b, s', a, d].
+    """Return (y [b, s, a, d], L [b, s, a]) of the attention of q to some keys: k, v [b, s', a, d].
 
-    causal: query i sees keys 0 .. i, otherwise all. L: the log-sum-exp of a query's scores.
+    L: the log-sum-exp of a query's scores.
     """
     scores = part_scores(q, k, causal)
     L = scores.logsumexp(-1, keepdim=True)
@@ -107,7 +106,7 @@ def attention_part_backward(dy, q, k, v, y, L, causal):
 
 
 def part_scores(q, k, causal):
-    """Return q k^T / sqrt(d), [b, a, s, s'], in float32 (float64 for float64 q)."""
+    """Return q k^T / sqrt(d), [b, a, s, s'], in at least float32."""
     scores = q.transpose(1, 2) @ k.transpose(1, 2).mT * q.shape[-1] ** -0.5
     scores = scores.to(torch.promote_types(q.dtype, torch.float32))
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -118,7 +117,7 @@ def part_scores(q, k, causal):
 
 
 def join(parts):
-    """Join k tensors [n, c], such as dq, dk, dv. Return (whole [n, k c], sums of its columns [k c])."""
+    """Join k tensors [n, c]. Return (whole [n, k c], sums of its columns [k c])."""
     whole = torch.cat(parts, 1)
     return whole, whole.sum(0, dtype=torch.promote_types(whole.dtype, torch.float32))
 
@@ -144,14 +143,14 @@ def add_product_(gradient, a, b):
         mixed_product(a.device.type, a.dtype)(gradient, a, b)
 
 
-MIXED = (  # 16-bit factors and a float32 gradient, best first; `mixed_product` returns the first that is right
+MIXED = (  # 16-bit factors and a float32 gradient, best first
     lambda gradient, a, b: torch.addmm(gradient, a, b, out_dtype=gradient.dtype, out=gradient),  # one pass over memory
     lambda gradient, a, b: gradient.add_(torch.mm(a, b, out_dtype=gradient.dtype)),  # a temporary matrix
     lambda gradient, a, b: gradient.addmm_(a.to(gradient.dtype), b.to(gradient.dtype)),  # runs everywhere, slow on CUDA
 )
 
 
-@functools.cache  # `operations.trial` calls it before the first step, because the check waits for the GPU
+@functools.cache
 def mixed_product(device, dtype):
     ones, parts = torch.ones(16, 16, dtype=dtype, device=device), torch.full((16, 16), 2.0**-12, device=device)
     parts[0] = 1  # a column's sum, 1 + 15 * 2^-12, has too many digits for 16 bits
@@ -172,10 +171,9 @@ def mixed_product(device, dtype):
 def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
     """Return -log softmax(logits)[target] of each token, [n]. Overwrite `logits` with their gradient.
 
-    logits: [n, v/t], this rank's columns. The first `columns` are real, others are padding. targets: [n] int64, counted
+    logits: [n, v/t], this rank's columns; only the first `columns` are no padding. targets: [n] int64, counted
     from this rank's first column; those outside of 0 .. columns - 1 belong to other ranks. weights: [n], the gradient
-    that arrives at each loss. None: no gradient. reduce(x, "max" or "sum"): combines x over the tp ranks. Computes in
-    float32 (float64 for float64 logits).
+    that arrives at each loss. None: no gradient. reduce(x, "max" or "sum"): combines x over the tp ranks.
     """
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))  # `logits` itself if it has this dtype
     z[:, columns:] = -math.inf
@@ -207,25 +205,25 @@ class Drop(NamedTuple):
     rows: torch.Tensor  # [n] int64: index of each token in the run, sample index * s + position
     rate: float
     seed: int
-    site: int  # index of the dropout in the model, from 0
+    site: int  # index in the model, from 0
 
 
 def mix_bits(x):
-    """Return x with mixed bits: a bijection of int64 (fmix64 of MurmurHash3)."""
-    # The factors are 0xff51afd7ed558ccd and 0xc4ceb9fe1a85ec53 as int64. The 31 bits make the shift a logical one.
+    """Return fmix64 of MurmurHash3, a bijection of int64."""
+    # The 31 bits make the shift a logical one.
     x = (x ^ ((x >> 33) & 0x7FFFFFFF)) * -0x00AE502812AA7333
     x = (x ^ ((x >> 33) & 0x7FFFFFFF)) * -0x3B314601E57A13AD
     return x ^ ((x >> 33) & 0x7FFFFFFF)
 
 
 def dropout_mask(columns, drop):
-    """Return the mask, bool [n, columns], True for elements that stay. It depends on (seed, site, row, column) only.
+    """Return bool [n, columns], True for elements that stay. It depends on (seed, site, row, column) only.
 
     So the layout does not change a mask, and backward can compute it again.
     """
     key = mix_bits(drop.rows + mix_bits(torch.full_like(drop.rows, drop.seed * 1009 + drop.site)))  # [n]
     low, high = key.to(torch.int32), (key >> 32).to(torch.int32)
-    x = torch.arange(columns, dtype=torch.int32, device=key.device) * -1640531527  # 2^32 / golden ratio, as int32
+    x = torch.arange(columns, dtype=torch.int32, device=key.device) * -1640531527  # 2^32 / golden ratio
     x = (x[None] + low[:, None]) ^ high[:, None]  # [n, columns]; int32 wraps
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
     x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x7B935975  # 0x846ca68b as int32
@@ -234,12 +232,10 @@ def dropout_mask(columns, drop):
 
 
 class Dropout(torch.autograd.Function):
-    """Compute x * mask / (1 - rate)."""
-
     @staticmethod
     def forward(ctx, x, rows, *rest):
         ctx.save_for_backward(rows)
-        ctx.rest = rest  # rate, seed, site
+        ctx.rest = rest
         return Dropout.masked(x, Drop(rows, *rest))
 
     @staticmethod
@@ -259,7 +255,7 @@ def dropout(x, drop=None):
 
 
 def squared_norms(flats):
-    """Return the squared norm of each tensor, float64. Squares are added in the tensor's dtype."""
+    """Return float64. Squares are added in the tensor's dtype."""
     return torch.stack([torch.linalg.vector_norm(flat) for flat in flats]).double() ** 2
 
 
@@ -270,8 +266,8 @@ class UpdateScalars(NamedTuple):
     scale: torch.Tensor  # float64; multiplies the gradient: clipping, 1 / loss scale
     update: torch.Tensor  # int64, counted from 1
     skip: torch.Tensor  # bool: change nothing
-    correction1: torch.Tensor  # float64: 1 - beta1^update
-    correction2: torch.Tensor  # float64: 1 - beta2^update
+    correction1: torch.Tensor  # float64
+    correction2: torch.Tensor  # float64
 
 
 def update_scalars(lr, scale, update, skip, beta1, beta2):
@@ -282,13 +278,13 @@ def update_scalars(lr, scale, update, skip, beta1, beta2):
 def adamw_(weight, gradient, moments, scalars, ranges, *, decay, beta1, beta2, eps, out=None):
     """Update flat buffers as `adamw` in `parallel/optimizer.py` does, by PyTorch's fused kernel. `gradient` is used up.
 
-    ranges: [(begin, end, decays)], which cover the buffers. out: a buffer that also receives the new weights.
+    ranges: [(begin, end, decays)], which cover the buffers. out: also receives the new weights.
     """
     before, skip, divisor = (scalars.update - 1).float(), scalars.skip.float(), (1 / scalars.scale).float()
     if weight.dtype == torch.float64:  # a float32 divisor is not exact enough
         gradient *= scalars.scale
         divisor = None
-    # On a GPU the fused kernel accepts a learning rate tensor only in float32.
+    # On a GPU the fused kernel accepts only a float32 tensor.
     lr = scalars.lr.float() if weight.is_cuda else scalars.lr
     for begin, end, decays in ranges:
         w, g, m, v = ([x[begin:end]] for x in (weight, gradient, *moments))

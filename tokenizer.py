@@ -1,6 +1,6 @@
 """Tokenizers: text to ids and back.
 
-    bytes        the 256 byte values and an end of text: needs no download; a small vocabulary for a model on a laptop
+    bytes        the 256 byte values and an end of text; needs no download
     gpt2 ...     the names that tiktoken knows; it downloads the vocabulary once
     PATH         a byte-level BPE in files: tokenizer.json (Hugging Face), or vocab.json with merges.txt (GPT-2, OPT)
 
@@ -12,8 +12,8 @@ tiktoken has no list of merges: it merges two neighbours if the result is a toke
 A merge (l, r) is *alive* if the earlier merges alone turn the bytes of l + r into l, r. The two methods are equal if
 only live merges give ranks (proof: NOTES.md); `ranked` makes sure of it.
 
-tiktoken's ids are the ranks. Vocabularies in files may have other ids (OPT sorts them by frequency), so a table maps
-ranks to ids. A data set and a checkpoint have a copy of the vocabulary, the files COPY.
+tiktoken's ids are the ranks. Vocabularies in files may have other ids, so a table maps ranks to ids. A data set and a
+checkpoint have a copy of the vocabulary, the files COPY.
 """
 
 import array
@@ -30,12 +30,12 @@ import tiktoken
 
 from errors import UserError, reading
 
-COPY = ("tokenizer.json", "tokenizer_config.json")  # files of a vocabulary's copy
+COPY = ("tokenizer.json", "tokenizer_config.json")
 ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")  # if no file names the end of a document
 SAME = {"bpe-50257-17721001": "gpt2", "bpe-257-f8e6bff0": "bytes"}  # the names of these
 # GPT-2's pattern. Hugging Face calls it ByteLevel.
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-# GPT-2's letters for bytes. The n-th byte that is not printable is the character 256 + n.
+# GPT-2's letters for bytes.
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 LETTER_OF = {b: chr(b) for b in PRINTABLE}
 LETTER_OF |= {b: chr(256 + n) for n, b in enumerate(b for b in range(256) if b not in PRINTABLE)}
@@ -88,7 +88,7 @@ class Tokenizer:
 
 @functools.cache
 def load_tokenizer(source):
-    """Return the tokenizer `source`: `bytes`, a name of tiktoken, or the path of a vocabulary. Raises UserError."""
+    """source: as in the table at the top. Raises UserError."""
     if source == "bytes":
         ids = {bytes([b]): b for b in range(256)}
         return Tokenizer(ids, {ENDS[1]: 256}, ENDS[1], "gpt2", ids, "bytes")
@@ -113,7 +113,7 @@ def download(name):
 
 
 def copied(folder, name):
-    """Return the copy of a tokenizer in a data set or checkpoint, or the tokenizer `name` if there is none."""
+    """Return the copy in a data set or checkpoint, or the tokenizer `name` if there is none."""
     return load_tokenizer(str(folder) if Path(folder, COPY[0]).is_file() else name)
 
 
@@ -130,7 +130,7 @@ def read(path):
         merges = [line.split(" ") for line in text.splitlines() if line and not line.startswith("#version")]
         vocab, pattern = value, "gpt2"
         made = {*BYTE_OF, *map("".join, merges)}
-        special = {text: i for text, i in vocab.items() if text not in made}  # for example <|endoftext|>
+        special = {text: i for text, i in vocab.items() if text not in made}
     else:
         model, pattern, added = value["model"], pattern_of(value["pre_tokenizer"]), value.get("added_tokens") or []
         ordinary = any(not token["special"] for token in added)  # these would split ordinary text
@@ -147,7 +147,7 @@ def read(path):
 
 
 def pattern_of(pre_tokenizer):
-    """Return the pattern of a pre-tokenizer: ByteLevel (GPT-2's), or a Split and then ByteLevel."""
+    """pre_tokenizer: ByteLevel (GPT-2's), or a Split and then ByteLevel."""
     *split, last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     kinds = [(step["type"], step.get("behavior")) for step in (*split, last)]
     wrong = kinds not in ([("ByteLevel", None)], [("Split", "Isolated"), ("ByteLevel", None)])
@@ -157,7 +157,6 @@ def pattern_of(pre_tokenizer):
 
 
 def named_end(folder):
-    """Return the `eos_token` in Hugging Face's other file of `folder`, or None."""
     with contextlib.suppress(FileNotFoundError, LookupError):
         end = json.loads((folder / COPY[1]).read_text(encoding="utf-8"))["eos_token"]
         return end["content"] if isinstance(end, dict) else end
@@ -179,7 +178,7 @@ def merged(token, ranks):
         found = [ranks.get(left + right, own) for left, right in itertools.pairwise(parts)]
         if min(found) >= own:
             break
-        i = found.index(min(found))  # the leftmost
+        i = found.index(min(found))
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     return parts
 

@@ -1,14 +1,14 @@
-"""Describe GPUs and the wires between them (NVLink, network, PCIe) as data.
+"""Describe GPUs and the wires between them as data.
 
     data sheet   peak of matrix products, memory, memory rate, NVLink, network cards, PCIe
-    constants    matrix     share of the peak that a large matrix product reaches
-                 wave       time that each product loses, in elements of its result (`seconds.py`)
-                 memory     share of the memory rate that an elementwise operation reaches
-                 wire       share of NVLink's rate that a collective reaches
-                 network    share of a network card's rate that a ring or a message reaches
+    shares       matrix     of the peak, in a large matrix product
+                 attention  of the peak, in fused attention
+                 memory     of the memory rate, in an elementwise operation
+                 wire       of NVLink's rate, in a collective
+                 network    of a network card's rate, in a ring or a message
+    times        wave       what each product loses, in elements of its result (`seconds.py`)
                  operation  seconds from the end of an operation to the start of the next one
                  latency    seconds of one hop of a message
-                 attention  share of the peak that fused attention reaches
 
 `matrix`, `wave` and `wire` of the A100 are fitted to 14 published steps of Megatron-LM with full recomputation
 (Narayanan et al., arXiv 2104.04473, Table 1; Korthikanti et al., arXiv 2205.05198, Table 5; commit 79624d7 has the fit,
@@ -21,8 +21,8 @@ from typing import NamedTuple
 from errors import UserError
 
 GiB = 2**30
-TILE = 128 * 256  # elements of a product's result that one multiprocessor computes at a time
-PEAK_TFLOPS = {  # dense products in bf16, fp16, fp32, fp64; None: the device cannot do it, or the rate is not certain
+TILE = 128 * 256  # elements of one multiprocessor's tile of a product
+PEAK_TFLOPS = {  # dense products in bf16, fp16, fp32, fp64; None: not possible, or not certain
     "T4": (None, 65, 8.1, None),
     "V100 SXM2": (None, 125, 15.7, 7.8),
     "RTX 4090": (165.2, 165.2, 82.6, None),
@@ -51,7 +51,7 @@ class Device(NamedTuple):
     chip: str  # its name in PEAK_TFLOPS
     memory_bytes: int
     memory_rate: float
-    dtype: str = "bf16"  # the dtype that dtype=auto means
+    dtype: str = "bf16"  # what dtype=auto means
     per_node: int = 8
     wire_rate: float = 300e9  # to the other devices of a node
     cards: int = 8  # network cards of a node
@@ -59,10 +59,10 @@ class Device(NamedTuple):
     host_rate: float = 32e9  # between a device and its host (PCIe)
     host_memory_rate: float = 25e9  # one device's share of the host's memory rate
     attention: float = 0.5  # Dao, arXiv 2307.08691, section 4.1: 0.5 to 0.6 of an A100's peak
-    matrix: float = 0.951  # fitted
-    wave: float = 3.45e6  # fitted
+    matrix: float = 0.951
+    wave: float = 3.45e6
     memory: float = 0.85
-    wire: float = 0.49  # fitted
+    wire: float = 0.49
     network: float = 0.86
     operation: float = 4e-6
     latency: float = 1e-5
@@ -75,7 +75,7 @@ class Device(NamedTuple):
         return peak * 1e12
 
 
-# `attention` and `matrix` of these are estimates. wave: one tile on each of 80 or 132 multiprocessors.
+# `attention` and `matrix` of these are estimates. wave: one tile on each multiprocessor.
 VOLTA = dict(
     dtype="fp16", wire_rate=150e9, card_rate=12.5e9, host_rate=16e9, attention=0.3, matrix=0.85, wave=80 * TILE
 )

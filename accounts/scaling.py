@@ -4,16 +4,16 @@ Letters: N parameters, D training tokens, C training FLOPs. Training costs C = 6
 "Transformerのスケール則" counts 5.7). Two answers exist for the best (compute-optimal) model:
 
     rule    D = 20 N, so N = sqrt(C / 120)       slide "Transformerのスケール則"
-    fit     L(N, D) = E + A / N^a + B / D^b      loss in nats per token; Hoffmann et al. fitted it to over 400 runs
+    fit     L(N, D) = E + A / N^a + B / D^b      loss in nats per token; Hoffmann et al. fitted it
 
 For a given C, the fit is lowest at (NOTES.md derives it)
 
     N = G x^(b/(a+b)),  D = x / N,  with x = C/6 and G = (aA / bB)^(1/(a+b))
 
-The fit was published with two sets of constants, which disagree most at large budgets. The tables show both:
+The fit was published with two sets of constants:
 
     [1]  Hoffmann et al. 2022, arXiv 2203.15556, section 3.3 (approach 3)
-    [2]  Besiroglu et al. 2024, arXiv 2404.10102: a replication with the data of [1]. Its minimum is close to the rule.
+    [2]  Besiroglu et al. 2024, arXiv 2404.10102: a replication with the data of [1]
 
 MACHINES have the makers' peaks of dense bf16 or fp16 products (A64FX: fp32 at 2.2 GHz). A MI250X has 2 dies. Frontier's
 37,888 are modules, LUMI's 20,480 must be dies: it has 11,912 modules.
@@ -24,7 +24,7 @@ from collections import namedtuple
 
 from accounts.report import aligned
 
-Fit = namedtuple("Fit", "E A B a b")  # constants of L(N, D) = E + A / N^a + B / D^b
+Fit = namedtuple("Fit", "E A B a b")
 HOFFMANN = Fit(1.69, 406.4, 410.7, 0.34, 0.28)
 BESIROGLU = Fit(1.8172, 482.01, 2085.43, 0.3478, 0.3658)
 FITS = (HOFFMANN, BESIROGLU)  # [1] and [2]
@@ -78,7 +78,6 @@ def enough_flops(fit, target):
 
 
 def per_day(devices):
-    """Return the FLOPs of a day of all devices at their peak."""
     return sum(count * peak for count, _, peak in devices) * 1e12 * 86400
 
 

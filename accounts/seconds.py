@@ -7,19 +7,17 @@
 
 A GPU computes the result of a product in tiles, one wave of tiles after another. The beginning of the first wave and
 the last wave, which is not full, together cost about one wave, the constant `wave`: one tile of 128 x 256 elements on
-each multiprocessor. So a product with a small result is slow.
+each multiprocessor.
 
 A step on the busiest pipeline rank is the sum of these parts:
 
-    compute              m (F + I + W) of its units, without the next two parts
+    compute              m (F + I + W) of its units, without the next three parts
     recomputation        m F of its blocks, with recompute=full
     tensor parallel      its collectives, minus what runs beside a matrix product (`tensor.py`)
     context parallel     its exchanges before and after attention (`context.py`)
-    bubble               the rank waits; the formula of the schedule, for stages of mean duration
-    pipeline messages    the rank waits for messages that are sent
-    data parallel        what the backward of the last micro-batch does not hide (ZeRO-2: of each micro-batch; ZeRO-3:
-                         also the gathers before each forward and backward), the all-gather of new parameters, sums
-                         over holders and over tp
+    bubble               the schedule's formula, for stages of mean duration
+    pipeline messages    the waits for messages on their way
+    data parallel        what no computation hides of its collectives; sums over holders and over tp
     update               the optimizer reads and writes its state; with offload in the host's memory
     everything else      REST of the sum of the parts above
 """
@@ -39,7 +37,7 @@ OUTSIDE = {"F": 9, "I": 10}  # tensors of [rows, h]: LayerNorms, additions, grad
 INSIDE = {"F": 8, "I": 15}  # tensors of [n, h/t]: GELU 4 + 4, its backward 3 * 4, gradient of qkv's bias 3
 GAPS = {"F": 5, "I": 9}  # operations of a block that are no matrix products
 COLUMNS = ("F", "I", "W", "recomputation", "collectives", "context")  # of `Step.stages`
-# The collectives of a block, all of one size. `ledger.py` counts their sum.
+# The collectives of a block, all of one size.
 COLLECTIVES = {  # sequence parallel: (operation, in F, alone in I, in I beside dW, in I beside dx)
     False: ("all_reduce", 2, 0, 2, 0),
     True: ("all_gather", 4, 2, 2, 2),  # a reduce_scatter sends as much
@@ -70,7 +68,7 @@ def units(c, device, dtype, z, say):
 
     linears = [(h, 3 * h // t), (h // t, h), (h, 4 * h // t), (4 * h // t, h)]  # inputs, outputs
     products = sum(product(n, outputs, inputs) for inputs, outputs in linears)
-    # Attention has the lower triangle. Its backward has five products instead of two (arXiv 2307.08691).
+    # Attention has the lower triangle. Its backward has five products instead of two.
     triangle, vectors = 2 * n * c.seq_length * h / t / (peak * device.attention), item * n * h / t / memory
     block = []
     for kind, (triangles, reads) in {"F": (1, 4), "I": (2.5, 8)}.items():
@@ -83,14 +81,14 @@ def units(c, device, dtype, z, say):
 
 
 class Step:
-    """The prediction of one step: `parts` is {part: seconds}. model: `search.Model`; layout: its `Layout` of c."""
+    """`parts` is {part: seconds}. model: `search.Model`; layout: its `Layout` of c."""
 
     def __init__(self, c, model, layout, device, m, exact, say):
         self.c, self.layout, self.device, self.m = c, layout, device, m
         self.z, self.exact, self.say = layout.sizes, exact, say
         stage = c.tp * c.cp
         near = partial(members_in_node, device.per_node)
-        # The distance in ranks from a pipeline to the next one, and from a stage to the next one.
+        # The ranks from a pipeline to the next one, and from a stage to the next one.
         replica, apart = (stage, c.tp * layout.dp) if c.order == "pp-dp-tp" else (stage * c.pp, stage)
         self.rings = {  # axis: (its ranks in one node, all its ranks)
             "tp": (near(1, c.tp), c.tp),
@@ -111,12 +109,12 @@ class Step:
         return float(sent) / wire(self.device, together, n) + calls * math.ceil(math.log2(n)) * self.device.latency
 
     def transfer(self, rank, axis, *whats):
-        """Return the seconds to send a rank's rows of an axis. whats: only these rows."""
+        """whats: count only these rows."""
         rows = (row for (a, what, _), row in self.sent[rank].items() if a == axis and (not whats or what in whats))
         return sum(self.send(axis, *row) for row in rows)
 
     def tensor_parallel(self, W):
-        """Return the seconds, in F and in I, of a block's collectives that no product hides. W: seconds of its dW."""
+        """Return the seconds, in F and in I, of a block's collectives that no product hides."""
         c = self.c
         operation, in_F, alone, by_dw, by_dx = COLLECTIVES[c.sequence_parallel]
         each = self.send("tp", 1, sent_bytes(operation, c.tp, self.z.item * tokens_of_rank(c) * c.hidden_size))
@@ -127,7 +125,7 @@ class Step:
         return in_F * each, alone * each + (by_dw + by_dx) * max(0.0, each - product)
 
     def context_parallel(self):
-        """Return the seconds of a block's exchanges of q k v and of y, in F. In I they take as long."""
+        """Return the seconds of a block's exchanges, in F. In I they take as long."""
         c = self.c
         elements = 4 * tokens_of_rank(c) * c.hidden_size // c.tp
         return self.send("cp", 2, sent_bytes("all_to_all", c.cp, elements * self.z.item))
@@ -135,9 +133,9 @@ class Step:
     # --- the step -----------------------------------------------------------------------------------------------------
 
     def stages(self, block, embedding, head):
-        """Return the seconds of one micro-batch as an array [pp, 6]: COLUMNS of each rank. Arguments: as from `units`.
+        """Return the seconds of one micro-batch as an array [pp, 6]: COLUMNS of each rank.
 
-        F and I contain the recomputation, the collectives of tp and the exchanges of cp that nothing hides.
+        F and I contain the recomputation and what nothing hides of tp and cp.
         """
         layout, (F, I, W) = self.layout, block
         (in_F, in_I), over_cp = self.tensor_parallel(W), self.context_parallel()
@@ -150,7 +148,7 @@ class Step:
             units = [unit for chunk in layout.chunks(rank) for unit in layout.units[chunk]]
             first, last = units.count(0), units.count(len(layout.table) - 1)
             counts.append((len(units) - first - last, first, last))
-        # Chimera has 2 pipelines, and a micro-batch uses one of them.
+        # Chimera has 2 pipelines, and each micro-batch uses one of them.
         return np.array(counts) @ [block, (embedding / 2, embedding / 2, 0, 0, 0, 0), (0, head, 0, 0, 0, 0)] / pipelines
 
     def add_parts(self, stages):
@@ -213,7 +211,6 @@ class Step:
 
 
 def members_in_node(per_node, stride, n):
-    """Return how many of n ranks, `stride` apart, are in one node."""
     return min(n, max(1, per_node // stride))
 
 
@@ -247,9 +244,9 @@ CLOSED = {  # (the condition; makespan minus m (F + I + W); time that short mess
 
 @cache
 def idle(name, p, m, chunks, F, I, W, message, exact=True):
-    """Return (idle seconds of a rank in a step if messages take no time, the formula, seconds that messages add).
+    """Return (idle seconds of a rank if messages take no time, the formula, seconds that messages add).
 
-    F, I, W: seconds of a whole stage. Without a closed form, exact=False returns 1F1B's result, which is fast.
+    F, I, W: seconds of a whole stage. Without a closed form, exact=False returns 1F1B's result.
     """
     if p == 1:
         return 0.0, "one stage", 0.0
@@ -269,6 +266,6 @@ def idle(name, p, m, chunks, F, I, W, message, exact=True):
 def simulated(name, p, m, chunks, F, I, W, message):
     """Return the seconds of a step: if messages take no time, and with them."""
     made = schedule(name, p, m, chunks)
-    v = len(schedules.pipelines(made)[0]) // p  # Chimera: each of two pipelines runs half of the micro-batches
+    v = len(schedules.pipelines(made)[0]) // p
     cost = {"F": F / v, "B": (I + W) / v, "I": I / v, "W": W / v}
     return np.array([max(e.end for e in schedules.run_in_order(made, cost, time)) for time in (0, message)])
