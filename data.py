@@ -2,7 +2,7 @@
 
 For each split, `prepare.py` writes one file with a long row of uint16 tokens (uint32 above 65,536 ids). A sample is a
 window of this row. Neighbouring windows share one token, so every token is a target once in an epoch (but the first
-one, and the last ones if they fill no window). A document may continue in the next window.
+one, and the last ones if they fill no window).
 
     tokens     t0 t1 t2 t3 t4 t5 t6 t7 t8 ..          seq_length = 4
     window 0   t0 t1 t2 t3 t4                         inputs t0..t3, targets t1..t4
@@ -20,8 +20,8 @@ ranks. Two data ranks, two samples in a micro-batch:
     data rank      0    0    1    1   |   0    0    1    1
     micro-batch             0         |           1
 
-All ranks of a tensor or pipeline group have the same data rank, so they read the same batch. The file is mapped into
-memory: its pages belong to the kernel's page cache, which all ranks of a host share.
+All ranks of a tensor or pipeline group have one data rank and read the same batch. The file is mapped into memory,
+so all ranks of a host share its pages.
 """
 
 import itertools
@@ -48,7 +48,7 @@ ROUNDS = 8
 
 
 def mix(x):
-    """Hash 64-bit words with SplitMix64's output function (Steele et al. 2014). [b] uint64 -> [b] uint64"""
+    """Hash 64-bit words with SplitMix64's output function (Steele et al. 2014)."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
@@ -60,7 +60,7 @@ def shuffle_key(seed, epoch):
 
 
 def permute(i, n, key):
-    """Return the position of each i in a shuffle of range(n). Each key gives a bijection of range(n).
+    """Return the position of each i in a shuffle of range(n).
 
     i [b] int64, each in range(n); key [b] or [1] uint64 -> [b] int64. Never change it: runs resume with its order.
 
@@ -113,7 +113,7 @@ class Tokens:
         self.check_ids(self.tokens[: 2**16])  # every rank finds most wrong files before training
 
     def windows(self, numbers, seed):
-        """Return the index of each sample's window. [b] int64 -> [b] int64"""
+        """Return the index of each sample's window, [b] int64."""
         epoch, i = np.divmod(numbers, self.num_samples)
         return permute(i, self.num_samples, shuffle_key(seed, epoch))
 
@@ -125,7 +125,6 @@ class Tokens:
         return torch.from_numpy(rows.astype(np.int64))
 
     def check_ids(self, ids):
-        """Raise UserError for an id that the tokenizer does not have."""
         if ids.max() >= self.meta["vocab_size"]:
             raise UserError(f"{self.path}: the id {ids.max()} is not in the vocabulary; prepare the data again")
 
@@ -146,10 +145,7 @@ PAGES = 64  # of 4096 bytes
 
 
 def identity(tokens):
-    """Return what a checkpoint's index.json says about the training data. crc32: of PAGES pages, evenly spaced.
-
-    To read the whole file would take minutes.
-    """
+    """Return what a checkpoint's index.json says about the training data. crc32: of PAGES pages, evenly spaced."""
     size = 4096 // tokens.tokens.itemsize
     starts = np.linspace(0, max(0, len(tokens.tokens) - size), PAGES).astype(np.int64)
     pages = b"".join(tokens.tokens[start : start + size].tobytes() for start in starts)
@@ -161,10 +157,7 @@ def identity(tokens):
 
 
 def training_samples(consumed_samples, dp_rank, dp, micro_batch_size):
-    """Yield a data rank's sample numbers, [b] int64, for each micro-batch after `consumed_samples`, without end.
-
-    The size of a step is not needed, and may grow (rampup_batch_size).
-    """
+    """Yield a data rank's sample numbers, [b] int64, for each micro-batch after `consumed_samples`, without end."""
     for first in itertools.count(consumed_samples + dp_rank * micro_batch_size, dp * micro_batch_size):
         yield np.arange(first, first + micro_batch_size, dtype=np.int64)
 
@@ -172,9 +165,9 @@ def training_samples(consumed_samples, dp_rank, dp, micro_batch_size):
 def eval_batches(tokens, samples_wanted, dp_rank, dp, micro_batch_size, seed, device="cpu"):
     """Yield (tokens [b, seq_length + 1] on `device`, is_real) for each micro-batch of a data rank in a validation.
 
-    All ranks together take the first min(samples_wanted, num_samples) samples once. The last micro-batch may be
-    smaller. A rank without samples in it runs a stand-in, is_real = False, which does not count: all ranks must run
-    the model equally often, because ZeRO-3 gathers parameters on all of them together.
+    All ranks together take the first min(samples_wanted, num_samples) samples once. A rank without samples in
+    the last micro-batch runs a stand-in, is_real = False, because all ranks must run the model equally often: ZeRO-3
+    gathers parameters on all of them together.
     """
     samples = min(samples_wanted, tokens.num_samples)
     micro_batches = -(-samples // (micro_batch_size * dp))
@@ -192,7 +185,7 @@ def eval_batches(tokens, samples_wanted, dp_rank, dp, micro_batch_size, seed, de
 def loaded(tokens, numbers, seed, device="cpu", depth=4):
     """Yield (tokens [b, seq_length + 1], numbers [b]), int64 on `device`, for each array in `numbers`.
 
-    A thread keeps up to `depth` micro-batches ready, for a GPU in pinned memory. To end it, close the generator.
+    A thread keeps up to `depth` micro-batches ready. To end it, close the generator.
     """
     device, numbers = torch.empty(0, device=device).device, iter(numbers)  # "cuda" becomes "cuda:0"
     gpu = device.type == "cuda"

@@ -1,4 +1,4 @@
-"""Timers, the lines on the terminal, and metrics.jsonl. (curve.py draws the losses of metrics.jsonl.)
+"""Timers, the lines on the terminal, and metrics.jsonl.
 
 The log has two speeds of one device, in TFLOP/s (`accounts/flops.py`). `tflops` counts the model FLOPs: it measures how
 fast training proceeds. `hardware_tflops` also counts recomputation: it measures how busy the devices are. `mfu`, the
@@ -35,7 +35,7 @@ PHASES = ("forward-compute", "backward-compute", "grad-reduce", "optimizer", "ba
 
 
 class Timers:
-    """Time spent in each of PHASES: `with timers("forward-compute"): ...`, any number of times in a step.
+    """Time spent in each of PHASES: `with timers("forward-compute"): ...`.
 
     The time of batch-generator is also a part of forward-compute. The wait for a message is a part of the phase that
     waits. On a GPU the host runs ahead, so CUDA events measure a phase. Only `take` waits for the GPU.
@@ -56,7 +56,7 @@ class Timers:
         return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
 
     def take(self, iterations):
-        """Return {phase: milliseconds per iteration} of the `iterations` since the last `take`."""
+        """Return {phase: milliseconds per iteration} since the last `take`."""
         if self.on_gpu:
             torch.cuda.synchronize()
         totals, spans, self.spans = dict.fromkeys(PHASES, 0.0), self.spans, []
@@ -95,7 +95,7 @@ class PendingStep:
 
 
 class Interval:
-    """The steps since the last log line. steps: those that are read. unread: the newest `PendingStep`s.
+    """The steps since the last log line. unread: the newest `PendingStep`s.
 
     On a GPU the newest step is read one step later: then the device already works on the next one. All ranks have the
     same numbers, so they decide alike without communication.
@@ -117,7 +117,7 @@ class Interval:
             self.run.timers.take(1)
 
     def read(self, last=False):
-        """Wait for the newest steps. last: no step follows.
+        """last: no step follows.
 
         Raises UserError on all ranks after `stop_after_nan` losses that are not finite, or after one in the last step.
         """
@@ -165,7 +165,7 @@ def experts_row(run):
 
 
 def metrics_row(run, steps, timed, seconds):
-    """Return a row of metrics.jsonl. steps: the `Step`s of the interval, of which the last `timed` took `seconds`."""
+    """steps: the `Step`s of the interval, of which the last `timed` took `seconds`."""
     c, world, last, losses = run.config, run.mesh.world.size, steps[-1], [step.loss for step in steps]
     samples, consumed = sum(step.samples for step in steps[-timed:]), run.counters.consumed_samples
     tflops = model_flops(c, samples) / seconds / world / 1e12
@@ -219,7 +219,7 @@ def validation_lines(iteration, loss, split="val"):
 
 
 def max_resident():
-    """Return the largest resident memory of this process, in bytes."""
+    """Return a number of bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
 
 
@@ -236,13 +236,13 @@ def memory_line(iteration, device):
 
 
 def to_json(row):
-    """Return a row as one line of JSON. It has no nan or infinity: they become the strings "nan", "inf" and "-inf"."""
+    """JSON has no nan or infinity: they become the strings "nan", "inf" and "-inf"."""
     strange = {name: repr(v) for name, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
     return json.dumps(row | strange, allow_nan=False)
 
 
 def read_metrics(path):
-    """Return {iteration: row} of a metrics.jsonl, in the order of iterations.
+    """Return {iteration: row} of a metrics.jsonl.
 
     A run that resumes from a checkpoint repeats iterations: its row replaces the earlier rows of the same iteration and
     of later ones. A line that a crash cut off is skipped.
@@ -262,7 +262,7 @@ def read_metrics(path):
 
 
 class Logger:
-    """Writes the log on rank 0. On the other ranks it does nothing. Raises UserError if a file can't be written."""
+    """Writes the log on rank 0. Raises UserError if a file can't be written."""
 
     def __init__(self, run):
         self.run, self.first, self.memory_said = run, run.mesh.rank == 0, False
@@ -353,7 +353,6 @@ def signs_of_life(run, say):
 
 
 def observe(run, say, over):
-    """Look at the step every second, until `over`, and answer a signal."""
     dog, answered, began, due = run.watchdog, False, None, SOON
     while not over.wait(1):
         if dog.since != began:
@@ -371,7 +370,6 @@ def observe(run, say, over):
 
 
 def how_far(executor, seconds):
-    """Return as text how far a step is after `seconds`, and how long it takes."""
     schedule, done = executor.schedule, executor.work - 1  # the last unit has only begun
     units = {c: len(chunk.units) for c, chunk in executor.chunks.items()}
     actions = schedule.actions[executor.mesh.pp.rank]

@@ -49,7 +49,7 @@ def train_step(run, batches):
     """Make one update with micro-batches from the iterator `batches`. Return a `log.PendingStep`.
 
     If the gradient of one rank has an inf or nan, the sum of the squared norms over all ranks is not finite, and every
-    rank skips the update: it changes no weight, no moment and not `zero.updates`, on which the learning rate depends.
+    rank skips the update: it changes no weight, no moment and not `zero.updates`.
     """
     c, mesh, zero = run.config, run.mesh, run.zero
     samples = configuration.global_batch_size_at(c, run.counters.consumed_samples)
@@ -57,7 +57,6 @@ def train_step(run, batches):
     share = 1 / (m * mesh.dp.size)  # the loss is the mean over m micro-batches and the data ranks
     scale = run.loss_scale.scale
 
-    # Reductions of gradients over the data ranks start during backward.
     zero.zero_grad()
     loss = share * run.executor.run(batches, m, share * scale)
     with run.timers("grad-reduce"):
@@ -71,7 +70,7 @@ def train_step(run, batches):
         sums = torch.stack([loss, zero.squared_norm(), stop])
         loss, squared_norm, stop = all_reduce(sums, mesh.world, "scalars").wait()
 
-        # Skip, or clip and update. With AdamW in bf16 or fp32 the CPU does not wait for the GPU.
+        # With AdamW in bf16 or fp32 the CPU does not wait for the GPU.
         norm = squared_norm.sqrt() / scale
         skip = ~norm.isfinite()
         clip = (c.clip_grad / (norm + 1e-6)).clamp(max=1.0) if c.clip_grad else torch.ones_like(norm)
@@ -123,7 +122,7 @@ def train(run, tokens, validation, logger):
             before = counters.iteration
             run.watchdog.progress(f"iteration {before + 1}")
             steps = train_call(run, batches) if run.schedule.versions else [train_step(run, batches)]
-            interval.add(steps)  # reads the step before, while the device computes this one
+            interval.add(steps)
             last = counters.iteration >= c.train_iters or interval.stop
             due = partial(crossed, before, counters.iteration, last)
             validate = validation and due(c.eval_interval) and not interval.stop
@@ -240,7 +239,7 @@ def restore(run, path):
 
 
 def describe(run, path):
-    """Return the first lines of the output. path: the checkpoint, or None."""
+    """path: the checkpoint, or None."""
     c, names = run.config, "tp cp pp zero sequence_parallel recompute".split()
     layout = " ".join(f"{name}={getattr(c, name)}" for name in names + ["schedule"] * (c.pp > 1))
     text = f"{run.model.num_parameters():,} parameters"
@@ -259,7 +258,7 @@ def describe(run, path):
 
 
 def run_training(config, mesh, device):
-    """Open the files, build the Run, and train or evaluate. A UserError of one rank is raised on all ranks."""
+    """A UserError of one rank is raised on all ranks."""
     with contextlib.ExitStack() as stack:
         tokens, path = agree(mesh.world, lambda: open_files(config, mesh, device, stack))
         compare_hosts(config, mesh, tokens, path)

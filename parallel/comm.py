@@ -33,14 +33,14 @@ OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 # The factor of (n-1)/n N in the table above.
 RING = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
-NOT_A_STEP = ("setup", "evaluate", "log")  # phases that do not belong to a training step
+NOT_A_STEP = ("setup", "evaluate", "log")
 
 
 class Ledger:
     """Counts calls and bytes by (phase, axis, what, operation). what: a name for the data, for example "gradients"."""
 
     def __init__(self):
-        self.phase = "setup"  # the code that runs a step sets it
+        self.phase = "setup"
         self.rows = {}
 
     def count(self, operation, axis, ranks, what, whole_bytes):
@@ -60,7 +60,7 @@ class Ledger:
 
 
 def sent_bytes(operation, ranks, whole_bytes):
-    """Return the bytes that a rank sends. whole_bytes: N in the table above."""
+    """whole_bytes: N in the table above."""
     return whole_bytes if operation == "send" else Fraction(RING[operation] * (ranks - 1) * whole_bytes, ranks)
 
 
@@ -91,7 +91,7 @@ class Pending:
         self.result, self.work, self.name = result, work, name
 
     def wait(self):
-        """Return the result. On a GPU, only the GPU waits: operations that are enqueued later may read the result."""
+        """On a GPU, only the GPU waits: operations that are enqueued later may read the result."""
         if self.work:
             Pending.waiting = self
             with lost_peer(self.name):
@@ -105,7 +105,7 @@ class Pending:
 
 @contextlib.contextmanager
 def lost_peer(name):
-    """Raise a CommunicationError if the communication `name` fails. Errors of this GPU pass unchanged."""
+    """Raise a CommunicationError if the communication `name` fails."""
     try:
         yield
     except RuntimeError as error:
@@ -156,7 +156,7 @@ def rotate(x, axis, what):
 
 
 def _collective(operation, axis, what, call, arguments, whole, result):
-    """Count and start a collective. whole: the tensor of N bytes in the table above."""
+    """whole: the tensor of N bytes in the table above."""
     number = axis.ledger.count(operation, axis.name, axis.size, what, whole.numel() * whole.element_size())
     name = Pending.latest = f"{axis.waited} in {operation} {number} of {what} over {axis.name}"
     with lost_peer(name):
@@ -203,7 +203,7 @@ def agree(axis, action):
 
 
 def gather_objects(x, axis):
-    """Return [x of each rank]. x: a small Python object."""
+    """Return [x of each rank]."""
     gathered = [x] * axis.size
     if axis.size > 1:
         with lost_peer(f"{axis.waited} to send objects"):

@@ -1,12 +1,12 @@
 """Context parallelism: the tokens of each sample are cut over n = cp ranks.
 
-Only attention connects the tokens of a sample. A rank runs everything else on its 1/n of the tokens. The cp ranks have
-equal parameters: for ZeRO, gradient norm and checkpoints they are data ranks (`mesh.py`). Attention has two ways:
+Only attention connects the tokens of a sample. The cp ranks have equal parameters: for ZeRO, gradient norm and
+checkpoints they are data ranks. Attention has two ways:
 
     ring      keys and values travel from rank to rank         Liu et al., Ring Attention (arXiv 2310.01889)
     ulysses   each rank gets all tokens of 1/n of the heads    Jacobs et al., DeepSpeed-Ulysses (arXiv 2309.14509)
 
-**Ring** (refused on a GPU: no kernel computes attention to a part of the keys yet). A late token sees more keys than an
+**Ring** (refused on a GPU: no kernel computes attention to a part of the keys). A late token sees more keys than an
 early one. So a sample is cut into 2n equal parts, and rank r has the parts r and 2n-1-r, a zigzag. In turn i, rank r
 has the keys and values of rank r-i (mod n), and all ranks have equal work. The turns of rank 1 of n = 4, which has the
 parts 1 and 6:
@@ -41,7 +41,7 @@ from parallel.comm import all_to_all, rotate
 
 
 def own_positions(s, cp, way):
-    """Return the positions in a sample of s tokens that this rank has, ascending, [s/n]."""
+    """Return this rank's positions in a sample of s tokens, ascending, [s/n]."""
     if way == "ulysses":
         return torch.arange(s).chunk(cp.size)[cp.rank]
     parts = torch.arange(s).chunk(2 * cp.size)
@@ -79,11 +79,11 @@ class RingAttention(torch.autograd.Function):
             dq[:, rows] += part
             gradient = L.new_zeros(2, *k.shape)
             gradient[:, :, seen] = torch.stack(parts).to(L.dtype)
-            if own is None:  # turn 0: this rank's own keys
+            if own is None:  # this rank's own keys
                 own = gradient
                 continue
             if travelling:
-                gradient += travelling.wait()  # the shares of the ranks before
+                gradient += travelling.wait()
             travelling = rotate(gradient, ctx.cp, "gradients of keys and values")
         dk, dv = (own + travelling.wait()).to(q.dtype)
         return dq.to(q.dtype), dk, dv, None, None
@@ -92,7 +92,7 @@ class RingAttention(torch.autograd.Function):
 def turns(kv, cp):
     """Yield (keys and values [2, b, s/n, a/t, d], the rows that see them, the rows of them that are seen, causal).
 
-    Each turn sends kv on while the caller computes. causal: row i sees keys 0 .. i.
+    causal: row i sees keys 0 .. i.
     """
     s = kv.shape[2]
     whole, first, second = slice(s), slice(s // 2), slice(s // 2, s)
@@ -101,9 +101,9 @@ def turns(kv, cp):
         arriving = None if last else rotate(kv, cp, "keys and values")
         if turn == 0:
             yield kv, whole, whole, True
-        elif turn <= cp.rank:  # of rank r - turn, an earlier rank
+        elif turn <= cp.rank:  # of an earlier rank
             yield kv, whole, first, False
-        else:  # of rank r - turn + n, a later rank
+        else:  # of a later rank
             yield kv, second, whole, False
         kv = None if last else arriving.wait()
 
@@ -112,7 +112,6 @@ def turns(kv, cp):
 
 
 def ulysses(q, k, v, cp, ops):
-    """q, k, v [b, s/n, a/t, d] of this rank's tokens -> the same."""
     q, k, v = TokensForHeads.apply(torch.stack([q, k, v]), 3, 2, cp).unbind()  # each [b, s, a/(n t), d]
     return TokensForHeads.apply(ops.attention(q, k, v), 1, 2, cp)
 

@@ -1,7 +1,7 @@
 """The units, buckets and shards of each rank, computed from the configuration alone.
 
-This file needs no process and no tensor. A real run and a prediction (`ledger.py`, `memory.py`) both use it. A *table*
-describes the model: table[i] is the list of the `tensor.ParamSpec`s that unit i uses.
+A real run and a prediction (`ledger.py`, `memory.py`) both use this file. A *table* describes the model: table[i] is
+the list of the `tensor.ParamSpec`s that unit i uses.
 
     units       are cut into consecutive parts; a chunk of the schedule is one part, placed on one rank
     bucket      the parameters that are gathered, reduced and updated together: word table, position table, each block,
@@ -41,7 +41,7 @@ def kind_of(spec):
 
 
 class Piece(NamedTuple):
-    """The elements of a parameter that lie in a slice of a flat buffer, perhaps none."""
+    """The elements of a parameter that lie in a slice of a flat buffer."""
 
     spec: object  # ParamSpec
     begin: int  # index into this rank's part of the parameter, flattened
@@ -110,7 +110,6 @@ def split(units, parts):
 
 
 def all_buckets(table, tp, dp):
-    """Return {name: BucketLayout} of all buckets."""
     specs = {}  # bucket name: {parameter name: ParamSpec}, a tied parameter once
     for spec in (spec for unit in table for spec in unit):
         specs.setdefault(spec.bucket, {})[spec.name] = spec
@@ -151,11 +150,10 @@ class Layout:
         return sorted(self.holders_of[name])
 
     def stored(self, rank):
-        """Return P, the number of elements of a pipeline rank's buckets, with padding."""
+        """Return P, the elements of a pipeline rank's buckets, with padding."""
         return sum(bucket.size for bucket in self.buckets(rank).values())
 
     def padding(self, rank):
-        """Return the number of padding elements in P."""
         return sum(bucket.size - sum(bucket.lengths) for bucket in self.buckets(rank).values())
 
     def passes(self, schedule, rank):
@@ -178,10 +176,10 @@ def replica_sums(c, dp):
 
 
 def rows_outside(c):
-    """Return the number of rows of x between two units: the rank's tokens, with sequence parallelism 1/t of them."""
+    """Return the number of rows of x between two units."""
     return tokens_of_rank(c) // (c.tp if c.sequence_parallel else 1)
 
 
 def tokens_of_rank(c):
-    """Return the number of tokens of a micro-batch on a rank: bs, with context parallelism bs/cp."""
+    """Return the number of tokens of a micro-batch on a rank."""
     return c.micro_batch_size * c.seq_length // c.cp

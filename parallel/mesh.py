@@ -1,6 +1,6 @@
 """The mesh: the place of each process on the axes dp, pp and tp (slide "3-D Parallelism").
 
-The processes are numbered along three axes. The tp index changes fastest, then pp, then dp:
+The tp index changes fastest, then pp, then dp:
 
     rank = (dp_rank * pp + pp_rank) * tp + tp_rank          dp = 2, pp = 1, tp = 4:   dp 0 | 0 1 2 3
                                                                                       dp 1 | 4 5 6 7
@@ -14,9 +14,9 @@ both).
 With context parallelism, cp ranks share each sample. They lie next to tp. They have equal parameters, so the axis dp
 contains them.
 
-A rank is in one process group per axis. Axes with the same ranks share a group, because each group costs connections
-and, on a GPU, memory. NCCL runs the collectives of a group, and the messages between two ranks, one after another. So
-two axes have a second group: pp for messages to lower ranks (`Mesh.back`), dp for the sums of gradients in ZeRO-3.
+A rank is in one process group per axis. Axes with the same ranks share a group. NCCL runs the collectives of a group,
+and the messages between two ranks, one after another. So two axes have a second group: pp for messages to lower ranks
+(`Mesh.back`), dp for the sums of gradients in ZeRO-3.
 """
 
 import functools
@@ -33,12 +33,12 @@ from parallel.comm import Ledger, group_options
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks along one axis. An axis with one rank sends nothing."""
+    """The ranks along one axis."""
 
     name: str  # dp, pp, cp, tp, world (all ranks), or holders (pipeline ranks with the same parameters)
     ranks: tuple  # the members, as ranks of torch.distributed
     rank: int  # this process's index in `ranks`
-    ledger: Ledger  # counts what this rank sends
+    ledger: Ledger
     group: object = None  # torch's process group, if the axis has several ranks
 
     @property
@@ -54,7 +54,7 @@ class Axis:
 class Mesh:
     """The axes dp, pp, cp, tp and world of this process. timeout: in seconds; order: as in config.py.
 
-    reader: (i, n): this rank reads every n-th micro-batch from number i on. The cp ranks of a group read the same ones.
+    reader: (i, n): this rank reads every n-th micro-batch from number i on.
     All ranks of a group must make it at the same point of the program (in Mesh, `holders`, `second`).
     """
 
@@ -87,7 +87,6 @@ class Mesh:
         return self._axis("holders", [self.pp.ranks[i] for i in pp_ranks], pp_ranks.index(self.pp.rank))
 
     def second(self, axis):
-        """Return `axis` with its second group."""
         return self._axis(axis.name, axis.ranks, axis.rank, 1)
 
     def _axis(self, name, ranks, index, number=0):
@@ -106,7 +105,7 @@ class Mesh:
 
 
 def everyone():
-    """Return the axis of all processes, for use before the mesh exists."""
+    """Return the axis of all processes, before the mesh exists."""
     if not dist.is_initialized():
         return Axis("world", (0,), 0, Ledger())
     return Axis("world", tuple(range(dist.get_world_size())), dist.get_rank(), Ledger(), dist.group.WORLD)

@@ -40,7 +40,7 @@ def adamw(weight, gradient, moments, *, lr, decay, scale, update, beta1, beta2, 
 
 
 def adam_direction(gradient, m, v, scale, update, beta1, beta2, eps):
-    """Update Adam's moments m and v; return (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)."""
+    """Update m and v; return (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)."""
     m.mul_(beta1).add_(gradient, alpha=(1 - beta1) * scale)
     v.mul_(beta2).addcmul_(gradient, gradient, value=(1 - beta2) * scale * scale)
     root = v.sqrt().div_(math.sqrt(1 - beta2**update)).add_(eps)
@@ -49,10 +49,10 @@ def adam_direction(gradient, m, v, scale, update, beta1, beta2, eps):
 
 # --- layer-wise rates, for large batches ------------------------------------------------------------------------------
 #
-# Slide "データ並列": LARS and LAMB are remedies for large batches. They give every parameter tensor its own rate: the
-# norm of an update becomes proportional to the norm of the tensor. The first half of such a rule is elementwise and
-# overwrites the gradient with a direction. The second half needs the norms of whole tensors. Its argument `layerwise`
-# is False for biases and LayerNorms, which use the rate `lr` unchanged.
+# Slide "データ並列": LARS and LAMB give every parameter tensor its own rate: the norm of an update becomes proportional
+# to the norm of the tensor. The first half of such a rule is elementwise and overwrites the gradient with a direction.
+# The second half needs the norms of whole tensors. Its argument `layerwise` is False for biases and LayerNorms, which
+# use the rate `lr` unchanged.
 
 
 def lamb(weight, gradient, moments, *, decay, scale, update, beta1, beta2, eps, **_):
@@ -84,12 +84,12 @@ def apply_lars(weight, gradient, moments, weight_norm, norm, *, lr, decay, layer
 
 class Rule(NamedTuple):
     step: Callable  # the update, or its first half
-    moments: int  # number of moment buffers, each of the weight's size
+    moments: int  # number of moment buffers
     layerwise: Callable | None = None  # the second half, called for each tensor
-    fused: str | None = None  # name of an operation that does the same as `step`
+    fused: str | None = None  # name of an operation
 
 
-# Add your own: write a function like the ones above, and add a row here. `train.py --optimizer=mine` runs it.
+# Add your own: write a function like those above, and add a row. `train.py --optimizer=mine` runs it.
 RULES = {
     "sgd": Rule(sgd, 0),
     "adamw": Rule(adamw, 2, fused="adamw_"),
@@ -101,9 +101,8 @@ RULES = {
 def update(c, buckets, scalars, ops, mesh, device):
     """Update the elements that this rank owns of every `zero.Bucket`. It may overwrite their `gradient`.
 
-    scalars: `reference.UpdateScalars`. ops: has the fused operations. device: where norms are summed over the ranks
-    (with offload the state is on the CPU). A rule that is not fused reads the scalars, so the host waits for the
-    device.
+    scalars: `reference.UpdateScalars`. ops: has the fused operations. device: where norms are summed (with
+    offload the state is on the CPU).
     """
     rule, constants = RULES[c.optimizer], dict(beta1=c.adam_beta1, beta2=c.adam_beta2, eps=c.adam_eps)
     if rule.fused:
@@ -175,9 +174,8 @@ def learning_rate(c, update):
 class LossScale:
     """Dynamic loss scale of fp16: as large as possible without overflow, so that small gradients do not become 0.
 
-    Micikevicius et al. (arXiv 1710.03740), section 3.2. It starts too large on purpose (2^32). From the `hysteresis`-th
-    overflow on, each overflow halves it. After `window` steps without overflow it doubles, and the count of overflows
-    starts again.
+    Micikevicius et al. (arXiv 1710.03740), section 3.2. It starts too large on purpose (2^32). Each overflow halves it,
+    from the `hysteresis`-th on. After `window` steps without overflow it doubles.
     """
 
     def __init__(self, config, dtype_name):
@@ -205,6 +203,6 @@ class LossScale:
         return {"dynamic": self.dynamic, "scale": self.scale, "clean": self.clean, "patience": self.patience}
 
     def restore(self, state):
-        """Continue from a checkpoint's state. If the checkpoint or this run is not fp16, keep the initial state."""
+        """If the checkpoint or this run is not fp16, keep the initial state."""
         if self.dynamic and state["dynamic"]:
             self.scale, self.clean, self.patience = state["scale"], state["clean"], state["patience"]

@@ -22,8 +22,8 @@ Each U starts to sum the table's gradient. A rank waits for this sum when a forw
 this cannot deadlock).
 
 **Impossible.** No rank knows the global gradient norm at its update, because other ranks update later. So there is no
-clipping, no common decision to skip an update (fp16), and no norm of a cut tensor (LAMB, LARS). A gradient that is not
-finite ends the run at the end of the call. ZeRO-2 and 3 would free the versions that this scheme keeps.
+clipping, no common decision to skip an update (fp16), and no norm of a cut tensor (LAMB, LARS). ZeRO-2 and 3 would free
+the versions that this scheme keeps.
 
 **Not on GPUs yet.** There the first call may deadlock (NOTES.md; `testing/test_order.py` shows it).
 """
@@ -43,7 +43,7 @@ from parallel.optimizer import learning_rate
 from parallel.pipeline import METHODS, Executor
 from parallel.versions import shared_versions
 
-OLDER, SUMS = "older versions of parameters", "gradients that wait for holders"  # names of buffers
+OLDER, SUMS = "older versions of parameters", "gradients that wait for holders"
 
 
 class Versions:
@@ -70,7 +70,6 @@ class Versions:
         return spare.pop()
 
     def begin(self, schedule, scalars, squares):
-        """Prepare for a call. squares receives this rank's shares of the squared gradient norms, float64 [updates]."""
         self.versions = shared_versions(schedule, self.holders)  # of each micro-batch
         # {version: number of micro-batches that still need it}. The next call needs the last version.
         self.left = Counter([*self.versions, len(scalars)])
@@ -78,7 +77,7 @@ class Versions:
         self.scalars, self.squares, self.sums = scalars, squares, deque()
 
     def show(self, version):
-        """Let the nn.Parameters be views of a version. Make the updates that it needs."""
+        """Let the nn.Parameters be views of a version."""
         self.catch_up(version)
         if version != self.shown:
             self.shown = version
@@ -86,7 +85,6 @@ class Versions:
                 p.data = piece.of(self.flats[version]).view(p.shape)
 
     def done(self, version):
-        """Note that a backward with this version has run."""
         self.left[version] -= 1
         if not self.left[version]:
             self.spare.append(self.flats.pop(version))
@@ -136,7 +134,7 @@ class PipeDream(Executor):
         self.weights = [Versions(zero, name, layout.holders(name), self.flats) for name in names]
 
     def call(self, micro_batches, count, weight, scalars):
-        """Run a call of `count` micro-batches, with their updates. Return (losses, squares), float64 [updates].
+        """Run a call of `count` micro-batches. Return (losses, squares), float64 [updates].
 
         Arguments as in `Executor.run`, and scalars: [reference.UpdateScalars of each update]. losses: sums of mean
         losses, 0 on ranks without the head. squares: this rank's shares of the squared norms.
@@ -169,7 +167,7 @@ class PipeDream(Executor):
             weights.show(weights.versions[j])
 
     def update(self, j, c):
-        """The action U, after micro-batch j."""
+        """The action U."""
         self.update_losses.append(self.total)
         self.total, self.passes = torch.zeros_like(self.total), dict(self.passes_of_update)
         self.zero.sum_over_dp()

@@ -19,7 +19,7 @@ again just before its backward (Chen et al., arXiv 1604.06174). A bucket's gradi
 complete, while backward continues (as in PyTorch's DDP, Li et al., arXiv 2006.15704).
 
 All ranks post their messages in one common order, which prevents a deadlock (`schedules.messages`), and a receive as
-early as this order allows. The values of a sent output y are freed: backward needs only y's graph.
+early as this order allows.
 """
 
 import contextlib
@@ -86,7 +86,7 @@ class Executor:
         self.kept = {}  # (micro-batch, chunk): [(input, output) of each unit], from F to B
         self.deferred = {}  # (micro-batch, chunk): [tensor.WeightGradient], from I to W
         self.local = {}  # (kind, micro-batch, chunk): a tensor for another chunk on this rank
-        self.mail = None  # the Mailbox of the current step
+        self.mail = None
         self.trace = self.after_action = Unwatched()
         self.schedule, self.batches, self.work = schedule, {}, 0  # work: units that have begun
         self.methods, self.flats = METHODS, {}  # flats: empty here; PipeDream keeps old weights in it
@@ -126,7 +126,7 @@ class Executor:
         return self.losses
 
     def _execute(self, schedule, messages, micro_batches, rows):
-        """Run this rank's actions in order. rows[j]: the rows of x in micro-batch j; in a validation they differ."""
+        """rows[j]: the rows of x in micro-batch j; in a validation they differ."""
         self.schedule, self.batches, self.work, self.micro_batches = schedule, {}, 0, micro_batches
         self.mail = Mailbox(messages, self.mesh, rows, self.config.hidden_size, self.zero)
         for action in schedule.actions[self.mesh.pp.rank]:
@@ -176,7 +176,7 @@ class Executor:
         self._backward(j, c, self.deferred[j, c])
 
     def _backward(self, j, c, deferred):
-        """Run backward of a chunk. deferred: a list to which linears append their weight gradients, or None."""
+        """deferred: a list to which linears append their weight gradients, or None."""
         chunk, batch = self.chunks[c], self.batch(j)
         kept = self.kept.pop((j, c))
         before, after = schedules.upstream(self.schedule, c), schedules.downstream(self.schedule, c)
@@ -259,7 +259,7 @@ def axis_to(mesh, source, destination):
 def connect(mesh, schedule, device):
     """Send one number over each connection between ranks in both directions.
 
-    A pair's first message connects it on NCCL, and both programs stand still meanwhile. In a step this would cost time.
+    A pair's first message connects it on NCCL, and both programs stand still meanwhile.
     """
     mesh.ledger.phase = "setup"
     below = [(chunk, schedules.downstream(schedule, chunk)) for chunk in range(len(schedule.parts))]
@@ -284,7 +284,7 @@ class Mailbox:
         self.leaving = deque()  # (Pending, tensor to free when it is sent, or None)
 
     def post(self):
-        """Post receives up to this rank's next send. Free sent tensors; at most IN_TRANSIT sends stay open."""
+        """Post receives up to this rank's next send. Free sent tensors."""
         while self.queue and self.queue[0][1].source != self.rank:
             tag, m = self.queue.popleft()
             axis = axis_to(self.mesh, m.source, m.destination)

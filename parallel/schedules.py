@@ -1,12 +1,11 @@
 """Pipeline schedules: the order in which each rank computes (slide "パイプライン並列").
 
-The first forms are `ladder/rung07`, `08` and `13`.
-The model is cut into stages, one on each rank, and the batch into micro-batches. A micro-batch runs forward from the
-first stage to the last, then backward to the first. It is *in flight* from its forward to the end of its backward, and
-its activations fill memory. The *bubble* is the share of time in which a rank waits. A schedule is a list of actions
-for each rank, made by a function of this file. The same lists are checked, simulated, drawn (`accounts/draw.py`) and
-executed (`pipeline.py`). `python -m accounts.draw 1f1b` draws 1F1B with four ranks, eight micro-batches and a backward
-as long as two forwards (F forward, B backward, . idle):
+The first forms are `ladder/rung07`, `08` and `13`. The model is cut into stages, one on each rank, and the batch into
+micro-batches. A micro-batch runs forward from the first stage to the last, then backward to the first. It is *in
+flight* from its forward to the end of its backward, and its activations fill memory. The *bubble* is the share of time
+in which a rank waits. A schedule is a list of actions for each rank, made by a function of this file. The same lists
+are checked, simulated, drawn (`accounts/draw.py`) and executed (`pipeline.py`). `python -m accounts.draw 1f1b` draws
+1F1B, with a backward as long as two forwards (F forward, B backward, . idle):
 
     rank 0  F0 F1 F2 F3 ..................B0--- F4 B1--- F5 B2--- F6 B3--- F7 B4--- ...B5--- ...B6--- ...B7---
     rank 1  ...F0 F1 F2 ............B0--- F3 B1--- F4 B2--- F5 B3--- F6 B4--- F7 B5--- ...B6--- ...B7--- ......
@@ -26,8 +25,7 @@ as long as two forwards (F forward, B backward, . idle):
 
 There are p stages and m micro-batches. A rank has v chunks; a chunk is one part of the model. F, I and W are the
 durations of forward, input gradient and weight gradient on a whole stage, and B = I + W. "In flight" counts activations
-of one micro-batch on a whole stage, for large m. Over each boundary between ranks, a micro-batch sends bsh elements
-forward and bsh elements backward.
+of one micro-batch on a whole stage, for large m.
 
 The bubble has two definitions. The papers and this table count a rank's *own time*, from its first action to its last.
 In train.py all ranks end a step together, because they wait for the gradient norm. So the *whole step* counts, from the
@@ -58,7 +56,7 @@ class Action(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The actions of all ranks. Ranks, chunks and micro-batches count from 0."""
+    """Ranks, chunks and micro-batches count from 0."""
 
     name: str
     parts: list  # parts[chunk]: the part of the model in this chunk; a pipeline begins at part 0
@@ -83,7 +81,6 @@ def upstream(schedule, chunk):
 
 
 def downstream(schedule, chunk):
-    """Return the chunk that reads the output of `chunk`, or None."""
     return chunk + 1 if chunk + 1 < len(schedule.parts) and schedule.parts[chunk + 1] > 0 else None
 
 
@@ -97,7 +94,7 @@ def forward_only(schedule, microbatches):
 
 
 def updates(schedule):
-    """Return the number of weight updates. Without U this is 1."""
+    """Return the number of weight updates."""
     return sum(action.kind == "U" for action in schedule.actions[0]) or 1
 
 
@@ -188,8 +185,7 @@ def zero_bubble(stages, microbatches, factor):
 def zb_v(stages, microbatches, chunks=2):
     """ZB-V: rank r has chunk r on the way down (from rank 0 to p-1) and chunk 2p-1-r on the way up (back to rank 0).
 
-    Rank 0 has the first and the last part of the model. A rank works in turns. Below is turn k = 4 for p = 3. Small
-    letters are actions of the chunk on the way up.
+    A rank works in turns. Below is turn k = 4 for p = 3. Small letters are actions of the chunk on the way up.
 
         rank 0   f4 i4 w4 F7 I2 W2      f    micro-batch k
         rank 1   f4 i3 w3 F6 I2 W2      i w  reach the next rank one turn later: micro-batch k-r
@@ -211,7 +207,7 @@ def zb_v(stages, microbatches, chunks=2):
     actions = []
     for r in range(p):
         down, up, own = r, 2 * p - 1 - r, []
-        for k in range(r - up, m + p + 2 * r):  # turn k
+        for k in range(r - up, m + p + 2 * r):
             i, I, F = k - r, k - (p - 1), k - r + (up if k < r else p)  # the micro-batches of i and w, I and W, F
             late_w, late_W = i - (r - 1), I - 2 * r  # delayed to this turn
             turn = [
@@ -235,8 +231,8 @@ def chimera(stages, microbatches, chunks=1):
     Rank r has part r of the down pipeline (chunk r) and part p-1-r of the up pipeline (chunk 2p-1-r). Even
     micro-batches go down, odd ones go up, in groups of p. In a group, k numbers the micro-batches of one direction. On
     part i, micro-batch k has its F in slot i + 2k and its B in slot 2p-1 - i + 2k. The directions never need the same
-    slot: F and F, B and B differ in parity; F and the other direction's B lie p slots apart. The next group begins 2p
-    slots later. Li and Hoefler, arXiv 2107.06925, section 3, figure 3. Raises UserError if p is odd and not 1.
+    slot. The next group begins 2p slots later. Li and Hoefler, arXiv 2107.06925, section 3, figure 3. Raises UserError
+    if p is odd and not 1.
     """
     p = stages
     if p == 1:
@@ -300,12 +296,11 @@ def each(kind, microbatches, chunk):
 
 
 def alternate(*lists):
-    """Return one item of each list in turn, until all lists end: a0 b0 a1 b1 ... None is skipped."""
+    """Return a0 b0 a1 b1 ..., one item of each list in turn. None is skipped."""
     return [action for turn in zip_longest(*lists) for action in turn if action]
 
 
 def straight(name, chunks, actions):
-    """Return the Schedule of a pipeline with one chunk per rank."""
     one_chunk(name, chunks)
     return Schedule(name, list(range(len(actions))), list(range(len(actions))), actions)
 
@@ -351,7 +346,7 @@ def build(name, stages, microbatches, chunks=1, per_update=None):
 
 
 def build_for(c, dp, microbatches):
-    """Return the checked Schedule of a configuration, for `microbatches` on each of `dp` data ranks."""
+    """Return the checked Schedule of a configuration. microbatches: of each data rank."""
     return build(c.schedule, c.pp, microbatches, c.chunks, micro_batches(c, c.global_batch_size, dp))
 
 
@@ -367,7 +362,7 @@ NOMINAL = {"F": 1, "B": 2, "I": 1, "W": 1, "U": 0.01}
 
 
 def check_schedule(schedule, microbatches=None):
-    """Refuse a schedule with a missing, repeated or misplaced action, or a deadlock. microbatches: its m, if known."""
+    """Refuse a schedule with a missing, repeated or misplaced action, or a deadlock."""
     check_actions(schedule, microbatches)
     run_in_order(schedule, NOMINAL, 0)
 

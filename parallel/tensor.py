@@ -22,9 +22,9 @@ only the cut x, so backward gathers x again for dW. A replicated parameter (Laye
 table, router) sees part of the tokens, so `zero.py` sums its gradient over tp.
 
 **What can overlap.** The slide says that this communication can't be hidden. This is true in forward: the next
-operation needs the sum of g. In backward, `Linear.backward` starts the all_reduce of dx, computes dW = dy^T x, then
-waits. With sequence parallelism, the all_gather of x for dW overlaps with dx = dy W. Not hidden are the all_gather
-of dy; embedding and head; dx in the action I, which computes no dW.
+operation needs the sum of g. But `Linear.backward` starts the all_reduce of dx, computes dW = dy^T x, then waits. With
+sequence parallelism, the all_gather of x for dW overlaps with dx = dy W. Not hidden are the all_gather of dy; embedding
+and head; dx in the action I, which computes no dW.
 
 Per layer and micro-batch each rank makes 4 all_reduces of bsh elements, and sends 8 bsh (t-1)/t. With sequence
 parallelism it makes 10 all_gathers and reduce_scatters, and sends 10 bsh (t-1)/t (`accounts/ledger.py`).
@@ -50,7 +50,7 @@ ROWS = 4096  # tokens whose logits exist at a time: 412 MB (bf16, v = 50,304)
 class ParamSpec:
     """One logical parameter, the same in every layout. A rank keeps it whole or cut along `tp_dim`.
 
-    A layer declares `self.weight = ParamSpec(...)`. `zero.py` replaces it by an nn.Parameter.
+    A layer declares `self.weight = ParamSpec(...)`.
     """
 
     name: str  # "block3.qkv.weight"; also the name of its file in a checkpoint
@@ -62,7 +62,7 @@ class ParamSpec:
 
     @property
     def bucket(self):
-        """Name of the parameter's bucket, for example block3."""
+        """The bucket's name, for example block3."""
         return self.name.partition(".")[0]
 
     def local_shape(self, t):
@@ -82,7 +82,7 @@ class ParamSpec:
 
 
 def specs(unit):
-    """Return the ParamSpecs of a unit and of the modules inside it, in order.
+    """Return the ParamSpecs of a unit and of the modules inside it.
 
     Raises UserError for torch's own parameters and buffers: only ParamSpecs are drawn, summed, updated and saved.
     """
@@ -94,7 +94,7 @@ def specs(unit):
 
 # --- linear ---------------------------------------------------------------------------------------------------------
 
-CONJUGATE = {  # {communication of a tensor in forward: communication of its gradient in backward}
+CONJUGATE = {  # {communication of a tensor: communication of its gradient}
     None: None,
     "copy": "all_reduce",
     "all_gather": "reduce_scatter",
@@ -104,7 +104,7 @@ CONJUGATE = {  # {communication of a tensor in forward: communication of its gra
 
 
 def start(communication, x, tp, what):
-    """Start a communication of the table above over tp. Return a `comm.Pending`."""
+    """Start a communication of the table above. Return a `comm.Pending`."""
     if communication in (None, "copy"):
         return Pending(x)
     operations = {"all_reduce": all_reduce, "all_gather": all_gather, "reduce_scatter": reduce_scatter}
@@ -187,7 +187,7 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """Linear cut by its inputs: x [n, in/t] -> [n, out] (n/t rows with sequence parallelism), without the bias.
 
-    The bias is replicated over tp. The next operation adds it after the sum over tp.
+    The next operation adds the bias, after the sum over tp.
     """
 
     def __init__(self, name, shape, std, tp, sequence_parallel):
@@ -230,7 +230,7 @@ class EmbeddingLookup(torch.autograd.Function):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """ids [n] -> [n, h] (n/t rows with sequence parallelism). Each rank has v/t consecutive rows of the table."""
+    """ids [n] -> [n, h] (n/t rows with sequence parallelism)."""
 
     def __init__(self, name, vocab_size, hidden_size, std, tp, sequence_parallel, ops):
         super().__init__()
@@ -287,8 +287,8 @@ def slices(x):
 def cross_entropy_(z, w, targets, vocab_size, weights, tp, ops):
     """Return the losses [n] of logits z [n, v/t], and replace z by its gradient.
 
-    weights [n]: the gradient of each loss, or None. No rank sees a whole row of logits. The ranks combine three numbers
-    per token: maximum, sum of exponentials, logit of the target.
+    weights [n]: the gradient of each loss, or None. The ranks combine three numbers per token: maximum, sum of
+    exponentials, logit of the target.
     """
     first = tp.rank * len(w)
     columns = min(max(vocab_size - first, 0), len(w))  # this rank's columns without padding

@@ -180,7 +180,7 @@ class Zero:
 
     @torch.no_grad()
     def initialize(self, seed):
-        """Set the initial weights. They are drawn whole, then cut over tp, then over dp."""
+        """Draw the initial weights whole, then cut them over tp, then over dp."""
         for bucket in self.buckets.values():
             for piece in bucket.pieces:
                 if piece.begin < piece.end:
@@ -211,13 +211,13 @@ class Zero:
             self.gathering[name] = all_gather(bucket.param.own, bucket.dp, "parameters", out=bucket.param.whole.data)
 
     def gather(self, name):
-        """Wait until a bucket's parameters are whole. They stay whole until `release`."""
+        """Wait until a bucket's parameters are whole."""
         self.start_gather(name)
         if name in self.gathering:
             self.gathering[name].wait()
 
     def release(self, name):
-        """Free a bucket's whole parameters (stage 3) until the next `gather`."""
+        """Free a bucket's whole parameters (stage 3)."""
         if self.buckets[name].param.sharded:
             del self.gathering[name]
             self.buckets[name].param.close()
@@ -264,7 +264,7 @@ class Zero:
             self.settle(name)
 
     def sum_over_tp(self):
-        """Sum the gradients of replicated parameters over tp: LayerNorms, row-parallel biases, position table, router.
+        """Sum the gradients of replicated parameters over tp.
 
         With sequence parallelism they are partial: each tp rank has summed its own tokens. Without it only the last
         digits can differ (`layout.replica_sums`). Then all take the first tp rank's gradients: the others add 0.
@@ -285,16 +285,12 @@ class Zero:
     # --- squared_norm ------------------------------------------------------------------------------------------------
 
     def counts(self, bucket, cut):
-        """Return True on exactly one of the ranks that hold the same elements: the norm counts them once.
-
-        An element of a LayerNorm counts on its first holder, on tp rank 0, and there on dp rank 0 (stage 0) or on the
-        data rank that owns it.
-        """
+        """Return True on exactly one of the ranks that hold the same elements: the norm counts them once."""
         first_of_dp = bucket.stage >= 1 or bucket.dp.rank == 0
         return first_of_dp and bucket.holders.rank == 0 and (cut or self.mesh.tp.rank == 0)
 
     def squared_norm(self):
-        """Return this rank's share of the squared global gradient norm, float64 []. Each element counts on one rank.
+        """Return this rank's share of the squared global gradient norm, float64 [].
 
         An inf or nan makes it inf or nan, even in a gradient that does not count (0 times inf is nan): all ranks skip
         the step. float64: a large loss scale must not overflow the sum.
