@@ -30,7 +30,7 @@ class Config:
     num_attention_heads: int = 4  # attention heads of a block
     seq_length: int = 256  # tokens of a sample
     max_position_embeddings: int = 0  # rows of the position table (0: seq_length)
-    vocab_size: int = 50257  # number of token ids
+    vocab_size: int = 50257  # number of token ids; the word table is padded to a multiple of 128
     activation: str = "gelu"  # gelu is GPT-2's (tanh), relu OPT's
     experts: int = 0  # of each block (0: one MLP) (Megatron-LM: --num-experts)
     top_k: int = 1  # experts of a token (Megatron-LM: --moe-router-topk)
@@ -118,7 +118,7 @@ class Config:
 
     @property
     def tokens_of_group(self):
-        """They must not depend on the layout (`parallel/experts.py`)."""
+        """Tokens of a group. They must not depend on the layout (`parallel/experts.py`)."""
         return self.expert_group or max(1, self.seq_length // 4)
 
     @property
@@ -213,7 +213,7 @@ def rampup(c):
 def global_batch_size_at(c, consumed_samples):
     """Return the batch size after `consumed_samples` (slide "データ並列": 途中からbatch sizeを上げる)."""
     start, increment, samples = rampup(c)
-    steps = (c.global_batch_size - start) // increment
+    steps = (c.global_batch_size - start) // increment  # spread evenly over `samples`
     return start + increment * min(steps, consumed_samples * steps // samples)
 
 
@@ -230,7 +230,7 @@ def iterations(c, samples):
 
 
 def of_checkpoint(index):
-    """A field that a checkpoint lacks has its default."""
+    """Return a checkpoint's Config. A field that it lacks has its default."""
     saved = index["config"]
     return Config(**{name: saved.get(name, default) for name, default in vars(Config()).items()})
 
@@ -278,13 +278,13 @@ def check(c, world):
 
 
 def divides(small, divisor, big, value, why=""):
-    """small, big: the names of `divisor` and `value`."""
+    """Raise UserError unless `value` is a multiple of `divisor`. small, big: their names."""
     if value % divisor:
         raise UserError(f"{big} = {value} is not a multiple of {small} = {divisor}{why}")
 
 
 def check_layout(c, world):
-    """Return dp."""
+    """Raise UserError if a size is not divisible. Return dp."""
     divides("num_attention_heads", c.num_attention_heads, "hidden_size", c.hidden_size)
     divides("tp", c.tp, "num_attention_heads", c.num_attention_heads, ": a tensor parallel rank has whole heads")
     divides("tp", c.tp, "padded vocab_size", c.padded_vocab_size)

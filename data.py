@@ -48,7 +48,7 @@ ROUNDS = 8
 
 
 def mix(x):
-    """Hash 64-bit words with SplitMix64's output function (Steele et al. 2014)."""
+    """Hash 64-bit words with SplitMix64's output function (Steele et al. 2014). [b] uint64 -> [b] uint64"""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)

@@ -44,7 +44,7 @@ from reference import Drop
 
 @dataclass
 class MicroBatch:
-    """b samples of s tokens. On one of cp ranks, n = b s/cp."""
+    """One micro-batch, b samples of s tokens. On one of cp ranks, n = b s/cp."""
 
     shape: tuple  # (b, s/cp)
     ids: torch.Tensor  # [n] int64
@@ -81,7 +81,7 @@ class Block(nn.Module):
         drop1, drop2 = (batch.drop(self.seed, site=2 * self.index + k) for k in (1, 2))
         x, y = self.ln1(x)
         y = self.attention(y, batch)
-        x, y = self.ln2(x, y, self.proj.bias, drop1)
+        x, y = self.ln2(x, y, self.proj.bias, drop1)  # x + dropout(y + bias), and the LayerNorm of this sum
         y = self.mlp(y, batch)
         return self.ops.add_(y, x, self.mlp.bias, drop2)
 

@@ -12,7 +12,7 @@ vocabulary.
 A document is one text file (.txt .md .py), one line of a .jsonl (.json) file, or one row of a .parquet file. A file may
 be compressed (.gz .zst). .parquet and .zst need `pip install pyarrow`. The characters "<|endoftext|>" in a document
 have no special meaning. The end-of-text token follows each document. A hash of the document's position (index of its
-file, line of its start) selects its split.
+file, line of its start) selects its split. A byte-order mark and blank JSON lines are ignored.
 
     this process                        one process per core              this process
     read, cut into blocks  --blocks-->  parse, encode  --tokens-->        append in the order of the input
@@ -84,7 +84,7 @@ def find_files(inputs):
 
 
 def walk(folder):
-    """Raises OSError."""
+    """Yield the text files below `folder`, sorted, without hidden ones. Raises OSError."""
 
     def stop(error):
         raise error

@@ -33,7 +33,7 @@ OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 # The factor of (n-1)/n N in the table above.
 RING = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
-NOT_A_STEP = ("setup", "evaluate", "log")
+NOT_A_STEP = ("setup", "evaluate", "log")  # phases that do not belong to a training step
 
 
 class Ledger:
@@ -60,7 +60,7 @@ class Ledger:
 
 
 def sent_bytes(operation, ranks, whole_bytes):
-    """whole_bytes: N in the table above."""
+    """Return the bytes that a rank sends. whole_bytes: N in the table above."""
     return whole_bytes if operation == "send" else Fraction(RING[operation] * (ranks - 1) * whole_bytes, ranks)
 
 
@@ -91,7 +91,7 @@ class Pending:
         self.result, self.work, self.name = result, work, name
 
     def wait(self):
-        """On a GPU, only the GPU waits: operations that are enqueued later may read the result."""
+        """Return the result. On a GPU, only the GPU waits: operations that are enqueued later may read the result."""
         if self.work:
             Pending.waiting = self
             with lost_peer(self.name):
@@ -156,7 +156,7 @@ def rotate(x, axis, what):
 
 
 def _collective(operation, axis, what, call, arguments, whole, result):
-    """whole: the tensor of N bytes in the table above."""
+    """Count and start a collective. whole: the tensor of N bytes in the table above."""
     number = axis.ledger.count(operation, axis.name, axis.size, what, whole.numel() * whole.element_size())
     name = Pending.latest = f"{axis.waited} in {operation} {number} of {what} over {axis.name}"
     with lost_peer(name):

@@ -19,7 +19,7 @@ again just before its backward (Chen et al., arXiv 1604.06174). A bucket's gradi
 complete, while backward continues (as in PyTorch's DDP, Li et al., arXiv 2006.15704).
 
 All ranks post their messages in one common order, which prevents a deadlock (`schedules.messages`), and a receive as
-early as this order allows.
+early as this order allows. The values of a sent output y are freed: backward needs only y's graph.
 """
 
 import contextlib
@@ -126,7 +126,7 @@ class Executor:
         return self.losses
 
     def _execute(self, schedule, messages, micro_batches, rows):
-        """rows[j]: the rows of x in micro-batch j; in a validation they differ."""
+        """Run this rank's actions. rows[j]: the rows of x in micro-batch j; in a validation they differ."""
         self.schedule, self.batches, self.work, self.micro_batches = schedule, {}, 0, micro_batches
         self.mail = Mailbox(messages, self.mesh, rows, self.config.hidden_size, self.zero)
         for action in schedule.actions[self.mesh.pp.rank]:
@@ -176,7 +176,7 @@ class Executor:
         self._backward(j, c, self.deferred[j, c])
 
     def _backward(self, j, c, deferred):
-        """deferred: a list to which linears append their weight gradients, or None."""
+        """Run backward of a chunk. deferred: a list to which linears append their weight gradients, or None."""
         chunk, batch = self.chunks[c], self.batch(j)
         kept = self.kept.pop((j, c))
         before, after = schedules.upstream(self.schedule, c), schedules.downstream(self.schedule, c)

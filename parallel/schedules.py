@@ -56,7 +56,7 @@ class Action(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Ranks, chunks and micro-batches count from 0."""
+    """The actions of all ranks. Ranks, chunks and micro-batches count from 0."""
 
     name: str
     parts: list  # parts[chunk]: the part of the model in this chunk; a pipeline begins at part 0
@@ -207,7 +207,7 @@ def zb_v(stages, microbatches, chunks=2):
     actions = []
     for r in range(p):
         down, up, own = r, 2 * p - 1 - r, []
-        for k in range(r - up, m + p + 2 * r):
+        for k in range(r - up, m + p + 2 * r):  # turn k
             i, I, F = k - r, k - (p - 1), k - r + (up if k < r else p)  # the micro-batches of i and w, I and W, F
             late_w, late_W = i - (r - 1), I - 2 * r  # delayed to this turn
             turn = [
@@ -231,8 +231,8 @@ def chimera(stages, microbatches, chunks=1):
     Rank r has part r of the down pipeline (chunk r) and part p-1-r of the up pipeline (chunk 2p-1-r). Even
     micro-batches go down, odd ones go up, in groups of p. In a group, k numbers the micro-batches of one direction. On
     part i, micro-batch k has its F in slot i + 2k and its B in slot 2p-1 - i + 2k. The directions never need the same
-    slot. The next group begins 2p slots later. Li and Hoefler, arXiv 2107.06925, section 3, figure 3. Raises UserError
-    if p is odd and not 1.
+    slot: F and F, B and B differ in parity; F and the other direction's B lie p slots apart. The next group begins 2p
+    slots later. Li and Hoefler, arXiv 2107.06925, section 3, figure 3. Raises UserError if p is odd and not 1.
     """
     p = stages
     if p == 1:

@@ -264,7 +264,7 @@ class Zero:
             self.settle(name)
 
     def sum_over_tp(self):
-        """Sum the gradients of replicated parameters over tp.
+        """Sum the gradients of replicated parameters over tp: LayerNorms, row-parallel biases, position table, router.
 
         With sequence parallelism they are partial: each tp rank has summed its own tokens. Without it only the last
         digits can differ (`layout.replica_sums`). Then all take the first tp rank's gradients: the others add 0.
@@ -285,7 +285,11 @@ class Zero:
     # --- squared_norm ------------------------------------------------------------------------------------------------
 
     def counts(self, bucket, cut):
-        """Return True on exactly one of the ranks that hold the same elements: the norm counts them once."""
+        """Return True on exactly one of the ranks that hold the same elements: the norm counts them once.
+
+        A LayerNorm counts on its first holder, on tp rank 0, and there on dp rank 0 (stage 0) or on the element's
+        owner.
+        """
         first_of_dp = bucket.stage >= 1 or bucket.dp.rank == 0
         return first_of_dp and bucket.holders.rank == 0 and (cut or self.mesh.tp.rank == 0)
 
