@@ -3,8 +3,8 @@
     torchrun --nproc_per_node=4 train.py configs/gpt2_345m.py --tp=2 --lr=3e-4
 
 The file is plain Python. It may import another file's fields (`from configs.gpt2_124m import *`). The command line
-replaces the file's values. `--help` prints the comment beside each field. Fields have Megatron-LM's names, in snake
-case, or the comment gives them.
+replaces the file's values. `--help` prints the comment beside each field. A field of Megatron-LM has its name in snake
+case, or the comment gives its name.
 """
 
 import argparse
@@ -35,7 +35,7 @@ class Config:
     experts: int = 0  # of each block (0: one MLP) (Megatron-LM: --num-experts)
     top_k: int = 1  # experts of a token (Megatron-LM: --moe-router-topk)
     expert_group: int = 0  # tokens that compete for an expert's places (0: seq_length / 4)
-    capacity_factor: float = 1.25  # places of an expert / its equal share of tokens
+    capacity_factor: float = 1.25  # places of an expert, divided by its equal share of tokens
     balance: float = 0.01  # factor of the balancing loss (Megatron-LM: --moe-aux-loss-coeff)
     dropout: float = 0.0  # of embedding, attention and MLP outputs (Megatron-LM: --hidden-dropout)
     init_method_std: float = 0.02  # of initial weights (proj, fc2: divided by sqrt(2 num_layers))
@@ -56,7 +56,7 @@ class Config:
     lr_decay_style: str = "cosine"  # wsd: warm-up, stable, decay
     lr_decay_iters: int = 0  # update at which the decay ends (0: train_iters)
     lr_warmup_iters: int = -1  # updates of linear warm-up (-1: use lr_warmup_fraction)
-    lr_warmup_fraction: float = 0.0  # warm-up / lr_decay_iters
+    lr_warmup_fraction: float = 0.0  # warm-up as a fraction of lr_decay_iters
     lr_wsd_decay_iters: int = 0  # wsd: updates of the decay
     weight_decay: float = 0.01  # biases and LayerNorms have none
     adam_beta1: float = 0.9  # decay of the first moment
@@ -118,7 +118,7 @@ class Config:
 
     @property
     def tokens_of_group(self):
-        """Tokens of a group. They must not depend on the layout (`parallel/experts.py`)."""
+        """Number of tokens in a group. It must not depend on the layout (`parallel/experts.py`)."""
         return self.expert_group or max(1, self.seq_length // 4)
 
     @property

@@ -88,6 +88,7 @@ class PendingStep:
         self.copied = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
 
     def read(self):
+        """Wait for the device. Return the `Step`."""
         if self.copied:
             self.copied.synchronize()
         loss, grad_norm, lr, skipped, stop = self.numbers.tolist()
@@ -117,7 +118,7 @@ class Interval:
             self.run.timers.take(1)
 
     def read(self, last=False):
-        """last: no step follows.
+        """Wait for the unread steps, and move them to `steps`. last: no step follows.
 
         Raises UserError on all ranks after `stop_after_nan` losses that are not finite, or after one in the last step.
         """
@@ -292,7 +293,7 @@ class Logger:
         self.say(MEGATRONS_LINE.format(**row))
         if "dropped_tokens" in row:
             dropped, load = f"{row['dropped_tokens']:.1%}", f"{row['largest_load']:.2f}"
-            self.say(f"experts: {dropped} of the tokens dropped | largest load: {load} times the mean")
+            self.say(f"experts: {dropped} of the choices dropped | largest load: {load} times the mean")
         if not self.memory_said:
             self.say(memory_line(row["iteration"], self.run.device))
             self.memory_said = True

@@ -79,7 +79,7 @@ class Block(nn.Module):
 
     def forward(self, x, batch):
         drop1, drop2 = (batch.drop(self.seed, site=2 * self.index + k) for k in (1, 2))
-        x, y = self.ln1(x)
+        x, y = self.ln1(x)  # x as it is, and its LayerNorm
         y = self.attention(y, batch)
         x, y = self.ln2(x, y, self.proj.bias, drop1)  # x + dropout(y + bias), and the LayerNorm of this sum
         y = self.mlp(y, batch)

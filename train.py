@@ -95,7 +95,7 @@ def evaluate(run, tokens):
     total = torch.zeros(2, dtype=torch.float64, device=run.device)
     wanted = c.eval_iters * c.global_batch_size
     share = data.eval_batches(tokens, wanted, *mesh.reader, c.micro_batch_size, c.seed, run.device)
-    # Long lists: a pipeline fills and empties once in each.
+    # Many micro-batches together: a pipeline fills and empties once for each list.
     while part := list(itertools.islice(share, 4 * c.pp)):
         run.watchdog.progress("validation")
         batches = [run.model.micro_batch(ids[:, :-1], ids[:, 1:]) for ids, _ in part]
@@ -131,7 +131,7 @@ def train(run, tokens, validation, logger):
                 with interval.paused():
                     logger.log(row, evaluate(run, validation) if validate else None)
             if due(c.save_interval):
-                interval.read(last)
+                interval.read(last)  # so that interval.bad knows the newest step
             saving = due(c.save_interval) and not interval.bad  # a checkpoint of nan would be useless
             if c.check_replicas and (due(c.check_replicas) or saving):
                 replicas.compare_copies(run.zero, counters.iteration)

@@ -2,7 +2,7 @@
 
     ids [b, s] -> embedding -> x [b, s, h] -> 6 blocks -> head -> logits [b, s, v] -> loss
 
-Batch b, sequence s, hidden size h, number of heads a, head size d = h/a, v ids, L blocks. The model has L+2 = 8 units.
+Batch b, sequence s, hidden size h, vocabulary v, a heads of size d = h/a, L blocks. The model has L+2 = 8 units.
 It has P = 2vh + sh + L(12h^2+13h) + 2h = 84,992 weights. A number takes 8 bytes.
 
 `torchrun --nproc_per_node=2 FILE` starts n=2 processes. Each process runs the whole FILE. A process is called a rank,
@@ -14,9 +14,9 @@ and so is its number, 0 or 1. Ranks share no memory. They send tensors with four
     AllGather                     1|2            1,2|1,2        N(n-1)/n
     SendRecv                      1|                |1          N
 
-Each rung begins with a card. It counts the bytes of rank 0 with n=2 (in brackets n=4). Sends: bytes of a step. Memory:
-bytes of weights, gradients and optimizer state just before Adam's update. Activations are what backward needs. Bad: (->
-4) means that rung 4 repairs this.
+Each rung begins with a card. It counts the bytes of rank 0 with n=2 (in brackets n=4). Sends: bytes of a step.
+Memory: bytes of weights, gradients and optimizer state just before Adam's update. Activations are what backward needs.
+Bad: (-> 4) means that rung 4 repairs this.
 """
 
 import atexit
@@ -38,7 +38,7 @@ def connect(*allowed):
     """Connect the processes. Return (rank, n). allowed: possible n."""
     rank, n = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets these
     if n not in allowed:
-        time.sleep(30 * rank)  # the others sleep, until torchrun ends them
+        time.sleep(30 * rank)  # only rank 0 prints: torchrun ends the others
         print(f"error: nproc_per_node={n}: {sys.argv[0]} needs {' or '.join(map(str, allowed))}", file=sys.stderr)
         sys.exit(2)
     if n > 1:  # Gloo sends between CPUs, NCCL between GPUs. A rank waits for a minute at most
@@ -106,7 +106,7 @@ def cross_entropy(logits, targets):
 class Adam:
     """Adam as in its paper. m1, m2: the slide's m and v, the optimizer state.
 
-    On the slide both -(1-β) must be +, and epsilon stands outside of the root.
+    Two errors of the slide: -(1-β) must be +, and epsilon must be outside of the root.
     """
 
     def __init__(self, weights):

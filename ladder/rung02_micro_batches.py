@@ -4,7 +4,7 @@
 
 Sends   nothing.
 Memory  as rung 1: 2,719,744 bytes. Activations of 8/m samples.
-Bad     small matrix products are slow. (`train_step` in train.py divides a part's mean loss by m. This is equal.)
+Bad     small matrix products are slow. (train.py divides a part's mean loss by m. The gradient is the same.)
 """
 
 from gpt import GPT, MICRO_BATCHES, Adam, batches, connect, cross_entropy, show

@@ -5,7 +5,7 @@
     rank 0    F0F1F2F3......B0--B1--B2--B3--     F2: F of micro-batch 2. B takes twice as long.
     rank 1    ..F0F1F2F3B0--B1--B2--B3--....     . : idle (the bubble), (n-1)/(m+n-1) of the time
 
-Sends   bsh numbers to each neighbour (rank 0 has one): 32,768 bytes (n=4: 32,768).
+Sends   bsh numbers to each neighbour, after F and after B (rank 0 has one): 32,768 bytes (n=4: 32,768).
 Memory  4 numbers for each weight of the stage: 1,367,040 bytes (n=4: 553,984). Activations of all m micro-batches.
 Bad     so many activations (-> 8). The bubble (-> 13).
 """

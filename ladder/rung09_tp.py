@@ -2,13 +2,12 @@
 
 データ:冗長  モデル:分散  通信:活性, AllReduce, 層毎
 
-    x --f--> Y_i = gelu(x A_i) --> Y_i B_i --g--> sum of Y_i B_i
-    A_i: some columns of A (qkv, fc1)        B_i: some rows of B (proj, fc2)
-    f: AllReduce in backward                 g: AllReduce in forward
+    x --f--> x A_i --> gelu or attention: Y_i --> Y_i B_i --g--> sum of Y_i B_i
+    A_i: columns of A (qkv, fc1); B_i: rows of B (proj, fc2). f: AllReduce in backward; g: AllReduce in forward.
 
 Sends   4 AllReduces per block, 8Lbsh(n-1)/n numbers: 786,432 bytes (n=4: 1,179,648).
-Memory  1/n of A, its biases, B, and of activations from f to g: 1,518,592 bytes (n=4: 918,016).
-Bad     オーバーラップ不可 in forward. In backward, `Linear.backward` (parallel/tensor.py) overlaps.
+Memory  1/n of A (with biases), of B, and of activations between f and g: 1,518,592 bytes (n=4: 918,016).
+Bad     オーバーラップ不可 in forward (`Linear.backward` overlaps). Each rank has all LayerNorms and the head (-> 11, 12).
 """
 
 import torch

@@ -1,12 +1,12 @@
-"""10. 3-D Parallelism: rungs 3, 8 and 9 together, n=8. Each scheme has its own groups of ranks (サブコミュニケータ).
+"""10. 3-D Parallelism: rungs 3, 8 and 9 together, n=8. TP and DP have groups of ranks (サブコミュニケータ).
 
                samples 0-3   samples 4-7      TP groups: [0 1], ... (in a node)
-    stage 0    [0 1]         [4 5]            pipelines: 0-2, ... (in a rack)
+    stage 0    [0 1]         [4 5]            pipelines: 0 2, ... (in a rack)
     stage 1    [2 3]         [6 7]            DP groups: [0 4], ... (between racks)
 
 Sends   TP 196,608 + PP 16,384 + DP 191,616: 404,608 bytes.
 Memory  half of the units, half of their matrices: 766,464 bytes.
-Bad     n = 2 x 2 x 2 is fixed. `Mesh` (parallel/mesh.py) allows any sizes.
+Bad     nothing overlaps: TP in F and B, DP after the pipeline. n = 2 x 2 x 2; `Mesh` (parallel/mesh.py) has any sizes.
 """
 
 import torch.distributed as dist

@@ -5,7 +5,7 @@
     rank 1    ..F0I0F1I1W0F2I2W1F3I3W2W3      rank r delays W by r micro-batches
 
 Sends   as rung 7: 32,768 bytes (n=4: 32,768).
-Memory  as rung 7: 1,367,040 bytes (n=4: 553,984). Activations of n micro-batches. Those that W needs stay until W.
+Memory  as rung 7: 1,367,040 bytes (n=4: 553,984). Activations of n micro-batches: W's x and dy stay until W.
 Bad     a bubble remains. `zb_h2` and `zb_v` (parallel/schedules.py) have a smaller one.
 """
 

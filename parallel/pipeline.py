@@ -18,8 +18,8 @@ So ZeRO and recomputation are plain code between units, not hooks. With full rec
 again just before its backward (Chen et al., arXiv 1604.06174). A bucket's gradient is reduced as soon as it is
 complete, while backward continues (as in PyTorch's DDP, Li et al., arXiv 2006.15704).
 
-All ranks post their messages in one common order, which prevents a deadlock (`schedules.messages`), and a receive as
-early as this order allows. The values of a sent output y are freed: backward needs only y's graph.
+All ranks post their messages in one common order, which prevents a deadlock (`schedules.messages`). They post each
+receive as early as this order allows. The values of a sent output y are freed: backward needs only y's graph.
 """
 
 import contextlib
@@ -88,7 +88,7 @@ class Executor:
         self.local = {}  # (kind, micro-batch, chunk): a tensor for another chunk on this rank
         self.mail = None
         self.trace = self.after_action = Unwatched()
-        self.schedule, self.batches, self.work = schedule, {}, 0  # work: units that have begun
+        self.schedule, self.batches, self.work = schedule, {}, 0  # work: 1 for a unit's forward, 2 for its backward
         self.methods, self.flats = METHODS, {}  # flats: empty here; PipeDream keeps old weights in it
         connect(mesh, schedule, zero.device)
 
@@ -138,7 +138,7 @@ class Executor:
         self.mail.close()
 
     def batch(self, j):
-        """Return micro-batch j. All up to j are kept, because a rank of Chimera may begin with micro-batch 1."""
+        """Return micro-batch j. All up to j are kept, because a rank of Chimera may run micro-batch 1 before 0."""
         while j not in self.batches:
             self.batches[len(self.batches)] = next(self.micro_batches)
         return self.batches[j]
@@ -211,6 +211,7 @@ class Executor:
 
     @torch.no_grad()
     def weight_gradient(self, j, c):
+        """W: add each deferred dW = dy^T x to its bucket, and reduce the bucket."""
         names = [name for names in reversed(self.chunks[c].reduce_after) for name in names]
         for name in names:
             self.zero.open_gradient(name)
@@ -245,6 +246,7 @@ class Executor:
             self.mail.send((kind, j, c), x)
 
     def _take(self, kind, j, c):
+        """Return the tensor that chunk c needs: from this rank, or by a message."""
         if (kind, j, c) in self.local:
             return self.local.pop((kind, j, c))
         with self.trace.wait(kind, j, c):

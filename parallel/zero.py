@@ -30,9 +30,9 @@ The all_gathers of `publish` run while the next step begins. In stages 2 and 3 a
 a third buffer. In stage 3 the next unit's parameters are gathered while this unit computes. If a schedule splits B, the
 whole gradients of a chunk exist from I to W.
 
-In bf16 each parameter needs 18 bytes: parameter 2, gradient 4, master weight 4 (the float32 copy that the optimizer
-updates), two moments 8. Stages 1, 2, 3 divide 12, 16, 18 of these by n. In fp32 the parameters are the master weights:
-16 bytes. Gradients accumulate in the master dtype, float32 (in fp64 runs float64).
+With AdamW in bf16 each parameter needs 18 bytes: parameter 2, gradient 4, master weight 4 (the float32 copy that the
+optimizer updates), two moments 8. Stages 1, 2, 3 divide 12, 16, 18 of these by n. In fp32 the parameters are the master
+weights: 16 bytes. Gradients accumulate in the master dtype, float32 (in fp64 runs float64).
 """
 
 import itertools
@@ -61,7 +61,7 @@ class Flat:
         self.own = torch.zeros_like(own) if sharded else own
 
     def open(self):
-        """Give `whole` storage. Return True if it had none: its values are undefined."""
+        """Give `whole` storage. Return True if it had none; then its values are undefined."""
         storage = self.whole.untyped_storage()
         closed = storage.size() == 0
         if closed:
@@ -85,7 +85,8 @@ class Bucket:
 
     owned: (begin, end) of the elements that this rank updates: with ZeRO stage 0 all, otherwise its shard. master
     (weights), moments and `gradient` have only these elements, on the device of the optimizer state. ranges, pieces:
-    `owned`, cut by kind and cut by parameter (`layout.py`). holders: the pipeline ranks that keep the bucket.
+    parts of `owned` with parameters of one kind, and one part for each parameter (`layout.py`). holders: the pipeline
+    ranks that keep the bucket.
     """
 
     def __init__(self, layout, zero, holders, training):
@@ -169,7 +170,7 @@ class Zero:
         self.counted = None
         places, self.buckets = layout.buckets(mesh.pp.rank), {}
         holders = {name: mesh.holders(layout.holders(name)) for name in sorted(places)}  # same order on all ranks
-        for name, place in places.items():  # whole buffers of a sharded bucket are freed before the next one is made
+        for name, place in places.items():  # a Bucket frees its sharded buffers at once, so one is whole at a time
             self.buckets[name] = Bucket(place, self, holders[name], training)
         params = {p.spec: p for bucket in self.buckets.values() for p in bucket.params}
         units = [model.units[unit] for chunk in layout.chunks(mesh.pp.rank) for unit in layout.units[chunk]]
@@ -267,7 +268,8 @@ class Zero:
         """Sum the gradients of replicated parameters over tp: LayerNorms, row-parallel biases, position table, router.
 
         With sequence parallelism they are partial: each tp rank has summed its own tokens. Without it only the last
-        digits can differ (`layout.replica_sums`). Then all take the first tp rank's gradients: the others add 0.
+        digits can differ (`layout.replica_sums`). Then all take the first tp rank's gradients: the others add 0 times
+        theirs.
         """
         if what := replica_sums(self.config, self.mesh.dp.size):
             buckets = self.buckets.values()
