@@ -164,6 +164,7 @@ USAGE = "torchrun --nproc_per_node=N train.py [CONFIG.py] [--field=value ...] (-
 
 
 def parser():
+    """Return the parser, whose help has each field's comment and default."""
     parser = Parser("python train.py", usage=USAGE, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("file", nargs="?", metavar="CONFIG.py", help="default: configs/tiny.py")
     group = parser
@@ -323,5 +324,6 @@ def check_layout(c, world):
 
 
 def remedy(c, batch, dp):
+    """Name the largest micro_batch_size with which `dp` ranks share `batch` samples evenly, if there is one."""
     fitting = [size for size in range(1, c.micro_batch_size + 1) if batch % (size * dp) == 0]
     return f"; set --micro_batch_size={fitting[-1]}" if fitting else f"; it should be a multiple of dp = {dp}"

@@ -129,6 +129,7 @@ def from_hf(folder, out):
 
 
 def config_here(there, out):
+    """Return the Config of transformers' configuration `there`."""
     opt = {"gpt2": False, "opt": True}[there.model_type]
     activation = {name: here for here, row in ACTIVATIONS.items() for name in row.hugging_face}
     for name, value in (fixed(opt, there.hidden_size) | {"quantization_config": None}).items():
@@ -149,6 +150,7 @@ def fixed(opt, h):
 
 
 def write_checkpoint(folder, opt, model, config, tokenizer):
+    """Write the checkpoint of step 0: the weights, moments of 0, and index.json."""
     tensors, sums, dtype = model.state_dict(), {}, torch.promote_types(model.dtype, torch.float32)
     specs = GPT(config, tp=None).specs()
     for name, spec in specs.items():
@@ -198,6 +200,7 @@ def to_hf(path, out):
 
 
 def config_there(hf, opt, c, tokenizer):
+    """Return transformers' configuration of this Config."""
     names, end = ACTIVATIONS[c.activation].hugging_face, tokenizer.eot_token
     configuration.require(c, "activation", names, "transformers has no name for it")
     configuration.require(c, "experts", not c.experts, "GPT-2 and OPT have no experts in transformers")

@@ -216,6 +216,7 @@ def attention_options(d, dtype, capability):
 
 
 def capability(device):
+    """Return the GPU's compute capability, or (9, 0) under the interpreter."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 

@@ -80,6 +80,7 @@ def utf8(text):
 
 
 def main():
+    """Print the text while it is generated, up to an end-of-text token or max_tokens."""
     parser = Parser(prog="python generate.py", description="Writes text with a checkpoint.", allow_abbrev=False)
     add = parser.add_argument
     add("checkpoint", help="out_dir of a run, or one of its step_N folders")

@@ -48,6 +48,7 @@ def _load(pointers, exists):
 
 
 def one_row(width):
+    """Return launch options for programs with one row in registers."""
     block = triton.next_power_of_2(width)
     return dict(BLOCK=block, num_warps=min(max(block // 256, 1), 16))
 

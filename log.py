@@ -354,6 +354,7 @@ def signs_of_life(run, say):
 
 
 def observe(run, say, over):
+    """Look at the step every second, until `over`, and answer a signal."""
     dog, answered, began, due = run.watchdog, False, None, SOON
     while not over.wait(1):
         if dog.since != began:
@@ -371,6 +372,7 @@ def observe(run, say, over):
 
 
 def how_far(executor, seconds):
+    """Return as text how far a step is after `seconds`, and how long it takes."""
     schedule, done = executor.schedule, executor.work - 1  # the last unit has only begun
     units = {c: len(chunk.units) for c, chunk in executor.chunks.items()}
     actions = schedule.actions[executor.mesh.pp.rank]

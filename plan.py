@@ -56,6 +56,7 @@ OPTIONS = {  # type, default, help
 
 
 def entry(facts):
+    """Return a layout's lines: a row of the table, the fullest rank's memory, and what binds."""
     kept, step = facts["memory_bytes"], facts["step_seconds"]
     waits = "/".join(f"{100 * facts['step_parts'][part] / step:.1f}" for part in WAITS)
     parts = ", ".join(f"{what} {size / GB:.1f}" for what, size in kept.items() if size >= 0.05 * GB)
@@ -102,6 +103,7 @@ def plan(options, config, device, given):
 
 
 def main(arguments=None):
+    """Run the command line."""
     options, config, given = parse(arguments)
     device = DEVICES[options.device]
     device = device._replace(per_node=options.gpus_per_node or device.per_node)

@@ -353,6 +353,7 @@ def main():
 
 
 def describe(files):
+    """Return the number of files, their bytes, and a hash of their paths, sizes and modification times."""
     stats = [(os.path.abspath(path), os.stat(path)) for path in files]
     text = "".join(f"{path!r} {stat.st_size} {stat.st_mtime_ns}\n" for path, stat in stats)
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -157,6 +157,7 @@ def pattern_of(pre_tokenizer):
 
 
 def named_end(folder):
+    """Return the `eos_token` in Hugging Face's other file of `folder`, or None."""
     with contextlib.suppress(FileNotFoundError, LookupError):
         end = json.loads((folder / COPY[1]).read_text(encoding="utf-8"))["eos_token"]
         return end["content"] if isinstance(end, dict) else end

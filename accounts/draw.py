@@ -134,6 +134,7 @@ def notes_of(line, unit=""):
 
 
 def versions_of(schedule, stashing=True):
+    """Return `Picture.versions`."""
     table = {}
     for rank, versions in enumerate(schedule.versions or ()):
         made = 0

@@ -174,6 +174,7 @@ def block_activations(c, z):
 
 
 def expert_places(c, z):
+    """Return the number of places for tokens that a rank's experts have (`parallel/experts.py`)."""
     return z.rows // c.tokens_of_group * places_of_expert(c, c.tokens_of_group) * c.experts
 
 

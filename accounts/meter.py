@@ -44,6 +44,7 @@ def measured_states(zero, more=None):
 
 
 def kept_by(executor):
+    """Yield the tensors that a `pipeline.Executor` keeps between two actions."""
     mail = executor.mail
     yield from (x for units in executor.kept.values() for pair in units for x in pair if x is not None)
     yield from (x for products in executor.deferred.values() for product in products for x in (product.dy, product.x))

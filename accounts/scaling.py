@@ -78,6 +78,7 @@ def enough_flops(fit, target):
 
 
 def per_day(devices):
+    """Return the FLOPs of a day of all devices at their peak."""
     return sum(count * peak for count, _, peak in devices) * 1e12 * 86400
 
 

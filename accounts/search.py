@@ -62,6 +62,8 @@ def messages_by_rank(*numbers):
 
 
 class Model:
+    """The bytes of any layout of one model."""
+
     def __init__(self, config):
         self.config, self.table, self.item = config, parameter_table(config), DTYPES[config.dtype].itemsize
         self.wide = max(4, self.item)

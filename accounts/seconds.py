@@ -211,6 +211,7 @@ class Step:
 
 
 def members_in_node(per_node, stride, n):
+    """Return how many of n ranks, `stride` apart, are in one node."""
     return min(n, max(1, per_node // stride))
 
 

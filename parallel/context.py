@@ -112,6 +112,7 @@ def turns(kv, cp):
 
 
 def ulysses(q, k, v, cp, ops):
+    """q, k, v [b, s/n, a/t, d] of this rank's tokens -> the same."""
     q, k, v = TokensForHeads.apply(torch.stack([q, k, v]), 3, 2, cp).unbind()  # each [b, s, a/(n t), d]
     return TokensForHeads.apply(ops.attention(q, k, v), 1, 2, cp)
 

@@ -125,6 +125,8 @@ class ExpertLinear(torch.autograd.Function):
 
 
 class ExpertGradient(WeightGradient):
+    """The factors of dW of all experts of a rank."""
+
     def add(self):
         for gradient, dy, x in zip(self.w.grad, self.dy, self.x, strict=True):
             reference.add_product_(gradient, dy.T, x)

@@ -110,6 +110,7 @@ def split(units, parts):
 
 
 def all_buckets(table, tp, dp):
+    """Return {name: BucketLayout} of all buckets."""
     specs = {}  # bucket name: {parameter name: ParamSpec}, a tied parameter once
     for spec in (spec for unit in table for spec in unit):
         specs.setdefault(spec.bucket, {})[spec.name] = spec

@@ -129,11 +129,13 @@ def save_checkpoint(out_dir, step, zero, state, keep=0, copies=()):
 
 
 def remove_unfinished(out_dir):
+    """Remove each `step_N.writing`."""
     for left in Path(out_dir).glob("step_*.writing"):
         shutil.rmtree(left, ignore_errors=True)
 
 
 def write_arrays(folder, zero):
+    """Write what this rank keeps. Return {file name: terms in its sum}."""
     tp, jobs = zero.mesh.tp, []
     for bucket in zero.buckets.values():
         for path, piece, flat in arrays(folder, bucket, *bucket.shard):
@@ -271,6 +273,7 @@ def load_checkpoint(path, model, zero):
 
 
 def compare_shapes(folder, index, model):
+    """Raise UserError if an array has another shape in the model than in the checkpoint."""
     shapes = {name: list(spec.shape) for name, spec in model.specs().items()}
     for name in shapes | index["shapes"]:
         here, there = (table.get(name, "absent") for table in (shapes, index["shapes"]))

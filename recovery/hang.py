@@ -28,6 +28,8 @@ PROGRAM = ROOT, ROOT / "parallel", ROOT / "recovery"
 
 
 class Watchdog:
+    """Knows when this rank made progress."""
+
     def __init__(self):
         self.progress("start")
 
@@ -59,6 +61,7 @@ class Watchdog:
 
 
 def waits_for(rank):
+    """Return the communication that this process waits for, or the latest one that it started."""
     if Pending.waiting:
         return Pending.waiting.name.replace(f"rank {rank} waited", "waits")
     return f"waits for no communication; the latest was: {Pending.latest}"
