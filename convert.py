@@ -102,6 +102,7 @@ def pairs(opt, spec, whole, tensors):
 
 
 def from_hf(folder, out):
+    """Write the checkpoint out/step_0 and the configuration out/config.py from a folder of transformers."""
     hf, options = transformers(), {"local_files_only": True}
     with reading(f"{folder}: not a GPT-2 or OPT as model.py has it", Exception):
         there = hf.AutoConfig.from_pretrained(folder, **options)
@@ -179,6 +180,7 @@ def write_checkpoint(folder, opt, model, config, tokenizer):
 
 
 def to_hf(path, out):
+    """Write a folder of transformers from the checkpoint `path`, or from the latest one in it."""
     hf, (here, tokenizer) = transformers(), load_model(path, torch.device("cpu"))
     config, opt = here.config, here.config.activation == "relu"
     with torch.device("meta"):

@@ -454,6 +454,7 @@ CROSS_ENTROPY = dict(BLOCK=8192, num_warps=32)
 
 
 def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
+    """Do the same as `reference.cross_entropy_`, with contiguous logits. The losses [n] are float32."""
     assert logits.is_contiguous() and (weights is None or weights.dtype == torch.float32)
     n, width = logits.shape
     weights = None if weights is None else weights.contiguous()  # the gradient of losses.sum() has stride 0

@@ -166,7 +166,7 @@ def experts_row(run):
 
 
 def metrics_row(run, steps, timed, seconds):
-    """steps: the `Step`s of the interval, of which the last `timed` took `seconds`."""
+    """Return a row of metrics.jsonl. steps: the `Step`s of the interval. The last `timed` of them took `seconds`."""
     c, world, last, losses = run.config, run.mesh.world.size, steps[-1], [step.loss for step in steps]
     samples, consumed = sum(step.samples for step in steps[-timed:]), run.counters.consumed_samples
     tflops = model_flops(c, samples) / seconds / world / 1e12

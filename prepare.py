@@ -68,6 +68,7 @@ DTYPES = {4: "<i4", 8: "<u2"}  # Megatron-LM's codes in an .idx file
 
 
 def find_files(inputs):
+    """Return the files of `inputs` in this order. Raises UserError."""
     if not inputs:
         stdlib = sysconfig.get_paths()["stdlib"]
         return [path for path in walk(stdlib) if path.endswith(".py") and "-packages" not in path.removeprefix(stdlib)]
@@ -374,6 +375,7 @@ def is_finished(folder, made_from):
 
 
 def make(args, tokenizer, files, weights, output, folder):
+    """Write all documents into `output`, and give it its final name, `folder`."""
     made_from, done = output.progress["made_from"], output.progress["blocks"]
     megatron = args.megatron and megatron_blocks(args.megatron, tokenizer, weights)
     blocks = megatron or read_blocks(files, tokenizer, args.text_key)

@@ -152,6 +152,7 @@ MIXED = (  # 16-bit factors and a float32 gradient, best first
 
 @functools.cache
 def mixed_product(device, dtype):
+    """Return the first of MIXED that is right on this device with factors of this dtype."""
     ones, parts = torch.ones(16, 16, dtype=dtype, device=device), torch.full((16, 16), 2.0**-12, device=device)
     parts[0] = 1  # a column's sum, 1 + 15 * 2^-12, has too many digits for 16 bits
     for add in MIXED[:-1]:

@@ -239,7 +239,7 @@ def restore(run, path):
 
 
 def describe(run, path):
-    """path: the checkpoint, or None."""
+    """Return what rank 0 prints at the start, as text. path: the checkpoint, or None."""
     c, names = run.config, "tp cp pp zero sequence_parallel recompute".split()
     layout = " ".join(f"{name}={getattr(c, name)}" for name in names + ["schedule"] * (c.pp > 1))
     text = f"{run.model.num_parameters():,} parameters"

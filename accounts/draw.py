@@ -214,6 +214,7 @@ def parse_arguments(arguments):
 
 
 def pictures_of(options):
+    """Return the Pictures that the options ask for. Raises UserError."""
     if options.trace:
         return recorded_pictures(options.trace)
     if (parts := options.stages * options.chunks) * max(parts, options.microbatches) > WORK:

@@ -91,6 +91,7 @@ def used(devices, days):
 
 
 def models_table(flops):
+    """Return the compute-optimal models for C = `flops`, and then MODELS, as text."""
     rows = [("model", "N / 10^9", "D / 10^9", "D/N", "6ND", "loss [1]", "enough [1]", "loss [2]", "enough [2]")]
     models = {"20 tokens per parameter": by_rule(flops)}
     models |= {f"minimum of fit [{i}]": optimum(fit, flops) for i, fit in enumerate(FITS, 1)}

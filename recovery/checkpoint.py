@@ -199,7 +199,7 @@ def verify(path, found, expected, what="its content does not match its checksum"
 
 
 def read_index(path):
-    """Raises UserError if index.json or a copied file is damaged."""
+    """Return a checkpoint's index. Raises UserError if index.json or a copied file is damaged."""
     path = Path(path)
     with explained(path / "index.json"):
         data = (path / "index.json").read_bytes()
