@@ -207,6 +207,28 @@ def test_stage_3_holds_a_bucket_only_while_it_computes(workers):
         assert computing == ({"block1", "block2", "word"}, set()) and at_rest == (set(), set()), whole
 
 
+def started_before_waits(config):
+    """Return [(bucket, gathers that have started when the rank first waits for it)] of a forward and a backward."""
+    run, seen = built(config), []
+    gather = run.zero.gather
+
+    def watching(name):
+        seen.append((name, sorted(run.zero.gathering)))
+        gather(name)
+
+    run.zero.gather = watching
+    train.train_step(run, micro_batches(run))
+    return seen
+
+
+def test_in_stage_3_all_gathers_start_before_the_first_wait(workers):
+    """The first and the last unit have two buckets each. The next unit's gather does not wait for them."""
+    for seen in workers.run(2, started_before_waits, tiny_config(2, zero=3, micro_batch_size=12)):
+        forward, backward = ["block0", "embedding", "word"], ["block1", "head", "word"]
+        assert dict(seen[:2]) == {"embedding": forward, "word": forward}, seen
+        assert dict(seen[6:8]) == {"head": backward, "word": backward}, seen
+
+
 def whole_gradients_at_products(config):
     """Return {bucket: number of buckets with whole gradients when W last adds to this one}."""
     run, alive, product = built(config), {}, tensor.add_product

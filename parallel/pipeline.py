@@ -100,6 +100,7 @@ class Executor:
         """
         schedule, messages, passes = self.prepared(count)
         self.trace.begin_step(schedule)
+        self.mesh.ledger.phase = "forward"
         self.weight, self.passes = weight, dict(passes)  # passes[bucket]: backwards that still add to it
         self.total = torch.zeros((), dtype=torch.float64, device=self.zero.device)
         self._execute(schedule, messages, micro_batches, [rows_outside(self.config)] * count)
