@@ -139,6 +139,7 @@ CHOICES = {
     "zero": (0, 1, 2, 3),
     "schedule": tuple(schedules.SCHEDULES),
 }
+HINTS = {"split": "; prepare.py --split=949,50,1 divides the documents"}
 ASYNCHRONOUS = {  # a stage updates before others have their gradients
     "clip_grad": (0,),  # no rank knows the global norm
     "optimizer": tuple(name for name, rule in RULES.items() if not rule.layerwise),
@@ -255,7 +256,7 @@ def check(c, world):
     """Raise UserError if `c` cannot run on `world` processes. Return dp."""
     more = ASYNCHRONOUS if c.schedule in schedules.ASYNCHRONOUS else {"updates_per_call": (1,)}
     for name, choices in (CHOICES | more).items():
-        where = f", with schedule={c.schedule}" if name in more else ""
+        where = f", with schedule={c.schedule}" if name in more else HINTS.get(name, "")
         require(c, name, getattr(c, name) in choices, f"should be one of {', '.join(map(str, choices))}{where}")
     for name, value in vars(c).items():
         if type(value) in (int, float) and name != "lr_warmup_iters":

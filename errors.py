@@ -18,14 +18,38 @@ if sys.platform == "win32" or sys.version_info < (3, 11):  # the programs import
     sys.exit(2)
 import fcntl
 
-# Flags of Megatron-LM, DeepSpeed and their launchers, and the answers.
+# Options of Megatron-LM, DeepSpeed (also its JSON file's keys) and their launchers, and the answers.
 FOREIGN = {
     "vocab vocab-file merge-file tokenizer-type": "use prepare.py --tokenizer=vocab.json, with merges.txt beside it",
-    "input output-prefix json-keys data-impl": "use prepare.py FILE ... --out=FOLDER --text_key=KEY",
-    "deepspeed deepspeed-config no-pipeline-parallel": "not needed: ZeRO is --zero, the pipeline is --pp",
-    "deepspeed-activation-checkpointing": "use --recompute=full",
+    "input": "use prepare.py FILE ... --out=FOLDER",
+    "output-prefix": "use prepare.py --out=FOLDER",
+    "json-keys": "use prepare.py --text_key=KEY",
+    "data-impl dataset-impl": "not needed: tokens are always mapped into memory (mmap)",
+    "chunk-size": "not needed: prepare.py chooses it",
+    "append-eod": "not needed: prepare.py always ends a document with its token",
+    "load": "not needed: a run resumes from --out_dir, if a checkpoint is there (another one: --resume)",
+    "override-lr-scheduler": "not needed: a resumed run always uses the new --lr, --lr_decay_iters ...",
+    "distributed-backend": "not needed: nccl on GPUs, gloo on CPUs",
+    "local-rank": "not needed: start with torchrun --nproc_per_node=N instead of python -m torch.distributed.launch",
+    "nproc-per-node nnodes node-rank master-addr master-port": "put it before train.py: torchrun --nnodes=N ...",
+    "num-gpus": "use torchrun --nproc_per_node=N",
+    "num-nodes hostfile": "use torchrun --nnodes=N on each host (GUIDE.md, Several hosts)",
+    "fp16": "use --dtype=fp16",
+    "bf16": "use --dtype=bf16",
+    "checkpoint-activations deepspeed-activation-checkpointing": "use --recompute=full",
     "no-masked-softmax-fusion": "use --kernels=torch",
-    "nproc-per-node num-gpus nnodes num-nodes node-rank master-addr master-port": "is an option of torchrun",
+    "deepspeed no-pipeline-parallel": "not needed: ZeRO is --zero, the pipeline is --pp",
+    "deepspeed-config": "not needed: each key is a field, --zero, --clip_grad ... (GUIDE.md, From Megatron-DeepSpeed)",
+    "train-batch-size": "use --global_batch_size",
+    "gradient-accumulation-steps": "not needed: it is --global_batch_size / (--micro_batch_size * dp)",
+    "steps-per-print": "use --log_interval",
+    "zero-optimization stage": "use --zero",
+    "type": "use --optimizer",
+    "betas": "use --adam_beta1 and --adam_beta2",
+    "gradient-clipping max-grad-norm": "use --clip_grad",
+    "loss-scale": "not needed: 0 means dynamic, and fp16's always is (the first: --initial_loss_scale)",
+    "wall-clock-breakdown": "not needed: the times are always printed",
+    "zero-allow-untested-optimizer": "not needed: --zero works with each --optimizer",
 }
 WRONG = OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, EOFError
 
@@ -151,12 +175,12 @@ class Parser(argparse.ArgumentParser):
     def meaning(self, flag):
         """Return a remedy for an unknown word."""
         name = flag.lstrip("-").replace("_", "-")
-        for option in self._actions:
-            if f"--{name}" in re.findall(r"--[\w-]+", option.help or ""):
-                return f"use {option.option_strings[-1]}"
         for names, answer in FOREIGN.items():
             if name in names.split():
                 return answer
+        for option in self._actions:
+            if f"--{name}" in re.findall(r"--[\w-]+", option.help or ""):
+                return f"use {option.option_strings[-1]}"
         near = difflib.get_close_matches("--" + name.replace("-", "_"), self._option_string_actions, n=1)
         return f"no such option; {f'the nearest is {near[0]}' if near else f'{self.prog} --help lists all'}"
 

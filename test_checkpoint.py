@@ -191,6 +191,12 @@ def test_resume_refuses_a_folder_without_checkpoints_and_a_step_before_later_one
     assert checkpoint.all_steps(tmp_path / "a") == [11, 12]
 
 
+def test_resume_may_name_the_new_out_dir(tokens_dir, tmp_path):
+    """As Megatron-LM's --save X --load X."""
+    go(configured(tmp_path / "a", tokens_dir, resume=f"{tmp_path}/a/", train_iters=1))
+    assert checkpoint.all_steps(tmp_path / "a") == [1]
+
+
 def test_a_run_keeps_the_latest_checkpoints_and_an_imported_step_0(tokens_dir, tmp_path):
     go(configured(tmp_path, tokens_dir, train_iters=1))
     (tmp_path / "step_1").rename(tmp_path / "step_0")  # as if convert.py had written it

@@ -12,10 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import config as configuration
 import errors
+import prepare
 from config import Config
 from errors import UserError, locked
 from parallel import schedules
@@ -95,33 +97,64 @@ def test_mistakes_on_the_command_line(words, message):
     assert refusal(configuration.load, words.split()).startswith(message)
 
 
-# of huggingface.co/blog/megatron-training, and of an article on GPT-2 345M with Megatron-DeepSpeed
-HOW_TO_TRAIN = """
---checkpoint-activations --recompute --data-impl prepare.py --data-path --data_dir --deepspeed --zero
---deepspeed-activation-checkpointing --recompute=full --deepspeed_config --zero --fp16 --dtype
---load --resume --master_addr torchrun --master_port torchrun
---merge-file prepare.py --nnodes torchrun --no-masked-softmax-fusion --kernels=torch --node_rank torchrun
---nproc_per_node torchrun --num_gpus torchrun --num_nodes torchrun
---pipeline-model-parallel-size --pp --save --out_dir --tensor-model-parallel-size --tp --tensorboard-dir --tensorboard
---vocab-file prepare.py --zero-stage --zero
-""".split()
-HOW_TO_PREPARE = """
---input FILE --json-keys --text_key --merge-file --tokenizer
---output-prefix --out --tokenizer-type --tokenizer --vocab --tokenizer
-""".split()
+# The options of huggingface.co/blog/megatron-training and of an article on Megatron-DeepSpeed: GPT-2 345M on 8 GPUs,
+# what its DeepSpeed scripts add, and the keys of its JSON file.
+LAUNCH = "--nproc_per_node 8 --nnodes 1 --node_rank 0 --master_addr localhost --master_port 6001 --local-rank=0 "
+PREPARE = """--input codeparrot_data.json --output-prefix codeparrot --vocab vocab.json --dataset-impl mmap
+--tokenizer-type GPT2BPETokenizer --merge-file merges.txt --json-keys content --workers 32 --chunk-size 25
+--append-eod"""
+CODEPARROT = """--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 12 --hidden-size 768
+--num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 12 --global-batch-size 192
+--lr 0.0005 --train-iters 150000 --lr-decay-iters 150000 --lr-decay-style cosine --lr-warmup-iters 2000
+--weight-decay .1 --adam-beta2 .999 --fp16 --log-interval 10 --save-interval 2000 --eval-interval 200 --eval-iters 10
+--vocab-file vocab.json --merge-file merges.txt --save X --load X --data-path codeparrot_content_document
+--tensorboard-dir experiments/tensorboard"""
+GPT2_345M = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 8 --global-batch-size 64
+--seq-length 1024 --max-position-embeddings 1024 --train-iters 500000 --lr-decay-iters 320000 --save X --load X
+--data-path dataset/BookCorpusDataset_text_document --vocab-file dataset/gpt2-vocab.json --merge-file
+dataset/gpt2-merges.txt --data-impl mmap --split 949,50,1 --distributed-backend nccl --lr 0.00015
+--lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01
+--checkpoint-activations --log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --fp16"""
+DEEPSPEED = """ --num_nodes 1 --num_gpus 4 --override-lr-scheduler --lr-warmup-iters 32000 --seed 1234
+--no-masked-softmax-fusion --deepspeed --deepspeed_config ds.json --zero-stage 1 --deepspeed-activation-checkpointing
+--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --hostfile hosts"""
+JSON_KEYS = """--train_batch_size 32 --gradient_accumulation_steps 1 --steps_per_print 1 --wandb megatron-deepspeed
+--zero_optimization 1 --stage 1 --optimizer adamw --type Adam --lr 0.00015 --max_grad_norm 1.0 --betas 0.9
+--gradient_clipping 1.0 --fp16 --loss_scale 0 --loss_scale_window 1000 --hysteresis 2 --min_loss_scale 1
+--wall_clock_breakdown --zero_allow_untested_optimizer"""
 
 
-@pytest.mark.parametrize("pairs", [HOW_TO_TRAIN, HOW_TO_PREPARE])
-def test_the_flags_of_the_how_tos_are_answered_with_ours(pairs):
-    for flag, ours in zip(pairs[::2], pairs[1::2], strict=True):
-        answer = configuration.parser().meaning(flag)
-        assert re.search(r"not needed" if ours == "." else rf"use .*{ours}\b|.*{ours}", answer), (flag, answer)
-    assert not {f"--{name}" for name in vars(Config())} & {flag.replace("-", "_") for flag in pairs[::2]}
+@pytest.mark.parametrize("words", [LAUNCH + CODEPARROT, LAUNCH + GPT2_345M, GPT2_345M + DEEPSPEED, JSON_KEYS, PREPARE])
+def test_each_option_of_the_how_tos_is_accepted_or_answered(words, monkeypatch):
+    """An answer names an option that exists, or says that none is needed."""
+    option, fields = re.compile(r"--[a-z][a-z0-9_]+"), {f"--{name}" for name in vars(Config())}
+    prepares = set(option.findall(Path(prepare.__file__).read_text("utf-8")))
+    known = fields | prepares | set(option.findall(torch.distributed.run.get_args_parser().format_help()))
+    program, accepted = (prepare.main, prepares) if words == PREPARE else (configuration.load, fields)
+    monkeypatch.setattr(sys, "argv", ["prepare.py", *words.split()])
+    said = refusal(program, *([] if words == PREPARE else [words.split()]))
+    answers = dict(answer.split(": ", 1) for answer in re.split(r"; (?=--)", said))
+    flags = {word.partition("=")[0] for word in words.split() if word.startswith("--")}
+    assert answers.keys() == {flag for flag in flags if "--" + flag[2:].replace("-", "_") not in accepted}
+    for flag, answer in answers.items():
+        named = set(option.findall(answer))
+        assert named <= known and re.match(r"(use|put) .*(--|prepare\.py)|not needed:", answer), (flag, answer)
+
+
+@pytest.mark.parametrize("pair", ["--fp16 --dtype=fp16", "--load --out_dir", "--local-rank torchrun"])
+def test_an_answer_is_complete(pair):
+    flag, ours = pair.split()
+    assert ours in refusal(configuration.load, [flag])
+
+
+def test_a_split_of_documents_is_prepare_pys():
+    c = configuration.load(["--split=949,50,1", "--train_iters=1"])
+    assert "prepare.py --split=949,50,1" in refusal(configuration.check, c, 1)
 
 
 def test_a_pasted_command_is_answered_flag_by_flag():
     said = refusal(configuration.load, "--num-layers 2 --save a --fp16 --lr 1e-4 --zero_stage=1".split())
-    assert said == "--save: use --out_dir; --fp16: use --dtype; --zero_stage: use --zero"
+    assert said == "--save: use --out_dir; --fp16: use --dtype=fp16; --zero_stage: use --zero"
 
 
 @pytest.mark.parametrize(

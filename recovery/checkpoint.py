@@ -217,7 +217,7 @@ def to_resume(config, tokenizer, data=None):
 
     tokenizer: its name. data: `data.identity`.
     """
-    chosen = config.resume not in ("auto", "none")
+    chosen = config.resume not in ("auto", "none") and Path(config.resume) != Path(config.out_dir)
     place = config.resume if chosen else config.out_dir
     path = find(place)
     if path is None:
