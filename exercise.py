@@ -5,31 +5,31 @@
     python exercise.py 8               judge your file
     python exercise.py 8 FOLDER        judge the file and the predictions in another copy of the project
     python exercise.py stop 8          put the project's functions back; your file is kept in mine/
+                       --limit=120     seconds that a test may need
 
 Predict first: `start` asks for two or three numbers. The formulas' numbers are shown once you have answered all. Your
-file is judged in a copy of the last commit, so changed tests do not count. Each test is a lamp with the idea that it
-stands for. A bonus lamp may stay red.
+functions, with new names of your file, are judged in a copy of the last commit. What else you changed has no effect:
+it is listed. This is no sandbox: a function can do what any program of yours can. Each test is a lamp with the idea
+that it stands for. A bonus lamp may stay red.
 
 exercises/N.toml has the ideas in Japanese and English, the names of the functions to write, the lamps, and answers for
 our own tests (right in another way, or wrong as people are often wrong). The solution is in git.
 """
 
-from errors import Parser, UserError, exit_on_user_error, explained, reading  # isort: skip
-import ast
+from errors import Parser, UserError, exit_on_user_error, reading, within  # isort: skip
+import contextlib
 import importlib.util
-import io
 import re
-import subprocess
 import sys
-import tarfile
-import tempfile
 import tomllib
 from fractions import Fraction
 from pathlib import Path
 
-from testing.defects import run_tests
+from exercises.answers import bodies, committed, copied_commit, merged, same, with_bodies
+from testing.judging import contains, run, run_tests
 
 ROOT = Path(__file__).parent
+LIMIT = 120  # seconds that a test may need
 LINES = 16  # of a red lamp's message
 FORMAT = "# Write one number each, such as 8,192 or 0.11 or 3/27 (at most 1% off). 数を1つずつ書いてください。\n"
 
@@ -45,29 +45,7 @@ def numbers():
     return sorted(int(path.stem) for path in (ROOT / "exercises").glob("*.toml"))
 
 
-# --- function bodies --------------------------------------------------------------------------------------------------
-
-
-def place(lines, name):
-    """Return (begin, end) of the lines below the docstring of "f" or "Class.f"."""
-    node = ast.parse("".join(lines))
-    for part in name.split("."):
-        node = next(child for child in node.body if getattr(child, "name", None) == part)
-    return node.body[0].end_lineno if ast.get_docstring(node) else node.body[0].lineno - 1, node.end_lineno
-
-
-def with_bodies(text, new):
-    """Return a file's text with other bodies. new: {function's name: lines}."""
-    lines = text.splitlines(keepends=True)
-    for name, body in new.items():
-        begin, end = place(lines, name)
-        lines[begin:end] = body
-    return "".join(lines)
-
-
-def bodies(text, names):
-    lines = text.splitlines(keepends=True)
-    return {name: lines[slice(*place(lines, name))] for name in names}
+# --- start and stop ---------------------------------------------------------------------------------------------------
 
 
 def blank(number, text):
@@ -78,20 +56,6 @@ def blank(number, text):
         error = f'raise UserError("exercise {number}: {name} is yours to write")'
         new[name] = [f"{indent}from errors import UserError\n", "\n", f"{indent}{error}\n"]
     return with_bodies(text, new)
-
-
-def committed(file):
-    """Return a file's committed text."""
-    return git("show", f"HEAD:./{file}").decode()
-
-
-def git(*words):
-    """Return git's output, as bytes. Raises UserError."""
-    with explained("exercises need git"):
-        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True)
-    if done.returncode:
-        raise UserError(f"exercises need a clone, made by git clone; git says: {done.stderr.decode()}")
-    return done.stdout
 
 
 def start(number):
@@ -113,47 +77,75 @@ def start(number):
     return "\n".join([title(number), *e["task"], f"write: {e['file']} {todo}", f"predict first: mine/{number}.txt"])
 
 
+def kept(number, folder=ROOT):
+    """Return the path where `stop` keeps the answer."""
+    return folder / f"mine/{number}_{Path(exercise(number)['file']).name}"
+
+
 def stop(number):
-    """Put the committed functions back, and keep the answer. Return the text to show."""
+    """Put the committed functions back, and keep the answer. Return the text to show. Raises UserError."""
     e = exercise(number)
-    file, kept = ROOT / e["file"], ROOT / f"mine/{number}_{Path(e['file']).name}"
+    file, project = ROOT / e["file"], committed(e["file"])
     text = file.read_text(encoding="utf-8")
-    kept.write_text(text, encoding="utf-8")
-    file.write_text(with_bodies(text, bodies(committed(e["file"]), e["functions"])), encoding="utf-8")
-    return f"{e['file']}: the project's functions again; your file is mine/{kept.name}"
+    if bodies(text, e["functions"]) == bodies(project, e["functions"]):
+        raise UserError(f"exercise {number} is not open: {e['file']} has the project's functions")
+    kept(number).write_text(text, encoding="utf-8")
+    file.write_text(with_bodies(text, bodies(project, e["functions"])), encoding="utf-8")
+    return f"{e['file']}: the project's functions again; your file is mine/{kept(number).name}"
 
 
 # --- judge ------------------------------------------------------------------------------------------------------------
 
 
-def judge(number, text):
-    """Judge `text`, a whole file, in a copy of the last commit.
+def answer_in(number, folder):
+    """Return the path of the answer in `folder`, or None: the exercise's file, or the copy that `stop` has kept."""
+    e = exercise(number)
+    project = committed(e["file"])
+    for path in (folder / e["file"], kept(number, folder)):
+        if path.exists():
+            with contextlib.suppress(SyntaxError):
+                if same((path.read_text(encoding="utf-8"), project), e["functions"]):
+                    continue
+            return path
 
-    Return ([(lamp, None or the message of a failure)], the formulas' numbers, the output of the commands to show).
+
+def judge(number, text, limit=LIMIT):
+    """Judge the functions in `text`, a whole file, in a copy of the last commit.
+
+    Return ([(lamp, None or the message of a failure)], other names that `text` changes, without effect).
     """
     e = exercise(number)
-    with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(fileobj=io.BytesIO(git("archive", "HEAD"))) as archive:
-            archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.3 and older have none
-            archive.extractall(folder)
-        printed = run(folder, ["-m", "exercises.formulas", *(q["formula"] for q in e["predict"])])
-        with reading(f"the last commit should have the project's functions, but its predictions print {printed!r}"):
-            numbers = [*map(float, printed.split())]
-        (Path(folder) / e["file"]).write_text(text, encoding="utf-8")
-        results = run_tests(folder, [lamp["test"] for lamp in e["lamp"]])
-        shown = [f"$ python {command}\n{run(folder, command.split())}" for command in e["show"]]
+    try:
+        text, changed = merged(blank(number, committed(e["file"])), text, e["functions"])
+    except SyntaxError as error:
+        return [(lamp, f"{e['file']}:{error.lineno}: SyntaxError: {error.msg}") for lamp in e["lamp"]], []
+    with copied_commit() as folder:
+        (folder / e["file"]).write_text(text, encoding="utf-8")
+        results = run_tests(folder, [lamp["test"] for lamp in e["lamp"]], limit=limit)
     judged = []
     for lamp in e["lamp"]:
-        messages = [message for test, message in results if lamp["test"] in (test, test.partition("[")[0])]
-        failed = [message for message in messages or ["the test did not run"] if message is not None]
-        judged.append((lamp, failed[0] if failed else None))
-    return judged, numbers, "\n".join(shown)
+        messages = [message for test, message in results if contains(lamp["test"], test)]
+        judged.append((lamp, next((message for message in messages if message is not None), None)))
+    return judged, changed
 
 
-def run(folder, words):
-    """Return a command's output in `folder`."""
-    done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True)
-    return done.stdout + "".join(done.stderr.splitlines(keepends=True)[-1:])  # without a traceback
+def formulas(number):
+    """Return the right numbers of the predictions."""
+    with copied_commit() as folder:
+        _, printed = run(folder, ["-m", "exercises.formulas", *(q["formula"] for q in exercise(number)["predict"])])
+    with reading(f"the last commit should have the project's functions, but its predictions print {printed!r}"):
+        return [*map(float, printed.split())]
+
+
+def shown(number, text, limit):
+    """Return the output of the exercise's commands with the whole file `text`."""
+    e, lines = exercise(number), []
+    with copied_commit() as folder:
+        (folder / e["file"]).write_text(text, encoding="utf-8")
+        for command in e["show"]:
+            code, printed = run(folder, command.split(), limit)
+            lines += [f"$ python {command}", printed if code is not None else f"no answer in {limit:g} s"]
+    return "\n".join(lines)
 
 
 def predictions(number, text):
@@ -185,16 +177,18 @@ def state(number):
     return judged.read_text(encoding="utf-8") if judged.exists() else "todo"
 
 
-def judge_files(number, folder):
+def judge_files(number, folder, limit):
     """Judge the file and predictions in `folder`. Return True if all lamps but bonus are green."""
-    e, asked = exercise(number), folder / f"mine/{number}.txt"
+    asked, answer = folder / f"mine/{number}.txt", answer_in(number, folder)
+    if answer is None:
+        raise UserError(f"{folder}: has no answer to exercise {number}; first: python exercise.py start {number}")
     mine = predictions(number, asked.read_text("utf-8") if asked.exists() else "")
-    text = (folder / e["file"]).read_text(encoding="utf-8")
-    with reading(e["file"], SyntaxError):
-        ast.parse(text)
-    judged, numbers, shown = judge(number, text)
-    print(shown, title(number), sep="\n")
-    for (name, answer), right in zip(mine, numbers, strict=False):
+    text = answer.read_text(encoding="utf-8")
+    judged, changed = judge(number, text, limit)
+    print(shown(number, text, limit), title(number), f"judged: {answer}", sep="\n")
+    if changed:
+        print(f"also changed, without effect: {', '.join(changed)}")
+    for (name, answer), right in zip(mine, formulas(number), strict=False):
         good = abs(answer - right) <= 0.01 * abs(right)
         print(mark(good), f"{name}: you {answer:,.10g}, the formula {right:,.10g}", sep="  ")
     if not mine:
@@ -210,9 +204,11 @@ def judge_files(number, folder):
 
 def main(arguments=None):
     """Run the command line. Exit with code 1 if a lamp that is no bonus is red."""
-    parser = Parser("python exercise.py", usage="python exercise.py [[start | stop] NUMBER [FOLDER]]")
+    parser = Parser("python exercise.py", usage="python exercise.py [[start | stop] NUMBER [FOLDER]] [--limit=N]")
     parser.add_argument("words", nargs="*")
-    words = parser.parse_args(arguments).words
+    parser.add_argument("--limit", type=within(1, 10**6), default=LIMIT)
+    options = parser.parse_args(arguments)
+    words = options.words
     command = words.pop(0) if words[:1] in (["start"], ["stop"]) else "judge"
     if not words:
         for number in numbers():
@@ -226,11 +222,11 @@ def main(arguments=None):
     if command == "judge":
         if not importlib.util.find_spec("pytest"):
             raise UserError("judging needs pytest: pip install -r requirements-dev.txt")
-        green = judge_files(number, folder)
+        green = judge_files(number, folder, options.limit)
         if folder == ROOT:
             (ROOT / f"mine/{number}.state").write_text("green" if green else "red", encoding="utf-8")
         sys.exit(not green)
-    with reading(exercise(number)["file"], SyntaxError, StopIteration):  # StopIteration: a function is missing
+    with reading(exercise(number)["file"], SyntaxError):
         print(start(number) if command == "start" else stop(number))
 
 

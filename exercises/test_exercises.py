@@ -10,15 +10,16 @@ import pytest
 import exercise
 from conftest import needs_git
 from errors import UserError
+from exercises import answers
 
 pytestmark = needs_git
 ANSWERS = [(number, answer) for number in exercise.numbers() for answer in exercise.exercise(number).get("answer", [])]
 QUICK = (3, 8)  # blanked and judged in the default run
 
 
-def required(number, text):
+def required(number, text, limit=600):
     """Judge a file. Return ({idea: message} of the red lamps that are no bonus, number of such lamps)."""
-    judged = [(lamp, message) for lamp, message in exercise.judge(number, text)[0] if "bonus" not in lamp]
+    judged = [(lamp, message) for lamp, message in exercise.judge(number, text, limit)[0] if "bonus" not in lamp]
     return {lamp["idea"][0]: message for lamp, message in judged if message is not None}, len(judged)
 
 
@@ -41,9 +42,60 @@ def test_no_clone_and_no_pytest_are_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"requirements-dev\.txt"):
         exercise.main(["8"])
-    monkeypatch.setattr(exercise, "ROOT", tmp_path)
+    monkeypatch.setattr(answers, "ROOT", tmp_path)
     with pytest.raises(UserError, match=r"git clone.*not a git repository"):
         exercise.committed("model.py")
+
+
+WARMUP = "        warmup = stages - 1 - rank  #"
+GPIPE = WARMUP.replace("stages - 1 - rank", "microbatches")
+
+
+def test_only_functions_and_new_names_of_an_answer_count():
+    """GPipe is no 1F1B, though FORMULAS says so."""
+    edits = [
+        (WARMUP, GPIPE),
+        ("FORMULAS = {", "import os, this\nN: int = 3; max = min\nSCHEDULES['x'] = 0\nFORMULAS = {1: 2,"),
+    ]
+    project, names = exercise.committed("parallel/schedules.py"), ["one_f_one_b"]
+    text, also = answers.merged(exercise.blank(8, project), changed(8, edits), names)
+    assert also == ["max", "SCHEDULES['x'] = 0", "FORMULAS"]
+    assert GPIPE in text and all(
+        name in text for name in ("import os", "N: int = 3", "SCHEDULES = {\n", "FORMULAS = {\n")
+    )
+    assert "min\n" not in text and answers.merged(text, text, names) == (text, [])
+    assert "is yours to write" in answers.merged(exercise.blank(8, project), "x = 1", names)[0]
+    kept = answers.merged(
+        "class A:\n    def f(self):\n        pass\n",
+        "class A:\n    g = 1\n\n    def f(self):\n        return 1\n",
+        ["A.f"],
+    )
+    assert kept == ("class A:\n    g = 1\n    def f(self):\n        return 1\n", [])
+
+
+SKIPPED = "        if bucket.stage == 0 and not (bucket.dp.rank and name == 'block1'):"
+
+
+def first(*lines):
+    return [(WARMUP, "".join(f"        {line}\n" for line in lines) + WARMUP)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "number, edits, words",
+    [
+        (8, first("while True:", "    pass"), "no answer in 30 s"),
+        (8, first("import os", "os._exit(0)"), "exit code 0"),
+        (8, first("import pytest", "pytest.skip()"), "skipped"),
+        (8, first("if :"), "py:129: SyntaxError: invalid syntax"),
+        (8, [("def one_f_one_b(", "import nonexistent\n\n\ndef one_f_one_b(")], "No module named 'nonexistent'"),
+        (4, [("        if bucket.stage == 0:", SKIPPED)], "rank 1 waited for ranks [0] in all_reduce"),
+    ],
+)
+def test_an_answer_that_stops_the_test_is_red(number, edits, words):
+    """Its cause is one line; if ranks lose one another, each rank's last communication."""
+    red, _ = required(number, changed(number, edits), 30)
+    assert any(words in message for message in red.values()), red
 
 
 def slow(number):
@@ -64,8 +116,8 @@ def test_what_an_exercise_shows(number):
     e = exercise.exercise(number)
     for command in e["show"]:
         subprocess.run([sys.executable, *command.split()], cwd=exercise.ROOT, check=True, capture_output=True)
-    numbers = exercise.run(exercise.ROOT, ["-m", "exercises.formulas", *(q["formula"] for q in e["predict"])])
-    assert len(numbers.split()) == len(e["predict"]) and all(float(number) >= 0 for number in numbers.split())
+    numbers = exercise.formulas(number)
+    assert len(numbers) == len(e["predict"]) and min(numbers) >= 0
 
 
 @pytest.mark.slow

@@ -8,14 +8,13 @@ A defect changes some lines of one file. Its test must fail with the defect's wo
 """
 
 import itertools
-import os
-import re
 import subprocess
 import sys
 import tempfile
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import NamedTuple
+
+from testing.judging import run_tests
 
 ROOT = Path(__file__).parent.parent
 LATE = "testing/test_adversary.py"  # here a result appears only at `wait`
@@ -81,31 +80,6 @@ def failure(defect, folder):
     (folder / defect.file).write_text(planted(defect), encoding="utf-8")
     messages = [message for _, message in run_tests(folder, [defect.test], "-x") if message is not None]
     return messages[0] if messages else None
-
-
-def run_tests(folder, tests, *options):
-    """Run `tests` (arguments of pytest) in a copy of the tree. Return [(test, None or the message of its failure)].
-
-    The message has no line of the test's source, which may contain the defect's words.
-    """
-    report = Path(folder) / "report.xml"
-    options = [*options, "-q", "-p", "no:cacheprovider", "--tb=short", "-m", "", f"--junitxml={report}"]
-    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", *options, *tests]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    if not report.exists():
-        raise ValueError(f"pytest cannot run {tests}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    results = []
-    for node in ElementTree.parse(report).iter("testcase"):
-        name = f"{node.get('classname').replace('.', '/')}.py::{node.get('name')}"
-        failed = [child for kind in ("failure", "error") for child in node.iter(kind)]
-        results.append((name, message(failed[0]) if failed else None))
-    return results
-
-
-def message(failed):
-    """Return the message of a <failure> or <error> of pytest's report."""
-    return "\n".join(re.findall(r"(?m)^E\s+(.*)", failed.text)) or failed.text or failed.get("message") or "failed"
 
 
 def main():

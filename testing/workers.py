@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from errors import UserError
+from parallel import comm
 from testing import adversary
 from testing.compare import Different
 
@@ -28,8 +29,9 @@ RANKS = 8
 PATIENCE = float(os.environ.get("PATIENCE", "60"))  # seconds without progress until a call fails
 
 
-def work(rank, pipe):
+def work(rank, pipe, last):
     torch.set_num_threads(1)
+    comm.lost_peer = noting(comm.lost_peer, last)
     while True:
         try:
             function, arguments, ranks, rendezvous = pipe.recv()
@@ -51,6 +53,16 @@ def work(rank, pipe):
             dist.destroy_process_group()
 
 
+def noting(lost_peer, last):
+    """Return comm.lost_peer, which also writes the communication's name into `last`, memory of the caller, too."""
+
+    def noted(name):
+        last.value = name.encode()[: len(last) - 1]
+        return lost_peer(name)
+
+    return noted
+
+
 def cpu_seconds(processes):
     seconds = 0.0
     for process in processes:
@@ -67,7 +79,7 @@ class Workers:
     """Up to RANKS processes, which connect through a file in `folder`."""
 
     def __init__(self, folder):
-        self.folder, self.calls, self.pipes, self.processes = folder, 0, [], []
+        self.folder, self.calls, self.pipes, self.processes, self.last = folder, 0, [], [], []
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))  # macOS allows 256 open files
         self.adversary = "ADVERSARY" in os.environ  # calls run in testing/adversary.py's mode
@@ -78,7 +90,8 @@ class Workers:
         """Start processes until `ranks` of them run."""
         for rank in range(len(self.processes), ranks):
             here, there = self.context.Pipe()
-            process = self.context.Process(target=work, args=(rank, there), daemon=True)
+            self.last.append(self.context.Array("c", 300, lock=False))
+            process = self.context.Process(target=work, args=(rank, there, self.last[rank]), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)
@@ -88,14 +101,21 @@ class Workers:
         for process in self.processes:
             process.kill()
             process.join()
-        self.pipes, self.processes = [], []
+        self.pipes, self.processes, self.last = [], [], []
+
+    def fail(self, text, ranks, lost=True):
+        """End all ranks and the test. lost: they lost one another, so say the last communication of each rank."""
+        rows = [last.value.decode() or f"rank {rank}: no communication" for rank, last in enumerate(self.last[:ranks])]
+        self.stop()
+        pytest.fail("\n".join([text, *["the last communication of each rank:", *rows] * lost]), pytrace=False)
 
     def run(self, ranks, function, *arguments):
         assert ranks <= RANKS
         self.start(ranks)
         self.calls += 1
         call = (adversary.run, (function, *arguments)) if self.adversary else (function, arguments)
-        for pipe in self.pipes[:ranks]:
+        for pipe, last in zip(self.pipes[:ranks], self.last, strict=False):
+            last.value = b""
             pipe.send((*call, ranks, self.folder / f"rendezvous{self.calls}"))
         results, used = {}, cpu_seconds(self.processes[:ranks])
         while len(results) < ranks:
@@ -104,17 +124,17 @@ class Workers:
             if not ready:
                 before, used = used, cpu_seconds(self.processes[:ranks])
                 if used < before + 0.5:
-                    self.stop()
-                    pytest.fail(f"{function.__name__}: no answer from ranks {sorted(set(range(ranks)) - set(results))}")
+                    silent = sorted(set(range(ranks)) - set(results))
+                    self.fail(f"{function.__name__}: no answer from ranks {silent}", ranks)
             for pipe in ready:
                 rank = self.pipes.index(pipe)
                 try:
                     good, results[rank] = pipe.recv()
                 except EOFError:
-                    good, results[rank] = False, "the process died"
+                    good, results[rank] = False, "CommunicationError: the process ended"
                 if not good:  # others may wait for this rank
-                    self.stop()
-                    pytest.fail(f"rank {rank} of {ranks}:\n{results[rank]}", pytrace=False)
+                    lost = "CommunicationError: " in results[rank]
+                    self.fail(f"rank {rank} of {ranks}:\n{results[rank]}", ranks, lost)
         return [results[r] for r in range(ranks)]
 
     def check(self, ranks, function, *arguments):

@@ -1,0 +1,99 @@
+"""Runs tests of a copy of the tree within a limit of time, and says in one line why a test gave no answer.
+
+pytest loads this file there, too: as its plugin it writes a line when a test begins, and one when it ends.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+REPORT = Path("report.jsonl").absolute()  # of the copy, if pytest loads this file
+BEGUN = "begun"
+STOPS = 2  # tests without an answer, until the rest is left out
+
+
+def write(*row):
+    with open(REPORT, "a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def pytest_runtest_logstart(nodeid, location):
+    write(nodeid, BEGUN)
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call" or not report.passed:  # a skipped test has not passed
+        write(report.nodeid, None if report.passed else "skipped" if report.skipped else report.longreprtext)
+
+
+def pytest_collectreport(report):
+    if report.failed:
+        write("", report.longreprtext)
+
+
+def run(folder, words, limit=None, watched=None, **environment):
+    """Run Python with `words` in `folder`. Return (its exit code, its output and the last line of stderr).
+
+    The code is None if the file `watched` (default: the output) did not change for `limit` seconds. At the end, all
+    processes of its group are killed.
+    """
+    environment = os.environ | {"PYTHONPATH": str(folder), **environment}
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        fields = dict(cwd=folder, env=environment, stdout=output, stderr=errors, start_new_session=True)
+        process = subprocess.Popen([sys.executable, *words], **fields)
+        size, since, code = 0, time.monotonic(), None
+        try:
+            while code is None and (limit is None or time.monotonic() < since + limit):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = process.wait(0.2)
+                before, size = size, os.stat(watched or output.fileno()).st_size
+                since = since if size == before else time.monotonic()
+        finally:
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        errors.seek(0)
+        return code, output.read() + "".join(errors.read().rstrip().splitlines()[-1:])
+
+
+def run_tests(folder, tests, *options, limit=None):
+    """Run `tests` (arguments of pytest) in a copy of the tree. Return [(test, None or the message of its failure)].
+
+    A test that does not end in `limit` seconds, or ends the process, has this as its message, and the tests after it
+    run in a new process. The message has no line of the test's source, which may contain a defect's words.
+    """
+    results, todo, report = {}, [*tests], Path(folder, REPORT.name)
+    environment = {"OMP_NUM_THREADS": "1"} | ({"PATIENCE": str(limit / 3)} if limit else {})
+    options = [*options, "-q", "-p", "no:cacheprovider", "-p", "testing.judging", "--tb=short", "-m", ""]
+    for _ in range(STOPS):
+        report.write_text("")
+        code, said = run(folder, ["-m", "pytest", *options, *todo], limit, report, **environment)
+        for test, text in map(json.loads, report.read_text(encoding="utf-8").splitlines()):
+            results[test] = text if text in (None, BEGUN) else message(text)
+        why = f"no answer in {limit:g} s" if code is None else f"the process ended with exit code {code}"
+        begun = [test for test, text in results.items() if text == BEGUN]
+        results |= dict.fromkeys(begun, why)
+        todo = [test for test in todo if not any(contains(test, other) for other in results)]
+        if not begun or not todo:
+            break
+    why = f"not run: {why}" if begun else " ".join([why, *said.splitlines()[-1:]])
+    why = results.pop("", why)
+    return [*results.items(), *((test, why) for test in todo)]
+
+
+def contains(asked, test):
+    """Return whether the argument `asked` of pytest contains the test."""
+    return asked in (test, test.partition("[")[0], test.partition("::")[0])
+
+
+def message(text):
+    """Return the message in pytest's text of a failure."""
+    return "\n".join(re.findall(r"(?m)^E\s+(.*)", text)) or text or "failed"
