@@ -64,13 +64,14 @@ def without_wait():
 DEFECTS = [*listed(), *without_wait()]
 
 
-def planted(defect):
-    """Return the file's text with the defect. Raises ValueError if it does not fit."""
-    text = (ROOT / defect.file).read_text(encoding="utf-8")
+def planted(defect, root=ROOT):
+    """Return the text of the file in `root`, with the defect. Raises ValueError if it does not fit."""
+    text = (root / defect.file).read_text(encoding="utf-8")
     for old, new in defect.edits:
         if text.count(old) != 1:
             raise ValueError(f"defect {defect.name}: `{old}` is in {defect.file} {text.count(old)} times, not once")
-        text = text.replace(old, new)
+        whole = not new and f"\n{old}\n" in text  # whole lines leave no empty line
+        text = text.replace(f"{old}\n" if whole else old, new)
     return text
 
 
