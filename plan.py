@@ -33,7 +33,7 @@ ROW = (
 WAITS = ("tensor parallel", "context parallel", "pipeline messages", "data parallel")
 LEGEND = f"""
 v: chunks of a rank. Z: ZeRO stage. b: samples of a micro-batch. GB: memory of the fullest rank.
-bubble: share of the whole step, in which all ranks end together.
+bubble: share of the whole step, in which all ranks end together. days: of train_iters, or of --tokens.
 waits_for: percent of the step for communication of tp / cp / pp / dp that no computation hides.
 Expected error of a step: {seconds.ERROR:.0%} for A100 and H100 (14 of 16 published runs), unknown for V100."""
 
@@ -46,7 +46,7 @@ def whole(text):
 OPTIONS = {  # type, default, help
     "gpus": (within(1, 10**6, whole), 1, "number of GPUs (1)"),
     "gpus_per_node": (within(1, 10**6, whole), None, "GPUs of a node (as usual for the device)"),
-    "tokens": (within(1, 10**18, whole), None, "tokens of the whole run (20 for each parameter)"),
+    "tokens": (within(1, 10**18, whole), None, "tokens of the whole run (those of train_iters)"),
     "top": (within(1, 10**6, whole), None, "layouts to list (10)"),
     "flops": (within(1, 1e40, whole), None, "print size and tokens of the best model for so many FLOPs"),
     "explain": (boolean, False, "print the arithmetic of the given or the best layout"),

@@ -218,7 +218,7 @@ def facts_of(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
         "mfu": model_flops(c, batch) / available,
         "hfu": hardware_flops(c, batch) / available,
         "tokens_per_second": batch * c.seq_length / step.seconds,
-        "days": (tokens or 20 * model.parameters) / (batch * c.seq_length) * step.seconds / 86400,
+        "days": (tokens / (batch * c.seq_length) if tokens else c.train_iters) * step.seconds / 86400,
     }
     return facts | {"binds": binds(facts)}
 

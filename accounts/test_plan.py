@@ -2,13 +2,16 @@
 
 import itertools
 import json
+import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import config as configuration
 import plan
-from accounts import ledger, memory, search, seconds
+from accounts import ledger, memory, search, seconds, traffic
 from accounts.devices import DEVICES
 from config import Config
 from errors import UserError
@@ -313,6 +316,43 @@ def test_pp_outermost_is_faster_on_many_nodes():
         assert ("--order=pp-dp-tp" in plan.entry(facts)) == named
 
 
+# --- too little memory ------------------------------------------------------------------------------------------------
+
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    "words, ranks, GiB, remedy",
+    [
+        ("configs/gpt2_7b.py --zero=0", 4, 80, "set --zero=1;"),
+        ("configs/gpt2_7b.py --global_batch_size=4", 1, 80, "set --offload=True;"),
+        ("configs/opt_125m.py --micro_batch_size=32", 1, 14, "set --recompute=full;"),
+        ("configs/gpt3_13b.py --tp=1 --recompute=none", 16, 30, "set --zero=3 --recompute=full;"),
+        ("configs/gpt2_7b.py", 4, 1, "do not suffice"),
+    ],
+)
+def test_a_model_that_is_too_large_gets_the_smallest_remedy(words, ranks, GiB, remedy, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=GiB * 2**30))
+    c = configuration.load(words.split())
+    with pytest.raises(UserError, match=f"needs at least .*{remedy}.*plan.py"):
+        traffic.refuse_too_large(c, ranks, GPU)
+    if fields := re.findall(r"--\w+=\w+", remedy):
+        traffic.refuse_too_large(configuration.load([*words.split(), *fields]), ranks, GPU)
+
+
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_the_memory_needed_is_that_of_a_long_step(name):
+    c = replace(SMALL, pp=2, schedule=name, chunks=1, micro_batch_size=1, global_batch_size=48, dtype="bf16")
+    c = replace(c, chunks=2 if name in ("interleaved", "zb-v") else 1)
+    kept = traffic.predict_step(c, 4, GPU).kept
+    assert traffic.needed(c, 4, GPU) == max(sum(table.values()) for table in kept)
+
+
+def test_7b_fits_on_four_gpus_as_in_the_how_to():
+    """GPT-2 7B on 4 x 80 GB with ZeRO-1."""
+    assert search.facts_of(configuration.load(["configs/gpt2_7b.py", "--dtype=fp16"]), 4, A100)["fits"]
+
+
 # --- the command line -------------------------------------------------------------------------------------------------
 
 COMMON = ["configs/gpt3_13b.py", "--gpus=16", "--device=a100-80g"]
@@ -330,6 +370,9 @@ def test_the_table_and_json(capsys):
     (one,) = json.loads(capsys.readouterr().out)
     assert (one["layout"]["tp"], one["layout"]["dp"], one["gpus"]) == (8, 1, 16)
     assert one["days"] == pytest.approx(3e11 / one["tokens_per_second"] / 86400)
+    plan.main([*COMMON, "--tp=8", "--pp=2", "--json", "--train_iters=1000"])
+    (one,) = json.loads(capsys.readouterr().out)
+    assert one["days"] == pytest.approx(1000 * one["step_seconds"] / 86400)
 
 
 def test_explain_reproduces_its_numbers(capsys):

@@ -1,5 +1,5 @@
 # GPT-2 7B, 6,658,498,560 parameters. Source: ds_gpt2_7b.sh and ds_config_gpt2_7b_4.json in the article
-# "大規模言語モデル(LLM)の作り方 Megatron-DeepSpeed編 Part1" (2023). The script adds --dtype=fp16 --zero=1.
+# "大規模言語モデル(LLM)の作り方 Megatron-DeepSpeed編 Part1" (2023). The script adds --dtype=fp16.
 data_dir = "data/stdlib_gpt2"
 
 num_layers = 32
@@ -18,6 +18,7 @@ lr_decay_iters = 320000
 lr_warmup_iters = 32000
 adam_beta2 = 0.95
 
+zero = 1
 recompute = "full"  # --checkpoint-activations
 
 log_interval = 100
