@@ -50,7 +50,7 @@ class Config:
     seed: int = 1234  # of initial weights, data order and dropout
 
     # -- optimizer
-    optimizer: str = "adamw"  # lamb and lars are for large batches
+    optimizer: str = "adamw"  # lamb, lars: for large batches; muon: orthogonal updates
     lr: float = 1e-3  # peak learning rate
     min_lr: float = 0.0  # learning rate after the decay
     lr_decay_style: str = "cosine"  # wsd: warm-up, stable, decay

@@ -121,6 +121,7 @@ def test_resuming_changes_no_bit(workers, straight, tokens_dir, tmp_path, ranks,
         ((4, dict(tp=2, sequence_parallel=True)), (3, dict(zero=3))),
         ((8, dict(pp=2, cp=2, zero=2, schedule="zb-h1")), (4, dict(cp=4, context="ulysses"))),
         ((4, dict(pp=2, zero=1)), (4, dict(pp=2, zero=1, order="pp-dp-tp"))),
+        ((2, dict(zero=2, optimizer="muon")), (2, dict(tp=2, optimizer="muon"))),
         pytest.param(
             (4, dict(zero=3, micro_batch_size=1)), (4, dict(pp=4, schedule="chimera")), marks=pytest.mark.slow
         ),
@@ -135,7 +136,7 @@ def test_resuming_changes_no_bit(workers, straight, tokens_dir, tmp_path, ranks,
 )
 def test_any_layout_goes_on_from_any_other(workers, straight, tokens_dir, tmp_path, before, after):
     """Five steps in each of two layouts have the curve of one process, to ten digits."""
-    reference = straight(1, dtype="fp64", num_layers=3)
+    reference = straight(1, dtype="fp64", num_layers=3, optimizer=before[1].get("optimizer", "adamw"))
     for (ranks, layout), stop in [(before, 5), (after, 10)]:
         config = configured(tmp_path, tokens_dir, train_iters=stop, num_layers=3, **layout)
         check(config, ranks)

@@ -23,6 +23,7 @@ from parallel.mesh import Mesh
 from parallel.optimizer import RULES, learning_rate
 from parallel.pipedream import train_call
 from parallel.schedules import ASYNCHRONOUS, build
+from parallel.test_muon import papers
 from parallel.versions import kept_versions
 from recovery import replicas
 from test_checkpoint import configured, curve, fails, go, tensor_files
@@ -105,13 +106,15 @@ def oracle(config, dp, calls):
                 losses[-1] += run.executor.run(batches, 1, 1 / m).item() / m
             norms.append(sum(w.grad.square().sum() for w in weights.values()).sqrt().item())
             for name, w in weights.items():
-                new = updated(config, history[name][-1], w.grad.clone(), moments[name], len(losses), w.spec.decay)
+                new = updated(config, w.spec, history[name][-1], w.grad.clone(), moments, len(losses))
                 history[name].append(new)
     return losses, norms, before, {name: versions[-1] for name, versions in history.items()}
 
 
-def updated(c, w, gradient, moments, t, decays):
-    rate, decay = learning_rate(c, t), c.weight_decay * decays
+def updated(c, spec, w, gradient, state, t):
+    rate, decay, moments = learning_rate(c, t), c.weight_decay * spec.decay, state[spec.name]
+    if c.optimizer == "muon":
+        return papers(spec, w, gradient, state, c, float(rate))
     if c.optimizer == "sgd":
         return w - rate * (gradient + decay * w)
     moments[0] = c.adam_beta1 * moments[0] + (1 - c.adam_beta1) * gradient

@@ -306,6 +306,7 @@ def staged(config):
     [
         dict(dtype="bf16", zero=1),
         dict(dtype="fp32", zero=3, optimizer="lamb"),
+        dict(dtype="bf16", zero=2, optimizer="muon"),
         dict(dtype="bf16", pp=2, schedule="pipedream", updates_per_call=6, global_batch_size=4, clip_grad=0.0),
     ],
     ids=str,

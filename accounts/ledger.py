@@ -34,6 +34,7 @@ backward, because a rank keeps only bsh/t elements of a linear's input. The smal
     replicated gradients  the same gradients without sequence parallelism, if dp > 2 (`layout.replica_sums`)
     twin gradients        gradients of a bucket that several pipeline ranks keep, over its holders
     parameter norms       two norms of every parameter, for LAMB and LARS
+    momentum              for Muon: over dp a block's P elements (stages 1 to 3), over tp its whole matrices
     scalars               loss, squared gradient norm and FLAGS, over all ranks
 """
 
@@ -45,6 +46,7 @@ from parallel import schedules
 from parallel.comm import sent_bytes
 from parallel.experts import places_of_expert
 from parallel.layout import replica_sums, rows_outside, tokens_of_rank
+from parallel.muon import is_matrix
 from parallel.optimizer import RULES
 from parallel.pipeline import SENT
 from parallel.tensor import ROWS
@@ -135,6 +137,10 @@ def _bucket_rows(row, layout, schedule, pp_rank, dp_rank, item, master_item):
                 row("tp", partial, "all_reduce", updates, updates * (r.end - r.begin), master_item)
         row(holders, "twin gradients", "all_reduce", updates, updates * (end - begin), master_item)
         norms[holders] += 2 * len(bucket.specs)
+        if RULES[c.optimizer].whole and (matrices := [spec for spec in bucket.specs if is_matrix(spec)]):
+            cut = [math.prod(spec.shape) for spec in matrices if spec.tp_dim >= len(spec.shape) - 2]  # no experts
+            row("dp", "momentum", "all_gather", updates * (stage > 0), updates * bucket.size, master_item)
+            row("tp", "momentum", "all_gather", updates * len(cut), updates * sum(cut), master_item)
     if RULES[c.optimizer].layerwise:  # in float64
         for axis in ["tp", *["dp"] * (c.zero >= 1), *norms]:
             row(axis, "parameter norms", "all_reduce", 1, norms.get(axis, norms.total()), 8)

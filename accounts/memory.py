@@ -48,6 +48,7 @@ word table. If a schedule splits B, a chunk has them from its I to its W.
     - tensors that live only within one action (logits, gradients of activations)
     - in ZeRO stage 3, whole parameters in use: at most two buckets and the tied word table
     - with offload on a GPU, the CPU's buffer for gradients (`Bucket.staging`)
+    - with Muon, whole matrices of one block during the update
 """
 
 from collections import deque

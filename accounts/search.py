@@ -1,9 +1,10 @@
 """Search for layouts: which ones fit, how long a step takes, and what limits its speed.
 
-`plan.py` prints the result. The memory is that of the fullest pipeline rank, with three parts beside `memory.py`'s:
+`plan.py` prints the result. The memory is that of the fullest pipeline rank, with four parts beside `memory.py`'s:
 
     whole parameters     ZeRO-3: those of two buckets and the word table
     logits               of `tensor.ROWS` tokens at a time
+    whole matrices       with Muon, during the update, minus the activations, which are free then
     context              CUDA's and NCCL's own memory, RESERVED bytes
 
 These layouts are not listed, because another one is better. Set their fields to judge them:
@@ -31,6 +32,7 @@ from model import parameter_table
 from operations import DTYPES
 from parallel import schedules
 from parallel.layout import Layout, all_buckets, tokens_of_rank
+from parallel.optimizer import RULES
 from parallel.tensor import ROWS
 
 FIELDS = ("tp", "pp", "schedule", "chunks", "zero", "sequence_parallel", "recompute", "micro_batch_size")
@@ -120,7 +122,11 @@ class Model:
         parameters = self.item * (sum(largest[:2]) + word) if layout.stage == 3 else 0
         tokens = min(ROWS, tokens_of_rank(c)) if rank == layout.placement[-1] else 0
         logits = tokens * c.padded_vocab_size // c.tp * self.item
-        return parts | {"whole parameters": parameters, "logits": logits, "context": RESERVED}
+        matrices = 0
+        if RULES[c.optimizer].whole and largest:  # Muon: a block's momentum over dp, three tensors of 4 h^2 elements
+            matrices = layout.sizes.wide * (12 * c.hidden_size**2 + largest[0] * (layout.stage > 0))
+        update = max(0, matrices - parts["activations"])  # no activation lives during the update
+        return parts | {"whole parameters": parameters, "logits": logits, "whole matrices": update, "context": RESERVED}
 
 
 @cache

@@ -18,7 +18,7 @@ A step on the busiest pipeline rank is the sum of these parts:
     bubble               the schedule's formula, for stages of mean duration
     pipeline messages    the waits for messages on their way
     data parallel        what no computation hides of its collectives; sums over holders and over tp
-    update               the optimizer reads and writes its state; with offload in the host's memory
+    update               the optimizer reads and writes its state; with offload in the host's memory. Muon: products
     everything else      REST of the sum of the parts above
 """
 
@@ -31,6 +31,8 @@ from accounts.memory import rank_states
 from parallel import schedules
 from parallel.comm import sent_bytes
 from parallel.layout import rows_outside, tokens_of_rank
+from parallel.muon import is_block
+from parallel.optimizer import RULES
 
 # Passes over memory of a block's elementwise operations in `kernels.py`. A pass reads or writes a tensor once.
 OUTSIDE = {"F": 9, "I": 10}  # tensors of [rows, h]: LayerNorms, additions, gradients of two biases
@@ -85,7 +87,7 @@ class Step:
 
     def __init__(self, c, model, layout, device, m, exact, say):
         self.c, self.layout, self.device, self.m = c, layout, device, m
-        self.z, self.exact, self.say = layout.sizes, exact, say
+        self.z, self.exact, self.say, self.peak = layout.sizes, exact, say, device.peak(model.config.dtype)
         stage = c.tp * c.cp
         near = partial(members_in_node, device.per_node)
         # The ranks from a pipeline to the next one, and from a stage to the next one.
@@ -161,7 +163,7 @@ class Step:
             self.say(name, "a micro-batch on the busiest stage", seconds)
         work = m * (F + I + W)
         data = max(self.data_parallel(rank, *stages[rank, :3]) for rank in self.sent) + max(map(self.sums, self.sent))
-        update = max(map(self.update, self.sent))
+        update = max(self.update(rank) + self.whole_matrices(rank) for rank in self.sent)
         rest = REST * (work + bubble + messages + data + update)
         parts = [
             ("compute", "m (F + I + W - recomputation - collectives - context)", work - m * (again + tensor + context)),
@@ -183,8 +185,8 @@ class Step:
         """Return the seconds of dp that no computation hides. Nothing hides the last bucket."""
         layout, m, stage = self.layout, self.m, self.layout.stage
         units = sum(len(layout.units[chunk]) for chunk in layout.chunks(rank))
-        whats = "gradients", "parameters", "parameter norms"
-        reduced, gathered, norms = (self.transfer(rank, "dp", what) for what in whats)
+        whats = ("gradients",), ("parameters",), ("parameter norms", "momentum")
+        reduced, gathered, of_update = (self.transfer(rank, "dp", *what) for what in whats)
         rounds = m if stage >= 2 else 1  # the gradients are reduced so often
         last = reduced / rounds / units
         B = I + W + last * (stage < 2)
@@ -192,10 +194,10 @@ class Step:
         if stage == 3:  # beside a unit: the next unit's gather, reductions
             each = gathered / 2 / m
             exposed = m * (max(0.0, each - F) + max(0.0, each + reduced / m - B)) + each / units
-        return exposed + last + norms
+        return exposed + last + of_update
 
     def sums(self, rank):
-        names = "partial gradients", "parameter norms", "replicated gradients"
+        names = "partial gradients", "parameter norms", "replicated gradients", "momentum"
         return self.transfer(rank, "tp", *names) + self.transfer(rank, "holders") + self.transfer(rank, "world")
 
     def update(self, rank):
@@ -208,6 +210,14 @@ class Step:
         moved = (z.wide + z.item) * owned  # gradients to the host, parameters to the device
         on_host = moved / device.host_rate + (state + moved) / device.host_memory_rate
         return on_host + (gradients + read / 2) / memory_rate
+
+    def whole_matrices(self, rank):
+        """Return the seconds of Muon's Newton-Schulz, 15 products of each matrix (`parallel/muon.py`)."""
+        if not RULES[self.c.optimizer].whole:
+            return 0.0
+        h, device, blocks = self.c.hidden_size, self.device, sum(map(is_block, self.layout.buckets(rank)))
+        products = (300 * h**3 + 240 * h * device.wave) / (self.peak * device.matrix)
+        return blocks * (products + 390 * h * h * self.z.item / (device.memory_rate * device.memory))
 
 
 def members_in_node(per_node, stride, n):

@@ -48,7 +48,7 @@ def sized(dp, tp=1, **fields):
 
 
 def layouts():
-    """Yield (ranks, configuration) of every kind: axes, ZeRO stages, schedules, LAMB."""
+    """Yield (ranks, configuration) of every kind: axes, ZeRO stages, schedules, LAMB, Muon."""
     for dp, tp, sp in (x for x in LAYOUTS if x[:2] in [(2, 1), (1, 2), (3, 2), (2, 2), (1, 4)]):
         recompute, dtype = [("none", "fp64"), ("full", "bf16")][(dp + sp) % 2]
         yield sized(dp, tp, sequence_parallel=sp, recompute=recompute, dtype=dtype)
@@ -63,9 +63,11 @@ def layouts():
         yield sized(1, 2, pp=2, sequence_parallel=True, **more)
     for more in (dict(dp=2, tp=2, zero=1), dict(dp=1, tp=2, pp=2), dict(dp=2, pp=2, schedule="chimera")):
         yield sized(**more, optimizer="lamb", micro_batch_size=3)
+        yield sized(**more, optimizer="muon", micro_batch_size=3)
     yield sized(2, penalty=0.1)
     mixture = dict(experts=4, expert_group=2)
     yield sized(2, zero=2, **mixture)
+    yield sized(2, 2, zero=3, optimizer="muon", sequence_parallel=True, dtype="bf16", **mixture)
     for more in (dict(top_k=2, recompute="full", dtype="bf16"), dict(cp=2), dict(pp=2, schedule="zb-h1")):
         yield sized(1, 2, sequence_parallel=True, **mixture, **more)
     for context in CHOICES["context"]:

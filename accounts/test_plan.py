@@ -38,7 +38,7 @@ def test_bytes_of_a_long_step_from_a_short_one(name, p, m):
         (1, 4, 2, 3, True, "full", 1, 0.0),
     ]:
         cp = 2 if dp == 4 else 1
-        base = replace(SMALL, cp=cp, dropout=dropout, optimizer="lamb" if zero == 1 else "adamw")
+        base = replace(SMALL, cp=cp, dropout=dropout, optimizer={1: "lamb", 3: "muon"}.get(zero, "adamw"))
         fields = dict(tp=tp, pp=p, schedule=name, chunks=chunks, zero=zero, sequence_parallel=sp, recompute=recompute)
         c = replace(base, **fields, micro_batch_size=b, global_batch_size=b * m * dp // cp)
         try:
@@ -270,6 +270,19 @@ def test_parts_sum_to_the_step():
     assert facts["mfu"] <= facts["hfu"] < 1 and 0 <= facts["bubble"] < 1
     block = sum(values[f"{kind} of a block"] for kind in "FIW")
     assert 2 * 64 * block < facts["step_parts"]["compute"] < 2.2 * 64 * block
+
+
+def test_muon_costs_its_products_on_every_rank():
+    c, facts = configuration.load(["configs/gpt2_345m.py", "--zero=1", "--recompute=none"]), {}
+    for name in ("adamw", "muon"):
+        facts[name] = search.facts_of(replace(c, optimizer=name, micro_batch_size=4, global_batch_size=512), 8, A100)
+    more = {
+        part: facts["muon"]["step_parts"][part] - facts["adamw"]["step_parts"][part]
+        for part in ("update", "data parallel")
+    }
+    products = 24 * 300 * 1024**3 / A100.peak("bf16")
+    assert products < more["update"] < 5 * products and more["data parallel"] > 0
+    assert facts["muon"]["memory_bytes"]["whole matrices"] == 0  # less than the activations
 
 
 # --- physics ----------------------------------------------------------------------------------------------------------

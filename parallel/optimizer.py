@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from parallel.comm import all_reduce
+from parallel.muon import muon
 
 
 def sgd(weight, gradient, moments, *, lr, decay, scale, **_):
@@ -84,9 +85,10 @@ def apply_lars(weight, gradient, moments, weight_norm, norm, *, lr, decay, layer
 
 class Rule(NamedTuple):
     step: Callable  # the update, or its first half
-    moments: int  # number of moment buffers
+    moments: int  # moment buffers
     layerwise: Callable | None = None  # the second half, called for each tensor
     fused: str | None = None  # name of an operation
+    whole: Callable | None = None  # updates whole matrices, returns the other ranges
 
 
 # Add your own: write a function like those above, and add a row. `train.py --optimizer=mine` runs it.
@@ -95,6 +97,7 @@ RULES = {
     "adamw": Rule(adamw, 2, fused="adamw_"),
     "lamb": Rule(lamb, 2, layerwise=apply_lamb),
     "lars": Rule(lars, 1, layerwise=apply_lars),
+    "muon": Rule(adamw, 2, whole=muon),
 }
 
 
@@ -115,7 +118,8 @@ def update(c, buckets, scalars, ops, mesh, device):
         return
     constants |= dict(lr=scalars.lr.item(), scale=scalars.scale.item(), update=scalars.update.item())
     for b in buckets:
-        for begin, end, _, decays in b.ranges:
+        ranges = rule.whole(b, mesh, device, decay=c.weight_decay, **constants) if rule.whole else b.ranges
+        for begin, end, _, decays in ranges:
             w, g, *moments = (x[begin:end] for x in (b.master, b.gradient, *b.moments))
             rule.step(w, g, moments, decay=c.weight_decay * decays, **constants)
     if rule.layerwise:
@@ -134,7 +138,7 @@ def tensor_norms(tensors, mesh, sharded, device):
     """Return the norms of each whole weight and of its gradient, float64 [number of tensors, 2].
 
     tensors: [(Bucket, Piece)]. sharded: shards cut them over dp. All holders of a tensor take the sums of the first
-    holder: their own may differ in the last digits, and then the copies would drift apart.
+    holder: their own may differ in the last digits, and copies would drift apart.
     """
     squares = torch.zeros(len(tensors), 2, dtype=torch.float64, device=tensors[0][0].master.device)
     rows_of = {}  # {Axis of holders: their rows of `squares`}
@@ -203,6 +207,6 @@ class LossScale:
         return {"dynamic": self.dynamic, "scale": self.scale, "clean": self.clean, "patience": self.patience}
 
     def restore(self, state):
-        """If the checkpoint or this run is not fp16, keep the initial state."""
+        """Unless both are fp16, keep the initial state."""
         if self.dynamic and state["dynamic"]:
             self.scale, self.clean, self.patience = state["scale"], state["clean"], state["patience"]

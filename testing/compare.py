@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from parallel.muon import is_matrix
 from parallel.optimizer import RULES
 
 TOLERANCE = 1e-10  # relative: float64 rounds at 1e-16, and eight steps add up
@@ -350,6 +351,8 @@ def pattern(counts, mine):
 def where_cause(found, case):
     """Name the first wrong gradient in the order of backward."""
     wrong, order = {f.name for f in found}, list(reversed(case.specs))  # backward ends at the word table
+    if RULES[case.config.optimizer].whole and all(map(is_matrix, map(case.specs.get, wrong))):
+        return "Only the matrices differ that need a whole update: is it made once per micro-batch, before the sums?"
     text = "Backward runs from the head to the embedding. The first wrong gradient on this way is "
     text += f"{next(name for name in order if name in wrong)}'s. "
     if case.config.recompute == "full" and case.config.dropout and not any(name.startswith("head") for name in wrong):
@@ -421,6 +424,8 @@ def update_cause(found, before, case):
             return f"{text} rank owns and has updated them: new parameters are not gathered (`publish`)."
     text = "The gradients and the norm are right, so the update itself is wrong. "
     parts = ["a shard over dp"] * bool(sharded) + ["a slice over tp"] * (case.sizes["tp"] > 1)
+    if RULES[c.optimizer].whole and parts:
+        return f"{text}Is the update of a matrix computed from {' or '.join(parts)} of it, or before a sum?"
     if c.optimizer in ("lamb", "lars") and parts:
         text += f"{c.optimizer} needs the norms of whole tensors. "
         return f"{text}Is a rate computed from the norm of {' or of '.join(parts)}?"

@@ -181,6 +181,7 @@ LAYOUTS = [
     (2, 1, 1, "1f1b", 3, False, "full", "adamw", "twice"),
     (2, 2, 1, "1f1b", 1, True, "full", "lamb", "twice"),
     (1, 2, 2, "1f1b", 0, False, "none", "lars", "not a multiple"),
+    (2, 2, 1, "1f1b", 1, True, "none", "muon", "twice"),
     (1, 1, 2, "gpipe", 0, False, "none", "sgd", "twice"),
     (2, 1, 2, "interleaved", 1, False, "none", "sgd", "twice"),
     (2, 1, 2, "chimera", 2, False, "none", "sgd", "twice"),
