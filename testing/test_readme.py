@@ -116,6 +116,16 @@ def test_a_command_of_the_map_runs(command):
     assert run(sys.executable, *shlex.split(command)[1:], cwd=HERE)
 
 
+TRAINING = re.findall(r"torchrun [^`\n]*train\.py[^`\n|#]*", GUIDE.replace("\\\n", " "))
+
+
+@pytest.mark.parametrize("command", [command for command in TRAINING if "--nnodes" not in command])
+def test_each_training_command_of_the_guide_is_accepted(command):
+    words = shlex.split(command.partition(" && ")[0])[1:]
+    ranks = int(words.pop(0).partition("=")[2]) if words[0].startswith("--nproc_per_node=") else 1
+    config.check(config.load(words[1:]), ranks)
+
+
 def test_the_map_has_every_slide():
     assert len(SLIDES) >= 20
 
