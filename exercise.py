@@ -5,7 +5,9 @@
     python exercise.py 8               judge your file
     python exercise.py 8 FOLDER        judge the file and the predictions in another copy of the project
     python exercise.py stop 8          put the project's functions back; your file is kept in mine/
-                       --limit=120     seconds that a test may need
+    python exercise.py grade 8 FOLDER FOLDER ...    judge many folders (for teachers)
+    options: --limit=120   seconds that a test may need
+             --json        print the grades as JSON
 
 Predict first: `start` asks for two or three numbers. The formulas' numbers are shown once you have answered all. Your
 functions, with new names of your file, are judged in a copy of the last commit. What else you changed has no effect:
@@ -16,20 +18,23 @@ exercises/N.toml has the ideas in Japanese and English, the names of the functio
 our own tests (right in another way, or wrong as people are often wrong). The solution is in git.
 """
 
-from errors import Parser, UserError, exit_on_user_error, reading, within  # isort: skip
+from errors import Parser, UserError, boolean, exit_on_user_error, reading, within  # isort: skip
 import contextlib
 import importlib.util
 import re
 import sys
 import tomllib
+from datetime import datetime
 from fractions import Fraction
 from pathlib import Path
 
 from exercises.answers import bodies, committed, copied_commit, merged, same, with_bodies
+from exercises.grade import grade
 from testing.judging import contains, run, run_tests
 
 ROOT = Path(__file__).parent
 LIMIT = 120  # seconds that a test may need
+NOTE = 70  # characters of a table's note
 LINES = 16  # of a red lamp's message
 FORMAT = "# Write one number each, such as 8,192 or 0.11 or 3/27 (at most 1% off). 数を1つずつ書いてください。\n"
 
@@ -98,15 +103,21 @@ def stop(number):
 
 
 def answer_in(number, folder):
-    """Return the path of the answer in `folder`, or None: the exercise's file, or the copy that `stop` has kept."""
+    """Return (path, whether it is written) of the answer: the exercise's file, or the copy that `stop` has kept.
+
+    The path is None if both have the project's functions.
+    """
     e = exercise(number)
     project = committed(e["file"])
-    for path in (folder / e["file"], kept(number, folder)):
-        if path.exists():
-            with contextlib.suppress(SyntaxError):
-                if same((path.read_text(encoding="utf-8"), project), e["functions"]):
-                    continue
-            return path
+    paths = [path for path in (folder / e["file"], kept(number, folder)) if path.exists()]
+    found = [path for path in paths if not equal(path, project, e["functions"])]
+    written = [path for path in found if not equal(path, blank(number, project), e["functions"])]
+    return (written or found or [None])[0], bool(written)
+
+
+def equal(path, text, names):
+    with contextlib.suppress(SyntaxError):
+        return same((path.read_text(encoding="utf-8"), text), names)
 
 
 def judge(number, text, limit=LIMIT):
@@ -118,7 +129,7 @@ def judge(number, text, limit=LIMIT):
     try:
         text, changed = merged(blank(number, committed(e["file"])), text, e["functions"])
     except SyntaxError as error:
-        return [(lamp, f"{e['file']}:{error.lineno}: SyntaxError: {error.msg}") for lamp in e["lamp"]], []
+        return [(lamp, f"{e['file']}:{error.lineno or 1}: SyntaxError: {error.msg}") for lamp in e["lamp"]], []
     with copied_commit() as folder:
         (folder / e["file"]).write_text(text, encoding="utf-8")
         results = run_tests(folder, [lamp["test"] for lamp in e["lamp"]], limit=limit)
@@ -148,14 +159,57 @@ def shown(number, text, limit):
     return "\n".join(lines)
 
 
-def predictions(number, text):
-    """Return [(name, number)] of the answers in `text`, or [] until all have one. Raises UserError for no number."""
-    said = dict(re.findall(r"(?m)^(\w+) *= *(.*?) *$", text))
-    answers = [(q["name"], said.get(q["name"], "?")) for q in exercise(number)["predict"]]
-    if "?" in (answer for _, answer in answers):
-        return []
-    with reading(f"mine/{number}.txt: an answer should be one number such as 8,192 or 3/27"):
-        return [(name, float(Fraction(re.sub(r",(?=\d{3}\b)", "", answer)))) for name, answer in answers]
+def predictions(number, folder):
+    """Return {question: (answer, its number or None)} of the first complete answers in `folder`, or {}.
+
+    In this copy of the project, keep the first complete answers with their time.
+    """
+    asked, first = (folder / f"mine/{number}.{kind}" for kind in ("txt", "first"))
+    path = first if first.exists() else asked
+    said = dict(re.findall(r"(?m)^(\w+) *= *(.*?) *$", path.read_text(encoding="utf-8") if path.exists() else ""))
+    answers = {q["name"]: said.get(q["name"], "?") for q in exercise(number)["predict"]}
+    if "?" in answers.values():
+        return {}
+    if folder == ROOT and path == asked:
+        lines = [f"# answered: {datetime.now():%Y-%m-%d %H:%M:%S}", *(f"{name} = {x}" for name, x in answers.items())]
+        first.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return {name: (answer, number_in(answer)) for name, answer in answers.items()}
+
+
+def number_in(answer):
+    with contextlib.suppress(ValueError, ZeroDivisionError):
+        return float(Fraction(re.sub(r",(?=\d{3}\b)", "", answer)))
+
+
+def is_right(mine, right):
+    return mine is not None and abs(mine - right) <= 0.01 * abs(right)
+
+
+# --- grade ------------------------------------------------------------------------------------------------------------
+
+
+def grading(number, limit):
+    """Return (the columns, the function that judges a folder) for `grade`."""
+    e, right = exercise(number), formulas(number)
+
+    def one(folder):
+        path, written = answer_in(number, folder)
+        mine = predictions(number, folder)
+        good = [is_right(x, y) for (_, x), y in zip(mine.values(), right, strict=False)]
+        row = {"predictions": (sum(good), len(right)), "note": "todo"}
+        if not written:
+            return row
+        judged, changed = judge(number, path.read_text(encoding="utf-8"), limit)
+        for kind in ("lamps", "bonus"):
+            messages = [message for lamp, message in judged if ("bonus" in lamp) == (kind == "bonus")]
+            row[kind] = messages.count(None), len(messages)
+        red = {lamp["idea"][0]: message for lamp, message in judged if message is not None}
+        row["points"] = sum(x for x, (_, message) in zip(e["points"], judged, strict=True) if message is None)
+        note = next((message for lamp, message in judged if message is not None and "bonus" not in lamp), "")
+        return row | {"also changed": changed, "note": " ".join(note.split())[:NOTE], "red": red}
+
+    bonus = ["bonus"] * any("bonus" in lamp for lamp in e["lamp"])
+    return ["points", "lamps", *bonus, "predictions", "also changed"], one
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -179,18 +233,18 @@ def state(number):
 
 def judge_files(number, folder, limit):
     """Judge the file and predictions in `folder`. Return True if all lamps but bonus are green."""
-    asked, answer = folder / f"mine/{number}.txt", answer_in(number, folder)
-    if answer is None:
+    e, (path, _) = exercise(number), answer_in(number, folder)
+    if path is None:
         raise UserError(f"{folder}: has no answer to exercise {number}; first: python exercise.py start {number}")
-    mine = predictions(number, asked.read_text("utf-8") if asked.exists() else "")
-    text = answer.read_text(encoding="utf-8")
+    mine, text = predictions(number, folder), path.read_text(encoding="utf-8")
     judged, changed = judge(number, text, limit)
-    print(shown(number, text, limit), title(number), f"judged: {answer}", sep="\n")
+    print(shown(number, text, limit), title(number), f"judged: {path}", sep="\n")
     if changed:
         print(f"also changed, without effect: {', '.join(changed)}")
-    for (name, answer), right in zip(mine, formulas(number), strict=False):
-        good = abs(answer - right) <= 0.01 * abs(right)
-        print(mark(good), f"{name}: you {answer:,.10g}, the formula {right:,.10g}", sep="  ")
+    for q, (answer, x), right in zip(e["predict"], mine.values(), formulas(number), strict=False):
+        good = is_right(x, right)
+        why = "" if good else f": {q['derivation']}"
+        print(mark(good), f"{q['name']}: you {answer}, the formula {right:,.10g}{why}", sep="  ")
     if not mine:
         print(f"mine/{number}.txt: answer all questions, then the right numbers are shown")
     for lamp, message in judged:
@@ -204,24 +258,32 @@ def judge_files(number, folder, limit):
 
 def main(arguments=None):
     """Run the command line. Exit with code 1 if a lamp that is no bonus is red."""
-    parser = Parser("python exercise.py", usage="python exercise.py [[start | stop] NUMBER [FOLDER]] [--limit=N]")
+    usage = (
+        "python exercise.py [[start | stop] NUMBER | NUMBER [FOLDER] | grade NUMBER FOLDER ...] [--limit=N] [--json]"
+    )
+    parser = Parser("python exercise.py", usage=usage)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--limit", type=within(1, 10**6), default=LIMIT)
-    options = parser.parse_args(arguments)
+    parser.add_argument("--json", type=boolean, default=False)
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(sorted(given, key=lambda word: word.startswith("--")))  # options come last
     words = options.words
-    command = words.pop(0) if words[:1] in (["start"], ["stop"]) else "judge"
+    command = words.pop(0) if words and words[0] in ("start", "stop", "grade") else "judge"
     if not words:
         for number in numbers():
             english, japanese = exercise(number)["idea"]
             print(f"{number:>2} {state(number):<6} {english}\n          {japanese}")
         return
-    if len(words) > 1 + (command == "judge"):
-        parser.error(f"{words[-1]}: start and stop take one number, and judging one number and one folder")
+    most = {"judge": 2, "grade": len(words)}.get(command, 1)
+    if len(words) > most or (command == "grade" and most < 2):
+        parser.error(f"{words[-1]}: start and stop take one number, judging also a folder, grade folders")
     number, folder = words[0], Path(words[1]) if len(words) > 1 else ROOT
     (ROOT / "mine").mkdir(exist_ok=True)
+    if command in ("judge", "grade") and not importlib.util.find_spec("pytest"):
+        raise UserError("judging needs pytest: pip install -r requirements-dev.txt")
+    if command == "grade":
+        return grade(*grading(number, options.limit), words[1:], options.json)
     if command == "judge":
-        if not importlib.util.find_spec("pytest"):
-            raise UserError("judging needs pytest: pip install -r requirements-dev.txt")
         green = judge_files(number, folder, options.limit)
         if folder == ROOT:
             (ROOT / f"mine/{number}.state").write_text("green" if green else "red", encoding="utf-8")

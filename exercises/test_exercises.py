@@ -1,6 +1,7 @@
 """Judges the exercises' answers: the project's code is green, an empty function red, a wrong answer names its idea."""
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -73,7 +74,8 @@ def test_only_functions_and_new_names_of_an_answer_count():
     assert kept == ("class A:\n    g = 1\n    def f(self):\n        return 1\n", [])
 
 
-SKIPPED = "        if bucket.stage == 0 and not (bucket.dp.rank and name == 'block1'):"
+SUM = 'self.summing[name] = all_reduce(bucket.grad.whole, bucket.dp, "gradients")'
+SKIPPED = SUM.replace("all_reduce(", "bucket.dp.rank and name == 'block1' or all_reduce(")
 
 
 def first(*lines):
@@ -89,13 +91,52 @@ def first(*lines):
         (8, first("import pytest", "pytest.skip()"), "skipped"),
         (8, first("if :"), "py:129: SyntaxError: invalid syntax"),
         (8, [("def one_f_one_b(", "import nonexistent\n\n\ndef one_f_one_b(")], "No module named 'nonexistent'"),
-        (4, [("        if bucket.stage == 0:", SKIPPED)], "rank 1 waited for ranks [0] in all_reduce"),
+        (4, [(SUM, SKIPPED)], "rank 1 waited for ranks [0] in all_reduce"),
     ],
 )
 def test_an_answer_that_stops_the_test_is_red(number, edits, words):
     """Its cause is one line; if ranks lose one another, each rank's last communication."""
     red, _ = required(number, changed(number, edits), 30)
     assert any(words in message for message in red.values()), red
+
+
+@pytest.mark.parametrize("number", exercise.numbers())
+def test_the_lamps_of_an_exercise_have_ten_points(number):
+    e = exercise.exercise(number)
+    bonus = [points for lamp, points in zip(e["lamp"], e["points"], strict=True) if "bonus" in lamp]
+    assert sum(e["points"]) == 10 and not any(bonus)
+
+
+def test_a_class_is_graded(tmp_path, monkeypatch, capsys):
+    """Folders that are right, begun, broken, missing; the first complete answers count."""
+    project = exercise.committed("parallel/schedules.py")
+    folders = {"right": "", "begun": exercise.blank(8, project), "broken": "\udcff", "wrong": "if :"}
+    for name, text in folders.items():
+        (tmp_path / name / "parallel").mkdir(parents=True)
+        (tmp_path / name / "mine").mkdir()
+        (tmp_path / name / "parallel/schedules.py").write_bytes(text.encode("utf-8", "surrogateescape"))
+    (tmp_path / "right/parallel/schedules.py").write_text(
+        changed(8, [(WARMUP, WARMUP.replace("1 - rank", "rank - 1"))])
+    )
+    (tmp_path / "right/mine/8.first").write_text("bubble = 3/11\nin_flight = 1,0\nin_flight_of_gpipe = 8\n")
+    monkeypatch.setattr(exercise, "formulas", lambda number: [3 / 11, 4.0, 8.0])
+    monkeypatch.setattr(exercise, "run_tests", lambda folder, tests, limit: [(test, None) for test in tests])
+    exercise.main(["grade", "8", "--json", *(str(tmp_path / name) for name in (*folders, "missing"))])
+    right, begun, broken, wrong, missing = json.loads(capsys.readouterr().out)
+    assert (right["points"], right["lamps"], right["predictions"], right["red"]) == (10, [3, 3], [2, 3], {})
+    assert begun["note"] == "todo" and "UnicodeDecodeError" in broken["note"] and missing["note"] == "no such folder"
+    assert wrong["points"] == 0 and "SyntaxError" in wrong["note"]
+
+
+def test_the_first_complete_predictions_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(exercise, "ROOT", tmp_path)
+    monkeypatch.setattr(exercise, "exercise", lambda number: {"predict": [{"name": "a"}, {"name": "b"}]})
+    (tmp_path / "mine").mkdir()
+    first = {"a": ("x", None), "b": ("1,024", 1024)}
+    for a, b, found in [("1", "?", {}), ("x", "1,024", first), ("2", "3", first)]:
+        (tmp_path / "mine/8.txt").write_text(f"# a\na = {a}\n\nb = {b}\n")
+        assert exercise.predictions(8, tmp_path) == found
+    assert "answered: 20" in (tmp_path / "mine/8.first").read_text()
 
 
 def slow(number):
@@ -116,8 +157,8 @@ def test_what_an_exercise_shows(number):
     e = exercise.exercise(number)
     for command in e["show"]:
         subprocess.run([sys.executable, *command.split()], cwd=exercise.ROOT, check=True, capture_output=True)
-    numbers = exercise.formulas(number)
-    assert len(numbers) == len(e["predict"]) and min(numbers) >= 0
+    derived = [eval(q["derivation"].rpartition("=")[2]) for q in e["predict"]]
+    assert derived == pytest.approx(exercise.formulas(number)) and min(derived) >= 0
 
 
 @pytest.mark.slow

@@ -112,6 +112,23 @@ def adam(slide=1, inside=False, t=T):
     return m, v, m / (1 - B1**t) / ((root + EPS).sqrt() if inside else root.sqrt() + EPS)
 
 
+@pytest.mark.parametrize("decay", [0.0, DECAY], ids=["step", "decay"])
+def test_sgd_is_its_formula(decay):
+    (w, g, _), before = buffers(), drawn(6)
+    optimizer.sgd(w, 4 * g, [], **CONSTANTS | dict(decay=decay, scale=0.25))
+    wrong = {
+        "made without the weight decay": before - LR * g,
+        "made with the decay of the weight after the step": (before - LR * g) * (1 - LR * decay),
+        "moved along the gradient, not against it": before * (1 - LR * decay) + LR * g,
+        "made without `scale`": before * (1 - LR * decay) - 4 * LR * g,
+        "the old one: change `weight` in place": before,
+    }
+    wrong = wrong if decay else dict([*wrong.items()][2:])
+    same_tensor(
+        f"the weight after SGD with decay={decay}", w, drawn(6) - LR * (drawn(6, seed=1) + decay * drawn(6)), wrong
+    )
+
+
 @pytest.mark.parametrize("what", ["m", "v", "direction"])
 def test_adam_is_its_formula(what):
     _, g, (m, v) = buffers()
@@ -265,14 +282,22 @@ def test_lamb_with_shards_trains_the_same_model(workers):
 
 # --- 8, 9, 10: schedules ----------------------------------------------------------------------------------------------
 
-SIZES = [(p, m) for p in (1, 2, 3, 4, 6) for m in (1, 2, 4, 7, 12)]
+SIZES = [(4, 8), *((p, m) for p in (3, 2, 6, 1) for m in (7, 4, 12, 2, 1)), (4, 3), (4, 1)]  # p = 4, m = 8 comes first
 COST = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "pipedream"])
 def test_a_schedule_can_run_in_every_size(name):
     for p, m in SIZES:
-        schedules.build(name, p, m)
+        made(name, p, m)
+
+
+def made(name, p, m):
+    """Return the schedule. An error names p and m, too."""
+    try:
+        return schedules.build(name, p, m)
+    except Exception as error:
+        pytest.fail(f"p = {p} stages, m = {m} micro-batches: {type(error).__name__}: {error}", pytrace=False)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
@@ -280,9 +305,9 @@ def test_the_bubble_is_the_formulas(name):
     for p, m in SIZES:
         formula, letters = schedules.FORMULAS[name], dict(p=p, m=m, **COST)
         if schedules.by_formula(formula.where, **letters):
-            bubble = schedules.simulate(schedules.build(name, p, m), COST).bubble
+            bubble = schedules.simulate(made(name, p, m), COST).bubble
             least = schedules.by_formula(formula.bubble, **letters)
-            where = f"{name}, {p} stages, {m} micro-batches"
+            where = f"{name}, p = {p}, m = {m}"
             assert bubble <= least + 1e-9, (
                 f"{where}: the bubble is {bubble:.4f}; should be {formula.bubble} = {least:.4f}"
             )
@@ -291,10 +316,10 @@ def test_the_bubble_is_the_formulas(name):
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
 def test_the_peak_is_the_formulas(name):
     for p, m in SIZES:
-        peaks, formula = schedules.simulate(schedules.build(name, p, m), COST).peak, schedules.FORMULAS[name].peak
+        peaks, formula = schedules.simulate(made(name, p, m), COST).peak, schedules.FORMULAS[name].peak
         for r, peak in enumerate(peaks):
             most = schedules.by_formula(formula, p=p, m=m, r=r)
-            where = f"{name}, {p} stages, {m} micro-batches: {peak} are in flight on rank {r}"
+            where = f"{name}, p = {p}, m = {m}: {peak} are in flight on rank {r}"
             assert peak <= most, f"{where}; should be at most {formula} = {most}"
 
 

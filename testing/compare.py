@@ -421,7 +421,8 @@ def update_cause(found, before, case):
     for f in found if sharded else []:
         if ((f.ours == case.local(f.name, before[f.name], f.rank).flatten()) & (f.ours != f.theirs)).any():
             text = f"Elements of {f.name} on rank {case.name(f.rank)} still have their initial values. Another data"
-            return f"{text} rank owns and has updated them: new parameters are not gathered (`publish`)."
+            why = "`release`: a bucket that stays whole is not gathered again" if c.zero == 3 else "`publish`"
+            return f"{text} rank owns and has updated them: new parameters are not gathered ({why})."
     text = "The gradients and the norm are right, so the update itself is wrong. "
     parts = ["a shard over dp"] * bool(sharded) + ["a slice over tp"] * (case.sizes["tp"] > 1)
     if RULES[c.optimizer].whole and parts:
