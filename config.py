@@ -101,7 +101,8 @@ class Config:
     split: str = "val"  # split of eval_only
     stop_after_nan: int = 20  # nan or inf losses in a row that stop the run (0: never)
     check_replicas: int = 0  # updates between comparisons of the ranks' copies (0: never)
-    ledger: bool = False  # print traffic and memory, measured and predicted
+    ledger: bool = False  # print traffic and memory, measured and predicted, and waits
+    delay: float = 0.0  # ms that each communication takes longer, on a CPU
     trace: str = ""  # file for the last steps' actions, in Chrome's format
     tensorboard: str = ""  # folder (Megatron-LM: --tensorboard-dir)
     wandb: str = ""  # project of Weights & Biases (Megatron-LM: --wandb-project)
@@ -155,8 +156,8 @@ POSITIVE = (  # the other numbers may be 0
 ).split()
 BELOW = {"dropout": 1, "adam_beta1": 1, "adam_beta2": 1, "train_iters": 1e7}  # each update has a rate in a table
 NO_EFFECT = (  # on the weights of a resumed run
-    "out_dir resume save_interval keep log_interval eval_interval eval_iters eval_only split ledger trace tensorboard "
-    "wandb comm_timeout new_data stop_after_nan check_replicas init_method_std initial_loss_scale"
+    "out_dir resume save_interval keep log_interval eval_interval eval_iters eval_only split ledger delay trace "
+    "tensorboard wandb comm_timeout new_data stop_after_nan check_replicas init_method_std initial_loss_scale"
 ).split()
 # (section, field, default, comment) of each line of `Config`
 LINES = re.findall(r"(?m)^    (?:# -- (.*)|(\w+): \w+ = (.*?)  # (.+))", inspect.getsource(Config))

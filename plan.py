@@ -6,10 +6,6 @@ It prints the layouts (tp, pp, schedule, ZeRO stage ...) that fit, the fastest f
 needs no GPU. A field on the command line keeps its value. With --tp and --pp, only the configuration's layout is
 judged; with --top=N as well, the layouts with this tp and pp. `accounts/seconds.py` explains the predicted time.
 
-    --explain           print the arithmetic of one layout, line by line
-    --as_is             judge the configuration as it is
-    --flops=3e24        print the best size and number of tokens for a budget (scaling law), and the days of a cluster
-
 `python -m bench sweep` compares the predicted times with measured ones.
 """
 

@@ -380,12 +380,15 @@ def test_a_trace_holds_every_action_of_every_rank(workers, tokens_dir, tmp_path)
     for replica, rank in itertools.product((0, 1), (0, 1)):
         place = replica, rank, 12
         mine = [e for e in content["traceEvents"] if (e["pid"], e["tid"], e["args"]["step"]) == place]
-        done = [e for e in mine if e["cat"] != "message"]
+        done, waits = ([e for e in mine if e["cat"] in cats] for cats in (draw.KINDS, ("message", "wait")))
         ran = [(e["cat"], e["args"]["microbatch"], e["args"]["chunk"]) for e in done]
-        assert ran == [tuple(action) for action in schedule.actions[rank]] and len(mine) == len(done) + m
+        assert ran == [tuple(action) for action in schedule.actions[rank]] and len(waits) > m + 2
         assert all(a["ts"] + a["dur"] <= b["ts"] + 1 for a, b in itertools.pairwise(done))
     ideal, recorded = draw.recorded_pictures(str(trace))
     assert "step 12" in recorded.title and ideal.schedule == schedule
+    (part,) = draw.recorded_pictures(str(trace), f"0,{recorded.span}")
+    assert {(rank, mark) for rank, mark, *_ in part.calls} == {*itertools.product((0, 1), "=#")}
+    assert part.timeline.events == recorded.timeline.events and "#" in draw.terminal([part], 500).splitlines()[4]
 
 
 def grown(config):

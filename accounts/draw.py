@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from accounts import figures
 from accounts.figures import KINDS
+from accounts.trace import HIDDEN, MESSAGE, WAIT
 from errors import Parser, UserError, exit_on_user_error, reading
 from parallel import schedules
 from parallel.context import WAYS, own_positions
@@ -37,6 +38,11 @@ class Picture(NamedTuple):
     timeline: Timeline
     notes: list  # lines below the picture in the terminal
     versions: dict  # {(rank, F or B): version of the weights}; empty without updates
+    calls: tuple = ()  # recorded communications: (rank, "=" or "#", start, end)
+
+    @property
+    def span(self):
+        return max([self.timeline.makespan, *(start for *_, start, _ in self.calls)])
 
     @property
     def later(self):
@@ -55,7 +61,9 @@ def terminal(pictures, columns):
     label = max(len("version  ") * asynchronous, *(len(f"rank {len(p.schedule.actions)}  ") for p in pictures))
     scale = columns_per_time(pictures, columns - label)
     kinds = {event.action.kind for picture in pictures for event in picture.timeline.events}
+    watched = any(picture.calls for picture in pictures)
     legend = [f"{'|' if kind == 'U' else kind} {meaning}" for kind, (meaning, *_) in KINDS.items() if kind in kinds]
+    legend += ["= a communication runs, hidden", "# the rank waits for one"] * watched
     lines = ["   ".join([*legend, "small letter: not the rank's first chunk", ".. idle"])]
     for picture in pictures:
         lines += ["", picture.title]
@@ -64,6 +72,8 @@ def terminal(pictures, columns):
             lines.append(f"rank {rank}".ljust(label) + boxes)
             if picture.versions:
                 lines.append("version".ljust(label) + versions)
+            if picture.calls:
+                lines.append("".ljust(label) + communications(picture, rank, scale))
         lines += picture.notes
     return "\n".join([*lines, "", BUBBLE, *[VERSIONS] * asynchronous])
 
@@ -72,7 +82,9 @@ def columns_per_time(pictures, columns):
     """Return the columns of a unit of time. If possible, the shortest action gets a whole number of columns."""
     events = [event for picture in pictures for event in picture.timeline.events if event.action.kind != "U"]
     shortest = min(event.end - event.start for event in events if event.end > event.start)
-    room = columns * shortest / max(picture.timeline.makespan for picture in pictures)
+    room = columns * shortest / max(picture.span for picture in pictures)
+    if any(picture.calls for picture in pictures):
+        return room / shortest
     most = 2 + len(str(max(event.action.microbatch for event in events)))  # a letter, a number, a space
     return min(most, int(room + 1e-6) or room) / shortest
 
@@ -93,6 +105,16 @@ def row(picture, rank, scale):
                 mark = "!" if picture.other_weights(rank, action) else ""
                 versions = versions.ljust(begin) + f"{picture.versions[rank, action]}{mark}"
     return boxes.ljust(round(picture.timeline.makespan * scale), "."), versions
+
+
+def communications(picture, rank, scale):
+    """Return a text: where a communication of the rank runs (=), where the rank waits (#)."""
+    marks = ["."] * round(picture.span * scale)
+    for mark in "=#":
+        for _, _, start, end in (call for call in picture.calls if call[:2] == (rank, mark)):
+            columns = slice(round(start * scale), min(round(end * scale), len(marks)))
+            marks[columns] = mark * len(marks[columns])
+    return "".join(marks)
 
 
 # --- the pictures -----------------------------------------------------------------------------------------------------
@@ -144,14 +166,14 @@ def versions_of(schedule, stashing=True):
     return table
 
 
-def recorded_pictures(path):
+def recorded_pictures(path, window=""):
     """Return two Pictures of the last complete step in a trace (`trace.py`): simulated and recorded.
 
-    In the simulation, actions take the mean time of their kind and messages no time. Raises UserError without a
-    complete step.
+    In the simulation, actions take the mean time of their kind and messages no time. window: of --window. Raises
+    UserError without a complete step.
     """
-    with reading(f"--trace={path}"):
-        schedule, steps = read_trace(path)
+    with reading(f"--trace={path} --window={window}"):
+        schedule, steps, calls = read_trace(path)
         wanted = sorted((rank, action) for rank, actions in enumerate(schedule.actions) for action in actions)
         whole = [step for step, events in steps.items() if sorted((e.rank, e.action) for e in events) == wanted]
         step = max(whole)  # a ValueError if no step has each action once
@@ -160,24 +182,43 @@ def recorded_pictures(path):
         kinds = {event.action.kind for event in events}
         cost = {kind: fmean(e.end - e.start for e in events if e.action.kind == kind) for kind in sorted(kinds)}
         lines = simulate(schedule, cost), schedules.timeline(events, len(schedule.actions))
+        calls = tuple((*call, max(0.0, a - begin), b - begin) for *call, a, b in calls if b > begin)
+        window = [float(x) for x in window.split(",")] if window else []
     means = ", ".join(f"{kind} {cost[kind]:.3g} ms" for kind in cost)
     titles = f"{schedule.name}, ideal: {means}, messages no time", f"{schedule.name}, recorded: step {step}"
     versions = versions_of(schedule)
-    return [Picture(title, schedule, x, notes_of(x, "ms"), versions) for title, x in zip(titles, lines, strict=True)]
+    found = zip(titles, lines, ((), calls), strict=True)
+    pictures = [Picture(title, schedule, x, notes_of(x, "ms"), versions, more) for title, x, more in found]
+    return [zoomed(pictures[1], *window)] if window else pictures
+
+
+def zoomed(picture, begin, end):
+    def cut(rows):
+        moved = [(*more, max(a, begin) - begin, min(b, end) - begin) for *more, a, b in rows]
+        return [row for row in moved if row[-2] < row[-1]]
+
+    events = [Event(*row) for row in cut(picture.timeline.events)]
+    title, line = (
+        f"{picture.title}, {begin:g} to {end:g} ms",
+        picture.timeline._replace(events=events, makespan=end - begin),
+    )
+    return picture._replace(title=title, timeline=line, calls=cut(picture.calls))
 
 
 def read_trace(path):
-    """Return (Schedule, {step: Events of data rank 0, in milliseconds}) of a trace."""
+    """Return (Schedule, {step: Events}, `Picture.calls`) of data rank 0 in a trace, in milliseconds."""
     with open(path, encoding="utf-8") as file:
         trace = json.load(file)
-    about, steps = trace["otherData"], {}
+    about, steps, calls, marks = trace["otherData"], {}, [], {HIDDEN: "=", WAIT: "#", MESSAGE: "#"}
     sizes = [about.get(name) for name in ("stages", "microbatches", "chunks", "per_update")]
-    for e in trace["traceEvents"]:
-        if e["cat"] in KINDS and e["pid"] == 0:
+    for e in (e for e in trace["traceEvents"] if e["pid"] == 0 and "dur" in e):
+        start, end = e["ts"] / 1000, (e["ts"] + e["dur"]) / 1000
+        if e["cat"] in KINDS:
             action = Action(e["cat"], e["args"]["microbatch"], e["args"]["chunk"])
-            event = Event(e["tid"], action, e["ts"] / 1000, (e["ts"] + e["dur"]) / 1000)
-            steps.setdefault(e["args"]["step"], []).append(event)
-    return schedules.build(about["schedule"], *sizes), steps
+            steps.setdefault(e["args"]["step"], []).append(Event(e["tid"], action, start, end))
+        else:
+            calls.append((e["tid"], marks[e["cat"]], start, end))
+    return schedules.build(about["schedule"], *sizes), steps, calls
 
 
 def tokens_of_ranks(n):
@@ -209,6 +250,7 @@ def parse_arguments(arguments):
     add("--without_stashing", action="store_true", help="also draw pipedream with the latest weights in each backward")
     add("--cp", type=int, choices=range(2, 33), metavar="N", help="draw only the tokens of N context parallel ranks")
     add("--trace", metavar="FILE", help="draw the last complete step that `train.py --trace=FILE` recorded")
+    add("--window", default="", metavar="A,B", help="with --trace: draw only the milliseconds from A to B of the step")
     add("--svg", metavar="FILE", help="also write the pictures to a file")
     return parser.parse_args(arguments)
 
@@ -216,7 +258,7 @@ def parse_arguments(arguments):
 def pictures_of(options):
     """Return the Pictures that the options ask for. Raises UserError."""
     if options.trace:
-        return recorded_pictures(options.trace)
+        return recorded_pictures(options.trace, options.window)
     if (parts := options.stages * options.chunks) * max(parts, options.microbatches) > WORK:
         raise UserError(
             f"--stages={options.stages} --microbatches={options.microbatches} --chunks={options.chunks}: too many"

@@ -1,4 +1,4 @@
-"""Count the FLOPs of a training step. No torch is needed.
+"""Count the FLOPs of a training step.
 
 The letters are those of Narayanan et al. (arXiv 2104.04473, appendix): L layers, hidden size h, padded vocabulary V,
 and B sequences of s tokens in a step. Only matrix products count. For each token, each element of a weight costs one

@@ -59,7 +59,7 @@ class Activations:
             train_step(run, batches)
         meter.rows()
 
-    Autograd calls `pack` with every tensor that it saves. The step's results do not change by a bit.
+    Autograd calls `pack` with every tensor that it saves.
     """
 
     def __init__(self, executor):

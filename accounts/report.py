@@ -1,30 +1,36 @@
-"""Prints the accounts of a run with --ledger: bytes sent and bytes kept, measured beside predicted.
+"""Prints the accounts of a run with --ledger: bytes sent and kept, measured beside predicted, and waits.
 
 `traffic.py` prints the same tables without a run, with predicted numbers only.
 """
 
 import contextlib
 
-from accounts import ledger, memory, meter, trace
+from accounts import clock, ledger, memory, meter, trace
+from errors import UserError
 from parallel.comm import agree, gather_objects
 
 
 @contextlib.contextmanager
 def watching(run, say):
-    """Context: watch a `train.Run` for --ledger and --trace, and report at the end. Every rank must enter.
+    """Context: watch a `train.Run` for --ledger, --trace and --delay, and report at the end. Every rank must enter.
 
     say: prints a text on rank 0. Raises UserError if the trace can't be written.
     """
     c, mesh = run.config, run.mesh
     agree(mesh.world, lambda: trace.check_file(c) if mesh.rank == 0 else None)
+    if c.delay and run.device.type != "cpu":
+        raise UserError(f"delay={c.delay}: only on a CPU; a GPU's communications take time")
     if c.trace:
         run.executor.trace = trace.Trace(mesh, run.device, run.counters.iteration)
-    with meter.Activations(run.executor) if c.ledger else contextlib.nullcontext() as activations:
+    with contextlib.ExitStack() as stack:
+        times = stack.enter_context(clock.Clock(run)) if c.ledger or c.trace or c.delay else None
+        activations = stack.enter_context(meter.Activations(run.executor)) if c.ledger else None
         yield
     if c.ledger and run.steps:
         say(measured_tables(run, activations))
+        say(f"\n{waited_table(mesh.ledger, run.steps.total(), times.table(mesh))}")
     if c.trace and run.steps:
-        agree(mesh.world, lambda: trace.write_trace(c, run.executor.trace, mesh))
+        agree(mesh.world, lambda: trace.write_trace(c, run.executor.trace, mesh, times))
 
 
 def measured_tables(run, activations):
@@ -57,6 +63,15 @@ def sent_table(who, stage, columns):
         sizes = [number(table.get(key, (0, 0))[1]) for table in columns.values()]
         rows.append((*key, per, f"{float(calls):g}", *sizes))
     return f"sent per step by {who}\n{aligned(rows, 4)}"
+
+
+def waited_table(sent, steps, times):
+    """Return `clock.Clock.table` as text. sent: the `comm.Ledger` of `steps` steps."""
+    rows = [("phase", "axis", "what is sent", "operation", "calls", "bytes", "waits, ms", "of it wire, ms")]
+    for row, (calls, *waits) in times.items():
+        size = number(sent.rows[row][1] / steps) if row in sent.rows else "-"
+        rows.append((*row, f"{calls:g}", size, *(f"{wait:.1f}" for wait in waits)))
+    return f"waited per step by rank 0\n{aligned(rows, 4)}"
 
 
 def kept_table(who, layout, rank, columns):

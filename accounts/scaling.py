@@ -1,7 +1,7 @@
 """Prints how large a model should be for a budget of FLOPs, and how long a cluster trains it: `plan.py --flops=3e24`.
 
-Letters: N parameters, D training tokens, C training FLOPs. Training costs C = 6ND (`flops.py` explains the 6; the slide
-"Transformerのスケール則" counts 5.7). Two answers exist for the best (compute-optimal) model:
+Letters: N parameters, D training tokens, C training FLOPs. Training costs C = 6ND (`flops.py` explains
+the 6). Two answers exist for the best (compute-optimal) model:
 
     rule    D = 20 N, so N = sqrt(C / 120)       slide "Transformerのスケール則"
     fit     L(N, D) = E + A / N^a + B / D^b      loss in nats per token; Hoffmann et al. fitted it

@@ -1,6 +1,6 @@
 """Search for layouts: which ones fit, how long a step takes, and what limits its speed.
 
-`plan.py` prints the result. The memory is that of the fullest pipeline rank, with four parts beside `memory.py`'s:
+The memory is that of the fullest pipeline rank, with four parts beside `memory.py`'s:
 
     whole parameters     ZeRO-3: those of two buckets and the word table
     logits               of `tensor.ROWS` tokens at a time

@@ -6,20 +6,9 @@
     a ring of n ranks       bytes that a rank sends / rate of the slowest wire  +  calls * log2(n) * latency
 
 A GPU computes the result of a product in tiles, one wave of tiles after another. The beginning of the first wave and
-the last wave, which is not full, together cost about one wave, the constant `wave`: one tile of 128 x 256 elements on
-each multiprocessor.
+the last wave, which is not full, together cost about one `wave`: a tile of 128 x 256 elements on each multiprocessor.
 
-A step on the busiest pipeline rank is the sum of these parts:
-
-    compute              m (F + I + W) of its units, without the next three parts
-    recomputation        m F of its blocks, with recompute=full
-    tensor parallel      its collectives, minus what runs beside a matrix product (`tensor.py`)
-    context parallel     its exchanges before and after attention (`context.py`)
-    bubble               the schedule's formula, for stages of mean duration
-    pipeline messages    the waits for messages on their way
-    data parallel        what no computation hides of its collectives; sums over holders and over tp
-    update               the optimizer reads and writes its state; with offload in the host's memory. Muon: products
-    everything else      REST of the sum of the parts above
+A step on the busiest pipeline rank is the sum of the parts in `Step.add_parts`.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Record each rank's actions and waits for messages in Chrome's trace format.
+"""Record each rank's actions and communications in Chrome's trace format.
 
     torchrun ... train.py configs/tiny.py --pp=2 --schedule=zb-h1 --trace=trace.json
     python -m accounts.draw --trace=trace.json         draws the last step below its simulation
@@ -14,11 +14,12 @@ from contextlib import contextmanager
 
 import torch
 
+from accounts.clock import STEPS
 from errors import reading
 from parallel.comm import gather_objects
 from parallel.schedules import updates
 
-STEPS = 10  # latest steps that are kept
+HIDDEN, WAIT, MESSAGE = "hidden", "wait", "message"  # categories of communications
 
 
 class Trace:
@@ -45,7 +46,7 @@ class Trace:
 
     def wait(self, kind, microbatch, chunk):
         what = {"kind": kind, "microbatch": microbatch, "chunk": chunk}
-        return self._record(f"wait for {kind} {microbatch}", "message", what)
+        return self._record(f"wait for {kind} {microbatch}", MESSAGE, what)
 
     @contextmanager
     def _record(self, name, category, what):
@@ -57,6 +58,20 @@ class Trace:
         self.began = now
 
 
+def communication(call, trace):
+    """Yield the events of a `clock.Call`: HIDDEN until WAIT."""
+    _, axis, what, operation = call.row
+    if operation == "receive":  # `Trace.wait` records it
+        return
+    started, began, ended = (1000 * time for time in call.times())
+    name, step = f"{operation} of {what} over {axis}", call.key[2] + updates(trace.schedule)
+    place = {"name": name, "pid": trace.replica, "tid": trace.rank, "args": {"step": step}}
+    yield place | {"cat": WAIT, "ph": "X", "ts": began, "dur": ended - began}
+    place |= {"cat": HIDDEN, "id": f"{trace.replica} {trace.rank} {started}"}
+    yield place | {"ph": "b", "ts": started, "dur": began - started}  # asynchronous: several overlap
+    yield place | {"ph": "e", "ts": began}
+
+
 def check_file(c):
     """Raise UserError if the file can't be written."""
     if c.trace:
@@ -64,9 +79,10 @@ def check_file(c):
             pass
 
 
-def write_trace(c, trace, mesh):
+def write_trace(c, trace, mesh, clock):
     """Collect the records in one file. Every rank calls this, and rank 0 writes or raises UserError."""
     mine = [event for step in trace.steps for event in step]
+    mine += [event for call in clock.ended() for event in communication(call, trace)]
     events = [event for events in gather_objects(mine, mesh.world) for event in events]
     m = trace.schedule.microbatches
     about = {"schedule": c.schedule, "stages": c.pp, "microbatches": m, "chunks": c.chunks}

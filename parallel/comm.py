@@ -14,7 +14,7 @@ over an axis (a group of ranks, `mesh.Axis`) with one rank sends and counts noth
 
 Each call starts the communication and returns a `Pending`; `.wait()` returns the tensor. What the caller computes
 between the two overlaps with the communication. On Gloo, `wait` blocks the host. `agree` and `gather_objects` send
-small Python objects outside of a step, which the ledger does not count.
+small Python objects outside of a step, uncounted.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from errors import UserError, agreed
 
-# PyTorch 2.13 renamed these two functions, and warns about the older names.
+# PyTorch 2.13 warns about the older names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -48,6 +48,10 @@ class Ledger:
         row[0] += 1
         row[1] += sent_bytes(operation, ranks, whole_bytes)
         return row[0]
+
+    def start(self, axis, what, operation, call, *arguments, **more):
+        """Start a communication. `accounts/clock.py` replaces this method."""
+        return call(*arguments, **more)
 
     def per_step(self, steps):
         """Return {(axis, what, operation): (calls, bytes)}, summed over the phases of a step and divided by `steps`."""
@@ -160,14 +164,15 @@ def _collective(operation, axis, what, call, arguments, whole, result):
     number = axis.ledger.count(operation, axis.name, axis.size, what, whole.numel() * whole.element_size())
     name = Pending.latest = f"{axis.waited} in {operation} {number} of {what} over {axis.name}"
     with lost_peer(name):
-        return Pending(result, call(*arguments, group=axis.group, async_op=True), name)
+        work = axis.ledger.start(axis, what, operation, call, *arguments, group=axis.group, async_op=True)
+        return Pending(result, work, name)
 
 
 def send(x, axis, to, what, tag=0):
     """Send x to rank `to` of the axis. x must not change or be freed until it is sent."""
     x = x.contiguous()
     axis.ledger.count("send", axis.name, axis.size, what, x.numel() * x.element_size())
-    return _message(x, axis, to, f"to receive {what}", dist.isend, tag)
+    return _message("send", x, axis, to, what, tag)
 
 
 def receive(shape, like, axis, source, tag=0):
@@ -177,13 +182,15 @@ def receive(shape, like, axis, source, tag=0):
     tag.
     """
     x = torch.empty(shape, dtype=like.dtype, device=like.device)
-    return _message(x, axis, source, "to send", dist.irecv, tag)
+    return _message("receive", x, axis, source, "", tag)
 
 
-def _message(x, axis, peer, does, call, tag):
+def _message(operation, x, axis, peer, what, tag):
+    call, does = (dist.isend, f"to receive {what}") if operation == "send" else (dist.irecv, "to send")
     name = f"rank {axis.ranks[axis.rank]} waited for rank {axis.ranks[peer]} {does}"
     with lost_peer(name):
-        return Pending(x, call(x, axis.ranks[peer], group=axis.group, tag=tag), name)
+        work = axis.ledger.start(axis, what, operation, call, x, axis.ranks[peer], group=axis.group, tag=tag)
+        return Pending(x, work, name)
 
 
 def agree(axis, action):

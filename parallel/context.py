@@ -26,11 +26,7 @@ exp(q k / sqrt(d) - L).
 **Ulysses.** Rank r has part r of n equal parts. Before attention an all_to_all exchanges tokens for heads: each rank
 gets all tokens of a/(n t) heads, so n t must divide the number a of heads. A second all_to_all exchanges back.
 
-A rank sends for each layer and micro-batch, in elements, with t = tp:
-
-    ring      keys and values      4 bsh/t (n-1)/n     half of it in F; with recomputation 6
-              their gradients      2 bsh/t (n-1)/n     in float32 (float64 in fp64 runs)
-    ulysses   q, k, v, y           8 bsh/t (n-1)/n^2   half of it in F; with recomputation 12
+`accounts/ledger.py` has the bytes that both send.
 """
 
 import math

@@ -183,6 +183,7 @@ class Executor:
         before, after = schedules.upstream(self.schedule, c), schedules.downstream(self.schedule, c)
         gradient = None if after is None else self._take("gradient", j, c)
         for i in reversed(range(len(chunk.units))):
+            self.mesh.ledger.phase = "backward"
             self._gather(chunk, i, -1)
             for name in chunk.buckets[i]:
                 self.zero.open_gradient(name)
@@ -191,7 +192,7 @@ class Executor:
             if y is None:
                 self.mesh.ledger.phase = "recompute"
                 y = chunk.units[i](x, batch)
-            self.mesh.ledger.phase = "backward"
+                self.mesh.ledger.phase = "backward"
             is_loss = gradient is None
             if is_loss:  # y [n] is still nan: the head's backward fills it
                 gradient = torch.full_like(y, self.weight / len(y))  # d(weight * mean) / dy

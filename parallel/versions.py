@@ -1,4 +1,4 @@
-"""Count the versions of the weights that an asynchronous schedule keeps (`pipedream.py`). No torch is needed.
+"""Count the versions of the weights that an asynchronous schedule keeps (`pipedream.py`).
 
 schedule.versions[rank][j] is the number of updates in the weights that micro-batch j uses on a rank.
 """

@@ -1,0 +1,142 @@
+"""The time that a step waits for its communications (--ledger), and a slow wire for CPUs (--delay).
+
+    started ---- the rank computes: hidden ---- began ---- the rank waits ---- ended
+
+On a CPU, marks are times. On a GPU `wait` stops the stream, not the host: marks are events in the stream, which are
+read after the run.
+
+A rank also waits for a rank that starts late. Column "of it wire": of a collective the least wait of its ranks; of a
+message the wait since both ranks have started it (by the clocks of their hosts).
+"""
+
+import threading
+import time
+from collections import Counter, defaultdict
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from parallel.comm import NOT_A_STEP, gather_objects
+
+STEPS = 10  # latest steps whose calls are kept
+
+
+class Late:
+    """A communication whose result comes `seconds` later."""
+
+    def __init__(self, work, seconds):
+        self.work, self.seconds, self.error = work, seconds, None
+        self.is_completed = work.is_completed
+        self.thread = threading.Thread(target=self.watch, daemon=True)
+        self.thread.start()
+
+    def watch(self):
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            self.error = error
+        self.due = time.monotonic() + self.seconds
+
+    def wait(self):
+        self.thread.join()
+        if self.error:
+            raise self.error
+        time.sleep(max(0.0, self.due - time.monotonic()))
+
+
+class Call:
+    """A communication, in place of torch's handle. row: (phase, axis, what, operation).
+
+    key: equal on its ranks, and begins with them; for a message with (source, destination).
+    """
+
+    began = ended = None
+
+    def __init__(self, clock, row, key):
+        self.clock, self.row, self.key, self.started = clock, row, key, clock.mark()
+
+    def wait(self):
+        self.began = self.clock.mark()
+        self.work.wait()
+        self.ended, self.work = self.clock.mark(), None
+
+    def is_completed(self):
+        return self.work.is_completed()
+
+    def times(self):
+        """Return (started, began, ended) in milliseconds."""
+        return [self.clock.at(mark) for mark in (self.started, self.began, self.ended)]
+
+
+class Clock:
+    """Context: make a Call of each communication of a step. steps: {iteration: [Call]}."""
+
+    def __init__(self, run):
+        self.ledger, self.counters, self.delay = run.mesh.ledger, run.counters, run.config.delay / 1000
+        self.updates, self.on_gpu, self.steps = run.config.updates_per_call, run.device.type == "cuda", {}
+
+    def __enter__(self):
+        self.zero = self.now(), self.on_gpu and self.mark()
+        self.ledger.start = self.start
+        return self
+
+    def __exit__(self, *error):
+        del self.ledger.start
+
+    def now(self):
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        return time.time_ns() / 1e6
+
+    def mark(self):
+        if not self.on_gpu:
+            return self.now()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def at(self, mark):
+        return self.zero[0] + self.zero[1].elapsed_time(mark) if self.on_gpu else mark
+
+    def start(self, axis, what, operation, call, *arguments, **more):
+        timed, step = self.ledger.phase not in NOT_A_STEP, self.counters.iteration
+        if timed:
+            if step not in self.steps:
+                self.steps[step], self.numbers = [], Counter()
+                self.steps = dict([*self.steps.items()][-STEPS:])
+            ranks, name = axis.ranks, (axis.name, what, operation)
+            if call in (dist.isend, dist.irecv):
+                ranks, name = (axis.ranks[axis.rank], arguments[1])[:: 1 if operation == "send" else -1], ()
+            self.numbers[ranks, name] += 1
+            key = ranks, name, step, self.numbers[ranks, name]
+            self.steps[step].append(handle := Call(self, (self.ledger.phase, axis.name, what, operation), key))
+        work = call(*arguments, **more)
+        work = Late(work, self.delay) if self.delay else work
+        if not timed:
+            return work
+        handle.work = work
+        return handle
+
+    def ended(self):
+        self.now()
+        return [call for calls in self.steps.values() for call in calls if call.ended]
+
+    def table(self, mesh):
+        """Return {row: (calls, ms of waits, ms of the wire)} of rank 0. Every rank must call this.
+
+        They are medians over the kept steps, without the first and the last.
+        """
+        mine = [(call.key, call.row, *call.times()) for call in self.ended() if 0 in call.key[0]]
+        ranks, usual = gather_objects(mine, mesh.world), [*self.steps][1:-1] or [*self.steps]
+        peers, sums = defaultdict(list), defaultdict(lambda: {step: [0, 0.0, 0.0] for step in usual})
+        for key, *call in (call for calls in ranks for call in calls):
+            peers[key].append(call)
+        for key, row, _, began, ended in (call for call in ranks[0] if call[0][2] in usual):
+            wire = min(end - begin for _, _, begin, end in peers[key])
+            if key[1] == ():  # a message: only its sender knows the phase and the data
+                wire = min(ended - began, ended - max(start for _, start, *_ in peers[key]))
+                row = next((other for other, *_ in peers[key] if other[3] == "send"), row)[:3] + row[3:]
+            for i, number in enumerate((1, ended - began, max(0.0, wire))):
+                sums[row][key[2]][i] += number / self.updates
+        return {row: [*map(median, zip(*steps.values(), strict=True))] for row, steps in sums.items()}

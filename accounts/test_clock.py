@@ -1,0 +1,104 @@
+"""A wait that is not hidden moves its row of the table. Waits are compared with each other, not with a limit."""
+
+import time
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+import train
+from accounts import clock, report
+from errors import UserError
+from parallel.comm import all_reduce, receive, send
+from parallel.mesh import Mesh
+from parallel.zero import Zero
+from test_layouts import built, micro_batches, tiny_config
+
+D = 40  # milliseconds of a communication: long beside the work of a tiny model
+
+
+def watched(mesh, device="cpu"):
+    config = SimpleNamespace(delay=D, updates_per_call=1, trace="")
+    return SimpleNamespace(mesh=mesh, config=config, counters=SimpleNamespace(iteration=0), device=torch.device(device))
+
+
+def repeated(pp, hidden):
+    """Exchange a tensor, and compute for `hidden` ms meanwhile. pp=2: rank 1 computes before it sends a message."""
+    mesh, x = Mesh(pp=pp), torch.ones(4)
+    run, late = watched(mesh), pp == 2 and mesh.rank == 1
+    mesh.ledger.phase = "forward"
+    with clock.Clock(run) as times:
+        for run.counters.iteration in range(6):
+            pending = None if late else receive((4,), x, mesh.pp, 1) if pp == 2 else all_reduce(x, mesh.dp, "data")
+            time.sleep(hidden / 1000 * (late or pp == 1))
+            (pending or send(x, mesh.pp, 0, "data")).wait()
+    ((row, numbers),) = times.table(mesh).items()
+    return row, *numbers
+
+
+def test_what_is_computed_meanwhile_is_no_wait_and_a_bubble_no_wire(workers):
+    alone, hidden, bubble = (workers.run(2, repeated, *more)[0] for more in ((1, 0), (1, 4 * D), (2, 4 * D)))
+    assert alone[:2] == hidden[:2] == (("forward", "dp", "data", "all_reduce"), 1) and alone[3] > 2 * hidden[3]
+    assert bubble[:2] == (("forward", "pp", "data", "receive"), 1) and bubble[2] > 2 * bubble[3] > 0
+
+
+def waiting_at_once(zero, name, start=Zero.start_gather):
+    start(zero, name)
+    if name in zero.gathering:
+        zero.gathering[name].wait()
+
+
+def table(config, planted=False):
+    """Return (`Clock.table`, calls of a step in the ledger). planted: each gather of ZeRO-3 is waited for at once."""
+    run = built(config)
+    batches, ledger = micro_batches(run), run.mesh.ledger
+    with (
+        clock.Clock(run) as times,
+        mock.patch.object(Zero, "start_gather", [Zero.start_gather, waiting_at_once][planted]),
+    ):
+        for _ in range(4):
+            train.train_step(run, batches)
+            ledger.phase = "evaluate"
+    found = times.table(run.mesh)
+    assert "of it wire" in report.waited_table(ledger, 4, found)
+    return found, {row: calls / 4 for row, (calls, _) in ledger.rows.items() if row[0] != "setup"}
+
+
+def test_a_planted_wait_moves_the_column(workers):
+    """Each gather runs beside that of the unit before, so a step waits for half of them."""
+    config = tiny_config(2, zero=3, num_layers=4, delay=D)
+    tables = [workers.run(2, table, config, planted)[0][0] for planted in (False, True)]
+    usual, planted = (sum(wire for row, (*_, wire) in t.items() if row[2] == "parameters") for t in tables)
+    assert planted > 1.4 * usual > 0
+
+
+def test_the_clock_has_the_ledgers_rows_and_receives(workers):
+    """A validation before a step hides no receive."""
+    times, counted = workers.run(8, table, tiny_config(2, 2, pp=2, zero=1, micro_batch_size=2))[0]
+    receives = {("backward", "pp", "gradients of activations", "receive"): 6}
+    assert {row: calls for row, (calls, *_) in times.items()} == counted | receives
+
+
+def test_on_a_gpu_no_step_waits_for_the_marks(monkeypatch):
+    """Marks are events. The host waits before the first step, and before it reads them."""
+    ticks, synchronize, work, mesh = iter(range(100)), mock.Mock(), mock.Mock(), Mesh()
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.record = lambda: setattr(self, "time", next(ticks))
+
+        def elapsed_time(self, other):
+            return other.time - self.time
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    run, axis = watched(mesh, "cuda"), SimpleNamespace(name="dp", ranks=(0, 1))
+    with pytest.raises(UserError, match="delay"), report.watching(run, print):
+        pass
+    run.config.delay, mesh.ledger.phase = 0, "reduce"
+    with clock.Clock(run) as times:
+        for run.counters.iteration in range(3):
+            mesh.ledger.start(axis, "gradients", "all_reduce", lambda: work).wait()
+    assert synchronize.call_count == 1 and work.wait.call_count == 3
+    assert times.table(mesh) == {("reduce", "dp", "gradients", "all_reduce"): [1, 1, 1]}
