@@ -28,7 +28,7 @@ from datetime import datetime
 from fractions import Fraction
 from pathlib import Path
 
-from exercises.answers import bodies, committed, copied_commit, merged, same, with_bodies
+from exercises.answers import bodies, committed, copied_commit, git, merged, same, with_bodies
 from exercises.grade import grade
 from testing.judging import contains, run, run_tests
 
@@ -63,6 +63,17 @@ def blank(number, text):
     return with_bodies(text, new)
 
 
+def hide(file, hidden):
+    """Keep a file's lines out of `git diff`, which would show the solution, or show them again.
+
+    This uses the clone's own attributes. After `update-index --skip-worktree`, pull, stash and restore fail.
+    """
+    path = ROOT / git("rev-parse", "--git-path", "info/attributes").decode().strip()
+    text, line = path.read_text(encoding="utf-8") if path.exists() else "", f"**/{file} -diff\n"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text.replace(line, "") + line * hidden, encoding="utf-8")
+
+
 def start(number):
     """Empty an exercise's functions, and write the questions to mine/`number`.txt. Return the text to show.
 
@@ -75,6 +86,7 @@ def start(number):
     if bodies(text, names) != bodies(committed(e["file"]), names):
         raise UserError(f"{e['file']}: an exercise is open in it; first: python exercise.py stop NUMBER")
     file.write_text(blank(number, text), encoding="utf-8")
+    hide(e["file"], True)
     if not questions.exists():
         asked = ["\n".join([*(f"# {text}" for text in q["ask"]), f"{q['name']} = ?\n"]) for q in e["predict"]]
         questions.write_text("\n".join([FORMAT, *asked]), encoding="utf-8")
@@ -96,6 +108,7 @@ def stop(number):
         raise UserError(f"exercise {number} is not open: {e['file']} has the project's functions")
     kept(number).write_text(text, encoding="utf-8")
     file.write_text(with_bodies(text, bodies(project, e["functions"])), encoding="utf-8")
+    hide(e["file"], False)
     return f"{e['file']}: the project's functions again; your file is mine/{kept(number).name}"
 
 

@@ -1,5 +1,6 @@
 """Judges the exercises' answers: the project's code is green, an empty function red, a wrong answer names its idea."""
 
+import functools
 import importlib.util
 import json
 import subprocess
@@ -137,6 +138,23 @@ def test_the_first_complete_predictions_are_kept(tmp_path, monkeypatch):
         (tmp_path / "mine/8.txt").write_text(f"# a\na = {a}\n\nb = {b}\n")
         assert exercise.predictions(8, tmp_path) == found
     assert "answered: 20" in (tmp_path / "mine/8.first").read_text()
+
+
+def test_start_hides_the_solution_and_stop_keeps_the_answer(tmp_path, monkeypatch):
+    git = functools.partial(subprocess.run, cwd=tmp_path, check=True, capture_output=True, text=True)
+    git(["git", "clone", "-q", str(exercise.ROOT), "."])
+    for module in (exercise, answers):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    file, project = tmp_path / "parallel/schedules.py", exercise.committed("parallel/schedules.py")
+    exercise.main(["start", "8"])
+    assert "yours to write" in file.read_text() and "warmup" not in git(["git", "diff"]).stdout
+    with pytest.raises(UserError, match="an exercise is open"):
+        exercise.main(["start", "9"])
+    exercise.main(["stop", "8"])
+    assert file.read_text() == project and "yours to write" in exercise.kept(8).read_text()
+    with pytest.raises(UserError, match="is not open"):
+        exercise.main(["stop", "8"])
+    assert not (tmp_path / ".git/info/attributes").read_text()
 
 
 def slow(number):
