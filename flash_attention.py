@@ -27,10 +27,6 @@ Indices of the tiles, with ROWS = 2 COLUMNS:
     queries 0  m   m                       m: on the diagonal, with a mask
             1  .   .   m   m               .: below the diagonal, without a mask
             2  .   .   .   .   m   m       empty: above the diagonal, skipped
-
-Operations per head: forward 2 s^2 d (1 + ROWS/s), the causal half of two products and the masked halves of the diagonal
-tiles; backward 7 s^2 d (floor 5). Memory traffic in bf16, per element of o: forward 8 bytes (q, k, v, o) + 4/d (L);
-backward 26 bytes (delta 4; dk, dv 12; dq 10) + 20/d (L, delta). Kept for backward: qkv, o, and L with 4 bytes a row.
 """
 
 import math

@@ -4,20 +4,8 @@ Between two matrix products, memory traffic takes nearly all the time: an H200 c
 while it reads one byte. Plain PyTorch reads and writes memory in each operation. A fused kernel reads an element once,
 does all operations on it, and writes it once.
 
-Memory traffic of one block of the 345M model, in MiB (8 samples of 1024 tokens, bf16), and plain PyTorch's passes:
-
-                                      forward                               backward
-                                      plain                         fused  plain                                  fused
-    LayerNorm 1                          32                            32    128  dx; dweight, dbias; add            64
-    q, k, v and their bias                0  within qkv's product       0    144  join dq, dk, dv; dbias             96
-    attention                         2,112  scores, scale, mask, P    64  2,944  4 products, softmax, mask, scale  128
-    proj's bias, residual, LayerNorm 2   80  add; LayerNorm            64    144  like LayerNorm 1; dbias            64
-    fc1's bias, GELU                    128  GELU                     128    256  GELU; dbias                       192
-    fc2's bias, residual                 48  add                       48     16  dbias                              16
-    sum                               2,400                           336  3,632                                    560
-
-Attention's backward in flash_attention.py has two kernels, and moves 208 instead of the table's 128. The *floor* of an
-operation is its least memory traffic: each input is read once, each result written once.
+NOTES.md has the memory traffic of a block, fused and in plain PyTorch. The *floor* of an operation is its least memory
+traffic: each input is read once, each result written once.
 
 A `@triton.jit` function is the code of one *program*, and `kernel[grid](...)` starts many programs. A program computes
 on small arrays, spread over its threads; 32 threads are a *warp*. Names in capitals are pointers or compile-time
@@ -475,8 +463,7 @@ def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
 
 # --- the end of a step ----------------------------------------------------------------------------------------------
 #
-# Floor of AdamW: 30 bytes a parameter. Weight, gradient and two moments are read (16); weight, moments and rounded
-# weight are written (14, or 12 in fp32).
+# Floor of AdamW: 30 bytes a parameter (28 in fp32).
 
 
 @triton.jit

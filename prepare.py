@@ -220,10 +220,7 @@ def megatron_blocks(prefix, tokenizer, weights):
     """Yield what `encoded_blocks` yields, for PREFIX.bin. Each document is a block.
 
     Megatron-LM's tools/preprocess_data.py --dataset-impl=mmap writes ids into PREFIX.bin, and into PREFIX.idx
-    (megatron/core/datasets/indexed_dataset.py), little-endian, for S sequences (parts of documents) and D documents:
-
-        magic, 9 bytes | version, 8 | code of the dtype, 1 | S, 8 | D + 1, 8 | number of tokens of each sequence, 4 S |
-        first byte of each sequence in the .bin, 8 S | first sequence of each document, and S, 8 (D + 1)
+    (megatron/core/datasets/indexed_dataset.py; NOTES.md has its format).
 
     No file names the vocabulary, so the ids are compared with its size.
     """

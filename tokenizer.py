@@ -9,8 +9,7 @@ roughly words. A merge is a pair of tokens that may become one token. Byte-pair 
 bytes of a pre-token. Of the merges that fit, the earliest in the list is applied first, at its leftmost place.
 
 tiktoken has no list of merges: it merges two neighbours if the result is a token, and the token's rank is its priority.
-A merge (l, r) is *alive* if the earlier merges alone turn the bytes of l + r into l, r. The two methods are equal if
-only live merges give ranks (proof: NOTES.md); `ranked` makes sure of it.
+Both methods are equal if only *live* merges give ranks (NOTES.md: definition, proof); `ranked` makes sure of it.
 
 tiktoken's ids are the ranks. Vocabularies in files may have other ids, so a table maps ranks to ids. A data set and a
 checkpoint have a copy of the vocabulary, the files COPY.

@@ -1,7 +1,7 @@
 """Prints how large a model should be for a budget of FLOPs, and how long a cluster trains it: `plan.py --flops=3e24`.
 
-Letters: N parameters, D training tokens, C training FLOPs. Training costs C = 6ND (`flops.py` explains
-the 6). Two answers exist for the best (compute-optimal) model:
+Letters: N parameters, D training tokens, C training FLOPs. Training costs C = 6ND (`flops.py` explains the 6). Two
+answers exist for the best (compute-optimal) model:
 
     rule    D = 20 N, so N = sqrt(C / 120)       slide "Transformerのスケール則"
     fit     L(N, D) = E + A / N^a + B / D^b      loss in nats per token; Hoffmann et al. fitted it
@@ -14,9 +14,6 @@ The fit was published with two sets of constants:
 
     [1]  Hoffmann et al. 2022, arXiv 2203.15556, section 3.3 (approach 3)
     [2]  Besiroglu et al. 2024, arXiv 2404.10102: a replication with the data of [1]
-
-MACHINES have the makers' peaks of dense bf16 or fp16 products (A64FX: fp32 at 2.2 GHz). A MI250X has 2 dies. Frontier's
-37,888 are modules, LUMI's 20,480 must be dies: it has 11,912 modules.
 """
 
 import math

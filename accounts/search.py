@@ -4,7 +4,7 @@ The memory is that of the fullest pipeline rank, with four parts beside `memory.
 
     whole parameters     ZeRO-3: those of two buckets and the word table
     logits               of `tensor.ROWS` tokens at a time
-    whole matrices       with Muon, during the update, minus the activations, which are free then
+    whole matrices       of Muon's update, beyond the activations
     context              CUDA's and NCCL's own memory, RESERVED bytes
 
 These layouts are not listed, because another one is better. Set their fields to judge them:
@@ -123,7 +123,7 @@ class Model:
         tokens = min(ROWS, tokens_of_rank(c)) if rank == layout.placement[-1] else 0
         logits = tokens * c.padded_vocab_size // c.tp * self.item
         matrices = 0
-        if RULES[c.optimizer].whole and largest:  # Muon: a block's momentum over dp, three tensors of 4 h^2 elements
+        if RULES[c.optimizer].whole and largest:  # Muon: a block's momentum, three tensors of 4 h^2
             matrices = layout.sizes.wide * (12 * c.hidden_size**2 + largest[0] * (layout.stage > 0))
         update = max(0, matrices - parts["activations"])  # no activation lives during the update
         return parts | {"whole parameters": parameters, "logits": logits, "whole matrices": update, "context": RESERVED}

@@ -5,8 +5,8 @@
     an elementwise pass     bytes / memory rate
     a ring of n ranks       bytes that a rank sends / rate of the slowest wire  +  calls * log2(n) * latency
 
-A GPU computes the result of a product in tiles, one wave of tiles after another. The beginning of the first wave and
-the last wave, which is not full, together cost about one `wave`: a tile of 128 x 256 elements on each multiprocessor.
+A GPU computes a product in waves of tiles, 128 x 256 elements on each multiprocessor. The start of the first wave and
+the last wave, which is not full, cost about one wave, the constant `wave`.
 
 A step on the busiest pipeline rank is the sum of the parts in `Step.add_parts`.
 """

@@ -4,20 +4,20 @@ Jordan et al. (kellerjordan.github.io/posts/muon, 2024); Liu et al., Moonlight (
 
     m = b1 m + (1 - b1) g      u = b1 m + (1 - b1) g      w -= lr (decay w + 0.2 sqrt(larger side) O(u))
 
-If u = U S V^T is the singular value decomposition, O(u) is about U V^T: every direction of the matrix gets an equally
-large update. The factor makes it as large as AdamW's, so lr and decay serve both. b1 is adam_beta1 (usual: 0.95). The
-matrices are q, k, v, proj, fc1, fc2 of each block, or of each expert. All other parameters get AdamW.
+If u = U S V^T is the singular value decomposition, O(u) is about U V^T: every direction gets an equally large update.
+The factor makes it as large as AdamW's, so lr and decay serve both. b1 is adam_beta1 (usual: 0.95). The matrices are q,
+k, v, proj, fc1, fc2 of each block, or of each expert. Other parameters get AdamW. Matrices keep AdamW's second moment,
+which stays 0, because buffers, checkpoints and `memory.py` have one form for all rules.
 
-**Over ranks.** tp cuts a matrix by rows or columns, ZeRO anywhere. Each rank gathers u, over dp (stages 1 to 3), then
-over tp, computes O of whole matrices, and keeps its part. Experts are whole. u has the master dtype: over dp it sends
-as much as a reduce_scatter of gradients.
+**Over ranks.** tp cuts a matrix by rows or columns, ZeRO anywhere. Each rank gathers u in the master dtype, over dp
+(stages 1 to 3), then over tp, computes O of whole matrices, and keeps its part. An expert is whole on its rank.
 
 **FLOPs.** A matrix with sides r <= c takes 20 r^2 c + 10 r^3, a block 300 h^3, which is 4.2 h/T of a step of T tokens.
-All dp tp ranks repeat it: with GPT-2 345M and T = 0.5M, O takes 6.5% of the blocks' FLOPs on dp=8, and 52% on dp=64.
+All dp tp ranks repeat it: with GPT-2 345M and T = 0.5M that is 6.5% of the blocks' FLOPs on dp=8, and 52% on dp=64.
 Then it pays to give each matrix a *home*, one rank that computes it.
 
 **Mistakes.** DeepSpeed in 2026: no O in stage 0 (issue 8441), O of each micro-batch in stage 3 (8443), O before the sum
-over dp in stages 1 and 2 (8090). The loss still falls. Here only `optimizer.update` calls O.
+over dp in stages 1 and 2 (8090). The loss still falls.
 """
 
 import math
@@ -52,7 +52,7 @@ def orthogonal(u, dtype):
 def muon(bucket, mesh, device, *, lr, decay, scale, beta1, **_):
     """Update the matrices of a `zero.Bucket`. Return its other Ranges."""
     matrices = [piece for piece in bucket.layout.pieces(0, bucket.size) if is_matrix(piece.spec)]
-    own = [r for r in bucket.ranges if matrices and r.cut and r.decays]  # one Range at most
+    own = [r for r in bucket.ranges if matrices and r.cut and r.decays]
     for begin, end, *_ in own:
         w, g, m = (x[begin:end] for x in (bucket.master, bucket.gradient, bucket.moments[0]))
         m.mul_(beta1).add_(g, alpha=(1 - beta1) * scale)
@@ -71,7 +71,7 @@ def muon(bucket, mesh, device, *, lr, decay, scale, beta1, **_):
 
 
 def direction(u, spec, tp, dtype):
-    """Return this tp rank's part of 0.2 sqrt(larger side) O(u). u: its part."""
+    """Return this tp rank's part of 0.2 sqrt(larger side) O(u)."""
     dim = spec.tp_dim - len(spec.shape)  # -1: columns, -2: rows, -3: whole experts
     if dim > -3:
         u = torch.cat([*all_gather(u[None].contiguous(), tp, "momentum").wait()], dim)

@@ -1,6 +1,6 @@
 """Compares copies: several ranks keep the same numbers, which must be equal bit for bit (--check_replicas=N).
 
-A defective memory, a lost update or a wrong kernel can make copies differ. These copies exist:
+A defective memory, a lost update or a wrong kernel can make these copies differ:
 
     tensors                                                       copies on
     parameters, ZeRO stages 0 to 2                                dp ranks
@@ -23,8 +23,7 @@ BLOCK = 1 << 17  # words that are multiplied at once
 def fingerprint(flat):
     """Return a sum of a tensor [n] (a multiple of 8 bytes), int64 [].
 
-    Each word of 8 bytes is multiplied by an odd number that depends on its place, so any change of one word changes the
-    sum mod 2^64.
+    Each word of 8 bytes has an odd factor, so a change of one word changes the sum mod 2^64.
     """
     odd = torch.arange(1, 2 * BLOCK, 2, device=flat.device)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
