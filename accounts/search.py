@@ -226,7 +226,9 @@ def facts_of(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
         "tokens_per_second": batch * c.seq_length / step.seconds,
         "days": (tokens / (batch * c.seq_length) if tokens else c.train_iters) * step.seconds / 86400,
     }
-    return facts | {"binds": binds(facts)}
+    alone = max(map(step.whole_matrices, step.sent)) * (1 - 1 / (dp * c.tp)) / step.seconds
+    homes = f"; one rank for each matrix would save {alone:.0%}" if alone >= 0.01 else ""
+    return facts | {"binds": binds(facts) + homes}
 
 
 def binds(facts):

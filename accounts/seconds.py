@@ -162,7 +162,7 @@ class Step:
             ("bubble", f"{formula}, mean stage", bubble),
             ("pipeline messages", "waits for messages on their way", messages),
             ("data parallel", "what no backward hides; sums", data),
-            ("update", "bytes of the optimizer's state / rate of memory", update),
+            ("update", "bytes of the optimizer's state / rate of memory; Muon's products", update),
             ("everything else", f"{REST:.0%} of the sum", rest),
         ]
         self.parts, self.bubble = {name: seconds for name, _, seconds in parts}, bubble / (work + bubble + messages)
@@ -206,7 +206,9 @@ class Step:
             return 0.0
         h, device, blocks = self.c.hidden_size, self.device, sum(map(is_block, self.layout.buckets(rank)))
         products = (300 * h**3 + 240 * h * device.wave) / (self.peak * device.matrix)
-        return blocks * (products + 390 * h * h * self.z.item / (device.memory_rate * device.memory))
+        elements = 24 * h * h // self.c.tp // (self.layout.dp if self.layout.stage else 1)  # u to the device, O back
+        copies = self.c.offload * elements * self.z.wide / device.host_rate
+        return blocks * (products + 390 * h * h * self.z.item / (device.memory_rate * device.memory) + copies)
 
 
 def members_in_node(per_node, stride, n):
