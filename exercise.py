@@ -4,6 +4,7 @@
     python exercise.py start 8         empty the functions of exercise 8; make mine/8.txt for your predictions
     python exercise.py 8               judge your file
     python exercise.py 8 FOLDER        judge the file and the predictions in another copy of the project
+    python exercise.py hunt --seed=7   find a planted defect (exercises/hunt.py)
     python exercise.py stop 8          put the project's functions back; your file is kept in mine/
     python exercise.py grade 8 FOLDER FOLDER ...    judge many folders (for teachers)
     options: --limit=120   seconds that a test may need
@@ -271,6 +272,9 @@ def judge_files(number, folder, limit):
 
 def main(arguments=None):
     """Run the command line. Exit with code 1 if a lamp that is no bonus is red."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["hunt"]:
+        return importlib.import_module("exercises.hunt").main(given[1:])
     usage = (
         "python exercise.py [[start | stop] NUMBER | NUMBER [FOLDER] | grade NUMBER FOLDER ...] [--limit=N] [--json]"
     )
@@ -278,7 +282,6 @@ def main(arguments=None):
     parser.add_argument("words", nargs="*")
     parser.add_argument("--limit", type=within(1, 10**6), default=LIMIT)
     parser.add_argument("--json", type=boolean, default=False)
-    given = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(sorted(given, key=lambda word: word.startswith("--")))  # options come last
     words = options.words
     command = words.pop(0) if words and words[0] in ("start", "stop", "grade") else "judge"
@@ -295,7 +298,8 @@ def main(arguments=None):
     if command in ("judge", "grade") and not importlib.util.find_spec("pytest"):
         raise UserError("judging needs pytest: pip install -r requirements-dev.txt")
     if command == "grade":
-        return grade(*grading(number, options.limit), words[1:], options.json)
+        hunting = number == "hunt" and importlib.import_module("exercises.hunt").grading(options.limit)
+        return grade(*(hunting or grading(number, options.limit)), words[1:], options.json)
     if command == "judge":
         green = judge_files(number, folder, options.limit)
         if folder == ROOT:

@@ -1,0 +1,247 @@
+"""The hunt: one defect is planted into a copy of the project. See its symptom, find it, mend it.
+
+    python exercise.py hunt --seed=7 --level=2       plant it into mine/hunt, and show its symptom (level 1 to 3)
+    python exercise.py hunt --look [--pp=2 ...]      the same layout again, or another one, with the bytes' tables
+    python exercise.py hunt --hint                   the file, then the function, then the defect; each costs points
+    python exercise.py hunt --done "pp=2 is right, so ..."     say which experiment excluded what, and be judged
+    python exercise.py grade hunt FOLDER FOLDER ...  for the teacher: judge the hunts in mine/ of these copies again
+    python exercise.py hunt --check --level=3        for the teacher: run all hunts of a level here
+
+mine/hunt has a history of its own, so `git diff` shows your edits, not the defect. At level 1 a test names the cause.
+At levels 2 and 3 the copy has no tests: losses, norms, bytes and copies are the instruments. To compare the copy with
+the project is no hunt. Every edit that makes the tests right is accepted.
+
+hunts.txt says which defects of testing/defects.txt are hunted, in which layouts, and what they showed on one machine.
+"""
+
+import ast
+import json
+import math
+import os
+import random
+import re
+import shutil
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import config as configuration
+from accounts.report import aligned
+from errors import Parser, UserError, reading
+from exercises.answers import committed, copied_commit, git
+from testing import judging
+from testing.defects import DEFECTS, ROOT, planted
+
+MINE, DATA = ROOT / "mine", ROOT / "data/stdlib_bytes"
+SPOILERS, TESTS = "exercise.py exercises testing/*defects*", " testing conftest.py *test_*.py"
+LAYOUT = "tp pp cp zero schedule chunks sequence_parallel context recompute updates_per_call micro_batch_size".split()
+SHOWN = ("loss", "lm_loss"), ("norm", "grad_norm"), ("validation", "validation_loss")
+TRAIN, PROJECT = "train.py configs/look.py --dtype=fp64 --check_replicas=1", "the project, this layout"
+KEPT = "seed level minutes hints tries sentence".split()  # of a record, for the teacher
+TEST = re.compile(r"testing/|conftest|(.*/)?test_")
+PATIENCE = 90  # seconds without a new line of a run
+TOLD = """hunt {seed}, level {level}: mine/hunt has one defect. Look at other layouts, edit there, then --done "...".
+hunt {seed}、level {level}: mine/hunt に不具合が1つあります。別のlayoutと比べて直し、--done "..." で採点します。"""
+
+
+def hunts(level):
+    """Return [(Defect, processes, fields)] of a level."""
+    by_name = {d.name: d for d in DEFECTS}
+    rows = [row.split(" | ") for row in (ROOT / "exercises/hunts.txt").read_text("utf-8").splitlines()[1:]]
+    layouts = [(name, layout.split()) for number, name, layout, _ in rows if int(number) == level]
+    return [(by_name[name], int(processes), fields) for name, (processes, *fields) in layouts]
+
+
+def hunted(level, seed):
+    return random.Random(f"{level} {seed}").choice(hunts(level))
+
+
+def plant(defect, folder):
+    with reading("hunts need the project's own lines in the last commit"):
+        (folder / defect.file).write_text(planted(defect, folder), encoding="utf-8")
+
+
+def begin(seed, level):
+    """Make mine/hunt, without what tells the defect's place. Return the hunt's state and the text to show."""
+    copy, (defect, processes, fields) = MINE / "hunt", hunted(level, seed)
+    state = dict(level=level, seed=seed, began=time.time(), hints=0, tries=0, known={})
+    if copy.exists():
+        raise UserError("mine/hunt: a hunt is open; end it with --done, or remove the folder")
+    if not DATA.exists():
+        raise UserError("data/stdlib_bytes: hunts train on it; make it with: python prepare.py --tokenizer=bytes")
+    with copied_commit() as folder:
+        plant(defect, folder)
+        text, symptom = look(folder, processes, fields, state["known"])
+        if not symptom:
+            raise UserError(f"seed={seed}: this hunt shows nothing on this machine; take another seed")
+        shutil.copytree(folder, copy)
+    (copy / "data").symlink_to(DATA.parent)
+    spoilers, commit = SPOILERS + TESTS * (level > 1), "-c user.name=hunt -c user.email=hunt commit -qm hunt"
+    for words in ("init -q", "add -A", f"rm -rqf {spoilers}", commit, "tag hunt"):
+        git("-C", copy, *words.split())
+    test = f"a red test: (cd mine/hunt && pytest -m '' '{defect.test}')\n" if level == 1 else ""
+    return state, f"{TOLD.format(**state)}\n{test}{text}"
+
+
+# --- the symptom ------------------------------------------------------------------------------------------------------
+
+
+def run(folder, processes, fields):
+    """Train in `folder`. Return {"numbers": {"loss 1": ...}, "wrong": [other findings], "tables": of the ledger}."""
+    with tempfile.TemporaryDirectory() as out:
+        start = f"-m torch.distributed.run --standalone --nproc_per_node={processes} --tee=3 --log_dir={out}/said"
+        words = [*start.split(), *TRAIN.split()] if processes > 1 else TRAIN.split()
+        words += [*fields, f"--data_dir={DATA}", f"--out_dir={out}", "--comm_timeout=20"]
+        code, said = judging.run(folder, words, PATIENCE, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+        files = sorted(Path(out).glob("said/*/*/*/stderr.log"))
+        errors = ("".join(path.read_text("utf-8", "replace") for path in files) or said).replace(out, "OUT")
+        rows = [row for file in Path(out).glob("metrics.jsonl") for row in file.read_text("utf-8").splitlines()]
+    steps = [*enumerate(map(json.loads, rows[:3]), 1)]
+    numbers = {f"{name} {i}": float(step[key]) for name, key in SHOWN for i, step in steps if key in step}
+    died = f"no answer in {PATIENCE} s" if code is None else "a process died without a word"
+    wrong = re.findall(r"(?m)^((?:error: |rank \d+: |\w+Error: ).{,150})", errors) or [died] if code != 0 else []
+    tables = re.sub(r"(?m)^\[default0\]: ?", "", said[said.find("sent per step by") :]) if code == 0 else ""
+    for cells in ([cell.strip() for cell in line.split("|")] for line in tables.splitlines()):
+        name, sizes = {7: (cells[:3], cells[5:]), 4: (cells[:1], cells[1:3])}.get(len(cells), ((), ("", "")))
+        if sizes[0] != sizes[1] != "formula":
+            wrong.append(f"{' '.join(name)}: {sizes[0]} bytes, the formula says {sizes[1]}")
+    return {"numbers": numbers, "wrong": list(dict.fromkeys(wrong)), "tables": tables}
+
+
+def difference(right, ours):
+    """Return [a text for each number and finding of the run `ours` that the clean run `right` does not have]."""
+    lines = {}
+    for name, number in right["numbers"].items():
+        found = ours["numbers"].get(name, math.nan)
+        if not math.isclose(found, number, rel_tol=1e-7):
+            lines.setdefault(name.split()[0], f"{name} is {found:.7g}, not {number:.7g}")
+    return [*lines.values(), *(text for text in ours["wrong"] if text not in right["wrong"])]
+
+
+def clean_run(processes, fields, known):
+    """Return `run` of the last commit. known: {layout: earlier runs}."""
+    configuration.check(configuration.load(["configs/look.py", *fields]), processes)
+    if (layout := f"{processes} {' '.join(fields)}") not in known:
+        with copied_commit() as folder:
+            known[layout] = run(folder, processes, fields)
+    return known[layout]
+
+
+def look(copy, processes, fields, known, more=False):
+    """Compare a layout of the copy with the project's. Return (the rows as text, the symptom: [texts]).
+
+    known: the project's runs, to which this function adds. more: show also the copy's bytes.
+    """
+    c = configuration.load(["configs/look.py", *fields])
+    one = [f for f in fields if f.partition("=")[0][2:] not in LAYOUT] + [f"--micro_batch_size={c.global_batch_size}"]
+    calls = {PROJECT: (clean_run, processes, fields, known), "mine/hunt, this layout": (run, copy, processes, fields)}
+    if not c.schedule.startswith("pipedream"):  # on one process it would train another model
+        calls["mine/hunt, one process"] = run, copy, 1, one
+    with ThreadPoolExecutor(max(1, os.cpu_count() // processes)) as pool:
+        runs = dict(zip(calls, pool.map(lambda call: call[0](*call[1:]), calls.values()), strict=True))
+    right, (_, here, *_) = runs[PROJECT], runs.values()
+    names = dict.fromkeys(sorted(name for each in runs.values() for name in each["numbers"]))
+    rows = [[title, *(f"{each['numbers'].get(name, math.nan):.7g}" for name in names)] for title, each in runs.items()]
+    lines = [f"$ torchrun --nproc_per_node={processes} {TRAIN} {' '.join(fields)}", aligned([["", *names], *rows], 1)]
+    for title, each in list(runs.items())[1:]:
+        lines += [f"{title}: {text}" for text in difference(right, each)] or [f"{title}: as the project"]
+    return "\n".join(lines + [here["tables"]] * more), difference(right, here)
+
+
+# --- hints, the end, the command line ---------------------------------------------------------------------------------
+
+
+def hints(defect):
+    """Return the hints, the weakest first."""
+    text = committed(defect.file)
+    line = text[: text.index(defect.edits[-1][0])].count("\n") + 1
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    names = [node.name for node in nodes if node.lineno <= line <= node.end_lineno]
+    return [f"file: {defect.file}", f"function: {'.'.join(names) or 'none'}", f"a test says: {defect.words}"]
+
+
+def judge(record, limit=120):
+    """Judge a record's files {name: text} in a copy of the last commit. Return (the grade, messages of red tests).
+
+    The tests are the defect's, and all that find a defect of one of these files.
+    """
+    (defect, _, _), program = hunted(record["level"], record["seed"]), git("ls-files", "*.py").decode().split()
+    files = {name: record["files"][name] for name in {*program} & {*record["files"]} if not TEST.match(name)}
+    tests = [defect.test, *sorted({d.test for d in DEFECTS if d.file in files and "::" in d.test} - {defect.test})]
+    with copied_commit() as folder:
+        plant(defect, folder)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        red = [message for _, message in judging.run_tests(folder, tests, limit=limit) if message is not None]
+    points = 0 if red else max(1, record["level"] * (10 - 2 * record["hints"]) - record["tries"] + 1)
+    return {key: record[key] for key in KEPT} | {"right": not red, "points": points}, red
+
+
+def done(state, sentence):
+    """Judge mine/hunt, and keep the record in mine/hunt-LEVEL-SEED.json. Return the text to show."""
+    copy, (defect, _, _) = MINE / "hunt", hunted(state["level"], state["seed"])
+    names = git("-C", copy, "diff", "--name-only", "hunt").decode().split()
+    state |= {"files": {name: (copy / name).read_text("utf-8") for name in names}, "sentence": sentence}
+    state |= {"minutes": round((time.time() - state["began"]) / 60, 1), "tries": state["tries"] + 1}
+    (grade, red), kept = judge(state), MINE / f"hunt-{state['level']}-{state['seed']}.json"
+    kept.write_text(json.dumps(state | {"known": {}}, ensure_ascii=False), encoding="utf-8")
+    if red:
+        why = red[0] if state["level"] == 1 or red[0].startswith("no answer") else ""
+        return f"not yet: {len(red)} tests are red\nまだです。{len(red)}個のテストが失敗しました。\n{why}"
+    shutil.move(copy, kept.with_suffix(""))
+    edits = [f"planted:\n{old}\n--->\n{new or 'nothing'}" for old, new in defect.edits]
+    said = ", ".join(f"{key}: {value}" for key, value in grade.items())
+    return "\n".join([*edits, f"right 正解: {defect.words}", said])
+
+
+def grading(limit):
+    """Return (the columns, the function that judges a folder's hunts) for `grade`."""
+
+    def one(folder):
+        files = sorted((folder / "mine").glob("hunt-*.json"))
+        found = [judge(json.loads(file.read_text("utf-8")), limit)[0] for file in files]
+        row = {name: round(sum(each[name] for each in found), 1) for name in ("right", "minutes", "hints", "points")}
+        note = "; ".join(each["sentence"] for each in found) or "todo"
+        return row | {"right": (row["right"], len(found)), "hunts done": found, "note": note}
+
+    return ["right", "minutes", "hints", "points"], one
+
+
+def check(level, rows):
+    """Yield rows of hunts.txt, with the symptom on this machine. rows: of `hunts(level)`."""
+    known = {}
+    for defect, processes, fields in rows:
+        with copied_commit() as folder:
+            plant(defect, folder)
+            symptom = difference(clean_run(processes, fields, known), run(folder, processes, fields))
+        yield " | ".join([str(level), defect.name, " ".join([str(processes), *fields]), "; ".join(symptom) or "none"])
+
+
+def main(words):
+    parser = Parser("python exercise.py hunt")
+    parser.add_argument("--seed", type=int, default=random.randrange(1000))
+    parser.add_argument("--level", type=int, choices=(1, 2, 3), default=1)
+    parser.add_argument("--done", metavar="SENTENCE")
+    for name in ("look", "hint", "check"):
+        parser.add_argument(f"--{name}", action="store_true")
+    options, fields = parser.parse_known_args(words) if "--look" in words else (parser.parse_args(words), [])
+    if options.check:
+        return [print(row, flush=True) for row in check(options.level, hunts(options.level))]
+    file, copy, goes_on = MINE / "hunt.json", MINE / "hunt", options.look or options.hint or options.done
+    if goes_on and not copy.exists():
+        raise UserError("mine/hunt: no hunt is open; python exercise.py hunt --seed=7 begins one")
+    state, text = (json.loads(file.read_text("utf-8")), "") if goes_on else begin(options.seed, options.level)
+    defect, processes, layout = hunted(state["level"], state["seed"])
+    if options.hint:
+        state["hints"] = min(state["hints"] + 1, len(hints(defect)))
+        text = "\n".join(hints(defect)[: state["hints"]])
+    elif options.done:
+        text = done(state, options.done)
+    elif options.look:
+        if fields:
+            sizes = [field[5:] for field in fields if field[:5] in ("--dp=", "--tp=", "--pp=", "--cp=")]
+            processes, layout = math.prod(map(int, sizes)), [field for field in fields if field[:5] != "--dp="]
+        text, _ = look(copy, processes, layout, state["known"], more=True)
+    file.write_text(json.dumps(state), encoding="utf-8")
+    print(text)
