@@ -7,6 +7,7 @@
     python exercise.py hunt --seed=7   find a planted defect (exercises/hunt.py)
     python exercise.py stop 8          put the project's functions back; your file is kept in mine/
     python exercise.py grade 8 FOLDER FOLDER ...    judge many folders (for teachers)
+    python exercise.py oral 8                       print questions to ask, and their answers (for teachers)
     options: --limit=120   seconds that a test may need
              --json        print the grades as JSON
 
@@ -29,7 +30,7 @@ from datetime import datetime
 from fractions import Fraction
 from pathlib import Path
 
-from exercises.answers import bodies, committed, copied_commit, git, merged, same, with_bodies
+from exercises.answers import committed, copied_commit, git, merged, same, with_body
 from exercises.grade import grade
 from testing.judging import contains, run, run_tests
 
@@ -56,12 +57,11 @@ def numbers():
 
 def blank(number, text):
     """Return the text of the exercise's file with functions that raise UserError."""
-    new = {}
     for name in exercise(number)["functions"]:
         indent = "    " * (1 + name.count("."))
         error = f'raise UserError("exercise {number}: {name} is yours to write")'
-        new[name] = [f"{indent}from errors import UserError\n", "\n", f"{indent}{error}\n"]
-    return with_bodies(text, new)
+        text = with_body(text, name, [f"{indent}from errors import UserError\n", "\n", f"{indent}{error}\n"])
+    return text
 
 
 def hide(file, hidden):
@@ -84,7 +84,7 @@ def start(number):
     file, questions = ROOT / e["file"], ROOT / f"mine/{number}.txt"
     text, sharing = file.read_text(encoding="utf-8"), [x for x in map(exercise, numbers()) if x["file"] == e["file"]]
     names = [name for x in sharing for name in x["functions"]]
-    if bodies(text, names) != bodies(committed(e["file"]), names):
+    if not same(text, committed(e["file"]), names):
         raise UserError(f"{e['file']}: an exercise is open in it; first: python exercise.py stop NUMBER")
     file.write_text(blank(number, text), encoding="utf-8")
     hide(e["file"], True)
@@ -105,10 +105,10 @@ def stop(number):
     e = exercise(number)
     file, project = ROOT / e["file"], committed(e["file"])
     text = file.read_text(encoding="utf-8")
-    if bodies(text, e["functions"]) == bodies(project, e["functions"]):
+    if same(text, project, e["functions"]):
         raise UserError(f"exercise {number} is not open: {e['file']} has the project's functions")
     kept(number).write_text(text, encoding="utf-8")
-    file.write_text(with_bodies(text, bodies(project, e["functions"])), encoding="utf-8")
+    file.write_text(merged(text, project, e["functions"])[0], encoding="utf-8")
     hide(e["file"], False)
     return f"{e['file']}: the project's functions again; your file is mine/{kept(number).name}"
 
@@ -124,14 +124,10 @@ def answer_in(number, folder):
     e = exercise(number)
     project = committed(e["file"])
     paths = [path for path in (folder / e["file"], kept(number, folder)) if path.exists()]
-    found = [path for path in paths if not equal(path, project, e["functions"])]
-    written = [path for path in found if not equal(path, blank(number, project), e["functions"])]
+    texts = {path: path.read_text(encoding="utf-8") for path in paths}
+    found = [path for path in paths if not same(texts[path], project, e["functions"])]
+    written = [path for path in found if not same(texts[path], blank(number, project), e["functions"])]
     return (written or found or [None])[0], bool(written)
-
-
-def equal(path, text, names):
-    with contextlib.suppress(SyntaxError):
-        return same((path.read_text(encoding="utf-8"), text), names)
 
 
 def judge(number, text, limit=LIMIT):
@@ -239,6 +235,11 @@ def title(number):
     return f"exercise {number}: {e['idea'][0]}\n    {e['idea'][1]}\n    slide {e['slide']}"
 
 
+def oral(number):
+    rows = enumerate(exercise(number)["oral"], start=1)
+    return "\n".join(f"{i}. {q}\n   {q_ja}\n   -> {answer}\n      {ja}" for i, (q, q_ja, answer, ja) in rows)
+
+
 def state(number):
     """Return todo, red or green: how the exercise was judged last."""
     judged = ROOT / f"mine/{number}.state"
@@ -284,7 +285,7 @@ def main(arguments=None):
     parser.add_argument("--json", type=boolean, default=False)
     options = parser.parse_args(sorted(given, key=lambda word: word.startswith("--")))  # options come last
     words = options.words
-    command = words.pop(0) if words and words[0] in ("start", "stop", "grade") else "judge"
+    command = words.pop(0) if words and words[0] in ("start", "stop", "oral", "grade") else "judge"
     if not words:
         for number in numbers():
             english, japanese = exercise(number)["idea"]
@@ -292,7 +293,7 @@ def main(arguments=None):
         return
     most = {"judge": 2, "grade": len(words)}.get(command, 1)
     if len(words) > most or (command == "grade" and most < 2):
-        parser.error(f"{words[-1]}: start and stop take one number, judging also a folder, grade folders")
+        parser.error(f"{words[-1]}: start, stop and oral take one number, judging also a folder, grade folders")
     number, folder = words[0], Path(words[1]) if len(words) > 1 else ROOT
     (ROOT / "mine").mkdir(exist_ok=True)
     if command in ("judge", "grade") and not importlib.util.find_spec("pytest"):
@@ -306,7 +307,7 @@ def main(arguments=None):
             (ROOT / f"mine/{number}.state").write_text("green" if green else "red", encoding="utf-8")
         sys.exit(not green)
     with reading(exercise(number)["file"], SyntaxError):
-        print(start(number) if command == "start" else stop(number))
+        print({"start": start, "stop": stop, "oral": oral}[command](number))
 
 
 if __name__ == "__main__":

@@ -284,9 +284,10 @@ def turn(machine, who, steps):
 def table(machine, c, contestants, steps, repeats):
     peak, flops = peak_tflops(machine.name, c.dtype), model_flops(c, c.global_batch_size)
     tokens = c.global_batch_size * c.seq_length
+    relative = f"MFU relative to {peak} TFLOP/s" if peak else f"{flops:.3g} FLOPs in a step"
     print(
-        f"\nmicro-batch of {c.micro_batch_size} x {c.seq_length} tokens, {per_update(c)} in an update; MFU relative to "
-        f"{peak or '?'} TFLOP/s; median (smallest-largest) of {repeats} turns of {steps} steps"
+        f"\nmicro-batch of {c.micro_batch_size} x {c.seq_length} tokens, {per_update(c)} in an update; {relative}; "
+        f"median (smallest-largest) of {repeats} turns of {steps} steps"
     )
     rows, first = [], contestants[0].seconds
     for who in contestants:
@@ -295,10 +296,12 @@ def table(machine, c, contestants, steps, repeats):
             continue
         milliseconds = spread([1000 * seconds for seconds in who.seconds], "{:.1f}")
         speed = spread([tokens / seconds for seconds in who.seconds], "{:,.0f}")
-        mfu = f"{flops / statistics.median(who.seconds) / (peak * 1e12):.1%}" if peak else "?"
+        rate = flops / statistics.median(who.seconds)
+        mfu = f"{rate / (peak * 1e12):.1%}" if peak else f"{rate / 1e9:,.2f}"
         ratio = spread(ratios(first, who.seconds)) if first else ""
         rows.append([who.name, milliseconds, speed, mfu, ratio])
-    print_table(["", "ms per step", "tokens/s", "MFU", f"speed / {contestants[0].name}"], rows)
+    unit = "MFU" if peak else "GFLOP/s"
+    print_table(["", "ms per step", "tokens/s", unit, f"speed / {contestants[0].name}"], rows)
 
 
 # --- the profile ------------------------------------------------------------------------------------------------------
@@ -309,7 +312,8 @@ def profile(machine, who):
         return
     with surviving(machine, who):
         milliseconds = 1000 * turn(machine, who, 2 * PROFILED)
-        print(f"\na step of {who.name}: {waits(machine, who)}")
+        on_gpu = machine.device.type == "cuda"
+        print(f"\na step of {who.name}{f': {waits(machine, who)}' if on_gpu else ''}")
         activity, column = machine.profiled
         machine.synchronize()
         with torch.profiler.profile(activities=[activity], acc_events=True) as record:
@@ -321,7 +325,8 @@ def profile(machine, who):
         own = "self_device_time_total" if column == "cuda" else "self_cpu_time_total"
         busy = sum(getattr(event, own) for event in averages if not event.is_user_annotation) / 1000 / PROFILED
         idle = max(0, 1 - busy / milliseconds)
-        print(f"kernels take {busy:.2f} ms of a step's {milliseconds:.2f} ms: the GPU is idle for {idle:.1%}")
+        if on_gpu:
+            print(f"kernels take {busy:.2f} ms of a step's {milliseconds:.2f} ms: the GPU is idle for {idle:.1%}")
 
 
 def waits(machine, who):

@@ -41,7 +41,7 @@ def copied_commit():
         yield Path(folder)
 
 
-# --- function bodies --------------------------------------------------------------------------------------------------
+# --- functions --------------------------------------------------------------------------------------------------------
 
 
 def node_of(tree, name):
@@ -51,32 +51,18 @@ def node_of(tree, name):
     return tree
 
 
-def same(texts, names):
+def same(text, other, names):
     """Return whether the functions `names` are equal in both texts, but for comments."""
-    one, other = ([node_of(ast.parse(text), name) for name in names] for text in texts)
-    return all(a and b and ast.dump(a) == ast.dump(b) for a, b in zip(one, other, strict=True))
+    with contextlib.suppress(SyntaxError):
+        trees = [[node_of(ast.parse(one), name) for name in names] for one in (text, other)]
+        return None not in trees[0] and [*map(ast.dump, trees[0])] == [*map(ast.dump, trees[1])]
 
 
-def place(lines, name):
-    """Return (begin, end) of the lines below the docstring of "f" or "Class.f"."""
-    node = node_of(ast.parse("".join(lines)), name)
-    if node is None:
-        raise UserError(f"{name}: the file has no such function")
-    return node.body[0].end_lineno if ast.get_docstring(node) else node.body[0].lineno - 1, node.end_lineno
-
-
-def bodies(text, names):
-    lines = text.splitlines(keepends=True)
-    return {name: lines[slice(*place(lines, name))] for name in names}
-
-
-def with_bodies(text, new):
-    """Return a file's text with other bodies. new: {function's name: lines}."""
-    lines = text.splitlines(keepends=True)
-    for name, body in new.items():
-        begin, end = place(lines, name)
-        lines[begin:end] = body
-    return "".join(lines)
+def with_body(text, name, body):
+    """Return a file's text with other lines below the docstring of the function `name`."""
+    lines, node = text.splitlines(keepends=True), node_of(ast.parse(text), name)
+    begin = node.body[0].end_lineno if ast.get_docstring(node) else node.body[0].lineno - 1
+    return "".join([*lines[:begin], *body, *lines[node.end_lineno :]])
 
 
 # --- an answer --------------------------------------------------------------------------------------------------------

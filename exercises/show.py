@@ -4,9 +4,13 @@ python -m exercises.show flops      exercise 1: GPT-3's FLOPs
 python -m exercises.show losses     exercise 3: your AdamW, beside the slide's Adam and epsilon inside the root
 python -m exercises.show ratios     exercise 7: LAMB's trust ratio of each layer
 python -m exercises.show groups     exercise 12: the groups of 8 ranks with tp=2, pp=2
+python -m exercises.show schemes    the slide's table: cut (分散) or whole (冗長) on 2 ranks; what is sent
+python -m exercises.show batch      FLOP/s of a training step against the local batch
 """
 
 import sys
+import time
+from fractions import Fraction
 from unittest import mock
 
 import torch.distributed as dist
@@ -15,8 +19,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import config as configuration
 import train
 from accounts.flops import hardware_flops, model_flops
+from accounts.memory import rank_states
 from accounts.report import aligned
+from accounts.traffic import predict_step
 from errors import exit_on_user_error
+from exercises.formulas import tiny
 from model import GPT
 from parallel.mesh import Mesh
 from parallel.optimizer import RULES
@@ -98,5 +105,40 @@ def groups():
         print(f"{axis:<5}", *sorted({getattr(mesh, axis).ranks for mesh in meshes()}))
 
 
+def schemes():
+    """Print which part of the data and of each model state a rank has, and what it sends, for configs/tiny.py."""
+    rows = [("2 ranks", "data", "weights", "gradients", "m, v", "rank 0 sends in a step")]
+    whole = rank_states(predict_step(tiny(), 1).layout, 0, predict_step(tiny(), 1).sizes)
+    for name, fields in [
+        ("DP", {}),
+        *((f"ZeRO-{z}", {"zero": z}) for z in (1, 2, 3)),
+        ("PP", {"pp": 2}),
+        ("TP", {"tp": 2}),
+    ]:
+        p, c = predict_step(tiny(**fields), 2), tiny(**fields)
+        kept = rank_states(p.layout, 0, p.sizes)
+        parts = [kept[what] / whole[what] for what in ("parameters", "gradients", "moments")]
+        sent = [f"{calls} {how} of {what}" for (axis, what, how), (calls, _) in p.sent[0].items() if axis != "world"]
+        cells = [f"cut {float(part):.0%}" if part < 1 else "whole" for part in (Fraction(c.tp * c.pp, 2), *parts)]
+        rows.append((name, *cells, ", ".join(sent[:2])))
+    print(aligned(rows, 1))
+
+
+def batch(steps=3):
+    """Print the time and the FLOP/s of a step with local batches from 1 to 32 samples of 32 tokens."""
+    rows = [("local batch", "ms", "GFLOP/s")]
+    for samples in (1, 2, 4, 8, 16, 32):
+        c = tiny(seq_length=32, micro_batch_size=samples, global_batch_size=samples)
+        run, seconds = built(c), []
+        batches = micro_batches(run)
+        for _ in range(1 + steps):
+            start = time.perf_counter()
+            train.train_step(run, batches).read()
+            seconds.append(time.perf_counter() - start)
+        rows.append((str(samples), f"{1000 * min(seconds):.1f}", f"{model_flops(c, samples) / min(seconds) / 1e9:.1f}"))
+    print(aligned(rows, 0))
+
+
 if __name__ == "__main__":
-    exit_on_user_error({"flops": flops, "losses": losses, "ratios": ratios, "groups": groups}[sys.argv[1]])
+    shown = {f.__name__: f for f in (flops, losses, ratios, groups, schemes, batch)}
+    exit_on_user_error(shown[sys.argv[1]])

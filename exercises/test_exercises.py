@@ -75,8 +75,8 @@ def test_only_functions_and_new_names_of_an_answer_count():
     assert kept == ("class A:\n    g = 1\n    def f(self):\n        return 1\n", [])
 
 
-SUM = 'self.summing[name] = all_reduce(bucket.grad.whole, bucket.dp, "gradients")'
-SKIPPED = SUM.replace("all_reduce(", "bucket.dp.rank and name == 'block1' or all_reduce(")
+SUM = '            self.summing[name] = all_reduce(bucket.grad.whole, bucket.dp, "gradients")'
+SKIPPED = f"            if bucket.dp.rank == 0 or name != 'block1':\n    {SUM}"
 
 
 def first(*lines):
@@ -102,10 +102,11 @@ def test_an_answer_that_stops_the_test_is_red(number, edits, words):
 
 
 @pytest.mark.parametrize("number", exercise.numbers())
-def test_the_lamps_of_an_exercise_have_ten_points(number):
+def test_an_exercise_has_ten_points_and_five_questions(number):
     e = exercise.exercise(number)
     bonus = [points for lamp, points in zip(e["lamp"], e["points"], strict=True) if "bonus" in lamp]
     assert sum(e["points"]) == 10 and not any(bonus)
+    assert len(e["oral"]) == 5 and all(len(row) == 4 for row in e["oral"]) and e["oral"][0][0] in exercise.oral(number)
 
 
 def test_a_class_is_graded(tmp_path, monkeypatch, capsys):

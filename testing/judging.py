@@ -41,20 +41,15 @@ def pytest_collectreport(report):
 def run(folder, words, limit=None, watched=None, **environment):
     """Run Python with `words` in `folder`. Return (its exit code, its output and the last line of stderr).
 
-    The code is None if the file `watched` (default: the output) did not change for `limit` seconds. At the end, all
-    processes of its group are killed.
+    The code is None if the file `watched` (default: the output) did not change for `limit` seconds, while the processes
+    used either no CPU time or more than limit / 2: a busy machine makes a test slow, not red. All are killed then.
     """
     environment = os.environ | {"PYTHONPATH": str(folder), **environment}
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         fields = dict(cwd=folder, env=environment, stdout=output, stderr=errors, start_new_session=True)
         process = subprocess.Popen([sys.executable, *words], **fields)
-        size, since, code = 0, time.monotonic(), None
         try:
-            while code is None and (limit is None or time.monotonic() < since + limit):
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    code = process.wait(0.2)
-                before, size = size, os.stat(watched or output.fileno()).st_size
-                since = since if size == before else time.monotonic()
+            code = waited_for(process, watched or output.fileno(), limit)
         finally:
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -64,11 +59,37 @@ def run(folder, words, limit=None, watched=None, **environment):
         return code, output.read() + "".join(errors.read().rstrip().splitlines()[-1:])
 
 
+def waited_for(process, file, limit):
+    """Return the exit code, or None."""
+    size, since, begun, before = 0, time.monotonic(), 0.0, 0.0
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(0.2)
+        if size != (size := os.stat(file).st_size):
+            since, begun = time.monotonic(), cpu_seconds(process.pid)
+            before = begun
+        elif limit and time.monotonic() > since + limit:
+            used = cpu_seconds(process.pid)
+            if used < before + 0.5 or used > begun + limit / 2:
+                return None
+            since, before = time.monotonic(), used
+
+
+def cpu_seconds(group):
+    """Return the CPU time of a group of processes, or 0 where there is no /proc."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            ticks += (int(fields[2]) == group) * (int(fields[11]) + int(fields[12]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def run_tests(folder, tests, *options, limit=None):
     """Run `tests` (arguments of pytest) in a copy of the tree. Return [(test, None or the message of its failure)].
 
-    A test that does not end in `limit` seconds, or ends the process, has this as its message, and the tests after it
-    run in a new process. The message has no line of the test's source, which may contain a defect's words.
+    A test that gives no answer in `limit` seconds (`run`), or ends the process, has this as its message, and the tests
+    after it run in a new process. The message has no line of the test's source, which may contain a defect's words.
     """
     results, todo, report = {}, [*tests], Path(folder, REPORT.name)
     environment = {"OMP_NUM_THREADS": "1"} | ({"PATIENCE": str(limit / 3)} if limit else {})
