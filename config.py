@@ -276,7 +276,7 @@ def check(c, world):
     require(c, "seq_length", c.seq_length <= c.positions, f"should be at most max_position_embeddings={c.positions}")
     alone = c.tp == c.pp == c.cp == 1 < world and not (c.zero or c.offload)
     why = "needs two or more data ranks, tp=1, pp=1, cp=1, zero=0, dtype=fp32 or fp64, and no offload"
-    require(c, "penalty", not c.penalty or (alone and c.dtype in ("fp32", "fp64")), why)
+    require(c, "penalty", not c.penalty or (alone and c.dtype in ("auto", "fp32", "fp64")), why)
     return check_layout(c, world)
 
 

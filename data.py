@@ -18,6 +18,9 @@ the next samples in turn, a micro-batch each time.
 
 All ranks of a tensor or pipeline group have one data rank and read the same batch. The file is mapped into memory,
 so all ranks of a host share its pages.
+
+Megatron-LM shuffles the samples of all epochs together. Here each epoch has each sample once, and the order does not
+depend on train_iters, which may change on a resume.
 """
 
 import itertools
@@ -94,7 +97,10 @@ class Tokens:
         self.path, self.seq_length = Path(data_dir) / f"{split}.bin", seq_length
         tokenizer = "gpt2" if vocab_size >= 50257 else "bytes"
         command = f"python prepare.py --tokenizer={tokenizer} --out={data_dir}"
-        with reading(f"data_dir={data_dir}: no data set of prepare.py; create it with: {command}"):
+        missing = f"data_dir={data_dir}: no data set of prepare.py; create it with: {command}"
+        if not Path(data_dir, "meta.json").exists():
+            raise UserError(missing)
+        with reading(missing):
             self.meta = json.loads(Path(data_dir, "meta.json").read_text(encoding="utf-8"))
             said, ids, dtype = self.meta["tokens"][split], self.meta["vocab_size"], DTYPES[self.meta["dtype"]]
             self.tokens = map_tokens(self.path, dtype)

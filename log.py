@@ -168,6 +168,7 @@ def experts_row(run):
 def metrics_row(run, steps, timed, seconds):
     """Return a row of metrics.jsonl. steps: the `Step`s of the interval. The last `timed` of them took `seconds`."""
     c, world, last, losses = run.config, run.mesh.world.size, steps[-1], [step.loss for step in steps]
+    made = [step.loss for step in steps if not step.skipped] or losses  # as Megatron-LM
     samples, consumed = sum(step.samples for step in steps[-timed:]), run.counters.consumed_samples
     tflops = model_flops(c, samples) / seconds / world / 1e12
     peak = peak_tflops(torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "cpu", run.dtype)
@@ -177,7 +178,7 @@ def metrics_row(run, steps, timed, seconds):
         "processes": world,
         "consumed_samples": consumed,
         "consumed_tokens": consumed * c.seq_length,
-        "lm_loss": sum(losses) / len(losses),
+        "lm_loss": sum(made) / len(made),
         "grad_norm": last.grad_norm,
         "lr": last.lr,
         "loss_scale": last.loss_scale,
@@ -227,8 +228,12 @@ def max_resident():
 def memory_line(iteration, device):
     sizes = {"max resident": max_resident()}
     if device.type == "cuda":
-        allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-        sizes = {"max allocated": allocated, "max reserved": reserved}
+        sizes = {
+            "allocated": torch.cuda.memory_allocated(device),
+            "max allocated": torch.cuda.max_memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device),
+            "max reserved": torch.cuda.max_memory_reserved(device),
+        }
     fields = " | ".join(f"{name}: {size / 2**20}" for name, size in sizes.items())
     return f"[Rank 0] (after {iteration} iterations) memory (MB) | {fields}"
 

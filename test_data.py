@@ -229,7 +229,7 @@ def test_a_validation_that_is_left_early_leaves_no_thread(counted):
 
 NO_DATA = r"data_dir=.*: no data set of prepare.py; create it with: python prepare.py --tokenizer=bytes --out=.*"
 REFUSALS = {
-    "no folder": (lambda folder: folder.rename(folder.parent / "elsewhere"), NO_DATA),
+    "no folder": (lambda folder: folder.rename(folder.parent / "elsewhere"), NO_DATA.removesuffix(".*") + r"\S*/set"),
     "dtype": (lambda folder: write(folder, range(100), dtype="int32"), NO_DATA + "int32.*"),
     "half a token": (lambda folder: os.truncate(folder / "train.bin", 199), NO_DATA + "ValueError.*"),
     "vocabulary": (

@@ -202,7 +202,8 @@ def test_a_row_has_every_number_with_its_unit(monkeypatch):
     assert row["mfu"] == row["tflops"] / 0.5
 
 
-def test_a_row_has_the_mean_loss_and_the_last_step_s_other_numbers():
+def test_a_row_has_the_mean_loss_of_the_updates_and_the_last_step_s_other_numbers():
+    """As Megatron-LM, the loss leaves out skipped steps."""
     steps = [
         STEP._replace(loss=4.0, grad_norm=math.inf, skipped=True, loss_scale=8.0),
         STEP._replace(loss=2.0, grad_norm=3.0, lr=1e-4, loss_scale=4.0),
@@ -210,11 +211,12 @@ def test_a_row_has_the_mean_loss_and_the_last_step_s_other_numbers():
     ]
     names = "lm_loss grad_norm lr loss_scale global_batch_size skipped_iterations nan_iterations mfu".split()
     row = log.metrics_row(run_of(), steps, 3, 1.0)
-    assert [row[name] for name in names] == [2.5, 2.0, 2e-4, 2.0, 60, 1, 0, "unknown"]
+    assert [row[name] for name in names] == [1.75, 2.0, 2e-4, 2.0, 60, 1, 0, "unknown"]
+    assert log.metrics_row(run_of(), steps[:1], 1, 1.0)["lm_loss"] == 4.0  # all steps were skipped
     assert row["samples_per_second"] == 160  # the batch grows within the interval
     steps += [STEP._replace(loss=math.nan, skipped=True), STEP._replace(loss=math.inf)]
     row = log.metrics_row(run_of(), steps, 5, 1.0)
-    assert (row["skipped_iterations"], row["nan_iterations"]) == (2, 2) and math.isnan(row["lm_loss"])
+    assert (row["skipped_iterations"], row["nan_iterations"]) == (2, 2) and row["lm_loss"] == math.inf
 
 
 # --- steps and their history ------------------------------------------------------------------------------------------
@@ -392,6 +394,13 @@ def test_the_terminal_has_a_line_of_each_interval(config, capsys, monkeypatch):
     assert memory.startswith("[Rank 0] (after 10 iterations) memory (MB) | ") and "max resident: " in memory
     assert out == [a, times, b, times, *log.validation_lines(20, 2.0).splitlines(), c, times, "saved"]
     assert rows[1]["validation_loss"] == 2.0
+
+
+def test_the_memory_of_a_gpu_has_megatrons_four_numbers(monkeypatch):
+    for name, MiB in dict(memory_allocated=1, max_memory_allocated=2, memory_reserved=3, max_memory_reserved=4).items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, MiB=MiB: MiB * 2**20)
+    line = "[Rank 0] (after 100 iterations) memory (MB) | allocated: 1.0 | max allocated: 2.0 | reserved: 3.0 |"
+    assert log.memory_line(100, torch.device("cuda")) == f"{line} max reserved: 4.0"
 
 
 # --- TensorBoard and Weights & Biases (neither needs to be installed) -------------------------------------------------

@@ -73,6 +73,7 @@ def test_torchrun_trains_and_reports(config_file, tmp_path):
     assert "[Rank 0] (after 2 iterations) memory (MB) | max resident" in out
     assert re.search(r"time \(ms\) \| " + r" \| ".join(rf"{phase}: [\d.]+" for phase in log.PHASES), out)
     assert "validation loss at iteration 6 | lm loss value: " in out
+    assert f"saved {tmp_path / 'out' / 'step_6'}" in out
     rows = [[cell.strip() for cell in line.split("|")] for line in out.splitlines() if re.match("tp |world ", line)]
     assert len(rows) == 9 and all(measured == formula for *_, measured, formula in rows)
     assert ["tp", "activations", "all_gather"] in [row[:3] for row in rows]

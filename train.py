@@ -138,7 +138,7 @@ def train(run, tokens, validation, logger):
             if saving:
                 run.watchdog.progress("save")
                 with interval.paused():
-                    save(run, tokens)
+                    logger.say(f"saved {save(run, tokens)}")
     if counters.iteration < c.train_iters:
         logger.say(f"stopped after iteration {counters.iteration}; the same command (without --resume) resumes the run")
     else:
@@ -195,6 +195,8 @@ class Run:
 def build(config, mesh, device):
     """Return the Run of this rank. Its weights are 0 until `Zero.initialize` or `restore`."""
     dtype = operations.resolved_dtype(config, device)
+    exact = not config.penalty or dtype in ("fp32", "fp64")
+    configuration.require(config, "penalty", exact, f"needs --dtype=fp32 or fp64; dtype=auto is {dtype} here")
     ops = operations.choose(config, device, dtype)
     model = GPT(config, mesh.tp, ops, mesh.cp)
     m = schedules.micro_batches(config, config.global_batch_size, mesh.dp.size)
@@ -212,6 +214,7 @@ def build(config, mesh, device):
 
 
 def save(run, tokens):
+    """Return the path of the new checkpoint."""
     state = {
         "shapes": {name: list(spec.shape) for name, spec in run.model.specs().items()},
         "config": asdict(run.config),
@@ -221,7 +224,9 @@ def save(run, tokens):
         "loss_scale": run.loss_scale.state(),
     }
     copies = [Path(run.config.data_dir, name) for name in COPY]
-    checkpoint.save_checkpoint(run.config.out_dir, run.counters.iteration, run.zero, state, run.config.keep, copies)
+    c, step = run.config, run.counters.iteration
+    checkpoint.save_checkpoint(c.out_dir, step, run.zero, state, c.keep, copies)
+    return checkpoint.step_path(c.out_dir, step)
 
 
 def restore(run, path):

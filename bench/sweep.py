@@ -20,6 +20,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 import config as configuration
 from accounts import search
@@ -52,6 +53,9 @@ def measure(config: str = "configs/tiny.py", processes: int = 4, steps: int = 10
     )  # fmt: skip
     chosen = {name: c for c in accepted(base, processes) if only in (name := name_of(c))}
     milliseconds = {}  # {name: those of each timed step}
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
+    batch = f"{c.global_batch_size} x {c.seq_length} tokens a step"
+    print(f"{config}, {processes} processes, {batch}; {machine}, PyTorch {torch.__version__}", flush=True)
     with explained(folder):
         prepare(base, folder)
         for name in chosen:

@@ -5,6 +5,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import config as configuration
+import operations
+import train
 from bench.plain import Plain, loss_of
 from errors import UserError
 from test_layouts import built, first_step, micro_batches, tiny_config
@@ -46,3 +48,12 @@ def test_what_cannot_work_is_refused_by_name(fields, message):
     with pytest.raises(UserError) as refused:
         configuration.check(tiny_config(1, **{"micro_batch_size": 4} | fields), fields.get("cp", 1) * 2)
     assert str(refused.value).startswith(message)
+
+
+def test_dtype_auto_is_judged_by_the_device(monkeypatch):
+    """On a CPU it is fp32."""
+    config = tiny_config(2, penalty=0.1, dtype="auto", global_batch_size=8)
+    assert configuration.check(config, 2) == 2
+    monkeypatch.setattr(operations, "resolved_dtype", lambda *_: "bf16")
+    with pytest.raises(UserError, match=r"^penalty=0\.1: needs --dtype=fp32"):
+        train.build(config, None, None)
