@@ -394,7 +394,7 @@ def add_rows_(table, ids, rows):
 # flash_attention.py does. Its second pass reads the row of 100 KB from the cache and overwrites z with dz. Floor in
 # bf16: 4 bytes a logit (with tp up to 6).
 #
-# Loads are masked by the padded width, a multiple of 128: a mask by the real columns (50,257) would split each load
+# Loads are masked by the padded width, a multiple of 128: with the real columns (50,257) each load would be split
 # into loads of 2 bytes.
 
 

@@ -125,7 +125,7 @@ class Model:
         matrices = 0
         if RULES[c.optimizer].whole and largest:  # Muon: a block's momentum, three tensors of 4 h^2
             matrices = layout.sizes.wide * (12 * c.hidden_size**2 + largest[0] * (layout.stage > 0))
-        update = max(0, matrices - parts["activations"])  # no activation lives during the update
+        update = max(0, matrices - parts["activations"])
         return parts | {"whole parameters": parameters, "logits": logits, "whole matrices": update, "context": RESERVED}
 
 

@@ -33,8 +33,7 @@ COLLECTIVES = {  # sequence parallel: (operation, in F, alone in I, in I beside 
     False: ("all_reduce", 2, 0, 2, 0),
     True: ("all_gather", 4, 2, 2, 2),  # a reduce_scatter sends as much
 }
-# Gaps of the host, stragglers, clocks under load, multiprocessors that NCCL uses. It is the mean of 64 published runs
-# of ZeRO-3 on 8 to 128 A100 and H100 (MosaicML LLM Foundry, scripts/train/benchmarking; commit 0c9a4d1)
+# Gaps of the host, stragglers, clocks under load, multiprocessors that NCCL uses: measured (NOTES.md).
 REST = 0.18
 ERROR = 0.10  # 14 of 16 published steps are within it: test_plan.py
 
