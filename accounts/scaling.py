@@ -113,6 +113,7 @@ def main(flops, gpus, device):
 N: parameters. D: training tokens. C = 6ND (the slide counts 5.7ND). Losses are in nats per token.
 [1]: Hoffmann et al. 2022, arXiv 2203.15556. [2]: its replication, Besiroglu et al. 2024, arXiv 2404.10102.
 enough: a compute-optimal model reaches the same loss with this part of the FLOPs. 100% is compute-optimal.
+D/N above 20 costs more training, but the smaller model makes each later token cheaper: inference is paid for longer.
 
 Machines of the slide "GPT-4をスパコンで学習するには?"
 {aligned(rows, 2)}

@@ -6,18 +6,23 @@ python -m exercises.show ratios     exercise 7: LAMB's trust ratio of each layer
 python -m exercises.show groups     exercise 12: the groups of 8 ranks with tp=2, pp=2
 python -m exercises.show schemes    the slide's table: cut (分散) or whole (冗長) on 2 ranks; what is sent
 python -m exercises.show batch      FLOP/s of a training step against the local batch
+python -m exercises.show chain      the slide's chain rule (微分の連鎖則), factor by factor, beside PyTorch's
+python -m exercises.show law        the slide's power laws (べき乗則): loss against data, and against parameters
 """
 
+import math
 import sys
 import time
 from fractions import Fraction
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import config as configuration
 import train
+from accounts import scaling
 from accounts.flops import hardware_flops, model_flops
 from accounts.memory import rank_states
 from accounts.report import aligned
@@ -139,6 +144,60 @@ def batch(steps=3):
     print(aligned(rows, 0))
 
 
+def chain():
+    """Print each factor of dL/dW0 and dL/dW1 of the slide's two layers, with f = ReLU and one sample of class 0."""
+    generator = torch.Generator().manual_seed(0)
+    x0, W0, W1 = (torch.randn(shape, generator=generator, requires_grad=True) for shape in ((2,), (3, 2), (2, 3)))
+    z0 = W0 @ x0
+    x1 = z0.relu()
+    z1 = W1 @ x1
+    p = z1.softmax(0)
+    for tensor in (z0, x1, z1, p):
+        tensor.retain_grad()
+    loss = -p[0].log()
+    loss.backward()
+    with torch.no_grad():
+        dp = torch.tensor([-1 / p[0], 0])
+        dz1 = (p.diag() - p.outer(p)) @ dp
+        dx1 = W1.T @ dz1
+        dz0 = (z0 > 0) * dx1
+        forward = {"z0 = W0 x0": z0, "x1 = f(z0)": x1, "z1 = W1 x1": z1, "p = g(z1)": p, "L = -log p[0]": loss}
+        backward = {  # formula: (value, PyTorch's)
+            "dL/dp = -1/p of the class": (dp, p.grad),
+            "dL/dz1 = dp/dz1 dL/dp": (dz1, z1.grad),
+            "dL/dW1 = dL/dz1 x1^T": (dz1.outer(x1), W1.grad),
+            "dL/dx1 = W1^T dL/dz1": (dx1, x1.grad),
+            "dL/dz0 = f'(z0) dL/dx1": (dz0, z0.grad),
+            "dL/dW0 = dL/dz0 x0^T": (dz0.outer(x0), W0.grad),
+        }
+        rows = [("", "slide", "value", "PyTorch's gradient")]
+        rows += [("F", formula, numbers(value), "") for formula, value in forward.items()]
+        rows += [("B", formula, numbers(ours), numbers(theirs)) for formula, (ours, theirs) in backward.items()]
+    print(aligned(rows, 4))
+    print("dL/dW1 and dL/dW0 need x1 and x0. So these activations (活性) are kept from forward to backward.")
+
+
+def numbers(tensor):
+    return " ".join(f"{round(x, 4) + 0.0:.4f}" for x in tensor.flatten().tolist())
+
+
+def law():
+    """Print the loss of the two power laws. The bars have logarithmic length, so their ends lie on a line."""
+    fit = scaling.BESIROGLU  # loss = E + A / N^a + B / D^b
+    laws = {
+        "D tokens, enough parameters": (fit.b, lambda size: scaling.loss(fit, math.inf, size)),
+        "N parameters, enough tokens": (fit.a, lambda size: scaling.loss(fit, size, math.inf)),
+    }
+    for what, (exponent, loss_of) in laws.items():
+        rows = [(what, "loss", f"loss - {fit.E}", "log(loss - E)")]
+        for size in (10.0**k for k in range(7, 14)):
+            rest = loss_of(size) - fit.E
+            bar = "#" * round(12 * math.log10(500 * rest))
+            rows.append((f"{size:.0e}", f"{rest + fit.E:.3f}", f"{rest:.4f}", f"{bar:<42}"))
+        print(aligned(rows, 1))
+        print(f"With 10 times as many, loss - E is 10^{exponent} = {10**exponent:.2f} times smaller.\n")
+
+
 if __name__ == "__main__":
-    shown = {f.__name__: f for f in (flops, losses, ratios, groups, schemes, batch)}
+    shown = {f.__name__: f for f in (flops, losses, ratios, groups, schemes, batch, chain, law)}
     exit_on_user_error(shown[sys.argv[1]])

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import exercise
 from conftest import needs_git
 from errors import UserError
-from exercises import answers
+from exercises import answers, show
 
 pytestmark = needs_git
 ANSWERS = [(number, answer) for number in exercise.numbers() for answer in exercise.exercise(number).get("answer", [])]
@@ -178,6 +179,20 @@ def test_what_an_exercise_shows(number):
         subprocess.run([sys.executable, *command.split()], cwd=exercise.ROOT, check=True, capture_output=True)
     derived = [eval(q["derivation"].rpartition("=")[2]) for q in e["predict"]]
     assert derived == pytest.approx(exercise.formulas(number)) and min(derived) >= 0
+
+
+def test_the_chain_rule_equals_pytorchs_gradients(capsys):
+    show.chain()
+    rows = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines() if "|" in line]
+    backward = [(ours, theirs) for kind, _, ours, theirs in rows if kind == "B"]
+    assert len(backward) == 6 and all(ours == theirs for ours, theirs in backward)
+
+
+def test_a_power_law_is_a_line_in_the_logarithm(capsys):
+    show.law()
+    bars = [line.count("#") for line in capsys.readouterr().out.splitlines() if "#" in line]
+    steps = {a - b for a, b in itertools.pairwise(bars[:7])} | {a - b for a, b in itertools.pairwise(bars[7:])}
+    assert len(bars) == 14 and steps <= {4, 5}
 
 
 @pytest.mark.slow
