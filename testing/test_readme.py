@@ -130,14 +130,24 @@ def test_the_map_has_every_slide():
     assert len(SLIDES) >= 20
 
 
-def test_the_japanese_readme_has_the_same_commands_and_names():
+def facts(text):
+    """Return a page's links, the commands in its sentences, and its numbers without those of lines of code."""
+    links = {link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("README")}
+    prose = re.sub(r"(?m)```.*?```|^\| `[\w/.]+` \|.*|about 2,000 lines", "", re.sub(r"(?s)```.*?```", "", text))
+    commands = re.findall(r"`((?:python|pytest|torchrun|look|ADVERSARY=1) [^`]*)`", " ".join(prose.split()))
+    return links, set(commands), set(re.findall(r"(?a)(?<![\w.,-])\d[\d,.]*\d(?!\w)", re.sub(r"`[^`]*`", "", prose)))
+
+
+def test_the_japanese_readme_has_the_same_commands_numbers_and_links():
     def names(rows):
         return [(command, re.findall("`(.+?)`", code)) for _, command, code in rows]
 
     japanese = (HERE / "README.ja.md").read_text("utf-8")
     blocks = re.compile(r"```\w*\n.*?```", re.DOTALL)
-    assert japanese.count("\n") <= 260 and names(slides(japanese)) == names(SLIDES)
-    assert set(blocks.findall(japanese)) <= set(blocks.findall(README))
+    assert japanese.count("\n") <= 280 and names(slides(japanese)) == names(SLIDES)
+    assert sorted(blocks.findall(japanese)) == sorted(blocks.findall(README))
+    (links, commands, numbers), ours = facts(japanese), facts(README)
+    assert links == ours[0] and commands == ours[1] and numbers >= ours[2], numbers ^ ours[2]
 
 
 # --- transcripts ------------------------------------------------------------------------------------------------------
