@@ -19,8 +19,8 @@ the next samples in turn, a micro-batch each time.
 All ranks of a tensor or pipeline group have one data rank and read the same batch. The file is mapped into memory,
 so all ranks of a host share its pages.
 
-Megatron-LM shuffles the samples of all epochs together. Here each epoch has each sample once, and the order does not
-depend on train_iters, which may change on a resume.
+Megatron-LM shuffles all epochs together. Here each epoch has each sample once, and the order does not depend on
+train_iters, which may change on a resume.
 """
 
 import itertools

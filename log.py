@@ -1,8 +1,8 @@
 """Timers, the lines on the terminal, and metrics.jsonl.
 
-The log has two speeds of one device, in TFLOP/s (`accounts/flops.py`). `tflops` counts the model FLOPs: it measures how
-fast training proceeds. `hardware_tflops` also counts recomputation: it measures how busy the devices are. `mfu`, the
-model FLOPs utilization (Chowdhery et al., arXiv 2204.02311), is `tflops` divided by the device's peak.
+The log has two speeds of one device, in TFLOP/s (`accounts/flops.py`): `tflops` counts the model FLOPs,
+`hardware_tflops` also recomputation. `mfu`, the model FLOPs utilization (Chowdhery et al., arXiv 2204.02311), is
+`tflops` divided by the device's peak.
 
 `Logger.log` writes a row of numbers as Megatron-LM's line to the terminal, as a line to out_dir/metrics.jsonl and, if
 configured, to TensorBoard and Weights & Biases (W&B).

@@ -72,7 +72,7 @@ def needed(c, ranks, device):
 
 
 def refuse_too_large(c, ranks, device):
-    """Raise UserError if this rank has less memory than the fullest rank needs, before the model is built."""
+    """Raise UserError if this rank has too little memory for the fullest rank."""
     have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if device.type == "cuda":
         have = torch.cuda.get_device_properties(device).total_memory
@@ -83,7 +83,7 @@ def refuse_too_large(c, ranks, device):
 
 
 def remedy(c, ranks, device, have):
-    """Return the smallest change with which the fullest rank fits, as text."""
+    """Return the smallest change that suffices, as text."""
     better = dict(zero=range(c.zero + 1, 4), recompute=["full"], tp=[2, 4, 8], offload=[True] * (device.type == "cuda"))
     for names in itertools.chain.from_iterable(itertools.combinations(better, n) for n in range(1, 5)):
         for values in itertools.product(*map(better.get, names)):
