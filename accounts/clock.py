@@ -53,8 +53,8 @@ class Call:
 
     began = ended = None
 
-    def __init__(self, clock, row, key):
-        self.clock, self.row, self.key, self.started = clock, row, key, clock.mark()
+    def __init__(self, clock, row, key, work):
+        self.clock, self.row, self.key, self.work, self.started = clock, row, key, work, clock.mark()
 
     def wait(self):
         self.began = self.clock.mark()
@@ -100,23 +100,21 @@ class Clock:
         return self.zero[0] + self.zero[1].elapsed_time(mark) if self.on_gpu else mark
 
     def start(self, axis, what, operation, call, *arguments, **more):
-        timed, step = self.ledger.phase not in NOT_A_STEP, self.counters.iteration
-        if timed:
-            if step not in self.steps:
-                self.steps[step], self.numbers = [], Counter()
-                self.steps = dict([*self.steps.items()][-STEPS:])
-            ranks, name = axis.ranks, (axis.name, what, operation)
-            if call in (dist.isend, dist.irecv):
-                ranks, name = (axis.ranks[axis.rank], arguments[1])[:: 1 if operation == "send" else -1], ()
-            self.numbers[ranks, name] += 1
-            key = ranks, name, step, self.numbers[ranks, name]
-            self.steps[step].append(handle := Call(self, (self.ledger.phase, axis.name, what, operation), key))
-        work = call(*arguments, **more)
-        work = Late(work, self.delay) if self.delay else work
-        if not timed:
+        work, step = call(*arguments, **more), self.counters.iteration
+        if self.delay:
+            work = Late(work, self.delay)
+        if self.ledger.phase in NOT_A_STEP:
             return work
-        handle.work = work
-        return handle
+        if step not in self.steps:
+            self.steps[step], self.numbers = [], Counter()
+            self.steps = dict([*self.steps.items()][-STEPS:])
+        ranks, name = axis.ranks, (axis.name, what, operation)
+        if call in (dist.isend, dist.irecv):
+            ranks, name = (axis.ranks[axis.rank], arguments[1])[:: 1 if operation == "send" else -1], ()
+        self.numbers[ranks, name] += 1
+        key = ranks, name, step, self.numbers[ranks, name]
+        self.steps[step].append(Call(self, (self.ledger.phase, axis.name, what, operation), key, work))
+        return self.steps[step][-1]
 
     def ended(self):
         self.now()
