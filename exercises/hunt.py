@@ -54,7 +54,8 @@ def hunts(level):
 
 
 def hunted(level, seed):
-    return random.Random(f"{level} {seed}").choice(hunts(level))
+    rows = hunts(level)
+    return random.Random(level).sample(rows, len(rows))[seed % len(rows)]  # neighbouring seeds are other hunts
 
 
 def plant(defect, folder):
