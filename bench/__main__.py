@@ -5,6 +5,7 @@
     python -m bench kernels           correctness and speed of every operation, on a GPU
     python -m bench train             a whole step, ours and plain PyTorch's, and a profile, on a GPU
     python -m bench sweep             a training step of every layout that this machine can run, beside predictions
+    python -m bench same              whether two runs have the same losses
 
 The measurement NAME is `measure` of bench/NAME.py. Its keyword arguments are the options, its docstring is the help:
 `python -m bench NAME --help`.
@@ -17,7 +18,7 @@ import sys
 
 from errors import Parser, UserError, exit_on_user_error, within
 
-NAMES = ["layouts", "kernels", "train", "sweep"]
+NAMES = ["layouts", "kernels", "train", "sweep", "same"]
 
 
 def measurement(name):

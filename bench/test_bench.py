@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 import os
 import shlex
 import subprocess
@@ -196,7 +197,7 @@ def first_run(*arguments, python=sys.executable):
 
 
 def test_the_first_run_needs_a_gpu_and_a_part(tmp_path):
-    for arguments in (["1", str(tmp_path)], [], ["9"], ["--dry_run"]):
+    for arguments in (["1", str(tmp_path)], [], ["15"], ["--dry_run"]):
         done = first_run(*arguments)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
@@ -204,19 +205,33 @@ def test_the_first_run_needs_a_gpu_and_a_part(tmp_path):
 def test_every_command_of_the_first_run_is_accepted():
     """Each line parses. Each operation of bench/kernels.py has one command."""
     operations = []
-    for line in first_run("--list", "all").stdout.splitlines():
-        _, *words = shlex.split(line)
+    lists = [first_run("--list", part).stdout for part in ("all", *map(str, range(9, 15)))]
+    for line in "".join(lists).splitlines():
+        (_, *words), ranks = shlex.split(line), 1
+        if words[1] == "torch.distributed.run":
+            words, ranks = words[3:], int(words[2].partition("=")[2])
         if words[:2] == ["-m", "bench"]:
             options = command_line.measurement(words[2])[1].parse_args(words[3:])
             if words[2] == "kernels":
                 operations.append(options.only)
-            else:
+            elif words[2] == "train":
                 assert bench_train.load(options.config, 32, 1)
         elif words[0] == "train.py":
-            assert configuration.check(configuration.load(words[1:]), 1) == 1
+            assert configuration.check(configuration.load(words[1:]), ranks) > 0
         else:
             assert words[0] == "prepare.py" or words[:2] == ["-m", "pytest"]
     assert sorted(operations) == sorted(op.name for op in OPERATIONS)
+
+
+def test_same_names_the_first_difference(monkeypatch, tmp_path, capsys):
+    for name, norm in [("one", 1.0), ("near", 1.00001), ("other", 1.001)]:
+        rows = [{"iteration": step, "lm_loss": 2.0, "grad_norm": norm if step == 2 else 1.0} for step in (1, 2)]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    bench(monkeypatch, "same", f"--one={tmp_path}/one", f"--other={tmp_path}/near")
+    assert "2 steps" in capsys.readouterr().out
+    with pytest.raises(UserError, match="iteration 2: grad_norm"):
+        bench(monkeypatch, "same", f"--one={tmp_path}/one", f"--other={tmp_path}/other")
 
 
 def test_the_first_run_goes_on_after_a_failure(tmp_path):
