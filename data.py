@@ -12,12 +12,10 @@ Samples are numbered from 0 through all epochs. Sample g belongs to epoch g // n
 
     permute(g % num_samples, num_samples, shuffle_key(seed, epoch))
 
-`permute` computes each entry of a random table without the table. So a shuffle of 10^12 tokens needs no memory and no
-time at the start, and a checkpoint stores only `consumed_samples`. The data ranks take
-the next samples in turn, a micro-batch each time.
-
-All ranks of a tensor or pipeline group have one data rank and read the same batch. The file is mapped into memory,
-so all ranks of a host share its pages.
+`permute` computes each entry of a random table without the table. So a shuffle needs no memory and no time at the
+start, and a checkpoint stores only `consumed_samples`. The data ranks take the next samples in turn, a micro-batch each
+time. The ranks of a tensor or pipeline group read the same batch. The file is mapped into memory, so the ranks of a
+host share its pages.
 
 Megatron-LM shuffles all epochs together. Here each epoch has each sample once, and the order does not depend on
 train_iters, which may change on a resume.

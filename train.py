@@ -214,7 +214,6 @@ def build(config, mesh, device):
 
 
 def save(run, tokens):
-    """Return the path of the new checkpoint."""
     state = {
         "shapes": {name: list(spec.shape) for name, spec in run.model.specs().items()},
         "config": asdict(run.config),
