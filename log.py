@@ -37,7 +37,8 @@ PHASES = ("forward-compute", "backward-compute", "grad-reduce", "optimizer", "ba
 class Timers:
     """Time spent in each of PHASES: `with timers("forward-compute"): ...`.
 
-    The time of batch-generator is also a part of forward-compute, a wait for a message of the phase that waits. On a GPU the host runs ahead, so CUDA events measure a phase. Only `take` waits for the GPU.
+    The time of batch-generator is also a part of forward-compute, a wait for a message of the phase that waits. On a
+    GPU the host runs ahead, so CUDA events measure a phase. Only `take` waits for the GPU.
     """
 
     def __init__(self, device):
