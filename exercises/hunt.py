@@ -54,8 +54,8 @@ def hunts(level):
 
 
 def hunted(level, seed):
-    rows = hunts(level)
-    return random.Random(level).sample(rows, len(rows))[seed % len(rows)]  # neighbouring seeds are other hunts
+    """Return the row of `hunts`. Neighbouring seeds are other rows."""
+    return random.Random(level).sample(rows := hunts(level), len(rows))[seed % len(rows)]
 
 
 def plant(defect, folder):
@@ -100,8 +100,8 @@ def run(folder, processes, fields):
         rows = [row for file in Path(out).glob("metrics.jsonl") for row in file.read_text("utf-8").splitlines()]
     steps = [*enumerate(map(json.loads, rows[:3]), 1)]
     numbers = {f"{name} {i}": float(step[key]) for name, key in SHOWN for i, step in steps if key in step}
-    died = f"no answer in {PATIENCE} s" if code is None else "a process died without a word"
-    wrong = re.findall(r"(?m)^((?:error: |rank \d+: |\w+Error: ).{,150})", errors) or [died] if code != 0 else []
+    died = f"no answer in {PATIENCE} s" if code is None else "a process died without a word (a segmentation fault?)"
+    wrong = re.findall(r"(?m)((?:^error|^rank \d+|\w+Error): .{,150})", errors) or [died] if code != 0 else []
     tables = re.sub(r"(?m)^\[default0\]: ?", "", said[said.find("sent per step by") :]) if code == 0 else ""
     for cells in ([cell.strip() for cell in line.split("|")] for line in tables.splitlines()):
         name, sizes = {7: (cells[:3], cells[5:]), 4: (cells[:1], cells[1:3])}.get(len(cells), ((), ("", "")))
@@ -114,10 +114,13 @@ def difference(right, ours):
     """Return [a text for each number and finding of the run `ours` that the clean run `right` does not have]."""
     lines = {}
     for name, number in right["numbers"].items():
-        found = ours["numbers"].get(name, math.nan)
-        if not math.isclose(found, number, rel_tol=1e-7):
-            lines.setdefault(name.split()[0], f"{name} is {found:.7g}, not {number:.7g}")
+        if not math.isclose(ours["numbers"].get(name, math.nan), number, rel_tol=1e-7):
+            lines.setdefault(name.split()[0], f"{name} is {number_of(ours, name)}, not {number:.7g}")
     return [*lines.values(), *(text for text in ours["wrong"] if text not in right["wrong"])]
+
+
+def number_of(found, name):
+    return f"{found['numbers'][name]:.7g}" if name in found["numbers"] else "none"
 
 
 def clean_run(processes, fields, known):
@@ -143,7 +146,7 @@ def look(copy, processes, fields, known, more=False):
         runs = dict(zip(calls, pool.map(lambda call: call[0](*call[1:]), calls.values()), strict=True))
     right, (_, here, *_) = runs[PROJECT], runs.values()
     names = dict.fromkeys(sorted(name for each in runs.values() for name in each["numbers"]))
-    rows = [[title, *(f"{each['numbers'].get(name, math.nan):.7g}" for name in names)] for title, each in runs.items()]
+    rows = [[title, *(number_of(each, name) for name in names)] for title, each in runs.items()]
     lines = [f"$ torchrun --nproc_per_node={processes} {TRAIN} {' '.join(fields)}", aligned([["", *names], *rows], 1)]
     for title, each in list(runs.items())[1:]:
         lines += [f"{title}: {text}" for text in difference(right, each)] or [f"{title}: as the project"]
