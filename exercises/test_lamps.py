@@ -297,7 +297,8 @@ def made(name, p, m):
     try:
         return schedules.build(name, p, m)
     except Exception as error:
-        pytest.fail(f"p = {p} stages, m = {m} micro-batches: {type(error).__name__}: {error}", pytrace=False)
+        text = f"p = {p} stages, m = {m} micro-batches: {type(error).__name__}: {error}"
+    pytest.fail(text, pytrace=False)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
