@@ -192,7 +192,7 @@ def done(state, sentence):
     kept.write_text(json.dumps(state | {"known": {}}, ensure_ascii=False), encoding="utf-8")
     if red:
         tells = state["level"] == 1 or re.search(r"no answer|exit code|(Syntax|Import|Name|Type)Error", red[0])
-        return f"not yet: {len(red)} tests are red\nまだです。{len(red)}個のテストが失敗しました。\n{red[0] if tells else ''}"
+        return f"not yet: {len(red)} tests are red\nまだです。失敗したテスト: {len(red)}個\n{red[0] if tells else ''}"
     shutil.move(copy, kept.with_suffix(""))
     edits = [f"planted:\n{old}\n--->\n{new or 'nothing'}" for old, new in defect.edits]
     said = ", ".join(f"{key}: {value}" for key, value in grade.items())
