@@ -15,6 +15,7 @@ from parallel.mesh import Mesh
 from parallel.zero import Zero
 from test_layouts import built, micro_batches, tiny_config
 
+FB = ("forward", "backward")
 D = 40  # milliseconds of a communication: long beside the work of a tiny model
 
 
@@ -50,7 +51,10 @@ def waiting_at_once(zero, name, start=Zero.start_gather):
 
 
 def table(config, planted=False):
-    """Return (`Clock.table`, calls of a step in the ledger). planted: each gather of ZeRO-3 is waited for at once."""
+    """Return (`Clock.table`, calls of a step in the ledger, receives of this rank in four steps).
+
+    planted: each gather of ZeRO-3 is waited for at once.
+    """
     run = built(config)
     batches, ledger = micro_batches(run), run.mesh.ledger
     with (
@@ -62,21 +66,24 @@ def table(config, planted=False):
             ledger.phase = "evaluate"
     found = times.table(run.mesh)
     assert "of it wire" in report.waited_table(ledger, 4, found)
-    return found, {row: calls / 4 for row, (calls, _) in ledger.rows.items() if row[0] != "setup"}
+    received = sum(call.row[3] == "receive" for call in times.ended())
+    return found, {row: calls / 4 for row, (calls, _) in ledger.rows.items() if row[0] != "setup"}, received
 
 
 def test_a_planted_wait_moves_the_column(workers):
     """Each gather runs beside that of the unit before, so a step waits for half of them."""
-    config = tiny_config(2, zero=3, num_layers=4, delay=D)
+    config, rows = tiny_config(2, zero=3, num_layers=4, delay=D), [(p, "dp", "parameters", "all_gather") for p in FB]
     tables = [workers.run(2, table, config, planted)[0][0] for planted in (False, True)]
-    usual, planted = (sum(wire for row, (*_, wire) in t.items() if row[2] == "parameters") for t in tables)
-    assert planted > 1.4 * usual > 0
+    usual, planted = ([t[row] for row in rows] for t in tables)
+    assert [calls for calls, *_ in usual] == [21, 21]  # three micro-batches, seven buckets
+    assert all(more[2] > 1.4 * few[2] > 0 for more, few in zip(planted, usual, strict=True))
 
 
 def test_the_clock_has_the_ledgers_rows_and_receives(workers):
     """A validation before a step hides no receive."""
-    times, counted = workers.run(8, table, tiny_config(2, 2, pp=2, zero=1, micro_batch_size=2))[0]
-    receives = {("backward", "pp", "gradients of activations", "receive"): 6}
+    ranks = workers.run(8, table, tiny_config(2, 2, pp=2, zero=1, micro_batch_size=2))
+    (times, counted, _), receives = ranks[0], {("backward", "pp", "gradients of activations", "receive"): 6}
+    assert {received for *_, received in ranks} == {4 * 6}
     assert {row: calls for row, (calls, *_) in times.items()} == counted | receives
 
 

@@ -72,7 +72,7 @@ spread() { # spread SECONDS NAME CONFIG [OPTION...]: train on $gpus GPUs
 three() { # three NAME [OPTION...]: three steps in fp32, compared with those of one GPU
     spread 90 "$1" configs/look.py --dtype=fp32 --ledger=False --num_layers=$((2 * all)) --num_attention_heads=8 \
         --micro_batch_size=1 "${@:2}"
-    [ "$1" = one ] || run 30 $python -m bench same --one="$work/one" --other="$work/$1"
+    [ "$1" = one ] || run 60 $python -m bench same --one="$work/one" --other="$work/$1"
 }
 
 waits() { # waits NAME [OPTION...]: bytes and waits in bf16, twice
