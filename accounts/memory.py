@@ -117,8 +117,10 @@ def whole_gradients(layout, schedule, rank, z):
     """Return the row WHOLE as `Zero.open_gradient` and `Zero.reduce` make it; {} if no gradients are sharded."""
     size = {name: z.wide * bucket.size for name, bucket in layout.buckets(rank).items()}
     opened, sums, peak = set(), deque(maxlen=2), 0  # sums that still run: a third ends the oldest
-    for kind, _, c in schedule.actions[rank] if layout.stage >= 2 else ():
-        chunk = Chunk(layout.units[c], [layout.names([unit]) for unit in layout.units[c]])
+    own = {c for c, place in enumerate(schedule.placement) if place == rank and layout.stage >= 2}
+    chunks = {c: Chunk(layout.units[c], [layout.names([unit]) for unit in layout.units[c]]) for c in own}
+    for kind, _, c in schedule.actions[rank] if chunks else ():
+        chunk = chunks[c]
         for names, complete in [] if kind == "F" else [*zip(chunk.buckets, chunk.reduce_after, strict=True)][::-1]:
             sums = deque((name for name in sums if name not in names), maxlen=2)
             opened |= {*names}
