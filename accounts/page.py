@@ -1,8 +1,6 @@
-"""Write the lecture's pictures as one HTML file that moves: pipeline schedules, and the memory of one rank.
+"""Write schedules and the memory of a rank as one HTML file with sliders: python -m accounts.page --out=lecture.html
 
-    python -m accounts.page --out=lecture.html
-
-Lists of actions, bytes, formulas and errors come from the project's functions. `page.html` draws them.
+Actions, bytes, formulas and errors come from the project's functions. `page.html` draws them.
 """
 
 import base64
@@ -20,6 +18,7 @@ from accounts.search import RESERVED, SHORT, model_of
 from errors import Parser, UserError, exit_on_user_error, explained, reading
 from parallel import schedules
 
+FOLDER = Path(__file__).parent.parent
 MODELS = ("gpt3_1b3", "gpt3_13b", "gpt3_175b")
 AXES = {  # choices of the two views
     **dict(name=[*schedules.SCHEDULES], p=(2, 3, 4, 6, 8), m=range(1, 17), v=(2, 3, 4)),
@@ -31,7 +30,7 @@ LEAST = SHORT | {"gpipe": (1, 2), "chimera": (1, 2)}  # for whole gradients
 
 
 def or_error(function):
-    """Return `function` with a cache, which returns the text of a UserError as {"error": text}."""
+    """Return `function` with a cache. It returns a UserError as {"error": text}."""
 
     @cache
     @wraps(function)
@@ -47,10 +46,7 @@ def or_error(function):
 
 @or_error
 def lists(name, p, m, v):
-    """Return [parts, placement, actions] of a schedule. An action comes after all that it waits for.
-
-    It is [kind, micro-batch, chunk, distance to each action that it waits for ...].
-    """
+    """Return [parts, placement, [(kind, micro-batch, chunk, steps back to each action that it waits for ...)]]."""
     s = schedules.build(name, p, m, v if schedules.usual_chunks(name) > 1 else 1)
     order = [event.action for event in schedules.run_in_order(s, schedules.NOMINAL, 0)]
     at, needs = {action: i for i, action in enumerate(order)}, schedules.prerequisites(s)
@@ -60,12 +56,11 @@ def lists(name, p, m, v):
 
 @cache
 def model_named(name):
-    return model_of(replace(configuration.load([f"configs/{name}.py"]), dtype="bf16"), "bf16")
+    return model_of(replace(configuration.load([f"{FOLDER}/configs/{name}.py"]), dtype="bf16"), "bf16")
 
 
 @or_error
 def checked(model, tp, pp, schedule, few):
-    """Return the fields of a layout. Raises UserError if the model cannot run in it."""
     c, chunks = model_named(model).config, schedules.usual_chunks(schedule)
     fields = dict(tp=tp, pp=pp, schedule=schedule, chunks=chunks)
     configuration.check(replace(c, **fields, micro_batch_size=1, global_batch_size=few), tp * pp)
@@ -74,14 +69,14 @@ def checked(model, tp, pp, schedule, few):
 
 @cache
 def first_with_the_padding(model, tp, dp):
-    """Return the first n > 1 whose buckets are as large as those of dp."""
+    """Return the first n > 1 with buckets as large as those of dp."""
     sizes = {n: [bucket.size for bucket in model_named(model).buckets(tp, n).values()] for n in (*AXES["dp"], dp)}
     return next((n for n in AXES["dp"] if n > 1 and sizes[n] == sizes[dp]), dp)
 
 
 @or_error
 def states(dp, **numbers):
-    """Return for each pipeline rank [P, 1 if it has the head, bytes of whole gradients, of whole parameters]."""
+    """Return [P, 1 on the head's rank, bytes of whole gradients, of whole parameters] of each pipeline rank."""
     found, fields, m = model_named(numbers["model"]), checked(**numbers), numbers["few"]
     if "error" in fields:
         return fields
@@ -97,7 +92,7 @@ def states(dp, **numbers):
 
 @or_error
 def activations(sp, recompute, **numbers):
-    """Return for each pipeline rank [bytes of activations, perhaps of a recomputed block] for b = 1."""
+    """Return [bytes, perhaps those of a recomputed block] of each pipeline rank, for b = 1."""
     found, fields, m = model_named(numbers["model"]), checked(**numbers), numbers["few"]
     if "error" in fields:
         return fields
@@ -136,7 +131,7 @@ TABLES = {
 
 
 def row(function, **values):
-    """Return a function's value as JSON. A few of the `micro` micro-batches have the same peaks."""
+    """Return a function's value as JSON. Few micro-batches have the peaks of many."""
     if "micro" in values:
         micro = values.pop("micro")
         rounds, more = (LEAST if function is states else SHORT).get(values["schedule"], (micro, 0))
@@ -145,7 +140,7 @@ def row(function, **values):
 
 
 def all_data():
-    """Return the page's data. A table has a number into `rows` for each choice, in the order of `product`."""
+    """Return the page's data. A table has a place in `rows` for each choice, in the order of `product`."""
     rows, tables = {}, {}
     for function, axes in TABLES.items():
         names = axes.split()
