@@ -15,14 +15,20 @@ from errors import UserError, reading
 from parallel.schedules import messages
 
 KINDS = {  # of an action: its meaning, its colour in a rank's first chunk and in its other chunks
-    "F": ("forward", "#2f6fb7", "#a2c0e0"),
-    "B": ("backward", "#1b8049", "#99ccae"),
-    "I": ("input gradient", "#0f7c7a", "#92c8c7"),
-    "W": ("weight gradient", "#a86a0c", "#dfbf8d"),
+    "F": ("forward", "#0072b2", "#a3cae2"),  # Okabe and Ito's colours
+    "B": ("backward", "#009e73", "#a8dccc"),
+    "I": ("input gradient", "#cc79a7", "#edcfdf"),
+    "W": ("weight gradient", "#e69f00", "#f7dca4"),
     "U": ("update", "black", "black"),
     "!": ("backward with other weights than its forward", "#b3303f", "#b3303f"),
 }
-AXES = {"tp": "orange", "cp": "red", "pp": "blue", "dp": "green", "holders": "purple"}
+AXES = {  # meaning, colour
+    "tp": ("tensor", "#e69f00"),
+    "cp": ("context", "#d55e00"),
+    "pp": ("pipeline", "#0072b2"),
+    "dp": ("data", "#009e73"),
+    "holders": ("stages that hold a copy of the word table", "#cc79a7"),
+}
 STYLE = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": ""}  # equal pictures get equal bytes
 ABOVE = dict(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)  # a legend's place
 
@@ -70,62 +76,78 @@ def timelines(path, pictures):
     """Draw `draw.Picture`s below one another on one time axis."""
     row, ranks, boxes = 0, {}, defaultdict(list)  # ranks: {row: label}; boxes: {(kind, later): [(row, start, ...)]}
     gap = max(picture.timeline.makespan for picture in pictures) / 500
-    with figure(path, sum(0.2 * (len(p.notes) + len(p.schedule.actions) + 2) for p in pictures)) as axes:
+    with figure(path, 0.6 + sum(0.2 * (len(p.schedule.actions) + len(p.notes) + 2) for p in pictures)) as axes:
         for picture in pictures:
-            for text in [picture.title, *picture.notes]:
-                axes.text(0, row, text, va="center")
-                row += 1
+            axes.text(0, row, picture.title, va="center", weight="bold")
+            for i, note in enumerate(picture.notes, 1):
+                axes.text(0, row + i, " ".join(note.split()), va="center", fontsize=8)
+            row, own = row + 1 + len(picture.notes), range(len(picture.schedule.actions))
+            white = dict(color="#f0f0f0", hatch="////", edgecolor="#c4c4c4", linewidth=0, align="center")
+            axes.barh([row + r for r in own], picture.timeline.makespan, label=None if ranks else "idle", **white)
             for rank, action, start, end in picture.timeline.events:
                 kind = "!" if picture.other_weights(rank, action) else action.kind
                 box = row + rank, start, max(end - start - gap, gap), "" if kind == "U" else action.microbatch
                 boxes[kind, action.chunk in picture.later].append(box)
-            ranks |= {row + rank: f"rank {rank}" for rank in range(len(picture.schedule.actions))}
+            ranks |= {row + rank: f"rank {rank}" for rank in own}
             row = max(ranks) + 2
         for (kind, later), found in boxes.items():
             rows, starts, widths, numbers = zip(*found, strict=True)
             meaning, *colours = KINDS[kind]
-            label = None if later else meaning
+            label = f"{meaning}, a later chunk of the rank" if later else meaning
             bars = axes.barh(rows, widths, left=starts, align="center", color=colours[later], label=label)
-            axes.bar_label(bars, numbers, label_type="center", color="black" if later else "white", fontsize=6)
+            ink = "white" if kind in "F!" and not later else "black"
+            axes.bar_label(bars, numbers, label_type="center", color=ink, fontsize=6)
         axes.set_yticks(list(ranks), ranks.values())
-        axes.set_ylim(row - 1, -1)
-        axes.set_xlabel("time; pale: not the rank's first chunk; white: idle")
-        axes.legend(**ABOVE)
+        axes.set(ylim=(row - 1, -1), xlim=(0, None), xlabel="time, in the unit of --cost or of the trace")
+        axes.tick_params(left=False)
+        axes.spines[["left", "right", "top"]].set_visible(False)
+        axes.legend(**ABOVE, frameon=False)
 
 
 def traffic(path, p):
     """Draw who sends what, above a table of the bytes. p: `traffic.Prediction`.
 
-    A box is a rank. Boxes side by side are tp ranks, a column of such groups is a pipeline stage, and a row is a data
-    replica (with cp, one of its cp ranks). At most 4 ranks of an axis are drawn.
+    A box is a rank, a frame its tp group, a column a pipeline stage, and a row a data replica (with cp, one of its cp
+    ranks). At most 4 ranks of an axis are drawn.
     """
     c, sizes = p.layout.config, [min(4, n) for n in (p.layout.dp, p.layout.config.pp, p.layout.config.tp)]
-    links = {("pp", *sorted((m.source, m.destination))) for m in messages(p.schedule)}
+    drawn, links = set(), {("pp", *sorted((m.source, m.destination))) for m in messages(p.schedule)}
     for name in p.layout.all_buckets:
         links |= {("holders", *pair) for pair in itertools.pairwise(p.layout.holders(name))}
     table = sent_table("each stage", p.layout.stage, {f"stage {i}": sent for i, sent in enumerate(p.sent[:4])})
 
     def place(d, stage, t):
-        return stage * (sizes[2] + 0.6) + t, -d
+        return stage * (sizes[2] + 0.7) + t, -1.25 * d
 
-    with figure(path, 1 + sizes[0] + 0.17 * table.count("\n")) as grid:
+    with figure(path, 0.8 + 1.1 * sizes[0] + 0.19 * table.count("\n")) as grid:
+        for d, stage in itertools.product(*map(range, sizes[:2])):
+            x, y = place(d, stage, 0)
+            grid.fill_between([x - 0.46, x + sizes[2] - 0.54], y - 0.46, y + 0.46, color="#efefe9", zorder=0)
+            if d == 0:
+                grid.text(x + (sizes[2] - 1) / 2, 0.72, f"stage {stage}", ha="center", weight="bold")
         for d, stage, t in itertools.product(*map(range, sizes)):
             group, i = divmod(d, c.cp)
             others = [("tp", (d, stage, t + 1)), ("cp" if i + 1 < c.cp else "dp", (d + 1, stage, t))]
             others += [(axis, (d, b, t)) for axis, a, b in sorted(links) if a == stage]
             for axis, other in others:
                 if all(i < size for i, size in zip(other, sizes, strict=True)):
-                    bend = {"pp": -0.15, "holders": -0.25}.get(axis, 0)
-                    style = dict(arrowstyle="<|-|>", color=AXES[axis], shrinkA=13, shrinkB=13)
+                    bend = {"pp": -0.18, "holders": 0.18}.get(axis, 0)
+                    style = dict(arrowstyle="<|-|>", color=AXES[axis][1], shrinkA=19, shrinkB=19, linewidth=1.6)
                     style["connectionstyle"] = f"arc3,rad={bend}"
                     grid.annotate("", place(*other), place(d, stage, t), arrowprops=style)
+                    drawn.add(axis)
             outer = stage * (p.layout.dp // c.cp) + group if c.order == "pp-dp-tp" else group * c.pp + stage
             number = (outer * c.cp + i) * c.tp + t
-            frame = dict(facecolor="none", boxstyle="round,pad=0.5")
-            grid.text(*place(d, stage, t), number, ha="center", va="center", bbox=frame)
-        for axis, colour in AXES.items():
-            grid.plot([], color=colour, label=axis)
-        grid.legend(**ABOVE | {"ncols": 5})
-        grid.set(xlim=(-0.6, place(0, sizes[1], 0)[0] - 1), ylim=(0.4 - sizes[0], 0.8), xticks=[], yticks=[])
+            (x, y), frame = place(d, stage, t), dict(facecolor="white", boxstyle="round,pad=0.5")
+            places = f"dp {group} pp {stage}\n" + (f"cp {i} " if c.cp > 1 else "") + f"tp {t}"
+            grid.text(x, y, f"\u00a0\n{places}", ha="center", va="center", bbox=frame, fontsize=6, linespacing=1.3)
+            grid.text(x, y + 0.11, number, ha="center", va="center", weight="bold")
+        for axis in (axis for axis in AXES if axis in drawn):
+            grid.plot([], color=AXES[axis][1], linewidth=2, label=f"{axis}: {AXES[axis][0]}")
+        if drawn:
+            grid.legend(**ABOVE | {"ncols": 5}, frameon=False)
+        right, bottom = place(sizes[0] - 1, sizes[1] - 1, sizes[2] - 1)
+        grid.set(xlim=(-0.6, right + 0.6), ylim=(bottom - 0.6, 0.95), xticks=[], yticks=[])
+        grid.spines[:].set_visible(False)
         table = table.replace(" ", "\u00a0")  # an SVG joins plain spaces
-        grid.figure.supxlabel(table, x=0.01, ha="left", family="monospace", fontsize=7)
+        grid.figure.supxlabel(table, x=0.01, ha="left", family="monospace", fontsize=7.5)
