@@ -40,7 +40,7 @@ SHOWN = ("loss", "lm_loss"), ("norm", "grad_norm"), ("validation", "validation_l
 TRAIN, PROJECT = "train.py configs/look.py --dtype=fp64 --check_replicas=1", "the project, this layout"
 KEPT = "seed level minutes hints tries sentence".split()  # of a record, for the teacher
 TEST = re.compile(r"testing/|conftest|(.*/)?test_")
-PATIENCE = 90  # seconds without a new line of a run
+PATIENCE = 180  # seconds without a new step of a run
 TOLD = """hunt {seed}, level {level}: mine/hunt has one defect. Look at other layouts, edit there, then --done "...".
 hunt {seed}、level {level}: mine/hunt に不具合が1つあります。別のlayoutと比べて直し、--done "..." で採点します。"""
 
@@ -94,11 +94,11 @@ def run(folder, processes, fields):
         start = f"-m torch.distributed.run --standalone --nproc_per_node={processes} --tee=3 --log_dir={out}/said"
         words = [*start.split(), *TRAIN.split()] if processes > 1 else TRAIN.split()
         words += [*fields, f"--data_dir={DATA}", f"--out_dir={out}", "--comm_timeout=20"]
-        code, said = judging.run(folder, words, PATIENCE, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+        (file := Path(out, "metrics.jsonl")).touch()
+        code, said = judging.run(folder, words, PATIENCE, file, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
         files = sorted(Path(out).glob("said/*/*/*/stderr.log"))
         errors = ("".join(path.read_text("utf-8", "replace") for path in files) or said).replace(out, "OUT")
-        rows = [row for file in Path(out).glob("metrics.jsonl") for row in file.read_text("utf-8").splitlines()]
-    steps = [*enumerate(map(json.loads, rows[:3]), 1)]
+        steps = [*enumerate(map(json.loads, file.read_text("utf-8").splitlines()[:3]), 1)]
     numbers = {f"{name} {i}": float(step[key]) for name, key in SHOWN for i, step in steps if key in step}
     died = f"no answer in {PATIENCE} s" if code is None else "a process died without a word (a segmentation fault?)"
     wrong = re.findall(r"(?m)((?:^error|^rank \d+|\w+Error): .{,150})", errors) or [died] if code != 0 else []
