@@ -1,6 +1,7 @@
 """Draws every picture file, as SVG. Only this file needs matplotlib.
 
 timelines   schedules, one row of boxes per rank     python -m accounts.draw ... --svg=FILE
+zero_states ZeRO 0 to 3: bytes of the model states   python -m accounts.page --svg=FILE
 traffic     who sends what to whom in a step         python -m accounts.traffic ... --svg=FILE
 curves      the losses of runs                       python -m accounts.curve ... --svg=FILE
 speeds      tokens/s over the number of processes    python -m accounts.curve --speed ... --svg=FILE
@@ -10,6 +11,7 @@ import itertools
 from collections import defaultdict
 from contextlib import contextmanager
 
+from accounts.memory import model_states
 from accounts.report import sent_table
 from errors import UserError, reading
 from parallel.schedules import messages
@@ -102,6 +104,24 @@ def timelines(path, pictures):
         axes.tick_params(left=False)
         axes.spines[["left", "right", "top"]].set_visible(False)
         axes.legend(**ABOVE, frameon=False)
+
+
+def zero_states(path, elements, n):
+    """Draw the bytes of ZeRO 0 to 3 on one of n ranks."""
+    colours = dict(zip(model_states(1, 1, 0), ("#0072b2", "#56b4e9", "#cc79a7", "#e69f00"), strict=True))
+    with figure(path, 2.6) as axes:
+        for stage in range(4):
+            left = 0
+            for part, size in model_states(elements, n, stage).items():
+                width = float(size) / 1e9
+                bar = axes.barh(f"ZeRO-{stage}", width, left=left, color=colours[part], label=None if stage else part)
+                ink = "white" if part == "parameters" else "black"
+                axes.bar_label(bar, [f"{width:.1f}" if width > 8 else ""], label_type="center", color=ink)
+                left += width
+            axes.text(left + 2, stage, f"{left:.1f} GB", va="center", weight="bold")
+        axes.set(xlabel=f"GB of a rank: {elements:,} parameters, dp={n}, bf16, AdamW", ylim=(3.5, -0.5))
+        axes.spines[["right", "top"]].set_visible(False)
+        axes.legend(**ABOVE | {"ncols": 4}, frameon=False)
 
 
 def traffic(path, p):

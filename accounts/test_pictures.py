@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 import log
-from accounts import curve, draw, figures, traffic
+from accounts import curve, draw, figures, memory, page, traffic
 from errors import UserError
 from test_layouts import tiny_config
 
@@ -82,6 +82,16 @@ def test_a_backward_with_other_weights_is_marked(tmp_path, capsys):
     for marked, more in enumerate(([], ["--without_stashing"])):
         draw.main(["pipedream", "--stages=2", "--microbatches=4", f"--svg={tmp_path}/x.svg", *more])
         assert (figures.KINDS["!"][0] in texts(tmp_path / "x.svg")) == marked
+
+
+def test_the_bars_of_zero_are_the_model_states(tmp_path):
+    page.main([f"--svg={tmp_path}/x.svg"])
+    words = texts(tmp_path / "x.svg")
+    for stage in range(4):
+        states = memory.model_states(page.model_named("gpt3_13b").parameters, 16, stage)
+        sizes = [float(size) / 1e9 for size in states.values()]
+        shown = [f"{sum(sizes):.1f} GB", *(f"{size:.1f}" for size in sizes if size > 8)]
+        assert {f"ZeRO-{stage}", *states, *shown} <= set(words)
 
 
 # --- traffic ----------------------------------------------------------------------------------------------------------
