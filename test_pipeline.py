@@ -14,6 +14,7 @@ import torch
 import data
 import train
 from accounts import draw, meter
+from errors import UserError
 from model import parameter_table
 from parallel import comm, pipedream, pipeline, schedules, tensor, zero
 from parallel.layout import Layout, split
@@ -389,6 +390,8 @@ def test_a_trace_holds_every_action_of_every_rank(workers, tokens_dir, tmp_path)
     (part,) = draw.recorded_pictures(str(trace), f"0,{recorded.span}")
     assert {(rank, mark) for rank, mark, *_ in part.calls} == {*itertools.product((0, 1), "=#")}
     assert part.timeline.events == recorded.timeline.events and "#" in draw.terminal([part], 500).splitlines()[4]
+    with pytest.raises(UserError, match="window"):
+        draw.recorded_pictures(str(trace), "9,5")
 
 
 def grown(config):

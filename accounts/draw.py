@@ -183,13 +183,16 @@ def recorded_pictures(path, window=""):
         cost = {kind: fmean(e.end - e.start for e in events if e.action.kind == kind) for kind in sorted(kinds)}
         lines = simulate(schedule, cost), schedules.timeline(events, len(schedule.actions))
         calls = tuple((*call, max(0.0, a - begin), b - begin) for *call, a, b in calls if b > begin)
-        window = [float(x) for x in window.split(",")] if window else []
+        if window:
+            first, last = map(float, window.split(","))
+            if not 0 <= first < min(last, lines[1].makespan):
+                raise ValueError(f"the window should be A,B with 0 <= A < B, in a step of {lines[1].makespan:.0f} ms")
     means = ", ".join(f"{kind} {cost[kind]:.3g} ms" for kind in cost)
     titles = f"{schedule.name}, ideal: {means}, messages no time", f"{schedule.name}, recorded: step {step}"
     versions = versions_of(schedule)
     found = zip(titles, lines, ((), calls), strict=True)
     pictures = [Picture(title, schedule, x, notes_of(x, "ms"), versions, more) for title, x, more in found]
-    return [zoomed(pictures[1], *window)] if window else pictures
+    return [zoomed(pictures[1], first, last)] if window else pictures
 
 
 def zoomed(picture, begin, end):

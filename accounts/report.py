@@ -28,7 +28,8 @@ def watching(run, say):
         yield
     if c.ledger and run.steps:
         say(measured_tables(run, activations))
-        say(f"\n{waited_table(mesh.ledger, run.steps.total(), times.table(mesh))}")
+        if waits := times.table(mesh):
+            say(f"\n{waited_table(mesh.ledger, run.steps.total(), waits)}")
     if c.trace and run.steps:
         agree(mesh.world, lambda: trace.write_trace(c, run.executor.trace, mesh, times))
 
