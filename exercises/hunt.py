@@ -42,7 +42,7 @@ KEPT = "seed level minutes hints tries sentence".split()  # of a record, for the
 TEST = re.compile(r"testing/|conftest|(.*/)?test_")
 PATIENCE = 180  # seconds without a new step of a run
 TOLD = """hunt {seed}, level {level}: mine/hunt has one defect. Look at other layouts, edit there, then --done "...".
-hunt {seed}、level {level}: mine/hunt に不具合が1つあります。別のlayoutと比べて直し、--done "..." で採点します。"""
+hunt {seed}、level {level}: mine/hunt に不具合が1つあります。別のレイアウトと比べて直し、--done "..." で採点します。"""
 
 
 def hunts(level):
