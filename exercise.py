@@ -5,7 +5,7 @@
     python exercise.py 8               judge your file
     python exercise.py 8 FOLDER        judge the file and the predictions in another copy of the project
     python exercise.py hunt --seed=7   find a planted defect (exercises/hunt.py)
-    python exercise.py stop 8          put the project's functions back; your file is kept in mine/
+    python exercise.py stop 8          put the project's functions back; mine/ keeps your file for the next start
     python exercise.py grade 8 FOLDER FOLDER ...    judge many folders (for teachers)
     python exercise.py oral 8                       print questions to ask, and their answers (for teachers)
     options: --limit=120   seconds that a test may need
@@ -38,6 +38,8 @@ ROOT = Path(__file__).parent
 LIMIT = 120  # seconds that a test may need
 NOTE = 70  # characters of a table's note
 LINES = 16  # of a red lamp's message
+LEGEND = """todo: not judged yet; red: a lamp is red; green: all but bonus are green. A lamp is a test with one idea.
+todo: まだ採点していません。red: 赤いランプがあります。green: ボーナス以外は緑です。ランプは1つの考え方のテストです。"""
 FORMAT = "# Write one number each, such as 8,192 or 0.11 or 3/27 (at most 1% off). 数を1つずつ書いてください。\n"
 
 
@@ -64,38 +66,46 @@ def blank(number, text):
     return text
 
 
-def hide(file, hidden):
-    """Keep a file's lines out of `git diff`, which would show the solution, or show them again.
+def hide(file, number=None):
+    """Keep a file's lines out of `git diff`, which would show the solution, or (no number) show them again.
 
-    This uses the clone's own attributes. After `update-index --skip-worktree`, pull, stash and restore fail.
+    This uses the clone's own attributes, which also say the exercise's number. After `update-index --skip-worktree`,
+    pull, stash and restore fail.
     """
     path = ROOT / git("rev-parse", "--git-path", "info/attributes").decode().strip()
-    text, line = path.read_text(encoding="utf-8") if path.exists() else "", f"**/{file} -diff\n"
+    text, line = path.read_text(encoding="utf-8") if path.exists() else "", f"**/{file} -diff exercise={number}\n"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(text.replace(line, "") + line * hidden, encoding="utf-8")
+    path.write_text(re.sub(rf"\*\*/{file} -diff.*\n", "", text) + line * bool(number), encoding="utf-8")
+
+
+def open_in(file):
+    """Return the number of the exercise that `start` has opened in `file`, or NUMBER."""
+    return git("check-attr", "exercise", file).decode().split()[-1].replace("unspecified", "NUMBER")
 
 
 def start(number):
-    """Empty an exercise's functions, and write the questions to mine/`number`.txt. Return the text to show.
+    """Empty an exercise's functions, or put the kept answer back. Write the questions to mine/`number`.txt.
 
-    Raises UserError if an exercise is open in the same file.
+    Return the text to show. Raises UserError if an exercise is open in the same file.
     """
     e = exercise(number)
     file, questions = ROOT / e["file"], ROOT / f"mine/{number}.txt"
     text, sharing = file.read_text(encoding="utf-8"), [x for x in map(exercise, numbers()) if x["file"] == e["file"]]
-    names = [name for x in sharing for name in x["functions"]]
-    if not same(text, committed(e["file"]), names):
-        raise UserError(f"{e['file']}: an exercise is open in it; first: python exercise.py stop NUMBER")
-    file.write_text(blank(number, text), encoding="utf-8")
-    hide(e["file"], True)
+    if not same(text, committed(e["file"]), [name for x in sharing for name in x["functions"]]):
+        raise UserError(f"{e['file']}: an exercise is open in it; first: python exercise.py stop {open_in(e['file'])}")
+    text, (path, written) = blank(number, text), answer_in(number, ROOT)
+    file.write_text(merged(text, path.read_text("utf-8") if written else text, e["functions"])[0], encoding="utf-8")
+    hide(e["file"], number)
     if not questions.exists():
         asked = ["\n".join([*(f"# {text}" for text in q["ask"]), f"{q['name']} = ?\n"]) for q in e["predict"]]
         questions.write_text("\n".join([FORMAT, *asked]), encoding="utf-8")
-    todo = ", ".join(f"`{name}`" for name in e["functions"])
-    return "\n".join([title(number), *e["task"], f"write: {e['file']} {todo}", f"predict first: mine/{number}.txt"])
+    back = [f"mine/{kept(number, ROOT).name}: your answer is back in the file. 前の答えを戻しました。"] * written
+    lines = f"predict first まず予想: mine/{number}.txt", f"write 書く関数: {e['file']} {', '.join(e['functions'])}"
+    then = f"`python exercise.py {number}` judges 採点します; `python exercise.py stop {number}` puts back 元に戻します"
+    return "\n".join([title(number), *e["task"], *back, *lines, then])
 
 
-def kept(number, folder=ROOT):
+def kept(number, folder):
     """Return the path where `stop` keeps the answer."""
     return folder / f"mine/{number}_{Path(exercise(number)['file']).name}"
 
@@ -105,12 +115,15 @@ def stop(number):
     e = exercise(number)
     file, project = ROOT / e["file"], committed(e["file"])
     text = file.read_text(encoding="utf-8")
-    if same(text, project, e["functions"]):
-        raise UserError(f"exercise {number} is not open: {e['file']} has the project's functions")
-    kept(number).write_text(text, encoding="utf-8")
-    file.write_text(merged(text, project, e["functions"])[0], encoding="utf-8")
-    hide(e["file"], False)
-    return f"{e['file']}: the project's functions again; your file is mine/{kept(number).name}"
+    if same(text, project, e["functions"]) or open_in(e["file"]) not in (str(number), "NUMBER"):
+        raise UserError(f"{e['file']}: exercise {number} is not open in it")
+    path, restored = kept(number, ROOT), merged(text, project, e["functions"])[0]
+    if not path.exists() or not same(text, blank(number, project), e["functions"]):
+        path.write_text(text, encoding="utf-8")
+    file.write_text(restored, encoding="utf-8")
+    hide(e["file"])
+    english = f"{e['file']} has the project's functions again. Your file is kept: mine/{path.name}"
+    return f"{english}\n{e['file']} を元の関数に戻しました。書いたファイルは mine/{path.name} に残っています。"
 
 
 # --- judge ------------------------------------------------------------------------------------------------------------
@@ -143,11 +156,9 @@ def judge(number, text, limit=LIMIT):
     with copied_commit() as folder:
         (folder / e["file"]).write_text(text, encoding="utf-8")
         results = run_tests(folder, [lamp["test"] for lamp in e["lamp"]], limit=limit)
-    judged = []
-    for lamp in e["lamp"]:
-        messages = [message for test, message in results if contains(lamp["test"], test)]
-        judged.append((lamp, next((message for message in messages if message is not None), None)))
-    return judged, changed
+    red = [(test, message) for test, message in results if message is not None]
+    first = [next((message for test, message in red if contains(lamp["test"], test)), None) for lamp in e["lamp"]]
+    return [*zip(e["lamp"], first, strict=True)], changed
 
 
 def formulas(number):
@@ -247,21 +258,24 @@ def state(number):
 
 
 def judge_files(number, folder, limit):
-    """Judge the file and predictions in `folder`. Return True if all lamps but bonus are green."""
-    e, (path, _) = exercise(number), answer_in(number, folder)
+    """Judge the file and predictions in `folder`. Return whether all lamps but bonus are green, None if unwritten."""
+    e, (path, written) = exercise(number), answer_in(number, folder)
     if path is None:
         raise UserError(f"{folder}: has no answer to exercise {number}; first: python exercise.py start {number}")
     mine, text = predictions(number, folder), path.read_text(encoding="utf-8")
-    judged, changed = judge(number, text, limit)
-    print(shown(number, text, limit), title(number), f"judged: {path}", sep="\n")
+    print("judging, about 10 seconds 採点中 (約10秒) ...", flush=True)
+    judged, changed = judge(number, text, limit) if written else ([], [])
+    print(shown(number, text, limit) if written else "", title(number), f"your file あなたのファイル: {path}", sep="\n")
     if changed:
         print(f"also changed, without effect: {', '.join(changed)}")
     for q, (answer, x), right in zip(e["predict"], mine.values(), formulas(number), strict=False):
         good = is_right(x, right)
         why = "" if good else f": {q['derivation']}"
-        print(mark(good), f"{q['name']}: you {answer}, the formula {right:,.10g}{why}", sep="  ")
+        print(mark(good), f"{q['name']}: you あなた {answer}, the formula 正解 {right:,.10g}{why}", sep="  ")
     if not mine:
-        print(f"mine/{number}.txt: answer all questions, then the right numbers are shown")
+        print(f"mine/{number}.txt: answer all questions to see the right numbers すべて答えると正解が出ます")
+    if not written:
+        return print(f"not written yet まだ書いていません: {', '.join(e['functions'])}")
     for lamp, message in judged:
         print(mark(message is None, "bonus" in lamp), f"{lamp['idea'][0]}\n       {lamp['idea'][1]}", sep="  ")
         if message is not None:
@@ -276,9 +290,7 @@ def main(arguments=None):
     given = sys.argv[1:] if arguments is None else arguments
     if given[:1] == ["hunt"]:
         return importlib.import_module("exercises.hunt").main(given[1:])
-    usage = (
-        "python exercise.py [[start | stop] NUMBER | NUMBER [FOLDER] | grade NUMBER FOLDER ...] [--limit=N] [--json]"
-    )
+    usage = "python exercise.py [[start | stop | oral] N | N [FOLDER] | grade N FOLDER ...] [--limit=N] [--json]"
     parser = Parser("python exercise.py", usage=usage)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--limit", type=within(1, 10**6), default=LIMIT)
@@ -290,7 +302,7 @@ def main(arguments=None):
         for number in numbers():
             english, japanese = exercise(number)["idea"]
             print(f"{number:>2} {state(number):<6} {english}\n          {japanese}")
-        return
+        return print(LEGEND)
     most = {"judge": 2, "grade": len(words)}.get(command, 1)
     if len(words) > most or (command == "grade" and most < 2):
         parser.error(f"{words[-1]}: start, stop and oral take one number, judging also a folder, grade folders")
@@ -303,7 +315,7 @@ def main(arguments=None):
         return grade(*(hunting or grading(number, options.limit)), words[1:], options.json)
     if command == "judge":
         green = judge_files(number, folder, options.limit)
-        if folder == ROOT:
+        if folder == ROOT and green is not None:
             (ROOT / f"mine/{number}.state").write_text("green" if green else "red", encoding="utf-8")
         sys.exit(not green)
     with reading(exercise(number)["file"], SyntaxError):

@@ -142,21 +142,63 @@ def test_the_first_complete_predictions_are_kept(tmp_path, monkeypatch):
     assert "answered: 20" in (tmp_path / "mine/8.first").read_text()
 
 
-def test_start_hides_the_solution_and_stop_keeps_the_answer(tmp_path, monkeypatch):
-    git = functools.partial(subprocess.run, cwd=tmp_path, check=True, capture_output=True, text=True)
-    git(["git", "clone", "-q", str(exercise.ROOT), "."])
+@pytest.fixture
+def git(tmp_path, monkeypatch):
+    """Exercise in a clone in tmp_path. Return the function that calls git there."""
+    call = functools.partial(subprocess.run, cwd=tmp_path, check=True, capture_output=True, text=True)
+    call(["git", "clone", "-q", str(exercise.ROOT), "."])
     for module in (exercise, answers):
         monkeypatch.setattr(module, "ROOT", tmp_path)
+    return call
+
+
+def test_start_hides_the_solution_and_stop_keeps_the_answer(tmp_path, git):
     file, project = tmp_path / "parallel/schedules.py", exercise.committed("parallel/schedules.py")
     exercise.main(["start", "8"])
     assert "yours to write" in file.read_text() and "warmup" not in git(["git", "diff"]).stdout
-    with pytest.raises(UserError, match="an exercise is open"):
+    with pytest.raises(UserError, match="stop 8"):
         exercise.main(["start", "9"])
     exercise.main(["stop", "8"])
-    assert file.read_text() == project and "yours to write" in exercise.kept(8).read_text()
+    assert file.read_text() == project and "yours to write" in exercise.kept(8, tmp_path).read_text()
     with pytest.raises(UserError, match="is not open"):
         exercise.main(["stop", "8"])
     assert not (tmp_path / ".git/info/attributes").read_text()
+
+
+def test_start_puts_the_kept_answer_back_and_an_empty_function_never_replaces_it(tmp_path, git, capsys):
+    """Exercises 2 and 11 share a function."""
+    file, names = tmp_path / "parallel/tensor.py", ["Linear.backward"]
+    project = file.read_text()
+    exercise.main(["start", "2"])
+    empty = file.read_text()
+    written = answers.with_body(empty, names[0], ["        return helper(ctx)\n"]) + "def helper(ctx):\n    return 1\n"
+    file.write_text(written)
+    with pytest.raises(UserError, match="not open"):
+        exercise.main(["stop", "11"])
+    exercise.main(["stop", "2"])
+    file.write_text(project)  # git checkout
+    for again in (None, empty):
+        capsys.readouterr()
+        exercise.main(["start", "2"])
+        assert "mine/2_tensor.py: your answer is back" in capsys.readouterr().out
+        assert "return helper(ctx)" in file.read_text() and "def helper" in file.read_text()
+        file.write_text(again or file.read_text())
+        exercise.main(["stop", "2"])
+        assert answers.same(exercise.kept(2, tmp_path).read_text(), written, names)
+    exercise.main(["start", "11"])
+    assert "your answer is back" not in capsys.readouterr().out and "is yours to write" in file.read_text()
+    with pytest.raises(UserError, match="stop 11"):
+        exercise.main(["start", "2"])
+
+
+def test_an_untouched_exercise_is_not_judged(git, monkeypatch, capsys):
+    monkeypatch.setattr(exercise, "formulas", lambda number: [])
+    exercise.main(["start", "8"])
+    with pytest.raises(SystemExit) as ended:
+        exercise.main(["8"])
+    shown = capsys.readouterr().out
+    assert ended.value.code and shown.count("not written yet") == 1 and "\nred" not in shown and "one_f_one_b" in shown
+    assert exercise.state(8) == "todo"
 
 
 def slow(number):
