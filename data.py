@@ -94,22 +94,24 @@ class Tokens:
     def __init__(self, data_dir, split, seq_length, vocab_size):
         self.path, self.seq_length = Path(data_dir) / f"{split}.bin", seq_length
         tokenizer = "gpt2" if vocab_size >= 50257 else "bytes"
-        command = f"python prepare.py --tokenizer={tokenizer} --out={data_dir}"
+        source = "" if Path(data_dir).name.startswith("stdlib") else "FILE "
+        source = f"--megatron={data_dir} " if Path(f"{data_dir}.idx").exists() else source
+        command = f"python prepare.py {source}--tokenizer={tokenizer} --out={data_dir}"
         missing = f"data_dir={data_dir}: no data set of prepare.py; create it with: {command}"
         if not Path(data_dir, "meta.json").exists():
             raise UserError(missing)
         with reading(missing):
             self.meta = json.loads(Path(data_dir, "meta.json").read_text(encoding="utf-8"))
             said, ids, dtype = self.meta["tokens"][split], self.meta["vocab_size"], DTYPES[self.meta["dtype"]]
+            self.num_samples = (said - 1) // seq_length
+            if self.num_samples < 1:
+                raise UserError(f"seq_length={seq_length}: {self.path}: {said} tokens; a sample needs {seq_length + 1}")
             self.tokens = map_tokens(self.path, dtype)
             if len(self.tokens) != said:
                 raise ValueError(f"{self.path} has {len(self.tokens):,} tokens, but meta.json says {said:,}")
         if ids > vocab_size:
             why = f"the tokenizer of {data_dir}, {self.meta['tokenizer']}, has {ids} ids"
             raise UserError(f"vocab_size={vocab_size}: {why}; set this vocab_size, or use another tokenizer")
-        self.num_samples = (said - 1) // seq_length
-        if self.num_samples < 1:
-            raise UserError(f"seq_length={seq_length}: {self.path} has {said} tokens, and a sample needs one more")
         self.check_ids(self.tokens[: 2**16])  # every rank finds most wrong files before training
 
     def windows(self, numbers, seed):

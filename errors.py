@@ -31,7 +31,7 @@ FOREIGN = {
     "override-lr-scheduler": "not needed: a resumed run always uses the new --lr, --lr_decay_iters ...",
     "distributed-backend": "not needed: nccl on GPUs, gloo on CPUs",
     "local-rank": "not needed: start with torchrun --nproc_per_node=N instead of python -m torch.distributed.launch",
-    "nproc-per-node nnodes node-rank master-addr master-port": "put it before train.py: torchrun --nnodes=N ...",
+    "nproc-per-node nnodes node-rank master-addr master-port": "put it before train.py: torchrun {}=... train.py ...",
     "num-gpus": "use torchrun --nproc_per_node=N",
     "num-nodes hostfile": "use torchrun --nnodes=N on each host (GUIDE.md, Several hosts)",
     "fp16": "use --dtype=fp16",
@@ -177,7 +177,7 @@ class Parser(argparse.ArgumentParser):
         name = flag.lstrip("-").replace("_", "-")
         for names, answer in FOREIGN.items():
             if name in names.split():
-                return answer
+                return answer.format(flag)
         for option in self._actions:
             if f"--{name}" in re.findall(r"--[\w-]+", option.help or ""):
                 return f"use {option.option_strings[-1]}"

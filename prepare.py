@@ -76,7 +76,7 @@ def find_files(inputs):
     for name in inputs:
         here = list(walk(name)) if os.path.isdir(name) else [name] * name.endswith(KINDS + JSON)
         if not here:
-            raise UserError(f"input {name}: should be a file or folder of {' '.join(KINDS)}")
+            raise UserError(f"input {name}: should be a file or folder of {' '.join(KINDS)}, or a .json file")
         files += here
     packed = [path for path in files if path.endswith((".parquet", ".zst"))]
     if packed and not importlib.util.find_spec("pyarrow"):
@@ -318,7 +318,7 @@ def main():
     parser = Parser("python prepare.py", description=about, allow_abbrev=False)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     add = parser.add_argument
-    add("inputs", nargs="*", metavar="INPUT", help=f"files or folders of {' '.join(KINDS)} (default: Python's own)")
+    add("inputs", nargs="*", metavar="INPUT", help=f"files, also .json, or folders of {' '.join(KINDS)} (Python's own)")
     add("--out", metavar="DIR", help="output folder (default: data/SOURCE_TOKENIZER, for example data/stdlib_gpt2)")
     add("--tokenizer", default="gpt2", help="gpt2 (default), bytes ..., tokenizer.json, or vocab.json with merges.txt")
     add("--split", default="969,30,1", help="relative sizes of train,val,test (default: 969,30,1)")
@@ -396,7 +396,8 @@ def make(args, tokenizer, files, weights, output, folder):
     meta |= {name: dict(zip(SPLITS, p[name], strict=True)) for name in ("tokens", "documents")}
     output.finish(folder, meta | {"dtype": tokenizer.dtype, "skipped": p["skipped"], "made_from": made_from})
     for split, tokens, documents in zip(SPLITS, p["tokens"], p["documents"], strict=True):
-        print(f"{split:<5} {tokens:>16,} tokens {documents:>12,} documents")
+        part = " (from the end of the largest split)" if tokens and not documents else ""
+        print(f"{split:<5} {tokens:>16,} tokens {documents:>12,} documents{part}")
     print(f"skipped documents: {p['skipped']}")
 
 

@@ -141,9 +141,12 @@ def test_each_option_of_the_how_tos_is_accepted_or_answered(words, monkeypatch):
         assert named <= known and re.match(r"(use|put) .*(--|prepare\.py)|not needed:", answer), (flag, answer)
 
 
-@pytest.mark.parametrize("pair", ["--fp16 --dtype=fp16", "--load --out_dir", "--local-rank torchrun"])
+LAUNCHER = [f"{flag} torchrun {flag}=" for flag in re.findall(r"--\w+", LAUNCH)[:5]]
+
+
+@pytest.mark.parametrize("pair", ["--fp16 --dtype=fp16", "--load --out_dir", "--local-rank torchrun", *LAUNCHER])
 def test_an_answer_is_complete(pair):
-    flag, ours = pair.split()
+    flag, ours = pair.split(maxsplit=1)
     assert ours in refusal(configuration.load, [flag])
 
 

@@ -227,7 +227,7 @@ def test_a_validation_that_is_left_early_leaves_no_thread(counted):
 # -- errors
 
 
-NO_DATA = r"data_dir=.*: no data set of prepare.py; create it with: python prepare.py --tokenizer=bytes --out=.*"
+NO_DATA = r"data_dir=.*: no data set of prepare.py; create it with: python prepare.py FILE --tokenizer=bytes --out=.*"
 REFUSALS = {
     "no folder": (lambda folder: folder.rename(folder.parent / "elsewhere"), NO_DATA.removesuffix(".*") + r"\S*/set"),
     "dtype": (lambda folder: write(folder, range(100), dtype="int32"), NO_DATA + "int32.*"),
@@ -238,8 +238,9 @@ REFUSALS = {
     ),
     "too short": (
         lambda folder: write(folder, range(7)),
-        "seq_length=7: .* has 7 tokens, and a sample needs one .*",
+        "seq_length=7: .*: 7 tokens; a sample needs 8",
     ),
+    "empty": (lambda folder: write(folder, []), "seq_length=7: .*: 0 tokens; a sample needs 8"),
 }
 
 
@@ -252,6 +253,15 @@ def test_wrong_data_files_are_refused(tmp_path, name):
     with pytest.raises(UserError) as refusal:
         Tokens(folder, "train", seq_length=7, vocab_size=257)
     assert re.fullmatch(message, str(refusal.value)), refusal.value  # one line
+
+
+@pytest.mark.parametrize("name, source", [("stdlib_bytes", ""), ("set", "FILE "), ("web", "--megatron={} ")])
+def test_a_missing_data_set_names_its_source(tmp_path, name, source):
+    (tmp_path / "web.idx").touch()
+    with pytest.raises(UserError) as refusal:
+        Tokens(tmp_path / name, "train", seq_length=7, vocab_size=50257)
+    command = f"python prepare.py {source.format(tmp_path / name)}--tokenizer=gpt2 --out={tmp_path / name}"
+    assert str(refusal.value).endswith(command)
 
 
 def test_an_id_beyond_the_vocabulary_deep_in_the_file_is_found_in_its_batch(tmp_path):

@@ -186,13 +186,14 @@ def test_documents_go_to_splits_by_a_hash_of_their_position(here, tmp_path):
 
 
 @pytest.mark.parametrize("split, sizes", [("90,10,0", (900, 100, 0)), ("2,0,98", (20, 0, 980))])
-def test_one_big_file_fills_every_split(split, sizes, here, tmp_path):
+def test_one_big_file_fills_every_split(split, sizes, here, tmp_path, capsys):
     text = "".join(chr(33 + i % 90) for i in range(999))
     (tmp_path / "a.txt").write_text(text)
     tokens, meta = run(tmp_path / "a.txt", tmp_path / "out", split=split)
     assert tuple(meta["tokens"].values()) == tuple(map(len, tokens.values())) == sizes
     assert sorted([*itertools.chain(*tokens.values())]) == sorted(whole(BYTES, [text]))
     assert tokens["train"] == whole(BYTES, [text])[: sizes[0]] or not sizes[1]  # the others get the end of train
+    assert capsys.readouterr().out.count(" 0 documents (from the end of") == 1
 
 
 # --- workers, crashes and signals -------------------------------------------------------------------------------------
@@ -440,6 +441,7 @@ def test_bad_input_stops_with_its_place_or_is_skipped_and_counted(case, here, tm
     [
         (["a.csv"], "input a.csv: "),
         (["empty"], "input empty: "),
+        (["strange"], f"input strange: should be a file or folder of {' '.join(prepare.KINDS)}, or a .json file"),
         (["a.txt", "--split=1,2"], "--split=1,2: should be three shares"),
         *(
             (["a.txt", f"--split={x}"], f"--split={x}: should be three shares")
@@ -454,7 +456,7 @@ def test_mistakes_in_the_command_are_one_line(words, message, here, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     for folder in ("strange", "empty"):
         Path(folder).mkdir()
-    for file in ("a.txt", "a.csv", "strange/train.bin"):
+    for file in ("a.txt", "a.csv", "strange/train.bin", "strange/a.json"):
         Path(file).write_text("precious")
     sys.argv = ["prepare.py", "--tokenizer=bytes", "--out=out", *words]
     with pytest.raises(UserError) as error:

@@ -524,6 +524,14 @@ def test_operations_that_do_not_run_are_one_line(tokens_dir, tmp_path, monkeypat
     assert "--kernels=torch does: RuntimeError: Failed to find C compiler." in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_missing_package_is_found_before_the_model_is_built(name, tokens_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "find_spec", lambda _: None)
+    monkeypatch.setattr(train, "build", None)
+    with pytest.raises(UserError, match=f"{name}=here: .*pip install {name}"):
+        go(configured(tmp_path, tokens_dir, **{name: "here"}))
+
+
 def test_an_error_of_this_gpu_is_no_lost_peer():
     for error in (torch.AcceleratorError("CUDA error"), torch.distributed.DistBackendError("NCCL: out of memory")):
         with pytest.raises(type(error)), lost_peer("rank 0 waited"):

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import tiktoken
 
-from errors import UserError, reading
+from errors import UserError, explained, reading
 
 COPY = ("tokenizer.json", "tokenizer_config.json")
 ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")  # if no file names the end of a document
@@ -95,7 +95,7 @@ def load_tokenizer(source):
     if source in names:
         return download(source)
     if not Path(source).exists():
-        raise UserError(f"tokenizer={source}: should be a folder or file of a vocabulary, or bytes {' '.join(names)}")
+        raise UserError(f"tokenizer={source}: no such file or folder, and no name (bytes {' '.join(names)})")
     with reading(f"tokenizer={source}: not a byte-level BPE (tokenizer.json, or vocab.json with merges.txt)"):
         return read(Path(source))
 
@@ -125,7 +125,9 @@ def read(path):
         path = [*path.glob(COPY[0]), *sorted(path.glob("*vocab.json"))][0]
     value = json.loads(path.read_text(encoding="utf-8"))
     if path.name.endswith("vocab.json"):  # gpt2-vocab.json belongs to gpt2-merges.txt
-        text = path.with_name(path.name.removesuffix("vocab.json") + "merges.txt").read_text(encoding="utf-8")
+        merges = path.with_name(path.name.removesuffix("vocab.json") + "merges.txt")
+        with explained(f"tokenizer={path}: needs {merges}"):
+            text = merges.read_text(encoding="utf-8")
         merges = [line.split(" ") for line in text.splitlines() if line and not line.startswith("#version")]
         vocab, pattern = value, "gpt2"
         made = {*BYTE_OF, *map("".join, merges)}

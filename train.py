@@ -15,6 +15,7 @@ import tempfile
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -301,6 +302,8 @@ def open_files(config, mesh, device, stack):
     wait for each other, so an error of one rank must be found before.
     """
     if mesh.rank == 0 and not config.eval_only:
+        for name in filter(vars(config).get, ("tensorboard", "wandb")):
+            configuration.require(config, name, find_spec(name), f"needs a package: pip install {name}")
         stack.enter_context(processes.lock(config.out_dir))
         checkpoint.remove_unfinished(config.out_dir)
     splits = [config.split] if config.eval_only else ["train", "val"][: 1 + (config.eval_iters > 0)]

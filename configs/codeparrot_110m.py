@@ -1,7 +1,7 @@
 # CodeParrot small. Source: the script of huggingface.co/blog/megatron-training (about 12 hours on 8 GPUs), which sets
 # --fp16 too. CodeParrot's vocabulary has 32,768 ids: 110M parameters. With GPT-2's there are 124,475,904.
-# python prepare.py codeparrot_data.json --text_key=content --out=data/codeparrot_gpt2
-data_dir = "data/codeparrot_gpt2"
+# python prepare.py codeparrot_data.json --text_key=content --out=data/codeparrot
+data_dir = "data/codeparrot"
 
 num_layers = 12
 hidden_size = 768
