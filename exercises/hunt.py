@@ -1,11 +1,15 @@
 """The hunt: one defect is planted into a copy of the project. See its symptom, find it, mend it.
 
-    python exercise.py hunt --seed=7 --level=2       plant it into mine/hunt, and show its symptom (level 1 to 3)
-    python exercise.py hunt --look [--pp=2 ...]      the same layout again, or another one, with the bytes' tables
-    python exercise.py hunt --hint                   the file, then the function, then the defect; each costs points
-    python exercise.py hunt --done "pp=2 is right, so ..."     say which experiment excluded what, and be judged
-    python exercise.py grade hunt FOLDER FOLDER ...  for the teacher: judge the hunts in mine/ of these copies again
-    python exercise.py hunt --check --level=3        for the teacher: run all hunts of a level here
+    python exercise.py hunt --seed=7 --level=2          plant it into mine/hunt, and show its symptom (level 1 to 3)
+
+    python exercise.py hunt --look                      the same layout again, with the bytes' tables
+    python exercise.py hunt --look --dp=2 --zero=1      another layout: fields of train.py; dp=N for the processes
+    python exercise.py hunt --look --micro_batch_size=8   the same layout with this change (no dp, tp, pp or cp given)
+    python exercise.py hunt --hint                      the file, then the function, then the defect; each costs points
+    python exercise.py hunt --done "dp=2 is right, so ..."   say which experiment excluded what, and be judged
+
+    python exercise.py grade hunt FOLDER FOLDER ...     for the teacher: judge the hunts in mine/ of these copies again
+    python exercise.py hunt --check --level=3           for the teacher: run all hunts of a level here
 
 mine/hunt has a history of its own, so `git diff` shows your edits, not the defect. At level 1 a test names the cause.
 At levels 2 and 3 the copy has no tests: losses, norms, bytes and copies are the instruments. To compare the copy with
@@ -21,10 +25,13 @@ import os
 import random
 import re
 import shutil
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from tqdm import tqdm
 
 import config as configuration
 from accounts.report import aligned
@@ -41,16 +48,16 @@ TRAIN, PROJECT = "train.py configs/look.py --dtype=fp64 --check_replicas=1", "th
 KEPT = "seed level minutes hints tries sentence".split()  # of a record, for the teacher
 TEST = re.compile(r"testing/|conftest|(.*/)?test_")
 PATIENCE = 180  # seconds without a new step of a run
-TOLD = """hunt {seed}, level {level}: mine/hunt has one defect. Look at other layouts, edit there, then --done "...".
-hunt {seed}、level {level}: mine/hunt に不具合が1つあります。別のレイアウトと比べて直し、--done "..." で採点します。"""
+TOLD = """hunt {seed}, level {level}: mine/hunt has one defect. Edit the files in mine/hunt, and say why with --done.
+mine/hunt に不具合が1つあります。--look で別のレイアウトと比べ、直し、--done で理由を書きます。--hint は減点です。"""
 
 
 def hunts(level):
-    """Return [(Defect, processes, fields)] of a level."""
+    """Return [(Defect, processes, fields)] of a level. The defect's words are those of hunts.txt."""
     by_name = {d.name: d for d in DEFECTS}
     rows = [row.split(" | ") for row in (ROOT / "exercises/hunts.txt").read_text("utf-8").splitlines()[1:]]
-    layouts = [(name, layout.split()) for number, name, layout, _ in rows if int(number) == level]
-    return [(by_name[name], int(processes), fields) for name, (processes, *fields) in layouts]
+    found = [(by_name[name]._replace(words=why), layout.split()) for n, name, layout, _, why in rows if int(n) == level]
+    return [(defect, int(processes), fields) for defect, (processes, *fields) in found]
 
 
 def hunted(level, seed):
@@ -82,7 +89,7 @@ def begin(seed, level):
     for words in ("init -q", "add -A", f"rm -rqf {spoilers}", commit, "tag hunt"):
         git("-C", copy, *words.split())
     test = f"a red test: (cd mine/hunt && pytest -m '' '{defect.test}')\n" if level == 1 else ""
-    return state, f"{TOLD.format(**state)}\n{test}{text}"
+    return state, "\n".join([TOLD.format(**state), test + text, "", __doc__.split("\n\n")[2]])
 
 
 # --- the symptom ------------------------------------------------------------------------------------------------------
@@ -92,7 +99,7 @@ def run(folder, processes, fields):
     """Train in `folder`. Return {"numbers": {"loss 1": ...}, "wrong": [other findings], "tables": of the ledger}."""
     with tempfile.TemporaryDirectory() as out:
         start = f"-m torch.distributed.run --standalone --nproc_per_node={processes} --tee=3 --log_dir={out}/said"
-        words = [*start.split(), *TRAIN.split()] if processes > 1 else TRAIN.split()
+        words = start.split() * (processes > 1) + TRAIN.split()
         words += [*fields, f"--data_dir={DATA}", f"--out_dir={out}", "--comm_timeout=20"]
         (file := Path(out, "metrics.jsonl")).touch()
         code, said = judging.run(folder, words, PATIENCE, file, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
@@ -125,7 +132,6 @@ def number_of(found, name):
 
 def clean_run(processes, fields, known):
     """Return `run` of the last commit. known: {layout: earlier runs}."""
-    configuration.check(configuration.load(["configs/look.py", *fields]), processes)
     if (layout := f"{processes} {' '.join(fields)}") not in known:
         with copied_commit() as folder:
             known[layout] = run(folder, processes, fields)
@@ -137,20 +143,24 @@ def look(copy, processes, fields, known, more=False):
 
     known: the project's runs, to which this function adds. more: show also the copy's bytes.
     """
-    c = configuration.load(["configs/look.py", *fields])
+    configuration.check(c := configuration.load(["configs/look.py", *fields]), processes)
     one = [f for f in fields if f.partition("=")[0][2:] not in LAYOUT] + [f"--micro_batch_size={c.global_batch_size}"]
     calls = {PROJECT: (clean_run, processes, fields, known), "mine/hunt, this layout": (run, copy, processes, fields)}
     if not c.schedule.startswith("pipedream"):  # on one process it would train another model
         calls["mine/hunt, one process"] = run, copy, 1, one
     with ThreadPoolExecutor(max(1, os.cpu_count() // processes)) as pool:
-        runs = dict(zip(calls, pool.map(lambda call: call[0](*call[1:]), calls.values()), strict=True))
+        answers = pool.map(lambda call: call[0](*call[1:]), calls.values())
+        runs = dict(zip(calls, tqdm(answers, "training runs", len(calls)), strict=True))
     right, (_, here, *_) = runs[PROJECT], runs.values()
     names = dict.fromkeys(sorted(name for each in runs.values() for name in each["numbers"]))
     rows = [[title, *(number_of(each, name) for name in names)] for title, each in runs.items()]
     lines = [f"$ torchrun --nproc_per_node={processes} {TRAIN} {' '.join(fields)}", aligned([["", *names], *rows], 1)]
     for title, each in list(runs.items())[1:]:
         lines += [f"{title}: {text}" for text in difference(right, each)] or [f"{title}: as the project"]
-    return "\n".join(lines + [here["tables"]] * more), difference(right, here)
+    if more and here["tables"]:
+        names = [text.partition(":")[0] for text in here["wrong"] if "bytes, the formula says" in text]
+        lines += [here["tables"].rstrip(), f"bytes that differ from the formulas: {', '.join(names) or 'none'}"]
+    return "\n".join(lines), difference(right, here)
 
 
 # --- hints, the end, the command line ---------------------------------------------------------------------------------
@@ -162,7 +172,7 @@ def hints(defect):
     line = text[: text.index(defect.edits[-1][0])].count("\n") + 1
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     names = [node.name for node in nodes if node.lineno <= line <= node.end_lineno]
-    return [f"file: {defect.file}", f"function: {'.'.join(names) or 'none'}", f"a test says: {defect.words}"]
+    return [f"file: {defect.file}", f"function: {'.'.join(names) or 'none'}", f"the defect: {defect.words}"]
 
 
 def judge(record, limit=120):
@@ -177,6 +187,7 @@ def judge(record, limit=120):
         plant(defect, folder)
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
+        print(f"running: {len(tests)} tests ...", file=sys.stderr, flush=True)
         red = [message for _, message in judging.run_tests(folder, tests, limit=limit) if message is not None]
     points = 0 if red else max(1, record["level"] * (10 - 2 * record["hints"]) - record["tries"] + 1)
     return {key: record[key] for key in KEPT} | {"right": not red, "points": points}, red
@@ -190,13 +201,13 @@ def done(state, sentence):
     state |= {"minutes": round((time.time() - state["began"]) / 60, 1), "tries": state["tries"] + 1}
     (grade, red), kept = judge(state), MINE / f"hunt-{state['level']}-{state['seed']}.json"
     kept.write_text(json.dumps(state | {"known": {}}, ensure_ascii=False), encoding="utf-8")
+    said = "{points} points, {minutes} minutes, hints: {hints}, tries: {tries}".format(**grade)
     if red:
         tells = state["level"] == 1 or re.search(r"no answer|exit code|(Syntax|Import|Name|Type)Error", red[0])
-        return f"not yet: {len(red)} tests are red\nまだです。失敗したテスト: {len(red)}個\n{red[0] if tells else ''}"
-    shutil.move(copy, kept.with_suffix(""))
+        return f"not yet まだです: {said}; red tests 失敗したテスト: {len(red)}\n{red[0] if tells else ''}"
+    moved = os.path.relpath(shutil.move(copy, kept.with_suffix("")), MINE.parent)
     edits = [f"planted:\n{old}\n--->\n{new or 'nothing'}" for old, new in defect.edits]
-    said = ", ".join(f"{key}: {value}" for key, value in grade.items())
-    return "\n".join([*edits, f"right 正解: {defect.words}", said])
+    return "\n".join([f"right 正解: {said}", *edits, defect.words, f"mine/hunt was moved to 移動先: {moved}"])
 
 
 def grading(limit):
@@ -215,20 +226,20 @@ def grading(limit):
 def check(level, rows):
     """Yield rows of hunts.txt, with the symptom on this machine. rows: of `hunts(level)`."""
     known = {}
-    for defect, processes, fields in rows:
+    for d, n, fields in rows:
         with copied_commit() as folder:
-            plant(defect, folder)
-            symptom = difference(clean_run(processes, fields, known), run(folder, processes, fields))
-        yield " | ".join([str(level), defect.name, " ".join([str(processes), *fields]), "; ".join(symptom) or "none"])
+            plant(d, folder)
+            symptom = difference(clean_run(n, fields, known), run(folder, n, fields))
+        yield f"{level} | {d.name} | {' '.join([str(n), *fields])} | {'; '.join(symptom) or 'none'} | {d.words}"
 
 
 def main(words):
     parser = Parser("python exercise.py hunt")
-    parser.add_argument("--seed", type=int, default=random.randrange(1000))
+    parser.add_argument("--seed", type=int, default=random.randrange(1000), help="begin this hunt")
     parser.add_argument("--level", type=int, choices=(1, 2, 3), default=1)
-    parser.add_argument("--done", metavar="SENTENCE")
-    for name in ("look", "hint", "check"):
-        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--done", metavar="SENTENCE", help="judge mine/hunt; say which experiment excluded what")
+    for name, use in ("look", "compare a layout: --dp=2 --zero=1"), ("hint", "costs points"), ("check", "run a level"):
+        parser.add_argument(f"--{name}", action="store_true", help=use)
     options, fields = parser.parse_known_args(words) if "--look" in words else (parser.parse_args(words), [])
     if options.check:
         return [print(row, flush=True) for row in check(options.level, hunts(options.level))]
@@ -243,9 +254,11 @@ def main(words):
     elif options.done:
         text = done(state, options.done)
     elif options.look:
-        if fields:
-            sizes = [field[5:] for field in fields if field[:5] in ("--dp=", "--tp=", "--pp=", "--cp=")]
-            processes, layout = math.prod(map(int, sizes)), [field for field in fields if field[:5] != "--dp="]
+        if wrong := [word for word in fields if not re.match(r"--(?!nproc)\w", word)]:
+            raise UserError(f"{wrong[0]}: should be a field of train.py, as in --look --dp=2 --zero=1 (dp: processes)")
+        if sizes := re.findall(r"--[dtpc]p=([1-9]\d*)", " ".join(fields)):
+            processes, layout = math.prod(map(int, sizes)), []
+        layout = {f.partition("=")[0]: f for f in [*layout, *fields] if not re.match("--dp=[1-9]", f)}.values()
         text, _ = look(copy, processes, layout, state["known"], more=True)
     file.write_text(json.dumps(state), encoding="utf-8")
     print(text)

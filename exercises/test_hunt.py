@@ -35,7 +35,28 @@ def test_a_hunt_shows_a_symptom(level, row):
 def test_every_hunt_has_a_layout_that_runs_and_hints():
     for _, (defect, processes, fields) in (row.values for row in ROWS):
         configuration.check(configuration.load(["configs/look.py", *fields]), processes)
-        assert len(hunt.hints(defect)) == 3
+        assert len(hunt.hints(defect)) == 3 and defect.words[0].isupper() and defect.words[-1] == "."
+
+
+@pytest.mark.parametrize(
+    "words, processes, fields",
+    [
+        ("", 2, "--zero=1"),
+        ("--micro_batch_size=8 --zero=0", 2, "--zero=0 --micro_batch_size=8"),
+        ("--dp=2 --tp=2", 4, "--tp=2"),
+        ("--dp=1", 1, ""),
+    ],
+)
+def test_a_look_changes_the_layout_of_the_hunt(words, processes, fields, monkeypatch):
+    looks = []
+    monkeypatch.setattr(hunt, "hunted", lambda *_: (hunt.DEFECTS[0], 2, ["--zero=1"]))
+    hunt.main(["--seed=3"])
+    monkeypatch.setattr(hunt, "look", lambda _, *given, more: (looks.append((given[0], " ".join(given[1]))), []))
+    hunt.main(["--look", *words.split()])
+    assert looks == [(processes, fields)]
+    for wrong in ("2", "--nproc_per_node=2", "--"):
+        with pytest.raises(UserError, match=f"^{wrong}.*--dp=2"):
+            hunt.main(["--look", wrong, "--zero=0"])
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -56,9 +77,11 @@ def test_a_mend_is_accepted_and_a_class_is_graded(capsys):
     defect, _, _ = hunt.hunted(1, 3)
     hunt.main(["--hint"])
     hunt.main(["--done", "nothing"])
-    assert defect.file in (said := capsys.readouterr().out) and defect.words in said and "not yet" in said
+    words = next(d.words for d in hunt.DEFECTS if d.name == defect.name)
+    assert defect.file in (said := capsys.readouterr().out) and words in said and "not yet" in said
     (hunt.MINE / "hunt" / defect.file).write_text(hunt.committed(defect.file), encoding="utf-8")
     hunt.main(["--done", "one process is right"])
+    assert defect.words in (said := capsys.readouterr().out) and "7 points" in said and "mine/hunt-1-3" in said
     row = hunt.grading(limit=100)[1](hunt.MINE.parent)
     assert row["right"] == (1, 1) and row["hints"] == 1 and row["points"] == 7 and row["note"] == "one process is right"
     kept = hunt.MINE / "hunt-1-3.json"
