@@ -205,6 +205,7 @@ def done(state, sentence):
     if red:
         tells = state["level"] == 1 or re.search(r"no answer|exit code|(Syntax|Import|Name|Type)Error", red[0])
         return f"not yet まだです: {said}; red tests 失敗したテスト: {len(red)}\n{red[0] if tells else ''}"
+    shutil.rmtree(kept.with_suffix(""), ignore_errors=True)  # of the same hunt, played before
     moved = os.path.relpath(shutil.move(copy, kept.with_suffix("")), MINE.parent)
     edits = [f"planted:\n{old}\n--->\n{new or 'nothing'}" for old, new in defect.edits]
     return "\n".join([f"right 正解: {said}", *edits, defect.words, f"mine/hunt was moved to 移動先: {moved}"])
