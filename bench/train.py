@@ -312,7 +312,7 @@ def profile(machine, who):
         return
     with surviving(machine, who):
         milliseconds = 1000 * turn(machine, who, 2 * PROFILED)
-        on_gpu = machine.device.type == "cuda"
+        on_gpu = isinstance(machine, Gpu)
         print(f"\na step of {who.name}{f': {waits(machine, who)}' if on_gpu else ''}")
         activity, column = machine.profiled
         machine.synchronize()
