@@ -13,9 +13,15 @@ Samples are numbered from 0 through all epochs. Sample g belongs to epoch g // n
     permute(g % num_samples, num_samples, shuffle_key(seed, epoch))
 
 `permute` computes each entry of a random table without the table. So a shuffle needs no memory and no time at the
-start, and a checkpoint stores only `consumed_samples`. The data ranks take the next samples in turn, a micro-batch each
-time. The ranks of a tensor or pipeline group read the same batch. The file is mapped into memory, so the ranks of a
-host share its pages.
+start, and a checkpoint stores only `consumed_samples`. A step distributes the next samples over the data ranks. Two
+data ranks, two samples in a micro-batch:
+
+    sample         g   g+1  g+2  g+3  |  g+4  g+5  g+6  g+7
+    data rank      0    0    1    1   |   0    0    1    1
+    micro-batch             0         |           1
+
+The ranks of a tensor or pipeline group read the same batch. The file is mapped into memory, so the ranks of a host
+share its pages.
 
 Megatron-LM shuffles all epochs together. Here each epoch has each sample once, and the order does not depend on
 train_iters, which may change on a resume.

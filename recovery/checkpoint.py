@@ -297,7 +297,8 @@ def read_piece(tp, dtype, path, piece, flat):
 # Carter and Wegman, "Universal classes of hash functions", 1979. A file has the words w_0, w_1, ... of 8 bytes.
 #
 #     S = c_0 w_0 + c_1 w_1 + ...  mod 2^64        c_i = TABLE[i mod BLOCK] * G^(i div BLOCK), an odd number
-
+#
+# An odd number has an inverse mod 2^64, so a change of one word always changes S.
 BLOCK = 1 << 17  # words in TABLE: 1 MiB, which stays in a core's cache
 G = 0x9E3779B97F4A7C15
 TABLE = mix(np.arange(1, BLOCK + 1, dtype=np.uint64)) | 1
