@@ -196,15 +196,15 @@ def recorded_pictures(path, window=""):
 
 
 def zoomed(picture, begin, end):
+    """Return the part of a Picture between two times."""
+
     def cut(rows):
         moved = [(*more, max(a, begin) - begin, min(b, end) - begin) for *more, a, b in rows]
         return [row for row in moved if row[-2] < row[-1]]
 
     events = [Event(*row) for row in cut(picture.timeline.events)]
-    title, line = (
-        f"{picture.title}, {begin:g} to {end:g} ms",
-        picture.timeline._replace(events=events, makespan=end - begin),
-    )
+    line = picture.timeline._replace(events=events, makespan=end - begin)
+    title = f"{picture.title}, {begin:g} to {end:g} ms"
     return picture._replace(title=title, timeline=line, calls=cut(picture.calls))
 
 

@@ -13,7 +13,8 @@
 
 mine/hunt has a history of its own, so `git diff` shows your edits, not the defect. At level 1 a test names the cause.
 At levels 2 and 3 the copy has no tests: losses, norms, bytes and copies are the instruments. To compare the copy with
-the project is no hunt. Every edit that makes the tests right is accepted.
+the project is no hunt. Every edit that makes the tests right is accepted. It gives 10 points for each level; a hint
+costs 2 for each level, each further try 1.
 
 hunts.txt says which defects of testing/defects.txt are hunted, in which layouts, and what they showed on one machine.
 """
@@ -28,7 +29,6 @@ import shutil
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tqdm import tqdm
@@ -148,9 +148,7 @@ def look(copy, processes, fields, known, more=False):
     calls = {PROJECT: (clean_run, processes, fields, known), "mine/hunt, this layout": (run, copy, processes, fields)}
     if not c.schedule.startswith("pipedream"):  # on one process it would train another model
         calls["mine/hunt, one process"] = run, copy, 1, one
-    with ThreadPoolExecutor(max(1, os.cpu_count() // processes)) as pool:
-        answers = pool.map(lambda call: call[0](*call[1:]), calls.values())
-        runs = dict(zip(calls, tqdm(answers, "training runs", len(calls)), strict=True))
+    runs = {title: call[0](*call[1:]) for title, call in tqdm(calls.items(), "training runs")}
     right, (_, here, *_) = runs[PROJECT], runs.values()
     names = dict.fromkeys(sorted(name for each in runs.values() for name in each["numbers"]))
     rows = [[title, *(number_of(each, name) for name in names)] for title, each in runs.items()]
@@ -235,6 +233,7 @@ def check(level, rows):
 
 
 def main(words):
+    """Run the command line. Raises UserError."""
     parser = Parser("python exercise.py hunt")
     parser.add_argument("--seed", type=int, default=random.randrange(1000), help="begin this hunt")
     parser.add_argument("--level", type=int, choices=(1, 2, 3), default=1)

@@ -27,7 +27,7 @@ from accounts.flops import hardware_flops, model_flops
 from accounts.memory import rank_states
 from accounts.report import aligned
 from accounts.traffic import predict_step
-from errors import exit_on_user_error
+from errors import UserError, exit_on_user_error
 from exercises.formulas import tiny
 from model import GPT
 from parallel.mesh import Mesh
@@ -198,6 +198,13 @@ def law():
         print(f"With 10 times as many, loss - E is 10^{exponent} = {10**exponent:.2f} times smaller.\n")
 
 
-if __name__ == "__main__":
+def main():
+    """Run the function that the command line names."""
     shown = {f.__name__: f for f in (flops, losses, ratios, groups, schemes, batch, chain, law)}
-    exit_on_user_error(shown[sys.argv[1]])
+    if sys.argv[1:2] not in ([name] for name in shown):
+        raise UserError(f"python -m exercises.show: should be followed by one of {', '.join(shown)}")
+    shown[sys.argv[1]]()
+
+
+if __name__ == "__main__":
+    exit_on_user_error(main)
