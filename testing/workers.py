@@ -84,7 +84,8 @@ class Workers:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))  # macOS allows 256 open files
         self.adversary = "ADVERSARY" in os.environ  # calls run in testing/adversary.py's mode
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["torch", "train"])  # imported once, then forked
+        # Imported once, then forked. Without the last one each process imports sympy, 1.3 s, in its first backward.
+        self.context.set_forkserver_preload(["torch", "train", "torch.fx.experimental.symbolic_shapes"])
 
     def start(self, ranks):
         """Start processes until `ranks` of them run."""
