@@ -387,9 +387,10 @@ def test_a_trace_holds_every_action_of_every_rank(workers, tokens_dir, tmp_path)
         assert all(a["ts"] + a["dur"] <= b["ts"] + 1 for a, b in itertools.pairwise(done))
     ideal, recorded = draw.recorded_pictures(str(trace))
     assert "step 12" in recorded.title and ideal.schedule == schedule
-    (part,) = draw.recorded_pictures(str(trace), f"0,{recorded.span}")
+    (part,) = draw.recorded_pictures(str(trace), "0,inf")
     assert {(rank, mark) for rank, mark, *_ in part.calls} == {*itertools.product((0, 1), "=#")}
     assert part.timeline.events == recorded.timeline.events and "#" in draw.terminal([part], 500).splitlines()[4]
+    assert draw.terminal([part._replace(timeline=part.timeline._replace(events=[]))], 500)  # all ranks wait
     with pytest.raises(UserError, match="window"):
         draw.recorded_pictures(str(trace), "9,5")
 

@@ -27,7 +27,6 @@ class Late:
 
     def __init__(self, work, seconds):
         self.work, self.seconds, self.error = work, seconds, None
-        self.is_completed = work.is_completed
         self.thread = threading.Thread(target=self.watch, daemon=True)
         self.thread.start()
 
@@ -37,6 +36,9 @@ class Late:
         except RuntimeError as error:
             self.error = error
         self.due = time.monotonic() + self.seconds
+
+    def is_completed(self):
+        return not self.thread.is_alive() and (self.error is not None or time.monotonic() >= self.due)
 
     def wait(self):
         self.thread.join()

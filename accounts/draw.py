@@ -81,12 +81,13 @@ def terminal(pictures, columns):
 def columns_per_time(pictures, columns):
     """Return the columns of a unit of time. If possible, the shortest action gets a whole number of columns."""
     events = [event for picture in pictures for event in picture.timeline.events if event.action.kind != "U"]
+    most = columns / max(picture.span for picture in pictures)
+    if not events or any(picture.calls for picture in pictures):
+        return most
     shortest = min(event.end - event.start for event in events if event.end > event.start)
-    room = columns * shortest / max(picture.span for picture in pictures)
-    if any(picture.calls for picture in pictures):
-        return room / shortest
-    most = 2 + len(str(max(event.action.microbatch for event in events)))  # a letter, a number, a space
-    return min(most, int(room + 1e-6) or room) / shortest
+    room = most * shortest
+    box = 2 + len(str(max(event.action.microbatch for event in events)))  # a letter, a number, a space
+    return min(box, int(room + 1e-6) or room) / shortest
 
 
 def row(picture, rank, scale):
@@ -185,7 +186,8 @@ def recorded_pictures(path, window=""):
         calls = tuple((*call, max(0.0, a - begin), b - begin) for *call, a, b in calls if b > begin)
         if window:
             first, last = map(float, window.split(","))
-            if not 0 <= first < min(last, lines[1].makespan):
+            last = min(last, lines[1].makespan)
+            if not 0 <= first < last:
                 raise ValueError(f"the window should be A,B with 0 <= A < B, in a step of {lines[1].makespan:.0f} ms")
     means = ", ".join(f"{kind} {cost[kind]:.3g} ms" for kind in cost)
     titles = f"{schedule.name}, ideal: {means}, messages no time", f"{schedule.name}, recorded: step {step}"

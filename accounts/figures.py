@@ -29,7 +29,7 @@ AXES = {  # meaning, colour
     "cp": ("context", "#d55e00"),
     "pp": ("pipeline", "#0072b2"),
     "dp": ("data", "#009e73"),
-    "holders": ("stages that hold a copy of the word table", "#cc79a7"),
+    "holders": ("stages that hold copies of the same parameters", "#cc79a7"),
 }
 STYLE = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": ""}  # equal pictures get equal bytes
 ABOVE = dict(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)  # a legend's place

@@ -14,7 +14,7 @@ from pathlib import Path
 import config as configuration
 from accounts import figures, memory
 from accounts.devices import DEVICES
-from accounts.search import RESERVED, SHORT, model_of
+from accounts.search import RESERVED, SHORT, has_head, model_of
 from errors import Parser, UserError, exit_on_user_error, explained, reading
 from parallel import schedules
 
@@ -76,7 +76,7 @@ def first_with_the_padding(model, tp, dp):
 
 @or_error
 def states(dp, **numbers):
-    """Return [P, 1 on the head's rank, bytes of whole gradients, of whole parameters] of each pipeline rank."""
+    """Return [P, 1 on a rank with the head, bytes of whole gradients, of whole parameters] of each pipeline rank."""
     found, fields, m = model_named(numbers["model"]), checked(**numbers), numbers["few"]
     if "error" in fields:
         return fields
@@ -86,7 +86,7 @@ def states(dp, **numbers):
     for rank in range(numbers["pp"]):
         kept = found.on_gpu(layout.config, layout, m, rank)
         whole = kept.get("whole gradients", 0), kept["whole parameters"]
-        rows.append([layout.stored(rank), int(rank == layout.placement[-1]), *whole])
+        rows.append([layout.stored(rank), int(has_head(layout, rank)), *whole])
     return rows
 
 

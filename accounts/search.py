@@ -63,6 +63,11 @@ def messages_by_rank(*numbers):
     return of
 
 
+def has_head(layout, rank):
+    """In Chimera two pipeline ranks have it."""
+    return any(len(layout.table) - 1 in layout.units[chunk] for chunk in layout.chunks(rank))
+
+
 class Model:
     """The bytes of any layout of one model."""
 
@@ -120,7 +125,7 @@ class Model:
         sizes = {name: bucket.size for name, bucket in layout.buckets(rank).items()}
         word, largest = sizes.pop("word", 0), sorted(sizes.values(), reverse=True)
         parameters = self.item * (sum(largest[:2]) + word) if layout.stage == 3 else 0
-        tokens = min(ROWS, tokens_of_rank(c)) if rank == layout.placement[-1] else 0
+        tokens = min(ROWS, tokens_of_rank(c)) if has_head(layout, rank) else 0
         logits = tokens * c.padded_vocab_size // c.tp * self.item
         matrices = 0
         if RULES[c.optimizer].whole and largest:  # Muon: a block's momentum, three tensors of 4 h^2

@@ -44,6 +44,14 @@ def test_what_is_computed_meanwhile_is_no_wait_and_a_bubble_no_wire(workers):
     assert bubble[:2] == (("forward", "pp", "data", "receive"), 1) and bubble[2] > 2 * bubble[3] > 0
 
 
+def test_a_send_that_has_left_holds_nobody_up_before_it_is_due():
+    late = clock.Late(SimpleNamespace(wait=lambda: None), 60)
+    late.thread.join()
+    assert not late.is_completed()
+    late.due = 0.0
+    assert late.is_completed()
+
+
 def waiting_at_once(zero, name, start=Zero.start_gather):
     start(zero, name)
     if name in zero.gathering:

@@ -1,5 +1,6 @@
 """The bytes that a run sends equal ledger.py's prediction exactly, in every row. A prediction needs no run."""
 
+import re
 from collections import defaultdict
 from datetime import timedelta
 from fractions import Fraction
@@ -16,6 +17,7 @@ import train
 from accounts import ledger, memory, traffic
 from config import CHOICES, Config
 from errors import UserError, exit_on_user_error
+from exercises.show import meshes
 from model import parameter_table
 from parallel import comm, schedules, tensor
 from parallel.layout import Layout
@@ -45,6 +47,15 @@ def sized(dp, tp=1, **fields):
     """Return (number of ranks, `tiny_config`)."""
     config = tiny_config(dp, tp, **fields)
     return dp * tp * config.pp * config.cp, config
+
+
+@pytest.mark.parametrize("order", CHOICES["order"])
+def test_a_predicted_table_names_the_stages_first_rank(order):
+    config = tiny_config(2, pp=2, tp=2, micro_batch_size=2, order=order)
+    tables = traffic.predicted_tables(traffic.predict_step(config, 8))
+    said = re.findall(r"sent per step by rank (\d+), predicted", tables)
+    first = [mesh.rank for mesh in meshes(8, 2, 2, order=order) if mesh.dp.rank == mesh.tp.rank == 0]
+    assert [int(rank) for rank in said] == first
 
 
 def layouts():

@@ -22,7 +22,8 @@ NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chro
 CACHED = Path.home().glob(".cache/ms-playwright/chromium*/*/*shell")  # playwright install chromium
 BROWSER = next((path for path in [*map(shutil.which, NAMES), *CACHED] if path), None)
 needs_browser = pytest.mark.skipif(not BROWSER, reason="needs Chromium (apt install chromium-headless-shell)")
-COSTS = [(1, 1, 1, 0), (1, 1.5, 0.5, 0), (2, 1, 1, 0.25), (0.75, 1, 1.25, 1)]  # F, I, W, time of a message
+# F, I, W, time of a message
+COSTS = [(1, 1, 1, 0), (1, 1.5, 0.5, 0), (2, 1, 1, 0.25), (0.75, 1, 1.25, 1), (1, 1, 1.25, 0), (0.5, 0.75, 0.25, 0)]
 FIELDS = "dp tp pp zero sp recompute mb schedule micro".split()
 LAYOUTS = """
 1 1 1 0 0 none 1 1f1b 4

@@ -260,6 +260,8 @@ def test_the_fullest_rank_is_found_wherever_it_is(rank, pp, change):
     layout = model.layout(1, *(getattr(c, name) for name in search.FIELDS[:-1]))
     sums = [sum(model.on_gpu(c, layout, facts["micro_batches"], stage).values()) for stage in range(pp)]
     assert sum(facts["memory_bytes"].values()) == sums[facts["fullest_rank"]] == sums[rank] == max(sums)
+    heads = [stage for stage in range(pp) if model.on_gpu(c, layout, facts["micro_batches"], stage)["logits"]]
+    assert heads == ([0, pp - 1] if c.schedule == "chimera" else [pp - 1])
 
 
 def test_parts_sum_to_the_step():

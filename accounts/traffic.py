@@ -50,9 +50,10 @@ def predict_step(config, ranks, device=CPU):
 
 
 def predicted_tables(p):
-    texts = []
+    texts, c = [], p.layout.config
+    apart = c.tp * (p.layout.dp if c.order == "pp-dp-tp" else c.cp)  # ranks from a stage to the next one
     for stage, (sent, kept) in enumerate(zip(p.sent, p.kept, strict=True)):
-        who = f"rank {stage * p.layout.config.tp * p.layout.config.cp}, predicted"
+        who = f"rank {stage * apart}, predicted"
         texts.append(report.sent_table(who, p.layout.stage, {"bytes": sent}))
         texts.append(report.kept_table(who, p.layout, stage, {"bytes": kept}))
     return "\n\n".join(texts)

@@ -7,6 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import config as configuration
 import operations
 import train
+from accounts.trace import Trace
 from bench.plain import Plain, loss_of
 from errors import UserError
 from test_layouts import built, first_step, micro_batches, tiny_config
@@ -35,6 +36,18 @@ def test_the_penaltys_gradient_is_that_of_double_backward(workers):
         for name, right in (("block0.fc1.weight", plain.units[1].fc1), ("block1.fc2.weight", plain.units[2].fc2)):
             off = (ours[name] - right.weight.grad.flatten()).norm() / (right.weight.grad.norm())
             assert off < 5e-3, f"{name}: off by {off:.1e} of its norm"
+
+
+def traced(config):
+    run = built(config)
+    run.executor.trace, batches = Trace(run.mesh, run.device, 0), micro_batches(run)
+    for _ in range(2):
+        train.train_step(run, batches)
+    return run.executor.trace.step
+
+
+def test_a_trace_counts_a_step_once(workers):
+    assert workers.run(2, traced, tiny_config(2, penalty=3.0)) == [2, 2]
 
 
 @pytest.mark.parametrize(
