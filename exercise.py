@@ -22,7 +22,7 @@ our own tests (right in another way, or wrong as people are often wrong). The so
 
 from errors import Parser, UserError, boolean, exit_on_user_error, reading, within  # isort: skip
 import contextlib
-import importlib.util
+import importlib
 import re
 import sys
 import tomllib
@@ -30,7 +30,7 @@ from datetime import datetime
 from fractions import Fraction
 from pathlib import Path
 
-from exercises.answers import committed, copied_commit, git, merged, same, with_body
+from exercises.answers import committed, copied_commit, git, merged, need_pytest, new_names, same, with_body
 from exercises.grade import grade
 from testing.judging import contains, run, run_tests
 
@@ -78,9 +78,12 @@ def hide(file, number=None):
     path.write_text(re.sub(rf"\*\*/{file} -diff.*\n", "", text) + line * bool(number), encoding="utf-8")
 
 
-def open_in(file):
-    """Return the number of the exercise that `start` has opened in `file`, or NUMBER."""
-    return git("check-attr", "exercise", file).decode().split()[-1].replace("unspecified", "NUMBER")
+def open_in(file, folder):
+    """Return the number of the exercise that `start` has opened in `file` of a clone, or NUMBER."""
+    paths = [path / ".git/info/attributes" for path in (folder.resolve(), *folder.resolve().parents)]
+    texts = [path.read_text(encoding="utf-8") for path in paths if path.exists()]
+    found = re.search(rf"{file} -diff exercise=(\d+)", "".join(texts[:1]))
+    return found[1] if found else "NUMBER"
 
 
 def start(number):
@@ -92,9 +95,13 @@ def start(number):
     file, questions = ROOT / e["file"], ROOT / f"mine/{number}.txt"
     text, sharing = file.read_text(encoding="utf-8"), [x for x in map(exercise, numbers()) if x["file"] == e["file"]]
     if not same(text, committed(e["file"]), [name for x in sharing for name in x["functions"]]):
-        raise UserError(f"{e['file']}: an exercise is open in it; first: python exercise.py stop {open_in(e['file'])}")
+        first = f"python exercise.py stop {open_in(e['file'], ROOT)}"
+        raise UserError(f"{e['file']}: an exercise is open in it; first: {first}")
     text, (path, written) = blank(number, text), answer_in(number, ROOT)
-    file.write_text(merged(text, path.read_text("utf-8") if written else text, e["functions"])[0], encoding="utf-8")
+    if written:
+        answer = path.read_text(encoding="utf-8")
+        text, _ = merged(text, answer, [*e["functions"], *new_names(answer, committed(e["file"]))])
+    file.write_text(text, encoding="utf-8")
     hide(e["file"], number)
     if not questions.exists():
         asked = ["\n".join([*(f"# {text}" for text in q["ask"]), f"{q['name']} = ?\n"]) for q in e["predict"]]
@@ -115,7 +122,7 @@ def stop(number):
     e = exercise(number)
     file, project = ROOT / e["file"], committed(e["file"])
     text = file.read_text(encoding="utf-8")
-    if same(text, project, e["functions"]) or open_in(e["file"]) not in (str(number), "NUMBER"):
+    if same(text, project, e["functions"]) or open_in(e["file"], ROOT) not in (str(number), "NUMBER"):
         raise UserError(f"{e['file']}: exercise {number} is not open in it")
     path, restored = kept(number, ROOT), merged(text, project, e["functions"])[0]
     if not path.exists() or not same(text, blank(number, project), e["functions"]):
@@ -132,12 +139,13 @@ def stop(number):
 def answer_in(number, folder):
     """Return (path, whether it is written) of the answer: the exercise's file, or the copy that `stop` has kept.
 
-    The path is None if both have the project's functions.
+    The path is None if both have the project's functions. A file in which another exercise is open is no answer.
     """
     e = exercise(number)
-    project = committed(e["file"])
-    paths = [path for path in (folder / e["file"], kept(number, folder)) if path.exists()]
-    texts = {path: path.read_text(encoding="utf-8") for path in paths}
+    project, mine = committed(e["file"]), open_in(e["file"], folder) in (str(number), "NUMBER")
+    paths = [path for path in [folder / e["file"]] * mine + [kept(number, folder)] if path.exists()]
+    with reading(e["file"]):
+        texts = {path: path.read_text(encoding="utf-8") for path in paths}
     found = [path for path in paths if not same(texts[path], project, e["functions"])]
     written = [path for path in found if not same(texts[path], blank(number, project), e["functions"])]
     return (written or found or [None])[0], bool(written)
@@ -187,8 +195,10 @@ def predictions(number, folder):
     """
     asked, first = (folder / f"mine/{number}.{kind}" for kind in ("txt", "first"))
     path = first if first.exists() else asked
-    said = dict(re.findall(r"(?m)^(\w+) *= *(.*?) *$", path.read_text(encoding="utf-8") if path.exists() else ""))
-    answers = {q["name"]: said.get(q["name"], "?") for q in exercise(number)["predict"]}
+    with reading(path):
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+    said = dict(re.findall(r"(?m)^(\w+) *= *(.*?) *$", text))
+    answers = {q["name"]: said.get(q["name"]) or "?" for q in exercise(number)["predict"]}
     if "?" in answers.values():
         return {}
     if folder == ROOT and path == asked:
@@ -199,7 +209,7 @@ def predictions(number, folder):
 
 def number_in(answer):
     with contextlib.suppress(ValueError, ZeroDivisionError):
-        return float(Fraction(re.sub(r",(?=\d{3}\b)", "", answer)))
+        return float(Fraction(re.sub(r",(?=\d{3}\b)| ", "", answer)))
 
 
 def is_right(mine, right):
@@ -308,8 +318,8 @@ def main(arguments=None):
         parser.error(f"{words[-1]}: start, stop and oral take one number, judging also a folder, grade folders")
     number, folder = words[0], Path(words[1]) if len(words) > 1 else ROOT
     (ROOT / "mine").mkdir(exist_ok=True)
-    if command in ("judge", "grade") and not importlib.util.find_spec("pytest"):
-        raise UserError("judging needs pytest: pip install -r requirements-dev.txt")
+    if command in ("judge", "grade"):
+        need_pytest()
     if command == "grade":
         hunting = number == "hunt" and importlib.import_module("exercises.hunt").grading(options.limit)
         return grade(*(hunting or grading(number, options.limit)), words[1:], options.json)

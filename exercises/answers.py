@@ -7,6 +7,7 @@ import ast
 import builtins
 import contextlib
 import copy
+import importlib.util
 import io
 import subprocess
 import tarfile
@@ -27,6 +28,11 @@ def git(*words):
     return done.stdout
 
 
+def need_pytest():
+    if not importlib.util.find_spec("pytest"):
+        raise UserError("this needs pytest: pip install -r requirements-dev.txt")
+
+
 def committed(file):
     """Return a file's committed text."""
     return git("show", f"HEAD:./{file}").decode()
@@ -45,9 +51,9 @@ def copied_commit():
 
 
 def node_of(tree, name):
-    """Return the tree of "f" or "Class.f", or None."""
+    """Return the tree of the last "f" or "Class.f", which Python uses, or None."""
     for part in name.split("."):
-        tree = next((child for child in getattr(tree, "body", []) if getattr(child, "name", None) == part), None)
+        tree = next((child for child in getattr(tree, "body", [])[::-1] if getattr(child, "name", None) == part), None)
     return tree
 
 
@@ -121,6 +127,12 @@ def named(body):
             parts = [part for target in targets for part in getattr(target, "elts", [target])]
             names = [getattr(part, "name", getattr(part, "id", None)) for part in parts]
             yield (names if all(names) else [ast.unparse(node).splitlines()[0]]), node
+
+
+def new_names(text, base):
+    """Return the names at the top of `text` that `base` lacks."""
+    ours, theirs = ({name for names, _ in named(ast.parse(one).body) for name in names} for one in (text, base))
+    return ours - theirs
 
 
 def may_be_new(name):

@@ -3,7 +3,7 @@
 import sys
 
 from accounts import draw, report
-from errors import exit_on_user_error
+from errors import UserError, exit_on_user_error
 from parallel import schedules
 from parallel.schedules import Action
 
@@ -41,5 +41,12 @@ def delay():
     print(report.aligned([*rows, ("the paper's", f"{bubble:.4f}", " ".join([str(peak)] * P))], 1))
 
 
+def main():
+    shown = {"leaderboard": leaderboard, "delay": delay}
+    if sys.argv[1:] not in ([name] for name in shown):
+        raise UserError(f"python -m exercises.board: should be followed by one of {', '.join(shown)}")
+    shown[sys.argv[1]]()
+
+
 if __name__ == "__main__":
-    exit_on_user_error({"leaderboard": leaderboard, "delay": delay}[sys.argv[1]])
+    exit_on_user_error(main)

@@ -14,7 +14,7 @@ def grade(columns, one, folders, as_json=False):
     one(folder): returns a row {column: value}, also with keys that only JSON shows. A pair is shown as "5 of 6".
     """
     columns = ["folder", *columns, "note"]
-    wide = [max(map(len, folders)), *(max(len(name), 6) for name in columns[1:])]
+    wide = [max(6, *map(len, folders)), *(max(len(name), 6) for name in columns[1:])]
     rows = []
     for folder in tqdm(folders, unit="folder", disable=None):
         try:

@@ -10,6 +10,7 @@ python -m exercises.show chain      the slide's chain rule (微分の連鎖則),
 python -m exercises.show law        the slide's power laws (べき乗則): loss against data, and against parameters
 """
 
+import importlib
 import math
 import sys
 import time
@@ -28,13 +29,19 @@ from accounts.memory import rank_states
 from accounts.report import aligned
 from accounts.traffic import predict_step
 from errors import UserError, exit_on_user_error
+from exercises.answers import need_pytest
 from exercises.formulas import tiny
 from model import GPT
 from parallel.mesh import Mesh
 from parallel.optimizer import RULES
-from test_layouts import built, micro_batches, tiny_config
 
 TOKENS = 300e9  # of all sizes of GPT-3
+
+
+def tests():
+    """Return test_layouts.py, which has a tiny model and its samples."""
+    need_pytest()
+    return importlib.import_module("test_layouts")
 
 
 def flops():
@@ -64,11 +71,11 @@ def slides_adam(sign):
 
 def losses(steps=21):
     """Print the losses of a tiny model. "yours" runs your `adamw`, not the fused operation."""
-    curves = []
+    curves, t = [], tests()
     for rule in (RULES["adamw"].step, slides_adam(-1), slides_adam(1)):
         with mock.patch.dict(RULES, adamw=RULES["adamw"]._replace(step=rule, fused=None)):
-            run = built(tiny_config(1, optimizer="adamw", dtype="fp32", weight_decay=0.0, lr=5e-3, train_iters=steps))
-            batches = micro_batches(run)
+            c = t.tiny_config(1, optimizer="adamw", dtype="fp32", weight_decay=0.0, lr=5e-3, train_iters=steps)
+            batches = t.micro_batches(run := t.built(c))
             curves.append([f"{train.train_step(run, batches).read().loss:.4f}" for _ in range(steps)])
     rows = [("step", "your AdamW", "the slide's Adam", "only epsilon inside the root")]
     print(aligned([*rows, *([str(i), *row] for i, row in enumerate(zip(*curves, strict=True)) if i % 4 == 0)], 0))
@@ -76,7 +83,7 @@ def losses(steps=21):
 
 def ratios():
     """Print the trust ratio of each layer in the first step of LAMB."""
-    rule, rows = RULES["lamb"], [("layer", "|w|", "|direction|", "|w| / |direction|", "yours")]
+    t, rule, rows = tests(), RULES["lamb"], [("layer", "|w|", "|direction|", "|w| / |direction|", "yours")]
 
     def watched(w, direction, moments, weight_norm, norm, *, lr, **more):
         before, after = w.clone(), direction.norm().item()
@@ -84,9 +91,9 @@ def ratios():
         moved = (w - before).norm().item()
         rows.append((weight_norm, norm, weight_norm / norm, moved / lr / after))
 
-    run = built(tiny_config(1, optimizer="lamb", num_layers=1))
+    run = t.built(t.tiny_config(1, optimizer="lamb", num_layers=1))
     with mock.patch.dict(RULES, lamb=rule._replace(layerwise=watched)):
-        train.train_step(run, micro_batches(run))
+        train.train_step(run, t.micro_batches(run))
     names = [piece.spec.name for _, bucket in sorted(run.zero.buckets.items()) for piece in bucket.pieces]
     lines = [(name, *(f"{x:.4f}" for x in row)) for name, row in zip(names, rows[1:], strict=True)]
     print(aligned([rows[0], *lines], 1))
@@ -131,11 +138,11 @@ def schemes():
 
 def batch(steps=3):
     """Print the time and the FLOP/s of a step with local batches from 1 to 32 samples of 32 tokens."""
-    rows = [("local batch", "ms", "GFLOP/s")]
+    t, rows = tests(), [("local batch", "ms", "GFLOP/s")]
     for samples in (1, 2, 4, 8, 16, 32):
         c = tiny(seq_length=32, micro_batch_size=samples, global_batch_size=samples)
-        run, seconds = built(c), []
-        batches = micro_batches(run)
+        run, seconds = t.built(c), []
+        batches = t.micro_batches(run)
         for _ in range(1 + steps):
             start = time.perf_counter()
             train.train_step(run, batches).read()

@@ -74,6 +74,7 @@ def test_only_functions_and_new_names_of_an_answer_count():
         ["A.f"],
     )
     assert kept == ("class A:\n    g = 1\n    def f(self):\n        return 1\n", [])
+    assert answers.same("def f(): pass\ndef f(): return 1", "def f(): return 1", ["f"])  # Python uses the last one
 
 
 SUM = '            self.summing[name] = all_reduce(bucket.grad.whole, bucket.dp, "gradients")'
@@ -136,7 +137,7 @@ def test_the_first_complete_predictions_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(exercise, "exercise", lambda number: {"predict": [{"name": "a"}, {"name": "b"}]})
     (tmp_path / "mine").mkdir()
     first = {"a": ("x", None), "b": ("1,024", 1024)}
-    for a, b, found in [("1", "?", {}), ("x", "1,024", first), ("2", "3", first)]:
+    for a, b, found in [("1", "?", {}), ("", "2", {}), ("x", "1,024", first), ("2", "3", first)]:
         (tmp_path / "mine/8.txt").write_text(f"# a\na = {a}\n\nb = {b}\n")
         assert exercise.predictions(8, tmp_path) == found
     assert "answered: 20" in (tmp_path / "mine/8.first").read_text()
@@ -189,6 +190,18 @@ def test_start_puts_the_kept_answer_back_and_an_empty_function_never_replaces_it
     assert "your answer is back" not in capsys.readouterr().out and "is yours to write" in file.read_text()
     with pytest.raises(UserError, match="stop 11"):
         exercise.main(["start", "2"])
+    assert exercise.answer_in(2, tmp_path) == (exercise.kept(2, tmp_path), True)  # not the file, where 11 is open
+
+
+def test_an_answer_gets_its_own_helper_back(tmp_path, git):
+    file, name = tmp_path / "parallel/schedules.py", {8: "one_f_one_b", 10: "zero_bubble"}
+    for number in (8, 10):
+        exercise.main(["start", str(number)])
+        text = answers.with_body(file.read_text(), name[number], ["    return helper()\n"])
+        file.write_text(text.split("def helper")[0] + f"def helper():\n    return {number}\n")
+        exercise.main(["stop", str(number)])
+    exercise.main(["start", "8"])
+    assert file.read_text().endswith("def helper():\n    return 8\n")
 
 
 def test_an_untouched_exercise_is_not_judged(git, monkeypatch, capsys):
