@@ -1,9 +1,12 @@
 """Plants each defect of testing/defects.txt alone in a copy of the tree. A test must fail and name the cause."""
 
+import subprocess
+import sys
+
 import pytest
 
 from conftest import needs_git
-from testing.defects import DEFECTS, failure, planted
+from testing.defects import DEFECTS, ROOT, failure, planted
 
 pytestmark = needs_git
 
@@ -29,3 +32,12 @@ def test_every_defect_is_found_and_named(defect, tmp_path):
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda d: d.name)
 def test_the_lines_of_a_defect_are_in_its_file(defect):
     planted(defect)
+
+
+@pytest.mark.slow
+def test_the_test_of_each_defect_exists():
+    """The grid chooses its layouts, so a layout of defects.txt can leave it."""
+    tests = sorted({defect.test for defect in DEFECTS})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "", *tests]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout
