@@ -166,7 +166,6 @@ USAGE = "torchrun --nproc_per_node=N train.py [CONFIG.py] [--field=value ...] (-
 
 
 def parser():
-    """Return the parser, whose help has each field's comment and default."""
     parser = Parser("python train.py", usage=USAGE, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("file", nargs="?", metavar="CONFIG.py", help="default: configs/tiny.py")
     group = parser
@@ -253,8 +252,8 @@ def require(c, name, fits, why):
         raise UserError(f"{name}={getattr(c, name)}: {why}")
 
 
-def check(c, world):
-    """Raise UserError if `c` cannot run on `world` processes. Return dp."""
+def check_values(c):
+    """Raise UserError if a field has an impossible value, whatever the others are."""
     more = ASYNCHRONOUS if c.schedule in schedules.ASYNCHRONOUS else {"updates_per_call": (1,)}
     for name, choices in (CHOICES | more).items():
         where = f", with schedule={c.schedule}" if name in more else HINTS.get(name, "")
@@ -265,6 +264,11 @@ def check(c, world):
             least = "above 0" if name in POSITIVE else "0 or more"
             fits = (value > 0 or name not in POSITIVE) and 0 <= value < most
             require(c, name, fits, f"should be {least} and below {most:g}")
+
+
+def check(c, world):
+    """Raise UserError if `c` cannot run on `world` processes. Return dp."""
+    check_values(c)
     falls = c.lr_decay_style != "wsd" or c.lr_wsd_decay_iters > 0
     require(c, "lr_decay_style", falls, "set lr_wsd_decay_iters, the updates in which the rate falls")
     require(c, "min_lr", c.min_lr <= c.lr, f"should be at most lr={c.lr}")

@@ -103,10 +103,10 @@ def pairs(opt, spec, whole, tensors):
 
 def from_hf(folder, out):
     """Write the checkpoint out/step_0 and the configuration out/config.py from a folder of transformers."""
-    hf, options = transformers(), {"local_files_only": True}
+    hf, options, vocabulary = transformers(), {"local_files_only": True}, str(Path(folder).resolve())
     with reading(f"{folder}: not a GPT-2 or OPT as model.py has it", Exception):
         there = hf.AutoConfig.from_pretrained(folder, **options)
-        config, tokenizer = config_here(there, out), load_tokenizer(str(folder))
+        config, tokenizer = config_here(there, out), load_tokenizer(vocabulary)
         model, info = hf.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True, **options)
         for what, names in info.items():
             if names := [str(name) for name in names if not str(name).endswith(".attn.masked_bias")]:  # of old files
@@ -122,11 +122,13 @@ def from_hf(folder, out):
         lines = [f"# {folder}, written by convert.py", *(f"{field} = {value!r}" for field, value in changed.items())]
         Path(out, "config.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"{folder} -> {final}; to train it further:")
-    print(f"python prepare.py FILES --tokenizer={folder} --out={config.data_dir} && torchrun train.py {out}/config.py")
+    print(f"python prepare.py FILES --tokenizer={vocabulary} --out={config.data_dir}")
+    print(f"torchrun train.py {out}/config.py")
     dropouts = dict(attention_dropout=0.0, layerdrop=0.0, attn_pdrop=0.0, embd_pdrop=config.dropout)
     for name, here in dropouts.items():
-        if getattr(there, name, here) != here:
-            print(f"{name}={getattr(there, name)} there is {here} here")
+        value = getattr(there, name, 0.0 if name == "embd_pdrop" else here)  # OPT's embedding has no dropout
+        if value != here:
+            print(f"{name}={value} there is {here} here")
 
 
 def config_here(there, out):
@@ -199,6 +201,8 @@ def to_hf(path, out):
         model.save_pretrained(out)
         copy(tokenizer, out)
     print(f"{path} -> {out}, {type(model).__name__}")
+    if not Path(out, "tokenizer.json").exists():
+        print(f"without a tokenizer: Hugging Face's format does not hold {tokenizer.name}'s")
 
 
 def config_there(hf, opt, c, tokenizer):

@@ -9,7 +9,7 @@ judged; with --top=N as well, the layouts with this tp and pp. `accounts/seconds
 `python -m bench sweep` compares the predicted times with measured ones.
 """
 
-from errors import Parser, boolean, exit_on_user_error, within  # isort: skip
+from errors import Parser, UserError, boolean, exit_on_user_error, within  # isort: skip
 import json
 from dataclasses import replace
 
@@ -83,6 +83,7 @@ def parse(arguments):
 def plan(options, config, device, given):
     """Print the layouts that suit the options, or the given one."""
     gpus, chosen, lines = options.gpus, [config], []
+    search.check(config, options.tokens)
     if not options.as_is and (options.top or not {"tp", "pp"} <= given):
         found, top = search.rank_all(config, gpus, device, given, tokens=options.tokens), options.top or 10
         fit, rest = ([f["config"] for f in found if f["fits"] == fits] for fits in (True, False))
@@ -103,6 +104,8 @@ def main(arguments=None):
     options, config, given = parse(arguments)
     device = DEVICES[options.device]
     device = device._replace(per_node=options.gpus_per_node or device.per_node)
+    if options.json and (options.explain or options.flops):
+        raise UserError("--json: --explain and --flops print no JSON; leave one of them out")
     if options.flops:
         scaling.main(options.flops, options.gpus, device)
     else:

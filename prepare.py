@@ -71,10 +71,11 @@ def find_files(inputs):
     """Return the files of `inputs` in this order. Raises UserError."""
     if not inputs:
         stdlib = sysconfig.get_paths()["stdlib"]
-        return [path for path in walk(stdlib) if path.endswith(".py") and "-packages" not in path.removeprefix(stdlib)]
+        files = (path for path in walk(stdlib) if path.endswith(".py"))
+        return [path for path in files if "-packages" not in path.removeprefix(stdlib)]
     files = []
     for name in inputs:
-        here = list(walk(name)) if os.path.isdir(name) else [name] * name.endswith(KINDS + JSON)
+        here = list(walk(name, links=True)) if os.path.isdir(name) else [name] * name.endswith(KINDS + JSON)
         if not here:
             raise UserError(f"input {name}: should be a file or folder of {' '.join(KINDS)}, or a .json file")
         files += here
@@ -84,13 +85,18 @@ def find_files(inputs):
     return files
 
 
-def walk(folder):
-    """Yield the text files below `folder`, sorted, without hidden ones. Raises OSError."""
+def walk(folder, links=False):
+    """Yield the text files below `folder`, sorted, no hidden ones. links: follow those to folders. Raises OSError."""
 
     def stop(error):
         raise error
 
-    for here, folders, names in os.walk(folder, onerror=stop):
+    seen = set()  # no folder is read twice
+    for here, folders, names in os.walk(folder, onerror=stop, followlinks=links):
+        if (real := os.path.realpath(here)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
         folders[:] = sorted(name for name in folders if name[0] != "." and name != "__pycache__")
         yield from (os.path.join(here, name) for name in sorted(names) if name[0] != "." and name.endswith(KINDS))
 
@@ -255,6 +261,8 @@ class Output:
             if saved["made_from"] == made_from:
                 self.progress = saved
                 print(f"{folder}: resuming after {sum(saved['tokens']):,} tokens")
+        if not self.progress["blocks"]:
+            (folder / "progress.json").unlink(missing_ok=True)  # its command, run again, would miss what is cut off now
         self.truncate()
 
     def truncate(self):

@@ -435,7 +435,7 @@ def test_an_existing_folder_is_not_overwritten(tmp_path, capsys, monkeypatch):
     [
         ("gpt2", dict(embd_pdrop=0.2, resid_pdrop=0.1, attn_pdrop=0.3), ["embd_pdrop=0.2 there is 0.1 here"]),
         ("gpt2", dict(attn_pdrop=0.3), ["attn_pdrop=0.3 there is 0.0 here"]),
-        ("opt", dict(layerdrop=0.2), ["layerdrop=0.2 there is 0.0 here"]),
+        ("opt", dict(layerdrop=0.2), ["layerdrop=0.2 there is 0.0 here", "embd_pdrop=0.0 there is 0.1 here"]),
         ("gpt2", dict(embd_pdrop=0.1, resid_pdrop=0.1, attn_pdrop=0.0), []),
     ],
 )

@@ -341,6 +341,15 @@ def test_a_folder_that_cannot_be_read_is_not_left_out():
         list(prepare.walk("nowhere"))
 
 
+def test_linked_folders_are_read_once(tmp_path):
+    for folder in ("corpus", "far"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "far/a.txt").touch()
+    for link, folder in (("0", "far"), ("1", "."), ("2", "far")):
+        (tmp_path / "corpus" / link).symlink_to(tmp_path / folder)
+    assert [*prepare.walk(tmp_path / "corpus", links=True)] == [str(tmp_path / "corpus/0/a.txt")]
+
+
 def test_a_finished_folder_is_left_alone(here, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("text")
     first = run(tmp_path / "a.txt", tmp_path / "out")
@@ -361,6 +370,15 @@ def test_the_progress_of_another_command_is_not_used(here, tmp_path, capsys, mon
         run(tmp_path / "a.txt", tmp_path / "out")
     assert sum(map(len, run(tmp_path / "a.txt", tmp_path / "out", split="1,1,1")[0].values())) == 221
     assert "resuming" not in capsys.readouterr().out
+
+
+def test_a_command_forgets_the_progress_that_it_overwrites(tmp_path):
+    for made_from in ("this", "another", "this"):
+        with contextlib.closing(prepare.Output(tmp_path, made_from, 2)) as output:
+            assert output.progress["blocks"] == 0
+            if made_from == "this":
+                output.write([(0, b"12", True)], [])
+                output.save()
 
 
 def test_rows_of_a_parquet_file_become_the_tokens_of_json_lines(tmp_path):

@@ -24,10 +24,13 @@ class Curve(NamedTuple):
     validation: list
 
 
+def file_of(run):
+    return Path(run, "metrics.jsonl") if Path(run).is_dir() else Path(run)
+
+
 def read_curve(path):
-    """Return the `Curve` of an out_dir or of one file like metrics.jsonl."""
-    file = Path(path, "metrics.jsonl") if Path(path).is_dir() else Path(path)
-    with reading(file):
+    """path: an out_dir, or a file like its metrics.jsonl."""
+    with reading(file := file_of(path)):
         rows = read_metrics(file).values()
         training = [(row["iteration"], float(row["lm_loss"])) for row in rows]
         validation = [(row["iteration"], float(row["validation_loss"])) for row in rows if "validation_loss" in row]
@@ -47,12 +50,17 @@ def loss_differences(first, others):
 
 
 def read_speeds(paths):
-    """Return sorted [(processes, tokens/s)]. A run's speed is the median of its log lines except the first."""
+    """Return sorted [(processes, tokens/s)]. A run's speed is the median of its log lines except the first.
+
+    Of a run that was resumed with more or fewer processes, only the last lines count.
+    """
     points = []
-    for path in paths:
-        with reading(path):
-            rows = list(read_metrics(Path(path, "metrics.jsonl")).values())
-            points.append((rows[0]["processes"], statistics.median(r["tokens_per_second"] for r in rows[1:] or rows)))
+    for file in map(file_of, paths):
+        with reading(file):
+            rows = [*read_metrics(file).values()]
+            last = [row for row in rows if row["processes"] == rows[-1]["processes"]]
+            speeds = [row["tokens_per_second"] for row in last[1:] or last]
+            points.append((last[-1]["processes"], statistics.median(speeds)))
     return sorted(points)
 
 

@@ -152,7 +152,8 @@ def candidates(config, gpus, device, fixed):
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
     tps = [n for n in divisors if n & (n - 1) == 0 and n <= 2 * device.per_node]  # also beyond the node
     pps, zeros, recomputes = [n for n in divisors if n <= config.num_layers], [0, 1, 2, 3], ["none", "full"]
-    choices = tps, pps, LISTED, [1, 2, 3, 4], zeros, [False, True], recomputes, [1, 2, 4, 8]
+    samples = sorted({1, 2, 4, 8, 16, 32, config.micro_batch_size})
+    choices = tps, pps, LISTED, [1, 2, 3, 4], zeros, [False, True], recomputes, samples
     choices = [[getattr(config, f)] if f in fixed else values for f, values in zip(FIELDS, choices, strict=True)]
     for fields in product(*choices):
         tp, pp, name, chunks, zero, sequence_parallel, *_ = fields
@@ -186,18 +187,25 @@ def fits(c, gpus):
 # --- one layout -------------------------------------------------------------------------------------------------------
 
 
-def facts_of(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
-    """Return {key of plan.py's --json: value} of one layout, in bytes and seconds.
-
-    exact=False is fast: it takes 1F1B's bubble for a bubble without a closed form. say: gets each (name, formula,
-    value). Raises UserError for a layout that can't be predicted.
-    """
+def check(c, has_days):
+    """Raise UserError if a field has an impossible value, or one that can't be predicted."""
     one = c.schedule not in schedules.ASYNCHRONOUS
     configuration.require(c, "schedule", one, "plan.py predicts only schedules with one update a step")
+    configuration.check_values(c)
     configuration.require(c, "experts", not c.experts, "plan.py predicts no mixture of experts")
     configuration.require(c, "penalty", not c.penalty, "plan.py predicts one backward for each micro-batch")
     ulysses = c.cp == 1 or c.context == "ulysses"
     configuration.require(c, "context", ulysses, "no GPU runs the ring yet; set --context=ulysses")
+    days = has_days or not c.train_epochs
+    configuration.require(c, "train_epochs", days, "plan.py does not know the data; set --tokens, for the days")
+
+
+def facts_of(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
+    """Return {key of plan.py's --json: value} of one layout, in bytes and seconds.
+
+    exact=False is fast: it takes 1F1B's bubble for a bubble without a closed form. say: gets each (name, formula,
+    value).
+    """
     model, p, batch = model_of(c, device.dtype if c.dtype == "auto" else c.dtype), c.pp, c.global_batch_size
     dp = gpus // (c.tp * p)
     m, layout = schedules.micro_batches(c, batch, dp), model.layout(dp, *(getattr(c, name) for name in FIELDS[:-1]))

@@ -37,13 +37,13 @@ def test_two_layouts_have_equal_curves(tmp_path):
 
 def test_two_runs_are_compared_and_speeds_are_drawn(tmp_path, capsys):
     for n, scale in ((4, 3.0), (1, 1.0)):
-        rows = [{"iteration": i, "lm_loss": 2.0 + n * i, "processes": n, "tokens_per_second": s * scale}
-                for i, s in enumerate((1.0, 90.0, 100.0, 110.0))]  # fmt: skip
+        rows = [{"iteration": i, "lm_loss": 2.0 + n * i, "processes": n if i else 8, "tokens_per_second": s * scale}
+                for i, s in enumerate((7.0, 1.0, 90.0, 100.0, 110.0))]  # fmt: skip
         (tmp_path / str(n)).mkdir()
         (tmp_path / str(n) / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     runs = [str(tmp_path / "4"), str(tmp_path / "1")]
     curve.main([*runs, f"--svg={tmp_path}/x.svg"])
-    assert "1 - 4: at most 9, at iteration 3" in capsys.readouterr().out
+    assert "1 - 4: at most 12, at iteration 4" in capsys.readouterr().out
     curve.main(["--speed", *runs, f"--svg={tmp_path}/x.svg"])
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "1 processes 100 tokens/s 1.00 of linear".split()

@@ -431,6 +431,9 @@ def test_explain_reproduces_its_numbers(capsys):
         (["--flops=nan"], "--flops: nan: should be 1 to"),
         (["--flops=1e299"], "--flops: 1e299: should be 1 to"),
         (["--schedule=1_000"], "schedule=1_000: "),
+        (["--optimizer=adam"], "optimizer=adam: should be one of"),
+        (["--tp=0"], "tp=0: should be above 0"),
+        (["--json", "--explain"], "--json: "),
         (["--schedule=pipedream"], "schedule=pipedream: plan.py predicts only schedules with one update a step"),
     ],
 )

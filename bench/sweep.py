@@ -51,6 +51,8 @@ def measure(config: str = "configs/tiny.py", processes: int = 4, steps: int = 10
         c, train_iters=WARMUP + steps, rampup_batch_size="", log_interval=1, eval_iters=0,
         save_interval=0, resume="none", data_dir=str(folder / "data"), out_dir="",
     )  # fmt: skip
+    if device:
+        search.check(base, has_days=True)
     chosen = {name: c for c in accepted(base, processes) if only in (name := name_of(c))}
     milliseconds = {}  # {name: those of each timed step}
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
