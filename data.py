@@ -13,7 +13,7 @@ Samples are numbered from 0 through all epochs. Sample g belongs to epoch g // n
     permute(g % num_samples, num_samples, shuffle_key(seed, epoch))
 
 `permute` computes each entry of a random table without the table. So a shuffle needs no memory and no time at the
-start, and a checkpoint stores only `consumed_samples`. A step distributes the next samples over the data ranks. Two
+start. A step distributes the next samples over the data ranks. Two
 data ranks, two samples in a micro-batch:
 
     sample         g   g+1  g+2  g+3  |  g+4  g+5  g+6  g+7

@@ -13,11 +13,10 @@
 
 Predict first: `start` asks for two or three numbers. The formulas' numbers are shown once you have answered all. Your
 functions, with new names of your file, are judged in a copy of the last commit. What else you changed has no effect:
-it is listed. This is no sandbox: a function can do what any program of yours can. Each test is a lamp with the idea
-that it stands for. A bonus lamp may stay red.
+it is listed. Each test is a lamp with the idea that it stands for. A bonus lamp may stay red.
 
 exercises/N.toml has the ideas in Japanese and English, the names of the functions to write, the lamps, and answers for
-our own tests (right in another way, or wrong as people are often wrong). The solution is in git.
+our own tests.
 """
 
 from errors import Parser, UserError, boolean, exit_on_user_error, reading, within  # isort: skip

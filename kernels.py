@@ -4,7 +4,7 @@ Between two matrix products, memory traffic takes nearly all the time: an H200 c
 while it reads one byte. Plain PyTorch reads and writes memory in each operation. A fused kernel reads an element once,
 does all operations on it, and writes it once.
 
-NOTES.md has the memory traffic of a block, fused and in plain PyTorch. The *floor* of an operation is its least memory
+The *floor* of an operation is its least memory
 traffic: each input is read once, each result written once.
 
 A `@triton.jit` function is the code of one *program*, and `kernel[grid](...)` starts many programs. A program computes
@@ -103,7 +103,7 @@ def dropout(x, drop=None):
 # dy is written: 10 bytes. Rows longer than WIDEST do not fit into one multiprocessor's registers, so PyTorch
 # normalizes them.
 #
-# The same kernels serve `dropout` (no x, bias and norm) and `add_` (no norm). Each block's first LayerNorm has no y.
+# The same kernels serve `dropout` (no x, bias and norm) and `add_` (no norm).
 
 
 @triton.jit(do_not_specialize=["place"])

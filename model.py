@@ -15,7 +15,6 @@ A model is a list of *units* (embedding, blocks, head), functions of (x, micro-b
 `ParamSpec`s. `parallel/zero.py` replaces each by a view into a flat buffer.
 
 Number of parameters: V h + s h + L (12 h^2 + 13 h) + 2 h, where V is the vocabulary, rounded up to a multiple of 128.
-This is 354,871,296 for L = 24, h = s = 1024 and V = 50,304.
 """
 
 import math
@@ -61,7 +60,7 @@ class MicroBatch:
 
 
 class Block(nn.Module):
-    """One transformer layer. The outputs of attention and MLP are added to x, the residual stream [n, h]."""
+    """One transformer layer. x [n, h] is the residual stream."""
 
     recomputable = True  # a block keeps about 32 bytes per element of x (bf16)
 

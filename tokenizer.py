@@ -11,8 +11,7 @@ bytes of a pre-token. Of the merges that fit, the earliest in the list is applie
 tiktoken has no list of merges: it merges two neighbours if the result is a token, and the token's rank is its priority.
 Both methods are equal if only *live* merges give ranks (NOTES.md: definition, proof); `ranked` makes sure of it.
 
-tiktoken's ids are the ranks. Vocabularies in files may have other ids, so a table maps ranks to ids. A data set and a
-checkpoint have a copy of the vocabulary, the files COPY.
+tiktoken's ids are the ranks. Vocabularies in files may have other ids, so a table maps ranks to ids.
 """
 
 import array
@@ -120,7 +119,7 @@ def copied(folder, name):
 
 
 def read(path):
-    """Return the Tokenizer of a folder or file. Raises OSError, ValueError, LookupError, TypeError, AttributeError."""
+    """Return the Tokenizer of a folder or file."""
     if path.is_dir():
         path = [*path.glob(COPY[0]), *sorted(path.glob("*vocab.json"))][0]
     value = json.loads(path.read_text(encoding="utf-8"))

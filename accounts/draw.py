@@ -1,11 +1,8 @@
 """Draw schedules, simulated or recorded, in the terminal and as SVG.
 
-    python -m accounts.draw 1f1b zb-h1 --stages=4 --microbatches=8 --svg=pipelines.svg
-    python -m accounts.draw --trace=trace.json         a step that `train.py --trace` recorded, below its simulation
-    python -m accounts.draw --cp=4                     the tokens of context parallel ranks
-
-Two lines below each picture give the bubble (the zero-bubble paper's) and the peak of activations in flight, each with
-a published formula if it applies.
+python -m accounts.draw 1f1b zb-h1 --stages=4 --microbatches=8 --svg=pipelines.svg
+python -m accounts.draw --trace=trace.json         a step that `train.py --trace` recorded, below its simulation
+python -m accounts.draw --cp=4                     the tokens of context parallel ranks
 """
 
 import json

@@ -1,10 +1,10 @@
 """Draws every picture file, as SVG. Only this file needs matplotlib.
 
-timelines   schedules, one row of boxes per rank     python -m accounts.draw ... --svg=FILE
-zero_states ZeRO 0 to 3: bytes of the model states   python -m accounts.page --svg=FILE
-traffic     who sends what to whom in a step         python -m accounts.traffic ... --svg=FILE
-curves      the losses of runs                       python -m accounts.curve ... --svg=FILE
-speeds      tokens/s over the number of processes    python -m accounts.curve --speed ... --svg=FILE
+timelines   schedules, one row of boxes per rank
+zero_states ZeRO 0 to 3: bytes of the model states
+traffic     who sends what to whom in a step
+curves      the losses of runs
+speeds      tokens/s over the number of processes
 """
 
 import itertools

@@ -25,8 +25,7 @@ E experts, C places of an expert for a group of tokens.
           gradients of activations send to the previous chunk       boundary and micro-batch m bsh a boundary
           ... sequence parallel    both sends                       boundary and micro-batch 1/t of these elements
 
-A boundary lies between two consecutive chunks on different ranks. Sequence parallelism needs two more all_gathers in
-backward, because a rank keeps only bsh/t elements of a linear's input. The small terms are:
+A boundary lies between two consecutive chunks on different ranks. The small terms are:
 
     embedding, head       one all_reduce per micro-batch, the embedding's in forward, the head's in backward
     cross-entropy rows    max, sum, target logit

@@ -1,7 +1,6 @@
 """Predict the bytes that one rank keeps, from the configuration alone. `meter.py` measures them in a run.
 
-Letters: P elements of this rank's buckets (padding included), n = dp, t = tp, b samples of a micro-batch, s tokens of a
-sample, h hidden size, a heads.
+Letters: those of `ledger.py`, and a heads.
 
 **Model states** (slide "ZeRO (FSDP)"; Rajbhandari et al., arXiv 1910.02054, Table 1). (2 + 4 + 4 + 8) are bytes per
 element of parameters, gradients, master weights and moments. fp32 parameters are also the master weights, except with

@@ -53,14 +53,7 @@ def kept_by(executor):
 
 
 class Activations:
-    """Measures the activations that this rank keeps in a step.
-
-        with Activations(run.executor) as meter:
-            train_step(run, batches)
-        meter.rows()
-
-    Autograd calls `pack` with every tensor that it saves.
-    """
+    """Context: measures the activations that this rank keeps in a step."""
 
     def __init__(self, executor):
         self.executor = executor

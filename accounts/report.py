@@ -1,7 +1,4 @@
-"""Prints the accounts of a run with --ledger: bytes sent and kept, measured beside predicted, and waits.
-
-`traffic.py` prints the same tables without a run, with predicted numbers only.
-"""
+"""Prints the accounts of a run with --ledger: bytes sent and kept, measured beside predicted, and waits."""
 
 import contextlib
 

@@ -10,10 +10,6 @@ For a given C, the fit is lowest at (NOTES.md derives it)
 
     N = G x^(b/(a+b)),  D = x / N,  with x = C/6 and G = (aA / bB)^(1/(a+b))
 
-The fit was published with two sets of constants:
-
-    [1]  Hoffmann et al. 2022, arXiv 2203.15556, section 3.3 (approach 3)
-    [2]  Besiroglu et al. 2024, arXiv 2404.10102: a replication with the data of [1]
 """
 
 import math
@@ -22,7 +18,7 @@ from collections import namedtuple
 from accounts.report import aligned
 
 Fit = namedtuple("Fit", "E A B a b")
-HOFFMANN = Fit(1.69, 406.4, 410.7, 0.34, 0.28)
+HOFFMANN = Fit(1.69, 406.4, 410.7, 0.34, 0.28)  # section 3.3 (approach 3)
 BESIROGLU = Fit(1.8172, 482.01, 2085.43, 0.3478, 0.3658)
 FITS = (HOFFMANN, BESIROGLU)  # [1] and [2]
 MODELS = {  # (parameters, training tokens), slide "Transformerのスケール則"

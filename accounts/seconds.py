@@ -7,8 +7,6 @@
 
 A GPU computes a product in waves of tiles, 128 x 256 elements on each multiprocessor. The start of the first wave and
 the last wave, which is not full, cost about one wave, the constant `wave`.
-
-A step on the busiest pipeline rank is the sum of the parts in `Step.add_parts`.
 """
 
 import math

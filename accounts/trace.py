@@ -1,7 +1,6 @@
 """Record each rank's actions and communications in Chrome's trace format.
 
     torchrun ... train.py configs/tiny.py --pp=2 --schedule=zb-h1 --trace=trace.json
-    python -m accounts.draw --trace=trace.json         draws the last step below its simulation
 
 Perfetto (ui.perfetto.dev) and chrome://tracing open the file. A "process" there is one pipeline (one dp and tp rank),
 and its "threads" are the pp ranks. On a GPU every recorded action waits for the device, which costs some speed.

@@ -20,7 +20,8 @@ def leaderboard():
         kinds = {action.kind for actions in picture.schedule.actions for action in actions}
         plain = len(picture.schedule.parts) == P and kinds == {"F", "B"}
         line = picture.timeline
-        rows.append((PLAIN if plain else "others", max(line.peak), line.bubble, line.step_bubble, name))
+        peak = max(line.peak) / draw.chunks_per_rank(picture.schedule)  # in whole stages
+        rows.append((PLAIN if plain else "others", peak, line.bubble, line.step_bubble, name))
     texts = [(what, name, f"{peak:g}", *(f"{x:.4f}" for x in bubbles)) for what, peak, *bubbles, name in sorted(rows)]
     print(f"{P} stages, {M} micro-batches, F = I = W = 1, B = 2, a message takes {COMM}")
     print(report.aligned([("class", "schedule", "peak", "bubble", "of the step"), *texts], 2))

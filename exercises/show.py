@@ -39,13 +39,12 @@ TOKENS = 300e9  # of all sizes of GPT-3
 
 
 def tests():
-    """Return test_layouts.py, which has a tiny model and its samples."""
+    """Return test_layouts.py: a tiny model and its samples."""
     need_pytest()
     return importlib.import_module("test_layouts")
 
 
 def flops():
-    """Print GPT-3's sizes: 5.7 N D (the slide), and the functions of accounts/flops.py."""
     rows = [("model", "N", "D", "slide: 5.7ND", "yours", "yours / ND: 6 + attention", "recompute=full / yours")]
     for name in ("gpt3_1b3", "gpt3_13b", "gpt3_175b"):
         c = configuration.load([f"configs/{name}.py", "--recompute=full"])
@@ -82,7 +81,6 @@ def losses(steps=21):
 
 
 def ratios():
-    """Print the trust ratio of each layer in the first step of LAMB."""
     t, rule, rows = tests(), RULES["lamb"], [("layer", "|w|", "|direction|", "|w| / |direction|", "yours")]
 
     def watched(w, direction, moments, weight_norm, norm, *, lr, **more):
@@ -112,13 +110,11 @@ def meshes(ranks=8, tp=2, pp=2, cp=1, order="dp-pp-tp"):
 
 
 def groups():
-    """Print the groups of the axes."""
     for axis in ("tp", "pp", "dp", "world"):
         print(f"{axis:<5}", *sorted({getattr(mesh, axis).ranks for mesh in meshes()}))
 
 
 def schemes():
-    """Print which part of the data and of each model state a rank has, and what it sends, for configs/tiny.py."""
     rows = [("2 ranks", "data", "weights", "gradients", "m, v", "rank 0 sends in a step")]
     whole = rank_states(predict_step(tiny(), 1).layout, 0, predict_step(tiny(), 1).sizes)
     for name, fields in [
@@ -206,7 +202,6 @@ def law():
 
 
 def main():
-    """Run the function that the command line names."""
     shown = {f.__name__: f for f in (flops, losses, ratios, groups, schemes, batch, chain, law)}
     if sys.argv[1:2] not in ([name] for name in shown):
         raise UserError(f"python -m exercises.show: should be followed by one of {', '.join(shown)}")

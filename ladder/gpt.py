@@ -2,7 +2,7 @@
 
     ids [b, s] -> embedding -> x [b, s, h] -> 6 blocks -> head -> logits [b, s, v] -> loss
 
-Batch b, sequence s, hidden size h, vocabulary v, a heads of size d = h/a, L blocks. The model has L+2 = 8 units.
+Batch b, sequence s, hidden size h, vocabulary v, a heads of size d = h/a. L+2 = 8 units: embedding, L blocks, head.
 It has P = 2vh + sh + L(12h^2+13h) + 2h = 84,992 weights. A number takes 8 bytes.
 
 `torchrun --nproc_per_node=2 FILE` starts n=2 processes. Each process runs the whole FILE. A process is called a rank,

@@ -25,8 +25,6 @@ exp(q k / sqrt(d) - L).
 
 **Ulysses.** Rank r has part r of n equal parts. Before attention an all_to_all exchanges tokens for heads: each rank
 gets all tokens of a/(n t) heads, so n t must divide the number a of heads. A second all_to_all exchanges back.
-
-`accounts/ledger.py` has the bytes that both send.
 """
 
 import math

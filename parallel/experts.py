@@ -27,8 +27,7 @@ is G = s/4. A router that chooses by chance drops with capacity_factor 1.25:
 has one more term, a E sum_e f_e P_e, with a = `balance` (Switch, section 2.2). f_e is the share of the group's choices
 that are expert e, and P_e the mean of p_e. The term is smallest if all experts get equally many tokens.
 
-Left out: experts over data parallel ranks (DeepSpeed-MoE), experts without dropped tokens (MegaBlocks), shared experts
-(DeepSeekMoE).
+Left out: experts over data ranks, experts that drop no token, shared experts.
 """
 
 import math

@@ -1,7 +1,6 @@
 """The units, buckets and shards of each rank, computed from the configuration alone.
 
-A real run and a prediction (`ledger.py`, `memory.py`) both use this file. A *table* describes the model: table[i] is
-the list of the `tensor.ParamSpec`s that unit i uses.
+A *table* describes the model: table[i] is the list of the `tensor.ParamSpec`s that unit i uses.
 
     units       are cut into consecutive parts; a chunk of the schedule is one part, placed on one rank
     bucket      the parameters that are gathered, reduced and updated together: word table, position table, each block,
@@ -96,7 +95,7 @@ class BucketLayout:
 def split(units, parts):
     """Cut `units` (embedding, blocks, head) into `parts` consecutive lists. The numbers of blocks differ by at most 1.
 
-    The middle parts get one block more first, because the outer ones also have the embedding or the head.
+    If blocks are left over, middle parts get one first: the outer parts also have embedding or head.
     """
     blocks = len(units) - 2
     counts = [blocks // parts] * parts

@@ -91,7 +91,7 @@ class Rule(NamedTuple):
     whole: Callable | None = None  # updates whole matrices, returns the other ranges
 
 
-# Add your own: write a function like those above, and add a row. `train.py --optimizer=mine` runs it.
+# Add your own: write a function like those above, and add a row (README.md).
 RULES = {
     "sgd": Rule(sgd, 0),
     "adamw": Rule(adamw, 2, fused="adamw_"),
@@ -166,7 +166,7 @@ def learning_rate(c, update):
     end = c.lr_decay_iters or c.train_iters
     warmup = c.lr_warmup_iters if c.lr_warmup_iters >= 0 else c.lr_warmup_fraction * end
     update = torch.as_tensor(update, dtype=torch.float64)
-    # wsd is warm-up, stable, decay (Hu et al., arXiv 2404.06395)
+    # wsd: Hu et al., arXiv 2404.06395
     decay = c.lr_wsd_decay_iters if c.lr_decay_style == "wsd" else max(1, end - warmup)
     left = ((end - update) / decay).clamp(0, 1)
     if c.lr_decay_style == "cosine":

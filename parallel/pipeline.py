@@ -18,8 +18,7 @@ So ZeRO and recomputation are plain code between units, not hooks. With full rec
 again just before its backward (Chen et al., arXiv 1604.06174). A bucket's gradient is reduced as soon as it is
 complete, while backward continues (as in PyTorch's DDP, Li et al., arXiv 2006.15704).
 
-All ranks post their messages in one common order, which prevents a deadlock (`schedules.messages`). They post each
-receive as early as this order allows. The values of a sent output y are freed: backward needs only y's graph.
+All ranks post their messages in one common order, which prevents a deadlock (`schedules.messages`).
 """
 
 import contextlib
@@ -228,7 +227,7 @@ class Executor:
 
     def _gather(self, chunk, i, step):
         """Make the parameters of unit i whole. Start to gather those of unit i + step, which runs next."""
-        self.work += 1 if step > 0 else 2  # a backward takes about twice as long
+        self.work += 1 if step > 0 else 2
         soon = [*chunk.buckets[i], *(chunk.buckets[i + step] if 0 <= i + step < len(chunk.units) else [])]
         for name in soon:
             self.zero.start_gather(name)

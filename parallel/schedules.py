@@ -231,8 +231,8 @@ def chimera(stages, microbatches, chunks=1):
     Rank r has part r of the down pipeline (chunk r) and part p-1-r of the up pipeline (chunk 2p-1-r). Even
     micro-batches go down, odd ones go up, in groups of p. In a group, k numbers the micro-batches of one direction. On
     part i, micro-batch k has its F in slot i + 2k and its B in slot 2p-1 - i + 2k. The directions never need the same
-    slot: F and F, B and B differ in parity; F and the other direction's B lie p slots apart. The next group begins 2p
-    slots later. Li and Hoefler, arXiv 2107.06925, section 3, figure 3. Raises UserError if p is odd and not 1.
+    slot: F and F, B and B differ in parity; F and the other direction's B lie 2 or more slots apart. The next group
+    begins 2p slots later. Li and Hoefler, arXiv 2107.06925, section 3. Raises UserError if p is odd and not 1.
     """
     p = stages
     if p == 1:
@@ -310,8 +310,7 @@ def one_chunk(name, chunks):
         raise UserError(f"chunks={chunks}: {name} does not cut a rank's share into chunks; interleaved and zb-v do")
 
 
-# Add your own: write a function like those above and name it in this table, for example "mine". Then `python -m
-# accounts.draw mine` draws it or prints its mistake, and `train.py --schedule=mine` trains with it.
+# Add your own: write a function like those above, and name it in this table (README.md).
 SCHEDULES = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,

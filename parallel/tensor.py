@@ -1,6 +1,6 @@
 """Tensor parallelism: the matrices of a layer are cut over t ranks (slide "テンソル並列").
 
-The first forms are `ladder/rung09`, `11` and `12`: f there is enter=copy here, g is leave=all_reduce, and n is t.
+The first forms are `ladder/rung09`, `11` and `12`: f there is enter=copy here, g leave=all_reduce, n t.
 Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3; sequence parallelism: Korthikanti et al. (arXiv 2205.05198),
 section 4.2. A block has two pairs of linears: qkv and proj around attention, fc1 and fc2 in the MLP. The first of a
 pair is cut by its outputs (column parallel), the second by its inputs (row parallel). Inside a pair nothing is sent:
@@ -16,18 +16,18 @@ pair is cut by its outputs (column parallel), the second by its inputs (row para
     leave   all_reduce (g) all_reduce of y    nothing               y is whole on every rank
             reduce_scatter reduce_scatter y   all_gather of dy      y is cut by tokens (sequence parallel)
 
-Activations are [n, h]: n = b s tokens, sample after sample. With sequence parallelism each rank has n/t consecutive
-rows outside of the pairs, so LayerNorm, dropout and residual stream cost 1/t of the memory and the work. Forward stores
-only the cut x, so backward gathers x again for dW. A replicated parameter (LayerNorm, row-parallel bias, position
-table, router) sees part of the tokens, so `zero.py` sums its gradient over tp.
+With sequence parallelism each rank has n/t consecutive rows of an activation [n = bs, h] outside of the pairs, so
+LayerNorm, dropout and residual stream cost 1/t of the memory and the work. Forward stores only the cut x, so backward
+gathers x again for dW. A replicated parameter (LayerNorm, row-parallel bias, position table, router of experts) sees
+part of the tokens, so `zero.py` sums its gradient over tp.
 
 **What can overlap.** The slide says that this communication can't be hidden. This is true in forward: the next
 operation needs the sum of g. But `Linear.backward` starts the all_reduce of dx, computes dW = dy^T x, then waits. With
-sequence parallelism, the all_gather of x for dW overlaps with dx = dy W. Not hidden are the all_gather of dy; embedding
-and head; dx in the action I, which computes no dW.
+sequence parallelism, the all_gather of x for dW overlaps with dx = dy W. Nothing hides the all_gather of dy, embedding
+and head, or dx in the action I, which computes no dW.
 
-Per layer and micro-batch each rank makes 4 all_reduces of bsh elements, and sends 8 bsh (t-1)/t. With sequence
-parallelism it makes 10 all_gathers and reduce_scatters, and sends 10 bsh (t-1)/t (`accounts/ledger.py`).
+Per layer and micro-batch a rank sends 8 bsh (t-1)/t elements in 4 all_reduces; with sequence parallelism 10 bsh (t-1)/t
+in 10 all_gathers and reduce_scatters (`accounts/ledger.py`).
 """
 
 import hashlib
@@ -48,10 +48,7 @@ ROWS = 4096  # tokens whose logits exist at a time: 412 MB (bf16, v = 50,304)
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One logical parameter, the same in every layout. A rank keeps it whole or cut along `tp_dim`.
-
-    A layer declares `self.weight = ParamSpec(...)`.
-    """
+    """One logical parameter, the same in every layout. A rank keeps it whole or cut along `tp_dim`."""
 
     name: str  # "block3.qkv.weight"; also the name of its file in a checkpoint
     shape: tuple  # whole

@@ -27,8 +27,7 @@ With m = 1 this is 2, 2, 2, 3 (section 7). The calls of a step, in the order of 
     publish        once                    -                all_gather        all_gather               -
 
 The all_gathers of `publish` run while the next step begins. In stages 2 and 3 at most two sums run while backward fills
-a third buffer. In stage 3 the next unit's parameters are gathered while this unit computes. If a schedule splits B, the
-whole gradients of a chunk exist from I to W.
+a third buffer. In stage 3 the next unit's parameters are gathered while this unit computes.
 
 With AdamW in bf16 each parameter needs 18 bytes: parameter 2, gradient 4, master weight 4 (the float32 copy that the
 optimizer updates), two moments 8. Stages 1, 2, 3 divide 12, 16, 18 of these by n. In fp32 the parameters are the master
@@ -85,8 +84,7 @@ class Bucket:
 
     owned: (begin, end) of the elements that this rank updates: with ZeRO stage 0 all, otherwise its shard. master
     (weights), moments and `gradient` have only these elements, on the device of the optimizer state. ranges, pieces:
-    parts of `owned` with parameters of one kind, and one part for each parameter (`layout.py`). holders: the pipeline
-    ranks that keep the bucket.
+    parts of `owned` with parameters of one kind, and one part for each parameter (`layout.py`).
     """
 
     def __init__(self, layout, zero, holders, training):
@@ -153,10 +151,7 @@ def wait_for(communications):
 
 
 class Zero:
-    """This rank's buckets, and the calls of a step in the table above. training: False for parameters only.
-
-    It replaces each ParamSpec in this rank's units by an nn.Parameter.
-    """
+    """This rank's buckets, and the calls of a step in the table above. training: False for parameters only."""
 
     def __init__(self, model, layout, config, mesh, dtype, device, ops=reference, training=True):
         self.config, self.mesh, self.dtype, self.device, self.ops = config, mesh, dtype, device, ops
@@ -265,11 +260,9 @@ class Zero:
             self.settle(name)
 
     def sum_over_tp(self):
-        """Sum the gradients of replicated parameters over tp: LayerNorms, row-parallel biases, position table, router.
+        """Sum the gradients of replicated parameters over tp (`layout.replica_sums` says why).
 
-        With sequence parallelism they are partial: each tp rank has summed its own tokens. Without it only the last
-        digits can differ (`layout.replica_sums`). Then all take the first tp rank's gradients: the others add 0 times
-        theirs.
+        Without sequence parallelism all take the first tp rank's gradients: the others add 0 times theirs.
         """
         if what := replica_sums(self.config, self.mesh.dp.size):
             buckets = self.buckets.values()

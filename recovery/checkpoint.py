@@ -11,7 +11,7 @@ A rank's shard may begin and end in the middle of a parameter, and the parameter
 layout read their own runs.
 
 Every rank writes into the folder `step_N.writing` and flushes its files. Then rank 0 renames the folder to `step_N`, so
-a `step_N` is always complete. The next start removes a `step_N.writing` that a killed run left. No file is unpickled,
+a `step_N` is always complete. No file is unpickled,
 so loading a checkpoint runs no code from it.
 
 Each rank verifies every byte that it uses. index.json has the `checksum` of every array, the CRC-32 of every other

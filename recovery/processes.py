@@ -52,7 +52,7 @@ def follow(launcher):
 
 
 def together(world, work):
-    """Call `work()`, and end the process. Exit codes: 0 done, 2 a mistake of the user, 1 a lost peer.
+    """Call `work()`, and end the process.
 
     Without torchrun, the function returns, or raises the UserError.
     """
