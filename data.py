@@ -23,8 +23,7 @@ data ranks, two samples in a micro-batch:
 The ranks of a tensor or pipeline group read the same batch. The file is mapped into memory, so the ranks of a host
 share its pages.
 
-Megatron-LM shuffles all epochs together. Here each epoch has each sample once, and the order does not depend on
-train_iters, which may change on a resume.
+Each epoch has each sample once, and the order does not depend on train_iters, which may change on a resume.
 """
 
 import itertools
@@ -94,8 +93,10 @@ DTYPES = {"uint16": "<u2", "uint32": "<u4"}  # meta.json's name: numpy's, little
 class Tokens:
     """One split of a data set. Raises UserError if its files are missing, damaged or not usable for this model.
 
-    meta: the content of meta.json. num_samples: windows in an epoch.
+    meta: the content of meta.json. num_samples: windows in an epoch. begins: the number of the first sample.
     """
+
+    begins = 0
 
     def __init__(self, data_dir, split, seq_length, vocab_size):
         self.path, self.seq_length = Path(data_dir) / f"{split}.bin", seq_length
@@ -122,7 +123,7 @@ class Tokens:
 
     def windows(self, numbers, seed):
         """Return the index of each sample's window, [b] int64."""
-        epoch, i = np.divmod(numbers, self.num_samples)
+        epoch, i = np.divmod(numbers - self.begins, self.num_samples)
         return permute(i, self.num_samples, shuffle_key(seed, epoch))
 
     def batch(self, numbers, seed):
@@ -138,10 +139,7 @@ class Tokens:
 
 
 def map_tokens(path, dtype="<u2"):
-    """Map the file as a read-only array of `dtype`, [num_tokens].
-
-    If the file is truncated or the disk fails during the run, the process ends with the signal SIGBUS.
-    """
+    """Map the file as a read-only array of `dtype`, [num_tokens]."""
     with open(path, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     # No read-ahead: shuffled samples are not read in the order of the file (2,000 samples: 12 MB instead of 1 GB).

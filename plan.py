@@ -5,8 +5,6 @@
 It prints the layouts (tp, pp, schedule, ZeRO stage ...) that fit, the fastest first, and the first that does not. It
 needs no GPU. A field on the command line keeps its value. With --tp and --pp, only the configuration's layout is
 judged; with --top=N as well, the layouts with this tp and pp. `accounts/seconds.py` explains the predicted time.
-
-`python -m bench sweep` compares the predicted times with measured ones.
 """
 
 from errors import Parser, UserError, boolean, exit_on_user_error, within  # isort: skip

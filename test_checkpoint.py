@@ -190,6 +190,20 @@ def test_resume_refuses_a_folder_without_checkpoints_and_a_step_before_later_one
         with pytest.raises(UserError, match=said) if said else contextlib.nullcontext():
             go(config)
     assert checkpoint.all_steps(tmp_path / "a") == [11, 12]
+    with pytest.raises(UserError, match=r"train_iters=10: the checkpoint .*step_10 has 10 updates already"):
+        go(configured(tmp_path / "b", tokens_dir, resume=first, train_iters=10))
+
+
+@pytest.mark.parametrize("resume", ["none", "first"])
+def test_a_command_that_is_started_again_goes_on_with_its_own_checkpoint(
+    straight, tokens_dir, tmp_path, monkeypatch, resume
+):
+    """torchrun and Slurm give it the same arguments."""
+    resume = resume if resume == "none" else str(straight(1, dtype="fp64") / "step_10")
+    for n, iterations in enumerate((11, 12)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(n))
+        go(configured(tmp_path, tokens_dir, resume=resume, train_iters=iterations))
+    assert checkpoint.all_steps(tmp_path) == [11, 12]
 
 
 def test_resume_may_name_the_new_out_dir(tokens_dir, tmp_path):
@@ -242,6 +256,8 @@ def test_other_data_is_refused_without_new_data(straight, tokens_dir, tmp_path):
     go(configured(out, longer, dtype="fp64", train_iters=11, new_data=True))
     moved = shutil.copytree(longer, tmp_path / "moved")
     go(configured(out, str(moved), dtype="fp64", train_iters=12))  # step_11 was trained on it
+    begins = [checkpoint.read_index(out / f"step_{i}")["data"]["begins"] for i in (11, 12)]
+    assert begins == [120, 120], "an epoch of the new data should begin after the ten steps of the old data"
     go(configured(out, tokens_dir, dtype="fp64", eval_only=True))  # another data set may be evaluated
 
 

@@ -374,9 +374,11 @@ def test_two_hosts_train_and_another_out_dir_is_named(config_file, tmp_path, sha
 
 @linux
 def test_a_job_of_slurm_saves_and_is_queued_again(config_file, tmp_path):
-    """Run jobs/slurm.sh with stand-ins for srun and scontrol. USR1 to the shell saves; the next start resumes."""
+    """Run jobs/slurm.sh with stand-ins for Slurm's commands. USR1 to the shell saves; the next start resumes."""
+    step = tmp_path / "step"
     for name, text in {
-        "srun": 'exec "$@"',
+        "srun": f'"$@" & echo $! > {step}; trap "kill -KILL $!" TERM; wait $!',
+        "scancel": f'[ "$*" = "--signal=TERM 4711" ] && kill -TERM $(cat /proc/$(cat {step})/task/*/children {step})',
         "scontrol": f'[ "$1" = show ] && echo localhost || echo "$@" >> {tmp_path}/requeued',
         "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
     }.items():

@@ -219,7 +219,7 @@ def save(run, tokens):
         "shapes": {name: list(spec.shape) for name, spec in run.model.specs().items()},
         "config": asdict(run.config),
         "tokenizer": tokens.meta["tokenizer"],
-        "data": data.identity(tokens),
+        "data": data.identity(tokens) | {"begins": tokens.begins},
         "counters": asdict(run.counters) | {"updates": run.zero.updates.item()},
         "loss_scale": run.loss_scale.state(),
     }
@@ -268,7 +268,8 @@ def run_training(config, mesh, device):
         tokens, path = agree(mesh.world, lambda: open_files(config, mesh, device, stack))
         compare_hosts(config, mesh, tokens, path)
         if config.train_epochs and not config.eval_only:
-            config.train_iters = configuration.iterations(config, config.train_epochs * tokens["train"].num_samples)
+            samples = tokens["train"].begins + config.train_epochs * tokens["train"].num_samples
+            config.train_iters = configuration.iterations(config, samples)
             agree(mesh.world, lambda: configuration.check(config, mesh.world.size))
         watchdog = hang.Watchdog()
         if mesh.world.size > 1 and not config.eval_only:
@@ -310,6 +311,8 @@ def open_files(config, mesh, device, stack):
     tokens = {s: data.Tokens(config.data_dir, s, config.seq_length, config.vocab_size) for s in splits}
     identity = None if config.eval_only else data.identity(tokens["train"])
     path = checkpoint.to_resume(config, tokens[splits[0]].meta["tokenizer"], identity)
+    if path and identity:
+        tokens["train"].begins = checkpoint.first_sample(path, identity)
     operations.trial(config, device)
     traffic.refuse_too_large(config, mesh.world.size, device)
     return tokens, path

@@ -8,8 +8,7 @@ The tp index changes fastest, then pp, then dp:
 
 Ranks with neighbouring numbers are on one node. So tp, which communicates most, gets the fastest connections, the
 pipeline those inside a rack, and data parallelism those between racks. With order=pp-dp-tp, as in Megatron-LM, dp lies
-inside pp: rank = (pp_rank * dp + dp_rank) * tp + tp_rank. On many GPUs this is usually faster (`plan.py` compares
-both).
+inside pp: rank = (pp_rank * dp + dp_rank) * tp + tp_rank. On many GPUs this is usually faster.
 
 With context parallelism, cp ranks share each sample. They lie next to tp. They have equal parameters, so the axis dp
 contains them.

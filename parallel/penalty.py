@@ -3,7 +3,7 @@
 The loss has one more term, penalty / 2 times the variance. With the gradients g_r of the data ranks and their mean g,
 the variance is the mean over r of |g_r - g|^2. The gradient of this term is penalty times the mean of H_r (g_r - g),
 with the second derivatives H_r. A product H_r d needs no H_r: it is (g_r(w + e d) - g_r(w)) / e for a small e. So each
-step runs forward and backward twice, and sums gradients twice.
+step runs forward, backward and the sums of gradients twice.
 """
 
 import torch

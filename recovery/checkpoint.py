@@ -18,6 +18,7 @@ Each rank verifies every byte that it uses. index.json has the `checksum` of eve
 file, and at last the CRC-32 of its own bytes before this entry.
 """
 
+import fcntl
 import json
 import math
 import os
@@ -26,6 +27,8 @@ import shutil
 import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -146,7 +149,13 @@ def write_arrays(folder, zero):
 
 def write_piece(tp, path, piece, flat):
     path.touch()
+    places = [
+        (place, place + length) for _, place, length in runs(piece.spec, piece.begin, piece.end, tp.rank, tp.size)
+    ]
+    begin, end = (place * flat.itemsize for place in (places[0][0], places[-1][1]))
     with open(path, "r+b") as file:  # "wb" would delete what other ranks wrote
+        with suppress(OSError):  # without a lock NFS writes whole pages, with old bytes of another host's ranks
+            fcntl.lockf(file, fcntl.LOCK_EX, end - begin, begin)
         terms = transferred(file, file.write, flat.cpu().numpy(), piece, tp)
     flush(path)
     return terms
@@ -224,7 +233,7 @@ def to_resume(config, tokenizer, data=None):
         if chosen or config.eval_only:
             raise UserError(f"resume={config.resume}: there is no checkpoint in {place}")
         return None
-    if config.resume == "none":
+    if config.resume == "none" and not restarted():
         raise UserError(f"resume=none: {config.out_dir} contains {path.name}; use another --out_dir")
     index = read_index(path)
     then, now = index["config"] | {"tokenizer": index["tokenizer"]}, vars(config) | {"tokenizer": tokenizer}
@@ -236,15 +245,32 @@ def to_resume(config, tokenizer, data=None):
         given = f"seq_length={config.seq_length}, max_position_embeddings={config.max_position_embeddings}"
         remedy = f"set --max_position_embeddings={positions}"
         raise UserError(f"{given}: the checkpoint {path} has {positions} positions; {remedy}")
+    done = index["counters"]["iteration"]
+    if chosen and 0 < config.train_iters <= done and not config.eval_only:
+        raise UserError(f"train_iters={config.train_iters}: the checkpoint {path} has {done} updates already; set more")
     there = index.get("data") or data
     if data and not config.new_data and any(there.get(name) != data[name] for name in ("dtype", "tokens", "crc32")):
         remedy = "use the same data, or set --new_data=True to continue with this data"
         raise UserError(f"data_dir={config.data_dir}: not the training data of the checkpoint {path}; {remedy}")
     later = [step for step in all_steps(config.out_dir) if step > index["counters"]["iteration"]]
+    if later and restarted():
+        return to_resume(replace(config, resume="auto"), tokenizer, data)
     if later and not config.eval_only:  # the next run would resume from the latest one
         there = f"{config.out_dir} contains the later step_{later[-1]}"
         raise UserError(f"resume={config.resume}: {there}; use another --out_dir")
     return path
+
+
+def restarted():
+    """Return whether torchrun or Slurm started this command again."""
+    return any(int(os.environ.get(f"{name}_RESTART_COUNT", 0)) for name in ("TORCHELASTIC", "SLURM"))
+
+
+def first_sample(path, data):
+    """Return the number of the first sample of this training data (--new_data)."""
+    index = read_index(path)
+    there = index.get("data") or data
+    return there.get("begins", 0) if there.get("crc32") == data["crc32"] else index["counters"]["consumed_samples"]
 
 
 # --- load -------------------------------------------------------------------------------------------------------------

@@ -54,7 +54,8 @@ class Watchdog:
                 folder.mkdir(exist_ok=True)
                 (folder / str(rank)).write_text(f"{self.what}: {waits_for(rank)} ({places(main)})")
                 time.sleep(seconds / 8)  # until the others have written
-                rows = {int(path.name): path.read_text() for path in folder.iterdir()}
+                new = [path for path in folder.iterdir() if time.time() - path.stat().st_mtime < seconds]
+                rows = {int(path.name): path.read_text() for path in new}
                 if rank == min(rows):
                     print(hang_table(rows, ranks, seconds), file=sys.stderr, flush=True)
                 reported = since

@@ -1,28 +1,40 @@
 """Tests that a hang names its culprit."""
 
+import os
 import time
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from parallel.comm import all_reduce
 from parallel.mesh import Mesh
-from recovery.hang import Watchdog
+from recovery import hang
 
 
 def asleep(folder, sleeper):
-    """Rank `sleeper` sleeps for a while, and the others wait for it in the second all_reduce."""
-    mesh, dog = Mesh(), Watchdog()
-    dog.watch(mesh, folder, 1.5)
-    all_reduce(torch.ones(1), mesh.world, "numbers").wait()
-    dog.progress("iteration 2")
-    if mesh.rank == sleeper:
-        time.sleep(3.5)
-    all_reduce(torch.ones(1), mesh.world, "numbers").wait()
+    """Rank `sleeper` sleeps for a while, and the others wait for it in the second all_reduce.
+
+    Return the ranks of each table that this rank prints.
+    """
+    mesh, dog, tables = Mesh(), hang.Watchdog(), []
+    with mock.patch.object(hang, "hang_table", lambda rows, *_: tables.append(sorted(rows))):
+        dog.watch(mesh, folder, 1.5)
+        all_reduce(torch.ones(1), mesh.world, "numbers").wait()
+        dog.progress("iteration 2")
+        if mesh.rank == sleeper:
+            earlier = Path(folder, "hang/-1")  # a row of a table before
+            earlier.parent.mkdir()
+            earlier.touch()
+            os.utime(earlier, (0, 0))
+            time.sleep(3.5)
+        all_reduce(torch.ones(1), mesh.world, "numbers").wait()
+    return tables
 
 
 def busy(folder):
-    dog = Watchdog()
+    dog = hang.Watchdog()
     dog.watch(Mesh(), folder, 1.0)
     for _ in range(10):
         dog.progress("validation")
@@ -36,7 +48,9 @@ def test_a_long_validation_is_no_hang(workers, tmp_path):
 
 @pytest.mark.parametrize("sleeper", [0, 2])
 def test_each_rank_writes_the_communication_that_it_waits_for(workers, tmp_path, sleeper):
-    workers.run(3, asleep, str(tmp_path), sleeper)
+    tables = [table for tables in workers.run(3, asleep, str(tmp_path), sleeper) for table in tables]
+    assert tables and not any(-1 in table for table in tables)
+    (tmp_path / "hang/-1").unlink()
     rows = {int(path.name): path.read_text() for path in (tmp_path / "hang").iterdir()}
     assert rows.keys() == {0, 1, 2}
     for rank, row in rows.items():
