@@ -78,7 +78,7 @@ def hide(file, number=None):
 
 
 def open_in(file, folder):
-    """Return the number of the exercise that `start` has opened in `file` of a clone, or NUMBER."""
+    """Return the number of the exercise that `start` has opened in `file`, or NUMBER."""
     paths = [path / ".git/info/attributes" for path in (folder.resolve(), *folder.resolve().parents)]
     texts = [path.read_text(encoding="utf-8") for path in paths if path.exists()]
     found = re.search(rf"{file} -diff exercise=(\d+)", "".join(texts[:1]))

@@ -51,7 +51,7 @@ def copied_commit():
 
 
 def node_of(tree, name):
-    """Return the tree of the last "f" or "Class.f", which Python uses, or None."""
+    """Return the tree of the last "f" or "Class.f", or None."""
     for part in name.split("."):
         tree = next((child for child in getattr(tree, "body", [])[::-1] if getattr(child, "name", None) == part), None)
     return tree

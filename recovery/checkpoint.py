@@ -154,7 +154,7 @@ def write_piece(tp, path, piece, flat):
     ]
     begin, end = (place * flat.itemsize for place in (places[0][0], places[-1][1]))
     with open(path, "r+b") as file:  # "wb" would delete what other ranks wrote
-        with suppress(OSError):  # without a lock NFS writes whole pages, with old bytes of another host's ranks
+        with suppress(OSError):  # else NFS writes whole pages, with another host's old bytes
             fcntl.lockf(file, fcntl.LOCK_EX, end - begin, begin)
         terms = transferred(file, file.write, flat.cpu().numpy(), piece, tp)
     flush(path)
