@@ -262,7 +262,7 @@ class Output:
                 self.progress = saved
                 print(f"{folder}: resuming after {sum(saved['tokens']):,} tokens")
         if not self.progress["blocks"]:
-            (folder / "progress.json").unlink(missing_ok=True)  # its command, run again, would miss what is cut off now
+            (folder / "progress.json").unlink(missing_ok=True)  # else its command would miss what is cut off
         self.truncate()
 
     def truncate(self):

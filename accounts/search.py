@@ -64,7 +64,6 @@ def messages_by_rank(*numbers):
 
 
 def has_head(layout, rank):
-    """In Chimera two pipeline ranks have it."""
     return any(len(layout.table) - 1 in layout.units[chunk] for chunk in layout.chunks(rank))
 
 
