@@ -13,8 +13,7 @@ Samples are numbered from 0 through all epochs. Sample g belongs to epoch g // n
     permute(g % num_samples, num_samples, shuffle_key(seed, epoch))
 
 `permute` computes each entry of a random table without the table. So a shuffle needs no memory and no time at the
-start. A step distributes the next samples over the data ranks. Two
-data ranks, two samples in a micro-batch:
+start. A step distributes the next samples over the data ranks. Two data ranks, two samples in a micro-batch:
 
     sample         g   g+1  g+2  g+3  |  g+4  g+5  g+6  g+7
     data rank      0    0    1    1   |   0    0    1    1
@@ -93,7 +92,8 @@ DTYPES = {"uint16": "<u2", "uint32": "<u4"}  # meta.json's name: numpy's, little
 class Tokens:
     """One split of a data set. Raises UserError if its files are missing, damaged or not usable for this model.
 
-    meta: the content of meta.json. num_samples: windows in an epoch. begins: the number of the first sample.
+    meta: the content of meta.json. num_samples: windows in an epoch. begins: the number of the first sample, 0
+    without --new_data.
     """
 
     begins = 0

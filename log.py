@@ -370,9 +370,9 @@ def observe(run, say, over):
             what += f": {how_far(run.executor, seconds)}"
         if run.signals.stop and not answered:
             answered = True
-            torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-            limit = "torchrun ends it, unsaved, after --shutdown-timeout (30 s)" if torchrun else ""
-            limit = limit or "a second Ctrl-C ends it now, unsaved"
+            limit = "a second Ctrl-C ends it now, unsaved"
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                limit = "torchrun ends it, unsaved, after --shutdown-timeout (30 s)"
             say(f"a signal: the run stops and saves after this step; {limit} ({what})")
         elif training and run.device.type == "cpu" and seconds >= due:
             due = 2 * seconds

@@ -9,7 +9,6 @@ answers exist for the best (compute-optimal) model:
 For a given C, the fit is lowest at (NOTES.md derives it)
 
     N = G x^(b/(a+b)),  D = x / N,  with x = C/6 and G = (aA / bB)^(1/(a+b))
-
 """
 
 import math
@@ -18,9 +17,9 @@ from collections import namedtuple
 from accounts.report import aligned
 
 Fit = namedtuple("Fit", "E A B a b")
-HOFFMANN = Fit(1.69, 406.4, 410.7, 0.34, 0.28)  # section 3.3 (approach 3)
-BESIROGLU = Fit(1.8172, 482.01, 2085.43, 0.3478, 0.3658)
-FITS = (HOFFMANN, BESIROGLU)  # [1] and [2]
+HOFFMANN = Fit(1.69, 406.4, 410.7, 0.34, 0.28)  # [1] arXiv 2203.15556, section 3.3 (approach 3)
+BESIROGLU = Fit(1.8172, 482.01, 2085.43, 0.3478, 0.3658)  # [2] arXiv 2404.10102
+FITS = (HOFFMANN, BESIROGLU)
 MODELS = {  # (parameters, training tokens), slide "Transformerのスケール則"
     "LaMDA": (137e9, 168e9),
     "GPT-3": (175e9, 300e9),

@@ -11,8 +11,7 @@ A rank's shard may begin and end in the middle of a parameter, and the parameter
 layout read their own runs.
 
 Every rank writes into the folder `step_N.writing` and flushes its files. Then rank 0 renames the folder to `step_N`, so
-a `step_N` is always complete. No file is unpickled,
-so loading a checkpoint runs no code from it.
+a `step_N` is always complete. No file is unpickled, so loading a checkpoint runs no code from it.
 
 Each rank verifies every byte that it uses. index.json has the `checksum` of every array, the CRC-32 of every other
 file, and at last the CRC-32 of its own bytes before this entry.
@@ -149,13 +148,11 @@ def write_arrays(folder, zero):
 
 def write_piece(tp, path, piece, flat):
     path.touch()
-    places = [
-        (place, place + length) for _, place, length in runs(piece.spec, piece.begin, piece.end, tp.rank, tp.size)
-    ]
-    begin, end = (place * flat.itemsize for place in (places[0][0], places[-1][1]))
+    places = [*runs(piece.spec, piece.begin, piece.end, tp.rank, tp.size)]
+    (_, begin, _), (_, last, length) = places[0], places[-1]
     with open(path, "r+b") as file:  # "wb" would delete what other ranks wrote
         with suppress(OSError):  # else NFS writes whole pages, with another host's old bytes
-            fcntl.lockf(file, fcntl.LOCK_EX, end - begin, begin)
+            fcntl.lockf(file, fcntl.LOCK_EX, (last + length - begin) * flat.itemsize, begin * flat.itemsize)
         terms = transferred(file, file.write, flat.cpu().numpy(), piece, tp)
     flush(path)
     return terms
