@@ -148,7 +148,7 @@ ASYNCHRONOUS = {  # a stage updates before others have their gradients
     "zero": (0, 1),  # a stage keeps whole parameters and gradients
     "rampup_batch_size": ("",),  # the batch is constant
     "experts": (0,),  # not tested
-    "penalty": (0,),  # has its own executor
+    "penalty": (0,),  # its own executor
 }
 POSITIVE = (  # the other numbers may be 0
     "num_layers hidden_size num_attention_heads seq_length vocab_size micro_batch_size global_batch_size tp pp cp "

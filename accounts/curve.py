@@ -52,7 +52,7 @@ def loss_differences(first, others):
 def read_speeds(paths):
     """Return sorted [(processes, tokens/s)]. A run's speed is the median of its log lines except the first.
 
-    Of a run that was resumed with more or fewer processes, only the last lines count.
+    After a resume with more or fewer processes, only the last lines count.
     """
     points = []
     for file in map(file_of, paths):

@@ -17,7 +17,7 @@ from collections import namedtuple
 from accounts.report import aligned
 
 Fit = namedtuple("Fit", "E A B a b")
-HOFFMANN = Fit(1.69, 406.4, 410.7, 0.34, 0.28)  # [1] arXiv 2203.15556, section 3.3 (approach 3)
+HOFFMANN = Fit(1.69, 406.4, 410.7, 0.34, 0.28)  # [1] arXiv 2203.15556, section 3.3
 BESIROGLU = Fit(1.8172, 482.01, 2085.43, 0.3478, 0.3658)  # [2] arXiv 2404.10102
 FITS = (HOFFMANN, BESIROGLU)
 MODELS = {  # (parameters, training tokens), slide "Transformerのスケール則"
