@@ -5,8 +5,9 @@
 #
 # There is one torchrun on each node. 600 s before the time is over, Slurm sends USR1 to this shell (B:), not to
 # torchrun, which would end at once. scancel sends TERM to torchrun and its processes (srun would kill them if it got
-# TERM itself). The run saves a checkpoint and stops, and the job is queued again. It is not queued again after another end, because torchrun's exit code does not tell a stop from
-# a mistake. With --pp on many nodes, add --order=pp-dp-tp if plan.py says that it is faster.
+# TERM itself). The run saves a checkpoint and stops, and the job is queued again. It is not queued again after
+# another end, because torchrun's exit code does not tell a stop from a mistake. With --pp on many nodes, add
+# --order=pp-dp-tp if plan.py says that it is faster.
 #SBATCH --job-name=nanoparallel
 #SBATCH --ntasks-per-node=1
 #SBATCH --signal=B:USR1@600

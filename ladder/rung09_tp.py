@@ -7,7 +7,7 @@
 
 Sends   4 AllReduces per block, 8Lbsh(n-1)/n numbers: 786,432 bytes (n=4: 1,179,648).
 Memory  1/n of A (with biases), of B, and of activations between f and g: 1,518,592 bytes (n=4: 918,016).
-Bad     オーバーラップ不可 in forward (`Linear.backward` overlaps). Each rank computes LayerNorms, head (-> 11, 12).
+Bad     オーバーラップ不可 in forward (`Linear.backward` overlaps). Each rank repeats LayerNorms and head (-> 11, 12).
 """
 
 import torch
