@@ -261,8 +261,8 @@ class Output:
             if saved["made_from"] == made_from:
                 self.progress = saved
                 print(f"{folder}: resuming after {sum(saved['tokens']):,} tokens")
-        if not self.progress["blocks"]:
-            (folder / "progress.json").unlink(missing_ok=True)  # else its command would miss what is cut off
+            else:
+                (folder / "progress.json").unlink()  # else its command would miss what is cut off
         self.truncate()
 
     def truncate(self):
