@@ -99,7 +99,7 @@ class Config:
     eval_iters: int = 10  # global batches of a validation (0: none)
     eval_only: bool = False  # print a checkpoint's loss
     split: str = "val"  # split of eval_only
-    stop_after_nan: int = 20  # nan or inf losses in a row that stop the run (0: never)
+    stop_after_nan: int = 20  # losses or gradients in a row that are nan or inf, until the run stops (0: never)
     check_replicas: int = 0  # updates between comparisons of the ranks' copies (0: never)
     ledger: bool = False  # print traffic and memory, measured and predicted, and waits
     delay: float = 0.0  # ms that each communication takes longer, on a CPU

@@ -104,7 +104,9 @@ class Interval:
 
     def __init__(self, run, say):
         self.run, self.say, self.steps, self.unread = run, say, [], []
-        self.stop, self.bad = False, 0  # the number of latest losses that are not finite
+        self.stop = False
+        self.bad_losses = 0  # number of latest losses that are not finite
+        self.bad_gradients = 0  # number of latest updates that were skipped, and that no smaller loss scale can cure
         self.start, self.first = time.perf_counter(), None  # first: (steps, seconds) of the first call
 
     def add(self, pending):
@@ -120,16 +122,24 @@ class Interval:
     def read(self, last=False):
         """Wait for the unread steps, and move them to `steps`. last: no step follows.
 
-        Raises UserError on all ranks after `stop_after_nan` losses that are not finite, or after one in the last step.
+        Raises UserError on all ranks after `stop_after_nan` losses or gradients in a row that are not finite, or after
+        one such loss in the last step.
         """
+        c = self.run.config
         for step in (pending.read() for pending in self.unread):
             self.steps.append(step)
             self.stop |= step.stop
-            self.bad = 0 if math.isfinite(step.loss) else self.bad + 1
+            self.bad_losses = 0 if math.isfinite(step.loss) else self.bad_losses + 1
+            curable = self.run.dtype == "fp16" and step.loss_scale > c.min_loss_scale
+            self.bad_gradients = self.bad_gradients + 1 if step.skipped and not curable else 0
         self.unread = []
-        if self.bad and (last or self.bad >= self.run.config.stop_after_nan > 0):
-            remedy = f"resume from a checkpoint in {self.run.config.out_dir} with other values (--lr)"
-            raise agreed(f"lm_loss: the last {self.bad} are not finite, and nothing was saved since then; {remedy}")
+        most, saved = c.stop_after_nan or math.inf, "nothing was saved since then"
+        remedy = f"resume from a checkpoint in {c.out_dir} with other values (--lr)"
+        if self.bad_losses and (last or self.bad_losses >= most):
+            raise agreed(f"lm_loss: the last {self.bad_losses} are not finite, and {saved}; {remedy}")
+        if self.bad_gradients >= most:
+            skipped = f"the last {self.bad_gradients} are not finite, so these updates were skipped"
+            raise agreed(f"grad_norm: {skipped}, and {saved}; {remedy}")
 
     @contextmanager
     def paused(self):
@@ -168,7 +178,7 @@ def experts_row(run):
 def metrics_row(run, steps, timed, seconds):
     """Return a row of metrics.jsonl. steps: the `Step`s of the interval. The last `timed` of them took `seconds`."""
     c, world, last, losses = run.config, run.mesh.world.size, steps[-1], [step.loss for step in steps]
-    made = [step.loss for step in steps if not step.skipped] or losses  # as Megatron-LM
+    finite = [loss for loss in losses if math.isfinite(loss)] or losses  # also of skipped steps
     samples, consumed = sum(step.samples for step in steps[-timed:]), run.counters.consumed_samples
     tflops = model_flops(c, samples) / seconds / world / 1e12
     peak = peak_tflops(torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "cpu", run.dtype)
@@ -178,7 +188,7 @@ def metrics_row(run, steps, timed, seconds):
         "processes": world,
         "consumed_samples": consumed,
         "consumed_tokens": consumed * c.seq_length,
-        "lm_loss": sum(made) / len(made),
+        "lm_loss": sum(finite) / len(finite),
         "grad_norm": last.grad_norm,
         "lr": last.lr,
         "loss_scale": last.loss_scale,
@@ -248,20 +258,24 @@ def to_json(row):
 
 
 def read_metrics(path):
-    """Return {iteration: row} of a metrics.jsonl.
-
-    A run that resumes from a checkpoint repeats iterations: its row replaces the earlier rows of the same iteration and
-    of later ones. A line that a crash cut off is skipped.
-    """
+    """Return {iteration: row} of a metrics.jsonl. A line that a crash cut off is skipped."""
     rows = {}
     for line in Path(path).read_bytes().splitlines():
         with suppress(ValueError):
             row = json.loads(line)
             row |= {name: float(v) for name, v in row.items() if v in ("nan", "inf", "-inf")}
-            while rows and next(reversed(rows)) >= row["iteration"]:
-                rows.popitem()
             rows[row["iteration"]] = row
     return rows
+
+
+def keep_rows(path, iteration):
+    """Leave only the rows up to `iteration`: a run that resumes there repeats the others."""
+    path.touch()
+    lines = "".join(f"{to_json(row)}\n" for i, row in read_metrics(path).items() if i <= iteration)
+    if path.read_text() != lines:
+        new = path.with_suffix(".new")
+        new.write_text(lines)
+        new.replace(path)
 
 
 # --- the writer -------------------------------------------------------------------------------------------------------
@@ -276,9 +290,8 @@ class Logger:
             return
         c, iteration = run.config, run.counters.iteration
         self.plots, self.path = plot_writers(c, iteration), Path(c.out_dir, "metrics.jsonl")
-        with explained(self.path), open(self.path, "ab+") as file:
-            if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
-                file.write(b"\n")  # a crash has cut off the last line
+        with explained(self.path):
+            keep_rows(self.path, iteration)
         # disable=None: no bar where stderr is not a terminal.
         self.bar = tqdm(total=c.train_iters, initial=iteration, dynamic_ncols=True, disable=None)
 

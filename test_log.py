@@ -202,8 +202,8 @@ def test_a_row_has_every_number_with_its_unit(monkeypatch):
     assert row["mfu"] == row["tflops"] / 0.5
 
 
-def test_a_row_has_the_mean_loss_of_the_updates_and_the_last_step_s_other_numbers():
-    """As Megatron-LM, the loss leaves out skipped steps."""
+def test_a_row_has_the_mean_of_the_finite_losses_and_the_last_step_s_other_numbers():
+    """The loss is that of all steps with a finite loss, also of skipped ones: otherwise a line could hide them."""
     steps = [
         STEP._replace(loss=4.0, grad_norm=math.inf, skipped=True, loss_scale=8.0),
         STEP._replace(loss=2.0, grad_norm=3.0, lr=1e-4, loss_scale=4.0),
@@ -211,12 +211,12 @@ def test_a_row_has_the_mean_loss_of_the_updates_and_the_last_step_s_other_number
     ]
     names = "lm_loss grad_norm lr loss_scale global_batch_size skipped_iterations nan_iterations mfu".split()
     row = log.metrics_row(run_of(), steps, 3, 1.0)
-    assert [row[name] for name in names] == [1.75, 2.0, 2e-4, 2.0, 60, 1, 0, "unknown"]
-    assert log.metrics_row(run_of(), steps[:1], 1, 1.0)["lm_loss"] == 4.0  # all steps were skipped
+    assert [row[name] for name in names] == [2.5, 2.0, 2e-4, 2.0, 60, 1, 0, "unknown"]
     assert row["samples_per_second"] == 160  # the batch grows within the interval
     steps += [STEP._replace(loss=math.nan, skipped=True), STEP._replace(loss=math.inf)]
     row = log.metrics_row(run_of(), steps, 5, 1.0)
-    assert (row["skipped_iterations"], row["nan_iterations"]) == (2, 2) and row["lm_loss"] == math.inf
+    assert (row["skipped_iterations"], row["nan_iterations"]) == (2, 2) and row["lm_loss"] == 2.5
+    assert log.metrics_row(run_of(), steps[-1:], 1, 1.0)["lm_loss"] == math.inf  # no loss is finite
 
 
 # --- steps and their history ------------------------------------------------------------------------------------------
@@ -284,11 +284,30 @@ def test_losses_that_are_not_finite_stop_the_run_and_every_save():
     nan, patient = Ready(STEP._replace(loss=math.nan)), log.Interval(run_of(Config(stop_after_nan=3)), print)
     for steps in ([nan, nan], [Ready(STEP)], [nan], [nan]):
         patient.add(steps)
-        assert (patient.bad == 0) == (steps[0] is not nan)
+        assert (patient.bad_losses == 0) == (steps[0] is not nan)
     with pytest.raises(UserError, match="the last 2 are not finite"):
         patient.read(last=True)
     with pytest.raises(UserError, match="the last 3 are not finite"):
         patient.add([nan])
+
+
+SKIPPED = STEP._replace(grad_norm=math.nan, skipped=True)
+
+
+@pytest.mark.parametrize("dtype, scale, cured", [("fp32", 1.0, False), ("fp16", 4.0, True), ("fp16", 2.0, False)])
+def test_skipped_updates_stop_the_run_unless_a_smaller_loss_scale_can_cure_them(dtype, scale, cured):
+    """The losses are finite. The last step of a run may be skipped."""
+    run = run_of(Config(stop_after_nan=3, min_loss_scale=2.0))
+    run.dtype = dtype
+    interval, skipped = log.Interval(run, print), Ready(SKIPPED._replace(loss_scale=scale))
+    for step in (skipped, skipped, Ready(STEP), skipped, skipped):
+        interval.add([step])
+    interval.read(last=True)
+    assert interval.bad_losses == 0 and interval.bad_gradients == (0 if cured else 2)
+    if cured:
+        return interval.add([skipped])
+    with pytest.raises(UserError, match=r"^grad_norm: the last 3 are not finite, so these updates were skipped"):
+        interval.add([skipped])
 
 
 # --- timers -----------------------------------------------------------------------------------------------------------
@@ -345,10 +364,12 @@ def test_any_json_reader_reads_numbers_that_are_not(config):
     assert json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))["grad_norm"] == "nan"
 
 
-def test_a_repeated_iteration_replaces_the_first_and_what_followed_it(config):
+def test_a_resumed_run_leaves_one_row_of_an_iteration_in_the_file(config):
+    """Any program that reads the lines has each iteration once."""
     logged(config, *(row_of(10 * i, 6.0 - i) for i in (1, 2, 3, 4)))
-    rows = logged(config, row_of(20, 4.5), row_of(30, 3.5))
-    assert [(i, row["lm_loss"]) for i, row in rows.items()] == [(10, 5.0), (20, 4.5), (30, 3.5)]
+    logged(config, row_of(20, 4.5), row_of(30, 3.5), iteration=10)
+    rows = map(json.loads, Path(config.out_dir, "metrics.jsonl").read_text().splitlines())
+    assert [(row["iteration"], row["lm_loss"]) for row in rows] == [(10, 5.0), (20, 4.5), (30, 3.5)]
 
 
 @pytest.mark.parametrize("kept", [1, 17, -2, -1])
@@ -358,8 +379,8 @@ def test_a_torn_last_line_is_passed_over_and_does_not_spoil_the_next(config, kep
         first, second = file.read().splitlines(keepends=True)
         file.truncate(len(first) + len(second[:kept]))
     whole = [10, 20] if kept == -1 else [10]  # -1: only the newline is missing
-    assert list(logged(config)) == whole
-    assert list(logged(config, row_of(30))) == [*whole, 30]
+    assert list(logged(config, iteration=20)) == whole
+    assert list(logged(config, row_of(30), iteration=20)) == [*whole, 30]
 
 
 def test_a_folder_that_vanishes_during_a_run_is_noticed_at_the_next_line(config):

@@ -1,6 +1,8 @@
 """Tests of the program as users run it: torchrun, signals, mistakes, and the files of a run."""
 
+import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -23,6 +25,7 @@ from errors import UserError
 from parallel.comm import CommunicationError, Ledger, lost_peer
 from parallel.mesh import Axis, everyone
 from parallel.optimizer import learning_rate
+from parallel.zero import Zero
 from recovery import checkpoint, processes
 from test_checkpoint import configured, curve, fails, go
 from test_config import held_elsewhere
@@ -52,8 +55,8 @@ def config_file(tokens_dir, tmp_path):
 # --- under torchrun ---------------------------------------------------------------------------------------------------
 
 
-def torchrun(ranks, *arguments, program=HERE / "train.py", restarts=0):
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--master_port=0"]
+def torchrun(ranks, *arguments, program=HERE / "train.py", restarts=0, launcher=()):
+    command = [*launcher, sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--master_port=0"]
     command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", f"--max_restarts={restarts}"]
     command += ["--local-addr=localhost"]
     environment = ENVIRONMENT | ({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if restarts else {})
@@ -94,10 +97,11 @@ def children(process):
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
-def started(folder, *arguments, ranks=2):
+def started(folder, *arguments, ranks=2, launcher=()):
     """Start an endless run, and wait for log lines. Return (torchrun, its pids)."""
     metrics = folder / "out" / "metrics.jsonl"
-    process = torchrun(ranks, str(folder / "micro.py"), "--train_iters=100000", "--log_interval=1", *arguments)
+    words = str(folder / "micro.py"), "--train_iters=100000", "--log_interval=1", *arguments
+    process = torchrun(ranks, *words, launcher=launcher)
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
     return process, children(process)
 
@@ -125,6 +129,37 @@ def test_sigterm_on_one_rank_saves_the_same_step_everywhere(config_file, tmp_pat
     assert list(log.read_metrics(tmp_path / "out" / "metrics.jsonl"))[-1] == step
     index = checkpoint.read_index(tmp_path / "out" / f"step_{step}")
     assert index["counters"] == {"iteration": step, "consumed_samples": 8 * step, "updates": step}
+
+
+@linux
+@pytest.mark.parametrize("launcher", [[], ["nohup"]], ids=["torchrun", "nohup torchrun"])
+def test_a_closed_terminal_saves_and_stops(config_file, tmp_path, launcher):
+    process, _ = started(tmp_path, launcher=launcher)
+    process.send_signal(signal.SIGHUP)  # torchrun passes it on, and ends with its number
+    out, err = process.communicate(timeout=60)
+    (step,) = checkpoint.all_steps(tmp_path / "out")
+    assert f"stopped after iteration {step}; the same command" in out, err
+
+
+def received(numbers):
+    """Return which of these signals stop a run."""
+    stopped = []
+    for number in numbers:
+        with contextlib.ExitStack() as stack:
+            (signals := processes.Signals()).watch(stack)
+            os.kill(os.getpid(), number)
+            stopped += [number] * signals.stop
+    return stopped
+
+
+def test_sighup_stops_a_run_unless_it_was_ignored_at_the_start():
+    """`nohup python train.py` goes on after the terminal is closed."""
+    assert received([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]) == [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert received([signal.SIGTERM, signal.SIGHUP]) == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @linux
@@ -288,6 +323,11 @@ def refused_config(words):
         return str(error)
 
 
+def test_a_value_that_is_no_number_is_not_another_host_s_value(workers):
+    for said in workers.run(2, refused_config, ["--lr=nan"] * 2):
+        assert said == "lr=nan: should be 0 or more and below 1e+13"
+
+
 @pytest.mark.parametrize("word", ["--lr=0.01", "--seed=1", "--tp=2", "--log_interval=7"])
 def test_hosts_with_other_fields_stop_before_they_wait_for_each_other(workers, word):
     field = word[2:].partition("=")[0]
@@ -322,6 +362,24 @@ def test_ranks_that_see_different_files_stop_before_the_first_step(workers, tmp_
     for said in workers.run(2, go_at_home, config, homes, eval_only):
         assert said.startswith(f"{field}: rank 1 (on ") and "\n" not in said
     assert different != "out" or not any(p for home in homes for p in home.rglob("step_*"))
+
+
+def go_with_another_file(config, name, edited):
+    """Train. On rank 1 the file `name` has one more byte. Return the message, or None."""
+    content = Path.read_bytes
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.distributed.get_rank() == 1:
+            patch.setattr(Path, "read_bytes", lambda path: content(path) + b"#" * (path == HERE / name))
+        return fails(config) if edited else go(config) and None
+
+
+@pytest.mark.parametrize("name", ["model.py", "parallel/zero.py", "generate.py"])
+def test_hosts_with_another_program_stop_before_the_first_step(workers, tokens_dir, tmp_path, name):
+    """Files that a run does not import may differ."""
+    config, edited = configured(tmp_path, tokens_dir, train_iters=1), name != "generate.py"
+    for said in workers.run(2, go_with_another_file, config, name, edited):
+        assert said is None or re.match(rf"{name}: rank 1 \(on .*\) runs another file than rank 0;", said)
+        assert edited == (said is not None)
 
 
 @pytest.mark.slow
@@ -430,6 +488,18 @@ def test_one_process_without_torchrun(config_file, monkeypatch, capsys, tmp_path
     assert sorted((tmp_path / "out").rglob("*")) == before and "changed" not in out
     code, out, _ = main(monkeypatch, capsys, "--help")
     assert code == 0 and "--lr_warmup_fraction" in out
+
+
+def test_skipped_updates_stop_the_run_and_replace_no_good_checkpoint(config_file, monkeypatch, capsys, tmp_path):
+    """All losses are finite."""
+    words = [config_file, "--save_interval=2", "--keep=1", "--stop_after_nan=8"]
+    assert main(monkeypatch, capsys, *words, "--train_iters=4")[0] == 0
+    monkeypatch.setattr(Zero, "squared_norm", lambda zero: torch.full((), math.nan, dtype=torch.float64))
+    code, _, err = main(monkeypatch, capsys, *words, "--train_iters=40")
+    assert code == 2 and "grad_norm: the last 8 are not finite, so these updates were skipped" in err
+    assert checkpoint.all_steps(tmp_path / "out") == [4]
+    assert main(monkeypatch, capsys, *words, "--train_iters=10")[0] == 0
+    assert checkpoint.all_steps(tmp_path / "out") == [4, 10], "a last checkpoint after skipped updates removes no other"
 
 
 def test_the_learning_rates_are_those_of_the_formula(config_file, monkeypatch, capsys, tmp_path):

@@ -6,12 +6,13 @@ Every process runs this file. A random number depends only on the seed and on it
 parameter's name, for dropout on sample, position and layer. So a checkpoint needs no random state.
 """
 
-from errors import exit_on_user_error, explained  # isort: skip
+from errors import UserError, exit_on_user_error, explained  # isort: skip
 import contextlib
 import itertools
 import socket
 import sys
 import tempfile
+import zlib
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -41,6 +42,7 @@ from parallel.zero import Zero
 from recovery import checkpoint, hang, processes, replicas
 from tokenizer import COPY
 
+PROGRAM = *hang.PROGRAM, hang.ROOT / "accounts"  # folders of files that must be equal on all hosts
 COMPARED_BY_CONTENT = "out_dir", "data_dir", "resume"  # hosts may have other paths to the same files (`compare_hosts`)
 
 # --- the step -------------------------------------------------------------------------------------------------------
@@ -132,14 +134,16 @@ def train(run, tokens, validation, logger):
                 with interval.paused():
                     logger.log(row, evaluate(run, validation) if validate else None)
             if due(c.save_interval):
-                interval.read(last)  # so that interval.bad knows the newest step
-            saving = due(c.save_interval) and not interval.bad  # a checkpoint of nan would be useless
+                interval.read(last)  # so that it knows whether the newest step was bad
+            # A checkpoint of nan would be useless. Skipped updates change no weight, but the weights before them may
+            # be the cause: saves between them would soon replace all good checkpoints.
+            saving = due(c.save_interval) and not interval.bad_losses and (last or not interval.bad_gradients)
             if c.check_replicas and (due(c.check_replicas) or saving):
                 replicas.compare_copies(run.zero, counters.iteration)
             if saving:
                 run.watchdog.progress("save")
                 with interval.paused():
-                    logger.say(f"saved {save(run, tokens)}")
+                    logger.say(f"saved {save(run, tokens, keep=0 if interval.bad_gradients else c.keep)}")
     if counters.iteration < c.train_iters:
         logger.say(f"stopped after iteration {counters.iteration}; the same command (without --resume) resumes the run")
     else:
@@ -214,7 +218,7 @@ def build(config, mesh, device):
     return Run(config, mesh, device, dtype, model, layout, schedule, zero, scale, timers, executor, rates)
 
 
-def save(run, tokens):
+def save(run, tokens, keep):
     state = {
         "shapes": {name: list(spec.shape) for name, spec in run.model.specs().items()},
         "config": asdict(run.config),
@@ -225,7 +229,7 @@ def save(run, tokens):
     }
     copies = [Path(run.config.data_dir, name) for name in COPY]
     c, step = run.config, run.counters.iteration
-    checkpoint.save_checkpoint(c.out_dir, step, run.zero, state, c.keep, copies)
+    checkpoint.save_checkpoint(c.out_dir, step, run.zero, state, keep, copies)
     return checkpoint.step_path(c.out_dir, step)
 
 
@@ -319,7 +323,7 @@ def open_files(config, mesh, device, stack):
 
 
 def compare_hosts(c, mesh, tokens, path):
-    """Raise UserError on all ranks if a rank sees another out_dir, data or checkpoint than rank 0."""
+    """Raise UserError on all ranks if a rank sees another out_dir, data, checkpoint or program than rank 0."""
     with contextlib.ExitStack() as stack:
         writes = mesh.rank == 0 and not c.eval_only
         name = agree(mesh.world, lambda: stack.enter_context(new_file(c.out_dir)) if writes else "")
@@ -332,9 +336,25 @@ def compare_hosts(c, mesh, tokens, path):
         first = gather_objects(seen, mesh.world)[0]  # afterwards rank 0 removes the file
 
     field = next((name for name in seen if seen[name] != first[name]), "out_dir")
-    why = f"rank {mesh.rank} (on {socket.gethostname()}) sees other files there than rank 0"
-    why += "; all hosts need one shared out_dir and equal data"
+    who = f"rank {mesh.rank} (on {socket.gethostname()})"
+    why = f"{who} sees other files there than rank 0; all hosts need one shared out_dir and equal data"
     agree(mesh.world, lambda: configuration.require(c, field, seen == first, why))
+    ours = program()
+    theirs = gather_objects(ours, mesh.world)[0]
+
+    def compare():
+        for name in ours:
+            if ours[name] != theirs.get(name, ours[name]):
+                raise UserError(f"{name}: {who} runs another file than rank 0; all hosts need the same program")
+
+    agree(mesh.world, compare)
+
+
+def program():
+    """Return {path: crc32} of this project's files that the process has imported, without configurations."""
+    files = {Path(getattr(module, "__file__", None) or "").absolute() for module in [*sys.modules.values()]}
+    ours = sorted(path for path in files if path.parent in PROGRAM and path.is_file())  # some modules have no file
+    return {str(path.relative_to(hang.ROOT)): zlib.crc32(path.read_bytes()) for path in ours}
 
 
 @contextlib.contextmanager
@@ -357,8 +377,8 @@ def load_config(words, world):
             why = f"rank {world.rank} (on {socket.gethostname()}) has this value, and rank 0 has {name}={value}"
             same = name in COMPARED_BY_CONTENT or getattr(config, name) == value
             configuration.require(config, name, same, f"{why}; start all hosts with equal fields")
-        configuration.check(config, world.size)
 
+    agree(world, lambda: configuration.check(config, world.size))  # first, because nan differs from nan
     agree(world, check)
     return config
 

@@ -52,6 +52,16 @@ def kept_by(executor):
     yield from (pending.result for pending in [*mail.arriving.values(), *(sent for sent, _ in mail.leaving)])
 
 
+def unpack(packed):
+    """Return a saved tensor. Raises RuntimeError if it was changed in place: with hooks, autograd does not check it."""
+    alias, version = packed
+    if alias._version != version:
+        text = "one of the variables needed for gradient computation has been modified by an inplace operation"
+        which = f"[{alias.type()} {list(alias.shape)}] is at version {alias._version}; expected version {version}"
+        raise RuntimeError(f"{text}: {which} instead")
+    return alias
+
+
 class Activations:
     """Context: measures the activations that this rank keeps in a step."""
 
@@ -62,7 +72,7 @@ class Activations:
 
     def __enter__(self):
         self.before = max_resident()
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda alias: alias)
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
         self.hooks.__enter__()
         self.executor.after_action, self.executor.zero.open_gradient = self.count, self.open_gradient
         return self
@@ -93,7 +103,7 @@ class Activations:
         self.whole = max(self.whole, sum(whole))
 
     def pack(self, tensor):
-        """Return an alias that autograd keeps instead of `tensor`, which may live longer than the graph.
+        """Return an alias of `tensor` and its version, for `unpack`. The alias lives only as long as the graph.
 
         In a recomputation, also count the tensors that the block has saved so far.
         """
@@ -103,7 +113,7 @@ class Activations:
         if phase == "recompute":
             again = {storage: size for storage, size, when in self.saved.values() if when == phase}
             self.recomputed = max(self.recomputed, self.bytes_of(again))
-        return alias
+        return alias, alias._version
 
     def count(self):
         kept = {storage: size for storage, size, _ in self.saved.values()}

@@ -292,6 +292,18 @@ def test_measuring_changes_no_bit(workers, dp, tp, fields):
         assert all(torch.equal(p, metered[1][name]) for name, p in plain[1].items())
 
 
+@pytest.mark.parametrize("metered", [False, True])
+def test_a_tensor_that_backward_needs_may_not_change_in_place(metered):
+    """PyTorch itself checks this only without the meter's hooks. The error is the same."""
+    run, _ = started(tiny_config(1))
+    x = torch.ones(3, requires_grad=True)
+    with meter.Activations(run.executor) if metered else contextlib.nullcontext():
+        y = x.exp()
+        y.mul_(2)
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation.* version 1; expected version 0"):
+            y.sum().backward()
+
+
 def test_the_report_shows_counted_bytes_and_ends_with_the_measured_peak(monkeypatch):
     resident = [3_000_000, 5_500_000]
     monkeypatch.setattr(meter, "max_resident", lambda: resident.pop(0))

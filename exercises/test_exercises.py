@@ -4,8 +4,10 @@ import functools
 import importlib.util
 import itertools
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,30 @@ def test_the_lines_of_an_answer_are_in_its_file(number, answer):
     e = exercise.exercise(number)
     assert changed(number, answer["edits"])
     assert answer.get("red", e["lamp"][0]["idea"][0]) in [lamp["idea"][0] for lamp in e["lamp"]]
+
+
+def wait_until(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def running(pid):
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
+    return state.strip()[:1] not in ("", "Z")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_student_s_endless_loop_ends_with_the_judge(number, tmp_path):
+    loop = "open('pid', 'w').write(str(__import__('os').getpid())); exec('while True: pass')"
+    code = f"from testing import judging; judging.run({str(tmp_path)!r}, ['-c', {loop!r}])"
+    judge = subprocess.Popen([sys.executable, "-c", code], cwd=exercise.ROOT)
+    pid = tmp_path / "pid"
+    wait_until(lambda: pid.exists() and pid.read_text())
+    judge.send_signal(number)
+    judge.wait()
+    wait_until(lambda: not running(int(pid.read_text())))
 
 
 def test_no_clone_and_no_pytest_are_one_line(monkeypatch, tmp_path):

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from parallel.comm import Pending
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).absolute().parent.parent
 PROGRAM = ROOT, ROOT / "parallel", ROOT / "recovery"
 
 

@@ -101,13 +101,19 @@ def lock(out_dir):
 
 
 class Signals:
-    """Notes SIGTERM and Ctrl-C, so that a run stops between two steps. A second Ctrl-C stops at once."""
+    """Notes SIGTERM, SIGHUP and Ctrl-C, so that a run stops between two steps. A second Ctrl-C stops at once.
+
+    A closed terminal sends SIGHUP. torchrun passes it to its processes, also under nohup.
+    """
 
     stop = False
 
     def watch(self, stack):
         """Receive the signals until the ExitStack `stack` is closed."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup python train.py` ignores it
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
             stack.callback(signal.signal, number, signal.signal(number, self._received))
 
     def _received(self, number, _):

@@ -16,6 +16,8 @@ from pathlib import Path
 
 REPORT = Path("report.jsonl").absolute()  # of the copy, if pytest loads this file
 BEGUN = "begun"
+# A shell's script: run a command, and kill its group when stdin closes. sh gives a command with & no stdin of its own.
+ENDS_WITH_PARENT = 'exec 3<&0; { read _ <&3; kill -9 0; } & exec "$@" </dev/null 3<&-'
 STOPS = 2  # tests without an answer, until the rest is left out
 
 
@@ -42,18 +44,21 @@ def run(folder, words, limit=None, watched=None, **environment):
     """Run Python with `words` in `folder`. Return (its exit code, its output and the last line of stderr).
 
     The code is None if the file `watched` (default: the output) did not change for `limit` seconds, while the processes
-    used either no CPU time or more than limit / 2: a busy machine makes a test slow, not red. All are killed then.
+    used either no CPU time or more than limit / 2: a busy machine makes a test slow, not red. All are killed then, and
+    also when this process ends: at its end, however it comes, the pipe to their stdin closes.
     """
     environment = os.environ | {"PYTHONPATH": str(folder), **environment}
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        fields = dict(cwd=folder, env=environment, stdout=output, stderr=errors, start_new_session=True)
-        process = subprocess.Popen([sys.executable, *words], **fields)
+        command = ["sh", "-c", ENDS_WITH_PARENT, "sh", sys.executable, *words]
+        pipes = dict(stdin=subprocess.PIPE, stdout=output, stderr=errors)
+        process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **pipes)
         try:
             code = waited_for(process, watched or output.fileno(), limit)
         finally:
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            process.stdin.close()
         output.seek(0)
         errors.seek(0)
         return code, output.read() + "".join(errors.read().rstrip().splitlines()[-1:])
