@@ -15,9 +15,11 @@ import runpy
 from dataclasses import dataclass
 from pathlib import Path
 
-from errors import Parser, UserError, boolean, reading
-from parallel import schedules
+from errors import UserError, reading
+from options import Parser, boolean
+from parallel import schedules, simulation
 from parallel.context import WAYS
+from parallel.layout import number_of_micro_batches
 from parallel.optimizer import RULES
 from reference import ACTIVATIONS
 
@@ -318,13 +320,13 @@ def check_layout(c, world):
     name = "rampup_batch_size: common divisor" if c.rampup_batch_size else "global_batch_size"
     readers = dp // c.cp  # of different samples
     divides("micro_batch_size * dp", c.micro_batch_size * readers, name, batch, remedy(c, batch, readers))
-    m = schedules.micro_batches(c, batch, dp)
+    m = number_of_micro_batches(c, batch, dp)
     few = min(m, 2 * c.pp + m % c.pp)  # the remainder decides whether a schedule suits m
     if c.schedule in schedules.ASYNCHRONOUS:
         few, fits = m, m >= c.pp if c.schedule == "pipedream-2bw" else m == 1
         why = f"makes {m} micro-batches in an update; pipedream needs 1, pipedream-2bw pp={c.pp} or more"
         require(c, "global_batch_size", fits, why)
-    parts = max(schedules.build(c.schedule, c.pp, few, c.chunks, m).parts) + 1
+    parts = max(simulation.build(c.schedule, c.pp, few, c.chunks, m).parts) + 1
     why = f"should be at least {parts - 2}, because pp={c.pp} and chunks={c.chunks} make {parts} parts of the model"
     require(c, "num_layers", c.num_layers >= parts - 2, why)
     return dp

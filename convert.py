@@ -15,7 +15,8 @@ twice.
     <|endoftext|> in a text   one token                               plain text
 """
 
-from errors import Parser, exit_on_user_error, explained, reading  # isort: skip
+from errors import exit_on_user_error, explained, reading  # isort: skip
+from options import Parser  # isort: skip
 import os
 import re
 import sys

@@ -19,7 +19,8 @@ exercises/N.toml has the ideas in Japanese and English, the names of the functio
 our own tests.
 """
 
-from errors import Parser, UserError, boolean, exit_on_user_error, reading, within  # isort: skip
+from errors import UserError, exit_on_user_error, reading  # isort: skip
+from options import Parser, boolean, within  # isort: skip
 import contextlib
 import importlib
 import re

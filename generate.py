@@ -7,7 +7,8 @@ tokens. `draw_token` divides the logits by the temperature and keeps the `top_k`
 tokens whose probabilities sum to `top_p` or more (nucleus sampling, Holtzman et al., arXiv 1904.09751).
 """
 
-from errors import Parser, UserError, exit_on_user_error, within  # isort: skip
+from errors import UserError, exit_on_user_error  # isort: skip
+from options import Parser, within  # isort: skip
 import codecs
 import dataclasses
 
@@ -15,7 +16,7 @@ import torch
 
 import config as configuration
 from model import GPT
-from parallel import schedules
+from parallel import simulation
 from parallel.layout import Layout
 from parallel.mesh import Mesh
 from parallel.zero import Zero
@@ -34,7 +35,7 @@ def load_model(path, device):
     mesh = Mesh()
     model = GPT(config, mesh.tp)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    layout = Layout(config, 1, model.table, schedules.build(config.schedule, 1, 1))
+    layout = Layout(config, 1, model.table, simulation.build(config.schedule, 1, 1))
     zero = Zero(model, layout, config, mesh, dtype, device, training=False)
     checkpoint.load_checkpoint(found, model, zero)
     zero.parameters_from_master()

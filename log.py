@@ -8,10 +8,8 @@ The log has two speeds of one device, in TFLOP/s (`accounts/flops.py`): `tflops`
 configured, to TensorBoard and Weights & Biases (W&B).
 """
 
-import json
 import math
 import os
-import resource
 import sys
 import threading
 import time
@@ -26,6 +24,8 @@ from tqdm import tqdm
 
 from accounts.devices import peak_tflops
 from accounts.flops import hardware_flops, model_flops
+from accounts.meter import max_resident
+from accounts.metrics import keep_rows, to_json
 from errors import agreed, explained, reading
 from parallel.comm import all_reduce
 
@@ -230,11 +230,6 @@ def validation_lines(iteration, loss, split="val"):
     return f"{dashes}\n{line}\n{dashes}"
 
 
-def max_resident():
-    """Return a number of bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
-
-
 def memory_line(iteration, device):
     sizes = {"max resident": max_resident()}
     if device.type == "cuda":
@@ -246,36 +241,6 @@ def memory_line(iteration, device):
         }
     fields = " | ".join(f"{name}: {size / 2**20}" for name, size in sizes.items())
     return f"[Rank 0] (after {iteration} iterations) memory (MB) | {fields}"
-
-
-# --- metrics.jsonl ----------------------------------------------------------------------------------------------------
-
-
-def to_json(row):
-    """JSON has no nan or infinity: they become the strings "nan", "inf" and "-inf"."""
-    strange = {name: repr(v) for name, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
-    return json.dumps(row | strange, allow_nan=False)
-
-
-def read_metrics(path):
-    """Return {iteration: row} of a metrics.jsonl. A line that a crash cut off is skipped."""
-    rows = {}
-    for line in Path(path).read_bytes().splitlines():
-        with suppress(ValueError):
-            row = json.loads(line)
-            row |= {name: float(v) for name, v in row.items() if v in ("nan", "inf", "-inf")}
-            rows[row["iteration"]] = row
-    return rows
-
-
-def keep_rows(path, iteration):
-    """Leave only the rows up to `iteration`: a run that resumes there repeats the others."""
-    path.touch()
-    lines = "".join(f"{to_json(row)}\n" for i, row in read_metrics(path).items() if i <= iteration)
-    if path.read_text() != lines:
-        new = path.with_suffix(".new")
-        new.write_text(lines)
-        new.replace(path)
 
 
 # --- the writer -------------------------------------------------------------------------------------------------------

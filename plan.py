@@ -7,7 +7,8 @@ needs no GPU. A field on the command line keeps its value. With --tp and --pp, o
 judged; with --top=N as well, the layouts with this tp and pp. `accounts/seconds.py` explains the predicted time.
 """
 
-from errors import Parser, UserError, boolean, exit_on_user_error, within  # isort: skip
+from errors import UserError, exit_on_user_error  # isort: skip
+from options import Parser, boolean, within  # isort: skip
 import json
 from dataclasses import replace
 

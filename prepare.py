@@ -24,7 +24,8 @@ The files grow in DIR.part, which is renamed to DIR at the end. After a crash, t
 finished blocks again, without encoding them.
 """
 
-from errors import Parser, UserError, exit_on_user_error, explained, locked, reading, within  # isort: skip
+from errors import UserError, exit_on_user_error, explained, locked, reading  # isort: skip
+from options import Parser, within  # isort: skip
 import bisect
 import contextlib
 import gzip

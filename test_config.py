@@ -20,7 +20,7 @@ import errors
 import prepare
 from config import Config
 from errors import UserError, locked
-from parallel import schedules
+from parallel import simulation
 
 HERE = Path(__file__).parent
 
@@ -233,8 +233,8 @@ def test_a_batch_that_does_not_fit_names_a_micro_batch_size_that_does(world, fie
 
 def test_the_check_does_not_grow_with_the_batch(monkeypatch):
     """interleaved needs multiples of pp=4: a small number with the same remainder is checked."""
-    built, build = [], schedules.build
-    monkeypatch.setattr(schedules, "build", lambda *args: built.append(args[2]) or build(*args))
+    built, build = [], simulation.build
+    monkeypatch.setattr(simulation, "build", lambda *args: built.append(args[2]) or build(*args))
     fields = dict(train_iters=1, micro_batch_size=1, pp=4, schedule="interleaved", chunks=2, num_layers=6)
     configuration.check(Config(global_batch_size=8000, **fields), 4)
     assert len(built) == 1 and built[0] < 16

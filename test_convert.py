@@ -23,8 +23,7 @@ import generate
 import train
 from errors import UserError, exit_on_user_error
 from parallel.mesh import Mesh
-from test_checkpoint import curve, go
-from test_layouts import micro_batches, tiny_config
+from testing.tiny import curve, go, micro_batches, tiny_config
 from tokenizer import copy, load_tokenizer
 
 transformers = convert.transformers()

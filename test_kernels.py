@@ -52,8 +52,8 @@ from errors import UserError
 from operations import choose
 from parallel.mesh import Mesh
 from reference import Drop
-from test_layouts import micro_batches, tiny_config
 from testing import compiled, sanitizer
+from testing.tiny import micro_batches, tiny_config
 
 
 def results(f, inputs, wanted=None):

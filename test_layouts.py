@@ -18,180 +18,25 @@ from collections import Counter
 from dataclasses import replace
 from unittest import mock
 
-import numpy as np
 import pytest
-import torch
 
-import train
-from config import CHOICES, Config
-from data import training_samples
+from config import CHOICES
 from errors import UserError
-from model import GPT
-from parallel import schedules
-from parallel.mesh import Mesh
+from parallel import schedules, simulation
 from parallel.optimizer import RULES, Rule
-from recovery import replicas
-from testing.compare import FirstStep, differences
+from testing.tiny import (
+    FEW,
+    LAYOUTS,
+    MIXTURE,
+    TINY,
+    check_layout,
+    covering,
+    one_process,
+    tiny_config,
+)
 
-STEPS = 8
-FEW = 2  # steps of most runs
-TINY = dict(
-    num_layers=2, hidden_size=16, num_attention_heads=8, seq_length=8, vocab_size=50, train_iters=STEPS,
-    global_batch_size=24, lr=3e-2, min_lr=1e-3, lr_warmup_iters=2, weight_decay=0.1, adam_eps=1e-6, clip_grad=0.1,
-    dtype="fp64",
-)  # fmt: skip
-
-# (dp, tp, sequence parallel): dp * tp = 2, 4 or 8; with dp=3 shards need padding
-LAYOUTS = [
-    (dp, tp, sp)
-    for dp, tp in [(2, 1), (1, 2), (3, 1), (4, 1), (2, 2), (1, 4), (3, 2), (8, 1), (4, 2), (2, 4), (1, 8)]
-    for sp in (False, True)
-    if tp > 1 or not sp
-]
 ALL_MODES = list(itertools.product(["sgd", "adamw"], [0.0, 0.1], ["none", "full"]))
 MODES = ALL_MODES[0], ALL_MODES[-1]  # every value, but not every pair
-CURVES = {}  # of one process
-SAME = (
-    "optimizer dropout activation num_layers hidden_size num_attention_heads seq_length global_batch_size lr "
-    "experts top_k expert_group balance capacity_factor"
-).split()  # fields that one process shares
-
-
-def tiny_config(dp, tp=1, **fields):
-    fields = {"micro_batch_size": 8 // dp, "tp": tp} | fields  # m = 3 (with dp=3: 4)
-    return Config(**TINY | fields)
-
-
-def micro_batches(run, vocab_size=50, reader=None):
-    """Yield this rank's micro-batches. Sample g depends on g alone. Most of its ids are the last one plus 1."""
-    c = run.config
-    dice = torch.randint(0, vocab_size, (1000, c.seq_length + 1), generator=torch.Generator().manual_seed(5))
-    table = (dice // 10 - 1).clamp(1).cumsum(1).add(dice[:, :1]) % vocab_size
-    for numbers in training_samples(0, *(reader or run.mesh.reader), c.micro_batch_size):
-        numbers = torch.from_numpy(numbers)
-        tokens = table[numbers % len(table)]
-        yield run.model.micro_batch(tokens[:, :-1], tokens[:, 1:], numbers)
-
-
-def parameters(run):
-    """Return copies, {parameter: this rank's tp slice}."""
-    parts = {}
-    for name, bucket in run.zero.buckets.items():
-        run.zero.gather(name)
-        parts |= {p.spec.name: p.detach().clone() for p in bucket.params}
-        run.zero.release(name)
-    return parts
-
-
-def gradients(run):
-    """Return copies, {parameter: (begin, end, values)}, of the elements that this rank updates."""
-    pieces = [(bucket, piece) for bucket in run.zero.buckets.values() for piece in bucket.pieces]
-    return {p.spec.name: (p.begin, p.end, p.of(bucket.grad.own).clone()) for bucket, p in pieces}
-
-
-def built(config, mesh=None):
-    run = train.build(config, mesh or Mesh.of(config), torch.device("cpu"))
-    run.zero.initialize(config.seed)
-    return run
-
-
-def train_tiny(config, steps=STEPS, mesh=None):
-    """Train on this rank. Return (losses, gradient norms, parameters before, parameters after)."""
-    return trained(config, steps, mesh)[:4]
-
-
-def trained(config, steps=STEPS, mesh=None):
-    """Return what `train_tiny` returns, then the copies that differ (`replicas.differing_copies`)."""
-    run = built(config, mesh)
-    before, batches = parameters(run), micro_batches(run)
-    done = [train.train_step(run, batches).read() for _ in range(steps)]
-    copies = replicas.differing_copies(run.zero)
-    return [s.loss for s in done], [s.grad_norm for s in done], before, parameters(run), copies
-
-
-def train_each(configs, steps=FEW):
-    """Call `trained` with each configuration, on one mesh."""
-    mesh = Mesh.of(configs[0])
-    return [trained(config, steps, mesh) for config in configs]
-
-
-def one_process_config(config):
-    """Return the same training on one process, with one micro-batch a step."""
-    fields = {name: getattr(config, name) for name in SAME}
-    return tiny_config(1, micro_batch_size=config.global_batch_size, **fields)
-
-
-def one_process(config, steps=FEW):
-    """Return `train_tiny` of `one_process_config`."""
-    key = steps, *(getattr(config, name) for name in SAME)
-    if key not in CURVES:
-        CURVES[key] = train_tiny(one_process_config(config), steps)
-    return CURVES[key]
-
-
-def assert_same_model(results, reference, config, specs, first_step=None):
-    """Fail unless every rank's run is that of one process. Arguments: `testing.compare.differences`."""
-    assert all(norm > config.clip_grad for norm in reference[1]), "clipping must change every step"
-    message = differences(results, reference, config, specs, first_step)
-    if message:
-        pytest.fail(message, pytrace=False)
-    assert not any(result[4:] != ([],) for result in results), (
-        f"copies differ, a sum or its `wait` is missing: {[result[4:] for result in results]}"
-    )
-
-
-def check_layout(configs, on_ranks, steps=FEW):
-    """Train with each configuration, on one mesh. Compare each run with one process.
-
-    on_ranks(function, *arguments) returns the function's results of all ranks.
-    """
-    by_rank = on_ranks(train_each, configs, steps)
-    for config, results in zip(configs, zip(*by_rank, strict=True), strict=True):
-        again = functools.partial(first_steps, on_ranks, config)
-        assert_same_model(results, one_process(config, steps), config, specs(config), again)
-
-
-def specs(config):
-    return GPT(config, Mesh().tp).specs()
-
-
-# --- after a failure: the first step, with its gradients --------------------------------------------------------------
-
-
-def first_step(config):
-    """Run the first step on this rank, and copy its gradients before the update."""
-    run, found = built(config), {}
-    update = run.zero.update
-
-    def keep_gradients(scalars):
-        found.update(gradients(run))
-        update(scalars)
-
-    run.zero.update = keep_gradients
-    step = train.train_step(run, micro_batches(run)).read()
-    return FirstStep(step.loss, step.grad_norm, found, parameters(run))
-
-
-def gradient_of_each_micro_batch(one, config, dp):
-    """Return {(data rank, micro-batch): {parameter: gradient}}, whose sum is the step's gradient."""
-    m, size = config.global_batch_size // (config.micro_batch_size * dp), config.micro_batch_size
-    run, shares = built(replace(one, micro_batch_size=size, global_batch_size=size)), {}
-    for d in range(dp):
-        batches = micro_batches(run, reader=(d, dp))
-        for j in range(m):
-            run.zero.zero_grad()
-            run.executor.run(batches, 1, 1 / (m * dp))
-            shares[d, j] = {name: values for name, (_, _, values) in gradients(run).items()}
-    return shares
-
-
-def first_steps(on_ranks, config):
-    """Run the first step again: on the ranks, on one process, each micro-batch alone, and without dropout."""
-    steps, one = on_ranks(first_step, config), one_process_config(config)
-    dp, whole = len(steps) // (config.tp * config.cp * config.pp), replace(config, dropout=0.0)
-    losses = [step.loss for step in on_ranks(first_step, whole)] if config.dropout else [math.nan]
-    dropout_only = losses == pytest.approx([first_step(one_process_config(whole)).loss] * len(losses), rel=1e-10)
-    return steps, first_step(one), gradient_of_each_micro_batch(one, config, dp), dropout_only
 
 
 # --- every layout of dp and tp ----------------------------------------------------------------------------------------
@@ -259,11 +104,6 @@ OTHERS = {
 }
 
 
-MIXTURE = dict(
-    top_k=2, capacity_factor=1.0, balance=0.3
-)  # an expert of 4 has 1 place in a group of 2: some are dropped
-
-
 def number_of_micro_batches(word, pp):
     return {"one": 1, "fewer than stages": pp - 1, "stages": pp, "not a multiple": pp + 1, "twice": 2 * pp}[word]
 
@@ -271,7 +111,7 @@ def number_of_micro_batches(word, pp):
 @functools.cache
 def can_run(schedule, stages, m):
     try:
-        return bool(schedules.build(schedule, stages, m, schedules.usual_chunks(schedule)))
+        return bool(simulation.build(schedule, stages, m, schedules.usual_chunks(schedule)))
     except UserError as error:  # "stages=3: ...": the schedule needs another number
         return "=" not in str(error).partition(":")[0]
     except Exception:
@@ -320,24 +160,6 @@ def fitted(dp, tp, pp, cp, context, experts, schedule, micro_batches, **fields):
         global_batch_size=2 * dp * number_of_micro_batches(micro_batches, pp), lr=5e-3, dropout=0.1, **fields,
     )  # fmt: skip
     return config, dp * tp * pp * cp
-
-
-def covering(points, chosen=()):
-    """Choose points until these and `chosen` contain every pair of values."""
-    table = pairs_of([*chosen, *points])
-    left, table, more = ~table[: len(chosen)].any(0), table[len(chosen) :], []
-    while left.any():
-        best = table[:, left].sum(1).argmax()
-        left &= ~table[best]
-        more.append(points[best])
-    return more
-
-
-def pairs_of(points):
-    """Return which pairs of values the points contain, bool [points, pairs]."""
-    codes = [np.unique([str(point[axis]) for point in points], return_inverse=True)[1] for axis in points[0]]
-    numbers = [a * (b.max() + 1) + b for a, b in itertools.combinations(codes, 2)]
-    return np.concatenate([number[:, None] == np.unique(number) for number in numbers], 1)
 
 
 def one_optimizer(points):

@@ -18,9 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import log
 import train
 from accounts import devices, flops
+from accounts.metrics import read_metrics
 from config import Config
 from errors import UserError
-from test_layouts import built, micro_batches, tiny_config
+from testing.tiny import built, micro_batches, tiny_config
 
 STEP = log.Step(1 / 3, 0.1, 1e-3, skipped=False, stop=False, loss_scale=1.0, samples=50)
 
@@ -349,7 +350,7 @@ def logged(config, *rows, **run):
     for row in rows:
         logger.log(dict(row))
     logger.close()
-    return log.read_metrics(Path(config.out_dir) / "metrics.jsonl")
+    return read_metrics(Path(config.out_dir) / "metrics.jsonl")
 
 
 def test_rows_come_back_at_full_precision(config):

@@ -13,8 +13,8 @@ from errors import UserError
 from model import GPT, LayerNorm, MicroBatch
 from parallel.mesh import Mesh
 from parallel.tensor import specs
-from test_layouts import built, micro_batches, tiny_config
 from testing.compare import same_tensor
+from testing.tiny import built, micro_batches, tiny_config
 
 PARAMETERS = {  # of configs/NAME.py, with the padded vocabulary
     "gpt2_345m": 354_871_296,  # equals Megatron-LM's number

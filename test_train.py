@@ -20,15 +20,16 @@ import torch
 import config as configuration
 import log
 import train
+from accounts.metrics import read_metrics
 from conftest import write_tokens
 from errors import UserError
 from parallel.comm import CommunicationError, Ledger, lost_peer
 from parallel.mesh import Axis, everyone
 from parallel.optimizer import learning_rate
 from parallel.zero import Zero
-from recovery import checkpoint, processes
-from test_checkpoint import configured, curve, fails, go
+from recovery import checkpoint, processes, start
 from test_config import held_elsewhere
+from testing.tiny import configured, curve, fails, go, validation_losses
 
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")
@@ -80,7 +81,7 @@ def test_torchrun_trains_and_reports(config_file, tmp_path):
     rows = [[cell.strip() for cell in line.split("|")] for line in out.splitlines() if re.match("tp |world ", line)]
     assert len(rows) == 9 and all(measured == formula for *_, measured, formula in rows)
     assert ["tp", "activations", "all_gather"] in [row[:3] for row in rows]
-    metrics = log.read_metrics(tmp_path / "out" / "metrics.jsonl")
+    metrics = read_metrics(tmp_path / "out" / "metrics.jsonl")
     assert list(metrics) == [2, 4, 6] and metrics[6]["consumed_tokens"] == 6 * 8 * 8
     assert "validation_loss" in metrics[6] and "validation_loss" not in metrics[4]
     assert checkpoint.all_steps(tmp_path / "out") == [6]
@@ -126,7 +127,7 @@ def test_sigterm_on_one_rank_saves_the_same_step_everywhere(config_file, tmp_pat
     assert process.returncode == 0, err
     (step,) = checkpoint.all_steps(tmp_path / "out")
     assert f"stopped after iteration {step}; the same command" in out
-    assert list(log.read_metrics(tmp_path / "out" / "metrics.jsonl"))[-1] == step
+    assert list(read_metrics(tmp_path / "out" / "metrics.jsonl"))[-1] == step
     index = checkpoint.read_index(tmp_path / "out" / f"step_{step}")
     assert index["counters"] == {"iteration": step, "consumed_samples": 8 * step, "updates": step}
 
@@ -195,14 +196,14 @@ def test_restarts_change_no_bit(config_file, tmp_path):
     metrics = tmp_path / "out" / "metrics.jsonl"
     process = torchrun(4, config_file, *fields, restarts=3)
     for step in (25, 45):
-        wait_for(lambda step=step: metrics.exists() and step in log.read_metrics(metrics), process, 120)
+        wait_for(lambda step=step: metrics.exists() and step in read_metrics(metrics), process, 120)
         os.kill(children(process)[-1], signal.SIGKILL)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     quiet = torchrun(4, config_file, *fields, f"--out_dir={tmp_path}/quiet")
     assert quiet.wait(timeout=120) == 0
     quiet.communicate()
-    ours, theirs = (log.read_metrics(path) for path in (metrics, tmp_path / "quiet" / "metrics.jsonl"))
+    ours, theirs = (read_metrics(path) for path in (metrics, tmp_path / "quiet" / "metrics.jsonl"))
     assert [ours[i]["lm_loss"] for i in range(1, 61)] == [theirs[i]["lm_loss"] for i in range(1, 61)]
     for file in sorted((tmp_path / "quiet" / "step_60").glob("*.*")):
         if file.name != "index.json":  # it contains out_dir
@@ -318,7 +319,7 @@ def refused_config(words):
     """Load this rank's words. Return the message, or None."""
     world = everyone()
     try:
-        train.load_config(words[world.rank].split(), world)
+        start.load_config(words[world.rank].split(), world)
     except UserError as error:
         return str(error)
 
@@ -508,7 +509,7 @@ def test_the_learning_rates_are_those_of_the_formula(config_file, monkeypatch, c
     for iterations in (5, 11):
         assert main(monkeypatch, capsys, config_file, *fields, f"--train_iters={iterations}")[0] == 0
     c = configuration.load([config_file, *fields, "--train_iters=11"])
-    rates = {i: row["lr"] for i, row in log.read_metrics(tmp_path / "out" / "metrics.jsonl").items()}
+    rates = {i: row["lr"] for i, row in read_metrics(tmp_path / "out" / "metrics.jsonl").items()}
     assert rates == {i: learning_rate(c, i) for i in range(1, 12)}
 
 
@@ -540,7 +541,7 @@ def test_a_second_run_names_the_fields_that_differ(config_file, monkeypatch, cap
     assert code == 0 and out.splitlines()[2].startswith(
         f"changed since {tmp_path}/out/step_4: {changes}; to begin anew"
     )
-    rows = log.read_metrics(tmp_path / "out" / "metrics.jsonl")
+    rows = read_metrics(tmp_path / "out" / "metrics.jsonl")
     assert rows[4]["lr"] < 0.01 and 0.01 < rows[5]["lr"] < 0.5
 
 
@@ -617,11 +618,6 @@ def test_a_second_run_in_the_same_folder_is_refused(config_file, tokens_dir, tmp
     with held_elsewhere(tmp_path / "out" / "lock"), pytest.raises(UserError, match="another run is training there"):
         go(configured(tmp_path / "out", tokens_dir))
     go(configured(tmp_path / "out", tokens_dir, train_iters=1))
-
-
-def validation_losses(config):
-    go(config)
-    return list(log.read_metrics(Path(config.out_dir) / "metrics.jsonl").values())[-1]["validation_loss"]
 
 
 @pytest.mark.parametrize("ranks, tp, size", [(3, 1, 1), (4, 2, 2), (1, 1, 5)])

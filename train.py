@@ -6,17 +6,14 @@ Every process runs this file. A random number depends only on the seed and on it
 parameter's name, for dropout on sample, position and layer. So a checkpoint needs no random state.
 """
 
-from errors import UserError, exit_on_user_error, explained  # isort: skip
+from errors import agreed, exit_on_user_error  # isort: skip
 import contextlib
 import itertools
-import socket
+import math
 import sys
-import tempfile
-import zlib
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -25,25 +22,22 @@ import config as configuration
 import data
 import operations
 import reference
-from accounts import report, traffic
+from accounts import report
 from log import Interval, Logger, PendingStep, Timers, signs_of_life, validation_lines
 from model import GPT
 from operations import DTYPES
 from parallel import schedules
-from parallel.comm import agree, all_reduce, gather_objects
-from parallel.experts import dropped_if_uniform
-from parallel.layout import Layout
+from parallel.comm import agree, all_reduce
+from parallel.layout import Layout, build_for, number_of_micro_batches
 from parallel.mesh import Mesh, everyone
 from parallel.optimizer import LossScale, learning_rate
 from parallel.penalty import PenalisedExecutor
-from parallel.pipedream import PipeDream, train_call
+from parallel.pipedream import PipeDream
 from parallel.pipeline import Executor
 from parallel.zero import Zero
 from recovery import checkpoint, hang, processes, replicas
+from recovery.start import compare_hosts, describe, load_config, open_files
 from tokenizer import COPY
-
-PROGRAM = *hang.PROGRAM, hang.ROOT / "accounts"  # folders of files that must be equal on all hosts
-COMPARED_BY_CONTENT = "out_dir", "data_dir", "resume"  # hosts may have other paths to the same files (`compare_hosts`)
 
 # --- the step -------------------------------------------------------------------------------------------------------
 
@@ -56,7 +50,7 @@ def train_step(run, batches):
     """
     c, mesh, zero = run.config, run.mesh, run.zero
     samples = configuration.global_batch_size_at(c, run.counters.consumed_samples)
-    m = schedules.micro_batches(c, samples, mesh.dp.size)
+    m = number_of_micro_batches(c, samples, mesh.dp.size)
     share = 1 / (m * mesh.dp.size)  # the loss is the mean over m micro-batches and the data ranks
     scale = run.loss_scale.scale
 
@@ -88,6 +82,37 @@ def train_step(run, batches):
     run.counters.iteration += 1
     run.counters.consumed_samples += samples  # also those of a skipped step
     return done
+
+
+def train_call(run, batches):
+    """Make the updates of one call, in place of `train.train_step`. Return a list of `PendingStep`.
+
+    A call ends at a multiple of `updates_per_call`. Raises UserError on every rank if a gradient is not finite.
+    """
+    c, mesh, zero, counters = run.config, run.mesh, run.zero, run.counters
+    n = c.updates_per_call - counters.iteration % c.updates_per_call
+    m = number_of_micro_batches(c, c.global_batch_size, mesh.dp.size)
+    share = 1 / (m * mesh.dp.size)
+    rates = learning_rate(c, zero.updates + 1 + torch.arange(n, device=run.device))
+    one, never, betas = rates.new_ones(()), rates.new_zeros(()).bool(), (c.adam_beta1, c.adam_beta2)
+    scalars = [reference.update_scalars(lr, one, zero.updates + k, never, *betas) for k, lr in enumerate(rates, 1)]
+    zero.zero_grad()
+    losses, squares = run.executor.call(batches, n * m, share, scalars)
+
+    mesh.ledger.phase = "step"
+    losses = share * losses if mesh.tp.rank == 0 else 0 * losses
+    stop = losses.new_full((1,), float(run.signals.stop))
+    sums = all_reduce(torch.cat([losses, squares, stop]), mesh.world, "scalars").wait()
+    losses, squares, stop = sums.split([n, n, 1])
+    numbers = torch.stack([losses, squares.sqrt(), rates, 0 * rates, stop.expand(n)], dim=1).cpu()
+    for k, norm in enumerate(numbers[:, 1].tolist(), counters.iteration + 1):
+        if not math.isfinite(norm):
+            advice = f"{c.schedule} can't skip an update; resume from the last checkpoint with a smaller --lr"
+            raise agreed(f"iteration {k}: the gradient norm is {norm}: {advice}")
+    run.steps[n * m] += n
+    counters.iteration += n
+    counters.consumed_samples += n * c.global_batch_size
+    return [PendingStep(row, 1.0, c.global_batch_size) for row in numbers]
 
 
 @torch.no_grad()
@@ -204,8 +229,8 @@ def build(config, mesh, device):
     configuration.require(config, "penalty", exact, f"needs --dtype=fp32 or fp64; dtype=auto is {dtype} here")
     ops = operations.choose(config, device, dtype)
     model = GPT(config, mesh.tp, ops, mesh.cp)
-    m = schedules.micro_batches(config, config.global_batch_size, mesh.dp.size)
-    schedule = schedules.build_for(config, mesh.dp.size, m * config.updates_per_call)
+    m = number_of_micro_batches(config, config.global_batch_size, mesh.dp.size)
+    schedule = build_for(config, mesh.dp.size, m * config.updates_per_call)
     layout = Layout(config, mesh.dp.size, model.table, schedule)
     zero = Zero(model, layout, config, mesh, DTYPES[dtype], device, ops, training=not config.eval_only)
     timers = Timers(device)
@@ -247,25 +272,6 @@ def restore(run, path):
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
-def describe(run, path):
-    """Return what rank 0 prints at the start, as text. path: the checkpoint, or None."""
-    c, names = run.config, "tp cp pp zero sequence_parallel recompute".split()
-    layout = " ".join(f"{name}={getattr(c, name)}" for name in names + ["schedule"] * (c.pp > 1))
-    text = f"{run.model.num_parameters():,} parameters"
-    if c.experts:
-        text += f" ({run.model.num_parameters(active=True):,} of them for a token)"
-    text += f", {c.num_layers} layers of {c.hidden_size}; "
-    text += f"dp={run.mesh.dp.size // c.cp} {layout}; {run.dtype} on {run.device.type}\n"
-    text += f"{c.data_dir} -> {c.out_dir}, from {path or 'initial weights'}"
-    if c.experts:
-        text += f"\nexperts: groups of {c.tokens_of_group} tokens; a uniform router drops {dropped_if_uniform(c):.1%}"
-    if run.device.type == "cuda":
-        text += f"\nattention: {operations.attention_name(c, run.device, run.dtype, run.zero.ops)}"
-    if path and (changed := configuration.differences(c, checkpoint.read_index(path))):
-        text += f"\nchanged since {path}: {changed}; to begin anew, set another --out_dir"
-    return text
-
-
 def run_training(config, mesh, device):
     """A UserError of one rank is raised on all ranks."""
     with contextlib.ExitStack() as stack:
@@ -298,89 +304,6 @@ def run_training(config, mesh, device):
         if mesh.rank == 0:
             stack.enter_context(signs_of_life(run, logger.say))
         train(run, tokens["train"], tokens.get("val"), logger)
-
-
-def open_files(config, mesh, device, stack):
-    """Lock out_dir. Return ({split: Tokens}, path of the checkpoint to resume from or None).
-
-    Raises UserError, also if Triton lacks a compiler, or if the model does not fit into memory: in `build` the ranks
-    wait for each other, so an error of one rank must be found before.
-    """
-    if mesh.rank == 0 and not config.eval_only:
-        for name in filter(vars(config).get, ("tensorboard", "wandb")):
-            configuration.require(config, name, find_spec(name), f"needs a package: pip install {name}")
-        stack.enter_context(processes.lock(config.out_dir))
-        checkpoint.remove_unfinished(config.out_dir)
-    splits = [config.split] if config.eval_only else ["train", "val"][: 1 + (config.eval_iters > 0)]
-    tokens = {s: data.Tokens(config.data_dir, s, config.seq_length, config.vocab_size) for s in splits}
-    identity = None if config.eval_only else data.identity(tokens["train"])
-    path = checkpoint.to_resume(config, tokens[splits[0]].meta["tokenizer"], identity)
-    if path and identity:
-        tokens["train"].begins = checkpoint.first_sample(path, identity)
-    operations.trial(config, device)
-    traffic.refuse_too_large(config, mesh.world.size, device)
-    return tokens, path
-
-
-def compare_hosts(c, mesh, tokens, path):
-    """Raise UserError on all ranks if a rank sees another out_dir, data, checkpoint or program than rank 0."""
-    with contextlib.ExitStack() as stack:
-        writes = mesh.rank == 0 and not c.eval_only
-        name = agree(mesh.world, lambda: stack.enter_context(new_file(c.out_dir)) if writes else "")
-        name = gather_objects(name, mesh.world)[0]
-        seen = {
-            "out_dir": not name or Path(c.out_dir, name).exists(),
-            "data_dir": [data.identity(split)["crc32"] for split in tokens.values()],
-            "resume": path and checkpoint.read_index(path)["crc32"],
-        }
-        first = gather_objects(seen, mesh.world)[0]  # afterwards rank 0 removes the file
-
-    field = next((name for name in seen if seen[name] != first[name]), "out_dir")
-    who = f"rank {mesh.rank} (on {socket.gethostname()})"
-    why = f"{who} sees other files there than rank 0; all hosts need one shared out_dir and equal data"
-    agree(mesh.world, lambda: configuration.require(c, field, seen == first, why))
-    ours = program()
-    theirs = gather_objects(ours, mesh.world)[0]
-
-    def compare():
-        for name in ours:
-            if ours[name] != theirs.get(name, ours[name]):
-                raise UserError(f"{name}: {who} runs another file than rank 0; all hosts need the same program")
-
-    agree(mesh.world, compare)
-
-
-def program():
-    """Return {path: crc32} of this project's files that the process has imported, without configurations."""
-    files = {Path(getattr(module, "__file__", None) or "").absolute() for module in [*sys.modules.values()]}
-    ours = sorted(path for path in files if path.parent in PROGRAM and path.is_file())  # some modules have no file
-    return {str(path.relative_to(hang.ROOT)): zlib.crc32(path.read_bytes()) for path in ours}
-
-
-@contextlib.contextmanager
-def new_file(out_dir):
-    """Context: make a file in out_dir. Yield its name, a new one: a network file system may remember that an old name
-    did not exist.
-    """
-    with explained(f"out_dir={out_dir}"), tempfile.NamedTemporaryFile(dir=out_dir, buffering=0) as file:
-        file.write(bytes(4096))  # a full disk may take a name, but no bytes
-        yield Path(file.name).name
-
-
-def load_config(words, world):
-    """Return the Config of the command line `words`. All ranks raise the same UserError, also if the hosts differ."""
-    config = agree(world, lambda: configuration.load(words))
-    first = gather_objects(config, world)[0]
-
-    def check():
-        for name, value in vars(first).items():
-            why = f"rank {world.rank} (on {socket.gethostname()}) has this value, and rank 0 has {name}={value}"
-            same = name in COMPARED_BY_CONTENT or getattr(config, name) == value
-            configuration.require(config, name, same, f"{why}; start all hosts with equal fields")
-
-    agree(world, lambda: configuration.check(config, world.size))  # first, because nan differs from nan
-    agree(world, check)
-    return config
 
 
 def main():

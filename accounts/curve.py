@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from accounts import figures
-from errors import Parser, exit_on_user_error, reading
-from log import read_metrics
+from accounts.metrics import read_metrics
+from errors import exit_on_user_error, reading
+from options import Parser
 
 
 class Curve(NamedTuple):

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from accounts.memory import model_states
 from accounts.report import sent_table
 from errors import UserError, reading
-from parallel.schedules import messages
+from parallel.simulation import messages
 
 KINDS = {  # of an action: its meaning, its colour in a rank's first chunk and in its other chunks
     "F": ("forward", "#0072b2", "#a3cae2"),  # Okabe and Ito's colours

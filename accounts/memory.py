@@ -54,7 +54,7 @@ from collections import deque
 from fractions import Fraction
 from typing import NamedTuple
 
-from parallel import schedules
+from parallel import schedules, simulation
 from parallel.experts import places_of_expert
 from parallel.layout import rows_outside, split, tokens_of_rank
 from parallel.optimizer import RULES
@@ -223,7 +223,7 @@ def kept_by_chunk(c, schedule, z, message):
 def activations(c, schedule, rank, z, messages=None):
     """Return the rows PEAK and RECOMPUTED. messages: those of `rank`."""
     message = z.item * z.rows * c.hidden_size
-    chunks, messages = kept_by_chunk(c, schedule, z, message), messages or schedules.messages(schedule)
+    chunks, messages = kept_by_chunk(c, schedule, z, message), messages or simulation.messages(schedule)
     table = {PEAK: max(after_actions(schedule, rank, chunks, message, messages))}
     has_block = any(chunk.operands for chunk, place in zip(chunks, schedule.placement, strict=True) if place == rank)
     if c.recompute == "full" and has_block:

@@ -10,12 +10,13 @@ On the CPU the measured bytes equal the formulas exactly. On a GPU there are two
       head size.
 """
 
+import resource
+import sys
 import weakref
 
 import torch
 
 from accounts.memory import PEAK, RECOMPUTED, WHOLE
-from log import max_resident
 from parallel.pipeline import Unwatched
 
 STATES = ("parameters", "gradients", "master weights", "moments")
@@ -125,3 +126,8 @@ class Activations:
         """Return the sum of {storage: bytes} without the flat buffers."""
         states = {storage_id(flat) for _, flat in flat_buffers(self.executor.zero, self.executor.flats)}
         return sum(size for storage, size in kept.items() if storage not in states)
+
+
+def max_resident():
+    """Return a number of bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)

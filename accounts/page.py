@@ -15,8 +15,9 @@ import config as configuration
 from accounts import figures, memory
 from accounts.devices import DEVICES
 from accounts.search import RESERVED, SHORT, has_head, model_of
-from errors import Parser, UserError, exit_on_user_error, explained, reading
-from parallel import schedules
+from errors import UserError, exit_on_user_error, explained, reading
+from options import Parser
+from parallel import schedules, simulation
 
 FOLDER = Path(__file__).parent.parent
 MODELS = ("gpt3_1b3", "gpt3_13b", "gpt3_175b")
@@ -47,9 +48,9 @@ def or_error(function):
 @or_error
 def lists(name, p, m, v):
     """Return [parts, placement, [(kind, micro-batch, chunk, steps back to each action that it waits for ...)]]."""
-    s = schedules.build(name, p, m, v if schedules.usual_chunks(name) > 1 else 1)
-    order = [event.action for event in schedules.run_in_order(s, schedules.NOMINAL, 0)]
-    at, needs = {action: i for i, action in enumerate(order)}, schedules.prerequisites(s)
+    s = simulation.build(name, p, m, v if schedules.usual_chunks(name) > 1 else 1)
+    order = [event.action for event in simulation.run_in_order(s, simulation.NOMINAL, 0)]
+    at, needs = {action: i for i, action in enumerate(order)}, simulation.prerequisites(s)
     waits = [[at[action] - at[need] for need in needs[action]] for action in order]
     return s.parts, s.placement, [("FBIWU".index(a.kind), *a[1:], *w) for a, w in zip(order, waits, strict=True)]
 
@@ -103,8 +104,8 @@ def activations(sp, recompute, **numbers):
 @or_error
 def flight(schedule, pp, few):
     """Return [v, [peak in flight of each rank]]."""
-    s = schedules.build(schedule, pp, few, schedules.usual_chunks(schedule))
-    return (max(s.parts) + 1) // pp, schedules.simulate(s, schedules.NOMINAL).peak
+    s = simulation.build(schedule, pp, few, schedules.usual_chunks(schedule))
+    return (max(s.parts) + 1) // pp, simulation.simulate(s, simulation.NOMINAL).peak
 
 
 @or_error
@@ -158,7 +159,7 @@ def all_data():
         rows=[json.loads(text) for text in rows],
         tables=tables,
         chunks={name: schedules.usual_chunks(name) for name in schedules.SCHEDULES},
-        formulas=schedules.FORMULAS,
+        formulas=simulation.FORMULAS,
         states={part: [int(width), begins[part]] for part, width in whole.items()},
         models=facts,
         capacity={name: DEVICES[name].memory_bytes for name in ("a100-40g", "a100-80g", "h200")},

@@ -30,8 +30,8 @@ from accounts.seconds import ERROR, Step, schedule
 from errors import UserError
 from model import parameter_table
 from operations import DTYPES
-from parallel import schedules
-from parallel.layout import Layout, all_buckets, tokens_of_rank
+from parallel import schedules, simulation
+from parallel.layout import Layout, all_buckets, number_of_micro_batches, tokens_of_rank
 from parallel.optimizer import RULES
 from parallel.tensor import ROWS
 
@@ -57,7 +57,7 @@ SHORT = {"1f1b": (1, 2), "interleaved": (2, 0), "zb-h1": (2, 2), "zb-h2": (3, 2)
 def messages_by_rank(*numbers):
     """Return {rank: its messages} of the Schedule (name, p, m, chunks)."""
     of = defaultdict(list)
-    for message in schedules.messages(schedule(*numbers)):
+    for message in simulation.messages(schedule(*numbers)):
         of[message.source].append(message)
         of[message.destination].append(message)
     return of
@@ -207,7 +207,7 @@ def facts_of(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
     """
     model, p, batch = model_of(c, device.dtype if c.dtype == "auto" else c.dtype), c.pp, c.global_batch_size
     dp = gpus // (c.tp * p)
-    m, layout = schedules.micro_batches(c, batch, dp), model.layout(dp, *(getattr(c, name) for name in FIELDS[:-1]))
+    m, layout = number_of_micro_batches(c, batch, dp), model.layout(dp, *(getattr(c, name) for name in FIELDS[:-1]))
     say("micro-batches m", "global_batch_size / (b dp)", m)
     step = Step(c, model, layout, device, m, exact, say)
     times = {c.order: step.seconds}

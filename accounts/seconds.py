@@ -15,7 +15,7 @@ from functools import cache, partial
 import numpy as np
 
 from accounts.memory import rank_states
-from parallel import schedules
+from parallel import schedules, simulation
 from parallel.comm import sent_bytes
 from parallel.layout import rows_outside, tokens_of_rank
 from parallel.muon import is_block
@@ -229,7 +229,7 @@ def wire(device, together, n):
 
 # --- the pipeline -----------------------------------------------------------------------------------------------------
 #
-# Here the bubble is that of the whole step. `schedules.FORMULAS` counts a rank's own time: ZB-H2 and ZB-V differ.
+# Here the bubble is that of the whole step. `simulation.FORMULAS` counts a rank's own time: ZB-H2 and ZB-V differ.
 
 CLOSED = {  # (the condition; makespan minus m (F + I + W); time that short messages add, in units of one message)
     "gpipe": ("True", "(p-1) * (F+I+W)", "2*(p-1)"),
@@ -250,16 +250,16 @@ def idle(name, p, m, chunks, F, I, W, message, exact=True):
     if p == 1:
         return 0.0, "one stage", 0.0
     letters = dict(p=p, m=m, v=chunks, F=F, I=I, W=W, max=max)
-    known = name in CLOSED and schedules.by_formula(CLOSED[name][0], **letters)
+    known = name in CLOSED and simulation.by_formula(CLOSED[name][0], **letters)
     if known or not exact:
         _, waiting, messages = CLOSED[name if known else "1f1b"]
-        return schedules.by_formula(waiting, **letters), waiting, schedules.by_formula(messages, **letters) * message
+        return simulation.by_formula(waiting, **letters), waiting, simulation.by_formula(messages, **letters) * message
     first = min(m, 3 * p + m % p)  # two short steps predict a long step
     still, moving = ends = simulated(name, p, first, chunks, F, I, W, message)
     if m > first:
         more = simulated(name, p, first + p, chunks, F, I, W, message)
         still, moving = ends + (m - first) // p * (more - ends)
-    return max(0.0, float(still) - m * (F + I + W)), "schedules.simulate", float(moving - still)
+    return max(0.0, float(still) - m * (F + I + W)), "simulation.simulate", float(moving - still)
 
 
 def simulated(name, p, m, chunks, F, I, W, message):
@@ -267,4 +267,4 @@ def simulated(name, p, m, chunks, F, I, W, message):
     made = schedule(name, p, m, chunks)
     v = len(schedules.pipelines(made)[0]) // p
     cost = {"F": F / v, "B": (I + W) / v, "I": I / v, "W": W / v}
-    return np.array([max(e.end for e in schedules.run_in_order(made, cost, time)) for time in (0, message)])
+    return np.array([max(e.end for e in simulation.run_in_order(made, cost, time)) for time in (0, message)])

@@ -13,7 +13,7 @@ from errors import UserError
 from parallel.comm import all_reduce, receive, send
 from parallel.mesh import Mesh
 from parallel.zero import Zero
-from test_layouts import built, micro_batches, tiny_config
+from testing.tiny import built, micro_batches, tiny_config
 
 FB = ("forward", "backward")
 D = 40  # milliseconds of a communication: long beside the work of a tiny model

@@ -19,12 +19,12 @@ from config import CHOICES, Config
 from errors import UserError, exit_on_user_error
 from exercises.show import meshes
 from model import parameter_table
-from parallel import comm, schedules, tensor
+from parallel import comm, schedules, simulation, tensor
 from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
-from test_layouts import LAYOUTS, micro_batches, tiny_config
 from testing import dry_run
 from testing.compare import same_rows
+from testing.tiny import LAYOUTS, micro_batches, tiny_config
 
 
 def counted(configs, steps=2):
@@ -290,7 +290,7 @@ def test_predictions_for_4096_ranks_need_no_process_and_no_tensor(pp, schedule, 
     )  # fmt: skip
     with NoTensors():
         assert configuration.check(config, 4096) == dp
-        plan = schedules.build(schedule, pp, m, chunks)
+        plan = simulation.build(schedule, pp, m, chunks)
         layout = Layout(config, dp, parameter_table(config), plan)
         sizes = memory.sizes(config, item=2, wide=4, on_cpu=False)
         for rank in (0, 1, pp - 1):

@@ -17,8 +17,8 @@ from config import CHOICES
 from parallel import schedules
 from parallel.mesh import Mesh
 from parallel.pipeline import Unwatched
-from test_layouts import micro_batches, parameters, tiny_config
 from testing.compare import same_rows
+from testing.tiny import micro_batches, parameters, tiny_config
 
 # --- model states -----------------------------------------------------------------------------------------------------
 

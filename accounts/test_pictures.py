@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-import log
 from accounts import curve, draw, figures, memory, page, traffic
+from accounts.metrics import to_json
 from errors import UserError
-from test_layouts import tiny_config
+from testing.tiny import tiny_config
 
 
 def texts(path):
@@ -53,9 +53,7 @@ def test_two_runs_are_compared_and_speeds_are_drawn(tmp_path, capsys):
 
 def test_a_curve_may_end_in_nan_and_in_a_cut_row(tmp_path):
     rows = ({"iteration": i, "lm_loss": loss} for i, loss in {20: 4.5, 40: math.nan, 60: math.inf}.items())
-    (tmp_path / "metrics.jsonl").write_text(
-        "".join(f"{log.to_json(row)}\n" for row in rows) + '{"iteration": 120, "cons'
-    )
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{to_json(row)}\n" for row in rows) + '{"iteration": 120, "cons')
     curve.main([str(tmp_path), f"--svg={tmp_path}/loss.svg"])
     assert tmp_path.name in texts(tmp_path / "loss.svg")
 

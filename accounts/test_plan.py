@@ -12,11 +12,11 @@ import torch
 
 import config as configuration
 import plan
-from accounts import ledger, memory, search, seconds, traffic
+from accounts import ledger, limits, memory, search, seconds, traffic
 from accounts.devices import DEVICES
 from config import Config
 from errors import UserError
-from parallel import schedules
+from parallel import schedules, simulation
 from parallel.layout import Layout
 
 A100, V100 = DEVICES["a100-80g"], DEVICES["v100-16g"]
@@ -46,7 +46,7 @@ def test_bytes_of_a_long_step_from_a_short_one(name, p, m):
             configuration.check(c, dp * tp * p)
         except UserError:
             continue
-        known, made = search.model_of(base, "bf16"), schedules.build(name, p, m, chunks)
+        known, made = search.model_of(base, "bf16"), simulation.build(name, p, m, chunks)
         layout, short = Layout(c, dp, known.table, made), known.layout(dp, *fields.values())
         for rank in range(p):
             sent, expected = known.sent(short, m, b, rank), ledger.predict_sent(layout, made, rank, 0, 2, 4)
@@ -67,12 +67,12 @@ def test_idle_time_equals_the_simulation(name, p):
     durations = [(3, 3, 3), (3, 4, 2), (4, 4, 2), (2, 7, 5), (3, 5, 2)]
     for m, chunks, (F, I, W) in itertools.product((1, 3, 8, 16, 24), (1, 2, 3), durations):
         try:
-            made = schedules.build(name, p, m, chunks)
+            made = simulation.build(name, p, m, chunks)
         except UserError:
             continue
         v = len(made.parts) // p // len(schedules.pipelines(made))
         cost = {"F": F / v, "B": (I + W) / v, "I": I / v, "W": W / v}
-        still, moving = (schedules.simulate(made, cost, comm).makespan for comm in (0, 0.01))
+        still, moving = (simulation.simulate(made, cost, comm).makespan for comm in (0, 0.01))
         waiting, _, messages = seconds.idle(name, p, m, chunks, F, I, W, 0.01)
         assert waiting == pytest.approx(still - m * (F + I + W), abs=1e-9)
         assert messages == pytest.approx(moving - still, abs=1e-9)
@@ -132,8 +132,8 @@ def test_korthikanti_figure_1(sizes, batch, b, row):
     states, *expected = row
     weights = 12 * L * h**2 // (tp * pp)  # the figure leaves out biases, LayerNorms and embeddings
     assert sum(memory.model_states(weights, 1, 0).values()) == states * 2**30
-    formula, bsh = schedules.FORMULAS[config.schedule].peak, b * TOKENS * h
-    blocks = schedules.by_formula(formula, p=pp, m=batch // b, v=v, r=0) * L / (pp * v)  # in flight on stage 0
+    formula, bsh = simulation.FORMULAS[config.schedule].peak, b * TOKENS * h
+    blocks = simulation.by_formula(formula, p=pp, m=batch // b, v=v, r=0) * L / (pp * v)  # in flight on stage 0
     for sp, GiBs in zip((False, True), expected, strict=True):
         c = replace(config, sequence_parallel=sp)
         table = memory.block_activations(c, memory.sizes(c, 2, 4, False))
@@ -368,9 +368,9 @@ def test_a_model_that_is_too_large_gets_the_smallest_remedy(words, ranks, GiB, r
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=GiB * 2**30))
     c = configuration.load(words.split())
     with pytest.raises(UserError, match=f"needs at least .*{remedy}.*plan.py"):
-        traffic.refuse_too_large(c, ranks, GPU)
+        limits.refuse_too_large(c, ranks, GPU)
     if fields := re.findall(r"--\w+=\w+", remedy):
-        traffic.refuse_too_large(configuration.load([*words.split(), *fields]), ranks, GPU)
+        limits.refuse_too_large(configuration.load([*words.split(), *fields]), ranks, GPU)
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
@@ -378,7 +378,7 @@ def test_the_memory_needed_is_that_of_a_long_step(name):
     c = replace(SMALL, pp=2, schedule=name, chunks=1, micro_batch_size=1, global_batch_size=48, dtype="bf16")
     c = replace(c, chunks=2 if name in ("interleaved", "zb-v") else 1)
     kept = traffic.predict_step(c, 4, GPU).kept
-    assert traffic.needed(c, 4, GPU) == max(sum(table.values()) for table in kept)
+    assert limits.needed(c, 4, GPU) == max(sum(table.values()) for table in kept)
 
 
 def test_7b_fits_on_four_gpus_as_in_the_how_to():

@@ -7,21 +7,18 @@ sends to whom (slide "3-D Parallelism"), above the table (slide "分散並列学
 dtype is predicted for a GPU.
 """
 
-import contextlib
-import itertools
-import os
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 import config as configuration
 from accounts import figures, ledger, memory, report
-from errors import Parser, UserError, exit_on_user_error
+from errors import UserError, exit_on_user_error
 from model import parameter_table
 from operations import DTYPES, resolved_dtype
+from options import Parser
 from parallel import schedules
-from parallel.layout import Layout
+from parallel.layout import Layout, build_for, number_of_micro_batches
 
 CPU = torch.device("cpu")
 
@@ -39,8 +36,8 @@ def predict_step(config, ranks, device=CPU):
     if ranks < 1:
         raise UserError(f"--ranks={ranks}: should be positive")
     dp = configuration.check(config, ranks)
-    m = schedules.micro_batches(config, config.global_batch_size, dp)
-    schedule = schedules.build_for(config, dp, m * config.updates_per_call)
+    m = number_of_micro_batches(config, config.global_batch_size, dp)
+    schedule = build_for(config, dp, m * config.updates_per_call)
     layout = Layout(config, dp, parameter_table(config), schedule)
     item = DTYPES[resolved_dtype(config, device)].itemsize
     sizes = memory.sizes(config, item, max(item, 4), on_cpu=device.type == "cpu" and config.dtype == "auto")
@@ -57,42 +54,6 @@ def predicted_tables(p):
         texts.append(report.sent_table(who, p.layout.stage, {"bytes": sent}))
         texts.append(report.kept_table(who, p.layout, stage, {"bytes": kept}))
     return "\n\n".join(texts)
-
-
-def needed(c, ranks, device):
-    """Return the bytes that the fullest rank needs at least on its device."""
-    dp = configuration.check(c, ranks)
-    if c.schedule not in ("gpipe", "chimera"):  # in the others more micro-batches need no more memory
-        samples = min(c.global_batch_size, 5 * c.pp * c.micro_batch_size * dp // c.cp)
-        c = replace(c, global_batch_size=samples, rampup_batch_size="")
-    kept = predict_step(c, ranks, device).kept
-    if c.eval_only:
-        return max(table["parameters"] for table in kept)
-    on_host = ("master weights", "moments") if c.offload and device.type == "cuda" else ()
-    return max(sum(size for what, size in table.items() if what not in on_host) for table in kept)
-
-
-def refuse_too_large(c, ranks, device):
-    """Raise UserError if this rank has too little memory for the fullest rank."""
-    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if device.type == "cuda":
-        have = torch.cuda.get_device_properties(device).total_memory
-    if (need := needed(c, ranks, device)) > have:
-        what = f"num_layers={c.num_layers}, hidden_size={c.hidden_size}, micro_batch_size={c.micro_batch_size}"
-        sizes = f"needs at least {need / 1e9:,.1f} GB of memory; this rank has {have / 1e9:,.1f} GB"
-        raise UserError(f"{what}: {sizes}; {remedy(c, ranks, device, have)}; python plan.py lists what fits")
-
-
-def remedy(c, ranks, device, have):
-    """Return the smallest change that suffices, as text."""
-    better = dict(zero=range(c.zero + 1, 4), recompute=["full"], tp=[2, 4, 8], offload=[True] * (device.type == "cuda"))
-    for names in itertools.chain.from_iterable(itertools.combinations(better, n) for n in range(1, 5)):
-        for values in itertools.product(*map(better.get, names)):
-            fields = dict(zip(names, values, strict=True))
-            with contextlib.suppress(UserError):  # this layout is impossible
-                if needed(replace(c, **fields), ranks, device) <= 0.9 * have:  # the rest is for what is not predicted
-                    return f"set {' '.join(f'--{name}={value}' for name, value in fields.items())}"
-    return "--zero, --recompute, --tp and --offload do not suffice: use more or larger devices, or --pp"
 
 
 def main(arguments=None):

@@ -16,7 +16,8 @@ import importlib
 import inspect
 import sys
 
-from errors import Parser, UserError, exit_on_user_error, within
+from errors import UserError, exit_on_user_error
+from options import Parser, within
 
 NAMES = ["layouts", "kernels", "train", "sweep", "same"]
 

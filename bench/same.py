@@ -3,8 +3,8 @@
 import math
 from pathlib import Path
 
+from accounts.metrics import read_metrics
 from errors import UserError, reading
-from log import read_metrics
 
 
 def measure(one: str = "", other: str = "", digits: int = 4):

@@ -25,9 +25,9 @@ import torch
 import config as configuration
 from accounts import search
 from accounts.devices import DEVICES
+from accounts.metrics import read_metrics
 from bench.tables import print_table, spread
 from errors import UserError, explained
-from log import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 GRID = ("tp", "pp", "micro_batch_size")  # the fields of a layout

@@ -4,7 +4,7 @@ import sys
 
 from accounts import draw, report
 from errors import UserError, exit_on_user_error
-from parallel import schedules
+from parallel import schedules, simulation
 from parallel.schedules import Action
 
 P, M, COST, COMM = 4, 8, {"F": 1, "B": 2, "I": 1, "W": 1}, 0.5
@@ -30,15 +30,15 @@ def leaderboard():
 def delay():
     """Print 1F1B whose W follow their I at once; this tree's zb-h1; the paper's."""
     at_once = []
-    for actions in schedules.build("1f1b", P, M).actions:
+    for actions in simulation.build("1f1b", P, M).actions:
         halves = [[Action(k, a.microbatch, a.chunk) for k in ("F" if a.kind == "F" else "IW")] for a in actions]
         at_once.append([action for part in halves for action in part])
-    yours, formula = schedules.build("zb-h1", P, M), schedules.FORMULAS["zb-h1"]
+    yours, formula = simulation.build("zb-h1", P, M), simulation.FORMULAS["zb-h1"]
     rows = [("delay of W", "bubble", "in flight")]
     for name, schedule in [("0: W follows I", schedules.straight("", 1, at_once)), ("yours", yours)]:
-        line = schedules.simulate(schedule, COST)
+        line = simulation.simulate(schedule, COST)
         rows.append((name, f"{line.bubble:.4f}", " ".join(map(str, line.peak))))
-    bubble, peak = (schedules.by_formula(text, p=P, m=M, **COST) for text in (formula.bubble, formula.peak))
+    bubble, peak = (simulation.by_formula(text, p=P, m=M, **COST) for text in (formula.bubble, formula.peak))
     print(report.aligned([*rows, ("the paper's", f"{bubble:.4f}", " ".join([str(peak)] * P))], 1))
 
 

@@ -7,7 +7,7 @@ import sys
 
 import config as configuration
 from accounts import memory, scaling, traffic
-from parallel.schedules import FORMULAS, build, by_formula, simulate
+from parallel.simulation import FORMULAS, build, by_formula, simulate
 
 __all__ = ["FORMULAS", "build", "by_formula", "scaling", "simulate"]
 

@@ -35,8 +35,9 @@ from tqdm import tqdm
 
 import config as configuration
 from accounts.report import aligned
-from errors import Parser, UserError, reading
+from errors import UserError, reading
 from exercises.answers import committed, copied_commit, git, need_pytest
+from options import Parser
 from testing import judging
 from testing.defects import DEFECTS, ROOT, planted
 

@@ -39,9 +39,9 @@ TOKENS = 300e9  # of all sizes of GPT-3
 
 
 def tests():
-    """Return test_layouts.py: a tiny model and its samples."""
+    """Return testing/tiny.py: a tiny model and its samples."""
     need_pytest()
-    return importlib.import_module("test_layouts")
+    return importlib.import_module("testing.tiny")
 
 
 def flops():

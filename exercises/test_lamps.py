@@ -17,14 +17,14 @@ from accounts import flops as flops_of
 from config import Config
 from errors import UserError
 from exercises.show import meshes
-from parallel import optimizer, schedules, tensor, zero
+from parallel import optimizer, schedules, simulation, tensor, zero
 from parallel.comm import Pending
 from parallel.mesh import Mesh
 from parallel.tensor import Linear
+from parallel.test_pipeline import storages, waiting_in_block
 from parallel.versions import kept_versions
-from test_layouts import built, check_layout, micro_batches, tiny_config
-from test_pipeline import storages, waiting_in_block
 from testing.compare import ratio, same_tensor
+from testing.tiny import built, check_layout, micro_batches, tiny_config
 
 pytestmark = pytest.mark.slow  # other tests show the same
 
@@ -295,7 +295,7 @@ def test_a_schedule_can_run_in_every_size(name):
 def made(name, p, m):
     """Return the schedule. An error names p and m, too."""
     try:
-        return schedules.build(name, p, m)
+        return simulation.build(name, p, m)
     except Exception as error:
         text = f"p = {p} stages, m = {m} micro-batches: {type(error).__name__}: {error}"
     pytest.fail(text, pytrace=False)
@@ -304,10 +304,10 @@ def made(name, p, m):
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
 def test_the_bubble_is_the_formulas(name):
     for p, m in SIZES:
-        formula, letters = schedules.FORMULAS[name], dict(p=p, m=m, **COST)
-        if schedules.by_formula(formula.where, **letters):
-            bubble = schedules.simulate(made(name, p, m), COST).bubble
-            least = schedules.by_formula(formula.bubble, **letters)
+        formula, letters = simulation.FORMULAS[name], dict(p=p, m=m, **COST)
+        if simulation.by_formula(formula.where, **letters):
+            bubble = simulation.simulate(made(name, p, m), COST).bubble
+            least = simulation.by_formula(formula.bubble, **letters)
             where = f"{name}, p = {p}, m = {m}"
             assert bubble <= least + 1e-9, (
                 f"{where}: the bubble is {bubble:.4f}; should be {formula.bubble} = {least:.4f}"
@@ -317,28 +317,28 @@ def test_the_bubble_is_the_formulas(name):
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
 def test_the_peak_is_the_formulas(name):
     for p, m in SIZES:
-        peaks, formula = schedules.simulate(made(name, p, m), COST).peak, schedules.FORMULAS[name].peak
+        peaks, formula = simulation.simulate(made(name, p, m), COST).peak, simulation.FORMULAS[name].peak
         for r, peak in enumerate(peaks):
-            most = schedules.by_formula(formula, p=p, m=m, r=r)
+            most = simulation.by_formula(formula, p=p, m=m, r=r)
             where = f"{name}, p = {p}, m = {m}: {peak} are in flight on rank {r}"
             assert peak <= most, f"{where}; should be at most {formula} = {most}"
 
 
 def test_2bw_updates_after_the_last_micro_batch_of_an_update():
     for p, m, n in [(1, 1, 4), (2, 3, 4), (4, 4, 3)]:
-        made = schedules.updates(schedules.build("pipedream-2bw", p, m * n, 1, m))
+        made = schedules.updates(simulation.build("pipedream-2bw", p, m * n, 1, m))
         assert made == n, f"{m * n} micro-batches, {m} in an update: a rank makes {made} updates; should make {n}"
 
 
 def test_pipedream_refuses_another_per_update():
     with pytest.raises(UserError, match="per_update=2"):
-        schedules.build("pipedream", 4, 8, 1, 2)
+        simulation.build("pipedream", 4, 8, 1, 2)
 
 
 def test_pipedream_keeps_few_versions():
     for p in (1, 2, 4, 6):
         for r in range(p):
-            kept, _ = kept_versions(schedules.build("pipedream", p, 3 * p), r, [r])
+            kept, _ = kept_versions(simulation.build("pipedream", p, 3 * p), r, [r])
             assert kept <= p - r, f"rank {r} of {p} keeps {kept} versions of its weights; should be p - r = {p - r}"
 
 

@@ -22,6 +22,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from parallel.schedules import updates
+from parallel.simulation import build
 
 ALIGN = 16  # elements: every parameter and every shard is aligned to 32 bytes or more
 
@@ -183,3 +184,13 @@ def rows_outside(c):
 def tokens_of_rank(c):
     """Return the number of tokens of a micro-batch on a rank."""
     return c.micro_batch_size * c.seq_length // c.cp
+
+
+def build_for(c, dp, microbatches):
+    """Return the checked Schedule of a configuration. microbatches: of each data rank."""
+    return build(c.schedule, c.pp, microbatches, c.chunks, number_of_micro_batches(c, c.global_batch_size, dp))
+
+
+def number_of_micro_batches(c, samples, dp):
+    """Return m of a data rank in a step of `samples`. dp contains the cp ranks, which share a micro-batch."""
+    return samples * c.cp // (c.micro_batch_size * dp)

@@ -25,21 +25,16 @@ this cannot deadlock).
 clipping, no common decision to skip an update (fp16), and no norm of a cut tensor (LAMB, LARS). ZeRO-2 and 3 would free
 the versions that this scheme keeps.
 
-**Not on GPUs yet.** There the first call may deadlock (NOTES.md; `testing/test_order.py` shows it).
+**Not on GPUs yet.** There the first call may deadlock (NOTES.md; `parallel/test_order.py` shows it).
 """
 
 import copy
-import math
 from collections import Counter, deque
 
 import torch
 
-import reference
-from errors import UserError, agreed
-from log import PendingStep
-from parallel import schedules
+from errors import UserError
 from parallel.comm import all_reduce
-from parallel.optimizer import learning_rate
 from parallel.pipeline import METHODS, Executor
 from parallel.versions import shared_versions
 
@@ -178,34 +173,3 @@ class PipeDream(Executor):
                 weights.start_sum()
             if len(weights.holders) == 1 or not self.forwards:
                 weights.catch_up(len(self.update_losses))
-
-
-def train_call(run, batches):
-    """Make the updates of one call, in place of `train.train_step`. Return a list of `PendingStep`.
-
-    A call ends at a multiple of `updates_per_call`. Raises UserError on every rank if a gradient is not finite.
-    """
-    c, mesh, zero, counters = run.config, run.mesh, run.zero, run.counters
-    n = c.updates_per_call - counters.iteration % c.updates_per_call
-    m = schedules.micro_batches(c, c.global_batch_size, mesh.dp.size)
-    share = 1 / (m * mesh.dp.size)
-    rates = learning_rate(c, zero.updates + 1 + torch.arange(n, device=run.device))
-    one, never, betas = rates.new_ones(()), rates.new_zeros(()).bool(), (c.adam_beta1, c.adam_beta2)
-    scalars = [reference.update_scalars(lr, one, zero.updates + k, never, *betas) for k, lr in enumerate(rates, 1)]
-    zero.zero_grad()
-    losses, squares = run.executor.call(batches, n * m, share, scalars)
-
-    mesh.ledger.phase = "step"
-    losses = share * losses if mesh.tp.rank == 0 else 0 * losses
-    stop = losses.new_full((1,), float(run.signals.stop))
-    sums = all_reduce(torch.cat([losses, squares, stop]), mesh.world, "scalars").wait()
-    losses, squares, stop = sums.split([n, n, 1])
-    numbers = torch.stack([losses, squares.sqrt(), rates, 0 * rates, stop.expand(n)], dim=1).cpu()
-    for k, norm in enumerate(numbers[:, 1].tolist(), counters.iteration + 1):
-        if not math.isfinite(norm):
-            advice = f"{c.schedule} can't skip an update; resume from the last checkpoint with a smaller --lr"
-            raise agreed(f"iteration {k}: the gradient norm is {norm}: {advice}")
-    run.steps[n * m] += n
-    counters.iteration += n
-    counters.consumed_samples += n * c.global_batch_size
-    return [PendingStep(row, 1.0, c.global_batch_size) for row in numbers]

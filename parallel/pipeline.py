@@ -18,7 +18,7 @@ So ZeRO and recomputation are plain code between units, not hooks. With full rec
 again just before its backward (Chen et al., arXiv 1604.06174). A bucket's gradient is reduced as soon as it is
 complete, while backward continues (as in PyTorch's DDP, Li et al., arXiv 2006.15704).
 
-All ranks post their messages in one common order, which prevents a deadlock (`schedules.messages`).
+All ranks post their messages in one common order, which prevents a deadlock (`simulation.messages`).
 """
 
 import contextlib
@@ -26,9 +26,9 @@ from collections import deque
 
 import torch
 
-from parallel import schedules
+from parallel import schedules, simulation
 from parallel.comm import receive, send
-from parallel.layout import rows_outside
+from parallel.layout import build_for, rows_outside
 from parallel.zero import free
 
 SENT = {"activation": "activations", "gradient": "gradients of activations"}  # comm.py counts bytes by these names
@@ -108,9 +108,9 @@ class Executor:
 
     def prepared(self, count):
         if count not in self.schedules:
-            schedule = schedules.build_for(self.config, self.mesh.dp.size, count)
+            schedule = build_for(self.config, self.mesh.dp.size, count)
             passes = self.layout.passes(schedule, self.mesh.pp.rank)
-            self.schedules[count] = schedule, schedules.messages(schedule), passes
+            self.schedules[count] = schedule, simulation.messages(schedule), passes
         return self.schedules[count]
 
     @torch.no_grad()
@@ -120,7 +120,7 @@ class Executor:
         self.timers = self.trace = self.after_action = Unwatched()
         if (count := len(batches)) not in self.validations:
             validation = schedules.forward_only(self.usual, count)
-            self.validations[count] = validation, schedules.messages(validation)
+            self.validations[count] = validation, simulation.messages(validation)
         self._execute(*self.validations[count], iter(batches), [len(batch.positions) for batch in batches])
         self.timers, self.trace, self.after_action = watchers
         return self.losses
@@ -255,7 +255,7 @@ class Executor:
 
 
 def axis_to(mesh, source, destination):
-    """Return the pp axis with the group of messages from `source` to `destination` (`schedules.messages`)."""
+    """Return the pp axis with the group of messages from `source` to `destination` (`simulation.messages`)."""
     return mesh.pp if source < destination else mesh.back
 
 

@@ -13,7 +13,7 @@ from config import CHOICES
 from errors import UserError
 from parallel.context import WAYS, own_positions
 from parallel.mesh import Mesh
-from test_layouts import check_layout, tiny_config
+from testing.tiny import check_layout, tiny_config
 
 
 def plain(q, k, v):

@@ -16,8 +16,8 @@ from model import GPT, parameter_table
 from parallel import experts
 from parallel.experts import dropped_if_uniform
 from parallel.mesh import Mesh
-from test_layouts import built, check_layout, gradients, micro_batches, tiny_config
 from testing.compare import same_tensor
+from testing.tiny import built, check_layout, gradients, micro_batches, tiny_config
 
 TOKENS = dict(experts=4, top_k=2, expert_group=4, capacity_factor=1.0, balance=0.3)  # 2 places for 8 choices of 4
 

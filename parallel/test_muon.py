@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import train
 from parallel.mesh import Mesh
 from parallel.muon import COEFFICIENTS, orthogonal
-from test_layouts import MIXTURE, built, check_layout, micro_batches, tiny_config
 from testing.compare import same_tensor
+from testing.tiny import MIXTURE, built, check_layout, micro_batches, tiny_config
 
 MIXED = MIXTURE | dict(experts=4, expert_group=2)
 

@@ -10,7 +10,7 @@ import train
 from accounts.trace import Trace
 from bench.plain import Plain, loss_of
 from errors import UserError
-from test_layouts import built, first_step, micro_batches, tiny_config
+from testing.tiny import built, first_step, micro_batches, tiny_config
 
 
 def test_the_penaltys_gradient_is_that_of_double_backward(workers):

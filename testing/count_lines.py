@@ -16,7 +16,7 @@ from pathlib import Path
 
 CORE = (
     "model.py parallel/tensor.py parallel/zero.py parallel/optimizer.py parallel/schedules.py parallel/pipeline.py "
-    "parallel/comm.py parallel/mesh.py"
+    "parallel/simulation.py parallel/comm.py parallel/watch.py parallel/mesh.py"
 ).split()
 PROGRAM = ("core", "rest of the program")
 PAGES = ("README.md", "GUIDE.md", "MEASURED.md", "NOTES.md")

@@ -31,7 +31,8 @@ import operations
 import reference
 import train
 from accounts import ledger, memory, meter, report
-from errors import Parser, UserError, exit_on_user_error, within
+from errors import UserError, exit_on_user_error
+from options import Parser, within
 from parallel import schedules
 from parallel.mesh import Mesh
 

@@ -1,7 +1,7 @@
 """Tests of testing/adversary.py: it catches bugs that Gloo hides, and the program has none of them.
 
-`ADVERSARY=1 pytest test_layouts.py test_pipedream.py test_pipeline.py test_tensor.py testing/test_replicas.py` runs all
-layouts in this mode. A few of them here call every communication of the program.
+`ADVERSARY=1 pytest test_layouts.py parallel recovery/test_replicas.py` runs all layouts in this mode. A few of them
+here call every communication of the program.
 """
 
 import contextlib
@@ -12,9 +12,7 @@ import pytest
 import torch
 
 import test_layouts
-import test_pipedream
-import test_pipeline
-import test_tensor
+from parallel import test_pipedream, test_pipeline, test_tensor
 from parallel.comm import all_gather, all_reduce, all_to_all, receive, reduce_scatter, rotate, send
 from parallel.mesh import Mesh
 from testing.adversary import Caught, adversary
@@ -205,7 +203,7 @@ def test_a_layout_waits_for_each_result(late, layout):
     test_layouts.check_point(late, point, steps=2)
 
 
-# (schedule, dp, tp, pp, zero, sequence_parallel, recompute, dropout, calls, optimizer): as in test_pipedream.py
+# (schedule, dp, tp, pp, zero, sequence_parallel, recompute, dropout, calls, optimizer), as in test_pipedream.py
 ASYNCHRONOUS_LAYOUTS = [
     ("pipedream", 1, 1, 4, 0, False, "full", 0.1, "5+7", "sgd"),
     pytest.param(("pipedream-2bw", 2, 2, 2, 1, True, "none", 0.0, "2+2+2", "adamw"), marks=pytest.mark.slow),

@@ -8,15 +8,15 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 
-import log
 import operations
 import train
 from accounts import ledger, memory
+from accounts.meter import max_resident
 from config import Config
 from errors import UserError
 from parallel import schedules
-from test_layouts import tiny_config
 from testing import dry_run
+from testing.tiny import tiny_config
 
 
 def dry(config, gpus, rank):
@@ -68,7 +68,7 @@ def one_rank_of_a_trillion():
     """Print whether one rank agrees with the formulas, its parameters, and this process's MiB."""
     sent, kept = dry(Config(**TRILLION, global_batch_size=6 * 64), 3072, 43)
     agrees, elements = not dry_run.differences(sent, kept), kept["bytes"]["parameters"] // 2
-    print(agrees, elements, log.max_resident() // 2**20)
+    print(agrees, elements, max_resident() // 2**20)
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ def test_a_backward_before_its_forward_is_refused_in_the_readmes_words(tree, tmp
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["test_schedules.py"],
+        ["parallel/test_schedules.py"],
         ["test_config.py"],
         ["test_layouts.py", "-k", "two-waves or momentum"],
         ["accounts/test_ledger.py", "-k", "equals_the_formulas"],

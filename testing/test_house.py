@@ -42,7 +42,7 @@ def test_schedules_can_be_read_without_torch():
 def test_few_files_stand_at_the_top():
     top = [path for path in tracked() if "/" not in path and path != "conftest.py"]
     tests = [path for path in top if path.startswith("test_")]
-    assert len(tests) <= 16 and sum(group_of(path) in PROGRAM for path in top) <= 15, top
+    assert len(tests) <= 10 and sum(group_of(path) in PROGRAM for path in top) <= 16, top
 
 
 def functions(path):
@@ -72,6 +72,8 @@ def test_no_function_is_longer_than_a_page():
         ("ladder/rung03_dp.py", "model.py", True),
         ("model.py", "ladder/gpt.py", True),
         ("errors.py", "config.py", True),
+        ("accounts/meter.py", "log.py", True),
+        ("log.py", "accounts/meter.py", False),
     ],
 )
 def test_a_rule_finds_a_wrong_import(path, other, wrong):

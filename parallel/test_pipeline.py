@@ -1,4 +1,4 @@
-"""Tests of the executor. (test_layouts.py: every schedule trains the same model; test_schedules.py: the schedules.)"""
+"""Tests of the executor. test_layouts.py tests that every schedule trains the same model."""
 
 import contextlib
 import itertools
@@ -16,23 +16,24 @@ import train
 from accounts import draw, meter
 from errors import UserError
 from model import parameter_table
-from parallel import comm, pipedream, pipeline, schedules, tensor, zero
+from parallel import comm, pipeline, schedules, simulation, tensor, zero
 from parallel.layout import Layout, split
 from parallel.mesh import Mesh
 from parallel.schedules import Action
-from test_checkpoint import configured, go
-from test_layouts import (
+from testing.tiny import (
     STEPS,
     assert_same_model,
     built,
+    configured,
+    go,
     micro_batches,
     parameters,
     specs,
     tiny_config,
     train_tiny,
     trained,
+    validation_losses,
 )
-from test_train import validation_losses
 
 
 @pytest.mark.parametrize(
@@ -48,12 +49,12 @@ def test_blocks_are_spread_evenly_and_the_ends_take_fewer(layers, parts, expecte
 
 def test_each_stage_knows_the_holders_of_each_bucket():
     config = tiny_config(1, num_layers=4)
-    layout = Layout(config, 1, parameter_table(config), schedules.build("1f1b", 3, 4))
+    layout = Layout(config, 1, parameter_table(config), simulation.build("1f1b", 3, 4))
     assert [set(layout.buckets(rank)) for rank in range(3)] == [
         {"word", "embedding", "block0"}, {"block1", "block2"}, {"block3", "head", "word"}
     ]  # fmt: skip
     assert layout.holders("word") == [0, 2] and layout.holders("block2") == [1]
-    layout = Layout(config, 1, parameter_table(config), schedules.build("chimera", 2, 4))
+    layout = Layout(config, 1, parameter_table(config), simulation.build("chimera", 2, 4))
     everything = {"word", "embedding", "block0", "block1", "block2", "block3", "head"}
     assert set(layout.buckets(0)) == set(layout.buckets(1)) == everything
 
@@ -107,7 +108,7 @@ def posted(config):
     with mock.patch.multiple(pipeline, send=sending, receive=receiving):
         run = built(config)
         before = len(calls)
-        (pipedream.train_call if run.schedule.versions else train.train_step)(run, micro_batches(run))
+        (train.train_call if run.schedule.versions else train.train_step)(run, micro_batches(run))
     groups = [run.mesh.pp.group, run.mesh.back.group]
     calls = [(groups.index(group), *more) for group, *more in calls]
     return calls[:before], calls[before:]
@@ -296,7 +297,7 @@ def staged(config):
         assert all((bucket.staging is not None) == config.offload for bucket in run.zero.buckets.values())
         run.zero.initialize(1)
         batches = micro_batches(run)
-        step = pipedream.train_call if run.schedule.versions else lambda *arguments: [train.train_step(*arguments)]
+        step = train.train_call if run.schedule.versions else lambda *arguments: [train.train_step(*arguments)]
         numbers = [(done.read().loss, done.read().grad_norm) for _ in "123" for done in step(run, batches)]
         masters = [bucket.master.clone() for bucket in run.zero.buckets.values()]
         return numbers, masters + list(parameters(run).values())
@@ -377,7 +378,7 @@ def test_a_trace_holds_every_action_of_every_rank(workers, tokens_dir, tmp_path)
     about = {"schedule": "zb-h1", "stages": 2, "microbatches": m, "chunks": 1, "per_update": m}
     assert content["otherData"] == about
     assert {e["args"]["step"] for e in content["traceEvents"]} == set(range(3, 13))  # the last ten steps
-    schedule = schedules.build("zb-h1", 2, m)
+    schedule = simulation.build("zb-h1", 2, m)
     for replica, rank in itertools.product((0, 1), (0, 1)):
         place = replica, rank, 12
         mine = [e for e in content["traceEvents"] if (e["pid"], e["tid"], e["args"]["step"]) == place]

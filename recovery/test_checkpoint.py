@@ -14,9 +14,8 @@ import torch
 
 import convert
 import generate
-import log
 import train
-from config import Config, check
+from config import check
 from conftest import write_tokens
 from errors import UserError
 from model import GPT
@@ -24,10 +23,7 @@ from parallel.comm import gather_objects
 from parallel.mesh import Mesh
 from parallel.tensor import ParamSpec
 from recovery import checkpoint, replicas
-from test_layouts import TINY, tiny_config
-
-CPU = torch.device("cpu")
-
+from testing.tiny import CPU, configured, curve, fails, go, tensor_files, tiny_config
 
 # --- the arithmetic of runs -----------------------------------------------------------------------------------------
 
@@ -51,35 +47,6 @@ def test_runs_rebuild_a_tensor_that_was_cut_over_tp_and_then_into_shards(shape, 
 
 
 # --- resuming -------------------------------------------------------------------------------------------------------
-
-
-def configured(out_dir, tokens_dir, **fields):
-    fields = {"data_dir": tokens_dir, "out_dir": str(out_dir), "log_interval": 1, "eval_iters": 1} | fields
-    return Config(
-        **{
-            **TINY,
-            "micro_batch_size": 2,
-            "global_batch_size": 12,
-            "dropout": 0.1,
-            "lr_decay_iters": 10,
-            "train_iters": 10,
-        }
-        | fields
-    )
-
-
-def go(config):
-    train.run_training(config, Mesh.of(config), CPU)
-
-
-def curve(out_dir):
-    rows = log.read_metrics(Path(out_dir) / "metrics.jsonl")
-    fields = "lm_loss", "grad_norm", "lr", "loss_scale", "consumed_samples"
-    return [[row[field] for field in fields] for row in rows.values()]
-
-
-def tensor_files(folder):
-    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "index.json"}
 
 
 @pytest.fixture(scope="module")
@@ -298,14 +265,6 @@ def test_a_loss_that_stays_nan_stops_the_run_and_is_never_saved(
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------
-
-
-def fails(config):
-    try:
-        go(config)
-    except UserError as error:
-        assert error.agreed, "every rank would print the line"
-        return str(error)
 
 
 @pytest.mark.parametrize("change", [-8, 8])

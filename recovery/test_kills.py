@@ -1,6 +1,6 @@
 """Tests that a kill (SIGKILL) during a save loses no complete checkpoint and changes no bit of the curve.
 
-`KILLS=100 pytest testing/test_kills.py` makes 100 kills in each layout instead of 3.
+`KILLS=100 pytest recovery/test_kills.py` makes 100 kills in each layout instead of 3.
 """
 
 import multiprocessing
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from errors import UserError
 from parallel.comm import CommunicationError
 from recovery import checkpoint
-from test_checkpoint import configured, curve, go, tensor_files
+from testing.tiny import configured, curve, go, tensor_files
 
 KILLS = int(os.environ.get("KILLS", "3"))
 SPAN = 0.4  # seconds: a kill comes at a random moment of this span after the first save has begun

@@ -17,8 +17,8 @@ from parallel.comm import Pending
 from parallel.mesh import Mesh, everyone
 from parallel.tensor import EmbeddingLookup, Linear, LinearCrossEntropy, ParamSpec, next_token_losses
 from reference import Drop
-from test_layouts import tiny_config
 from testing.compare import Different, same_tensor
+from testing.tiny import tiny_config
 
 SEED = 11
 

@@ -10,24 +10,20 @@ import pytest
 
 from accounts.draw import main
 from errors import UserError
-from parallel import schedules
+from parallel import schedules, simulation
 from parallel.schedules import (
     SCHEDULES,
     Action,
     Schedule,
     alternate,
-    build,
-    check_schedule,
     downstream,
     each,
-    messages,
     pipelines,
-    routes,
-    simulate,
     straight,
     upstream,
     usual_chunks,
 )
+from parallel.simulation import build, check_schedule, messages, routes, simulate
 
 COST = {"F": 1.0, "B": 2.1, "I": 1.2, "W": 0.9}
 
@@ -178,24 +174,24 @@ def test_the_printed_formulas_are_the_simulations():
     """The papers' formulas give the simulated bubble and peak, in all sizes for which they hold. Each holds in some."""
     held = set()
     for name, p, m, v in all_of_them((2, 3, 4, 6), range(1, 14)):
-        if name not in schedules.FORMULAS:  # an added schedule may have no formula
+        if name not in simulation.FORMULAS:  # an added schedule may have no formula
             continue
         for costs in (COST, {"F": 1, "B": 2, "I": 1, "W": 1}, {"F": 2, "B": 2, "I": 1.2, "W": 0.8}):
-            formula, letters = schedules.FORMULAS[name], dict(p=p, m=m, v=v, **costs)
+            formula, letters = simulation.FORMULAS[name], dict(p=p, m=m, v=v, **costs)
             line = simulate(build(name, p, m, v), costs)
             where, peak = (
                 f"{name}, p={p}, m={m}, v={v}",
-                [schedules.by_formula(formula.peak, r=r, **letters) for r in range(p)],
+                [simulation.by_formula(formula.peak, r=r, **letters) for r in range(p)],
             )
             assert line.peak == peak, (
                 f"{where}: {line.peak} are in flight on the ranks; should be {formula.peak} = {peak}"
             )
-            if schedules.by_formula(formula.where, **letters):
-                bubble = schedules.by_formula(formula.bubble, **letters)
+            if simulation.by_formula(formula.where, **letters):
+                bubble = simulation.by_formula(formula.bubble, **letters)
                 why = f"{where}: the bubble is {line.bubble:.4f}; should be {formula.bubble} = {bubble:.4f}"
                 assert line.bubble == pytest.approx(bubble, abs=1e-9), why
                 held.add((name, line.bubble > 0))
-    assert held >= {(name, True) for name in schedules.FORMULAS}
+    assert held >= {(name, True) for name in simulation.FORMULAS}
 
 
 def test_the_bubble_of_uneven_ranks_is_their_mean_idle_time():
@@ -286,7 +282,7 @@ def test_a_validation_fills_the_pipeline_once():
         chunks, order = pipelines(schedule)[0], messages(schedule)
         assert sorted(itertools.chain(*schedule.actions)) == [("F", j, chunk) for j in range(4 * p) for chunk in chunks]
         assert unfinished(schedule, order) == [] == unfinished(schedule, order, per_pair=True)
-        end = max(event.end for event in schedules.run_in_order(schedule, {"F": 1}, 0))
+        end = max(event.end for event in simulation.run_in_order(schedule, {"F": 1}, 0))
         assert end <= v * (4 * p + p - 1), f"{name}, p={p}: the forwards take {end}; does a rank wait for each?"
 
 

@@ -10,8 +10,7 @@ from config import check
 from errors import UserError
 from parallel.mesh import Mesh
 from recovery import checkpoint, replicas
-from test_checkpoint import configured, fails
-from test_layouts import built, micro_batches, tiny_config
+from testing.tiny import built, configured, fails, micro_batches, tiny_config
 
 
 def said_after_damage(config, rank, bucket, kind, place):

@@ -16,8 +16,8 @@ from errors import UserError
 from parallel import comm
 from parallel.pipedream import PipeDream
 from parallel.schedules import ASYNCHRONOUS, SCHEDULES, usual_chunks
-from test_layouts import tiny_config
 from testing import dry_run
+from testing.tiny import tiny_config
 
 
 class Call(NamedTuple):

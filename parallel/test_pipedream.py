@@ -21,14 +21,27 @@ from errors import UserError
 from parallel.layout import split
 from parallel.mesh import Mesh
 from parallel.optimizer import RULES, learning_rate
-from parallel.pipedream import train_call
-from parallel.schedules import ASYNCHRONOUS, build
+from parallel.schedules import ASYNCHRONOUS
+from parallel.simulation import build
 from parallel.test_muon import papers
 from parallel.versions import kept_versions
 from recovery import replicas
-from test_checkpoint import configured, curve, fails, go, tensor_files
-from test_layouts import assert_same_model, built, covering, micro_batches, parameters, specs, tiny_config
 from testing.compare import same_rows
+from testing.tiny import (
+    assert_same_model,
+    built,
+    configured,
+    covering,
+    curve,
+    fails,
+    go,
+    micro_batches,
+    parameters,
+    specs,
+    tensor_files,
+    tiny_config,
+)
+from train import train_call
 
 # --- the schedules ----------------------------------------------------------------------------------------------------
 

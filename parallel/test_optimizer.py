@@ -13,8 +13,8 @@ from parallel import optimizer
 from parallel.mesh import Mesh
 from parallel.optimizer import LossScale, learning_rate
 from reference import adamw_
-from test_layouts import built, micro_batches, tiny_config, train_tiny
 from testing.compare import same_tensor
+from testing.tiny import built, micro_batches, tiny_config, train_tiny
 
 
 def drawn(n, seed):

@@ -1,0 +1,33 @@
+"""metrics.jsonl: one line of JSON for each logged iteration."""
+
+import json
+import math
+from contextlib import suppress
+from pathlib import Path
+
+
+def to_json(row):
+    """JSON has no nan or infinity: they become the strings "nan", "inf" and "-inf"."""
+    strange = {name: repr(v) for name, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
+    return json.dumps(row | strange, allow_nan=False)
+
+
+def read_metrics(path):
+    """Return {iteration: row} of a metrics.jsonl. A line that a crash cut off is skipped."""
+    rows = {}
+    for line in Path(path).read_bytes().splitlines():
+        with suppress(ValueError):
+            row = json.loads(line)
+            row |= {name: float(v) for name, v in row.items() if v in ("nan", "inf", "-inf")}
+            rows[row["iteration"]] = row
+    return rows
+
+
+def keep_rows(path, iteration):
+    """Leave only the rows up to `iteration`: a run that resumes there repeats the others."""
+    path.touch()
+    lines = "".join(f"{to_json(row)}\n" for i, row in read_metrics(path).items() if i <= iteration)
+    if path.read_text() != lines:
+        new = path.with_suffix(".new")
+        new.write_text(lines)
+        new.replace(path)

@@ -1,0 +1,276 @@
+"""Check, simulate and order the messages of a schedule (`schedules.py`), without processes."""
+
+from itertools import accumulate
+from typing import NamedTuple
+
+from errors import UserError
+from parallel.schedules import ASYNCHRONOUS, SCHEDULES, Action, Schedule, downstream, pipelines, upstream
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def routes(schedule):
+    """Return {micro-batch: the chunks of its pipeline}. Raises UserError if it has actions in two pipelines."""
+    pipeline_of = {chunk: pipeline for pipeline in pipelines(schedule) for chunk in pipeline}
+    taken = {}
+    for actions in schedule.actions:
+        for _, j, chunk in actions:
+            if chunk not in taken.setdefault(j, pipeline_of[chunk]):
+                both = f"has actions in chunk {taken[j][0]} and in chunk {chunk}, which are in two pipelines"
+                raise UserError(f"{schedule.name}: micro-batch {j} {both}; should be in only one")
+    return taken
+
+
+def build(name, stages, microbatches, chunks=1, per_update=None):
+    """Return the checked Schedule `name`. per_update: micro-batches of an update, only for the ASYNCHRONOUS ones."""
+    if name not in SCHEDULES:
+        raise UserError(f"schedule={name}: should be one of {', '.join(SCHEDULES)}")
+    for field, value in [("stages", stages), ("microbatches", microbatches), ("chunks", chunks)]:
+        if value < 1:
+            raise UserError(f"{field}={value}: should be 1 or more")
+    more = (per_update,) if name in ASYNCHRONOUS else ()
+    schedule = SCHEDULES[name](stages, microbatches, chunks, *more)
+    if not isinstance(schedule, Schedule):
+        raise UserError(f"schedule={name}: its function returns {schedule!r}; should return a Schedule")
+    check_schedule(schedule, microbatches)
+    return schedule
+
+
+# Assumed durations: a linear layer has one matrix product in F and two in B.
+NOMINAL = {"F": 1, "B": 2, "I": 1, "W": 1, "U": 0.01}
+
+
+def check_schedule(schedule, microbatches=None):
+    """Refuse a schedule with a missing, repeated or misplaced action, or a deadlock."""
+    check_actions(schedule, microbatches)
+    run_in_order(schedule, NOMINAL, 0)
+
+
+def check_actions(schedule, microbatches=None):
+    name, parts, placement, lists, _ = schedule
+    length = max(parts, default=-1) + 1
+    if not parts or list(parts) != list(range(length)) * (len(parts) // length):
+        raise UserError(f"{name}: parts={parts}: each pipeline should have the same parts 0, 1, 2 ...")
+    if len(parts) != len(placement) or not set(placement) <= set(range(len(lists))) or not any(lists):
+        raise UserError(f"{name}: placement={placement}: should have {len(parts)} of {len(lists)} ranks, with actions")
+    m, seen = microbatches or schedule.microbatches, {}
+    for rank, actions in enumerate(lists):
+        for i, action in enumerate(actions):
+            kind, j, chunk = action
+            known = kind in NOMINAL and 0 <= j < m and 0 <= chunk < len(parts) and placement[chunk] == rank
+            if not known or action in seen:
+                kinds, chunks = ", ".join(NOMINAL), [c for c, place in enumerate(placement) if place == rank]
+                why = f"should have a kind of {kinds}, a micro-batch below {m}, and a chunk of {chunks}"
+                why = f"runs a second time; the first was action {seen[action]}" if known else why
+                raise UserError(f"{name}: {where(schedule, rank, i)}: {why}")
+            seen[action] = i
+    taken, first = routes(schedule), pipelines(schedule)[0]
+    for j in range(m):
+        for chunk in taken.get(j, first):
+            kinds = [kind for kind in "FBIW" if (kind, j, chunk) in seen]
+            if kinds != ["F", "B"] and kinds != ["F", "I", "W"]:
+                found = " and ".join(kinds) or "no action"
+                place = f"rank {placement[chunk]} has {found} of micro-batch {j}, chunk {chunk}"
+                raise UserError(f"{name}: {place}; should have F and B, or F, I and W")
+    check_updates(schedule)
+
+
+def check_updates(schedule):
+    marks = [[action.microbatch for action in actions if action.kind == "U"] for actions in schedule.actions]
+    last = [schedule.microbatches - 1] if schedule.versions else []
+    if any(mark != marks[0] or mark[-1:] != last for mark in marks):
+        should = f"should be equal lists that end with {last}" if last else "has no versions, so it has no updates"
+        raise UserError(f"{schedule.name}: the ranks update after the micro-batches {marks}; {should}")
+
+
+def prerequisites(schedule):
+    """Return {action: [actions that must end before it can start]}."""
+    backward = {(a.microbatch, a.chunk): a for actions in schedule.actions for a in actions if a.kind in "BI"}
+    needs = {}
+    for rank, actions in enumerate(schedule.actions):
+        updated = [action for action in actions if action.kind == "U"]
+        for action in actions:
+            kind, j, chunk = action
+            if kind == "F":
+                before = upstream(schedule, chunk)
+                needs[action] = [] if before is None else [Action("F", j, before)]
+                if schedule.versions and (version := schedule.versions[rank][j]):
+                    needs[action].append(updated[version - 1])
+            elif kind == "W":
+                needs[action] = [Action("I", j, chunk)]
+            elif kind == "U":
+                first = updated[updated.index(action) - 1].microbatch + 1 if action != updated[0] else 0
+                needs[action] = [backward[i, chunk] for i in range(first, j + 1)]
+            else:
+                after = downstream(schedule, chunk)
+                needs[action] = [Action("F", j, chunk)] + ([] if after is None else [backward[j, after]])
+    return needs
+
+
+def where(schedule, rank, i):
+    return f"rank {rank}, action {i} ({schedule.actions[rank][i]})"
+
+
+def deadlock(schedule, needs, position, done):
+    """Return the error text of a deadlock: a circle of ranks, each waiting for an action of the next.
+
+    position[rank]: the index of the action that waits; done: the actions that have run.
+    """
+    place = {action: (rank, i) for rank, actions in enumerate(schedule.actions) for i, action in enumerate(actions)}
+
+    def awaited(rank):
+        return next(need for need in needs[schedule.actions[rank][position[rank]]] if need not in done)
+
+    circle = [next(rank for rank, actions in enumerate(schedule.actions) if position[rank] < len(actions))]
+    while (following := place[awaited(circle[-1])][0]) not in circle:
+        circle.append(following)
+    sentences = []
+    for rank in circle[circle.index(following) :]:
+        other, i = place[awaited(rank)]
+        whose = "its own" if other == rank else f"rank {other}'s"
+        stands = where(schedule, rank, position[rank])
+        sentences.append(f"{stands} waits for {awaited(rank)}, which is {whose} action {i}")
+    return f"{schedule.name}: deadlock: " + "; ".join(sentences)
+
+
+# --- simulation -------------------------------------------------------------------------------------------------------
+
+
+class Event(NamedTuple):
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+class Timeline(NamedTuple):
+    """One step, simulated or recorded."""
+
+    events: list  # Events, sorted by start
+    makespan: float  # the whole step
+    span: float  # the longest of the ranks' own times
+    bubble: float  # the mean share of `span` in which a rank is idle, 0 .. 1
+    step_bubble: float  # the share of `makespan`
+    peak: list  # peak[rank]: the most (micro-batch, chunk) pairs in flight
+
+
+def simulate(schedule, cost, comm=0):
+    """Return the Timeline of a schedule, as in Qi et al., arXiv 2401.10241, section 5.
+
+    An action starts when its rank is free and its inputs have arrived: a time `comm` after their producers end, if
+    those run on another rank. cost: {kind: duration of an action of one chunk}.
+    """
+    check_actions(schedule)
+    cost = {"U": 0} | cost
+    if unknown := {action.kind for actions in schedule.actions for action in actions} - set(cost):
+        raise UserError(f"cost={cost}: {schedule.name} also needs durations of {' and '.join(sorted(unknown))}")
+    return timeline(run_in_order(schedule, cost, comm), len(schedule.actions))
+
+
+def run_in_order(schedule, cost, comm):
+    """Return the Events of a checked schedule. Raises UserError if the ranks deadlock."""
+    needs, ends, events = prerequisites(schedule), {}, []
+    position, free = [0] * len(schedule.actions), [0] * len(schedule.actions)
+    progress = True
+    while progress:
+        progress = False
+        for rank, actions in enumerate(schedule.actions):
+            while position[rank] < len(actions):
+                action = actions[position[rank]]
+                if not all(need in ends for need in needs[action]):
+                    break
+                arrivals = [ends[n] + comm * (schedule.placement[n.chunk] != rank) for n in needs[action]]
+                start = max(free[rank], *arrivals) if arrivals else free[rank]
+                ends[action] = free[rank] = start + cost[action.kind]
+                events.append(Event(rank, action, start, free[rank]))
+                position[rank] += 1
+                progress = True
+    if len(events) < len(needs):
+        raise UserError(deadlock(schedule, needs, position, ends))
+    return events
+
+
+def timeline(events, ranks):
+    events = sorted(events, key=lambda e: (e.start, e.end))
+    spans, peak, busy = [], [], 0
+    for rank in range(ranks):
+        own = [e for e in events if e.rank == rank]
+        spans.append(max((e.end for e in own), default=0) - min((e.start for e in own), default=0))
+        busy += sum(e.end - e.start for e in own) / ranks
+        in_flight = accumulate({"F": 1, "B": -1, "W": -1}.get(e.action.kind, 0) for e in own)
+        peak.append(max(in_flight, default=0))
+    span = max(spans)
+    makespan = max(e.end for e in events) - min(e.start for e in events)
+    bubbles = [(time - busy) / time if time else 0.0 for time in (span, makespan)]
+    return Timeline(events, makespan, span, *bubbles, peak)
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+class Message(NamedTuple):
+    source: int  # rank
+    destination: int  # rank
+    kind: str  # "activation" or "gradient"
+    microbatch: int
+    producer: Action  # the source's action
+    consumer: Action  # the destination's action
+
+
+def messages(schedule):
+    """Return all messages of a checked schedule in one order, which never deadlocks (proof: NOTES.md).
+
+    NCCL runs the messages between two ranks in the order in which each rank posts (starts) them. So all ranks need one
+    order: that in which the messages become ready in a simulation. `pipeline.Mailbox` has a queue of its rank's
+    messages:
+
+        before the first action and after each: post from the front of the queue, up to the first send whose tensor
+            is not yet computed (isend and irecv do not wait)
+        before an action: wait for the message that this action consumes
+
+    Messages to higher ranks and to lower ranks have a process group each (`pipeline.axis_to`). With one group, a send
+    that is ready would wait for receives that are not.
+    """
+    consumers = {}  # {producer: its only consumer on another rank}
+    for action, needs in prerequisites(schedule).items():
+        for producer in needs:
+            if schedule.placement[producer.chunk] != schedule.placement[action.chunk]:
+                consumers[producer] = action
+    ordered = []
+    for event in sorted(run_in_order(schedule, NOMINAL, 0), key=lambda e: (e.end, e.rank)):
+        producer, consumer = event.action, consumers.get(event.action)
+        if consumer:
+            kind = "activation" if producer.kind == "F" else "gradient"
+            destination = schedule.placement[consumer.chunk]
+            ordered.append(Message(event.rank, destination, kind, producer.microbatch, producer, consumer))
+    return ordered
+
+
+# --- the papers' formulas ---------------------------------------------------------------------------------------------
+
+
+class Formula(NamedTuple):
+    """Formulas as Python text, with the letters of the table at the top."""
+
+    bubble: str  # of a rank's own time, if messages take no time
+    where: str  # the condition of `bubble`
+    peak: str  # as in Timeline, on rank r
+
+
+FORMULAS = {
+    "gpipe": Formula("(p-1) / (m+p-1)", "True", "m"),
+    "1f1b": Formula("(p-1) / (m+p-1)", "True", "min(p-r, m)"),
+    "interleaved": Formula("(p-1) / (v*m+p-1)", "True", "min((v-1)*p + 2*(p-1-r) + 1, v*m)"),
+    "zb-h1": Formula("(p-1)*(F+I-W) / (m*(F+I+W) + (p-1)*(F+I-W))", "m >= p and W <= min(F, I)", "min(p, m)"),
+    "zb-h2": Formula(
+        "(p-1)*(F+I-2*W) / (m*(F+I+W) + (p-1)*(F+I-2*W))", "m >= 2*p-1 and W <= min(F, I)", "min(2*p-1, m)"
+    ),
+    "zb-v": Formula("(p-1)*(I-W) / (m*(F+I+W) + (p-1)*(I-W))", "m >= 2*p-1 and W <= F <= I", "min(m+1+r, 2*m, 2*p)"),
+    "pipedream": Formula("(p-1) / (m+p-1)", "True", "min(p-r, m)"),
+    "pipedream-2bw": Formula("(p-1) / (m+p-1)", "True", "min(p-r, m)"),
+    "chimera": Formula("(p-2) / (2*m+p-2)", "F == B and m % p == 0", "min(p//2, p-r, (m+1)//2) + min(p//2, r+1, m//2)"),
+}
+
+
+def by_formula(text, **letters):
+    return eval(text, {"min": min}, letters)  # a user cannot set the text: it comes from FORMULAS

@@ -1,0 +1,123 @@
+"""The start of a run: files, locks, and what all hosts must have in common."""
+
+import contextlib
+import socket
+import sys
+import tempfile
+import zlib
+from importlib.util import find_spec
+from pathlib import Path
+
+import config as configuration
+import data
+import operations
+from accounts import limits
+from errors import UserError, explained
+from parallel.comm import agree, gather_objects
+from parallel.experts import dropped_if_uniform
+from recovery import checkpoint, hang, processes
+
+PROGRAM = *hang.PROGRAM, hang.ROOT / "accounts"  # folders of files that must be equal on all hosts
+COMPARED_BY_CONTENT = "out_dir", "data_dir", "resume"  # hosts may have other paths to the same files (`compare_hosts`)
+
+
+def describe(run, path):
+    """Return what rank 0 prints at the start, as text. path: the checkpoint, or None."""
+    c, names = run.config, "tp cp pp zero sequence_parallel recompute".split()
+    layout = " ".join(f"{name}={getattr(c, name)}" for name in names + ["schedule"] * (c.pp > 1))
+    text = f"{run.model.num_parameters():,} parameters"
+    if c.experts:
+        text += f" ({run.model.num_parameters(active=True):,} of them for a token)"
+    text += f", {c.num_layers} layers of {c.hidden_size}; "
+    text += f"dp={run.mesh.dp.size // c.cp} {layout}; {run.dtype} on {run.device.type}\n"
+    text += f"{c.data_dir} -> {c.out_dir}, from {path or 'initial weights'}"
+    if c.experts:
+        text += f"\nexperts: groups of {c.tokens_of_group} tokens; a uniform router drops {dropped_if_uniform(c):.1%}"
+    if run.device.type == "cuda":
+        text += f"\nattention: {operations.attention_name(c, run.device, run.dtype, run.zero.ops)}"
+    if path and (changed := configuration.differences(c, checkpoint.read_index(path))):
+        text += f"\nchanged since {path}: {changed}; to begin anew, set another --out_dir"
+    return text
+
+
+def open_files(config, mesh, device, stack):
+    """Lock out_dir. Return ({split: Tokens}, path of the checkpoint to resume from or None).
+
+    Raises UserError, also if Triton lacks a compiler, or if the model does not fit into memory: in `build` the ranks
+    wait for each other, so an error of one rank must be found before.
+    """
+    if mesh.rank == 0 and not config.eval_only:
+        for name in filter(vars(config).get, ("tensorboard", "wandb")):
+            configuration.require(config, name, find_spec(name), f"needs a package: pip install {name}")
+        stack.enter_context(processes.lock(config.out_dir))
+        checkpoint.remove_unfinished(config.out_dir)
+    splits = [config.split] if config.eval_only else ["train", "val"][: 1 + (config.eval_iters > 0)]
+    tokens = {s: data.Tokens(config.data_dir, s, config.seq_length, config.vocab_size) for s in splits}
+    identity = None if config.eval_only else data.identity(tokens["train"])
+    path = checkpoint.to_resume(config, tokens[splits[0]].meta["tokenizer"], identity)
+    if path and identity:
+        tokens["train"].begins = checkpoint.first_sample(path, identity)
+    operations.trial(config, device)
+    limits.refuse_too_large(config, mesh.world.size, device)
+    return tokens, path
+
+
+def compare_hosts(c, mesh, tokens, path):
+    """Raise UserError on all ranks if a rank sees another out_dir, data, checkpoint or program than rank 0."""
+    with contextlib.ExitStack() as stack:
+        writes = mesh.rank == 0 and not c.eval_only
+        name = agree(mesh.world, lambda: stack.enter_context(new_file(c.out_dir)) if writes else "")
+        name = gather_objects(name, mesh.world)[0]
+        seen = {
+            "out_dir": not name or Path(c.out_dir, name).exists(),
+            "data_dir": [data.identity(split)["crc32"] for split in tokens.values()],
+            "resume": path and checkpoint.read_index(path)["crc32"],
+        }
+        first = gather_objects(seen, mesh.world)[0]  # afterwards rank 0 removes the file
+
+    field = next((name for name in seen if seen[name] != first[name]), "out_dir")
+    who = f"rank {mesh.rank} (on {socket.gethostname()})"
+    why = f"{who} sees other files there than rank 0; all hosts need one shared out_dir and equal data"
+    agree(mesh.world, lambda: configuration.require(c, field, seen == first, why))
+    ours = program()
+    theirs = gather_objects(ours, mesh.world)[0]
+
+    def compare():
+        for name in ours:
+            if ours[name] != theirs.get(name, ours[name]):
+                raise UserError(f"{name}: {who} runs another file than rank 0; all hosts need the same program")
+
+    agree(mesh.world, compare)
+
+
+def program():
+    """Return {path: crc32} of this project's files that the process has imported, without configurations."""
+    files = {Path(getattr(module, "__file__", None) or "").absolute() for module in [*sys.modules.values()]}
+    ours = sorted(path for path in files if path.parent in PROGRAM and path.is_file())  # some modules have no file
+    return {str(path.relative_to(hang.ROOT)): zlib.crc32(path.read_bytes()) for path in ours}
+
+
+@contextlib.contextmanager
+def new_file(out_dir):
+    """Context: make a file in out_dir. Yield its name, a new one: a network file system may remember that an old name
+    did not exist.
+    """
+    with explained(f"out_dir={out_dir}"), tempfile.NamedTemporaryFile(dir=out_dir, buffering=0) as file:
+        file.write(bytes(4096))  # a full disk may take a name, but no bytes
+        yield Path(file.name).name
+
+
+def load_config(words, world):
+    """Return the Config of the command line `words`. All ranks raise the same UserError, also if the hosts differ."""
+    config = agree(world, lambda: configuration.load(words))
+    first = gather_objects(config, world)[0]
+
+    def check():
+        for name, value in vars(first).items():
+            why = f"rank {world.rank} (on {socket.gethostname()}) has this value, and rank 0 has {name}={value}"
+            same = name in COMPARED_BY_CONTENT or getattr(config, name) == value
+            configuration.require(config, name, same, f"{why}; start all hosts with equal fields")
+
+    agree(world, lambda: configuration.check(config, world.size))  # first, because nan differs from nan
+    agree(world, check)
+    return config
