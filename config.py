@@ -84,6 +84,7 @@ class Config:
     order: str = "dp-pp-tp"  # axes of a rank's number, outermost first; pp-dp-tp is Megatron-LM's
     sequence_parallel: bool = False  # shard over tp the activations between tensor parallel layers
     zero: int = 0  # shard over dp: 1 optimizer state, 2 also gradients, 3 also parameters (DeepSpeed: --zero-stage)
+    zero_copies: int = 1  # groups of data ranks with all shards (Megatron-LM: --num-distributed-optimizer-instances)
     schedule: str = "1f1b"  # order of the pipeline's work
     updates_per_call: int = 1  # pipedream, pipedream-2bw: updates until the pipeline empties
     chunks: int = 1  # per rank; zb-v: 2, interleaved: 2 or more (Megatron-LM: --num-virtual-stages-per-pipeline-rank)
@@ -154,8 +155,8 @@ ASYNCHRONOUS = {  # a stage updates before others have their gradients
 }
 POSITIVE = (  # the other numbers may be 0
     "num_layers hidden_size num_attention_heads seq_length vocab_size micro_batch_size global_batch_size tp pp cp "
-    "chunks updates_per_call log_interval loss_scale_window hysteresis initial_loss_scale min_loss_scale adam_eps "
-    "capacity_factor comm_timeout init_method_std"
+    "zero_copies chunks updates_per_call log_interval loss_scale_window hysteresis initial_loss_scale min_loss_scale "
+    "adam_eps capacity_factor comm_timeout init_method_std"
 ).split()
 BELOW = {"dropout": 1, "adam_beta1": 1, "adam_beta2": 1, "train_iters": 1e7}  # each update has a rate in a table
 NO_EFFECT = (  # on the weights of a resumed run
@@ -165,6 +166,12 @@ NO_EFFECT = (  # on the weights of a resumed run
 # (section, field, default, comment) of each line of `Config`
 LINES = re.findall(r"(?m)^    (?:# -- (.*)|(\w+): \w+ = (.*?)  # (.+))", inspect.getsource(Config))
 assert [line[1] for line in LINES if line[1]] == [*vars(Config())], "each field of Config needs a comment, its help"
+SECTIONS = {}  # {"model": its fields, ...}
+for section, name, *_ in LINES:
+    if section:
+        fields = SECTIONS[section.split()[0]] = []
+    else:
+        fields.append(name)
 USAGE = "torchrun --nproc_per_node=N train.py [CONFIG.py] [--field=value ...] (--ledger is --ledger=True)"
 
 
@@ -231,6 +238,14 @@ def iterations(c, samples):
     return max(1, count // c.updates_per_call) * c.updates_per_call
 
 
+def layout_of(c):
+    """Return {field: value} of the section "layout".
+
+    They do not change the losses, except an asynchronous schedule and its updates_per_call.
+    """
+    return {name: getattr(c, name) for name in SECTIONS["layout"]}
+
+
 # --- a checkpoint's configuration -------------------------------------------------------------------------------------
 
 
@@ -270,7 +285,7 @@ def check_values(c):
 
 
 def check(c, world):
-    """Raise UserError if `c` cannot run on `world` processes. Return dp."""
+    """Raise UserError if `c` cannot run on `world` processes. Return the number of data ranks, dp * cp."""
     check_values(c)
     falls = c.lr_decay_style != "wsd" or c.lr_wsd_decay_iters > 0
     require(c, "lr_decay_style", falls, "set lr_wsd_decay_iters, the updates in which the rate falls")
@@ -294,7 +309,7 @@ def divides(small, divisor, big, value, why=""):
 
 
 def check_layout(c, world):
-    """Raise UserError if a size is not divisible. Return dp."""
+    """Raise UserError if a size is not divisible. Return the number of data ranks, dp * cp."""
     divides("num_attention_heads", c.num_attention_heads, "hidden_size", c.hidden_size)
     divides("tp", c.tp, "num_attention_heads", c.num_attention_heads, ": a tensor parallel rank has whole heads")
     divides("tp", c.tp, "padded vocab_size", c.padded_vocab_size)
@@ -313,14 +328,18 @@ def check_layout(c, world):
         why = f": a rank has whole groups, and the layout cuts each sample into {parts} parts"
         divides("expert_group * parts", c.tokens_of_group * parts, "seq_length", c.seq_length, why)
     divides("tp * cp * pp", c.tp * c.cp * c.pp, "the number of processes", world)
-    dp = world // (c.tp * c.pp)  # with the cp ranks
+    data_ranks = world // (c.tp * c.pp)
+    shards, rest = divmod(data_ranks, c.zero_copies)
+    fits = c.zero_copies == 1 or (c.zero and shards > 1 and not rest)
+    why = f"needs zero=1, 2 or 3, and should cut the {data_ranks} data ranks (dp * cp) into equal groups of 2 or more"
+    require(c, "zero_copies", fits, why)
     start, increment, _ = rampup(c)
     divides("increment", increment, "rampup_batch_size: global_batch_size - start", c.global_batch_size - start)
     batch = math.gcd(start, increment, c.global_batch_size)  # divides all sizes of a growing batch
     name = "rampup_batch_size: common divisor" if c.rampup_batch_size else "global_batch_size"
-    readers = dp // c.cp  # of different samples
-    divides("micro_batch_size * dp", c.micro_batch_size * readers, name, batch, remedy(c, batch, readers))
-    m = number_of_micro_batches(c, batch, dp)
+    dp = data_ranks // c.cp
+    divides("micro_batch_size * dp", c.micro_batch_size * dp, name, batch, remedy(c, batch, dp))
+    m = number_of_micro_batches(c, batch, data_ranks)
     few = min(m, 2 * c.pp + m % c.pp)  # the remainder decides whether a schedule suits m
     if c.schedule in schedules.ASYNCHRONOUS:
         few, fits = m, m >= c.pp if c.schedule == "pipedream-2bw" else m == 1
@@ -329,7 +348,7 @@ def check_layout(c, world):
     parts = max(simulation.build(c.schedule, c.pp, few, c.chunks, m).parts) + 1
     why = f"should be at least {parts - 2}, because pp={c.pp} and chunks={c.chunks} make {parts} parts of the model"
     require(c, "num_layers", c.num_layers >= parts - 2, why)
-    return dp
+    return data_ranks
 
 
 def remedy(c, batch, dp):

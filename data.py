@@ -162,13 +162,13 @@ def identity(tokens):
 # -- samples of a data rank
 
 
-def training_samples(consumed_samples, dp_rank, dp, micro_batch_size):
+def training_samples(consumed_samples, data_rank, dp, micro_batch_size):
     """Yield a data rank's sample numbers, [b] int64, for each micro-batch after `consumed_samples`, without end."""
-    for first in itertools.count(consumed_samples + dp_rank * micro_batch_size, dp * micro_batch_size):
+    for first in itertools.count(consumed_samples + data_rank * micro_batch_size, dp * micro_batch_size):
         yield np.arange(first, first + micro_batch_size, dtype=np.int64)
 
 
-def eval_batches(tokens, samples_wanted, dp_rank, dp, micro_batch_size, seed, device="cpu"):
+def eval_batches(tokens, samples_wanted, data_rank, dp, micro_batch_size, seed, device="cpu"):
     """Yield (tokens [b, seq_length + 1] on `device`, is_real) for each micro-batch of a data rank in a validation.
 
     All ranks together take the first min(samples_wanted, num_samples) samples once. A rank without samples in
@@ -177,7 +177,7 @@ def eval_batches(tokens, samples_wanted, dp_rank, dp, micro_batch_size, seed, de
     """
     samples = min(samples_wanted, tokens.num_samples)
     micro_batches = -(-samples // (micro_batch_size * dp))
-    rounds = itertools.islice(training_samples(0, dp_rank, dp, micro_batch_size), micro_batches)
+    rounds = itertools.islice(training_samples(0, data_rank, dp, micro_batch_size), micro_batches)
     shares = [numbers[numbers < samples] for numbers in rounds]
     stand_in = np.zeros(1, np.int64)
     with closing(loaded(tokens, [share if len(share) else stand_in for share in shares], seed, device)) as batches:

@@ -31,11 +31,11 @@ def load_model(path, device):
         raise UserError(f"{path}: there is no checkpoint (train one: torchrun train.py configs/tiny.py)")
     index = checkpoint.read_index(found)
     config = configuration.of_checkpoint(index)
-    config = dataclasses.replace(config, tp=1, pp=1, cp=1, schedule="1f1b", chunks=1, sequence_parallel=False, zero=0)
+    config = dataclasses.replace(config, **configuration.layout_of(configuration.Config()))  # one process
     mesh = Mesh()
     model = GPT(config, mesh.tp)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    layout = Layout(config, 1, model.table, simulation.build(config.schedule, 1, 1))
+    layout = Layout(config, 1, model.unit_specs, simulation.build(config.schedule, 1, 1))
     zero = Zero(model, layout, config, mesh, dtype, device, training=False)
     checkpoint.load_checkpoint(found, model, zero)
     zero.parameters_from_master()

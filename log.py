@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -28,24 +28,35 @@ from accounts.meter import max_resident
 from accounts.metrics import keep_rows, to_json
 from errors import agreed, explained, reading
 from parallel.comm import all_reduce
+from parallel.watch import Tool
 
 # --- where a step's time goes -----------------------------------------------------------------------------------------
 
-PHASES = ("forward-compute", "backward-compute", "grad-reduce", "optimizer", "batch-generator")
+TIMED = {  # {phase of the watch: its name in Megatron-LM's log}
+    "forward": "forward-compute",
+    "backward": "backward-compute",
+    "finish": "grad-reduce",
+    "update": "optimizer",
+    "batch": "batch-generator",
+    "penalty": "penalty",
+}
 
 
-class Timers:
-    """Time spent in each of PHASES: `with timers("forward-compute"): ...`.
+class Timers(Tool):
+    """Time spent in each phase of TIMED.
 
-    The time of batch-generator is also a part of forward-compute, a wait for a message of the phase that waits. On a
-    GPU the host runs ahead, so CUDA events measure a phase. Only `take` waits for the GPU.
+    The time of batch is also a part of forward, a wait for a message of the phase that waits. On a GPU the host runs
+    ahead, so CUDA events measure a phase. Only `take` waits for the GPU.
     """
 
     def __init__(self, device):
         self.on_gpu, self.spans = torch.device(device).type == "cuda", []  # (phase, start, stop)
 
+    def span(self, phase, subject=None):
+        return self._timed(phase) if phase in TIMED else nullcontext()
+
     @contextmanager
-    def __call__(self, phase):
+    def _timed(self, phase):
         start = self.mark()
         yield
         self.spans.append((phase, start, self.mark()))
@@ -56,13 +67,13 @@ class Timers:
         return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
 
     def take(self, iterations):
-        """Return {phase: milliseconds per iteration} since the last `take`."""
+        """Return {name in Megatron-LM's log: milliseconds per iteration} since the last `take`."""
         if self.on_gpu:
             torch.cuda.synchronize()
-        totals, spans, self.spans = dict.fromkeys(PHASES, 0.0), self.spans, []
+        totals, spans, self.spans = dict.fromkeys(TIMED, 0.0), self.spans, []
         for phase, start, stop in spans:
             totals[phase] += start.elapsed_time(stop) if self.on_gpu else 1000 * (stop - start)
-        return {phase: total / iterations for phase, total in totals.items() if total}
+        return {TIMED[phase]: total / iterations for phase, total in totals.items() if total}
 
 
 # --- from steps to a row of numbers -----------------------------------------------------------------------------------
@@ -169,8 +180,8 @@ def experts_row(run):
     for total, layer in zip(counts, layers, strict=True):  # 0 if another rank has the layer
         total += layer.counts
         layer.counts = 0
-    mesh.ledger.phase = "log"
-    loads, dropped = all_reduce(counts, mesh.world, "loads of experts").wait().unbind(1)  # [layers, E]
+    with mesh.watch("log"):
+        loads, dropped = all_reduce(counts, mesh.world, "loads of experts").wait().unbind(1)  # [layers, E]
     largest = (loads / loads.mean(1, keepdim=True)).max()
     return {"dropped_tokens": (dropped.sum() / loads.sum()).item(), "largest_load": largest.item()}
 

@@ -52,7 +52,7 @@ class MicroBatch:
     positions: torch.Tensor  # [n or n/t]: position of each row
     rows: torch.Tensor  # [n or n/t]: sample number * s + position of each row; for dropout masks
     dropout: float
-    weight: float = 0.0  # the executor's factor for its mean loss; `experts.py` reads it
+    factor: float = 0.0  # the executor's factor of its mean loss; `experts.py` reads it
     caches: list | None = None  # in generation: past keys and values of each block
 
     def drop(self, seed, site):
@@ -175,7 +175,7 @@ class GPT(nn.Module):
         )
         blocks = [Block(c, i, tp, ops, cp) for i in range(c.num_layers)]
         self.units = nn.ModuleList([Embedding(c, word, ops), *blocks, Head(c, word, tp, ops)])
-        self.table = [specs(unit) for unit in self.units]  # table[i]: the ParamSpecs that unit i uses
+        self.unit_specs = [specs(unit) for unit in self.units]  # unit_specs[i]: the ParamSpecs that unit i uses
 
     def forward(self, batch):
         """Run all units on one process, for generation. Return the logits, or with targets the losses [n]."""
@@ -188,7 +188,7 @@ class GPT(nn.Module):
 
     def specs(self):
         """Return {name: ParamSpec}. A tied parameter appears once."""
-        return {spec.name: spec for unit in self.table for spec in unit}
+        return {spec.name: spec for unit in self.unit_specs for spec in unit}
 
     def num_parameters(self, active=False):
         """Return the number of parameters, with the padded vocabulary. active: only the experts that a token uses."""
@@ -215,5 +215,5 @@ class GPT(nn.Module):
         return MicroBatch((b, s), ids.flatten(), targets, place, positions, rows, rate, caches=caches)
 
 
-def parameter_table(config):
-    return GPT(config, tp=None).table
+def unit_specs(config):
+    return GPT(config, tp=None).unit_specs

@@ -23,7 +23,7 @@ import generate
 import train
 from errors import UserError, exit_on_user_error
 from parallel.mesh import Mesh
-from testing.tiny import curve, go, micro_batches, tiny_config
+from testing.tiny import curve, go, tiny_batches, tiny_config
 from tokenizer import copy, load_tokenizer
 
 transformers = convert.transformers()
@@ -219,7 +219,7 @@ def test_three_training_steps_are_those_of_transformers_and_adamw(tmp_path, kind
         for decays in (True, False)
     ]
     adamw = torch.optim.AdamW(groups, c.lr, (c.adam_beta1, c.adam_beta2), c.adam_eps)
-    batches, ours, theirs = micro_batches(run), [], []
+    batches, ours, theirs = tiny_batches(run), [], []
     for _ in range(3):
         two = [next(batches) for _ in range(2)]  # a step has two micro-batches
         ours.append(train.train_step(run, iter(two)).read().loss)

@@ -53,7 +53,7 @@ from operations import choose
 from parallel.mesh import Mesh
 from reference import Drop
 from testing import compiled, sanitizer
-from testing.tiny import micro_batches, tiny_config
+from testing.tiny import tiny_batches, tiny_config
 
 
 def results(f, inputs, wanted=None):
@@ -472,7 +472,7 @@ def trained(config, steps=2):
         sanitizer.install()
     run = train.build(config, Mesh.of(config), torch.device("cpu"))
     run.zero.initialize(config.seed)
-    batches = micro_batches(run)
+    batches = tiny_batches(run)
     done = [train.train_step(run, batches).read() for _ in range(steps)]
     return [(step.loss, step.grad_norm) for step in done]
 

@@ -1,5 +1,6 @@
 """Test log.py, which prints 33 lines of Megatron-DeepSpeed's published log of GPT-2 345M, digit for digit."""
 
+import contextlib
 import io
 import json
 import math
@@ -21,7 +22,9 @@ from accounts import devices, flops
 from accounts.metrics import read_metrics
 from config import Config
 from errors import UserError
-from testing.tiny import built, micro_batches, tiny_config
+from parallel.schedules import Action
+from parallel.watch import Tool
+from testing.tiny import built, tiny_batches, tiny_config
 
 STEP = log.Step(1 / 3, 0.1, 1e-3, skipped=False, stop=False, loss_scale=1.0, samples=50)
 
@@ -244,7 +247,7 @@ def test_the_speeds_of_a_line_leave_out_the_first_step_and_pauses(clock):
     history = log.Interval(run, said.append)
 
     def step(seconds):
-        with run.timers("optimizer"):
+        with run.timers.span("update"):
             clock.now += seconds
         history.add([Ready(STEP)])
 
@@ -317,12 +320,12 @@ def test_skipped_updates_stop_the_run_unless_a_smaller_loss_scale_can_cure_them(
 def test_timers_add_up_a_phase_and_divide_by_the_iterations(clock):
     timers = log.Timers("cpu")
     for _ in range(2):  # iterations
-        with timers("optimizer"):
+        with timers.span("update"):
             clock.now += 0.5
         for _ in range(3):  # micro-batches
-            with timers("forward-compute"):
+            with timers.span("forward"):
                 clock.now += 2.0
-                with timers("batch-generator"):
+                with timers.span("batch"):
                     clock.now += 0.25
         clock.now += 100.0  # between phases
     expected = {"forward-compute": 6750.0, "optimizer": 500.0, "batch-generator": 750.0}
@@ -469,16 +472,20 @@ def lines_of_a_step(config):
     run, said, whole = built(config), [], []
     left = iter(range(len(run.schedule.actions[run.mesh.pp.rank]), 0, -1))
 
-    def look():
-        run.signals.stop, turns = next(left) <= 2, iter([False, True])
-        log.observe(run, said.append, SimpleNamespace(wait=lambda _: next(turns)))
-        whole.append(log.how_far(run.executor, run.executor.work - 1).split()[-1])  # a unit of work takes a second
+    class Looks(Tool):
+        @contextlib.contextmanager
+        def span(self, phase, subject):
+            yield
+            if isinstance(subject, Action):
+                run.signals.stop, turns = next(left) <= 2, iter([False, True])
+                log.observe(run, said.append, SimpleNamespace(wait=lambda _: next(turns)))
+                whole.append(log.how_far(run.executor, run.executor.work - 1).split()[-1])  # a unit takes a second
 
-    run.executor.after_action = look
+    run.mesh.watch.tools.append(Looks())
     run.watchdog.progress("iteration 1")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(log, "SOON", 0)
-        train.train_step(run, micro_batches(run))
+        train.train_step(run, tiny_batches(run))
     return said, whole, str(timedelta(seconds=run.executor.work))
 
 

@@ -14,7 +14,7 @@ from model import GPT, LayerNorm, MicroBatch
 from parallel.mesh import Mesh
 from parallel.tensor import specs
 from testing.compare import same_tensor
-from testing.tiny import built, micro_batches, tiny_config
+from testing.tiny import built, tiny_batches, tiny_config
 
 PARAMETERS = {  # of configs/NAME.py, with the padded vocabulary
     "gpt2_345m": 354_871_296,  # equals Megatron-LM's number
@@ -137,7 +137,7 @@ class Reads(TorchDispatchMode):
 )
 def test_the_host_reads_no_number_within_a_step(fields):
     run = built(tiny_config(1, **{"dtype": "fp32"} | fields))
-    batches = micro_batches(run)
+    batches = tiny_batches(run)
     with Reads() as reads:
         steps = [train.train_step(run, batches) for _ in range(2)]
         assert not reads.names
@@ -147,7 +147,7 @@ def test_the_host_reads_no_number_within_a_step(fields):
 
 def test_flat_buffers_hold_everything_in_its_range(run):
     """Parameters are aligned views, cut ones first. The padding is never written."""
-    batches = micro_batches(run)
+    batches = tiny_batches(run)
     for _ in range(2):
         train.train_step(run, batches)
     assert set(run.zero.buckets) == {"word", "embedding", "block0", "block1", "head"}

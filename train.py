@@ -50,18 +50,17 @@ def train_step(run, batches):
     """
     c, mesh, zero = run.config, run.mesh, run.zero
     samples = configuration.global_batch_size_at(c, run.counters.consumed_samples)
-    m = number_of_micro_batches(c, samples, mesh.dp.size)
-    share = 1 / (m * mesh.dp.size)  # the loss is the mean over m micro-batches and the data ranks
+    m = number_of_micro_batches(c, samples, mesh.data.size)
+    share = 1 / (m * mesh.data.size)  # the loss is the mean over m micro-batches and the data ranks
     scale = run.loss_scale.scale
 
     zero.zero_grad()
     loss = share * run.executor.run(batches, m, share * scale)
-    with run.timers("grad-reduce"):
+    with mesh.watch("finish"):
         zero.finish()
 
-    with run.timers("optimizer"):
+    with mesh.watch("update"):
         # One all_reduce gives every rank the loss, the squared gradient norm, and whether a rank shall stop.
-        mesh.ledger.phase = "step"
         loss = loss if mesh.tp.rank == 0 else 0 * loss  # the tp ranks have equal losses: count one
         stop = loss.new_full((), float(run.signals.stop))
         sums = torch.stack([loss, zero.squared_norm(), stop])
@@ -91,20 +90,20 @@ def train_call(run, batches):
     """
     c, mesh, zero, counters = run.config, run.mesh, run.zero, run.counters
     n = c.updates_per_call - counters.iteration % c.updates_per_call
-    m = number_of_micro_batches(c, c.global_batch_size, mesh.dp.size)
-    share = 1 / (m * mesh.dp.size)
+    m = number_of_micro_batches(c, c.global_batch_size, mesh.data.size)
+    share = 1 / (m * mesh.data.size)
     rates = learning_rate(c, zero.updates + 1 + torch.arange(n, device=run.device))
     one, never, betas = rates.new_ones(()), rates.new_zeros(()).bool(), (c.adam_beta1, c.adam_beta2)
     scalars = [reference.update_scalars(lr, one, zero.updates + k, never, *betas) for k, lr in enumerate(rates, 1)]
     zero.zero_grad()
     losses, squares = run.executor.call(batches, n * m, share, scalars)
 
-    mesh.ledger.phase = "step"
-    losses = share * losses if mesh.tp.rank == 0 else 0 * losses
-    stop = losses.new_full((1,), float(run.signals.stop))
-    sums = all_reduce(torch.cat([losses, squares, stop]), mesh.world, "scalars").wait()
-    losses, squares, stop = sums.split([n, n, 1])
-    numbers = torch.stack([losses, squares.sqrt(), rates, 0 * rates, stop.expand(n)], dim=1).cpu()
+    with mesh.watch("update"):
+        losses = share * losses if mesh.tp.rank == 0 else 0 * losses
+        stop = losses.new_full((1,), float(run.signals.stop))
+        sums = all_reduce(torch.cat([losses, squares, stop]), mesh.world, "scalars").wait()
+        losses, squares, stop = sums.split([n, n, 1])
+        numbers = torch.stack([losses, squares.sqrt(), rates, 0 * rates, stop.expand(n)], dim=1).cpu()
     for k, norm in enumerate(numbers[:, 1].tolist(), counters.iteration + 1):
         if not math.isfinite(norm):
             advice = f"{c.schedule} can't skip an update; resume from the last checkpoint with a smaller --lr"
@@ -119,7 +118,6 @@ def train_call(run, batches):
 def evaluate(run, tokens):
     """Return the mean loss per token of the first eval_iters global batches of `tokens`."""
     c, mesh = run.config, run.mesh
-    mesh.ledger.phase = "evaluate"
     total = torch.zeros(2, dtype=torch.float64, device=run.device)
     wanted = c.eval_iters * c.global_batch_size
     share = data.eval_batches(tokens, wanted, *mesh.reader, c.micro_batch_size, c.seed, run.device)
@@ -133,7 +131,8 @@ def evaluate(run, tokens):
                 total[1] += losses.numel()
     if mesh.tp.rank != 0:
         total.zero_()
-    loss, count = all_reduce(total, mesh.world, "evaluation").wait().tolist()
+    with mesh.watch("evaluate"):
+        loss, count = all_reduce(total, mesh.world, "evaluation").wait().tolist()
     return loss / count
 
 
@@ -145,7 +144,7 @@ def train(run, tokens, validation, logger):
     c, counters, interval = run.config, run.counters, Interval(run, logger.say)
     samples = data.training_samples(counters.consumed_samples, *run.mesh.reader, c.micro_batch_size)
     with contextlib.closing(data.loaded(tokens, samples, c.seed, run.device)) as loader:
-        batches, last = micro_batches(run, loader), counters.iteration >= c.train_iters
+        batches, last = training_batches(run, loader), counters.iteration >= c.train_iters
         while not last:
             before = counters.iteration
             run.watchdog.progress(f"iteration {before + 1}")
@@ -183,9 +182,9 @@ def crossed(before, now, last, every):
     return last or (every > 0 and now // every > before // every)
 
 
-def micro_batches(run, loader):
+def training_batches(run, loader):
     while True:
-        with run.timers("batch-generator"):
+        with run.mesh.watch("batch"):
             tokens, samples = next(loader)  # [b, s + 1], [b]
             batch = run.model.micro_batch(tokens[:, :-1], tokens[:, 1:], samples)
         yield batch
@@ -229,15 +228,16 @@ def build(config, mesh, device):
     configuration.require(config, "penalty", exact, f"needs --dtype=fp32 or fp64; dtype=auto is {dtype} here")
     ops = operations.choose(config, device, dtype)
     model = GPT(config, mesh.tp, ops, mesh.cp)
-    m = number_of_micro_batches(config, config.global_batch_size, mesh.dp.size)
-    schedule = build_for(config, mesh.dp.size, m * config.updates_per_call)
-    layout = Layout(config, mesh.dp.size, model.table, schedule)
+    m = number_of_micro_batches(config, config.global_batch_size, mesh.data.size)
+    schedule = build_for(config, mesh.data.size, m * config.updates_per_call)
+    layout = Layout(config, mesh.data.size, model.unit_specs, schedule)
     zero = Zero(model, layout, config, mesh, DTYPES[dtype], device, ops, training=not config.eval_only)
     timers = Timers(device)
+    mesh.watch.tools = [timers]
     kind = PenalisedExecutor if config.penalty else Executor
     if schedule.versions and not config.eval_only:
         kind = PipeDream
-    executor = kind(model, zero, config, mesh, layout, schedule, timers)
+    executor = kind(model, zero, config, mesh, layout, schedule)
     scale = LossScale(config, dtype)
     rates = learning_rate(config, torch.arange(1, config.train_iters + 1)).to(device)
     return Run(config, mesh, device, dtype, model, layout, schedule, zero, scale, timers, executor, rates)

@@ -15,9 +15,9 @@ from collections import Counter, defaultdict
 from statistics import median
 
 import torch
-import torch.distributed as dist
 
 from parallel.comm import NOT_A_STEP, gather_objects
+from parallel.watch import Tool
 
 STEPS = 10  # latest steps whose calls are kept
 
@@ -71,20 +71,20 @@ class Call:
         return [self.clock.at(mark) for mark in (self.started, self.began, self.ended)]
 
 
-class Clock:
+class Clock(Tool):
     """Context: make a Call of each communication of a step. steps: {iteration: [Call]}."""
 
     def __init__(self, run):
-        self.ledger, self.counters, self.delay = run.mesh.ledger, run.counters, run.config.delay / 1000
+        self.watch, self.counters, self.delay = run.mesh.watch, run.counters, run.config.delay / 1000
         self.updates, self.on_gpu, self.steps = run.config.updates_per_call, run.device.type == "cuda", {}
 
     def __enter__(self):
         self.zero = self.now(), self.on_gpu and self.mark()
-        self.ledger.start = self.start
+        self.watch.tools.append(self)
         return self
 
     def __exit__(self, *error):
-        del self.ledger.start
+        self.watch.tools.remove(self)
 
     def now(self):
         if self.on_gpu:
@@ -101,21 +101,21 @@ class Clock:
     def at(self, mark):
         return self.zero[0] + self.zero[1].elapsed_time(mark) if self.on_gpu else mark
 
-    def start(self, axis, what, operation, call, *arguments, **more):
-        work, step = call(*arguments, **more), self.counters.iteration
+    def started(self, work, phase, axis, what, operation, peer):
+        step = self.counters.iteration
         if self.delay:
             work = Late(work, self.delay)
-        if self.ledger.phase in NOT_A_STEP:
+        if phase in NOT_A_STEP:
             return work
         if step not in self.steps:
             self.steps[step], self.numbers = [], Counter()
             self.steps = dict([*self.steps.items()][-STEPS:])
         ranks, name = axis.ranks, (axis.name, what, operation)
-        if call in (dist.isend, dist.irecv):
-            ranks, name = (axis.ranks[axis.rank], arguments[1])[:: 1 if operation == "send" else -1], ()
+        if peer is not None:
+            ranks, name = (axis.ranks[axis.rank], peer)[:: 1 if operation == "send" else -1], ()
         self.numbers[ranks, name] += 1
         key = ranks, name, step, self.numbers[ranks, name]
-        self.steps[step].append(Call(self, (self.ledger.phase, axis.name, what, operation), key, work))
+        self.steps[step].append(Call(self, (phase, axis.name, what, operation), key, work))
         return self.steps[step][-1]
 
     def ended(self):

@@ -130,11 +130,11 @@ def traffic(path, p):
     A box is a rank, a frame its tp group, a column a pipeline stage, and a row a data replica (with cp, one of its cp
     ranks). At most 4 ranks of an axis are drawn.
     """
-    c, sizes = p.layout.config, [min(4, n) for n in (p.layout.dp, p.layout.config.pp, p.layout.config.tp)]
+    c, sizes = p.layout.config, [min(4, n) for n in (p.layout.data_ranks, p.layout.config.pp, p.layout.config.tp)]
     drawn, links = set(), {("pp", *sorted((m.source, m.destination))) for m in messages(p.schedule)}
     for name in p.layout.all_buckets:
         links |= {("holders", *pair) for pair in itertools.pairwise(p.layout.holders(name))}
-    table = sent_table("each stage", p.layout.stage, {f"stage {i}": sent for i, sent in enumerate(p.sent[:4])})
+    table = sent_table("each stage", p.layout.zero_stage, {f"stage {i}": sent for i, sent in enumerate(p.sent[:4])})
 
     def place(d, stage, t):
         return stage * (sizes[2] + 0.7) + t, -1.25 * d
@@ -156,7 +156,7 @@ def traffic(path, p):
                     style["connectionstyle"] = f"arc3,rad={bend}"
                     grid.annotate("", place(*other), place(d, stage, t), arrowprops=style)
                     drawn.add(axis)
-            outer = stage * (p.layout.dp // c.cp) + group if c.order == "pp-dp-tp" else group * c.pp + stage
+            outer = stage * (p.layout.data_ranks // c.cp) + group if c.order == "pp-dp-tp" else group * c.pp + stage
             number = (outer * c.cp + i) * c.tp + t
             (x, y), frame = place(d, stage, t), dict(facecolor="white", boxstyle="round,pad=0.5")
             places = f"dp {group} pp {stage}\n" + (f"cp {i} " if c.cp > 1 else "") + f"tp {t}"

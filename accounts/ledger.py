@@ -4,15 +4,17 @@ The slide's columns are 通信内容 (what), 通信形式 (operation) and 通信
 table in a run.
 
 Letters: b samples of a micro-batch, s tokens of a sample (in the rows of tp and pp: s/c), h hidden size, t = tp,
-c = cp, n = dp, L layers of this pipeline rank, m micro-batches, P elements of this rank's buckets (padding included),
-E experts, C places of an expert for a group of tokens.
+c = cp, n data ranks (dp cp), L layers of this pipeline rank, m micro-batches, P elements of this rank's buckets
+(padding included), E experts, C places of an expert for a group of tokens.
 
     axis  what                     operation                        how often (per)          elements
-    dp    gradients       stage 0  all_reduce                       bucket and step          2 P (n-1)/n
+    data  gradients       stage 0  all_reduce                       bucket and step          2 P (n-1)/n
                           stage 1  reduce_scatter                   bucket and step          P (n-1)/n
                           2 and 3  reduce_scatter                   bucket and micro-batch   m P (n-1)/n
           parameters      1 and 2  all_gather                       bucket and step          P (n-1)/n
                           stage 3  2 all_gather (before F, B)       bucket and micro-batch   2m P (n-1)/n
+          ... zero_copies=k: the axis of stages 1 to 3 is shards, with n = dp cp / k, and there is one row more:
+    copies gradients               all_reduce                       bucket and step          2 P/n (k-1)/k
     tp    activations              4 all_reduce (2 in F, 2 in B)    layer and micro-batch    8 Lm bsh (t-1)/t
           ... recomputation        6 all_reduce (F runs twice)      layer and micro-batch    12 Lm bsh (t-1)/t
           ... sequence parallel    6 all_gather, 4 reduce_scatter   layer and micro-batch    10 Lm bsh (t-1)/t
@@ -30,10 +32,10 @@ A boundary lies between two consecutive chunks on different ranks. The small ter
     embedding, head       one all_reduce per micro-batch, the embedding's in forward, the head's in backward
     cross-entropy rows    max, sum, target logit
     partial gradients     under sequence parallelism, gradients of replicated parameters, over tp
-    replicated gradients  the same gradients without sequence parallelism, if dp > 2 (`layout.replica_sums`)
+    replicated gradients  the same gradients without sequence parallelism, if n > 2 (`layout.replica_sums`)
     twin gradients        gradients of a bucket that several pipeline ranks keep, over its holders
     parameter norms       two norms of every parameter, for LAMB and LARS
-    momentum              for Muon: over dp a block's P elements (stages 1 to 3), over tp its whole matrices
+    momentum              for Muon: over data a block's P elements (stages 1 to 3), over tp its whole matrices
     scalars               loss, squared gradient norm and FLAGS, over all ranks
 """
 
@@ -54,6 +56,7 @@ from parallel.versions import published
 FLAGS = 1  # numbers of "scalars" besides loss and norm: the flag to stop
 
 PER = {  # how often
+    "copies": "bucket and step",
     "pp": "boundary and micro-batch",
     "cp": "layer and micro-batch",
     "tokens for experts": "layer and micro-batch",
@@ -67,20 +70,20 @@ PER = {  # how often
 EACH_MICRO_BATCH = {"gradients": 2, "parameters": 3}  # the first such ZeRO stage
 
 
-def how_often(key, stage):
+def how_often(key, zero):
     """Return the column 通信頻度 of a row (axis, what, operation) in a ZeRO stage."""
     axis, what, _ = key
-    usual = "bucket and micro-batch" if stage >= EACH_MICRO_BATCH.get(what, 4) else "bucket and step"
+    usual = "bucket and micro-batch" if zero >= EACH_MICRO_BATCH.get(what, 4) else "bucket and step"
     return PER.get(axis) or PER.get(what, usual)
 
 
-def predict_sent(layout, schedule, pp_rank, dp_rank, item, master_item):
+def predict_sent(layout, schedule, pp_rank, data_rank, item, master_item):
     """Return the table above as {(axis, what, operation): (calls, bytes)} for a step on one rank.
 
     item: bytes of an element of a parameter or an activation; master_item: of a gradient or a cross-entropy row.
     """
     c, table, updates = layout.config, {}, schedules.updates(schedule)  # PipeDream has several
-    sizes = {"dp": layout.dp, "cp": c.cp, "tp": c.tp, "pp": c.pp, "world": layout.dp * c.tp * c.pp}
+    sizes = layout.axis_sizes()
 
     def row(axis, what, operation, calls, elements, item):
         """Add to a row. axis: a name in `sizes`, or a tuple of holders."""
@@ -104,7 +107,7 @@ def predict_sent(layout, schedule, pp_rank, dp_rank, item, master_item):
         row("tp", "tokens for experts", "all_to_all", calls, calls * elements, item)
     for what, count in sends(schedule, pp_rank).items():
         row("pp", what, "send", count, count * rows_outside(c) * c.hidden_size, item)
-    _bucket_rows(row, layout, schedule, pp_rank, dp_rank, item, master_item)
+    _bucket_rows(row, layout, schedule, pp_rank, data_rank, item, master_item)
     row("world", "scalars", "all_reduce", 1, 2 * updates + FLAGS, 8)
     return {key: (Fraction(calls, updates), Fraction(sent, updates)) for key, (calls, sent) in table.items()}
 
@@ -121,16 +124,21 @@ def _context_rows(row, c, blocks, item, master_item):
         row("cp", "tokens for heads", "all_to_all", calls, calls * pair, item)
 
 
-def _bucket_rows(row, layout, schedule, pp_rank, dp_rank, item, master_item):
-    c, stage, updates, norms = layout.config, layout.stage, schedules.updates(schedule), Counter()
-    partial, passes = replica_sums(c, layout.dp), layout.passes(schedule, pp_rank)
+def _bucket_rows(row, layout, schedule, pp_rank, data_rank, item, master_item):
+    """Add the rows of parameters, gradients and optimizer state."""
+    c, zero, updates, norms = layout.config, layout.zero_stage, schedules.updates(schedule), Counter()
+    partial, passes = replica_sums(c, layout.data_ranks), layout.passes(schedule, pp_rank)
+    shards = "shards" if c.zero_copies > 1 else "data"
     for name, bucket in layout.buckets(pp_rank).items():
-        holders, m, (begin, end) = tuple(layout.holders(name)), passes[name], bucket.owned(dp_rank, stage)
-        reduces = m if stage >= 2 else updates * min(m, 1) * (2 if c.penalty else 1)
-        row("dp", "gradients", "reduce_scatter" if stage else "all_reduce", reduces, reduces * bucket.size, master_item)
+        holders, m = tuple(layout.holders(name)), passes[name]
+        begin, end = bucket.part(data_rank % layout.shards, layout.shards)
+        reduces = m if zero >= 2 else updates * min(m, 1) * (2 if c.penalty else 1)
+        operation = "reduce_scatter" if zero else "all_reduce"
+        row(shards, "gradients", operation, reduces, reduces * bucket.size, master_item)
+        row("copies", "gradients", "all_reduce", updates, updates * (end - begin), master_item)
         versions = published(schedule, holders)
-        gathers = [0, versions, versions, 2 * m][stage]
-        row("dp", "parameters", "all_gather", gathers, gathers * bucket.size, item)
+        gathers = [0, versions, versions, 2 * m][zero]
+        row(shards, "parameters", "all_gather", gathers, gathers * bucket.size, item)
         for r in bucket.ranges_in(begin, end):
             if partial and not r.cut:
                 row("tp", partial, "all_reduce", updates, updates * (r.end - r.begin), master_item)
@@ -138,16 +146,16 @@ def _bucket_rows(row, layout, schedule, pp_rank, dp_rank, item, master_item):
         norms[holders] += 2 * len(bucket.specs)
         if RULES[c.optimizer].whole and (matrices := [spec for spec in bucket.specs if is_matrix(spec)]):
             cut = [math.prod(spec.shape) for spec in matrices if spec.tp_dim >= len(spec.shape) - 2]  # no experts
-            row("dp", "momentum", "all_gather", updates * (stage > 0), updates * bucket.size, master_item)
+            row(shards, "momentum", "all_gather", updates * (zero > 0), updates * bucket.size, master_item)
             row("tp", "momentum", "all_gather", updates * len(cut), updates * sum(cut), master_item)
     if RULES[c.optimizer].layerwise:  # in float64
-        for axis in ["tp", *["dp"] * (c.zero >= 1), *norms]:
+        for axis in ["tp", *[shards] * (zero > 0), *norms]:
             row(axis, "parameter norms", "all_reduce", 1, norms.get(axis, norms.total()), 8)
 
 
 def unit_passes(layout, schedule, rank):
     """Return the forwards in a step: (of all blocks of the rank, of the embedding, of the head)."""
-    last = len(layout.table) - 1
+    last = len(layout.unit_specs) - 1
     passed = Counter(u for kind, _, c in schedule.actions[rank] if kind == "F" for u in layout.units[c])
     return passed.total() - passed[0] - passed[last], passed[0], passed[last]
 

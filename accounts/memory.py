@@ -61,6 +61,7 @@ from parallel.optimizer import RULES
 from parallel.pipedream import OLDER, SUMS
 from parallel.pipeline import IN_TRANSIT, Chunk
 from parallel.versions import kept_versions
+from parallel.zero import Window
 from reference import ACTIVATIONS
 
 PEAK, RECOMPUTED = "activations at their peak", "activations of a recomputed block"
@@ -98,10 +99,10 @@ def predict_kept(layout, schedule, rank, z):
 def rank_states(layout, rank, z):
     c = layout.config
     widths = z.item, z.wide, z.wide * z.apart, z.wide * RULES[c.optimizer].moments
-    return model_states(layout.stored(rank), layout.dp, c.zero, *widths)
+    return model_states(layout.stored(rank), layout.shards, c.zero, *widths)
 
 
-def model_states(elements, n, stage, parameters=2, gradients=4, master=4, moments=8):
+def model_states(elements, n, zero, parameters=2, gradients=4, master=4, moments=8):
     """Return the first table above as {what: Fraction}. elements: P; the last four: bytes per element."""
     table = {  # bytes per element, and the first ZeRO stage that shards them
         "parameters": (parameters, 3),
@@ -109,15 +110,15 @@ def model_states(elements, n, stage, parameters=2, gradients=4, master=4, moment
         "master weights": (master, 1),
         "moments": (moments, 1),
     }
-    return {what: Fraction(elements * width, n if stage >= begins else 1) for what, (width, begins) in table.items()}
+    return {what: Fraction(elements * width, n if zero >= first else 1) for what, (width, first) in table.items()}
 
 
 def whole_gradients(layout, schedule, rank, z):
-    """Return the row WHOLE as `Zero.open_gradient` and `Zero.reduce` make it; {} if no gradients are sharded."""
+    """Return the row WHOLE as `Bucket.open_gradient` and `reduce` make it; {} if no gradients are sharded."""
     size = {name: z.wide * bucket.size for name, bucket in layout.buckets(rank).items()}
-    opened, sums, peak = set(), deque(maxlen=2), 0  # sums that still run: a third ends the oldest
-    own = {c for c, place in enumerate(schedule.placement) if place == rank and layout.stage >= 2}
-    chunks = {c: Chunk(layout.units[c], [layout.names([unit]) for unit in layout.units[c]]) for c in own}
+    opened, sums, peak = set(), deque(maxlen=Window.MOST), 0  # sums that still run: one more ends the oldest
+    numbers = layout.chunks(rank) if layout.zero_stage >= 2 else []
+    chunks = {c: Chunk(layout.units[c], [layout.names([unit]) for unit in layout.units[c]]) for c in numbers}
     for kind, _, c in schedule.actions[rank] if chunks else ():
         chunk = chunks[c]
         for names, complete in [] if kind == "F" else [*zip(chunk.buckets, chunk.reduce_after, strict=True)][::-1]:
@@ -134,7 +135,7 @@ def versions_of_weights(layout, schedule, rank, z):
     """Return {what: bytes} that an asynchronous schedule adds (`pipedream.py`)."""
     older = sums = 0
     for name, bucket in layout.buckets(rank).items():
-        begin, end = bucket.owned(0, layout.stage)
+        begin, end = bucket.part(0, layout.shards)
         versions, waiting = kept_versions(schedule, rank, layout.holders(name))
         older += z.item * bucket.size * (versions - 1)
         sums += z.wide * (end - begin) * waiting

@@ -13,11 +13,13 @@ On the CPU the measured bytes equal the formulas exactly. On a GPU there are two
 import resource
 import sys
 import weakref
+from contextlib import contextmanager
 
 import torch
 
 from accounts.memory import PEAK, RECOMPUTED, WHOLE
-from parallel.pipeline import Unwatched
+from parallel.schedules import Action
+from parallel.watch import Tool
 
 STATES = ("parameters", "gradients", "master weights", "moments")
 
@@ -29,8 +31,8 @@ def storage_id(tensor):
 
 def flat_buffers(zero, more):
     for b in zero.buckets.values():
-        grads = [b.grad.whole, b.grad.own] if b.grad else []
-        flats = [b.param.whole, b.param.own], grads, [b.master], b.moments
+        grads = [b.grad.whole, b.grad.shard] if b.grad else []
+        flats = [b.param.whole, b.param.shard], grads, [b.master], b.moments
         yield from ((what, x) for what, found in zip(STATES, flats, strict=True) for x in found)
     yield from ((what, x) for what, found in more.items() for x in found)
 
@@ -47,7 +49,7 @@ def measured_states(zero, more=None):
 def kept_by(executor):
     """Yield the tensors that a `pipeline.Executor` keeps between two actions."""
     mail = executor.mail
-    yield from (x for units in executor.kept.values() for pair in units for x in pair if x is not None)
+    yield from (x for units in executor.activations.values() for pair in units for x in pair if x is not None)
     yield from (x for products in executor.deferred.values() for product in products for x in (product.dy, product.x))
     yield from executor.local.values()
     yield from (pending.result for pending in [*mail.arriving.values(), *(sent for sent, _ in mail.leaving)])
@@ -63,7 +65,7 @@ def unpack(packed):
     return alias
 
 
-class Activations:
+class Activations(Tool):
     """Context: measures the activations that this rank keeps in a step."""
 
     def __init__(self, executor):
@@ -75,12 +77,11 @@ class Activations:
         self.before = max_resident()
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
         self.hooks.__enter__()
-        self.executor.after_action, self.executor.zero.open_gradient = self.count, self.open_gradient
+        self.executor.watch.tools.append(self)
         return self
 
     def __exit__(self, *error):
-        self.executor.after_action = Unwatched()
-        del self.executor.zero.open_gradient
+        self.executor.watch.tools.remove(self)
         self.hooks.__exit__(*error)
 
     def rows(self):
@@ -97,18 +98,22 @@ class Activations:
         grown = max_resident() - self.before  # model states have been in memory since before the first step
         return f"measured by the operating system, also within actions: the model states and {grown:,} bytes"
 
-    def open_gradient(self, name):
-        zero = self.executor.zero
-        type(zero).open_gradient(zero, name)
-        whole = [b.grad.whole.untyped_storage().nbytes() for b in zero.buckets.values() if b.grad.sharded]
-        self.whole = max(self.whole, sum(whole))
+    @contextmanager
+    def span(self, phase, subject):
+        """Measure the whole gradients before a sum starts, when they are most, and the activations after an action."""
+        if phase == "reduce":
+            grads = [bucket.grad.whole for bucket in self.executor.zero.in_order if bucket.grad.sharded]
+            self.whole = max(self.whole, sum(grad.untyped_storage().nbytes() for grad in grads))
+        yield
+        if isinstance(subject, Action):
+            self.count()
 
     def pack(self, tensor):
         """Return an alias of `tensor` and its version, for `unpack`. The alias lives only as long as the graph.
 
         In a recomputation, also count the tensors that the block has saved so far.
         """
-        alias, phase = tensor.detach(), self.executor.mesh.ledger.phase
+        alias, phase = tensor.detach(), self.executor.watch.phase
         self.saved[id(alias)] = storage_id(alias), alias.untyped_storage().nbytes(), phase
         weakref.finalize(alias, self.saved.pop, id(alias), None).atexit = False
         if phase == "recompute":

@@ -18,7 +18,8 @@ def watching(run, say):
     if c.delay and run.device.type != "cpu":
         raise UserError(f"delay={c.delay}: only on a CPU; a GPU's communications take time")
     if c.trace:
-        run.executor.trace = trace.Trace(mesh, run.device, run.counters.iteration)
+        record = trace.Trace(mesh, run.device, run.counters.iteration)
+        mesh.watch.tools.append(record)
     with contextlib.ExitStack() as stack:
         times = stack.enter_context(clock.Clock(run)) if c.ledger or c.trace or c.delay else None
         activations = stack.enter_context(meter.Activations(run.executor)) if c.ledger else None
@@ -26,9 +27,9 @@ def watching(run, say):
     if c.ledger and run.steps:
         say(measured_tables(run, activations))
         if waits := times.table(mesh):
-            say(f"\n{waited_table(mesh.ledger, run.steps.total(), waits)}")
+            say(f"\n{waited_table(mesh.watch.ledger, run.steps.total(), waits)}")
     if c.trace and run.steps:
-        agree(mesh.world, lambda: trace.write_trace(c, run.executor.trace, mesh, times))
+        agree(mesh.world, lambda: trace.write_trace(c, record, mesh, times))
 
 
 def measured_tables(run, activations):
@@ -37,14 +38,14 @@ def measured_tables(run, activations):
     activations: `meter.Activations` of these steps.
     """
     layout, mesh, zero, made = run.layout, run.mesh, run.zero, run.executor.schedules
-    widths, rank, dp_rank = (zero.dtype.itemsize, zero.master_dtype.itemsize), mesh.pp.rank, mesh.dp.rank
-    expected = [(ledger.predict_sent(layout, made[m][0], rank, dp_rank, *widths), n) for m, n in run.steps.items()]
-    sent = {"bytes": mesh.ledger.per_step(run.steps.total()), "formula": ledger.average(expected)}
+    widths, rank, data_rank = (zero.dtype.itemsize, zero.master_dtype.itemsize), mesh.pp.rank, mesh.data.rank
+    expected = [(ledger.predict_sent(layout, made[m][0], rank, data_rank, *widths), n) for m, n in run.steps.items()]
+    sent = {"bytes": mesh.watch.ledger.per_step(run.steps.total()), "formula": ledger.average(expected)}
     sizes = memory.sizes(run.config, *widths, zero.device.type == "cpu")
     formula = memory.predict_kept(layout, made[max(run.steps)][0], rank, sizes)  # the largest step
     kept = {"bytes": meter.measured_states(zero, run.executor.flats) | activations.rows(), "formula": formula}
     who = f"rank {mesh.rank}"
-    texts = [sent_table(who, layout.stage, sent)]
+    texts = [sent_table(who, layout.zero_stage, sent)]
     texts.append(f"{kept_table(who, layout, rank, kept)}\n{activations.process_peak()}")
     return "\n\n".join(text for mine in texts for text in gather_objects(mine, mesh.pp))
 

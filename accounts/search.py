@@ -28,7 +28,7 @@ from accounts import ledger, memory
 from accounts.flops import hardware_flops, model_flops
 from accounts.seconds import ERROR, Step, schedule
 from errors import UserError
-from model import parameter_table
+from model import unit_specs
 from operations import DTYPES
 from parallel import schedules, simulation
 from parallel.layout import Layout, all_buckets, number_of_micro_batches, tokens_of_rank
@@ -64,24 +64,24 @@ def messages_by_rank(*numbers):
 
 
 def has_head(layout, rank):
-    return any(len(layout.table) - 1 in layout.units[chunk] for chunk in layout.chunks(rank))
+    return any(len(layout.unit_specs) - 1 in layout.units[chunk] for chunk in layout.chunks(rank))
 
 
 class Model:
     """The bytes of any layout of one model."""
 
     def __init__(self, config):
-        self.config, self.table, self.item = config, parameter_table(config), DTYPES[config.dtype].itemsize
+        self.config, self.unit_specs, self.item = config, unit_specs(config), DTYPES[config.dtype].itemsize
         self.wide = max(4, self.item)
-        shapes = {spec.name: spec.shape for unit in self.table for spec in unit}
+        shapes = {spec.name: spec.shape for unit in self.unit_specs for spec in unit}
         self.parameters = sum(map(math.prod, shapes.values()))
-        self.buckets = cache(lambda tp, dp: all_buckets(self.table, tp, dp))
+        self.buckets = cache(lambda tp, dp: all_buckets(self.unit_specs, tp, dp))
         self.layout, self.rows, self.activations = map(cache, (self.layout, self.rows, self.activations))
 
     def layout(self, dp, *fields):
         """Return the `layout.Layout` with these FIELDS and b = 1, and add its `memory.Sizes`."""
         c = replace(self.config, **dict(zip(FIELDS, (*fields, 1), strict=True)))
-        made = Layout(c, dp, self.table, schedule(c.schedule, c.pp, c.pp, c.chunks), self.buckets(c.tp, dp))
+        made = Layout(c, dp, self.unit_specs, schedule(c.schedule, c.pp, c.pp, c.chunks), self.buckets(c.tp, dp))
         made.buckets, made.sizes = cache(made.buckets), memory.sizes(c, self.item, self.wide, on_cpu=False)
         return made
 
@@ -94,8 +94,8 @@ class Model:
         c, result = layout.config, {}
         few = {"interleaved": c.pp, "chimera": m}.get(c.schedule, 1)
         for key, (calls, sent) in self.rows(layout, few, rank).items():
-            per = ledger.how_often(key, layout.stage)
-            times, samples = (m // few, 1 if key[0] == "dp" else b) if "micro-batch" in per else (1, 1)
+            per = ledger.how_often(key, layout.zero_stage)
+            times, samples = (m // few, 1 if key[0] in ("data", "shards") else b) if "micro-batch" in per else (1, 1)
             result[key] = calls * times, sent * times * samples
         return result
 
@@ -110,7 +110,7 @@ class Model:
         rounds, more = SHORT.get(c.schedule, (m, 0))
         fields = c.tp, c.pp, c.schedule, c.chunks, 0, c.sequence_parallel, c.recompute  # ZeRO shards no activations
         few = min(m, rounds * c.pp + more)
-        activations = self.activations(self.layout(layout.dp, *fields), few, rank)
+        activations = self.activations(self.layout(layout.data_ranks, *fields), few, rank)
         whole = memory.whole_gradients(layout, schedule(c.schedule, c.pp, few, c.chunks), rank, layout.sizes)
         states = memory.rank_states(layout, rank, layout.sizes)
         return states | whole | {what: b * size for what, size in activations.items()}
@@ -123,12 +123,12 @@ class Model:
         parts = {what.removesuffix(" at their peak"): int(size) for what, size in kept.items()}
         sizes = {name: bucket.size for name, bucket in layout.buckets(rank).items()}
         word, largest = sizes.pop("word", 0), sorted(sizes.values(), reverse=True)
-        parameters = self.item * (sum(largest[:2]) + word) if layout.stage == 3 else 0
+        parameters = self.item * (sum(largest[:2]) + word) if layout.zero_stage == 3 else 0
         tokens = min(ROWS, tokens_of_rank(c)) if has_head(layout, rank) else 0
         logits = tokens * c.padded_vocab_size // c.tp * self.item
         matrices = 0
         if RULES[c.optimizer].whole and largest:  # Muon: a block's momentum, three tensors of 4 h^2
-            matrices = layout.sizes.wide * (12 * c.hidden_size**2 + largest[0] * (layout.stage > 0))
+            matrices = layout.sizes.wide * (12 * c.hidden_size**2 + largest[0] * (layout.zero_stage > 0))
         update = max(0, matrices - parts["activations"])
         return parts | {"whole parameters": parameters, "logits": logits, "whole matrices": update, "context": RESERVED}
 

@@ -74,17 +74,21 @@ class Step:
     def __init__(self, c, model, layout, device, m, exact, say):
         self.c, self.layout, self.device, self.m = c, layout, device, m
         self.z, self.exact, self.say, self.peak = layout.sizes, exact, say, device.peak(model.config.dtype)
-        stage = c.tp * c.cp
-        near = partial(members_in_node, device.per_node)
-        # The ranks from a pipeline to the next one, and from a stage to the next one.
-        replica, apart = (stage, c.tp * layout.dp) if c.order == "pp-dp-tp" else (stage * c.pp, stage)
+        sizes, in_node = layout.axis_sizes(), partial(members_in_node, device.per_node)
+        ranks = c.tp * c.cp  # of a pipeline stage
+        # The distance from a data replica to the next one, and from a stage to the next one.
+        replica, stage = (ranks, c.tp * layout.data_ranks) if c.order == "pp-dp-tp" else (ranks * c.pp, ranks)
+        cp_in_shard = min(c.cp, layout.shards)
+        shard_of_dp = max(1, layout.shards // c.cp)  # replicas that divide a bucket
         self.rings = {  # axis: (its ranks in one node, all its ranks)
-            "tp": (near(1, c.tp), c.tp),
-            "cp": (near(c.tp, c.cp), c.cp),
-            "pp": (near(apart if apart * c.pp <= device.per_node else device.per_node, 2), 2),
-            "dp": (near(c.tp, c.cp) * near(replica, layout.dp // c.cp), layout.dp),
-            "holders": (near(apart * max(1, c.pp - 1), 2), 2),
-            "world": (near(1, c.tp * c.pp * layout.dp), c.tp * c.pp * layout.dp),
+            "tp": (in_node(1, c.tp), c.tp),
+            "cp": (in_node(c.tp, c.cp), c.cp),
+            "pp": (in_node(stage if stage * c.pp <= device.per_node else device.per_node, 2), 2),
+            "data": (in_node(c.tp, c.cp) * in_node(replica, layout.data_ranks // c.cp), layout.data_ranks),
+            "shards": (in_node(c.tp, cp_in_shard) * in_node(replica, shard_of_dp), layout.shards),
+            "copies": (in_node(replica * shard_of_dp, c.zero_copies), c.zero_copies),
+            "holders": (in_node(stage * max(1, c.pp - 1), 2), 2),
+            "world": (in_node(1, sizes["world"]), sizes["world"]),
         }
         self.sent = {rank: model.sent(layout, m, c.micro_batch_size, rank) for rank in {0, min(1, c.pp - 1), c.pp - 1}}
         self.add_parts(self.stages(*units(c, device, model.config.dtype, self.z, say)))
@@ -134,7 +138,7 @@ class Step:
         counts, pipelines = [], sum(0 in units for units in layout.units)
         for rank in range(self.c.pp):
             units = [unit for chunk in layout.chunks(rank) for unit in layout.units[chunk]]
-            first, last = units.count(0), units.count(len(layout.table) - 1)
+            first, last = units.count(0), units.count(len(layout.unit_specs) - 1)
             counts.append((len(units) - first - last, first, last))
         # Chimera has 2 pipelines, and each micro-batch uses one of them.
         return np.array(counts) @ [block, (embedding / 2, embedding / 2, 0, 0, 0, 0), (0, head, 0, 0, 0, 0)] / pipelines
@@ -168,19 +172,26 @@ class Step:
             self.say(*part)
 
     def data_parallel(self, rank, F, I, W):
-        """Return the seconds of dp that no computation hides. Nothing hides the last bucket."""
-        layout, m, stage = self.layout, self.m, self.layout.stage
+        """Return the seconds of sums over data ranks and of ZeRO that no computation hides.
+
+        Nothing hides the last bucket, nor with ZeRO-1 the sums over copies.
+        """
+        layout, m, zero = self.layout, self.m, self.layout.zero_stage
         units = sum(len(layout.units[chunk]) for chunk in layout.chunks(rank))
         whats = ("gradients",), ("parameters",), ("parameter norms", "momentum")
-        reduced, gathered, of_update = (self.transfer(rank, "dp", *what) for what in whats)
-        rounds = m if stage >= 2 else 1  # the gradients are reduced so often
+        shards = "shards" if self.c.zero_copies > 1 else "data"
+        reduced, gathered, of_update = (self.transfer(rank, shards, *what) for what in whats)
+        rounds = m if zero >= 2 else 1  # the gradients are reduced so often
         last = reduced / rounds / units
-        B = I + W + last * (stage < 2)
+        B = I + W + last * (zero < 2)
         exposed = rounds * max(0.0, reduced / rounds - B) + gathered
-        if stage == 3:  # beside a unit: the next unit's gather, reductions
+        if zero == 3:  # beside a unit: the next unit's gather, reductions
             each = gathered / 2 / m
             exposed = m * (max(0.0, each - F) + max(0.0, each + reduced / m - B)) + each / units
-        return exposed + last + of_update
+        copies = self.transfer(rank, "copies")
+        if zero >= 2:
+            copies = max(copies / units, copies - B)
+        return exposed + last + of_update + copies
 
     def sums(self, rank):
         names = "partial gradients", "parameter norms", "replicated gradients", "momentum"
@@ -189,11 +200,11 @@ class Step:
     def update(self, rank):
         layout, device, z, memory_rate = self.layout, self.device, self.z, self.device.memory_rate * self.device.memory
         _, gradients, master, moments = map(float, rank_states(layout, rank, z).values())
-        owned = layout.stored(rank) / (layout.dp if layout.stage else 1)
-        state, read = 2 * (master + moments), 2 * z.wide * owned  # the norm and the update read the gradients
+        elements = layout.stored(rank) / layout.shards
+        state, read = 2 * (master + moments), 2 * z.wide * elements  # the norm and the update read the gradients
         if not self.c.offload:
-            return (state + gradients + read + z.item * owned) / memory_rate
-        moved = (z.wide + z.item) * owned  # gradients to the host, parameters to the device
+            return (state + gradients + read + z.item * elements) / memory_rate
+        moved = (z.wide + z.item) * elements  # gradients to the host, parameters to the device
         on_host = moved / device.host_rate + (state + moved) / device.host_memory_rate
         return on_host + (gradients + read / 2) / memory_rate
 
@@ -203,7 +214,7 @@ class Step:
             return 0.0
         h, device, blocks = self.c.hidden_size, self.device, sum(map(is_block, self.layout.buckets(rank)))
         products = (300 * h**3 + 240 * h * device.wave) / (self.peak * device.matrix)
-        elements = 24 * h * h // self.c.tp // (self.layout.dp if self.layout.stage else 1)  # u to the device, O back
+        elements = 24 * h * h // self.c.tp // self.layout.shards  # u to the device, O back
         copies = self.c.offload * elements * self.z.wide / device.host_rate
         return blocks * (products + 390 * h * h * self.z.item / (device.memory_rate * device.memory) + copies)
 

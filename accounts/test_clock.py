@@ -12,8 +12,8 @@ from accounts import clock, report
 from errors import UserError
 from parallel.comm import all_reduce, receive, send
 from parallel.mesh import Mesh
-from parallel.zero import Zero
-from testing.tiny import built, micro_batches, tiny_config
+from parallel.zero import Bucket
+from testing.tiny import built, tiny_batches, tiny_config
 
 FB = ("forward", "backward")
 D = 40  # milliseconds of a communication: long beside the work of a tiny model
@@ -28,10 +28,9 @@ def repeated(pp, hidden):
     """Exchange a tensor, and compute for `hidden` ms meanwhile. pp=2: rank 1 computes before it sends a message."""
     mesh, x = Mesh(pp=pp), torch.ones(4)
     run, late = watched(mesh), pp == 2 and mesh.rank == 1
-    mesh.ledger.phase = "forward"
-    with clock.Clock(run) as times:
+    with mesh.watch("forward"), clock.Clock(run) as times:
         for run.counters.iteration in range(6):
-            pending = None if late else receive((4,), x, mesh.pp, 1) if pp == 2 else all_reduce(x, mesh.dp, "data")
+            pending = None if late else receive((4,), x, mesh.pp, 1) if pp == 2 else all_reduce(x, mesh.data, "data")
             time.sleep(hidden / 1000 * (late or pp == 1))
             (pending or send(x, mesh.pp, 0, "data")).wait()
     ((row, numbers),) = times.table(mesh).items()
@@ -40,7 +39,7 @@ def repeated(pp, hidden):
 
 def test_what_is_computed_meanwhile_is_no_wait_and_a_bubble_no_wire(workers):
     alone, hidden, bubble = (workers.run(2, repeated, *more)[0] for more in ((1, 0), (1, 4 * D), (2, 4 * D)))
-    assert alone[:2] == hidden[:2] == (("forward", "dp", "data", "all_reduce"), 1) and alone[3] > 2 * hidden[3]
+    assert alone[:2] == hidden[:2] == (("forward", "data", "data", "all_reduce"), 1) and alone[3] > 2 * hidden[3]
     assert bubble[:2] == (("forward", "pp", "data", "receive"), 1) and bubble[2] > 2 * bubble[3] > 0
 
 
@@ -52,10 +51,10 @@ def test_a_send_that_has_left_holds_nobody_up_before_it_is_due():
     assert late.is_completed()
 
 
-def waiting_at_once(zero, name, start=Zero.start_gather):
-    start(zero, name)
-    if name in zero.gathering:
-        zero.gathering[name].wait()
+def waiting_at_once(bucket, start=Bucket.start_gather):
+    start(bucket)
+    if bucket.gathering:
+        bucket.gathering.wait()
 
 
 def table(config, planted=False):
@@ -64,14 +63,13 @@ def table(config, planted=False):
     planted: each gather of ZeRO-3 is waited for at once.
     """
     run = built(config)
-    batches, ledger = micro_batches(run), run.mesh.ledger
+    batches, ledger = tiny_batches(run), run.mesh.watch.ledger
     with (
         clock.Clock(run) as times,
-        mock.patch.object(Zero, "start_gather", [Zero.start_gather, waiting_at_once][planted]),
+        mock.patch.object(Bucket, "start_gather", [Bucket.start_gather, waiting_at_once][planted]),
     ):
         for _ in range(4):
             train.train_step(run, batches)
-            ledger.phase = "evaluate"
     found = times.table(run.mesh)
     assert "of it wire" in report.waited_table(ledger, 4, found)
     received = sum(call.row[3] == "receive" for call in times.ended())
@@ -80,7 +78,7 @@ def table(config, planted=False):
 
 def test_a_planted_wait_moves_the_column(workers):
     """Each gather runs beside that of the unit before, so a step waits for half of them."""
-    config, rows = tiny_config(2, zero=3, num_layers=4, delay=D), [(p, "dp", "parameters", "all_gather") for p in FB]
+    config, rows = tiny_config(2, zero=3, num_layers=4, delay=D), [(p, "data", "parameters", "all_gather") for p in FB]
     tables = [workers.run(2, table, config, planted)[0][0] for planted in (False, True)]
     usual, planted = ([t[row] for row in rows] for t in tables)
     assert [calls for calls, *_ in usual] == [21, 21]  # three micro-batches, seven buckets
@@ -88,7 +86,6 @@ def test_a_planted_wait_moves_the_column(workers):
 
 
 def test_the_clock_has_the_ledgers_rows_and_receives(workers):
-    """A validation before a step hides no receive."""
     ranks = workers.run(8, table, tiny_config(2, 2, pp=2, zero=1, micro_batch_size=2))
     (times, counted, _), receives = ranks[0], {("backward", "pp", "gradients of activations", "receive"): 6}
     assert {received for *_, received in ranks} == {4 * 6}
@@ -108,12 +105,12 @@ def test_on_a_gpu_no_step_waits_for_the_marks(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    run, axis = watched(mesh, "cuda"), SimpleNamespace(name="dp", ranks=(0, 1))
+    run, axis = watched(mesh, "cuda"), SimpleNamespace(name="data", ranks=(0, 1))
     with pytest.raises(UserError, match="delay"), report.watching(run, print):
         pass
-    run.config.delay, mesh.ledger.phase = 0, "reduce"
-    with clock.Clock(run) as times:
+    run.config.delay = 0
+    with mesh.watch("reduce"), clock.Clock(run) as times:
         for run.counters.iteration in range(3):
-            mesh.ledger.start(axis, "gradients", "all_reduce", lambda: work).wait()
+            mesh.watch.started(work, axis, "gradients", "all_reduce").wait()
     assert synchronize.call_count == 1 and work.wait.call_count == 3
-    assert times.table(mesh) == {("reduce", "dp", "gradients", "all_reduce"): [1, 1, 1]}
+    assert times.table(mesh) == {("reduce", "data", "gradients", "all_reduce"): [1, 1, 1]}

@@ -18,13 +18,14 @@ from accounts import ledger, memory, traffic
 from config import CHOICES, Config
 from errors import UserError, exit_on_user_error
 from exercises.show import meshes
-from model import parameter_table
+from model import unit_specs
 from parallel import comm, schedules, simulation, tensor
 from parallel.layout import Layout
 from parallel.mesh import Axis, Mesh
+from parallel.watch import Watch
 from testing import dry_run
 from testing.compare import same_rows
-from testing.tiny import LAYOUTS, micro_batches, tiny_config
+from testing.tiny import LAYOUTS, tiny_batches, tiny_config
 
 
 def counted(configs, steps=2):
@@ -33,13 +34,16 @@ def counted(configs, steps=2):
     for config in configs:
         run = train.build(config, Mesh.of(config), torch.device("cpu"))
         run.zero.initialize(config.seed)
-        batches = micro_batches(run)
+        batches = tiny_batches(run)
         for _ in range(steps):
             train.train_step(run, batches)
-        ranks, widths = (run.mesh.pp.rank, run.mesh.dp.rank), (run.zero.dtype.itemsize, run.zero.master_dtype.itemsize)
+        ranks, widths = (
+            (run.mesh.pp.rank, run.mesh.data.rank),
+            (run.zero.dtype.itemsize, run.zero.master_dtype.itemsize),
+        )
         expected = ledger.predict_sent(run.layout, run.schedule, *ranks, *widths)
         elements = sum(bucket.size for bucket in run.zero.buckets.values())
-        found.append((run.mesh.ledger.per_step(steps), expected, elements))
+        found.append((run.mesh.watch.ledger.per_step(steps), expected, elements))
     return found
 
 
@@ -54,7 +58,7 @@ def test_a_predicted_table_names_the_stages_first_rank(order):
     config = tiny_config(2, pp=2, tp=2, micro_batch_size=2, order=order)
     tables = traffic.predicted_tables(traffic.predict_step(config, 8))
     said = re.findall(r"sent per step by rank (\d+), predicted", tables)
-    first = [mesh.rank for mesh in meshes(8, 2, 2, order=order) if mesh.dp.rank == mesh.tp.rank == 0]
+    first = [mesh.rank for mesh in meshes(8, 2, 2, order=order) if mesh.data.rank == mesh.tp.rank == 0]
     assert [int(rank) for rank in said] == first
 
 
@@ -112,7 +116,7 @@ def test_the_formulas_are_the_lectures(workers):
     assert plain[0]["tp", "activations", "all_reduce"][1] == 8 * unit
     assert full[0]["tp", "activations", "all_reduce"][1] == 12 * unit
     assert sum(parts[0]["tp", "activations", name][1] for name in ("all_gather", "reduce_scatter")) == 10 * unit
-    assert plain[0]["dp", "gradients", "all_reduce"] == (5, 2 * plain[2] * Fraction(1, 2) * 4)
+    assert plain[0]["data", "gradients", "all_reduce"] == (5, 2 * plain[2] * Fraction(1, 2) * 4)
 
 
 @pytest.mark.parametrize("m, factors", [(1, (2, 2, 2, 3)), (3, (2, 2, 4, 9))])
@@ -120,7 +124,7 @@ def test_the_papers_2_2_2_3(workers, m, factors):
     """Section 7 of the ZeRO paper, in units of P (n-1)/n: 2, 2, 2, 3 for m = 1. For any m: 2, 2, m + 1, 3m."""
     configs = [tiny_config(2, zero=stage, dtype="fp32", micro_batch_size=12 // m) for stage in range(4)]
     for stage, (measured, _, elements) in enumerate(workers.run(2, counted, configs)[0]):
-        sent = sum(count for (axis, *_), (_, count) in measured.items() if axis == "dp")
+        sent = sum(count for (axis, *_), (_, count) in measured.items() if axis == "data")
         sent = float(sent / (elements * Fraction(1, 2) * 4))
         assert sent == factors[stage], f"stage {stage}, m={m}: {sent:g} P (n-1)/n are sent; should be {factors[stage]}"
 
@@ -142,7 +146,7 @@ def test_the_ledger_of_a_head_in_chunks(workers):
 def test_the_columns_of_how_often_are_the_slides():
     """The slide's column 通信頻度, which for dp depends on the ZeRO stage."""
     step, each = "bucket and step", "bucket and micro-batch"
-    found = [[ledger.how_often(("dp", what, ""), zero) for what in ("gradients", "parameters")] for zero in range(4)]
+    found = [[ledger.how_often(("data", what, ""), zero) for what in ("gradients", "parameters")] for zero in range(4)]
     assert found == [[step, step], [step, step], [each, step], [each, each]]
 
 
@@ -153,19 +157,19 @@ def test_one_process_sends_nothing():
 
 def check_collectives():
     mesh = Mesh()
-    n, rank = mesh.dp.size, mesh.dp.rank
+    n, rank = mesh.data.size, mesh.data.rank
     x = torch.arange(6.0) + 10 * rank
-    assert comm.all_reduce(x.clone(), mesh.dp, "t").wait().tolist() == [n * i + 10 * sum(range(n)) for i in range(6)]
-    assert comm.all_reduce(x.clone(), mesh.dp, "t", op="max").wait().tolist() == [i + 10 * (n - 1) for i in range(6)]
-    gathered = comm.all_gather(x.view(3, 2), mesh.dp, "t").wait()
+    assert comm.all_reduce(x.clone(), mesh.data, "t").wait().tolist() == [n * i + 10 * sum(range(n)) for i in range(6)]
+    assert comm.all_reduce(x.clone(), mesh.data, "t", op="max").wait().tolist() == [i + 10 * (n - 1) for i in range(6)]
+    gathered = comm.all_gather(x.view(3, 2), mesh.data, "t").wait()
     assert gathered.shape == (3 * n, 2)
     assert gathered.flatten().tolist() == [i + 10 * r for r in range(n) for i in range(6)]
-    part = comm.reduce_scatter(torch.arange(2.0 * n) + rank, mesh.dp, "t").wait()
+    part = comm.reduce_scatter(torch.arange(2.0 * n) + rank, mesh.data, "t").wait()
     assert part.tolist() == [n * i + sum(range(n)) for i in (2 * rank, 2 * rank + 1)]
-    assert mesh.ledger.rows == {
-        ("setup", "dp", "t", "all_reduce"): [2, 2 * Fraction(2 * (n - 1) * 24, n)],
-        ("setup", "dp", "t", "all_gather"): [1, Fraction((n - 1) * 24 * n, n)],
-        ("setup", "dp", "t", "reduce_scatter"): [1, Fraction((n - 1) * 8 * n, n)],
+    assert mesh.watch.ledger.rows == {
+        ("setup", "data", "t", "all_reduce"): [2, 2 * Fraction(2 * (n - 1) * 24, n)],
+        ("setup", "data", "t", "all_gather"): [1, Fraction((n - 1) * 24 * n, n)],
+        ("setup", "data", "t", "reduce_scatter"): [1, Fraction((n - 1) * 8 * n, n)],
     }
 
 
@@ -176,15 +180,15 @@ def test_collectives_return_and_count_what_comm_says(workers, ranks):
 
 def rank_algebra(tp):
     mesh = Mesh(tp)
-    axes = mesh.world, mesh.dp, mesh.pp, mesh.tp
+    axes = mesh.world, mesh.data, mesh.pp, mesh.tp
     return [(axis.name, axis.ranks, axis.rank) for axis in axes]
 
 
 def test_tensor_parallel_ranks_are_neighbours(workers):
-    """rank = (dp_rank * pp + pp_rank) * tp + tp_rank."""
+    """rank = (data_rank * pp + pp_rank) * tp + tp_rank."""
     for rank, (world, dp, pp, tp) in enumerate(workers.run(6, rank_algebra, 2)):
         assert world == ("world", (0, 1, 2, 3, 4, 5), rank)
-        assert dp == ("dp", (rank % 2, rank % 2 + 2, rank % 2 + 4), rank // 2)
+        assert dp == ("data", (rank % 2, rank % 2 + 2, rank % 2 + 4), rank // 2)
         assert pp == ("pp", (rank,), 0)
         assert tp == ("tp", (rank // 2 * 2, rank // 2 * 2 + 1), rank % 2)
 
@@ -242,16 +246,19 @@ def test_on_nccl_groups_have_priority_and_are_connected_at_once(monkeypatch):
         world = dist.group.WORLD
         mesh = Mesh(tp=2, pp=2, timeout=5.0)
         dp, forward, backward, tp = groups
-        assert (mesh.world.group, mesh.dp.group, mesh.pp.group, mesh.back.group, mesh.tp.group) == (world, *groups)
+        assert (mesh.world.group, mesh.data.group, mesh.pp.group, mesh.pp_to_lower.group, mesh.tp.group) == (
+            world,
+            *groups,
+        )
         assert calls == [(timedelta(seconds=5), world), (world, [7]), (dp, [7]), (tp, [7])]
         assert mesh.holders([0, 1]).group is forward and calls[4:] == [(forward, [7])]
-        assert mesh.second(mesh.dp).group is groups[-1] not in (dp, tp, backward) and calls[5:] == [(groups[-1], [7])]
+        assert mesh.second(mesh.data).group is groups[-1] not in (dp, tp, backward) and calls[5:] == [(groups[-1], [7])]
     finally:
         dist.destroy_process_group()
 
 
 def agrees(bad_rank):
-    axis = Mesh().world if torch.distributed.is_initialized() else Axis("world", (0,), 0, comm.Ledger())
+    axis = Mesh().world if torch.distributed.is_initialized() else Axis("world", (0,), 0, Watch())
 
     def action():
         if axis.rank == bad_rank:
@@ -291,7 +298,7 @@ def test_predictions_for_4096_ranks_need_no_process_and_no_tensor(pp, schedule, 
     with NoTensors():
         assert configuration.check(config, 4096) == dp
         plan = simulation.build(schedule, pp, m, chunks)
-        layout = Layout(config, dp, parameter_table(config), plan)
+        layout = Layout(config, dp, unit_specs(config), plan)
         sizes = memory.sizes(config, item=2, wide=4, on_cpu=False)
         for rank in (0, 1, pp - 1):
             sent = ledger.predict_sent(layout, plan, rank, 0, 2, 4)
@@ -300,7 +307,7 @@ def test_predictions_for_4096_ranks_need_no_process_and_no_tensor(pp, schedule, 
             P, bsh = layout.stored(rank), b * s * h
             both = sum(sent["tp", "activations", operation][1] for operation in ("all_gather", "reduce_scatter"))
             assert both == 10 * bsh * blocks * m * Fraction(t - 1, t) * 2
-            assert sent["dp", "gradients", "reduce_scatter"] == (
+            assert sent["data", "gradients", "reduce_scatter"] == (
                 len(layout.buckets(rank)),
                 P * Fraction(dp - 1, dp) * 4,
             )

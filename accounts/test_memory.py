@@ -18,7 +18,7 @@ from parallel import schedules
 from parallel.mesh import Mesh
 from parallel.pipeline import Unwatched
 from testing.compare import same_rows
-from testing.tiny import micro_batches, parameters, tiny_config
+from testing.tiny import parameters, tiny_batches, tiny_config
 
 # --- model states -----------------------------------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ def predicted(run):
 def started(config, mesh=None):
     run = train.build(config, mesh or Mesh.of(config), torch.device("cpu"))
     run.zero.initialize(config.seed)
-    return run, micro_batches(run)
+    return run, tiny_batches(run)
 
 
 def check_states(configs):

@@ -9,43 +9,44 @@ and its "threads" are the pp ranks. On a GPU every recorded action waits for the
 import json
 import time
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from accounts.clock import STEPS
 from errors import reading
 from parallel.comm import gather_objects
-from parallel.schedules import updates
+from parallel.schedules import Action, updates
+from parallel.watch import Tool
 
 HIDDEN, WAIT, MESSAGE = "hidden", "wait", "message"  # categories of communications
 
 
-class Trace:
+class Trace(Tool):
     """The record of one rank, in microseconds. The first step is iteration + 1."""
 
     def __init__(self, mesh, device, iteration):
-        self.replica, self.rank = mesh.dp.rank * mesh.tp.size + mesh.tp.rank, mesh.pp.rank
+        self.replica, self.rank = mesh.data.rank * mesh.tp.size + mesh.tp.rank, mesh.pp.rank
         self.device, self.step, self.schedule = device, iteration, None
         self.steps = deque(maxlen=STEPS)
-
-    def begin_step(self, schedule):
-        """The number of a step is that of its last update."""
-        self.step, self.schedule = self.step + updates(schedule), schedule
-        self.steps.append([])
 
     def now(self):
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # on NCCL's streams a receive may still wait
         return time.time_ns() / 1000
 
-    def action(self, action):
-        """Context: record an action, from the end of its wait for a message."""
-        return self._record(f"{action.kind}{action.microbatch}", action.kind, action._asdict())
-
-    def wait(self, kind, microbatch, chunk):
-        what = {"kind": kind, "microbatch": microbatch, "chunk": chunk}
-        return self._record(f"wait for {kind} {microbatch}", MESSAGE, what)
+    def span(self, phase, subject):
+        """Record a wait for a message, and an action from the end of its wait."""
+        if phase == "pipeline":
+            self.schedule = subject
+            self.step += updates(subject)  # the number of a step is that of its last update
+            self.steps.append([])
+        if isinstance(subject, Action):
+            return self._record(f"{subject.kind}{subject.microbatch}", subject.kind, subject._asdict())
+        if phase == "wait":
+            what = dict(zip(("kind", "microbatch", "chunk"), subject, strict=True))
+            return self._record(f"wait for {what['kind']} {what['microbatch']}", MESSAGE, what)
+        return nullcontext()
 
     @contextmanager
     def _record(self, name, category, what):
@@ -60,7 +61,7 @@ class Trace:
 def communication(call, trace):
     """Yield the events of a `clock.Call`: HIDDEN until WAIT."""
     _, axis, what, operation = call.row
-    if operation == "receive":  # `Trace.wait` records it
+    if operation == "receive":  # the span `wait` records it
         return
     started, began, ended = (1000 * time for time in call.times())
     name, step = f"{operation} of {what} over {axis}", call.key[2] + updates(trace.schedule)

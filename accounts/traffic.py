@@ -14,7 +14,7 @@ import torch
 import config as configuration
 from accounts import figures, ledger, memory, report
 from errors import UserError, exit_on_user_error
-from model import parameter_table
+from model import unit_specs
 from operations import DTYPES, resolved_dtype
 from options import Parser
 from parallel import schedules
@@ -38,7 +38,7 @@ def predict_step(config, ranks, device=CPU):
     dp = configuration.check(config, ranks)
     m = number_of_micro_batches(config, config.global_batch_size, dp)
     schedule = build_for(config, dp, m * config.updates_per_call)
-    layout = Layout(config, dp, parameter_table(config), schedule)
+    layout = Layout(config, dp, unit_specs(config), schedule)
     item = DTYPES[resolved_dtype(config, device)].itemsize
     sizes = memory.sizes(config, item, max(item, 4), on_cpu=device.type == "cpu" and config.dtype == "auto")
     sent = [ledger.predict_sent(layout, schedule, stage, 0, item, sizes.wide) for stage in range(config.pp)]
@@ -48,10 +48,10 @@ def predict_step(config, ranks, device=CPU):
 
 def predicted_tables(p):
     texts, c = [], p.layout.config
-    apart = c.tp * (p.layout.dp if c.order == "pp-dp-tp" else c.cp)  # ranks from a stage to the next one
+    apart = c.tp * (p.layout.data_ranks if c.order == "pp-dp-tp" else c.cp)  # ranks from a stage to the next one
     for stage, (sent, kept) in enumerate(zip(p.sent, p.kept, strict=True)):
         who = f"rank {stage * apart}, predicted"
-        texts.append(report.sent_table(who, p.layout.stage, {"bytes": sent}))
+        texts.append(report.sent_table(who, p.layout.zero_stage, {"bytes": sent}))
         texts.append(report.kept_table(who, p.layout, stage, {"bytes": kept}))
     return "\n\n".join(texts)
 

@@ -97,7 +97,7 @@ def one_process(c, mesh, batches):
 
 def ddp(c, mesh, batches):
     model = nn.parallel.DistributedDataParallel(
-        Plain(c, mesh.tp), process_group=mesh.dp.group, gradient_as_bucket_view=True
+        Plain(c, mesh.tp), process_group=mesh.data.group, gradient_as_bucket_view=True
     )
     return accumulated(model, c, batches, lambda last: contextlib.nullcontext() if last else model.no_sync())
 
@@ -106,7 +106,7 @@ def fsdp(c, mesh, batches):
     """Apply `fully_shard` to every block and to the rest. With ZeRO-3, parameters are freed after forward."""
     from torch.distributed.fsdp import fully_shard
 
-    model, axis, free_after_forward = Plain(c, mesh.tp), dist.init_device_mesh("cpu", (mesh.dp.size,)), c.zero == 3
+    model, axis, free_after_forward = Plain(c, mesh.tp), dist.init_device_mesh("cpu", (mesh.data.size,)), c.zero == 3
     for block in model.units[1:-1]:
         fully_shard(block, mesh=axis, reshard_after_forward=free_after_forward)
     fully_shard(model, mesh=axis, reshard_after_forward=free_after_forward)
@@ -233,10 +233,10 @@ LAYOUTS = [  # name, processes, our fields, micro-batches, PyTorch's variant
 def measured(name, processes, ours, count, theirs, fields, repeats):
     """Return the table's cells of a row of LAYOUTS. Raises UserError if ours and theirs train differently."""
     mesh = Mesh(ours.get("tp", 1), ours.get("pp", 1))
-    c = Config(**fields, **ours, global_batch_size=4 * count * mesh.dp.size)
+    c = Config(**fields, **ours, global_batch_size=4 * count * mesh.data.size)
     generator = torch.Generator().manual_seed(c.seed)
-    tokens = torch.randint(c.vocab_size, (count, mesh.dp.size, 4, c.seq_length + 1), generator=generator)
-    mine = samples(tokens[:, mesh.dp.rank])
+    tokens = torch.randint(c.vocab_size, (count, mesh.data.size, 4, c.seq_length + 1), generator=generator)
+    mine = samples(tokens[:, mesh.data.rank])
     steps = [our_step(c, mesh, mine), theirs(c, mesh, mine)]
     for i in range(3):
         ours_did, (loss, norm) = (step() for step in steps)
@@ -265,7 +265,7 @@ def our_step(c, mesh, batches):
 
 def whole_loss(mesh, loss):
     loss = loss.full_tensor() if isinstance(loss, dist.tensor.DTensor) else torch.as_tensor(loss)
-    share = loss.double() / (mesh.dp.size * mesh.tp.size)
+    share = loss.double() / (mesh.data.size * mesh.tp.size)
     return all_reduce(share, mesh.world, "loss").wait().item()
 
 

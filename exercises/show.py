@@ -74,7 +74,7 @@ def losses(steps=21):
     for rule in (RULES["adamw"].step, slides_adam(-1), slides_adam(1)):
         with mock.patch.dict(RULES, adamw=RULES["adamw"]._replace(step=rule, fused=None)):
             c = t.tiny_config(1, optimizer="adamw", dtype="fp32", weight_decay=0.0, lr=5e-3, train_iters=steps)
-            batches = t.micro_batches(run := t.built(c))
+            batches = t.tiny_batches(run := t.built(c))
             curves.append([f"{train.train_step(run, batches).read().loss:.4f}" for _ in range(steps)])
     rows = [("step", "your AdamW", "the slide's Adam", "only epsilon inside the root")]
     print(aligned([*rows, *([str(i), *row] for i, row in enumerate(zip(*curves, strict=True)) if i % 4 == 0)], 0))
@@ -91,7 +91,7 @@ def ratios():
 
     run = t.built(t.tiny_config(1, optimizer="lamb", num_layers=1))
     with mock.patch.dict(RULES, lamb=rule._replace(layerwise=watched)):
-        train.train_step(run, t.micro_batches(run))
+        train.train_step(run, t.tiny_batches(run))
     names = [piece.spec.name for _, bucket in sorted(run.zero.buckets.items()) for piece in bucket.pieces]
     lines = [(name, *(f"{x:.4f}" for x in row)) for name, row in zip(names, rows[1:], strict=True)]
     print(aligned([rows[0], *lines], 1))
@@ -138,7 +138,7 @@ def batch(steps=3):
     for samples in (1, 2, 4, 8, 16, 32):
         c = tiny(seq_length=32, micro_batch_size=samples, global_batch_size=samples)
         run, seconds = t.built(c), []
-        batches = t.micro_batches(run)
+        batches = t.tiny_batches(run)
         for _ in range(1 + steps):
             start = time.perf_counter()
             train.train_step(run, batches).read()

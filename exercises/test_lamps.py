@@ -24,7 +24,7 @@ from parallel.tensor import Linear
 from parallel.test_pipeline import storages, waiting_in_block
 from parallel.versions import kept_versions
 from testing.compare import ratio, same_tensor
-from testing.tiny import built, check_layout, micro_batches, tiny_config
+from testing.tiny import built, check_layout, tiny_batches, tiny_config
 
 pytestmark = pytest.mark.slow  # other tests show the same
 
@@ -162,8 +162,8 @@ def test_adamw_decays_the_weight_itself():
 def gradients_sent():
     """Return {operation: (calls, bytes)} of the gradients in a step with 3 micro-batches, and the bytes of a copy."""
     run = built(tiny_config(2, dtype="fp32"))
-    train.train_step(run, micro_batches(run))
-    sent = {key[2]: row for key, row in run.mesh.ledger.per_step(1).items() if key[1] == "gradients"}
+    train.train_step(run, tiny_batches(run))
+    sent = {key[2]: row for key, row in run.mesh.watch.ledger.per_step(1).items() if key[1] == "gradients"}
     return sent, 4 * sum(bucket.size for bucket in run.zero.buckets.values()), len(run.zero.buckets)
 
 
@@ -185,7 +185,7 @@ def test_sums_run_while_backward_continues(monkeypatch):
     monkeypatch.setattr(zero, "all_reduce", lambda x, axis, what, **_: calls.append(what) or Watched(x))
     run = built(tiny_config(1))
     run.zero.zero_grad()
-    run.executor.run(micro_batches(run), 1, 1.0)
+    run.executor.run(tiny_batches(run), 1, 1.0)
     assert "gradients" in calls, "no sum of gradients starts during backward"
     assert "wait" not in calls, "backward stands still: it waits for a sum of gradients before `Zero.finish`"
 
@@ -216,7 +216,7 @@ def gradients_in_a_step(config):
 
     run.executor.after_action = lambda: count("between two micro-batches")
     with mock.patch.object(tensor, "add_product", watching):
-        train.train_step(run, micro_batches(run))
+        train.train_step(run, tiny_batches(run))
     return most
 
 
@@ -348,8 +348,8 @@ def test_pipedream_keeps_few_versions():
 def activations_sent(config):
     """Return the bytes of activations that this rank sends over tp in a step."""
     run = built(config)
-    train.train_step(run, micro_batches(run))
-    return sum(sent for (_, what, _), (_, sent) in run.mesh.ledger.per_step(1).items() if what == "activations")
+    train.train_step(run, tiny_batches(run))
+    return sum(sent for (_, what, _), (_, sent) in run.mesh.watch.ledger.per_step(1).items() if what == "activations")
 
 
 @pytest.mark.parametrize("sequence_parallel, factor", [(False, 8), (True, 10)])
@@ -386,7 +386,7 @@ def test_each_axis_has_its_groups(axis):
 
 def test_each_rank_is_in_its_groups_at_its_index():
     for rank, mesh in enumerate(meshes()):
-        for axis in (mesh.world, mesh.dp, mesh.pp, mesh.tp, mesh.back):
+        for axis in (mesh.world, mesh.data, mesh.pp, mesh.tp, mesh.back):
             text = f"rank {rank}: its index on {axis.name} is {axis.rank}, and the ranks there are {axis.ranks}"
             assert mesh.rank == rank == axis.ranks[axis.rank], text
 

@@ -40,18 +40,14 @@ class Ledger:
     """Counts calls and bytes by (phase, axis, what, operation). what: a name for the data, for example "gradients"."""
 
     def __init__(self):
-        self.phase = "setup"
         self.rows = {}
 
-    def count(self, operation, axis, ranks, what, whole_bytes):
-        row = self.rows.setdefault((self.phase, axis, what, operation), [0, Fraction(0)])
+    def count(self, operation, axis, what, whole):
+        """Return the number of such calls so far. whole: the tensor of N bytes in the table above."""
+        row = self.rows.setdefault((axis.watch.phase, axis.name, what, operation), [0, Fraction(0)])
         row[0] += 1
-        row[1] += sent_bytes(operation, ranks, whole_bytes)
+        row[1] += sent_bytes(operation, axis.size, whole.numel() * whole.element_size())
         return row[0]
-
-    def start(self, axis, what, operation, call, *arguments, **more):
-        """Start a communication. `accounts/clock.py` replaces this method."""
-        return call(*arguments, **more)
 
     def per_step(self, steps):
         """Return {(axis, what, operation): (calls, bytes)}, summed over the phases of a step and divided by `steps`."""
@@ -161,17 +157,17 @@ def rotate(x, axis, what):
 
 def _collective(operation, axis, what, call, arguments, whole, result):
     """Count and start a collective. whole: the tensor of N bytes in the table above."""
-    number = axis.ledger.count(operation, axis.name, axis.size, what, whole.numel() * whole.element_size())
+    number = axis.watch.ledger.count(operation, axis, what, whole)
     name = Pending.latest = f"{axis.waited} in {operation} {number} of {what} over {axis.name}"
     with lost_peer(name):
-        work = axis.ledger.start(axis, what, operation, call, *arguments, group=axis.group, async_op=True)
-        return Pending(result, work, name)
+        work = call(*arguments, group=axis.group, async_op=True)
+        return Pending(result, axis.watch.started(work, axis, what, operation), name)
 
 
 def send(x, axis, to, what, tag=0):
     """Send x to rank `to` of the axis. x must not change or be freed until it is sent."""
     x = x.contiguous()
-    axis.ledger.count("send", axis.name, axis.size, what, x.numel() * x.element_size())
+    axis.watch.ledger.count("send", axis, what, x)
     return _message("send", x, axis, to, what, tag)
 
 
@@ -189,8 +185,8 @@ def _message(operation, x, axis, peer, what, tag):
     call, does = (dist.isend, f"to receive {what}") if operation == "send" else (dist.irecv, "to send")
     name = f"rank {axis.ranks[axis.rank]} waited for rank {axis.ranks[peer]} {does}"
     with lost_peer(name):
-        work = axis.ledger.start(axis, what, operation, call, x, axis.ranks[peer], group=axis.group, tag=tag)
-        return Pending(x, work, name)
+        work = call(x, axis.ranks[peer], group=axis.group, tag=tag)
+        return Pending(x, axis.watch.started(work, axis, what, operation, axis.ranks[peer]), name)
 
 
 def agree(axis, action):

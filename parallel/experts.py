@@ -161,5 +161,5 @@ class Balance(torch.autograd.Function):
         dropped = (counts - places_of_expert(c, G)).clamp(min=0)
         experts.counts = experts.counts + torch.stack([counts, dropped]).sum(1)
         f = counts.to(dp.dtype) / (G * c.top_k)
-        weight = batch.weight * c.balance * c.experts / len(batch.ids)  # 1 / (groups of all tp ranks * G)
+        weight = batch.factor * c.balance * c.experts / len(batch.ids)  # 1 / (groups of all tp ranks * G)
         return dp + (weight * f).repeat_interleave(G, 0), None, None, None, None

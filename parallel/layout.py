@@ -1,12 +1,12 @@
 """The units, buckets and shards of each rank, computed from the configuration alone.
 
-A *table* describes the model: table[i] is the list of the `tensor.ParamSpec`s that unit i uses.
+`unit_specs` describes the model: unit_specs[i] is the list of the `tensor.ParamSpec`s that unit i uses.
 
     units       are cut into consecutive parts; a chunk of the schedule is one part, placed on one rank
     bucket      the parameters that are gathered, reduced and updated together: word table, position table, each block,
                 the head. All units of a rank that use a bucket share one copy of it (the tied word table)
     holders     the pipeline ranks whose units use a bucket
-    shard       the 1/dp of a bucket that one data rank owns
+    shard       one of the equal parts of a bucket, if ZeRO divides it over data ranks
 
 The parameters of a bucket lie in its flat buffer in this order, each at a multiple of ALIGN elements. So gradient norm
 and weight decay need only a few slices, even if a shard begins or ends inside a parameter:
@@ -56,11 +56,11 @@ class BucketLayout:
     """Positions of one bucket's parameters in the flat buffer.
 
     specs: ParamSpecs in the order of the buffer; specs[i] begins at offsets[i]. ranges: without the padding at the end.
-    size: number of elements with padding, a multiple of dp.
+    size: number of elements with padding. It has `data_ranks` equal aligned parts.
     """
 
-    def __init__(self, name, specs, tp, dp):
-        self.name, self.tp, self.dp = name, tp, dp
+    def __init__(self, name, specs, tp, data_ranks):
+        self.name, self.tp = name, tp
         self.specs = sorted(specs, key=kind_of, reverse=True)  # parameters of one kind keep their order
         self.lengths, self.offsets, self.ranges, end = [], [], [], 0
         for kind, of_kind in itertools.groupby(self.specs, kind_of):
@@ -70,20 +70,17 @@ class BucketLayout:
                 self.lengths.append(math.prod(spec.local_shape(tp)))
                 end += math.ceil(self.lengths[-1] / ALIGN) * ALIGN
             self.ranges.append(Range(begin, end, *kind))
-        self.size = math.ceil(end / (ALIGN * dp)) * ALIGN * dp
+        self.size = math.ceil(end / (ALIGN * data_ranks)) * ALIGN * data_ranks
 
-    def shard(self, dp_rank):
-        length = self.size // self.dp
-        return dp_rank * length, (dp_rank + 1) * length
-
-    def owned(self, dp_rank, stage):
-        """Return (begin, end) of the elements that a data rank updates."""
-        return self.shard(dp_rank) if stage >= 1 else (0, self.size)
+    def part(self, index, count):
+        """Return (begin, end) of one of `count` equal parts. count divides the number of data ranks."""
+        length = self.size // count
+        return index * length, (index + 1) * length
 
     def ranges_in(self, begin, end):
         """Return the overlaps of the Ranges with begin .. end, counted from `begin`."""
-        met = (Range(max(r.begin, begin) - begin, min(r.end, end) - begin, r.cut, r.decays) for r in self.ranges)
-        return [r for r in met if r.begin < r.end]
+        overlaps = (Range(max(r.begin, begin) - begin, min(r.end, end) - begin, r.cut, r.decays) for r in self.ranges)
+        return [overlap for overlap in overlaps if overlap.begin < overlap.end]
 
     def pieces(self, begin, end):
         """Yield a Piece for every parameter: its overlap with begin .. end."""
@@ -105,36 +102,44 @@ def split(units, parts):
         counts[i] += 1
     counts[0] += 1  # the embedding
     counts[-1] += 1  # the head
-    left = iter(units)
-    return [list(itertools.islice(left, count)) for count in counts]
+    remaining = iter(units)
+    return [list(itertools.islice(remaining, count)) for count in counts]
 
 
-def all_buckets(table, tp, dp):
+def all_buckets(unit_specs, tp, data_ranks):
     """Return {name: BucketLayout} of all buckets."""
     specs = {}  # bucket name: {parameter name: ParamSpec}, a tied parameter once
-    for spec in (spec for unit in table for spec in unit):
+    for spec in (spec for unit in unit_specs for spec in unit):
         specs.setdefault(spec.bucket, {})[spec.name] = spec
-    return {name: BucketLayout(name, s.values(), tp, dp) for name, s in specs.items()}
+    return {name: BucketLayout(name, s.values(), tp, data_ranks) for name, s in specs.items()}
 
 
 class Layout:
-    """The layout of `config` on `dp` data ranks. schedule: a Schedule for any number of micro-batches.
+    """The layout of `config` on `data_ranks` ranks that share parameters (dp cp).
 
-    buckets: `all_buckets` of another Layout with the same table, tp and dp.
+    schedule: a Schedule with any number of micro-batches. shards: the number of shards of a bucket (ZeRO stage 0: 1).
+    buckets: `all_buckets` of another Layout with the same unit_specs, tp and data_ranks.
     """
 
-    def __init__(self, config, dp, table, schedule, buckets=None):
-        self.config, self.dp, self.table = config, dp, table
-        self.stage = config.zero if dp > 1 else 0  # one data rank shards nothing
-        parts = split(range(len(table)), max(schedule.parts) + 1)
+    def __init__(self, config, data_ranks, unit_specs, schedule, buckets=None):
+        self.config, self.data_ranks, self.unit_specs = config, data_ranks, unit_specs
+        self.shards = data_ranks // config.zero_copies if config.zero else 1
+        self.zero_stage = config.zero if self.shards > 1 else 0  # one data rank shards nothing
+        parts = split(range(len(unit_specs)), max(schedule.parts) + 1)
         self.units = [parts[part] for part in schedule.parts]  # units[chunk]: indices
         self.placement = schedule.placement
-        self.names_of = [list(dict.fromkeys(spec.bucket for spec in unit)) for unit in table]  # buckets of each unit
-        self.all_buckets = buckets or all_buckets(table, config.tp, dp)
+        self.names_of = [list(dict.fromkeys(spec.bucket for spec in unit)) for unit in unit_specs]  # of each unit
+        self.all_buckets = buckets or all_buckets(unit_specs, config.tp, data_ranks)
         self.holders_of = {name: set() for name in self.all_buckets}
         for chunk, units in enumerate(self.units):
             for name in self.names(units):
                 self.holders_of[name].add(self.placement[chunk])
+
+    def axis_sizes(self):
+        """Return {name of a `mesh.Axis`: its number of ranks}."""
+        c = self.config
+        sizes = {"data": self.data_ranks, "shards": self.shards, "copies": c.zero_copies, "cp": c.cp, "tp": c.tp}
+        return sizes | {"pp": c.pp, "world": self.data_ranks * c.tp * c.pp}
 
     def chunks(self, rank):
         return [chunk for chunk, placed in enumerate(self.placement) if placed == rank]
@@ -144,8 +149,9 @@ class Layout:
         return list(dict.fromkeys(name for unit in units for name in self.names_of[unit]))
 
     def buckets(self, rank):
-        held = self.names(unit for chunk in self.chunks(rank) for unit in self.units[chunk])
-        return {name: self.all_buckets[name] for name in held}
+        """Return {name: BucketLayout} of the buckets that a pipeline rank keeps."""
+        names = self.names(unit for chunk in self.chunks(rank) for unit in self.units[chunk])
+        return {name: self.all_buckets[name] for name in names}
 
     def holders(self, name):
         return sorted(self.holders_of[name])
@@ -164,16 +170,16 @@ class Layout:
         return {name: count[name] // updates(schedule) for name in self.buckets(rank)}
 
 
-def replica_sums(c, dp):
+def replica_sums(c, data_ranks):
     """Return the name in the ledger if gradients of replicated parameters must be summed over tp, otherwise None.
 
     With sequence parallelism each tp rank has summed its own tokens. Without it the gradients are equal, but NCCL may
-    add in another order in each dp group. With more than two dp ranks the last digits then differ, and the copies of a
-    parameter would drift apart.
+    add in another order for each tp rank. With more than two data ranks the last digits then differ, and the copies of
+    a parameter would drift apart.
     """
     if c.sequence_parallel:
         return "partial gradients"
-    return "replicated gradients" if c.tp > 1 and dp > 2 else None
+    return "replicated gradients" if c.tp > 1 and data_ranks > 2 else None
 
 
 def rows_outside(c):
@@ -186,11 +192,11 @@ def tokens_of_rank(c):
     return c.micro_batch_size * c.seq_length // c.cp
 
 
-def build_for(c, dp, microbatches):
+def build_for(c, data_ranks, microbatches):
     """Return the checked Schedule of a configuration. microbatches: of each data rank."""
-    return build(c.schedule, c.pp, microbatches, c.chunks, number_of_micro_batches(c, c.global_batch_size, dp))
+    return build(c.schedule, c.pp, microbatches, c.chunks, number_of_micro_batches(c, c.global_batch_size, data_ranks))
 
 
-def number_of_micro_batches(c, samples, dp):
-    """Return m of a data rank in a step of `samples`. dp contains the cp ranks, which share a micro-batch."""
-    return samples * c.cp // (c.micro_batch_size * dp)
+def number_of_micro_batches(c, samples, data_ranks):
+    """Return m of a data rank in a step of `samples`. The cp ranks share a micro-batch."""
+    return samples * c.cp // (c.micro_batch_size * data_ranks)

@@ -10,8 +10,8 @@ larger lr). b1 is adam_beta1 (usual: 0.95). The matrices are q, k, v, proj, fc1,
 Other parameters get AdamW. Matrices keep AdamW's second moment, which stays 0, because buffers, checkpoints and
 `memory.py` have one form for all rules.
 
-**Over ranks.** tp cuts a matrix by rows or columns, ZeRO anywhere. Each rank gathers u in the master dtype, over dp
-(stages 1 to 3), then over tp, computes O of whole matrices, and keeps its part. An expert is whole on its rank.
+**Over ranks.** tp cuts a matrix by rows or columns, ZeRO anywhere. Each rank gathers u in the master dtype, over the
+shards (stages 1 to 3), then over tp, computes O of whole matrices, and keeps its part. An expert is whole on its rank.
 
 **FLOPs.** A matrix with sides r <= c takes 20 r^2 c + 10 r^3, a block 300 h^3, which is 4.2 h/T of a step of T tokens.
 All dp tp ranks repeat it: with GPT-2 345M and T = 0.5M that is 6.5% of the blocks' FLOPs on dp=8, and 52% on dp=64.
@@ -50,25 +50,24 @@ def orthogonal(u, dtype):
     return x.to(u.dtype)
 
 
-def muon(bucket, mesh, device, *, lr, decay, scale, beta1, **_):
+def muon(bucket, device, *, lr, decay, scale, beta1, **_):
     """Update the matrices of a `zero.Bucket`. Return its other Ranges."""
     matrices = [piece for piece in bucket.layout.pieces(0, bucket.size) if is_matrix(piece.spec)]
-    own = [r for r in bucket.ranges if matrices and r.cut and r.decays]
-    for begin, end, *_ in own:
-        w, g, m = (x[begin:end] for x in (bucket.master, bucket.gradient, bucket.moments[0]))
+    ranges = [r for r in bucket.ranges if matrices and r.cut and r.decays]
+    for begin, end, *_ in ranges:
+        w, g, m = (x[begin:end] for x in (bucket.master, bucket.master_grad, bucket.moments[0]))
         m.mul_(beta1).add_(g, alpha=(1 - beta1) * scale)
         g.mul_((1 - beta1) * scale).add_(m, alpha=beta1)
         w.mul_(1 - lr * decay)
     if matrices:
-        u = bucket.gradient.to(device)
-        u = all_gather(u, bucket.dp, "momentum").wait() if bucket.stage else u
+        u = all_gather(bucket.master_grad.to(device), bucket.shards, "momentum").wait()
         dtype = bucket.param.whole.dtype
         dtype = u.dtype if dtype == torch.float16 else dtype  # fp16 would lose small elements
-        for piece, mine in zip(matrices, bucket.pieces, strict=False):  # matrices are the first pieces
-            local = piece.of(u).view(piece.spec.local_shape(mesh.tp.size))
-            part = direction(local, piece.spec, mesh.tp, dtype).flatten()[mine.begin : mine.end]
-            mine.of(bucket.master).sub_(part.to(bucket.master.device), alpha=lr)
-    return [r for r in bucket.ranges if r not in own]
+        for matrix, piece in zip(matrices, bucket.pieces, strict=False):  # matrices are the first pieces
+            local = matrix.of(u).view(matrix.spec.local_shape(bucket.tp.size))
+            part = direction(local, matrix.spec, bucket.tp, dtype).flatten()[piece.begin : piece.end]
+            piece.of(bucket.master).sub_(part.to(bucket.master.device), alpha=lr)
+    return [r for r in bucket.ranges if r not in ranges]
 
 
 def direction(u, spec, tp, dtype):

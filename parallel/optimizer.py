@@ -101,8 +101,8 @@ RULES = {
 }
 
 
-def update(c, buckets, scalars, ops, mesh, device):
-    """Update the elements that this rank owns of every `zero.Bucket`. It may overwrite their `gradient`.
+def update(c, buckets, scalars, ops, device):
+    """Update this rank's shard of every `zero.Bucket`. It may overwrite their `master_grad`.
 
     scalars: `reference.UpdateScalars`. ops: has the fused operations. device: where norms are summed (with
     offload the state is on the CPU).
@@ -112,21 +112,21 @@ def update(c, buckets, scalars, ops, mesh, device):
         for b in buckets:
             ranges = [(r.begin, r.end, r.decays) for r in b.ranges]
             fused = getattr(ops, rule.fused)
-            fused(b.master, b.gradient, b.moments, scalars, ranges, decay=c.weight_decay, out=b.cast, **constants)
+            fused(b.master, b.master_grad, b.moments, scalars, ranges, decay=c.weight_decay, out=b.cast, **constants)
         return
     if scalars.skip:
         return
     constants |= dict(lr=scalars.lr.item(), scale=scalars.scale.item(), update=scalars.update.item())
     for b in buckets:
-        ranges = rule.whole(b, mesh, device, decay=c.weight_decay, **constants) if rule.whole else b.ranges
+        ranges = rule.whole(b, device, decay=c.weight_decay, **constants) if rule.whole else b.ranges
         for begin, end, _, decays in ranges:
-            w, g, *moments = (x[begin:end] for x in (b.master, b.gradient, *b.moments))
+            w, g, *moments = (x[begin:end] for x in (b.master, b.master_grad, *b.moments))
             rule.step(w, g, moments, decay=c.weight_decay * decays, **constants)
     if rule.layerwise:
         tensors = [(b, piece) for b in buckets for piece in b.pieces]
-        norms = tensor_norms(tensors, mesh, c.zero >= 1, device).tolist()
+        norms = tensor_norms(tensors, device).tolist()
         for (b, piece), (weight_norm, norm) in zip(tensors, norms, strict=True):
-            w, g, *moments = (piece.of(x) for x in (b.master, b.gradient, *b.moments))
+            w, g, *moments = (piece.of(x) for x in (b.master, b.master_grad, *b.moments))
             constants |= dict(decay=c.weight_decay * piece.spec.decay, layerwise=piece.spec.decay)
             rule.layerwise(w, g, moments, weight_norm, norm, lars_coefficient=c.lars_coefficient, **constants)
     for b in buckets:
@@ -134,23 +134,22 @@ def update(c, buckets, scalars, ops, mesh, device):
             b.cast.copy_(b.master)
 
 
-def tensor_norms(tensors, mesh, sharded, device):
+def tensor_norms(tensors, device):
     """Return the norms of each whole weight and of its gradient, float64 [number of tensors, 2].
 
-    tensors: [(Bucket, Piece)]. sharded: shards cut them over dp. All holders of a tensor take the sums of the first
-    holder: their own may differ in the last digits, and copies would drift apart.
+    tensors: [(Bucket, Piece)]; the axes `shards` and `tp` of the Buckets are equal. All holders of a tensor take the
+    sums of the first holder: their own may differ in the last digits, and copies would drift apart.
     """
     squares = torch.zeros(len(tensors), 2, dtype=torch.float64, device=tensors[0][0].master.device)
     rows_of = {}  # {Axis of holders: their rows of `squares`}
     for i, (bucket, piece) in enumerate(tensors):
         rows_of.setdefault(bucket.holders, []).append(i)
-        if piece.spec.tp_dim is not None or mesh.tp.rank == 0:
-            for k, x in enumerate((bucket.master, bucket.gradient)):
+        if piece.spec.tp_dim is not None or bucket.tp.rank == 0:
+            for k, x in enumerate((bucket.master, bucket.master_grad)):
                 squares[i, k] = torch.linalg.vector_norm(piece.of(x)).double() ** 2
     squares = squares.to(device)
-    if sharded:
-        squares = all_reduce(squares, mesh.dp, "parameter norms").wait()
-    squares = all_reduce(squares, mesh.tp, "parameter norms").wait()
+    squares = all_reduce(squares, bucket.shards, "parameter norms").wait()
+    squares = all_reduce(squares, bucket.tp, "parameter norms").wait()
     for holders, rows in sorted(rows_of.items(), key=lambda item: item[0].ranks):
         first = squares[rows] if holders.rank == 0 else torch.zeros_like(squares[rows])
         squares[rows] = all_reduce(first, holders, "parameter norms").wait()

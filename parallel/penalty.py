@@ -8,7 +8,7 @@ step runs forward, backward and the sums of gradients twice.
 
 import torch
 
-from parallel.pipeline import Executor, Unwatched
+from parallel.pipeline import Executor
 
 RADIUS = 1e-5  # the length of e d, relative to that of w; on tiny models 0.1% to 0.6% off, in fp32 and fp64
 
@@ -16,29 +16,29 @@ RADIUS = 1e-5  # the length of e d, relative to that of w; on tiny models 0.1% t
 class PenalisedExecutor(Executor):
     """An Executor whose `run` leaves the gradients of the loss with the penalty. It needs ZeRO stage 0."""
 
-    def run(self, micro_batches, count, weight):
-        batches, buckets = [next(micro_batches) for _ in range(count)], self.zero.buckets.values()
-        self.own = {}  # {bucket name: this rank's share of the gradient}
-        loss = super().run(iter(batches), count, weight)
-        self.zero.finish()
+    def run(self, batches, count, factor):
+        batches, buckets = [next(batches) for _ in range(count)], self.zero.in_order
+        self.shares = {}  # {bucket's name: this rank's share of the gradient}
+        loss = super().run(iter(batches), count, factor)
+        with self.watch("finish"):
+            self.zero.finish()
         params, grads = [b.param.whole for b in buckets], [b.grad.whole for b in buckets]
-        own = [self.own[b.name] for b in buckets]
-        away = [self.mesh.dp.size * g - summed for g, summed in zip(own, grads, strict=True)]
+        shares = [self.shares[b.name] for b in buckets]
+        distances = [self.mesh.data.size * g - total for g, total in zip(shares, grads, strict=True)]  # g_r - g
         length = torch.nn.utils.get_total_norm
-        e = RADIUS * length(params) / length(away)
+        e = RADIUS * length(params) / length(distances)
         weights = [w.clone() for w in params]
-        for param, grad, g, d in zip(params, grads, own, away, strict=True):
+        for param, grad, g, d in zip(params, grads, shares, distances, strict=True):
             param += e * d
             grad.copy_((1 - self.config.penalty / e) * g)  # the second backward adds penalty / e times its gradient
-        trace, self.trace = self.trace, Unwatched()  # a trace shows the first run
-        super().run(iter(batches), count, weight * (self.config.penalty / e).item())
-        self.trace = trace
-        self.zero.finish()
+        with self.watch("penalty"):
+            super().run(iter(batches), count, factor * (self.config.penalty / e).item())
+            self.zero.finish()
         for param, w in zip(params, weights, strict=True):
             param.copy_(w)
         return loss
 
-    def _reduce(self, name):
-        if self.passes[name] == 1:
-            self.own[name] = self.zero.buckets[name].grad.whole.clone()
-        super()._reduce(name)
+    def _reduce(self, bucket):
+        if self.passes[bucket.name] == 1:
+            self.shares[bucket.name] = bucket.grad.whole.clone()
+        super()._reduce(bucket)

@@ -28,7 +28,6 @@ the versions that this scheme keeps.
 **Not on GPUs yet.** There the first call may deadlock (NOTES.md; `parallel/test_order.py` shows it).
 """
 
-import copy
 from collections import Counter, deque
 
 import torch
@@ -48,12 +47,11 @@ class Versions:
     made: the number of updates of this call in the master weights.
     """
 
-    def __init__(self, zero, name, holders, flats):
+    def __init__(self, zero, bucket, holders, flats):
         """flats: `Executor.flats`, which receives every buffer that is made here."""
-        self.bucket, self.holders, self.zero = zero.buckets[name], holders, copy.copy(zero)
-        self.zero.buckets, self.zero.updates = {name: self.bucket}, zero.updates.clone()  # a Zero of this bucket only
-        if self.bucket.master is self.bucket.param.own:
-            self.bucket.master = torch.zeros_like(self.bucket.param.own)
+        self.zero, self.bucket, self.holders = zero, bucket, holders
+        if self.bucket.master is self.bucket.param.shard:
+            self.bucket.master = torch.zeros_like(self.bucket.param.shard)
         self.made, self.flats, self.buffers = 0, {0: self.bucket.param.whole}, flats
         self.buffers[OLDER].append(self.bucket.param.whole)  # older, when another buffer is the latest
         self.spare, self.spare_sums = [], []  # buffers that are free for a version, for a sum
@@ -65,9 +63,9 @@ class Versions:
         return spare.pop()
 
     def begin(self, schedule, scalars, squares):
-        self.versions = shared_versions(schedule, self.holders)  # of each micro-batch
+        self.of_batch = shared_versions(schedule, self.holders)  # the version of each micro-batch
         # {version: number of micro-batches that still need it}. The next call needs the last version.
-        self.left = Counter([*self.versions, len(scalars)])
+        self.users = Counter([*self.of_batch, len(scalars)])
         self.made, self.flats, self.shown = 0, {0: self.flats[self.made]}, 0
         self.scalars, self.squares, self.sums = scalars, squares, deque()
 
@@ -80,55 +78,55 @@ class Versions:
                 p.data = piece.of(self.flats[version]).view(p.shape)
 
     def done(self, version):
-        self.left[version] -= 1
-        if not self.left[version]:
+        self.users[version] -= 1
+        if not self.users[version]:
             self.spare.append(self.flats.pop(version))
 
     def start_sum(self):
-        flat = self._buffer(SUMS, self.spare_sums, self.bucket.grad.own)
-        flat.copy_(self.bucket.grad.own)
+        flat = self._buffer(SUMS, self.spare_sums, self.bucket.grad.shard)
+        flat.copy_(self.bucket.grad.shard)
         self.sums.append(all_reduce(flat, self.bucket.holders, "twin gradients"))
-        self.zero.zero_grad()
+        self.bucket.grad.clear()
 
     @torch.no_grad()
     def catch_up(self, version):
         """Make updates until the master weights contain `version` of them."""
-        bucket, gradient = self.bucket, self.bucket.grad.own
+        bucket, gradient = self.bucket, self.bucket.grad.shard
         for update in range(self.made, version):
             if summed := bool(self.sums):
-                bucket.grad.own = self.sums.popleft().wait()
-            self.squares[update] += self.zero.squared_norm()
-            used = self.left[update + 1] > 0
+                bucket.grad.shard = self.sums.popleft().wait()
+            self.squares[update] += self.zero.squared_norm([bucket])
+            used = self.users[update + 1] > 0
             if used:  # `.data`: autograd's check for in-place changes must not see that a buffer is used again
                 self.flats[update + 1] = self._buffer(OLDER, self.spare, bucket.param.whole)
                 bucket.param.whole = self.flats[update + 1].data
             # If no forward uses this version, only the master weights have it.
-            bucket.param.own = bucket.param.whole[slice(*bucket.owned)] if used else bucket.master
-            self.zero.update(self.scalars[update])
+            bucket.param.shard = bucket.param.whole[slice(*bucket.bounds)] if used else bucket.master
+            self.zero.update_buckets([bucket], self.scalars[update])
             if used:
-                self.zero.publish()
+                bucket.publish()
             if summed:
-                self.spare_sums.append(bucket.grad.own)
-                bucket.grad.own = gradient
+                self.spare_sums.append(bucket.grad.shard)
+                bucket.grad.shard = gradient
             else:
-                self.zero.zero_grad()
+                bucket.grad.clear()
         self.made = max(self.made, version)
 
 
 class PipeDream(Executor):
     """Executes the asynchronous schedules. Raises UserError on GPUs with pp > 1."""
 
-    def __init__(self, model, zero, config, mesh, layout, schedule, timers):
+    def __init__(self, model, zero, config, mesh, layout, schedule):
         if zero.device.type == "cuda" and config.pp > 1:
             advice = "use another schedule, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
             raise UserError(f"schedule={config.schedule}: on GPUs its first call may deadlock; {advice}")
-        super().__init__(model, zero, config, mesh, layout, schedule, timers)
-        self.methods = METHODS | {"U": ("update", "optimizer")}
+        super().__init__(model, zero, config, mesh, layout, schedule)
+        self.methods = METHODS | {"U": ("update", "update")}
         self.flats = {OLDER: [], SUMS: []}
-        names = sorted(zero.buckets)  # the same order on all ranks
-        self.weights = [Versions(zero, name, layout.holders(name), self.flats) for name in names]
+        buckets = zero.in_order  # the same order on all ranks
+        self.versions = [Versions(zero, bucket, layout.holders(bucket.name), self.flats) for bucket in buckets]
 
-    def call(self, micro_batches, count, weight, scalars):
+    def call(self, batches, count, factor, scalars):
         """Run a call of `count` micro-batches. Return (losses, squares), float64 [updates].
 
         Arguments as in `Executor.run`, and scalars: [reference.UpdateScalars of each update]. losses: sums of mean
@@ -136,12 +134,12 @@ class PipeDream(Executor):
         """
         schedule, _, self.passes_of_update = self.prepared(count)
         self.update_losses, squares = [], torch.zeros(len(scalars), dtype=torch.float64, device=self.zero.device)
-        for weights in self.weights:
-            weights.begin(schedule, scalars, squares)
+        for versions in self.versions:
+            versions.begin(schedule, scalars, squares)
         self.forwards = count  # forwards that this rank has not begun
-        self.run(micro_batches, count, weight)
-        for weights in self.weights:
-            weights.show(len(scalars))
+        self.run(batches, count, factor)
+        for versions in self.versions:
+            versions.show(len(scalars))
         self.zero.updates += len(scalars)
         return torch.stack(self.update_losses), squares
 
@@ -154,22 +152,21 @@ class PipeDream(Executor):
     def _backward(self, j, c, deferred):
         self._show(j)
         super()._backward(j, c, deferred)
-        for weights in self.weights:
-            weights.done(weights.versions[j])
+        for versions in self.versions:
+            versions.done(versions.of_batch[j])
 
     def _show(self, j):
-        for weights in self.weights:
-            weights.show(weights.versions[j])
+        for versions in self.versions:
+            versions.show(versions.of_batch[j])
 
     def update(self, j, c):
         """The action U."""
         self.update_losses.append(self.total)
         self.total, self.passes = torch.zeros_like(self.total), dict(self.passes_of_update)
-        self.zero.sum_over_dp()
+        self.zero.sum_over_data()
         self.zero.sum_over_tp()
-        self.mesh.ledger.phase = "step"
-        for weights in self.weights:
-            if len(weights.holders) > 1:
-                weights.start_sum()
-            if len(weights.holders) == 1 or not self.forwards:
-                weights.catch_up(len(self.update_losses))
+        for versions in self.versions:
+            if len(versions.holders) > 1:
+                versions.start_sum()
+            if len(versions.holders) == 1 or not self.forwards:
+                versions.catch_up(len(self.update_losses))

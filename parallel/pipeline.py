@@ -21,7 +21,6 @@ complete, while backward continues (as in PyTorch's DDP, Li et al., arXiv 2006.1
 All ranks post their messages in one common order, which prevents a deadlock (`simulation.messages`).
 """
 
-import contextlib
 from collections import deque
 
 import torch
@@ -32,26 +31,17 @@ from parallel.layout import build_for, rows_outside
 from parallel.zero import free
 
 SENT = {"activation": "activations", "gradient": "gradients of activations"}  # comm.py counts bytes by these names
-METHODS = {  # {kind of an action: (method of Executor, timer)}
-    "F": ("forward", "forward-compute"),
-    "B": ("backward", "backward-compute"),
-    "I": ("input_gradient", "backward-compute"),
-    "W": ("weight_gradient", "backward-compute"),
+METHODS = {  # {kind of an action: (method of Executor, phase of the watch)}
+    "F": ("forward", "forward"),
+    "B": ("backward", "backward"),
+    "I": ("input_gradient", "backward"),
+    "W": ("weight_gradient", "backward"),
 }
 IN_TRANSIT = 2  # the most unfinished sends of a rank; with more it waits for the oldest
 
 
-class Unwatched:
-    """Replaces timers, a trace or a meter (`accounts/trace.py`, `meter.py`), and does nothing."""
-
-    def __call__(self, *_):
-        return contextlib.nullcontext()
-
-    begin_step = action = wait = __call__
-
-
 class Chunk:
-    """Consecutive units on this rank. buckets[i]: the names of the buckets that unit i uses.
+    """Consecutive units on this rank. buckets[i]: the `zero.Bucket`s that unit i uses.
 
     reduce_after[i]: the buckets whose gradient is complete after the backward of unit i. release_after[i]: those that
     forward does not need after unit i.
@@ -59,56 +49,61 @@ class Chunk:
 
     def __init__(self, units, buckets):
         self.units, self.buckets = units, buckets
-        self.reduce_after, self.release_after, seen, left = [], [], set(), set()
-        for names in buckets:
-            self.reduce_after.append([name for name in names if name not in seen])
-            seen.update(names)
-        for names in reversed(buckets):
-            self.release_after.insert(0, [name for name in names if name not in left])
-            left.update(names)
+        self.reduce_after = first_uses(buckets)  # backward ends with the first unit
+        self.release_after = first_uses(buckets[::-1])[::-1]
+
+
+def first_uses(buckets):
+    """Return, for each list of `buckets`, the buckets that no list before it contains."""
+    used, firsts = set(), []
+    for of_unit in buckets:
+        firsts.append([bucket for bucket in of_unit if bucket not in used])
+        used.update(of_unit)
+    return firsts
 
 
 class Executor:
-    """This rank's part of every step. schedule: a Schedule with any number of micro-batches; timers: a `log.Timers`.
+    """This rank's part of every step. schedule: a Schedule with any number of micro-batches."""
 
-    Tools can set `trace`, which gets each action and each wait, and `after_action`, which is called after each action.
-    """
-
-    def __init__(self, model, zero, config, mesh, layout, schedule, timers):
-        self.zero, self.config, self.mesh, self.layout = zero, config, mesh, layout
-        self.timers, self.schedules = timers, {}  # number of micro-batches: (Schedule, Messages, passes: see `run`)
-        self.usual, self.validations = schedule, {}  # number of micro-batches: (Schedule, Messages)
+    def __init__(self, model, zero, config, mesh, layout, schedule):
+        """Connect the pipeline's ranks. All ranks must call this at the same point of the program."""
+        self.zero, self.config, self.mesh, self.layout, self.watch = zero, config, mesh, layout, mesh.watch
+        self.schedules = {}  # number of micro-batches: (Schedule, Messages, passes: see `run`)
+        self.validations = {}  # number of micro-batches: (Schedule, Messages)
         self.chunks = {}
         for chunk in layout.chunks(mesh.pp.rank):
             numbers = layout.units[chunk]
-            self.chunks[chunk] = Chunk([model.units[i] for i in numbers], [layout.names([i]) for i in numbers])
-        self.kept = {}  # (micro-batch, chunk): [(input, output) of each unit], from F to B
+            buckets = [[zero.buckets[name] for name in layout.names([i])] for i in numbers]
+            self.chunks[chunk] = Chunk([model.units[i] for i in numbers], buckets)
+        self.activations = {}  # (micro-batch, chunk): [(input, output) of each unit], from F to B
         self.deferred = {}  # (micro-batch, chunk): [tensor.WeightGradient], from I to W
         self.local = {}  # (kind, micro-batch, chunk): a tensor for another chunk on this rank
         self.mail = None
-        self.trace = self.after_action = Unwatched()
-        self.schedule, self.batches, self.work = schedule, {}, 0  # work: 1 for a unit's forward, 2 for its backward
-        self.methods, self.flats = METHODS, {}  # flats: empty here; PipeDream keeps old weights in it
+        self.training_schedule = self.schedule = schedule  # schedule: of the latest step or validation
+        self.batches = {}  # number of a micro-batch: MicroBatch
+        self.work = 0  # of the latest step: 1 for a unit's forward, 2 for its backward
+        self.methods, self.flats = METHODS, {}  # flats: PipeDream keeps old weights in it
         connect(mesh, schedule, zero.device)
 
-    def run(self, micro_batches, count, weight):
-        """Run forward and backward of `count` micro-batches from the iterator `micro_batches`.
+    def run(self, batches, count, factor):
+        """Run forward and backward of `count` MicroBatches from the iterator `batches`.
 
-        weight: the factor of each micro-batch's mean loss in backward. Return the sum of the mean losses, without
-        `weight`: float64 [] on the device, 0 on ranks without the head.
+        factor: of each micro-batch's mean loss in backward. Return the sum of the mean losses, without the factor:
+        float64 [] on the device, 0 on ranks without the head.
         """
         schedule, messages, passes = self.prepared(count)
-        self.trace.begin_step(schedule)
-        self.mesh.ledger.phase = "forward"
-        self.weight, self.passes = weight, dict(passes)  # passes[bucket]: backwards that still add to it
+        self.factor = factor
+        self.passes = dict(passes)  # passes[bucket's name]: backwards that still add to its gradient
         self.total = torch.zeros((), dtype=torch.float64, device=self.zero.device)
-        self._execute(schedule, messages, micro_batches, [rows_outside(self.config)] * count)
-        self.batch(count - 1)  # read all micro-batches, also those without an action on this rank
+        with self.watch("pipeline", schedule):
+            self._execute(schedule, messages, batches, [rows_outside(self.config)] * count)
+            self.batch(count - 1)  # read all micro-batches, also those without an action on this rank
         return self.total
 
     def prepared(self, count):
+        """Return (Schedule, Messages, passes) of a step of `count` micro-batches."""
         if count not in self.schedules:
-            schedule = build_for(self.config, self.mesh.dp.size, count)
+            schedule = build_for(self.config, self.mesh.data.size, count)
             passes = self.layout.passes(schedule, self.mesh.pp.rank)
             self.schedules[count] = schedule, simulation.messages(schedule), passes
         return self.schedules[count]
@@ -116,52 +111,50 @@ class Executor:
     @torch.no_grad()
     def evaluate(self, batches):
         """Run the forwards of MicroBatches. Return {number: its losses [n]}, empty on a rank without the last chunk."""
-        watchers, self.losses = (self.timers, self.trace, self.after_action), {}
-        self.timers = self.trace = self.after_action = Unwatched()
+        self.losses = {}
         if (count := len(batches)) not in self.validations:
-            validation = schedules.forward_only(self.usual, count)
+            validation = schedules.forward_only(self.training_schedule, count)
             self.validations[count] = validation, simulation.messages(validation)
-        self._execute(*self.validations[count], iter(batches), [len(batch.positions) for batch in batches])
-        self.timers, self.trace, self.after_action = watchers
+        with self.watch("evaluate"):
+            self._execute(*self.validations[count], iter(batches), [len(batch.positions) for batch in batches])
         return self.losses
 
-    def _execute(self, schedule, messages, micro_batches, rows):
+    def _execute(self, schedule, messages, batches, rows):
         """Run this rank's actions. rows[j]: the rows of x in micro-batch j; in a validation they differ."""
-        self.schedule, self.batches, self.work, self.micro_batches = schedule, {}, 0, micro_batches
+        self.schedule, self.batches, self.work, self.unread = schedule, {}, 0, batches
         self.mail = Mailbox(messages, self.mesh, rows, self.config.hidden_size, self.zero)
         for action in schedule.actions[self.mesh.pp.rank]:
-            method, timer = self.methods[action.kind]
+            method, phase = self.methods[action.kind]
             self.mail.post()
-            with self.timers(timer), self.trace.action(action):
+            with self.watch(phase, action):
                 getattr(self, method)(action.microbatch, action.chunk)
-            self.after_action()
         self.mail.close()
 
     def batch(self, j):
         """Return micro-batch j. All up to j are kept, because a rank of Chimera may run micro-batch 1 before 0."""
         while j not in self.batches:
-            self.batches[len(self.batches)] = next(self.micro_batches)
+            self.batches[len(self.batches)] = next(self.unread)
         return self.batches[j]
 
     # --- the actions --------------------------------------------------------------------------------------------------
 
     def forward(self, j, c):
+        """F: run a chunk's units on micro-batch j. In training, keep their inputs and outputs for B."""
         chunk, batch, training = self.chunks[c], self.batch(j), torch.is_grad_enabled()
         y = None if self.schedule.parts[c] == 0 else self._take("activation", j, c)
-        self.mesh.ledger.phase = "forward" if training else "evaluate"
-        kept = []
+        pairs = []  # (input, output) of each unit
         for i, unit in enumerate(chunk.units):
             self._gather(chunk, i, +1)
             x = None if y is None else y.detach().requires_grad_(training)
-            again = self.config.recompute == "full" and unit.recomputable
-            with torch.set_grad_enabled(training and not again):
+            recomputed = self.config.recompute == "full" and unit.recomputable
+            with torch.set_grad_enabled(training and not recomputed):
                 y = unit(x, batch)
             if training:
-                kept.append((x, None if again else y))
-            for name in chunk.release_after[i]:
-                self.zero.release(name)
+                pairs.append((x, None if recomputed else y))
+            for bucket in chunk.release_after[i]:
+                bucket.release()
         if training:
-            self.kept[j, c] = kept
+            self.activations[j, c] = pairs
         after = schedules.downstream(self.schedule, c)
         if after is not None:
             self._give("activation", j, after, y)
@@ -178,49 +171,46 @@ class Executor:
     def _backward(self, j, c, deferred):
         """Run backward of a chunk. deferred: a list to which linears append their weight gradients, or None."""
         chunk, batch = self.chunks[c], self.batch(j)
-        kept = self.kept.pop((j, c))
+        pairs = self.activations.pop((j, c))
         before, after = schedules.upstream(self.schedule, c), schedules.downstream(self.schedule, c)
         gradient = None if after is None else self._take("gradient", j, c)
         for i in reversed(range(len(chunk.units))):
-            self.mesh.ledger.phase = "backward"
             self._gather(chunk, i, -1)
-            for name in chunk.buckets[i]:
-                self.zero.open_gradient(name)
-                self.zero.buckets[name].defer_to(deferred)
-            x, y = kept.pop()
+            for bucket in chunk.buckets[i]:
+                bucket.open_gradient()
+                bucket.defer_to(deferred)
+            x, y = pairs.pop()
             if y is None:
-                self.mesh.ledger.phase = "recompute"
-                y = chunk.units[i](x, batch)
-                self.mesh.ledger.phase = "backward"
+                with self.watch("recompute"):
+                    y = chunk.units[i](x, batch)
             is_loss = gradient is None
             if is_loss:  # y [n] is still nan: the head's backward fills it
-                gradient = torch.full_like(y, self.weight / len(y))  # d(weight * mean) / dy
-            batch.weight = self.weight
+                gradient = torch.full_like(y, self.factor / len(y))  # d(factor * mean) / dy
+            batch.factor = self.factor
             torch.autograd.backward(y, gradient)
             if is_loss:
                 self.total += y.detach().mean(dtype=torch.float64)
-            for name in chunk.buckets[i]:
-                self.zero.buckets[name].defer_to(None)  # else the parameters would keep the list alive
+            for bucket in chunk.buckets[i]:
+                bucket.defer_to(None)  # else the parameters would keep the list alive
             gradient = None if x is None else x.grad
-            for name in chunk.reduce_after[i]:
-                self.zero.release(name)
+            for bucket in chunk.reduce_after[i]:
+                bucket.release()
                 if deferred is None:
-                    self._reduce(name)
+                    self._reduce(bucket)
         if before is not None:
-            self.mesh.ledger.phase = "backward"
             self._give("gradient", j, before, gradient)
 
     @torch.no_grad()
     def weight_gradient(self, j, c):
         """W: add each deferred dW = dy^T x to its bucket, and reduce the bucket."""
-        names = [name for names in reversed(self.chunks[c].reduce_after) for name in names]
-        for name in names:
-            self.zero.open_gradient(name)
+        buckets = [bucket for complete in reversed(self.chunks[c].reduce_after) for bucket in complete]
+        for bucket in buckets:
+            bucket.open_gradient()
         products = deque(self.deferred.pop((j, c)))
-        for name in names:  # in the order of backward, which is also the order of the products
-            while products and products[0].w.spec.bucket == name:
+        for bucket in buckets:  # in the order of backward, which is also the order of the products
+            while products and products[0].w.spec.bucket == bucket.name:
                 products.popleft().add()  # frees dy and x after each product
-            self._reduce(name)
+            self._reduce(bucket)
         assert not products, "a weight gradient of a bucket that this chunk does not use"
 
     # --- around them --------------------------------------------------------------------------------------------------
@@ -228,16 +218,16 @@ class Executor:
     def _gather(self, chunk, i, step):
         """Make the parameters of unit i whole. Start to gather those of unit i + step, which runs next."""
         self.work += 1 if step > 0 else 2
-        soon = [*chunk.buckets[i], *(chunk.buckets[i + step] if 0 <= i + step < len(chunk.units) else [])]
-        for name in soon:
-            self.zero.start_gather(name)
-        for name in chunk.buckets[i]:
-            self.zero.gather(name)
+        following = chunk.buckets[i + step] if 0 <= i + step < len(chunk.units) else []
+        for bucket in [*chunk.buckets[i], *following]:
+            bucket.start_gather()
+        for bucket in chunk.buckets[i]:
+            bucket.gather()
 
-    def _reduce(self, name):
-        self.mesh.ledger.phase = "reduce"
-        self.passes[name] -= 1
-        self.zero.reduce(name, last=self.passes[name] == 0)
+    def _reduce(self, bucket):
+        self.passes[bucket.name] -= 1
+        with self.watch("reduce"):
+            bucket.reduce(last=self.passes[bucket.name] == 0)
 
     def _give(self, kind, j, c, x):
         """Pass x [rows, h] to chunk c."""
@@ -250,13 +240,13 @@ class Executor:
         """Return the tensor that chunk c needs: from this rank, or by a message."""
         if (kind, j, c) in self.local:
             return self.local.pop((kind, j, c))
-        with self.trace.wait(kind, j, c):
+        with self.watch("wait", (kind, j, c)):
             return self.mail.receive((kind, j, c))
 
 
 def axis_to(mesh, source, destination):
     """Return the pp axis with the group of messages from `source` to `destination` (`simulation.messages`)."""
-    return mesh.pp if source < destination else mesh.back
+    return mesh.pp if source < destination else mesh.pp_to_lower
 
 
 def connect(mesh, schedule, device):
@@ -264,7 +254,6 @@ def connect(mesh, schedule, device):
 
     A pair's first message connects it on NCCL, and both programs stand still meanwhile.
     """
-    mesh.ledger.phase = "setup"
     below = [(chunk, schedules.downstream(schedule, chunk)) for chunk in range(len(schedule.parts))]
     pairs = {(schedule.placement[a], schedule.placement[b]) for a, b in below if b is not None}
     for a, b in sorted(pairs | {(b, a) for a, b in pairs}):  # one order on all ranks: no circle of waiting ranks
@@ -295,9 +284,9 @@ class Mailbox:
             arriving = receive(shape, self.like, axis, m.source, tag)
             self.arriving[m.kind, m.microbatch, m.consumer.chunk] = arriving
         while len(self.leaving) > IN_TRANSIT or (self.leaving and self.leaving[0][0].done()):
-            self._let_go()
+            self._free_oldest()
 
-    def _let_go(self):
+    def _free_oldest(self):
         pending, x = self.leaving.popleft()
         pending.wait()
         if x is not None:
@@ -319,5 +308,5 @@ class Mailbox:
     def close(self):
         self.post()
         while self.leaving:
-            self._let_go()
+            self._free_oldest()
         assert not self.queue and not self.arriving

@@ -12,12 +12,12 @@ import config as configuration
 import log
 import train
 from errors import UserError
-from model import GPT, parameter_table
+from model import GPT, unit_specs
 from parallel import experts
 from parallel.experts import dropped_if_uniform
 from parallel.mesh import Mesh
 from testing.compare import same_tensor
-from testing.tiny import built, check_layout, gradients, micro_batches, tiny_config
+from testing.tiny import built, check_layout, gradients, tiny_batches, tiny_config
 
 TOKENS = dict(experts=4, top_k=2, expert_group=4, capacity_factor=1.0, balance=0.3)  # 2 places for 8 choices of 4
 
@@ -43,7 +43,7 @@ def loop(x, router, fc1, fc2, c):
 def test_a_loop_over_experts_computes_the_same(group, places):
     c = tiny_config(1, **TOKENS | dict(expert_group=group))
     run = built(c)
-    batch, layer = next(micro_batches(run)), run.model.units[1].mlp
+    batch, layer = next(tiny_batches(run)), run.model.units[1].mlp
     batch.weight = 0.7
     x = torch.randn(len(batch.ids), c.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     theirs = [t.detach().clone().requires_grad_() for t in (x, layer.router, layer.fc1, layer.fc2)]
@@ -62,7 +62,7 @@ def test_a_loop_over_experts_computes_the_same(group, places):
 
 def scaled_gradients(dtype, scale):
     run = built(tiny_config(1, dtype=dtype, **TOKENS))
-    run.executor.run(micro_batches(run), 3, scale)
+    run.executor.run(tiny_batches(run), 3, scale)
     return {name: values / scale for name, (_, _, values) in gradients(run).items()}
 
 
@@ -97,7 +97,7 @@ def test_the_share_of_dropped_tokens_if_the_loads_are_equal():
 def counted(config):
     """Return the two numbers of the log after two steps and a validation, and whether they are 0 again."""
     run = built(config)
-    batches = micro_batches(run)
+    batches = tiny_batches(run)
     for _ in range(2):
         train.train_step(run, batches)
     with torch.no_grad():
@@ -150,4 +150,4 @@ def test_the_config_of_one_billion_has_the_parameters_counted_by_hand():
     assert model.num_parameters() == 124_475_904 + 12 * (15 * 8 * h**2 + 16 * h - 4 * h)
     assert model.num_parameters(active=True) == 124_475_904 + 12 * (16 * h - 4 * h)
     small = configuration.load(["configs/experts_1b.py", "--num_layers=1", "--hidden_size=48", "--seq_length=64"])
-    assert [spec.shape for spec in parameter_table(small)[1] if "fc1" in spec.name] == [(16, 192, 48)]
+    assert [spec.shape for spec in unit_specs(small)[1] if "fc1" in spec.name] == [(16, 192, 48)]

@@ -11,7 +11,7 @@ import train
 from parallel.mesh import Mesh
 from parallel.muon import COEFFICIENTS, orthogonal
 from testing.compare import same_tensor
-from testing.tiny import MIXTURE, built, check_layout, micro_batches, tiny_config
+from testing.tiny import MIXTURE, built, check_layout, tiny_batches, tiny_config
 
 MIXED = MIXTURE | dict(experts=4, expert_group=2)
 
@@ -53,7 +53,7 @@ def matrices_of(spec, whole):
 def watched(config):
     """Yield (ParamSpec, weight before, gradient, weight after, learning rate) of four updates on one process."""
     run = built(config, Mesh())
-    batches, update, seen = micro_batches(run), run.zero.update, {}
+    batches, update, seen = tiny_batches(run), run.zero.update, {}
 
     def weights():
         pieces = [(bucket, piece) for bucket in run.zero.buckets.values() for piece in bucket.pieces]

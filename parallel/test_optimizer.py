@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from parallel.mesh import Mesh
 from parallel.optimizer import LossScale, learning_rate
 from reference import adamw_
 from testing.compare import same_tensor
-from testing.tiny import built, micro_batches, tiny_config, train_tiny
+from testing.tiny import built, tiny_batches, tiny_config, train_tiny
 
 
 def drawn(n, seed):
@@ -90,7 +91,7 @@ def by_tensor(name, w, g, state, c, lr, update, matrix):
 
 def step_of(dtype="fp64", **fields):
     run = built(tiny_config(1, dtype=dtype, **fields), Mesh())
-    return run, micro_batches(run)
+    return run, tiny_batches(run)
 
 
 def weights(run):
@@ -234,22 +235,21 @@ def test_with_one_micro_batch_every_stage_gives_the_same_bits(workers, dtype):
 @contextlib.contextmanager
 def poison(run, value):
     """Put `value` into a gradient of the head before it is reduced."""
-    reduce = run.zero.reduce
+    head = run.zero.buckets["head"]
+    reduce = head.reduce
 
-    def reduce_poison(name, last):
-        if name == "head":
-            run.zero.buckets[name].grad.whole[3] = value
-        reduce(name, last)
+    def reduce_poison(last):
+        head.grad.whole[3] = value
+        reduce(last)
 
-    run.zero.reduce = reduce_poison
-    yield
-    run.zero.reduce = reduce
+    with mock.patch.object(head, "reduce", reduce_poison):
+        yield
 
 
 def poisoned_step(config, victim, value):
     """Run three steps, the second with a poisoned gradient on rank `victim`."""
     run = built(config)
-    batches, steps, block = micro_batches(run), [], list(run.zero.buckets.values())[-2]
+    batches, steps, block = tiny_batches(run), [], list(run.zero.buckets.values())[-2]
     for i in range(3):
         before = block.master.clone()
         with poison(run, value) if i == 1 and run.mesh.rank == victim else contextlib.nullcontext():

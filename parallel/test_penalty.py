@@ -10,7 +10,7 @@ import train
 from accounts.trace import Trace
 from bench.plain import Plain, loss_of
 from errors import UserError
-from testing.tiny import built, first_step, micro_batches, tiny_config
+from testing.tiny import built, first_step, tiny_batches, tiny_config
 
 
 def test_the_penaltys_gradient_is_that_of_double_backward(workers):
@@ -20,7 +20,7 @@ def test_the_penaltys_gradient_is_that_of_double_backward(workers):
     plain = Plain(one.config, one.mesh.tp).double()
     with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
         for d in range(2):
-            rounds = micro_batches(built(tiny_config(1, micro_batch_size=4)), reader=(d, 2))
+            rounds = tiny_batches(built(tiny_config(1, micro_batch_size=4)), reader=(d, 2))
             batches = [next(rounds) for _ in range(3)]
             logits = [plain(batch.ids.view(batch.shape))[..., : one.config.vocab_size] for batch in batches]
             losses.append(sum(loss_of(x, batch.targets) for x, batch in zip(logits, batches, strict=True)) / 3)
@@ -40,7 +40,7 @@ def test_the_penaltys_gradient_is_that_of_double_backward(workers):
 
 def traced(config):
     run = built(config)
-    run.executor.trace, batches = Trace(run.mesh, run.device, 0), micro_batches(run)
+    run.executor.trace, batches = Trace(run.mesh, run.device, 0), tiny_batches(run)
     for _ in range(2):
         train.train_step(run, batches)
     return run.executor.trace.step

@@ -35,10 +35,10 @@ from testing.tiny import (
     curve,
     fails,
     go,
-    micro_batches,
     parameters,
     specs,
     tensor_files,
+    tiny_batches,
     tiny_config,
 )
 from train import train_call
@@ -104,9 +104,9 @@ def oracle(config, dp, calls):
     run = built(replace(config, **alone, micro_batch_size=samples, global_batch_size=samples))
     weights = {p.spec.name: p for bucket in run.zero.buckets.values() for p in bucket.params}
     stages = {}  # a tied parameter: the first stage, the oldest
-    for stage, units in enumerate(split(run.layout.table, config.pp)):
+    for stage, units in enumerate(split(run.layout.unit_specs, config.pp)):
         stages = {spec.name: stage for unit in units for spec in unit} | stages
-    batches, before, losses, norms = micro_batches(run), parameters(run), [], []
+    batches, before, losses, norms = tiny_batches(run), parameters(run), [], []
     history, moments = {name: [w] for name, w in before.items()}, {name: [0, 0] for name in before}
     for count in calls:
         history = {name: versions[-1:] for name, versions in history.items()}
@@ -139,7 +139,7 @@ def updated(c, spec, w, gradient, state, t):
 def train_asynchronously(config, calls, mesh=None):
     """Train. Return (losses, norms, before, after, copies that differ). calls: updates of each call."""
     run = built(config, mesh)
-    before, batches, done = parameters(run), micro_batches(run), []
+    before, batches, done = parameters(run), tiny_batches(run), []
     run.counters.iteration = -calls[0] % config.updates_per_call  # the first call may be shorter
     for count in calls:
         steps = train_call(run, batches)
@@ -299,7 +299,7 @@ def test_a_signal_stops_the_run_at_the_end_of_a_call():
     config = asynchronous("pipedream", 1, updates=3)
     run = built(config)
     run.signals.stop = True
-    assert [step.read().stop for step in train_call(run, micro_batches(run))] == [True] * 3
+    assert [step.read().stop for step in train_call(run, tiny_batches(run))] == [True] * 3
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_before_the_next_save(workers, monkeypatch, tokens_dir, tmp_path):
@@ -337,9 +337,9 @@ def accounts(config):
     run = built(config)
     rank, widths = run.mesh.pp.rank, (run.zero.dtype.itemsize, run.zero.master_dtype.itemsize)
     with meter.Activations(run.executor) as activations:
-        updates = len(train_call(run, micro_batches(run)))
-    expected = ledger.predict_sent(run.layout, run.schedule, rank, run.mesh.dp.rank, *widths)
-    sent = run.mesh.ledger.per_step(updates), expected
+        updates = len(train_call(run, tiny_batches(run)))
+    expected = ledger.predict_sent(run.layout, run.schedule, rank, run.mesh.data.rank, *widths)
+    sent = run.mesh.watch.ledger.per_step(updates), expected
     sizes = memory.sizes(config, *widths, on_cpu=True)
     kept = meter.measured_states(run.zero, run.executor.flats) | activations.rows()
     return sent, (kept, memory.predict_kept(run.layout, run.schedule, rank, sizes))

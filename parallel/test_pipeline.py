@@ -15,20 +15,21 @@ import data
 import train
 from accounts import draw, meter
 from errors import UserError
-from model import parameter_table
+from model import unit_specs
 from parallel import comm, pipeline, schedules, simulation, tensor, zero
 from parallel.layout import Layout, split
 from parallel.mesh import Mesh
 from parallel.schedules import Action
+from parallel.zero import Bucket
 from testing.tiny import (
     STEPS,
     assert_same_model,
     built,
     configured,
     go,
-    micro_batches,
     parameters,
     specs,
+    tiny_batches,
     tiny_config,
     train_tiny,
     trained,
@@ -49,12 +50,12 @@ def test_blocks_are_spread_evenly_and_the_ends_take_fewer(layers, parts, expecte
 
 def test_each_stage_knows_the_holders_of_each_bucket():
     config = tiny_config(1, num_layers=4)
-    layout = Layout(config, 1, parameter_table(config), simulation.build("1f1b", 3, 4))
+    layout = Layout(config, 1, unit_specs(config), simulation.build("1f1b", 3, 4))
     assert [set(layout.buckets(rank)) for rank in range(3)] == [
         {"word", "embedding", "block0"}, {"block1", "block2"}, {"block3", "head", "word"}
     ]  # fmt: skip
     assert layout.holders("word") == [0, 2] and layout.holders("block2") == [1]
-    layout = Layout(config, 1, parameter_table(config), simulation.build("chimera", 2, 4))
+    layout = Layout(config, 1, unit_specs(config), simulation.build("chimera", 2, 4))
     everything = {"word", "embedding", "block0", "block1", "block2", "block3", "head"}
     assert set(layout.buckets(0)) == set(layout.buckets(1)) == everything
 
@@ -108,7 +109,7 @@ def posted(config):
     with mock.patch.multiple(pipeline, send=sending, receive=receiving):
         run = built(config)
         before = len(calls)
-        (train.train_call if run.schedule.versions else train.train_step)(run, micro_batches(run))
+        (train.train_call if run.schedule.versions else train.train_step)(run, tiny_batches(run))
     groups = [run.mesh.pp.group, run.mesh.back.group]
     calls = [(groups.index(group), *more) for group, *more in calls]
     return calls[:before], calls[before:]
@@ -171,7 +172,7 @@ def holdings(config):
         full = sum(kept[-1][1].untyped_storage().size() > 0 for kept in executor.kept.values())
 
     executor.forward = watching
-    train.train_step(run, micro_batches(run))
+    train.train_step(run, tiny_batches(run))
     return most, full, len(executor.kept) + len(executor.deferred) + len(executor.local)
 
 
@@ -197,7 +198,7 @@ def storages(config):
         return forward(*arguments)
 
     block.forward = watching
-    train.train_step(run, micro_batches(run))
+    train.train_step(run, tiny_batches(run))
     return seen[0], (whole("param"), whole("grad"))
 
 
@@ -211,15 +212,14 @@ def test_stage_3_holds_a_bucket_only_while_it_computes(workers):
 
 def started_before_waits(config):
     """Return [(bucket, gathers that have started when the rank first waits for it)] of a forward and a backward."""
-    run, seen = built(config), []
-    gather = run.zero.gather
+    run, seen, gather = built(config), [], Bucket.gather
 
-    def watching(name):
-        seen.append((name, sorted(run.zero.gathering)))
-        gather(name)
+    def watching(bucket):
+        seen.append((bucket.name, [other.name for other in run.zero.in_order if other.gathering]))
+        gather(bucket)
 
-    run.zero.gather = watching
-    train.train_step(run, micro_batches(run))
+    with mock.patch.object(Bucket, "gather", watching):
+        train.train_step(run, tiny_batches(run))
     return seen
 
 
@@ -240,7 +240,7 @@ def whole_gradients_at_products(config):
         product(w, dy, x)
 
     with mock.patch.object(tensor, "add_product", watching):
-        train.train_step(run, micro_batches(run))
+        train.train_step(run, tiny_batches(run))
     return alive
 
 
@@ -254,11 +254,11 @@ def test_a_late_weight_gradient_lets_go_of_each_bucket_as_it_is_done(workers):
 def waiting_in_block(config):
     """Return the buckets whose gathers run after a step, and in the next step's F of block1."""
     run = built(config)
-    batches, block, seen = micro_batches(run), run.model.units[2], []
+    batches, block, seen = tiny_batches(run), run.model.units[2], []
     train.train_step(run, batches)
 
     def waiting():
-        return sorted(name for name, pending in run.zero.gathering.items() if pending.work is not None)
+        return [bucket.name for bucket in run.zero.in_order if bucket.gathering.work]
 
     def watching(*arguments, forward=block.forward):
         seen.append(waiting())
@@ -296,7 +296,7 @@ def staged(config):
         run = train.build(config, Mesh.of(config), torch.device("cpu", 0))
         assert all((bucket.staging is not None) == config.offload for bucket in run.zero.buckets.values())
         run.zero.initialize(1)
-        batches = micro_batches(run)
+        batches = tiny_batches(run)
         step = train.train_call if run.schedule.versions else lambda *arguments: [train.train_step(*arguments)]
         numbers = [(done.read().loss, done.read().grad_norm) for _ in "123" for done in step(run, batches)]
         masters = [bucket.master.clone() for bucket in run.zero.buckets.values()]
@@ -357,7 +357,7 @@ def with_stand_ins(*arguments, original=data.eval_batches):
 
 def test_a_validation_is_not_watched_and_watching_goes_on_after_it():
     run = built(tiny_config(1))
-    batches = micro_batches(run)
+    batches = tiny_batches(run)
     with meter.Activations(run.executor) as account:
         train.train_step(run, batches)
         peak, account.peak = account.peak, 0
@@ -398,7 +398,7 @@ def test_a_trace_holds_every_action_of_every_rank(workers, tokens_dir, tmp_path)
 
 def grown(config):
     run = built(config)
-    batches = micro_batches(run)
+    batches = tiny_batches(run)
     steps = [train.train_step(run, batches).read() for _ in range(STEPS)]
     return [s.samples for s in steps], [s.loss for s in steps]
 

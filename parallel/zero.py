@@ -2,8 +2,8 @@
 
 The first forms are `ladder/rung03` to `06`: `gather` and `free` there are `gather` and `release` here, the hook is
 `reduce`. Rajbhandari et al. (arXiv 1910.02054), section 5. A *bucket* (`layout.py`) has three kinds of flat buffers:
-optimizer state, gradients, parameters. The ZeRO stage selects the kinds that are sharded over the n data parallel
-ranks. P: elements of a rank's buckets; m: micro-batches.
+optimizer state, gradients, parameters. The ZeRO stage selects the kinds that are sharded over the n data ranks. P:
+elements of a rank's buckets; m: micro-batches.
 
     stage   optimizer state   gradients   parameters     sent per step and rank, in units of P (n-1)/n elements
       0     whole             whole       whole          2       all_reduce of gradients
@@ -11,7 +11,7 @@ ranks. P: elements of a rank's buckets; m: micro-batches.
       2     1/n               1/n         whole          m + 1   as stage 1, but gradients after each micro-batch
       3     1/n               1/n         1/n            3m      as stage 2, but parameters before each F and each B
 
-With m = 1 this is 2, 2, 2, 3 (section 7). The calls of a step, in the order of this file:
+With m = 1 this is 2, 2, 2, 3 (section 7). The calls of a step (gather to settle, and publish, are Bucket's):
 
     call           when                    stage 0          1                 2                        3
     zero_grad      at the start            clear            clear             clear 1/n                clear 1/n
@@ -21,10 +21,15 @@ With m = 1 this is 2, 2, 2, 3 (section 7). The calls of a step, in the order of 
     reduce         after its backward      -                -                 reduce_scatter           reduce_scatter
       ... in the last micro-batch          all_reduce       reduce_scatter    reduce_scatter           reduce_scatter
     settle         before the next use     wait             wait              wait, add, free          wait, add, free
-    finish         after all backwards     settle all; sum over tp (if needed) and over holders (ranks with a copy)
+    finish         after all backwards     settle all; sum over copies, tp (if needed) and holders (ranks with a copy)
     squared_norm   once                    each element is counted on one rank
     update         once                    everything       1/n               1/n                      1/n
     publish        once                    -                all_gather        all_gather               -
+
+**Hybrid sharding** (`zero_copies=k`; slide "3-D Parallelism": ラック間でデータ並列及びZeRO; Zhang et al., MiCS, arXiv
+2205.00119). ZeRO divides a bucket only over n = dp cp / k consecutive data ranks, for example those of a node. The k
+groups keep copies. Once in a step, a rank sums its P/n elements over the copies: 2 (k-1)/k P/n elements, while backward
+continues (stages 2 and 3).
 
 The all_gathers of `publish` run while the next step begins. In stages 2 and 3 at most two sums run while backward fills
 a third buffer. In stage 3 the next unit's parameters are gathered while this unit computes.
@@ -48,16 +53,18 @@ from parallel.tensor import ParamSpec
 
 
 class Flat:
-    """A flat buffer of a bucket. whole: [size]. own: the elements that this rank updates.
+    """A flat buffer of a bucket. whole: [size]. shard: the elements that this rank updates.
 
-    Not sharded: `own` is a view into `whole`. Sharded: `own` is a buffer of its own, and `whole` has storage only from
-    `open` to `close`.
+    Not sharded: `shard` is a view into `whole`. Sharded: `shard` is a buffer of its own, and `whole` has storage only
+    from `open` to `close`.
     """
 
-    def __init__(self, size, owned, sharded, dtype, device):
-        self.whole, self.sharded = torch.zeros(size, dtype=dtype, device=device), sharded
-        own = self.whole[slice(*owned)]
-        self.own = torch.zeros_like(own) if sharded else own
+    def __init__(self, size, bounds, sharded, dtype, device):
+        """bounds: (begin, end) of the shard."""
+        self.whole = torch.zeros(size, dtype=dtype, device=device)
+        self.sharded = sharded
+        view = self.whole[slice(*bounds)]
+        self.shard = torch.zeros_like(view) if sharded else view
 
     def open(self):
         """Give `whole` storage. Return True if it had none; then its values are undefined."""
@@ -72,40 +79,63 @@ class Flat:
             free(self.whole)
 
     def clear(self):
-        (self.own if self.sharded else self.whole).zero_()
+        (self.shard if self.sharded else self.whole).zero_()
 
 
 def free(x):
     x.untyped_storage().resize_(0)
 
 
-class Bucket:
-    """One bucket's flat buffers on this rank.
+class Window:
+    """The buckets whose gradients are being summed, the oldest first. All buckets of a rank share one."""
 
-    owned: (begin, end) of the elements that this rank updates: with ZeRO stage 0 all, otherwise its shard. master
-    (weights), moments and `gradient` have only these elements, on the device of the optimizer state. ranges, pieces:
-    parts of `owned` with parameters of one kind, and one part for each parameter (`layout.py`).
+    MOST = 2  # sums of whole gradients (stages 2 and 3) that run at a time
+
+    def __init__(self):
+        self.buckets = []
+
+    def make_room(self):
+        """Wait for the oldest sums, until one more may start."""
+        while len(self.buckets) >= self.MOST:
+            self.buckets[0].settle()
+
+
+class Bucket:
+    """One bucket on this rank: its flat buffers, and what ZeRO does with them.
+
+    Axes:       the data ranks are cut into `shards`, which divide the bucket, and `copies`, which keep the same shard.
+                In stage 0 the whole bucket is the only shard. `tp` cuts tensors; `holders` are the pipeline ranks that
+                use the bucket.
+    Buffers:    param and grad (Flat). master (weights), moments and master_grad have only the elements of this rank's
+                shard, on the device of the optimizer state.
+    Elements:   bounds: (begin, end) of this rank's shard. saved: the part of it that this rank writes into checkpoints.
+                ranges, pieces: parts of the shard with parameters of one kind; one part for each parameter.
     """
 
     def __init__(self, layout, zero, holders, training):
+        """layout: a BucketLayout. training: False for parameters only."""
         self.layout, self.name, self.size = layout, layout.name, layout.size
-        self.stage, self.dp, self.holders = zero.stage, zero.mesh.dp, holders
-        self.shard, self.owned = layout.shard(self.dp.rank), layout.owned(self.dp.rank, self.stage)
-        self.ranges, self.pieces = layout.ranges_in(*self.owned), list(layout.pieces(*self.owned))
-        self.param = Flat(self.size, self.owned, self.stage == 3, zero.dtype, zero.device)
-        self.grad = self.gradient = self.staging = None
-        self.master, self.moments = self.param.own, []
+        self.shards, self.copies, self.tp, self.holders = zero.shards, zero.copies, zero.mesh.tp, holders
+        self.sum_axis, self.window = zero.sum_axis, zero.window
+        self.bounds = layout.part(self.shards.rank, self.shards.size)
+        part = self.shards.rank * self.copies.size + self.copies.rank
+        self.saved = layout.part(part, self.shards.size * self.copies.size)
+        self.ranges, self.pieces = layout.ranges_in(*self.bounds), list(layout.pieces(*self.bounds))
+        self.gathering = None  # the Pending of the parameters
+        self.summing = None  # the Pending of the gradient's sum over the shards
+        self.summing_copies = None  # the Pending of its sum over the copies
+        stage = zero.layout.zero_stage
+        self.param = Flat(self.size, self.bounds, stage == 3, zero.dtype, zero.device)
+        self.grad, self.master, self.moments = None, self.param.shard, []
         if training:
-            self.grad = Flat(self.size, self.owned, self.stage >= 2, zero.master_dtype, zero.device)
-            state = dict(dtype=zero.master_dtype, device=zero.state_device)
-            offloaded = torch.device(zero.device) != zero.state_device
-            if zero.dtype != zero.master_dtype or offloaded:
-                self.master = torch.zeros_like(self.param.own, **state)
+            self.grad = Flat(self.size, self.bounds, stage >= 2, zero.master_dtype, zero.device)
+            if (zero.dtype, zero.device) != (zero.master_dtype, zero.state_device):
+                self.master = torch.zeros_like(self.param.shard, dtype=zero.master_dtype, device=zero.state_device)
             self.moments = [torch.zeros_like(self.master) for _ in range(RULES[zero.config.optimizer].moments)]
-            self.staging = pinned(len(self.master), zero.master_dtype) if offloaded else None
         self.params = [self._parameter(piece, zero.master_dtype) for piece in layout.pieces(0, self.size)]
-        for flat in (self.param, self.grad)[: 1 + training]:
-            flat.close()
+        self.param.close()
+        if training:
+            self.grad.close()
 
     def _parameter(self, piece, master_dtype):
         """Return an nn.Parameter. It and its `.grad` are views into flat buffers, so backward adds to the buffer."""
@@ -117,28 +147,107 @@ class Bucket:
             p.grad = piece.of(self.grad.whole).view(shape)
         return p
 
+    # --- parameters, before and after a unit computes -----------------------------------------------------------------
+
+    def start_gather(self):
+        """Start the all-gather of the parameters (stage 3)."""
+        if self.param.sharded and not self.gathering:
+            self.param.open()
+            # Autograd refuses saved tensors that change. `.data` hides the gather from it; the values stay the same.
+            self.gathering = all_gather(self.param.shard, self.shards, "parameters", out=self.param.whole.data)
+
+    def gather(self):
+        """Wait until the parameters are whole."""
+        self.start_gather()
+        if self.gathering:
+            self.gathering.wait()
+
+    def release(self):
+        """Free the whole parameters (stage 3)."""
+        if self.param.sharded:
+            self.gathering = None
+            self.param.close()
+
+    # --- the gradient, before and after a unit's backward -------------------------------------------------------------
+
+    def open_gradient(self):
+        self.settle()  # a buffer must not change while it is sent
+        if self.grad.open():
+            self.grad.whole.zero_()
+
     def defer_to(self, products):
         """Let linears append their `WeightGradient`s to the list `products`. None: compute at once."""
         for p in self.params:
             p.deferred = products
 
-    # With `offload` the CPU keeps the optimizer state and makes the update (Ren et al., ZeRO-Offload, arXiv
-    # 2101.06840). Gradients and new weights go through `staging`, a pinned buffer: memory that a GPU copies directly.
+    def reduce(self, last):
+        """Start to sum the gradient over the data ranks. last: it is the bucket's last gradient of the step."""
+        if self.grad.sharded:
+            self.window.make_room()
+        elif not last:
+            return
+        if self.shards.size == 1:
+            self.summing = all_reduce(self.grad.whole, self.copies, "gradients")
+        else:
+            shard = self.grad.whole[slice(*self.bounds)]
+            self.summing = reduce_scatter(self.grad.whole, self.sum_axis, "gradients", out=shard)
+        self.window.buckets.append(self)
+        self.complete = last
+
+    def settle(self):
+        """Wait for the sum, if one runs. Stages 2 and 3: add this rank's shard to `grad.shard`, free `grad.whole`."""
+        if not self.summing:
+            return
+        shard = self.summing.wait()
+        self.summing = None
+        self.window.buckets.remove(self)
+        if self.grad.sharded:
+            self.grad.shard.add_(shard)
+            self.grad.close()
+        if self.complete and self.shards.size > 1:  # with one shard, `reduce` has summed over the copies
+            self.summing_copies = all_reduce(self.grad.shard, self.copies, "gradients")
+
+    # --- the update ---------------------------------------------------------------------------------------------------
+
+    def counts(self, r):
+        """Return True on exactly one of the ranks that keep the elements of a Range: the norm counts them once."""
+        return self.copies.rank == self.holders.rank == 0 and (r.cut or self.tp.rank == 0)
 
     @property
     def cast(self):
-        """`param.own`, to which the optimizer copies the master weights. None if it is `master`, or with offload."""
-        return None if self.param.own is self.master or self.staging is not None else self.param.own
+        """`param.shard`, to which the optimizer copies the master weights. None if it is `master`."""
+        return None if self.param.shard is self.master else self.param.shard
 
     def fetch_gradient(self):
-        own = self.grad.own
-        self.gradient = own if self.staging is None else self.staging.copy_(own, non_blocking=True)
+        self.master_grad = self.grad.shard
 
     def return_weights(self):
-        """Copy the new weights of an offloaded bucket to `param.own`."""
-        if self.staging is not None and self.param.own is not self.master:
-            weights = self.staging.view(self.param.own.dtype)[: len(self.master)].copy_(self.master)
-            self.param.own.copy_(weights, non_blocking=True)
+        """Do nothing: the optimizer has written `cast`."""
+
+    def publish(self):
+        """Start to all-gather the new parameters from their shards (stages 1 and 2)."""
+        if not self.param.sharded:
+            self.gathering = all_gather(self.param.shard, self.shards, "parameters", out=self.param.whole)
+
+
+class HostBucket(Bucket):
+    """A bucket whose optimizer state and update are on the CPU (Ren et al., ZeRO-Offload, arXiv 2101.06840).
+
+    Gradients and new weights go through `staging`, a pinned buffer: memory that a GPU copies directly.
+    """
+
+    cast = None
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.staging = pinned(len(self.master), self.master.dtype)
+
+    def fetch_gradient(self):
+        self.master_grad = self.staging.copy_(self.grad.shard, non_blocking=True)
+
+    def return_weights(self):
+        weights = self.staging.view(self.param.shard.dtype)[: len(self.master)].copy_(self.master)
+        self.param.shard.copy_(weights, non_blocking=True)
 
 
 def pinned(size, dtype):
@@ -146,28 +255,32 @@ def pinned(size, dtype):
 
 
 def wait_for(communications):
-    for pending in communications:
+    """Wait for a list of Pendings. None stands for no communication."""
+    for pending in filter(None, communications):
         pending.wait()
 
 
 class Zero:
-    """This rank's buckets, and the calls of a step in the table above. training: False for parameters only."""
+    """This rank's buckets, and the calls of a step that concern all of them. training: False for parameters only."""
 
     def __init__(self, model, layout, config, mesh, dtype, device, ops=reference, training=True):
-        self.config, self.mesh, self.dtype, self.device, self.ops = config, mesh, dtype, device, ops
+        """Make the buckets, and replace each ParamSpec of this rank's units by its nn.Parameter."""
+        self.layout, self.config, self.mesh, self.ops = layout, config, mesh, ops
+        self.dtype, self.device = dtype, torch.device(device)
         self.master_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self.state_device = torch.device("cpu") if config.offload else self.device
         self.updates = torch.zeros((), dtype=torch.int64, device=device)  # steps that were not skipped
-        self.stage, self.state_device = layout.stage, torch.device("cpu") if config.offload else device
-        self.gathering = {}  # {bucket name: Pending} of parameters
-        self.summing = {}  # {bucket name: Pending} of gradients, the oldest first
+        self.window = Window()
+        self.shards, self.copies = mesh.cut_data(layout.shards)
         # NCCL runs the calls of a group one after another. In a second group, a sum does not delay the next gather.
-        self.sum_axis = mesh.second(mesh.dp) if layout.stage == 3 else mesh.dp
-        self.counted = None
-        places, self.buckets = layout.buckets(mesh.pp.rank), {}
-        holders = {name: mesh.holders(layout.holders(name)) for name in sorted(places)}  # same order on all ranks
-        for name, place in places.items():  # a Bucket frees its sharded buffers at once, so one is whole at a time
-            self.buckets[name] = Bucket(place, self, holders[name], training)
-        params = {p.spec: p for bucket in self.buckets.values() for p in bucket.params}
+        self.sum_axis = mesh.second(self.shards) if layout.zero_stage == 3 else self.shards
+        layouts, self.buckets = layout.buckets(mesh.pp.rank), {}
+        holders = {name: mesh.holders(layout.holders(name)) for name in sorted(layouts)}  # same order on all ranks
+        kind = HostBucket if training and self.state_device != self.device else Bucket
+        for name, bucket in layouts.items():  # a Bucket frees its sharded buffers at once, so one is whole at a time
+            self.buckets[name] = kind(bucket, self, holders[name], training)
+        self.in_order = [self.buckets[name] for name in sorted(layouts)]  # all holders need the same order
+        params = {p.spec: p for bucket in self.in_order for p in bucket.params}
         units = [model.units[unit] for chunk in layout.chunks(mesh.pp.rank) for unit in layout.units[chunk]]
         for module in (module for unit in units for module in unit.modules()):
             for key, spec in list(vars(module).items()):
@@ -176,163 +289,95 @@ class Zero:
 
     @torch.no_grad()
     def initialize(self, seed):
-        """Draw the initial weights whole, then cut them over tp, then over dp."""
-        for bucket in self.buckets.values():
+        """Draw the initial weights whole, then cut them over tp, then into shards."""
+        for bucket in self.in_order:
             for piece in bucket.pieces:
                 if piece.begin < piece.end:
-                    local = piece.spec.local_part(piece.spec.initial(seed), self.mesh.tp).flatten()
+                    local = piece.spec.local_part(piece.spec.initial(seed), bucket.tp).flatten()
                     piece.of(bucket.master).copy_(local[piece.begin : piece.end])
         self.parameters_from_master()
 
     @torch.no_grad()
     def parameters_from_master(self):
         self.finish_gathers()
-        for bucket in self.buckets.values():
-            if bucket.param.own is not bucket.master:
-                bucket.param.own.copy_(bucket.master)
+        for bucket in self.in_order:
+            if bucket.param.shard is not bucket.master:
+                bucket.param.shard.copy_(bucket.master)
         self.publish()
 
-    # --- zero_grad; gather, release: parameters, before and after a unit computes ------------------------------------
-
     def zero_grad(self):
-        for bucket in self.buckets.values():
+        for bucket in self.in_order:
             bucket.grad.clear()
 
-    def start_gather(self, name):
-        """Start the all-gather of a bucket's parameters (stage 3)."""
-        bucket = self.buckets[name]
-        if bucket.param.sharded and name not in self.gathering:
-            bucket.param.open()
-            # Autograd refuses saved tensors that change. `.data` hides the gather from it; the values stay the same.
-            self.gathering[name] = all_gather(bucket.param.own, bucket.dp, "parameters", out=bucket.param.whole.data)
-
-    def gather(self, name):
-        """Wait until a bucket's parameters are whole."""
-        self.start_gather(name)
-        if name in self.gathering:
-            self.gathering[name].wait()
-
-    def release(self, name):
-        """Free a bucket's whole parameters (stage 3)."""
-        if self.buckets[name].param.sharded:
-            del self.gathering[name]
-            self.buckets[name].param.close()
-
-    # --- open_gradient, reduce: gradients, before and after a unit's backward ----------------------------------------
-
-    def open_gradient(self, name):
-        self.settle(name)  # a buffer must not change while it is sent
-        if self.buckets[name].grad.open():
-            self.buckets[name].grad.whole.zero_()
-
-    def reduce(self, name, last):
-        """Start to sum a bucket's gradient over the data ranks. last: it is the bucket's last gradient of the step."""
-        bucket = self.buckets[name]
-        if bucket.grad.sharded:
-            for older in [*self.summing][:-1]:
-                self.settle(older)  # at most two sums run
-        elif not last:
-            return
-        if bucket.stage == 0:
-            self.summing[name] = all_reduce(bucket.grad.whole, bucket.dp, "gradients")
-        else:
-            part = bucket.grad.whole[slice(*bucket.shard)]
-            self.summing[name] = reduce_scatter(bucket.grad.whole, self.sum_axis, "gradients", out=part)
-
-    def settle(self, name):
-        """Wait for a bucket's sum, if one runs. Stages 2 and 3: add this rank's shard to `grad.own`, free `whole`."""
-        if name in self.summing:
-            shard, grad = self.summing.pop(name).wait(), self.buckets[name].grad
-            if grad.sharded:
-                grad.own.add_(shard)
-                grad.close()
-
-    # --- finish: after all backwards ---------------------------------------------------------------------------------
+    # --- finish: after all backwards ----------------------------------------------------------------------------------
 
     def finish(self):
-        """Complete all gradients. The sum over dp comes first: after it, only shards need the other sums."""
-        self.sum_over_dp()
+        """Complete all gradients. The sum over the data ranks comes first: after it, only shards need other sums."""
+        self.sum_over_data()
         self.sum_over_tp()
         self.sum_over_holders()
 
-    def sum_over_dp(self):
-        for name in [*self.summing]:
-            self.settle(name)
+    def sum_over_data(self):
+        for bucket in [*self.window.buckets]:
+            bucket.settle()
+        wait_for([bucket.summing_copies for bucket in self.in_order])
 
     def sum_over_tp(self):
         """Sum the gradients of replicated parameters over tp (`layout.replica_sums` says why).
 
         Without sequence parallelism all take the first tp rank's gradients: the others add 0 times theirs.
         """
-        if what := replica_sums(self.config, self.mesh.dp.size):
-            buckets = self.buckets.values()
-            parts = [bucket.grad.own[r.begin : r.end] for bucket in buckets for r in bucket.ranges if not r.cut]
-            if not self.config.sequence_parallel and self.mesh.tp.rank > 0:
-                for part in parts:
+        if what := replica_sums(self.config, self.mesh.data.size):
+            parts = [(b.grad.shard[r.begin : r.end], b.tp) for b in self.in_order for r in b.ranges if not r.cut]
+            for part, tp in parts:
+                if not self.config.sequence_parallel and tp.rank > 0:
                     part.mul_(0)  # 0 times inf or nan is nan, so all ranks skip the step
-            wait_for([all_reduce(part, self.mesh.tp, what) for part in parts])
+            wait_for([all_reduce(part, tp, what) for part, tp in parts])
 
     def sum_over_holders(self):
         """Sum gradients over the pipeline ranks that keep a copy: of the tied word table, in Chimera of all buckets."""
-        by_name = [self.buckets[name] for name in sorted(self.buckets)]  # all holders need the same order
-        wait_for([all_reduce(bucket.grad.own, bucket.holders, "twin gradients") for bucket in by_name])
+        wait_for([all_reduce(bucket.grad.shard, bucket.holders, "twin gradients") for bucket in self.in_order])
 
-    # --- squared_norm ------------------------------------------------------------------------------------------------
+    # --- squared_norm -------------------------------------------------------------------------------------------------
 
-    def counts(self, bucket, cut):
-        """Return True on exactly one of the ranks that hold the same elements: the norm counts them once.
-
-        A LayerNorm counts on its first holder, on tp rank 0, and there on dp rank 0 (stage 0) or on the element's
-        owner.
-        """
-        first_of_dp = bucket.stage >= 1 or bucket.dp.rank == 0
-        return first_of_dp and bucket.holders.rank == 0 and (cut or self.mesh.tp.rank == 0)
-
-    def squared_norm(self):
-        """Return this rank's share of the squared global gradient norm, float64 [].
+    def squared_norm(self, buckets=None):
+        """Return this rank's share of the squared global gradient norm (or of some buckets'), float64 [].
 
         An inf or nan makes it inf or nan, even in a gradient that does not count (0 times inf is nan): all ranks skip
         the step. float64: a large loss scale must not overflow the sum.
         """
-        pieces = self._counted_pieces()
-        if not pieces:
-            return torch.zeros((), dtype=torch.float64, device=self.device)
-        if self.counted is None:  # built once: each copy to the GPU makes the CPU wait
-            self.counted = torch.tensor([counts for _, counts in pieces], dtype=torch.float64, device=self.device)
-        return (self.ops.squared_norms([piece for piece, _ in pieces]) * self.counted).sum()
-
-    def _counted_pieces(self):
-        """Return [(part of `grad.own`, True if the norm counts it on this rank)]."""
-        pieces = []
-        for bucket in self.buckets.values():
-            for counts, group in itertools.groupby(bucket.ranges, lambda r, bucket=bucket: self.counts(bucket, r.cut)):
+        slices = {True: [], False: []}  # {whether the norm counts them on this rank: slices of `grad.shard`}
+        for bucket in buckets or self.in_order:
+            for counts, group in itertools.groupby(bucket.ranges, bucket.counts):
                 ranges = list(group)
-                pieces.append((bucket.grad.own[ranges[0].begin : ranges[-1].end], counts))
-        return pieces
+                slices[counts].append(bucket.grad.shard[ranges[0].begin : ranges[-1].end])
+        squares = [counts * self.ops.squared_norms(parts).sum() for counts, parts in slices.items() if parts]
+        squares = squares or [torch.zeros((), dtype=torch.float64, device=self.device)]
+        return sum(squares[1:], squares[0])
 
-    # --- update, publish ---------------------------------------------------------------------------------------------
+    # --- update, publish ----------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def update(self, scalars):
         """Update the elements that this rank owns, unless scalars.skip. scalars: `reference.UpdateScalars`."""
-        self.finish_gathers()
-        buckets = [bucket for _, bucket in sorted(self.buckets.items())]  # all holders need the same order
+        self.update_buckets(self.in_order, scalars)
+        self.updates += ~scalars.skip
+
+    @torch.no_grad()
+    def update_buckets(self, buckets, scalars):
+        wait_for([bucket.gathering for bucket in buckets])
         for bucket in buckets:
             bucket.fetch_gradient()
         # With offload, the copy of the scalars to the CPU waits for the GPU. Then the gradients have arrived, too.
-        there = reference.UpdateScalars(*(x.to(self.state_device) for x in scalars))
+        scalars = reference.UpdateScalars(*(x.to(self.state_device) for x in scalars))
         ops = reference if self.config.offload else self.ops
-        optimizer.update(self.config, buckets, there, ops, self.mesh, self.device)
+        optimizer.update(self.config, buckets, scalars, ops, self.device)
         for bucket in buckets:
             bucket.return_weights()
-        self.updates += ~scalars.skip
 
     def publish(self):
-        """Start to all-gather the new parameters from their shards (stages 1 and 2)."""
-        for name, bucket in self.buckets.items():
-            if bucket.stage in (1, 2):
-                self.gathering[name] = all_gather(bucket.param.own, bucket.dp, "parameters", out=bucket.param.whole)
+        for bucket in self.buckets.values():  # in the order of forward
+            bucket.publish()
 
     def finish_gathers(self):
         """Wait until all parameters are whole (stages 0 to 2)."""
-        wait_for([self.gathering[name] for name in self.buckets if name in self.gathering])
+        wait_for([bucket.gathering for bucket in self.in_order])

@@ -34,14 +34,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from config import SECTIONS
 from data import mix
 from errors import UserError, explained
 from parallel.comm import agree, gather_objects
 
+MAY_CHANGE = "max_position_embeddings top_k expert_group capacity_factor balance dropout init_method_std".split()
 # These must be equal in the run and in the checkpoint. convert.py leaves some out.
-MUST_MATCH = (
-    "num_layers hidden_size num_attention_heads seq_length vocab_size activation experts seed optimizer tokenizer"
-)
+MUST_MATCH = [*(name for name in SECTIONS["model"] if name not in MAY_CHANGE), "seed", "optimizer", "tokenizer"]
 REMEDY = "use another checkpoint: remove this one, or set --resume"
 THREADS = 4  # a flush waits for the disk, so more threads than cores are useful
 
@@ -66,17 +66,18 @@ def runs(spec, begin, end, tp_rank, tp):
 
 
 def arrays(folder, bucket, begin, end):
-    """Yield (path, Piece, its elements) of weights and moments in begin .. end of a bucket."""
-    first = bucket.owned[0]  # the first element that this rank keeps
+    """Yield (path, tp axis, Piece, its elements) of weights and moments in begin .. end of a bucket."""
+    first = bucket.bounds[0]  # the first element that this rank keeps
     tensors = {"": bucket.master} | {f".moment{k}": moment for k, moment in enumerate(bucket.moments)}
     for piece in bucket.layout.pieces(begin, end):
         if piece.begin < piece.end:
             for kind, flat in tensors.items():
-                yield folder / f"{piece.spec.name}{kind}", piece, piece.of(flat[begin - first : end - first])
+                elements = piece.of(flat[begin - first : end - first])
+                yield folder / f"{piece.spec.name}{kind}", bucket.tp, piece, elements
 
 
 def in_threads(transfer, jobs):
-    """Return {file name: transfer(path, piece, elements)}."""
+    """Return {file name: transfer(path, tp axis, piece, elements)}."""
     with ThreadPoolExecutor(THREADS) as pool:
         return dict(pool.map(lambda job: (job[0].name, transfer(*job)), jobs))
 
@@ -138,15 +139,15 @@ def remove_unfinished(out_dir):
 
 def write_arrays(folder, zero):
     """Write what this rank keeps. Return {file name: terms in its sum}."""
-    tp, jobs = zero.mesh.tp, []
-    for bucket in zero.buckets.values():
-        for path, piece, flat in arrays(folder, bucket, *bucket.shard):
+    jobs = []
+    for bucket in zero.in_order:
+        for path, tp, piece, flat in arrays(folder, bucket, *bucket.saved):
             if bucket.holders.rank == 0 and (piece.spec.tp_dim is not None or tp.rank == 0):
-                jobs.append((path, piece, flat))  # else another rank writes them
-    return in_threads(partial(write_piece, tp), jobs)
+                jobs.append((path, tp, piece, flat))  # else another rank writes them
+    return in_threads(write_piece, jobs)
 
 
-def write_piece(tp, path, piece, flat):
+def write_piece(path, tp, piece, flat):
     path.touch()
     places = [*runs(piece.spec, piece.begin, piece.end, tp.rank, tp.size)]
     (_, begin, _), (_, last, length) = places[0], places[-1]
@@ -234,7 +235,7 @@ def to_resume(config, tokenizer, data=None):
         raise UserError(f"resume=none: {config.out_dir} contains {path.name}; use another --out_dir")
     index = read_index(path)
     then, now = index["config"] | {"tokenizer": index["tokenizer"]}, vars(config) | {"tokenizer": tokenizer}
-    for name in MUST_MATCH.split():
+    for name in MUST_MATCH:
         if then.get(name, now[name]) != now[name]:
             raise UserError(f"{name}={now[name]}: the checkpoint {path} has {name}={then[name]}")
     positions = then["max_position_embeddings"] or then["seq_length"]
@@ -280,15 +281,14 @@ def load_checkpoint(path, model, zero):
     Raises the same UserError on all ranks if the model is another one, or if a file is missing or damaged.
     """
     folder, index, mesh = Path(path), read_index(path), zero.mesh
-    jobs = [job for bucket in zero.buckets.values() for job in arrays(folder, bucket, *bucket.owned)]
+    jobs = [job for bucket in zero.in_order for job in arrays(folder, bucket, *bucket.bounds)]
     agree(mesh.world, lambda: compare_shapes(folder, index, model))
-    terms = agree(mesh.world, lambda: in_threads(partial(read_piece, mesh.tp, index["dtype"]), jobs))
-    # The ranks of dp (with ZeRO) and of tp have read one copy of an array together.
-    terms = added(terms, mesh.dp) if zero.config.zero >= 1 else terms
+    terms = agree(mesh.world, lambda: in_threads(partial(read_piece, index["dtype"]), jobs))
+    terms = added(terms, zero.shards)  # the ranks of shards and of tp have read one copy of an array together
     cut = added(terms, mesh.tp)
 
     def verify_all():
-        for path, piece, _ in jobs:
+        for path, _, piece, _ in jobs:
             total = (terms if piece.spec.tp_dim is None else cut)[path.name]
             verify(path, in_hex(total), index["sums"][path.name])
 
@@ -304,7 +304,7 @@ def compare_shapes(folder, index, model):
             raise UserError(f"{folder}: {name} is {there} in the checkpoint and {here} in the model")
 
 
-def read_piece(tp, dtype, path, piece, flat):
+def read_piece(dtype, path, tp, piece, flat):
     local = np.zeros(piece.end - piece.begin, dtype)
     right = math.prod(piece.spec.shape) * local.itemsize
     with explained(path), open(path, "rb") as file:

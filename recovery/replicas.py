@@ -3,8 +3,9 @@
 A defective memory, a lost update or a wrong kernel can make these copies differ:
 
     tensors                                                       copies on
-    parameters, ZeRO stages 0 to 2                                dp ranks
-    master weights and moments, stage 0                           dp ranks
+    parameters, ZeRO stages 0 to 2                                data ranks
+    master weights and moments, stage 0                           data ranks
+    ... and all of them with zero_copies=k                        the k data ranks with equal shards
     parameters, master weights, moments, and shards of these      holders of a bucket (the tied word table)
     all of them, if the parameter is replicated over tp           tp ranks
 """
@@ -34,24 +35,24 @@ def fingerprint(flat):
 
 @torch.no_grad()
 def fingerprints(zero):
-    """Return {(tensor, dp rank, tp rank): sum} of this rank's tensors. Copies have equal keys.
+    """Return {(tensor, shard, tp rank): sum} of this rank's tensors. Copies have equal keys.
 
     A rank is None if all ranks of its axis have copies.
     """
-    sums, mesh = {}, zero.mesh
+    sums = {}
     zero.finish_gathers()
-    for bucket in zero.buckets.values():
-        kept = {"": bucket.param.whole if bucket.stage < 3 else bucket.param.own}
-        if bucket.param.own is not bucket.master:
-            kept[" (master weight)"] = bucket.master
-        kept |= {f" (moment {k})": moment for k, moment in enumerate(bucket.moments)}
-        for kind, flat in kept.items():
+    for bucket in zero.in_order:
+        flats = {"": bucket.param.shard if bucket.param.sharded else bucket.param.whole}
+        if bucket.param.shard is not bucket.master:
+            flats[" (master weight)"] = bucket.master
+        flats |= {f" (moment {k})": moment for k, moment in enumerate(bucket.moments)}
+        for kind, flat in flats.items():
             sharded = len(flat) < bucket.size
-            dp = mesh.dp.rank if sharded else None
+            shard = bucket.shards.rank if sharded else None
             for piece in bucket.pieces if sharded else bucket.layout.pieces(0, bucket.size):
-                tp = None if piece.spec.tp_dim is None else mesh.tp.rank
+                tp = None if piece.spec.tp_dim is None else bucket.tp.rank
                 count = math.ceil((piece.end - piece.begin) / ALIGN) * ALIGN  # with the alignment padding
-                sums[piece.spec.name + kind, dp, tp] = fingerprint(flat[piece.at : piece.at + count])
+                sums[piece.spec.name + kind, shard, tp] = fingerprint(flat[piece.at : piece.at + count])
     values = torch.stack([total.to(zero.device) for total in sums.values()]).tolist()
     return dict(zip(sums, values, strict=True))
 

@@ -29,7 +29,7 @@ def describe(run, path):
     if c.experts:
         text += f" ({run.model.num_parameters(active=True):,} of them for a token)"
     text += f", {c.num_layers} layers of {c.hidden_size}; "
-    text += f"dp={run.mesh.dp.size // c.cp} {layout}; {run.dtype} on {run.device.type}\n"
+    text += f"dp={run.mesh.data.size // c.cp} {layout}; {run.dtype} on {run.device.type}\n"
     text += f"{c.data_dir} -> {c.out_dir}, from {path or 'initial weights'}"
     if c.experts:
         text += f"\nexperts: groups of {c.tokens_of_group} tokens; a uniform router drops {dropped_if_uniform(c):.1%}"

@@ -1,6 +1,7 @@
 """Tests that --check_replicas names copies that differ, and stops the run before its next save."""
 
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -9,21 +10,22 @@ import train
 from config import check
 from errors import UserError
 from parallel.mesh import Mesh
+from parallel.zero import Bucket
 from recovery import checkpoint, replicas
-from testing.tiny import built, configured, fails, micro_batches, tiny_config
+from testing.tiny import built, configured, fails, tiny_batches, tiny_config
 
 
 def said_after_damage(config, rank, bucket, kind, place):
     """Return the message after one bit of one element has changed on one rank."""
     run = built(config, Mesh.of(config))
-    batches = micro_batches(run)
+    batches = tiny_batches(run)
     for _ in range(2):
         train.train_step(run, batches)
     replicas.compare_copies(run.zero, 2)
     if run.mesh.rank == rank:
         b = run.zero.buckets[bucket]
         flat = {
-            "parameter": b.param.own if b.stage == 3 else b.param.whole,
+            "parameter": b.param.shard if b.param.sharded else b.param.whole,
             "master": b.master,
             "moment": b.moments[-1],
         }
@@ -73,19 +75,19 @@ def train_with_damage(config, iteration):
 
 
 def said_after_other_rounding(config):
-    """The second tp rank's sums over dp are rounded otherwise. Return the message or None."""
-    run = built(config, Mesh.of(config))
-    settle, batches = run.zero.settle, micro_batches(run)
+    """The second tp rank's sums over data ranks are rounded otherwise. Return the message or None."""
+    run, settle = built(config, Mesh.of(config)), Bucket.settle
+    batches = tiny_batches(run)
 
-    def settle_otherwise(name):
-        ends = name in run.zero.summing
-        settle(name)
-        if ends and run.mesh.tp.rank == 1:
-            run.zero.buckets[name].grad.own.mul_(1 + 2**-52)
+    def settle_otherwise(bucket):
+        sums = bucket.summing
+        settle(bucket)
+        if sums and run.mesh.tp.rank == 1:
+            bucket.grad.shard.mul_(1 + 2**-52)
 
-    run.zero.settle = settle_otherwise
-    for _ in range(2):
-        train.train_step(run, batches)
+    with mock.patch.object(Bucket, "settle", settle_otherwise):
+        for _ in range(2):
+            train.train_step(run, batches)
     try:
         replicas.compare_copies(run.zero, 2)
     except UserError as error:

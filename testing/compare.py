@@ -13,14 +13,18 @@ norm, parameters. Only after a difference the first step runs again, for its gra
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from parallel.mesh import grid
 from parallel.muon import is_matrix
 from parallel.optimizer import RULES
 
 TOLERANCE = 1e-10  # relative: float64 rounds at 1e-16, and eight steps add up
 ROWS = 8  # rows of a table
 LATER = "Step 1 is right. Does a step leave something in a buffer? Do ranks draw different numbers of micro-batches?"
+
+AXES = ("dp", "pp", "cp", "tp")  # of `mesh.grid`
 
 
 class Different(AssertionError):
@@ -65,12 +69,9 @@ class Case(NamedTuple):
 
     def place(self, rank):
         """Return the rank's index on each axis."""
-        rest, tp = divmod(rank, self.sizes["tp"])
-        rest, cp = divmod(rest, self.sizes["cp"])
-        dp, pp = divmod(rest, self.sizes["pp"])
-        if self.config.order == "pp-dp-tp":
-            pp, dp = divmod(rest, self.sizes["dp"])
-        return {"dp": dp, "cp": cp, "tp": tp, "pp": pp}
+        c = self.config
+        ranks = grid(math.prod(self.sizes[axis] for axis in AXES), c.tp, c.pp, c.cp, c.order)
+        return dict(zip(AXES, (int(i) for i in np.argwhere(ranks == rank)[0]), strict=True))
 
     def name(self, rank):
         """Return `3 (dp=1 tp=1)`."""

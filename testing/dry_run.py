@@ -55,12 +55,12 @@ def show(config, gpus, rank):
     with started(config, gpus, rank) as run:
         (sent, kept), c, mesh, pp, who = step(run), run.config, run.mesh, run.mesh.pp.rank, f"rank {rank}"
         print(
-            f"Dry run of {who} of {gpus}: dp {mesh.dp.rank // c.cp} of {mesh.dp.size // c.cp}, pp {pp} of {c.pp}, cp "
-            f"{mesh.cp.rank} of {c.cp}, tp {mesh.tp.rank} of {c.tp}; {run.model.num_parameters():,} parameters in "
-            f"{c.dtype}; {c.schedule} with "
-            f"{run.schedule.microbatches} micro-batches, zero={c.zero}. No number was computed.\n"
+            f"Dry run of {who} of {gpus}: dp {mesh.reader[0]} of {mesh.reader[1]}, pp {pp} of {c.pp}, "
+            f"cp {mesh.cp.rank} of {c.cp}, tp {mesh.tp.rank} of {c.tp}; {run.model.num_parameters():,} parameters in "
+            f"{c.dtype}; {c.schedule} with {run.schedule.microbatches} micro-batches, zero={c.zero}. "
+            "No number was computed.\n"
         )
-        tables = report.sent_table(who, run.layout.stage, sent), report.kept_table(who, run.layout, pp, kept)
+        tables = report.sent_table(who, run.layout.zero_stage, sent), report.kept_table(who, run.layout, pp, kept)
         print(*tables, sep="\n\n", end="\n\n")
     if wrong := differences(sent, kept):
         sys.exit("\n".join(wrong))
@@ -109,11 +109,11 @@ def step(run):
     with meter.Activations(run.executor) as activations:
         (train.train_call if run.schedule.versions else train.train_step)(run, batches)
     widths = run.zero.dtype.itemsize, run.zero.master_dtype.itemsize
-    sent = mesh.ledger.per_step(schedules.updates(run.schedule))
+    sent = mesh.watch.ledger.per_step(schedules.updates(run.schedule))
     kept = meter.measured_states(run.zero, run.executor.flats) | activations.rows()
     predicted = memory.predict_kept(run.layout, run.schedule, rank, memory.sizes(c, *widths, on_cpu=False))
     return (
-        {"bytes": sent, "formula": ledger.predict_sent(run.layout, run.schedule, rank, mesh.dp.rank, *widths)},
+        {"bytes": sent, "formula": ledger.predict_sent(run.layout, run.schedule, rank, mesh.data.rank, *widths)},
         {"bytes": kept, "formula": predicted},
     )
 

@@ -42,7 +42,7 @@ STARTED = {  # {operation: f(axis, x) = (Pending, values that may be read before
 
 def results(operation, dtype):
     """Return (result before `wait`, what may be read before `wait`, result after `wait`)."""
-    axis = Mesh().dp
+    axis = Mesh().data
     with adversary():
         pending, readable = STARTED[operation](axis, torch.arange(axis.rank, axis.rank + 4).to(dtype))
         return pending.result.tolist(), readable.tolist(), pending.wait().tolist()
@@ -69,7 +69,7 @@ def test_a_result_is_poison_until_wait_and_inputs_stay(workers, operation, dtype
 
 def answers(seed):
     with adversary(seed):
-        pending = all_reduce(torch.ones(2), Mesh().dp, "x")
+        pending = all_reduce(torch.ones(2), Mesh().data, "x")
         found = [pending.done() for _ in range(20)]
         return found, pending.wait().tolist(), pending.done()
 
@@ -137,7 +137,7 @@ PROGRAMS = {  # {program: the error of rank 0, a regular expression}
 
 def outcome(program, mode):
     """Return a program's error on this rank, or None."""
-    axis = Mesh(timeout=30).dp
+    axis = Mesh(timeout=30).data
     try:
         with adversary() if mode else contextlib.nullcontext():
             program(axis)

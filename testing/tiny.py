@@ -12,7 +12,7 @@ import torch
 
 import train
 from accounts.metrics import read_metrics
-from config import Config
+from config import Config, layout_of
 from data import training_samples
 from errors import UserError
 from model import GPT
@@ -40,10 +40,6 @@ LAYOUTS = [
 # An expert of 4 has 1 place in a group of 2: some are dropped.
 MIXTURE = dict(top_k=2, capacity_factor=1.0, balance=0.3)
 CURVES = {}  # of one process
-SAME = (
-    "optimizer dropout activation num_layers hidden_size num_attention_heads seq_length global_batch_size lr "
-    "experts top_k expert_group balance capacity_factor"
-).split()  # fields that one process shares
 
 
 # --- one model, many layouts ------------------------------------------------------------------------------------------
@@ -54,7 +50,7 @@ def tiny_config(dp, tp=1, **fields):
     return Config(**TINY | fields)
 
 
-def micro_batches(run, vocab_size=50, reader=None):
+def tiny_batches(run, vocab_size=50, reader=None):
     """Yield this rank's micro-batches. Sample g depends on g alone. Most of its ids are the last one plus 1."""
     c = run.config
     dice = torch.randint(0, vocab_size, (1000, c.seq_length + 1), generator=torch.Generator().manual_seed(5))
@@ -68,17 +64,17 @@ def micro_batches(run, vocab_size=50, reader=None):
 def parameters(run):
     """Return copies, {parameter: this rank's tp slice}."""
     parts = {}
-    for name, bucket in run.zero.buckets.items():
-        run.zero.gather(name)
+    for bucket in run.zero.in_order:
+        bucket.gather()
         parts |= {p.spec.name: p.detach().clone() for p in bucket.params}
-        run.zero.release(name)
+        bucket.release()
     return parts
 
 
 def gradients(run):
     """Return copies, {parameter: (begin, end, values)}, of the elements that this rank updates."""
     pieces = [(bucket, piece) for bucket in run.zero.buckets.values() for piece in bucket.pieces]
-    return {p.spec.name: (p.begin, p.end, p.of(bucket.grad.own).clone()) for bucket, p in pieces}
+    return {p.spec.name: (p.begin, p.end, p.of(bucket.grad.shard).clone()) for bucket, p in pieces}
 
 
 def built(config, mesh=None):
@@ -95,7 +91,7 @@ def train_tiny(config, steps=STEPS, mesh=None):
 def trained(config, steps=STEPS, mesh=None):
     """Return what `train_tiny` returns, then the copies that differ (`replicas.differing_copies`)."""
     run = built(config, mesh)
-    before, batches = parameters(run), micro_batches(run)
+    before, batches = parameters(run), tiny_batches(run)
     done = [train.train_step(run, batches).read() for _ in range(steps)]
     copies = replicas.differing_copies(run.zero)
     return [s.loss for s in done], [s.grad_norm for s in done], before, parameters(run), copies
@@ -109,15 +105,15 @@ def train_each(configs, steps=FEW):
 
 def one_process_config(config):
     """Return the same training on one process, with one micro-batch a step."""
-    fields = {name: getattr(config, name) for name in SAME}
-    return tiny_config(1, micro_batch_size=config.global_batch_size, **fields)
+    return replace(config, micro_batch_size=config.global_batch_size, **layout_of(Config()))
 
 
 def one_process(config, steps=FEW):
     """Return `train_tiny` of `one_process_config`."""
-    key = steps, *(getattr(config, name) for name in SAME)
+    one = one_process_config(config)
+    key = steps, *vars(one).values()
     if key not in CURVES:
-        CURVES[key] = train_tiny(one_process_config(config), steps)
+        CURVES[key] = train_tiny(one, steps)
     return CURVES[key]
 
 
@@ -160,7 +156,7 @@ def first_step(config):
         update(scalars)
 
     run.zero.update = keep_gradients
-    step = train.train_step(run, micro_batches(run)).read()
+    step = train.train_step(run, tiny_batches(run)).read()
     return FirstStep(step.loss, step.grad_norm, found, parameters(run))
 
 
@@ -169,7 +165,7 @@ def gradient_of_each_micro_batch(one, config, dp):
     m, size = config.global_batch_size // (config.micro_batch_size * dp), config.micro_batch_size
     run, shares = built(replace(one, micro_batch_size=size, global_batch_size=size)), {}
     for d in range(dp):
-        batches = micro_batches(run, reader=(d, dp))
+        batches = tiny_batches(run, reader=(d, dp))
         for j in range(m):
             run.zero.zero_grad()
             run.executor.run(batches, 1, 1 / (m * dp))

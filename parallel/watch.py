@@ -1,0 +1,65 @@
+"""What a rank does at this moment: `with watch("backward", action): ...`. Tools that measure a run are told.
+
+    phase       contains                        subject         the timer of Megatron-LM's log
+    pipeline    all actions of a step           the Schedule
+    forward     the action F                    the Action      forward-compute
+    backward    the actions B, I and W          the Action      backward-compute
+    wait        a wait for a message            its key
+    batch       a micro-batch is read                           batch-generator
+    recompute   a block's second forward
+    reduce      a sum of gradients starts
+    finish      the other sums of gradients                     grad-reduce
+    update      the norm and the optimizer      (the Action U)  optimizer
+    penalty     a step's second run                             penalty
+    setup, evaluate, log: not in a step
+
+A phase inside another one ends before it: wait, batch, recompute and reduce are parts of forward or backward. The
+ledger (`comm.py`) counts the bytes of each phase.
+"""
+
+import contextlib
+
+from parallel.comm import Ledger
+
+UNTOLD = ("evaluate", "penalty")  # these phases run a pipeline that the tools shall not see
+
+
+class Tool:
+    """Is told what a rank does, if it is in `Watch.tools`."""
+
+    def span(self, phase, subject):
+        """Return a context for a phase."""
+        return contextlib.nullcontext()
+
+    def started(self, work, phase, axis, what, operation, peer):
+        """Return torch's handle `work` of a communication, or another one in its place. peer: of a message."""
+        return work
+
+
+class Watch:
+    """The phase of this rank, its ledger and its tools."""
+
+    def __init__(self):
+        self.phase, self.ledger, self.tools = "setup", Ledger(), []
+
+    @contextlib.contextmanager
+    def __call__(self, phase, subject=None):
+        """Context: this rank is in `phase`. subject: as in the table above."""
+        outer = self.phase
+        if outer in UNTOLD:
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            for tool in self.tools:
+                stack.enter_context(tool.span(phase, subject))
+            self.phase = phase
+            try:
+                yield
+            finally:
+                self.phase = outer
+
+    def started(self, work, axis, what, operation, peer=None):
+        """Tell the tools that a communication has started. Return its handle."""
+        for tool in self.tools:
+            work = tool.started(work, self.phase, axis, what, operation, peer)
+        return work
