@@ -1,4 +1,4 @@
-"""The bytes that one rank sends in a step, computed from the configuration alone (slide "分散並列学習").
+"""The bytes that one rank sends in a step over rings, computed from the configuration alone (slide "分散並列学習").
 
 The slide's columns are 通信内容 (what), 通信形式 (operation) and 通信頻度 (how often). `comm.Ledger` counts the same
 table in a run.

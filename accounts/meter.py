@@ -3,11 +3,11 @@
 After each action, `Activations` adds up the tensors that autograd has saved for backward, and those that the executor
 keeps. A storage counts once, under its first name. Parameters do not count.
 
-On the CPU the measured bytes equal the formulas exactly. On a GPU there are two differences:
+On the CPU, without --delay, the measured bytes equal the formulas exactly. Otherwise there are two differences:
 
-    - The formula counts the last two sent messages. NCCL may report sooner that they are sent.
-    - Fused attention keeps the state of its random generator, and padded copies if its kernel does not support the
-      head size.
+    - The formula counts the last two sent messages. NCCL, and --delay, may report sooner that they are sent.
+    - On a GPU, fused attention keeps the state of its random generator, and padded copies if its kernel does not
+      support the head size.
 """
 
 import resource

@@ -33,7 +33,8 @@ COLLECTIVES = {  # sequence parallel: (operation, in F, alone in I, in I beside 
 }
 # Gaps of the host, stragglers, clocks under load, multiprocessors that NCCL uses: measured (NOTES.md).
 REST = 0.18
-ERROR = 0.10  # 14 of 16 published steps are within it: test_plan.py
+ERROR = 0.10  # for LENGTHS on A100 and H100: 17 of 19 published steps are within it (test_plan.py)
+LENGTHS = (2048, 4096)  # tokens of a sample; longer ones take longer than predicted (MEASURED.md)
 
 
 @cache
@@ -168,7 +169,7 @@ class Step:
         ]
         self.parts, self.bubble = {name: seconds for name, _, seconds in parts}, bubble / (work + bubble + messages)
         self.seconds = sum(self.parts.values())
-        for part in [*parts, ("step", f"sum; expected error {ERROR:.0%}", self.seconds)]:
+        for part in [*parts, ("step", "sum", self.seconds)]:
             self.say(*part)
 
     def data_parallel(self, rank, F, I, W):

@@ -1,4 +1,4 @@
-"""The bytes that a run sends equal ledger.py's prediction exactly, in every row. A prediction needs no run."""
+"""The bytes of a ring for a run's calls equal ledger.py's prediction exactly, in every row. It needs no run."""
 
 import re
 from collections import defaultdict

@@ -14,7 +14,7 @@ and so is its number, 0 or 1. Ranks share no memory. They send tensors with four
     AllGather                     1|2            1,2|1,2        N(n-1)/n
     SendRecv                      1|                |1          N
 
-Each rung begins with a card. It counts the bytes of rank 0 with n=2 (in brackets n=4). Sends: bytes of a step.
+Each rung begins with a card. It counts the bytes of rank 0 with n=2 (in brackets n=4). Sends: bytes of a step by rings.
 Memory: bytes of weights, gradients and optimizer state just before Adam's update. Activations are what backward needs.
 Bad: (-> 4) means that rung 4 repairs this.
 """

@@ -1,8 +1,8 @@
 """Update rules on flat buffers, the loss scale, and the learning rate.
 
 Slide "深層学習の用語説明" has SGD and Adam. This file follows the Adam of Kingma and Ba (arXiv 1412.6980). It differs:
-the slide subtracts the gradient from the moments m and v, has epsilon inside the root, and multiplies by b^(t+1)
-instead of dividing m by 1 - b1^t and v by 1 - b2^t in update t.
+the slide subtracts the gradient from the moments m and v, and has epsilon inside the root. Update t divides m by
+1 - b1^t and v by 1 - b2^t (the bias correction). The slide writes a factor b^(t+1), and does not define b.
 
 A rule changes one range of a rank's flat buffers in place. It is elementwise, so a range may begin anywhere. Keyword
 arguments of a rule:

@@ -20,12 +20,15 @@ are checked, simulated, drawn (`accounts/draw.py`) and executed (`pipeline.py`).
     zb-h2          (p-1)(F+I-2W) / (m(F+I+W) + (p-1)(F+I-2W))    2p-1                  keeps output gradients until W
     zb-v           (p-1)(I-W) / (m(F+I+W) + (p-1)(I-W))          p                     as zb-h1, twice the messages
     chimera        (p-2) / (2m+p-2)  if F = B                    p/2+1 .. p            twice the parameters
-    pipedream      (p-1) / (m+p-1)  m: of all updates together   p-r                   old weights, p-r versions of them
+    pipedream      (p-1) / (m+p-1)                               p-r                   old weights, p-r versions of them
     pipedream-2bw  the same                                      p-r                   old weights, 2 versions of them
 
 There are p stages and m micro-batches. A rank has v chunks; a chunk is one part of the model. F, I and W are the
 durations of forward, input gradient and weight gradient on a whole stage, and B = I + W. "In flight" counts activations
-of one micro-batch on a whole stage, for large m.
+of one micro-batch on a whole stage, for large m. The bubbles are those of `simulate` under conditions: zb-h1 needs
+W <= min(F, I) and m >= p; zb-h2 needs W <= min(F, I) and m >= 2p-1; zb-v needs W <= F <= I and m >= 2p-1; chimera needs
+p >= 2 and m a multiple of p. The m of PipeDream and 2BW counts the micro-batches of all updates of a call
+(`updates_per_call`): they have this bubble once, 1F1B has it in each step.
 
 The bubble has two definitions. The papers and this table count a rank's *own time*, from its first action to its last.
 In train.py all ranks end a step together, because they wait for the gradient norm. So the *whole step* counts, from the

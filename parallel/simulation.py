@@ -268,7 +268,11 @@ FORMULAS = {
     "zb-v": Formula("(p-1)*(I-W) / (m*(F+I+W) + (p-1)*(I-W))", "m >= 2*p-1 and W <= F <= I", "min(m+1+r, 2*m, 2*p)"),
     "pipedream": Formula("(p-1) / (m+p-1)", "True", "min(p-r, m)"),
     "pipedream-2bw": Formula("(p-1) / (m+p-1)", "True", "min(p-r, m)"),
-    "chimera": Formula("(p-2) / (2*m+p-2)", "F == B and m % p == 0", "min(p//2, p-r, (m+1)//2) + min(p//2, r+1, m//2)"),
+    "chimera": Formula(
+        "(p-2) / (2*m+p-2)",
+        "p >= 2 and F == B and m % p == 0",
+        "min((p+1)//2, p-r, (m+1)//2) + min(p//2, r+1, m//2)",
+    ),
 }
 
 
