@@ -15,7 +15,7 @@ twice.
     <|endoftext|> in a text   one token                               plain text
 """
 
-from errors import exit_on_user_error, explained, reading  # isort: skip
+from errors import UserError, exit_on_user_error, explained, reading  # isort: skip
 from options import Parser  # isort: skip
 import os
 import re
@@ -108,6 +108,10 @@ def from_hf(folder, out):
     with reading(f"{folder}: not a GPT-2 or OPT as model.py has it", Exception):
         there = hf.AutoConfig.from_pretrained(folder, **options)
         config, tokenizer = config_here(there, out), load_tokenizer(vocabulary)
+        if tokenizer.n_vocab > config.vocab_size:
+            sizes = f"its tokenizer has {tokenizer.n_vocab:,} ids, its word table {config.vocab_size:,} rows"
+            remedy = f"add rows: model.resize_token_embeddings({tokenizer.n_vocab})"
+            raise UserError(f"{folder}: {sizes}; remove the added tokens, or {remedy}")
         model, info = hf.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True, **options)
         for what, names in info.items():
             if names := [str(name) for name in names if not str(name).endswith(".attn.masked_bias")]:  # of old files

@@ -12,7 +12,8 @@ vocabulary.
 A document is one text file (.txt .md .py), one line of a .jsonl (.json) file, or one row of a .parquet file. A file may
 be compressed (.gz .zst). .parquet and .zst need `pip install pyarrow`. The characters "<|endoftext|>" in a document
 have no special meaning. The end-of-text token follows each document. A hash of the document's position (index of its
-file, line of its start) selects its split. A byte-order mark and blank JSON lines are ignored.
+file, line of its start) selects its split. A byte-order mark and blank JSON lines are ignored. Text files are UTF-8
+without bytes 0.
 
     this process                        one process per core              this process
     read, cut into blocks  --blocks-->  parse, encode  --tokens-->        append in the order of the input
@@ -27,6 +28,7 @@ finished blocks again, without encoding them.
 from errors import UserError, exit_on_user_error, explained, locked, reading  # isort: skip
 from options import Parser, within  # isort: skip
 import bisect
+import codecs
 import contextlib
 import gzip
 import hashlib
@@ -37,6 +39,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -63,6 +66,9 @@ SAVE_EVERY = 5.0  # seconds; a crash loses this much
 # imported only after the fork. macOS needs spawn.
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
 DTYPES = {4: "<i4", 8: "<u2"}  # Megatron-LM's codes in an .idx file
+# These are valid UTF-8, but signs of UTF-16 and ISO-2022-JP.
+MARKS = "\0", "\x1b$", "\x1b("
+ENCODINGS = "EUC-JP CP932 CP1252 ISO-2022-JP UTF-16LE UTF-16BE UTF-32LE UTF-32BE".split()  # CP932 is Shift_JIS
 
 
 # --- read: files to blocks --------------------------------------------------------------------------------------------
@@ -114,11 +120,11 @@ class Part(NamedTuple):
     problem: str = ""  # why this text is missing
 
 
-def read_blocks(files, tokenizer, text_key):
-    """Yield lists of Parts, about PIECE characters each."""
+def read_blocks(files, tokenizer, text_key, unread):
+    """Yield lists of Parts, about PIECE characters each. unread: gets files with a read error."""
     block, size = [], 0
     for number, path in enumerate(files):
-        for part in read_parts(path, number, tokenizer, text_key):
+        for part in read_parts(path, number, tokenizer, text_key, unread):
             if block and size + len(part.text) > PIECE:
                 yield block
                 block, size = [], 0
@@ -128,9 +134,9 @@ def read_blocks(files, tokenizer, text_key):
         yield block
 
 
-def read_parts(path, number, tokenizer, text_key):
+def read_parts(path, number, tokenizer, text_key, unread):
     """Yield the Parts of one file. A read error is a Part too."""
-    part = Part(path, number)
+    part, line = Part(path, number), 1
     try:
         if path.endswith(".parquet"):
             for line, text in enumerate(read_column(path, text_key), 1):
@@ -140,8 +146,9 @@ def read_parts(path, number, tokenizer, text_key):
         # bad bytes become surrogates, which `encode_block` refuses
         with io.TextIOWrapper(opened(path), "utf-8-sig", "surrogateescape", "\n") as stream:
             if path.endswith(JSON):
-                lines = enumerate(stream, 1)
-                yield from (part._replace(line=line, text=text) for line, text in lines if text.strip())
+                for line, text in enumerate(stream, 1):
+                    if text.strip():
+                        yield part._replace(line=line, text=text)
                 return
             text = stream.read(PIECE)
             while more := stream.read(PIECE):
@@ -150,8 +157,13 @@ def read_parts(path, number, tokenizer, text_key):
                     part = part._replace(begins=False)
                 text = text[cut:] + more
             yield part._replace(text=text)
+    except UserError:
+        raise
     except Exception as error:  # gzip raises many types
-        yield part._replace(problem=str(error))
+        unread.append(path)
+        large = "too much memory" in str(error)  # zstd --long
+        remedy = "decompress it first: zstd -d --memory=2048MB" if large else "repair it"
+        yield part._replace(line=line, problem=f"{error}; the rest of this file is unreadable: {remedy}")
 
 
 def opened(path):
@@ -165,7 +177,10 @@ def opened(path):
 def read_column(path, name):
     from pyarrow import parquet
 
-    for batch in parquet.ParquetFile(path).iter_batches(64, columns=[name]):
+    file = parquet.ParquetFile(path)
+    if name not in (columns := file.schema_arrow.names):
+        raise UserError(f"--text_key={name}: {path} has the columns {' '.join(columns)}")
+    for batch in file.iter_batches(64, columns=[name]):
         yield from batch.column(name).to_pylist()
 
 
@@ -179,17 +194,36 @@ def encode_block(source, text_key, weights, block):
         try:
             if part.problem:
                 raise OSError(part.problem)
+            if any(mark in part.text for mark in MARKS) and not part.path.endswith(".parquet"):
+                raise ValueError
             # int() refuses more than 4,300 digits
             text = json.loads(part.text, parse_int=float)[text_key] if part.path.endswith(JSON) else part.text
             ids = tokenizer.encode_to_bytes(text)
         except Exception as error:
-            problems.append(f"{part.path}:{part.line}: {type(error).__name__}: {error}")
+            problems.append(f"{part.path}:{part.line}: {explanation(part, text_key, error)}")
             if part.begins and part.ends:
                 continue
             ids = b""
         split = split_of(part.file, part.line, weights)
         encoded.append((split, ids + tokenizer.end_bytes * part.ends, part.ends))
     return encoded, problems
+
+
+def explanation(part, text_key, error):
+    """Return the cause and the remedy."""
+    if bad := re.search("[\0\udc80-\udcff]|\x1b[$(]", part.text):
+        data = part.text[: bad.end() + 999].encode("utf-8", "surrogateescape")
+        name = min(ENCODINGS, key=lambda name: strange_characters(data, name))
+        return f"not UTF-8: byte 0x{ord(bad[0][0]) & 255:02x}; convert it, for example: iconv -f {name} -t UTF-8"
+    line = part.path.endswith(JSON) and not part.problem
+    remedy = f"; each line should be a JSON object with a text under {text_key!r} (--text_key)" if line else ""
+    return f"{type(error).__name__}: {error}{remedy}"
+
+
+def strange_characters(data, encoding):
+    """Count characters that no text has, except an incomplete last one."""
+    text = codecs.getincrementaldecoder(encoding)("replace").decode(data)
+    return sum(c == "\ufffd" or not (c.isprintable() or c.isspace()) for c in text)
 
 
 def split_of(file, line, weights):
@@ -236,7 +270,11 @@ def megatron_blocks(prefix, tokenizer, weights):
     with reading(f"--megatron={prefix}: damaged, or not encoded with --tokenizer={tokenizer.name}"):
         index = np.fromfile(f"{prefix}.idx", np.uint8)
         sequences = int(index[18:26].view("<i8")[0])
-        sizes, _, first = np.split(index[34:], [4 * sequences, 12 * sequences])
+        documents = int(index[26:34].view("<i8")[0])
+        cuts = np.cumsum([4 * sequences, 8 * sequences, 8 * documents])
+        sizes, _, first, modes = np.split(index[34:], cuts)
+        if len(modes):
+            raise UserError(f"--megatron={prefix}: its .idx has modes: images cannot be converted, only text")
         ids = np.memmap(f"{prefix}.bin", DTYPES[index[17]], "r")
         ends = np.append(0, np.cumsum(sizes.view("<i4"), dtype=np.int64))[first.view("<i8")]
         if ends[-1] != len(ids) or not 0 <= ids.min() <= ids.max() < tokenizer.n_vocab:
@@ -384,7 +422,8 @@ def make(args, tokenizer, files, weights, output, folder):
     """Write all documents into `output`, and give it its final name, `folder`."""
     made_from, done = output.progress["made_from"], output.progress["blocks"]
     megatron = args.megatron and megatron_blocks(args.megatron, tokenizer, weights)
-    blocks = megatron or read_blocks(files, tokenizer, args.text_key)
+    unread = []
+    blocks = megatron or read_blocks(files, tokenizer, args.text_key, unread)
     rest = (block for block in itertools.islice(blocks, done, None))
     results = rest if megatron else encoded_blocks(rest, args.workers, args.tokenizer, args.text_key, weights)
     tqdm.monitor_interval = 0  # without tqdm's thread: see START_METHOD
@@ -393,10 +432,12 @@ def make(args, tokenizer, files, weights, output, folder):
         for encoded, problems in bar:
             if problems and args.inputs and args.on_error == "stop":
                 output.save()
-                raise UserError(f"{problems[0]}; correct it (or --text_key), or skip such documents: --on_error=skip")
+                raise UserError(f"{problems[0]}; or go on without it: --on_error=skip")
             output.write(encoded, problems)
             for problem in problems:
                 tqdm.write(problem)
+    skipped = ", and the rest of ".join([f"skipped documents: {output.progress['skipped']}", *unread])
+    refuse_empty(output, args.text_key, skipped)
     output.fill_empty_splits(weights)
     if tokenizer.name != "bytes":
         copy(tokenizer, output.folder)
@@ -407,7 +448,16 @@ def make(args, tokenizer, files, weights, output, folder):
     for split, tokens, documents in zip(SPLITS, p["tokens"], p["documents"], strict=True):
         part = " (from the end of the largest split)" if tokens and not documents else ""
         print(f"{split:<5} {tokens:>16,} tokens {documents:>12,} documents{part}")
-    print(f"skipped documents: {p['skipped']}")
+    print(skipped)
+
+
+def refuse_empty(output, text_key, skipped):
+    """Raise UserError if `output` has only end-of-text tokens."""
+    p = output.progress
+    if sum(p["tokens"]) == sum(p["documents"]):
+        (output.folder / "progress.json").unlink(missing_ok=True)  # the next run reads all files again
+        counts = f"files: {p['made_from']['input']['files']}, empty documents: {sum(p['documents'])}, {skipped}"
+        raise UserError(f"the input has no text ({counts}); correct it, or --text_key={text_key}")
 
 
 if __name__ == "__main__":

@@ -421,6 +421,21 @@ def test_a_damaged_folder_is_refused_in_one_line(tmp_path, capsys, monkeypatch, 
     assert "hf" in said and message in said and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_a_tokenizer_with_more_ids_than_the_word_table_has_rows_is_refused(tmp_path, capsys, monkeypatch, kind):
+    """A pad token that was added without rows: train.py would take neither 257 nor 258 as vocab_size."""
+    model = saved(tmp_path / "hf", kind, (2, 24, 3, 257, 17))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(tmp_path / "hf")
+    said = refusal(capsys, monkeypatch, "from_hf", tmp_path / "hf", f"--out={tmp_path}/out")
+    assert "hf: its tokenizer has 258 ids, its word table 257 rows; remove the added tokens" in said
+    assert not (tmp_path / "out").exists()
+    exec(said.split("add rows: ")[1])  # the remedy
+    model.save_pretrained(tmp_path / "hf")
+    imported(tmp_path / "hf", tmp_path / "out")
+
+
 def test_an_existing_folder_is_not_overwritten(tmp_path, capsys, monkeypatch):
     saved(tmp_path / "hf")
     out = imported(tmp_path / "hf", tmp_path / "out")

@@ -135,11 +135,11 @@ def test_every_kind_and_packing_is_read_in_order(kinds, here, tmp_path):
 
 
 def test_blank_lines_no_last_newline_empty_text_and_a_json_file(here, tmp_path):
-    lines = ['{"text": "one\\u2028"}', "", '  {"text": "", "id": 2}\r', "   ", '{"text": "<|endoftext|>"}']
+    lines = ['{"text": "one\\u2028\\u0000"}', "", '  {"text": "", "id": 2}\r', "   ", '{"text": "<|endoftext|>"}']
     (tmp_path / "a.json").write_bytes("\n".join(lines).encode())
     (tmp_path / "b.txt").write_bytes(b"")
     tokens, _ = run(tmp_path / "a.json", tmp_path / "b.txt", tmp_path / "out")
-    assert tokens["train"] == whole(BYTES, ["one\u2028", "", "<|endoftext|>", ""])
+    assert tokens["train"] == whole(BYTES, ["one\u2028\0", "", "<|endoftext|>", ""])
     (tmp_path / "c.jsonl").write_text('{"text": 5, "content": "right", "n": ' + "9" * 5000 + "}\n")
     assert run(tmp_path / "c.jsonl", "--text_key=content", tmp_path / "c")[0]["train"] == whole(BYTES, ["right"])
 
@@ -383,7 +383,7 @@ def test_a_command_forgets_the_progress_that_it_overwrites(tmp_path):
 
 def test_rows_of_a_parquet_file_become_the_tokens_of_json_lines(tmp_path):
     """Also after a crash. No thread of pyarrow runs when the workers are forked."""
-    texts = [text_of_atoms(random.Random(i), 50) for i in range(100)]
+    texts = [text_of_atoms(random.Random(i), 50) for i in range(100)] + ["\0 \x1b$B"]
     files = write_lines(tmp_path / "a.jsonl", texts), write_rows(tmp_path / "a.parquet", texts)
     lines, rows = ([file, "--tokenizer=bytes", f"--out={file}.out", "--workers=2"] for file in files)
     assert command(lines)[0] == 0 and command(rows, CRASHES["in a block"][0])[0] == -9
@@ -398,12 +398,13 @@ def test_rows_of_a_parquet_file_become_the_tokens_of_json_lines(tmp_path):
 
 def test_damaged_rows_and_a_missing_package_are_one_line(here, tmp_path, monkeypatch):
     path = write_rows(tmp_path / "a.parquet", ["one", None, "two"])
-    for words, message in [([], ":2: OSError: text is None"), (["--text_key=x"], ':1: OSError: .*"x" does not exist')]:
-        with pytest.raises(UserError, match=re.escape(str(path)) + message):
-            run(path, *words, tmp_path / "out")
+    with pytest.raises(UserError, match=re.escape(str(path)) + ":2: OSError: text is None"):
+        run(path, tmp_path / "out")
+    with pytest.raises(UserError, match=rf"--text_key=x: {path} has the columns id text"):
+        run(path, "--text_key=x", "--on_error=skip", tmp_path / "out")
     assert run(path, "--on_error=skip", tmp_path / "out")[0]["train"] == whole(BYTES, ["one", "two"])
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(UserError, match=r":1: OSError: .*corrupt"):
+    with pytest.raises(UserError, match=r":1: OSError: .*corrupt.*the rest of this file is unreadable"):
         run(path, tmp_path / "cut")
     (tmp_path / "a.jsonl.zst").write_bytes(packed(".zst", GOOD * 1000)[:-9])
     with pytest.raises(UserError, match=":1: OSError: Truncated"):
@@ -429,8 +430,10 @@ GOOD = b'{"text": "good"}\n'
 BAD = {
     "not JSON": ("a.jsonl", GOOD + b'{"text": "x"\n' + GOOD, ":2", "JSONDecodeError", ["good"] * 2),
     "no key": ("a.jsonl", GOOD + b'{"texts": "x"}\n' + GOOD, ":2", "KeyError: 'text'", ["good"] * 2),
-    "text not UTF-8": ("a.txt", b"one\ntwo \xe9 x\n", ":1", "Unicode", []),
-    "a piece not UTF-8": ("a.txt", b"x " * 50 + b"\n\xff" + b" y" * 300000, ":1", "Unicode", None),
+    "text not UTF-8": ("a.txt", b"one\ntwo \xe9 x\n", ":1", "not UTF-8: byte 0xe9; convert it, for example: iconv", []),
+    "a piece not UTF-8": ("a.txt", b"x " * 50 + b"\n\xff" + b" y" * 300000, ":1", "not UTF-8: byte 0xff", None),
+    "a piece with a byte 0": ("a.txt", b"x " * 50 + b"\n\0" + b" y" * 300000, ":1", "not UTF-8: byte 0x00", None),
+    "a lone surrogate": ("a.jsonl", b'{"text": "\\udc93"}\n' + GOOD, ":1", "UnicodeEncodeError", ["good"]),
     "half a .gz": ("a.txt.gz", gzip.compress(b"x y " * 200000)[:-9], ":1", "OSError: Compressed file ended", []),
 }
 
@@ -452,6 +455,91 @@ def test_bad_input_stops_with_its_place_or_is_skipped_and_counted(case, here, tm
         assert tokens["train"] == whole(BYTES, ["before", *left, "after"])
     else:  # only the bad piece is left out
         assert tokens["train"].count(256) == 3 and len(tokens["train"]) > 30_000
+
+
+TEXT = "これは「日本語」の、表。\nabc\n"  # 表 has a backslash in Shift_JIS
+
+
+@pytest.mark.parametrize("encoding", "cp932 euc_jp iso2022_jp cp1252 utf_16 utf_16_le utf_16_be utf_32_be".split())
+@pytest.mark.parametrize("kind", [".txt", ".jsonl.gz"])
+def test_a_file_in_another_encoding_names_a_byte_and_a_command_that_helps(encoding, kind, here, tmp_path):
+    text = {"cp1252": "naïve", "euc_jp": "カナ"}.get(encoding, TEXT)
+    text = json.dumps({"text": text}, ensure_ascii=False) + "\n"
+    (path := tmp_path / f"a{kind}").write_bytes(packed(kind, text.encode(encoding)))
+    line = rf"^{path}:1: not UTF-8: byte 0x..; convert it, for example: iconv -f (\S+) -t UTF-8; or go on without it"
+    with pytest.raises(UserError, match=line) as error:
+        run(path, tmp_path / "out")
+    assert text.encode(encoding).decode(re.match(line, str(error.value))[1]).removeprefix("\ufeff") == text
+
+
+@pytest.mark.parametrize("data", ["[GOOD]", "[\nGOOD\n]", '{\n"text": "good"\n}', '{"data": [GOOD]}', '"good"', "5"])
+def test_json_that_is_not_one_object_a_line_is_called_so(data, here, tmp_path):
+    (tmp_path / "a.json").write_text(data.replace("GOOD", '{"text": "good"}'))
+    with pytest.raises(UserError, match=r":1: \w+: .*; each line should be a JSON object with a text under 'text' \("):
+        run(tmp_path / "a.json", tmp_path / "out")
+
+
+def with_long_window(data):
+    """Return a frame of zstd --long=31."""
+    return b"\x28\xb5\x2f\xfd\0\xa8" + (len(data) << 3 | 1).to_bytes(3, "little") + data
+
+
+@pytest.mark.parametrize(
+    "kind, damage, message",
+    [
+        (".gz", lambda a, b: gzip.compress(a + b)[:-3000], "Compressed file ended .*: repair it"),
+        (".gz", lambda a, b: gzip.compress(a) + gzip.compress(b)[20:], "Not a gzip.*: repair it"),
+        (".zst", lambda a, b: packed(".zst", a) + with_long_window(b), ".*zstd -d --memory=2048MB"),
+    ],
+)
+def test_the_rest_of_an_unreadable_file_is_no_skipped_document(kind, damage, message, here, tmp_path, capsys):
+    texts = [f"{random.Random(i).random()}" for i in range(9000)]
+    parts = (write_lines(tmp_path / "part", part).read_bytes() for part in (texts[:6000], texts[6000:]))
+    (path := tmp_path / f"a.jsonl{kind}").write_bytes(damage(*parts))
+    line = rf"^{path}:(\d+): OSError: (?=.*; the rest of this file is unreadable: ){message}; or go on"
+    with pytest.raises(UserError, match=line) as error:
+        run(path, tmp_path / "out")
+    tokens, _ = run(path, "--on_error=skip", tmp_path / "out")
+    last = int(re.match(line, str(error.value))[1])
+    assert last > 1000 and tokens["train"] == whole(BYTES, texts[:last])
+    assert capsys.readouterr().out.endswith(f"skipped documents: 1, and the rest of {path}\n")
+
+
+NOTHING = {  # file: its content
+    "a.jsonl": b"",
+    "b.jsonl": b"\n \n",
+    "a.jsonl.gz": gzip.compress(b"") * 2,
+    "a.jsonl.zst": with_long_window(GOOD),
+    "a.txt": b"",
+    "empty.jsonl": b'{"text": "", "content": "good"}\n' * 3,
+    "another key.jsonl": b'{"content": "good"}\n' * 3,
+    "Shift_JIS.txt": TEXT.encode("cp932") * 9,  # longer than a piece
+}
+
+
+@pytest.mark.parametrize("file", NOTHING)
+def test_input_without_text_is_refused_and_does_not_block_its_folder(file, here, tmp_path, monkeypatch):
+    arrow() if file.endswith(".zst") else None
+    (tmp_path / file).write_bytes(NOTHING[file])
+    (tmp_path / "good.txt").write_text("good")
+    monkeypatch.setattr(prepare, "SAVE_EVERY", 0)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"^the input has no text \(files: 1, .*\); correct it, or --text_key="):
+            run(tmp_path / file, "--on_error=skip", tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+    words = ["--text_key=content"] if b"content" in NOTHING[file] else [tmp_path / "good.txt"]
+    tokens, _ = run(tmp_path / file, *words, "--on_error=skip", tmp_path / "out")
+    assert tokens["train"][-5:] == whole(BYTES, ["good"])
+
+
+def test_after_input_without_text_the_same_command_reads_the_files_again(here, tmp_path, monkeypatch):
+    """After chmod, for example."""
+    (tmp_path / "a.txt").write_text("good")
+    monkeypatch.setattr(prepare, "SAVE_EVERY", 0)
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="no text"):
+        patch.setattr(prepare, "opened", lambda path: open("/nowhere"))
+        run(tmp_path / "a.txt", "--on_error=skip", tmp_path / "out")
+    assert run(tmp_path / "a.txt", "--on_error=skip", tmp_path / "out")[0]["train"] == whole(BYTES, ["good"])
 
 
 @pytest.mark.parametrize(
@@ -550,6 +638,24 @@ def test_damaged_files_of_megatron_are_one_line(file, end, message, here, tmp_pa
     os.truncate(tmp_path / file, end)
     with pytest.raises(UserError, match=message):
         run(f"--megatron={tmp_path}/m", tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    "documents, modes, message",
+    [
+        ([], 0, "an empty file"),
+        ([[[256]], [], [[], [256]]], 0, "the input has no text"),
+        ([[[1, 2]] * 8], 8, "its .idx has modes: images cannot be converted, only text"),
+    ],
+)
+def test_files_of_megatron_without_text_or_with_images_are_refused(documents, modes, message, here, tmp_path):
+    write_megatron(tmp_path / "m", documents)
+    with open(tmp_path / "m.idx", "ab") as index:
+        index.write(bytes(modes))
+    with pytest.raises(UserError, match=message):
+        run(f"--megatron={tmp_path}/m", tmp_path / "b")
+    write_megatron(tmp_path / "m", [[[1, 2]]])
+    assert run(f"--megatron={tmp_path}/m", tmp_path / "b")[0]["train"] == [1, 2, 256]
 
 
 @pytest.mark.parametrize("wrong", [999, -1])

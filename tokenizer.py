@@ -2,7 +2,8 @@
 
     bytes        the 256 byte values and an end of text; needs no download
     gpt2 ...     the names that tiktoken knows; it downloads the vocabulary once
-    PATH         a byte-level BPE in files: tokenizer.json (Hugging Face), or vocab.json with merges.txt (GPT-2, OPT)
+    PATH         a byte-level BPE in files: tokenizer.json (Hugging Face), or vocab.json with merges.txt (GPT-2, OPT),
+                 which OpenAI calls encoder.json and vocab.bpe
 
 A vocabulary gives each token (a byte string) an id. A regular expression, the pattern, cuts a text into pre-tokens,
 roughly words. A merge is a pair of tokens that may become one token. Byte-pair encoding (BPE) starts from the single
@@ -121,10 +122,14 @@ def copied(folder, name):
 def read(path):
     """Return the Tokenizer of a folder or file."""
     if path.is_dir():
-        path = [*path.glob(COPY[0]), *sorted(path.glob("*vocab.json"))][0]
+        files = [*path.glob(COPY[0]), *sorted(path.glob("*vocab.json")), *path.glob("encoder.json")]
+        if not files:
+            raise UserError(f"tokenizer={path}: a folder without tokenizer.json, vocab.json or encoder.json")
+        path = files[0]
     value = json.loads(path.read_text(encoding="utf-8"))
-    if path.name.endswith("vocab.json"):  # gpt2-vocab.json belongs to gpt2-merges.txt
-        merges = path.with_name(path.name.removesuffix("vocab.json") + "merges.txt")
+    if path.name.endswith(("vocab.json", "encoder.json")):  # gpt2-vocab.json belongs to gpt2-merges.txt
+        merges = path.name.replace("vocab.json", "merges.txt").replace("encoder.json", "vocab.bpe")
+        merges = path.with_name(merges)
         with explained(f"tokenizer={path}: needs {merges}"):
             text = merges.read_text(encoding="utf-8")
         merges = [line.split(" ") for line in text.splitlines() if line and not line.startswith("#version")]
