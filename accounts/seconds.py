@@ -175,7 +175,7 @@ class Step:
     def data_parallel(self, rank, F, I, W):
         """Return the seconds of sums over data ranks and of ZeRO that no computation hides.
 
-        Nothing hides the last bucket, nor with ZeRO-1 the sums over copies.
+        Nothing hides the last bucket, nor the sums over copies.
         """
         layout, m, zero = self.layout, self.m, self.layout.zero_stage
         units = sum(len(layout.units[chunk]) for chunk in layout.chunks(rank))
@@ -189,10 +189,7 @@ class Step:
         if zero == 3:  # beside a unit: the next unit's gather, reductions
             each = gathered / 2 / m
             exposed = m * (max(0.0, each - F) + max(0.0, each + reduced / m - B)) + each / units
-        copies = self.transfer(rank, "copies")
-        if zero >= 2:
-            copies = max(copies / units, copies - B)
-        return exposed + last + of_update + copies
+        return exposed + last + of_update + self.transfer(rank, "copies")
 
     def sums(self, rank):
         names = "partial gradients", "parameter norms", "replicated gradients", "momentum"

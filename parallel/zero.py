@@ -28,8 +28,7 @@ With m = 1 this is 2, 2, 2, 3 (section 7). The calls of a step (gather to settle
 
 **Hybrid sharding** (`zero_copies=k`; slide "3-D Parallelism": ラック間でデータ並列及びZeRO; Zhang et al., MiCS, arXiv
 2205.00119). ZeRO divides a bucket only over n = dp cp / k consecutive data ranks, for example those of a node. The k
-groups keep copies. Once in a step, a rank sums its P/n elements over the copies: 2 (k-1)/k P/n elements, while backward
-continues (stages 2 and 3).
+groups keep copies. Once in a step, after backward, a rank sums its P/n elements over the copies: 2 (k-1)/k P/n elements.
 
 The all_gathers of `publish` run while the next step begins. In stages 2 and 3 at most two sums run while backward fills
 a third buffer. In stage 3 the next unit's parameters are gathered while this unit computes.
@@ -122,8 +121,7 @@ class Bucket:
         self.saved = layout.part(part, self.shards.size * self.copies.size)
         self.ranges, self.pieces = layout.ranges_in(*self.bounds), list(layout.pieces(*self.bounds))
         self.gathering = None  # the Pending of the parameters
-        self.summing = None  # the Pending of the gradient's sum over the shards
-        self.summing_copies = None  # the Pending of its sum over the copies
+        self.summing = None  # the Pending of the gradient's sum
         stage = zero.layout.zero_stage
         self.param = Flat(self.size, self.bounds, stage == 3, zero.dtype, zero.device)
         self.grad, self.master, self.moments = None, self.param.shard, []
@@ -192,7 +190,6 @@ class Bucket:
             shard = self.grad.whole[slice(*self.bounds)]
             self.summing = reduce_scatter(self.grad.whole, self.sum_axis, "gradients", out=shard)
         self.window.buckets.append(self)
-        self.complete = last
 
     def settle(self):
         """Wait for the sum, if one runs. Stages 2 and 3: add this rank's shard to `grad.shard`, free `grad.whole`."""
@@ -204,8 +201,6 @@ class Bucket:
         if self.grad.sharded:
             self.grad.shard.add_(shard)
             self.grad.close()
-        if self.complete and self.shards.size > 1:  # with one shard, `reduce` has summed over the copies
-            self.summing_copies = all_reduce(self.grad.shard, self.copies, "gradients")
 
     # --- the update ---------------------------------------------------------------------------------------------------
 
@@ -320,7 +315,8 @@ class Zero:
     def sum_over_data(self):
         for bucket in [*self.window.buckets]:
             bucket.settle()
-        wait_for([bucket.summing_copies for bucket in self.in_order])
+        if self.shards.size > 1:  # with one shard, `reduce` has summed over the copies
+            wait_for([all_reduce(bucket.grad.shard, bucket.copies, "gradients") for bucket in self.in_order])
 
     def sum_over_tp(self):
         """Sum the gradients of replicated parameters over tp (`layout.replica_sums` says why).
