@@ -28,7 +28,7 @@ With m = 1 this is 2, 2, 2, 3 (section 7). The calls of a step (gather to settle
 
 **Hybrid sharding** (`zero_copies=k`; slide "3-D Parallelism": ラック間でデータ並列及びZeRO; Zhang et al., MiCS, arXiv
 2205.00119). ZeRO divides a bucket only over n = dp cp / k consecutive data ranks, for example those of a node. The k
-groups keep copies. Once in a step, after backward, a rank sums its P/n elements over the copies: 2 (k-1)/k P/n elements.
+groups keep copies. Once in a step, after backward, a rank sums its P/n elements over the copies: 2 P/n (k-1)/k more.
 
 The all_gathers of `publish` run while the next step begins. In stages 2 and 3 at most two sums run while backward fills
 a third buffer. In stage 3 the next unit's parameters are gathered while this unit computes.
