@@ -487,6 +487,31 @@ def test_a_long_step_says_how_far_it_is_and_a_signal_is_answered():
     assert ["second Ctrl-C" in line for line in said] == [False] * 4 + [True] * 2
 
 
+def test_the_estimate_of_a_step_does_not_follow_a_hang(monkeypatch):
+    run, said, now = built(tiny_config(1)), [], [0]
+    monkeypatch.setattr(log.time, "monotonic", lambda: now[0])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+
+    def hang():
+        run.executor.after_action = lambda: None
+
+        def wait(_):
+            now[0] += 10
+            run.signals.stop = now[0] > 140
+            return now[0] > 150
+
+        log.observe(run, said.append, SimpleNamespace(wait=wait))
+
+    run.executor.after_action = hang
+    run.watchdog.progress("iteration 1")
+    train.train_step(run, micro_batches(run))
+    *lines, signalled = said
+    assert len({re.search(r"the step takes about (.*?)(;|$)", line)[1] for line in lines}) == 1
+    assert [line.partition("no progress in the last ")[2] for line in lines] == ["", "0:00:30", "0:01:10"]
+    assert "--shutdown-timeout (default: 30 s), Slurm (scancel, preemption) after KillWait" in signalled
+
+
 @pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("zb-v", 2), ("chimera", 1)])
 def test_the_length_of_a_step_is_known_after_each_action(workers, schedule, chunks):
     config = tiny_config(1, pp=2, schedule=schedule, chunks=chunks, num_layers=3, micro_batch_size=6)
