@@ -22,6 +22,7 @@ All ranks post their messages in one common order, which prevents a deadlock (`s
 """
 
 import contextlib
+import itertools
 from collections import deque
 
 import torch
@@ -213,14 +214,15 @@ class Executor:
     @torch.no_grad()
     def weight_gradient(self, j, c):
         """W: add each deferred dW = dy^T x to its bucket, and reduce the bucket."""
-        names = [name for names in reversed(self.chunks[c].reduce_after) for name in names]
-        for name in names:
+        chunk, products = self.chunks[c], deque(self.deferred.pop((j, c)))
+        for name in itertools.chain(*chunk.reduce_after):
             self.zero.open_gradient(name)
-        products = deque(self.deferred.pop((j, c)))
-        for name in names:  # in the order of backward, which is also the order of the products
-            while products and products[0].w.spec.bucket == name:
+        # in the order of backward, which is also the order of the products
+        for used, complete in zip(chunk.buckets[::-1], chunk.reduce_after[::-1], strict=True):
+            while products and products[0].w.spec.bucket in used:
                 products.popleft().add()  # frees dy and x after each product
-            self._reduce(name)
+            for name in complete:
+                self._reduce(name)
         assert not products, "a weight gradient of a bucket that this chunk does not use"
 
     # --- around them --------------------------------------------------------------------------------------------------
