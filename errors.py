@@ -78,23 +78,36 @@ def cause(error):
     return error if isinstance(error, UserError) else None
 
 
-def report_error(error, late=0):
-    """Print an error's line on stderr, and write it into torchrun's error file of this process.
+def report_error(error, late=0, code=2):
+    """Print an error's line on stderr, and write it into torchrun's error file of this process. code: exit code.
 
     torchrun prints the error file with the smallest time as the "Root Cause". So a rank that only lost a peer reports
     with late=1 second.
     """
     line = " ".join(f"error: {error}".splitlines())
     print(line, file=sys.stderr, flush=True)
-    write_error_file(line, late)
+    write_error_file(line, late, code)
 
 
-def write_error_file(text, late=0):
+def write_error_file(text, late=0, code=2):
     """Write `text` as torch.distributed.elastic's ErrorHandler does."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": text, "timestamp": str(int(time.time()) + late)}
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+            json.dump({"message": {"message": text, "errorCode": code, "extraInfo": extra}}, file)
+
+
+def end_if_repeated():
+    """End a process that torchrun starts again after a mistake. It reports the mistake of the start before again."""
+    path, start = os.environ.get("TORCHELASTIC_ERROR_FILE", ""), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    before = path.replace(f"attempt_{start}", f"attempt_{start - 1}")
+    with contextlib.suppress(OSError, ValueError, LookupError), open(before, encoding="utf-8") as file:
+        if json.load(file)["message"]["errorCode"] == 2:
+            os.rename(before, path)
+            sys.exit(2)
+
+
+end_if_repeated()  # before the import of torch, which takes seconds
 
 
 def exit_on_user_error(main):

@@ -349,19 +349,25 @@ def signs_of_life(run, say):
 
 def observe(run, say, over):
     """Look at the step every second, until `over`, and answer a signal."""
-    dog, answered, began, due = run.watchdog, False, None, SOON
+    dog, answered, began = run.watchdog, False, None
     while not over.wait(1):
         if dog.since != began:
-            began, due = dog.since, SOON
+            began, due, work, progress = dog.since, SOON, 0, 0  # progress: seconds until `work` changed last
         what, seconds = dog.what, time.monotonic() - began
+        if run.executor.work != work:
+            work, progress = run.executor.work, seconds
         training = what.startswith("iteration")
         if training:
-            what += f": {how_far(run.executor, seconds)}"
+            what += f": {how_far(run.executor, progress)}"
+            if seconds - progress > SOON:
+                what += f"; no progress in the last {timedelta(seconds=int(seconds - progress))}"
         if run.signals.stop and not answered:
             answered = True
             limit = "a second Ctrl-C ends it now, unsaved"
             if "TORCHELASTIC_RUN_ID" in os.environ:
-                limit = "torchrun ends it, unsaved, after --shutdown-timeout (30 s)"
+                limit = "torchrun ends it, unsaved, after --shutdown-timeout (default: 30 s)"
+                if "SLURM_JOB_ID" in os.environ:
+                    limit += ", Slurm (scancel, preemption) after KillWait (default: 30 s)"
             say(f"a signal: the run stops and saves after this step; {limit} ({what})")
         elif training and run.device.type == "cpu" and seconds >= due:
             due = 2 * seconds

@@ -289,6 +289,19 @@ def test_torchrun_reads_the_line_as_its_root_cause(monkeypatch, tmp_path):
     assert lines[-2] == "  traceback : error: out_dir=x: No space left on device"
 
 
+def test_a_restart_of_torchrun_does_not_repeat_a_mistake(monkeypatch, tmp_path):
+    """A restart after another error starts the program."""
+    for start, (code, ends) in enumerate([(1, 0), (2, 0), (2, 2), (2, 2)]):
+        path = tmp_path / f"attempt_{start}" / "0" / "error.json"
+        path.parent.mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(start))
+        assert subprocess.run([sys.executable, "-c", "import errors"], cwd=HERE).returncode == ends, start
+        if not ends:
+            errors.report_error(UserError("tp=3"), code=code)
+    assert "error: tp=3" in path.read_text()
+
+
 def end_of(tmp_path, line="pass", redirection="", **environment):
     """Run a program that prints "é", writes a file and then runs `line`. Return (exit code, stdout, stderr)."""
     program = f"import errors\ndef main():\n    print('work \u00e9')\n    open('result', 'w').close()\n    {line}\n"

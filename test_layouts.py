@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 import random
-from collections import Counter
+import zlib
 from dataclasses import replace
 from unittest import mock
 
@@ -99,9 +99,9 @@ OTHERS = {
     "optimizer": list(RULES),
     "micro_batches": ["one", "fewer than stages", "stages", "not a multiple", "twice"],
     "context": CHOICES["context"],
-    "experts": [0, 4],
-    "order": CHOICES["order"],
 }
+# A new axis comes here, with its usual value first: then the ids of old layouts stay (`name`, `with_optimizer`).
+LATER = {"experts": [0, 4], "order": CHOICES["order"]}
 
 
 def number_of_micro_batches(word, pp):
@@ -141,12 +141,37 @@ def ranks(dp, tp, pp, cp, **_):
     return dp * tp * pp * cp
 
 
+@functools.cache
 def points():
-    """Return all points of the grid on 2 to 8 ranks."""
+    """Return all points of the grid: each layout on 2 to 8 ranks, with one optimizer (`with_optimizer`)."""
+    others = OTHERS | LATER | {"optimizer": list(RULES)[:1]}
     sizes = [values for values in itertools.product(*SIZES.values()) if 2 <= math.prod(values) <= 8]
-    others = list(itertools.product(*OTHERS.values()))
-    found = (dict(zip(SIZES | OTHERS, a + b, strict=True)) for a in sizes for b in others)
-    return [point for point in found if fits(**point)]
+    found = (dict(zip(SIZES | others, a + b, strict=True)) for a in sizes for b in itertools.product(*others.values()))
+    return [with_optimizer(point) for point in found if fits(**point)]
+
+
+def with_optimizer(point):
+    """Choose a point's optimizer from its values that are not the first ones, so a new axis does not change it.
+
+    An optimizer sees the mesh and the pieces of ZeRO, so it meets all of these. The other settings change gradients.
+    """
+    usual = {axis: values[0] for axis, values in (SIZES | OTHERS | LATER).items()}
+    others = [f"{axis}{value}" for axis, value in point.items() if axis != "optimizer" and value != usual[axis]]
+    number = sum(zlib.crc32(text.encode()) for text in others)
+    return point | dict(optimizer=list(RULES)[number % len(RULES)])
+
+
+def test_each_mesh_and_zero_stage_meets_every_optimizer():
+    met = {}
+    for point in points():
+        met.setdefault(tuple(point[axis] for axis in [*SIZES, "zero", *LATER]), set()).add(point["optimizer"])
+    assert {place: found for place, found in met.items() if found != set(RULES)} == {}
+
+
+def test_a_new_axis_changes_no_id(monkeypatch):
+    before = set(map(name, points()))
+    monkeypatch.setitem(LATER, "copies", [1, 2])
+    assert before < {name(with_optimizer(point | dict(copies=n))) for point in points() for n in (1, 2)}
 
 
 def fitted(dp, tp, pp, cp, context, experts, schedule, micro_batches, **fields):
@@ -162,28 +187,14 @@ def fitted(dp, tp, pp, cp, context, experts, schedule, micro_batches, **fields):
     return config, dp * tp * pp * cp
 
 
-def one_optimizer(points):
-    """Choose one point of every layout. Its optimizer takes turns.
-
-    An optimizer sees the mesh and the pieces of ZeRO, so it meets all of these. The other settings change gradients.
-    """
-    layouts, turns, chosen = [point for point in points if point["optimizer"] == next(iter(RULES))], Counter(), []
-    random.Random(1).shuffle(layouts)  # in the grid's order a turn would always meet the same micro-batches
-    for point in layouts:
-        seen = tuple(point[axis] for axis in [*SIZES, "zero", "experts", "order"])
-        chosen.append(point | dict(optimizer=list(RULES)[turns[seen] % len(RULES)]))
-        turns[seen] += 1
-    return chosen
-
-
 def check_point(workers, point, steps=FEW):
     config, ranks = fitted(**point)
     check_layout([config], functools.partial(workers.run, ranks), steps)
 
 
 def name(point):
-    left_out = ["cp", "context"] * (point["cp"] == 1) + ["experts"] * (point["experts"] == 0)
-    left_out += ["order"] * (point["order"] == "dp-pp-tp")
+    left_out = ["cp", "context"] * (point["cp"] == 1)
+    left_out += [axis for axis, (usual, *_) in LATER.items() if point[axis] == usual]
     values = [value for axis, value in point.items() if axis not in left_out]
     return "-".join(map(str, values)).replace(" ", "_")
 
@@ -192,14 +203,13 @@ def pytest_generate_tests(metafunc):
     """Compute the grid only here, because every worker imports this file."""
     if "point" not in metafunc.fixturenames:
         return
-    every = points()
     if metafunc.function is test_the_grid_covered:
         few = covering(
-            [point for point in every if ranks(**point) <= 4 or {*itertools.islice(point.values(), 3)} == {2}]
+            [point for point in points() if ranks(**point) <= 4 or {*itertools.islice(point.values(), 3)} == {2}]
         )
-        chosen = few + [pytest.param(point, marks=pytest.mark.slow) for point in covering(every, few)]
+        chosen = few + [pytest.param(point, marks=pytest.mark.slow) for point in covering(points(), few)]
     else:
-        chosen = one_optimizer(every)
+        chosen = random.Random(1).sample(points(), len(points()))
     metafunc.parametrize("point", chosen, ids=name)
 
 

@@ -1,6 +1,5 @@
 """Test log.py, which prints 33 lines of Megatron-DeepSpeed's published log of GPT-2 345M, digit for digit."""
 
-import contextlib
 import io
 import json
 import math
@@ -22,9 +21,7 @@ from accounts import devices, flops
 from accounts.metrics import read_metrics
 from config import Config
 from errors import UserError
-from parallel.schedules import Action
-from parallel.watch import Tool
-from testing.tiny import built, tiny_batches, tiny_config
+from testing.tiny import AfterActions, built, tiny_batches, tiny_config
 
 STEP = log.Step(1 / 3, 0.1, 1e-3, skipped=False, stop=False, loss_scale=1.0, samples=50)
 
@@ -472,16 +469,12 @@ def lines_of_a_step(config):
     run, said, whole = built(config), [], []
     left = iter(range(len(run.schedule.actions[run.mesh.pp.rank]), 0, -1))
 
-    class Looks(Tool):
-        @contextlib.contextmanager
-        def span(self, phase, subject):
-            yield
-            if isinstance(subject, Action):
-                run.signals.stop, turns = next(left) <= 2, iter([False, True])
-                log.observe(run, said.append, SimpleNamespace(wait=lambda _: next(turns)))
-                whole.append(log.how_far(run.executor, run.executor.work - 1).split()[-1])  # a unit takes a second
+    def observe():
+        run.signals.stop, turns = next(left) <= 2, iter([False, True])
+        log.observe(run, said.append, SimpleNamespace(wait=lambda _: next(turns)))
+        whole.append(log.how_far(run.executor, run.executor.work - 1).split()[-1])  # a unit of work takes a second
 
-    run.mesh.watch.tools.append(Looks())
+    run.mesh.watch.tools.append(AfterActions(observe))
     run.watchdog.progress("iteration 1")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(log, "SOON", 0)
@@ -493,6 +486,31 @@ def test_a_long_step_says_how_far_it_is_and_a_signal_is_answered():
     said, *_ = lines_of_a_step(tiny_config(1))  # 3 micro-batches
     assert [re.search("micro-batch (. of 3)", line)[1][0] for line in said] == list("112233")
     assert ["second Ctrl-C" in line for line in said] == [False] * 4 + [True] * 2
+
+
+def test_the_estimate_of_a_step_does_not_follow_a_hang(monkeypatch):
+    run, said, now = built(tiny_config(1)), [], [0]
+    monkeypatch.setattr(log.time, "monotonic", lambda: now[0])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+
+    def hang():
+        run.mesh.watch.tools.pop()
+
+        def wait(_):
+            now[0] += 10
+            run.signals.stop = now[0] > 140
+            return now[0] > 150
+
+        log.observe(run, said.append, SimpleNamespace(wait=wait))
+
+    run.mesh.watch.tools.append(AfterActions(hang))
+    run.watchdog.progress("iteration 1")
+    train.train_step(run, tiny_batches(run))
+    *lines, signalled = said
+    assert len({re.search(r"the step takes about (.*?)(;|$)", line)[1] for line in lines}) == 1
+    assert [line.partition("no progress in the last ")[2] for line in lines] == ["", "0:00:30", "0:01:10"]
+    assert "--shutdown-timeout (default: 30 s), Slurm (scancel, preemption) after KillWait" in signalled
 
 
 @pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("zb-v", 2), ("chimera", 1)])

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ import train
 from accounts.metrics import read_metrics
 from conftest import write_tokens
 from errors import UserError
-from parallel.comm import CommunicationError, lost_peer
+from parallel.comm import CommunicationError, agree, lost_peer
 from parallel.mesh import Axis, everyone
 from parallel.optimizer import learning_rate
 from parallel.watch import Watch
@@ -226,8 +227,8 @@ def test_workers_stop_when_their_launcher_dies(config_file, tmp_path):
 
 @pytest.mark.slow
 def test_a_mistake_is_one_line_from_rank_0_and_exit_code_2(config_file):
-    """torchrun's root cause is the same line."""
-    process = torchrun(2, config_file, "--tp=3")
+    """torchrun's root cause is the same line, and a restart does not repeat the mistake."""
+    process = torchrun(2, config_file, "--tp=3", restarts=3)
     out, err = process.communicate(timeout=120)
     line = "error: num_attention_heads = 2 is not a multiple of tp = 3: a tensor parallel rank has whole heads"
     assert [text for text in err.splitlines() if text.startswith("error: ")] == [line]
@@ -384,6 +385,35 @@ def test_hosts_with_another_program_stop_before_the_first_step(workers, tokens_d
         assert edited == (said is not None)
 
 
+def refused_action(hosts, sick, word):
+    """Agree on an action that fails on the ranks `sick`. hosts: the name of each rank's host. Return the message."""
+    world = everyone()
+
+    def action():
+        if world.rank in sick:
+            raise UserError(word.format(rank=world.rank))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: hosts[world.rank])
+        with pytest.raises(UserError) as error:
+            agree(world, action)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "hosts, sick, word, line",
+    [
+        ("aabb", [3], "train.bin: damaged", "train.bin: damaged (on b)"),
+        ("aabb", [1, 3], "rank {rank}", "rank 1 (on a)"),
+        ("aabb", [0, 1, 2, 3], "lr=no", "lr=no"),  # all hosts make the same mistake
+        ("aaaa", [3], "train.bin: damaged", "train.bin: damaged"),
+        ("aabb", [3], "rank 3 (on b) sees other files", "rank 3 (on b) sees other files"),
+    ],
+)
+def test_an_error_of_one_host_names_it(workers, hosts, sick, word, line):
+    assert workers.run(4, refused_action, hosts, sick, word) == [line] * 4
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="needs root to make two network namespaces")
 @pytest.mark.parametrize("shared", [True, False])
@@ -432,26 +462,34 @@ def test_two_hosts_train_and_another_out_dir_is_named(config_file, tmp_path, sha
         assert re.search(line, "".join(said)) and " iteration " not in "".join(said), said
 
 
+def job_of_slurm(folder, *words, torchrun, **slurm):
+    """Start jobs/slurm.sh with stand-ins for Slurm's commands on two nodes, of which this machine is the first."""
+    step, said = folder / "step", folder / "said"
+    for name, text in {
+        "srun": f"""echo "srun $*" >> {said}; while [ "${{1#-}}" != "$1" ]; do shift; done
+                "$@" & echo $! > {step}; trap "kill -KILL $!" TERM; wait $!""",
+        "scancel": f'echo "scancel $*" >> {said}; kill -TERM $(cat /proc/$(cat {step})/task/*/children {step})',
+        "scontrol": f'[ "$1" = show ] && echo localhost || echo "scontrol $*" >> {said}',
+        "squeue": f"cat {folder}/minutes",
+        "torchrun": torchrun,
+    }.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    (folder / "minutes").write_text("1:00\n")
+    slurm = dict(SLURM_JOB_ID="4711", SLURM_JOB_NODELIST="localhost", SLURM_NNODES="1", SLURM_GPUS_ON_NODE="2") | slurm
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment = ENVIRONMENT | slurm | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    return subprocess.Popen([HERE / "jobs/slurm.sh", *words], cwd=HERE, env=environment, **pipes)
+
+
 @linux
 def test_a_job_of_slurm_saves_and_is_queued_again(config_file, tmp_path):
-    """Run jobs/slurm.sh with stand-ins for Slurm's commands. USR1 to the shell saves; the next start resumes."""
-    step = tmp_path / "step"
-    for name, text in {
-        "srun": f'"$@" & echo $! > {step}; trap "kill -KILL $!" TERM; wait $!',
-        "scancel": f'[ "$*" = "--signal=TERM 4711" ] && kill -TERM $(cat /proc/$(cat {step})/task/*/children {step})',
-        "scontrol": f'[ "$1" = show ] && echo localhost || echo "$@" >> {tmp_path}/requeued',
-        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
-    }.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    slurm = dict(SLURM_JOB_ID="4711", SLURM_JOB_NODELIST="localhost", SLURM_NNODES="1", SLURM_GPUS_ON_NODE="2")
-    environment = ENVIRONMENT | slurm | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    """USR1 to the shell saves; the next start resumes."""
     metrics = tmp_path / "out" / "metrics.jsonl"
 
     def job(iterations):
-        words = ["jobs/slurm.sh", config_file, "--log_interval=1", f"--train_iters={iterations}"]
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        return subprocess.Popen(words, cwd=HERE, env=environment, **pipes)
+        words = [config_file, "--log_interval=1", f"--train_iters={iterations}"]
+        return job_of_slurm(tmp_path, *words, torchrun=f'exec {sys.executable} -m torch.distributed.run "$@"')
 
     process = job(100000)
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
@@ -459,11 +497,51 @@ def test_a_job_of_slurm_saves_and_is_queued_again(config_file, tmp_path):
     said, _ = process.communicate(timeout=120)
     (step,) = checkpoint.all_steps(tmp_path / "out")
     assert f"stopped after iteration {step}" in said, said
-    assert (tmp_path / "requeued").read_text() == "requeue 4711\n"
+    assert (tmp_path / "said").read_text().endswith("scancel --signal=TERM 4711\nscontrol requeue 4711\n")
     process = job(step + 2)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 0 and f"from {tmp_path}/out/step_{step}" in said, said
-    assert (tmp_path / "requeued").read_text() == "requeue 4711\n"
+    assert (tmp_path / "said").read_text().count("requeue") == 1
+
+
+in_the_shell = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+
+
+@in_the_shell
+@pytest.mark.parametrize("minutes, stopped", [("0:11", False), ("0:30", True), ("10:11", True)])
+def test_a_job_of_slurm_stops_its_own_task_and_not_at_the_start(tmp_path, minutes, stopped):
+    """With --time <= --signal, USR1 comes in the first 30 s. A queue for ever would follow."""
+    names = dict(SLURM_ARRAY_JOB_ID="47", SLURM_ARRAY_TASK_ID="1")
+    process = job_of_slurm(tmp_path, torchrun="sleep 2", **names)
+    wait_for((tmp_path / "said").exists, process)
+    (tmp_path / "minutes").write_text(minutes)
+    process.send_signal(signal.SIGUSR1)
+    said, _ = process.communicate(timeout=20)
+    assert said.count("error: --time ") == said.count("error") == (not stopped)
+    commands = (tmp_path / "said").read_text().splitlines()[1:]
+    assert commands == (["scancel --signal=TERM 47_1", "scontrol requeue 47_1"] if stopped else [])
+
+
+@in_the_shell
+def test_a_job_of_slurm_starts_one_torchrun_on_each_node(tmp_path):
+    """It has the node's number of GPUs. The port lies below those that Linux gives to outgoing connections."""
+    for identity, port in {"4711": 14711, "25000": 15000, "99999": 29999}.items():
+        process = job_of_slurm(tmp_path, "a b", torchrun='echo "$@"', SLURM_NNODES="2", SLURM_JOB_ID=identity)
+        words = process.communicate(timeout=20)[0]
+        assert "--nproc-per-node=2 --nnodes=2 --max-restarts=3" in words and f"localhost:{port} train.py a b" in words
+    srun = (tmp_path / "said").read_text().split()
+    assert {"--wait=60", "--ntasks=2", "--ntasks-per-node=1"} <= {*srun[: srun.index("sh")]}
+    (tmp_path / "other").mkdir()
+    process = job_of_slurm(tmp_path / "other", torchrun="", SLURM_GPUS_ON_NODE="")
+    line = process.communicate(timeout=20)[0]
+    assert process.returncode == 2 and line == "error: the job has no GPUs; add sbatch --gpus-per-node=N\n"
+
+
+@in_the_shell
+def test_the_log_of_a_job_of_slurm_ends_with_the_mistake(tmp_path):
+    mistake = f'{sys.executable} -c \'import errors; errors.report_error(errors.UserError("x \\" y"))\''
+    process = job_of_slurm(tmp_path, torchrun=f"{mistake}; echo noise; exit 1")
+    assert process.communicate(timeout=20)[0] == 'error: x " y\nnoise\nerror: x \\" y\n' and process.returncode == 1
 
 
 # --- in this process --------------------------------------------------------------------------------------------------
@@ -502,6 +580,37 @@ def test_skipped_updates_stop_the_run_and_replace_no_good_checkpoint(config_file
     assert checkpoint.all_steps(tmp_path / "out") == [4]
     assert main(monkeypatch, capsys, *words, "--train_iters=10")[0] == 0
     assert checkpoint.all_steps(tmp_path / "out") == [4, 10], "a last checkpoint after skipped updates removes no other"
+
+
+@pytest.mark.parametrize(
+    "launcher, variables",
+    [
+        ("SLURM_STEP_NUM_TASKS", dict(SLURM_PROCID=3, SLURM_LOCALID=1, SLURM_STEP_NUM_NODES=2)),
+        (
+            "OMPI_COMM_WORLD_SIZE",
+            dict(OMPI_COMM_WORLD_RANK=3, OMPI_COMM_WORLD_LOCAL_RANK=1, OMPI_COMM_WORLD_LOCAL_SIZE=2),
+        ),
+    ],
+)
+def test_processes_that_would_train_alone_are_refused_with_the_line_that_works(monkeypatch, launcher, variables):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--tp=2"])
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("SLURM_NTASKS", "4")  # also set where one process is started
+    assert processes.join_processes() == CPU
+    monkeypatch.setenv(launcher, "1")
+    assert processes.join_processes() == CPU
+    monkeypatch.setenv(launcher, "4")
+    with pytest.raises(UserError, match=f"^{launcher}=4 without WORLD_SIZE: each process would train alone") as error:
+        processes.join_processes()
+    command = str(error.value).rpartition(" with: ")[2]
+    joined = subprocess.run(
+        command.replace("python train.py --tp=2", "env"), shell=True, capture_output=True, text=True
+    )
+    lines = {"RANK=3", "WORLD_SIZE=4", "LOCAL_RANK=1", "LOCAL_WORLD_SIZE=2", "MASTER_PORT=29500"}
+    assert lines <= {*joined.stdout.splitlines()}
+    guide = re.sub(r"\s*\\\n\s*", " ", (HERE / "GUIDE.md").read_text(encoding="utf-8"))
+    assert processes.LAUNCHERS[launcher] in guide
 
 
 def test_the_learning_rates_are_those_of_the_formula(config_file, monkeypatch, capsys, tmp_path):

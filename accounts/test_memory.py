@@ -16,7 +16,6 @@ from accounts import memory, meter, report
 from config import CHOICES
 from parallel import schedules
 from parallel.mesh import Mesh
-from parallel.pipeline import Unwatched
 from testing.compare import same_rows
 from testing.tiny import parameters, tiny_batches, tiny_config
 
@@ -131,7 +130,7 @@ def rows(configs):
         with meter.Activations(run.executor) as account:
             train.train_step(run, batches)
         assert not account.saved and not list(meter.kept_by(run.executor)), "after a step nothing is kept"
-        assert isinstance(run.executor.after_action, Unwatched)
+        assert account not in run.mesh.watch.tools
         found.append((account.rows(), {what: n for what, n in predicted(run).items() if what not in meter.STATES}))
     return found
 
@@ -260,7 +259,7 @@ def test_the_meter_counts_what_lives(schedule, recompute):
 
     run, batches = started(tiny_config(1, schedule=schedule, recompute=recompute, dropout=0.1))
     with newly_alive() as alive, meter.Activations(run.executor) as account:
-        count, run.executor.after_action = account.count, counted
+        count, account.count = account.count, counted
         train.train_step(run, batches)
     after_i = OPERANDS if schedule == "zb-h1" else 0
     assert sizes[-1] == 0 and sizes[1] >= after_i and (schedule != "zb-h1" or sizes[1:3] == [OPERANDS, 0])

@@ -125,7 +125,7 @@ class Ours:
     def __init__(self, c, machine, batches):
         self.run = train.build(c, Mesh(), machine.device)
         self.run.zero.initialize(c.seed)
-        self.units = self.run.zero.buckets.values()
+        self.units = self.run.zero.in_order
         self.initial = [unit.master.clone() for unit in self.units]
         self.micro_batches = [self.run.model.micro_batch(*batch) for batch in batches]
 
@@ -145,7 +145,7 @@ class Ours:
 
     @torch.no_grad()
     def restart(self):
-        self.run.executor.kept.clear()
+        self.run.executor.activations.clear()
         self.run.executor.local.clear()
         self.batches = itertools.cycle(self.micro_batches)
         for unit, initial in zip(self.units, self.initial, strict=True):

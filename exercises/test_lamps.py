@@ -24,7 +24,7 @@ from parallel.tensor import Linear
 from parallel.test_pipeline import storages, waiting_in_block
 from parallel.versions import kept_versions
 from testing.compare import ratio, same_tensor
-from testing.tiny import built, check_layout, tiny_batches, tiny_config
+from testing.tiny import AfterActions, built, check_layout, tiny_batches, tiny_config
 
 pytestmark = pytest.mark.slow  # other tests show the same
 
@@ -210,11 +210,11 @@ def gradients_in_a_step(config):
 
     def watching(*arguments):
         count("in a backward")
-        unfinished = sum(pending.work is not None for pending in run.zero.summing.values())
+        unfinished = sum(bucket.summing is not None and bucket.summing.work is not None for bucket in run.zero.in_order)
         most["unfinished"] = max(most["unfinished"], unfinished)
         product(*arguments)
 
-    run.executor.after_action = lambda: count("between two micro-batches")
+    run.mesh.watch.tools.append(AfterActions(lambda: count("between two micro-batches")))
     with mock.patch.object(tensor, "add_product", watching):
         train.train_step(run, tiny_batches(run))
     return most

@@ -1,36 +1,70 @@
 #!/usr/bin/env bash
-# Train under Slurm, from the folder of train.py. An option of sbatch replaces the line below:
+# Train under Slurm, from the folder of train.py. An option of sbatch replaces its line below:
 #
-#     sbatch --nodes=2 --gpus-per-node=8 --time=24:00:00 jobs/slurm.sh configs/gpt2_345m.py --tp=2
+#     sbatch --nodes=2 --gpus-per-node=8 --cpus-per-gpu=8 --mem=0 --time=24:00:00 \
+#         jobs/slurm.sh configs/gpt2_345m.py --tp=2
+#
+# Without --cpus-per-gpu (or --exclusive), all processes of a node may share one core. --mem=0 gives the node's memory.
+# --time must be longer than 600 s; for a short job, add --signal=B:USR1@60.
 #
 # There is one torchrun on each node. 600 s before the time is over, Slurm sends USR1 to this shell (B:), not to
 # torchrun, which would end at once. scancel sends TERM to torchrun and its processes (srun would kill them if it got
 # TERM itself). The run saves a checkpoint and stops, and the job is queued again. It is not queued again after
 # another end, because torchrun's exit code does not tell a stop from a mistake. With --pp on many nodes, add
 # --order=pp-dp-tp if plan.py says that it is faster.
+#
+# If a torchrun dies or never starts, srun ends the others after 60 s (--wait), and the job fails; submit it again to
+# resume. This cuts off no save: the ranks of all nodes wait until it is complete. After your own scancel or a
+# preemption, Slurm kills the run after KillWait (30 s by default). A stopped run ends with tracebacks of torchrun
+# (SignalException); they are no errors.
 #SBATCH --job-name=nanoparallel
 #SBATCH --ntasks-per-node=1
 #SBATCH --signal=B:USR1@600
 #SBATCH --requeue
 #SBATCH --open-mode=append
 
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # without it, --max-restarts fails (pytorch issue 135712)
-host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$((10000 + SLURM_JOB_ID % 50000)) # two jobs on one node have two ports
+# The lines of your cluster. All nodes get the variables that they set.
+# module load cuda
+# source .venv/bin/activate
+
+if [ -z "$SLURM_GPUS_ON_NODE" ]; then
+    echo "error: the job has no GPUs; add sbatch --gpus-per-node=N" >&2
+    exit 2
+fi
+job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID} # one task of a job array
 timed_out=
+stop() {
+    if [[ $(squeue --noheader --jobs="$job" --format=%M) =~ ^0:[0-2].$ ]]; then # the job has run for less than 30 s
+        echo "error: --time is not longer than the seconds of --signal (600): the job runs to its limit and is not" \
+            "queued again; set a longer --time, or sbatch --signal=B:USR1@60" >&2
+    else
+        timed_out=1
+        scancel --signal=TERM "$job"
+    fi
+}
+trap stop USR1
+
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # without it, --max-restarts fails (pytorch issue 135712)
+export TORCHELASTIC_ERROR_FILE=$(mktemp) # torchrun copies the report of the first error to it
+host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+port=$((10000 + SLURM_JOB_ID % 20000)) # two jobs on one node have two ports, below those of outgoing connections
 patience=$(torchrun --help | grep -q shutdown-timeout && echo --shutdown-timeout=540) # torch 2.11 lacks it
 
-srun torchrun --nnodes="$SLURM_NNODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" --max-restarts=3 $patience \
-    --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$host:$port" train.py "$@" &
+# The variable in single quotes has the number of GPUs of each node: --gpus=4 may give two nodes 3 and 1.
+srun --wait=60 --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
+    sh -c 'exec torchrun --nproc-per-node="$SLURM_GPUS_ON_NODE" "$@"' torchrun \
+    --nnodes="$SLURM_NNODES" --max-restarts=3 $patience --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" \
+    --rdzv-endpoint="$host:$port" train.py "$@" &
 step=$!
-trap 'timed_out=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 wait $step
 code=$?
 while kill -0 $step 2>/dev/null; do # a signal ends `wait` before the step ends
     wait $step
     code=$?
 done
+sed -n 's/.*"message": "\(error: .*\)", "errorCode".*/\1/p' <<<"$(<"$TORCHELASTIC_ERROR_FILE")" >&2 # the last line
+rm "$TORCHELASTIC_ERROR_FILE"
 if [ "$timed_out" ]; then
-    scontrol requeue "$SLURM_JOB_ID"
+    scontrol requeue "$job"
 fi
 exit $code

@@ -18,6 +18,7 @@ small Python objects outside of a step, uncounted.
 """
 
 import contextlib
+import socket
 from fractions import Fraction
 
 import torch
@@ -192,16 +193,18 @@ def _message(operation, x, axis, peer, what, tag):
 def agree(axis, action):
     """Run `action` on every rank. If it raises UserError on some ranks, raise the first rank's error on all ranks.
 
-    So no rank waits for a rank that has stopped.
+    So no rank waits for a rank that has stopped. The error names the host if another host has no such error.
     """
     error = result = None
     try:
         result = action()
     except UserError as raised:
         error = raised
-    for message in gather_objects(None if error is None else str(error), axis):
+    errors = gather_objects((error and str(error), f"(on {socket.gethostname()})"), axis)
+    several = len({host for _, host in errors}) > 1 and len({message for message, _ in errors}) > 1
+    for message, host in errors:
         if message is not None:
-            raise agreed(message) from error
+            raise agreed(f"{message} {host}" if several and host not in message else message) from error
     return result
 
 

@@ -21,6 +21,7 @@ complete, while backward continues (as in PyTorch's DDP, Li et al., arXiv 2006.1
 All ranks post their messages in one common order, which prevents a deadlock (`simulation.messages`).
 """
 
+import itertools
 from collections import deque
 
 import torch
@@ -203,14 +204,16 @@ class Executor:
     @torch.no_grad()
     def weight_gradient(self, j, c):
         """W: add each deferred dW = dy^T x to its bucket, and reduce the bucket."""
-        buckets = [bucket for complete in reversed(self.chunks[c].reduce_after) for bucket in complete]
-        for bucket in buckets:
+        chunk, products = self.chunks[c], deque(self.deferred.pop((j, c)))
+        for bucket in itertools.chain(*chunk.reduce_after):
             bucket.open_gradient()
-        products = deque(self.deferred.pop((j, c)))
-        for bucket in buckets:  # in the order of backward, which is also the order of the products
-            while products and products[0].w.spec.bucket == bucket.name:
+        # in the order of backward, which is also the order of the products
+        for of_unit, complete in zip(chunk.buckets[::-1], chunk.reduce_after[::-1], strict=True):
+            names = [bucket.name for bucket in of_unit]
+            while products and products[0].w.spec.bucket in names:
                 products.popleft().add()  # frees dy and x after each product
-            self._reduce(bucket)
+            for bucket in complete:
+                self._reduce(bucket)
         assert not products, "a weight gradient of a bucket that this chunk does not use"
 
     # --- around them --------------------------------------------------------------------------------------------------

@@ -168,12 +168,12 @@ def holdings(config):
     def watching(j, c):
         nonlocal most, full
         forward(j, c)
-        most = max(most, len(executor.kept))
-        full = sum(kept[-1][1].untyped_storage().size() > 0 for kept in executor.kept.values())
+        most = max(most, len(executor.activations))
+        full = sum(kept[-1][1].untyped_storage().size() > 0 for kept in executor.activations.values())
 
     executor.forward = watching
     train.train_step(run, tiny_batches(run))
-    return most, full, len(executor.kept) + len(executor.deferred) + len(executor.local)
+    return most, full, len(executor.activations) + len(executor.deferred) + len(executor.local)
 
 
 @pytest.mark.parametrize("schedule, most", [("gpipe", [8, 8, 8, 8]), ("1f1b", [4, 3, 2, 1]), ("zb-h2", [7, 5, 3, 1])])
@@ -249,6 +249,26 @@ def test_a_late_weight_gradient_lets_go_of_each_bucket_as_it_is_done(workers):
     config = tiny_config(2, zero=2, schedule="zb-h1", num_layers=4)
     for alive in workers.run(2, whole_gradients_at_products, config):
         assert [alive[f"block{i}"] for i in (3, 2, 1, 0)] == [7, 7, 6, 5]
+
+
+def trained_in_other_buckets(config, one):
+    """Train with the matrices `fc1` in buckets of their own: one for all blocks, or one for each block."""
+
+    def bucket(spec):
+        block, _, name = spec.name.partition(".")
+        return block if name != "fc1.weight" else "fc1" if one else spec.name
+
+    with mock.patch.object(tensor.ParamSpec, "bucket", property(bucket)):
+        return trained(config, 2)
+
+
+@pytest.mark.parametrize("one", [False, True], ids=["two buckets in a block", "a bucket of several blocks"])
+def test_weight_gradients_of_several_buckets_may_alternate(workers, one):
+    fields = dict(num_layers=4)
+    config = tiny_config(2, pp=2, zero=2, schedule="zb-h1", **fields)
+    reference = train_tiny(tiny_config(1, **fields), 2)
+    results = workers.run(4, trained_in_other_buckets, config, one)
+    assert_same_model(results, reference, config, specs(config))
 
 
 def waiting_in_block(config):

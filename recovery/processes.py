@@ -16,14 +16,27 @@ import torch.distributed as dist
 from errors import UserError, cause, explained, locked, report_error, write_error_file
 from parallel.comm import CommunicationError, group_options
 
+# {number of processes of mpirun or srun: torchrun's variables}
+LAUNCHERS = {
+    "OMPI_COMM_WORLD_SIZE": "RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE"
+    " LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK LOCAL_WORLD_SIZE=$OMPI_COMM_WORLD_LOCAL_SIZE",
+    "SLURM_STEP_NUM_TASKS": "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_STEP_NUM_TASKS"
+    " LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$((SLURM_STEP_NUM_TASKS/SLURM_STEP_NUM_NODES))",
+}
 GPU, DRIVER = Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version")
 
 
 def join_processes():
     """Return this process's device. Under torchrun, also connect the processes.
 
-    Raises UserError if PyTorch or the GPU's driver is too old, or if there are too few GPUs.
+    Raises UserError if PyTorch or the GPU's driver is too old, if there are too few GPUs, or without torchrun's
+    variables in several processes of srun or mpirun.
     """
+    launcher = next((name for name in LAUNCHERS if name in os.environ), None)
+    if launcher and os.environ[launcher] != "1" and "WORLD_SIZE" not in os.environ:
+        why = f"{launcher}={os.environ[launcher]} without WORLD_SIZE: each process would train alone"
+        shell = f"sh -c 'MASTER_ADDR=HOST0 MASTER_PORT=29500 {LAUNCHERS[launcher]} python {' '.join(sys.argv)}'"
+        raise UserError(f"{why}; use torchrun (GUIDE.md, Several hosts), or the same launcher with: {shell}")
     if not hasattr(torch.Tensor, "grad_dtype"):
         raise UserError(f"torch {torch.__version__} is too old; should be 2.11 or later, as in requirements.txt")
     device, backend, here = torch.device("cpu"), "gloo", int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -63,12 +76,15 @@ def together(world, work):
     except Exception as error:
         known = cause(error)
         if known is None:
-            write_error_file(traceback.format_exc())  # a defect: torchrun's report shows the traceback
+            write_error_file(traceback.format_exc(), code=1)  # a defect: torchrun's report shows the traceback
         if known is None or not dist.is_initialized():
             raise
-        if world.rank and getattr(known, "agreed", False):
-            time.sleep(1)  # rank 0 reports first, then torchrun ends the others
-            write_error_file(f"error: {known}", late=1)  # torchrun on another node reads this
+        if getattr(known, "agreed", False):
+            if world.rank:
+                write_error_file(f"error: {known}", late=1)
+            else:
+                report_error(known)
+            time.sleep(1)  # rank 0 reports first; then all torchruns see the end together
             os._exit(2)
         leave(known, 2)
     if dist.is_initialized():
@@ -89,7 +105,7 @@ def finish_process():
 
 def leave(error, code):
     """Exit at once: the normal exit would wait for peers that may be dead."""
-    report_error(error, late=int(code == 1))
+    report_error(error, late=int(code == 1), code=code)
     os._exit(code)
 
 

@@ -35,7 +35,7 @@ def fingerprint(flat):
 
 @torch.no_grad()
 def fingerprints(zero):
-    """Return {(tensor, shard, tp rank): sum} of this rank's tensors. Copies have equal keys.
+    """Return {(tensor, shard, tp rank, number of copies): sum} of this rank's tensors. Copies have equal keys.
 
     A rank is None if all ranks of its axis have copies.
     """
@@ -48,11 +48,12 @@ def fingerprints(zero):
         flats |= {f" (moment {k})": moment for k, moment in enumerate(bucket.moments)}
         for kind, flat in flats.items():
             sharded = len(flat) < bucket.size
-            shard = bucket.shards.rank if sharded else None
+            shard, of_shard = (bucket.shards.rank, 1) if sharded else (None, bucket.shards.size)
             for piece in bucket.pieces if sharded else bucket.layout.pieces(0, bucket.size):
-                tp = None if piece.spec.tp_dim is None else bucket.tp.rank
+                tp, of_tp = (None, bucket.tp.size) if piece.spec.tp_dim is None else (bucket.tp.rank, 1)
+                copies = bucket.holders.size * bucket.copies.size * of_shard * of_tp
                 count = math.ceil((piece.end - piece.begin) / ALIGN) * ALIGN  # with the alignment padding
-                sums[piece.spec.name + kind, shard, tp] = fingerprint(flat[piece.at : piece.at + count])
+                sums[piece.spec.name + kind, shard, tp, copies] = fingerprint(flat[piece.at : piece.at + count])
     values = torch.stack([total.to(zero.device) for total in sums.values()]).tolist()
     return dict(zip(sums, values, strict=True))
 
@@ -63,6 +64,9 @@ def differing_copies(zero):
     for rank, sums in enumerate(gather_objects(fingerprints(zero), zero.mesh.world)):
         for key, total in sums.items():
             groups.setdefault(key, {}).setdefault(total, []).append(rank)
+    for (name, *_, copies), ranks in groups.items():
+        compared = sum(map(len, ranks.values()))
+        assert compared == copies, f"{name}: {compared} copies are compared, but the layout has {copies}"
     found = [(key[0], ranks.values()) for key, ranks in groups.items() if len(ranks) > 1]
     return [f"{name}: {' and '.join(f'ranks {ranks}' for ranks in copies)}" for name, copies in found]
 

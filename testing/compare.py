@@ -344,6 +344,8 @@ def pattern(counts, mine):
         return "Earlier micro-batches count more: a sum over dp is reduced again with every micro-batch."
     if not (counts < 1).any():
         return "Some micro-batches count more than once: a gradient is reduced twice, or a buffer is not cleared."
+    if missing := [d for d, row in enumerate(counts.tolist()) if not any(row)]:
+        return f"Nothing of the data ranks {missing} counts: a sum is made over a part of the data ranks."
     if (counts[mine] == 1).all():
         return "Only other data ranks' micro-batches are wrong: the bucket is reduced before its gradient is complete."
     return "Some micro-batches count too little: a gradient is overwritten, dropped, or reduced before it is complete."

@@ -1,7 +1,8 @@
 """Counts lines of code, tokens, and words for the reader, of every tracked Python file, by group; and words of pages.
 
     python -m testing.count_lines
-    python -m testing.count_lines --save      writes the words into testing/words.txt, the table of test_house.py
+    python -m testing.count_lines --save      writes the words into testing/words.txt, the table of test_house.py;
+                                              run `git add` first, because only tracked files are counted
 
 A line of code contains a token of Python. Blank lines, comments and docstrings do not count. A statement of n lines
 counts n. Tokens per line show whether lines were only packed. Words are those of docstrings and comments, or of a page.
@@ -23,9 +24,9 @@ PAGES = ("README.md", "GUIDE.md", "MEASURED.md", "NOTES.md")
 NO_CODE = {getattr(tokenize, name) for name in "COMMENT NL NEWLINE INDENT DEDENT ENCODING ENDMARKER".split()}
 
 
-def tracked():
-    """Return the paths of all Python files tracked by git, relative to the current folder."""
-    listed = subprocess.run(["git", "ls-files", "-z", "*.py"], capture_output=True, text=True, check=True)
+def tracked(*others):
+    """Return the paths of all Python files tracked by git, relative to the current folder, or of `others` (options)."""
+    listed = subprocess.run(["git", "ls-files", "-z", *others, "*.py"], capture_output=True, text=True, check=True)
     return [path for path in listed.stdout.split("\0") if path]
 
 
@@ -76,6 +77,8 @@ def main():
     """Print the numbers of every tracked file, by group, and their sums."""
     reading, groups = words_by_path(), {}
     if sys.argv[1:] == ["--save"]:
+        if new := tracked("--others", "--exclude-standard"):
+            print(f"not counted, because git does not track them: {' '.join(new)}; run `git add` first")
         rows = "".join(f"{number} {path}\n" for path, number in sorted(reading.items()))
         return Path("testing/words.txt").write_text(rows, encoding="utf-8")
     for path in tracked():

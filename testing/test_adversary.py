@@ -124,13 +124,13 @@ def both_send_first(axis):
 
 
 PROGRAMS = {  # {program: the error of rank 0, a regular expression}
-    read_before_wait: r"read before `wait`: the result of all_reduce of first over dp \(rank 0, test_adversary.py line "
-    r"\d+\)\. Its poison is sent by all_reduce of second over dp",
-    no_wait: "without `wait`: all_reduce of first over dp",
-    input_changed: "changed before `wait`: 1 of 4 elements of a buffer of all_gather of first over dp",
-    freed: "freed before `wait`: a buffer of all_gather of first over dp",
-    used_before_it_is_written: "nan is sent by all_reduce of first over dp .* or memory before it was written",
-    both_send_first: "in another order: send of first over dp .* This rank runs its send of 4 elements, tag 0, and "
+    read_before_wait: r"read before `wait`: the result of all_reduce of first over data \(rank 0, test_adversary.py "
+    r"line \d+\)\. Its poison is sent by all_reduce of second over data",
+    no_wait: "without `wait`: all_reduce of first over data",
+    input_changed: "changed before `wait`: 1 of 4 elements of a buffer of all_gather of first over data",
+    freed: "freed before `wait`: a buffer of all_gather of first over data",
+    used_before_it_is_written: "nan is sent by all_reduce of first over data .* or memory before it was written",
+    both_send_first: "in another order: send of first over data .* This rank runs its send of 4 elements, tag 0, and "
     "rank 1 runs its send of 4 elements, tag 1",
 }
 

@@ -1,4 +1,4 @@
-"""The rules of the house: imports, files at the top, length of functions, words."""
+"""The rules of the house: imports; with -m house: files at the top, length of functions, words."""
 
 import ast
 import subprocess
@@ -39,10 +39,11 @@ def test_schedules_can_be_read_without_torch():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.house
 def test_few_files_stand_at_the_top():
     top = [path for path in tracked() if "/" not in path and path != "conftest.py"]
     tests = [path for path in top if path.startswith("test_")]
-    assert len(tests) <= 10 and sum(group_of(path) in PROGRAM for path in top) <= 16, top
+    assert len(tests) <= 10 and sum(group_of(path) in PROGRAM for path in top) <= 16, f"use a folder: {top}"
 
 
 def functions(path):
@@ -52,6 +53,7 @@ def functions(path):
             yield node.name, node.end_lineno - node.lineno + 1
 
 
+@pytest.mark.house
 def test_no_function_is_longer_than_a_page():
     measured = [path for path in tracked() if group_of(path) in (*PROGRAM, "testing")]
     long = {f"{path} {name}": lines for path in measured for name, lines in functions(path) if lines > LONGEST}
@@ -111,10 +113,11 @@ def test_lines_of_code_and_tokens():
     assert words(SAMPLE) == len("A docstring of two lines. # a comment Not code.".split())
 
 
+@pytest.mark.house
 def test_no_file_has_many_more_words_than_before():
     """A tenth more than testing/words.txt is free."""
     rows = map(str.split, Path("testing/words.txt").read_text("utf-8").splitlines())
     numbers = {path: int(number) for number, path in rows}
     more = {path: found for path, found in words_by_path().items() if found > 1.1 * numbers.get(path, -1)}
-    why = "shorten, or raise the numbers (python -m testing.count_lines --save) and say why in the commit"
+    why = "shorten, or raise the numbers (git add, python -m testing.count_lines --save) and say why in the commit"
     assert not more, f"words of docstrings and comments: {more}, but testing/words.txt has fewer or none: {why}"

@@ -1,5 +1,6 @@
 """Train a tiny model on any layout, and compare it with one process."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -17,6 +18,8 @@ from data import training_samples
 from errors import UserError
 from model import GPT
 from parallel.mesh import Mesh
+from parallel.schedules import Action
+from parallel.watch import Tool
 from recovery import replicas
 from testing.compare import FirstStep, differences
 
@@ -141,6 +144,19 @@ def check_layout(configs, on_ranks, steps=FEW):
 
 def specs(config):
     return GPT(config, Mesh().tp).specs()
+
+
+class AfterActions(Tool):
+    """Calls a function after each action."""
+
+    def __init__(self, function):
+        self.function = function
+
+    @contextlib.contextmanager
+    def span(self, phase, subject):
+        yield
+        if isinstance(subject, Action):
+            self.function()
 
 
 # --- after a failure: the first step, with its gradients --------------------------------------------------------------
