@@ -61,7 +61,7 @@ def broken_rules(imports):
             lines.append(f"{path} belongs to the program and imports {other}")
         if other == "train.py" and program:
             lines.append(f"{path} imports train.py")
-        if program and level(other) > level(path):
+        if program and group_of(other) in PROGRAM and level(other) > level(path):
             lines.append(f"{path} is below {other} and imports it")
         if group_of(path) == "ladder":
             lines.append(f"{path} is in the ladder and imports {other}")
