@@ -101,7 +101,7 @@ OTHERS = {
     "context": CHOICES["context"],
 }
 # A new axis comes here, with its usual value first: then the ids of old layouts stay (`name`, `with_optimizer`).
-LATER = {"experts": [0, 4], "order": CHOICES["order"]}
+LATER = {"experts": [0, 4], "order": CHOICES["order"], "zero_copies": [1, 2]}
 
 
 def number_of_micro_batches(word, pp):
@@ -118,13 +118,14 @@ def can_run(schedule, stages, m):
         return True
 
 
-def fits(dp, tp, pp, cp, context, experts, schedule, zero, sequence_parallel, micro_batches, order, **_):
+def fits(dp, tp, pp, cp, context, experts, schedule, zero, zero_copies, sequence_parallel, micro_batches, order, **_):
     """Return False if the values do not go together, or a simpler point is the same layout."""
     redundant = (
         (cp == 1 and context != "ulysses")
         or (pp == 1 and (schedule != "1f1b" or micro_batches in ("fewer than stages", "stages")))
         or (pp == 2 and micro_batches == "fewer than stages")
         or (dp * cp == 1 and zero)
+        or (zero_copies > 1 and (not zero or dp * cp <= zero_copies or dp * cp % zero_copies))
         or (tp == 1 and sequence_parallel)
         or (1 in (dp, pp) and order != "dp-pp-tp")
         or (experts and (tp > 4 or (tp > 1 and not sequence_parallel) or not group_of_tokens(tp, cp, context)))
