@@ -57,8 +57,11 @@ def entry(facts):
     waits = "/".join(f"{100 * facts['step_parts'][part] / step:.1f}" for part in WAITS)
     parts = ", ".join(f"{what} {size / GB:.1f}" for what, size in kept.items() if size >= 0.05 * GB)
     order, seconds = min(facts["order_seconds"].items(), key=lambda item: item[1])
-    if seconds < 0.999 * step:
-        facts = facts | {"binds": f"{facts['binds']}; {step / seconds - 1:.1%} faster with --order={order}"}
+    faster = [(seconds, f"--order={order}")]
+    faster += [(seconds, f"--zero_copies={copies}") for copies, seconds in facts["copies_seconds"].items()]
+    for seconds, option in faster:
+        if seconds < 0.999 * step:
+            facts = facts | {"binds": f"{facts['binds']}; {step / seconds - 1:.1%} faster with {option}"}
     return ROW.format(**facts, **facts["layout"], memory=sum(kept.values()) / GB, waits=waits, parts=parts)
 
 

@@ -177,6 +177,7 @@ def fits(c, gpus):
     over += gpus % (c.tp * c.cp * c.pp) + c.padded_vocab_size % c.tp
     over += c.seq_length % (c.tp * c.cp) * c.sequence_parallel
     over += c.num_attention_heads % (c.tp * c.cp)
+    over += dp % c.zero_copies + (c.zero_copies > 1 and (not c.zero or dp <= c.zero_copies))
     with suppress(UserError, KeyError):  # no such schedule
         parts = schedule(c.schedule, c.pp, min(m, c.pp + m % c.pp), c.chunks).parts
         return not over and c.num_layers >= max(parts) - 1
@@ -220,7 +221,8 @@ def facts_of(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
     fullest = max(kept, key=lambda rank: sum(kept[rank].values()))
     available = step.seconds * gpus * device.peak(model.config.dtype)  # FLOPs
     facts = {
-        "layout": {"dp": dp // c.cp, "cp": c.cp} | {name: getattr(c, name) for name in (*FIELDS, "offload")},
+        "layout": {"dp": dp // c.cp, "cp": c.cp}
+        | {name: getattr(c, name) for name in (*FIELDS, "zero_copies", "offload")},
         "gpus": gpus,
         "device": device.name,
         "micro_batches": m,
@@ -228,6 +230,7 @@ def facts_of(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
         "expected_error": ERROR if c.seq_length in LENGTHS and device.chip != "V100 SXM2" else None,
         "step_parts": step.parts,
         "order_seconds": times,
+        "copies_seconds": {},
         "bubble": step.bubble,
         "fullest_rank": fullest,
         "memory_bytes": kept[fullest],
@@ -238,6 +241,10 @@ def facts_of(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
         "tokens_per_second": batch * c.seq_length / step.seconds,
         "days": (tokens / (batch * c.seq_length) if tokens else c.train_iters) * step.seconds / 86400,
     }
+    nodes = gpus // device.per_node
+    if exact and c.zero and c.zero_copies == 1 < nodes < dp and dp % nodes == 0:  # ZeRO inside a node
+        hybrid = facts_of(replace(c, zero_copies=nodes), gpus, device, tokens)
+        facts["copies_seconds"] = {nodes: hybrid["step_seconds"]} if hybrid["fits"] else {}
     alone = max(map(step.whole_matrices, step.sent)) * (1 - 1 / (dp * c.tp)) / step.seconds
     homes = f"; one rank for each matrix would save {alone:.0%}" if alone >= 0.01 else ""
     return facts | {"binds": binds(facts) + homes}

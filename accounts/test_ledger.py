@@ -90,6 +90,9 @@ def layouts():
         yield sized(1, cp=4, context=context, zero=3, recompute="full", dtype="bf16")
         yield sized(2, 2, cp=2, context=context, zero=2, sequence_parallel=True, recompute="full")
         yield sized(1, cp=2, context=context, pp=2, schedule="zb-h1", zero=1, dtype="bf16", micro_batch_size=4)
+    for zero in (1, 2, 3):
+        yield sized(4, zero=zero, zero_copies=2, optimizer="lamb", micro_batch_size=2)
+        yield sized(2, 2, cp=2, zero=zero, zero_copies=2, optimizer="muon", dtype="bf16", micro_batch_size=4)
     for zero in (0, 1, 2, 3):  # the second pipeline has no micro-batch, so its buckets are not reduced
         yield sized(2, pp=2, schedule="chimera", zero=zero, global_batch_size=8, micro_batch_size=4)
 

@@ -108,6 +108,11 @@ def test_model_states_equal_the_formulas(workers, dp, tp, pp):
     workers.check(dp * tp * pp, check_states, configs)
 
 
+def test_model_states_of_copies_equal_the_formulas(workers):
+    configs = [tiny_config(4, zero=zero, zero_copies=2, dtype="bf16", optimizer="adamw") for zero in (1, 2, 3)]
+    workers.check(4, check_states, configs)
+
+
 def test_padding_is_that_counted_by_hand():
     """By hand. h = 16, v = 128, s = 8: every parameter has a multiple of 16 elements, so nothing is padded."""
     run, _ = started(tiny_config(1))

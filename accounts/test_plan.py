@@ -241,6 +241,14 @@ def test_two_small_runs_of_megatron(monkeypatch):
 # --- layouts ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("card_rate, faster", [(25e9, False), (1e9, True)])
+def test_copies_of_shards_win_if_the_network_between_nodes_is_slow(card_rate, faster):
+    c = configuration.load(["configs/gpt3_1b3.py", "--zero=3", "--micro_batch_size=1"])
+    device = DEVICES["a100-80g"]._replace(card_rate=card_rate)
+    entry = plan.entry(search.facts_of(c, 64, device))
+    assert ("faster with --zero_copies=8" in entry) == faster, entry
+
+
 def test_the_candidates_are_what_config_check_accepts():
     base = replace(SMALL, num_layers=6, global_batch_size=24)
     accepted = refused = 0

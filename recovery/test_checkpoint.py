@@ -89,6 +89,7 @@ def test_resuming_changes_no_bit(workers, straight, tokens_dir, tmp_path, ranks,
         ((8, dict(pp=2, cp=2, zero=2, schedule="zb-h1")), (4, dict(cp=4, context="ulysses"))),
         ((4, dict(pp=2, zero=1)), (4, dict(pp=2, zero=1, order="pp-dp-tp"))),
         ((2, dict(zero=2, optimizer="muon")), (2, dict(tp=2, optimizer="muon"))),
+        ((4, dict(zero=3, zero_copies=2, micro_batch_size=1)), (4, dict(cp=4, zero=1, zero_copies=2))),
         pytest.param(
             (4, dict(zero=3, micro_batch_size=1)), (4, dict(pp=4, schedule="chimera")), marks=pytest.mark.slow
         ),

@@ -47,7 +47,10 @@ def every_kind():
         (bf16(1, 8), 8, 6),
         (bf16(2, 2, cp=2, sequence_parallel=True), 8, 3),
     ]
-    found += [(bf16(1, cp=4, context="ulysses", zero=3, recompute="full"), 4, 2)]
+    found += [
+        (bf16(1, cp=4, context="ulysses", zero=3, recompute="full"), 4, 2),
+        (bf16(8, zero=3, zero_copies=2), 8, 5),
+    ]
     return [*found, (bf16(2, pp=4, num_layers=6, dropout=0.1, recompute="full", micro_batch_size=4), 8, 3)]
 
 
