@@ -244,6 +244,12 @@ def test_the_grid_covered(workers, point):
     check_point(workers, point, [point["optimizer"]])
 
 
+@pytest.mark.parametrize("schedule", ASYNCHRONOUS)
+def test_copies_of_shards(workers, schedule):
+    point = dict(schedule=schedule, dp=4, tp=1, pp=2, zero=1, zero_copies=2, recompute="none", dropout=0.1, calls="5+7")
+    check_point(workers, point | dict(sequence_parallel=False), ["adamw"])
+
+
 @pytest.mark.grid
 def test_the_whole_grid(workers, point):
     check_point(workers, point, AXES["optimizer"])
