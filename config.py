@@ -192,9 +192,9 @@ def parser():
 
 def load(words):
     """Return the Config of `[FILE] [--field=value ...]`."""
-    given = vars(parser().parse_args(words))
-    path = Path(given.pop("file", "configs/tiny.py"))
-    config = Config(**from_file(path) | given)
+    fields = vars(parser().parse_args(words))
+    path = Path(fields.pop("file", "configs/tiny.py"))
+    config = Config(**from_file(path) | fields)
     config.out_dir = config.out_dir or f"out/{path.stem}"
     return config
 
@@ -272,9 +272,9 @@ def require(c, name, fits, why):
 
 def check_values(c):
     """Raise UserError if a field has an impossible value, whatever the others are."""
-    more = ASYNCHRONOUS if c.schedule in schedules.ASYNCHRONOUS else {"updates_per_call": (1,)}
-    for name, choices in (CHOICES | more).items():
-        where = f", with schedule={c.schedule}" if name in more else HINTS.get(name, "")
+    restricted = ASYNCHRONOUS if c.schedule in schedules.ASYNCHRONOUS else {"updates_per_call": (1,)}
+    for name, choices in (CHOICES | restricted).items():
+        where = f", with schedule={c.schedule}" if name in restricted else HINTS.get(name, "")
         require(c, name, getattr(c, name) in choices, f"should be one of {', '.join(map(str, choices))}{where}")
     for name, value in vars(c).items():
         if type(value) in (int, float) and name != "lr_warmup_iters":
@@ -340,12 +340,12 @@ def check_layout(c, world):
     dp = data_ranks // c.cp
     divides("micro_batch_size * dp", c.micro_batch_size * dp, name, batch, remedy(c, batch, dp))
     m = number_of_micro_batches(c, batch, data_ranks)
-    few = min(m, 2 * c.pp + m % c.pp)  # the remainder decides whether a schedule suits m
+    short = min(m, 2 * c.pp + m % c.pp)  # the remainder decides whether a schedule suits m
     if c.schedule in schedules.ASYNCHRONOUS:
-        few, fits = m, m >= c.pp if c.schedule == "pipedream-2bw" else m == 1
+        short, fits = m, m >= c.pp if c.schedule == "pipedream-2bw" else m == 1
         why = f"makes {m} micro-batches in an update; pipedream needs 1, pipedream-2bw pp={c.pp} or more"
         require(c, "global_batch_size", fits, why)
-    parts = max(simulation.build(c.schedule, c.pp, few, c.chunks, m).parts) + 1
+    parts = max(simulation.build(c.schedule, c.pp, short, c.chunks, m).parts) + 1
     why = f"should be at least {parts - 2}, because pp={c.pp} and chunks={c.chunks} make {parts} parts of the model"
     require(c, "num_layers", c.num_layers >= parts - 2, why)
     return data_ranks

@@ -26,10 +26,10 @@ from tokenizer import copied
 
 def load_model(path, device):
     """Return (model, tokenizer). path: a checkpoint or an out_dir."""
-    found = checkpoint.find(path)
-    if found is None:
+    folder = checkpoint.find(path)
+    if folder is None:
         raise UserError(f"{path}: there is no checkpoint (train one: torchrun train.py configs/tiny.py)")
-    index = checkpoint.read_index(found)
+    index = checkpoint.read_index(folder)
     config = configuration.of_checkpoint(index)
     config = dataclasses.replace(config, **configuration.layout_of(configuration.Config()))  # one process
     mesh = Mesh()
@@ -37,9 +37,9 @@ def load_model(path, device):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     layout = Layout(config, 1, model.unit_specs, simulation.build(config.schedule, 1, 1))
     zero = Zero(model, layout, config, mesh, dtype, device, training=False)
-    checkpoint.load_checkpoint(found, model, zero)
+    checkpoint.load_checkpoint(folder, model, zero)
     zero.parameters_from_master()
-    tokenizer = copied(found, index["tokenizer"])
+    tokenizer = copied(folder, index["tokenizer"])
     model.units[-1].vocab_size = min(config.vocab_size, tokenizer.n_vocab)  # no ids without text
     return model, tokenizer
 

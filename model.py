@@ -48,7 +48,7 @@ class MicroBatch:
     shape: tuple  # (b, s/cp)
     ids: torch.Tensor  # [n] int64
     targets: torch.Tensor | None  # [n] int64: the next id of each token; None in generation
-    place: torch.Tensor  # [s/cp]: positions of this rank's tokens in a sample
+    sample_positions: torch.Tensor  # [s/cp]: positions of this rank's tokens in a sample
     positions: torch.Tensor  # [n or n/t]: position of each row
     rows: torch.Tensor  # [n or n/t]: sample number * s + position of each row; for dropout masks
     dropout: float
@@ -200,19 +200,19 @@ class GPT(nn.Module):
 
         samples: [b], the index of each sample in the run, on which dropout depends. None (validation): no dropout.
         """
-        place = torch.arange(start, start + ids.shape[1], device=ids.device)
+        sample_positions = torch.arange(start, start + ids.shape[1], device=ids.device)
         if self.config.cp > 1:
-            mine = own_positions(ids.shape[1], self.cp, self.config.context).to(ids.device)
-            ids, targets, place = ids[:, mine], targets[:, mine], place[mine]
+            columns = own_positions(ids.shape[1], self.cp, self.config.context).to(ids.device)
+            ids, targets, sample_positions = ids[:, columns], targets[:, columns], sample_positions[columns]
         b, s = ids.shape
         row = torch.arange(b * s, device=ids.device)
         if self.config.sequence_parallel:
             row = row.chunk(self.tp.size)[self.tp.rank]
-        positions = place[row % s]
+        positions = sample_positions[row % s]
         rows = positions if samples is None else samples[row // s] * self.config.seq_length + positions
         rate = 0.0 if samples is None else self.config.dropout
         targets = None if targets is None else targets.flatten()
-        return MicroBatch((b, s), ids.flatten(), targets, place, positions, rows, rate, caches=caches)
+        return MicroBatch((b, s), ids.flatten(), targets, sample_positions, positions, rows, rate, caches=caches)
 
 
 def unit_specs(config):

@@ -73,14 +73,14 @@ def train_step(run, batches):
         lr = run.rates.take(zero.updates)  # unlike run.rates[...], it does not wait for the GPU
         zero.update(reference.update_scalars(lr, clip / scale, zero.updates + 1, skip, c.adam_beta1, c.adam_beta2))
         zero.publish()
-        done = PendingStep(torch.stack([loss, norm, lr, skip, stop]), scale, samples)
+        pending = PendingStep(torch.stack([loss, norm, lr, skip, stop]), scale, samples)
         if run.loss_scale.dynamic:  # fp16: the next step's scale depends on this step's overflow
-            run.loss_scale.update(done.read().skipped)
+            run.loss_scale.update(pending.read().skipped)
 
     run.steps[m] += 1
     run.counters.iteration += 1
     run.counters.consumed_samples += samples  # also those of a skipped step
-    return done
+    return pending
 
 
 def train_call(run, batches):
@@ -119,8 +119,8 @@ def evaluate(run, tokens):
     """Return the mean loss per token of the first eval_iters global batches of `tokens`."""
     c, mesh = run.config, run.mesh
     total = torch.zeros(2, dtype=torch.float64, device=run.device)
-    wanted = c.eval_iters * c.global_batch_size
-    share = data.eval_batches(tokens, wanted, *mesh.reader, c.micro_batch_size, c.seed, run.device)
+    samples = c.eval_iters * c.global_batch_size
+    share = data.eval_batches(tokens, samples, *mesh.reader, c.micro_batch_size, c.seed, run.device)
     # Many micro-batches together: a pipeline fills and empties once for each list.
     while part := list(itertools.islice(share, 4 * c.pp)):
         run.watchdog.progress("validation")

@@ -81,9 +81,9 @@ class Model:
     def layout(self, dp, *fields):
         """Return the `layout.Layout` with these FIELDS and b = 1, and add its `memory.Sizes`."""
         c = replace(self.config, **dict(zip(FIELDS, (*fields, 1), strict=True)))
-        made = Layout(c, dp, self.unit_specs, schedule(c.schedule, c.pp, c.pp, c.chunks), self.buckets(c.tp, dp))
-        made.buckets, made.sizes = cache(made.buckets), memory.sizes(c, self.item, self.wide, on_cpu=False)
-        return made
+        layout = Layout(c, dp, self.unit_specs, schedule(c.schedule, c.pp, c.pp, c.chunks), self.buckets(c.tp, dp))
+        layout.buckets, layout.sizes = cache(layout.buckets), memory.sizes(c, self.item, self.wide, on_cpu=False)
+        return layout
 
     def rows(self, layout, m, rank):
         c = layout.config
@@ -92,10 +92,10 @@ class Model:
     def sent(self, layout, m, b, rank):
         """Return the table of `ledger.predict_sent`. The calls of the cross-entropy rows are those of b = 1."""
         c, result = layout.config, {}
-        few = {"interleaved": c.pp, "chimera": m}.get(c.schedule, 1)
-        for key, (calls, sent) in self.rows(layout, few, rank).items():
+        short = {"interleaved": c.pp, "chimera": m}.get(c.schedule, 1)
+        for key, (calls, sent) in self.rows(layout, short, rank).items():
             per = ledger.how_often(key, layout.zero_stage)
-            times, samples = (m // few, 1 if key[0] in ("data", "shards") else b) if "micro-batch" in per else (1, 1)
+            times, samples = (m // short, 1 if key[0] in ("data", "shards") else b) if "micro-batch" in per else (1, 1)
             result[key] = calls * times, sent * times * samples
         return result
 
@@ -104,23 +104,23 @@ class Model:
         numbers = c.schedule, c.pp, m, c.chunks
         return memory.activations(c, schedule(*numbers), rank, layout.sizes, messages_by_rank(*numbers)[rank])
 
-    def kept(self, layout, m, b, rank):
+    def bytes_kept(self, layout, m, b, rank):
         """Return the table of `memory.predict_kept`."""
         c = layout.config
-        rounds, more = SHORT.get(c.schedule, (m, 0))
+        rounds, extra = SHORT.get(c.schedule, (m, 0))
         fields = c.tp, c.pp, c.schedule, c.chunks, 0, c.sequence_parallel, c.recompute  # ZeRO shards no activations
-        few = min(m, rounds * c.pp + more)
-        activations = self.activations(self.layout(layout.data_ranks, *fields), few, rank)
-        whole = memory.whole_gradients(layout, schedule(c.schedule, c.pp, few, c.chunks), rank, layout.sizes)
+        short = min(m, rounds * c.pp + extra)
+        activations = self.activations(self.layout(layout.data_ranks, *fields), short, rank)
+        whole = memory.whole_gradients(layout, schedule(c.schedule, c.pp, short, c.chunks), rank, layout.sizes)
         states = memory.rank_states(layout, rank, layout.sizes)
         return states | whole | {what: b * size for what, size in activations.items()}
 
     def on_gpu(self, c, layout, m, rank):
         """Return {part: bytes} on the GPU of a pipeline rank."""
-        kept = self.kept(layout, m, c.micro_batch_size, rank)
+        sizes_kept = self.bytes_kept(layout, m, c.micro_batch_size, rank)
         if c.offload:
-            del kept["master weights"], kept["moments"]
-        parts = {what.removesuffix(" at their peak"): int(size) for what, size in kept.items()}
+            del sizes_kept["master weights"], sizes_kept["moments"]
+        parts = {what.removesuffix(" at their peak"): int(size) for what, size in sizes_kept.items()}
         sizes = {name: bucket.size for name, bucket in layout.buckets(rank).items()}
         word, largest = sizes.pop("word", 0), sorted(sizes.values(), reverse=True)
         parameters = self.item * (sum(largest[:2]) + word) if layout.zero_stage == 3 else 0
@@ -217,8 +217,8 @@ def facts_of(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
         times[other.order] = Step(other, model, layout, device, m, exact, lambda *line: None).seconds
     # The fullest rank: 0 (most in flight), the first or last with a block more, p/2 (Chimera), or p-1 (logits).
     ranks = {0, min(1, p - 1), c.num_layers % p, p // 2, p - 1}
-    kept = {rank: model.on_gpu(c, layout, m, rank) for rank in ranks}
-    fullest = max(kept, key=lambda rank: sum(kept[rank].values()))
+    bytes_of = {rank: model.on_gpu(c, layout, m, rank) for rank in ranks}
+    fullest = max(bytes_of, key=lambda rank: sum(bytes_of[rank].values()))
     available = step.seconds * gpus * device.peak(model.config.dtype)  # FLOPs
     facts = {
         "layout": {"dp": dp // c.cp, "cp": c.cp}
@@ -233,8 +233,8 @@ def facts_of(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
         "copies_seconds": {},
         "bubble": step.bubble,
         "fullest_rank": fullest,
-        "memory_bytes": kept[fullest],
-        "fits": sum(kept[fullest].values()) <= device.memory_bytes,
+        "memory_bytes": bytes_of[fullest],
+        "fits": sum(bytes_of[fullest].values()) <= device.memory_bytes,
         "capacity_bytes": device.memory_bytes,
         "mfu": model_flops(c, batch) / available,
         "hfu": hardware_flops(c, batch) / available,
@@ -252,10 +252,10 @@ def facts_of(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
 
 def binds(facts):
     """Return why the layout does not fit, or which part of the step, except computation, costs most."""
-    parts, kept = facts["step_parts"], facts["memory_bytes"]
+    parts, memory_bytes = facts["step_parts"], facts["memory_bytes"]
     if not facts["fits"]:
-        what, missing = max(kept, key=kept.get), sum(kept.values()) - facts["capacity_bytes"]
-        return f"does not fit: {what} {kept[what] / GB:.0f} GB; {missing / GB:.1f} GB are missing"
+        what, missing = max(memory_bytes, key=memory_bytes.get), sum(memory_bytes.values()) - facts["capacity_bytes"]
+        return f"does not fit: {what} {memory_bytes[what] / GB:.0f} GB; {missing / GB:.1f} GB are missing"
     name = max(parts.keys() - {"compute", "everything else"}, key=parts.get)
     return f"{name}: {parts[name] / facts['step_seconds']:.0%} of the step"
 
@@ -268,7 +268,7 @@ def sort_key(facts):
 def rank_all(config, gpus, device, fixed, **options):
     """Return the sorted facts of all candidates, each with its Config."""
     gc.disable()  # saves a third of the time: the collector would visit all caches
-    found = candidates(config, gpus, device, fixed)
-    judged = [facts_of(c, gpus, device, exact=False, **options) | {"config": c} for c in found]
+    configs = candidates(config, gpus, device, fixed)
+    judged = [facts_of(c, gpus, device, exact=False, **options) | {"config": c} for c in configs]
     gc.enable()
     return sorted(judged, key=sort_key)

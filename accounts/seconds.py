@@ -132,8 +132,8 @@ class Step:
         """
         layout, (F, I, W) = self.layout, block
         (in_F, in_I), over_cp = self.tensor_parallel(W), self.context_parallel()
-        again = (F + in_F + over_cp) * (self.c.recompute == "full")
-        block = F + in_F + over_cp, I + in_I + over_cp + again, W, again, in_F + in_I, 2 * over_cp
+        recomputation = (F + in_F + over_cp) * (self.c.recompute == "full")
+        block = F + in_F + over_cp, I + in_I + over_cp + recomputation, W, recomputation, in_F + in_I, 2 * over_cp
         for name, seconds in zip(COLUMNS, block, strict=True):
             self.say(f"{name} of a block", "4 products; F, I: attention, passes over memory, collectives", seconds)
         counts, pipelines = [], sum(0 in units for units in layout.units)
@@ -147,7 +147,7 @@ class Step:
     def add_parts(self, stages):
         c, m = self.c, self.m
         busiest, mean = stages[stages[:, :3].sum(1).argmax()], stages[:, :3].mean(0)
-        F, I, W, again, tensor, context = busiest
+        F, I, W, recomputation, tensor, context = busiest
         arrival = self.send("pp", 0, self.z.item * rows_outside(c) * c.hidden_size) + self.device.latency
         bubble, formula, messages = idle(c.schedule, c.pp, m, c.chunks, *mean, arrival, self.exact)
         for name, seconds in zip([*COLUMNS, "F + I + W of a mean stage"], [*busiest, sum(mean)], strict=True):
@@ -157,8 +157,12 @@ class Step:
         update = max(self.update(rank) + self.whole_matrices(rank) for rank in self.sent)
         rest = REST * (work + bubble + messages + data + update)
         parts = [
-            ("compute", "m (F + I + W - recomputation - collectives - context)", work - m * (again + tensor + context)),
-            ("recomputation", "m recomputation", m * again),
+            (
+                "compute",
+                "m (F + I + W - recomputation - collectives - context)",
+                work - m * (recomputation + tensor + context),
+            ),
+            ("recomputation", "m recomputation", m * recomputation),
             ("tensor parallel", "m collectives", m * tensor),
             ("context parallel", "m context", m * context),
             ("bubble", f"{formula}, mean stage", bubble),

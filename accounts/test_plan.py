@@ -48,14 +48,14 @@ def test_bytes_of_a_long_step_from_a_short_one(name, p, m):
         except UserError:
             continue
         known, made = search.model_of(base, "bf16"), simulation.build(name, p, m, chunks)
-        layout, short = Layout(c, dp, known.table, made), known.layout(dp, *fields.values())
+        layout, short = Layout(c, dp, known.unit_specs, made), known.layout(dp, *fields.values())
         for rank in range(p):
             sent, expected = known.sent(short, m, b, rank), ledger.predict_sent(layout, made, rank, 0, 2, 4)
             assert sent.keys() == expected.keys()
             for key, (calls, size) in expected.items():
                 assert sent[key][1] == size
                 assert sent[key][0] == calls or key[1] == "cross-entropy rows"
-            assert known.kept(short, m, b, rank) == memory.predict_kept(
+            assert known.bytes_kept(short, m, b, rank) == memory.predict_kept(
                 layout, made, rank, memory.sizes(c, 2, 4, False)
             )
 

@@ -167,11 +167,11 @@ def learning_rate(c, update):
     update = torch.as_tensor(update, dtype=torch.float64)
     # wsd: Hu et al., arXiv 2404.06395
     decay = c.lr_wsd_decay_iters if c.lr_decay_style == "wsd" else max(1, end - warmup)
-    left = ((end - update) / decay).clamp(0, 1)
+    remaining = ((end - update) / decay).clamp(0, 1)
     if c.lr_decay_style == "cosine":
-        left = 0.5 * (1 + torch.cos(math.pi * (1 - left)))
+        remaining = 0.5 * (1 + torch.cos(math.pi * (1 - remaining)))
     low = c.lr if c.lr_decay_style == "constant" else c.min_lr
-    return torch.where(update <= warmup, c.lr * update / max(1, warmup), low + (c.lr - low) * left)
+    return torch.where(update <= warmup, c.lr * update / max(1, warmup), low + (c.lr - low) * remaining)
 
 
 class LossScale:

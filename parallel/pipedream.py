@@ -44,7 +44,7 @@ class Versions:
     """One bucket on this rank: the versions of its parameters, and its updates in a call.
 
     flats: {version: flat buffer} of the versions that a micro-batch still needs; at the end of a call, of the last one.
-    made: the number of updates of this call in the master weights.
+    updated: the number of updates of this call in the master weights. version: that of the nn.Parameters.
     """
 
     def __init__(self, zero, bucket, holders, flats):
@@ -52,7 +52,7 @@ class Versions:
         self.zero, self.bucket, self.holders = zero, bucket, holders
         if self.bucket.master is self.bucket.param.shard:
             self.bucket.master = torch.zeros_like(self.bucket.param.shard)
-        self.made, self.flats, self.buffers = 0, {0: self.bucket.param.whole}, flats
+        self.updated, self.flats, self.buffers = 0, {0: self.bucket.param.whole}, flats
         self.buffers[OLDER].append(self.bucket.param.whole)  # older, when another buffer is the latest
         self.spare, self.spare_sums = [], []  # buffers that are free for a version, for a sum
 
@@ -66,18 +66,18 @@ class Versions:
         self.of_batch = shared_versions(schedule, self.holders)  # the version of each micro-batch
         # {version: number of micro-batches that still need it}. The next call needs the last version.
         self.users = Counter([*self.of_batch, len(scalars)])
-        self.made, self.flats, self.shown = 0, {0: self.flats[self.made]}, 0
+        self.updated, self.flats, self.version = 0, {0: self.flats[self.updated]}, 0
         self.scalars, self.squares, self.sums = scalars, squares, deque()
 
     def show(self, version):
         """Let the nn.Parameters be views of a version."""
         self.catch_up(version)
-        if version != self.shown:
-            self.shown = version
+        if version != self.version:
+            self.version = version
             for p, piece in zip(self.bucket.params, self.bucket.layout.pieces(0, self.bucket.size), strict=True):
                 p.data = piece.of(self.flats[version]).view(p.shape)
 
-    def done(self, version):
+    def release(self, version):
         self.users[version] -= 1
         if not self.users[version]:
             self.spare.append(self.flats.pop(version))
@@ -92,7 +92,7 @@ class Versions:
     def catch_up(self, version):
         """Make updates until the master weights contain `version` of them."""
         bucket, gradient = self.bucket, self.bucket.grad.shard
-        for update in range(self.made, version):
+        for update in range(self.updated, version):
             if summed := bool(self.sums):
                 bucket.grad.shard = self.sums.popleft().wait()
             self.squares[update] += self.zero.squared_norm([bucket])
@@ -110,7 +110,7 @@ class Versions:
                 bucket.grad.shard = gradient
             else:
                 bucket.grad.clear()
-        self.made = max(self.made, version)
+        self.updated = max(self.updated, version)
 
 
 class PipeDream(Executor):
@@ -153,7 +153,7 @@ class PipeDream(Executor):
         self._show(j)
         super()._backward(j, c, deferred)
         for versions in self.versions:
-            versions.done(versions.of_batch[j])
+            versions.release(versions.of_batch[j])
 
     def _show(self, j):
         for versions in self.versions:

@@ -300,9 +300,9 @@ class Mailbox:
         tag, m = self.queue.popleft()
         assert key == (m.kind, m.microbatch, m.consumer.chunk), f"{key} is sent, but the next message is {m}"
         values = x.detach()  # without the graph, which would keep the unit's input until the message is sent
-        done = values if x.grad_fn is not None else None  # an output: backward needs its graph, not its values
+        freed = values if x.grad_fn is not None else None  # an output: backward needs its graph, not its values
         axis = axis_to(self.mesh, m.source, m.destination)
-        self.leaving.append((send(values, axis, m.destination, SENT[m.kind], tag), done))
+        self.leaving.append((send(values, axis, m.destination, SENT[m.kind], tag), freed))
 
     def receive(self, key):
         self.post()

@@ -132,8 +132,10 @@ def interleaved(stages, microbatches, chunks=2):
     if v < 2 and p > 1:
         raise UserError(f"chunks={v}: interleaved needs 2 or more chunks per rank (with one it would be 1f1b)")
     if over := microbatches % p:
-        near = " or ".join(str(m) for m in (microbatches - over, microbatches - over + p) if m)
-        raise UserError(f"microbatches={microbatches}: interleaved needs a multiple of stages={p}, such as {near}")
+        suggestion = " or ".join(str(m) for m in (microbatches - over, microbatches - over + p) if m)
+        raise UserError(
+            f"microbatches={microbatches}: interleaved needs a multiple of stages={p}, such as {suggestion}"
+        )
     actions = []
     for rank in range(p):
         F, B = [], []
@@ -197,7 +199,7 @@ def zb_v(stages, microbatches, chunks=2):
         raise UserError(f"chunks={chunks}: zb-v needs 2 per rank, one on the way down and one on the way up")
     actions = []
     for r in range(p):
-        down, up, own = r, 2 * p - 1 - r, []
+        down, up, of_rank = r, 2 * p - 1 - r, []
         for k in range(r - up, m + p + 2 * r):  # turn k
             i, I, F = k - r, k - (p - 1), k - r + (up if k < r else p)  # the micro-batches of i and w, I and W, F
             late_w, late_W = i - (r - 1), I - 2 * r  # delayed to this turn
@@ -211,8 +213,8 @@ def zb_v(stages, microbatches, chunks=2):
                 ("W", late_w, up, late_w >= m - r),
                 ("W", late_W, down, late_W >= m - p),
             ]
-            own += [Action(kind, j, chunk) for kind, j, chunk, runs in turn if runs and 0 <= j < microbatches]
-        actions.append(own)
+            of_rank += [Action(kind, j, chunk) for kind, j, chunk, runs in turn if runs and 0 <= j < microbatches]
+        actions.append(of_rank)
     return Schedule("zb-v", list(range(2 * p)), [*range(p), *reversed(range(p))], actions)
 
 
@@ -239,7 +241,7 @@ def chimera(stages, microbatches, chunks=1):
             rank, chunk = (p - 1 - part, p + part) if up else (part, part)
             slots[rank][start + part] = Action("F", j, chunk)
             slots[rank][start + 2 * p - 1 - part] = Action("B", j, chunk)
-    actions = [[taken[slot] for slot in sorted(taken)] for taken in slots]
+    actions = [[of_rank[slot] for slot in sorted(of_rank)] for of_rank in slots]
     return Schedule("chimera", [*range(p)] * 2, [*range(p), *reversed(range(p))], actions)
 
 

@@ -12,13 +12,13 @@ from parallel.schedules import ASYNCHRONOUS, SCHEDULES, Action, Schedule, downst
 def routes(schedule):
     """Return {micro-batch: the chunks of its pipeline}. Raises UserError if it has actions in two pipelines."""
     pipeline_of = {chunk: pipeline for pipeline in pipelines(schedule) for chunk in pipeline}
-    taken = {}
+    chunks_of = {}
     for actions in schedule.actions:
         for _, j, chunk in actions:
-            if chunk not in taken.setdefault(j, pipeline_of[chunk]):
-                both = f"has actions in chunk {taken[j][0]} and in chunk {chunk}, which are in two pipelines"
+            if chunk not in chunks_of.setdefault(j, pipeline_of[chunk]):
+                both = f"has actions in chunk {chunks_of[j][0]} and in chunk {chunk}, which are in two pipelines"
                 raise UserError(f"{schedule.name}: micro-batch {j} {both}; should be in only one")
-    return taken
+    return chunks_of
 
 
 def build(name, stages, microbatches, chunks=1, per_update=None):
@@ -28,8 +28,8 @@ def build(name, stages, microbatches, chunks=1, per_update=None):
     for field, value in [("stages", stages), ("microbatches", microbatches), ("chunks", chunks)]:
         if value < 1:
             raise UserError(f"{field}={value}: should be 1 or more")
-    more = (per_update,) if name in ASYNCHRONOUS else ()
-    schedule = SCHEDULES[name](stages, microbatches, chunks, *more)
+    extra = (per_update,) if name in ASYNCHRONOUS else ()
+    schedule = SCHEDULES[name](stages, microbatches, chunks, *extra)
     if not isinstance(schedule, Schedule):
         raise UserError(f"schedule={name}: its function returns {schedule!r}; should return a Schedule")
     check_schedule(schedule, microbatches)
@@ -53,24 +53,24 @@ def check_actions(schedule, microbatches=None):
         raise UserError(f"{name}: parts={parts}: each pipeline should have the same parts 0, 1, 2 ...")
     if len(parts) != len(placement) or not set(placement) <= set(range(len(lists))) or not any(lists):
         raise UserError(f"{name}: placement={placement}: should have {len(parts)} of {len(lists)} ranks, with actions")
-    m, seen = microbatches or schedule.microbatches, {}
+    m, index_of = microbatches or schedule.microbatches, {}
     for rank, actions in enumerate(lists):
         for i, action in enumerate(actions):
             kind, j, chunk = action
-            known = kind in NOMINAL and 0 <= j < m and 0 <= chunk < len(parts) and placement[chunk] == rank
-            if not known or action in seen:
+            valid = kind in NOMINAL and 0 <= j < m and 0 <= chunk < len(parts) and placement[chunk] == rank
+            if not valid or action in index_of:
                 kinds, chunks = ", ".join(NOMINAL), [c for c, place in enumerate(placement) if place == rank]
                 why = f"should have a kind of {kinds}, a micro-batch below {m}, and a chunk of {chunks}"
-                why = f"runs a second time; the first was action {seen[action]}" if known else why
+                why = f"runs a second time; the first was action {index_of[action]}" if valid else why
                 raise UserError(f"{name}: {where(schedule, rank, i)}: {why}")
-            seen[action] = i
-    taken, first = routes(schedule), pipelines(schedule)[0]
+            index_of[action] = i
+    chunks_of, first = routes(schedule), pipelines(schedule)[0]
     for j in range(m):
-        for chunk in taken.get(j, first):
-            kinds = [kind for kind in "FBIW" if (kind, j, chunk) in seen]
+        for chunk in chunks_of.get(j, first):
+            kinds = [kind for kind in "FBIW" if (kind, j, chunk) in index_of]
             if kinds != ["F", "B"] and kinds != ["F", "I", "W"]:
-                found = " and ".join(kinds) or "no action"
-                place = f"rank {placement[chunk]} has {found} of micro-batch {j}, chunk {chunk}"
+                present = " and ".join(kinds) or "no action"
+                place = f"rank {placement[chunk]} has {present} of micro-batch {j}, chunk {chunk}"
                 raise UserError(f"{name}: {place}; should have F and B, or F, I and W")
     check_updates(schedule)
 
@@ -111,7 +111,7 @@ def where(schedule, rank, i):
     return f"rank {rank}, action {i} ({schedule.actions[rank][i]})"
 
 
-def deadlock(schedule, needs, position, done):
+def deadlock(schedule, needs, position, finished):
     """Return the error text of a deadlock: a circle of ranks, each waiting for an action of the next.
 
     position[rank]: the index of the action that waits; done: the actions that have run.
@@ -119,7 +119,7 @@ def deadlock(schedule, needs, position, done):
     place = {action: (rank, i) for rank, actions in enumerate(schedule.actions) for i, action in enumerate(actions)}
 
     def awaited(rank):
-        return next(need for need in needs[schedule.actions[rank][position[rank]]] if need not in done)
+        return next(need for need in needs[schedule.actions[rank][position[rank]]] if need not in finished)
 
     circle = [next(rank for rank, actions in enumerate(schedule.actions) if position[rank] < len(actions))]
     while (following := place[awaited(circle[-1])][0]) not in circle:
@@ -194,10 +194,10 @@ def timeline(events, ranks):
     events = sorted(events, key=lambda e: (e.start, e.end))
     spans, peak, busy = [], [], 0
     for rank in range(ranks):
-        own = [e for e in events if e.rank == rank]
-        spans.append(max((e.end for e in own), default=0) - min((e.start for e in own), default=0))
-        busy += sum(e.end - e.start for e in own) / ranks
-        in_flight = accumulate({"F": 1, "B": -1, "W": -1}.get(e.action.kind, 0) for e in own)
+        of_rank = [e for e in events if e.rank == rank]
+        spans.append(max((e.end for e in of_rank), default=0) - min((e.start for e in of_rank), default=0))
+        busy += sum(e.end - e.start for e in of_rank) / ranks
+        in_flight = accumulate({"F": 1, "B": -1, "W": -1}.get(e.action.kind, 0) for e in of_rank)
         peak.append(max(in_flight, default=0))
     span = max(spans)
     makespan = max(e.end for e in events) - min(e.start for e in events)

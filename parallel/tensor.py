@@ -214,8 +214,8 @@ class EmbeddingLookup(torch.autograd.Function):
         ctx.save_for_backward(local)
         if not leave or tp.size == 1:
             return w.index_select(0, ids)
-        mine = (local >= 0) & (local < len(w))
-        y = w.index_select(0, local.where(mine, 0)).mul_(mine[:, None])
+        in_slice = (local >= 0) & (local < len(w))
+        y = w.index_select(0, local.where(in_slice, 0)).mul_(in_slice[:, None])
         return start(leave, y, tp, "embedding").wait()
 
     @staticmethod

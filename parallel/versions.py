@@ -27,17 +27,17 @@ def kept_versions(schedule, rank, holders):
     """
     versions, alone = shared_versions(schedule, holders), len(holders) == 1
     users, forwards = Counter(versions), len(versions)  # users: micro-batches that still need a version
-    kept, latest, waiting, most, most_sums = {0}, 0, 0, 1, 0
+    versions_kept, latest, waiting, most, most_sums = {0}, 0, 0, 1, 0
     for kind, j, _ in schedule.actions[rank]:
-        wanted = latest
+        target = latest
         if kind == "F":
-            forwards, wanted = forwards - 1, max(latest, versions[j])
+            forwards, target = forwards - 1, max(latest, versions[j])
         elif kind == "B":
             users[versions[j]] -= 1
         else:
             waiting += 1  # gradients that are not yet in the weights
-            wanted = latest + waiting if alone or not forwards else latest
+            target = latest + waiting if alone or not forwards else latest
         most_sums = max(most_sums, waiting)
-        kept = {version for version in (*kept, *range(latest + 1, wanted + 1)) if users[version]}
-        waiting, latest, most = waiting - (wanted - latest), wanted, max(most, len(kept))
+        versions_kept = {version for version in (*versions_kept, *range(latest + 1, target + 1)) if users[version]}
+        waiting, latest, most = waiting - (target - latest), target, max(most, len(versions_kept))
     return most, 0 if alone else most_sums
