@@ -202,7 +202,9 @@ def name(point):
 
 def pytest_generate_tests(metafunc):
     """Compute the grid only here, because every worker imports this file."""
-    if "point" not in metafunc.fixturenames:
+    name_of_test = f"::{metafunc.function.__name__}"
+    others = all("::" in asked and name_of_test not in asked for asked in metafunc.config.args)
+    if "point" not in metafunc.fixturenames or others:  # the command names other tests only
         return
     if metafunc.function is test_the_grid_covered:
         few = covering(

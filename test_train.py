@@ -227,7 +227,7 @@ def test_workers_stop_when_their_launcher_dies(config_file, tmp_path):
 
 @pytest.mark.slow
 def test_a_mistake_is_one_line_from_rank_0_and_exit_code_2(config_file):
-    """torchrun's root cause is the same line, and a restart does not repeat the mistake."""
+    """torchrun's root cause is the same line. A restart does not repeat it."""
     process = torchrun(2, config_file, "--tp=3", restarts=3)
     out, err = process.communicate(timeout=120)
     line = "error: num_attention_heads = 2 is not a multiple of tp = 3: a tensor parallel rank has whole heads"
@@ -386,7 +386,7 @@ def test_hosts_with_another_program_stop_before_the_first_step(workers, tokens_d
 
 
 def refused_action(hosts, sick, word):
-    """Agree on an action that fails on the ranks `sick`. hosts: the name of each rank's host. Return the message."""
+    """Return the message of an action that fails on the ranks `sick`. hosts: each rank's."""
     world = everyone()
 
     def action():
@@ -405,7 +405,7 @@ def refused_action(hosts, sick, word):
     [
         ("aabb", [3], "train.bin: damaged", "train.bin: damaged (on b)"),
         ("aabb", [1, 3], "rank {rank}", "rank 1 (on a)"),
-        ("aabb", [0, 1, 2, 3], "lr=no", "lr=no"),  # all hosts make the same mistake
+        ("aabb", [0, 1, 2, 3], "lr=no", "lr=no"),
         ("aaaa", [3], "train.bin: damaged", "train.bin: damaged"),
         ("aabb", [3], "rank 3 (on b) sees other files", "rank 3 (on b) sees other files"),
     ],
@@ -463,7 +463,7 @@ def test_two_hosts_train_and_another_out_dir_is_named(config_file, tmp_path, sha
 
 
 def job_of_slurm(folder, *words, torchrun, **slurm):
-    """Start jobs/slurm.sh with stand-ins for Slurm's commands on two nodes, of which this machine is the first."""
+    """Start jobs/slurm.sh with stand-ins for Slurm's commands."""
     step, said = folder / "step", folder / "said"
     for name, text in {
         "srun": f"""echo "srun $*" >> {said}; while [ "${{1#-}}" != "$1" ]; do shift; done
@@ -510,7 +510,7 @@ in_the_shell = pytest.mark.skipif(sys.platform != "linux", reason="looks at /pro
 @in_the_shell
 @pytest.mark.parametrize("minutes, stopped", [("0:11", False), ("0:30", True), ("10:11", True)])
 def test_a_job_of_slurm_stops_its_own_task_and_not_at_the_start(tmp_path, minutes, stopped):
-    """With --time <= --signal, USR1 comes in the first 30 s. A queue for ever would follow."""
+    """With --time <= --signal, USR1 comes in the first 30 s."""
     names = dict(SLURM_ARRAY_JOB_ID="47", SLURM_ARRAY_TASK_ID="1")
     process = job_of_slurm(tmp_path, torchrun="sleep 2", **names)
     wait_for((tmp_path / "said").exists, process)
@@ -524,7 +524,7 @@ def test_a_job_of_slurm_stops_its_own_task_and_not_at_the_start(tmp_path, minute
 
 @in_the_shell
 def test_a_job_of_slurm_starts_one_torchrun_on_each_node(tmp_path):
-    """It has the node's number of GPUs. The port lies below those that Linux gives to outgoing connections."""
+    """The port lies below those of outgoing connections."""
     for identity, port in {"4711": 14711, "25000": 15000, "99999": 29999}.items():
         process = job_of_slurm(tmp_path, "a b", torchrun='echo "$@"', SLURM_NNODES="2", SLURM_JOB_ID=identity)
         words = process.communicate(timeout=20)[0]
@@ -596,7 +596,7 @@ def test_processes_that_would_train_alone_are_refused_with_the_line_that_works(m
     monkeypatch.setattr(sys, "argv", ["train.py", "--tp=2"])
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("SLURM_NTASKS", "4")  # also set where one process is started
+    monkeypatch.setenv("SLURM_NTASKS", "4")  # also in the batch shell
     assert processes.join_processes() == CPU
     monkeypatch.setenv(launcher, "1")
     assert processes.join_processes() == CPU

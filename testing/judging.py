@@ -98,6 +98,8 @@ def run_tests(folder, tests, *options, limit=None):
     """
     results, todo, report = {}, [*tests], Path(folder, REPORT.name)
     environment = {"OMP_NUM_THREADS": "1"} | ({"PATIENCE": str(limit / 3)} if limit else {})
+    if sys.platform == "linux":  # torch has no threads here, so pytest itself can be forked: one import less
+        environment["WORKERS"] = "fork"
     options = [*options, "-q", "-p", "no:cacheprovider", "-p", "testing.judging", "--tb=short", "-m", ""]
     for _ in range(STOPS):
         report.write_text("")

@@ -83,9 +83,9 @@ class Workers:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))  # macOS allows 256 open files
         self.adversary = "ADVERSARY" in os.environ  # calls run in testing/adversary.py's mode
-        self.context = multiprocessing.get_context("forkserver")
+        self.context = multiprocessing.get_context(os.environ.get("WORKERS", "forkserver"))
         # Imported once, then forked. Without the last one each process imports sympy, 1.3 s, in its first backward.
-        self.context.set_forkserver_preload(["torch", "train", "torch.fx.experimental.symbolic_shapes"])
+        multiprocessing.set_forkserver_preload(["torch", "train", "torch.fx.experimental.symbolic_shapes"])
 
     def start(self, ranks):
         """Start processes until `ranks` of them run."""
