@@ -102,7 +102,7 @@ def test_no_order_of_calls_deadlocks(monkeypatch, schedule, short):
 def test_pipedream_is_refused_on_gpus_by_name():
     zero, config = SimpleNamespace(device=torch.device("cuda")), tiny_config(1, pp=2, schedule="pipedream")
     with pytest.raises(UserError, match="schedule=pipedream: on GPUs"):
-        PipeDream(None, zero, config, *[None] * 4)
+        PipeDream(None, zero, config, *[None] * 3)
 
 
 def test_the_rule_finds_a_wrong_order(monkeypatch):
