@@ -709,7 +709,7 @@ def test_operations_that_do_not_run_are_one_line(tokens_dir, tmp_path, monkeypat
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_a_missing_package_is_found_before_the_model_is_built(name, tokens_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "find_spec", lambda _: None)
+    monkeypatch.setattr(start, "find_spec", lambda _: None)
     monkeypatch.setattr(train, "build", None)
     with pytest.raises(UserError, match=f"{name}=here: .*pip install {name}"):
         go(configured(tmp_path, tokens_dir, **{name: "here"}))

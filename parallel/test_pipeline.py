@@ -110,7 +110,7 @@ def posted(config):
         run = built(config)
         before = len(calls)
         (train.train_call if run.schedule.versions else train.train_step)(run, tiny_batches(run))
-    groups = [run.mesh.pp.group, run.mesh.back.group]
+    groups = [run.mesh.pp.group, run.mesh.pp_to_lower.group]
     calls = [(groups.index(group), *more) for group, *more in calls]
     return calls[:before], calls[before:]
 
@@ -314,7 +314,7 @@ def staged(config):
     """Train with the state on another device than the model (`cpu`, not `cpu:0`)."""
     with mock.patch.object(zero, "pinned", lambda size, dtype: torch.zeros(size, dtype=dtype)):
         run = train.build(config, Mesh.of(config), torch.device("cpu", 0))
-        assert all((bucket.staging is not None) == config.offload for bucket in run.zero.buckets.values())
+        assert all(isinstance(bucket, zero.HostBucket) == config.offload for bucket in run.zero.in_order)
         run.zero.initialize(1)
         batches = tiny_batches(run)
         step = train.train_call if run.schedule.versions else lambda *arguments: [train.train_step(*arguments)]
