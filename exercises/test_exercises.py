@@ -117,7 +117,7 @@ def first(*lines):
         (8, first("while True:", "    pass"), "no answer in 30 s"),
         (8, first("import os", "os._exit(0)"), "exit code 0"),
         (8, first("import pytest", "pytest.skip()"), "skipped"),
-        (8, first("if :"), "py:129: SyntaxError: invalid syntax"),
+        (8, first("if :"), "py:120: SyntaxError: invalid syntax"),
         (8, [("def one_f_one_b(", "import nonexistent\n\n\ndef one_f_one_b(")], "No module named 'nonexistent'"),
         (4, [(SUM, SKIPPED)], "rank 1 waited for ranks [0] in all_reduce"),
     ],

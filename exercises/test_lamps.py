@@ -407,7 +407,8 @@ def test_groups_with_pp_outermost():
     """Megatron-LM's order. All ranks with one dp rank read the same samples."""
     for rank, mesh in enumerate(meshes(order="pp-dp-tp")):
         dp, pp, tp = rank // 2 % 2, rank // 4, rank % 2
-        axes = {"data": (4 * pp + tp, 4 * pp + 2 + tp), "pp": (rank % 4, rank % 4 + 4), "tp": (rank - tp, rank - tp + 1)}
+        data, even = 4 * pp + tp, rank - tp
+        axes = {"data": (data, data + 2), "pp": (rank % 4, rank % 4 + 4), "tp": (even, even + 1)}
         for axis, ranks in (axes | {"world": tuple(range(8))}).items():
             text = f"with order=pp-dp-tp, tp=2, pp=2, the group {axis} of rank {rank} is {ranks}"
             assert getattr(mesh, axis).ranks == ranks and ranks[getattr(mesh, axis).rank] == rank, text
