@@ -43,7 +43,6 @@ from testing.defects import DEFECTS, ROOT, planted
 
 MINE, DATA = ROOT / "mine", ROOT / "data/stdlib_bytes"
 SPOILERS, TESTS = "exercise.py exercises testing/*defects*", " testing conftest.py *test_*.py"
-LAYOUT = "tp pp cp zero schedule chunks sequence_parallel context recompute updates_per_call micro_batch_size".split()
 SHOWN = ("loss", "lm_loss"), ("norm", "grad_norm"), ("validation", "validation_loss")
 TRAIN, PROJECT = "train.py configs/look.py --dtype=fp64 --check_replicas=1", "the project, this layout"
 KEPT = "seed level minutes hints tries sentence".split()  # of a record, for the teacher
@@ -149,7 +148,8 @@ def look(copy, processes, fields, known, more=False):
     known: the project's runs, to which this function adds. more: show also the copy's bytes.
     """
     configuration.check(c := configuration.load(["configs/look.py", *fields]), processes)
-    one = [f for f in fields if f.partition("=")[0][2:] not in LAYOUT] + [f"--micro_batch_size={c.global_batch_size}"]
+    layout = [*configuration.layout_of(c), "micro_batch_size"]
+    one = [f for f in fields if f.partition("=")[0][2:] not in layout] + [f"--micro_batch_size={c.global_batch_size}"]
     calls = {PROJECT: (clean_run, processes, fields, known), "mine/hunt, this layout": (run, copy, processes, fields)}
     if not c.schedule.startswith("pipedream"):  # on one process it would train another model
         calls["mine/hunt, one process"] = run, copy, 1, one

@@ -110,7 +110,7 @@ def meshes(ranks=8, tp=2, pp=2, cp=1, order="dp-pp-tp"):
 
 
 def groups():
-    for axis in ("tp", "pp", "dp", "world"):
+    for axis in ("tp", "pp", "data", "world"):
         print(f"{axis:<5}", *sorted({getattr(mesh, axis).ranks for mesh in meshes()}))
 
 

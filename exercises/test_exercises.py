@@ -81,17 +81,16 @@ GPIPE = WARMUP.replace("stages - 1 - rank", "microbatches")
 
 
 def test_only_functions_and_new_names_of_an_answer_count():
-    """GPipe is no 1F1B, though FORMULAS says so."""
+    """GPipe is no 1F1B, and an answer changes no constant of the file."""
     edits = [
         (WARMUP, GPIPE),
-        ("FORMULAS = {", "import os, this\nN: int = 3; max = min\nSCHEDULES['x'] = 0\nFORMULAS = {1: 2,"),
+        ("ASYNCHRONOUS = (", "import os, this\nN: int = 3; max = min\nSCHEDULES['x'] = 0\nASYNCHRONOUS = ('1f1b', "),
     ]
     project, names = exercise.committed("parallel/schedules.py"), ["one_f_one_b"]
     text, also = answers.merged(exercise.blank(8, project), changed(8, edits), names)
-    assert also == ["max", "SCHEDULES['x'] = 0", "FORMULAS"]
-    assert GPIPE in text and all(
-        name in text for name in ("import os", "N: int = 3", "SCHEDULES = {\n", "FORMULAS = {\n")
-    )
+    assert also == ["max", "SCHEDULES['x'] = 0", "ASYNCHRONOUS"]
+    parts = "import os", "N: int = 3", "SCHEDULES = {\n", 'ASYNCHRONOUS = ("pipedream"'
+    assert GPIPE in text and all(part in text for part in parts)
     assert "min\n" not in text and answers.merged(text, text, names) == (text, [])
     assert "is yours to write" in answers.merged(exercise.blank(8, project), "x = 1", names)[0]
     kept = answers.merged(
@@ -103,8 +102,8 @@ def test_only_functions_and_new_names_of_an_answer_count():
     assert answers.same("def f(): pass\ndef f(): return 1", "def f(): return 1", ["f"])  # Python uses the last one
 
 
-SUM = '            self.summing[name] = all_reduce(bucket.grad.whole, bucket.dp, "gradients")'
-SKIPPED = f"            if bucket.dp.rank == 0 or name != 'block1':\n    {SUM}"
+SUM = '            self.summing = all_reduce(self.grad.whole, self.copies, "gradients")'
+SKIPPED = f"            if self.copies.rank > 0 and self.name == 'block1':\n                return\n{SUM}"
 
 
 def first(*lines):
@@ -118,7 +117,7 @@ def first(*lines):
         (8, first("while True:", "    pass"), "no answer in 30 s"),
         (8, first("import os", "os._exit(0)"), "exit code 0"),
         (8, first("import pytest", "pytest.skip()"), "skipped"),
-        (8, first("if :"), "py:129: SyntaxError: invalid syntax"),
+        (8, first("if :"), "py:120: SyntaxError: invalid syntax"),
         (8, [("def one_f_one_b(", "import nonexistent\n\n\ndef one_f_one_b(")], "No module named 'nonexistent'"),
         (4, [(SUM, SKIPPED)], "rank 1 waited for ranks [0] in all_reduce"),
     ],

@@ -367,13 +367,13 @@ def test_a_block_sends_8_bsh(workers, sequence_parallel, factor):
 AXES = {  # axis: (its groups, why)
     "tp": ([(0, 1), (2, 3), (4, 5), (6, 7)], "tp sends most, so its ranks are neighbours, inside a node"),
     "pp": ([(0, 2), (1, 3), (4, 6), (5, 7)], "pp comes after tp: its ranks are inside a rack"),
-    "dp": ([(0, 4), (1, 5), (2, 6), (3, 7)], "dp sends least often, so its ranks are farthest from one another"),
+    "data": ([(0, 4), (1, 5), (2, 6), (3, 7)], "data sends least often, so its ranks are farthest from one another"),
     "world": ([tuple(range(8))], "the world has all ranks"),
 }
 CONTEXT_AXES = {  # with tp=2, cp=2: the cp ranks are data ranks, too
     "tp": [(0, 1), (2, 3), (4, 5), (6, 7)],
     "cp": [(0, 2), (1, 3), (4, 6), (5, 7)],
-    "dp": [(0, 2, 4, 6), (1, 3, 5, 7)],
+    "data": [(0, 2, 4, 6), (1, 3, 5, 7)],
 }
 
 
@@ -386,7 +386,7 @@ def test_each_axis_has_its_groups(axis):
 
 def test_each_rank_is_in_its_groups_at_its_index():
     for rank, mesh in enumerate(meshes()):
-        for axis in (mesh.world, mesh.data, mesh.pp, mesh.tp, mesh.back):
+        for axis in (mesh.world, mesh.data, mesh.pp, mesh.tp, mesh.pp_to_lower):
             text = f"rank {rank}: its index on {axis.name} is {axis.rank}, and the ranks there are {axis.ranks}"
             assert mesh.rank == rank == axis.ranks[axis.rank], text
 
@@ -404,18 +404,19 @@ def test_groups_with_context_parallelism(axis):
 
 
 def test_groups_with_pp_outermost():
-    """Megatron-LM's order. A replica reads the same samples as in the other order."""
+    """Megatron-LM's order. All ranks with one dp rank read the same samples."""
     for rank, mesh in enumerate(meshes(order="pp-dp-tp")):
         dp, pp, tp = rank // 2 % 2, rank // 4, rank % 2
-        axes = {"dp": (4 * pp + tp, 4 * pp + 2 + tp), "pp": (rank % 4, rank % 4 + 4), "tp": (rank - tp, rank - tp + 1)}
+        data, even = 4 * pp + tp, rank - tp
+        axes = {"data": (data, data + 2), "pp": (rank % 4, rank % 4 + 4), "tp": (even, even + 1)}
         for axis, ranks in (axes | {"world": tuple(range(8))}).items():
             text = f"with order=pp-dp-tp, tp=2, pp=2, the group {axis} of rank {rank} is {ranks}"
             assert getattr(mesh, axis).ranks == ranks and ranks[getattr(mesh, axis).rank] == rank, text
         assert mesh.reader == (dp, 2), f"with order=pp-dp-tp, rank {rank} reads {mesh.reader}, not {(dp, 2)}"
 
 
-def test_messages_back_have_a_group_of_their_own():
+def test_messages_to_lower_ranks_have_a_group_of_their_own():
     for mesh in meshes():
-        assert mesh.back.ranks == mesh.pp.ranks and mesh.back.group is not mesh.pp.group, (
-            "`back`, for messages to lower ranks, needs the ranks of pp and a second group (`second`)"
+        assert mesh.pp_to_lower.ranks == mesh.pp.ranks and mesh.pp_to_lower.group is not mesh.pp.group, (
+            "`pp_to_lower` needs the ranks of pp and a second group (`second`)"
         )

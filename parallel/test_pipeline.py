@@ -278,7 +278,7 @@ def waiting_in_block(config):
     train.train_step(run, batches)
 
     def waiting():
-        return [bucket.name for bucket in run.zero.in_order if bucket.gathering.work]
+        return [bucket.name for bucket in run.zero.in_order if bucket.gathering and bucket.gathering.work]
 
     def watching(*arguments, forward=block.forward):
         seen.append(waiting())
