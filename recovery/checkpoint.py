@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 from config import SECTIONS
-from data import mix
+from data import splitmix64
 from errors import UserError, explained
 from parallel.comm import agree, gather_objects
 
@@ -324,7 +324,7 @@ def read_piece(dtype, path, tp, piece, flat):
 # An odd number has an inverse mod 2^64, so a change of one word always changes S.
 BLOCK = 1 << 17  # words in TABLE: 1 MiB, which stays in a core's cache
 G = 0x9E3779B97F4A7C15
-TABLE = mix(np.arange(1, BLOCK + 1, dtype=np.uint64)) | 1
+TABLE = splitmix64(np.arange(1, BLOCK + 1, dtype=np.uint64)) | 1
 
 
 def checksum(data, offset=0):
