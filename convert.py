@@ -62,7 +62,7 @@ FIXED = (  # {field there: the only value that the model here has}
 
 def transformers():
     """Import transformers. It must not take kernels.py for the package of this name."""
-    ours, sys.modules["kernels"] = sys.modules.get("kernels"), None
+    kernels_module, sys.modules["kernels"] = sys.modules.get("kernels"), None
     try:
         with reading("convert.py needs transformers (pip install transformers)", ImportError):
             import transformers
@@ -70,8 +70,8 @@ def transformers():
             transformers.utils.is_kernels_available()  # transformers remembers this answer
     finally:
         del sys.modules["kernels"]
-        if ours is not None:
-            sys.modules["kernels"] = ours
+        if kernels_module is not None:
+            sys.modules["kernels"] = kernels_module
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers
@@ -80,23 +80,23 @@ def transformers():
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def names_there(opt, name):
+def hf_names(opt, name):
     """Return the names there of a parameter: three for OPT's qkv, otherwise one."""
     block, module, suffix = re.fullmatch(r"(?:block(\d+)\.)?(.*?)\.?(weight|bias|)", name).groups()
     modules = MODULES[module][opt].replace("#", str(block)).split()
-    return [f"{PREFIX[opt]}{there}.{suffix or 'weight'}" for there in modules]
+    return [f"{PREFIX[opt]}{module}.{suffix or 'weight'}" for module in modules]
 
 
 def pairs(opt, spec, whole, tensors):
-    """Yield pairs of views (here, there) with the same elements, to copy in either direction."""
-    there = [tensors[name] for name in names_there(opt, spec.name)]
+    """Yield pairs of views of (`whole`, `tensors` there) with the same elements, to copy in either direction."""
+    hf_tensors = [tensors[name] for name in hf_names(opt, spec.name)]
     if not opt and re.fullmatch(r"block\d+\.(qkv|proj|fc1|fc2)\.weight", spec.name):
-        there = [tensor.T for tensor in there]
+        hf_tensors = [tensor.T for tensor in hf_tensors]
     if opt and spec.name == "embedding.position":
-        there = [tensor[2:] for tensor in there]
-    here = whole.flatten(0, 1) if ".qkv." in spec.name else whole
-    here = here[: sum(map(len, there))]  # the word table's padding has no counterpart
-    return zip(here.chunk(len(there)), there, strict=True)
+        hf_tensors = [tensor[2:] for tensor in hf_tensors]
+    whole = whole.flatten(0, 1) if ".qkv." in spec.name else whole
+    whole = whole[: sum(map(len, hf_tensors))]  # the word table's padding has no counterpart
+    return zip(whole.chunk(len(hf_tensors)), hf_tensors, strict=True)
 
 
 # --- from_hf ----------------------------------------------------------------------------------------------------------
@@ -106,8 +106,8 @@ def from_hf(folder, out):
     """Write the checkpoint out/step_0 and the configuration out/config.py from a folder of transformers."""
     hf, options, vocabulary = transformers(), {"local_files_only": True}, str(Path(folder).resolve())
     with reading(f"{folder}: not a GPT-2 or OPT as model.py has it", Exception):
-        there = hf.AutoConfig.from_pretrained(folder, **options)
-        config, tokenizer = config_here(there, out), load_tokenizer(vocabulary)
+        hf_config = hf.AutoConfig.from_pretrained(folder, **options)
+        config, tokenizer = config_from_hf(hf_config, out), load_tokenizer(vocabulary)
         if tokenizer.n_vocab > config.vocab_size:
             sizes = f"its tokenizer has {tokenizer.n_vocab:,} ids, its word table {config.vocab_size:,} rows"
             remedy = f"add rows: model.resize_token_embeddings({tokenizer.n_vocab})"
@@ -122,7 +122,7 @@ def from_hf(folder, out):
     with explained(f"out={out}"):
         final.parent.mkdir(parents=True)  # it must not exist
         final.mkdir()
-        write_checkpoint(final, there.model_type == "opt", model, config, tokenizer)
+        write_checkpoint(final, hf_config.model_type == "opt", model, config, tokenizer)
         changed = {field: value for field, value in vars(config).items() if value != getattr(Config, field)}
         lines = [f"# {folder}, written by convert.py", *(f"{field} = {value!r}" for field, value in changed.items())]
         Path(out, "config.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -130,21 +130,23 @@ def from_hf(folder, out):
     print(f"python prepare.py FILES --tokenizer={vocabulary} --out={config.data_dir}")
     print(f"torchrun train.py {out}/config.py")
     dropouts = dict(attention_dropout=0.0, layerdrop=0.0, attn_pdrop=0.0, embd_pdrop=config.dropout)
-    for name, here in dropouts.items():
-        value = getattr(there, name, 0.0 if name == "embd_pdrop" else here)  # OPT's embedding has no dropout
-        if value != here:
-            print(f"{name}={value} there is {here} here")
+    for name, rate in dropouts.items():
+        hf_rate = getattr(hf_config, name, 0.0 if name == "embd_pdrop" else rate)  # OPT's embedding has no dropout
+        if hf_rate != rate:
+            print(f"{name}={hf_rate} there is {rate} here")
 
 
-def config_here(there, out):
-    """Return the Config of transformers' configuration `there`."""
-    opt = {"gpt2": False, "opt": True}[there.model_type]
-    activation = {name: here for here, row in ACTIVATIONS.items() for name in row.hugging_face}
-    for name, value in (fixed(opt, there.hidden_size) | {"quantization_config": None}).items():
-        if getattr(there, name, None) not in (None, value):
-            raise ValueError(f"{name}={getattr(there, name)}: the model here has {name}={value}")
-    values = {here: getattr(there, names[opt]) for here, names in FIELDS.items()}
-    values |= {"activation": activation[there.activation_function], "seq_length": values["max_position_embeddings"]}
+def config_from_hf(hf_config, out):
+    """Return the Config of transformers' configuration `hf_config`."""
+    opt = {"gpt2": False, "opt": True}[hf_config.model_type]
+    activation = {hf_name: name for name, row in ACTIVATIONS.items() for hf_name in row.hugging_face}
+    for name, value in (fixed(opt, hf_config.hidden_size) | {"quantization_config": None}).items():
+        hf_value = getattr(hf_config, name, None)
+        if hf_value not in (None, value):
+            raise ValueError(f"{name}={hf_value}: the model here has {name}={value}")
+    values = {field: getattr(hf_config, hf_fields[opt]) for field, hf_fields in FIELDS.items()}
+    values["activation"] = activation[hf_config.activation_function]
+    values["seq_length"] = values["max_position_embeddings"]
     values |= dict(out_dir=str(out), data_dir=f"data/{Path(out).name}", micro_batch_size=1, global_batch_size=32)
     config = Config(**values, train_iters=1000, lr=3e-5, lr_decay_style="constant")
     configuration.check(config, world=1)
@@ -163,8 +165,8 @@ def write_checkpoint(folder, opt, model, config, tokenizer):
     specs = GPT(config, tp=None).specs()
     for name, spec in specs.items():
         whole = torch.zeros(spec.shape, dtype=dtype)
-        for here, there in pairs(opt, spec, whole, tensors):
-            here.copy_(there)
+        for part, hf_part in pairs(opt, spec, whole, tensors):
+            part.copy_(hf_part)
         (folder / name).write_bytes(whole.numpy())
         sums[name] = checkpoint.checksum(whole.flatten().numpy())
         for moment in (f"{name}.moment0", f"{name}.moment1"):  # sparse files
@@ -188,34 +190,35 @@ def write_checkpoint(folder, opt, model, config, tokenizer):
 
 def to_hf(path, out):
     """Write a folder of transformers from the checkpoint `path`, or from the latest one in it."""
-    hf, (here, tokenizer) = transformers(), load_model(path, torch.device("cpu"))
-    config, opt = here.config, here.config.activation == "relu"
+    hf, (model, tokenizer) = transformers(), load_model(path, torch.device("cpu"))
+    config, opt = model.config, model.config.activation == "relu"
     with torch.device("meta"):
-        model = hf.AutoModelForCausalLM.from_config(config_there(hf, opt, config, tokenizer))
-    tensors = {name: torch.zeros(tensor.shape) for name, tensor in model.state_dict().items()}
-    for p in here.parameters():
-        for ours, theirs in pairs(opt, p.spec, p.detach(), tensors):
-            theirs.copy_(ours)
-    model.load_state_dict(tensors, assign=True)
-    model.tie_weights()  # the head
-    model.generation_config.pad_token_id = tokenizer.eot_token
+        hf_model = hf.AutoModelForCausalLM.from_config(config_to_hf(hf, opt, config, tokenizer))
+    tensors = {name: torch.zeros(tensor.shape) for name, tensor in hf_model.state_dict().items()}
+    for p in model.parameters():
+        for part, hf_part in pairs(opt, p.spec, p.detach(), tensors):
+            hf_part.copy_(part)
+    hf_model.load_state_dict(tensors, assign=True)
+    hf_model.tie_weights()  # the head
+    hf_model.generation_config.pad_token_id = tokenizer.eot_token
     without_text = list(range(tokenizer.n_vocab, config.vocab_size))  # generate.py never draws these ids
-    model.generation_config.suppress_tokens = without_text or None
+    hf_model.generation_config.suppress_tokens = without_text or None
     with explained(f"out={out}"):
         Path(out).mkdir(parents=True)
-        model.save_pretrained(out)
+        hf_model.save_pretrained(out)
         copy(tokenizer, out)
-    print(f"{path} -> {out}, {type(model).__name__}")
+    print(f"{path} -> {out}, {type(hf_model).__name__}")
     if not Path(out, "tokenizer.json").exists():
         print(f"without a tokenizer: Hugging Face's format does not hold {tokenizer.name}'s")
 
 
-def config_there(hf, opt, c, tokenizer):
+def config_to_hf(hf, opt, c, tokenizer):
     """Return transformers' configuration of this Config."""
     names, end = ACTIVATIONS[c.activation].hugging_face, tokenizer.eot_token
     configuration.require(c, "activation", names, "transformers has no name for it")
     configuration.require(c, "experts", not c.experts, "GPT-2 and OPT have no experts in transformers")
-    values = {there[opt]: getattr(c, here) for here, there in FIELDS.items()} | fixed(opt, c.hidden_size)
+    values = {hf_fields[opt]: getattr(c, field) for field, hf_fields in FIELDS.items()}
+    values |= fixed(opt, c.hidden_size)
     values |= {FIELDS["max_position_embeddings"][opt]: c.positions, "activation_function": names[0]}
     # attention's probabilities have no dropout here
     values |= {"attention_dropout": 0.0} if opt else {"attn_pdrop": 0.0, "embd_pdrop": c.dropout}

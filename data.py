@@ -48,7 +48,7 @@ ROUNDS = 8
 # bijection. More rounds shuffle better (NOTES.md: why 8).
 
 
-def mix(x):
+def splitmix64(x):
     """Hash 64-bit words with SplitMix64's output function (Steele et al. 2014). [b] uint64 -> [b] uint64"""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -57,7 +57,7 @@ def mix(x):
 
 def shuffle_key(seed, epoch):
     """Return the key of each epoch's shuffle. seed int, epoch [b] int64 -> [b] uint64"""
-    return mix(mix(np.array([seed % 2**64], np.uint64)) + epoch.astype(np.uint64))
+    return splitmix64(splitmix64(np.array([seed % 2**64], np.uint64)) + epoch.astype(np.uint64))
 
 
 def permute(i, n, key):
@@ -71,11 +71,12 @@ def permute(i, n, key):
     side = np.uint64(math.isqrt(n - 1) + 1)  # ceil(sqrt(n))
 
     def feistel(x, key):
-        left, right = x // side, x % side
+        high, low = x // side, x % side  # the two digits
         for _ in range(ROUNDS):
             key = key + 0x9E3779B97F4A7C15  # a different hash in each round
-            left, right = right, (left + (mix(key + right) >> 1)) % side  # >> 1: the sum stays below 2^64
-        return left * side + right
+            hashed = splitmix64(key + low) >> 1  # >> 1: the sum below stays below 2^64
+            high, low = low, (high + hashed) % side
+        return high * side + low
 
     key = np.broadcast_to(key, i.shape)
     x = feistel(i.astype(np.uint64), key)
@@ -86,7 +87,7 @@ def permute(i, n, key):
 
 # -- one split
 
-DTYPES = {"uint16": "<u2", "uint32": "<u4"}  # meta.json's name: numpy's, little-endian
+TOKEN_DTYPES = {"uint16": "<u2", "uint32": "<u4"}  # meta.json's name: numpy's, little-endian
 
 
 class Tokens:
@@ -99,6 +100,7 @@ class Tokens:
     begins = 0
 
     def __init__(self, data_dir, split, seq_length, vocab_size):
+        """Check the first ids only. `batch` checks the others when it reads them."""
         self.path, self.seq_length = Path(data_dir) / f"{split}.bin", seq_length
         tokenizer = "gpt2" if vocab_size >= 50257 else "bytes"
         source = "" if Path(data_dir).name.startswith("stdlib") else "FILE "
@@ -109,13 +111,14 @@ class Tokens:
             raise UserError(missing)
         with reading(missing):
             self.meta = json.loads(Path(data_dir, "meta.json").read_text(encoding="utf-8"))
-            said, ids, dtype = self.meta["tokens"][split], self.meta["vocab_size"], DTYPES[self.meta["dtype"]]
-            self.num_samples = (said - 1) // seq_length
+            num_tokens, ids = self.meta["tokens"][split], self.meta["vocab_size"]
+            self.num_samples = (num_tokens - 1) // seq_length
             if self.num_samples < 1:
-                raise UserError(f"seq_length={seq_length}: {self.path}: {said} tokens; a sample needs {seq_length + 1}")
-            self.tokens = map_tokens(self.path, dtype)
-            if len(self.tokens) != said:
-                raise ValueError(f"{self.path} has {len(self.tokens):,} tokens, but meta.json says {said:,}")
+                size = f"{num_tokens} tokens; a sample needs {seq_length + 1}"
+                raise UserError(f"seq_length={seq_length}: {self.path}: {size}")
+            self.tokens = map_tokens(self.path, TOKEN_DTYPES[self.meta["dtype"]])
+            if len(self.tokens) != num_tokens:
+                raise ValueError(f"{self.path} has {len(self.tokens):,} tokens, but meta.json says {num_tokens:,}")
         if ids > vocab_size:
             why = f"the tokenizer of {data_dir}, {self.meta['tokenizer']}, has {ids} ids"
             raise UserError(f"vocab_size={vocab_size}: {why}; set this vocab_size, or use another tokenizer")
@@ -176,11 +179,12 @@ def eval_batches(tokens, samples_wanted, data_rank, dp, micro_batch_size, seed, 
     gathers parameters on all of them together.
     """
     samples = min(samples_wanted, tokens.num_samples)
-    micro_batches = -(-samples // (micro_batch_size * dp))
-    rounds = itertools.islice(training_samples(0, data_rank, dp, micro_batch_size), micro_batches)
+    m = -(-samples // (micro_batch_size * dp))
+    rounds = itertools.islice(training_samples(0, data_rank, dp, micro_batch_size), m)
     shares = [numbers[numbers < samples] for numbers in rounds]
     stand_in = np.zeros(1, np.int64)
-    with closing(loaded(tokens, [share if len(share) else stand_in for share in shares], seed, device)) as batches:
+    numbers = [share if len(share) else stand_in for share in shares]
+    with closing(loaded(tokens, numbers, seed, device)) as batches:
         for (batch, _), share in zip(batches, shares, strict=True):
             yield batch, len(share) > 0
 

@@ -11,8 +11,8 @@ import sys
 import time
 
 if sys.platform == "win32" or sys.version_info < (3, 11):  # the programs import this file before all others
-    found = f"Python {sys.version.split()[0]} on {sys.platform}"
-    print(f"error: {found}: should be 3.11 or later, on Linux, macOS or WSL (GUIDE.md, Machines)", file=sys.stderr)
+    python = f"Python {sys.version.split()[0]} on {sys.platform}"
+    print(f"error: {python}: should be 3.11 or later, on Linux, macOS or WSL (GUIDE.md, Machines)", file=sys.stderr)
     sys.exit(2)
 import fcntl
 
@@ -34,15 +34,16 @@ def agreed(text):
 
 
 @contextlib.contextmanager
-def reading(file, *more, wrong=WRONG):
-    """Turn an error of the content of `file`, or one of the exceptions `more`, into a UserError."""
+def reading(file, *exceptions, wrong=WRONG):
+    """Turn an error of the content of `file`, or one of `exceptions`, into a UserError."""
     try:
         yield
     except UserError:
         raise
-    except (*wrong, *more) as error:
-        said = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}".splitlines()[0]
-        raise UserError(f"{file}: {said}") from None
+    except (*wrong, *exceptions) as error:
+        line = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = getattr(error, "strerror", None) or line
+        raise UserError(f"{file}: {reason}") from None
 
 
 def explained(what):
@@ -78,32 +79,33 @@ def cause(error):
     return error if isinstance(error, UserError) else None
 
 
-def report_error(error, late=0, code=2):
+def report_error(error, shift=0, code=2):
     """Print an error's line on stderr, and write it into torchrun's error file of this process. code: exit code.
 
     torchrun prints the error file with the smallest time as the "Root Cause". So a rank that only lost a peer reports
-    with late=1 second.
+    with shift=1 second.
     """
     line = " ".join(f"error: {error}".splitlines())
     print(line, file=sys.stderr, flush=True)
-    write_error_file(line, late, code)
+    write_error_file(line, shift, code)
 
 
-def write_error_file(text, late=0, code=2):
+def write_error_file(text, shift=0, code=2):
     """Write `text` as torch.distributed.elastic's ErrorHandler does."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()) + late)}
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()) + shift)}
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
             json.dump({"message": {"message": text, "errorCode": code, "extraInfo": extra}}, file)
 
 
 def end_if_repeated():
     """End a process that torchrun starts again after a mistake. It reports the mistake of the start before again."""
-    path, start = os.environ.get("TORCHELASTIC_ERROR_FILE", ""), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    before = path.replace(f"attempt_{start}", f"attempt_{start - 1}")
-    with contextlib.suppress(OSError, ValueError, LookupError), open(before, encoding="utf-8") as file:
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    last_path = path.replace(f"attempt_{start}", f"attempt_{start - 1}")
+    with contextlib.suppress(OSError, ValueError, LookupError), open(last_path, encoding="utf-8") as file:
         if json.load(file)["message"]["errorCode"] == 2:
-            os.rename(before, path)
+            os.rename(last_path, path)
             sys.exit(2)
 
 
@@ -122,7 +124,7 @@ def exit_on_user_error(main):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise the flush at exit fails
         sys.exit(141)
     except Exception as error:
-        if (known := cause(error)) is None:
+        if (user_error := cause(error)) is None:
             raise
-        report_error(known)
+        report_error(user_error)
         sys.exit(2)

@@ -82,8 +82,8 @@ def open_in(file, folder):
     """Return the number of the exercise that `start` has opened in `file`, or NUMBER."""
     paths = [path / ".git/info/attributes" for path in (folder.resolve(), *folder.resolve().parents)]
     texts = [path.read_text(encoding="utf-8") for path in paths if path.exists()]
-    found = re.search(rf"{file} -diff exercise=(\d+)", "".join(texts[:1]))
-    return found[1] if found else "NUMBER"
+    match = re.search(rf"{file} -diff exercise=(\d+)", "".join(texts[:1]))
+    return match[1] if match else "NUMBER"
 
 
 def start(number):
@@ -104,15 +104,18 @@ def start(number):
     file.write_text(text, encoding="utf-8")
     hide(e["file"], number)
     if not questions.exists():
-        asked = ["\n".join([*(f"# {text}" for text in q["ask"]), f"{q['name']} = ?\n"]) for q in e["predict"]]
-        questions.write_text("\n".join([FORMAT, *asked]), encoding="utf-8")
-    back = [f"mine/{kept(number, ROOT).name}: your answer is back in the file. 前の答えを戻しました。"] * written
+        lines = [FORMAT]
+        for q in e["predict"]:
+            lines += [*(f"# {text}" for text in q["ask"]), f"{q['name']} = ?\n"]
+        questions.write_text("\n".join(lines), encoding="utf-8")
+    name = answer_path(number, ROOT).name
+    back = [f"mine/{name}: your answer is back in the file. 前の答えを戻しました。"] * written
     lines = f"predict first まず予想: mine/{number}.txt", f"write 書く関数: {e['file']} {', '.join(e['functions'])}"
     then = f"`python exercise.py {number}` judges 採点します; `python exercise.py stop {number}` puts back 元に戻します"
     return "\n".join([title(number), *e["task"], *back, *lines, then])
 
 
-def kept(number, folder):
+def answer_path(number, folder):
     """Return the path where `stop` keeps the answer."""
     return folder / f"mine/{number}_{Path(exercise(number)['file']).name}"
 
@@ -124,7 +127,7 @@ def stop(number):
     text = file.read_text(encoding="utf-8")
     if same(text, project, e["functions"]) or open_in(e["file"], ROOT) not in (str(number), "NUMBER"):
         raise UserError(f"{e['file']}: exercise {number} is not open in it")
-    path, restored = kept(number, ROOT), merged(text, project, e["functions"])[0]
+    path, restored = answer_path(number, ROOT), merged(text, project, e["functions"])[0]
     if not path.exists() or not same(text, blank(number, project), e["functions"]):
         path.write_text(text, encoding="utf-8")
     file.write_text(restored, encoding="utf-8")
@@ -142,13 +145,14 @@ def answer_in(number, folder):
     The path is None if both have the project's functions. A file in which another exercise is open is no answer.
     """
     e = exercise(number)
-    project, mine = committed(e["file"]), open_in(e["file"], folder) in (str(number), "NUMBER")
-    paths = [path for path in [folder / e["file"]] * mine + [kept(number, folder)] if path.exists()]
+    project, is_open = committed(e["file"]), open_in(e["file"], folder) in (str(number), "NUMBER")
+    paths = [folder / e["file"]] * is_open + [answer_path(number, folder)]
+    paths = [path for path in paths if path.exists()]
     with reading(e["file"]):
         texts = {path: path.read_text(encoding="utf-8") for path in paths}
-    found = [path for path in paths if not same(texts[path], project, e["functions"])]
-    written = [path for path in found if not same(texts[path], blank(number, project), e["functions"])]
-    return (written or found or [None])[0], bool(written)
+    changed = [path for path in paths if not same(texts[path], project, e["functions"])]
+    written = [path for path in changed if not same(texts[path], blank(number, project), e["functions"])]
+    return (written or changed or [None])[0], bool(written)
 
 
 def judge(number, text, limit=LIMIT):
@@ -177,7 +181,7 @@ def formulas(number):
         return [*map(float, printed.split())]
 
 
-def shown(number, text, limit):
+def outputs_of_commands(number, text, limit):
     """Return the output of the exercise's commands with the whole file `text`."""
     e, lines = exercise(number), []
     with copied_commit() as folder:
@@ -193,15 +197,15 @@ def predictions(number, folder):
 
     In this copy of the project, keep the first complete answers with their time.
     """
-    asked, first = (folder / f"mine/{number}.{kind}" for kind in ("txt", "first"))
-    path = first if first.exists() else asked
+    questions, first = (folder / f"mine/{number}.{kind}" for kind in ("txt", "first"))
+    path = first if first.exists() else questions
     with reading(path):
         text = path.read_text(encoding="utf-8") if path.exists() else ""
-    said = dict(re.findall(r"(?m)^(\w+) *= *(.*?) *$", text))
-    answers = {q["name"]: said.get(q["name"]) or "?" for q in exercise(number)["predict"]}
+    texts = dict(re.findall(r"(?m)^(\w+) *= *(.*?) *$", text))
+    answers = {q["name"]: texts.get(q["name"]) or "?" for q in exercise(number)["predict"]}
     if "?" in answers.values():
         return {}
-    if folder == ROOT and path == asked:
+    if folder == ROOT and path == questions:
         lines = [f"# answered: {datetime.now():%Y-%m-%d %H:%M:%S}", *(f"{name} = {x}" for name, x in answers.items())]
         first.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return {name: (answer, number_in(answer)) for name, answer in answers.items()}
@@ -212,8 +216,8 @@ def number_in(answer):
         return float(Fraction(re.sub(r",(?=\d{3}\b)| ", "", answer)))
 
 
-def is_right(mine, right):
-    return mine is not None and abs(mine - right) <= 0.01 * abs(right)
+def is_right(answer, right):
+    return answer is not None and abs(answer - right) <= 0.01 * abs(right)
 
 
 # --- grade ------------------------------------------------------------------------------------------------------------
@@ -223,10 +227,11 @@ def grading(number, limit):
     """Return (the columns, the function that judges a folder) for `grade`."""
     e, right = exercise(number), formulas(number)
 
-    def one(folder):
+    def judge_folder(folder):
+        """Return a row of the table. Only red lamps without bonus give a note."""
         path, written = answer_in(number, folder)
-        mine = predictions(number, folder)
-        good = [is_right(x, y) for (_, x), y in zip(mine.values(), right, strict=False)]
+        answers = predictions(number, folder)
+        good = [is_right(x, y) for (_, x), y in zip(answers.values(), right, strict=False)]
         row = {"predictions": (sum(good), len(right)), "note": "todo"}
         if not written:
             return row
@@ -240,7 +245,7 @@ def grading(number, limit):
         return row | {"also changed": changed, "note": " ".join(note.split())[:NOTE], "red": red}
 
     bonus = ["bonus"] * any("bonus" in lamp for lamp in e["lamp"])
-    return ["points", "lamps", *bonus, "predictions", "also changed"], one
+    return ["points", "lamps", *bonus, "predictions", "also changed"], judge_folder
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -272,17 +277,18 @@ def judge_files(number, folder, limit):
     e, (path, written) = exercise(number), answer_in(number, folder)
     if path is None:
         raise UserError(f"{folder}: has no answer to exercise {number}; first: python exercise.py start {number}")
-    mine, text = predictions(number, folder), path.read_text(encoding="utf-8")
+    answers, text = predictions(number, folder), path.read_text(encoding="utf-8")
     print("judging, about 10 seconds 採点中 (約10秒) ...", flush=True)
     judged, changed = judge(number, text, limit) if written else ([], [])
-    print(shown(number, text, limit) if written else "", title(number), f"your file あなたのファイル: {path}", sep="\n")
+    outputs = outputs_of_commands(number, text, limit) if written else ""
+    print(outputs, title(number), f"your file あなたのファイル: {path}", sep="\n")
     if changed:
         print(f"also changed, without effect: {', '.join(changed)}")
-    for q, (answer, x), right in zip(e["predict"], mine.values(), formulas(number), strict=False):
+    for q, (answer, x), right in zip(e["predict"], answers.values(), formulas(number), strict=False):
         good = is_right(x, right)
         why = "" if good else f": {q['derivation']}"
         print(mark(good), f"{q['name']}: you あなた {answer}, the formula 正解 {right:,.10g}{why}", sep="  ")
-    if not mine:
+    if not answers:
         print(f"mine/{number}.txt: answer all questions to see the right numbers すべて答えると正解が出ます")
     if not written:
         return print(f"not written yet まだ書いていません: {', '.join(e['functions'])}")
@@ -297,15 +303,16 @@ def judge_files(number, folder, limit):
 
 def main(arguments=None):
     """Run the command line. Exit with code 1 if a lamp that is no bonus is red."""
-    given = sys.argv[1:] if arguments is None else arguments
-    if given[:1] == ["hunt"]:
-        return importlib.import_module("exercises.hunt").main(given[1:])
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["hunt"]:
+        return importlib.import_module("exercises.hunt").main(arguments[1:])
     usage = "python exercise.py [[start | stop | oral] N | N [FOLDER] | grade N FOLDER ...] [--limit=N] [--json]"
     parser = Parser("python exercise.py", usage=usage)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--limit", type=within(1, 10**6), default=LIMIT)
     parser.add_argument("--json", type=boolean, default=False)
-    options = parser.parse_args(sorted(given, key=lambda word: word.startswith("--")))  # options come last
+    arguments = sorted(arguments, key=lambda word: word.startswith("--"))  # options come last
+    options = parser.parse_args(arguments)
     words = options.words
     command = words.pop(0) if words and words[0] in ("start", "stop", "oral", "grade") else "judge"
     if not words:

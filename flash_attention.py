@@ -74,8 +74,8 @@ def _store(X, x, first, stride, s, D):
 def _scores(q, k, first, j, MASKED):
     x = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
-        seen = (j + tl.arange(0, k.shape[0]))[None, :] <= (first + tl.arange(0, q.shape[0]))[:, None]
-        x = tl.where(seen, x, float("-inf"))
+        row, column = first + tl.arange(0, q.shape[0]), j + tl.arange(0, k.shape[0])
+        x = tl.where(column[None, :] <= row[:, None], x, float("-inf"))
     return x
 
 
@@ -236,9 +236,10 @@ class Attention(torch.autograd.Function):
         do, delta = do.contiguous(), torch.empty_like(log)
         launch(attention_delta, ctx.options["delta"], b * a, s, "ROWS", o, do, delta, s, a)
         dq, dk, dv = q.new_empty(3, *q.shape)
-        given = q, k, v, do, log, delta
-        launch(attention_backward_keys, ctx.options["keys"], b * a, s, "COLUMNS", *given, dk, dv, *ctx.sizes)
-        launch(attention_backward_queries, ctx.options["queries"], b * a, s, "ROWS", *given, dq, *ctx.sizes)
+        inputs = q, k, v, do, log, delta
+        keys, queries = ctx.options["keys"], ctx.options["queries"]
+        launch(attention_backward_keys, keys, b * a, s, "COLUMNS", *inputs, dk, dv, *ctx.sizes)
+        launch(attention_backward_queries, queries, b * a, s, "ROWS", *inputs, dq, *ctx.sizes)
         return dq, dk, dv
 
 

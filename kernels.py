@@ -4,8 +4,7 @@ Between two matrix products, memory traffic takes nearly all the time: an H200 c
 while it reads one byte. Plain PyTorch reads and writes memory in each operation. A fused kernel reads an element once,
 does all operations on it, and writes it once.
 
-The *floor* of an operation is its least memory
-traffic: each input is read once, each result written once.
+The *floor* of an operation is its least memory traffic: each input is read once, each result written once.
 
 A `@triton.jit` function is the code of one *program*, and `kernel[grid](...)` starts many programs. A program computes
 on small arrays, spread over its threads; 32 threads are a *warp*. Names in capitals are pointers or compile-time
@@ -24,7 +23,7 @@ import triton.language as tl
 
 import reference
 from flash_attention import LOG2E, attention  # noqa: F401
-from reference import mix_bits
+from reference import fmix64
 
 EPS = tl.constexpr(reference.EPS)
 WIDEST = 8192
@@ -52,8 +51,8 @@ def persistent(x, each):
 
 
 @triton.jit
-def _mix(x):
-    """`reference.mix_bits`, on uint64."""
+def _fmix64(x):
+    """`reference.fmix64`, on uint64."""
     x = (x ^ (x >> 33)) * 0xFF51AFD7ED558CCD
     x = (x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53
     return x ^ (x >> 33)
@@ -62,7 +61,7 @@ def _mix(x):
 @triton.jit
 def _dropped(x, ROWS, row, column, place, threshold, factor):
     """ROWS, place, threshold, factor: as from `_drop_arguments`."""
-    key = _mix((tl.load(ROWS + row) + place).to(tl.uint64))
+    key = _fmix64((tl.load(ROWS + row) + place).to(tl.uint64))
     low, high = key.to(tl.int32), (key >> 32).to(tl.int32)
     bits = (column * -1640531527 + low) ^ high
     bits = (bits ^ ((bits >> 16) & 0xFFFF)) * 0x7FEB352D
@@ -73,7 +72,7 @@ def _dropped(x, ROWS, row, column, place, threshold, factor):
 
 @functools.cache
 def _place(seed, site):
-    return mix_bits(torch.tensor(seed * 1009 + site)).item()
+    return fmix64(torch.tensor(seed * 1009 + site)).item()
 
 
 def _drop_arguments(drop):
@@ -114,26 +113,26 @@ def residual_forward(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     exists = column < width
-    here = row * width + column
+    offsets = row * width + column
     if Y is None:
-        z = _load(X + here, exists)
+        z = _load(X + offsets, exists)
     else:
-        z = _load(Y + here, exists)
+        z = _load(Y + offsets, exists)
         if BIAS is not None:
             z += _load(BIAS + column, exists)
         if ROWS is not None:
             z = _dropped(z, ROWS, row, column, place, threshold, factor)
         if X is not None:
-            z += _load(X + here, exists)
+            z += _load(X + offsets, exists)
         rounded = z.to(Z.dtype.element_ty)
-        tl.store(Z + here, rounded, mask=exists)
+        tl.store(Z + offsets, rounded, mask=exists)
         z = rounded.to(tl.float32)
     if OUT is not None:
         mean = tl.sum(z, 0) / width
         centred = tl.where(exists, z - mean, 0.0)
         r = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / width + EPS)
         out = tl.fma(centred * r, _load(WEIGHT + column, exists), _load(NORM_BIAS + column, exists))
-        tl.store(OUT + here, out, mask=exists)
+        tl.store(OUT + offsets, out, mask=exists)
         tl.store(MEAN + row, mean)
         tl.store(R + row, r)
 
@@ -153,23 +152,24 @@ def residual_backward(
     # The loop loads the next rows into shared memory. Some GPUs have only 99 KB of it: wide rows get fewer stages.
     stages: tl.constexpr = 2 if DOUT is not None or BLOCK > 8192 else 6 if BLOCK <= 4096 else 3
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=stages):
-        here = tl.cast(row, tl.int64) * width + column
+        offsets = tl.cast(row, tl.int64) * width + column
         dz = tl.zeros([BLOCK], tl.float32)
         if DZ is not None:
-            dz = _load(DZ + here, exists)
+            dz = _load(DZ + offsets, exists)
         if DOUT is not None:
-            dout = _load(DOUT + here, exists)
+            dout = _load(DOUT + offsets, exists)
             r = tl.load(R + row)
-            n = (_load(Z + here, exists) - tl.load(MEAN + row)) * r  # beyond the row's end dout is 0
+            z = _load(Z + offsets, exists)
+            n = (z - tl.load(MEAN + row)) * r  # beyond the row's end dout is 0
             g = dout * weight
             sum_g, sum_gn = tl.split(tl.sum(tl.join(g, g * n), 0))  # one exchange for both sums
             dz += r * (g - sum_g / width - n * (sum_gn / width))
             d_weight += dout * n
             d_norm_bias += dout
-            tl.store(DX + here, dz, mask=exists)
+            tl.store(DX + offsets, dz, mask=exists)
         if ROWS is not None:
             dz = _dropped(dz, ROWS, row, column, place, threshold, factor)
-            tl.store(DY + here, dz, mask=exists)
+            tl.store(DY + offsets, dz, mask=exists)
         d_bias += dz
     sums = SUMS + tl.program_id(0) * 3 * width + column
     tl.store(sums, d_weight, mask=exists)
@@ -182,6 +182,7 @@ class Residual(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, y, bias, weight, norm_bias, drop):
+        """Save z, not x and y: backward computes n from z, mean and r, and the mask again from `drop`."""
         x, y = (None if part is None else part.contiguous() for part in (x, y))
         z = x if y is None else torch.empty_like(y)
         n, width = z.shape
@@ -191,13 +192,15 @@ class Residual(torch.autograd.Function):
             mean, r = torch.empty(2, n, dtype=torch.float32, device=z.device)
         arguments = x, y, bias, z, weight, norm_bias, out, mean, r, *_drop_arguments(drop), width
         residual_forward[(n,)](*arguments, **one_row(width))
-        ctx.drop, ctx.given = drop, [part is not None for part in (x, y, bias, weight, norm_bias)]
+        ctx.drop = drop
+        ctx.has_input = [part is not None for part in (x, y, bias, weight, norm_bias)]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(None if out is None else z, weight, mean, r)
         return z, out  # z also where it is x: `backward` then gets the residual stream's gradient
 
     @staticmethod
     def backward(ctx, dz, dout):
+        """dz: the gradient that bypasses the norm, or None. dout: None if forward had no norm."""
         dz, dout = (None if part is None else part.contiguous() for part in (dz, dout))
         like = dz if dout is None else dout
         n, width = like.shape
@@ -211,7 +214,8 @@ class Residual(torch.autograd.Function):
         residual_backward[(programs,)](*arguments, **options)
         d_weight, d_norm_bias, d_bias = sums.sum(0)
         gradients = dx, dy, d_bias, d_weight, d_norm_bias
-        return *(d if given else None for d, given in zip(gradients, ctx.given, strict=True)), None
+        pairs = zip(gradients, ctx.has_input, strict=True)
+        return *(gradient if has_input else None for gradient, has_input in pairs), None
 
 
 def add_(y, x, bias, drop=None):
@@ -253,35 +257,35 @@ def _gelu(x):
 def activation_forward(Y, BIAS, OUT, rows, width, RELU: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr):
     """Y, OUT [rows, width]."""
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    here, exists = _tile(tl.program_id(0) * TALL, column, rows, width, TALL)
-    x = _load(Y + here, exists) + _load(BIAS + column, column < width)[None, :]
+    offsets, exists = _tile(tl.program_id(0) * TALL, column, rows, width, TALL)
+    x = _load(Y + offsets, exists) + _load(BIAS + column, column < width)[None, :]
     if RELU:
         out = tl.where(x < 0, 0.0, x)  # unlike tl.maximum this keeps nan
     else:
         sigmoid, _ = _gelu(x)
         out = x * sigmoid
-    tl.store(OUT + here, out, mask=exists)
+    tl.store(OUT + offsets, out, mask=exists)
 
 
 @triton.jit
 def activation_backward(
-    DOUT, KEPT, BIAS, DY, SUMS, rows, width, RELU: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr
+    DOUT, SAVED, BIAS, DY, SUMS, rows, width, RELU: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr
 ):
-    """KEPT: y for GELU, the result for ReLU. SUMS [programs along the rows, width]: of dbias."""
+    """SAVED: y for GELU, the result for ReLU. SUMS [programs along the rows, width]: of dbias."""
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     bias = _load(BIAS + column, column < width)
     total = tl.zeros([TALL, WIDE], tl.float32)
     for first in range(tl.program_id(0) * TALL, rows, tl.num_programs(0) * TALL):
-        here, exists = _tile(first, column, rows, width, TALL)
-        kept = _load(KEPT + here, exists)
-        dy = _load(DOUT + here, exists)
+        offsets, exists = _tile(first, column, rows, width, TALL)
+        saved = _load(SAVED + offsets, exists)
+        dy = _load(DOUT + offsets, exists)
         if RELU:
-            dy = tl.where(kept <= 0, 0.0, dy)
+            dy = tl.where(saved <= 0, 0.0, dy)
         else:
-            x = kept + bias[None, :]
+            x = saved + bias[None, :]
             sigmoid, slope = _gelu(x)
             dy = dy * sigmoid * tl.fma(x * (1.0 - sigmoid), 2.0 * slope, 1.0)
-        tl.store(DY + here, dy, mask=exists)
+        tl.store(DY + offsets, dy, mask=exists)
         total += dy
     tl.store(SUMS + tl.program_id(0).to(tl.int64) * width + column, tl.sum(total, 0), mask=column < width)
 
@@ -308,11 +312,11 @@ class BiasActivation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        kept, bias = ctx.saved_tensors
-        dy = torch.empty_like(kept)
-        grid = striped(kept, each=5)
-        sums = torch.empty(grid[0], kept.shape[1], dtype=torch.float32, device=kept.device)
-        activation_backward[grid](dout.contiguous(), kept, bias, dy, sums, *kept.shape, ctx.relu, **TILE)
+        saved, bias = ctx.saved_tensors
+        dy = torch.empty_like(saved)
+        grid = striped(saved, each=5)
+        sums = torch.empty(grid[0], saved.shape[1], dtype=torch.float32, device=saved.device)
+        activation_backward[grid](dout.contiguous(), saved, bias, dy, sums, *saved.shape, ctx.relu, **TILE)
         return dy, sums.sum(0), None
 
 
@@ -339,10 +343,10 @@ def join_part(X, WHOLE, SUMS, rows, width, all_columns, TALL: tl.constexpr, WIDE
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     total = tl.zeros([TALL, WIDE], tl.float32)
     for first in range(tl.program_id(0) * TALL, rows, tl.num_programs(0) * TALL):
-        here, exists = _tile(first, column, rows, width, TALL)
-        to, _ = _tile(first, column, rows, all_columns, TALL)
-        x = tl.load(X + here, mask=exists, other=0.0)
-        tl.store(WHOLE + to, x, mask=exists)
+        offsets, exists = _tile(first, column, rows, width, TALL)
+        offsets_of_whole, _ = _tile(first, column, rows, all_columns, TALL)
+        x = tl.load(X + offsets, mask=exists, other=0.0)
+        tl.store(WHOLE + offsets_of_whole, x, mask=exists)
         total += x.to(tl.float32)
     tl.store(SUMS + tl.program_id(0) * all_columns + column, tl.sum(total, 0), mask=column < width)
 
@@ -365,8 +369,8 @@ def add_rows(TABLE, IDS, ORDER, ROWS, n, v, width, TALL: tl.constexpr, WIDE: tl.
     before = tl.load(IDS + i - 1, mask=i > 0, other=-1)
     if (id != before) & (id >= 0) & (id < v):
         column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-        here = TABLE + id * width + column
-        total = _load(here, column < width)
+        pointers = TABLE + id * width + column
+        total = _load(pointers, column < width)
         while tl.load(IDS + i, mask=i < n, other=-1) == id:
             place = i + tl.arange(0, TALL)
             same = tl.load(IDS + place, mask=place < n, other=-1) == id
@@ -374,7 +378,7 @@ def add_rows(TABLE, IDS, ORDER, ROWS, n, v, width, TALL: tl.constexpr, WIDE: tl.
             exists = same[:, None] & (column < width)[None, :]
             total += tl.sum(_load(ROWS + row[:, None] * width + column[None, :], exists), 0)
             i += TALL
-        tl.store(here, total, mask=column < width)
+        tl.store(pointers, total, mask=column < width)
 
 
 ADD_ROWS = dict(TALL=32, WIDE=256, num_warps=4)
@@ -451,11 +455,12 @@ def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
         losses = torch.empty(n, dtype=torch.float32, device=logits.device)
         launch(logits, targets, weights, losses, None, None, None)
         return losses
-    own, total, target = torch.empty(3, n, dtype=torch.float32, device=logits.device)
-    launch(logits, targets, None, None, own, total, target)
-    top = reduce(own.clone(), "max")
-    mine = (targets >= 0) & (targets < columns)
-    total, target = reduce(torch.stack([total * (own - top).exp(), (target - top).where(mine, 0.0)]), "sum")
+    local_top, total, target = torch.empty(3, n, dtype=torch.float32, device=logits.device)
+    launch(logits, targets, None, None, local_top, total, target)
+    top = reduce(local_top.clone(), "max")
+    is_local = (targets >= 0) & (targets < columns)
+    parts = [total * (local_top - top).exp(), (target - top).where(is_local, 0.0)]
+    total, target = reduce(torch.stack(parts), "sum")
     if weights is not None:
         launch(logits, targets, weights, None, top, total, None)
     return total.log() - target
@@ -476,29 +481,29 @@ def adamw_flat(
     Elements begin .. end and begin2 .. end2 have weight decay.
     """
     if tl.load(SKIP) == 0:
-        here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        exists = here < size
+        offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        exists = offsets < size
         lr = tl.load(LR).to(tl.float32)
-        g = _load(G + here, exists) * tl.load(SCALE).to(tl.float32)
-        m, v, w = _load(M + here, exists), _load(V + here, exists), _load(W + here, exists)
+        g = _load(G + offsets, exists) * tl.load(SCALE).to(tl.float32)
+        m, v, w = _load(M + offsets, exists), _load(V + offsets, exists), _load(W + offsets, exists)
         m = tl.fma(m, beta1, g * (1.0 - beta1))
         v = tl.fma(v, beta2, g * g * (1.0 - beta2))
         root = tl.sqrt(v * (1.0 / tl.load(CORRECTION2).to(tl.float32))) + eps
-        decays = ((here >= begin) & (here < end)) | ((here >= begin2) & (here < end2))
+        decays = ((offsets >= begin) & (offsets < end)) | ((offsets >= begin2) & (offsets < end2))
         w *= 1.0 - lr * tl.where(decays, decay, 0.0)
         w -= (lr / tl.load(CORRECTION1).to(tl.float32)) * (m / root)
-        tl.store(M + here, m, mask=exists)
-        tl.store(V + here, v, mask=exists)
-        tl.store(W + here, w, mask=exists)
+        tl.store(M + offsets, m, mask=exists)
+        tl.store(V + offsets, v, mask=exists)
+        tl.store(W + offsets, w, mask=exists)
         if OUT is not None:
-            tl.store(OUT + here, w, mask=exists)
+            tl.store(OUT + offsets, w, mask=exists)
 
 
 ADAMW = dict(BLOCK=1024, num_warps=4)
 
 
 def adamw_(weight, gradient, moments, scalars, ranges, *, decay, beta1, beta2, eps, out=None):
-    """At most two of the ranges may decay."""
+    """At most two of the ranges may decay: a bucket has one of parameters cut over tp, and one of replicated ones."""
     places = [place for begin, end, decays in ranges if decays for place in (begin, end)]
     assert len(places) <= 4
     places += [0] * (4 - len(places))

@@ -50,7 +50,8 @@ class Timers(Tool):
     """
 
     def __init__(self, device):
-        self.on_gpu, self.spans = torch.device(device).type == "cuda", []  # (phase, start, stop)
+        self.on_gpu = torch.device(device).type == "cuda"
+        self.spans = []  # (phase, start, stop)
 
     def span(self, phase, subject=None):
         return self._timed(phase) if phase in TIMED else nullcontext()
@@ -70,7 +71,8 @@ class Timers(Tool):
         """Return {name in Megatron-LM's log: milliseconds per iteration} since the last `take`."""
         if self.on_gpu:
             torch.cuda.synchronize()
-        totals, spans, self.spans = dict.fromkeys(TIMED, 0.0), self.spans, []
+        spans, self.spans = self.spans, []
+        totals = dict.fromkeys(TIMED, 0.0)
         for phase, start, stop in spans:
             totals[phase] += start.elapsed_time(stop) if self.on_gpu else 1000 * (stop - start)
         return {TIMED[phase]: total / iterations for phase, total in totals.items() if total}
@@ -79,7 +81,7 @@ class Timers(Tool):
 # --- from steps to a row of numbers -----------------------------------------------------------------------------------
 
 
-class Step(NamedTuple):
+class StepNumbers(NamedTuple):
     loss: float  # mean over all micro-batches and data ranks
     grad_norm: float  # of all ranks, before clipping; nan or inf if the update was skipped
     lr: float
@@ -93,17 +95,17 @@ class PendingStep:
     """An update that the device may still be computing."""
 
     def __init__(self, numbers, loss_scale, samples):
-        """numbers: the first five fields of `Step`, float64, on the device."""
+        """numbers: the first five fields of `StepNumbers`, float64, on the device."""
         self.host_fields = loss_scale, samples
         self.numbers = numbers.to("cpu", non_blocking=True)  # from a GPU: asynchronous, into pinned memory
         self.copied = torch.cuda.current_stream().record_event() if numbers.is_cuda else None
 
     def read(self):
-        """Wait for the device. Return the `Step`."""
+        """Wait for the device. Return the `StepNumbers`."""
         if self.copied:
             self.copied.synchronize()
         loss, grad_norm, lr, skipped, stop = self.numbers.tolist()
-        return Step(loss, grad_norm, lr, skipped > 0, stop > 0, *self.host_fields)
+        return StepNumbers(loss, grad_norm, lr, skipped > 0, stop > 0, *self.host_fields)
 
 
 class Interval:
@@ -114,13 +116,16 @@ class Interval:
     """
 
     def __init__(self, run, say):
-        self.run, self.say, self.steps, self.unread = run, say, [], []
+        self.run, self.say = run, say
+        self.steps, self.unread = [], []
         self.stop = False
         self.bad_losses = 0  # number of latest losses that are not finite
         self.bad_gradients = 0  # number of latest updates that were skipped, and that no smaller loss scale can cure
-        self.start, self.first = time.perf_counter(), None  # first: (steps, seconds) of the first call
+        self.start = time.perf_counter()
+        self.first = None  # (steps, seconds) of the first call
 
     def add(self, pending):
+        """Read the steps before `pending`: a GPU computes `pending` meanwhile, so it never waits for the host."""
         self.read()
         self.unread = pending
         if not (pending[-1].copied and self.first):
@@ -144,7 +149,8 @@ class Interval:
             curable = self.run.dtype == "fp16" and step.loss_scale > c.min_loss_scale
             self.bad_gradients = self.bad_gradients + 1 if step.skipped and not curable else 0
         self.unread = []
-        most, saved = c.stop_after_nan or math.inf, "nothing was saved since then"
+        most = c.stop_after_nan or math.inf
+        saved = "nothing was saved since then"
         remedy = f"resume from a checkpoint in {c.out_dir} with other values (--lr)"
         if self.bad_losses and (last or self.bad_losses >= most):
             raise agreed(f"lm_loss: the last {self.bad_losses} are not finite, and {saved}; {remedy}")
@@ -167,15 +173,16 @@ class Interval:
         timed = len(steps) - compiling
         row = metrics_row(self.run, steps, timed, now - self.start - seconds)
         self.steps, self.start, self.first = [], now, (0, 0.0)
-        more = experts_row(self.run) if self.run.config.experts else {}
-        return row | more | {"timers_ms": self.run.timers.take(timed)}
+        experts = experts_row(self.run) if self.run.config.experts else {}
+        return row | experts | {"timers_ms": self.run.timers.take(timed)}
 
 
 def experts_row(run):
     """Return dropped_tokens, the share of the tokens' choices that were dropped since the last row, and largest_load,
     the largest number of choices of an expert, divided by the mean of its block.
     """
-    c, mesh, layers = run.config, run.mesh, [block.mlp for block in run.model.units[1:-1]]
+    c, mesh = run.config, run.mesh
+    layers = [block.mlp for block in run.model.units[1:-1]]
     counts = torch.zeros(c.num_layers, 2, c.experts, dtype=torch.float64, device=run.device)
     for total, layer in zip(counts, layers, strict=True):  # 0 if another rank has the layer
         total += layer.counts
@@ -187,12 +194,15 @@ def experts_row(run):
 
 
 def metrics_row(run, steps, timed, seconds):
-    """Return a row of metrics.jsonl. steps: the `Step`s of the interval. The last `timed` of them took `seconds`."""
-    c, world, last, losses = run.config, run.mesh.world.size, steps[-1], [step.loss for step in steps]
+    """Return a row of metrics.jsonl. steps: [StepNumbers] of the interval. The last `timed` of them took `seconds`."""
+    c, last, world = run.config, steps[-1], run.mesh.world.size
+    losses = [step.loss for step in steps]
     finite = [loss for loss in losses if math.isfinite(loss)] or losses  # also of skipped steps
-    samples, consumed = sum(step.samples for step in steps[-timed:]), run.counters.consumed_samples
+    samples = sum(step.samples for step in steps[-timed:])
+    consumed = run.counters.consumed_samples
     tflops = model_flops(c, samples) / seconds / world / 1e12
-    peak = peak_tflops(torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "cpu", run.dtype)
+    device_name = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "cpu"
+    peak = peak_tflops(device_name, run.dtype)
     return {
         "iteration": run.counters.iteration,
         "train_iters": c.train_iters,
@@ -261,11 +271,13 @@ class Logger:
     """Writes the log on rank 0. Raises UserError if a file can't be written."""
 
     def __init__(self, run):
-        self.run, self.first, self.memory_said = run, run.mesh.rank == 0, False
+        self.run, self.first = run, run.mesh.rank == 0
+        self.has_memory_line = False
         if not self.first:
             return
         c, iteration = run.config, run.counters.iteration
-        self.plots, self.path = plot_writers(c, iteration), Path(c.out_dir, "metrics.jsonl")
+        self.plots = plot_writers(c, iteration)
+        self.path = Path(c.out_dir, "metrics.jsonl")
         with explained(self.path):
             keep_rows(self.path, iteration)
         # disable=None: no bar where stderr is not a terminal.
@@ -278,6 +290,7 @@ class Logger:
                 sys.stdout.flush()
 
     def log(self, row, validation_loss=None):
+        """Write an `Interval.row`. The memory is printed once, after the first row."""
         if not self.first:
             return
         row |= {} if validation_loss is None else {"validation_loss": validation_loss}
@@ -288,15 +301,16 @@ class Logger:
         if "dropped_tokens" in row:
             dropped, load = f"{row['dropped_tokens']:.1%}", f"{row['largest_load']:.2f}"
             self.say(f"experts: {dropped} of the choices dropped | largest load: {load} times the mean")
-        if not self.memory_said:
+        if not self.has_memory_line:
             self.say(memory_line(row["iteration"], self.run.device))
-            self.memory_said = True
+            self.has_memory_line = True
         if row["timers_ms"]:
             self.say(timers_line(row["timers_ms"]))
         if validation_loss is not None:
             self.say(validation_lines(row["iteration"], validation_loss))
         for write in self.plots:
-            write({k: v for k, v in row.items() if isinstance(v, int | float)}, row["iteration"])  # mfu may be a word
+            numbers = {k: v for k, v in row.items() if isinstance(v, int | float)}  # mfu may be a word
+            write(numbers, row["iteration"])
         self.bar.update(row["iteration"] - self.bar.n)
 
     def close(self):
@@ -331,7 +345,7 @@ def plot_writers(c, iteration):
 
 # --- signs of life ----------------------------------------------------------------------------------------------------
 
-SOON = 15  # seconds until a long step's first line; each further line comes after twice the time
+FIRST_LINE = 15  # seconds until a long step's first line; each later line comes after twice the time
 
 
 @contextmanager
@@ -349,17 +363,19 @@ def signs_of_life(run, say):
 
 def observe(run, say, over):
     """Look at the step every second, until `over`, and answer a signal."""
-    dog, answered, began = run.watchdog, False, None
+    dog, began = run.watchdog, None
+    answered = False
     while not over.wait(1):
         if dog.since != began:
-            began, due, work, progress = dog.since, SOON, 0, 0  # progress: seconds until `work` changed last
+            began, due = dog.since, FIRST_LINE
+            work = progress = 0  # progress: seconds until `work` changed last
         what, seconds = dog.what, time.monotonic() - began
         if run.executor.work != work:
             work, progress = run.executor.work, seconds
         training = what.startswith("iteration")
         if training:
             what += f": {how_far(run.executor, progress)}"
-            if seconds - progress > SOON:
+            if seconds - progress > FIRST_LINE:
                 what += f"; no progress in the last {timedelta(seconds=int(seconds - progress))}"
         if run.signals.stop and not answered:
             answered = True
@@ -376,9 +392,12 @@ def observe(run, say, over):
 
 def how_far(executor, seconds):
     """Return as text how far a step is after `seconds`, and how long it takes."""
-    schedule, done = executor.schedule, executor.work - 1  # the last unit has only begun
+    schedule = executor.schedule
+    work = executor.work - 1  # the last unit has only begun
     units = {c: len(chunk.units) for c, chunk in executor.chunks.items()}
     actions = schedule.actions[executor.mesh.pp.rank]
     whole = sum({"F": 1, "B": 2, "I": 2}.get(action.kind, 0) * units[action.chunk] for action in actions)
     text = f"micro-batch {len(executor.batches)} of {schedule.microbatches} after {timedelta(seconds=int(seconds))}"
-    return text + (f"; the step takes about {timedelta(seconds=int(seconds * whole / done))}" if done > 0 else "")
+    if work > 0:
+        text += f"; the step takes about {timedelta(seconds=int(seconds * whole / work))}"
+    return text

@@ -72,8 +72,10 @@ class Parser(argparse.ArgumentParser):
         for option in self._actions:
             if f"--{name}" in re.findall(r"--[\w-]+", option.help or ""):
                 return f"use {option.option_strings[-1]}"
-        near = difflib.get_close_matches("--" + name.replace("-", "_"), self._option_string_actions, n=1)
-        return f"no such option; {f'the nearest is {near[0]}' if near else f'{self.prog} --help lists all'}"
+        word = "--" + name.replace("-", "_")
+        matches = difflib.get_close_matches(word, self._option_string_actions, n=1)
+        remedy = f"the nearest is {matches[0]}" if matches else f"{self.prog} --help lists all"
+        return f"no such option; {remedy}"
 
     def error(self, message):
         raise UserError(f"{message} ({self.prog} --help lists the options)")

@@ -53,16 +53,18 @@ OPTIONS = {  # type, default, help
 
 def entry(facts):
     """Return a layout's lines: a row of the table, the fullest rank's memory, and what binds."""
-    kept, step = facts["memory_bytes"], facts["step_seconds"]
+    bytes_kept, step = facts["memory_bytes"], facts["step_seconds"]
     waits = "/".join(f"{100 * facts['step_parts'][part] / step:.1f}" for part in WAITS)
-    parts = ", ".join(f"{what} {size / GB:.1f}" for what, size in kept.items() if size >= 0.05 * GB)
+    large = {what: size / GB for what, size in bytes_kept.items() if size >= 0.05 * GB}
+    parts = ", ".join(f"{what} {size:.1f}" for what, size in large.items())
     order, seconds = min(facts["order_seconds"].items(), key=lambda item: item[1])
     faster = [(seconds, f"--order={order}")]
     faster += [(seconds, f"--zero_copies={copies}") for copies, seconds in facts["copies_seconds"].items()]
     for seconds, option in faster:
         if seconds < 0.999 * step:
             facts = facts | {"binds": f"{facts['binds']}; {step / seconds - 1:.1%} faster with {option}"}
-    return ROW.format(**facts, **facts["layout"], memory=sum(kept.values()) / GB, waits=waits, parts=parts)
+    memory = sum(bytes_kept.values()) / GB
+    return ROW.format(**facts, **facts["layout"], memory=memory, waits=waits, parts=parts)
 
 
 def explain(name, formula, value):
@@ -71,7 +73,7 @@ def explain(name, formula, value):
 
 
 def parse(arguments):
-    """Return (options, Config, names of the given fields)."""
+    """Return (options, Config, names of the fields on the command line)."""
     usage = "%(prog)s [CONFIG.py] --gpus=N --device=D [--field=value ...] [options]"
     parser = Parser(prog="python plan.py", usage=usage, allow_abbrev=False)
     parser.epilog = "python train.py --help lists the fields."
@@ -79,32 +81,34 @@ def parse(arguments):
         parser.add_argument(f"--{name}", type=kind, default=default, help=text)
     parser.add_argument("--device", default="a100-80g", choices=DEVICES, help="the GPU (a100-80g)")
     options, rest = parser.parse_known_args(arguments)
-    given = {word[2:].partition("=")[0].replace("-", "_") for word in rest if word.startswith("--")}
-    return options, configuration.load(rest), given
+    fields = {word[2:].partition("=")[0].replace("-", "_") for word in rest if word.startswith("--")}
+    return options, configuration.load(rest), fields
 
 
-def plan(options, config, device, given):
+def plan(options, config, device, fields):
     """Print the layouts that suit the options, or the given one."""
     gpus, chosen, lines = options.gpus, [config], []
     search.check(config, options.tokens)
-    if not options.as_is and (options.top or not {"tp", "pp"} <= given):
-        found, top = search.rank_all(config, gpus, device, given, tokens=options.tokens), options.top or 10
-        fit, rest = ([f["config"] for f in found if f["fits"] == fits] for fits in (True, False))
+    if not options.as_is and (options.top or not {"tp", "pp"} <= fields):
+        layouts = search.rank_all(config, gpus, device, fields, tokens=options.tokens)
+        fit, rest = ([f["config"] for f in layouts if f["fits"] == fits] for fits in (True, False))
         # if no layout was found, the check of the simplest one names the mistake
-        simplest = replace(config, **{name: value for name, value in search.PLAIN.items() if name not in given})
-        chosen = [*fit[:top], *rest[:1]] or [simplest]
-        lines = [f"{len(found):,} layouts of {gpus:,} {device.name}, {len(fit):,} fit"]
+        plain = {name: value for name, value in search.PLAIN.items() if name not in fields}
+        chosen = [*fit[: options.top or 10], *rest[:1]] or [replace(config, **plain)]
+        lines = [f"{len(layouts):,} layouts of {gpus:,} {device.name}, {len(fit):,} fit"]
     configuration.check(chosen[0], gpus)
     if options.explain:
-        shown = [search.facts_of(chosen[0], gpus, device, options.tokens, say=explain)]
+        facts = [search.facts_of(chosen[0], gpus, device, options.tokens, say=explain)]
     else:
-        shown = sorted((search.facts_of(c, gpus, device, options.tokens) for c in chosen), key=search.sort_key)
-    print(json.dumps(shown, indent=1) if options.json else "\n".join([*lines, TITLES, *map(entry, shown), LEGEND]))
+        facts = [search.facts_of(c, gpus, device, options.tokens) for c in chosen]
+        facts.sort(key=search.sort_key)
+    text = "\n".join([*lines, TITLES, *map(entry, facts), LEGEND])
+    print(json.dumps(facts, indent=1) if options.json else text)
 
 
 def main(arguments=None):
     """Run the command line."""
-    options, config, given = parse(arguments)
+    options, config, fields = parse(arguments)
     device = DEVICES[options.device]
     device = device._replace(per_node=options.gpus_per_node or device.per_node)
     if options.json and (options.explain or options.flops):
@@ -112,7 +116,7 @@ def main(arguments=None):
     if options.flops:
         scaling.main(options.flops, options.gpus, device)
     else:
-        plan(options, config, device, given)
+        plan(options, config, device, fields)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ SAVE_EVERY = 5.0  # seconds; a crash loses this much
 # fork shares the vocabulary, but needs a parent without threads. numpy and pyarrow may start threads, so they are
 # imported only after the fork. macOS needs spawn.
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"
-DTYPES = {4: "<i4", 8: "<u2"}  # Megatron-LM's codes in an .idx file
+MEGATRON_DTYPES = {4: "<i4", 8: "<u2"}  # Megatron-LM's codes in an .idx file
 # These are valid UTF-8, but signs of UTF-16 and ISO-2022-JP.
 MARKS = "\0", "\x1b$", "\x1b("
 ENCODINGS = "EUC-JP CP932 CP1252 ISO-2022-JP UTF-16LE UTF-16BE UTF-32LE UTF-32BE".split()  # CP932 is Shift_JIS
@@ -82,10 +82,10 @@ def find_files(inputs):
         return [path for path in files if "-packages" not in path.removeprefix(stdlib)]
     files = []
     for name in inputs:
-        here = list(walk(name, links=True)) if os.path.isdir(name) else [name] * name.endswith(KINDS + JSON)
-        if not here:
+        paths = list(walk(name, links=True)) if os.path.isdir(name) else [name] * name.endswith(KINDS + JSON)
+        if not paths:
             raise UserError(f"input {name}: should be a file or folder of {' '.join(KINDS)}, or a .json file")
-        files += here
+        files += paths
     packed = [path for path in files if path.endswith((".parquet", ".zst"))]
     if packed and not importlib.util.find_spec("pyarrow"):
         raise UserError(f"input {packed[0]}: needs a package: pip install pyarrow")
@@ -98,14 +98,15 @@ def walk(folder, links=False):
     def stop(error):
         raise error
 
-    seen = set()  # no folder is read twice
-    for here, folders, names in os.walk(folder, onerror=stop, followlinks=links):
-        if (real := os.path.realpath(here)) in seen:
+    real_paths = set()  # no folder is read twice
+    for path, folders, names in os.walk(folder, onerror=stop, followlinks=links):
+        if (real := os.path.realpath(path)) in real_paths:
             folders.clear()
             continue
-        seen.add(real)
+        real_paths.add(real)
         folders[:] = sorted(name for name in folders if name[0] != "." and name != "__pycache__")
-        yield from (os.path.join(here, name) for name in sorted(names) if name[0] != "." and name.endswith(KINDS))
+        texts = sorted(name for name in names if name[0] != "." and name.endswith(KINDS))
+        yield from (os.path.join(path, name) for name in texts)
 
 
 class Part(NamedTuple):
@@ -151,11 +152,11 @@ def read_parts(path, number, tokenizer, text_key, unread):
                         yield part._replace(line=line, text=text)
                 return
             text = stream.read(PIECE)
-            while more := stream.read(PIECE):
+            while next_text := stream.read(PIECE):
                 if cut := last_cut(text, tokenizer):
                     yield part._replace(text=text[:cut], ends=False)
                     part = part._replace(begins=False)
-                text = text[cut:] + more
+                text = text[cut:] + next_text
             yield part._replace(text=text)
     except UserError:
         raise
@@ -275,7 +276,7 @@ def megatron_blocks(prefix, tokenizer, weights):
         sizes, _, first, modes = np.split(index[34:], cuts)
         if len(modes):
             raise UserError(f"--megatron={prefix}: its .idx has modes: images cannot be converted, only text")
-        ids = np.memmap(f"{prefix}.bin", DTYPES[index[17]], "r")
+        ids = np.memmap(f"{prefix}.bin", MEGATRON_DTYPES[index[17]], "r")
         ends = np.append(0, np.cumsum(sizes.view("<i4"), dtype=np.int64))[first.view("<i8")]
         if ends[-1] != len(ids) or not 0 <= ids.min() <= ids.max() < tokenizer.n_vocab:
             raise ValueError(f"{ends[-1]:,} tokens in the .idx, {len(ids):,} in the .bin, ids up to {ids.max()}")
@@ -361,6 +362,7 @@ class Output:
 
 
 def main():
+    """Run the command line. A lock in DIR.part refuses a second command with the same DIR."""
     about = "Text to tokens on disk: DIR/{train,val,test}.bin. After a stop, the same command resumes."
     parser = Parser("python prepare.py", description=about, allow_abbrev=False)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -412,23 +414,23 @@ def is_finished(folder, made_from):
             folder.rmdir()  # only if empty
         return False
     with reading(f"--out={folder}: its meta.json is not prepare.py's; choose another --out"):
-        there = json.loads((folder / "meta.json").read_text())["made_from"]
-    if there != made_from:
-        raise UserError(f"--out={folder}: contains another data set, made from {there}; choose another --out")
+        other = json.loads((folder / "meta.json").read_text())["made_from"]
+    if other != made_from:
+        raise UserError(f"--out={folder}: contains another data set, made from {other}; choose another --out")
     return True
 
 
 def make(args, tokenizer, files, weights, output, folder):
     """Write all documents into `output`, and give it its final name, `folder`."""
-    made_from, done = output.progress["made_from"], output.progress["blocks"]
+    made_from, blocks_written = output.progress["made_from"], output.progress["blocks"]
     megatron = args.megatron and megatron_blocks(args.megatron, tokenizer, weights)
     unread = []
     blocks = megatron or read_blocks(files, tokenizer, args.text_key, unread)
-    rest = (block for block in itertools.islice(blocks, done, None))
+    rest = (block for block in itertools.islice(blocks, blocks_written, None))
     results = rest if megatron else encoded_blocks(rest, args.workers, args.tokenizer, args.text_key, weights)
     tqdm.monitor_interval = 0  # without tqdm's thread: see START_METHOD
     about = made_from["input"]["bytes"] // PIECE
-    with contextlib.closing(results), tqdm(results, total=about, initial=done, unit="block") as bar:
+    with contextlib.closing(results), tqdm(results, total=about, initial=blocks_written, unit="block") as bar:
         for encoded, problems in bar:
             if problems and args.inputs and args.on_error == "stop":
                 output.save()

@@ -127,8 +127,8 @@ def add_rows_(table, ids, rows):
 
     Ids outside of 0 .. v - 1 belong to other ranks and are skipped.
     """
-    mine = (ids >= 0) & (ids < len(table))
-    ids, rows = ids.where(mine, 0), (rows * mine[:, None]).to(table.dtype)
+    is_local = (ids >= 0) & (ids < len(table))
+    ids, rows = ids.where(is_local, 0), (rows * is_local[:, None]).to(table.dtype)
     if rows.is_cuda:  # index_add_ on CUDA has no fixed order
         table.index_put_((ids,), rows, accumulate=True)
     else:
@@ -182,9 +182,9 @@ def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
     if reduce:
         top = reduce(top, "max")
     z -= top[:, None]
-    mine = (targets >= 0) & (targets < columns)
-    local = targets.where(mine, 0)[:, None]
-    target = z.gather(1, local)[:, 0].where(mine, 0.0)
+    is_local = (targets >= 0) & (targets < columns)
+    local = targets.where(is_local, 0)[:, None]
+    target = z.gather(1, local)[:, 0].where(is_local, 0.0)
     z[:, columns:] = 0.0  # a CPU needs three times as long for exp(-inf) as for exp(0)
     p = z.exp_()
     p[:, columns:] = 0.0
@@ -193,7 +193,7 @@ def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
         total, target = reduce(torch.stack([total, target]), "sum")
     if weights is not None:  # weight (softmax - onehot)
         p *= (weights / total)[:, None]
-        p.scatter_add_(1, local, -(weights * mine)[:, None])
+        p.scatter_add_(1, local, -(weights * is_local)[:, None])
         if p is not logits:
             logits.copy_(p)
     return total.log() - target
@@ -209,7 +209,7 @@ class Drop(NamedTuple):
     site: int  # index in the model, from 0
 
 
-def mix_bits(x):
+def fmix64(x):
     """Return fmix64 of MurmurHash3, a bijection of int64."""
     # The 31 bits make the shift a logical one.
     x = (x ^ ((x >> 33) & 0x7FFFFFFF)) * -0x00AE502812AA7333
@@ -222,7 +222,7 @@ def dropout_mask(columns, drop):
 
     So the layout does not change a mask, and backward can compute it again.
     """
-    key = mix_bits(drop.rows + mix_bits(torch.full_like(drop.rows, drop.seed * 1009 + drop.site)))  # [n]
+    key = fmix64(drop.rows + fmix64(torch.full_like(drop.rows, drop.seed * 1009 + drop.site)))  # [n]
     low, high = key.to(torch.int32), (key >> 32).to(torch.int32)
     x = torch.arange(columns, dtype=torch.int32, device=key.device) * -1640531527  # 2^32 / golden ratio
     x = (x[None] + low[:, None]) ^ high[:, None]  # [n, columns]; int32 wraps
@@ -256,7 +256,7 @@ def dropout(x, drop=None):
 
 
 def squared_norms(flats):
-    """Return float64. Squares are added in the tensor's dtype."""
+    """Return the sum of squared elements of each buffer, [k] float64. The sum is made in the buffer's dtype."""
     return torch.stack([torch.linalg.vector_norm(flat) for flat in flats]).double() ** 2
 
 

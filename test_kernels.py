@@ -340,7 +340,7 @@ def test_bytes_of_the_other_operations():
     count = functools.partial(moved, elements=n * h)
     for activation in (kernels.gelu_, kernels.relu_):
         assert count(lambda f=activation: out.append(f(x, x[0].detach())), "Y OUT") == (2, 2)
-        assert count(lambda: out[-1].backward(dy), "DOUT KEPT DY") == (4, 2)
+        assert count(lambda: out[-1].backward(dy), "DOUT SAVED DY") == (4, 2)
     assert count(lambda: kernels.join([x]), "X WHOLE") == (2, 2)
     ours, cast = buffers(1056), torch.zeros(1056, dtype=torch.bfloat16)
     assert moved(lambda: adamw(kernels, ours, out=cast), "W G M V OUT", 1056) == (16, 14)

@@ -23,7 +23,7 @@ from config import Config
 from errors import UserError
 from testing.tiny import AfterActions, built, tiny_batches, tiny_config
 
-STEP = log.Step(1 / 3, 0.1, 1e-3, skipped=False, stop=False, loss_scale=1.0, samples=50)
+STEP = log.StepNumbers(1 / 3, 0.1, 1e-3, skipped=False, stop=False, loss_scale=1.0, samples=50)
 
 
 class Ready(log.PendingStep):
@@ -109,7 +109,7 @@ def published_row(printed):
     least = max(ms - 0.05, 1000 * batch / (per_second + 0.0005))
     most = min(ms + 0.05, 1000 * batch / (per_second - 0.0005))
     assert least < most
-    steps = [log.Step(loss, norm, lr, i < int(printed["skipped"]), False, scale, batch) for i in range(100)]
+    steps = [log.StepNumbers(loss, norm, lr, i < int(printed["skipped"]), False, scale, batch) for i in range(100)]
     run = run_of(GPT2_345M, world=gpus, iteration=iteration, consumed=iteration * batch)
     return log.metrics_row(run, steps, 100, (least + most) / 2 / 10)
 
@@ -225,7 +225,7 @@ def test_a_row_has_the_mean_of_the_finite_losses_and_the_last_step_s_other_numbe
 
 def test_a_pending_step_has_the_numbers_of_the_step():
     step = log.PendingStep(torch.tensor([2.5, 0.75, 1e-3, 0.0, 1.0], dtype=torch.float64), 1024.0, 48).read()
-    assert step == log.Step(2.5, 0.75, 1e-3, skipped=False, stop=True, loss_scale=1024.0, samples=48)
+    assert step == log.StepNumbers(2.5, 0.75, 1e-3, skipped=False, stop=True, loss_scale=1024.0, samples=48)
     assert type(step.skipped) is type(step.stop) is bool
 
 
@@ -477,7 +477,7 @@ def lines_of_a_step(config):
     run.mesh.watch.tools.append(AfterActions(observe))
     run.watchdog.progress("iteration 1")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(log, "SOON", 0)
+        patch.setattr(log, "FIRST_LINE", 0)
         train.train_step(run, tiny_batches(run))
     return said, whole, str(timedelta(seconds=run.executor.work))
 

@@ -48,6 +48,7 @@ class Tokenizer:
     """
 
     def __init__(self, ids, special, end, pattern, ranks, name=None):
+        """Number the ranks from 0 without gaps: tiktoken needs it. `id_of_rank` maps them to `ids`."""
         self.ids, self.special, self.end, self.pattern = ids, special, end, pattern
         self.order = sorted(ranks, key=ranks.get)
         self.n_vocab, self.eot_token = max(*ids.values(), *special.values()) + 1, special[end]
@@ -66,9 +67,10 @@ class Tokenizer:
 
     def computed_name(self):
         """Return `bpe-IDS-HASH`: equal vocabularies have equal names."""
-        made = [token for token in self.order if len(token) > 1]
-        pattern = self.pattern if made else ""  # without merges the pattern has no effect
-        content = (sorted(self.ids.items()), made, sorted(self.special.items()), self.end, pattern)
+        merged_tokens = [token for token in self.order if len(token) > 1]
+        pattern = self.pattern if merged_tokens else ""  # without merges the pattern has no effect
+        ids, special = sorted(self.ids.items()), sorted(self.special.items())
+        content = (ids, merged_tokens, special, self.end, pattern)
         digest = hashlib.blake2b(repr(content).encode(), digest_size=4).hexdigest()
         return SAME.get(name := f"bpe-{self.n_vocab}-{digest}", name)
 
@@ -134,20 +136,21 @@ def read(path):
             text = merges.read_text(encoding="utf-8")
         merges = [line.split(" ") for line in text.splitlines() if line and not line.startswith("#version")]
         vocab, pattern = value, "gpt2"
-        made = {*BYTE_OF, *map("".join, merges)}
-        special = {text: i for text, i in vocab.items() if text not in made}
+        merged_tokens = {*BYTE_OF, *map("".join, merges)}
+        special = {text: i for text, i in vocab.items() if text not in merged_tokens}
     else:
-        model, pattern, added = value["model"], pattern_of(value["pre_tokenizer"]), value.get("added_tokens") or []
-        ordinary = any(not token["special"] for token in added)  # these would split ordinary text
+        model, pattern = value["model"], pattern_of(value["pre_tokenizer"])
+        added_tokens = value.get("added_tokens") or []
+        ordinary = any(not token["special"] for token in added_tokens)  # these would split ordinary text
         if value.get("normalizer") or model.get("ignore_merges") or ordinary:
             raise ValueError("a normalizer, ignore_merges and added tokens that are not special are not supported")
         merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-        special = {token["content"]: token["id"] for token in added}
+        special = {token["content"]: token["id"] for token in added_tokens}
         vocab = model["vocab"] | special
     end = named_end(path.parent) or min(special.keys() & ENDS, key=ENDS.index)
     special = special | {end: vocab[end]}
     ids = {bytes_of(text): i for text, i in vocab.items() if text not in special}
-    ranks = ranked([(bytes_of(left), bytes_of(right)) for left, right in merges])
+    ranks = ranked([(bytes_of(first), bytes_of(second)) for first, second in merges])
     return Tokenizer(ids, special, end, pattern, ranks)
 
 
@@ -179,12 +182,13 @@ def text_of(token):
 
 def merged(token, ranks):
     """Encode the bytes of `token` with the merges before its own. Return the pieces, at least two."""
-    parts, own = [token[i : i + 1] for i in range(len(token))], ranks.get(token, math.inf)
+    parts = [token[i : i + 1] for i in range(len(token))]
+    limit = ranks.get(token, math.inf)
     while len(parts) > 2:
-        found = [ranks.get(left + right, own) for left, right in itertools.pairwise(parts)]
-        if min(found) >= own:
+        pair_ranks = [ranks.get(first + second, limit) for first, second in itertools.pairwise(parts)]
+        if min(pair_ranks) >= limit:
             break
-        i = found.index(min(found))
+        i = pair_ranks.index(min(pair_ranks))
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     return parts
 
@@ -192,12 +196,12 @@ def merged(token, ranks):
 def ranked(merges):
     """Return the ranks of the tokens that a live merge makes, after the 256 bytes. Raises ValueError."""
     ranks, missed = {bytes([b]): b for b in range(256)}, set()
-    for rank, (left, right) in enumerate(merges, 256):
-        missed |= {part for part in (left, right) if part not in ranks}
-        if left + right not in ranks and merged(left + right, ranks) == [left, right]:
-            ranks[left + right] = rank
-    if late := missed & ranks.keys():
-        raise ValueError(f"a merge needs {text_of(min(late))!r}, which only a later merge makes")
+    for rank, (first, second) in enumerate(merges, 256):
+        missed |= {part for part in (first, second) if part not in ranks}
+        if first + second not in ranks and merged(first + second, ranks) == [first, second]:
+            ranks[first + second] = rank
+    if later_tokens := missed & ranks.keys():
+        raise ValueError(f"a merge needs {text_of(min(later_tokens))!r}, which only a later merge makes")
     return ranks
 
 
@@ -242,5 +246,5 @@ def last_cut(text, tokenizer):
         return len(text)
     if tokenizer.pattern != "gpt2" and tokenizer.name.startswith("bpe-"):
         return 0
-    found = (GPT2_CUT if tokenizer.pattern == "gpt2" else OTHER_CUT).match(text)
-    return found.end() if found else 0
+    match = (GPT2_CUT if tokenizer.pattern == "gpt2" else OTHER_CUT).match(text)
+    return match.end() if match else 0

@@ -23,7 +23,7 @@ from parallel.watch import Tool
 STEPS = 10  # latest steps whose calls are kept
 
 
-class Late:
+class DelayedWork:
     """A communication whose result comes `seconds` later."""
 
     def __init__(self, work, seconds):
@@ -103,9 +103,10 @@ class Clock(Tool):
         return self.zero[0] + self.zero[1].elapsed_time(mark) if self.on_gpu else mark
 
     def started(self, work, phase, axis, what, operation, peer):
+        """Return a Call in place of `work`. A key ends in the call's number in its step: all ranks count alike."""
         step = self.counters.iteration
         if self.delay:
-            work = Late(work, self.delay)
+            work = DelayedWork(work, self.delay)
         if phase in NOT_A_STEP:
             return work
         if step not in self.steps:
@@ -128,12 +129,14 @@ class Clock(Tool):
 
         They are medians over the kept steps, without the first and the last.
         """
-        mine = [(call.key, call.row, *call.times()) for call in self.ended() if 0 in call.key[0]]
-        ranks, usual = gather_objects(mine, mesh.world), [*self.steps][1:-1] or [*self.steps]
-        peers, sums = defaultdict(list), defaultdict(lambda: {step: [0, 0.0, 0.0] for step in usual})
+        records = [(call.key, call.row, *call.times()) for call in self.ended() if 0 in call.key[0]]
+        ranks = gather_objects(records, mesh.world)
+        middle_steps = [*self.steps][1:-1] or [*self.steps]
+        peers = defaultdict(list)
+        sums = defaultdict(lambda: {step: [0, 0.0, 0.0] for step in middle_steps})
         for key, *call in (call for calls in ranks for call in calls):
             peers[key].append(call)
-        for key, row, _, began, ended in (call for call in ranks[0] if call[0][2] in usual):
+        for key, row, _, began, ended in (call for call in ranks[0] if call[0][2] in middle_steps):
             wire = min(end - begin for _, _, begin, end in peers[key])
             if key[1] == ():  # a message: only its sender knows the phase and the data
                 wire = min(ended - began, ended - max(start for _, start, *_ in peers[key]))

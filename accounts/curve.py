@@ -66,6 +66,7 @@ def read_speeds(paths):
 
 
 def main(arguments=None):
+    """Run the command line. A speed is compared with the run on the fewest processes."""
     parser = Parser(prog="python -m accounts.curve", description="Draws the losses of training runs.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="an out_dir, or a file like its metrics.jsonl")
     parser.add_argument("--svg", metavar="FILE", default="loss.svg", help="the picture (default: %(default)s)")

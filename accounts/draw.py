@@ -159,10 +159,11 @@ def versions_of(schedule, stashing=True):
     """Return `Picture.versions`."""
     table = {}
     for rank, versions in enumerate(schedule.versions or ()):
-        made = 0
+        updates = 0
         for action in schedule.actions[rank]:
-            made += action.kind == "U"
-            table[rank, action] = versions[action.microbatch] if stashing or action.kind == "F" else made
+            updates += action.kind == "U"
+            stashed = stashing or action.kind == "F"
+            table[rank, action] = versions[action.microbatch] if stashed else updates
     return table
 
 
@@ -174,8 +175,9 @@ def recorded_pictures(path, window=""):
     """
     with reading(f"--trace={path} --window={window}"):
         schedule, steps, calls = read_trace(path)
-        wanted = sorted((rank, action) for rank, actions in enumerate(schedule.actions) for action in actions)
-        whole = [step for step, events in steps.items() if sorted((e.rank, e.action) for e in events) == wanted]
+        actions = sorted((rank, action) for rank, order in enumerate(schedule.actions) for action in order)
+        recorded = {step: sorted((e.rank, e.action) for e in events) for step, events in steps.items()}
+        whole = [step for step in steps if recorded[step] == actions]
         step = max(whole)  # a ValueError if no step has each action once
         begin = min(event.start for event in steps[step])
         events = [event._replace(start=event.start - begin, end=event.end - begin) for event in steps[step]]
@@ -191,8 +193,9 @@ def recorded_pictures(path, window=""):
     means = ", ".join(f"{kind} {cost[kind]:.3g} ms" for kind in cost)
     titles = f"{schedule.name}, ideal: {means}, messages no time", f"{schedule.name}, recorded: step {step}"
     versions = versions_of(schedule)
-    found = zip(titles, lines, ((), calls), strict=True)
-    pictures = [Picture(title, schedule, x, notes_of(x, "ms"), versions, more) for title, x, more in found]
+    pictures = []
+    for title, line, drawn in zip(titles, lines, ((), calls), strict=True):
+        pictures.append(Picture(title, schedule, line, notes_of(line, "ms"), versions, drawn))
     return [zoomed(pictures[1], first, last)] if window else pictures
 
 
@@ -200,7 +203,7 @@ def zoomed(picture, begin, end):
     """Return the part of a Picture between two times."""
 
     def cut(rows):
-        moved = [(*more, max(a, begin) - begin, min(b, end) - begin) for *more, a, b in rows]
+        moved = [(*head, max(a, begin) - begin, min(b, end) - begin) for *head, a, b in rows]
         return [row for row in moved if row[-2] < row[-1]]
 
     events = [Event(*row) for row in cut(picture.timeline.events)]
@@ -231,9 +234,9 @@ def tokens_of_ranks(n):
     for way in WAYS:
         lines.append(f"{way}: {s} tokens on {n} ranks; #: a token of the rank; at the end: keys that its tokens see")
         for rank in range(n):
-            mine = set(own_positions(s, SimpleNamespace(size=n, rank=rank), way).tolist())
-            boxes = "".join("#" if i in mine else "." for i in range(s))
-            lines.append(f"rank {rank}  {boxes} {sum(i + 1 for i in mine):>5}")
+            positions = set(own_positions(s, SimpleNamespace(size=n, rank=rank), way).tolist())
+            boxes = "".join("#" if i in positions else "." for i in range(s))
+            lines.append(f"rank {rank}  {boxes} {sum(i + 1 for i in positions):>5}")
     return "\n".join(lines)
 
 
@@ -241,6 +244,7 @@ def tokens_of_ranks(n):
 
 
 def parse_arguments(arguments):
+    """--cost stays text: `pictures_of` reads it, and checks it together with --comm."""
     parser = Parser(prog="python -m accounts.draw", allow_abbrev=False)
     parser.description = "Draw pipeline schedules. Below each, print its bubble and its peak of activations in flight."
     parser.epilog = f"Schedules: {', '.join(schedules.SCHEDULES)}. To add one, see SCHEDULES in parallel/schedules.py."

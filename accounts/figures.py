@@ -36,10 +36,10 @@ ABOVE = dict(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)  # a legend's pla
 
 
 @contextmanager
-def figure(path, height, *grid, **more):
+def figure(path, height, *grid, **options):
     """Context: yield a new picture's axes, and write its file at the end. Raises UserError.
 
-    height: inches. grid, more: as in matplotlib's `subplots`.
+    height: inches. grid, options: as in matplotlib's `subplots`.
     """
     try:
         import matplotlib
@@ -48,7 +48,7 @@ def figure(path, height, *grid, **more):
         raise UserError(f"--svg={path}: a picture needs matplotlib: pip install matplotlib") from None
     with matplotlib.rc_context(STYLE):
         picture = Figure(figsize=(9, height), layout="constrained")
-        yield picture.subplots(*grid, **more)
+        yield picture.subplots(*grid, **options)
         with reading(f"--svg={path}"):
             picture.savefig(path, format="svg", metadata={"Date": None})
 
@@ -83,17 +83,18 @@ def timelines(path, pictures):
             axes.text(0, row, picture.title, va="center", weight="bold")
             for i, note in enumerate(picture.notes, 1):
                 axes.text(0, row + i, " ".join(note.split()), va="center", fontsize=8)
-            row, own = row + 1 + len(picture.notes), range(len(picture.schedule.actions))
+            row += 1 + len(picture.notes)
+            rows = range(row, row + len(picture.schedule.actions))
             white = dict(color="#f0f0f0", hatch="////", edgecolor="#c4c4c4", linewidth=0, align="center")
-            axes.barh([row + r for r in own], picture.timeline.makespan, label=None if ranks else "idle", **white)
+            axes.barh(rows, picture.timeline.makespan, label=None if ranks else "idle", **white)
             for rank, action, start, end in picture.timeline.events:
                 kind = "!" if picture.other_weights(rank, action) else action.kind
                 box = row + rank, start, max(end - start - gap, gap), "" if kind == "U" else action.microbatch
                 boxes[kind, action.chunk in picture.later].append(box)
-            ranks |= {row + rank: f"rank {rank}" for rank in own}
+            ranks |= {y: f"rank {rank}" for rank, y in enumerate(rows)}
             row = max(ranks) + 2
-        for (kind, later), found in boxes.items():
-            rows, starts, widths, numbers = zip(*found, strict=True)
+        for (kind, later), boxes_of_kind in boxes.items():
+            rows, starts, widths, numbers = zip(*boxes_of_kind, strict=True)
             meaning, *colours = KINDS[kind]
             label = f"{meaning}, a later chunk of the rank" if later else meaning
             bars = axes.barh(rows, widths, left=starts, align="center", color=colours[later], label=label)
@@ -111,14 +112,15 @@ def zero_states(path, elements, n):
     colours = dict(zip(model_states(1, 1, 0), ("#0072b2", "#56b4e9", "#cc79a7", "#e69f00"), strict=True))
     with figure(path, 2.6) as axes:
         for stage in range(4):
-            left = 0
+            total = 0
             for part, size in model_states(elements, n, stage).items():
                 width = float(size) / 1e9
-                bar = axes.barh(f"ZeRO-{stage}", width, left=left, color=colours[part], label=None if stage else part)
+                label = None if stage else part
+                bar = axes.barh(f"ZeRO-{stage}", width, left=total, color=colours[part], label=label)
                 ink = "white" if part == "parameters" else "black"
                 axes.bar_label(bar, [f"{width:.1f}" if width > 8 else ""], label_type="center", color=ink)
-                left += width
-            axes.text(left + 2, stage, f"{left:.1f} GB", va="center", weight="bold")
+                total += width
+            axes.text(total + 2, stage, f"{total:.1f} GB", va="center", weight="bold")
         axes.set(xlabel=f"GB of a rank: {elements:,} parameters, dp={n}, bf16, AdamW", ylim=(3.5, -0.5))
         axes.spines[["right", "top"]].set_visible(False)
         axes.legend(**ABOVE | {"ncols": 4}, frameon=False)

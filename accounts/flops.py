@@ -22,8 +22,8 @@ Like Megatron-LM we count all s by s products of attention, although the causal 
 def model_flops(config, batch, block_forwards=3):
     """Return the FLOPs of a step of `batch` sequences. block_forwards: the cost of the blocks, in forwards."""
     L, h, s, V = config.num_layers, config.hidden_size, config.seq_length, config.padded_vocab_size
-    more = L * expert_flops(config)
-    return batch * s * (block_forwards * (24 * L * h**2 + 4 * L * s * h + more) + 3 * 2 * V * h)
+    experts = L * expert_flops(config)
+    return batch * s * (block_forwards * (24 * L * h**2 + 4 * L * s * h + experts) + 3 * 2 * V * h)
 
 
 def expert_flops(c):

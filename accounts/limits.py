@@ -18,11 +18,11 @@ def needed(c, ranks, device):
     if c.schedule not in ("gpipe", "chimera"):  # in the others more micro-batches need no more memory
         samples = min(c.global_batch_size, 5 * c.pp * c.micro_batch_size * dp // c.cp)
         c = replace(c, global_batch_size=samples, rampup_batch_size="")
-    kept = predict_step(c, ranks, device).kept
+    tables = predict_step(c, ranks, device).bytes_kept
     if c.eval_only:
-        return max(table["parameters"] for table in kept)
+        return max(table["parameters"] for table in tables)
     on_host = ("master weights", "moments") if c.offload and device.type == "cuda" else ()
-    return max(sum(size for what, size in table.items() if what not in on_host) for table in kept)
+    return max(sum(size for what, size in table.items() if what not in on_host) for table in tables)
 
 
 def refuse_too_large(c, ranks, device):

@@ -76,13 +76,13 @@ class Sizes(NamedTuple):
     statistic: int  # LayerNorm's mean and 1/deviation: `wide` on a GPU, else `item`
     tokens: int  # bs/cp: rows between a column and a row parallel linear
     rows: int  # rows elsewhere: with sequence parallelism tokens/t
-    apart: bool  # True if master weights have their own buffer
+    has_masters: bool  # True if master weights have their own buffer
 
 
 def sizes(c, item, wide, on_cpu):
-    apart = item != wide or (c.offload and not on_cpu) or c.schedule in schedules.ASYNCHRONOUS
+    has_masters = item != wide or (c.offload and not on_cpu) or c.schedule in schedules.ASYNCHRONOUS
     tokens = tokens_of_rank(c)
-    return Sizes(item, wide, item if on_cpu else wide, tokens, rows_outside(c), apart)
+    return Sizes(item, wide, item if on_cpu else wide, tokens, rows_outside(c), has_masters)
 
 
 def predict_kept(layout, schedule, rank, z):
@@ -98,7 +98,7 @@ def predict_kept(layout, schedule, rank, z):
 
 def rank_states(layout, rank, z):
     c = layout.config
-    widths = z.item, z.wide, z.wide * z.apart, z.wide * RULES[c.optimizer].moments
+    widths = z.item, z.wide, z.wide * z.has_masters, z.wide * RULES[c.optimizer].moments
     return model_states(layout.stored(rank), layout.shards, c.zero, *widths)
 
 
@@ -189,19 +189,19 @@ def operand_elements(c, z):
     return 4 * whole + 12 * whole // c.tp
 
 
-class Kept(NamedTuple):
+class ChunkBytes(NamedTuple):
     """Bytes of a chunk and a micro-batch."""
 
-    own: int  # from F to B or I: saved by autograd, or an output
+    saved: int  # from F to B or I: saved by autograd, or an output
     output: int  # an output that only the next chunk keeps
     operands: int  # from I to W
 
 
-FREED = {"B": ("own", "activation", "gradient"), "I": ("own", "activation", "gradient"), "W": ("operands",)}
+FREED = {"B": ("saved", "activation", "gradient"), "I": ("saved", "activation", "gradient"), "W": ("operands",)}
 
 
 def kept_by_chunk(c, schedule, z, message):
-    """Return the Kept of each chunk. message: bytes of a unit's output."""
+    """Return the ChunkBytes of each chunk. message: bytes of a unit's output."""
     saved = {
         "embedding": 8 * z.tokens + 8 * z.rows,  # ids and positions, int64
         "block": sum(block_activations(c, z).values()) - message,  # LayerNorm 1's input is another unit's output
@@ -209,16 +209,17 @@ def kept_by_chunk(c, schedule, z, message):
     }
     if c.recompute == "full":
         del saved["block"]  # its input is another unit's output
-    kept = []
+    chunks = []
     units = split(["embedding", *["block"] * c.num_layers, "head"], max(schedule.parts) + 1)
     for chunk, part in enumerate(schedule.parts):
         names, rank, below = units[part], schedule.placement[chunk], schedules.downstream(schedule, chunk)
         stays = below is not None and schedule.placement[below] == rank and names[-1] in saved
-        own = sum(saved.get(name, 0) for name in names) + message * (len(names) - 1 + stays)
+        size = sum(saved.get(name, 0) for name in names) + message * (len(names) - 1 + stays)
         if c.dropout and {*names} & saved.keys() - {"head"} and rank not in schedule.placement[chunk - part : chunk]:
-            own += 8 * z.rows  # `MicroBatch.rows`, once on a rank
-        kept.append(Kept(own, message * (not stays), names.count("block") * z.item * operand_elements(c, z)))
-    return kept
+            size += 8 * z.rows  # `MicroBatch.rows`, once on a rank
+        operands = names.count("block") * z.item * operand_elements(c, z)
+        chunks.append(ChunkBytes(size, message * (not stays), operands))
+    return chunks
 
 
 def activations(c, schedule, rank, z, messages=None):
@@ -234,26 +235,27 @@ def activations(c, schedule, rank, z, messages=None):
 
 def after_actions(schedule, rank, chunks, message, messages):
     """Yield the bytes that a rank keeps after each action. message: bytes of one message."""
-    kept, sent = {}, deque()  # {(what, micro-batch, chunk that needs it): bytes}; keys in transit
+    bytes_kept = {}  # {(what, micro-batch, chunk that needs it): bytes}
+    sent = deque()  # keys in transit
     mail = deque(m for m in messages if rank in (m.source, m.destination))
     for kind, j, chunk in schedule.actions[rank]:
         while len(sent) > IN_TRANSIT:
-            del kept[sent.popleft()]
+            del bytes_kept[sent.popleft()]
         while mail and mail[0].source != rank:  # receives before the next send start now
             m = mail.popleft()
-            kept[m.kind, m.microbatch, m.consumer.chunk] = message
+            bytes_kept[m.kind, m.microbatch, m.consumer.chunk] = message
         for what in FREED.get(kind, ()):
-            kept.pop((what, j, chunk), None)
+            bytes_kept.pop((what, j, chunk), None)
         if kind == "F":
-            kept["own", j, chunk] = chunks[chunk].own
-            made, size, to = "activation", chunks[chunk].output, schedules.downstream(schedule, chunk)
+            bytes_kept["saved", j, chunk] = chunks[chunk].saved
+            what, size, to = "activation", chunks[chunk].output, schedules.downstream(schedule, chunk)
         else:
-            made, size, to = "gradient", message, schedules.upstream(schedule, chunk)
+            what, size, to = "gradient", message, schedules.upstream(schedule, chunk)
         if kind == "I":
-            kept["operands", j, chunk] = chunks[chunk].operands
+            bytes_kept["operands", j, chunk] = chunks[chunk].operands
         if kind in "FBI" and to is not None:
-            kept[made, j, to] = size
+            bytes_kept[what, j, to] = size
             if schedule.placement[to] != rank:
                 mail.popleft()
-                sent.append((made, j, to))
-        yield sum(kept.values())
+                sent.append((what, j, to))
+        yield sum(bytes_kept.values())

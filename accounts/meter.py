@@ -29,20 +29,21 @@ def storage_id(tensor):
     return tensor.untyped_storage()._cdata
 
 
-def flat_buffers(zero, more):
+def flat_buffers(zero, other_flats):
     for b in zero.buckets.values():
         grads = [b.grad.whole, b.grad.shard] if b.grad else []
         flats = [b.param.whole, b.param.shard], grads, [b.master], b.moments
-        yield from ((what, x) for what, found in zip(STATES, flats, strict=True) for x in found)
-    yield from ((what, x) for what, found in more.items() for x in found)
+        yield from ((what, x) for what, tensors in zip(STATES, flats, strict=True) for x in tensors)
+    yield from ((what, x) for what, tensors in other_flats.items() for x in tensors)
 
 
-def measured_states(zero, more=None):
-    """Return {what: bytes} of a `Zero`'s buffers. more: {what: other flat buffers}, as in `Executor.flats`."""
-    table, seen = dict.fromkeys((*STATES, *(more or {})), 0), set()
-    for what, flat in flat_buffers(zero, more or {}):
-        table[what] += flat.untyped_storage().nbytes() * (storage_id(flat) not in seen)
-        seen.add(storage_id(flat))
+def measured_states(zero, other_flats=None):
+    """Return {what: bytes} of a `Zero`'s buffers. other_flats: {what: flat buffers}, such as `Executor.flats`."""
+    other_flats = other_flats or {}
+    table, storages = dict.fromkeys((*STATES, *other_flats), 0), set()
+    for what, flat in flat_buffers(zero, other_flats):
+        table[what] += flat.untyped_storage().nbytes() * (storage_id(flat) not in storages)
+        storages.add(storage_id(flat))
     return table
 
 
@@ -117,20 +118,20 @@ class Activations(Tool):
         self.saved[id(alias)] = storage_id(alias), alias.untyped_storage().nbytes(), phase
         weakref.finalize(alias, self.saved.pop, id(alias), None).atexit = False
         if phase == "recompute":
-            again = {storage: size for storage, size, when in self.saved.values() if when == phase}
-            self.recomputed = max(self.recomputed, self.bytes_of(again))
+            sizes = {storage: size for storage, size, when in self.saved.values() if when == phase}
+            self.recomputed = max(self.recomputed, self.bytes_of(sizes))
         return alias, alias._version
 
     def count(self):
-        kept = {storage: size for storage, size, _ in self.saved.values()}
-        kept |= {storage_id(x): x.untyped_storage().nbytes() for x in kept_by(self.executor)}
-        self.current = self.bytes_of(kept)
+        sizes = {storage: size for storage, size, _ in self.saved.values()}
+        sizes |= {storage_id(x): x.untyped_storage().nbytes() for x in kept_by(self.executor)}
+        self.current = self.bytes_of(sizes)
         self.peak = max(self.peak, self.current)
 
-    def bytes_of(self, kept):
+    def bytes_of(self, sizes):
         """Return the sum of {storage: bytes} without the flat buffers."""
         states = {storage_id(flat) for _, flat in flat_buffers(self.executor.zero, self.executor.flats)}
-        return sum(size for storage, size in kept.items() if storage not in states)
+        return sum(size for storage, size in sizes.items() if storage not in states)
 
 
 def max_resident():

@@ -61,10 +61,10 @@ def model_named(name):
 
 
 @or_error
-def checked(model, tp, pp, schedule, few):
+def checked(model, tp, pp, schedule, m):
     c, chunks = model_named(model).config, schedules.usual_chunks(schedule)
     fields = dict(tp=tp, pp=pp, schedule=schedule, chunks=chunks)
-    configuration.check(replace(c, **fields, micro_batch_size=1, global_batch_size=few), tp * pp)
+    configuration.check(replace(c, **fields, micro_batch_size=1, global_batch_size=m), tp * pp)
     return fields
 
 
@@ -78,15 +78,15 @@ def first_with_the_padding(model, tp, dp):
 @or_error
 def states(dp, **numbers):
     """Return [P, 1 on a rank with the head, bytes of whole gradients, of whole parameters] of each pipeline rank."""
-    found, fields, m = model_named(numbers["model"]), checked(**numbers), numbers["few"]
+    model, fields, m = model_named(numbers["model"]), checked(**numbers), numbers["m"]
     if "error" in fields:
         return fields
     if (same := first_with_the_padding(numbers["model"], numbers["tp"], dp)) != dp:
         return states(dp=same, **numbers)
-    layout, rows = found.layout(dp, *fields.values(), 3, False, "none"), []
+    layout, rows = model.layout(dp, *fields.values(), 3, False, "none"), []
     for rank in range(numbers["pp"]):
-        kept = found.on_gpu(layout.config, layout, m, rank)
-        whole = kept.get("whole gradients", 0), kept["whole parameters"]
+        bytes_kept = model.on_gpu(layout.config, layout, m, rank)
+        whole = bytes_kept.get("whole gradients", 0), bytes_kept["whole parameters"]
         rows.append([layout.stored(rank), int(has_head(layout, rank)), *whole])
     return rows
 
@@ -94,25 +94,25 @@ def states(dp, **numbers):
 @or_error
 def activations(sp, recompute, **numbers):
     """Return [bytes, perhaps those of a recomputed block] of each pipeline rank, for b = 1."""
-    found, fields, m = model_named(numbers["model"]), checked(**numbers), numbers["few"]
+    model, fields, m = model_named(numbers["model"]), checked(**numbers), numbers["m"]
     if "error" in fields:
         return fields
-    layout = found.layout(1, *fields.values(), 0, bool(sp), recompute)
-    return [[*found.activations(layout, m, rank).values()] for rank in range(numbers["pp"])]
+    layout = model.layout(1, *fields.values(), 0, bool(sp), recompute)
+    return [[*model.activations(layout, m, rank).values()] for rank in range(numbers["pp"])]
 
 
 @or_error
-def flight(schedule, pp, few):
+def flight(schedule, pp, m):
     """Return [v, [peak in flight of each rank]]."""
-    s = simulation.build(schedule, pp, few, schedules.usual_chunks(schedule))
+    s = simulation.build(schedule, pp, m, schedules.usual_chunks(schedule))
     return (max(s.parts) + 1) // pp, simulation.simulate(s, simulation.NOMINAL).peak
 
 
 @or_error
 def logits(model, tp, b):
-    found = model_named(model)
-    layout = found.layout(1, tp, 1, "1f1b", 1, 0, False, "none")
-    return found.on_gpu(replace(layout.config, micro_batch_size=b), layout, 1, 0)["logits"]
+    facts = model_named(model)
+    layout = facts.layout(1, tp, 1, "1f1b", 1, 0, False, "none")
+    return facts.on_gpu(replace(layout.config, micro_batch_size=b), layout, 1, 0)["logits"]
 
 
 @or_error
@@ -135,8 +135,8 @@ def row(function, **values):
     """Return a function's value as JSON. Few micro-batches have the peaks of many."""
     if "micro" in values:
         micro = values.pop("micro")
-        rounds, more = (LEAST if function is states else SHORT).get(values["schedule"], (micro, 0))
-        values["few"] = min(micro, rounds * values["pp"] + more)
+        rounds, extra = (LEAST if function is states else SHORT).get(values["schedule"], (micro, 0))
+        values["m"] = min(micro, rounds * values["pp"] + extra)
     return json.dumps(function(**values), separators=(",", ":"))
 
 
@@ -146,8 +146,8 @@ def all_data():
     for function, axes in TABLES.items():
         names = axes.split()
         chosen = (dict(zip(names, values, strict=True)) for values in product(*map(AXES.get, names)))
-        found = [row(function, **values) for values in chosen]
-        tables[function.__name__] = names, [rows.setdefault(text, len(rows)) for text in found]
+        texts = [row(function, **values) for values in chosen]
+        tables[function.__name__] = names, [rows.setdefault(text, len(rows)) for text in texts]
     whole = memory.model_states(1, 2, 0)  # {part: bytes per element}
     begins = {w: next(z for z in (1, 2, 3) if memory.model_states(1, 2, z)[w] < whole[w]) for w in whole}
     facts = {}

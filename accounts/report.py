@@ -37,17 +37,20 @@ def measured_tables(run, activations):
 
     activations: `meter.Activations` of these steps.
     """
-    layout, mesh, zero, made = run.layout, run.mesh, run.zero, run.executor.schedules
+    layout, mesh, zero, schedules = run.layout, run.mesh, run.zero, run.executor.schedules
     widths, rank, data_rank = (zero.dtype.itemsize, zero.master_dtype.itemsize), mesh.pp.rank, mesh.data.rank
-    expected = [(ledger.predict_sent(layout, made[m][0], rank, data_rank, *widths), n) for m, n in run.steps.items()]
+    expected = []
+    for m, count in run.steps.items():
+        expected.append((ledger.predict_sent(layout, schedules[m][0], rank, data_rank, *widths), count))
     sent = {"bytes": mesh.watch.ledger.per_step(run.steps.total()), "formula": ledger.average(expected)}
     sizes = memory.sizes(run.config, *widths, zero.device.type == "cpu")
-    formula = memory.predict_kept(layout, made[max(run.steps)][0], rank, sizes)  # the largest step
-    kept = {"bytes": meter.measured_states(zero, run.executor.flats) | activations.rows(), "formula": formula}
+    formula = memory.predict_kept(layout, schedules[max(run.steps)][0], rank, sizes)  # the largest step
+    measured = meter.measured_states(zero, run.executor.flats) | activations.rows()
+    bytes_kept = {"bytes": measured, "formula": formula}
     who = f"rank {mesh.rank}"
     texts = [sent_table(who, layout.zero_stage, sent)]
-    texts.append(f"{kept_table(who, layout, rank, kept)}\n{activations.process_peak()}")
-    return "\n\n".join(text for mine in texts for text in gather_objects(mine, mesh.pp))
+    texts.append(f"{kept_table(who, layout, rank, bytes_kept)}\n{activations.process_peak()}")
+    return "\n\n".join(row for text in texts for row in gather_objects(text, mesh.pp))
 
 
 def sent_table(who, stage, columns):

@@ -97,6 +97,7 @@ def models_table(flops):
 
 
 def main(flops, gpus, device):
+    """Print two tables: models for so many FLOPs, and machines, with their days at MFU."""
     yours = {"your cluster": ([(gpus, device.name, device.peak(device.dtype) / 1e12)], None)}
     rows = [("machine", "devices", "slide's days", "used", "days")]
     for name, (devices, days) in (MACHINES | yours).items():

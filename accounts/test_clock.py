@@ -44,7 +44,7 @@ def test_what_is_computed_meanwhile_is_no_wait_and_a_bubble_no_wire(workers):
 
 
 def test_a_send_that_has_left_holds_nobody_up_before_it_is_due():
-    late = clock.Late(SimpleNamespace(wait=lambda: None), 60)
+    late = clock.DelayedWork(SimpleNamespace(wait=lambda: None), 60)
     late.thread.join()
     assert not late.is_completed()
     late.due = 0.0

@@ -228,7 +228,7 @@ def test_the_formula_is_korthikantis_without_masks_and_matrix():
     for t, sp in [(1, False), (2, False), (4, False), (2, True), (4, True)]:
         c = tiny_config(1, t, sequence_parallel=sp)
         tokens = c.micro_batch_size * c.seq_length
-        z = memory.Sizes(2, 4, 4, tokens, tokens // t if sp else tokens, apart=True)
+        z = memory.Sizes(2, 4, 4, tokens, tokens // t if sp else tokens, has_masters=True)
         ours = memory.block_activations(c, z)
         small = {"LayerNorms' statistics": 4 * 4 * z.rows, "log-sum-exp": 4 * tokens * c.num_attention_heads // t}
         assert {what: ours.pop(what) for what in small} == small

@@ -143,7 +143,7 @@ def check_layouts(found):
         except UserError as error:
             assert answer["wrong"] == answer["error"] == str(error)
             continue
-        for rank, (shown, kept) in enumerate(zip(answer["ranks"], predicted.kept, strict=True)):
+        for rank, (shown, kept) in enumerate(zip(answer["ranks"], predicted.bytes_kept, strict=True)):
             kept = {what.removesuffix(" at their peak"): float(size) for what, size in kept.items()}
             assert {what: shown[what] for what in kept} == kept, (layout, rank)
         facts = search.facts_of(c, options.gpus, DEVICES[options.device], exact=False)

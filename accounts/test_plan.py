@@ -399,7 +399,7 @@ def test_a_model_that_is_too_large_gets_the_smallest_remedy(words, ranks, GiB, r
 def test_the_memory_needed_is_that_of_a_long_step(name):
     c = replace(SMALL, pp=2, schedule=name, chunks=1, micro_batch_size=1, global_batch_size=48, dtype="bf16")
     c = replace(c, chunks=2 if name in ("interleaved", "zb-v") else 1)
-    kept = traffic.predict_step(c, 4, GPU).kept
+    kept = traffic.predict_step(c, 4, GPU).bytes_kept
     assert limits.needed(c, 4, GPU) == max(sum(table.values()) for table in kept)
 
 

@@ -81,9 +81,9 @@ def check_file(c):
 
 def write_trace(c, trace, mesh, clock):
     """Collect the records in one file. Every rank calls this, and rank 0 writes or raises UserError."""
-    mine = [event for step in trace.steps for event in step]
-    mine += [event for call in clock.ended() for event in communication(call, trace)]
-    events = [event for events in gather_objects(mine, mesh.world) for event in events]
+    events = [event for step in trace.steps for event in step]
+    events += [event for call in clock.ended() for event in communication(call, trace)]
+    events = [event for events_of_rank in gather_objects(events, mesh.world) for event in events_of_rank]
     m = trace.schedule.microbatches
     about = {"schedule": c.schedule, "stages": c.pp, "microbatches": m, "chunks": c.chunks}
     about["per_update"] = m // updates(trace.schedule)

@@ -28,7 +28,7 @@ class Prediction(NamedTuple):
     schedule: schedules.Schedule
     sizes: memory.Sizes
     sent: list  # sent[pipeline rank]: `ledger.predict_sent` of data rank 0
-    kept: list  # kept[pipeline rank]: `memory.predict_kept`
+    bytes_kept: list  # bytes_kept[pipeline rank]: `memory.predict_kept`
 
 
 def predict_step(config, ranks, device=CPU):
@@ -42,17 +42,18 @@ def predict_step(config, ranks, device=CPU):
     item = DTYPES[resolved_dtype(config, device)].itemsize
     sizes = memory.sizes(config, item, max(item, 4), on_cpu=device.type == "cpu" and config.dtype == "auto")
     sent = [ledger.predict_sent(layout, schedule, stage, 0, item, sizes.wide) for stage in range(config.pp)]
-    kept = [memory.predict_kept(layout, schedule, stage, sizes) for stage in range(config.pp)]
-    return Prediction(layout, schedule, sizes, sent, kept)
+    bytes_kept = [memory.predict_kept(layout, schedule, stage, sizes) for stage in range(config.pp)]
+    return Prediction(layout, schedule, sizes, sent, bytes_kept)
 
 
 def predicted_tables(p):
     texts, c = [], p.layout.config
-    apart = c.tp * (p.layout.data_ranks if c.order == "pp-dp-tp" else c.cp)  # ranks from a stage to the next one
-    for stage, (sent, kept) in enumerate(zip(p.sent, p.kept, strict=True)):
-        who = f"rank {stage * apart}, predicted"
+    # ranks from a stage to the next one
+    distance = c.tp * (p.layout.data_ranks if c.order == "pp-dp-tp" else c.cp)
+    for stage, (sent, bytes_kept) in enumerate(zip(p.sent, p.bytes_kept, strict=True)):
+        who = f"rank {stage * distance}, predicted"
         texts.append(report.sent_table(who, p.layout.zero_stage, {"bytes": sent}))
-        texts.append(report.kept_table(who, p.layout, stage, {"bytes": kept}))
+        texts.append(report.kept_table(who, p.layout, stage, {"bytes": bytes_kept}))
     return "\n\n".join(texts)
 
 

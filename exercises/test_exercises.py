@@ -185,7 +185,7 @@ def test_start_hides_the_solution_and_stop_keeps_the_answer(tmp_path, git):
     with pytest.raises(UserError, match="stop 8"):
         exercise.main(["start", "9"])
     exercise.main(["stop", "8"])
-    assert file.read_text() == project and "yours to write" in exercise.kept(8, tmp_path).read_text()
+    assert file.read_text() == project and "yours to write" in exercise.answer_path(8, tmp_path).read_text()
     with pytest.raises(UserError, match="is not open"):
         exercise.main(["stop", "8"])
     assert not (tmp_path / ".git/info/attributes").read_text()
@@ -210,12 +210,13 @@ def test_start_puts_the_kept_answer_back_and_an_empty_function_never_replaces_it
         assert "return helper(ctx)" in file.read_text() and "def helper" in file.read_text()
         file.write_text(again or file.read_text())
         exercise.main(["stop", "2"])
-        assert answers.same(exercise.kept(2, tmp_path).read_text(), written, names)
+        assert answers.same(exercise.answer_path(2, tmp_path).read_text(), written, names)
     exercise.main(["start", "11"])
     assert "your answer is back" not in capsys.readouterr().out and "is yours to write" in file.read_text()
     with pytest.raises(UserError, match="stop 11"):
         exercise.main(["start", "2"])
-    assert exercise.answer_in(2, tmp_path) == (exercise.kept(2, tmp_path), True)  # not the file, where 11 is open
+    # It is not the file, where 11 is open.
+    assert exercise.answer_in(2, tmp_path) == (exercise.answer_path(2, tmp_path), True)
 
 
 def test_an_answer_gets_its_own_helper_back(tmp_path, git):

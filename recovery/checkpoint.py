@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 from config import SECTIONS
-from data import mix
+from data import splitmix64
 from errors import UserError, explained
 from parallel.comm import agree, gather_objects
 
@@ -86,18 +86,19 @@ def transferred(file, move, elements, piece, tp):
     """Write or read (`move`) a Piece's runs. Return their terms in the file's `checksum`."""
     terms = 0
     for at, place, length in runs(piece.spec, piece.begin, piece.end, tp.rank, tp.size):
-        run, offset = elements[at - piece.begin :][:length], place * elements.itemsize
+        run = elements[at - piece.begin :][:length]
+        offset = place * elements.itemsize
         file.seek(offset)
         move(run)
         terms += checksum(run, offset)
     return terms
 
 
-def added(terms, axis):
+def sum_over(terms, axis):
     """Return {file name: sum of the terms of all ranks}."""
     total = Counter()
-    for theirs in gather_objects(terms, axis):
-        total.update(theirs)
+    for terms_of_rank in gather_objects(terms, axis):
+        total.update(terms_of_rank)
     return total
 
 
@@ -110,8 +111,9 @@ def save_checkpoint(out_dir, step, zero, state, keep=0, copies=()):
     Keeps the `keep` latest checkpoints (0: all) and step_0, which convert.py wrote. If one rank can't write, raises
     UserError on every rank.
     """
-    final, mesh = step_path(out_dir, step), zero.mesh
-    writing, first = final.with_name(final.name + ".writing"), mesh.rank == 0
+    mesh, first = zero.mesh, zero.mesh.rank == 0
+    final = step_path(out_dir, step)
+    writing = final.with_name(final.name + ".writing")
 
     def publish():
         for path in filter(os.path.isfile, copies):
@@ -119,22 +121,23 @@ def save_checkpoint(out_dir, step, zero, state, keep=0, copies=()):
         write_index(writing, zero.master_dtype, state, sums)
         writing.rename(final)
         flush(out_dir)
-        for old in filter(None, all_steps(out_dir)[:-keep] if keep else []):
-            shutil.rmtree(step_path(out_dir, old), ignore_errors=True)
+        old_steps = all_steps(out_dir)[:-keep] if keep else []
+        for step in filter(None, old_steps):
+            shutil.rmtree(step_path(out_dir, step), ignore_errors=True)
 
-    def on_all_ranks(action, here=True):
+    def on_all_ranks(action, writes=True):
         attempt = explained(f"out_dir={out_dir}: can't write the checkpoint")(action)
-        return agree(mesh.world, attempt if here else lambda: None)
+        return agree(mesh.world, attempt if writes else lambda: None)
 
     on_all_ranks(writing.mkdir, first)
-    sums = added(on_all_ranks(lambda: write_arrays(writing, zero)), mesh.world)
+    sums = sum_over(on_all_ranks(lambda: write_arrays(writing, zero)), mesh.world)
     on_all_ranks(publish, first)
 
 
 def remove_unfinished(out_dir):
     """Remove each `step_N.writing`."""
-    for left in Path(out_dir).glob("step_*.writing"):
-        shutil.rmtree(left, ignore_errors=True)
+    for folder in Path(out_dir).glob("step_*.writing"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_arrays(folder, zero):
@@ -151,9 +154,10 @@ def write_piece(path, tp, piece, flat):
     path.touch()
     places = [*runs(piece.spec, piece.begin, piece.end, tp.rank, tp.size)]
     (_, begin, _), (_, last, length) = places[0], places[-1]
+    size = last + length - begin
     with open(path, "r+b") as file:  # "wb" would delete what other ranks wrote
         with suppress(OSError):  # else NFS writes whole pages, with another host's old bytes
-            fcntl.lockf(file, fcntl.LOCK_EX, (last + length - begin) * flat.itemsize, begin * flat.itemsize)
+            fcntl.lockf(file, fcntl.LOCK_EX, size * flat.itemsize, begin * flat.itemsize)
         terms = transferred(file, file.write, flat.cpu().numpy(), piece, tp)
     flush(path)
     return terms
@@ -200,8 +204,8 @@ def find(path):
     return step_path(path, steps[-1]) if steps else None
 
 
-def verify(path, found, expected, what="its content does not match its checksum"):
-    if found != expected:
+def verify(path, content, expected, what="its content does not match its checksum"):
+    if content != expected:
         raise UserError(f"{path}: damaged: {what}; {REMEDY}")
 
 
@@ -234,28 +238,31 @@ def to_resume(config, tokenizer, data=None):
     if config.resume == "none" and not restarted():
         raise UserError(f"resume=none: {config.out_dir} contains {path.name}; use another --out_dir")
     index = read_index(path)
-    then, now = index["config"] | {"tokenizer": index["tokenizer"]}, vars(config) | {"tokenizer": tokenizer}
+    saved = index["config"] | {"tokenizer": index["tokenizer"]}
+    values = vars(config) | {"tokenizer": tokenizer}
     for name in MUST_MATCH:
-        if then.get(name, now[name]) != now[name]:
-            raise UserError(f"{name}={now[name]}: the checkpoint {path} has {name}={then[name]}")
-    positions = then["max_position_embeddings"] or then["seq_length"]
+        if saved.get(name, values[name]) != values[name]:
+            raise UserError(f"{name}={values[name]}: the checkpoint {path} has {name}={saved[name]}")
+    positions = saved["max_position_embeddings"] or saved["seq_length"]
     if positions != config.positions:
-        given = f"seq_length={config.seq_length}, max_position_embeddings={config.max_position_embeddings}"
+        fields = f"seq_length={config.seq_length}, max_position_embeddings={config.max_position_embeddings}"
         remedy = f"set --max_position_embeddings={positions}"
-        raise UserError(f"{given}: the checkpoint {path} has {positions} positions; {remedy}")
-    done = index["counters"]["iteration"]
-    if chosen and 0 < config.train_iters <= done and not config.eval_only:
-        raise UserError(f"train_iters={config.train_iters}: the checkpoint {path} has {done} updates already; set more")
-    there = index.get("data") or data
-    if data and not config.new_data and any(there.get(name) != data[name] for name in ("dtype", "tokens", "crc32")):
+        raise UserError(f"{fields}: the checkpoint {path} has {positions} positions; {remedy}")
+    iteration = index["counters"]["iteration"]
+    if chosen and 0 < config.train_iters <= iteration and not config.eval_only:
+        why = f"the checkpoint {path} has {iteration} updates already; set more"
+        raise UserError(f"train_iters={config.train_iters}: {why}")
+    identity = index.get("data") or data
+    is_other = data and any(identity.get(name) != data[name] for name in ("dtype", "tokens", "crc32"))
+    if is_other and not config.new_data:
         remedy = "use the same data, or set --new_data=True to continue with this data"
         raise UserError(f"data_dir={config.data_dir}: not the training data of the checkpoint {path}; {remedy}")
-    later = [step for step in all_steps(config.out_dir) if step > index["counters"]["iteration"]]
+    later = [step for step in all_steps(config.out_dir) if step > iteration]
     if later and restarted():
         return to_resume(replace(config, resume="auto"), tokenizer, data)
     if later and not config.eval_only:  # the next run would resume from the latest one
-        there = f"{config.out_dir} contains the later step_{later[-1]}"
-        raise UserError(f"resume={config.resume}: {there}; use another --out_dir")
+        why = f"{config.out_dir} contains the later step_{later[-1]}"
+        raise UserError(f"resume={config.resume}: {why}; use another --out_dir")
     return path
 
 
@@ -267,8 +274,10 @@ def restarted():
 def first_sample(path, data):
     """Return the number of the first sample of this training data (--new_data)."""
     index = read_index(path)
-    there = index.get("data") or data
-    return there.get("begins", 0) if there.get("crc32") == data["crc32"] else index["counters"]["consumed_samples"]
+    identity = index.get("data") or data
+    if identity.get("crc32") == data["crc32"]:
+        return identity.get("begins", 0)
+    return index["counters"]["consumed_samples"]
 
 
 # --- load -------------------------------------------------------------------------------------------------------------
@@ -284,8 +293,9 @@ def load_checkpoint(path, model, zero):
     jobs = [job for bucket in zero.in_order for job in arrays(folder, bucket, *bucket.bounds)]
     agree(mesh.world, lambda: compare_shapes(folder, index, model))
     terms = agree(mesh.world, lambda: in_threads(partial(read_piece, index["dtype"]), jobs))
-    terms = added(terms, zero.shards)  # the ranks of shards and of tp have read one copy of an array together
-    cut = added(terms, mesh.tp)
+    # The ranks of shards and of tp have read one copy of an array together.
+    terms = sum_over(terms, zero.shards)
+    cut = sum_over(terms, mesh.tp)
 
     def verify_all():
         for path, _, piece, _ in jobs:
@@ -299,17 +309,17 @@ def compare_shapes(folder, index, model):
     """Raise UserError if an array has another shape in the model than in the checkpoint."""
     shapes = {name: list(spec.shape) for name, spec in model.specs().items()}
     for name in shapes | index["shapes"]:
-        here, there = (table.get(name, "absent") for table in (shapes, index["shapes"]))
-        if here != there:
-            raise UserError(f"{folder}: {name} is {there} in the checkpoint and {here} in the model")
+        shape, saved_shape = (table.get(name, "absent") for table in (shapes, index["shapes"]))
+        if shape != saved_shape:
+            raise UserError(f"{folder}: {name} is {saved_shape} in the checkpoint and {shape} in the model")
 
 
 def read_piece(dtype, path, tp, piece, flat):
     local = np.zeros(piece.end - piece.begin, dtype)
     right = math.prod(piece.spec.shape) * local.itemsize
     with explained(path), open(path, "rb") as file:
-        found = os.fstat(file.fileno()).st_size
-        verify(path, found, right, f"it has {found:,} bytes instead of {right:,}")
+        size = os.fstat(file.fileno()).st_size
+        verify(path, size, right, f"it has {size:,} bytes instead of {right:,}")
         terms = transferred(file, file.readinto, local, piece, tp)
     flat.copy_(torch.from_numpy(local))
     return terms
@@ -319,12 +329,12 @@ def read_piece(dtype, path, tp, piece, flat):
 
 # Carter and Wegman, "Universal classes of hash functions", 1979. A file has the words w_0, w_1, ... of 8 bytes.
 #
-#     S = c_0 w_0 + c_1 w_1 + ...  mod 2^64        c_i = TABLE[i mod BLOCK] * G^(i div BLOCK), an odd number
+#     S = c_0 w_0 + c_1 w_1 + ...  mod 2^64        c_i = TABLE[i mod n] * G^(i div n), an odd number, n = TABLE_WORDS
 #
 # An odd number has an inverse mod 2^64, so a change of one word always changes S.
-BLOCK = 1 << 17  # words in TABLE: 1 MiB, which stays in a core's cache
+TABLE_WORDS = 1 << 17  # words in TABLE: 1 MiB, which stays in a core's cache
 G = 0x9E3779B97F4A7C15
-TABLE = mix(np.arange(1, BLOCK + 1, dtype=np.uint64)) | 1
+TABLE = splitmix64(np.arange(1, TABLE_WORDS + 1, dtype=np.uint64)) | 1
 
 
 def checksum(data, offset=0):
@@ -332,10 +342,11 @@ def checksum(data, offset=0):
     lead, tail = offset % 8, -(offset + data.nbytes) % 8
     if lead or tail:
         data = np.pad(data.view(np.uint8), (lead, tail))
-    words, at, total = data.view(np.uint64), (offset - lead) // 8, 0
+    words, total = data.view(np.uint64), 0
+    at = (offset - lead) // 8
     while len(words):
-        row, column = divmod(at, BLOCK)
-        block = words[: BLOCK - column]
+        row, column = divmod(at, TABLE_WORDS)
+        block = words[: TABLE_WORDS - column]
         total += int(np.dot(block, TABLE[column : column + len(block)])) * pow(G, row, 1 << 64)
         at, words = at + len(block), words[len(block) :]
     return total % (1 << 64)

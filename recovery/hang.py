@@ -46,6 +46,7 @@ class Watchdog:
         threading.Thread(target=self._watch, args=arguments, daemon=True).start()
 
     def _watch(self, ranks, rank, folder, seconds, main):
+        """Report a lack of progress once. The ranks share `folder`, because a collective could hang, too."""
         reported = None
         while True:
             time.sleep(seconds / 50)
@@ -71,11 +72,14 @@ def waits_for(rank):
 def places(thread):
     """Return the thread's four innermost functions of the project."""
     frames = traceback.extract_stack(sys._current_frames()[thread])
-    ours = [frame for frame in frames if Path(frame.filename).parent in PROGRAM]
-    return " < ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in reversed(ours[-4:]))
+    project_frames = [frame for frame in frames if Path(frame.filename).parent in PROGRAM]
+    innermost = reversed(project_frames[-4:])
+    return " < ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in innermost)
 
 
 def hang_table(rows, ranks, seconds):
-    lines = [f"no progress for {seconds:.0f} s:", *(f"rank {rank}: {row}" for rank, row in sorted(rows.items()))]
-    silent = [rank for rank in ranks if rank not in rows]
-    return "\n".join(lines + [f"ranks {silent}: no answer (stopped, dead, or its host is lost)"] * bool(silent))
+    lines = [f"no progress for {seconds:.0f} s:"]
+    lines += [f"rank {rank}: {row}" for rank, row in sorted(rows.items())]
+    if silent := [rank for rank in ranks if rank not in rows]:
+        lines.append(f"ranks {silent}: no answer (stopped, dead, or its host is lost)")
+    return "\n".join(lines)

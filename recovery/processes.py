@@ -39,11 +39,12 @@ def join_processes():
         raise UserError(f"{why}; use torchrun (GUIDE.md, Several hosts), or the same launcher with: {shell}")
     if not hasattr(torch.Tensor, "grad_dtype"):
         raise UserError(f"torch {torch.__version__} is too old; should be 2.11 or later, as in requirements.txt")
-    device, backend, here = torch.device("cpu"), "gloo", int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    device, backend = torch.device("cpu"), "gloo"
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     cpu = "set an empty CUDA_VISIBLE_DEVICES to train on the CPU"
     if torch.cuda.is_available():
-        if here > (gpus := torch.cuda.device_count()):
-            raise UserError(f"nproc_per_node={here}: there are only {gpus} GPUs; set at most {gpus}, or {cpu}")
+        if processes > (gpus := torch.cuda.device_count()):
+            raise UserError(f"nproc_per_node={processes}: there are only {gpus} GPUs; set at most {gpus}, or {cpu}")
         device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "nccl"
         torch.cuda.set_device(device)
     elif torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") != "" and GPU.exists():
@@ -74,19 +75,19 @@ def together(world, work):
     except CommunicationError as error:
         leave(error, 1)
     except Exception as error:
-        known = cause(error)
-        if known is None:
+        user_error = cause(error)
+        if user_error is None:
             write_error_file(traceback.format_exc(), code=1)  # a defect: torchrun's report shows the traceback
-        if known is None or not dist.is_initialized():
+        if user_error is None or not dist.is_initialized():
             raise
-        if getattr(known, "agreed", False):
+        if getattr(user_error, "agreed", False):
             if world.rank:
-                write_error_file(f"error: {known}", late=1)
+                write_error_file(f"error: {user_error}", shift=1)
             else:
-                report_error(known)
+                report_error(user_error)
             time.sleep(1)  # rank 0 reports first; then all torchruns see the end together
             os._exit(2)
-        leave(known, 2)
+        leave(user_error, 2)
     if dist.is_initialized():
         finish_process()
 
@@ -105,7 +106,7 @@ def finish_process():
 
 def leave(error, code):
     """Exit at once: the normal exit would wait for peers that may be dead."""
-    report_error(error, late=int(code == 1), code=code)
+    report_error(error, shift=int(code == 1), code=code)
     os._exit(code)
 
 

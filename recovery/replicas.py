@@ -18,17 +18,18 @@ from errors import agreed
 from parallel.comm import gather_objects
 from parallel.layout import ALIGN
 
-BLOCK = 1 << 17  # words that are multiplied at once
+WORDS_AT_ONCE = 1 << 17  # words that are multiplied at once
 
 
 def fingerprint(flat):
     """Return a sum of a tensor [n] (a multiple of 8 bytes), int64 [].
 
-    Each word of 8 bytes has an odd factor, so a change of one word changes the sum mod 2^64.
+    Each word of 8 bytes has an odd factor, so a change of one word changes the sum mod 2^64. The tensor's device
+    computes it, unlike `checkpoint.checksum`, which sums parts of files on the host.
     """
-    odd = torch.arange(1, 2 * BLOCK, 2, device=flat.device)
+    odd = torch.arange(1, 2 * WORDS_AT_ONCE, 2, device=flat.device)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for row, words in enumerate(flat.view(torch.int64).split(BLOCK)):
+    for row, words in enumerate(flat.view(torch.int64).split(WORDS_AT_ONCE)):
         total += (2 * row + 1) * (words * odd[: len(words)]).sum()
     return total
 
@@ -64,14 +65,16 @@ def differing_copies(zero):
     for rank, sums in enumerate(gather_objects(fingerprints(zero), zero.mesh.world)):
         for key, total in sums.items():
             groups.setdefault(key, {}).setdefault(total, []).append(rank)
+    lines = []
     for (name, *_, copies), ranks in groups.items():
         compared = sum(map(len, ranks.values()))
         assert compared == copies, f"{name}: {compared} copies are compared, but the layout has {copies}"
-    found = [(key[0], ranks.values()) for key, ranks in groups.items() if len(ranks) > 1]
-    return [f"{name}: {' and '.join(f'ranks {ranks}' for ranks in copies)}" for name, copies in found]
+        if len(ranks) > 1:
+            lines.append(f"{name}: {' and '.join(f'ranks {equal}' for equal in ranks.values())}")
+    return lines
 
 
 def compare_copies(zero, iteration):
     """Raise UserError if two copies differ. Every rank calls this between two steps."""
-    if found := differing_copies(zero):
-        raise agreed(f"after iteration {iteration} copies differ: {found[0]}; nothing is saved")
+    if differing := differing_copies(zero):
+        raise agreed(f"after iteration {iteration} copies differ: {differing[0]}; nothing is saved")

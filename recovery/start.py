@@ -68,23 +68,23 @@ def compare_hosts(c, mesh, tokens, path):
         writes = mesh.rank == 0 and not c.eval_only
         name = agree(mesh.world, lambda: stack.enter_context(new_file(c.out_dir)) if writes else "")
         name = gather_objects(name, mesh.world)[0]
-        seen = {
+        view = {
             "out_dir": not name or Path(c.out_dir, name).exists(),
             "data_dir": [data.identity(split)["crc32"] for split in tokens.values()],
             "resume": path and checkpoint.read_index(path)["crc32"],
         }
-        first = gather_objects(seen, mesh.world)[0]  # afterwards rank 0 removes the file
+        first = gather_objects(view, mesh.world)[0]  # afterwards rank 0 removes the file
 
-    field = next((name for name in seen if seen[name] != first[name]), "out_dir")
+    field = next((name for name in view if view[name] != first[name]), "out_dir")
     who = f"rank {mesh.rank} (on {socket.gethostname()})"
     why = f"{who} sees other files there than rank 0; all hosts need one shared out_dir and equal data"
-    agree(mesh.world, lambda: configuration.require(c, field, seen == first, why))
-    ours = program()
-    theirs = gather_objects(ours, mesh.world)[0]
+    agree(mesh.world, lambda: configuration.require(c, field, view == first, why))
+    checksums = program()
+    checksums_of_first = gather_objects(checksums, mesh.world)[0]
 
     def compare():
-        for name in ours:
-            if ours[name] != theirs.get(name, ours[name]):
+        for name in checksums:
+            if checksums[name] != checksums_of_first.get(name, checksums[name]):
                 raise UserError(f"{name}: {who} runs another file than rank 0; all hosts need the same program")
 
     agree(mesh.world, compare)
@@ -93,8 +93,9 @@ def compare_hosts(c, mesh, tokens, path):
 def program():
     """Return {path: crc32} of this project's files that the process has imported, without configurations."""
     files = {Path(getattr(module, "__file__", None) or "").absolute() for module in [*sys.modules.values()]}
-    ours = sorted(path for path in files if path.parent in PROGRAM and path.is_file())  # some modules have no file
-    return {str(path.relative_to(hang.ROOT)): zlib.crc32(path.read_bytes()) for path in ours}
+    # Some modules have no file.
+    paths = sorted(path for path in files if path.parent in PROGRAM and path.is_file())
+    return {str(path.relative_to(hang.ROOT)): zlib.crc32(path.read_bytes()) for path in paths}
 
 
 @contextlib.contextmanager

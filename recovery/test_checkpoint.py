@@ -299,7 +299,7 @@ def test_a_changed_model_is_not_called_damage(trained, layers, said):
 
 # --- checksums --------------------------------------------------------------------------------------------------------
 
-BYTES = 8 * checkpoint.BLOCK
+BYTES = 8 * checkpoint.TABLE_WORDS
 OLDER = 5784482173726471624  # the first version of the checksum
 
 
@@ -325,7 +325,7 @@ def test_the_checksums_of_pieces_add_up_to_that_of_the_file(content):
 def test_a_change_of_one_word_changes_the_checksum(content, total):
     words, dice = content.view(np.int64).copy(), random.Random(2)
     whole = int(total(words if total is checkpoint.checksum else torch.from_numpy(words)))
-    for place in (0, checkpoint.BLOCK - 1, checkpoint.BLOCK, len(words) - 1):
+    for place in (0, checkpoint.TABLE_WORDS - 1, checkpoint.TABLE_WORDS, len(words) - 1):
         for change in [1, 1 << 31, -(1 << 63), dice.randrange(1 << 62)]:
             words[place] ^= change
             assert int(total(words if total is checkpoint.checksum else torch.from_numpy(words))) != whole
