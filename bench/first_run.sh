@@ -70,7 +70,7 @@ spread() { # spread SECONDS NAME CONFIG [OPTION...]: train on $gpus GPUs
 }
 
 three() { # three NAME [OPTION...]: three steps in fp32, compared with those of one GPU
-    spread 90 "$1" configs/look.py --dtype=fp32 --ledger=False --num_layers=$((2 * all)) --num_attention_heads=8 \
+    spread 90 "$1" configs/short_run.py --dtype=fp32 --ledger=False --num_layers=$((2 * all)) --num_attention_heads=8 \
         --micro_batch_size=1 "${@:2}"
     [ "$1" = one ] || run 60 $python -m bench same --one="$work/one" --other="$work/$1"
 }

@@ -2,9 +2,9 @@
 
     python exercise.py hunt --seed=7 --level=2          plant it into mine/hunt, and show its symptom (level 1 to 3)
 
-    python exercise.py hunt --look                      the same layout again, with the bytes' tables
-    python exercise.py hunt --look --dp=2 --zero=1      another layout: fields of train.py; dp=N for the processes
-    python exercise.py hunt --look --micro_batch_size=8   the same layout with this change (no dp, tp, pp or cp given)
+    python exercise.py hunt --compare                   the same layout again, with the bytes' tables
+    python exercise.py hunt --compare --dp=2 --zero=1   another layout: fields of train.py; dp=N for the processes
+    python exercise.py hunt --compare --micro_batch_size=8   the same layout with this change (without dp, tp, pp, cp)
     python exercise.py hunt --hint                      the file, then the function, then the defect; each costs points
     python exercise.py hunt --done "dp=2 is right, so ..."   say which experiment excluded what, and be judged
 
@@ -44,12 +44,12 @@ from testing.defects import DEFECTS, ROOT, planted
 MINE, DATA = ROOT / "mine", ROOT / "data/stdlib_bytes"
 SPOILERS, TESTS = "exercise.py exercises testing/*defects*", " testing conftest.py *test_*.py"
 SHOWN = ("loss", "lm_loss"), ("norm", "grad_norm"), ("validation", "validation_loss")
-TRAIN, PROJECT = "train.py configs/look.py --dtype=fp64 --check_replicas=1", "the project, this layout"
+TRAIN, PROJECT = "train.py configs/short_run.py --dtype=fp64 --check_replicas=1", "the project, this layout"
 KEPT = "seed level minutes hints tries sentence".split()  # of a record, for the teacher
 TEST = re.compile(r"testing/|conftest|(.*/)?test_")
 PATIENCE = 180  # seconds without a new step of a run
 TOLD = """hunt {seed}, level {level}: mine/hunt has one defect. Edit the files in mine/hunt, and say why with --done.
-mine/hunt に不具合が1つあります。--look で別のレイアウトと比べ、直し、--done で理由を書きます。--hint は減点です。"""
+mine/hunt に不具合が1つあります。--compare で別のレイアウトと比べ、直し、--done で理由を書きます。--hint は減点です。"""
 
 
 def hunts(level):
@@ -147,7 +147,7 @@ def look(copy, processes, fields, known, more=False):
 
     known: the project's runs, to which this function adds. more: show also the copy's bytes.
     """
-    configuration.check(c := configuration.load(["configs/look.py", *fields]), processes)
+    configuration.check(c := configuration.load(["configs/short_run.py", *fields]), processes)
     layout = [*configuration.layout_of(c), "micro_batch_size"]
     one = [f for f in fields if f.partition("=")[0][2:] not in layout] + [f"--micro_batch_size={c.global_batch_size}"]
     calls = {PROJECT: (clean_run, processes, fields, known), "mine/hunt, this layout": (run, copy, processes, fields)}
@@ -246,12 +246,12 @@ def main(words):
     parser.add_argument("--seed", type=int, default=random.randrange(1000), help="begin this hunt")
     parser.add_argument("--level", type=int, choices=(1, 2, 3), default=1)
     parser.add_argument("--done", metavar="SENTENCE", help="judge mine/hunt; say which experiment excluded what")
-    for name, use in ("look", "compare a layout: --dp=2 --zero=1"), ("hint", "costs points"), ("check", "run a level"):
+    for name, use in ("compare", "run a layout: --dp=2 --zero=1"), ("hint", "costs points"), ("check", "run a level"):
         parser.add_argument(f"--{name}", action="store_true", help=use)
-    options, fields = parser.parse_known_args(words) if "--look" in words else (parser.parse_args(words), [])
+    options, fields = parser.parse_known_args(words) if "--compare" in words else (parser.parse_args(words), [])
     if options.check:
         return [print(row, flush=True) for row in check(options.level, hunts(options.level))]
-    file, copy, goes_on = MINE / "hunt.json", MINE / "hunt", options.look or options.hint or options.done
+    file, copy, goes_on = MINE / "hunt.json", MINE / "hunt", options.compare or options.hint or options.done
     if goes_on and not copy.exists():
         raise UserError("mine/hunt: no hunt is open; python exercise.py hunt --seed=7 begins one")
     state, text = (json.loads(file.read_text("utf-8")), "") if goes_on else begin(options.seed, options.level)
@@ -261,9 +261,9 @@ def main(words):
         text = "\n".join(hints(defect)[: state["hints"]])
     elif options.done:
         text = done(state, options.done)
-    elif options.look:
+    elif options.compare:
         if wrong := [word for word in fields if not re.match(r"--(?!nproc)\w", word)]:
-            raise UserError(f"{wrong[0]}: should be a field of train.py, as in --look --dp=2 --zero=1 (dp: processes)")
+            raise UserError(f"{wrong[0]}: should be a field of train.py, as in --compare --dp=2 (dp: processes)")
         if sizes := re.findall(r"--[dtpc]p=([1-9]\d*)", " ".join(fields)):
             processes, layout = math.prod(map(int, sizes)), []
         layout = {f.partition("=")[0]: f for f in [*layout, *fields] if not re.match("--dp=[1-9]", f)}.values()

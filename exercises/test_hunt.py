@@ -36,7 +36,7 @@ def test_a_hunt_shows_a_symptom(level, row):
 
 def test_every_hunt_has_a_layout_that_runs_and_hints():
     for _, (defect, processes, fields) in (row.values for row in ROWS):
-        configuration.check(configuration.load(["configs/look.py", *fields]), processes)
+        configuration.check(configuration.load(["configs/short_run.py", *fields]), processes)
         assert len(hunt.hints(defect)) == 3 and defect.words[0].isupper() and defect.words[-1] == "."
 
 
@@ -54,11 +54,11 @@ def test_a_look_changes_the_layout_of_the_hunt(words, processes, fields, monkeyp
     monkeypatch.setattr(hunt, "hunted", lambda *_: (hunt.DEFECTS[0], 2, ["--zero=1"]))
     hunt.main(["--seed=3"])
     monkeypatch.setattr(hunt, "look", lambda _, *given, more: (looks.append((given[0], " ".join(given[1]))), []))
-    hunt.main(["--look", *words.split()])
+    hunt.main(["--compare", *words.split()])
     assert looks == [(processes, fields)]
     for wrong in ("2", "--nproc_per_node=2", "--"):
         with pytest.raises(UserError, match=f"^{wrong}.*--dp=2"):
-            hunt.main(["--look", wrong, "--zero=0"])
+            hunt.main(["--compare", wrong, "--zero=0"])
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -5,7 +5,7 @@
 
 Sends   as rung 3, but during backward: 679,936 bytes (n=4: 1,019,904).
 Memory  as rung 3: 2,719,744 bytes (n=4: 2,719,744).
-Bad     it sends many small messages. `Zero.reduce` (parallel/zero.py) sends one per block.
+Bad     it sends many small messages. `Bucket.reduce` (parallel/zero.py) sends one per block.
 """
 
 import torch.distributed as dist

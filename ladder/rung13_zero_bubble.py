@@ -1,7 +1,7 @@
 """13. パイプライン並列 (PP), ZeroBubble: B = I + W, "BackwardのW微分とx微分を分ける". ZB-H1: W fills the bubble.
 
     y = x w^T     I: dx = dy w (the stage before waits for it)      W: dw = dy^T x (no rank waits)
-    rank 0    F0F1..I0W0F2I1W1F3I2W2I3W3      13 units of time (rung 8: 15)
+    rank 0    F0F1..I0W0F2I1W1F3I2W2I3W3      13 slots (rung 8: 15)
     rank 1    ..F0I0F1I1W0F2I2W1F3I3W2W3      rank r delays W by r micro-batches
 
 Sends   as rung 7: 32,768 bytes (n=4: 32,768).

@@ -4,7 +4,7 @@
 
 Sends   nothing.
 Memory  as rung 1: 2,719,744 bytes. Activations: the inputs of all units, the rest of one unit.
-Bad     F runs twice: a step takes 4 units of time, not 3. `Executor` (parallel/pipeline.py) does it for blocks only.
+Bad     F runs twice: a step takes 4 slots, not 3. `Executor` (parallel/pipeline.py) does it for blocks only.
 """
 
 import torch

@@ -59,7 +59,7 @@ def test_the_rungs_of_the_ladder():
     assert {name for *_, name in rows} <= set().union(*map(names_in, core))
 
 
-LOOK = re.search(r"(?m)^look\(\) \{ (torchrun --nproc_per_node=)\$1 (.*?) --out_dir=\S+ \"\$\{@:2\}\"; \}$", README)
+SHORT_RUN = re.search(r'(?m)^short_run\(\) { (torchrun --nproc_per_node=)\$1 (.*?) --out_dir=\S+ "\${@:2}"; }$', README)
 
 
 def slides(text):
@@ -82,9 +82,9 @@ def names_in(path):
 
 
 def in_full(command):
-    """Return a command's words. `look N` is a function of the shell."""
+    """Return a command's words. `short_run N` is a function of the shell."""
     words = shlex.split(command)
-    return [*shlex.split(f"{LOOK[1]}{words[1]} {LOOK[2]}"), *words[2:]] if words[0] == "look" else words
+    return [*shlex.split(f"{SHORT_RUN[1]}{words[1]} {SHORT_RUN[2]}"), *words[2:]] if words[0] == "short_run" else words
 
 
 @pytest.mark.parametrize("slide, command, code", SLIDES, ids=[row[0] for row in SLIDES])
@@ -134,7 +134,7 @@ def facts(text):
     """Return a page's links, the commands in its sentences, and its numbers without those of lines of code."""
     links = {link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("README")}
     prose = re.sub(r"(?m)```.*?```|^\| `[\w/.]+` \|.*|about 2,000 lines", "", re.sub(r"(?s)```.*?```", "", text))
-    commands = re.findall(r"`((?:python|pytest|torchrun|look|ADVERSARY=1) [^`]*)`", " ".join(prose.split()))
+    commands = re.findall(r"`((?:python|pytest|torchrun|short_run|ADVERSARY=1) [^`]*)`", " ".join(prose.split()))
     return links, set(commands), set(re.findall(r"(?a)(?<![\w.,-])\d[\d,.]*\d(?!\w)", re.sub(r"`[^`]*`", "", prose)))
 
 

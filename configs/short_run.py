@@ -1,5 +1,5 @@
 # Three steps of configs/tiny.py, to look at one scheme. They end with the bytes that a step sends and keeps.
-# torchrun --nproc_per_node=2 train.py configs/look.py --zero=1 --out_dir=out/zero1
+# torchrun --nproc_per_node=2 train.py configs/short_run.py --zero=1 --out_dir=out/zero1
 vocab_size = 257  # 256 bytes and <|endoftext|>
 
 micro_batch_size = 4
