@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from accounts.memory import model_states
 from accounts.report import sent_table
 from errors import UserError, reading
+from parallel.mesh import grid as grid_of_ranks
 from parallel.simulation import messages
 
 KINDS = {  # of an action: its meaning, its colour in a rank's first chunk and in its other chunks
@@ -136,6 +137,7 @@ def traffic(path, p):
     drawn, links = set(), {("pp", *sorted((m.source, m.destination))) for m in messages(p.schedule)}
     for name in p.layout.all_buckets:
         links |= {("holders", *pair) for pair in itertools.pairwise(p.layout.holders(name))}
+    ranks = grid_of_ranks(p.layout.axis_sizes()["world"], c.tp, c.pp, c.cp, c.order)
     table = sent_table("each stage", p.layout.zero_stage, {f"stage {i}": sent for i, sent in enumerate(p.sent[:4])})
 
     def place(d, stage, t):
@@ -158,12 +160,10 @@ def traffic(path, p):
                     style["connectionstyle"] = f"arc3,rad={bend}"
                     grid.annotate("", place(*other), place(d, stage, t), arrowprops=style)
                     drawn.add(axis)
-            outer = stage * (p.layout.data_ranks // c.cp) + group if c.order == "pp-dp-tp" else group * c.pp + stage
-            number = (outer * c.cp + i) * c.tp + t
             (x, y), frame = place(d, stage, t), dict(facecolor="white", boxstyle="round,pad=0.5")
             places = f"dp {group} pp {stage}\n" + (f"cp {i} " if c.cp > 1 else "") + f"tp {t}"
             grid.text(x, y, f"\u00a0\n{places}", ha="center", va="center", bbox=frame, fontsize=6, linespacing=1.3)
-            grid.text(x, y + 0.11, number, ha="center", va="center", weight="bold")
+            grid.text(x, y + 0.11, ranks[group, stage, i, t], ha="center", va="center", weight="bold")
         for axis in (axis for axis in AXES if axis in drawn):
             grid.plot([], color=AXES[axis][1], linewidth=2, label=f"{axis}: {AXES[axis][0]}")
         if drawn:

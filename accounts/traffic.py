@@ -19,6 +19,7 @@ from operations import DTYPES, resolved_dtype
 from options import Parser
 from parallel import schedules
 from parallel.layout import Layout, build_for, number_of_micro_batches
+from parallel.mesh import grid
 
 CPU = torch.device("cpu")
 
@@ -48,10 +49,9 @@ def predict_step(config, ranks, device=CPU):
 
 def predicted_tables(p):
     texts, c = [], p.layout.config
-    # ranks from a stage to the next one
-    distance = c.tp * (p.layout.data_ranks if c.order == "pp-dp-tp" else c.cp)
+    ranks = grid(p.layout.axis_sizes()["world"], c.tp, c.pp, c.cp, c.order)
     for stage, (sent, bytes_kept) in enumerate(zip(p.sent, p.bytes_kept, strict=True)):
-        who = f"rank {stage * distance}, predicted"
+        who = f"rank {ranks[0, stage, 0, 0]}, predicted"
         texts.append(report.sent_table(who, p.layout.zero_stage, {"bytes": sent}))
         texts.append(report.kept_table(who, p.layout, stage, {"bytes": bytes_kept}))
     return "\n\n".join(texts)
