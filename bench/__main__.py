@@ -25,8 +25,9 @@ NAMES = ["layouts", "kernels", "train", "sweep", "same"]
 def measurement(name):
     """Return (the measurement's function, the parser of its options)."""
     measure = importlib.import_module(f"bench.{name}").measure
-    shown = argparse.RawDescriptionHelpFormatter
-    parser = Parser(f"python -m bench {name}", description=measure.__doc__, formatter_class=shown, allow_abbrev=False)
+    formatter = argparse.RawDescriptionHelpFormatter
+    about = dict(description=measure.__doc__, formatter_class=formatter)
+    parser = Parser(f"python -m bench {name}", **about, allow_abbrev=False)
     for option in inspect.signature(measure).parameters.values():
         kind = type(option.default)
         parser.add_argument(f"--{option.name}", type=within(1, 10**6) if kind is int else kind, default=option.default)

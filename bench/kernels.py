@@ -74,7 +74,7 @@ class Operation:
     """One operation: one row of the table (whole) or two (forward, backward).
 
     draw(seed): returns its inputs. run(module, *inputs): calls the function of `kernels` or `reference`. floor: bytes
-    (with `flops`: FLOP) of forward and backward, or one number without backward. own: {name: PyTorch's variant}.
+    (with `flops`: FLOP) of forward and backward, or one number without backward. rivals: {name: PyTorch's kernel}.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Operation:
     run: Callable
     floor: tuple
     flops: bool = False
-    own: dict = field(default_factory=dict)
+    rivals: dict = field(default_factory=dict)
 
     def inputs(self, seed, wide=False):
         """Return inputs with requires_grad, vectors with a float32 gradient. wide: all in float64."""
@@ -106,15 +106,15 @@ def operations(device, n, h, s, v):
         return Operation(name, draw, call, tuple(2 * count * size for count in passes))
 
     x, v1, wide = (n, h), (h,), [(n, 4 * h), (4 * h,)]
-    added = [x, x, v1, v1, v1]
+    norm = [x, x, v1, v1, v1]
     return [
         simple("add", [x, x, v1], lambda ops, *inputs: ops.add_(*inputs), 3, 1),
         simple(
             "add_layer_norm, nothing added", [x, v1, v1],
             lambda ops, x, *norm: ops.add_layer_norm_(None, x, None, *norm), 2, 4,
         ),
-        simple("add_layer_norm", added, lambda ops, *inputs: ops.add_layer_norm_(*inputs), 4, 4),
-        simple("add_layer_norm, dropout", added, lambda ops, *inputs: ops.add_layer_norm_(*inputs, drop), 4, 5),
+        simple("add_layer_norm", norm, lambda ops, *inputs: ops.add_layer_norm_(*inputs), 4, 4),
+        simple("add_layer_norm, dropout", norm, lambda ops, *inputs: ops.add_layer_norm_(*inputs, drop), 4, 5),
         simple("dropout", [x], lambda ops, x: ops.dropout(x, drop), 2, 2),
         simple("gelu", wide, lambda ops, *inputs: ops.gelu_(*inputs), 2, 3),
         simple("relu", wide, lambda ops, *inputs: ops.relu_(*inputs), 2, 3),
@@ -135,6 +135,7 @@ def randoms(device, seed, shapes, dtype=torch.bfloat16):
 
 
 def attention(device, n, h, s):
+    """q, k and v are views of one tensor, as in the model, so their rows are not contiguous."""
 
     def backend(which):
         def run(qkv):
@@ -144,10 +145,10 @@ def attention(device, n, h, s):
         return run
 
     product = n * s * h
-    own = {"flash": backend(SDPBackend.FLASH_ATTENTION), "cudnn": backend(SDPBackend.CUDNN_ATTENTION)}
+    rivals = {"flash": backend(SDPBackend.FLASH_ATTENTION), "cudnn": backend(SDPBackend.CUDNN_ATTENTION)}
     draw = functools.partial(randoms, device, shapes=[(n // s, s, 3, h // 64, 64)])
     floor = 2 * product, 5 * product
-    return Operation("attention", draw, lambda ops, qkv: ops.attention(*qkv.unbind(2)), floor, True, own)
+    return Operation("attention", draw, lambda ops, qkv: ops.attention(*qkv.unbind(2)), floor, True, rivals)
 
 
 def padded(v):
@@ -270,17 +271,18 @@ class Judge:
         self.exact = results(operation, plain, operation.inputs(0, wide=True))
         self.of_plain = self.errors(results(operation, plain, operation.inputs(0)))
 
-    def errors(self, found):
+    def errors(self, outputs):
         """Return the largest error of each result, relative to the largest exact element."""
-        pairs = zip(found, self.exact, strict=True)
+        pairs = zip(outputs, self.exact, strict=True)
         errors = [(x.double() - right).abs().max() / (right.abs().max() + 1e-30) for x, right in pairs]
         return torch.stack(errors).cpu()
 
     def worst(self, function):
         """Return the largest error / the allowed error."""
-        found = results(self.operation, function, self.operation.inputs(0))
-        rounding = torch.tensor([torch.finfo(x.dtype).eps + 8 * torch.finfo(torch.float32).eps for x in found])
-        return (self.errors(found) / (2 * self.of_plain + rounding)).max().item()
+        outputs = results(self.operation, function, self.operation.inputs(0))
+        sums = 8 * torch.finfo(torch.float32).eps
+        rounding = torch.tensor([torch.finfo(x.dtype).eps + sums for x in outputs])
+        return (self.errors(outputs) / (2 * self.of_plain + rounding)).max().item()
 
 
 def judged(share):
@@ -291,6 +293,7 @@ def judged(share):
 
 
 def compare(machine, sizes, repeats, names):
+    """Print the rows of the operations `names`. Return whether every Triton kernel is right."""
     import kernels
 
     rates = {False: copy_rate(machine), True: product_rate(machine, torch.bfloat16)}
@@ -308,16 +311,16 @@ def compare(machine, sizes, repeats, names):
         machine.give_back()
         plain = functools.partial(operation.run, reference)
         variants = {"Triton": functools.partial(operation.run, kernels), "reference.py": plain}
-        variants |= {"compiled": machine.compile(plain)} | operation.own
-        found = examine(machine, operation, variants, repeats)
+        variants |= {"compiled": machine.compile(plain)} | operation.rivals
+        measurements = examine(machine, operation, variants, repeats)
         for i in range(len(operation.floor)):
-            print(ROW.format(*cells(operation, i, found, rates[operation.flops])), flush=True)
-        right &= found["Triton"].right
+            print(ROW.format(*cells(operation, i, measurements, rates[operation.flops])), flush=True)
+        right &= measurements["Triton"].right
     return right
 
 
 @dataclass
-class Found:
+class Measurement:
     """A variant's error, times (microseconds for one copy of the inputs), or failure."""
 
     error: float = float("nan")
@@ -338,10 +341,10 @@ class Found:
 
 def examine(machine, operation, variants, repeats):
     """Check each variant, then time them in turns."""
-    found = {name: Found() for name in variants}
+    measurements = {name: Measurement() for name in variants}
 
     def try_each(measure_one):
-        for name, what in found.items():
+        for name, what in measurements.items():
             if not what.failure:
                 try:
                     measure_one(variants[name], what)
@@ -355,7 +358,7 @@ def examine(machine, operation, variants, repeats):
     try_each(lambda function, what: timed(machine, operation, function, copies))  # a warm-up
     for _ in range(repeats):
         try_each(lambda function, what: what.times.append(timed(machine, operation, function, copies)))
-    return found
+    return measurements
 
 
 def timed(machine, operation, function, copies):
@@ -364,18 +367,18 @@ def timed(machine, operation, function, copies):
     if len(operation.floor) == 1:
         return (forward / len(copies),)
     leaves = [[x for x in inputs if x.requires_grad] for inputs in copies]
-    given = gradients_of(outputs[0])
+    gradients = gradients_of(outputs[0])
 
     def backward():
-        return [torch.autograd.grad(ys, xs, given) for ys, xs in zip(outputs, leaves, strict=True)]
+        return [torch.autograd.grad(ys, xs, gradients) for ys, xs in zip(outputs, leaves, strict=True)]
 
     return forward / len(copies), machine.timed(backward)[0] / len(copies)
 
 
-def cells(operation, i, found, rate):
-    ours = found["Triton"]
-    achieved = operation.floor[i] / (ours.median(i) * 1e-6)
+def cells(operation, i, measurements, rate):
+    triton = measurements["Triton"]
+    achieved = operation.floor[i] / (triton.median(i) * 1e-6)
     unit = f"{achieved / 1e12:,.1f} TFLOP/s" if operation.flops else f"{achieved / 1e9:,.0f} GB/s"
     direction = ("forward", "backward")[i] if len(operation.floor) == 2 else "whole"
-    times = "; ".join(f"{name} {what.cell(i)}" for name, what in found.items())
-    return operation.name, direction, judged(ours.error), unit, f"{achieved / rate:.0%}", times
+    times = "; ".join(f"{name} {what.cell(i)}" for name, what in measurements.items())
+    return operation.name, direction, judged(triton.error), unit, f"{achieved / rate:.0%}", times

@@ -37,7 +37,7 @@ def measure(layers: int = 4, hidden: int = 256, seq: int = 128, vocab: int = 204
     --repeats                            timed steps of ours and of theirs
     --only                               only layouts whose name contains this text
     """
-    asked = chosen([row[0] for row in LAYOUTS], only)
+    names_chosen = chosen([row[0] for row in LAYOUTS], only)
     if vocab % 128:
         raise UserError(f"--vocab={vocab}: should be a multiple of 128; PyTorch's model has no padding")
     sizes = dict(num_layers=layers, hidden_size=hidden, seq_length=seq, vocab_size=vocab, num_attention_heads=8)
@@ -50,7 +50,7 @@ def measure(layers: int = 4, hidden: int = 256, seq: int = 128, vocab: int = 204
     )
     print(ROW.format("", "n", "ours, ms", "PyTorch's, ms", "ratio", "by CPU time", "against"))
     for processes in (1, 2, 4):
-        names = [name for name, n, *_ in LAYOUTS if n == processes and name in asked]
+        names = [name for name, n, *_ in LAYOUTS if n == processes and name in names_chosen]
         if names:
             with tempfile.TemporaryDirectory() as folder:
                 torch.multiprocessing.spawn(work, (f"{folder}/x", processes, names, fields, repeats), nprocs=processes)
@@ -119,6 +119,7 @@ def fsdp(c, mesh, batches):
 
 
 def dtensor(c, mesh, batches):
+    """Cut the linears and the tied table over tp. `loss_parallel` keeps the logits cut, as our head does."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor import parallel as styles
 
@@ -167,8 +168,8 @@ def pipelining(c, mesh, batches):
     n, rank, device, vee = mesh.pp.size, mesh.pp.rank, torch.device("cpu"), "ZBV" in schedule
     model = Plain(c, mesh.tp, tied=False)
     parts = split(model.units, n * chunks)
-    mine = [rank, 2 * n - 1 - rank] if vee else list(range(rank, n * chunks, n))
-    modules = {i: nn.Sequential(*parts[i]) for i in mine}
+    stage_numbers = [rank, 2 * n - 1 - rank] if vee else list(range(rank, n * chunks, n))
+    modules = {i: nn.Sequential(*parts[i]) for i in stage_numbers}
     stages = [pp.PipelineStage(module, i, n * chunks, device, group=mesh.pp.group) for i, module in modules.items()]
     runner = getattr(pp, schedule)(
         stages if chunks > 1 else stages[0],
@@ -185,6 +186,7 @@ def pipelining(c, mesh, batches):
     ids, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
 
     def step():
+        """Both copies of the tied table have its whole gradient, so the norm leaves one of them out."""
         losses = []
         runner.step(*[ids][:first], target=targets if last else None, losses=losses, return_outputs=False)
         twice = torch.zeros(())  # the tied gradient's squared norm counts twice
@@ -230,14 +232,14 @@ LAYOUTS = [  # name, processes, our fields, micro-batches, PyTorch's variant
 # --- the timing -------------------------------------------------------------------------------------------------------
 
 
-def measured(name, processes, ours, count, theirs, fields, repeats):
+def measured(name, processes, our_fields, count, their_variant, fields, repeats):
     """Return the table's cells of a row of LAYOUTS. Raises UserError if ours and theirs train differently."""
-    mesh = Mesh(ours.get("tp", 1), ours.get("pp", 1))
-    c = Config(**fields, **ours, global_batch_size=4 * count * mesh.data.size)
+    mesh = Mesh(our_fields.get("tp", 1), our_fields.get("pp", 1))
+    c = Config(**fields, **our_fields, global_batch_size=4 * count * mesh.data.size)
     generator = torch.Generator().manual_seed(c.seed)
     tokens = torch.randint(c.vocab_size, (count, mesh.data.size, 4, c.seq_length + 1), generator=generator)
-    mine = samples(tokens[:, mesh.data.rank])
-    steps = [our_step(c, mesh, mine), theirs(c, mesh, mine)]
+    batches = samples(tokens[:, mesh.data.rank])
+    steps = [our_step(c, mesh, batches), their_variant(c, mesh, batches)]
     for i in range(3):
         ours_did, (loss, norm) = (step() for step in steps)
         check_same(name, i + 1, ours_did, (whole_loss(mesh, loss), norm.item()))
@@ -247,7 +249,7 @@ def measured(name, processes, ours, count, theirs, fields, repeats):
         for kind, value in zip(times, timed(steps[which]), strict=True):
             kind[which].append(value)
     milliseconds = [spread(values, "{:.0f}") for values in times[0]]
-    return [name, processes, *milliseconds, *(spread(ratios(*kind)) for kind in times), theirs.__name__]
+    return [name, processes, *milliseconds, *(spread(ratios(*kind)) for kind in times), their_variant.__name__]
 
 
 def our_step(c, mesh, batches):
@@ -257,8 +259,8 @@ def our_step(c, mesh, batches):
     over_and_over = (run.model.micro_batch(*batch) for batch in itertools.cycle(batches))
 
     def step():
-        done = train.train_step(run, over_and_over).read()
-        return done.loss, done.grad_norm
+        numbers = train.train_step(run, over_and_over).read()
+        return numbers.loss, numbers.grad_norm
 
     return step
 
@@ -269,9 +271,9 @@ def whole_loss(mesh, loss):
     return all_reduce(share, mesh.world, "loss").wait().item()
 
 
-def check_same(name, step, ours, theirs):
+def check_same(name, step, our_numbers, their_numbers):
     """Raise UserError if (loss, gradient norm) differ by more than 1e-4 of theirs."""
-    for what, a, b in zip(("loss", "gradient norm"), ours, theirs, strict=True):
+    for what, a, b in zip(("loss", "gradient norm"), our_numbers, their_numbers, strict=True):
         if abs(a - b) > 1e-4 * abs(b):
             raise UserError(f"{name}: the {what} of step {step} differs: ours {a}, PyTorch's {b}")
 

@@ -73,6 +73,7 @@ class Plain(nn.Module):
 
     @torch.no_grad()
     def load(self, c, tp):
+        """Copy the initial values of model.py's ParamSpecs, so that the losses can be compared."""
         for spec in GPT(c, tp).specs().values():
             weight = spec.initial(c.seed)
             if ".qkv." in spec.name:  # ours is [3, a d, ...]

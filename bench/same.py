@@ -14,12 +14,12 @@ def measure(one: str = "", other: str = "", digits: int = 4):
     --digits         relative difference: at most 10^-digits
     """
     with reading(f"--one={one} --other={other}"):
-        ours, theirs = (read_metrics(Path(folder, "metrics.jsonl")) for folder in (one, other))
-    if ours.keys() != theirs.keys() or not ours:
-        raise UserError(f"--one={one} --other={other}: steps {[*ours]} and {[*theirs]}; should be the same")
-    for step, row in ours.items():
+        rows, other_rows = (read_metrics(Path(folder, "metrics.jsonl")) for folder in (one, other))
+    if rows.keys() != other_rows.keys() or not rows:
+        raise UserError(f"--one={one} --other={other}: steps {[*rows]} and {[*other_rows]}; should be the same")
+    for step, row in rows.items():
         for name in ("lm_loss", "grad_norm"):
-            a, b = row[name], theirs[step][name]
+            a, b = row[name], other_rows[step][name]
             if not math.isclose(a, b, rel_tol=10**-digits):
                 raise UserError(f"iteration {step}: {name} {a} in {one}, {b} in {other}; should be equal")
-    print(f"{other}: {len(ours)} steps as {one}")
+    print(f"{other}: {len(rows)} steps as {one}")

@@ -61,9 +61,9 @@ def measure(config: str = "configs/tiny.py", processes: int = 4, steps: int = 10
     with explained(folder):
         prepare(base, folder)
         for name in chosen:
-            found = run(name, processes, folder)
-            print(f"{name}: {found if isinstance(found, str) else spread(found) + ' ms'}", flush=True)
-            milliseconds |= {} if isinstance(found, str) else {name: found}
+            result = run(name, processes, folder)
+            print(f"{name}: {result if isinstance(result, str) else spread(result) + ' ms'}", flush=True)
+            milliseconds |= {} if isinstance(result, str) else {name: result}
     good = sorted(milliseconds, key=lambda name: statistics.median(milliseconds[name]))
     judged = {name: search.facts_of(chosen[name], processes, DEVICES[device]) for name in good} if device else {}
     predicted = [round(1000 * facts["step_seconds"], 2) for facts in judged.values()] or ["-"] * len(good)
@@ -81,18 +81,19 @@ def name_of(c):
 
 def accepted(base, processes):
     """Return the configurations that `config.check` accepts. Raises UserError if there are none."""
-    divisors, found = [n for n in range(1, processes + 1) if processes % n == 0], []
+    configs = []
+    divisors = [n for n in range(1, processes + 1) if processes % n == 0]
     sizes = [2**i for i in range(base.global_batch_size.bit_length())]
     for values in itertools.product(divisors, divisors, sizes):
         c = replace(base, **dict(zip(GRID, values, strict=True)))
         try:
             configuration.check(c, processes)
-            found.append(c)
+            configs.append(c)
         except UserError as error:
             refusal = error
-    if not found:
+    if not configs:
         raise UserError(f"--processes={processes}: no layout suits this configuration; for example: {refusal}")
-    return found
+    return configs
 
 
 def prepare(base, folder):

@@ -128,7 +128,7 @@ def test_bench_train_runs_on_a_cpu(monkeypatch, capsys):
 
 
 def test_out_of_memory_is_a_cell_and_not_the_end(capsys, monkeypatch):
-    monkeypatch.setattr(bench_train.Theirs, "step", exhausted)
+    monkeypatch.setattr(bench_train.PlainModel, "step", exhausted)
     assert bench_train.compare(Cpu(), TINY, 1, 1)
     assert capsys.readouterr().out.count("out of memory") == 2 * 2  # losses and table of two
     monkeypatch.setattr(bench_train.train, "train_step", exhausted)
@@ -136,8 +136,8 @@ def test_out_of_memory_is_a_cell_and_not_the_end(capsys, monkeypatch):
 
 
 def test_another_training_is_refused(monkeypatch):
-    loss = bench_train.Theirs.loss
-    monkeypatch.setattr(bench_train.Theirs, "loss", lambda *arguments: 1.1 * loss(*arguments))
+    loss = bench_train.PlainModel.loss
+    monkeypatch.setattr(bench_train.PlainModel, "loss", lambda *arguments: 1.1 * loss(*arguments))
     with pytest.raises(UserError, match="do not train the same"):
         bench_train.compare(Cpu(), TINY, 1, 1)
 

@@ -94,12 +94,12 @@ def measure(
 
 def load(name, size, micro_batches):
     """Return configs/NAME.py in bf16, without what bench/plain.py lacks. Print the changes."""
-    asked = configuration.load([str(Path(__file__).parents[1] / f"configs/{name}.py")])
+    c = configuration.load([str(Path(__file__).parents[1] / f"configs/{name}.py")])
     changes = dict(dtype="bf16", dropout=0.0, recompute="none", rampup_batch_size="")
-    changed = [f", {k}={getattr(asked, k)} -> {v}" for k, v in changes.items() if getattr(asked, k) != v]
+    changed = [f", {k}={getattr(c, k)} -> {v}" for k, v in changes.items() if getattr(c, k) != v]
     print(f"configs/{name}.py, changed: a constant learning rate{''.join(changed)}")
     sizes = dict(micro_batch_size=size, global_batch_size=size * micro_batches)
-    return dataclasses.replace(asked, **changes, **sizes, **STEADY, lr_warmup_fraction=0.0)
+    return dataclasses.replace(c, **changes, **sizes, **STEADY, lr_warmup_fraction=0.0)
 
 
 def per_update(c):
@@ -114,14 +114,14 @@ class Contestant:
     """One way to train a model. step() returns the loss (a tensor or a PendingStep)."""
 
     name: str
-    model: object  # Ours or Theirs; several contestants may share a model
+    model: object  # OurModel or PlainModel; several contestants may share a model
     step: Callable
     choose: Callable = lambda: None  # sets the model's operations
     seconds: list = field(default_factory=list)  # per step
     failure: str = ""
 
 
-class Ours:
+class OurModel:
     def __init__(self, c, machine, batches):
         self.run = train.build(c, Mesh(), machine.device)
         self.run.zero.initialize(c.seed)
@@ -156,7 +156,7 @@ class Ours:
         self.run.zero.parameters_from_master()
 
 
-class Theirs:
+class PlainModel:
     """`Plain`, trained as in PyTorch's tutorials. torch.compile gets the model with its loss."""
 
     def __init__(self, c, machine, batches):
@@ -196,9 +196,9 @@ class Theirs:
 
 def contestants_of(c, machine, batches, only=""):
     choices = ("auto", "triton", "torch") if machine.device.type == "cuda" else ("auto",)
-    ours, *others = Ours(c, machine, batches).contestants(choices)
-    others += Theirs(c, machine, batches).contestants()
-    return [ours, *(who for who in others if only in who.name)]
+    first_contestant, *others = OurModel(c, machine, batches).contestants(choices)
+    others += PlainModel(c, machine, batches).contestants()
+    return [first_contestant, *(who for who in others if only in who.name)]
 
 
 # --- the comparison ---------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def compare(machine, c, steps, repeats, only=""):
     rounds(machine, contestants, steps, repeats)
     table(machine, c, contestants, steps, repeats)
     profile(machine, contestants[0])
-    return not any(who.failure for who in contestants if isinstance(who.model, Ours))
+    return not any(who.failure for who in contestants if isinstance(who.model, OurModel))
 
 
 def batches_of(c, machine):
@@ -232,15 +232,16 @@ def check_same(machine, contestants):
         who.choose()
         start = time.perf_counter()
         with surviving(machine, who):
-            seen = [value(who.step())]
+            values = [value(who.step())]
             first = time.perf_counter() - start  # with all compilations
-            seen += [value(who.step()) for _ in range(CHECKED - 1)]
-            losses[who.name] = seen
-            print(f"{who.name:<40} losses {' '.join(f'{x:.4f}' for x in seen)} (first step {first:.1f} s)", flush=True)
+            values += [value(who.step()) for _ in range(CHECKED - 1)]
+            losses[who.name] = values
+            text = " ".join(f"{x:.4f}" for x in values)
+            print(f"{who.name:<40} losses {text} (first step {first:.1f} s)", flush=True)
     first = next(iter(losses), None)
-    for name, seen in losses.items():
-        if any(not abs(a - b) <= 0.01 * abs(b) for a, b in zip(seen, losses[first], strict=True)):
-            raise UserError(f"{name} and {first} do not train the same: losses {seen} and {losses[first]}")
+    for name, values in losses.items():
+        if any(not abs(a - b) <= 0.01 * abs(b) for a, b in zip(values, losses[first], strict=True)):
+            raise UserError(f"{name} and {first} do not train the same: losses {values} and {losses[first]}")
 
 
 def value(loss):
@@ -282,6 +283,7 @@ def turn(machine, who, steps):
 
 
 def table(machine, c, contestants, steps, repeats):
+    """Print a row for each contestant. Its speed is also divided by the first one's, turn by turn."""
     peak, flops = peak_tflops(machine.name, c.dtype), model_flops(c, c.global_batch_size)
     tokens = c.global_batch_size * c.seq_length
     relative = f"MFU relative to {peak} TFLOP/s" if peak else f"{flops:.3g} FLOPs in a step"
@@ -308,6 +310,7 @@ def table(machine, c, contestants, steps, repeats):
 
 
 def profile(machine, who):
+    """Print the profile of a step. The step's time comes from a turn without the profiler."""
     if who.failure:
         return
     with surviving(machine, who):
@@ -322,8 +325,9 @@ def profile(machine, who):
             machine.synchronize()
         averages = record.key_averages()
         print(averages.table(sort_by=f"self_{column}_time_total", row_limit=25, max_name_column_width=90))
-        own = "self_device_time_total" if column == "cuda" else "self_cpu_time_total"
-        busy = sum(getattr(event, own) for event in averages if not event.is_user_annotation) / 1000 / PROFILED
+        time_field = "self_device_time_total" if column == "cuda" else "self_cpu_time_total"
+        kernels = [event for event in averages if not event.is_user_annotation]
+        busy = sum(getattr(event, time_field) for event in kernels) / 1000 / PROFILED
         idle = max(0, 1 - busy / milliseconds)
         if on_gpu:
             print(f"kernels take {busy:.2f} ms of a step's {milliseconds:.2f} ms: the GPU is idle for {idle:.1%}")
