@@ -13,13 +13,14 @@ def to_json(row):
 
 
 def read_metrics(path):
-    """Return {iteration: row} of a metrics.jsonl. A line that a crash cut off is skipped."""
+    """Return {iteration: row} of a metrics.jsonl. A line that a crash cut off, or that is no row, is skipped."""
     rows = {}
     for line in Path(path).read_bytes().splitlines():
         with suppress(ValueError):
             row = json.loads(line)
-            row |= {name: float(v) for name, v in row.items() if v in ("nan", "inf", "-inf")}
-            rows[row["iteration"]] = row
+            if isinstance(row, dict) and isinstance(row.get("iteration"), int):
+                row |= {name: float(v) for name, v in row.items() if v in ("nan", "inf", "-inf")}
+                rows[row["iteration"]] = row
     return rows
 
 
@@ -27,7 +28,7 @@ def keep_rows(path, iteration):
     """Leave only the rows up to `iteration`: a run that resumes there repeats the others."""
     path.touch()
     lines = "".join(f"{to_json(row)}\n" for i, row in read_metrics(path).items() if i <= iteration)
-    if path.read_text() != lines:
+    if path.read_bytes() != lines.encode():
         new = path.with_suffix(".new")
         new.write_text(lines)
         new.replace(path)

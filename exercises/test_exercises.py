@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import itertools
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -117,15 +118,15 @@ def first(*lines):
         (8, first("while True:", "    pass"), "no answer in 30 s"),
         (8, first("import os", "os._exit(0)"), "exit code 0"),
         (8, first("import pytest", "pytest.skip()"), "skipped"),
-        (8, first("if :"), "py:120: SyntaxError: invalid syntax"),
+        (8, first("if :"), r"py:\d+: SyntaxError: invalid syntax"),
         (8, [("def one_f_one_b(", "import nonexistent\n\n\ndef one_f_one_b(")], "No module named 'nonexistent'"),
-        (4, [(SUM, SKIPPED)], "rank 1 waited for ranks [0] in all_reduce"),
+        (4, [(SUM, SKIPPED)], r"rank 1 waited for ranks \[0\] in all_reduce"),
     ],
 )
 def test_an_answer_that_stops_the_test_is_red(number, edits, words):
     """Its cause is one line; if ranks lose one another, each rank's last communication."""
     red, _ = required(number, changed(number, edits), 30)
-    assert any(words in message for message in red.values()), red
+    assert any(re.search(words, message) for message in red.values()), red
 
 
 @pytest.mark.parametrize("number", exercise.numbers())
