@@ -42,6 +42,9 @@ nothing here: it gathers them.
 **Whole gradients** of ZeRO-2 and 3 (row `WHOLE`) exist only while they are in use: at most three buckets and the tied
 word table. If a schedule splits B, a chunk has them from its I to its W.
 
+`whole_gradients` and `after_actions` write what `Bucket` and `Mailbox` do a second time, on purpose: a formula that
+runs the program's own code would repeat its mistakes. `test_memory.py` holds them to measured bytes.
+
 **Not counted** (`meter.Activations.process_peak` measures them):
 
     - tensors that live only within one action (logits, gradients of activations)

@@ -70,7 +70,10 @@ def units(c, device, dtype, z, say):
 
 
 class Step:
-    """`parts` is {part: seconds}. model: `search.Model`; layout: its `Layout` of c."""
+    """`parts` is {part: seconds}. model: `search.Model`; layout: its `Layout` of c.
+
+    m: micro-batches of a data rank. exact: simulate the schedule. say(name, formula, seconds): called for each number.
+    """
 
     def __init__(self, c, model, layout, device, m, exact, say):
         self.c, self.layout, self.device, self.m = c, layout, device, m
@@ -145,6 +148,7 @@ class Step:
         return np.array(counts) @ [block, (embedding / 2, embedding / 2, 0, 0, 0, 0), (0, head, 0, 0, 0, 0)] / pipelines
 
     def add_parts(self, stages):
+        """Set `parts` and their sum, from the result of `stages`: the busiest stage sets the pace."""
         c, m = self.c, self.m
         busiest, mean = stages[stages[:, :3].sum(1).argmax()], stages[:, :3].mean(0)
         F, I, W, recomputation, tensor, context = busiest
@@ -263,21 +267,21 @@ def idle(name, p, m, chunks, F, I, W, message, exact=True):
     if p == 1:
         return 0.0, "one stage", 0.0
     letters = dict(p=p, m=m, v=chunks, F=F, I=I, W=W, max=max)
-    known = name in CLOSED and simulation.by_formula(CLOSED[name][0], **letters)
-    if known or not exact:
-        _, waiting, messages = CLOSED[name if known else "1f1b"]
+    has_form = name in CLOSED and simulation.by_formula(CLOSED[name][0], **letters)
+    if has_form or not exact:
+        _, waiting, messages = CLOSED[name if has_form else "1f1b"]
         return simulation.by_formula(waiting, **letters), waiting, simulation.by_formula(messages, **letters) * message
     first = min(m, 3 * p + m % p)  # two short steps predict a long step
     still, moving = ends = simulated(name, p, first, chunks, F, I, W, message)
     if m > first:
-        more = simulated(name, p, first + p, chunks, F, I, W, message)
-        still, moving = ends + (m - first) // p * (more - ends)
+        longer = simulated(name, p, first + p, chunks, F, I, W, message)
+        still, moving = ends + (m - first) // p * (longer - ends)
     return max(0.0, float(still) - m * (F + I + W)), "simulation.simulate", float(moving - still)
 
 
 def simulated(name, p, m, chunks, F, I, W, message):
     """Return the seconds of a step: if messages take no time, and with them."""
-    made = schedule(name, p, m, chunks)
-    v = len(schedules.pipelines(made)[0]) // p
+    order = schedule(name, p, m, chunks)
+    v = len(schedules.pipelines(order)[0]) // p
     cost = {"F": F / v, "B": (I + W) / v, "I": I / v, "W": W / v}
-    return np.array([max(e.end for e in simulation.run_in_order(made, cost, time)) for time in (0, message)])
+    return np.array([max(e.end for e in simulation.run_in_order(order, cost, time)) for time in (0, message)])

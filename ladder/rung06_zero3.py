@@ -42,19 +42,19 @@ def reduce_scatter(unit):
 
 
 def forward(x):
-    kept = []
+    saved = []
     for unit in model:
         gather(unit)
         y = unit(x)
         free(unit)
-        kept.append((unit, x, y))
+        saved.append((unit, x, y))
         x = y.detach().requires_grad_()  # so autograd stops here, and backward goes unit by unit
-    return x, kept
+    return x, saved
 
 
-def backward(dy, kept):  # dy: gradient of the logits
-    while kept:
-        unit, x, y = kept.pop()
+def backward(dy, saved):  # dy: gradient of the logits
+    while saved:
+        unit, x, y = saved.pop()
         gather(unit)
         y.backward(dy)
         free(unit)
@@ -70,9 +70,9 @@ free(model)
 
 for ids, targets in batches():
     ids, targets = ids.chunk(n)[rank], targets.chunk(n)[rank]  # [b/n, s]
-    logits, kept = forward(ids)
+    logits, saved = forward(ids)
     loss = cross_entropy(logits, targets)
     loss.backward()  # gives logits.grad
-    backward(logits.grad, kept)
+    backward(logits.grad, saved)
     adam.step()
     show(loss)

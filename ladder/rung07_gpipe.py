@@ -47,12 +47,12 @@ def backward(x, y, before, after):
 
 def gpipe(stage, ids, targets, before, after):
     """ids, targets: lists of micro-batches. Return the loss; 0 except on the last stage."""
-    kept = [forward(stage, ids[j], targets[j], before, after) for j in range(MICRO_BATCHES)]
-    for x, y in kept:
+    saved = [forward(stage, ids[j], targets[j], before, after) for j in range(MICRO_BATCHES)]
+    for x, y in saved:
         backward(x, y, before, after)
     while sends:
         sends.pop().wait()
-    return sum(y for x, y in kept) if after is None else torch.zeros(())
+    return sum(y for x, y in saved) if after is None else torch.zeros(())
 
 
 def place(rank, n):

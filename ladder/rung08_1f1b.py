@@ -31,12 +31,12 @@ def one_f_one_b(warmup):
 
 
 def run(actions, stage, ids, targets, before, after):
-    kept, loss = {}, torch.zeros(())
+    saved, loss = {}, torch.zeros(())
     for kind, j in actions:
         if kind == "F":
-            kept[j] = forward(stage, ids[j], targets[j], before, after)
+            saved[j] = forward(stage, ids[j], targets[j], before, after)
         else:
-            x, y = kept.pop(j)
+            x, y = saved.pop(j)
             backward(x, y, before, after)
             loss += y.detach() if after is None else 0
     while sends:

@@ -16,14 +16,14 @@ from rung09_tp import cut, f, g, tensor_parallel
 def locate(ids):
     """Return the row of each id in this rank's table, and whether it is there."""
     row = ids - rank * VOCAB // n
-    here = (row >= 0) & (row < VOCAB // n)
-    return row * here, here
+    local = (row >= 0) & (row < VOCAB // n)
+    return row * local, local
 
 
 def embed(ids, table):
     """[b, s] -> [b, s, h]. A vector is 0 except on the rank that has it; g adds."""
-    row, here = locate(ids)
-    return g(F.embedding(row, table) * here[..., None])
+    row, local = locate(ids)
+    return g(F.embedding(row, table) * local[..., None])
 
 
 def cross_entropy(x, table, targets):
@@ -32,8 +32,8 @@ def cross_entropy(x, table, targets):
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     # log(sum of exp z) = largest + log(sum of exp(z - largest)), without overflow
     exp_sum = g((z - largest[..., None]).exp().sum(2))
-    row, here = locate(targets)
-    z_target = g(z.gather(2, row[..., None])[..., 0] * here)  # 0 except on one rank
+    row, local = locate(targets)
+    z_target = g(z.gather(2, row[..., None])[..., 0] * local)  # 0 except on one rank
     return (largest + exp_sum.log() - z_target).sum() / (BATCH * SEQ)
 
 

@@ -15,17 +15,17 @@ model = GPT()
 adam = Adam(model.parameters())
 
 for ids, targets in batches():
-    x, kept = ids, []
+    x, saved = ids, []
     for unit in model:
-        kept.append((unit, x))
+        saved.append((unit, x))
         with torch.no_grad():  # keeps nothing for backward
             x = unit(x)
         x.requires_grad_()
     loss = cross_entropy(x, targets)
     loss.backward()  # gives the gradient of the logits x
     dy = x.grad
-    while kept:
-        unit, x = kept.pop()
+    while saved:
+        unit, x = saved.pop()
         unit(x).backward(dy)
         dy = x.grad
     adam.step()

@@ -65,21 +65,22 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
+        """Turn keys and values once more. Their gradient follows them, one turn behind, to the rank that owns them."""
         q, k, v, y, L = ctx.saved_tensors
-        dq, own, travelling = torch.zeros_like(q, dtype=L.dtype), None, None
+        dq, local, travelling = torch.zeros_like(q, dtype=L.dtype), None, None
         for (keys, values), rows, seen, causal in turns(torch.stack([k, v]), ctx.cp):
-            kept = dy[:, rows], q[:, rows], keys[:, seen], values[:, seen], y[:, rows], L[:, rows]
-            part, *parts = ctx.ops.attention_part_backward(*kept, causal)
+            pieces = dy[:, rows], q[:, rows], keys[:, seen], values[:, seen], y[:, rows], L[:, rows]
+            part, *parts = ctx.ops.attention_part_backward(*pieces, causal)
             dq[:, rows] += part
             gradient = L.new_zeros(2, *k.shape)
             gradient[:, :, seen] = torch.stack(parts).to(L.dtype)
-            if own is None:  # this rank's own keys
-                own = gradient
+            if local is None:  # this rank's own keys
+                local = gradient
                 continue
             if travelling:
                 gradient += travelling.wait()
             travelling = rotate(gradient, ctx.cp, "gradients of keys and values")
-        dk, dv = (own + travelling.wait()).to(q.dtype)
+        dk, dv = (local + travelling.wait()).to(q.dtype)
         return dq.to(q.dtype), dk, dv, None, None
 
 

@@ -54,6 +54,7 @@ class Experts(nn.Module):
         self.c, self.tp, self.activation_ = c, tp, getattr(ops, f"{c.activation}_")
 
     def forward(self, x, batch):
+        """x: [n, h] -> [n, h]. Tokens travel to their experts' ranks and back; a dropped choice adds nothing."""
         c, t, (n, h) = self.c, self.tp.size, x.shape
         G = c.tokens_of_group if batch.targets is not None else 1
         p = (x @ self.router.T).to(torch.promote_types(x.dtype, torch.float32)).softmax(-1)  # [n, E]

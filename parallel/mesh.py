@@ -111,6 +111,7 @@ class Mesh:
         return self._axis(axis.name, axis.ranks, axis.rank, 1)
 
     def _axis(self, name, ranks, index, number=0):
+        """Return an Axis. Two axes with the same ranks and number share a process group."""
         ranks = tuple(int(r) for r in ranks)
         if len(ranks) == 1:
             return Axis(name, ranks, index, self.watch)

@@ -17,6 +17,7 @@ class PenalisedExecutor(Executor):
     """An Executor whose `run` leaves the gradients of the loss with the penalty. It needs ZeRO stage 0."""
 
     def run(self, batches, count, factor):
+        """Run the step at w, then at w + e d with d = g_r - g. The gradients of both are added with their factors."""
         batches, buckets = [next(batches) for _ in range(count)], self.zero.in_order
         self.shares = {}  # {bucket's name: this rank's share of the gradient}
         loss = super().run(iter(batches), count, factor)

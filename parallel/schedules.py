@@ -175,6 +175,9 @@ def zero_bubble(stages, microbatches, factor):
     return actions
 
 
+# First reading: stop here. zb_v, chimera and PipeDream follow, then `each` to `straight`, which make lists of actions.
+
+
 def zb_v(stages, microbatches, chunks=2):
     """ZB-V: rank r has chunk r on the way down (from rank 0 to p-1) and chunk 2p-1-r on the way up (back to rank 0).
 

@@ -47,6 +47,7 @@ def check_schedule(schedule, microbatches=None):
 
 
 def check_actions(schedule, microbatches=None):
+    """Refuse a schedule unless every micro-batch has F and B (or F, I, W) once, on its chunk's rank."""
     name, parts, placement, lists, _ = schedule
     length = max(parts, default=-1) + 1
     if not parts or list(parts) != list(range(length)) * (len(parts) // length):

@@ -128,6 +128,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *parts):
+        """Return dx = dy w. Add dW = dy^T x to `w.grad` while dx is sent, or leave it to the action W."""
         (x,), (w, bias, enter, leave, tp, ops) = ctx.saved_tensors, ctx.arguments
         if bias is None:
             (dy,) = parts

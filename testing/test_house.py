@@ -53,6 +53,20 @@ def functions(path):
             yield node.name, node.end_lineno - node.lineno + 1
 
 
+NO_NOUNS = {*"again few found given here kept known made met more near own there".split()}
+
+
+@pytest.mark.house
+def test_a_name_of_the_core_is_a_noun():
+    """A reader can guess `gradients`, and grep it; `kept` can be anything."""
+    places = []
+    for path in (path for path in tracked() if group_of(path) in ("core", "ladder") and path.endswith(".py")):
+        for node in ast.walk(ast.parse(Path(path).read_text(encoding="utf-8"))):
+            names = {getattr(node, field, None) for field in ("id", "arg", "name", "attr")}
+            places += [f"{path}:{node.lineno}: {name}" for name in names & NO_NOUNS]
+    assert places == []
+
+
 @pytest.mark.house
 def test_no_function_is_longer_than_a_page():
     measured = [path for path in tracked() if group_of(path) in (*PROGRAM, "testing")]
