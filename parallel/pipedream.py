@@ -149,9 +149,9 @@ class PipeDream(Executor):
             self._show(j)
         super().forward(j, c)
 
-    def _backward(self, j, c, deferred):
+    def backward(self, j, c, deferred=None):
         self._show(j)
-        super()._backward(j, c, deferred)
+        super().backward(j, c, deferred)
         for versions in self.versions:
             versions.release(versions.of_batch[j])
 

@@ -162,15 +162,8 @@ class Executor:
         elif not training:
             self.losses[j] = y
 
-    def backward(self, j, c):
-        self._backward(j, c, None)
-
-    def input_gradient(self, j, c):
-        self.deferred[j, c] = []
-        self._backward(j, c, self.deferred[j, c])
-
-    def _backward(self, j, c, deferred):
-        """Run backward of a chunk. deferred: a list to which linears append their weight gradients, or None."""
+    def backward(self, j, c, deferred=None):
+        """B: run the units backwards. deferred: a list to which linears append their weight gradients, or None."""
         chunk, batch = self.chunks[c], self.batch(j)
         pairs = self.activations.pop((j, c))
         before, after = schedules.upstream(self.schedule, c), schedules.downstream(self.schedule, c)
@@ -200,6 +193,10 @@ class Executor:
                     self._reduce(bucket)
         if before is not None:
             self._give("gradient", j, before, gradient)
+
+    def input_gradient(self, j, c):
+        self.deferred[j, c] = []
+        self.backward(j, c, self.deferred[j, c])
 
     @torch.no_grad()
     def weight_gradient(self, j, c):

@@ -74,7 +74,7 @@ def sleepy(config, seed):
 
         return call
 
-    places = [(pipeline.Executor, name) for name in ("forward", "_backward", "weight_gradient")]
+    places = [(pipeline.Executor, name) for name in ("forward", "backward", "weight_gradient")]
     places += [(pipeline.Mailbox, name) for name in ("send", "receive")]
     with contextlib.ExitStack() as stack:
         for place, name in places:
