@@ -16,13 +16,12 @@ and so is its number, 0 or 1. Ranks share no memory. They send tensors with four
 
 Each rung begins with a card. It counts the bytes of rank 0 with n=2 (in brackets n=4). Sends: bytes of a step by rings.
 Memory: bytes of weights, gradients and optimizer state just before Adam's update. Activations are what backward needs.
-Bad: (-> 4) means that rung 4 repairs this.
+Bad: (-> 5) means that rung 5 repairs this.
 """
 
 import atexit
 import os
 import sys
-import time
 from datetime import timedelta
 
 import torch
@@ -38,9 +37,9 @@ def connect(*allowed):
     """Connect the processes. Return (rank, n). allowed: possible n."""
     rank, n = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets these
     if n not in allowed:
-        time.sleep(30 * rank)  # only rank 0 prints: torchrun ends the others
-        print(f"error: nproc_per_node={n}: {sys.argv[0]} needs {' or '.join(map(str, allowed))}", file=sys.stderr)
-        sys.exit(2)
+        if rank == 0:
+            print(f"error: {n} processes: {sys.argv[0]} needs {' or '.join(map(str, allowed))}", file=sys.stderr)
+        sys.exit(0 if "RANK" in os.environ else 2)  # for 2, torchrun would print 30 lines more
     if n > 1:  # Gloo sends between CPUs, NCCL between GPUs. A rank waits for a minute at most
         dist.init_process_group("gloo", timeout=timedelta(minutes=1))
         atexit.register(dist.destroy_process_group)
@@ -61,7 +60,7 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.ln1, self.ln2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
-        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)  # q, k, v of head 0, then of head 1, ... (rung 9 uses this order)
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)  # q, k, v of head 0, then of head 1, ... (rung 11 needs this order)
         self.proj = nn.Linear(HIDDEN, HIDDEN)
         self.fc1 = nn.Linear(HIDDEN, 4 * HIDDEN)
         self.fc2 = nn.Linear(4 * HIDDEN, HIDDEN)
@@ -130,3 +129,7 @@ def show(loss):
         dist.all_reduce(total)
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(f"loss {total:.10f}")
+
+
+if __name__ == "__main__":
+    print("This file has the parts that all rungs share. Begin with: python ladder/rung01_one_process.py")

@@ -2,7 +2,7 @@
 
 Sends   nothing.
 Memory  4P numbers (weights, gradients, two optimizer states): 2,719,744 bytes. Activations of 8 samples.
-Bad     all activations exist together (-> 2). One process is slow (-> 3). A large model does not fit (-> 5 to 10).
+Bad     all activations exist together (-> 2). One process is slow (-> 4). A large model does not fit (-> 6 to 12).
 """
 
 from gpt import GPT, Adam, batches, connect, cross_entropy, show

@@ -2,38 +2,47 @@
 
     rung  mistake                                         what happens
     02    a part's loss is the mean of the part           the losses are m times as large; Adam divides it away
-    03    no AllReduce                                    step 2 is wrong
-          the loss is the mean of the rank's samples      the losses are n times as large; Adam divides it away
-    04    no wait                                         step 2 is wrong, in each run by another amount
-          register_hook instead                           an error: w.grad does not exist yet
-    05    part [0] on each rank                           step 2 is wrong
-          no AllGather                                    step 2 is wrong
-    06    no gather before backward                       an error: storage of size 0
-          the shard is a view (no clone)                  the process dies: the shard was freed with the weight
-    07    no requires_grad_                               an error: x.grad is None
-          no wait for the sends                           a hang: Gloo drops a message without a Python object
-    08    send instead of isend, in F and in B            a hang: two ranks send, and wait for each other's recv
-          warmup = rank                                   a hang: rank 0 waits for B before it has sent F1
-    09    f without AllReduce                             step 2 is wrong, but the loss falls
-          each rank has the bias                          step 1 is wrong: g adds it n times
-    10    AllReduce without the DP group                  an error or a hang: tensors of different sizes
-          no cut of the samples                           the losses are twice as large; Adam divides it away
-    11    no AllReduce of replicated weights              step 2 is wrong: the copies of a LayerNorm differ
-          AllGather's backward without the sum            step 2 is wrong, but the loss falls
-    12    z_target without `here`                         step 1 is wrong; the loss falls below the true one
-          the maximum without AllReduce                   step 1 is wrong
-    13    w.grad = dw instead of the sum                  step 2 is wrong
-          W before I in the list                          an error: I has left no work yet
-    14    no requires_grad_                               an error: the loss has no graph
+    03    no requires_grad_                               an error: the loss has no graph
           no torch.no_grad                                an error: x.grad is None, because x has a graph
+    04    no AllReduce                                    step 2 is wrong
+          the loss is the mean of the rank's samples      the losses are n times as large; Adam divides it away
+    05    no wait                                         step 2 is wrong, in each run by another amount
+          register_hook instead                           an error: w.grad does not exist yet
+    06    part [0] on each rank                           step 2 is wrong
+          no AllGather                                    step 2 is wrong
+    08    no gather before backward                       an error: storage of size 0
+          the shard is a view (no clone)                  the process dies: the shard was freed with the weight
+    07    w.shard.grad = part instead of the sum          step 2 is wrong
+          w.grad stays                                    step 2 is wrong: backward adds the next part to it
+    09    no requires_grad_                               an error: x.grad is None
+          no wait for the sends                           a hang: Gloo drops a message without a Python object
+    10    send instead of isend, in F and in B            a hang: two ranks send, and wait for each other's recv
+          warmup = rank                                   a hang: rank 0 waits for B before it has sent F1
+    11    f without AllReduce                             step 2 is wrong, but the loss falls
+          each rank has the bias                          step 1 is wrong: g adds it n times
+    12    AllReduce without the DP group                  an error or a hang: tensors of different sizes
+          no cut of the samples                           the losses are twice as large; Adam divides it away
+    13    no tags                                         an error or a wrong step 1: a message of the other chunk
+          warmup = n - 1 - rank                           a hang: rank 0 waits for B before its F1b
+    14    w.grad at the newest weights                    step 2 is wrong: B is not that of F
+    15    the twins are not added                         step 2 is wrong
+          both twins begin with `down`                    an error or a wrong step 2
+    16    w.grad = dw instead of the sum                  step 2 is wrong
+          W before I in the list                          an error: I has left no work yet
+    17    no AllReduce of replicated weights              step 2 is wrong: the copies of a LayerNorm differ
+          AllGather's backward without the sum            step 2 is wrong, but the loss falls
+    18    z_target without `local`                         step 1 is wrong; the loss falls below the true one
+          the maximum without AllReduce                   step 1 is wrong
+    19    no AllReduce over the copies                    step 2 is wrong
 
-After a minute of waiting a rank stops, and its error names the line. The test makes the three mistakes of `MISTAKES`.
+After a minute of waiting a rank stops, and its error names the line. The test makes the mistakes of `MISTAKES`.
 A rung runs as it is, in the processes of testing/workers.py. The test replaces `connect` and `show` of gpt.py, and
 counts what the calls of torch.distributed send.
 """
 
 import contextlib
 import gc
+import os
 import re
 import subprocess
 import sys
@@ -61,13 +70,17 @@ SENT = {  # the numbers that each of n ranks sends; x: the first argument of the
 }
 ACTIVATIONS = {  # (rung, with whose activations it is compared, their share on rank r of n)
     "rung02_micro_batches": ("rung01_one_process", lambda r, n: 1 / 4),
-    "rung03_dp": ("rung01_one_process", lambda r, n: 1 / n),
-    "rung08_1f1b": ("rung07_gpipe", lambda r, n: (n - r) / 4),
+    "rung04_dp": ("rung01_one_process", lambda r, n: 1 / n),
+    "rung10_1f1b": ("rung09_gpipe", lambda r, n: (n - r) / 4),
 }
+PIPEDREAM = "rung14_pipedream"
 MISTAKES = [
-    ("rung03_dp", "(model(ids), targets)", "(model(ids), targets) * n"),
-    ("rung05_zero1", "[rank]  #", "[0]  #"),
-    ("rung09_tp", "dist.all_reduce(dx, group=ctx.group)", "pass"),
+    ("rung04_dp", "(model(ids), targets)", "(model(ids), targets) * n"),
+    ("rung06_zero1", "[rank]  #", "[0]  #"),
+    ("rung07_zero2", "part if w.shard.grad is None else w.shard.grad + part", "part"),
+    ("rung11_tp", "dist.all_reduce(dx, group=ctx.group)", "pass"),
+    ("rung15_chimera", "dist.all_reduce(w.grad, group=twins)", "pass"),
+    ("rung19_hybrid_sharding", "dist.all_reduce(w.shard.grad, group=copies)", "pass"),
 ]
 
 
@@ -91,24 +104,29 @@ def activations(peak):
 
 
 def run_rung(name, old="\n", new="\n", change=lambda model: model):
-    """Run a rung on this rank. Return its losses and bytes: (sent in a step, kept, of activations, of whole weights).
+    """Run a rung on this rank. Return its losses and bytes: (sent in a step, kept, the most of activations, of whole
+    weights, of whole gradients).
 
     old, new: a text of the rung, and what replaces it. change: gets the model, and returns it.
     """
-    losses, sent, kept, whole, peak, names = [], [], [], [0], [0], {"__name__": "__main__"}
+    losses, sent, updates, kept, names = [], [], [], [], {"__name__": "__main__"}
+    peak, whole, gradients = [0], [0], [0]
     place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     others = [x for x in gc.get_objects() if type(x) is Parameter]  # an earlier test's, alive in this process
 
     def counting(call, numbers):
         def count(x, *arguments, group=None, **more):
             sent.append(8 * numbers(x, dist.get_world_size(group)))
-            whole.append(size(names["model"].parameters() if "model" in names else []))
+            weights = list(names["model"].parameters()) if isinstance(names.get("model"), torch.nn.Module) else []
+            whole.append(size(weights))
+            gradients.append(size(w.grad for w in weights if w.grad is not None))
             return call(x, *arguments, group=group, **more)
 
         return count
 
     def step(adam):
-        if len(losses) == 1:
+        updates.append(adam)
+        if len(updates) == 2:
             mine = [x for x in gc.get_objects() if type(x) is Parameter and all(x is not y for y in others)]
             tensors = mine + [x for state in adam.state for x in state]
             kept.append(size(tensors + [x.grad for x in tensors if x.grad is not None]))
@@ -135,7 +153,7 @@ def run_rung(name, old="\n", new="\n", change=lambda model: model):
             torch.set_default_dtype(torch.float32)
             for module in {"gpt", *RUNGS} & {*sys.modules}:
                 del sys.modules[module]
-    return losses, (sum(sent) // gpt.STEPS, *kept, max(peak), max(whole))
+    return losses, (sum(sent) // gpt.STEPS, *kept, max(peak), max(whole), max(gradients))
 
 
 def run_all(workers, n, name, *mistake):
@@ -152,19 +170,45 @@ def one_process(workers):
 @pytest.mark.parametrize("name, n", [(name, int(n)) for name in RUNGS for n in ALLOWED[name]])
 def test_a_rung_has_the_losses_of_one_process_and_the_bytes_of_its_card(workers, one_process, name, n):
     losses, counts = run_all(workers, n, name)
-    assert losses == pytest.approx(one_process[0], rel=1e-10)
+    expected = workers.run(1, with_old_weights, n)[0] if name == PIPEDREAM else one_process[0]
+    assert losses == pytest.approx(expected, rel=1e-10)
     pairs = re.findall(r"([\d,]+) bytes(?: \(n=4: ([\d,]+)\))?", RUNGS[name])
-    assert list(counts[0][:2]) == [0] * (n == 1) + [int(pair[n == 4].replace(",", "")) for pair in pairs]
+    assert list(counts[0][:2]) == [0] * (n == 1) + [int((pair[n == 4] or pair[0]).replace(",", "")) for pair in pairs]
     if name in ACTIVATIONS:
         other, share = ACTIVATIONS[name]
         full = one_process[1] * n if other == "rung01_one_process" else run_all(workers, n, other)[1]
         assert [c[2] for c in counts] == [full[r][2] * share(r, n) for r in range(n)]
-    assert name != "rung06_zero3" or max(c[3] for c in counts) == 12_704 * 8  # the weights of one block
+    assert name != "rung08_zero3" or max(c[3] for c in counts) == 12_704 * 8  # the weights of one block
+    assert name != "rung07_zero2" or max(c[4] for c in counts) == 4_096 * 8  # the gradient of fc1.weight
 
 
 @pytest.mark.parametrize("name, right, wrong", MISTAKES)
 def test_a_mistake_shows(workers, one_process, name, right, wrong):
     assert run_all(workers, 2, name, right, wrong)[0] != pytest.approx(one_process[0], rel=1e-4)
+
+
+def with_old_weights(n):
+    """Return PipeDream's losses on one process: on rank r of n, micro-batch j uses weights n-1-r updates old."""
+    import gpt
+
+    torch.set_default_dtype(torch.float64)
+    model, versions, losses = gpt.GPT(), [], []
+    adam = gpt.Adam(model.parameters())
+    for ids, targets in gpt.batches():
+        losses.append(0.0)
+        for x, y in zip(ids.chunk(gpt.MICRO_BATCHES), targets.chunk(gpt.MICRO_BATCHES), strict=True):
+            versions.append({name: w.detach().clone() for name, w in model.named_parameters()})
+            delays = {name: n - 1 - int(name.partition(".")[0]) * n // 8 for name in versions[0]}
+            old = {name: versions[max(0, len(versions) - 1 - delay)][name] for name, delay in delays.items()}
+            weights = {name: w.clone().requires_grad_() for name, w in old.items()}
+            loss = gpt.cross_entropy(torch.func.functional_call(model, weights, x), y)
+            loss.backward()
+            for name, w in model.named_parameters():
+                w.grad = weights[name].grad
+            adam.step()
+            losses[-1] += loss.item()
+    torch.set_default_dtype(torch.float32)
+    return losses
 
 
 def program_and_ladder():
@@ -203,5 +247,21 @@ def test_the_program_trains_the_same_model(workers):
 
 
 def test_another_number_of_processes_is_one_line():
-    done = subprocess.run([sys.executable, LADDER / "rung03_dp.py"], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "rung03_dp.py needs 2 or 4" in done.stderr
+    done = subprocess.run([sys.executable, LADDER / "rung04_dp.py"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "rung04_dp.py needs 2 or 4" in done.stderr
+    done = torchrun(2, "rung01_one_process.py")
+    assert done.returncode == 0 and done.stdout == "" and "error: 2 processes:" in done.stderr.splitlines()[-1]
+
+
+def torchrun(n, *words):
+    command = [sys.executable, "-m", "torch.distributed.run", "--local-addr=localhost", f"--nproc_per_node={n}", *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=LADDER, env=environment, capture_output=True, text=True)
+
+
+def test_with_delayed_messages_overlap_waits_less():
+    """Rung 4 waits for each of its 76 sums. Rung 5 computes meanwhile."""
+    dp, overlap = (torchrun(2, "delay.py", "10", f"rung{rung}.py").stdout for rung in ("04_dp", "05_overlap"))
+    (*losses, dp), (*others, overlap) = dp.splitlines(), overlap.splitlines()
+    waits = [int(re.fullmatch(r"waited (\d+) ms in a step", line)[1]) for line in (dp, overlap)]
+    assert losses == others and waits[0] >= 76 * 10 > waits[1]

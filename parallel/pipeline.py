@@ -1,6 +1,6 @@
 """Execute a schedule: this rank's forwards and backwards, unit by unit, and the messages between ranks.
 
-The first forms are `ladder/rung07` and `08`: `recv` there is `_take` here, `isend` is `_give`.
+The first forms are `ladder/rung09` and `10`: `recv` there is `_take` here, `isend` is `_give`.
 A rank runs its list of actions (`schedules.py`). For micro-batch j and a chunk of units:
 
     F j     receive x, run the chunk's units, send y (the embedding reads ids instead, the head returns losses)

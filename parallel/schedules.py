@@ -1,6 +1,6 @@
 """Pipeline schedules: the order in which each rank computes (slide "パイプライン並列").
 
-The first forms are `ladder/rung07`, `08` and `13`. The model is cut into stages, one on each rank, and the batch into
+The first forms are `ladder/rung09` to `10` and `13` to `16`. The model is cut into stages, one on each rank, and the batch into
 micro-batches. A micro-batch runs forward from the first stage to the last, then backward to the first. It is *in
 flight* from its forward to the end of its backward, and its activations fill memory. The *bubble* is the share of time
 in which a rank waits. A schedule is a list of actions for each rank, made by a function of this file. The same lists

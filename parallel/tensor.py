@@ -1,6 +1,6 @@
 """Tensor parallelism: the matrices of a layer are cut over t ranks (slide "テンソル並列").
 
-The first forms are `ladder/rung09`, `11` and `12`: f there is enter=copy here, g is leave=all_reduce, and n is t.
+The first forms are `ladder/rung11`, `17` and `18`: f there is enter=copy here, g is leave=all_reduce, and n is t.
 Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3; sequence parallelism: Korthikanti et al. (arXiv 2205.05198),
 section 4.2. A block has two pairs of linears: qkv and proj around attention, fc1 and fc2 in the MLP. The first of a
 pair is cut by its outputs (column parallel), the second by its inputs (row parallel). Inside a pair nothing is sent:

@@ -1,6 +1,6 @@
 """ZeRO: shards three kinds of buffers over the data ranks (slides "データ並列 (DP)" and "ZeRO (FSDP)").
 
-The first forms are `ladder/rung03` to `06`: `gather` and `free` there are `gather` and `release` here, the hook is
+The first forms are `ladder/rung04` to `08`: `gather` and `free` there are `gather` and `release` here, the hook is
 `reduce`. Rajbhandari et al. (arXiv 1910.02054), section 5. A *bucket* (`layout.py`) has three kinds of flat buffers:
 optimizer state, gradients, parameters. The ZeRO stage selects the kinds that are sharded over the n data ranks. P:
 elements of a rank's buckets; m: micro-batches.

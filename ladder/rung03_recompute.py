@@ -1,4 +1,4 @@
-"""14. Recomputation (not on the slides): forward keeps only each unit's input. Backward runs the unit again.
+"""3. Recomputation (not on the slides): forward keeps only each unit's input. Backward runs the unit again.
 
     forward: F F F ...      backward: FB FB FB ...
 

@@ -1,4 +1,4 @@
-"""9. テンソル並列 (TP), tensor parallelism: the matrices of a block are cut. Each rank has a/n heads.
+"""11. テンソル並列 (TP), tensor parallelism: the matrices of a block are cut. Each rank has a/n heads.
 
 データ:冗長  モデル:分散  通信:活性, AllReduce, 層毎
 
@@ -7,7 +7,7 @@
 
 Sends   4 AllReduces per block, 8Lbsh(n-1)/n numbers: 786,432 bytes (n=4: 1,179,648).
 Memory  1/n of A (with biases), of B, and of activations between f and g: 1,518,592 bytes (n=4: 918,016).
-Bad     オーバーラップ不可 in forward (`Linear.backward` overlaps). Each rank repeats LayerNorms and head (-> 11, 12).
+Bad     オーバーラップ不可 in forward (`Linear.backward` overlaps). Each rank repeats LayerNorms and head (-> 17, 18).
 """
 
 import torch

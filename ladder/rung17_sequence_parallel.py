@@ -1,17 +1,17 @@
-"""11. Sequence parallelism (not on the slides): rung 9, but from g to the next f each rank has s/n tokens of a sample.
+"""17. Sequence parallelism (not on the slides): rung 11, but from g to the next f each rank has s/n tokens of a sample.
 
-    rung 9    g: AllReduce     --> [b, s, h]   --> LayerNorm --> f: copy
+    rung 11    g: AllReduce     --> [b, s, h]   --> LayerNorm --> f: copy
     here      g: ReduceScatter --> [b, s/n, h] --> LayerNorm --> f: AllGather
 
-Sends   as rung 9, and gradients of LayerNorms, embedding and head: 862,720 bytes (n=4: 1,294,080).
-Memory  as rung 9: 1,518,592 bytes (n=4: 918,016). 1/n of nearly all activations.
+Sends   as rung 11, and gradients of LayerNorms, embedding and head: 862,720 bytes (n=4: 1,294,080).
+Memory  as rung 11: 1,518,592 bytes (n=4: 918,016). 1/n of nearly all activations.
 Bad     the gathered x is kept for backward. `Linear` (parallel/tensor.py) keeps 1/n of it, and gathers again.
 """
 
 import torch
 import torch.distributed as dist
 from gpt import GPT, Adam, batches, connect, cross_entropy, show
-from rung09_tp import TensorParallelBlock
+from rung11_tp import TensorParallelBlock
 from torch import nn
 
 

@@ -1,18 +1,18 @@
-"""13. パイプライン並列 (PP), ZeroBubble: B = I + W, "BackwardのW微分とx微分を分ける". ZB-H1: W fills the bubble.
+"""16. パイプライン並列 (PP), ZeroBubble: B = I + W, "BackwardのW微分とx微分を分ける". ZB-H1: W fills the bubble.
 
     y = x w^T     I: dx = dy w (the stage before waits for it)      W: dw = dy^T x (no rank waits)
-    rank 0    F0F1..I0W0F2I1W1F3I2W2I3W3      13 slots (rung 8: 15)
+    rank 0    F0F1..I0W0F2I1W1F3I2W2I3W3      13 slots (rung 10: 15)
     rank 1    ..F0I0F1I1W0F2I2W1F3I3W2W3      rank r delays W by r micro-batches
 
-Sends   as rung 7: 32,768 bytes (n=4: 32,768).
-Memory  as rung 7: 1,367,040 bytes (n=4: 553,984). Activations of n micro-batches: W's x and dy stay until W.
+Sends   as rung 9: 32,768 bytes (n=4: 32,768).
+Memory  as rung 9: 1,367,040 bytes (n=4: 553,984). Activations of n micro-batches: W's x and dy stay until W.
 Bad     a bubble remains. `zb_h2` and `zb_v` (parallel/schedules.py) have a smaller one.
 """
 
 import torch
 from gpt import MICRO_BATCHES, Adam, batches, connect, show
-from rung07_gpipe import backward, forward, place, sends
-from rung08_1f1b import alternate, each
+from rung09_gpipe import backward, forward, place, sends
+from rung10_1f1b import alternate, each
 
 work = []  # for each I, what its W must do: a list of (w, dy, x)
 

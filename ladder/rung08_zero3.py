@@ -1,4 +1,4 @@
-"""6. ZeRO (FSDP), ZeRO-3: each rank has 1/n of everything. The weights of a unit are whole only while it computes.
+"""8. ZeRO (FSDP), ZeRO-3: each rank has 1/n of everything. The weights of a unit are whole only while it computes.
 
 データ:分散  モデル:一時的に分散  通信:勾配+重み, ReduceScatter+AllGather, 層毎
 
@@ -6,7 +6,6 @@
 
 Sends   P(n-1)/n weights in forward, again in backward, P(n-1)/n gradients: 1,019,904 bytes (n=4: 1,529,856).
 Memory  4P/n numbers: 1,359,872 bytes (n=4: 679,936). In F and B also a unit's weights, in B its gradients.
-        (ZeRO-2 has the weights of ZeRO-1 and the gradients of ZeRO-3.)
 Bad     ranks wait for each gather. `Bucket.start_gather` (parallel/zero.py) gathers the next unit early.
 """
 

@@ -1,4 +1,4 @@
-"""5. ZeRO-1 (the slide has ZeRO-3, rung 6): each rank updates 1/n of each weight tensor, its shard.
+"""6. ZeRO-1 (the slide has ZeRO-3, rung 8): each rank updates 1/n of each weight tensor, its shard.
 
 データ:分散  モデル:冗長  通信:勾配+重み, ReduceScatter+AllGather, ステップ毎
 
@@ -6,7 +6,7 @@
 
 Sends   P(n-1)/n gradients, P(n-1)/n weights: 679,936 bytes (n=4: 1,019,904).
 Memory  weights P, the rest 3P/n: 1,699,840 bytes (n=4: 1,189,888). During backward all P gradients exist.
-Bad     weights and gradients are whole (-> 6). `Zero.publish` (parallel/zero.py) overlaps the AllGather.
+Bad     weights and gradients are whole (-> 7, 8). `Zero.publish` (parallel/zero.py) overlaps the AllGather.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""10. 3-D Parallelism: rungs 3, 8 and 9 together, n=8. TP and DP have groups of ranks (サブコミュニケータ).
+"""12. 3-D Parallelism: rungs 4, 10 and 11 together, n=8. TP and DP have groups of ranks (サブコミュニケータ).
 
                samples 0-3   samples 4-7      TP groups: [0 1], ... (in a node)
     stage 0    [0 1]         [4 5]            pipelines: 0 2, ... (in a rack)
@@ -11,8 +11,8 @@ Bad     nothing overlaps: TP in F and B, DP after the pipeline. n = 2 x 2 x 2; `
 
 import torch.distributed as dist
 from gpt import GPT, MICRO_BATCHES, Adam, batches, connect, show
-from rung08_1f1b import one_f_one_b, run
-from rung09_tp import tensor_parallel
+from rung10_1f1b import one_f_one_b, run
+from rung11_tp import tensor_parallel
 
 rank, n = connect(8)
 dp_rank, pp_rank = rank // 4, rank // 2 % 2

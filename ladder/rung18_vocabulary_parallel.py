@@ -1,16 +1,16 @@
-"""12. Vocabulary parallelism (not on the slides): rung 9, but the v x h weights of embedding and head are cut along v.
+"""18. Vocabulary parallelism (not on the slides): rung 11, but the v x h weights of embedding and head are cut along v.
 
     loss of a token = log(exp z_0 + ... + exp z_127) - z_target      z: logits, v/n on each rank
 
-Sends   as rung 9, and AllReduces of 2bsh + 3bs numbers: 855,040 bytes (n=4: 1,282,560).
-Memory  as rung 9, but 1/n of the tables: 1,387,520 bytes (n=4: 721,408). 1/n of the logits.
+Sends   as rung 11, and AllReduces of 2bsh + 3bs numbers: 855,040 bytes (n=4: 1,282,560).
+Memory  as rung 11, but 1/n of the tables: 1,387,520 bytes (n=4: 721,408). 1/n of the logits.
 Bad     the logits of all tokens exist together. `LinearCrossEntropy` (parallel/tensor.py) has those of 4,096 tokens.
 """
 
 import torch.distributed as dist
 import torch.nn.functional as F
 from gpt import BATCH, GPT, SEQ, VOCAB, Adam, batches, connect, show
-from rung09_tp import cut, f, g, tensor_parallel
+from rung11_tp import cut, f, g, tensor_parallel
 
 
 def locate(ids):

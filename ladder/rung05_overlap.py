@@ -1,10 +1,11 @@
-"""4. データ並列 (DP) with overlap: the AllReduce of a gradient starts when backward has computed this gradient.
+"""5. データ並列 (DP) with overlap: the AllReduce of a gradient starts when backward has computed this gradient.
 
     backward    head | block 6 | block 5 | ...
     AllReduce        | head    | block 6 | ...
 
-Sends   as rung 3, but during backward: 679,936 bytes (n=4: 1,019,904).
-Memory  as rung 3: 2,719,744 bytes (n=4: 2,719,744).
+Sends   as rung 4, but during backward: 679,936 bytes (n=4: 1,019,904).
+Memory  as rung 4: 2,719,744 bytes (n=4: 2,719,744).
+        `torchrun --nproc_per_node=2 ladder/delay.py 5 ladder/rung05_overlap.py` prints what a step waits.
 Bad     it sends many small messages. `Bucket.reduce` (parallel/zero.py) sends one per block.
 """
 

@@ -1,4 +1,4 @@
-"""7. パイプライン並列 (PP), GPipe: each rank has a pipeline stage, 8/n units. All F (forward), then all B (backward).
+"""9. パイプライン並列 (PP), GPipe: each rank has a pipeline stage, 8/n units. All F (forward), then all B (backward).
 
 データ:冗長  モデル:分散  通信:活性, SendRecv, 層毎 (here: ステージ毎)
 
@@ -7,7 +7,7 @@
 
 Sends   bsh numbers to each neighbour, after F and after B (rank 0 has one): 32,768 bytes (n=4: 32,768).
 Memory  4 numbers for each weight of the stage: 1,367,040 bytes (n=4: 553,984). Activations of all m micro-batches.
-Bad     so many activations (-> 8). The bubble (-> 13).
+Bad     so many activations (-> 10). The bubble (-> 13 to 16).
 """
 
 import torch
@@ -17,32 +17,35 @@ from gpt import GPT, HIDDEN, MICRO_BATCHES, Adam, batches, connect, cross_entrop
 sends = []  # messages on their way
 
 
-def forward(stage, ids, targets, before, after):
-    """F of a micro-batch. Return the stage's input and output (on the last stage: the loss)."""
+def forward(stage, ids, targets, before, after, tags=(0, 0)):
+    """F of a micro-batch. Return the stage's input and output (on the last stage: the loss).
+
+    tags: numbers of the messages from and to the ranks before and after. Two chunks on a rank need two (rung 13).
+    """
     if before is None:
         x = ids  # [b/m, s]
     else:
         x = torch.empty(*ids.shape, HIDDEN)  # [b/m, s, h]
-        dist.recv(x, before)  # the result is in x
+        dist.recv(x, before, tag=tags[0])  # the result is in x
         x.requires_grad_()  # so backward computes x.grad
     y = stage(x)
     if after is None:
         y = cross_entropy(y, targets)
     else:
-        sends.append(dist.isend(y.detach(), after))  # returns at once; send would wait
+        sends.append(dist.isend(y.detach(), after, tag=tags[1]))  # returns at once; send would wait
     return x, y
 
 
-def backward(x, y, before, after):
+def backward(x, y, before, after, tags=(0, 0)):
     """B of a micro-batch. x, y: what its F returned."""
     if after is None:
         y.backward()
     else:
         dy = torch.empty_like(y)
-        dist.recv(dy, after)
+        dist.recv(dy, after, tag=tags[1])
         y.backward(dy)
     if before is not None:
-        sends.append(dist.isend(x.grad, before))
+        sends.append(dist.isend(x.grad, before, tag=tags[0]))
 
 
 def gpipe(stage, ids, targets, before, after):

@@ -1,18 +1,18 @@
-"""8. パイプライン並列 (PP), 1F1B (one F, one B): rung 7 in another order. An order is a list of actions.
+"""10. パイプライン並列 (PP), 1F1B (one F, one B): rung 9 in another order. An order is a list of actions.
 
     rank 0    F0F1....B0--F2B1--F3B2--..B3--     warm-up: F0. Then in turn: F1 B0 F2 B1 F3 B2 B3
     rank 1    ..F0B0--F1B1--F2B2--F3B3--....
 
-Sends   as rung 7, after F and after B: 32,768 bytes (n=4: 32,768).
-Memory  as rung 7: 1,367,040 bytes (n=4: 553,984). Activations of (n - rank) micro-batches.
-Bad     the bubble of rung 7. `Executor` (parallel/pipeline.py) runs any list; parallel/schedules.py has more.
+Sends   as rung 9, after F and after B: 32,768 bytes (n=4: 32,768).
+Memory  as rung 9: 1,367,040 bytes (n=4: 553,984). Activations of (n - rank) micro-batches.
+Bad     the bubble of rung 9. `Executor` (parallel/pipeline.py) runs any list; parallel/schedules.py has more.
 """
 
 from itertools import zip_longest
 
 import torch
 from gpt import MICRO_BATCHES, Adam, batches, connect, show
-from rung07_gpipe import backward, forward, place, sends
+from rung09_gpipe import backward, forward, place, sends
 
 
 def each(kind):
