@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 import reference
+from config import divides
 from errors import UserError
 from parallel.context import WAYS, own_positions
 from parallel.experts import Experts
@@ -176,6 +177,9 @@ class GPT(nn.Module):
         blocks = [Block(c, i, tp, ops, cp) for i in range(c.num_layers)]
         self.units = nn.ModuleList([Embedding(c, word, ops), *blocks, Head(c, word, tp, ops)])
         self.unit_specs = [specs(unit) for unit in self.units]  # unit_specs[i]: the ParamSpecs that unit i uses
+        for spec in self.specs().values():
+            if spec.tp_dim is not None:
+                divides("tp", c.tp, f"{spec.name}: dimension {spec.tp_dim}", spec.shape[spec.tp_dim])
 
     def forward(self, batch):
         """Run all units on one process, for generation. Return the logits, or with targets the losses [n]."""

@@ -47,7 +47,7 @@ from parallel import schedules
 from parallel.comm import sent_bytes
 from parallel.experts import places_of_expert
 from parallel.layout import replica_sums, rows_outside, tokens_of_rank
-from parallel.muon import is_matrix
+from parallel.muon import is_cut
 from parallel.optimizer import RULES
 from parallel.pipeline import SENT
 from parallel.tensor import ROWS
@@ -127,7 +127,7 @@ def _context_rows(row, c, blocks, item, master_item):
 def _bucket_rows(row, layout, schedule, pp_rank, data_rank, item, master_item):
     """Add the rows of parameters, gradients and optimizer state."""
     c, zero, updates, norms = layout.config, layout.zero_stage, schedules.updates(schedule), Counter()
-    partial, passes = replica_sums(c, layout.data_ranks), layout.passes(schedule, pp_rank)
+    passes = layout.passes(schedule, pp_rank)
     shards = "shards" if c.zero_copies > 1 else "data"
     for name, bucket in layout.buckets(pp_rank).items():
         holders, m = tuple(layout.holders(name)), passes[name]
@@ -140,12 +140,12 @@ def _bucket_rows(row, layout, schedule, pp_rank, data_rank, item, master_item):
         gathers = [0, versions, versions, 2 * m][zero]
         row(shards, "parameters", "all_gather", gathers, gathers * bucket.size, item)
         for r in bucket.ranges_in(begin, end):
-            if partial and not r.cut:
-                row("tp", partial, "all_reduce", updates, updates * (r.end - r.begin), master_item)
+            if what := replica_sums(c, layout.data_ranks, r):
+                row("tp", what, "all_reduce", updates, updates * (r.end - r.begin), master_item)
         row(holders, "twin gradients", "all_reduce", updates, updates * (end - begin), master_item)
         norms[holders] += 2 * len(bucket.specs)
-        if RULES[c.optimizer].whole and (matrices := [spec for spec in bucket.specs if is_matrix(spec)]):
-            cut = [math.prod(spec.shape) for spec in matrices if spec.tp_dim >= len(spec.shape) - 2]  # no experts
+        if RULES[c.optimizer].whole and (matrices := [spec for spec in bucket.specs if spec.matrix]):
+            cut = [math.prod(spec.shape) for spec in matrices if is_cut(spec)]
             row(shards, "momentum", "all_gather", updates * (zero > 0), updates * bucket.size, master_item)
             row("tp", "momentum", "all_gather", updates * len(cut), updates * sum(cut), master_item)
     if RULES[c.optimizer].layerwise:  # in float64

@@ -15,6 +15,7 @@ If a rule names a *fused* operation, training runs this operation of `reference.
 update in one pass over memory. To change such a rule, edit its function and remove its `fused` in RULES.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -110,7 +111,8 @@ def update(c, buckets, scalars, ops, device):
     rule, constants = RULES[c.optimizer], dict(beta1=c.adam_beta1, beta2=c.adam_beta2, eps=c.adam_eps)
     if rule.fused:
         for b in buckets:
-            ranges = [(r.begin, r.end, r.decays) for r in b.ranges]
+            runs = [(decays, [*run]) for decays, run in itertools.groupby(b.ranges, lambda r: r.decays)]
+            ranges = [(run[0].begin, run[-1].end, decays) for decays, run in runs]
             fused = getattr(ops, rule.fused)
             fused(b.master, b.master_grad, b.moments, scalars, ranges, decay=c.weight_decay, out=b.cast, **constants)
         return
@@ -119,9 +121,9 @@ def update(c, buckets, scalars, ops, device):
     constants |= dict(lr=scalars.lr.item(), scale=scalars.scale.item(), update=scalars.update.item())
     for b in buckets:
         ranges = rule.whole(b, device, decay=c.weight_decay, **constants) if rule.whole else b.ranges
-        for begin, end, _, decays in ranges:
-            w, g, *moments = (x[begin:end] for x in (b.master, b.master_grad, *b.moments))
-            rule.step(w, g, moments, decay=c.weight_decay * decays, **constants)
+        for r in ranges:
+            w, g, *moments = (x[r.begin : r.end] for x in (b.master, b.master_grad, *b.moments))
+            rule.step(w, g, moments, decay=c.weight_decay * r.decays, **constants)
     if rule.layerwise:
         tensors = [(b, piece) for b in buckets for piece in b.pieces]
         norms = tensor_norms(tensors, device).tolist()

@@ -188,7 +188,8 @@ class Executor:
             if is_loss:  # y [n] is still nan: the head's backward fills it
                 gradient = torch.full_like(y, self.factor / len(y))  # d(factor * mean) / dy
             batch.factor = self.factor
-            torch.autograd.backward(y, gradient)
+            if y.requires_grad:  # False: the embedding is frozen
+                torch.autograd.backward(y, gradient)
             if is_loss:
                 self.total += y.detach().mean(dtype=torch.float64)
             for bucket in chunk.buckets[i]:

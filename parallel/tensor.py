@@ -56,6 +56,8 @@ class ParamSpec:
     decay: bool = False  # weight decay applies
     std: float = 0.0  # standard deviation of the initial values
     mean: float = 0.0
+    partial: bool = False  # replicated, but each tp rank has its own part of the gradient (inside a pair: QK-norm)
+    matrix: bool = False  # Muon updates it as a matrix, or as several
 
     @property
     def bucket(self):
@@ -133,7 +135,8 @@ class Linear(torch.autograd.Function):
             (dy,) = parts
         else:
             dy, sums = ops.join(parts)
-            bias.grad.add_(sums.view_as(bias))
+            if bias.requires_grad:
+                bias.grad.add_(sums.view_as(bias))
         dy = start(CONJUGATE[leave], dy, tp, "activations").wait()
         gathering = start(enter, x, tp, "activations")
         dx = dy @ w.flatten(0, -2)
@@ -159,7 +162,8 @@ class WeightGradient(NamedTuple):
 
 
 def add_product(w, dy, x):
-    reference.add_product_(w.grad.flatten(0, -2), dy.T, x)
+    if w.requires_grad:
+        reference.add_product_(w.grad.flatten(0, -2), dy.T, x)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -171,7 +175,7 @@ class ColumnParallelLinear(nn.Module):
     def __init__(self, name, shape, std, tp, sequence_parallel, ops=reference, adds_bias=True):
         super().__init__()
         cut = len(shape) - 2
-        self.weight = ParamSpec(f"{name}.weight", shape, cut, True, std)
+        self.weight = ParamSpec(f"{name}.weight", shape, cut, True, std, matrix=True)
         self.bias = ParamSpec(f"{name}.bias", shape[:-1], cut)
         self.tp, self.ops, self.adds_bias = tp, ops, adds_bias
         self.enter = "all_gather" if sequence_parallel else "copy"
@@ -189,7 +193,7 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, name, shape, std, tp, sequence_parallel):
         super().__init__()
-        self.weight = ParamSpec(f"{name}.weight", shape, 1, True, std)
+        self.weight = ParamSpec(f"{name}.weight", shape, 1, True, std, matrix=True)
         self.bias = ParamSpec(f"{name}.bias", shape[:1])
         self.tp, self.leave = tp, "reduce_scatter" if sequence_parallel else "all_reduce"
 

@@ -46,7 +46,7 @@ from torch import nn
 import reference
 from parallel import optimizer
 from parallel.comm import all_gather, all_reduce, reduce_scatter
-from parallel.layout import replica_sums
+from parallel.layout import REPLICATED, replica_sums
 from parallel.optimizer import RULES
 from parallel.tensor import ParamSpec
 
@@ -172,6 +172,10 @@ class Bucket:
         self.settle()  # a buffer must not change while it is sent
         if self.grad.open():
             self.grad.whole.zero_()
+
+    def frozen(self, flat):
+        """Return the parts of `flat` (as long as the shard) whose parameter has requires_grad=False."""
+        return [piece.of(flat) for piece, p in zip(self.pieces, self.params, strict=True) if not p.requires_grad]
 
     def defer_to(self, products):
         """Let linears append their `WeightGradient`s to the list `products`. None: compute at once."""
@@ -321,14 +325,17 @@ class Zero:
     def sum_over_tp(self):
         """Sum the gradients of replicated parameters over tp (`layout.replica_sums` says why).
 
-        Without sequence parallelism all take the first tp rank's gradients: the others add 0 times theirs.
+        Of equal gradients all take the first tp rank's: the others add 0 times theirs.
         """
-        if what := replica_sums(self.config, self.mesh.data.size):
-            parts = [(b.grad.shard[r.begin : r.end], b.tp) for b in self.in_order for r in b.ranges if not r.cut]
-            for part, tp in parts:
-                if not self.config.sequence_parallel and tp.rank > 0:
-                    part.mul_(0)  # 0 times inf or nan is nan, so all ranks skip the step
-            wait_for([all_reduce(part, tp, what) for part, tp in parts])
+        tp, sums = self.mesh.tp, []
+        for bucket in self.in_order:
+            for r in bucket.ranges:
+                if what := replica_sums(self.config, self.mesh.data.size, r):
+                    part = bucket.grad.shard[r.begin : r.end]
+                    if what == REPLICATED and tp.rank > 0:
+                        part.mul_(0)  # 0 times inf or nan is nan, so all ranks skip the step
+                    sums.append((part, tp, what))
+        wait_for([all_reduce(*one) for one in sums])
 
     def sum_over_holders(self):
         """Sum gradients over the pipeline ranks that keep a copy: of the tied word table, in Chimera of all buckets."""
@@ -366,8 +373,13 @@ class Zero:
         # With offload, the copy of the scalars to the CPU waits for the GPU. Then the gradients have arrived, too.
         scalars = reference.UpdateScalars(*(x.to(self.state_device) for x in scalars))
         ops = reference if self.config.offload else self.ops
+        frozen = [(x, x.clone()) for b in buckets for flat in (b.master, *b.moments) for x in b.frozen(flat)]
         optimizer.update(self.config, buckets, scalars, ops, self.device)
+        for x, before in frozen:  # weight decay has changed it
+            x.copy_(before)
         for bucket in buckets:
+            if frozen and bucket.cast is not None:
+                bucket.cast.copy_(bucket.master)
             bucket.return_weights()
 
     def publish(self):
