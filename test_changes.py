@@ -15,8 +15,9 @@ import torch.nn.functional as F
 import train
 from model import Block, LayerNorm
 from parallel.tensor import ColumnParallelLinear, ParamSpec
+from recovery import checkpoint
 from testing import tiny
-from testing.tiny import check_layout, first_step, one_process, tiny_config
+from testing.tiny import check_layout, configured, fails, first_step, one_process, tiny_config
 
 LAYOUTS = [  # (processes, fields)
     (2, dict(tp=2)),
@@ -84,6 +85,14 @@ def normalize_queries(block, c, **fields):
 @pytest.mark.parametrize("ranks, fields", LAYOUTS, ids=str)
 def test_a_replicated_weight_inside_a_pair_has_partial_gradients(workers, ranks, fields):
     check_change(workers, "qk_norm", ranks, optimizer="adamw", **fields)
+
+
+def test_without_partial_a_run_ends_after_its_first_update(workers, tokens_dir, tmp_path):
+    config = configured(tmp_path, tokens_dir, tp=2)
+    for said in workers.run(2, changed, "qk_norm without partial", fails, config):
+        assert said.startswith("after iteration 1 copies differ: block0.q_norm: ranks [0] and ranks [1] (is it used")
+        assert "Then ParamSpec(partial=True)" in said and "\n" not in said
+    assert not checkpoint.all_steps(tmp_path)
 
 
 class GatedLayerNorm(LayerNorm):

@@ -163,7 +163,7 @@ def train(run, tokens, validation, logger):
             # A checkpoint of nan would be useless. Skipped updates change no weight, but the weights before them may
             # be the cause: saves between them would soon replace all good checkpoints.
             saving = due(c.save_interval) and not interval.bad_losses and (last or not interval.bad_gradients)
-            if due(c.check_replicas) or saving if c.check_replicas else first and interval.updated:
+            if (due(c.check_replicas) or saving) if c.check_replicas else (first and interval.updated):
                 with interval.paused():
                     replicas.compare_copies(run.zero, counters.iteration)
                 first = False
