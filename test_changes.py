@@ -5,6 +5,7 @@ A change is right on every layout: it trains what the same change trains on one 
 
 import contextlib
 import functools
+import itertools
 from dataclasses import replace
 from unittest import mock
 
@@ -13,11 +14,14 @@ import torch
 import torch.nn.functional as F
 
 import train
-from model import Block, LayerNorm
+from accounts.test_ledger import counted
+from model import GPT, Block, Head, LayerNorm
 from parallel.tensor import ColumnParallelLinear, ParamSpec
 from recovery import checkpoint
+from test_model import plain_gpt
 from testing import tiny
-from testing.tiny import check_layout, configured, fails, first_step, one_process, tiny_config
+from testing.compare import same_tensor
+from testing.tiny import built, check_layout, configured, fails, first_step, one_process, tiny_batches, tiny_config
 
 LAYOUTS = [  # (processes, fields)
     (2, dict(tp=2)),
@@ -162,7 +166,75 @@ def test_a_frozen_weight_is_frozen_on_every_layout(workers, ranks, fields, optim
     check_change(workers, "frozen", ranks, optimizer=optimizer, **fields)
 
 
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def squared_losses():
+    """A term beside the loss: the last line of `Head.forward`."""
+    forward = Head.forward
+
+    def changed_forward(self, x, batch):
+        y = forward(self, x, batch)
+        return y if batch.targets is None else y + 0.1 * y.square()
+
+    with mock.patch.object(Head, "forward", changed_forward):
+        yield
+
+
+@contextlib.contextmanager
+def left_out():
+    """No loss for the words below 25: a micro-batch, a data rank, a cp rank have few or many of them."""
+    micro_batch = GPT.micro_batch
+
+    def changed_micro_batch(self, ids, targets, *rest):
+        return micro_batch(self, ids, targets.where(targets >= 25, -100), *rest)
+
+    with mock.patch.object(GPT, "micro_batch", changed_micro_batch):
+        yield
+
+
+@pytest.mark.parametrize("change", ["squared_losses", "left_out"])
+def test_the_changed_loss_and_its_gradients_are_those_of_plain_pytorch(change):
+    with CHANGES[change]():
+        run = built(tiny_config(1, init_method_std=0.2))
+        batches = [*itertools.islice(tiny_batches(run), 3)]
+        for _ in range(2):  # the first time, the executor learns that the head computes with its losses
+            run.zero.zero_grad()
+            loss = run.executor.run(iter(batches), 3, 1 / 3) / 3
+        ours = {p.spec.name: p.grad.clone() for p in run.model.parameters()}
+        validated = run.executor.evaluate(batches)
+    for p in run.model.parameters():
+        p.grad = None
+    plain = torch.cat([plain_gpt(run, b.ids.view(b.shape), b.targets.view(b.shape)) for b in batches])
+    plain = plain + 0.1 * plain.square() if change == "squared_losses" else plain
+    assert torch.allclose(torch.cat([*validated.values()]), plain, rtol=1e-12)
+    assert (plain == 0).any() == (change == "left_out")
+    plain.mean().backward()
+    assert torch.allclose(loss, plain.detach().mean(), rtol=1e-12)
+    for p in run.model.parameters():
+        same_tensor(f"the gradient of {p.spec.name}", ours[p.spec.name], p.grad)
+
+
+@pytest.mark.parametrize("ranks, fields", LAYOUTS, ids=str)
+@pytest.mark.parametrize("change", ["squared_losses", "left_out"])
+def test_a_changed_loss_is_right_on_every_layout(workers, ranks, fields, change):
+    check_change(workers, change, ranks, **fields)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_ledger_knows_that_forward_computes_the_losses(workers, sequence_parallel):
+    config = tiny_config(1, 2, sequence_parallel=sequence_parallel)
+    plain, twice = (workers.run(2, changed, change, counted, [config])[0][0] for change in ("none", "squared_losses"))
+    assert twice[0] == twice[1], "the formula differs from the bytes"
+    rows = "tp", "cross-entropy rows", "all_reduce"
+    assert twice[0][rows][0] == 2 * plain[0][rows][0], "another head computes its losses twice, too"
+
+
 CHANGES = {
+    "none": contextlib.nullcontext,
+    "squared_losses": squared_losses,
+    "left_out": left_out,
     "qk_norm": lambda: another_block(functools.partial(normalize_queries, partial=True, decay=True)),
     "qk_norm without partial": lambda: another_block(normalize_queries),
     "gate": lambda: another_block(add_gate),

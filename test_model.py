@@ -77,7 +77,7 @@ def test_a_cut_dimension_that_tp_does_not_divide_is_refused_by_name(monkeypatch)
 
     monkeypatch.setattr(Block, "__init__", with_341_columns)
     GPT(tiny_config(2), tp=None)
-    with pytest.raises(UserError, match="block0.fc1.weight: dimension 0 = 341 is not a multiple of tp = 2"):
+    with pytest.raises(UserError, match=r"block0\.fc1\.weight: dimension 0 = 341 is not a multiple of tp = 2"):
         GPT(tiny_config(1, tp=2), tp=None)
 
 

@@ -31,6 +31,7 @@ A boundary lies between two consecutive chunks on different ranks. The small ter
 
     embedding, head       one all_reduce per micro-batch, the embedding's in forward, the head's in backward
     cross-entropy rows    max, sum, target logit
+    ... real losses       if the head computes with its losses: forward, too, with an all_gather (sequence parallel)
     partial gradients     under sequence parallelism, gradients of replicated parameters, over tp
     replicated gradients  the same gradients without sequence parallelism, if n > 2 (`layout.replica_sums`)
     twin gradients        gradients of a bucket that several pipeline ranks keep, over its holders
@@ -77,10 +78,11 @@ def how_often(key, zero):
     return PER.get(axis) or PER.get(what, usual)
 
 
-def predict_sent(layout, schedule, pp_rank, data_rank, item, master_item):
+def predict_sent(layout, schedule, pp_rank, data_rank, item, master_item, real_losses=False):
     """Return the table above as {(axis, what, operation): (calls, bytes)} for a step on one rank.
 
     item: bytes of an element of a parameter or an activation; master_item: of a gradient or a cross-entropy row.
+    real_losses: of the Executor.
     """
     c, table, updates = layout.config, {}, schedules.updates(schedule)  # PipeDream has several
     sizes = layout.axis_sizes()
@@ -98,6 +100,9 @@ def predict_sent(layout, schedule, pp_rank, data_rank, item, master_item):
     for operation, calls in (gathered if c.sequence_parallel else {"all_reduce": 2 + again}).items():
         for what, count in [("activations", pairs * calls * blocks), ("embedding", embeddings), ("head", heads)]:
             row("tp", what, operation, count, count * tokens * c.hidden_size, item)
+    if real_losses and c.sequence_parallel:
+        row("tp", "head", "all_gather", heads, heads * tokens * c.hidden_size, item)
+    heads *= 1 + real_losses  # times that a loss is computed
     calls = 2 * heads * math.ceil(tokens / ROWS)
     row("tp", "cross-entropy rows", "all_reduce", calls, 3 * heads * tokens, master_item)
     _context_rows(row, c, blocks, item, master_item)
