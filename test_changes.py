@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 import train
 from accounts.test_ledger import counted
+from errors import UserError
 from model import GPT, Block, Head, LayerNorm
 from parallel.tensor import ColumnParallelLinear, ParamSpec
 from recovery import checkpoint
@@ -229,6 +230,50 @@ def test_the_ledger_knows_that_forward_computes_the_losses(workers, sequence_par
     assert twice[0] == twice[1], "the formula differs from the bytes"
     rows = "tp", "cross-entropy rows", "all_reduce"
     assert twice[0][rows][0] == 2 * plain[0][rows][0], "another head computes its losses twice, too"
+
+
+# --- the loop ---------------------------------------------------------------------------------------------------------
+
+READS = {
+    "a parameter": lambda p: p.norm(),
+    "several parameters": lambda p: torch.stack([p, p]),
+    "p.data": lambda p: p.data,
+    "p.mT": lambda p: p.mT,
+    "p.grad": lambda p: p.grad.norm(),
+    "p.grad.data": lambda p: p.grad.data,
+}
+
+
+def read_in_the_loop(config):
+    """Read weights and gradients between two steps. Return (what could be read, norms of the whole weights)."""
+    run = built(config)
+    batches, norms = tiny_batches(run), []
+    for _ in range(3):
+        train.train_step(run, batches)
+        on_the_way = [bucket.gathering for bucket in run.zero.in_order if bucket.gathering and bucket.gathering.work]
+        assert bool(on_the_way) == (config.zero in (1, 2)), "publish has lost its overlap"
+        found = []
+        for name, read in READS.items():
+            p = run.model.units[1].qkv.weight
+            try:
+                read(p)
+                found.append(name)
+            except UserError as error:
+                assert str(error).startswith("block0.qkv.weight"), error
+                assert "run.zero.whole_parameters()" in str(error) and "\n" not in str(error)
+        assert p.requires_grad and p.shape == (3, 16, 16) and p.numel() == 768, "its size can be read"
+        norms.append({p.spec.name: p.norm().item() for p in run.zero.whole_parameters()})
+        next(run.zero.whole_parameters())  # a reader who breaks off
+    return found, norms
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_the_loop_reads_whole_weights_or_is_told_how(workers, zero):
+    _, right = read_in_the_loop(tiny_config(1))
+    for found, norms in workers.run(2, read_in_the_loop, tiny_config(2, zero=zero)):
+        assert found == ([] if zero else [*READS])
+        for ours, one in zip(norms, right, strict=True):
+            assert ours == pytest.approx(one, rel=1e-10)
 
 
 CHANGES = {

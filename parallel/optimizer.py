@@ -15,7 +15,6 @@ If a rule names a *fused* operation, training runs this operation of `reference.
 update in one pass over memory. To change such a rule, edit its function and remove its `fused` in RULES.
 """
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -111,8 +110,7 @@ def update(c, buckets, scalars, ops, device):
     rule, constants = RULES[c.optimizer], dict(beta1=c.adam_beta1, beta2=c.adam_beta2, eps=c.adam_eps)
     if rule.fused:
         for b in buckets:
-            runs = [(decays, [*run]) for decays, run in itertools.groupby(b.ranges, lambda r: r.decays)]
-            ranges = [(run[0].begin, run[-1].end, decays) for decays, run in runs]
+            ranges = [(r.begin, r.end, r.decays) for r in b.ranges]
             fused = getattr(ops, rule.fused)
             fused(b.master, b.master_grad, b.moments, scalars, ranges, decay=c.weight_decay, out=b.cast, **constants)
         return

@@ -46,6 +46,7 @@ from torch import nn
 import reference
 from parallel import optimizer
 from parallel.comm import all_gather, all_reduce, reduce_scatter
+from parallel.hidden import OTHER
 from parallel.layout import REPLICATED, replica_sums
 from parallel.optimizer import RULES
 from parallel.tensor import ParamSpec
@@ -55,7 +56,7 @@ class Flat:
     """A flat buffer of a bucket. whole: [size]. shard: the elements that this rank updates.
 
     Not sharded: `shard` is a view into `whole`. Sharded: `shard` is a buffer of its own, and `whole` has storage only
-    from `open` to `close`.
+    from `open` to `close`. views: the parameters or their gradients, which are views into `whole`.
     """
 
     def __init__(self, size, bounds, sharded, dtype, device):
@@ -64,6 +65,14 @@ class Flat:
         self.sharded = sharded
         view = self.whole[slice(*bounds)]
         self.shard = torch.zeros_like(view) if sharded else view
+        self.views, self.hidden = [], False
+
+    def hide(self, hidden=True):
+        """Let nobody read the views (`hidden.py`). False: let them be read again."""
+        if hidden != self.hidden:
+            self.hidden = hidden
+            for view in self.views:
+                view.__class__ = OTHER[type(view)]
 
     def open(self):
         """Give `whole` storage. Return True if it had none; then its values are undefined."""
@@ -71,14 +80,17 @@ class Flat:
         closed = storage.size() == 0
         if closed:
             storage.resize_(self.whole.nbytes)
+            self.hide(False)
         return closed
 
     def close(self):
         if self.sharded:
             free(self.whole)
+            self.hide()
 
     def clear(self):
         (self.shard if self.sharded else self.whole).zero_()
+        self.hide(self.sharded)
 
 
 def free(x):
@@ -143,6 +155,9 @@ class Bucket:
         if self.grad is not None:
             p.grad_dtype = master_dtype
             p.grad = piece.of(self.grad.whole).view(shape)
+            p.grad.spec = p.spec
+            self.grad.views.append(p.grad)
+        self.param.views.append(p)
         return p
 
     # --- parameters, before and after a unit computes -----------------------------------------------------------------
@@ -315,6 +330,8 @@ class Zero:
         self.sum_over_data()
         self.sum_over_tp()
         self.sum_over_holders()
+        for bucket in self.in_order:
+            bucket.grad.hide(self.shards.size > 1)  # only the shard is summed
 
     def sum_over_data(self):
         for bucket in [*self.window.buckets]:
@@ -385,6 +402,20 @@ class Zero:
     def publish(self):
         for bucket in self.buckets.values():  # in the order of forward
             bucket.publish()
+            bucket.param.hide(self.shards.size > 1)  # until `gather`
+
+    def whole_parameters(self):
+        """Yield this rank's parameters, whole and new, one after another: the way to read weights between two steps.
+
+        All data ranks must call it.
+        """
+        for bucket in self.buckets.values():
+            bucket.gather()
+            bucket.param.hide(False)
+            try:
+                yield from bucket.params
+            finally:
+                bucket.release()
 
     def finish_gathers(self):
         """Wait until all parameters are whole (stages 0 to 2)."""
