@@ -25,6 +25,7 @@ from tokenizer import copied
 
 COMPARED = 1, 32  # new tokens whose logits are also computed without the cache
 
+
 def load_model(path, device):
     """Return (model, tokenizer). path: a checkpoint or an out_dir."""
     folder = checkpoint.find(path)
@@ -73,14 +74,15 @@ def generate(model, ids, count, temperature=1.0, top_k=0, top_p=1.0, generator=N
     device = next(model.parameters()).device
     positions = model.config.positions
     ids, new, start, caches = list(ids), list(ids), 0, [[] for _ in range(model.config.num_layers)]
-    prompt = len(ids)
+    prompt, due = len(ids), [*COMPARED]
     for _ in range(count):
         if start + len(new) > positions:
             start, new, caches = 0, ids[-max(1, positions // 2) :], [[] for _ in caches]
         batch = model.micro_batch(torch.tensor([new], device=device), start=start, caches=caches)
         logits = model(batch)[-1]
         token = draw_token(logits, temperature, top_k, top_p, generator)
-        if start and len(ids) - prompt in COMPARED:
+        if start and due and len(ids) - prompt >= due[0]:
+            due.pop(0)
             whole = model.micro_batch(torch.tensor([ids[-start - 1 :]], device=device))
             compare_logits(logits, model(whole)[-1], "attention's cache does not follow a change of the model")
         start, new = start + len(new), [token]

@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import reference
 import train
 from accounts.test_ledger import counted
 from errors import UserError
 from model import GPT, Block, Head, LayerNorm
+from operations import choose
 from parallel.tensor import ColumnParallelLinear, ParamSpec
 from recovery import checkpoint
 from test_model import plain_gpt
@@ -126,6 +128,37 @@ def test_muons_update_of_a_new_matrix_is_orthogonal():
     step = (after["block0.gate"] - before["block0.gate"]) / (0.2 * config.hidden_size**0.5)
     assert torch.linalg.svdvals(step)[-2] > 0.6  # LayerNorm's y has no mean: one value is 0
     assert (after["block0.qkv.bias"] - before["block0.qkv.bias"]).abs().max() <= 1, "the update is not AdamW's"
+
+
+@contextlib.contextmanager
+def window():
+    """A query sees 3 keys."""
+    with mock.patch.object(reference, "visible", lambda i, j: (j <= i) & (j > i - 3)):
+        reference.is_causal.cache_clear()
+        yield
+    reference.is_causal.cache_clear()
+
+
+@pytest.mark.parametrize("ranks, fields", LAYOUTS, ids=str)
+def test_all_kinds_of_attention_share_one_mask(workers, ranks, fields):
+    check_change(workers, "window", ranks, **fields)
+
+
+def test_a_window_is_that_of_a_written_out_softmax():
+    q, k, v = torch.randn(3, 2, 8, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    scores = torch.einsum("biad,bjad->baij", q, k) / 5**0.5
+    seen = torch.ones(8, 8, dtype=torch.bool).tril().triu(-2)
+    right = torch.einsum("baij,bjad->biad", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    with window():
+        assert torch.allclose(reference.attention(q, k, v), right, rtol=1e-12)
+        cache, parts = [], [x.split(1, 1) for x in (q, k, v)]
+        steps = [reference.attention(*one, cache) for one in zip(*parts, strict=True)]
+        assert torch.allclose(torch.cat(steps, 1), right, rtol=1e-12), "the cache ignores the window"
+        config = tiny_config(1, kernels="triton", dtype="fp32")
+        with mock.patch.dict("os.environ", TRITON_INTERPRET="1"):
+            assert choose(config, torch.device("cpu"), "fp32").attention is reference.attention
+    with mock.patch.dict("os.environ", TRITON_INTERPRET="1"):
+        assert choose(config, torch.device("cpu"), "fp32").attention is not reference.attention
 
 
 # --- freeze -----------------------------------------------------------------------------------------------------------
@@ -282,6 +315,7 @@ CHANGES = {
     "left_out": left_out,
     "qk_norm": lambda: another_block(functools.partial(normalize_queries, partial=True, decay=True)),
     "qk_norm without partial": lambda: another_block(normalize_queries),
+    "window": window,
     "gate": lambda: another_block(add_gate),
     "frozen": frozen,
 }
