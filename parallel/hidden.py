@@ -2,7 +2,7 @@
 
 torch would read freed memory (the process dies without a word), or old values. Here it raises one line. While a tensor
 is hidden it has another Python class (torch's UninitializedParameter does the same), so a tensor that is not hidden
-costs nothing. Between the steps of a run are hidden:
+costs nothing. Between two steps are hidden:
 
     ZeRO stage      1                                2                            3
     p               until `publish` has arrived      the same                     freed
@@ -14,24 +14,22 @@ from torch import nn
 
 from errors import UserError
 
-VALUES = "data T mT H mH real imag".split()  # attributes that are values, or views of them
-WITHOUT_VALUES = "requires_grad_ size dim numel stride".split()  # methods
+WITHOUT_VALUES = "shape grad requires_grad requires_grad_ is_leaf grad_fn dtype device ndim dim size numel".split()
 REMEDY = (
     "can't be read between steps: `for p in run.zero.whole_parameters()` has whole weights on all ranks; the "
-    "gradients of this rank's shard are in bucket.grad.shard (GUIDE.md, Change the loop)"
+    "gradients of this rank's shard are in bucket.grad.shard (GUIDE.md, Change the model)"
 )
 
 
 class Hidden:
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), keywords=None):
+        """Return what needs no values. function: a method, or `__get__` of an attribute."""
         attribute = getattr(getattr(function, "__self__", None), "__name__", None)
-        read = function.__name__ == "__get__" and attribute in VALUES
-        if function.__name__ in ("__get__", "__set__", *WITHOUT_VALUES) and not read:
+        if attribute in WITHOUT_VALUES or function.__name__ in WITHOUT_VALUES:
             return super().__torch_function__(function, types, arguments, keywords or {})
-        groups = [x if isinstance(x, list | tuple) else [x] for x in arguments]
-        names = [x.spec.name for group in groups for x in group if isinstance(x, Hidden)]
-        raise UserError(f"{', '.join(names) or 'a parameter'}: {REMEDY}")
+        spec = getattr(arguments[0], "spec", None)
+        raise UserError(f"{spec.name if spec else 'a parameter'} {REMEDY}")
 
 
 class HiddenParameter(Hidden, nn.Parameter):
@@ -42,5 +40,17 @@ class HiddenGradient(Hidden, torch.Tensor):
     pass
 
 
-OTHER = {nn.Parameter: HiddenParameter, torch.Tensor: HiddenGradient}  # {class of a tensor: while it is hidden}
+OTHER = {nn.Parameter: HiddenParameter, torch.Tensor: HiddenGradient}
 OTHER |= {hidden: shown for shown, hidden in OTHER.items()}
+
+
+class Views(list):
+    """Parameters or gradients that are hidden together."""
+
+    hidden = False
+
+    def hide(self, hidden=True):
+        if hidden != self.hidden:
+            self.hidden = hidden
+            for view in self:
+                view.__class__ = OTHER[type(view)]

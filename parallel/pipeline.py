@@ -232,7 +232,7 @@ class Executor:
             bucket.start_gather()
         for bucket in chunk.buckets[i]:
             bucket.gather()
-            bucket.param.hide(False)
+            bucket.param.views.hide(False)
 
     def _reduce(self, bucket):
         self.passes[bucket.name] -= 1

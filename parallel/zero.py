@@ -46,7 +46,7 @@ from torch import nn
 import reference
 from parallel import optimizer
 from parallel.comm import all_gather, all_reduce, reduce_scatter
-from parallel.hidden import OTHER
+from parallel.hidden import Views
 from parallel.layout import REPLICATED, replica_sums
 from parallel.optimizer import RULES
 from parallel.tensor import ParamSpec
@@ -65,14 +65,7 @@ class Flat:
         self.sharded = sharded
         view = self.whole[slice(*bounds)]
         self.shard = torch.zeros_like(view) if sharded else view
-        self.views, self.hidden = [], False
-
-    def hide(self, hidden=True):
-        """Let nobody read the views (`hidden.py`). False: let them be read again."""
-        if hidden != self.hidden:
-            self.hidden = hidden
-            for view in self.views:
-                view.__class__ = OTHER[type(view)]
+        self.views = Views()
 
     def open(self):
         """Give `whole` storage. Return True if it had none; then its values are undefined."""
@@ -80,17 +73,17 @@ class Flat:
         closed = storage.size() == 0
         if closed:
             storage.resize_(self.whole.nbytes)
-            self.hide(False)
+            self.views.hide(False)
         return closed
 
     def close(self):
         if self.sharded:
             free(self.whole)
-            self.hide()
+            self.views.hide()
 
     def clear(self):
         (self.shard if self.sharded else self.whole).zero_()
-        self.hide(self.sharded)
+        self.views.hide(self.sharded)
 
 
 def free(x):
@@ -331,7 +324,7 @@ class Zero:
         self.sum_over_tp()
         self.sum_over_holders()
         for bucket in self.in_order:
-            bucket.grad.hide(self.shards.size > 1)  # only the shard is summed
+            bucket.grad.views.hide(self.shards.size > 1)  # only the shard is summed
 
     def sum_over_data(self):
         for bucket in [*self.window.buckets]:
@@ -402,7 +395,7 @@ class Zero:
     def publish(self):
         for bucket in self.buckets.values():  # in the order of forward
             bucket.publish()
-            bucket.param.hide(self.shards.size > 1)  # until `gather`
+            bucket.param.views.hide(self.shards.size > 1)  # until `gather`
 
     def whole_parameters(self):
         """Yield this rank's parameters, whole and new, one after another: the way to read weights between two steps.
@@ -411,7 +404,7 @@ class Zero:
         """
         for bucket in self.buckets.values():
             bucket.gather()
-            bucket.param.hide(False)
+            bucket.param.views.hide(False)
             try:
                 yield from bucket.params
             finally:
