@@ -17,8 +17,9 @@ import reference
 import train
 from accounts.test_ledger import counted
 from errors import UserError
-from model import GPT, Block, Head, LayerNorm
+from model import GPT, MLP, Block, Head, LayerNorm
 from operations import choose
+from parallel.optimizer import RULES, Rule
 from parallel.tensor import ColumnParallelLinear, ParamSpec
 from recovery import checkpoint
 from test_model import plain_gpt
@@ -161,6 +162,24 @@ def test_a_window_is_that_of_a_written_out_softmax():
         assert choose(config, torch.device("cpu"), "fp32").attention is not reference.attention
 
 
+@contextlib.contextmanager
+def dropout():
+    """Dropout at the end of the MLP."""
+    forward = MLP.forward
+
+    def changed_forward(self, x, batch):
+        y = forward(self, x, batch)
+        return reference.dropout(y, batch.drop(1, site=1000))
+
+    with mock.patch.object(MLP, "forward", changed_forward):
+        yield
+
+
+@pytest.mark.parametrize("ranks, fields", LAYOUTS, ids=str)
+def test_dropout_at_a_new_site_has_equal_masks(workers, ranks, fields):
+    check_change(workers, "dropout", ranks, dropout=0.2, **fields)
+
+
 # --- freeze -----------------------------------------------------------------------------------------------------------
 
 
@@ -216,6 +235,29 @@ def squared_losses():
         yield
 
 
+cross_entropy_ = reference.cross_entropy_
+
+
+def smoothed_cross_entropy_(logits, targets, columns, weights=None, reduce=None):
+    """Label smoothing: 0.9 of the target's loss, and 0.1 of the mean over the losses of all words."""
+    reduce = reduce or (lambda x, op: x)
+    real = torch.arange(logits.shape[1]) < columns
+    z = logits.where(real, -torch.inf)
+    top = reduce(z.amax(1), "max")
+    totals = torch.stack([(z - top[:, None]).exp().sum(1), logits.where(real, 0.0).sum(1), real.sum().expand(len(z))])
+    total, all_logits, words = reduce(totals, "sum")
+    log_total = total.log() + top
+    losses = 0.9 * cross_entropy_(logits, targets, columns, weights, reduce) + 0.1 * (log_total - all_logits / words)
+    if weights is not None:
+        softmax = (z - log_total[:, None]).exp()
+        logits.mul_(0.9).add_((0.1 * weights)[:, None] * (softmax - 1 / words[:, None]).where(real, 0.0))
+    return losses
+
+
+def smoothing():
+    return mock.patch.object(reference, "cross_entropy_", smoothed_cross_entropy_)
+
+
 @contextlib.contextmanager
 def left_out():
     """No loss for the words below 25: a micro-batch, a data rank, a cp rank have few or many of them."""
@@ -233,9 +275,10 @@ def test_the_changed_loss_and_its_gradients_are_those_of_plain_pytorch(change):
     with CHANGES[change]():
         run = built(tiny_config(1, init_method_std=0.2))
         batches = [*itertools.islice(tiny_batches(run), 3)]
+        losses = []
         for _ in range(2):  # the first time, the executor learns that the head computes with its losses
             run.zero.zero_grad()
-            loss = run.executor.run(iter(batches), 3, 1 / 3) / 3
+            losses.append(run.executor.run(iter(batches), 3, 1 / 3).item() / 3)
         ours = {p.spec.name: p.grad.clone() for p in run.model.parameters()}
         validated = run.executor.evaluate(batches)
     for p in run.model.parameters():
@@ -245,13 +288,13 @@ def test_the_changed_loss_and_its_gradients_are_those_of_plain_pytorch(change):
     assert torch.allclose(torch.cat([*validated.values()]), plain, rtol=1e-12)
     assert (plain == 0).any() == (change == "left_out")
     plain.mean().backward()
-    assert torch.allclose(loss, plain.detach().mean(), rtol=1e-12)
+    assert losses == pytest.approx([plain.mean().item()] * 2, rel=1e-12), f"the losses of two runs are {losses}"
     for p in run.model.parameters():
         same_tensor(f"the gradient of {p.spec.name}", ours[p.spec.name], p.grad)
 
 
 @pytest.mark.parametrize("ranks, fields", LAYOUTS, ids=str)
-@pytest.mark.parametrize("change", ["squared_losses", "left_out"])
+@pytest.mark.parametrize("change", ["squared_losses", "left_out", "smoothing"])
 def test_a_changed_loss_is_right_on_every_layout(workers, ranks, fields, change):
     check_change(workers, change, ranks, **fields)
 
@@ -309,6 +352,31 @@ def test_the_loop_reads_whole_weights_or_is_told_how(workers, zero):
             assert ours == pytest.approx(one, rel=1e-10)
 
 
+def averaging_sgd(weight, gradient, moments, *, lr, scale, **_):
+    """SGD, and an average of the weights as a moment."""
+    weight.add_(gradient, alpha=-lr * scale)
+    moments[0].lerp_(weight, 0.1)
+
+
+def averages(config):
+    """Return ({parameter: (begin, end, values)} of the averages of this rank, norms of the whole weights)."""
+    with mock.patch.dict(RULES, sgd=Rule(averaging_sgd, 1)):
+        run = built(config)
+        batches = tiny_batches(run)
+        for _ in range(3):
+            train.train_step(run, batches)
+        pieces = [(bucket, piece) for bucket in run.zero.in_order for piece in bucket.pieces]
+        return {p.spec.name: (p.begin, p.end, p.of(bucket.moments[0]).clone()) for bucket, p in pieces}
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_an_average_of_the_weights_is_a_moment(workers, zero):
+    right = averages(tiny_config(1, optimizer="sgd"))
+    for found in workers.run(2, averages, tiny_config(2, optimizer="sgd", zero=zero)):
+        for name, (begin, end, values) in found.items():
+            same_tensor(f"the average of {name}", values, right[name][2][begin:end])
+
+
 CHANGES = {
     "none": contextlib.nullcontext,
     "squared_losses": squared_losses,
@@ -316,6 +384,8 @@ CHANGES = {
     "qk_norm": lambda: another_block(functools.partial(normalize_queries, partial=True, decay=True)),
     "qk_norm without partial": lambda: another_block(normalize_queries),
     "window": window,
+    "dropout": dropout,
+    "smoothing": smoothing,
     "gate": lambda: another_block(add_gate),
     "frozen": frozen,
 }
