@@ -277,7 +277,7 @@ class Zero:
         self.master_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.state_device = torch.device("cpu") if config.offload else self.device
         self.updates = torch.zeros((), dtype=torch.int64, device=device)  # steps that were not skipped
-        self.window = Window()
+        self.window, self.unequal = Window(), []
         self.shards, self.copies = mesh.cut_data(layout.shards)
         # NCCL runs the calls of a group one after another. In a second group, a sum does not delay the next gather.
         self.sum_axis = mesh.second(self.shards) if layout.zero_stage == 3 else self.shards
@@ -335,17 +335,20 @@ class Zero:
     def sum_over_tp(self):
         """Sum the gradients of replicated parameters over tp (`layout.replica_sums` says why).
 
-        Of equal gradients all take the first tp rank's: the others add 0 times theirs.
+        Of equal gradients all take the first tp rank's: the others add 0 times theirs. unequal: how far these were
+        from it (`replicas.py` refuses more than rounding).
         """
-        tp, sums = self.mesh.tp, []
+        tp, sums, own = self.mesh.tp, [], []
         for bucket in self.in_order:
             for r in bucket.ranges:
                 if what := replica_sums(self.config, self.mesh.data.size, r):
                     part = bucket.grad.shard[r.begin : r.end]
-                    if what == REPLICATED and tp.rank > 0:
-                        part.mul_(0)  # 0 times inf or nan is nan, so all ranks skip the step
+                    if what == REPLICATED:
+                        own.append((bucket.name, part, part.clone()))
+                        part.mul_(tp.rank == 0)  # 0 times inf or nan is nan, so all ranks skip the step
                     sums.append((part, tp, what))
         wait_for([all_reduce(*one) for one in sums])
+        self.unequal = [(name, (part - before).norm() / part.norm()) for name, part, before in own]
 
     def sum_over_holders(self):
         """Sum gradients over the pipeline ranks that keep a copy: of the tied word table, in Chimera of all buckets."""

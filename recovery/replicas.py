@@ -20,6 +20,7 @@ from parallel.comm import gather_objects
 from parallel.layout import ALIGN
 
 WORDS_AT_ONCE = 1 << 17  # words that are multiplied at once
+ROUNDING = 1e-4  # of a gradient's norm
 PARTIAL = " (is it used between the two linears of a pair? Then ParamSpec(partial=True): GUIDE.md, Change the model)"
 
 
@@ -79,5 +80,9 @@ def differing_copies(zero):
 
 def compare_copies(zero, iteration):
     """Raise UserError if two copies differ. Every rank calls this between two steps."""
+    for names in gather_objects([name for name, distance in zero.unequal if distance > ROUNDING], zero.mesh.world):
+        if names:
+            text = f"up to iteration {iteration} gradients of {names[0]} that should be equal on all tp ranks differ"
+            raise agreed(f"{text}{PARTIAL}; nothing is saved")
     if differing := differing_copies(zero):
         raise agreed(f"after iteration {iteration} copies differ: {differing[0]}; nothing is saved")
