@@ -145,7 +145,7 @@ class Head(nn.Module):
     """x -> the loss of every token, [n]. Without targets (generation) it returns logits.
 
     In training, forward returns a tensor of nan. Backward writes the losses into it (`LinearCrossEntropy`). A head that
-    computes with its losses gets real ones in forward, and computes its logits twice (`Executor.forward`).
+    computes with its losses gets real ones in forward, and computes its logits twice (`Executor.real_losses`).
     """
 
     recomputable = False  # the head keeps little: backward computes the logits

@@ -14,7 +14,7 @@ and weight decay need only a few slices, even if a shard begins or ends inside a
     | cut over tp, decays | cut over tp, no decay | replicated, decays | replicated, no decay | padding |
                                                   ^
     To the right of the mark only tp rank 0 counts in the norm, and with sequence parallelism gradients are partial
-    (without it those of a ParamSpec with `partial`). Each of the four also lies in order of `partial` and `matrix`.
+    (otherwise only those of `ParamSpec.partial`). Each of the four is in the order of `partial` and `matrix`.
 """
 
 import itertools

@@ -181,9 +181,10 @@ class Bucket:
         if self.grad.open():
             self.grad.whole.zero_()
 
-    def frozen(self, flat):
-        """Return the parts of `flat` (as long as the shard) whose parameter has requires_grad=False."""
-        return [piece.of(flat) for piece, p in zip(self.pieces, self.params, strict=True) if not p.requires_grad]
+    def frozen(self):
+        """Return this rank's weights and moments whose parameter has requires_grad=False, a list of views."""
+        pieces = [piece for piece, p in zip(self.pieces, self.params, strict=True) if not p.requires_grad]
+        return [piece.of(flat) for piece in pieces for flat in (self.master, *self.moments)]
 
     def defer_to(self, products):
         """Let linears append their `WeightGradient`s to the list `products`. None: compute at once."""
@@ -338,7 +339,7 @@ class Zero:
         Of equal gradients all take the first tp rank's: the others add 0 times theirs. unequal: how far these were
         from it (`replicas.py` refuses more than rounding).
         """
-        tp, sums, own = self.mesh.tp, [], []
+        tp, started, own = self.mesh.tp, [], []
         for bucket in self.in_order:
             for r in bucket.ranges:
                 if what := replica_sums(self.config, self.mesh.data.size, r):
@@ -346,8 +347,8 @@ class Zero:
                     if what == REPLICATED:
                         own.append((bucket.name, part, part.clone()))
                         part.mul_(tp.rank == 0)  # 0 times inf or nan is nan, so all ranks skip the step
-                    sums.append((part, tp, what))
-        wait_for([all_reduce(*one) for one in sums])
+                    started.append(all_reduce(part, tp, what))
+        wait_for(started)
         self.unequal = [(name, (part - before).norm() / part.norm()) for name, part, before in own]
 
     def sum_over_holders(self):
@@ -386,7 +387,7 @@ class Zero:
         # With offload, the copy of the scalars to the CPU waits for the GPU. Then the gradients have arrived, too.
         scalars = reference.UpdateScalars(*(x.to(self.state_device) for x in scalars))
         ops = reference if self.config.offload else self.ops
-        frozen = [(x, x.clone()) for b in buckets for flat in (b.master, *b.moments) for x in b.frozen(flat)]
+        frozen = [(x, x.clone()) for bucket in buckets for x in bucket.frozen()]
         optimizer.update(self.config, buckets, scalars, ops, self.device)
         for x, before in frozen:  # weight decay has changed it
             x.copy_(before)

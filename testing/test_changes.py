@@ -230,14 +230,17 @@ def test_a_frozen_weight_is_frozen_on_every_layout(workers, ranks, fields, optim
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
+TERMS = {"squared_losses": lambda y: y + 0.1 * y.square(), "doubled_in_place": lambda y: y.mul_(2)}
+
+
 @contextlib.contextmanager
-def squared_losses():
-    """A term beside the loss: the last line of `Head.forward`."""
+def computed_with(term):
+    """term(losses): in the last line of `Head.forward`."""
     forward = Head.forward
 
     def changed_forward(self, x, batch):
         y = forward(self, x, batch)
-        return y if batch.targets is None else y + 0.1 * y.square()
+        return y if batch.targets is None else term(y)
 
     with mock.patch.object(Head, "forward", changed_forward):
         yield
@@ -278,7 +281,7 @@ def left_out():
         yield
 
 
-@pytest.mark.parametrize("change", ["squared_losses", "left_out"])
+@pytest.mark.parametrize("change", [*TERMS, "left_out"])
 def test_the_changed_loss_and_its_gradients_are_those_of_plain_pytorch(change):
     with CHANGES[change]():
         run = built(tiny_config(1, init_method_std=0.2))
@@ -292,7 +295,7 @@ def test_the_changed_loss_and_its_gradients_are_those_of_plain_pytorch(change):
     for p in run.model.parameters():
         p.grad = None
     plain = torch.cat([plain_gpt(run, b.ids.view(b.shape), b.targets.view(b.shape)) for b in batches])
-    plain = plain + 0.1 * plain.square() if change == "squared_losses" else plain
+    plain = TERMS.get(change, torch.clone)(plain)
     assert torch.allclose(torch.cat([*validated.values()]), plain, rtol=1e-12)
     assert (plain == 0).any() == (change == "left_out")
     plain.mean().backward()
@@ -387,7 +390,7 @@ def test_an_average_of_the_weights_is_a_moment(workers, zero):
 
 CHANGES = {
     "none": contextlib.nullcontext,
-    "squared_losses": squared_losses,
+    **{name: functools.partial(computed_with, term) for name, term in TERMS.items()},
     "left_out": left_out,
     "qk_norm": lambda: another_block(functools.partial(normalize_queries, partial=True, decay=True)),
     "qk_norm without partial": lambda: another_block(normalize_queries),
