@@ -46,7 +46,8 @@ from torch import nn
 import reference
 from parallel import optimizer
 from parallel.comm import all_gather, all_reduce, reduce_scatter
-from parallel.layout import replica_sums
+from parallel.hidden import OTHER
+from parallel.layout import REPLICATED, replica_sums
 from parallel.optimizer import RULES
 from parallel.tensor import ParamSpec
 
@@ -55,7 +56,7 @@ class Flat:
     """A flat buffer of a bucket. whole: [size]. shard: the elements that this rank updates.
 
     Not sharded: `shard` is a view into `whole`. Sharded: `shard` is a buffer of its own, and `whole` has storage only
-    from `open` to `close`.
+    from `open` to `close`. views: the parameters or their gradients, which are views into `whole`.
     """
 
     def __init__(self, size, bounds, sharded, dtype, device):
@@ -64,6 +65,14 @@ class Flat:
         self.sharded = sharded
         view = self.whole[slice(*bounds)]
         self.shard = torch.zeros_like(view) if sharded else view
+        self.views, self.hidden = [], False
+
+    def hide(self, hidden=True):
+        """Let nobody read the views (`hidden.py`). False: let them be read again."""
+        if hidden != self.hidden:
+            self.hidden = hidden
+            for view in self.views:
+                view.__class__ = OTHER[type(view)]
 
     def open(self):
         """Give `whole` storage. Return True if it had none; then its values are undefined."""
@@ -71,14 +80,17 @@ class Flat:
         closed = storage.size() == 0
         if closed:
             storage.resize_(self.whole.nbytes)
+            self.hide(False)
         return closed
 
     def close(self):
         if self.sharded:
             free(self.whole)
+            self.hide()
 
     def clear(self):
         (self.shard if self.sharded else self.whole).zero_()
+        self.hide(self.sharded)
 
 
 def free(x):
@@ -143,6 +155,9 @@ class Bucket:
         if self.grad is not None:
             p.grad_dtype = master_dtype
             p.grad = piece.of(self.grad.whole).view(shape)
+            p.grad.spec = p.spec
+            self.grad.views.append(p.grad)
+        self.param.views.append(p)
         return p
 
     # --- parameters, before and after a unit computes -----------------------------------------------------------------
@@ -172,6 +187,10 @@ class Bucket:
         self.settle()  # a buffer must not change while it is sent
         if self.grad.open():
             self.grad.whole.zero_()
+
+    def frozen(self, flat):
+        """Return the parts of `flat` (as long as the shard) whose parameter has requires_grad=False."""
+        return [piece.of(flat) for piece, p in zip(self.pieces, self.params, strict=True) if not p.requires_grad]
 
     def defer_to(self, products):
         """Let linears append their `WeightGradient`s to the list `products`. None: compute at once."""
@@ -311,6 +330,8 @@ class Zero:
         self.sum_over_data()
         self.sum_over_tp()
         self.sum_over_holders()
+        for bucket in self.in_order:
+            bucket.grad.hide(self.shards.size > 1)  # only the shard is summed
 
     def sum_over_data(self):
         for bucket in [*self.window.buckets]:
@@ -321,14 +342,17 @@ class Zero:
     def sum_over_tp(self):
         """Sum the gradients of replicated parameters over tp (`layout.replica_sums` says why).
 
-        Without sequence parallelism all take the first tp rank's gradients: the others add 0 times theirs.
+        Of equal gradients all take the first tp rank's: the others add 0 times theirs.
         """
-        if what := replica_sums(self.config, self.mesh.data.size):
-            parts = [(b.grad.shard[r.begin : r.end], b.tp) for b in self.in_order for r in b.ranges if not r.cut]
-            for part, tp in parts:
-                if not self.config.sequence_parallel and tp.rank > 0:
-                    part.mul_(0)  # 0 times inf or nan is nan, so all ranks skip the step
-            wait_for([all_reduce(part, tp, what) for part, tp in parts])
+        tp, sums = self.mesh.tp, []
+        for bucket in self.in_order:
+            for r in bucket.ranges:
+                if what := replica_sums(self.config, self.mesh.data.size, r):
+                    part = bucket.grad.shard[r.begin : r.end]
+                    if what == REPLICATED and tp.rank > 0:
+                        part.mul_(0)  # 0 times inf or nan is nan, so all ranks skip the step
+                    sums.append((part, tp, what))
+        wait_for([all_reduce(*one) for one in sums])
 
     def sum_over_holders(self):
         """Sum gradients over the pipeline ranks that keep a copy: of the tied word table, in Chimera of all buckets."""
@@ -366,13 +390,32 @@ class Zero:
         # With offload, the copy of the scalars to the CPU waits for the GPU. Then the gradients have arrived, too.
         scalars = reference.UpdateScalars(*(x.to(self.state_device) for x in scalars))
         ops = reference if self.config.offload else self.ops
+        frozen = [(x, x.clone()) for b in buckets for flat in (b.master, *b.moments) for x in b.frozen(flat)]
         optimizer.update(self.config, buckets, scalars, ops, self.device)
+        for x, before in frozen:  # weight decay has changed it
+            x.copy_(before)
         for bucket in buckets:
+            if frozen and bucket.cast is not None:
+                bucket.cast.copy_(bucket.master)
             bucket.return_weights()
 
     def publish(self):
         for bucket in self.buckets.values():  # in the order of forward
             bucket.publish()
+            bucket.param.hide(self.shards.size > 1)  # until `gather`
+
+    def whole_parameters(self):
+        """Yield this rank's parameters, whole and new, one after another: the way to read weights between two steps.
+
+        All data ranks must call it.
+        """
+        for bucket in self.buckets.values():
+            bucket.gather()
+            bucket.param.hide(False)
+            try:
+                yield from bucket.params
+            finally:
+                bucket.release()
 
     def finish_gathers(self):
         """Wait until all parameters are whole (stages 0 to 2)."""

@@ -66,12 +66,7 @@ def tiny_batches(run, vocab_size=50, reader=None):
 
 def parameters(run):
     """Return copies, {parameter: this rank's tp slice}."""
-    parts = {}
-    for bucket in run.zero.in_order:
-        bucket.gather()
-        parts |= {p.spec.name: p.detach().clone() for p in bucket.params}
-        bucket.release()
-    return parts
+    return {p.spec.name: p.detach().clone() for p in run.zero.whole_parameters()}
 
 
 def gradients(run):
