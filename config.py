@@ -103,7 +103,7 @@ class Config:
     eval_only: bool = False  # print a checkpoint's loss
     split: str = "val"  # split of eval_only
     stop_after_nan: int = 20  # losses or gradients in a row that are nan or inf, until the run stops (0: never)
-    check_replicas: int = 0  # updates between comparisons of the ranks' copies (0: never)
+    check_replicas: int = 0  # updates between comparisons of the ranks' copies (0: once, after the first)
     ledger: bool = False  # print traffic and memory, measured and predicted, and waits
     delay: float = 0.0  # ms that each communication takes longer, on a CPU
     trace: str = ""  # file for the last steps' actions, in Chrome's format

@@ -26,7 +26,7 @@ import torch
 
 import config as configuration
 from config import Config
-from generate import load_model
+from generate import compare_logits, load_model
 from model import GPT
 from recovery import checkpoint
 from reference import ACTIVATIONS
@@ -191,17 +191,9 @@ def write_checkpoint(folder, opt, model, config, tokenizer):
 def to_hf(path, out):
     """Write a folder of transformers from the checkpoint `path`, or from the latest one in it."""
     hf, (model, tokenizer) = transformers(), load_model(path, torch.device("cpu"))
-    config, opt = model.config, model.config.activation == "relu"
-    with torch.device("meta"):
-        hf_model = hf.AutoModelForCausalLM.from_config(config_to_hf(hf, opt, config, tokenizer))
-    tensors = {name: torch.zeros(tensor.shape) for name, tensor in hf_model.state_dict().items()}
-    for p in model.parameters():
-        for part, hf_part in pairs(opt, p.spec, p.detach(), tensors):
-            hf_part.copy_(part)
-    hf_model.load_state_dict(tensors, assign=True)
-    hf_model.tie_weights()  # the head
+    hf_model = exported(hf, model, tokenizer)
     hf_model.generation_config.pad_token_id = tokenizer.eot_token
-    without_text = list(range(tokenizer.n_vocab, config.vocab_size))  # generate.py never draws these ids
+    without_text = list(range(tokenizer.n_vocab, model.config.vocab_size))  # generate.py never draws these ids
     hf_model.generation_config.suppress_tokens = without_text or None
     with explained(f"out={out}"):
         Path(out).mkdir(parents=True)
@@ -210,6 +202,28 @@ def to_hf(path, out):
     print(f"{path} -> {out}, {type(hf_model).__name__}")
     if not Path(out, "tokenizer.json").exists():
         print(f"without a tokenizer: Hugging Face's format does not hold {tokenizer.name}'s")
+
+
+@torch.no_grad()
+def exported(hf, model, tokenizer):
+    """Return transformers' model with the weights of `model`. Raises UserError if it has no place for them, or if its
+    logits of 16 tokens differ.
+    """
+    config, opt = model.config, model.config.activation == "relu"
+    with torch.device("meta"):
+        hf_model = hf.AutoModelForCausalLM.from_config(config_to_hf(hf, opt, config, tokenizer))
+    tensors = {name: torch.zeros(tensor.shape) for name, tensor in hf_model.state_dict().items()}
+    changed = f"model.py is changed: it is no {type(hf_model).__name__} of Hugging Face"
+    with reading(changed, RuntimeError):
+        for p in model.parameters():
+            for part, hf_part in pairs(opt, p.spec, p.detach(), tensors):
+                hf_part.copy_(part)
+    hf_model.load_state_dict(tensors, assign=True)
+    hf_model.tie_weights()  # the head
+    ids = torch.arange(min(16, config.positions))[None] % tokenizer.n_vocab
+    theirs = hf_model.eval()(ids).logits[0, :, : tokenizer.n_vocab]
+    compare_logits(model(model.micro_batch(ids)), theirs, changed)
+    return hf_model
 
 
 def config_to_hf(hf, opt, c, tokenizer):

@@ -23,6 +23,8 @@ from parallel.zero import Zero
 from recovery import checkpoint
 from tokenizer import copied
 
+COMPARED = 1, 32  # new tokens whose logits are also computed without the cache
+
 
 def load_model(path, device):
     """Return (model, tokenizer). path: a checkpoint or an out_dir."""
@@ -59,17 +61,30 @@ def draw_token(logits, temperature, top_k, top_p, generator):
     return int(ids[torch.multinomial(p, 1, generator=generator)])
 
 
+def compare_logits(logits, others, what):
+    """Raise UserError if two tensors of logits differ by more than rounding."""
+    difference, largest = (logits - others).abs().max().item(), others.abs().max().item()
+    if not difference <= largest * torch.finfo(others.dtype).eps ** 0.5:
+        raise UserError(f"{what}: the logits differ by {difference:.2g} of {largest:.2g}")
+
+
 @torch.no_grad()
 def generate(model, ids, count, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     """Yield `count` ids. When all positions are filled, the last half moves to the first ones."""
     device = next(model.parameters()).device
     positions = model.config.positions
     ids, new, start, caches = list(ids), list(ids), 0, [[] for _ in range(model.config.num_layers)]
+    prompt, due = len(ids), [*COMPARED]
     for _ in range(count):
         if start + len(new) > positions:
             start, new, caches = 0, ids[-max(1, positions // 2) :], [[] for _ in caches]
         batch = model.micro_batch(torch.tensor([new], device=device), start=start, caches=caches)
-        token = draw_token(model(batch)[-1], temperature, top_k, top_p, generator)
+        logits = model(batch)[-1]
+        token = draw_token(logits, temperature, top_k, top_p, generator)
+        if start and due and len(ids) - prompt >= due[0]:
+            due.pop(0)
+            whole = model.micro_batch(torch.tensor([ids[-start - 1 :]], device=device))
+            compare_logits(logits, model(whole)[-1], "attention's cache does not follow a change of the model")
         start, new = start + len(new), [token]
         ids.append(token)
         yield token

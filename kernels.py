@@ -503,8 +503,10 @@ ADAMW = dict(BLOCK=1024, num_warps=4)
 
 
 def adamw_(weight, gradient, moments, scalars, ranges, *, decay, beta1, beta2, eps, out=None):
-    """At most two of the ranges may decay: a bucket has one of parameters cut over tp, and one of replicated ones."""
-    places = [place for begin, end, decays in ranges if decays for place in (begin, end)]
+    """The ranges that decay must join to two: of a bucket's parameters, those cut over tp, and the replicated ones."""
+    places = []
+    for begin, end, _ in (r for r in ranges if r[2]):
+        places[-1:] = [end] if begin in places[-1:] else [*places[-1:], begin, end]
     assert len(places) <= 4
     places += [0] * (4 - len(places))
     arguments = weight, gradient, *moments, out, *scalars, len(weight), *places, decay, beta1, beta2, eps

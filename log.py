@@ -119,6 +119,7 @@ class Interval:
         self.run, self.say = run, say
         self.steps, self.unread = [], []
         self.stop = False
+        self.updated = False  # one of the steps that were read has changed the weights
         self.bad_losses = 0  # number of latest losses that are not finite
         self.bad_gradients = 0  # number of latest updates that were skipped, and that no smaller loss scale can cure
         self.start = time.perf_counter()
@@ -145,6 +146,7 @@ class Interval:
         for step in (pending.read() for pending in self.unread):
             self.steps.append(step)
             self.stop |= step.stop
+            self.updated |= not step.skipped
             self.bad_losses = 0 if math.isfinite(step.loss) else self.bad_losses + 1
             curable = self.run.dtype == "fp16" and step.loss_scale > c.min_loss_scale
             self.bad_gradients = self.bad_gradients + 1 if step.skipped and not curable else 0

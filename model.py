@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 import reference
+from config import divides
 from errors import UserError
 from parallel.context import WAYS, own_positions
 from parallel.experts import Experts
@@ -47,12 +48,13 @@ class MicroBatch:
 
     shape: tuple  # (b, s/cp)
     ids: torch.Tensor  # [n] int64
-    targets: torch.Tensor | None  # [n] int64: the next id of each token; None in generation
+    targets: torch.Tensor | None  # [n] int64: the next id; below 0: no loss, but the mean counts it; None: generation
     sample_positions: torch.Tensor  # [s/cp]: positions of this rank's tokens in a sample
     positions: torch.Tensor  # [n or n/t]: position of each row
     rows: torch.Tensor  # [n or n/t]: sample number * s + position of each row; for dropout masks
     dropout: float
     factor: float = 0.0  # the executor's factor of its mean loss; `experts.py` reads it
+    real_losses: bool = False  # the head computes with its losses; the executor sets it
     caches: list | None = None  # in generation: past keys and values of each block
 
     def drop(self, seed, site):
@@ -142,7 +144,8 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """x -> the loss of every token, [n]. Without targets (generation) it returns logits.
 
-    In training, forward returns a tensor of nan. Backward writes the losses into it (`LinearCrossEntropy`).
+    In training, forward returns a tensor of nan. Backward writes the losses into it (`LinearCrossEntropy`). A head that
+    computes with its losses gets real ones in forward, and computes its logits twice (`Executor.real_losses`).
     """
 
     recomputable = False  # the head keeps little: backward computes the logits
@@ -160,7 +163,8 @@ class Head(nn.Module):
             logits = Linear.apply(x, self.word.weight, None, self.enter, None, self.tp)
             return logits[:, : self.vocab_size]
         losses = LinearCrossEntropy.apply if torch.is_grad_enabled() else next_token_losses
-        return losses(x, self.word.weight, batch.targets, self.vocab_size, self.enter, self.tp, self.ops)
+        words = self.word.weight, batch.targets, self.vocab_size
+        return losses(x, *words, self.enter, self.tp, self.ops, batch.real_losses)
 
 
 class GPT(nn.Module):
@@ -176,6 +180,9 @@ class GPT(nn.Module):
         blocks = [Block(c, i, tp, ops, cp) for i in range(c.num_layers)]
         self.units = nn.ModuleList([Embedding(c, word, ops), *blocks, Head(c, word, tp, ops)])
         self.unit_specs = [specs(unit) for unit in self.units]  # unit_specs[i]: the ParamSpecs that unit i uses
+        for spec in self.specs().values():
+            if spec.tp_dim is not None:
+                divides("tp", c.tp, f"{spec.name}: dimension {spec.tp_dim}", spec.shape[spec.tp_dim])
 
     def forward(self, batch):
         """Run all units on one process, for generation. Return the logits, or with targets the losses [n]."""

@@ -44,7 +44,7 @@ def choose(config, device, dtype):
     if choice == "triton" and config.head_size > 128:
         raise UserError(f"kernels=triton: heads of {config.head_size} are too wide for attention: at most 128")
     fused = {name: getattr(kernels, name) for name in reference.OPERATIONS}
-    if choice == "auto":
+    if choice == "auto" or not reference.is_causal(config.seq_length):  # flash_attention.py is causal
         fused["attention"] = reference.attention
     return SimpleNamespace(**vars(reference) | fused)
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.optim.adamw import adamw as torch_adamw
 
 # Add your own: write a function in this file, and call it in model.py as `self.ops.NAME`. If kernels.py has it too, add
-# it to this list.
+# it to this list. A GPU runs kernels.py's: if you change one of these functions, take its name out of the list.
 OPERATIONS = "add_ add_layer_norm_ gelu_ relu_ attention join add_rows_ cross_entropy_ dropout adamw_".split()
 EPS = 1e-5  # LayerNorm's epsilon in GPT-2
 
@@ -69,8 +69,23 @@ def relu_(y, bias):
     return F.relu(add_bias_(y, bias), inplace=True)
 
 
+def visible(i, j):
+    """Return which keys a query sees. i, j: positions of queries and keys in a sample. No query may see a later key.
+
+    Change this function for another mask, for example a window: (j <= i) & (j > i - 128).
+    """
+    return j <= i
+
+
+@functools.cache
+def is_causal(s):
+    """Return True if each query of s tokens sees all earlier keys. Then attention needs no mask."""
+    i = torch.arange(s, device="cpu")
+    return (visible(i[:, None], i) == (i <= i[:, None])).numpy().all()
+
+
 def attention(q, k, v, cache=None):
-    """Return causal attention, softmax(q k^T / sqrt(d)) v, per head. q, k, v [b, s, a, d] -> [b, s, a, d].
+    """Return softmax(q k^T / sqrt(d)) v, per head, over the `visible` keys. q, k, v [b, s, a, d] -> [b, s, a, d].
 
     cache: a list with the keys and values of earlier tokens, [b, a, s', d], or an empty list. This call appends its
     own. If the cache is not empty, s must be 1.
@@ -80,37 +95,40 @@ def attention(q, k, v, cache=None):
         if cache:
             k, v = torch.cat([cache[0], k], 2), torch.cat([cache[1], v], 2)
         cache[:] = [k, v]
-    # One new token sees all tokens and needs no mask.
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] == k.shape[2])
+    s, keys, mask = q.shape[2], k.shape[2], None
+    if not is_causal(1 << keys.bit_length()):
+        j = torch.arange(keys, device=q.device)
+        mask = visible(j[-s:, None], j)
+    # One new token of a causal model sees all tokens and needs no mask.
+    y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None and s == keys)
     return y.transpose(1, 2)
 
 
-def attention_part(q, k, v, causal):
+def attention_part(q, k, v, i, j):
     """Return (y [b, s, a, d], L [b, s, a]) of the attention of q to some keys: k, v [b, s', a, d].
 
-    L: the log-sum-exp of a query's scores.
+    i [s], j [s']: positions of queries and keys. L: the log-sum-exp of a query's scores.
     """
-    scores = part_scores(q, k, causal)
+    scores = part_scores(q, k, i, j)
     L = scores.logsumexp(-1, keepdim=True)
     y = (scores - L).exp().to(v.dtype) @ v.transpose(1, 2)
     return y.transpose(1, 2), L[..., 0].transpose(1, 2)
 
 
-def attention_part_backward(dy, q, k, v, y, L, causal):
+def attention_part_backward(dy, q, k, v, y, L, i, j):
     """Return (dq, dk, dv) of one part. y and L: of the attention to all keys."""
-    p = (part_scores(q, k, causal) - L.transpose(1, 2)[..., None]).exp()
+    p = (part_scores(q, k, i, j) - L.transpose(1, 2)[..., None]).exp()
     delta = (dy * y).sum(-1, dtype=L.dtype).transpose(1, 2)[..., None]
     dy, q, k, v = (x.transpose(1, 2) for x in (dy, q, k, v))
     ds = (p * (dy @ v.mT - delta) * q.shape[-1] ** -0.5).to(q.dtype)
     return tuple(x.transpose(1, 2) for x in (ds @ k, ds.mT @ q, p.to(dy.dtype).mT @ dy))
 
 
-def part_scores(q, k, causal):
-    """Return q k^T / sqrt(d), [b, a, s, s'], in at least float32."""
+def part_scores(q, k, i, j):
+    """Return q k^T / sqrt(d), [b, a, s, s'], in at least float32; the lowest number for keys that are not visible."""
     scores = q.transpose(1, 2) @ k.transpose(1, 2).mT * q.shape[-1] ** -0.5
     scores = scores.to(torch.promote_types(q.dtype, torch.float32))
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    return scores.masked_fill(hidden, -math.inf) if causal else scores
+    return scores.masked_fill(~visible(i[:, None], j), torch.finfo(scores.dtype).min)  # -inf would give nan
 
 
 # --- gradients of parameters ------------------------------------------------------------------------------------------

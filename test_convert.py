@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,10 +21,13 @@ pytest.importorskip("transformers")
 import config as configuration
 import convert
 import generate
+import reference
 import train
 from errors import UserError, exit_on_user_error
+from model import Block
 from parallel.mesh import Mesh
-from testing.tiny import curve, go, tiny_batches, tiny_config
+from parallel.tensor import ColumnParallelLinear, ParamSpec
+from testing.tiny import built, curve, go, tiny_batches, tiny_config
 from tokenizer import copy, load_tokenizer
 
 transformers = convert.transformers()
@@ -333,6 +337,59 @@ def test_export_of_import_is_the_identity(tmp_path, kind):
     theirs, ours = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "hf", folder))
     free = {"pad_token_id", "attn_pdrop", "attention_dropout", "n_inner", "transformers_version"}
     assert {k: v for k, v in ours.items() if k not in free} == {k: theirs[k] for k in ours if k not in free}
+
+
+# --- a changed model --------------------------------------------------------------------------------------------------
+
+attention, block = reference.attention, Block.__init__
+
+
+def twice(q, k, v, cache=None):
+    return 2 * attention(q, k, v, cache)
+
+
+def with_gate(self, c, index, *rest):
+    block(self, c, index, *rest)
+    self.gate = ParamSpec(f"block{index}.gate", (4, 4), std=0.02)
+
+
+def with_other_sizes(self, c, index, tp, ops, cp):
+    block(self, c, index, tp, ops, cp)
+    self.mlp.fc1 = ColumnParallelLinear(f"block{index}.fc1", (48, c.hidden_size), 0.02, tp, False, adds_bias=False)
+
+
+CHANGED = [
+    ((reference, "attention", twice), r"the logits differ by \d"),
+    ((Block, "__init__", with_gate), "KeyError: 'gate'"),
+    ((Block, "__init__", with_other_sizes), "RuntimeError: The size of tensor"),
+]
+
+
+@pytest.mark.parametrize("change, found", CHANGED, ids=lambda x: x if isinstance(x, str) else "")
+def test_a_changed_model_is_not_exported(monkeypatch, change, found):
+    monkeypatch.setattr(*change)
+    model, text = built(tiny_config(1, dtype="fp32")).model, SimpleNamespace(eot_token=0, n_vocab=50)
+    with pytest.raises(UserError, match=f"model.py is changed: it is no GPT2LMHeadModel of Hugging Face: {found}"):
+        convert.exported(transformers, model, text)
+
+
+@pytest.mark.parametrize("keys", [2, 5])
+def test_generation_notices_a_cache_that_ignores_a_mask(monkeypatch, model, keys):
+    """The mask needs more tokens than the first comparison has: the second one, of token 32, finds it."""
+
+    def windowed(q, k, v, cache=None):
+        if cache is not None:
+            return attention(q, k, v, cache)
+        seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril().triu(1 - keys)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2)
+
+    monkeypatch.setattr(reference, "attention", windowed)
+    text = []
+    with pytest.raises(UserError, match="attention's cache does not follow a change of the model: the logits differ"):
+        for token in generate.generate(model, [1, 2], 40, temperature=0):
+            text.append(token)
+    assert len(text) == {2: 1, 5: 33}[keys]  # at 32, the last half has just moved to the first positions
 
 
 # --- other files ------------------------------------------------------------------------------------------------------

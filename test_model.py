@@ -10,9 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import config as configuration
 import train
 from errors import UserError
-from model import GPT, LayerNorm, MicroBatch
+from model import GPT, Block, LayerNorm, MicroBatch
+from parallel.layout import kind_of
 from parallel.mesh import Mesh
-from parallel.tensor import specs
+from parallel.tensor import ColumnParallelLinear, specs
 from testing.compare import same_tensor
 from testing.tiny import built, tiny_batches, tiny_config
 
@@ -65,6 +66,19 @@ def test_a_parameter_or_buffer_of_torch_is_refused_by_name(own):
     unit.gate = own
     with pytest.raises(UserError, match=r"LayerNorm.gate.\w+ is torch's own, .*ParamSpec"):
         specs(unit)
+
+
+def test_a_cut_dimension_that_tp_does_not_divide_is_refused_by_name(monkeypatch):
+    build = Block.__init__
+
+    def with_341_columns(self, c, index, tp, *rest):
+        build(self, c, index, tp, *rest)
+        self.mlp.fc1 = ColumnParallelLinear(f"block{index}.fc1", (341, c.hidden_size), 0.02, tp, False)
+
+    monkeypatch.setattr(Block, "__init__", with_341_columns)
+    GPT(tiny_config(2), tp=None)
+    with pytest.raises(UserError, match=r"block0\.fc1\.weight: dimension 0 = 341 is not a multiple of tp = 2"):
+        GPT(tiny_config(1, tp=2), tp=None)
 
 
 @pytest.fixture(params=["gelu", "relu"])
@@ -159,11 +173,11 @@ def test_flat_buffers_hold_everything_in_its_range(run):
             assert p.grad.data_ptr() == bucket.grad.whole[begin:].data_ptr()
             assert begin % 16 == 0
             (kind,) = [r[2:] for r in bucket.ranges if r.begin <= begin and end <= r.end]
-            assert kind == (p.spec.tp_dim is not None, p.spec.decay)
+            assert kind == kind_of(p.spec)
             covered[begin:end] += 1
         assert covered.max() == 1 and not bucket.param.whole[covered == 0].any()
     block = run.zero.buckets["block0"]
-    assert [r[2:] for r in block.ranges] == [(True, True), (True, False), (False, False)]
+    assert [r[2:4] for r in block.ranges] == [(True, True), (True, False), (False, False)]
     tied = [p for unit in run.model.units for p in unit.parameters() if p.spec.name == "word.weight"]
     assert len(tied) == 2 and tied[0] is tied[1]
 

@@ -145,6 +145,7 @@ def train(run, tokens, validation, logger):
     samples = data.training_samples(counters.consumed_samples, *run.mesh.reader, c.micro_batch_size)
     with contextlib.closing(data.loaded(tokens, samples, c.seed, run.device)) as loader:
         batches, last = training_batches(run, loader), counters.iteration >= c.train_iters
+        first = True  # no copies are compared yet
         while not last:
             before = counters.iteration
             run.watchdog.progress(f"iteration {before + 1}")
@@ -162,8 +163,10 @@ def train(run, tokens, validation, logger):
             # A checkpoint of nan would be useless. Skipped updates change no weight, but the weights before them may
             # be the cause: saves between them would soon replace all good checkpoints.
             saving = due(c.save_interval) and not interval.bad_losses and (last or not interval.bad_gradients)
-            if c.check_replicas and (due(c.check_replicas) or saving):
-                replicas.compare_copies(run.zero, counters.iteration)
+            if (due(c.check_replicas) or saving) if c.check_replicas else (first and interval.updated):
+                with interval.paused():
+                    replicas.compare_copies(run.zero, counters.iteration)
+                first = False
             if saving:
                 run.watchdog.progress("save")
                 with interval.paused():

@@ -31,6 +31,7 @@ A boundary lies between two consecutive chunks on different ranks. The small ter
 
     embedding, head       one all_reduce per micro-batch, the embedding's in forward, the head's in backward
     cross-entropy rows    max, sum, target logit
+    ... real losses       if the head computes with its losses: forward, too, with an all_gather (sequence parallel)
     partial gradients     under sequence parallelism, gradients of replicated parameters, over tp
     replicated gradients  the same gradients without sequence parallelism, if n > 2 (`layout.replica_sums`)
     twin gradients        gradients of a bucket that several pipeline ranks keep, over its holders
@@ -47,7 +48,7 @@ from parallel import schedules
 from parallel.comm import sent_bytes
 from parallel.experts import places_of_expert
 from parallel.layout import replica_sums, rows_outside, tokens_of_rank
-from parallel.muon import is_matrix
+from parallel.muon import is_cut
 from parallel.optimizer import RULES
 from parallel.pipeline import SENT
 from parallel.tensor import ROWS
@@ -77,10 +78,11 @@ def how_often(key, zero):
     return PER.get(axis) or PER.get(what, usual)
 
 
-def predict_sent(layout, schedule, pp_rank, data_rank, item, master_item):
+def predict_sent(layout, schedule, pp_rank, data_rank, item, master_item, real_losses=False):
     """Return the table above as {(axis, what, operation): (calls, bytes)} for a step on one rank.
 
     item: bytes of an element of a parameter or an activation; master_item: of a gradient or a cross-entropy row.
+    real_losses: of the Executor.
     """
     c, table, updates = layout.config, {}, schedules.updates(schedule)  # PipeDream has several
     sizes = layout.axis_sizes()
@@ -98,6 +100,9 @@ def predict_sent(layout, schedule, pp_rank, data_rank, item, master_item):
     for operation, calls in (gathered if c.sequence_parallel else {"all_reduce": 2 + again}).items():
         for what, count in [("activations", pairs * calls * blocks), ("embedding", embeddings), ("head", heads)]:
             row("tp", what, operation, count, count * tokens * c.hidden_size, item)
+    if real_losses and c.sequence_parallel:
+        row("tp", "head", "all_gather", heads, heads * tokens * c.hidden_size, item)
+    heads *= 1 + real_losses  # times that a loss is computed
     calls = 2 * heads * math.ceil(tokens / ROWS)
     row("tp", "cross-entropy rows", "all_reduce", calls, 3 * heads * tokens, master_item)
     _context_rows(row, c, blocks, item, master_item)
@@ -127,7 +132,7 @@ def _context_rows(row, c, blocks, item, master_item):
 def _bucket_rows(row, layout, schedule, pp_rank, data_rank, item, master_item):
     """Add the rows of parameters, gradients and optimizer state."""
     c, zero, updates, norms = layout.config, layout.zero_stage, schedules.updates(schedule), Counter()
-    partial, passes = replica_sums(c, layout.data_ranks), layout.passes(schedule, pp_rank)
+    passes = layout.passes(schedule, pp_rank)
     shards = "shards" if c.zero_copies > 1 else "data"
     for name, bucket in layout.buckets(pp_rank).items():
         holders, m = tuple(layout.holders(name)), passes[name]
@@ -140,12 +145,12 @@ def _bucket_rows(row, layout, schedule, pp_rank, data_rank, item, master_item):
         gathers = [0, versions, versions, 2 * m][zero]
         row(shards, "parameters", "all_gather", gathers, gathers * bucket.size, item)
         for r in bucket.ranges_in(begin, end):
-            if partial and not r.cut:
-                row("tp", partial, "all_reduce", updates, updates * (r.end - r.begin), master_item)
+            if what := replica_sums(c, layout.data_ranks, r):
+                row("tp", what, "all_reduce", updates, updates * (r.end - r.begin), master_item)
         row(holders, "twin gradients", "all_reduce", updates, updates * (end - begin), master_item)
         norms[holders] += 2 * len(bucket.specs)
-        if RULES[c.optimizer].whole and (matrices := [spec for spec in bucket.specs if is_matrix(spec)]):
-            cut = [math.prod(spec.shape) for spec in matrices if spec.tp_dim >= len(spec.shape) - 2]  # no experts
+        if RULES[c.optimizer].whole and (matrices := [spec for spec in bucket.specs if spec.matrix]):
+            cut = [math.prod(spec.shape) for spec in matrices if is_cut(spec)]
             row(shards, "momentum", "all_gather", updates * (zero > 0), updates * bucket.size, master_item)
             row("tp", "momentum", "all_gather", updates * len(cut), updates * sum(cut), master_item)
     if RULES[c.optimizer].layerwise:  # in float64

@@ -41,7 +41,8 @@ def measured_tables(run, activations):
     widths, rank, data_rank = (zero.dtype.itemsize, zero.master_dtype.itemsize), mesh.pp.rank, mesh.data.rank
     expected = []
     for m, count in run.steps.items():
-        expected.append((ledger.predict_sent(layout, schedules[m][0], rank, data_rank, *widths), count))
+        head = run.executor.real_losses
+        expected.append((ledger.predict_sent(layout, schedules[m][0], rank, data_rank, *widths, head), count))
     sent = {"bytes": mesh.watch.ledger.per_step(run.steps.total()), "formula": ledger.average(expected)}
     sizes = memory.sizes(run.config, *widths, zero.device.type == "cpu")
     formula = memory.predict_kept(layout, schedules[max(run.steps)][0], rank, sizes)  # the largest step

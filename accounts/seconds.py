@@ -18,7 +18,6 @@ from accounts.memory import rank_states
 from parallel import schedules, simulation
 from parallel.comm import sent_bytes
 from parallel.layout import rows_outside, tokens_of_rank
-from parallel.muon import is_block
 from parallel.optimizer import RULES
 
 # Passes over memory of a block's elementwise operations in `kernels.py`. A pass reads or writes a tensor once.
@@ -218,7 +217,8 @@ class Step:
         """Return the seconds of Muon's Newton-Schulz, 15 products of each matrix (`parallel/muon.py`)."""
         if not RULES[self.c.optimizer].whole:
             return 0.0
-        h, device, blocks = self.c.hidden_size, self.device, sum(map(is_block, self.layout.buckets(rank)))
+        h, device = self.c.hidden_size, self.device
+        blocks = sum(name.startswith("block") for name in self.layout.buckets(rank))
         products = (300 * h**3 + 240 * h * device.wave) / (self.peak * device.matrix)
         elements = 24 * h * h // self.c.tp // self.layout.shards  # u to the device, O back
         copies = self.c.offload * elements * self.z.wide / device.host_rate

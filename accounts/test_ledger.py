@@ -41,7 +41,7 @@ def counted(configs, steps=2):
             (run.mesh.pp.rank, run.mesh.data.rank),
             (run.zero.dtype.itemsize, run.zero.master_dtype.itemsize),
         )
-        expected = ledger.predict_sent(run.layout, run.schedule, *ranks, *widths)
+        expected = ledger.predict_sent(run.layout, run.schedule, *ranks, *widths, run.executor.real_losses)
         elements = sum(bucket.size for bucket in run.zero.buckets.values())
         found.append((run.mesh.watch.ledger.per_step(steps), expected, elements))
     return found

@@ -38,8 +38,12 @@ def own_positions(s, cp, way):
     """Return this rank's positions in a sample of s tokens, ascending, [s/n]."""
     if way == "ulysses":
         return torch.arange(s).chunk(cp.size)[cp.rank]
-    parts = torch.arange(s).chunk(2 * cp.size)
-    return torch.cat([parts[cp.rank], parts[-1 - cp.rank]])
+    return ring_positions(s, cp.size, cp.rank)
+
+
+def ring_positions(s, n, rank):
+    parts = torch.arange(s).chunk(2 * n)
+    return torch.cat([parts[rank], parts[-1 - rank]])
 
 
 # --- ring -------------------------------------------------------------------------------------------------------------
@@ -52,8 +56,8 @@ class RingAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, cp, ops):
         wide = torch.promote_types(q.dtype, torch.float32)
         y, L = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:3], -math.inf, dtype=wide)
-        for (keys, values), rows, seen, causal in turns(torch.stack([k, v]), cp):
-            part, part_L = ops.attention_part(q[:, rows], keys[:, seen], values[:, seen], causal)
+        for (keys, values), rows, seen, *positions in turns(torch.stack([k, v]), cp):
+            part, part_L = ops.attention_part(q[:, rows], keys[:, seen], values[:, seen], *positions)
             total = torch.logaddexp(L[:, rows], part_L)
             y[:, rows] *= (L[:, rows] - total).exp()[..., None]
             y[:, rows] += (part_L - total).exp()[..., None] * part
@@ -68,9 +72,9 @@ class RingAttention(torch.autograd.Function):
         """Turn keys and values once more. Their gradient follows them, one turn behind, to the rank that owns them."""
         q, k, v, y, L = ctx.saved_tensors
         dq, local, travelling = torch.zeros_like(q, dtype=L.dtype), None, None
-        for (keys, values), rows, seen, causal in turns(torch.stack([k, v]), ctx.cp):
+        for (keys, values), rows, seen, *positions in turns(torch.stack([k, v]), ctx.cp):
             pieces = dy[:, rows], q[:, rows], keys[:, seen], values[:, seen], y[:, rows], L[:, rows]
-            part, *parts = ctx.ops.attention_part_backward(*pieces, causal)
+            part, *parts = ctx.ops.attention_part_backward(*pieces, *positions)
             dq[:, rows] += part
             gradient = L.new_zeros(2, *k.shape)
             gradient[:, :, seen] = torch.stack(parts).to(L.dtype)
@@ -85,21 +89,18 @@ class RingAttention(torch.autograd.Function):
 
 
 def turns(kv, cp):
-    """Yield (keys and values [2, b, s/n, a/t, d], the rows that see them, the rows of them that are seen, causal).
-
-    causal: row i sees keys 0 .. i.
+    """Yield (keys and values [2, b, s/n, a/t, d], the rows that may see them, the rows of them that may be seen,
+    positions of both kinds of rows).
     """
     s = kv.shape[2]
+    positions = [ring_positions(s * cp.size, cp.size, rank).to(kv.device) for rank in range(cp.size)]
     whole, first, second = slice(s), slice(s // 2), slice(s // 2, s)
     for turn in range(cp.size):
         last = turn == cp.size - 1
         arriving = None if last else rotate(kv, cp, "keys and values")
-        if turn == 0:
-            yield kv, whole, whole, True
-        elif turn <= cp.rank:  # of an earlier rank
-            yield kv, whole, first, False
-        else:  # of a later rank
-            yield kv, second, whole, False
+        rows = whole if turn <= cp.rank else second  # else: the keys of a later rank
+        seen = first if 0 < turn <= cp.rank else whole  # first: those of an earlier rank
+        yield kv, rows, seen, positions[cp.rank][rows], positions[cp.rank - turn][seen]
         kv = None if last else arriving.wait()
 
 

@@ -47,8 +47,8 @@ class Experts(nn.Module):
         super().__init__()
         E, h = c.experts, c.hidden_size
         self.router = ParamSpec(f"{name}.router", (E, h), None, True, std)
-        self.fc1 = ParamSpec(f"{name}.fc1.weight", (E, 4 * h, h), 0, True, std)
-        self.fc2 = ParamSpec(f"{name}.fc2.weight", (E, h, 4 * h), 0, True, residual_std)
+        self.fc1 = ParamSpec(f"{name}.fc1.weight", (E, 4 * h, h), 0, True, std, matrix=True)
+        self.fc2 = ParamSpec(f"{name}.fc2.weight", (E, h, 4 * h), 0, True, residual_std, matrix=True)
         self.bias = ParamSpec(f"{name}.fc2.bias", (h,))
         self.counts = 0  # [2, E]: all and dropped choices since the last log line
         self.c, self.tp, self.activation_ = c, tp, getattr(ops, f"{c.activation}_")
@@ -128,8 +128,9 @@ class ExpertGradient(WeightGradient):
     """The factors of dW of all experts of a rank."""
 
     def add(self):
-        for gradient, dy, x in zip(self.w.grad, self.dy, self.x, strict=True):
-            reference.add_product_(gradient, dy.T, x)
+        if self.w.requires_grad:
+            for gradient, dy, x in zip(self.w.grad, self.dy, self.x, strict=True):
+                reference.add_product_(gradient, dy.T, x)
 
 
 class TokensForExperts(torch.autograd.Function):

@@ -13,7 +13,8 @@ and weight decay need only a few slices, even if a shard begins or ends inside a
 
     | cut over tp, decays | cut over tp, no decay | replicated, decays | replicated, no decay | padding |
                                                   ^
-    To the right of the mark only tp rank 0 counts in the norm, and with sequence parallelism gradients are partial.
+    To the right of the mark only tp rank 0 counts in the norm, and with sequence parallelism gradients are partial
+    (otherwise only those of `ParamSpec.partial`). Each of the four is in the order of `partial` and `matrix`.
 """
 
 import itertools
@@ -25,6 +26,7 @@ from parallel.schedules import updates
 from parallel.simulation import build
 
 ALIGN = 16  # elements: every parameter and every shard is aligned to 32 bytes or more
+REPLICATED = "replicated gradients"  # equal on all tp ranks
 
 
 class Range(NamedTuple):
@@ -34,10 +36,12 @@ class Range(NamedTuple):
     end: int
     cut: bool  # over tp
     decays: bool
+    partial: bool  # these two: of ParamSpec
+    matrix: bool
 
 
 def kind_of(spec):
-    return spec.tp_dim is not None, spec.decay
+    return spec.tp_dim is not None, spec.decay, spec.partial, spec.matrix
 
 
 class Piece(NamedTuple):
@@ -79,7 +83,7 @@ class BucketLayout:
 
     def ranges_in(self, begin, end):
         """Return the overlaps of the Ranges with begin .. end, counted from `begin`."""
-        overlaps = (Range(max(r.begin, begin) - begin, min(r.end, end) - begin, r.cut, r.decays) for r in self.ranges)
+        overlaps = (r._replace(begin=max(r.begin, begin) - begin, end=min(r.end, end) - begin) for r in self.ranges)
         return [overlap for overlap in overlaps if overlap.begin < overlap.end]
 
     def pieces(self, begin, end):
@@ -170,16 +174,18 @@ class Layout:
         return {name: count[name] // updates(schedule) for name in self.buckets(rank)}
 
 
-def replica_sums(c, data_ranks):
-    """Return the name in the ledger if gradients of replicated parameters must be summed over tp, otherwise None.
+def replica_sums(c, data_ranks, r):
+    """Return the name in the ledger if the gradients of a Range must be summed over tp, otherwise None.
 
-    With sequence parallelism each tp rank has summed its own tokens. Without it the gradients are equal, but NCCL may
-    add in another order for each tp rank. With more than two data ranks the last digits then differ, and the copies of
-    a parameter would drift apart.
+    With sequence parallelism each tp rank has summed its own tokens, and inside a pair of linears its own heads or
+    columns. Otherwise the gradients are equal, but NCCL may add in another order for each tp rank. With more than two
+    data ranks the last digits then differ, and the copies of a parameter would drift apart.
     """
-    if c.sequence_parallel:
+    if r.cut:
+        return None
+    if c.sequence_parallel or r.partial:
         return "partial gradients"
-    return "replicated gradients" if c.tp > 1 and data_ranks > 2 else None
+    return REPLICATED if c.tp > 1 and data_ranks > 2 else None
 
 
 def rows_outside(c):

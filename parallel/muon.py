@@ -5,10 +5,10 @@ Jordan et al. (kellerjordan.github.io/posts/muon, 2024); Liu et al., Moonlight (
     m = b1 m + (1 - b1) g      u = b1 m + (1 - b1) g      w -= lr (decay w + 0.2 sqrt(larger side) O(u))
 
 If u = U S V^T is the singular value decomposition, O(u) is about U V^T: every direction gets an equally large update.
-The factor makes it as large as AdamW's, so lr and decay serve both (MEASURED.md: tiny trains best with a
-larger lr). b1 is adam_beta1 (usual: 0.95). The matrices are q, k, v, proj, fc1, fc2 of each block, or of each expert.
-Other parameters get AdamW. Matrices keep AdamW's second moment, which stays 0, because buffers, checkpoints and
-`memory.py` have one form for all rules.
+The factor makes it as large as AdamW's, so lr and decay serve both (MEASURED.md: tiny trains best with a larger lr). b1
+is adam_beta1 (usual: 0.95). The matrices are q, k, v, proj, fc1, fc2 of each block, or of each expert:
+ParamSpec(matrix=True). Other parameters get AdamW. Matrices keep AdamW's second moment, which stays 0, because buffers,
+checkpoints and `memory.py` have one form for all rules.
 
 **Over ranks.** tp cuts a matrix by rows or columns, ZeRO anywhere. Each rank gathers u in the master dtype, over the
 shards (stages 1 to 3), then over tp, computes O of whole matrices, and keeps its part. An expert is whole on its rank.
@@ -30,12 +30,9 @@ from parallel.comm import all_gather
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # a, b, c: after 5 iterations 0.7 < S < 1.2
 
 
-def is_block(bucket):
-    return bucket.startswith("block")
-
-
-def is_matrix(spec):
-    return is_block(spec.bucket) and spec.tp_dim is not None and spec.decay
+def is_cut(spec):
+    """Return True if tp cuts the matrices themselves. False: they are replicated, or a rank has whole experts."""
+    return spec.tp_dim is not None and spec.tp_dim >= len(spec.shape) - 2
 
 
 def orthogonal(u, dtype):
@@ -52,28 +49,29 @@ def orthogonal(u, dtype):
 
 def muon(bucket, device, *, lr, decay, scale, beta1, **_):
     """Update the matrices of a `zero.Bucket`. Return its other Ranges."""
-    matrices = [piece for piece in bucket.layout.pieces(0, bucket.size) if is_matrix(piece.spec)]
-    ranges = [r for r in bucket.ranges if matrices and r.cut and r.decays]
-    for begin, end, *_ in ranges:
-        w, g, m = (x[begin:end] for x in (bucket.master, bucket.master_grad, bucket.moments[0]))
-        m.mul_(beta1).add_(g, alpha=(1 - beta1) * scale)
-        g.mul_((1 - beta1) * scale).add_(m, alpha=beta1)
-        w.mul_(1 - lr * decay)
+    whole = zip(bucket.layout.pieces(0, bucket.size), bucket.pieces, strict=True)
+    matrices = [pieces for pieces in whole if pieces[0].spec.matrix]
+    for r in bucket.ranges:
+        if r.matrix:
+            w, g, m = (x[r.begin : r.end] for x in (bucket.master, bucket.master_grad, bucket.moments[0]))
+            m.mul_(beta1).add_(g, alpha=(1 - beta1) * scale)
+            g.mul_((1 - beta1) * scale).add_(m, alpha=beta1)
+            w.mul_(1 - lr * decay * r.decays)
     if matrices:
         u = all_gather(bucket.master_grad.to(device), bucket.shards, "momentum").wait()
         dtype = bucket.param.whole.dtype
         dtype = u.dtype if dtype == torch.float16 else dtype  # fp16 would lose small elements
-        for matrix, piece in zip(matrices, bucket.pieces, strict=False):  # matrices are the first pieces
+        for matrix, piece in matrices:
             local = matrix.of(u).view(matrix.spec.local_shape(bucket.tp.size))
             part = direction(local, matrix.spec, bucket.tp, dtype).flatten()[piece.begin : piece.end]
             piece.of(bucket.master).sub_(part.to(bucket.master.device), alpha=lr)
-    return [r for r in bucket.ranges if r not in ranges]
+    return [r for r in bucket.ranges if not r.matrix]
 
 
 def direction(u, spec, tp, dtype):
     """Return this tp rank's part of 0.2 sqrt(larger side) O(u)."""
-    dim = spec.tp_dim - len(spec.shape)  # -1: columns, -2: rows, -3: whole experts
-    if dim > -3:
+    cut, dim = is_cut(spec), (spec.tp_dim or 0) - len(spec.shape)  # dim -1: columns, -2: rows
+    if cut:
         u = torch.cat([*all_gather(u[None].contiguous(), tp, "momentum").wait()], dim)
     whole = orthogonal(u.view(-1, *u.shape[-2:]), dtype).view(u.shape) * (0.2 * math.sqrt(max(u.shape[-2:])))
-    return whole.chunk(tp.size, dim)[tp.rank] if dim > -3 else whole
+    return whole.chunk(tp.size, dim)[tp.rank] if cut else whole

@@ -119,9 +119,9 @@ def update(c, buckets, scalars, ops, device):
     constants |= dict(lr=scalars.lr.item(), scale=scalars.scale.item(), update=scalars.update.item())
     for b in buckets:
         ranges = rule.whole(b, device, decay=c.weight_decay, **constants) if rule.whole else b.ranges
-        for begin, end, _, decays in ranges:
-            w, g, *moments = (x[begin:end] for x in (b.master, b.master_grad, *b.moments))
-            rule.step(w, g, moments, decay=c.weight_decay * decays, **constants)
+        for r in ranges:
+            w, g, *moments = (x[r.begin : r.end] for x in (b.master, b.master_grad, *b.moments))
+            rule.step(w, g, moments, decay=c.weight_decay * r.decays, **constants)
     if rule.layerwise:
         tensors = [(b, piece) for b in buckets for piece in b.pieces]
         norms = tensor_norms(tensors, device).tolist()

@@ -82,6 +82,7 @@ class Executor:
         self.mail = None
         self.training_schedule = self.schedule = schedule  # schedule: of the latest step or validation
         self.batches = {}  # number of a micro-batch: MicroBatch
+        self.real_losses = False  # the head computes with its losses, so forward computes them, too
         self.work = 0  # of the latest step: 1 for a unit's forward, 2 for its backward
         self.methods, self.flats = METHODS, {}  # flats: PipeDream keeps old weights in it
         connect(mesh, schedule, zero.device)
@@ -143,6 +144,7 @@ class Executor:
         """F: run a chunk's units on micro-batch j. In training, keep their inputs and outputs for B."""
         chunk, batch, training = self.chunks[c], self.batch(j), torch.is_grad_enabled()
         y = None if self.schedule.parts[c] == 0 else self._take("activation", j, c)
+        batch.real_losses = self.real_losses
         pairs = []  # (input, output) of each unit
         for i, unit in enumerate(chunk.units):
             self._gather(chunk, i, +1)
@@ -178,10 +180,14 @@ class Executor:
                 with self.watch("recompute"):
                     y = chunk.units[i](x, batch)
             is_loss = gradient is None
-            if is_loss:  # y [n] is still nan: the head's backward fills it
+            if is_loss:  # y [n] is usually still nan: the head's backward fills it
+                if y.grad_fn.name() != "LinearCrossEntropyBackward" and not batch.real_losses:
+                    self.real_losses = batch.real_losses = True  # the head has computed with nan: run it again
+                    y = chunk.units[i](x, batch)
                 gradient = torch.full_like(y, self.factor / len(y))  # d(factor * mean) / dy
             batch.factor = self.factor
-            torch.autograd.backward(y, gradient)
+            if y.requires_grad:  # False: the embedding is frozen
+                torch.autograd.backward(y, gradient)
             if is_loss:
                 self.total += y.detach().mean(dtype=torch.float64)
             for bucket in chunk.buckets[i]:
@@ -223,6 +229,7 @@ class Executor:
             bucket.start_gather()
         for bucket in chunk.buckets[i]:
             bucket.gather()
+            bucket.param.views.hide(False)
 
     def _reduce(self, bucket):
         self.passes[bucket.name] -= 1

@@ -56,6 +56,8 @@ class ParamSpec:
     decay: bool = False  # weight decay applies
     std: float = 0.0  # standard deviation of the initial values
     mean: float = 0.0
+    partial: bool = False  # replicated, but each tp rank has its own part of the gradient (inside a pair: QK-norm)
+    matrix: bool = False  # Muon updates it as a matrix, or as several
 
     @property
     def bucket(self):
@@ -134,7 +136,8 @@ class Linear(torch.autograd.Function):
             (dy,) = parts
         else:
             dy, sums = ops.join(parts)
-            bias.grad.add_(sums.view_as(bias))
+            if bias.requires_grad:
+                bias.grad.add_(sums.view_as(bias))
         dy = start(CONJUGATE[leave], dy, tp, "activations").wait()
         gathering = start(enter, x, tp, "activations")
         dx = dy @ w.flatten(0, -2)
@@ -160,7 +163,8 @@ class WeightGradient(NamedTuple):
 
 
 def add_product(w, dy, x):
-    reference.add_product_(w.grad.flatten(0, -2), dy.T, x)
+    if w.requires_grad:
+        reference.add_product_(w.grad.flatten(0, -2), dy.T, x)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -172,7 +176,7 @@ class ColumnParallelLinear(nn.Module):
     def __init__(self, name, shape, std, tp, sequence_parallel, ops=reference, adds_bias=True):
         super().__init__()
         cut = len(shape) - 2
-        self.weight = ParamSpec(f"{name}.weight", shape, cut, True, std)
+        self.weight = ParamSpec(f"{name}.weight", shape, cut, True, std, matrix=True)
         self.bias = ParamSpec(f"{name}.bias", shape[:-1], cut)
         self.tp, self.ops, self.adds_bias = tp, ops, adds_bias
         self.enter = "all_gather" if sequence_parallel else "copy"
@@ -190,7 +194,7 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, name, shape, std, tp, sequence_parallel):
         super().__init__()
-        self.weight = ParamSpec(f"{name}.weight", shape, 1, True, std)
+        self.weight = ParamSpec(f"{name}.weight", shape, 1, True, std, matrix=True)
         self.bias = ParamSpec(f"{name}.bias", shape[:1])
         self.tp, self.leave = tp, "reduce_scatter" if sequence_parallel else "all_reduce"
 
@@ -245,13 +249,19 @@ class LinearCrossEntropy(torch.autograd.Function):
     The logits, v numbers per token, would be the largest activation, so they never exist whole. Forward only allocates
     the losses (nan) and keeps x. Backward works on ROWS tokens at a time: logits z = x W^T, their losses and their
     gradient dz in the place of z, then dx = dz W and dW += dz^T x. So each logit is computed once.
+
+    in_forward: forward computes the losses, too, because the head computes with them (`Executor.real_losses`).
     """
 
     @staticmethod
-    def forward(ctx, x, w, targets, vocab_size, enter, tp, ops):
-        losses = x.new_full(targets.shape, torch.nan, dtype=torch.promote_types(x.dtype, torch.float32))
+    def forward(ctx, x, w, targets, vocab_size, enter, tp, ops, in_forward=False):
+        if in_forward:
+            losses = next_token_losses(x, w, targets, vocab_size, enter, tp, ops)
+        else:
+            losses = x.new_full(targets.shape, torch.nan, dtype=torch.promote_types(x.dtype, torch.float32))
         ctx.save_for_backward(x)
-        ctx.losses = losses.detach()  # otherwise ctx and the graph of losses refer to each other, and live on
+        # A head may overwrite real losses. Without `detach` ctx and the graph would refer to each other, and live on.
+        ctx.losses = losses.clone() if in_forward else losses.detach()
         ctx.arguments = w, targets, vocab_size, enter, tp, ops
         return losses
 
@@ -266,10 +276,10 @@ class LinearCrossEntropy(torch.autograd.Function):
             torch.mm(z, w, out=dx[rows])
             add_product(w, z, x[rows])
         dx = start(CONJUGATE[enter], dx, tp, "head").wait()
-        return dx, None, None, None, None, None, None
+        return dx, None, None, None, None, None, None, None
 
 
-def next_token_losses(x, w, targets, vocab_size, enter, tp, ops):
+def next_token_losses(x, w, targets, vocab_size, enter, tp, ops, in_forward=True):
     """Return the losses of `LinearCrossEntropy`, computed in forward and without a gradient."""
     x = start(enter, x, tp, "head").wait()
     losses = []
@@ -286,9 +296,11 @@ def cross_entropy_(z, w, targets, vocab_size, weights, tp, ops):
     """Return the losses [n] of logits z [n, v/t], and replace z by its gradient.
 
     weights [n]: the gradient of each loss, or None. The ranks combine three numbers per token: maximum, sum of
-    exponentials, logit of the target.
+    exponentials, logit of the target. A negative target (PyTorch's -100) has loss 0 and no gradient.
     """
     first = tp.rank * len(w)
     columns = min(max(vocab_size - first, 0), len(w))  # this rank's columns without padding
     reduce = None if tp.size == 1 else lambda x, op: all_reduce(x, tp, "cross-entropy rows", op).wait()
-    return ops.cross_entropy_(z, targets - first, columns, weights, reduce)
+    has_loss = targets >= 0
+    weights = None if weights is None else weights * has_loss
+    return ops.cross_entropy_(z, targets - first, columns, weights, reduce).where(has_loss, 0.0)

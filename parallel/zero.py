@@ -46,7 +46,8 @@ from torch import nn
 import reference
 from parallel import optimizer
 from parallel.comm import all_gather, all_reduce, reduce_scatter
-from parallel.layout import replica_sums
+from parallel.hidden import Views
+from parallel.layout import REPLICATED, replica_sums
 from parallel.optimizer import RULES
 from parallel.tensor import ParamSpec
 
@@ -55,7 +56,7 @@ class Flat:
     """A flat buffer of a bucket. whole: [size]. shard: the elements that this rank updates.
 
     Not sharded: `shard` is a view into `whole`. Sharded: `shard` is a buffer of its own, and `whole` has storage only
-    from `open` to `close`.
+    from `open` to `close`. views: the parameters or their gradients, which are views into `whole`.
     """
 
     def __init__(self, size, bounds, sharded, dtype, device):
@@ -64,6 +65,7 @@ class Flat:
         self.sharded = sharded
         view = self.whole[slice(*bounds)]
         self.shard = torch.zeros_like(view) if sharded else view
+        self.views = Views()
 
     def open(self):
         """Give `whole` storage. Return True if it had none; then its values are undefined."""
@@ -71,14 +73,17 @@ class Flat:
         closed = storage.size() == 0
         if closed:
             storage.resize_(self.whole.nbytes)
+            self.views.hide(False)
         return closed
 
     def close(self):
         if self.sharded:
             free(self.whole)
+            self.views.hide()
 
     def clear(self):
         (self.shard if self.sharded else self.whole).zero_()
+        self.views.hide(self.sharded)
 
 
 def free(x):
@@ -143,6 +148,9 @@ class Bucket:
         if self.grad is not None:
             p.grad_dtype = master_dtype
             p.grad = piece.of(self.grad.whole).view(shape)
+            p.grad.spec = p.spec
+            self.grad.views.append(p.grad)
+        self.param.views.append(p)
         return p
 
     # --- parameters, before and after a unit computes -----------------------------------------------------------------
@@ -172,6 +180,11 @@ class Bucket:
         self.settle()  # a buffer must not change while it is sent
         if self.grad.open():
             self.grad.whole.zero_()
+
+    def frozen(self):
+        """Return this rank's weights and moments whose parameter has requires_grad=False, a list of views."""
+        pieces = [piece for piece, p in zip(self.pieces, self.params, strict=True) if not p.requires_grad]
+        return [piece.of(flat) for piece in pieces for flat in (self.master, *self.moments)]
 
     def defer_to(self, products):
         """Let linears append their `WeightGradient`s to the list `products`. None: compute at once."""
@@ -265,7 +278,7 @@ class Zero:
         self.master_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.state_device = torch.device("cpu") if config.offload else self.device
         self.updates = torch.zeros((), dtype=torch.int64, device=device)  # steps that were not skipped
-        self.window = Window()
+        self.window, self.unequal = Window(), []
         self.shards, self.copies = mesh.cut_data(layout.shards)
         # NCCL runs the calls of a group one after another. In a second group, a sum does not delay the next gather.
         self.sum_axis = mesh.second(self.shards) if layout.zero_stage == 3 else self.shards
@@ -311,6 +324,8 @@ class Zero:
         self.sum_over_data()
         self.sum_over_tp()
         self.sum_over_holders()
+        for bucket in self.in_order:
+            bucket.grad.views.hide(self.shards.size > 1)  # only the shard is summed
 
     def sum_over_data(self):
         for bucket in [*self.window.buckets]:
@@ -321,14 +336,20 @@ class Zero:
     def sum_over_tp(self):
         """Sum the gradients of replicated parameters over tp (`layout.replica_sums` says why).
 
-        Without sequence parallelism all take the first tp rank's gradients: the others add 0 times theirs.
+        Of equal gradients all take the first tp rank's: the others add 0 times theirs. unequal: how far these were
+        from it (`replicas.py` refuses more than rounding).
         """
-        if what := replica_sums(self.config, self.mesh.data.size):
-            parts = [(b.grad.shard[r.begin : r.end], b.tp) for b in self.in_order for r in b.ranges if not r.cut]
-            for part, tp in parts:
-                if not self.config.sequence_parallel and tp.rank > 0:
-                    part.mul_(0)  # 0 times inf or nan is nan, so all ranks skip the step
-            wait_for([all_reduce(part, tp, what) for part, tp in parts])
+        tp, started, equal = self.mesh.tp, [], []
+        for bucket in self.in_order:
+            for r in bucket.ranges:
+                if what := replica_sums(self.config, self.mesh.data.size, r):
+                    part = bucket.grad.shard[r.begin : r.end]
+                    if what == REPLICATED:
+                        equal.append((bucket.name, part, part.clone()))
+                        part.mul_(tp.rank == 0)  # 0 times inf or nan is nan, so all ranks skip the step
+                    started.append(all_reduce(part, tp, what))
+        wait_for(started)
+        self.unequal = [(name, (part - before).norm() / part.norm()) for name, part, before in equal]
 
     def sum_over_holders(self):
         """Sum gradients over the pipeline ranks that keep a copy: of the tied word table, in Chimera of all buckets."""
@@ -366,13 +387,32 @@ class Zero:
         # With offload, the copy of the scalars to the CPU waits for the GPU. Then the gradients have arrived, too.
         scalars = reference.UpdateScalars(*(x.to(self.state_device) for x in scalars))
         ops = reference if self.config.offload else self.ops
+        frozen = [(x, x.clone()) for bucket in buckets for x in bucket.frozen()]
         optimizer.update(self.config, buckets, scalars, ops, self.device)
+        for x, before in frozen:  # weight decay has changed it
+            x.copy_(before)
         for bucket in buckets:
+            if frozen and bucket.cast is not None:
+                bucket.cast.copy_(bucket.master)
             bucket.return_weights()
 
     def publish(self):
         for bucket in self.buckets.values():  # in the order of forward
             bucket.publish()
+            bucket.param.views.hide(self.shards.size > 1)  # until `gather`
+
+    def whole_parameters(self):
+        """Yield this rank's parameters, whole and new, one after another: the way to read weights between two steps.
+
+        All data ranks must call it.
+        """
+        for bucket in self.buckets.values():
+            bucket.gather()
+            bucket.param.views.hide(False)
+            try:
+                yield from bucket.params
+            finally:
+                bucket.release()
 
     def finish_gathers(self):
         """Wait until all parameters are whole (stages 0 to 2)."""

@@ -1,6 +1,7 @@
-"""Compares copies: several ranks keep the same numbers, which must be equal bit for bit (--check_replicas=N).
+"""Compares copies: several ranks keep the same numbers, which must be equal bit for bit.
 
-A defective memory, a lost update or a wrong kernel can make these copies differ:
+A run compares once, after its first update, or with --check_replicas=N every N updates. A changed model, a defective
+memory, a lost update or a wrong kernel can make these copies differ:
 
     tensors                                                       copies on
     parameters, ZeRO stages 0 to 2                                data ranks
@@ -19,6 +20,8 @@ from parallel.comm import gather_objects
 from parallel.layout import ALIGN
 
 WORDS_AT_ONCE = 1 << 17  # words that are multiplied at once
+ROUNDING = 1e-4  # of a gradient's norm
+PARTIAL = " (is it used between the two linears of a pair? Then ParamSpec(partial=True): GUIDE.md, Change the model)"
 
 
 def fingerprint(flat):
@@ -69,16 +72,21 @@ def differing_copies(zero):
         for key, total in sums.items():
             groups.setdefault(key, {}).setdefault(total, []).append(rank)
     lines = []
-    for (name, *_, copies), ranks in groups.items():
+    for (name, _, tp, copies), ranks in groups.items():
         compared = sum(map(len, ranks.values()))
         if compared != copies:
             lines.append(f"{name}: {compared} copies are compared, but the layout has {copies}")
         elif len(ranks) > 1:
-            lines.append(f"{name}: {' and '.join(f'ranks {equal}' for equal in ranks.values())}")
+            inside_pair = PARTIAL if tp is None and zero.mesh.tp.size > 1 else ""
+            lines.append(f"{name}: {' and '.join(f'ranks {equal}' for equal in ranks.values())}{inside_pair}")
     return lines
 
 
 def compare_copies(zero, iteration):
     """Raise UserError if two copies differ. Every rank calls this between two steps."""
+    for names in gather_objects([name for name, distance in zero.unequal if distance > ROUNDING], zero.mesh.world):
+        if names:
+            text = f"up to iteration {iteration} gradients of {names[0]} that should be equal on all tp ranks differ"
+            raise agreed(f"{text}{PARTIAL}; nothing is saved")
     if differing := differing_copies(zero):
         raise agreed(f"after iteration {iteration} copies differ: {differing[0]}; nothing is saved")

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 import train
+from accounts.metrics import read_metrics
 from config import check
 from errors import UserError
 from parallel.mesh import Mesh
 from parallel.zero import Bucket
 from recovery import checkpoint, replicas
-from testing.tiny import built, configured, fails, tiny_batches, tiny_config
+from testing.tiny import built, configured, fails, go, tiny_batches, tiny_config
 
 
 def said_after_damage(config, rank, bucket, kind, place):
@@ -118,3 +119,13 @@ def test_a_run_stops_before_it_saves_different_copies(
             where = r"( \(moment 0\))?: ranks \[0\] and ranks \[1\]; nothing is saved"
             assert re.fullmatch(what + where, said), said
     assert checkpoint.all_steps(tmp_path) == saved
+
+
+def test_a_run_compares_once_after_the_first_update_that_it_has_read(tokens_dir, tmp_path):
+    """fp16's first steps are skipped, because its loss scale begins too large."""
+    compared = []
+    config = configured(tmp_path, tokens_dir, dtype="fp16", initial_loss_scale=2.0**26, hysteresis=1)
+    with mock.patch.object(replicas, "compare_copies", lambda zero, iteration: compared.append(iteration)):
+        go(config)
+    skipped = [row["skipped_iterations"] for row in read_metrics(tmp_path / "metrics.jsonl").values()]
+    assert skipped[0] and compared == [skipped.index(0) + 1], (compared, skipped)

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from parallel.mesh import grid
-from parallel.muon import is_matrix
 from parallel.optimizer import RULES
 
 TOLERANCE = 1e-10  # relative: float64 rounds at 1e-16, and eight steps add up
@@ -354,7 +353,7 @@ def pattern(counts, mine):
 def where_cause(found, case):
     """Name the first wrong gradient in the order of backward."""
     wrong, order = {f.name for f in found}, list(reversed(case.specs))  # backward ends at the word table
-    if RULES[case.config.optimizer].whole and all(map(is_matrix, map(case.specs.get, wrong))):
+    if RULES[case.config.optimizer].whole and all(case.specs[name].matrix for name in wrong):
         return "Only the matrices differ that need a whole update: is it made once per micro-batch, before the sums?"
     text = "Backward runs from the head to the embedding. The first wrong gradient on this way is "
     text += f"{next(name for name in order if name in wrong)}'s. "

@@ -37,6 +37,8 @@ def group_of(path):
         return "core"
     if path == "exercise.py":
         return "exercises"
+    if path == "check.py":
+        return "testing"
     if name.startswith("test_") or name == "conftest.py":
         return "tests"
     top = folder.split("/")[0]

@@ -53,9 +53,10 @@ def tiny_config(dp, tp=1, **fields):
     return Config(**TINY | fields)
 
 
-def tiny_batches(run, vocab_size=50, reader=None):
+def tiny_batches(run, vocab_size=None, reader=None):
     """Yield this rank's micro-batches. Sample g depends on g alone. Most of its ids are the last one plus 1."""
     c = run.config
+    vocab_size = vocab_size or c.vocab_size
     dice = torch.randint(0, vocab_size, (1000, c.seq_length + 1), generator=torch.Generator().manual_seed(5))
     table = (dice // 10 - 1).clamp(1).cumsum(1).add(dice[:, :1]) % vocab_size
     for numbers in training_samples(0, *(reader or run.mesh.reader), c.micro_batch_size):
@@ -66,12 +67,7 @@ def tiny_batches(run, vocab_size=50, reader=None):
 
 def parameters(run):
     """Return copies, {parameter: this rank's tp slice}."""
-    parts = {}
-    for bucket in run.zero.in_order:
-        bucket.gather()
-        parts |= {p.spec.name: p.detach().clone() for p in bucket.params}
-        bucket.release()
-    return parts
+    return {p.spec.name: p.detach().clone() for p in run.zero.whole_parameters()}
 
 
 def gradients(run):

@@ -1,0 +1,369 @@
+"""Check a changed model: its gradients, each kind of layout, the kernels, generation, the export. It needs no GPU.
+
+    python check.py configs/mine.py                  all checks: about a minute on two cores
+    python check.py configs/mine.py --tp=2 --zero=3  only this layout, with dp=2 if zero is given
+
+The model is that of the configuration, in float64, with fewer layers, tokens and words (`small`). Each layout trains
+three iterations with `train.run_training`, as a user would, and is compared with one process: metrics.jsonl, weights,
+copies. Exit code 1: a check failed. A layout that the program refuses is skipped.
+"""
+
+import os
+
+os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_GLOO_LAZY_INIT": "1"}
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from errors import UserError, exit_on_user_error  # isort: skip
+from exercises.answers import need_pytest  # isort: skip
+
+need_pytest()
+
+import contextlib
+import functools
+import io
+import math
+import sys
+import tempfile
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+import config as configuration
+import convert
+import operations
+import reference
+import train
+from accounts.metrics import read_metrics
+from conftest import write_tokens
+from parallel import optimizer
+from parallel.comm import all_gather
+from parallel.mesh import Mesh
+from parallel.schedules import ASYNCHRONOUS
+from recovery import replicas
+from testing import compare
+from testing.tiny import CPU, built, first_steps, one_process_config, parameters, specs, tiny_batches
+from testing.workers import Workers
+
+LAYOUTS = [  # each pair of schemes in one of them
+    dict(dp=2, zero=3),
+    dict(tp=2),
+    dict(pp=2, schedule="zb-h1", recompute="full"),
+    dict(cp=2),
+    dict(cp=2, context="ring", pp=2, schedule="interleaved", chunks=2),
+    dict(dp=4, zero=2, zero_copies=2),
+    dict(dp=2, tp=2, sequence_parallel=True, zero=3, recompute="full", dropout=0.1),
+]
+STEPS = 3
+TRAINING = dict(
+    dtype="fp64", kernels="torch", dropout=0.0, lr=1e-2, min_lr=0.0, lr_decay_style="constant", lr_warmup_iters=0,
+    train_iters=STEPS, train_epochs=0.0, adam_eps=1e-6, rampup_batch_size="", penalty=0.0, offload=False, resume="none",
+    max_position_embeddings=0, micro_batch_size=1, global_batch_size=8, updates_per_call=1, eval_only=False,
+    log_interval=1, eval_iters=1, save_interval=0, ledger=False, trace="", delay=0.0, check_replicas=0,
+)  # fmt: skip
+OF_LAYOUT = "processes iteration_ms samples_per_second tokens_per_second tflops hardware_tflops mfu timers_ms".split()
+EPSILON = 1e-5  # of a finite difference
+HALF = 4  # the first and the last lines of a cause that are printed
+compare.ROWS = 3
+
+
+def small(c):
+    """Return this model with at most 3 layers, about 1,000 words and few tokens; its width is at most 1,024."""
+    heads = c.num_attention_heads
+    while c.head_size * heads > 1024 and heads % 2 == 0:
+        heads //= 2
+    width = c.head_size * heads
+    tokens = min(c.seq_length, max(32, 2**16 // width // 16 * 16))
+    words = c.vocab_size if c.vocab_size < 1024 else 896 + c.vocab_size % 128  # equal padding
+    sizes = dict(hidden_size=width, num_attention_heads=heads, seq_length=tokens, vocab_size=words)
+    group = c.expert_group if tokens == c.seq_length else 0
+    layout = configuration.layout_of(configuration.Config())
+    fields = layout | TRAINING | sizes | dict(expert_group=group, clip_grad=min(c.clip_grad, 0.1))  # clips each step
+    return replace(c, num_layers=min(c.num_layers, 3 if width < 512 else 2), **fields)
+
+
+# --- the checks: each returns "", or the cause ------------------------------------------------------------------------
+
+
+def stirred(c, **fields):
+    """Return a run of one process with one sample. No parameter is 0, so every gradient matters."""
+    run = built(replace(c, global_batch_size=1, micro_batch_size=1, expert_group=0, **fields))
+    dice = torch.Generator().manual_seed(1)
+    for p in run.model.parameters():
+        p.data.add_(0.02 * torch.randn(p.shape, generator=dice, dtype=p.dtype))
+    return run
+
+
+def gradients(c):
+    """Compare the gradient along a random direction of each parameter with (loss(w + e v) - loss(w - e v)) / 2e."""
+    run = stirred(c, num_layers=min(2, c.num_layers), seq_length=min(32, c.seq_length), balance=0.0)
+    batch, wrong = next(tiny_batches(run)), []
+    trained, repeated = (run.executor.run(iter([batch]), 1, 1.0).item() for _ in range(2))
+    loss = lambda: run.executor.evaluate([batch])[0].mean().item()  # noqa: E731
+    if trained != repeated:
+        return f"a micro-batch has two losses, {trained:.8g} and {repeated:.8g}: random numbers? `ops.dropout` is right"
+    if not math.isclose(trained, plain := loss(), rel_tol=1e-9):
+        return f"the loss is {trained:.8g} in training, and {plain:.8g} without gradients (validation)"
+    params = [p for p in dict.fromkeys(run.model.parameters()) if p.requires_grad]
+    for p in params:
+        direction = torch.randn(p.shape, generator=torch.Generator().manual_seed(2), dtype=p.dtype)
+        losses = []
+        for step in (EPSILON, -2 * EPSILON, EPSILON):
+            p.data.add_(direction, alpha=step)
+            losses.append(loss())
+        ours = (p.grad * direction).sum().item() / 2  # of two backwards
+        theirs = (losses[0] - losses[1]) / (2 * EPSILON)
+        if not abs(ours - theirs) <= 1e-4 * max(1e-2, abs(theirs)):
+            wrong.append(f"{p.spec.name} {ours:.6g} instead of {theirs:.6g}")
+    return wrong and f"wrong in {len(wrong)} of {len(params)} parameters: {'; '.join(wrong[:3])}"
+
+
+def run_loop(c, folder, ranks):
+    """Train on this rank with the real loop. Return (rows of metrics.jsonl without times, weights before and after,
+    copies that differ, frozen weights).
+    """
+    c = replace(c, out_dir=f"{folder}/{ranks}_{abs(hash(str(c)))}", data_dir=f"{folder}/data")
+    ends, loop = [], train.train
+
+    def loop_between_copies(run, *rest):
+        frozen = [p.spec.name for p in run.model.parameters() if not p.requires_grad]
+        before = parameters(run)
+        loop(run, *rest)
+        ends.append((before, parameters(run), replicas.differing_copies(run.zero), frozen))
+
+    with mock.patch.object(train, "train", loop_between_copies), contextlib.redirect_stdout(io.StringIO()):
+        train.run_training(c, Mesh.of(c), CPU)
+    rows = read_metrics(f"{c.out_dir}/metrics.jsonl").values()
+    return [{key: value for key, value in row.items() if key not in OF_LAYOUT} for row in rows], *ends[0]
+
+
+class Pool:
+    """Processes that train. The run of one process is kept for all layouts."""
+
+    def __init__(self, folder, words):
+        self.folder, self.workers, self.runs = folder, Workers(Path(folder)), {}
+        write_tokens(Path(folder, "data"), vocab_size=words, train=60000, val=20000)
+
+    def run(self, ranks, function, *arguments):
+        return self.workers.run(ranks, function, *arguments)
+
+    def one_process(self, c):
+        if str(c) not in self.runs:
+            self.runs[str(c)] = self.run(1, run_loop, c, self.folder, 1)[0]
+        return self.runs[str(c)]
+
+
+def layout(pool, c, ranks):
+    """Compare a run of this layout with the run of one process."""
+    configuration.check(c, ranks)
+    why = "uses older weights on purpose, so it does not train the model of one process"
+    configuration.require(c, "schedule", c.schedule not in ASYNCHRONOUS, why)
+    on_ranks, one = functools.partial(pool.run, ranks), one_process_config(c)
+    theirs = pool.one_process(one)
+    results = on_ranks(run_loop, c, pool.folder, ranks)
+    rows = results[0][0]
+    curves = [[[row[key] for row in run] for key in ("lm_loss", "grad_norm")] for run in (rows, theirs[0])]
+    runs = [(*curves[0], *result[1:3]) for result in results]
+    repeat = functools.partial(first_steps, on_ranks, c)
+    message = compare.differences(runs, (*curves[1], *theirs[1:3]), c, specs(c), repeat).partition("\n")[2]
+    if message:
+        return "\n".join(filter(None, [place(on_ranks(outputs, c), pool.run(1, outputs, one)[0], c), message]))
+    for row, right in zip(rows, theirs[0], strict=True):
+        for key in right.keys() | row.keys():
+            if not equal(row.get(key), right.get(key)):
+                at = f"iteration {row['iteration']}: {key} is {row.get(key)} instead of {right.get(key)}"
+                return f"{at}; losses, norms and weights are right: look at the loop (`train`) and at log.py"
+    return "".join(f"copies differ: {text}" for text in results[0][3][:1])
+
+
+def equal(ours, theirs):
+    numbers = isinstance(ours, float) and isinstance(theirs, float)
+    return math.isclose(ours, theirs, rel_tol=1e-9) if numbers else ours == theirs
+
+
+# --- where a forward differs ------------------------------------------------------------------------------------------
+
+
+def outputs(c):
+    """Run a step on this rank. Return {module: [(its rows of the batch, its output)]}, in the order of forward."""
+    run, found, current = built(c), {}, []
+
+    def begin(unit, arguments):
+        batch = arguments[1]
+        inside = all_gather(batch.rows, run.mesh.tp, "rows").wait() if c.sequence_parallel else batch.rows
+        current[:] = batch.rows.clone(), inside
+
+    def keep(name, result):
+        for k, x in enumerate(result if isinstance(result, tuple) else (result,)):
+            rows = next((rows for rows in current if len(rows) == len(x)), None)
+            calls = found.setdefault((name, k), [])
+            repeated = rows is None or any(torch.equal(rows, before) for before, _ in calls)  # recomputation
+            if not repeated and x.dim() == 2:
+                calls.append((rows, x.detach().clone()))
+
+    names = ["embedding", *(f"block{i}" for i in range(c.num_layers)), "head"]
+    for unit, name in zip(run.model.units, names, strict=True):
+        unit.register_forward_pre_hook(begin)
+        for inner, module in unit.named_modules():
+            full = f"{name}.{inner}".rstrip(".")
+            module.register_forward_hook(lambda _, __, result, full=full: keep(full, result))
+    train.train_step(run, tiny_batches(run)).read()
+    return {key: calls for key, calls in found.items() if calls}
+
+
+def place(ranks, one, c):
+    """Return a line: the first module whose output differs from one process's. ranks, one: results of `outputs`."""
+    right = "the ids"
+    for key, ((rows, whole),) in one.items():
+        where = torch.empty(int(rows.max()) + 1, dtype=torch.long)
+        where[rows] = torch.arange(len(rows))
+        for rank, found in enumerate(ranks):
+            for mine, x in found.get(key, []):
+                theirs = whole[where[mine]]
+                if x.shape[1] < theirs.shape[1]:
+                    theirs = theirs.chunk(c.tp, 1)[rank % c.tp]
+                if x.shape == theirs.shape and not torch.allclose(x, theirs, rtol=1e-9, atol=1e-11):
+                    worst = (x - theirs).abs().max() / theirs.abs().max()
+                    return (
+                        f"Forward is right up to {right}, and first differs in {key[0]} (rank {rank}: by {worst:.0e})."
+                    )
+        right = key[0]
+    return ""
+
+
+# --- the kernels, generation, export ----------------------------------------------------------------------------------
+
+
+def kernels(c, choice):
+    """Compare the loss and the gradients of one block with a GPU's operations, in float32, with reference.py's."""
+    results = []
+    for gpu in (reference, operations.choose(replace(c, kernels=choice), torch.device("cuda"), "fp32")):
+        with mock.patch.object(operations, "choose", lambda *_, gpu=gpu: gpu):
+            run = stirred(c, dtype="fp32", num_layers=1, seq_length=min(64, c.seq_length))
+        loss = run.executor.run(tiny_batches(run), 1, 1.0).float()
+        results.append({"loss": loss} | {p.spec.name: p.grad for p in run.model.parameters()})
+    wrong = [name for name, right in results[0].items() if not close(results[1][name], right, 1e-3)]
+    return wrong and f"other {', '.join(wrong[:4])}: reference.py and kernels.py must change together (`OPERATIONS`)"
+
+
+def close(ours, theirs, tolerance):
+    return bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max())
+
+
+def update_rule(c):
+    """Compare the fused update with the function of parallel/optimizer.py."""
+    rule, n = optimizer.RULES[c.optimizer], 64
+    if not rule.fused:
+        raise UserError(f"{c.optimizer} has no fused kernel")
+    constants = dict(beta1=c.adam_beta1, beta2=c.adam_beta2, eps=c.adam_eps)
+    dice = torch.Generator().manual_seed(3)
+    start = [torch.rand(n, generator=dice) for _ in range(2 + rule.moments)]
+    w, g, *moments = (x.clone() for x in start)
+    for part, decays in ((slice(0, 32), True), (slice(32, n), False)):
+        views = [x[part] for x in (w, g, *moments)]
+        decay = 0.1 * decays
+        rule.step(views[0], views[1], views[2:], decay=decay, lr=0.01, scale=0.5, update=3, **constants)
+    gpu = operations.choose(replace(c, kernels="triton"), torch.device("cuda"), "fp32")
+    never, one = torch.tensor(False), torch.tensor(3)
+    scalars = reference.update_scalars(torch.tensor(0.01), torch.tensor(0.5), one, never, c.adam_beta1, c.adam_beta2)
+    for name, ops in (("reference.py", reference), ("kernels.py", gpu)):
+        ours, gradient, *kept = (x.clone() for x in start)
+        ranges = [(0, 32, True), (32, n, False)]
+        getattr(ops, rule.fused)(ours, gradient, kept, scalars, ranges, decay=0.1, out=None, **constants)
+        if not close(ours, w, 1e-5):
+            return f"`{rule.fused}` of {name} is not `{c.optimizer}` of parallel/optimizer.py (fused=None uses that)"
+    return ""
+
+
+def frozen(pool, c):
+    """Check that weights with requires_grad=False stay as they are."""
+    _, before, after, _, names = pool.one_process(one_process_config(c))
+    moved = [name for name in names if not torch.equal(before[name], after[name])]
+    return moved and f"{', '.join(moved[:4])}: requires_grad is False, but the update has changed it"
+
+
+@torch.no_grad()
+def generation(c):
+    """Compare the logits of one token after another, with kept keys and values, with those of all tokens together."""
+    model, caches = stirred(c).model, [[] for _ in range(c.num_layers)]
+    ids = torch.randint(0, c.vocab_size, (1, c.seq_length), generator=torch.Generator().manual_seed(1))
+    steps = [model(model.micro_batch(ids[:, i : i + 1], start=i, caches=caches)) for i in range(c.seq_length)]
+    right = model(model.micro_batch(ids))
+    wrong = [i for i in range(c.seq_length) if not close(steps[i][0], right[i], 1e-8)]
+    return wrong and f"the logits of token {wrong[0]} differ from those of a pass over all tokens (look at `caches`)"
+
+
+def export(c):
+    """Compare with the logits of Hugging Face's model."""
+    text = SimpleNamespace(eot_token=c.vocab_size - 1, n_vocab=c.vocab_size)
+    convert.exported(convert.transformers(), stirred(c, dtype="fp32").model, text)
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+CAUSES = {}  # {first line of a cause: the check that has printed it}
+
+
+def show(name, check, *arguments):
+    """Print a check's line. Return True if it failed."""
+    try:
+        cause = check(*arguments)
+        word = "WRONG" if cause else "ok"
+    except UserError as error:
+        changed = "model.py is changed" in str(error)  # `convert.exported`
+        word, cause = "WRONG" if changed else "skipped", error
+    except (compare.Different, pytest.fail.Exception) as error:
+        word, cause = "WRONG", error
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        word, cause = "WRONG", f"{type(error).__name__}: {error} ({at.filename}:{at.lineno})"
+    lines = str(cause or "").splitlines()
+    if word == "WRONG" and (before := CAUSES.setdefault(lines[0], name)) != name:
+        lines = [f"as {before}: {lines[0]}"]
+    print(f"{word:<8}{name}", *lines[:HALF], *lines[HALF:][-HALF:], sep="\n        ", flush=True)
+    return word == "WRONG"
+
+
+def sizes(c, given):
+    """Return the first line: what was cut."""
+    parts = []
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size"):
+        ours, theirs = getattr(c, name), getattr(given, name)
+        parts.append(f"{name}={ours}" + (f" (yours: {theirs})" if ours != theirs else ""))
+    return f"checked with {', '.join(parts)}; {c.optimizer}, fp64 on the CPU"
+
+
+def main():
+    words = sys.argv[1:]
+    given = configuration.load(words)
+    c, options = small(given), vars(configuration.parser().parse_args(words))
+    chosen = {name: getattr(given, name) for name in configuration.SECTIONS["layout"] if name in options}
+    print(sizes(c, given))
+    specs(c)  # raises UserError for a model that no layout accepts
+    failed = show("gradients of one process: finite differences", gradients, c)
+    with tempfile.TemporaryDirectory() as folder:
+        pool = Pool(folder, c.vocab_size)
+        for fields in [chosen] if chosen else LAYOUTS:
+            name = " ".join(f"{key}={value}" for key, value in fields.items())
+            one = replace(c, **{key: value for key, value in fields.items() if key != "dp"})
+            dp = fields.get("dp", 2 * one.zero_copies if one.zero else 1)
+            one.num_layers = max(c.num_layers, one.pp * one.chunks - 2)
+            failed |= show(name, layout, pool, one, dp * one.tp * one.pp * one.cp)
+        if not chosen:
+            failed |= show("frozen weights", frozen, pool, c)
+        pool.workers.stop()
+    if not chosen:
+        failed |= show("update: the fused operation", update_rule, c)
+        for choice in ("auto", "triton"):
+            failed |= show(f"kernels={choice} on a GPU", kernels, c, choice)
+        failed |= show("generation", generation, c)
+        failed |= show("export to Hugging Face", export, c)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    exit_on_user_error(main)

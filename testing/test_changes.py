@@ -1,0 +1,402 @@
+"""Tests of a reader's changes to the model, the loss and the loop: the rows of GUIDE.md's table.
+
+A change is right on every layout: it trains what the same change trains on one process (`testing/tiny.py`).
+"""
+
+import contextlib
+import functools
+import itertools
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import reference
+import train
+from accounts.test_ledger import counted
+from errors import UserError
+from model import GPT, MLP, Block, Head, LayerNorm
+from operations import choose
+from parallel.optimizer import RULES, Rule
+from parallel.tensor import ColumnParallelLinear, ParamSpec
+from recovery import checkpoint
+from test_model import plain_gpt
+from testing import tiny
+from testing.compare import same_tensor
+from testing.tiny import built, check_layout, configured, fails, first_step, one_process, tiny_batches, tiny_config
+
+LAYOUTS = [  # (processes, fields)
+    (2, dict(tp=2)),
+    (2, dict(tp=2, sequence_parallel=True, recompute="full")),
+    (2, dict(zero=1)),
+    (2, dict(zero=3)),
+    (2, dict(pp=2, schedule="zb-h1")),
+    (2, dict(cp=2, context="ring")),
+    (2, dict(cp=2, context="ulysses")),
+    (6, dict(tp=2, zero=2)),
+]
+
+
+def changed(change, function, *arguments):
+    """Call a function on a rank, with a change of CHANGES."""
+    with CHANGES[change](), mock.patch.object(tiny, "CURVES", {}):
+        return function(*arguments)
+
+
+def check_change(workers, change, ranks, **fields):
+    """Compare a layout with one process, both with the change."""
+    data_ranks = ranks // fields.get("tp", 1) // fields.get("pp", 1)
+    config = tiny_config(data_ranks // fields.get("cp", 1), **fields)
+
+    def on_ranks(function, *arguments):
+        return workers.run(ranks, changed, change, function, *arguments)
+
+    changed(change, check_layout, [config], on_ranks)
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+class NormalizedQueries(ColumnParallelLinear):
+    """qkv with an RMSNorm of each head of q. All heads have one weight, and a tp rank sees only its own heads."""
+
+    def __init__(self, qkv, c, **fields):
+        super().__init__(qkv.weight.name.removesuffix(".weight"), qkv.weight.shape, qkv.weight.std, qkv.tp, False)
+        self.enter, self.ops = qkv.enter, qkv.ops
+        self.norm = ParamSpec(f"{self.weight.bucket}.q_norm", (c.head_size,), mean=1.0, **fields)
+
+    def forward(self, x):
+        q, k, v = super().forward(x)
+        heads = q.view(len(q), -1, *self.norm.shape)
+        return F.rms_norm(heads, heads.shape[-1:], self.norm, 1e-5).view_as(q), k, v
+
+
+@contextlib.contextmanager
+def another_block(change):
+    """change(block, configuration): the last lines of `Block.__init__`."""
+    build = Block.__init__
+
+    def changed_init(self, c, *rest):
+        build(self, c, *rest)
+        change(self, c)
+
+    with mock.patch.object(Block, "__init__", changed_init):
+        yield
+
+
+def normalize_queries(block, c, **fields):
+    block.qkv = NormalizedQueries(block.qkv, c, **fields)
+
+
+@pytest.mark.parametrize("ranks, fields", LAYOUTS, ids=str)
+def test_a_replicated_weight_inside_a_pair_has_partial_gradients(workers, ranks, fields):
+    check_change(workers, "qk_norm", ranks, optimizer="adamw", **fields)
+
+
+ENDS = {
+    2: "after iteration 1 copies differ: block0.q_norm: ranks [0] and ranks [1] (is it used",
+    6: "up to iteration 1 gradients of block0 that should be equal on all tp ranks differ (is it used",
+}
+
+
+@pytest.mark.parametrize("ranks", ENDS)
+def test_without_partial_a_run_ends_after_its_first_update(workers, tokens_dir, tmp_path, ranks):
+    """With more than two data ranks, all tp ranks take the first one's gradient: their copies are equal, and wrong."""
+    config = configured(tmp_path, tokens_dir, tp=2)
+    for said in workers.run(ranks, changed, "qk_norm without partial", fails, config):
+        assert said.startswith(ENDS[ranks])
+        assert "Then ParamSpec(partial=True)" in said and "\n" not in said
+    assert not checkpoint.all_steps(tmp_path)
+
+
+class GatedLayerNorm(LayerNorm):
+    """LayerNorm, times a sigmoid of a matrix product: a matrix that is replicated over tp and does not decay."""
+
+    def forward(self, *arguments):
+        z, y = super().forward(*arguments)
+        return z, y * (y @ self.gate.T).sigmoid()
+
+
+def add_gate(block, c):
+    """Add the gate, and let the biases of qkv decay."""
+    block.ln1 = GatedLayerNorm(f"block{block.index}.ln1", c.hidden_size, block.ops)
+    block.ln1.gate = ParamSpec(f"block{block.index}.gate", (c.hidden_size,) * 2, std=0.02, matrix=True)
+    block.qkv.bias = replace(block.qkv.bias, decay=True)
+
+
+@pytest.mark.parametrize("ranks, fields", LAYOUTS, ids=str)
+def test_muon_updates_what_a_paramspec_calls_a_matrix(workers, ranks, fields):
+    check_change(workers, "gate", ranks, optimizer="muon", **fields)
+
+
+def test_muons_update_of_a_new_matrix_is_orthogonal():
+    config = tiny_config(1, optimizer="muon", lr=1.0, lr_warmup_iters=0, lr_decay_style="constant")
+    _, _, before, after = changed("gate", one_process, config, 1)
+    step = (after["block0.gate"] - before["block0.gate"]) / (0.2 * config.hidden_size**0.5)
+    assert torch.linalg.svdvals(step)[-2] > 0.6  # LayerNorm's y has no mean: one value is 0
+    assert (after["block0.qkv.bias"] - before["block0.qkv.bias"]).abs().max() <= 1, "the update is not AdamW's"
+
+
+@contextlib.contextmanager
+def window():
+    """A query sees 3 keys."""
+    with mock.patch.object(reference, "visible", lambda i, j: (j <= i) & (j > i - 3)):
+        reference.is_causal.cache_clear()
+        yield
+    reference.is_causal.cache_clear()
+
+
+@pytest.mark.parametrize("ranks, fields", LAYOUTS, ids=str)
+def test_all_kinds_of_attention_share_one_mask(workers, ranks, fields):
+    check_change(workers, "window", ranks, **fields)
+
+
+def test_a_window_is_that_of_a_written_out_softmax():
+    q, k, v = torch.randn(3, 2, 8, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    scores = torch.einsum("biad,bjad->baij", q, k) / 5**0.5
+    seen = torch.ones(8, 8, dtype=torch.bool).tril().triu(-2)
+    right = torch.einsum("baij,bjad->biad", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    with window():
+        assert torch.allclose(reference.attention(q, k, v), right, rtol=1e-12)
+        cache, parts = [], [x.split(1, 1) for x in (q, k, v)]
+        steps = [reference.attention(*one, cache) for one in zip(*parts, strict=True)]
+        assert torch.allclose(torch.cat(steps, 1), right, rtol=1e-12), "the cache ignores the window"
+        config = tiny_config(1, kernels="triton", dtype="fp32")
+        with mock.patch.dict("os.environ", TRITON_INTERPRET="1"):
+            assert choose(config, torch.device("cpu"), "fp32").attention is reference.attention
+    with mock.patch.dict("os.environ", TRITON_INTERPRET="1"):
+        assert choose(config, torch.device("cpu"), "fp32").attention is not reference.attention
+
+
+@contextlib.contextmanager
+def dropout():
+    """Dropout at the end of the MLP."""
+    forward = MLP.forward
+
+    def changed_forward(self, x, batch):
+        y = forward(self, x, batch)
+        return reference.dropout(y, batch.drop(1, site=1000))
+
+    with mock.patch.object(MLP, "forward", changed_forward):
+        yield
+
+
+@pytest.mark.parametrize("ranks, fields", LAYOUTS, ids=str)
+def test_dropout_at_a_new_site_has_equal_masks(workers, ranks, fields):
+    check_change(workers, "dropout", ranks, dropout=0.2, **fields)
+
+
+# --- freeze -----------------------------------------------------------------------------------------------------------
+
+
+def frozen_names(name):
+    return name.startswith(("word", "embedding", "block0", "block1.qkv", "block1.ln2"))
+
+
+@contextlib.contextmanager
+def frozen():
+    """The last lines of `train.build`."""
+    build = train.build
+
+    def built(*arguments):
+        run = build(*arguments)
+        for p in run.model.parameters():
+            p.requires_grad_(not frozen_names(p.spec.name))
+        return run
+
+    with mock.patch.object(train, "build", built):
+        yield
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lamb", "lars", "muon"])
+def test_a_frozen_weight_keeps_its_value_and_is_not_in_the_norm(optimizer):
+    config = tiny_config(1, optimizer=optimizer, dtype="fp32")
+    whole, part = first_step(config), changed("frozen", first_step, config)
+    squares = sum((g**2).sum() for name, (_, _, g) in whole.gradients.items() if not frozen_names(name))
+    assert part.norm == pytest.approx(squares.sqrt().item(), rel=1e-5)
+    _, _, before, after = changed("frozen", one_process, config, 3)
+    for name, weight in after.items():
+        assert torch.equal(weight, before[name]) == frozen_names(name), name
+
+
+@pytest.mark.parametrize("ranks, fields", LAYOUTS, ids=str)
+@pytest.mark.parametrize("optimizer", ["adamw", "lars"])
+def test_a_frozen_weight_is_frozen_on_every_layout(workers, ranks, fields, optimizer):
+    check_change(workers, "frozen", ranks, optimizer=optimizer, **fields)
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+
+TERMS = {"squared_losses": lambda y: y + 0.1 * y.square(), "doubled_in_place": lambda y: y.mul_(2)}
+
+
+@contextlib.contextmanager
+def computed_with(term):
+    """term(losses): in the last line of `Head.forward`."""
+    forward = Head.forward
+
+    def changed_forward(self, x, batch):
+        y = forward(self, x, batch)
+        return y if batch.targets is None else term(y)
+
+    with mock.patch.object(Head, "forward", changed_forward):
+        yield
+
+
+cross_entropy_ = reference.cross_entropy_
+
+
+def smoothed_cross_entropy_(logits, targets, columns, weights=None, reduce=None):
+    """Label smoothing: 0.9 of the target's loss, and 0.1 of the mean over the losses of all words."""
+    reduce = reduce or (lambda x, op: x)
+    real = torch.arange(logits.shape[1]) < columns
+    z = logits.where(real, -torch.inf)
+    top = reduce(z.amax(1), "max")
+    totals = torch.stack([(z - top[:, None]).exp().sum(1), logits.where(real, 0.0).sum(1), real.sum().expand(len(z))])
+    total, all_logits, words = reduce(totals, "sum")
+    log_total = total.log() + top
+    losses = 0.9 * cross_entropy_(logits, targets, columns, weights, reduce) + 0.1 * (log_total - all_logits / words)
+    if weights is not None:
+        softmax = (z - log_total[:, None]).exp()
+        logits.mul_(0.9).add_((0.1 * weights)[:, None] * (softmax - 1 / words[:, None]).where(real, 0.0))
+    return losses
+
+
+def smoothing():
+    return mock.patch.object(reference, "cross_entropy_", smoothed_cross_entropy_)
+
+
+@contextlib.contextmanager
+def left_out():
+    """No loss for the words below 25: a micro-batch, a data rank, a cp rank have few or many of them."""
+    micro_batch = GPT.micro_batch
+
+    def changed_micro_batch(self, ids, targets, *rest):
+        return micro_batch(self, ids, targets.where(targets >= 25, -100), *rest)
+
+    with mock.patch.object(GPT, "micro_batch", changed_micro_batch):
+        yield
+
+
+@pytest.mark.parametrize("change", [*TERMS, "left_out"])
+def test_the_changed_loss_and_its_gradients_are_those_of_plain_pytorch(change):
+    with CHANGES[change]():
+        run = built(tiny_config(1, init_method_std=0.2))
+        batches = [*itertools.islice(tiny_batches(run), 3)]
+        losses = []
+        for _ in range(2):  # the first time, the executor learns that the head computes with its losses
+            run.zero.zero_grad()
+            losses.append(run.executor.run(iter(batches), 3, 1 / 3).item() / 3)
+        ours = {p.spec.name: p.grad.clone() for p in run.model.parameters()}
+        validated = run.executor.evaluate(batches)
+    for p in run.model.parameters():
+        p.grad = None
+    plain = torch.cat([plain_gpt(run, b.ids.view(b.shape), b.targets.view(b.shape)) for b in batches])
+    plain = TERMS.get(change, torch.clone)(plain)
+    assert torch.allclose(torch.cat([*validated.values()]), plain, rtol=1e-12)
+    assert (plain == 0).any() == (change == "left_out")
+    plain.mean().backward()
+    assert losses == pytest.approx([plain.mean().item()] * 2, rel=1e-12), f"the losses of two runs are {losses}"
+    for p in run.model.parameters():
+        same_tensor(f"the gradient of {p.spec.name}", ours[p.spec.name], p.grad)
+
+
+@pytest.mark.parametrize("ranks, fields", LAYOUTS, ids=str)
+@pytest.mark.parametrize("change", ["squared_losses", "left_out", "smoothing"])
+def test_a_changed_loss_is_right_on_every_layout(workers, ranks, fields, change):
+    check_change(workers, change, ranks, **fields)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_ledger_knows_that_forward_computes_the_losses(workers, sequence_parallel):
+    config = tiny_config(1, 2, sequence_parallel=sequence_parallel)
+    plain, twice = (workers.run(2, changed, change, counted, [config])[0][0] for change in ("none", "squared_losses"))
+    assert twice[0] == twice[1], "the formula differs from the bytes"
+    rows = "tp", "cross-entropy rows", "all_reduce"
+    assert twice[0][rows][0] == 2 * plain[0][rows][0], "another head computes its losses twice, too"
+
+
+# --- the loop ---------------------------------------------------------------------------------------------------------
+
+READS = {
+    "p": lambda p: p.norm(),
+    "several parameters": lambda p: torch.stack([p, p]),
+    "p.data": lambda p: p.data,
+    "p.mT": lambda p: p.mT,
+    "p.grad": lambda p: p.grad.norm(),
+    "p.grad.data": lambda p: p.grad.data,
+}
+
+
+def read_in_the_loop(config):
+    """Read weights and gradients between two steps. Return (what could be read, norms of the whole weights)."""
+    run = built(config)
+    batches, norms = tiny_batches(run), []
+    for _ in range(3):
+        train.train_step(run, batches)
+        on_the_way = [bucket.gathering for bucket in run.zero.in_order if bucket.gathering and bucket.gathering.work]
+        assert bool(on_the_way) == (config.zero in (1, 2)), "publish has lost its overlap"
+        found = []
+        for name, read in READS.items():
+            p = run.model.units[1].qkv.weight
+            try:
+                read(p)
+                found.append(name)
+            except UserError as error:
+                assert str(error).startswith("block0.qkv.weight" if name[0] == "p" else "a parameter"), error
+                assert "run.zero.whole_parameters()" in str(error) and "\n" not in str(error)
+        assert p.requires_grad and p.shape == (3, 16, 16) and p.numel() == 768, "its size can be read"
+        norms.append({p.spec.name: p.norm().item() for p in run.zero.whole_parameters()})
+        next(run.zero.whole_parameters())  # a reader who breaks off
+    return found, norms
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_the_loop_reads_whole_weights_or_is_told_how(workers, zero):
+    _, right = read_in_the_loop(tiny_config(1))
+    for found, norms in workers.run(2, read_in_the_loop, tiny_config(2, zero=zero)):
+        assert found == ([] if zero else [*READS])
+        for ours, one in zip(norms, right, strict=True):
+            assert ours == pytest.approx(one, rel=1e-10)
+
+
+def averaging_sgd(weight, gradient, moments, *, lr, scale, **_):
+    """SGD, and an average of the weights as a moment."""
+    weight.add_(gradient, alpha=-lr * scale)
+    moments[0].lerp_(weight, 0.1)
+
+
+def averages(config):
+    """Return ({parameter: (begin, end, values)} of the averages of this rank, norms of the whole weights)."""
+    with mock.patch.dict(RULES, sgd=Rule(averaging_sgd, 1)):
+        run = built(config)
+        batches = tiny_batches(run)
+        for _ in range(3):
+            train.train_step(run, batches)
+        pieces = [(bucket, piece) for bucket in run.zero.in_order for piece in bucket.pieces]
+        return {p.spec.name: (p.begin, p.end, p.of(bucket.moments[0]).clone()) for bucket, p in pieces}
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_an_average_of_the_weights_is_a_moment(workers, zero):
+    right = averages(tiny_config(1, optimizer="sgd"))
+    for found in workers.run(2, averages, tiny_config(2, optimizer="sgd", zero=zero)):
+        for name, (begin, end, values) in found.items():
+            same_tensor(f"the average of {name}", values, right[name][2][begin:end])
+
+
+CHANGES = {
+    "none": contextlib.nullcontext,
+    **{name: functools.partial(computed_with, term) for name, term in TERMS.items()},
+    "left_out": left_out,
+    "qk_norm": lambda: another_block(functools.partial(normalize_queries, partial=True, decay=True)),
+    "qk_norm without partial": lambda: another_block(normalize_queries),
+    "window": window,
+    "dropout": dropout,
+    "smoothing": smoothing,
+    "gate": lambda: another_block(add_gate),
+    "frozen": frozen,
+}

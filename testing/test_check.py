@@ -1,0 +1,121 @@
+"""check.py finds mistakes in a changed model, and says where. Each edit is made in a copy of the project."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import check
+from conftest import needs_git
+from testing.defects import ROOT
+from testing.tiny import tiny_config
+
+pytestmark = needs_git
+
+TINY = "num_layers = 2\nhidden_size = 16\nnum_attention_heads = 8\nseq_length = 8\nvocab_size = 100\n"
+
+
+def checked(folder, *options, edits=()):
+    """Run check.py in a copy with (file, old, new) edits. Return (exit code, its lines after the first)."""
+    subprocess.run(f"git ls-files -z | xargs -0 cp --parents -t {folder}", shell=True, cwd=ROOT, check=True)
+    (folder / "my_config.py").write_text(TINY)
+    for file, old, new in edits:
+        text = (folder / file).read_text("utf-8")
+        assert text.count(old) == 1, (file, old, text.count(old))
+        (folder / file).write_text(text.replace(old, new), "utf-8")
+    command = [sys.executable, "check.py", "my_config.py", *options]
+    environment = os.environ | {"PYTHONPATH": ""}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout.splitlines()[1:]
+
+
+@pytest.mark.slow
+def test_the_unchanged_model_passes(tmp_path):
+    code, lines = checked(tmp_path)
+    count = sum(line.startswith("ok ") for line in lines)
+    assert (code, count) == (0, len(lines)) and count == len(check.LAYOUTS) + 7, lines
+
+
+def test_options_choose_one_layout(tmp_path):
+    code, lines = checked(tmp_path, "--tp=2", "--zero=1")
+    assert code == 0 and [line.split(maxsplit=1) for line in lines] == [
+        ["ok", "gradients of one process: finite differences"],
+        ["ok", "tp=2 zero=1"],
+    ]
+    code, lines = checked(tmp_path, "--tp=3")
+    assert (
+        code == 0 and lines[1:] == ["skipped tp=3", "        " + lines[2].strip()] and "num_attention_heads" in lines[2]
+    )
+
+
+def test_the_size_shrinks_and_the_rules_stay():
+    """The width of a head and the padding of the vocabulary stay as they are."""
+    c = check.small(tiny_config(1, hidden_size=12288, num_attention_heads=96, vocab_size=50257, seq_length=2048))
+    padding = c.padded_vocab_size - c.vocab_size
+    assert (c.hidden_size, c.head_size, c.seq_length, padding) == (768, 128, 80, 50304 - 50257)
+
+
+ATTENTION = next(line for line in (ROOT / "model.py").read_text("utf-8").splitlines(True) if "q, k, v = (" in line)
+NORM = "torch.stack([loss, norm, lr, skip, stop])"
+EDITS = {  # name: (options, edits, words of the output)
+    "a mean over a rank's own heads": (
+        ["--tp=2"],
+        [("model.py", ATTENTION, ATTENTION + "        q = q - q.mean(2, keepdim=True)\n")],
+        "WRONG tp=2 Forward is right up to block0.qkv, and first differs in block0.proj",
+    ),
+    "random numbers that are not counter-based": (
+        ["--tp=2"],
+        [("model.py", ATTENTION, ATTENTION + "        q = nn.functional.dropout(q, 0.1)\n")],
+        "WRONG gradients of one process: finite differences a micro-batch has two losses",
+    ),
+    "a rule that the fused kernel ignores": (
+        [],
+        [("parallel/optimizer.py", "weight.mul_(1 - lr * decay).add_(adam", "weight.add_(adam")],
+        "WRONG update: the fused operation `adamw_` of reference.py is not `adamw`",
+    ),
+    "a logged norm that is a rank's part": (
+        ["--zero=1"],
+        [("train.py", NORM, NORM.replace("norm", "zero.squared_norm()"))],
+        "WRONG zero=1 First difference: the gradient norm of step 1",
+    ),
+    "a loop that counts its own samples": (
+        ["--zero=1"],
+        [("log.py", '"loss_scale": last.loss_scale,', '"loss_scale": last.loss_scale / run.mesh.world.size,')],
+        "look at the loop",
+    ),
+    "a gradient that is missing everywhere": (
+        ["--tp=2"],
+        [("model.py", ATTENTION, ATTENTION + "        v = v + (v - v.detach()) * 0.5\n")],
+        "WRONG gradients of one process: finite differences wrong in",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_is_found_and_named(tmp_path, name):
+    options, edits, words = EDITS[name]
+    code, lines = checked(tmp_path, *options, edits=edits)
+    assert code == 1 and words in " ".join(" ".join(lines).split()), "\n".join(lines)
+
+
+RIGHT = {
+    "another activation": ("model.py", ATTENTION, ATTENTION + "        v = v * nn.functional.silu(v)\n"),
+    "a scaled residual": ("model.py", "y = self.attention(y, batch)\n", "y = self.attention(y, batch) * 0.5\n"),
+    "a norm of each head without a weight": (
+        "model.py",
+        ATTENTION,
+        ATTENTION + "        q, k = (x / (x.pow(2).mean(3, keepdim=True) + 1e-5).sqrt() for x in (q, k))\n",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_edit_passes_on_every_layout(tmp_path, name):
+    """Only the export is refused: Hugging Face's GPT-2 is another model."""
+    _, lines = checked(tmp_path, edits=[RIGHT[name]])
+    wrong = [line for line in lines if line.startswith("WRONG")]
+    assert wrong == ["WRONG   export to Hugging Face"], "\n".join(lines)
