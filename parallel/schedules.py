@@ -1,11 +1,11 @@
 """Pipeline schedules: the order in which each rank computes (slide "パイプライン並列").
 
-The first forms are `ladder/rung09` to `10` and `13` to `16`. The model is cut into stages, one on each rank, and the batch into
-micro-batches. A micro-batch runs forward from the first stage to the last, then backward to the first. It is *in
-flight* from its forward to the end of its backward, and its activations fill memory. The *bubble* is the share of time
-in which a rank waits. A schedule is a list of actions for each rank, made by a function of this file. The same lists
-are checked, simulated, drawn (`accounts/draw.py`) and executed (`pipeline.py`). `python -m accounts.draw 1f1b` draws
-1F1B, with a backward as long as two forwards (F forward, B backward, . idle):
+The first forms are `ladder/rung09`, `10` and `13` to `16`. The model is cut into stages, one on each rank. The batch is
+cut into micro-batches. A micro-batch runs forward from the first stage to the last, then backward to the first. It is
+*in flight* from its forward to the end of its backward, and its activations fill memory. The *bubble* is the share of
+time in which a rank waits. A schedule is a list of actions for each rank, made by a function of this file. The same
+lists are checked, simulated, drawn (`accounts/draw.py`) and executed (`pipeline.py`). `python -m accounts.draw 1f1b`
+draws 1F1B, with a backward as long as two forwards (F forward, B backward, . idle):
 
     rank 0  F0 F1 F2 F3 ..................B0--- F4 B1--- F5 B2--- F6 B3--- F7 B4--- ...B5--- ...B6--- ...B7---
     rank 1  ...F0 F1 F2 ............B0--- F3 B1--- F4 B2--- F5 B3--- F6 B4--- F7 B5--- ...B6--- ...B7--- ......
