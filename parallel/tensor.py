@@ -260,7 +260,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         else:
             losses = x.new_full(targets.shape, torch.nan, dtype=torch.promote_types(x.dtype, torch.float32))
         ctx.save_for_backward(x)
-        # A head may overwrite real losses. Without `detach` ctx and the graph would refer to each other, and live on.
+        # A head may overwrite real losses. Without detach, ctx and the graph of losses keep each other alive.
         ctx.losses = losses.clone() if in_forward else losses.detach()
         ctx.arguments = w, targets, vocab_size, enter, tp, ops
         return losses
