@@ -43,12 +43,12 @@ class Config:
     init_method_std: float = 0.02  # of initial weights (proj, fc2: divided by sqrt(2 num_layers))
 
     # -- data and batch
-    data_dir: str = "data/stdlib_bytes"  # folder that prepare.py wrote (Megatron-LM: --data-path)
+    data_dir: str = "data/stdlib_bytes"  # of prepare.py, or several by weight: 60:data/en,40:data/ja
     micro_batch_size: int = 8  # samples of one forward and backward
     global_batch_size: int = 8  # samples of an update, on all data ranks
     rampup_batch_size: str = ""  # start,increment,samples: the batch grows over so many samples
     train_iters: int = 0  # updates of the run
-    train_epochs: float = 0.0  # passes over the data (0: use train_iters)
+    train_epochs: float = 0.0  # times the samples of all data (0: use train_iters)
     seed: int = 1234  # of initial weights, data order and dropout
 
     # -- optimizer
@@ -67,6 +67,7 @@ class Config:
     lars_coefficient: float = 1e-3  # lars: norm of a tensor's step / (lr x the tensor's norm)
     penalty: float = 0.0  # of the variance of the data ranks' gradients; doubles the work
     clip_grad: float = 1.0  # largest global gradient norm (0: no clipping)
+    skip_norm: float = 0.0  # skip updates with a larger norm (0: none) (Megatron-LM: --grad-norm-skip-threshold)
 
     # -- numbers
     dtype: str = "auto"  # auto: bf16 or fp16 on a GPU, fp32 on a CPU (Megatron-LM: --fp16, --bf16)
@@ -94,12 +95,13 @@ class Config:
     # -- run
     out_dir: str = ""  # checkpoints and metrics.jsonl (default: out/CONFIGNAME) (Megatron-LM: --save)
     resume: str = "auto"  # auto: out_dir's latest checkpoint; none; or a checkpoint's path (Megatron-LM: --load)
-    new_data: bool = False  # resume with other training tokens
+    new_data: bool = False  # resume with other training tokens or weights; each data set goes on where it was
+    initial_weights: str = ""  # checkpoint whose weights begin a new run (Megatron-LM: --finetune)
     save_interval: int = 1000  # updates between checkpoints (0: at the end)
     keep: int = 2  # latest checkpoints to keep (0: all)
     log_interval: int = 10  # updates between log lines
     eval_interval: int = 1000  # updates between validations (0: at the end)
-    eval_iters: int = 10  # global batches of a validation (0: none)
+    eval_iters: int = 10  # global batches of a validation, of each data set (0: none)
     eval_only: bool = False  # print a checkpoint's loss
     split: str = "val"  # split of eval_only
     stop_after_nan: int = 20  # losses or gradients in a row that are nan or inf, until the run stops (0: never)
@@ -146,6 +148,7 @@ CHOICES = {
 HINTS = {"split": "; prepare.py --split=949,50,1 divides the documents"}
 ASYNCHRONOUS = {  # a stage updates before others have their gradients
     "clip_grad": (0,),  # no rank knows the global norm
+    "skip_norm": (0,),
     "optimizer": tuple(name for name, rule in RULES.items() if not rule.layerwise),
     "dtype": ("auto", "fp64", "fp32", "bf16"),  # an update can't be skipped on all stages
     "zero": (0, 1),  # a stage keeps whole parameters and gradients
@@ -161,7 +164,8 @@ POSITIVE = (  # the other numbers may be 0
 BELOW = {"dropout": 1, "adam_beta1": 1, "adam_beta2": 1, "train_iters": 1e7}  # each update has a rate in a table
 NO_EFFECT = (  # on the weights of a resumed run
     "out_dir resume save_interval keep log_interval eval_interval eval_iters eval_only split ledger delay trace "
-    "tensorboard wandb comm_timeout new_data stop_after_nan check_replicas init_method_std initial_loss_scale"
+    "tensorboard wandb comm_timeout new_data stop_after_nan check_replicas init_method_std initial_loss_scale "
+    "initial_weights"
 ).split()
 # (section, field, default, comment) of each line of `Config`
 LINES = re.findall(r"(?m)^    (?:# -- (.*)|(\w+): \w+ = (.*?)  # (.+))", inspect.getsource(Config))

@@ -224,7 +224,7 @@ def test_other_data_is_refused_without_new_data(straight, tokens_dir, tmp_path):
     go(configured(out, longer, dtype="fp64", train_iters=11, new_data=True))
     moved = shutil.copytree(longer, tmp_path / "moved")
     go(configured(out, str(moved), dtype="fp64", train_iters=12))  # step_11 was trained on it
-    begins = [checkpoint.read_index(out / f"step_{i}")["data"]["begins"] for i in (11, 12)]
+    begins = [checkpoint.read_index(out / f"step_{i}")["data"][0]["begins"] for i in (11, 12)]
     assert begins == [120, 120], "an epoch of the new data should begin after the ten steps of the old data"
     go(configured(out, tokens_dir, dtype="fp64", eval_only=True))  # another data set may be evaluated
 
