@@ -90,7 +90,7 @@ class Config:
     updates_per_call: int = 1  # pipedream, pipedream-2bw: updates until the pipeline empties
     chunks: int = 1  # per rank; zb-v: 2, interleaved: 2 or more (Megatron-LM: --num-virtual-stages-per-pipeline-rank)
     offload: bool = False  # keep the optimizer state on the CPU (DeepSpeed: --cpu-optimizer)
-    recompute: str = "none"  # full: keep each block's input, repeat its forward (Megatron-LM: --checkpoint-activations)
+    recompute: str = "none"  # full: keep only blocks' inputs; elementwise: not LayerNorm's and GELU's outputs
 
     # -- run
     out_dir: str = ""  # checkpoints and metrics.jsonl (default: out/CONFIGNAME) (Megatron-LM: --save)
@@ -109,6 +109,7 @@ class Config:
     ledger: bool = False  # print traffic and memory, measured and predicted, and waits
     delay: float = 0.0  # ms that each communication takes longer, on a CPU
     trace: str = ""  # file for the last steps' actions, in Chrome's format
+    profile: str = ""  # folder for each rank's steps 3 to 5 by torch.profiler, with the names of actions
     tensorboard: str = ""  # folder (Megatron-LM: --tensorboard-dir)
     wandb: str = ""  # project of Weights & Biases (Megatron-LM: --wandb-project)
     comm_timeout: float = 600.0  # seconds that a rank waits for another (Megatron-LM: --distributed-timeout-minutes)
@@ -138,7 +139,7 @@ CHOICES = {
     "lr_decay_style": ("cosine", "linear", "constant", "wsd"),
     "dtype": ("auto", "fp64", "fp32", "bf16", "fp16"),
     "kernels": ("auto", "triton", "torch"),
-    "recompute": ("none", "full"),
+    "recompute": ("none", "elementwise", "full"),
     "context": tuple(WAYS),
     "order": ("dp-pp-tp", "pp-dp-tp"),
     "split": ("train", "val", "test"),
@@ -165,7 +166,7 @@ BELOW = {"dropout": 1, "adam_beta1": 1, "adam_beta2": 1, "train_iters": 1e7}  # 
 NO_EFFECT = (  # on the weights of a resumed run
     "out_dir resume save_interval keep log_interval eval_interval eval_iters eval_only split ledger delay trace "
     "tensorboard wandb comm_timeout new_data stop_after_nan check_replicas init_method_std initial_loss_scale "
-    "initial_weights"
+    "initial_weights profile"
 ).split()
 # (section, field, default, comment) of each line of `Config`
 LINES = re.findall(r"(?m)^    (?:# -- (.*)|(\w+): \w+ = (.*?)  # (.+))", inspect.getsource(Config))
@@ -325,6 +326,7 @@ def check_layout(c, world):
         divides("cp", c.cp, "seq_length", c.seq_length)
         divides("tp * cp", c.tp * c.cp, "num_attention_heads", c.num_attention_heads, ": a rank has whole heads")
     if c.experts:
+        require(c, "recompute", c.recompute != "elementwise", "experts have none or full")
         require(c, "top_k", 1 <= c.top_k <= c.experts, f"should be 1 to experts={c.experts}")
         require(c, "sequence_parallel", c.sequence_parallel or c.tp == 1, "experts with tp > 1 need it; set it to True")
         divides("tp", c.tp, "experts", c.experts, ": a tensor parallel rank has whole experts")

@@ -2,14 +2,14 @@
 
 import contextlib
 
-from accounts import clock, ledger, memory, meter, trace
+from accounts import clock, ledger, memory, meter, profile, trace
 from errors import UserError
 from parallel.comm import agree, gather_objects
 
 
 @contextlib.contextmanager
 def watching(run, say):
-    """Context: watch a `train.Run` for --ledger, --trace and --delay, and report at the end. Every rank must enter.
+    """Context: watch a `train.Run` for --ledger, --trace, --profile and --delay, and report at the end. Every rank must enter.
 
     say: prints a text on rank 0. Raises UserError if the trace can't be written.
     """
@@ -22,6 +22,8 @@ def watching(run, say):
         mesh.watch.tools.append(record)
     with contextlib.ExitStack() as stack:
         times = stack.enter_context(clock.Clock(run)) if c.ledger or c.trace or c.delay else None
+        if c.profile:
+            stack.enter_context(profile.profiling(run))
         activations = stack.enter_context(meter.Activations(run.executor)) if c.ledger else None
         yield
     if c.ledger and run.steps:
