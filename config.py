@@ -43,12 +43,12 @@ class Config:
     init_method_std: float = 0.02  # of initial weights (proj, fc2: divided by sqrt(2 num_layers))
 
     # -- data and batch
-    data_dir: str = "data/stdlib_bytes"  # folder that prepare.py wrote (Megatron-LM: --data-path)
+    data_dir: str = "data/stdlib_bytes"  # of prepare.py, or several by weight: 60:data/en,40:data/ja
     micro_batch_size: int = 8  # samples of one forward and backward
     global_batch_size: int = 8  # samples of an update, on all data ranks
     rampup_batch_size: str = ""  # start,increment,samples: the batch grows over so many samples
     train_iters: int = 0  # updates of the run
-    train_epochs: float = 0.0  # passes over the data (0: use train_iters)
+    train_epochs: float = 0.0  # times the samples of all data (0: use train_iters)
     seed: int = 1234  # of initial weights, data order and dropout
 
     # -- optimizer
@@ -67,6 +67,7 @@ class Config:
     lars_coefficient: float = 1e-3  # lars: norm of a tensor's step / (lr x the tensor's norm)
     penalty: float = 0.0  # of the variance of the data ranks' gradients; doubles the work
     clip_grad: float = 1.0  # largest global gradient norm (0: no clipping)
+    skip_norm: float = 0.0  # skip updates with a larger norm (0: none) (Megatron-LM: --grad-norm-skip-threshold)
 
     # -- numbers
     dtype: str = "auto"  # auto: bf16 or fp16 on a GPU, fp32 on a CPU (Megatron-LM: --fp16, --bf16)
@@ -89,17 +90,18 @@ class Config:
     updates_per_call: int = 1  # pipedream, pipedream-2bw: updates until the pipeline empties
     chunks: int = 1  # per rank; zb-v: 2, interleaved: 2 or more (Megatron-LM: --num-virtual-stages-per-pipeline-rank)
     offload: bool = False  # keep the optimizer state on the CPU (DeepSpeed: --cpu-optimizer)
-    recompute: str = "none"  # full: keep each block's input, repeat its forward (Megatron-LM: --checkpoint-activations)
+    recompute: str = "none"  # full: keep only blocks' inputs; elementwise: not LayerNorm's and GELU's outputs
 
     # -- run
     out_dir: str = ""  # checkpoints and metrics.jsonl (default: out/CONFIGNAME) (Megatron-LM: --save)
     resume: str = "auto"  # auto: out_dir's latest checkpoint; none; or a checkpoint's path (Megatron-LM: --load)
-    new_data: bool = False  # resume with other training tokens
+    new_data: bool = False  # resume with other training tokens or weights; each data set goes on where it was
+    initial_weights: str = ""  # checkpoint whose weights begin a new run (Megatron-LM: --finetune)
     save_interval: int = 1000  # updates between checkpoints (0: at the end)
     keep: int = 2  # latest checkpoints to keep (0: all)
     log_interval: int = 10  # updates between log lines
     eval_interval: int = 1000  # updates between validations (0: at the end)
-    eval_iters: int = 10  # global batches of a validation (0: none)
+    eval_iters: int = 10  # global batches of a validation, of each data set (0: none)
     eval_only: bool = False  # print a checkpoint's loss
     split: str = "val"  # split of eval_only
     stop_after_nan: int = 20  # losses or gradients in a row that are nan or inf, until the run stops (0: never)
@@ -107,6 +109,7 @@ class Config:
     ledger: bool = False  # print traffic and memory, measured and predicted, and waits
     delay: float = 0.0  # ms that each communication takes longer, on a CPU
     trace: str = ""  # file for the last steps' actions, in Chrome's format
+    profile: str = ""  # folder for each rank's steps 3 to 5 by torch.profiler, with the names of actions
     tensorboard: str = ""  # folder (Megatron-LM: --tensorboard-dir)
     wandb: str = ""  # project of Weights & Biases (Megatron-LM: --wandb-project)
     comm_timeout: float = 600.0  # seconds that a rank waits for another (Megatron-LM: --distributed-timeout-minutes)
@@ -136,7 +139,7 @@ CHOICES = {
     "lr_decay_style": ("cosine", "linear", "constant", "wsd"),
     "dtype": ("auto", "fp64", "fp32", "bf16", "fp16"),
     "kernels": ("auto", "triton", "torch"),
-    "recompute": ("none", "full"),
+    "recompute": ("none", "elementwise", "full"),
     "context": tuple(WAYS),
     "order": ("dp-pp-tp", "pp-dp-tp"),
     "split": ("train", "val", "test"),
@@ -146,6 +149,7 @@ CHOICES = {
 HINTS = {"split": "; prepare.py --split=949,50,1 divides the documents"}
 ASYNCHRONOUS = {  # a stage updates before others have their gradients
     "clip_grad": (0,),  # no rank knows the global norm
+    "skip_norm": (0,),
     "optimizer": tuple(name for name, rule in RULES.items() if not rule.layerwise),
     "dtype": ("auto", "fp64", "fp32", "bf16"),  # an update can't be skipped on all stages
     "zero": (0, 1),  # a stage keeps whole parameters and gradients
@@ -161,7 +165,8 @@ POSITIVE = (  # the other numbers may be 0
 BELOW = {"dropout": 1, "adam_beta1": 1, "adam_beta2": 1, "train_iters": 1e7}  # each update has a rate in a table
 NO_EFFECT = (  # on the weights of a resumed run
     "out_dir resume save_interval keep log_interval eval_interval eval_iters eval_only split ledger delay trace "
-    "tensorboard wandb comm_timeout new_data stop_after_nan check_replicas init_method_std initial_loss_scale"
+    "tensorboard wandb comm_timeout new_data stop_after_nan check_replicas init_method_std initial_loss_scale "
+    "initial_weights profile"
 ).split()
 # (section, field, default, comment) of each line of `Config`
 LINES = re.findall(r"(?m)^    (?:# -- (.*)|(\w+): \w+ = (.*?)  # (.+))", inspect.getsource(Config))
@@ -321,6 +326,7 @@ def check_layout(c, world):
         divides("cp", c.cp, "seq_length", c.seq_length)
         divides("tp * cp", c.tp * c.cp, "num_attention_heads", c.num_attention_heads, ": a rank has whole heads")
     if c.experts:
+        require(c, "recompute", c.recompute != "elementwise", "experts have none or full")
         require(c, "top_k", 1 <= c.top_k <= c.experts, f"should be 1 to experts={c.experts}")
         require(c, "sequence_parallel", c.sequence_parallel or c.tp == 1, "experts with tp > 1 need it; set it to True")
         divides("tp", c.tp, "experts", c.experts, ": a tensor parallel rank has whole experts")

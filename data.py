@@ -23,17 +23,22 @@ The ranks of a tensor or pipeline group read the same batch. The file is mapped 
 share its pages.
 
 Each epoch has each sample once, and the order does not depend on train_iters, which may change on a resume.
+
+Several data sets have weights: `--data_dir=60:data/en,30:data/code,10:data/ja`. `places` gives each sample of the run
+its set and its number in this set. These numbers count the samples and epochs of a set, as above.
 """
 
+import functools
 import itertools
 import json
 import math
 import mmap
+import re
 import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from functools import partial
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -90,14 +95,15 @@ def permute(i, n, key):
 TOKEN_DTYPES = {"uint16": "<u2", "uint32": "<u4"}  # meta.json's name: numpy's, little-endian
 
 
+class NoSample(UserError):
+    """A split has too few tokens for one sample."""
+
+
 class Tokens:
     """One split of a data set. Raises UserError if its files are missing, damaged or not usable for this model.
 
-    meta: the content of meta.json. num_samples: windows in an epoch. begins: the number of the first sample, 0
-    without --new_data.
+    meta: the content of meta.json. num_samples: windows in an epoch.
     """
-
-    begins = 0
 
     def __init__(self, data_dir, split, seq_length, vocab_size):
         """Check the first ids only. `batch` checks the others when it reads them."""
@@ -115,7 +121,7 @@ class Tokens:
             self.num_samples = (num_tokens - 1) // seq_length
             if self.num_samples < 1:
                 size = f"{num_tokens} tokens; a sample needs {seq_length + 1}"
-                raise UserError(f"seq_length={seq_length}: {self.path}: {size}")
+                raise NoSample(f"seq_length={seq_length}: {self.path}: {size}")
             self.tokens = map_tokens(self.path, TOKEN_DTYPES[self.meta["dtype"]])
             if len(self.tokens) != num_tokens:
                 raise ValueError(f"{self.path} has {len(self.tokens):,} tokens, but meta.json says {num_tokens:,}")
@@ -126,7 +132,7 @@ class Tokens:
 
     def windows(self, numbers, seed):
         """Return the index of each sample's window, [b] int64."""
-        epoch, i = np.divmod(numbers - self.begins, self.num_samples)
+        epoch, i = np.divmod(numbers, self.num_samples)
         return permute(i, self.num_samples, shuffle_key(seed, epoch))
 
     def batch(self, numbers, seed):
@@ -160,6 +166,182 @@ def identity(tokens):
     pages = b"".join(tokens.tokens[start : start + size].tobytes() for start in starts)
     number = {"tokens": len(tokens.tokens), "crc32": f"{zlib.crc32(pages):08x}"}
     return {name: tokens.meta.get(name) for name in ("tokenizer", "dtype", "made_from")} | number
+
+
+# -- several data sets
+
+LONGEST_CYCLE = 10**6  # samples
+
+
+def shares_of(data_dir):
+    """Return {folder: its samples in a cycle} of "60:data/en,40:data/ja", or of one folder. Raises UserError.
+
+    The shares are the smallest whole numbers with the proportions of the weights.
+    """
+    if ":" not in data_dir or Path(data_dir).is_dir():
+        return {data_dir: 1}
+    weights, wrong = {}, f"data_dir={data_dir}: "
+    for word in data_dir.split(","):
+        match = re.fullmatch(r" *(\d{1,9}(?:\.\d{0,9})?):(.+)", word)
+        if not match or not Fraction(match[1]):
+            raise UserError(f"{wrong}{word} should be WEIGHT:FOLDER, as in 60:data/en,40:data/ja")
+        if match[2] in weights:
+            raise UserError(f"{wrong}{match[2]} is there twice")
+        weights[match[2]] = Fraction(match[1])
+    scale = math.lcm(*(weight.denominator for weight in weights.values()))
+    divisor = math.gcd(*(int(weight * scale) for weight in weights.values()))
+    shares = {folder: int(weight * scale) // divisor for folder, weight in weights.items()}
+    if sum(shares.values()) > LONGEST_CYCLE:
+        raise UserError(f"{wrong}the weights should have fewer digits; a cycle has at most {LONGEST_CYCLE:,} samples")
+    return shares
+
+
+@functools.cache
+def cycle(shares):
+    """Return the sets of a cycle's samples, and how often the set of each sample comes before it in the cycle.
+
+    The samples of a set are spread evenly: number k of n stands at (k + 1/2) / n of the cycle.
+    """
+    sets = np.repeat(np.arange(len(shares)), shares)
+    earlier = np.concatenate([np.arange(n) for n in shares])
+    order = np.argsort((earlier + 0.5) / np.repeat(shares, shares), kind="stable")
+    return sets[order], earlier[order]
+
+
+def places(numbers, shares):
+    """Return the set of each sample, and its number in this set. numbers [b] int64 -> [b] int64, [b] int64
+
+    Each cycle of sum(shares) samples has shares[k] samples of set k, in the same order. With the shares (3, 2, 1):
+
+        sample              0 1 2 3 4 5   6 7 8 9 10 11
+        set                 0 1 0 2 1 0   0 1 0 2  1  0
+        number in the set   0 0 1 0 1 2   3 2 4 1  3  5
+
+    So the samples before any sample have the first numbers of each set, without a gap, also in the middle of a cycle:
+    if the weights change there, each set can continue with its next number.
+    """
+    sets, earlier = cycle(shares)
+    cycles, i = np.divmod(numbers, len(sets))
+    return sets[i], cycles * np.take(shares, sets[i]) + earlier[i]
+
+
+def counts(number, shares):
+    """Return how many of the samples before sample `number` each set has, [sets] int64. The inverse of `places`."""
+    sets, _ = cycle(shares)
+    cycles, i = divmod(number, len(sets))
+    return cycles * np.array(shares) + np.bincount(sets[:i], minlength=len(shares))
+
+
+class Mixture:
+    """One split of the data sets in `data_dir`. Raises UserError.
+
+    sets: {name: Tokens}, with `shares`. missing: a line about each set without a sample of the split (not train).
+    After --new_data the samples from `begins` on have these sets, and set k had used[k] samples before. former: the
+    entries in `state` of sets that the run had before, and has no more.
+    """
+
+    begins = 0
+
+    def __init__(self, data_dir, split, seq_length, vocab_size):
+        found = shares_of(data_dir)
+        names = [Path(folder).name for folder in found]
+        names = names if len({*names}) == len(names) else [*found]
+        self.sets, shares, self.missing, self.former = {}, [], [], []
+        for name, (folder, share) in zip(names, found.items(), strict=True):
+            try:
+                self.sets[name] = Tokens(folder, split, seq_length, vocab_size)
+                shares.append(share)
+            except NoSample as error:
+                if split == "train" or len(found) == 1:
+                    raise
+                self.missing.append(f"no {split} loss of {name}: {error}")
+        if not self.sets:
+            raise UserError(self.missing[0])
+        self.shares, self.used = tuple(shares), np.zeros(len(shares), np.int64)
+        self.seq_length, self.num_samples = seq_length, sum(tokens.num_samples for tokens in self.sets.values())
+        self.first, *others = self.sets.values()
+        for tokens in others:
+            for key in ("tokenizer", "vocab_size", "eot_id"):
+                here, there = tokens.meta.get(key), self.first.meta.get(key)
+                if here != there:
+                    why = f"{tokens.path} has {key}={here}, but {self.first.path} has {there}"
+                    raise UserError(f"data_dir={data_dir}: {why}")
+        contents = [content(entry) for entry in self.state()]
+        for k, same in enumerate(map(contents.index, contents)):
+            if same < k and split == "train":
+                why = f"{names[same]} and {names[k]} have the same content; leave one out"
+                raise UserError(f"data_dir={data_dir}: {why}")
+
+    def batch(self, numbers, seed):
+        """Return the tokens of samples. numbers [b] int64 -> [b, seq_length + 1] int64 tensor"""
+        if len(self.sets) == 1:
+            return self.first.batch(numbers - self.begins + self.used[0], seed)
+        which, inside = places(numbers - self.begins, self.shares)
+        inside += self.used[which]
+        rows = torch.empty(len(numbers), self.seq_length + 1, dtype=torch.int64)
+        for k, tokens in enumerate(self.sets.values()):
+            if (mine := which == k).any():
+                rows[torch.from_numpy(mine)] = tokens.batch(inside[mine], seed)
+        return rows
+
+    def progress(self, consumed_samples):
+        """Return the entries of a row of metrics.jsonl: tokens and epochs of each of several sets."""
+        row, samples = {}, self.used + counts(consumed_samples - self.begins, self.shares)
+        for (name, tokens), count in zip(self.sets.items(), samples.tolist(), strict=True):
+            row[f"consumed_tokens/{name}"] = count * self.seq_length
+            row[f"epochs/{name}"] = count / tokens.num_samples
+        return row if len(self.sets) > 1 else {}
+
+    def mean(self, losses):
+        """Return the mean of {name: loss} by weight."""
+        return sum(share * losses[name] for name, share in zip(self.sets, self.shares, strict=True)) / sum(self.shares)
+
+    def state(self):
+        """Return what a checkpoint says about the training data: an entry for each set. share: 0 for former sets."""
+        sets = zip(self.sets.items(), self.shares, self.used.tolist(), strict=True)
+        more = [dict(name=name, share=share, begins=self.begins, used=used) for (name, _), share, used in sets]
+        return [identity(tokens) | m for tokens, m in zip(self.sets.values(), more, strict=True)] + self.former
+
+    def resume(self, index):
+        """Continue after a checkpoint. Other sets or weights begin there, and each set with its own next sample."""
+        saved, here = saved_sets(index) or self.state(), self.state()
+        shares, used = zip(*((entry["share"], entry["used"]) for entry in saved), strict=True)
+        if mixture(saved) != mixture(here):
+            consumed = index["counters"]["consumed_samples"]
+            used = (used + counts(consumed - saved[0]["begins"], shares)).tolist()
+            self.begins = consumed
+        else:
+            self.begins = saved[0]["begins"]
+        numbers = dict(zip(map(content, saved), used, strict=True))
+        self.used = np.array([numbers.pop(content(entry), 0) for entry in here])
+        self.former = [e | {"share": 0, "used": numbers[content(e)]} for e in saved if content(e) in numbers]
+
+
+def lines(tokens):
+    """Return lines about several data sets. tokens: {split: Mixture}"""
+    about = [line for mixture in tokens.values() for line in mixture.missing]
+    mixture, *_ = tokens.values()
+    for (name, one), share in zip(mixture.sets.items(), mixture.shares, strict=True):
+        if len(mixture.sets) > 1:
+            about.append(f"{name}: {share}/{sum(mixture.shares)} of the samples; an epoch has {one.num_samples:,}")
+    return about
+
+
+def content(entry):
+    return tuple(entry.get(name) for name in ("dtype", "tokens", "crc32"))
+
+
+def mixture(entries):
+    """Return what is equal in `Mixture.state` of the same sets with the same shares."""
+    return [(content(entry), entry["share"]) for entry in entries if entry["share"]]
+
+
+def saved_sets(index):
+    """Return `Mixture.state` in a checkpoint's index: [] in one of convert.py."""
+    saved = index.get("data", [])
+    return (
+        [{"share": 1, "begins": 0, "used": 0} | saved] if isinstance(saved, dict) else saved
+    )  # a dict: before there were several
 
 
 # -- samples of a data rank
@@ -204,7 +386,8 @@ def loaded(tokens, numbers, seed, device="cpu", depth=4):
         pair = tokens.batch(n, seed), torch.from_numpy(n)
         return tuple(x.pin_memory() for x in pair) if gpu else pair
 
-    begin = partial(torch.cuda.set_device, device) if gpu else None  # otherwise the thread pins memory for GPU 0
+    # Without it the thread pins memory for GPU 0.
+    begin = functools.partial(torch.cuda.set_device, device) if gpu else None
     thread = ThreadPoolExecutor(1, "loader", begin)
     try:
         ready = deque(thread.submit(read, n) for n in itertools.islice(numbers, depth))

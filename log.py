@@ -83,9 +83,9 @@ class Timers(Tool):
 
 class StepNumbers(NamedTuple):
     loss: float  # mean over all micro-batches and data ranks
-    grad_norm: float  # of all ranks, before clipping; nan or inf if the update was skipped
+    grad_norm: float  # of all ranks, before clipping; nan or inf after an overflow
     lr: float
-    skipped: bool  # a gradient overflowed on some rank
+    skipped: bool  # a gradient overflowed on some rank, or the norm is above skip_norm
     stop: bool  # some rank received a signal: all ranks save and stop
     loss_scale: float
     samples: int  # global batch size
@@ -139,8 +139,8 @@ class Interval:
     def read(self, last=False):
         """Wait for the unread steps, and move them to `steps`. last: no step follows.
 
-        Raises UserError on all ranks after `stop_after_nan` losses or gradients in a row that are not finite, or after
-        one such loss in the last step.
+        Raises UserError on all ranks after `stop_after_nan` losses in a row that are not finite, after as many skipped
+        updates, or after one such loss in the last step.
         """
         c = self.run.config
         for step in (pending.read() for pending in self.unread):
@@ -148,7 +148,8 @@ class Interval:
             self.stop |= step.stop
             self.updated |= not step.skipped
             self.bad_losses = 0 if math.isfinite(step.loss) else self.bad_losses + 1
-            curable = self.run.dtype == "fp16" and step.loss_scale > c.min_loss_scale
+            overflow = self.run.dtype == "fp16" and not math.isfinite(step.grad_norm)
+            curable = overflow and step.loss_scale > c.min_loss_scale
             self.bad_gradients = self.bad_gradients + 1 if step.skipped and not curable else 0
         self.unread = []
         most = c.stop_after_nan or math.inf
@@ -157,7 +158,8 @@ class Interval:
         if self.bad_losses and (last or self.bad_losses >= most):
             raise agreed(f"lm_loss: the last {self.bad_losses} are not finite, and {saved}; {remedy}")
         if self.bad_gradients >= most:
-            skipped = f"the last {self.bad_gradients} are not finite, so these updates were skipped"
+            above = f" or above skip_norm={c.skip_norm}" if c.skip_norm else ""
+            skipped = f"the last {self.bad_gradients} are not finite{above}, so these updates were skipped"
             raise agreed(f"grad_norm: {skipped}, and {saved}; {remedy}")
 
     @contextmanager
@@ -245,12 +247,23 @@ def timers_line(timers_ms):
     return "time (ms) | " + " | ".join(f"{phase}: {ms:.2f}" for phase, ms in timers_ms.items())
 
 
-def validation_lines(iteration, loss, split="val"):
-    name = "validation" if split == "val" else split
-    ppl = math.exp(min(loss, 20))  # Megatron-LM's bound: exp would overflow
-    line = f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {ppl:.6E} | "
-    dashes = "-" * (len(line) + 1)
-    return f"{dashes}\n{line}\n{dashes}"
+def validation_lines(iteration, losses, split="val"):
+    """Return Megatron-LM's lines, with one for each of several data sets. losses: of `train.validate`."""
+    name, lines = "validation" if split == "val" else split, []
+    for key, loss in losses.items():
+        of_set = key.replace("validation_loss", "").replace("/", " of ", 1)
+        ppl = math.exp(min(loss, 20))  # Megatron-LM's bound: exp would overflow
+        where = f"{name} loss{of_set} at iteration {iteration}"
+        lines.append(f" {where} | lm loss value: {loss:.6E} | lm loss PPL: {ppl:.6E} | ")
+    dashes = "-" * (max(map(len, lines)) + 1)
+    return "\n".join([dashes, *lines, dashes])
+
+
+def sets_line(row):
+    """Return the tokens and epochs of each of several data sets, or ""."""
+    names = [key.removeprefix("epochs/") for key in row if key.startswith("epochs/")]
+    counts = [(name, row[f"consumed_tokens/{name}"], row[f"epochs/{name}"]) for name in names]
+    return " | ".join(f"{name}: {tokens:,} tokens, {epochs:.3f} epochs" for name, tokens, epochs in counts)
 
 
 def memory_line(iteration, device):
@@ -291,11 +304,10 @@ class Logger:
                 tqdm.write(text, file=sys.stdout)
                 sys.stdout.flush()
 
-    def log(self, row, validation_loss=None):
+    def log(self, row):
         """Write an `Interval.row`. The memory is printed once, after the first row."""
         if not self.first:
             return
-        row |= {} if validation_loss is None else {"validation_loss": validation_loss}
         # Open the file for each line, to notice that out_dir was removed. Without a buffer no reader sees half a line.
         with explained(self.path), open(self.path, "ab", buffering=0) as file:
             file.write(f"{to_json(row)}\n".encode())
@@ -308,8 +320,10 @@ class Logger:
             self.has_memory_line = True
         if row["timers_ms"]:
             self.say(timers_line(row["timers_ms"]))
-        if validation_loss is not None:
-            self.say(validation_lines(row["iteration"], validation_loss))
+        if line := sets_line(row):
+            self.say(line)
+        if losses := {key: row[key] for key in row if key.startswith("validation_loss")}:
+            self.say(validation_lines(row["iteration"], losses))
         for write in self.plots:
             numbers = {k: v for k, v in row.items() if isinstance(v, int | float)}  # mfu may be a word
             write(numbers, row["iteration"])

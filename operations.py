@@ -1,6 +1,7 @@
 """Choose the operations around the matrix products: from `reference.py`, or their fused forms from `kernels.py`."""
 
 import os
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -21,6 +22,33 @@ def resolved_dtype(config, device):
 
 
 def choose(config, device, dtype):
+    ops = choose_kernels(config, device, dtype)
+    return repeatable(ops) if config.recompute == "elementwise" else ops
+
+
+def repeatable(ops):
+    """Return `ops` with LayerNorm and GELU whose output y has `y.again()`, which computes y once more.
+
+    It reads only what their own backward keeps. So the linear that reads y does not keep y.
+    """
+
+    def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
+        z, out = ops.add_layer_norm_(y, x, bias, weight, norm_bias, drop)
+        kept = z.detach()
+        out.again = lambda: ops.add_layer_norm_(None, kept, None, weight, norm_bias)[1]
+        return z, out
+
+    def gelu_(y, bias):
+        out, kept = ops.gelu_(y, bias), y.detach()
+        # reference.py has added the bias to y.
+        again = partial(ops.gelu_, kept, bias) if ops.gelu_ is not reference.gelu_ else partial(reference.gelu, kept)
+        out.again = again
+        return out
+
+    return SimpleNamespace(**vars(ops) | dict(add_layer_norm_=add_layer_norm_, gelu_=gelu_))
+
+
+def choose_kernels(config, device, dtype):
     """Return the operations that --kernels selects. Raises UserError.
 
     auto, on a GPU: the Triton kernels, but PyTorch's attention, which should be faster (not measured yet). Its backward

@@ -9,7 +9,7 @@ import sys
 
 from errors import UserError
 
-# Options of Megatron-LM, DeepSpeed (also its JSON file's keys) and their launchers, and the answers.
+# Options of Megatron-LM, DeepSpeed (also its JSON file's keys), torchtitan and their launchers, and the answers.
 FOREIGN = {
     "vocab vocab-file merge-file tokenizer-type": "use prepare.py --tokenizer=vocab.json, with merges.txt beside it",
     "input": "use prepare.py FILE ... --out=FOLDER",
@@ -27,15 +27,46 @@ FOREIGN = {
     "num-nodes hostfile": "use torchrun --nnodes=N on each host (GUIDE.md, Several hosts)",
     "fp16": "use --dtype=fp16",
     "bf16": "use --dtype=bf16",
-    "checkpoint-activations deepspeed-activation-checkpointing": "use --recompute=full",
+    "checkpoint-activations deepspeed-activation-checkpointing recompute-activations recompute-granularity "
+    "recompute-method recompute-num-layers recompute-modules activation-checkpoint.mode": "use --recompute=full",
     "no-masked-softmax-fusion": "use --kernels=torch",
     "deepspeed no-pipeline-parallel": "not needed: ZeRO is --zero, the pipeline is --pp",
     "deepspeed-config": "not needed: each key is a field, --zero, --clip_grad ... (GUIDE.md, From Megatron-DeepSpeed)",
-    "train-batch-size": "use --global_batch_size",
+    "train-batch-size training.global-batch-size": "use --global_batch_size",
+    "train-micro-batch-size-per-gpu training.local-batch-size": "use --micro_batch_size",
     "gradient-accumulation-steps": "not needed: it is --global_batch_size / (--micro_batch_size * dp)",
     "steps-per-print": "use --log_interval",
-    "zero-optimization stage": "use --zero",
-    "type": "use --optimizer",
+    "zero-optimization stage data-parallel-sharding-strategy use-distributed-optimizer use-megatron-fsdp "
+    "parallelism.data-parallel-shard-degree": "use --zero=1, 2 or 3",
+    "offload-optimizer cpu-offload optimizer-cpu-offload": "use --offload=True",
+    "parallelism.tensor-parallel-degree": "use --tp",
+    "parallelism.pipeline-parallel-degree": "use --pp",
+    "parallelism.context-parallel-degree": "use --cp",
+    "num-layers-per-virtual-pipeline-stage": "use --chunks, the number of parts of a rank",
+    "expert-model-parallel-size": "not needed: experts are cut over --tp",
+    "training.steps train-samples": "use --train_iters",
+    "training.seq-len": "use --seq_length",
+    "lr-wsd-decay-style": "not needed: wsd falls linearly",
+    "lr-decay-samples lr-scheduler.decay-ratio": "use --lr_decay_iters",
+    "lr-warmup-samples lr-scheduler.warmup-steps": "use --lr_warmup_iters",
+    "optimizer.lr": "use --lr",
+    "checkpoint.interval": "use --save_interval",
+    "data-path train-data-path data-args-path blend training.dataset": "use --data_dir=DIR, or 60:DIR,40:DIR by weight",
+    "tokenizer-model": "use prepare.py --tokenizer=FILE",
+    "pretrained-checkpoint no-load-optim": "use --initial_weights=PATH",
+    "check-weight-hash-across-dp-replicas-interval": "use --check_replicas",
+    "no-load-rng no-save-rng": "not needed: a checkpoint has no random state",
+    "ckpt-format dist-ckpt-format use-dist-ckpt": "not needed: any layout reads the one format",
+    "num-workers data-cache-path": "not needed: a thread reads ahead, and no index is built",
+    "overlap-grad-reduce overlap-param-gather overlap-comm": "not needed: communication always overlaps computation",
+    "valid-data-path test-data-path per-split-data-args-path": "not built: prepare.py --split divides each data set",
+    "swiglu normalization group-query-attention num-query-groups qk-layernorm ffn-hidden-size kv-channels rotary-base "
+    "rotary-percent position-embedding-type use-rotary-position-embeddings disable-bias-linear "
+    "untie-embeddings-and-output-weights model.name": "not built: see GUIDE.md, Change the model",
+    "attention-dropout": "not built: --dropout is that of the outputs",
+    "reset-attention-mask reset-position-ids eod-mask-loss": "not built: documents in a sample see each other",
+    "fp8-format fp8-hybrid fp8-recipe fp4-format": "not built: see --dtype",
+    "type optimizer.name": "use --optimizer",
     "betas": "use --adam_beta1 and --adam_beta2",
     "gradient-clipping max-grad-norm": "use --clip_grad",
     "loss-scale": "not needed: 0 means dynamic, and fp16's always is (the first: --initial_loss_scale)",
@@ -73,12 +104,20 @@ class Parser(argparse.ArgumentParser):
             if f"--{name}" in re.findall(r"--[\w-]+", option.help or ""):
                 return f"use {option.option_strings[-1]}"
         word = "--" + name.replace("-", "_")
-        matches = difflib.get_close_matches(word, self._option_string_actions, n=1)
+        ours = [option for option in self._option_string_actions if may_mean(word, option)]
+        matches = difflib.get_close_matches(word, ours, n=1, cutoff=0.85)
         remedy = f"the nearest is {matches[0]}" if matches else f"{self.prog} --help lists all"
         return f"no such option; {remedy}"
 
     def error(self, message):
         raise UserError(f"{message} ({self.prog} --help lists the options)")
+
+
+def may_mean(typo, option):
+    """Return whether words are alike. ffn_hidden_size has other words than hidden_size: it is no typo, but foreign."""
+    parts = list(zip(typo.split("_"), option.split("_"), strict=False))
+    alike = [difflib.SequenceMatcher(None, *pair).ratio() > 0.6 for pair in parts]
+    return all(alike) and len(alike) > typo.count("_")
 
 
 def within(least, most, kind=int):

@@ -61,7 +61,11 @@ ACTIVATIONS = {
 
 def gelu_(y, bias):
     """Return x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), x = y + bias. y [n, 4h] is used up. arXiv 1606.08415."""
-    return F.gelu(add_bias_(y, bias), approximate="tanh")
+    return gelu(add_bias_(y, bias))
+
+
+def gelu(x):
+    return F.gelu(x, approximate="tanh")
 
 
 def relu_(y, bias):

@@ -141,6 +141,51 @@ def test_each_option_of_the_how_tos_is_accepted_or_answered(words, monkeypatch):
         assert named <= known and re.match(r"(use|put) .*(--|prepare\.py)|not needed:", answer), (flag, answer)
 
 
+# Options of Megatron-LM, of DeepSpeed's JSON file and of torchtitan's command line.
+OTHERS = """attention-dropout num-workers qk-layernorm num-query-groups group-query-attention train-data-path
+valid-data-path test-data-path ckpt-format no-load-rng no-load-optim no-save-rng full-validation
+normalization recompute-activations recompute-granularity recompute-method recompute-num-layers
+recompute-modules mock-data swiglu reset-attention-mask reset-position-ids eod-mask-loss ffn-hidden-size
+kv-channels position-embedding-type rotary-base use-rotary-position-embeddings
+untie-embeddings-and-output-weights disable-bias-linear fp8-format attention-backend
+use-distributed-optimizer overlap-grad-reduce expert-model-parallel-size moe-z-loss-coeff finetune
+exit-interval pretrained-checkpoint save-interval-mins log-timers-to-tensorboard timing-log-level
+tensorboard-log-interval wandb-exp-name wandb-save-dir tokenizer-model data-cache-path data-args-path blend
+start-weight-decay end-weight-decay train-samples weight-decay-incr-style lr-wsd-decay-style
+lr-decay-samples lr-warmup-samples decoder-seq-length encoder-num-layers padded-vocab-size
+decrease-batch-size-if-needed num-layers-per-virtual-pipeline-stage init-method-xavier-uniform
+reduce_bucket_size overlap_comm offload_optimizer offload_param cpu_offload train_micro_batch_size_per_gpu
+sparse_attention data_efficiency training.steps training.local_batch_size training.global_batch_size
+training.seq_len training.dataset model.name parallelism.tensor_parallel_degree
+parallelism.data_parallel_shard_degree optimizer.lr activation_checkpoint.mode checkpoint.interval
+metrics.enable_tensorboard lr_scheduler.warmup_steps optimizer.name lr_scheduler.decay_ratio
+comm.init_timeout_seconds hidden-dropout-prob layernorm-epsilon apply-query-key-layer-scaling bias-dropout-fusion
+micro-batch-size-per-rank save-retain-interval async-save exit-duration-in-mins exit-signal-handler
+log-params-norm log-memory-to-tensorboard manual-gc seed-everything data-parallel-random-init clip-grad-norm
+max-tokens-per-batch lr-scheduler-type adam-w-mode vocab-extra-ids make-vocab-size-divisible-by
+make_vocab_size_multiple_of optimizer.beta1 optimizer.weight_decay training.max_norm profiling.enable_profiling
+checkpoint.folder metrics.log_freq parallelism.pipeline_parallel_schedule num-attention-layers lr-decay-steps""".split()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_programs_option_has_no_wrong_nearest(name):
+    """Options with other words are answered, or called unknown."""
+    said = refusal(configuration.load, [f"--{name}"]).removeprefix(f"--{name}: ")
+    assert re.match(r"use (--|prepare\.py --)|not (needed|built): |no such option; \S+ train.py --help", said), said
+    options = set(re.findall(r"--([a-z][a-z_]+)", said)) - {"help"}
+    assert options <= {*vars(Config()), "split", "tokenizer"}, said
+
+
+TYPOS = (
+    "hiden_size seq_lenght num-layer num_layes lr_decay_stile optimiser wieght_decay data-dirs eval_iter sed_length "
+)
+
+
+@pytest.mark.parametrize("name", [*TYPOS.split(), "global-batchsize", "micro_batch_sice", "recompte"])
+def test_a_typo_is_answered_with_the_nearest(name):
+    assert "; the nearest is --" in refusal(configuration.load, [f"--{name}=1"])
+
+
 LAUNCHER = [f"{flag} torchrun {flag}=" for flag in re.findall(r"--\w+", LAUNCH)[:5]]
 
 

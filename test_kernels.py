@@ -416,7 +416,9 @@ def launches(monkeypatch, arch=90, **fields):
     return found
 
 
-@pytest.mark.parametrize("fields", [dict(dropout=0.1), dict(recompute="full", activation="relu")])
+@pytest.mark.parametrize(
+    "fields", [dict(dropout=0.1), dict(recompute="full", activation="relu"), dict(recompute="elementwise")]
+)
 def test_a_step_off_the_cpu(fields, monkeypatch):
     launches(monkeypatch, **fields)
 
@@ -482,6 +484,7 @@ def trained(config, steps=2):
     [
         (1, 1, dict(dropout=0.1)),
         pytest.param(1, 1, dict(dtype="bf16", recompute="full"), marks=pytest.mark.slow),
+        pytest.param(1, 1, dict(recompute="elementwise"), marks=pytest.mark.slow),
         # The second rank has padding only.
         pytest.param(1, 2, dict(sequence_parallel=True, activation="relu"), marks=pytest.mark.slow),
         pytest.param(2, 1, dict(zero=3, dropout=0.1), marks=pytest.mark.slow),

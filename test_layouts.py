@@ -19,6 +19,7 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
+import torch
 
 from config import CHOICES
 from errors import UserError
@@ -33,6 +34,7 @@ from testing.tiny import (
     covering,
     one_process,
     tiny_config,
+    train_tiny,
 )
 
 ALL_MODES = list(itertools.product(["sgd", "adamw"], [0.0, 0.1], ["none", "full"]))
@@ -61,6 +63,30 @@ def test_micro_batches_and_recomputation_on_one_process(optimizer, dropout, reco
     modes = dict(optimizer=optimizer, dropout=dropout, recompute=recompute)
     configs = [tiny_config(1, micro_batch_size=size, **modes) for size in (1, 8)]
     check_layout(configs, lambda function, *arguments: [function(*arguments)])
+
+
+ELEMENTWISE = [
+    (2, 1, 1, dict(zero=3)),
+    (1, 2, 1, dict(sequence_parallel=True, activation="relu")),
+    (1, 1, 2, dict(schedule="zb-h1", zero=2)),
+    (1, 2, 1, dict(cp=2, context="ring")),
+]
+
+
+@pytest.mark.parametrize("dp, tp, pp, fields", ELEMENTWISE, ids=str)
+def test_elementwise_recomputation_trains_the_same_model(workers, dp, tp, pp, fields):
+    modes = [dict(optimizer="sgd"), dict(optimizer="adamw", dropout=0.1)]
+    configs = [tiny_config(dp, tp, pp=pp, recompute="elementwise", **mode, **fields) for mode in modes]
+    check_layout(configs, functools.partial(workers.run, dp * tp * pp * configs[0].cp))
+
+
+@pytest.mark.parametrize("activation", CHOICES["activation"])
+def test_elementwise_recomputation_changes_no_bit(activation):
+    """The second output of LayerNorm and of GELU is the first one, bit for bit."""
+    modes = dict(dropout=0.1, activation=activation, dtype="fp32")
+    ours, its = (train_tiny(tiny_config(1, recompute=recompute, **modes), FEW) for recompute in ("elementwise", "none"))
+    assert ours[:2] == its[:2]
+    assert all(torch.equal(tensor, its[3][name]) for name, tensor in ours[3].items())
 
 
 def test_relu_trains_the_same_model(workers):

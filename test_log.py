@@ -139,13 +139,17 @@ def test_timers_and_validation_print_the_published_lines():
     assert log.timers_line(timers) == (
         "time (ms) | forward-compute: 94.40 | backward-compute: 217.97 | optimizer: 24.32"
     )
-    assert log.validation_lines(1000, math.log(2.002711e2)) == (
+    assert log.validation_lines(1000, {"validation_loss": math.log(2.002711e2)}) == (
         f"{'-' * 96}\n"
         " validation loss at iteration 1000 | lm loss value: 5.299672E+00 | lm loss PPL: 2.002711E+02 | \n"
         f"{'-' * 96}"
     )
-    assert "PPL: 4.851652E+08" in log.validation_lines(1, 1e9)  # exp(20)
-    assert log.validation_lines(7, 2.0, "test").splitlines()[1].startswith(" test loss at iteration 7 | ")
+    assert "PPL: 4.851652E+08" in log.validation_lines(1, {"validation_loss": 1e9})  # exp(20)
+    assert (
+        log.validation_lines(7, {"validation_loss": 2.0}, "test")
+        .splitlines()[1]
+        .startswith(" test loss at iteration 7 | ")
+    )
 
 
 # --- FLOPs, peaks, MFU ------------------------------------------------------------------------------------------------
@@ -405,8 +409,11 @@ def test_the_terminal_has_a_line_of_each_interval(config, capsys, monkeypatch):
     """The memory is shown once. The bar goes to stderr."""
     monkeypatch.setattr(sys, "stderr", Terminal())
     logger, rows = log.Logger(run_of(config, iteration=0)), [row_of(10), row_of(20), row_of(30)]
-    for row, validation in zip(rows, (None, 2.0, None), strict=True):
-        logger.log(row, validation)
+    validation = {"validation_loss": 2.0, "validation_loss/en": 1.0, "validation_loss/ja": 4.0}
+    rows[1] |= validation
+    rows[2] |= {"consumed_tokens/en": 2000, "epochs/en": 0.5, "consumed_tokens/ja": 9, "epochs/ja": 2.0}
+    for row in rows:
+        logger.log(row)
     logger.say("saved")
     assert "30/300" in sys.stderr.getvalue()
     logger.close()
@@ -414,8 +421,10 @@ def test_the_terminal_has_a_line_of_each_interval(config, capsys, monkeypatch):
     out = [line for line in capsys.readouterr().out.splitlines() if line]
     memory = out.pop(1)
     assert memory.startswith("[Rank 0] (after 10 iterations) memory (MB) | ") and "max resident: " in memory
-    assert out == [a, times, b, times, *log.validation_lines(20, 2.0).splitlines(), c, times, "saved"]
-    assert rows[1]["validation_loss"] == 2.0
+    lines = log.validation_lines(20, validation).splitlines()
+    assert lines[3].startswith(" validation loss of ja at iteration 20 | lm loss value: 4.0") and len(lines) == 5
+    progress = "en: 2,000 tokens, 0.500 epochs | ja: 9 tokens, 2.000 epochs"
+    assert out == [a, times, b, times, *lines, c, times, progress, "saved"]
 
 
 def test_the_memory_of_a_gpu_has_megatrons_four_numbers(monkeypatch):

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -314,6 +315,28 @@ def stop_of_rank_1(config):
 def test_a_signal_on_one_rank_stops_all_after_the_same_step(workers, tokens_dir, tmp_path):
     assert workers.run(3, stop_of_rank_1, configured(tmp_path, tokens_dir, log_interval=100)) == [3] * 3
     assert checkpoint.all_steps(tmp_path) == [3] and len(curve(tmp_path)) == 1
+
+
+# --- a profile --------------------------------------------------------------------------------------------------------
+
+
+def test_a_profile_names_actions_and_communications(workers, tokens_dir, tmp_path):
+    fields = dict(pp=2, tp=2, sequence_parallel=True, train_iters=6, micro_batch_size=6)
+    workers.run(4, go, configured(tmp_path / "out", tokens_dir, profile=str(tmp_path / "profile"), **fields))
+    for rank, (kind, chunk) in enumerate([("gradient", 0), ("gradient", 0), ("activation", 1), ("activation", 1)]):
+        events = json.loads((tmp_path / "profile" / f"rank{rank}.json").read_text())["traceEvents"]
+        names = Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
+        scalars = "wait for all_reduce of scalars over world"
+        for name in (f"F0 of chunk {chunk}", f"B1 of chunk {chunk}", f"wait for {kind} 1", scalars, "update"):
+            assert names[name] == 3, (name, names)  # one in each of the steps 3 to 5
+        gathers = names["start all_gather of activations over tp"]
+        assert gathers == names["wait for all_gather of activations over tp"] > 0
+
+
+def test_a_profile_that_cannot_be_written_is_one_line(tokens_dir, tmp_path):
+    (tmp_path / "file").touch()
+    said = fails(configured(tmp_path / "out", tokens_dir, profile=str(tmp_path / "file")))
+    assert said == f"profile={tmp_path}/file: File exists"
 
 
 # --- hosts that differ ------------------------------------------------------------------------------------------------

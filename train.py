@@ -14,7 +14,6 @@ import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -46,7 +45,7 @@ def train_step(run, batches):
     """Make one update with micro-batches from the iterator `batches`. Return a `log.PendingStep`.
 
     If the gradient of one rank has an inf or nan, the sum of the squared norms over all ranks is not finite, and every
-    rank skips the update: it changes no weight, no moment and not `zero.updates`.
+    rank skips the update: it changes no weight, no moment and not `zero.updates`. The same above `skip_norm`.
     """
     c, mesh, zero = run.config, run.mesh, run.zero
     samples = configuration.global_batch_size_at(c, run.counters.consumed_samples)
@@ -69,13 +68,15 @@ def train_step(run, batches):
         # With AdamW in bf16 or fp32 the CPU does not wait for the GPU.
         norm = squared_norm.sqrt() / scale
         skip = ~norm.isfinite()
+        if c.skip_norm:
+            skip |= norm > c.skip_norm
         clip = (c.clip_grad / (norm + 1e-6)).clamp(max=1.0) if c.clip_grad else torch.ones_like(norm)
         lr = run.rates.take(zero.updates)  # unlike run.rates[...], it does not wait for the GPU
         zero.update(reference.update_scalars(lr, clip / scale, zero.updates + 1, skip, c.adam_beta1, c.adam_beta2))
         zero.publish()
         pending = PendingStep(torch.stack([loss, norm, lr, skip, stop]), scale, samples)
         if run.loss_scale.dynamic:  # fp16: the next step's scale depends on this step's overflow
-            run.loss_scale.update(pending.read().skipped)
+            run.loss_scale.update(not math.isfinite(pending.read().grad_norm))
 
     run.steps[m] += 1
     run.counters.iteration += 1
@@ -136,11 +137,18 @@ def evaluate(run, tokens):
     return loss / count
 
 
+def validate(run, mixture):
+    """Return {"validation_loss": mean by weight, "validation_loss/NAME": of each of several data sets}."""
+    losses = {name: evaluate(run, tokens) for name, tokens in mixture.sets.items()}
+    each = {f"validation_loss/{name}": loss for name, loss in losses.items()}
+    return {"validation_loss": mixture.mean(losses)} | (each if len(each) > 1 else {})
+
+
 # --- the loop -------------------------------------------------------------------------------------------------------
 
 
 def train(run, tokens, validation, logger):
-    """Train until train_iters, or until a signal to stop. tokens, validation: `data.Tokens`; validation may be None."""
+    """Train until train_iters, or until a signal to stop. tokens, validation (or None): `data.Mixture`."""
     c, counters, interval = run.config, run.counters, Interval(run, logger.say)
     samples = data.training_samples(counters.consumed_samples, *run.mesh.reader, c.micro_batch_size)
     with contextlib.closing(data.loaded(tokens, samples, c.seed, run.device)) as loader:
@@ -153,11 +161,11 @@ def train(run, tokens, validation, logger):
             interval.add(steps)
             last = counters.iteration >= c.train_iters or interval.stop
             due = partial(crossed, before, counters.iteration, last)
-            validate = validation and due(c.eval_interval) and not interval.stop
-            if due(c.log_interval) or validate:
-                row = interval.row()
+            validates = validation and due(c.eval_interval) and not interval.stop
+            if due(c.log_interval) or validates:
+                row = interval.row() | tokens.progress(counters.consumed_samples)
                 with interval.paused():
-                    logger.log(row, evaluate(run, validation) if validate else None)
+                    logger.log(row | (validate(run, validation) if validates else {}))
             if due(c.save_interval):
                 interval.read(last)  # so that it knows whether the newest step was bad
             # A checkpoint of nan would be useless. Skipped updates change no weight, but the weights before them may
@@ -247,15 +255,16 @@ def build(config, mesh, device):
 
 
 def save(run, tokens, keep):
+    """Write a checkpoint. tokens: `data.Mixture`; keep: of `checkpoint.save_checkpoint`. Return its path."""
     state = {
         "shapes": {name: list(spec.shape) for name, spec in run.model.specs().items()},
         "config": asdict(run.config),
-        "tokenizer": tokens.meta["tokenizer"],
-        "data": data.identity(tokens) | {"begins": tokens.begins},
+        "tokenizer": tokens.first.meta["tokenizer"],
+        "data": tokens.state(),
         "counters": asdict(run.counters) | {"updates": run.zero.updates.item()},
         "loss_scale": run.loss_scale.state(),
     }
-    copies = [Path(run.config.data_dir, name) for name in COPY]
+    copies = [tokens.first.path.with_name(name) for name in COPY]
     c, step = run.config, run.counters.iteration
     checkpoint.save_checkpoint(c.out_dir, step, run.zero, state, keep, copies)
     return checkpoint.step_path(c.out_dir, step)
@@ -290,15 +299,19 @@ def run_training(config, mesh, device):
         run = agree(mesh.world, lambda: build(config, mesh, device))
         run.watchdog = watchdog
         if mesh.rank == 0:
-            print(describe(run, path), flush=True)  # printed first, because setting the weights may take minutes
+            # This is printed first, because setting the weights may take minutes.
+            print("\n".join([describe(run, path), *data.lines(tokens)]), flush=True)
         if path:
             restore(run, path)
+        elif config.initial_weights:
+            checkpoint.load_checkpoint(checkpoint.find(config.initial_weights), run.model, run.zero, moments=False)
+            run.zero.parameters_from_master()
         else:
             run.zero.initialize(config.seed)
         if config.eval_only:
-            loss = evaluate(run, tokens[config.split])
+            losses = validate(run, tokens[config.split])
             if mesh.rank == 0:
-                print(validation_lines(run.counters.iteration, loss, config.split), flush=True)
+                print(validation_lines(run.counters.iteration, losses, config.split), flush=True)
             return
         logger = agree(mesh.world, lambda: Logger(run))
         stack.callback(logger.close)

@@ -29,6 +29,7 @@ Table 2), in units of bsh. Our column counts elements, the paper's 2 bytes for e
     dropout's mask              -            1
     sum                         4 + 12/t     10 + 24/t + 5as/ht
     ... sequence parallel       16/t         34/t + 5as/ht
+    ... elementwise             2 + 8/t      -           without the inputs of qkv, fc1 and, with GELU, fc2
     ... full recomputation      1            2           plus one block's sum within a backward (`RECOMPUTED`)
 
 The formulas add the ids and, for each token, two numbers of each LayerNorm, one of each attention head (log-sum-exp)
@@ -164,6 +165,12 @@ def block_activations(c, z):
         "LayerNorms' statistics": 2 * 2 * z.statistic * z.rows,
         "log-sum-exp": z.wide * z.tokens * c.num_attention_heads // c.tp,
     }
+    if c.recompute == "elementwise":
+        del (
+            table["qkv's input"],
+            table["fc1's input"],
+            table["fc2's input" if c.activation == "gelu" else "gelu's input"],
+        )
     if c.experts:
         places, chosen = expert_places(c, z), z.rows * c.top_k
         inputs = z.item * places * c.hidden_size

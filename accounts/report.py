@@ -2,26 +2,28 @@
 
 import contextlib
 
-from accounts import clock, ledger, memory, meter, trace
-from errors import UserError
+from accounts import clock, ledger, memory, meter, profile, trace
+from errors import agreed
 from parallel.comm import agree, gather_objects
 
 
 @contextlib.contextmanager
 def watching(run, say):
-    """Context: watch a `train.Run` for --ledger, --trace and --delay, and report at the end. Every rank must enter.
+    """Context: watch a `train.Run` for --ledger, --trace, --profile and --delay, and report. Every rank must enter.
 
     say: prints a text on rank 0. Raises UserError if the trace can't be written.
     """
     c, mesh = run.config, run.mesh
     agree(mesh.world, lambda: trace.check_file(c) if mesh.rank == 0 else None)
     if c.delay and run.device.type != "cpu":
-        raise UserError(f"delay={c.delay}: only on a CPU; a GPU's communications take time")
+        raise agreed(f"delay={c.delay}: only on a CPU; a GPU's communications take time")
     if c.trace:
         record = trace.Trace(mesh, run.device, run.counters.iteration)
         mesh.watch.tools.append(record)
     with contextlib.ExitStack() as stack:
         times = stack.enter_context(clock.Clock(run)) if c.ledger or c.trace or c.delay else None
+        if c.profile:
+            stack.enter_context(profile.profiling(run))
         activations = stack.enter_context(meter.Activations(run.executor)) if c.ledger else None
         yield
     if c.ledger and run.steps:

@@ -161,6 +161,30 @@ def test_activations_of_one_process(activation):
     assert_equal_rows([rows(configs)], configs)
 
 
+def elementwise(tp, **fields):
+    return [
+        tiny_config(1, tp, recompute="elementwise", dropout=drop, dtype=dtype, schedule=schedule, **fields)
+        for schedule in ("1f1b", "zb-h1")
+        for drop, dtype in ((0.0, "bf16"), (0.1, "fp64"))
+    ]
+
+
+@pytest.mark.parametrize("activation", CHOICES["activation"])
+def test_activations_without_elementwise_outputs(workers, activation):
+    """For one rank and GELU they take 10/16 of a block's bytes of bsh."""
+    assert_equal_rows([rows(configs := elementwise(1, activation=activation))], configs)
+    configs = elementwise(2, sequence_parallel=True, activation=activation)
+    assert_equal_rows(workers.run(2, rows, configs), configs)
+    numbers = [
+        predicted(started(tiny_config(1, recompute=r, dtype="bf16", activation=activation, num_layers=1))[0])[
+            memory.PEAK
+        ]
+        for r in ("none", "elementwise")
+    ]
+    tokens = configs[0].seq_length * configs[0].micro_batch_size
+    assert numbers[0] - numbers[1] == 2 * tokens * 16 * (6 if activation == "gelu" else 2)
+
+
 @pytest.mark.parametrize("tp, sp", [(2, False), (2, True)])
 def test_activations_of_tensor_parallel_ranks(workers, tp, sp):
     configs = modes(1, tp, sequence_parallel=sp) + modes(1, tp, schedule="zb-h1", sequence_parallel=sp)

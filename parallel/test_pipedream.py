@@ -298,7 +298,7 @@ def test_checkpoints_load_in_any_layout(workers, tokens_dir, tmp_path):
 def load_and_save(config, path):
     run = train.build(config, Mesh.of(config), torch.device("cpu"))
     train.restore(run, path)
-    train.save(run, data.Tokens(config.data_dir, "train", config.seq_length, config.vocab_size), config.keep)
+    train.save(run, data.Mixture(config.data_dir, "train", config.seq_length, config.vocab_size), config.keep)
 
 
 def test_a_signal_stops_the_run_at_the_end_of_a_call():

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 from config import SECTIONS
-from data import splitmix64
+from data import mixture, saved_sets, splitmix64
 from errors import UserError, explained
 from parallel.comm import agree, gather_objects
 
@@ -226,7 +226,7 @@ def read_index(path):
 def to_resume(config, tokenizer, data=None):
     """Return the path of the checkpoint to resume from, or None. Raises UserError if it can't be used.
 
-    tokenizer: its name. data: `data.identity`.
+    tokenizer: its name. data: `data.Mixture.state`.
     """
     chosen = config.resume not in ("auto", "none") and Path(config.resume) != Path(config.out_dir)
     place = config.resume if chosen else config.out_dir
@@ -238,25 +238,17 @@ def to_resume(config, tokenizer, data=None):
     if config.resume == "none" and not restarted():
         raise UserError(f"resume=none: {config.out_dir} contains {path.name}; use another --out_dir")
     index = read_index(path)
-    saved = index["config"] | {"tokenizer": index["tokenizer"]}
-    values = vars(config) | {"tokenizer": tokenizer}
-    for name in MUST_MATCH:
-        if saved.get(name, values[name]) != values[name]:
-            raise UserError(f"{name}={values[name]}: the checkpoint {path} has {name}={saved[name]}")
-    positions = saved["max_position_embeddings"] or saved["seq_length"]
-    if positions != config.positions:
-        fields = f"seq_length={config.seq_length}, max_position_embeddings={config.max_position_embeddings}"
-        remedy = f"set --max_position_embeddings={positions}"
-        raise UserError(f"{fields}: the checkpoint {path} has {positions} positions; {remedy}")
+    refuse_other_model(config, tokenizer, path, index, MUST_MATCH)
     iteration = index["counters"]["iteration"]
     if chosen and 0 < config.train_iters <= iteration and not config.eval_only:
         why = f"the checkpoint {path} has {iteration} updates already; set more"
         raise UserError(f"train_iters={config.train_iters}: {why}")
-    identity = index.get("data") or data
-    is_other = data and any(identity.get(name) != data[name] for name in ("dtype", "tokens", "crc32"))
-    if is_other and not config.new_data:
+    sets = saved_sets(index) or data
+    if data and mixture(sets) != mixture(data) and not config.new_data:
+        shares = ",".join(f"{entry['share']}:{entry.get('name', 'one set')}" for entry in sets if entry["share"])
         remedy = "use the same data, or set --new_data=True to continue with this data"
-        raise UserError(f"data_dir={config.data_dir}: not the training data of the checkpoint {path}; {remedy}")
+        why = f"not the training data of the checkpoint {path}, {shares}"
+        raise UserError(f"data_dir={config.data_dir}: {why}; {remedy}")
     later = [step for step in all_steps(config.out_dir) if step > iteration]
     if later and restarted():
         return to_resume(replace(config, resume="auto"), tokenizer, data)
@@ -266,31 +258,46 @@ def to_resume(config, tokenizer, data=None):
     return path
 
 
+def refuse_other_model(config, tokenizer, path, index, names):
+    """Raise UserError if a checkpoint has other values of the fields `names`, or another number of positions."""
+    saved = index["config"] | {"tokenizer": index["tokenizer"]}
+    values = vars(config) | {"tokenizer": tokenizer}
+    for name in names:
+        if saved.get(name, values[name]) != values[name]:
+            raise UserError(f"{name}={values[name]}: the checkpoint {path} has {name}={saved[name]}")
+    positions = saved["max_position_embeddings"] or saved["seq_length"]
+    if positions != config.positions:
+        fields = f"seq_length={config.seq_length}, max_position_embeddings={config.max_position_embeddings}"
+        remedy = f"set --max_position_embeddings={positions}"
+        raise UserError(f"{fields}: the checkpoint {path} has {positions} positions; {remedy}")
+
+
+def check_weights(config, tokenizer):
+    """Raise UserError if `initial_weights` is no checkpoint of this model."""
+    path = find(config.initial_weights)
+    if path is None:
+        raise UserError(f"initial_weights={config.initial_weights}: there is no checkpoint")
+    names = [name for name in MUST_MATCH if name not in ("seed", "optimizer", "seq_length")]
+    refuse_other_model(config, tokenizer, path, read_index(path), names)
+
+
 def restarted():
     """Return whether torchrun or Slurm started this command again."""
     return any(int(os.environ.get(f"{name}_RESTART_COUNT", 0)) for name in ("TORCHELASTIC", "SLURM"))
-
-
-def first_sample(path, data):
-    """Return the number of the first sample of this training data (--new_data)."""
-    index = read_index(path)
-    identity = index.get("data") or data
-    if identity.get("crc32") == data["crc32"]:
-        return identity.get("begins", 0)
-    return index["counters"]["consumed_samples"]
 
 
 # --- load -------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def load_checkpoint(path, model, zero):
-    """Fill this rank's master weights and moments. Every rank calls this, then `parameters_from_master`.
+def load_checkpoint(path, model, zero, moments=True):
+    """Fill this rank's master weights and, if wanted, moments. Every rank calls this, then `parameters_from_master`.
 
     Raises the same UserError on all ranks if the model is another one, or if a file is missing or damaged.
     """
     folder, index, mesh = Path(path), read_index(path), zero.mesh
     jobs = [job for bucket in zero.in_order for job in arrays(folder, bucket, *bucket.bounds)]
+    jobs = [job for job in jobs if moments or ".moment" not in job[0].name]
     agree(mesh.world, lambda: compare_shapes(folder, index, model))
     terms = agree(mesh.world, lambda: in_threads(partial(read_piece, index["dtype"]), jobs))
     # The ranks of shards and of tp have read one copy of an array together.

@@ -18,7 +18,8 @@ from parallel.experts import dropped_if_uniform
 from recovery import checkpoint, hang, processes
 
 PROGRAM = *hang.PROGRAM, hang.ROOT / "accounts"  # folders of files that must be equal on all hosts
-COMPARED_BY_CONTENT = "out_dir", "data_dir", "resume"  # hosts may have other paths to the same files (`compare_hosts`)
+# Hosts may have other paths to the same files (`compare_hosts`).
+COMPARED_BY_CONTENT = "out_dir", "data_dir", "resume", "initial_weights"
 
 
 def describe(run, path):
@@ -30,7 +31,7 @@ def describe(run, path):
         text += f" ({run.model.num_parameters(active=True):,} of them for a token)"
     text += f", {c.num_layers} layers of {c.hidden_size}; "
     text += f"dp={run.mesh.data.size // c.cp} {layout}; {run.dtype} on {run.device.type}\n"
-    text += f"{c.data_dir} -> {c.out_dir}, from {path or 'initial weights'}"
+    text += f"{c.data_dir} -> {c.out_dir}, from {path or c.initial_weights or 'initial weights'}"
     if c.experts:
         text += f"\nexperts: groups of {c.tokens_of_group} tokens; a uniform router drops {dropped_if_uniform(c):.1%}"
     if run.device.type == "cuda":
@@ -41,7 +42,7 @@ def describe(run, path):
 
 
 def open_files(config, mesh, device, stack):
-    """Lock out_dir. Return ({split: Tokens}, path of the checkpoint to resume from or None).
+    """Lock out_dir. Return ({split: Mixture}, path of the checkpoint to resume from or None).
 
     Raises UserError, also if Triton lacks a compiler, or if the model does not fit into memory: in `build` the ranks
     wait for each other, so an error of one rank must be found before.
@@ -52,11 +53,14 @@ def open_files(config, mesh, device, stack):
         stack.enter_context(processes.lock(config.out_dir))
         checkpoint.remove_unfinished(config.out_dir)
     splits = [config.split] if config.eval_only else ["train", "val"][: 1 + (config.eval_iters > 0)]
-    tokens = {s: data.Tokens(config.data_dir, s, config.seq_length, config.vocab_size) for s in splits}
-    identity = None if config.eval_only else data.identity(tokens["train"])
-    path = checkpoint.to_resume(config, tokens[splits[0]].meta["tokenizer"], identity)
-    if path and identity:
-        tokens["train"].begins = checkpoint.first_sample(path, identity)
+    tokens = {s: data.Mixture(config.data_dir, s, config.seq_length, config.vocab_size) for s in splits}
+    state = None if config.eval_only else tokens["train"].state()
+    tokenizer = tokens[splits[0]].first.meta["tokenizer"]
+    path = checkpoint.to_resume(config, tokenizer, state)
+    if path and state:
+        tokens["train"].resume(checkpoint.read_index(path))
+    if config.initial_weights and not path:
+        checkpoint.check_weights(config, tokenizer)
     operations.trial(config, device)
     limits.refuse_too_large(config, mesh.world.size, device)
     return tokens, path
@@ -65,13 +69,14 @@ def open_files(config, mesh, device, stack):
 def compare_hosts(c, mesh, tokens, path):
     """Raise UserError on all ranks if a rank sees another out_dir, data, checkpoint or program than rank 0."""
     with contextlib.ExitStack() as stack:
-        writes = mesh.rank == 0 and not c.eval_only
+        writes, weights = mesh.rank == 0 and not c.eval_only, "" if path else c.initial_weights
         name = agree(mesh.world, lambda: stack.enter_context(new_file(c.out_dir)) if writes else "")
         name = gather_objects(name, mesh.world)[0]
         view = {
             "out_dir": not name or Path(c.out_dir, name).exists(),
-            "data_dir": [data.identity(split)["crc32"] for split in tokens.values()],
+            "data_dir": [data.mixture(split.state()) for split in tokens.values()],
             "resume": path and checkpoint.read_index(path)["crc32"],
+            "initial_weights": weights and checkpoint.read_index(checkpoint.find(weights))["crc32"],
         }
         first = gather_objects(view, mesh.world)[0]  # afterwards rank 0 removes the file
 

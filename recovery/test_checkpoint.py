@@ -15,8 +15,10 @@ import torch
 import convert
 import generate
 import train
+from accounts.metrics import read_metrics
 from config import check
 from conftest import write_tokens
+from data import Tokens
 from errors import UserError
 from model import GPT
 from parallel.comm import gather_objects
@@ -224,7 +226,7 @@ def test_other_data_is_refused_without_new_data(straight, tokens_dir, tmp_path):
     go(configured(out, longer, dtype="fp64", train_iters=11, new_data=True))
     moved = shutil.copytree(longer, tmp_path / "moved")
     go(configured(out, str(moved), dtype="fp64", train_iters=12))  # step_11 was trained on it
-    begins = [checkpoint.read_index(out / f"step_{i}")["data"]["begins"] for i in (11, 12)]
+    begins = [checkpoint.read_index(out / f"step_{i}")["data"][0]["begins"] for i in (11, 12)]
     assert begins == [120, 120], "an epoch of the new data should begin after the ten steps of the old data"
     go(configured(out, tokens_dir, dtype="fp64", eval_only=True))  # another data set may be evaluated
 
@@ -263,6 +265,71 @@ def test_a_loss_that_stays_nan_stops_the_run_and_is_never_saved(
     assert checkpoint.all_steps(tmp_path) == steps
     if steps:
         assert fails(config) is None and all(np.isfinite(row[0]) for row in curve(tmp_path))
+
+
+# --- updates above skip_norm ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp16"])
+def test_updates_above_skip_norm_change_nothing(workers, straight, tokens_dir, tmp_path, dtype):
+    """With a bound between two norms, the larger are skipped on each rank. fp16's loss scale does not see them."""
+    fields = dict(dtype=dtype, initial_loss_scale=256.0, hysteresis=1)
+    alone = curve(straight(1, **fields))
+    norms = sorted(row[1] for row in alone)
+    bound = (norms[-1] + norms[-2]) / 2
+    workers.run(2, go, configured(tmp_path, tokens_dir, skip_norm=bound, zero=2, **fields))
+    rows = [*read_metrics(tmp_path / "metrics.jsonl").values()]
+    skipped = [row["skipped_iterations"] for row in rows]
+    assert skipped == [row["grad_norm"] > bound for row in rows] and 1 <= sum(skipped) < 10
+    index = checkpoint.read_index(tmp_path / "step_10")
+    assert index["counters"] == {"iteration": 10, "consumed_samples": 120, "updates": 10 - sum(skipped)}
+    scales = {row["loss_scale"] for row in rows}
+    assert scales == {256.0 if dtype == "fp16" else 1.0}, "the loss scale follows skip_norm"
+    for i in range(skipped.index(1) + 1):  # the update of the last of these steps is the first that is skipped
+        assert curve(tmp_path)[i][0] == pytest.approx(alone[i][0], rel=1e-10 if dtype == "fp64" else 1e-2)
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp16"])
+def test_a_run_that_skips_every_update_stops(workers, tokens_dir, tmp_path, dtype):
+    config = configured(tmp_path, tokens_dir, dtype=dtype, skip_norm=1e-4, stop_after_nan=4, initial_loss_scale=256.0)
+    for said in workers.run(2, fails, config):
+        why = "the last 4 are not finite or above skip_norm=0.0001, so these updates were skipped"
+        assert said.startswith(f"grad_norm: {why}, and nothing was saved since then; resume from a checkpoint")
+
+
+# --- a new run from weights -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks, layout", [(1, {}), (4, dict(tp=2, zero=2)), (3, dict(zero=3, optimizer="sgd"))])
+def test_weights_begin_a_new_run(workers, straight, tokens_dir, tmp_path, ranks, layout):
+    """Its first loss is that of the weights. Counters, moments, seed and optimizer are new. It resumes as usual."""
+    old = straight(1, dtype="fp64")
+    fields = dict(dtype="fp64", initial_weights=str(old), dropout=0.0, seed=5) | layout
+    workers.run(ranks, go, configured(tmp_path / "new", tokens_dir, train_iters=2, **fields))
+    index = checkpoint.read_index(tmp_path / "new/step_2")
+    assert index["counters"] == {"iteration": 2, "consumed_samples": 24, "updates": 2}
+    config = configured(tmp_path / "x", tokens_dir, **fields | dict(tp=1, zero=0, optimizer="adamw"))
+    run = train.build(config, Mesh(), CPU)
+    checkpoint.load_checkpoint(old / "step_10", run.model, run.zero, moments=False)
+    run.zero.parameters_from_master()
+    for bucket in run.zero.in_order:
+        assert bucket.master.any()
+        assert all(not moment.any() for moment in bucket.moments), "the moments come along"
+    ids = Tokens(tokens_dir, "train", 8, 50).batch(np.arange(12), seed=5)
+    batches = [run.model.micro_batch(part[:, :-1], part[:, 1:]) for part in ids.split(2)]
+    losses = torch.cat([*run.executor.evaluate(batches).values()])
+    assert curve(tmp_path / "new")[0][0] == pytest.approx(losses.mean().item(), rel=1e-10)
+    gone = fields | dict(initial_weights=str(tmp_path / "removed"))  # they are not needed any more
+    workers.run(ranks, go, configured(tmp_path / "new", tokens_dir, train_iters=4, **gone))
+    assert [row[4] for row in curve(tmp_path / "new")] == [12, 24, 36, 48]
+
+
+def test_weights_of_another_model_are_refused(straight, tokens_dir, tmp_path):
+    old = str(straight(1, dtype="fp64"))
+    said = fails(configured(tmp_path, tokens_dir, initial_weights=old, num_layers=3))
+    assert said == f"num_layers=3: the checkpoint {old}/step_10 has num_layers=2"
+    said = fails(configured(tmp_path, tokens_dir, initial_weights=str(tmp_path)))
+    assert said == f"initial_weights={tmp_path}: there is no checkpoint"
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,72 @@
+"""Profile three steps with torch.profiler (--profile=DIR): DIR/rank0.json ..., in Chrome's trace format.
+
+Actions, other phases, and the starts and waits of communications have names there, beside PyTorch's operations. On a
+GPU they are NVTX ranges, too, for `nsys profile`.
+"""
+
+import contextlib
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, record_function
+
+from errors import explained
+from parallel.comm import agree
+from parallel.schedules import Action
+from parallel.watch import Tool
+
+WARM, STEPS = 2, 3  # steps before, and those in the file
+
+
+class Names(Tool):
+    """Gives a name to each span and communication. profile: torch's, told where a step begins."""
+
+    def __init__(self, profile, on_gpu):
+        self.profile, self.on_gpu, self.begun = profile, on_gpu, False
+
+    @contextlib.contextmanager
+    def named(self, name):
+        with record_function(name), torch.cuda.nvtx.range(name) if self.on_gpu else contextlib.nullcontext():
+            yield
+
+    def span(self, phase, subject):
+        if phase == "pipeline":
+            if self.begun:
+                self.profile.step()
+            self.begun = True
+        if isinstance(subject, Action):
+            return self.named(f"{subject.kind}{subject.microbatch} of chunk {subject.chunk}")
+        return self.named(f"wait for {subject[0]} {subject[1]}" if phase == "wait" else phase)
+
+    def started(self, work, phase, axis, what, operation, peer):
+        name = f"{operation} of {what or 'a message'} over {axis.name}"
+        with self.named(f"start {name}"):
+            return NamedWork(work, self.named, f"wait for {name}")
+
+
+class NamedWork:
+    """A communication whose wait has a name. work: torch's handle."""
+
+    def __init__(self, work, named, name):
+        self.work, self.named, self.name, self.is_completed = work, named, name, work.is_completed
+
+    def wait(self):
+        with self.named(self.name):
+            self.work.wait()
+
+
+@contextlib.contextmanager
+def profiling(run):
+    """Context: write the profile of a `train.Run`. Every rank must enter. Raises UserError without a folder."""
+    folder, gpu = Path(run.config.profile), run.device.type == "cuda"
+    agree(run.mesh.world, explained(f"profile={folder}")(lambda: folder.mkdir(parents=True, exist_ok=True)))
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * gpu
+    schedule = torch.profiler.schedule(wait=0, skip_first=WARM - 1, warmup=1, active=STEPS, repeat=1)
+
+    def write(profile):
+        profile.export_chrome_trace(str(folder / f"rank{run.mesh.rank}.json"))
+
+    with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=write) as profile:
+        run.mesh.watch.tools.append(names := Names(profile, gpu))
+        yield
+        run.mesh.watch.tools.remove(names)
