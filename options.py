@@ -35,6 +35,7 @@ FOREIGN = {
     "gradient-accumulation-steps": "not needed: it is --global_batch_size / (--micro_batch_size * dp)",
     "steps-per-print": "use --log_interval",
     "zero-optimization stage": "use --zero",
+    "swiglu group-query-attention disable-bias-linear normalization position-embedding-type": "use --model=llama",
     "type": "use --optimizer",
     "betas": "use --adam_beta1 and --adam_beta2",
     "gradient-clipping max-grad-norm": "use --clip_grad",
