@@ -12,7 +12,7 @@ import torch
 
 import config as configuration
 import plan
-from accounts import ledger, limits, memory, search, seconds, traffic
+from accounts import gpt2, ledger, limits, memory, search, seconds, traffic
 from accounts.devices import DEVICES
 from config import Config
 from errors import UserError
@@ -137,7 +137,7 @@ def test_korthikanti_figure_1(sizes, batch, b, row):
     blocks = simulation.by_formula(formula, p=pp, m=batch // b, v=v, r=0) * L / (pp * v)  # in flight on stage 0
     for sp, GiBs in zip((False, True), expected, strict=True):
         c = replace(config, sequence_parallel=sp)
-        table = memory.block_activations(c, memory.sizes(c, 2, 4, False))
+        table = gpt2.kept(c, memory.sizes(c, 2, 4, False))["block"]
         ours = sum(size for what, size in table.items() if what not in ("LayerNorms' statistics", "log-sum-exp"))
         masks = 2 * bsh // (tp if sp else 1)
         matrices = 0 if sp else 5 * heads * TOKENS * bsh // (h * tp)
