@@ -13,6 +13,7 @@ import math
 import re
 import runpy
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -255,6 +256,14 @@ def iterations(c, samples):
         count, consumed = count + 1, consumed + size
     count += max(0, int(samples) - consumed) // c.global_batch_size
     return max(1, count // c.updates_per_call) * c.updates_per_call
+
+
+def module_of(c):
+    """Return the module of --model. Raises UserError if it has no `units`."""
+    module = import_module(c.model)
+    if not hasattr(module, "units"):
+        raise UserError(f"model={c.model}: {module.__file__} has no function units(c, tp, ops, cp)")
+    return module
 
 
 def layout_of(c):

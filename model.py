@@ -19,7 +19,6 @@ Number of parameters: V h + s h + L (12 h^2 + 13 h) + 2 h, where V is the vocabu
 `GPT` runs the units of any model: --model=NAME takes those of NAME.py (`llama.py`, or your own file).
 """
 
-import importlib
 import math
 from dataclasses import dataclass
 
@@ -27,6 +26,7 @@ import torch
 from torch import nn
 
 import reference
+from config import module_of
 from errors import UserError
 from parallel.context import WAYS, own_positions
 from parallel.experts import Experts
@@ -227,11 +227,3 @@ class GPT(nn.Module):
 
 def unit_specs(config):
     return GPT(config, tp=None).unit_specs
-
-
-def module_of(c):
-    """Return the module of --model. Raises UserError if it has no `units`."""
-    module = importlib.import_module(c.model)
-    if not hasattr(module, "units"):
-        raise UserError(f"model={c.model}: {module.__file__} has no function units(c, tp, ops, cp)")
-    return module

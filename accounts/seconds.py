@@ -110,10 +110,7 @@ class Step:
         columns, rows = matrices.of_kind("column"), matrices.of_kind("row")
         operation = "all_gather" if c.sequence_parallel else "all_reduce"  # a reduce_scatter sends as much
         each = self.send("tp", 1, sent_bytes(operation, c.tp, self.z.item * tokens_of_rank(c) * c.hidden_size))
-        # F: before a column parallel linear (sequence parallel), after a row parallel one. I: dy alone; dx beside dW;
-        # x, for dW, beside dx (sequence parallel).
-        extra = len(columns) * c.sequence_parallel
-        in_F, alone, by_dw, by_dx = len(rows) + extra, len(rows) * c.sequence_parallel, len(columns), extra
+        in_F, alone, by_dw, by_dx = collectives(len(columns), len(rows), c.sequence_parallel)
         split = any(action.kind == "W" for action in schedule(c.schedule, c.pp, c.pp, c.chunks).actions[0])
         if split:  # dW runs later
             alone, by_dw = alone + by_dw, 0
@@ -230,6 +227,17 @@ class Step:
         elements = 2 * elements // self.c.tp // self.layout.shards  # u to the device, O back
         copies = self.c.offload * elements * self.z.wide / device.host_rate
         return blocks * (products + moved * self.z.item / (device.memory_rate * device.memory) + copies)
+
+
+def collectives(columns, rows, sequence_parallel):
+    """Return the numbers of a block's collectives: (in F, alone in I, in I beside dW, in I beside dx).
+
+    columns, rows: numbers of linears. With sequence parallelism F also gathers x before a column parallel linear, and I
+    gathers dy of a row parallel linear, and x for dW.
+    """
+    if sequence_parallel:
+        return columns + rows, rows, columns, columns
+    return rows, 0, columns, 0
 
 
 def members_in_node(per_node, stride, n):

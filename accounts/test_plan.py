@@ -85,7 +85,7 @@ def test_the_collectives_are_the_ledgers():
     for sp, recompute in itertools.product((False, True), ("none", "full")):
         known = search.model_of(SMALL, "bf16")
         table = known.sent(known.layout(1, 2, 1, "1f1b", 1, 0, sp, recompute), 1, 1, 0)
-        _, in_F, *in_I = seconds.COLLECTIVES[sp]
+        in_F, *in_I = seconds.collectives(2, 2, sp)
         calls = sum(calls for (_, what, _), (calls, _) in table.items() if what == "activations")
         assert calls == SMALL.num_layers * (in_F * (1 + (recompute == "full")) + sum(in_I))
 

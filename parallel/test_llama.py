@@ -2,7 +2,10 @@
 
 import functools
 import math
+import re
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from parallel.context import TokensForHeads
 from parallel.mesh import Mesh
 from parallel.test_pipedream import asynchronous, check_same, oracle, train_asynchronously
 from testing.compare import same_tensor
-from testing.tiny import built, check_layout, covering, tiny_batches, tiny_config
+from testing.tiny import built, check_layout, covering, tiny_batches, tiny_config, train_each
 
 LLAMA = dict(model="llama", num_query_groups=4, ffn_hidden_size=24, norm_epsilon=1e-3)
 UNTIED = LLAMA | dict(untie_embeddings_and_output_weights=True, rotary_base=77.0)
@@ -166,3 +169,41 @@ def test_what_llama_lacks_is_refused_by_name(fields, message):
         config = tiny_config(1, **LLAMA | fields)
         configuration.check(config, config.tp)
         GPT(config, Mesh().tp)
+
+
+def edited(source, diff):
+    """Return a file's text after the edits of GUIDE.md: - lines become + lines, + lines alone come above LayerNorm."""
+    for old, new in re.findall(r"(?m)(^-.*\n)?((?:^\+.*\n)*)", diff):
+        old, new = (re.sub("(?m)^[-+]", "", lines) for lines in (old, new))
+        if not old + new:
+            continue
+        place = old or "class LayerNorm"
+        assert source.count(place) == 1, place
+        source = source.replace(place, new + ("" if old else f"\n\n{place}"))
+    return source
+
+
+def train_there(folder, *arguments):
+    sys.path.insert(0, folder)
+    try:
+        return train_each(*arguments)
+    finally:
+        sys.path.remove(folder)
+        sys.modules.pop("mine", None)
+
+
+def test_the_guides_model_trains_in_layouts(workers, tmp_path, monkeypatch):
+    """The edits of GUIDE.md fit to model.py, and the losses are those of one process."""
+    root = Path(__file__).parent.parent
+    diff = re.search(r"(?s)## Change the model.*?```diff\n(.*?)```", (root / "GUIDE.md").read_text("utf-8"))[1]
+    (tmp_path / "mine.py").write_text(edited((root / "model.py").read_text("utf-8"), diff), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    fields = dict(model="mine", optimizer="adamw", dropout=0.1)
+    layouts = [dict(tp=2, sequence_parallel=True, zero=3), dict(cp=2, zero=2), dict(pp=2, schedule="zb-h1", zero=1)]
+    for layout in layouts:
+        config = tiny_config(2, **fields | layout)
+        configuration.check(config, 4)
+        check_layout([config], lambda function, *arguments: workers.run(4, train_there, str(tmp_path), *arguments))
+    names = GPT(config, Mesh().tp).specs()
+    assert "embedding.position" not in names and "head.ln.bias" not in names
+    sys.modules.pop("mine", None)
