@@ -350,6 +350,8 @@ def check_layout(c, world):
     divides("num_query_groups", c.query_groups, "num_attention_heads", c.num_attention_heads)
     divides("tp", c.tp, "num_query_groups", c.query_groups, ": a tensor parallel rank has whole groups")
     divides("tp", c.tp, "ffn_hidden_size", c.ffn_size)
+    if c.model == "llama":
+        divides("2", 2, "hidden_size / num_attention_heads", c.head_size, ": positions rotate pairs of elements")
     if c.sequence_parallel:
         divides("tp * cp", c.tp * c.cp, "seq_length", c.seq_length, ": sequence_parallel shards the tokens")
     if c.context == "ring":
