@@ -272,7 +272,7 @@ def config_to_hf(hf, c, tokenizer):
         # attention's probabilities have no dropout here
         values |= {"attention_dropout": 0.0} if kind == OPT else {"attn_pdrop": 0.0, "embd_pdrop": c.dropout}
     # OPT's default pad_token_id, 1, would stop the gradient of row 1 of the word table
-    return hf.AutoConfig.for_model(kind, **values, bos_token_id=end, eos_token_id=end, pad_token_id=None)
+    return hf.AutoConfig.for_model(kind, **values, bos_token_id=tokenizer.begin, eos_token_id=end, pad_token_id=None)
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
