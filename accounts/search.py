@@ -27,7 +27,7 @@ import config as configuration
 from accounts import ledger, memory
 from accounts.flops import hardware_flops, model_flops
 from accounts.matrices import matrices_of, require_formulas
-from accounts.seconds import ERROR, LENGTHS, Step, schedule
+from accounts.seconds import ERRORS, Step, schedule
 from errors import UserError
 from model import unit_specs
 from operations import DTYPES
@@ -254,8 +254,9 @@ def facts_of(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
 
 
 def error(c, device):
-    """Return the expected error of a step's seconds, or None: the published steps are GPT-2's of these lengths."""
-    return ERROR if c.model == "model" and c.seq_length in LENGTHS and device.chip != "V100 SXM2" else None
+    """Return the expected error of a step's seconds, or None: the published steps are GPTs on A100 and H100."""
+    known = c.model == "model" and device.chip != "V100 SXM2"
+    return next((error for most, error in ERRORS.items() if known and c.seq_length <= most), None)
 
 
 def binds(facts):
