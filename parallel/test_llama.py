@@ -99,6 +99,19 @@ def test_generation_with_a_cache_has_the_logits_of_the_whole_text():
     same_tensor("logits", torch.cat(parts), whole)
 
 
+def test_a_step_with_triton_is_a_step_with_pytorch():
+    """On the CPU in Triton's interpreter. Heads of queries share keys and values."""
+    pytest.importorskip("triton")
+    sizes = dict(num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=2, seq_length=16)
+    fields = UNTIED | sizes | dict(dropout=0.1, global_batch_size=2, micro_batch_size=2, dtype="fp32")
+    steps = []
+    for kernels in ("torch", "triton"):
+        run = built(tiny_config(1, kernels=kernels, **fields))
+        steps.append(train.train_step(run, tiny_batches(run)).read())
+    assert steps[1].loss == pytest.approx(steps[0].loss, rel=1e-6)
+    assert steps[1].grad_norm == pytest.approx(steps[0].grad_norm, rel=1e-5)
+
+
 # --- every layout -----------------------------------------------------------------------------------------------------
 
 FITTING = [
