@@ -44,13 +44,13 @@ def test_a_loop_over_experts_computes_the_same(group, places):
     c = tiny_config(1, **TOKENS | dict(expert_group=group))
     run = built(c)
     batch, layer = next(tiny_batches(run)), run.model.units[1].mlp
-    batch.weight = 0.7
+    batch.factor = 0.7
     x = torch.randn(len(batch.ids), c.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     theirs = [t.detach().clone().requires_grad_() for t in (x, layer.router, layer.fc1, layer.fc2)]
     right, term = loop(*theirs, c)
     assert 0 < (right == 0).all(1).sum() < len(x), "the test should drop some tokens"
     dy = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    ((right * dy).sum() + batch.weight * term).backward()
+    ((right * dy).sum() + batch.factor * term).backward()
     x.requires_grad_()
     y = layer(x, batch)
     y.backward(dy)
@@ -73,7 +73,7 @@ def test_a_loss_scale_scales_the_balance_term(dtype, tolerance):
     for name, right in one.items():
         distance = (large[name] - right).norm() / (right.norm() + 1e-3)
         assert distance < tolerance, (
-            f"{name}: not all of its gradient has the loss scale (the balance term: batch.weight)"
+            f"{name}: not all of its gradient has the loss scale (the balance term: batch.factor)"
         )
 
 
