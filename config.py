@@ -13,6 +13,8 @@ import math
 import re
 import runpy
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 from errors import UserError, reading
@@ -27,6 +29,7 @@ from reference import ACTIVATIONS
 @dataclass
 class Config:
     # -- model
+    model: str = "model"  # its file: model.py is GPT-2 and OPT, llama.py Llama; or your own
     num_layers: int = 4  # transformer blocks
     hidden_size: int = 128  # width of the residual stream
     num_attention_heads: int = 4  # attention heads of a block
@@ -34,6 +37,11 @@ class Config:
     max_position_embeddings: int = 0  # rows of the position table (0: seq_length)
     vocab_size: int = 50257  # number of token ids; the word table is padded to a multiple of 128
     activation: str = "gelu"  # gelu is GPT-2's (tanh), relu OPT's
+    num_query_groups: int = 0  # llama: heads of keys and values (0: num_attention_heads)
+    ffn_hidden_size: int = 0  # llama: width of the MLP (0: 4 hidden_size)
+    rotary_base: float = 10000.0  # llama: base of the positions' frequencies
+    norm_epsilon: float = 1e-5  # llama: added to RMSNorm's mean square
+    untie_embeddings_and_output_weights: bool = False  # llama: the head has a table of its own
     experts: int = 0  # of each block (0: one MLP) (Megatron-LM: --num-experts)
     top_k: int = 1  # experts of a token (Megatron-LM: --moe-router-topk)
     expert_group: int = 0  # tokens that compete for an expert's places (0: seq_length / 4)
@@ -129,6 +137,14 @@ class Config:
         return self.expert_group or max(1, self.seq_length // 4)
 
     @property
+    def query_groups(self):
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def ffn_size(self):
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
     def positions(self):
         return self.max_position_embeddings or self.seq_length
 
@@ -160,8 +176,12 @@ ASYNCHRONOUS = {  # a stage updates before others have their gradients
 POSITIVE = (  # the other numbers may be 0
     "num_layers hidden_size num_attention_heads seq_length vocab_size micro_batch_size global_batch_size tp pp cp "
     "zero_copies chunks updates_per_call log_interval loss_scale_window hysteresis initial_loss_scale min_loss_scale "
-    "adam_eps capacity_factor comm_timeout init_method_std"
+    "adam_eps capacity_factor comm_timeout init_method_std rotary_base norm_epsilon"
 ).split()
+READ_BY = {  # fields that only this model reads
+    "model": "activation experts".split(),
+    "llama": "num_query_groups ffn_hidden_size rotary_base norm_epsilon untie_embeddings_and_output_weights".split(),
+}
 BELOW = {"dropout": 1, "adam_beta1": 1, "adam_beta2": 1, "train_iters": 1e7}  # each update has a rate in a table
 NO_EFFECT = (  # on the weights of a resumed run
     "out_dir resume save_interval keep log_interval eval_interval eval_iters eval_only split ledger delay trace "
@@ -243,6 +263,14 @@ def iterations(c, samples):
     return max(1, count // c.updates_per_call) * c.updates_per_call
 
 
+def module_of(c):
+    """Return the module of --model. Raises UserError if it has no `units`."""
+    module = import_module(c.model)
+    if not hasattr(module, "units"):
+        raise UserError(f"model={c.model}: {module.__file__} has no function units(c, tp, ops, cp)")
+    return module
+
+
 def layout_of(c):
     """Return {field: value} of the section "layout".
 
@@ -287,6 +315,12 @@ def check_values(c):
             least = "above 0" if name in POSITIVE else "0 or more"
             fits = (value > 0 or name not in POSITIVE) and 0 <= value < most
             require(c, name, fits, f"should be {least} and below {most:g}")
+    exists = c.model.isidentifier() and find_spec(c.model)
+    require(c, "model", exists, f"there is no file {c.model}.py beside train.py")
+    for model, names in READ_BY.items():
+        for name in names if c.model in READ_BY and c.model != model else ():
+            usual = getattr(c, name) == getattr(Config, name)
+            require(c, name, usual, f"only {model}.py reads it; set --model={model}")
 
 
 def check(c, world):
@@ -318,6 +352,12 @@ def check_layout(c, world):
     divides("num_attention_heads", c.num_attention_heads, "hidden_size", c.hidden_size)
     divides("tp", c.tp, "num_attention_heads", c.num_attention_heads, ": a tensor parallel rank has whole heads")
     divides("tp", c.tp, "padded vocab_size", c.padded_vocab_size)
+    divides("num_query_groups", c.query_groups, "num_attention_heads", c.num_attention_heads)
+    divides("tp", c.tp, "num_query_groups", c.query_groups, ": a tensor parallel rank has whole groups")
+    divides("tp", c.tp, "ffn_hidden_size", c.ffn_size)
+    if c.model == "llama":
+        require(c, "recompute", c.recompute != "elementwise", "model=llama has none or full")
+        divides("2", 2, "hidden_size / num_attention_heads", c.head_size, ": positions rotate pairs of elements")
     if c.sequence_parallel:
         divides("tp * cp", c.tp * c.cp, "seq_length", c.seq_length, ": sequence_parallel shards the tokens")
     if c.context == "ring":

@@ -1,15 +1,16 @@
-"""Convert GPT-2 and OPT between a folder of Hugging Face's transformers and a checkpoint.
+"""Convert GPT-2, OPT and Llama between a folder of Hugging Face's transformers and a checkpoint.
 
     python convert.py from_hf FOLDER --out=out/NAME       writes out/NAME/step_0 and out/NAME/config.py
     python convert.py to_hf out/NAME --out=FOLDER         writes config, weights and tokenizer
 
-The model of model.py is GPT-2, and with ReLU it is OPT. So a conversion renames tensors and changes their shapes.
-"Here" is the model of model.py and "there" is transformers (pip install transformers). The model must fit into memory
-twice.
+The model of model.py is GPT-2, with ReLU it is OPT, and that of llama.py is Llama. So a conversion renames tensors and
+changes their shapes. "Here" is this program and "there" is transformers (pip install transformers). The model must fit
+into memory twice.
 
     tensor                    there                                   here
     GPT-2's linears           transposed (`Conv1D`)                   [out, in]
     OPT's position rows       two more, of padding (to_hf: zeros)     from_hf drops them
+    Llama's q, k, v           three tensors                           one, group after group (`llama.py`)
     word table                vocab_size rows                         padded to a multiple of 128 rows, with zeros
     16-bit weights            as they are                             float32
     <|endoftext|> in a text   one token                               plain text
@@ -32,32 +33,52 @@ from recovery import checkpoint
 from reference import ACTIVATIONS
 from tokenizer import copy, load_tokenizer
 
-# Each table has a column for GPT-2 and one for OPT; `opt` chooses it.
-PREFIX = ("transformer.", "model.decoder.")
+KINDS = GPT2, OPT, LLAMA = "gpt2", "opt", "llama"  # model_type there. Each table has a column for each, or a None
+PREFIX = ("transformer.", "model.decoder.", "model.")
+QKV = " ".join(f"layers.#.self_attn.{x}_proj" for x in "qkv")
 MODULES = {  # {module here: modules there}; # is the number of the block
-    "word": ("wte", "embed_tokens"),
-    "embedding.position": ("wpe", "embed_positions"),
-    "ln1": ("h.#.ln_1", "layers.#.self_attn_layer_norm"),
-    "qkv": ("h.#.attn.c_attn", " ".join(f"layers.#.self_attn.{x}_proj" for x in "qkv")),
-    "proj": ("h.#.attn.c_proj", "layers.#.self_attn.out_proj"),
-    "ln2": ("h.#.ln_2", "layers.#.final_layer_norm"),
-    "fc1": ("h.#.mlp.c_fc", "layers.#.fc1"),
-    "fc2": ("h.#.mlp.c_proj", "layers.#.fc2"),
-    "head.ln": ("ln_f", "final_layer_norm"),
+    "word": ("wte", "embed_tokens", "embed_tokens"),
+    "embedding.position": ("wpe", "embed_positions", None),
+    "ln1": ("h.#.ln_1", "layers.#.self_attn_layer_norm", None),
+    "norm1": (None, None, "layers.#.input_layernorm"),
+    "qkv": ("h.#.attn.c_attn", QKV, QKV),
+    "proj": ("h.#.attn.c_proj", "layers.#.self_attn.out_proj", "layers.#.self_attn.o_proj"),
+    "ln2": ("h.#.ln_2", "layers.#.final_layer_norm", None),
+    "norm2": (None, None, "layers.#.post_attention_layernorm"),
+    "fc1": ("h.#.mlp.c_fc", "layers.#.fc1", "layers.#.mlp.gate_proj layers.#.mlp.up_proj"),
+    "fc2": ("h.#.mlp.c_proj", "layers.#.fc2", "layers.#.mlp.down_proj"),
+    "head.ln": ("ln_f", "final_layer_norm", None),
+    "head.norm": (None, None, "norm"),
+    "head": (None, None, "lm_head"),  # without the prefix
 }
 FIELDS = {  # {field of Config: field there}
-    "num_layers": ("n_layer", "num_hidden_layers"),
-    "hidden_size": ("n_embd", "hidden_size"),
-    "num_attention_heads": ("n_head", "num_attention_heads"),
-    "max_position_embeddings": ("n_positions", "max_position_embeddings"),
-    "vocab_size": ("vocab_size", "vocab_size"),
-    "dropout": ("resid_pdrop", "dropout"),
-    "init_method_std": ("initializer_range", "init_std"),
+    "num_layers": ("n_layer", "num_hidden_layers", "num_hidden_layers"),
+    "hidden_size": ("n_embd", "hidden_size", "hidden_size"),
+    "num_attention_heads": ("n_head", "num_attention_heads", "num_attention_heads"),
+    "num_query_groups": (None, None, "num_key_value_heads"),
+    "ffn_hidden_size": (None, None, "intermediate_size"),
+    "max_position_embeddings": ("n_positions", "max_position_embeddings", "max_position_embeddings"),
+    "vocab_size": ("vocab_size", "vocab_size", "vocab_size"),
+    "norm_epsilon": (None, None, "rms_norm_eps"),
+    "dropout": ("resid_pdrop", "dropout", None),
+    "init_method_std": ("initializer_range", "init_std", "initializer_range"),
 }
+MORE = "model activation experts rotary_base untie_embeddings_and_output_weights".split()  # that are not only renamed
 FIXED = (  # {field there: the only value that the model here has}
     dict(layer_norm_epsilon=1e-5, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False),
     dict(do_layer_norm_before=True, enable_bias=True, _remove_final_layer_norm=False),
+    dict(hidden_act="silu", attention_bias=False, mlp_bias=False),
 )
+
+
+def kind_of(c):
+    """Return the row of KINDS of a Config. Raises UserError if transformers has no such model."""
+    configuration.require(c, "model", c.model in ("model", "llama"), "transformers has no such model")
+    return LLAMA if c.model == "llama" else OPT if c.activation == "relu" else GPT2
+
+
+def column(row, kind):
+    return row[KINDS.index(kind)]
 
 
 def transformers():
@@ -80,21 +101,29 @@ def transformers():
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def hf_names(opt, name):
-    """Return the names there of a parameter: three for OPT's qkv, otherwise one."""
+def hf_names(kind, name):
+    """Return the names there of a parameter: several for OPT's and Llama's qkv and Llama's fc1, otherwise one."""
     block, module, suffix = re.fullmatch(r"(?:block(\d+)\.)?(.*?)\.?(weight|bias|)", name).groups()
-    modules = MODULES[module][opt].replace("#", str(block)).split()
-    return [f"{PREFIX[opt]}{module}.{suffix or 'weight'}" for module in modules]
+    modules = column(MODULES.get(module, [None] * len(KINDS)), kind)
+    if modules is None:
+        raise UserError(f"{kind} of transformers has no counterpart of {name}")
+    prefix = "" if module == "head" else column(PREFIX, kind)
+    return [f"{prefix}{hf_module}.{suffix or 'weight'}" for hf_module in modules.replace("#", str(block)).split()]
 
 
-def pairs(opt, spec, whole, tensors):
+def pairs(c, spec, whole, tensors):
     """Yield pairs of views of (`whole`, `tensors` there) with the same elements, to copy in either direction."""
-    hf_tensors = [tensors[name] for name in hf_names(opt, spec.name)]
-    if not opt and re.fullmatch(r"block\d+\.(qkv|proj|fc1|fc2)\.weight", spec.name):
+    kind = kind_of(c)
+    hf_tensors = [tensors[name] for name in hf_names(kind, spec.name)]
+    if kind == LLAMA and ".qkv." in spec.name:
+        groups = whole.view(c.query_groups, -1, c.head_size, c.hidden_size)  # [g, a/g + 2, d, h]
+        parts = groups.split([groups.shape[1] - 2, 1, 1], 1)
+        return [(part, tensor.view(part.shape)) for part, tensor in zip(parts, hf_tensors, strict=True)]
+    if kind == GPT2 and re.fullmatch(r"block\d+\.(qkv|proj|fc1|fc2)\.weight", spec.name):
         hf_tensors = [tensor.T for tensor in hf_tensors]
-    if opt and spec.name == "embedding.position":
+    if kind == OPT and spec.name == "embedding.position":
         hf_tensors = [tensor[2:] for tensor in hf_tensors]
-    whole = whole.flatten(0, 1) if ".qkv." in spec.name else whole
+    whole = whole.flatten(0, 1) if ".qkv." in spec.name or len(hf_tensors) > 1 else whole
     whole = whole[: sum(map(len, hf_tensors))]  # the word table's padding has no counterpart
     return zip(whole.chunk(len(hf_tensors)), hf_tensors, strict=True)
 
@@ -105,7 +134,7 @@ def pairs(opt, spec, whole, tensors):
 def from_hf(folder, out):
     """Write the checkpoint out/step_0 and the configuration out/config.py from a folder of transformers."""
     hf, options, vocabulary = transformers(), {"local_files_only": True}, str(Path(folder).resolve())
-    with reading(f"{folder}: not a GPT-2 or OPT as model.py has it", Exception):
+    with reading(f"{folder}: not a GPT-2, OPT or Llama as model.py and llama.py have it", Exception):
         hf_config = hf.AutoConfig.from_pretrained(folder, **options)
         config, tokenizer = config_from_hf(hf_config, out), load_tokenizer(vocabulary)
         if tokenizer.n_vocab > config.vocab_size:
@@ -116,13 +145,14 @@ def from_hf(folder, out):
         for what, names in info.items():
             if names := [str(name) for name in names if not str(name).endswith(".attn.masked_bias")]:  # of old files
                 raise ValueError(f"{what.replace('_', ' ')}: {', '.join(sorted(names))}")
-        if not torch.equal(model.get_output_embeddings().weight, model.get_input_embeddings().weight):
+        tied = not config.untie_embeddings_and_output_weights
+        if tied and not torch.equal(model.get_output_embeddings().weight, model.get_input_embeddings().weight):
             raise ValueError("lm_head.weight differs from the word table; the model here has one table for both")
     final = checkpoint.step_path(out, 0)
     with explained(f"out={out}"):
         final.parent.mkdir(parents=True)  # it must not exist
         final.mkdir()
-        write_checkpoint(final, hf_config.model_type == "opt", model, config, tokenizer)
+        write_checkpoint(final, model, config, tokenizer)
         changed = {field: value for field, value in vars(config).items() if value != getattr(Config, field)}
         lines = [f"# {folder}, written by convert.py", *(f"{field} = {value!r}" for field, value in changed.items())]
         Path(out, "config.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -138,14 +168,23 @@ def from_hf(folder, out):
 
 def config_from_hf(hf_config, out):
     """Return the Config of transformers' configuration `hf_config`."""
-    opt = {"gpt2": False, "opt": True}[hf_config.model_type]
-    activation = {hf_name: name for name, row in ACTIVATIONS.items() for hf_name in row.hugging_face}
-    for name, value in (fixed(opt, hf_config.hidden_size) | {"quantization_config": None}).items():
+    if (kind := hf_config.model_type) not in KINDS:
+        raise ValueError(f"model_type={kind}: should be {', '.join(KINDS)}")
+    for name, value in (fixed(kind, hf_config) | {"quantization_config": None}).items():
         hf_value = getattr(hf_config, name, None)
         if hf_value not in (None, value):
             raise ValueError(f"{name}={hf_value}: the model here has {name}={value}")
-    values = {field: getattr(hf_config, hf_fields[opt]) for field, hf_fields in FIELDS.items()}
-    values["activation"] = activation[hf_config.activation_function]
+    names = {field: column(hf_fields, kind) for field, hf_fields in FIELDS.items()}
+    values = {field: getattr(hf_config, name) for field, name in names.items() if name}
+    if kind == LLAMA:
+        rope = hf_config.rope_parameters
+        if rope["rope_type"] != "default":
+            raise ValueError(f"rope_type={rope['rope_type']}: the model here has rope_type=default")
+        values |= dict(model="llama", rotary_base=rope["rope_theta"])
+        values["untie_embeddings_and_output_weights"] = not hf_config.tie_word_embeddings
+    else:
+        activation = {hf_name: name for name, row in ACTIVATIONS.items() for hf_name in row.hugging_face}
+        values["activation"] = activation[hf_config.activation_function]
     values["seq_length"] = values["max_position_embeddings"]
     values |= dict(out_dir=str(out), data_dir=f"data/{Path(out).name}", micro_batch_size=1, global_batch_size=32)
     config = Config(**values, train_iters=1000, lr=3e-5, lr_decay_style="constant")
@@ -153,19 +192,22 @@ def config_from_hf(hf_config, out):
     return config
 
 
-def fixed(opt, h):
-    """Return the fields there that have only one value here."""
-    sizes = {"ffn_dim": 4 * h, "word_embed_proj_dim": h} if opt else {"n_inner": 4 * h}
-    return FIXED[opt] | sizes | {"tie_word_embeddings": True}
+def fixed(kind, c):
+    """Return the fields there that have only one value here. c: a Config, or transformers' configuration."""
+    h, values = c.hidden_size, column(FIXED, kind)
+    if kind == LLAMA:
+        return values | {"head_dim": h // c.num_attention_heads}
+    sizes = {"ffn_dim": 4 * h, "word_embed_proj_dim": h} if kind == OPT else {"n_inner": 4 * h}
+    return values | sizes | {"tie_word_embeddings": True}
 
 
-def write_checkpoint(folder, opt, model, config, tokenizer):
+def write_checkpoint(folder, model, config, tokenizer):
     """Write the checkpoint of step 0: the weights, moments of 0, and index.json."""
     tensors, sums, dtype = model.state_dict(), {}, torch.promote_types(model.dtype, torch.float32)
     specs = GPT(config, tp=None).specs()
     for name, spec in specs.items():
         whole = torch.zeros(spec.shape, dtype=dtype)
-        for part, hf_part in pairs(opt, spec, whole, tensors):
+        for part, hf_part in pairs(config, spec, whole, tensors):
             part.copy_(hf_part)
         (folder / name).write_bytes(whole.numpy())
         sums[name] = checkpoint.checksum(whole.flatten().numpy())
@@ -177,7 +219,7 @@ def write_checkpoint(folder, opt, model, config, tokenizer):
         copy(tokenizer, folder)
     state = {
         "shapes": {name: list(spec.shape) for name, spec in specs.items()},
-        "config": {name: getattr(config, name) for name in [*FIELDS, "activation", "experts"]},  # a run sets the others
+        "config": {name: getattr(config, name) for name in [*FIELDS, *MORE]},  # a run sets the others
         "tokenizer": tokenizer.name,
         "counters": {"iteration": 0, "consumed_samples": 0, "updates": 0},
         "loss_scale": {"dynamic": False, "scale": 1.0, "clean": 0, "patience": 0},
@@ -209,14 +251,14 @@ def exported(hf, model, tokenizer):
     """Return transformers' model with the weights of `model`. Raises UserError if it has no place for them, or if its
     logits of 16 tokens differ.
     """
-    config, opt = model.config, model.config.activation == "relu"
+    config = model.config
     with torch.device("meta"):
-        hf_model = hf.AutoModelForCausalLM.from_config(config_to_hf(hf, opt, config, tokenizer))
+        hf_model = hf.AutoModelForCausalLM.from_config(config_to_hf(hf, config, tokenizer))
     tensors = {name: torch.zeros(tensor.shape) for name, tensor in hf_model.state_dict().items()}
-    changed = f"model.py is changed: it is no {type(hf_model).__name__} of Hugging Face"
+    changed = f"{config.model}.py is changed: it is no {type(hf_model).__name__} of Hugging Face"
     with reading(changed, RuntimeError):
         for p in model.parameters():
-            for part, hf_part in pairs(opt, p.spec, p.detach(), tensors):
+            for part, hf_part in pairs(config, p.spec, p.detach(), tensors):
                 hf_part.copy_(part)
     hf_model.load_state_dict(tensors, assign=True)
     hf_model.tie_weights()  # the head
@@ -226,26 +268,32 @@ def exported(hf, model, tokenizer):
     return hf_model
 
 
-def config_to_hf(hf, opt, c, tokenizer):
+def config_to_hf(hf, c, tokenizer):
     """Return transformers' configuration of this Config."""
-    names, end = ACTIVATIONS[c.activation].hugging_face, tokenizer.eot_token
-    configuration.require(c, "activation", names, "transformers has no name for it")
+    kind, activations, end = kind_of(c), ACTIVATIONS[c.activation].hugging_face, tokenizer.eot_token
+    configuration.require(c, "activation", activations, "transformers has no name for it")
     configuration.require(c, "experts", not c.experts, "GPT-2 and OPT have no experts in transformers")
-    values = {hf_fields[opt]: getattr(c, field) for field, hf_fields in FIELDS.items()}
-    values |= fixed(opt, c.hidden_size)
-    values |= {FIELDS["max_position_embeddings"][opt]: c.positions, "activation_function": names[0]}
-    # attention's probabilities have no dropout here
-    values |= {"attention_dropout": 0.0} if opt else {"attn_pdrop": 0.0, "embd_pdrop": c.dropout}
+    names = {field: column(hf_fields, kind) for field, hf_fields in FIELDS.items()}
+    values = {name: getattr(c, field) for field, name in names.items() if name} | fixed(kind, c)
+    values[names["max_position_embeddings"]] = c.positions
+    if kind == LLAMA:
+        configuration.require(c, "dropout", not c.dropout, "a Llama of transformers has none; set it to 0 to export")
+        values |= dict(num_key_value_heads=c.query_groups, intermediate_size=c.ffn_size)
+        values |= dict(tie_word_embeddings=not c.untie_embeddings_and_output_weights)
+        values |= dict(rope_parameters={"rope_type": "default", "rope_theta": c.rotary_base})
+    else:
+        values["activation_function"] = activations[0]
+        # attention's probabilities have no dropout here
+        values |= {"attention_dropout": 0.0} if kind == OPT else {"attn_pdrop": 0.0, "embd_pdrop": c.dropout}
     # OPT's default pad_token_id, 1, would stop the gradient of row 1 of the word table
-    kind = "opt" if opt else "gpt2"
-    return hf.AutoConfig.for_model(kind, **values, bos_token_id=end, eos_token_id=end, pad_token_id=None)
+    return hf.AutoConfig.for_model(kind, **values, bos_token_id=tokenizer.begin, eos_token_id=end, pad_token_id=None)
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
 def main():
-    parser = Parser(prog="python convert.py", description="Converts GPT-2 and OPT.", allow_abbrev=False)
+    parser = Parser(prog="python convert.py", description="Converts GPT-2, OPT and Llama.", allow_abbrev=False)
     parser.add_argument("direction", choices=("from_hf", "to_hf"), help="from or to Hugging Face's transformers")
     parser.add_argument("source", help="from_hf: the model's folder; to_hf: out_dir of a run, or a step_N folder")
     parser.add_argument("--out", required=True, help="from_hf: an out_dir; to_hf: a new folder")

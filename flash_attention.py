@@ -250,4 +250,6 @@ def launch(kernel, options, heads, s, along, *arguments):
 def attention(q, k, v, cache=None):
     """q, k, v: float32, float16 or bfloat16; d at most 128. Products are in this dtype, sums in float32."""
     assert cache is None
+    if q.shape[2] != k.shape[2]:  # the kernels have as many heads of keys as of queries
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     return Attention.apply(q, k, v)

@@ -9,8 +9,8 @@ tokens whose probabilities sum to `top_p` or more (nucleus sampling, Holtzman et
 
 from errors import UserError, exit_on_user_error  # isort: skip
 from options import Parser, within  # isort: skip
-import codecs
 import dataclasses
+import itertools
 
 import torch
 
@@ -112,13 +112,11 @@ def main():
     model, tokenizer = load_model(a.checkpoint, device)
     prompt = tokenizer.encode_ordinary(a.prompt) or [tokenizer.eot_token]
     print(a.prompt, end="", flush=True)
-    text = codecs.getincrementaldecoder("utf-8")("replace")  # one character may need several tokens
     generator = torch.Generator(device).manual_seed(a.seed)
-    for token in generate(model, prompt, a.max_tokens, a.temperature, a.top_k, a.top_p, generator):
-        if token == tokenizer.eot_token:
-            break
-        print(text.decode(tokenizer.pieces.get(token, b"")), end="", flush=True)
-    print(text.decode(b"", final=True), flush=True)
+    ids = generate(model, prompt, a.max_tokens, a.temperature, a.top_k, a.top_p, generator)
+    for text in tokenizer.texts(prompt, itertools.takewhile(lambda token: token != tokenizer.eot_token, ids)):
+        print(text, end="", flush=True)
+    print(flush=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ A model is a list of *units* (embedding, blocks, head), functions of (x, micro-b
 `ParamSpec`s. `parallel/zero.py` replaces each by a view into a flat buffer.
 
 Number of parameters: V h + s h + L (12 h^2 + 13 h) + 2 h, where V is the vocabulary, rounded up to a multiple of 128.
+
+`GPT` runs the units of any model: --model=NAME takes those of NAME.py (`llama.py`, or your own file).
 """
 
 import math
@@ -24,7 +26,7 @@ import torch
 from torch import nn
 
 import reference
-from config import divides
+from config import divides, module_of
 from errors import UserError
 from parallel.context import WAYS, own_positions
 from parallel.experts import Experts
@@ -150,21 +152,32 @@ class Head(nn.Module):
 
     recomputable = False  # the head keeps little: backward computes the logits
 
-    def __init__(self, c, word, tp, ops):
+    def __init__(self, c, norm, word, tp, ops):
         super().__init__()
-        self.ln = LayerNorm("head.ln", c.hidden_size, ops)
-        self.word = word
+        self.norm, self.word = norm, word
         self.vocab_size, self.tp, self.ops = c.vocab_size, tp, ops
         self.enter = "all_gather" if c.sequence_parallel else "copy"
 
     def forward(self, x, batch):
-        _, x = self.ln(x)
+        _, x = self.norm(x)
         if batch.targets is None:
             logits = Linear.apply(x, self.word.weight, None, self.enter, None, self.tp)
             return logits[:, : self.vocab_size]
         losses = LinearCrossEntropy.apply if torch.is_grad_enabled() else next_token_losses
         words = self.word.weight, batch.targets, self.vocab_size
         return losses(x, *words, self.enter, self.tp, self.ops, batch.real_losses)
+
+
+def units(c, tp, ops, cp):
+    """Return the units of GPT-2. Every file NAME.py of --model=NAME has this function."""
+    word = VocabParallelEmbedding(
+        "word", c.padded_vocab_size, c.hidden_size, c.init_method_std, tp, c.sequence_parallel, ops
+    )
+    blocks = [Block(c, i, tp, ops, cp) for i in range(c.num_layers)]
+    return [Embedding(c, word, ops), *blocks, Head(c, LayerNorm("head.ln", c.hidden_size, ops), word, tp, ops)]
+
+
+# --- any model --------------------------------------------------------------------------------------------------------
 
 
 class GPT(nn.Module):
@@ -174,11 +187,7 @@ class GPT(nn.Module):
         super().__init__()
         c = config
         self.config, self.tp, self.cp = c, tp, cp
-        word = VocabParallelEmbedding(
-            "word", c.padded_vocab_size, c.hidden_size, c.init_method_std, tp, c.sequence_parallel, ops
-        )
-        blocks = [Block(c, i, tp, ops, cp) for i in range(c.num_layers)]
-        self.units = nn.ModuleList([Embedding(c, word, ops), *blocks, Head(c, word, tp, ops)])
+        self.units = nn.ModuleList(module_of(c).units(c, tp, ops, cp))
         self.unit_specs = [specs(unit) for unit in self.units]  # unit_specs[i]: the ParamSpecs that unit i uses
         for spec in self.specs().values():
             if spec.tp_dim is not None:

@@ -60,9 +60,9 @@ FOREIGN = {
     "num-workers data-cache-path": "not needed: a thread reads ahead, and no index is built",
     "overlap-grad-reduce overlap-param-gather overlap-comm": "not needed: communication always overlaps computation",
     "valid-data-path test-data-path per-split-data-args-path": "not built: prepare.py --split divides each data set",
-    "swiglu normalization group-query-attention num-query-groups qk-layernorm ffn-hidden-size kv-channels rotary-base "
-    "rotary-percent position-embedding-type use-rotary-position-embeddings disable-bias-linear "
-    "untie-embeddings-and-output-weights model.name": "not built: see GUIDE.md, Change the model",
+    "swiglu group-query-attention disable-bias-linear normalization position-embedding-type "
+    "use-rotary-position-embeddings model.name": "use --model=llama",
+    "qk-layernorm kv-channels rotary-percent": "not built: see GUIDE.md, Change the model",
     "attention-dropout": "not built: --dropout is that of the outputs",
     "reset-attention-mask reset-position-ids eod-mask-loss": "not built: documents in a sample see each other",
     "fp8-format fp8-hybrid fp8-recipe fp4-format": "not built: see --dtype",

@@ -29,11 +29,13 @@ def layer_norm(x, weight, bias):
 
 
 def add_bias_(y, bias):
+    if bias is None:
+        return y
     return y + bias if y.is_leaf else y.add_(bias)
 
 
 def add_(y, x, bias, drop=None):
-    """Return x + dropout(y + bias): residual stream x [n, h], a linear's output y [n, h]. y is used up."""
+    """Return x + dropout(y + bias): residual stream x [n, h], a linear's output y [n, h], used up. bias may be None."""
     y = add_bias_(y, bias)
     return y.add_(x) if drop is None else x + dropout(y, drop)
 
@@ -42,6 +44,35 @@ def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
     """Return (z, layer_norm(z)), both [n, h], with z = add_(y, x, bias, drop). y is used up. If y is None, z is x."""
     z = x if y is None else add_(y, x, bias, drop)
     return z, layer_norm(z, weight, norm_bias)
+
+
+class RMSNorm(torch.autograd.Function):
+    """x / sqrt(mean(x^2) + epsilon) * weight, x [n, h]. Zhang and Sennrich (arXiv 1910.07467).
+
+    Backward adds the gradient of the weight to `.grad`.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, epsilon):
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        factor = (wide.square().mean(1, keepdim=True) + epsilon).rsqrt()  # [n, 1]
+        ctx.save_for_backward(x, factor)
+        ctx.weight = weight
+        return (wide * factor).to(x.dtype) * weight
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x, factor), weight = ctx.saved_tensors, ctx.weight
+        n, dy = x * factor, dy.to(factor.dtype)
+        weight.grad.add_((dy * n).sum(0))
+        g = dy * weight
+        return ((g - n * (g * n).mean(1, keepdim=True)) * factor).to(x.dtype), None, None
+
+
+def add_rms_norm_(y, x, weight, epsilon, drop=None):
+    """Return (z, RMSNorm of z), both [n, h], with z = add_(y, x, None, drop). y is used up. If y is None, z is x."""
+    z = x if y is None else add_(y, x, None, drop)
+    return z, RMSNorm.apply(z, weight, epsilon)
 
 
 # --- between two linears ----------------------------------------------------------------------------------------------
@@ -73,6 +104,48 @@ def relu_(y, bias):
     return F.relu(add_bias_(y, bias), inplace=True)
 
 
+class SwiGLU(torch.autograd.Function):
+    """silu(gate) * up, both [n, f]. Shazeer (arXiv 2002.05202). Backward computes silu again, so it is not kept."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx, dy):
+        gate, up = ctx.saved_tensors
+        sigmoid = gate.sigmoid()
+        return dy * up * sigmoid * (1 + gate * (1 - sigmoid)), dy * gate * sigmoid
+
+
+class Rotation(torch.autograd.Function):
+    """Turn each pair (x[i], x[i + d/2]) of a head by the angle position * base^(-2i/d). x [b, s, heads, d].
+
+    Su et al. (arXiv 2104.09864). positions: [s]. Backward turns the gradient back, so nothing is kept.
+    """
+
+    @staticmethod
+    def forward(ctx, x, positions, base):
+        ctx.arguments = positions, base
+        return Rotation.turned(x, positions, base, 1)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return Rotation.turned(dy, *ctx.arguments, -1), None, None
+
+    @staticmethod
+    def turned(x, positions, base, sign):
+        d, wide = x.shape[-1], torch.promote_types(x.dtype, torch.float32)
+        angle = positions[:, None, None] * base ** (-torch.arange(0, d, 2, device=x.device, dtype=wide) / d)
+        cos, sin = angle.cos().to(x.dtype), sign * angle.sin().to(x.dtype)  # [s, 1, d/2]
+        left, right = x.chunk(2, -1)
+        return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+
+
+swiglu, rotate = SwiGLU.apply, Rotation.apply
+
+
 def visible(i, j):
     """Return which keys a query sees. i, j: positions of queries and keys in a sample. No query may see a later key.
 
@@ -91,6 +164,7 @@ def is_causal(s):
 def attention(q, k, v, cache=None):
     """Return softmax(q k^T / sqrt(d)) v, per head, over the `visible` keys. q, k, v [b, s, a, d] -> [b, s, a, d].
 
+    k and v may have g heads, a divisor of a: then a/g consecutive heads of q share one of them (arXiv 2305.13245).
     cache: a list with the keys and values of earlier tokens, [b, a, s', d], or an empty list. This call appends its
     own. If the cache is not empty, s must be 1.
     """
@@ -99,12 +173,12 @@ def attention(q, k, v, cache=None):
         if cache:
             k, v = torch.cat([cache[0], k], 2), torch.cat([cache[1], v], 2)
         cache[:] = [k, v]
-    s, keys, mask = q.shape[2], k.shape[2], None
+    s, keys, mask, grouped = q.shape[2], k.shape[2], None, q.shape[1] != k.shape[1]
     if not is_causal(1 << keys.bit_length()):
         j = torch.arange(keys, device=q.device)
         mask = visible(j[-s:, None], j)
     # One new token of a causal model sees all tokens and needs no mask.
-    y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None and s == keys)
+    y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None and s == keys, enable_gqa=grouped)
     return y.transpose(1, 2)
 
 

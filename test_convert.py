@@ -32,6 +32,7 @@ from tokenizer import copy, load_tokenizer
 
 transformers = convert.transformers()
 CPU = torch.device("cpu")
+KINDS = ["gpt2", "opt", "llama", "llama tied"]
 SIZES = [(2, 24, 3, 301, 17), (1, 20, 5, 257, 40), (3, 64, 4, 384, 32)]  # layers, width, heads, vocabulary, positions
 
 
@@ -51,6 +52,14 @@ def random_model(kind, sizes=SIZES[0], dtype=torch.float32):
     if kind == "gpt2":
         there = transformers.GPT2Config(n_layer=layers, n_embd=width, n_head=heads, n_positions=positions, **same)
         model = transformers.GPT2LMHeadModel(there)
+    elif kind.startswith("llama"):  # 3 and 5 heads of queries share one head of keys and values, of 4 heads two
+        there = transformers.LlamaConfig(
+            num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, num_key_value_heads=heads % 2 or 2,
+            intermediate_size=3 * width + 4, max_position_embeddings=positions, rms_norm_eps=1e-3,
+            rope_parameters=dict(rope_type="default", rope_theta=777.0), **same,
+            tie_word_embeddings=kind == "llama tied",
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(there)
     else:
         there = transformers.OPTConfig(
             num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, ffn_dim=4 * width,
@@ -71,6 +80,24 @@ def saved(folder, kind="gpt2", sizes=SIZES[0], dtype=torch.float32, **how):
     model.save_pretrained(folder, **how)
     copy(load_tokenizer("bytes"), folder)
     return model
+
+
+@pytest.fixture
+def in_float64(monkeypatch):
+    """transformers' Llama computes norms and positions in float32. Here they have the dtype of x."""
+    from transformers.models.llama import modeling_llama
+
+    def norm(self, x):
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+    def rotary(self, x, position_ids):
+        even = torch.arange(0, self.config.head_dim, 2, dtype=x.dtype)
+        angle = position_ids[..., None] * self.config.rope_parameters["rope_theta"] ** (-even / self.config.head_dim)
+        angle = torch.cat([angle, angle], -1)
+        return angle.cos(), angle.sin()
+
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", norm)
+    monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", rotary)
 
 
 def run_of(out, **fields):
@@ -194,10 +221,12 @@ def test_a_broken_model_is_one_line(value, temperature):
 # --- the same numbers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dtype, name, tolerance", [(torch.float32, "fp32", 1e-5), (torch.float64, "fp64", 1e-10)])
-def test_logits_are_those_of_transformers(tmp_path, kind, sizes, dtype, name, tolerance):
+def test_logits_are_those_of_transformers(tmp_path, request, kind, sizes, dtype, name, tolerance):
+    if name == "fp64":
+        request.getfixturevalue("in_float64")
     model = saved(tmp_path / "hf", kind, sizes, dtype)
     run = run_of(imported(tmp_path / "hf", tmp_path / "out"), dtype=name)
     ids = torch.randint(0, sizes[3], (2, sizes[4]), generator=torch.Generator().manual_seed(1))
@@ -207,8 +236,8 @@ def test_logits_are_those_of_transformers(tmp_path, kind, sizes, dtype, name, to
     assert (ours - theirs).abs().max() < tolerance * theirs.abs().max()
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "opt"])
-def test_three_training_steps_are_those_of_transformers_and_adamw(tmp_path, kind):
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_training_steps_are_those_of_transformers_and_adamw(tmp_path, in_float64, kind):
     model = saved(tmp_path / "hf", kind, dtype=torch.float64).train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -235,7 +264,7 @@ def test_three_training_steps_are_those_of_transformers_and_adamw(tmp_path, kind
         theirs.append(loss.item())
     assert ours == pytest.approx(theirs, rel=1e-6) and ours[2] < ours[0]
     for p in run.model.parameters():
-        for ours, theirs in convert.pairs(kind == "opt", p.spec, p.detach(), state):
+        for ours, theirs in convert.pairs(run.config, p.spec, p.detach(), state):
             assert torch.allclose(ours, theirs, rtol=0, atol=1e-6), p.spec.name
 
 
@@ -257,7 +286,7 @@ def test_an_imported_model_trains_on_in_other_layouts(workers, tokens_dir, tmp_p
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_greedy_text_is_that_of_generate(tmp_path, kind):
     """The model has 301 ids, the tokenizer 257. Neither program draws an id that has no text."""
     saved(tmp_path / "hf", kind, (2, 24, 3, 301, 40))
@@ -321,7 +350,7 @@ def test_another_vocabulary_stays_with_the_checkpoint(tmp_path):
 # --- the same bits ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_export_of_import_is_the_identity(tmp_path, kind):
     model = saved(tmp_path / "hf", kind)
     folder = exported(imported(tmp_path / "hf", tmp_path / "out"), tmp_path / "again")
@@ -424,6 +453,28 @@ def refusal(capsys, monkeypatch, *words):
     return lines[0].removeprefix("error: ")
 
 
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(model="llama", dropout=0.1), "dropout=0.1: a Llama of transformers has none; set it to 0"),
+        (dict(model="mine"), "model=mine: transformers has no such model"),
+    ],
+)
+def test_what_transformers_lacks_is_not_exported(fields, message):
+    with pytest.raises(UserError, match=message):
+        convert.config_to_hf(transformers, tiny_config(1, **fields), load_tokenizer("bytes"))
+
+
+def test_a_llama_in_several_files(tmp_path):
+    """TinyLlama is one file, larger ones have many."""
+    model = saved(tmp_path / "hf", "llama", max_shard_size="20kB")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
+    run = run_of(imported(tmp_path / "hf", tmp_path / "out"))
+    ids = torch.arange(17)[None]
+    with torch.no_grad():
+        assert torch.allclose(run.model(run.model.micro_batch(ids)), model(ids).logits[0], rtol=1e-4, atol=1e-4)
+
+
 def change_config(folder, **fields):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
@@ -432,12 +483,17 @@ def change_config(folder, **fields):
 @pytest.mark.parametrize(
     "kind, fields, message",
     [
-        ("gpt2", dict(model_type="bert"), "KeyError: 'bert'"),
+        ("gpt2", dict(model_type="bert"), "model_type=bert: should be gpt2, opt, llama"),
         ("gpt2", dict(activation_function="gelu"), "KeyError: 'gelu'"),
         ("gpt2", dict(n_inner=100), "n_inner=100: the model here has n_inner=96"),
         ("gpt2", dict(tie_word_embeddings=False), "tie_word_embeddings=False: the model here"),
         ("gpt2", dict(n_head=5), "hidden_size = 24 is not a multiple of num_attention_heads = 5"),
         ("opt", dict(do_layer_norm_before=False), "do_layer_norm_before=False: the model here"),
+        ("llama", dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1.0)), "rope_type=linear: the"),
+        ("llama", dict(attention_bias=True), "attention_bias=True: the model here has attention_bias=False"),
+        ("llama", dict(mlp_bias=True), "mlp_bias=True: the model here has mlp_bias=False"),
+        ("llama", dict(hidden_act="gelu"), "hidden_act=gelu: the model here has hidden_act=silu"),
+        ("llama", dict(head_dim=16), "head_dim=16: the model here has head_dim=8"),
     ],
 )  # fmt: skip
 def test_a_model_that_differs_is_refused_by_name(tmp_path, capsys, monkeypatch, kind, fields, message):
@@ -478,7 +534,7 @@ def test_a_damaged_folder_is_refused_in_one_line(tmp_path, capsys, monkeypatch, 
     assert "hf" in said and message in said and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_tokenizer_with_more_ids_than_the_word_table_has_rows_is_refused(tmp_path, capsys, monkeypatch, kind):
     """A pad token that was added without rows: train.py would take neither 257 nor 258 as vocab_size."""
     model = saved(tmp_path / "hf", kind, (2, 24, 3, 257, 17))

@@ -26,6 +26,8 @@ PARAMETERS = {  # of configs/NAME.py, with the padded vocabulary
     "gpt3_13b": 12_853_626_880,
     "opt_125m": 125_262_336,
     "tiny": 875_264,
+    "tinyllama_1b1": 1_100_048_384,  # equals the model card's number
+    "llama_tiny": 836_736,
 }
 
 

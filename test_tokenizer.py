@@ -3,6 +3,7 @@
 The vocabularies are made here: trained on a Japanese text (testing/japanese.txt), random, or GPT-2's with other ids.
 """
 
+import functools
 import json
 import random
 import shutil
@@ -10,13 +11,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiktoken
 import tokenizers
 import transformers
 from tiktoken_ext import openai_public
-from tokenizers import models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
+import tokenizer
 from errors import UserError
 from tokenizer import BYTE_OF, COPY, LETTER_OF, copied, copy, last_cut, load_tokenizer
 
@@ -234,6 +237,141 @@ def test_a_cut_changes_no_token(name, tmp_path, gpt2, large):
     assert cuts > 200
 
 
+# --- the package `tokenizers` -----------------------------------------------------------------------------------------
+
+
+@functools.cache  # Unigram's training differs in its last digits
+def llamas(kind):
+    """Return a tokenizer that tiktoken can't read, with Llama's special tokens and template: <s> before a document.
+
+    unigram: SentencePiece's (words begin with a space, unknown characters become bytes). bpe: Llama 2's, the same with
+    merges. merges: Llama 3's, which takes whole tokens before it merges.
+    """
+    special = ["<unk>", "<s>", "</s>"]
+    if kind == "merges":
+        it = trained()
+        it.decoder = decoders.ByteLevel()
+        it.add_special_tokens(["<s>", "</s>"])
+        model = json.loads(it.to_str())["model"]
+        merges = [tuple(pair) for pair in model["merges"]]
+        it.model = models.BPE(model["vocab"], merges[: len(merges) // 2], ignore_merges=True)
+    else:
+        it = tokenizers.Tokenizer(models.Unigram() if kind == "unigram" else models.BPE(unk_token="<unk>"))
+        options = dict(vocab_size=450, special_tokens=special, show_progress=False)
+        trainer = trainers.UnigramTrainer(unk_token="<unk>", **options)
+        if kind == "bpe":
+            bytes_of = [f"<0x{b:02X}>" for b in range(256)]
+            trainer = trainers.BpeTrainer(**options | dict(vocab_size=1200, special_tokens=[*special, *bytes_of]))
+        it.pre_tokenizer = pre_tokenizers.Metaspace()
+        it.train_from_iterator(JAPANESE.splitlines(True), trainer)
+        if kind == "unigram":
+            rows = [tuple(row) for row in json.loads(it.to_str())["model"]["vocab"]]
+            of_bytes = [(f"<0x{b:02X}>", 0.0) for b in range(256)]
+            it.model = models.Unigram([*rows[:3], *of_bytes, *rows[3:]], 0, byte_fallback=True)
+            it.normalizer = tokenizers.normalizers.NFC()
+        else:
+            value = json.loads(it.to_str())
+            value["added_tokens"] = value["added_tokens"][:3]
+            value |= dict(pre_tokenizer=None, normalizer=LLAMA2)
+            value["model"] |= dict(byte_fallback=True, fuse_unk=True)
+            it = tokenizers.Tokenizer.from_str(json.dumps(value))
+        steps = [decoders.ByteFallback(), decoders.Metaspace()]
+        if kind == "bpe":
+            steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        it.decoder = decoders.Sequence(steps)
+    pair = [("<s>", it.token_to_id("<s>"))]
+    it.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=pair)
+    return it
+
+
+LLAMA2 = {
+    "type": "Sequence",
+    "normalizers": [
+        {"type": "Prepend", "prepend": "▁"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+    ],
+}
+LLAMAS = ["unigram", "bpe", "merges"]
+
+
+def write_llamas(folder, kind):
+    folder.mkdir(exist_ok=True)
+    llamas(kind).save(str(folder / COPY[0]))
+    (folder / COPY[1]).write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    return folder
+
+
+@pytest.mark.parametrize("kind", LLAMAS)
+def test_any_file_of_the_package_tokenizers(kind, tmp_path):
+    ours, theirs = loaded(write_llamas(tmp_path / "hf", kind)), llamas(kind)
+    theirs.encode_special_tokens = True
+    assert (ours.end, ours.eot_token, ours.begin) == ("</s>", theirs.token_to_id("</s>"), theirs.token_to_id("<s>"))
+    (tmp_path / "copy").mkdir()
+    copy(ours, tmp_path / "copy")
+    again = copied(tmp_path / "copy", "x")
+    assert ours.name == again.name and ours.name.startswith(f"file-{ours.n_vocab}-") and last_cut("a b", ours) == 0
+    for text in TEXTS:
+        ids = ours.encode_ordinary(text)
+        assert ids == again.encode_ordinary(text) == theirs.encode(text).ids and ids[0] == ours.begin
+        assert ours.eot_token not in ids and len(ours.encode_to_bytes(text)) == 2 * len(ids)
+        if kind == "merges":  # the others' first space does not come back
+            assert "".join(ours.texts([], ids)) == text
+    words = "春子さん は hello"
+    ids = ours.encode_ordinary(words)
+    assert words.endswith("".join(ours.texts(ids[:3], ids[3:]))) and "".join(ours.texts([], ids)).strip() == words
+    with pytest.raises(ValueError):
+        ours.encode_to_bytes("\ud800")
+
+
+@pytest.mark.parametrize("kind", LLAMAS)
+def test_the_text_of_the_end_is_never_the_end(kind, tmp_path):
+    ours = loaded(write_llamas(tmp_path, kind))
+    for text in ("a</s>b", "</s>", "a</s>"):
+        if kind == "unigram":
+            with pytest.raises(ValueError, match="its text contains </s>, which this vocabulary encodes as the end"):
+                ours.encode_ordinary(text)
+        else:
+            assert ours.eot_token not in ours.encode_ordinary(text)
+
+
+def test_a_document_that_tokenizers_can_not_encode_in_bounded_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer, "LONGEST", 99)
+    ours = loaded(write_llamas(tmp_path, "bpe"))
+    assert ours.encode_ordinary("a" * 99)
+    with pytest.raises(ValueError, match="100 characters in a document: at most 99 with this vocabulary"):
+        ours.encode_ordinary("a" * 100)
+
+
+@pytest.mark.parametrize("kind", ["unigram", "merges"])
+def test_prepare_writes_documents_of_any_file(kind, tmp_path):
+    """Two workers; each document begins with <s> and ends with </s>."""
+    write_llamas(tmp_path / "hf", kind)
+    documents = [JAPANESE[i : i + 300] for i in range(0, 3000, 300)]
+    lines = [json.dumps({"text": text}) for text in documents]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    words = ["text.jsonl", "--tokenizer=hf", "--out=data", "--split=1,0,0", "--workers=2"]
+    done = subprocess.run([sys.executable, HERE / "prepare.py", *words], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    ours = loaded(tmp_path / "data")
+    expected = [i for text in documents for i in [*ours.encode_ordinary(text), ours.eot_token]]
+    assert np.fromfile(tmp_path / "data/train.bin", "<u2").tolist() == expected
+    meta = json.loads((tmp_path / "data/meta.json").read_text())
+    assert (meta["tokenizer"], meta["eot_id"], meta["documents"]["train"]) == (ours.name, ours.eot_token, 10)
+
+
+def test_without_the_package_tokenizers(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    monkeypatch.setattr(tokenizer, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"tiktoken can't read it \(its model is Unigram\); pip install tokenizers"):
+        loaded(write_llamas(tmp_path, "unigram"))
+
+
+def test_a_folder_with_only_sentencepieces_file(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(UserError, match=r"has only tokenizer\.model, without tokenizer\.json; transformers writes it"):
+        loaded(tmp_path)
+
+
 # --- wrong vocabularies -----------------------------------------------------------------------------------------------
 
 SPLIT = {"type": "Split", "pattern": {"Regex": r"\w+"}, "behavior": "Removed", "invert": True}
@@ -248,15 +386,12 @@ def with_model(**changes):
     "change, message",
     [
         (lambda it: "{", "JSON"),
-        (lambda it: it | {"normalizer": {"type": "NFC"}}, "are not supported"),
-        (with_model(ignore_merges=True), "are not supported"),
-        (lambda it: it | {"added_tokens": [{"id": 0, "content": " ", "special": False}]}, "are not supported"),
-        (lambda it: it | {"pre_tokenizer": {"type": "Whitespace"}}, "its pre-tokenizer is not supported"),
-        (lambda it: it | {"pre_tokenizer": {"pretokenizers": [SPLIT, BARE]}}, "its pre-tokenizer is not supported"),
+        (lambda it: it | {"normalizer": {"type": "no"}}, "can't read it (a normalizer, ignore_merges, or added tokens"),
+        (lambda it: it | {"pre_tokenizer": {"pretokenizers": [SPLIT, BARE]}}, "can't read it (its pre-tokenizer)"),
         (lambda it: it | {"added_tokens": []}, "ValueError"),  # no end of a document
         (with_model(merges=[["a"]]), "ValueError"),
         (with_model(merges=[["a", "Ā"]]), "KeyError"),  # its token has no id
-        (lambda it: it | {"model": {"type": "Unigram", "vocab": [["a", 0.0]]}}, "KeyError"),
+        (lambda it: it | {"model": {"type": "Unigram", "vocab": 3}}, "can't read it (its model is Unigram)"),
     ],
 )
 def test_a_wrong_file_is_one_line(change, message, tmp_path):
@@ -264,9 +399,7 @@ def test_a_wrong_file_is_one_line(change, message, tmp_path):
     (tmp_path / COPY[0]).write_text(value if isinstance(value, str) else json.dumps(value))
     with pytest.raises(UserError) as error:
         loaded(tmp_path)
-    assert str(error.value).startswith(
-        f"tokenizer={tmp_path}: not a byte-level BPE (tokenizer.json, or vocab.json with"
-    )
+    assert str(error.value).startswith(f"tokenizer={tmp_path}: ")
     assert message in str(error.value) and "\n" not in str(error.value)
 
 

@@ -3,7 +3,8 @@
     bytes        the 256 byte values and an end of text; needs no download
     gpt2 ...     the names that tiktoken knows; it downloads the vocabulary once
     PATH         a byte-level BPE in files: tokenizer.json (Hugging Face), or vocab.json with merges.txt (GPT-2, OPT),
-                 which OpenAI calls encoder.json and vocab.bpe
+                 which OpenAI calls encoder.json and vocab.bpe; any other tokenizer.json (SentencePiece, Llama) is read
+                 by the package `tokenizers`
 
 A vocabulary gives each token (a byte string) an id. A regular expression, the pattern, cuts a text into pre-tokens,
 roughly words. A merge is a pair of tokens that may become one token. Byte-pair encoding (BPE) starts from the single
@@ -16,6 +17,7 @@ tiktoken's ids are the ranks. Vocabularies in files may have other ids, so a tab
 """
 
 import array
+import codecs
 import contextlib
 import functools
 import hashlib
@@ -23,6 +25,8 @@ import itertools
 import json
 import math
 import re
+import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import tiktoken
@@ -30,6 +34,7 @@ import tiktoken
 from errors import UserError, explained, reading
 
 COPY = ("tokenizer.json", "tokenizer_config.json")
+LONGEST = 1 << 24  # characters of a document for `tokenizers`, which encodes it whole, with about 100 bytes for each
 ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>")  # if no file names the end of a document
 SAME = {"bpe-50257-17721001": "gpt2", "bpe-257-f8e6bff0": "bytes"}  # the names of these
 # GPT-2's pattern. Hugging Face calls it ByteLevel.
@@ -54,6 +59,7 @@ class Tokenizer:
         self.n_vocab, self.eot_token = max(*ids.values(), *special.values()) + 1, special[end]
         self.dtype, self.width, self.code = ("uint16", 2, "H") if self.n_vocab <= 65536 else ("uint32", 4, "I")
         self.end_bytes = self.eot_token.to_bytes(self.width, "little")
+        self.begin = self.eot_token
         self.pieces = {i: token for token, i in ids.items()} | {i: text.encode() for text, i in special.items()}
         self.name = name or self.computed_name()
         self.id_of_rank = array.array(self.code, [ids[token] for token in self.order])
@@ -86,6 +92,59 @@ class Tokenizer:
     def encode_ordinary(self, text):
         return array.array(self.code, self.encode_to_bytes(text)).tolist()
 
+    def texts(self, prompt, ids):
+        """Yield the text of each of `ids` as soon as its characters are whole. prompt: the ids before."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # one character may need several tokens
+        yield from (decoder.decode(self.pieces.get(i, b"")) for i in ids)
+        yield decoder.decode(b"", final=True)
+
+
+class FileTokenizer(Tokenizer):
+    """A tokenizer.json that tiktoken can't read. begin: the id that the file puts before a document (Llama: <s>).
+
+    Raises ValueError for a document that tokenizers would encode with the end token: Unigram has its text as a piece.
+    """
+
+    pattern = None
+
+    def __init__(self, path):
+        import tokenizers  # not at the top: only these vocabularies need it
+
+        self.path, self.inner = path, tokenizers.Tokenizer.from_file(str(path))
+        self.inner.no_padding()
+        self.inner.no_truncation()
+        self.inner.encode_special_tokens = True  # their text in a document is ordinary text
+        special = {token.content for token in self.inner.get_added_tokens_decoder().values()}
+        self.end = named_end(path.parent) or min(special & {*ENDS}, key=ENDS.index)
+        self.n_vocab, self.eot_token = max(self.inner.get_vocab().values()) + 1, self.inner.token_to_id(self.end)
+        self.dtype, self.width, self.code = ("uint16", 2, "H") if self.n_vocab <= 65536 else ("uint32", 4, "I")
+        self.end_bytes = self.eot_token.to_bytes(self.width, "little")
+        template = self.inner.encode("").ids  # for example <s>
+        self.begin, self.has_end = [*template, self.eot_token][0], template[-1:] == [self.eot_token]
+        content = json.loads(path.read_text(encoding="utf-8")) | {"truncation": None, "padding": None}
+        content = json.dumps([content, self.end], sort_keys=True)
+        self.name = f"file-{self.n_vocab}-{hashlib.blake2b(content.encode(), digest_size=4).hexdigest()}"
+
+    def encode_to_bytes(self, text):
+        text.encode()  # raises ValueError for a lone surrogate
+        if len(text) > LONGEST:
+            raise ValueError(f"{len(text):,} characters in a document: at most {LONGEST:,} with this vocabulary")
+        ids = self.inner.encode(text).ids
+        ids = ids[: len(ids) - self.has_end]  # prepare.py adds the end
+        if self.eot_token in ids:
+            raise ValueError(f"its text contains {self.end}, which this vocabulary encodes as the end of a document")
+        return array.array(self.code, ids).tobytes()
+
+    def texts(self, prompt, ids):
+        known, done = [*prompt], self.inner.decode(prompt)
+        for i in ids:  # a space before a word depends on the ids before
+            known.append(i)
+            text = self.inner.decode(known)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                yield text[len(done) :]
+                done = text
+        yield self.inner.decode(known)[len(done) :]
+
 
 @functools.cache
 def load_tokenizer(source):
@@ -99,7 +158,13 @@ def load_tokenizer(source):
     if not Path(source).exists():
         raise UserError(f"tokenizer={source}: no such file or folder, and no name (bytes {' '.join(names)})")
     with reading(f"tokenizer={source}: not a byte-level BPE (tokenizer.json, or vocab.json with merges.txt)"):
-        return read(Path(source))
+        try:
+            return read(path := Path(source))
+        except Unsupported as error:
+            reason = error
+    remedy = "pip install tokenizers" if find_spec("tokenizers") is None else "the package tokenizers can't read it"
+    with reading(f"tokenizer={source}: tiktoken can't read it ({reason}); {remedy}", Exception):
+        return FileTokenizer(path / COPY[0] if path.is_dir() else path)
 
 
 def download(name):
@@ -121,10 +186,17 @@ def copied(folder, name):
 # --- vocabularies in files --------------------------------------------------------------------------------------------
 
 
+class Unsupported(Exception):
+    """tiktoken can't read this vocabulary."""
+
+
 def read(path):
-    """Return the Tokenizer of a folder or file."""
+    """Return the Tokenizer of a folder or file. Raises Unsupported."""
     if path.is_dir():
         files = [*path.glob(COPY[0]), *sorted(path.glob("*vocab.json")), *path.glob("encoder.json")]
+        if not files and [*path.glob("tokenizer.model")]:
+            remedy = "transformers writes it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            raise UserError(f"tokenizer={path}: has only tokenizer.model, without tokenizer.json; {remedy}")
         if not files:
             raise UserError(f"tokenizer={path}: a folder without tokenizer.json, vocab.json or encoder.json")
         path = files[0]
@@ -139,11 +211,13 @@ def read(path):
         merged_tokens = {*BYTE_OF, *map("".join, merges)}
         special = {text: i for text, i in vocab.items() if text not in merged_tokens}
     else:
+        if (kind := value["model"].get("type", "BPE")) != "BPE":
+            raise Unsupported(f"its model is {kind}")
         model, pattern = value["model"], pattern_of(value["pre_tokenizer"])
         added_tokens = value.get("added_tokens") or []
         ordinary = any(not token["special"] for token in added_tokens)  # these would split ordinary text
         if value.get("normalizer") or model.get("ignore_merges") or ordinary:
-            raise ValueError("a normalizer, ignore_merges and added tokens that are not special are not supported")
+            raise Unsupported("a normalizer, ignore_merges, or added tokens that are not special")
         merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
         special = {token["content"]: token["id"] for token in added_tokens}
         vocab = model["vocab"] | special
@@ -156,11 +230,13 @@ def read(path):
 
 def pattern_of(pre_tokenizer):
     """pre_tokenizer: ByteLevel (GPT-2's), or a Split and then ByteLevel."""
+    if pre_tokenizer is None:
+        raise Unsupported("no pre-tokenizer")
     *split, last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     kinds = [(step["type"], step.get("behavior")) for step in (*split, last)]
     wrong = kinds not in ([("ByteLevel", None)], [("Split", "Isolated"), ("ByteLevel", None)])
     if wrong or last.get("add_prefix_space") or last.get("use_regex", True) == bool(split):
-        raise ValueError("its pre-tokenizer is not supported")
+        raise Unsupported("its pre-tokenizer")
     return split[0]["pattern"]["Regex"] if split else "gpt2"
 
 
@@ -194,14 +270,14 @@ def merged(token, ranks):
 
 
 def ranked(merges):
-    """Return the ranks of the tokens that a live merge makes, after the 256 bytes. Raises ValueError."""
+    """Return the ranks of the tokens that a live merge makes, after the 256 bytes. Raises Unsupported."""
     ranks, missed = {bytes([b]): b for b in range(256)}, set()
     for rank, (first, second) in enumerate(merges, 256):
         missed |= {part for part in (first, second) if part not in ranks}
         if first + second not in ranks and merged(first + second, ranks) == [first, second]:
             ranks[first + second] = rank
     if later_tokens := missed & ranks.keys():
-        raise ValueError(f"a merge needs {text_of(min(later_tokens))!r}, which only a later merge makes")
+        raise Unsupported(f"a merge needs {text_of(min(later_tokens))!r}, which only a later merge makes")
     return ranks
 
 
@@ -210,6 +286,10 @@ def copy(tokenizer, folder):
 
     tiktoken's vocabularies except GPT-2's are not written: some have tokens that no merge makes.
     """
+    if tokenizer.name.startswith("file-"):
+        for name, path in zip(COPY, (tokenizer.path, tokenizer.path.with_name(COPY[1])), strict=True):
+            if path.is_file():
+                shutil.copyfile(path, Path(folder, name))
     if not tokenizer.name.startswith(("bpe-", "bytes", "gpt2")):
         return
     ranks = {token: rank for rank, token in enumerate(tokenizer.order)}
@@ -244,7 +324,7 @@ def last_cut(text, tokenizer):
     """Return the last i with encode(text) == encode(text[:i]) + encode(text[i:]) that is easy to see, or 0."""
     if tokenizer.name == "bytes":
         return len(text)
-    if tokenizer.pattern != "gpt2" and tokenizer.name.startswith("bpe-"):
+    if tokenizer.pattern != "gpt2" and tokenizer.name.startswith(("bpe-", "file-")):
         return 0
     match = (GPT2_CUT if tokenizer.pattern == "gpt2" else OTHER_CUT).match(text)
     return match.end() if match else 0

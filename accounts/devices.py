@@ -2,7 +2,8 @@
 
     data sheet   peak of matrix products, memory, memory rate, NVLink, network cards, PCIe
     shares       matrix     of the peak, in a large matrix product
-                 attention  of the peak, in fused attention
+                 attention  of the peak, in fused attention to 2,048 tokens
+                 decline    to more tokens s: times (2048 / s)^decline
                  memory     of the memory rate, in an elementwise operation
                  wire       of NVLink's rate, in a collective
                  network    of a network card's rate, in a ring or a message
@@ -12,7 +13,8 @@
 
 `matrix`, `wave` and `wire` of the A100 are fitted to 14 published steps of Megatron-LM with full recomputation
 (Narayanan et al., arXiv 2104.04473, Table 1; Korthikanti et al., arXiv 2205.05198, Table 5; commit 79624d7 has the fit,
-accounts/published.py). The others are usual values.
+accounts/published.py). `decline` is fitted to half of LLM Foundry's steps with 4,096 tokens or more. The others are
+usual values.
 """
 
 import re
@@ -59,6 +61,7 @@ class Device(NamedTuple):
     host_rate: float = 32e9  # between a device and its host (PCIe)
     host_memory_rate: float = 25e9  # one device's share of the host's memory rate
     attention: float = 0.5  # Dao, arXiv 2307.08691, section 4.1: 0.5 to 0.6 of an A100's peak
+    decline: float = 0.1
     matrix: float = 0.951
     wave: float = 3.45e6
     memory: float = 0.85
@@ -80,7 +83,14 @@ VOLTA = dict(
     dtype="fp16", wire_rate=150e9, card_rate=12.5e9, host_rate=16e9, attention=0.3, matrix=0.85, wave=80 * TILE
 )
 HOPPER = dict(
-    wire_rate=450e9, card_rate=50e9, host_rate=64e9, host_memory_rate=40e9, attention=0.4, matrix=0.7, wave=132 * TILE
+    wire_rate=450e9,
+    card_rate=50e9,
+    host_rate=64e9,
+    host_memory_rate=40e9,
+    attention=0.4,
+    decline=0.2,
+    matrix=0.7,
+    wave=132 * TILE,
 )
 LIST = [
     Device("v100-16g", "V100 SXM2", 16 * GiB, 900e9, per_node=4, cards=2, **VOLTA),

@@ -16,22 +16,30 @@ gradient of the weight), so a step costs as much as three forwards of all B sequ
 
 Like Megatron-LM we count all s by s products of attention, although the causal mask needs half of them. The slide
 "Transformerのスケール則" counts 5.7 FLOPs per parameter and token; we count 6.
+
+This is GPT-2. Other models have other weights (`weights` reads them from the model), and the same attention.
 """
+
+from fractions import Fraction
+
+from accounts.matrices import matrices_of
 
 
 def model_flops(config, batch, block_forwards=3):
     """Return the FLOPs of a step of `batch` sequences. block_forwards: the cost of the blocks, in forwards."""
-    L, h, s, V = config.num_layers, config.hidden_size, config.seq_length, config.padded_vocab_size
-    experts = L * expert_flops(config)
-    return batch * s * (block_forwards * (24 * L * h**2 + 4 * L * s * h + experts) + 3 * 2 * V * h)
+    L, h, s, (block, head) = config.num_layers, config.hidden_size, config.seq_length, weights(config)
+    return batch * s * (block_forwards * (2 * L * block + 4 * L * s * h) + 3 * 2 * head)
 
 
-def expert_flops(c):
-    """Return the FLOPs that a mixture of experts adds to a block's forward of a token: k MLPs for one, and the router.
+def weights(config):
+    """Return how many weights a token meets: (in a block, in the head). In GPT-2: 12 h^2 and V h.
 
-    Empty places count nothing, and dropped tokens count as if they were computed.
+    Of experts it meets k MLPs and the router. Empty places count nothing, and dropped tokens count as if they were
+    computed.
     """
-    return 16 * (c.top_k - 1) * c.hidden_size**2 + 2 * c.experts * c.hidden_size if c.experts else 0
+    matrices, share = matrices_of(config), Fraction(config.top_k, config.experts or 1)
+    block = sum(m.elements * (share if m.kind == "experts" else 1) for m in matrices.block)
+    return int(block), matrices.head
 
 
 def hardware_flops(config, batch):

@@ -44,6 +44,7 @@ import math
 from collections import Counter
 from fractions import Fraction
 
+from accounts.matrices import matrices_of
 from parallel import schedules
 from parallel.comm import sent_bytes
 from parallel.experts import places_of_expert
@@ -95,10 +96,9 @@ def predict_sent(layout, schedule, pp_rank, data_rank, item, master_item, real_l
             table[name, what, operation] = before[0] + calls, before[1] + sent_bytes(operation, ranks, elements * item)
 
     (blocks, embeddings, heads), tokens = unit_passes(layout, schedule, pp_rank), tokens_of_rank(c)
-    again, pairs = c.recompute == "full", 1 if c.experts else 2  # pairs of linears in a block
-    gathered = {"all_gather": 3 + again, "reduce_scatter": 2 + again}
-    for operation, calls in (gathered if c.sequence_parallel else {"all_reduce": 2 + again}).items():
-        for what, count in [("activations", pairs * calls * blocks), ("embedding", embeddings), ("head", heads)]:
+    for operation, widths in widths_over_tp(c).items():
+        row("tp", "activations", operation, len(widths) * blocks, sum(widths) * blocks * tokens, item)
+        for what, count in [("embedding", embeddings), ("head", heads)]:
             row("tp", what, operation, count, count * tokens * c.hidden_size, item)
     if real_losses and c.sequence_parallel:
         row("tp", "head", "all_gather", heads, heads * tokens * c.hidden_size, item)
@@ -107,7 +107,7 @@ def predict_sent(layout, schedule, pp_rank, data_rank, item, master_item, real_l
     row("tp", "cross-entropy rows", "all_reduce", calls, 3 * heads * tokens, master_item)
     _context_rows(row, c, blocks, item, master_item)
     if c.experts:
-        calls, places = blocks * (4 + 2 * again), c.experts * places_of_expert(c, c.tokens_of_group)
+        calls, places = blocks * (6 if c.recompute == "full" else 4), c.experts * places_of_expert(c, c.tokens_of_group)
         elements = rows_outside(c) // c.tokens_of_group * places * c.hidden_size
         row("tp", "tokens for experts", "all_to_all", calls, calls * elements, item)
     for what, count in sends(schedule, pp_rank).items():
@@ -115,6 +115,18 @@ def predict_sent(layout, schedule, pp_rank, data_rank, item, master_item, real_l
     _bucket_rows(row, layout, schedule, pp_rank, data_rank, item, master_item)
     row("world", "scalars", "all_reduce", 1, 2 * updates + FLAGS, 8)
     return {key: (Fraction(calls, updates), Fraction(sent, updates)) for key, (calls, sent) in table.items()}
+
+
+def widths_over_tp(c):
+    """Return {operation: widths of the activations that a block communicates over tp}: of x [n, in] or y [n, out]."""
+    matrices = matrices_of(c)
+    inputs, outputs = [m.inputs for m in matrices.of_kind("column")], [m.outputs for m in matrices.of_kind("row")]
+    forward, backward = {"all_reduce": outputs}, {"all_reduce": inputs}
+    if c.sequence_parallel:
+        forward = {"all_gather": inputs, "reduce_scatter": outputs}
+        backward = {"all_gather": inputs + outputs, "reduce_scatter": inputs}
+    runs = 2 if c.recompute == "full" else 1
+    return {operation: runs * forward[operation] + backward[operation] for operation in forward}
 
 
 def _context_rows(row, c, blocks, item, master_item):

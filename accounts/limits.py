@@ -13,7 +13,7 @@ from errors import UserError
 
 
 def needed(c, ranks, device):
-    """Return the bytes that the fullest rank needs at least on its device."""
+    """Return the bytes that the fullest rank needs at least on its device. What has no formula counts nothing."""
     dp = configuration.check(c, ranks)
     if c.schedule not in ("gpipe", "chimera"):  # in the others more micro-batches need no more memory
         samples = min(c.global_batch_size, 5 * c.pp * c.micro_batch_size * dp // c.cp)
@@ -22,7 +22,7 @@ def needed(c, ranks, device):
     if c.eval_only:
         return max(table["parameters"] for table in tables)
     on_host = ("master weights", "moments") if c.offload and device.type == "cuda" else ()
-    return max(sum(size for what, size in table.items() if what not in on_host) for table in tables)
+    return max(sum(size or 0 for what, size in table.items() if what not in on_host) for table in tables)
 
 
 def refuse_too_large(c, ranks, device):

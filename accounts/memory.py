@@ -12,7 +12,7 @@ element of parameters, gradients, master weights and moments. fp32 parameters ar
       2       2P + 14P/n                 2P + 16P/n               4P + 12P/n             gradients too
       3            16P/n                      18P/n                    16P/n             parameters too
 
-**Activations** that a block keeps of one micro-batch (Korthikanti et al., arXiv 2205.05198,
+**Activations** that a block of GPT-2 keeps of one micro-batch (`gpt2.kept`; Korthikanti et al., arXiv 2205.05198,
 Table 2), in units of bsh. Our column counts elements, the paper's 2 bytes for each:
 
     kept for backward           ours         the paper
@@ -34,11 +34,11 @@ Table 2), in units of bsh. Our column counts elements, the paper's 2 bytes for e
 
 The formulas add the ids and, for each token, two numbers of each LayerNorm, one of each attention head (log-sum-exp)
 and the last LayerNorm's output. All of this counts once per micro-batch in flight. The row `PEAK` is the largest
-sum after an action.
+sum after an action. A changed model has no formula: `meta.py` measures its units, or the row is None.
 
-The action I frees these tensors, but until W a rank keeps the operands of W: input x and output's gradient dy of four
-linears. They take as much as the freed tensors: 4 + 12/t (x: 2 + 5/t, dy: 2 + 7/t). Sequence parallelism changes
-nothing here: it gathers them.
+The action I frees these tensors, but until W a rank keeps the operands of W: input x and output's gradient dy of all
+linears. In GPT-2 they take as much as the freed tensors: 4 + 12/t (x: 2 + 5/t, dy: 2 + 7/t). Sequence parallelism
+changes nothing here: it gathers them.
 
 **Whole gradients** of ZeRO-2 and 3 (row `WHOLE`) exist only while they are in use: at most three buckets and the tied
 word table. If a schedule splits B, a chunk has them from its I to its W.
@@ -58,15 +58,15 @@ from collections import deque
 from fractions import Fraction
 from typing import NamedTuple
 
+from accounts import gpt2, meta
+from accounts.matrices import matrices_of
 from parallel import schedules, simulation
-from parallel.experts import places_of_expert
 from parallel.layout import rows_outside, split, tokens_of_rank
 from parallel.optimizer import RULES
 from parallel.pipedream import OLDER, SUMS
 from parallel.pipeline import IN_TRANSIT, Chunk
 from parallel.versions import kept_versions
 from parallel.zero import Window
-from reference import ACTIVATIONS
 
 PEAK, RECOMPUTED = "activations at their peak", "activations of a recomputed block"
 WHOLE = "whole gradients at their peak"
@@ -149,54 +149,26 @@ def versions_of_weights(layout, schedule, rank, z):
 # --- activations ------------------------------------------------------------------------------------------------------
 
 
-def block_activations(c, z):
-    """Return {what: bytes} of a block and a micro-batch: the second table above."""
-    outside, inside = z.item * z.rows * c.hidden_size, z.item * z.tokens * c.hidden_size // c.tp
-    table = {
-        "LayerNorm 1's input": outside,
-        "qkv's input": outside,
-        "q, k, v": 3 * inside,
-        "attention's output": inside * (c.cp > 1 and c.context == "ulysses"),
-        "proj's input": inside,
-        "LayerNorm 2's input": outside,
-        "fc1's input": outside,  # with experts the router's
-        "gelu's input": 4 * inside * ACTIVATIONS[c.activation].keeps_input,
-        "fc2's input": 4 * inside,
-        "LayerNorms' statistics": 2 * 2 * z.statistic * z.rows,
-        "log-sum-exp": z.wide * z.tokens * c.num_attention_heads // c.tp,
-    }
-    if c.recompute == "elementwise":
-        del (
-            table["qkv's input"],
-            table["fc1's input"],
-            table["fc2's input" if c.activation == "gelu" else "gelu's input"],
-        )
-    if c.experts:
-        places, chosen = expert_places(c, z), z.rows * c.top_k
-        inputs = z.item * places * c.hidden_size
-        table |= {
-            "probabilities": z.wide * z.rows * c.experts,
-            "chosen experts, their places, tokens of the places": 8 * (2 * chosen + places + 1),
-            "dropped or not": chosen,
-            "fc1's input of the experts": inputs,
-            "gelu's input": 4 * inputs * ACTIVATIONS[c.activation].keeps_input,
-            "fc2's input": 4 * inputs,
-            "outputs of the experts, probabilities": z.item * chosen * (c.hidden_size + 1),
-        }
-    return table
-
-
-def expert_places(c, z):
-    """Return the number of places for tokens that a rank's experts have (`parallel/experts.py`)."""
-    return z.rows // c.tokens_of_group * places_of_expert(c, c.tokens_of_group) * c.experts
+def unit_activations(c, z):
+    """Return {unit: bytes} of a micro-batch: by the formulas of the model, or measured. None: neither is possible."""
+    formulas = matrices_of(c).formulas
+    if formulas is None:
+        return meta.kept(c, z.item)
+    return {unit: sum(table.values()) for unit, table in formulas.kept(c, z).items()}
 
 
 def operand_elements(c, z):
     """Return the elements of W's operands in a block."""
-    whole = z.tokens * c.hidden_size
-    if c.experts:  # qkv and proj; fc1 and fc2
-        return 2 * whole + 4 * whole // c.tp + 10 * expert_places(c, z) * c.hidden_size
-    return 4 * whole + 12 * whole // c.tp
+    places = gpt2.expert_places(c, z) if c.experts else 0
+    return sum(operands(m, z.tokens, places, c.tp) for m in matrices_of(c).block)
+
+
+def operands(m, tokens, places, t):
+    """Return the elements of x and of dy of a `matrices.Matrix` on one of t ranks. places: of its experts."""
+    if m.kind == "experts":
+        return places * (m.inputs + m.outputs)
+    inputs, outputs = m.inputs, m.count * m.outputs
+    return {"column": tokens * (inputs + outputs // t), "row": tokens * (inputs // t + outputs)}.get(m.kind, 0)
 
 
 class ChunkBytes(NamedTuple):
@@ -212,11 +184,8 @@ FREED = {"B": ("saved", "activation", "gradient"), "I": ("saved", "activation", 
 
 def kept_by_chunk(c, schedule, z, message):
     """Return the ChunkBytes of each chunk. message: bytes of a unit's output."""
-    saved = {
-        "embedding": 8 * z.tokens + 8 * z.rows,  # ids and positions, int64
-        "block": sum(block_activations(c, z).values()) - message,  # LayerNorm 1's input is another unit's output
-        "head": message + 2 * z.statistic * z.rows + z.wide * z.tokens,  # LayerNorm's output and statistics; losses
-    }
+    saved = dict(unit_activations(c, z))
+    saved["block"] -= message  # its input is another unit's output
     if c.recompute == "full":
         del saved["block"]  # its input is another unit's output
     chunks = []
@@ -234,12 +203,14 @@ def kept_by_chunk(c, schedule, z, message):
 
 def activations(c, schedule, rank, z, messages=None):
     """Return the rows PEAK and RECOMPUTED. messages: those of `rank`."""
+    if (units := unit_activations(c, z)) is None:
+        return {PEAK: None} | ({RECOMPUTED: None} if c.recompute == "full" else {})
     message = z.item * z.rows * c.hidden_size
     chunks, messages = kept_by_chunk(c, schedule, z, message), messages or simulation.messages(schedule)
     table = {PEAK: max(after_actions(schedule, rank, chunks, message, messages))}
     has_block = any(chunk.operands for chunk, place in zip(chunks, schedule.placement, strict=True) if place == rank)
     if c.recompute == "full" and has_block:
-        table[RECOMPUTED] = sum(block_activations(c, z).values()) + 8 * z.rows * (c.dropout > 0)
+        table[RECOMPUTED] = units["block"] + 8 * z.rows * (c.dropout > 0)
     return table
 
 

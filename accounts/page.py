@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 
 import config as configuration
-from accounts import figures, memory
+from accounts import figures, gpt2, memory
 from accounts.devices import DEVICES
 from accounts.search import RESERVED, SHORT, has_head, model_of
 from errors import UserError, exit_on_user_error, explained, reading
@@ -118,7 +118,7 @@ def logits(model, tp, b):
 @or_error
 def blocks(model, tp, sp):
     c = replace(model_named(model).config, tp=tp, sequence_parallel=bool(sp))
-    return memory.block_activations(c, memory.sizes(c, 2, 4, on_cpu=False))
+    return gpt2.kept(c, memory.sizes(c, 2, 4, on_cpu=False))["block"]
 
 
 TABLES = {

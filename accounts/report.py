@@ -86,14 +86,18 @@ def kept_table(who, layout, rank, columns):
     parts = {what: [what] for what in states} | {"model states": states} | {what: [what] for what in first}
     rows, stored = [("what is kept", *columns, "bytes per parameter")], layout.stored(rank)
     for what, names in parts.items():
-        sums = [sum(table[name] for name in names) for table in columns.values()]
-        rows.append((what, *map(number, sums), f"{float(sums[0]) / stored:.2f}"))
+        sums = [sum_of([table.get(name) for name in names]) for table in columns.values()]
+        rows.append((what, *map(number, sums), "-" if sums[0] is None else f"{float(sums[0]) / stored:.2f}"))
     end = f"P = {stored:,} parameters as stored, {layout.padding(rank):,} of them padding"
     return f"kept by {who}\n{aligned(rows, 1)}\n{end}"
 
 
+def sum_of(sizes):
+    return None if None in sizes else sum(sizes)
+
+
 def number(count):
-    return f"{float(count):,.0f}"
+    return "no formula" if count is None else f"{float(count):,.0f}"
 
 
 def aligned(rows, words):

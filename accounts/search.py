@@ -26,7 +26,8 @@ from itertools import product
 import config as configuration
 from accounts import ledger, memory
 from accounts.flops import hardware_flops, model_flops
-from accounts.seconds import ERROR, LENGTHS, Step, schedule
+from accounts.matrices import matrices_of, require_formulas
+from accounts.seconds import ERRORS, Step, schedule
 from errors import UserError
 from model import unit_specs
 from operations import DTYPES
@@ -126,10 +127,11 @@ class Model:
         parameters = self.item * (sum(largest[:2]) + word) if layout.zero_stage == 3 else 0
         tokens = min(ROWS, tokens_of_rank(c)) if has_head(layout, rank) else 0
         logits = tokens * c.padded_vocab_size // c.tp * self.item
-        matrices = 0
-        if RULES[c.optimizer].whole and largest:  # Muon: a block's momentum, three tensors of 4 h^2
-            matrices = layout.sizes.wide * (12 * c.hidden_size**2 + largest[0] * (layout.zero_stage > 0))
-        update = max(0, matrices - parts["activations"])
+        momentum = 0
+        if RULES[c.optimizer].whole and largest:  # Muon: a block's momentum, three tensors like its largest parameter
+            elements = max(m.elements for m in matrices_of(c).block)
+            momentum = layout.sizes.wide * (3 * elements + largest[0] * (layout.zero_stage > 0))
+        update = max(0, momentum - parts["activations"])
         return parts | {"whole parameters": parameters, "logits": logits, "whole matrices": update, "context": RESERVED}
 
 
@@ -176,7 +178,7 @@ def fits(c, gpus):
     m, over = divmod(batch * c.cp, c.micro_batch_size * dp)
     over += gpus % (c.tp * c.cp * c.pp) + c.padded_vocab_size % c.tp
     over += c.seq_length % (c.tp * c.cp) * c.sequence_parallel
-    over += c.num_attention_heads % (c.tp * c.cp)
+    over += c.num_attention_heads % (c.tp * c.cp) + c.query_groups % c.tp + c.ffn_size % c.tp
     over += dp % c.zero_copies + (c.zero_copies > 1 and (not c.zero or dp <= c.zero_copies))
     with suppress(UserError, KeyError):  # no such schedule
         parts = schedule(c.schedule, c.pp, min(m, c.pp + m % c.pp), c.chunks).parts
@@ -193,6 +195,7 @@ def check(c, has_days):
     configuration.require(c, "schedule", one, "plan.py predicts only schedules with one update a step")
     configuration.check_values(c)
     configuration.require(c, "experts", not c.experts, "plan.py predicts no mixture of experts")
+    require_formulas(c)
     configuration.require(c, "penalty", not c.penalty, "plan.py predicts one backward for each micro-batch")
     ulysses = c.cp == 1 or c.context == "ulysses"
     configuration.require(c, "context", ulysses, "no GPU runs the ring yet; set --context=ulysses")
@@ -227,7 +230,7 @@ def facts_of(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
         "device": device.name,
         "micro_batches": m,
         "step_seconds": step.seconds,
-        "expected_error": ERROR if c.seq_length in LENGTHS and device.chip != "V100 SXM2" else None,
+        "expected_error": error(c, device),
         "step_parts": step.parts,
         "order_seconds": times,
         "copies_seconds": {},
@@ -248,6 +251,12 @@ def facts_of(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
     alone = max(map(step.whole_matrices, step.sent)) * (1 - 1 / (dp * c.tp)) / step.seconds
     homes = f"; one rank for each matrix would save {alone:.0%}" if alone >= 0.01 else ""
     return facts | {"binds": binds(facts) + homes}
+
+
+def error(c, device):
+    """Return the expected error of a step's seconds, or None: the published steps are GPTs on A100 and H100."""
+    known = c.model == "model" and device.chip != "V100 SXM2"
+    return next((error for most, error in ERRORS.items() if known and c.seq_length <= most), None)
 
 
 def binds(facts):

@@ -10,30 +10,23 @@ the last wave, which is not full, cost about one wave, the constant `wave`.
 """
 
 import math
+from fractions import Fraction
 from functools import cache, partial
 
 import numpy as np
 
+from accounts.matrices import matrices_of
 from accounts.memory import rank_states
 from parallel import schedules, simulation
 from parallel.comm import sent_bytes
 from parallel.layout import rows_outside, tokens_of_rank
 from parallel.optimizer import RULES
 
-# Passes over memory of a block's elementwise operations in `kernels.py`. A pass reads or writes a tensor once.
-OUTSIDE = {"F": 9, "I": 10}  # tensors of [rows, h]: LayerNorms, additions, gradients of two biases
-INSIDE = {"F": 8, "I": 15}  # tensors of [n, h/t]: GELU 4 + 4, its backward 3 * 4, gradient of qkv's bias 3
-GAPS = {"F": 5, "I": 9}  # operations of a block that are no matrix products
 COLUMNS = ("F", "I", "W", "recomputation", "collectives", "context")  # of `Step.stages`
-# The collectives of a block, all of one size.
-COLLECTIVES = {  # sequence parallel: (operation, in F, alone in I, in I beside dW, in I beside dx)
-    False: ("all_reduce", 2, 0, 2, 0),
-    True: ("all_gather", 4, 2, 2, 2),  # a reduce_scatter sends as much
-}
 # Gaps of the host, stragglers, clocks under load, multiprocessors that NCCL uses: measured (NOTES.md).
 REST = 0.18
-ERROR = 0.10  # for LENGTHS on A100 and H100: 17 of 19 published steps are within it (test_plan.py)
-LENGTHS = (2048, 4096)  # tokens of a sample; longer ones take longer than predicted (MEASURED.md)
+# Expected errors on A100 and H100, up to so many tokens of a sample (test_plan.py).
+ERRORS = {2047: None, 4096: 0.10, 65536: 0.15}
 
 
 @cache
@@ -54,13 +47,19 @@ def units(c, device, dtype, z, say):
         say(f"product [{M}, {K}] x [{K}, {N}]", "2 K (M N + wave) / rate + bytes / rate + gap", seconds)
         return seconds
 
-    linears = [(h, 3 * h // t), (h // t, h), (h, 4 * h // t), (4 * h // t, h)]  # inputs, outputs
+    matrices = matrices_of(c)
+    linears = [
+        (m.inputs, m.count * m.outputs // t) if m.kind == "column" else (m.inputs // t, m.count * m.outputs)
+        for m in matrices.of_kind("column", "row")
+    ]
     products = sum(product(n, outputs, inputs) for inputs, outputs in linears)
     # Attention has the lower triangle. Its backward has five products instead of two.
-    triangle, vectors = 2 * n * c.seq_length * h / t / (peak * device.attention), item * n * h / t / memory
-    block = []
-    for kind, (triangles, reads) in {"F": (1, 4), "I": (2.5, 8)}.items():
-        passes = (OUTSIDE[kind] * rows * h + INSIDE[kind] * n * h // t) * item / memory + GAPS[kind] * gap
+    attention = device.attention * min(1.0, (2048 / c.seq_length) ** device.decline)
+    triangle, vectors = 2 * n * c.seq_length * h / t / (peak * attention), item * n * h / t / memory
+    block, groups = [], 2 * c.query_groups / c.num_attention_heads  # keys and values, in widths of queries
+    for kind, (triangles, reads) in {"F": (1, 2 + groups), "I": (2.5, 4 + 2 * groups)}.items():
+        outside, inside, operations = matrices.formulas.passes(c)[kind]
+        passes = (outside * rows * h + inside * n * h // t) * item / memory + operations * gap
         block.append(products + triangles * triangle + reads * vectors + passes)
     block.append(sum(product(outputs, inputs, n, 2 * z.wide) for inputs, outputs in linears))
     embedding = (6 * item + 3 * z.wide) * n * h / memory + 10 * gap
@@ -110,13 +109,17 @@ class Step:
 
     def tensor_parallel(self, W):
         """Return the seconds, in F and in I, of a block's collectives that no product hides."""
-        c = self.c
-        operation, in_F, alone, by_dw, by_dx = COLLECTIVES[c.sequence_parallel]
+        c, matrices = self.c, matrices_of(self.c)
+        columns, rows = matrices.of_kind("column"), matrices.of_kind("row")
+        operation = "all_gather" if c.sequence_parallel else "all_reduce"  # a reduce_scatter sends as much
         each = self.send("tp", 1, sent_bytes(operation, c.tp, self.z.item * tokens_of_rank(c) * c.hidden_size))
+        in_F, alone, by_dw, by_dx = collectives(len(columns), len(rows), c.sequence_parallel)
         split = any(action.kind == "W" for action in schedule(c.schedule, c.pp, c.pp, c.chunks).actions[0])
         if split:  # dW runs later
             alone, by_dw = alone + by_dw, 0
-        product = W * 7 / 24  # dW of qkv or fc1: 3 or 4 of a block's 12 h^2 weights. dx takes as long
+        # dW of a mean column parallel linear, in GPT-2 3.5 of a block's 12 h^2 weights. dx takes as long
+        share = Fraction(sum(m.elements for m in columns), len(columns) * sum(m.elements for m in columns + rows))
+        product = W * share.numerator / share.denominator
         return in_F * each, alone * each + (by_dw + by_dx) * max(0.0, each - product)
 
     def context_parallel(self):
@@ -217,12 +220,29 @@ class Step:
         """Return the seconds of Muon's Newton-Schulz, 15 products of each matrix (`parallel/muon.py`)."""
         if not RULES[self.c.optimizer].whole:
             return 0.0
-        h, device = self.c.hidden_size, self.device
+        device = self.device
         blocks = sum(name.startswith("block") for name in self.layout.buckets(rank))
-        products = (300 * h**3 + 240 * h * device.wave) / (self.peak * device.matrix)
-        elements = 24 * h * h // self.c.tp // self.layout.shards  # u to the device, O back
+        work = moved = elements = 0
+        for m in matrices_of(self.c).of_kind("column", "row"):
+            r, k = sorted((m.outputs, m.inputs))
+            work += m.count * (20 * r * r * k + 10 * r**3 + 10 * (2 * r + k) * device.wave)
+            moved += m.count * 5 * (4 * r * k + 5 * r * r)
+            elements += m.elements
+        products = work / (self.peak * device.matrix)
+        elements = 2 * elements // self.c.tp // self.layout.shards  # u to the device, O back
         copies = self.c.offload * elements * self.z.wide / device.host_rate
-        return blocks * (products + 390 * h * h * self.z.item / (device.memory_rate * device.memory) + copies)
+        return blocks * (products + moved * self.z.item / (device.memory_rate * device.memory) + copies)
+
+
+def collectives(columns, rows, sequence_parallel):
+    """Return the numbers of a block's collectives: (in F, alone in I, in I beside dW, in I beside dx).
+
+    columns, rows: numbers of linears. With sequence parallelism F also gathers x before a column parallel linear, and I
+    gathers dy of a row parallel linear, and x for dW.
+    """
+    if sequence_parallel:
+        return columns + rows, rows, columns, columns
+    return rows, 0, columns, 0
 
 
 def members_in_node(per_node, stride, n):

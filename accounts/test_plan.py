@@ -12,7 +12,7 @@ import torch
 
 import config as configuration
 import plan
-from accounts import ledger, limits, memory, search, seconds, traffic
+from accounts import gpt2, ledger, limits, memory, search, seconds, traffic
 from accounts.devices import DEVICES
 from config import Config
 from errors import UserError
@@ -85,7 +85,7 @@ def test_the_collectives_are_the_ledgers():
     for sp, recompute in itertools.product((False, True), ("none", "full")):
         known = search.model_of(SMALL, "bf16")
         table = known.sent(known.layout(1, 2, 1, "1f1b", 1, 0, sp, recompute), 1, 1, 0)
-        _, in_F, *in_I = seconds.COLLECTIVES[sp]
+        in_F, *in_I = seconds.collectives(2, 2, sp)
         calls = sum(calls for (_, what, _), (calls, _) in table.items() if what == "activations")
         assert calls == SMALL.num_layers * (in_F * (1 + (recompute == "full")) + sum(in_I))
 
@@ -137,7 +137,7 @@ def test_korthikanti_figure_1(sizes, batch, b, row):
     blocks = simulation.by_formula(formula, p=pp, m=batch // b, v=v, r=0) * L / (pp * v)  # in flight on stage 0
     for sp, GiBs in zip((False, True), expected, strict=True):
         c = replace(config, sequence_parallel=sp)
-        table = memory.block_activations(c, memory.sizes(c, 2, 4, False))
+        table = gpt2.kept(c, memory.sizes(c, 2, 4, False))["block"]
         ours = sum(size for what, size in table.items() if what not in ("LayerNorms' statistics", "log-sum-exp"))
         masks = 2 * bsh // (tp if sp else 1)
         matrices = 0 if sp else 5 * heads * TOKENS * bsh // (h * tp)
@@ -192,16 +192,47 @@ def test_published_times():
     lines, errors = zip(*published_steps(), strict=True)
     print(*lines, sep="\n")
     assert len(errors) == 19 and max(map(abs, errors)) <= 0.12
-    assert sum(abs(error) <= seconds.ERROR for error in errors) >= 17
+    assert sum(abs(error) <= seconds.ERRORS[4096] for error in errors) >= 17
     assert "\n".join(lines) in MEASURED
 
 
-@pytest.mark.parametrize("words, device, known", [
-    ("", "a100-80g", True), ("--seq_length=32768", "a100-80g", False), ("", "v100-16g", False)
+# LLM Foundry's bf16 steps with longer samples. Half of its steps with 4,096 tokens or more gave `Device.decline`.
+LONG = """
+  L     h heads     s batch  b GPUs recompute device    tokens/s
+ 32  4096    32  4096   256 16    8 full      h100          8611
+ 32  4096    32  4096   256 16    8 full      a100-80g      3684
+ 32  2560    20  8192   144  3    8 none      h100         16578
+ 40  5120    40  8192   120  5    8 full      a100-80g      1795
+ 24  2048    16  8192    96  3    8 none      a100-80g     13814
+ 40  5120    40 16384    72  3    8 full      h100          2985
+ 32  4096    32 16384    64  4    8 full      a100-80g      2453
+ 32  4096    32 32768    32  2    8 full      h100          3318
+ 24  2048    16 32768    32  1    8 none      h100         12025
+ 32  2560    20 32768   144  3    8 full      a100-80g      3029
+ 24  1024    16 32768    32  2    8 none      a100-80g     13652
+ 32  4096    32 65536    16  1    8 full      a100-80g      1013
+"""
+
+
+@pytest.mark.parametrize("row", LONG.strip().splitlines()[1:], ids=lambda row: "-".join(row.split()[1:4]))
+def test_published_times_of_longer_samples(row):
+    *numbers, recompute, device, rate = row.split()
+    L, h, heads, s, batch, b, gpus = map(int, numbers)
+    sizes = dict(global_batch_size=batch, micro_batch_size=b, zero=3, recompute=recompute)
+    c = replace(parallel(L, h, heads, 1, 1, 1, **sizes), seq_length=s)
+    facts = search.facts_of(c, gpus, DEVICES[device], exact=False)
+    error = facts["step_seconds"] / (batch * s / (float(rate) * gpus)) - 1
+    assert abs(error) <= 0.12 <= seconds.ERRORS[65536], f"{error:+.1%}"
+
+
+@pytest.mark.parametrize("words, device, error", [
+    ("", "a100-80g", 0.1), ("--seq_length=32768", "a100-80g", 0.15), ("", "v100-16g", None),
+    ("--seq_length=1024", "h100", None), ("--seq_length=131072", "h100", None),
+    ("--model=llama", "a100-80g", None),
 ])  # fmt: skip
-def test_an_error_is_expected_only_where_published_steps_say_so(words, device, known):
+def test_an_error_is_expected_only_where_published_steps_say_so(words, device, error):
     c = configuration.load(["configs/gpt3_1b3.py", *words.split()])
-    assert search.facts_of(c, 8, DEVICES[device])["expected_error"] == (seconds.ERROR if known else None)
+    assert search.facts_of(c, 8, DEVICES[device])["expected_error"] == error
 
 
 def as_megatron_of_2021(monkeypatch):
@@ -416,7 +447,7 @@ COMMON = ["configs/gpt3_13b.py", "--gpus=16", "--device=a100-80g"]
 def test_the_table_and_json(capsys):
     plan.main([*COMMON, "--pp=1", "--top=3"])
     text = capsys.readouterr().out
-    assert "does not fit" in text and f"{seconds.ERROR:.0%}" in text
+    assert "does not fit" in text and f"{seconds.ERRORS[4096]:.0%}" in text
     plan.main([*COMMON, "--pp=1", "--top=4", "--json"])
     found = json.loads(capsys.readouterr().out)
     fast = [facts["step_seconds"] for facts in found if facts["fits"]]

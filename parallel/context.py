@@ -117,14 +117,19 @@ class TokensForHeads(torch.autograd.Function):
     """Cut x along the dimension `cut`, send part i to rank i, and join the parts that arrive along `join`."""
 
     @staticmethod
-    def forward(ctx, x, cut, join, cp):
-        ctx.arguments = join, cut, cp
-        parts = torch.stack(x.chunk(cp.size, cut))
-        return torch.cat(all_to_all(parts, cp, "tokens for heads").wait().unbind(), join)
+    def forward(ctx, x, *arguments):
+        ctx.arguments = arguments
+        return TokensForHeads.exchanged(x, *arguments)
 
     @staticmethod
     def backward(ctx, dy):
-        return TokensForHeads.forward(ctx, dy, *ctx.arguments), None, None, None  # the exchange in the other direction
+        cut, join, cp = ctx.arguments
+        return TokensForHeads.exchanged(dy, join, cut, cp), None, None, None  # in the other direction
+
+    @staticmethod
+    def exchanged(x, cut, join, cp):
+        parts = torch.stack(x.chunk(cp.size, cut))
+        return torch.cat(all_to_all(parts, cp, "tokens for heads").wait().unbind(), join)
 
 
 WAYS = {"ring": RingAttention.apply, "ulysses": ulysses}

@@ -114,8 +114,8 @@ class Linear(torch.autograd.Function):
     """y = leave(enter(x) W^T + bias): every linear of a block; in generation also the head.
 
     x: [n or n/t, in]. w: this rank's [out, in], or [k, out, in] for k outputs (q, k, v). bias: [out] or [k, out], or
-    None if k is 1. y: [n, out] (n/t rows with reduce_scatter), or a tuple of k views. Backward adds the gradients of w
-    and bias to `.grad`.
+    None. y: [n, out] (n/t rows with reduce_scatter), or a tuple of k views. Backward adds the gradients of w and bias
+    to `.grad`.
     """
 
     @staticmethod
@@ -134,7 +134,7 @@ class Linear(torch.autograd.Function):
         """Return dx = dy w. Add dW = dy^T x to `w.grad` while dx is sent, or leave it to the action W."""
         (x,), (w, bias, enter, leave, tp, ops) = ctx.saved_tensors, ctx.arguments
         if bias is None:
-            (dy,) = parts
+            dy = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         else:
             dy, sums = ops.join(parts)
             if bias.requires_grad:
@@ -174,13 +174,14 @@ class ColumnParallelLinear(nn.Module):
     """Linear cut by its outputs: x [n, in] (n/t rows with sequence parallelism) -> [n, out/t].
 
     shape: of the whole weight, [out, in], or [3, out, in] for q, k, v. adds_bias=False: the next operation adds it.
+    has_bias=False: there is none.
     """
 
-    def __init__(self, name, shape, std, tp, sequence_parallel, ops=reference, adds_bias=True):
+    def __init__(self, name, shape, std, tp, sequence_parallel, ops=reference, adds_bias=True, has_bias=True):
         super().__init__()
         cut = len(shape) - 2
         self.weight = ParamSpec(f"{name}.weight", shape, cut, True, std, matrix=True)
-        self.bias = ParamSpec(f"{name}.bias", shape[:-1], cut)
+        self.bias = ParamSpec(f"{name}.bias", shape[:-1], cut) if has_bias else None
         self.tp, self.ops, self.adds_bias = tp, ops, adds_bias
         self.enter = "all_gather" if sequence_parallel else "copy"
 
@@ -195,10 +196,10 @@ class RowParallelLinear(nn.Module):
     The next operation adds the bias, after the sum over tp.
     """
 
-    def __init__(self, name, shape, std, tp, sequence_parallel):
+    def __init__(self, name, shape, std, tp, sequence_parallel, has_bias=True):
         super().__init__()
         self.weight = ParamSpec(f"{name}.weight", shape, 1, True, std, matrix=True)
-        self.bias = ParamSpec(f"{name}.bias", shape[:1])
+        self.bias = ParamSpec(f"{name}.bias", shape[:1]) if has_bias else None
         self.tp, self.leave = tp, "reduce_scatter" if sequence_parallel else "all_reduce"
 
     def forward(self, x):

@@ -28,15 +28,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import config as configuration
 import operations
-import reference
 import train
-from accounts import ledger, memory, meter, report
+from accounts import ledger, memory, meta, meter, report
 from errors import UserError, exit_on_user_error
 from options import Parser, within
 from parallel import schedules
 from parallel.mesh import Mesh
 
-META = torch.device("meta")
 SUPPORTED = {"optimizer": ["adamw"], "dtype": ["bf16", "fp32", "auto"], "offload": [False], "eval_only": [False]}
 
 
@@ -80,7 +78,7 @@ def started(config, gpus, rank):
     dtype = "bf16" if config.dtype == "auto" else config.dtype
     config = replace(config, dtype=dtype, rampup_batch_size="", train_iters=config.updates_per_call)
     configuration.check(config, gpus)
-    ops = SimpleNamespace(**vars(reference) | {"attention": attention, "adamw_": lambda *_, **__: None})
+    ops = SimpleNamespace(**vars(meta.OPS) | {"adamw_": lambda *_, **__: None})
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=gpus)
     try:
         with (
@@ -89,21 +87,15 @@ def started(config, gpus, rank):
             mock.patch.object(torch.Tensor, "cpu", lambda x: torch.ones(x.shape, dtype=x.dtype)),
             mock.patch.object(torch.Tensor, "item", lambda _: 0),
         ):
-            yield train.build(config, Mesh.of(config), META)
+            yield train.build(config, Mesh.of(config), meta.META)
     finally:
         dist.destroy_process_group()
-
-
-def attention(q, k, v, cache=None):
-    """`reference.attention` of meta tensors. q, k, v [b, s, a, d] -> [b, s, a, d]."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=True)[0].transpose(1, 2)
 
 
 def step(run):
     """Make one training step of a dry Run. Return {"bytes": table, "formula": table} of the bytes sent, and kept."""
     c, mesh, rank = run.config, run.mesh, run.mesh.pp.rank
-    tokens = torch.empty(c.micro_batch_size, c.seq_length + 1, dtype=torch.int64, device=META)
+    tokens = torch.empty(c.micro_batch_size, c.seq_length + 1, dtype=torch.int64, device=meta.META)
     batch = tokens[:, :-1], tokens[:, 1:], torch.empty_like(tokens[:, 0])
     batches = (run.model.micro_batch(*batch) for _ in range(run.schedule.microbatches))
     with meter.Activations(run.executor) as activations:
@@ -121,7 +113,8 @@ def step(run):
 def differences(*tables):
     """Return a line for each row of `step`'s tables in which the dry run and the formula differ."""
     pairs = [(table["bytes"], table["formula"]) for table in tables]
-    keys = [key for found, formula in pairs for key in found | formula if found.get(key) != formula.get(key)]
+    rows = [(key, found.get(key), formula.get(key, 0)) for found, formula in pairs for key in found | formula]
+    keys = [key for key, found, formula in rows if formula is not None and found != formula]
     return [f"different: {key if isinstance(key, str) else ' '.join(key)}" for key in keys]
 
 

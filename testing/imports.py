@@ -20,7 +20,7 @@ LEVELS = (
     "errors.py",
     "options.py reference.py kernels.py flash_attention.py",
     "parallel/",
-    "config.py operations.py model.py tokenizer.py data.py",
+    "config.py operations.py model.py llama.py tokenizer.py data.py",
     "accounts/",
     "log.py recovery/",
 )

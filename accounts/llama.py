@@ -1,0 +1,39 @@
+"""Llama's formulas, as gpt2.py has GPT-2's."""
+
+
+def parameters(c):
+    """Return V h (untied: 2 V h) + L (2 h^2 + 2 h^2 g/a + 3 h f + 2 h) + h."""
+    h, tables = c.hidden_size, 1 + c.untie_embeddings_and_output_weights
+    block = 2 * h * h + 2 * h * c.query_groups * c.head_size + 3 * h * c.ffn_size + 2 * h
+    return tables * c.padded_vocab_size * h + c.num_layers * block + h
+
+
+def kept(c, z):
+    outside, inside = z.item * z.rows * c.hidden_size, z.item * z.tokens * c.hidden_size // c.tp
+    keys = inside if c.cp > 1 else inside * c.query_groups // c.num_attention_heads
+    wide = z.item * z.tokens * c.ffn_size // c.tp
+    block = {
+        "norm 1's input": outside,
+        "qkv's input": outside,
+        "q, k, v": inside + 2 * keys,
+        "attention's output": inside * (c.cp > 1 and c.context == "ulysses"),
+        "proj's input": inside,
+        "norm 2's input": outside,
+        "fc1's input": outside,
+        "gate and up": 2 * wide,
+        "fc2's input": wide,
+        "norms' factors": 2 * z.wide * z.rows,
+        "log-sum-exp": z.wide * z.tokens * c.num_attention_heads // c.tp,
+    }
+    head = {"norm's output": outside, "its factor": z.wide * z.rows, "losses": z.wide * z.tokens}
+    return {"embedding": {"ids": 8 * z.tokens}, "block": block, "head": head}
+
+
+def passes(c):
+    """Counted in reference.py by hand: no kernel fuses these operations.
+
+    [rows, h]: two norms (F 8, I 12 each), two additions (3 each). [n, h/t]: rotations of queries and keys (7 each),
+    copies of queries (2) and values (2); SwiGLU (F 5, I 14) and its joined gradients (4) have f instead of h.
+    """
+    keys, f = c.query_groups / c.num_attention_heads, c.ffn_size / c.hidden_size
+    return {"F": (22, 9 + 9 * keys + 5 * f, 28), "I": (30, 9 + 11 * keys + 18 * f, 44)}

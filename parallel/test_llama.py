@@ -1,0 +1,223 @@
+"""Llama: it is the plain PyTorch of the papers, and every layout trains it as one process does."""
+
+import functools
+import math
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import config as configuration
+import reference
+import test_layouts
+import train
+from errors import UserError
+from model import GPT
+from parallel.context import TokensForHeads
+from parallel.mesh import Mesh
+from parallel.test_pipedream import asynchronous, check_same, oracle, train_asynchronously
+from testing.compare import same_tensor
+from testing.tiny import built, check_layout, covering, tiny_batches, tiny_config, train_each
+
+LLAMA = dict(model="llama", num_query_groups=4, ffn_hidden_size=24, norm_epsilon=1e-3)
+UNTIED = LLAMA | dict(untie_embeddings_and_output_weights=True, rotary_base=77.0)
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+def plain_llama(run, ids, targets):
+    """Return every token's loss in plain PyTorch, with the same weights. Every head of queries has its own k and v."""
+    c, w = run.config, {p.spec.name: p for p in run.model.parameters()}
+    a, g, d, (b, s) = c.num_attention_heads, c.query_groups, c.head_size, ids.shape
+
+    def norm(x, name):
+        return F.rms_norm(x, x.shape[-1:], w[f"{name}.weight"], c.norm_epsilon)
+
+    def turned(x):  # [b, heads, s, d]: both halves of a head are one complex number
+        angle = torch.arange(s)[:, None] * c.rotary_base ** (-torch.arange(0, d, 2).double() / d)
+        pair = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat([pair.real, pair.imag], -1)
+
+    x = F.embedding(ids, w["word.weight"])
+    for i in range(c.num_layers):
+        y = F.linear(norm(x, f"block{i}.norm1"), w[f"block{i}.qkv.weight"]).view(b, s, g, a // g + 2, d)
+        q = turned(y[..., :-2, :].flatten(2, 3).transpose(1, 2))
+        k, v = (y[..., j, :].repeat_interleave(a // g, 2).transpose(1, 2) for j in (-2, -1))
+        scores = (q @ turned(k).mT / math.sqrt(d)).masked_fill(torch.ones(s, s).triu(1) > 0, -torch.inf)
+        x = x + F.linear((scores.softmax(-1) @ v).transpose(1, 2).flatten(2), w[f"block{i}.proj.weight"])
+        gate, up = F.linear(norm(x, f"block{i}.norm2"), w[f"block{i}.fc1.weight"].flatten(0, 1)).chunk(2, -1)
+        x = x + F.linear(F.silu(gate) * up, w[f"block{i}.fc2.weight"])
+    logits = F.linear(norm(x, "head.norm"), w["head.weight" if "head.weight" in w else "word.weight"])
+    return F.cross_entropy(logits[..., : c.vocab_size].flatten(0, 1), targets.flatten(), reduction="none")
+
+
+@pytest.mark.parametrize("groups", [0, 1, 2])
+@pytest.mark.parametrize("fields", [LLAMA, UNTIED], ids=["tied", "untied"])
+def test_losses_and_gradients_are_those_of_plain_pytorch(fields, groups):
+    sizes = dict(hidden_size=24, num_attention_heads=6, num_query_groups=groups, ffn_hidden_size=20)
+    run = built(tiny_config(1, init_method_std=0.2, **fields | sizes))
+    tokens = torch.randint(0, 50, (3, run.config.seq_length + 1), generator=torch.Generator().manual_seed(9))
+    batch = run.model.micro_batch(tokens[:, :-1], tokens[:, 1:])
+    run.zero.zero_grad()
+    loss = run.executor.run(iter([batch]), 1, 1.0)
+    ours = {p.spec.name: p.grad.clone() for p in run.model.parameters()}
+    for p in run.model.parameters():
+        p.grad = None
+    losses = plain_llama(run, tokens[:, :-1], tokens[:, 1:])
+    losses.mean().backward()
+    with torch.no_grad():
+        assert torch.allclose(run.model(batch), losses, rtol=1e-12)
+    assert torch.allclose(loss, losses.mean(), rtol=1e-12)
+    for p in run.model.parameters():
+        same_tensor(f"the gradient of {p.spec.name}", ours[p.spec.name], p.grad)
+
+
+def test_derivatives_of_the_operations():
+    """Of RMSNorm's weight: `test_losses_and_gradients_are_those_of_plain_pytorch`."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(4, 6, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(2))
+    weight = torch.linspace(0.5, 2, 6, dtype=torch.float64).requires_grad_()
+    weight.grad, q = torch.zeros_like(weight), torch.randn(2, 3, 2, 4, dtype=torch.float64, generator=generator)
+    assert torch.autograd.gradcheck(lambda x: reference.RMSNorm.apply(x, weight, 0.1), x)
+    assert torch.autograd.gradcheck(reference.swiglu, (x, y))
+    assert torch.autograd.gradcheck(lambda q: reference.rotate(q, torch.arange(3, 6), 50.0), q.requires_grad_())
+    assert torch.autograd.gradcheck(lambda q: TokensForHeads.apply(q, 2, 1, Mesh().cp), q)
+
+
+def test_generation_with_a_cache_has_the_logits_of_the_whole_text():
+    run, ids = built(tiny_config(1, init_method_std=0.2, **UNTIED)), torch.arange(8)[None]
+    caches = [[] for _ in range(run.config.num_layers)]
+    with torch.no_grad():
+        whole = run.model(run.model.micro_batch(ids))
+        parts = [run.model(run.model.micro_batch(ids[:, :3], caches=caches))]
+        for i in range(3, 8):
+            parts.append(run.model(run.model.micro_batch(ids[:, i : i + 1], start=i, caches=caches)))
+    same_tensor("logits", torch.cat(parts), whole)
+
+
+def test_a_step_with_triton_is_a_step_with_pytorch():
+    """On the CPU in Triton's interpreter. Heads of queries share keys and values."""
+    pytest.importorskip("triton")
+    sizes = dict(num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=2, seq_length=16)
+    fields = UNTIED | sizes | dict(dropout=0.1, global_batch_size=2, micro_batch_size=2, dtype="fp32")
+    steps = []
+    for kernels in ("torch", "triton"):
+        run = built(tiny_config(1, kernels=kernels, **fields))
+        steps.append(train.train_step(run, tiny_batches(run)).read())
+    assert steps[1].loss == pytest.approx(steps[0].loss, rel=1e-6)
+    assert steps[1].grad_norm == pytest.approx(steps[0].grad_norm, rel=1e-5)
+
+
+# --- every layout -----------------------------------------------------------------------------------------------------
+
+FITTING = [
+    point
+    for point in test_layouts.points()
+    if not point["experts"]
+    and (test_layouts.ranks(**point) <= 4 or (point["dp"], point["tp"], point["pp"]) == (2,) * 3)
+]
+
+
+def cases():
+    few = covering([point for point in FITTING if point["dp"] * point["pp"] * point["cp"] * point["tp"] <= 4])
+    more = covering(FITTING, few)
+    quick = few[::4]  # the others are slow: the layout's own grid is in test_layouts.py
+    return quick + [pytest.param(point, marks=pytest.mark.slow) for point in [*few, *more] if point not in quick]
+
+
+@pytest.mark.parametrize("point", cases(), ids=test_layouts.name)
+def test_every_layout_trains_the_same_llama(workers, point):
+    config, ranks = test_layouts.fitted(**point)
+    config = replace(config, **(UNTIED if point["zero"] % 2 == 0 else LLAMA))
+    configuration.check(config, ranks)
+    check_layout([config], functools.partial(workers.run, ranks))
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+def test_old_versions_of_the_weights(workers, schedule):
+    config = asynchronous(schedule, 2, 3 if schedule == "pipedream-2bw" else 1, 7, optimizer="adamw", **LLAMA)
+    check_same(workers.run(2, train_asynchronously, config, (5, 7)), oracle(config, 1, (5, 7)), config)
+
+
+def test_offload_and_the_penalty(workers):
+    """The penalty changes no loss of the first step."""
+    config = tiny_config(2, zero=2, offload=True, optimizer="adamw", **UNTIED)
+    check_layout([config], functools.partial(workers.run, 2))
+    first, *_ = workers.run(2, first_losses, tiny_config(2, penalty=0.1, **LLAMA))
+    assert first[0] == pytest.approx(workers.run(2, first_losses, tiny_config(2, **LLAMA))[0][0], rel=1e-10)
+    assert first[1] < first[0]
+
+
+def first_losses(config):
+    run = built(config, Mesh.of(config))
+    batches = tiny_batches(run)
+    return [train.train_step(run, batches).read().loss for _ in range(2)]
+
+
+# --- refusals, and a file of one's own --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(num_query_groups=3), "num_attention_heads = 8 is not a multiple of num_query_groups = 3"),
+        (
+            dict(num_query_groups=2, tp=4),
+            "num_query_groups = 2 is not a multiple of tp = 4: a tensor parallel rank has",
+        ),
+        (dict(ffn_hidden_size=25, tp=2), "ffn_hidden_size = 25 is not a multiple of tp = 2"),
+        (dict(hidden_size=24), "hidden_size / num_attention_heads = 3 is not a multiple of 2: positions rotate pairs"),
+        (dict(experts=4), "experts=4: only model.py reads it; set --model=model"),
+        (dict(activation="relu"), "activation=relu: only model.py reads it"),
+        (dict(model="model"), "num_query_groups=4: only llama.py reads it; set --model=llama"),
+        (dict(model="lama"), "model=lama: there is no file lama.py"),
+        (dict(model="errors"), "model=errors: .*errors.py has no function units"),
+    ],
+)
+def test_what_llama_lacks_is_refused_by_name(fields, message):
+    with pytest.raises(UserError, match=message):
+        config = tiny_config(1, **LLAMA | fields)
+        configuration.check(config, config.tp)
+        GPT(config, Mesh().tp)
+
+
+def edited(source, diff):
+    """Return a file's text after the edits of GUIDE.md: - lines become + lines, + lines alone come above LayerNorm."""
+    for old, new in re.findall(r"(?m)(^-.*\n)?((?:^\+.*\n)*)", diff):
+        old, new = (re.sub("(?m)^[-+]", "", lines) for lines in (old, new))
+        if not old + new:
+            continue
+        place = old or "class LayerNorm"
+        assert source.count(place) == 1, place
+        source = source.replace(place, new + ("" if old else f"\n\n{place}"))
+    return source
+
+
+def train_there(folder, *arguments):
+    sys.path.insert(0, folder)
+    try:
+        return train_each(*arguments)
+    finally:
+        sys.path.remove(folder)
+        sys.modules.pop("mine", None)
+
+
+def test_the_guides_model_trains_in_layouts(workers, tmp_path, monkeypatch):
+    """The edits of GUIDE.md fit to model.py, and the losses are those of one process."""
+    root = Path(__file__).parent.parent
+    diff = re.search(r"(?s)## Change the model.*?```diff\n(.*?)```", (root / "GUIDE.md").read_text("utf-8"))[1]
+    (tmp_path / "mine.py").write_text(edited((root / "model.py").read_text("utf-8"), diff), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    fields = dict(model="mine", optimizer="adamw", dropout=0.1)
+    layouts = [dict(tp=2, sequence_parallel=True, zero=3), dict(cp=2, zero=2), dict(pp=2, schedule="zb-h1", zero=1)]
+    for layout in layouts:
+        config = tiny_config(2, **fields | layout)
+        configuration.check(config, 4)
+        check_layout([config], lambda function, *arguments: workers.run(4, train_there, str(tmp_path), *arguments))
+    names = GPT(config, Mesh().tp).specs()
+    assert "embedding.position" not in names and "head.ln.bias" not in names
+    sys.modules.pop("mine", None)
