@@ -16,6 +16,13 @@ pair is cut by its outputs (column parallel), the second by its inputs (row para
     leave   all_reduce (g) all_reduce of y    nothing               y is whole on every rank
             reduce_scatter reduce_scatter y   all_gather of dy      y is cut by tokens (sequence parallel)
 
+Each tensor has one of four types (names of meta-pytorch's spmd_types); a linear's input, output and sum are I, V, I:
+
+    R  equal on all ranks; a rank has part of its gradient      I --f--> R        I  equal, and so is its gradient
+    V  each rank has its own heads, columns or tokens           P --g--> I        P  a part: the sum is the value
+
+So a replicated parameter inside a pair (a norm of q) has a partial gradient. `testing/letters.py` follows the types.
+
 With sequence parallelism each rank has n/t consecutive rows of an activation [n = bs, h] outside of the pairs, so
 LayerNorm, dropout and residual stream cost 1/t of the memory and the work. Forward stores only the cut x, so backward
 gathers x again for dW. A replicated parameter (LayerNorm, row-parallel bias, position table, router of experts) sees

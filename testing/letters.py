@@ -1,0 +1,199 @@
+"""Find an edit of the model that is wrong for tp > 1, with its line, in a forward of one rank.
+
+Each tensor gets a letter, R, I or V (the table in `parallel/tensor.py`), and each operation passes letters on. Refused
+are I with V, gradients of I with those of R, and losses that differ between the ranks. Letters do not say which
+dimension is cut. So numbers are compared, too: what rank 1 of two has must be among the numbers that one process has
+after the same operation. Random numbers have another seed there. Nothing is sent: a sum over tp is taken from the one
+process.
+
+Taken as true: the autograd Functions (RULES). Not compared: the numbers of experts.
+"""
+
+import traceback
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+import model
+import reference
+from config import Config, divides, layout_of
+from parallel import comm, experts, tensor
+from parallel.mesh import Axis
+
+ROOT = Path(__file__).parents[1]
+CUT = dict(seq_length=8, micro_batch_size=2, vocab_size=100, max_position_embeddings=0, expert_group=0, dropout=0.1)
+PART = "each rank has only its part of the gradient of I, and nobody sums the parts"
+TWICE = "the gradient of R is equal on all ranks here, and they sum it"
+UNKNOWN = "numbers that one process does not have: this rank's own heads, columns or tokens are mixed, or it is random"
+
+
+class WrongStep(Exception):
+    """An operation that is wrong for tp > 1."""
+
+
+def letter(x):
+    return getattr(x, "letter", "R")  # without a letter: a constant
+
+
+def tensors(values):
+    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+
+
+def named(letter, values):
+    for x in tensors(values):
+        x.letter = letter
+    return values
+
+
+def joined(letters):
+    return max(letters, key="RIV".index, default="R")
+
+
+def described(name, inputs):
+    return f"{name} of " + " and ".join(f"{letter(x)} {list(x.shape)}" for x in inputs)
+
+
+# --- what the autograd Functions do -----------------------------------------------------------------------------------
+
+BEFORE, AFTER = {"copy": "I"}, {"all_reduce": "I", "reduce_scatter": "V"}
+
+
+def linear(x, w, bias, enter, leave, *_):
+    want = BEFORE.get(enter, "V")
+    if letter(x) != want or letter(w) != "V":
+        raise WrongStep(f"{described('a linear', [x, w])}: with enter={enter} it needs {want} and V")
+    return AFTER.get(leave, "V")
+
+
+RULES = {
+    tensor.Linear: linear,
+    tensor.EmbeddingLookup: lambda ids, w, leave, *_: AFTER.get(leave) or joined([letter(ids), letter(w)]),
+    tensor.LinearCrossEntropy: lambda x, w, targets, vocab_size, enter, *_: linear(x, w, None, enter, "all_reduce"),
+    reference.Dropout: lambda x, *_: letter(x),
+    **dict.fromkeys([experts.TokensForExperts, experts.ExpertLinear, experts.Balance], lambda *_: "V"),
+}
+
+
+# --- one forward ------------------------------------------------------------------------------------------------------
+
+
+class Letters(TorchFunctionMode):
+    """Gives each result its letter, and compares it with `whole`, the operations of one process. Raises WrongStep."""
+
+    mixed = None  # the stack of the last operation that made V of V and R
+
+    def __init__(self, whole):
+        super().__init__()
+        self.whole, self.operations = whole, []  # operations: (name, first input, results)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        inputs = tensors((args, kwargs))
+        found, with_gradient = {letter(x) for x in inputs}, {letter(x) for x in inputs if x.requires_grad}
+        if torch.is_grad_enabled() and "I" in with_gradient and {"V"} & found | {"R"} & with_gradient:
+            raise WrongStep(f"{described(func.__name__, inputs)}: {PART if 'V' in found else TWICE}")
+        if {"R", "V"} <= found:
+            self.mixed = traceback.extract_stack()
+        return self.compared(func.__name__, inputs, named(joined(found), func(*args, **kwargs or {})))
+
+    def apply(self, function, rule, *arguments):
+        """Do what `function.apply` does. Its results get the letter of the rule."""
+        with torch._C.DisableTorchFunction():  # what a Function computes is no operation of the model
+            y = named(rule(*arguments), function(*arguments))
+            return self.compared(function.__self__.__name__, tensors(arguments), y)
+
+    def compared(self, name, inputs, y):
+        """Return y. Raise WrongStep if a number of y is not among those of one process."""
+        if torch.is_grad_enabled():
+            first, results, one = [x.detach().clone() for x in inputs[:1]], tensors(y), self.one()
+            self.operations.append((name, first, [x.detach().clone() for x in results]))
+            if one and one[0] != name:
+                self.whole = ()  # the model does something else for tp = 1
+            elif one and not all(map(among, results, one[2])):
+                raise WrongStep(f"{described(name, inputs)}: the result has {UNKNOWN}")
+        return y
+
+    def one(self):
+        """Return what one process did in the place of the next operation."""
+        return next(iter(self.whole[len(self.operations) :]), None)
+
+    def collective(self, operation, axis, what, call, arguments, whole, result):
+        """Do what `comm._collective` does, inside an autograd Function or in a forward for validation."""
+        if self.whole:
+            _, first, results = self.one()
+            (found, *_) = first if operation == "all_gather" else results
+            result.copy_(found.chunk(axis.size)[axis.rank] if operation == "reduce_scatter" else found)
+        return comm.Pending(named("R", result))
+
+
+def among(part, whole):
+    """Return whether all numbers of `part` are numbers of `whole`, wherever they stand."""
+    part, whole = (x.detach().double().flatten().nan_to_num() for x in (part, whole))
+    whole = whole.sort().values
+    error = 1e-9 * whole.abs().max()
+    first = torch.searchsorted(whole, part - error).clamp(max=len(whole) - 1)
+    return bool(((whole[first] - part).abs() <= error).all())
+
+
+def forward(c, whole=(), training=True):
+    """Run a forward of the last tp rank, with letters. Return its operations."""
+    tp = Axis("tp", tuple(range(c.tp)), c.tp - 1, None)
+    gpt, parameters = model.GPT(c, tp), {}
+    for module in gpt.modules():
+        for key, spec in [(k, v) for k, v in vars(module).items() if isinstance(v, tensor.ParamSpec)]:
+            if spec not in parameters:
+                weight = replace(spec, std=spec.std or 0.5).initial(c.seed).double()
+                p = parameters[spec] = nn.Parameter(spec.local_part(weight, tp).contiguous())
+                summed = getattr(spec, "partial", False) or c.sequence_parallel
+                p.letter = "V" if spec.tp_dim is not None else "R" if summed else "I"
+            setattr(module, key, parameters[spec])
+    ids = torch.arange(c.micro_batch_size * c.seq_length).view(c.micro_batch_size, -1)
+    batch = gpt.micro_batch(ids, ids + 1, ids[:, 0])
+    named("V" if c.sequence_parallel else "R", (batch.positions, batch.rows))
+    letters, x = Letters(whole), None
+    with ExitStack() as stack:
+        for function, rule in RULES.items():
+            apply = partial(letters.apply, function.apply, rule)
+            stack.enter_context(mock.patch.object(function, "apply", apply, create=True))
+        stack.enter_context(mock.patch.object(comm, "_collective", letters.collective))
+        for context in torch.random.fork_rng([]), torch.set_grad_enabled(training), letters:
+            stack.enter_context(context)
+        torch.manual_seed(c.tp)
+        for unit in gpt.units:
+            x = unit(x, batch)
+    if letter(x) == "V":
+        raise WrongStep(f"the losses differ between the tp ranks, since {places(letters.mixed)}")
+    return letters.operations
+
+
+def findings(config):
+    """Return a line for each mistake that two tp ranks would make, none if all is right. It needs no other rank.
+
+    Raises UserError if two ranks can't have whole heads.
+    """
+    divides("tp", 2, "num_attention_heads", config.num_attention_heads)
+    c, found = replace(config, **layout_of(Config()) | CUT, num_layers=min(2, config.num_layers)), {}
+    for sequence_parallel in [True] if c.experts else [False, True]:  # experts need it
+        one = replace(c, sequence_parallel=sequence_parallel)
+        two = replace(one, tp=2)
+        try:
+            whole = forward(one)
+            forward(two, () if c.experts else whole)
+            forward(two, training=False)
+        except Exception as error:
+            place = places(traceback.extract_tb(error.__traceback__))
+            found.setdefault(place, f"{place}: {type(error).__name__}: {error}")
+    return [*found.values()]
+
+
+def places(stack):
+    """Return the lines of a stack that are in this project, outermost first, and the code of the last one."""
+    frames = [f for f in stack if Path(f.filename).is_relative_to(ROOT) and f.filename != __file__]
+    lines = [f"{Path(f.filename).relative_to(ROOT)}:{f.lineno}" for f in frames]
+    return f"{' > '.join(lines)}: {frames[-1].line}" if frames else "?"
