@@ -45,7 +45,7 @@ from parallel.comm import all_gather
 from parallel.mesh import Mesh
 from parallel.schedules import ASYNCHRONOUS
 from recovery import replicas
-from testing import compare
+from testing import compare, letters
 from testing.tiny import CPU, built, first_steps, one_process_config, parameters, specs, tiny_batches
 from testing.workers import Workers
 
@@ -80,6 +80,8 @@ def small(c):
     tokens = min(c.seq_length, max(32, 2**16 // width // 16 * 16))
     words = c.vocab_size if c.vocab_size < 1024 else 896 + c.vocab_size % 128  # equal padding
     sizes = dict(hidden_size=width, num_attention_heads=heads, seq_length=tokens, vocab_size=words)
+    sizes |= dict(ffn_hidden_size=c.ffn_hidden_size * width // c.hidden_size)
+    sizes |= dict(num_query_groups=min(c.num_query_groups, heads))
     group = c.expert_group if tokens == c.seq_length else 0
     layout = configuration.layout_of(configuration.Config())
     fields = layout | TRAINING | sizes | dict(expert_group=group, clip_grad=min(c.clip_grad, 0.1))  # clips each step
@@ -96,6 +98,10 @@ def stirred(c, **fields):
     for p in run.model.parameters():
         p.data.add_(0.02 * torch.randn(p.shape, generator=dice, dtype=p.dtype))
     return run
+
+
+def types(c):
+    return "\n".join(letters.findings(c))
 
 
 def gradients(c):
@@ -299,7 +305,7 @@ def generation(c):
 
 def export(c):
     """Compare with the logits of Hugging Face's model."""
-    text = SimpleNamespace(eot_token=c.vocab_size - 1, n_vocab=c.vocab_size)
+    text = SimpleNamespace(begin=c.vocab_size - 1, eot_token=c.vocab_size - 1, n_vocab=c.vocab_size)
     convert.exported(convert.transformers(), stirred(c, dtype="fp32").model, text)
 
 
@@ -344,7 +350,8 @@ def main():
     chosen = {name: getattr(given, name) for name in configuration.SECTIONS["layout"] if name in options}
     print(sizes(c, given))
     specs(c)  # raises UserError for a model that no layout accepts
-    failed = show("gradients of one process: finite differences", gradients, c)
+    failed = show("gradients of tp ranks, by types (testing/letters.py)", types, c)
+    failed |= show("gradients of one process: finite differences", gradients, c)
     with tempfile.TemporaryDirectory() as folder:
         pool = Pool(folder, c.vocab_size)
         for fields in [chosen] if chosen else LAYOUTS:
