@@ -1,6 +1,7 @@
 """Tests of the program as users run it: torchrun, signals, mistakes, and the files of a run."""
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -315,6 +316,37 @@ def stop_of_rank_1(config):
 def test_a_signal_on_one_rank_stops_all_after_the_same_step(workers, tokens_dir, tmp_path):
     assert workers.run(3, stop_of_rank_1, configured(tmp_path, tokens_dir, log_interval=100)) == [3] * 3
     assert checkpoint.all_steps(tmp_path) == [3] and len(curve(tmp_path)) == 1
+
+
+# --- a repeat ---------------------------------------------------------------------------------------------------------
+
+
+def hashes(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ranks, layout",
+    [
+        (2, dict(zero=2, dtype="bf16", recompute="elementwise")),
+        (4, dict(zero=3, dtype="fp16", initial_loss_scale=64.0, micro_batch_size=1)),
+        (4, dict(tp=2, pp=2, schedule="zb-h1", sequence_parallel=True, dtype="fp32")),
+        (2, dict(cp=2, dtype="fp64")),
+    ],
+    ids=str,
+)
+def test_a_run_can_be_repeated_bit_by_bit(workers, tmp_path, ranks, layout):
+    """On CPUs: all files of the checkpoints, also index.json, of two runs and of one that stops and resumes."""
+    found = []
+    for name, stops in {"a": (6,), "b": (6,), "c": (2, 5, 6)}.items():
+        write_tokens(tmp_path / name / "data")
+        for stop in stops:
+            config = configured("out", "data", train_iters=stop, save_interval=2, keep=0, dropout=0.1, **layout)
+            assert workers.run(ranks, go_at_home, config, [tmp_path / name] * ranks, False) == [None] * ranks
+        found.append({step: hashes(tmp_path / name / "out" / f"step_{step}") for step in (2, 4, 6)})
+    assert found[0] == found[1] and len(found[0][6]) > 20
+    assert found[0][6] == found[2][6]
 
 
 # --- a profile --------------------------------------------------------------------------------------------------------
