@@ -87,7 +87,7 @@ RULES = {
 class Letters(TorchFunctionMode):
     """Gives each result its letter, and compares it with `whole`, the operations of one process. Raises WrongStep."""
 
-    mixed = None  # the stack of the last operation that made V of V and R
+    mixed = ()  # the stack of the first operation after a sum over tp that made V of V and R
 
     def __init__(self, whole):
         super().__init__()
@@ -99,7 +99,7 @@ class Letters(TorchFunctionMode):
         if torch.is_grad_enabled() and "I" in with_gradient and {"V"} & found | {"R"} & with_gradient:
             raise WrongStep(f"{described(func.__name__, inputs)}: {PART if 'V' in found else TWICE}")
         if {"R", "V"} <= found:
-            self.mixed = traceback.extract_stack()
+            self.mixed = self.mixed or traceback.extract_stack()
         return self.compared(func.__name__, inputs, named(joined(found), func(*args, **kwargs or {})))
 
     def apply(self, function, rule, *arguments):
@@ -125,6 +125,7 @@ class Letters(TorchFunctionMode):
 
     def collective(self, operation, axis, what, call, arguments, whole, result):
         """Do what `comm._collective` does, inside an autograd Function or in a forward for validation."""
+        self.mixed = ()
         if self.whole:
             _, first, results = self.one()
             (found, *_) = first if operation == "all_gather" else results
@@ -183,9 +184,9 @@ def findings(config):
         one = replace(c, sequence_parallel=sequence_parallel)
         two = replace(one, tp=2)
         try:
+            forward(two, training=False)  # first: what functools.cache keeps is no operation of the next forwards
             whole = forward(one)
             forward(two, () if c.experts else whole)
-            forward(two, training=False)
         except Exception as error:
             place = places(traceback.extract_tb(error.__traceback__))
             found.setdefault(place, f"{place}: {type(error).__name__}: {error}")
