@@ -27,7 +27,7 @@ def choose(config, device, dtype):
 
 
 def repeatable(ops):
-    """Return `ops` with LayerNorm and GELU whose output y has `y.again()`, which computes y once more.
+    """Return `ops` with LayerNorm and GELU whose output y has `y.repetition()`, which computes y once more.
 
     It reads only what their own backward keeps. So the linear that reads y does not keep y.
     """
@@ -35,14 +35,14 @@ def repeatable(ops):
     def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
         z, out = ops.add_layer_norm_(y, x, bias, weight, norm_bias, drop)
         kept = z.detach()
-        out.again = lambda: ops.add_layer_norm_(None, kept, None, weight, norm_bias)[1]
+        out.repetition = lambda: ops.add_layer_norm_(None, kept, None, weight, norm_bias)[1]
         return z, out
 
     def gelu_(y, bias):
         out, kept = ops.gelu_(y, bias), y.detach()
         # reference.py has added the bias to y.
-        again = partial(ops.gelu_, kept, bias) if ops.gelu_ is not reference.gelu_ else partial(reference.gelu, kept)
-        out.again = again
+        gelu = partial(ops.gelu_, kept, bias) if ops.gelu_ is not reference.gelu_ else partial(reference.gelu, kept)
+        out.repetition = gelu
         return out
 
     return SimpleNamespace(**vars(ops) | dict(add_layer_norm_=add_layer_norm_, gelu_=gelu_))

@@ -127,8 +127,8 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, bias, enter, leave, tp, ops=reference):
-        ctx.again = getattr(x, "again", None)  # `operations.repeatable`
-        ctx.save_for_backward(None if ctx.again else x)  # n/t rows with sequence parallelism
+        ctx.repeat = getattr(x, "repetition", None)  # `operations.repeatable`
+        ctx.save_for_backward(None if ctx.repeat else x)  # n/t rows with sequence parallelism
         ctx.arguments = w, bias, enter, leave, tp, ops
         matrix = w.flatten(0, -2)  # qkv is [3, h/t, h]
         x = start(enter, x, tp, "activations").wait()
@@ -147,8 +147,8 @@ class Linear(torch.autograd.Function):
             if bias.requires_grad:
                 bias.grad.add_(sums.view_as(bias))
         dy = start(CONJUGATE[leave], dy, tp, "activations").wait()
-        x = ctx.again() if ctx.again else x
-        ctx.again = None
+        x = ctx.repeat() if ctx.repeat else x
+        ctx.repeat = None
         gathering = start(enter, x, tp, "activations")
         dx = dy @ w.flatten(0, -2)
         sending = start(CONJUGATE[enter], dx, tp, "activations")
