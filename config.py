@@ -357,7 +357,8 @@ def check_layout(c, world):
     divides("tp", c.tp, "ffn_hidden_size", c.ffn_size)
     if c.model == "llama":
         require(c, "recompute", c.recompute != "elementwise", "model=llama has none or full")
-        divides("2", 2, "hidden_size / num_attention_heads", c.head_size, ": positions rotate pairs of elements")
+        even = f"heads of size {c.head_size}; should be even, because positions rotate pairs of elements"
+        require(c, "num_attention_heads", c.head_size % 2 == 0, even)
     if c.sequence_parallel:
         divides("tp * cp", c.tp * c.cp, "seq_length", c.seq_length, ": sequence_parallel shards the tokens")
     if c.context == "ring":

@@ -178,11 +178,11 @@ def shares_of(data_dir):
 
     The shares are the smallest whole numbers with the proportions of the weights.
     """
-    if ":" not in data_dir or Path(data_dir).is_dir():
+    if not re.search("[:,]", data_dir) or Path(data_dir).is_dir():
         return {data_dir: 1}
     weights, wrong = {}, f"data_dir={data_dir}: "
     for word in data_dir.split(","):
-        match = re.fullmatch(r" *(\d{1,9}(?:\.\d{0,9})?):(.+)", word)
+        match = re.fullmatch(r" *(\d{1,9}(?:\.\d{0,9})?): *(.+)", word)
         if not match or not Fraction(match[1]):
             raise UserError(f"{wrong}{word} should be WEIGHT:FOLDER, as in 60:data/en,40:data/ja")
         if match[2] in weights:
@@ -339,9 +339,9 @@ def mixture(entries):
 def saved_sets(index):
     """Return `Mixture.state` in a checkpoint's index: [] in one of convert.py."""
     saved = index.get("data", [])
-    return (
-        [{"share": 1, "begins": 0, "used": 0} | saved] if isinstance(saved, dict) else saved
-    )  # a dict: before there were several
+    if isinstance(saved, dict):  # of a checkpoint from before there were several sets
+        return [{"share": 1, "begins": 0, "used": 0} | saved]
+    return saved
 
 
 # -- samples of a data rank

@@ -170,7 +170,10 @@ def first_losses(config):
             "num_query_groups = 2 is not a multiple of tp = 4: a tensor parallel rank has",
         ),
         (dict(ffn_hidden_size=25, tp=2), "ffn_hidden_size = 25 is not a multiple of tp = 2"),
-        (dict(hidden_size=24), "hidden_size / num_attention_heads = 3 is not a multiple of 2: positions rotate pairs"),
+        (
+            dict(hidden_size=24),
+            "num_attention_heads=8: heads of size 3; should be even, because positions rotate pairs",
+        ),
         (dict(experts=4), "experts=4: only model.py reads it; set --model=model"),
         (dict(activation="relu"), "activation=relu: only model.py reads it"),
         (dict(model="model"), "num_query_groups=4: only llama.py reads it; set --model=llama"),

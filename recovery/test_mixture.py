@@ -232,6 +232,7 @@ def test_a_set_without_validation_tokens_is_said(three, tmp_path, capsys):
 @pytest.mark.parametrize(
     "data_dir, why",
     [
+        ("a,b", "a should be WEIGHT:FOLDER"),
         ("60:a,b", "b should be WEIGHT:FOLDER, as in 60:data/en,40:data/ja"),
         ("0:a,1:b", "0:a should be WEIGHT:FOLDER"),
         ("-1:a,2:b", "-1:a should be WEIGHT:FOLDER"),
