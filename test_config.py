@@ -142,12 +142,12 @@ def test_each_option_of_the_how_tos_is_accepted_or_answered(words, monkeypatch):
 
 
 # Options of Megatron-LM, of DeepSpeed's JSON file and of torchtitan's command line.
-OTHERS = """attention-dropout num-workers qk-layernorm num-query-groups group-query-attention train-data-path
+OTHERS = """attention-dropout num-workers qk-layernorm group-query-attention train-data-path
 valid-data-path test-data-path ckpt-format no-load-rng no-load-optim no-save-rng full-validation
 normalization recompute-activations recompute-granularity recompute-method recompute-num-layers
-recompute-modules mock-data swiglu reset-attention-mask reset-position-ids eod-mask-loss ffn-hidden-size
-kv-channels position-embedding-type rotary-base use-rotary-position-embeddings
-untie-embeddings-and-output-weights disable-bias-linear fp8-format attention-backend
+recompute-modules mock-data swiglu reset-attention-mask reset-position-ids eod-mask-loss
+kv-channels position-embedding-type use-rotary-position-embeddings
+disable-bias-linear fp8-format attention-backend
 use-distributed-optimizer overlap-grad-reduce expert-model-parallel-size moe-z-loss-coeff finetune
 exit-interval pretrained-checkpoint save-interval-mins log-timers-to-tensorboard timing-log-level
 tensorboard-log-interval wandb-exp-name wandb-save-dir tokenizer-model data-cache-path data-args-path blend

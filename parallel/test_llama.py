@@ -172,7 +172,7 @@ def first_losses(config):
         (dict(ffn_hidden_size=25, tp=2), "ffn_hidden_size = 25 is not a multiple of tp = 2"),
         (
             dict(hidden_size=24),
-            "num_attention_heads=8: heads of size 3; should be even, because positions rotate pairs",
+            "num_attention_heads=8: heads of size 3; should be even",
         ),
         (dict(experts=4), "experts=4: only model.py reads it; set --model=model"),
         (dict(activation="relu"), "activation=relu: only model.py reads it"),
