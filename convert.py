@@ -262,6 +262,8 @@ def exported(hf, model, tokenizer):
                 hf_part.copy_(part)
     hf_model.load_state_dict(tensors, assign=True)
     hf_model.tie_weights()  # the head
+    if kind_of(config) == LLAMA:  # a state dict does not have its buffer
+        hf_model.model.rotary_emb = type(hf_model.model.rotary_emb)(hf_model.config)
     ids = torch.arange(min(16, config.positions))[None] % tokenizer.n_vocab
     theirs = hf_model.eval()(ids).logits[0, :, : tokenizer.n_vocab]
     compare_logits(model(model.micro_batch(ids)), theirs, changed)
