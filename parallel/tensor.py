@@ -259,7 +259,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     The logits, v numbers per token, would be the largest activation, so they never exist whole. Forward only allocates
     the losses (nan) and keeps x. Backward works on ROWS tokens at a time: logits z = x W^T, their losses and their
-    gradient dz in the place of z, then dx = dz W and dW += dz^T x. So each logit is computed once.
+    gradient dz in the place of z, then dx = dz W and dW += dz^T x. So each logit is computed once. A token with a
+    negative target (PyTorch's -100) has loss 0 and no gradient.
 
     in_forward: forward computes the losses, too, because the head computes with them (`Executor.real_losses`).
     """
@@ -280,12 +281,14 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, weights):
         (x,), (w, targets, vocab_size, enter, tp, ops) = ctx.saved_tensors, ctx.arguments
         x = start(enter, x, tp, "head").wait()
-        dx = torch.empty_like(x)
+        dx, has_loss = torch.empty_like(x), targets >= 0
+        weights = weights * has_loss
         for rows in slices(x):
             z = x[rows] @ w.T
             ctx.losses[rows] = cross_entropy_(z, w, targets[rows], vocab_size, weights[rows], tp, ops)
             torch.mm(z, w, out=dx[rows])
             add_product(w, z, x[rows])
+        ctx.losses.mul_(has_loss)
         dx = start(CONJUGATE[enter], dx, tp, "head").wait()
         return dx, None, None, None, None, None, None, None
 
@@ -296,7 +299,7 @@ def next_token_losses(x, w, targets, vocab_size, enter, tp, ops, in_forward=True
     losses = []
     for rows in slices(x):
         losses.append(cross_entropy_(x[rows] @ w.T, w, targets[rows], vocab_size, None, tp, ops))
-    return torch.cat(losses)
+    return torch.cat(losses) * (targets >= 0)
 
 
 def slices(x):
@@ -307,11 +310,9 @@ def cross_entropy_(z, w, targets, vocab_size, weights, tp, ops):
     """Return the losses [n] of logits z [n, v/t], and replace z by its gradient.
 
     weights [n]: the gradient of each loss, or None. The ranks combine three numbers per token: maximum, sum of
-    exponentials, logit of the target. A negative target (PyTorch's -100) has loss 0 and no gradient.
+    exponentials, logit of the target.
     """
     first = tp.rank * len(w)
     columns = min(max(vocab_size - first, 0), len(w))  # this rank's columns without padding
     reduce = None if tp.size == 1 else lambda x, op: all_reduce(x, tp, "cross-entropy rows", op).wait()
-    has_loss = targets >= 0
-    weights = None if weights is None else weights * has_loss
-    return ops.cross_entropy_(z, targets - first, columns, weights, reduce).where(has_loss, 0.0)
+    return ops.cross_entropy_(z, targets - first, columns, weights, reduce)

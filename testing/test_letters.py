@@ -1,5 +1,6 @@
 """`testing/letters.py` accepts our models, and names the line of an edit that is wrong for tp > 1."""
 
+import contextlib
 import linecache
 from pathlib import Path
 from types import ModuleType
@@ -73,8 +74,9 @@ RIGHT = {
 }
 
 
+@contextlib.contextmanager
 def edited(edits):
-    """Return a context in which `letters` checks model.py with edits."""
+    """Make an edited model.py, for --model=edited."""
     text, name = Path(model.__file__).read_text(encoding="utf-8"), str(letters.ROOT / "edited.py")
     for old, new in edits:
         assert text.count(old) == 1
@@ -83,7 +85,7 @@ def edited(edits):
     module = ModuleType("edited")
     with mock.patch.dict("sys.modules", edited=module):
         exec(compile(text, name, "exec"), vars(module))
-    return mock.patch.object(letters, "model", module)
+        yield tiny_config(1, model="edited")
 
 
 FIELDS = [{}, dict(dropout=0.1), dict(activation="relu"), dict(experts=4, sequence_parallel=True, **MIXTURE)]
@@ -96,15 +98,15 @@ def test_our_model_is_right(fields):
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_edit_is_right(name):
-    with edited(RIGHT[name]):
-        assert letters.findings(tiny_config(1)) == []
+    with edited(RIGHT[name]) as config:
+        assert letters.findings(config) == []
 
 
 @pytest.mark.parametrize("name", EDITS)
 def test_a_wrong_edit_is_named_with_its_line(name):
     code, words, edits = EDITS[name]
-    with edited(edits):
-        found = letters.findings(tiny_config(1))
+    with edited(edits) as config:
+        found = letters.findings(config)
     assert found and code in found[0] and words in found[0] and found[0].startswith("edited.py:"), found
 
 
