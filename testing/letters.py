@@ -196,5 +196,6 @@ def findings(config):
 def places(stack):
     """Return the lines of a stack that are in this project, outermost first, and the code of the last one."""
     frames = [f for f in stack if Path(f.filename).is_relative_to(ROOT) and f.filename != __file__]
+    frames = [f for f in frames if "site-packages" not in f.filename]  # .venv may be in the project's folder
     lines = [f"{Path(f.filename).relative_to(ROOT)}:{f.lineno}" for f in frames]
     return f"{' > '.join(lines)}: {frames[-1].line}" if frames else "?"
