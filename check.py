@@ -129,11 +129,10 @@ def gradients(c):
     return wrong and f"wrong in {len(wrong)} of {len(params)} parameters: {'; '.join(wrong[:3])}"
 
 
-def run_loop(c, folder, ranks):
+def run_loop(c):
     """Train on this rank with the real loop. Return (rows of metrics.jsonl without times, weights before and after,
     copies that differ, frozen weights).
     """
-    c = replace(c, out_dir=f"{folder}/{ranks}_{abs(hash(str(c)))}", data_dir=f"{folder}/data")
     ends, loop = [], train.train
 
     def loop_between_copies(run, *rest):
@@ -152,15 +151,20 @@ class Pool:
     """Processes that train. The run of one process is kept for all layouts."""
 
     def __init__(self, folder, words):
-        self.folder, self.workers, self.runs = folder, Workers(Path(folder)), {}
-        write_tokens(Path(folder, "data"), vocab_size=words, train=60000, val=20000)
+        self.folder, self.workers, self.runs, self.count = folder, Workers(Path(folder)), {}, 0
+        self.data_dir = write_tokens(Path(folder, "data"), vocab_size=words, train=60000, val=20000)
 
     def run(self, ranks, function, *arguments):
         return self.workers.run(ranks, function, *arguments)
 
+    def train(self, ranks, c):
+        """Return the results of `run_loop` of all ranks. Each run has a folder of its own."""
+        self.count += 1
+        return self.run(ranks, run_loop, replace(c, out_dir=f"{self.folder}/{self.count}", data_dir=self.data_dir))
+
     def one_process(self, c):
         if str(c) not in self.runs:
-            self.runs[str(c)] = self.run(1, run_loop, c, self.folder, 1)[0]
+            self.runs[str(c)] = self.train(1, c)[0]
         return self.runs[str(c)]
 
 
@@ -171,7 +175,7 @@ def layout(pool, c, ranks):
     configuration.require(c, "schedule", c.schedule not in ASYNCHRONOUS, why)
     on_ranks, one = functools.partial(pool.run, ranks), one_process_config(c)
     theirs = pool.one_process(one)
-    results = on_ranks(run_loop, c, pool.folder, ranks)
+    results = pool.train(ranks, c)
     rows = results[0][0]
     curves = [[[row[key] for row in run] for key in ("lm_loss", "grad_norm")] for run in (rows, theirs[0])]
     runs = [(*curves[0], *result[1:3]) for result in results]

@@ -9,6 +9,7 @@ def parameters(c):
 
 
 def kept(c, z):
+    """Return what `gpt2.kept` returns: {unit: {what: bytes}} of a micro-batch. z: `memory.Sizes`."""
     outside, inside = z.item * z.rows * c.hidden_size, z.item * z.tokens * c.hidden_size // c.tp
     keys = inside if c.cp > 1 else inside * c.query_groups // c.num_attention_heads
     wide = z.item * z.tokens * c.ffn_size // c.tp
