@@ -400,3 +400,11 @@ CHANGES = {
     "gate": lambda: another_block(add_gate),
     "frozen": frozen,
 }
+
+
+@pytest.mark.parametrize("keys", [128, 90_000, None])
+def test_a_window_in_a_long_sample_is_a_mask(monkeypatch, keys):
+    """The answer needs no memory of s^2: 131,072 tokens would take 17 GB."""
+    window = (lambda i, j: (j <= i) & (j > i - keys)) if keys else reference.visible
+    monkeypatch.setattr(reference, "visible", window)
+    assert reference.is_causal.__wrapped__(1 << 17) == (keys is None)
