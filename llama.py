@@ -5,15 +5,17 @@
     block:   x + dropout(proj(attention(rotated q, rotated k, v)))     q, k, v = qkv(norm1(x))
              x + dropout(fc2(silu(gate) * up))                         gate, up = fc1(norm2(x))
 
-Positions have no parameters: attention rotates queries and keys by them. Linears have no biases. The head has a word
-table of its own, or the embedding's. Touvron et al. (arXiv 2302.13971, 2307.09288). TinyLlama and Swallow are such
-models.
+Positions have no parameters: attention rotates queries and keys by them. Linears have no biases.
+The head has a word table of its own, or the embedding's. Touvron et al. (arXiv 2302.13971,
+2307.09288). TinyLlama and Swallow are such models.
 
-**Query groups** (Ainslie et al., arXiv 2305.13245). The a heads of queries are g groups. The a/g heads of a group share
-one head of keys and values. The rows of qkv lie group after group, as in Megatron-LM: a/g heads of queries, one of
-keys, one of values. So each tp rank has whole groups, and q, k, v are one product. To Muon they are one matrix.
+**Query groups** (Ainslie et al., arXiv 2305.13245). The a heads of queries are g groups. The a/g
+heads of a group share one head of keys and values. The rows of qkv lie group after group, as in
+Megatron-LM: a/g heads of queries, one of keys, one of values. So each tp rank has whole groups, and
+q, k, v are one product. To Muon they are one matrix.
 
-Number of parameters: V h (untied: 2 V h) + L (2 h^2 + 2 h^2 g/a + 3 h f + 2 h) + h, where f is ffn_hidden_size.
+Number of parameters: V h (untied: 2 V h) + L (2 h^2 + 2 h^2 g/a + 3 h f + 2 h) + h, where f is
+ffn_hidden_size.
 """
 
 import math

@@ -1,22 +1,26 @@
-"""GPT-2, written as if there were one GPU. The layers of `parallel/tensor.py` contain the parallelism.
+"""GPT-2, written as if there were one GPU. The parallelism is in the layers of `parallel/tensor.py`.
 
-    ids [n] -> word + position embedding -> dropout -> L blocks -> LayerNorm -> logits (tied to the word table) -> loss
+    ids [n] -> word + position embedding -> dropout -> L blocks -> LayerNorm -> logits -> loss
 
     block:   x + dropout(proj(attention(qkv(ln1(x)))))
              x + dropout(fc2(gelu(fc1(ln2(x)))))
 
-x is [n, h]: n = b s tokens of b samples, sample after sample, and h is the hidden size. With sequence parallelism each
-of the t tensor parallel ranks has n/t of these rows. In GPT-2 (Radford et al. 2019) a LayerNorm stands before attention
-and before the MLP, GELU has its tanh form, linears have biases, positions are learned, and the word table is used
-twice. With ReLU the model is OPT (Zhang et al. 2022). Attention probabilities have no dropout.
+x is [n, h]: n = b s tokens of b samples, sample after sample, and h is the hidden size. With
+sequence parallelism each of the t tensor parallel ranks has n/t of these rows. In GPT-2 (Radford et
+al. 2019) a LayerNorm stands before attention and before the MLP, GELU has its tanh form, linears
+have biases, positions are learned, and the word table is used twice. With ReLU the model is OPT
+(Zhang et al. 2022). Attention probabilities have no dropout.
 
-A model is a list of *units* (embedding, blocks, head), functions of (x, micro-batch). Between two units the executor
-(`parallel/pipeline.py`) can gather or free parameters, or reduce gradients. A layer declares its parameters as
-`ParamSpec`s. `parallel/zero.py` replaces each by a view into a flat buffer.
+A model is a list of *units* (embedding, blocks, head), functions of (x, micro-batch). Between two
+units the executor (`parallel/pipeline.py`) can gather or free parameters, or reduce gradients. A
+layer declares its parameters as `ParamSpec`s. `parallel/zero.py` replaces each by a view into a
+flat buffer.
 
-Number of parameters: V h + s h + L (12 h^2 + 13 h) + 2 h, where V is the vocabulary, rounded up to a multiple of 128.
+Number of parameters: V h + s h + L (12 h^2 + 13 h) + 2 h, where V is the vocabulary, rounded up to
+a multiple of 128.
 
-`GPT` runs the units of any model: --model=NAME takes those of NAME.py (`llama.py`, or your own file).
+`GPT` runs the units of any model: --model=NAME takes those of NAME.py (`llama.py`, or your own
+file).
 """
 
 import math
@@ -50,7 +54,8 @@ class MicroBatch:
 
     shape: tuple  # (b, s/cp)
     ids: torch.Tensor  # [n] int64
-    targets: torch.Tensor | None  # [n] int64: the next id; below 0: no loss, but the mean counts it; None: generation
+    # [n] int64: the next id. Below 0: no loss, but the mean counts it. None: generation.
+    targets: torch.Tensor | None
     sample_positions: torch.Tensor  # [s/cp]: positions of this rank's tokens in a sample
     positions: torch.Tensor  # [n or n/t]: position of each row
     rows: torch.Tensor  # [n or n/t]: sample number * s + position of each row; for dropout masks
@@ -71,7 +76,8 @@ class Block(nn.Module):
     def __init__(self, c, index, tp, ops, cp):
         super().__init__()
         h, std, sp, name = c.hidden_size, c.init_method_std, c.sequence_parallel, f"block{index}"
-        residual_std = std / math.sqrt(2 * c.num_layers)  # x is a sum of 2L outputs; its variance shall not grow with L
+        # x is a sum of 2L outputs. Its variance shall not grow with L.
+        residual_std = std / math.sqrt(2 * c.num_layers)
         self.ln1 = LayerNorm(f"{name}.ln1", h, ops)
         self.qkv = ColumnParallelLinear(f"{name}.qkv", (3, h, h), std, tp, sp, ops)
         self.proj = RowParallelLinear(f"{name}.proj", (h, h), residual_std, tp, sp)
@@ -84,21 +90,22 @@ class Block(nn.Module):
         drop1, drop2 = (batch.drop(self.seed, site=2 * self.index + k) for k in (1, 2))
         x, y = self.ln1(x)  # x as it is, and its LayerNorm
         y = self.attention(y, batch)
-        x, y = self.ln2(x, y, self.proj.bias, drop1)  # x + dropout(y + bias), and the LayerNorm of this sum
+        x, y = self.ln2(x, y, self.proj.bias, drop1)  # x + dropout(y + bias), and its LayerNorm
         y = self.mlp(y, batch)
         return self.ops.add_(y, x, self.mlp.bias, drop2)
 
     def attention(self, x, batch):
-        q, k, v = (y.view(*batch.shape, -1, self.head_size) for y in self.qkv(x))  # each [b, s, heads/t, d]
+        # each [b, s, heads/t, d]
+        q, k, v = (y.view(*batch.shape, -1, self.head_size) for y in self.qkv(x))
         if self.over_cp:  # q, k, v have s/cp tokens
             y = self.over_cp(q, k, v, self.cp, self.ops)
         else:
-            y = self.ops.attention(q, k, v, batch.caches and batch.caches[self.index])  # [b, s, heads/t, d]
+            y = self.ops.attention(q, k, v, batch.caches and batch.caches[self.index])
         return self.proj(y.reshape(len(batch.ids), -1))  # [n, h/t] -> [n, h]
 
 
 class MLP(nn.Module):
-    """x [n, h] -> [n, h], without the bias of fc2. An activation is a row of `reference.ACTIVATIONS`."""
+    """x [n, h] -> [n, h], without the bias of fc2. The activations: `reference.ACTIVATIONS`."""
 
     def __init__(self, c, name, std, residual_std, tp, ops):
         super().__init__()
@@ -112,11 +119,12 @@ class MLP(nn.Module):
         return self.fc2.bias
 
     def forward(self, x, batch):
-        return self.fc2(self.activation_(self.fc1(x), self.fc1.bias))  # [n, h] -> [n, 4h/t] -> [n, h]
+        y = self.activation_(self.fc1(x), self.fc1.bias)  # [n, 4h/t]
+        return self.fc2(y)
 
 
 class LayerNorm(nn.Module):
-    """(x, y) -> (z, LayerNorm of z) with z = x + dropout(y + bias), in one pass over memory. Without y, z is x."""
+    """(x, y) -> (z, LayerNorm of z) with z = x + dropout(y + bias). Without y, z is x."""
 
     def __init__(self, name, width, ops):
         super().__init__()
@@ -133,7 +141,8 @@ class Embedding(nn.Module):
 
     def __init__(self, c, word, ops):
         super().__init__()
-        self.position = ParamSpec("embedding.position", (c.positions, c.hidden_size), None, True, c.init_method_std)
+        shape = c.positions, c.hidden_size
+        self.position = ParamSpec("embedding.position", shape, None, True, c.init_method_std)
         self.word = word
         self.seed, self.ops = c.seed, ops
 
@@ -146,8 +155,9 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """x -> the loss of every token, [n]. Without targets (generation) it returns logits.
 
-    In training, forward returns a tensor of nan. Backward writes the losses into it (`LinearCrossEntropy`). A head that
-    computes with its losses gets real ones in forward, and computes its logits twice (`Executor.real_losses`).
+    In training, forward returns a tensor of nan. Backward writes the losses into it
+    (`LinearCrossEntropy`). A head that computes with its losses gets real ones in forward, and
+    computes its logits twice (`Executor.real_losses`).
     """
 
     recomputable = False  # the head keeps little: backward computes the logits
@@ -174,10 +184,11 @@ def units(c, tp, ops, cp):
         "word", c.padded_vocab_size, c.hidden_size, c.init_method_std, tp, c.sequence_parallel, ops
     )
     blocks = [Block(c, i, tp, ops, cp) for i in range(c.num_layers)]
-    return [Embedding(c, word, ops), *blocks, Head(c, LayerNorm("head.ln", c.hidden_size, ops), word, tp, ops)]
+    head = Head(c, LayerNorm("head.ln", c.hidden_size, ops), word, tp, ops)
+    return [Embedding(c, word, ops), *blocks, head]
 
 
-# --- any model --------------------------------------------------------------------------------------------------------
+# --- any model ------------------------------------------------------------------------------------
 
 
 class GPT(nn.Module):
@@ -188,15 +199,17 @@ class GPT(nn.Module):
         c = config
         self.config, self.tp, self.cp = c, tp, cp
         self.units = nn.ModuleList(module_of(c).units(c, tp, ops, cp))
-        self.unit_specs = [specs(unit) for unit in self.units]  # unit_specs[i]: the ParamSpecs that unit i uses
+        self.unit_specs = [specs(unit) for unit in self.units]  # the ParamSpecs that each unit uses
         for spec in self.specs().values():
             if spec.tp_dim is not None:
-                divides("tp", c.tp, f"{spec.name}: dimension {spec.tp_dim}", spec.shape[spec.tp_dim])
+                size = spec.shape[spec.tp_dim]
+                divides("tp", c.tp, f"{spec.name}: dimension {spec.tp_dim}", size)
 
     def forward(self, batch):
-        """Run all units on one process, for generation. Return the logits, or with targets the losses [n]."""
+        """Run all units on one process, without gradients. Return logits, or with targets losses [n]."""
         if batch.targets is not None and torch.is_grad_enabled():
-            raise UserError("GPT.forward has no losses for gradients; use torch.no_grad(), or Executor.run to train")
+            right = "use torch.no_grad(), or Executor.run to train"
+            raise UserError(f"GPT.forward has no losses for gradients; {right}")
         x = None
         for unit in self.units:
             x = unit(x, batch)
@@ -207,28 +220,32 @@ class GPT(nn.Module):
         return {spec.name: spec for unit in self.unit_specs for spec in unit}
 
     def num_parameters(self, active=False):
-        """Return the number of parameters, with the padded vocabulary. active: only the experts that a token uses."""
+        """Return the number of parameters, padding too. active: only the experts that a token uses."""
         c, total = self.config, sum(math.prod(spec.shape) for spec in self.specs().values())
         return total - active * c.num_layers * (c.experts - c.top_k) * 8 * c.hidden_size**2
 
     def micro_batch(self, ids, targets=None, samples=None, start=0, caches=None):
-        """Return a MicroBatch of this rank's tokens. ids, targets: [b, s], whole samples. start: the first position.
+        """Return a MicroBatch of this rank's tokens. ids, targets: [b, s], from position `start` on.
 
-        samples: [b], the index of each sample in the run, on which dropout depends. None (validation): no dropout.
+        samples: [b], the index of each sample in the run, on which dropout depends. None
+        (validation): no dropout.
         """
         sample_positions = torch.arange(start, start + ids.shape[1], device=ids.device)
         if self.config.cp > 1:
             columns = own_positions(ids.shape[1], self.cp, self.config.context).to(ids.device)
-            ids, targets, sample_positions = ids[:, columns], targets[:, columns], sample_positions[columns]
+            ids, targets = ids[:, columns], targets[:, columns]
+            sample_positions = sample_positions[columns]
         b, s = ids.shape
         row = torch.arange(b * s, device=ids.device)
         if self.config.sequence_parallel:
             row = row.chunk(self.tp.size)[self.tp.rank]
         positions = sample_positions[row % s]
-        rows = positions if samples is None else samples[row // s] * self.config.seq_length + positions
-        rate = 0.0 if samples is None else self.config.dropout
-        targets = None if targets is None else targets.flatten()
-        return MicroBatch((b, s), ids.flatten(), targets, sample_positions, positions, rows, rate, caches=caches)
+        rows, rate = positions, 0.0
+        if samples is not None:
+            rows = samples[row // s] * self.config.seq_length + positions
+            rate = self.config.dropout
+        ids, targets = ids.flatten(), None if targets is None else targets.flatten()
+        return MicroBatch((b, s), ids, targets, sample_positions, positions, rows, rate, caches=caches)
 
 
 def unit_specs(config):

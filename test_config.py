@@ -226,7 +226,7 @@ def test_mistakes_in_a_file(tmp_path, text, message):
     "world, fields, message",
     [
         (1, dict(zero=4), "zero=4: should be one of 0, 1, 2, 3"),
-        (1, dict(chunks=2), "chunks=2: 1f1b does not cut a rank's share into chunks; interleaved and zb-v do"),
+        (1, dict(chunks=2), "chunks=2: 1f1b has one per rank; interleaved and zb-v have more"),
         (2, dict(pp=2, chunks=2, schedule="interleaved", micro_batch_size=8), "microbatches=1"),
         (8, dict(pp=8), "num_layers=4: should be at least 6, because pp=8 and chunks=1 make 8 parts"),
         (1, dict(rampup_batch_size="16,8,100"), "rampup_batch_size=16,8,100: should be start,increment,samples"),

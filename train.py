@@ -2,8 +2,9 @@
 
     torchrun --nproc_per_node=4 train.py configs/tiny.py --tp=2
 
-Every process runs this file. A random number depends only on the seed and on its use: for an initial weight on the
-parameter's name, for dropout on sample, position and layer. So a checkpoint needs no random state.
+Every process runs this file. A random number depends only on the seed and on its use: for an
+initial weight on the parameter's name, for dropout on sample, position and layer. So a checkpoint
+needs no random state.
 """
 
 from errors import agreed, exit_on_user_error  # isort: skip
@@ -38,14 +39,15 @@ from recovery import checkpoint, hang, processes, replicas
 from recovery.start import compare_hosts, describe, load_config, open_files
 from tokenizer import COPY
 
-# --- the step -------------------------------------------------------------------------------------------------------
+# --- the step -------------------------------------------------------------------------------------
 
 
 def train_step(run, batches):
     """Make one update with micro-batches from the iterator `batches`. Return a `log.PendingStep`.
 
-    If the gradient of one rank has an inf or nan, the sum of the squared norms over all ranks is not finite, and every
-    rank skips the update: it changes no weight, no moment and not `zero.updates`. The same above `skip_norm`.
+    If the gradient of one rank has an inf or nan, the sum of the squared norms over all ranks is
+    not finite, and every rank skips the update: it changes no weight, no moment and not
+    `zero.updates`. The same above `skip_norm`.
     """
     c, mesh, zero = run.config, run.mesh, run.zero
     samples = configuration.global_batch_size_at(c, run.counters.consumed_samples)
@@ -59,7 +61,7 @@ def train_step(run, batches):
         zero.finish()
 
     with mesh.watch("update"):
-        # One all_reduce gives every rank the loss, the squared gradient norm, and whether a rank shall stop.
+        # One all_reduce gives every rank the loss, the squared norm, and whether a rank shall stop.
         loss = loss if mesh.tp.rank == 0 else 0 * loss  # the tp ranks have equal losses: count one
         stop = loss.new_full((), float(run.signals.stop))
         sums = torch.stack([loss, zero.squared_norm(), stop])
@@ -87,7 +89,8 @@ def train_step(run, batches):
 def train_call(run, batches):
     """Make the updates of one call, in place of `train.train_step`. Return a list of `PendingStep`.
 
-    A call ends at a multiple of `updates_per_call`. Raises UserError on every rank if a gradient is not finite.
+    A call ends at a multiple of `updates_per_call`. Raises UserError on every rank if a gradient is
+    not finite.
     """
     c, mesh, zero, counters = run.config, run.mesh, run.zero, run.counters
     n = c.updates_per_call - counters.iteration % c.updates_per_call
@@ -138,13 +141,13 @@ def evaluate(run, tokens):
 
 
 def validate(run, mixture):
-    """Return {"validation_loss": mean by weight, "validation_loss/NAME": of each of several data sets}."""
+    """Return {"validation_loss": mean by weight, "validation_loss/NAME": of a set, if several}."""
     losses = {name: evaluate(run, tokens) for name, tokens in mixture.sets.items()}
     each = {f"validation_loss/{name}": loss for name, loss in losses.items()}
     return {"validation_loss": mixture.mean(losses)} | (each if len(each) > 1 else {})
 
 
-# --- the loop -------------------------------------------------------------------------------------------------------
+# --- the loop -------------------------------------------------------------------------------------
 
 
 def train(run, tokens, validation, logger):
@@ -180,7 +183,8 @@ def train(run, tokens, validation, logger):
                 with interval.paused():
                     logger.say(f"saved {save(run, tokens, keep=0 if interval.bad_gradients else c.keep)}")
     if counters.iteration < c.train_iters:
-        logger.say(f"stopped after iteration {counters.iteration}; the same command (without --resume) resumes the run")
+        again = "the same command (without --resume) resumes the run"
+        logger.say(f"stopped after iteration {counters.iteration}; {again}")
     else:
         logger.say(f"trained to iteration {counters.iteration}; python generate.py {c.out_dir}")
 
@@ -201,7 +205,7 @@ def training_batches(run, loader):
         yield batch
 
 
-# --- a run ------------------------------------------------------------------------------------------------------------
+# --- a run ----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -220,7 +224,7 @@ class Run:
     dtype: str
     model: GPT
     layout: Layout
-    schedule: schedules.Schedule  # for global_batch_size samples; during a ramp-up, steps have fewer micro-batches
+    schedule: schedules.Schedule  # of a whole batch; steps of a ramp-up have fewer micro-batches
     zero: Zero
     loss_scale: LossScale
     timers: Timers
@@ -281,7 +285,7 @@ def restore(run, path):
     run.loss_scale.restore(index["loss_scale"])
 
 
-# --- the command line -------------------------------------------------------------------------------------------------
+# --- the command line -----------------------------------------------------------------------------
 
 
 def run_training(config, mesh, device):

@@ -8,13 +8,14 @@
     rotate          a   |  b             b    | a                            N    counted as a send
     send            a   |  -              a   | a                    N
 
-N is a size in bytes. The right column is the cost of the ring algorithm, which is optimal (Patarasuk and Yuan 2009):
-its all_reduce is a reduce_scatter and then an all_gather. Tensors are cut along their first dimension. A collective
-over an axis (a group of ranks, `mesh.Axis`) with one rank sends and counts nothing.
+N is a size in bytes. The right column is the cost of the ring algorithm, which is optimal
+(Patarasuk and Yuan 2009): its all_reduce is a reduce_scatter and then an all_gather. Tensors are
+cut along their first dimension. A collective over an axis (a group of ranks, `mesh.Axis`) with one
+rank sends and counts nothing.
 
-Each call starts the communication and returns a `Pending`; `.wait()` returns the tensor. What the caller computes
-between the two overlaps with the communication. On Gloo, `wait` blocks the host. `agree` and `gather_objects` send
-small Python objects outside of a step, uncounted.
+Each call starts the communication and returns a `Pending`; `.wait()` returns the tensor. What the
+caller computes between the two overlaps with the communication. On Gloo, `wait` blocks the host.
+`agree` and `gather_objects` send small Python objects outside of a step, uncounted.
 """
 
 import contextlib
@@ -38,20 +39,20 @@ NOT_A_STEP = ("setup", "evaluate", "log")  # phases that do not belong to a trai
 
 
 class Ledger:
-    """Counts calls and bytes by (phase, axis, what, operation). what: a name for the data, for example "gradients"."""
+    """Counts calls and bytes by (phase, axis, what, operation). what: for example "gradients"."""
 
     def __init__(self):
         self.rows = {}
 
     def count(self, operation, axis, what, whole):
-        """Return the number of such calls so far. whole: the tensor of N bytes in the table above."""
+        """Return the number of such calls so far. whole: the tensor of N bytes in the table."""
         row = self.rows.setdefault((axis.watch.phase, axis.name, what, operation), [0, Fraction(0)])
         row[0] += 1
         row[1] += sent_bytes(operation, axis.size, whole.numel() * whole.element_size())
         return row[0]
 
     def per_step(self, steps):
-        """Return {(axis, what, operation): (calls, bytes)}, summed over the phases of a step and divided by `steps`."""
+        """Return {(axis, what, operation): (calls, bytes)} of the mean step."""
         table = {}
         for (phase, *key), (calls, count) in self.rows.items():
             if phase not in NOT_A_STEP:
@@ -62,13 +63,15 @@ class Ledger:
 
 def sent_bytes(operation, ranks, whole_bytes):
     """Return the bytes that a rank sends. whole_bytes: N in the table above."""
-    return whole_bytes if operation == "send" else Fraction(RING[operation] * (ranks - 1) * whole_bytes, ranks)
+    if operation == "send":
+        return whole_bytes
+    return Fraction(RING[operation] * (ranks - 1) * whole_bytes, ranks)
 
 
 def group_options(backend, timeout=None):
-    """Return the options of a new process group: NCCL's kernels run on a CUDA stream of high priority. Gloo: None.
+    """Return the options of a new group: NCCL gets a CUDA stream of high priority. Gloo: None.
 
-    With normal priority a communication could wait until a matrix product that fills the whole GPU has ended.
+    With normal priority, a communication could wait for a matrix product that fills the whole GPU.
     """
     if backend != "nccl":
         return None
@@ -83,7 +86,7 @@ class CommunicationError(RuntimeError):
 
 
 class Pending:
-    """A communication in progress. It keeps the buffers until it is done. work: torch's handle, or None."""
+    """A communication in progress. It keeps its buffers. work: torch's handle, or None."""
 
     waiting = None  # the Pending for which this process waits now; `recovery/hang.py` reads it
     latest = None  # the name of the latest collective
@@ -92,7 +95,7 @@ class Pending:
         self.result, self.work, self.name = result, work, name
 
     def wait(self):
-        """Return the result. On a GPU, only the GPU waits: operations that are enqueued later may read the result."""
+        """Return the result. On a GPU only the GPU waits: later operations may read the result."""
         if self.work:
             Pending.waiting = self
             with lost_peer(self.name):
@@ -131,7 +134,7 @@ def all_gather(x, axis, what, out=None):
 
 
 def reduce_scatter(x, axis, what, out=None):
-    """Sum [n k, ...] over the ranks, and return this rank's [k, ...] of the sum. `out` may be this rank's rows of x."""
+    """Return this rank's [k, ...] of the sum of [n k, ...]. `out` may be this rank's rows of x."""
     if axis.size == 1:
         return Pending(x)
     part = x.new_empty(x.shape[0] // axis.size, *x.shape[1:]) if out is None else out
@@ -139,7 +142,7 @@ def reduce_scatter(x, axis, what, out=None):
 
 
 def all_to_all(x, axis, what):
-    """Send x[i] to rank i of the axis. Return the rows that the ranks send to this one, [n, ...]."""
+    """Send x[i] to rank i of the axis. Return the rows that arrive from the ranks, [n, ...]."""
     if axis.size == 1:
         return Pending(x)
     arrived = torch.empty_like(x)
@@ -147,11 +150,12 @@ def all_to_all(x, axis, what):
 
 
 def rotate(x, axis, what):
-    """Send x to the next rank of the axis (the last sends to the first). Return the tensor of the rank before.
+    """Send x to the next rank of the axis, the last to the first. Return that of the rank before.
 
     With two calls, NCCL would run each rank's send first, and no rank would come to its receive.
     """
-    arrived, to, of = torch.empty_like(x), [0] * axis.size, [0] * axis.size  # to[i]: rows sent to rank i; of[i]: from i
+    # to[i]: the rows that go to rank i; of[i]: that come from it
+    arrived, to, of = torch.empty_like(x), [0] * axis.size, [0] * axis.size
     to[(axis.rank + 1) % axis.size] = of[axis.rank - 1] = len(x)
     return _collective("send", axis, what, dist.all_to_all_single, (arrived, x, of, to), whole=x, result=arrived)
 
@@ -173,17 +177,19 @@ def send(x, axis, to, what, tag=0):
 
 
 def receive(shape, like, axis, source, tag=0):
-    """Start to receive a tensor from rank `source` of the axis. like: an object with its dtype and device.
+    """Start to receive a tensor from rank `source`. like: an object with its dtype and device.
 
-    In each group, both ranks of a pair must start their messages to each other in the same order. Gloo matches them by
-    tag.
+    In each group, both ranks of a pair must start their messages to each other in the same order.
+    Gloo matches them by tag.
     """
     x = torch.empty(shape, dtype=like.dtype, device=like.device)
     return _message("receive", x, axis, source, "", tag)
 
 
 def _message(operation, x, axis, peer, what, tag):
-    call, does = (dist.isend, f"to receive {what}") if operation == "send" else (dist.irecv, "to send")
+    call, does = dist.irecv, "to send"
+    if operation == "send":
+        call, does = dist.isend, f"to receive {what}"
     name = f"rank {axis.ranks[axis.rank]} waited for rank {axis.ranks[peer]} {does}"
     with lost_peer(name):
         work = call(x, axis.ranks[peer], group=axis.group, tag=tag)
@@ -191,9 +197,10 @@ def _message(operation, x, axis, peer, what, tag):
 
 
 def agree(axis, action):
-    """Run `action` on every rank. If it raises UserError on some ranks, raise the first rank's error on all ranks.
+    """Run `action` on every rank. Raise the first rank's UserError, if there is one, on all ranks.
 
-    So no rank waits for a rank that has stopped. The error names the host if another host has no such error.
+    So no rank waits for a rank that has stopped. The error names the host if another host has no
+    such error.
     """
     error = result = None
     try:
@@ -204,7 +211,8 @@ def agree(axis, action):
     several = len({host for _, host in errors}) > 1 and len({message for message, _ in errors}) > 1
     for message, host in errors:
         if message is not None:
-            raise agreed(f"{message} {host}" if several and host not in message else message) from error
+            with_host = several and host not in message
+            raise agreed(f"{message} {host}" if with_host else message) from error
     return result
 
 

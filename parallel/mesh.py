@@ -6,16 +6,19 @@ The tp index changes fastest, then pp, then dp:
                                                                                       dp 1 | 4 5 6 7
                                                                                              ------- tp
 
-Ranks with neighbouring numbers are on one node. So tp, which communicates most, gets the fastest connections, the
-pipeline those inside a rack, and data parallelism those between racks. With order=pp-dp-tp, as in Megatron-LM, dp lies
-inside pp: rank = (pp_rank * dp + data_rank) * tp + tp_rank. On many GPUs this is usually faster.
+Ranks with neighbouring numbers are on one node. So tp, which communicates most, gets the fastest
+connections, the pipeline those inside a rack, and data parallelism those between racks. With
+order=pp-dp-tp, as in Megatron-LM, dp lies inside pp: rank = (pp_rank * dp + data_rank) * tp +
+tp_rank. On many GPUs this is usually faster.
 
-With context parallelism, cp ranks share each sample. They lie next to tp. They have equal parameters, as the ranks of
-dp have. So the *data ranks*, which share parameters and sum gradients, are the dp cp ranks of the axis `data`.
+With context parallelism, cp ranks share each sample. They lie next to tp. They have equal
+parameters, as the ranks of dp have. So the *data ranks*, which share parameters and sum gradients,
+are the dp cp ranks of the axis `data`.
 
-A rank is in one process group per axis. Axes with the same ranks share a group. NCCL runs the collectives of a group,
-and the messages between two ranks, one after another. So two axes have a second group: pp for messages to lower ranks
-(`Mesh.pp_to_lower`), and in ZeRO-3 the ranks that sum gradients, because a sum must not delay the next gather.
+A rank is in one process group per axis. Axes with the same ranks share a group. NCCL runs the
+collectives of a group, and the messages between two ranks, one after another. So two axes have a
+second group: pp for messages to lower ranks (`Mesh.pp_to_lower`), and in ZeRO-3 the ranks that sum
+gradients, because a sum must not delay the next gather.
 """
 
 import functools
@@ -35,7 +38,7 @@ from parallel.watch import Watch
 class Axis:
     """The ranks along one axis."""
 
-    name: str  # data, shards, copies, pp, cp, tp, world (all ranks), or holders (pipeline ranks with equal parameters)
+    name: str  # data, shards, copies, pp, cp, tp, world, or holders (pipeline ranks with equal weights)
     ranks: tuple  # the members, as ranks of torch.distributed
     rank: int  # this process's index in `ranks`
     watch: Watch
@@ -52,7 +55,7 @@ class Axis:
 
 
 def grid(world, tp, pp, cp, order):
-    """Return all ranks in an array [dp, pp, cp, tp]: the coordinates of a rank are its indices. order: as in config.py.
+    """Return all ranks in an array [dp, pp, cp, tp]: a rank's coordinates are its indices.
 
     It needs no process, so mesh, planner and figures share it.
     """
@@ -63,10 +66,10 @@ def grid(world, tp, pp, cp, order):
 
 
 class Mesh:
-    """The axes data, pp, cp, tp and world of this process. timeout: in seconds; order: as in config.py.
+    """The axes data, pp, cp, tp and world of this process. timeout: seconds; order: see config.py.
 
-    reader: (i, n): this rank reads every n-th micro-batch from number i on.
-    All ranks of a group must make it at the same point of the program (in Mesh, `holders`, `cut_data`, `second`).
+    reader: (i, n): this rank reads every n-th micro-batch from number i on. All ranks of a group
+    must make it at the same point of the program (in Mesh, `holders`, `cut_data`, `second`).
     """
 
     def __init__(self, tp=1, pp=1, cp=1, timeout=600.0, order="dp-pp-tp"):
@@ -93,8 +96,9 @@ class Mesh:
         return cls(c.tp, c.pp, c.cp, c.comm_timeout, c.order)
 
     def holders(self, pp_ranks):
-        """Return the axis of the pipeline ranks `pp_ranks` (ascending, with this rank), which keep the same bucket."""
-        return self._axis("holders", [self.pp.ranks[i] for i in pp_ranks], pp_ranks.index(self.pp.rank))
+        """Return the axis of the pipeline ranks `pp_ranks` (ascending), which keep the same bucket."""
+        ranks = [self.pp.ranks[i] for i in pp_ranks]
+        return self._axis("holders", ranks, pp_ranks.index(self.pp.rank))
 
     def cut_data(self, shards):
         """Cut the data ranks into groups of `shards` consecutive ranks. Return two axes of this rank.
@@ -117,12 +121,12 @@ class Mesh:
             return Axis(name, ranks, index, self.watch)
         options = group_options(dist.get_backend(), self.timeout)
         if (ranks, number) not in self._groups:
-            # Only the members make a group. All must have made equally many before: the group's name has the number.
+            # Only the members make a group. Its name has the number of groups that a rank made before.
             self._groups[ranks, number] = dist.new_group(
                 ranks, timeout=self.timeout, pg_options=options, use_local_synchronization=True
             )
         group = self._groups[ranks, number]
-        if options and name != "pp":  # connects the ranks now, not in a step (pp: `pipeline.connect`)
+        if options and name != "pp":  # connect the ranks now (pp: `pipeline.connect`)
             dist.barrier(group, device_ids=[torch.cuda.current_device()])
         return Axis(name, ranks, index, self.watch, group)
 
@@ -131,4 +135,5 @@ def everyone():
     """Return the axis of all processes, before the mesh exists."""
     if not dist.is_initialized():
         return Axis("world", (0,), 0, Watch())
-    return Axis("world", tuple(range(dist.get_world_size())), dist.get_rank(), Watch(), dist.group.WORLD)
+    ranks = tuple(range(dist.get_world_size()))
+    return Axis("world", ranks, dist.get_rank(), Watch(), dist.group.WORLD)

@@ -1,18 +1,20 @@
 """Update rules on flat buffers, the loss scale, and the learning rate.
 
-Slide "深層学習の用語説明" has SGD and Adam. This file follows the Adam of Kingma and Ba (arXiv 1412.6980). It differs:
-the slide subtracts the gradient from the moments m and v, and has epsilon inside the root. Update t divides m by
-1 - b1^t and v by 1 - b2^t (the bias correction). The slide writes a factor b^(t+1), and does not define b.
+Slide "深層学習の用語説明" has SGD and Adam. This file follows the Adam of Kingma and Ba (arXiv 1412.6980).
+It differs: the slide subtracts the gradient from the moments m and v, and has epsilon inside the
+root. Update t divides m by 1 - b1^t and v by 1 - b2^t (the bias correction). The slide writes a
+factor b^(t+1), and does not define b.
 
-A rule changes one range of a rank's flat buffers in place. It is elementwise, so a range may begin anywhere. Keyword
-arguments of a rule:
+A rule changes one range of a rank's flat buffers in place. It is elementwise, so a range may begin
+anywhere. Keyword arguments of a rule:
 
     lr       the learning rate          scale    factor on the gradient: clipping * (1 / loss scale)
     decay    weight decay, or 0         update   the number of this update, from 1
     beta1, beta2, eps                   as in the configuration
 
-If a rule names a *fused* operation, training runs this operation of `reference.py` or `kernels.py` instead: the same
-update in one pass over memory. To change such a rule, edit its function and remove its `fused` in RULES.
+If a rule names a *fused* operation, training runs this operation of `reference.py` or `kernels.py`
+instead: the same update in one pass over memory. To change such a rule, edit its function and
+remove its `fused` in RULES.
 """
 
 import math
@@ -31,13 +33,14 @@ def sgd(weight, gradient, moments, *, lr, decay, scale, **_):
 
 
 def adamw(weight, gradient, moments, *, lr, decay, scale, update, beta1, beta2, eps, **_):
-    """AdamW: Adam whose decay acts on the weight itself. Loshchilov and Hutter (arXiv 1711.05101), Algorithm 2.
+    """AdamW: the decay acts on the weight itself. Loshchilov and Hutter (arXiv 1711.05101), Algorithm 2.
 
     m = b1 m + (1 - b1) g      w -= lr (decay w + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))
     v = b2 v + (1 - b2) g^2    where g = scale * gradient
     """
     m, v = moments
-    weight.mul_(1 - lr * decay).add_(adam_direction(gradient, m, v, scale, update, beta1, beta2, eps), alpha=-lr)
+    direction = adam_direction(gradient, m, v, scale, update, beta1, beta2, eps)
+    weight.mul_(1 - lr * decay).add_(direction, alpha=-lr)
 
 
 def adam_direction(gradient, m, v, scale, update, beta1, beta2, eps):
@@ -48,16 +51,16 @@ def adam_direction(gradient, m, v, scale, update, beta1, beta2, eps):
     return torch.div(m, root, out=root).div_(1 - beta1**update)
 
 
-# --- layer-wise rates, for large batches ------------------------------------------------------------------------------
+# --- layer-wise rates, for large batches ----------------------------------------------------------
 #
-# Slide "データ並列": LARS and LAMB give every parameter tensor its own rate: the norm of an update becomes proportional
-# to the norm of the tensor. The first half of such a rule is elementwise and overwrites the gradient with a direction.
-# The second half needs the norms of whole tensors. Its argument `layerwise` is False for biases and LayerNorms, which
-# use the rate `lr` unchanged.
+# Slide "データ並列": LARS and LAMB give every tensor its own rate: the norm of an update becomes
+# proportional to the norm of the tensor. The first half of such a rule is elementwise and overwrites
+# the gradient with a direction. The second half needs the norms of whole tensors. Its argument
+# `layerwise` is False for biases and LayerNorms, which use the rate `lr` unchanged.
 
 
 def lamb(weight, gradient, moments, *, decay, scale, update, beta1, beta2, eps, **_):
-    """First half of LAMB (You et al., arXiv 1904.00962, Algorithm 2): the direction of AdamW, with decay."""
+    """First half of LAMB (You et al., arXiv 1904.00962, Algorithm 2): AdamW's direction and decay."""
     m, v = moments
     direction = adam_direction(gradient, m, v, scale, update, beta1, beta2, eps)
     torch.add(direction, weight, alpha=decay, out=gradient)
@@ -70,7 +73,7 @@ def apply_lamb(weight, direction, moments, weight_norm, norm, *, lr, layerwise, 
 
 
 def lars(weight, gradient, moments, *, scale, **_):
-    """First half of LARS (You et al., arXiv 1708.03888, Algorithm 1): the direction is the scaled gradient."""
+    """First half of LARS (You et al., arXiv 1708.03888, Algorithm 1): the scaled gradient."""
     gradient.mul_(scale)
 
 
@@ -104,21 +107,25 @@ RULES = {
 def update(c, buckets, scalars, ops, device):
     """Update this rank's shard of every `zero.Bucket`. It may overwrite their `master_grad`.
 
-    scalars: `reference.UpdateScalars`. ops: has the fused operations. device: where norms are summed (with
-    offload the state is on the CPU).
+    scalars: `reference.UpdateScalars`. ops: has the fused operations. device: where norms are
+    summed (with offload the state is on the CPU).
     """
-    rule, constants = RULES[c.optimizer], dict(beta1=c.adam_beta1, beta2=c.adam_beta2, eps=c.adam_eps)
+    rule = RULES[c.optimizer]
+    constants = dict(beta1=c.adam_beta1, beta2=c.adam_beta2, eps=c.adam_eps)
     if rule.fused:
         for b in buckets:
             ranges = [(r.begin, r.end, r.decays) for r in b.ranges]
-            fused = getattr(ops, rule.fused)
-            fused(b.master, b.master_grad, b.moments, scalars, ranges, decay=c.weight_decay, out=b.cast, **constants)
+            constants |= dict(decay=c.weight_decay, out=b.cast)
+            getattr(ops, rule.fused)(b.master, b.master_grad, b.moments, scalars, ranges, **constants)
         return
     if scalars.skip:
         return
-    constants |= dict(lr=scalars.lr.item(), scale=scalars.scale.item(), update=scalars.update.item())
+    lr, scale, update = (x.item() for x in (scalars.lr, scalars.scale, scalars.update))
+    constants |= dict(lr=lr, scale=scale, update=update)
     for b in buckets:
-        ranges = rule.whole(b, device, decay=c.weight_decay, **constants) if rule.whole else b.ranges
+        ranges = b.ranges
+        if rule.whole:
+            ranges = rule.whole(b, device, decay=c.weight_decay, **constants)
         for r in ranges:
             w, g, *moments = (x[r.begin : r.end] for x in (b.master, b.master_grad, *b.moments))
             rule.step(w, g, moments, decay=c.weight_decay * r.decays, **constants)
@@ -128,7 +135,8 @@ def update(c, buckets, scalars, ops, device):
         for (b, piece), (weight_norm, norm) in zip(tensors, norms, strict=True):
             w, g, *moments = (piece.of(x) for x in (b.master, b.master_grad, *b.moments))
             constants |= dict(decay=c.weight_decay * piece.spec.decay, layerwise=piece.spec.decay)
-            rule.layerwise(w, g, moments, weight_norm, norm, lars_coefficient=c.lars_coefficient, **constants)
+            constants |= dict(lars_coefficient=c.lars_coefficient)
+            rule.layerwise(w, g, moments, weight_norm, norm, **constants)
     for b in buckets:
         if b.cast is not None:
             b.cast.copy_(b.master)
@@ -137,8 +145,9 @@ def update(c, buckets, scalars, ops, device):
 def tensor_norms(tensors, device):
     """Return the norms of each whole weight and of its gradient, float64 [number of tensors, 2].
 
-    tensors: [(Bucket, Piece)]; the axes `shards` and `tp` of the Buckets are equal. All holders of a tensor take the
-    sums of the first holder: their own may differ in the last digits, and copies would drift apart.
+    tensors: [(Bucket, Piece)]; the axes `shards` and `tp` of the Buckets are equal. All holders of
+    a tensor take the sums of the first holder: their own may differ in the last digits, and copies
+    would drift apart.
     """
     squares = torch.zeros(len(tensors), 2, dtype=torch.float64, device=tensors[0][0].master.device)
     rows_of = {}  # {Axis of holders: their rows of `squares`}
@@ -157,10 +166,11 @@ def tensor_norms(tensors, device):
 
 
 def learning_rate(c, update):
-    """Return the learning rate, float64, of an update (or a tensor of many), counted from 1 without skipped steps.
+    """Return the learning rate, float64, of an update (or of a tensor of them), counted from 1.
 
-    A linear warm-up rises to `lr`. Then `constant` stays there. The other styles fall to `min_lr`, which they reach at
-    update `lr_decay_iters` (if 0: at `train_iters`); wsd falls only in the last `lr_wsd_decay_iters` updates.
+    A linear warm-up rises to `lr`. Then `constant` stays there. The other styles fall to `min_lr`,
+    which they reach at update `lr_decay_iters` (if 0: at `train_iters`); wsd falls only in the last
+    `lr_wsd_decay_iters` updates.
     """
     end = c.lr_decay_iters or c.train_iters
     warmup = c.lr_warmup_iters if c.lr_warmup_iters >= 0 else c.lr_warmup_fraction * end
@@ -171,14 +181,16 @@ def learning_rate(c, update):
     if c.lr_decay_style == "cosine":
         remaining = 0.5 * (1 + torch.cos(math.pi * (1 - remaining)))
     low = c.lr if c.lr_decay_style == "constant" else c.min_lr
-    return torch.where(update <= warmup, c.lr * update / max(1, warmup), low + (c.lr - low) * remaining)
+    rising = c.lr * update / max(1, warmup)
+    return torch.where(update <= warmup, rising, low + (c.lr - low) * remaining)
 
 
 class LossScale:
-    """Dynamic loss scale of fp16: as large as possible without overflow, so that small gradients do not become 0.
+    """Dynamic loss scale of fp16: large, so that small gradients do not become 0, without overflow.
 
-    Micikevicius et al. (arXiv 1710.03740), section 3.2. It starts too large on purpose (2^32). Each overflow halves it,
-    from the `hysteresis`-th on. After `window` steps without overflow it doubles.
+    Micikevicius et al. (arXiv 1710.03740), section 3.2. It starts too large on purpose (2^32). Each
+    overflow halves it, from the `hysteresis`-th on. After `window` steps without overflow it
+    doubles.
     """
 
     def __init__(self, config, dtype_name):

@@ -8,17 +8,20 @@ A rank runs its list of actions (`schedules.py`). For micro-batch j and a chunk 
     I, W    the two halves of B. I computes dL/dx, and stores in `Executor.deferred` a WeightGradient (w, dy, x) for
             every linear of the blocks. Later W adds each dW = dy^T x to its bucket, and frees dy and x.
 
-Over each boundary between ranks a micro-batch sends bsh elements in each direction (bsh/t with sequence parallelism).
-A unit gets a detached input, and its backward is one `torch.autograd.backward`:
+Over each boundary between ranks a micro-batch sends bsh elements in each direction (bsh/t with
+sequence parallelism). A unit gets a detached input, and its backward is one
+`torch.autograd.backward`:
 
     forward     x0 -> [embedding] -> y0 | x1 = y0.detach() -> [block] -> y1 | ...  -> [head] -> losses
     backward    dL/dx1 = x1.grad  <-  [block].backward(x2.grad)  <-  ...
 
-So ZeRO and recomputation are plain code between units, not hooks. With full recomputation a block keeps only x and runs
-again just before its backward (Chen et al., arXiv 1604.06174). A bucket's gradient is reduced as soon as it is
-complete, while backward continues (as in PyTorch's DDP, Li et al., arXiv 2006.15704).
+So ZeRO and recomputation are plain code between units, not hooks. With full recomputation a block
+keeps only x and runs again just before its backward (Chen et al., arXiv 1604.06174). A bucket's
+gradient is reduced as soon as it is complete, while backward continues (as in PyTorch's DDP, Li et
+al., arXiv 2006.15704).
 
-All ranks post their messages in one common order, which prevents a deadlock (`simulation.messages`).
+All ranks post their messages in one common order, which prevents a deadlock
+(`simulation.messages`).
 """
 
 import itertools
@@ -31,7 +34,8 @@ from parallel.comm import receive, send
 from parallel.layout import build_for, rows_outside
 from parallel.zero import free
 
-SENT = {"activation": "activations", "gradient": "gradients of activations"}  # comm.py counts bytes by these names
+# the names under which comm.py counts bytes
+SENT = {"activation": "activations", "gradient": "gradients of activations"}
 METHODS = {  # {kind of an action: (method of Executor, phase of the watch)}
     "F": ("forward", "forward"),
     "B": ("backward", "backward"),
@@ -44,8 +48,8 @@ IN_TRANSIT = 2  # the most unfinished sends of a rank; with more it waits for th
 class Chunk:
     """Consecutive units on this rank. buckets[i]: the `zero.Bucket`s that unit i uses.
 
-    reduce_after[i]: the buckets whose gradient is complete after the backward of unit i. release_after[i]: those that
-    forward does not need after unit i.
+    reduce_after[i]: the buckets whose gradient is complete after the backward of unit i.
+    release_after[i]: those that forward does not need after unit i.
     """
 
     def __init__(self, units, buckets):
@@ -67,8 +71,9 @@ class Executor:
     """This rank's part of every step. schedule: a Schedule with any number of micro-batches."""
 
     def __init__(self, model, zero, config, mesh, layout, schedule):
-        """Connect the pipeline's ranks. All ranks must call this at the same point of the program."""
-        self.zero, self.config, self.mesh, self.layout, self.watch = zero, config, mesh, layout, mesh.watch
+        """Connect the ranks of the pipeline. All must call this at the same point of the program."""
+        self.zero, self.config, self.layout = zero, config, layout
+        self.mesh, self.watch = mesh, mesh.watch
         self.schedules = {}  # number of micro-batches: (Schedule, Messages, passes: see `run`)
         self.validations = {}  # number of micro-batches: (Schedule, Messages)
         self.chunks = {}
@@ -80,7 +85,8 @@ class Executor:
         self.deferred = {}  # (micro-batch, chunk): [tensor.WeightGradient], from I to W
         self.local = {}  # (kind, micro-batch, chunk): a tensor for another chunk on this rank
         self.mail = None
-        self.training_schedule = self.schedule = schedule  # schedule: of the latest step or validation
+        self.training_schedule = schedule
+        self.schedule = schedule  # of the latest step or validation
         self.batches = {}  # number of a micro-batch: MicroBatch
         self.real_losses = False  # the head computes with its losses, so forward computes them, too
         self.work = 0  # of the latest step: 1 for a unit's forward, 2 for its backward
@@ -90,8 +96,8 @@ class Executor:
     def run(self, batches, count, factor):
         """Run forward and backward of `count` MicroBatches from the iterator `batches`.
 
-        factor: of each micro-batch's mean loss in backward. Return the sum of the mean losses, without the factor:
-        float64 [] on the device, 0 on ranks without the head.
+        factor: of each micro-batch's mean loss in backward. Return the sum of the mean losses,
+        without the factor: float64 [] on the device, 0 on ranks without the head.
         """
         schedule, messages, passes = self.prepared(count)
         self.factor = factor
@@ -99,7 +105,7 @@ class Executor:
         self.total = torch.zeros((), dtype=torch.float64, device=self.zero.device)
         with self.watch("pipeline", schedule):
             self._execute(schedule, messages, batches, [rows_outside(self.config)] * count)
-            self.batch(count - 1)  # read all micro-batches, also those without an action on this rank
+            self.batch(count - 1)  # read all: some may have no action on this rank
         return self.total
 
     def prepared(self, count):
@@ -112,17 +118,18 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, batches):
-        """Run the forwards of MicroBatches. Return {number: its losses [n]}, empty on a rank without the last chunk."""
+        """Run the forwards of MicroBatches. Return {number: losses [n]} on the last chunk's rank."""
         self.losses = {}
         if (count := len(batches)) not in self.validations:
             validation = schedules.forward_only(self.training_schedule, count)
             self.validations[count] = validation, simulation.messages(validation)
+        rows = [len(batch.positions) for batch in batches]
         with self.watch("evaluate"):
-            self._execute(*self.validations[count], iter(batches), [len(batch.positions) for batch in batches])
+            self._execute(*self.validations[count], iter(batches), rows)
         return self.losses
 
     def _execute(self, schedule, messages, batches, rows):
-        """Run this rank's actions. rows[j]: the rows of x in micro-batch j; in a validation they differ."""
+        """Run this rank's actions. rows[j]: of x in micro-batch j; in a validation they differ."""
         self.schedule, self.batches, self.work, self.unread = schedule, {}, 0, batches
         self.mail = Mailbox(messages, self.mesh, rows, self.config.hidden_size, self.zero)
         for action in schedule.actions[self.mesh.pp.rank]:
@@ -133,15 +140,15 @@ class Executor:
         self.mail.close()
 
     def batch(self, j):
-        """Return micro-batch j. All up to j are kept, because a rank of Chimera may run micro-batch 1 before 0."""
+        """Return micro-batch j. All up to j are kept: Chimera may run micro-batch 1 before 0."""
         while j not in self.batches:
             self.batches[len(self.batches)] = next(self.unread)
         return self.batches[j]
 
-    # --- the actions --------------------------------------------------------------------------------------------------
+    # --- the actions ------------------------------------------------------------------------------
 
     def forward(self, j, c):
-        """F: run a chunk's units on micro-batch j. In training, keep their inputs and outputs for B."""
+        """F: run a chunk's units on micro-batch j. In training, keep inputs and outputs for B."""
         chunk, batch, training = self.chunks[c], self.batch(j), torch.is_grad_enabled()
         y = None if self.schedule.parts[c] == 0 else self._take("activation", j, c)
         batch.real_losses = self.real_losses
@@ -165,7 +172,7 @@ class Executor:
             self.losses[j] = y
 
     def backward(self, j, c, deferred=None):
-        """B: run the units backwards. deferred: a list to which linears append their weight gradients, or None."""
+        """B: run the units backwards. deferred: a list for the `WeightGradient`s of I, or None."""
         chunk, batch = self.chunks[c], self.batch(j)
         pairs = self.activations.pop((j, c))
         before, after = schedules.upstream(self.schedule, c), schedules.downstream(self.schedule, c)
@@ -182,7 +189,7 @@ class Executor:
             is_loss = gradient is None
             if is_loss:  # y [n] is usually still nan: the head's backward fills it
                 if y.grad_fn.name() != "LinearCrossEntropyBackward" and not batch.real_losses:
-                    self.real_losses = batch.real_losses = True  # the head has computed with nan: run it again
+                    self.real_losses = batch.real_losses = True  # the head computed with nan: again
                     y = chunk.units[i](x, batch)
                 gradient = torch.full_like(y, self.factor / len(y))  # d(factor * mean) / dy
             batch.factor = self.factor
@@ -219,10 +226,10 @@ class Executor:
                 self._reduce(bucket)
         assert not products, "a weight gradient of a bucket that this chunk does not use"
 
-    # --- around them --------------------------------------------------------------------------------------------------
+    # --- around them ------------------------------------------------------------------------------
 
     def _gather(self, chunk, i, step):
-        """Make the parameters of unit i whole. Start to gather those of unit i + step, which runs next."""
+        """Make the parameters of unit i whole. Start to gather those of the next, i + step."""
         self.work += 1 if step > 0 else 2
         following = chunk.buckets[i + step] if 0 <= i + step < len(chunk.units) else []
         for bucket in [*chunk.buckets[i], *following]:
@@ -252,7 +259,7 @@ class Executor:
 
 
 def axis_to(mesh, source, destination):
-    """Return the pp axis with the group of messages from `source` to `destination` (`simulation.messages`)."""
+    """Return the pp axis for messages from `source` to `destination` (`simulation.messages`)."""
     return mesh.pp if source < destination else mesh.pp_to_lower
 
 
@@ -263,7 +270,8 @@ def connect(mesh, schedule, device):
     """
     below = [(chunk, schedules.downstream(schedule, chunk)) for chunk in range(len(schedule.parts))]
     pairs = {(schedule.placement[a], schedule.placement[b]) for a, b in below if b is not None}
-    for a, b in sorted(pairs | {(b, a) for a, b in pairs}):  # one order on all ranks: no circle of waiting ranks
+    # sorted: with one order on all ranks, they wait in no circle
+    for a, b in sorted(pairs | {(b, a) for a, b in pairs}):
         if mesh.pp.rank in (a, b) and a != b:
             axis, number = axis_to(mesh, a, b), torch.zeros(1, device=device)
             if mesh.pp.rank == a:
@@ -302,9 +310,10 @@ class Mailbox:
     def send(self, key, x):
         self.post()
         tag, m = self.queue.popleft()
-        assert key == (m.kind, m.microbatch, m.consumer.chunk), f"{key} is sent, but the next message is {m}"
-        values = x.detach()  # without the graph, which would keep the unit's input until the message is sent
-        freed = values if x.grad_fn is not None else None  # an output: backward needs its graph, not its values
+        assert key == (m.kind, m.microbatch, m.consumer.chunk), f"{key} is sent, but {m} is next"
+        values = x.detach()  # without the graph, which would keep the unit's input meanwhile
+        # an output: backward needs its graph, not its values
+        freed = values if x.grad_fn is not None else None
         axis = axis_to(self.mesh, m.source, m.destination)
         self.leaving.append((send(values, axis, m.destination, SENT[m.kind], tag), freed))
 

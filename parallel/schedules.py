@@ -1,10 +1,11 @@
 """Pipeline schedules: the order in which each rank computes (slide "パイプライン並列").
 
-The first forms are `ladder/rung09`, `10` and `13` to `16`. The model is cut into stages, one on each rank. The batch is
-cut into micro-batches. A micro-batch runs forward from the first stage to the last, then backward to the first. It is
-*in flight* from its forward to the end of its backward, and its activations fill memory. The *bubble* is the share of
-time in which a rank waits. A schedule is a list of actions for each rank, made by a function of this file. The same
-lists are checked, simulated, drawn (`accounts/draw.py`) and executed (`pipeline.py`). `python -m accounts.draw 1f1b`
+The first forms are `ladder/rung09`, `10` and `13` to `16`. The model is cut into stages, one on
+each rank. The batch is cut into micro-batches. A micro-batch runs forward from the first stage to
+the last, then backward to the first. It is *in flight* from its forward to the end of its backward,
+and its activations fill memory. The *bubble* is the share of time in which a rank waits. A schedule
+is a list of actions for each rank, made by a function of this file. The same lists are checked,
+simulated, drawn (`accounts/draw.py`) and executed (`pipeline.py`). `python -m accounts.draw 1f1b`
 draws 1F1B, with a backward as long as two forwards (F forward, B backward, . idle):
 
     rank 0  F0 F1 F2 F3 ..................B0--- F4 B1--- F5 B2--- F6 B3--- F7 B4--- ...B5--- ...B6--- ...B7---
@@ -23,17 +24,18 @@ draws 1F1B, with a backward as long as two forwards (F forward, B backward, . id
     pipedream      (p-1) / (m+p-1)                               p-r                   old weights, p-r versions of them
     pipedream-2bw  the same                                      p-r                   old weights, 2 versions of them
 
-There are p stages and m micro-batches. A rank has v chunks; a chunk is one part of the model. F, I and W are the
-durations of forward, input gradient and weight gradient on a whole stage, and B = I + W. "In flight" counts activations
-of one micro-batch on a whole stage, for large m. The bubbles are those of `simulate` under conditions: zb-h1 needs
-W <= min(F, I) and m >= p; zb-h2 needs W <= min(F, I) and m >= 2p-1; zb-v needs W <= F <= I and m >= 2p-1; chimera needs
-p >= 2 and m a multiple of p. The m of PipeDream and 2BW counts the micro-batches of all updates of a call
-(`updates_per_call`): they have this bubble once, 1F1B has it in each step.
+There are p stages and m micro-batches. A rank has v chunks; a chunk is one part of the model. F, I
+and W are the durations of forward, input gradient and weight gradient on a whole stage, and B = I +
+W. "In flight" counts activations of one micro-batch on a whole stage, for large m. The bubbles are
+those of `simulate` under conditions: zb-h1 needs W <= min(F, I) and m >= p; zb-h2 needs W <= min(F,
+I) and m >= 2p-1; zb-v needs W <= F <= I and m >= 2p-1; chimera needs p >= 2 and m a multiple of p.
+The m of PipeDream and 2BW counts the micro-batches of all updates of a call (`updates_per_call`):
+they have this bubble once, 1F1B has it in each step.
 
-The bubble has two definitions. The papers and this table count a rank's *own time*, from its first action to its last.
-In train.py all ranks end a step together, because they wait for the gradient norm. So the *whole step* counts, from the
-first action of any rank to the last. With p = 4, m = 8 and F = I = W, zb-h2 has a bubble of 0.0000 of its own time, but
-0.1111 of the whole step.
+The bubble has two definitions. The papers and this table count a rank's *own time*, from its first
+action to its last. In train.py all ranks end a step together, because they wait for the gradient
+norm. So the *whole step* counts, from the first action of any rank to the last. With p = 4, m = 8
+and F = I = W, zb-h2 has a bubble of 0.0000 of its own time, but 0.1111 of the whole step.
 """
 
 from itertools import product, zip_longest
@@ -41,13 +43,14 @@ from typing import NamedTuple
 
 from errors import UserError
 
-# --- the data of a schedule -------------------------------------------------------------------------------------------
+# --- the data of a schedule -----------------------------------------------------------------------
 
 
 class Action(NamedTuple):
     """One computation of a rank, for one micro-batch in one chunk of the model.
 
-    A schedule may cut B into I, then W (gradients of the weights of the blocks' linears). I computes all others.
+    A schedule may cut B into I, then W (gradients of the weights of the blocks' linears). I
+    computes all others.
     """
 
     kind: str  # F forward, B backward, I, W, or U: update of the weights (only in PipeDream)
@@ -88,10 +91,11 @@ def downstream(schedule, chunk):
 
 
 def forward_only(schedule, microbatches):
-    """Return a Schedule for validation: forwards through the first pipeline, in the order in which they can begin."""
+    """Return a Schedule for validation: forwards through the first pipeline, as early as possible."""
     chunks, actions = pipelines(schedule)[0], [[] for _ in schedule.actions]
     v = len(chunks) // len(actions)
-    for chunk, j in sorted(product(chunks, range(microbatches)), key=lambda place: place[0] + v * place[1]):
+    forwards = product(chunks, range(microbatches))
+    for chunk, j in sorted(forwards, key=lambda place: place[0] + v * place[1]):
         actions[schedule.placement[chunk]].append(Action("F", j, chunk))
     return schedule._replace(name=f"{schedule.name}, forward only", actions=actions, versions=None)
 
@@ -101,12 +105,13 @@ def updates(schedule):
     return sum(action.kind == "U" for action in schedule.actions[0]) or 1
 
 
-# --- the schedules ----------------------------------------------------------------------------------------------------
+# --- the schedules --------------------------------------------------------------------------------
 
 
 def gpipe(stages, microbatches, chunks=1):
     """GPipe: all forwards, then all backwards. Huang et al., arXiv 1811.06965."""
-    return straight("gpipe", chunks, [each("F", microbatches, r) + each("B", microbatches, r) for r in range(stages)])
+    m = microbatches
+    return straight("gpipe", chunks, [each("F", m, r) + each("B", m, r) for r in range(stages)])
 
 
 def one_f_one_b(stages, microbatches, chunks=1):
@@ -123,19 +128,19 @@ def one_f_one_b(stages, microbatches, chunks=1):
 
 
 def interleaved(stages, microbatches, chunks=2):
-    """Interleaved 1F1B: rank r has the chunks r, p + r, 2p + r ..., so the bubble is about `chunks` times smaller.
+    """Interleaved 1F1B: rank r has the chunks r, p + r, 2p + r ...: the bubble is `chunks` times smaller.
 
-    A rank runs p micro-batches through one chunk, then the same ones through its next chunk. Narayanan et al., arXiv
-    2104.04473, section 2.2.2. Raises UserError if m is not a multiple of p, or if p > 1 and chunks is 1.
+    A rank runs p micro-batches through one chunk, then the same ones through its next chunk.
+    Narayanan et al., arXiv 2104.04473, section 2.2.2. Raises UserError if m is not a multiple of p,
+    or if p > 1 and chunks is 1.
     """
     p, v = stages, chunks
     if v < 2 and p > 1:
-        raise UserError(f"chunks={v}: interleaved needs 2 or more chunks per rank (with one it would be 1f1b)")
+        raise UserError(f"chunks={v}: interleaved needs 2 or more (with one it would be 1f1b)")
     if over := microbatches % p:
-        suggestion = " or ".join(str(m) for m in (microbatches - over, microbatches - over + p) if m)
-        raise UserError(
-            f"microbatches={microbatches}: interleaved needs a multiple of stages={p}, such as {suggestion}"
-        )
+        low = microbatches - over
+        right = f"a multiple of stages={p}, such as {f'{low} or ' if low else ''}{low + p}"
+        raise UserError(f"microbatches={microbatches}: interleaved needs {right}")
     actions = []
     for rank in range(p):
         F, B = [], []
@@ -143,8 +148,8 @@ def interleaved(stages, microbatches, chunks=2):
             group = range(first, first + p)
             F += [Action("F", j, c * p + rank) for c in range(v) for j in group]
             B += [Action("B", j, c * p + rank) for c in reversed(range(v)) for j in group]
-        # (v-1) p forwards of the first group, in all chunks except the last. Then the first micro-batch runs through
-        # the p - 1 - rank later ranks, forward and backward.
+        # (v-1) p forwards of the first group, in all chunks except the last. Then the first
+        # micro-batch runs through the p - 1 - rank later ranks, forward and backward.
         warmup = (v - 1) * p + 2 * (p - 1 - rank)
         actions.append(F[:warmup] + alternate(F[warmup:], B))
     return Schedule("interleaved", list(range(v * p)), [c % p for c in range(v * p)], actions)
@@ -159,7 +164,7 @@ def zb_h1(stages, microbatches, chunks=1):
 
 
 def zb_h2(stages, microbatches, chunks=1):
-    """ZB-H2: twice the warm-up and the delay of ZB-H1. Each rank begins and ends later than the rank before it.
+    """ZB-H2: twice the warm-up and the delay of ZB-H1. Each rank begins and ends after the one before.
 
     Qi et al., arXiv 2401.10241, section 2.2, figure 3.
     """
@@ -175,23 +180,25 @@ def zero_bubble(stages, microbatches, factor):
     return actions
 
 
-# First reading: stop here. zb_v, chimera and PipeDream follow, then `each` to `straight`, which make lists of actions.
+# First reading: stop here. zb_v, chimera and PipeDream follow, then `each` to `straight`, which make
+# lists of actions.
 
 
 def zb_v(stages, microbatches, chunks=2):
-    """ZB-V: rank r has chunk r on the way down (from rank 0 to p-1) and chunk 2p-1-r on the way up (back to rank 0).
+    """ZB-V: rank r has chunk r on the way down (rank 0 to p-1), chunk 2p-1-r on the way up (to rank 0).
 
-    A rank works in turns. Below is turn k = 4 for p = 3. Small letters are actions of the chunk on the way up.
+    A rank works in turns. Below is turn k = 4 for p = 3. Small letters are actions of the chunk on
+    the way up.
 
         rank 0   f4 i4 w4 F7 I2 W2      f    micro-batch k
         rank 1   f4 i3 w3 F6 I2 W2      i w  reach the next rank one turn later: micro-batch k-r
         rank 2   f4 i2 w2 F5 I2 W2      F    reaches the next rank one turn later: micro-batch k-r+p
                                         I W  run on all ranks, in the turn of i on rank p-1: micro-batch k-(p-1)
 
-    Rank r runs its first 2p-1-r forwards F before turn r (turns begin below 0), and no F from turn r to turn p-2. Near
-    the end i and I come first, because the next rank waits for them. So the last r actions w move r-1 turns later, to
-    the place of W. The last p actions W move 2r turns later. If m < p, actions are made for p micro-batches, and those
-    of the last p-m are left out.
+    Rank r runs its first 2p-1-r forwards F before turn r (turns begin below 0), and no F from turn
+    r to turn p-2. Near the end i and I come first, because the next rank waits for them. So the
+    last r actions w move r-1 turns later, to the place of W. The last p actions W move 2r turns
+    later. If m < p, actions are made for p micro-batches, and those of the last p-m are left out.
 
     Qi et al., arXiv 2401.10241 (not in the conference version) and 2405.15362 (V-ZB).
     """
@@ -199,12 +206,13 @@ def zb_v(stages, microbatches, chunks=2):
     if p == chunks == 1:
         return straight("zb-v", chunks, zero_bubble(p, microbatches, 1))
     if chunks != 2:
-        raise UserError(f"chunks={chunks}: zb-v needs 2 per rank, one on the way down and one on the way up")
+        raise UserError(f"chunks={chunks}: zb-v needs 2 per rank, one for each way")
     actions = []
     for r in range(p):
         down, up, of_rank = r, 2 * p - 1 - r, []
         for k in range(r - up, m + p + 2 * r):  # turn k
-            i, I, F = k - r, k - (p - 1), k - r + (up if k < r else p)  # the micro-batches of i and w, I and W, F
+            # the micro-batches of i and w, of I and W, of F
+            i, I, F = k - r, k - (p - 1), k - r + (up if k < r else p)
             late_w, late_W = i - (r - 1), I - 2 * r  # delayed to this turn
             turn = [
                 ("F", k, up, True),
@@ -216,7 +224,9 @@ def zb_v(stages, microbatches, chunks=2):
                 ("W", late_w, up, late_w >= m - r),
                 ("W", late_W, down, late_W >= m - p),
             ]
-            of_rank += [Action(kind, j, chunk) for kind, j, chunk, runs in turn if runs and 0 <= j < microbatches]
+            for kind, j, chunk, runs in turn:
+                if runs and 0 <= j < microbatches:
+                    of_rank.append(Action(kind, j, chunk))
         actions.append(of_rank)
     return Schedule("zb-v", list(range(2 * p)), [*range(p), *reversed(range(p))], actions)
 
@@ -224,17 +234,19 @@ def zb_v(stages, microbatches, chunks=2):
 def chimera(stages, microbatches, chunks=1):
     """Chimera: two pipelines on the same ranks, one down and one up. Each fills the other's bubble.
 
-    Rank r has part r of the down pipeline (chunk r) and part p-1-r of the up pipeline (chunk 2p-1-r). Even
-    micro-batches go down, odd ones go up, in groups of p. In a group, k numbers the micro-batches of one direction. On
-    part i, micro-batch k has its F in slot i + 2k and its B in slot 2p-1 - i + 2k. The directions never need the same
-    slot: F and F, B and B differ in parity; F and the other direction's B lie 2 or more slots apart. The next group
-    begins 2p slots later. Li and Hoefler, arXiv 2107.06925, section 3. Raises UserError if p is odd and not 1.
+    Rank r has part r of the down pipeline (chunk r) and part p-1-r of the up pipeline (chunk
+    2p-1-r). Even micro-batches go down, odd ones go up, in groups of p. In a group, k numbers the
+    micro-batches of one direction. On part i, micro-batch k has its F in slot i + 2k and its B in
+    slot 2p-1 - i + 2k. The directions never need the same slot: F and F, B and B differ in parity;
+    F and the other direction's B lie 2 or more slots apart. The next group begins 2p slots later.
+    Li and Hoefler, arXiv 2107.06925, section 3. Raises UserError if p is odd and not 1.
     """
     p = stages
     if p == 1:
         return straight("chimera", chunks, one_f_one_b(1, microbatches).actions)
     if p % 2:
-        raise UserError(f"stages={p}: chimera needs an even number, such as {p - 1} or {p + 1} (any microbatches)")
+        right = f"an even number, such as {p - 1} or {p + 1} (any microbatches)"
+        raise UserError(f"stages={p}: chimera needs {right}")
     one_chunk("chimera", chunks)
     slots = [{} for _ in range(p)]  # slots[rank][slot] = action
     for j in range(microbatches):
@@ -249,28 +261,32 @@ def chimera(stages, microbatches, chunks=1):
 
 
 def pipedream(stages, microbatches, chunks=1, per_update=None):
-    """PipeDream: 1F1B without a flush (a wait until the pipeline is empty). A rank updates after each backward.
+    """PipeDream: 1F1B without a flush (a wait for an empty pipeline). Each backward has an update.
 
-    While micro-batch j is in flight, a rank makes p-1-rank updates. It keeps the weights of j's forward for j's
-    backward (weight stashing). Narayanan et al., arXiv 1806.03377, sections 3.2 and 3.3.
+    While micro-batch j is in flight, a rank makes p-1-rank updates. It keeps the weights of j's
+    forward for j's backward (weight stashing). Narayanan et al., arXiv 1806.03377, sections 3.2 and
+    3.3.
     """
     if per_update not in (None, 1):
-        raise UserError(f"per_update={per_update}: pipedream updates after every micro-batch; should be 1")
-    versions = [[max(j - (stages - 1 - rank), 0) for j in range(microbatches)] for rank in range(stages)]
+        why = "pipedream updates after every micro-batch; should be 1"
+        raise UserError(f"per_update={per_update}: {why}")
+    versions = [[max(j - lag, 0) for j in range(microbatches)] for lag in reversed(range(stages))]
     return asynchronous("pipedream", chunks, microbatches, 1, versions)
 
 
 def pipedream_2bw(stages, microbatches, chunks=1, per_update=None):
-    """PipeDream-2BW: an update after every `per_update` micro-batches (default: stages), and two versions of weights.
+    """PipeDream-2BW: an update after every `per_update` micro-batches (default: stages).
 
-    All micro-batches of an update use weights that are one update old: w(t+1) = w(t) - lr * gradient(w(t-1)). Narayanan
-    et al., arXiv 2006.09503, section 3.1. If per_update < stages, a rank would need a third version.
+    A rank keeps two versions of its weights. All micro-batches of an update use weights that are
+    one update old: w(t+1) = w(t) - lr * gradient(w(t-1)). Narayanan et al., arXiv 2006.09503,
+    section 3.1. If per_update < stages, a rank would need a third version.
     """
     m = stages if per_update is None else per_update
     if m < stages:
-        raise UserError(f"per_update={m}: pipedream-2bw needs stages={stages} or more micro-batches in an update")
+        raise UserError(f"per_update={m}: pipedream-2bw needs stages={stages} or more")
     if microbatches % m:
-        raise UserError(f"microbatches={microbatches}: pipedream-2bw needs a multiple of per_update={m}")
+        right = f"a multiple of per_update={m}"
+        raise UserError(f"microbatches={microbatches}: pipedream-2bw needs {right}")
     versions = [[max(j // m - 1, 0) for j in range(microbatches)]] * stages
     return asynchronous("pipedream-2bw", chunks, microbatches, m, versions)
 
@@ -280,10 +296,11 @@ def asynchronous(name, chunks, microbatches, per_update, versions):
     one_chunk(name, chunks)
     flushed = one_f_one_b(len(versions), microbatches)
     actions = [[] for _ in versions]
-    for rank, action in ((rank, action) for rank, actions in enumerate(flushed.actions) for action in actions):
-        actions[rank].append(action)
-        if action.kind == "B" and (action.microbatch + 1) % per_update == 0:
-            actions[rank].append(action._replace(kind="U"))
+    for of_rank, before in zip(actions, flushed.actions, strict=True):
+        for action in before:
+            of_rank.append(action)
+            if action.kind == "B" and (action.microbatch + 1) % per_update == 0:
+                of_rank.append(action._replace(kind="U"))
     return flushed._replace(name=name, actions=actions, versions=versions)
 
 
@@ -303,7 +320,7 @@ def straight(name, chunks, actions):
 
 def one_chunk(name, chunks):
     if chunks != 1:
-        raise UserError(f"chunks={chunks}: {name} does not cut a rank's share into chunks; interleaved and zb-v do")
+        raise UserError(f"chunks={chunks}: {name} has one per rank; interleaved and zb-v have more")
 
 
 # Add your own: write a function like those above, and name it in this table (README.md).

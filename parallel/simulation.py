@@ -1,28 +1,29 @@
 """Check, simulate and order the messages of a schedule (`schedules.py`), without processes."""
 
-from itertools import accumulate
+import itertools
 from typing import NamedTuple
 
 from errors import UserError
 from parallel.schedules import ASYNCHRONOUS, SCHEDULES, Action, Schedule, downstream, pipelines, upstream
 
-# --- checks -----------------------------------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def routes(schedule):
-    """Return {micro-batch: the chunks of its pipeline}. Raises UserError if it has actions in two pipelines."""
+    """Return {micro-batch: the chunks of its pipeline}. UserError: it has actions in two."""
     pipeline_of = {chunk: pipeline for pipeline in pipelines(schedule) for chunk in pipeline}
     chunks_of = {}
     for actions in schedule.actions:
         for _, j, chunk in actions:
             if chunk not in chunks_of.setdefault(j, pipeline_of[chunk]):
-                both = f"has actions in chunk {chunks_of[j][0]} and in chunk {chunk}, which are in two pipelines"
-                raise UserError(f"{schedule.name}: micro-batch {j} {both}; should be in only one")
+                both = f"has actions in chunk {chunks_of[j][0]} and in chunk {chunk}"
+                why = "which are in two pipelines; should be in only one"
+                raise UserError(f"{schedule.name}: micro-batch {j} {both}, {why}")
     return chunks_of
 
 
 def build(name, stages, microbatches, chunks=1, per_update=None):
-    """Return the checked Schedule `name`. per_update: micro-batches of an update, only for the ASYNCHRONOUS ones."""
+    """Return the checked Schedule `name`. per_update: micro-batches of an update (ASYNCHRONOUS)."""
     if name not in SCHEDULES:
         raise UserError(f"schedule={name}: should be one of {', '.join(SCHEDULES)}")
     for field, value in [("stages", stages), ("microbatches", microbatches), ("chunks", chunks)]:
@@ -31,7 +32,7 @@ def build(name, stages, microbatches, chunks=1, per_update=None):
     extra = (per_update,) if name in ASYNCHRONOUS else ()
     schedule = SCHEDULES[name](stages, microbatches, chunks, *extra)
     if not isinstance(schedule, Schedule):
-        raise UserError(f"schedule={name}: its function returns {schedule!r}; should return a Schedule")
+        raise UserError(f"schedule={name}: returns {schedule!r}; should return a Schedule")
     check_schedule(schedule, microbatches)
     return schedule
 
@@ -51,18 +52,22 @@ def check_actions(schedule, microbatches=None):
     name, parts, placement, lists, _ = schedule
     length = max(parts, default=-1) + 1
     if not parts or list(parts) != list(range(length)) * (len(parts) // length):
-        raise UserError(f"{name}: parts={parts}: each pipeline should have the same parts 0, 1, 2 ...")
-    if len(parts) != len(placement) or not set(placement) <= set(range(len(lists))) or not any(lists):
-        raise UserError(f"{name}: placement={placement}: should have {len(parts)} of {len(lists)} ranks, with actions")
+        raise UserError(f"{name}: parts={parts}: each pipeline should have the parts 0, 1, 2 ...")
+    known = set(placement) <= set(range(len(lists)))
+    if len(parts) != len(placement) or not known or not any(lists):
+        should = f"should have {len(parts)} of {len(lists)} ranks, with actions"
+        raise UserError(f"{name}: placement={placement}: {should}")
     m, index_of = microbatches or schedule.microbatches, {}
     for rank, actions in enumerate(lists):
         for i, action in enumerate(actions):
             kind, j, chunk = action
-            valid = kind in NOMINAL and 0 <= j < m and 0 <= chunk < len(parts) and placement[chunk] == rank
-            if not valid or action in index_of:
-                kinds, chunks = ", ".join(NOMINAL), [c for c, place in enumerate(placement) if place == rank]
+            kinds, chunks = ", ".join(NOMINAL), [c for c, r in enumerate(placement) if r == rank]
+            why = None
+            if kind not in NOMINAL or not 0 <= j < m or chunk not in chunks:
                 why = f"should have a kind of {kinds}, a micro-batch below {m}, and a chunk of {chunks}"
-                why = f"runs a second time; the first was action {index_of[action]}" if valid else why
+            elif action in index_of:
+                why = f"runs a second time; the first was action {index_of[action]}"
+            if why:
                 raise UserError(f"{name}: {where(schedule, rank, i)}: {why}")
             index_of[action] = i
     chunks_of, first = routes(schedule), pipelines(schedule)[0]
@@ -77,16 +82,17 @@ def check_actions(schedule, microbatches=None):
 
 
 def check_updates(schedule):
-    marks = [[action.microbatch for action in actions if action.kind == "U"] for actions in schedule.actions]
+    marks = [[j for kind, j, _ in actions if kind == "U"] for actions in schedule.actions]
     last = [schedule.microbatches - 1] if schedule.versions else []
     if any(mark != marks[0] or mark[-1:] != last for mark in marks):
-        should = f"should be equal lists that end with {last}" if last else "has no versions, so it has no updates"
-        raise UserError(f"{schedule.name}: the ranks update after the micro-batches {marks}; {should}")
+        should = f"should be equal lists that end with {last}" if last else "it has no versions"
+        raise UserError(f"{schedule.name}: ranks update after the micro-batches {marks}; {should}")
 
 
 def prerequisites(schedule):
     """Return {action: [actions that must end before it can start]}."""
-    backward = {(a.microbatch, a.chunk): a for actions in schedule.actions for a in actions if a.kind in "BI"}
+    every = itertools.chain(*schedule.actions)
+    backward = {(a.microbatch, a.chunk): a for a in every if a.kind in "BI"}
     needs = {}
     for rank, actions in enumerate(schedule.actions):
         updated = [action for action in actions if action.kind == "U"]
@@ -100,11 +106,14 @@ def prerequisites(schedule):
             elif kind == "W":
                 needs[action] = [Action("I", j, chunk)]
             elif kind == "U":
-                first = updated[updated.index(action) - 1].microbatch + 1 if action != updated[0] else 0
+                earlier = [update.microbatch for update in updated if update.microbatch < j]
+                first = max(earlier, default=-1) + 1
                 needs[action] = [backward[i, chunk] for i in range(first, j + 1)]
             else:
                 after = downstream(schedule, chunk)
-                needs[action] = [Action("F", j, chunk)] + ([] if after is None else [backward[j, after]])
+                needs[action] = [Action("F", j, chunk)]
+                if after is not None:
+                    needs[action].append(backward[j, after])
     return needs
 
 
@@ -115,14 +124,15 @@ def where(schedule, rank, i):
 def deadlock(schedule, needs, position, finished):
     """Return the error text of a deadlock: a circle of ranks, each waiting for an action of the next.
 
-    position[rank]: the index of the action that waits; done: the actions that have run.
+    position[rank]: the index of the action that waits; finished: the actions that have run.
     """
-    place = {action: (rank, i) for rank, actions in enumerate(schedule.actions) for i, action in enumerate(actions)}
+    lists = schedule.actions
+    place = {action: (rank, i) for rank, of in enumerate(lists) for i, action in enumerate(of)}
 
     def awaited(rank):
-        return next(need for need in needs[schedule.actions[rank][position[rank]]] if need not in finished)
+        return next(a for a in needs[lists[rank][position[rank]]] if a not in finished)
 
-    circle = [next(rank for rank, actions in enumerate(schedule.actions) if position[rank] < len(actions))]
+    circle = [next(rank for rank, of in enumerate(lists) if position[rank] < len(of))]
     while (following := place[awaited(circle[-1])][0]) not in circle:
         circle.append(following)
     sentences = []
@@ -134,7 +144,7 @@ def deadlock(schedule, needs, position, finished):
     return f"{schedule.name}: deadlock: " + "; ".join(sentences)
 
 
-# --- simulation -------------------------------------------------------------------------------------------------------
+# --- simulation -----------------------------------------------------------------------------------
 
 
 class Event(NamedTuple):
@@ -158,13 +168,14 @@ class Timeline(NamedTuple):
 def simulate(schedule, cost, comm=0):
     """Return the Timeline of a schedule, as in Qi et al., arXiv 2401.10241, section 5.
 
-    An action starts when its rank is free and its inputs have arrived: a time `comm` after their producers end, if
-    those run on another rank. cost: {kind: duration of an action of one chunk}.
+    An action starts when its rank is free and its inputs have arrived: a time `comm` after their
+    producers end, if those run on another rank. cost: {kind: duration of an action of one chunk}.
     """
     check_actions(schedule)
     cost = {"U": 0} | cost
     if unknown := {action.kind for actions in schedule.actions for action in actions} - set(cost):
-        raise UserError(f"cost={cost}: {schedule.name} also needs durations of {' and '.join(sorted(unknown))}")
+        kinds = " and ".join(sorted(unknown))
+        raise UserError(f"cost={cost}: {schedule.name} also needs durations of {kinds}")
     return timeline(run_in_order(schedule, cost, comm), len(schedule.actions))
 
 
@@ -180,8 +191,9 @@ def run_in_order(schedule, cost, comm):
                 action = actions[position[rank]]
                 if not all(need in ends for need in needs[action]):
                     break
-                arrivals = [ends[n] + comm * (schedule.placement[n.chunk] != rank) for n in needs[action]]
-                start = max(free[rank], *arrivals) if arrivals else free[rank]
+                start = free[rank]
+                for need in needs[action]:
+                    start = max(start, ends[need] + comm * (schedule.placement[need.chunk] != rank))
                 ends[action] = free[rank] = start + cost[action.kind]
                 events.append(Event(rank, action, start, free[rank]))
                 position[rank] += 1
@@ -196,9 +208,10 @@ def timeline(events, ranks):
     spans, peak, busy = [], [], 0
     for rank in range(ranks):
         of_rank = [e for e in events if e.rank == rank]
-        spans.append(max((e.end for e in of_rank), default=0) - min((e.start for e in of_rank), default=0))
+        first = min((e.start for e in of_rank), default=0)
+        spans.append(max((e.end for e in of_rank), default=0) - first)
         busy += sum(e.end - e.start for e in of_rank) / ranks
-        in_flight = accumulate({"F": 1, "B": -1, "W": -1}.get(e.action.kind, 0) for e in of_rank)
+        in_flight = itertools.accumulate({"F": 1, "B": -1, "W": -1}.get(e.action.kind, 0) for e in of_rank)
         peak.append(max(in_flight, default=0))
     span = max(spans)
     makespan = max(e.end for e in events) - min(e.start for e in events)
@@ -206,7 +219,7 @@ def timeline(events, ranks):
     return Timeline(events, makespan, span, *bubbles, peak)
 
 
-# --- messages ---------------------------------------------------------------------------------------------------------
+# --- messages -------------------------------------------------------------------------------------
 
 
 class Message(NamedTuple):
@@ -221,16 +234,16 @@ class Message(NamedTuple):
 def messages(schedule):
     """Return all messages of a checked schedule in one order, which never deadlocks (proof: NOTES.md).
 
-    NCCL runs the messages between two ranks in the order in which each rank posts (starts) them. So all ranks need one
-    order: that in which the messages become ready in a simulation. `pipeline.Mailbox` has a queue of its rank's
-    messages:
+    NCCL runs the messages between two ranks in the order in which each rank posts (starts) them. So
+    all ranks need one order: that in which the messages become ready in a simulation.
+    `pipeline.Mailbox` has a queue of its rank's messages:
 
-        before the first action and after each: post from the front of the queue, up to the first send whose tensor
-            is not yet computed (isend and irecv do not wait)
+        before the first action and after each: post from the front of the queue, up to the first
+            send whose tensor is not yet computed (isend and irecv do not wait)
         before an action: wait for the message that this action consumes
 
-    Messages to higher ranks and to lower ranks have a process group each (`pipeline.axis_to`). With one group, a send
-    that is ready would wait for receives that are not.
+    Messages to higher ranks and to lower ranks have a process group each (`pipeline.axis_to`). With
+    one group, a send that is ready would wait for receives that are not.
     """
     consumers = {}  # {producer: its only consumer on another rank}
     for action, needs in prerequisites(schedule).items():
@@ -242,37 +255,48 @@ def messages(schedule):
         producer, consumer = event.action, consumers.get(event.action)
         if consumer:
             kind = "activation" if producer.kind == "F" else "gradient"
-            destination = schedule.placement[consumer.chunk]
-            ordered.append(Message(event.rank, destination, kind, producer.microbatch, producer, consumer))
+            to, j = schedule.placement[consumer.chunk], producer.microbatch
+            ordered.append(Message(event.rank, to, kind, j, producer, consumer))
     return ordered
 
 
-# --- the papers' formulas ---------------------------------------------------------------------------------------------
+# --- the papers' formulas -------------------------------------------------------------------------
 
 
 class Formula(NamedTuple):
     """Formulas as Python text, with the letters of the table at the top."""
 
     bubble: str  # of a rank's own time, if messages take no time
-    where: str  # the condition of `bubble`
     peak: str  # as in Timeline, on rank r
+    where: str = "True"  # the condition of `bubble`
 
 
+ONE_F_ONE_B = Formula("(p-1) / (m+p-1)", "min(p-r, m)")
 FORMULAS = {
-    "gpipe": Formula("(p-1) / (m+p-1)", "True", "m"),
-    "1f1b": Formula("(p-1) / (m+p-1)", "True", "min(p-r, m)"),
-    "interleaved": Formula("(p-1) / (v*m+p-1)", "True", "min((v-1)*p + 2*(p-1-r) + 1, v*m)"),
-    "zb-h1": Formula("(p-1)*(F+I-W) / (m*(F+I+W) + (p-1)*(F+I-W))", "m >= p and W <= min(F, I)", "min(p, m)"),
-    "zb-h2": Formula(
-        "(p-1)*(F+I-2*W) / (m*(F+I+W) + (p-1)*(F+I-2*W))", "m >= 2*p-1 and W <= min(F, I)", "min(2*p-1, m)"
+    "gpipe": ONE_F_ONE_B._replace(peak="m"),
+    "1f1b": ONE_F_ONE_B,
+    "interleaved": Formula("(p-1) / (v*m+p-1)", "min((v-1)*p + 2*(p-1-r) + 1, v*m)"),
+    "zb-h1": Formula(
+        "(p-1)*(F+I-W) / (m*(F+I+W) + (p-1)*(F+I-W))",
+        "min(p, m)",
+        "m >= p and W <= min(F, I)",
     ),
-    "zb-v": Formula("(p-1)*(I-W) / (m*(F+I+W) + (p-1)*(I-W))", "m >= 2*p-1 and W <= F <= I", "min(m+1+r, 2*m, 2*p)"),
-    "pipedream": Formula("(p-1) / (m+p-1)", "True", "min(p-r, m)"),
-    "pipedream-2bw": Formula("(p-1) / (m+p-1)", "True", "min(p-r, m)"),
+    "zb-h2": Formula(
+        "(p-1)*(F+I-2*W) / (m*(F+I+W) + (p-1)*(F+I-2*W))",
+        "min(2*p-1, m)",
+        "m >= 2*p-1 and W <= min(F, I)",
+    ),
+    "zb-v": Formula(
+        "(p-1)*(I-W) / (m*(F+I+W) + (p-1)*(I-W))",
+        "min(m+1+r, 2*m, 2*p)",
+        "m >= 2*p-1 and W <= F <= I",
+    ),
+    "pipedream": ONE_F_ONE_B,
+    "pipedream-2bw": ONE_F_ONE_B,
     "chimera": Formula(
         "(p-2) / (2*m+p-2)",
-        "p >= 2 and F == B and m % p == 0",
         "min((p+1)//2, p-r, (m+1)//2) + min(p//2, r+1, m//2)",
+        "p >= 2 and F == B and m % p == 0",
     ),
 }
 

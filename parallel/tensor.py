@@ -1,9 +1,10 @@
 """Tensor parallelism: the matrices of a layer are cut over t ranks (slide "テンソル並列").
 
-The first forms are `ladder/rung11`, `17` and `18`: f there is enter=copy here, g is leave=all_reduce, and n is t.
-Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3; sequence parallelism: Korthikanti et al. (arXiv 2205.05198),
-section 4.2. A block has two pairs of linears: qkv and proj around attention, fc1 and fc2 in the MLP. The first of a
-pair is cut by its outputs (column parallel), the second by its inputs (row parallel). Inside a pair nothing is sent:
+The first forms are `ladder/rung11`, `17` and `18`: f there is enter=copy here, g is
+leave=all_reduce, and n is t. Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3; sequence
+parallelism: Korthikanti et al. (arXiv 2205.05198), section 4.2. A block has two pairs of linears:
+qkv and proj around attention, fc1 and fc2 in the MLP. The first of a pair is cut by its outputs
+(column parallel), the second by its inputs (row parallel). Inside a pair nothing is sent:
 
         x --f-->  Y_i = x A_i^T  -->  gelu / attention  -->  Z_i = Y_i B_i^T  --g-->  z = sum_i Z_i
               column parallel            all local                row parallel
@@ -16,25 +17,29 @@ pair is cut by its outputs (column parallel), the second by its inputs (row para
     leave   all_reduce (g) all_reduce of y    nothing               y is whole on every rank
             reduce_scatter reduce_scatter y   all_gather of dy      y is cut by tokens (sequence parallel)
 
-Each tensor has one of four types (names of meta-pytorch's spmd_types); a linear's input, output and sum are I, V, I:
+Each tensor has one of four types (names of meta-pytorch's spmd_types); a linear's input, output and
+sum are I, V, I:
 
     R  equal on all ranks; a rank has part of its gradient      I --f--> R        I  equal, and so is its gradient
     V  each rank has its own heads, columns or tokens           P --g--> I        P  a part: the sum is the value
 
-So a replicated parameter inside a pair (a norm of q) has a partial gradient. `testing/letters.py` follows the types.
+So a replicated parameter inside a pair (a norm of q) has a partial gradient. `testing/letters.py`
+follows the types.
 
-With sequence parallelism each rank has n/t consecutive rows of an activation [n = bs, h] outside of the pairs, so
-LayerNorm, dropout and residual stream cost 1/t of the memory and the work. Forward stores only the cut x, so backward
-gathers x again for dW. A replicated parameter (LayerNorm, row-parallel bias, position table, router of experts) sees
-part of the tokens, so `zero.py` sums its gradient over tp.
+With sequence parallelism each rank has n/t consecutive rows of an activation [n = bs, h] outside of
+the pairs, so LayerNorm, dropout and residual stream cost 1/t of the memory and the work. Forward
+stores only the cut x, so backward gathers x again for dW. A replicated parameter (LayerNorm,
+row-parallel bias, position table, router of experts) sees part of the tokens, so `zero.py` sums its
+gradient over tp.
 
-**What can overlap.** The slide says that this communication can't be hidden. This is true in forward: the next
-operation needs the sum of g. But `Linear.backward` starts the all_reduce of dx, computes dW = dy^T x, then waits. With
-sequence parallelism, the all_gather of x for dW overlaps with dx = dy W. Nothing hides the all_gather of dy, embedding
-and head, or dx in the action I, which computes no dW.
+**What can overlap.** The slide says that this communication can't be hidden. This is true in
+forward: the next operation needs the sum of g. But `Linear.backward` starts the all_reduce of dx,
+computes dW = dy^T x, then waits. With sequence parallelism, the all_gather of x for dW overlaps
+with dx = dy W. Nothing hides the all_gather of dy, embedding and head, or dx in the action I, which
+computes no dW.
 
-Per layer and micro-batch a rank sends 8 bsh (t-1)/t elements in 4 all_reduces; with sequence parallelism 10 bsh (t-1)/t
-in 10 all_gathers and reduce_scatters (`accounts/ledger.py`).
+Per layer and micro-batch a rank sends 8 bsh (t-1)/t elements in 4 all_reduces; with sequence
+parallelism 10 bsh (t-1)/t in 10 all_gathers and reduce_scatters (`accounts/ledger.py`).
 """
 
 import hashlib
@@ -50,12 +55,12 @@ from parallel.comm import Pending, all_gather, all_reduce, reduce_scatter
 
 ROWS = 4096  # tokens whose logits exist at a time: 412 MB (bf16, v = 50,304)
 
-# --- logical parameters ---------------------------------------------------------------------------------------------
+# --- logical parameters ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One logical parameter, the same in every layout. A rank keeps it whole or cut along `tp_dim`."""
+    """One logical parameter, equal in every layout. A rank keeps it whole or cut along `tp_dim`."""
 
     name: str  # "block3.qkv.weight"; also the name of its file in a checkpoint
     shape: tuple  # whole
@@ -63,7 +68,7 @@ class ParamSpec:
     decay: bool = False  # weight decay applies
     std: float = 0.0  # standard deviation of the initial values
     mean: float = 0.0
-    partial: bool = False  # replicated, but each tp rank has its own part of the gradient (inside a pair: QK-norm)
+    partial: bool = False  # whole, but inside a pair (QK-norm): a rank has part of its gradient
     matrix: bool = False  # Muon updates it as a matrix, or as several
 
     @property
@@ -90,15 +95,18 @@ class ParamSpec:
 def specs(unit):
     """Return the ParamSpecs of a unit and of the modules inside it.
 
-    Raises UserError for torch's own parameters and buffers: only ParamSpecs are drawn, summed, updated and saved.
+    Raises UserError for torch's own parameters and buffers: only ParamSpecs are drawn, summed,
+    updated and saved.
     """
     for name, _ in (*unit.named_parameters(), *unit.named_buffers()):
-        right = 'should be a `ParamSpec("block0.NAME", shape, std=0.02)`, or a constant that forward computes'
-        raise UserError(f"{type(unit).__name__}.{name} is torch's own, so no rank would train or save it: {right}")
-    return [spec for module in unit.modules() for spec in vars(module).values() if isinstance(spec, ParamSpec)]
+        why = "is torch's own, so no rank would train or save it"
+        right = '`ParamSpec("block0.NAME", shape, std=0.02)`, or a constant that forward computes'
+        raise UserError(f"{type(unit).__name__}.{name} {why}: should be a {right}")
+    values = [value for module in unit.modules() for value in vars(module).values()]
+    return [value for value in values if isinstance(value, ParamSpec)]
 
 
-# --- linear ---------------------------------------------------------------------------------------------------------
+# --- linear ---------------------------------------------------------------------------------------
 
 CONJUGATE = {  # {communication of a tensor: communication of its gradient}
     None: None,
@@ -107,22 +115,22 @@ CONJUGATE = {  # {communication of a tensor: communication of its gradient}
     "all_reduce": "copy",
     "reduce_scatter": "all_gather",
 }
+COLLECTIVES = {"all_reduce": all_reduce, "all_gather": all_gather, "reduce_scatter": reduce_scatter}
 
 
 def start(communication, x, tp, what):
     """Start a communication of the table above. Return a `comm.Pending`."""
     if communication in (None, "copy"):
         return Pending(x)
-    operations = {"all_reduce": all_reduce, "all_gather": all_gather, "reduce_scatter": reduce_scatter}
-    return operations[communication](x, tp, what)
+    return COLLECTIVES[communication](x, tp, what)
 
 
 class Linear(torch.autograd.Function):
     """y = leave(enter(x) W^T + bias): every linear of a block; in generation also the head.
 
-    x: [n or n/t, in]. w: this rank's [out, in], or [k, out, in] for k outputs (q, k, v). bias: [out] or [k, out], or
-    None. y: [n, out] (n/t rows with reduce_scatter), or a tuple of k views. Backward adds the gradients of w and bias
-    to `.grad`.
+    x: [n or n/t, in]. w: this rank's [out, in], or [k, out, in] for k outputs (q, k, v). bias:
+    [out] or [k, out], or None. y: [n, out] (n/t rows with reduce_scatter), or a tuple of k views.
+    Backward adds the gradients of w and bias to `.grad`.
     """
 
     @staticmethod
@@ -138,7 +146,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *parts):
-        """Return dx = dy w. Add dW = dy^T x to `w.grad` while dx is sent, or leave it to the action W."""
+        """Return dx = dy w. Add dW = dy^T x to `w.grad` while dx is sent, or leave it to W."""
         (x,), (w, bias, enter, leave, tp, ops) = ctx.saved_tensors, ctx.arguments
         if bias is None:
             dy = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
@@ -162,7 +170,7 @@ class Linear(torch.autograd.Function):
 
 
 class WeightGradient(NamedTuple):
-    """The factors of dW = dy^T x, kept from the action I to the action W (`Executor.weight_gradient`)."""
+    """The factors of dW = dy^T x, kept from the action I to W (`Executor.weight_gradient`)."""
 
     w: nn.Parameter
     dy: torch.Tensor
@@ -180,8 +188,8 @@ def add_product(w, dy, x):
 class ColumnParallelLinear(nn.Module):
     """Linear cut by its outputs: x [n, in] (n/t rows with sequence parallelism) -> [n, out/t].
 
-    shape: of the whole weight, [out, in], or [3, out, in] for q, k, v. adds_bias=False: the next operation adds it.
-    has_bias=False: there is none.
+    shape: of the whole weight, [out, in], or [3, out, in] for q, k, v. adds_bias=False: the next
+    operation adds it. has_bias=False: there is none.
     """
 
     def __init__(self, name, shape, std, tp, sequence_parallel, ops=reference, adds_bias=True, has_bias=True):
@@ -198,7 +206,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Linear cut by its inputs: x [n, in/t] -> [n, out] (n/t rows with sequence parallelism), without the bias.
+    """Linear cut by its inputs: x [n, in/t] -> [n, out] (n/t rows with sequence parallelism).
 
     The next operation adds the bias, after the sum over tp.
     """
@@ -213,14 +221,14 @@ class RowParallelLinear(nn.Module):
         return Linear.apply(x, self.weight, None, None, self.leave, self.tp)
 
 
-# --- vocabulary -----------------------------------------------------------------------------------------------------
+# --- vocabulary -----------------------------------------------------------------------------------
 
 
 class EmbeddingLookup(torch.autograd.Function):
     """Look up ids [n] in a table w [v, h], or in a slice [v/t, h] of a table that is cut over tp.
 
-    leave None: the table is whole. Otherwise a rank fills the rows whose ids are in its slice, and the sum over tp
-    gives all rows.
+    leave None: the table is whole. Otherwise a rank fills the rows whose ids are in its slice, and
+    the sum over tp gives all rows.
     """
 
     @staticmethod
@@ -255,14 +263,16 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The loss of every token, [n], from x [n or n/t, h] and the word table w [v/t, h]. **Backward computes it.**
+    """x [n or n/t, h], word table w [v/t, h] -> the loss of every token, [n]. **Backward computes it.**
 
-    The logits, v numbers per token, would be the largest activation, so they never exist whole. Forward only allocates
-    the losses (nan) and keeps x. Backward works on ROWS tokens at a time: logits z = x W^T, their losses and their
-    gradient dz in the place of z, then dx = dz W and dW += dz^T x. So each logit is computed once. A token with a
-    negative target (PyTorch's -100) has loss 0 and no gradient.
+    The logits, v numbers per token, would be the largest activation, so they never exist whole.
+    Forward only allocates the losses (nan) and keeps x. Backward works on ROWS tokens at a time:
+    logits z = x W^T, their losses and their gradient dz in the place of z, then dx = dz W and dW +=
+    dz^T x. So each logit is computed once. A token with a negative target (PyTorch's -100) has loss
+    0 and no gradient.
 
-    in_forward: forward computes the losses, too, because the head computes with them (`Executor.real_losses`).
+    in_forward: forward computes the losses, too, because the head computes with them
+    (`Executor.real_losses`).
     """
 
     @staticmethod
@@ -270,9 +280,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         if in_forward:
             losses = next_token_losses(x, w, targets, vocab_size, enter, tp, ops)
         else:
-            losses = x.new_full(targets.shape, torch.nan, dtype=torch.promote_types(x.dtype, torch.float32))
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            losses = x.new_full(targets.shape, torch.nan, dtype=dtype)
         ctx.save_for_backward(x)
-        # A head may overwrite real losses. Without detach, ctx and the graph of losses keep each other alive.
+        # A head may overwrite real losses. detach: else ctx and the graph would keep each other alive.
         ctx.losses = losses.clone() if in_forward else losses.detach()
         ctx.arguments = w, targets, vocab_size, enter, tp, ops
         return losses
@@ -309,8 +320,8 @@ def slices(x):
 def cross_entropy_(z, w, targets, vocab_size, weights, tp, ops):
     """Return the losses [n] of logits z [n, v/t], and replace z by its gradient.
 
-    weights [n]: the gradient of each loss, or None. The ranks combine three numbers per token: maximum, sum of
-    exponentials, logit of the target.
+    weights [n]: the gradient of each loss, or None. The ranks combine three numbers per token:
+    maximum, sum of exponentials, logit of the target.
     """
     first = tp.rank * len(w)
     columns = min(max(vocab_size - first, 0), len(w))  # this rank's columns without padding

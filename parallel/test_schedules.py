@@ -366,8 +366,8 @@ def changed(schedule, change):
         ("chimera", lambda lists: lists[1].insert(0, Action("F", 0, 6)), "micro-batch 0 has actions in chunk 0 and in"),
         ("1f1b", dict(parts=[0, 1, 3, 2]), "parts=[0, 1, 3, 2]"),
         ("1f1b", dict(placement=[0, 1, 2, 4]), "placement=[0, 1, 2, 4]"),
-        ("pipedream", lambda lists: lists[1].remove(Action("U", 2, 1)), "the ranks update after"),
-        ("pipedream", dict(versions=None), "the ranks update after"),
+        ("pipedream", lambda lists: lists[1].remove(Action("U", 2, 1)), "ranks update after"),
+        ("pipedream", dict(versions=None), "ranks update after"),
         ("pipedream", lambda lists: lists[1].insert(0, lists[1].pop(4)), "deadlock: "),
         ("pipedream", dict(versions=[[0] * 8, [1] * 8, [0] * 8, [0] * 8]), "deadlock: "),
     ],
@@ -399,7 +399,7 @@ def test_your_own_schedule(monkeypatch, capsys):
     text = capsys.readouterr().out
     assert "bubble 0.5294 of 51\npeak   3 2 2 1 in flight\n" in text and "bubble 0.2727 of 33 " in text
     monkeypatch.setitem(SCHEDULES, "mine", lambda stages, microbatches, chunks=1: None)
-    assert "schedule=mine: its function returns None" in refusal(build, "mine", 2, 2)
+    assert "schedule=mine: returns None" in refusal(build, "mine", 2, 2)
 
 
 # --- the drawing ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a rank does at this moment: `with watch("backward", action): ...`. Tools that measure a run are told.
+"""What a rank does at this moment: `with watch("backward", action): ...`. It tells the tools.
 
     phase       contains                        subject         the timer of Megatron-LM's log
     pipeline    all actions of a step           the Schedule
@@ -13,8 +13,8 @@
     penalty     a step's second run                             penalty
     setup, evaluate, log: not in a step
 
-A phase inside another one ends before it: wait, batch, recompute and reduce are parts of forward or backward. The
-ledger (`comm.py`) counts the bytes of each phase.
+A phase inside another one ends before it: wait, batch, recompute and reduce are parts of forward or
+backward. The ledger (`comm.py`) counts the bytes of each phase.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class Tool:
         return contextlib.nullcontext()
 
     def started(self, work, phase, axis, what, operation, peer):
-        """Return torch's handle `work` of a communication, or another one in its place. peer: of a message."""
+        """Return torch's handle `work` of a communication, or one in its place. peer: of a message."""
         return work
 
 

@@ -1,9 +1,10 @@
 """ZeRO: shards three kinds of buffers over the data ranks (slides "データ並列 (DP)" and "ZeRO (FSDP)").
 
-The first forms are `ladder/rung04` to `08`: `gather` and `free` there are `gather` and `release` here, the hook is
-`reduce`. Rajbhandari et al. (arXiv 1910.02054), section 5. A *bucket* (`layout.py`) has three kinds of flat buffers:
-optimizer state, gradients, parameters. The ZeRO stage selects the kinds that are sharded over the n data ranks. P:
-elements of a rank's buckets; m: micro-batches.
+The first forms are `ladder/rung04` to `08`: `gather` and `free` there are `gather` and `release`
+here, the hook is `reduce`. Rajbhandari et al. (arXiv 1910.02054), section 5. A *bucket*
+(`layout.py`) has three kinds of flat buffers: optimizer state, gradients, parameters. The ZeRO
+stage selects the kinds that are sharded over the n data ranks. P: elements of a rank's buckets; m:
+micro-batches.
 
     stage   optimizer state   gradients   parameters     sent per step and rank, in units of P (n-1)/n elements
       0     whole             whole       whole          2       all_reduce of gradients
@@ -11,7 +12,8 @@ elements of a rank's buckets; m: micro-batches.
       2     1/n               1/n         whole          m + 1   as stage 1, but gradients after each micro-batch
       3     1/n               1/n         1/n            3m      as stage 2, but parameters before each F and each B
 
-With m = 1 this is 2, 2, 2, 3 (section 7). The calls of a step (gather to settle, and publish, are Bucket's):
+With m = 1 this is 2, 2, 2, 3 (section 7). The calls of a step (gather to settle, and publish, are
+Bucket's):
 
     call           when                    stage 0          1                 2                        3
     zero_grad      at the start            clear            clear             clear 1/n                clear 1/n
@@ -26,16 +28,19 @@ With m = 1 this is 2, 2, 2, 3 (section 7). The calls of a step (gather to settle
     update         once                    everything       1/n               1/n                      1/n
     publish        once                    -                all_gather        all_gather               -
 
-**Hybrid sharding** (`zero_copies=k`; slide "3-D Parallelism": ラック間でデータ並列及びZeRO; Zhang et al., MiCS, arXiv
-2205.00119). ZeRO divides a bucket only over n = dp cp / k consecutive data ranks, for example those of a node. The k
-groups keep copies. Once in a step, after backward, a rank sums its P/n elements over the copies: 2 P/n (k-1)/k more.
+**Hybrid sharding** (`zero_copies=k`; slide "3-D Parallelism": ラック間でデータ並列及びZeRO; Zhang et al., MiCS,
+arXiv 2205.00119). ZeRO divides a bucket only over n = dp cp / k consecutive data ranks, for example
+those of a node. The k groups keep copies. Once in a step, after backward, a rank sums its P/n
+elements over the copies: 2 P/n (k-1)/k more.
 
-The all_gathers of `publish` run while the next step begins. In stages 2 and 3 at most two sums run while backward fills
-a third buffer. In stage 3 the next unit's parameters are gathered while this unit computes.
+The all_gathers of `publish` run while the next step begins. In stages 2 and 3 at most two sums run
+while backward fills a third buffer. In stage 3 the next unit's parameters are gathered while this
+unit computes.
 
-With AdamW in bf16 each parameter needs 18 bytes: parameter 2, gradient 4, master weight 4 (the float32 copy that the
-optimizer updates), two moments 8. Stages 1, 2, 3 divide 12, 16, 18 of these by n. In fp32 the parameters are the master
-weights: 16 bytes. Gradients accumulate in the master dtype, float32 (in fp64 runs float64).
+With AdamW in bf16 each parameter needs 18 bytes: parameter 2, gradient 4, master weight 4 (the
+float32 copy that the optimizer updates), two moments 8. Stages 1, 2, 3 divide 12, 16, 18 of these
+by n. In fp32 the parameters are the master weights: 16 bytes. Gradients accumulate in the master
+dtype, float32 (in fp64 runs float64).
 """
 
 import itertools
@@ -55,8 +60,9 @@ from parallel.tensor import ParamSpec
 class Flat:
     """A flat buffer of a bucket. whole: [size]. shard: the elements that this rank updates.
 
-    Not sharded: `shard` is a view into `whole`. Sharded: `shard` is a buffer of its own, and `whole` has storage only
-    from `open` to `close`. views: the parameters or their gradients, which are views into `whole`.
+    Not sharded: `shard` is a view into `whole`. Sharded: `shard` is a buffer of its own, and
+    `whole` has storage only from `open` to `close`. views: the parameters or their gradients, which
+    are views into `whole`.
     """
 
     def __init__(self, size, bounds, sharded, dtype, device):
@@ -91,7 +97,7 @@ def free(x):
 
 
 class Window:
-    """The buckets whose gradients are being summed, the oldest first. All buckets of a rank share one."""
+    """The buckets whose gradients are being summed, the oldest first. A rank has one Window."""
 
     MOST = 2  # sums of whole gradients (stages 2 and 3) that run at a time
 
@@ -107,20 +113,21 @@ class Window:
 class Bucket:
     """One bucket on this rank: its flat buffers, and what ZeRO does with them.
 
-    Axes:       the data ranks are cut into `shards`, which divide the bucket, and `copies`, which keep the same shard.
-                In stage 0 the whole bucket is the only shard. `tp` cuts tensors; `holders` are the pipeline ranks that
-                use the bucket.
-    Buffers:    param and grad (Flat). master (weights), moments and master_grad have only the elements of this rank's
-                shard, on the device of the optimizer state.
-    Elements:   bounds: (begin, end) of this rank's shard. saved: the part of it that this rank writes into checkpoints.
-                ranges, pieces: parts of the shard with parameters of one kind; one part for each parameter.
+    Axes:       the data ranks are cut into `shards`, which divide the bucket, and `copies`, which
+                keep the same shard. In stage 0 the whole bucket is the only shard. `tp` cuts
+                tensors; `holders` are the pipeline ranks that use the bucket.
+    Buffers:    param and grad (Flat). master (weights), moments and master_grad have only the
+                elements of this rank's shard, on the device of the optimizer state.
+    Elements:   bounds: (begin, end) of this rank's shard. saved: the part of it that this rank
+                writes into checkpoints. ranges: parts of the shard with parameters of one kind.
+                pieces: a part for each parameter.
     """
 
     def __init__(self, layout, zero, holders, training):
         """layout: a BucketLayout. training: False for parameters only."""
         self.layout, self.name, self.size = layout, layout.name, layout.size
-        self.shards, self.copies, self.tp, self.holders = zero.shards, zero.copies, zero.mesh.tp, holders
-        self.sum_axis, self.window = zero.sum_axis, zero.window
+        self.shards, self.copies, self.sum_axis = zero.shards, zero.copies, zero.sum_axis
+        self.tp, self.holders, self.window = zero.mesh.tp, holders, zero.window
         self.bounds = layout.part(self.shards.rank, self.shards.size)
         part = self.shards.rank * self.copies.size + self.copies.rank
         self.saved = layout.part(part, self.shards.size * self.copies.size)
@@ -132,16 +139,19 @@ class Bucket:
         self.grad, self.master, self.moments = None, self.param.shard, []
         if training:
             self.grad = Flat(self.size, self.bounds, stage >= 2, zero.master_dtype, zero.device)
-            if (zero.dtype, zero.device) != (zero.master_dtype, zero.state_device):
-                self.master = torch.zeros_like(self.param.shard, dtype=zero.master_dtype, device=zero.state_device)
-            self.moments = [torch.zeros_like(self.master) for _ in range(RULES[zero.config.optimizer].moments)]
-        self.params = [self._parameter(piece, zero.master_dtype) for piece in layout.pieces(0, self.size)]
+            state = zero.master_dtype, zero.state_device
+            if (zero.dtype, zero.device) != state:
+                self.master = torch.zeros(len(self.param.shard), dtype=state[0], device=state[1])
+            number = RULES[zero.config.optimizer].moments
+            self.moments = [torch.zeros_like(self.master) for _ in range(number)]
+        pieces = layout.pieces(0, self.size)
+        self.params = [self._parameter(piece, zero.master_dtype) for piece in pieces]
         self.param.close()
         if training:
             self.grad.close()
 
     def _parameter(self, piece, master_dtype):
-        """Return an nn.Parameter. It and its `.grad` are views into flat buffers, so backward adds to the buffer."""
+        """Return an nn.Parameter. It and its `.grad` are views: backward adds to the flat buffer."""
         shape = piece.spec.local_shape(self.layout.tp)
         p = nn.Parameter(piece.of(self.param.whole).view(shape))
         p.spec, p.deferred = piece.spec, None
@@ -153,14 +163,15 @@ class Bucket:
         self.param.views.append(p)
         return p
 
-    # --- parameters, before and after a unit computes -----------------------------------------------------------------
+    # --- parameters, before and after a unit computes ---------------------------------------------
 
     def start_gather(self):
         """Start the all-gather of the parameters (stage 3)."""
         if self.param.sharded and not self.gathering:
             self.param.open()
-            # Autograd refuses saved tensors that change. `.data` hides the gather from it; the values stay the same.
-            self.gathering = all_gather(self.param.shard, self.shards, "parameters", out=self.param.whole.data)
+            # Autograd refuses saved tensors that change. `.data` hides the gather: values stay equal.
+            out = self.param.whole.data
+            self.gathering = all_gather(self.param.shard, self.shards, "parameters", out)
 
     def gather(self):
         """Wait until the parameters are whole."""
@@ -174,7 +185,7 @@ class Bucket:
             self.gathering = None
             self.param.close()
 
-    # --- the gradient, before and after a unit's backward -------------------------------------------------------------
+    # --- the gradient, before and after a unit's backward -----------------------------------------
 
     def open_gradient(self):
         self.settle()  # a buffer must not change while it is sent
@@ -182,17 +193,18 @@ class Bucket:
             self.grad.whole.zero_()
 
     def frozen(self):
-        """Return this rank's weights and moments whose parameter has requires_grad=False, a list of views."""
-        pieces = [piece for piece, p in zip(self.pieces, self.params, strict=True) if not p.requires_grad]
+        """Return views of the weights and moments with requires_grad=False."""
+        pairs = zip(self.pieces, self.params, strict=True)
+        pieces = [piece for piece, p in pairs if not p.requires_grad]
         return [piece.of(flat) for piece in pieces for flat in (self.master, *self.moments)]
 
     def defer_to(self, products):
-        """Let linears append their `WeightGradient`s to the list `products`. None: compute at once."""
+        """Let linears append their `WeightGradient`s to a list. None: compute at once."""
         for p in self.params:
             p.deferred = products
 
     def reduce(self, last):
-        """Start to sum the gradient over the data ranks. last: it is the bucket's last gradient of the step."""
+        """Start to sum the gradient over the data ranks. last: it is complete for this step."""
         if self.grad.sharded:
             self.window.make_room()
         elif not last:
@@ -205,7 +217,7 @@ class Bucket:
         self.window.buckets.append(self)
 
     def settle(self):
-        """Wait for the sum, if one runs. Stages 2 and 3: add this rank's shard to `grad.shard`, free `grad.whole`."""
+        """Wait for the sum, if one runs. Stages 2, 3: add it to `grad.shard`, free `grad.whole`."""
         if not self.summing:
             return
         shard = self.summing.wait()
@@ -215,15 +227,15 @@ class Bucket:
             self.grad.shard.add_(shard)
             self.grad.close()
 
-    # --- the update ---------------------------------------------------------------------------------------------------
+    # --- the update -------------------------------------------------------------------------------
 
     def counts(self, r):
-        """Return True on exactly one of the ranks that keep the elements of a Range: the norm counts them once."""
+        """Return True on one of the ranks that keep the elements of a Range: the norm's."""
         return self.copies.rank == self.holders.rank == 0 and (r.cut or self.tp.rank == 0)
 
     @property
     def cast(self):
-        """`param.shard`, to which the optimizer copies the master weights. None if it is `master`."""
+        """`param.shard`, to which the optimizer copies `master`. None if they are one tensor."""
         return None if self.param.shard is self.master else self.param.shard
 
     def fetch_gradient(self):
@@ -235,13 +247,14 @@ class Bucket:
     def publish(self):
         """Start to all-gather the new parameters from their shards (stages 1 and 2)."""
         if not self.param.sharded:
-            self.gathering = all_gather(self.param.shard, self.shards, "parameters", out=self.param.whole)
+            out = self.param.whole
+            self.gathering = all_gather(self.param.shard, self.shards, "parameters", out)
 
 
 class HostBucket(Bucket):
-    """A bucket whose optimizer state and update are on the CPU (Ren et al., ZeRO-Offload, arXiv 2101.06840).
+    """A bucket whose optimizer state is on the CPU (Ren et al., ZeRO-Offload, arXiv 2101.06840).
 
-    Gradients and new weights go through `staging`, a pinned buffer: memory that a GPU copies directly.
+    Gradients and new weights go through `staging`, pinned memory, which a GPU copies directly.
     """
 
     cast = None
@@ -269,7 +282,10 @@ def wait_for(communications):
 
 
 class Zero:
-    """This rank's buckets, and the calls of a step that concern all of them. training: False for parameters only."""
+    """This rank's buckets, and the calls of a step for all of them.
+
+    training: False for parameters only.
+    """
 
     def __init__(self, model, layout, config, mesh, dtype, device, ops=reference, training=True):
         """Make the buckets, and replace each ParamSpec of this rank's units by its nn.Parameter."""
@@ -277,20 +293,22 @@ class Zero:
         self.dtype, self.device = dtype, torch.device(device)
         self.master_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.state_device = torch.device("cpu") if config.offload else self.device
-        self.updates = torch.zeros((), dtype=torch.int64, device=device)  # steps that were not skipped
+        self.updates = torch.zeros((), dtype=torch.int64, device=device)  # without skipped steps
         self.window, self.unequal = Window(), []
         self.shards, self.copies = mesh.cut_data(layout.shards)
-        # NCCL runs the calls of a group one after another. In a second group, a sum does not delay the next gather.
+        # NCCL runs the calls of a group one after another. So sums, which must not delay the next
+        # gather, get a second group.
         self.sum_axis = mesh.second(self.shards) if layout.zero_stage == 3 else self.shards
         layouts, self.buckets = layout.buckets(mesh.pp.rank), {}
-        holders = {name: mesh.holders(layout.holders(name)) for name in sorted(layouts)}  # same order on all ranks
+        # sorted: all holders of a bucket need the same order of calls
+        holders = {name: mesh.holders(layout.holders(name)) for name in sorted(layouts)}
         kind = HostBucket if training and self.state_device != self.device else Bucket
-        for name, bucket in layouts.items():  # a Bucket frees its sharded buffers at once, so one is whole at a time
+        for name, bucket in layouts.items():  # a Bucket frees its sharded buffers: one is whole
             self.buckets[name] = kind(bucket, self, holders[name], training)
-        self.in_order = [self.buckets[name] for name in sorted(layouts)]  # all holders need the same order
+        self.in_order = [self.buckets[name] for name in sorted(layouts)]
         params = {p.spec: p for bucket in self.in_order for p in bucket.params}
-        units = [model.units[unit] for chunk in layout.chunks(mesh.pp.rank) for unit in layout.units[chunk]]
-        for module in (module for unit in units for module in unit.modules()):
+        numbers = [unit for chunk in layout.chunks(mesh.pp.rank) for unit in layout.units[chunk]]
+        for module in (module for unit in numbers for module in model.units[unit].modules()):
             for key, spec in list(vars(module).items()):
                 if isinstance(spec, ParamSpec):
                     setattr(module, key, params[spec])
@@ -317,10 +335,10 @@ class Zero:
         for bucket in self.in_order:
             bucket.grad.clear()
 
-    # --- finish: after all backwards ----------------------------------------------------------------------------------
+    # --- finish: after all backwards --------------------------------------------------------------
 
     def finish(self):
-        """Complete all gradients. The sum over the data ranks comes first: after it, only shards need other sums."""
+        """Complete all gradients. The data ranks come first: then only shards need other sums."""
         self.sum_over_data()
         self.sum_over_tp()
         self.sum_over_holders()
@@ -331,13 +349,13 @@ class Zero:
         for bucket in [*self.window.buckets]:
             bucket.settle()
         if self.shards.size > 1:  # with one shard, `reduce` has summed over the copies
-            wait_for([all_reduce(bucket.grad.shard, bucket.copies, "gradients") for bucket in self.in_order])
+            self.sum_shards("copies", "gradients")
 
     def sum_over_tp(self):
         """Sum the gradients of replicated parameters over tp (`layout.replica_sums` says why).
 
-        Of equal gradients all take the first tp rank's: the others add 0 times theirs. unequal: how far these were
-        from it (`replicas.py` refuses more than rounding).
+        Of equal gradients all take the first tp rank's: the others add 0 times theirs. unequal: how
+        far these were from it (`replicas.py` refuses more than rounding).
         """
         tp, started, equal = self.mesh.tp, [], []
         for bucket in self.in_order:
@@ -346,36 +364,40 @@ class Zero:
                     part = bucket.grad.shard[r.begin : r.end]
                     if what == REPLICATED:
                         equal.append((bucket.name, part, part.clone()))
-                        part.mul_(tp.rank == 0)  # 0 times inf or nan is nan, so all ranks skip the step
+                        part.mul_(tp.rank == 0)  # 0 times inf or nan is nan: all ranks skip the step
                     started.append(all_reduce(part, tp, what))
         wait_for(started)
-        self.unequal = [(name, (part - before).norm() / part.norm()) for name, part, before in equal]
+        self.unequal = [(name, (x - before).norm() / x.norm()) for name, x, before in equal]
 
     def sum_over_holders(self):
-        """Sum gradients over the pipeline ranks that keep a copy: of the tied word table, in Chimera of all buckets."""
-        wait_for([all_reduce(bucket.grad.shard, bucket.holders, "twin gradients") for bucket in self.in_order])
+        """Sum over the pipeline ranks with a copy: of the tied word table, in Chimera of all."""
+        self.sum_shards("holders", "twin gradients")
 
-    # --- squared_norm -------------------------------------------------------------------------------------------------
+    def sum_shards(self, axis, what):
+        wait_for([all_reduce(b.grad.shard, getattr(b, axis), what) for b in self.in_order])
+
+    # --- squared_norm -----------------------------------------------------------------------------
 
     def squared_norm(self, buckets=None):
-        """Return this rank's share of the squared global gradient norm (or of some buckets'), float64 [].
+        """Return this rank's share of the squared gradient norm (or of some buckets'), float64 [].
 
-        An inf or nan makes it inf or nan, even in a gradient that does not count (0 times inf is nan): all ranks skip
-        the step. float64: a large loss scale must not overflow the sum.
+        An inf or nan makes it inf or nan, even in a gradient that does not count (0 times inf is
+        nan): all ranks skip the step. float64: a large loss scale must not overflow the sum.
         """
-        slices = {True: [], False: []}  # {whether the norm counts them on this rank: slices of `grad.shard`}
+        slices = {True: [], False: []}  # {whether they count on this rank: slices of `grad.shard`}
         for bucket in buckets or self.in_order:
             for counts, group in itertools.groupby(bucket.ranges, bucket.counts):
                 ranges = list(group)
                 slices[counts].append(bucket.grad.shard[ranges[0].begin : ranges[-1].end])
-        squares = [counts * self.ops.squared_norms(parts).sum() for counts, parts in slices.items() if parts]
+        present = [(counts, parts) for counts, parts in slices.items() if parts]
+        squares = [counts * self.ops.squared_norms(parts).sum() for counts, parts in present]
         squares = squares or [torch.zeros((), dtype=torch.float64, device=self.device)]
         return sum(squares[1:], squares[0])
 
-    # --- update, publish ----------------------------------------------------------------------------------------------
+    # --- update, publish --------------------------------------------------------------------------
 
     def update(self, scalars):
-        """Update the elements that this rank owns, unless scalars.skip. scalars: `reference.UpdateScalars`."""
+        """Update this rank's shards, unless scalars.skip. scalars: `reference.UpdateScalars`."""
         self.update_buckets(self.in_order, scalars)
         self.updates += ~scalars.skip
 
@@ -384,7 +406,7 @@ class Zero:
         wait_for([bucket.gathering for bucket in buckets])
         for bucket in buckets:
             bucket.fetch_gradient()
-        # With offload, the copy of the scalars to the CPU waits for the GPU. Then the gradients have arrived, too.
+        # With offload, the copy of the scalars waits for the GPU. Then gradients have arrived, too.
         scalars = reference.UpdateScalars(*(x.to(self.state_device) for x in scalars))
         ops = reference if self.config.offload else self.ops
         frozen = [(x, x.clone()) for bucket in buckets for x in bucket.frozen()]
@@ -402,7 +424,7 @@ class Zero:
             bucket.param.views.hide(self.shards.size > 1)  # until `gather`
 
     def whole_parameters(self):
-        """Yield this rank's parameters, whole and new, one after another: the way to read weights between two steps.
+        """Yield this rank's parameters, whole and new: the way to read weights between two steps.
 
         All data ranks must call it.
         """
