@@ -7,20 +7,18 @@
 
 x is [n, h]: n = b s tokens of b samples, sample after sample, and h is the hidden size. With
 sequence parallelism each of the t tensor parallel ranks has n/t of these rows. In GPT-2 (Radford et
-al. 2019) a LayerNorm stands before attention and before the MLP, GELU has its tanh form, linears
-have biases, positions are learned, and the word table is used twice. With ReLU the model is OPT
-(Zhang et al. 2022). Attention probabilities have no dropout.
+al. 2019) GELU has its tanh form, linears have biases, positions are learned, and the word table is
+used twice. With ReLU it is OPT (Zhang et al. 2022). Attention probabilities have no dropout.
 
 A model is a list of *units* (embedding, blocks, head), functions of (x, micro-batch). Between two
 units the executor (`parallel/pipeline.py`) can gather or free parameters, or reduce gradients. A
-layer declares its parameters as `ParamSpec`s. `parallel/zero.py` replaces each by a view into a
-flat buffer.
+layer declares parameters as `ParamSpec`s, which `parallel/zero.py` replaces by views into flat
+buffers.
 
-Number of parameters: V h + s h + L (12 h^2 + 13 h) + 2 h, where V is the vocabulary, rounded up to
-a multiple of 128.
+Number of parameters: v h + s h + L (12 h^2 + 13 h) + 2 h. The vocabulary v is rounded up to a
+multiple of 128.
 
-`GPT` runs the units of any model: --model=NAME takes those of NAME.py (`llama.py`, or your own
-file).
+`GPT` runs the units of any model: --model=NAME takes `units` of NAME.py.
 """
 
 import math
@@ -61,7 +59,7 @@ class MicroBatch:
     rows: torch.Tensor  # [n or n/t]: sample number * s + position of each row; for dropout masks
     dropout: float
     factor: float = 0.0  # the executor's factor of its mean loss; `experts.py` reads it
-    real_losses: bool = False  # the head computes with its losses; the executor sets it
+    real_losses: bool = False  # `Executor.real_losses`
     caches: list | None = None  # in generation: past keys and values of each block
 
     def drop(self, seed, site):
@@ -155,9 +153,9 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """x -> the loss of every token, [n]. Without targets (generation) it returns logits.
 
-    In training, forward returns a tensor of nan. Backward writes the losses into it
-    (`LinearCrossEntropy`). A head that computes with its losses gets real ones in forward, and
-    computes its logits twice (`Executor.real_losses`).
+    In training, forward returns nan, and backward writes the losses there (`LinearCrossEntropy`). A
+    head that computes with its losses gets real ones, and computes its logits twice
+    (`Executor.real_losses`).
     """
 
     recomputable = False  # the head keeps little: backward computes the logits
@@ -179,7 +177,7 @@ class Head(nn.Module):
 
 
 def units(c, tp, ops, cp):
-    """Return the units of GPT-2. Every file NAME.py of --model=NAME has this function."""
+    """Return the units of GPT-2. `llama.py`, or your own file, has this function, too."""
     word = VocabParallelEmbedding(
         "word", c.padded_vocab_size, c.hidden_size, c.init_method_std, tp, c.sequence_parallel, ops
     )
@@ -199,7 +197,7 @@ class GPT(nn.Module):
         c = config
         self.config, self.tp, self.cp = c, tp, cp
         self.units = nn.ModuleList(module_of(c).units(c, tp, ops, cp))
-        self.unit_specs = [specs(unit) for unit in self.units]  # the ParamSpecs that each unit uses
+        self.unit_specs = [specs(unit) for unit in self.units]
         for spec in self.specs().values():
             if spec.tp_dim is not None:
                 size = spec.shape[spec.tp_dim]
@@ -227,8 +225,7 @@ class GPT(nn.Module):
     def micro_batch(self, ids, targets=None, samples=None, start=0, caches=None):
         """Return a MicroBatch of this rank's tokens. ids, targets: [b, s], from position `start` on.
 
-        samples: [b], the index of each sample in the run, on which dropout depends. None
-        (validation): no dropout.
+        samples: [b], each sample's index in the run, for dropout. None (validation): no dropout.
         """
         sample_positions = torch.arange(start, start + ids.shape[1], device=ids.device)
         if self.config.cp > 1:

@@ -47,7 +47,7 @@ def train_step(run, batches):
 
     If the gradient of one rank has an inf or nan, the sum of the squared norms over all ranks is
     not finite, and every rank skips the update: it changes no weight, no moment and not
-    `zero.updates`. The same above `skip_norm`.
+    `zero.updates`. A norm above `skip_norm` does the same.
     """
     c, mesh, zero = run.config, run.mesh, run.zero
     samples = configuration.global_batch_size_at(c, run.counters.consumed_samples)

@@ -35,7 +35,7 @@ OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 # The factor of (n-1)/n N in the table above.
 RING = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
-NOT_A_STEP = ("setup", "evaluate", "log")  # phases that do not belong to a training step
+NOT_A_STEP = ("setup", "evaluate", "log")  # phases outside of a step
 
 
 class Ledger:
@@ -86,16 +86,16 @@ class CommunicationError(RuntimeError):
 
 
 class Pending:
-    """A communication in progress. It keeps its buffers. work: torch's handle, or None."""
+    """A communication in progress. It keeps its buffers alive. work: torch's handle, or None."""
 
-    waiting = None  # the Pending for which this process waits now; `recovery/hang.py` reads it
+    waiting = None  # the Pending that this process waits for; `recovery/hang.py` reads it
     latest = None  # the name of the latest collective
 
     def __init__(self, result, work=None, name=""):
         self.result, self.work, self.name = result, work, name
 
     def wait(self):
-        """Return the result. On a GPU only the GPU waits: later operations may read the result."""
+        """Return the result. On a GPU the host goes on; later operations wait."""
         if self.work:
             Pending.waiting = self
             with lost_peer(self.name):
@@ -161,7 +161,7 @@ def rotate(x, axis, what):
 
 
 def _collective(operation, axis, what, call, arguments, whole, result):
-    """Count and start a collective. whole: the tensor of N bytes in the table above."""
+    """Count and start a collective. whole: as in `Ledger.count`."""
     number = axis.watch.ledger.count(operation, axis, what, whole)
     name = Pending.latest = f"{axis.waited} in {operation} {number} of {what} over {axis.name}"
     with lost_peer(name):
@@ -179,8 +179,8 @@ def send(x, axis, to, what, tag=0):
 def receive(shape, like, axis, source, tag=0):
     """Start to receive a tensor from rank `source`. like: an object with its dtype and device.
 
-    In each group, both ranks of a pair must start their messages to each other in the same order.
-    Gloo matches them by tag.
+    Both ranks of a pair must start a group's messages in one order (`simulation.messages`). Gloo
+    matches them by tag.
     """
     x = torch.empty(shape, dtype=like.dtype, device=like.device)
     return _message("receive", x, axis, source, "", tag)
@@ -197,7 +197,7 @@ def _message(operation, x, axis, peer, what, tag):
 
 
 def agree(axis, action):
-    """Run `action` on every rank. Raise the first rank's UserError, if there is one, on all ranks.
+    """Run `action` on every rank. Raise the first rank's UserError, if any, on all ranks.
 
     So no rank waits for a rank that has stopped. The error names the host if another host has no
     such error.

@@ -11,14 +11,13 @@ connections, the pipeline those inside a rack, and data parallelism those betwee
 order=pp-dp-tp, as in Megatron-LM, dp lies inside pp: rank = (pp_rank * dp + data_rank) * tp +
 tp_rank. On many GPUs this is usually faster.
 
-With context parallelism, cp ranks share each sample. They lie next to tp. They have equal
-parameters, as the ranks of dp have. So the *data ranks*, which share parameters and sum gradients,
-are the dp cp ranks of the axis `data`.
+With context parallelism, cp ranks (next to tp) share each sample. Their parameters are equal, as
+over dp. So the *data ranks*, which sum gradients, are the dp cp ranks of the axis `data`.
 
-A rank is in one process group per axis. Axes with the same ranks share a group. NCCL runs the
-collectives of a group, and the messages between two ranks, one after another. So two axes have a
-second group: pp for messages to lower ranks (`Mesh.pp_to_lower`), and in ZeRO-3 the ranks that sum
-gradients, because a sum must not delay the next gather.
+A rank is in one process group per axis. NCCL runs the collectives of a group, and the messages
+between two ranks, one after another. So two axes have a second group: pp for messages to lower
+ranks (`Mesh.pp_to_lower`), and in ZeRO-3 the ranks that sum gradients, because a sum must not delay
+the next gather.
 """
 
 import functools
@@ -55,10 +54,7 @@ class Axis:
 
 
 def grid(world, tp, pp, cp, order):
-    """Return all ranks in an array [dp, pp, cp, tp]: a rank's coordinates are its indices.
-
-    It needs no process, so mesh, planner and figures share it.
-    """
+    """Return all ranks in an array [dp, pp, cp, tp]: a rank's coordinates are its indices."""
     ranks = np.arange(world)
     if order == "pp-dp-tp":
         return ranks.reshape(pp, -1, cp, tp).swapaxes(0, 1)
@@ -68,12 +64,13 @@ def grid(world, tp, pp, cp, order):
 class Mesh:
     """The axes data, pp, cp, tp and world of this process. timeout: seconds; order: see config.py.
 
-    reader: (i, n): this rank reads every n-th micro-batch from number i on. All ranks of a group
-    must make it at the same point of the program (in Mesh, `holders`, `cut_data`, `second`).
+    reader: (i, n): this rank reads every n-th micro-batch from number i on. Mesh, `holders`,
+    `cut_data` and `second` make groups: all their ranks must call these at the same point of the
+    program.
     """
 
     def __init__(self, tp=1, pp=1, cp=1, timeout=600.0, order="dp-pp-tp"):
-        """Make the process groups of this rank. Every process must call this."""
+        """Make the process groups of this rank."""
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         ranks = grid(size, tp, pp, cp, order)
         dp_rank, pp_rank, cp_rank, tp_rank = (int(i) for i in np.argwhere(ranks == rank)[0])
@@ -96,7 +93,7 @@ class Mesh:
         return cls(c.tp, c.pp, c.cp, c.comm_timeout, c.order)
 
     def holders(self, pp_ranks):
-        """Return the axis of the pipeline ranks `pp_ranks` (ascending), which keep the same bucket."""
+        """Return the axis of the pipeline ranks `pp_ranks` (ascending) that keep a bucket."""
         ranks = [self.pp.ranks[i] for i in pp_ranks]
         return self._axis("holders", ranks, pp_ranks.index(self.pp.rank))
 
@@ -121,7 +118,7 @@ class Mesh:
             return Axis(name, ranks, index, self.watch)
         options = group_options(dist.get_backend(), self.timeout)
         if (ranks, number) not in self._groups:
-            # Only the members make a group. Its name has the number of groups that a rank made before.
+            # Only the members make a group, after equally many others: the number is in its name.
             self._groups[ranks, number] = dist.new_group(
                 ranks, timeout=self.timeout, pg_options=options, use_local_synchronization=True
             )

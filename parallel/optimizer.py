@@ -1,12 +1,11 @@
 """Update rules on flat buffers, the loss scale, and the learning rate.
 
 Slide "深層学習の用語説明" has SGD and Adam. This file follows the Adam of Kingma and Ba (arXiv 1412.6980).
-It differs: the slide subtracts the gradient from the moments m and v, and has epsilon inside the
-root. Update t divides m by 1 - b1^t and v by 1 - b2^t (the bias correction). The slide writes a
-factor b^(t+1), and does not define b.
+The slide subtracts the gradient from the moments m and v, has epsilon inside the root, and corrects
+the bias by a factor b^(t+1) with an undefined b.
 
 A rule changes one range of a rank's flat buffers in place. It is elementwise, so a range may begin
-anywhere. Keyword arguments of a rule:
+anywhere. Its keyword arguments:
 
     lr       the learning rate          scale    factor on the gradient: clipping * (1 / loss scale)
     decay    weight decay, or 0         update   the number of this update, from 1
@@ -54,9 +53,9 @@ def adam_direction(gradient, m, v, scale, update, beta1, beta2, eps):
 # --- layer-wise rates, for large batches ----------------------------------------------------------
 #
 # Slide "データ並列": LARS and LAMB give every tensor its own rate: the norm of an update becomes
-# proportional to the norm of the tensor. The first half of such a rule is elementwise and overwrites
-# the gradient with a direction. The second half needs the norms of whole tensors. Its argument
-# `layerwise` is False for biases and LayerNorms, which use the rate `lr` unchanged.
+# proportional to the norm of the tensor. The first half of such a rule is elementwise and
+# overwrites the gradient with a direction. The second needs norms of whole tensors. `layerwise` is
+# False for biases and LayerNorms: their rate is `lr`.
 
 
 def lamb(weight, gradient, moments, *, decay, scale, update, beta1, beta2, eps, **_):

@@ -74,7 +74,7 @@ class Executor:
         """Connect the ranks of the pipeline. All must call this at the same point of the program."""
         self.zero, self.config, self.layout = zero, config, layout
         self.mesh, self.watch = mesh, mesh.watch
-        self.schedules = {}  # number of micro-batches: (Schedule, Messages, passes: see `run`)
+        self.schedules = {}  # number of micro-batches: (Schedule, Messages, passes)
         self.validations = {}  # number of micro-batches: (Schedule, Messages)
         self.chunks = {}
         for chunk in layout.chunks(mesh.pp.rank):
@@ -152,7 +152,7 @@ class Executor:
         chunk, batch, training = self.chunks[c], self.batch(j), torch.is_grad_enabled()
         y = None if self.schedule.parts[c] == 0 else self._take("activation", j, c)
         batch.real_losses = self.real_losses
-        pairs = []  # (input, output) of each unit
+        pairs = []
         for i, unit in enumerate(chunk.units):
             self._gather(chunk, i, +1)
             x = None if y is None else y.detach().requires_grad_(training)
@@ -213,7 +213,7 @@ class Executor:
 
     @torch.no_grad()
     def weight_gradient(self, j, c):
-        """W: add each deferred dW = dy^T x to its bucket, and reduce the bucket."""
+        """W: add the deferred products to their buckets, and reduce these."""
         chunk, products = self.chunks[c], deque(self.deferred.pop((j, c)))
         for bucket in itertools.chain(*chunk.reduce_after):
             bucket.open_gradient()

@@ -1,12 +1,12 @@
 """Pipeline schedules: the order in which each rank computes (slide "パイプライン並列").
 
 The first forms are `ladder/rung09`, `10` and `13` to `16`. The model is cut into stages, one on
-each rank. The batch is cut into micro-batches. A micro-batch runs forward from the first stage to
-the last, then backward to the first. It is *in flight* from its forward to the end of its backward,
-and its activations fill memory. The *bubble* is the share of time in which a rank waits. A schedule
-is a list of actions for each rank, made by a function of this file. The same lists are checked,
+each rank, the batch into micro-batches. A micro-batch runs forward from the first stage to the
+last, then backward to the first. It is *in flight* from its forward to the end of its backward, and
+its activations fill memory. The *bubble* is the share of time in which a rank waits. A schedule is
+a list of actions for each rank, made by a function of this file. The same lists are checked,
 simulated, drawn (`accounts/draw.py`) and executed (`pipeline.py`). `python -m accounts.draw 1f1b`
-draws 1F1B, with a backward as long as two forwards (F forward, B backward, . idle):
+(F forward, B backward, twice as long, . idle):
 
     rank 0  F0 F1 F2 F3 ..................B0--- F4 B1--- F5 B2--- F6 B3--- F7 B4--- ...B5--- ...B6--- ...B7---
     rank 1  ...F0 F1 F2 ............B0--- F3 B1--- F4 B2--- F5 B3--- F6 B4--- F7 B5--- ...B6--- ...B7--- ......
@@ -24,8 +24,8 @@ draws 1F1B, with a backward as long as two forwards (F forward, B backward, . id
     pipedream      (p-1) / (m+p-1)                               p-r                   old weights, p-r versions of them
     pipedream-2bw  the same                                      p-r                   old weights, 2 versions of them
 
-There are p stages and m micro-batches. A rank has v chunks; a chunk is one part of the model. F, I
-and W are the durations of forward, input gradient and weight gradient on a whole stage, and B = I +
+There are p stages and m micro-batches. A rank has v chunks, each a part of the model. F, I and
+W are the durations of forward, input gradient and weight gradient on a whole stage, and B = I +
 W. "In flight" counts activations of one micro-batch on a whole stage, for large m. The bubbles are
 those of `simulate` under conditions: zb-h1 needs W <= min(F, I) and m >= p; zb-h2 needs W <= min(F,
 I) and m >= 2p-1; zb-v needs W <= F <= I and m >= 2p-1; chimera needs p >= 2 and m a multiple of p.
@@ -35,7 +35,7 @@ they have this bubble once, 1F1B has it in each step.
 The bubble has two definitions. The papers and this table count a rank's *own time*, from its first
 action to its last. In train.py all ranks end a step together, because they wait for the gradient
 norm. So the *whole step* counts, from the first action of any rank to the last. With p = 4, m = 8
-and F = I = W, zb-h2 has a bubble of 0.0000 of its own time, but 0.1111 of the whole step.
+and F = I = W, zb-h2's bubble is 0.0000 of its own time, but 0.1111 of the whole step.
 """
 
 from itertools import product, zip_longest
@@ -49,8 +49,8 @@ from errors import UserError
 class Action(NamedTuple):
     """One computation of a rank, for one micro-batch in one chunk of the model.
 
-    A schedule may cut B into I, then W (gradients of the weights of the blocks' linears). I
-    computes all others.
+    B may be cut into I, then W. W computes the weight gradients of the blocks' linears, I all
+    others.
     """
 
     kind: str  # F forward, B backward, I, W, or U: update of the weights (only in PipeDream)
@@ -68,7 +68,7 @@ class Schedule(NamedTuple):
     parts: list  # parts[chunk]: the part of the model in this chunk; a pipeline begins at part 0
     placement: list  # placement[chunk]: the rank that runs this chunk
     actions: list  # actions[rank]: its Actions in their order
-    versions: list | None = None  # [rank][j]: the number of updates in the weights of micro-batch j
+    versions: list | None = None  # [rank][j]: updates that micro-batch j's weights have had
 
     @property
     def microbatches(self):
@@ -101,7 +101,6 @@ def forward_only(schedule, microbatches):
 
 
 def updates(schedule):
-    """Return the number of weight updates."""
     return sum(action.kind == "U" for action in schedule.actions[0]) or 1
 
 
@@ -180,25 +179,23 @@ def zero_bubble(stages, microbatches, factor):
     return actions
 
 
-# First reading: stop here. zb_v, chimera and PipeDream follow, then `each` to `straight`, which make
-# lists of actions.
+# First reading: stop here, and look at `each` to `straight` below. zb_v, chimera and PipeDream follow.
 
 
 def zb_v(stages, microbatches, chunks=2):
     """ZB-V: rank r has chunk r on the way down (rank 0 to p-1), chunk 2p-1-r on the way up (to rank 0).
 
-    A rank works in turns. Below is turn k = 4 for p = 3. Small letters are actions of the chunk on
-    the way up.
+    A rank works in turns; below, turn k = 4 for p = 3. Small letters: the chunk on the way up.
 
         rank 0   f4 i4 w4 F7 I2 W2      f    micro-batch k
         rank 1   f4 i3 w3 F6 I2 W2      i w  reach the next rank one turn later: micro-batch k-r
         rank 2   f4 i2 w2 F5 I2 W2      F    reaches the next rank one turn later: micro-batch k-r+p
                                         I W  run on all ranks, in the turn of i on rank p-1: micro-batch k-(p-1)
 
-    Rank r runs its first 2p-1-r forwards F before turn r (turns begin below 0), and no F from turn
-    r to turn p-2. Near the end i and I come first, because the next rank waits for them. So the
-    last r actions w move r-1 turns later, to the place of W. The last p actions W move 2r turns
-    later. If m < p, actions are made for p micro-batches, and those of the last p-m are left out.
+    Rank r runs its first 2p-1-r forwards F before turn r, and no F from turn r to turn p-2. Near
+    the end i and I come first, because the next rank waits for them. So the last r actions w move
+    r-1 turns later, to the place of W. The last p actions W move 2r turns later. If m < p, the
+    actions of micro-batches m .. p-1 are left out.
 
     Qi et al., arXiv 2401.10241 (not in the conference version) and 2405.15362 (V-ZB).
     """
@@ -261,7 +258,7 @@ def chimera(stages, microbatches, chunks=1):
 
 
 def pipedream(stages, microbatches, chunks=1, per_update=None):
-    """PipeDream: 1F1B without a flush (a wait for an empty pipeline). Each backward has an update.
+    """PipeDream: 1F1B without a flush (wait for an empty pipeline), an update after each backward.
 
     While micro-batch j is in flight, a rank makes p-1-rank updates. It keeps the weights of j's
     forward for j's backward (weight stashing). Narayanan et al., arXiv 1806.03377, sections 3.2 and

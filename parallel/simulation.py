@@ -1,4 +1,4 @@
-"""Check, simulate and order the messages of a schedule (`schedules.py`), without processes."""
+"""Check and simulate a schedule (`schedules.py`), and order its messages, without processes."""
 
 import itertools
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from parallel.schedules import ASYNCHRONOUS, SCHEDULES, Action, Schedule, downst
 
 
 def routes(schedule):
-    """Return {micro-batch: the chunks of its pipeline}. UserError: it has actions in two."""
+    """Return {micro-batch: the chunks of its pipeline}. UserError if it has two."""
     pipeline_of = {chunk: pipeline for pipeline in pipelines(schedule) for chunk in pipeline}
     chunks_of = {}
     for actions in schedule.actions:
@@ -264,7 +264,7 @@ def messages(schedule):
 
 
 class Formula(NamedTuple):
-    """Formulas as Python text, with the letters of the table at the top."""
+    """Formulas as Python text, with the letters of `schedules.py`."""
 
     bubble: str  # of a rank's own time, if messages take no time
     peak: str  # as in Timeline, on rank r

@@ -1,10 +1,10 @@
 """Tensor parallelism: the matrices of a layer are cut over t ranks (slide "テンソル並列").
 
-The first forms are `ladder/rung11`, `17` and `18`: f there is enter=copy here, g is
-leave=all_reduce, and n is t. Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3; sequence
-parallelism: Korthikanti et al. (arXiv 2205.05198), section 4.2. A block has two pairs of linears:
-qkv and proj around attention, fc1 and fc2 in the MLP. The first of a pair is cut by its outputs
-(column parallel), the second by its inputs (row parallel). Inside a pair nothing is sent:
+The first forms are `ladder/rung11`, `17` and `18` (n there is t here). Shoeybi et al., Megatron-LM
+(arXiv 1909.08053), section 3; sequence parallelism: Korthikanti et al. (arXiv 2205.05198), section
+4.2. A block has two pairs of linears: qkv and proj around attention, fc1 and fc2 in the MLP. The
+first of a pair is cut by its outputs (column parallel), the second by its inputs (row parallel).
+Inside a pair nothing is sent:
 
         x --f-->  Y_i = x A_i^T  -->  gelu / attention  -->  Z_i = Y_i B_i^T  --g-->  z = sum_i Z_i
               column parallel            all local                row parallel
@@ -17,8 +17,7 @@ qkv and proj around attention, fc1 and fc2 in the MLP. The first of a pair is cu
     leave   all_reduce (g) all_reduce of y    nothing               y is whole on every rank
             reduce_scatter reduce_scatter y   all_gather of dy      y is cut by tokens (sequence parallel)
 
-Each tensor has one of four types (names of meta-pytorch's spmd_types); a linear's input, output and
-sum are I, V, I:
+Each tensor has one of four types (names of meta-pytorch's spmd_types). x is I, Y and Z are V, z is I:
 
     R  equal on all ranks; a rank has part of its gradient      I --f--> R        I  equal, and so is its gradient
     V  each rank has its own heads, columns or tokens           P --g--> I        P  a part: the sum is the value
@@ -32,11 +31,10 @@ stores only the cut x, so backward gathers x again for dW. A replicated paramete
 row-parallel bias, position table, router of experts) sees part of the tokens, so `zero.py` sums its
 gradient over tp.
 
-**What can overlap.** The slide says that this communication can't be hidden. This is true in
-forward: the next operation needs the sum of g. But `Linear.backward` starts the all_reduce of dx,
-computes dW = dy^T x, then waits. With sequence parallelism, the all_gather of x for dW overlaps
-with dx = dy W. Nothing hides the all_gather of dy, embedding and head, or dx in the action I, which
-computes no dW.
+**What can overlap.** The slide says that this communication can't be hidden. In forward this is
+true: the next operation needs g's sum. But `Linear.backward` starts the all_reduce of dx, computes
+dW = dy^T x, then waits. With sequence parallelism, the all_gather of x for dW overlaps with dx = dy
+W. Not hidden: the all_gather of dy; embedding and head; the sum of dx in the action I (no dW).
 
 Per layer and micro-batch a rank sends 8 bsh (t-1)/t elements in 4 all_reduces; with sequence
 parallelism 10 bsh (t-1)/t in 10 all_gathers and reduce_scatters (`accounts/ledger.py`).
@@ -73,7 +71,6 @@ class ParamSpec:
 
     @property
     def bucket(self):
-        """The bucket's name, for example block3."""
         return self.name.partition(".")[0]
 
     def local_shape(self, t):
@@ -95,8 +92,7 @@ class ParamSpec:
 def specs(unit):
     """Return the ParamSpecs of a unit and of the modules inside it.
 
-    Raises UserError for torch's own parameters and buffers: only ParamSpecs are drawn, summed,
-    updated and saved.
+    Raises UserError for torch's own parameters and buffers.
     """
     for name, _ in (*unit.named_parameters(), *unit.named_buffers()):
         why = "is torch's own, so no rank would train or save it"
@@ -146,7 +142,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *parts):
-        """Return dx = dy w. Add dW = dy^T x to `w.grad` while dx is sent, or leave it to W."""
+        """Return dx = dy w. Add dW = dy^T x to `w.grad` while dx is sent, or action W does."""
         (x,), (w, bias, enter, leave, tp, ops) = ctx.saved_tensors, ctx.arguments
         if bias is None:
             dy = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
@@ -163,7 +159,7 @@ class Linear(torch.autograd.Function):
         # detach: the graph of x would keep the unit's input in memory until the action W
         product = WeightGradient(w, dy, gathering.wait().detach())
         if w.deferred is None:
-            product.add()  # while dx is sent
+            product.add()
         else:
             w.deferred.append(product)
         return sending.wait(), None, None, None, None, None, None
@@ -186,10 +182,10 @@ def add_product(w, dy, x):
 
 
 class ColumnParallelLinear(nn.Module):
-    """Linear cut by its outputs: x [n, in] (n/t rows with sequence parallelism) -> [n, out/t].
+    """Linear cut by its outputs: x [n or n/t, in] -> [n, out/t].
 
     shape: of the whole weight, [out, in], or [3, out, in] for q, k, v. adds_bias=False: the next
-    operation adds it. has_bias=False: there is none.
+    operation adds it. has_bias=False: none.
     """
 
     def __init__(self, name, shape, std, tp, sequence_parallel, ops=reference, adds_bias=True, has_bias=True):
@@ -206,7 +202,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Linear cut by its inputs: x [n, in/t] -> [n, out] (n/t rows with sequence parallelism).
+    """Linear cut by its inputs: x [n, in/t] -> [n or n/t, out].
 
     The next operation adds the bias, after the sum over tp.
     """
@@ -251,7 +247,7 @@ class EmbeddingLookup(torch.autograd.Function):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """ids [n] -> [n, h] (n/t rows with sequence parallelism)."""
+    """ids [n] -> [n or n/t, h]."""
 
     def __init__(self, name, vocab_size, hidden_size, std, tp, sequence_parallel, ops):
         super().__init__()
@@ -271,8 +267,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     dz^T x. So each logit is computed once. A token with a negative target (PyTorch's -100) has loss
     0 and no gradient.
 
-    in_forward: forward computes the losses, too, because the head computes with them
-    (`Executor.real_losses`).
+    in_forward: forward computes the losses, too (`Executor.real_losses`).
     """
 
     @staticmethod

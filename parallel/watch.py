@@ -1,20 +1,20 @@
 """What a rank does at this moment: `with watch("backward", action): ...`. It tells the tools.
 
-    phase       contains                        subject         the timer of Megatron-LM's log
+    phase       contains                        subject
     pipeline    all actions of a step           the Schedule
-    forward     the action F                    the Action      forward-compute
-    backward    the actions B, I and W          the Action      backward-compute
+    forward     the action F                    the Action
+    backward    the actions B, I and W          the Action
     wait        a wait for a message            its key
-    batch       a micro-batch is read                           batch-generator
+    batch       a micro-batch is read
     recompute   a block's second forward
     reduce      a sum of gradients starts
-    finish      the other sums of gradients                     grad-reduce
-    update      the norm and the optimizer      (the Action U)  optimizer
-    penalty     a step's second run                             penalty
+    finish      the other sums of gradients
+    update      the norm and the optimizer      (the Action U)
+    penalty     a step's second run
     setup, evaluate, log: not in a step
 
-A phase inside another one ends before it: wait, batch, recompute and reduce are parts of forward or
-backward. The ledger (`comm.py`) counts the bytes of each phase.
+The phases wait, batch, recompute and reduce are parts of forward or backward. The ledger
+(`comm.py`) counts the bytes of each phase.
 """
 
 import contextlib
@@ -37,8 +37,6 @@ class Tool:
 
 
 class Watch:
-    """The phase of this rank, its ledger and its tools."""
-
     def __init__(self):
         self.phase, self.ledger, self.tools = "setup", Ledger(), []
 

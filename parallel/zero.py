@@ -1,10 +1,9 @@
 """ZeRO: shards three kinds of buffers over the data ranks (slides "データ並列 (DP)" and "ZeRO (FSDP)").
 
-The first forms are `ladder/rung04` to `08`: `gather` and `free` there are `gather` and `release`
-here, the hook is `reduce`. Rajbhandari et al. (arXiv 1910.02054), section 5. A *bucket*
-(`layout.py`) has three kinds of flat buffers: optimizer state, gradients, parameters. The ZeRO
-stage selects the kinds that are sharded over the n data ranks. P: elements of a rank's buckets; m:
-micro-batches.
+The first forms are `ladder/rung04` to `08`: `free` there is `release` here, the hook is `reduce`.
+Rajbhandari et al. (arXiv 1910.02054), section 5. A *bucket* (`layout.py`) has three kinds of flat
+buffers: optimizer state, gradients, parameters. The ZeRO stage selects the kinds that are sharded
+over the n data ranks. P: elements of a rank's buckets; m: micro-batches.
 
     stage   optimizer state   gradients   parameters     sent per step and rank, in units of P (n-1)/n elements
       0     whole             whole       whole          2       all_reduce of gradients
@@ -12,8 +11,8 @@ micro-batches.
       2     1/n               1/n         whole          m + 1   as stage 1, but gradients after each micro-batch
       3     1/n               1/n         1/n            3m      as stage 2, but parameters before each F and each B
 
-With m = 1 this is 2, 2, 2, 3 (section 7). The calls of a step (gather to settle, and publish, are
-Bucket's):
+With m = 1 this is 2, 2, 2, 3 (section 7). The calls of a step (of `Zero`; gather to settle:
+`Bucket`):
 
     call           when                    stage 0          1                 2                        3
     zero_grad      at the start            clear            clear             clear 1/n                clear 1/n
@@ -23,15 +22,15 @@ Bucket's):
     reduce         after its backward      -                -                 reduce_scatter           reduce_scatter
       ... in the last micro-batch          all_reduce       reduce_scatter    reduce_scatter           reduce_scatter
     settle         before the next use     wait             wait              wait, add, free          wait, add, free
-    finish         after all backwards     settle all; sum over copies, tp (if needed) and holders (ranks with a copy)
+    finish         after all backwards     settle all; sum over copies, tp (if needed) and holders (pipeline ranks)
     squared_norm   once                    each element is counted on one rank
     update         once                    everything       1/n               1/n                      1/n
     publish        once                    -                all_gather        all_gather               -
 
 **Hybrid sharding** (`zero_copies=k`; slide "3-D Parallelism": ラック間でデータ並列及びZeRO; Zhang et al., MiCS,
-arXiv 2205.00119). ZeRO divides a bucket only over n = dp cp / k consecutive data ranks, for example
-those of a node. The k groups keep copies. Once in a step, after backward, a rank sums its P/n
-elements over the copies: 2 P/n (k-1)/k more.
+arXiv 2205.00119). ZeRO divides a bucket only over n = dp cp / k consecutive data ranks, such as a
+node's. The k groups keep copies. Once in a step, after backward, a rank sums its P/n elements over
+them: 2 P/n (k-1)/k more.
 
 The all_gathers of `publish` run while the next step begins. In stages 2 and 3 at most two sums run
 while backward fills a third buffer. In stage 3 the next unit's parameters are gathered while this
@@ -61,12 +60,11 @@ class Flat:
     """A flat buffer of a bucket. whole: [size]. shard: the elements that this rank updates.
 
     Not sharded: `shard` is a view into `whole`. Sharded: `shard` is a buffer of its own, and
-    `whole` has storage only from `open` to `close`. views: the parameters or their gradients, which
-    are views into `whole`.
+    `whole` has storage only from `open` to `close`. views: the parameters or their gradients, in
+    `whole`. To read hidden ones is an error (`hidden.py`).
     """
 
     def __init__(self, size, bounds, sharded, dtype, device):
-        """bounds: (begin, end) of the shard."""
         self.whole = torch.zeros(size, dtype=dtype, device=device)
         self.sharded = sharded
         view = self.whole[slice(*bounds)]
@@ -115,16 +113,16 @@ class Bucket:
 
     Axes:       the data ranks are cut into `shards`, which divide the bucket, and `copies`, which
                 keep the same shard. In stage 0 the whole bucket is the only shard. `tp` cuts
-                tensors; `holders` are the pipeline ranks that use the bucket.
+                tensors. `holders`: as in `layout.py`.
     Buffers:    param and grad (Flat). master (weights), moments and master_grad have only the
                 elements of this rank's shard, on the device of the optimizer state.
     Elements:   bounds: (begin, end) of this rank's shard. saved: the part of it that this rank
-                writes into checkpoints. ranges: parts of the shard with parameters of one kind.
-                pieces: a part for each parameter.
+                writes into checkpoints. ranges, pieces: `layout.Range`s and
+                `Piece`s of the shard.
     """
 
     def __init__(self, layout, zero, holders, training):
-        """layout: a BucketLayout. training: False for parameters only."""
+        """layout: a BucketLayout."""
         self.layout, self.name, self.size = layout, layout.name, layout.size
         self.shards, self.copies, self.sum_axis = zero.shards, zero.copies, zero.sum_axis
         self.tp, self.holders, self.window = zero.mesh.tp, holders, zero.window
@@ -169,7 +167,7 @@ class Bucket:
         """Start the all-gather of the parameters (stage 3)."""
         if self.param.sharded and not self.gathering:
             self.param.open()
-            # Autograd refuses saved tensors that change. `.data` hides the gather: values stay equal.
+            # Autograd refuses saved tensors that change. `.data` hides the gather of equal values.
             out = self.param.whole.data
             self.gathering = all_gather(self.param.shard, self.shards, "parameters", out)
 
@@ -230,7 +228,7 @@ class Bucket:
     # --- the update -------------------------------------------------------------------------------
 
     def counts(self, r):
-        """Return True on one of the ranks that keep the elements of a Range: the norm's."""
+        """Return True on the one rank that counts the elements of a Range in the norm."""
         return self.copies.rank == self.holders.rank == 0 and (r.cut or self.tp.rank == 0)
 
     @property
@@ -245,7 +243,7 @@ class Bucket:
         """Do nothing: the optimizer has written `cast`."""
 
     def publish(self):
-        """Start to all-gather the new parameters from their shards (stages 1 and 2)."""
+        """Start to all-gather the new parameters (stages 1 and 2)."""
         if not self.param.sharded:
             out = self.param.whole
             self.gathering = all_gather(self.param.shard, self.shards, "parameters", out)
@@ -276,7 +274,7 @@ def pinned(size, dtype):
 
 
 def wait_for(communications):
-    """Wait for a list of Pendings. None stands for no communication."""
+    """Wait for Pendings. None: no communication."""
     for pending in filter(None, communications):
         pending.wait()
 
@@ -296,14 +294,13 @@ class Zero:
         self.updates = torch.zeros((), dtype=torch.int64, device=device)  # without skipped steps
         self.window, self.unequal = Window(), []
         self.shards, self.copies = mesh.cut_data(layout.shards)
-        # NCCL runs the calls of a group one after another. So sums, which must not delay the next
-        # gather, get a second group.
+        # A second group: a sum must not delay the next gather (`mesh.py`).
         self.sum_axis = mesh.second(self.shards) if layout.zero_stage == 3 else self.shards
         layouts, self.buckets = layout.buckets(mesh.pp.rank), {}
         # sorted: all holders of a bucket need the same order of calls
         holders = {name: mesh.holders(layout.holders(name)) for name in sorted(layouts)}
         kind = HostBucket if training and self.state_device != self.device else Bucket
-        for name, bucket in layouts.items():  # a Bucket frees its sharded buffers: one is whole
+        for name, bucket in layouts.items():  # each frees its whole buffers before the next
             self.buckets[name] = kind(bucket, self, holders[name], training)
         self.in_order = [self.buckets[name] for name in sorted(layouts)]
         params = {p.spec: p for bucket in self.in_order for p in bucket.params}
@@ -338,7 +335,7 @@ class Zero:
     # --- finish: after all backwards --------------------------------------------------------------
 
     def finish(self):
-        """Complete all gradients. The data ranks come first: then only shards need other sums."""
+        """Complete all gradients, first over the data ranks. Then other sums need only shards."""
         self.sum_over_data()
         self.sum_over_tp()
         self.sum_over_holders()
@@ -354,8 +351,8 @@ class Zero:
     def sum_over_tp(self):
         """Sum the gradients of replicated parameters over tp (`layout.replica_sums` says why).
 
-        Of equal gradients all take the first tp rank's: the others add 0 times theirs. unequal: how
-        far these were from it (`replicas.py` refuses more than rounding).
+        REPLICATED ones: all take tp rank 0's, the others add 0 times theirs. unequal: how far these
+        were from it (`replicas.py` refuses more than rounding).
         """
         tp, started, equal = self.mesh.tp, [], []
         for bucket in self.in_order:
@@ -370,7 +367,7 @@ class Zero:
         self.unequal = [(name, (x - before).norm() / x.norm()) for name, x, before in equal]
 
     def sum_over_holders(self):
-        """Sum over the pipeline ranks with a copy: of the tied word table, in Chimera of all."""
+        """Sum over a bucket's pipeline ranks: of the tied word table, in Chimera of all."""
         self.sum_shards("holders", "twin gradients")
 
     def sum_shards(self, axis, what):
@@ -384,7 +381,7 @@ class Zero:
         An inf or nan makes it inf or nan, even in a gradient that does not count (0 times inf is
         nan): all ranks skip the step. float64: a large loss scale must not overflow the sum.
         """
-        slices = {True: [], False: []}  # {whether they count on this rank: slices of `grad.shard`}
+        slices = {True: [], False: []}  # {counts on this rank: slices of `grad.shard`}
         for bucket in buckets or self.in_order:
             for counts, group in itertools.groupby(bucket.ranges, bucket.counts):
                 ranges = list(group)
@@ -397,7 +394,7 @@ class Zero:
     # --- update, publish --------------------------------------------------------------------------
 
     def update(self, scalars):
-        """Update this rank's shards, unless scalars.skip. scalars: `reference.UpdateScalars`."""
+        """Update this rank's shards, unless scalars.skip (`reference.UpdateScalars`)."""
         self.update_buckets(self.in_order, scalars)
         self.updates += ~scalars.skip
 
