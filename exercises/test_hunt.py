@@ -78,7 +78,9 @@ def test_a_mend_is_accepted_and_a_class_is_graded(capsys):
     hunt.main(["--seed=3"])
     defect, _, _ = hunt.hunted(1, 3)
     hunt.main(["--hint"])
-    hunt.main(["--done", "nothing"])
+    with pytest.raises(SystemExit) as ended:
+        hunt.main(["--done", "nothing"])
+    assert ended.value.code == 1
     words = next(d.words for d in hunt.DEFECTS if d.name == defect.name)
     assert defect.file in (said := capsys.readouterr().out) and words in said and "not yet" in said
     (hunt.MINE / "hunt" / defect.file).write_text(hunt.committed(defect.file), encoding="utf-8")
