@@ -67,9 +67,10 @@ def hunted(level, seed):
     return random.Random(level).sample(rows := hunts(level), len(rows))[seed % len(rows)]
 
 
-def plant(defect, folder):
+def defective(defect):
+    """Return {file: text} of the last commit with the defect. Raises UserError if it does not fit."""
     with reading("hunts need the project's own lines in the last commit"):
-        (folder / defect.file).write_text(planted(defect, folder), encoding="utf-8")
+        return {defect.file: planted(defect, committed(defect.file))}
 
 
 def begin(seed, level):
@@ -80,8 +81,7 @@ def begin(seed, level):
         raise UserError("mine/hunt: a hunt is open; end it with --done, or remove the folder")
     if not DATA.exists():
         raise UserError("data/stdlib_bytes: hunts train on it; make it with: python prepare.py --tokenizer=bytes")
-    with copied_commit() as folder:
-        plant(defect, folder)
+    with copied_commit(defective(defect)) as folder:
         text, symptom = look(folder, processes, fields, state["known"])
         if not symptom:
             raise UserError(f"seed={seed}: this hunt shows nothing on this machine; take another seed")
@@ -189,10 +189,7 @@ def judge(record, limit=120):
     (defect, _, _), program = hunted(record["level"], record["seed"]), git("ls-files", "*.py").decode().split()
     files = {name: record["files"][name] for name in {*program} & {*record["files"]} if not TEST.match(name)}
     tests = [defect.test, *sorted({d.test for d in DEFECTS if d.file in files and "::" in d.test} - {defect.test})]
-    with copied_commit() as folder:
-        plant(defect, folder)
-        for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
+    with copied_commit(defective(defect) | files) as folder:
         print(f"running: {len(tests)} tests ...", file=sys.stderr, flush=True)
         red = [message for _, message in judging.run_tests(folder, tests, limit=limit) if message is not None]
     points = 0 if red else max(1, record["level"] * (10 - 2 * record["hints"]) - record["tries"] + 1)
@@ -200,7 +197,7 @@ def judge(record, limit=120):
 
 
 def done(state, sentence):
-    """Judge mine/hunt, and keep the record in mine/hunt-LEVEL-SEED.json. Return (the text to show, whether it is right)."""
+    """Judge mine/hunt, and keep the record in mine/hunt-LEVEL-SEED.json. Return (text to show, whether it is right)."""
     copy, (defect, _, _) = MINE / "hunt", hunted(state["level"], state["seed"])
     names = git("-C", copy, "diff", "--name-only", "hunt").decode().split()
     state |= {"files": {name: (copy / name).read_text("utf-8") for name in names}, "sentence": sentence}
@@ -237,8 +234,7 @@ def check(level, rows):
     """Yield rows of hunts.txt, with the symptom on this machine. rows: of `hunts(level)`."""
     known = {}
     for d, n, fields in rows:
-        with copied_commit() as folder:
-            plant(d, folder)
+        with copied_commit(defective(d)) as folder:
             symptom = difference(clean_run(n, fields, known), run(folder, n, fields))
         yield f"{level} | {d.name} | {' '.join([str(n), *fields])} | {'; '.join(symptom) or 'none'} | {d.words}"
 
