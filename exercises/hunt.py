@@ -111,7 +111,8 @@ def run(folder, processes, fields):
         steps = [*enumerate(map(json.loads, file.read_text("utf-8").splitlines()[:3]), 1)]
     numbers = {f"{name} {i}": float(step[key]) for name, key in SHOWN for i, step in steps if key in step}
     died = f"no answer in {PATIENCE} s" if code is None else "a process died without a word (a segmentation fault?)"
-    wrong = re.findall(r"(?m)((?:^error|^rank \d+|\w+Error): .*)", errors) or [died] if code != 0 else []
+    line = r"(?m)((?:^error|^rank \d+|\w+Error): .*?)(?:: \[/.*)?$"  # without Gloo's own text, which has a path
+    wrong = re.findall(line, errors) or [died] if code != 0 else []
     tables = re.sub(r"(?m)^\[default0\]: ?", "", said[said.find("sent per step by") :]) if code == 0 else ""
     for cells in ([cell.strip() for cell in line.split("|")] for line in tables.splitlines()):
         name, sizes = {7: (cells[:3], cells[5:]), 4: (cells[:1], cells[1:3])}.get(len(cells), ((), ("", "")))
