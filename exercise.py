@@ -11,7 +11,7 @@
     options: --limit=120   seconds that a test may need
              --json        print the grades as JSON
 
-Predict first: `start` asks for two or three numbers. The formulas' numbers are shown once you have answered all. Your
+Predict first: `start` asks for two or three numbers. The right numbers are shown once you have answered all. Your
 functions, with new names of your file, are judged in a copy of the last commit. What else you changed has no effect:
 it is listed. Each test is a lamp with the idea that it stands for. A bonus lamp may stay red.
 
@@ -165,27 +165,28 @@ def judge(number, text, limit=LIMIT):
         text, changed = merged(blank(number, committed(e["file"])), text, e["functions"])
     except SyntaxError as error:
         return [(lamp, f"{e['file']}:{error.lineno or 1}: SyntaxError: {error.msg}") for lamp in e["lamp"]], []
-    with copied_commit() as folder:
-        (folder / e["file"]).write_text(text, encoding="utf-8")
+    with copied_commit({e["file"]: text}) as folder:
         results = run_tests(folder, [lamp["test"] for lamp in e["lamp"]], limit=limit)
-    red = [(test, message) for test, message in results if message is not None]
+    red = [(test, explained(e, message)) for test, message in results if message is not None]
     first = [next((message for test, message in red if contains(lamp["test"], test)), None) for lamp in e["lamp"]]
     return [*zip(e["lamp"], first, strict=True)], changed
 
 
-def formulas(number):
-    """Return the right numbers of the predictions."""
-    with copied_commit() as folder:
-        _, printed = run(folder, ["-m", "exercises.formulas", *(q["formula"] for q in exercise(number)["predict"])])
-    with reading(f"the last commit should have the project's functions, but its predictions print {printed!r}"):
-        return [*map(float, printed.split())]
+def explained(e, message):
+    """Return the sentence of a frequent mistake (`mistake` in the exercise's file), or else the message itself."""
+    said = (mistake["says"] for mistake in e.get("mistake", []) if re.search(mistake["found"], message))
+    return "\n".join(next(said, [message]))
+
+
+def right_numbers(number):
+    """Return the right numbers of the predictions: a derivation's last term. The tests compare it with the formula."""
+    return [float(eval(q["derivation"].rpartition("=")[2])) for q in exercise(number)["predict"]]
 
 
 def outputs_of_commands(number, text, limit):
     """Return the output of the exercise's commands with the whole file `text`."""
     e, lines = exercise(number), []
-    with copied_commit() as folder:
-        (folder / e["file"]).write_text(text, encoding="utf-8")
+    with copied_commit({e["file"]: text}) as folder:
         for command in e["show"]:
             code, printed = run(folder, command.split(), limit)
             lines += [f"$ python {command}", printed if code is not None else f"no answer in {limit:g} s"]
@@ -225,7 +226,7 @@ def is_right(answer, right):
 
 def grading(number, limit):
     """Return (the columns, the function that judges a folder) for `grade`."""
-    e, right = exercise(number), formulas(number)
+    e, right = exercise(number), right_numbers(number)
 
     def judge_folder(folder):
         """Return a row of the table. Only red lamps without bonus give a note."""
@@ -284,7 +285,7 @@ def judge_files(number, folder, limit):
     print(outputs, title(number), f"your file あなたのファイル: {path}", sep="\n")
     if changed:
         print(f"also changed, without effect: {', '.join(changed)}")
-    for q, (answer, x), right in zip(e["predict"], answers.values(), formulas(number), strict=False):
+    for q, (answer, x), right in zip(e["predict"], answers.values(), right_numbers(number), strict=False):
         good = is_right(x, right)
         why = "" if good else f": {q['derivation']}"
         print(mark(good), f"{q['name']}: you あなた {answer}, the formula 正解 {right:,.10g}{why}", sep="  ")

@@ -39,11 +39,13 @@ def committed(file):
 
 
 @contextlib.contextmanager
-def copied_commit():
-    """Yield a temporary folder with the files of the last commit."""
+def copied_commit(files=None):
+    """Yield a temporary folder with the files of the last commit, and with these {path: text} instead of theirs."""
     with tempfile.TemporaryDirectory() as folder, tarfile.open(fileobj=io.BytesIO(git("archive", "HEAD"))) as archive:
         archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.3 and older have none
         archive.extractall(folder)
+        for path, text in (files or {}).items():
+            Path(folder, path).write_text(text, encoding="utf-8")
         yield Path(folder)
 
 

@@ -1,9 +1,4 @@
-"""Compute the right answers of the exercises' predictions with the project's own functions.
-
-python -m exercises.formulas "kept(2, zero=1)" "by_formula(FORMULAS['1f1b'].bubble, p=4, m=8)"
-"""
-
-import sys
+"""Names for the formulas of the exercises' predictions: the tests compare each with its derivation."""
 
 import config as configuration
 from accounts import memory, scaling, traffic
@@ -27,7 +22,3 @@ def kept(ranks, what=None, **fields):
     """Return the bytes of model states that rank 0 keeps in a step. what: only these."""
     p = traffic.predict_step(tiny(**fields), ranks)
     return sum(size for name, size in memory.rank_states(p.layout, 0, p.sizes).items() if what in (None, name))
-
-
-if __name__ == "__main__":
-    print(*(float(eval(text)) for text in sys.argv[1:]))

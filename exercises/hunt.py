@@ -5,8 +5,10 @@
     python exercise.py hunt --compare                   the same layout again, with the bytes' tables
     python exercise.py hunt --compare --dp=2 --zero=1   another layout: fields of train.py; dp=N for the processes
     python exercise.py hunt --compare --micro_batch_size=8   the same layout with this change (without dp, tp, pp, cp)
+    (cd mine/hunt && python -m accounts.draw 1f1b --stages=4 --microbatches=8)   draw a schedule of the copy
     python exercise.py hunt --hint                      the file, then the function, then the defect; each costs points
-    python exercise.py hunt --done "dp=2 is right, so ..."   say which experiment excluded what, and be judged
+    python exercise.py hunt --done "dp=2 is right, so ..."   say which experiment excluded what, and be judged;
+                                                        exit code 1: not yet
 
     python exercise.py grade hunt FOLDER FOLDER ...     for the teacher: judge the hunts in mine/ of these copies again
     python exercise.py hunt --check --level=3           for the teacher: run all hunts of a level here
@@ -65,9 +67,10 @@ def hunted(level, seed):
     return random.Random(level).sample(rows := hunts(level), len(rows))[seed % len(rows)]
 
 
-def plant(defect, folder):
+def defective(defect):
+    """Return {file: text} of the last commit with the defect. Raises UserError if it does not fit."""
     with reading("hunts need the project's own lines in the last commit"):
-        (folder / defect.file).write_text(planted(defect, folder), encoding="utf-8")
+        return {defect.file: planted(defect, committed(defect.file))}
 
 
 def begin(seed, level):
@@ -78,8 +81,7 @@ def begin(seed, level):
         raise UserError("mine/hunt: a hunt is open; end it with --done, or remove the folder")
     if not DATA.exists():
         raise UserError("data/stdlib_bytes: hunts train on it; make it with: python prepare.py --tokenizer=bytes")
-    with copied_commit() as folder:
-        plant(defect, folder)
+    with copied_commit(defective(defect)) as folder:
         text, symptom = look(folder, processes, fields, state["known"])
         if not symptom:
             raise UserError(f"seed={seed}: this hunt shows nothing on this machine; take another seed")
@@ -109,7 +111,8 @@ def run(folder, processes, fields):
         steps = [*enumerate(map(json.loads, file.read_text("utf-8").splitlines()[:3]), 1)]
     numbers = {f"{name} {i}": float(step[key]) for name, key in SHOWN for i, step in steps if key in step}
     died = f"no answer in {PATIENCE} s" if code is None else "a process died without a word (a segmentation fault?)"
-    wrong = re.findall(r"(?m)((?:^error|^rank \d+|\w+Error): .{,150})", errors) or [died] if code != 0 else []
+    line = r"(?m)((?:^error|^rank \d+|\w+Error): .*?)(?:: \[/.*)?$"  # without Gloo's own text, which has a path
+    wrong = re.findall(line, errors) or [died] if code != 0 else []
     tables = re.sub(r"(?m)^\[default0\]: ?", "", said[said.find("sent per step by") :]) if code == 0 else ""
     for cells in ([cell.strip() for cell in line.split("|")] for line in tables.splitlines()):
         name, sizes = {7: (cells[:3], cells[5:]), 4: (cells[:1], cells[1:3])}.get(len(cells), ((), ("", "")))
@@ -187,10 +190,7 @@ def judge(record, limit=120):
     (defect, _, _), program = hunted(record["level"], record["seed"]), git("ls-files", "*.py").decode().split()
     files = {name: record["files"][name] for name in {*program} & {*record["files"]} if not TEST.match(name)}
     tests = [defect.test, *sorted({d.test for d in DEFECTS if d.file in files and "::" in d.test} - {defect.test})]
-    with copied_commit() as folder:
-        plant(defect, folder)
-        for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
+    with copied_commit(defective(defect) | files) as folder:
         print(f"running: {len(tests)} tests ...", file=sys.stderr, flush=True)
         red = [message for _, message in judging.run_tests(folder, tests, limit=limit) if message is not None]
     points = 0 if red else max(1, record["level"] * (10 - 2 * record["hints"]) - record["tries"] + 1)
@@ -198,7 +198,7 @@ def judge(record, limit=120):
 
 
 def done(state, sentence):
-    """Judge mine/hunt, and keep the record in mine/hunt-LEVEL-SEED.json. Return the text to show."""
+    """Judge mine/hunt, and keep the record in mine/hunt-LEVEL-SEED.json. Return (text to show, whether it is right)."""
     copy, (defect, _, _) = MINE / "hunt", hunted(state["level"], state["seed"])
     names = git("-C", copy, "diff", "--name-only", "hunt").decode().split()
     state |= {"files": {name: (copy / name).read_text("utf-8") for name in names}, "sentence": sentence}
@@ -210,11 +210,12 @@ def done(state, sentence):
     said = "{points} points, {minutes} minutes, hints: {hints}, tries: {tries}".format(**grade)
     if red:
         tells = state["level"] == 1 or re.search(r"no answer|exit code|(Syntax|Import|Name|Type)Error", red[0])
-        return f"not yet まだです: {said}; red tests 失敗したテスト: {len(red)}\n{red[0] if tells else ''}"
+        return f"not yet まだです: {said}; red tests 失敗したテスト: {len(red)}\n{red[0] if tells else ''}", False
     shutil.rmtree(kept.with_suffix(""), ignore_errors=True)  # of the same hunt, played before
     moved = os.path.relpath(shutil.move(copy, kept.with_suffix("")), MINE.parent)
     edits = [f"planted:\n{old}\n--->\n{new or 'nothing'}" for old, new in defect.edits]
-    return "\n".join([f"right 正解: {said}", *edits, defect.words, f"mine/hunt was moved to 移動先: {moved}"])
+    lines = [f"right 正解: {said}", *edits, defect.words, f"mine/hunt was moved to 移動先: {moved}"]
+    return "\n".join(lines), True
 
 
 def grading(limit):
@@ -234,14 +235,13 @@ def check(level, rows):
     """Yield rows of hunts.txt, with the symptom on this machine. rows: of `hunts(level)`."""
     known = {}
     for d, n, fields in rows:
-        with copied_commit() as folder:
-            plant(d, folder)
+        with copied_commit(defective(d)) as folder:
             symptom = difference(clean_run(n, fields, known), run(folder, n, fields))
         yield f"{level} | {d.name} | {' '.join([str(n), *fields])} | {'; '.join(symptom) or 'none'} | {d.words}"
 
 
 def main(words):
-    """Run the command line. Raises UserError."""
+    """Run the command line. Exit with code 1 if mine/hunt is judged and not right. Raises UserError."""
     parser = Parser("python exercise.py hunt")
     parser.add_argument("--seed", type=int, default=random.randrange(1000), help="begin this hunt")
     parser.add_argument("--level", type=int, choices=(1, 2, 3), default=1)
@@ -255,12 +255,13 @@ def main(words):
     if goes_on and not copy.exists():
         raise UserError("mine/hunt: no hunt is open; python exercise.py hunt --seed=7 begins one")
     state, text = (json.loads(file.read_text("utf-8")), "") if goes_on else begin(options.seed, options.level)
+    right = True
     defect, processes, layout = hunted(state["level"], state["seed"])
     if options.hint:
         state["hints"] = min(state["hints"] + 1, len(hints(defect)))
         text = "\n".join(hints(defect)[: state["hints"]])
     elif options.done:
-        text = done(state, options.done)
+        text, right = done(state, options.done)
     elif options.compare:
         if wrong := [word for word in fields if not re.match(r"--(?!nproc)\w", word)]:
             raise UserError(f"{wrong[0]}: should be a field of train.py, as in --compare --dp=2 (dp: processes)")
@@ -270,3 +271,5 @@ def main(words):
         text, _ = look(copy, processes, layout, state["known"], more=True)
     file.write_text(json.dumps(state), encoding="utf-8")
     print(text)
+    if not right:
+        sys.exit(1)

@@ -45,6 +45,7 @@ def tests():
 
 
 def flops():
+    """Print your FLOPs of three sizes of GPT-3, beside the slide's 5.7 N D and 6 N D."""
     rows = [("model", "N", "D", "slide: 5.7ND", "yours", "yours / ND: 6 + attention", "recompute=full / yours")]
     for name in ("gpt3_1b3", "gpt3_13b", "gpt3_175b"):
         c = configuration.load([f"configs/{name}.py", "--recompute=full"])
@@ -81,6 +82,7 @@ def losses(steps=21):
 
 
 def ratios():
+    """Print the trust ratio of each layer in LAMB's first step, beside the ratio of your update."""
     t, rule, rows = tests(), RULES["lamb"], [("layer", "|w|", "|direction|", "|w| / |direction|", "yours")]
 
     def watched(w, direction, moments, weight_norm, norm, *, lr, **more):
@@ -115,6 +117,7 @@ def groups():
 
 
 def schemes():
+    """Print the slide's table: which model states a scheme cuts on 2 ranks, and what rank 0 sends."""
     rows = [("2 ranks", "data", "weights", "gradients", "m, v", "rank 0 sends in a step")]
     whole = rank_states(predict_step(tiny(), 1).layout, 0, predict_step(tiny(), 1).sizes)
     for name, fields in [

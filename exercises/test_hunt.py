@@ -12,6 +12,7 @@ from exercises import hunt
 
 pytestmark = needs_git
 A_FEW = "no-1/m g-without-its-sum norm-twice-over-dp last-always cp-share scalars-not-waited-for".split()
+A_FEW += ["warm-up-of-the-wrong-end"]
 CLEAN, clean_run = {}, hunt.clean_run  # CLEAN: {layout: its clean runs}
 ROWS = [
     pytest.param(level, row, id=row[0].name, marks=pytest.mark.slow if row[0].name in A_FEW else pytest.mark.defects)
@@ -31,7 +32,9 @@ def elsewhere(tmp_path, tokens_dir, monkeypatch):
 
 @pytest.mark.parametrize("level, row", ROWS)
 def test_a_hunt_shows_a_symptom(level, row):
-    assert "| none" not in next(hunt.check(level, [row]))
+    found = next(hunt.check(level, [row]))
+    assert "| none" not in found
+    assert "deadlock:" not in found or found.count("waits for") == found.count(", which is rank ") > 1  # a whole circle
 
 
 def test_every_hunt_has_a_layout_that_runs_and_hints():
@@ -78,7 +81,9 @@ def test_a_mend_is_accepted_and_a_class_is_graded(capsys):
     hunt.main(["--seed=3"])
     defect, _, _ = hunt.hunted(1, 3)
     hunt.main(["--hint"])
-    hunt.main(["--done", "nothing"])
+    with pytest.raises(SystemExit) as ended:
+        hunt.main(["--done", "nothing"])
+    assert ended.value.code == 1
     words = next(d.words for d in hunt.DEFECTS if d.name == defect.name)
     assert defect.file in (said := capsys.readouterr().out) and words in said and "not yet" in said
     (hunt.MINE / "hunt" / defect.file).write_text(hunt.committed(defect.file), encoding="utf-8")

@@ -9,14 +9,16 @@ It has P = 2vh + sh + L(12h^2+13h) + 2h = 84,992 weights. A number takes 8 bytes
 and so is its number, 0 or 1. Ranks share no memory. They send tensors with four operations:
 
                      before: rank 0|1     after: rank 0|1      each rank sends (N: numbers in the whole tensor)
-    AllReduce                     1|2              3|3         2N(n-1)/n, as the next two together
+    AllReduce                     1|2              3|3         2N(n-1)/n: a ReduceScatter, then an AllGather
     ReduceScatter               1,2|3,4            4|6          N(n-1)/n
     AllGather                     1|2            1,2|1,2        N(n-1)/n
     SendRecv                      1|                |1          N
 
-Each rung begins with a card. It counts the bytes of rank 0 with n=2 (in brackets n=4). Sends: bytes of a step by rings.
-Memory: bytes of weights, gradients and optimizer state just before Adam's update. Activations are what backward needs.
-Bad: (-> 5) means that rung 5 repairs this.
+Each rung begins with a card. Its bytes are those of rank 0 with n=2, in brackets with n=4.
+
+    Sends   what the rank sends in a step, if the ranks send in a ring: each to the next one.
+    Memory  weights, gradients, optimizer state just before Adam's update. Activations: what forward keeps for backward.
+    Bad     what the scheme costs. (-> 5) means that rung 5 repairs this.
 """
 
 import atexit
@@ -35,11 +37,13 @@ torch.set_default_dtype(torch.float64)  # all rungs print ten equal digits
 
 def connect(*allowed):
     """Connect the processes. Return (rank, n). allowed: possible n."""
-    rank, n = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets these
+    rank = int(os.environ.get("RANK", 0))  # torchrun sets this and the next
+    n = int(os.environ.get("WORLD_SIZE", 1))
     if n not in allowed:
         if rank == 0:
-            print(f"error: {n} processes: {sys.argv[0]} needs {' or '.join(map(str, allowed))}", file=sys.stderr)
-        sys.exit(0 if "RANK" in os.environ else 2)  # for 2, torchrun would print 30 lines more
+            right = " or ".join(map(str, allowed))
+            print(f"error: {n} processes: {sys.argv[0]} needs {right}", file=sys.stderr)
+        sys.exit(0 if "RANK" in os.environ else 2)  # after a 2, torchrun would print 30 lines of its own
     if n > 1:  # Gloo sends between CPUs, NCCL between GPUs. A rank waits for a minute at most
         dist.init_process_group("gloo", timeout=timedelta(minutes=1))
         atexit.register(dist.destroy_process_group)
@@ -60,7 +64,7 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.ln1, self.ln2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
-        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)  # q, k, v of head 0, then of head 1, ... (rung 11 needs this order)
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)  # q, k, v of head 0, then of head 1, ... (for rung 11)
         self.proj = nn.Linear(HIDDEN, HIDDEN)
         self.fc1 = nn.Linear(HIDDEN, 4 * HIDDEN)
         self.fc2 = nn.Linear(4 * HIDDEN, HIDDEN)
@@ -99,7 +103,8 @@ def cross_entropy(logits, targets):
 
     So losses and gradients of parts of the batch just add up.
     """
-    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / (BATCH * SEQ)
+    total = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return total / (BATCH * SEQ)
 
 
 class Adam:
@@ -118,7 +123,8 @@ class Adam:
         for w, m1, m2 in self.state:
             m1.mul_(0.9).add_(0.1 * w.grad)
             m2.mul_(0.999).add_(0.001 * w.grad**2)
-            w -= 0.01 * (m1 / (1 - 0.9**self.steps)) / ((m2 / (1 - 0.999**self.steps)).sqrt() + 1e-8)
+            mean, square = m1 / (1 - 0.9**self.steps), m2 / (1 - 0.999**self.steps)
+            w -= 0.01 * mean / (square.sqrt() + 1e-8)
             w.grad = None
 
 
@@ -132,4 +138,4 @@ def show(loss):
 
 
 if __name__ == "__main__":
-    print("This file has the parts that all rungs share. Begin with: python ladder/rung01_one_process.py")
+    print("All rungs share the parts in this file. Begin with: python ladder/rung01_one_process.py")

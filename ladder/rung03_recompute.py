@@ -1,9 +1,9 @@
-"""3. Recomputation (not on the slides): forward keeps only each unit's input. Backward runs the unit again.
+"""3. Recomputation (not on the slides): forward keeps only each unit's input. Before its backward a unit runs again.
 
     forward: F F F ...      backward: FB FB FB ...
 
 Sends   nothing.
-Memory  as rung 1: 2,719,744 bytes. Activations: the inputs of all units, the rest of one unit.
+Memory  as rung 1: 2,719,744 bytes. Activations: the inputs of all units, and all of one unit.
 Bad     F runs twice: a step takes 4 slots, not 3. `Executor` (parallel/pipeline.py) does it for blocks only.
 """
 

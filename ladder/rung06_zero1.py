@@ -2,10 +2,14 @@
 
 データ:分散  モデル:冗長  通信:勾配+重み, ReduceScatter+AllGather, ステップ毎
 
-    gradients --ReduceScatter--> gradients of a shard --Adam--> new weights of a shard --AllGather--> new weights
+    a tensor w of 4 numbers       rank 0                 rank 1
+    backward        w.grad        a0 a1 a2 a3            b0 b1 b2 b3         each rank: gradients of its own samples
+    ReduceScatter   shard.grad    a0+b0 a1+b1            a2+b2 a3+b3         its part of the sum. w.grad is freed
+    Adam            w             new new old old        old old new new     shard is a part of w's memory
+    AllGather       w             new new new new        new new new new
 
 Sends   P(n-1)/n gradients, P(n-1)/n weights: 679,936 bytes (n=4: 1,019,904).
-Memory  weights P, the rest 3P/n: 1,699,840 bytes (n=4: 1,189,888). During backward all P gradients exist.
+Memory  P weights, 3P/n other numbers: 1,699,840 bytes (n=4: 1,189,888). During backward also P gradients.
 Bad     weights and gradients are whole (-> 7, 8). `Zero.publish` (parallel/zero.py) overlaps the AllGather.
 """
 

@@ -4,9 +4,9 @@
 
     backward of each micro-batch:  gradient of w --ReduceScatter--> its shard is added, the whole gradient is freed
 
-Sends   m P(n-1)/n gradients (here m=2), P(n-1)/n weights: 1,019,904 bytes (n=4: 1,529,856). Rung 6 sends 2, not m+1.
-Memory  as rung 6: 1,699,840 bytes (n=4: 1,189,888). During backward one whole gradient exists, not P of them.
-Bad     with many micro-batches it sends more than rung 6. Weights are whole (-> 8).
+Sends   P(n-1)/n gradients in each of m=2 micro-batches, P(n-1)/n weights: 1,019,904 bytes (n=4: 1,529,856).
+Memory  as rung 6: 1,699,840 bytes (n=4: 1,189,888). During backward also one whole gradient, of one tensor.
+Bad     it sends m+1 times P(n-1)/n numbers, rung 6 only 2 times. Weights are whole (-> 8).
 """
 
 import torch
@@ -16,7 +16,7 @@ from gpt import GPT, Adam, batches, connect, cross_entropy, show
 rank, n = connect(2, 4)
 
 
-def parts(x):
+def parts(x):  # as in rung 6
     return list(x.view(-1).chunk(n))
 
 

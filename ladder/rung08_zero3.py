@@ -5,7 +5,7 @@
     forward (F):  gather F free | gather F free | ...     backward (B):  gather B free reduce_scatter | gather B ...
 
 Sends   P(n-1)/n weights in forward, again in backward, P(n-1)/n gradients: 1,019,904 bytes (n=4: 1,529,856).
-Memory  4P/n numbers: 1,359,872 bytes (n=4: 679,936). In F and B also a unit's weights, in B its gradients.
+Memory  4P/n numbers: 1,359,872 bytes (n=4: 679,936). In F and B also one unit's weights, in B its gradients.
 Bad     ranks wait for each gather. `Bucket.start_gather` (parallel/zero.py) gathers the next unit early.
 """
 
@@ -16,7 +16,7 @@ from gpt import GPT, Adam, batches, connect, cross_entropy, show
 rank, n = connect(2, 4)
 
 
-def parts(x):
+def parts(x):  # as in rung 6
     return list(x.view(-1).chunk(n))
 
 
@@ -34,6 +34,7 @@ def free(unit):
 
 
 def reduce_scatter(unit):
+    """Give each shard its gradient, and free the whole one."""
     for w in unit.parameters():
         w.shard.grad = torch.empty_like(w.shard)
         dist.reduce_scatter(w.shard.grad, parts(w.grad))
@@ -41,6 +42,7 @@ def reduce_scatter(unit):
 
 
 def forward(x):
+    """Return the logits, and what backward needs: (unit, its input, its output) of each unit."""
     saved = []
     for unit in model:
         gather(unit)
@@ -51,7 +53,8 @@ def forward(x):
     return x, saved
 
 
-def backward(dy, saved):  # dy: gradient of the logits
+def backward(dy, saved):
+    """Run the units' backwards, the last unit first. dy: gradient of the logits."""
     while saved:
         unit, x, y = saved.pop()
         gather(unit)

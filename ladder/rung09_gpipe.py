@@ -5,9 +5,9 @@
     rank 0    F0F1F2F3......B0--B1--B2--B3--     F2: F of micro-batch 2. B takes twice as long.
     rank 1    ..F0F1F2F3B0--B1--B2--B3--....     . : idle (the bubble), (n-1)/(m+n-1) of the time
 
-Sends   bsh numbers to each neighbour, after F and after B (rank 0 has one): 32,768 bytes (n=4: 32,768).
+Sends   bsh numbers after F, and bsh after B. Rank 0 sends only after F: 32,768 bytes (n=4: 32,768).
 Memory  4 numbers for each weight of the stage: 1,367,040 bytes (n=4: 553,984). Activations of all m micro-batches.
-Bad     so many activations (-> 10). The bubble (-> 13 to 16).
+Bad     the activations of m micro-batches (-> 10). The bubble (-> 13 to 16).
 """
 
 import torch
@@ -20,7 +20,7 @@ sends = []  # messages on their way
 def forward(stage, ids, targets, before, after, tags=(0, 0)):
     """F of a micro-batch. Return the stage's input and output (on the last stage: the loss).
 
-    tags: numbers of the messages from and to the ranks before and after. Two chunks on a rank need two (rung 13).
+    tags: a number for the messages from and to the rank before, and one for those of the rank after (for rung 13).
     """
     if before is None:
         x = ids  # [b/m, s]

@@ -20,17 +20,18 @@ def each(kind):
 
 
 def alternate(*lists):
-    """a0 b0 a1 b1 ...; None is left out"""
+    """Return a0 b0 a1 b1 ..., without each None."""
     return [action for turn in zip_longest(*lists) for action in turn if action]
 
 
 def one_f_one_b(warmup):
-    """warmup: the number of stages after this one. (GPipe is the list F + B.)"""
+    """Return the order of 1F1B. (GPipe's is F + B.) warmup: the number of stages after this one."""
     F, B = each("F"), each("B")
     return F[:warmup] + alternate(F[warmup:], B)
 
 
 def run(actions, stage, ids, targets, before, after):
+    """Run the actions in this order. Return the loss; 0 except on the last stage."""
     saved, loss = {}, torch.zeros(())
     for kind, j in actions:
         if kind == "F":

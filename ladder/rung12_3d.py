@@ -16,7 +16,8 @@ from rung11_tp import tensor_parallel
 
 rank, n = connect(8)
 dp_rank, pp_rank = rank // 4, rank // 2 % 2
-tp_group, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3], [4, 5], [6, 7]])  # this rank's group
+# new_subgroups_by_enumeration returns this rank's group, and all groups
+tp_group, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3], [4, 5], [6, 7]])
 dp_group, _ = dist.new_subgroups_by_enumeration([[0, 4], [1, 5], [2, 6], [3, 7]])
 before = rank - 2 if pp_rank == 1 else None
 after = rank + 2 if pp_rank == 0 else None

@@ -5,9 +5,9 @@
 
     rank 0    F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a B2b B3b B2a B3a     (idle times are not drawn)
 
-Sends   3 times as much on rank 0 (2 boundaries forward, 1 backward): 98,304 bytes (n=4: 98,304).
+Sends   rank 0 sends bsh numbers after both F, and after the B of its second chunk: 98,304 bytes (n=4: 98,304).
 Memory  as rung 9: 1,367,040 bytes (n=4: 553,984). More activations than rung 10: 5 chunks on rank 0 (n=4: 11).
-Bad     the bubble is about half, (n-1)/(2m+n-1) of the time, but twice as many messages. m must be a multiple of n.
+Bad     twice as many messages, for a bubble of about half: (n-1)/(2m+n-1) of the time. m must be a multiple of n.
 """
 
 import torch
@@ -28,12 +28,14 @@ adam = Adam(nn.ModuleList(chunk[0] for chunk in chunks.values()).parameters())
 
 
 def in_groups(kind, order):
-    """n micro-batches through one chunk, the same n through the other, then the next n."""
-    return [(kind, j, c) for first in range(0, MICRO_BATCHES, n) for c in order for j in range(first, first + n)]
+    """Return the order: n micro-batches through one chunk, the same n through the other, then the next n."""
+    groups = [range(first, first + n) for first in range(0, MICRO_BATCHES, n)]
+    return [(kind, j, c) for group in groups for c in order for j in group]
 
 
 F, B = in_groups("F", [rank, rank + n]), in_groups("B", [rank + n, rank])
-warmup = n + 2 * (n - 1 - rank)  # the first chunk of n micro-batches; then j=0 goes to the last rank and back
+# n micro-batches through the first chunk. Then micro-batch 0 goes to the last rank and back.
+warmup = n + 2 * (n - 1 - rank)
 actions = F[:warmup] + alternate(F[warmup:], B)
 
 for ids, targets in batches():

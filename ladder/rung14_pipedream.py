@@ -4,11 +4,11 @@
     PipeDream           F0F1....B0--F2B1--F3B2--F4B3--  F5B4--...           a bubble once in a run
 
 While micro-batch j is on its way, this rank updates n-1-rank times. B must use the weights of its F (weight stashing):
-each F makes a copy. Right means: the losses of one process whose unit uses weights that are n-1-rank updates old.
+each F makes a copy. Right losses are those of one process in which rank r's units use weights n-1-r updates old.
 
 Sends   as rung 9: 32,768 bytes (n=4: 32,768).
 Memory  as rung 9, and a copy of the weights for each micro-batch in flight: 2,050,560 bytes (n=4: 1,107,968).
-Bad     old weights: after the first step the losses are not those of rung 1. The lr must often be smaller.
+Bad     old weights: after the first step the losses are not those of rung 1. The learning rate must often be smaller.
 """
 
 from functools import partial
@@ -31,7 +31,8 @@ warmup = n - 1 - rank
 saved, losses = {}, [torch.zeros(()) for _ in samples[::MICRO_BATCHES]]
 for kind, j in F[:warmup] + alternate(F[warmup:], B):
     if kind == "F":
-        stash = {name: torch.nn.Parameter(w.detach().clone()) for name, w in stage.named_parameters()}
+        weights = stage.named_parameters()
+        stash = {name: torch.nn.Parameter(w.detach().clone()) for name, w in weights}
         model = partial(functional_call, stage, stash)  # the stage with these weights
         saved[j] = stash, *forward(model, *samples[j], before, after)
     else:

@@ -7,8 +7,8 @@
 The two copies of a stage are twins, on ranks r and n-1-r. Their gradients are added before the update.
 
 Sends   messages as rung 9, AllReduce of the twins' gradients: 712,704 bytes (n=4: 306,176).
-Memory  two stages: 2,719,744 bytes (n=4: 1,093,632). Activations of n/2+1 to n micro-batches, more equal than 1F1B.
-Bad     twice the weights. The bubble is (n-2)/(2m+n-2) of the time if F and B take equally long; else it is larger.
+Memory  two stages: 2,719,744 bytes (n=4: 1,093,632). Activations of n/2+1 (rank 0) to n micro-batches.
+Bad     twice the weights. The bubble is (n-2)/(2m+n-2) of the time if F takes as long as B, else more.
 """
 
 import torch
@@ -27,7 +27,7 @@ adam = Adam(weights)
 
 slots = {}  # {slot: action}: F and B of the two directions never need the same slot
 for j in range(MICRO_BATCHES):
-    k, way = divmod(j % n, 2)  # way 0: down, 1: up; k numbers the micro-batches of a way, in groups of n
+    k, way = divmod(j % n, 2)  # k: number within a group of n and a way; way 0: down, 1: up
     part = n - 1 - rank if way else rank
     first = j // n * 2 * n + 2 * k
     slots[first + part] = "F", j, way

@@ -5,7 +5,7 @@
     rank 1    ..F0I0F1I1W0F2I2W1F3I3W2W3      rank r delays W by r micro-batches
 
 Sends   as rung 9: 32,768 bytes (n=4: 32,768).
-Memory  as rung 9: 1,367,040 bytes (n=4: 553,984). Activations of n micro-batches: W's x and dy stay until W.
+Memory  as rung 9: 1,367,040 bytes (n=4: 553,984). Activations of n micro-batches: x and dy stay until W.
 Bad     a bubble remains. `zb_h2` and `zb_v` (parallel/schedules.py) have a smaller one.
 """
 
@@ -31,6 +31,7 @@ class Linear(torch.autograd.Function):
 
 
 def run(actions, stage, ids, targets, before, after):
+    """Run the actions F, I and W in this order. Return the loss; 0 except on the last stage."""
     saved, loss = {}, torch.zeros(())
     for kind, j in actions:
         if kind == "F":
@@ -60,6 +61,7 @@ F, I, W, warmup = each("F"), each("I"), each("W"), n - 1 - rank
 actions = F[:warmup] + alternate(F[warmup:], I, [None] * rank + W)
 
 for ids, targets in batches():
-    loss = run(actions, stage, ids.chunk(MICRO_BATCHES), targets.chunk(MICRO_BATCHES), before, after)
+    ids, targets = ids.chunk(MICRO_BATCHES), targets.chunk(MICRO_BATCHES)  # lists of [b/m, s]
+    loss = run(actions, stage, ids, targets, before, after)
     adam.step()
     show(loss)

@@ -4,7 +4,7 @@
     here      g: ReduceScatter --> [b, s/n, h] --> LayerNorm --> f: AllGather
 
 Sends   as rung 11, and gradients of LayerNorms, embedding and head: 862,720 bytes (n=4: 1,294,080).
-Memory  as rung 11: 1,518,592 bytes (n=4: 918,016). 1/n of nearly all activations.
+Memory  as rung 11: 1,518,592 bytes (n=4: 918,016). 1/n of the activations also between g and f.
 Bad     the gathered x is kept for backward. `Linear` (parallel/tensor.py) keeps 1/n of it, and gathers again.
 """
 
@@ -50,7 +50,8 @@ rank, n = connect(2, 4)
 embedding, *blocks, head = GPT()
 blocks = nn.Sequential(*[SequenceParallelBlock(block) for block in blocks])
 adam = Adam([*embedding.parameters(), *blocks.parameters(), *head.parameters()])
-replicated = nn.ModuleList([embedding, head, *[m for m in blocks.modules() if isinstance(m, nn.LayerNorm)]])
+norms = [module for module in blocks.modules() if isinstance(module, nn.LayerNorm)]
+replicated = nn.ModuleList([embedding, head, *norms])
 
 for ids, targets in batches():
     x = embedding(ids).chunk(n, 1)[rank].clone()  # [b, s/n, h]; the other parts are freed

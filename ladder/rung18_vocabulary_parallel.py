@@ -2,15 +2,16 @@
 
     loss of a token = log(exp z_0 + ... + exp z_127) - z_target      z: logits, v/n on each rank
 
-Sends   as rung 11, and AllReduces of 2bsh + 3bs numbers: 855,040 bytes (n=4: 1,282,560).
-Memory  as rung 11, but 1/n of the tables: 1,387,520 bytes (n=4: 721,408). 1/n of the logits.
+Sends   as rung 11, and AllReduces of bsh numbers in embed, bsh + 3bs in the loss: 855,040 bytes (n=4: 1,282,560).
+Memory  as rung 11, but 1/n of both tables: 1,387,520 bytes (n=4: 721,408). 1/n of the logits.
 Bad     the logits of all tokens exist together. `LinearCrossEntropy` (parallel/tensor.py) has those of 4,096 tokens.
 """
 
 import torch.distributed as dist
 import torch.nn.functional as F
 from gpt import BATCH, GPT, SEQ, VOCAB, Adam, batches, connect, show
-from rung11_tp import cut, f, g, tensor_parallel
+from rung11_tp import tensor_parallel
+from tp_mlp import cut, f, g
 
 
 def locate(ids):
@@ -27,6 +28,7 @@ def embed(ids, table):
 
 
 def cross_entropy(x, table, targets):
+    """Return the loss, from the output x of the last LayerNorm [b, s, h]."""
     z = f(x) @ table.T  # [b, s, v/n]
     largest = z.detach().amax(2)  # [b, s]
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -39,7 +41,8 @@ def cross_entropy(x, table, targets):
 
 rank, n = connect(2, 4)
 embedding, *blocks, (norm, linear) = GPT()
-words_in, words_out, positions = cut(embedding.word.weight, 0), cut(linear.weight, 0), embedding.position.weight
+words_in, words_out = cut(embedding.word.weight, 0), cut(linear.weight, 0)
+positions = embedding.position.weight
 blocks = tensor_parallel(blocks)
 adam = Adam([words_in, words_out, positions, *blocks.parameters(), *norm.parameters()])
 del embedding, linear  # frees the whole tables

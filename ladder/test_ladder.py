@@ -18,8 +18,8 @@
           no wait for the sends                           a hang: Gloo drops a message without a Python object
     10    send instead of isend, in F and in B            a hang: two ranks send, and wait for each other's recv
           warmup = rank                                   a hang: rank 0 waits for B before it has sent F1
-    11    f without AllReduce                             step 2 is wrong, but the loss falls
-          each rank has the bias                          step 1 is wrong: g adds it n times
+    11    f without AllReduce (tp_mlp.py)                 step 2 is wrong, but the loss falls
+          each rank has the bias (tp_mlp.py)              step 1 is wrong: g adds it n times
     12    AllReduce without the DP group                  an error or a hang: tensors of different sizes
           no cut of the samples                           the losses are twice as large; Adam divides it away
     13    no tags                                         an error or a wrong step 1: a message of the other chunk
@@ -60,7 +60,7 @@ from config import Config
 from parallel.mesh import Mesh
 
 LADDER = Path(__file__).parent
-RUNGS = {path.stem: path.read_text("utf-8") for path in sorted(LADDER.glob("rung*.py"))}
+RUNGS = {path.stem: path.read_text("utf-8") for path in sorted([*LADDER.glob("rung*.py"), LADDER / "tp_mlp.py"])}
 ALLOWED = {name: re.search(r"connect\(([\d, ]+)", text)[1].split(",") for name, text in RUNGS.items()}
 SENT = {  # the numbers that each of n ranks sends; x: the first argument of the call
     "all_reduce": lambda x, n: 2 * (n - 1) * x.numel() // n,
@@ -78,7 +78,8 @@ MISTAKES = [
     ("rung04_dp", "(model(ids), targets)", "(model(ids), targets) * n"),
     ("rung06_zero1", "[rank]  #", "[0]  #"),
     ("rung07_zero2", "part if w.shard.grad is None else w.shard.grad + part", "part"),
-    ("rung11_tp", "dist.all_reduce(dx, group=ctx.group)", "pass"),
+    ("tp_mlp", "dist.all_reduce(dx, group=ctx.group)", "pass"),
+    ("tp_mlp", "if dist.get_rank(group) > 0:", "if False:"),
     ("rung15_chimera", "dist.all_reduce(w.grad, group=twins)", "pass"),
     ("rung19_hybrid_sharding", "dist.all_reduce(w.shard.grad, group=copies)", "pass"),
 ]

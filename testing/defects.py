@@ -64,9 +64,9 @@ def without_wait():
 DEFECTS = [*listed(), *without_wait()]
 
 
-def planted(defect, root=ROOT):
-    """Return the text of the file in `root`, with the defect. Raises ValueError if it does not fit."""
-    text = (root / defect.file).read_text(encoding="utf-8")
+def planted(defect, text=None):
+    """Return a file's `text` (default: this tree's) with the defect. Raises ValueError if it does not fit."""
+    text = text or (ROOT / defect.file).read_text(encoding="utf-8")
     for old, new in defect.edits:
         if text.count(old) != 1:
             raise ValueError(f"defect {defect.name}: `{old}` is in {defect.file} {text.count(old)} times, not once")
