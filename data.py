@@ -112,12 +112,15 @@ class Tokens:
         source = "" if Path(data_dir).name.startswith("stdlib") else "FILE "
         source = f"--megatron={data_dir} " if Path(f"{data_dir}.idx").exists() else source
         command = f"python prepare.py {source}--tokenizer={tokenizer} --out={data_dir}"
-        missing = f"data_dir={data_dir}: no data set of prepare.py; create it with: {command}"
         if not Path(data_dir, "meta.json").exists():
-            raise UserError(missing)
-        with reading(missing):
+            raise UserError(f"data_dir={data_dir}: no data set of prepare.py; create it with: {command}")
+        with reading(f"data_dir={data_dir}: damaged; create it again with: {command}"):
             self.meta = json.loads(Path(data_dir, "meta.json").read_text(encoding="utf-8"))
-            num_tokens, ids = self.meta["tokens"][split], self.meta["vocab_size"]
+            num_tokens, ids, tokenizer = (
+                int(self.meta["tokens"][split]),
+                self.meta["vocab_size"],
+                self.meta["tokenizer"],
+            )
             self.num_samples = (num_tokens - 1) // seq_length
             if self.num_samples < 1:
                 size = f"{num_tokens} tokens; a sample needs {seq_length + 1}"
@@ -125,9 +128,9 @@ class Tokens:
             self.tokens = map_tokens(self.path, TOKEN_DTYPES[self.meta["dtype"]])
             if len(self.tokens) != num_tokens:
                 raise ValueError(f"{self.path} has {len(self.tokens):,} tokens, but meta.json says {num_tokens:,}")
-        if ids > vocab_size:
-            why = f"the tokenizer of {data_dir}, {self.meta['tokenizer']}, has {ids} ids"
-            raise UserError(f"vocab_size={vocab_size}: {why}; set this vocab_size, or use another tokenizer")
+            if ids > vocab_size:
+                why = f"the tokenizer of {data_dir}, {tokenizer}, has {ids} ids"
+                raise UserError(f"vocab_size={vocab_size}: {why}; set this vocab_size, or use another tokenizer")
         self.check_ids(self.tokens[: 2**16])  # every rank finds most wrong files before training
 
     def windows(self, numbers, seed):
@@ -182,9 +185,9 @@ def shares_of(data_dir):
         return {data_dir: 1}
     weights, wrong = {}, f"data_dir={data_dir}: "
     for word in data_dir.split(","):
-        match = re.fullmatch(r" *(\d{1,9}(?:\.\d{0,9})?): *(.+)", word)
+        match = re.fullmatch(r"\s*(?=\.?\d)(\d{0,40}\.?\d{0,40})\s*:\s*(.*\S)\s*", word)
         if not match or not Fraction(match[1]):
-            raise UserError(f"{wrong}{word} should be WEIGHT:FOLDER, as in 60:data/en,40:data/ja")
+            raise UserError(f"{wrong}'{word}' should be WEIGHT:FOLDER, a weight above 0, as in 60:data/en,40:data/ja")
         if match[2] in weights:
             raise UserError(f"{wrong}{match[2]} is there twice")
         weights[match[2]] = Fraction(match[1])
@@ -244,7 +247,7 @@ class Mixture:
 
     def __init__(self, data_dir, split, seq_length, vocab_size):
         found = shares_of(data_dir)
-        names = [Path(folder).name for folder in found]
+        names = [Path(folder).absolute().name for folder in found]
         names = names if len({*names}) == len(names) else [*found]
         self.sets, shares, self.missing, self.former = {}, [], [], []
         for name, (folder, share) in zip(names, found.items(), strict=True):
@@ -304,7 +307,8 @@ class Mixture:
 
     def resume(self, index):
         """Continue after a checkpoint. Other sets or weights begin there, and each set with its own next sample."""
-        saved, here = saved_sets(index) or self.state(), self.state()
+        here = self.state()
+        saved = index.get("data") or here  # convert.py wrote none
         shares, used = zip(*((entry["share"], entry["used"]) for entry in saved), strict=True)
         if mixture(saved) != mixture(here):
             consumed = index["counters"]["consumed_samples"]
@@ -317,16 +321,6 @@ class Mixture:
         self.former = [e | {"share": 0, "used": numbers[content(e)]} for e in saved if content(e) in numbers]
 
 
-def lines(tokens):
-    """Return lines about several data sets. tokens: {split: Mixture}"""
-    about = [line for mixture in tokens.values() for line in mixture.missing]
-    mixture, *_ = tokens.values()
-    for (name, one), share in zip(mixture.sets.items(), mixture.shares, strict=True):
-        if len(mixture.sets) > 1:
-            about.append(f"{name}: {share}/{sum(mixture.shares)} of the samples; an epoch has {one.num_samples:,}")
-    return about
-
-
 def content(entry):
     return tuple(entry.get(name) for name in ("dtype", "tokens", "crc32"))
 
@@ -334,14 +328,6 @@ def content(entry):
 def mixture(entries):
     """Return what is equal in `Mixture.state` of the same sets with the same shares."""
     return [(content(entry), entry["share"]) for entry in entries if entry["share"]]
-
-
-def saved_sets(index):
-    """Return `Mixture.state` in a checkpoint's index: [] in one of convert.py."""
-    saved = index.get("data", [])
-    if isinstance(saved, dict):  # of a checkpoint from before there were several sets
-        return [{"share": 1, "begins": 0, "used": 0} | saved]
-    return saved
 
 
 # -- samples of a data rank

@@ -23,8 +23,6 @@ from parallel.zero import Zero
 from recovery import checkpoint
 from tokenizer import copied
 
-COMPARED = 1, 32  # new tokens whose logits are also computed without the cache
-
 
 def load_model(path, device):
     """Return (model, tokenizer). path: a checkpoint or an out_dir."""
@@ -70,19 +68,20 @@ def compare_logits(logits, others, what):
 
 @torch.no_grad()
 def generate(model, ids, count, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-    """Yield `count` ids. When all positions are filled, the last half moves to the first ones."""
+    """Yield `count` ids. When all positions are filled, the last half moves to the first ones.
+
+    After 1, 2, 4, 8 ... new tokens, the logits are also computed without the cache.
+    """
     device = next(model.parameters()).device
     positions = model.config.positions
     ids, new, start, caches = list(ids), list(ids), 0, [[] for _ in range(model.config.num_layers)]
-    prompt, due = len(ids), [*COMPARED]
-    for _ in range(count):
+    for done in range(count):
         if start + len(new) > positions:
             start, new, caches = 0, ids[-max(1, positions // 2) :], [[] for _ in caches]
         batch = model.micro_batch(torch.tensor([new], device=device), start=start, caches=caches)
         logits = model(batch)[-1]
         token = draw_token(logits, temperature, top_k, top_p, generator)
-        if start and due and len(ids) - prompt >= due[0]:
-            due.pop(0)
+        if start and done & (done - 1) == 0:
             whole = model.micro_batch(torch.tensor([ids[-start - 1 :]], device=device))
             compare_logits(logits, model(whole)[-1], "attention's cache does not follow a change of the model")
         start, new = start + len(new), [token]

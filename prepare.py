@@ -121,10 +121,13 @@ class Part(NamedTuple):
     problem: str = ""  # why this text is missing
 
 
-def read_blocks(files, tokenizer, text_key, unread):
-    """Yield lists of Parts, about PIECE characters each. unread: gets files with a read error."""
+def read_blocks(files, first, tokenizer, text_key, unread):
+    """Yield lists of Parts, about PIECE characters each.
+
+    first: index of the first file. unread: gets files with a read error.
+    """
     block, size = [], 0
-    for number, path in enumerate(files):
+    for number, path in enumerate(files, first):
         for part in read_parts(path, number, tokenizer, text_key, unread):
             if block and size + len(part.text) > PIECE:
                 yield block
@@ -332,7 +335,6 @@ class Output:
 
     def fill_empty_splits(self, weights):
         """Fill each empty split from the end of the largest."""
-        self.save()
         tokens = list(self.progress["tokens"])
         total = max(tokens)
         giver = tokens.index(total)
@@ -373,6 +375,7 @@ def main():
     add("--split", default="969,30,1", help="relative sizes of train,val,test (default: 969,30,1)")
     add("--workers", type=within(1, 1024), default=cores, metavar="N", help="processes that encode (one per core)")
     add("--text_key", default="text", metavar="KEY", help="key of a JSON line, or column of a .parquet (text)")
+    add("--part", default="0/1", metavar="I/N", help="encode share I of N of the files (jobs/prepare.sh joins shares)")
     add("--megatron", metavar="PREFIX", help="instead of text, convert encoded tokens: PREFIX.bin and PREFIX.idx")
     add("--on_error", choices=("stop", "skip"), default="stop", help="at a bad document (stop; Python's own: skip)")
     args = parser.parse_args()
@@ -380,10 +383,16 @@ def main():
         weights = _, _, _ = [float(share) for share in args.split.split(",")]
         if not (min(weights) >= 0 < sum(weights) < math.inf):
             raise ValueError("a share is negative or not finite, or all are 0")
-    if args.megatron and args.inputs:
-        raise UserError(f"--megatron={args.megatron}: converts one data set; leave out the inputs {args.inputs}")
+    if args.megatron and (args.inputs or args.part != "0/1"):
+        raise UserError(f"--megatron={args.megatron}: converts one whole data set; leave out the inputs and --part")
     tokenizer = load_tokenizer(args.tokenizer)
     files = [f"{args.megatron}.bin", f"{args.megatron}.idx"] if args.megatron else find_files(args.inputs)
+    with reading(f"--part={args.part}: should be I/N, as in 0/8 to 7/8"):
+        part, parts = map(int, args.part.split("/"))
+        if not 0 <= part < parts <= len(files):
+            raise ValueError(f"files: {len(files)}")
+    first, end = len(files) * part // parts, len(files) * (part + 1) // parts
+    files = files[first:end]
     source = args.megatron or (args.inputs or ["stdlib"])[0]
     out = args.out or f"data/{Path(source).resolve().name.split('.')[0]}_{tokenizer.name}"
     made_from = {"tokenizer": tokenizer.name, "split": args.split, "text_key": args.text_key, "input": describe(files)}
@@ -396,7 +405,7 @@ def main():
         part.mkdir(parents=True, exist_ok=True)
         with locked(part / "prepare.lock", f"--out={out}: another prepare.py is writing this data set"):
             with contextlib.closing(Output(part, made_from, tokenizer.width)) as output:
-                make(args, tokenizer, files, weights, output, folder)
+                make(args, tokenizer, files, first, weights, output, folder)
 
 
 def describe(files):
@@ -420,12 +429,12 @@ def is_finished(folder, made_from):
     return True
 
 
-def make(args, tokenizer, files, weights, output, folder):
+def make(args, tokenizer, files, first, weights, output, folder):
     """Write all documents into `output`, and give it its final name, `folder`."""
     made_from, blocks_written = output.progress["made_from"], output.progress["blocks"]
     megatron = args.megatron and megatron_blocks(args.megatron, tokenizer, weights)
     unread = []
-    blocks = megatron or read_blocks(files, tokenizer, args.text_key, unread)
+    blocks = megatron or read_blocks(files, first, tokenizer, args.text_key, unread)
     rest = (block for block in itertools.islice(blocks, blocks_written, None))
     results = rest if megatron else encoded_blocks(rest, args.workers, args.tokenizer, args.text_key, weights)
     tqdm.monitor_interval = 0  # without tqdm's thread: see START_METHOD
@@ -440,7 +449,9 @@ def make(args, tokenizer, files, weights, output, folder):
                 tqdm.write(problem)
     skipped = ", and the rest of ".join([f"skipped documents: {output.progress['skipped']}", *unread])
     refuse_empty(output, args.text_key, skipped)
-    output.fill_empty_splits(weights)
+    output.save()
+    if args.part == "0/1":
+        output.fill_empty_splits(weights)
     if tokenizer.name != "bytes":
         copy(tokenizer, output.folder)
     p = output.progress

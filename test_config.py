@@ -141,7 +141,7 @@ def test_each_option_of_the_how_tos_is_accepted_or_answered(words, monkeypatch):
         assert named <= known and re.match(r"(use|put) .*(--|prepare\.py)|not needed:", answer), (flag, answer)
 
 
-# Options of Megatron-LM, of DeepSpeed's JSON file and of torchtitan's command line.
+# Options of Megatron-LM, of DeepSpeed's JSON file, of torchtitan, nanotron, NeMo and nanoGPT.
 OTHERS = """attention-dropout num-workers qk-layernorm group-query-attention train-data-path
 valid-data-path test-data-path ckpt-format no-load-rng no-load-optim no-save-rng full-validation
 normalization recompute-activations recompute-granularity recompute-method recompute-num-layers
@@ -164,7 +164,15 @@ micro-batch-size-per-rank save-retain-interval async-save exit-duration-in-mins 
 log-params-norm log-memory-to-tensorboard manual-gc seed-everything data-parallel-random-init clip-grad-norm
 max-tokens-per-batch lr-scheduler-type adam-w-mode vocab-extra-ids make-vocab-size-divisible-by
 make_vocab_size_multiple_of optimizer.beta1 optimizer.weight_decay training.max_norm profiling.enable_profiling
-checkpoint.folder metrics.log_freq parallelism.pipeline_parallel_schedule num-attention-layers lr-decay-steps""".split()
+checkpoint.folder metrics.log_freq parallelism.pipeline_parallel_schedule num-attention-layers lr-decay-steps
+transformer-impl use-flash-attn
+moe-token-dispatcher-type moe-expert-capacity-factor rerun-mode sgd-momentum profile-ranks encoder-seq-length
+eval-micro-batch-size use-checkpoint-args stage3_max_live_parameters activation_checkpointing partition_activations
+scheduler eps warmup_num_steps flops_profiler model.flavor optimizer.eps training.compile training.seed
+parallelism.data_parallel_replicate_degree checkpoint.keep_latest_k float8.recipe_name tokens.train_steps
+tokens.batch_accumulation_per_replica parallelism.tp parallelism.tp_mode optimizer.zero_stage
+checkpoints.checkpoint_interval trainer.max_steps trainer.precision trainer.limit_val_batches exp_manager.exp_dir
+model.tensor_model_parallel_size model.optim.sched.warmup_steps n_layer n_head n_embd block_size init_from""".split()
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -172,8 +180,26 @@ def test_another_programs_option_has_no_wrong_nearest(name):
     """Options with other words are answered, or called unknown."""
     said = refusal(configuration.load, [f"--{name}"]).removeprefix(f"--{name}: ")
     assert re.match(r"use (--|prepare\.py --)|not (needed|built): |no such option; \S+ train.py --help", said), said
-    options = set(re.findall(r"--([a-z][a-z_]+)", said)) - {"help"}
+    options = set(re.findall(r"--([a-z][a-z_]+)", said)) - {"help", "nproc_per_node", "nnodes"}
     assert options <= {*vars(Config()), "split", "tokenizer"}, said
+
+
+ANSWERS = {
+    "training.seed": "use --seed",  # our own name in another program's section
+    "model.optim.lr": "use --lr",
+    "model.tensor_model_parallel_size": "use --tp",
+    "moe-router-topk": "use --top_k",
+    "moe-z-loss-coeff": "not built: see GUIDE.md, Long sequences and experts",
+    "parallelism.data_parallel_replicate_degree": "use --zero_copies",
+    "tokens.train_steps": "use --train_iters",
+    "scheduler": "use --lr_decay_style",
+    "n_embd": "use --hidden_size",
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_another_programs_option_is_answered(name):
+    assert refusal(configuration.load, [f"--{name}=1"]) == f"--{name}: {ANSWERS[name]}"
 
 
 TYPOS = (
@@ -181,7 +207,10 @@ TYPOS = (
 )
 
 
-@pytest.mark.parametrize("name", [*TYPOS.split(), "global-batchsize", "micro_batch_sice", "recompte"])
+UNDERSCORES = "microbatch_size clipgrad outdir adam_beta_1 updates_percall min-l-r".split()
+
+
+@pytest.mark.parametrize("name", [*TYPOS.split(), "global-batchsize", "micro_batch_sice", "recompte", *UNDERSCORES])
 def test_a_typo_is_answered_with_the_nearest(name):
     assert "; the nearest is --" in refusal(configuration.load, [f"--{name}=1"])
 

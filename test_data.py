@@ -227,11 +227,31 @@ def test_a_validation_that_is_left_early_leaves_no_thread(counted):
 # -- errors
 
 
-NO_DATA = r"data_dir=.*: no data set of prepare.py; create it with: python prepare.py FILE --tokenizer=bytes --out=.*"
+def without(folder, key, **more):
+    """Remove a key of meta.json, or give it another value (more)."""
+    meta = json.loads((folder / "meta.json").read_text())
+    del meta[key]
+    (folder / "meta.json").write_text(json.dumps(meta | more))
+
+
+COMMAND = r"python prepare.py FILE --tokenizer=bytes --out=\S*/set"
+DAMAGED = rf"data_dir=\S*/set: damaged; create it again with: {COMMAND}: "
 REFUSALS = {
-    "no folder": (lambda folder: folder.rename(folder.parent / "elsewhere"), NO_DATA.removesuffix(".*") + r"\S*/set"),
-    "dtype": (lambda folder: write(folder, range(100), dtype="int32"), NO_DATA + "int32.*"),
-    "half a token": (lambda folder: os.truncate(folder / "train.bin", 199), NO_DATA + "ValueError.*"),
+    "no folder": (
+        lambda folder: folder.rename(folder.parent / "elsewhere"),
+        rf"data_dir=\S*/set: no data set of prepare.py; create it with: {COMMAND}",
+    ),
+    "dtype": (lambda folder: write(folder, range(100), dtype="int32"), DAMAGED + "KeyError: 'int32'"),
+    "half a token": (lambda folder: os.truncate(folder / "train.bin", 199), DAMAGED + "ValueError: .*"),
+    "half a file": (
+        lambda folder: os.truncate(folder / "train.bin", 100),
+        DAMAGED + r"ValueError: \S*/train.bin has 50 tokens, but meta.json says 100",
+    ),
+    "no bytes": (lambda folder: os.truncate(folder / "train.bin", 0), DAMAGED + "ValueError: .* empty file"),
+    "no file": (lambda folder: (folder / "train.bin").unlink(), DAMAGED + "No such file or directory"),
+    "no JSON": (lambda folder: (folder / "meta.json").write_text("{"), DAMAGED + "JSONDecodeError: .*"),
+    "no tokenizer": (lambda folder: without(folder, "tokenizer"), DAMAGED + "KeyError: 'tokenizer'"),
+    "no number": (lambda folder: without(folder, "vocab_size", vocab_size="x"), DAMAGED + "TypeError: .*"),
     "vocabulary": (
         lambda folder: write(folder, range(100), tokenizer="gpt2", vocab_size=50257),
         r"vocab_size=257: .*, gpt2, has 50257 ids; set this vocab_size, or .*",

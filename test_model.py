@@ -28,6 +28,7 @@ PARAMETERS = {  # of configs/NAME.py, with the padded vocabulary
     "tiny": 875_264,
     "tinyllama_1b1": 1_100_048_384,  # equals the model card's number
     "llama_tiny": 836_736,
+    "swallow_8b": 8_030_261_248,
 }
 
 

@@ -423,6 +423,59 @@ def test_two_runs_for_one_folder_are_refused(tmp_path):
     assert code == 2 and "another prepare.py is writing this data set" in text
 
 
+# --- parts of a data set, by jobs/prepare.sh --------------------------------------------------------------------------
+
+
+def job(folder, *words, task=""):
+    """Run jobs/prepare.sh, as a task of Slurm's array or to join. Return (exit code, output)."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "SLURM_ARRAY_TASK_ID": str(task)}
+    words = [HERE / "jobs/prepare.sh", *map(str, words)]
+    done = subprocess.run(words, cwd=HERE, env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.usefixtures("gpt2")
+def test_the_parts_of_an_array_are_the_files_of_one_command(tmp_path):
+    """A part without a validation document leaves its split empty."""
+    (tmp_path / "in").mkdir()
+    for i in range(7):  # 2, 2 and 3 files
+        write_lines(tmp_path / f"in/{i}.jsonl", [f"document {i} {j}" for j in range(2 if i < 2 else 20)])
+    words, n, out = [tmp_path / "in", "--tokenizer=gpt2", "--split=80,15,5"], 3, tmp_path / "a set"
+    assert job(tmp_path, n, out, *words, task=1)[0] == job(tmp_path, n, out, *words, task=0)[0] == 0
+    assert job(tmp_path, n, out) == (2, f"error: {out}.2 is not finished; submit the array again\n")
+    code, said = job(tmp_path, n, out, *words, task=3)
+    assert code == 2 and "error: --part=3/3: should be I/N, as in 0/8 to 7/8: ValueError: files: 7\n" in said
+    assert job(tmp_path, n, out, *words, task=2)[0] == 0
+    assert "nothing to do" in job(tmp_path, n, out, *words, task=1)[1]
+    code, said = job(tmp_path, n, out)
+    assert code == 0 and "joined 3 parts" in said, said
+    assert data_set(f"{out}.0")[1]["tokens"]["val"] == 0, "no part tests an empty split"
+    whole = tmp_path / "whole"
+    run(*words[:1], whole, tokenizer="gpt2", split="80,15,5")
+    names = sorted(path.name for path in whole.iterdir())
+    assert names == sorted(path.name for path in out.iterdir())
+    metas = [json.loads((folder / "meta.json").read_text()) for folder in (whole, out)]
+    made_from = [meta.pop("made_from") for meta in metas]
+    assert metas[0] == metas[1] and made_from[1]["input"] == {
+        "files": 7,
+        "bytes": made_from[0]["input"]["bytes"],
+        "parts": 3,
+    }
+    for name in {*names} - {"meta.json"}:
+        assert (whole / name).read_bytes() == (out / name).read_bytes(), name
+    assert job(tmp_path, n, out) == (2, f"error: {out} is there already; remove it, or name another folder\n")
+
+
+def test_a_part_of_more_parts_than_files_and_of_megatrons_file_are_refused(here, tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    for part in ("1/2", "1/1", "-1/1", "x", "0"):
+        with pytest.raises(UserError, match=f"^--part={part}: should be I/N, as in 0/8 to 7/8: ValueError"):
+            run(tmp_path / "a.txt", f"--part={part}", tmp_path / "out")
+    with pytest.raises(UserError, match=r"^--megatron=m: converts one whole data set; leave out the inputs and --part"):
+        run("--megatron=m", "--part=0/2", tmp_path / "out")
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 GOOD = b'{"text": "good"}\n'
@@ -554,7 +607,7 @@ def test_after_input_without_text_the_same_command_reads_the_files_again(here, t
             for x in ("0,0,0", "1,nan,1", "9,2,-1", "inf,1,1")
         ),
         (["a.txt", "--workers=999999"], "argument --workers: 999999: should be 1 to"),
-        (["a.txt", "--megatron=web"], "--megatron=web: converts one data set"),
+        (["a.txt", "--megatron=web"], "--megatron=web: converts one whole data set"),
         (["a.txt", "--out=strange"], "--out=strange: Directory not empty"),
     ],
 )

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from dataclasses import replace
@@ -60,15 +61,25 @@ def config_file(tokens_dir, tmp_path):
 # --- under torchrun ---------------------------------------------------------------------------------------------------
 
 
-def torchrun(ranks, *arguments, program=HERE / "train.py", restarts=0, launcher=()):
+class Torchrun(subprocess.Popen):
+    """torchrun with its output in files: a pipe that nobody reads yet would stop an endless run after 64 KiB."""
+
+    def __init__(self, command, environment):
+        self.files = [tempfile.TemporaryFile("w+") for _ in range(2)]
+        super().__init__(command, cwd=HERE, env=environment, stdout=self.files[0], stderr=self.files[1])
+
+    def communicate(self, timeout=None):
+        self.wait(timeout)
+        for file in self.files:
+            file.seek(0)
+        return [file.read() for file in self.files]
+
+
+def torchrun(ranks, *arguments, restarts=0, launcher=(), endpoint="localhost:0", flags=()):
     command = [*launcher, sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--master_port=0"]
-    command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", f"--max_restarts={restarts}"]
-    command += ["--local-addr=localhost"]
-    environment = ENVIRONMENT | ({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if restarts else {})
-    command += [str(program), *arguments]
-    return subprocess.Popen(
-        command, cwd=HERE, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    command += ["--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", f"--max_restarts={restarts}", *flags]
+    command += ["--local-addr=localhost", str(HERE / "train.py"), *arguments]
+    return Torchrun(command, ENVIRONMENT | ({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if restarts else {}))
 
 
 def test_torchrun_trains_and_reports(config_file, tmp_path):
@@ -94,7 +105,9 @@ def test_torchrun_trains_and_reports(config_file, tmp_path):
 def wait_for(condition, process, seconds=60):
     deadline = time.monotonic() + seconds
     while not condition():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()  # else `communicate` would wait for its end
+            pytest.fail(str(process.communicate()))
         time.sleep(0.05)
 
 
@@ -208,7 +221,6 @@ def test_restarts_change_no_bit(config_file, tmp_path):
     assert process.returncode == 0, err
     quiet = torchrun(4, config_file, *fields, f"--out_dir={tmp_path}/quiet")
     assert quiet.wait(timeout=120) == 0
-    quiet.communicate()
     ours, theirs = (read_metrics(path) for path in (metrics, tmp_path / "quiet" / "metrics.jsonl"))
     assert [ours[i]["lm_loss"] for i in range(1, 61)] == [theirs[i]["lm_loss"] for i in range(1, 61)]
     for file in sorted((tmp_path / "quiet" / "step_60").glob("*.*")):
@@ -216,16 +228,73 @@ def test_restarts_change_no_bit(config_file, tmp_path):
             assert file.read_bytes() == (tmp_path / "out" / "step_60" / file.name).read_bytes(), file.name
 
 
+def free_port():
+    with socket.socket() as place:
+        place.bind(("localhost", 0))
+        return place.getsockname()[1]
+
+
+def listens(port):
+    with socket.socket() as place:
+        return place.connect_ex(("localhost", port)) == 0
+
+
+@linux
+def test_a_run_goes_on_with_the_hosts_that_are_left(config_file, tmp_path):
+    """Two torchruns of one process, as on two hosts. One is killed. The other goes on alone with the same batches."""
+    fields = "--save_interval=10 --log_interval=1 --micro_batch_size=1 --zero=1 --lr_decay_iters=1000".split()
+    metrics, out, port = tmp_path / "out" / "metrics.jsonl", tmp_path / "out", free_port()
+    flags = ["--nnodes=1:2", "--rdzv-id=elastic", "--rdzv-conf=last_call_timeout=8"]
+    how, hosts, pids = dict(restarts=3, endpoint=f"localhost:{port}", flags=flags), [], []
+
+    def rows(processes):
+        found = read_metrics(metrics) if metrics.exists() else {}
+        return [i for i, row in found.items() if row["processes"] == processes]
+
+    try:
+        for _ in range(2):
+            hosts.append(torchrun(1, config_file, *fields, "--train_iters=100000", **how))
+            wait_for(lambda: listens(port), hosts[0])  # so the first host, which stays, has the table of the hosts
+        first, second = hosts
+        wait_for(lambda: {*rows(2)} & {*checkpoint.all_steps(out)}, second, 180)
+        pids += children(first) + children(second)
+        for pid in [*children(second), second.pid]:
+            os.kill(pid, signal.SIGKILL)
+        second.wait()
+        last = rows(2)[-1]
+        wait_for(lambda: max(rows(1), default=0) > last + 10, first, 180)
+        first.send_signal(signal.SIGTERM)
+        said = "\n".join(first.communicate(timeout=60) + second.communicate())
+    finally:
+        for host in hosts:
+            pids += children(host) if host.poll() is None else []
+            host.kill()
+            host.wait()
+    wait_until_gone(pids)
+    assert "dp=2 tp=1" in said and re.search(r"dp=1 tp=1[^\n]*\n[^\n]*, from \S*/step_\d+\n", said), said
+    ours = read_metrics(metrics)
+    quiet = torchrun(1, config_file, *fields, f"--train_iters={max(ours)}", f"--out_dir={tmp_path}/quiet")
+    assert quiet.wait(timeout=240) == 0
+    theirs = read_metrics(tmp_path / "quiet" / "metrics.jsonl")
+    assert {row["processes"] for row in ours.values()} == {1, 2}
+    for name in ("lm_loss", "grad_norm", "consumed_samples", "global_batch_size"):
+        values = [[rows[i][name] for i in range(1, max(ours) + 1)] for rows in (ours, theirs)]
+        assert values[0] == pytest.approx(values[1], rel=1e-10), name
+
+
+def wait_until_gone(pids):
+    deadline = time.monotonic() + 60
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a worker outlives its launcher"
+        time.sleep(0.1)
+
+
 @linux
 def test_workers_stop_when_their_launcher_dies(config_file, tmp_path):
     process, pids = started(tmp_path)
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 60
-    while any(alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, "a worker outlives its launcher"
-        time.sleep(0.1)
-    process.communicate()
+    wait_until_gone(pids)
     assert checkpoint.all_steps(tmp_path / "out") == []
 
 

@@ -304,7 +304,8 @@ def run_training(config, mesh, device):
         run.watchdog = watchdog
         if mesh.rank == 0:
             # This is printed first, because setting the weights may take minutes.
-            print("\n".join([describe(run, path), *data.lines(tokens)]), flush=True)
+            missing = [line for mixture in tokens.values() for line in mixture.missing]
+            print("\n".join([describe(run, path), *missing]), flush=True)
         if path:
             restore(run, path)
         elif config.initial_weights:

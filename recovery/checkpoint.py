@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 from config import SECTIONS
-from data import mixture, saved_sets, splitmix64
+from data import mixture, splitmix64
 from errors import UserError, explained
 from parallel.comm import agree, gather_objects
 
@@ -243,7 +243,7 @@ def to_resume(config, tokenizer, data=None):
     if chosen and 0 < config.train_iters <= iteration and not config.eval_only:
         why = f"the checkpoint {path} has {iteration} updates already; set more"
         raise UserError(f"train_iters={config.train_iters}: {why}")
-    sets = saved_sets(index) or data
+    sets = index.get("data") or data  # convert.py writes none
     if data and mixture(sets) != mixture(data) and not config.new_data:
         shares = ",".join(f"{entry['share']}:{entry.get('name', 'one set')}" for entry in sets if entry["share"])
         remedy = "use the same data, or set --new_data=True to continue with this data"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import config as configuration
 from accounts.metrics import read_metrics
 from conftest import write_tokens
 from data import Mixture, Tokens, shares_of
@@ -73,6 +74,7 @@ def read(mixture, tmp_path, begin, end, step=5):
         ((1, 0.5, 0.25), (4, 2, 1)),
         ((7, 11, 13), (7, 11, 13)),
         ((0.1, 0.2, 99.7), (1, 2, 997)),
+        ((" 26100000000 ", "8000000000", "2000000000."), (261, 80, 20)),
     ],
 )
 def test_each_cycle_has_the_shares_and_each_epoch_each_window_once(three, tmp_path, weights, shares):
@@ -185,6 +187,22 @@ def test_every_layout_trains_on_the_same_sets(workers, three, tmp_path, first, l
     assert last["consumed_tokens/en"] == 8 * total["en"] and entries[2]["used"] == total["code"]
 
 
+def test_swallows_recipe_runs_on_stand_ins_for_its_sets(tmp_path, monkeypatch):
+    config = configuration.load(["configs/swallow_8b.py"])
+    monkeypatch.chdir(tmp_path)
+    shares = shares_of(config.data_dir)
+    assert len(shares) == 7 and shares["data/swallow_code"] / sum(shares.values()) == pytest.approx(0.16, abs=2e-4)
+    for k, folder in enumerate(shares):
+        written(tmp_path / folder, k, 400)
+    sizes = dict(num_layers=2, hidden_size=16, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=24)
+    batch = dict(seq_length=8, vocab_size=50, global_batch_size=20, train_iters=10, eval_iters=1, log_interval=1)
+    go(replace(config, **sizes, **batch, dtype="fp64", out_dir="out"))
+    row = read_metrics("out/metrics.jsonl")[10]
+    for folder, share in shares.items():
+        name, expected = Path(folder).name, 200 * share / sum(shares.values())
+        assert abs(row[f"consumed_tokens/{name}"] / 8 - expected) <= 1 and np.isfinite(row[f"validation_loss/{name}"])
+
+
 def test_other_weights_are_refused_without_new_data(three, tmp_path):
     out = tmp_path / "out"
     go(configured(out, three(6, 3, 1), train_iters=1))
@@ -196,20 +214,6 @@ def test_other_weights_are_refused_without_new_data(three, tmp_path):
         assert said.startswith(why) and "--new_data=True" in said
 
 
-def test_a_checkpoint_of_one_set_from_before_is_resumed(tmp_path, three):
-    """Its entry was one object, with the number of the first sample."""
-    mixture = Mixture(str(tmp_path / "en"), "train", 8, 50)
-    (entry,) = mixture.state()
-    old = {name: entry[name] for name in ("tokenizer", "dtype", "made_from", "tokens", "crc32")} | {"begins": 36}
-    index = {"data": old, "counters": {"consumed_samples": 60}}
-    mixture.resume(index)
-    alone = Tokens(tmp_path / "en", "train", 8, 50)
-    assert torch.equal(mixture.batch(np.arange(36, 160), seed=3), alone.batch(np.arange(124), seed=3))
-    other = Mixture(three(1, 1, 0), "train", 8, 50)
-    other.resume(index)
-    assert other.begins == 60 and other.used.tolist() == [24, 0]
-
-
 # --- validation -------------------------------------------------------------------------------------------------------
 
 
@@ -218,7 +222,7 @@ def test_a_set_without_validation_tokens_is_said(three, tmp_path, capsys):
     go(configured(tmp_path / "out", three(6, 3, 1), train_iters=1))
     out, row = capsys.readouterr().out, read_metrics(tmp_path / "out/metrics.jsonl")[1]
     assert f"no val loss of code: seq_length=8: {tmp_path}/code/val.bin: 5 tokens; a sample needs 9" in out
-    assert "code: 3/10 of the samples; an epoch has 46" in out and " validation loss of ja at iteration 1 | " in out
+    assert " validation loss of ja at iteration 1 | " in out
     mean = (6 * row["validation_loss/en"] + row["validation_loss/ja"]) / 7
     assert row["validation_loss"] == pytest.approx(mean, rel=1e-15) and "validation_loss/code" not in row
     for name in ("en", "ja"):
@@ -232,14 +236,16 @@ def test_a_set_without_validation_tokens_is_said(three, tmp_path, capsys):
 @pytest.mark.parametrize(
     "data_dir, why",
     [
-        ("a,b", "a should be WEIGHT:FOLDER"),
-        ("60:a,b", "b should be WEIGHT:FOLDER, as in 60:data/en,40:data/ja"),
-        ("0:a,1:b", "0:a should be WEIGHT:FOLDER"),
-        ("-1:a,2:b", "-1:a should be WEIGHT:FOLDER"),
-        ("nan:a", "nan:a should be WEIGHT:FOLDER"),
-        ("1e9:a,1:b", "1e9:a should be WEIGHT:FOLDER"),
-        ("1:a,2:", "2: should be WEIGHT:FOLDER"),
-        ("1:a,", " should be WEIGHT:FOLDER"),
+        ("a,b", "'a' should be WEIGHT:FOLDER"),
+        ("60:a,b", "'b' should be WEIGHT:FOLDER, a weight above 0, as in 60:data/en,40:data/ja"),
+        ("0:a,1:b", "'0:a' should be WEIGHT:FOLDER, a weight above 0"),
+        ("-1:a,2:b", "'-1:a' should be WEIGHT:FOLDER"),
+        ("nan:a", "'nan:a' should be WEIGHT:FOLDER"),
+        (".:a,1:b", "'.:a' should be WEIGHT:FOLDER"),
+        (r"C:\data\a,1:b", r"'C:\data\a' should be WEIGHT:FOLDER"),
+        ("1e9:a,1:b", "'1e9:a' should be WEIGHT:FOLDER"),
+        ("1:a,2:", "'2:' should be WEIGHT:FOLDER"),
+        ("1:a,", "'' should be WEIGHT:FOLDER"),
         ("1:a,2:a", "a is there twice"),
         ("0.0000001:a,1:b", "the weights should have fewer digits; a cycle has at most 1,000,000 samples"),
     ],

@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Tokenize on N nodes under Slurm, from the folder of prepare.py. Here N is 64:
+#
+#     sbatch --array=0-63 --cpus-per-task=32 --time=4:00:00 jobs/prepare.sh 64 data/web texts/ --tokenizer=gpt2
+#     jobs/prepare.sh 64 data/web      # when all tasks have ended: joins their parts
+#
+# Task i writes part i, data/web.i: a share of the files (a file is not divided) with the options of prepare.py. If a
+# task stops, submit the same array again: it resumes there, and leaves finished parts alone. The joined files are those
+# of one prepare.py on all files, byte for byte (but it does not fill an empty split from another one).
+#SBATCH --job-name=prepare
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+
+# The lines of your cluster.
+# source .venv/bin/activate
+
+set -e
+n=$1 out=$2
+shift 2
+if [ -n "$SLURM_ARRAY_TASK_ID" ]; then
+    exec python prepare.py "$@" --part="$SLURM_ARRAY_TASK_ID/$n" --out="$out.$SLURM_ARRAY_TASK_ID"
+fi
+for ((i = 0; i < n; i++)); do
+    if [ ! -e "$out.$i/meta.json" ]; then
+        echo "error: $out.$i is not finished; submit the array again" >&2
+        exit 2
+    fi
+done
+if [ -e "$out" ]; then
+    echo "error: $out is there already; remove it, or name another folder" >&2
+    exit 2
+fi
+rm -rf "$out.joining"
+cp -r "$out.0" "$out.joining" # with the vocabulary
+for ((i = 1; i < n; i++)); do
+    for split in train val test; do
+        cat "$out.$i/$split.bin" >>"$out.joining/$split.bin"
+    done
+done
+python - "$out" "$n" <<'END'
+import json, sys
+from pathlib import Path
+
+out, n = sys.argv[1], int(sys.argv[2])
+metas = [json.loads(Path(f"{out}.{i}/meta.json").read_text()) for i in range(n)]
+for i, meta in enumerate(metas):
+    for name in ("tokenizer", "split", "text_key"):
+        if meta["made_from"][name] != metas[0]["made_from"][name]:
+            sys.exit(f"error: {out}.{i} has another --{name} than {out}.0; remove it, and submit the array again")
+inputs = [meta["made_from"]["input"] for meta in metas]
+made_of = {"files": sum(i["files"] for i in inputs), "bytes": sum(i["bytes"] for i in inputs), "parts": n}
+joined = metas[0] | {"skipped": sum(meta["skipped"] for meta in metas)}
+joined["made_from"] = metas[0]["made_from"] | {"input": made_of}
+for name in ("tokens", "documents"):
+    joined[name] = {split: sum(meta[name][split] for meta in metas) for split in metas[0][name]}
+Path(f"{out}.joining/meta.json").write_text(json.dumps(joined, indent=1))
+for split, count in joined["tokens"].items():
+    print(f"{split:<5} {count:>16,} tokens {joined['documents'][split]:>12,} documents")
+END
+mv "$out.joining" "$out"
+echo "joined $n parts; you may remove $out.[0-9]*"
