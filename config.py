@@ -98,7 +98,7 @@ class Config:
     updates_per_call: int = 1  # pipedream, pipedream-2bw: updates until the pipeline empties
     chunks: int = 1  # per rank; zb-v: 2, interleaved: 2 or more (Megatron-LM: --num-virtual-stages-per-pipeline-rank)
     offload: bool = False  # keep the optimizer state on the CPU (DeepSpeed: --cpu-optimizer)
-    recompute: str = "none"  # full: keep only blocks' inputs; elementwise: not LayerNorm's and GELU's outputs
+    recompute: str = "none"  # full: keep only blocks' inputs; elementwise: not the outputs of norms, GELU, SwiGLU
 
     # -- run
     out_dir: str = ""  # checkpoints and metrics.jsonl (default: out/CONFIGNAME) (Megatron-LM: --save)
@@ -356,7 +356,6 @@ def check_layout(c, world):
     divides("tp", c.tp, "num_query_groups", c.query_groups, ": a tensor parallel rank has whole groups")
     divides("tp", c.tp, "ffn_hidden_size", c.ffn_size)
     if c.model == "llama":
-        require(c, "recompute", c.recompute != "elementwise", "model=llama has none or full")
         even = f"heads of size {c.head_size}; should be even, because positions rotate pairs of elements"
         require(c, "num_attention_heads", c.head_size % 2 == 0, even)
     if c.sequence_parallel:

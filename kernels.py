@@ -11,7 +11,7 @@ on small arrays, spread over its threads; 32 threads are a *warp*. Names in capi
 constants. Row offsets are int64 because a tensor may have more than 2^31 elements.
 
 All kernels compute in float32; a store rounds to its tensor's dtype. Unlike in `reference.py`, y is never overwritten,
-and gradients of biases and LayerNorms are float32. No two programs add to one element, so equal inputs give equal bits.
+and gradients of biases and norms are float32. No two programs add to one element, so equal inputs give equal bits.
 A few *persistent* programs compute the sums over rows: each adds up many rows, and PyTorch adds their sums.
 """
 
@@ -25,7 +25,6 @@ import reference
 from flash_attention import LOG2E, attention  # noqa: F401
 from reference import fmix64
 
-EPS = tl.constexpr(reference.EPS)
 WIDEST = 8192
 
 
@@ -83,10 +82,10 @@ def _drop_arguments(drop):
 
 def dropout(x, drop=None):
     """Floor in bf16: 4 bytes an element, also in backward."""
-    return x if drop is None else Residual.apply(None, x, None, None, None, drop)[0]
+    return x if drop is None else Residual.apply(None, x, None, None, None, 0.0, drop)[0]
 
 
-# --- bias + dropout + residual + LayerNorm --------------------------------------------------------------------------
+# --- bias + dropout + residual + LayerNorm or RMSNorm ---------------------------------------------------------------
 #
 #     z = x + dropout(y + bias)        mean = sum_c z / h      r = 1 / sqrt(sum_c (z - mean)^2 / h + eps)
 #     out = n weight + norm_bias       n = (z - mean) r
@@ -102,14 +101,17 @@ def dropout(x, drop=None):
 # dy is written: 10 bytes. Rows longer than WIDEST do not fit into one multiprocessor's registers, so PyTorch
 # normalizes them.
 #
+# RMSNorm has mean = 0 everywhere, and no norm_bias: the floors are the same. Plain PyTorch moves 40 bytes an element in
+# forward and 92 in backward, in 10 and 16 passes, because it computes with copies in float32.
+#
 # The same kernels serve `dropout` (no x, bias and norm) and `add_` (no norm).
 
 
 @triton.jit(do_not_specialize=["place"])
 def residual_forward(
-    X, Y, BIAS, Z, WEIGHT, NORM_BIAS, OUT, MEAN, R, ROWS, place, threshold, factor, width, BLOCK: tl.constexpr
+    X, Y, BIAS, Z, WEIGHT, NORM_BIAS, OUT, MEAN, R, ROWS, place, threshold, factor, epsilon, width, BLOCK: tl.constexpr
 ):
-    """X, Y, Z, OUT [rows, width]; BIAS, WEIGHT, NORM_BIAS [width]; MEAN, R [rows] float32."""
+    """X, Y, Z, OUT [rows, width]; BIAS, WEIGHT, NORM_BIAS [width]; MEAN (None: RMSNorm), R [rows] float32."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     exists = column < width
@@ -128,12 +130,15 @@ def residual_forward(
         tl.store(Z + offsets, rounded, mask=exists)
         z = rounded.to(tl.float32)
     if OUT is not None:
-        mean = tl.sum(z, 0) / width
-        centred = tl.where(exists, z - mean, 0.0)
-        r = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / width + EPS)
-        out = tl.fma(centred * r, _load(WEIGHT + column, exists), _load(NORM_BIAS + column, exists))
+        if MEAN is not None:
+            mean = tl.sum(z, 0) / width
+            z = tl.where(exists, z - mean, 0.0)
+            tl.store(MEAN + row, mean)
+        r = 1.0 / tl.sqrt(tl.sum(z * z, 0) / width + epsilon)
+        out = z * r * _load(WEIGHT + column, exists)
+        if NORM_BIAS is not None:
+            out += _load(NORM_BIAS + column, exists)
         tl.store(OUT + offsets, out, mask=exists)
-        tl.store(MEAN + row, mean)
         tl.store(R + row, r)
 
 
@@ -159,13 +164,16 @@ def residual_backward(
         if DOUT is not None:
             dout = _load(DOUT + offsets, exists)
             r = tl.load(R + row)
-            z = _load(Z + offsets, exists)
-            n = (z - tl.load(MEAN + row)) * r  # beyond the row's end dout is 0
+            n = _load(Z + offsets, exists) * r
             g = dout * weight
-            sum_g, sum_gn = tl.split(tl.sum(tl.join(g, g * n), 0))  # one exchange for both sums
-            dz += r * (g - sum_g / width - n * (sum_gn / width))
+            if MEAN is None:
+                dz += r * (g - n * (tl.sum(g * n, 0) / width))
+            else:
+                n -= tl.load(MEAN + row) * r  # beyond the row's end dout is 0
+                sum_g, sum_gn = tl.split(tl.sum(tl.join(g, g * n), 0))  # one exchange for both sums
+                dz += r * (g - sum_g / width - n * (sum_gn / width))
+                d_norm_bias += dout
             d_weight += dout * n
-            d_norm_bias += dout
             tl.store(DX + offsets, dz, mask=exists)
         if ROWS is not None:
             dz = _dropped(dz, ROWS, row, column, place, threshold, factor)
@@ -178,10 +186,10 @@ def residual_backward(
 
 
 class Residual(torch.autograd.Function):
-    """Compute (z, out). If y is None, z is x itself. If weight is None, out is None."""
+    """Compute (z, out). If y is None, z is x itself. If weight is None, out is None; if norm_bias is None, RMSNorm."""
 
     @staticmethod
-    def forward(ctx, x, y, bias, weight, norm_bias, drop):
+    def forward(ctx, x, y, bias, weight, norm_bias, epsilon, drop):
         """Save z, not x and y: backward computes n from z, mean and r, and the mask again from `drop`."""
         x, y = (None if part is None else part.contiguous() for part in (x, y))
         z = x if y is None else torch.empty_like(y)
@@ -190,7 +198,8 @@ class Residual(torch.autograd.Function):
         if weight is not None:
             out = torch.empty_like(z)
             mean, r = torch.empty(2, n, dtype=torch.float32, device=z.device)
-        arguments = x, y, bias, z, weight, norm_bias, out, mean, r, *_drop_arguments(drop), width
+            mean = None if norm_bias is None else mean
+        arguments = x, y, bias, z, weight, norm_bias, out, mean, r, *_drop_arguments(drop), epsilon, width
         residual_forward[(n,)](*arguments, **one_row(width))
         ctx.drop = drop
         ctx.has_input = [part is not None for part in (x, y, bias, weight, norm_bias)]
@@ -215,18 +224,25 @@ class Residual(torch.autograd.Function):
         d_weight, d_norm_bias, d_bias = sums.sum(0)
         gradients = dx, dy, d_bias, d_weight, d_norm_bias
         pairs = zip(gradients, ctx.has_input, strict=True)
-        return *(gradient if has_input else None for gradient, has_input in pairs), None
+        return *(gradient if has_input else None for gradient, has_input in pairs), None, None
 
 
 def add_(y, x, bias, drop=None):
-    return Residual.apply(x, y, bias, None, None, drop)[0]
+    return Residual.apply(x, y, bias, None, None, 0.0, drop)[0]
 
 
 def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
     if x.shape[1] > WIDEST:
         z = x if y is None else add_(y, x, bias, drop)
         return z, reference.layer_norm(z, weight, norm_bias)
-    return Residual.apply(x, y, bias, weight, norm_bias, drop)
+    return Residual.apply(x, y, bias, weight, norm_bias, reference.EPS, drop)
+
+
+def add_rms_norm_(y, x, weight, epsilon, drop=None):
+    if x.shape[1] > WIDEST:
+        z = x if y is None else add_(y, x, None, drop)
+        return z, reference.RMSNorm.apply(z, weight, epsilon)
+    return Residual.apply(x, y, None, weight, None, epsilon, drop)
 
 
 # --- bias + GELU or ReLU --------------------------------------------------------------------------------------------
@@ -328,6 +344,103 @@ def relu_(y, bias):
     return BiasActivation.apply(y, bias, True)
 
 
+# --- SwiGLU ---------------------------------------------------------------------------------------------------------
+#
+#     out = gate S up      S = 1 / (1 + e^-gate)      dgate = dout up S (1 + gate (1 - S))      dup = dout gate S
+#
+# gate and up are the halves of one tensor, and so are their gradients: the linear before gets them without a copy.
+# Floor in bf16, per element of out: forward 6 bytes, backward 10. Plain PyTorch moves 10 and 48, and 8 of the copy.
+
+
+@triton.jit
+def swiglu_forward(GATE, UP, OUT, rows, width, stride, TALL: tl.constexpr, WIDE: tl.constexpr):
+    """OUT [rows, width]; GATE and UP have `stride` elements from row to row."""
+    column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    offsets, exists = _tile(tl.program_id(0) * TALL, column, rows, width, TALL)
+    of_half, _ = _tile(tl.program_id(0) * TALL, column, rows, stride, TALL)
+    gate = _load(GATE + of_half, exists)
+    sigmoid = 1.0 / (1.0 + tl.exp2(gate * -LOG2E))
+    tl.store(OUT + offsets, gate * sigmoid * _load(UP + of_half, exists), mask=exists)
+
+
+@triton.jit
+def swiglu_backward(DOUT, GATE, UP, DGATE, DUP, rows, width, stride, TALL: tl.constexpr, WIDE: tl.constexpr):
+    """DOUT [rows, width]; DGATE and DUP are halves of [rows, 2 width]."""
+    column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    offsets, exists = _tile(tl.program_id(0) * TALL, column, rows, width, TALL)
+    of_half, _ = _tile(tl.program_id(0) * TALL, column, rows, stride, TALL)
+    of_dhalf, _ = _tile(tl.program_id(0) * TALL, column, rows, 2 * width, TALL)
+    dout, gate = _load(DOUT + offsets, exists), _load(GATE + of_half, exists)
+    sigmoid = 1.0 / (1.0 + tl.exp2(gate * -LOG2E))
+    dgate = dout * _load(UP + of_half, exists) * sigmoid * tl.fma(gate, 1.0 - sigmoid, 1.0)
+    tl.store(DGATE + of_dhalf, dgate, mask=exists)
+    tl.store(DUP + of_dhalf, dout * gate * sigmoid, mask=exists)
+
+
+class SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up):
+        if gate.stride() != up.stride() or gate.stride(1) != 1:
+            gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        grid = triton.cdiv(len(out), TILE["TALL"]), triton.cdiv(out.shape[1], TILE["WIDE"])
+        swiglu_forward[grid](gate, up, out, *out.shape, gate.stride(0), **TILE)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        gate, up = ctx.saved_tensors
+        n, width = gate.shape
+        dgate, dup = reference.halves(gate)
+        grid = triton.cdiv(n, TILE["TALL"]), triton.cdiv(width, TILE["WIDE"])
+        swiglu_backward[grid](dout.contiguous(), gate, up, dgate, dup, n, width, gate.stride(0), **TILE)
+        return dgate, dup
+
+
+swiglu = SwiGLU.apply
+
+
+# --- positions of Llama ---------------------------------------------------------------------------------------------
+#
+# A program has one token, and all its heads: so it reads the angles, which are float32, once. Floor in bf16: 4 bytes an
+# element, also in backward. Plain PyTorch moves 18, and first copies the queries, whose heads lie apart (4).
+
+
+@triton.jit
+def rotate_token(
+    X, OUT, COS, SIN, s, of_token, of_group, share, heads, HALF: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """X: groups of `share` heads; OUT [tokens, heads, 2 HALF]; COS, SIN [s, HALF] float32."""
+    token = tl.program_id(0).to(tl.int64)
+    head, column = tl.arange(0, HEADS), tl.arange(0, WIDTH)
+    exists = (head < heads)[:, None] & (column < HALF)[None, :]
+    start = head // share * of_group + head % share * (2 * HALF)
+    pointers = X + token * of_token + start[:, None] + column[None, :]
+    left, right = _load(pointers, exists), _load(pointers + HALF, exists)
+    angle = token % s * HALF + column
+    cos, sin = _load(COS + angle, column < HALF)[None, :], _load(SIN + angle, column < HALF)[None, :]
+    pointers = OUT + token * heads * 2 * HALF + (head * (2 * HALF))[:, None] + column[None, :]
+    tl.store(pointers, left * cos - right * sin, mask=exists)
+    tl.store(pointers + HALF, right * cos + left * sin, mask=exists)
+
+
+def turned(x, cos, sin):
+    """x: [b, s, heads, d], or [b, s, groups, heads of a group, d], also a view of q, k and v together."""
+    tokens = (x if x.dim() == 5 else x.unsqueeze(2)).flatten(0, 1)  # a view, if there is one
+    n, groups, share, d = tokens.shape
+    if tokens.stride()[2:] != (d, 1):
+        tokens = tokens.contiguous()
+    out, heads, (s, half) = torch.empty_like(x, memory_format=torch.contiguous_format), groups * share, cos.shape
+    block = dict(HEADS=triton.next_power_of_2(heads), WIDTH=triton.next_power_of_2(half))
+    warps = min(max(block["HEADS"] * block["WIDTH"] // 128, 1), 16)
+    strides = tokens.stride()[:2]
+    rotate_token[(n,)](tokens, out, cos, sin, s, *strides, share, heads, HALF=half, **block, num_warps=warps)
+    return out
+
+
+def rotate(x, positions, base):
+    return reference.rotate(x, positions, base, turned)
 # --- gradients of qkv and of the embedding's tables -------------------------------------------------------------------
 #
 # Floors in bf16: `join` 4 bytes an element; `add_rows_` 2 bytes an element of the rows, and 8 an element of the table's

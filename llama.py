@@ -58,8 +58,9 @@ class Block(nn.Module):
 
     def attention(self, x, batch):
         groups = self.qkv(x).view(*batch.shape, -1, *self.group)  # [b, s, g/t, a/g + 2, d]
-        q, k, v = groups[..., :-2, :].flatten(2, 3), groups[..., -2, :], groups[..., -1, :].contiguous()
+        q, k, v = groups.split([groups.shape[3] - 2, 1, 1], 3)
         q, k = (self.ops.rotate(y, batch.sample_positions, self.rotary_base) for y in (q, k))
+        q, k, v = (y.flatten(2, 3).contiguous() for y in (q, k, v))  # each [b, s, heads, d]
         if self.over_cp:  # every head of queries gets a copy of its keys and values
             k, v = (y.repeat_interleave(q.shape[2] // y.shape[2], 2) for y in (k, v))
             y = self.over_cp(q, k, v, self.cp, self.ops)

@@ -27,7 +27,7 @@ def choose(config, device, dtype):
 
 
 def repeatable(ops):
-    """Return `ops` with LayerNorm and GELU whose output y has `y.repetition()`, which computes y once more.
+    """Return `ops` with norms and activations whose output y has `y.repetition()`, which computes y once more.
 
     It reads only what their own backward keeps. So the linear that reads y does not keep y.
     """
@@ -38,6 +38,12 @@ def repeatable(ops):
         out.repetition = lambda: ops.add_layer_norm_(None, kept, None, weight, norm_bias)[1]
         return z, out
 
+    def add_rms_norm_(y, x, weight, epsilon, drop=None):
+        z, out = ops.add_rms_norm_(y, x, weight, epsilon, drop)
+        kept = z.detach()
+        out.repetition = lambda: ops.add_rms_norm_(None, kept, weight, epsilon)[1]
+        return z, out
+
     def gelu_(y, bias):
         out, kept = ops.gelu_(y, bias), y.detach()
         # reference.py has added the bias to y.
@@ -45,7 +51,13 @@ def repeatable(ops):
         out.repetition = gelu
         return out
 
-    return SimpleNamespace(**vars(ops) | dict(add_layer_norm_=add_layer_norm_, gelu_=gelu_))
+    def swiglu(gate, up):
+        out = ops.swiglu(gate, up)
+        out.repetition = partial(ops.swiglu, gate.detach(), up.detach())
+        return out
+
+    changed = dict(add_layer_norm_=add_layer_norm_, add_rms_norm_=add_rms_norm_, gelu_=gelu_, swiglu=swiglu)
+    return SimpleNamespace(**vars(ops) | changed)
 
 
 def choose_kernels(config, device, dtype):

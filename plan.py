@@ -21,7 +21,7 @@ TITLES = (
     "tp cp  pp   dp schedule    v Z sp    reco  b  step,s   MFU   HFU     GB bubble      waits_for,%   tokens/s    days"
 )
 ROW = (
-    "{tp:>2} {cp:>2} {pp:>3} {dp:>4} {schedule:<11} {chunks} {zero} {sequence_parallel!s:<5} {recompute} "
+    "{tp:>2} {cp:>2} {pp:>3} {dp:>4} {schedule:<11} {chunks} {zero} {sequence_parallel!s:<5} {recompute:.4} "
     "{micro_batch_size:>2} {step_seconds:>7.4g} {mfu:>5.1%} {hfu:>5.1%} {memory:>6.1f} {bubble:>6.1%} {waits:>16} "
     "{tokens_per_second:>10,.0f} {days:>7,.1f}\n        stage {fullest_rank}: {parts} GB\n        {binds}"
 )

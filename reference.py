@@ -16,7 +16,8 @@ from torch.optim.adamw import adamw as torch_adamw
 
 # Add your own: write a function in this file, and call it in model.py as `self.ops.NAME`. If kernels.py has it too, add
 # it to this list. A GPU runs kernels.py's: if you change one of these functions, take its name out of the list.
-OPERATIONS = "add_ add_layer_norm_ gelu_ relu_ attention join add_rows_ cross_entropy_ dropout adamw_".split()
+OPERATIONS = "add_ add_layer_norm_ add_rms_norm_ gelu_ relu_ swiglu rotate attention join add_rows_".split()
+OPERATIONS += "cross_entropy_ dropout adamw_".split()
 EPS = 1e-5  # LayerNorm's epsilon in GPT-2
 
 
@@ -47,26 +48,21 @@ def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
 
 
 class RMSNorm(torch.autograd.Function):
-    """x / sqrt(mean(x^2) + epsilon) * weight, x [n, h]. Zhang and Sennrich (arXiv 1910.07467).
-
-    Backward adds the gradient of the weight to `.grad`.
-    """
+    """x / sqrt(mean(x^2) + epsilon) * weight, x [n, h]. Zhang and Sennrich (arXiv 1910.07467)."""
 
     @staticmethod
     def forward(ctx, x, weight, epsilon):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         factor = (wide.square().mean(1, keepdim=True) + epsilon).rsqrt()  # [n, 1]
-        ctx.save_for_backward(x, factor)
-        ctx.weight = weight
+        ctx.save_for_backward(x, factor, weight)
         return (wide * factor).to(x.dtype) * weight
 
     @staticmethod
     def backward(ctx, dy):
-        (x, factor), weight = ctx.saved_tensors, ctx.weight
+        x, factor, weight = ctx.saved_tensors
         n, dy = x * factor, dy.to(factor.dtype)
-        weight.grad.add_((dy * n).sum(0))
         g = dy * weight
-        return ((g - n * (g * n).mean(1, keepdim=True)) * factor).to(x.dtype), None, None
+        return ((g - n * (g * n).mean(1, keepdim=True)) * factor).to(x.dtype), (dy * n).sum(0), None
 
 
 def add_rms_norm_(y, x, weight, epsilon, drop=None):
@@ -115,35 +111,55 @@ class SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         gate, up = ctx.saved_tensors
-        sigmoid = gate.sigmoid()
-        return dy * up * sigmoid * (1 + gate * (1 - sigmoid)), dy * gate * sigmoid
+        sigmoid, (dgate, dup) = gate.sigmoid(), halves(gate)
+        torch.mul(dy * up * sigmoid, 1 + gate * (1 - sigmoid), out=dgate)
+        torch.mul(dy * gate, sigmoid, out=dup)
+        return dgate, dup
+
+
+def halves(x):
+    """Return two new tensors like x [n, f], halves of one [n, 2f]: the linear before gets it without a copy."""
+    return x.new_empty(len(x), 2 * x.shape[1]).chunk(2, 1)
 
 
 class Rotation(torch.autograd.Function):
-    """Turn each pair (x[i], x[i + d/2]) of a head by the angle position * base^(-2i/d). x [b, s, heads, d].
-
-    Su et al. (arXiv 2104.09864). positions: [s]. Backward turns the gradient back, so nothing is kept.
-    """
+    """Backward turns the gradient back. So only cos and sin are kept, which all blocks share."""
 
     @staticmethod
-    def forward(ctx, x, positions, base):
-        ctx.arguments = positions, base
-        return Rotation.turned(x, positions, base, 1)
+    def forward(ctx, x, cos, sin, turned):
+        ctx.arguments = cos, sin, turned
+        return turned(x, cos, sin)
 
     @staticmethod
     def backward(ctx, dy):
-        return Rotation.turned(dy, *ctx.arguments, -1), None, None
-
-    @staticmethod
-    def turned(x, positions, base, sign):
-        d, wide = x.shape[-1], torch.promote_types(x.dtype, torch.float32)
-        angle = positions[:, None, None] * base ** (-torch.arange(0, d, 2, device=x.device, dtype=wide) / d)
-        cos, sin = angle.cos().to(x.dtype), sign * angle.sin().to(x.dtype)  # [s, 1, d/2]
-        left, right = x.chunk(2, -1)
-        return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+        cos, sin, turned = ctx.arguments
+        return turned(dy, cos, -sin), None, None, None
 
 
-swiglu, rotate = SwiGLU.apply, Rotation.apply
+def turned(x, cos, sin):
+    """Turn each pair (x[i], x[i + d/2]) of a head. cos, sin: [s, d/2]."""
+    cos, sin = (y.to(x.dtype).view(len(y), *[1] * (x.dim() - 3), -1) for y in (cos, sin))  # [s, 1, d/2]
+    left, right = x.chunk(2, -1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+
+
+@functools.lru_cache(1)  # the blocks of a micro-batch have the same positions
+def cos_and_sin(positions, base, d, dtype):
+    """Return cos and sin of the angles position * base^(-2i/d), each [s, d/2]."""
+    angle = positions[:, None] * base ** (-torch.arange(0, d, 2, device=positions.device, dtype=dtype) / d)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, positions, base, turned=turned):
+    """Turn each pair (x[i], x[i + d/2]) of a head by the angle position * base^(-2i/d). Su et al. (arXiv 2104.09864).
+
+    x: [b, s, heads, d], or [b, s, groups, heads of a group, d]. positions: [s].
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return Rotation.apply(x, *cos_and_sin(positions, base, x.shape[-1], dtype), turned)
+
+
+swiglu = SwiGLU.apply
 
 
 def visible(i, j):

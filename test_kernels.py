@@ -91,13 +91,18 @@ def drop(x):
     return Drop(torch.arange(len(x)) * 3 + 2**40, 0.3, 1234, 7)
 
 
-CASES = {  # name: (inputs, call). An input x is [n, h], an input v is [h].
+CASES = {  # name: (inputs, call). An input x is [n, h], w is [n, 2h], v is [h].
     "add": ("xxv", lambda ops, y, x, bias: ops.add_(y, x, bias)),
     "add, dropout": ("xxv", lambda ops, y, x, bias: ops.add_(y, x, bias, drop(x))),
     "layer norm": ("xvv", lambda ops, x, *norm: ops.add_layer_norm_(None, x, None, *norm)),
     "add, layer norm": ("xxvvv", lambda ops, *inputs: ops.add_layer_norm_(*inputs)),
     "add, dropout, layer norm": ("xxvvv", lambda ops, y, *rest: ops.add_layer_norm_(y, *rest, drop(y))),
     "dropout": ("x", lambda ops, x: ops.dropout(x, drop(x))),
+    "rms norm": ("xv", lambda ops, x, weight: ops.add_rms_norm_(None, x, weight, 1e-3)),
+    "add, rms norm": ("xxv", lambda ops, *inputs: ops.add_rms_norm_(*inputs, 1e-3)),
+    "add, dropout, rms norm": ("xxv", lambda ops, y, *rest: ops.add_rms_norm_(y, *rest, 1e-3, drop(y))),
+    "swiglu": ("xx", lambda ops, gate, up: ops.swiglu(gate, up)),
+    "swiglu of halves": ("w", lambda ops, pair: ops.swiglu(*pair.chunk(2, 1))),
     "gelu": ("xv", lambda ops, y, bias: ops.gelu_(y, bias)),
     "relu": ("xv", lambda ops, y, bias: ops.relu_(y, bias)),
 }
@@ -106,7 +111,7 @@ CASES = {  # name: (inputs, call). An input x is [n, h], an input v is [h].
 def check_operation(case, n, h, dtype=torch.float32, first=None):
     """Compare kernels.py and reference.py. first: the first input, instead of random numbers."""
     kinds, call = CASES[case]
-    shapes = {"x": (n, h), "v": (h,)}
+    shapes = {"x": (n, h), "w": (n, 2 * h), "v": (h,)}
     inputs = [random(*shapes[kind], dtype=dtype, size=2, seed=i) for i, kind in enumerate(kinds)]
     if first is not None:
         inputs[0] = first
@@ -128,8 +133,10 @@ def test_extreme_inputs():
     x[2] = 0.0
     x[2, 9] = 1e4
     check_operation("layer norm", 3, 64, first=x)
+    check_operation("rms norm", 3, 64, first=x)
     large = torch.tensor([[-1e4, -60.0, -10.0, -5.0, 0.0, 5.0, 10.0, 60.0, 1e4]])
     check_operation("gelu", 1, 9, first=large)
+    check_operation("swiglu", 1, 9, first=large)
     check_operation("relu", 1, 9, first=large)
 
 
@@ -144,8 +151,23 @@ def test_the_norm_is_that_of_the_rounded_sum():
 def test_rows_wider_than_the_norms_kernels(monkeypatch):
     monkeypatch.setattr(kernels, "WIDEST", 36)
     check_operation("add, dropout, layer norm", 5, 37)
+    check_operation("add, dropout, rms norm", 5, 37)
     x = random(5, 37).requires_grad_()
     assert kernels.add_layer_norm_(None, x, None, x[0], x[1])[1].grad_fn.name() == "NativeLayerNormBackward0"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1, 1, 2), (2, 3, 3, 16), (2, 5, 1, 24)], ids=str)
+def test_rotation(shape, dtype):
+    """Heads that lie beside each other; queries of groups, as a view of all; keys, as a view of all."""
+    b, s, g, d = shape
+    positions, whole = torch.arange(s) + 1000, (b, s, g, 4, d)
+    calls = [(shape, lambda x: x), (whole, lambda x: x[..., :2, :]), (whole, lambda x: x[..., 2:3, :])]
+    calls.append(((b, s, 2 * g * d), lambda x: x[..., : g * d].view(shape)))
+    for size, part in calls:
+        fused, plain = (lambda x, ops=ops: ops.rotate(part(x), positions, 50.0) for ops in (kernels, reference))
+        compare(fused, plain, [random(*size, dtype=dtype)])
+        assert fused(random(*size)).is_contiguous()
 
 
 def test_dropout_masks_are_the_references_bit_for_bit():
@@ -334,6 +356,20 @@ def test_bytes_of_residual_and_layer_norm(dropped):
     assert back == (6, 2 + dropped)
 
 
+def test_bytes_of_rms_norm_swiglu_and_rotation():
+    n, h, out = 8, 256, []
+    y, x, dz, dy = (random(n, h, dtype=torch.bfloat16, seed=i).requires_grad_() for i in range(4))
+    count = functools.partial(moved, elements=n * h)
+    norm = functools.partial(kernels.add_rms_norm_, y, x, random(h, dtype=torch.bfloat16), 1e-5)
+    assert count(lambda: out.extend(norm()), "X Y Z OUT MEAN") == (4, 4)
+    assert count(lambda: torch.autograd.backward(out, [dz, dy]), "DZ DOUT Z DX MEAN") == (6, 2)
+    assert count(lambda: out.append(kernels.swiglu(x, y)), "GATE UP OUT") == (4, 2)
+    assert count(lambda: out[-1].backward(dy), "DOUT GATE UP DGATE DUP") == (6, 4)
+    heads = x.detach().view(2, 4, 8, 32).requires_grad_()
+    assert count(lambda: out.append(kernels.rotate(heads, torch.arange(4), 50.0)), "X OUT") == (2, 2)
+    assert count(lambda: out[-1].backward(dy.view_as(heads)), "X OUT") == (2, 2)
+
+
 def test_bytes_of_the_other_operations():
     n, h, out = 8, 256, []
     x, dy = (random(n, h, dtype=torch.bfloat16, seed=i).requires_grad_() for i in range(2))
@@ -378,6 +414,9 @@ def test_the_work_of_attention(monkeypatch):
 # --- a step on another device than the CPU ----------------------------------------------------------------------------
 
 
+LLAMA = dict(model="llama", num_query_groups=2, ffn_hidden_size=48)
+
+
 class Products(TorchDispatchMode):
     """Refuse a matrix product of two dtypes, as a GPU does. The device "meta" accepts it."""
 
@@ -417,7 +456,13 @@ def launches(monkeypatch, arch=90, **fields):
 
 
 @pytest.mark.parametrize(
-    "fields", [dict(dropout=0.1), dict(recompute="full", activation="relu"), dict(recompute="elementwise")]
+    "fields",
+    [
+        dict(dropout=0.1),
+        dict(recompute="full", activation="relu"),
+        dict(recompute="elementwise"),
+        LLAMA | dict(recompute="elementwise", dropout=0.1),
+    ],
 )
 def test_a_step_off_the_cpu(fields, monkeypatch):
     launches(monkeypatch, **fields)
@@ -440,7 +485,8 @@ def test_a_mistake_off_the_cpu_is_found(name, planted, message, monkeypatch):
 
 MOST = {  # registers of a thread; loads of less than 16 bytes, of numbers that are no activations
     "residual_forward": (40, 1), "residual_backward": (80, 0), "activation_forward": (40, 1),
-    "activation_backward": (80, 1), "join_part": (32, 0), "add_rows": (128, 21), "cross_entropy_row": (32, 4),
+    "swiglu_forward": (40, 0), "swiglu_backward": (64, 0), "rotate_token": (64, 8), "activation_backward": (80, 1),
+    "join_part": (32, 0), "add_rows": (128, 21), "cross_entropy_row": (32, 4),
     "adamw_flat": (64, 5), "attention_forward": (255, 0), "attention_delta": (64, 0),
     "attention_backward_keys": (255, 0), "attention_backward_queries": (255, 4),
 }  # fmt: skip
@@ -451,7 +497,8 @@ MOST = {  # registers of a thread; loads of less than 16 bytes, of numbers that 
 def test_machine_code(arch, monkeypatch):
     """Compile every launch of a training step. No kernel spills, and activations are loaded 16 bytes at a time."""
     found, shape = {}, dict(hidden_size=1024, num_attention_heads=16, seq_length=2048)
-    for fields in ({}, dict(dropout=0.1), dict(activation="relu"), dict(hidden_size=768, num_attention_heads=6)):
+    llama = LLAMA | dict(num_query_groups=4, ffn_hidden_size=2816)
+    for fields in ({}, dict(dropout=0.1), dict(activation="relu"), dict(hidden_size=768, num_attention_heads=6), llama):
         with monkeypatch.context() as patch:
             found |= {str(job): job for job in launches(patch, arch, **shape | fields)}
     jobs = [(*job[:3], arch, job[3]) for job in found.values()]
@@ -485,6 +532,7 @@ def trained(config, steps=2):
         (1, 1, dict(dropout=0.1)),
         pytest.param(1, 1, dict(dtype="bf16", recompute="full"), marks=pytest.mark.slow),
         pytest.param(1, 1, dict(recompute="elementwise"), marks=pytest.mark.slow),
+        pytest.param(1, 2, LLAMA | dict(sequence_parallel=True, dropout=0.1), marks=pytest.mark.slow),
         # The second rank has padding only.
         pytest.param(1, 2, dict(sequence_parallel=True, activation="relu"), marks=pytest.mark.slow),
         pytest.param(2, 1, dict(zero=3, dropout=0.1), marks=pytest.mark.slow),

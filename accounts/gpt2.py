@@ -59,6 +59,7 @@ def passes(c):
     """Return {action: (passes over [rows, h], passes over [n, h/t], operations)} of a block, without its products.
 
     A pass reads or writes a tensor once. [rows, h]: LayerNorms, additions, gradients of two biases. [n, h/t]: GELU
-    4 + 4, its backward 3 * 4, gradient of qkv's bias 3.
+    4 + 4, its backward 3 * 4, gradient of qkv's bias 3. elementwise: LayerNorms and GELU once more, in I.
     """
-    return {"F": (9, 8, 5), "I": (10, 15, 9)}
+    gelu = c.activation == "gelu"
+    return {"F": (9, 8, 5), "I": (10, 15, 9), "elementwise": (4, 8 * gelu, 2 + gelu)}

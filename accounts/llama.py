@@ -26,15 +26,19 @@ def kept(c, z):
         "norms' factors": 2 * z.wide * z.rows,
         "log-sum-exp": z.wide * z.tokens * c.num_attention_heads // c.tp,
     }
+    if c.recompute == "elementwise":
+        for what in ("qkv's input", "fc1's input", "fc2's input"):
+            del block[what]
     head = {"norm's output": outside, "its factor": z.wide * z.rows, "losses": z.wide * z.tokens}
     return {"embedding": {"ids": 8 * z.tokens}, "block": block, "head": head}
 
 
 def passes(c):
-    """Counted in reference.py by hand: no kernel fuses these operations.
+    """Return what `gpt2.passes` returns, counted in kernels.py.
 
-    [rows, h]: two norms (F 8, I 12 each), two additions (3 each). [n, h/t]: rotations of queries and keys (7 each),
-    copies of queries (2) and values (2); SwiGLU (F 5, I 14) and its joined gradients (4) have f instead of h.
+    [rows, h]: two norms (2 and 4, in I 4 each), an addition (3). [n, h/t]: rotations of queries and keys (2 each), a
+    copy of values (2), in I their joined gradients (2 each); SwiGLU (F 3, I 5) has f instead of h.
     """
     keys, f = c.query_groups / c.num_attention_heads, c.ffn_size / c.hidden_size
-    return {"F": (22, 9 + 9 * keys + 5 * f, 28), "I": (30, 9 + 11 * keys + 18 * f, 44)}
+    again = 4, 3 * f, 3  # norms and SwiGLU
+    return {"F": (9, 2 + 4 * keys + 3 * f, 7), "I": (8, 4 + 6 * keys + 5 * f, 9), "elementwise": again}

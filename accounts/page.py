@@ -25,7 +25,7 @@ AXES = {  # choices of the two views
     **dict(name=[*schedules.SCHEDULES], p=(2, 3, 4, 6, 8), m=range(1, 17), v=(2, 3, 4)),
     **dict(model=MODELS, dp=(1, 2, 4, 8, 16), tp=(1, 2, 4, 8), pp=(1, 2, 4, 8), b=(1, 2, 4, 8), micro=(4, 8, 16, 32)),
     **dict(schedule=[name for name in schedules.SCHEDULES if name not in schedules.ASYNCHRONOUS]),
-    **dict(sp=(0, 1), recompute=("none", "full")),
+    **dict(sp=(0, 1), recompute=configuration.CHOICES["recompute"]),
 }
 LEAST = SHORT | {"gpipe": (1, 2), "chimera": (1, 2)}  # for whole gradients
 
@@ -116,8 +116,8 @@ def logits(model, tp, b):
 
 
 @or_error
-def blocks(model, tp, sp):
-    c = replace(model_named(model).config, tp=tp, sequence_parallel=bool(sp))
+def blocks(model, tp, sp, recompute):
+    c = replace(model_named(model).config, tp=tp, sequence_parallel=bool(sp), recompute=recompute)
     return gpt2.kept(c, memory.sizes(c, 2, 4, on_cpu=False))["block"]
 
 
@@ -127,7 +127,7 @@ TABLES = {
     activations: "model tp pp schedule micro sp recompute",
     flight: "pp schedule micro",
     logits: "model tp b",
-    blocks: "model tp sp",
+    blocks: "model tp sp recompute",
 }
 
 

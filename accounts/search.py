@@ -39,7 +39,7 @@ from parallel.tensor import ROWS
 FIELDS = ("tp", "pp", "schedule", "chunks", "zero", "sequence_parallel", "recompute", "micro_batch_size")
 LISTED = ("1f1b", "interleaved", "zb-h1", "zb-v")
 RESERVED = 2 * 2**30  # bytes of a GPU that PyTorch cannot use
-ORDERS = configuration.CHOICES["order"]
+ORDERS, RECOMPUTES = configuration.CHOICES["order"], configuration.CHOICES["recompute"]
 GB = 1e9
 PLAIN = dict(zip(FIELDS, (1, 1, "1f1b", 1, 0, False, "none", 1), strict=True))
 
@@ -152,7 +152,7 @@ def candidates(config, gpus, device, fixed):
     """Yield the Configs that `config.check` accepts. fixed: names of fields that keep their values."""
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
     tps = [n for n in divisors if n & (n - 1) == 0 and n <= 2 * device.per_node]  # also beyond the node
-    pps, zeros, recomputes = [n for n in divisors if n <= config.num_layers], [0, 1, 2, 3], ["none", "full"]
+    pps, zeros, recomputes = [n for n in divisors if n <= config.num_layers], [0, 1, 2, 3], RECOMPUTES
     samples = sorted({1, 2, 4, 8, 16, 32, config.micro_batch_size})
     choices = tps, pps, LISTED, [1, 2, 3, 4], zeros, [False, True], recomputes, samples
     choices = [[getattr(config, f)] if f in fixed else values for f, values in zip(FIELDS, choices, strict=True)]

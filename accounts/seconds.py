@@ -35,7 +35,10 @@ def schedule(name, p, m, chunks):
 
 
 def units(c, device, dtype, z, say):
-    """Return the seconds of one micro-batch, without communication: ((F, I, W) of a block, embedding, head)."""
+    """Return the seconds of one micro-batch, without communication: (of a block, of the embedding, of the head).
+
+    Of a block: F, I, W, and what recompute=elementwise adds to I.
+    """
     h, t, n, rows, item = c.hidden_size, c.tp, tokens_of_rank(c), rows_outside(c), z.item
     peak, memory, gap = device.peak(dtype), device.memory_rate * device.memory, device.operation
     rate, V = peak * device.matrix, c.padded_vocab_size // t
@@ -56,12 +59,15 @@ def units(c, device, dtype, z, say):
     # Attention has the lower triangle. Its backward has five products instead of two.
     attention = device.attention * min(1.0, (2048 / c.seq_length) ** device.decline)
     triangle, vectors = 2 * n * c.seq_length * h / t / (peak * attention), item * n * h / t / memory
+    passes = {
+        kind: (outside * rows * h + inside * n * h // t) * item / memory + operations * gap
+        for kind, (outside, inside, operations) in matrices.formulas.passes(c).items()
+    }
     block, groups = [], 2 * c.query_groups / c.num_attention_heads  # keys and values, in widths of queries
     for kind, (triangles, reads) in {"F": (1, 2 + groups), "I": (2.5, 4 + 2 * groups)}.items():
-        outside, inside, operations = matrices.formulas.passes(c)[kind]
-        passes = (outside * rows * h + inside * n * h // t) * item / memory + operations * gap
-        block.append(products + triangles * triangle + reads * vectors + passes)
+        block.append(products + triangles * triangle + reads * vectors + passes[kind])
     block.append(sum(product(outputs, inputs, n, 2 * z.wide) for inputs, outputs in linears))
+    block.append(passes["elementwise"])
     embedding = (6 * item + 3 * z.wide) * n * h / memory + 10 * gap
     head = product(n, V, h) + product(n, h, V) + product(V, h, n, 2 * z.wide)
     return block, embedding, head + (4 * item * n * V + 8 * item * rows * h) / memory
@@ -135,9 +141,10 @@ class Step:
 
         F and I contain the recomputation and what nothing hides of tp and cp.
         """
-        layout, (F, I, W) = self.layout, block
+        layout, (F, I, W, elementwise) = self.layout, block
         (in_F, in_I), over_cp = self.tensor_parallel(W), self.context_parallel()
-        recomputation = (F + in_F + over_cp) * (self.c.recompute == "full")
+        again = {"none": 0.0, "elementwise": elementwise, "full": F + in_F + over_cp}
+        recomputation = again[self.c.recompute]
         block = F + in_F + over_cp, I + in_I + over_cp + recomputation, W, recomputation, in_F + in_I, 2 * over_cp
         for name, seconds in zip(COLUMNS, block, strict=True):
             self.say(f"{name} of a block", "4 products; F, I: attention, passes over memory, collectives", seconds)

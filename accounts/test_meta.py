@@ -11,7 +11,7 @@ import plan
 import train
 from accounts import flops, gpt2, limits, llama, memory, meta, meter, report, traffic
 from accounts.matrices import matrices_of
-from accounts.test_memory import assert_equal_rows, modes, rows, started
+from accounts.test_memory import assert_equal_rows, elementwise, modes, rows, started
 from config import CHOICES
 from errors import UserError
 from testing.dry_run import show
@@ -31,9 +31,10 @@ WIDTHS = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (2, 4)}
 
 @pytest.mark.parametrize("formulas, fields", MODELS, ids=str)
 def test_units_without_values_keep_what_the_formulas_say(formulas, fields):
-    for (tp, sp, cp, context), dropout, dtype in itertools.product(LAYOUTS, (0.0, 0.1), WIDTHS):
+    recomputes = ("none",) if "experts" in fields else ("none", "elementwise")
+    for (tp, sp, cp, context), dropout, dtype, r in itertools.product(LAYOUTS, (0.0, 0.1), WIDTHS, recomputes):
         if not (fields.get("experts") and tp > sp + 1):
-            layout = dict(sequence_parallel=sp, cp=cp, context=context)
+            layout = dict(sequence_parallel=sp, cp=cp, context=context, recompute=r)
             c = tiny_config(1, tp, dropout=dropout, dtype=dtype, **layout, **fields)
             z = memory.sizes(c, *WIDTHS[dtype], on_cpu=False)
             expected = {unit: sum(table.values()) for unit, table in formulas.kept(c, z).items()}
@@ -50,7 +51,10 @@ def test_activations_of_a_llama(workers, groups):
     """Its formulas are what a run keeps."""
     fields = LLAMA | dict(num_query_groups=groups, untie_embeddings_and_output_weights=True)
     configs = [c for schedule in ("1f1b", "zb-h1") for c in modes(1, schedule=schedule, **fields)]
+    configs += elementwise(1, **fields)
     assert_equal_rows([rows(configs)], configs)
+    configs = elementwise(2, sequence_parallel=True, **fields)
+    assert_equal_rows(workers.run(2, rows, configs), configs)
     for sp, schedule in ((False, "zb-h1"), (True, "1f1b")):
         configs = modes(1, 2, sequence_parallel=sp, schedule=schedule, **fields)
         assert_equal_rows(workers.run(2, rows, configs), configs)

@@ -29,7 +29,7 @@ LAYOUTS = """
 1 1 1 0 0 none 1 1f1b 4
 4 2 2 1 1 none 2 zb-h1 8
 4 2 4 3 0 full 8 gpipe 8
-16 2 4 2 1 none 1 zb-v 8
+16 2 4 2 1 elementwise 1 zb-v 8
 16 1 4 3 0 none 8 interleaved 8
 4 1 1 2 0 full 1 1f1b 8
 4 1 4 1 0 none 1 interleaved 6

@@ -35,7 +35,7 @@ def test_bytes_of_a_long_step_from_a_short_one(name, p, m):
     for chunks, dp, tp, zero, sp, recompute, b, dropout in [
         (1, 1, 1, 0, False, "none", 2, 0.1),
         (1, 3, 2, 3, True, "full", 1, 0.0),
-        (2, 2, 2, 1, True, "none", 3, 0.0),
+        (2, 2, 2, 1, True, "elementwise", 3, 0.0),
         (3, 2, 4, 2, False, "none", 1, 0.1),
         (1, 4, 2, 3, True, "full", 1, 0.0),
     ]:
@@ -244,14 +244,14 @@ def as_megatron_of_2021(monkeypatch):
     units, data_parallel = seconds.units, seconds.Step.data_parallel
 
     def theirs(c, device, dtype, z, say):
-        (F, I, W), embedding, head = units(c, device, dtype, z, say)
+        (F, I, W, _), embedding, head = units(c, device, dtype, z, say)
         n, h, memory_rate = c.micro_batch_size * c.seq_length, c.hidden_size, device.memory_rate * device.memory
         flops, peak, elements = 4 * n * c.seq_length * h, device.peak(dtype), n * c.seq_length * c.num_attention_heads
         triangle = flops / 2 / (peak * device.attention)
         # Bytes for each element of the matrix: product, mask with softmax, dropout with a mask of 1 byte, product.
         F += flops / (peak * device.matrix) + (2 + 4 + 5 + 2) * elements / memory_rate - triangle
         I += 2 * flops / (peak * device.matrix) + (2 + 2 + 5 + 6 + 4) * elements / memory_rate - 2.5 * triangle
-        return (F, I, W + 4 * 12 * h**2 / memory_rate), embedding, head
+        return (F, I, W + 4 * 12 * h**2 / memory_rate, 0.0), embedding, head
 
     monkeypatch.setattr(seconds, "units", theirs)
     monkeypatch.setattr(seconds.Step, "data_parallel", lambda self, rank, *_: data_parallel(self, rank, 0, 0, 0))
@@ -338,6 +338,20 @@ def test_muon_costs_its_products_on_every_rank():
     assert products < more["update"] < 5 * products and more["data parallel"] > 0
     assert facts["muon"]["memory_bytes"]["whole matrices"] == 0  # less than the activations
     assert "one rank for each matrix would save 6%" in facts["muon"]["binds"] and "rank" not in facts["adamw"]["binds"]
+
+
+@pytest.mark.parametrize("name", ["gpt3_1b3", "tinyllama_1b1"])
+def test_elementwise_recomputation_lies_between_none_and_full(name):
+    """Its part of the step is that of the outputs which are computed again, without a product."""
+    c, facts = configuration.load([f"configs/{name}.py", "--zero=1", "--micro_batch_size=4"]), []
+    for recompute in ("none", "elementwise", "full"):
+        facts.append(search.facts_of(replace(c, recompute=recompute), 8, A100))
+    kept = [sum(f["memory_bytes"].values()) for f in facts]
+    again = [f["step_parts"]["recomputation"] for f in facts]
+    assert kept[0] > kept[1] > kept[2] and again[0] == 0 < again[1] < 0.1 * again[2]
+    assert facts[1]["step_parts"]["compute"] == pytest.approx(facts[0]["step_parts"]["compute"])
+    listed = {layout.recompute for layout in search.candidates(c, 8, A100, {"tp", "pp", "zero", "micro_batch_size"})}
+    assert listed == {"none", "elementwise", "full"}
 
 
 # --- physics ----------------------------------------------------------------------------------------------------------

@@ -115,6 +115,9 @@ def operations(device, n, h, s, v):
         ),
         simple("add_layer_norm", norm, lambda ops, *inputs: ops.add_layer_norm_(*inputs), 4, 4),
         simple("add_layer_norm, dropout", norm, lambda ops, *inputs: ops.add_layer_norm_(*inputs, drop), 4, 5),
+        simple("add_rms_norm", [x, x, v1], lambda ops, *inputs: ops.add_rms_norm_(*inputs, 1e-5), 4, 4),
+        simple("swiglu", [x, x], lambda ops, *inputs: ops.swiglu(*inputs), 3, 5),
+        rotation(device, n, h, s),
         simple("dropout", [x], lambda ops, x: ops.dropout(x, drop), 2, 2),
         simple("gelu", wide, lambda ops, *inputs: ops.gelu_(*inputs), 2, 3),
         simple("relu", wide, lambda ops, *inputs: ops.relu_(*inputs), 2, 3),
@@ -149,6 +152,14 @@ def attention(device, n, h, s):
     draw = functools.partial(randoms, device, shapes=[(n // s, s, 3, h // 64, 64)])
     floor = 2 * product, 5 * product
     return Operation("attention", draw, lambda ops, qkv: ops.attention(*qkv.unbind(2)), floor, True, rivals)
+
+
+def rotation(device, n, h, s):
+    """Of queries that are a view of queries, keys and values: groups of 2 heads have one of each."""
+    positions, draw = torch.arange(s, device=device), functools.partial(randoms, device)
+    draw = functools.partial(draw, shapes=[(n // s, s, h // 128, 4, 64)])
+    floor = (4 * n * h,) * 2
+    return Operation("rotate", draw, lambda ops, x: ops.rotate(x[..., :2, :], positions, 1e4), floor)
 
 
 def padded(v):

@@ -145,7 +145,7 @@ class Linear(torch.autograd.Function):
         """Return dx = dy w. Add dW = dy^T x to `w.grad` while dx is sent, or action W does."""
         (x,), (w, bias, enter, leave, tp, ops) = ctx.saved_tensors, ctx.arguments
         if bias is None:
-            dy = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+            dy = side_by_side(parts)
         else:
             dy, sums = ops.join(parts)
             if bias.requires_grad:
@@ -163,6 +163,18 @@ class Linear(torch.autograd.Function):
         else:
             w.deferred.append(product)
         return sending.wait(), None, None, None, None, None, None
+
+
+def side_by_side(parts):
+    """Return k tensors [n, c] as one [n, k c]: without a copy if they are the chunks of one (`reference.halves`)."""
+    whole, k = parts[0]._base, len(parts)
+    if whole is not None and whole.dim() == 2 and [*map(place, whole.chunk(k, 1))] == [*map(place, parts)]:
+        return whole
+    return parts[0] if k == 1 else torch.cat(parts, 1)
+
+
+def place(x):
+    return id(x._base), x.storage_offset(), x.shape, x.stride()
 
 
 class WeightGradient(NamedTuple):

@@ -21,7 +21,7 @@ from parallel.context import TokensForHeads
 from parallel.mesh import Mesh
 from parallel.test_pipedream import asynchronous, check_same, oracle, train_asynchronously
 from testing.compare import same_tensor
-from testing.tiny import built, check_layout, covering, tiny_batches, tiny_config, train_each
+from testing.tiny import built, check_layout, covering, tiny_batches, tiny_config, train_each, train_tiny
 
 LLAMA = dict(model="llama", num_query_groups=4, ffn_hidden_size=24, norm_epsilon=1e-3)
 UNTIED = LLAMA | dict(untie_embeddings_and_output_weights=True, rotary_base=77.0)
@@ -77,12 +77,11 @@ def test_losses_and_gradients_are_those_of_plain_pytorch(fields, groups):
 
 
 def test_derivatives_of_the_operations():
-    """Of RMSNorm's weight: `test_losses_and_gradients_are_those_of_plain_pytorch`."""
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(4, 6, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(2))
     weight = torch.linspace(0.5, 2, 6, dtype=torch.float64).requires_grad_()
-    weight.grad, q = torch.zeros_like(weight), torch.randn(2, 3, 2, 4, dtype=torch.float64, generator=generator)
-    assert torch.autograd.gradcheck(lambda x: reference.RMSNorm.apply(x, weight, 0.1), x)
+    q = torch.randn(2, 3, 2, 4, dtype=torch.float64, generator=generator)
+    assert torch.autograd.gradcheck(lambda x, weight: reference.RMSNorm.apply(x, weight, 0.1), (x, weight))
     assert torch.autograd.gradcheck(reference.swiglu, (x, y))
     assert torch.autograd.gradcheck(lambda q: reference.rotate(q, torch.arange(3, 6), 50.0), q.requires_grad_())
     assert torch.autograd.gradcheck(lambda q: TokensForHeads.apply(q, 2, 1, Mesh().cp), q)
@@ -135,6 +134,20 @@ def test_every_layout_trains_the_same_llama(workers, point):
     config = replace(config, **(UNTIED if point["zero"] % 2 == 0 else LLAMA))
     configuration.check(config, ranks)
     check_layout([config], functools.partial(workers.run, ranks))
+
+
+@pytest.mark.parametrize("dp, tp, pp, fields", test_layouts.ELEMENTWISE, ids=str)
+def test_elementwise_recomputation_trains_the_same_llama(workers, dp, tp, pp, fields):
+    more = LLAMA | dict(optimizer="adamw", dropout=0.1) | {k: v for k, v in fields.items() if k != "activation"}
+    config = tiny_config(dp, tp, pp=pp, recompute="elementwise", **more)
+    check_layout([config], functools.partial(workers.run, dp * tp * pp * config.cp))
+
+
+def test_elementwise_recomputation_changes_no_bit():
+    fields = UNTIED | dict(dropout=0.1, dtype="fp32")
+    ours, its = (train_tiny(tiny_config(1, recompute=recompute, **fields), 2) for recompute in ("elementwise", "none"))
+    assert ours[:2] == its[:2]
+    assert all(torch.equal(tensor, its[3][name]) for name, tensor in ours[3].items())
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
