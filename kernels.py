@@ -432,15 +432,17 @@ def turned(x, cos, sin):
     if tokens.stride()[2:] != (d, 1):
         tokens = tokens.contiguous()
     out, heads, (s, half) = torch.empty_like(x, memory_format=torch.contiguous_format), groups * share, cos.shape
-    block = dict(HEADS=triton.next_power_of_2(heads), WIDTH=triton.next_power_of_2(half))
-    warps = min(max(block["HEADS"] * block["WIDTH"] // 128, 1), 16)
-    strides = tokens.stride()[:2]
-    rotate_token[(n,)](tokens, out, cos, sin, s, *strides, share, heads, HALF=half, **block, num_warps=warps)
+    width = triton.next_power_of_2(half)
+    size = max(triton.next_power_of_2(heads), 256 // width)  # of a tile; 256: each thread loads 16 bytes
+    options = dict(HALF=half, HEADS=size, WIDTH=width, num_warps=min(size * width // 256, 16))
+    rotate_token[(n,)](tokens, out, cos, sin, s, *tokens.stride()[:2], share, heads, **options)
     return out
 
 
 def rotate(x, positions, base):
     return reference.rotate(x, positions, base, turned)
+
+
 # --- gradients of qkv and of the embedding's tables -------------------------------------------------------------------
 #
 # Floors in bf16: `join` 4 bytes an element; `add_rows_` 2 bytes an element of the rows, and 8 an element of the table's

@@ -165,7 +165,9 @@ def test_rotation(shape, dtype):
     calls = [(shape, lambda x: x), (whole, lambda x: x[..., :2, :]), (whole, lambda x: x[..., 2:3, :])]
     calls.append(((b, s, 2 * g * d), lambda x: x[..., : g * d].view(shape)))
     for size, part in calls:
-        fused, plain = (lambda x, ops=ops: ops.rotate(part(x), positions, 50.0) for ops in (kernels, reference))
+        fused, plain = (
+            lambda x, ops=ops, part=part: ops.rotate(part(x), positions, 50.0) for ops in (kernels, reference)
+        )
         compare(fused, plain, [random(*size, dtype=dtype)])
         assert fused(random(*size)).is_contiguous()
 

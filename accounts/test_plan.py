@@ -196,6 +196,17 @@ def test_published_times():
     assert "\n".join(lines) in MEASURED
 
 
+def test_the_published_speed_of_tinyllama():
+    """github.com/jzhang38/TinyLlama, README: 24k tokens/s on each of 16 A100 with 40 GB, an MFU of 56%.
+
+    pretrain/tinyllama.py: FSDP on two nodes, 8 samples in a micro-batch, no recomputation, fused kernels.
+    """
+    c = configuration.load(["configs/tinyllama_1b1.py", "--zero=3"])
+    facts = search.facts_of(c, 16, DEVICES["a100-40g"])
+    assert facts["fits"] and round(facts["tokens_per_second"] / 16) == 23767
+    assert abs(facts["tokens_per_second"] / 16 / 24000 - 1) < 0.01 and round(facts["mfu"], 3) == 0.557
+
+
 # LLM Foundry's bf16 steps with longer samples. Half of its steps with 4,096 tokens or more gave `Device.decline`.
 LONG = """
   L     h heads     s batch  b GPUs recompute device    tokens/s
@@ -427,6 +438,7 @@ GPU = torch.device("cuda")
         ("configs/gpt2_7b.py --zero=0", 4, 80, "set --zero=1;"),
         ("configs/gpt2_7b.py --global_batch_size=4", 1, 80, "set --offload=True;"),
         ("configs/opt_125m.py --micro_batch_size=32", 1, 14, "set --recompute=full;"),
+        ("configs/tinyllama_1b1.py", 1, 36, "set --recompute=elementwise;"),
         ("configs/gpt3_13b.py --tp=1 --recompute=none", 16, 30, "set --zero=3 --recompute=full;"),
         ("configs/gpt2_7b.py", 4, 1, "do not suffice"),
     ],

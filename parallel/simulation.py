@@ -53,8 +53,8 @@ def check_actions(schedule, microbatches=None):
     length = max(parts, default=-1) + 1
     if not parts or list(parts) != list(range(length)) * (len(parts) // length):
         raise UserError(f"{name}: parts={parts}: each pipeline should have the parts 0, 1, 2 ...")
-    known = set(placement) <= set(range(len(lists)))
-    if len(parts) != len(placement) or not known or not any(lists):
+    ranks = set(range(len(lists)))
+    if len(parts) != len(placement) or not set(placement) <= ranks or not any(lists):
         should = f"should have {len(parts)} of {len(lists)} ranks, with actions"
         raise UserError(f"{name}: placement={placement}: {should}")
     m, index_of = microbatches or schedule.microbatches, {}
