@@ -65,14 +65,16 @@ class Torchrun(subprocess.Popen):
     """torchrun with its output in files: a pipe that nobody reads yet would stop an endless run after 64 KiB."""
 
     def __init__(self, command, environment):
-        self.files = [tempfile.TemporaryFile("w+") for _ in range(2)]
+        self.files = []  # of stdout and stderr; a deleted file lives as long as a process has it open
+        for _ in range(2):
+            number, path = tempfile.mkstemp()
+            os.unlink(path)
+            self.files.append(number)
         super().__init__(command, cwd=HERE, env=environment, stdout=self.files[0], stderr=self.files[1])
 
     def communicate(self, timeout=None):
         self.wait(timeout)
-        for file in self.files:
-            file.seek(0)
-        return [file.read() for file in self.files]
+        return [os.pread(number, os.fstat(number).st_size, 0).decode() for number in self.files]
 
 
 def torchrun(ranks, *arguments, restarts=0, launcher=(), endpoint="localhost:0", flags=()):
