@@ -220,6 +220,8 @@ def read_index(path):
     for name, expected in index["copies"].items():
         with explained(path / name):
             verify(path / name, crc((path / name).read_bytes()), expected)
+    if isinstance(index.get("data"), dict):  # written before there were several sets
+        index["data"] = [{"share": 1, "begins": 0, "used": 0} | index["data"]]
     return index
 
 
