@@ -349,6 +349,7 @@ def sizes(c, given):
 
 
 def main():
+    """Run the checks. Exit with code 1 if one is wrong. Raises UserError."""
     words = sys.argv[1:]
     given = configuration.load(words)
     c, options = small(given), vars(configuration.parser().parse_args(words))

@@ -201,6 +201,7 @@ USAGE = "torchrun --nproc_per_node=N train.py [CONFIG.py] [--field=value ...] (-
 
 
 def parser():
+    """Return the Parser of train.py: an option for each field of Config."""
     parser = Parser("python train.py", usage=USAGE, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("file", nargs="?", metavar="CONFIG.py", help="default: configs/tiny.py")
     group = parser

@@ -116,11 +116,8 @@ class Tokens:
             raise UserError(f"data_dir={data_dir}: no data set of prepare.py; create it with: {command}")
         with reading(f"data_dir={data_dir}: damaged; create it again with: {command}"):
             self.meta = json.loads(Path(data_dir, "meta.json").read_text(encoding="utf-8"))
-            num_tokens, ids, tokenizer = (
-                int(self.meta["tokens"][split]),
-                self.meta["vocab_size"],
-                self.meta["tokenizer"],
-            )
+            num_tokens, ids = int(self.meta["tokens"][split]), self.meta["vocab_size"]
+            tokenizer = self.meta["tokenizer"]
             self.num_samples = (num_tokens - 1) // seq_length
             if self.num_samples < 1:
                 size = f"{num_tokens} tokens; a sample needs {seq_length + 1}"

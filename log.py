@@ -267,6 +267,7 @@ def sets_line(row):
 
 
 def memory_line(iteration, device):
+    """Return Megatron-LM's line with the most memory so far, in MB."""
     sizes = {"max resident": max_resident()}
     if device.type == "cuda":
         sizes = {

@@ -388,10 +388,10 @@ def main():
     tokenizer = load_tokenizer(args.tokenizer)
     files = [f"{args.megatron}.bin", f"{args.megatron}.idx"] if args.megatron else find_files(args.inputs)
     with reading(f"--part={args.part}: should be I/N, as in 0/8 to 7/8"):
-        part, parts = map(int, args.part.split("/"))
-        if not 0 <= part < parts <= len(files):
+        index, count = map(int, args.part.split("/"))
+        if not 0 <= index < count <= len(files):
             raise ValueError(f"files: {len(files)}")
-    first, end = len(files) * part // parts, len(files) * (part + 1) // parts
+    first, end = len(files) * index // count, len(files) * (index + 1) // count
     files = files[first:end]
     source = args.megatron or (args.inputs or ["stdlib"])[0]
     out = args.out or f"data/{Path(source).resolve().name.split('.')[0]}_{tokenizer.name}"
@@ -448,9 +448,9 @@ def make(args, tokenizer, files, first, weights, output, folder):
             for problem in problems:
                 tqdm.write(problem)
     skipped = ", and the rest of ".join([f"skipped documents: {output.progress['skipped']}", *unread])
-    refuse_empty(output, args.text_key, skipped)
     output.save()
-    if args.part == "0/1":
+    if args.part == "0/1":  # another part may have text
+        refuse_empty(output, args.text_key, skipped)
         output.fill_empty_splits(weights)
     if tokenizer.name != "bytes":
         copy(tokenizer, output.folder)

@@ -467,6 +467,16 @@ def test_the_parts_of_an_array_are_the_files_of_one_command(tmp_path):
     assert job(tmp_path, n, out) == (2, f"error: {out} is there already; remove it, or name another folder\n")
 
 
+@pytest.mark.parametrize("text", ["some text", ""])
+def test_a_part_without_text_is_joined_but_not_parts_that_all_have_none(text, tmp_path):
+    for name, content in (("a", text), ("b", "")):
+        (tmp_path / f"{name}.txt").write_text(content)
+    inputs = [tmp_path / "a.txt", tmp_path / "b.txt", "--tokenizer=bytes", "--split=1,0,0"]
+    assert [job(tmp_path, 2, tmp_path / "out", *inputs, task=i)[0] for i in range(2)] == [0, 0]
+    code, said = job(tmp_path, 2, tmp_path / "out")
+    assert (code, "have no text" in said) == ((0, False) if text else (2, True)), said
+
+
 def test_a_part_of_more_parts_than_files_and_of_megatrons_file_are_refused(here, tmp_path):
     (tmp_path / "a.txt").write_text("x")
     for part in ("1/2", "1/1", "-1/1", "x", "0"):

@@ -58,6 +58,7 @@ def predicted_tables(p):
 
 
 def main(arguments=None):
+    """Run the command line. Raises UserError."""
     usage = "%(prog)s [CONFIG.py] --ranks=N [--field=value ...] [--svg=FILE]"
     parser = Parser(prog="python -m accounts.traffic", usage=usage, allow_abbrev=False)
     parser.epilog = "python train.py --help lists the fields."

@@ -289,6 +289,7 @@ def timed(step):
 
 
 def work(rank, rendezvous, processes, names, fields, repeats):
+    """One of `processes` processes: measure the layouts `names`. rendezvous: a file that does not exist yet."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=processes)
     for row in LAYOUTS:

@@ -46,13 +46,18 @@ metas = [json.loads(Path(f"{out}.{i}/meta.json").read_text()) for i in range(n)]
 for i, meta in enumerate(metas):
     for name in ("tokenizer", "split", "text_key"):
         if meta["made_from"][name] != metas[0]["made_from"][name]:
-            sys.exit(f"error: {out}.{i} has another --{name} than {out}.0; remove it, and submit the array again")
+            why = f"{out}.{i} has another --{name} than {out}.0; remove it, and submit the array again"
+            print(f"error: {why}", file=sys.stderr)
+            sys.exit(2)
 inputs = [meta["made_from"]["input"] for meta in metas]
 made_of = {"files": sum(i["files"] for i in inputs), "bytes": sum(i["bytes"] for i in inputs), "parts": n}
 joined = metas[0] | {"skipped": sum(meta["skipped"] for meta in metas)}
 joined["made_from"] = metas[0]["made_from"] | {"input": made_of}
 for name in ("tokens", "documents"):
     joined[name] = {split: sum(meta[name][split] for meta in metas) for split in metas[0][name]}
+if sum(joined["tokens"].values()) == sum(joined["documents"].values()):  # only end-of-text tokens
+    print(f"error: the parts of {out} have no text", file=sys.stderr)
+    sys.exit(2)
 Path(f"{out}.joining/meta.json").write_text(json.dumps(joined, indent=1))
 for split, count in joined["tokens"].items():
     print(f"{split:<5} {count:>16,} tokens {joined['documents'][split]:>12,} documents")

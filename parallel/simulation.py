@@ -204,6 +204,7 @@ def run_in_order(schedule, cost, comm):
 
 
 def timeline(events, ranks):
+    """Return the Timeline of Events. ranks: their number."""
     events = sorted(events, key=lambda e: (e.start, e.end))
     spans, peak, busy = [], [], 0
     for rank in range(ranks):

@@ -1,4 +1,4 @@
-"""What a rank does at this moment: `with watch("backward", action): ...`. It tells the tools.
+"""What a rank does now: `with watch("backward", action): ...`. Tools that measure a run are told.
 
     phase       contains                        subject
     pipeline    all actions of a step           the Schedule

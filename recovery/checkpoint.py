@@ -151,6 +151,7 @@ def write_arrays(folder, zero):
 
 
 def write_piece(path, tp, piece, flat):
+    """Write this rank's elements of a parameter into its file. flat: a shard. tp: the Axis."""
     path.touch()
     places = [*runs(piece.spec, piece.begin, piece.end, tp.rank, tp.size)]
     (_, begin, _), (_, last, length) = places[0], places[-1]

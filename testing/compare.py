@@ -190,6 +190,7 @@ def initial_difference(results, before, case):
 
 
 def initial_cause(name, ours, theirs, whole, case):
+    """Return why a parameter's initial values differ. ours, theirs: a rank's slices of it."""
     for t in range(case.sizes["tp"] if case.cut(name) else 0):
         if torch.equal(ours, case.local(name, whole, t)):
             return f"it is the slice of tp rank {t}. Each tp rank must keep its own slice of the whole tensor"
@@ -217,6 +218,7 @@ def gradient_findings(case):
 
 
 def gradient_cause(found, case):
+    """Return why gradients differ in the first step. found: [Finding]."""
     tried = (
         dropout_cause,
         ratio_cause,
@@ -390,6 +392,7 @@ def loss_cause(r, case):
 
 
 def norm_cause(norm, case):
+    """Return why the first gradient norm differs though the gradients are right."""
     squares = {name: values.square().sum().item() for name, (_, _, values) in case.one.gradients.items()}
     total, dp = sum(squares.values()), case.sizes["dp"] * case.sizes["cp"]
     replicated = sum(square for name, square in squares.items() if case.specs[name].tp_dim is None)
@@ -419,6 +422,7 @@ def shard_squares(case, data_rank):
 
 
 def update_cause(found, before, case):
+    """Return why weights differ after an update of right gradients. before: {name: the weight}."""
     c, sharded = case.config, case.config.zero and case.sizes["dp"] * case.sizes["cp"] > 1
     for f in found if sharded else []:
         if ((f.ours == case.local(f.name, before[f.name], f.rank).flatten()) & (f.ours != f.theirs)).any():

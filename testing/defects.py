@@ -32,6 +32,7 @@ class Defect(NamedTuple):
 
 
 def listed():
+    """Return the Defects of defects.txt."""
     found = []
     for part in (ROOT / "testing/defects.txt").read_text(encoding="utf-8").split("\n== ")[1:]:
         head, *lines = part.splitlines()

@@ -50,6 +50,7 @@ def level(path):
 
 
 def broken_rules(imports):
+    """Return a line for each import against the rules. imports: {file: files that it imports}."""
     lines = []
     try:
         TopologicalSorter(imports).prepare()
