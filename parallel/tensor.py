@@ -159,7 +159,7 @@ class Linear(torch.autograd.Function):
         # detach: the graph of x would keep the unit's input in memory until the action W
         product = WeightGradient(w, dy, gathering.wait().detach())
         if w.deferred is None:
-            product.add()
+            product.add()  # while dx is sent
         else:
             w.deferred.append(product)
         return sending.wait(), None, None, None, None, None, None
