@@ -90,7 +90,8 @@ def test_a_mend_is_accepted_and_a_class_is_graded(capsys):
     hunt.main(["--done", "one process is right"])
     assert defect.words in (said := capsys.readouterr().out) and "7 points" in said and "mine/hunt-1-3" in said
     hunt.main(["--seed=3"])
-    hunt.main(["--done", "again, for a friend"])
+    with pytest.raises(SystemExit):
+        hunt.main(["--done", "again, for a friend"])
     row = hunt.grading(limit=100)[1](hunt.MINE.parent)
     assert row["right"] == (1, 1) and row["hints"] == 1 and row["points"] == 7 and row["note"] == "one process is right"
     kept = hunt.MINE / "hunt-1-3.json"
