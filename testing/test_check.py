@@ -71,7 +71,7 @@ EDITS = {  # name: (options, edits, words of the output)
     ),
     "a rule that the fused kernel ignores": (
         [],
-        [("parallel/optimizer.py", "weight.mul_(1 - lr * decay).add_(adam", "weight.add_(adam")],
+        [("parallel/optimizer.py", "weight.mul_(1 - lr * decay).add_(direction", "weight.add_(direction")],
         "WRONG update: the fused operation `adamw_` of reference.py is not `adamw`",
     ),
     "a logged norm that is a rank's part": (
