@@ -38,7 +38,9 @@ def add_bias_(y, bias):
 def add_(y, x, bias, drop=None):
     """Return x + dropout(y + bias): residual stream x [n, h], a linear's output y [n, h], used up. bias may be None."""
     y = add_bias_(y, bias)
-    return y.add_(x) if drop is None else x + dropout(y, drop)
+    if drop is not None:
+        return x + dropout(y, drop)
+    return x + y if y.is_leaf and y.requires_grad else y.add_(x)  # autograd keeps an input of the graph as it is
 
 
 def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):

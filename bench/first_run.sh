@@ -128,7 +128,7 @@ for part in $parts; do
         ;;
     3)
         for name in "linear + cross_entropy_" "add_layer_norm, nothing added" "add_layer_norm, dropout" add dropout gelu \
-            relu adamw join add_rows_; do kernel "$name"; done
+            relu adamw join add_rows_ add_rms_norm swiglu rotate; do kernel "$name"; done
         ;;
     4) step gpt2_345m 32 ;;
     5) step gpt2_345m 64 ;;

@@ -156,8 +156,8 @@ def attention(device, n, h, s):
 
 def rotation(device, n, h, s):
     """Of queries that are a view of queries, keys and values: groups of 2 heads have one of each."""
-    positions, draw = torch.arange(s, device=device), functools.partial(randoms, device)
-    draw = functools.partial(draw, shapes=[(n // s, s, h // 128, 4, 64)])
+    positions, d = torch.arange(s, device=device), min(64, h // 2)
+    draw = functools.partial(randoms, device, shapes=[(n // s, s, h // (2 * d), 4, d)])
     floor = (4 * n * h,) * 2
     return Operation("rotate", draw, lambda ops, x: ops.rotate(x[..., :2, :], positions, 1e4), floor)
 
