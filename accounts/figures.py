@@ -138,7 +138,7 @@ def traffic(path, p):
     for name in p.layout.all_buckets:
         links |= {("holders", *pair) for pair in itertools.pairwise(p.layout.holders(name))}
     ranks = grid_of_ranks(p.layout.axis_sizes()["world"], c.tp, c.pp, c.cp, c.order)
-    table = sent_table("each stage", p.layout.zero_stage, {f"stage {i}": sent for i, sent in enumerate(p.sent[:4])})
+    table = sent_table("each stage", p.layout, {f"stage {i}": sent for i, sent in enumerate(p.sent[:4])})
 
     def place(d, stage, t):
         return stage * (sizes[2] + 0.7) + t, -1.25 * d

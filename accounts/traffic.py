@@ -52,7 +52,7 @@ def predicted_tables(p):
     ranks = grid(p.layout.axis_sizes()["world"], c.tp, c.pp, c.cp, c.order)
     for stage, (sent, bytes_kept) in enumerate(zip(p.sent, p.bytes_kept, strict=True)):
         who = f"rank {ranks[0, stage, 0, 0]}, predicted"
-        texts.append(report.sent_table(who, p.layout.zero_stage, {"bytes": sent}))
+        texts.append(report.sent_table(who, p.layout, {"bytes": sent}))
         texts.append(report.kept_table(who, p.layout, stage, {"bytes": bytes_kept}))
     return "\n\n".join(texts)
 
