@@ -25,7 +25,7 @@ AXES = {  # choices of the two views
     **dict(name=[*schedules.SCHEDULES], p=(2, 3, 4, 6, 8), m=range(1, 17), v=(2, 3, 4)),
     **dict(model=MODELS, dp=(1, 2, 4, 8, 16), tp=(1, 2, 4, 8), pp=(1, 2, 4, 8), b=(1, 2, 4, 8), micro=(4, 8, 16, 32)),
     **dict(schedule=[name for name in schedules.SCHEDULES if name not in schedules.ASYNCHRONOUS]),
-    **dict(sp=(0, 1), recompute=configuration.CHOICES["recompute"]),
+    **dict(sp=(0, 1), recompute=configuration.CHOICES["recompute"], zero=range(4), copies=(1, 2, 4, 8)),
 }
 LEAST = SHORT | {"gpipe": (1, 2), "chimera": (1, 2)}  # for whole gradients
 
@@ -102,6 +102,14 @@ def activations(sp, recompute, **numbers):
 
 
 @or_error
+def shards(dp, zero, copies):
+    """Return the number of ranks that divide a bucket."""
+    c = replace(model_named(MODELS[0]).config, zero=zero, zero_copies=copies, micro_batch_size=1, global_batch_size=dp)
+    configuration.check(c, dp)
+    return dp // copies if zero else 1
+
+
+@or_error
 def flight(schedule, pp, m):
     """Return [v, [peak in flight of each rank]]."""
     s = simulation.build(schedule, pp, m, schedules.usual_chunks(schedule))
@@ -126,6 +134,7 @@ TABLES = {
     states: "model tp pp schedule micro dp",
     activations: "model tp pp schedule micro sp recompute",
     flight: "pp schedule micro",
+    shards: "dp zero copies",
     logits: "model tp b",
     blocks: "model tp sp recompute",
 }
