@@ -148,6 +148,7 @@ def chunks_per_rank(schedule):
 
 
 def notes_of(line, unit=""):
+    """Return the lines of the bubble and of the peak. The whole step's bubble stands only if it is larger."""
     peaks = " ".join(map(str, line.peak))
     bubble = f"bubble {line.bubble:.4f} of {line.span:.4g} {unit}".rstrip()
     if line.step_bubble - line.bubble > 1e-4:
@@ -286,6 +287,7 @@ def pictures_of(options):
 
 
 def main(arguments=None):
+    """Print the pictures, as wide as the terminal (120 columns in a pipe); --cp prints only the tokens."""
     options = parse_arguments(arguments)
     if options.cp:
         print(tokens_of_ranks(options.cp))

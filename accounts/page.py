@@ -183,7 +183,7 @@ def page():
 
 
 def main(arguments=None):
-    """Run the command line. Raises UserError."""
+    """Write the page; with --svg only GUIDE's bars of ZeRO 0 to 3."""
     parser = Parser(prog="python -m accounts.page", allow_abbrev=False, description=__doc__.partition("\n")[0])
     parser.add_argument("--out", default="lecture.html", metavar="FILE", help="the page (default: lecture.html)")
     parser.add_argument("--svg", metavar="FILE", help="draw only the model states of gpt3_13b with ZeRO 0 to 3, dp=16")

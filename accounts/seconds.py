@@ -213,6 +213,7 @@ class Step:
         return self.transfer(rank, "tp", *names) + self.transfer(rank, "holders") + self.transfer(rank, "world")
 
     def update(self, rank):
+        """Return the seconds of the optimizer, which memory limits; with offload the CPU's memory and PCIe."""
         layout, device, z, memory_rate = self.layout, self.device, self.z, self.device.memory_rate * self.device.memory
         _, gradients, master, moments = map(float, rank_states(layout, rank, z).values())
         elements = layout.stored(rank) / layout.shards
