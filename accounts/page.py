@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 
 import config as configuration
-from accounts import figures, gpt2, memory
+from accounts import bubbles, figures, gpt2, memory
 from accounts.devices import DEVICES
 from accounts.search import RESERVED, SHORT, has_head, model_of
 from errors import UserError, exit_on_user_error, explained, reading
@@ -113,7 +113,7 @@ def shards(dp, zero, copies):
 def flight(schedule, pp, m):
     """Return [v, [peak in flight of each rank]]."""
     s = simulation.build(schedule, pp, m, schedules.usual_chunks(schedule))
-    return (max(s.parts) + 1) // pp, simulation.simulate(s, simulation.NOMINAL).peak
+    return (max(s.parts) + 1) // pp, bubbles.simulate(s, simulation.NOMINAL).peak
 
 
 @or_error
@@ -168,7 +168,7 @@ def all_data():
         rows=[json.loads(text) for text in rows],
         tables=tables,
         chunks={name: schedules.usual_chunks(name) for name in schedules.SCHEDULES},
-        formulas=simulation.FORMULAS,
+        formulas=bubbles.FORMULAS,
         states={part: [int(width), begins[part]] for part, width in whole.items()},
         models=facts,
         capacity={name: DEVICES[name].memory_bytes for name in ("a100-40g", "a100-80g", "h200")},
