@@ -21,6 +21,7 @@ need_pytest()
 import contextlib
 import functools
 import io
+import itertools
 import math
 import re
 import sys
@@ -47,7 +48,17 @@ from parallel.mesh import Mesh
 from parallel.schedules import ASYNCHRONOUS
 from recovery import replicas
 from testing import compare, letters
-from testing.tiny import CPU, built, first_steps, one_process_config, parameters, specs, tiny_batches
+from testing.tiny import (
+    CPU,
+    built,
+    first_steps,
+    one_process_config,
+    parameters,
+    specs,
+    stirred,
+    tiny_batches,
+    wrong_gradients,
+)
 from testing.workers import Workers
 
 LAYOUTS = [  # each pair of schemes in one of them
@@ -67,7 +78,6 @@ TRAINING = dict(
     log_interval=1, eval_iters=1, save_interval=0, ledger=False, trace="", delay=0.0, check_replicas=0,
 )  # fmt: skip
 OF_LAYOUT = "processes iteration_ms samples_per_second tokens_per_second tflops hardware_tflops mfu timers_ms".split()
-EPSILON = 1e-5  # of a finite difference
 HALF = 4  # the first and the last lines of a cause that are printed
 compare.ROWS = 3
 
@@ -92,41 +102,13 @@ def small(c):
 # --- the checks: each returns "", or the cause ------------------------------------------------------------------------
 
 
-def stirred(c, **fields):
-    """Return a run of one process with one sample. No parameter is 0, so every gradient matters."""
-    run = built(replace(c, global_batch_size=1, micro_batch_size=1, expert_group=0, **fields))
-    dice = torch.Generator().manual_seed(1)
-    for p in run.model.parameters():
-        p.data.add_(0.02 * torch.randn(p.shape, generator=dice, dtype=p.dtype))
-    return run
-
-
 def types(c):
     return "\n".join(letters.findings(c))
 
 
 def gradients(c):
-    """Compare the gradient along a random direction of each parameter with (loss(w + e v) - loss(w - e v)) / 2e."""
-    run = stirred(c, num_layers=min(2, c.num_layers), seq_length=min(32, c.seq_length), balance=0.0)
-    batch, wrong = next(tiny_batches(run)), []
-    trained, repeated = (run.executor.run(iter([batch]), 1, 1.0).item() for _ in range(2))
-    loss = lambda: run.executor.evaluate([batch])[0].mean().item()  # noqa: E731
-    if trained != repeated:
-        return f"a micro-batch has two losses, {trained:.8g} and {repeated:.8g}: random numbers? `ops.dropout` is right"
-    if not math.isclose(trained, plain := loss(), rel_tol=1e-9):
-        return f"the loss is {trained:.8g} in training, and {plain:.8g} without gradients (validation)"
-    params = [p for p in dict.fromkeys(run.model.parameters()) if p.requires_grad]
-    for p in params:
-        direction = torch.randn(p.shape, generator=torch.Generator().manual_seed(2), dtype=p.dtype)
-        losses = []
-        for step in (EPSILON, -2 * EPSILON, EPSILON):
-            p.data.add_(direction, alpha=step)
-            losses.append(loss())
-        ours = (p.grad * direction).sum().item() / 2  # of two backwards
-        theirs = (losses[0] - losses[1]) / (2 * EPSILON)
-        if not abs(ours - theirs) <= 1e-4 * max(1e-2, abs(theirs)):
-            wrong.append(f"{p.spec.name} {ours:.6g} instead of {theirs:.6g}")
-    return wrong and f"wrong in {len(wrong)} of {len(params)} parameters: {'; '.join(wrong[:3])}"
+    sizes = dict(num_layers=min(2, c.num_layers), seq_length=min(32, c.seq_length))
+    return wrong_gradients(stirred(c, balance=0.0, **sizes))  # the balance term is no part of the loss
 
 
 def run_loop(c):
@@ -267,27 +249,28 @@ def close(ours, theirs, tolerance):
 
 def update_rule(c):
     """Compare the fused update with the function of parallel/optimizer.py."""
-    rule, n = optimizer.RULES[c.optimizer], 64
+    rule = optimizer.RULES[c.optimizer]
     if not rule.fused:
         raise UserError(f"{c.optimizer} has no fused kernel")
-    constants = dict(beta1=c.adam_beta1, beta2=c.adam_beta2, eps=c.adam_eps)
-    dice = torch.Generator().manual_seed(3)
-    start = [torch.rand(n, generator=dice) for _ in range(2 + rule.moments)]
-    w, g, *moments = (x.clone() for x in start)
-    for part, decays in ((slice(0, 32), True), (slice(32, n), False)):
-        views = [x[part] for x in (w, g, *moments)]
-        decay = 0.1 * decays
-        rule.step(views[0], views[1], views[2:], decay=decay, lr=0.01, scale=0.5, update=3, **constants)
     gpu = operations.choose(replace(c, kernels="triton"), torch.device("cuda"), "fp32")
-    never, one = torch.tensor(False), torch.tensor(3)
-    scalars = reference.update_scalars(torch.tensor(0.01), torch.tensor(0.5), one, never, c.adam_beta1, c.adam_beta2)
+    plain = updated(c, reference, rule._replace(fused=None))
     for name, ops in (("reference.py", reference), ("kernels.py", gpu)):
-        ours, gradient, *kept = (x.clone() for x in start)
-        ranges = [(0, 32, True), (32, n, False)]
-        getattr(ops, rule.fused)(ours, gradient, kept, scalars, ranges, decay=0.1, out=None, **constants)
-        if not close(ours, w, 1e-5):
+        if not all(map(close, updated(c, ops, rule), plain, itertools.repeat(1e-5))):
             return f"`{rule.fused}` of {name} is not `{c.optimizer}` of parallel/optimizer.py (fused=None uses that)"
     return ""
+
+
+def updated(c, ops, rule):
+    """Return the weights after three updates by `rule`. Gradients are random numbers."""
+    run, dice = stirred(c, dtype="fp32", num_layers=1), torch.Generator().manual_seed(3)
+    run.zero.ops, lr, scale, never = ops, torch.tensor(0.01), torch.tensor(0.5), torch.tensor(False)
+    for step in range(1, 4):
+        for bucket in run.zero.in_order:
+            bucket.grad.shard.normal_(generator=dice)
+        scalars = reference.update_scalars(lr, scale, torch.tensor(step), never, c.adam_beta1, c.adam_beta2)
+        with mock.patch.dict(optimizer.RULES, {c.optimizer: rule}):
+            run.zero.update(scalars)
+    return [bucket.master for bucket in run.zero.in_order]
 
 
 def frozen(pool, c):

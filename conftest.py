@@ -35,7 +35,7 @@ def workers(tmp_path_factory):
     pool.stop()
 
 
-def write_tokens(folder, train=4000, val=700, test=300, vocab_size=50, tokenizer="bytes", seed=0):
+def write_tokens(folder, train=4000, val=700, test=300, vocab_size=100, tokenizer="bytes", seed=0):
     """Write a data set of random tokens, which a model can learn: a token is often the previous one plus 1."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(seed)

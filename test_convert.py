@@ -252,7 +252,7 @@ def test_three_training_steps_are_those_of_transformers_and_adamw(tmp_path, in_f
         for decays in (True, False)
     ]
     adamw = torch.optim.AdamW(groups, c.lr, (c.adam_beta1, c.adam_beta2), c.adam_eps)
-    batches, ours, theirs = tiny_batches(run, vocab_size=50), [], []
+    batches, ours, theirs = tiny_batches(run, vocab_size=100), [], []
     for _ in range(3):
         two = [next(batches) for _ in range(2)]  # a step has two micro-batches
         ours.append(train.train_step(run, iter(two)).read().loss)
@@ -398,7 +398,7 @@ CHANGED = [
 @pytest.mark.parametrize("change, found", CHANGED, ids=lambda x: x if isinstance(x, str) else "")
 def test_a_changed_model_is_not_exported(monkeypatch, change, found):
     monkeypatch.setattr(*change)
-    model, text = built(tiny_config(1, dtype="fp32")).model, SimpleNamespace(begin=0, eot_token=0, n_vocab=50)
+    model, text = built(tiny_config(1, dtype="fp32")).model, SimpleNamespace(begin=0, eot_token=0, n_vocab=100)
     with pytest.raises(UserError, match=found):
         convert.exported(transformers, model, text)
 

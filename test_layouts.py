@@ -33,8 +33,10 @@ from testing.tiny import (
     check_layout,
     covering,
     one_process,
+    stirred,
     tiny_config,
     train_tiny,
+    wrong_gradients,
 )
 
 ALL_MODES = list(itertools.product(["sgd", "adamw"], [0.0, 0.1], ["none", "full"]))
@@ -63,6 +65,16 @@ def test_micro_batches_and_recomputation_on_one_process(optimizer, dropout, reco
     modes = dict(optimizer=optimizer, dropout=dropout, recompute=recompute)
     configs = [tiny_config(1, micro_batch_size=size, **modes) for size in (1, 8)]
     check_layout(configs, lambda function, *arguments: [function(*arguments)])
+
+
+SHARED = [{}, dict(activation="relu"), dict(model="llama"), dict(recompute="elementwise"), MIXTURE | dict(experts=4)]
+
+
+@pytest.mark.parametrize("fields", SHARED, ids=str)
+def test_gradients_are_finite_differences(fields):
+    """Layouts can't see a mistake that all of them share."""
+    config = tiny_config(1, init_method_std=0.2, dropout=0.1, **fields | {"balance": 0.0})
+    assert wrong_gradients(stirred(config)) == ""
 
 
 ELEMENTWISE = [

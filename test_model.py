@@ -90,7 +90,7 @@ def run(request):
 
 
 def samples(run, b=3):
-    return torch.randint(0, 50, (b, run.config.seq_length + 1), generator=torch.Generator().manual_seed(9))
+    return torch.randint(0, 100, (b, run.config.seq_length + 1), generator=torch.Generator().manual_seed(9))
 
 
 def test_losses_and_gradients_are_those_of_plain_pytorch(run):

@@ -51,7 +51,7 @@ def config_file(tokens_dir, tmp_path):
     """A run's configuration file."""
     file = tmp_path / "micro.py"
     file.write_text(
-        f"data_dir = {tokens_dir!r}\nout_dir = {str(tmp_path / 'out')!r}\nvocab_size = 50\nnum_layers = 2\n"
+        f"data_dir = {tokens_dir!r}\nout_dir = {str(tmp_path / 'out')!r}\nvocab_size = 100\nnum_layers = 2\n"
         "hidden_size = 16\nnum_attention_heads = 2\nseq_length = 8\nmicro_batch_size = 2\nglobal_batch_size = 8\n"
         "train_iters = 6\nlog_interval = 2\nlr = 1e-2\ndtype = 'fp64'\nsave_interval = 0\n"
     )

@@ -114,8 +114,8 @@ def check_ledger(results, configs):
 
 
 def test_the_formulas_are_the_lectures(workers):
-    """The factors 8, 12 and 10 of ledger.py's table, and 2P (n-1)/n: computed by hand for 2 layers, h = 16, s = 8."""
-    unit = Fraction(1, 2) * 4 * (4 * 8 * 16) * 3 * 2  # (t-1)/t, bytes of a number, bsh, m and L
+    """The factors 8, 12 and 10 of ledger.py's table, and 2P (n-1)/n: computed by hand for 2 layers, h = 32, s = 8."""
+    unit = Fraction(1, 2) * 4 * (4 * 8 * 32) * 3 * 2  # (t-1)/t, bytes of a number, bsh, m and L
     configs = [
         tiny_config(2, 2, dtype="fp32", **more) for more in ({}, {"recompute": "full"}, {"sequence_parallel": True})
     ]

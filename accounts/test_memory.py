@@ -114,10 +114,10 @@ def test_model_states_of_copies_equal_the_formulas(workers):
 
 
 def test_padding_is_that_counted_by_hand():
-    """By hand. h = 16, v = 128, s = 8: every parameter has a multiple of 16 elements, so nothing is padded."""
+    """By hand. h = 32, v = 128, s = 8: every parameter has a multiple of 16 elements, so nothing is padded."""
     run, _ = started(tiny_config(1))
     assert run.layout.padding(0) == 0
-    assert run.layout.stored(0) == 128 * 16 + 8 * 16 + 2 * (12 * 16**2 + 13 * 16) + 2 * 16  # counted from model.py
+    assert run.layout.stored(0) == 128 * 32 + 8 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32  # counted from model.py
     # h = 8: in a block, four LayerNorm vectors and two biases are padded from 8 to 16, and qkv's bias from 24 to 32.
     # In the head, two LayerNorm vectors are padded from 8 to 16.
     run, _ = started(tiny_config(1, hidden_size=8, num_attention_heads=2))
@@ -182,7 +182,7 @@ def test_activations_without_elementwise_outputs(workers, activation):
         for r in ("none", "elementwise")
     ]
     tokens = configs[0].seq_length * configs[0].micro_batch_size
-    assert numbers[0] - numbers[1] == 2 * tokens * 16 * (6 if activation == "gelu" else 2)
+    assert numbers[0] - numbers[1] == 2 * tokens * 32 * (6 if activation == "gelu" else 2)
 
 
 @pytest.mark.parametrize("tp, sp", [(2, False), (2, True)])
@@ -235,8 +235,8 @@ def test_whole_gradients_of_zero_2_and_3(workers, dp, pp):
     configs = [tiny_config(dp, pp=pp, num_layers=6, micro_batch_size=3, **more) for more in fields]
     results = workers.run(dp * pp, rows, configs)
     assert_equal_rows(results, configs)
-    if pp == 1:  # by hand: three blocks and the word table; with zb-h1 everything. A block has 16 elements of padding
-        block, word, rest = 12 * h**2 + 13 * h + 16, v * h, 8 * h + 2 * h
+    if pp == 1:  # by hand: three blocks and the word table; with zb-h1 everything
+        block, word, rest = 12 * h**2 + 13 * h, v * h, 8 * h + 2 * h
         found = [measured[memory.WHOLE] for measured, _ in results[0]]
         assert found == [e * (3 * block + word), e * (6 * block + word + rest)]
 
@@ -260,7 +260,7 @@ def test_the_formula_is_korthikantis_without_masks_and_matrix():
         assert sum(ours.values()) == (theirs - masks) * tokens * c.hidden_size
 
 
-L, n, h, v, a, e = 2, 64, 16, 128, 8, 8  # of tiny_config(1). e: bytes of a float64
+L, n, h, v, a, e = 2, 64, 32, 128, 8, 8  # of tiny_config(1). e: bytes of a float64
 BLOCK = e * n * (16 * h + 2 * 2 + a)  # 16 h (input included), LayerNorms' statistics, log-sum-exp
 EMBEDDING = n * (8 + 8)  # ids, positions
 HEAD = e * n * (2 * h + 2 + 1)  # input, LayerNorm's output and statistics, losses

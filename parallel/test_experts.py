@@ -79,7 +79,7 @@ def test_a_loss_scale_scales_the_balance_term(dtype, tolerance):
 
 def test_in_generation_no_token_is_dropped():
     run = built(tiny_config(1, **TOKENS))
-    layer, x = run.model.units[1].mlp, torch.randn(7, 16, dtype=torch.float64)
+    layer, x = run.model.units[1].mlp, torch.randn(7, 32, dtype=torch.float64)
     alone = functools.partial(loop, router=layer.router, fc1=layer.fc1, fc2=layer.fc2)
     right, _ = alone(x, c=tiny_config(1, **TOKENS | dict(expert_group=1)))
     with torch.no_grad():

@@ -60,7 +60,7 @@ def plain_llama(run, ids, targets):
 def test_losses_and_gradients_are_those_of_plain_pytorch(fields, groups):
     sizes = dict(hidden_size=24, num_attention_heads=6, num_query_groups=groups, ffn_hidden_size=20)
     run = built(tiny_config(1, init_method_std=0.2, **fields | sizes))
-    tokens = torch.randint(0, 50, (3, run.config.seq_length + 1), generator=torch.Generator().manual_seed(9))
+    tokens = torch.randint(0, 100, (3, run.config.seq_length + 1), generator=torch.Generator().manual_seed(9))
     batch = run.model.micro_batch(tokens[:, :-1], tokens[:, 1:])
     run.zero.zero_grad()
     loss = run.executor.run(iter([batch]), 1, 1.0)

@@ -383,5 +383,5 @@ def test_only_matrices_decay_and_proj_and_fc2_start_smaller():
         std = 0.02 / 2 if residual else 0.02  # sqrt(2 * 2 layers) = 2
         assert spec.std == (pytest.approx(std) if spec.decay else 0.0), name
         assert spec.mean == (1.0 if ".ln" in name and name.endswith("weight") else 0.0), name
-    for name, shape in [("block1.qkv.weight", (3, 16, 16)), ("block1.qkv.bias", (3, 16))]:
+    for name, shape in [("block1.qkv.weight", (3, 32, 32)), ("block1.qkv.bias", (3, 32))]:
         assert specs[name].shape == shape and specs[name].tp_dim == 1

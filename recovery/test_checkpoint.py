@@ -315,7 +315,7 @@ def test_weights_begin_a_new_run(workers, straight, tokens_dir, tmp_path, ranks,
     for bucket in run.zero.in_order:
         assert bucket.master.any()
         assert all(not moment.any() for moment in bucket.moments), "the moments come along"
-    ids = Tokens(tokens_dir, "train", 8, 50).batch(np.arange(12), seed=5)
+    ids = Tokens(tokens_dir, "train", 8, 100).batch(np.arange(12), seed=5)
     batches = [run.model.micro_batch(part[:, :-1], part[:, 1:]) for part in ids.split(2)]
     losses = torch.cat([*run.executor.evaluate(batches).values()])
     assert curve(tmp_path / "new")[0][0] == pytest.approx(losses.mean().item(), rel=1e-10)

@@ -79,7 +79,7 @@ def read(mixture, tmp_path, begin, end, step=5):
 )
 def test_each_cycle_has_the_shares_and_each_epoch_each_window_once(three, tmp_path, weights, shares):
     size = sum(shares)
-    mixture, n = Mixture(three(*weights), "train", 8, 50), max(2 * size, 700) // size * size
+    mixture, n = Mixture(three(*weights), "train", 8, 100), max(2 * size, 700) // size * size
     assert mixture.shares == shares
     places = read(mixture, tmp_path, 0, n, step=37)
     for begin in range(0, n, size):
@@ -97,7 +97,7 @@ def test_each_cycle_has_the_shares_and_each_epoch_each_window_once(three, tmp_pa
 
 
 def test_a_sample_does_not_depend_on_how_it_is_read(three, tmp_path):
-    mixture = Mixture(three(5, 2, 1), "train", 8, 50)
+    mixture = Mixture(three(5, 2, 1), "train", 8, 100)
     whole = mixture.batch(np.arange(301), seed=3)
     dice = np.random.default_rng(0).permutation(301)
     assert torch.equal(mixture.batch(dice, seed=3), whole[torch.from_numpy(dice)])
@@ -105,9 +105,9 @@ def test_a_sample_does_not_depend_on_how_it_is_read(three, tmp_path):
 
 def test_one_folder_has_the_order_that_it_always_had(three, tmp_path):
     folder = tmp_path / "ja"
-    alone, numbers = Tokens(folder, "train", 8, 50).batch(np.arange(100), seed=3), np.arange(100)
+    alone, numbers = Tokens(folder, "train", 8, 100).batch(np.arange(100), seed=3), np.arange(100)
     for data_dir in (str(folder), f"0.3:{folder}"):
-        assert torch.equal(Mixture(data_dir, "train", 8, 50).batch(numbers, seed=3), alone)
+        assert torch.equal(Mixture(data_dir, "train", 8, 100).batch(numbers, seed=3), alone)
 
 
 # --- another mixture in the middle of a cycle -------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def test_one_folder_has_the_order_that_it_always_had(three, tmp_path):
 
 def test_each_set_goes_on_at_its_own_next_window(three, tmp_path):
     """The weights change at sample 25, in a cycle of 8; a set is left out, and comes back at sample 61."""
-    mixtures = [Mixture(three(*weights), "train", 8, 50) for weights in ((5, 2, 1), (3, 0, 1), (1, 1, 1))]
+    mixtures = [Mixture(three(*weights), "train", 8, 100) for weights in ((5, 2, 1), (3, 0, 1), (1, 1, 1))]
     places, begin, state = [], 0, None
     for k, end in enumerate((25, 61, 400)):
         if k:
@@ -123,11 +123,11 @@ def test_each_set_goes_on_at_its_own_next_window(three, tmp_path):
         places += read(mixtures[k], tmp_path, begin, end, step=7)
         state, begin = json.loads(json.dumps(mixtures[k].state())), end
     check_epochs(places)
-    again = Mixture(three(1, 1, 1), "train", 8, 50)
+    again = Mixture(three(1, 1, 1), "train", 8, 100)
     again.resume({"data": state, "counters": {"consumed_samples": 400}})
     assert read(again, tmp_path, 61, 400) == places[61:], "a resume with equal weights changes the samples"
     for name in SIZES:  # one after the other, as if the set were alone
-        alone = Tokens(tmp_path / name, "train", 8, 50)
+        alone = Tokens(tmp_path / name, "train", 8, 100)
         mine = [place for its, place in places if its == name]
         assert mine == alone.windows(np.arange(len(mine)), seed=3).tolist(), f"{name} does not go on where it was"
 
@@ -259,12 +259,12 @@ def test_sets_that_do_not_fit_together_are_refused(three, tmp_path):
     meta = Path(tmp_path / "ja/meta.json")
     meta.write_text(json.dumps(json.loads(meta.read_text()) | {"eot_id": 3}))
     with pytest.raises(UserError, match=r"data_dir=.*ja/train.bin has eot_id=3, but \S*/en/train.bin has 49"):
-        Mixture(three(1, 1, 1), "train", 8, 50)
+        Mixture(three(1, 1, 1), "train", 8, 100)
     copy = written(tmp_path / "copy", 0, SIZES["en"])
     with pytest.raises(UserError, match=r"data_dir=.*: en and copy have the same content; leave one out"):
-        Mixture(f"{three(1, 1, 0)},3:{copy}", "train", 8, 50)
+        Mixture(f"{three(1, 1, 0)},3:{copy}", "train", 8, 100)
     with pytest.raises(UserError, match=r"nothing: no data set of prepare.py; create it with"):
-        Mixture(f"{three(1, 1, 0)},3:{tmp_path}/nothing", "train", 8, 50)
+        Mixture(f"{three(1, 1, 0)},3:{tmp_path}/nothing", "train", 8, 100)
 
 
 def fails_with_own_data(config, data_dirs):

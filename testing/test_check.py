@@ -13,7 +13,7 @@ from testing.tiny import tiny_config
 
 pytestmark = needs_git
 
-TINY = "num_layers = 2\nhidden_size = 16\nnum_attention_heads = 8\nseq_length = 8\nvocab_size = 100\n"
+TINY = "num_layers = 2\nhidden_size = 32\nnum_attention_heads = 8\nseq_length = 8\nvocab_size = 100\n"
 
 
 def checked(folder, *options, edits=()):

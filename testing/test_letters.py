@@ -24,27 +24,27 @@ RMS_NORM = (OVER, "        q = nn.functional.rms_norm(q, (self.head_size,), self
 SUMMED = "        object.__setattr__(self.norm, 'partial', True)\n"
 EDITS = {  # name: (line of the code that is named, words of the message, [(old, new)])
     "a replicated weight inside a pair": (
-        "q = nn.functional.rms_norm(q", "rms_norm of V [2, 8, 8, 2] and I [2]: each rank has only", [Q_NORM, RMS_NORM]
+        "q = nn.functional.rms_norm(q", "rms_norm of V [2, 8, 8, 4] and I [4]: each rank has only", [Q_NORM, RMS_NORM]
     ),
     "x used inside a pair": (
-        "(x @ self.gate.T)", "matmul of I [16, 16] and V [16, 16]", [
+        "(x @ self.gate.T)", "matmul of I [16, 32] and V [32, 32]", [
             (PROJ, "        self.gate = ParamSpec(f'{name}.gate', (h, h), 0, std=std)\n" + PROJ),
             (OUT, "        y = y.reshape(len(batch.ids), -1) * (x @ self.gate.T)\n        return self.proj(y)"),
         ],
     ),
     "x added to the inputs of proj": (
-        "y = y + x.mean()", "add of V [2, 8, 8, 2] and I []", [(OUT, "        y = y + x.mean()\n" + OUT)]
+        "y = y + x.mean()", "add of V [2, 8, 8, 4] and I []", [(OUT, "        y = y + x.mean()\n" + OUT)]
     ),
     "random numbers": (
         "nn.functional.dropout(y)", "dropout of V", [(OUT, "        y = nn.functional.dropout(y)\n" + OUT)]
     ),
     "a mean over a rank's heads": (
-        "y = y - y.mean(2, keepdim=True)", "mean of V [2, 8, 4, 2]", [
+        "y = y - y.mean(2, keepdim=True)", "mean of V [2, 8, 4, 4]", [
             (OUT, "        y = y - y.mean(2, keepdim=True)\n" + OUT)
         ],
     ),
     "a softmax over a rank's heads": (
-        "y = y.softmax(2)", "softmax of V [2, 8, 4, 2]", [(OUT, "        y = y.softmax(2)\n" + OUT)]
+        "y = y.softmax(2)", "softmax of V [2, 8, 4, 4]", [(OUT, "        y = y.softmax(2)\n" + OUT)]
     ),
     "a norm over all heads of a rank": (
         "rms_norm(y, y.shape[-2:])", "rms_norm of V", [
@@ -52,12 +52,12 @@ EDITS = {  # name: (line of the code that is named, words of the message, [(old,
         ],
     ),
     "dropout of cut columns": (
-        "Dropout.apply(x, *drop)", "Dropout of V [16, 8]", [
+        "Dropout.apply(x, *drop)", "Dropout of V [16, 16]", [
             (OUT, "        y = self.ops.dropout(y.reshape(len(batch.ids), -1), batch.drop(1, 9))\n" + OUT)
         ],
     ),
     "a head's number": (
-        "y * torch.arange(", "mul of V [2, 8, 4, 2]", [
+        "y * torch.arange(", "mul of V [2, 8, 4, 4]", [
             (OUT, "        y = y * torch.arange(1, 1 + y.shape[2])[:, None]\n" + OUT),
         ],
     ),

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 STEPS = 8
 FEW = 2  # steps of most runs
 TINY = dict(
-    num_layers=2, hidden_size=16, num_attention_heads=8, seq_length=8, vocab_size=50, train_iters=STEPS,
+    num_layers=2, hidden_size=32, num_attention_heads=8, seq_length=8, vocab_size=100, train_iters=STEPS,
     global_batch_size=24, lr=3e-2, min_lr=1e-3, lr_warmup_iters=2, weight_decay=0.1, adam_eps=1e-6, clip_grad=0.1,
     dtype="fp64",
 )  # fmt: skip
@@ -80,6 +80,49 @@ def built(config, mesh=None):
     run = train.build(config, mesh or Mesh.of(config), torch.device("cpu"))
     run.zero.initialize(config.seed)
     return run
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+EPSILON = 1e-5  # of a finite difference
+
+
+def stirred(config, **fields):
+    """Return a run of one process with one sample. No parameter is 0, so every gradient matters."""
+    run = built(replace(config, global_batch_size=1, micro_batch_size=1, expert_group=0, **fields))
+    dice = torch.Generator().manual_seed(1)
+    for p in run.model.parameters():
+        p.data.add_(0.02 * torch.randn(p.shape, generator=dice, dtype=p.dtype))
+    return run
+
+
+def wrong_gradients(run):
+    """Compare the gradient along a random direction of each parameter with (loss(w + e v) - loss(w - e v)) / 2e.
+
+    Return "", or the difference. Layouts that share a mistake are equal, so only this sees it.
+    """
+    batch, wrong = next(tiny_batches(run)), []
+    trained, repeated = (run.executor.run(iter([batch]), 1, 1.0).item() for _ in range(2))
+    loss = lambda: run.executor.evaluate([batch])[0].mean().item()  # noqa: E731
+    if trained != repeated:
+        return f"a micro-batch has two losses, {trained:.8g} and {repeated:.8g}: random numbers? `ops.dropout` is right"
+    if not math.isclose(trained, plain := loss(), rel_tol=1e-9):
+        return f"the loss is {trained:.8g} in training, and {plain:.8g} without gradients (validation)"
+    params = [p for p in dict.fromkeys(run.model.parameters()) if p.requires_grad]
+    for p in params:
+        direction = torch.randn(p.shape, generator=torch.Generator().manual_seed(2), dtype=p.dtype)
+        losses = []
+        for step in (EPSILON, -2 * EPSILON, EPSILON):
+            p.data.add_(direction, alpha=step)
+            losses.append(loss())
+        ours = (p.grad * direction).sum().item() / 2  # of two backwards
+        theirs = (losses[0] - losses[1]) / (2 * EPSILON)
+        if not abs(ours - theirs) <= 1e-4 * max(1e-2, abs(theirs)):
+            wrong.append(f"{p.spec.name} {ours:.6g} instead of {theirs:.6g}")
+    return f"wrong in {len(wrong)} of {len(params)} parameters: {'; '.join(wrong[:3])}" if wrong else ""
+
+
+# --- a layout ---------------------------------------------------------------------------------------------------------
 
 
 def train_tiny(config, steps=STEPS, mesh=None):
