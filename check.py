@@ -43,22 +43,12 @@ import train
 from accounts.metrics import read_metrics
 from conftest import write_tokens
 from parallel import optimizer
-from parallel.comm import all_gather
 from parallel.mesh import Mesh
 from parallel.schedules import ASYNCHRONOUS
 from recovery import replicas
 from testing import compare, letters
-from testing.tiny import (
-    CPU,
-    built,
-    first_steps,
-    one_process_config,
-    parameters,
-    specs,
-    stirred,
-    tiny_batches,
-    wrong_gradients,
-)
+from testing.tiny import CPU, first_steps, one_process_config, parameters, specs, stirred, tiny_batches, wrong_gradients
+from testing.tiny import gradients as gradients_of
 from testing.workers import Workers
 
 LAYOUTS = [  # each pair of schemes in one of them
@@ -66,7 +56,7 @@ LAYOUTS = [  # each pair of schemes in one of them
     dict(tp=2),
     dict(pp=2, schedule="zb-h1", recompute="full"),
     dict(cp=2),
-    dict(cp=2, context="ring", pp=2, schedule="interleaved", chunks=2),
+    dict(cp=2, context="ring", pp=2, schedule="interleaved", chunks=2, dropout=0.1),
     dict(dp=4, zero=2, zero_copies=2),
     dict(dp=2, tp=2, sequence_parallel=True, zero=3, recompute="full", dropout=0.1),
 ]
@@ -113,14 +103,14 @@ def gradients(c):
 
 def run_loop(c):
     """Train on this rank with the real loop. Return (rows of metrics.jsonl without times, weights before and after,
-    copies that differ, frozen weights).
+    copies that differ, weights that are frozen or got no gradient).
     """
     ends, loop = [], train.train
 
     def loop_between_copies(run, *rest):
-        frozen = [p.spec.name for p in run.model.parameters() if not p.requires_grad]
-        before = parameters(run)
+        frozen, before = {p.spec.name for p in run.model.parameters() if not p.requires_grad}, parameters(run)
         loop(run, *rest)
+        frozen |= {name for name, (_, _, values) in gradients_of(run).items() if not values.any()}
         ends.append((before, parameters(run), replicas.differing_copies(run.zero), frozen))
 
     with mock.patch.object(train, "train", loop_between_copies), contextlib.redirect_stdout(io.StringIO()):
@@ -136,13 +126,12 @@ class Pool:
         self.folder, self.workers, self.runs, self.count = folder, Workers(Path(folder)), {}, 0
         self.data_dir = write_tokens(Path(folder, "data"), vocab_size=words, train=60000, val=20000)
 
-    def run(self, ranks, function, *arguments):
-        return self.workers.run(ranks, function, *arguments)
-
     def train(self, ranks, c):
         """Return the results of `run_loop` of all ranks. Each run has a folder of its own."""
         self.count += 1
-        return self.run(ranks, run_loop, replace(c, out_dir=f"{self.folder}/{self.count}", data_dir=self.data_dir))
+        return self.workers.run(
+            ranks, run_loop, replace(c, out_dir=f"{self.folder}/{self.count}", data_dir=self.data_dir)
+        )
 
     def one_process(self, c):
         if str(c) not in self.runs:
@@ -155,16 +144,14 @@ def layout(pool, c, ranks):
     configuration.check(c, ranks)
     why = "uses older weights on purpose, so it does not train the model of one process"
     configuration.require(c, "schedule", c.schedule not in ASYNCHRONOUS, why)
-    on_ranks, one = functools.partial(pool.run, ranks), one_process_config(c)
-    theirs = pool.one_process(one)
-    results = pool.train(ranks, c)
+    table, on_ranks = specs(c), functools.partial(pool.workers.run, ranks)  # raises UserError
+    theirs, results = pool.one_process(one_process_config(c)), pool.train(ranks, c)
     rows = results[0][0]
     curves = [[[row[key] for row in run] for key in ("lm_loss", "grad_norm")] for run in (rows, theirs[0])]
     runs = [(*curves[0], *result[1:3]) for result in results]
     repeat = functools.partial(first_steps, on_ranks, c)
-    message = compare.differences(runs, (*curves[1], *theirs[1:3]), c, specs(c), repeat).partition("\n")[2]
-    if message:
-        return "\n".join(filter(None, [place(on_ranks(outputs, c), pool.run(1, outputs, one)[0], c), message]))
+    if message := compare.differences(runs, (*curves[1], *theirs[1:3]), c, table, repeat):
+        return message.partition("\n")[2]
     for row, right in zip(rows, theirs[0], strict=True):
         for key in right.keys() | row.keys():
             if not equal(row.get(key), right.get(key)):
@@ -176,56 +163,6 @@ def layout(pool, c, ranks):
 def equal(ours, theirs):
     numbers = isinstance(ours, float) and isinstance(theirs, float)
     return math.isclose(ours, theirs, rel_tol=1e-9) if numbers else ours == theirs
-
-
-# --- where a forward differs ------------------------------------------------------------------------------------------
-
-
-def outputs(c):
-    """Run a step on this rank. Return {module: [(its rows of the batch, its output)]}, in the order of forward."""
-    run, found, current = built(c), {}, []
-
-    def begin(unit, arguments):
-        batch = arguments[1]
-        inside = all_gather(batch.rows, run.mesh.tp, "rows").wait() if c.sequence_parallel else batch.rows
-        current[:] = batch.rows.clone(), inside
-
-    def keep(name, result):
-        for k, x in enumerate(result if isinstance(result, tuple) else (result,)):
-            rows = next((rows for rows in current if len(rows) == len(x)), None)
-            calls = found.setdefault((name, k), [])
-            repeated = rows is None or any(torch.equal(rows, before) for before, _ in calls)  # recomputation
-            if not repeated and x.dim() == 2:
-                calls.append((rows, x.detach().clone()))
-
-    names = ["embedding", *(f"block{i}" for i in range(c.num_layers)), "head"]
-    for unit, name in zip(run.model.units, names, strict=True):
-        unit.register_forward_pre_hook(begin)
-        for inner, module in unit.named_modules():
-            full = f"{name}.{inner}".rstrip(".")
-            module.register_forward_hook(lambda _, __, result, full=full: keep(full, result))
-    train.train_step(run, tiny_batches(run)).read()
-    return {key: calls for key, calls in found.items() if calls}
-
-
-def place(ranks, one, c):
-    """Return a line: the first module whose output differs from one process's. ranks, one: results of `outputs`."""
-    right = "the ids"
-    for key, ((rows, whole),) in one.items():
-        where = torch.empty(int(rows.max()) + 1, dtype=torch.long)
-        where[rows] = torch.arange(len(rows))
-        for rank, found in enumerate(ranks):
-            for mine, x in found.get(key, []):
-                theirs = whole[where[mine]]
-                if x.shape[1] < theirs.shape[1]:
-                    theirs = theirs.chunk(c.tp, 1)[rank % c.tp]
-                if x.shape == theirs.shape and not torch.allclose(x, theirs, rtol=1e-9, atol=1e-11):
-                    worst = (x - theirs).abs().max() / theirs.abs().max()
-                    return (
-                        f"Forward is right up to {right}, and first differs in {key[0]} (rank {rank}: by {worst:.0e})."
-                    )
-        right = key[0]
-    return ""
 
 
 # --- the kernels, generation, export ----------------------------------------------------------------------------------
@@ -274,10 +211,10 @@ def updated(c, ops, rule):
 
 
 def frozen(pool, c):
-    """Check that weights with requires_grad=False stay as they are."""
+    """Check that weights without a gradient stay as they are."""
     _, before, after, _, names = pool.one_process(one_process_config(c))
-    moved = [name for name in names if not torch.equal(before[name], after[name])]
-    return moved and f"{', '.join(moved[:4])}: requires_grad is False, but the update has changed it"
+    moved = sorted(name for name in names if not torch.equal(before[name], after[name]))
+    return moved and f"{', '.join(moved[:4])}: no gradient, but the update moves it. To freeze: requires_grad_(False)"
 
 
 @torch.no_grad()
@@ -299,7 +236,7 @@ def export(c):
 
 # --- the command line -------------------------------------------------------------------------------------------------
 
-CAUSES = {}  # {first line of a cause: the check that has printed it}
+CAUSES = {}  # {cause: the check that has printed it}
 
 
 def show(name, check, *arguments):
@@ -311,15 +248,26 @@ def show(name, check, *arguments):
         changed = re.search("is changed: it is no|no counterpart", str(error))  # `convert.exported`
         word, cause = "WRONG" if changed else "skipped", error
     except (compare.Different, pytest.fail.Exception) as error:
-        word, cause = "WRONG", error
-    except Exception as error:
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        word, cause = "WRONG", f"{type(error).__name__}: {error} ({at.filename}:{at.lineno})"
+        word, cause = "WRONG", in_one_line(str(error))
+    except Exception:
+        word, cause = "WRONG", in_one_line(traceback.format_exc())
     lines = str(cause or "").splitlines()
-    if word == "WRONG" and (before := CAUSES.setdefault(lines[0], name)) != name:
+    usual = [line for line in lines if line.startswith(("Forward is", "This usually"))]
+    key = re.sub(r"rank \d+ of \d+: |\(rank .*", "", (usual or lines or [""])[0])
+    if word == "WRONG" and (before := CAUSES.setdefault(key, name)) != name:
         lines = [f"as {before}: {lines[0]}"]
     print(f"{word:<8}{name}", *lines[:HALF], *lines[HALF:][-HALF:], sep="\n        ", flush=True)
     return word == "WRONG"
+
+
+def in_one_line(text):
+    """Return a rank's traceback as its error and the lines that led to it."""
+    rank, _, stack = text.replace(":\n", ": ", 1).partition("Traceback")
+    if not stack:
+        return rank
+    frames = [traceback.FrameSummary(*place, "") for place in re.findall('File "(.*)", line ([0-9]+)', stack)]
+    (error, *_) = re.findall(r"(?m)^[\w.]+: .*", stack)
+    return f"{rank}{error} ({letters.places(frames)})"
 
 
 def sizes(c, given):
@@ -339,6 +287,8 @@ def main():
     chosen = {name: getattr(given, name) for name in configuration.SECTIONS["layout"] if name in options}
     print(sizes(c, given))
     specs(c)  # raises UserError for a model that no layout accepts
+    if chosen:
+        c.dropout = given.dropout
     failed = show("gradients of tp ranks, by types (testing/letters.py)", types, c)
     failed |= show("gradients of one process: finite differences", gradients, c)
     with tempfile.TemporaryDirectory() as folder:

@@ -23,3 +23,11 @@ def kept(ranks, what=None, **fields):
     """Return the bytes of model states that rank 0 keeps in a step. what: only these."""
     p = traffic.predict_step(tiny(**fields), ranks)
     return sum(size for name, size in memory.rank_states(p.layout, 0, p.sizes).items() if what in (None, name))
+
+
+def layouts_with(condition):
+    """Return how many of check.py's layouts fulfil a condition on their fields, for example "tp > 1"."""
+    from check import LAYOUTS
+
+    usual = dict(dp=1, tp=1, pp=1, cp=1, sequence_parallel=False)
+    return sum(eval(condition, usual | fields) for fields in LAYOUTS)

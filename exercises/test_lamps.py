@@ -24,8 +24,19 @@ from parallel.mesh import Mesh
 from parallel.tensor import Linear
 from parallel.test_pipeline import storages, waiting_in_block
 from parallel.versions import kept_versions
+from testing import letters
 from testing.compare import ratio, same_tensor
-from testing.tiny import AfterActions, built, check_layout, tiny_batches, tiny_config
+from testing.tiny import (
+    AfterActions,
+    built,
+    check_layout,
+    one_process,
+    stirred,
+    tiny_batches,
+    tiny_config,
+    train_tiny,
+    wrong_gradients,
+)
 
 pytestmark = pytest.mark.slow  # other tests show the same
 
@@ -421,3 +432,38 @@ def test_messages_to_lower_ranks_have_a_group_of_their_own():
         assert mesh.pp_to_lower.ranks == mesh.pp.ranks and mesh.pp_to_lower.group is not mesh.pp.group, (
             "`pp_to_lower` needs the ranks of pp and a second group (`second`)"
         )
+
+
+# --- 13: a mistake that only tensor parallelism sees ------------------------------------------------------------------
+
+WITHOUT_TP = {
+    "zero": dict(zero=3),
+    "pp": dict(pp=2),
+    "ulysses": dict(cp=2),
+    "ring": dict(cp=2, context="ring"),
+}
+
+
+def test_one_process_sees_no_mistake():
+    found = wrong_gradients(stirred(tiny_config(1)))
+    assert not found, found
+
+
+@pytest.mark.parametrize("name", WITHOUT_TP)
+def test_a_layout_without_tp_sees_no_mistake(workers, name):
+    fields = WITHOUT_TP[name]
+    check_layout([tiny_config(2 if "zero" in fields else 1, **fields)], functools.partial(workers.run, 2))
+
+
+def test_tp_sees_the_mistake(workers):
+    for sequence_parallel in (False, True):
+        config = tiny_config(1, 2, sequence_parallel=sequence_parallel)
+        ranks, one = workers.run(2, train_tiny, config, 2), one_process(config)
+        near = [ours == pytest.approx(theirs, rel=1e-9) for ours, theirs in zip(ranks[0][:2], one[:2], strict=True)]
+        assert not all(near), f"with sequence_parallel={sequence_parallel} tp=2 trains the model of one process"
+
+
+def test_the_types_name_the_line_of_the_mistake():
+    found = letters.findings(tiny_config(1))
+    assert found, "the types find no mistake"
+    assert "model.py" in found[0] and "WrongStep" in found[0], found[0]

@@ -26,7 +26,7 @@ def written(folder, seed, train, val=90):
     """Write a data set of random tokens, so that each window occurs once. Return its path."""
     write_tokens(folder, train, val)
     for split, count in (("train", train), ("val", val)):
-        np.random.default_rng(seed).integers(0, 50, count).astype("<u2").tofile(folder / f"{split}.bin")
+        np.random.default_rng(seed).integers(0, 100, count).astype("<u2").tofile(folder / f"{split}.bin")
     return str(folder)
 
 
@@ -195,7 +195,7 @@ def test_swallows_recipe_runs_on_stand_ins_for_its_sets(tmp_path, monkeypatch):
     for k, folder in enumerate(shares):
         written(tmp_path / folder, k, 400)
     sizes = dict(num_layers=2, hidden_size=16, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=24)
-    batch = dict(seq_length=8, vocab_size=50, global_batch_size=20, train_iters=10, eval_iters=1, log_interval=1)
+    batch = dict(seq_length=8, vocab_size=100, global_batch_size=20, train_iters=10, eval_iters=1, log_interval=1)
     go(replace(config, **sizes, **batch, dtype="fp64", out_dir="out"))
     row = read_metrics("out/metrics.jsonl")[10]
     for folder, share in shares.items():

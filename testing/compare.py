@@ -22,6 +22,9 @@ from parallel.optimizer import RULES
 TOLERANCE = 1e-10  # relative: float64 rounds at 1e-16, and eight steps add up
 ROWS = 8  # rows of a table
 LATER = "Step 1 is right. Does a step leave something in a buffer? Do ranks draw different numbers of micro-batches?"
+OTHER = (
+    "With the tests' batches step 1 is right. Do data ranks read the same samples? Does an id change what a layer does?"
+)
 
 AXES = ("dp", "pp", "cp", "tp")  # of `mesh.grid`
 
@@ -65,6 +68,7 @@ class Case(NamedTuple):
     one: FirstStep | None = None  # one process's
     shares: dict | None = None  # {(data rank, micro-batch): {parameter: gradient}}, of one process
     dropout_only: bool = False  # with dropout = 0 the loss of the first step is right
+    forward: str = ""  # where a forward differs first
 
     def place(self, rank):
         """Return the rank's index on each axis."""
@@ -388,7 +392,8 @@ def unequal(ours, theirs):
 def loss_cause(r, case):
     if "tp" in products(r, case):
         return "Every tp rank has the same loss: only one of them may add it."
-    return "The gradients are right, so the forward pass is right too. Look at how the loss is summed for the log."
+    text = "The gradients are right: look at how the loss is summed for the log"
+    return f"{text}, and at a term of the loss that has no gradient (`cross_entropy_`)."
 
 
 def norm_cause(norm, case):
@@ -474,7 +479,7 @@ def differences(results, reference, config, specs, first_step=None):
     """Return a message if a layout's run is not that of one process, otherwise "".
 
     results: (losses, gradient norms, initial parameters, parameters after) of each rank. reference: the same of one
-    process. first_step: called after a difference, returns `steps`, `one`, `shares` and `dropout_only` of `Case`.
+    process. first_step: called after a difference, returns the fields of `Case` from `steps` on.
     """
     c, dp = config, len(results) // (config.tp * config.cp * config.pp)
     m = c.global_batch_size // (c.micro_batch_size * dp)
@@ -490,9 +495,11 @@ def differences(results, reference, config, specs, first_step=None):
         run += ["Parameters after the run:", table(found, case)]
     if not run:
         return ""
-    first = diagnosis(reference[2], Case(config, specs, case.sizes, *first_step())) if first_step else []
-    later = [] if any(" of step 1 " in line for line in run) else [LATER]
-    return "\n".join(filter(None, [title(case), *(first or [*later, *run])]))
+    later = OTHER if any(" of step 1 " in line for line in run) else LATER
+    if first_step:
+        case = Case(config, specs, case.sizes, *first_step())
+        run = diagnosis(reference[2], case) or [later, *run]
+    return "\n".join(filter(None, [title(case), case.forward, *run]))
 
 
 def title(case):

@@ -9,6 +9,7 @@ process.
 Taken as true: the autograd Functions (RULES). Not compared: the numbers of experts.
 """
 
+import re
 import traceback
 from contextlib import ExitStack
 from dataclasses import replace
@@ -24,10 +25,12 @@ from torch.utils._pytree import tree_leaves
 import model
 import reference
 from config import Config, divides, layout_of
+from errors import UserError
 from parallel import comm, experts, tensor
 from parallel.mesh import Axis
 
 ROOT = Path(__file__).parents[1]
+OTHERS = "/site-packages/|/testing/|/check.py|/errors.py"  # .venv may be in the project's folder
 CUT = dict(seq_length=8, micro_batch_size=2, vocab_size=100, max_position_embeddings=0, expert_group=0, dropout=0.1)
 PART = "each rank has only its part of the gradient of I, and nobody sums the parts"
 TWICE = "the gradient of R is equal on all ranks here, and they sum it"
@@ -169,7 +172,9 @@ def forward(c, whole=(), training=True):
         for unit in gpt.units:
             x = unit(x, batch)
     if letter(x) == "V":
-        raise WrongStep(f"the losses differ between the tp ranks, since {places(letters.mixed)}")
+        error = WrongStep("the losses differ between the tp ranks")
+        error.place = places(letters.mixed)
+        raise error
     return letters.operations
 
 
@@ -187,15 +192,16 @@ def findings(config):
             forward(two, training=False)  # first: what functools.cache keeps is no operation of the next forwards
             whole = forward(one)
             forward(two, () if c.experts else whole)
+        except UserError:
+            raise
         except Exception as error:
-            place = places(traceback.extract_tb(error.__traceback__))
+            place = places(traceback.extract_tb(error.__traceback__)) or error.place
             found.setdefault(place, f"{place}: {type(error).__name__}: {error}")
     return [*found.values()]
 
 
 def places(stack):
     """Return the lines of a stack that are in this project, outermost first, and the code of the last one."""
-    frames = [f for f in stack if Path(f.filename).is_relative_to(ROOT) and f.filename != __file__]
-    frames = [f for f in frames if "site-packages" not in f.filename]  # .venv may be in the project's folder
+    frames = [f for f in stack if Path(f.filename).is_relative_to(ROOT) and not re.search(OTHERS, f.filename)]
     lines = [f"{Path(f.filename).relative_to(ROOT)}:{f.lineno}" for f in frames]
-    return f"{' > '.join(lines)}: {frames[-1].line}" if frames else "?"
+    return f"{' > '.join(lines[-4:])}: {frames[-1].line}" if frames else ""

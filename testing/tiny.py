@@ -17,6 +17,7 @@ from config import Config, layout_of
 from data import training_samples
 from errors import UserError
 from model import GPT
+from parallel.comm import all_gather
 from parallel.mesh import Mesh
 from parallel.schedules import Action
 from parallel.watch import Tool
@@ -228,13 +229,57 @@ def gradient_of_each_micro_batch(one, config, dp):
     return shares
 
 
+def outputs(config):
+    """Run a step on this rank. Return {(module, k): (its rows of the batch, its k-th output)}, in the order of forward.
+
+    Only the first micro-batch counts.
+    """
+    run, found, current = built(config), {}, []
+
+    def begin(unit, arguments):
+        rows = arguments[1].rows
+        current[:] = rows, all_gather(rows, run.mesh.tp, "rows").wait() if config.sequence_parallel else rows
+
+    def keep(name, result):
+        for k, x in enumerate(result if isinstance(result, tuple) else (result,)):
+            rows = next((rows for rows in current if len(rows) == len(x)), None)
+            if rows is not None and x.dim() == 2:
+                found.setdefault((name, k), (rows.clone(), x.detach().clone()))
+
+    names = ["embedding", *(f"block{i}" for i in range(config.num_layers)), "head"]
+    for unit, name in zip(run.model.units, names, strict=True):
+        unit.register_forward_pre_hook(begin)
+        for inner, module in unit.named_modules():
+            full = f"{name}.{inner}".rstrip(".")
+            module.register_forward_hook(lambda _, __, result, full=full: keep(full, result))
+    train.train_step(run, tiny_batches(run)).read()
+    return found
+
+
+def place(ranks, one, tp):
+    """Return a line: the first module whose output differs from one process's. ranks, one: results of `outputs`."""
+    right = "the ids"
+    for key, (rows, whole) in one.items():
+        for rank, (mine, x) in ((rank, found[key]) for rank, found in enumerate(ranks) if key in found):
+            theirs = whole[torch.searchsorted(rows, mine)]
+            theirs = theirs.chunk(tp, 1)[rank % tp] if x.shape[1] < theirs.shape[1] else theirs
+            if x.shape == theirs.shape and not torch.allclose(x, theirs, rtol=1e-9, atol=1e-11):
+                worst = (x - theirs).abs().max() / theirs.abs().max()
+                return f"Forward is right up to {right}, and first differs in {key[0]} (rank {rank}: by {worst:.0e})."
+        right = key[0]
+    return ""
+
+
 def first_steps(on_ranks, config):
-    """Run the first step again: on the ranks, on one process, each micro-batch alone, and without dropout."""
+    """Run the first step again, for the fields of `compare.Case`: on the ranks, on one process, each micro-batch alone,
+    without dropout, and for the place where a forward differs.
+    """
     steps, one = on_ranks(first_step, config), one_process_config(config)
     dp, whole = len(steps) // (config.tp * config.cp * config.pp), replace(config, dropout=0.0)
     losses = [step.loss for step in on_ranks(first_step, whole)] if config.dropout else [math.nan]
     dropout_only = losses == pytest.approx([first_step(one_process_config(whole)).loss] * len(losses), rel=1e-10)
-    return steps, first_step(one), gradient_of_each_micro_batch(one, config, dp), dropout_only
+    where = place(on_ranks(outputs, config), outputs(one), config.tp)
+    return steps, first_step(one), gradient_of_each_micro_batch(one, config, dp), dropout_only, where
 
 
 # --- points of a grid -------------------------------------------------------------------------------------------------

@@ -13,12 +13,14 @@ import multiprocessing.connection
 import os
 import resource
 import subprocess
+import threading
 import traceback
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from errors import UserError
 from parallel import comm
@@ -31,6 +33,7 @@ PATIENCE = float(os.environ.get("PATIENCE", "60"))  # seconds without progress u
 
 def work(rank, pipe, last):
     torch.set_num_threads(1)
+    tqdm.set_lock(threading.RLock())  # tqdm's own is a semaphore, which a killed process would leave behind
     comm.lost_peer = noting(comm.lost_peer, last)
     while True:
         try:
