@@ -258,7 +258,7 @@ def test_wrong_weights_are_refused(data_dir, why):
 def test_sets_that_do_not_fit_together_are_refused(three, tmp_path):
     meta = Path(tmp_path / "ja/meta.json")
     meta.write_text(json.dumps(json.loads(meta.read_text()) | {"eot_id": 3}))
-    with pytest.raises(UserError, match=r"data_dir=.*ja/train.bin has eot_id=3, but \S*/en/train.bin has 49"):
+    with pytest.raises(UserError, match=r"data_dir=.*ja/train.bin has eot_id=3, but \S*/en/train.bin has 99"):
         Mixture(three(1, 1, 1), "train", 8, 100)
     copy = written(tmp_path / "copy", 0, SIZES["en"])
     with pytest.raises(UserError, match=r"data_dir=.*: en and copy have the same content; leave one out"):
