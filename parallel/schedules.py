@@ -306,7 +306,7 @@ def one_chunk(name, chunks):
         raise UserError(f"chunks={chunks}: {name} does not cut a rank's share into chunks; interleaved and zb-v do")
 
 
-# Add your own: write a function like those above, and name it in this table (README.md).
+# Add your own: write a function like those above, and name it in this table (GUIDE.md).
 SCHEDULES = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
