@@ -93,7 +93,7 @@ class Rule(NamedTuple):
     whole: Callable | None = None  # updates whole matrices, returns the other ranges
 
 
-# Add your own: write a function like those above, and add a row (README.md).
+# Add your own: write a function like those above, and add a row (GUIDE.md).
 RULES = {
     "sgd": Rule(sgd, 0),
     "adamw": Rule(adamw, 2, fused="adamw_"),
