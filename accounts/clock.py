@@ -32,6 +32,7 @@ class DelayedWork:
         self.thread.start()
 
     def watch(self):
+        """Note when the communication ends: the delay counts from then, whoever waits."""
         try:
             self.work.wait()
         except RuntimeError as error:
@@ -93,6 +94,7 @@ class Clock(Tool):
         return time.time_ns() / 1e6
 
     def mark(self):
+        """Return this moment, for `at`. On a GPU it is an event: nothing waits."""
         if not self.on_gpu:
             return self.now()
         event = torch.cuda.Event(enable_timing=True)

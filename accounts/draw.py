@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from accounts import figures
+from accounts.bubbles import FORMULAS, Timeline, by_formula, simulate, timeline
 from accounts.figures import KINDS
 from accounts.trace import HIDDEN, MESSAGE, WAIT
 from errors import UserError, exit_on_user_error, reading
@@ -21,7 +22,7 @@ from options import Parser
 from parallel import schedules, simulation
 from parallel.context import WAYS, own_positions
 from parallel.schedules import Action, Schedule
-from parallel.simulation import Event, Timeline, simulate, timeline
+from parallel.simulation import Event
 
 BUBBLE = """\
 bubble X of T: T = longest time from a rank's first action to its last; X = 1 - (mean busy time of a rank) / T
@@ -137,11 +138,11 @@ def simulated_picture(name, chunks, stages, microbatches, cost, comm, steps=1, s
     title += f", {steps} steps" if steps > 1 else ""
     bubble, peak = notes_of(line)
     peak += f", each 1/{v} of a stage's" if v > 1 else ""
-    if stages > 1 and name in simulation.FORMULAS:
-        formula, letters = simulation.FORMULAS[name], dict(p=stages, m=microbatches, v=v, **cost)
-        if comm == 0 and simulation.by_formula(formula.where, **letters):
-            bubble += f" | {formula.bubble} = {simulation.by_formula(formula.bubble, **letters):.4f}"
-        peaks = " ".join(str(simulation.by_formula(formula.peak, r=r, **letters)) for r in range(stages))
+    if stages > 1 and name in FORMULAS:
+        formula, letters = FORMULAS[name], dict(p=stages, m=microbatches, v=v, **cost)
+        if comm == 0 and by_formula(formula.where, **letters):
+            bubble += f" | {formula.bubble} = {by_formula(formula.bubble, **letters):.4f}"
+        peaks = " ".join(str(by_formula(formula.peak, r=r, **letters)) for r in range(stages))
         peak += f" | {formula.peak} = {peaks}"
     if schedule.versions:
         title += f", {schedules.updates(schedule)} updates" + ("" if stashing else ", without weight stashing")
@@ -164,6 +165,7 @@ def chunks_per_rank(schedule):
 
 
 def notes_of(line, unit=""):
+    """Return the lines of the bubble and of the peak. The whole step's bubble stands only if it is larger."""
     peaks = " ".join(map(str, line.peak))
     bubble = f"bubble {line.bubble:.4f} of {line.span:.4g} {unit}".rstrip()
     if line.step_bubble - line.bubble > 1e-4:
@@ -199,7 +201,7 @@ def recorded_pictures(path, window=""):
         events = [event._replace(start=event.start - begin, end=event.end - begin) for event in steps[step]]
         kinds = {event.action.kind for event in events}
         cost = {kind: fmean(e.end - e.start for e in events if e.action.kind == kind) for kind in sorted(kinds)}
-        lines = simulate(schedule, cost), simulation.timeline(events, len(schedule.actions))
+        lines = simulate(schedule, cost), timeline(events, len(schedule.actions))
         calls = tuple((*call, max(0.0, a - begin), b - begin) for *call, a, b in calls if b > begin)
         if window:
             first, last = map(float, window.split(","))
@@ -303,6 +305,7 @@ def pictures_of(options):
 
 
 def main(arguments=None):
+    """Print the pictures, as wide as the terminal (120 columns in a pipe); --cp prints only the tokens."""
     options = parse_arguments(arguments)
     if options.cp:
         print(tokens_of_ranks(options.cp))

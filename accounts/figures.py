@@ -30,6 +30,7 @@ AXES = {  # meaning, colour
     "cp": ("context", "#d55e00"),
     "pp": ("pipeline", "#0072b2"),
     "dp": ("data", "#009e73"),
+    "copies": ("copies of shards", "#56b4e9"),
     "holders": ("stages that hold copies of the same parameters", "#cc79a7"),
 }
 STYLE = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": ""}  # equal pictures get equal bytes
@@ -137,8 +138,9 @@ def traffic(path, p):
     drawn, links = set(), {("pp", *sorted((m.source, m.destination))) for m in messages(p.schedule)}
     for name in p.layout.all_buckets:
         links |= {("holders", *pair) for pair in itertools.pairwise(p.layout.holders(name))}
+    shards = p.layout.data_ranks // c.zero_copies  # consecutive data ranks that sum gradients; copies sum shards
     ranks = grid_of_ranks(p.layout.axis_sizes()["world"], c.tp, c.pp, c.cp, c.order)
-    table = sent_table("each stage", p.layout.zero_stage, {f"stage {i}": sent for i, sent in enumerate(p.sent[:4])})
+    table = sent_table("each stage", p.layout, {f"stage {i}": sent for i, sent in enumerate(p.sent[:4])})
 
     def place(d, stage, t):
         return stage * (sizes[2] + 0.7) + t, -1.25 * d
@@ -151,11 +153,13 @@ def traffic(path, p):
                 grid.text(x + (sizes[2] - 1) / 2, 0.72, f"stage {stage}", ha="center", weight="bold")
         for d, stage, t in itertools.product(*map(range, sizes)):
             group, i = divmod(d, c.cp)
-            others = [("tp", (d, stage, t + 1)), ("cp" if i + 1 < c.cp else "dp", (d + 1, stage, t))]
+            others = [("tp", (d, stage, t + 1)), ("copies", (d + shards, stage, t))]
+            if i + 1 < c.cp or (d + 1) % shards:
+                others.append(("cp" if i + 1 < c.cp else "dp", (d + 1, stage, t)))
             others += [(axis, (d, b, t)) for axis, a, b in sorted(links) if a == stage]
             for axis, other in others:
                 if all(i < size for i, size in zip(other, sizes, strict=True)):
-                    bend = {"pp": -0.18, "holders": 0.18}.get(axis, 0)
+                    bend = {"pp": -0.18, "holders": 0.18, "copies": 0.18}.get(axis, 0)
                     style = dict(arrowstyle="<|-|>", color=AXES[axis][1], shrinkA=19, shrinkB=19, linewidth=1.6)
                     style["connectionstyle"] = f"arc3,rad={bend}"
                     grid.annotate("", place(*other), place(d, stage, t), arrowprops=style)

@@ -1,190 +1,220 @@
 """The bytes that one rank sends in a step over rings, computed from the configuration alone (slide "分散並列学習").
 
-The slide's columns are 通信内容 (what), 通信形式 (operation) and 通信頻度 (how often). `comm.Ledger` counts the same
-table in a run.
+TABLE has the slide's columns: 通信内容 (what), 通信形式 (operation) and, as titles, 通信頻度 (how often). Its texts are
+evaluated: `predict_sent`, the tables of --ledger and plan.py follow from them. `comm.Ledger` counts the same in a run.
 
-Letters: b samples of a micro-batch, s tokens of a sample (in the rows of tp and pp: s/c), h hidden size, t = tp,
-c = cp, n data ranks (dp cp), L layers of this pipeline rank, m micro-batches, P elements of this rank's buckets
-(padding included), E experts, C places of an expert for a group of tokens.
+Letters: b samples of a micro-batch, s tokens of a sample, h hidden size, t = tp, c = cp, n data ranks (dp cp),
+m micro-batches, L layers of this pipeline rank, E experts; sp: sequence parallelism, zero: the ZeRO stage, lamb: LAMB
+or LARS. Below each title:
 
-    axis  what                     operation                        how often (per)          elements
-    data  gradients       stage 0  all_reduce                       bucket and step          2 P (n-1)/n
-                          stage 1  reduce_scatter                   bucket and step          P (n-1)/n
-                          2 and 3  reduce_scatter                   bucket and micro-batch   m P (n-1)/n
-          parameters      1 and 2  all_gather                       bucket and step          P (n-1)/n
-                          stage 3  2 all_gather (before F, B)       bucket and micro-batch   2m P (n-1)/n
-          ... zero_copies=k: the axis of stages 1 to 3 is shards, with n = dp cp / k, and there is one row more:
-    copies gradients               all_reduce                       bucket and step          2 P/n (k-1)/k
-    tp    activations              4 all_reduce (2 in F, 2 in B)    layer and micro-batch    8 Lm bsh (t-1)/t
-          ... recomputation        6 all_reduce (F runs twice)      layer and micro-batch    12 Lm bsh (t-1)/t
-          ... sequence parallel    6 all_gather, 4 reduce_scatter   layer and micro-batch    10 Lm bsh (t-1)/t
-          ... both                 8 all_gather, 6 reduce_scatter   layer and micro-batch    14 Lm bsh (t-1)/t
-          tokens for experts       4 all_to_all (2 in F, 2 in B)    layer and micro-batch    4 Lm E C h (t-1)/t a group
-    cp    keys and values          c-1 sends (F), c-1 (B)           layer and micro-batch    4 Lm bsh/t (c-1)/c
-          their gradients          c-1 sends (B)                    layer and micro-batch    2 Lm bsh/t (c-1)/c
-          tokens for heads         4 all_to_all (2 in F, 2 in B)    layer and micro-batch    8 Lm bsh/t (c-1)/c^2
-    pp    activations              send to the next chunk           boundary and micro-batch m bsh a boundary
-          gradients of activations send to the previous chunk       boundary and micro-batch m bsh a boundary
-          ... sequence parallel    both sends                       boundary and micro-batch 1/t of these elements
+    layer        rows, columns: elements of the outputs of its row parallel linears, and of the inputs of its column
+                 parallel linears; kv: of keys and values; runs: forwards, 2 with full recomputation; places: of all
+                 experts, for tokens
+    micro-batch  embeddings, heads: forwards of them; bsh: elements of an activation, b s h / c; losses: times that the
+                 head computes its losses, in `pieces` of `piece` tokens
+    boundary     between two consecutive chunks on different ranks; down, up: messages to the next and to the previous
+                 chunk; message: elements of one
+    bucket       P: elements, with padding; part: those that this rank updates; partial, replicated: those that are
+                 summed over tp; used: 1 if it has gradients, 2 with penalty; versions: of its parameters; whole: 1 if
+                 Muon needs whole matrices; cut: elements of those that tp cuts
+    step         norms: two of each parameter; updates: PipeDream has several
 
-A boundary lies between two consecutive chunks on different ranks. The small terms are:
-
-    embedding, head       one all_reduce per micro-batch, the embedding's in forward, the head's in backward
-    cross-entropy rows    max, sum, target logit
-    ... real losses       if the head computes with its losses: forward, too, with an all_gather (sequence parallel)
-    partial gradients     under sequence parallelism, gradients of replicated parameters, over tp
-    replicated gradients  the same gradients without sequence parallelism, if n > 2 (`layout.replica_sums`)
-    twin gradients        gradients of a bucket that several pipeline ranks keep, over its holders
-    parameter norms       two norms of every parameter, for LAMB and LARS
-    momentum              for Muon: over data a block's P elements (stages 1 to 3), over tp its whole matrices
-    scalars               loss, squared gradient norm and FLAGS, over all ranks
+In GPT-2 a layer has two rows and two columns of bsh elements. So a rank sends 8 Lm bsh (t-1)/t elements of activations
+over tp, with recomputation 12, with sequence parallelism 10, with both 14. Over data it sends 2 P (n-1)/n elements with
+ZeRO 0 and 1, (m+1) P (n-1)/n with 2, and 3m P (n-1)/n with 3. The axes shards and copies exist only with zero_copies;
+without it, shards is data.
 """
 
 import math
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from fractions import Fraction
+from types import CodeType
+from typing import NamedTuple
 
 from accounts.matrices import matrices_of
 from parallel import schedules
 from parallel.comm import sent_bytes
 from parallel.experts import places_of_expert
-from parallel.layout import replica_sums, rows_outside, tokens_of_rank
+from parallel.layout import REPLICATED, replica_sums, rows_outside, tokens_of_rank
 from parallel.muon import is_cut
 from parallel.optimizer import RULES
-from parallel.pipeline import SENT
 from parallel.tensor import ROWS
 from parallel.versions import published
 
-FLAGS = 1  # numbers of "scalars" besides loss and norm: the flag to stop
+# axis, what, operation, condition, [elements of each call], bytes of an element (double: 8), note
+TABLE = """
+layer, micro-batch
+    tp       activations                   all_reduce      not sp         runs*rows + columns       item    y in F, dx
+    tp       activations                   reduce_scatter  sp             runs*rows + columns       item    y in F, dx
+    tp       activations                   all_gather      sp             (runs+1)*columns + rows   item    x, dy
+    tp       tokens for experts            all_to_all      E              (2*runs+2)*[places*h]     item
+    cp       keys and values               send            ring           (runs+1)*(c-1)*[kv]       item
+    cp       gradients of keys and values  send            ring           (c-1)*[kv]                wide
+    cp       tokens for heads              all_to_all      not ring       (2*runs+2)*[kv]           item    q, k, v, y
+micro-batch
+    tp       embedding                     all_reduce      not sp         embeddings*[bsh]          item    y in F
+    tp       embedding                     reduce_scatter  sp             embeddings*[bsh]          item    y in F
+    tp       embedding                     all_gather      sp             embeddings*[bsh]          item    dy
+    tp       head                          all_reduce      not sp         heads*[bsh]               item    dx
+    tp       head                          reduce_scatter  sp             heads*[bsh]               item    dx
+    tp       head                          all_gather      sp             losses*[bsh]              item    x
+    tp       cross-entropy rows            all_reduce      True           pieces*[piece, 2*piece]   wide
+boundary, micro-batch
+    pp       activations                   send            True           down*[message]            item
+    pp       gradients of activations      send            True           up*[message]              item
+bucket, micro-batch
+    shards   gradients                     reduce_scatter  zero >= 2      [P]                       wide
+    shards   parameters                    all_gather      zero == 3      2*[P]                     item    in F, B
+bucket, step
+    shards   gradients                     all_reduce      zero == 0      updates*used*[P]          wide
+    shards   gradients                     reduce_scatter  zero == 1      updates*used*[P]          wide
+    shards   parameters                    all_gather      0 < zero < 3   versions*[P]              item
+    copies   gradients                     all_reduce      True           updates*[part]            wide
+    holders  twin gradients                all_reduce      True           updates*[part]            wide
+    tp       partial gradients             all_reduce      True           updates*partial           wide
+    tp       replicated gradients          all_reduce      True           updates*replicated        wide    if n > 2
+    shards   momentum                      all_gather      zero > 0       updates*whole*[P]         wide    of Muon
+    tp       momentum                      all_gather      True           updates*cut               wide    of Muon
+step
+    tp       parameter norms               all_reduce      lamb           [norms]                   double
+    shards   parameter norms               all_reduce      lamb and zero  [norms]                   double
+    holders  parameter norms               all_reduce      lamb           [norms]                   double
+    world    scalars                       all_reduce      True           [2*updates + 1]           double
+"""
 
-PER = {  # how often
-    "copies": "bucket and step",
-    "pp": "boundary and micro-batch",
-    "cp": "layer and micro-batch",
-    "tokens for experts": "layer and micro-batch",
-    "activations": "layer and micro-batch",
-    "embedding": "micro-batch",
-    "head": "micro-batch",
-    "cross-entropy rows": "micro-batch",
-    "parameter norms": "step",
-    "scalars": "step",
-}
-EACH_MICRO_BATCH = {"gradients": 2, "parameters": 3}  # the first such ZeRO stage
+
+class Row(NamedTuple):
+    """A line of TABLE."""
+
+    per: tuple  # how often: its title, such as ("bucket", "step")
+    axis: str
+    what: str
+    operation: str
+    condition: CodeType  # True or False for a layout
+    elements: CodeType  # of each call, a list
+    width: str  # bytes of an element
 
 
-def how_often(key, zero):
-    """Return the column 通信頻度 of a row (axis, what, operation) in a ZeRO stage."""
-    axis, what, _ = key
-    usual = "bucket and micro-batch" if zero >= EACH_MICRO_BATCH.get(what, 4) else "bucket and step"
-    return PER.get(axis) or PER.get(what, usual)
+def read(table):
+    """Return the Rows of a text such as TABLE."""
+    per, rows = (), []
+    for line in table.strip().splitlines():
+        if line.startswith(" "):
+            axis, what, operation, condition, elements, width, *_ = re.split("  +", line.strip())
+            formulas = (compile(text, f"{axis}, {what}, {operation}", "eval") for text in (condition, elements))
+            rows.append(Row(per, axis, what, operation, *formulas, width))
+        else:
+            per = tuple(line.split(", "))
+    return rows
+
+
+EVERY_ROW = read(TABLE)
+
+
+def rows_of(layout):
+    """Return the Rows whose condition holds for a layout."""
+    c, rule = layout.config, RULES[layout.config.optimizer]
+    letters = dict(sp=c.sequence_parallel, E=c.experts, ring=c.context == "ring", lamb=rule.layerwise)
+    letters["zero"], name = layout.zero_stage, {} if c.zero_copies > 1 else {"shards": "data"}
+    return [row._replace(axis=name.get(row.axis, row.axis)) for row in EVERY_ROW if eval(row.condition, letters)]
+
+
+def how_often(layout):
+    """Return the column 通信頻度 as {(axis, what, operation): `Row.per`}."""
+    return {(row.axis, row.what, row.operation): row.per for row in rows_of(layout)}
 
 
 def predict_sent(layout, schedule, pp_rank, data_rank, item, master_item, real_losses=False):
-    """Return the table above as {(axis, what, operation): (calls, bytes)} for a step on one rank.
+    """Return TABLE as {(axis, what, operation): (calls, bytes)} for a step on one rank.
 
     item: bytes of an element of a parameter or an activation; master_item: of a gradient or a cross-entropy row.
     real_losses: of the Executor.
     """
-    c, table, updates = layout.config, {}, schedules.updates(schedule)  # PipeDream has several
-    sizes = layout.axis_sizes()
-
-    def row(axis, what, operation, calls, elements, item):
-        """Add to a row. axis: a name in `sizes`, or a tuple of holders."""
-        ranks, name = (sizes[axis], axis) if axis in sizes else (len(axis), "holders")
-        if ranks > 1 and calls:
-            before = table.get((name, what, operation), (0, 0))
-            table[name, what, operation] = before[0] + calls, before[1] + sent_bytes(operation, ranks, elements * item)
-
-    (blocks, embeddings, heads), tokens = unit_passes(layout, schedule, pp_rank), tokens_of_rank(c)
-    for operation, widths in widths_over_tp(c).items():
-        row("tp", "activations", operation, len(widths) * blocks, sum(widths) * blocks * tokens, item)
-        for what, count in [("embedding", embeddings), ("head", heads)]:
-            row("tp", what, operation, count, count * tokens * c.hidden_size, item)
-    if real_losses and c.sequence_parallel:
-        row("tp", "head", "all_gather", heads, heads * tokens * c.hidden_size, item)
-    heads *= 1 + real_losses  # times that a loss is computed
-    calls = 2 * heads * math.ceil(tokens / ROWS)
-    row("tp", "cross-entropy rows", "all_reduce", calls, 3 * heads * tokens, master_item)
-    _context_rows(row, c, blocks, item, master_item)
-    if c.experts:
-        calls, places = blocks * (6 if c.recompute == "full" else 4), c.experts * places_of_expert(c, c.tokens_of_group)
-        elements = rows_outside(c) // c.tokens_of_group * places * c.hidden_size
-        row("tp", "tokens for experts", "all_to_all", calls, calls * elements, item)
-    for what, count in sends(schedule, pp_rank).items():
-        row("pp", what, "send", count, count * rows_outside(c) * c.hidden_size, item)
-    _bucket_rows(row, layout, schedule, pp_rank, data_rank, item, master_item)
-    row("world", "scalars", "all_reduce", 1, 2 * updates + FLAGS, 8)
+    table, updates = {}, schedules.updates(schedule)
+    letters = letters_of_rank(layout, schedule, pp_rank, real_losses)
+    letters |= dict(item=item, wide=master_item, double=8, updates=updates)
+    occasions = occasions_of(layout, schedule, pp_rank, data_rank, letters)
+    for row in rows_of(layout):
+        key = row.axis, row.what, row.operation
+        for times, ranks, letters in occasions[row.per]:
+            n = ranks.get(row.axis, 1)
+            if n > 1 and (elements := eval(row.elements, letters)) and times:
+                calls, sent = table.get(key, (0, 0))
+                sent += sent_bytes(row.operation, n, times * sum(elements) * letters[row.width])
+                table[key] = calls + times * len(elements), sent
     return {key: (Fraction(calls, updates), Fraction(sent, updates)) for key, (calls, sent) in table.items()}
 
 
-def widths_over_tp(c):
-    """Return {operation: widths of the activations that a block communicates over tp}: of x [n, in] or y [n, out]."""
-    matrices = matrices_of(c)
-    inputs, outputs = [m.inputs for m in matrices.of_kind("column")], [m.outputs for m in matrices.of_kind("row")]
-    forward, backward = {"all_reduce": outputs}, {"all_reduce": inputs}
-    if c.sequence_parallel:
-        forward = {"all_gather": inputs, "reduce_scatter": outputs}
-        backward = {"all_gather": inputs + outputs, "reduce_scatter": inputs}
-    runs = 2 if c.recompute == "full" else 1
-    return {operation: runs * forward[operation] + backward[operation] for operation in forward}
-
-
-def _context_rows(row, c, blocks, item, master_item):
-    """Add the rows of cp. blocks: forwards of blocks in a step."""
-    again, pair = c.recompute == "full", 2 * tokens_of_rank(c) * c.hidden_size // c.tp  # elements of keys and values
-    if c.context == "ring":
-        turns = blocks * (c.cp - 1)
-        row("cp", "keys and values", "send", turns * (2 + again), turns * (2 + again) * pair, item)
-        row("cp", "gradients of keys and values", "send", turns, turns * pair, master_item)
-    else:  # q, k and v, then y: on average a pair
-        calls = blocks * (4 + 2 * again)
-        row("cp", "tokens for heads", "all_to_all", calls, calls * pair, item)
-
-
-def _bucket_rows(row, layout, schedule, pp_rank, data_rank, item, master_item):
-    """Add the rows of parameters, gradients and optimizer state."""
-    c, zero, updates, norms = layout.config, layout.zero_stage, schedules.updates(schedule), Counter()
-    passes = layout.passes(schedule, pp_rank)
-    shards = "shards" if c.zero_copies > 1 else "data"
+def occasions_of(layout, schedule, pp_rank, data_rank, letters):
+    """Return {Row.per: [(times in a step, {axis: ranks}, letters)]} of a rank. letters: those of all its rows."""
+    ranks, passes, buckets, norms = layout.axis_sizes(), layout.passes(schedule, pp_rank), [], Counter()
     for name, bucket in layout.buckets(pp_rank).items():
-        holders, m = tuple(layout.holders(name)), passes[name]
-        begin, end = bucket.part(data_rank % layout.shards, layout.shards)
-        reduces = m if zero >= 2 else updates * min(m, 1) * (2 if c.penalty else 1)
-        operation = "reduce_scatter" if zero else "all_reduce"
-        row(shards, "gradients", operation, reduces, reduces * bucket.size, master_item)
-        row("copies", "gradients", "all_reduce", updates, updates * (end - begin), master_item)
-        versions = published(schedule, holders)
-        gathers = [0, versions, versions, 2 * m][zero]
-        row(shards, "parameters", "all_gather", gathers, gathers * bucket.size, item)
-        for r in bucket.ranges_in(begin, end):
-            if what := replica_sums(c, layout.data_ranks, r):
-                row("tp", what, "all_reduce", updates, updates * (r.end - r.begin), master_item)
-        row(holders, "twin gradients", "all_reduce", updates, updates * (end - begin), master_item)
+        holders, c = tuple(layout.holders(name)), layout.config
+        more = letters_of_bucket(layout, bucket, data_rank)
+        more |= dict(versions=published(schedule, holders), used=(passes[name] > 0) * (2 if c.penalty else 1))
+        buckets.append((passes[name], ranks | {"holders": len(holders)}, letters | more))
         norms[holders] += 2 * len(bucket.specs)
-        if RULES[c.optimizer].whole and (matrices := [spec for spec in bucket.specs if spec.matrix]):
-            cut = [math.prod(spec.shape) for spec in matrices if is_cut(spec)]
-            row(shards, "momentum", "all_gather", updates * (zero > 0), updates * bucket.size, master_item)
-            row("tp", "momentum", "all_gather", updates * len(cut), updates * sum(cut), master_item)
-    if RULES[c.optimizer].layerwise:  # in float64
-        for axis in ["tp", *[shards] * (zero > 0), *norms]:
-            row(axis, "parameter norms", "all_reduce", 1, norms.get(axis, norms.total()), 8)
+    rank = 1, ranks, letters | {"norms": norms.total()}
+    return {
+        ("layer", "micro-batch"): [(letters["blocks"], ranks, letters)],
+        ("micro-batch",): [rank],
+        ("boundary", "micro-batch"): [rank],
+        ("bucket", "micro-batch"): buckets,
+        ("bucket", "step"): [(1, *rest) for _, *rest in buckets],
+        ("step",): [rank, *((1, {"holders": len(group)}, letters | {"norms": n}) for group, n in norms.items())],
+    }
 
 
-def unit_passes(layout, schedule, rank):
-    """Return the forwards in a step: (of all blocks of the rank, of the embedding, of the head)."""
-    last = len(layout.unit_specs) - 1
-    passed = Counter(u for kind, _, c in schedule.actions[rank] if kind == "F" for u in layout.units[c])
-    return passed.total() - passed[0] - passed[last], passed[0], passed[last]
+def letters_of_rank(layout, schedule, rank, real_losses):
+    """Return the letters of a layer, of a micro-batch and of a boundary. blocks: forwards of blocks in a step."""
+    c, matrices, tokens = layout.config, matrices_of(layout.config), tokens_of_rank(layout.config)
+    actions, last = schedule.actions[rank], len(layout.unit_specs) - 1
+    forwards = Counter(unit for kind, _, chunk in actions if kind == "F" for unit in layout.units[chunk])
+    embeddings, heads, pieces = forwards[0], forwards[last], math.ceil(tokens / ROWS)
+    losses, E, G = heads * (1 + real_losses), c.experts, c.tokens_of_group
+    return dict(
+        columns=[tokens * m.inputs for m in matrices.of_kind("column")],
+        rows=[tokens * m.outputs for m in matrices.of_kind("row")],
+        runs=2 if c.recompute == "full" else 1,
+        places=rows_outside(c) // G * E * places_of_expert(c, G) if E else 0,
+        kv=2 * tokens * c.hidden_size // c.tp,
+        h=c.hidden_size,
+        c=c.cp,
+        blocks=forwards.total() - embeddings - heads,
+        embeddings=embeddings,
+        heads=heads,
+        losses=losses,
+        bsh=tokens * c.hidden_size,
+        pieces=losses * pieces,
+        piece=Fraction(tokens, pieces),
+        down=messages(schedule, rank, "F", schedules.downstream),
+        up=messages(schedule, rank, "BI", schedules.upstream),
+        message=rows_outside(c) * c.hidden_size,
+    )
 
 
-def sends(schedule, rank):
-    """Return {what: messages that a pipeline rank sends in a step}."""
-    count = Counter()
-    for kind, _, chunk in schedule.actions[rank]:
-        to = (schedules.downstream if kind == "F" else schedules.upstream)(schedule, chunk)
-        if kind in "FBI" and to is not None and schedule.placement[to] != rank:
-            count[SENT["activation" if kind == "F" else "gradient"]] += 1
-    return count
+def messages(schedule, rank, kinds, neighbour):
+    """Return how many messages a rank's actions of these kinds send to other ranks."""
+    chunks = [neighbour(schedule, chunk) for kind, _, chunk in schedule.actions[rank] if kind in kinds]
+    return sum(chunk is not None and schedule.placement[chunk] != rank for chunk in chunks)
+
+
+def letters_of_bucket(layout, bucket, data_rank):
+    """Return the letters of a bucket that no schedule changes."""
+    c, lengths = layout.config, defaultdict(list)
+    begin, end = bucket.part(data_rank % layout.shards, layout.shards)
+    for r in bucket.ranges_in(begin, end):
+        lengths[replica_sums(c, layout.data_ranks, r)].append(r.end - r.begin)
+    matrices = [spec for spec in bucket.specs if spec.matrix] if RULES[c.optimizer].whole else []
+    return dict(
+        P=bucket.size,
+        part=end - begin,
+        partial=lengths["partial gradients"],
+        replicated=lengths[REPLICATED],
+        whole=len(matrices) > 0,
+        cut=[math.prod(spec.shape) for spec in matrices if is_cut(spec)],
+    )
 
 
 def average(tables):

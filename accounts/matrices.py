@@ -33,6 +33,8 @@ class Matrix(NamedTuple):
 
 
 class Matrices(NamedTuple):
+    """The matrices of one block, and what a rank computes beside them if `formulas` is not None."""
+
     block: list
     head: int  # elements
     formulas: object  # a module, or None

@@ -30,6 +30,7 @@ def storage_id(tensor):
 
 
 def flat_buffers(zero, other_flats):
+    """Yield (row of STATES or of other_flats, buffer). Two buffers may be one storage, as fp32's master weights."""
     for b in zero.buckets.values():
         grads = [b.grad.whole, b.grad.shard] if b.grad else []
         flats = [b.param.whole, b.param.shard], grads, [b.master], b.moments

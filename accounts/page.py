@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 
 import config as configuration
-from accounts import figures, gpt2, memory
+from accounts import bubbles, figures, gpt2, memory
 from accounts.devices import DEVICES
 from accounts.search import RESERVED, SHORT, has_head, model_of
 from errors import UserError, exit_on_user_error, explained, reading
@@ -25,7 +25,7 @@ AXES = {  # choices of the two views
     **dict(name=[*schedules.SCHEDULES], p=(2, 3, 4, 6, 8), m=range(1, 17), v=(2, 3, 4)),
     **dict(model=MODELS, dp=(1, 2, 4, 8, 16), tp=(1, 2, 4, 8), pp=(1, 2, 4, 8), b=(1, 2, 4, 8), micro=(4, 8, 16, 32)),
     **dict(schedule=[name for name in schedules.SCHEDULES if name not in schedules.ASYNCHRONOUS]),
-    **dict(sp=(0, 1), recompute=configuration.CHOICES["recompute"]),
+    **dict(sp=(0, 1), recompute=configuration.CHOICES["recompute"], zero=range(4), copies=(1, 2, 4, 8)),
 }
 LEAST = SHORT | {"gpipe": (1, 2), "chimera": (1, 2)}  # for whole gradients
 
@@ -102,10 +102,18 @@ def activations(sp, recompute, **numbers):
 
 
 @or_error
+def shards(dp, zero, copies):
+    """Return the number of ranks that divide a bucket."""
+    c = replace(model_named(MODELS[0]).config, zero=zero, zero_copies=copies, micro_batch_size=1, global_batch_size=dp)
+    configuration.check(c, dp)
+    return dp // copies if zero else 1
+
+
+@or_error
 def flight(schedule, pp, m):
     """Return [v, [peak in flight of each rank]]."""
     s = simulation.build(schedule, pp, m, schedules.usual_chunks(schedule))
-    return (max(s.parts) + 1) // pp, simulation.simulate(s, simulation.NOMINAL).peak
+    return (max(s.parts) + 1) // pp, bubbles.simulate(s, simulation.NOMINAL).peak
 
 
 @or_error
@@ -126,6 +134,7 @@ TABLES = {
     states: "model tp pp schedule micro dp",
     activations: "model tp pp schedule micro sp recompute",
     flight: "pp schedule micro",
+    shards: "dp zero copies",
     logits: "model tp b",
     blocks: "model tp sp recompute",
 }
@@ -159,7 +168,7 @@ def all_data():
         rows=[json.loads(text) for text in rows],
         tables=tables,
         chunks={name: schedules.usual_chunks(name) for name in schedules.SCHEDULES},
-        formulas=simulation.FORMULAS,
+        formulas=bubbles.FORMULAS,
         states={part: [int(width), begins[part]] for part, width in whole.items()},
         models=facts,
         capacity={name: DEVICES[name].memory_bytes for name in ("a100-40g", "a100-80g", "h200")},
@@ -174,7 +183,7 @@ def page():
 
 
 def main(arguments=None):
-    """Run the command line. Raises UserError."""
+    """Write the page; with --svg only GUIDE's bars of ZeRO 0 to 3."""
     parser = Parser(prog="python -m accounts.page", allow_abbrev=False, description=__doc__.partition("\n")[0])
     parser.add_argument("--out", default="lecture.html", metavar="FILE", help="the page (default: lecture.html)")
     parser.add_argument("--svg", metavar="FILE", help="draw only the model states of gpt3_13b with ZeRO 0 to 3, dp=16")

@@ -51,22 +51,21 @@ def measured_tables(run, activations):
     measured = meter.measured_states(zero, run.executor.flats) | activations.rows()
     bytes_kept = {"bytes": measured, "formula": formula}
     who = f"rank {mesh.rank}"
-    texts = [sent_table(who, layout.zero_stage, sent)]
+    texts = [sent_table(who, layout, sent)]
     texts.append(f"{kept_table(who, layout, rank, bytes_kept)}\n{activations.process_peak()}")
     return "\n\n".join(row for text in texts for row in gather_objects(text, mesh.pp))
 
 
-def sent_table(who, stage, columns):
+def sent_table(who, layout, columns):
     """Return the table of slide "分散並列学習" as text, with the calls and bytes of one rank in a step.
 
-    stage: of ZeRO; columns: {title: a table of `ledger.predict_sent`}.
+    columns: {title: a table of `ledger.predict_sent`}.
     """
-    first, *_ = columns.values()
+    (first, *_), per = columns.values(), ledger.how_often(layout)
     rows = [("axis", "what is sent", "operation", "how often (per)", "calls", *columns)]
     for key in sorted({key for table in columns.values() for key in table}):
-        per, calls = ledger.how_often(key, stage).replace(" and ", ", "), first.get(key, (0, 0))[0]
-        sizes = [number(table.get(key, (0, 0))[1]) for table in columns.values()]
-        rows.append((*key, per, f"{float(calls):g}", *sizes))
+        calls, sizes = first.get(key, (0, 0))[0], [number(table.get(key, (0, 0))[1]) for table in columns.values()]
+        rows.append((*key, ", ".join(per.get(key, ["no formula"])), f"{float(calls):g}", *sizes))
     return f"sent per step by {who}\n{aligned(rows, 4)}"
 
 

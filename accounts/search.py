@@ -92,11 +92,11 @@ class Model:
 
     def sent(self, layout, m, b, rank):
         """Return the table of `ledger.predict_sent`. The calls of the cross-entropy rows are those of b = 1."""
-        c, result = layout.config, {}
+        c, result, per = layout.config, {}, ledger.how_often(layout)
         short = {"interleaved": c.pp, "chimera": m}.get(c.schedule, 1)
         for key, (calls, sent) in self.rows(layout, short, rank).items():
-            per = ledger.how_often(key, layout.zero_stage)
-            times, samples = (m // short, 1 if key[0] in ("data", "shards") else b) if "micro-batch" in per else (1, 1)
+            times = m // short if "micro-batch" in per[key] else 1
+            samples = b if "micro-batch" in per[key] and "bucket" not in per[key] else 1
             result[key] = calls * times, sent * times * samples
         return result
 

@@ -15,6 +15,7 @@ from functools import cache, partial
 
 import numpy as np
 
+from accounts.bubbles import by_formula
 from accounts.matrices import matrices_of
 from accounts.memory import rank_states
 from parallel import schedules, simulation
@@ -213,6 +214,7 @@ class Step:
         return self.transfer(rank, "tp", *names) + self.transfer(rank, "holders") + self.transfer(rank, "world")
 
     def update(self, rank):
+        """Return the seconds of the optimizer, which memory limits; with offload the CPU's memory and PCIe."""
         layout, device, z, memory_rate = self.layout, self.device, self.z, self.device.memory_rate * self.device.memory
         _, gradients, master, moments = map(float, rank_states(layout, rank, z).values())
         elements = layout.stored(rank) / layout.shards
@@ -294,16 +296,16 @@ def idle(name, p, m, chunks, F, I, W, message, exact=True):
     if p == 1:
         return 0.0, "one stage", 0.0
     letters = dict(p=p, m=m, v=chunks, F=F, I=I, W=W, max=max)
-    has_form = name in CLOSED and simulation.by_formula(CLOSED[name][0], **letters)
+    has_form = name in CLOSED and by_formula(CLOSED[name][0], **letters)
     if has_form or not exact:
         _, waiting, messages = CLOSED[name if has_form else "1f1b"]
-        return simulation.by_formula(waiting, **letters), waiting, simulation.by_formula(messages, **letters) * message
+        return by_formula(waiting, **letters), waiting, by_formula(messages, **letters) * message
     first = min(m, 3 * p + m % p)  # two short steps predict a long step
     still, moving = ends = simulated(name, p, first, chunks, F, I, W, message)
     if m > first:
         longer = simulated(name, p, first + p, chunks, F, I, W, message)
         still, moving = ends + (m - first) // p * (longer - ends)
-    return max(0.0, float(still) - m * (F + I + W)), "simulation.simulate", float(moving - still)
+    return max(0.0, float(still) - m * (F + I + W)), "simulated: `bubbles.simulate`", float(moving - still)
 
 
 def simulated(name, p, m, chunks, F, I, W, message):

@@ -115,6 +115,7 @@ def test_the_bars_of_zero_are_the_model_states(tmp_path):
         (8, dict(dp=2, tp=2, pp=2, zero=2, schedule="zb-h1")),
         (12, dict(dp=1, tp=2, pp=6, num_layers=6, sequence_parallel=True, micro_batch_size=4)),
         (1, dict(dp=1)),
+        (4, dict(dp=4, zero=2, zero_copies=2)),
     ],
 )
 def test_the_numbers_in_the_picture_are_the_ledgers(tmp_path, ranks, fields):
@@ -126,7 +127,29 @@ def test_the_numbers_in_the_picture_are_the_ledgers(tmp_path, ranks, fields):
         for key, (_, count) in sent.items():
             assert f"{float(count):,.0f}" in tables
             assert stage >= 4 or any({key[0], *key[1].split(), f"{float(count):,.0f}"} <= words for words in rows), key
+    assert ("copies: copies of shards" in words) == (p.layout.config.zero_copies > 1)
     assert "sent per step by rank 0, predicted" in tables and f"{min(ranks, 8) - 1}" in words
+
+
+@pytest.mark.parametrize(
+    "fields, dp, copies",
+    [
+        (dict(dp=4), [(0, 1), (1, 2), (2, 3)], []),
+        (dict(dp=4, zero=2, zero_copies=2), [(0, 1), (2, 3)], [(0, 2), (1, 3)]),
+        (dict(dp=2, cp=2, zero=1, zero_copies=2), [], [(0, 2), (1, 3)]),
+    ],
+)
+def test_rings_end_where_the_shards_do(tmp_path, monkeypatch, fields, dp, copies):
+    """Over the data ranks 0 to 3, which are below one another."""
+    arrows = []
+
+    def annotate(axes, text, end, begin, arrowprops):
+        arrows.append((arrowprops["color"], tuple(round(y / -1.25) for _, y in (begin, end))))
+
+    monkeypatch.setattr("matplotlib.axes.Axes.annotate", annotate)
+    figures.traffic(tmp_path / "x.svg", traffic.predict_step(tiny_config(**fields), 4))
+    for axis, links in (("dp", dp), ("copies", copies)):
+        assert sorted(link for colour, link in arrows if colour == figures.AXES[axis][1]) == links
 
 
 # --- all pictures -----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 
 import config as configuration
 import plan
-from accounts import gpt2, ledger, limits, memory, search, seconds, traffic
+from accounts import bubbles, gpt2, ledger, limits, memory, search, seconds, traffic
 from accounts.devices import DEVICES
 from config import Config
 from errors import UserError
@@ -73,7 +73,7 @@ def test_idle_time_equals_the_simulation(name, p):
             continue
         v = len(made.parts) // p // len(schedules.pipelines(made))
         cost = {"F": F / v, "B": (I + W) / v, "I": I / v, "W": W / v}
-        still, moving = (simulation.simulate(made, cost, comm).makespan for comm in (0, 0.01))
+        still, moving = (bubbles.simulate(made, cost, comm).makespan for comm in (0, 0.01))
         waiting, _, messages = seconds.idle(name, p, m, chunks, F, I, W, 0.01)
         assert waiting == pytest.approx(still - m * (F + I + W), abs=1e-9)
         assert messages == pytest.approx(moving - still, abs=1e-9)
@@ -133,8 +133,8 @@ def test_korthikanti_figure_1(sizes, batch, b, row):
     states, *expected = row
     weights = 12 * L * h**2 // (tp * pp)  # the figure leaves out biases, LayerNorms and embeddings
     assert sum(memory.model_states(weights, 1, 0).values()) == states * 2**30
-    formula, bsh = simulation.FORMULAS[config.schedule].peak, b * TOKENS * h
-    blocks = simulation.by_formula(formula, p=pp, m=batch // b, v=v, r=0) * L / (pp * v)  # in flight on stage 0
+    formula, bsh = bubbles.FORMULAS[config.schedule].peak, b * TOKENS * h
+    blocks = bubbles.by_formula(formula, p=pp, m=batch // b, v=v, r=0) * L / (pp * v)  # in flight on stage 0
     for sp, GiBs in zip((False, True), expected, strict=True):
         c = replace(config, sequence_parallel=sp)
         table = gpt2.kept(c, memory.sizes(c, 2, 4, False))["block"]

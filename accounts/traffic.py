@@ -25,6 +25,8 @@ CPU = torch.device("cpu")
 
 
 class Prediction(NamedTuple):
+    """A step of one rank of each stage: data rank 0, tp rank 0."""
+
     layout: Layout
     schedule: schedules.Schedule
     sizes: memory.Sizes
@@ -48,17 +50,18 @@ def predict_step(config, ranks, device=CPU):
 
 
 def predicted_tables(p):
+    """Return as text what the first rank of each stage sends and keeps."""
     texts, c = [], p.layout.config
     ranks = grid(p.layout.axis_sizes()["world"], c.tp, c.pp, c.cp, c.order)
     for stage, (sent, bytes_kept) in enumerate(zip(p.sent, p.bytes_kept, strict=True)):
         who = f"rank {ranks[0, stage, 0, 0]}, predicted"
-        texts.append(report.sent_table(who, p.layout.zero_stage, {"bytes": sent}))
+        texts.append(report.sent_table(who, p.layout, {"bytes": sent}))
         texts.append(report.kept_table(who, p.layout, stage, {"bytes": bytes_kept}))
     return "\n\n".join(texts)
 
 
 def main(arguments=None):
-    """Run the command line. Raises UserError."""
+    """Print the tables of each stage, and draw them with --svg. A field of the configuration is a word, too."""
     usage = "%(prog)s [CONFIG.py] --ranks=N [--field=value ...] [--svg=FILE]"
     parser = Parser(prog="python -m accounts.traffic", usage=usage, allow_abbrev=False)
     parser.epilog = "python train.py --help lists the fields."

@@ -2,7 +2,7 @@
 
 import sys
 
-from accounts import draw, report
+from accounts import bubbles, draw, report
 from errors import UserError, exit_on_user_error
 from parallel import schedules, simulation
 from parallel.schedules import Action
@@ -33,12 +33,12 @@ def delay():
     for actions in simulation.build("1f1b", P, M).actions:
         halves = [[Action(k, a.microbatch, a.chunk) for k in ("F" if a.kind == "F" else "IW")] for a in actions]
         at_once.append([action for part in halves for action in part])
-    yours, formula = simulation.build("zb-h1", P, M), simulation.FORMULAS["zb-h1"]
+    yours, formula = simulation.build("zb-h1", P, M), bubbles.FORMULAS["zb-h1"]
     rows = [("delay of W", "bubble", "in flight")]
     for name, schedule in [("0: W follows I", schedules.straight("", 1, at_once)), ("yours", yours)]:
-        line = simulation.simulate(schedule, COST)
+        line = bubbles.simulate(schedule, COST)
         rows.append((name, f"{line.bubble:.4f}", " ".join(map(str, line.peak))))
-    bubble, peak = (simulation.by_formula(text, p=P, m=M, **COST) for text in (formula.bubble, formula.peak))
+    bubble, peak = (bubbles.by_formula(text, p=P, m=M, **COST) for text in (formula.bubble, formula.peak))
     print(report.aligned([*rows, ("the paper's", f"{bubble:.4f}", " ".join([str(peak)] * P))], 1))
 
 

@@ -2,7 +2,8 @@
 
 import config as configuration
 from accounts import memory, scaling, traffic
-from parallel.simulation import FORMULAS, build, by_formula, simulate
+from accounts.bubbles import FORMULAS, by_formula, simulate
+from parallel.simulation import build
 
 __all__ = ["FORMULAS", "build", "by_formula", "scaling", "simulate"]
 

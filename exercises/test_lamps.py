@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import reference
 import train
+from accounts import bubbles
 from accounts import flops as flops_of
 from config import Config
 from errors import UserError
@@ -304,10 +305,10 @@ def made(name, p, m):
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
 def test_the_bubble_is_the_formulas(name):
     for p, m in SIZES:
-        formula, letters = simulation.FORMULAS[name], dict(p=p, m=m, **COST)
-        if simulation.by_formula(formula.where, **letters):
-            bubble = simulation.simulate(made(name, p, m), COST).bubble
-            least = simulation.by_formula(formula.bubble, **letters)
+        formula, letters = bubbles.FORMULAS[name], dict(p=p, m=m, **COST)
+        if bubbles.by_formula(formula.where, **letters):
+            bubble = bubbles.simulate(made(name, p, m), COST).bubble
+            least = bubbles.by_formula(formula.bubble, **letters)
             where = f"{name}, p = {p}, m = {m}"
             assert bubble <= least + 1e-9, (
                 f"{where}: the bubble is {bubble:.4f}; should be {formula.bubble} = {least:.4f}"
@@ -317,9 +318,9 @@ def test_the_bubble_is_the_formulas(name):
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
 def test_the_peak_is_the_formulas(name):
     for p, m in SIZES:
-        peaks, formula = simulation.simulate(made(name, p, m), COST).peak, simulation.FORMULAS[name].peak
+        peaks, formula = bubbles.simulate(made(name, p, m), COST).peak, bubbles.FORMULAS[name].peak
         for r, peak in enumerate(peaks):
-            most = simulation.by_formula(formula, p=p, m=m, r=r)
+            most = bubbles.by_formula(formula, p=p, m=m, r=r)
             where = f"{name}, p = {p}, m = {m}: {peak} are in flight on rank {r}"
             assert peak <= most, f"{where}; should be at most {formula} = {most}"
 
