@@ -23,11 +23,11 @@ def resolved_dtype(config, device):
 
 def choose(config, device, dtype):
     ops = choose_kernels(config, device, dtype)
-    return repeatable(ops) if config.recompute == "elementwise" else ops
+    return recomputable(ops) if config.recompute == "elementwise" else ops
 
 
-def repeatable(ops):
-    """Return `ops` with norms and activations whose output y has `y.repetition()`, which computes y once more.
+def recomputable(ops):
+    """Return `ops` with norms and activations whose output y has `y.recompute()`, which computes y once more.
 
     It reads only what their own backward keeps. So the linear that reads y does not keep y.
     """
@@ -35,25 +35,25 @@ def repeatable(ops):
     def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
         z, out = ops.add_layer_norm_(y, x, bias, weight, norm_bias, drop)
         kept = z.detach()
-        out.repetition = lambda: ops.add_layer_norm_(None, kept, None, weight, norm_bias)[1]
+        out.recompute = lambda: ops.add_layer_norm_(None, kept, None, weight, norm_bias)[1]
         return z, out
 
     def add_rms_norm_(y, x, weight, epsilon, drop=None):
         z, out = ops.add_rms_norm_(y, x, weight, epsilon, drop)
         kept = z.detach()
-        out.repetition = lambda: ops.add_rms_norm_(None, kept, weight, epsilon)[1]
+        out.recompute = lambda: ops.add_rms_norm_(None, kept, weight, epsilon)[1]
         return z, out
 
     def gelu_(y, bias):
         out, kept = ops.gelu_(y, bias), y.detach()
         # reference.py has added the bias to y.
         gelu = partial(ops.gelu_, kept, bias) if ops.gelu_ is not reference.gelu_ else partial(reference.gelu, kept)
-        out.repetition = gelu
+        out.recompute = gelu
         return out
 
     def swiglu(gate, up):
         out = ops.swiglu(gate, up)
-        out.repetition = partial(ops.swiglu, gate.detach(), up.detach())
+        out.recompute = partial(ops.swiglu, gate.detach(), up.detach())
         return out
 
     changed = dict(add_layer_norm_=add_layer_norm_, add_rms_norm_=add_rms_norm_, gelu_=gelu_, swiglu=swiglu)

@@ -1,6 +1,7 @@
 """Draw schedules, simulated or recorded, in the terminal and as SVG.
 
 python -m accounts.draw 1f1b zb-h1 --stages=4 --microbatches=8 --svg=pipelines.svg
+python -m accounts.draw 1f1b pipedream --steps=2   two steps: 1F1B becomes empty between them, PipeDream does not
 python -m accounts.draw --trace=trace.json         a step that `train.py --trace` recorded, below its simulation
 python -m accounts.draw --cp=4                     the tokens of context parallel ranks
 """
@@ -121,15 +122,20 @@ def communications(picture, rank, scale):
 # --- the pictures -----------------------------------------------------------------------------------------------------
 
 
-def simulated_picture(name, chunks, stages, microbatches, cost, comm, stashing=True):
+def simulated_picture(name, chunks, stages, microbatches, cost, comm, steps=1, stashing=True):
     """Return the Picture of a schedule. cost: durations of a whole stage; each of v chunks takes 1/v of them.
 
+    steps: all ranks end a step together, but PipeDream runs the micro-batches of all steps without a pause.
     stashing=False: in PipeDream each backward uses the latest weights.
     """
+    if name in schedules.ASYNCHRONOUS:
+        microbatches, steps = microbatches * steps, 1
     schedule = simulation.build(name, stages, microbatches, chunks)
     v = chunks_per_rank(schedule)
-    line = simulate(schedule, {kind: duration / v for kind, duration in cost.items()}, comm)
+    step = simulate(schedule, {kind: duration / v for kind, duration in cost.items()}, comm)
+    line = repeated(step, microbatches, steps, stages)
     title = f"{name}: {stages} stages, {microbatches} micro-batches" + (f", {v} chunks per rank" if v > 1 else "")
+    title += f", {steps} steps" if steps > 1 else ""
     bubble, peak = notes_of(line)
     peak += f", each 1/{v} of a stage's" if v > 1 else ""
     if stages > 1 and name in FORMULAS:
@@ -141,6 +147,16 @@ def simulated_picture(name, chunks, stages, microbatches, cost, comm, stashing=T
     if schedule.versions:
         title += f", {schedules.updates(schedule)} updates" + ("" if stashing else ", without weight stashing")
     return Picture(title, schedule, line, [bubble, peak], versions_of(schedule, stashing))
+
+
+def repeated(line, microbatches, steps, ranks):
+    """Return the Timeline of several steps, one after another. line: that of one step."""
+    events = []
+    for i in range(steps):
+        for rank, action, start, end in line.events:
+            action = action._replace(microbatch=action.microbatch + i * microbatches)
+            events.append(Event(rank, action, start + i * line.makespan, end + i * line.makespan))
+    return timeline(events, ranks)
 
 
 def chunks_per_rank(schedule):
@@ -254,6 +270,7 @@ def parse_arguments(arguments):
     add("names", nargs="*", default=["1f1b"], metavar="SCHEDULE", help="drawn under one another (default: 1f1b)")
     add("--stages", type=int, default=4, metavar="P", help="pipeline stages, one on each rank (default: 4)")
     add("--microbatches", type=int, default=8, metavar="M", help="micro-batches in a step (default: 8)")
+    add("--steps", type=int, default=1, choices=range(1, 17), metavar="N", help="draw N steps (default: 1)")
     add("--chunks", type=int, default=2, metavar="V", help="chunks per rank of interleaved and zb-v (default: 2)")
     add("--cost", default="1,1,1", metavar="F,I,W", help="durations on a whole stage (default: 1,1,1); B takes I + W")
     add("--comm", type=float, default=0.0, metavar="T", help="time of a message, in the unit of --cost (default: 0)")
@@ -269,15 +286,15 @@ def pictures_of(options):
     """Return the Pictures that the options ask for. Raises UserError."""
     if options.trace:
         return recorded_pictures(options.trace, options.window)
-    if (parts := options.stages * options.chunks) * max(parts, options.microbatches) > WORK:
-        raise UserError(
-            f"--stages={options.stages} --microbatches={options.microbatches} --chunks={options.chunks}: too many"
-        )
+    if (parts := options.stages * options.chunks) * max(parts, options.microbatches * options.steps) > WORK:
+        sizes = "stages", "microbatches", "steps", "chunks"
+        raise UserError(f"{' '.join(f'--{name}={getattr(options, name)}' for name in sizes)}: too many")
     with reading(f"--cost={options.cost} --comm={options.comm}: should be like 1,1.5,0.5 and 0.2"):
         F, I, W = map(float, options.cost.split(","))
         if not (min(F, I, W) > 0 <= options.comm and F + I + W + options.comm < math.inf):
             raise ValueError("a duration is not positive or not finite")
-        shared = options.stages, options.microbatches, {"F": F, "B": I + W, "I": I, "W": W}, options.comm
+        cost = {"F": F, "B": I + W, "I": I, "W": W}
+        shared = options.stages, options.microbatches, cost, options.comm, options.steps
         several = {name for name in options.names if schedules.SCHEDULES.get(name) and schedules.usual_chunks(name) > 1}
         pictures = [
             simulated_picture(name, options.chunks if name in several else 1, *shared) for name in options.names

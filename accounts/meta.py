@@ -12,7 +12,7 @@ import torch
 import reference
 from config import Config
 from model import GPT
-from operations import repeatable
+from operations import recomputable
 from parallel import comm
 from parallel.mesh import Axis
 from parallel.tensor import ParamSpec
@@ -50,7 +50,7 @@ def _kept(item, *values):
 def measured(c, item):
     """Return `kept`. Raises any error of the model."""
     dtype = next(dtype for dtype in (torch.float64, torch.float32, torch.bfloat16) if dtype.itemsize == item)
-    ops = repeatable(OPS) if c.recompute == "elementwise" else OPS
+    ops = recomputable(OPS) if c.recompute == "elementwise" else OPS
     model = GPT(c, axis("tp", c.tp), ops, axis("cp", c.cp))
     give_parameters(model, c.tp, dtype)
     ids = torch.empty(c.micro_batch_size, c.seq_length, dtype=torch.int64, device=META)

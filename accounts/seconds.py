@@ -24,7 +24,7 @@ from parallel.layout import rows_outside, tokens_of_rank
 from parallel.optimizer import RULES
 
 COLUMNS = ("F", "I", "W", "recomputation", "collectives", "context")  # of `Step.stages`
-# Gaps of the host, stragglers, clocks under load, multiprocessors that NCCL uses: measured (NOTES.md).
+# Gaps of the host, stragglers, clocks under load, multiprocessors that NCCL uses: measured (MEASURED.md).
 REST = 0.18
 # Expected errors on A100 and H100, up to so many tokens of a sample (test_plan.py).
 ERRORS = {2047: None, 4096: 0.10, 65536: 0.15}

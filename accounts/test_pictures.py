@@ -82,6 +82,20 @@ def test_a_backward_with_other_weights_is_marked(tmp_path, capsys):
         assert (figures.KINDS["!"][0] in texts(tmp_path / "x.svg")) == marked
 
 
+def test_pipedream_pays_its_bubble_once_and_1f1b_in_each_step(tmp_path, capsys):
+    draw.main(["1f1b", "pipedream", "--microbatches=4", "--steps=2", f"--svg={tmp_path}/x.svg"])
+    words = " ".join(texts(tmp_path / "x.svg"))
+    assert "1f1b: 4 stages, 4 micro-batches, 2 steps bubble 0.4286 of 42 " in words
+    assert "pipedream: 4 stages, 8 micro-batches, 8 updates bubble 0.2727 of 33 " in words
+    options = draw.parse_arguments(["1f1b", "interleaved", "pipedream", "--steps=3"])
+    for picture in draw.pictures_of(options):
+        done = [(rank, action) for rank, action, *_ in picture.timeline.events]
+        actions = [len(actions) for actions in picture.schedule.actions]
+        assert len(done) == len(set(done)) == sum(actions) * (1 if picture.versions else 3)
+        assert {action.microbatch for _, action in done} == set(range(24))
+        assert picture.timeline.peak[0] <= 11, "a step begins before the last one has ended"
+
+
 def test_the_bars_of_zero_are_the_model_states(tmp_path):
     page.main([f"--svg={tmp_path}/x.svg"])
     words = texts(tmp_path / "x.svg")
@@ -141,7 +155,10 @@ def test_rings_end_where_the_shards_do(tmp_path, monkeypatch, fields, dp, copies
 # --- all pictures -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", ["--stages=3000", "interleaved --chunks=1000000000", "--microbatches=1000000000"])
+@pytest.mark.parametrize(
+    "words",
+    ["--stages=3000", "interleaved --chunks=1000000000", "--microbatches=1000000000", "--steps=16 --microbatches=2000"],
+)
 def test_a_drawing_that_takes_too_long_is_refused(words):
     with pytest.raises(UserError, match="too many"):
         draw.main(words.split())

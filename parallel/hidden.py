@@ -49,7 +49,7 @@ class Views(list):
 
     hidden = False
 
-    def hide(self, hidden=True):
+    def set_hidden(self, hidden):
         if hidden != self.hidden:
             self.hidden = hidden
             for view in self:

@@ -93,7 +93,7 @@ class Rule(NamedTuple):
     whole: Callable | None = None  # updates whole matrices, returns the other ranges
 
 
-# Add your own: write a function like those above, and add a row (README.md).
+# Add your own: write a function like those above, and add a row (GUIDE.md).
 RULES = {
     "sgd": Rule(sgd, 0),
     "adamw": Rule(adamw, 2, fused="adamw_"),
@@ -114,7 +114,7 @@ def update(c, buckets, scalars, ops, device):
     if rule.fused:
         for b in buckets:
             ranges = [(r.begin, r.end, r.decays) for r in b.ranges]
-            constants |= dict(decay=c.weight_decay, out=b.cast)
+            constants |= dict(decay=c.weight_decay, out=b.copy_of_master)
             getattr(ops, rule.fused)(b.master, b.master_grad, b.moments, scalars, ranges, **constants)
         return
     if scalars.skip:
@@ -137,8 +137,8 @@ def update(c, buckets, scalars, ops, device):
             constants |= dict(lars_coefficient=c.lars_coefficient)
             rule.layerwise(w, g, moments, weight_norm, norm, **constants)
     for b in buckets:
-        if b.cast is not None:
-            b.cast.copy_(b.master)
+        if b.copy_of_master is not None:
+            b.copy_of_master.copy_(b.master)
 
 
 def tensor_norms(tensors, device):

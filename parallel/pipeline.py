@@ -236,7 +236,7 @@ class Executor:
             bucket.start_gather()
         for bucket in chunk.buckets[i]:
             bucket.gather()
-            bucket.param.views.hide(False)
+            bucket.param.views.set_hidden(False)
 
     def _reduce(self, bucket):
         self.passes[bucket.name] -= 1

@@ -320,7 +320,7 @@ def one_chunk(name, chunks):
         raise UserError(f"chunks={chunks}: {name} has one per rank; interleaved and zb-v have more")
 
 
-# Add your own: write a function like those above, and name it in this table (README.md).
+# Add your own: write a function like those above, and name it in this table (GUIDE.md).
 SCHEDULES = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,

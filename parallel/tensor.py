@@ -131,8 +131,8 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, bias, enter, leave, tp, ops=reference):
-        ctx.repeat = getattr(x, "repetition", None)  # `operations.repeatable`
-        ctx.save_for_backward(None if ctx.repeat else x)  # n/t rows with sequence parallelism
+        ctx.recompute = getattr(x, "recompute", None)  # `operations.recomputable`
+        ctx.save_for_backward(None if ctx.recompute else x)  # n/t rows with sequence parallelism
         ctx.arguments = w, bias, enter, leave, tp, ops
         matrix = w.flatten(0, -2)  # qkv is [3, h/t, h]
         x = start(enter, x, tp, "activations").wait()
@@ -151,8 +151,8 @@ class Linear(torch.autograd.Function):
             if bias.requires_grad:
                 bias.grad.add_(sums.view_as(bias))
         dy = start(CONJUGATE[leave], dy, tp, "activations").wait()
-        x = ctx.repeat() if ctx.repeat else x
-        ctx.repeat = None
+        x = ctx.recompute() if ctx.recompute else x
+        ctx.recompute = None
         gathering = start(enter, x, tp, "activations")
         dx = dy @ w.flatten(0, -2)
         sending = start(CONJUGATE[enter], dx, tp, "activations")

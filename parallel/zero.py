@@ -77,17 +77,17 @@ class Flat:
         closed = storage.size() == 0
         if closed:
             storage.resize_(self.whole.nbytes)
-            self.views.hide(False)
+            self.views.set_hidden(False)
         return closed
 
     def close(self):
         if self.sharded:
             free(self.whole)
-            self.views.hide()
+            self.views.set_hidden(True)
 
     def clear(self):
         (self.shard if self.sharded else self.whole).zero_()
-        self.views.hide(self.sharded)
+        self.views.set_hidden(self.sharded)
 
 
 def free(x):
@@ -124,8 +124,8 @@ class Bucket:
     def __init__(self, layout, zero, holders, training):
         """layout: a BucketLayout."""
         self.layout, self.name, self.size = layout, layout.name, layout.size
-        self.shards, self.copies, self.sum_axis = zero.shards, zero.copies, zero.sum_axis
-        self.tp, self.holders, self.window = zero.mesh.tp, holders, zero.window
+        self.shards, self.copies, self.tp = zero.shards, zero.copies, zero.mesh.tp
+        self.shards_for_sums, self.holders, self.window = zero.shards_for_sums, holders, zero.window
         self.bounds = layout.part(self.shards.rank, self.shards.size)
         part = self.shards.rank * self.copies.size + self.copies.rank
         self.saved = layout.part(part, self.shards.size * self.copies.size)
@@ -211,7 +211,8 @@ class Bucket:
             self.summing = all_reduce(self.grad.whole, self.copies, "gradients")
         else:
             shard = self.grad.whole[slice(*self.bounds)]
-            self.summing = reduce_scatter(self.grad.whole, self.sum_axis, "gradients", out=shard)
+            axis = self.shards_for_sums
+            self.summing = reduce_scatter(self.grad.whole, axis, "gradients", out=shard)
         self.window.buckets.append(self)
 
     def settle(self):
@@ -232,7 +233,7 @@ class Bucket:
         return self.copies.rank == self.holders.rank == 0 and (r.cut or self.tp.rank == 0)
 
     @property
-    def cast(self):
+    def copy_of_master(self):
         """`param.shard`, to which the optimizer copies `master`. None if they are one tensor."""
         return None if self.param.shard is self.master else self.param.shard
 
@@ -240,7 +241,7 @@ class Bucket:
         self.master_grad = self.grad.shard
 
     def return_weights(self):
-        """Do nothing: the optimizer has written `cast`."""
+        """Do nothing: the optimizer has written `copy_of_master`."""
 
     def publish(self):
         """Start to all-gather the new parameters (stages 1 and 2)."""
@@ -255,7 +256,7 @@ class HostBucket(Bucket):
     Gradients and new weights go through `staging`, pinned memory, which a GPU copies directly.
     """
 
-    cast = None
+    copy_of_master = None
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -295,7 +296,7 @@ class Zero:
         self.window, self.unequal = Window(), []
         self.shards, self.copies = mesh.cut_data(layout.shards)
         # A second group: a sum must not delay the next gather (`mesh.py`).
-        self.sum_axis = mesh.second(self.shards) if layout.zero_stage == 3 else self.shards
+        self.shards_for_sums = mesh.second(self.shards) if layout.zero_stage == 3 else self.shards
         layouts, self.buckets = layout.buckets(mesh.pp.rank), {}
         # sorted: all holders of a bucket need the same order of calls
         holders = {name: mesh.holders(layout.holders(name)) for name in sorted(layouts)}
@@ -340,7 +341,7 @@ class Zero:
         self.sum_over_tp()
         self.sum_over_holders()
         for bucket in self.in_order:
-            bucket.grad.views.hide(self.shards.size > 1)  # only the shard is summed
+            bucket.grad.views.set_hidden(self.shards.size > 1)  # only the shard is summed
 
     def sum_over_data(self):
         for bucket in [*self.window.buckets]:
@@ -411,14 +412,14 @@ class Zero:
         for x, before in frozen:  # weight decay has changed it
             x.copy_(before)
         for bucket in buckets:
-            if frozen and bucket.cast is not None:
-                bucket.cast.copy_(bucket.master)
+            if frozen and bucket.copy_of_master is not None:
+                bucket.copy_of_master.copy_(bucket.master)
             bucket.return_weights()
 
     def publish(self):
         for bucket in self.buckets.values():  # in the order of forward
             bucket.publish()
-            bucket.param.views.hide(self.shards.size > 1)  # until `gather`
+            bucket.param.views.set_hidden(self.shards.size > 1)  # until `gather`
 
     def whole_parameters(self):
         """Yield this rank's parameters, whole and new: the way to read weights between two steps.
@@ -427,7 +428,7 @@ class Zero:
         """
         for bucket in self.buckets.values():
             bucket.gather()
-            bucket.param.views.hide(False)
+            bucket.param.views.set_hidden(False)
             try:
                 yield from bucket.params
             finally:

@@ -20,7 +20,7 @@ CORE = (
     "parallel/simulation.py parallel/comm.py parallel/watch.py parallel/mesh.py"
 ).split()
 PROGRAM = ("core", "rest of the program")
-PAGES = ("README.md", "GUIDE.md", "MEASURED.md", "NOTES.md")
+PAGES = ("README.md", "SLIDES.md", "GUIDE.md", "MEASURED.md", "NOTES.md")
 NO_CODE = {getattr(tokenize, name) for name in "COMMENT NL NEWLINE INDENT DEDENT ENCODING ENDMARKER".split()}
 
 

@@ -1,4 +1,4 @@
-"""Tries the edits of README.md and GUIDE.md in copies of the project: the tests named there stay green."""
+"""Tries the edits of GUIDE.md in copies of the project: the tests named there stay green."""
 
 import os
 import re
@@ -12,12 +12,12 @@ import pytest
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent.parent
-README, GUIDE = ((HERE / f"{name}.md").read_text("utf-8") for name in ("README", "GUIDE"))
+GUIDE = (HERE / "GUIDE.md").read_text("utf-8")
 
 
 def paste(file, name, table, row):
-    """Insert the README's function above "Add your own", and its row at the table's start."""
-    function = re.search(rf"```python\n(def {name}\(.*?)```", README, re.DOTALL)[1]
+    """Insert the guide's function above "Add your own", and its row at the table's start."""
+    function = re.search(rf"```python\n(def {name}\(.*?)```", GUIDE, re.DOTALL)[1]
     text = file.read_text(encoding="utf-8")
     for place, new in (("# Add your own:", f"{function}\n\n# Add your own:"), (f"\n{table} = {{\n", None)):
         assert text.count(place) == 1, place
@@ -41,7 +41,7 @@ def edit(file, diff):
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """A copy with the README's schedule and optimizer, and the guide's model."""
+    """A copy with the guide's schedule and optimizer."""
     ignored = shutil.ignore_patterns(".*", "__pycache__", "data", "out")
     copy = shutil.copytree(HERE, tmp_path_factory.mktemp("tree") / "nanoparallel", ignore=ignored)
     paste(copy / "parallel/schedules.py", "two_waves", "SCHEDULES", '"two-waves": two_waves,')
@@ -54,22 +54,22 @@ def run(tree, *command):
     return subprocess.run([sys.executable, *command], cwd=tree, env=environment, capture_output=True, text=True)
 
 
-def test_the_drawing_is_the_readmes(tree):
+def test_the_drawing_is_the_guides(tree):
     """1f1b's numbers, too."""
-    shown = re.search(r"```\n(two-waves: 4 stages.*?)\n```", README, re.DOTALL)[1]
+    shown = re.search(r"```\n(two-waves: 4 stages.*?)\n```", GUIDE, re.DOTALL)[1]
     assert shown in run(tree, "-m", "accounts.draw", "two-waves").stdout
     drawn = run(tree, "-m", "accounts.draw", "1f1b").stdout
     assert "bubble 0.2727 of 33" in drawn and "peak   4 3 2 1" in drawn
 
 
-def test_a_backward_before_its_forward_is_refused_in_the_readmes_words(tree, tmp_path):
+def test_a_backward_before_its_forward_is_refused_in_the_guides_words(tree, tmp_path):
     copy = shutil.copytree(tree, tmp_path / "wrong")
     file = copy / "parallel/schedules.py"
     before, after = file.read_text(encoding="utf-8").split("def two_waves")
     wrong = after.replace("F[:half] + B[:half]", "B[:half] + F[:half]", 1)
     file.write_text(f"{before}def two_waves{wrong}", encoding="utf-8")
     done = run(copy, "-m", "accounts.draw", "two-waves")
-    assert done.returncode == 2 and " ".join(done.stderr.split()) in " ".join(README.split())
+    assert done.returncode == 2 and " ".join(done.stderr.split()) in " ".join(GUIDE.split())
 
 
 @pytest.mark.parametrize(

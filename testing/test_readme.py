@@ -1,4 +1,4 @@
-"""Tests README.md, GUIDE.md and MEASURED.md: the names in them exist, and their commands print the text shown there."""
+"""Tests README.md and the other pages: the names in them exist, and their commands print the text shown there."""
 
 import ast
 import json
@@ -14,10 +14,12 @@ import pytest
 
 import config
 from test_tokenizer import write_llamas
-from testing.count_lines import lines_and_tokens
+from testing.count_lines import PAGES, lines_and_tokens
 
 HERE = Path(__file__).parent.parent
-README, GUIDE, MEASURED = ((HERE / f"{name}.md").read_text("utf-8") for name in ("README", "GUIDE", "MEASURED"))
+TEXTS = {page: (HERE / page).read_text("utf-8") for page in PAGES}
+README, SLIDES, GUIDE, MEASURED, NOTES = TEXTS.values()
+JAPANESE = (HERE / "README.ja.md").read_text("utf-8")
 TIME = re.compile(r"(elapsed time per iteration \(ms\): )\d+\.\d")
 
 
@@ -32,11 +34,31 @@ def run(*command, **fields):
 
 def test_the_readme_is_one_page():
     assert README.count("\n") <= 240
-    assert max(len(re.sub(r"[`|]", "", line)) for line in README.splitlines() if line.startswith("| ")) <= 200
+    for text, longest in ((README, 200), (SLIDES, 240)):
+        assert max(len(re.sub(r"[`|]", "", line)) for line in text.splitlines() if line.startswith("| ")) <= longest
+
+
+@pytest.mark.house
+def test_the_pages_are_short():
+    limits = {README: 1600, SLIDES: 1200, GUIDE: 5400, MEASURED: 2500, NOTES: 1100}
+    assert [page for page, text in TEXTS.items() if len(text.split()) > limits[text]] == []
+
+
+def anchors(text):
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"(?m)^##+ (.+)$", re.sub(r"(?s)```.*?```", "", text))
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+def test_every_link_leads_to_a_heading():
+    pages = TEXTS | {"README.ja.md": JAPANESE}
+    for page, text in pages.items():
+        for other, anchor in re.findall(r"\]\(([\w.]*)#([^)]+)\)", text):
+            assert anchor in anchors(pages[other or page]), f"{page}: {other}#{anchor}"
 
 
 def test_every_file_in_the_texts_exists():
-    text = README + GUIDE + MEASURED
+    text = README + SLIDES + GUIDE + MEASURED
     paths = re.findall(r"`((?:\w+/)?\w+\.(?:py|md|sh))`", text) + re.findall(r"\]\(([\w/.]+)\)", text)
     paths = [path for path in paths if path != "mine.py"]  # the reader's own
     folders = (".", "parallel", "accounts", "ladder", "recovery")
@@ -57,14 +79,14 @@ def test_the_rungs_of_the_ladder():
     assert [path for path, *_ in rows] == sorted(path.name for path in (HERE / "ladder").glob("rung*.py"))[:12]
     for path, processes, said, _ in rows:
         text = (HERE / "ladder" / path).read_text("utf-8")
-        assert re.search(r"connect\((.+?)\)", text)[1] == processes.replace(" or ", ", "), path
+        assert re.search(r"connect\((.+?)\)", text)[1] == processes, path
         lines, _ = lines_and_tokens(text)
         assert lines == int(said), f"{path} has {lines} lines of code"
     core = [path for path in HERE.rglob("*.py") if path.parent in (HERE, HERE / "parallel")]
     assert {name for *_, name in rows} <= set().union(*map(names_in, core))
 
 
-SHORT_RUN = re.search(r'(?m)^short_run\(\) { (torchrun --nproc_per_node=)\$1 (.*?) --out_dir=\S+ "\${@:2}"; }$', README)
+SHORT_RUN = re.search(r'(?m)^short_run\(\) { (torchrun --nproc_per_node=)\$1 (.*?) --out_dir=\S+ "\${@:2}"; }$', SLIDES)
 
 
 def slides(text):
@@ -73,7 +95,7 @@ def slides(text):
     return [(slide.strip(), command, code) for slide, command, code in found if "; `" in code]
 
 
-SLIDES = slides(README)
+ROWS = slides(SLIDES)
 
 
 def names_in(path):
@@ -92,7 +114,7 @@ def in_full(command):
     return [*shlex.split(f"{SHORT_RUN[1]}{words[1]} {SHORT_RUN[2]}"), *words[2:]] if words[0] == "short_run" else words
 
 
-@pytest.mark.parametrize("slide, command, code", SLIDES, ids=[row[0] for row in SLIDES])
+@pytest.mark.parametrize("slide, command, code", ROWS, ids=[row[0] for row in ROWS])
 def test_the_map_names_existing_code_tests_and_commands(slide, command, code):
     """Each name exists in the file before it, the last file is a test, and the command is accepted."""
     path, found = None, 0
@@ -116,7 +138,7 @@ def test_the_map_names_existing_code_tests_and_commands(slide, command, code):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [command for _, command, _ in SLIDES if command.startswith("python ")])
+@pytest.mark.parametrize("command", [command for _, command, _ in ROWS if command.startswith("python ")])
 def test_a_command_of_the_map_runs(command):
     assert run(sys.executable, *shlex.split(command)[1:], cwd=HERE)
 
@@ -157,28 +179,45 @@ def test_the_guides_walk_with_a_llama(tmp_path):
     assert vocabularies[0] == vocabularies[1]
 
 
-def test_the_map_has_every_slide():
-    assert len(SLIDES) >= 20
+def test_the_readme_has_a_row_for_each_chapter_of_the_slides():
+    """A chapter has eight rows at most. Its row names its anchor, its rungs (each file has a chapter) and a command."""
+    assert len(ROWS) == int(re.search(r"SLIDES.md\) has (\d+) rows", README)[1])
+    chapters = {f"{n}. {text}": slides(text) for n, text in enumerate(re.split(r"(?m)^## \d+\. ", SLIDES)[1:], 1)}
+    rows = re.findall(r"(?m)^\| \[[^|]+\]\(SLIDES.md#(\S+)\)[^|]* \| ([-\d, to]+) \| `(.+)` \|$", README)
+    assert all(len(rows_of_chapter) <= 8 for rows_of_chapter in chapters.values())
+    for (chapter, found), (anchor, _, command) in zip(chapters.items(), rows, strict=True):
+        assert {anchor} == anchors(f"## {chapter.splitlines()[0]}") and command in {words for _, words, _ in found}
+    ranges = re.findall(r"(\d+)(?: to (\d+))?", ", ".join(rungs for _, rungs, _ in rows))
+    rungs = {rung for first, last in ranges for rung in range(int(first), int(last or first) + 1)}
+    assert rungs == {int(path.name[4:6]) for path in (HERE / "ladder").glob("rung*.py")}
 
 
 def facts(text):
     """Return a page's links, the commands in its sentences, and its numbers without those of lines of code."""
-    links = {link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("README")}
-    prose = re.sub(r"(?m)```.*?```|^\| `[\w/.]+` \|.*|about 1,800 lines", "", re.sub(r"(?s)```.*?```", "", text))
+    links = {link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith(("README", "SLIDES", "#"))}
+    prose = re.sub(r"(?m)```.*?```|^\| `[\w/.]+` \|.*|about 1,900 lines", "", re.sub(r"(?s)```.*?```", "", text))
     commands = re.findall(r"`((?:python|pytest|torchrun|short_run|ADVERSARY=1) [^`]*)`", " ".join(prose.split()))
     return links, set(commands), set(re.findall(r"(?a)(?<![\w.,-])\d[\d,.]*\d(?!\w)", re.sub(r"`[^`]*`", "", prose)))
+
+
+# README.ja.md also has SLIDES.md and these sections of GUIDE.md, in Japanese.
+SECTIONS = "Add your own schedule", "Add your own optimizer"
 
 
 def test_the_japanese_readme_has_the_same_commands_numbers_and_links():
     def names(rows):
         return [(command, re.findall("`(.+?)`", code)) for _, command, code in rows]
 
-    japanese = (HERE / "README.ja.md").read_text("utf-8")
     blocks = re.compile(r"```\w*\n.*?```", re.DOTALL)
-    assert japanese.count("\n") <= 290 and names(slides(japanese)) == names(SLIDES)
-    assert sorted(blocks.findall(japanese)) == sorted(blocks.findall(README))
-    (links, commands, numbers), ours = facts(japanese), facts(README)
-    assert links == ours[0] and commands == ours[1] and numbers >= ours[2], numbers ^ ours[2]
+    sections = [re.search(rf"(?ms)^## {name}\n.*?(?=^## )", GUIDE)[0] for name in SECTIONS]
+    english = "\n".join([README, SLIDES, *sections])
+    assert JAPANESE.count("\n") <= 310 and names(slides(JAPANESE)) == names(ROWS)
+    assert sorted(blocks.findall(JAPANESE)) == sorted(blocks.findall(english))
+    (links, commands, numbers), ours = facts(JAPANESE), facts(english)
+    assert ours[0] - links <= {f"GUIDE.md#{name.lower().replace(' ', '-')}" for name in SECTIONS}, ours[0] - links
+    assert commands >= ours[1] and numbers >= ours[2], (ours[1] - commands, ours[2] - numbers)
+    assert [command for command in commands - ours[1] if command not in " ".join(GUIDE.split())] == []
+    assert [link for link in links - ours[0] if link not in GUIDE and link.partition("#")[0] != "GUIDE.md"] == []
 
 
 # --- transcripts ------------------------------------------------------------------------------------------------------
@@ -220,11 +259,14 @@ def test_the_readmes_first_command_prints_the_shown_lines(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_tables_of_eight_processes(tmp_path):
+@pytest.mark.parametrize("page", ["SLIDES.md", "MEASURED.md"])
+def test_the_tables_of_bytes(tmp_path, page):
     """Bytes do not depend on the machine."""
-    command = re.search(r"```\n(torchrun --nproc_per_node=8 .*?)\n```", MEASURED, re.DOTALL)[1].replace("\\\n", " ")
+    text = TEXTS[page]
+    command = re.search(r"```\n(torchrun --nproc_per_node=8 .*?)\n```", text.replace("\\\n", " "), re.DOTALL)
+    words = shlex.split(command[1]) if command else in_full(re.search(r"(short_run [^`]+)` begins with", text)[1])
     run(sys.executable, HERE / "prepare.py", "--tokenizer=bytes", cwd=tmp_path)
-    words = [str(HERE / word) if word.endswith(".py") else word for word in shlex.split(command)]
+    words = [str(HERE / word) if word.endswith(".py") else word for word in words]
     printed = run(words[0], "--local-addr=localhost", *words[1:], cwd=tmp_path)
-    shown = re.search(r"(sent per step by rank 0.*?)\n\n(kept by rank 0.*?)\n```", MEASURED, re.DOTALL)
-    assert shown[1] in printed and shown[2] in printed
+    shown = [*re.findall(r"(?s)((?:sent|kept) .{0,9}by rank 0\n.*?)\n(?:\n|```)", text)]
+    assert len(shown) == (2 if command else 1) and all(table in printed for table in shown)
