@@ -265,7 +265,8 @@ def in_one_line(text):
     rank, _, stack = text.replace(":\n", ": ", 1).partition("Traceback")
     if not stack:
         return rank
-    frames = [traceback.FrameSummary(*place, "") for place in re.findall('File "(.*)", line ([0-9]+)', stack)]
+    places = re.findall('File "(.*)", line ([0-9]+)', stack)
+    frames = [traceback.FrameSummary(file, int(line), "") for file, line in places]
     (error, *_) = re.findall(r"(?m)^[\w.]+: .*", stack)
     return f"{rank}{error} ({letters.places(frames)})"
 

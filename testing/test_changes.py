@@ -227,6 +227,27 @@ def test_a_frozen_weight_is_frozen_on_every_layout(workers, ranks, fields, optim
     check_change(workers, "frozen", ranks, optimizer=optimizer, **fields)
 
 
+@contextlib.contextmanager
+def own_heads():
+    """A rank takes the mean over its own heads away from the output of attention."""
+    attention = reference.attention
+
+    def changed_attention(*arguments):
+        y = attention(*arguments)
+        return y - y.mean(2, keepdim=True)
+
+    with mock.patch.object(reference, "attention", changed_attention):
+        yield
+
+
+def test_a_wrong_forward_is_named_with_its_place(workers):
+    """Outputs of a row parallel linear are compared, and a rank's columns of a column parallel linear."""
+    with pytest.raises(
+        pytest.fail.Exception, match=r"right up to block0\.qkv, and first differs in block0\.proj \(rank 0"
+    ):
+        check_change(workers, "own_heads", 2, tp=2)
+
+
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
@@ -399,6 +420,7 @@ CHANGES = {
     "smoothing": smoothing,
     "gate": lambda: another_block(add_gate),
     "frozen": frozen,
+    "own_heads": own_heads,
 }
 
 

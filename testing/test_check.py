@@ -56,7 +56,16 @@ def test_the_size_shrinks_and_the_rules_stay():
     assert (c.hidden_size, c.head_size, c.seq_length, padding) == (768, 128, 80, 50304 - 50257)
 
 
+def test_the_traceback_of_a_rank_is_one_line():
+    """The lines of the reader's files stand in it, not those of the tools."""
+    frames = [f'  File "{ROOT}/{file}", line 3, in name\n    x\n' for file in ("testing/workers.py", "model.py")]
+    text = f"rank 1 of 2:\nTraceback (most recent call last):\n{''.join(frames)}ZeroDivisionError: division by zero\n"
+    assert check.in_one_line(text).startswith("rank 1 of 2: ZeroDivisionError: division by zero (model.py:3: ")
+    assert check.in_one_line("two lines\nof a cause") == "two lines\nof a cause"
+
+
 ATTENTION = next(line for line in (ROOT / "model.py").read_text("utf-8").splitlines(True) if "q, k, v = (" in line)
+PROJ = next(line for line in (ROOT / "model.py").read_text("utf-8").splitlines(True) if "self.proj = Row" in line)
 NORM = "torch.stack([loss, norm, lr, skip, stop])"
 EDITS = {  # name: (options, edits, words of the output)
     "a mean over a rank's own heads": (
@@ -68,6 +77,11 @@ EDITS = {  # name: (options, edits, words of the output)
         ["--tp=2"],
         [("model.py", ATTENTION, ATTENTION + "        q = nn.functional.dropout(q, 0.1)\n")],
         "WRONG gradients of one process: finite differences a micro-batch has two losses",
+    ),
+    "a weight that the loss does not read": (
+        [],
+        [("model.py", PROJ, "        self.unused = ParamSpec(f'{name}.unused', (h, h), std=std, decay=True)\n" + PROJ)],
+        "WRONG frozen weights block0.unused, block1.unused: no gradient, but the update moves it",
     ),
     "a rule that the fused kernel ignores": (
         [],
