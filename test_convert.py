@@ -252,7 +252,7 @@ def test_three_training_steps_are_those_of_transformers_and_adamw(tmp_path, in_f
         for decays in (True, False)
     ]
     adamw = torch.optim.AdamW(groups, c.lr, (c.adam_beta1, c.adam_beta2), c.adam_eps)
-    batches, ours, theirs = tiny_batches(run, vocab_size=100), [], []
+    batches, ours, theirs = tiny_batches(run, vocab_size=50), [], []
     for _ in range(3):
         two = [next(batches) for _ in range(2)]  # a step has two micro-batches
         ours.append(train.train_step(run, iter(two)).read().loss)

@@ -135,7 +135,7 @@ def test_files_are_whole_tensors(straight):
 
 def test_a_field_that_contradicts_the_checkpoint_is_refused_by_name(straight, tokens_dir, tmp_path):
     out = shutil.copytree(straight(1, dtype="fp64"), tmp_path / "run")
-    other = dict(num_layers=3, hidden_size=32, num_attention_heads=4, seq_length=4, vocab_size=51, seed=1)
+    other = dict(num_layers=3, hidden_size=64, num_attention_heads=4, seq_length=4, vocab_size=101, seed=1)
     for name, value in (other | dict(optimizer="sgd", activation="relu", experts=4)).items():
         with pytest.raises(UserError, match=rf"^{name}={value}: the checkpoint .*/step_10 has {name}="):
             go(configured(out, tokens_dir, train_iters=12, **{name: value}))

@@ -45,7 +45,7 @@ def said_after_damage(config, rank, bucket, kind, place):
         (2, {}, "bf16", (1, "block1", "master", 4), "block1.qkv.weight (master weight): ranks [0] and ranks [1]"),
         (2, dict(zero=1), "bf16", (0, "word", "parameter", -1), "word.weight: ranks [0] and ranks [1]"),
         (2, dict(tp=2), "fp64", (1, "block0", "moment", -60), "block0.fc2.bias (moment 1): ranks [0] and ranks [1]"),
-        (4, dict(tp=2, zero=3), "fp64", (3, "block0", "moment", -60), "block0.fc2.bias (moment 1): ranks [2] and"),
+        (4, dict(tp=2, zero=3), "fp64", (3, "block0", "moment", -100), "block0.fc2.bias (moment 1): ranks [2] and"),
         (4, dict(zero=3, zero_copies=2), "fp64", (2, "block0", "moment", 5), "block0.qkv.weight (moment 1): ranks [0]"),
         (4, dict(pp=2, zero=3), "bf16", (2, "word", "parameter", 5), "word.weight: ranks [2] and ranks [3]"),
         (4, dict(pp=4, schedule="chimera", num_layers=4), "fp64", (2, "block1", "parameter", 0), "block1.qkv.weight"),
