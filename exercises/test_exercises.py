@@ -282,7 +282,7 @@ def test_a_power_law_is_a_line_in_the_logarithm(capsys):
 
 @pytest.mark.slow
 def test_a_solved_exercise_is_green():
-    """Every lamp is a test of the project, and these are green."""
+    """Every lamp is a test of the project. These are green, but for two of exercise 13, which need a mistake."""
     lamps = {lamp["test"] for number in exercise.numbers() for lamp in exercise.exercise(number)["lamp"]}
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", *sorted(lamps)]
     assert subprocess.run(command, cwd=exercise.ROOT, capture_output=True).returncode == 0

@@ -455,6 +455,12 @@ def test_a_layout_without_tp_sees_no_mistake(workers, name):
     check_layout([tiny_config(2 if "zero" in fields else 1, **fields)], functools.partial(workers.run, 2))
 
 
+needs_mistake = pytest.mark.skipif(
+    "not config.pluginmanager.has_plugin('testing.judging')", reason="needs an answer of exercise 13, which is a mistake"
+)
+
+
+@needs_mistake
 def test_tp_sees_the_mistake(workers):
     for sequence_parallel in (False, True):
         config = tiny_config(1, 2, sequence_parallel=sequence_parallel)
@@ -463,6 +469,7 @@ def test_tp_sees_the_mistake(workers):
         assert not all(near), f"with sequence_parallel={sequence_parallel} tp=2 trains the model of one process"
 
 
+@needs_mistake
 def test_the_types_name_the_line_of_the_mistake():
     found = letters.findings(tiny_config(1))
     assert found, "the types find no mistake"
