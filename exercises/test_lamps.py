@@ -456,7 +456,8 @@ def test_a_layout_without_tp_sees_no_mistake(workers, name):
 
 
 needs_mistake = pytest.mark.skipif(
-    "not config.pluginmanager.has_plugin('testing.judging')", reason="needs an answer of exercise 13, which is a mistake"
+    "not config.pluginmanager.has_plugin('testing.judging')",
+    reason="needs an answer of exercise 13, which is a mistake",
 )
 
 
