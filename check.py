@@ -267,7 +267,7 @@ def in_one_line(text):
         return rank
     places = re.findall('File "(.*)", line ([0-9]+)', stack)
     frames = [traceback.FrameSummary(file, int(line), "") for file, line in places]
-    (error, *_) = re.findall(r"(?m)^[\w.]+: .*", stack)
+    (error, *_) = re.findall(r"(?m)^[\w.]+(?:: .*)?$", stack)  # `assert x` has no message
     return f"{rank}{error} ({letters.places(frames)})"
 
 

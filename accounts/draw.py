@@ -140,7 +140,7 @@ def simulated_picture(name, chunks, stages, microbatches, cost, comm, steps=1, s
     peak += f", each 1/{v} of a stage's" if v > 1 else ""
     if stages > 1 and name in FORMULAS:
         formula, letters = FORMULAS[name], dict(p=stages, m=microbatches, v=v, **cost)
-        if comm == 0 and by_formula(formula.where, **letters):
+        if comm == 0 and steps == 1 and by_formula(formula.where, **letters):  # a formula is of one step
             bubble += f" | {formula.bubble} = {by_formula(formula.bubble, **letters):.4f}"
         peaks = " ".join(str(by_formula(formula.peak, r=r, **letters)) for r in range(stages))
         peak += f" | {formula.peak} = {peaks}"

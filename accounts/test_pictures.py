@@ -87,6 +87,8 @@ def test_pipedream_pays_its_bubble_once_and_1f1b_in_each_step(tmp_path, capsys):
     words = " ".join(texts(tmp_path / "x.svg"))
     assert "1f1b: 4 stages, 4 micro-batches, 2 steps bubble 0.4286 of 42 " in words
     assert "pipedream: 4 stages, 8 micro-batches, 8 updates bubble 0.2727 of 33 " in words
+    draw.main(["zb-h2", "--steps=2"])
+    assert "bubble 0.0588 of 51 | whole step: 0.1111 of 54\n" in capsys.readouterr().out, "a formula is of one step"
     options = draw.parse_arguments(["1f1b", "interleaved", "pipedream", "--steps=3"])
     for picture in draw.pictures_of(options):
         done = [(rank, action) for rank, action, *_ in picture.timeline.events]

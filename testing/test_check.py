@@ -61,6 +61,8 @@ def test_the_traceback_of_a_rank_is_one_line():
     frames = [f'  File "{ROOT}/{file}", line 3, in name\n    x\n' for file in ("testing/workers.py", "model.py")]
     text = f"rank 1 of 2:\nTraceback (most recent call last):\n{''.join(frames)}ZeroDivisionError: division by zero\n"
     assert check.in_one_line(text).startswith("rank 1 of 2: ZeroDivisionError: division by zero (model.py:3: ")
+    without = text.replace(": division by zero", "").replace("ZeroDivision", "Assertion")  # `assert x`
+    assert check.in_one_line(without).startswith("rank 1 of 2: AssertionError (model.py:3: ")
     assert check.in_one_line("two lines\nof a cause") == "two lines\nof a cause"
 
 
