@@ -103,9 +103,9 @@ def row(picture, rank, scale):
         if action.kind == "U":
             versions = versions.ljust(stop - 1) + "|"
         elif stop > begin:
-            letter, width = action.kind.lower() if action.chunk in picture.later else action.kind, stop - begin
-            name = f"{letter}{action.microbatch}"
-            box = name.ljust(width - 1, "-") + " " if len(name) < width else name if len(name) == width else letter
+            letter = action.kind.lower() if action.chunk in picture.later else action.kind
+            name, width = f"{letter}{action.microbatch}", stop - begin
+            box = name.ljust(width - 1, "-") if len(name) <= width else letter
             boxes = boxes.ljust(begin, ".") + box.ljust(width)
             if picture.versions:
                 mark = "!" if picture.other_weights(rank, action) else ""
@@ -192,8 +192,7 @@ def versions_of(schedule, stashing=True):
 def recorded_pictures(path, window=""):
     """Return two Pictures of the last complete step in a trace (`trace.py`): simulated and recorded.
 
-    In the simulation, actions take the mean time of their kind and messages no time. window: of --window. Raises
-    UserError without a complete step.
+    In the simulation, actions take the mean time of their kind and messages no time. window: of --window.
     """
     with reading(f"--trace={path} --window={window}"):
         schedule, steps, calls = read_trace(path)
@@ -206,20 +205,19 @@ def recorded_pictures(path, window=""):
         events = [Event(*row) for row in cut(steps[step], begin)]
         kinds = sorted({event.action.kind for event in events})
         cost = {kind: fmean(e.end - e.start for e in events if e.action.kind == kind) for kind in kinds}
-        lines = simulate(schedule, cost), timeline(events, len(schedule.actions))
+        simulated, recorded = simulate(schedule, cost), timeline(events, len(schedule.actions))
         calls = cut(calls, begin)
         if window:
             first, last = map(float, window.split(","))
-            last = min(last, lines[1].makespan)
+            last = min(last, recorded.makespan)
             if not 0 <= first < last:
-                raise ValueError(f"the window should be A,B with 0 <= A < B, in a step of {lines[1].makespan:.0f} ms")
+                raise ValueError(f"the window should be A,B with 0 <= A < B, in a step of {recorded.makespan:.0f} ms")
     means = ", ".join(f"{kind} {cost[kind]:.3g} ms" for kind in cost)
-    titles = f"{schedule.name}, ideal: {means}, messages no time", f"{schedule.name}, recorded: step {step}"
-    versions = versions_of(schedule)
-    pictures = []
-    for title, line, drawn in zip(titles, lines, ((), calls), strict=True):
-        pictures.append(Picture(title, schedule, line, notes_of(line, "ms"), versions, drawn))
-    return [zoomed(pictures[1], first, last)] if window else pictures
+    title, versions = f"{schedule.name}, ideal: {means}, messages no time", versions_of(schedule)
+    ideal = Picture(title, schedule, simulated, notes_of(simulated, "ms"), versions)
+    title = f"{schedule.name}, recorded: step {step}"
+    picture = Picture(title, schedule, recorded, notes_of(recorded, "ms"), versions, calls)
+    return [zoomed(picture, first, last)] if window else [ideal, picture]
 
 
 def cut(rows, begin, end=math.inf):

@@ -60,8 +60,9 @@ def model_named(name):
     return model_of(replace(configuration.load([f"{FOLDER}/configs/{name}.py"]), dtype="bf16"), "bf16")
 
 
+@cache
 def checked(model, tp, pp, schedule, m):
-    """Return the first fields of `Model.layout`. Raises UserError if they don't fit together."""
+    """Return the first fields of `Model.layout`."""
     fields = dict(tp=tp, pp=pp, schedule=schedule, chunks=schedules.usual_chunks(schedule))
     c = replace(model_named(model).config, **fields, micro_batch_size=1, global_batch_size=m)
     configuration.check(c, tp * pp)
