@@ -57,14 +57,12 @@ def entry(facts):
     waits = "/".join(f"{100 * facts['step_parts'][part] / step:.1f}" for part in WAITS)
     large = {what: size / GB for what, size in bytes_kept.items() if size >= 0.05 * GB}
     parts = ", ".join(f"{what} {size:.1f}" for what, size in large.items())
-    order, seconds = min(facts["order_seconds"].items(), key=lambda item: item[1])
-    faster = [(seconds, f"--order={order}")]
-    faster += [(seconds, f"--zero_copies={copies}") for copies, seconds in facts["copies_seconds"].items()]
-    for seconds, option in faster:
-        if seconds < 0.999 * step:
-            facts = facts | {"binds": f"{facts['binds']}; {step / seconds - 1:.1%} faster with {option}"}
-    memory = sum(bytes_kept.values()) / GB
-    return ROW.format(**facts, **facts["layout"], memory=memory, waits=waits, parts=parts)
+    binds, memory = facts["binds"], sum(bytes_kept.values()) / GB
+    for option, key in [("order", "order_seconds"), ("zero_copies", "copies_seconds")]:
+        for value, other in facts[key].items():
+            if other < 0.999 * step:
+                binds += f"; {step / other - 1:.1%} faster with --{option}={value}"
+    return ROW.format(**facts | facts["layout"] | dict(memory=memory, waits=waits, parts=parts, binds=binds))
 
 
 def explain(name, formula, value):
@@ -90,7 +88,7 @@ def plan(options, config, device, fields):
     gpus, chosen, lines = options.gpus, [config], []
     search.check(config, options.tokens)
     if not options.as_is and (options.top or not {"tp", "pp"} <= fields):
-        layouts = search.rank_all(config, gpus, device, fields, tokens=options.tokens)
+        layouts = search.rank_all(config, gpus, device, fields)
         fit, rest = ([f["config"] for f in layouts if f["fits"] == fits] for fits in (True, False))
         # if no layout was found, the check of the simplest one names the mistake
         plain = {name: value for name, value in search.PLAIN.items() if name not in fields}
@@ -100,8 +98,7 @@ def plan(options, config, device, fields):
     if options.explain:
         facts = [search.facts_of(chosen[0], gpus, device, options.tokens, say=explain)]
     else:
-        facts = [search.facts_of(c, gpus, device, options.tokens) for c in chosen]
-        facts.sort(key=search.sort_key)
+        facts = sorted((search.facts_of(c, gpus, device, options.tokens) for c in chosen), key=search.sort_key)
     text = "\n".join([*lines, TITLES, *map(entry, facts), LEGEND])
     print(json.dumps(facts, indent=1) if options.json else text)
 

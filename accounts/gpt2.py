@@ -1,6 +1,7 @@
 """GPT-2's formulas for activations and elementwise operations (`memory.py` has the table of Korthikanti et al.)."""
 
 from parallel.experts import places_of_expert
+from parallel.layout import rows_outside
 from reference import ACTIVATIONS
 
 
@@ -34,7 +35,7 @@ def kept(c, z):
         for what in ("qkv's input", "fc1's input", "fc2's input" if c.activation == "gelu" else "gelu's input"):
             del block[what]
     if c.experts:
-        places, chosen = expert_places(c, z), z.rows * c.top_k
+        places, chosen = expert_places(c), z.rows * c.top_k
         inputs = z.item * places * c.hidden_size
         block |= {
             "probabilities": z.wide * z.rows * c.experts,
@@ -50,9 +51,9 @@ def kept(c, z):
     return {"embedding": embedding, "block": block, "head": head}
 
 
-def expert_places(c, z):
+def expert_places(c):
     """Return the number of places for tokens that a rank's experts have (`parallel/experts.py`)."""
-    return z.rows // c.tokens_of_group * places_of_expert(c, c.tokens_of_group) * c.experts
+    return rows_outside(c) // c.tokens_of_group * places_of_expert(c, c.tokens_of_group) * c.experts
 
 
 def passes(c):

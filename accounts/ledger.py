@@ -32,10 +32,10 @@ from fractions import Fraction
 from types import CodeType
 from typing import NamedTuple
 
+from accounts.gpt2 import expert_places
 from accounts.matrices import matrices_of
 from parallel import schedules
 from parallel.comm import sent_bytes
-from parallel.experts import places_of_expert
 from parallel.layout import REPLICATED, replica_sums, rows_outside, tokens_of_rank
 from parallel.muon import is_cut
 from parallel.optimizer import RULES
@@ -114,9 +114,10 @@ EVERY_ROW = read(TABLE)
 
 def rows_of(layout):
     """Return the Rows whose condition holds for a layout."""
-    c, rule = layout.config, RULES[layout.config.optimizer]
-    letters = dict(sp=c.sequence_parallel, E=c.experts, ring=c.context == "ring", lamb=rule.layerwise)
-    letters["zero"], name = layout.zero_stage, {} if c.zero_copies > 1 else {"shards": "data"}
+    c = layout.config
+    letters = dict(sp=c.sequence_parallel, zero=layout.zero_stage, E=c.experts, ring=c.context == "ring")
+    letters["lamb"] = RULES[c.optimizer].layerwise
+    name = {} if c.zero_copies > 1 else {"shards": "data"}
     return [row._replace(axis=name.get(row.axis, row.axis)) for row in EVERY_ROW if eval(row.condition, letters)]
 
 
@@ -150,19 +151,19 @@ def occasions_of(layout, schedule, pp_rank, data_rank, letters):
     """Return {Row.per: [(times in a step, {axis: ranks}, letters)]} of a rank. letters: those of all its rows."""
     ranks, passes, buckets, norms = layout.axis_sizes(), layout.passes(schedule, pp_rank), [], Counter()
     for name, bucket in layout.buckets(pp_rank).items():
-        holders, c = tuple(layout.holders(name)), layout.config
+        holders, used = tuple(layout.holders(name)), passes[name] > 0
         more = letters_of_bucket(layout, bucket, data_rank)
-        more |= dict(versions=published(schedule, holders), used=(passes[name] > 0) * (2 if c.penalty else 1))
+        more |= dict(versions=published(schedule, holders), used=2 * used if layout.config.penalty else used)
         buckets.append((passes[name], ranks | {"holders": len(holders)}, letters | more))
         norms[holders] += 2 * len(bucket.specs)
-    rank = 1, ranks, letters | {"norms": norms.total()}
+    once = 1, ranks, letters | {"norms": norms.total()}
     return {
         ("layer", "micro-batch"): [(letters["blocks"], ranks, letters)],
-        ("micro-batch",): [rank],
-        ("boundary", "micro-batch"): [rank],
+        ("micro-batch",): [once],
+        ("boundary", "micro-batch"): [once],
         ("bucket", "micro-batch"): buckets,
         ("bucket", "step"): [(1, *rest) for _, *rest in buckets],
-        ("step",): [rank, *((1, {"holders": len(group)}, letters | {"norms": n}) for group, n in norms.items())],
+        ("step",): [once, *((1, {"holders": len(group)}, letters | {"norms": n}) for group, n in norms.items())],
     }
 
 
@@ -172,12 +173,12 @@ def letters_of_rank(layout, schedule, rank, real_losses):
     actions, last = schedule.actions[rank], len(layout.unit_specs) - 1
     forwards = Counter(unit for kind, _, chunk in actions if kind == "F" for unit in layout.units[chunk])
     embeddings, heads, pieces = forwards[0], forwards[last], math.ceil(tokens / ROWS)
-    losses, E, G = heads * (1 + real_losses), c.experts, c.tokens_of_group
+    losses = heads * (1 + real_losses)
     return dict(
         columns=[tokens * m.inputs for m in matrices.of_kind("column")],
         rows=[tokens * m.outputs for m in matrices.of_kind("row")],
         runs=2 if c.recompute == "full" else 1,
-        places=rows_outside(c) // G * E * places_of_expert(c, G) if E else 0,
+        places=expert_places(c) if c.experts else 0,
         kv=2 * tokens * c.hidden_size // c.tp,
         h=c.hidden_size,
         c=c.cp,

@@ -39,8 +39,9 @@ def refuse_too_large(c, ranks, device):
 def remedy(c, ranks, device, have):
     """Return the smallest change that suffices, as text."""
     better = dict(zero=range(c.zero + 1, 4), recompute=["elementwise", "full"], tp=[2, 4, 8])
-    better |= dict(offload=[True] * (device.type == "cuda"))
-    for names in itertools.chain.from_iterable(itertools.combinations(better, n) for n in range(1, 5)):
+    if device.type == "cuda":
+        better["offload"] = [True]
+    for names in (names for n in range(1, 5) for names in itertools.combinations(better, n)):
         for values in itertools.product(*map(better.get, names)):
             fields = dict(zip(names, values, strict=True))
             with contextlib.suppress(UserError):  # this layout is impossible

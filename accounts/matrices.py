@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from accounts import gpt2, llama
 from config import SECTIONS, Config
-from errors import UserError
 from model import unit_specs
 
 FORMULAS = {"model": gpt2, "llama": llama}
@@ -31,6 +30,11 @@ class Matrix(NamedTuple):
     def elements(self):
         return self.count * self.outputs * self.inputs
 
+    def local(self, t):
+        """Return (inputs, outputs) of a column or row parallel linear on one of t ranks."""
+        outputs = self.count * self.outputs
+        return (self.inputs, outputs // t) if self.kind == "column" else (self.inputs // t, outputs)
+
 
 class Matrices(NamedTuple):
     """The matrices of one block, and what a rank computes beside them if `formulas` is not None."""
@@ -45,12 +49,12 @@ class Matrices(NamedTuple):
 
 def matrices_of(c):
     """Return the Matrices of the model of a Config."""
-    return _matrices(*(getattr(c, name) for name in SECTIONS["model"]))
+    return _matrices(**{name: getattr(c, name) for name in SECTIONS["model"]})
 
 
 @cache
-def _matrices(*values):
-    c = Config(**dict(zip(SECTIONS["model"], values, strict=True)))
+def _matrices(**fields):
+    c = Config(**fields)
     units, formulas = unit_specs(c), FORMULAS.get(c.model)
     shapes = {spec.name: spec.shape for unit in units for spec in unit}
     if formulas and formulas.parameters(c) != sum(map(math.prod, shapes.values())):
@@ -61,14 +65,6 @@ def _matrices(*values):
 
 def matrix(spec):
     *count, outputs, inputs = spec.shape
-    kinds = {None: "whole", -1: "row", -2: "column", -3: "experts"}
-    kind = kinds[spec.tp_dim if spec.tp_dim is None else spec.tp_dim - len(spec.shape)]
+    kinds = ["experts", "column", "row"]
+    kind = "whole" if spec.tp_dim is None else kinds[spec.tp_dim - len(spec.shape)]
     return Matrix(kind, math.prod(count), outputs, inputs)
-
-
-def require_formulas(c):
-    """Raise UserError if no formula belongs to the model."""
-    if matrices_of(c).formulas is None:
-        raise UserError(
-            f"model={c.model}: its elementwise operations have no formula; plan.py needs {' or '.join(FORMULAS)}"
-        )

@@ -64,7 +64,7 @@ from parallel import schedules, simulation
 from parallel.layout import rows_outside, split, tokens_of_rank
 from parallel.optimizer import RULES
 from parallel.pipedream import OLDER, SUMS
-from parallel.pipeline import IN_TRANSIT, Chunk
+from parallel.pipeline import IN_TRANSIT, first_uses
 from parallel.versions import kept_versions
 from parallel.zero import Window
 
@@ -119,19 +119,19 @@ def model_states(elements, n, zero, parameters=2, gradients=4, master=4, moments
 
 def whole_gradients(layout, schedule, rank, z):
     """Return the row WHOLE as `Bucket.open_gradient` and `reduce` make it; {} if no gradients are sharded."""
+    if layout.zero_stage < 2:
+        return {}
     size = {name: z.wide * bucket.size for name, bucket in layout.buckets(rank).items()}
-    opened, sums, peak = set(), deque(maxlen=Window.MOST), 0  # sums that still run: one more ends the oldest
-    numbers = layout.chunks(rank) if layout.zero_stage >= 2 else []
-    chunks = {c: Chunk(layout.units[c], [layout.names([unit]) for unit in layout.units[c]]) for c in numbers}
-    for kind, _, c in schedule.actions[rank] if chunks else ():
-        chunk = chunks[c]
-        for names, complete in [] if kind == "F" else [*zip(chunk.buckets, chunk.reduce_after, strict=True)][::-1]:
-            sums = deque((name for name in sums if name not in names), maxlen=2)
-            opened |= {*names}
-            peak = max(peak, sum(size[name] for name in {*opened, *sums}))
+    opened, sums, peak = set(), [], 0  # sums: those that still run
+    for kind, _, chunk in schedule.actions[rank]:
+        buckets = [layout.names_of[unit] for unit in layout.units[chunk] if kind != "F"]
+        for names, complete in zip(buckets[::-1], first_uses(buckets)[::-1], strict=True):
+            sums = [name for name in sums if name not in names]
+            opened.update(names)
+            peak = max(peak, sum(size[name] for name in opened.union(sums)))
             if kind != "I":
-                opened -= {*complete}
-                sums.extend(complete)
+                opened.difference_update(complete)
+                sums = [*sums, *complete][-Window.MOST :]  # one more ends the oldest
     return {WHOLE: peak} if peak else {}
 
 
@@ -158,17 +158,10 @@ def unit_activations(c, z):
 
 
 def operand_elements(c, z):
-    """Return the elements of W's operands in a block."""
-    places = gpt2.expert_places(c, z) if c.experts else 0
-    return sum(operands(m, z.tokens, places, c.tp) for m in matrices_of(c).block)
-
-
-def operands(m, tokens, places, t):
-    """Return the elements of x and of dy of a `matrices.Matrix` on one of t ranks. places: of its experts."""
-    if m.kind == "experts":
-        return places * (m.inputs + m.outputs)
-    inputs, outputs = m.inputs, m.count * m.outputs
-    return {"column": tokens * (inputs + outputs // t), "row": tokens * (inputs // t + outputs)}.get(m.kind, 0)
+    """Return the elements of W's operands, x and dy of the linears of a block."""
+    matrices = matrices_of(c)
+    linears = sum(z.tokens * sum(m.local(c.tp)) for m in matrices.of_kind("column", "row"))
+    return linears + sum(gpt2.expert_places(c) * (m.inputs + m.outputs) for m in matrices.of_kind("experts"))
 
 
 class ChunkBytes(NamedTuple):
@@ -187,7 +180,7 @@ def kept_by_chunk(c, schedule, z, message):
     saved = dict(unit_activations(c, z))
     saved["block"] -= message  # its input is another unit's output
     if c.recompute == "full":
-        del saved["block"]  # its input is another unit's output
+        del saved["block"]
     chunks = []
     units = split(["embedding", *["block"] * c.num_layers, "head"], max(schedule.parts) + 1)
     for chunk, part in enumerate(schedule.parts):

@@ -35,13 +35,13 @@ def kept(c, item):
 
     item: bytes of an element. A block's input counts. Tensors that several units keep count once, in the first.
     """
-    return _kept(item, *vars(c).values())
+    return _kept(item, **vars(c))
 
 
 @cache
-def _kept(item, *values):
+def _kept(item, **fields):
     try:
-        return measured(Config(*values), item)
+        return measured(Config(**fields), item)
     except Exception:  # the model is a user's, and runs; a meta tensor may lack what it does
         return None
 
@@ -55,23 +55,19 @@ def measured(c, item):
     give_parameters(model, c.tp, dtype)
     ids = torch.empty(c.micro_batch_size, c.seq_length, dtype=torch.int64, device=META)
     batch, table, x = model.micro_batch(ids, ids, ids[:, 0]), {}, None
-    counted = {identity(tensor): tensor for tensor in (*model.parameters(), batch.rows)}
-    units = {
-        "embedding": model.units[0],
-        "first block": model.units[1],
-        "block": model.units[1],
-        "head": model.units[-1],
-    }
+    counted = {storage_id(tensor): tensor for tensor in (*model.parameters(), batch.rows)}
+    embedding, block, *_, head = model.units
+    units = {"embedding": embedding, "first block": block, "block": block, "head": head}
     with mock.patch.object(comm, "_collective", lambda *_, result, **__: comm.Pending(result)):
         for name, unit in units.items():
             saved, x = {}, None if x is None else x.detach().requires_grad_()
 
             def pack(tensor, saved=saved):
-                return saved.setdefault(identity(tensor), tensor.detach())
+                return saved.setdefault(storage_id(tensor), tensor.detach())
 
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 y = unit(x, batch)
-            counted |= {identity(tensor): tensor for tensor in (x, y) if tensor is not None}
+            counted |= {storage_id(tensor): tensor for tensor in (x, y) if tensor is not None}
             new = [tensor for key, tensor in saved.items() if key not in counted]
             new += {"embedding": [], "head": [y]}.get(name, [x])
             table[name] = sum(tensor.untyped_storage().nbytes() for tensor in new)
@@ -81,7 +77,7 @@ def measured(c, item):
     return table
 
 
-def identity(tensor):
+def storage_id(tensor):
     return tensor.untyped_storage()._cdata  # storages without memory have no address
 
 

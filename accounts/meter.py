@@ -18,15 +18,11 @@ from contextlib import contextmanager
 import torch
 
 from accounts.memory import PEAK, RECOMPUTED, WHOLE
+from accounts.meta import storage_id
 from parallel.schedules import Action
 from parallel.watch import Tool
 
 STATES = ("parameters", "gradients", "master weights", "moments")
-
-
-def storage_id(tensor):
-    """Return a key for a storage, because one of size 0 has no address."""
-    return tensor.untyped_storage()._cdata
 
 
 def flat_buffers(zero, other_flats):

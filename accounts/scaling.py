@@ -69,16 +69,6 @@ def enough_flops(fit, target):
     return 6 * ((loss(fit, parameters, tokens) - fit.E) / (target - fit.E)) ** (1 / k)
 
 
-def per_day(devices):
-    """Return the FLOPs of a day of all devices at their peak."""
-    return sum(count * peak for count, _, peak in devices) * 1e12 * 86400
-
-
-def used(devices, days):
-    """Return the share of their peak that the devices use if SLIDE_FLOPS take so many days."""
-    return SLIDE_FLOPS / (per_day(devices) * days)
-
-
 # --- the tables -------------------------------------------------------------------------------------------------------
 
 
@@ -102,8 +92,9 @@ def main(flops, gpus, device):
     rows = [("machine", "devices", "slide's days", "used", "days")]
     for name, (devices, days) in (MACHINES | yours).items():
         names = " + ".join(f"{count:,} {device}" for count, device, _ in devices)
-        on_slide = (f"{days:,}", f"{used(devices, days):.1%}") if days else ("-", "-")
-        rows.append((name, names, *on_slide, f"{flops / (MFU * per_day(devices)):,.1f}"))
+        peak = sum(count * peak for count, _, peak in devices) * 1e12 * 86400  # FLOPs of a day
+        on_slide = (f"{days:,}", f"{SLIDE_FLOPS / (peak * days):.1%}") if days else ("-", "-")
+        rows.append((name, names, *on_slide, f"{flops / (MFU * peak):,.1f}"))
     print(f"""Compute-optimal models for C = {flops:.3g} FLOPs, and the models of the slide "Transformerのスケール則"
 {models_table(flops)}
 N: parameters. D: training tokens. C = 6ND (the slide counts 5.7ND). Losses are in nats per token.

@@ -17,7 +17,6 @@ These layouts are not listed, because another one is better. Set their fields to
 
 import gc
 import math
-from collections import defaultdict
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -26,7 +25,7 @@ from itertools import product
 import config as configuration
 from accounts import ledger, memory
 from accounts.flops import hardware_flops, model_flops
-from accounts.matrices import matrices_of, require_formulas
+from accounts.matrices import FORMULAS, matrices_of
 from accounts.seconds import ERRORS, Step, schedule
 from errors import UserError
 from model import unit_specs
@@ -39,7 +38,7 @@ from parallel.tensor import ROWS
 FIELDS = ("tp", "pp", "schedule", "chunks", "zero", "sequence_parallel", "recompute", "micro_batch_size")
 LISTED = ("1f1b", "interleaved", "zb-h1", "zb-v")
 RESERVED = 2 * 2**30  # bytes of a GPU that PyTorch cannot use
-ORDERS, RECOMPUTES = configuration.CHOICES["order"], configuration.CHOICES["recompute"]
+ORDERS = configuration.CHOICES["order"]
 GB = 1e9
 PLAIN = dict(zip(FIELDS, (1, 1, "1f1b", 1, 0, False, "none", 1), strict=True))
 
@@ -55,13 +54,9 @@ SHORT = {"1f1b": (1, 2), "interleaved": (2, 0), "zb-h1": (2, 2), "zb-h2": (3, 2)
 
 
 @cache
-def messages_by_rank(*numbers):
-    """Return {rank: its messages} of the Schedule (name, p, m, chunks)."""
-    of = defaultdict(list)
-    for message in simulation.messages(schedule(*numbers)):
-        of[message.source].append(message)
-        of[message.destination].append(message)
-    return of
+def messages(*numbers):
+    """Return the messages of the Schedule (name, p, m, chunks)."""
+    return simulation.messages(schedule(*numbers))
 
 
 def has_head(layout, rank):
@@ -74,8 +69,7 @@ class Model:
     def __init__(self, config):
         self.config, self.unit_specs, self.item = config, unit_specs(config), DTYPES[config.dtype].itemsize
         self.wide = max(4, self.item)
-        shapes = {spec.name: spec.shape for unit in self.unit_specs for spec in unit}
-        self.parameters = sum(map(math.prod, shapes.values()))
+        self.parameters = matrices_of(config).formulas.parameters(config)
         self.buckets = cache(lambda tp, dp: all_buckets(self.unit_specs, tp, dp))
         self.layout, self.rows, self.activations = map(cache, (self.layout, self.rows, self.activations))
 
@@ -103,7 +97,7 @@ class Model:
     def activations(self, layout, m, rank):
         c = layout.config
         numbers = c.schedule, c.pp, m, c.chunks
-        return memory.activations(c, schedule(*numbers), rank, layout.sizes, messages_by_rank(*numbers)[rank])
+        return memory.activations(c, schedule(*numbers), rank, layout.sizes, messages(*numbers))
 
     def bytes_kept(self, layout, m, b, rank):
         """Return the table of `memory.predict_kept`."""
@@ -142,7 +136,7 @@ def _model(**fields):
 
 def model_of(config, dtype):
     """Return the Model that all layouts of a Config share."""
-    return _model(**vars(config) | PLAIN | {"dtype": dtype, "order": ORDERS[0]})
+    return _model(**vars(config) | PLAIN | {"dtype": dtype})
 
 
 # --- which layouts ----------------------------------------------------------------------------------------------------
@@ -150,11 +144,10 @@ def model_of(config, dtype):
 
 def candidates(config, gpus, device, fixed):
     """Yield the Configs that `config.check` accepts. fixed: names of fields that keep their values."""
-    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
-    tps = [n for n in divisors if n & (n - 1) == 0 and n <= 2 * device.per_node]  # also beyond the node
-    pps, zeros, recomputes = [n for n in divisors if n <= config.num_layers], [0, 1, 2, 3], RECOMPUTES
+    tps = [2**i for i in range(20) if gpus % 2**i == 0 and 2**i <= 2 * device.per_node]  # also beyond the node
+    pps = [n for n in range(1, config.num_layers + 1) if gpus % n == 0]
     samples = sorted({1, 2, 4, 8, 16, 32, config.micro_batch_size})
-    choices = tps, pps, LISTED, [1, 2, 3, 4], zeros, [False, True], recomputes, samples
+    choices = tps, pps, LISTED, range(1, 5), range(4), (False, True), configuration.CHOICES["recompute"], samples
     choices = [[getattr(config, f)] if f in fixed else values for f, values in zip(FIELDS, choices, strict=True)]
     for fields in product(*choices):
         tp, pp, name, chunks, zero, sequence_parallel, *_ = fields
@@ -176,9 +169,9 @@ def fits(c, gpus):
     dp = max(1, gpus // (c.tp * c.pp))
     batch = math.gcd(*configuration.rampup(c)[:2])  # divides all batch sizes
     m, over = divmod(batch * c.cp, c.micro_batch_size * dp)
-    over += gpus % (c.tp * c.cp * c.pp) + c.padded_vocab_size % c.tp
-    over += c.seq_length % (c.tp * c.cp) * c.sequence_parallel
-    over += c.num_attention_heads % (c.tp * c.cp) + c.query_groups % c.tp + c.ffn_size % c.tp
+    over += gpus % (c.tp * c.cp * c.pp) + c.num_attention_heads % (c.tp * c.cp)
+    over += sum(size % c.tp for size in (c.padded_vocab_size, c.query_groups, c.ffn_size))
+    over += c.sequence_parallel * (c.seq_length % (c.tp * c.cp))
     over += dp % c.zero_copies + (c.zero_copies > 1 and (not c.zero or dp <= c.zero_copies))
     with suppress(UserError, KeyError):  # no such schedule
         parts = schedule(c.schedule, c.pp, min(m, c.pp + m % c.pp), c.chunks).parts
@@ -195,7 +188,8 @@ def check(c, has_days):
     configuration.require(c, "schedule", one, "plan.py predicts only schedules with one update a step")
     configuration.check_values(c)
     configuration.require(c, "experts", not c.experts, "plan.py predicts no mixture of experts")
-    require_formulas(c)
+    why = f"its elementwise operations have no formula; plan.py needs {' or '.join(FORMULAS)}"
+    configuration.require(c, "model", matrices_of(c).formulas, why)
     configuration.require(c, "penalty", not c.penalty, "plan.py predicts one backward for each micro-batch")
     ulysses = c.cp == 1 or c.context == "ulysses"
     configuration.require(c, "context", ulysses, "no GPU runs the ring yet; set --context=ulysses")
@@ -216,16 +210,15 @@ def facts_of(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
     step = Step(c, model, layout, device, m, exact, say)
     times = {c.order: step.seconds}
     if exact and p > 1 and dp > c.cp:
-        other = replace(c, order=ORDERS[c.order == ORDERS[0]])
-        times[other.order] = Step(other, model, layout, device, m, exact, lambda *line: None).seconds
+        for order in {*ORDERS} - {c.order}:
+            times[order] = Step(replace(c, order=order), model, layout, device, m).seconds
     # The fullest rank: 0 (most in flight), the first or last with a block more, p/2 (Chimera), or p-1 (logits).
     ranks = {0, min(1, p - 1), c.num_layers % p, p // 2, p - 1}
     bytes_of = {rank: model.on_gpu(c, layout, m, rank) for rank in ranks}
     fullest = max(bytes_of, key=lambda rank: sum(bytes_of[rank].values()))
     available = step.seconds * gpus * device.peak(model.config.dtype)  # FLOPs
     facts = {
-        "layout": {"dp": dp // c.cp, "cp": c.cp}
-        | {name: getattr(c, name) for name in (*FIELDS, "zero_copies", "offload")},
+        "layout": {"dp": dp // c.cp} | {name: getattr(c, name) for name in ("cp", *FIELDS, "zero_copies", "offload")},
         "gpus": gpus,
         "device": device.name,
         "micro_batches": m,
@@ -247,10 +240,11 @@ def facts_of(c, gpus, device, tokens=None, exact=True, say=lambda *line: None):
     nodes = gpus // device.per_node
     if exact and c.zero and c.zero_copies == 1 < nodes < dp and dp % nodes == 0:  # ZeRO inside a node
         hybrid = facts_of(replace(c, zero_copies=nodes), gpus, device, tokens)
-        facts["copies_seconds"] = {nodes: hybrid["step_seconds"]} if hybrid["fits"] else {}
-    alone = max(map(step.whole_matrices, step.sent)) * (1 - 1 / (dp * c.tp)) / step.seconds
-    homes = f"; one rank for each matrix would save {alone:.0%}" if alone >= 0.01 else ""
-    return facts | {"binds": binds(facts) + homes}
+        if hybrid["fits"]:
+            facts["copies_seconds"] = {nodes: hybrid["step_seconds"]}
+    saved = max(map(step.whole_matrices, step.sent)) * (1 - 1 / (dp * c.tp)) / step.seconds
+    muon = f"; one rank for each matrix would save {saved:.0%}" if saved >= 0.01 else ""
+    return facts | {"binds": binds(facts) + muon}
 
 
 def error(c, device):
@@ -274,10 +268,11 @@ def sort_key(facts):
     return not facts["fits"], facts["step_seconds"] if facts["fits"] else sum(facts["memory_bytes"].values())
 
 
-def rank_all(config, gpus, device, fixed, **options):
+def rank_all(config, gpus, device, fixed):
     """Return the sorted facts of all candidates, each with its Config."""
     gc.disable()  # saves a third of the time: the collector would visit all caches
-    configs = candidates(config, gpus, device, fixed)
-    judged = [facts_of(c, gpus, device, exact=False, **options) | {"config": c} for c in configs]
-    gc.enable()
-    return sorted(judged, key=sort_key)
+    try:
+        configs = candidates(config, gpus, device, fixed)
+        return sorted((facts_of(c, gpus, device, exact=False) | {"config": c} for c in configs), key=sort_key)
+    finally:
+        gc.enable()

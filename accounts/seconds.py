@@ -11,7 +11,7 @@ the last wave, which is not full, cost about one wave, the constant `wave`.
 
 import math
 from fractions import Fraction
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 
@@ -52,10 +52,7 @@ def units(c, device, dtype, z, say):
         return seconds
 
     matrices = matrices_of(c)
-    linears = [
-        (m.inputs, m.count * m.outputs // t) if m.kind == "column" else (m.inputs // t, m.count * m.outputs)
-        for m in matrices.of_kind("column", "row")
-    ]
+    linears = [m.local(t) for m in matrices.of_kind("column", "row")]
     products = sum(product(n, outputs, inputs) for inputs, outputs in linears)
     # Attention has the lower triangle. Its backward has five products instead of two.
     attention = device.attention * min(1.0, (2048 / c.seq_length) ** device.decline)
@@ -64,40 +61,46 @@ def units(c, device, dtype, z, say):
         kind: (outside * rows * h + inside * n * h // t) * item / memory + operations * gap
         for kind, (outside, inside, operations) in matrices.formulas.passes(c).items()
     }
-    block, groups = [], 2 * c.query_groups / c.num_attention_heads  # keys and values, in widths of queries
-    for kind, (triangles, reads) in {"F": (1, 2 + groups), "I": (2.5, 4 + 2 * groups)}.items():
-        block.append(products + triangles * triangle + reads * vectors + passes[kind])
-    block.append(sum(product(outputs, inputs, n, 2 * z.wide) for inputs, outputs in linears))
-    block.append(passes["elementwise"])
+    groups = 2 * c.query_groups / c.num_attention_heads  # keys and values, in widths of queries
+    F = products + triangle + (2 + groups) * vectors + passes["F"]
+    I = products + 2.5 * triangle + (4 + 2 * groups) * vectors + passes["I"]
+    W = sum(product(outputs, inputs, n, 2 * z.wide) for inputs, outputs in linears)
     embedding = (6 * item + 3 * z.wide) * n * h / memory + 10 * gap
     head = product(n, V, h) + product(n, h, V) + product(V, h, n, 2 * z.wide)
-    return block, embedding, head + (4 * item * n * V + 8 * item * rows * h) / memory
+    head += (4 * item * n * V + 8 * item * rows * h) / memory
+    return (F, I, W, passes["elementwise"]), embedding, head
 
 
 class Step:
-    """`parts` is {part: seconds}. model: `search.Model`; layout: its `Layout` of c.
+    """A step: `seconds`, their `parts` as {part: seconds}, and `bubble`, its share of the pipeline's time.
 
-    m: micro-batches of a data rank. exact: simulate the schedule. say(name, formula, seconds): called for each number.
+    model: `search.Model`; layout: its `Layout` of c. m: micro-batches of a data rank. exact: simulate the schedule.
+    say(name, formula, seconds): called for each number.
     """
 
-    def __init__(self, c, model, layout, device, m, exact, say):
+    def __init__(self, c, model, layout, device, m, exact=True, say=lambda *line: None):
         self.c, self.layout, self.device, self.m = c, layout, device, m
         self.z, self.exact, self.say, self.peak = layout.sizes, exact, say, device.peak(model.config.dtype)
-        sizes, in_node = layout.axis_sizes(), partial(members_in_node, device.per_node)
-        ranks = c.tp * c.cp  # of a pipeline stage
+        world, ranks = layout.axis_sizes()["world"], c.tp * c.cp  # ranks: of a pipeline stage
+
+        def in_node(stride, n):
+            """Return how many of n ranks, `stride` apart, are in one node."""
+            return min(n, max(1, device.per_node // stride))
+
         # The distance from a data replica to the next one, and from a stage to the next one.
         replica, stage = (ranks, c.tp * layout.data_ranks) if c.order == "pp-dp-tp" else (ranks * c.pp, ranks)
-        cp_in_shard = min(c.cp, layout.shards)
-        shard_of_dp = max(1, layout.shards // c.cp)  # replicas that divide a bucket
+        group = layout.data_ranks // c.zero_copies  # data ranks that share one copy
+        replicas = max(1, group // c.cp)
+        data = in_node(c.tp, min(c.cp, group)) * in_node(replica, replicas), group
         self.rings = {  # axis: (its ranks in one node, all its ranks)
             "tp": (in_node(1, c.tp), c.tp),
             "cp": (in_node(c.tp, c.cp), c.cp),
-            "pp": (in_node(stage if stage * c.pp <= device.per_node else device.per_node, 2), 2),
-            "data": (in_node(c.tp, c.cp) * in_node(replica, layout.data_ranks // c.cp), layout.data_ranks),
-            "shards": (in_node(c.tp, cp_in_shard) * in_node(replica, shard_of_dp), layout.shards),
-            "copies": (in_node(replica * shard_of_dp, c.zero_copies), c.zero_copies),
+            "pp": (2 if stage * c.pp <= device.per_node else 1, 2),
+            "data": data,
+            "shards": data,
+            "copies": (in_node(replica * replicas, c.zero_copies), c.zero_copies),
             "holders": (in_node(stage * max(1, c.pp - 1), 2), 2),
-            "world": (in_node(1, sizes["world"]), sizes["world"]),
+            "world": (in_node(1, world), world),
         }
         self.sent = {rank: model.sent(layout, m, c.micro_batch_size, rank) for rank in {0, min(1, c.pp - 1), c.pp - 1}}
         self.add_parts(self.stages(*units(c, device, model.config.dtype, self.z, say)))
@@ -110,7 +113,7 @@ class Step:
         return float(sent) / wire(self.device, together, n) + calls * math.ceil(math.log2(n)) * self.device.latency
 
     def transfer(self, rank, axis, *whats):
-        """whats: count only these rows."""
+        """Return the seconds of what a rank sends over an axis: all, or these rows."""
         rows = (row for (a, what, _), row in self.sent[rank].items() if a == axis and (not whats or what in whats))
         return sum(self.send(axis, *row) for row in rows)
 
@@ -170,12 +173,9 @@ class Step:
         data = max(self.data_parallel(rank, *stages[rank, :3]) for rank in self.sent) + max(map(self.sums, self.sent))
         update = max(self.update(rank) + self.whole_matrices(rank) for rank in self.sent)
         rest = REST * (work + bubble + messages + data + update)
+        compute = work - m * (recomputation + tensor + context)
         parts = [
-            (
-                "compute",
-                "m (F + I + W - recomputation - collectives - context)",
-                work - m * (recomputation + tensor + context),
-            ),
+            ("compute", "m (F + I + W - recomputation - collectives - context)", compute),
             ("recomputation", "m recomputation", m * recomputation),
             ("tensor parallel", "m collectives", m * tensor),
             ("context parallel", "m context", m * context),
@@ -185,8 +185,8 @@ class Step:
             ("update", "bytes of the optimizer's state / rate of memory; Muon's products", update),
             ("everything else", f"{REST:.0%} of the sum", rest),
         ]
-        self.parts, self.bubble = {name: seconds for name, _, seconds in parts}, bubble / (work + bubble + messages)
-        self.seconds = sum(self.parts.values())
+        self.parts = {name: seconds for name, _, seconds in parts}
+        self.seconds, self.bubble = sum(self.parts.values()), bubble / (work + bubble + messages)
         for part in [*parts, ("step", "sum", self.seconds)]:
             self.say(*part)
 
@@ -197,9 +197,9 @@ class Step:
         """
         layout, m, zero = self.layout, self.m, self.layout.zero_stage
         units = sum(len(layout.units[chunk]) for chunk in layout.chunks(rank))
-        whats = ("gradients",), ("parameters",), ("parameter norms", "momentum")
         shards = "shards" if self.c.zero_copies > 1 else "data"
-        reduced, gathered, of_update = (self.transfer(rank, shards, *what) for what in whats)
+        reduced, gathered = self.transfer(rank, shards, "gradients"), self.transfer(rank, shards, "parameters")
+        of_update = self.transfer(rank, shards, "parameter norms", "momentum")
         rounds = m if zero >= 2 else 1  # the gradients are reduced so often
         last = reduced / rounds / units
         B = I + W + last * (zero < 2)
@@ -252,11 +252,6 @@ def collectives(columns, rows, sequence_parallel):
     if sequence_parallel:
         return columns + rows, rows, columns, columns
     return rows, 0, columns, 0
-
-
-def members_in_node(per_node, stride, n):
-    """Return how many of n ranks, `stride` apart, are in one node."""
-    return min(n, max(1, per_node // stride))
 
 
 def wire(device, together, n):
