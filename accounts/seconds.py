@@ -92,14 +92,15 @@ class Step:
         group = layout.data_ranks // c.zero_copies  # data ranks that share one copy
         replicas = max(1, group // c.cp)
         data = in_node(c.tp, min(c.cp, group)) * in_node(replica, replicas), group
+        pipeline = 2 if stage * c.pp <= device.per_node else 1, 2
         self.rings = {  # axis: (its ranks in one node, all its ranks)
             "tp": (in_node(1, c.tp), c.tp),
             "cp": (in_node(c.tp, c.cp), c.cp),
-            "pp": (2 if stage * c.pp <= device.per_node else 1, 2),
+            "pp": pipeline,
             "data": data,
             "shards": data,
             "copies": (in_node(replica * replicas, c.zero_copies), c.zero_copies),
-            "holders": (in_node(stage * max(1, c.pp - 1), 2), 2),
+            "holders": pipeline,
             "world": (in_node(1, world), world),
         }
         self.sent = {rank: model.sent(layout, m, c.micro_batch_size, rank) for rank in {0, min(1, c.pp - 1), c.pp - 1}}

@@ -414,6 +414,15 @@ def test_a_collective_uses_all_network_cards_of_a_node():
     assert seconds.wire(A100, 8, 64) == A100.wire_rate * A100.wire  # eight cards are faster than NVLink
 
 
+@pytest.mark.parametrize(
+    "fields", [dict(tp=2, pp=4), dict(pp=8, schedule="chimera"), dict(cp=4, zero=3, zero_copies=2)]
+)
+def test_a_layout_inside_a_node_does_not_use_the_network(fields):
+    c = replace(configuration.load(["configs/gpt3_1b3.py", "--micro_batch_size=1"]), **fields)
+    slow = replace(A100, card_rate=A100.card_rate / 100)
+    assert step(c, 8, slow) == step(c, 8, A100)
+
+
 def test_pp_outermost_is_faster_on_many_nodes():
     """With pp outermost the rings of dp have several ranks in a node. The messages of pp then pass between nodes."""
     c = configuration.load(["configs/gpt3_13b.py", "--tp=2", "--pp=4", "--sequence_parallel", "--micro_batch_size=1"])
