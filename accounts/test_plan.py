@@ -419,7 +419,7 @@ def test_a_collective_uses_all_network_cards_of_a_node():
 )
 def test_a_layout_inside_a_node_does_not_use_the_network(fields):
     c = replace(configuration.load(["configs/gpt3_1b3.py", "--micro_batch_size=1"]), **fields)
-    slow = replace(A100, card_rate=A100.card_rate / 100)
+    slow = A100._replace(card_rate=A100.card_rate / 100)
     assert step(c, 8, slow) == step(c, 8, A100)
 
 
