@@ -155,7 +155,7 @@ def forward(c, whole=(), training=True):
             if spec not in parameters:
                 weight = replace(spec, std=spec.std or 0.5).initial(c.seed).double()
                 p = parameters[spec] = nn.Parameter(spec.local_part(weight, tp).contiguous())
-                summed = getattr(spec, "partial", False) or c.sequence_parallel
+                summed = spec.partial or c.sequence_parallel
                 p.letter = "V" if spec.tp_dim is not None else "R" if summed else "I"
             setattr(module, key, parameters[spec])
     ids = torch.arange(c.micro_batch_size * c.seq_length).view(c.micro_batch_size, -1)
@@ -195,7 +195,7 @@ def findings(config):
             forward(two, () if c.experts else whole)
         except UserError:
             raise
-        except Exception as error:
+        except Exception as error:  # the reader's code may raise anything
             place = places(traceback.extract_tb(error.__traceback__)) or error.place
             found.setdefault(place, f"{place}: {type(error).__name__}: {error}")
     return [*found.values()]
