@@ -487,7 +487,7 @@ def test_a_mistake_off_the_cpu_is_found(name, planted, message, monkeypatch):
 
 MOST = {  # registers of a thread; loads of less than 16 bytes, of numbers that are no activations
     "residual_forward": (40, 1), "residual_backward": (80, 0), "activation_forward": (40, 1),
-    "swiglu_forward": (40, 0), "swiglu_backward": (64, 0), "rotate_token": (64, 8), "activation_backward": (80, 1),
+    "swiglu_forward": (40, 0), "swiglu_backward": (64, 0), "rotate_token": (64, 8), "activation_backward": (48, 1),
     "join_part": (32, 0), "add_rows": (128, 21), "cross_entropy_row": (32, 4),
     "adamw_flat": (64, 5), "attention_forward": (255, 0), "attention_delta": (64, 0),
     "attention_backward_keys": (255, 0), "attention_backward_queries": (255, 4),
@@ -500,7 +500,8 @@ def test_machine_code(arch, monkeypatch):
     """Compile every launch of a training step. No kernel spills, and activations are loaded 16 bytes at a time."""
     found, shape = {}, dict(hidden_size=1024, num_attention_heads=16, seq_length=2048)
     llama = LLAMA | dict(num_query_groups=4, ffn_hidden_size=2816)
-    for fields in ({}, dict(dropout=0.1), dict(activation="relu"), dict(hidden_size=768, num_attention_heads=6), llama):
+    dropout, wide_heads = dict(dropout=0.1), dict(hidden_size=768, num_attention_heads=6)
+    for fields in ({}, dropout, dict(activation="relu"), wide_heads, llama, llama | dropout):
         with monkeypatch.context() as patch:
             found |= {str(job): job for job in launches(patch, arch, **shape | fields)}
     jobs = [(*job[:3], arch, job[3]) for job in found.values()]
@@ -508,6 +509,8 @@ def test_machine_code(arch, monkeypatch):
     for job, r in zip(found.values(), compiled.reports(jobs), strict=True):
         kernel = job[0].partition(":")[2]
         registers, narrow = MOST[kernel]
+        if kernel == "residual_backward" and "MEAN" in job[2] and not {"Z", "ROWS"} & job[2].keys():
+            registers = 96  # RMSNorm with dropout: fewer programs share a multiprocessor
         assert r.spills == r.stack == 0 and r.registers <= registers, (job, r)
         assert r.loads - r.wide_loads <= narrow and r.wide_loads + r.wide_async_copies > 0, (job, r)
         assert r.shared <= (227 if arch == 90 else 99) << 10, (job, r)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from accounts import figures
 from accounts.bubbles import FORMULAS, Timeline, by_formula, simulate, timeline
 from accounts.figures import KINDS
-from accounts.trace import HIDDEN, MESSAGE, WAIT
+from accounts.trace import HIDDEN
 from errors import UserError, exit_on_user_error, reading
 from options import Parser
 from parallel import schedules, simulation
@@ -42,6 +42,10 @@ class Picture(NamedTuple):
     calls: tuple = ()  # recorded communications: (rank, "=" or "#", start, end)
 
     @property
+    def ranks(self):
+        return len(self.schedule.actions)
+
+    @property
     def span(self):
         return max([self.timeline.makespan, *(start for *_, start, _ in self.calls)])
 
@@ -59,7 +63,7 @@ class Picture(NamedTuple):
 def terminal(pictures, columns):
     """Return the pictures as text with at most `columns` columns."""
     asynchronous = any(picture.versions for picture in pictures)
-    label = max(len("version  ") * asynchronous, *(len(f"rank {len(p.schedule.actions)}  ") for p in pictures))
+    label = max(len("version  ") * asynchronous, *(len(f"rank {p.ranks}  ") for p in pictures))
     scale = columns_per_time(pictures, columns - label)
     kinds = {event.action.kind for picture in pictures for event in picture.timeline.events}
     watched = any(picture.calls for picture in pictures)
@@ -68,7 +72,7 @@ def terminal(pictures, columns):
     lines = ["   ".join([*legend, "small letter: not the rank's first chunk", ".. idle"])]
     for picture in pictures:
         lines += ["", picture.title]
-        for rank in range(len(picture.schedule.actions)):
+        for rank in range(picture.ranks):
             boxes, versions = row(picture, rank, scale)
             lines.append(f"rank {rank}".ljust(label) + boxes)
             if picture.versions:
@@ -99,9 +103,9 @@ def row(picture, rank, scale):
         if action.kind == "U":
             versions = versions.ljust(stop - 1) + "|"
         elif stop > begin:
-            letter, width = action.kind.lower() if action.chunk in picture.later else action.kind, stop - begin
-            name = f"{letter}{action.microbatch}"
-            box = name.ljust(width - 1, "-") + " " if len(name) < width else name if len(name) == width else letter
+            letter = action.kind.lower() if action.chunk in picture.later else action.kind
+            name, width = f"{letter}{action.microbatch}", stop - begin
+            box = name.ljust(width - 1, "-") if len(name) <= width else letter
             boxes = boxes.ljust(begin, ".") + box.ljust(width)
             if picture.versions:
                 mark = "!" if picture.other_weights(rank, action) else ""
@@ -188,53 +192,53 @@ def versions_of(schedule, stashing=True):
 def recorded_pictures(path, window=""):
     """Return two Pictures of the last complete step in a trace (`trace.py`): simulated and recorded.
 
-    In the simulation, actions take the mean time of their kind and messages no time. window: of --window. Raises
-    UserError without a complete step.
+    In the simulation, actions take the mean time of their kind and messages no time. window: of --window.
     """
     with reading(f"--trace={path} --window={window}"):
         schedule, steps, calls = read_trace(path)
         actions = sorted((rank, action) for rank, order in enumerate(schedule.actions) for action in order)
-        recorded = {step: sorted((e.rank, e.action) for e in events) for step, events in steps.items()}
-        whole = [step for step in steps if recorded[step] == actions]
-        step = max(whole)  # a ValueError if no step has each action once
+        whole = [step for step in steps if sorted(event[:2] for event in steps[step]) == actions]
+        if not whole:
+            raise ValueError("no step has each action once")
+        step = max(whole)
         begin = min(event.start for event in steps[step])
-        events = [event._replace(start=event.start - begin, end=event.end - begin) for event in steps[step]]
-        kinds = {event.action.kind for event in events}
-        cost = {kind: fmean(e.end - e.start for e in events if e.action.kind == kind) for kind in sorted(kinds)}
-        lines = simulate(schedule, cost), timeline(events, len(schedule.actions))
-        calls = tuple((*call, max(0.0, a - begin), b - begin) for *call, a, b in calls if b > begin)
+        events = [Event(*row) for row in cut(steps[step], begin)]
+        kinds = sorted({event.action.kind for event in events})
+        cost = {kind: fmean(e.end - e.start for e in events if e.action.kind == kind) for kind in kinds}
+        simulated, recorded = simulate(schedule, cost), timeline(events, len(schedule.actions))
+        calls = cut(calls, begin)
         if window:
             first, last = map(float, window.split(","))
-            last = min(last, lines[1].makespan)
+            last = min(last, recorded.makespan)
             if not 0 <= first < last:
-                raise ValueError(f"the window should be A,B with 0 <= A < B, in a step of {lines[1].makespan:.0f} ms")
+                raise ValueError(f"the window should be A,B with 0 <= A < B, in a step of {recorded.makespan:.0f} ms")
     means = ", ".join(f"{kind} {cost[kind]:.3g} ms" for kind in cost)
-    titles = f"{schedule.name}, ideal: {means}, messages no time", f"{schedule.name}, recorded: step {step}"
-    versions = versions_of(schedule)
-    pictures = []
-    for title, line, drawn in zip(titles, lines, ((), calls), strict=True):
-        pictures.append(Picture(title, schedule, line, notes_of(line, "ms"), versions, drawn))
-    return [zoomed(pictures[1], first, last)] if window else pictures
+    title, versions = f"{schedule.name}, ideal: {means}, messages no time", versions_of(schedule)
+    ideal = Picture(title, schedule, simulated, notes_of(simulated, "ms"), versions)
+    title = f"{schedule.name}, recorded: step {step}"
+    picture = Picture(title, schedule, recorded, notes_of(recorded, "ms"), versions, calls)
+    return [zoomed(picture, first, last)] if window else [ideal, picture]
+
+
+def cut(rows, begin, end=math.inf):
+    """Return the parts of rows (..., start, end) between two times, counted from `begin`."""
+    moved = [(*head, max(a, begin) - begin, min(b, end) - begin) for *head, a, b in rows]
+    return [row for row in moved if row[-2] < row[-1]]
 
 
 def zoomed(picture, begin, end):
     """Return the part of a Picture between two times."""
-
-    def cut(rows):
-        moved = [(*head, max(a, begin) - begin, min(b, end) - begin) for *head, a, b in rows]
-        return [row for row in moved if row[-2] < row[-1]]
-
-    events = [Event(*row) for row in cut(picture.timeline.events)]
+    events = [Event(*row) for row in cut(picture.timeline.events, begin, end)]
     line = picture.timeline._replace(events=events, makespan=end - begin)
     title = f"{picture.title}, {begin:g} to {end:g} ms"
-    return picture._replace(title=title, timeline=line, calls=cut(picture.calls))
+    return picture._replace(title=title, timeline=line, calls=cut(picture.calls, begin, end))
 
 
 def read_trace(path):
     """Return (Schedule, {step: Events}, `Picture.calls`) of data rank 0 in a trace, in milliseconds."""
     with open(path, encoding="utf-8") as file:
         trace = json.load(file)
-    about, steps, calls, marks = trace["otherData"], {}, [], {HIDDEN: "=", WAIT: "#", MESSAGE: "#"}
+    about, steps, calls = trace["otherData"], {}, []
     sizes = [about.get(name) for name in ("stages", "microbatches", "chunks", "per_update")]
     for e in (e for e in trace["traceEvents"] if e["pid"] == 0 and "dur" in e):
         start, end = e["ts"] / 1000, (e["ts"] + e["dur"]) / 1000
@@ -242,7 +246,7 @@ def read_trace(path):
             action = Action(e["cat"], e["args"]["microbatch"], e["args"]["chunk"])
             steps.setdefault(e["args"]["step"], []).append(Event(e["tid"], action, start, end))
         else:
-            calls.append((e["tid"], marks[e["cat"]], start, end))
+            calls.append((e["tid"], "=" if e["cat"] == HIDDEN else "#", start, end))
     return simulation.build(about["schedule"], *sizes), steps, calls
 
 
@@ -295,10 +299,10 @@ def pictures_of(options):
             raise ValueError("a duration is not positive or not finite")
         cost = {"F": F, "B": I + W, "I": I, "W": W}
         shared = options.stages, options.microbatches, cost, options.comm, options.steps
-        several = {name for name in options.names if schedules.SCHEDULES.get(name) and schedules.usual_chunks(name) > 1}
-        pictures = [
-            simulated_picture(name, options.chunks if name in several else 1, *shared) for name in options.names
-        ]
+        pictures = []
+        for name in options.names:
+            several = name in schedules.SCHEDULES and schedules.usual_chunks(name) > 1
+            pictures.append(simulated_picture(name, options.chunks if several else 1, *shared))
         if options.without_stashing:
             pictures.append(simulated_picture("pipedream", 1, *shared, stashing=False))
     return pictures

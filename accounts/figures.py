@@ -38,11 +38,8 @@ ABOVE = dict(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)  # a legend's pla
 
 
 @contextmanager
-def figure(path, height, *grid, **options):
-    """Context: yield a new picture's axes, and write its file at the end. Raises UserError.
-
-    height: inches. grid, options: as in matplotlib's `subplots`.
-    """
+def figure(path, height):
+    """Context: yield the axes of a new picture, `height` inches high. Write its file at the end. Raises UserError."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -50,7 +47,7 @@ def figure(path, height, *grid, **options):
         raise UserError(f"--svg={path}: a picture needs matplotlib: pip install matplotlib") from None
     with matplotlib.rc_context(STYLE):
         picture = Figure(figsize=(9, height), layout="constrained")
-        yield picture.subplots(*grid, **options)
+        yield picture.subplots()
         with reading(f"--svg={path}"):
             picture.savefig(path, format="svg", metadata={"Date": None})
 
@@ -80,13 +77,13 @@ def timelines(path, pictures):
     """Draw `draw.Picture`s below one another on one time axis."""
     row, ranks, boxes = 0, {}, defaultdict(list)  # ranks: {row: label}; boxes: {(kind, later): [(row, start, ...)]}
     gap = max(picture.timeline.makespan for picture in pictures) / 500
-    with figure(path, 0.6 + sum(0.2 * (len(p.schedule.actions) + len(p.notes) + 2) for p in pictures)) as axes:
+    with figure(path, 0.6 + sum(0.2 * (p.ranks + len(p.notes) + 2) for p in pictures)) as axes:
         for picture in pictures:
             axes.text(0, row, picture.title, va="center", weight="bold")
             for i, note in enumerate(picture.notes, 1):
                 axes.text(0, row + i, " ".join(note.split()), va="center", fontsize=8)
             row += 1 + len(picture.notes)
-            rows = range(row, row + len(picture.schedule.actions))
+            rows = range(row, row + picture.ranks)
             white = dict(color="#f0f0f0", hatch="////", edgecolor="#c4c4c4", linewidth=0, align="center")
             axes.barh(rows, picture.timeline.makespan, label=None if ranks else "idle", **white)
             for rank, action, start, end in picture.timeline.events:

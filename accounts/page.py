@@ -60,12 +60,13 @@ def model_named(name):
     return model_of(replace(configuration.load([f"{FOLDER}/configs/{name}.py"]), dtype="bf16"), "bf16")
 
 
-@or_error
+@cache
 def checked(model, tp, pp, schedule, m):
-    c, chunks = model_named(model).config, schedules.usual_chunks(schedule)
-    fields = dict(tp=tp, pp=pp, schedule=schedule, chunks=chunks)
-    configuration.check(replace(c, **fields, micro_batch_size=1, global_batch_size=m), tp * pp)
-    return fields
+    """Return the first fields of `Model.layout`."""
+    fields = dict(tp=tp, pp=pp, schedule=schedule, chunks=schedules.usual_chunks(schedule))
+    c = replace(model_named(model).config, **fields, micro_batch_size=1, global_batch_size=m)
+    configuration.check(c, tp * pp)
+    return fields.values()
 
 
 @cache
@@ -79,11 +80,9 @@ def first_with_the_padding(model, tp, dp):
 def states(dp, **numbers):
     """Return [P, 1 on a rank with the head, bytes of whole gradients, of whole parameters] of each pipeline rank."""
     model, fields, m = model_named(numbers["model"]), checked(**numbers), numbers["m"]
-    if "error" in fields:
-        return fields
     if (same := first_with_the_padding(numbers["model"], numbers["tp"], dp)) != dp:
         return states(dp=same, **numbers)
-    layout, rows = model.layout(dp, *fields.values(), 3, False, "none"), []
+    layout, rows = model.layout(dp, *fields, 3, False, "none"), []
     for rank in range(numbers["pp"]):
         bytes_kept = model.on_gpu(layout.config, layout, m, rank)
         whole = bytes_kept.get("whole gradients", 0), bytes_kept["whole parameters"]
@@ -95,9 +94,7 @@ def states(dp, **numbers):
 def activations(sp, recompute, **numbers):
     """Return [bytes, perhaps those of a recomputed block] of each pipeline rank, for b = 1."""
     model, fields, m = model_named(numbers["model"]), checked(**numbers), numbers["m"]
-    if "error" in fields:
-        return fields
-    layout = model.layout(1, *fields.values(), 0, bool(sp), recompute)
+    layout = model.layout(1, *fields, 0, bool(sp), recompute)
     return [[*model.activations(layout, m, rank).values()] for rank in range(numbers["pp"])]
 
 

@@ -22,7 +22,7 @@ class Names(Tool):
     """Gives a name to each span and communication. profile: torch's, told where a step begins."""
 
     def __init__(self, profile, on_gpu):
-        self.profile, self.on_gpu, self.begun = profile, on_gpu, False
+        self.profile, self.on_gpu = profile, on_gpu
 
     @contextlib.contextmanager
     def named(self, name):
@@ -31,9 +31,7 @@ class Names(Tool):
 
     def span(self, phase, subject):
         if phase == "pipeline":
-            if self.begun:
-                self.profile.step()
-            self.begun = True
+            self.profile.step()
         if isinstance(subject, Action):
             return self.named(f"{subject.kind}{subject.microbatch} of chunk {subject.chunk}")
         return self.named(f"wait for {subject[0]} {subject[1]}" if phase == "wait" else phase)
@@ -61,7 +59,7 @@ def profiling(run):
     folder, gpu = Path(run.config.profile), run.device.type == "cuda"
     agree(run.mesh.world, explained(f"profile={folder}")(lambda: folder.mkdir(parents=True, exist_ok=True)))
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * gpu
-    schedule = torch.profiler.schedule(wait=0, skip_first=WARM - 1, warmup=1, active=STEPS, repeat=1)
+    schedule = torch.profiler.schedule(wait=0, skip_first=WARM, warmup=1, active=STEPS, repeat=1)
 
     def write(profile):
         profile.export_chrome_trace(str(folder / f"rank{run.mesh.rank}.json"))

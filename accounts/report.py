@@ -14,10 +14,10 @@ def watching(run, say):
     say: prints a text on rank 0. Raises UserError if the trace can't be written.
     """
     c, mesh = run.config, run.mesh
-    agree(mesh.world, lambda: trace.check_file(c) if mesh.rank == 0 else None)
     if c.delay and run.device.type != "cpu":
         raise agreed(f"delay={c.delay}: only on a CPU; a GPU's communications take time")
     if c.trace:
+        agree(mesh.world, lambda: trace.check_file(c.trace) if mesh.rank == 0 else None)
         record = trace.Trace(mesh, run.device, run.counters.iteration)
         mesh.watch.tools.append(record)
     with contextlib.ExitStack() as stack:

@@ -6,6 +6,7 @@ Perfetto (ui.perfetto.dev) and chrome://tracing open the file. A "process" there
 and its "threads" are the pp ranks. On a GPU every recorded action waits for the device, which costs some speed.
 """
 
+import itertools
 import json
 import time
 from collections import deque
@@ -72,18 +73,16 @@ def communication(call, trace):
     yield place | {"ph": "e", "ts": began}
 
 
-def check_file(c):
+def check_file(path):
     """Raise UserError if the file can't be written."""
-    if c.trace:
-        with reading(f"trace={c.trace}"), open(c.trace, "a"):
-            pass
+    with reading(f"trace={path}"), open(path, "a"):
+        pass
 
 
 def write_trace(c, trace, mesh, clock):
     """Collect the records in one file. Every rank calls this, and rank 0 writes or raises UserError."""
-    events = [event for step in trace.steps for event in step]
-    events += [event for call in clock.ended() for event in communication(call, trace)]
-    events = [event for events_of_rank in gather_objects(events, mesh.world) for event in events_of_rank]
+    events = [*itertools.chain(*trace.steps, *(communication(call, trace) for call in clock.ended()))]
+    events = [*itertools.chain(*gather_objects(events, mesh.world))]
     m = trace.schedule.microbatches
     about = {"schedule": c.schedule, "stages": c.pp, "microbatches": m, "chunks": c.chunks}
     about["per_update"] = m // updates(trace.schedule)
