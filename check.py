@@ -10,24 +10,22 @@ copies. Exit code 1: a check failed. A layout that the program refuses is skippe
 
 import os
 
-os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_GLOO_LAZY_INIT": "1"}
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from errors import UserError, exit_on_user_error  # isort: skip
 from exercises.answers import need_pytest  # isort: skip
 
 need_pytest()
 
+from conftest import write_tokens  # isort: skip: it sets variables that torch reads
+
 import contextlib
-import functools
 import io
-import itertools
-import math
 import re
 import sys
 import tempfile
 import traceback
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -41,14 +39,23 @@ import operations
 import reference
 import train
 from accounts.metrics import read_metrics
-from conftest import write_tokens
+from errors import UserError, exit_on_user_error
 from parallel import optimizer
 from parallel.mesh import Mesh
 from parallel.schedules import ASYNCHRONOUS
 from recovery import replicas
 from testing import compare, letters
-from testing.tiny import CPU, first_steps, one_process_config, parameters, specs, stirred, tiny_batches, wrong_gradients
-from testing.tiny import gradients as gradients_of
+from testing.tiny import (
+    CPU,
+    first_steps,
+    gradients,
+    one_process_config,
+    parameters,
+    specs,
+    stirred,
+    tiny_batches,
+    wrong_gradients,
+)
 from testing.workers import Workers
 
 LAYOUTS = [  # each pair of schemes in one of them
@@ -60,16 +67,16 @@ LAYOUTS = [  # each pair of schemes in one of them
     dict(dp=4, zero=2, zero_copies=2),
     dict(dp=2, tp=2, sequence_parallel=True, zero=3, recompute="full", dropout=0.1),
 ]
-STEPS = 3
 TRAINING = dict(
-    dtype="fp64", kernels="torch", dropout=0.0, lr=1e-2, min_lr=0.0, lr_decay_style="constant", lr_warmup_iters=0,
-    train_iters=STEPS, train_epochs=0.0, adam_eps=1e-6, rampup_batch_size="", penalty=0.0, offload=False, resume="none",
-    max_position_embeddings=0, micro_batch_size=1, global_batch_size=8, updates_per_call=1, eval_only=False,
-    log_interval=1, eval_iters=1, save_interval=0, ledger=False, trace="", delay=0.0, check_replicas=0,
+    dropout=0.0, max_position_embeddings=0, micro_batch_size=1, train_iters=3, lr=1e-2, min_lr=0.0, skip_norm=0.0,
+    lr_decay_style="constant", lr_warmup_iters=0, adam_eps=1e-6, penalty=0.0, dtype="fp64", kernels="torch",
+    log_interval=1, eval_iters=1,
 )  # fmt: skip
 OF_LAYOUT = "processes iteration_ms samples_per_second tokens_per_second tflops hardware_tflops mfu timers_ms".split()
 HALF = 4  # the first and the last lines of a cause that are printed
 compare.ROWS = 3
+RUNS = {}  # of one process
+CAUSES = {}  # {cause: the check that has printed it}
 
 
 def small(c):
@@ -80,13 +87,14 @@ def small(c):
     width = c.head_size * heads
     tokens = min(c.seq_length, max(32, 2**16 // width // 16 * 16))
     words = c.vocab_size if c.vocab_size < 1024 else 896 + c.vocab_size % 128  # equal padding
-    sizes = dict(hidden_size=width, num_attention_heads=heads, seq_length=tokens, vocab_size=words)
-    sizes |= dict(ffn_hidden_size=c.ffn_hidden_size * width // c.hidden_size)
-    sizes |= dict(num_query_groups=min(c.num_query_groups, heads))
-    group = c.expert_group if tokens == c.seq_length else 0
-    layout = configuration.layout_of(configuration.Config())
-    fields = layout | TRAINING | sizes | dict(expert_group=group, clip_grad=min(c.clip_grad, 0.1))  # clips each step
-    return replace(c, num_layers=min(c.num_layers, 3 if width < 512 else 2), **fields)
+    kept = {name: getattr(c, name) for part in ("model", "optimizer") for name in configuration.SECTIONS[part]}
+    sizes = dict(
+        num_layers=min(c.num_layers, 3 if width < 512 else 2), hidden_size=width, num_attention_heads=heads,
+        seq_length=tokens, vocab_size=words, ffn_hidden_size=c.ffn_hidden_size * width // c.hidden_size,
+        num_query_groups=min(c.num_query_groups, heads), expert_group=c.expert_group * (tokens == c.seq_length),
+        clip_grad=min(c.clip_grad, 0.1),  # clips each step
+    )  # fmt: skip
+    return configuration.Config(**kept | TRAINING | sizes)
 
 
 # --- the checks: each returns "", or the cause ------------------------------------------------------------------------
@@ -96,73 +104,63 @@ def types(c):
     return "\n".join(letters.findings(c))
 
 
-def gradients(c):
+def finite_differences(c):
     sizes = dict(num_layers=min(2, c.num_layers), seq_length=min(32, c.seq_length))
     return wrong_gradients(stirred(c, balance=0.0, **sizes))  # the balance term is no part of the loss
 
 
 def run_loop(c):
-    """Train on this rank with the real loop. Return (rows of metrics.jsonl without times, weights before and after,
-    copies that differ, weights that are frozen or got no gradient).
+    """Train on this rank with the real loop. Return weights before and after, copies that differ, and the names of
+    weights that got no gradient.
     """
     ends, loop = [], train.train
 
     def loop_between_copies(run, *rest):
-        frozen, before = {p.spec.name for p in run.model.parameters() if not p.requires_grad}, parameters(run)
+        before = parameters(run)
         loop(run, *rest)
-        frozen |= {name for name, (_, _, values) in gradients_of(run).items() if not values.any()}
-        ends.append((before, parameters(run), replicas.differing_copies(run.zero), frozen))
+        still = [name for name, (_, _, values) in gradients(run).items() if not values.any()]
+        ends.extend([before, parameters(run), replicas.differing_copies(run.zero), still])
 
     with mock.patch.object(train, "train", loop_between_copies), contextlib.redirect_stdout(io.StringIO()):
         train.run_training(c, Mesh.of(c), CPU)
-    rows = read_metrics(f"{c.out_dir}/metrics.jsonl").values()
-    return [{key: value for key, value in row.items() if key not in OF_LAYOUT} for row in rows], *ends[0]
+    return ends
 
 
-class Pool:
-    """Processes that train. The run of one process is kept for all layouts."""
-
-    def __init__(self, folder, words):
-        self.folder, self.workers, self.runs, self.count = folder, Workers(Path(folder)), {}, 0
-        self.data_dir = write_tokens(Path(folder, "data"), vocab_size=words, train=60000, val=20000)
-
-    def train(self, ranks, c):
-        """Return the results of `run_loop` of all ranks. Each run has a folder of its own."""
-        self.count += 1
-        return self.workers.run(
-            ranks, run_loop, replace(c, out_dir=f"{self.folder}/{self.count}", data_dir=self.data_dir)
-        )
-
-    def one_process(self, c):
-        if str(c) not in self.runs:
-            self.runs[str(c)] = self.train(1, c)[0]
-        return self.runs[str(c)]
+def trained(workers, ranks, c):
+    """Return (rows of metrics.jsonl, [(losses, gradient norms, what `run_loop` returns) of each rank])."""
+    out_dir = tempfile.mkdtemp(dir=workers.folder)
+    ends = workers.run(ranks, run_loop, replace(c, out_dir=out_dir))
+    rows = [*read_metrics(f"{out_dir}/metrics.jsonl").values()]
+    curves = [[row[key] for row in rows] for key in ("lm_loss", "grad_norm")]
+    return rows, [(*curves, *end) for end in ends]
 
 
-def layout(pool, c, ranks):
+def one_process(workers, c):
+    """Return `trained` of one process. Layouts share it."""
+    c = one_process_config(c)
+    if str(c) not in RUNS:
+        RUNS[str(c)] = trained(workers, 1, c)
+    return RUNS[str(c)]
+
+
+def layout(workers, c, ranks):
     """Compare a run of this layout with the run of one process."""
     configuration.check(c, ranks)
     why = "uses older weights on purpose, so it does not train the model of one process"
     configuration.require(c, "schedule", c.schedule not in ASYNCHRONOUS, why)
-    table, on_ranks = specs(c), functools.partial(pool.workers.run, ranks)  # raises UserError
-    theirs, results = pool.one_process(one_process_config(c)), pool.train(ranks, c)
-    rows = results[0][0]
-    curves = [[[row[key] for row in run] for key in ("lm_loss", "grad_norm")] for run in (rows, theirs[0])]
-    runs = [(*curves[0], *result[1:3]) for result in results]
-    repeat = functools.partial(first_steps, on_ranks, c)
-    if message := compare.differences(runs, (*curves[1], *theirs[1:3]), c, table, repeat):
+    table = specs(c)  # raises UserError
+    theirs, (one,) = one_process(workers, c)
+    rows, runs = trained(workers, ranks, c)
+    repeat = partial(first_steps, partial(workers.run, ranks), c)
+    if message := compare.differences(runs, one, c, table, repeat):
         return message.partition("\n")[2]
-    for row, right in zip(rows, theirs[0], strict=True):
-        for key in right.keys() | row.keys():
-            if not equal(row.get(key), right.get(key)):
+    for row, right in zip(rows, theirs, strict=True):
+        for key in sorted((right | row).keys() - OF_LAYOUT):
+            if row.get(key) != pytest.approx(right.get(key), rel=1e-9, abs=0):
                 at = f"iteration {row['iteration']}: {key} is {row.get(key)} instead of {right.get(key)}"
                 return f"{at}; losses, norms and weights are right: look at the loop (`train`) and at log.py"
-    return "".join(f"copies differ: {text}" for text in results[0][3][:1])
-
-
-def equal(ours, theirs):
-    numbers = isinstance(ours, float) and isinstance(theirs, float)
-    return math.isclose(ours, theirs, rel_tol=1e-9) if numbers else ours == theirs
+    *_, copies, _ = runs[0]
+    return f"copies differ: {copies[0]}" if copies else ""
 
 
 # --- the kernels, generation, export ----------------------------------------------------------------------------------
@@ -172,7 +170,7 @@ def kernels(c, choice):
     """Compare the loss and the gradients of one block with a GPU's operations, in float32, with reference.py's."""
     results = []
     for gpu in (reference, operations.choose(replace(c, kernels=choice), torch.device("cuda"), "fp32")):
-        with mock.patch.object(operations, "choose", lambda *_, gpu=gpu: gpu):
+        with mock.patch.object(operations, "choose", return_value=gpu):
             run = stirred(c, dtype="fp32", num_layers=1, seq_length=min(64, c.seq_length))
         loss = run.executor.run(tiny_batches(run), 1, 1.0).float()
         results.append({"loss": loss} | {p.spec.name: p.grad for p in run.model.parameters()})
@@ -192,7 +190,7 @@ def update_rule(c):
     gpu = operations.choose(replace(c, kernels="triton"), torch.device("cuda"), "fp32")
     plain = updated(c, reference, rule._replace(fused=None))
     for name, ops in (("reference.py", reference), ("kernels.py", gpu)):
-        if not all(map(close, updated(c, ops, rule), plain, itertools.repeat(1e-5))):
+        if not all(close(*pair, 1e-5) for pair in zip(updated(c, ops, rule), plain, strict=True)):
             return f"`{rule.fused}` of {name} is not `{c.optimizer}` of parallel/optimizer.py (fused=None uses that)"
     return ""
 
@@ -210,9 +208,9 @@ def updated(c, ops, rule):
     return [bucket.master for bucket in run.zero.in_order]
 
 
-def frozen(pool, c):
+def frozen(workers, c):
     """Check that weights without a gradient stay as they are."""
-    _, before, after, _, names = pool.one_process(one_process_config(c))
+    _, [(_, _, before, after, _, names)] = one_process(workers, c)
     moved = sorted(name for name in names if not torch.equal(before[name], after[name]))
     return moved and f"{', '.join(moved[:4])}: no gradient, but the update moves it. To freeze: requires_grad_(False)"
 
@@ -223,8 +221,7 @@ def generation(c):
     model, caches = stirred(c).model, [[] for _ in range(c.num_layers)]
     ids = torch.randint(0, c.vocab_size, (1, c.seq_length), generator=torch.Generator().manual_seed(1))
     steps = [model(model.micro_batch(ids[:, i : i + 1], start=i, caches=caches)) for i in range(c.seq_length)]
-    right = model(model.micro_batch(ids))
-    wrong = [i for i in range(c.seq_length) if not close(steps[i][0], right[i], 1e-8)]
+    wrong = [i for i, right in enumerate(model(model.micro_batch(ids))) if not close(steps[i][0], right, 1e-8)]
     return wrong and f"the logits of token {wrong[0]} differ from those of a pass over all tokens (look at `caches`)"
 
 
@@ -236,26 +233,26 @@ def export(c):
 
 # --- the command line -------------------------------------------------------------------------------------------------
 
-CAUSES = {}  # {cause: the check that has printed it}
-
 
 def show(name, check, *arguments):
     """Print a check's line. Return True if it failed."""
     try:
-        cause = check(*arguments)
+        cause = check(*arguments) or ""
         word = "WRONG" if cause else "ok"
     except UserError as error:
-        changed = re.search("is changed: it is no|no counterpart", str(error))  # `convert.exported`
-        word, cause = "WRONG" if changed else "skipped", error
-    except (compare.Different, pytest.fail.Exception) as error:
+        cause = str(error)
+        changed = re.search("is changed: it is no|no counterpart", cause)  # `convert.exported`
+        word = "WRONG" if changed else "skipped"
+    except pytest.fail.Exception as error:
         word, cause = "WRONG", in_one_line(str(error))
-    except Exception:
+    except Exception:  # the reader's code may raise anything
         word, cause = "WRONG", in_one_line(traceback.format_exc())
-    lines = str(cause or "").splitlines()
-    usual = [line for line in lines if line.startswith(("Forward is", "This usually"))]
-    key = re.sub(r"rank \d+ of \d+: |\(rank .*", "", (usual or lines or [""])[0])
-    if word == "WRONG" and (before := CAUSES.setdefault(key, name)) != name:
-        lines = [f"as {before}: {lines[0]}"]
+    lines = cause.splitlines()
+    if word == "WRONG":
+        usual = [line for line in lines if line.startswith(("Forward is", "This usually"))]
+        key = re.sub(r"rank \d+ of \d+: |\(rank .*", "", [*usual, *lines][0])
+        if (before := CAUSES.setdefault(key, name)) != name:
+            lines = [f"as {before}: {lines[0]}"]
     print(f"{word:<8}{name}", *lines[:HALF], *lines[HALF:][-HALF:], sep="\n        ", flush=True)
     return word == "WRONG"
 
@@ -271,45 +268,48 @@ def in_one_line(text):
     return f"{rank}{error} ({letters.places(frames)})"
 
 
-def sizes(c, given):
+def cuts(c, given):
     """Return the first line: what was cut."""
     parts = []
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size"):
         ours, theirs = getattr(c, name), getattr(given, name)
-        parts.append(f"{name}={ours}" + (f" (yours: {theirs})" if ours != theirs else ""))
+        parts.append(f"{name}={ours}" + f" (yours: {theirs})" * (ours != theirs))
     return f"checked with {', '.join(parts)}; {c.optimizer}, fp64 on the CPU"
 
 
 def main():
     """Run the checks. Exit with code 1 if one is wrong. Raises UserError."""
-    words = sys.argv[1:]
-    given = configuration.load(words)
-    c, options = small(given), vars(configuration.parser().parse_args(words))
-    chosen = {name: getattr(given, name) for name in configuration.SECTIONS["layout"] if name in options}
-    print(sizes(c, given))
+    given, layout_fields = configuration.load(sys.argv[1:]), configuration.SECTIONS["layout"]
+    c, options = small(given), vars(configuration.parser().parse_args())
+    chosen = {name: value for name, value in options.items() if name in layout_fields}
+    print(cuts(c, given))
     specs(c)  # raises UserError for a model that no layout accepts
     if chosen:
         c.dropout = given.dropout
-    failed = show("gradients of tp ranks, by types (testing/letters.py)", types, c)
-    failed |= show("gradients of one process: finite differences", gradients, c)
+    checks = [
+        ("gradients of tp ranks, by types (testing/letters.py)", types, c),
+        ("gradients of one process: finite differences", finite_differences, c),
+    ]
     with tempfile.TemporaryDirectory() as folder:
-        pool = Pool(folder, c.vocab_size)
+        workers = Workers(Path(folder))
+        c.data_dir = write_tokens(workers.folder / "data", vocab_size=c.vocab_size, train=60000, val=20000)
         for fields in [chosen] if chosen else LAYOUTS:
             name = " ".join(f"{key}={value}" for key, value in fields.items())
             one = replace(c, **{key: value for key, value in fields.items() if key != "dp"})
             dp = fields.get("dp", 2 * one.zero_copies if one.zero else 1)
             one.num_layers = max(c.num_layers, one.pp * one.chunks - 2)
-            failed |= show(name, layout, pool, one, dp * one.tp * one.pp * one.cp)
+            checks.append((name, layout, workers, one, dp * one.tp * one.pp * one.cp))
         if not chosen:
-            failed |= show("frozen weights", frozen, pool, c)
-        pool.workers.stop()
-    if not chosen:
-        failed |= show("update: the fused operation", update_rule, c)
-        for choice in ("auto", "triton"):
-            failed |= show(f"kernels={choice} on a GPU", kernels, c, choice)
-        failed |= show("generation", generation, c)
-        failed |= show("export to Hugging Face", export, c)
-    sys.exit(failed)
+            checks += [
+                ("frozen weights", frozen, workers, c),
+                ("update: the fused operation", update_rule, c),
+                *((f"kernels={choice} on a GPU", kernels, c, choice) for choice in ("auto", "triton")),
+                ("generation", generation, c),
+                ("export to Hugging Face", export, c),
+            ]
+        failed = [show(*check) for check in checks]
+        workers.stop()
+    sys.exit(any(failed))
 
 
 if __name__ == "__main__":

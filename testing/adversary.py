@@ -253,6 +253,6 @@ def run(function, *arguments):
             return function(*arguments)
         except Caught:
             raise
-        except Exception:
-            here.refuse_dropped()  # a missing `wait` caused the error
+        except Exception:  # any error: a missing `wait` may have caused it
+            here.refuse_dropped()
             raise

@@ -307,18 +307,10 @@ def pairs_of(points):
 
 
 def configured(out_dir, tokens_dir, **fields):
-    fields = {"data_dir": tokens_dir, "out_dir": str(out_dir), "log_interval": 1, "eval_iters": 1} | fields
-    return Config(
-        **{
-            **TINY,
-            "micro_batch_size": 2,
-            "global_batch_size": 12,
-            "dropout": 0.1,
-            "lr_decay_iters": 10,
-            "train_iters": 10,
-        }
-        | fields
-    )
+    """Return the Config of a whole run of ten updates, with dropout, that logs each of them."""
+    usual = dict(micro_batch_size=2, global_batch_size=12, dropout=0.1, lr_decay_iters=10, train_iters=10)
+    usual |= dict(data_dir=tokens_dir, out_dir=str(out_dir), log_interval=1, eval_iters=1)
+    return Config(**TINY | usual | fields)
 
 
 def go(config):

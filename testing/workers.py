@@ -32,6 +32,7 @@ PATIENCE = float(os.environ.get("PATIENCE", "60"))  # seconds without progress u
 
 
 def work(rank, pipe, last):
+    """Answer the calls that arrive by `pipe`, until it closes. last: the name of this rank's last communication."""
     torch.set_num_threads(1)
     tqdm.set_lock(threading.RLock())  # tqdm's own is a semaphore, which a killed process would leave behind
     comm.lost_peer = noting(comm.lost_peer, last)
@@ -47,7 +48,7 @@ def work(rank, pipe, last):
             answer = True, function(*arguments)
         except (Different, UserError) as error:
             answer = False, str(error)
-        except BaseException:
+        except BaseException:  # a test's skip, too: the caller must not wait
             answer = False, traceback.format_exc()
         pipe.send(answer)
         if not answer[0]:
@@ -67,6 +68,7 @@ def noting(lost_peer, last):
 
 
 def cpu_seconds(processes):
+    """Return the CPU time that the processes have used, together."""
     seconds = 0.0
     for process in processes:
         try:
@@ -114,7 +116,9 @@ class Workers:
         pytest.fail("\n".join([text, *["the last communication of each rank:", *rows] * lost]), pytrace=False)
 
     def run(self, ranks, function, *arguments):
-        assert ranks <= RANKS
+        """Return function(*arguments) of the ranks 0 .. ranks - 1, a list."""
+        if ranks > RANKS:
+            raise UserError(f"{ranks} processes: should be at most {RANKS} here")
         self.start(ranks)
         self.calls += 1
         call = (adversary.run, (function, *arguments)) if self.adversary else (function, arguments)
