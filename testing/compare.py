@@ -495,10 +495,12 @@ def differences(results, reference, config, specs, first_step=None):
         run += ["Parameters after the run:", table(found, case)]
     if not run:
         return ""
-    later = OTHER if any(" of step 1 " in line for line in run) else LATER
+    wrong_at_once = any(" of step 1 " in line for line in run)
     if first_step:
         case = Case(config, specs, case.sizes, *first_step())
-        run = diagnosis(reference[2], case) or [later, *run]
+        run = diagnosis(reference[2], case) or [OTHER if wrong_at_once else LATER, *run]
+    elif not wrong_at_once:
+        run = [LATER, *run]
     return "\n".join(filter(None, [title(case), case.forward, *run]))
 
 
