@@ -323,6 +323,30 @@ def test_any_file_of_the_package_tokenizers(kind, tmp_path):
         ours.encode_to_bytes("\ud800")
 
 
+def test_a_document_that_begins_with_the_end_token(tmp_path):
+    """OPT puts </s> before a document, too. Only the text must not have it."""
+    theirs = tokenizers.Tokenizer.from_str(llamas("unigram").to_str())
+    pair = [("</s>", theirs.token_to_id("</s>"))]
+    theirs.post_processor = tokenizers.processors.TemplateProcessing("</s> $A", special_tokens=pair)
+    theirs.save(str(tmp_path / COPY[0]))
+    ours = loaded(tmp_path)
+    for text in ("", "春子", "a b"):
+        assert ours.encode_ordinary(text) == theirs.encode(text).ids
+    with pytest.raises(ValueError, match="its text contains </s>"):
+        ours.encode_ordinary("</s>")
+
+
+def test_a_byte_level_file_whose_documents_begin_with_a_token(tmp_path):
+    """tiktoken would leave it out: the package `tokenizers` encodes."""
+    theirs = trained()
+    theirs.post_processor = tokenizers.processors.TemplateProcessing(f"{END} $A", special_tokens=[(END, 0)])
+    theirs.save(str(tmp_path / COPY[0]))
+    ours, theirs.encode_special_tokens = loaded(tmp_path), True
+    for text in TEXTS:
+        assert ours.encode_ordinary(text) == theirs.encode(text).ids
+    assert ours.name.startswith("file-600-")
+
+
 @pytest.mark.parametrize("kind", LLAMAS)
 def test_the_text_of_the_end_is_never_the_end(kind, tmp_path):
     ours = loaded(write_llamas(tmp_path, kind))
@@ -386,7 +410,7 @@ def with_model(**changes):
     "change, message",
     [
         (lambda it: "{", "JSON"),
-        (lambda it: it | {"normalizer": {"type": "no"}}, "can't read it (a normalizer, ignore_merges, or added tokens"),
+        (lambda it: it | {"normalizer": {"type": "no"}}, "can't read it (a normalizer, ignore_merges, dropout, "),
         (lambda it: it | {"pre_tokenizer": {"pretokenizers": [SPLIT, BARE]}}, "can't read it (its pre-tokenizer)"),
         (lambda it: it | {"added_tokens": []}, "ValueError"),  # no end of a document
         (with_model(merges=[["a"]]), "ValueError"),

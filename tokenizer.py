@@ -119,8 +119,10 @@ class FileTokenizer(Tokenizer):
         self.n_vocab, self.eot_token = max(self.inner.get_vocab().values()) + 1, self.inner.token_to_id(self.end)
         self.dtype, self.width, self.code = ("uint16", 2, "H") if self.n_vocab <= 65536 else ("uint32", 4, "I")
         self.end_bytes = self.eot_token.to_bytes(self.width, "little")
-        template = self.inner.encode("").ids  # for example <s>
-        self.begin, self.has_end = [*template, self.eot_token][0], template[-1:] == [self.eot_token]
+        self.has_end = self.inner.encode("a").ids[-1] == self.eot_token
+        template = self.inner.encode("").ids  # for example <s>, and </s> if the file has an end
+        self.first_ids = template[: len(template) - self.has_end]
+        self.begin = [*self.first_ids, self.eot_token][0]
         content = json.loads(path.read_text(encoding="utf-8")) | {"truncation": None, "padding": None}
         content = json.dumps([content, self.end], sort_keys=True)
         self.name = f"file-{self.n_vocab}-{hashlib.blake2b(content.encode(), digest_size=4).hexdigest()}"
@@ -131,7 +133,7 @@ class FileTokenizer(Tokenizer):
             raise ValueError(f"{len(text):,} characters in a document: at most {LONGEST:,} with this vocabulary")
         ids = self.inner.encode(text).ids
         ids = ids[: len(ids) - self.has_end]  # prepare.py adds the end
-        if self.eot_token in ids:
+        if self.eot_token in ids[len(self.first_ids) :]:  # OPT's </s> also begins a document
             raise ValueError(f"its text contains {self.end}, which this vocabulary encodes as the end of a document")
         return array.array(self.code, ids).tobytes()
 
@@ -214,10 +216,13 @@ def read(path):
         if (kind := value["model"].get("type", "BPE")) != "BPE":
             raise Unsupported(f"its model is {kind}")
         model, pattern = value["model"], pattern_of(value["pre_tokenizer"])
-        added_tokens = value.get("added_tokens") or []
+        added_tokens, post = value.get("added_tokens") or [], value.get("post_processor") or {}
+        if post.get("type", "ByteLevel") != "ByteLevel" and post.get("special_tokens") != {}:
+            raise Unsupported("its special tokens around a document")
         ordinary = any(not token["special"] for token in added_tokens)  # these would split ordinary text
-        if value.get("normalizer") or model.get("ignore_merges") or ordinary:
-            raise Unsupported("a normalizer, ignore_merges, or added tokens that are not special")
+        other = ("ignore_merges", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
+        if value.get("normalizer") or any(map(model.get, other)) or ordinary:
+            raise Unsupported(f"a normalizer, {', '.join(other)}, or added tokens that are not special")
         merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
         special = {token["content"]: token["id"] for token in added_tokens}
         vocab = model["vocab"] | special
