@@ -410,7 +410,7 @@ def with_model(**changes):
     "change, message",
     [
         (lambda it: "{", "JSON"),
-        (lambda it: it | {"normalizer": {"type": "no"}}, "can't read it (a normalizer, ignore_merges, dropout, "),
+        (lambda it: it | {"normalizer": {"type": "no"}}, "can't read it (a normalizer, ignore_merges, "),
         (lambda it: it | {"pre_tokenizer": {"pretokenizers": [SPLIT, BARE]}}, "can't read it (its pre-tokenizer)"),
         (lambda it: it | {"added_tokens": []}, "ValueError"),  # no end of a document
         (with_model(merges=[["a"]]), "ValueError"),

@@ -220,7 +220,7 @@ def read(path):
         if post.get("type", "ByteLevel") != "ByteLevel" and post.get("special_tokens") != {}:
             raise Unsupported("its special tokens around a document")
         ordinary = any(not token["special"] for token in added_tokens)  # these would split ordinary text
-        other = ("ignore_merges", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
+        other = ("ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
         if value.get("normalizer") or any(map(model.get, other)) or ordinary:
             raise Unsupported(f"a normalizer, {', '.join(other)}, or added tokens that are not special")
         merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
