@@ -336,15 +336,19 @@ def test_a_document_that_begins_with_the_end_token(tmp_path):
         ours.encode_ordinary("</s>")
 
 
-def test_a_byte_level_file_whose_documents_begin_with_a_token(tmp_path):
-    """tiktoken would leave it out: the package `tokenizers` encodes."""
-    theirs = trained()
-    theirs.post_processor = tokenizers.processors.TemplateProcessing(f"{END} $A", special_tokens=[(END, 0)])
-    theirs.save(str(tmp_path / COPY[0]))
-    ours, theirs.encode_special_tokens = loaded(tmp_path), True
-    for text in TEXTS:
-        assert ours.encode_ordinary(text) == theirs.encode(text).ids
-    assert ours.name.startswith("file-600-")
+def test_byte_level_files_that_tiktoken_would_read_wrongly(tmp_path):
+    """A token before each document, and an end of each word: the package `tokenizers` encodes."""
+    value = json.loads(trained().to_str())
+    begin = tokenizers.processors.TemplateProcessing(f"{END} $A", special_tokens=[(END, 0)])
+    begun = trained()
+    begun.post_processor = begin
+    value["model"]["end_of_word_suffix"] = "</w>"
+    for name, theirs in (("begin", begun), ("suffix", tokenizers.Tokenizer.from_str(json.dumps(value)))):
+        (tmp_path / name).mkdir()
+        theirs.save(str(tmp_path / name / COPY[0]))
+        ours, theirs.encode_special_tokens = loaded(tmp_path / name), True
+        for text in TEXTS:
+            assert ours.encode_ordinary(text) == theirs.encode(text).ids, (name, text)
 
 
 @pytest.mark.parametrize("kind", LLAMAS)
@@ -410,7 +414,10 @@ def with_model(**changes):
     "change, message",
     [
         (lambda it: "{", "JSON"),
-        (lambda it: it | {"normalizer": {"type": "no"}}, "can't read it (a normalizer, ignore_merges, "),
+        (
+            lambda it: it | {"normalizer": {"type": "no"}},
+            "(a normalizer, ignore_merges, continuing_subword_prefix, end_of_word_suffix, or added tokens that are not",
+        ),
         (lambda it: it | {"pre_tokenizer": {"pretokenizers": [SPLIT, BARE]}}, "can't read it (its pre-tokenizer)"),
         (lambda it: it | {"added_tokens": []}, "ValueError"),  # no end of a document
         (with_model(merges=[["a"]]), "ValueError"),

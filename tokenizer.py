@@ -119,7 +119,7 @@ class FileTokenizer(Tokenizer):
         self.n_vocab, self.eot_token = max(self.inner.get_vocab().values()) + 1, self.inner.token_to_id(self.end)
         self.dtype, self.width, self.code = ("uint16", 2, "H") if self.n_vocab <= 65536 else ("uint32", 4, "I")
         self.end_bytes = self.eot_token.to_bytes(self.width, "little")
-        self.has_end = self.inner.encode("a").ids[-1] == self.eot_token
+        self.has_end = self.inner.encode("a").ids[-1:] == [self.eot_token]
         template = self.inner.encode("").ids  # for example <s>, and </s> if the file has an end
         self.first_ids = template[: len(template) - self.has_end]
         self.begin = [*self.first_ids, self.eot_token][0]
