@@ -8,7 +8,8 @@ at once, and freed memory keeps its values. Gloo also matches messages by tags. 
 (start) the messages between them in one order.
 
 The mode replaces torch's six functions that comm.py calls. Each runs its communication in a thread, on private copies,
-and returns a `Late` instead of torch's handle. The program's tensors get the result at `wait`:
+and returns a `Late` instead of torch's handle. The program's tensors get the result at `wait`. `gather_objects` runs
+after the earlier calls of its group:
 
     bug                              how it is found
     result read before `wait`        Until `wait` the result is nan. To send a nan is an error. A nan of float32 or
@@ -234,9 +235,14 @@ def adversary(seed=0):
     def late(call):
         return lambda *arguments, group, tag=0, async_op=True: Late(here, call, arguments, group, tag)
 
+    def all_gather_object(*arguments, group, call=dist.all_gather_object):
+        """Run after the group's earlier calls: all ranks need one order."""
+        here.submit((group, None), collective, call, arguments, group).result()
+
     with contextlib.ExitStack() as stack:
         for module, name in CALLS:
             stack.enter_context(mock.patch.object(module, name, late(getattr(module, name))))
+        stack.enter_context(mock.patch.object(dist, "all_gather_object", all_gather_object))
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized(here)))
         try:
             yield here
