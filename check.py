@@ -111,14 +111,15 @@ def finite_differences(c):
 
 def run_loop(c):
     """Train on this rank with the real loop. Return weights before and after, copies that differ, and the names of
-    weights that got no gradient.
+    weights that are frozen or got no gradient.
     """
     ends, loop = [], train.train
 
     def loop_between_copies(run, *rest):
         before = parameters(run)
         loop(run, *rest)
-        still = [name for name, (_, _, values) in gradients(run).items() if not values.any()]
+        still = {name for name, (_, _, values) in gradients(run).items() if not values.any()}
+        still |= {p.spec.name for p in run.model.parameters() if not p.requires_grad}
         ends.extend([before, parameters(run), replicas.differing_copies(run.zero), still])
 
     with mock.patch.object(train, "train", loop_between_copies), contextlib.redirect_stdout(io.StringIO()):
