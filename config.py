@@ -242,10 +242,11 @@ def rampup(c):
     """Return (start, increment, samples) of `rampup_batch_size`."""
     if not c.rampup_batch_size:
         return c.global_batch_size, c.global_batch_size, 1
-    numbers = list(map(int, re.findall(r"\d+", c.rampup_batch_size)))
-    fits = len(numbers) == 3 and min(numbers) > 0 and numbers[0] <= c.global_batch_size
-    require(c, "rampup_batch_size", fits, "should be start,increment,samples, as in 16,8,30000")
-    return numbers
+    why = "should be start,increment,samples, as in 16,8,30000, with start up to global_batch_size"
+    require(c, "rampup_batch_size", re.fullmatch(r"[1-9]\d{0,12}([, ]+[1-9]\d{0,12}){2}", c.rampup_batch_size), why)
+    start, increment, samples = map(int, re.split("[, ]+", c.rampup_batch_size))
+    require(c, "rampup_batch_size", start <= c.global_batch_size, why)
+    return start, increment, samples
 
 
 def global_batch_size_at(c, consumed_samples):
@@ -311,11 +312,11 @@ def check_values(c):
         where = f", with schedule={c.schedule}" if name in restricted else HINTS.get(name, "")
         require(c, name, getattr(c, name) in choices, f"should be one of {', '.join(map(str, choices))}{where}")
     for name, value in vars(c).items():
-        if type(value) in (int, float) and name != "lr_warmup_iters":
-            most = BELOW.get(name, 1e13)
-            least = "above 0" if name in POSITIVE else "0 or more"
-            fits = (value > 0 or name not in POSITIVE) and 0 <= value < most
-            require(c, name, fits, f"should be {least} and below {most:g}")
+        if type(value) in (int, float):
+            least, most = -1 if name == "lr_warmup_iters" else 0, BELOW.get(name, 1e13)
+            fits = (value > 0 or name not in POSITIVE) and least <= value < most
+            words = "above 0" if name in POSITIVE else f"{least} or more"
+            require(c, name, fits, f"should be {words} and below {most:g}")
     exists = c.model.isidentifier() and find_spec(c.model)
     require(c, "model", exists, f"there is no file {c.model}.py beside train.py")
     for model, names in READ_BY.items():

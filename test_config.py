@@ -259,6 +259,7 @@ def test_mistakes_in_a_file(tmp_path, text, message):
         (2, dict(pp=2, chunks=2, schedule="interleaved", micro_batch_size=8), "microbatches=1"),
         (8, dict(pp=8), "num_layers=4: should be at least 6, because pp=8 and chunks=1 make 8 parts"),
         (1, dict(rampup_batch_size="16,8,100"), "rampup_batch_size=16,8,100: should be start,increment,samples"),
+        (1, dict(rampup_batch_size="4,-2,100"), "rampup_batch_size=4,-2,100: should be start,increment,samples"),
         (1, dict(rampup_batch_size="2,4,100"), "rampup_batch_size: global_batch_size - start = 6 is not a multiple"),
         (
             1,
@@ -274,6 +275,8 @@ def test_mistakes_in_a_file(tmp_path, text, message):
         (1, dict(lr=float("nan")), "lr=nan: should be"),
         (1, dict(num_layers=0), "num_layers=0: should be above 0"),
         (1, dict(train_iters=9 * 10**9), "train_iters=9000000000: should be 0 or more and below 1e+07"),
+        (1, dict(lr_warmup_iters=10**26), "lr_warmup_iters=100000000000000000000000000: should be -1 or more and below"),
+        (1, dict(lr_warmup_iters=-2), "lr_warmup_iters=-2: should be -1 or more"),
         (1, dict(dropout=1.0), "dropout=1.0: should be 0 or more and below 1"),
         (1, dict(seed=10**30), "seed=1000000000000000000000000000000: should be"),
         (1, dict(min_lr=1.0), "min_lr=1.0: should be at most lr=0.001"),

@@ -32,8 +32,8 @@ def join_processes():
     Raises UserError if PyTorch or the GPU's driver is too old, if there are too few GPUs, or without torchrun's
     variables in several processes of srun or mpirun.
     """
-    launcher = next((name for name in LAUNCHERS if name in os.environ), None)
-    if launcher and os.environ[launcher] != "1" and "WORLD_SIZE" not in os.environ:
+    launcher = next((name for name in LAUNCHERS if os.environ.get(name, "1") != "1"), None)
+    if launcher and "WORLD_SIZE" not in os.environ:
         why = f"{launcher}={os.environ[launcher]} without WORLD_SIZE: each process would train alone"
         shell = f"sh -c 'MASTER_ADDR=HOST0 MASTER_PORT=29500 {LAUNCHERS[launcher]} python {' '.join(sys.argv)}'"
         raise UserError(f"{why}; use torchrun (GUIDE.md, Several hosts), or the same launcher with: {shell}")
