@@ -275,7 +275,11 @@ def test_mistakes_in_a_file(tmp_path, text, message):
         (1, dict(lr=float("nan")), "lr=nan: should be"),
         (1, dict(num_layers=0), "num_layers=0: should be above 0"),
         (1, dict(train_iters=9 * 10**9), "train_iters=9000000000: should be 0 or more and below 1e+07"),
-        (1, dict(lr_warmup_iters=10**26), "lr_warmup_iters=100000000000000000000000000: should be -1 or more and below"),
+        (
+            1,
+            dict(lr_warmup_iters=10**26),
+            "lr_warmup_iters=100000000000000000000000000: should be -1 or more",
+        ),
         (1, dict(lr_warmup_iters=-2), "lr_warmup_iters=-2: should be -1 or more"),
         (1, dict(dropout=1.0), "dropout=1.0: should be 0 or more and below 1"),
         (1, dict(seed=10**30), "seed=1000000000000000000000000000000: should be"),

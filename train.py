@@ -23,7 +23,7 @@ import data
 import operations
 import reference
 from accounts import report
-from log import Interval, Logger, PendingStep, Timers, signs_of_life, validation_lines
+from log import Interval, Logger, PendingStep, Timers, validation_lines
 from model import GPT
 from operations import DTYPES
 from parallel import schedules
@@ -36,6 +36,7 @@ from parallel.pipedream import PipeDream
 from parallel.pipeline import Executor
 from parallel.zero import Zero
 from recovery import checkpoint, hang, processes, replicas
+from recovery.signs import signs_of_life
 from recovery.start import compare_hosts, describe, load_config, open_files
 from tokenizer import COPY
 
