@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 from unittest import mock
 
 import pytest
@@ -270,6 +271,7 @@ def poisoned_step(config, victim, value):
     ],
     ids=str,
 )
+@pytest.mark.skipif("ADVERSARY" in os.environ, reason="it sends nan, which that mode refuses")
 def test_an_overflow_on_one_rank_makes_every_rank_skip(workers, layout, value):
     """The data advance, the learning rate does not. The loss scale falls on all ranks."""
     fields = dict(dtype="fp16", initial_loss_scale=2.0**8, hysteresis=1, global_batch_size=8, micro_batch_size=2)
