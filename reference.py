@@ -1,7 +1,7 @@
 """Operations around the matrix products in plain PyTorch: the specification of `kernels.py`.
 
 If an operation overwrites an argument, its name ends in `_`. If an argument is *used up*, the operation may overwrite
-it, and the caller must not read it again. The operation after a matrix product also adds the product's bias.
+it, and the caller must not read it again. The operation after a matrix product also adds the product's bias, if any.
 
 Letters: n tokens, h hidden, a heads, d head size, s sequence, b samples, v vocabulary, t tensor parallel ranks.
 """
@@ -36,7 +36,7 @@ def add_bias_(y, bias):
 
 
 def add_(y, x, bias, drop=None):
-    """Return x + dropout(y + bias): residual stream x [n, h], a linear's output y [n, h], used up. bias may be None."""
+    """Return x + dropout(y + bias): residual stream x [n, h], a linear's output y [n, h], used up."""
     y = add_bias_(y, bias)
     if drop is not None:
         return x + dropout(y, drop)

@@ -105,6 +105,9 @@ CASES = {  # name: (inputs, call). An input x is [n, h], w is [n, 2h], v is [h].
     "swiglu of halves": ("w", lambda ops, pair: ops.swiglu(*pair.chunk(2, 1))),
     "gelu": ("xv", lambda ops, y, bias: ops.gelu_(y, bias)),
     "relu": ("xv", lambda ops, y, bias: ops.relu_(y, bias)),
+    "layer norm without bias": ("xv", lambda ops, x, weight: ops.add_layer_norm_(None, x, None, weight, None)),
+    "gelu without bias": ("x", lambda ops, y: ops.gelu_(y, None)),
+    "relu without bias": ("x", lambda ops, y: ops.relu_(y, None)),
 }
 
 

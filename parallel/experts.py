@@ -66,7 +66,7 @@ class Experts(nn.Module):
         inputs = torch.cat([x, x.new_zeros(1, h)])[token[:-1]].view(t, c.experts // t, -1, h)
         inputs = TokensForExperts.apply(inputs, self.tp)  # [t, E/t, groups C, h]
         y = ExpertLinear.apply(inputs.transpose(0, 1).flatten(1, 2), self.fc1)  # [E/t, t groups C, 4h]
-        y = self.activation_(y.flatten(0, 1), y.new_zeros(4 * h)).view(y.shape)
+        y = self.activation_(y.flatten(0, 1), None).view(y.shape)
         y = ExpertLinear.apply(y, self.fc2).view(c.experts // t, t, -1, h)
         y = TokensForExperts.apply(y.transpose(0, 1), self.tp).flatten(0, 2)  # [places, h]
         dropped = place == places
