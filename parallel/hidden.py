@@ -25,11 +25,13 @@ class Hidden:
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), keywords=None):
         """Return what needs no values. function: a method, or `__get__` of an attribute."""
+        keywords = keywords or {}
         attribute = getattr(getattr(function, "__self__", None), "__name__", None)
         if attribute in WITHOUT_VALUES or function.__name__ in WITHOUT_VALUES:
-            return super().__torch_function__(function, types, arguments, keywords or {})
-        spec = getattr(arguments[0], "spec", None)
-        raise UserError(f"{spec.name if spec else 'a parameter'} {REMEDY}")
+            return super().__torch_function__(function, types, arguments, keywords)
+        values = *arguments, *keywords.values()
+        name = next((x.spec.name for x in values if isinstance(x, Hidden)), "a parameter")
+        raise UserError(f"{name} {REMEDY}")
 
 
 class HiddenParameter(Hidden, nn.Parameter):

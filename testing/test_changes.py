@@ -345,6 +345,7 @@ def test_the_ledger_knows_that_forward_computes_the_losses(workers, sequence_par
 READS = {
     "p": lambda p: p.norm(),
     "several parameters": lambda p: torch.stack([p, p]),
+    "p by keyword": lambda p: torch.sum(input=p),
     "p.data": lambda p: p.data,
     "p.mT": lambda p: p.mT,
     "p.grad": lambda p: p.grad.norm(),
