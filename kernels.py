@@ -58,9 +58,9 @@ def _fmix64(x):
 
 
 @triton.jit
-def _dropped(x, ROWS, row, column, place, threshold, factor):
-    """ROWS, place, threshold, factor: as from `_drop_arguments`."""
-    key = _fmix64((tl.load(ROWS + row) + place).to(tl.uint64))
+def _dropped(x, ROWS, row, column, salt, threshold, factor):
+    """ROWS, salt, threshold, factor: as from `_drop_arguments`."""
+    key = _fmix64((tl.load(ROWS + row) + salt).to(tl.uint64))
     low, high = key.to(tl.int32), (key >> 32).to(tl.int32)
     bits = (column * -1640531527 + low) ^ high
     bits = (bits ^ ((bits >> 16) & 0xFFFF)) * 0x7FEB352D
@@ -70,14 +70,14 @@ def _dropped(x, ROWS, row, column, place, threshold, factor):
 
 
 @functools.cache
-def _place(seed, site):
+def _salt(seed, site):
     return fmix64(torch.tensor(seed * 1009 + site)).item()
 
 
 def _drop_arguments(drop):
     if drop is None:
         return None, 0, 0, 1.0
-    return drop.rows, _place(drop.seed, drop.site), int(drop.rate * 2**32) - 2**31, 1 / (1 - drop.rate)
+    return drop.rows, _salt(drop.seed, drop.site), int(drop.rate * 2**32) - 2**31, 1 / (1 - drop.rate)
 
 
 def dropout(x, drop=None):
@@ -101,15 +101,15 @@ def dropout(x, drop=None):
 # dy is written: 10 bytes. Rows longer than WIDEST do not fit into one multiprocessor's registers, so PyTorch
 # normalizes them. It also computes a LayerNorm without a bias.
 #
-# RMSNorm has mean = 0 everywhere, and no norm_bias: the floors are the same. Plain PyTorch moves 40 bytes an element in
-# forward and 92 in backward, in 10 and 16 passes, because it computes with copies in float32.
+# RMSNorm has mean = 0 everywhere, and no norm_bias: the floors are the same. Plain PyTorch moves 42 bytes an element in
+# forward and 92 in backward, in 7 and 12 passes, because it computes with copies in float32.
 #
 # The same kernels serve `dropout` (no x, bias and norm) and `add_` (no norm).
 
 
-@triton.jit(do_not_specialize=["place"])
+@triton.jit(do_not_specialize=["salt"])
 def residual_forward(
-    X, Y, BIAS, Z, WEIGHT, NORM_BIAS, OUT, MEAN, R, ROWS, place, threshold, factor, epsilon, width, BLOCK: tl.constexpr
+    X, Y, BIAS, Z, WEIGHT, NORM_BIAS, OUT, MEAN, R, ROWS, salt, threshold, factor, epsilon, width, BLOCK: tl.constexpr
 ):
     """X, Y, Z, OUT [rows, width]; BIAS, WEIGHT, NORM_BIAS [width]; MEAN (None: RMSNorm), R [rows] float32."""
     row = tl.program_id(0).to(tl.int64)
@@ -123,7 +123,7 @@ def residual_forward(
         if BIAS is not None:
             z += _load(BIAS + column, exists)
         if ROWS is not None:
-            z = _dropped(z, ROWS, row, column, place, threshold, factor)
+            z = _dropped(z, ROWS, row, column, salt, threshold, factor)
         if X is not None:
             z += _load(X + offsets, exists)
         rounded = z.to(Z.dtype.element_ty)
@@ -142,9 +142,9 @@ def residual_forward(
         tl.store(R + row, r)
 
 
-@triton.jit(do_not_specialize=["place"])
+@triton.jit(do_not_specialize=["salt"])
 def residual_backward(
-    DZ, DOUT, Z, WEIGHT, MEAN, R, DX, DY, SUMS, ROWS, place, threshold, factor, rows, width, BLOCK: tl.constexpr
+    DZ, DOUT, Z, WEIGHT, MEAN, R, DX, DY, SUMS, ROWS, salt, threshold, factor, rows, width, BLOCK: tl.constexpr
 ):
     """DZ: the gradient that bypasses the norm. SUMS [programs, 3, width]: dweight, dnorm_bias, dbias."""
     column = tl.arange(0, BLOCK)
@@ -176,7 +176,7 @@ def residual_backward(
             d_weight += dout * n
             tl.store(DX + offsets, dz, mask=exists)
         if ROWS is not None:
-            dz = _dropped(dz, ROWS, row, column, place, threshold, factor)
+            dz = _dropped(dz, ROWS, row, column, salt, threshold, factor)
             tl.store(DY + offsets, dz, mask=exists)
         d_bias += dz
     sums = SUMS + tl.program_id(0) * 3 * width + column
@@ -311,9 +311,14 @@ def activation_backward(
 TILE = dict(TALL=8, WIDE=256, num_warps=8)
 
 
+def tiled(x):
+    """Return the grid with a program for each tile: (tiles along the rows, stripes of columns)."""
+    return triton.cdiv(len(x), TILE["TALL"]), triton.cdiv(x.shape[1], TILE["WIDE"])
+
+
 def striped(x, each):
     """Return the grid for sums over the rows: (programs along the rows, stripes of columns)."""
-    rows, stripes = triton.cdiv(len(x), TILE["TALL"]), triton.cdiv(x.shape[1], TILE["WIDE"])
+    rows, stripes = tiled(x)
     return min(rows, max(persistent(x, each) // stripes, 1)), stripes
 
 
@@ -322,8 +327,7 @@ class BiasActivation(torch.autograd.Function):
     def forward(ctx, y, bias, relu):
         y = y.contiguous()
         out = torch.empty_like(y)
-        grid = triton.cdiv(len(y), TILE["TALL"]), triton.cdiv(y.shape[1], TILE["WIDE"])
-        activation_forward[grid](y, bias, out, *y.shape, relu, **TILE)
+        activation_forward[tiled(y)](y, bias, out, *y.shape, relu, **TILE)
         ctx.relu = relu
         ctx.save_for_backward(out if relu else y, bias)
         return out
@@ -351,7 +355,7 @@ gelu_, relu_ = (functools.partial(activation_, relu=relu) for relu in (False, Tr
 #     out = gate S up      S = 1 / (1 + e^-gate)      dgate = dout up S (1 + gate (1 - S))      dup = dout gate S
 #
 # gate and up are the halves of one tensor, and so are their gradients: the linear before gets them without a copy.
-# Floor in bf16, per element of out: forward 6 bytes, backward 10. Plain PyTorch moves 10 and 48, and 8 of the copy.
+# Floor in bf16, per element of out: forward 6 bytes, backward 10. Plain PyTorch moves 10 and 48.
 
 
 @triton.jit
@@ -386,17 +390,14 @@ class SwiGLU(torch.autograd.Function):
             gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
         out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        grid = triton.cdiv(len(out), TILE["TALL"]), triton.cdiv(out.shape[1], TILE["WIDE"])
-        swiglu_forward[grid](gate, up, out, *out.shape, gate.stride(0), **TILE)
+        swiglu_forward[tiled(out)](gate, up, out, *out.shape, gate.stride(0), **TILE)
         return out
 
     @staticmethod
     def backward(ctx, dout):
         gate, up = ctx.saved_tensors
-        n, width = gate.shape
         dgate, dup = reference.halves(gate)
-        grid = triton.cdiv(n, TILE["TALL"]), triton.cdiv(width, TILE["WIDE"])
-        swiglu_backward[grid](dout.contiguous(), gate, up, dgate, dup, n, width, gate.stride(0), **TILE)
+        swiglu_backward[tiled(gate)](dout.contiguous(), gate, up, dgate, dup, *gate.shape, gate.stride(0), **TILE)
         return dgate, dup
 
 
@@ -406,7 +407,7 @@ swiglu = SwiGLU.apply
 # --- positions of Llama ---------------------------------------------------------------------------------------------
 #
 # A program has one token, and all its heads: so it reads the angles, which are float32, once. Floor in bf16: 4 bytes an
-# element, also in backward. Plain PyTorch moves 18, and first copies the queries, whose heads lie apart (4).
+# element, also in backward. Plain PyTorch moves 18.
 
 
 @triton.jit
@@ -513,7 +514,7 @@ def add_rows_(table, ids, rows):
 #
 # A program has one row. Its first pass computes top = max z and total = sum exp(z - top) *online*, as
 # flash_attention.py does. Its second pass reads the row of 100 KB from the cache and overwrites z with dz. Floor in
-# bf16: 4 bytes a logit (with tp up to 6).
+# bf16: 4 bytes a logit; with tp 6, if the cache has lost the row.
 #
 # Loads are masked by the padded width, a multiple of 128: with the real columns (50,257) each load would be split
 # into loads of 2 bytes.
@@ -621,10 +622,13 @@ ADAMW = dict(BLOCK=1024, num_warps=4)
 
 def adamw_(weight, gradient, moments, scalars, ranges, *, decay, beta1, beta2, eps, out=None):
     """The ranges that decay must join to two: of a bucket's parameters, those cut over tp, and the replicated ones."""
-    places = []
-    for begin, end, _ in (r for r in ranges if r[2]):
-        places[-1:] = [end] if begin in places[-1:] else [*places[-1:], begin, end]
-    assert len(places) <= 4
-    places += [0] * (4 - len(places))
-    arguments = weight, gradient, *moments, out, *scalars, len(weight), *places, decay, beta1, beta2, eps
+    bounds = []
+    for begin, end, decays in ranges:
+        if decays and begin in bounds[-1:]:
+            bounds[-1] = end
+        elif decays:
+            bounds += begin, end
+    assert len(bounds) <= 4
+    bounds += [0] * (4 - len(bounds))
+    arguments = weight, gradient, *moments, out, *scalars, len(weight), *bounds, decay, beta1, beta2, eps
     adamw_flat[(triton.cdiv(len(weight), ADAMW["BLOCK"]),)](*arguments, **ADAMW)

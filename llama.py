@@ -14,7 +14,7 @@ heads of a group share one head of keys and values. The rows of qkv lie group af
 Megatron-LM: a/g heads of queries, one of keys, one of values. So each tp rank has whole groups, and
 q, k, v are one product. To Muon they are one matrix.
 
-Number of parameters: V h (untied: 2 V h) + L (2 h^2 + 2 h^2 g/a + 3 h f + 2 h) + h, where f is
+Number of parameters: v h (untied: 2 v h) + L (2 h^2 + 2 h^2 g/a + 3 h f + 2 h) + h, where f is
 ffn_hidden_size.
 """
 
