@@ -14,11 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch.optim.adamw import adamw as torch_adamw
 
-# Add your own: write a function in this file, and call it in model.py as `self.ops.NAME`. If kernels.py has it too, add
-# it to this list. A GPU runs kernels.py's: if you change one of these functions, take its name out of the list.
+# Add your own: write a function in this file, and call it in model.py as `self.ops.NAME`. On a GPU, the names in this
+# list are kernels.py's functions: add the name of a new kernel, and take out that of a function which you change.
 OPERATIONS = "add_ add_layer_norm_ add_rms_norm_ gelu_ relu_ swiglu rotate attention join add_rows_".split()
 OPERATIONS += "cross_entropy_ dropout adamw_".split()
 EPS = 1e-5  # LayerNorm's epsilon in GPT-2
+
+
+def wide_dtype(x):
+    """Return float32, or float64 if x has it."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 # --- LayerNorm, and the residual stream around it ---------------------------------------------------------------------
@@ -29,18 +34,17 @@ def layer_norm(x, weight, bias):
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps=EPS)
 
 
-def add_bias_(y, bias):
-    if bias is None:
+def plus_(y, x):
+    """Return y + x. x may be None. Autograd keeps a leaf that needs a gradient as it is."""
+    if x is None:
         return y
-    return y + bias if y.is_leaf else y.add_(bias)
+    return y + x if y.is_leaf and y.requires_grad else y.add_(x)
 
 
 def add_(y, x, bias, drop=None):
     """Return x + dropout(y + bias): residual stream x [n, h], a linear's output y [n, h], used up."""
-    y = add_bias_(y, bias)
-    if drop is not None:
-        return x + dropout(y, drop)
-    return x + y if y.is_leaf and y.requires_grad else y.add_(x)  # autograd keeps an input of the graph as it is
+    y = plus_(y, bias)
+    return plus_(y, x) if drop is None else x + dropout(y, drop)
 
 
 def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
@@ -54,7 +58,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, epsilon):
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = x.to(wide_dtype(x))
         factor = (wide.square().mean(1, keepdim=True) + epsilon).rsqrt()  # [n, 1]
         ctx.save_for_backward(x, factor, weight)
         return (wide * factor).to(x.dtype) * weight
@@ -90,7 +94,7 @@ ACTIVATIONS = {
 
 def gelu_(y, bias):
     """Return x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), x = y + bias. y [n, 4h] is used up. arXiv 1606.08415."""
-    return gelu(add_bias_(y, bias))
+    return gelu(plus_(y, bias))
 
 
 def gelu(x):
@@ -99,7 +103,7 @@ def gelu(x):
 
 def relu_(y, bias):
     """Return max(0, y + bias). y [n, 4h] is used up."""
-    return F.relu(add_bias_(y, bias), inplace=True)
+    return F.relu(plus_(y, bias), inplace=True)
 
 
 class SwiGLU(torch.autograd.Function):
@@ -120,7 +124,7 @@ class SwiGLU(torch.autograd.Function):
 
 
 def halves(x):
-    """Return two new tensors like x [n, f], halves of one [n, 2f]: the linear before gets it without a copy."""
+    """Return two new tensors like x [n, f], halves of one [n, 2f], which `tensor.side_by_side` finds without a copy."""
     return x.new_empty(len(x), 2 * x.shape[1]).chunk(2, 1)
 
 
@@ -157,8 +161,7 @@ def rotate(x, positions, base, turned=turned):
 
     x: [b, s, heads, d], or [b, s, groups, heads of a group, d]. positions: [s].
     """
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    return Rotation.apply(x, *cos_and_sin(positions, base, x.shape[-1], dtype), turned)
+    return Rotation.apply(x, *cos_and_sin(positions, base, x.shape[-1], wide_dtype(x)), turned)
 
 
 swiglu = SwiGLU.apply
@@ -227,7 +230,7 @@ def attention_part_backward(dy, q, k, v, y, L, i, j):
 def part_scores(q, k, i, j):
     """Return q k^T / sqrt(d), [b, a, s, s'], in at least float32; the lowest number for keys that are not visible."""
     scores = q.transpose(1, 2) @ k.transpose(1, 2).mT * q.shape[-1] ** -0.5
-    scores = scores.to(torch.promote_types(q.dtype, torch.float32))
+    scores = scores.to(wide_dtype(q))
     return scores.masked_fill(~visible(i[:, None], j), torch.finfo(scores.dtype).min)  # -inf would give nan
 
 
@@ -237,7 +240,7 @@ def part_scores(q, k, i, j):
 def join(parts):
     """Join k tensors [n, c]. Return (whole [n, k c], sums of its columns [k c])."""
     whole = torch.cat(parts, 1)
-    return whole, whole.sum(0, dtype=torch.promote_types(whole.dtype, torch.float32))
+    return whole, whole.sum(0, dtype=wide_dtype(whole))
 
 
 def add_rows_(table, ids, rows):
@@ -294,7 +297,7 @@ def cross_entropy_(logits, targets, columns, weights=None, reduce=None):
     from this rank's first column; those outside of 0 .. columns - 1 belong to other ranks. weights: [n], the gradient
     that arrives at each loss. None: no gradient. reduce(x, "max" or "sum"): combines x over the tp ranks.
     """
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32))  # `logits` itself if it has this dtype
+    z = logits.to(wide_dtype(logits))  # `logits` itself if it has this dtype
     z[:, columns:] = -math.inf
     top = z.amax(1)
     if reduce:

@@ -54,10 +54,10 @@ class Experts(nn.Module):
         self.c, self.tp, self.activation_ = c, tp, getattr(ops, f"{c.activation}_")
 
     def forward(self, x, batch):
-        """x: [n, h] -> [n, h]. Tokens travel to their experts' ranks and back; a dropped choice adds nothing."""
+        """Send x [n, h], this rank's tokens, to their experts' ranks and back. A dropped choice adds nothing."""
         c, t, (n, h) = self.c, self.tp.size, x.shape
         G = c.tokens_of_group if batch.targets is not None else 1
-        p = (x @ self.router.T).to(torch.promote_types(x.dtype, torch.float32)).softmax(-1)  # [n, E]
+        p = (x @ self.router.T).to(reference.wide_dtype(x)).softmax(-1)  # [n, E]
         chosen = p.detach().topk(c.top_k).indices  # [n, k]
         p = Balance.apply(p, chosen, self, G, batch)
         place, places = places_of(chosen, c, G)  # [n k]
@@ -96,10 +96,10 @@ def places_of(chosen, c, G):
 
 def dropped_if_uniform(c):
     """Return the share of choices that a router drops if it chooses by chance."""
-    G, C, p, ln = c.tokens_of_group, places_of_expert(c, c.tokens_of_group), c.top_k / c.experts, math.lgamma
-    share, p = 0.0, min(p, 1 - 1e-12)  # the logarithm of 1 - p must exist
+    G, p, lgamma = c.tokens_of_group, min(c.top_k / c.experts, 1 - 1e-12), math.lgamma  # log(1 - p) must exist
+    C, share = places_of_expert(c, G), 0.0
     for n in range(C + 1, G + 1):
-        subsets = ln(G + 1) - ln(n + 1) - ln(G - n + 1)  # the logarithm of their number
+        subsets = lgamma(G + 1) - lgamma(n + 1) - lgamma(G - n + 1)  # the logarithm of their number
         share += (n - C) * math.exp(subsets + n * math.log(p) + (G - n) * math.log1p(-p)) / (G * p)
     return share
 

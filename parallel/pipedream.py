@@ -47,13 +47,13 @@ class Versions:
     updated: the number of updates of this call in the master weights. version: that of the nn.Parameters.
     """
 
-    def __init__(self, zero, bucket, holders, flats):
-        """flats: `Executor.flats`, which receives every buffer that is made here."""
-        self.zero, self.bucket, self.holders = zero, bucket, holders
-        if self.bucket.master is self.bucket.param.shard:
-            self.bucket.master = torch.zeros_like(self.bucket.param.shard)
-        self.updated, self.flats, self.buffers = 0, {0: self.bucket.param.whole}, flats
-        self.buffers[OLDER].append(self.bucket.param.whole)  # older, when another buffer is the latest
+    def __init__(self, zero, bucket, holders, buffers):
+        """buffers: `Executor.flats`, which receives every buffer that is made here."""
+        self.zero, self.bucket, self.holders, self.buffers = zero, bucket, holders, buffers
+        if bucket.master is bucket.param.shard:
+            bucket.master = torch.zeros_like(bucket.param.shard)
+        self.updated, self.flats = 0, {0: bucket.param.whole}
+        buffers[OLDER].append(bucket.param.whole)  # older, when another buffer is the latest
         self.spare, self.spare_sums = [], []  # buffers that are free for a version, for a sum
 
     def _buffer(self, what, spare, like):
