@@ -347,7 +347,8 @@ def activation_(y, bias, relu):
     return BiasActivation.apply(y, bias, relu)
 
 
-gelu_, relu_ = (functools.partial(activation_, relu=relu) for relu in (False, True))
+gelu_ = functools.partial(activation_, relu=False)
+relu_ = functools.partial(activation_, relu=True)
 
 
 # --- SwiGLU ---------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def layer_norm(x, weight, bias):
 
 
 def plus_(y, x):
-    """Return y + x. x may be None. Autograd keeps a leaf that needs a gradient as it is."""
+    """Return y + x, in place of y unless autograd forbids it. x may be None."""
     if x is None:
         return y
     return y + x if y.is_leaf and y.requires_grad else y.add_(x)
@@ -107,7 +107,7 @@ def relu_(y, bias):
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up, both [n, f]. Shazeer (arXiv 2002.05202). Backward computes silu again, so it is not kept."""
+    """silu(gate) * up, both [n, f]. Shazeer (arXiv 2002.05202). silu is not kept: backward computes it again."""
 
     @staticmethod
     def forward(ctx, gate, up):

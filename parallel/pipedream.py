@@ -10,8 +10,8 @@ backward as in its forward; otherwise its backward would not compute the gradien
 master weights, and keeps a copy of them as parameters for each version that micro-batches use:
 
     rank 1 of 3     F0 F1 .. B0 U F2 B1 U F3 B2 U F4 ...
-    F uses version   0  0          1      2      3
-    B uses version          0        0      1
+    F uses version   0  0          1       2       3
+    B uses version            0       0       1
 
     micro-batch j of rank r uses version                     versions that a rank keeps
     pipedream        max(j - (p-1-r), 0)                     min(p-r, max(1, M-(p-1-r)))  M: micro-batches of the call
