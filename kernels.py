@@ -99,7 +99,7 @@ def dropout(x, drop=None):
 #
 # Floor in bf16: 8 bytes an element (dout, z, the residual stream's gradient read; dx written; dy is dx). With dropout,
 # dy is written: 10 bytes. Rows longer than WIDEST do not fit into one multiprocessor's registers, so PyTorch
-# normalizes them. It also computes a LayerNorm without a bias.
+# normalizes them; also if LayerNorm has no bias.
 #
 # RMSNorm has mean = 0 everywhere, and no norm_bias: the floors are the same. Plain PyTorch moves 42 bytes an element in
 # forward and 92 in backward, in 7 and 12 passes, because it computes with copies in float32.
@@ -312,7 +312,7 @@ TILE = dict(TALL=8, WIDE=256, num_warps=8)
 
 
 def tiled(x):
-    """Return the grid with a program for each tile: (tiles along the rows, stripes of columns)."""
+    """Return the grid of tiles: (along the rows, stripes of columns)."""
     return triton.cdiv(len(x), TILE["TALL"]), triton.cdiv(x.shape[1], TILE["WIDE"])
 
 
@@ -355,8 +355,8 @@ relu_ = functools.partial(activation_, relu=True)
 #
 #     out = gate S up      S = 1 / (1 + e^-gate)      dgate = dout up S (1 + gate (1 - S))      dup = dout gate S
 #
-# gate and up are the halves of one tensor, and so are their gradients: the linear before gets them without a copy.
-# Floor in bf16, per element of out: forward 6 bytes, backward 10. Plain PyTorch moves 10 and 48.
+# gate and up are the halves of one tensor, and so are their gradients. Floor in bf16, per element of out: forward 6
+# bytes, backward 10. Plain PyTorch moves 10 and 48.
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Context parallelism: the tokens of each sample are cut over n = cp ranks.
 
 Only attention connects the tokens of a sample. The cp ranks have equal parameters: for ZeRO, gradient norm and
-checkpoints they are data ranks. There are two ways:
+checkpoints they are data ranks. Two ways to compute attention:
 
     ring      keys and values travel from rank to rank         Liu et al., Ring Attention (arXiv 2310.01889)
     ulysses   each rank gets all tokens of 1/n of the heads    Jacobs et al., DeepSpeed-Ulysses (arXiv 2309.14509)

@@ -54,7 +54,7 @@ class Experts(nn.Module):
         self.c, self.tp, self.activation_ = c, tp, getattr(ops, f"{c.activation}_")
 
     def forward(self, x, batch):
-        """Send x [n, h], this rank's tokens, to their experts' ranks and back. A dropped choice adds nothing."""
+        """Send this rank's x [n, h] to the experts' ranks and back. A dropped choice adds nothing."""
         c, t, (n, h) = self.c, self.tp.size, x.shape
         G = c.tokens_of_group if batch.targets is not None else 1
         p = (x @ self.router.T).to(reference.wide_dtype(x)).softmax(-1)  # [n, E]
