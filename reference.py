@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.optim.adamw import adamw as torch_adamw
 
 # Add your own: write a function in this file, and call it in model.py as `self.ops.NAME`. On a GPU, the names in this
-# list are kernels.py's functions: add the name of a new kernel, and take out that of a function which you change.
+# list are kernels.py's functions: add a new kernel, and take out a function that you change.
 OPERATIONS = "add_ add_layer_norm_ add_rms_norm_ gelu_ relu_ swiglu rotate attention join add_rows_".split()
 OPERATIONS += "cross_entropy_ dropout adamw_".split()
 EPS = 1e-5  # LayerNorm's epsilon in GPT-2

@@ -131,7 +131,8 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, bias, enter, leave, tp, ops=reference):
-        ctx.recompute = getattr(x, "recompute", None)  # `operations.recomputable`
+        recompute = getattr(x, "recompute", None)  # `operations.recomputable`
+        ctx.recompute = None if recompute and x._version else recompute  # changed in place
         ctx.save_for_backward(None if ctx.recompute else x)  # n/t rows with sequence parallelism
         ctx.arguments = w, bias, enter, leave, tp, ops
         matrix = w.flatten(0, -2)  # qkv is [3, h/t, h]
@@ -287,8 +288,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         if in_forward:
             losses = next_token_losses(x, w, targets, vocab_size, enter, tp, ops)
         else:
-            dtype = torch.promote_types(x.dtype, torch.float32)
-            losses = x.new_full(targets.shape, torch.nan, dtype=dtype)
+            losses = x.new_full(targets.shape, torch.nan, dtype=reference.wide_dtype(x))
         ctx.save_for_backward(x)
         # A head may overwrite real losses. detach: else ctx and the graph would keep each other alive.
         ctx.losses = losses.clone() if in_forward else losses.detach()
