@@ -377,8 +377,12 @@ def dropout(x, drop=None):
 
 
 def squared_norms(flats):
-    """Return the sum of squared elements of each buffer, [k] float64. The sum is made in the buffer's dtype."""
-    return torch.stack([torch.linalg.vector_norm(flat) for flat in flats]).double() ** 2
+    """Return float64 [k], whose sum is that of all squared elements. Each is computed in the buffers' dtype.
+
+    On a CPU, one sum of 67 million float32 squares has an error of 1%. So the sums are short there.
+    """
+    parts = [part for flat in flats for part in flat.split(len(flat) if flat.is_cuda else 1 << 16)]
+    return torch.stack([torch.linalg.vector_norm(part) for part in parts]).double() ** 2
 
 
 class UpdateScalars(NamedTuple):

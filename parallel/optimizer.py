@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+import reference
 from parallel.comm import all_reduce
 from parallel.muon import muon
 
@@ -154,7 +155,7 @@ def tensor_norms(tensors, device):
         rows_of.setdefault(bucket.holders, []).append(i)
         if piece.spec.tp_dim is not None or bucket.tp.rank == 0:
             for k, x in enumerate((bucket.master, bucket.master_grad)):
-                squares[i, k] = torch.linalg.vector_norm(piece.of(x)).double() ** 2
+                squares[i, k] = reference.squared_norms([piece.of(x)]).sum()
     squares = squares.to(device)
     squares = all_reduce(squares, bucket.shards, "parameter norms").wait()
     squares = all_reduce(squares, bucket.tp, "parameter norms").wait()
