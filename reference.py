@@ -183,7 +183,7 @@ def is_causal(s):
     """
     j = torch.arange(s, device="cpu")
     i = torch.linspace(0, s - 1, min(s, 256), dtype=torch.float64, device="cpu").round().long()[:, None]
-    return (visible(i, j) == (j <= i)).numpy().all()
+    return bool((visible(i, j) == (j <= i)).numpy().all())
 
 
 def attention(q, k, v, cache=None):

@@ -49,11 +49,11 @@ import kernels
 import reference
 import train
 from errors import UserError
-from operations import choose
+from operations import SDPBackend, attention_name, choose
 from parallel.mesh import Mesh
 from reference import Drop
 from testing import compiled, sanitizer
-from testing.tiny import tiny_batches, tiny_config
+from testing.tiny import CPU, tiny_batches, tiny_config
 
 
 def results(f, inputs, wanted=None):
@@ -579,6 +579,10 @@ def test_which_operations_are_used(monkeypatch):
         operations("triton", "cuda", "fp64")
     with pytest.raises(UserError, match="heads of 256"):
         operations("triton", "cuda", "bf16", num_attention_heads=1, hidden_size=256)
+    for fields in (dict(), dict(model="llama", num_query_groups=2)):
+        assert attention_name(tiny_config(1, **fields), CPU, "fp32", reference) == "FLASH_ATTENTION"
+    monkeypatch.setattr(reference, "is_causal", lambda s: False)
+    assert attention_name(tiny_config(1, dtype="bf16"), CPU, "bf16", reference) in SDPBackend.__members__
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(UserError, match="no GPU here"):
         operations("triton", "cpu", "fp32")

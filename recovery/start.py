@@ -35,7 +35,8 @@ def describe(run, path):
     if c.experts:
         text += f"\nexperts: groups of {c.tokens_of_group} tokens; a uniform router drops {dropped_if_uniform(c):.1%}"
     if run.device.type == "cuda":
-        text += f"\nattention: {operations.attention_name(c, run.device, run.dtype, run.zero.ops)}"
+        attention = operations.attention_name(c, run.device, run.dtype, run.zero.ops)
+        text += f"\noperations of {run.zero.ops.join.__module__}.py; attention: {attention}"
     if path and (changed := configuration.differences(c, checkpoint.read_index(path))):
         text += f"\nchanged since {path}: {changed}; to begin anew, set another --out_dir"
     return text
