@@ -38,6 +38,16 @@ def test_the_penaltys_gradient_is_that_of_double_backward(workers):
             assert off < 5e-3, f"{name}: off by {off:.1e} of its norm"
 
 
+def step_with_equal_samples(config):
+    run = built(config)
+    return train.train_step(run, tiny_batches(run, reader=(0, 2))).read()[:2]
+
+
+def test_ranks_with_equal_gradients_have_no_penalty(workers):
+    steps = [workers.run(2, step_with_equal_samples, tiny_config(2, penalty=penalty)) for penalty in (0.1, 0.0)]
+    assert steps[0] == [pytest.approx(step) for step in steps[1]]
+
+
 def traced(config):
     run = built(config)
     trace, batches = Trace(run.mesh, run.device, 0), tiny_batches(run)
