@@ -163,11 +163,15 @@ def test_a_window_is_that_of_a_written_out_softmax():
         cache, parts = [], [x.split(1, 1) for x in (q, k, v)]
         steps = [reference.attention(*one, cache) for one in zip(*parts, strict=True)]
         assert torch.allclose(torch.cat(steps, 1), right, rtol=1e-12), "the cache ignores the window"
-        config = tiny_config(1, kernels="triton", dtype="fp32")
-        with mock.patch.dict("os.environ", TRITON_INTERPRET="1"):
-            assert choose(config, torch.device("cpu"), "fp32").attention is reference.attention
+
+
+def test_a_window_is_not_given_to_the_causal_kernel():
+    pytest.importorskip("triton")
+    config = tiny_config(1, kernels="triton", dtype="fp32")
     with mock.patch.dict("os.environ", TRITON_INTERPRET="1"):
         assert choose(config, torch.device("cpu"), "fp32").attention is not reference.attention
+        with window():
+            assert choose(config, torch.device("cpu"), "fp32").attention is reference.attention
 
 
 @contextlib.contextmanager
