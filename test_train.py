@@ -17,6 +17,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -740,6 +741,15 @@ def test_processes_that_would_train_alone_are_refused_with_the_line_that_works(m
     assert lines <= {*joined.stdout.splitlines()}
     guide = re.sub(r"\s*\\\n\s*", " ", (HERE / "GUIDE.md").read_text(encoding="utf-8"))
     assert processes.LAUNCHERS[launcher] in guide
+
+
+@pytest.mark.parametrize("world, loopback", [("2", True), ("4", False)])
+def test_processes_of_one_host_connect_over_its_loopback(world, loopback):
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2", WORLD_SIZE=world):
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        with mock.patch.object(processes.dist, "init_process_group"):
+            processes.join_processes()
+        assert os.environ.get("GLOO_SOCKET_IFNAME", "").startswith("lo") == loopback
 
 
 def test_the_learning_rates_are_those_of_the_formula(config_file, monkeypatch, capsys, tmp_path):

@@ -4,6 +4,7 @@ import atexit
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -54,8 +55,16 @@ def join_processes():
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=follow, args=[os.getppid()], daemon=True).start()
     if "WORLD_SIZE" in os.environ:
+        if int(os.environ["WORLD_SIZE"]) == processes:
+            stay_on_this_host()
         dist.init_process_group(backend, pg_options=group_options(backend))
     return device
+
+
+def stay_on_this_host():
+    """Let Gloo connect over the loopback. If the host's name has no address, a group takes 1.5 s otherwise."""
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 def follow(launcher):

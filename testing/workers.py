@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from errors import UserError
 from parallel import comm
+from recovery.processes import stay_on_this_host
 from testing import adversary
 from testing.compare import Different
 
@@ -34,6 +35,7 @@ PATIENCE = float(os.environ.get("PATIENCE", "60"))  # seconds without progress u
 def work(rank, pipe, last):
     """Answer the calls that arrive by `pipe`, until it closes. last: the name of this rank's last communication."""
     torch.set_num_threads(1)
+    stay_on_this_host()
     tqdm.set_lock(threading.RLock())  # tqdm's own is a semaphore, which a killed process would leave behind
     comm.lost_peer = noting(comm.lost_peer, last)
     while True:
