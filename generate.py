@@ -90,7 +90,7 @@ def generate(model, ids, count, temperature=1.0, top_k=0, top_p=1.0, generator=N
 
 
 def utf8(text):
-    """Raises ValueError for a byte that is not UTF-8 (Python reads it as a lone surrogate)."""
+    """Return the text. Raises ValueError for a byte that is not UTF-8 (Python reads it as a lone surrogate)."""
     return text.encode().decode()
 
 

@@ -305,7 +305,7 @@ class Output:
                 self.progress = saved
                 print(f"{folder}: resuming after {sum(saved['tokens']):,} tokens")
             else:
-                (folder / "progress.json").unlink()  # else its command would miss what is cut off
+                (folder / "progress.json").unlink()  # its command would resume after tokens that are cut off
         self.truncate()
 
     def truncate(self):
@@ -417,7 +417,7 @@ def describe(files):
 
 
 def is_finished(folder, made_from):
-    """Return whether `folder` has this data set. Raises UserError or OSError if it has anything else."""
+    """Return whether `folder` has this data set. Remove an empty one. Raises UserError or OSError for any other."""
     if not (folder / "meta.json").exists():
         with contextlib.suppress(FileNotFoundError):
             folder.rmdir()  # only if empty
