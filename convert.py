@@ -33,7 +33,7 @@ from recovery import checkpoint
 from reference import ACTIVATIONS
 from tokenizer import copy, load_tokenizer
 
-KINDS = GPT2, OPT, LLAMA = "gpt2", "opt", "llama"  # model_type there. Each table has a column for each kind
+KINDS = GPT2, OPT, LLAMA = "gpt2", "opt", "llama"  # model_type there; each table has a column for each
 PREFIX = ("transformer.", "model.decoder.", "model.")
 QKV = " ".join(f"layers.#.self_attn.{x}_proj" for x in "qkv")
 MODULES = {  # {module here: modules there}; # is the number of the block
@@ -63,7 +63,7 @@ FIELDS = {  # {field of Config: field there}
     "dropout": ("resid_pdrop", "dropout", None),
     "init_method_std": ("initializer_range", "init_std", "initializer_range"),
 }
-MORE = "model activation experts rotary_base untie_embeddings_and_output_weights".split()  # with other values there
+MORE = "model activation experts rotary_base untie_embeddings_and_output_weights".split()  # their values differ, too
 FIXED = (  # {field there: the only value that the model here has}
     dict(layer_norm_epsilon=1e-5, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False),
     dict(do_layer_norm_before=True, enable_bias=True, _remove_final_layer_norm=False),

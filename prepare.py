@@ -305,7 +305,7 @@ class Output:
                 self.progress = saved
                 print(f"{folder}: resuming after {sum(saved['tokens']):,} tokens")
             else:
-                (folder / "progress.json").unlink()  # its command would resume after tokens that are cut off
+                (folder / "progress.json").unlink()  # the other command would miss the tokens that are cut off
         self.truncate()
 
     def truncate(self):

@@ -124,7 +124,7 @@ class SwiGLU(torch.autograd.Function):
 
 
 def halves(x):
-    """Return two new tensors like x [n, f], halves of one [n, 2f], which `tensor.side_by_side` finds without a copy."""
+    """Return two new tensors like x [n, f], halves of one [n, 2f]: `tensor.side_by_side` joins them without a copy."""
     return x.new_empty(len(x), 2 * x.shape[1]).chunk(2, 1)
 
 

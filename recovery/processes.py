@@ -62,7 +62,7 @@ def join_processes():
 
 
 def stay_on_this_host():
-    """Let Gloo connect over the loopback. If the host's name has no address, a group takes 1.5 s otherwise."""
+    """Let Gloo connect over the loopback. Where the host's name has no address, a group would take 1.5 s."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
