@@ -40,6 +40,8 @@ from testing.tiny import configured, curve, fails, go, validation_losses
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(HERE)}
+# More than a test needs. A start fails if another test took its port: torchrun chooses one seconds before its use.
+RESTARTS = 10
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +112,7 @@ def wait_for(condition, process, seconds=60):
     while not condition():
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()  # else `communicate` would wait for its end
-            pytest.fail(str(process.communicate()))
+            pytest.fail("\n".join(process.communicate()), pytrace=False)
         time.sleep(0.05)
 
 
@@ -216,7 +218,7 @@ def test_restarts_change_no_bit(config_file, tmp_path):
     """The curve and the last checkpoint are those of a quiet run."""
     fields = "--train_iters=60 --save_interval=10 --log_interval=1 --micro_batch_size=1 --zero=1".split()
     metrics = tmp_path / "out" / "metrics.jsonl"
-    process = torchrun(4, config_file, *fields, restarts=3)
+    process = torchrun(4, config_file, *fields, restarts=RESTARTS)
     for step in (25, 45):
         wait_for(lambda step=step: metrics.exists() and step in read_metrics(metrics), process, 120)
         os.kill(children(process)[-1], signal.SIGKILL)
@@ -248,7 +250,7 @@ def test_a_run_goes_on_with_the_hosts_that_are_left(config_file, tmp_path):
     fields = "--save_interval=10 --log_interval=1 --micro_batch_size=1 --zero=1 --lr_decay_iters=1000".split()
     metrics, out, port = tmp_path / "out" / "metrics.jsonl", tmp_path / "out", free_port()
     flags = ["--nnodes=1:2", "--rdzv-id=elastic", "--rdzv-conf=last_call_timeout=8"]
-    how, hosts, pids = dict(restarts=3, endpoint=f"localhost:{port}", flags=flags), [], []
+    how, hosts, pids = dict(restarts=RESTARTS, endpoint=f"localhost:{port}", flags=flags), [], []
 
     def rows(processes):
         found = read_metrics(metrics) if metrics.exists() else {}

@@ -6,8 +6,8 @@ On a CPU, marks are times. On a GPU `wait` stops the stream, not the host: marks
 read after the run.
 
 A rank also waits for a rank that starts late. Column "of it wire": of a collective the least wait of its ranks; of a
-message the wait since both ranks have started it (by the clocks of their hosts). Column "phase": sums of `Zero.finish`
-count in the last phase of `Executor.run`, reduce or backward.
+message the wait since both ranks have started it (by the clocks of their hosts). Column "phase": what the rank did when
+the communication started (`parallel/watch.py`).
 """
 
 import threading
