@@ -76,9 +76,14 @@ def planted(defect, text=None):
     return text
 
 
+def copy_tree(folder):
+    """Copy the files that git tracks, as they are now, into `folder`. (macOS has no cp --parents.)"""
+    subprocess.run(f"git ls-files -z | tar --null -T - -cf - | tar -xf - -C {folder}", shell=True, cwd=ROOT, check=True)
+
+
 def failure(defect, folder):
     """Plant a defect in a copy of the tree in `folder`. Return the message of its failing test, or None."""
-    subprocess.run(f"git ls-files -z | xargs -0 cp --parents -t {folder}", shell=True, cwd=ROOT, check=True)
+    copy_tree(folder)
     (folder / defect.file).write_text(planted(defect), encoding="utf-8")
     messages = [message for _, message in run_tests(folder, [defect.test], "-x") if message is not None]
     return messages[0] if messages else None

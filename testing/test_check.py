@@ -8,7 +8,7 @@ import pytest
 
 import check
 from conftest import needs_git
-from testing.defects import ROOT
+from testing.defects import ROOT, copy_tree
 from testing.tiny import tiny_config
 
 pytestmark = needs_git
@@ -18,7 +18,7 @@ TINY = "num_layers = 2\nhidden_size = 32\nnum_attention_heads = 8\nseq_length = 
 
 def checked(folder, *options, edits=()):
     """Run check.py in a copy with (file, old, new) edits. Return (exit code, its lines after the first)."""
-    subprocess.run(f"git ls-files -z | xargs -0 cp --parents -t {folder}", shell=True, cwd=ROOT, check=True)
+    copy_tree(folder)
     (folder / "my_config.py").write_text(TINY)
     for file, old, new in edits:
         text = (folder / file).read_text("utf-8")
