@@ -40,7 +40,8 @@ from testing.tiny import configured, curve, fails, go, validation_losses
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(HERE)}
-# More than a test needs. A start fails if another test took its port: torchrun chooses one seconds before its use.
+# Two are enough for the kills. But a start also fails if another program takes its port: torchrun chooses the port
+# seconds before rank 0 uses it.
 RESTARTS = 10
 
 

@@ -27,7 +27,7 @@ class PenalisedExecutor(Executor):
         shares = [self.shares[b.name] for b in buckets]
         distances = [self.mesh.data.size * g - total for g, total in zip(shares, grads, strict=True)]  # g_r - g
         length = torch.nn.utils.get_total_norm
-        e = RADIUS * length(params) / length(distances).clamp(min=1e-30)  # it is 0 if they are equal
+        e = RADIUS * length(params) / length(distances).clamp(min=1e-30)  # the length is 0 if all g_r are equal
         weights = [w.clone() for w in params]
         for param, grad, g, d in zip(params, grads, shares, distances, strict=True):
             param += e * d

@@ -132,7 +132,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, bias, enter, leave, tp, ops=reference):
         recompute = getattr(x, "recompute", None)  # `operations.recomputable`
-        ctx.recompute = None if recompute and x._version else recompute  # _version: changes in place
+        ctx.recompute = None if recompute and x._version else recompute  # x was changed in place
         ctx.save_for_backward(None if ctx.recompute else x)  # n/t rows with sequence parallelism
         ctx.arguments = w, bias, enter, leave, tp, ops
         matrix = w.flatten(0, -2)  # qkv is [3, h/t, h]

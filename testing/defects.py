@@ -8,6 +8,7 @@ A defect changes some lines of one file. Its test must fail with the defect's wo
 """
 
 import itertools
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -77,8 +78,11 @@ def planted(defect, text=None):
 
 
 def copy_tree(folder):
-    """Copy the files that git tracks, as they are now, into `folder`. (macOS has no cp --parents.)"""
-    subprocess.run(f"git ls-files -z | tar --null -T - -cf - | tar -xf - -C {folder}", shell=True, cwd=ROOT, check=True)
+    """Copy the files that git tracks, as they are now, into `folder`."""
+    paths = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for path in paths.split("\0")[:-1]:
+        Path(folder, path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, Path(folder, path))
 
 
 def failure(defect, folder):
