@@ -35,8 +35,10 @@ published runs), {seconds.ERRORS[65536]:.0%} with more than 4,096. For V100 it i
 
 
 def whole(text):
-    """Return a number such as 1024 or 3e11, rounded down."""
-    return int(float(text))
+    """Return a number such as 1024 or 3e11. Raises ValueError if it has a fraction."""
+    if (number := float(text)) % 1:
+        raise ValueError
+    return int(number)
 
 
 OPTIONS = {  # type, default, help

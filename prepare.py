@@ -292,6 +292,14 @@ def megatron_blocks(prefix, tokenizer, weights):
 # --- write: in the order of the input ---------------------------------------------------------------------------------
 
 
+def write_json(path, value):
+    """Write a file. Return when it is on the disk."""
+    with open(path, "w") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 class Output:
     """The folder DIR.part. Its progress.json says how much of each file is valid."""
 
@@ -329,7 +337,7 @@ class Output:
             file.flush()
             os.fsync(file.fileno())
         new = self.folder / "progress.new"
-        new.write_text(json.dumps(self.progress))
+        write_json(new, self.progress)
         new.replace(self.folder / "progress.json")
         self.saved_at = time.monotonic()
 
@@ -350,7 +358,7 @@ class Output:
         self.truncate()
 
     def finish(self, folder, meta):
-        (self.folder / "meta.json").write_text(json.dumps(meta, indent=1))
+        write_json(self.folder / "meta.json", meta)
         self.folder.rename(folder)
         (folder / "progress.json").unlink()
         (folder / "prepare.lock").unlink()

@@ -508,6 +508,7 @@ def test_explain_reproduces_its_numbers(capsys):
     "words, message",
     [
         (["--gpus=0"], "--gpus: 0: should be 1 to"),
+        (["--gpus=1.5"], "--gpus: 1.5: should be 1 to"),
         (["--gpus=1e30"], "--gpus: 1e30: should be 1 to"),
         (["--device=b300"], "--device: invalid"),
         (["--tp=3", "--pp=1"], "is not a multiple of tp"),
