@@ -271,7 +271,7 @@ def wire(device, together, n):
 
 # --- the pipeline -----------------------------------------------------------------------------------------------------
 #
-# Here the bubble is that of the whole step. `simulation.FORMULAS` counts a rank's own time: ZB-H2 and ZB-V differ.
+# Here the bubble is that of the whole step. `bubbles.FORMULAS` counts a rank's own time: ZB-H2 and ZB-V differ.
 
 CLOSED = {  # (the condition; makespan minus m (F + I + W); time that short messages add, in units of one message)
     "gpipe": ("True", "(p-1) * (F+I+W)", "2*(p-1)"),

@@ -3,8 +3,10 @@
 import itertools
 import json
 import re
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -207,33 +209,122 @@ def test_the_published_speed_of_tinyllama():
     assert abs(facts["tokens_per_second"] / 16 / 24000 - 1) < 0.01 and round(facts["mfu"], 3) == 0.557
 
 
-# LLM Foundry's bf16 steps with longer samples. Half of its steps with 4,096 tokens or more gave `Device.decline`.
-LONG = """
-  L     h heads     s batch  b GPUs recompute device    tokens/s
- 32  4096    32  4096   256 16    8 full      h100          8611
- 32  4096    32  4096   256 16    8 full      a100-80g      3684
- 32  2560    20  8192   144  3    8 none      h100         16578
- 40  5120    40  8192   120  5    8 full      a100-80g      1795
- 24  2048    16  8192    96  3    8 none      a100-80g     13814
- 40  5120    40 16384    72  3    8 full      h100          2985
- 32  4096    32 16384    64  4    8 full      a100-80g      2453
- 32  4096    32 32768    32  2    8 full      h100          3318
- 24  2048    16 32768    32  1    8 none      h100         12025
- 32  2560    20 32768   144  3    8 full      a100-80g      3029
- 24  1024    16 32768    32  2    8 none      a100-80g     13652
- 32  4096    32 65536    16  1    8 full      a100-80g      1013
+# Half of LLM Foundry's bf16 rows (README.md of its scripts/train/benchmarking). `Device.decline` is fitted to half of
+# those with 4,096 tokens or more. tokens/s are those of one GPU.
+FOUNDRY = """
+     s  L     h heads batch   b GPUs zero recompute device    tokens/s
+   512 24  1024    16  2048  64    8    3 none      a100-40g     66284
+   512 24  1024    16  2048 128    8    3 none      a100-80g     69330
+   512 24  1536    12  1536  96    8    3 none      a100-80g     29446
+   512 24  1536    12  1536  96    8    3 none      h100         83749
+   512 24  2048    16  1792  56    8    3 none      a100-80g     23148
+   512 24  2048    16  2048  32    8    3 none      a100-40g     21782
+   512 32  2560    20  1920  40    8    3 none      a100-80g     12127
+   512 32  2560    20  1920  40    8    3 none      h100         27965
+   512 32  4096    32  1536  48    8    3 full      a100-40g      3895
+   512 40  5120    40  2048  16    8    3 full      a100-40g      1763
+  1024 12   768    12  1024  64    8    3 none      a100-80g    156468
+  1024 12   768    12  1248  52    8    3 none      a100-40g    148289
+  1024 24  1536    12   768  24    8    3 none      a100-40g     33422
+  1024 24  2048    16   576  18    8    3 none      h100         48910
+  1024 32  2560    20   640  10    8    3 none      a100-40g     10731
+  1024 32  4096    32  1024  64    8    3 full      a100-80g      4357
+  1024 32  4096    32  1024  64    8    3 full      h100         10203
+  1024 40  5120    40   960  40    8    3 full      h100          5502
+  1024 48  7168    56  1008   6    8    3 full      a100-80g       946
+  1024 48  7168    56  1008   6    8    3 full      h100          2084
+  2048 12   768    12   416  26   16    3 none      a100-40g    130535
+  2048 12   768    12  1664  26   64    3 none      a100-40g    125234
+  2048 24  1024    16   576  18   32    3 none      a100-40g     53811
+  2048 24  1024    16  2304  18  128    3 none      a100-40g     51934
+  2048 24  1536    12   192  12   16    3 none      a100-40g     29607
+  2048 24  1536    12   768  12   64    3 none      a100-40g     29344
+  2048 24  1536    12   768  24   32    3 none      h100         67971
+  2048 24  2048    16   320  10   32    3 none      a100-40g     15555
+  2048 24  2048    16   320  20   16    3 none      h100         46037
+  2048 24  2048    16  1280  10  128    3 none      a100-40g     18647
+  2048 24  2048    16  1280  20   64    3 none      h100         44402
+  2048 24  2048    16  1536  12  128    2 none      h100         44123
+  2048 24  2048    16  6144  12  512    2 none      h100         39837
+  2048 32  2560    20    80   5   16    3 none      a100-40g      9750
+  2048 32  2560    20   384   6   64    3 none      a100-40g      9736
+  2048 32  2560    20   480  10   16    3 none      h100         24142
+  2048 32  2560    20  1152   6   64    3 none      h100         22525
+  2048 32  2560    20  2048   8  256    2 none      h100         22772
+  2048 32  4096    32   576  18   32    3 full      a100-40g      3725
+  2048 32  4096    32   768   6  128    3 none      h100         10475
+  2048 32  4096    32  2304  18  128    3 full      a100-40g      3623
+  2048 32  4096    32  3072   6  512    3 none      h100          9670
+  2048 40  5120    40    32   2   16    3 none      h100          4767
+  2048 40  5120    40   448  14   32    3 full      a100-40g      1998
+  2048 40  5120    40  2048  16  128    3 full      a100-40g      1972
+  2048 40  5120    40  4096  16  256    3 full      h100          4989
+  2048 48  7168    56   480  10   16    3 full      h100          2263
+  2048 48  7168    56   768   6  128    3 full      a100-40g       865
+  2048 48  7168    56  1024   8  128    3 full      h100          2199
+  2048 48  7168    56  4096   8  512    3 full      h100          2115
+  2048 80  8192    64   512   4  128    3 full      a100-40g       376
+  2048 80  8192    64  1024   2   32    3 full      a100-80g       373
+  2048 80  8192    64  1024   2   32    3 full      h100           882
+  2048 80  8192    64  2048   8  256    3 full      h100          1035
+  4096 12   768    12   312  13    8    3 none      a100-40g    115162
+  4096 24  1536    12   192   6    8    3 none      a100-40g     25863
+  4096 32  2560    20   128   2    8    3 none      a100-40g      8777
+  4096 32  4096    32   256  16    8    3 full      a100-80g      3684
+  4096 32  4096    32   256  16    8    3 full      h100          8611
+  4096 48  7168    56   168   1    8    3 full      a100-80g       814
+  4096 48  7168    56   168   1    8    3 full      h100          1802
+  8192 12   768    12   128   8    8    3 none      a100-80g     90392
+  8192 24  1024    16   128   4    8    3 none      a100-40g     34933
+  8192 24  1024    16   128   8    8    3 none      a100-80g     36569
+  8192 24  1536    12    96   6    8    3 none      a100-80g     20933
+  8192 24  1536    12    96   6    8    3 none      h100         41825
+  8192 24  2048    16    96   3    8    3 none      a100-80g     13814
+  8192 24  2048    16    96   3    8    3 none      h100         29157
+  8192 24  2048    16   128   2    8    3 none      a100-40g     13474
+  8192 32  2560    20   144   3    8    3 none      a100-80g      7695
+  8192 32  2560    20   144   3    8    3 none      h100         16578
+  8192 32  4096    32    96   3    8    3 full      a100-40g      2887
+  8192 40  5120    40   120   5    8    3 full      a100-80g      1795
+  8192 40  5120    40   128   1    8    3 full      a100-40g      1407
+ 16384 12   768    12    48   2    8    3 none      a100-40g     55484
+ 16384 24  1536    12    32   1    8    3 none      a100-40g     13914
+ 16384 32  2560    20   128   2    8    3 full      a100-40g      4465
+ 16384 32  4096    32    64   4    8    3 full      a100-80g      2453
+ 16384 40  5120    40    72   3    8    3 full      h100          2985
+ 32768 12   768    12    32   2    8    3 none      a100-80g     36407
+ 32768 24  1024    16    32   1    8    3 none      a100-40g     13416
+ 32768 24  1024    16    32   2    8    3 none      a100-80g     13652
+ 32768 24  1536    12    16   1    8    3 none      a100-80g      8802
+ 32768 24  1536    12    16   1    8    3 none      h100         16291
+ 32768 24  2048    16    32   1    8    3 full      a100-40g      5095
+ 32768 24  2048    16    32   1    8    3 none      a100-80g      6275
+ 32768 24  2048    16    32   1    8    3 none      h100         12025
+ 32768 32  2560    20   144   3    8    3 full      a100-80g      3029
+ 32768 32  2560    20   144   3    8    3 full      h100          5873
+ 32768 32  4096    32    32   2    8    3 full      h100          3318
+ 32768 40  5120    40    24   1    8    3 full      a100-80g      1016
+ 65536 32  4096    32    16   1    8    3 full      a100-80g      1013
 """
 
 
-@pytest.mark.parametrize("row", LONG.strip().splitlines()[1:], ids=lambda row: "-".join(row.split()[1:4]))
-def test_published_times_of_longer_samples(row):
-    *numbers, recompute, device, rate = row.split()
-    L, h, heads, s, batch, b, gpus = map(int, numbers)
-    sizes = dict(global_batch_size=batch, micro_batch_size=b, zero=3, recompute=recompute)
-    c = replace(parallel(L, h, heads, 1, 1, 1, **sizes), seq_length=s)
-    facts = search.facts_of(c, gpus, DEVICES[device], exact=False)
-    error = facts["step_seconds"] / (batch * s / (float(rate) * gpus)) - 1
-    assert abs(error) <= 0.12 <= seconds.ERRORS[65536], f"{error:+.1%}"
+def test_published_times_of_llm_foundry():
+    """The table of MEASURED.md."""
+    errors = defaultdict(list)
+    for line in FOUNDRY.strip().splitlines()[1:]:
+        *numbers, recompute, device, rate = line.split()
+        s, L, h, heads, batch, b, gpus, zero = map(int, numbers)
+        sizes = dict(global_batch_size=batch, micro_batch_size=b, zero=zero, recompute=recompute)
+        c = replace(parallel(L, h, heads, 1, 1, 1, **sizes), seq_length=s)
+        facts = search.facts_of(c, gpus, DEVICES[device], exact=False)
+        errors[s].append(facts["step_seconds"] / (batch * s / (float(rate) * gpus)) - 1)
+    lines = ["tokens  within 10%   mean  largest"]
+    for s, found in errors.items():
+        largest, near = max(map(abs, found)), sum(abs(error) <= 0.1 for error in found)
+        lines.append(f"{s:>6} {near:>8}/{len(found):<2} {fmean(found):>+6.1%} {largest:>8.1%}")
+        assert s < 4096 or largest <= 0.12 <= seconds.ERRORS[65536]
+    print(*lines, sep="\n")
+    assert "\n".join(lines) in MEASURED
 
 
 @pytest.mark.parametrize("words, device, error", [

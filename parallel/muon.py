@@ -5,8 +5,8 @@ Jordan et al. (kellerjordan.github.io/posts/muon, 2024); Liu et al., Moonlight (
     m = b1 m + (1 - b1) g      u = b1 m + (1 - b1) g      w -= lr (decay w + 0.2 sqrt(larger side) O(u))
 
 If u = U S V^T is the singular value decomposition, O(u) is about U V^T: every direction gets an equally large update.
-The factor makes it as large as AdamW's, so lr and decay serve both (MEASURED.md: tiny trains best with a larger lr). b1
-is adam_beta1 (usual: 0.95). The matrices are q, k, v, proj, fc1, fc2 of each block, or of each expert:
+The factor makes it as large as AdamW's, so lr and decay serve both (MEASURED.md: a small model trains best with a
+larger lr). b1 is adam_beta1 (usual: 0.95). The matrices are q, k, v, proj, fc1, fc2 of each block, or of each expert:
 ParamSpec(matrix=True). Other parameters get AdamW. Matrices keep AdamW's second moment, which stays 0, because buffers,
 checkpoints and `memory.py` have one form for all rules.
 
