@@ -92,7 +92,7 @@ class Config:
     context: str = "ulysses"  # ulysses exchanges tokens for heads, ring passes keys and values around
     order: str = "dp-pp-tp"  # axes of a rank's number, outermost first; pp-dp-tp is Megatron-LM's
     sequence_parallel: bool = False  # shard over tp the activations between tensor parallel layers
-    zero: int = 0  # shard over dp: 1 optimizer state, 2 also gradients, 3 also parameters (DeepSpeed: --zero-stage)
+    zero: int = 0  # cut over data ranks: 1 optimizer state, 2 + gradients, 3 + parameters (DeepSpeed: --zero-stage)
     zero_copies: int = 1  # groups of data ranks with all shards (Megatron-LM: --num-distributed-optimizer-instances)
     schedule: str = "1f1b"  # order of the pipeline's work
     updates_per_call: int = 1  # pipedream, pipedream-2bw: updates until the pipeline empties
@@ -113,7 +113,7 @@ class Config:
     eval_only: bool = False  # print a checkpoint's loss
     split: str = "val"  # split of eval_only
     stop_after_nan: int = 20  # losses or gradients in a row that are nan or inf, until the run stops (0: never)
-    check_replicas: int = 0  # updates between comparisons of the ranks' copies (0: once, after the first)
+    check_replicas: int = 0  # updates between comparisons of copies (0: once, after the first), and at each save
     ledger: bool = False  # print traffic and memory, measured and predicted, and waits
     delay: float = 0.0  # ms that each communication takes longer, on a CPU
     trace: str = ""  # file for the last steps' actions, in Chrome's format

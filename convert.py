@@ -22,6 +22,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from shlex import quote
 
 import torch
 
@@ -155,10 +156,10 @@ def from_hf(folder, out):
         write_checkpoint(final, model, config, tokenizer)
         changed = {field: value for field, value in vars(config).items() if value != getattr(Config, field)}
         lines = [f"# {folder}, written by convert.py", *(f"{field} = {value!r}" for field, value in changed.items())]
-        Path(out, "config.py").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        Path(out, "config.py").write_text("\n".join(lines) + "\n", "utf-8")
     print(f"{folder} -> {final}; to train it further:")
-    print(f"python prepare.py FILES --tokenizer={vocabulary} --out={config.data_dir}")
-    print(f"torchrun train.py {out}/config.py")
+    print(f"python prepare.py FILES --tokenizer={quote(vocabulary)} --out={quote(config.data_dir)}")
+    print(f"torchrun train.py {quote(out)}/config.py")
     dropouts = dict(attention_dropout=0.0, layerdrop=0.0, attn_pdrop=0.0, embd_pdrop=config.dropout)
     for name, rate in dropouts.items():
         hf_rate = getattr(hf_config, name, 0.0 if name == "embd_pdrop" else rate)  # OPT's embedding has no dropout

@@ -115,7 +115,7 @@ class Tokens:
         if not Path(data_dir, "meta.json").exists():
             raise UserError(f"data_dir={data_dir}: no data set of prepare.py; create it with: {command}")
         with reading(f"data_dir={data_dir}: damaged; create it again with: {command}"):
-            self.meta = json.loads(Path(data_dir, "meta.json").read_text(encoding="utf-8"))
+            self.meta = json.loads(Path(data_dir, "meta.json").read_text("utf-8"))
             num_tokens, ids = int(self.meta["tokens"][split]), self.meta["vocab_size"]
             tokenizer = self.meta["tokenizer"]
             self.num_samples = (num_tokens - 1) // seq_length
@@ -147,7 +147,7 @@ class Tokens:
             raise UserError(f"{self.path}: the id {ids.max()} is not in the vocabulary; prepare the data again")
 
 
-def map_tokens(path, dtype="<u2"):
+def map_tokens(path, dtype):
     """Map the file as a read-only array of `dtype`, [num_tokens]."""
     with open(path, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -330,13 +330,13 @@ def mixture(entries):
 # -- samples of a data rank
 
 
-def training_samples(consumed_samples, data_rank, dp, micro_batch_size):
+def training_samples(consumed_samples, dp_rank, dp, micro_batch_size):
     """Yield a data rank's sample numbers, [b] int64, for each micro-batch after `consumed_samples`, without end."""
-    for first in itertools.count(consumed_samples + data_rank * micro_batch_size, dp * micro_batch_size):
+    for first in itertools.count(consumed_samples + dp_rank * micro_batch_size, dp * micro_batch_size):
         yield np.arange(first, first + micro_batch_size, dtype=np.int64)
 
 
-def eval_batches(tokens, samples_wanted, data_rank, dp, micro_batch_size, seed, device="cpu"):
+def eval_batches(tokens, samples_wanted, dp_rank, dp, micro_batch_size, seed, device="cpu"):
     """Yield (tokens [b, seq_length + 1] on `device`, is_real) for each micro-batch of a data rank in a validation.
 
     All ranks together take the first min(samples_wanted, num_samples) samples once. A rank without samples in
@@ -345,7 +345,7 @@ def eval_batches(tokens, samples_wanted, data_rank, dp, micro_batch_size, seed, 
     """
     samples = min(samples_wanted, tokens.num_samples)
     m = -(-samples // (micro_batch_size * dp))
-    rounds = itertools.islice(training_samples(0, data_rank, dp, micro_batch_size), m)
+    rounds = itertools.islice(training_samples(0, dp_rank, dp, micro_batch_size), m)
     shares = [numbers[numbers < samples] for numbers in rounds]
     stand_in = np.zeros(1, np.int64)
     numbers = [share if len(share) else stand_in for share in shares]
@@ -379,4 +379,4 @@ def loaded(tokens, numbers, seed, device="cpu", depth=4):
             ready.extend(thread.submit(read, n) for n in itertools.islice(numbers, 1))
             yield tuple(x.to(device, non_blocking=True) for x in pair)
     finally:
-        thread.shutdown(wait=False, cancel_futures=True)  # a disk that hangs must not delay the end of the process
+        thread.shutdown(wait=False, cancel_futures=True)  # under torchrun no disk that hangs delays the end

@@ -41,8 +41,7 @@ def reading(file, *exceptions, wrong=WRONG):
     except UserError:
         raise
     except (*wrong, *exceptions) as error:
-        line = f"{type(error).__name__}: {error}".splitlines()[0]
-        reason = getattr(error, "strerror", None) or line
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(f"{file}: {reason}") from None
 
 

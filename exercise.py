@@ -47,7 +47,7 @@ def exercise(number):
     """Return exercises/`number`.toml. Raises UserError if there is none."""
     if str(number) not in map(str, numbers()):
         raise UserError(f"exercise {number}: should be one of {', '.join(map(str, numbers()))}")
-    return tomllib.loads((ROOT / f"exercises/{number}.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((ROOT / f"exercises/{number}.toml").read_text("utf-8"))
 
 
 def numbers():
@@ -73,15 +73,15 @@ def hide(file, number=None):
     pull, stash and restore fail.
     """
     path = ROOT / git("rev-parse", "--git-path", "info/attributes").decode().strip()
-    text, line = path.read_text(encoding="utf-8") if path.exists() else "", f"**/{file} -diff exercise={number}\n"
+    text, line = path.read_text("utf-8") if path.exists() else "", f"**/{file} -diff exercise={number}\n"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(re.sub(rf"\*\*/{file} -diff.*\n", "", text) + line * bool(number), encoding="utf-8")
+    path.write_text(re.sub(rf"\*\*/{file} -diff.*\n", "", text) + line * bool(number), "utf-8")
 
 
 def open_in(file, folder):
     """Return the number of the exercise that `start` has opened in `file`, or NUMBER."""
     paths = [path / ".git/info/attributes" for path in (folder.resolve(), *folder.resolve().parents)]
-    texts = [path.read_text(encoding="utf-8") for path in paths if path.exists()]
+    texts = [path.read_text("utf-8") for path in paths if path.exists()]
     match = re.search(rf"{file} -diff exercise=(\d+)", "".join(texts[:1]))
     return match[1] if match else "NUMBER"
 
@@ -93,21 +93,21 @@ def start(number):
     """
     e = exercise(number)
     file, questions = ROOT / e["file"], ROOT / f"mine/{number}.txt"
-    text, sharing = file.read_text(encoding="utf-8"), [x for x in map(exercise, numbers()) if x["file"] == e["file"]]
+    text, sharing = file.read_text("utf-8"), [x for x in map(exercise, numbers()) if x["file"] == e["file"]]
     if not same(text, committed(e["file"]), [name for x in sharing for name in x["functions"]]):
         first = f"python exercise.py stop {open_in(e['file'], ROOT)}"
         raise UserError(f"{e['file']}: an exercise is open in it; first: {first}")
     text, (path, written) = blank(number, text), answer_in(number, ROOT)
     if written:
-        answer = path.read_text(encoding="utf-8")
+        answer = path.read_text("utf-8")
         text, _ = merged(text, answer, [*e["functions"], *new_names(answer, committed(e["file"]))])
-    file.write_text(text, encoding="utf-8")
+    file.write_text(text, "utf-8")
     hide(e["file"], number)
     if not questions.exists():
         lines = [FORMAT]
         for q in e["predict"]:
             lines += [*(f"# {text}" for text in q["ask"]), f"{q['name']} = ?\n"]
-        questions.write_text("\n".join(lines), encoding="utf-8")
+        questions.write_text("\n".join(lines), "utf-8")
     name = answer_path(number, ROOT).name
     back = [f"mine/{name}: your answer is back in the file. 前の答えを戻しました。"] * written
     lines = f"predict first まず予想: mine/{number}.txt", f"write 書く関数: {e['file']} {', '.join(e['functions'])}"
@@ -124,13 +124,13 @@ def stop(number):
     """Put the committed functions back, and keep the answer. Return the text to show. Raises UserError."""
     e = exercise(number)
     file, project = ROOT / e["file"], committed(e["file"])
-    text = file.read_text(encoding="utf-8")
+    text = file.read_text("utf-8")
     if same(text, project, e["functions"]) or open_in(e["file"], ROOT) not in (str(number), "NUMBER"):
         raise UserError(f"{e['file']}: exercise {number} is not open in it")
     path, restored = answer_path(number, ROOT), merged(text, project, e["functions"])[0]
     if not path.exists() or not same(text, blank(number, project), e["functions"]):
-        path.write_text(text, encoding="utf-8")
-    file.write_text(restored, encoding="utf-8")
+        path.write_text(text, "utf-8")
+    file.write_text(restored, "utf-8")
     hide(e["file"])
     english = f"{e['file']} has the project's functions again. Your file is kept: mine/{path.name}"
     return f"{english}\n{e['file']} を元の関数に戻しました。書いたファイルは mine/{path.name} に残っています。"
@@ -149,7 +149,7 @@ def answer_in(number, folder):
     paths = [folder / e["file"]] * is_open + [answer_path(number, folder)]
     paths = [path for path in paths if path.exists()]
     with reading(e["file"]):
-        texts = {path: path.read_text(encoding="utf-8") for path in paths}
+        texts = {path: path.read_text("utf-8") for path in paths}
     changed = [path for path in paths if not same(texts[path], project, e["functions"])]
     written = [path for path in changed if not same(texts[path], blank(number, project), e["functions"])]
     return (written or changed or [None])[0], bool(written)
@@ -201,19 +201,19 @@ def predictions(number, folder):
     questions, first = (folder / f"mine/{number}.{kind}" for kind in ("txt", "first"))
     path = first if first.exists() else questions
     with reading(path):
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        text = path.read_text("utf-8") if path.exists() else ""
     texts = dict(re.findall(r"(?m)^(\w+) *= *(.*?) *$", text))
     answers = {q["name"]: texts.get(q["name"]) or "?" for q in exercise(number)["predict"]}
     if "?" in answers.values():
         return {}
     if folder == ROOT and path == questions:
         lines = [f"# answered: {datetime.now():%Y-%m-%d %H:%M:%S}", *(f"{name} = {x}" for name, x in answers.items())]
-        first.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        first.write_text("\n".join(lines) + "\n", "utf-8")
     return {name: (answer, number_in(answer)) for name, answer in answers.items()}
 
 
 def number_in(answer):
-    with contextlib.suppress(ValueError, ZeroDivisionError):
+    with contextlib.suppress(ValueError, ArithmeticError):
         return float(Fraction(re.sub(r",(?=\d{3}\b)| ", "", answer)))
 
 
@@ -236,7 +236,7 @@ def grading(number, limit):
         row = {"predictions": (sum(good), len(right)), "note": "todo"}
         if not written:
             return row
-        judged, changed = judge(number, path.read_text(encoding="utf-8"), limit)
+        judged, changed = judge(number, path.read_text("utf-8"), limit)
         for kind in ("lamps", "bonus"):
             messages = [message for lamp, message in judged if ("bonus" in lamp) == (kind == "bonus")]
             row[kind] = messages.count(None), len(messages)
@@ -270,7 +270,7 @@ def oral(number):
 def state(number):
     """Return todo, red or green: how the exercise was judged last."""
     judged = ROOT / f"mine/{number}.state"
-    return judged.read_text(encoding="utf-8") if judged.exists() else "todo"
+    return judged.read_text("utf-8") if judged.exists() else "todo"
 
 
 def judge_files(number, folder, limit):
@@ -278,7 +278,7 @@ def judge_files(number, folder, limit):
     e, (path, written) = exercise(number), answer_in(number, folder)
     if path is None:
         raise UserError(f"{folder}: has no answer to exercise {number}; first: python exercise.py start {number}")
-    answers, text = predictions(number, folder), path.read_text(encoding="utf-8")
+    answers, text = predictions(number, folder), path.read_text("utf-8")
     print("judging, about 10 seconds 採点中 (約10秒) ...", flush=True)
     judged, changed = judge(number, text, limit) if written else ([], [])
     outputs = outputs_of_commands(number, text, limit) if written else ""
@@ -307,7 +307,9 @@ def main(arguments=None):
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["hunt"]:
         return importlib.import_module("exercises.hunt").main(arguments[1:])
-    usage = "python exercise.py [[start | stop | oral] N | N [FOLDER] | grade N FOLDER ...] [--limit=N] [--json]"
+    usage = (
+        "python exercise.py [hunt ... | [start | stop | oral] N | N [FOLDER] | grade N FOLDER ...] [--limit=N --json]"
+    )
     parser = Parser("python exercise.py", usage=usage)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--limit", type=within(1, 10**6), default=LIMIT)
@@ -334,7 +336,7 @@ def main(arguments=None):
     if command == "judge":
         green = judge_files(number, folder, options.limit)
         if folder == ROOT and green is not None:
-            (ROOT / f"mine/{number}.state").write_text("green" if green else "red", encoding="utf-8")
+            (ROOT / f"mine/{number}.state").write_text("green" if green else "red", "utf-8")
         sys.exit(not green)
     with reading(exercise(number)["file"], SyntaxError):
         print({"start": start, "stop": stop, "oral": oral}[command](number))

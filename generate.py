@@ -7,7 +7,7 @@ tokens. `draw_token` divides the logits by the temperature and keeps the `top_k`
 tokens whose probabilities sum to `top_p` or more (nucleus sampling, Holtzman et al., arXiv 1904.09751).
 """
 
-from errors import UserError, exit_on_user_error  # isort: skip
+from errors import UserError, exit_on_user_error, reading  # isort: skip
 from options import Parser, within  # isort: skip
 import dataclasses
 import itertools
@@ -109,7 +109,8 @@ def main():
     torch.backends.cuda.enable_cudnn_sdp(False)  # it would prepare a kernel for each cache length
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_model(a.checkpoint, device)
-    prompt = tokenizer.encode_ordinary(a.prompt) or [tokenizer.eot_token]
+    with reading("--prompt"):
+        prompt = tokenizer.encode_ordinary(a.prompt) or [tokenizer.eot_token]
     print(a.prompt, end="", flush=True)
     generator = torch.Generator(device).manual_seed(a.seed)
     ids = generate(model, prompt, a.max_tokens, a.temperature, a.top_k, a.top_p, generator)

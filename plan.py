@@ -57,8 +57,7 @@ def entry(facts):
     """Return a layout's lines: a row of the table, the fullest rank's memory, and what binds."""
     bytes_kept, step = facts["memory_bytes"], facts["step_seconds"]
     waits = "/".join(f"{100 * facts['step_parts'][part] / step:.1f}" for part in WAITS)
-    large = {what: size / GB for what, size in bytes_kept.items() if size >= 0.05 * GB}
-    parts = ", ".join(f"{what} {size:.1f}" for what, size in large.items())
+    parts = ", ".join(f"{what} {size / GB:.1f}" for what, size in bytes_kept.items() if size >= 0.05 * GB)
     binds, memory = facts["binds"], sum(bytes_kept.values()) / GB
     for option, key in [("order", "order_seconds"), ("zero_copies", "copies_seconds")]:
         for value, other in facts[key].items():

@@ -77,9 +77,8 @@ ENCODINGS = "EUC-JP CP932 CP1252 ISO-2022-JP UTF-16LE UTF-16BE UTF-32LE UTF-32BE
 def find_files(inputs):
     """Return the files of `inputs` in this order. Raises UserError."""
     if not inputs:
-        stdlib = sysconfig.get_paths()["stdlib"]
-        files = (path for path in walk(stdlib) if path.endswith(".py"))
-        return [path for path in files if "-packages" not in path.removeprefix(stdlib)]
+        stdlib = sysconfig.get_path("stdlib")
+        return [path for path in walk(stdlib) if path.endswith(".py") and "-packages" not in path.removeprefix(stdlib)]
     files = []
     for name in inputs:
         paths = list(walk(name, links=True)) if os.path.isdir(name) else [name] * name.endswith(KINDS + JSON)
@@ -105,8 +104,7 @@ def walk(folder, links=False):
             continue
         real_paths.add(real)
         folders[:] = sorted(name for name in folders if name[0] != "." and name != "__pycache__")
-        texts = sorted(name for name in names if name[0] != "." and name.endswith(KINDS))
-        yield from (os.path.join(path, name) for name in texts)
+        yield from (os.path.join(path, name) for name in sorted(names) if name[0] != "." and name.endswith(KINDS))
 
 
 class Part(NamedTuple):
@@ -458,7 +456,7 @@ def make(args, tokenizer, files, first, weights, output, folder):
     skipped = ", and the rest of ".join([f"skipped documents: {output.progress['skipped']}", *unread])
     output.save()
     if args.part == "0/1":  # another part may have text
-        refuse_empty(output, args.text_key, skipped)
+        refuse_empty(output, tokenizer, args.text_key, skipped)
         output.fill_empty_splits(weights)
     if tokenizer.name != "bytes":
         copy(tokenizer, output.folder)
@@ -472,10 +470,10 @@ def make(args, tokenizer, files, first, weights, output, folder):
     print(skipped)
 
 
-def refuse_empty(output, text_key, skipped):
-    """Raise UserError if `output` has only end-of-text tokens."""
-    p = output.progress
-    if sum(p["tokens"]) == sum(p["documents"]):
+def refuse_empty(output, tokenizer, text_key, skipped):
+    """Raise UserError if `output` has only empty documents."""
+    p, empty = output.progress, tokenizer.encode_to_bytes("") + tokenizer.end_bytes
+    if tokenizer.width * sum(p["tokens"]) == len(empty) * sum(p["documents"]):
         (output.folder / "progress.json").unlink(missing_ok=True)  # the next run reads all files again
         counts = f"files: {p['made_from']['input']['files']}, empty documents: {sum(p['documents'])}, {skipped}"
         raise UserError(f"the input has no text ({counts}); correct it, or --text_key={text_key}")

@@ -386,7 +386,7 @@ def test_a_restart_of_torchrun_does_not_repeat_a_mistake(monkeypatch, tmp_path):
 def end_of(tmp_path, line="pass", redirection="", **environment):
     """Run a program that prints "é", writes a file and then runs `line`. Return (exit code, stdout, stderr)."""
     program = f"import errors\ndef main():\n    print('work \u00e9')\n    open('result', 'w').close()\n    {line}\n"
-    (tmp_path / "program.py").write_text(program + "errors.exit_on_user_error(main)\n", encoding="utf-8")
+    (tmp_path / "program.py").write_text(program + "errors.exit_on_user_error(main)\n", "utf-8")
     command = ["bash", "-c", f"{sys.executable} program.py {redirection}"]
     environment = os.environ | {"PYTHONPATH": str(HERE), "PYTHONIOENCODING": "utf-8"} | environment
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)

@@ -24,7 +24,7 @@ from errors import UserError
 from tokenizer import BYTE_OF, COPY, LETTER_OF, copied, copy, last_cut, load_tokenizer
 
 HERE = Path(__file__).parent
-JAPANESE = (HERE / "testing/japanese.txt").read_text(encoding="utf-8")
+JAPANESE = (HERE / "testing/japanese.txt").read_text("utf-8")
 END = "<|endoftext|>"
 # All classes of the patterns: letters, numbers, apostrophes, contractions, all kinds of spaces, separators, marks. Also
 # characters that Python and tiktoken may classify differently, and the text of an end-of-text token.
@@ -68,7 +68,7 @@ def write_pair(folder, vocab, merges, prefix=""):
     folder.mkdir(exist_ok=True)
     (folder / f"{prefix}vocab.json").write_text(json.dumps(vocab))
     lines = "".join(" ".join(pair) + "\n" for pair in merges)
-    (folder / f"{prefix}merges.txt").write_text("#version: 0.2\n" + lines, encoding="utf-8")
+    (folder / f"{prefix}merges.txt").write_text("#version: 0.2\n" + lines, "utf-8")
     return folder
 
 
@@ -103,7 +103,7 @@ def test_gpt2_is_tiktokens_and_hugging_faces_and_comes_back_from_its_files(gpt2,
     theirs = tiktoken.get_encoding("gpt2")
     assert all(gpt2.encode_ordinary(text) == theirs.encode_ordinary(text) for text in TEXTS)
     copy(gpt2, tmp_path)
-    model = json.loads((tmp_path / COPY[0]).read_text(encoding="utf-8"))["model"]
+    model = json.loads((tmp_path / COPY[0]).read_text("utf-8"))["model"]
     assert len(model["merges"]) == 50000 and model["merges"][0] == ["Ġ", "t"]
     pair = write_pair(tmp_path / "dataset", model["vocab"], model["merges"], "gpt2-")
     theirs = transformers.GPT2TokenizerFast.from_pretrained(str(tmp_path)).backend_tokenizer
@@ -141,7 +141,7 @@ def test_random_merges(tmp_path):
         letters = bytes(BYTE_OF[c] for c in base).decode()
         samples = ["".join(rng.choices(letters, k=k)) for k in [*range(1, 40), 300]]
         check_equal(ours, theirs, samples)
-        seen["useless"] += len(ours.order) < len(ours.ids)
+        seen["useless"] += len(ours.ranks) < len(ours.ids)
         seen["table"] += texts[-1] != END
         copy(ours, tmp_path)
         assert loaded(tmp_path).name == ours.name
@@ -376,7 +376,7 @@ def test_prepare_writes_documents_of_any_file(kind, tmp_path):
     write_llamas(tmp_path / "hf", kind)
     documents = [JAPANESE[i : i + 300] for i in range(0, 3000, 300)]
     lines = [json.dumps({"text": text}) for text in documents]
-    (tmp_path / "text.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    (tmp_path / "text.jsonl").write_text("\n".join(lines), "utf-8")
     words = ["text.jsonl", "--tokenizer=hf", "--out=data", "--split=1,0,0", "--workers=2"]
     done = subprocess.run([sys.executable, HERE / "prepare.py", *words], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -385,6 +385,10 @@ def test_prepare_writes_documents_of_any_file(kind, tmp_path):
     assert np.fromfile(tmp_path / "data/train.bin", "<u2").tolist() == expected
     meta = json.loads((tmp_path / "data/meta.json").read_text())
     assert (meta["tokenizer"], meta["eot_id"], meta["documents"]["train"]) == (ours.name, ours.eot_token, 10)
+    (tmp_path / "empty.txt").write_text("")  # its document is <s></s>
+    words = ["empty.txt", "--tokenizer=hf", "--out=none"]
+    done = subprocess.run([sys.executable, HERE / "prepare.py", *words], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and "the input has no text (files: 1, empty documents: 1" in done.stderr
 
 
 def test_without_the_package_tokenizers(tmp_path, monkeypatch):
@@ -419,7 +423,7 @@ def with_model(**changes):
             "(a normalizer, ignore_merges, continuing_subword_prefix, end_of_word_suffix, or added tokens that are not",
         ),
         (lambda it: it | {"pre_tokenizer": {"pretokenizers": [SPLIT, BARE]}}, "can't read it (its pre-tokenizer)"),
-        (lambda it: it | {"added_tokens": []}, "ValueError"),  # no end of a document
+        (lambda it: it | {"added_tokens": []}, "it names no end of a document; set eos_token in tokenizer_config.json"),
         (with_model(merges=[["a"]]), "ValueError"),
         (with_model(merges=[["a", "Ā"]]), "KeyError"),  # its token has no id
         (lambda it: it | {"model": {"type": "Unigram", "vocab": 3}}, "can't read it (its model is Unigram)"),
@@ -459,7 +463,7 @@ def test_japanese_from_text_to_text(tmp_path):
         return done.stdout
 
     trained().save(str(tmp_path / COPY[0]))
-    (tmp_path / "text.txt").write_text(JAPANESE * 3, encoding="utf-8")
+    (tmp_path / "text.txt").write_text(JAPANESE * 3, "utf-8")
     command("prepare.py", "text.txt", f"--tokenizer={COPY[0]}", "--out=data", "--split=9,1,0")
     sizes = "num_layers=2 hidden_size=64 num_attention_heads=2 seq_length=32 vocab_size=600 dtype=fp32 kernels=torch"
     steps = "train_iters=60 global_batch_size=16 micro_batch_size=16 lr=1e-2 lr_decay_iters=60 save_interval=40"

@@ -551,7 +551,7 @@ def test_an_error_of_one_host_names_it(workers, hosts, sick, word, line):
 @pytest.mark.parametrize("shared", [True, False])
 def test_two_hosts_train_and_another_out_dir_is_named(config_file, tmp_path, shared):
     """Run GUIDE's command in two network namespaces. Without a shared out_dir, a line names the host."""
-    guide = (HERE / "GUIDE.md").read_text(encoding="utf-8")
+    guide = (HERE / "GUIDE.md").read_text("utf-8")
     launch = re.search(r"```\n(export TORCH_DISABLE.*?)\n```", guide, re.DOTALL)[1]
     for old, new in {
         "HOST0": "host1",
@@ -742,7 +742,7 @@ def test_processes_that_would_train_alone_are_refused_with_the_line_that_works(m
     )
     lines = {"RANK=3", "WORLD_SIZE=4", "LOCAL_RANK=1", "LOCAL_WORLD_SIZE=2", "MASTER_PORT=29500"}
     assert lines <= {*joined.stdout.splitlines()}
-    guide = re.sub(r"\s*\\\n\s*", " ", (HERE / "GUIDE.md").read_text(encoding="utf-8"))
+    guide = re.sub(r"\s*\\\n\s*", " ", (HERE / "GUIDE.md").read_text("utf-8"))
     assert processes.LAUNCHERS[launcher] in guide
 
 

@@ -55,25 +55,27 @@ class Tokenizer:
     def __init__(self, ids, special, end, pattern, ranks, name=None):
         """Number the ranks from 0 without gaps: tiktoken needs it. `id_of_rank` maps them to `ids`."""
         self.ids, self.special, self.end, self.pattern = ids, special, end, pattern
-        self.order = sorted(ranks, key=ranks.get)
+        self.ranks = {token: rank for rank, token in enumerate(sorted(ranks, key=ranks.get))}
         self.n_vocab, self.eot_token = max(*ids.values(), *special.values()) + 1, special[end]
-        self.dtype, self.width, self.code = ("uint16", 2, "H") if self.n_vocab <= 65536 else ("uint32", 4, "I")
-        self.end_bytes = self.eot_token.to_bytes(self.width, "little")
+        self.set_width()
         self.begin = self.eot_token
         self.pieces = {i: token for token, i in ids.items()} | {i: text.encode() for text, i in special.items()}
         self.name = name or self.computed_name()
-        self.id_of_rank = array.array(self.code, [ids[token] for token in self.order])
+        self.id_of_rank = array.array(self.code, [ids[token] for token in self.ranks])
         # tiktoken would drop text that a pattern from a file does not match
         whole = pattern if name else rf"(?:{pattern})|(?:(?!{pattern})[\s\S])+"
         regex = GPT2 if pattern == "gpt2" else whole
-        ranks = {token: rank for rank, token in enumerate(self.order)}
         # encoding never makes the special token; without any, tiktoken searches for it at each character
-        special = {end: len(ranks)}
-        self.encoding = tiktoken.Encoding(self.name, pat_str=regex, mergeable_ranks=ranks, special_tokens=special)
+        special = {end: len(self.ranks)}
+        self.encoding = tiktoken.Encoding(self.name, pat_str=regex, mergeable_ranks=self.ranks, special_tokens=special)
+
+    def set_width(self):
+        self.dtype, self.width, self.code = ("uint16", 2, "H") if self.n_vocab <= 65536 else ("uint32", 4, "I")
+        self.end_bytes = self.eot_token.to_bytes(self.width, "little")
 
     def computed_name(self):
         """Return `bpe-IDS-HASH`: equal vocabularies have equal names."""
-        merged_tokens = [token for token in self.order if len(token) > 1]
+        merged_tokens = [token for token in self.ranks if len(token) > 1]
         pattern = self.pattern if merged_tokens else ""  # without merges the pattern has no effect
         ids, special = sorted(self.ids.items()), sorted(self.special.items())
         content = (ids, merged_tokens, special, self.end, pattern)
@@ -115,15 +117,14 @@ class FileTokenizer(Tokenizer):
         self.inner.no_truncation()
         self.inner.encode_special_tokens = True  # their text in a document is ordinary text
         special = {token.content for token in self.inner.get_added_tokens_decoder().values()}
-        self.end = named_end(path.parent) or min(special & {*ENDS}, key=ENDS.index)
+        self.end = end_of(path, special)
         self.n_vocab, self.eot_token = max(self.inner.get_vocab().values()) + 1, self.inner.token_to_id(self.end)
-        self.dtype, self.width, self.code = ("uint16", 2, "H") if self.n_vocab <= 65536 else ("uint32", 4, "I")
-        self.end_bytes = self.eot_token.to_bytes(self.width, "little")
+        self.set_width()
         self.has_end = self.inner.encode("a").ids[-1:] == [self.eot_token]
         template = self.inner.encode("").ids  # for example <s>, and </s> if the file has an end
         self.first_ids = template[: len(template) - self.has_end]
         self.begin = [*self.first_ids, self.eot_token][0]
-        content = json.loads(path.read_text(encoding="utf-8")) | {"truncation": None, "padding": None}
+        content = json.loads(path.read_text("utf-8")) | {"truncation": None, "padding": None}
         content = json.dumps([content, self.end], sort_keys=True)
         self.name = f"file-{self.n_vocab}-{hashlib.blake2b(content.encode(), digest_size=4).hexdigest()}"
 
@@ -202,12 +203,12 @@ def read(path):
         if not files:
             raise UserError(f"tokenizer={path}: a folder without tokenizer.json, vocab.json or encoder.json")
         path = files[0]
-    value = json.loads(path.read_text(encoding="utf-8"))
+    value = json.loads(path.read_text("utf-8"))
     if path.name.endswith(("vocab.json", "encoder.json")):  # gpt2-vocab.json belongs to gpt2-merges.txt
         merges = path.name.replace("vocab.json", "merges.txt").replace("encoder.json", "vocab.bpe")
         merges = path.with_name(merges)
         with explained(f"tokenizer={path}: needs {merges}"):
-            text = merges.read_text(encoding="utf-8")
+            text = merges.read_text("utf-8")
         merges = [line.split(" ") for line in text.splitlines() if line and not line.startswith("#version")]
         vocab, pattern = value, "gpt2"
         merged_tokens = {*BYTE_OF, *map("".join, merges)}
@@ -226,7 +227,7 @@ def read(path):
         merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
         special = {token["content"]: token["id"] for token in added_tokens}
         vocab = model["vocab"] | special
-    end = named_end(path.parent) or min(special.keys() & ENDS, key=ENDS.index)
+    end = end_of(path, special)
     special = special | {end: vocab[end]}
     ids = {bytes_of(text): i for text, i in vocab.items() if text not in special}
     ranks = ranked([(bytes_of(first), bytes_of(second)) for first, second in merges])
@@ -245,11 +246,14 @@ def pattern_of(pre_tokenizer):
     return split[0]["pattern"]["Regex"] if split else "gpt2"
 
 
-def named_end(folder):
-    """Return the `eos_token` in Hugging Face's other file of `folder`, or None."""
+def end_of(path, special):
+    """Return the token after a document: `eos_token` of Hugging Face's other file, or one of `special`."""
     with contextlib.suppress(FileNotFoundError, LookupError):
-        end = json.loads((folder / COPY[1]).read_text(encoding="utf-8"))["eos_token"]
-        return end["content"] if isinstance(end, dict) else end
+        if end := json.loads(path.with_name(COPY[1]).read_text("utf-8"))["eos_token"]:
+            return end["content"] if isinstance(end, dict) else end
+    if found := [end for end in ENDS if end in special]:
+        return found[0]
+    raise ValueError(f"it names no end of a document; set eos_token in {COPY[1]} beside it")
 
 
 def bytes_of(text):
@@ -297,8 +301,7 @@ def copy(tokenizer, folder):
                 shutil.copyfile(path, Path(folder, name))
     if not tokenizer.name.startswith(("bpe-", "bytes", "gpt2")):
         return
-    ranks = {token: rank for rank, token in enumerate(tokenizer.order)}
-    merges = [merged(token, ranks) for token in tokenizer.order if len(token) > 1]
+    merges = [merged(token, tokenizer.ranks) for token in tokenizer.ranks if len(token) > 1]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     split = {"type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False}
     steps = {"type": "Sequence", "pretokenizers": [split, byte_level | {"use_regex": False}]}
@@ -313,7 +316,7 @@ def copy(tokenizer, folder):
     }
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for file, value in zip(COPY, (content, config | {"eos_token": tokenizer.end}), strict=True):
-        Path(folder, file).write_text(json.dumps(value, ensure_ascii=False, indent=1), encoding="utf-8")
+        Path(folder, file).write_text(json.dumps(value, ensure_ascii=False, indent=1), "utf-8")
 
 
 # --- cut points of a long document ------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ A line shows the training loss: the mean of each log line (`lm_loss`), at its la
 validation loss. A loss of nan or inf leaves a gap.
 """
 
+import math
 import statistics
 from pathlib import Path
 from typing import NamedTuple
@@ -40,13 +41,14 @@ def read_curve(path):
     return Curve(Path(path).resolve().name.removesuffix(".jsonl"), training, validation)
 
 
-def loss_differences(first, others):
-    """Return a line for each other Curve: its largest difference from the first training loss, and where."""
+def loss_differences(first, *others):
+    """Return a line for each other Curve: its largest difference (nan: the first nan) from the first, and where."""
     losses, lines = dict(first.training), []
     for curve in others:
         common = [(abs(loss - losses[i]), i) for i, loss in curve.training if i in losses]
         if common:
-            lines.append(f"{curve.name} - {first.name}: at most {max(common)[0]:.3g}, at iteration {max(common)[1]}")
+            most, where = max(common, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0])
+            lines.append(f"{curve.name} - {first.name}: at most {most:.3g}, at iteration {where}")
     return lines
 
 
@@ -80,7 +82,7 @@ def main(arguments=None):
         figures.speeds(options.svg, points)
     else:
         curves = [read_curve(run) for run in options.runs]
-        print("\n".join(loss_differences(curves[0], curves[1:])))
+        print("\n".join(loss_differences(*curves)))
         figures.curves(options.svg, curves)
     print(f"{options.svg}: written")
 

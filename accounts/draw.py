@@ -184,15 +184,15 @@ def versions_of(schedule, stashing=True):
         updates = 0
         for action in schedule.actions[rank]:
             updates += action.kind == "U"
-            stashed = stashing or action.kind == "F"
-            table[rank, action] = versions[action.microbatch] if stashed else updates
+            table[rank, action] = versions[action.microbatch] if stashing or action.kind == "F" else updates
     return table
 
 
 def recorded_pictures(path, window=""):
-    """Return two Pictures of the last complete step in a trace (`trace.py`): simulated and recorded.
+    """Return Pictures of the last complete step in a trace (`trace.py`): simulated, and recorded.
 
-    In the simulation, actions take the mean time of their kind and messages no time. window: of --window.
+    In the simulation, actions take the mean time of their kind and messages no time. window: of --window. It has only
+    the recorded one.
     """
     with reading(f"--trace={path} --window={window}"):
         schedule, steps, calls = read_trace(path)
@@ -295,8 +295,8 @@ def pictures_of(options):
         raise UserError(f"{' '.join(f'--{name}={getattr(options, name)}' for name in sizes)}: too many")
     with reading(f"--cost={options.cost} --comm={options.comm}: should be like 1,1.5,0.5 and 0.2"):
         F, I, W = map(float, options.cost.split(","))
-        if not (min(F, I, W) > 0 <= options.comm and F + I + W + options.comm < math.inf):
-            raise ValueError("a duration is not positive or not finite")
+        if not (min(F, I, W) > 0 <= options.comm and F + I + W + options.comm < 1e9 * min(F, I, W)):
+            raise ValueError("a duration is not positive, or 1e9 times another")
         cost = {"F": F, "B": I + W, "I": I, "W": W}
         shared = options.stages, options.microbatches, cost, options.comm, options.steps
         pictures = []

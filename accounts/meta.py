@@ -91,6 +91,5 @@ def give_parameters(model, t, dtype):
     for module in model.modules():
         for key, spec in list(vars(module).items()):
             if isinstance(spec, ParamSpec):
-                shape = spec.local_shape(t)
-                params[spec] = params.get(spec) or torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=META))
-                setattr(module, key, params[spec])
+                empty = torch.empty(spec.local_shape(t), dtype=dtype, device=META)
+                setattr(module, key, params.setdefault(spec, torch.nn.Parameter(empty)))

@@ -154,7 +154,7 @@ def candidates(config, gpus, device, fixed):
         even = chunks > 1 and config.num_layers % (pp * chunks) == 0
         listed = {
             "schedule": pp > 1 or name == "1f1b",
-            "chunks": even if name == "interleaved" else chunks == {"zb-v": 2}.get(name, 1),
+            "chunks": even if name == "interleaved" else chunks == schedules.usual_chunks(name),
             "zero": zero <= (0 if tp * pp == gpus else 1 if pp > 1 else 3),
             "sequence_parallel": sequence_parallel == (tp > 1),
         }

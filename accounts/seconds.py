@@ -125,8 +125,7 @@ class Step:
         operation = "all_gather" if c.sequence_parallel else "all_reduce"  # a reduce_scatter sends as much
         each = self.send("tp", 1, sent_bytes(operation, c.tp, self.z.item * tokens_of_rank(c) * c.hidden_size))
         in_F, alone, by_dw, by_dx = collectives(len(columns), len(rows), c.sequence_parallel)
-        split = any(action.kind == "W" for action in schedule(c.schedule, c.pp, c.pp, c.chunks).actions[0])
-        if split:  # dW runs later
+        if any(action.kind == "W" for action in schedule(c.schedule, c.pp, c.pp, c.chunks).actions[0]):  # dW runs later
             alone, by_dw = alone + by_dw, 0
         # dW of a mean column parallel linear, in GPT-2 3.5 of a block's 12 h^2 weights. dx takes as long
         share = Fraction(sum(m.elements for m in columns), len(columns) * sum(m.elements for m in columns + rows))
@@ -148,8 +147,7 @@ class Step:
         """
         layout, (F, I, W, elementwise) = self.layout, block
         (in_F, in_I), over_cp = self.tensor_parallel(W), self.context_parallel()
-        again = {"none": 0.0, "elementwise": elementwise, "full": F + in_F + over_cp}
-        recomputation = again[self.c.recompute]
+        recomputation = {"none": 0.0, "elementwise": elementwise, "full": F + in_F + over_cp}[self.c.recompute]
         block = F + in_F + over_cp, I + in_I + over_cp + recomputation, W, recomputation, in_F + in_I, 2 * over_cp
         for name, seconds in zip(COLUMNS, block, strict=True):
             self.say(f"{name} of a block", "4 products; F, I: attention, passes over memory, collectives", seconds)

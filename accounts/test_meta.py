@@ -110,6 +110,18 @@ def test_a_dry_run_needs_no_formula(mine, capsys):
     assert "no formula" not in capsys.readouterr().out
 
 
+def test_a_parameter_of_two_units_is_measured(mine):
+    shared = "from llama import *\nimport llama\n\ndef units(*all):\n    first, *blocks, head = llama.units(*all)\n"
+    shared += "    blocks[1].norm2.weight = blocks[0].norm1.weight\n    return [first, *blocks, head]\n"
+    text = traffic.predicted_tables(traffic.predict_step(tiny_config(1, **mine(shared)), 1))
+    assert "no formula" not in text
+
+
+def test_a_dtype_changes_no_bytes_that_follow_from_the_device():
+    c = tiny_config(1, dtype="auto", offload=True)
+    assert limits.needed(replace(c, dtype="fp32"), 1, CPU) == limits.needed(c, 1, CPU)
+
+
 LOOKS = """from llama import *
 import llama
 

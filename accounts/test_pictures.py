@@ -44,6 +44,8 @@ def test_two_runs_are_compared_and_speeds_are_drawn(tmp_path, capsys):
     runs = [str(tmp_path / "4"), str(tmp_path / "1")]
     curve.main([*runs, f"--svg={tmp_path}/x.svg"])
     assert "1 - 4: at most 12, at iteration 4" in capsys.readouterr().out
+    nan = curve.Curve("nan", [(1, 2.0), (2, math.nan), (3, math.nan)], [])
+    assert curve.loss_differences(curve.read_curve(runs[0]), nan) == ["nan - 4: at most nan, at iteration 2"]
     curve.main(["--speed", *runs, f"--svg={tmp_path}/x.svg"])
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "1 processes 100 tokens/s 1.00 of linear".split()

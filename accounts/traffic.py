@@ -21,8 +21,6 @@ from parallel import schedules
 from parallel.layout import Layout, build_for, number_of_micro_batches
 from parallel.mesh import grid
 
-CPU = torch.device("cpu")
-
 
 class Prediction(NamedTuple):
     """A step of one rank of each stage: data rank 0, tp rank 0."""
@@ -34,8 +32,9 @@ class Prediction(NamedTuple):
     bytes_kept: list  # bytes_kept[pipeline rank]: `memory.predict_kept`
 
 
-def predict_step(config, ranks, device=CPU):
-    """Return the Prediction of `config` on `ranks` ranks. Raises UserError."""
+def predict_step(config, ranks, device=None):
+    """Return the Prediction of `config` on `ranks` ranks. device: as said above if None. Raises UserError."""
+    device = device or torch.device("cpu" if config.dtype == "auto" else "cuda")
     if ranks < 1:
         raise UserError(f"--ranks={ranks}: should be positive")
     dp = configuration.check(config, ranks)
@@ -43,7 +42,7 @@ def predict_step(config, ranks, device=CPU):
     schedule = build_for(config, dp, m * config.updates_per_call)
     layout = Layout(config, dp, unit_specs(config), schedule)
     item = DTYPES[resolved_dtype(config, device)].itemsize
-    sizes = memory.sizes(config, item, max(item, 4), on_cpu=device.type == "cpu" and config.dtype == "auto")
+    sizes = memory.sizes(config, item, max(item, 4), on_cpu=device.type == "cpu")
     sent = [ledger.predict_sent(layout, schedule, stage, 0, item, sizes.wide) for stage in range(config.pp)]
     bytes_kept = [memory.predict_kept(layout, schedule, stage, sizes) for stage in range(config.pp)]
     return Prediction(layout, schedule, sizes, sent, bytes_kept)

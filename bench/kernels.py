@@ -23,6 +23,7 @@ Without a GPU the kernels run in Triton's interpreter at a small size. Then only
 """
 
 import functools
+import importlib.util
 import os
 import statistics
 import sys
@@ -36,6 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import reference
 from bench.machine import NO_GPU, VERSIONS, Cpu, Gpu, copy_rate, product_rate, what_went_wrong
 from bench.tables import chosen, spread
+from errors import UserError
 from parallel.mesh import Mesh
 from parallel.tensor import ROWS, LinearCrossEntropy
 from reference import Drop
@@ -51,6 +53,8 @@ def measure(only: str = "", repeats: int = 20):
     --only     only the operation of this name, or operations whose name contains this text
     --repeats  measurements of each variant
     """
+    if importlib.util.find_spec("triton") is None:
+        raise UserError("bench kernels: needs Triton: pip install triton")
     names = chosen([operation.name for operation in operations(torch.device("cpu"), **SMALL)], only)
     names = [only] if only in names else names
     if torch.cuda.is_available():

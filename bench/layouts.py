@@ -274,7 +274,7 @@ def whole_loss(mesh, loss):
 def check_same(name, step, our_numbers, their_numbers):
     """Raise UserError if (loss, gradient norm) differ by more than 1e-4 of theirs."""
     for what, a, b in zip(("loss", "gradient norm"), our_numbers, their_numbers, strict=True):
-        if abs(a - b) > 1e-4 * abs(b):
+        if not abs(a - b) <= 1e-4 * abs(b):
             raise UserError(f"{name}: the {what} of step {step} differs: ours {a}, PyTorch's {b}")
 
 

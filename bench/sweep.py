@@ -26,6 +26,7 @@ import config as configuration
 from accounts import search
 from accounts.devices import DEVICES
 from accounts.metrics import read_metrics
+from bench import tables
 from bench.tables import print_table, spread
 from errors import UserError, explained
 
@@ -53,7 +54,8 @@ def measure(config: str = "configs/tiny.py", processes: int = 4, steps: int = 10
     )  # fmt: skip
     if device:
         search.check(base, has_days=True)
-    chosen = {name: c for c in accepted(base, processes) if only in (name := name_of(c))}
+    configs = {name_of(c): c for c in accepted(base, processes)}
+    chosen = {name: configs[name] for name in tables.chosen(configs, only)}
     milliseconds = {}  # {name: those of each timed step}
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
     batch = f"{c.global_batch_size} x {c.seq_length} tokens a step"

@@ -45,7 +45,7 @@ def copied_commit(files=None):
         archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.3 and older have none
         archive.extractall(folder)
         for path, text in (files or {}).items():
-            Path(folder, path).write_text(text, encoding="utf-8")
+            Path(folder, path).write_text(text, "utf-8")
         yield Path(folder)
 
 

@@ -206,7 +206,7 @@ def done(state, sentence):
     (grade, red), kept = judge(state), MINE / f"hunt-{state['level']}-{state['seed']}.json"
     if not (kept.exists() and json.loads(kept.read_text("utf-8"))["right"]):  # the first right mend counts
         record = state | {"known": {}, "right": grade["right"]}
-        kept.write_text(json.dumps(record, ensure_ascii=False), encoding="utf-8")
+        kept.write_text(json.dumps(record, ensure_ascii=False), "utf-8")
     said = "{points} points, {minutes} minutes, hints: {hints}, tries: {tries}".format(**grade)
     if red:
         tells = state["level"] == 1 or re.search(r"no answer|exit code|(Syntax|Import|Name|Type)Error", red[0])
@@ -269,7 +269,7 @@ def main(words):
             processes, layout = math.prod(map(int, sizes)), []
         layout = {f.partition("=")[0]: f for f in [*layout, *fields] if not re.match("--dp=[1-9]", f)}.values()
         text, _ = look(copy, processes, layout, state["known"], more=True)
-    file.write_text(json.dumps(state), encoding="utf-8")
+    file.write_text(json.dumps(state), "utf-8")
     print(text)
     if not right:
         sys.exit(1)

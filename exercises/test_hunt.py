@@ -86,7 +86,7 @@ def test_a_mend_is_accepted_and_a_class_is_graded(capsys):
     assert ended.value.code == 1
     words = next(d.words for d in hunt.DEFECTS if d.name == defect.name)
     assert defect.file in (said := capsys.readouterr().out) and words in said and "not yet" in said
-    (hunt.MINE / "hunt" / defect.file).write_text(hunt.committed(defect.file), encoding="utf-8")
+    (hunt.MINE / "hunt" / defect.file).write_text(hunt.committed(defect.file), "utf-8")
     hunt.main(["--done", "one process is right"])
     assert defect.words in (said := capsys.readouterr().out) and "7 points" in said and "mine/hunt-1-3" in said
     hunt.main(["--seed=3"])

@@ -17,7 +17,7 @@ waited = 0.0  # seconds
 
 
 class Delayed:
-    """A message that has started. It arrives `delay` seconds later than without delay."""
+    """A message that has started. It arrives at its own time, but at least `delay` seconds after its start."""
 
     def __init__(self, work, delay):
         self.work, self.arrival = work, time.monotonic() + delay

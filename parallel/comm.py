@@ -89,7 +89,7 @@ class Pending:
     """A communication in progress. It keeps its buffers alive. work: torch's handle, or None."""
 
     waiting = None  # the Pending that this process waits for; `recovery/hang.py` reads it
-    latest = None  # the name of the latest collective
+    latest = None  # the name of the latest one
 
     def __init__(self, result, work=None, name=""):
         self.result, self.work, self.name = result, work, name
@@ -190,7 +190,7 @@ def _message(operation, x, axis, peer, what, tag):
     call, does = dist.irecv, "to send"
     if operation == "send":
         call, does = dist.isend, f"to receive {what}"
-    name = f"rank {axis.ranks[axis.rank]} waited for rank {axis.ranks[peer]} {does}"
+    name = Pending.latest = f"rank {axis.ranks[axis.rank]} waited for rank {axis.ranks[peer]} {does}"
     with lost_peer(name):
         work = call(x, axis.ranks[peer], group=axis.group, tag=tag)
         return Pending(x, axis.watch.started(work, axis, what, operation, axis.ranks[peer]), name)

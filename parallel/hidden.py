@@ -16,8 +16,8 @@ from errors import UserError
 
 WITHOUT_VALUES = "shape grad requires_grad requires_grad_ is_leaf grad_fn dtype device ndim dim size numel".split()
 REMEDY = (
-    "can't be read between steps: `for p in run.zero.whole_parameters()` has whole weights on all ranks; the "
-    "gradients of this rank's shard are in bucket.grad.shard (GUIDE.md, Change the model)"
+    "can't be read between steps: `for p in run.zero.whole_parameters()` has this rank's weights (with tp its slice); "
+    "the gradients of this rank's shard are in bucket.grad.shard (GUIDE.md, Change the model)"
 )
 
 

@@ -22,6 +22,7 @@ import math
 from collections import Counter
 from typing import NamedTuple
 
+from errors import UserError
 from parallel.schedules import updates
 from parallel.simulation import build
 
@@ -138,6 +139,20 @@ class Layout:
         for chunk, units in enumerate(self.units):
             for name in self.names(units):
                 self.holders_of[name].add(self.placement[chunk])
+
+    def check_holders(self):
+        """Raise UserError if torch would give a group of holders several names.
+
+        Its name has the number of groups that a rank made before: all members must have made equally many.
+        """
+        made, first = Counter(), {}  # first: {holders: a bucket}
+        for name in sorted(self.holders_of):
+            first.setdefault(tuple(self.holders(name)), name)
+        for ranks, name in first.items():
+            if len({made[rank] for rank in ranks}) > 1:
+                why = f"pipeline ranks {list(ranks)} share {name}, and some of them share more with others"
+                raise UserError(f"pp={self.config.pp}: {why}; share inside a stage, or set pp=2")
+            made.update(ranks * (len(ranks) > 1))
 
     def axis_sizes(self):
         """Return {name of a `mesh.Axis`: its number of ranks}."""

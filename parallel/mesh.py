@@ -2,14 +2,14 @@
 
 The tp index changes fastest, then pp, then dp:
 
-    rank = (data_rank * pp + pp_rank) * tp + tp_rank          dp = 2, pp = 1, tp = 4:   dp 0 | 0 1 2 3
+    rank = (dp_rank * pp + pp_rank) * tp + tp_rank            dp = 2, pp = 1, tp = 4:   dp 0 | 0 1 2 3
                                                                                       dp 1 | 4 5 6 7
                                                                                              ------- tp
 
 Ranks with neighbouring numbers are on one node. So tp, which communicates most, gets the fastest
 connections, the pipeline those inside a rack, and data parallelism those between racks. With
-order=pp-dp-tp, as in Megatron-LM, dp lies inside pp: rank = (pp_rank * dp + data_rank) * tp +
-tp_rank. On many GPUs this is usually faster.
+order=pp-dp-tp, as in Megatron-LM, dp lies inside pp: rank = (pp_rank * dp + dp_rank) * tp + tp_rank.
+plan.py compares both.
 
 With context parallelism, cp ranks (next to tp) share each sample. Their parameters are equal, as
 over dp. So the *data ranks*, which sum gradients, are the dp cp ranks of the axis `data`.

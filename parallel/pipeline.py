@@ -236,7 +236,6 @@ class Executor:
             bucket.start_gather()
         for bucket in chunk.buckets[i]:
             bucket.gather()
-            bucket.param.views.set_hidden(False)
 
     def _reduce(self, bucket):
         self.passes[bucket.name] -= 1
@@ -305,6 +304,8 @@ class Mailbox:
         pending, x = self.leaving.popleft()
         pending.wait()
         if x is not None:
+            # other values, of 0 bytes: what an operation keeps for its backward (tanh its result) stays
+            x.data = x.new_empty(1).expand_as(x)
             free(x)
 
     def send(self, key, x):
@@ -313,7 +314,7 @@ class Mailbox:
         assert key == (m.kind, m.microbatch, m.consumer.chunk), f"{key} is sent, but {m} is next"
         values = x.detach()  # without the graph, which would keep the unit's input meanwhile
         # an output: backward needs its graph, not its values
-        freed = values if x.grad_fn is not None else None
+        freed = x if x.grad_fn is not None else None
         axis = axis_to(self.mesh, m.source, m.destination)
         self.leaving.append((send(values, axis, m.destination, SENT[m.kind], tag), freed))
 

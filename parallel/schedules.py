@@ -127,7 +127,7 @@ def one_f_one_b(stages, microbatches, chunks=1):
 
 
 def interleaved(stages, microbatches, chunks=2):
-    """Interleaved 1F1B: rank r has the chunks r, p + r, 2p + r ...: the bubble is `chunks` times smaller.
+    """Interleaved 1F1B: rank r has the chunks r, p + r, 2p + r ...: the idle time is `chunks` times shorter.
 
     A rank runs p micro-batches through one chunk, then the same ones through its next chunk.
     Narayanan et al., arXiv 2104.04473, section 2.2.2. Raises UserError if m is not a multiple of p,

@@ -60,6 +60,17 @@ def test_each_stage_knows_the_holders_of_each_bucket():
     assert set(layout.buckets(0)) == set(layout.buckets(1)) == everything
 
 
+def test_stages_that_share_in_a_chain_are_refused():
+    """Stages 0 and 1 share block0, 1 and 2 block1, 0 and 2 the word table: their groups would get several names."""
+    config = tiny_config(1, num_layers=4, pp=3)
+    first, block0, block1, *_, head = unit_specs(config)
+    units = [first, block0, block0, block1, block1, head]
+    with pytest.raises(UserError, match=r"^pp=3: pipeline ranks \[1, 2\] share block1, .* set pp=2$"):
+        Layout(config, 1, units, simulation.build("1f1b", 3, 4)).check_holders()
+    Layout(config, 1, units, simulation.build("1f1b", 2, 4)).check_holders()
+    Layout(config, 1, unit_specs(config), simulation.build("1f1b", 3, 4)).check_holders()
+
+
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 

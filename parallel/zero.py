@@ -176,6 +176,7 @@ class Bucket:
         self.start_gather()
         if self.gathering:
             self.gathering.wait()
+        self.param.views.set_hidden(False)
 
     def release(self):
         """Free the whole parameters (stage 3)."""
@@ -297,6 +298,7 @@ class Zero:
         self.shards, self.copies = mesh.cut_data(layout.shards)
         # A second group: a sum must not delay the next gather (`mesh.py`).
         self.shards_for_sums = mesh.second(self.shards) if layout.zero_stage == 3 else self.shards
+        layout.check_holders()
         layouts, self.buckets = layout.buckets(mesh.pp.rank), {}
         # sorted: all holders of a bucket need the same order of calls
         holders = {name: mesh.holders(layout.holders(name)) for name in sorted(layouts)}
@@ -422,13 +424,12 @@ class Zero:
             bucket.param.views.set_hidden(self.shards.size > 1)  # until `gather`
 
     def whole_parameters(self):
-        """Yield this rank's parameters, whole and new: the way to read weights between two steps.
+        """Yield this rank's parameters, whole (with tp its slice) and new: the way to read weights between steps.
 
         All data ranks must call it.
         """
         for bucket in self.buckets.values():
             bucket.gather()
-            bucket.param.views.set_hidden(False)
             try:
                 yield from bucket.params
             finally:

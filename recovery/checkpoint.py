@@ -105,11 +105,11 @@ def sum_over(terms, axis):
 # --- save -------------------------------------------------------------------------------------------------------------
 
 
-def save_checkpoint(out_dir, step, zero, state, keep=0, copies=()):
+def save_checkpoint(out_dir, step, zero, state, keep, copies):
     """Write `out_dir/step_N`. Every rank of the mesh calls this with the same `state` (entries of index.json).
 
-    Keeps the `keep` latest checkpoints (0: all) and step_0, which convert.py wrote. If one rank can't write, raises
-    UserError on every rank.
+    copies: files that come along. Keeps the `keep` latest checkpoints (0: all) and step_0, which convert.py wrote. If
+    one rank can't write, raises UserError on every rank.
     """
     mesh, first = zero.mesh, zero.mesh.rank == 0
     final = step_path(out_dir, step)
@@ -123,7 +123,8 @@ def save_checkpoint(out_dir, step, zero, state, keep=0, copies=()):
         flush(out_dir)
         old_steps = all_steps(out_dir)[:-keep] if keep else []
         for step in filter(None, old_steps):
-            shutil.rmtree(step_path(out_dir, step), ignore_errors=True)
+            old = step_path(out_dir, step)
+            shutil.rmtree(old.rename(f"{old}.writing"), ignore_errors=True)  # a rest is not complete
 
     def on_all_ranks(action, writes=True):
         attempt = explained(f"out_dir={out_dir}: can't write the checkpoint")(action)
@@ -157,8 +158,9 @@ def write_piece(path, tp, piece, flat):
     (_, begin, _), (_, last, length) = places[0], places[-1]
     size = last + length - begin
     with open(path, "r+b") as file:  # "wb" would delete what other ranks wrote
-        with suppress(OSError):  # else NFS writes whole pages, with another host's old bytes
-            fcntl.lockf(file, fcntl.LOCK_EX, size * flat.itemsize, begin * flat.itemsize)
+        # Without any lock, NFS writes whole pages, with another host's old bytes. A shared one never waits.
+        with suppress(OSError):
+            fcntl.lockf(file, fcntl.LOCK_SH, size * flat.itemsize, begin * flat.itemsize)
         terms = transferred(file, file.write, flat.cpu().numpy(), piece, tp)
     flush(path)
     return terms
@@ -226,7 +228,7 @@ def read_index(path):
     return index
 
 
-def to_resume(config, tokenizer, data=None):
+def to_resume(config, tokenizer, data):
     """Return the path of the checkpoint to resume from, or None. Raises UserError if it can't be used.
 
     tokenizer: its name. data: `data.Mixture.state`.
@@ -269,7 +271,7 @@ def refuse_other_model(config, tokenizer, path, index, names):
         if saved.get(name, values[name]) != values[name]:
             raise UserError(f"{name}={values[name]}: the checkpoint {path} has {name}={saved[name]}")
     positions = saved["max_position_embeddings"] or saved["seq_length"]
-    if positions != config.positions:
+    if positions != config.positions and config.model != "llama":  # which has no table of positions
         fields = f"seq_length={config.seq_length}, max_position_embeddings={config.max_position_embeddings}"
         remedy = f"set --max_position_embeddings={positions}"
         raise UserError(f"{fields}: the checkpoint {path} has {positions} positions; {remedy}")

@@ -6,8 +6,8 @@ each rank writes a row: the communication that its rank waits for, and the place
 row prints all rows, and the ranks without one:
 
     no progress for 16 s:
-    rank 0: iteration 8: waits for rank 2 to send (pipeline.py:86 receive < pipeline.py:162 forward < ...)
-    rank 2: iteration 8: waits for ranks [3] in all_reduce 113 of activations over tp (comm.py:75 wait < ...)
+    rank 0: iteration 8: waits for rank 2 to send (comm.py:102 wait < pipeline.py:324 receive < ...)
+    rank 2: iteration 8: waits for ranks [3] in all_reduce 113 of activations over tp (comm.py:102 wait < ...)
     ranks [3]: no answer (stopped, dead, or its host is lost)
 
 Ranks that wait in different numbers of a communication (113 above) have lost their common order. On NCCL, the row has
@@ -64,8 +64,8 @@ class Watchdog:
 
 def waits_for(rank):
     """Return the communication that this process waits for, or the latest one that it started."""
-    if Pending.waiting:
-        return Pending.waiting.name.replace(f"rank {rank} waited", "waits")
+    if waiting := Pending.waiting:
+        return waiting.name.replace(f"rank {rank} waited", "waits")
     return f"waits for no communication; the latest was: {Pending.latest}"
 
 

@@ -1,7 +1,7 @@
 """Compares copies: several ranks keep the same numbers, which must be equal bit for bit.
 
-A run compares once, after its first update, or with --check_replicas=N every N updates. A changed model, a defective
-memory, a lost update or a wrong kernel can make these copies differ:
+A run compares once, after its first update, or with --check_replicas=N every N updates and at each
+save. A changed model, a defective memory, a lost update or a wrong kernel can make these copies differ:
 
     tensors                                                       copies on
     parameters, ZeRO stages 0 to 2                                data ranks

@@ -324,6 +324,15 @@ def test_weights_begin_a_new_run(workers, straight, tokens_dir, tmp_path, ranks,
     assert [row[4] for row in curve(tmp_path / "new")] == [12, 24, 36, 48]
 
 
+def test_llamas_weights_can_get_longer_samples(straight, tokens_dir, tmp_path):
+    old = str(straight(1, dtype="fp64", model="llama"))
+    config = configured(tmp_path, tokens_dir, model="llama", initial_weights=old, seq_length=16, train_iters=1)
+    go(config)
+    assert len(curve(tmp_path)) == 1
+    said = fails(configured(tmp_path / "x", tokens_dir, initial_weights=str(straight(1)), seq_length=16))
+    assert "has 8 positions" in said
+
+
 def test_weights_of_another_model_are_refused(straight, tokens_dir, tmp_path):
     old = str(straight(1, dtype="fp64"))
     said = fails(configured(tmp_path, tokens_dir, initial_weights=old, num_layers=3))

@@ -2,7 +2,7 @@
 
 A message describes the first of these that differs: initial parameters, gradients of the first step, loss, gradient
 norm, parameters. Only after a difference the first step runs again, for its gradients. `ours` is the layout's number,
-`theirs` that of one process. `gradient_cause` tries in this order:
+`theirs` that of one process. `gradient_cause` tries, with others, in this order:
 
     ratio          ours = r * theirs. example: r = 8 = m * dp: the loss is not divided by m * dp
     sums           ours, summed over an axis, is theirs: this sum is missing

@@ -71,8 +71,8 @@ def words(source):
 
 def words_by_path():
     """Return {path: words} of all tracked Python files and of PAGES."""
-    found = {path: words(Path(path).read_text(encoding="utf-8")) for path in tracked()}
-    return found | {page: len(Path(page).read_text(encoding="utf-8").split()) for page in PAGES}
+    found = {path: words(Path(path).read_text("utf-8")) for path in tracked()}
+    return found | {page: len(Path(page).read_text("utf-8").split()) for page in PAGES}
 
 
 def main():
@@ -82,9 +82,9 @@ def main():
         if new := tracked("--others", "--exclude-standard"):
             print(f"not counted, because git does not track them: {' '.join(new)}; run `git add` first")
         rows = "".join(f"{number} {path}\n" for path, number in sorted(reading.items()))
-        return Path("testing/words.txt").write_text(rows, encoding="utf-8")
+        return Path("testing/words.txt").write_text(rows, "utf-8")
     for path in tracked():
-        numbers = lines_and_tokens(Path(path).read_text(encoding="utf-8"))
+        numbers = lines_and_tokens(Path(path).read_text("utf-8"))
         groups.setdefault(group_of(path), {})[path] = (*numbers, reading[path])
     sums = {group: [sum(column) for column in zip(*files.values(), strict=True)] for group, files in groups.items()}
     for group, files in groups.items():

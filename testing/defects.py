@@ -35,7 +35,7 @@ class Defect(NamedTuple):
 def listed():
     """Return the Defects of defects.txt."""
     found = []
-    for part in (ROOT / "testing/defects.txt").read_text(encoding="utf-8").split("\n== ")[1:]:
+    for part in (ROOT / "testing/defects.txt").read_text("utf-8").split("\n== ")[1:]:
         head, *lines = part.splitlines()
         name, file, test, words, *quick = head.split(" | ")
         edits = []
@@ -53,7 +53,7 @@ def without_wait():
     """Return a Defect for each `.wait()` of the schemes."""
     found = []
     for file in WAITING:
-        lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+        lines = (ROOT / file).read_text("utf-8").splitlines()
         for number, line in enumerate(lines):
             if ".wait()" in line:
                 old = "\n".join(lines[number - 1 : number + 1])  # with the line before it, this occurs once
@@ -68,7 +68,7 @@ DEFECTS = [*listed(), *without_wait()]
 
 def planted(defect, text=None):
     """Return a file's `text` (default: this tree's) with the defect. Raises ValueError if it does not fit."""
-    text = text or (ROOT / defect.file).read_text(encoding="utf-8")
+    text = text or (ROOT / defect.file).read_text("utf-8")
     for old, new in defect.edits:
         if text.count(old) != 1:
             raise ValueError(f"defect {defect.name}: `{old}` is in {defect.file} {text.count(old)} times, not once")
@@ -88,7 +88,7 @@ def copy_tree(folder):
 def failure(defect, folder):
     """Plant a defect in a copy of the tree in `folder`. Return the message of its failing test, or None."""
     copy_tree(folder)
-    (folder / defect.file).write_text(planted(defect), encoding="utf-8")
+    (folder / defect.file).write_text(planted(defect), "utf-8")
     messages = [message for _, message in run_tests(folder, [defect.test], "-x") if message is not None]
     return messages[0] if messages else None
 

@@ -104,7 +104,7 @@ def run_tests(folder, tests, *options, limit=None):
     for _ in range(STOPS):
         report.write_text("")
         code, said = run(folder, ["-m", "pytest", *options, *todo], limit, report, **environment)
-        for test, text in map(json.loads, report.read_text(encoding="utf-8").splitlines()):
+        for test, text in map(json.loads, report.read_text("utf-8").splitlines()):
             results[test] = text if text in (None, BEGUN) else message(text)
         why = f"no answer in {limit:g} s" if code is None else f"the process ended with exit code {code}"
         begun = [test for test, text in results.items() if text == BEGUN]

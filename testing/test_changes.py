@@ -140,6 +140,18 @@ def test_muons_update_of_a_new_matrix_is_orthogonal():
 
 
 @contextlib.contextmanager
+def bounded():
+    """A block ends in tanh, whose backward reads its result."""
+    forward = Block.forward
+    with mock.patch.object(Block, "forward", lambda block, x, batch: forward(block, x, batch).tanh()):
+        yield
+
+
+def test_a_sent_result_stays_if_the_last_operation_keeps_it(workers):
+    check_change(workers, "bounded", 2, pp=2, schedule="gpipe")
+
+
+@contextlib.contextmanager
 def window():
     """A query sees 3 keys."""
     with mock.patch.object(reference, "visible", lambda i, j: (j <= i) & (j > i - 3)):
@@ -420,6 +432,7 @@ CHANGES = {
     "left_out": left_out,
     "qk_norm": lambda: another_block(functools.partial(normalize_queries, partial=True, decay=True)),
     "qk_norm without partial": lambda: another_block(normalize_queries),
+    "bounded": bounded,
     "window": window,
     "dropout": dropout,
     "smoothing": smoothing,

@@ -18,16 +18,16 @@ GUIDE = (HERE / "GUIDE.md").read_text("utf-8")
 def paste(file, name, table, row):
     """Insert the guide's function above "Add your own", and its row at the table's start."""
     function = re.search(rf"```python\n(def {name}\(.*?)```", GUIDE, re.DOTALL)[1]
-    text = file.read_text(encoding="utf-8")
+    text = file.read_text("utf-8")
     for place, new in (("# Add your own:", f"{function}\n\n# Add your own:"), (f"\n{table} = {{\n", None)):
         assert text.count(place) == 1, place
         text = text.replace(place, new or f"{place}    {row}\n")
-    file.write_text(text, encoding="utf-8")
+    file.write_text(text, "utf-8")
 
 
 def edit(file, diff):
     """Replace each block of "-" lines by "+" lines; new code goes above the class LayerNorm."""
-    text = file.read_text(encoding="utf-8")
+    text = file.read_text("utf-8")
     edits, new = diff.split("         # new, above LayerNorm\n")
     for old, lines in re.findall(r"((?:^-.*\n)+)((?:^\+.*\n)*)", edits, re.MULTILINE):
         removed = [f"{line[1:]}\n" for line in old.splitlines()]
@@ -65,9 +65,9 @@ def test_the_drawing_is_the_guides(tree):
 def test_a_backward_before_its_forward_is_refused_in_the_guides_words(tree, tmp_path):
     copy = shutil.copytree(tree, tmp_path / "wrong")
     file = copy / "parallel/schedules.py"
-    before, after = file.read_text(encoding="utf-8").split("def two_waves")
+    before, after = file.read_text("utf-8").split("def two_waves")
     wrong = after.replace("F[:half] + B[:half]", "B[:half] + F[:half]", 1)
-    file.write_text(f"{before}def two_waves{wrong}", encoding="utf-8")
+    file.write_text(f"{before}def two_waves{wrong}", "utf-8")
     done = run(copy, "-m", "accounts.draw", "two-waves")
     assert done.returncode == 2 and " ".join(done.stderr.split()) in " ".join(GUIDE.split())
 

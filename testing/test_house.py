@@ -48,7 +48,7 @@ def test_few_files_stand_at_the_top():
 
 def functions(path):
     """Yield (name, number of lines) of a file's functions."""
-    for node in ast.walk(ast.parse(Path(path).read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(Path(path).read_text("utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name, node.end_lineno - node.lineno + 1
 
@@ -61,7 +61,7 @@ def test_a_name_of_the_core_is_a_noun():
     """A reader can guess `gradients`, and grep it; `kept` can be anything."""
     places = []
     for path in (path for path in tracked() if group_of(path) in ("core", "ladder") and path.endswith(".py")):
-        for node in ast.walk(ast.parse(Path(path).read_text(encoding="utf-8"))):
+        for node in ast.walk(ast.parse(Path(path).read_text("utf-8"))):
             names = {getattr(node, field, None) for field in ("id", "arg", "name", "attr")}
             places += [f"{path}:{node.lineno}: {name}" for name in names & NO_NOUNS]
     assert places == []

@@ -77,7 +77,7 @@ RIGHT = {
 @contextlib.contextmanager
 def edited(edits):
     """Make an edited model.py, for --model=edited."""
-    text, name = Path(model.__file__).read_text(encoding="utf-8"), str(letters.ROOT / "edited.py")
+    text, name = Path(model.__file__).read_text("utf-8"), str(letters.ROOT / "edited.py")
     for old, new in edits:
         assert text.count(old) == 1
         text = text.replace(old, new)

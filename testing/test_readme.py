@@ -101,7 +101,7 @@ ROWS = slides(SLIDES)
 def names_in(path):
     """Return a file's functions, classes and `Class.method`s."""
     names = set()
-    for node in ast.parse((HERE / path).read_text(encoding="utf-8")).body:
+    for node in ast.parse((HERE / path).read_text("utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
             names |= {f"{node.name}.{n.name}" for n in getattr(node, "body", []) if isinstance(n, ast.FunctionDef)}
@@ -224,7 +224,7 @@ def test_the_japanese_readme_has_the_same_commands_numbers_and_links():
 
 
 def rows_of(file):
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
 
 
 @pytest.mark.slow
