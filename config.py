@@ -163,7 +163,7 @@ CHOICES = {
     "schedule": tuple(schedules.SCHEDULES),
 }
 HINTS = {"split": "; prepare.py --split=949,50,1 divides the documents"}
-ASYNCHRONOUS = {  # a stage updates before others have their gradients
+ASYNCHRONOUS_CHOICES = {  # a stage updates before others have their gradients
     "clip_grad": (0,),  # no rank knows the global norm
     "skip_norm": (0,),
     "optimizer": tuple(name for name, rule in RULES.items() if not rule.layerwise),
@@ -307,7 +307,7 @@ def require(c, name, fits, why):
 
 def check_values(c):
     """Raise UserError if a field has an impossible value, whatever the others are."""
-    restricted = ASYNCHRONOUS if c.schedule in schedules.ASYNCHRONOUS else {"updates_per_call": (1,)}
+    restricted = ASYNCHRONOUS_CHOICES if c.schedule in schedules.ASYNCHRONOUS else {"updates_per_call": (1,)}
     for name, choices in (CHOICES | restricted).items():
         where = f", with schedule={c.schedule}" if name in restricted else HINTS.get(name, "")
         require(c, name, getattr(c, name) in choices, f"should be one of {', '.join(map(str, choices))}{where}")
