@@ -149,7 +149,7 @@ def test_the_standard_library_is_the_default(here, tmp_path, monkeypatch):
     (tmp_path / "lib/site-packages").mkdir(parents=True)
     for name, text in {"a.py": b"a", "site-packages/b.py": b"b", "c.txt": b"c", "d.py": b"\xff"}.items():
         (tmp_path / "lib" / name).write_bytes(text)
-    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "lib"))
     monkeypatch.chdir(tmp_path)
     sys.argv = ["prepare.py", "--tokenizer=bytes"]
     prepare.main()
