@@ -379,4 +379,4 @@ def loaded(tokens, numbers, seed, device="cpu", depth=4):
             ready.extend(thread.submit(read, n) for n in itertools.islice(numbers, 1))
             yield tuple(x.to(device, non_blocking=True) for x in pair)
     finally:
-        thread.shutdown(wait=False, cancel_futures=True)  # under torchrun no disk that hangs delays the end
+        thread.shutdown(wait=False, cancel_futures=True)  # under torchrun, a disk that hangs does not delay the end

@@ -229,8 +229,8 @@ class Residual(torch.autograd.Function):
 
 
 def add_(y, x, bias, drop=None):
-    if bias is None and drop is None:
-        return reference.add_(y, x, None)
+    if bias is None and drop is None:  # the kernel's backward would write sums that nobody reads
+        return x + y
     return Residual.apply(x, y, bias, None, None, 0.0, drop)[0]
 
 

@@ -33,7 +33,10 @@ class Prediction(NamedTuple):
 
 
 def predict_step(config, ranks, device=None):
-    """Return the Prediction of `config` on `ranks` ranks. device: as said above if None. Raises UserError."""
+    """Return the Prediction of `config` on `ranks` ranks. Raises UserError.
+
+    device: if it is None, dtype decides, as said at the top.
+    """
     device = device or torch.device("cpu" if config.dtype == "auto" else "cuda")
     if ranks < 1:
         raise UserError(f"--ranks={ranks}: should be positive")

@@ -304,7 +304,7 @@ class Mailbox:
         pending, x = self.leaving.popleft()
         pending.wait()
         if x is not None:
-            # other values, of 0 bytes: what an operation keeps for its backward (tanh its result) stays
+            # x loses its values. An operation that needs them in backward (tanh) keeps them.
             x.data = x.new_empty(1).expand_as(x)
             free(x)
 

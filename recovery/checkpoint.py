@@ -124,7 +124,7 @@ def save_checkpoint(out_dir, step, zero, state, keep, copies):
         old_steps = all_steps(out_dir)[:-keep] if keep else []
         for step in filter(None, old_steps):
             old = step_path(out_dir, step)
-            shutil.rmtree(old.rename(f"{old}.writing"), ignore_errors=True)  # a rest is not complete
+            shutil.rmtree(old.rename(f"{old}.writing"), ignore_errors=True)  # after a kill, the rest is no `step_N`
 
     def on_all_ranks(action, writes=True):
         attempt = explained(f"out_dir={out_dir}: can't write the checkpoint")(action)
