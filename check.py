@@ -16,7 +16,7 @@ from exercises.answers import need_pytest  # isort: skip
 
 need_pytest()
 
-from conftest import write_tokens  # isort: skip: it sets variables that torch reads
+import testing.environment  # noqa: F401  # isort: skip: it sets variables that torch reads
 
 import contextlib
 import io
@@ -46,6 +46,7 @@ from parallel.schedules import ASYNCHRONOUS
 from recovery import replicas
 from testing import compare, letters
 from testing.tiny import (
+    CHECKED,
     CPU,
     first_steps,
     gradients,
@@ -54,19 +55,11 @@ from testing.tiny import (
     specs,
     stirred,
     tiny_batches,
+    write_tokens,
     wrong_gradients,
 )
 from testing.workers import Workers
 
-LAYOUTS = [  # each pair of schemes in one of them
-    dict(dp=2, zero=3),
-    dict(tp=2),
-    dict(pp=2, schedule="zb-h1", recompute="full"),
-    dict(cp=2),
-    dict(cp=2, context="ring", pp=2, schedule="interleaved", chunks=2, dropout=0.1),
-    dict(dp=4, zero=2, zero_copies=2),
-    dict(dp=2, tp=2, sequence_parallel=True, zero=3, recompute="full", dropout=0.1),
-]
 TRAINING = dict(
     dropout=0.0, max_position_embeddings=0, micro_batch_size=1, train_iters=3, lr=1e-2, min_lr=0.0, skip_norm=0.0,
     lr_decay_style="constant", lr_warmup_iters=0, adam_eps=1e-6, penalty=0.0, dtype="fp64", kernels="torch",
@@ -294,7 +287,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         workers = Workers(Path(folder))
         c.data_dir = write_tokens(workers.folder / "data", vocab_size=c.vocab_size, train=60000, val=20000)
-        for fields in [chosen] if chosen else LAYOUTS:
+        for fields in [chosen] if chosen else CHECKED:
             name = " ".join(f"{key}={value}" for key, value in fields.items())
             one = replace(c, **{key: value for key, value in fields.items() if key != "dp"})
             dp = fields.get("dp", 2 * one.zero_copies if one.zero else 1)

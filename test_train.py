@@ -26,7 +26,6 @@ import config as configuration
 import log
 import train
 from accounts.metrics import read_metrics
-from conftest import write_tokens
 from errors import UserError
 from parallel.comm import CommunicationError, agree, lost_peer
 from parallel.mesh import Axis, everyone
@@ -35,7 +34,7 @@ from parallel.watch import Watch
 from parallel.zero import Zero
 from recovery import checkpoint, processes, start
 from test_config import held_elsewhere
-from testing.tiny import configured, curve, fails, go, validation_losses
+from testing.tiny import configured, curve, fails, go, validation_losses, write_tokens
 
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")

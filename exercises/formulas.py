@@ -4,6 +4,7 @@ import config as configuration
 from accounts import memory, scaling, traffic
 from accounts.bubbles import FORMULAS, by_formula, simulate
 from parallel.simulation import build
+from testing.tiny import CHECKED
 
 __all__ = ["FORMULAS", "build", "by_formula", "scaling", "simulate"]
 
@@ -27,7 +28,5 @@ def kept(ranks, what=None, **fields):
 
 def layouts_with(condition):
     """Return how many of check.py's layouts fulfil a condition on their fields, for example "tp > 1"."""
-    from check import LAYOUTS
-
     usual = dict(dp=1, tp=1, pp=1, cp=1, sequence_parallel=False)
-    return sum(eval(condition, usual | fields) for fields in LAYOUTS)
+    return sum(eval(condition, usual | fields) for fields in CHECKED)

@@ -17,7 +17,6 @@ import generate
 import train
 from accounts.metrics import read_metrics
 from config import check
-from conftest import write_tokens
 from data import Tokens
 from errors import UserError
 from model import GPT
@@ -25,7 +24,7 @@ from parallel.comm import gather_objects
 from parallel.mesh import Mesh
 from parallel.tensor import ParamSpec
 from recovery import checkpoint, replicas
-from testing.tiny import CPU, configured, curve, fails, go, tensor_files, tiny_config
+from testing.tiny import CPU, configured, curve, fails, go, tensor_files, tiny_config, write_tokens
 
 # --- the arithmetic of runs -----------------------------------------------------------------------------------------
 

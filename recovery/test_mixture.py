@@ -12,12 +12,11 @@ import torch
 
 import config as configuration
 from accounts.metrics import read_metrics
-from conftest import write_tokens
 from data import Mixture, Tokens, shares_of
 from errors import UserError
 from model import GPT
 from recovery import checkpoint
-from testing.tiny import configured, fails, go
+from testing.tiny import configured, fails, go, write_tokens
 
 SIZES = {"en": 1000, "code": 370, "ja": 250}  # tokens: 124, 46 and 31 windows of 8
 

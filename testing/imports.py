@@ -2,28 +2,36 @@
 
 Imports inside functions count, too. The rules:
 
-    no circle                                     its files cannot be read one after another
-    the program imports no bench, testing, test   it runs without them
-    only tests, bench, exercises import train.py  a part must not depend on the whole
-    no import goes up in LEVELS                   a scheme is read without the tools that measure it or keep it alive
-    ladder/ imports only files of ladder/         a student reads it before the program, and runs it with torch alone
+    no circle                              its files cannot be read one after another
+    no import goes up in LEVELS            a scheme is read without the tools that measure it or keep it alive
+    ladder/ imports only files of ladder/  a student reads it before the program, and runs it with torch alone
 """
 
 import ast
+import subprocess
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from testing.count_lines import PROGRAM, group_of, tracked
-
-# Files and folders of the program, from the ground up. The other files of the program are commands, above all of these.
+# Files and folders from the ground up. Tests and conftest.py are above all of these.
 LEVELS = (
-    "errors.py",
+    "errors.py configs/",
     "options.py reference.py kernels.py flash_attention.py",
     "parallel/",
     "config.py operations.py model.py llama.py tokenizer.py data.py",
     "accounts/",
     "log.py recovery/",
+    "convert.py generate.py plan.py prepare.py",
+    "train.py",
+    "ladder/ testing/",
+    "bench/ exercises/",
+    "check.py exercise.py",
 )
+
+
+def tracked():
+    """Return the paths of all Python files tracked by git, relative to the current folder."""
+    listed = subprocess.run(["git", "ls-files", "-z", "*.py"], capture_output=True, text=True, check=True)
+    return [path for path in listed.stdout.split("\0") if path]
 
 
 def imported(tree, modules):
@@ -45,8 +53,11 @@ def graph():
 
 
 def level(path):
+    folder, name = path.split("/")[0], path.split("/")[-1]
+    if name == "conftest.py" or name.startswith("test_"):
+        return len(LEVELS)
     rooms = [room.split() for room in LEVELS]
-    return next((i for i, room in enumerate(rooms) if path in room or f"{path.split('/')[0]}/" in room), len(rooms))
+    return next((i for i, room in enumerate(rooms) if path in room or f"{folder}/" in room), len(LEVELS))
 
 
 def broken_rules(imports):
@@ -57,14 +68,9 @@ def broken_rules(imports):
     except CycleError as error:
         lines.append(f"a circle of imports: {' '.join(error.args[1])}")
     for path, other in sorted((file, other) for file in imports for other in imports[file]):
-        program = group_of(path) in PROGRAM
-        if program and group_of(other) not in (*PROGRAM, "configs"):
-            lines.append(f"{path} belongs to the program and imports {other}")
-        if other == "train.py" and program:
-            lines.append(f"{path} imports train.py")
-        if program and group_of(other) in PROGRAM and level(other) > level(path):
+        if level(other) > level(path):
             lines.append(f"{path} is below {other} and imports it")
-        if group_of(path) == "ladder":
+        elif path.startswith("ladder/") and level(path) < len(LEVELS) and not other.startswith("ladder/"):
             lines.append(f"{path} is in the ladder and imports {other}")
     return lines
 

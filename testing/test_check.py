@@ -35,7 +35,7 @@ def checked(folder, *options, edits=()):
 def test_the_unchanged_model_passes(tmp_path):
     code, lines = checked(tmp_path)
     count = sum(line.startswith("ok ") for line in lines)
-    assert (code, count) == (0, len(lines)) and count == len(check.LAYOUTS) + 8, lines
+    assert (code, count) == (0, len(lines)) and count == len(check.CHECKED) + 8, lines
 
 
 def test_options_choose_one_layout(tmp_path):

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -41,9 +42,32 @@ LAYOUTS = [
     for sp in (False, True)
     if tp > 1 or not sp
 ]
+CHECKED = [  # the layouts of check.py: each pair of schemes in one of them
+    dict(dp=2, zero=3),
+    dict(tp=2),
+    dict(pp=2, schedule="zb-h1", recompute="full"),
+    dict(cp=2),
+    dict(cp=2, context="ring", pp=2, schedule="interleaved", chunks=2, dropout=0.1),
+    dict(dp=4, zero=2, zero_copies=2),
+    dict(dp=2, tp=2, sequence_parallel=True, zero=3, recompute="full", dropout=0.1),
+]
 # An expert of 4 has 1 place in a group of 2: some are dropped.
 MIXTURE = dict(top_k=2, capacity_factor=1.0, balance=0.3)
 CURVES = {}  # of one process
+
+
+def write_tokens(folder, train=4000, val=700, test=300, vocab_size=100, tokenizer="bytes", seed=0):
+    """Write a data set of random tokens, which a model can learn: a token is often the previous one plus 1."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(seed)
+    counts = {"train": train, "val": val, "test": test}
+    for split, count in counts.items():
+        steps = random.choice([1, 1, 1, 2, 7], size=count)
+        (steps.cumsum() % vocab_size).astype("<u2").tofile(folder / f"{split}.bin")
+    meta = {"tokenizer": tokenizer, "vocab_size": vocab_size, "eot_id": vocab_size - 1, "dtype": "uint16"}
+    meta |= {"tokens": counts, "documents": dict.fromkeys(counts, 1)}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return str(folder)
 
 
 # --- one model, many layouts ------------------------------------------------------------------------------------------
