@@ -34,6 +34,7 @@ from typing import NamedTuple
 
 from accounts.gpt2 import expert_places
 from accounts.matrices import matrices_of
+from errors import reading
 from parallel import schedules
 from parallel.comm import sent_bytes
 from parallel.layout import REPLICATED, replica_sums, rows_outside, tokens_of_rank
@@ -80,7 +81,7 @@ step
     tp       parameter norms               all_reduce      lamb           [norms]                   double
     shards   parameter norms               all_reduce      lamb and zero  [norms]                   double
     holders  parameter norms               all_reduce      lamb           [norms]                   double
-    world    scalars                       all_reduce      True           [2*updates + 1]           double
+    world    scalars                       all_reduce      True           [2*updates + 2]           double
 """
 
 
@@ -94,6 +95,12 @@ class Row(NamedTuple):
     condition: CodeType  # True or False for a layout
     elements: CodeType  # of each call, a list
     width: str  # bytes of an element
+    line: str  # its text
+
+
+def named(line):
+    """Turn an error of a row into a UserError that names the row's line."""
+    return reading(f"ledger.py's TABLE, row '{line.strip()}'", Exception)
 
 
 def read(table):
@@ -101,9 +108,10 @@ def read(table):
     per, rows = (), []
     for line in table.strip().splitlines():
         if line.startswith(" "):
-            axis, what, operation, condition, elements, width, *_ = re.split("  +", line.strip())
-            formulas = (compile(text, f"{axis}, {what}, {operation}", "eval") for text in (condition, elements))
-            rows.append(Row(per, axis, what, operation, *formulas, width))
+            with named(line):
+                axis, what, operation, condition, elements, width, *_ = re.split("  +", line.strip())
+                formulas = (compile(text, "TABLE", "eval") for text in (condition, elements))
+                rows.append(Row(per, axis, what, operation, *formulas, width, line))
         else:
             per = tuple(line.split(", "))
     return rows
@@ -113,12 +121,16 @@ EVERY_ROW = read(TABLE)
 
 
 def rows_of(layout):
-    """Return the Rows whose condition holds for a layout."""
+    """Yield the Rows whose condition holds for a layout."""
     c = layout.config
     letters = dict(sp=c.sequence_parallel, zero=layout.zero_stage, E=c.experts, ring=c.context == "ring")
     letters["lamb"] = RULES[c.optimizer].layerwise
     name = {} if c.zero_copies > 1 else {"shards": "data"}
-    return [row._replace(axis=name.get(row.axis, row.axis)) for row in EVERY_ROW if eval(row.condition, letters)]
+    for row in EVERY_ROW:
+        with named(row.line):
+            holds = eval(row.condition, letters)
+        if holds:
+            yield row._replace(axis=name.get(row.axis, row.axis))
 
 
 def how_often(layout):
@@ -138,12 +150,13 @@ def predict_sent(layout, schedule, pp_rank, data_rank, item, master_item, real_l
     occasions = occasions_of(layout, schedule, pp_rank, data_rank, letters)
     for row in rows_of(layout):
         key = row.axis, row.what, row.operation
-        for times, ranks, letters in occasions[row.per]:
-            n = ranks.get(row.axis, 1)
-            if n > 1 and (elements := eval(row.elements, letters)) and times:
-                calls, sent = table.get(key, (0, 0))
-                sent += sent_bytes(row.operation, n, times * sum(elements) * letters[row.width])
-                table[key] = calls + times * len(elements), sent
+        with named(row.line):
+            for times, ranks, letters in occasions[row.per]:
+                n = ranks.get(row.axis, 1)
+                if n > 1 and (elements := eval(row.elements, letters)) and times:
+                    calls, sent = table.get(key, (0, 0))
+                    sent += sent_bytes(row.operation, n, times * sum(elements) * letters[row.width])
+                    table[key] = calls + times * len(elements), sent
     return {key: (Fraction(calls, updates), Fraction(sent, updates)) for key, (calls, sent) in table.items()}
 
 

@@ -9,6 +9,7 @@ A GPU computes a product in waves of tiles, 128 x 256 elements on each multiproc
 the last wave, which is not full, cost about one wave, the constant `wave`.
 """
 
+import itertools
 import math
 from fractions import Fraction
 from functools import cache
@@ -125,7 +126,8 @@ class Step:
         operation = "all_gather" if c.sequence_parallel else "all_reduce"  # a reduce_scatter sends as much
         each = self.send("tp", 1, sent_bytes(operation, c.tp, self.z.item * tokens_of_rank(c) * c.hidden_size))
         in_F, alone, by_dw, by_dx = collectives(len(columns), len(rows), c.sequence_parallel)
-        if any(action.kind == "W" for action in schedule(c.schedule, c.pp, c.pp, c.chunks).actions[0]):  # dW runs later
+        actions = itertools.chain(*schedule(c.schedule, c.pp, c.pp, c.chunks).actions)
+        if any(action.kind == "W" for action in actions):  # dW runs later
             alone, by_dw = alone + by_dw, 0
         # dW of a mean column parallel linear, in GPT-2 3.5 of a block's 12 h^2 weights. dx takes as long
         share = Fraction(sum(m.elements for m in columns), len(columns) * sum(m.elements for m in columns + rows))

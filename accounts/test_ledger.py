@@ -161,6 +161,21 @@ def test_the_columns_of_how_often_are_the_slides():
     assert [row.get("parameters") for row in found] == [None, step, step, each]
 
 
+@pytest.mark.parametrize(
+    "right, wrong",
+    [
+        ("used*[P]  ", "used*[P / 4]  "),
+        ("zero == 0", "zeros == 0"),
+        ("      zero == 0", " zero == 0"),
+        ("bucket, step", "bucket, epoch"),
+    ],
+)
+def test_an_error_in_the_table_names_its_row(right, wrong, monkeypatch):
+    with pytest.raises(UserError, match=r"^ledger.py's TABLE, row 'shards +gradients +all_reduce .* wide': \w+Error: "):
+        monkeypatch.setattr(ledger, "EVERY_ROW", ledger.read(ledger.TABLE.replace(right, wrong)))
+        traffic.predict_step(tiny_config(2), 2)
+
+
 def test_one_process_sends_nothing():
     ((measured, expected, *_),) = counted([tiny_config(1)])
     assert measured == expected == {}

@@ -5,7 +5,7 @@
 #         jobs/slurm.sh configs/gpt2_345m.py --tp=2
 #
 # Without --cpus-per-gpu (or --exclusive), all processes of a node may share one core. --mem=0 gives the node's memory.
-# --time must be longer than 600 s; for a short job, add --signal=B:USR1@60.
+# --time must be longer than 600 s and the start of the run; for a short job, add --signal=B:USR1@60.
 #
 # There is one torchrun on each node. 600 s before the time is over, Slurm sends USR1 to this shell (B:), not to
 # torchrun, which would end at once. scancel sends TERM to torchrun and its processes (srun would kill them if it got
@@ -34,10 +34,12 @@ fi
 job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID} # one task of a job array
 timed_out=
 stop() {
-    if [[ $(squeue --noheader --jobs="$job" --format=%M) =~ ^0:[0-2].$ ]]; then # the job has run for less than 30 s
-        echo "error: --time is not longer than the seconds of --signal (600): the job runs to its limit and is not" \
-            "queued again; set a longer --time, or sbatch --signal=B:USR1@60" >&2
+    # USR1 in the first minute: --time is too short. Slurm checks limits every 30 s, so USR1 may come that late.
+    if [[ $(squeue --noheader --jobs="$job" --format=%M) =~ ^0:[0-5].$ ]]; then
+        echo "error: --time is not, or hardly, longer than the seconds of --signal (600): the job runs to its limit" \
+            "and is not queued again; set a longer --time, or sbatch --signal=B:USR1@60" >&2
     else
+        echo "600 s (or --signal) before the time limit: the run saves, and the job is queued again" >&2
         timed_out=1
         scancel --signal=TERM "$job"
     fi
@@ -45,14 +47,16 @@ stop() {
 trap stop USR1
 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # without it, --max-restarts fails (pytorch issue 135712)
-export TORCHELASTIC_ERROR_FILE=$(mktemp) # torchrun copies the report of the first error to it
+export errors=$(mktemp -d) # the first node's torchrun copies the report of the first error into it
+trap 'rm -rf "$errors"' EXIT
+on_first='[ "${SLURM_PROCID:-0}" = 0 ] && export TORCHELASTIC_ERROR_FILE="$errors/report"'
 host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((10000 + SLURM_JOB_ID % 20000)) # two jobs on one node have two ports, below those of outgoing connections
-patience=$(torchrun --help | grep -q shutdown-timeout && echo --shutdown-timeout=540) # torch 2.11 lacks it
+patience=$(torchrun --help 2>/dev/null | grep -q shutdown-timeout && echo --shutdown-timeout=540) # not in torch 2.11
 
-# The variable in single quotes has the number of GPUs of each node: --gpus=4 may give two nodes 3 and 1.
+# The variables in single quotes differ between nodes: --gpus=4 may give two nodes 3 and 1 GPUs.
 srun --wait=60 --ntasks="$SLURM_NNODES" --ntasks-per-node=1 \
-    sh -c 'exec torchrun --nproc-per-node="$SLURM_GPUS_ON_NODE" "$@"' torchrun \
+    sh -c "$on_first; "'exec torchrun --nproc-per-node="$SLURM_GPUS_ON_NODE" "$@"' torchrun \
     --nnodes="$SLURM_NNODES" --max-restarts=3 $patience --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" \
     --rdzv-endpoint="$host:$port" train.py "$@" &
 step=$!
@@ -62,8 +66,7 @@ while kill -0 $step 2>/dev/null; do # a signal ends `wait` before the step ends
     wait $step
     code=$?
 done
-sed -n 's/.*"message": "\(error: .*\)", "errorCode".*/\1/p' <<<"$(<"$TORCHELASTIC_ERROR_FILE")" >&2 # the last line
-rm "$TORCHELASTIC_ERROR_FILE"
+sed -n 's/.*"message": "\(error: .*\)", "errorCode".*/\1/p' <<<"$(cat "$errors"/* 2>/dev/null)" >&2 # the last line
 if [ "$timed_out" ]; then
     scontrol requeue "$job"
 fi

@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch.distributed import irecv, isend
 
 from parallel import comm, tensor
+from parallel.mesh import Axis
 
 all_gather = comm._all_gather  # torch's own
 
@@ -108,7 +109,7 @@ class Late:
     def __init__(self, here, call, arguments, group, tag):
         here.refuse_dropped()
         self.here, self.sends = here, call is isend
-        self.name, number = name_of_call(), len(here.names) & NUMBER
+        self.name, number = name_of_call(group), len(here.names) & NUMBER
         here.names.append(self.name)
         # The first tensor is the result (in a send: the input), the last one the input (in a receive: the result).
         self.tensors = [x.data for x in arguments if isinstance(x, torch.Tensor)]  # .data: autograd sees no write
@@ -205,19 +206,22 @@ def resized(adversary):
     return resize_
 
 
-def name_of_call():
-    """Return a communication's name: its function in comm.py, and the caller's line."""
+def name_of_call(group):
+    """Return a communication's name: the outermost function in comm.py that knows its axis, and the caller's line."""
     frame = sys._getframe(3)  # the caller of a replaced function
     while frame.f_code.co_filename != comm.__file__:  # a test's mock stands between
         frame = frame.f_back
+    call, over = frame, "a group"
     while frame.f_code.co_filename == comm.__file__:
-        call, frame = frame, frame.f_back
+        for x in frame.f_locals.values():
+            if isinstance(x, Axis) and x.group is group:
+                call, over = frame, x.name
+        frame = frame.f_back
     if frame.f_code is tensor.start.__code__:
         frame = frame.f_back
-    seen = call.f_locals
-    what, axis = seen.get("what", "a message"), seen["axis"]
-    place = f"rank {axis.ranks[axis.rank]}, {Path(frame.f_code.co_filename).name} line {frame.f_lineno}"
-    return f"{call.f_code.co_name} of {what} over {axis.name} ({place})"
+    what = call.f_locals.get("what", "a message")
+    place = f"rank {dist.get_rank()}, {Path(frame.f_code.co_filename).name} line {frame.f_lineno}"
+    return f"{call.f_code.co_name} of {what} over {over} ({place})"
 
 
 # --- the mode ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import test_layouts
-from parallel import test_pipedream, test_pipeline, test_tensor
+from parallel import comm, test_pipedream, test_pipeline, test_tensor
 from parallel.comm import all_gather, all_reduce, all_to_all, receive, reduce_scatter, rotate, send
 from parallel.mesh import Mesh
 from testing.adversary import Caught, adversary
@@ -123,10 +123,18 @@ def both_send_first(axis):
     sending.wait()
 
 
+def no_wait_in_a_new_function(axis):
+    """In comm.py, the outer function does not know its axis, and the inner one calls it `node`."""
+    text = "lambda *chain: (lambda x, node, what: all_reduce(x, node, what))(*chain)"
+    eval(compile(text, comm.__file__, "eval"), vars(comm))(torch.ones(4), axis, "first")
+    all_reduce(torch.ones(4), axis, "second").wait()
+
+
 PROGRAMS = {  # {program: the error of rank 0, a regular expression}
     read_before_wait: r"read before `wait`: the result of all_reduce of first over data \(rank 0, test_adversary.py "
     r"line \d+\)\. Its poison is sent by all_reduce of second over data",
     no_wait: "without `wait`: all_reduce of first over data",
+    no_wait_in_a_new_function: "without `wait`: <lambda> of first over data",
     input_changed: "changed before `wait`: 1 of 4 elements of a buffer of all_gather of first over data",
     freed: "freed before `wait`: a buffer of all_gather of first over data",
     used_before_it_is_written: "nan is sent by all_reduce of first over data .* or memory before it was written",
