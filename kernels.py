@@ -193,7 +193,7 @@ class Residual(torch.autograd.Function):
         """Save z, not x and y: backward computes n from z, mean and r, and the mask again from `drop`."""
         x, y = (None if part is None else part.contiguous() for part in (x, y))
         z = x if y is None else torch.empty_like(y)
-        n, width = z.shape
+        n, width = z.shape[:-1].numel(), z.shape[-1]
         out = mean = r = None
         if weight is not None:
             out = torch.empty_like(z)
@@ -212,7 +212,7 @@ class Residual(torch.autograd.Function):
         """dz: the gradient that bypasses the norm, or None. dout: None if forward had no norm."""
         dz, dout = (None if part is None else part.contiguous() for part in (dz, dout))
         like = dz if dout is None else dout
-        n, width = like.shape
+        n, width = like.shape[:-1].numel(), like.shape[-1]
         dx = dz if dout is None else torch.empty_like(like)
         dy = dx if ctx.drop is None else torch.empty_like(like)
         options = one_row(width)
@@ -235,14 +235,14 @@ def add_(y, x, bias, drop=None):
 
 
 def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
-    if x.shape[1] > WIDEST or norm_bias is None:
+    if x.shape[-1] > WIDEST or norm_bias is None:
         z = x if y is None else add_(y, x, bias, drop)
         return z, reference.layer_norm(z, weight, norm_bias)
     return Residual.apply(x, y, bias, weight, norm_bias, reference.EPS, drop)
 
 
 def add_rms_norm_(y, x, weight, epsilon, drop=None):
-    if x.shape[1] > WIDEST:
+    if x.shape[-1] > WIDEST:
         z = x if y is None else add_(y, x, None, drop)
         return z, reference.RMSNorm.apply(z, weight, epsilon)
     return Residual.apply(x, y, None, weight, None, epsilon, drop)

@@ -54,12 +54,12 @@ def add_layer_norm_(y, x, bias, weight, norm_bias, drop=None):
 
 
 class RMSNorm(torch.autograd.Function):
-    """x / sqrt(mean(x^2) + epsilon) * weight, x [n, h]. Zhang and Sennrich (arXiv 1910.07467)."""
+    """x / sqrt(mean(x^2) + epsilon) * weight, x [..., h]. Zhang and Sennrich (arXiv 1910.07467)."""
 
     @staticmethod
     def forward(ctx, x, weight, epsilon):
         wide = x.to(wide_dtype(x))
-        factor = (wide.square().mean(1, keepdim=True) + epsilon).rsqrt()  # [n, 1]
+        factor = (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt()  # [..., 1]
         ctx.save_for_backward(x, factor, weight)
         return (wide * factor).to(x.dtype) * weight
 
@@ -68,7 +68,8 @@ class RMSNorm(torch.autograd.Function):
         x, factor, weight = ctx.saved_tensors
         n, dy = x * factor, dy.to(factor.dtype)
         g = dy * weight
-        return ((g - n * (g * n).mean(1, keepdim=True)) * factor).to(x.dtype), (dy * n).sum(0), None
+        d_weight = (dy * n).flatten(0, -2).sum(0)
+        return ((g - n * (g * n).mean(-1, keepdim=True)) * factor).to(x.dtype), d_weight, None
 
 
 def add_rms_norm_(y, x, weight, epsilon, drop=None):
@@ -107,7 +108,7 @@ def relu_(y, bias):
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up, both [n, f]. Shazeer (arXiv 2002.05202). silu is not kept: backward computes it again."""
+    """silu(gate) * up, both [..., f]. Shazeer (arXiv 2002.05202). silu is not kept: backward computes it again."""
 
     @staticmethod
     def forward(ctx, gate, up):
@@ -124,8 +125,8 @@ class SwiGLU(torch.autograd.Function):
 
 
 def halves(x):
-    """Return two new tensors like x [n, f], halves of one [n, 2f]: `tensor.side_by_side` joins them without a copy."""
-    return x.new_empty(len(x), 2 * x.shape[1]).chunk(2, 1)
+    """Return two new tensors [..., f] like x, halves of one [..., 2f]: `tensor.side_by_side` joins them in place."""
+    return x.new_empty(*x.shape[:-1], 2 * x.shape[-1]).chunk(2, -1)
 
 
 class Rotation(torch.autograd.Function):

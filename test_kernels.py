@@ -128,6 +128,22 @@ def test_an_operation_and_its_gradients(case, n, h, dtype):
     check_operation(case, n, h, dtype)
 
 
+# dropout has a mask for each token
+OF_HEADS = [(reference, case) for case in CASES if "dropout" not in case and "halves" not in case]
+
+
+@pytest.mark.parametrize("ops, case", [*OF_HEADS, (kernels, "layer norm"), (kernels, "rms norm")])
+def test_each_head_of_each_token_alone(ops, case):
+    """x [b, s, heads, d], as for a norm of q: the last dimension is that of the mean, so no token sees another one."""
+    kinds, call = CASES[case]
+    inputs = [random(6, 8, size=2, seed=i) if kind == "x" else random(8, seed=i) for i, kind in enumerate(kinds)]
+    heads = [x.view(1, 3, 2, 8) if x.dim() == 2 else x for x in inputs]
+    plain, seeds = results(functools.partial(call, ops), inputs)
+    ours, _ = results(functools.partial(call, ops), heads, [seed.view(1, 3, 2, 8) for seed in seeds])
+    for a, b in zip(ours, plain, strict=True):
+        assert torch.allclose(a, b.view(a.shape), rtol=1e-5, atol=1e-6)
+
+
 def test_extreme_inputs():
     """Rows far from 0, where mean(x^2) - mean(x)^2 loses all digits; all equal; all but one equal. Large numbers."""
     x = random(3, 64)
